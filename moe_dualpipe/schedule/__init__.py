@@ -1,0 +1,39 @@
+"""Pipeline schedules as values. Standard library only.
+
+>>> from moe_dualpipe.schedule import build, validate
+>>> schedule = validate(build("dualpipev", num_ranks=1, num_micro_batches=2))
+>>> print(*schedule.actions[0])
+0F0 1F0 0F1 1B0 (1F1;0B0)OVERLAP_F_B 1B1 0I1 0W1
+"""
+
+from .actions import Action, Backward, Flow, Forward, Overlap, Part, Recv, Send, Step, halves, parse
+from .build import NAMES, build, placement
+from .comms import DeadlockError, add_comms, receive_early
+from .placement import Placement
+from .schedule import Schedule
+from .validate import ScheduleError, grid, validate
+
+__all__ = [
+    "NAMES",
+    "Action",
+    "Backward",
+    "DeadlockError",
+    "Flow",
+    "Forward",
+    "Overlap",
+    "Part",
+    "Placement",
+    "Recv",
+    "Schedule",
+    "ScheduleError",
+    "Send",
+    "Step",
+    "add_comms",
+    "build",
+    "grid",
+    "halves",
+    "parse",
+    "placement",
+    "receive_early",
+    "validate",
+]

@@ -1,0 +1,121 @@
+"""The vocabulary of a pipeline schedule: what one rank does at one point of its list.
+
+A schedule is data, so its actions are small frozen values that compare, hash, print and parse. The text form is the
+one `torch.distributed.pipelining` reads and writes - stage, letter, micro-batch - so a schedule can cross over in
+either direction:
+
+    0F3                        forward of micro-batch 3 on stage 0
+    7B1  7I1  7W1              backward of micro-batch 1 on stage 7: full, input gradients only, weight gradients only
+    (0F5;7B1)OVERLAP_F_B       a forward and a backward that run as one, communication of each hidden by the other
+    2SEND_F3  3RECV_F3         stage 2 sends the output of micro-batch 3, stage 3 receives it as its input
+    3SEND_B3  2RECV_B3         stage 3 sends the gradient of that input back, stage 2 receives it
+"""
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Part(Enum):
+    """How much of a backward an action does; `INPUT` then `WEIGHT` together make one `FULL`."""
+
+    FULL = "B"
+    INPUT = "I"
+    WEIGHT = "W"
+
+
+class Flow(Enum):
+    """What a transfer carries: activations forward, or their gradients backward."""
+
+    ACTIVATION = "F"
+    GRADIENT = "B"
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}F{self.micro_batch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    stage: int
+    micro_batch: int
+    part: Part = Part.FULL
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.part.value}{self.micro_batch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """One forward and one full backward, run as a pair. They never belong to the same stage and micro-batch."""
+
+    forward: Forward
+    backward: Backward
+
+    def __str__(self) -> str:
+        return f"({self.forward};{self.backward})OVERLAP_F_B"
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """`stage` sends: its output (ACTIVATION) to stage + 1, or its input's gradient (GRADIENT) to stage - 1."""
+
+    stage: int
+    micro_batch: int
+    flow: Flow
+
+    def __str__(self) -> str:
+        return f"{self.stage}SEND_{self.flow.value}{self.micro_batch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Recv:
+    """`stage` receives: its input (ACTIVATION) from stage - 1, or its output's gradient (GRADIENT) from stage + 1."""
+
+    stage: int
+    micro_batch: int
+    flow: Flow
+
+    def __str__(self) -> str:
+        return f"{self.stage}RECV_{self.flow.value}{self.micro_batch}"
+
+
+Action = Forward | Backward | Overlap
+Transfer = Send | Recv
+Step = Action | Transfer
+
+_SINGLE = re.compile(r"(\d+)(SEND_F|SEND_B|RECV_F|RECV_B|F|B|I|W)(\d+)")
+_OVERLAP = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
+
+
+def parse(text: str) -> Step:
+    """Read one action or transfer from its text form; the inverse of `str`.
+
+    Raises ValueError, naming the text, when it is none.
+    """
+    text = text.strip()
+    if pair := _OVERLAP.fullmatch(text):
+        match parse(pair[1]), parse(pair[2]):
+            case Forward() as forward, Backward(part=Part.FULL) as backward:
+                return Overlap(forward, backward)
+        raise ValueError(f"an overlap pairs a forward and a full backward, as in (0F5;7B1)OVERLAP_F_B: got {text!r}")
+    if single := _SINGLE.fullmatch(text):
+        stage, letter, micro_batch = int(single[1]), single[2], int(single[3])
+        if letter == "F":
+            return Forward(stage, micro_batch)
+        if letter.startswith("SEND_"):
+            return Send(stage, micro_batch, Flow(letter[-1]))
+        if letter.startswith("RECV_"):
+            return Recv(stage, micro_batch, Flow(letter[-1]))
+        return Backward(stage, micro_batch, Part(letter))
+    raise ValueError(f"not an action: {text!r}; expected forms such as 0F3, 7B1, 7I1, 7W1, (0F5;7B1)OVERLAP_F_B")
+
+
+def halves(action: Action) -> tuple[Forward | Backward, ...]:
+    """The forwards and backwards inside an action, in the order in which they run when they are not overlapped."""
+    return (action.forward, action.backward) if isinstance(action, Overlap) else (action,)

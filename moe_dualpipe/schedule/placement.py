@@ -1,0 +1,58 @@
+"""Which rank holds which stage.
+
+Every schedule family differs first of all in this, so it is data. A placement is one or more routes; a route lists,
+stage by stage, the rank that holds it. Micro-batches are divided evenly over the routes, in order of their ids:
+
+    straight(4)     0 1 2 3                   one stage a rank: GPipe, 1F1B, ZB1P
+    vee(4)          0 1 2 3 3 2 1 0           down and back up: DualPipeV, ZB-V
+    mirrored(4)     0 1 2 3  and  3 2 1 0     the first half of the micro-batches flows down, the second half up; each
+                                              stage exists twice, on mirrored ranks: DualPipe, Chimera
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Placement:
+    """`routes[d][s]` is the rank that holds stage `s` for the micro-batches of route `d`."""
+
+    routes: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def straight(cls, num_ranks: int) -> "Placement":
+        return cls((tuple(range(num_ranks)),))
+
+    @classmethod
+    def vee(cls, num_ranks: int) -> "Placement":
+        down = tuple(range(num_ranks))
+        return cls((down + down[::-1],))
+
+    @classmethod
+    def mirrored(cls, num_ranks: int) -> "Placement":
+        down = tuple(range(num_ranks))
+        return cls((down, down[::-1]))
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.routes[0])
+
+    @cached_property
+    def num_ranks(self) -> int:
+        return 1 + max(max(route) for route in self.routes)
+
+    @cached_property
+    def stages(self) -> tuple[tuple[int, ...], ...]:
+        """`stages[r]`: the stages that rank `r` holds, in the order in which its first route with them visits them."""
+        held = [
+            {s: None for route in self.routes for s, r in enumerate(route) if r == rank}
+            for rank in range(self.num_ranks)
+        ]
+        return tuple(tuple(stages) for stages in held)
+
+    def holders(self, stage: int) -> tuple[int, ...]:
+        """All ranks that hold a replica of `stage`, in increasing order: two of them when mirrored, otherwise one."""
+        return tuple(sorted({route[stage] for route in self.routes}))
+
+    def route_of(self, micro_batch: int, num_micro_batches: int) -> tuple[int, ...]:
+        return self.routes[micro_batch * len(self.routes) // num_micro_batches]

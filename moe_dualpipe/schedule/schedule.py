@@ -1,0 +1,96 @@
+"""A schedule is a value: a placement, and one tuple of actions per rank.
+
+It can be compared, hashed, saved as CSV and read back.
+"""
+
+import csv
+import io
+import re
+from dataclasses import dataclass, replace
+
+from .actions import Action, Forward, Recv, Send, halves, parse
+from .placement import Placement
+
+_DATA_PARALLEL = re.compile(r"\s*\d+(UNSHARD|RESHARD|REDUCE_GRAD)\s*")  # torch's markers for FSDP, no pipeline action
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`actions[r]` is what rank `r` computes, in order. Transfers are derived from it (see `comms`), not stored."""
+
+    name: str
+    placement: Placement
+    num_micro_batches: int
+    actions: tuple[tuple[Action, ...], ...]
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.actions)
+
+    @property
+    def num_stages(self) -> int:
+        return self.placement.num_stages
+
+    def rank_of(self, stage: int, micro_batch: int) -> int:
+        """The rank that computes `micro_batch` on `stage`."""
+        return self.placement.route_of(micro_batch, self.num_micro_batches)[stage]
+
+    def forward_only(self) -> "Schedule":
+        """The same order without its backwards: inference through the same pipeline."""
+        forwards = tuple(
+            tuple(half for action in actions for half in halves(action) if isinstance(half, Forward))
+            for actions in self.actions
+        )
+        return replace(self, name=f"{self.name}, forward only", actions=forwards)
+
+    def to_csv(self) -> str:
+        """One line per rank, one action per cell: the form that torch.distributed.pipelining reads."""
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows([map(str, actions) for actions in self.actions])
+        return text.getvalue()
+
+    @classmethod
+    def from_csv(cls, text: str, name: str = "csv") -> "Schedule":
+        """Read a schedule of compute actions; the placement is inferred from where each forward stands.
+
+        Empty cells are bubbles and are dropped, as are torch's data-parallel markers (0REDUCE_GRAD). Raises ValueError
+        for a cell that is no action, and for an order whose placement is none: a stage missing, or micro-batches not
+        divided evenly, in order of id, over the routes.
+        """
+        rows = []
+        for rank, cells in enumerate(csv.reader(io.StringIO(text))):
+            steps = [parse(cell) for cell in cells if cell.strip() and not _DATA_PARALLEL.fullmatch(cell)]
+            for step in steps:
+                if isinstance(step, Send | Recv):
+                    raise ValueError(f"rank {rank}: {step} is a transfer; a schedule lists compute actions only")
+            rows.append(tuple(step for step in steps if not isinstance(step, Send | Recv)))
+        placement, num_micro_batches = _infer_placement(rows)
+        return cls(name, placement, num_micro_batches, tuple(rows))
+
+
+def _infer_placement(rows: list[tuple[Action, ...]]) -> tuple[Placement, int]:
+    forwards = {
+        (half.micro_batch, half.stage): rank
+        for rank, actions in enumerate(rows)
+        for action in actions
+        for half in halves(action)
+        if isinstance(half, Forward)
+    }
+    if not forwards:
+        raise ValueError("the schedule has no forward action")
+    num_micro_batches = 1 + max(micro_batch for micro_batch, _ in forwards)
+    num_stages = 1 + max(stage for _, stage in forwards)
+    by_micro_batch = []
+    for micro_batch in range(num_micro_batches):
+        missing = [stage for stage in range(num_stages) if (micro_batch, stage) not in forwards]
+        if missing:
+            raise ValueError(f"micro-batch {micro_batch} has no forward on stage {missing[0]} of {num_stages}")
+        by_micro_batch.append(tuple(forwards[micro_batch, stage] for stage in range(num_stages)))
+    placement = Placement(tuple(dict.fromkeys(by_micro_batch)))
+    for micro_batch, route in enumerate(by_micro_batch):
+        if placement.route_of(micro_batch, num_micro_batches) != route:
+            raise ValueError(
+                f"micro-batch {micro_batch} visits the ranks {route}, unlike its neighbours: "
+                f"micro-batches must be divided evenly, in order of id, over {len(placement.routes)} routes"
+            )
+    return placement, num_micro_batches
