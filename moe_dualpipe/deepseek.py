@@ -1,0 +1,223 @@
+"""DeepSeek's package (github.com/deepseek-ai/DualPipe), name for name: change the import and keep the program.
+
+    from moe_dualpipe.deepseek import DualPipe, DualPipeV, set_p2p_tensor_shapes, set_p2p_tensor_dtype
+    from moe_dualpipe.deepseek import WeightGradStore, run_backward
+
+The same order of work, the same losses and outputs in the same places, `overlapped_forward_backward` of your own module
+class called with the same arguments. Added: CPU tensors (gloo), transfers that do not hold up the computation, and
+errors that say what to change. Their interface has globals - shapes, dtype, the store - so this one has them; nothing
+else in this project reads them.
+"""
+
+import queue
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .overlap.weight_grads import WeightGrads
+from .runtime import P2P, Executor, TensorSpec
+from .runtime import run_backward as _run_backward
+from .schedule import Schedule, build, placement
+
+__all__ = ["DualPipe", "DualPipeV", "WeightGradStore", "run_backward", "set_p2p_tensor_dtype", "set_p2p_tensor_shapes"]
+
+TENSOR_SHAPES: list[tuple[int, ...]] | None = None
+TENSOR_DTYPE: torch.dtype | None = None
+
+
+def set_p2p_tensor_shapes(shapes: list[tuple[int, ...]]) -> None:
+    """Set the shapes of the tensors that pass between stages, one per output of a stage, for one micro-batch."""
+    global TENSOR_SHAPES
+    TENSOR_SHAPES = shapes
+
+
+def set_p2p_tensor_dtype(dtype: torch.dtype) -> None:
+    """Set the dtype of the tensors that pass between stages."""
+    global TENSOR_DTYPE
+    TENSOR_DTYPE = dtype
+
+
+def run_backward(tensors: Sequence[Tensor], grad_tensors: Sequence[Tensor]) -> None:
+    """Backward from `tensors`, accumulating into `.grad`; inputs that no tensor reaches are left alone."""
+    _run_backward(tensors, grad_tensors)
+
+
+class WeightGradStore:
+    """Deferred weight gradients: while `enabled`, a layer's backward may `put` a function instead of computing it."""
+
+    enabled: ClassVar[bool] = False
+    cache: ClassVar[list[Callable[[], None]]] = []
+    funcs_queue: ClassVar["queue.Queue[list[Callable[[], None]]]"] = queue.Queue()
+
+    @classmethod
+    def put(cls, func: Callable[[], None]) -> None:
+        cls.cache.append(func)
+
+    @classmethod
+    def flush(cls) -> None:
+        """Close the current chunk: what was put since the last flush is popped together."""
+        cls.funcs_queue.put(cls.cache)
+        cls.cache = []
+
+    @classmethod
+    def pop(cls) -> None:
+        """Run the oldest chunk's functions."""
+        if cls.funcs_queue.empty():
+            raise RuntimeError("WeightGradStore.pop() on an empty queue")
+        for func in cls.funcs_queue.get():
+            func()
+
+    @classmethod
+    def clear(cls) -> None:
+        cls.cache = []
+        cls.funcs_queue = queue.Queue()
+
+
+class _StoreBacked(WeightGrads):
+    """Deferral for both kinds of layer: those that know a `WeightGrads`, and those that use the global store.
+
+    The store is first in, first out, and so is the order of weight actions in both schedules; the keys agree.
+    """
+
+    @contextmanager
+    def defer_to(self, key: Hashable) -> Iterator[None]:
+        with super().defer_to(key):
+            WeightGradStore.enabled = True
+            try:
+                yield
+            finally:
+                WeightGradStore.enabled = False
+        WeightGradStore.flush()
+
+    def run(self, key: Hashable) -> None:
+        super().run(key)
+        WeightGradStore.pop()
+
+    def clear(self) -> None:
+        super().clear()
+        WeightGradStore.clear()
+
+
+class _Pipe(nn.Module):
+    """What the two schedules share: everything but who is first, who is last, and how the batch is divided."""
+
+    schedule_name: ClassVar[str]
+
+    def __init__(
+        self,
+        modules: tuple[nn.Module, nn.Module] | nn.Sequential,
+        batch_dim: int = 0,
+        process_group: dist.ProcessGroup | None = None,
+        rank_mapping: list[int] | None = None,
+    ) -> None:
+        """modules: this rank's two stages. batch_dim: where inputs, labels and outputs are cut into micro-batches.
+
+        process_group: the pipeline (default: all ranks). rank_mapping: pipeline rank of each rank of that group.
+        Raises ValueError for a wrong number of modules or ranks, or a mapping that is no permutation.
+        """
+        super().__init__()
+        if len(modules) != 2:
+            raise ValueError(f"{type(self).__name__} needs two modules on every rank: got {len(modules)}")
+        self.module = nn.ModuleList(modules)
+        kind = type(self.module[0])
+        self.overlapped_forward_backward = kind is type(self.module[1]) and hasattr(kind, "overlapped_forward_backward")
+        self.batch_dim = batch_dim
+        self.group = process_group or dist.group.WORLD
+        if self.group is None:
+            raise RuntimeError("call torch.distributed.init_process_group() first")
+        self.num_ranks = self.group.size()
+        stages = placement(self.schedule_name, self.num_ranks).stages
+        tensor = next((t for t in [*self.parameters(), *self.buffers()]), torch.empty(0))
+        self._p2p = P2P.connect(self.group, (), tensor.device, rank_mapping)
+        self._weight_grads = _StoreBacked()
+        self.rank = self._p2p.rank
+        self.is_first_rank = self.rank == 0
+        self.is_last_rank = self.rank == self.num_ranks - 1
+        # module[0] is the stage of the flow that goes down: DeepSeek's order, on the second half of the ranks too.
+        self._modules_by_stage = dict(zip(stages[self.rank], self.module, strict=True))
+
+    def step(
+        self,
+        *inputs: Tensor | None,
+        num_chunks: int = 0,
+        criterion: Callable[..., Tensor] | None = None,
+        labels: Sequence[Tensor | None] = (),
+        return_outputs: bool = False,
+    ) -> tuple[Tensor | None, Tensor | tuple[Tensor, ...] | None]:
+        """Run a training step, or under `torch.no_grad()` an inference step.
+
+        inputs: the module's inputs, on the ranks where the pipeline starts. num_chunks: micro-batches.
+        criterion: `criterion(*outputs, *labels)`; labels: its further arguments, on the ranks where it ends.
+        return_outputs: also return the last stage's outputs.
+
+        Returns (loss, outputs): the losses of the micro-batches that end on this rank, stacked, and their outputs
+        concatenated (a tuple if there are several); None elsewhere, or when not asked for.
+        Raises ValueError for micro-batches that do not fit the schedule or a missing input, criterion or shape.
+        """
+        if TENSOR_SHAPES is None or TENSOR_DTYPE is None:
+            raise ValueError("call set_p2p_tensor_shapes and set_p2p_tensor_dtype before step()")
+        WeightGradStore.clear()
+        specs = [TensorSpec(tuple(shape), TENSOR_DTYPE) for shape in TENSOR_SHAPES]
+        schedule = build(self.schedule_name, self.num_ranks, num_chunks)
+        entering, ending = self._own_micro_batches(schedule)
+        if ending and criterion is None and torch.is_grad_enabled():
+            raise ValueError(f"rank {self.rank} holds the last stage and needs a criterion to train")
+        result = Executor(self._modules_by_stage, self._p2p.with_specs(specs), self._weight_grads).step(
+            schedule,
+            _scatter(inputs, entering, self.batch_dim),
+            _scatter((labels,) if isinstance(labels, Tensor) else labels, ending, self.batch_dim),
+            criterion,
+            return_outputs,
+        )
+        loss = torch.stack([result.losses[m] for m in ending]) if result.losses else None
+        outputs = None
+        if return_outputs and ending:
+            columns = zip(*(result.outputs[m] for m in ending), strict=True)
+            gathered = tuple(torch.cat(column, dim=self.batch_dim) for column in columns)
+            outputs = gathered[0] if len(gathered) == 1 else gathered
+        return loss, outputs
+
+    def _own_micro_batches(self, schedule: Schedule) -> tuple[list[int], list[int]]:
+        """The micro-batches that enter the pipeline on this rank, and those that end here."""
+        everything = range(schedule.num_micro_batches)
+        last = schedule.num_stages - 1
+        return (
+            [m for m in everything if schedule.rank_of(0, m) == self.rank],
+            [m for m in everything if schedule.rank_of(last, m) == self.rank],
+        )
+
+
+class DualPipe(_Pipe):
+    """DualPipe: rank r holds stages r and R-1-r, for the two flows; an even number of ranks and micro-batches.
+
+    Inputs and labels go to the first and the last rank. The loss on the first rank belongs to the inputs of the last
+    rank, and the other way round. Each stage exists on two ranks: sum their gradients before the optimizer step.
+    """
+
+    schedule_name = "dualpipe"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        half = self.num_ranks // 2
+        self.is_in_second_half = self.rank >= half
+        self.is_middle_rank = self.rank in (half - 1, half)
+
+
+class DualPipeV(_Pipe):
+    """DualPipeV: rank r holds stages r and 2R-1-r; any number of ranks. Inputs, labels and losses are on rank 0."""
+
+    schedule_name = "dualpipev"
+
+
+def _scatter(tensors: Sequence[Tensor | None], micro_batches: list[int], dim: int) -> Mapping[int, tuple]:
+    """Cut each tensor into as many pieces as there are micro-batches; None stays None in every piece."""
+    if not micro_batches:
+        return {}
+    pieces = [
+        [None] * len(micro_batches) if t is None else t.tensor_split(len(micro_batches), dim=dim) for t in tensors
+    ]
+    return {m: tuple(piece[i] for piece in pieces) for i, m in enumerate(micro_batches)}

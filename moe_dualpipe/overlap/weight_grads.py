@@ -1,0 +1,72 @@
+"""Weight gradients that are computed later than input gradients.
+
+A split backward (I, then W) sends the input gradient to the previous stage as soon as it exists, and fills a bubble
+with the weight gradients afterwards. A layer's autograd function owns both, so it must be told: it hands the weight
+half to a `WeightGrads`, as a closure, whenever that object is `deferring`. The object is passed to the layers that can
+use it (`bind`); there is no global. A layer that knows nothing of it computes both halves at once and stays correct.
+"""
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+class WeightGrads:
+    """The weight gradients that are owed, keyed as the caller likes: (stage, micro-batch) in the executor."""
+
+    def __init__(self) -> None:
+        self._key: Hashable | None = None
+        self._owed: dict[Hashable, list[tuple[Tensor, Callable[[], Tensor]]]] = {}
+
+    @property
+    def deferring(self) -> bool:
+        """Whether `defer` may be called: a split backward is running."""
+        return self._key is not None
+
+    @contextmanager
+    def defer_to(self, key: Hashable) -> Iterator[None]:
+        """Within this context, layers defer their weight gradients; `run(key)` computes them."""
+        if self._key is not None or key in self._owed:
+            raise RuntimeError(f"weight gradients for {key} are already being deferred")
+        self._key, self._owed[key] = key, []
+        try:
+            yield
+        finally:
+            self._key = None
+
+    def defer(self, parameter: Tensor, compute: Callable[[], Tensor]) -> None:
+        """Called by a layer's backward: `compute` will return what is to be added to the gradient of `parameter`."""
+        assert self._key is not None, "defer() outside a split backward"
+        self._owed[self._key].append((parameter, compute))
+
+    def run(self, key: Hashable) -> None:
+        """Compute all that was deferred to `key`, in the order in which it was deferred."""
+        with torch.no_grad():
+            for parameter, compute in self._owed.pop(key):
+                accumulate(parameter, compute())
+
+    def clear(self) -> None:
+        """Forget what is owed, after a step that failed."""
+        self._key = None
+        self._owed.clear()
+
+    def __len__(self) -> int:
+        return len(self._owed)
+
+
+def bind(module: nn.Module, weight_grads: WeightGrads | None) -> None:
+    """Give `weight_grads` to every layer inside `module` that can defer: those with an attribute of that name."""
+    for layer in module.modules():
+        if hasattr(layer, "weight_grads"):
+            layer.weight_grads = weight_grads
+
+
+def accumulate(parameter: Tensor, grad: Tensor) -> None:
+    """Add `grad` to `parameter.grad` as autograd would, in `parameter.grad_dtype` (fp32 for a bf16 weight)."""
+    grad = grad.to(parameter.grad_dtype or grad.dtype)
+    if parameter.grad is None:
+        parameter.grad = grad
+    else:
+        parameter.grad += grad

@@ -1,0 +1,7 @@
+"""Run schedules on torch.distributed: links between ranks, stages, and the executor that joins them."""
+
+from .executor import Executor, StepResult
+from .p2p import P2P, TensorSpec
+from .stage import Criterion, Stage, run_backward
+
+__all__ = ["P2P", "Criterion", "Executor", "Stage", "StepResult", "TensorSpec", "run_backward"]

@@ -1,0 +1,143 @@
+"""Point-to-point transfers between pipeline ranks.
+
+Nothing here blocks the host on CUDA, and on CPU only `Receiving.wait` and `Sending.wait` do. Messages on one directed
+link arrive in the order in which they were sent; the executor posts receives in that order.
+
+NCCL serialises all transfers that share a communicator and a pair of ranks, so a send could wait behind a receive that
+was posted early. Therefore each direction (to a higher rank, to a lower rank) has a process group of its own there.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and dtype of one tensor that passes between stages; the same for every boundary and micro-batch."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+    @property
+    def has_gradient(self) -> bool:
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+
+@dataclass(frozen=True, slots=True)
+class Receiving:
+    """Tensors on their way; `wait` makes them usable on the current stream and may be called again."""
+
+    tensors: tuple[torch.Tensor, ...]
+    works: tuple[dist.Work, ...] = ()
+
+    def wait(self) -> tuple[torch.Tensor, ...]:
+        for work in self.works:
+            work.wait()
+        return self.tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """Keeps what is being sent alive and untouched until `wait`."""
+
+    tensors: tuple[torch.Tensor, ...]
+    works: tuple[dist.Work, ...]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+@dataclass(frozen=True)
+class P2P:
+    """The links of one pipeline. Build it with `connect`, on every rank of the group."""
+
+    specs: tuple[TensorSpec, ...]
+    device: torch.device
+    rank: int
+    num_ranks: int
+    global_ranks: tuple[int, ...]  # global_ranks[pipeline rank]
+    upward: dist.ProcessGroup | None  # carries messages to higher pipeline ranks
+    downward: dist.ProcessGroup | None
+
+    @classmethod
+    def connect(
+        cls,
+        group: dist.ProcessGroup | None,
+        specs: Sequence[TensorSpec],
+        device: torch.device,
+        pipeline_ranks: Sequence[int] | None = None,
+    ) -> "P2P":
+        """Set up the links of the pipeline that `group` forms (None: a pipeline of one rank, without a group).
+
+        `pipeline_ranks[i]` is the pipeline rank of the group's rank `i`; by default they are the same.
+        Collective over `group` on CUDA. Raises ValueError if `pipeline_ranks` is no permutation.
+        """
+        specs = tuple(specs)
+        if group is None:
+            return cls(specs, device, 0, 1, (0,), None, None)
+        size = group.size()
+        order = list(range(size)) if pipeline_ranks is None else list(pipeline_ranks)
+        if sorted(order) != list(range(size)):
+            raise ValueError(f"the pipeline ranks must be a permutation of 0..{size - 1}: got {order}")
+        members = dist.get_process_group_ranks(group)
+        global_ranks = tuple(members[order.index(rank)] for rank in range(size))
+        if device.type == "cpu":
+            upward = downward = group
+        else:
+            upward, downward = _subgroup(members), _subgroup(members)
+        p2p = cls(specs, device, order[group.rank()], size, global_ranks, upward, downward)
+        if device.type != "cpu":
+            p2p._open_links()
+        return p2p
+
+    def with_specs(self, specs: Sequence[TensorSpec]) -> "P2P":
+        """The same links, for tensors of other shapes."""
+        return replace(self, specs=tuple(specs))
+
+    def send(self, tensors: Sequence[torch.Tensor], to: int) -> Sending:
+        """Start sending to pipeline rank `to`; the tensors must not change before `wait`."""
+        held = tuple(tensor.contiguous() for tensor in tensors)
+        group = self._link(self.rank, to)
+        return Sending(held, tuple(_started(dist.isend(t, self.global_ranks[to], group)) for t in held))
+
+    def recv(self, specs: Sequence[TensorSpec], source: int) -> Receiving:
+        """Start receiving tensors of these `specs` from pipeline rank `source`."""
+        held = tuple(spec.empty(self.device) for spec in specs)
+        group = self._link(source, self.rank)
+        return Receiving(held, tuple(_started(dist.irecv(t, self.global_ranks[source], group)) for t in held))
+
+    def _link(self, source: int, to: int) -> dist.ProcessGroup | None:
+        return self.upward if to > source else self.downward
+
+    def _open_links(self) -> None:
+        """NCCL connects a pair of ranks on its first message and blocks the host meanwhile: do it now, in one order."""
+        token = torch.zeros(1, device=self.device)
+        for source, to in self._neighbours():
+            if self.rank in (source, to):
+                group = self._link(source, to)
+                peer = self.global_ranks[to if self.rank == source else source]
+                _started((dist.isend if self.rank == source else dist.irecv)(token, peer, group)).wait()
+        torch.cuda.synchronize(self.device)
+
+    def _neighbours(self) -> Iterator[tuple[int, int]]:
+        for low in range(self.num_ranks - 1):
+            yield low, low + 1
+            yield low + 1, low
+
+
+def _subgroup(members: list[int]) -> dist.ProcessGroup:
+    group = dist.new_group(members, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup), "this process is not a member of the pipeline's group"
+    return group
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this process is not a member of the pipeline's group"
+    return work

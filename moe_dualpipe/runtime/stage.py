@@ -1,0 +1,109 @@
+"""One pipeline stage during one step: what a forward must keep so that its backward can run later.
+
+A stage is any module that maps tensors to a tensor or a sequence of tensors. What is kept per micro-batch is small:
+the inputs, whose gradients the previous stage wants, and the roots of the autograd graph. The outputs themselves are
+dropped once they are sent (the graph keeps what it needs), unless the stage defines `overlapped_forward_backward`,
+whose contract is to be given them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from ..overlap.weight_grads import WeightGrads
+
+Criterion = Callable[..., Tensor]
+Tensors = tuple[Tensor, ...]
+
+
+def as_tuple(outputs: Tensor | Sequence[Tensor]) -> Tensors:
+    return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+
+
+def run_backward(roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor]) -> None:
+    """Accumulate gradients from `roots`; like `torch.autograd.backward`, but inputs that no root reaches are fine."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.run_backward(
+        tuple(roots), tuple(grads), keep_graph=False, create_graph=False, allow_unreachable=True, accumulate_grad=True
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One micro-batch between its forward and its backward on this stage.
+
+    `roots` has one entry for each output that can have a gradient, `outputs` the outputs themselves if the stage
+    overlaps; both are empty on the last stage, whose root is the loss.
+    """
+
+    inputs: Tensors
+    roots: tuple[GradientEdge | None, ...]
+    outputs: Tensors
+    loss: Tensor | None
+
+
+class Stage:
+    """Forward and backward of one stage's micro-batches, in any order that respects their dependences."""
+
+    def __init__(self, index: int, module: nn.Module, weight_grads: WeightGrads):
+        self.index = index
+        self.module = module
+        self.weight_grads = weight_grads
+        self.chunks: dict[int, Chunk] = {}
+
+    @property
+    def overlaps(self) -> bool:
+        return hasattr(type(self.module), "overlapped_forward_backward")
+
+    def forward(
+        self, micro_batch: int, inputs: Tensors, criterion: Criterion | None, labels: Tensors
+    ) -> tuple[Tensors, Tensor | None]:
+        """Return the module's outputs and, given a criterion (on the last stage), the loss of this micro-batch."""
+        outputs = as_tuple(self.module(*inputs))
+        loss = criterion(*outputs, *labels) if criterion is not None else None
+        self.keep(micro_batch, inputs, outputs, loss)
+        return outputs, loss
+
+    def keep(self, micro_batch: int, inputs: Tensors, outputs: Tensors, loss: Tensor | None) -> None:
+        """Remember what the backward of `micro_batch` needs: nothing when there will be none."""
+        if not torch.is_grad_enabled():
+            return
+        outputs = () if loss is not None else tuple(output for output in outputs if output.is_floating_point())
+        roots = tuple(get_gradient_edge(output) if output.requires_grad else None for output in outputs)
+        self.chunks[micro_batch] = Chunk(inputs, roots, outputs if self.overlaps else (), loss)
+
+    def backward(self, micro_batch: int, output_grads: Tensors, split: bool) -> Tensors:
+        """Run backward and return the gradients of the inputs. `split` leaves the weights' gradients to `weight`."""
+        if split:
+            with self.weight_grads.defer_to((self.index, micro_batch)):
+                self._backward(self.chunks[micro_batch], output_grads)
+        else:
+            self._backward(self.chunks[micro_batch], output_grads)
+        return self.finish(micro_batch)
+
+    def _backward(self, chunk: Chunk, output_grads: Tensors) -> None:
+        if chunk.loss is not None:
+            chunk.loss.backward()
+            return
+        pairs = [(root, grad) for root, grad in zip(chunk.roots, output_grads, strict=True) if root is not None]
+        if pairs:
+            run_backward([root for root, _ in pairs], [grad for _, grad in pairs])
+
+    def finish(self, micro_batch: int) -> Tensors:
+        """Let go of the graph; return the input gradients (none on the first stage), zero where an input is unused."""
+        chunk = self.chunks.pop(micro_batch)
+        if self.index == 0:
+            return ()
+        return tuple(
+            tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
+            for tensor in chunk.inputs
+            if tensor.is_floating_point()
+        )
+
+    def weight(self, micro_batch: int) -> None:
+        """The weight gradients that a split backward left."""
+        self.weight_grads.run((self.index, micro_batch))

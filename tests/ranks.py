@@ -1,0 +1,73 @@
+"""Run a function on several ranks: real processes, real torch.distributed (gloo), results brought back.
+
+Processes are forked from a server that has torch imported already, so a launch takes a fraction of a second. A rank
+that fails fails the test with its own traceback; ranks that do not finish in time are killed.
+"""
+
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_context: Any = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed", "ranks"])
+
+
+def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+    """Return `[function(rank, *args) for rank in range(num_ranks)]`, each computed in its own process."""
+    results = _context.SimpleQueue()
+    with tempfile.NamedTemporaryFile() as store:
+        processes = [
+            _context.Process(target=_main, args=(results, store.name, rank, num_ranks, function, args), daemon=True)
+            for rank in range(num_ranks)
+        ]
+        for process in processes:
+            process.start()
+        collected = _Collected(num_ranks)
+        try:
+            collected.wait(results, processes, timeout)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        return [collected.values[rank] for rank in range(num_ranks)]
+
+
+class _Collected:
+    def __init__(self, num_ranks: int):
+        self.values: dict[int, Any] = {}
+        self.num_ranks = num_ranks
+
+    def wait(self, results: Any, processes: list[Any], timeout: float) -> None:
+        while len(self.values) < self.num_ranks:
+            if not results._reader.poll(timeout):
+                missing = [rank for rank in range(self.num_ranks) if rank not in self.values]
+                raise TimeoutError(f"ranks {missing} did not finish within {timeout} s")
+            rank, value, error = results.get()
+            if error is not None:
+                raise AssertionError(f"rank {rank} failed:\n{error}")
+            self.values[rank] = value
+
+
+def _main(results: Any, store: str, rank: int, num_ranks: int, function: Callable[..., Any], args: tuple) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks)
+        value = function(rank, *args)
+        dist.barrier()
+        results.put((rank, value, None))
+    except BaseException:
+        results.put((rank, None, traceback.format_exc()))
+    finally:
+        dist.destroy_process_group()
+
+
+def cosine_distance(x: torch.Tensor, y: torch.Tensor) -> float:
+    """1 - 2xy / (xx + yy), in double; zero for two zero tensors."""
+    x, y = x.double(), y.double()
+    norms = (x * x + y * y).sum().item()
+    return 1 - 2 * (x * y).sum().item() / norms if norms else 0.0
