@@ -1,0 +1,19 @@
+"""A decoder-only Mixture-of-Experts transformer, built as pipeline stages."""
+
+from .config import ModelConfig
+from .moe import MoE, expert_loads
+from .presets import PRESETS, preset
+from .transformer import StageSpec, TransformerStage, build_model, next_token_loss, split
+
+__all__ = [
+    "PRESETS",
+    "MoE",
+    "ModelConfig",
+    "StageSpec",
+    "TransformerStage",
+    "build_model",
+    "expert_loads",
+    "next_token_loss",
+    "preset",
+    "split",
+]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from .overlap.weight_grads import WeightGrads
 from .runtime import P2P, Executor, TensorSpec
 from .runtime import run_backward as _run_backward
-from .schedule import Schedule, build, placement
+from .schedule import Schedule, build, placement_of
 
 __all__ = ["DualPipe", "DualPipeV", "WeightGradStore", "run_backward", "set_p2p_tensor_dtype", "set_p2p_tensor_shapes"]
 
@@ -130,7 +130,7 @@ class _Pipe(nn.Module):
         if self.group is None:
             raise RuntimeError("call torch.distributed.init_process_group() first")
         self.num_ranks = self.group.size()
-        stages = placement(self.schedule_name, self.num_ranks).stages
+        stages = placement_of(self.schedule_name, self.num_ranks).stages
         tensor = next((t for t in [*self.parameters(), *self.buffers()]), torch.empty(0))
         self._p2p = P2P.connect(self.group, (), tensor.device, rank_mapping)
         self._weight_grads = _StoreBacked()

@@ -20,16 +20,17 @@ _context.set_forkserver_preload(["torch", "torch.distributed", "ranks"])
 def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
     """Return `[function(rank, *args) for rank in range(num_ranks)]`, each computed in its own process."""
     results = _context.SimpleQueue()
-    with tempfile.NamedTemporaryFile() as store:
+    with tempfile.TemporaryDirectory() as folder:
+        store = f"{folder}/store"
         processes = [
-            _context.Process(target=_main, args=(results, store.name, rank, num_ranks, function, args), daemon=True)
+            _context.Process(target=_main, args=(results, store, rank, num_ranks, function, args), daemon=True)
             for rank in range(num_ranks)
         ]
         for process in processes:
             process.start()
         collected = _Collected(num_ranks)
         try:
-            collected.wait(results, processes, timeout)
+            collected.wait(results, timeout)
         finally:
             for process in processes:
                 process.kill()
@@ -42,7 +43,7 @@ class _Collected:
         self.values: dict[int, Any] = {}
         self.num_ranks = num_ranks
 
-    def wait(self, results: Any, processes: list[Any], timeout: float) -> None:
+    def wait(self, results: Any, timeout: float) -> None:
         while len(self.values) < self.num_ranks:
             if not results._reader.poll(timeout):
                 missing = [rank for rank in range(self.num_ranks) if rank not in self.values]
@@ -56,7 +57,7 @@ class _Collected:
 def _main(results: Any, store: str, rank: int, num_ranks: int, function: Callable[..., Any], args: tuple) -> None:
     torch.set_num_threads(1)
     try:
-        dist.init_process_group("gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks)
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
         value = function(rank, *args)
         dist.barrier()
         results.put((rank, value, None))

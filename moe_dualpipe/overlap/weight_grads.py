@@ -60,7 +60,7 @@ def bind(module: nn.Module, weight_grads: WeightGrads | None) -> None:
     """Give `weight_grads` to every layer inside `module` that can defer: those with an attribute of that name."""
     for layer in module.modules():
         if hasattr(layer, "weight_grads"):
-            layer.weight_grads = weight_grads
+            setattr(layer, "weight_grads", weight_grads)  # noqa: B010 - nn.Module declares no such attribute
 
 
 def accumulate(parameter: Tensor, grad: Tensor) -> None:

@@ -45,9 +45,7 @@ class StepResult:
 
 @lru_cache(maxsize=16)
 def _lower(schedule: Schedule, forward_only: bool) -> tuple[Schedule, tuple[tuple[Step, ...], ...]]:
-    validate(schedule)
-    if forward_only:
-        schedule = schedule.forward_only()
+    schedule = schedule.forward_only() if forward_only else validate(schedule)
     return schedule, tuple(receive_early(steps) for steps in add_comms(schedule))
 
 

@@ -7,7 +7,7 @@
 """
 
 from .actions import Action, Backward, Flow, Forward, Overlap, Part, Recv, Send, Step, halves, parse
-from .build import NAMES, build, placement
+from .build import NAMES, build, placement_of
 from .comms import DeadlockError, add_comms, receive_early
 from .placement import Placement
 from .schedule import Schedule
@@ -33,7 +33,7 @@ __all__ = [
     "grid",
     "halves",
     "parse",
-    "placement",
+    "placement_of",
     "receive_early",
     "validate",
 ]

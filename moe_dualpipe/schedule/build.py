@@ -27,7 +27,7 @@ _METHODS = {
 NAMES = tuple(_METHODS)
 
 
-def placement(name: str, num_ranks: int) -> Placement:
+def placement_of(name: str, num_ranks: int) -> Placement:
     """The placement that schedule `name` uses on `num_ranks` ranks. Raises ValueError as `build` does."""
     method = _METHODS.get(name)
     if method is None:
@@ -49,7 +49,7 @@ def build(name: str, num_ranks: int, num_micro_batches: int) -> Schedule:
     Raises ValueError, with the numbers and the nearest ones that would do, for an unknown name, an odd number where
     mirrored pairs are needed, and too few micro-batches to fill the pipeline.
     """
-    where = placement(name, num_ranks)
+    where = placement_of(name, num_ranks)
     method = _METHODS[name]
     least = method.min_micro_batches_per_rank * num_ranks
     if num_micro_batches < least or (method.even and num_micro_batches % 2):

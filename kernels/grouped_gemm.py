@@ -1,0 +1,61 @@
+"""`grouped_linear`: one linear layer per expert, over rows that are grouped by expert.
+
+The expert MLP of a Mixture-of-Experts layer is many small products whose sizes only the router knows. With the rows in
+expert-major order they are one grouped product:
+
+    offsets = [0, 2, 2, 3]          expert 0 has rows 0-1, expert 1 none, expert 2 row 2
+    y[0:2] = x[0:2] W[0]^T,         y[2:3] = x[2:3] W[2]^T
+
+This is the plain-torch operator, on `torch.nn.functional.grouped_mm` (bf16 on CUDA without a host sync; any dtype on
+CPU). As in `linear`, the weight gradient is a product of its own that a split backward can put off.
+
+M rows, I input width, O output width, E experts.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from moe_dualpipe.overlap.weight_grads import WeightGrads
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_MI: Tensor, w_EOI: Tensor, ends_E: Tensor, weight_grads: "WeightGrads | None") -> Tensor:
+        ctx.save_for_backward(x_MI, w_EOI, ends_E)
+        ctx.weight_grads = weight_grads
+        return F.grouped_mm(x_MI, w_EOI.mT, offs=ends_E)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        grad_MO = grads[0].contiguous()
+        x_MI, w_EOI, ends_E = ctx.saved_tensors
+
+        def weight_grad() -> Tensor:
+            return F.grouped_mm(grad_MO.mT, x_MI, offs=ends_E)
+
+        grad_x = F.grouped_mm(grad_MO, w_EOI, offs=ends_E) if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return grad_x, None, None, None
+        if ctx.weight_grads is not None and ctx.weight_grads.deferring:
+            ctx.weight_grads.defer(w_EOI, weight_grad)
+            return grad_x, None, None, None
+        return grad_x, weight_grad(), None, None
+
+
+def grouped_linear(
+    x_MI: Tensor, w_EOI: Tensor, expert_offsets: Tensor, weight_grads: "WeightGrads | None" = None
+) -> Tensor:
+    """Return y_MO with y[m] = W[e] x[m] for the rows m of each expert e.
+
+    x_MI: [M, I], grouped by expert; w_EOI: [E, O, I]; expert_offsets: [E + 1] int32, from 0 to M. While `weight_grads`
+    defers, backward leaves the weight's gradient to it. Raises ValueError when the shapes do not fit.
+    """
+    if x_MI.ndim != 2 or w_EOI.ndim != 3 or x_MI.shape[1] != w_EOI.shape[2]:
+        raise ValueError(f"grouped_linear needs x [M, I] and w [E, O, I]: got {[*x_MI.shape]} and {[*w_EOI.shape]}")
+    if expert_offsets.shape != (w_EOI.shape[0] + 1,):
+        raise ValueError(f"{w_EOI.shape[0]} experts need {w_EOI.shape[0] + 1} offsets: got {[*expert_offsets.shape]}")
+    return _GroupedLinear.apply(x_MI, w_EOI, expert_offsets[1:], weight_grads)  # type: ignore[return-value]

@@ -1,0 +1,73 @@
+"""Every choice of the model, in one frozen value."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder-only Mixture-of-Experts transformer. Raises ValueError when the choices contradict each other."""
+
+    vocab_size: int = 256
+    """Number of token ids; 256 for bytes."""
+    hidden_size: int = 128
+    """Width of the residual stream."""
+    num_layers: int = 4
+    """Transformer blocks, dense and Mixture-of-Experts together."""
+    num_dense_layers: int = 1
+    """How many of the first blocks have a dense MLP instead of experts."""
+    num_heads: int = 4
+    """Query heads."""
+    num_kv_heads: int = 2
+    """Key and value heads, each shared by num_heads / num_kv_heads query heads."""
+    head_dim: int = 32
+    """Width of one head; even, because of the rotary embedding."""
+    dense_size: int = 384
+    """Inner width of a dense MLP."""
+    expert_size: int = 128
+    """Inner width of one expert."""
+    num_experts: int = 8
+    """Routed experts in each Mixture-of-Experts block."""
+    experts_per_token: int = 2
+    """Routed experts that each token is sent to (top-k)."""
+    num_shared_experts: int = 1
+    """Experts that every token goes through besides."""
+    router_score: Literal["softmax", "sigmoid"] = "softmax"
+    """How router logits become scores."""
+    normalize_weights: bool = True
+    """Scale a token's routing weights to sum to routed_scale."""
+    routed_scale: float = 1.0
+    """Factor on the routing weights."""
+    experts: str = "swiglu"
+    """The expert layer: "swiglu", or your own as "module:Class" (see examples/custom_experts.py)."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary embedding."""
+    norm_eps: float = 1e-6
+    """Epsilon of RMSNorm."""
+    init_std: float = 0.02
+    """Standard deviation of initial weights; projections into the residual stream get less, by sqrt(2 layers)."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            *("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "dense_size"),
+            *("expert_size", "num_experts", "experts_per_token"),
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1: got {getattr(self, name)}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads must be a multiple of num_kv_heads: got {self.num_heads}, {self.num_kv_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even: got {self.head_dim}")
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"experts_per_token must be at most num_experts: got {self.experts_per_token} of {self.num_experts}"
+            )
+        if self.num_dense_layers < 0 or self.num_shared_experts < 0:
+            raise ValueError("num_dense_layers and num_shared_experts cannot be negative")
+        if self.router_score not in ("softmax", "sigmoid"):
+            raise ValueError(f"router_score must be softmax or sigmoid: got {self.router_score!r}")
+        if self.experts != "swiglu" and ":" not in self.experts:
+            raise ValueError(f'experts must be "swiglu" or "module:Class": got {self.experts!r}')
+
+    def is_dense(self, layer: int) -> bool:
+        return layer < self.num_dense_layers

@@ -1,0 +1,57 @@
+"""The expert layer: many small MLPs over rows that are grouped by expert. Yours can take its place.
+
+The contract of an expert layer, which `ModelConfig.experts = "module:Class"` chooses:
+
+    Class(config: ModelConfig, num_local_experts: int)       an nn.Module with the parameters of this rank's experts
+    forward(x_MD, expert_offsets) -> y_MD                    row m belongs to the expert e with
+                                                             expert_offsets[e] <= m < expert_offsets[e + 1]
+    reset_expert(e)                 (optional)               draw the weights of local expert e; called under a seed of
+                                                             its own, so weights do not depend on how experts are split
+
+M rows, D model dim, F inner width, E local experts. Any number of rows may be zero.
+"""
+
+import importlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from moe_dualpipe.kernels.grouped_gemm import grouped_linear
+from moe_dualpipe.overlap.weight_grads import WeightGrads
+
+from .config import ModelConfig
+from .layers import swiglu
+
+
+class SwiGLUExperts(nn.Module):
+    """SwiGLU experts as two grouped products. gate_up: [E, 2F, D]; down: [E, D, F]."""
+
+    def __init__(self, config: ModelConfig, num_local_experts: int):
+        super().__init__()
+        self.std, self.out_std = config.init_std, config.init_std / (2 * config.num_layers) ** 0.5
+        self.gate_up = nn.Parameter(torch.empty(num_local_experts, 2 * config.expert_size, config.hidden_size))
+        self.down = nn.Parameter(torch.empty(num_local_experts, config.hidden_size, config.expert_size))
+        self.weight_grads: WeightGrads | None = None
+
+    @torch.no_grad()
+    def reset_expert(self, e: int) -> None:
+        self.gate_up[e].normal_(std=self.std)
+        self.down[e].normal_(std=self.out_std)
+
+    def forward(self, x_MD: Tensor, expert_offsets: Tensor) -> Tensor:
+        hidden_MF = swiglu(grouped_linear(x_MD, self.gate_up, expert_offsets, self.weight_grads))
+        return grouped_linear(hidden_MF, self.down, expert_offsets, self.weight_grads)
+
+
+def expert_class(name: str) -> Callable[[ModelConfig, int], nn.Module]:
+    """The expert layer called `name`: "swiglu" or "module:Class". Raises ValueError when there is none."""
+    if name == "swiglu":
+        return SwiGLUExperts
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except ImportError as error:
+        raise ValueError(f"cannot import the expert layer {name!r}: {error}") from error
+    except AttributeError:
+        raise ValueError(f"cannot find the expert layer {name!r}: {module} has no {attribute}") from None

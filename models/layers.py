@@ -1,0 +1,41 @@
+"""The two building blocks that every part of the model shares: a linear layer, and the SwiGLU MLP made of it.
+
+D model dim, F inner width, ...: any leading dimensions.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moe_dualpipe.kernels.linear import linear
+from moe_dualpipe.overlap.weight_grads import WeightGrads
+
+
+class Linear(nn.Module):
+    """y = x W^T without a bias, whose weight gradient can be deferred (`weight_grads`, set by the pipeline)."""
+
+    def __init__(self, in_features: int, out_features: int, std: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features).normal_(std=std))
+        self.weight_grads: WeightGrads | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.weight_grads)
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate x) * up x), arXiv 2002.05202; gate and up are one product."""
+
+    def __init__(self, hidden_size: int, inner_size: int, std: float, out_std: float):
+        super().__init__()
+        self.gate_up = Linear(hidden_size, 2 * inner_size, std)
+        self.down = Linear(inner_size, hidden_size, out_std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(swiglu(self.gate_up(x)))
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """[..., 2F] -> [..., F]: the first half gates the second."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up

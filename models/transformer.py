@@ -1,0 +1,114 @@
+"""The model as pipeline stages: embedding in the first, head in the last, blocks divided to balance the work.
+
+Parameter names are global (`layers.3.attention.qkv.weight`), whichever stage holds the layer, and so are the initial
+weights: a stage of a pipeline holds exactly the numbers that the whole model holds at those names.
+
+B sequences, S positions, D model dim, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moe_dualpipe.expert_parallel import ExpertParallel, Local
+
+from .block import Block
+from .config import ModelConfig
+from .layers import Linear
+from .seeding import seeded
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpec:
+    """What one stage holds: a range of blocks, perhaps the embedding, perhaps the head, and its share of the work."""
+
+    layers: range
+    embedding: bool
+    head: bool
+    share: float
+
+    def __str__(self) -> str:
+        first, last = self.layers[0], self.layers[-1]
+        parts = ["embedding"] * self.embedding
+        parts += [f"layer {first}" if first == last else f"layers {first}-{last}"]
+        parts += ["head"] * self.head
+        return f"{' + '.join(parts)} ({self.share:.0%} of the work)"
+
+
+def layer_flops(config: ModelConfig, layer: int) -> int:
+    """Multiply-adds per token of a block's weights, forward (attention scores, which depend on length, left out)."""
+    heads = config.num_heads + config.num_kv_heads
+    attention = 2 * config.hidden_size * config.head_dim * heads
+    if config.is_dense(layer):
+        return attention + 3 * config.hidden_size * config.dense_size
+    experts = config.experts_per_token + config.num_shared_experts
+    return attention + config.hidden_size * (3 * experts * config.expert_size + config.num_experts)
+
+
+def split(config: ModelConfig, num_stages: int) -> tuple[StageSpec, ...]:
+    """Divide the blocks over `num_stages` consecutive stages so that the slowest stage is as fast as possible.
+
+    Raises ValueError when there are fewer blocks than stages.
+    """
+    if config.num_layers < num_stages:
+        raise ValueError(
+            f"{config.num_layers} layers cannot be divided over {num_stages} pipeline stages: "
+            f"use at least {num_stages} layers or fewer pipeline ranks"
+        )
+    costs = [layer_flops(config, layer) for layer in range(config.num_layers)]
+    costs[-1] += config.hidden_size * config.vocab_size  # the head goes wherever the last block goes
+    best: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {(0, 0): (0, ())}  # (stages, layers) -> (max, ends)
+    for stages in range(1, num_stages + 1):
+        for end in range(stages, config.num_layers + 1):
+            best[stages, end] = min(
+                (max(best[stages - 1, start][0], sum(costs[start:end])), (*best[stages - 1, start][1], end))
+                for start in range(stages - 1, end)
+                if (stages - 1, start) in best
+            )
+    ends = best[num_stages, config.num_layers][1]
+    ranges = [range(start, end) for start, end in zip((0, *ends), ends, strict=False)]
+    return tuple(
+        StageSpec(r, r.start == 0, r.stop == config.num_layers, sum(costs[r.start : r.stop]) / sum(costs))
+        for r in ranges
+    )
+
+
+class TransformerStage(nn.Module):
+    """One stage. The first maps token ids [B, S] to hidden states [B, S, D], the last ends in logits [B, S, V]."""
+
+    def __init__(
+        self, config: ModelConfig, spec: StageSpec, expert_parallel: ExpertParallel | None = None, seed: int = 0
+    ):
+        super().__init__()
+        self.config, self.spec = config, spec
+        expert_parallel = expert_parallel if expert_parallel is not None else Local(config.num_experts)
+        if spec.embedding:
+            with seeded(seed, "embedding"):
+                self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+                nn.init.normal_(self.embedding.weight, std=config.init_std)
+        self.layers = nn.ModuleDict()
+        for layer in spec.layers:
+            with seeded(seed, f"layers.{layer}"):
+                self.layers[str(layer)] = Block(config, layer, expert_parallel, seed)
+        if spec.head:
+            self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+            with seeded(seed, "head"):
+                self.head = Linear(config.hidden_size, config.vocab_size, config.init_std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.spec.embedding:
+            x = self.embedding(x)
+        for block in self.layers.values():
+            x = block(x)
+        return self.head(self.norm(x)) if self.spec.head else x
+
+
+def build_model(config: ModelConfig, expert_parallel: ExpertParallel | None = None, seed: int = 0) -> TransformerStage:
+    """The whole model as a single stage."""
+    return TransformerStage(config, split(config, 1)[0], expert_parallel, seed)
+
+
+def next_token_loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
+    """Mean cross-entropy in nats per token, in fp32."""
+    return F.cross_entropy(logits_BSV.float().flatten(0, 1), labels_BS.flatten())

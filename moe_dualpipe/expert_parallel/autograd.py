@@ -1,0 +1,45 @@
+"""Dispatch and combine as differentiable operators: each runs the other on the same route as its backward."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .protocol import ExpertParallel, Route
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, route: Route, ep: ExpertParallel) -> tuple[Tensor, Tensor]:
+        ctx.route, ctx.ep = route, ep
+        received = ep.dispatch(x_TD, route, weights_TK).wait()
+        assert received.weights_M is not None
+        return received.x_ND.view_as(received.x_ND), received.weights_M
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        grad_x_ND, grad_weights_M = grads
+        combined = ctx.ep.combine(grad_x_ND, ctx.route, grad_weights_M).wait()
+        return combined.y_TD, combined.weight_grads_TK, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_ND: Tensor, route: Route, ep: ExpertParallel) -> Tensor:
+        ctx.route, ctx.ep = route, ep
+        y_TD = ep.combine(y_ND, route).wait().y_TD
+        return y_TD.view_as(y_TD)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.ep.dispatch(grads[0].contiguous(), ctx.route).wait().x_ND, None, None
+
+
+def dispatch(x_TD: Tensor, weights_TK: Tensor, route: Route, ep: ExpertParallel) -> tuple[Tensor, Tensor]:
+    """Send tokens and routing weights along `route`: returns x_ND and weights_M, in expert-major order."""
+    return _Dispatch.apply(x_TD, weights_TK, route, ep)  # type: ignore[return-value]
+
+
+def combine(y_ND: Tensor, route: Route, ep: ExpertParallel) -> Tensor:
+    """Bring one row back per row received and add up over ranks: returns y_TD."""
+    return _Combine.apply(y_ND, route, ep)  # type: ignore[return-value]

@@ -1,0 +1,99 @@
+"""Checkpoints with torch.distributed.checkpoint, under names that do not depend on how the run was divided.
+
+A tensor is saved under its global name, once, whichever ranks hold replicas. Experts are saved one by one
+(`layers.1.mlp.experts.gate_up.5`), so their number per rank leaves no trace. A checkpoint is a folder
+
+    <run>/checkpoints/step-000320/    the tensors, and run.json with the step and the model's configuration
+
+that appears under this name only when it is complete.
+"""
+
+import dataclasses
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from ..models import ModelConfig
+
+_STEP = re.compile(r"step-(\d+)")
+
+
+def global_tensors(name: str, tensor: Tensor, local_experts: range) -> Iterator[tuple[str, Tensor]]:
+    """The global names, and views, under which a parameter-shaped tensor of this rank is saved."""
+    if ".experts." not in name:
+        yield name, tensor
+    elif tensor.ndim and len(tensor) == len(local_experts):
+        yield from ((f"{name}.{expert}", tensor[i]) for i, expert in enumerate(local_experts))
+    else:  # an expert layer of the user's own that stacks nothing: only as a whole, for this division of experts
+        yield f"{name}.{local_experts.start}-{local_experts.stop - 1}", tensor
+
+
+def _flat(tensors: Mapping[str, Mapping[str, Tensor]], local_experts: range) -> dict[str, Any]:
+    return {
+        f"{kind}.{global_name}": view
+        for kind, named in tensors.items()
+        for name, tensor in named.items()
+        for global_name, view in global_tensors(name, tensor, local_experts)
+    }
+
+
+def save(
+    run: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], local_experts: range, model: ModelConfig
+) -> Path:
+    """Save `tensors` (kind -> parameter name -> tensor) as the checkpoint after `step` updates. Collective."""
+    final = run / "checkpoints" / f"step-{step:06d}"
+    unfinished = final.with_name(f".{final.name}.unfinished")
+    if dist.get_rank() == 0:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+    dist.barrier()
+    dcp.save(_flat(tensors, local_experts), checkpoint_id=unfinished)
+    if dist.get_rank() == 0:
+        (unfinished / "run.json").write_text(json.dumps({"step": step, "model": dataclasses.asdict(model)}, indent=2))
+        shutil.rmtree(final, ignore_errors=True)
+        unfinished.rename(final)
+    dist.barrier()
+    return final
+
+
+def find(path: str) -> Path:
+    """The checkpoint at `path`, or the newest one of the run at `path`. Raises ValueError when there is none."""
+    for candidate in (Path(path), *sorted(Path(path).glob("checkpoints/step-*"), key=_step_of, reverse=True)):
+        if (candidate / "run.json").is_file() and (candidate / ".metadata").is_file():
+            return candidate
+    raise ValueError(f"nothing to resume from: no checkpoint in {path}; start without --resume")
+
+
+def _step_of(path: Path) -> int:
+    match = _STEP.fullmatch(path.name)
+    return int(match[1]) if match else -1
+
+
+def check_model(checkpoint: Path, model: ModelConfig) -> int:
+    """Return the step of `checkpoint`. Raises ValueError if it holds a model other than `model`."""
+    try:
+        saved = json.loads((checkpoint / "run.json").read_text())
+        step, saved_model = int(saved["step"]), dict(saved["model"])
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise ValueError(f"cannot read {checkpoint / 'run.json'}: {error}") from None
+    ours = dataclasses.asdict(model)
+    differences = [
+        f"{key} is {saved_model.get(key)!r} there and {value!r} here"
+        for key, value in ours.items()
+        if saved_model.get(key) != value
+    ]
+    if differences:
+        raise ValueError(f"{checkpoint} holds another model: {'; '.join(differences)}")
+    return step
+
+
+def load(checkpoint: Path, tensors: Mapping[str, Mapping[str, Tensor]], local_experts: range) -> None:
+    """Load into `tensors` in place. Collective."""
+    dcp.load(_flat(tensors, local_experts), checkpoint_id=checkpoint)

@@ -1,0 +1,201 @@
+"""The configuration of a training run, and the command line that makes it."""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import torch
+import tyro
+
+from ..models import PRESETS, ModelConfig, preset
+from ..schedule import build
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerConfig:
+    """AdamW with linear warm-up and a cosine down to a fraction of the peak."""
+
+    lr: float = 3e-3
+    """Peak learning rate."""
+    warmup_steps: int = 20
+    """Steps of linear warm-up."""
+    final_lr: float = 0.1
+    """Learning rate at the end, as a fraction of the peak."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    weight_decay: float = 0.1
+    """Decoupled weight decay, on matrices only."""
+    clip: float = 1.0
+    """Largest gradient norm over all ranks; larger gradients are scaled down. 0: no limit."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Train a Mixture-of-Experts transformer under a pipeline schedule.
+
+    python train.py                                   one process
+    torchrun --nproc-per-node 2 train.py              two pipeline ranks, DualPipe
+    torchrun --nproc-per-node 4 train.py --ep 2       two pipeline ranks, experts spread over two
+
+    The number of processes is pp x data-parallel ranks; ep spreads the experts over data-parallel ranks.
+    """
+
+    preset: str = "tiny"
+    """Model size to start from; --model.* changes single choices."""
+    model: ModelConfig = field(default_factory=lambda: PRESETS["tiny"])
+
+    pp: int = 0
+    """Pipeline ranks. 0: all processes, divided by ep."""
+    ep: int = 1
+    """Ranks over which the experts of a layer are spread; divides the experts and the data-parallel ranks."""
+    schedule: str = "auto"
+    """Pipeline schedule: 1f1b, dualpipe, dualpipev. auto: dualpipe for an even number of ranks, else dualpipev."""
+
+    data: str = "stdlib"
+    """Text to train on: a file, a folder, a glob, or "stdlib" for the Python standard library's own source."""
+    seq_len: int = 256
+    """Tokens in a sequence."""
+    micro_batch_size: int = 2
+    """Sequences in a micro-batch."""
+    micro_batches: int = 0
+    """Micro-batches a step, on each data-parallel rank. 0: 8, or more where the schedule needs them."""
+    steps: int = 320
+    """Optimizer steps in the whole run; the learning rate follows from it."""
+    seed: int = 0
+    """Fixes the initial weights and the order of the data."""
+    optim: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+    device: str = "auto"
+    """cpu, cuda, or auto: the GPUs if there are any."""
+    dtype: str = "auto"
+    """float32, bfloat16, or auto: bfloat16 on GPUs. Master weights and gradients are float32 in any case."""
+
+    out: str = ""
+    """Folder for checkpoints and metrics. Default: runs/<preset>."""
+    resume: str = ""
+    """A run's folder, or one checkpoint in it, to go on from."""
+    save_every: int = 0
+    """Steps between checkpoints; one is always saved at the end. 0: only that one."""
+    eval_sequences: int = 64
+    """Held-out sequences for the validation loss; rounded up to whole batches."""
+    sample_tokens: int = 160
+    """Length of the sample that is generated at the end; 0: none."""
+    prompt: str = "def "
+    """What the sample starts with."""
+    check_replicas_every: int = 100
+    """Steps between checks that replicas are bit-equal; they are checked at the end, too. 0: only then."""
+    timeout: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 600.0
+    """How long a rank waits for another before it gives up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What torchrun tells a process; a process on its own is rank 0 of 1."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+
+    @classmethod
+    def from_environment(cls) -> "Launch":
+        get = os.environ.get
+        return cls(int(get("RANK", "0")), int(get("LOCAL_RANK", "0")), int(get("WORLD_SIZE", "1")))
+
+
+def parse(arguments: Sequence[str], quiet: bool = False) -> TrainConfig:
+    """Read the command line; `--preset` chooses the defaults of `--model.*`.
+
+    quiet: print no help and no usage errors (for all but one process of many). Raises ValueError for an unknown preset.
+    """
+    name = _value_of("--preset", arguments) or TrainConfig.preset
+    default = TrainConfig(preset=name, model=preset(name))
+    return tyro.cli(
+        TrainConfig,
+        args=arguments,
+        default=default,
+        prog="train.py",
+        console_outputs=not quiet,
+        config=(tyro.conf.FlagConversionOff,),
+    )
+
+
+def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
+    for i, argument in enumerate(arguments):
+        if argument == flag and i + 1 < len(arguments):
+            return arguments[i + 1]
+        if argument.startswith(flag + "="):
+            return argument[len(flag) + 1 :]
+    return None
+
+
+def resolve(config: TrainConfig, launch: Launch) -> TrainConfig:
+    """Fill in what was left to be chosen, and check that all numbers fit together.
+
+    Raises ValueError with the numbers and the way out. The result has no 0, "auto" or "" where those mean a choice.
+    """
+    if config.preset not in PRESETS:
+        preset(config.preset)
+    device = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be cpu, cuda or auto: got {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda, but torch finds no GPU on this machine; use --device cpu")
+    if device == "cuda" and launch.local_rank >= torch.cuda.device_count():
+        gpus = torch.cuda.device_count()
+        raise ValueError(
+            f"each process needs a GPU of its own, this machine has {gpus}: start at most {gpus} processes"
+        )
+    dtype = config.dtype if config.dtype != "auto" else ("bfloat16" if device == "cuda" else "float32")
+    if dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"--dtype must be float32, bfloat16 or auto: got {dtype!r}")
+    for name in ("seq_len", "micro_batch_size", "steps", "ep", "eval_sequences"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1: got {getattr(config, name)}")
+    for name in ("pp", "micro_batches", "save_every", "sample_tokens", "check_replicas_every"):
+        if getattr(config, name) < 0:
+            raise ValueError(f"--{name.replace('_', '-')} cannot be negative: got {getattr(config, name)}")
+    if not config.timeout > 0:
+        raise ValueError(f"--timeout must be positive: got {config.timeout}")
+
+    pp = config.pp or _default_pp(config, launch.world_size)
+    if launch.world_size % pp:
+        fitting = [str(p) for p in range(1, launch.world_size + 1) if launch.world_size % p == 0]
+        raise ValueError(
+            f"{launch.world_size} processes cannot be divided into pipelines of {pp} ranks: "
+            f"use --pp {', '.join(fitting)}, or start a multiple of {pp} processes"
+        )
+    dp, experts = launch.world_size // pp, config.model.num_experts
+    if dp % config.ep or experts % config.ep:
+        fitting = [str(e) for e in range(1, dp + 1) if dp % e == 0 and experts % e == 0]
+        raise ValueError(
+            f"--ep {config.ep} must divide both the {experts} experts and the {dp} data-parallel ranks "
+            f"({launch.world_size} processes / {pp} pipeline ranks): use --ep {' or '.join(fitting)}"
+        )
+    schedule = config.schedule if config.schedule != "auto" else ("dualpipev" if pp % 2 else "dualpipe")
+    micro_batches = config.micro_batches or max(8, 2 * pp)
+    build(schedule, pp, micro_batches)
+    return dataclasses.replace(
+        config, device=device, dtype=dtype, pp=pp, schedule=schedule, micro_batches=micro_batches,
+        out=config.out or f"runs/{config.preset}",
+    )  # fmt: skip
+
+
+def _default_pp(config: TrainConfig, world_size: int) -> int:
+    if world_size % config.ep:
+        raise ValueError(
+            f"--ep {config.ep} does not divide the {world_size} processes: start a multiple of {config.ep} processes"
+        )
+    return world_size // config.ep
+
+
+def command_line() -> str:
+    """How this process was started, for messages that tell how to start it again."""
+    launch = Launch.from_environment()
+    script = os.path.relpath(sys.argv[0]) if sys.argv[0] else "train.py"
+    if launch.world_size == 1:
+        return f"python {script}"
+    local = os.environ.get("LOCAL_WORLD_SIZE", str(launch.world_size))
+    return f"torchrun --nproc-per-node {local} {script}"

@@ -1,0 +1,268 @@
+"""A training run, from a checked configuration to a saved checkpoint.
+
+`main` is what train.py calls. Everything a user can get wrong is found before the first collective operation, by every
+rank for itself and alike, so that it ends in one line and exit code 2, never in a hang.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..expert_parallel import AllToAll, Local
+from ..models import TransformerStage, expert_loads, next_token_loss, split
+from ..models.experts import expert_class
+from ..runtime import P2P, Executor, TensorSpec
+from ..runtime.replicas import ReplicaSet, check_equal, gradient_norm, sum_gradients
+from ..schedule import Schedule, build
+from . import checkpoint, data, metrics
+from .config import Launch, TrainConfig, command_line, parse, resolve
+from .generate import generate
+from .optimizer import Optimizer, learning_rate
+from .parallel import Layout, build_groups, initialize
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train as the command line says. Exits with code 2, after one line on stderr, when it makes no sense."""
+    launch = Launch.from_environment()
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        config = resolve(parse(arguments, quiet=launch.local_rank > 0), launch)
+        plan = Plan.make(config)
+    except ValueError as error:
+        if launch.local_rank == 0:
+            print(f"train.py: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    initialize(torch.device(config.device), launch, config.timeout)
+    try:
+        Trainer(plan, launch).run()
+    finally:
+        dist.destroy_process_group()
+
+
+class Plan:
+    """Everything that can be checked without another rank: the schedule, the stages, the text, what to resume from."""
+
+    def __init__(self, config: TrainConfig, text: data.TextData, resume: Path | None, first_step: int):
+        self.config, self.text, self.resume, self.first_step = config, text, resume, first_step
+        self.schedule: Schedule = build(config.schedule, config.pp, config.micro_batches)
+        self.stages = split(config.model, self.schedule.num_stages)
+
+    @classmethod
+    def make(cls, config: TrainConfig) -> "Plan":
+        """Raises ValueError for whatever a user would want to change."""
+        if config.model.vocab_size < data.VOCAB_SIZE:
+            raise ValueError(f"bytes need --model.vocab-size {data.VOCAB_SIZE}: got {config.model.vocab_size}")
+        expert_class(config.model.experts)
+        resume = checkpoint.find(config.resume) if config.resume else None
+        first_step = checkpoint.check_model(resume, config.model) if resume else 0
+        if first_step >= config.steps:
+            raise ValueError(f"{resume} is at step {first_step} already: use --steps larger than that to go on")
+        return cls(config, data.load(config.data, config.seq_len), resume, first_step)
+
+
+class Trainer:
+    """One rank of a run."""
+
+    def __init__(self, plan: Plan, launch: Launch):
+        self.plan, self.config, self.schedule = plan, plan.config, plan.schedule
+        config, model = plan.config, plan.config.model
+        self.device = torch.device("cuda", launch.local_rank) if config.device == "cuda" else torch.device("cpu")
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.dtype = getattr(torch, config.dtype)
+        self.layout = Layout(config.pp, launch.world_size // config.pp, config.ep, launch.rank)
+        placement = self.schedule.placement
+        self.groups = build_groups(self.layout, placement)
+        self.experts = (
+            AllToAll(model.num_experts, self.groups.experts) if self.groups.experts else Local(model.num_experts)
+        )
+
+        self.stages = {
+            index: TransformerStage(model, plan.stages[index], self.experts, config.seed).to(self.device, self.dtype)
+            for index in placement.stages[self.layout.pp_rank]
+        }
+        hidden = TensorSpec((config.micro_batch_size, config.seq_len, model.hidden_size), self.dtype)
+        self.executor = Executor(self.stages, P2P.connect(self.groups.pipeline, [hidden], self.device))
+
+        named = {name: p for stage in self.stages.values() for name, p in stage.named_parameters()}
+        self.replicas = [
+            ReplicaSet({n: p for n, p in named.items() if ".experts." not in n}, self.groups.dense),
+            ReplicaSet({n: p for n, p in named.items() if ".experts." in n}, self.groups.expert_replicas),
+        ]
+        self.optimizer = Optimizer(named, config.optim)
+        if plan.resume:
+            checkpoint.load(plan.resume, self.optimizer.tensors(), self.experts.local_experts)
+            self.optimizer.loaded(plan.first_step)
+        self.leader = launch.rank == 0
+        self.folder = Path(config.out)
+        self.metrics = metrics.Metrics(self.folder, self.leader)
+
+    # ---- The run ----
+
+    def run(self) -> None:
+        config = self.config
+        self._introduce()
+        self._check_replicas()
+        before = self.validation_loss()
+        self.metrics.write(step=self.plan.first_step, validation_loss=before)
+        self._say(f"validation loss before: {before:.4f} nats per byte")
+        saved = None
+        with metrics.progress_bar(config.steps, self.plan.first_step, self.leader) as bar:
+            for step in range(self.plan.first_step, config.steps):
+                record = self.train_step(step)
+                self.metrics.write(**record)
+                bar.set_postfix_str(f"loss {record['loss']:.3f}, {record['tokens_per_s']:,.0f} tokens/s", refresh=False)
+                bar.update()
+                done = step + 1
+                if config.check_replicas_every and done % config.check_replicas_every == 0:
+                    self._check_replicas()
+                if done == config.steps or (config.save_every and done % config.save_every == 0):
+                    saved = self.save(done)
+        self._check_replicas()
+        after = self.validation_loss()
+        self.metrics.write(step=config.steps, validation_loss=after)
+        self._say(f"peak memory: {self._largest(metrics.peak_memory_mb(self.device)):,.0f} MB on the fullest rank")
+        if config.sample_tokens:
+            self._say(f"sample:\n{self._indented(config.prompt + self.sample())}")
+        self._say(f"saved {saved}")
+        self._say(f"to resume: {self._resume_command()}")
+        self._say(f"validation loss {before:.4f} -> {after:.4f} nats per byte")
+        self.metrics.close()
+
+    def train_step(self, step: int) -> dict[str, float]:
+        """One update; returns what the metrics record of it. Collective."""
+        config, layout = self.config, self.layout
+        start = time.perf_counter()
+        count = config.micro_batches * config.micro_batch_size
+        batch = self.plan.text.batch(config.seed, step, layout.dp_rank, count, config.seq_len)
+        losses = self._pipeline_step(*batch)
+        for replicas in self.replicas:
+            sum_gradients(replicas)
+        mean = 1 / (config.micro_batches * layout.dp)  # the micro-batches' losses are averaged, not summed
+        norm = gradient_norm(self.replicas, self.device) * mean
+        clip = config.optim.clip
+        scale = mean * (clip / norm.clamp(min=clip) if clip else 1.0)
+        lr = learning_rate(config.optim, step, config.steps)
+        self.optimizer.step(lr, scale)
+        load_LE = self._expert_load()
+        loss, norm = self._mean(losses), norm.item()
+        seconds = time.perf_counter() - start
+        tokens = count * layout.dp * config.seq_len
+        return {
+            "step": step + 1, "loss": loss, "grad_norm": norm, "lr": lr, "seconds": round(seconds, 4),
+            "tokens": tokens, "tokens_per_s": round(tokens / seconds, 1),
+            "peak_memory_mb": round(metrics.peak_memory_mb(self.device), 1), **metrics.load_statistics(load_LE),
+        }  # fmt: skip
+
+    @torch.no_grad()
+    def validation_loss(self) -> float:
+        """Mean loss over the held-out sequences, in nats per byte; the same on all ranks. Collective."""
+        config, layout = self.config, self.layout
+        count = config.micro_batches * config.micro_batch_size
+        batches = -(-config.eval_sequences // (count * layout.dp))
+        losses: list[Tensor] = []
+        for i in range(batches):
+            first = (i * layout.dp + layout.dp_rank) * count
+            total = batches * layout.dp * count
+            losses += self._pipeline_step(*self.plan.text.held_out_batch(first, count, total, config.seq_len))
+        return self._mean(losses)
+
+    def sample(self) -> str:
+        """A text that the model continues from the prompt. Collective."""
+        config = self.config
+        tokens = generate(
+            self.executor, self.schedule.placement, self.groups.pipeline, data.encode(config.prompt or "\n"),
+            config.sample_tokens, (config.model.hidden_size, self.dtype), config.seq_len, seed=config.seed,
+        )  # fmt: skip
+        return data.decode(tokens)
+
+    def save(self, step: int) -> Path:
+        """Write a checkpoint after `step` updates. Collective."""
+        tensors, local_experts = self.optimizer.tensors(), self.experts.local_experts
+        return checkpoint.save(self.folder, step, tensors, local_experts, self.config.model)
+
+    # ---- Parts ----
+
+    def _pipeline_step(self, inputs_BS: Tensor, labels_BS: Tensor) -> list[Tensor]:
+        """Run the schedule on one batch; the losses of the micro-batches that end on this rank."""
+        schedule, own = self.schedule, self.layout.pp_rank
+        inputs, labels = {}, {}
+        size = self.config.micro_batch_size
+        for m, (x, y) in enumerate(zip(inputs_BS.split(size), labels_BS.split(size), strict=True)):
+            if schedule.rank_of(0, m) == own:
+                inputs[m] = (x.to(self.device),)
+            if schedule.rank_of(schedule.num_stages - 1, m) == own:
+                labels[m] = (y.to(self.device),)
+        return list(self.executor.step(schedule, inputs, labels, next_token_loss).losses.values())
+
+    def _mean(self, losses: list[Tensor]) -> float:
+        """The mean over all ranks' losses."""
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        if losses:
+            total[0], total[1] = torch.stack(losses).double().sum(), len(losses)
+        dist.all_reduce(total)
+        return (total[0] / total[1]).item()
+
+    def _largest(self, value: float) -> float:
+        tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor.item()
+
+    def _expert_load(self) -> Tensor:
+        """Tokens per expert in this step, over all ranks: [Mixture-of-Experts layers, experts]."""
+        model = self.config.model
+        load_LE = torch.zeros(model.num_layers, model.num_experts, dtype=torch.int64, device=self.device)
+        for index, stage in self.stages.items():
+            layers = [layer for layer in self.plan.stages[index].layers if not model.is_dense(layer)]
+            if (loads := expert_loads(stage)) is not None:
+                load_LE[layers] += loads
+        dist.all_reduce(load_LE)
+        return load_LE[model.num_dense_layers :].cpu()
+
+    def _check_replicas(self) -> None:
+        for replicas in self.replicas:
+            check_equal(replicas)
+
+    # ---- Words ----
+
+    def _say(self, text: str) -> None:
+        if self.leader:
+            print(text, flush=True)
+
+    @staticmethod
+    def _indented(text: str) -> str:
+        return "\n".join(f"    | {line}" for line in text.splitlines())
+
+    def _introduce(self) -> None:
+        config, layout, model = self.config, self.layout, self.config.model
+        shares = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for i, replicas in enumerate(self.replicas):
+            shares[i] = sum(p.numel() for p in replicas.parameters.values()) / replicas.num_replicas
+        dist.all_reduce(shares)
+        dense, experts = shares.tolist()
+        active = dense + experts * model.experts_per_token / model.num_experts
+        tokens = config.micro_batches * config.micro_batch_size * config.seq_len * layout.dp
+        self._say(
+            f"model {config.preset}: {(dense + experts) / 1e6:.2f} M parameters, {active / 1e6:.2f} M active\n"
+            f"{config.schedule} over {layout.pp} pipeline x {layout.dp} data-parallel ranks"
+            f"{f', experts over {layout.ep}' if layout.ep > 1 else ''}, on {config.device} in {config.dtype}"
+        )
+        for index, spec in enumerate(self.plan.stages):
+            holders = self.schedule.placement.holders(index)
+            where = f"rank{'s' * (len(holders) > 1)} {' and '.join(map(str, holders))}"
+            self._say(f"  stage {index} on pipeline {where}: {spec}")
+        self._say(f"data {config.data}: {self.plan.text.description}")
+        start = f"resumed from {self.plan.resume}, " if self.plan.resume else ""
+        steps = f"steps {self.plan.first_step + 1} to {config.steps}"
+        self._say(f"{start}{steps} of {config.micro_batches * layout.dp} micro-batches, {tokens:,} tokens each")
+
+    def _resume_command(self) -> str:
+        config = self.config
+        flags = [f"--preset {config.preset}", f"--resume {self.folder}", f"--steps {2 * config.steps}"]
+        flags += [f"--ep {config.ep}"] * (config.ep > 1)
+        return f"{command_line()} {' '.join(flags)}"

@@ -1,0 +1,60 @@
+"""What a run reports: one JSON object a line, and a progress bar for a person."""
+
+import json
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+
+class Metrics:
+    """Appends records to `<run>/metrics.jsonl`; does nothing on ranks that are not `enabled`."""
+
+    def __init__(self, run: Path, enabled: bool):
+        self._file = None
+        if enabled:
+            run.mkdir(parents=True, exist_ok=True)
+            self._file = (run / "metrics.jsonl").open("a", buffering=1)
+
+    def write(self, **record: Any) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(record) + "\n")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def progress_bar(steps: int, first: int, enabled: bool) -> tqdm:
+    """Loss, tokens/s and time left; quiet between updates where the output is not a terminal."""
+    interval = 0.2 if sys.stderr.isatty() else 5.0
+    return tqdm(
+        total=steps, initial=first, disable=not enabled, mininterval=interval, unit="step", dynamic_ncols=True,
+        bar_format="{desc}{percentage:3.0f}%|{bar}| step {n}/{total} [{elapsed} < {remaining}{postfix}]",
+    )  # fmt: skip
+
+
+def load_statistics(load_LE: Tensor) -> dict[str, float]:
+    """How evenly the experts were used: [layers, experts] token counts -> worst imbalance and share of idle experts.
+
+    Example: [[4, 0, 2, 2]] has mean 2, so max/mean is 2.0, and one of four experts got no token: 0.25.
+    """
+    if not load_LE.sum():
+        return {}
+    mean_L = load_LE.float().mean(1).clamp(min=1e-9)
+    return {
+        "expert_load_max_over_mean": round((load_LE.max(1).values / mean_L).max().item(), 3),
+        "dead_experts": round((load_LE == 0).float().mean().item(), 4),
+    }
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """The most memory this process has held: on its GPU, or in main memory (resident, with torch itself)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kilobytes / (2**20 if sys.platform == "darwin" else 2**10)

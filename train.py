@@ -1,0 +1,13 @@
+"""Train a Mixture-of-Experts transformer under DualPipe.
+
+    python train.py                                        one process, on whatever is here
+    torchrun --nproc-per-node 2 train.py --preset tiny     two processes, DualPipe
+    python train.py --help                                 every choice
+
+The work is in moe_dualpipe/training/loop.py.
+"""
+
+from moe_dualpipe.training.loop import main
+
+if __name__ == "__main__":
+    main()
