@@ -32,7 +32,7 @@ from ..schedule import (
 from .p2p import P2P, Receiving, Sending
 from .stage import Criterion, Stage, Tensors, as_tuple
 
-SENDS_IN_FLIGHT = 2  # compute actions for which a send may stay unfinished before its buffer is waited for
+SENDS_IN_FLIGHT = 2  # a send is waited for, so that its buffer can go, when so many more compute actions have run
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +154,10 @@ class _Run:
                     case Send():
                         self.sending.append((computed, self.send(step)))
                     case _:
-                        self.compute(step)
-                        computed += 1
                         while self.sending and self.sending[0][0] <= computed - SENDS_IN_FLIGHT:
                             self.sending.popleft()[1].wait()
+                        self.compute(step)
+                        computed += 1
             except Exception as error:
                 error.add_note(f"while pipeline rank {self.p2p.rank} ran {step} of {self.schedule.name}")
                 raise

@@ -1,0 +1,197 @@
+"""The law of the runtime: a pipeline of any schedule and size computes what the single-process model computes.
+
+Losses of each micro-batch are bit-equal; gradients, whose micro-batches may be added in another order, agree within
+1e-13 cosine distance, element by element of every parameter. Real processes, gloo.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from ranks import cosine_distance, run_ranks
+
+from moe_dualpipe.expert_parallel import AllToAll, Local
+from moe_dualpipe.models import ModelConfig, TransformerStage, build_model, next_token_loss, split
+from moe_dualpipe.overlap import WeightGrads
+from moe_dualpipe.runtime import P2P, Executor, TensorSpec
+from moe_dualpipe.runtime.replicas import ReplicaSet, check_equal, differing, sum_gradients
+from moe_dualpipe.schedule import build
+from moe_dualpipe.training.parallel import Layout, build_groups
+
+CONFIG = ModelConfig(
+    vocab_size=61, hidden_size=32, num_layers=8, num_dense_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
+    dense_size=48, expert_size=24, num_experts=6, experts_per_token=2, init_std=0.1,
+)  # fmt: skip
+MICRO_BATCHES, SIZE, LENGTH, SEED = 8, 2, 12, 3
+PIPELINES = [("1f1b", 2), ("1f1b", 4), ("dualpipe", 2), ("dualpipe", 4), *(("dualpipev", n) for n in (1, 2, 4))]
+
+
+def batch(data_rank=0):
+    tokens = torch.randint(
+        CONFIG.vocab_size, (MICRO_BATCHES, SIZE, LENGTH + 1), generator=torch.Generator().manual_seed(data_rank)
+    )
+    return tokens[:, :, :-1], tokens[:, :, 1:]
+
+
+def reference(data_ranks=1):
+    """Losses of every data rank's micro-batches, and the gradients summed over all of them."""
+    model = build_model(CONFIG, seed=SEED)
+    losses = []
+    for data_rank in range(data_ranks):
+        for x, y in zip(*batch(data_rank), strict=True):
+            loss = next_token_loss(model(x), y)
+            loss.backward()
+            losses.append(loss.detach())
+    return model, losses
+
+
+def make_pipeline(rank, name, pp, dp=1, ep=1):
+    schedule = build(name, pp, MICRO_BATCHES)
+    layout = Layout(pp, dp, ep, rank)
+    groups = build_groups(layout, schedule.placement)
+    experts = AllToAll(CONFIG.num_experts, groups.experts) if groups.experts else Local(CONFIG.num_experts)
+    specs = split(CONFIG, schedule.num_stages)
+    stages = {s: TransformerStage(CONFIG, specs[s], experts, SEED) for s in schedule.placement.stages[layout.pp_rank]}
+    hidden = TensorSpec((SIZE, LENGTH, CONFIG.hidden_size), torch.float32)
+    executor = Executor(stages, P2P.connect(groups.pipeline, [hidden], torch.device("cpu")))
+    named = {n: p for stage in stages.values() for n, p in stage.named_parameters()}
+    sets = [
+        ReplicaSet({n: p for n, p in named.items() if ".experts." not in n}, groups.dense),
+        ReplicaSet({n: p for n, p in named.items() if ".experts." in n}, groups.expert_replicas),
+    ]
+    return schedule, layout, executor, experts, sets
+
+
+def run_step(schedule, layout, executor, return_outputs=False):
+    xs, ys = batch(layout.dp_rank)
+    own, last = layout.pp_rank, schedule.num_stages - 1
+    return executor.step(
+        schedule,
+        {m: (xs[m],) for m in range(MICRO_BATCHES) if schedule.rank_of(0, m) == own},
+        {m: (ys[m],) for m in range(MICRO_BATCHES) if schedule.rank_of(last, m) == own},
+        next_token_loss,
+        return_outputs,
+    )
+
+
+def equals_reference(rank, name, pp):
+    schedule, layout, executor, _, sets = make_pipeline(rank, name, pp)
+    model, losses = reference()
+    weights = model.state_dict()
+    for stage in executor.modules.values():
+        for key, value in stage.state_dict().items():
+            assert torch.equal(value, weights[key]), key
+
+    result = run_step(schedule, layout, executor)
+    assert len(executor.weight_grads) == 0
+    for micro_batch, loss in result.losses.items():
+        assert torch.equal(loss, losses[micro_batch]), f"loss of micro-batch {micro_batch}"
+    assert result.outputs == {}
+
+    grads = {n: p.grad for n, p in model.named_parameters()}
+    for replicas in sets:
+        sum_gradients(replicas)
+        for key, parameter in replicas.parameters.items():
+            assert cosine_distance(parameter.grad, grads[key]) < 1e-13, key
+        check_equal(replicas)
+
+    with torch.no_grad():
+        again = run_step(schedule, layout, executor, return_outputs=True)
+        for micro_batch, (logits,) in again.outputs.items():
+            assert torch.equal(logits, model(batch()[0][micro_batch]))
+            assert torch.equal(again.losses[micro_batch], losses[micro_batch])
+    return sorted(result.losses), sorted(again.outputs)
+
+
+@pytest.mark.parametrize("name,pp", PIPELINES)
+def test_pipeline_equals_the_single_process_model(name, pp):
+    seen = run_ranks(pp, equals_reference, name, pp)
+    assert sorted(m for losses, _ in seen for m in losses) == list(range(MICRO_BATCHES))
+    assert sorted(m for _, outputs in seen for m in outputs) == list(range(MICRO_BATCHES))
+
+
+def expert_parallel_agrees(rank, name, pp, dp, ep):
+    schedule, layout, executor, experts, sets = make_pipeline(rank, name, pp, dp, ep)
+    model, losses = reference(dp)
+    result = run_step(schedule, layout, executor)
+    for micro_batch, loss in result.losses.items():
+        expected = losses[layout.dp_rank * MICRO_BATCHES + micro_batch]
+        assert (loss - expected).abs() <= 1e-6 * expected.abs()
+    grads = {n: p.grad for n, p in model.named_parameters()}
+    for replicas in sets:
+        sum_gradients(replicas)
+        for key, parameter in replicas.parameters.items():
+            expected = grads[key]
+            if ".experts." in key:
+                expected = expected[experts.local_experts.start : experts.local_experts.stop]
+            assert parameter.grad.shape == expected.shape
+            assert cosine_distance(parameter.grad, expected) < 1e-11, key
+    return len(result.losses), [len(replicas.parameters) for replicas in sets]
+
+
+@pytest.mark.parametrize("name,pp,dp,ep", [("dualpipev", 1, 2, 2), ("dualpipe", 2, 2, 2), ("1f1b", 2, 2, 2)])
+def test_expert_parallel_pipeline_agrees(name, pp, dp, ep):
+    seen = run_ranks(pp * dp, expert_parallel_agrees, name, pp, dp, ep)
+    assert sum(count for count, _ in seen) == dp * MICRO_BATCHES
+    assert all(dense > 0 and experts > 0 for _, (dense, experts) in seen)
+
+
+def test_data_parallel_without_expert_parallel_agrees():
+    run_ranks(2, expert_parallel_agrees, "dualpipev", 1, 2, 1)
+
+
+def replicas_that_drifted(rank):
+    *_, sets = make_pipeline(rank, "dualpipe", 2)
+    assert [differing(replicas) for replicas in sets] == [[], []]
+    parameters = dict(sets[0].parameters)
+    name = "layers.3.attention.qkv.weight"
+    if rank == 1:
+        with torch.no_grad():
+            value = parameters[name][0, 0]
+            value.copy_(torch.nextafter(value, torch.tensor(9.0)))
+    assert [differing(replicas) for replicas in sets] == [[name], []]
+    with pytest.raises(RuntimeError, match=rf"ranks \[0, 1\] differ in {name}"):
+        check_equal(sets[0])
+
+
+def test_one_bit_of_drift_between_replicas_is_found():
+    run_ranks(2, replicas_that_drifted)
+
+
+def test_the_split_backward_is_used_and_changes_nothing():
+    """Input gradients first, weight gradients later: the same numbers as at once, and really later."""
+    model = build_model(CONFIG, seed=SEED)
+    executor = Executor({0: model}, P2P.connect(None, [], torch.device("cpu")))
+    weight_grads: WeightGrads = executor.weight_grads
+    x, y = (t[0] for t in batch())
+    with weight_grads.defer_to("later"):
+        next_token_loss(model(x), y).backward()
+    deferred = [n for n, p in model.named_parameters() if p.grad is None]
+    assert {n.split(".", 2)[2] for n in deferred if n.startswith("layers.5")} == {
+        "attention.qkv.weight", "attention.out.weight", "mlp.router.logits.weight", "mlp.experts.gate_up",
+        "mlp.experts.down", "mlp.shared.gate_up.weight", "mlp.shared.down.weight",
+    }  # fmt: skip
+    weight_grads.run("later")
+    plain = build_model(CONFIG, seed=SEED)
+    next_token_loss(plain(x), y).backward()
+    for (key, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert p.grad is not None
+        assert torch.equal(p.grad, q.grad), key
+
+
+def test_bf16_model_accumulates_gradients_in_fp32():
+    model = build_model(replace(CONFIG, num_layers=3), seed=SEED).bfloat16()
+    for p in model.parameters():
+        p.grad_dtype = torch.float32
+    executor = Executor({0: model}, P2P.connect(None, [], torch.device("cpu")))
+    x, y = (t[0] for t in batch())
+    singles = {}
+    for i in range(3):
+        with executor.weight_grads.defer_to(i):
+            next_token_loss(model(x), y).backward()
+        executor.weight_grads.run(i)
+        if i == 0:
+            singles = {n: p.grad.clone() for n, p in model.named_parameters()}
+    for key, p in model.named_parameters():
+        assert p.grad.dtype == torch.float32
+        torch.testing.assert_close(p.grad, singles[key] + singles[key] + singles[key], rtol=0, atol=0, msg=key)

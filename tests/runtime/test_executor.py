@@ -1,0 +1,211 @@
+"""The executor on stages of its own: what may pass between stages, what is kept, and what a mistake is told."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+
+from moe_dualpipe.runtime import P2P, Executor, TensorSpec
+from moe_dualpipe.runtime.p2p import Receiving
+from moe_dualpipe.schedule import Forward, Placement, Schedule, build
+
+WIDTH, COUNT = 6, 4
+
+
+class Passing(nn.Module):
+    """Maps (values, integer positions) to the same kinds: positions have no gradient and must arrive unchanged."""
+
+    def __init__(self, last: bool):
+        super().__init__()
+        self.linear, self.last = nn.Linear(WIDTH, WIDTH), last
+
+    def forward(self, x, positions, ignored):
+        y = self.linear(x) * positions[:, None]
+        return y if self.last else (y, positions, ignored * 1)
+
+
+def passing_step(rank, name, ranks):
+    torch.manual_seed(1)
+    schedule = build(name, ranks, 2 * ranks)
+    stages = [Passing(last=s == schedule.num_stages - 1) for s in range(schedule.num_stages)]
+    batch = [(torch.randn(COUNT, WIDTH), torch.arange(1, COUNT + 1), torch.ones(2)) for _ in range(2 * ranks)]
+    expected = []
+    for values in batch:
+        for stage in stages[:-1]:
+            values = stage(*values)
+        output = stages[-1](*values)
+        output.sum().backward()
+        expected.append(output.detach())
+    grads = [[p.grad.clone() for p in stage.parameters()] for stage in stages]
+    for stage in stages:
+        stage.zero_grad()
+
+    specs = [
+        TensorSpec((COUNT, WIDTH), torch.float32), TensorSpec((COUNT,), torch.int64), TensorSpec((2,), torch.float32),
+    ]  # fmt: skip
+    p2p = P2P.connect(torch.distributed.group.WORLD if ranks > 1 else None, specs, torch.device("cpu"))
+    executor = Executor({s: stages[s] for s in schedule.placement.stages[rank]}, p2p)
+    labels = dict.fromkeys(range(2 * ranks), ())
+    result = executor.step(schedule, dict(enumerate(batch)), labels, torch.sum, return_outputs=True)
+    for micro_batch, (output,) in result.outputs.items():
+        assert torch.equal(output, expected[micro_batch])
+    for s, stage in executor.modules.items():
+        for p, grad in zip(stage.parameters(), grads[s], strict=True):
+            torch.testing.assert_close(p.grad, grad)
+    return len(result.outputs)
+
+
+@pytest.mark.parametrize("name,ranks", [("1f1b", 3), ("dualpipev", 2), ("dualpipev", 1)])
+def test_integer_tensors_and_unused_inputs_pass_between_stages(name, ranks):
+    assert sum(run_ranks(ranks, passing_step, name, ranks)) == 2 * ranks
+
+
+class Counting(nn.Module):
+    """Keeps a weak reference to every output it makes, and knows how many are alive."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.made: list[weakref.ref[torch.Tensor]] = []
+        self.most = 0
+
+    def forward(self, x):
+        y = x * self.weight
+        self.made.append(weakref.ref(y))
+        self.most = max(self.most, self.alive())
+        return y
+
+    def alive(self):
+        return sum(r() is not None for r in self.made)
+
+
+def test_nothing_of_a_step_outlives_it_and_outputs_do_not_wait_for_backward():
+    schedule = build("dualpipev", 1, 6)
+    stages = {0: Counting(), 1: Counting()}
+    executor = Executor(stages, P2P.connect(None, [], torch.device("cpu")))
+    inputs = {m: (torch.randn(3, WIDTH),) for m in range(6)}
+    executor.step(schedule, inputs, dict.fromkeys(range(6), ()), torch.sum)
+    gc.collect()
+    assert [stage.alive() for stage in stages.values()] == [0, 0]
+    assert len(stages[0].made) == 6
+    assert [stage.most for stage in stages.values()] == [1, 1]  # of three micro-batches in flight
+
+
+def one_rank(modules: Any = None):
+    modules = modules or {0: nn.Linear(WIDTH, WIDTH)}
+    return Executor(modules, P2P.connect(None, [TensorSpec((2, WIDTH), torch.float32)], torch.device("cpu")))
+
+
+X = {0: (torch.ones(2, WIDTH),)}
+
+
+def test_mistakes_are_named():
+    schedule = build("1f1b", 1, 1)
+    with pytest.raises(ValueError, match="1f1b is for 2 ranks, the pipeline has 1"):
+        one_rank().step(build("1f1b", 2, 2), X)
+    with pytest.raises(ValueError, match=r"is to run 0F0 but holds stages: 3"):
+        one_rank({3: nn.Identity()}).step(schedule, X, {}, torch.sum)
+    with pytest.raises(ValueError, match="no input for micro-batch 0, which enters at rank 0"):
+        one_rank().step(schedule, {}, {0: ()}, torch.sum)
+    with pytest.raises(ValueError, match="no labels for micro-batch 0, which ends on rank 0"):
+        one_rank().step(schedule, X, {}, torch.sum)
+    with pytest.raises(ValueError, match="needs a criterion to train"):
+        one_rank().step(schedule, X)
+
+
+class Failing(nn.Module):
+    def forward(self, _):
+        raise ArithmeticError("boom")
+
+
+def test_an_error_in_a_stage_says_where():
+    with pytest.raises(ArithmeticError, match="boom") as error:
+        one_rank({0: Failing()}).step(build("1f1b", 1, 1), X, {0: ()}, torch.sum)
+    assert error.value.__notes__ == ["while pipeline rank 0 ran 0F0 of 1f1b"]
+
+
+def wrong_shape(rank):
+    specs = [TensorSpec((2, WIDTH + 1), torch.float32)]
+    p2p = P2P.connect(torch.distributed.group.WORLD, specs, torch.device("cpu"))
+    executor = Executor({rank: nn.Linear(WIDTH, WIDTH)}, p2p)
+    if rank == 0:
+        with pytest.raises(ValueError, match=r"stage 0 produced outputs .*\(2, 6\).* pipeline carries .*\(2, 7\)"):
+            executor.step(build("1f1b", 2, 2), {0: X[0], 1: X[0]})
+
+
+def test_a_stage_that_returns_the_wrong_shape_is_named():
+    run_ranks(2, wrong_shape)
+
+
+def test_outputs_without_criterion_under_no_grad():
+    with torch.no_grad():
+        result = one_rank().step(build("1f1b", 1, 1), X, return_outputs=True)
+    assert result.losses == {}
+    assert result.outputs[0][0].shape == (2, WIDTH)
+
+
+def test_an_invalid_schedule_is_refused_before_it_runs():
+    placement = Placement.straight(1)
+    with pytest.raises(ValueError, match="0 B, 0 I and 0 W instead of one B"):
+        one_rank().step(Schedule("mine", placement, 1, ((Forward(0, 0),),)), X, {0: ()}, torch.sum)
+
+
+class Recorder:
+    """Stands in for the links of rank 0 of 2 and records in which order the executor uses them."""
+
+    rank, num_ranks, device, specs = 0, 2, torch.device("cpu"), (TensorSpec((2, WIDTH), torch.float32),)
+
+    def __init__(self):
+        self.log: list[str] = []
+
+    def send(self, tensors, to):
+        self.log.append(f"send to {to}")
+        recorder = self
+
+        class Sent:
+            def wait(self):
+                recorder.log.append("wait for send")
+
+        assert all(t.shape == (2, WIDTH) for t in tensors)
+        return Sent()
+
+    def recv(self, specs, source):
+        self.log.append(f"post receive from {source}")
+        recorder = self
+
+        class Arriving(Receiving):
+            def wait(self):
+                recorder.log.append("wait for receive")
+                return self.tensors
+
+        return Arriving(tuple(torch.zeros(spec.shape) for spec in specs))
+
+
+class Logging(nn.Module):
+    def __init__(self, log):
+        super().__init__()
+        self.linear, self.log = nn.Linear(WIDTH, WIDTH), log
+
+    def forward(self, x):
+        self.log.append("forward")
+        x.register_hook(lambda _: self.log.append("backward")) if x.requires_grad else None
+        return self.linear(x)
+
+
+def test_receives_are_posted_before_the_compute_they_can_hide_behind():
+    links: Any = Recorder()
+    executor = Executor({0: Logging(links.log)}, links)
+    executor.step(build("1f1b", 2, 3), dict.fromkeys(range(3), X[0]))
+    # 1F1B on rank 0 is F F B F B B; each gradient's receive is posted one compute action ahead of its use.
+    assert links.log == [
+        "forward", "send to 1",
+        "post receive from 1", "forward", "send to 1",
+        "wait for receive",
+        "post receive from 1", "wait for send", "forward", "send to 1",
+        "post receive from 1", "wait for send", "wait for receive",
+        "wait for receive", "wait for send",
+    ]  # fmt: skip
