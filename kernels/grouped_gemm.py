@@ -6,8 +6,9 @@ expert-major order they are one grouped product:
     offsets = [0, 2, 2, 3]          expert 0 has rows 0-1, expert 1 none, expert 2 row 2
     y[0:2] = x[0:2] W[0]^T,         y[2:3] = x[2:3] W[2]^T
 
-This is the plain-torch operator, on `torch.nn.functional.grouped_mm` (bf16 on CUDA without a host sync; any dtype on
-CPU). As in `linear`, the weight gradient is a product of its own that a split backward can put off.
+This is the plain-torch operator, on `torch.nn.functional.grouped_mm` where it can be used (on CUDA in bf16 it needs no
+host sync), else a loop over experts. As in `linear`, the weight gradient is a product of its own that a split backward
+can put off.
 
 M rows, I input width, O output width, E experts.
 """
@@ -22,12 +23,31 @@ if TYPE_CHECKING:
     from moe_dualpipe.overlap.weight_grads import WeightGrads
 
 
+_GROUPED_MM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def grouped_mm(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
+    """One product per expert e, over the rows from ends_E[e - 1] to ends_E[e]; ends_E is int32 and ends with M.
+
+    b [E, I, O]: a is [M, I], the result [M, O], expert by expert. b [M, O]: a is [I, M], the result [E, I, O], zero
+    where an expert has no rows.
+    """
+    aligned = all(stride == 1 or stride * a.element_size() % 16 == 0 for t in (a, b) for stride in t.stride()[-2:])
+    if aligned and a.dtype in _GROUPED_MM_DTYPES:
+        return F.grouped_mm(a, b, offs=ends_E)
+    ends = ends_E.tolist()
+    ranges = list(zip([0, *ends], ends, strict=False))
+    if b.ndim == 3:
+        return torch.cat([a[start:end] @ b[e] for e, (start, end) in enumerate(ranges)])
+    return torch.stack([a[:, start:end] @ b[start:end] for start, end in ranges])
+
+
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_MI: Tensor, w_EOI: Tensor, ends_E: Tensor, weight_grads: "WeightGrads | None") -> Tensor:
         ctx.save_for_backward(x_MI, w_EOI, ends_E)
         ctx.weight_grads = weight_grads
-        return F.grouped_mm(x_MI, w_EOI.mT, offs=ends_E)
+        return grouped_mm(x_MI, w_EOI.mT, ends_E)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -35,9 +55,9 @@ class _GroupedLinear(torch.autograd.Function):
         x_MI, w_EOI, ends_E = ctx.saved_tensors
 
         def weight_grad() -> Tensor:
-            return F.grouped_mm(grad_MO.mT, x_MI, offs=ends_E)
+            return grouped_mm(grad_MO.mT, x_MI, ends_E)
 
-        grad_x = F.grouped_mm(grad_MO, w_EOI, offs=ends_E) if ctx.needs_input_grad[0] else None
+        grad_x = grouped_mm(grad_MO, w_EOI, ends_E) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return grad_x, None, None, None
         if ctx.weight_grads is not None and ctx.weight_grads.deferring:

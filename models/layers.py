@@ -35,6 +35,11 @@ class SwiGLU(nn.Module):
         return self.down(swiglu(self.gate_up(x)))
 
 
+def at_least_fp32(x: Tensor) -> Tensor:
+    """Scores, angles and losses are computed in fp32 where the model is narrower, and in fp64 where it is fp64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def swiglu(gate_up: Tensor) -> Tensor:
     """[..., 2F] -> [..., F]: the first half gates the second."""
     gate, up = gate_up.chunk(2, dim=-1)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import ModelConfig
-from .layers import Linear
+from .layers import Linear, at_least_fp32
 
 
 class Router(nn.Module):
@@ -26,7 +26,7 @@ class Router(nn.Module):
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights [T, K], which carry the gradient, and the expert ids [T, K], best first."""
-        logits_TE = self.logits(x_TD).float()
+        logits_TE = at_least_fp32(self.logits(x_TD))
         scores_TE = logits_TE.softmax(-1) if self.config.router_score == "softmax" else logits_TE.sigmoid()
         weights_TK, ids_TK = scores_TE.topk(self.config.experts_per_token, dim=-1)
         if self.config.normalize_weights:

@@ -15,7 +15,7 @@ from moe_dualpipe.expert_parallel import ExpertParallel, Local
 
 from .block import Block
 from .config import ModelConfig
-from .layers import Linear
+from .layers import Linear, at_least_fp32
 from .seeding import seeded
 
 
@@ -110,5 +110,5 @@ def build_model(config: ModelConfig, expert_parallel: ExpertParallel | None = No
 
 
 def next_token_loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
-    """Mean cross-entropy in nats per token, in fp32."""
-    return F.cross_entropy(logits_BSV.float().flatten(0, 1), labels_BS.flatten())
+    """Mean cross-entropy in nats per token, in fp32 at least."""
+    return F.cross_entropy(at_least_fp32(logits_BSV).flatten(0, 1), labels_BS.flatten())

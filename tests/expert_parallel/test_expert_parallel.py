@@ -1,0 +1,97 @@
+"""Backends against what they mean: every backend computes what one rank with all experts computes."""
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch.distributed import group
+
+from moe_dualpipe.expert_parallel import AllToAll, Local, combine, dispatch
+from moe_dualpipe.kernels.permute import gather_rows, sum_rows
+
+EXPERTS, WIDTH = 8, 5
+
+
+def routing(kind, rank, ranks):
+    """Expert ids [T, K] of one rank's tokens; ranks have different numbers of tokens."""
+    generator = torch.Generator().manual_seed(10 * rank + 1)
+    tokens, k = (1, 7, 30, 0)[rank % 4] if kind != "even" else 6, 3
+    ids = torch.stack([torch.randperm(EXPERTS, generator=generator)[:k] for _ in range(tokens)] or [torch.empty(k)])
+    ids = ids[:tokens].long()
+    if kind == "one expert":
+        return torch.full((tokens, 1), 5)
+    if kind == "neighbours":  # both experts of a token live on the same rank
+        return ids[:, :1] // 2 * 2 + torch.tensor([[0, 1]])
+    if kind == "to the last rank":
+        return EXPERTS - 1 - ids % (EXPERTS // ranks)
+    return ids
+
+
+def layer(x, weights, ids, ep, expert_scale):
+    """A layer whose expert e multiplies by row e of `expert_scale`, weighted, through the real operators."""
+    route = ep.prepare(ids)
+    x_ND, weights_M = dispatch(x, weights, route, ep)
+    order = route.order
+    rows = gather_rows(x_ND, order.gather_idx_M, order.positions_NK)
+    counts = order.expert_offsets.diff().long()
+    out = rows * expert_scale[ep.local_experts.start :].repeat_interleave(_padded(counts, expert_scale, ep), 0)
+    y = combine(sum_rows(out * weights_M[:, None], order.gather_idx_M, order.positions_NK), route, ep)
+    return y, route
+
+
+def _padded(counts, expert_scale, ep):
+    rest = len(expert_scale) - ep.local_experts.stop
+    return torch.cat([counts, torch.zeros(rest, dtype=torch.int64)])
+
+
+def backends_agree(rank, kind, ranks):
+    torch.manual_seed(rank)
+    ids = routing(kind, rank, ranks)
+    scale = torch.randn(EXPERTS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(99))
+    outcomes = []
+    for ep in (Local(EXPERTS), AllToAll(EXPERTS, group.WORLD)):
+        torch.manual_seed(rank)
+        x = torch.randn(len(ids), WIDTH, dtype=torch.float64, requires_grad=True)
+        weights = torch.rand(ids.shape, dtype=torch.float64).requires_grad_()
+        local_scale = scale.clone().requires_grad_()
+        y, route = layer(x, weights, ids, ep, local_scale)
+        direction = torch.randn(y.shape, dtype=torch.float64)
+        y.backward(direction)
+        total = local_scale.grad.clone()
+        if isinstance(ep, Local):
+            torch.distributed.all_reduce(total)  # every rank's tokens reach the experts
+            total = total[rank * EXPERTS // ranks : (rank + 1) * EXPERTS // ranks]
+        else:
+            total = total[ep.local_experts.start : ep.local_experts.stop]
+        outcomes.append((y.detach(), x.grad, weights.grad, total))
+        rows = route.num_rows
+    for ours, expected in zip(outcomes[1], outcomes[0], strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+    sent_to = [{int(i) * ranks // EXPERTS for i in line} for line in ids]
+    return rows, [sum(r in destinations for destinations in sent_to) for r in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["random", "even", "one expert", "neighbours", "to the last rank"])
+def test_all_to_all_equals_one_rank_with_all_experts(kind, ranks):
+    seen = run_ranks(ranks, backends_agree, kind, ranks)
+    # A token travels once to each rank that holds any of its experts, and to no other.
+    for rank, (rows, _) in enumerate(seen):
+        assert rows == sum(sends[rank] for _, sends in seen)
+
+
+def test_experts_are_divided_evenly_or_not_at_all():
+    run_ranks(2, uneven)
+
+
+def uneven(rank):
+    assert AllToAll(6, group.WORLD).local_experts == range(3 * rank, 3 * rank + 3)
+    with pytest.raises(ValueError, match="7 experts cannot be divided evenly over 2 ranks"):
+        AllToAll(7, group.WORLD)
+
+
+def test_pending_results_can_be_waited_for_twice():
+    ep = Local(EXPERTS)
+    route = ep.prepare(torch.tensor([[0, 3], [3, 1]]))
+    pending = ep.dispatch(torch.ones(2, WIDTH), route, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    assert pending.wait() is pending.wait()
+    assert pending.wait().weights_M.tolist() == [1.0, 4.0, 2.0, 3.0]

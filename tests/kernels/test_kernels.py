@@ -1,0 +1,219 @@
+"""Every operator against a loop that anyone can check, with awkward sizes, empty experts, and one with everything."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_dualpipe.kernels.grouped_gemm import grouped_linear
+from moe_dualpipe.kernels.linear import linear
+from moe_dualpipe.kernels.permute import gather_rows, sum_rows
+from moe_dualpipe.kernels.routing import expert_order
+from moe_dualpipe.overlap import WeightGrads, accumulate, bind
+
+# (rows per expert); the third has empty experts at both ends, the fourth one expert with everything, the last no rows
+COUNTS = [[3, 1, 4, 2], [1], [0, 5, 0, 2, 0], [0, 7, 0], [300, 7], [0, 0]]
+
+
+def offsets_of(counts):
+    return torch.tensor([0, *counts]).cumsum(0).int()
+
+
+def leaf(*shape, dtype=torch.float64):
+    return torch.randn(*shape, dtype=dtype, requires_grad=True)
+
+
+# ---- linear ----
+
+
+@pytest.mark.parametrize("leading", [(1,), (7,), (2, 3), (0,)])
+def test_linear_equals_torchs(leading):
+    x, w = leaf(*leading, 5), leaf(4, 5)
+    y = linear(x, w)
+    expected = torch.nn.functional.linear(x, w)
+    torch.testing.assert_close(y, expected, rtol=0, atol=0)
+    direction = torch.randn_like(y)
+    for ours, theirs in zip(
+        torch.autograd.grad(y, [x, w], direction), torch.autograd.grad(expected, [x, w], direction), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_linear_gradients_against_finite_differences():
+    assert torch.autograd.gradcheck(linear, (leaf(3, 5), leaf(4, 5)))
+
+
+def test_linear_skips_gradients_nobody_wants():
+    x, w = leaf(3, 5), leaf(4, 5)
+    linear(x.detach(), w).sum().backward()
+    assert x.grad is None
+    assert w.grad is not None
+    linear(x, w.detach()).sum().backward()
+    assert x.grad is not None
+
+
+# ---- deferral ----
+
+
+def test_deferred_gradients_wait_for_their_key_and_come_in_any_order_of_keys():
+    weight_grads = WeightGrads()
+    x, w = leaf(3, 5), leaf(4, 5)
+    expected = torch.autograd.grad(linear(x, w).sum(), [w])[0]
+    for key in ("a", "b"):
+        y = linear(x, w, weight_grads)
+        with weight_grads.defer_to(key):
+            y.sum().backward()
+    assert w.grad is None
+    assert len(weight_grads) == 2
+    weight_grads.run("b")
+    torch.testing.assert_close(w.grad, expected)
+    weight_grads.run("a")
+    torch.testing.assert_close(w.grad, 2 * expected)
+    assert len(weight_grads) == 0
+    with pytest.raises(KeyError):
+        weight_grads.run("a")
+
+
+def test_deferral_refuses_to_nest_and_forgets_after_clear():
+    weight_grads = WeightGrads()
+    with weight_grads.defer_to(1):
+        assert weight_grads.deferring
+        with pytest.raises(RuntimeError, match="already being deferred"), weight_grads.defer_to(2):
+            pass
+    assert not weight_grads.deferring
+    with pytest.raises(RuntimeError, match="already being deferred"), weight_grads.defer_to(1):
+        pass
+    weight_grads.clear()
+    assert len(weight_grads) == 0
+
+
+def test_bind_reaches_every_layer_that_can_defer_and_no_other():
+    class Deferring(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight_grads = None
+
+    module = torch.nn.Sequential(Deferring(), torch.nn.Sequential(Deferring(), torch.nn.Linear(2, 2)))
+    weight_grads = WeightGrads()
+    bind(module, weight_grads)
+    bound = [layer for layer in module.modules() if getattr(layer, "weight_grads", None) is weight_grads]
+    assert [type(layer).__name__ for layer in bound] == ["Deferring", "Deferring"]
+
+
+def test_accumulate_follows_grad_dtype():
+    parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    parameter.grad_dtype = torch.float32
+    accumulate(parameter, torch.tensor([1.0, 2.0], dtype=torch.bfloat16))
+    accumulate(parameter, torch.tensor([2**-10, 0.0], dtype=torch.bfloat16))
+    assert parameter.grad.dtype == torch.float32
+    assert parameter.grad.tolist() == [1 + 2**-10, 2.0]  # bf16 would have lost the small term
+
+
+# ---- grouped linear ----
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("widths,dtype", [((5, 4), torch.float32), ((8, 12), torch.float32), ((8, 4), torch.float64)])
+def test_grouped_linear_equals_a_loop(counts, deferred, widths, dtype):
+    x, w = leaf(sum(counts), widths[0], dtype=dtype), leaf(len(counts), *widths[::-1], dtype=dtype)
+    offsets = offsets_of(counts)
+    weight_grads = WeightGrads()
+    y = grouped_linear(x, w, offsets, weight_grads)
+    expected = torch.cat([x[a:b] @ w[e].T for e, (a, b) in enumerate(itertools.pairwise(offsets))])
+    torch.testing.assert_close(y, expected)
+    direction = torch.randn_like(y)
+    expected_x, expected_w = torch.autograd.grad(expected, [x, w], direction, allow_unused=True)
+    if deferred:
+        with weight_grads.defer_to(0):
+            y.backward(direction)
+        assert w.grad is None
+        weight_grads.run(0)
+    else:
+        y.backward(direction)
+    torch.testing.assert_close(x.grad, expected_x)
+    torch.testing.assert_close(w.grad, expected_w)  # zeros, not garbage, for the experts without rows
+    for e, count in enumerate(counts):
+        assert count or not w.grad[e].any()
+
+
+def test_grouped_linear_takes_a_gradient_that_is_not_contiguous():
+    x, w = leaf(6, 5, dtype=torch.float32), leaf(2, 4, 5, dtype=torch.float32)
+    grouped_linear(x, w, offsets_of([4, 2])).sum().backward()  # sum's gradient is an expanded scalar
+    torch.testing.assert_close(w.grad[0], torch.ones(4, 1) * x[:4].sum(0))
+
+
+@pytest.mark.parametrize("x,w,offsets,problem", [
+    ((6, 5), (2, 4, 6), 3, r"got \[6, 5\] and \[2, 4, 6\]"),
+    ((6,), (2, 4, 6), 3, "x .M, I. and w .E, O, I."),
+    ((6, 5), (2, 4, 5), 2, "2 experts need 3 offsets"),
+])  # fmt: skip
+def test_grouped_linear_refuses_shapes_that_do_not_fit(x, w, offsets, problem):
+    with pytest.raises(ValueError, match=problem):
+        grouped_linear(torch.zeros(x), torch.zeros(w), torch.zeros(offsets, dtype=torch.int32))
+
+
+# ---- expert order, gather and sum ----
+
+
+@st.composite
+def choices(draw):
+    rows, columns, experts = draw(st.integers(0, 9)), draw(st.integers(1, 3)), draw(st.integers(1, 5))
+    ids = st.lists(st.integers(-1, experts - 1), min_size=columns, max_size=columns)
+    return torch.tensor(draw(st.lists(ids, min_size=rows, max_size=rows)), dtype=torch.int64).view(
+        rows, columns
+    ), experts
+
+
+def loop_order(ids, experts):
+    """The same thing as a loop: for each expert, in order of rows, the choices that named it."""
+    order = [(row, k) for e in range(experts) for row, line in enumerate(ids) for k, i in enumerate(line) if i == e]
+    counts = [sum(i == e for line in ids for i in line) for e in range(experts)]
+    return order, counts
+
+
+@settings(max_examples=80, deadline=None)
+@given(choices())
+def test_expert_order_equals_a_loop(drawn):
+    ids_NK, experts = drawn
+    expected, counts = loop_order(ids_NK.tolist(), experts)
+    order = expert_order(ids_NK, experts, len(expected))
+    assert order.gather_idx_M.tolist() == [row for row, _ in expected]
+    assert order.choice_idx_M.tolist() == [row * ids_NK.shape[1] + k for row, k in expected]
+    assert order.expert_offsets.tolist() == offsets_of(counts).tolist()
+    assert order.expert_offsets.dtype == torch.int32
+    for m, (row, k) in enumerate(expected):
+        assert order.positions_NK[row, k] == m
+    assert (order.positions_NK >= 0).sum() == len(expected)
+
+
+def test_expert_order_docstring_example():
+    order = expert_order(torch.tensor([[1, 0], [1, -1]]), 3, 3)
+    assert order.gather_idx_M.tolist() == [0, 0, 1]
+    assert order.choice_idx_M.tolist() == [1, 0, 2]
+    assert order.positions_NK.tolist() == [[1, 0], [2, -1]]
+    assert order.expert_offsets.tolist() == [0, 1, 3, 3]
+
+
+@settings(max_examples=60, deadline=None)
+@given(choices())
+def test_gather_and_sum_are_each_others_backward(drawn):
+    ids_NK, experts = drawn
+    valid = int((ids_NK >= 0).sum())
+    order = expert_order(ids_NK, experts, valid)
+    x = leaf(len(ids_NK), 4)
+    rows = gather_rows(x, order.gather_idx_M, order.positions_NK)
+    torch.testing.assert_close(rows, x[order.gather_idx_M], rtol=0, atol=0)
+    direction = torch.randn_like(rows)
+    (grad,) = torch.autograd.grad(rows, x, direction)
+    expected = torch.zeros_like(x).index_add(0, order.gather_idx_M, direction)
+    torch.testing.assert_close(grad, expected)
+
+    z = leaf(valid, 4)
+    y = sum_rows(z, order.gather_idx_M, order.positions_NK)
+    torch.testing.assert_close(y, torch.zeros_like(x).index_add(0, order.gather_idx_M, z))
+    direction = torch.randn_like(y)
+    (grad,) = torch.autograd.grad(y, z, direction)
+    torch.testing.assert_close(grad, direction[order.gather_idx_M], rtol=0, atol=0)

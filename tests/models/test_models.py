@@ -1,0 +1,310 @@
+"""Each part of the model against a plain loop-and-einsum oracle, and the laws of splitting and seeding."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from moe_dualpipe.expert_parallel import Local
+from moe_dualpipe.models import PRESETS, ModelConfig, MoE, TransformerStage, build_model, expert_loads, preset, split
+from moe_dualpipe.models.attention import Attention
+from moe_dualpipe.models.experts import expert_class
+from moe_dualpipe.models.router import Router
+from moe_dualpipe.models.seeding import seeded
+from moe_dualpipe.models.transformer import layer_flops, next_token_loss
+
+CONFIG = ModelConfig(
+    vocab_size=31, hidden_size=16, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=6, dense_size=20,
+    expert_size=8, num_experts=5, experts_per_token=2, init_std=0.3,
+)  # fmt: skip
+
+
+def with_choices(**choices):
+    return dataclasses.replace(CONFIG, **choices)
+
+
+# ---- Attention ----
+
+
+def attention_oracle(layer: Attention, x_BSD: torch.Tensor) -> torch.Tensor:
+    """Head by head, position by position; a rotation is a complex multiplication."""
+    heads, kv_heads, width = layer.num_heads, layer.num_kv_heads, layer.head_dim
+    batch, length, _ = x_BSD.shape
+    projected = x_BSD @ layer.qkv.weight.T
+    frequencies = torch.tensor([layer.rope_theta ** (-2 * i / width) for i in range(width // 2)], dtype=torch.float64)
+
+    def head(index):
+        return projected[:, :, index * width : (index + 1) * width]
+
+    def turn(v):
+        pairs = torch.complex(v[..., : width // 2], v[..., width // 2 :])
+        turned = pairs * torch.polar(torch.ones(()).double(), torch.arange(length)[:, None] * frequencies)
+        return torch.cat([turned.real, turned.imag], -1)
+
+    outputs = []
+    for h in range(heads):
+        group = h // (heads // kv_heads)
+        q, k, v = turn(head(h)), turn(head(heads + group)), head(heads + kv_heads + group)
+        out = torch.zeros_like(v)
+        for b in range(batch):
+            for s in range(length):
+                scores = torch.stack([q[b, s] @ k[b, t] / math.sqrt(width) for t in range(s + 1)])
+                out[b, s] = sum(p * v[b, t] for t, p in enumerate(scores.softmax(0)))
+        outputs.append(out)
+    return torch.cat(outputs, -1) @ layer.out.weight.T
+
+
+@pytest.mark.parametrize("heads,kv_heads", [(4, 4), (4, 2), (4, 1)])
+def test_attention_equals_a_loop(heads, kv_heads):
+    layer = Attention(with_choices(num_heads=heads, num_kv_heads=kv_heads), out_std=0.3).double()
+    x = torch.randn(2, 7, CONFIG.hidden_size, dtype=torch.float64)
+    torch.testing.assert_close(layer(x), attention_oracle(layer, x))
+
+
+def test_attention_sees_no_later_position():
+    layer = Attention(CONFIG, out_std=0.3)
+    x = torch.randn(1, 9, CONFIG.hidden_size)
+    changed = x.clone()
+    changed[:, 5:] += 1
+    torch.testing.assert_close(layer(x)[:, :5], layer(changed)[:, :5])
+    assert not torch.allclose(layer(x)[:, 5:], layer(changed)[:, 5:])
+
+
+# ---- Router ----
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_router_equals_a_loop(score, normalize):
+    router = Router(with_choices(router_score=score, normalize_weights=normalize, routed_scale=2.5))
+    x = torch.randn(11, CONFIG.hidden_size)
+    weights, ids = router(x)
+    for t in range(len(x)):
+        logits = [(x[t] @ row).item() for row in router.logits.weight]
+        if score == "softmax":
+            scores = [math.exp(v) / sum(math.exp(w) for w in logits) for v in logits]
+        else:
+            scores = [1 / (1 + math.exp(-v)) for v in logits]
+        best = sorted(range(len(scores)), key=lambda e: -scores[e])[: CONFIG.experts_per_token]
+        total = sum(scores[e] for e in best) if normalize else 1.0
+        assert ids[t].tolist() == best
+        assert weights[t].tolist() == pytest.approx([2.5 * scores[e] / total for e in best], rel=1e-5)
+    expected = torch.bincount(ids.flatten(), minlength=CONFIG.num_experts)
+    assert router.take_load().tolist() == expected.tolist()
+    assert router.take_load().sum() == 0
+
+
+def test_router_does_not_count_without_gradients_and_survives_scores_of_zero():
+    router = Router(with_choices(router_score="sigmoid"))
+    with torch.no_grad():
+        router.logits.weight.fill_(-1e4)
+        weights, _ = router(torch.ones(3, CONFIG.hidden_size))
+    assert torch.isfinite(weights).all()
+    assert router.take_load().sum() == 0
+
+
+# ---- Experts and the Mixture-of-Experts layer ----
+
+
+def swiglu_oracle(x, gate_up, down):
+    gate, up = (gate_up @ x).chunk(2)
+    return down @ (gate * torch.sigmoid(gate) * up)
+
+
+def moe_oracle(layer: MoE, x_TD: torch.Tensor) -> torch.Tensor:
+    """Token by token, expert by expert."""
+    weights, ids = layer.router(x_TD)
+    rows = []
+    for t, x in enumerate(x_TD):
+        chosen = zip(weights[t], ids[t].tolist(), strict=True)
+        y = sum(w * swiglu_oracle(x, layer.experts.gate_up[e], layer.experts.down[e]) for w, e in chosen)
+        if layer.shared is not None:
+            y = y + swiglu_oracle(x, layer.shared.gate_up.weight, layer.shared.down.weight)
+        rows.append(y)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 40])
+@pytest.mark.parametrize("choices", [{}, {"num_shared_experts": 0}, {"experts_per_token": 1}, {"experts_per_token": 5}])
+def test_moe_equals_a_loop_with_all_gradients(tokens, choices):
+    config = with_choices(**choices)
+    layer = MoE(config, Local(config.num_experts), seed=1, name="layers.0").double()
+    x = torch.randn(tokens, config.hidden_size, dtype=torch.float64, requires_grad=True)
+    outcomes = []
+    for function in (layer, lambda v: moe_oracle(layer, v)):
+        torch.manual_seed(0)
+        y = function(x)
+        y.backward(torch.randn_like(y))
+        outcomes.append([y.detach(), x.grad, *(p.grad for p in layer.parameters())])
+        layer.zero_grad()
+        x.grad = None
+    for ours, expected in zip(*outcomes, strict=True):
+        expected = torch.zeros_like(ours) if expected is None else expected
+        torch.testing.assert_close(ours, expected)
+
+
+def test_gradients_of_a_whole_model_against_finite_differences():
+    """Along a random direction of each parameter, in fp64."""
+    model = build_model(with_choices(num_layers=2, router_score="sigmoid")).double()
+    tokens = torch.randint(CONFIG.vocab_size, (1, 6))
+    labels = torch.randint(CONFIG.vocab_size, (1, 6))
+
+    def loss():
+        return next_token_loss(model(tokens), labels)
+
+    loss().backward()
+    for name, parameter in model.named_parameters():
+        direction = torch.randn_like(parameter)
+        slope = (parameter.grad * direction).sum().item()
+        values, step = [], 1e-6
+        for sign in (1, -1):
+            with torch.no_grad():
+                parameter += sign * step * direction
+                values.append(loss().item())
+                parameter -= sign * step * direction
+        measured = (values[0] - values[1]) / (2 * step)
+        assert measured == pytest.approx(slope, rel=1e-6, abs=1e-8), name
+
+
+class Doubling(nn.Module):
+    """Somebody's own experts: no parameters, records what it is given."""
+
+    def __init__(self, config, num_local_experts):
+        super().__init__()
+        assert config.num_experts == num_local_experts
+        self.seen: list[tuple[int, list[int]]] = []
+
+    def forward(self, x_MD, expert_offsets):
+        self.seen.append((len(x_MD), expert_offsets.tolist()))
+        return 2 * x_MD
+
+
+class Shrinking(Doubling):
+    def forward(self, x_MD, expert_offsets):
+        return super().forward(x_MD, expert_offsets)[:, :1]
+
+
+def test_your_own_experts_take_the_place_of_ours():
+    config = with_choices(experts="test_models:Doubling", num_shared_experts=0)
+    layer = MoE(config, Local(config.num_experts), seed=0, name="layers.0")
+    x = torch.randn(2, 3, config.hidden_size)
+    torch.testing.assert_close(layer(x), 2 * x)  # weights sum to one
+    assert isinstance(layer.experts, nn.Module)
+    rows, offsets = layer.experts.seen[0]  # type: ignore[index]
+    assert rows == offsets[-1] == 6 * config.experts_per_token
+    with pytest.raises(
+        ValueError, match=r"Shrinking must map rows \[12, 16\] to rows of the same shape: got \[12, 1\]"
+    ):
+        MoE(with_choices(experts="test_models:Shrinking"), Local(5), seed=0, name="layers.0")(x)
+
+
+@pytest.mark.parametrize("name,problem", [
+    ("nowhere_at_all:Experts", "cannot import the expert layer 'nowhere_at_all:Experts'"),
+    ("test_models:Missing", "test_models has no Missing"),
+])  # fmt: skip
+def test_experts_that_cannot_be_found(name, problem):
+    with pytest.raises(ValueError, match=problem):
+        expert_class(name)
+
+
+# ---- Stages ----
+
+
+def test_split_balances_and_says_so():
+    for num_stages in range(1, 5):
+        specs = split(CONFIG, num_stages)
+        assert [layer for spec in specs for layer in spec.layers] == list(range(4))
+        assert [spec.embedding for spec in specs] == [True] + [False] * (num_stages - 1)
+        assert [spec.head for spec in specs] == [False] * (num_stages - 1) + [True]
+        assert sum(spec.share for spec in specs) == pytest.approx(1)
+    assert str(split(CONFIG, 1)[0]) == "embedding + layers 0-3 + head (100% of the work)"
+    with pytest.raises(ValueError, match="4 layers cannot be divided over 5 pipeline stages: use at least 5 layers"):
+        split(CONFIG, 5)
+
+
+@pytest.mark.parametrize("vocab,stages", [(31, 2), (31, 3), (4000, 2), (4000, 3)])
+def test_split_is_the_best_of_all_divisions(vocab, stages):
+    config = with_choices(vocab_size=vocab, num_layers=7, num_dense_layers=3)
+    costs = [layer_flops(config, layer) for layer in range(7)]
+    costs[-1] += config.hidden_size * vocab
+    slowest = max(sum(costs[layer] for layer in spec.layers) for spec in split(config, stages))
+
+    def divisions(start, left):
+        if left == 1:
+            return [[range(start, 7)]]
+        return [[range(start, cut), *rest] for cut in range(start + 1, 7) for rest in divisions(cut, left - 1)]
+
+    assert slowest == min(max(sum(costs[i] for i in part) for part in parts) for parts in divisions(0, stages))
+
+
+def test_stages_chain_to_the_whole_model_and_hold_its_weights():
+    model = build_model(CONFIG, seed=4)
+    x = torch.randint(CONFIG.vocab_size, (2, 5))
+    for num_stages in (2, 4):
+        stages = [TransformerStage(CONFIG, spec, seed=4) for spec in split(CONFIG, num_stages)]
+        y = x
+        for stage in stages:
+            y = stage(y)
+        assert torch.equal(y, model(x))
+        names = [name for stage in stages for name in stage.state_dict()]
+        assert sorted(names) == sorted(model.state_dict())
+
+
+def test_weights_depend_on_seed_and_name_only():
+    torch.manual_seed(1)
+    first = build_model(CONFIG, seed=4).state_dict()
+    before = torch.random.get_rng_state()
+    second = build_model(CONFIG, seed=4).state_dict()
+    assert torch.equal(before, torch.random.get_rng_state())  # the caller's generator is left alone
+    other = build_model(CONFIG, seed=5).state_dict()
+    for name, value in first.items():
+        assert torch.equal(value, second[name])
+        assert value.ndim == 1 or not torch.equal(value, other[name]), name
+    with seeded(0, "a"):
+        a = torch.rand(3)
+    with seeded(0, "b"):
+        assert not torch.equal(a, torch.rand(3))
+    values = first["layers.1.mlp.experts.gate_up"]
+    assert not torch.equal(values[0], values[1])
+
+
+def test_expert_loads_are_one_row_a_layer():
+    model = build_model(CONFIG)
+    loss = next_token_loss(model(torch.zeros(2, 4, dtype=torch.int64)), torch.zeros(2, 4, dtype=torch.int64))
+    assert loss.ndim == 0
+    loads = expert_loads(model)
+    assert loads.shape == (3, CONFIG.num_experts)
+    assert (loads.sum(1) == 8 * CONFIG.experts_per_token).all()
+    assert expert_loads(nn.Linear(1, 1)) is None
+
+
+def test_loss_is_in_nats():
+    logits = torch.zeros(2, 3, 256, dtype=torch.bfloat16)
+    loss = next_token_loss(logits, torch.zeros(2, 3, dtype=torch.int64))
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(math.log(256))
+
+
+# ---- Configuration ----
+
+
+@pytest.mark.parametrize("choices,problem", [
+    ({"num_heads": 3}, "num_heads must be a multiple of num_kv_heads: got 3, 2"),
+    ({"head_dim": 5}, "head_dim must be even: got 5"),
+    ({"experts_per_token": 9}, "experts_per_token must be at most num_experts: got 9 of 5"),
+    ({"num_layers": 0}, "num_layers must be at least 1: got 0"),
+    ({"num_shared_experts": -1}, "cannot be negative"),
+    ({"router_score": "relu"}, "router_score must be softmax or sigmoid: got 'relu'"),
+    ({"experts": "mine"}, 'experts must be "swiglu" or "module:Class": got \'mine\''),
+])  # fmt: skip
+def test_choices_that_contradict_each_other(choices, problem):
+    with pytest.raises(ValueError, match=problem):
+        with_choices(**choices)
+
+
+def test_presets():
+    assert preset("tiny") is PRESETS["tiny"]
+    with pytest.raises(ValueError, match="unknown preset 'tinny'; did you mean 'tiny'"):
+        preset("tinny")
