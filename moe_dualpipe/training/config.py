@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -191,11 +192,20 @@ def _default_pp(config: TrainConfig, world_size: int) -> int:
     return world_size // config.ep
 
 
-def command_line() -> str:
-    """How this process was started, for messages that tell how to start it again."""
+def resume_command(arguments: Sequence[str], run: str, steps: int) -> str:
+    """The command that goes on with the run that was started with `arguments`, up to `steps`."""
     launch = Launch.from_environment()
-    script = os.path.relpath(sys.argv[0]) if sys.argv[0] else "train.py"
-    if launch.world_size == 1:
-        return f"python {script}"
     local = os.environ.get("LOCAL_WORLD_SIZE", str(launch.world_size))
-    return f"torchrun --nproc-per-node {local} {script}"
+    program = ["python"] if launch.world_size == 1 else ["torchrun", "--nproc-per-node", local]
+    script = os.path.relpath(sys.argv[0])
+    kept = _without("--steps", _without("--resume", arguments))
+    return shlex.join([*program, script, *kept, "--resume", run, "--steps", str(steps)])
+
+
+def _without(flag: str, arguments: Sequence[str]) -> list[str]:
+    kept, skip = [], False
+    for argument in arguments:
+        if not (skip or argument == flag or argument.startswith(flag + "=")):
+            kept.append(argument)
+        skip = argument == flag
+    return kept

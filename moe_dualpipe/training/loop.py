@@ -20,7 +20,7 @@ from ..runtime import P2P, Executor, TensorSpec
 from ..runtime.replicas import ReplicaSet, check_equal, gradient_norm, sum_gradients
 from ..schedule import Schedule, build
 from . import checkpoint, data, metrics
-from .config import Launch, TrainConfig, command_line, parse, resolve
+from .config import Launch, TrainConfig, parse, resolve, resume_command
 from .generate import generate
 from .optimizer import Optimizer, learning_rate
 from .parallel import Layout, build_groups, initialize
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         config = resolve(parse(arguments, quiet=launch.local_rank > 0), launch)
-        plan = Plan.make(config)
+        plan = Plan.make(config, arguments)
     except ValueError as error:
         if launch.local_rank == 0:
             print(f"train.py: error: {error}", file=sys.stderr)
@@ -47,14 +47,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
 class Plan:
     """Everything that can be checked without another rank: the schedule, the stages, the text, what to resume from."""
 
-    def __init__(self, config: TrainConfig, text: data.TextData, resume: Path | None, first_step: int):
-        self.config, self.text, self.resume, self.first_step = config, text, resume, first_step
+    def __init__(
+        self,
+        config: TrainConfig,
+        arguments: Sequence[str],
+        text: data.TextData,
+        resume: Path | None,
+        first_step: int,
+    ):
+        self.config, self.arguments, self.text = config, arguments, text
+        self.resume, self.first_step = resume, first_step
         self.schedule: Schedule = build(config.schedule, config.pp, config.micro_batches)
         self.stages = split(config.model, self.schedule.num_stages)
 
     @classmethod
-    def make(cls, config: TrainConfig) -> "Plan":
-        """Raises ValueError for whatever a user would want to change."""
+    def make(cls, config: TrainConfig, arguments: Sequence[str] = ()) -> "Plan":
+        """Plan the run of a `resolve`d configuration, which `arguments` asked for.
+
+        Raises ValueError for whatever a user would want to change.
+        """
         if config.model.vocab_size < data.VOCAB_SIZE:
             raise ValueError(f"bytes need --model.vocab-size {data.VOCAB_SIZE}: got {config.model.vocab_size}")
         expert_class(config.model.experts)
@@ -62,7 +73,7 @@ class Plan:
         first_step = checkpoint.check_model(resume, config.model) if resume else 0
         if first_step >= config.steps:
             raise ValueError(f"{resume} is at step {first_step} already: use --steps larger than that to go on")
-        return cls(config, data.load(config.data, config.seq_len), resume, first_step)
+        return cls(config, arguments, data.load(config.data, config.seq_len), resume, first_step)
 
 
 class Trainer:
@@ -130,7 +141,7 @@ class Trainer:
         if config.sample_tokens:
             self._say(f"sample:\n{self._indented(config.prompt + self.sample())}")
         self._say(f"saved {saved}")
-        self._say(f"to resume: {self._resume_command()}")
+        self._say(f"to resume: {resume_command(self.plan.arguments, config.out, 2 * config.steps)}")
         self._say(f"validation loss {before:.4f} -> {after:.4f} nats per byte")
         self.metrics.close()
 
@@ -260,9 +271,3 @@ class Trainer:
         start = f"resumed from {self.plan.resume}, " if self.plan.resume else ""
         steps = f"steps {self.plan.first_step + 1} to {config.steps}"
         self._say(f"{start}{steps} of {config.micro_batches * layout.dp} micro-batches, {tokens:,} tokens each")
-
-    def _resume_command(self) -> str:
-        config = self.config
-        flags = [f"--preset {config.preset}", f"--resume {self.folder}", f"--steps {2 * config.steps}"]
-        flags += [f"--ep {config.ep}"] * (config.ep > 1)
-        return f"{command_line()} {' '.join(flags)}"

@@ -14,7 +14,7 @@ from moe_dualpipe.expert_parallel import AllToAll, Local
 from moe_dualpipe.models import ModelConfig, TransformerStage, build_model, next_token_loss, split
 from moe_dualpipe.overlap import WeightGrads
 from moe_dualpipe.runtime import P2P, Executor, TensorSpec
-from moe_dualpipe.runtime.replicas import ReplicaSet, check_equal, differing, sum_gradients
+from moe_dualpipe.runtime.replicas import ReplicaSet, check_equal, differing, gradient_norm, sum_gradients
 from moe_dualpipe.schedule import build
 from moe_dualpipe.training.parallel import Layout, build_groups
 
@@ -74,6 +74,12 @@ def run_step(schedule, layout, executor, return_outputs=False):
     )
 
 
+def assert_norm_of_all_gradients(sets, grads):
+    """Every parameter counts once, however many replicas it has and however its experts are divided."""
+    expected = torch.stack([grad.double().square().sum() for grad in grads.values()]).sum().sqrt()
+    torch.testing.assert_close(gradient_norm(sets, torch.device("cpu")), expected, rtol=1e-6, atol=0)
+
+
 def equals_reference(rank, name, pp):
     schedule, layout, executor, _, sets = make_pipeline(rank, name, pp)
     model, losses = reference()
@@ -94,6 +100,7 @@ def equals_reference(rank, name, pp):
         for key, parameter in replicas.parameters.items():
             assert cosine_distance(parameter.grad, grads[key]) < 1e-13, key
         check_equal(replicas)
+    assert_norm_of_all_gradients(sets, grads)
 
     with torch.no_grad():
         again = run_step(schedule, layout, executor, return_outputs=True)
@@ -126,6 +133,7 @@ def expert_parallel_agrees(rank, name, pp, dp, ep):
                 expected = expected[experts.local_experts.start : experts.local_experts.stop]
             assert parameter.grad.shape == expected.shape
             assert cosine_distance(parameter.grad, expected) < 1e-11, key
+    assert_norm_of_all_gradients(sets, grads)
     return len(result.losses), [len(replicas.parameters) for replicas in sets]
 
 

@@ -1,0 +1,36 @@
+# make train   train a small model on this machine       make test   lint and tests
+# make bench   measure                                    make lint   ruff and pyright
+
+SHELL := /bin/bash
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/installed
+
+.PHONY: venv train test lint bench clean
+
+venv: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	test -d .venv || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		setuptools wheel torch numpy
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--no-build-isolation --editable '.[dev,viz]'
+	touch $@
+
+train: venv
+	$(BIN)/torchrun --nproc-per-node 2 train.py --preset tiny
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+bench: venv
+	$(BIN)/python -m benchmarks.pipeline
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

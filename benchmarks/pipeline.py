@@ -1,0 +1,98 @@
+"""Step time of a whole training step under each schedule, on this machine, against one process.
+
+    python -m benchmarks.pipeline                      about a minute and a half on two cores
+    python -m benchmarks.pipeline --ranks 4 --rounds 5
+
+Every configuration trains the same model on the same batches (4,096 tokens a step). Configurations take turns, round
+by round, so that a busy machine disturbs all of them alike; the table gives the median step over all rounds, the range
+of the rounds' medians, and the ratio to one process using as many threads as there are ranks.
+"""
+
+import dataclasses
+import os
+import statistics
+import tempfile
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import tyro
+
+from moe_dualpipe.models import PRESETS, ModelConfig
+from moe_dualpipe.training.config import Launch, TrainConfig, resolve
+from moe_dualpipe.training.loop import Plan, Trainer
+
+WARM_UP = 2
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure."""
+
+    ranks: int = 2
+    """Pipeline ranks."""
+    steps: int = 6
+    """Timed steps in each round."""
+    rounds: int = 3
+    """How often each configuration has its turn."""
+    preset: str = "tiny"
+    """Model size; it gets as many layers as dualpipev has stages, if it has fewer."""
+
+
+def _measure(rank: int, config: TrainConfig, world_size: int, threads: int, steps: int, store: str, results) -> None:
+    torch.set_num_threads(threads)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    launch = Launch(rank, rank, world_size)
+    trainer = Trainer(Plan.make(resolve(config, launch)), launch)
+    seconds = [trainer.train_step(step)["seconds"] for step in range(WARM_UP + steps)]
+    if rank == 0:
+        results.put(seconds[WARM_UP:])
+    dist.destroy_process_group()
+
+
+def one_round(config: TrainConfig, world_size: int, threads: int, steps: int) -> list[float]:
+    """Seconds of each timed step of one configuration, in fresh processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = mp.get_context("spawn").SimpleQueue()
+        config = dataclasses.replace(config, out=folder)
+        arguments = (config, world_size, threads, steps, f"{folder}/store", results)
+        mp.start_processes(_measure, arguments, nprocs=world_size, start_method="spawn")
+        return results.get()
+
+
+def main() -> None:
+    options = tyro.cli(Options, description=__doc__)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    base = PRESETS[options.preset]
+    model: ModelConfig = dataclasses.replace(base, num_layers=max(base.num_layers, 2 * options.ranks))
+    config = TrainConfig(preset=options.preset, model=model, micro_batches=max(8, 2 * options.ranks), device="cpu")
+    cases = {
+        f"one process, {options.ranks} threads": (dataclasses.replace(config, schedule="1f1b"), 1, options.ranks),
+        **{
+            f"{schedule}, {options.ranks} ranks": (dataclasses.replace(config, schedule=schedule), options.ranks, 1)
+            for schedule in ("1f1b", "dualpipe", "dualpipev")
+            if schedule != "dualpipe" or options.ranks % 2 == 0
+        },
+    }
+    rounds: dict[str, list[list[float]]] = {name: [] for name in cases}
+    for _ in range(options.rounds):
+        for name, (case, world_size, threads) in cases.items():
+            rounds[name].append(one_round(case, world_size, threads, options.steps))
+    tokens = config.micro_batches * config.micro_batch_size * config.seq_len
+    baseline = None
+    print(f"{os.cpu_count()} cores, torch {torch.__version__}, {model.num_layers} layers, {tokens:,} tokens a step")
+    print("| configuration | ms a step | range of rounds | tokens/s | step time / one process |")
+    print("|---|---|---|---|---|")
+    for name, measured in rounds.items():
+        median = statistics.median(second for seconds in measured for second in seconds)
+        medians = [statistics.median(seconds) for seconds in measured]
+        baseline = baseline or median
+        print(
+            f"| {name} | {1e3 * median:.0f} | {1e3 * min(medians):.0f} to {1e3 * max(medians):.0f} "
+            f"| {tokens / median:,.0f} | {median / baseline:.2f} |"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""Your own expert layer in the pipeline, without touching either: experts with a squared ReLU instead of SwiGLU.
+
+    python examples/custom_experts.py --steps 100
+    torchrun --nproc-per-node 2 train.py --model.experts examples.custom_experts:SquaredReLUExperts
+
+An expert layer is an nn.Module that maps rows grouped by expert to rows. Parameters that stack the experts along their
+first dimension are saved expert by expert, so that a checkpoint fits any number of ranks.
+
+M rows, D model dim, F inner width, E experts on this rank.
+"""
+
+import sys
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moe_dualpipe.kernels.grouped_gemm import grouped_linear
+from moe_dualpipe.models import ModelConfig
+from moe_dualpipe.training.loop import main
+
+
+class SquaredReLUExperts(nn.Module):
+    """down relu(up x)^2 (arXiv 2109.08668)."""
+
+    def __init__(self, config: ModelConfig, num_local_experts: int):
+        super().__init__()
+        inner = config.expert_size * 3 // 2  # as many parameters as SwiGLU, which has three matrices
+        self.up = nn.Parameter(torch.randn(num_local_experts, inner, config.hidden_size) * config.init_std)
+        self.down = nn.Parameter(torch.randn(num_local_experts, config.hidden_size, inner) * config.init_std)
+        self.weight_grads = None  # set by the pipeline; lets it compute weight gradients later than input gradients
+
+    def forward(self, x_MD: Tensor, expert_offsets: Tensor) -> Tensor:
+        """The rows of expert e are x_MD[expert_offsets[e] : expert_offsets[e + 1]]."""
+        hidden_MF = F.relu(grouped_linear(x_MD, self.up, expert_offsets, self.weight_grads)).square()
+        return grouped_linear(hidden_MF, self.down, expert_offsets, self.weight_grads)
+
+
+if __name__ == "__main__":
+    main(["--model.experts", "custom_experts:SquaredReLUExperts", *sys.argv[1:]])

@@ -1,0 +1,101 @@
+"""The package as others get it: an installed wheel, an editable install and a bare checkout see the same names."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+IMPORTS = (
+    "import moe_dualpipe.kernels.linear, moe_dualpipe.models, moe_dualpipe.deepseek, moe_dualpipe.training.loop as l; "
+    "print(l.__file__)"
+)
+
+
+def python(code, cwd, **environment):
+    # -P: the working directory is not on the path, as for a user elsewhere.
+    return subprocess.run(
+        [sys.executable, "-P", "-c", code], cwd=cwd, env=os.environ | environment, capture_output=True, text=True,
+        timeout=120, check=True,
+    ).stdout.strip()  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (found,) = out.glob("*.whl")
+    return found
+
+
+def test_the_wheel_holds_everything_under_one_name(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"moe_dualpipe"}
+    for top in ("kernels", "models"):
+        ours = {f"moe_dualpipe/{path.relative_to(ROOT)}" for path in (ROOT / top).glob("*.py")}
+        assert len(ours) > 3
+        assert ours <= set(names)
+    assert "moe_dualpipe/py.typed" in names
+    assert any(name.endswith("LICENSE") for name in names)
+
+
+def test_an_installed_wheel_imports_by_itself(wheel, tmp_path):
+    site = tmp_path / "site"
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site)]
+    subprocess.run([*install, str(wheel)], check=True, timeout=120)
+    assert python(IMPORTS, tmp_path, PYTHONPATH=str(site)).startswith(str(site))
+
+
+def test_the_editable_install_and_a_bare_checkout_import_from_here(tmp_path):
+    for environment in ({"PYTHONPATH": ""}, {"PYTHONPATH": str(ROOT)}):
+        assert python(IMPORTS, tmp_path, **environment) == str(ROOT / "moe_dualpipe" / "training" / "loop.py")
+
+
+def test_the_links_are_relative_so_that_a_clone_works_anywhere():
+    for name in ("kernels", "models"):
+        link = ROOT / "moe_dualpipe" / name
+        assert link.is_symlink()
+        assert os.readlink(link) == f"../{name}"
+
+
+def test_schedules_need_no_torch(tmp_path):
+    code = (
+        "import sys; sys.modules['torch'] = None; from moe_dualpipe.schedule import build, validate; "
+        "print(validate(build('dualpipe', 4, 8)).num_stages)"
+    )
+    assert python(code, tmp_path) == "4"
+
+
+def test_arrows_point_down_only():
+    """The layers of the design: a package may import only those below it."""
+    allowed = {
+        "schedule": set(),
+        "overlap": set(),
+        "runtime": {"overlap", "schedule"},
+        "expert_parallel": {"kernels"},
+        "kernels": {"overlap"},
+        "models": {"kernels", "expert_parallel", "overlap"},
+    }
+    for package, below in allowed.items():
+        for path in (ROOT / "moe_dualpipe" / package).rglob("*.py"):
+            for imported in imports_of(path):
+                assert imported == package or imported in below, f"{path} imports {imported}"
+
+
+def imports_of(path: Path) -> set[str]:
+    """The packages of this project that a module imports at any level, absolutely or relatively."""
+    import ast
+
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            absolute = f"moe_dualpipe.{node.module}" if node.level == 2 else node.module or ""
+            if absolute.startswith("moe_dualpipe."):
+                found.add(absolute.split(".")[1])
+    return found

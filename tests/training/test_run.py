@@ -1,0 +1,231 @@
+"""Whole runs: what a user types, what comes out, going on after a stop, and what a mistake is told."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from moe_dualpipe.models import ModelConfig
+from moe_dualpipe.training.config import Launch, OptimizerConfig, TrainConfig, resolve
+from moe_dualpipe.training.loop import Plan, Trainer, main
+
+ROOT = Path(__file__).parents[2]
+MODEL = ModelConfig(
+    hidden_size=32, num_layers=4, num_heads=2, num_kv_heads=1, head_dim=16, dense_size=64, expert_size=32,
+    num_experts=4, init_std=0.1,
+)  # fmt: skip
+
+
+def settings(out, **changes):
+    config = TrainConfig(
+        model=MODEL, steps=6, seq_len=32, micro_batch_size=1, micro_batches=4, eval_sequences=8, sample_tokens=0,
+        data=str(ROOT / "moe_dualpipe" / "schedule"), optim=OptimizerConfig(warmup_steps=2), out=str(out),
+    )  # fmt: skip
+    return dataclasses.replace(config, **changes)
+
+
+def train(rank, config):
+    """A whole run on this rank; returns the records that rank 0 wrote."""
+    launch = Launch(rank, rank, torch.distributed.get_world_size())
+    Trainer(Plan.make(resolve(config, launch)), launch).run()
+    return records(config.out)
+
+
+def records(out):
+    return [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run_records, kind="loss"):
+    return {record["step"]: record[kind] for record in run_records if kind in record}
+
+
+@pytest.mark.parametrize("ranks,changes", [(1, {}), (2, {}), (2, {"ep": 2}), (2, {"schedule": "1f1b"})], ids=str)
+def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(tmp_path, ranks, changes):
+    whole = run_ranks(ranks, train, settings(tmp_path / "whole", save_every=3, **changes))[0]
+    assert list(losses(whole)) == [1, 2, 3, 4, 5, 6]
+    saved = sorted(path.name for path in (tmp_path / "whole" / "checkpoints").iterdir())
+    assert saved == ["step-000003", "step-000006"]
+    checkpoint = tmp_path / "whole" / "checkpoints" / "step-000003"
+    rest = run_ranks(ranks, train, settings(tmp_path / "rest", resume=str(checkpoint), **changes))[0]
+    assert losses(rest) == {step: loss for step, loss in losses(whole).items() if step > 3}
+    assert losses(rest, "grad_norm") == {s: norm for s, norm in losses(whole, "grad_norm").items() if s > 3}
+    assert losses(rest, "validation_loss")[6] == losses(whole, "validation_loss")[6]
+
+
+def test_the_division_of_the_work_does_not_change_the_run(tmp_path):
+    """Pipelines of any size and schedule train alike; a run saved under one goes on under another."""
+    divisions = {
+        "one": (1, {}),
+        "dualpipe": (2, {"save_every": 3}),
+        "1f1b": (2, {"schedule": "1f1b"}),
+        "dualpipev": (2, {"schedule": "dualpipev"}),
+    }
+    runs = {k: run_ranks(n, train, settings(tmp_path / k, **changes))[0] for k, (n, changes) in divisions.items()}
+    reference = losses(runs["one"])
+    for name in divisions:
+        assert losses(runs[name]) == pytest.approx(reference, rel=1e-5), name
+    checkpoint = str(tmp_path / "dualpipe" / "checkpoints" / "step-000003")
+    moved = run_ranks(1, train, settings(tmp_path / "moved", resume=checkpoint))[0]
+    assert losses(moved) == pytest.approx({s: loss for s, loss in reference.items() if s > 3}, rel=1e-5)
+
+
+def test_experts_move_between_ranks_through_a_checkpoint(tmp_path):
+    spread = settings(tmp_path / "ep2", ep=2, save_every=3)
+    run_ranks(2, train, spread)
+    checkpoint = str(tmp_path / "ep2" / "checkpoints" / "step-000003")
+    # Two data-parallel ranks in both cases, so the batches are the same; only the experts' places differ.
+    together = run_ranks(2, train, settings(tmp_path / "ep1", pp=1, ep=1, resume=checkpoint))[0]
+    expected = {step: loss for step, loss in losses(records(spread.out)).items() if step > 3}
+    assert losses(together) == pytest.approx(expected, rel=1e-5)
+
+
+def test_training_learns_and_reports(tmp_path):
+    run = run_ranks(1, train, settings(tmp_path / "run", steps=40))[0]
+    before, after = losses(run, "validation_loss").values()
+    assert after < before - 1.5
+    record = run[20]
+    assert {"step", "loss", "grad_norm", "lr", "tokens_per_s", "expert_load_max_over_mean"} <= set(record)
+    assert record["tokens"] == 4 * 32
+    assert 1 <= record["expert_load_max_over_mean"] <= MODEL.num_experts / MODEL.experts_per_token
+    assert 0 <= record["dead_experts"] < 1
+
+
+# ---- From the command line ----
+
+
+def command(*arguments, processes=1, cwd=ROOT):
+    program = [sys.executable]
+    if processes > 1:
+        program += ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [*program, "train.py", *map(str, arguments)], cwd=cwd, env=environment, capture_output=True, text=True,
+        timeout=120, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+SMALL = [
+    *("--model.hidden-size", 32, "--model.num-layers", 2, "--model.head-dim", 8, "--seq-len", 32),
+    *("--micro-batches", 4, "--micro-batch-size", 1, "--eval-sequences", 8, "--sample-tokens", 12),
+    *("--data", "moe_dualpipe"),
+]
+
+
+def test_torchrun_trains_and_tells_how_to_resume(tmp_path):
+    out = tmp_path / "run"
+    done = command("--steps", 3, "--out", out, *SMALL, processes=2)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert re.fullmatch(r"validation loss \d\.\d+ -> \d\.\d+ nats per byte", lines[-1])
+    assert "dualpipe over 2 pipeline x 1 data-parallel ranks, on cpu in float32" in lines
+    assert any(
+        re.fullmatch(r"  stage 1 on pipeline ranks 0 and 1: layer 1 \+ head \(\d\d% of the work\)", s) for s in lines
+    )
+    assert f"saved {out}/checkpoints/step-000003" in lines
+    assert "    | def " in done.stdout
+    assert "loss" in done.stderr
+    assert "tokens/s" in done.stderr
+    (resume,) = [line.removeprefix("to resume: ") for line in lines if line.startswith("to resume: ")]
+    assert resume.startswith("torchrun --nproc-per-node 2 train.py ")
+    again = command(*resume.split("train.py ")[1].split(), processes=2)
+    assert again.returncode == 0, again.stderr
+    assert f"resumed from {out}/checkpoints/step-000003, steps 4 to 6" in again.stdout
+    assert list(losses(records(out))) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_single_process_trains_with_your_own_experts(tmp_path):
+    own = "examples.custom_experts:SquaredReLUExperts"
+    done = command("--steps", 2, "--out", tmp_path, *SMALL, "--model.experts", own)
+    assert done.returncode == 0, done.stderr
+    assert "dualpipev over 1 pipeline x 1 data-parallel ranks" in done.stdout
+
+
+# ---- Mistakes ----
+
+
+@pytest.mark.parametrize("world_size,arguments,message", [
+    (2, ["--micro-batches", "5"],
+     "dualpipe needs an even number of micro-batches >= 2 x ranks: got 5 for 2 ranks; use 6"),
+    (2, ["--micro-batches", "2"],
+     "dualpipe needs an even number of micro-batches >= 2 x ranks: got 2 for 2 ranks; use 4"),
+    (3, ["--schedule", "dualpipe"], "dualpipe needs an even number of pipeline ranks: got 3; use 4, or dualpipev"),
+    (8, [], "4 layers cannot be divided over 8 pipeline stages: use at least 8 layers or fewer pipeline ranks"),
+    (4, ["--ep", "4", "--model.num-experts", "6"],
+     "--ep 4 must divide both the 6 experts and the 4 data-parallel ranks (4 processes / 1 pipeline ranks): "
+     "use --ep 1 or 2"),
+    (4, ["--pp", "2", "--ep", "4"], "--ep 4 must divide both the 8 experts and the 2 data-parallel ranks"),
+    (3, ["--ep", "2"], "--ep 2 does not divide the 3 processes: start a multiple of 2 processes"),
+    (4, ["--pp", "3"],
+     "4 processes cannot be divided into pipelines of 3 ranks: use --pp 1, 2, 4, or start a multiple of 3 processes"),
+    (1, ["--data", "/nowhere"], "--data /nowhere: no such file or folder"),
+    (1, ["--data", "/dev/null"], "--data /dev/null: no such file or folder"),
+    (1, ["--data", "LICENSE", "--seq-len", "4096"], "too little text in --data LICENSE"),
+    (1, ["--device", "cuda"], "--device cuda, but torch finds no GPU on this machine; use --device cpu"),
+    (1, ["--device", "tpu"], "--device must be cpu, cuda or auto: got 'tpu'"),
+    (1, ["--dtype", "int8"], "--dtype must be float32, bfloat16 or auto: got 'int8'"),
+    (1, ["--preset", "tinny"], "unknown preset 'tinny'; did you mean 'tiny'?"),
+    (1, ["--schedule", "dualpip"], "unknown schedule 'dualpip'; did you mean 'dualpipe'?"),
+    (1, ["--resume", "/nowhere"], "nothing to resume from: no checkpoint in /nowhere; start without --resume"),
+    (1, ["--steps", "0"], "--steps must be at least 1: got 0"),
+    (1, ["--timeout", "0"], "--timeout must be positive: got 0.0"),
+    (1, ["--model.vocab-size", "64"], "bytes need --model.vocab-size 256: got 64"),
+    (1, ["--model.experts", "nowhere:Experts"], "cannot import the expert layer 'nowhere:Experts'"),
+])  # fmt: skip
+def test_a_mistake_is_one_line_and_exit_code_2(monkeypatch, capsys, world_size, arguments, message):
+    if "cuda" in arguments and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    with pytest.raises(SystemExit) as exit_:
+        main([*arguments] if "--device" in arguments else ["--device", "cpu", *arguments])
+    assert exit_.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert printed.err.startswith(f"train.py: error: {message}")
+
+
+def test_a_model_that_contradicts_itself_is_exit_code_2(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["--device", "cpu", "--model.head-dim", "7"])
+    assert exit_.value.code == 2
+    assert "head_dim must be even: got 7" in capsys.readouterr().err
+
+
+def test_other_ranks_say_nothing(monkeypatch, capsys):
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    for arguments in (["--micro-batches", "3"], ["--no-such-option"]):
+        with pytest.raises(SystemExit) as exit_:
+            main(["--device", "cpu", *arguments])
+        assert exit_.value.code == 2
+        assert capsys.readouterr() == ("", "")
+
+
+def test_a_mistake_under_torchrun_ends_within_seconds():
+    start = time.monotonic()
+    done = command("--micro-batches", 3, processes=2)
+    assert time.monotonic() - start < 60
+    assert done.returncode != 0
+    errors = [line for line in done.stderr.splitlines() if line.startswith("train.py: error:")]
+    assert errors == [
+        "train.py: error: dualpipe needs an even number of micro-batches >= 2 x ranks: got 3 for 2 ranks; use 4"
+    ]
+    assert "exitcode  : 2" in done.stderr
+
+
+def test_help_names_every_choice():
+    done = command("--help")
+    assert done.returncode == 0
+    for field in dataclasses.fields(TrainConfig):
+        assert field.name in ("model", "optim") or f"--{field.name.replace('_', '-')}" in done.stdout, field.name
+    assert "--model.experts" in done.stdout
+    assert "Folder for checkpoints and metrics" in done.stdout
