@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -37,9 +38,9 @@ class OptimizerConfig:
 class TrainConfig:
     """Train a Mixture-of-Experts transformer under a pipeline schedule.
 
-    python train.py                                   one process
-    torchrun --nproc-per-node 2 train.py              two pipeline ranks, DualPipe
-    torchrun --nproc-per-node 4 train.py --ep 2       two pipeline ranks, experts spread over two
+    $ python train.py                                  (one process)
+    $ torchrun --nproc-per-node 2 train.py             (two pipeline ranks, DualPipe)
+    $ torchrun --nproc-per-node 4 train.py --ep 2      (two pipeline ranks, experts spread over two)
 
     The number of processes is pp x data-parallel ranks; ep spreads the experts over data-parallel ranks.
     """
@@ -75,7 +76,7 @@ class TrainConfig:
     """float32, bfloat16, or auto: bfloat16 on GPUs. Master weights and gradients are float32 in any case."""
 
     out: str = ""
-    """Folder for checkpoints and metrics. Default: runs/<preset>."""
+    """Folder for checkpoints and metrics. Default: the run that is resumed, or runs/<preset>."""
     resume: str = ""
     """A run's folder, or one checkpoint in it, to go on from."""
     save_every: int = 0
@@ -178,9 +179,11 @@ def resolve(config: TrainConfig, launch: Launch) -> TrainConfig:
     schedule = config.schedule if config.schedule != "auto" else ("dualpipev" if pp % 2 else "dualpipe")
     micro_batches = config.micro_batches or max(8, 2 * pp)
     build(schedule, pp, micro_batches)
+    resumed = Path(config.resume)
+    run = resumed.parent.parent if resumed.parent.name == "checkpoints" else resumed
+    out = config.out or (str(run) if config.resume else f"runs/{config.preset}")
     return dataclasses.replace(
-        config, device=device, dtype=dtype, pp=pp, schedule=schedule, micro_batches=micro_batches,
-        out=config.out or f"runs/{config.preset}",
+        config, device=device, dtype=dtype, pp=pp, schedule=schedule, micro_batches=micro_batches, out=out
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.training import checkpoint, data
-from moe_dualpipe.training.config import Launch, OptimizerConfig, TrainConfig, parse, resolve
+from moe_dualpipe.training.config import Launch, OptimizerConfig, TrainConfig, parse, resolve, resume_command
 from moe_dualpipe.training.metrics import Metrics, load_statistics
 from moe_dualpipe.training.optimizer import Optimizer, learning_rate
 from moe_dualpipe.training.parallel import Layout
@@ -204,13 +204,29 @@ def test_layout_puts_expert_peers_next_to_each_other():
 
 
 def test_defaults_follow_from_the_number_of_processes():
-    one = resolve(parse([]), Launch(0, 0, 1))
+    one = resolve(parse(["--device", "cpu"]), Launch(0, 0, 1))
     assert (one.pp, one.schedule, one.micro_batches, one.device, one.dtype) == (1, "dualpipev", 8, "cpu", "float32")
     assert one.out == "runs/tiny"
     four = resolve(parse(["--ep", "2"]), Launch(0, 0, 4))
     assert (four.pp, four.schedule, four.micro_batches) == (2, "dualpipe", 8)
     assert resolve(parse([]), Launch(0, 0, 6)).micro_batches == 12
     assert resolve(parse(["--pp", "3"]), Launch(0, 0, 3)).schedule == "dualpipev"
+
+
+def test_a_resumed_run_goes_on_in_its_own_folder():
+    outs = {"": "runs/tiny", "runs/mine": "runs/mine", "runs/mine/checkpoints/step-000004": "runs/mine"}
+    assert {resume: resolve(TrainConfig(resume=resume), Launch(0, 0, 1)).out for resume in outs} == outs
+    assert resolve(TrainConfig(resume="runs/mine", out="x"), Launch(0, 0, 1)).out == "x"
+
+
+def test_the_resume_command_repeats_what_was_asked(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    arguments = ["--steps", "5", "--model.num-layers=6", "--resume=old", "--prompt", "a b"]
+    expected = "python train.py --model.num-layers=6 --prompt 'a b' --resume runs/x --steps 10"
+    assert resume_command(arguments, "runs/x", 10) == expected
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert resume_command([], "runs/x", 10) == "torchrun --nproc-per-node 4 train.py --resume runs/x --steps 10"
 
 
 def test_a_preset_gives_the_defaults_of_the_model():
