@@ -43,7 +43,7 @@ class Options:
 def _measure(rank: int, config: TrainConfig, world_size: int, threads: int, steps: int, store: str, results) -> None:
     torch.set_num_threads(threads)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    launch = Launch(rank, rank, world_size)
+    launch = Launch(rank, rank, world_size, world_size)
     trainer = Trainer(Plan.make(resolve(config, launch)), launch)
     seconds = [trainer.train_step(step)["seconds"] for step in range(WARM_UP + steps)]
     if rank == 0:

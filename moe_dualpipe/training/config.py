@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -71,7 +72,7 @@ class TrainConfig:
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)
 
     device: str = "auto"
-    """cpu, cuda, or auto: the GPUs if there are any."""
+    """cpu, cuda, or auto: the GPUs if there is one for each process."""
     dtype: str = "auto"
     """float32, bfloat16, or auto: bfloat16 on GPUs. Master weights and gradients are float32 in any case."""
 
@@ -100,11 +101,14 @@ class Launch:
     rank: int
     local_rank: int
     world_size: int
+    local_world_size: int
 
     @classmethod
     def from_environment(cls) -> "Launch":
         get = os.environ.get
-        return cls(int(get("RANK", "0")), int(get("LOCAL_RANK", "0")), int(get("WORLD_SIZE", "1")))
+        world_size = get("WORLD_SIZE", "1")
+        local_world_size = get("LOCAL_WORLD_SIZE", world_size)
+        return cls(int(get("RANK", "0")), int(get("LOCAL_RANK", "0")), int(world_size), int(local_world_size))
 
 
 def parse(arguments: Sequence[str], quiet: bool = False) -> TrainConfig:
@@ -140,16 +144,7 @@ def resolve(config: TrainConfig, launch: Launch) -> TrainConfig:
     """
     if config.preset not in PRESETS:
         preset(config.preset)
-    device = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f"--device must be cpu, cuda or auto: got {device!r}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda, but torch finds no GPU on this machine; use --device cpu")
-    if device == "cuda" and launch.local_rank >= torch.cuda.device_count():
-        gpus = torch.cuda.device_count()
-        raise ValueError(
-            f"each process needs a GPU of its own, this machine has {gpus}: start at most {gpus} processes"
-        )
+    device = _device(config.device, torch.cuda.device_count(), launch.local_world_size)
     dtype = config.dtype if config.dtype != "auto" else ("bfloat16" if device == "cuda" else "float32")
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"--dtype must be float32, bfloat16 or auto: got {dtype!r}")
@@ -187,6 +182,21 @@ def resolve(config: TrainConfig, launch: Launch) -> TrainConfig:
     )  # fmt: skip
 
 
+def _device(wanted: str, gpus: int, processes: int) -> str:
+    if wanted not in ("cpu", "cuda", "auto"):
+        raise ValueError(f"--device must be cpu, cuda or auto: got {wanted!r}")
+    if wanted == "cuda" and not gpus:
+        raise ValueError("--device cuda, but torch finds no GPU on this machine; use --device cpu")
+    if wanted == "cuda" and gpus < processes:
+        raise ValueError(
+            f"--device cuda needs a GPU for each process, but there are {processes} processes and {gpus} GPUs here: "
+            f"start at most {gpus} processes, or use --device cpu"
+        )
+    if wanted == "auto":
+        return "cuda" if gpus >= processes else "cpu"
+    return wanted
+
+
 def _default_pp(config: TrainConfig, world_size: int) -> int:
     if world_size % config.ep:
         raise ValueError(
@@ -198,11 +208,20 @@ def _default_pp(config: TrainConfig, world_size: int) -> int:
 def resume_command(arguments: Sequence[str], run: str, steps: int) -> str:
     """The command that goes on with the run that was started with `arguments`, up to `steps`."""
     launch = Launch.from_environment()
-    local = os.environ.get("LOCAL_WORLD_SIZE", str(launch.world_size))
-    program = ["python"] if launch.world_size == 1 else ["torchrun", "--nproc-per-node", local]
+    program = [_program("python")]
+    if launch.world_size > 1:
+        program = [_program("torchrun"), "--nproc-per-node", str(launch.local_world_size)]
     script = os.path.relpath(sys.argv[0])
     kept = _without("--steps", _without("--resume", arguments))
     return shlex.join([*program, script, *kept, "--resume", run, "--steps", str(steps)])
+
+
+def _program(name: str) -> str:
+    """`name` if the shell would find the one beside this interpreter, otherwise its path."""
+    beside = Path(sys.executable).with_name(name)
+    if not beside.exists() or shutil.which(name) == str(beside):
+        return name
+    return os.path.relpath(beside)
 
 
 def _without(flag: str, arguments: Sequence[str]) -> list[str]:

@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -203,30 +205,46 @@ def test_layout_puts_expert_peers_next_to_each_other():
 # ---- Configuration ----
 
 
+def launch(processes):
+    return Launch(0, 0, processes, processes)
+
+
+def test_the_device_is_the_gpus_if_there_is_one_for_each_process(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for processes, device, dtype in [(1, "cuda", "bfloat16"), (2, "cuda", "bfloat16"), (4, "cpu", "float32")]:
+        config = resolve(TrainConfig(), launch(processes))
+        assert (config.device, config.dtype) == (device, dtype)
+    with pytest.raises(ValueError, match="4 processes and 2 GPUs here: start at most 2 processes, or use --device cpu"):
+        resolve(TrainConfig(device="cuda"), launch(4))
+
+
 def test_defaults_follow_from_the_number_of_processes():
-    one = resolve(parse(["--device", "cpu"]), Launch(0, 0, 1))
+    one = resolve(parse(["--device", "cpu"]), launch(1))
     assert (one.pp, one.schedule, one.micro_batches, one.device, one.dtype) == (1, "dualpipev", 8, "cpu", "float32")
     assert one.out == "runs/tiny"
-    four = resolve(parse(["--ep", "2"]), Launch(0, 0, 4))
+    four = resolve(parse(["--ep", "2"]), launch(4))
     assert (four.pp, four.schedule, four.micro_batches) == (2, "dualpipe", 8)
-    assert resolve(parse([]), Launch(0, 0, 6)).micro_batches == 12
-    assert resolve(parse(["--pp", "3"]), Launch(0, 0, 3)).schedule == "dualpipev"
+    assert resolve(parse([]), launch(6)).micro_batches == 12
+    assert resolve(parse(["--pp", "3"]), launch(3)).schedule == "dualpipev"
 
 
 def test_a_resumed_run_goes_on_in_its_own_folder():
     outs = {"": "runs/tiny", "runs/mine": "runs/mine", "runs/mine/checkpoints/step-000004": "runs/mine"}
-    assert {resume: resolve(TrainConfig(resume=resume), Launch(0, 0, 1)).out for resume in outs} == outs
-    assert resolve(TrainConfig(resume="runs/mine", out="x"), Launch(0, 0, 1)).out == "x"
+    assert {resume: resolve(TrainConfig(resume=resume), launch(1)).out for resume in outs} == outs
+    assert resolve(TrainConfig(resume="runs/mine", out="x"), launch(1)).out == "x"
 
 
 def test_the_resume_command_repeats_what_was_asked(monkeypatch):
     monkeypatch.setattr("sys.argv", ["train.py"])
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
     arguments = ["--steps", "5", "--model.num-layers=6", "--resume=old", "--prompt", "a b"]
     expected = "python train.py --model.num-layers=6 --prompt 'a b' --resume runs/x --steps 10"
     assert resume_command(arguments, "runs/x", 10) == expected
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert resume_command([], "runs/x", 10) == "torchrun --nproc-per-node 4 train.py --resume runs/x --steps 10"
+    monkeypatch.setenv("PATH", "/elsewhere")  # nobody activated the environment: name the program by its path
+    assert resume_command([], "runs/x", 10).split()[0] == os.path.relpath(Path(sys.executable).with_name("torchrun"))
 
 
 def test_a_preset_gives_the_defaults_of_the_model():
