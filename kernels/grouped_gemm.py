@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moe_dualpipe.kernels.linear import autocast, later_or_now
+
 if TYPE_CHECKING:
     from moe_dualpipe.overlap.weight_grads import WeightGrads
 
@@ -32,8 +34,7 @@ def grouped_mm(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
     b [E, I, O]: a is [M, I], the result [M, O], expert by expert. b [M, O]: a is [I, M], the result [E, I, O], zero
     where an expert has no rows.
     """
-    aligned = all(stride == 1 or stride * a.element_size() % 16 == 0 for t in (a, b) for stride in t.stride()[-2:])
-    if aligned and a.dtype in _GROUPED_MM_DTYPES:
+    if a.dtype in _GROUPED_MM_DTYPES and _fits_grouped_mm(a) and _fits_grouped_mm(b):
         return F.grouped_mm(a, b, offs=ends_E)
     ends = ends_E.tolist()
     ranges = list(zip([0, *ends], ends, strict=False))
@@ -42,10 +43,18 @@ def grouped_mm(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
     return torch.stack([a[:, start:end] @ b[start:end] for start, end in ranges])
 
 
+def _fits_grouped_mm(t: Tensor) -> bool:
+    """Rows or columns are contiguous, and a multiple of 16 bytes apart."""
+    (rows, columns), (down, across) = t.shape[-2:], t.stride()[-2:]
+    apart, length = (down, columns) if across == 1 else (across, rows)
+    return 1 in (down, across) and apart >= length and apart * t.element_size() % 16 == 0
+
+
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_MI: Tensor, w_EOI: Tensor, ends_E: Tensor, weight_grads: "WeightGrads | None") -> Tensor:
         ctx.save_for_backward(x_MI, w_EOI, ends_E)
+        ctx.parameter = w_EOI
         ctx.weight_grads = weight_grads
         return grouped_mm(x_MI, w_EOI.mT, ends_E)
 
@@ -58,12 +67,8 @@ class _GroupedLinear(torch.autograd.Function):
             return grouped_mm(grad_MO.mT, x_MI, ends_E)
 
         grad_x = grouped_mm(grad_MO, w_EOI, ends_E) if ctx.needs_input_grad[0] else None
-        if not ctx.needs_input_grad[1]:
-            return grad_x, None, None, None
-        if ctx.weight_grads is not None and ctx.weight_grads.deferring:
-            ctx.weight_grads.defer(w_EOI, weight_grad)
-            return grad_x, None, None, None
-        return grad_x, weight_grad(), None, None
+        grad_w = later_or_now(ctx.weight_grads, ctx.parameter, weight_grad) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_w, None, None
 
 
 def grouped_linear(
@@ -76,6 +81,11 @@ def grouped_linear(
     """
     if x_MI.ndim != 2 or w_EOI.ndim != 3 or x_MI.shape[1] != w_EOI.shape[2]:
         raise ValueError(f"grouped_linear needs x [M, I] and w [E, O, I]: got {[*x_MI.shape]} and {[*w_EOI.shape]}")
-    if expert_offsets.shape != (w_EOI.shape[0] + 1,):
-        raise ValueError(f"{w_EOI.shape[0]} experts need {w_EOI.shape[0] + 1} offsets: got {[*expert_offsets.shape]}")
-    return _GroupedLinear.apply(x_MI, w_EOI, expert_offsets[1:], weight_grads)  # type: ignore[return-value]
+    if expert_offsets.shape != (w_EOI.shape[0] + 1,) or expert_offsets.dtype != torch.int32:
+        raise ValueError(
+            f"{w_EOI.shape[0]} experts need {w_EOI.shape[0] + 1} offsets in int32: "
+            f"got {[*expert_offsets.shape]} in {expert_offsets.dtype}"
+        )
+    if not expert_offsets.is_cuda and expert_offsets[-1] != len(x_MI):  # on a GPU the look would be a host sync
+        raise ValueError(f"the last offset must be the number of rows: got {int(expert_offsets[-1])} of {len(x_MI)}")
+    return _GroupedLinear.apply(*autocast(x_MI, w_EOI), expert_offsets[1:], weight_grads)  # type: ignore[return-value]

@@ -14,12 +14,12 @@ from torch import Tensor
 
 
 def sum_rows_reference(rows_MD: Tensor, positions_NK: Tensor) -> Tensor:
-    """y[n] = sum over k of rows[positions[n, k]], skipping -1; the order of the sum is that of k."""
-    y_ND = rows_MD.new_zeros(positions_NK.shape[0], rows_MD.shape[1])
-    for positions_N in positions_NK.unbind(1):
-        chosen_ND = rows_MD[positions_N.clamp(min=0)] if len(rows_MD) else y_ND
-        y_ND = y_ND + torch.where(positions_N[:, None] >= 0, chosen_ND, 0)
-    return y_ND
+    """y[n] = sum over k of rows[positions[n, k]], skipping -1, in the order of k; summed in fp32 at least."""
+    shape = positions_NK.shape[0], rows_MD.shape[1]
+    y_ND = rows_MD.new_zeros(shape, dtype=torch.promote_types(rows_MD.dtype, torch.float32))
+    for positions_N in positions_NK.unbind(1) if len(rows_MD) else ():
+        y_ND = y_ND + torch.where(positions_N[:, None] >= 0, rows_MD[positions_N.clamp(min=0)], 0)
+    return y_ND.to(rows_MD.dtype)
 
 
 class _GatherRows(torch.autograd.Function):

@@ -32,6 +32,8 @@ TENSOR_DTYPE: torch.dtype | None = None
 def set_p2p_tensor_shapes(shapes: list[tuple[int, ...]]) -> None:
     """Set the shapes of the tensors that pass between stages, one per output of a stage, for one micro-batch."""
     global TENSOR_SHAPES
+    if not all(isinstance(shape, Sequence) for shape in shapes):
+        raise ValueError(f"set_p2p_tensor_shapes takes a list of shapes, one per tensor: got {shapes}")
     TENSOR_SHAPES = shapes
 
 
@@ -130,24 +132,27 @@ class _Pipe(nn.Module):
         if self.group is None:
             raise RuntimeError("call torch.distributed.init_process_group() first")
         self.num_ranks = self.group.size()
-        stages = placement_of(self.schedule_name, self.num_ranks).stages
+        self._placement = placement_of(self.schedule_name, self.num_ranks)
         tensor = next((t for t in [*self.parameters(), *self.buffers()]), torch.empty(0))
         self._p2p = P2P.connect(self.group, (), tensor.device, rank_mapping)
         self._weight_grads = _StoreBacked()
         self.rank = self._p2p.rank
         self.is_first_rank = self.rank == 0
         self.is_last_rank = self.rank == self.num_ranks - 1
-        # module[0] is the stage of the flow that goes down: DeepSeek's order, on the second half of the ranks too.
-        self._modules_by_stage = dict(zip(stages[self.rank], self.module, strict=True))
+        # Neighbours in the pipeline, as ranks of the group; None beyond its ends.
+        order = list(range(self.num_ranks)) if rank_mapping is None else list(rank_mapping)
+        self.first_rank, self.last_rank = order.index(0), order.index(self.num_ranks - 1)
+        self.prev_rank = None if self.is_first_rank else order.index(self.rank - 1)
+        self.next_rank = None if self.is_last_rank else order.index(self.rank + 1)
 
     def step(
         self,
         *inputs: Tensor | None,
         num_chunks: int = 0,
         criterion: Callable[..., Tensor] | None = None,
-        labels: Sequence[Tensor | None] = (),
+        labels: Sequence[Tensor | None] | Tensor | None = (),
         return_outputs: bool = False,
-    ) -> tuple[Tensor | None, Tensor | tuple[Tensor, ...] | None]:
+    ) -> tuple[Tensor | None, Tensor | tuple[Tensor | None, ...] | None]:
         """Run a training step, or under `torch.no_grad()` an inference step.
 
         inputs: the module's inputs, on the ranks where the pipeline starts. num_chunks: micro-batches.
@@ -161,15 +166,20 @@ class _Pipe(nn.Module):
         if TENSOR_SHAPES is None or TENSOR_DTYPE is None:
             raise ValueError("call set_p2p_tensor_shapes and set_p2p_tensor_dtype before step()")
         WeightGradStore.clear()
+        self.forward_only, self.return_outputs = not torch.is_grad_enabled(), return_outputs
         specs = [TensorSpec(tuple(shape), TENSOR_DTYPE) for shape in TENSOR_SHAPES]
         schedule = build(self.schedule_name, self.num_ranks, num_chunks)
         entering, ending = self._own_micro_batches(schedule)
         if ending and criterion is None and torch.is_grad_enabled():
             raise ValueError(f"rank {self.rank} holds the last stage and needs a criterion to train")
-        result = Executor(self._modules_by_stage, self._p2p.with_specs(specs), self._weight_grads).step(
+        # module[0] is the stage of the flow that goes down: DeepSeek's order, on the second half of the ranks too.
+        modules = dict(zip(self._placement.stages[self.rank], self.module, strict=True))
+        p2p = self._p2p.with_specs(specs)
+        executor = Executor(modules, p2p, self._weight_grads, overlap=self.overlapped_forward_backward)
+        result = executor.step(
             schedule,
-            _scatter(inputs, entering, self.batch_dim),
-            _scatter((labels,) if isinstance(labels, Tensor) else labels, ending, self.batch_dim),
+            self._scatter(inputs, entering),
+            self._scatter((labels,) if isinstance(labels, Tensor) else labels or (), ending),
             criterion,
             return_outputs,
         )
@@ -177,9 +187,19 @@ class _Pipe(nn.Module):
         outputs = None
         if return_outputs and ending:
             columns = zip(*(result.outputs[m] for m in ending), strict=True)
-            gathered = tuple(torch.cat(column, dim=self.batch_dim) for column in columns)
+            gathered = tuple(None if c[0] is None else torch.cat(c, dim=self.batch_dim) for c in columns)
             outputs = gathered[0] if len(gathered) == 1 else gathered
         return loss, outputs
+
+    def _scatter(self, tensors: Sequence[Tensor | None], micro_batches: list[int]) -> Mapping[int, tuple]:
+        """Cut each tensor into as many pieces as there are micro-batches; None stays None in every piece."""
+        count = len(micro_batches)
+        pieces = []
+        for t in tensors if micro_batches else ():
+            if t is not None and (size := t.shape[self.batch_dim]) % count and (self.num_ranks > 1 or size < count):
+                raise ValueError(f"a batch of {size} cannot be divided evenly into {count} micro-batches")
+            pieces.append([None] * count if t is None else t.tensor_split(count, dim=self.batch_dim))
+        return {m: tuple(piece[i] for piece in pieces) for i, m in enumerate(micro_batches)}
 
     def _own_micro_batches(self, schedule: Schedule) -> tuple[list[int], list[int]]:
         """The micro-batches that enter the pipeline on this rank, and those that end here."""
@@ -211,13 +231,3 @@ class DualPipeV(_Pipe):
     """DualPipeV: rank r holds stages r and 2R-1-r; any number of ranks. Inputs, labels and losses are on rank 0."""
 
     schedule_name = "dualpipev"
-
-
-def _scatter(tensors: Sequence[Tensor | None], micro_batches: list[int], dim: int) -> Mapping[int, tuple]:
-    """Cut each tensor into as many pieces as there are micro-batches; None stays None in every piece."""
-    if not micro_batches:
-        return {}
-    pieces = [
-        [None] * len(micro_batches) if t is None else t.tensor_split(len(micro_batches), dim=dim) for t in tensors
-    ]
-    return {m: tuple(piece[i] for piece in pieces) for i, m in enumerate(micro_batches)}

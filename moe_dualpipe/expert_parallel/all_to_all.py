@@ -51,6 +51,7 @@ class AllToAll:
         self.local_experts = range(rank * self.experts_per_rank, (rank + 1) * self.experts_per_rank)
 
     def prepare(self, expert_ids_TK: Tensor) -> Route:
+        expert_ids_TK = expert_ids_TK.long()
         ranks_TK = expert_ids_TK // self.experts_per_rank
         choices_TR = torch.nn.functional.one_hot(ranks_TK, self.num_ranks).sum(1)
         sends_TR = choices_TR > 0

@@ -2,8 +2,9 @@
 
 A split backward (I, then W) sends the input gradient to the previous stage as soon as it exists, and fills a bubble
 with the weight gradients afterwards. A layer's autograd function owns both, so it must be told: it hands the weight
-half to a `WeightGrads`, as a closure, whenever that object is `deferring`. The object is passed to the layers that can
-use it (`bind`); there is no global. A layer that knows nothing of it computes both halves at once and stays correct.
+half to a `WeightGrads`, as a closure, whenever that object asks for it (`defers`). The object is passed to the layers
+that can use it (`bind`); there is no global. A layer that knows nothing of it computes both halves at once and stays
+correct.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -20,10 +21,14 @@ class WeightGrads:
         self._key: Hashable | None = None
         self._owed: dict[Hashable, list[tuple[Tensor, Callable[[], Tensor]]]] = {}
 
-    @property
-    def deferring(self) -> bool:
-        """Whether `defer` may be called: a split backward is running."""
-        return self._key is not None
+    def defers(self, parameter: Tensor) -> bool:
+        """Whether to `defer` the gradient of `parameter`: a split backward is running, and nobody would notice.
+
+        A hook on the parameter would see a gradient without the deferred part, and a computed weight has no gradient
+        to add to; both are left to autograd.
+        """
+        hooked = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+        return self._key is not None and parameter.is_leaf and not hooked
 
     @contextmanager
     def defer_to(self, key: Hashable) -> Iterator[None]:
@@ -59,7 +64,8 @@ class WeightGrads:
 def bind(module: nn.Module, weight_grads: WeightGrads | None) -> None:
     """Give `weight_grads` to every layer inside `module` that can defer: those with an attribute of that name."""
     for layer in module.modules():
-        if hasattr(layer, "weight_grads"):
+        current = getattr(layer, "weight_grads", bind)  # whatever else somebody calls by that name is left alone
+        if current is None or isinstance(current, WeightGrads):
             setattr(layer, "weight_grads", weight_grads)  # noqa: B010 - nn.Module declares no such attribute
 
 

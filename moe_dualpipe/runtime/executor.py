@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,12 +54,20 @@ class Executor:
     """Executes schedules on the stages that this rank holds.
 
     `modules` maps a stage's index to its module. `weight_grads` collects the deferred weight gradients; it is given to
-    every layer inside the modules that has an attribute `weight_grads`.
+    every layer inside the modules that has an attribute `weight_grads`. `overlap`: whether an overlapped pair is handed
+    to the modules' `overlapped_forward_backward`, where both are of a class that defines it.
     """
 
-    def __init__(self, modules: Mapping[int, nn.Module], p2p: P2P, weight_grads: WeightGrads | None = None):
+    def __init__(
+        self,
+        modules: Mapping[int, nn.Module],
+        p2p: P2P,
+        weight_grads: WeightGrads | None = None,
+        overlap: bool = True,
+    ):
         self.modules = dict(modules)
         self.p2p = p2p
+        self.overlap = overlap
         self.weight_grads = weight_grads if weight_grads is not None else WeightGrads()
         for module in self.modules.values():
             bind(module, self.weight_grads)
@@ -83,13 +92,29 @@ class Executor:
         """
         schedule, steps = _lower(schedule, forward_only=not torch.is_grad_enabled())
         self._check(schedule, inputs, labels, criterion)
-        stages = {index: Stage(index, module, self.weight_grads) for index, module in self.modules.items()}
-        run = _Run(schedule, self.p2p, stages, inputs, labels or {}, criterion, return_outputs)
+        pairs = self._overlapped_pairs(schedule)
+        backwards = [pair.backward for pair in pairs]
+        stages = {
+            index: Stage(index, module, self.weight_grads, {b.micro_batch for b in backwards if b.stage == index})
+            for index, module in self.modules.items()
+        }
+        run = _Run(schedule, self.p2p, stages, pairs, inputs, labels or {}, criterion, return_outputs)
         try:
-            return run.all(steps[self.p2p.rank])
+            with self.p2p.step():
+                return run.all(steps[self.p2p.rank])
         except BaseException:
             self.weight_grads.clear()
             raise
+
+    def _overlapped_pairs(self, schedule: Schedule) -> frozenset[Overlap]:
+        """The pairs on this rank that a module's own method runs; the others run forward, then backward."""
+
+        def has_method(pair: Overlap) -> bool:
+            kinds = {type(self.modules[half.stage]) for half in halves(pair)}
+            return len(kinds) == 1 and hasattr(kinds.pop(), "overlapped_forward_backward")
+
+        actions = schedule.actions[self.p2p.rank] if self.overlap else ()
+        return frozenset(action for action in actions if isinstance(action, Overlap) and has_method(action))
 
     def _check(
         self,
@@ -128,12 +153,13 @@ class _Run:
         schedule: Schedule,
         p2p: P2P,
         stages: dict[int, Stage],
+        overlapped: frozenset[Overlap],
         inputs: Mapping[int, Sequence[Tensor]],
         labels: Mapping[int, Sequence[Tensor]],
         criterion: Criterion | None,
         return_outputs: bool,
     ):
-        self.schedule, self.p2p, self.stages = schedule, p2p, stages
+        self.schedule, self.p2p, self.stages, self.overlapped = schedule, p2p, stages, overlapped
         self.labels, self.criterion, self.return_outputs = labels, criterion, return_outputs
         self.last = schedule.num_stages - 1
         # What a stage waits for, by (stage, micro-batch): its inputs, and the gradients of its outputs.
@@ -177,13 +203,12 @@ class _Run:
                 grads = self.take(Flow.GRADIENT, stage, micro_batch) if stage < self.last else ()
                 input_grads = self.stages[stage].backward(micro_batch, grads, split=part is Part.INPUT)
                 self.hand_back(stage, micro_batch, input_grads)
-            case Overlap(forward, backward):
+            case Overlap(forward, backward) if action in self.overlapped:
                 first, second = self.stages[forward.stage], self.stages[backward.stage]
-                if first.overlaps and type(first.module) is type(second.module):
-                    self.overlap(first, forward.micro_batch, second, backward.micro_batch)
-                else:
-                    self.compute(forward)
-                    self.compute(backward)
+                self.overlap(first, forward.micro_batch, second, backward.micro_batch)
+            case Overlap(forward, backward):
+                self.compute(forward)
+                self.compute(backward)
 
     def forward(self, stage: Stage, micro_batch: int) -> None:
         inputs = self.take(Flow.ACTIVATION, stage.index, micro_batch)
@@ -235,7 +260,7 @@ class _Run:
         if loss is not None:
             self.result.losses[micro_batch] = loss.detach()
         if self.return_outputs:
-            self.result.outputs[micro_batch] = tuple(output.detach() for output in outputs)
+            self.result.outputs[micro_batch] = tuple(_detached(output) for output in outputs)
 
     def hand_back(self, stage: int, micro_batch: int, input_grads: Tensors) -> None:
         """After a backward: pass the input gradients to the previous stage."""
@@ -244,11 +269,15 @@ class _Run:
 
     def _pass_on(self, stage: int, micro_batch: int, flow: Flow, tensors: Tensors) -> None:
         neighbour = stage + 1 if flow is Flow.ACTIVATION else stage - 1
-        tensors = tuple(tensor.detach() for tensor in tensors)
+        # A stage may return None beside tensors when nothing is to be trained; it does not travel.
+        tensors = tuple(tensor.detach() for tensor in tensors if tensor is not None)
         if self.schedule.rank_of(neighbour, micro_batch) == self.p2p.rank:
             self.arriving[flow][neighbour, micro_batch] = Receiving(tensors)
         else:
             self._check_specs(stage, flow, tensors)
+            if not torch.is_grad_enabled():
+                # Without autograd a module may reuse its output buffer while it is still being sent.
+                tensors = tuple(tensor.clone() for tensor in tensors)
             self.leaving[stage, micro_batch, flow] = tensors
 
     def send(self, step: Send) -> Sending:
@@ -271,3 +300,7 @@ class _Run:
         if got != expected:
             what = "outputs" if flow is Flow.ACTIVATION else "input gradients"
             raise ValueError(f"stage {stage} produced {what} {got}, but the pipeline carries {expected}")
+
+
+def _detached(tensor: Tensor | None) -> Any:
+    return None if tensor is None else tensor.detach()

@@ -8,7 +8,8 @@ was posted early. Therefore each direction (to a higher rank, to a lower rank) h
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -54,9 +55,20 @@ class Sending:
             work.wait()
 
 
+@dataclass(slots=True)
+class _Steps:
+    """How many steps the links have seen, and whether one of them failed."""
+
+    count: int = 0
+    failed: bool = False
+
+
 @dataclass(frozen=True)
 class P2P:
-    """The links of one pipeline. Build it with `connect`, on every rank of the group."""
+    """The links of one pipeline. Build it with `connect`, on every rank of the group.
+
+    Transfers belong to a step (`step()`): what a step that failed left on its way never reaches the next one.
+    """
 
     specs: tuple[TensorSpec, ...]
     device: torch.device
@@ -65,6 +77,7 @@ class P2P:
     global_ranks: tuple[int, ...]  # global_ranks[pipeline rank]
     upward: dist.ProcessGroup | None  # carries messages to higher pipeline ranks
     downward: dist.ProcessGroup | None
+    steps: _Steps = field(default_factory=_Steps)
 
     @classmethod
     def connect(
@@ -101,17 +114,37 @@ class P2P:
         """The same links, for tensors of other shapes."""
         return replace(self, specs=tuple(specs))
 
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Within this context, transfers belong to one step. Every rank must take part in the same steps.
+
+        After a step that failed, gloo goes on with the next one: messages carry the number of their step. NCCL cannot
+        tell messages apart, so there this raises RuntimeError.
+        """
+        if self.steps.failed and self.device.type != "cpu":
+            raise RuntimeError("an earlier step failed with transfers on their way; restart the processes")
+        self.steps.count += 1
+        try:
+            yield
+        except BaseException:
+            self.steps.failed = True
+            raise
+
     def send(self, tensors: Sequence[torch.Tensor], to: int) -> Sending:
         """Start sending to pipeline rank `to`; the tensors must not change before `wait`."""
         held = tuple(tensor.contiguous() for tensor in tensors)
         group = self._link(self.rank, to)
-        return Sending(held, tuple(_started(dist.isend(t, self.global_ranks[to], group)) for t in held))
+        return Sending(
+            held, tuple(_started(dist.isend(t, self.global_ranks[to], group, self.steps.count)) for t in held)
+        )
 
     def recv(self, specs: Sequence[TensorSpec], source: int) -> Receiving:
         """Start receiving tensors of these `specs` from pipeline rank `source`."""
         held = tuple(spec.empty(self.device) for spec in specs)
         group = self._link(source, self.rank)
-        return Receiving(held, tuple(_started(dist.irecv(t, self.global_ranks[source], group)) for t in held))
+        return Receiving(
+            held, tuple(_started(dist.irecv(t, self.global_ranks[source], group, self.steps.count)) for t in held)
+        )
 
     def _link(self, source: int, to: int) -> dist.ProcessGroup | None:
         return self.upward if to > source else self.downward

@@ -2,11 +2,11 @@
 
 A stage is any module that maps tensors to a tensor or a sequence of tensors. What is kept per micro-batch is small:
 the inputs, whose gradients the previous stage wants, and the roots of the autograd graph. The outputs themselves are
-dropped once they are sent (the graph keeps what it needs), unless the stage defines `overlapped_forward_backward`,
+dropped once they are sent (the graph keeps what it needs), unless `overlapped_forward_backward` is to do the backward,
 whose contract is to be given them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,8 +36,8 @@ def run_backward(roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor]
 class Chunk:
     """One micro-batch between its forward and its backward on this stage.
 
-    `roots` has one entry for each output that can have a gradient, `outputs` the outputs themselves if the stage
-    overlaps; both are empty on the last stage, whose root is the loss.
+    `roots` has one entry for each output that can have a gradient, `outputs` the outputs themselves if they are to be
+    handed to an overlapped backward; both are empty on the last stage, whose root is the loss.
     """
 
     inputs: Tensors
@@ -49,15 +49,13 @@ class Chunk:
 class Stage:
     """Forward and backward of one stage's micro-batches, in any order that respects their dependences."""
 
-    def __init__(self, index: int, module: nn.Module, weight_grads: WeightGrads):
+    def __init__(self, index: int, module: nn.Module, weight_grads: WeightGrads, overlapped: Collection[int] = ()):
+        """overlapped: the micro-batches whose backward is handed to the module's `overlapped_forward_backward`."""
         self.index = index
         self.module = module
         self.weight_grads = weight_grads
+        self.overlapped = overlapped
         self.chunks: dict[int, Chunk] = {}
-
-    @property
-    def overlaps(self) -> bool:
-        return hasattr(type(self.module), "overlapped_forward_backward")
 
     def forward(
         self, micro_batch: int, inputs: Tensors, criterion: Criterion | None, labels: Tensors
@@ -74,7 +72,7 @@ class Stage:
             return
         outputs = () if loss is not None else tuple(output for output in outputs if output.is_floating_point())
         roots = tuple(get_gradient_edge(output) if output.requires_grad else None for output in outputs)
-        self.chunks[micro_batch] = Chunk(inputs, roots, outputs if self.overlaps else (), loss)
+        self.chunks[micro_batch] = Chunk(inputs, roots, outputs if micro_batch in self.overlapped else (), loss)
 
     def backward(self, micro_batch: int, output_grads: Tensors, split: bool) -> Tensors:
         """Run backward and return the gradients of the inputs. `split` leaves the weights' gradients to `weight`."""

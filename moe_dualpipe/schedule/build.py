@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from .actions import Action
 from .baselines import one_f_one_b
@@ -43,6 +44,7 @@ def placement_of(name: str, num_ranks: int) -> Placement:
     return method.placement(num_ranks)
 
 
+@lru_cache(maxsize=32)
 def build(name: str, num_ranks: int, num_micro_batches: int) -> Schedule:
     """Build the schedule `name` (one of NAMES) for one step of `num_micro_batches` over `num_ranks` pipeline ranks.
 

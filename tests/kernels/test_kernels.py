@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 
 from moe_dualpipe.kernels.grouped_gemm import grouped_linear
 from moe_dualpipe.kernels.linear import linear
@@ -28,7 +29,7 @@ def leaf(*shape, dtype=torch.float64):
 # ---- linear ----
 
 
-@pytest.mark.parametrize("leading", [(1,), (7,), (2, 3), (0,)])
+@pytest.mark.parametrize("leading", [(), (1,), (7,), (2, 3), (0,)])
 def test_linear_equals_torchs(leading):
     x, w = leaf(*leading, 5), leaf(4, 5)
     y = linear(x, w)
@@ -79,14 +80,65 @@ def test_deferred_gradients_wait_for_their_key_and_come_in_any_order_of_keys():
 def test_deferral_refuses_to_nest_and_forgets_after_clear():
     weight_grads = WeightGrads()
     with weight_grads.defer_to(1):
-        assert weight_grads.deferring
+        assert weight_grads.defers(leaf(2))
         with pytest.raises(RuntimeError, match="already being deferred"), weight_grads.defer_to(2):
             pass
-    assert not weight_grads.deferring
+    assert not weight_grads.defers(leaf(2))
     with pytest.raises(RuntimeError, match="already being deferred"), weight_grads.defer_to(1):
         pass
     weight_grads.clear()
     assert len(weight_grads) == 0
+
+
+def test_a_weight_that_somebody_watches_or_computes_is_not_deferred():
+    weight_grads = WeightGrads()
+    x, watched, seen = leaf(3, 5), leaf(4, 5), []
+    watched.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    hooked = leaf(4, 5)
+    hooked.register_hook(lambda grad: 2 * grad)
+    plain = leaf(4, 5)
+    with weight_grads.defer_to(0):
+        for weight in (watched, hooked, plain * 3):
+            linear(x, weight, weight_grads).sum().backward()
+    expected = x.detach().sum(0).expand(4, 5)
+    torch.testing.assert_close(seen[0], expected)
+    torch.testing.assert_close(hooked.grad, 2 * expected)
+    torch.testing.assert_close(plain.grad, 3 * expected)
+    weight_grads.run(0)
+    torch.testing.assert_close(plain.grad, 3 * expected)
+
+
+def test_deferred_gradients_survive_activation_checkpointing():
+    for layer, weight in (
+        (lambda x, w, q: linear(x, w, q), leaf(4, 8, dtype=torch.float32)),
+        (lambda x, w, q: grouped_linear(x, w, offsets_of([3, 2]), q), leaf(2, 4, 8, dtype=torch.float32)),
+    ):
+        x = leaf(5, 8, dtype=torch.float32)
+        weight_grads = WeightGrads()
+        (expected,) = torch.autograd.grad(layer(x, weight, None).tanh().sum(), weight)
+
+        def block(value, layer=layer, weight=weight, weight_grads=weight_grads):
+            return layer(value, weight, weight_grads).tanh()
+
+        with weight_grads.defer_to(0):
+            checkpoint(block, x, use_reentrant=False).sum().backward()
+        weight_grads.run(0)
+        torch.testing.assert_close(weight.grad, expected)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_autocast_computes_in_its_dtype_and_returns_gradients_in_the_weights(grouped):
+    x, w = leaf(5, 8, dtype=torch.float32), leaf(2, 4, 8, dtype=torch.float32)
+    weight_grads = WeightGrads()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = grouped_linear(x, w, offsets_of([3, 2]), weight_grads) if grouped else linear(x, w[0], weight_grads)
+    assert y.dtype == torch.bfloat16
+    with weight_grads.defer_to(0):
+        y.float().sum().backward()
+    weight_grads.run(0)
+    assert w.grad.dtype == x.grad.dtype == torch.float32
+    rows = x.detach()[:3] if grouped else x.detach()
+    torch.testing.assert_close(w.grad[0], rows.sum(0).expand(4, 8), rtol=2e-2, atol=2e-2)
 
 
 def test_bind_reaches_every_layer_that_can_defer_and_no_other():
@@ -95,11 +147,14 @@ def test_bind_reaches_every_layer_that_can_defer_and_no_other():
             super().__init__()
             self.weight_grads = None
 
-    module = torch.nn.Sequential(Deferring(), torch.nn.Sequential(Deferring(), torch.nn.Linear(2, 2)))
+    other = torch.nn.Linear(2, 2)
+    other.weight_grads = ["somebody's own"]  # type: ignore[assignment]
+    module = torch.nn.Sequential(Deferring(), torch.nn.Sequential(Deferring(), torch.nn.Linear(2, 2)), other)
     weight_grads = WeightGrads()
     bind(module, weight_grads)
     bound = [layer for layer in module.modules() if getattr(layer, "weight_grads", None) is weight_grads]
     assert [type(layer).__name__ for layer in bound] == ["Deferring", "Deferring"]
+    assert other.weight_grads == ["somebody's own"]
 
 
 def test_accumulate_follows_grad_dtype():
@@ -148,11 +203,30 @@ def test_grouped_linear_takes_a_gradient_that_is_not_contiguous():
 @pytest.mark.parametrize("x,w,offsets,problem", [
     ((6, 5), (2, 4, 6), 3, r"got \[6, 5\] and \[2, 4, 6\]"),
     ((6,), (2, 4, 6), 3, "x .M, I. and w .E, O, I."),
-    ((6, 5), (2, 4, 5), 2, "2 experts need 3 offsets"),
+    ((6, 5), (2, 4, 5), 2, r"2 experts need 3 offsets in int32: got \[2\]"),
+    ((6, 5), (2, 4, 5), 3, "the last offset must be the number of rows: got 0 of 6"),
 ])  # fmt: skip
 def test_grouped_linear_refuses_shapes_that_do_not_fit(x, w, offsets, problem):
     with pytest.raises(ValueError, match=problem):
         grouped_linear(torch.zeros(x), torch.zeros(w), torch.zeros(offsets, dtype=torch.int32))
+
+
+def test_grouped_linear_refuses_offsets_of_another_dtype():
+    with pytest.raises(ValueError, match=r"in int32: got \[3\] in torch.int64"):
+        grouped_linear(torch.zeros(6, 8), torch.zeros(2, 4, 8), torch.tensor([0, 2, 6]))
+
+
+@pytest.mark.parametrize("make", [
+    lambda: torch.randn(5, 32)[:, ::4], lambda: torch.randn(1, 8).expand(5, 8), lambda: torch.randn(8, 5).T,
+    lambda: torch.randn(5, 40)[:, 3:11],
+])  # fmt: skip
+@pytest.mark.parametrize("outputs", [1, 4, 5])
+def test_grouped_linear_takes_rows_in_any_layout(make, outputs):
+    x, w, offsets = make(), torch.randn(2, outputs, 8, requires_grad=True), offsets_of([3, 2])
+    y = grouped_linear(x, w, offsets)
+    torch.testing.assert_close(y, torch.cat([x[:3] @ w[0].T, x[3:] @ w[1].T]))
+    y.sum().backward()
+    torch.testing.assert_close(w.grad[1], x[3:].sum(0).expand(outputs, 8))
 
 
 # ---- expert order, gather and sum ----
@@ -217,3 +291,9 @@ def test_gather_and_sum_are_each_others_backward(drawn):
     direction = torch.randn_like(y)
     (grad,) = torch.autograd.grad(y, z, direction)
     torch.testing.assert_close(grad, direction[order.gather_idx_M], rtol=0, atol=0)
+
+
+def test_sums_of_bf16_rows_are_rounded_once():
+    rows = torch.randn(8, 16).bfloat16()
+    y = sum_rows(rows, torch.zeros(8, dtype=torch.int64), torch.arange(8)[None])
+    torch.testing.assert_close(y[0], rows.float().sum(0).bfloat16(), rtol=0, atol=0)

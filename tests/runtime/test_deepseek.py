@@ -255,6 +255,50 @@ def test_a_dualpipev_program_with_several_inputs_and_labels(size, num_chunks):
     assert seen == [["module.0.mix.bias", rank, rank == 0, rank == size - 1] for rank in range(size)]
 
 
+class WithNone(nn.Module):
+    def forward(self, x, nothing=None):
+        assert nothing is None
+        return x + 1, None
+
+
+def inference_with_none(rank):
+    set_p2p_tensor_shapes([(SIZE, WIDTH)])
+    set_p2p_tensor_dtype(torch.float32)
+    model = DualPipeV((WithNone(), WithNone()))
+    x = torch.zeros(4 * SIZE, WIDTH) if rank == 0 else None
+    with torch.no_grad():
+        loss, outputs = model.step(x, num_chunks=4, return_outputs=True)
+    assert loss is None
+    if rank == 0:
+        assert torch.equal(outputs[0], torch.full((4 * SIZE, WIDTH), 4.0))
+        assert outputs[1] is None
+
+
+def test_none_beside_tensors_does_not_travel():
+    run_ranks(2, inference_with_none)
+
+
+def changed_after_construction(_rank):
+    set_p2p_tensor_shapes([(SIZE, WIDTH)])
+    set_p2p_tensor_dtype(torch.float32)
+    model = DualPipeV((OverlappedStage(), OverlappedStage()))
+    assert (model.first_rank, model.last_rank, model.prev_rank, model.next_rank) == (0, 0, None, None)
+    x = torch.randn(4 * SIZE, WIDTH)
+    LOG.clear()
+    model.overlapped_forward_backward = False
+    model.step(x, num_chunks=4, criterion=criterion, labels=x)  # a lone tensor will do
+    assert "overlap" not in LOG
+    assert not model.forward_only
+    model.module[0] = PlainStage()
+    loss, _ = model.step(x, num_chunks=4, criterion=criterion, labels=[x])
+    expected = single_process(model.module, x, x, 4)[0]
+    assert torch.equal(loss, expected)
+
+
+def test_what_is_changed_after_construction_counts():
+    run_ranks(1, changed_after_construction)
+
+
 def wrong_programs(_rank):
     set_p2p_tensor_shapes([(SIZE, WIDTH)])
     model = DualPipeV((PlainStage(), PlainStage()))
@@ -272,8 +316,12 @@ def wrong_programs(_rank):
         DualPipe((PlainStage(), PlainStage()))
     with pytest.raises(ValueError, match="permutation"):
         DualPipeV((PlainStage(), PlainStage()), rank_mapping=[1])
+    with pytest.raises(ValueError, match="a batch of 2 cannot be divided evenly into 4 micro-batches"):
+        model.step(x[:2], num_chunks=4, criterion=criterion, labels=(x[:2],))
+    with pytest.raises(ValueError, match="takes a list of shapes, one per tensor"):
+        set_p2p_tensor_shapes((SIZE, WIDTH))  # type: ignore[arg-type]
     with torch.no_grad():
-        loss, outputs = model.step(x, num_chunks=4, return_outputs=True)
+        loss, outputs = model.step(x, num_chunks=4, labels=None, return_outputs=True)
     assert loss is None
     assert outputs is not None
 

@@ -1,5 +1,6 @@
 """The executor on stages of its own: what may pass between stages, what is kept, and what a mistake is told."""
 
+import contextlib
 import gc
 import weakref
 from typing import Any
@@ -154,6 +155,71 @@ def test_an_invalid_schedule_is_refused_before_it_runs():
         one_rank().step(Schedule("mine", placement, 1, ((Forward(0, 0),),)), X, {0: ()}, torch.sum)
 
 
+class Sometimes(nn.Linear):
+    """Fails on demand."""
+
+    fail = False
+
+    def forward(self, x):
+        if self.fail:
+            raise ArithmeticError("boom")
+        return super().forward(x)
+
+
+def step_after_a_failed_one(_rank):
+    torch.manual_seed(3)
+    stages = [Sometimes(WIDTH, WIDTH) for _ in range(2)]
+    p2p = P2P.connect(torch.distributed.group.WORLD, [TensorSpec((2, WIDTH), torch.float32)], torch.device("cpu"))
+    executor = Executor({0: stages[0], 1: stages[1]}, p2p)
+    schedule = build("dualpipe", 2, 4)
+    batch = {m: (torch.randn(2, WIDTH),) for m in range(4)}
+    labels = dict.fromkeys(range(4), ())
+    Sometimes.fail = True
+    with pytest.raises(ArithmeticError):
+        executor.step(schedule, batch, labels, torch.sum)  # receives were posted and will never be served
+    Sometimes.fail = False
+    result = executor.step(schedule, batch, labels, torch.sum)
+    for micro_batch, loss in result.losses.items():
+        assert torch.equal(loss, stages[1](stages[0](*batch[micro_batch])).sum())
+    return len(result.losses)
+
+
+def test_a_step_after_a_failed_one_is_not_served_its_messages():
+    assert run_ranks(2, step_after_a_failed_one, timeout=60) == [2, 2]
+
+
+def test_a_failed_step_on_a_gpu_is_the_last():
+    p2p = P2P((), torch.device("cuda"), 0, 1, (0,), None, None)
+    with pytest.raises(ArithmeticError), p2p.step():
+        raise ArithmeticError
+    with pytest.raises(RuntimeError, match="an earlier step failed with transfers on their way"), p2p.step():
+        pass
+
+
+class Reusing(nn.Module):
+    """Writes every output into the same buffer, as a captured graph does."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = torch.empty(2**20)
+
+    def forward(self, x):
+        return torch.add(x, 1, out=self.out)
+
+
+def reusing_step(rank):
+    p2p = P2P.connect(torch.distributed.group.WORLD, [TensorSpec((2**20,), torch.float32)], torch.device("cpu"))
+    executor = Executor({rank: Reusing()}, p2p)
+    with torch.no_grad():
+        batch = {m: (torch.full((2**20,), float(m)),) for m in range(8)}
+        result = executor.step(build("1f1b", 2, 8), batch, dict.fromkeys(range(8), ()), lambda y: y.min() + y.max())
+    return [loss.item() for loss in result.losses.values()]
+
+
+def test_a_module_may_reuse_its_output_buffer_when_nothing_is_trained():
+    assert run_ranks(2, reusing_step) == [[], [2.0 * (m + 2) for m in range(8)]]
+
+
 class Recorder:
     """Stands in for the links of rank 0 of 2 and records in which order the executor uses them."""
 
@@ -161,6 +227,9 @@ class Recorder:
 
     def __init__(self):
         self.log: list[str] = []
+
+    def step(self):
+        return contextlib.nullcontext()
 
     def send(self, tensors, to):
         self.log.append(f"send to {to}")
