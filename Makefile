@@ -19,7 +19,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 train: venv
-	$(BIN)/torchrun --nproc-per-node 2 train.py --preset tiny
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --nproc-per-node 2 train.py --preset tiny
 
 test: lint
 	$(BIN)/python -m pytest
