@@ -66,7 +66,7 @@ class ModelConfig:
             raise ValueError("num_dense_layers and num_shared_experts cannot be negative")
         if self.router_score not in ("softmax", "sigmoid"):
             raise ValueError(f"router_score must be softmax or sigmoid: got {self.router_score!r}")
-        if self.experts != "swiglu" and ":" not in self.experts:
+        if self.experts != "swiglu" and not all(self.experts.partition(":")):
             raise ValueError(f'experts must be "swiglu" or "module:Class": got {self.experts!r}')
 
     def is_dense(self, layer: int) -> bool:

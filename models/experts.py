@@ -7,6 +7,12 @@ The contract of an expert layer, which `ModelConfig.experts = "module:Class"` ch
                                                              expert_offsets[e] <= m < expert_offsets[e + 1]
     reset_expert(e)                 (optional)               draw the weights of local expert e; called under a seed of
                                                              its own, so weights do not depend on how experts are split
+    weight_grads = None             (optional)               an attribute that the pipeline sets; hand it to the
+                                                             operators of moe_dualpipe.kernels to let them defer
+                                                             weight gradients
+
+Parameters that stack the local experts along their first dimension are saved expert by expert, and fit any number of
+ranks; others are saved as a whole, for one division of the experts only.
 
 M rows, D model dim, F inner width, E local experts. Any number of rows may be zero.
 """
@@ -50,8 +56,11 @@ def expert_class(name: str) -> Callable[[ModelConfig, int], nn.Module]:
         return SwiGLUExperts
     module, _, attribute = name.partition(":")
     try:
-        return getattr(importlib.import_module(module), attribute)
+        found = getattr(importlib.import_module(module), attribute)
     except ImportError as error:
         raise ValueError(f"cannot import the expert layer {name!r}: {error}") from error
     except AttributeError:
         raise ValueError(f"cannot find the expert layer {name!r}: {module} has no {attribute}") from None
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise ValueError(f"the expert layer {name!r} is no nn.Module class: it is {found!r}")
+    return found

@@ -54,7 +54,7 @@ def split(config: ModelConfig, num_stages: int) -> tuple[StageSpec, ...]:
     if config.num_layers < num_stages:
         raise ValueError(
             f"{config.num_layers} layers cannot be divided over {num_stages} pipeline stages: "
-            f"use at least {num_stages} layers or fewer pipeline ranks"
+            f"use at least {num_stages} layers, fewer pipeline ranks, or a schedule with fewer stages (1f1b)"
         )
     costs = [layer_flops(config, layer) for layer in range(config.num_layers)]
     costs[-1] += config.hidden_size * config.vocab_size  # the head goes wherever the last block goes

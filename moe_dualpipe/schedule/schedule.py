@@ -6,7 +6,7 @@ It can be compared, hashed, saved as CSV and read back.
 import csv
 import io
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from .actions import Action, Forward, Recv, Send, halves, parse
 from .placement import Placement
@@ -18,7 +18,7 @@ _DATA_PARALLEL = re.compile(r"\s*\d+(UNSHARD|RESHARD|REDUCE_GRAD)\s*")  # torch'
 class Schedule:
     """`actions[r]` is what rank `r` computes, in order. Transfers are derived from it (see `comms`), not stored."""
 
-    name: str
+    name: str = field(compare=False)
     placement: Placement
     num_micro_batches: int
     actions: tuple[tuple[Action, ...], ...]

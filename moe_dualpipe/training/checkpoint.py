@@ -65,7 +65,8 @@ def save(
 
 def find(path: str) -> Path:
     """The checkpoint at `path`, or the newest one of the run at `path`. Raises ValueError when there is none."""
-    for candidate in (Path(path), *sorted(Path(path).glob("checkpoints/step-*"), key=_step_of, reverse=True)):
+    below = [*Path(path).glob("checkpoints/step-*"), *Path(path).glob("step-*")]
+    for candidate in (Path(path), *sorted(below, key=_step_of, reverse=True)):
         if (candidate / "run.json").is_file() and (candidate / ".metadata").is_file():
             return candidate
     raise ValueError(f"nothing to resume from: no checkpoint in {path}; start without --resume")
@@ -77,7 +78,7 @@ def _step_of(path: Path) -> int:
 
 
 def check_model(checkpoint: Path, model: ModelConfig) -> int:
-    """Return the step of `checkpoint`. Raises ValueError if it holds a model other than `model`."""
+    """Return the step of `checkpoint`. Raises ValueError if it is incomplete, or of a model other than `model`."""
     try:
         saved = json.loads((checkpoint / "run.json").read_text())
         step, saved_model = int(saved["step"]), dict(saved["model"])
@@ -91,9 +92,22 @@ def check_model(checkpoint: Path, model: ModelConfig) -> int:
     ]
     if differences:
         raise ValueError(f"{checkpoint} holds another model: {'; '.join(differences)}")
+    stored = dcp.FileSystemReader(checkpoint).read_metadata().storage_data or {}
+    missing = {info.relative_path for info in stored.values() if not (checkpoint / info.relative_path).is_file()}
+    if missing:
+        raise ValueError(
+            f"{checkpoint} is incomplete: {', '.join(sorted(missing))} is missing; resume from another one"
+        )
     return step
 
 
 def load(checkpoint: Path, tensors: Mapping[str, Mapping[str, Tensor]], local_experts: range) -> None:
-    """Load into `tensors` in place. Collective."""
-    dcp.load(_flat(tensors, local_experts), checkpoint_id=checkpoint)
+    """Load into `tensors` in place. Collective. Raises ValueError for a tensor that the checkpoint lacks."""
+    wanted = _flat(tensors, local_experts)
+    saved = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    if lacking := sorted(set(wanted) - set(saved)):
+        raise ValueError(
+            f"{checkpoint} lacks {lacking[0]}{f' and {len(lacking) - 1} more' if len(lacking) > 1 else ''}; "
+            "experts of your own can change their number of ranks only if their parameters stack experts first"
+        )
+    dcp.load(wanted, checkpoint_id=checkpoint)

@@ -1,6 +1,7 @@
 """The configuration of a training run, and the command line that makes it."""
 
 import dataclasses
+import itertools
 import os
 import shlex
 import shutil
@@ -77,7 +78,7 @@ class TrainConfig:
     """float32, bfloat16, or auto: bfloat16 on GPUs. Master weights and gradients are float32 in any case."""
 
     out: str = ""
-    """Folder for checkpoints and metrics. Default: the run that is resumed, or runs/<preset>."""
+    """Folder for checkpoints and metrics. Default: the resumed run, or a new runs/<preset>[-2, -3 ...]."""
     resume: str = ""
     """A run's folder, or one checkpoint in it, to go on from."""
     save_every: int = 0
@@ -154,9 +155,15 @@ def resolve(config: TrainConfig, launch: Launch) -> TrainConfig:
     for name in ("pp", "micro_batches", "save_every", "sample_tokens", "check_replicas_every"):
         if getattr(config, name) < 0:
             raise ValueError(f"--{name.replace('_', '-')} cannot be negative: got {getattr(config, name)}")
+    _check_optimizer(config.optim)
     if not config.timeout > 0:
         raise ValueError(f"--timeout must be positive: got {config.timeout}")
 
+    if config.model.num_experts % config.ep:
+        fitting = [str(e) for e in range(1, config.model.num_experts + 1) if config.model.num_experts % e == 0]
+        raise ValueError(
+            f"--ep {config.ep} does not divide the {config.model.num_experts} experts: use --ep {' or '.join(fitting)}"
+        )
     pp = config.pp or _default_pp(config, launch.world_size)
     if launch.world_size % pp:
         fitting = [str(p) for p in range(1, launch.world_size + 1) if launch.world_size % p == 0]
@@ -165,21 +172,48 @@ def resolve(config: TrainConfig, launch: Launch) -> TrainConfig:
             f"use --pp {', '.join(fitting)}, or start a multiple of {pp} processes"
         )
     dp, experts = launch.world_size // pp, config.model.num_experts
-    if dp % config.ep or experts % config.ep:
+    if dp % config.ep:
         fitting = [str(e) for e in range(1, dp + 1) if dp % e == 0 and experts % e == 0]
         raise ValueError(
-            f"--ep {config.ep} must divide both the {experts} experts and the {dp} data-parallel ranks "
-            f"({launch.world_size} processes / {pp} pipeline ranks): use --ep {' or '.join(fitting)}"
+            f"--ep {config.ep} does not divide the {dp} data-parallel ranks ({launch.world_size} processes / "
+            f"{pp} pipeline ranks): use --ep {' or '.join(fitting)}"
         )
     schedule = config.schedule if config.schedule != "auto" else ("dualpipev" if pp % 2 else "dualpipe")
     micro_batches = config.micro_batches or max(8, 2 * pp)
     build(schedule, pp, micro_batches)
-    resumed = Path(config.resume)
-    run = resumed.parent.parent if resumed.parent.name == "checkpoints" else resumed
-    out = config.out or (str(run) if config.resume else f"runs/{config.preset}")
     return dataclasses.replace(
-        config, device=device, dtype=dtype, pp=pp, schedule=schedule, micro_batches=micro_batches, out=out
+        config, device=device, dtype=dtype, pp=pp, schedule=schedule, micro_batches=micro_batches,
+        out=_out(config),
     )  # fmt: skip
+
+
+def _check_optimizer(optim: OptimizerConfig) -> None:
+    if optim.lr <= 0:
+        raise ValueError(f"--optim.lr must be positive: got {optim.lr}")
+    for name in ("warmup_steps", "weight_decay", "clip"):
+        if getattr(optim, name) < 0:
+            raise ValueError(f"--optim.{name.replace('_', '-')} cannot be negative: got {getattr(optim, name)}")
+    for name, largest in (("final_lr", 1.0), ("beta1", 0.9999999), ("beta2", 0.9999999)):
+        if not 0 <= getattr(optim, name) <= largest:
+            raise ValueError(f"--optim.{name.replace('_', '-')} must be from 0 to 1: got {getattr(optim, name)}")
+
+
+def _out(config: TrainConfig) -> str:
+    """The run's folder. A new run never mixes with one that is there already."""
+    resumed = Path(config.resume)
+    if config.resume and not config.out:
+        run = resumed.parent if resumed.name.startswith("step-") else resumed
+        return str(run.parent if run.name == "checkpoints" else run)
+    if config.resume:
+        return config.out
+    if not config.out:
+        names = (f"runs/{config.preset}" + (f"-{i}" if i > 1 else "") for i in itertools.count(1))
+        return next(name for name in names if not Path(name, "checkpoints").exists())
+    if Path(config.out, "checkpoints").exists():
+        raise ValueError(
+            f"--out {config.out} holds a run already: go on with --resume {config.out}, or use another --out"
+        )
+    return config.out
 
 
 def _device(wanted: str, gpus: int, processes: int) -> str:

@@ -83,6 +83,8 @@ def load(source: str, seq_len: int) -> TextData:
 
 
 def _find(source: str) -> list[Path]:
+    if not source:
+        raise ValueError('--data is empty: name a file, a folder, a glob, or "stdlib"')
     if source == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test"}

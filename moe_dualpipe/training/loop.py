@@ -4,9 +4,11 @@
 rank for itself and alike, so that it ends in one line and exit code 2, never in a hang.
 """
 
+import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -30,18 +32,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Train as the command line says. Exits with code 2, after one line on stderr, when it makes no sense."""
     launch = Launch.from_environment()
     arguments = sys.argv[1:] if arguments is None else arguments
-    try:
+    with _one_line_errors(launch):
         config = resolve(parse(arguments, quiet=launch.local_rank > 0), launch)
         plan = Plan.make(config, arguments)
+    initialize(torch.device(config.device), launch, config.timeout)
+    try:
+        with _one_line_errors(launch):
+            trainer = Trainer(plan, launch)
+        trainer.run()
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _one_line_errors(launch: Launch) -> Iterator[None]:
+    try:
+        yield
     except ValueError as error:
         if launch.local_rank == 0:
             print(f"train.py: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    initialize(torch.device(config.device), launch, config.timeout)
-    try:
-        Trainer(plan, launch).run()
-    finally:
-        dist.destroy_process_group()
 
 
 class Plan:
@@ -73,7 +83,14 @@ class Plan:
         first_step = checkpoint.check_model(resume, config.model) if resume else 0
         if first_step >= config.steps:
             raise ValueError(f"{resume} is at step {first_step} already: use --steps larger than that to go on")
-        return cls(config, arguments, data.load(config.data, config.seq_len), resume, first_step)
+        text = data.load(config.data, config.seq_len)
+        try:
+            Path(config.out).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"cannot write to --out {config.out}: {error.strerror}") from None
+        if not os.access(config.out, os.W_OK):
+            raise ValueError(f"cannot write to --out {config.out}: permission denied")
+        return cls(config, arguments, text, resume, first_step)
 
 
 class Trainer:
@@ -111,7 +128,7 @@ class Trainer:
             self.optimizer.loaded(plan.first_step)
         self.leader = launch.rank == 0
         self.folder = Path(config.out)
-        self.metrics = metrics.Metrics(self.folder, self.leader)
+        self.metrics = metrics.Metrics(self.folder, self.leader, plan.first_step)
 
     # ---- The run ----
 
@@ -247,7 +264,9 @@ class Trainer:
 
     @staticmethod
     def _indented(text: str) -> str:
-        return "\n".join(f"    | {line}" for line in text.splitlines())
+        """Fit for a terminal: control characters, which a young model likes, are replaced."""
+        shown = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text.expandtabs(4))
+        return "\n".join(f"    | {line}" for line in shown.split("\n"))
 
     def _introduce(self) -> None:
         config, layout, model = self.config, self.layout, self.config.model

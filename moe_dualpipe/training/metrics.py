@@ -12,13 +12,21 @@ from tqdm import tqdm
 
 
 class Metrics:
-    """Appends records to `<run>/metrics.jsonl`; does nothing on ranks that are not `enabled`."""
+    """Appends records to `<run>/metrics.jsonl`; does nothing on ranks that are not `enabled`.
 
-    def __init__(self, run: Path, enabled: bool):
+    A run that resumes after `first_step` steps drops the records of later ones, which it is about to repeat.
+    """
+
+    def __init__(self, run: Path, enabled: bool, first_step: int = 0):
         self._file = None
         if enabled:
             run.mkdir(parents=True, exist_ok=True)
-            self._file = (run / "metrics.jsonl").open("a", buffering=1)
+            path = run / "metrics.jsonl"
+            kept = [line for line in _lines(path) if json.loads(line)["step"] <= first_step]
+            fresh = path.with_suffix(".new")
+            fresh.write_text("".join(kept))
+            fresh.replace(path)
+            self._file = path.open("a", buffering=1)
 
     def write(self, **record: Any) -> None:
         if self._file is not None:
@@ -27,6 +35,11 @@ class Metrics:
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+
+
+def _lines(path: Path) -> list[str]:
+    """The complete lines of a file; a process that was killed may have left half a line."""
+    return [line for line in path.open() if line.endswith("}\n")] if path.exists() else []
 
 
 def progress_bar(steps: int, first: int, enabled: bool) -> tqdm:

@@ -120,8 +120,9 @@ def test_text_that_is_no_action(text):
 @pytest.mark.parametrize("name,ranks,micro_batches", SIZES)
 def test_csv_round_trips(name, ranks, micro_batches):
     schedule = build(name, ranks, micro_batches)
-    again = Schedule.from_csv(schedule.to_csv(), name)
+    again = Schedule.from_csv(schedule.to_csv())
     assert again.actions == schedule.actions
+    assert again == schedule or micro_batches < 2  # one micro-batch leaves no trace of a second route
     assert again.num_micro_batches == micro_batches
     for stage, micro_batch in itertools.product(range(schedule.num_stages), range(micro_batches)):
         assert again.rank_of(stage, micro_batch) == schedule.rank_of(stage, micro_batch)

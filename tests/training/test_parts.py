@@ -178,6 +178,7 @@ def test_find_takes_the_newest_complete_checkpoint(tmp_path):
         if complete:
             (folder / "run.json").write_text("{}")
     assert checkpoint.find(str(tmp_path)).name == "step-000020"
+    assert checkpoint.find(str(tmp_path / "checkpoints")).name == "step-000020"
     direct = tmp_path / "checkpoints" / "step-000009"
     assert checkpoint.find(str(direct)) == direct
 
@@ -221,7 +222,6 @@ def test_the_device_is_the_gpus_if_there_is_one_for_each_process(monkeypatch):
 def test_defaults_follow_from_the_number_of_processes():
     one = resolve(parse(["--device", "cpu"]), launch(1))
     assert (one.pp, one.schedule, one.micro_batches, one.device, one.dtype) == (1, "dualpipev", 8, "cpu", "float32")
-    assert one.out == "runs/tiny"
     four = resolve(parse(["--ep", "2"]), launch(4))
     assert (four.pp, four.schedule, four.micro_batches) == (2, "dualpipe", 8)
     assert resolve(parse([]), launch(6)).micro_batches == 12
@@ -229,7 +229,8 @@ def test_defaults_follow_from_the_number_of_processes():
 
 
 def test_a_resumed_run_goes_on_in_its_own_folder():
-    outs = {"": "runs/tiny", "runs/mine": "runs/mine", "runs/mine/checkpoints/step-000004": "runs/mine"}
+    inner = "runs/mine/checkpoints"
+    outs = {"runs/mine": "runs/mine", inner: "runs/mine", f"{inner}/step-000004": "runs/mine"}
     assert {resume: resolve(TrainConfig(resume=resume), launch(1)).out for resume in outs} == outs
     assert resolve(TrainConfig(resume="runs/mine", out="x"), launch(1)).out == "x"
 
@@ -264,7 +265,7 @@ def test_load_statistics_docstring_example():
 
 def test_metrics_append_and_only_where_enabled(tmp_path):
     for value in (1, 2):
-        writer = Metrics(tmp_path / "run", enabled=True)
+        writer = Metrics(tmp_path / "run", enabled=True, first_step=value - 1)
         writer.write(step=value, loss=np.float64(0.5).item())
         writer.close()
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 0.5}\n'

@@ -102,13 +102,13 @@ def test_training_learns_and_reports(tmp_path):
 # ---- From the command line ----
 
 
-def command(*arguments, processes=1, cwd=ROOT):
+def command(*arguments, processes=1, script="train.py"):
     program = [sys.executable]
     if processes > 1:
         program += ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [*program, "train.py", *map(str, arguments)], cwd=cwd, env=environment, capture_output=True, text=True,
+        [*program, script, *map(str, arguments)], cwd=ROOT, env=environment, capture_output=True, text=True,
         timeout=120, stdin=subprocess.DEVNULL,
     )  # fmt: skip
 
@@ -149,6 +149,16 @@ def test_a_single_process_trains_with_your_own_experts(tmp_path):
     assert "dualpipev over 1 pipeline x 1 data-parallel ranks" in done.stdout
 
 
+def test_the_example_of_own_stages_gives_the_same_under_any_schedule_of_the_same_stages():
+    printed = {}
+    for name in ("dualpipe", "1f1b"):
+        done = command(name, processes=2, script="examples/own_stages.py")
+        assert done.returncode == 0, done.stderr
+        printed[name] = set(re.findall(r"(stage \d has a gradient.*|micro-batch \d has a loss.*)", done.stdout))
+    assert len(printed["1f1b"]) == 2 + 8
+    assert printed["dualpipe"] == printed["1f1b"]
+
+
 # ---- Mistakes ----
 
 
@@ -158,11 +168,11 @@ def test_a_single_process_trains_with_your_own_experts(tmp_path):
     (2, ["--micro-batches", "2"],
      "dualpipe needs an even number of micro-batches >= 2 x ranks: got 2 for 2 ranks; use 4"),
     (3, ["--schedule", "dualpipe"], "dualpipe needs an even number of pipeline ranks: got 3; use 4, or dualpipev"),
-    (8, [], "4 layers cannot be divided over 8 pipeline stages: use at least 8 layers or fewer pipeline ranks"),
+    (8, [], "4 layers cannot be divided over 8 pipeline stages: use at least 8 layers, fewer pipeline ranks, or"),
     (4, ["--ep", "4", "--model.num-experts", "6"],
-     "--ep 4 must divide both the 6 experts and the 4 data-parallel ranks (4 processes / 1 pipeline ranks): "
-     "use --ep 1 or 2"),
-    (4, ["--pp", "2", "--ep", "4"], "--ep 4 must divide both the 8 experts and the 2 data-parallel ranks"),
+     "--ep 4 does not divide the 6 experts: use --ep 1 or 2 or 3 or 6"),
+    (4, ["--pp", "2", "--ep", "4"],
+     "--ep 4 does not divide the 2 data-parallel ranks (4 processes / 2 pipeline ranks): use --ep 1 or 2"),
     (3, ["--ep", "2"], "--ep 2 does not divide the 3 processes: start a multiple of 2 processes"),
     (4, ["--pp", "3"],
      "4 processes cannot be divided into pipelines of 3 ranks: use --pp 1, 2, 4, or start a multiple of 3 processes"),
@@ -175,6 +185,14 @@ def test_a_single_process_trains_with_your_own_experts(tmp_path):
     (1, ["--preset", "tinny"], "unknown preset 'tinny'; did you mean 'tiny'?"),
     (1, ["--schedule", "dualpip"], "unknown schedule 'dualpip'; did you mean 'dualpipe'?"),
     (1, ["--resume", "/nowhere"], "nothing to resume from: no checkpoint in /nowhere; start without --resume"),
+    (1, ["--data", ""], "--data is empty: name a file, a folder, a glob"),
+    (1, ["--out", "LICENSE"], "cannot write to --out LICENSE: File exists"),
+    (1, ["--out", "LICENSE/below"], "cannot write to --out LICENSE/below: Not a directory"),
+    (1, ["--optim.lr", "-1"], "--optim.lr must be positive: got -1.0"),
+    (1, ["--optim.warmup-steps", "-1"], "--optim.warmup-steps cannot be negative: got -1"),
+    (1, ["--optim.beta2", "1"], "--optim.beta2 must be from 0 to 1: got 1.0"),
+    (1, ["--model.experts", "json:loads"], "the expert layer 'json:loads' is no nn.Module class"),
+    (1, ["--ep", "3"], "--ep 3 does not divide the 8 experts: use --ep 1 or 2 or 4 or 8"),
     (1, ["--steps", "0"], "--steps must be at least 1: got 0"),
     (1, ["--timeout", "0"], "--timeout must be positive: got 0.0"),
     (1, ["--model.vocab-size", "64"], "bytes need --model.vocab-size 256: got 64"),
@@ -191,6 +209,70 @@ def test_a_mistake_is_one_line_and_exit_code_2(monkeypatch, capsys, world_size, 
     assert printed.out == ""
     assert printed.err.count("\n") == 1
     assert printed.err.startswith(f"train.py: error: {message}")
+
+
+def test_a_new_run_never_mixes_with_an_old_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    launch = Launch(0, 0, 1, 1)
+    assert resolve(TrainConfig(device="cpu"), launch).out == "runs/tiny"
+    (tmp_path / "runs" / "tiny" / "checkpoints").mkdir(parents=True)
+    assert resolve(TrainConfig(device="cpu"), launch).out == "runs/tiny-2"
+    with pytest.raises(SystemExit) as exit_:
+        main(["--out", "runs/tiny"])
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err == (
+        "train.py: error: --out runs/tiny holds a run already: go on with --resume runs/tiny, or use another --out\n"
+    )
+
+
+class UnstackedExperts(torch.nn.Module):
+    """Somebody's own experts, one linear layer each."""
+
+    def __init__(self, config, num_local_experts):
+        super().__init__()
+        width = config.hidden_size
+        self.each = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(num_local_experts))
+
+    def forward(self, x_MD, expert_offsets):
+        pieces = x_MD.split(expert_offsets.diff().tolist())
+        return torch.cat([expert(piece) for expert, piece in zip(self.each, pieces, strict=True)])
+
+
+def resumed_where_it_does_not_fit(rank, config):
+    world_size = torch.distributed.get_world_size()
+    launch = Launch(rank, rank, world_size, world_size)
+    with pytest.raises(ValueError, match=r"lacks .*experts.*can change their number of ranks only if"):
+        Trainer(Plan.make(resolve(config, launch)), launch)
+
+
+def test_your_own_unstacked_experts_resume_where_they_were_and_are_refused_elsewhere(tmp_path):
+    model = dataclasses.replace(MODEL, experts="test_run:UnstackedExperts")
+    run_ranks(2, train, settings(tmp_path / "a", model=model, pp=1, ep=2, save_every=3))
+    checkpoint = str(tmp_path / "a" / "checkpoints" / "step-000003")
+    again = run_ranks(2, train, settings(tmp_path / "b", model=model, pp=1, ep=2, resume=checkpoint))[0]
+    assert losses(again) == {s: loss for s, loss in losses(records(tmp_path / "a")).items() if s > 3}
+    run_ranks(1, resumed_where_it_does_not_fit, settings(tmp_path / "c", model=model, resume=checkpoint))
+
+
+def test_a_checkpoint_that_lost_a_file_is_refused(tmp_path):
+    run_ranks(1, train, settings(tmp_path / "a", steps=1))
+    checkpoint = tmp_path / "a" / "checkpoints" / "step-000001"
+    for path in checkpoint.glob("*.distcp"):
+        path.unlink()
+    with pytest.raises(ValueError, match=r"step-000001 is incomplete: __0_0.distcp is missing"):
+        Plan.make(resolve(settings(tmp_path / "b", resume=str(checkpoint)), Launch(0, 0, 1, 1)))
+
+
+def test_metrics_of_repeated_steps_are_dropped(tmp_path):
+    config = settings(tmp_path / "a", steps=4, save_every=2)
+    run_ranks(1, train, config)
+    checkpoint = str(tmp_path / "a" / "checkpoints" / "step-000002")
+    before = records(config.out)
+    with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')  # as a process that was killed leaves it
+    after = run_ranks(1, train, dataclasses.replace(config, resume=checkpoint))[0]
+    assert [record["step"] for record in after if "loss" in record] == [1, 2, 3, 4]
+    assert losses(after) == losses(before)
 
 
 def test_a_model_that_contradicts_itself_is_exit_code_2(capsys):

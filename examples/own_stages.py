@@ -1,0 +1,52 @@
+"""Any modules, under any schedule: a pipeline of your own without the rest of this project.
+
+torchrun --nproc-per-node 2 examples/own_stages.py dualpipe
+torchrun --nproc-per-node 2 examples/own_stages.py 1f1b
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from moe_dualpipe.runtime import P2P, Executor, TensorSpec
+from moe_dualpipe.runtime.replicas import ReplicaSet, sum_gradients
+from moe_dualpipe.schedule import build
+
+WIDTH, MICRO_BATCHES, SIZE = 32, 8, 4
+
+
+def main(name: str) -> None:
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    schedule = build(name, ranks, MICRO_BATCHES)
+    last = schedule.num_stages - 1
+
+    # Every rank makes all the weights, so that replicas start equal, and keeps the stages that the schedule gives it.
+    torch.manual_seed(0)
+    every = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(schedule.num_stages)]
+    stages = {stage: every[stage] for stage in schedule.placement.stages[rank]}
+    links = P2P.connect(dist.group.WORLD, [TensorSpec((SIZE, WIDTH), torch.float32)], torch.device("cpu"))
+    executor = Executor(stages, links)
+
+    x, y = torch.randn(2, MICRO_BATCHES, SIZE, WIDTH)
+    inputs = {m: (x[m],) for m in range(MICRO_BATCHES) if schedule.rank_of(0, m) == rank}
+    labels = {m: (y[m],) for m in range(MICRO_BATCHES) if schedule.rank_of(last, m) == rank}
+    result = executor.step(schedule, inputs, labels, nn.functional.mse_loss)
+
+    # DualPipe holds each stage on two ranks, and each of them saw half of the micro-batches.
+    if len(schedule.placement.holders(0)) > 1:
+        named = {f"{s}.{key}": p for s, stage in stages.items() for key, p in stage.named_parameters()}
+        pair = [dist.new_group([r, ranks - 1 - r]) for r in range(ranks // 2)][min(rank, ranks - 1 - rank)]
+        sum_gradients(ReplicaSet(named, pair))  # type: ignore[arg-type]
+    for stage, module in stages.items():
+        norm = nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
+        print(f"rank {rank}: stage {stage} has a gradient of norm {norm:.4f}", flush=True)
+    for micro_batch, loss in result.losses.items():
+        print(f"rank {rank}: micro-batch {micro_batch} has a loss of {loss:.4f}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "dualpipe")
