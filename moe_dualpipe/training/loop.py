@@ -50,7 +50,7 @@ def _one_line_errors(launch: Launch) -> Iterator[None]:
         yield
     except ValueError as error:
         if launch.local_rank == 0:
-            print(f"train.py: error: {error}", file=sys.stderr)
+            sys.stderr.write(f"train.py: error: {error}\n")  # in one piece: other processes write there, too
         raise SystemExit(2) from None
 
 
