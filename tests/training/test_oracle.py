@@ -1,0 +1,77 @@
+"""A run against the same training written plainly: one process, torch's own AdamW and clipping, no pipeline.
+
+What the trainer reports of every step - loss, gradient norm, learning rate, load of the experts - and the validation
+loss must be those numbers, however the work was divided.
+"""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from ranks import run_ranks
+from test_run import MODEL, settings, train
+
+from moe_dualpipe.models import build_model, expert_loads, next_token_loss
+from moe_dualpipe.training import data
+from moe_dualpipe.training.config import OptimizerConfig
+from moe_dualpipe.training.metrics import load_statistics
+
+OPTIM = OptimizerConfig(lr=0.01, warmup_steps=2, final_lr=0.3, beta1=0.8, beta2=0.9, weight_decay=0.4, clip=0.3)
+
+
+def plain_run(config, dp):
+    """The records of a run with `dp` data-parallel ranks, computed as simply as possible."""
+    model, text = build_model(config.model, seed=config.seed), data.load(config.data, config.seq_len)
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim <= 1]
+    adamw = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": OPTIM.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+        betas=(OPTIM.beta1, OPTIM.beta2),
+    )
+    count = config.micro_batches * config.micro_batch_size
+
+    @torch.no_grad()
+    def validation():
+        total = math.ceil(config.eval_sequences / (count * dp)) * count * dp
+        x, y = text.held_out_batch(0, total, total, config.seq_len)
+        return next_token_loss(model(x), y).item()
+
+    records, before = [], validation()
+    for step in range(config.steps):
+        losses = []
+        for rank in range(dp):
+            x, y = text.batch(config.seed, step, rank, count, config.seq_len)
+            for piece, labels in zip(x.split(config.micro_batch_size), y.split(config.micro_batch_size), strict=True):
+                loss = next_token_loss(model(piece), labels)
+                (loss / (config.micro_batches * dp)).backward()
+                losses.append(loss.item())
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIM.clip).item()
+        assert norm > OPTIM.clip  # or the test would not see clipping
+        lr = OPTIM.lr * [0.5, 1.0, 1.0, 0.3 + 0.7 * 0.75, 0.3 + 0.7 * 0.25, 0.3][step]
+        for group in adamw.param_groups:
+            group["lr"] = lr
+        adamw.step()
+        adamw.zero_grad()
+        load = load_statistics(expert_loads(model))
+        tokens = dp * count * config.seq_len
+        records.append({"loss": sum(losses) / len(losses), "grad_norm": norm, "lr": lr, "tokens": tokens, **load})
+    return records, [before, validation()]
+
+
+@pytest.mark.parametrize("ranks,changes", [
+    (1, {}), (2, {}), (2, {"schedule": "1f1b"}), (2, {"pp": 1}), (2, {"pp": 1, "ep": 2}), (4, {"pp": 2, "ep": 2}),
+], ids=str)  # fmt: skip
+def test_a_run_is_plain_training(tmp_path, ranks, changes):
+    dp = ranks // changes.get("pp", ranks)
+    model = dataclasses.replace(MODEL, init_std=0.2)
+    config = settings(tmp_path, model=model, seed=7, micro_batch_size=2, eval_sequences=9, optim=OPTIM, **changes)
+    seen = run_ranks(ranks, train, config)[0]
+    torch.set_num_threads(1)
+    expected, validation = plain_run(config, dp)
+    steps = [record for record in seen if "loss" in record]
+    for record, plain in zip(steps, expected, strict=True):
+        assert {key: record[key] for key in plain} == pytest.approx(plain, rel=1e-4), record["step"]
+    assert [record["validation_loss"] for record in seen if "validation_loss" in record] == pytest.approx(
+        validation, rel=1e-5
+    )
