@@ -32,7 +32,7 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.ep.dispatch(grads[0].contiguous(), ctx.route).wait().x_ND, None, None
+        return ctx.ep.dispatch(grads[0], ctx.route).wait().x_ND, None, None
 
 
 def dispatch(x_TD: Tensor, weights_TK: Tensor, route: Route, ep: ExpertParallel) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ that appears under this name only when it is complete.
 
 import dataclasses
 import json
+import pickle
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -92,7 +93,7 @@ def check_model(checkpoint: Path, model: ModelConfig) -> int:
     ]
     if differences:
         raise ValueError(f"{checkpoint} holds another model: {'; '.join(differences)}")
-    stored = dcp.FileSystemReader(checkpoint).read_metadata().storage_data or {}
+    stored = _metadata(checkpoint).storage_data or {}
     missing = {info.relative_path for info in stored.values() if not (checkpoint / info.relative_path).is_file()}
     if missing:
         raise ValueError(
@@ -101,10 +102,17 @@ def check_model(checkpoint: Path, model: ModelConfig) -> int:
     return step
 
 
+def _metadata(checkpoint: Path) -> dcp.Metadata:
+    try:
+        return dcp.FileSystemReader(checkpoint).read_metadata()
+    except (OSError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(f"cannot read {checkpoint / '.metadata'}: {error}") from None
+
+
 def load(checkpoint: Path, tensors: Mapping[str, Mapping[str, Tensor]], local_experts: range) -> None:
     """Load into `tensors` in place. Collective. Raises ValueError for a tensor that the checkpoint lacks."""
     wanted = _flat(tensors, local_experts)
-    saved = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    saved = _metadata(checkpoint).state_dict_metadata
     if lacking := sorted(set(wanted) - set(saved)):
         raise ValueError(
             f"{checkpoint} lacks {lacking[0]}{f' and {len(lacking) - 1} more' if len(lacking) > 1 else ''}; "

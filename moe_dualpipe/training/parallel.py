@@ -32,10 +32,6 @@ class Layout:
     def dp_rank(self) -> int:
         return self.rank % self.dp
 
-    @property
-    def ep_rank(self) -> int:
-        return self.dp_rank % self.ep
-
     def world_rank(self, pp_rank: int, dp_rank: int) -> int:
         return pp_rank * self.dp + dp_rank
 

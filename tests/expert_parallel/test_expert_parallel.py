@@ -62,6 +62,8 @@ def backends_agree(rank, kind, ranks):
             total = total[rank * EXPERTS // ranks : (rank + 1) * EXPERTS // ranks]
         else:
             total = total[ep.local_experts.start : ep.local_experts.stop]
+        assert x.grad is not None
+        assert weights.grad is not None
         outcomes.append((y.detach(), x.grad, weights.grad, total))
         rows = route.num_rows
     for ours, expected in zip(outcomes[1], outcomes[0], strict=True):
@@ -95,3 +97,19 @@ def test_pending_results_can_be_waited_for_twice():
     pending = ep.dispatch(torch.ones(2, WIDTH), route, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     assert pending.wait() is pending.wait()
     assert pending.wait().weights_M.tolist() == [1.0, 4.0, 2.0, 3.0]
+
+
+def transposed_rows(_rank):
+    ep = AllToAll(4, group.WORLD)
+    route = ep.prepare(torch.tensor([[0], [2], [3]]))
+    x = torch.arange(6.0).view(2, 3).T.requires_grad_()
+    x_ND, _ = dispatch(x, torch.ones(3, 1), route, ep)
+    y = combine((x_ND * 2).T.contiguous().T, route, ep)
+    assert torch.equal(y, 2 * x)
+    direction = torch.arange(6.0).view(2, 3).T
+    y.backward(direction)
+    assert torch.equal(x.grad, 2 * direction)
+
+
+def test_rows_need_not_be_contiguous():
+    run_ranks(2, transposed_rows)

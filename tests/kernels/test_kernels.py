@@ -297,3 +297,11 @@ def test_sums_of_bf16_rows_are_rounded_once():
     rows = torch.randn(8, 16).bfloat16()
     y = sum_rows(rows, torch.zeros(8, dtype=torch.int64), torch.arange(8)[None])
     torch.testing.assert_close(y[0], rows.float().sum(0).bfloat16(), rtol=0, atol=0)
+
+
+def test_deferred_gradients_carry_no_graph():
+    weight_grads, w = WeightGrads(), leaf(4, 5)
+    with weight_grads.defer_to(0):
+        linear(leaf(3, 5) * 2, w, weight_grads).sum().backward()
+    weight_grads.run(0)
+    assert w.grad.grad_fn is None

@@ -308,3 +308,52 @@ def test_presets():
     assert preset("tiny") is PRESETS["tiny"]
     with pytest.raises(ValueError, match="unknown preset 'tinny'; did you mean 'tiny'"):
         preset("tinny")
+
+
+# ---- What the configuration says reaches the layers ----
+
+
+def test_choices_reach_every_layer():
+    config = with_choices(norm_eps=0.5, rope_theta=7.0, num_shared_experts=2, hidden_size=64, dense_size=128)
+    model = build_model(config)
+    assert {norm.eps for norm in model.modules() if isinstance(norm, nn.RMSNorm)} == {0.5}
+    assert {layer.rope_theta for layer in model.modules() if isinstance(layer, Attention)} == {7.0}
+    assert model.get_parameter("layers.1.mlp.shared.down.weight").shape == (64, 2 * config.expert_size)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1:  # projections into the residual stream start smaller
+            smaller = (2 * config.num_layers) ** 0.5 if "out." in name or "down" in name else 1
+            assert parameter.std().item() == pytest.approx(config.init_std / smaller, rel=0.2), name
+
+
+def test_layer_flops_count_the_weights_a_token_meets():
+    for name, block in build_model(CONFIG).layers.items():
+        active = sum(
+            p.numel() * (CONFIG.experts_per_token / CONFIG.num_experts if ".experts." in key else 1)
+            for key, p in block.named_parameters()
+            if p.ndim > 1
+        )
+        assert layer_flops(CONFIG, int(name)) == active
+
+
+def test_scores_and_angles_are_fp32_in_a_bf16_model():
+    weights, _ = Router(CONFIG).bfloat16()(torch.randn(3, CONFIG.hidden_size).bfloat16())
+    assert weights.dtype == torch.float32
+    # Angles in bf16 would be off by whole turns at position 999; the reference is the same layer in fp32.
+    layer = Attention(CONFIG, out_std=0.3).bfloat16()
+    x = torch.randn(1, 1000, CONFIG.hidden_size).bfloat16()
+    exact = Attention(CONFIG, out_std=0.3)
+    exact.load_state_dict(layer.state_dict())
+    error = (layer(x).float() - exact(x.float())).norm() / exact(x.float()).norm()
+    assert error < 0.02
+
+
+def test_the_head_sees_a_normalised_stream():
+    model = build_model(CONFIG).double()
+    tokens = torch.tensor([[3, 1, 2]])
+    with torch.no_grad():
+        model.norm.weight.uniform_(1, 2)
+        h = model.embedding(tokens)
+        for block in model.layers.values():
+            h = block(h)
+        h = h / (h.square().mean(-1, keepdim=True) + CONFIG.norm_eps).sqrt() * model.norm.weight
+        torch.testing.assert_close(model(tokens), h @ model.head.weight.T)

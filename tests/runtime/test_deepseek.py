@@ -299,6 +299,70 @@ def test_what_is_changed_after_construction_counts():
     run_ranks(1, changed_after_construction)
 
 
+def neighbours(rank, order):
+    model = DualPipe((PlainStage(), PlainStage()), rank_mapping=order)
+    assert model.rank == order[rank]
+    assert model.is_middle_rank == (model.rank in (1, 2))
+    assert model.is_in_second_half == (model.rank >= 2)
+
+    def at(pp_rank):
+        return order.index(pp_rank) if 0 <= pp_rank < 4 else None
+
+    assert (model.first_rank, model.last_rank) == (at(0), at(3))
+    assert (model.prev_rank, model.next_rank) == (at(model.rank - 1), at(model.rank + 1))
+
+
+def test_neighbours_are_ranks_of_the_group():
+    run_ranks(4, neighbours, [2, 0, 3, 1])
+
+
+def other_batch_dim(rank):
+    set_p2p_tensor_shapes([(3, 2)])
+    set_p2p_tensor_dtype(torch.float32)
+    model = DualPipeV((nn.Tanh(), nn.Tanh()), batch_dim=1)
+    x = torch.randn(3, 8)
+    with torch.no_grad():
+        _, outputs = model.step(x if rank == 0 else None, num_chunks=4, return_outputs=True)
+    if rank == 0:
+        assert torch.equal(outputs, x.tanh().tanh().tanh().tanh())
+        with pytest.raises(ValueError, match="a batch of 9 cannot be divided evenly into 4 micro-batches"):
+            model.step(torch.randn(3, 9), num_chunks=4, criterion=torch.sum)
+
+
+def test_micro_batches_may_be_cut_along_another_dimension():
+    run_ranks(2, other_batch_dim)
+
+
+class Exploding(StoreStage):
+    def forward(self, x):
+        y = super().forward(x)
+        y.register_hook(self.explode)
+        return y
+
+    def explode(self, _):
+        if WeightGradStore.enabled:
+            WeightGradStore.put(lambda: None)
+            raise ArithmeticError("boom")
+
+
+def store_after_a_failure(_rank):
+    set_p2p_tensor_shapes([(SIZE, WIDTH)])
+    set_p2p_tensor_dtype(torch.float32)
+    x = torch.randn(2 * SIZE, WIDTH)
+    WeightGradStore.put(lambda: pytest.fail("left by somebody else's step"))
+    WeightGradStore.flush()
+    DualPipeV((StoreStage(), StoreStage())).step(x, num_chunks=2, criterion=criterion, labels=(x,))
+    with pytest.raises(ArithmeticError, match="boom"):
+        DualPipeV((Exploding(), Exploding())).step(x, num_chunks=2, criterion=criterion, labels=(x,))
+    assert not WeightGradStore.enabled
+    assert WeightGradStore.cache == []
+    assert WeightGradStore.funcs_queue.empty()
+
+
+def test_the_store_starts_empty_and_is_left_empty_also_by_a_failure():
+    run_ranks(1, store_after_a_failure)
+
+
 def wrong_programs(_rank):
     set_p2p_tensor_shapes([(SIZE, WIDTH)])
     model = DualPipeV((PlainStage(), PlainStage()))

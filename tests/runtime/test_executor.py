@@ -10,6 +10,7 @@ import torch
 from ranks import run_ranks
 from torch import nn
 
+from moe_dualpipe.kernels.linear import linear
 from moe_dualpipe.runtime import P2P, Executor, TensorSpec
 from moe_dualpipe.runtime.p2p import Receiving
 from moe_dualpipe.schedule import Forward, Placement, Schedule, build
@@ -278,3 +279,60 @@ def test_receives_are_posted_before_the_compute_they_can_hide_behind():
         "post receive from 1", "wait for send", "wait for receive",
         "wait for receive", "wait for send",
     ]  # fmt: skip
+
+
+class Owing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.weight_grads = nn.Parameter(torch.ones(WIDTH, WIDTH)), None
+
+    def forward(self, x):
+        return linear(x, self.weight, self.weight_grads)
+
+
+def test_a_failed_step_owes_nothing_to_the_next(monkeypatch):
+    stages = {0: Owing(), 1: Owing()}
+    executor = one_rank(stages)
+    schedule, inputs = build("dualpipev", 1, 2), {m: (torch.ones(2, WIDTH),) for m in range(2)}
+    labels = dict.fromkeys(inputs, ())
+    with monkeypatch.context() as patch, pytest.raises(KeyError):
+        patch.setattr(executor.weight_grads, "run", {}.__getitem__)
+        executor.step(schedule, inputs, labels, torch.sum)
+    assert len(executor.weight_grads) == 0
+    result = executor.step(schedule, inputs, labels, torch.sum, return_outputs=True)
+    assert not any(output.requires_grad for outputs in result.outputs.values() for output in outputs)
+    again = one_rank(stages)
+    assert stages[0].weight_grads is again.weight_grads  # a second executor takes the layers over
+
+
+class NeverOverlapped(nn.Linear):
+    @classmethod
+    def overlapped_forward_backward(cls, *_):
+        raise AssertionError("called for a pair of different classes")
+
+
+@pytest.mark.parametrize("classes", [(NeverOverlapped, nn.Linear), (nn.Linear, NeverOverlapped)])
+def test_a_pair_of_different_classes_is_not_overlapped(classes):
+    stages = {s: kind(WIDTH, WIDTH) for s, kind in enumerate(classes)}
+    inputs = {m: (torch.ones(2, WIDTH),) for m in range(3)}
+    one_rank(stages).step(build("dualpipev", 1, 3), inputs, None, torch.sum)
+    assert all(p.grad is not None for stage in stages.values() for p in stage.parameters())
+
+
+class Transposed(nn.Module):
+    def forward(self, x):
+        return (x.T.contiguous() + 1).T
+
+
+def transposed_step(rank):
+    p2p = P2P.connect(torch.distributed.group.WORLD, [TensorSpec((4, 3), torch.float32)], torch.device("cpu"))
+    x = torch.arange(12.0).view(4, 3)
+    with torch.no_grad():
+        executor = Executor({rank: Transposed()}, p2p)
+        result = executor.step(build("1f1b", 2, 2), {0: (x,), 1: (2 * x,)}, return_outputs=True)
+    if rank == 1:
+        assert torch.equal(result.outputs[1][0], 2 * x + 2)
+
+
+def test_outputs_need_not_be_contiguous():
+    run_ranks(2, transposed_step)

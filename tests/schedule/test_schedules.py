@@ -129,7 +129,7 @@ def test_csv_round_trips(name, ranks, micro_batches):
 
 
 def test_csv_as_torch_writes_it():
-    text = "0F0,0F1,,0B0,0B1,0REDUCE_GRAD\n,1F0,1B0,1F1,1B1,1REDUCE_GRAD\n"
+    text = "0UNSHARD,0F0,0F1,,0B0,0B1,0RESHARD,0REDUCE_GRAD\n,1F0,1B0,1F1,1B1,1REDUCE_GRAD\n"
     assert Schedule.from_csv(text).actions == build("1f1b", 2, 2).actions
 
 
@@ -316,6 +316,17 @@ def test_an_action_on_the_wrong_rank_or_out_of_range_is_refused():
         validate(swapped)
     with pytest.raises(ScheduleError, match="outside"):
         validate(with_row(schedule, 0, (*schedule.actions[0], Forward(0, 9))))
+    with pytest.raises(ScheduleError, match="outside"):
+        validate(with_row(schedule, 0, (*schedule.actions[0], Forward(0, -1))))
+    with pytest.raises(ScheduleError, match="actions for 1 ranks, but a placement on 2"):
+        validate(replace(schedule, actions=schedule.actions[:1]))
+
+
+def test_a_deadlock_names_only_what_is_missing():
+    schedule = build("1f1b", 2, 2)
+    forward, backward, *rest = schedule.actions[1]
+    with pytest.raises(ScheduleError, match=r"rank 0 waits before 0B0 for 1B0; rank 1 waits before 1B0 for 1F0\n"):
+        validate(with_row(schedule, 1, (backward, forward, *rest)))
 
 
 def test_the_error_draws_the_grid_and_marks_the_cell():

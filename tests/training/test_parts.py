@@ -9,14 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from ranks import run_ranks
 from torch import nn
 
 from moe_dualpipe.models import ModelConfig
+from moe_dualpipe.schedule import Placement
 from moe_dualpipe.training import checkpoint, data
 from moe_dualpipe.training.config import Launch, OptimizerConfig, TrainConfig, parse, resolve, resume_command
 from moe_dualpipe.training.metrics import Metrics, load_statistics
 from moe_dualpipe.training.optimizer import Optimizer, learning_rate
-from moe_dualpipe.training.parallel import Layout
+from moe_dualpipe.training.parallel import Layout, build_groups
 
 # ---- Data ----
 
@@ -42,6 +44,15 @@ def test_batches_are_a_pure_function_of_seed_step_and_rank(folder):
     assert torch.equal(x, again.batch(seed=1, step=7, rank=2, count=5, seq_len=16)[0])
     others = [text.batch(*key, count=5, seq_len=16)[0] for key in [(2, 7, 2), (1, 8, 2), (1, 7, 3)]]
     assert not any(torch.equal(x, other) for other in others)
+
+
+def test_steps_and_ranks_never_share_a_batch_and_windows_stay_inside():
+    long = data.TextData(np.arange(256).astype(np.uint8).repeat(20), np.zeros(9, dtype=np.uint8), "")
+    batches = [long.batch(0, step, rank, 4, 8)[0] for step in range(4) for rank in range(4)]
+    assert all(not torch.equal(a, b) for a, b in itertools.combinations(batches, 2))
+    short = data.TextData(np.arange(10).astype(np.uint8), np.zeros(9, dtype=np.uint8), "")
+    x, y = short.batch(0, 0, 0, 500, 8)
+    assert (x.min(), y.max()) == (0, 9)
 
 
 def test_held_out_files_are_never_trained_on(folder):
@@ -152,6 +163,25 @@ def test_bf16_weights_keep_small_updates_in_their_fp32_master():
     assert norm[0].item() < 1
 
 
+def test_stacked_experts_decay_and_the_moments_follow_the_betas():
+    parameters = {"experts": nn.Parameter(torch.ones(2, 2, 2))}
+    optimizer = Optimizer(parameters, OptimizerConfig(weight_decay=0.5, beta1=0.5))
+    parameters["experts"].grad = torch.zeros(2, 2, 2)
+    optimizer.step(0.1, 1.0)
+    assert parameters["experts"][0, 0, 0].item() == pytest.approx(0.95)
+    parameters["experts"].grad = torch.ones(2, 2, 2)
+    optimizer.step(0.1, 1.0)
+    assert optimizer.tensors()["exp_avg"]["experts"][0, 0, 0].item() == 0.5
+
+
+def test_loading_rounds_the_master_weights_into_a_bf16_model():
+    parameters, optimizer = make_pair(torch.bfloat16)
+    optimizer.tensors()["model"]["matrix"].fill_(3.0)
+    optimizer.loaded(7)
+    assert (parameters["matrix"] == 3).all()
+    assert optimizer.adamw.state[optimizer.master["matrix"]]["step"] == 7
+
+
 # ---- Checkpoint names ----
 
 
@@ -171,11 +201,12 @@ def test_experts_are_saved_one_by_one_under_their_global_number():
 def test_find_takes_the_newest_complete_checkpoint(tmp_path):
     with pytest.raises(ValueError, match=r"nothing to resume from: no checkpoint in .*; start without --resume"):
         checkpoint.find(str(tmp_path))
-    for step, complete in [(9, True), (20, True), (100, False)]:
+    for step, complete in [(9, True), (20, True), (100, False), (200, None)]:
         folder = tmp_path / "checkpoints" / f"step-{step:06d}"
         folder.mkdir(parents=True)
-        (folder / ".metadata").touch()
-        if complete:
+        if complete is not None:
+            (folder / ".metadata").touch()
+        if complete is not False:
             (folder / "run.json").write_text("{}")
     assert checkpoint.find(str(tmp_path)).name == "step-000020"
     assert checkpoint.find(str(tmp_path / "checkpoints")).name == "step-000020"
@@ -187,6 +218,9 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     (tmp_path / "run.json").write_text('{"step": 3, "model": {"hidden_size": 64}}')
     with pytest.raises(ValueError, match=r"holds another model: .*hidden_size is 64 there and 128 here"):
         checkpoint.check_model(tmp_path, ModelConfig())
+    (tmp_path / "run.json").write_text('{"step": 3, "model": {}}')
+    with pytest.raises(ValueError, match="holds another model"):
+        checkpoint.check_model(tmp_path, ModelConfig())
     (tmp_path / "run.json").write_text("not json")
     with pytest.raises(ValueError, match="cannot read"):
         checkpoint.check_model(tmp_path, ModelConfig())
@@ -197,10 +231,22 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
 
 def test_layout_puts_expert_peers_next_to_each_other():
     layouts = [Layout(pp=2, dp=4, ep=2, rank=r) for r in range(8)]
-    assert [(x.pp_rank, x.dp_rank, x.ep_rank) for x in layouts] == [
-        (0, 0, 0), (0, 1, 1), (0, 2, 0), (0, 3, 1), (1, 0, 0), (1, 1, 1), (1, 2, 0), (1, 3, 1),
-    ]  # fmt: skip
+    assert [(x.pp_rank, x.dp_rank) for x in layouts] == [(p, d) for p in range(2) for d in range(4)]
     assert all(x.world_rank(x.pp_rank, x.dp_rank) == x.rank for x in layouts)
+
+
+def membership(rank):
+    groups = build_groups(Layout(pp=1, dp=4, ep=2, rank=rank), Placement.straight(1))
+    members = torch.distributed.get_process_group_ranks
+    return members(groups.experts), members(groups.expert_replicas), members(groups.dense)
+
+
+def test_neighbours_exchange_tokens_and_equal_experts_are_replicas():
+    everybody = [0, 1, 2, 3]
+    assert run_ranks(4, membership) == [
+        ([0, 1], [0, 2], everybody), ([0, 1], [1, 3], everybody),
+        ([2, 3], [0, 2], everybody), ([2, 3], [1, 3], everybody),
+    ]  # fmt: skip
 
 
 # ---- Configuration ----
@@ -261,6 +307,8 @@ def test_a_preset_gives_the_defaults_of_the_model():
 def test_load_statistics_docstring_example():
     assert load_statistics(torch.tensor([[4, 0, 2, 2]])) == {"expert_load_max_over_mean": 2.0, "dead_experts": 0.25}
     assert load_statistics(torch.zeros(0, 4)) == {}
+    uneven_and_even = torch.tensor([[4, 0, 2, 2], [2, 2, 2, 2]])
+    assert load_statistics(uneven_and_even) == {"expert_load_max_over_mean": 2.0, "dead_experts": 0.125}
 
 
 def test_metrics_append_and_only_where_enabled(tmp_path):

@@ -1,6 +1,8 @@
 """Whole runs: what a user types, what comes out, going on after a stop, and what a mistake is told."""
 
+import contextlib
 import dataclasses
+import io
 import json
 import os
 import re
@@ -13,7 +15,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from moe_dualpipe.models import ModelConfig
+from moe_dualpipe.models import ModelConfig, build_model
 from moe_dualpipe.training.config import Launch, OptimizerConfig, TrainConfig, resolve
 from moe_dualpipe.training.loop import Plan, Trainer, main
 
@@ -97,6 +99,84 @@ def test_training_learns_and_reports(tmp_path):
     assert record["tokens"] == 4 * 32
     assert 1 <= record["expert_load_max_over_mean"] <= MODEL.num_experts / MODEL.experts_per_token
     assert 0 <= record["dead_experts"] < 1
+
+
+def make_trainer(rank, config):
+    world_size = torch.distributed.get_world_size()
+    launch = Launch(rank, rank, world_size, world_size)
+    return Trainer(Plan.make(resolve(config, launch)), launch)
+
+
+def drifting_run(rank, config, when):
+    trainer = make_trainer(rank, config)
+    train_step = trainer.train_step
+
+    def drift(step):
+        record = train_step(step)
+        if step == when and rank:
+            with torch.no_grad():
+                next(iter(trainer.optimizer.parameters.values())).view(-1)[0] += 1
+        return record
+
+    trainer.train_step = drift  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="must stay bit-equal"):
+        trainer.run()
+    return len(losses(records(config.out)))
+
+
+@pytest.mark.parametrize("every,when,recorded", [(0, 5, 6), (3, 1, 3)])
+def test_replicas_that_drift_stop_the_run_at_the_next_check(tmp_path, every, when, recorded):
+    assert run_ranks(2, drifting_run, settings(tmp_path, pp=1, check_replicas_every=every), when)[0] == recorded
+
+
+def save_twice(rank, config):
+    trainer = make_trainer(rank, config)
+    first = trainer.save(3)
+    trainer.train_step(0)
+    assert trainer.save(3) == first
+    return [path.name for path in first.parent.iterdir()]
+
+
+def test_a_step_can_be_saved_again(tmp_path):
+    assert run_ranks(1, save_twice, settings(tmp_path)) == [["step-000003"]]
+
+
+def bf16_step(rank, config):
+    trainer = make_trainer(rank, config)
+    trainer.train_step(0)
+    assert {p.dtype for p in trainer.optimizer.parameters.values()} == {torch.bfloat16}
+    assert {w.dtype for w in trainer.optimizer.master.values()} == {torch.float32}
+
+
+def test_bf16_trains_with_fp32_master_weights(tmp_path):
+    run_ranks(1, bf16_step, settings(tmp_path, dtype="bfloat16"))
+
+
+def introduction(rank, config):
+    trainer = make_trainer(rank, config)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        trainer._introduce()
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("changes", [{}, {"ep": 2}, {"pp": 1}], ids=str)
+def test_parameters_are_counted_once(tmp_path, changes):
+    sizes = {name: p.numel() for name, p in build_model(MODEL).named_parameters()}
+    total = sum(sizes.values())
+    idle = sum(size for name, size in sizes.items() if ".experts." in name) / 2  # two of four experts a token
+    printed, nothing = run_ranks(2, introduction, settings(tmp_path, **changes))
+    assert f"{total / 1e6:.2f} M parameters, {(total - idle) / 1e6:.2f} M active" in printed
+    assert nothing == ""
+
+
+def test_a_finished_run_and_a_broken_checkpoint_are_not_resumed(tmp_path):
+    run_ranks(1, train, settings(tmp_path, steps=1))
+    launch = Launch(0, 0, 1, 1)
+    with pytest.raises(ValueError, match="is at step 1 already: use --steps larger than that"):
+        Plan.make(resolve(settings(tmp_path, steps=1, resume=str(tmp_path)), launch))
+    (tmp_path / "checkpoints" / "step-000001" / ".metadata").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"cannot read .*step-000001/.metadata"):
+        Plan.make(resolve(settings(tmp_path, resume=str(tmp_path)), launch))
 
 
 # ---- From the command line ----
