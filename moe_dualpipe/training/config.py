@@ -87,7 +87,7 @@ class TrainConfig:
     """Held-out sequences for the validation loss; rounded up to whole batches."""
     sample_tokens: int = 160
     """Length of the sample that is generated at the end; 0: none."""
-    prompt: str = "def "
+    prompt: str = "class "
     """What the sample starts with."""
     check_replicas_every: int = 100
     """Steps between checks that replicas are bit-equal; they are checked at the end, too. 0: only then."""

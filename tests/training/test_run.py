@@ -211,7 +211,7 @@ def test_torchrun_trains_and_tells_how_to_resume(tmp_path):
         re.fullmatch(r"  stage 1 on pipeline ranks 0 and 1: layer 1 \+ head \(\d\d% of the work\)", s) for s in lines
     )
     assert f"saved {out}/checkpoints/step-000003" in lines
-    assert "    | def " in done.stdout
+    assert "    | class " in done.stdout
     assert "loss" in done.stderr
     assert "tokens/s" in done.stderr
     (resume,) = [line.removeprefix("to resume: ") for line in lines if line.startswith("to resume: ")]
