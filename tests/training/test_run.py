@@ -8,15 +8,20 @@ import os
 import re
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
 
-from moe_dualpipe.models import ModelConfig, build_model
+from moe_dualpipe.models import ModelConfig, build_model, expert_loads
+from moe_dualpipe.training import loop
 from moe_dualpipe.training.config import Launch, OptimizerConfig, TrainConfig, resolve
 from moe_dualpipe.training.loop import Plan, Trainer, main
+from moe_dualpipe.training.parallel import initialize
 
 ROOT = Path(__file__).parents[2]
 MODEL = ModelConfig(
@@ -166,6 +171,33 @@ def test_parameters_are_counted_once(tmp_path, changes):
     printed, nothing = run_ranks(2, introduction, settings(tmp_path, **changes))
     assert f"{total / 1e6:.2f} M parameters, {(total - idle) / 1e6:.2f} M active" in printed
     assert nothing == ""
+
+
+def loads_by_layer(rank, config):
+    trainer = make_trainer(rank, config)
+    batch = trainer.plan.text.batch(0, 0, 0, 4, config.seq_len)
+    trainer._pipeline_step(*batch)
+    model = build_model(MODEL)
+    model(batch[0])
+    assert torch.equal(trainer._expert_load(), expert_loads(model))
+
+
+@pytest.mark.parametrize("schedule", ["dualpipe", "dualpipev"])
+def test_the_load_of_every_layer_is_its_own(tmp_path, schedule):
+    run_ranks(2, loads_by_layer, settings(tmp_path, schedule=schedule))
+
+
+def test_the_sample_follows_the_seed_and_the_timeout_reaches_torch(tmp_path, monkeypatch):
+    asked = []
+    trainer: Any = object.__new__(Trainer)
+    trainer.config, trainer.dtype = settings(tmp_path, seed=5), torch.float32
+    trainer.executor = trainer.groups = trainer.schedule = SimpleNamespace(placement=None, pipeline=None)
+    monkeypatch.setattr(loop, "generate", lambda *_, seed: asked.append(seed) or [72, 105])
+    assert trainer.sample() == "Hi"
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, timeout, **__: asked.append(timeout))
+    initialize(torch.device("cpu"), Launch(0, 0, 1, 1), 12.5)
+    initialize(torch.device("cpu"), Launch(0, 0, 2, 2), 12.5)
+    assert asked == [5, timedelta(seconds=12.5), timedelta(seconds=12.5)]
 
 
 def test_a_finished_run_and_a_broken_checkpoint_are_not_resumed(tmp_path):
