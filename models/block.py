@@ -15,7 +15,7 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, expert_parallel: ExpertParallel, seed: int):
         super().__init__()
-        out_std = config.init_std / (2 * config.num_layers) ** 0.5
+        out_std = config.residual_std
         self.attention_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
         self.attention = Attention(config, out_std)
         self.mlp_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)

@@ -69,5 +69,10 @@ class ModelConfig:
         if self.experts != "swiglu" and not all(self.experts.partition(":")):
             raise ValueError(f'experts must be "swiglu" or "module:Class": got {self.experts!r}')
 
+    @property
+    def residual_std(self) -> float:
+        """Initial scale of the projections that write into the residual stream: two in each layer."""
+        return self.init_std / (2 * self.num_layers) ** 0.5
+
     def is_dense(self, layer: int) -> bool:
         return layer < self.num_dense_layers

@@ -35,7 +35,7 @@ class SwiGLUExperts(nn.Module):
 
     def __init__(self, config: ModelConfig, num_local_experts: int):
         super().__init__()
-        self.std, self.out_std = config.init_std, config.init_std / (2 * config.num_layers) ** 0.5
+        self.std, self.out_std = config.init_std, config.residual_std
         self.gate_up = nn.Parameter(torch.empty(num_local_experts, 2 * config.expert_size, config.hidden_size))
         self.down = nn.Parameter(torch.empty(num_local_experts, config.hidden_size, config.expert_size))
         self.weight_grads: WeightGrads | None = None

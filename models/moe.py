@@ -35,9 +35,8 @@ class MoE(nn.Module):
                     reset(e)
         self.shared = None
         if config.num_shared_experts:
-            out_std = config.init_std / (2 * config.num_layers) ** 0.5
             inner = config.num_shared_experts * config.expert_size
-            self.shared = SwiGLU(config.hidden_size, inner, config.init_std, out_std)
+            self.shared = SwiGLU(config.hidden_size, inner, config.init_std, config.residual_std)
 
     def forward(self, x: Tensor) -> Tensor:
         x_TD = x.flatten(0, -2)

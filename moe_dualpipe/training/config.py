@@ -143,8 +143,7 @@ def resolve(config: TrainConfig, launch: Launch) -> TrainConfig:
 
     Raises ValueError with the numbers and the way out. The result has no 0, "auto" or "" where those mean a choice.
     """
-    if config.preset not in PRESETS:
-        preset(config.preset)
+    preset(config.preset)  # its error names the nearest one
     device = _device(config.device, torch.cuda.device_count(), launch.local_world_size)
     dtype = config.dtype if config.dtype != "auto" else ("bfloat16" if device == "cuda" else "float32")
     if dtype not in ("float32", "bfloat16"):
