@@ -3,11 +3,15 @@
 T tokens, D model dim, K experts per token, N received rows, M rows in expert-major order.
 """
 
+import functools
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
-from moe_dualpipe.expert_parallel import ExpertParallel, Route, combine, dispatch
+from moe_dualpipe.expert_parallel import Combined, ExpertParallel, Pending, Received, Route
 from moe_dualpipe.kernels.permute import gather_rows, sum_rows
+from moe_dualpipe.overlap import Comm, Compute, Prepare, Segmented, Segments
 
 from .config import ModelConfig
 from .experts import expert_class
@@ -16,7 +20,7 @@ from .router import Router
 from .seeding import seeded
 
 
-class MoE(nn.Module):
+class MoE(Segmented):
     """Routed experts, spread over ranks by `expert_parallel`, plus shared experts on every rank.
 
     `seed` and `name` fix the initial weights of each expert, wherever it lives.
@@ -38,15 +42,27 @@ class MoE(nn.Module):
             inner = config.num_shared_experts * config.expert_size
             self.shared = SwiGLU(config.hidden_size, inner, config.init_std, config.residual_std)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def segments(self, x: Tensor) -> Segments:
+        x_TD, weights_TK, ids_TK = yield Compute("attn", self.route, x)
+        parts = yield from self.exchange(x_TD, weights_TK, ids_TK)
+        return (yield Compute("add", lambda *parts: functools.reduce(torch.add, parts).view(x.shape), *parts))
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x_TD = x.flatten(0, -2)
-        weights_TK, ids_TK = self.router(x_TD)
-        route = self.expert_parallel.prepare(ids_TK)
-        x_ND, weights_M = dispatch(x_TD, weights_TK, route, self.expert_parallel)
-        y_TD = combine(self.run_experts(x_ND, weights_M, route), route, self.expert_parallel)
-        if self.shared is not None:
-            y_TD = y_TD + self.shared(x_TD)
-        return y_TD.view_as(x)
+        return x_TD, *self.router(x_TD)
+
+    def exchange(self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Segments:
+        """From the routing decisions to what is to be added up for each token: experts [T, D], shared experts [T, D]."""
+        ep = self.expert_parallel
+        if torch.is_grad_enabled():
+            self.router.count(ids_TK)
+        route = yield Prepare("dispatch", ep.prepare, ids_TK)
+        received = yield Comm("dispatch", partial(send, ep, route), partial(bring, ep, route), x_TD, weights_TK)
+        # The shared experts know all they need: they hide the dispatch.
+        shared = (yield Compute("mlp", self.shared, x_TD)) if self.shared is not None else None
+        out_ND = yield Compute("mlp", partial(self.run_experts, route=route), received)
+        combined = yield Comm("combine", partial(bring, ep, route), partial(send, ep, route), out_ND, weights_first=True)
+        return (combined,) if shared is None else (combined, shared)
 
     def run_experts(self, x_ND: Tensor, weights_M: Tensor, route: Route) -> Tensor:
         """Received rows [N, D] -> the weighted sum of what this rank's experts make of each, [N, D]."""
@@ -64,6 +80,14 @@ class MoE(nn.Module):
     def take_load(self) -> Tensor:
         """Tokens per expert [E] that this rank's tokens chose since the last call."""
         return self.router.take_load()
+
+
+def send(ep: ExpertParallel, route: Route, x_TD: Tensor, weights_TK: Tensor | None = None) -> Pending[Received]:
+    return ep.dispatch(x_TD, route, weights_TK)
+
+
+def bring(ep: ExpertParallel, route: Route, y_ND: Tensor, weight_grads_M: Tensor | None = None) -> Pending[Combined]:
+    return ep.combine(y_ND, route, weight_grads_M)
 
 
 def expert_loads(module: nn.Module) -> Tensor | None:

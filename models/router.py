@@ -32,9 +32,11 @@ class Router(nn.Module):
         if self.config.normalize_weights:
             # The guard is for sigmoid scores that have all underflowed to zero.
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
-        if torch.is_grad_enabled():
-            self.load_E.scatter_add_(0, ids_TK.flatten(), torch.ones_like(ids_TK.flatten()))
         return weights_TK * self.config.routed_scale, ids_TK
+
+    def count(self, ids_TK: Tensor) -> None:
+        """Count what was chosen: once for each decision, also where the decision is computed again in backward."""
+        self.load_E.scatter_add_(0, ids_TK.flatten(), torch.ones_like(ids_TK.flatten()))
 
     def take_load(self) -> Tensor:
         """Return the counts [E] since the last call, and start again from zero."""

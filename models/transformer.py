@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_dualpipe.expert_parallel import ExpertParallel, Local
+from moe_dualpipe.overlap import Compute, Segmented, Segments, in_layer
 
-from .block import Block
+from .block import Block, add_up
 from .config import ModelConfig
 from .layers import Linear, at_least_fp32
 from .seeding import seeded
@@ -74,7 +75,7 @@ def split(config: ModelConfig, num_stages: int) -> tuple[StageSpec, ...]:
     )
 
 
-class TransformerStage(nn.Module):
+class TransformerStage(Segmented):
     """One stage. The first maps token ids [B, S] to hidden states [B, S, D], the last ends in logits [B, S, V]."""
 
     def __init__(
@@ -96,12 +97,16 @@ class TransformerStage(nn.Module):
             with seeded(seed, "head"):
                 self.head = Linear(config.hidden_size, config.vocab_size, config.init_std)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def segments(self, x: Tensor) -> Segments:
+        parts = (x,)
         if self.spec.embedding:
-            x = self.embedding(x)
-        for block in self.layers.values():
-            x = block(x)
-        return self.head(self.norm(x)) if self.spec.head else x
+            parts = ((yield Compute("embed", self.embedding, x)),)
+        for layer, block in zip(self.spec.layers, self.layers.values(), strict=True):
+            parts = yield from in_layer(layer, block.segments(*parts))  # type: ignore[operator]
+        return (yield Compute("head", self.logits, *parts) if self.spec.head else Compute("add", add_up, *parts))
+
+    def logits(self, *parts: Tensor) -> Tensor:
+        return self.head(self.norm(add_up(*parts)))
 
 
 def build_model(config: ModelConfig, expert_parallel: ExpertParallel | None = None, seed: int = 0) -> TransformerStage:

@@ -8,7 +8,7 @@ T tokens on this rank, D model dim, K experts per token, N rows received, M choi
 """
 
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -46,16 +46,14 @@ class Route:
     handle: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(NamedTuple):
     """x_ND: the rows that arrived. weights_M: the routing weights of the local choices, in expert-major order."""
 
     x_ND: Tensor
     weights_M: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class Combined:
+class Combined(NamedTuple):
     """y_TD: the sum, over ranks, of what came back for each token. weight_grads_TK: likewise, one per choice."""
 
     y_TD: Tensor

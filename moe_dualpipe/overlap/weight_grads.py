@@ -17,7 +17,13 @@ from torch import Tensor, nn
 class WeightGrads:
     """The weight gradients that are owed, keyed as the caller likes: (stage, micro-batch) in the executor."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_deferred: int | None = None) -> None:
+        """max_deferred: the largest number of keys that may be owed. One more, and the oldest is computed at once,
+        which bounds the activations that are held for it. Raises ValueError below 1."""
+        if max_deferred is not None and max_deferred < 1:
+            raise ValueError(f"max_deferred must be at least 1, or None for no bound: got {max_deferred}")
+        self.max_deferred = max_deferred
+        self._early: set[Hashable] = set()
         self._key: Hashable | None = None
         self._owed: dict[Hashable, list[tuple[Tensor, Callable[[], Tensor]]]] = {}
 
@@ -35,6 +41,10 @@ class WeightGrads:
         """Within this context, layers defer their weight gradients; `run(key)` computes them."""
         if self._key is not None or key in self._owed:
             raise RuntimeError(f"weight gradients for {key} are already being deferred")
+        if self.max_deferred is not None and len(self._owed) >= self.max_deferred:
+            oldest = next(iter(self._owed))
+            self.run(oldest)
+            self._early.add(oldest)
         self._key, self._owed[key] = key, []
         try:
             yield
@@ -48,13 +58,21 @@ class WeightGrads:
 
     def run(self, key: Hashable) -> None:
         """Compute all that was deferred to `key`, in the order in which it was deferred."""
+        if key in self._early:
+            self._early.remove(key)
+            return
         with torch.no_grad():
             for parameter, compute in self._owed.pop(key):
                 accumulate(parameter, compute())
 
+    def owes(self, key: Hashable) -> bool:
+        """Whether anything was deferred to `key`."""
+        return bool(self._owed.get(key))
+
     def clear(self) -> None:
         """Forget what is owed, after a step that failed."""
         self._key = None
+        self._early.clear()
         self._owed.clear()
 
     def __len__(self) -> int:

@@ -8,13 +8,13 @@ dispatch table and the bookkeeping of one step, which lives in an object that di
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..overlap.weight_grads import WeightGrads, bind
+from ..overlap import Segmented, WeightGrads, bind
 from ..schedule import (
     Backward,
     Flow,
@@ -168,6 +168,7 @@ class _Run:
             self.arriving[Flow.ACTIVATION][0, micro_batch] = Receiving(tuple(tensors))
         self.leaving: dict[tuple[int, int, Flow], Tensors] = {}
         self.sending: deque[tuple[int, Sending]] = deque()  # with the number of compute actions before it
+        self.sent_early: dict[Send, Sending] = {}
         self.result = StepResult()
 
     def all(self, steps: tuple[Step, ...]) -> StepResult:
@@ -178,14 +179,14 @@ class _Run:
                     case Recv():
                         self.recv(step)
                     case Send():
-                        self.sending.append((computed, self.send(step)))
+                        self.sending.append((computed, self.sent_early.pop(step, None) or self.send(step)))
                     case _:
                         while self.sending and self.sending[0][0] <= computed - SENDS_IN_FLIGHT:
                             self.sending.popleft()[1].wait()
                         self.compute(step)
                         computed += 1
             except Exception as error:
-                error.add_note(f"while pipeline rank {self.p2p.rank} ran {step} of {self.schedule.name}")
+                error.add_note(f"while pipeline rank {self.p2p.rank} ran {describe(step)} of {self.schedule.name}")
                 raise
         for _, sending in self.sending:
             sending.wait()
@@ -222,7 +223,18 @@ class _Run:
         chunk1 = second.chunks[micro_batch1]
         grads1 = self.take(Flow.GRADIENT, second.index, micro_batch1) if second.index < self.last else ()
         pairs = [(o, g) for o, g in zip(chunk1.outputs, grads1, strict=True) if o.requires_grad]
-        outputs0, loss0 = type(first.module).overlapped_forward_backward(  # type: ignore[attr-defined]
+
+        def hand_back() -> None:
+            if micro_batch1 in second.chunks:
+                self.hand_back(second.index, micro_batch1, second.finish(micro_batch1))
+                send = Send(second.index, micro_batch1, Flow.GRADIENT)
+                if (send.stage, send.micro_batch, send.flow) in self.leaving:
+                    self.sent_early[send] = self.send(send)
+
+        method = type(first.module).overlapped_forward_backward  # type: ignore[attr-defined]
+        if isinstance(first.module, Segmented):  # it says when, before the last weight gradients
+            method = partial(method, on_input_grads=hand_back)
+        outputs0, loss0 = method(
             first.module,
             list(inputs0),
             criterion0,
@@ -235,7 +247,7 @@ class _Run:
         outputs0 = as_tuple(outputs0)
         first.keep(micro_batch0, inputs0, outputs0, loss0)
         self.hand_on(first.index, micro_batch0, outputs0, loss0)
-        self.hand_back(second.index, micro_batch1, second.finish(micro_batch1))
+        hand_back()
 
     def objective(self, stage: Stage, micro_batch: int) -> tuple[Criterion | None, Tensors]:
         if stage.index < self.last or self.criterion is None:
@@ -300,6 +312,12 @@ class _Run:
         if got != expected:
             what = "outputs" if flow is Flow.ACTIVATION else "input gradients"
             raise ValueError(f"stage {stage} produced {what} {got}, but the pipeline carries {expected}")
+
+
+def describe(step: Step) -> str:
+    """The step in the schedule's notation, and in words: `0F3 (stage 0, micro-batch 3)`."""
+    acts = halves(step) if isinstance(step, Forward | Backward | Overlap) else (step,)
+    return f"{step} ({'; '.join(f'stage {act.stage}, micro-batch {act.micro_batch}' for act in acts)})"
 
 
 def _detached(tensor: Tensor | None) -> Any:

@@ -59,7 +59,8 @@ def add_comms(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
         return all(need in own for half in halves(action) for need in needs(half, schedule.num_stages))
 
     def finish(rank: int, action: Action) -> None:
-        for half in halves(action):
+        # Of an overlapped pair, the backward first: its gradient can leave before its own last weight gradients.
+        for half in reversed(halves(action)):
             known[rank].add(gives(half))
             if (transfer := _transfer(half, schedule)) is not None:
                 send, recv, peer = transfer

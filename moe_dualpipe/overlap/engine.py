@@ -1,0 +1,192 @@
+"""The engine: interleaves two chunks in one fixed order, and is the only place with CUDA streams and events.
+
+A lane is one chunk's coroutine. The rule is: run one lane until it asks for a transfer, then the other; weight
+gradients fill in. For a forward F and a backward B of Mixture-of-Experts layers that gives, layer by layer, the order of
+DeepSeek's published training trace:
+
+    combine(B) | attn(F), mlp(B), dispatch(F), dispatch(B), mlp(W), mlp(F), attn(B), attn(W), combine(F), combine(B) | ...
+
+That is the order in which a device is queued for (`queued`): the transfers there wait for events, not for their place
+in the queue, and where a dispatch must read sizes on the host, mlp(B) is queued already. On a CPU work is done when its
+call returns, so a transfer starts as soon as its data is there, and only then does the other lane go on. The order
+within compute, and the order within communication, is the same.
+"""
+
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+
+from .segment import Arriving, Comm, Compute, Prepare, Segments
+from .weight_grads import WeightGrads
+
+
+class Engine:
+    """Runs lanes on a device. `queued`: see above, by default True on CUDA. `log` collects what was run, in order."""
+
+    def __init__(self, device: torch.device, queued: bool | None = None, log: list[str] | None = None):
+        self.queued = device.type == "cuda" if queued is None else queued
+        self.side = _SideStream(device) if device.type == "cuda" else None
+        self.log = log
+
+    def run(self, segments: Segments, kind: str) -> Any:
+        """Run one chunk alone and return what it returns."""
+        lane = Lane(self, segments, kind)
+        while lane.active:
+            lane.advance()
+            lane.launch()
+        return lane.result
+
+    def interleave(self, first: "Lane", second: "Lane") -> None:
+        """Run two chunks, a forward and a backward or two forwards, each hiding the other's communication."""
+        second.advance()
+        second.launch()
+        second.pay()
+        while first.active or second.active:
+            first.advance()
+            if not self.queued:
+                first.launch()
+            second.advance()
+            if not self.queued:
+                second.launch()
+            asked = first.asked or second.asked
+            if asked is not None and asked.weights_first:
+                second.pay()
+            first.launch()
+            second.launch()
+            second.pay()
+
+    @contextmanager
+    def label(self, name: str, kind: str, layer: int | None):
+        """Name a piece of work, for profilers, the log, and whoever reads the traceback."""
+        label = f"{name}({kind})"
+        if self.log is not None:
+            self.log.append(label)
+        try:
+            with record_function(label):
+                yield
+        except Exception as error:
+            error.add_note(f"in {label}" + ("" if layer is None else f" of layer {layer}"))
+            raise
+
+
+class Lane:
+    """One chunk on its way. `kind` is F or B; with `weight_grads`, weight gradients are put off until `pay`."""
+
+    def __init__(self, engine: Engine, segments: Segments, kind: str, weight_grads: WeightGrads | None = None):
+        self.engine, self.kind, self.weight_grads = engine, kind, weight_grads
+        self.segments: Segments | None = segments
+        self.asked: Comm | None = None
+        self.result: Any = None
+        self._answer: Any = None
+        self._ready: Any = None
+        self._owed: list[tuple[Compute, object]] = []
+
+    @property
+    def active(self) -> bool:
+        return self.segments is not None
+
+    def advance(self) -> None:
+        """Compute until a transfer is asked for, or to the end."""
+        while self.segments is not None and self.asked is None:
+            try:
+                segment = self.segments.send(self._answer)
+            except StopIteration as stop:
+                self.result, self.segments, self._answer = stop.value, None, None
+                return
+            match segment:
+                case Compute():
+                    self._answer = self._compute(segment)
+                case Prepare():
+                    self._answer = self._prepare(segment)
+                case Comm():
+                    self.asked, self._answer = segment, None
+                    self._ready = self.engine.side.mark() if self.engine.side else None
+
+    def launch(self) -> None:
+        """Start the transfer that was asked for, if one was."""
+        if self.asked is None:
+            return
+        comm, ready, side = self.asked, self._ready, self.engine.side
+        self.asked = self._ready = None
+        with self.engine.label(comm.name, self.kind, comm.layer):
+            wait = side.start(comm, ready) if side else comm.start(*comm.inputs).wait
+        self._answer = Arriving(partial(self._wait, wait, comm.name, comm.layer))
+
+    def pay(self) -> None:
+        """Compute the weight gradients that were put off."""
+        for segment, key in self._owed:
+            with self.engine.label(segment.name, "W", segment.layer):
+                assert self.weight_grads is not None
+                self.weight_grads.run(key)
+        self._owed.clear()
+
+    def _compute(self, segment: Compute) -> Any:
+        with self.engine.label(segment.name, self.kind, segment.layer):
+            if self.weight_grads is None:
+                return segment.fn(*segment.inputs)
+            key = object()
+            with self.weight_grads.defer_to(key):
+                answer = segment.fn(*segment.inputs)
+            if self.weight_grads.owes(key):
+                self._owed.append((segment, key))
+            else:
+                self.weight_grads.run(key)
+            return answer
+
+    def _prepare(self, segment: Prepare) -> Any:
+        run = partial(segment.fn, *segment.inputs)
+        with record_function(f"{segment.name}({self.kind})"):
+            return self.engine.side.run(run, self.engine.side.mark())[0] if self.engine.side else run()
+
+    def _wait(self, wait: Any, name: str, layer: int | None) -> Any:
+        try:
+            return wait()
+        except Exception as error:
+            where = "" if layer is None else f" of layer {layer}"
+            error.add_note(f"while waiting for {name}({self.kind}){where}")
+            raise
+
+
+class _SideStream:
+    """Where communication is queued on CUDA, and who keeps its memory.
+
+    What a transfer brings is allocated for this stream, so the allocator would give it to the next transfer as soon as
+    the last reference is gone, while work that reads it may still be queued. So each is held here as well, until an
+    event that came after everybody else let go of it has been waited for.
+    """
+
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.Stream(device, priority=-1)
+        self.held: list[torch.UntypedStorage] = []
+
+    def mark(self) -> tuple[torch.cuda.Event, list[torch.UntypedStorage]]:
+        """This point of the compute stream, and the memory that nobody will use beyond it."""
+        alone = [torch._C._storage_Use_Count(s._cdata) == 1 for s in self.held]
+        free = [s for s, is_alone in zip(self.held, alone, strict=True) if is_alone]
+        self.held = [s for s, is_alone in zip(self.held, alone, strict=True) if not is_alone]
+        return torch.cuda.current_stream().record_event(), free
+
+    def run(self, fn: Any, mark: tuple[torch.cuda.Event, list[torch.UntypedStorage]]) -> tuple[Any, torch.cuda.Event]:
+        with torch.cuda.stream(self.stream):
+            self.stream.wait_event(mark[0])
+            mark[1].clear()
+            return fn(), self.stream.record_event()
+
+    def start(self, comm: Comm, mark: Any) -> Any:
+        value, done = self.run(lambda: comm.start(*comm.inputs).wait(), mark)
+        self.held += [t.untyped_storage() for t in value if t is not None]
+
+        def wait(_: Comm = comm) -> Any:  # until then the inputs must stay: the transfer is reading them
+            torch.cuda.current_stream().wait_event(done)
+            return value
+
+        return wait
+
+
+@lru_cache
+def engine_for(device: torch.device) -> Engine:
+    """The engine of this process for `device`."""
+    return Engine(device)

@@ -1,0 +1,114 @@
+"""What a chunk yields: a layer is written once, as a generator that stops where it communicates.
+
+    def segments(self, x_TD):
+        h_TD, rows_TD, weights_TK, ids_TK = yield Compute("attn", self.attend, x_TD)
+        route = yield Prepare("dispatch", ep.prepare, ids_TK)
+        received = yield Comm("dispatch", send, send_backward, rows_TD, weights_TK)    # comes back at once ...
+        out_ND = yield Compute("mlp", partial(self.experts, route=route), received)     # ... and is waited for here
+        combined = yield Comm("combine", bring, bring_backward, out_ND)
+        return (yield Compute("add", torch.add, h_TD, combined))
+
+Whoever drives the generator decides what runs meanwhile: nothing in a plain forward, another chunk in the engine. Two
+rules follow. Tensors that need gradients are computed with inside a Compute only, and reach it as its inputs; and a
+generator never yields inside a `with` block, whose effect would leak into the other chunk.
+"""
+
+from collections.abc import Callable, Generator
+from typing import Any, Protocol
+
+from torch import Tensor
+
+Tensors = tuple[Tensor, ...]
+
+
+class Pending(Protocol):
+    """A transfer on its way; `wait` returns its tensors (or None for one that does not travel), also when called again.
+
+    It waits on the stream on CUDA, and blocks on CPU.
+    """
+
+    def wait(self) -> tuple[Tensor | None, ...]: ...
+
+
+class Compute:
+    """Run `fn(*inputs)`, which returns a tensor or a tuple of tensors. `recompute`: do not keep what it saves for its
+    backward, run it again instead, just before. `name` and `layer` are for people."""
+
+    __slots__ = ("fn", "inputs", "layer", "name", "recompute")
+
+    def __init__(
+        self,
+        name: str,
+        fn: Callable[..., Any],
+        *inputs: "Tensor | Arriving",
+        layer: int | None = None,
+        recompute: bool = False,
+    ):
+        self.name, self.fn, self.inputs, self.layer, self.recompute = name, fn, inputs, layer, recompute
+
+
+class Comm:
+    """Start a transfer, `start(*inputs) -> Pending`; the generator goes on at once, with an `Arriving`.
+
+    `start_backward(*output_grads) -> Pending` starts the transfer of the gradients back to the inputs. Neither knows
+    of autograd. `weights_first`: on a device that is queued for, weight gradients are queued before this is started.
+    """
+
+    __slots__ = ("inputs", "layer", "name", "start", "start_backward", "weights_first")
+
+    def __init__(
+        self,
+        name: str,
+        start: Callable[..., Pending],
+        start_backward: Callable[..., Pending],
+        *inputs: "Tensor | Arriving",
+        layer: int | None = None,
+        weights_first: bool = False,
+    ):
+        self.name, self.start, self.start_backward, self.inputs = name, start, start_backward, inputs
+        self.layer, self.weights_first = layer, weights_first
+
+
+class Prepare:
+    """Run `fn(*inputs)` at once where communication runs, before a Comm of that name; it returns anything."""
+
+    __slots__ = ("fn", "inputs", "layer", "name")
+
+    def __init__(self, name: str, fn: Callable[..., Any], *inputs: Tensor, layer: int | None = None):
+        self.name, self.fn, self.inputs, self.layer = name, fn, inputs, layer
+
+
+class Arriving:
+    """Stands for the tensors of a Comm until they are there. As an input it becomes all of them, in order."""
+
+    __slots__ = ("_tensors", "_wait")
+
+    def __init__(self, wait: Callable[[], Tensors]):
+        self._wait: Callable[[], Tensors] | None = wait
+        self._tensors: Tensors = ()
+
+    def wait(self) -> Tensors:
+        if self._wait is not None:
+            self._tensors, self._wait = self._wait(), None
+        return self._tensors
+
+
+Segment = Compute | Comm | Prepare
+Segments = Generator[Segment, Any, Any]
+
+
+def resolve(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Wait for what is arriving among the inputs, and put its tensors in its place."""
+    return tuple(t for i in inputs for t in (i.wait() if isinstance(i, Arriving) else (i,)))
+
+
+def in_layer(layer: int, segments: Segments) -> Segments:
+    """The same segments, known to belong to `layer` of the model."""
+    answer = None
+    while True:
+        try:
+            segment = segments.send(answer)
+        except StopIteration as stop:
+            return stop.value
+        segment.layer = layer
+        answer = yield segment
