@@ -46,6 +46,26 @@ class _SumRows(torch.autograd.Function):
         return grads[0][gather_idx_M], None, None
 
 
+class _GatherChoices(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values_NK: Tensor, choice_idx_M: Tensor) -> Tensor:
+        ctx.save_for_backward(choice_idx_M)
+        ctx.shape = values_NK.shape
+        return values_NK.flatten()[choice_idx_M]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (choice_idx_M,) = ctx.saved_tensors
+        values_NK = grads[0].new_zeros(ctx.shape)
+        values_NK.view(-1)[choice_idx_M] = grads[0]
+        return values_NK, None
+
+
+def gather_choices(values_NK: Tensor, choice_idx_M: Tensor) -> Tensor:
+    """One value per choice, [N, K], in expert-major order: [M]. Backward is zero for the choices that are not there."""
+    return _GatherChoices.apply(values_NK, choice_idx_M)  # type: ignore[return-value]
+
+
 def gather_rows(x_ND: Tensor, gather_idx_M: Tensor, positions_NK: Tensor) -> Tensor:
     """rows[m] = x[gather_idx[m]]: [M, D] from [N, D]. `positions_NK` is the inverse, for the backward."""
     return _GatherRows.apply(x_ND, gather_idx_M, positions_NK)  # type: ignore[return-value]

@@ -28,7 +28,11 @@ class Block(Segmented):
         else:
             self.mlp = MoE(config, expert_parallel, seed, f"layers.{layer}")
 
-    def segments(self, *parts: Tensor | Arriving) -> Segments:
+    def segments(self, x_BSD: Tensor) -> Segments:
+        parts = yield from self.parts(x_BSD)
+        return (yield Compute("add", add_up, *parts))
+
+    def parts(self, *parts: Tensor | Arriving) -> Segments:
         """The residual stream comes and goes in parts that are yet to be added up, so that none is waited for early."""
         if isinstance(self.mlp, MoE):
             h_BSD, x_TD, weights_TK, ids_TK = yield Compute("attn", self.attend_and_route, *parts)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_dualpipe.expert_parallel import Combined, ExpertParallel, Pending, Received, Route
-from moe_dualpipe.kernels.permute import gather_rows, sum_rows
+from moe_dualpipe.kernels.permute import gather_choices, gather_rows, sum_rows
 from moe_dualpipe.overlap import Comm, Compute, Prepare, Segmented, Segments
 
 from .config import ModelConfig
@@ -61,10 +61,12 @@ class MoE(Segmented):
         # The shared experts know all they need: they hide the dispatch.
         shared = (yield Compute("mlp", self.shared, x_TD)) if self.shared is not None else None
         out_ND = yield Compute("mlp", partial(self.run_experts, route=route), received)
-        combined = yield Comm("combine", partial(bring, ep, route), partial(send, ep, route), out_ND, weights_first=True)
+        combined = yield Comm(
+            "combine", partial(bring, ep, route), partial(send, ep, route), out_ND, weights_first=True
+        )
         return (combined,) if shared is None else (combined, shared)
 
-    def run_experts(self, x_ND: Tensor, weights_M: Tensor, route: Route) -> Tensor:
+    def run_experts(self, x_ND: Tensor, weights_NK: Tensor, route: Route) -> Tensor:
         """Received rows [N, D] -> the weighted sum of what this rank's experts make of each, [N, D]."""
         order = route.order
         rows_MD = gather_rows(x_ND, order.gather_idx_M, order.positions_NK)
@@ -74,6 +76,7 @@ class MoE(Segmented):
                 f"{type(self.experts).__name__} must map rows {[*rows_MD.shape]} to rows of the same shape: "
                 f"got {[*out_MD.shape]}"
             )
+        weights_M = gather_choices(weights_NK, order.choice_idx_M)
         weighted_MD = (out_MD * weights_M[:, None]).to(out_MD.dtype)  # the weights are fp32
         return sum_rows(weighted_MD, order.gather_idx_M, order.positions_NK)
 
@@ -86,8 +89,8 @@ def send(ep: ExpertParallel, route: Route, x_TD: Tensor, weights_TK: Tensor | No
     return ep.dispatch(x_TD, route, weights_TK)
 
 
-def bring(ep: ExpertParallel, route: Route, y_ND: Tensor, weight_grads_M: Tensor | None = None) -> Pending[Combined]:
-    return ep.combine(y_ND, route, weight_grads_M)
+def bring(ep: ExpertParallel, route: Route, y_ND: Tensor, weight_grads_NK: Tensor | None = None) -> Pending[Combined]:
+    return ep.combine(y_ND, route, weight_grads_NK)
 
 
 def expert_loads(module: nn.Module) -> Tensor | None:

@@ -102,7 +102,7 @@ class TransformerStage(Segmented):
         if self.spec.embedding:
             parts = ((yield Compute("embed", self.embedding, x)),)
         for layer, block in zip(self.spec.layers, self.layers.values(), strict=True):
-            parts = yield from in_layer(layer, block.segments(*parts))  # type: ignore[operator]
+            parts = yield from in_layer(layer, block.parts(*parts))  # type: ignore[operator]
         return (yield Compute("head", self.logits, *parts) if self.spec.head else Compute("add", add_up, *parts))
 
     def logits(self, *parts: Tensor) -> Tensor:

@@ -2,14 +2,20 @@
 
 from .all_to_all import AllToAll
 from .autograd import combine, dispatch
+from .delayed import Delayed
+from .link import Link
 from .local import Local
+from .loopback import Loopback
 from .protocol import Combined, ExpertParallel, Pending, Ready, Received, Route
 
 __all__ = [
     "AllToAll",
     "Combined",
+    "Delayed",
     "ExpertParallel",
+    "Link",
     "Local",
+    "Loopback",
     "Pending",
     "Ready",
     "Received",

@@ -1,4 +1,7 @@
-"""Dispatch and combine as differentiable operators: each runs the other on the same route as its backward."""
+"""Dispatch and combine as differentiable operators, for layers in plain autograd: each is the other's backward.
+
+They wait at once. A layer that is to hide its communication is written as segments instead (overlap/segment.py).
+"""
 
 from typing import Any
 
@@ -12,14 +15,14 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, route: Route, ep: ExpertParallel) -> tuple[Tensor, Tensor]:
         ctx.route, ctx.ep = route, ep
-        received = ep.dispatch(x_TD, route, weights_TK).wait()
-        assert received.weights_M is not None
-        return received.x_ND.view_as(received.x_ND), received.weights_M
+        x_ND, weights_NK = ep.dispatch(x_TD, route, weights_TK).wait()
+        assert weights_NK is not None
+        return x_ND.view_as(x_ND), weights_NK.view_as(weights_NK)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        grad_x_ND, grad_weights_M = grads
-        combined = ctx.ep.combine(grad_x_ND, ctx.route, grad_weights_M).wait()
+        grad_x_ND, grad_weights_NK = grads
+        combined = ctx.ep.combine(grad_x_ND, ctx.route, grad_weights_NK).wait()
         return combined.y_TD, combined.weight_grads_TK, None, None
 
 
@@ -36,7 +39,7 @@ class _Combine(torch.autograd.Function):
 
 
 def dispatch(x_TD: Tensor, weights_TK: Tensor, route: Route, ep: ExpertParallel) -> tuple[Tensor, Tensor]:
-    """Send tokens and routing weights along `route`: returns x_ND and weights_M, in expert-major order."""
+    """Send tokens and routing weights along `route`: returns x_ND and weights_NK."""
     return _Dispatch.apply(x_TD, weights_TK, route, ep)  # type: ignore[return-value]
 
 

@@ -7,12 +7,12 @@ dispatch is combine and the backward of combine is dispatch, on the same route.
 T tokens on this rank, D model dim, K experts per token, N rows received, M choices of local experts, R ranks.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-from moe_dualpipe.kernels.routing import ExpertOrder
+from moe_dualpipe.kernels.routing import ExpertOrder, expert_order
 
 V = TypeVar("V", covariant=True)
 
@@ -33,24 +33,37 @@ class Ready(Generic[V]):
         return self.value
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Route:
     """Who sends what to whom, for one set of routing decisions; used by forward and backward alike.
 
-    order: the expert-major order of the received rows over the local experts, which the expert MLP consumes.
-    num_rows: N, the rows received. handle: whatever the backend needs besides.
+    num_local_experts: E_local. local_ids_NK: for each row received, its choices among this rank's experts, -1 for those
+    that live elsewhere. num_rows, num_choices: N and M. All three are known once the first dispatch has been waited for.
+    handle: whatever the backend needs besides.
     """
 
-    order: ExpertOrder
-    num_rows: int
+    num_local_experts: int
+    local_ids_NK: Tensor | None = None
+    num_rows: int = 0
+    num_choices: int = 0
     handle: Any = None
+    _order: ExpertOrder | None = field(default=None, repr=False)
+
+    @property
+    def order(self) -> ExpertOrder:
+        """The expert-major order of the received rows over the local experts, which the expert MLP consumes."""
+        if self._order is None:
+            if self.local_ids_NK is None:
+                raise RuntimeError("this route has no order yet: wait for its first dispatch")
+            self._order = expert_order(self.local_ids_NK, self.num_local_experts, self.num_choices)
+        return self._order
 
 
 class Received(NamedTuple):
-    """x_ND: the rows that arrived. weights_M: the routing weights of the local choices, in expert-major order."""
+    """x_ND: the rows that arrived. weights_NK: the routing weights of their choices, where asked for."""
 
     x_ND: Tensor
-    weights_M: Tensor | None
+    weights_NK: Tensor | None
 
 
 class Combined(NamedTuple):
@@ -61,7 +74,11 @@ class Combined(NamedTuple):
 
 
 class ExpertParallel(Protocol):
-    """A backend. `num_experts` in total, of which this rank holds `local_experts`, a range of consecutive ids."""
+    """A backend. `num_experts` in total, of which this rank holds `local_experts`, a range of consecutive ids.
+
+    `dispatch` and `combine` may be called any number of times on a route, the first time with dispatch. Inputs must not
+    change until what they returned has been waited for.
+    """
 
     num_experts: int
     local_experts: range
@@ -70,4 +87,4 @@ class ExpertParallel(Protocol):
 
     def dispatch(self, x_TD: Tensor, route: Route, weights_TK: Tensor | None = None) -> Pending[Received]: ...
 
-    def combine(self, y_ND: Tensor, route: Route, weight_grads_M: Tensor | None = None) -> Pending[Combined]: ...
+    def combine(self, y_ND: Tensor, route: Route, weight_grads_NK: Tensor | None = None) -> Pending[Combined]: ...

@@ -89,9 +89,7 @@ class Tape:
         self.entries: list[_Entry] = [_Entry(None, set())]
         self.waiting: set[int] = set()  # the entries whose backward has not been started
         self.anchor = torch.empty(0, requires_grad=True)
-        self.inputs = tuple(
-            self._hand_out(0, i) if isinstance(i, Tensor) and i.requires_grad else i for i in inputs
-        )
+        self.inputs = tuple(self._hand_out(0, i) if isinstance(i, Tensor) and i.requires_grad else i for i in inputs)
 
     # ---- Forward ----
 

@@ -6,7 +6,7 @@ from ranks import run_ranks
 from torch.distributed import group
 
 from moe_dualpipe.expert_parallel import AllToAll, Local, combine, dispatch
-from moe_dualpipe.kernels.permute import gather_rows, sum_rows
+from moe_dualpipe.kernels.permute import gather_choices, gather_rows, sum_rows
 
 EXPERTS, WIDTH = 8, 5
 
@@ -29,8 +29,9 @@ def routing(kind, rank, ranks):
 def layer(x, weights, ids, ep, expert_scale):
     """A layer whose expert e multiplies by row e of `expert_scale`, weighted, through the real operators."""
     route = ep.prepare(ids)
-    x_ND, weights_M = dispatch(x, weights, route, ep)
+    x_ND, weights_NK = dispatch(x, weights, route, ep)
     order = route.order
+    weights_M = gather_choices(weights_NK, order.choice_idx_M)
     rows = gather_rows(x_ND, order.gather_idx_M, order.positions_NK)
     counts = order.expert_offsets.diff().long()
     out = rows * expert_scale[ep.local_experts.start :].repeat_interleave(_padded(counts, expert_scale, ep), 0)
@@ -96,7 +97,8 @@ def test_pending_results_can_be_waited_for_twice():
     route = ep.prepare(torch.tensor([[0, 3], [3, 1]]))
     pending = ep.dispatch(torch.ones(2, WIDTH), route, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     assert pending.wait() is pending.wait()
-    assert pending.wait().weights_M.tolist() == [1.0, 4.0, 2.0, 3.0]
+    weights_NK = pending.wait().weights_NK
+    assert gather_choices(weights_NK, route.order.choice_idx_M).tolist() == [1.0, 4.0, 2.0, 3.0]
 
 
 def transposed_rows(_rank):

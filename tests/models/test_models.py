@@ -91,6 +91,7 @@ def test_router_equals_a_loop(score, normalize):
         total = sum(scores[e] for e in best) if normalize else 1.0
         assert ids[t].tolist() == best
         assert weights[t].tolist() == pytest.approx([2.5 * scores[e] / total for e in best], rel=1e-5)
+    router.count(ids)
     expected = torch.bincount(ids.flatten(), minlength=CONFIG.num_experts)
     assert router.take_load().tolist() == expected.tolist()
     assert router.take_load().sum() == 0

@@ -1,0 +1,174 @@
+"""What the variable-sized all-to-alls have in common: who sends which row, and one message for all that a row carries.
+
+Only rows that are needed travel, each once per rank, however many of its experts live there:
+
+    prepare   [rows, choices] for each rank                                        2 numbers a rank
+    dispatch  the rows; the first time with their expert ids, and with their       [T, D] -> [N, D]
+              routing weights if there are any
+    combine   one row back per row received; the source adds up over ranks         [N, D] -> [T, D]
+
+Sizes must be known on the host. `prepare` only starts to ask for them; the first dispatch reads the answer, which has
+had the time of everything in between to come.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from moe_dualpipe.kernels.permute import sum_rows_reference
+
+from .protocol import Combined, Pending, Received, Route
+
+V = TypeVar("V")
+ALIGNMENT = 16  # bytes; every field of a message starts at a multiple
+
+
+class Later(Generic[V]):
+    """A result that `finish` makes once everything in `works` has been waited for."""
+
+    def __init__(self, works: Sequence[Any], finish: Callable[[], V]):
+        self._works, self._finish, self._value = works, finish, None
+
+    def wait(self) -> V:
+        if self._finish is not None:
+            for work in self._works:
+                work.wait()
+            self._value = self._finish()
+            self._works = self._finish = None
+        return self._value  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A question on its way. counts_2R2: [out, in] x rank x [rows, choices]."""
+
+    expert_ids_TK: Tensor
+    ranks_TK: Tensor
+    sends_TR: Tensor
+    counts_2R2: Pending[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The sender's side of a route.
+
+    sent_S: the token behind each of the S rows sent, by destination rank. slots_TR: the row in which token t goes to
+    rank r, or -1. rows_out, rows_in: how many rows go to, and come from, each rank. ids_SK: the expert ids that go with
+    the rows, local to their destination.
+    """
+
+    sent_S: Tensor
+    slots_TR: Tensor
+    rows_out: list[int]
+    rows_in: list[int]
+    ids_SK: Tensor
+
+
+class Exchange(ABC):
+    """Experts divided evenly over `num_ranks` ranks, in order. Raises ValueError when they cannot be."""
+
+    def __init__(self, num_experts: int, num_ranks: int, rank: int):
+        if num_ranks < 1 or num_experts % num_ranks:
+            raise ValueError(f"{num_experts} experts cannot be divided evenly over {num_ranks} ranks")
+        self.num_experts, self.num_ranks, self.rank = num_experts, num_ranks, rank
+        self.experts_per_rank = num_experts // num_ranks
+        self.local_experts = range(rank * self.experts_per_rank, (rank + 1) * self.experts_per_rank)
+
+    @abstractmethod
+    def swap_counts(self, counts_R2: Tensor) -> Pending[Tensor]:
+        """Start to give row r to rank r; the result is what this rank is given, stacked below what it gave, on the
+        host."""
+
+    @abstractmethod
+    def swap(self, rows: Tensor, rows_out: list[int], rows_in: list[int]) -> Pending[Tensor]:
+        """Start to give the first rows_out[0] of the contiguous `rows` to rank 0, and so on; the result is what this
+        rank is given."""
+
+    def prepare(self, expert_ids_TK: Tensor) -> Route:
+        ranks_TK = expert_ids_TK.long() // self.experts_per_rank
+        choices_TR = torch.nn.functional.one_hot(ranks_TK, self.num_ranks).sum(1)
+        sends_TR = choices_TR > 0
+        counts_R2 = torch.stack([sends_TR.sum(0), choices_TR.sum(0)], dim=1)
+        asked = _Asked(expert_ids_TK, ranks_TK, sends_TR, self.swap_counts(counts_R2))
+        return Route(self.experts_per_rank, handle=asked)
+
+    def dispatch(self, x_TD: Tensor, route: Route, weights_TK: Tensor | None = None) -> Pending[Received]:
+        plan = self._plan(route)
+        fields = [x_TD[plan.sent_S]]
+        if weights_TK is not None:
+            fields.append(weights_TK[plan.sent_S])
+        if first := route.local_ids_NK is None:
+            fields.append(plan.ids_SK)
+        message = pack(fields)
+        swapped = self.swap(message, plan.rows_out, plan.rows_in)
+
+        def finish() -> Received:
+            x_ND, *more = unpack(swapped.wait(), fields)
+            if first:
+                route.local_ids_NK = more.pop()
+            return Received(x_ND, more[0] if more else None)
+
+        return Later([swapped], finish)
+
+    def combine(self, y_ND: Tensor, route: Route, weight_grads_NK: Tensor | None = None) -> Pending[Combined]:
+        plan = self._plan(route)
+        fields = [y_ND] if weight_grads_NK is None else [y_ND, weight_grads_NK]
+        swapped = self.swap(pack(fields), plan.rows_in, plan.rows_out)
+
+        def finish() -> Combined:
+            # A choice is local to exactly one of the ranks its token went to; the others returned zero for it.
+            y_TD, *more = (sum_rows_reference(rows, plan.slots_TR) for rows in unpack(swapped.wait(), fields))
+            return Combined(y_TD, more[0] if more else None)
+
+        return Later([swapped], finish)
+
+    def _plan(self, route: Route) -> _Plan:
+        if isinstance(route.handle, _Plan):
+            return route.handle
+        asked: _Asked = route.handle
+        counts_out, counts_in = asked.counts_2R2.wait().tolist()
+        rows_out, rows_in = [rows for rows, _ in counts_out], [rows for rows, _ in counts_in]
+        to_S, sent_S = asked.sends_TR.T.nonzero_static(size=sum(rows_out)).unbind(1)
+        slots_TR = torch.full(asked.sends_TR.shape, -1, device=sent_S.device)
+        slots_TR[sent_S, to_S] = torch.arange(len(sent_S), device=sent_S.device)
+        foreign_SK = asked.ranks_TK[sent_S] != to_S[:, None]
+        ids_SK = (asked.expert_ids_TK[sent_S] % self.experts_per_rank).masked_fill(foreign_SK, -1).int()
+        route.handle = _Plan(sent_S, slots_TR, rows_out, rows_in, ids_SK)
+        route.num_rows, route.num_choices = sum(rows_in), sum(choices for _, choices in counts_in)
+        return route.handle
+
+
+def pack(fields: Sequence[Tensor]) -> Tensor:
+    """Columns of different dtypes side by side: [S, c] each -> bytes [S, W]; a single one stays what it is.
+
+    Example: rows [S, 5] in bfloat16 and weights [S, 2] in float32 become 16 + 16 bytes a row.
+    """
+    if len(fields) == 1:
+        return fields[0].contiguous()
+    *starts, width = _columns(fields)
+    message = torch.empty(len(fields[0]), width, dtype=torch.uint8, device=fields[0].device)
+    for field, start in zip(fields, starts, strict=True):
+        stop = start + field.shape[1] * field.element_size()
+        message[:, start:stop].view(field.dtype).copy_(field)
+    return message
+
+
+def unpack(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The columns of a message from `pack`, as views: `like` has their widths and dtypes."""
+    if len(like) == 1:
+        return [message]
+    *starts, _ = _columns(like)
+    stops = [start + t.shape[1] * t.element_size() for start, t in zip(starts, like, strict=True)]
+    return [message[:, a:b].view(t.dtype) for a, b, t in zip(starts, stops, like, strict=True)]
+
+
+def _columns(fields: Sequence[Tensor]) -> list[int]:
+    """Where each field starts, and where the last one ends, in bytes."""
+    edges = [0]
+    for t in fields:
+        edges.append(edges[-1] + -(-t.shape[1] * t.element_size() // ALIGNMENT) * ALIGNMENT)
+    return edges
