@@ -49,7 +49,7 @@ class Block(Segmented):
     def attend_and_route(self, *parts: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         h_BSD = self.attend(*parts)
         x_TD = self.mlp_norm(h_BSD).flatten(0, -2)
-        return h_BSD, x_TD, *self.mlp.router(x_TD)
+        return h_BSD, x_TD, *self.mlp.router(x_TD)  # type: ignore[union-attr]
 
     def dense_mlp(self, h_BSD: Tensor) -> Tensor:
         return self.mlp(self.mlp_norm(h_BSD))

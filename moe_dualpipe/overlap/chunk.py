@@ -6,7 +6,6 @@ forward.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from .engine import Engine, Lane, engine_for
 from .segment import Segments
-from .tape import Slot, Tape, play
+from .tape import Tape
 from .weight_grads import WeightGrads, bind
 
 Outputs = Tensor | tuple[Any, ...]
@@ -33,8 +32,7 @@ class Segmented(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} must define segments()")
 
     def forward(self, *inputs: Any) -> Any:
-        _bind_once(self)
-        return _engine(inputs).run(_Chunk(inputs).forward(self), "F")
+        return _engine(inputs).run(_forward(self, inputs), "F")
 
     @classmethod
     def overlapped_forward_backward(
@@ -58,14 +56,12 @@ class Segmented(nn.Module):
         `backward()` does. `on_input_grads` is called when the gradients of the inputs are complete, before the last
         weight gradients: the time to send them on. Raises TypeError when the second chunk was not made by `module1`.
         """
-        chunk1 = _chunk_of([loss1] if loss1 is not None else outputs1 or (), module1)
-        _bind_once(module0)
-        _bind_once(module1)
         engine = engine or _engine(inputs0)
-        chunk1.intercept(loss1, outputs1, output_grads1)
-        forward = Lane(engine, _Chunk(inputs0).forward(module0), "F")
-        engine.interleave(forward, Lane(engine, chunk1.backward(on_input_grads), "B", module1.weight_grads))
-        outputs0 = forward.result
+        tape1, grads1 = _intercepted(module1, loss1, outputs1 or (), output_grads1 or ())
+        lane0 = Lane(engine, _forward(module0, inputs0), "F")
+        lane1 = Lane(engine, _backward(tape1, grads1, on_input_grads), "B", module1.weight_grads)
+        engine.interleave(lane0, lane1)
+        outputs0 = lane0.result
         if criterion0 is None:
             return outputs0, None
         return outputs0, criterion0(*(outputs0 if isinstance(outputs0, tuple) else (outputs0,)), *(labels0 or ()))
@@ -76,108 +72,77 @@ class Segmented(nn.Module):
     ) -> tuple[Outputs, Outputs]:
         """Forward of two chunks, each hiding the other's communication, as for inference; returns both outputs."""
         engine = _engine(inputs0)
-        chunks = (module0, inputs0), (module1, inputs1)
-        lane0, lane1 = (Lane(engine, _Chunk(inputs).forward(module), "F") for module, inputs in chunks)
+        lane0, lane1 = Lane(engine, _forward(module0, inputs0), "F"), Lane(engine, _forward(module1, inputs1), "F")
         engine.interleave(lane1, lane0)
         return lane0.result, lane1.result
 
 
-class _Chunk:
-    """One chunk: its inputs, the tape between its forward and its backward, and the outputs in autograd's graph."""
-
-    def __init__(self, inputs: Sequence[Any]):
-        self.inputs = tuple(inputs)
-        self.tape = Tape(self.inputs) if torch.is_grad_enabled() else None
-        self.output_slots: tuple[Slot | None, ...] = ()
-        self.intercepting = False
-        self.output_grads: tuple[Tensor | None, ...] | None = None
-
-    def forward(self, module: Segmented) -> Segments:
-        tape = self.tape
-        outputs, single = yield from play(module.segments(*(tape.inputs if tape else self.inputs)), tape)
-        if tape is not None:
-            tape.inputs = ()
-            self.output_slots = tape.returned(outputs)
-            if any(self.output_slots):
-                detached = [o.detach() if isinstance(o, Tensor) else o for o in outputs]
-                outputs = _Drive.apply(self, detached, tape.anchor, *self.inputs)
-        return outputs[0] if single else tuple(outputs)
-
-    def backward(self, then: Callable[[], None] | None = None) -> Segments:
-        """The segments of the backward, from the intercepted gradients into the inputs' `.grad`."""
-        assert self.tape is not None
-        assert self.output_grads is not None
-        output_grads, self.output_grads = self.output_grads, None
-        grads = yield from self.tape.backward(self.output_slots, output_grads)
-        pairs = [(i, g) for i, g in zip(self._needy(), grads, strict=True) if g is not None]
-        if pairs:
-            torch.autograd.backward([i for i, _ in pairs], [g for _, g in pairs])
-        if then is not None:
-            then()
-
-    def intercept(
-        self, loss: Tensor | None, outputs: Sequence[Tensor] | None, grads: Sequence[Tensor | None] | None
-    ) -> None:
-        """Run autograd from the loss, or the outputs, down to this chunk only; keep the gradients that arrive there."""
-        self.intercepting, self.output_grads = True, (None,) * len(self.output_slots)
-        try:
-            if loss is not None:
-                torch.autograd.backward(loss)
-            else:
-                pairs = zip(outputs or (), grads or (), strict=True)
-                roots = [(output, grad) for output, grad in pairs if output.requires_grad and grad is not None]
-                torch.autograd.backward([output for output, _ in roots], [grad for _, grad in roots])
-        finally:
-            self.intercepting = False
-
-    def _needy(self) -> list[Tensor]:
-        return [i for i in self.inputs if isinstance(i, Tensor) and i.requires_grad]
-
-
 class _Drive(torch.autograd.Function):
-    """The chunk as one autograd node."""
+    """A chunk as one autograd node; `intercepted`, it keeps the gradients of the outputs instead of walking the tape."""
 
     @staticmethod
-    def forward(ctx: Any, chunk: _Chunk, outputs: list[Any], anchor: Tensor, *inputs: Any) -> tuple[Any, ...]:
-        ctx.chunk = chunk
+    def forward(ctx: Any, tape: Tape, outputs: list[Any], *_inputs: Any) -> tuple[Any, ...]:
+        ctx.tape, ctx.intercepted = tape, None
         ctx.set_materialize_grads(False)
-        plain = [o for o, slot in zip(outputs, chunk.output_slots, strict=True) if slot is None]
+        plain = [o for o, slot in zip(outputs, tape.output_slots, strict=True) if slot is None]
         ctx.mark_non_differentiable(*(o for o in plain if isinstance(o, Tensor)))
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        chunk: _Chunk = ctx.chunk
-        if chunk.intercepting:
-            chunk.output_grads = grads
-            return None, None, None, *(None for _ in chunk.inputs)
-        assert chunk.tape is not None
-        input_grads = iter(_engine(chunk.inputs).run(chunk.tape.backward(chunk.output_slots, grads), "B"))
-        needy = [isinstance(i, Tensor) and i.requires_grad for i in chunk.inputs]
-        return None, None, None, *(next(input_grads) if needs else None for needs in needy)
+        inputs = ctx.tape.inputs
+        if ctx.intercepted is not None:
+            ctx.intercepted.append(grads)
+            return (None,) * (3 + len(inputs))
+        input_grads = iter(_engine(inputs).run(ctx.tape.backward(grads), "B"))
+        needs = ctx.needs_input_grad[3:]
+        return None, None, None, *(next(input_grads) if needed else None for needed in needs)
 
 
-def _chunk_of(roots: Sequence[Tensor], module: nn.Module) -> _Chunk:
-    """The chunk that `roots` were computed from."""
-    stack: list[Any] = [root.grad_fn for root in roots]
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        if isinstance(chunk := getattr(node, "chunk", None), _Chunk):
-            return chunk
-        below = {next_node for next_node, _ in getattr(node, "next_functions", ()) if next_node is not None} - seen
-        seen |= below
-        stack += below
-    raise TypeError(
-        f"the loss or outputs for the backward were not computed by a {type(module).__name__} with gradients on: an "
-        f"overlapped backward needs what {type(module).__name__}.forward records"
-    )
-
-
-def _bind_once(module: Segmented) -> None:
-    """Layers find out during the forward who may put off their weight gradients, so the object must be there by then."""
-    if module.weight_grads is None:
+def _forward(module: Segmented, inputs: Sequence[Any]) -> Segments:
+    """The segments of a forward; returns the module's outputs, in autograd's graph."""
+    if module.weight_grads is None:  # layers find out during the forward who may put off their weight gradients
         bind(module, WeightGrads())
+    tape = Tape(inputs)
+    outputs, single = yield from tape.forward(module.segments)
+    if any(tape.output_slots):
+        detached = [o.detach() if isinstance(o, Tensor) else o for o in outputs]
+        outputs = _Drive.apply(tape, detached, tape.anchor, *tape.inputs)
+    return outputs[0] if single else tuple(outputs)
+
+
+def _backward(tape: Tape, output_grads: Sequence[Tensor | None], then: Callable[[], None] | None) -> Segments:
+    """The segments of a backward, into the inputs' `.grad`."""
+    grads = yield from tape.backward(output_grads)
+    needy = [i for i in tape.inputs if isinstance(i, Tensor) and i.requires_grad]
+    pairs = [(i, grad) for i, grad in zip(needy, grads, strict=True) if grad is not None]
+    if pairs:
+        torch.autograd.backward([i for i, _ in pairs], [grad for _, grad in pairs])
+    if then is not None:
+        then()
+
+
+def _intercepted(
+    module: nn.Module, loss: Tensor | None, outputs: Sequence[Tensor], grads: Sequence[Tensor | None]
+) -> tuple[Tape, Sequence[Tensor | None]]:
+    """The tape that the loss or outputs came from, and the gradients that reach it: autograd runs down to it only."""
+    if loss is not None:
+        outputs, grads = [loss], [torch.ones_like(loss)]
+    pairs = [(o, grad) for o, grad in zip(outputs, grads, strict=True) if o.requires_grad and grad is not None]
+    nodes: list[Any] = [o.grad_fn for o, _ in pairs]
+    seen = set(nodes)
+    while nodes and not isinstance(getattr(nodes[-1], "tape", None), Tape):
+        below = {node for node, _ in getattr(nodes.pop(), "next_functions", ()) if node is not None} - seen
+        seen |= below
+        nodes += below
+    if not nodes:
+        name = type(module).__name__
+        raise TypeError(f"the chunk to go backward is not what {name}.forward made with gradients enabled")
+    drive = nodes[-1]
+    drive.intercepted = []
+    torch.autograd.backward([o for o, _ in pairs], [grad for _, grad in pairs])
+    reached, drive.intercepted = drive.intercepted, None
+    return drive.tape, reached[0] if reached else [None] * len(drive.tape.output_slots)
 
 
 def _engine(inputs: Sequence[Any]) -> Engine:

@@ -1,10 +1,10 @@
 """The engine: interleaves two chunks in one fixed order, and is the only place with CUDA streams and events.
 
 A lane is one chunk's coroutine. The rule is: run one lane until it asks for a transfer, then the other; weight
-gradients fill in. For a forward F and a backward B of Mixture-of-Experts layers that gives, layer by layer, the order of
-DeepSeek's published training trace:
+gradients fill in. For a forward F and a backward B of Mixture-of-Experts layers that gives the order of DeepSeek's
+published training trace, layer by layer:
 
-    combine(B) | attn(F), mlp(B), dispatch(F), dispatch(B), mlp(W), mlp(F), attn(B), attn(W), combine(F), combine(B) | ...
+    combine(B) | attn(F), mlp(B), dispatch(F), dispatch(B), mlp(W), mlp(F), attn(B), attn(W), combine(F), combine(B) |
 
 That is the order in which a device is queued for (`queued`): the transfers there wait for events, not for their place
 in the queue, and where a dispatch must read sizes on the host, mlp(B) is queued already. On a CPU work is done when its
@@ -112,7 +112,7 @@ class Lane:
         comm, ready, side = self.asked, self._ready, self.engine.side
         self.asked = self._ready = None
         with self.engine.label(comm.name, self.kind, comm.layer):
-            wait = side.start(comm, ready) if side else comm.start(*comm.inputs).wait
+            wait = side.start(comm, ready) if side else comm.fn(*comm.inputs).wait
         self._answer = Arriving(partial(self._wait, wait, comm.name, comm.layer))
 
     def pay(self) -> None:
@@ -162,21 +162,21 @@ class _SideStream:
         self.stream = torch.cuda.Stream(device, priority=-1)
         self.held: list[torch.UntypedStorage] = []
 
-    def mark(self) -> tuple[torch.cuda.Event, list[torch.UntypedStorage]]:
+    def mark(self) -> tuple[Any, list[torch.UntypedStorage]]:
         """This point of the compute stream, and the memory that nobody will use beyond it."""
         alone = [torch._C._storage_Use_Count(s._cdata) == 1 for s in self.held]
         free = [s for s, is_alone in zip(self.held, alone, strict=True) if is_alone]
         self.held = [s for s, is_alone in zip(self.held, alone, strict=True) if not is_alone]
         return torch.cuda.current_stream().record_event(), free
 
-    def run(self, fn: Any, mark: tuple[torch.cuda.Event, list[torch.UntypedStorage]]) -> tuple[Any, torch.cuda.Event]:
+    def run(self, fn: Any, mark: tuple[Any, list[torch.UntypedStorage]]) -> tuple[Any, Any]:
         with torch.cuda.stream(self.stream):
             self.stream.wait_event(mark[0])
             mark[1].clear()
             return fn(), self.stream.record_event()
 
     def start(self, comm: Comm, mark: Any) -> Any:
-        value, done = self.run(lambda: comm.start(*comm.inputs).wait(), mark)
+        value, done = self.run(lambda: comm.fn(*comm.inputs).wait(), mark)
         self.held += [t.untyped_storage() for t in value if t is not None]
 
         def wait(_: Comm = comm) -> Any:  # until then the inputs must stay: the transfer is reading them

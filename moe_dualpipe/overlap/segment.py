@@ -30,52 +30,52 @@ class Pending(Protocol):
     def wait(self) -> tuple[Tensor | None, ...]: ...
 
 
-class Compute:
-    """Run `fn(*inputs)`, which returns a tensor or a tuple of tensors. `recompute`: do not keep what it saves for its
-    backward, run it again instead, just before. `name` and `layer` are for people."""
-
-    __slots__ = ("fn", "inputs", "layer", "name", "recompute")
-
-    def __init__(
-        self,
-        name: str,
-        fn: Callable[..., Any],
-        *inputs: "Tensor | Arriving",
-        layer: int | None = None,
-        recompute: bool = False,
-    ):
-        self.name, self.fn, self.inputs, self.layer, self.recompute = name, fn, inputs, layer, recompute
-
-
-class Comm:
-    """Start a transfer, `start(*inputs) -> Pending`; the generator goes on at once, with an `Arriving`.
-
-    `start_backward(*output_grads) -> Pending` starts the transfer of the gradients back to the inputs. Neither knows
-    of autograd. `weights_first`: on a device that is queued for, weight gradients are queued before this is started.
-    """
-
-    __slots__ = ("inputs", "layer", "name", "start", "start_backward", "weights_first")
-
-    def __init__(
-        self,
-        name: str,
-        start: Callable[..., Pending],
-        start_backward: Callable[..., Pending],
-        *inputs: "Tensor | Arriving",
-        layer: int | None = None,
-        weights_first: bool = False,
-    ):
-        self.name, self.start, self.start_backward, self.inputs = name, start, start_backward, inputs
-        self.layer, self.weights_first = layer, weights_first
-
-
-class Prepare:
-    """Run `fn(*inputs)` at once where communication runs, before a Comm of that name; it returns anything."""
+class _Segment:
+    """`fn`, what to call it with, and two things for people: a name, and the layer (set by `in_layer`)."""
 
     __slots__ = ("fn", "inputs", "layer", "name")
 
-    def __init__(self, name: str, fn: Callable[..., Any], *inputs: Tensor, layer: int | None = None):
-        self.name, self.fn, self.inputs, self.layer = name, fn, inputs, layer
+    def __init__(self, name: str, fn: Callable[..., Any], *inputs: Any):
+        self.name, self.fn, self.inputs = name, fn, inputs
+        self.layer: int | None = None
+
+
+class Prepare(_Segment):
+    """Run `fn(*inputs)` at once where communication runs, before the Comm of that name; it returns anything."""
+
+    __slots__ = ()
+
+
+class Compute(_Segment):
+    """Run `fn(*inputs)`, which returns a tensor or a tuple of tensors. `recompute`: keep only the inputs for its
+    backward, and run it again just before."""
+
+    __slots__ = ("recompute",)
+
+    def __init__(self, name: str, fn: Callable[..., Any], *inputs: "Tensor | Arriving", recompute: bool = False):
+        super().__init__(name, fn, *inputs)
+        self.recompute = recompute
+
+
+class Comm(_Segment):
+    """Start a transfer, `fn(*inputs) -> Pending`; the generator goes on at once, with an `Arriving`.
+
+    `back(*output_grads) -> Pending` starts the transfer of the gradients back to the inputs. Neither knows of autograd.
+    `weights_first`: on a device that is queued for, weight gradients are queued before this is started.
+    """
+
+    __slots__ = ("back", "weights_first")
+
+    def __init__(
+        self,
+        name: str,
+        fn: Callable[..., Pending],
+        back: Callable[..., Pending],
+        *inputs: "Tensor | Arriving",
+        weights_first: bool = False,
+    ):
+        super().__init__(name, fn, *inputs)
+        self.back, self.weights_first = back, weights_first
 
 
 class Arriving:
@@ -93,8 +93,7 @@ class Arriving:
         return self._tensors
 
 
-Segment = Compute | Comm | Prepare
-Segments = Generator[Segment, Any, Any]
+Segments = Generator[Prepare | Compute | Comm, Any, Any]
 
 
 def resolve(inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -1,15 +1,16 @@
-"""The tape: what a forward leaves so that its backward can be walked segment by segment, with another chunk between.
+"""The tape: what a chunk's forward leaves so that its backward can be walked segment by segment, with another chunk
+between.
 
 Each Compute builds an autograd graph of its own. What it hands to later segments is cut off from that graph by a slot,
 an autograd node without data that collects the gradient. Backward takes the segments that nothing waits for, last one
 first: a Compute is `torch.autograd.backward` from the gradients in its slots, a Comm is the transfer the other way.
-Nothing is kept but the graphs and the slots: activations live as long as autograd wants them.
+Only graphs and slots are kept: activations live as long as autograd wants them, and no longer.
 
 While a gradient travels, a Compute that does not depend on it runs first (the shared expert, behind the combine).
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
-from .segment import Arriving, Comm, Compute, Prepare, Segments, Tensors, resolve
+from .segment import Arriving, Comm, Compute, Segments, Tensors, resolve
 
 
 class Slot:
@@ -31,13 +32,14 @@ class Slot:
         self.grad: Tensor | None = None
         self.like = like.shape, like.dtype, like.device
 
-    def add(self, grad: Tensor) -> None:
+    def add(self, grad: Tensor | None) -> None:
         if self.closed:
             raise RuntimeError(
                 "a segment used a tensor that is not among its inputs: pass every tensor that needs a gradient as an "
                 "input of the Compute or Comm that uses it"
             )
-        self.grad = grad if self.grad is None else self.grad + grad
+        if grad is not None:
+            self.grad = grad if self.grad is None else self.grad + grad
 
     def close(self) -> Tensor | None:
         grad, self.grad, self.closed = self.grad, None, True
@@ -53,7 +55,7 @@ class _Cut(torch.autograd.Function):
     """Data without its past, and a node that puts the gradient into a slot."""
 
     @staticmethod
-    def forward(ctx: Any, data: Tensor, anchor: Tensor, slot: Slot) -> Tensor:
+    def forward(ctx: Any, data: Tensor, slot: Slot, _anchor: Tensor) -> Tensor:
         ctx.slot = slot
         return data.view_as(data)
 
@@ -64,134 +66,142 @@ class _Cut(torch.autograd.Function):
 
 
 class _Entry:
-    """One segment: the roots of its graph (Compute), or `back`, the transfer the other way, and the slots of its inputs
-    (Comm); and the slots of its outputs.
-
-    `users` counts the segments that use its outputs and have not handed back their gradients; `used` are the entries
-    that this one uses. Inputs and functions are not kept: they would keep activations.
+    """One segment on the tape: the roots of its graph (Compute), or the transfer the other way and the slots of its
+    inputs (Comm); and the slots of its outputs. `used` are the entries whose outputs it uses; `users` counts those that
+    use its own and have not handed back their gradients. Inputs and functions are not here: they hold activations.
     """
 
     __slots__ = ("back", "input_slots", "layer", "name", "roots", "slots", "used", "users")
 
-    def __init__(self, segment: Compute | Comm | None, used: set[int]):
-        self.used, self.users = used, 0
-        self.name, self.layer = (segment.name, segment.layer) if segment else ("input", None)
-        self.back: Comm | None = None
-        self.input_slots: list[Slot | None] = []
-        self.roots: list[GradientEdge] = []
+    def __init__(self, segment: Compute | Comm | None = None, inputs: Sequence[Any] = ()):
+        self.name, self.layer = (segment.name, segment.layer) if segment else ("", None)
+        self.input_slots = [_slot_of(t) for t in inputs]
+        self.used = {slot.entry for slot in self.input_slots if slot is not None}
+        self.users = 0
         self.slots: list[Slot] = []
+        self.roots: list[GradientEdge] = []
+        self.back: Comm | None = None
+        if isinstance(segment, Comm):
+            self.back = Comm(segment.name, segment.back, segment.back, weights_first=segment.weights_first)
+            self.back.layer = segment.layer
 
 
 class Tape:
-    """Records one chunk's forward; `backward` may be walked once."""
+    """One chunk: `forward` records, where gradients are enabled, and `backward` may be walked once.
+
+    Both are segments without inputs, ready to be run in the order in which they come.
+    """
 
     def __init__(self, inputs: Sequence[Any]):
-        self.entries: list[_Entry] = [_Entry(None, set())]
-        self.waiting: set[int] = set()  # the entries whose backward has not been started
-        self.anchor = torch.empty(0, requires_grad=True)
-        self.inputs = tuple(self._hand_out(0, i) if isinstance(i, Tensor) and i.requires_grad else i for i in inputs)
+        self.inputs = tuple(inputs)
+        self.recording = torch.is_grad_enabled()
+        self.entries = [_Entry()]  # the first stands for the inputs
+        self.unwalked: set[int] = set()
+        self.anchor = torch.empty(0, requires_grad=True)  # makes autograd see a node whose inputs need no gradient
+        self.output_slots: list[Slot | None] = []
 
     # ---- Forward ----
 
-    def compute(self, segment: Compute) -> Any:
-        inputs = resolve(segment.inputs)
-        index = self._enter(_Entry(segment, self._used(inputs)))
-        fn = partial(checkpoint, segment.fn, use_reentrant=False) if segment.recompute else segment.fn
-        outputs = fn(*inputs)
+    def forward(self, segments: Callable[..., Segments]) -> Segments:
+        """Drive the chunk's generator; returns its outputs as a tuple, and whether it was a single tensor."""
+        chunk, answer = segments(*(self._cut(0, i) if self.recording and _needy(i) else i for i in self.inputs)), None
+        while True:
+            try:
+                segment = chunk.send(answer)
+            except StopIteration as stop:
+                outputs = resolve(stop.value if isinstance(stop.value, tuple) else (stop.value,))
+                end = self._enter(_Entry(None, outputs)) if self.recording else 0
+                self.output_slots = self.entries[end].input_slots
+                return outputs, not isinstance(stop.value, tuple)
+            match segment:
+                case Compute():
+                    segment.fn = partial(self._compute, segment, segment.fn, segment.inputs)
+                    segment.inputs = ()
+                    answer = yield segment
+                case Comm():
+                    answer = yield from self._comm(segment)
+                case _:
+                    answer = yield segment
+
+    def _compute(self, segment: Compute, fn: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+        inputs = resolve(inputs)
+        if not self.recording:
+            return fn(*inputs)
+        index = self._enter(_Entry(segment, inputs))
+        outputs = checkpoint(fn, *inputs, use_reentrant=False) if segment.recompute else fn(*inputs)
         handed = []
         for output in (outputs,) if isinstance(outputs, Tensor) else outputs:
             if output.requires_grad:
                 self.entries[index].roots.append(get_gradient_edge(output))
-                output = self._hand_out(index, output)
+                output = self._cut(index, output)
             handed.append(output)
         return handed[0] if isinstance(outputs, Tensor) else tuple(handed)
 
-    def comm(self, segment: Comm) -> tuple[int, Tensors]:
-        """Returns the entry, for `arrived`, and the inputs as plain data."""
+    def _comm(self, segment: Comm) -> Segments:
         inputs = resolve(segment.inputs)
-        entry = _Entry(segment, self._used(inputs))
-        entry.input_slots = [slot_of(t) for t in inputs]
-        back = segment.start_backward
-        entry.back = Comm(segment.name, back, back, layer=segment.layer, weights_first=segment.weights_first)
-        return self._enter(entry), tuple(t.detach() for t in inputs)
+        index = self._enter(_Entry(segment, inputs)) if self.recording else 0
+        segment.fn, segment.inputs = partial(segment.fn, *(t.detach() for t in inputs)), ()
+        del inputs
+        arriving: Arriving = yield segment
+        return Arriving(lambda: self._arrived(index, arriving.wait()))
 
-    def arrived(self, index: int, tensors: tuple[Tensor | None, ...]) -> Tensors:
-        """Tensors that came for a Comm: they need gradients if an input of it does."""
-        needed = any(slot is not None for slot in self.entries[index].input_slots)
-        return tuple(
-            self._hand_out(index, t) if needed and t.is_floating_point() else t for t in tensors if t is not None
-        )
-
-    def returned(self, outputs: Sequence[Any]) -> tuple[Slot | None, ...]:
-        """The slots of the chunk's outputs; called once, at the end."""
-        for used in self._used(outputs):
-            self.entries[used].users += 1
-        return tuple(slot_of(o) if isinstance(o, Tensor) else None for o in outputs)
+    def _arrived(self, index: int, tensors: tuple[Tensor | None, ...]) -> Tensors:
+        """What came for a Comm needs gradients if an input of it does."""
+        needed = bool(index and self.entries[index].used)
+        here = [t for t in tensors if t is not None]
+        return tuple(self._cut(index, t) if needed and t.is_floating_point() else t for t in here)
 
     def _enter(self, entry: _Entry) -> int:
         for used in entry.used:
             self.entries[used].users += 1
         self.entries.append(entry)
-        self.waiting.add(len(self.entries) - 1)
+        self.unwalked.add(len(self.entries) - 1)
         return len(self.entries) - 1
 
-    def _hand_out(self, index: int, output: Tensor) -> Tensor:
+    def _cut(self, index: int, output: Tensor) -> Tensor:
         slot = Slot(index, output)
         self.entries[index].slots.append(slot)
-        return _Cut.apply(output.detach(), self.anchor, slot)  # type: ignore[return-value]
-
-    def _used(self, inputs: Sequence[Any]) -> set[int]:
-        """The entries whose outputs these are."""
-        used = set()
-        for t in inputs:
-            if isinstance(t, Tensor) and t.requires_grad:
-                if (slot := slot_of(t)) is None:
-                    raise TypeError(
-                        "a segment got a tensor that needs a gradient but is no output of a segment: between two "
-                        "yields tensors may be passed on, not computed with"
-                    )
-                used.add(slot.entry)
-        return used
+        return _Cut.apply(output.detach(), slot, self.anchor)  # type: ignore[return-value]
 
     # ---- Backward ----
 
-    def backward(self, output_slots: Sequence[Slot | None], grads: Sequence[Tensor | None]) -> Segments:
-        """Walk the tape backwards, as segments; returns the gradients of the inputs that need one, in order."""
-        if not self.waiting:
+    def backward(self, output_grads: Sequence[Tensor | None]) -> Segments:
+        """Walk back from the gradients of the outputs; returns those of the inputs that need one, in order."""
+        if not self.unwalked:
             raise RuntimeError("the backward of this chunk has run already; what it needed is gone")
-        for slot, grad in zip(output_slots, grads, strict=True):
-            if slot is not None and grad is not None:
-                slot.add(grad)
-        for used in {slot.entry for slot in output_slots if slot is not None}:
-            self.entries[used].users -= 1
+        self._leave(max(self.unwalked), output_grads)
         travelling: deque[tuple[int, Arriving]] = deque()
-        while self.waiting or travelling:
-            index = max((i for i in self.waiting if not self.entries[i].users), default=None)
-            if index is None:
+        while self.unwalked or travelling:
+            free = [i for i in self.unwalked if not self.entries[i].users]
+            if not free:
                 index, arriving = travelling.popleft()
-                for slot, grad in zip(self.entries[index].input_slots, arriving.wait(), strict=False):
-                    if slot is not None and grad is not None:
-                        slot.add(grad)
-                self._leave(index)
+                self._leave(index, arriving.wait())
                 continue
-            self.waiting.remove(index)
+            index = max(free)
             entry = self.entries[index]
             if entry.back is not None:
-                entry.back.start = partial(entry.back.start, *(slot.close_dense() for slot in entry.slots))
+                self.unwalked.remove(index)
+                entry.back.fn = partial(entry.back.fn, *(slot.close_dense() for slot in entry.slots))
                 travelling.append((index, (yield entry.back)))
                 continue
             pairs = [(root, slot.close()) for root, slot in zip(entry.roots, entry.slots, strict=True)]
             pairs = [(root, grad) for root, grad in pairs if grad is not None]
             if pairs:
-                yield Compute(entry.name, partial(_run, pairs), layer=entry.layer)
+                segment = Compute(entry.name, partial(_run, pairs))
+                segment.layer = entry.layer
+                yield segment
             self._leave(index)
         return tuple(slot.close() for slot in self.entries[0].slots)
 
-    def _leave(self, index: int) -> None:
+    def _leave(self, index: int, input_grads: Sequence[Tensor | None] = ()) -> None:
         """The entry has handed back all its gradients: let go of it."""
-        for used in self.entries[index].used:
+        entry, self.entries[index] = self.entries[index], _Entry()
+        for slot, grad in zip(entry.input_slots, input_grads, strict=False):
+            if slot is not None:
+                slot.add(grad)
+        for used in entry.used:
             self.entries[used].users -= 1
-        self.entries[index] = _Entry(None, set())
+        self.unwalked.discard(index)
 
 
 def _run(pairs: list[tuple[GradientEdge, Tensor]]) -> None:
@@ -200,44 +210,17 @@ def _run(pairs: list[tuple[GradientEdge, Tensor]]) -> None:
     torch.autograd.backward(roots, grads)
 
 
-def slot_of(tensor: Tensor) -> Slot | None:
-    return getattr(tensor.grad_fn, "slot", None)
+def _needy(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
 
 
-def play(segments: Segments, tape: Tape | None) -> Segments:
-    """Drive a chunk's generator, recording on `tape`, and yield what is to be run: segments without inputs.
-
-    Returns a tuple of the chunk's outputs, and whether it was a single tensor.
-    """
-    answer = None
-    while True:
-        try:
-            segment = segments.send(answer)
-        except StopIteration as stop:
-            outputs = stop.value if isinstance(stop.value, tuple) else (stop.value,)
-            return resolve(outputs), not isinstance(stop.value, tuple)
-        match segment:
-            case Prepare():
-                answer = yield segment
-            case Compute():
-                run = partial(tape.compute if tape else _compute, segment)
-                answer = yield Compute(segment.name, run, layer=segment.layer)
-            case Comm():
-                answer = yield from _comm(segment, tape)
-
-
-def _compute(segment: Compute) -> Any:
-    return segment.fn(*resolve(segment.inputs))
-
-
-def _comm(segment: Comm, tape: Tape | None) -> Segments:
-    index, inputs = tape.comm(segment) if tape else (0, resolve(segment.inputs))
-    bare = Comm(
-        segment.name, partial(segment.start, *inputs), segment.start_backward,
-        layer=segment.layer, weights_first=segment.weights_first,
-    )  # fmt: skip
-    del inputs
-    arriving: Arriving = yield bare
-    if tape is None:
-        return Arriving(lambda: tuple(t for t in arriving.wait() if t is not None))
-    return Arriving(lambda: tape.arrived(index, arriving.wait()))
+def _slot_of(value: Any) -> Slot | None:
+    """The slot behind a segment's input; None if it needs no gradient."""
+    if not _needy(value):
+        return None
+    if not isinstance(slot := getattr(value.grad_fn, "slot", None), Slot):
+        raise TypeError(
+            "a segment got a tensor that needs a gradient but is no output of a segment: between two yields tensors "
+            "may be passed on, not computed with"
+        )
+    return slot
