@@ -52,7 +52,7 @@ class MoE(Segmented):
         return x_TD, *self.router(x_TD)
 
     def exchange(self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Segments:
-        """From the routing decisions to what is to be added up for each token: experts [T, D], shared experts [T, D]."""
+        """From routing decisions to what is to be added up for each token: experts [T, D], shared experts [T, D]."""
         ep = self.expert_parallel
         if torch.is_grad_enabled():
             self.router.count(ids_TK)

@@ -22,7 +22,7 @@ class AllToAll(Exchange):
 
     def swap_counts(self, counts_R2: Tensor) -> Later[Tensor]:
         counts_in_R2 = torch.empty_like(counts_R2)
-        work = dist.all_to_all_single(counts_in_R2, counts_R2, group=self.group, async_op=True)
+        work = _started(dist.all_to_all_single(counts_in_R2, counts_R2, group=self.group, async_op=True))
         if not counts_R2.is_cuda:
             return Later([work], lambda: torch.stack([counts_R2, counts_in_R2]))
         work.wait()  # on the stream
@@ -30,9 +30,14 @@ class AllToAll(Exchange):
 
     def swap(self, rows: Tensor, rows_out: list[int], rows_in: list[int]) -> Later[Tensor]:
         received = rows.new_empty(sum(rows_in), *rows.shape[1:])
-        work = dist.all_to_all_single(received, rows, rows_in, rows_out, group=self.group, async_op=True)
+        work = _started(dist.all_to_all_single(received, rows, rows_in, rows_out, group=self.group, async_op=True))
         # The backends do not copy what is sent: it must stay until then.
-        return Later([work], lambda sent=rows: received)
+        return Later([work], lambda _sent=rows: received)
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this process is not a member of the group"
+    return work
 
 
 def _to_host(counts: Tensor) -> Callable[[], Tensor]:

@@ -14,7 +14,7 @@ V = TypeVar("V")
 class Delayed:
     """`backend`, with the time of a modelled link added beside it: a transfer is there when both say so.
 
-    The link carries [T, D] and [N, D] as they are given, one after another. CPU only: raises ValueError for CUDA tensors.
+    The link carries [T, D] and [N, D] as they are given, one after another. Raises ValueError for CUDA tensors.
     """
 
     def __init__(self, backend: ExpertParallel, link: Link):

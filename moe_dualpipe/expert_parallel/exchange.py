@@ -31,14 +31,16 @@ class Later(Generic[V]):
     """A result that `finish` makes once everything in `works` has been waited for."""
 
     def __init__(self, works: Sequence[Any], finish: Callable[[], V]):
-        self._works, self._finish, self._value = works, finish, None
+        self._works: Sequence[Any] = works
+        self._finish: Callable[[], V] | None = finish
+        self._value: V | None = None
 
     def wait(self) -> V:
         if self._finish is not None:
             for work in self._works:
                 work.wait()
             self._value = self._finish()
-            self._works = self._finish = None
+            self._works, self._finish = (), None
         return self._value  # type: ignore[return-value]
 
 

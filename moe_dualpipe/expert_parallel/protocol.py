@@ -38,7 +38,7 @@ class Route:
     """Who sends what to whom, for one set of routing decisions; used by forward and backward alike.
 
     num_local_experts: E_local. local_ids_NK: for each row received, its choices among this rank's experts, -1 for those
-    that live elsewhere. num_rows, num_choices: N and M. All three are known once the first dispatch has been waited for.
+    that live elsewhere. num_rows, num_choices: N and M. These are known once the first dispatch has been waited for.
     handle: whatever the backend needs besides.
     """
 

@@ -78,7 +78,7 @@ class Segmented(nn.Module):
 
 
 class _Drive(torch.autograd.Function):
-    """A chunk as one autograd node; `intercepted`, it keeps the gradients of the outputs instead of walking the tape."""
+    """A chunk as one autograd node. With a list to put them into, it only hands over the gradients that reach it."""
 
     @staticmethod
     def forward(ctx: Any, tape: Tape, outputs: list[Any], *_inputs: Any) -> tuple[Any, ...]:
