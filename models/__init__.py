@@ -3,10 +3,12 @@
 from .config import ModelConfig
 from .moe import MoE, expert_loads
 from .presets import PRESETS, preset
+from .recompute import RECOMPUTE
 from .transformer import StageSpec, TransformerStage, build_model, next_token_loss, split
 
 __all__ = [
     "PRESETS",
+    "RECOMPUTE",
     "MoE",
     "ModelConfig",
     "StageSpec",

@@ -1,6 +1,7 @@
 """One transformer block: attention, then a dense MLP or experts, each on a normalised copy of the residual stream."""
 
 import functools
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +13,30 @@ from .attention import Attention
 from .config import ModelConfig
 from .layers import SwiGLU
 from .moe import MoE
+from .recompute import RECOMPUTE, Recompute, forgetting, normalise
 
 
 class Block(Segmented):
-    """Block number `layer` of the model; `seed` fixes the initial weights of its experts."""
+    """Block number `layer` of the model; `seed` fixes the initial weights of its experts.
 
-    def __init__(self, config: ModelConfig, layer: int, expert_parallel: ExpertParallel, seed: int):
+    Raises ValueError for an unknown `recompute`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        expert_parallel: ExpertParallel,
+        seed: int,
+        recompute: Recompute = "none",
+    ):
         super().__init__()
+        if recompute not in RECOMPUTE:
+            raise ValueError(f"recompute must be one of {', '.join(RECOMPUTE)}: got {recompute!r}")
+        self.recompute_attention = recompute in ("attention", "full")
+        self.recompute_mlp = recompute == "full"
+        # What is in a segment that is recomputed as a whole needs nothing of its own.
+        self.forget_attention_norms, self.forget_mlp_norms = recompute == "norms", recompute in ("norms", "attention")
         out_std = config.residual_std
         self.attention_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
         self.attention = Attention(config, out_std)
@@ -26,7 +44,7 @@ class Block(Segmented):
         if config.is_dense(layer):
             self.mlp = SwiGLU(config.hidden_size, config.dense_size, config.init_std, out_std)
         else:
-            self.mlp = MoE(config, expert_parallel, seed, f"layers.{layer}")
+            self.mlp = MoE(config, expert_parallel, seed, f"layers.{layer}", recompute == "full")
 
     def segments(self, x_BSD: Tensor) -> Segments:
         parts = yield from self.parts(x_BSD)
@@ -34,25 +52,33 @@ class Block(Segmented):
 
     def parts(self, *parts: Tensor | Arriving) -> Segments:
         """The residual stream comes and goes in parts that are yet to be added up, so that none is waited for early."""
+        again = self.recompute_attention
         if isinstance(self.mlp, MoE):
-            h_BSD, x_TD, weights_TK, ids_TK = yield Compute("attn", self.attend_and_route, *parts)
-            more = yield from self.mlp.exchange(x_TD, weights_TK, ids_TK)
+            h_BSD, x_TD, weights_TK, ids_TK = yield Compute("attn", self.attend_and_route, *parts, recompute=again)
+            make_x = partial(self.mlp_norm, h_BSD.detach()) if self.forget_mlp_norms else None
+            more = yield from self.mlp.exchange(x_TD, weights_TK, ids_TK, make_x)
             return h_BSD, *more
-        h_BSD = yield Compute("attn", self.attend, *parts)
-        y_BSD = yield Compute("mlp", self.dense_mlp, h_BSD)
+        h_BSD = yield Compute("attn", self.attend, *parts, recompute=again)
+        y_BSD = yield Compute("mlp", self.dense_mlp, h_BSD, recompute=self.recompute_mlp)
         return h_BSD, y_BSD
 
     def attend(self, *parts: Tensor) -> Tensor:
         x_BSD = add_up(*parts)
-        return x_BSD + self.attention(self.attention_norm(x_BSD))
+        y_BSD, again = normalise(self.attention_norm, x_BSD, self.forget_attention_norms)
+        with forgetting(y_BSD, again):
+            return x_BSD + self.attention(y_BSD)
 
     def attend_and_route(self, *parts: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         h_BSD = self.attend(*parts)
-        x_TD = self.mlp_norm(h_BSD).flatten(0, -2)
-        return h_BSD, x_TD, *self.mlp.router(x_TD)  # type: ignore[union-attr]
+        x_BSD, again = normalise(self.mlp_norm, h_BSD, self.forget_attention_norms)
+        x_TD = x_BSD.flatten(0, -2)
+        with forgetting(x_TD, again):
+            return h_BSD, x_TD, *self.mlp.router(x_TD)  # type: ignore[union-attr]
 
     def dense_mlp(self, h_BSD: Tensor) -> Tensor:
-        return self.mlp(self.mlp_norm(h_BSD))
+        x_BSD, again = normalise(self.mlp_norm, h_BSD, self.forget_mlp_norms)
+        with forgetting(x_BSD, again):
+            return self.mlp(x_BSD)
 
 
 def add_up(x_BSD: Tensor, *more: Tensor) -> Tensor:

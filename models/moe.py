@@ -16,6 +16,7 @@ from moe_dualpipe.overlap import Comm, Compute, Prepare, Segmented, Segments
 from .config import ModelConfig
 from .experts import expert_class
 from .layers import SwiGLU
+from .recompute import Again, forgetting
 from .router import Router
 from .seeding import seeded
 
@@ -23,11 +24,15 @@ from .seeding import seeded
 class MoE(Segmented):
     """Routed experts, spread over ranks by `expert_parallel`, plus shared experts on every rank.
 
-    `seed` and `name` fix the initial weights of each expert, wherever it lives.
+    `seed` and `name` fix the initial weights of each expert, wherever it lives. `recompute`: run the experts again in
+    the backward instead of keeping what they save.
     """
 
-    def __init__(self, config: ModelConfig, expert_parallel: ExpertParallel, seed: int, name: str):
+    def __init__(
+        self, config: ModelConfig, expert_parallel: ExpertParallel, seed: int, name: str, recompute: bool = False
+    ):
         super().__init__()
+        self.recompute = recompute
         self.expert_parallel = expert_parallel
         self.router = Router(config)
         local = expert_parallel.local_experts
@@ -51,20 +56,30 @@ class MoE(Segmented):
         x_TD = x.flatten(0, -2)
         return x_TD, *self.router(x_TD)
 
-    def exchange(self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Segments:
-        """From routing decisions to what is to be added up for each token: experts [T, D], shared experts [T, D]."""
+    def exchange(self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, make_x: Again | None = None) -> Segments:
+        """From routing decisions to what is to be added up for each token: experts [T, D], shared experts [T, D].
+
+        `make_x` makes the values of `x_TD` again, so that they need not be kept for the backward.
+        """
         ep = self.expert_parallel
         if torch.is_grad_enabled():
             self.router.count(ids_TK)
         route = yield Prepare("dispatch", ep.prepare, ids_TK)
         received = yield Comm("dispatch", partial(send, ep, route), partial(bring, ep, route), x_TD, weights_TK)
         # The shared experts know all they need: they hide the dispatch.
-        shared = (yield Compute("mlp", self.shared, x_TD)) if self.shared is not None else None
-        out_ND = yield Compute("mlp", partial(self.run_experts, route=route), received)
+        shared = None
+        if self.shared is not None:
+            shared = yield Compute("mlp", partial(self.run_shared, make_x), x_TD, recompute=self.recompute)
+        out_ND = yield Compute("mlp", partial(self.run_experts, route=route), received, recompute=self.recompute)
         combined = yield Comm(
             "combine", partial(bring, ep, route), partial(send, ep, route), out_ND, weights_first=True
         )
         return (combined,) if shared is None else (combined, shared)
+
+    def run_shared(self, make_x: Again | None, x_TD: Tensor) -> Tensor:
+        assert self.shared is not None
+        with forgetting(x_TD, make_x):
+            return self.shared(x_TD)
 
     def run_experts(self, x_ND: Tensor, weights_NK: Tensor, route: Route) -> Tensor:
         """Received rows [N, D] -> the weighted sum of what this rank's experts make of each, [N, D]."""

@@ -17,6 +17,7 @@ from moe_dualpipe.overlap import Compute, Segmented, Segments, in_layer
 from .block import Block, add_up
 from .config import ModelConfig
 from .layers import Linear, at_least_fp32
+from .recompute import Recompute
 from .seeding import seeded
 
 
@@ -76,10 +77,18 @@ def split(config: ModelConfig, num_stages: int) -> tuple[StageSpec, ...]:
 
 
 class TransformerStage(Segmented):
-    """One stage. The first maps token ids [B, S] to hidden states [B, S, D], the last ends in logits [B, S, V]."""
+    """One stage. The first maps token ids [B, S] to hidden states [B, S, D], the last ends in logits [B, S, V].
+
+    `recompute` is what each block computes again in its backward instead of keeping it (block.py).
+    """
 
     def __init__(
-        self, config: ModelConfig, spec: StageSpec, expert_parallel: ExpertParallel | None = None, seed: int = 0
+        self,
+        config: ModelConfig,
+        spec: StageSpec,
+        expert_parallel: ExpertParallel | None = None,
+        seed: int = 0,
+        recompute: Recompute = "none",
     ):
         super().__init__()
         self.config, self.spec = config, spec
@@ -91,7 +100,7 @@ class TransformerStage(Segmented):
         self.layers = nn.ModuleDict()
         for layer in spec.layers:
             with seeded(seed, f"layers.{layer}"):
-                self.layers[str(layer)] = Block(config, layer, expert_parallel, seed)
+                self.layers[str(layer)] = Block(config, layer, expert_parallel, seed, recompute)
         if spec.head:
             self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
             with seeded(seed, "head"):
@@ -109,9 +118,14 @@ class TransformerStage(Segmented):
         return self.head(self.norm(add_up(*parts)))
 
 
-def build_model(config: ModelConfig, expert_parallel: ExpertParallel | None = None, seed: int = 0) -> TransformerStage:
+def build_model(
+    config: ModelConfig,
+    expert_parallel: ExpertParallel | None = None,
+    seed: int = 0,
+    recompute: Recompute = "none",
+) -> TransformerStage:
     """The whole model as a single stage."""
-    return TransformerStage(config, split(config, 1)[0], expert_parallel, seed)
+    return TransformerStage(config, split(config, 1)[0], expert_parallel, seed, recompute)
 
 
 def next_token_loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 import tyro
 
 from ..models import PRESETS, ModelConfig, preset
+from ..models.recompute import Recompute
 from ..schedule import build
 
 
@@ -55,6 +56,10 @@ class TrainConfig:
     """Pipeline ranks. 0: all processes, divided by ep."""
     ep: int = 1
     """Ranks over which the experts of a layer are spread; divides the experts and the data-parallel ranks."""
+    overlap: bool = True
+    """Hide the communication of one micro-batch behind the computation of another, where the schedule pairs them."""
+    recompute: Recompute = "none"
+    """What to compute again in the backward instead of keeping it: none, norms, attention or full."""
     schedule: str = "auto"
     """Pipeline schedule: 1f1b, dualpipe, dualpipev. auto: dualpipe for an even number of ranks, else dualpipev."""
 
@@ -125,7 +130,6 @@ def parse(arguments: Sequence[str], quiet: bool = False) -> TrainConfig:
         default=default,
         prog="train.py",
         console_outputs=not quiet,
-        config=(tyro.conf.FlagConversionOff,),
     )
 
 

@@ -111,11 +111,14 @@ class Trainer:
         )
 
         self.stages = {
-            index: TransformerStage(model, plan.stages[index], self.experts, config.seed).to(self.device, self.dtype)
+            index: TransformerStage(
+                model, plan.stages[index], self.experts, config.seed, recompute=config.recompute
+            ).to(self.device, self.dtype)
             for index in placement.stages[self.layout.pp_rank]
         }
         hidden = TensorSpec((config.micro_batch_size, config.seq_len, model.hidden_size), self.dtype)
-        self.executor = Executor(self.stages, P2P.connect(self.groups.pipeline, [hidden], self.device))
+        links = P2P.connect(self.groups.pipeline, [hidden], self.device)
+        self.executor = Executor(self.stages, links, overlap=config.overlap)
 
         named = {name: p for stage in self.stages.values() for name, p in stage.named_parameters()}
         self.replicas = [
