@@ -7,6 +7,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,9 @@ class Wire:
         self.busy = 0.0
         self._thread: ThreadPoolExecutor | None = None
         self._free_at = 0.0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_thread": None}  # so that a model can be copied
 
     def carry(self, seconds: float) -> "Due":
         """A transfer that starts now, or when those before it are through."""

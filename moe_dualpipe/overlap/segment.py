@@ -14,7 +14,8 @@ generator never yields inside a `with` block, whose effect would leak into the o
 """
 
 from collections.abc import Callable, Generator
-from typing import Any, Protocol
+from copy import copy
+from typing import Any, Protocol, Self
 
 from torch import Tensor
 
@@ -38,6 +39,12 @@ class _Segment:
     def __init__(self, name: str, fn: Callable[..., Any], *inputs: Any):
         self.name, self.fn, self.inputs = name, fn, inputs
         self.layer: int | None = None
+
+    def bare(self, fn: Callable[..., Any]) -> Self:
+        """The same segment for an engine, which only calls `fn()`."""
+        other = copy(self)
+        other.fn, other.inputs = fn, ()
+        return other
 
 
 class Prepare(_Segment):

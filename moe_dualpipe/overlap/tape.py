@@ -66,24 +66,20 @@ class _Cut(torch.autograd.Function):
 
 
 class _Entry:
-    """One segment on the tape: the roots of its graph (Compute), or the transfer the other way and the slots of its
-    inputs (Comm); and the slots of its outputs. `used` are the entries whose outputs it uses; `users` counts those that
-    use its own and have not handed back their gradients. Inputs and functions are not here: they hold activations.
+    """One segment on the tape: the segment that goes `back`, the roots of a Compute's graph, and the slots of inputs and
+    outputs. `used` are the entries whose outputs it uses; `users` counts those that use its own and have not
+    handed back their gradients. Inputs and functions are not here: they hold activations.
     """
 
-    __slots__ = ("back", "input_slots", "layer", "name", "roots", "slots", "used", "users")
+    __slots__ = ("back", "input_slots", "roots", "slots", "used", "users")
 
     def __init__(self, segment: Compute | Comm | None = None, inputs: Sequence[Any] = ()):
-        self.name, self.layer = (segment.name, segment.layer) if segment else ("", None)
+        self.back = segment.bare(segment.back if isinstance(segment, Comm) else _run) if segment else None
         self.input_slots = [_slot_of(t) for t in inputs]
         self.used = {slot.entry for slot in self.input_slots if slot is not None}
         self.users = 0
         self.slots: list[Slot] = []
         self.roots: list[GradientEdge] = []
-        self.back: Comm | None = None
-        if isinstance(segment, Comm):
-            self.back = Comm(segment.name, segment.back, segment.back, weights_first=segment.weights_first)
-            self.back.layer = segment.layer
 
 
 class Tape:
@@ -115,20 +111,19 @@ class Tape:
                 return outputs, not isinstance(stop.value, tuple)
             match segment:
                 case Compute():
-                    segment.fn = partial(self._compute, segment, segment.fn, segment.inputs)
-                    segment.inputs = ()
-                    answer = yield segment
+                    answer = yield segment.bare(partial(self._compute, segment))
                 case Comm():
                     answer = yield from self._comm(segment)
                 case _:
                     answer = yield segment
 
-    def _compute(self, segment: Compute, fn: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
-        inputs = resolve(inputs)
+    def _compute(self, segment: Compute) -> Any:
+        inputs = resolve(segment.inputs)
         if not self.recording:
-            return fn(*inputs)
+            return segment.fn(*inputs)
         index = self._enter(_Entry(segment, inputs))
-        outputs = checkpoint(fn, *inputs, use_reentrant=False) if segment.recompute else fn(*inputs)
+        fn = partial(checkpoint, segment.fn, use_reentrant=False) if segment.recompute else segment.fn
+        outputs = fn(*inputs)
         handed = []
         for output in (outputs,) if isinstance(outputs, Tensor) else outputs:
             if output.requires_grad:
@@ -140,9 +135,8 @@ class Tape:
     def _comm(self, segment: Comm) -> Segments:
         inputs = resolve(segment.inputs)
         index = self._enter(_Entry(segment, inputs)) if self.recording else 0
-        segment.fn, segment.inputs = partial(segment.fn, *(t.detach() for t in inputs)), ()
-        del inputs
-        arriving: Arriving = yield segment
+        arriving: Arriving = yield segment.bare(partial(segment.fn, *(t.detach() for t in inputs)))
+        del segment, inputs
         return Arriving(lambda: self._arrived(index, arriving.wait()))
 
     def _arrived(self, index: int, tensors: tuple[Tensor | None, ...]) -> Tensors:
@@ -179,17 +173,16 @@ class Tape:
                 continue
             index = max(free)
             entry = self.entries[index]
-            if entry.back is not None:
+            if isinstance(entry.back, Comm):
                 self.unwalked.remove(index)
                 entry.back.fn = partial(entry.back.fn, *(slot.close_dense() for slot in entry.slots))
                 travelling.append((index, (yield entry.back)))
                 continue
             pairs = [(root, slot.close()) for root, slot in zip(entry.roots, entry.slots, strict=True)]
             pairs = [(root, grad) for root, grad in pairs if grad is not None]
-            if pairs:
-                segment = Compute(entry.name, partial(_run, pairs))
-                segment.layer = entry.layer
-                yield segment
+            if entry.back is not None and pairs:
+                entry.back.fn = partial(_run, pairs)
+                yield entry.back
             self._leave(index)
         return tuple(slot.close() for slot in self.entries[0].slots)
 

@@ -6,6 +6,7 @@ The whole prefix is run again for every token, which is simple and right for a s
 import torch
 import torch.distributed as dist
 
+from ..models.inference import sample
 from ..runtime import Executor, TensorSpec
 from ..schedule import Forward, Placement, Schedule
 
@@ -49,11 +50,7 @@ def generate(
         outputs = step(schedule, {0: (prefix,)}, return_outputs=True).outputs
         token = torch.zeros(1, dtype=torch.int64, device=device)
         if outputs:
-            logits_V = outputs[0][0][0, -1].float().cpu()
-            if temperature > 0:
-                token += torch.multinomial((logits_V / temperature).softmax(-1), 1, generator=random).to(device)
-            else:
-                token += logits_V.argmax().to(device)
+            token += sample(outputs[0][0][:, -1], temperature, random)
         if group is not None:
             dist.broadcast(token, executor.p2p.global_ranks[last_rank], group=group)
         tokens.append(int(token))
