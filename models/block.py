@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_dualpipe.expert_parallel import ExpertParallel
-from moe_dualpipe.overlap import Arriving, Compute, Segmented, Segments
+from moe_dualpipe.overlap import Compute, Segmented, Segments
+from moe_dualpipe.overlap.segment import Arriving
 
 from .attention import Attention
 from .config import ModelConfig

@@ -4,8 +4,6 @@ As in DeepSeek's published inference profiles, the computation is divided evenly
 and for decoding alike. Each token is one forward of the whole prefix.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -22,8 +20,7 @@ def prefill(stage: TransformerStage, x: Tensor) -> Tensor:
     if len(x) < 2:
         return stage(x)
     halves = x.tensor_split(2)
-    outputs: tuple[Any, Any] = stage.interleaved_forward(stage, [halves[0]], stage, [halves[1]])
-    return torch.cat(outputs)
+    return torch.cat(stage.interleaved_forward(stage, [halves[0]], stage, [halves[1]]))
 
 
 def generate(

@@ -2,19 +2,7 @@
 
 from .chunk import Segmented
 from .engine import Engine
-from .segment import Arriving, Comm, Compute, Prepare, Segments, in_layer
-from .weight_grads import WeightGrads, accumulate, bind
+from .segment import Comm, Compute, Prepare, Segments, in_layer
+from .weight_grads import WeightGrads, bind
 
-__all__ = [
-    "Arriving",
-    "Comm",
-    "Compute",
-    "Engine",
-    "Prepare",
-    "Segmented",
-    "Segments",
-    "WeightGrads",
-    "accumulate",
-    "bind",
-    "in_layer",
-]
+__all__ = ["Comm", "Compute", "Engine", "Prepare", "Segmented", "Segments", "WeightGrads", "bind", "in_layer"]

@@ -16,8 +16,6 @@ from .segment import Segments
 from .tape import Tape
 from .weight_grads import WeightGrads, bind
 
-Outputs = Tensor | tuple[Any, ...]
-
 
 class Segmented(nn.Module):
     """A module whose forward is the generator `segments(*inputs)` (see segment.py), which returns its outputs.
@@ -48,7 +46,7 @@ class Segmented(nn.Module):
         *,
         on_input_grads: Callable[[], None] | None = None,
         engine: Engine | None = None,
-    ) -> tuple[Outputs, Tensor | None]:
+    ) -> tuple[Any, Tensor | None]:
         """Forward of one chunk and backward of another, each hiding the other's communication.
 
         The signature is DeepSeek's: returns (outputs0, loss0), the loss if `criterion0` is given; the backward starts
@@ -69,7 +67,7 @@ class Segmented(nn.Module):
     @classmethod
     def interleaved_forward(
         cls, module0: "Segmented", inputs0: Sequence[Any], module1: "Segmented", inputs1: Sequence[Any]
-    ) -> tuple[Outputs, Outputs]:
+    ) -> tuple[Any, Any]:
         """Forward of two chunks, each hiding the other's communication, as for inference; returns both outputs."""
         engine = _engine(inputs0)
         lane0, lane1 = Lane(engine, _forward(module0, inputs0), "F"), Lane(engine, _forward(module1, inputs1), "F")

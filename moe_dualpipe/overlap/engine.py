@@ -12,6 +12,7 @@ call returns, so a transfer starts as soon as its data is there, and only then d
 within compute, and the order within communication, is the same.
 """
 
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from .segment import Arriving, Comm, Compute, Prepare, Segments
+from .segment import Arriving, Comm, Compute, Prepare, Segments, Tensors
 from .weight_grads import WeightGrads
 
 
@@ -59,16 +60,15 @@ class Engine:
             second.pay()
 
     @contextmanager
-    def label(self, name: str, kind: str, layer: int | None):
-        """Name a piece of work, for profilers, the log, and whoever reads the traceback."""
-        label = f"{name}({kind})"
-        if self.log is not None:
-            self.log.append(label)
+    def label(self, text: str, layer: int | None, log: bool = True) -> Iterator[None]:
+        """Name a piece of work: for profilers, the log, and whoever reads the traceback."""
+        if log and self.log is not None:
+            self.log.append(text)
         try:
-            with record_function(label):
+            with record_function(text):
                 yield
         except Exception as error:
-            error.add_note(f"in {label}" + ("" if layer is None else f" of layer {layer}"))
+            error.add_note(f"during {text}" + ("" if layer is None else f" of layer {layer}"))
             raise
 
 
@@ -96,58 +96,50 @@ class Lane:
             except StopIteration as stop:
                 self.result, self.segments, self._answer = stop.value, None, None
                 return
+            side = self.engine.side
             match segment:
                 case Compute():
                     self._answer = self._compute(segment)
                 case Prepare():
-                    self._answer = self._prepare(segment)
+                    run = partial(segment.fn, *segment.inputs)
+                    with self.engine.label(f"{segment.name}({self.kind})", segment.layer, log=False):
+                        self._answer = side.run(run, side.mark())[0] if side else run()
                 case Comm():
                     self.asked, self._answer = segment, None
-                    self._ready = self.engine.side.mark() if self.engine.side else None
+                    self._ready = side.mark() if side else None
 
     def launch(self) -> None:
         """Start the transfer that was asked for, if one was."""
-        if self.asked is None:
-            return
-        comm, ready, side = self.asked, self._ready, self.engine.side
-        self.asked = self._ready = None
-        with self.engine.label(comm.name, self.kind, comm.layer):
-            wait = side.start(comm, ready) if side else comm.fn(*comm.inputs).wait
-        self._answer = Arriving(partial(self._wait, wait, comm.name, comm.layer))
+        if self.asked is not None:
+            comm, side, self.asked = self.asked, self.engine.side, None
+            with self.engine.label(f"{comm.name}({self.kind})", comm.layer):
+                wait = side.start(comm, self._ready) if side else comm.fn().wait
+            self._answer = Arriving(partial(self._wait, wait, f"wait for {comm.name}({self.kind})", comm.layer))
 
     def pay(self) -> None:
         """Compute the weight gradients that were put off."""
         for segment, key in self._owed:
-            with self.engine.label(segment.name, "W", segment.layer):
+            with self.engine.label(f"{segment.name}(W)", segment.layer):
                 assert self.weight_grads is not None
                 self.weight_grads.run(key)
         self._owed.clear()
 
     def _compute(self, segment: Compute) -> Any:
-        with self.engine.label(segment.name, self.kind, segment.layer):
+        with self.engine.label(f"{segment.name}({self.kind})", segment.layer):
             if self.weight_grads is None:
-                return segment.fn(*segment.inputs)
+                return segment.fn()
             key = object()
             with self.weight_grads.defer_to(key):
-                answer = segment.fn(*segment.inputs)
-            if self.weight_grads.owes(key):
-                self._owed.append((segment, key))
-            else:
-                self.weight_grads.run(key)
-            return answer
+                answer = segment.fn()
+        if self.weight_grads.owes(key):
+            self._owed.append((segment, key))
+        else:
+            self.weight_grads.run(key)
+        return answer
 
-    def _prepare(self, segment: Prepare) -> Any:
-        run = partial(segment.fn, *segment.inputs)
-        with record_function(f"{segment.name}({self.kind})"):
-            return self.engine.side.run(run, self.engine.side.mark())[0] if self.engine.side else run()
-
-    def _wait(self, wait: Any, name: str, layer: int | None) -> Any:
-        try:
+    def _wait(self, wait: Callable[[], Tensors], text: str, layer: int | None) -> Tensors:
+        with self.engine.label(text, layer, log=False):
             return wait()
-        except Exception as error:
-            where = "" if layer is None else f" of layer {layer}"
-            error.add_note(f"while waiting for {name}({self.kind}){where}")
-            raise
 
 
 class _SideStream:
@@ -175,8 +167,8 @@ class _SideStream:
             mark[1].clear()
             return fn(), self.stream.record_event()
 
-    def start(self, comm: Comm, mark: Any) -> Any:
-        value, done = self.run(lambda: comm.fn(*comm.inputs).wait(), mark)
+    def start(self, comm: Comm, mark: Any) -> Callable[[], Any]:
+        value, done = self.run(lambda: comm.fn().wait(), mark)
         self.held += [t.untyped_storage() for t in value if t is not None]
 
         def wait(_: Comm = comm) -> Any:  # until then the inputs must stay: the transfer is reading them

@@ -41,14 +41,10 @@ class Slot:
         if grad is not None:
             self.grad = grad if self.grad is None else self.grad + grad
 
-    def close(self) -> Tensor | None:
+    def close(self, dense: bool = False) -> Tensor | None:
+        """The gradient, once it is complete; `dense`: zeros where nothing arrived."""
         grad, self.grad, self.closed = self.grad, None, True
-        return grad
-
-    def close_dense(self) -> Tensor:
-        shape, dtype, device = self.like
-        grad = self.close()
-        return torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
+        return torch.zeros(self.like[0], dtype=self.like[1], device=self.like[2]) if dense and grad is None else grad
 
 
 class _Cut(torch.autograd.Function):
@@ -66,9 +62,9 @@ class _Cut(torch.autograd.Function):
 
 
 class _Entry:
-    """One segment on the tape: the segment that goes `back`, the roots of a Compute's graph, and the slots of inputs and
-    outputs. `used` are the entries whose outputs it uses; `users` counts those that use its own and have not
-    handed back their gradients. Inputs and functions are not here: they hold activations.
+    """One segment on the tape: the segment that goes `back`, the roots of a Compute's graph, and the slots of inputs
+    and outputs. `used` are the entries whose outputs it uses; `users` counts those that use its own and have not handed
+    back their gradients. Inputs and functions are not here: they hold activations.
     """
 
     __slots__ = ("back", "input_slots", "roots", "slots", "used", "users")
@@ -175,7 +171,7 @@ class Tape:
             entry = self.entries[index]
             if isinstance(entry.back, Comm):
                 self.unwalked.remove(index)
-                entry.back.fn = partial(entry.back.fn, *(slot.close_dense() for slot in entry.slots))
+                entry.back.fn = partial(entry.back.fn, *(slot.close(dense=True) for slot in entry.slots))
                 travelling.append((index, (yield entry.back)))
                 continue
             pairs = [(root, slot.close()) for root, slot in zip(entry.roots, entry.slots, strict=True)]
