@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def assert_same(ours, expected):
         assert one is None or torch.equal(one, other)
 
 
-def stage(layers=4, dense=1, ep=None, embedding=True, head=True, recompute="none", seed=0, **choices):
+def stage(layers=4, dense=1, ep=None, embedding=True, head=True, recompute="none", seed=0, **choices) -> Any:
     config = dataclasses.replace(CONFIG, num_layers=max(layers, 1), num_dense_layers=dense, **choices)
     spec = StageSpec(range(layers), embedding, head, 1.0)
     return TransformerStage(config, spec, ep if ep is not None else Local(config.num_experts), seed, recompute)
@@ -136,7 +137,7 @@ def test_an_expert_with_all_tokens_and_experts_with_none(queued):
     model = stage(2, 0, Loopback(8, 4), experts_per_token=1)
     with torch.no_grad():
         for block in model.layers.values():
-            block.mlp.router.logits.weight.zero_()  # ties: every token goes to the first expert
+            block.mlp.router.logits.weight.zero_()  # ties: all tokens choose alike
     expected = run_pair(model, model, tokens(1), tokens(2), overlapped=False)
     assert_same(run_pair(model, model, tokens(1), tokens(2), True, queued), expected)
     loads = model.layers["0"].mlp.take_load()
