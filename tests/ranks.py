@@ -38,6 +38,33 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout:
         return [collected.values[rank] for rank in range(num_ranks)]
 
 
+def run_failing_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[str]:
+    """The traceback with which `function` ended on each rank, "" where it died without one.
+
+    Fails the test when a rank finishes without an error, or does not end in time.
+    """
+    results = _context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = [(results, f"{folder}/store", rank, num_ranks, function, args) for rank in range(num_ranks)]
+        processes = [_context.Process(target=_main, args=argument, daemon=True) for argument in arguments]
+        for process in processes:
+            process.start()
+        try:
+            for rank, process in enumerate(processes):
+                process.join(timeout)
+                assert process.exitcode is not None, f"rank {rank} did not end within {timeout} s"
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        ended = dict.fromkeys(range(num_ranks), "")
+        while not results.empty():
+            rank, _, error = results.get()
+            assert error is not None, f"rank {rank} finished without an error"
+            ended[rank] = error
+    return [ended[rank] for rank in range(num_ranks)]
+
+
 class _Collected:
     def __init__(self, num_ranks: int):
         self.values: dict[int, Any] = {}

@@ -12,6 +12,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..overlap import Segmented, WeightGrads, bind
@@ -186,7 +187,9 @@ class _Run:
                         self.compute(step)
                         computed += 1
             except Exception as error:
-                error.add_note(f"while pipeline rank {self.p2p.rank} ran {describe(step)} of {self.schedule.name}")
+                rank = dist.get_rank() if dist.is_initialized() else 0
+                where = f"rank {rank} (pipeline rank {self.p2p.rank})"
+                error.add_note(f"while {where} ran {describe(step)} of {self.schedule.name}")
                 raise
         for _, sending in self.sending:
             sending.wait()

@@ -412,10 +412,10 @@ def test_two_forwards_side_by_side():
         pair = TransformerStage.interleaved_forward(model, [tokens(1)], model, [tokens(2, 1, 9)])
         assert_same(pair, [model(tokens(1)), model(tokens(2, 1, 9))])
     pair = TransformerStage.interleaved_forward(model, [tokens(1)], model, [tokens(2)])
-    sum(next_token_loss(logits, tokens(3)) for logits in pair).backward()  # with gradients, too
+    torch.stack([next_token_loss(logits, tokens(3)) for logits in pair]).sum().backward()  # with gradients, too
     ours = gradients(model)
     model.zero_grad()  # sets them to None
-    sum(next_token_loss(model(x), tokens(3)) for x in (tokens(1), tokens(2))).backward()
+    torch.stack([next_token_loss(model(x), tokens(3)) for x in (tokens(1), tokens(2))]).sum().backward()
     for one, other in zip(ours, gradients(model), strict=True):
         torch.testing.assert_close(one, other)
 

@@ -35,7 +35,7 @@ def both(module, expected, *inputs):
         leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
         outputs = function(*leaves)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        sum((i + 1) * o.square().sum() for i, o in enumerate(outputs) if o.requires_grad).backward()
+        torch.stack([(i + 1) * o.square().sum() for i, o in enumerate(outputs) if o.requires_grad]).sum().backward()
         results.append([*outputs, *(p.grad for p in module.parameters()), *(x.grad for x in leaves)])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs)

@@ -127,7 +127,8 @@ class Failing(nn.Module):
 def test_an_error_in_a_stage_says_where():
     with pytest.raises(ArithmeticError, match="boom") as error:
         one_rank({0: Failing()}).step(build("1f1b", 1, 1), X, {0: ()}, torch.sum)
-    assert error.value.__notes__ == ["while pipeline rank 0 ran 0F0 (stage 0, micro-batch 0) of 1f1b"]
+    where = "while rank 0 (pipeline rank 0) ran 0F0 (stage 0, micro-batch 0) of 1f1b"
+    assert error.value.__notes__ == [where]
 
 
 def wrong_shape(rank):

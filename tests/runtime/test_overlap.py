@@ -1,0 +1,245 @@
+"""The overlap in the pipeline, with real processes: the same bits, one order everywhere, an end when one fails."""
+
+import os
+import re
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_failing_ranks, run_ranks
+from test_equivalence import CONFIG, SEED, make_pipeline, run_step
+
+from moe_dualpipe.expert_parallel import AllToAll, Delayed, Link
+from moe_dualpipe.models import TransformerStage, build_model, next_token_loss
+from moe_dualpipe.overlap import Engine
+from moe_dualpipe.overlap.chunk import engine_for
+from moe_dualpipe.overlap.tape import Tape
+from moe_dualpipe.runtime.p2p import P2P
+from moe_dualpipe.schedule import Backward, Flow, Forward, Overlap, Part, Send, add_comms, build, halves
+
+
+def tokens(seed, sequences, length):
+    return torch.randint(CONFIG.vocab_size, (sequences, length), generator=torch.Generator().manual_seed(seed))
+
+
+def pair(model, x0, x1, engine=None):
+    model.zero_grad()
+    loss1 = next_token_loss(model(x1), x1)
+    if engine is None:
+        loss0 = next_token_loss(model(x0), x0)
+        loss1.backward()
+    else:
+        loss0 = TransformerStage.overlapped_forward_backward(
+            model, [x0], next_token_loss, [x0], model, loss1, None, None, engine=engine
+        )[1]
+        assert loss0 is not None
+    loss0.backward()
+    return [loss0.detach(), loss1.detach(), *(p.grad for p in model.parameters())]
+
+
+def pair_is_sequential(rank, experts):
+    """Ranks have different numbers of tokens, and routing is as uneven as it comes."""
+    config = CONFIG if experts is None else CONFIG.__class__(**{**vars_of(CONFIG), "num_experts": experts})
+    issued: list[str] = []
+    original = dist.all_to_all_single
+
+    def watched(received, sent, *arguments, **named):
+        issued.append(f"{sent.dtype} {sent.shape[1:]}")
+        return original(received, sent, *arguments, **named)
+
+    dist.all_to_all_single = watched
+    try:
+        model = build_model(config, AllToAll(config.num_experts, dist.group.WORLD), SEED)
+        x0, x1 = tokens(rank, 1 + rank % 2, 3 + rank), tokens(9 + rank, 2, 4)
+        expected = pair(model, x0, x1)
+        count, logs = len(issued), []
+        for queued in (False, True):
+            logs.append([])
+            got = pair(model, x0, x1, Engine(torch.device("cpu"), queued, logs[-1]))
+            assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), f"queued={queued}"
+            assert len(issued) == count * (len(logs) + 1)
+    finally:
+        dist.all_to_all_single = original
+    return issued, logs
+
+
+def vars_of(config):
+    return {name: getattr(config, name) for name in config.__dataclass_fields__}
+
+
+@pytest.mark.parametrize("ranks,experts", [(2, 6), (4, 8)])
+def test_a_pair_over_all_to_all_is_the_sequential_one_in_one_order_on_all_ranks(ranks, experts):
+    seen = run_ranks(ranks, pair_is_sequential, experts)
+    moe_layers = CONFIG.num_layers - CONFIG.num_dense_layers
+    for issued, logs in seen:
+        assert (issued, logs) == seen[0]
+        # For two chunks, forward and backward, three times: counts, dispatch and combine, then combine and dispatch.
+        assert len(issued) == 3 * 2 * moe_layers * 5
+
+
+def step_is_sequential(rank, name, pp, ep, slow):
+    outcomes = []
+    for overlap in (False, True):
+        schedule, layout, executor, experts, _ = make_pipeline(rank, name, pp, ep, ep)
+        executor.overlap = overlap
+        if slow and ep > 1:
+            for stage in executor.modules.values():
+                for module in stage.modules():
+                    if hasattr(module, "expert_parallel"):
+                        module.expert_parallel = Delayed(experts, Link(latency_us=300))
+        log = engine_for(torch.device("cpu")).log = []
+        result = run_step(schedule, layout, executor)
+        engine_for(torch.device("cpu")).log = None
+        pairs = sum(isinstance(action, Overlap) for action in schedule.actions[layout.pp_rank])
+        assert any(label.endswith("(W)") for label in log) == (overlap and pairs > 0)
+        grads = {n: p.grad for stage in executor.modules.values() for n, p in stage.named_parameters()}
+        outcomes.append((result.losses, grads))
+    (losses, grads), (other_losses, other_grads) = outcomes
+    assert losses.keys() == other_losses.keys()
+    assert all(torch.equal(losses[m], other_losses[m]) for m in losses)
+    for key in grads:
+        assert torch.equal(grads[key], other_grads[key]), key
+
+
+@pytest.mark.parametrize(
+    "name,pp,ep,slow",
+    [("dualpipev", 1, 1, False), ("dualpipe", 2, 1, False), ("dualpipev", 2, 2, False), ("dualpipe", 2, 2, True)],
+)
+def test_overlap_changes_no_bit_of_a_step(name, pp, ep, slow):
+    run_ranks(pp * ep, step_is_sequential, name, pp, ep, slow)
+
+
+# ---- Memory ----
+
+
+def live_chunks(actions) -> int:
+    """The most forwards whose backward has not ended, as the schedule has it; a pair's forward comes first."""
+    live = peak = 0
+    for action in actions:
+        for half in halves(action):
+            match half:
+                case Forward():
+                    live += 1
+                case Backward(part=Part.FULL | Part.INPUT):
+                    live -= 1
+            peak = max(peak, live)
+    return peak
+
+
+def counts_live_tapes(rank, name, pp):
+    schedule, layout, executor, _, _ = make_pipeline(rank, name, pp)
+    alive: Any = weakref.WeakSet()
+    peak = 0
+    original = Tape.__init__
+
+    def watched(self, inputs):
+        nonlocal peak
+        original(self, inputs)
+        alive.add(self)
+        peak = max(peak, len(alive))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tape, "__init__", watched)
+        run_step(schedule, layout, executor)
+    assert len(alive) == 0
+    return peak, live_chunks(schedule.actions[rank])
+
+
+@pytest.mark.parametrize("name,pp", [("dualpipe", 2), ("dualpipev", 2), ("dualpipev", 1), ("1f1b", 2)])
+def test_no_more_chunks_are_alive_than_the_schedule_says(name, pp):
+    for peak, expected in run_ranks(pp, counts_live_tapes, name, pp):
+        assert peak == expected
+        if name == "dualpipe":
+            assert peak == pp + 1  # as DeepSeek's table of schedules has it
+
+
+# ---- Transfers of the pipeline ----
+
+
+def sends_early(rank, pp):
+    schedule, layout, executor, _, _ = make_pipeline(rank, "dualpipe", pp)
+    log = engine_for(torch.device("cpu")).log = []
+    send = P2P.send
+
+    def watched(self, tensors, to):
+        log.append("send")
+        return send(self, tensors, to)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(P2P, "send", watched)
+        run_step(schedule, layout, executor)
+    engine_for(torch.device("cpu")).log = None
+    gradients = [
+        action.backward
+        for action in schedule.actions[rank]
+        if isinstance(action, Overlap) and action.backward.stage > 0
+    ]
+    # A send that is followed by a weight gradient was issued inside a pair, before it.
+    early = [i for i, label in enumerate(log) if label == "send" and log[i + 1 : i + 2] == ["attn(W)"]]
+    return len(early), len(gradients)
+
+
+def test_the_gradient_of_a_pair_is_sent_before_its_last_weight_gradients():
+    for early, expected in run_ranks(2, sends_early, 2):
+        assert early == expected > 0
+
+
+def test_gradients_of_a_pair_travel_before_its_activations():
+    both = 0
+    for steps in add_comms(build("dualpipe", 4, 16)):
+        sends: list[Flow] | None = None  # since the last pair
+        for step in steps:
+            if isinstance(step, Overlap):
+                sends = []
+            elif isinstance(step, Forward | Backward):
+                sends = None
+            elif isinstance(step, Send) and sends is not None:
+                sends.append(step.flow)
+                if len(sends) == 2:
+                    assert sends == [Flow.GRADIENT, Flow.ACTIVATION]
+                    both += 1
+    assert both > 10
+
+
+# ---- Failures ----
+
+
+def fails(rank, name, pp, ep, how, where):
+    """Rank 1 fails in the experts of layer 5, in its second forward or backward."""
+    schedule, layout, executor, _, _ = make_pipeline(rank, name, pp, ep, ep)
+    stages: list[Any] = list(executor.modules.values())
+    calls = 0
+
+    def hook(*_):
+        nonlocal calls
+        calls += 1
+        if rank == 1 and calls == 2:
+            if how == "dies":
+                os._exit(1)
+            raise ArithmeticError("boom")
+
+    for stage in stages:
+        if "5" in stage.layers:
+            experts = stage.layers["5"].mlp.experts
+            (experts.register_forward_pre_hook if where == "F" else experts.register_full_backward_pre_hook)(hook)
+    run_step(schedule, layout, executor)
+
+
+@pytest.mark.parametrize("how", ["raises", "dies"])
+@pytest.mark.parametrize("where", ["F", "B"])
+@pytest.mark.parametrize("name,pp,ep", [("dualpipev", 1, 2), ("dualpipe", 2, 1)])
+def test_a_rank_that_fails_ends_the_step_everywhere(name, pp, ep, how, where):
+    survivor, failed = run_failing_ranks(2, fails, name, pp, ep, how, where)
+    if how == "raises":
+        assert "ArithmeticError: boom" in failed
+        assert f"during mlp({where}) of layer 5" in failed
+        assert f"while rank 1 (pipeline rank {1 if pp > 1 else 0}) ran" in failed
+    else:
+        assert failed == ""
+    # The other rank waits for what the failed one would have sent, and says where.
+    assert "Connection closed by peer" in survivor or "Connection reset by peer" in survivor
+    assert re.search(r"while rank 0 \(pipeline rank 0\) ran .* \(stage \d, micro-batch \d.*\) of dualpipe", survivor)
+    if ep > 1:
+        assert re.search(r"during (wait for )?(dispatch|combine)\([FB]\) of layer 5", survivor)
