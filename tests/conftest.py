@@ -1,6 +1,8 @@
 import pytest
 import torch
 
+torch.set_num_threads(1)  # small tensors gain nothing from more, and lose a lot beside other processes
+
 
 @pytest.fixture(autouse=True)
 def _the_same_random_numbers_every_time():

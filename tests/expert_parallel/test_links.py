@@ -1,0 +1,187 @@
+"""Modelled links, messages, and transfers that are waited for later."""
+
+import copy
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+from torch.distributed import group
+
+from moe_dualpipe.expert_parallel import AllToAll, Delayed, Link, Local, Loopback
+from moe_dualpipe.expert_parallel.exchange import ALIGNMENT, pack, unpack
+from moe_dualpipe.expert_parallel.link import Wire
+from moe_dualpipe.models import ModelConfig, MoE
+
+CONFIG = ModelConfig(hidden_size=16, expert_size=12, num_experts=8, experts_per_token=3, init_std=0.3, head_dim=4)
+
+
+# ---- Messages ----
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(
+    rows=st.integers(0, 5),
+    widths=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    dtypes=st.lists(
+        st.sampled_from([torch.bfloat16, torch.float32, torch.float64, torch.int32]), min_size=3, max_size=3
+    ),
+)
+def test_a_message_carries_its_fields(rows, widths, dtypes):
+    fields = [torch.randint(-99, 99, (rows, w)).to(dtype) for w, dtype in zip(widths, dtypes, strict=False)]
+    message = pack(fields)
+    assert len(message) == rows
+    assert message.is_contiguous()
+    for ours, field in zip(unpack(message.clone(), fields), fields, strict=True):
+        assert ours.dtype == field.dtype
+        assert torch.equal(ours, field)
+        assert ours.data_ptr() % min(ALIGNMENT, 16) == 0 or rows == 0
+
+
+def test_a_message_of_one_field_is_that_field():
+    x = torch.randn(4, 6).T
+    assert torch.equal(pack([x]), x)
+    assert pack([x]).is_contiguous()
+    y = torch.randn(3, 5)
+    assert pack([y]) is y
+
+
+# ---- Loopback ----
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_loopback_is_a_layer_whose_experts_are_the_same_on_every_rank(ranks):
+    """Against one rank that holds all experts, those of the other ranks being copies: outputs and all gradients."""
+    local = MoE(CONFIG, Local(8), seed=1, name="layers.0").double()
+    looped = MoE(CONFIG, Loopback(8, ranks), seed=1, name="layers.0").double()
+    looped.router.load_state_dict(local.router.state_dict())
+    if local.shared is not None:
+        looped.shared.load_state_dict(local.shared.state_dict())  # type: ignore[union-attr]
+    with torch.no_grad():
+        for ours, theirs in zip(looped.experts.parameters(), local.experts.parameters(), strict=True):
+            theirs.copy_(ours.repeat(ranks, 1, 1))
+    x = torch.randn(11, 16, dtype=torch.float64)
+    results = []
+    for layer in (local, looped):
+        leaf = x.clone().requires_grad_()
+        y = layer(leaf)
+        y.square().sum().backward()
+        results.append([y, leaf.grad, layer.router.logits.weight.grad])
+        experts = [p.grad for p in layer.experts.parameters()]
+        if layer is local:
+            experts = [g.unflatten(0, (ranks, -1)).sum(0) for g in experts]  # type: ignore[union-attr]
+        results[-1] += experts
+    for ours, theirs in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_loopback_counts_each_row_once_for_each_other_rank():
+    link = Link(gb_per_s=1.0, latency_us=7.0)
+    ep = Loopback(8, 4, link)
+    ids = torch.tensor([[0, 1], [2, 3], [0, 7], [6, 7]])  # ranks: 0 | 1 | 0 and 3 | 3
+    route = ep.prepare(ids)
+    assert ep.wire.busy == pytest.approx(7e-6)  # the counts
+    x_ND, weights_NK = ep.dispatch(torch.randn(4, 6), route, torch.rand(4, 2)).wait()
+    assert x_ND.shape == (5, 6)
+    assert weights_NK is not None
+    message = 3 * (32 + 16 + 16)  # three rows leave: 6 floats, 2 weights, 2 ids, each field in multiples of 16 bytes
+    assert ep.wire.busy == pytest.approx(2 * 7e-6 + message * 1e-9)
+    ep.combine(x_ND, route).wait()
+    assert ep.wire.busy == pytest.approx(3 * 7e-6 + (message + 3 * 24) * 1e-9)
+    assert route.local_ids_NK is not None
+    assert route.local_ids_NK.tolist() == [[0, 1], [0, -1], [0, 1], [-1, 1], [0, 1]]
+
+
+def test_a_route_has_no_order_before_its_first_dispatch():
+    route = Loopback(8, 4).prepare(torch.tensor([[0, 1]]))
+    with pytest.raises(RuntimeError, match="wait for its first dispatch"):
+        _ = route.order
+
+
+# ---- Links ----
+
+
+def test_transfers_pass_one_after_another_and_not_before_their_time():
+    wire, start = Wire(), time.perf_counter()
+    first, second = wire.carry(0.02), wire.carry(0.03)
+    second.wait()
+    assert time.perf_counter() - start >= 0.05
+    first.wait()
+    first.wait()
+    assert wire.busy == pytest.approx(0.05)
+
+
+def test_a_link_has_numbers_that_make_sense():
+    assert Link(gb_per_s=2, latency_us=5).seconds(4_000_000_000) == pytest.approx(2.000005)
+    assert Link().seconds(10**12) == 0
+    with pytest.raises(ValueError, match="positive bandwidth: got 0 GB/s"):
+        Link(gb_per_s=0)
+    with pytest.raises(ValueError, match="latency of at least 0: got -1 us"):
+        Link(latency_us=-1)
+    with pytest.raises(ValueError, match="at least 1 SM: got 0"):
+        Link(sms=0)
+    with pytest.raises(ValueError, match="8 experts cannot be divided evenly over 3 ranks"):
+        Loopback(8, 3)
+
+
+def test_a_model_with_a_link_can_be_copied():
+    layer = MoE(CONFIG, Loopback(8, 4, Link(latency_us=1)), seed=1, name="layers.0")
+    x = torch.randn(3, 16)
+    y = layer(x)
+    assert torch.equal(copy.deepcopy(layer)(x), y)
+
+
+def test_delayed_is_the_backend_only_later():
+    ids, x, weights = torch.tensor([[0, 3], [3, 1]]), torch.randn(2, 5), torch.rand(2, 2)
+    plain, late = Local(8), Delayed(Local(8), Link(latency_us=20_000))
+    assert late.local_experts == plain.local_experts
+    route = late.prepare(ids)
+    start = time.perf_counter()
+    pending = late.dispatch(x, route, weights)
+    received = pending.wait()
+    assert time.perf_counter() - start >= 0.02
+    assert pending.wait() is received
+    assert torch.equal(received.x_ND, x)
+    assert torch.equal(late.combine(x, route).wait().y_TD, x)
+    with pytest.raises(ValueError, match="cannot delay CUDA tensors"):
+        late._late(pending, FakeCuda())  # type: ignore[arg-type]
+
+
+class FakeCuda:
+    is_cuda = True
+
+
+# ---- Waiting later ----
+
+
+def returns_before_its_peer_has_called(rank):
+    """Rank 0 starts its transfers before rank 1 does; only the first dispatch needs an answer, the counts."""
+    ep = AllToAll(8, group.WORLD)
+    ids = torch.tensor([[0, 7], [3, 4]])
+    store = torch.distributed.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["prepared"])
+    route = ep.prepare(ids)
+    if rank == 0:
+        store.set("prepared", "")
+    x = torch.full((2, 5), float(rank + 1))
+    first = ep.dispatch(x, route, torch.ones(2, 2))
+    x_ND = first.wait().x_ND
+    assert first.wait().x_ND is x_ND
+    assert x_ND[:, 0].tolist() == [1, 1, 2, 2]
+    # The route is known: another dispatch and a combine can be on their way together, and waited for in any order.
+    if rank == 1:
+        store.wait(["sent"])
+    again, back = ep.dispatch(10 * x, route), ep.combine(x_ND, route, torch.ones(4, 2))
+    if rank == 0:
+        store.set("sent", "")
+    combined = back.wait()
+    assert combined.y_TD[:, 0].tolist() == [2.0 * (rank + 1)] * 2
+    assert combined.weight_grads_TK is not None
+    assert again.wait().x_ND[:, 0].tolist() == [10, 10, 20, 20]
+
+
+def test_transfers_are_started_without_waiting_for_the_other_rank():
+    run_ranks(2, returns_before_its_peer_has_called)
