@@ -1,0 +1,160 @@
+"""DualPipeV in the pipeline runtime of PyTorch itself, for people whose training loop is built on it.
+
+`torch.distributed.pipelining` has the schedule, but runs an overlapped pair one half after the other, and splits a
+backward into I and W by surgery on the autograd graph, in which a `Segmented` module is a single node: all of its
+backward would run in I. The runtime lets a function of ours take over an action:
+
+    stage = PipelineStage(module, index, num_stages, device, input_args=..., output_args=...)
+    schedule = ScheduleDualPipeV(stages, num_micro_batches, loss_fn)
+    register(schedule)
+
+These functions keep the runtime's own bookkeeping and change the computation only: a pair is one call of
+`overlapped_forward_backward`, and I puts off weight gradients to W. `input_args` and `output_args` are needed (floating
+ones with requires_grad=True): to find shapes out, torch would differentiate the module on made-up numbers, and leave
+the weight gradients in the first step.
+
+The price is a few private names of torch, and that torch tells such a function less than it knows: `loss_kwargs` of
+`step` do not reach the loss of an overlapped forward. FSDP and DDP are not supported.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining.schedules import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    FULL_BACKWARD,
+    OVERLAP_F_B,
+    _Action,
+    _PipelineContext,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from .overlap import Segmented
+
+
+def register(schedule: Any) -> None:
+    """Run the overlapped pairs and the split backwards of `schedule`, whose stages are all Segmented, as ours."""
+    schedule.register_custom_function(OVERLAP_F_B, overlap_f_b)
+    schedule.register_custom_function(BACKWARD_INPUT, backward_input)
+    schedule.register_custom_function(BACKWARD_WEIGHT, backward_weight)
+
+
+def overlap_f_b(action: _Action, ctx: _PipelineContext) -> None:
+    """An OVERLAP_F_B: both halves in one call of the modules' `overlapped_forward_backward`.
+
+    Raises TypeError for a module that is not a plain `Segmented` and for keyword inputs, ValueError for an action that
+    is not a forward and a full backward, and for stages without `input_args` and `output_args`.
+    """
+    halves = action.sub_actions or ()
+    if [half.computation_type for half in halves] != [FORWARD, FULL_BACKWARD]:
+        raise ValueError(f"{action} needs two sub_actions, a forward and a full backward: got {action.sub_actions}")
+    first, second = (_Work(half, ctx) for half in halves)
+    if kwargs := ctx.kwarg_mbs[first.micro_batch] if ctx.kwarg_mbs else {}:
+        raise TypeError(f"{type(first.module).__name__} takes positional inputs only: got {', '.join(kwargs)}")
+    args = ctx.arg_mbs[first.micro_batch] if ctx.arg_mbs else ()
+    output: Any = None
+
+    def backward(_kind: str, chunk: Mapping[str, Any], **_last: bool) -> tuple[tuple[Tensor | None, ...], None]:
+        """In the place of the second stage's computation, and around all that the first one does for a forward."""
+        nonlocal output
+        root, grads = chunk["stage_output"], chunk["output_grads"]
+        loss, outputs = (root, None) if isinstance(root, Tensor) else (None, root)
+
+        def forward(*inputs: Tensor) -> Any:
+            method = type(first.module).overlapped_forward_backward
+            return method(first.module, list(inputs), None, None, second.module, loss, outputs, grads)[0]
+
+        with _replaced(first.stage, "forward_maybe_with_nosync", forward):
+            output = first.stage.forward_one_chunk(first.micro_batch, args, {})
+        return _take_grads(chunk["input_values"]), None
+
+    first.wait(first.schedule.fwd_recv_ops, first.index - 1)
+    with _replaced(second.stage, "backward_maybe_with_nosync", backward):
+        second.backward(full=True)
+    first.schedule._maybe_compute_loss(first.stage, output, ctx.target_mbs, first.micro_batch)
+    if len(first.stage.output_chunks) < len(first.schedule._internal_losses):
+        first.stage.output_chunks.clear()  # with step(return_outputs=False), other forwards have not kept theirs
+    if following := first.stages.get(first.index + 1):
+        following.set_local_fwd_input(output, first.micro_batch)
+
+
+def backward_input(action: _Action, ctx: _PipelineContext) -> None:
+    """A BACKWARD_INPUT that leaves to BACKWARD_WEIGHT the weight gradients of all layers that can put them off."""
+    work = _Work(action, ctx)
+    with work.module.weight_grads.defer_to((work.index, work.micro_batch)):
+        work.backward(full=False)  # torch leaves all of the first stage's backward to its W
+
+
+def backward_weight(action: _Action, ctx: _PipelineContext) -> None:
+    """The BACKWARD_WEIGHT to `backward_input`."""
+    work = _Work(action, ctx)
+    work.stage.backward_weight_one_chunk(work.micro_batch, last_backward=work.count())
+    work.module.weight_grads.run((work.index, work.micro_batch))
+
+
+class _Work:
+    """What is to be done with one micro-batch on one stage, and what torch's runtime does around a computation."""
+
+    def __init__(self, action: _Action, ctx: _PipelineContext):
+        self.index: int = action.stage_index
+        self.micro_batch: Any = action.microbatch_index
+        self.schedule: Any = ctx.schedule_ref
+        self.stages: dict[int, Any] = {stage.stage_index: stage for stage in self.schedule._stages}
+        self.stage = self.stages[self.index]
+        self.module = self.stage.submod
+        where = f"stage {self.index} is a {type(self.module).__name__}"
+        if isinstance(self.module, FSDPModule | DistributedDataParallel):
+            raise TypeError(f"{where}: modules inside FSDP or DDP are not supported")
+        if not isinstance(self.module, Segmented):
+            raise TypeError(
+                f"{where}, which is not Segmented: write it as a subclass of moe_dualpipe.overlap.Segmented, or do not "
+                "register this function"
+            )
+        if getattr(getattr(self.stage, "_inference_mode", None), "name", None) == "DYNAMIC":
+            raise ValueError(
+                f"{where}; to find its shapes out, torch has differentiated it on made-up numbers, which are in its "
+                "gradients now: give every PipelineStage its input_args and output_args"
+            )
+
+    def wait(self, received: dict[tuple[int, Any], Sequence[Any]], source: int) -> None:
+        """Wait for what comes from stage `source`, if there is one and it is on another rank."""
+        if 0 <= source < self.stage.num_stages and source not in self.stages:
+            for transfer in received.pop((self.index, self.micro_batch)):
+                transfer.wait()
+
+    def backward(self, full: bool) -> None:
+        self.wait(self.schedule.bwd_recv_ops, self.index + 1)
+        loss = self.schedule._maybe_get_loss(self.stage, self.micro_batch)
+        last = full and self.count()
+        self.stage.backward_one_chunk(self.micro_batch, loss=loss, full_backward=full, last_backward=last)
+        if previous := self.stages.get(self.index - 1):
+            previous.set_local_bwd_input(self.stage.get_local_bwd_output(self.micro_batch), self.micro_batch)
+
+    def count(self) -> bool:
+        """Count a completed backward; returns whether it is the stage's last in this step."""
+        self.schedule.backward_counter[self.index] += 1
+        return self.schedule.backward_counter[self.index] == self.schedule._n_microbatches
+
+
+def _take_grads(inputs: Sequence[Any]) -> tuple[Tensor | None, ...]:
+    """The gradients of a chunk's inputs, which are to be sent and not to be accumulated."""
+    grads = tuple(value.grad if isinstance(value, Tensor) else None for value in inputs)
+    for value in inputs:
+        if isinstance(value, Tensor):
+            value.grad = None
+    return grads
+
+
+@contextmanager
+def _replaced(stage: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """The stage with another method for a while."""
+    setattr(stage, name, function)
+    try:
+        yield
+    finally:
+        delattr(stage, name)

@@ -1,0 +1,199 @@
+"""Under torch's own ScheduleDualPipeV, our stages train like the single-process model, and pairs really overlap."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import cosine_distance, run_ranks
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import BACKWARD_WEIGHT, OVERLAP_F_B, ScheduleDualPipeV, _Action
+
+from moe_dualpipe.expert_parallel import AllToAll
+from moe_dualpipe.models import ModelConfig, TransformerStage, build_model, next_token_loss, split
+from moe_dualpipe.torch_pipelining import backward_weight, overlap_f_b, register
+
+CONFIG = ModelConfig(
+    vocab_size=61, hidden_size=32, num_layers=4, num_dense_layers=1, num_heads=4, num_kv_heads=2, head_dim=8,
+    dense_size=48, expert_size=24, num_experts=6, experts_per_token=2, init_std=0.1,
+)  # fmt: skip
+MICRO_BATCHES, SIZE, LENGTH, SEED, LR = 5, 2, 12, 3, 0.5
+CPU = torch.device("cpu")
+
+
+class Counting(TransformerStage):
+    """A stage that tells how often a pair was overlapped."""
+
+    overlapped = 0
+
+    @classmethod
+    def overlapped_forward_backward(cls, *args, **kwargs):
+        Counting.overlapped += 1
+        return super().overlapped_forward_backward(*args, **kwargs)
+
+
+def batch(seed):
+    tokens = torch.randint(
+        CONFIG.vocab_size, (MICRO_BATCHES * SIZE, LENGTH + 1), generator=torch.Generator().manual_seed(seed)
+    )
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def plain_step(model, *seeds):
+    """Losses by micro-batch, and the gradients of their sum, in plain training."""
+    losses = []
+    for seed in seeds:
+        for x, y in zip(*(t.split(SIZE) for t in batch(seed)), strict=True):
+            loss = next_token_loss(model(x), y)
+            loss.backward()
+            losses.append(loss.detach())
+    return losses
+
+
+def make_schedule(modules, group=None, shapes=True, scale_grads=False):
+    """torch's schedule of the two stages of this rank, `modules` by index, in pipeline `group`."""
+    last = 2 * dist.get_world_size(group) - 1
+    stages = []
+    for index, module in modules.items():
+        hidden = torch.empty(SIZE, LENGTH, CONFIG.hidden_size, requires_grad=True)
+        tokens = torch.empty(SIZE, LENGTH, dtype=torch.long)
+        logits = torch.empty(SIZE, LENGTH, CONFIG.vocab_size, requires_grad=True)
+        known = {"input_args": hidden if index else tokens, "output_args": logits if index == last else hidden}
+        stages.append(PipelineStage(module, index, last + 1, CPU, group=group, **(known if shapes else {})))
+    return ScheduleDualPipeV(stages, MICRO_BATCHES, next_token_loss, scale_grads=scale_grads)
+
+
+def make_modules(rank, pp, experts=None):
+    specs = split(CONFIG, 2 * pp)
+    return {index: Counting(CONFIG, specs[index], experts, SEED) for index in (rank, 2 * pp - 1 - rank)}
+
+
+def trains_like_the_whole_model(rank, pp):
+    modules = make_modules(rank, pp)
+    schedule = make_schedule(modules)
+    register(schedule)
+    put_off = {}
+
+    def watched(action, ctx):
+        grads = modules[action.stage_index].weight_grads
+        put_off[action.stage_index] = grads.owes((action.stage_index, action.microbatch_index))
+        backward_weight(action, ctx)
+
+    schedule.register_custom_function(BACKWARD_WEIGHT, watched)
+    pairs = [a for a in schedule.pipeline_order[rank] if a is not None and a.computation_type == OVERLAP_F_B]
+    model = build_model(CONFIG, seed=SEED)
+    of_pipeline = torch.optim.SGD([p for module in modules.values() for p in module.parameters()], lr=LR)
+    of_model = torch.optim.SGD(model.parameters(), lr=LR)
+    for step in range(3):
+        x, y = batch(step)
+        losses, expected = [], plain_step(model, step)
+        Counting.overlapped = 0
+        keep = step != 1
+        inputs, target = ((x,), y) if rank == 0 else ((), None)
+        logits = schedule.step(*inputs, target=target, losses=losses, return_outputs=keep)
+        assert Counting.overlapped == len(pairs) > 0
+        if rank == 0:
+            assert [loss.item() for loss in losses] == [loss.item() for loss in expected]
+            assert len(schedule._stages[-1].output_chunks) == MICRO_BATCHES * keep
+            if keep:
+                assert torch.equal(logits, torch.cat([model(part) for part in x.split(SIZE)]))
+        whole = dict(model.named_parameters())
+        for module in modules.values():
+            assert module.weight_grads is not None and len(module.weight_grads) == 0
+            for key, p in module.named_parameters():
+                assert torch.equal(p.grad, whole[key].grad), f"gradient of {key} in step {step}"
+        for optimizer in (of_pipeline, of_model):
+            optimizer.step()
+            optimizer.zero_grad()
+        for module in modules.values():
+            assert all(torch.equal(p, whole[key]) for key, p in module.named_parameters())
+        assert schedule.backward_counter == dict.fromkeys(modules, MICRO_BATCHES)
+        assert not any(name.endswith("_maybe_with_nosync") for stage in schedule._stages for name in vars(stage))
+    return put_off
+
+
+@pytest.mark.parametrize("pp,put_off", [(1, [{0: False}]), (2, [{0: False, 3: True}, {1: True, 2: True}])])
+def test_training_is_bit_equal_to_the_single_process_model(pp, put_off):
+    """And a W computes what its I put off, except in the first stage, where the whole backward is in W."""
+    assert run_ranks(pp, trains_like_the_whole_model, pp) == put_off
+
+
+def expert_parallel_agrees(rank):
+    alone = [dist.new_group([r]) for r in range(2)][rank]
+    experts = AllToAll(CONFIG.num_experts, dist.group.WORLD)
+    modules = make_modules(0, 1, experts)
+    schedule = make_schedule(modules, alone)
+    register(schedule)
+    model = build_model(CONFIG, seed=SEED)
+    expected, losses = plain_step(model, 0, 1), []
+    x, y = batch(rank)
+    schedule.step(x, target=y, losses=losses)
+    torch.testing.assert_close(losses, expected[rank * MICRO_BATCHES :][:MICRO_BATCHES], rtol=1e-6, atol=0)
+    assert Counting.overlapped == 2 * MICRO_BATCHES - 3
+    whole = dict(model.named_parameters())
+    for key, p in ((key, p) for module in modules.values() for key, p in module.named_parameters()):
+        grad = whole[key].grad
+        if ".experts." in key:
+            grad = grad[experts.local_experts.start : experts.local_experts.stop]
+        else:
+            dist.all_reduce(p.grad)
+        assert cosine_distance(p.grad, grad) < 1e-11, key
+
+
+def test_expert_parallel_agrees():
+    run_ranks(2, expert_parallel_agrees)
+
+
+def one_step_like_torch(rank):
+    """With our functions and without, gradients are those of the whole model, divided as torch is asked to."""
+    model = build_model(CONFIG, seed=SEED)
+    plain_step(model, 0)
+    whole = dict(model.named_parameters())
+    for ours in (True, False):
+        modules = make_modules(rank, 2)
+        schedule = make_schedule(modules, scale_grads=True)
+        if ours:
+            register(schedule)
+        x, y = batch(0)
+        schedule.step(*((x,) if rank == 0 else ()), target=y if rank == 0 else None)
+        for key, p in ((key, p) for module in modules.values() for key, p in module.named_parameters()):
+            assert torch.equal(p.grad, whole[key].grad / MICRO_BATCHES), f"{key}, {ours=}"
+
+
+def test_gradients_are_scaled_once_and_equal_those_of_torch_alone():
+    run_ranks(2, one_step_like_torch)
+
+
+def wrong_usage(rank):
+    modules = make_modules(rank, 1)
+    pair = next(a for a in make_schedule(modules).pipeline_order[0] if a and a.computation_type == OVERLAP_F_B)
+
+    def refused(error, match, modules=modules, action=pair, kwarg_mbs=None):
+        ctx = SimpleNamespace(schedule_ref=make_schedule(modules), kwarg_mbs=kwarg_mbs)
+        with pytest.raises(error, match=match):
+            overlap_f_b(action, ctx)
+
+    refused(ValueError, "a forward and a full backward: got None", action=_Action(-1, OVERLAP_F_B, None))
+    refused(ValueError, "a forward and a full backward", action=pair._replace(sub_actions=pair.sub_actions[::-1]))
+    plain = {index: nn.Linear(2, 2) for index in modules}
+    refused(TypeError, "stage 1 is a Linear, which is not Segmented: write it as a subclass", plain)
+    ddp = {index: nn.parallel.DistributedDataParallel(module) for index, module in modules.items()}
+    refused(TypeError, "stage 1 is a DistributedDataParallel: modules inside FSDP or DDP are not supported", ddp)
+    mesh = dist.init_device_mesh("cpu", (1,))
+    fsdp = {index: fully_shard(module, mesh=mesh) for index, module in make_modules(0, 1).items()}
+    refused(TypeError, "stage 1 is a FSDPCounting: modules inside FSDP or DDP", fsdp)
+
+    keywords = [{"mask": 1}] * MICRO_BATCHES
+    refused(TypeError, "Counting takes positional inputs only: got mask", kwarg_mbs=keywords)
+
+    schedule = make_schedule(modules, shapes=False)
+    register(schedule)
+    x, y = batch(0)
+    with pytest.raises(ValueError, match="give every PipelineStage its input_args and output_args"):
+        schedule.step(x, target=y)
+
+
+def test_wrong_usage_is_told():
+    run_ranks(1, wrong_usage)
