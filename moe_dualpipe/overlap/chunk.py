@@ -55,14 +55,19 @@ class Segmented(nn.Module):
         weight gradients: the time to send them on. Raises TypeError when the second chunk was not made by `module1`.
         """
         engine = engine or _engine(inputs0)
-        tape1, grads1 = _intercepted(module1, loss1, outputs1 or (), output_grads1 or ())
+        if loss1 is not None:
+            with engine.label("loss(B)", None):
+                tape1, grads1 = _intercepted(module1, [loss1], [torch.ones_like(loss1)])
+        else:
+            tape1, grads1 = _intercepted(module1, outputs1 or (), output_grads1 or ())
         lane0 = Lane(engine, _forward(module0, inputs0), "F")
         lane1 = Lane(engine, _backward(tape1, grads1, on_input_grads), "B", module1.weight_grads)
         engine.interleave(lane0, lane1)
-        outputs0 = lane0.result
         if criterion0 is None:
-            return outputs0, None
-        return outputs0, criterion0(*(outputs0 if isinstance(outputs0, tuple) else (outputs0,)), *(labels0 or ()))
+            return lane0.result, None
+        outputs0 = lane0.result if isinstance(lane0.result, tuple) else (lane0.result,)
+        with engine.label("loss(F)", None):
+            return lane0.result, criterion0(*outputs0, *(labels0 or ()))
 
     @classmethod
     def interleaved_forward(
@@ -121,11 +126,9 @@ def _backward(tape: Tape, output_grads: Sequence[Tensor | None], then: Callable[
 
 
 def _intercepted(
-    module: nn.Module, loss: Tensor | None, outputs: Sequence[Tensor], grads: Sequence[Tensor | None]
+    module: nn.Module, outputs: Sequence[Tensor], grads: Sequence[Tensor | None]
 ) -> tuple[Tape, Sequence[Tensor | None]]:
     """The tape that the loss or outputs came from, and the gradients that reach it: autograd runs down to it only."""
-    if loss is not None:
-        outputs, grads = [loss], [torch.ones_like(loss)]
     pairs = [(o, grad) for o, grad in zip(outputs, grads, strict=True) if o.requires_grad and grad is not None]
     nodes: list[Any] = [o.grad_fn for o, _ in pairs]
     seen = set(nodes)

@@ -77,24 +77,20 @@ class Lane:
 
     def __init__(self, engine: Engine, segments: Segments, kind: str, weight_grads: WeightGrads | None = None):
         self.engine, self.kind, self.weight_grads = engine, kind, weight_grads
-        self.segments: Segments | None = segments
+        self.segments, self.active = segments, True
         self.asked: Comm | None = None
         self.result: Any = None
         self._answer: Any = None
         self._ready: Any = None
         self._owed: list[tuple[Compute, object]] = []
 
-    @property
-    def active(self) -> bool:
-        return self.segments is not None
-
     def advance(self) -> None:
         """Compute until a transfer is asked for, or to the end."""
-        while self.segments is not None and self.asked is None:
+        while self.active and self.asked is None:
             try:
                 segment = self.segments.send(self._answer)
             except StopIteration as stop:
-                self.result, self.segments, self._answer = stop.value, None, None
+                self.result, self.active, self._answer = stop.value, False, None
                 return
             side = self.engine.side
             match segment:
@@ -156,9 +152,8 @@ class _SideStream:
 
     def mark(self) -> tuple[Any, list[torch.UntypedStorage]]:
         """This point of the compute stream, and the memory that nobody will use beyond it."""
-        alone = [torch._C._storage_Use_Count(s._cdata) == 1 for s in self.held]
-        free = [s for s, is_alone in zip(self.held, alone, strict=True) if is_alone]
-        self.held = [s for s, is_alone in zip(self.held, alone, strict=True) if not is_alone]
+        free = [s for s in self.held if torch._C._storage_Use_Count(s._cdata) == 1]
+        self.held = [s for s in self.held if torch._C._storage_Use_Count(s._cdata) > 1]
         return torch.cuda.current_stream().record_event(), free
 
     def run(self, fn: Any, mark: tuple[Any, list[torch.UntypedStorage]]) -> tuple[Any, Any]:

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from moe_dualpipe.expert_parallel import Delayed, Link, Local, Loopback, combine, dispatch
-from moe_dualpipe.models import ModelConfig, MoE, StageSpec, TransformerStage, build_model, next_token_loss
+from benchmarks.plain import plain_forward
+from moe_dualpipe.expert_parallel import Delayed, Link, Local, Loopback
+from moe_dualpipe.models import ModelConfig, StageSpec, TransformerStage, build_model, next_token_loss
 from moe_dualpipe.overlap import Engine
 
 CONFIG = ModelConfig(
@@ -161,25 +162,6 @@ def test_any_shape(data):
 
 
 recomputes = st.sampled_from(["none", "norms", "attention", "full"])
-
-
-def plain_forward(model, x):
-    """The model in ordinary autograd, without segments: an independent second copy, for comparison only."""
-    x = model.embedding(x)
-    for block in model.layers.values():
-        h = x + block.attention(block.attention_norm(x))
-        normal = block.mlp_norm(h)
-        if isinstance(block.mlp, MoE):
-            mlp, x_TD = block.mlp, normal.flatten(0, 1)
-            weights, ids = mlp.router(x_TD)
-            route = mlp.expert_parallel.prepare(ids)
-            out = mlp.run_experts(*dispatch(x_TD, weights, route, mlp.expert_parallel), route)
-            y = combine(out, route, mlp.expert_parallel)
-            y = y + mlp.shared(x_TD) if mlp.shared is not None else y
-            x = h + y.view_as(h)
-        else:
-            x = h + block.mlp(normal)
-    return model.head(model.norm(x))
 
 
 @pytest.mark.parametrize("backend", ["local", "loopback"])
