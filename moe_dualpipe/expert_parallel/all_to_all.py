@@ -1,12 +1,10 @@
 """The backend on torch.distributed: variable-sized all-to-all over NCCL or gloo, started and waited for later."""
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .exchange import Exchange, Later
+from .exchange import Exchange, Later, to_host
 
 
 class AllToAll(Exchange):
@@ -26,7 +24,7 @@ class AllToAll(Exchange):
         if not counts_R2.is_cuda:
             return Later([work], lambda: torch.stack([counts_R2, counts_in_R2]))
         work.wait()  # on the stream
-        return Later([], _to_host(torch.stack([counts_R2, counts_in_R2])))
+        return Later([], to_host(torch.stack([counts_R2, counts_in_R2])))
 
     def swap(self, rows: Tensor, rows_out: list[int], rows_in: list[int]) -> Later[Tensor]:
         received = rows.new_empty(sum(rows_in), *rows.shape[1:])
@@ -38,16 +36,3 @@ class AllToAll(Exchange):
 def _started(work: dist.Work | None) -> dist.Work:
     assert work is not None, "this process is not a member of the group"
     return work
-
-
-def _to_host(counts: Tensor) -> Callable[[], Tensor]:
-    """Start to copy to the host; the result waits for this copy, not for what was queued after it."""
-    host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
-    host.copy_(counts, non_blocking=True)
-    copied = torch.cuda.current_stream().record_event()
-
-    def read() -> Tensor:
-        copied.synchronize()
-        return host
-
-    return read

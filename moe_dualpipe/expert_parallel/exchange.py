@@ -144,6 +144,19 @@ class Exchange(ABC):
         return route.handle
 
 
+def to_host(counts: Tensor) -> Callable[[], Tensor]:
+    """Start to copy to the host; the result waits for this copy, not for what was queued after it."""
+    host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+    host.copy_(counts, non_blocking=True)
+    copied = torch.cuda.current_stream().record_event()
+
+    def read() -> Tensor:
+        copied.synchronize()
+        return host
+
+    return read
+
+
 def pack(fields: Sequence[Tensor]) -> Tensor:
     """Columns of different dtypes side by side: [S, c] each -> bytes [S, W]; a single one stays what it is.
 
