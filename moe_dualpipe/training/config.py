@@ -60,6 +60,8 @@ class TrainConfig:
     """Hide the communication of one micro-batch behind the computation of another, where the schedule pairs them."""
     recompute: Recompute = "none"
     """What to compute again in the backward instead of keeping it: none, norms, attention or full."""
+    max_deferred: int = 0
+    """Most chunks whose weight gradients may be put off at a time, which bounds the activations held. 0: no bound."""
     schedule: str = "auto"
     """Pipeline schedule: 1f1b, dualpipe, dualpipev. auto: dualpipe for an even number of ranks, else dualpipev."""
 
@@ -155,7 +157,7 @@ def resolve(config: TrainConfig, launch: Launch) -> TrainConfig:
     for name in ("seq_len", "micro_batch_size", "steps", "ep", "eval_sequences"):
         if getattr(config, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1: got {getattr(config, name)}")
-    for name in ("pp", "micro_batches", "save_every", "sample_tokens", "check_replicas_every"):
+    for name in ("pp", "micro_batches", "max_deferred", "save_every", "sample_tokens", "check_replicas_every"):
         if getattr(config, name) < 0:
             raise ValueError(f"--{name.replace('_', '-')} cannot be negative: got {getattr(config, name)}")
     _check_optimizer(config.optim)

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..expert_parallel import AllToAll, Local
 from ..models import TransformerStage, expert_loads, next_token_loss, split
 from ..models.experts import expert_class
+from ..overlap import WeightGrads
 from ..runtime import P2P, Executor, TensorSpec
 from ..runtime.replicas import ReplicaSet, check_equal, gradient_norm, sum_gradients
 from ..schedule import Schedule, build
@@ -118,7 +119,8 @@ class Trainer:
         }
         hidden = TensorSpec((config.micro_batch_size, config.seq_len, model.hidden_size), self.dtype)
         links = P2P.connect(self.groups.pipeline, [hidden], self.device)
-        self.executor = Executor(self.stages, links, overlap=config.overlap)
+        weight_grads = WeightGrads(config.max_deferred or None)
+        self.executor = Executor(self.stages, links, weight_grads, config.overlap)
 
         named = {name: p for stage in self.stages.values() for name, p in stage.named_parameters()}
         self.replicas = [

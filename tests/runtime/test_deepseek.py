@@ -19,6 +19,8 @@ from moe_dualpipe.deepseek import (
     set_p2p_tensor_dtype,
     set_p2p_tensor_shapes,
 )
+from moe_dualpipe.models import ModelConfig, TransformerStage, build_model, next_token_loss, split
+from moe_dualpipe.overlap.chunk import engine_for
 from moe_dualpipe.schedule import Backward, Overlap, Part, build
 
 SIZE, WIDTH = 3, 8
@@ -392,3 +394,39 @@ def wrong_programs(_rank):
 
 def test_wrong_programs_are_told_what_to_change():
     run_ranks(1, wrong_programs)
+
+
+TINY = ModelConfig(
+    vocab_size=19, hidden_size=16, num_layers=4, num_dense_layers=1, num_heads=4, num_kv_heads=2, head_dim=4,
+    dense_size=24, expert_size=12, num_experts=4, experts_per_token=2, init_std=0.2,
+)  # fmt: skip
+
+
+def our_transformer_in_dualpipe(rank, num_chunks):
+    """Stages that overlap for real, under DeepSeek's interface: their pairs are interleaved, and nothing changes."""
+    specs, x = split(TINY, 2), torch.randint(19, (num_chunks, 7), generator=torch.Generator().manual_seed(3))
+    model = build_model(TINY, seed=4)
+    losses = [next_token_loss(model(piece), piece) for piece in x.split(1)]
+    sum(losses, torch.zeros(())).backward()
+    stages = [TransformerStage(TINY, specs[stage], seed=4) for stage in (rank, 1 - rank)]
+    set_p2p_tensor_shapes([(1, 7, 16)])
+    set_p2p_tensor_dtype(torch.float32)
+    log = engine_for(torch.device("cpu")).log = []
+    pipe = DualPipe(nn.Sequential(*stages))
+    half = x.chunk(2)
+    loss, _ = pipe.step(half[rank], num_chunks=num_chunks, criterion=next_token_loss, labels=[half[1 - rank]])
+    engine_for(torch.device("cpu")).log = None
+    assert log.count("loss(F)") > 0 and log.count("mlp(W)") > 0
+    assert torch.equal(loss, torch.stack(losses).detach().chunk(2)[1 - rank])
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    # Each stage is on both ranks, as the first module of the one and the second of the other.
+    for order in (stages, stages[::-1]):
+        named = dict(sorted(order[rank].named_parameters()))
+        for name, p in named.items():
+            dist.all_reduce(p.grad)
+            assert cosine_distance(p.grad, grads[name]) < 1e-13, name
+
+
+@pytest.mark.parametrize("num_chunks", [4, 8])
+def test_our_transformer_overlaps_under_deepseeks_interface(num_chunks):
+    run_ranks(2, our_transformer_in_dualpipe, num_chunks)

@@ -19,7 +19,7 @@ from ranks import run_ranks
 
 from moe_dualpipe.models import ModelConfig, build_model, expert_loads
 from moe_dualpipe.training import loop
-from moe_dualpipe.training.config import Launch, OptimizerConfig, TrainConfig, resolve
+from moe_dualpipe.training.config import Launch, OptimizerConfig, TrainConfig, parse, resolve
 from moe_dualpipe.training.loop import Plan, Trainer, main
 from moe_dualpipe.training.parallel import initialize
 
@@ -82,6 +82,42 @@ def test_the_division_of_the_work_does_not_change_the_run(tmp_path):
     checkpoint = str(tmp_path / "dualpipe" / "checkpoints" / "step-000003")
     moved = run_ranks(1, train, settings(tmp_path / "moved", resume=checkpoint))[0]
     assert losses(moved) == pytest.approx({s: loss for s, loss in reference.items() if s > 3}, rel=1e-5)
+
+
+CHOICES = [
+    {"overlap": False},
+    {"recompute": "norms"},
+    {"recompute": "attention"},
+    {"recompute": "full"},
+    {"max_deferred": 1},
+]
+
+
+def train_each(rank, configs):
+    return [train(rank, config) for config in configs]
+
+
+@pytest.mark.parametrize("ranks,division", [(1, {}), (2, {"pp": 2}), (2, {"pp": 1, "ep": 2})])
+def test_overlap_and_recompute_change_no_bit_of_a_run(tmp_path, ranks, division):
+    small = {"steps": 2, "seq_len": 16, "eval_sequences": 1, **division}
+    configs = [settings(tmp_path / str(i), **small, **choice) for i, choice in enumerate([{}, *CHOICES])]
+    clocks = ("seconds", "tokens_per_s", "peak_memory_mb")
+    runs = [
+        [{key: value for key, value in record.items() if key not in clocks} for record in run]
+        for run in run_ranks(ranks, train_each, configs)[0]
+    ]
+    assert len(runs[0]) == 4
+    for run, choice in zip(runs[1:], CHOICES, strict=True):
+        assert run == runs[0], choice
+
+
+def test_flags_of_the_overlap():
+    assert parse([]).overlap
+    assert not parse(["--no-overlap"]).overlap
+    assert parse(["--recompute", "norms"]).recompute == "norms"
+    assert parse(["--max-deferred", "2"]).max_deferred == 2
+    with pytest.raises(ValueError, match="--max-deferred cannot be negative: got -1"):
+        resolve(parse(["--max-deferred", "-1"]), Launch(0, 0, 1, 1))
 
 
 def test_experts_move_between_ranks_through_a_checkpoint(tmp_path):
