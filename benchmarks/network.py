@@ -1,0 +1,327 @@
+"""What hiding the all-to-all is worth on a real network: four processes in two network namespaces.
+
+    sudo .venv/bin/python -m benchmarks.network                        about two minutes on two cores
+    sudo .venv/bin/python -m benchmarks.network --mbit 800 100 --rounds 5
+    sudo .venv/bin/python -m benchmarks.network --pp 1                 two processes, each with a core of its own
+
+Namespaces a and b are joined by a pair of virtual Ethernet devices, and each end lets through so many bits a second
+(`tc`, a token bucket). Data-parallel rank 0 of a pipeline under DualPipe lives in a, rank 1 in b, and the experts of
+each layer are spread over both: the all-to-all and the sum of gradients cross the link, transfers between pipeline
+ranks do not. Steps are the Trainer's, with all that belongs to them.
+
+The same processes train on while links (one of them without a limit) and overlap (off, on) take turns, round by round.
+The link time is what the bytes of the pipeline's part of a step, counted by the kernel, need at that rate: all of it is
+the all-to-all. What that part takes longer than without a limit was not hidden; the rest was. Processes that share
+cores hide some by themselves, without overlap: while one waits, another computes.
+
+It needs root and iproute2, and does nothing where it may not. What it makes carries its process id and goes with it.
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import tyro
+
+from moe_dualpipe.runtime.executor import StepResult
+from moe_dualpipe.training.config import Launch, TrainConfig, resolve
+from moe_dualpipe.training.loop import Plan, Trainer
+from moe_dualpipe.training.parallel import initialize
+
+ADDRESSES, PORT = ("10.213.77.1", "10.213.77.2"), "29400"
+BURST = "16kb"  # small: a bucket that fills up while the link is idle carries the next message for nothing
+WARM_UP = 2
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure."""
+
+    mbit: tuple[float, ...] = (400.0, 200.0)
+    """Link rates in megabits a second, each way; a link without a limit is measured besides."""
+    pp: int = 2
+    """Pipeline ranks on either side of the link."""
+    steps: int = 3
+    """Timed steps in each turn."""
+    rounds: int = 3
+    """How often each link has its turn, without and with overlap."""
+    limit_s: float = 480.0
+    """When to give up, in seconds."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Timed steps. seconds: of each whole step, by round; pipeline: of its forwards and backwards; megabytes: what
+    crossed the link in each step, each way; pipeline_megabytes: during the forwards and backwards."""
+
+    seconds: list[list[float]]
+    pipeline: list[list[float]]
+    megabytes: float
+    pipeline_megabytes: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One link, without and with overlap; 0 Mbit/s is a link without a limit."""
+
+    mbit: float
+    plain: Steps
+    overlapped: Steps
+
+    @property
+    def link_seconds(self) -> float:
+        """What the all-to-all of one step takes at that rate; 0 without a limit."""
+        return 8 * self.plain.pipeline_megabytes / self.mbit if self.mbit else 0.0
+
+
+class UnavailableError(Exception):
+    """This machine or user cannot have the network; the message says why."""
+
+
+# ---- The network ----
+
+
+def _run(command: str) -> None:
+    subprocess.run(command.split(), check=True, capture_output=True, text=True, timeout=20)
+
+
+def set_rate(device: str, mbit: float) -> None:
+    """Let `device`, in the namespace of this process, send `mbit` megabits a second; 0: no limit."""
+    subprocess.run(f"tc qdisc delete dev {device} root".split(), capture_output=True, timeout=20)
+    if mbit:
+        _run(f"tc qdisc add dev {device} root tbf rate {round(mbit * 1e6)}bit burst {BURST} latency 300ms")
+
+
+@contextmanager
+def network() -> Iterator[tuple[str, str]]:
+    """Two namespaces joined by a link; yields their names, which are those of the devices in them as well.
+
+    Raises UnavailableError where that cannot be had.
+    """
+    if os.geteuid() != 0:
+        raise UnavailableError("network namespaces need root")
+    if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
+        raise UnavailableError(f"{' and '.join(missing)} not found: install iproute2")
+    first, second = names = f"moe{os.getpid()}a", f"moe{os.getpid()}b"
+    with ExitStack() as made:
+        try:
+            for name in names:
+                _run(f"ip netns add {name}")
+                made.callback(subprocess.run, ["ip", "netns", "delete", name], capture_output=True, timeout=20)
+            # Both ends are made where they belong: nothing appears among the machine's own devices.
+            _run(f"ip link add {first} netns {first} type veth peer name {second} netns {second}")
+            for name, address in zip(names, ADDRESSES, strict=True):
+                _run(f"ip -n {name} address add {address}/30 dev {name}")
+                _run(f"ip -n {name} link set lo up")
+                _run(f"ip -n {name} link set {name} up")
+                _run(f"ip netns exec {name} tc qdisc add dev {name} root tbf rate 1gbit burst {BURST} latency 300ms")
+        except subprocess.CalledProcessError as error:
+            raise UnavailableError(f"`{' '.join(error.cmd)}` failed: {error.stderr.strip()}") from None
+        yield names
+
+
+@contextmanager
+def ending_in_order() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the program as an exception does, through its clean-up."""
+
+    def leave(number: int, _frame: object) -> None:
+        for again in signals:  # the clean-up itself is not to be interrupted
+            signal.signal(again, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    signals = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+    before = [signal.signal(number, leave) for number in signals]
+    try:
+        yield
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
+
+
+# ---- One process ----
+
+
+def rank_main() -> None:
+    """One rank; its environment says which, its arguments what to measure. Rank 0 leaves the rows in a file."""
+    options, device, folder = Options(**json.loads(sys.argv[1])), sys.argv[2], Path(sys.argv[3])
+    signal.alarm(int(options.limit_s))  # the end, should the parent not be there to see to it
+    torch.set_num_threads(1)
+    launch = Launch.from_environment()
+    config = TrainConfig(
+        pp=options.pp, ep=2, micro_batches=max(8, 2 * options.pp), device="cpu", out=str(folder), timeout=60.0
+    )
+    initialize(torch.device("cpu"), launch, config.timeout)
+    trainer = Trainer(Plan.make(resolve(config, launch)), launch)
+    rows = measure_links(trainer, options, device)
+    if launch.rank == 0:
+        (folder / "rows.json").write_text(json.dumps([dataclasses.asdict(row) for row in rows]))
+    dist.destroy_process_group()
+
+
+def measure_links(trainer: Trainer, options: Options, device: str) -> list[Row]:
+    """Links and overlap take turns. Collective."""
+    links, steps = (0.0, *options.mbit), iter(range(sys.maxsize))
+    inside = _watch_pipeline(trainer, device)
+    measured: dict[tuple[float, bool], list[_Turn]] = {(mbit, o): [] for mbit in links for o in (False, True)}
+
+    def turn(mbit: float, overlap: bool, count: int) -> _Turn:
+        dist.barrier()
+        if trainer.layout.pp_rank == 0:  # one process in each namespace
+            set_rate(device, mbit)
+        dist.barrier()
+        trainer.executor.overlap = overlap
+        inside.clear()
+        start = _bytes_sent(device)
+        seconds = [trainer.train_step(next(steps))["seconds"] for _ in range(count)]
+        return _Turn(seconds, list(inside), _bytes_sent(device) - start)
+
+    for overlap in (False, True):
+        turn(0.0, overlap, WARM_UP)
+    for _ in range(options.rounds):
+        for (mbit, overlap), turns in measured.items():
+            turns.append(turn(mbit, overlap, options.steps))
+    return [Row(mbit, _together(measured[mbit, False]), _together(measured[mbit, True])) for mbit in links]
+
+
+class _Turn(NamedTuple):
+    """Of each step: its seconds, and its pipeline's seconds and bytes; and the bytes of all steps."""
+
+    seconds: list[float]
+    pipeline: list[tuple[float, int]]
+    sent: int
+
+
+def _together(turns: list[_Turn]) -> Steps:
+    """What all ranks saw: the slowest one's times, and the mean of what the two namespaces sent. Collective."""
+    seconds = torch.tensor([[turn.seconds, [s for s, _ in turn.pipeline]] for turn in turns], dtype=torch.float64)
+    sent = torch.tensor([sum(turn.sent for turn in turns), sum(n for turn in turns for _, n in turn.pipeline)])
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    dist.all_reduce(sent)
+    whole, pipeline = seconds.unbind(1)
+    megabytes = (1e-6 * sent / (whole.numel() * dist.get_world_size())).tolist()
+    return Steps(whole.tolist(), pipeline.tolist(), *megabytes)
+
+
+def _watch_pipeline(trainer: Trainer, device: str) -> list[tuple[float, int]]:
+    """From now on the list gets, for each step, the seconds of its pipeline and the bytes sent meanwhile."""
+    seen: list[tuple[float, int]] = []
+    step = trainer.executor.step
+
+    def watched(*args: Any, **kwargs: Any) -> StepResult:
+        start, sent = time.perf_counter(), _bytes_sent(device)
+        result = step(*args, **kwargs)
+        seen.append((time.perf_counter() - start, _bytes_sent(device) - sent))
+        return result
+
+    trainer.executor.step = watched
+    return seen
+
+
+def _bytes_sent(device: str) -> int:
+    return int(Path(f"/sys/class/net/{device}/statistics/tx_bytes").read_text())
+
+
+# ---- All of them ----
+
+
+def measure(options: Options) -> list[Row]:
+    """The rows, the link without a limit first.
+
+    Raises UnavailableError where there can be no such network, TimeoutError and RuntimeError when the ranks fail.
+    """
+    deadline = time.monotonic() + options.limit_s
+    with ending_in_order(), tempfile.TemporaryDirectory() as folder, network() as names:
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(2 * options.pp):
+                processes.append(_start(rank, names[rank % 2], options, Path(folder)))
+            while any(process.poll() is None for process in processes):
+                if failed := [rank for rank, process in enumerate(processes) if process.poll()]:
+                    log = Path(folder, f"{failed[0]}.log").read_text()
+                    raise RuntimeError(f"rank {failed[0]} failed:\n{log[-4000:]}")
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"the ranks did not finish within {options.limit_s:g} s")
+                time.sleep(0.2)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        rows = json.loads(Path(folder, "rows.json").read_text())
+    return [Row(row["mbit"], Steps(**row["plain"]), Steps(**row["overlapped"])) for row in rows]
+
+
+def _start(rank: int, namespace: str, options: Options, folder: Path) -> "subprocess.Popen[bytes]":
+    """Start a rank. With pipeline rank x 2 + data rank as its number, every second one lives in a namespace."""
+    world = str(2 * options.pp)
+    environment = os.environ | {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world,
+        "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": PORT, "GLOO_SOCKET_IFNAME": namespace, "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    program = "from benchmarks.network import rank_main; rank_main()"
+    arguments = [json.dumps(dataclasses.asdict(options)), namespace, str(folder)]
+    with (folder / f"{rank}.log").open("wb") as log:
+        return subprocess.Popen(
+            ["ip", "netns", "exec", namespace, sys.executable, "-c", program, *arguments],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True,
+        )  # fmt: skip
+
+
+def table(rows: list[Row]) -> str:
+    """Median step over all rounds, the range of the rounds' medians, and how much of the link time was hidden."""
+    lines = [
+        "| link | link time, ms | ms a step, no overlap | range of rounds | ms a step, overlap | range of rounds "
+        "| overlap / none | hidden, no overlap | hidden, overlap |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    free = rows[0]
+    for row in rows:
+        cells = [f"{row.mbit:g} Mbit/s" if row.mbit else "no limit"]
+        cells.append(f"{1e3 * row.link_seconds:.0f}" if row.mbit else "-")
+        for steps in (row.plain, row.overlapped):
+            medians = [1e3 * statistics.median(seconds) for seconds in steps.seconds]
+            cells += [f"{1e3 * _median(steps.seconds):.0f}", f"{min(medians):.0f} to {max(medians):.0f}"]
+        cells.append(f"{_median(row.overlapped.seconds) / _median(row.plain.seconds):.2f}")
+        for limited, unlimited in ((row.plain, free.plain), (row.overlapped, free.overlapped)):
+            shown = _median(limited.pipeline) - _median(unlimited.pipeline)
+            cells.append(f"{1 - shown / row.link_seconds:.0%}" if row.mbit else "-")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _median(rounds: list[list[float]]) -> float:
+    return statistics.median(second for seconds in rounds for second in seconds)
+
+
+def main() -> None:
+    options = tyro.cli(Options, description=__doc__)
+    try:
+        rows = measure(options)
+    except UnavailableError as error:
+        print(f"skipped: {error}")
+        return
+    sent = rows[0].plain
+    print(
+        f"{2 * options.pp} processes on {os.cpu_count()} cores, 1 thread each, pp={options.pp} ep=2, preset tiny; "
+        f"torch {torch.__version__}, gloo\n"
+        f"{options.rounds} rounds of {options.steps} steps; {sent.megabytes:.1f} MB a step cross the link each way, "
+        f"{sent.pipeline_megabytes:.1f} MB of them in the all-to-all"
+    )
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
