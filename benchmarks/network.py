@@ -1,7 +1,7 @@
 """What hiding the all-to-all is worth on a real network: four processes in two network namespaces.
 
     sudo .venv/bin/python -m benchmarks.network                        about two minutes on two cores
-    sudo .venv/bin/python -m benchmarks.network --mbit 800 100 --rounds 5
+    sudo .venv/bin/python -m benchmarks.network --mbit 800 100 --rounds 12
     sudo .venv/bin/python -m benchmarks.network --pp 1                 two processes, each with a core of its own
 
 Namespaces a and b are joined by a pair of virtual Ethernet devices, and each end lets through so many bits a second
@@ -37,14 +37,16 @@ import torch
 import torch.distributed as dist
 import tyro
 
+from moe_dualpipe.models import PRESETS
 from moe_dualpipe.runtime.executor import StepResult
 from moe_dualpipe.training.config import Launch, TrainConfig, resolve
 from moe_dualpipe.training.loop import Plan, Trainer
 from moe_dualpipe.training.parallel import initialize
 
 ADDRESSES, PORT = ("10.213.77.1", "10.213.77.2"), "29400"
-BURST = "16kb"  # small: a bucket that fills up while the link is idle carries the next message for nothing
-WARM_UP = 2
+BURST = "20kb"  # small: a bucket that fills up while the link is idle carries the next message for nothing
+MTU = 16000  # large: cutting into small packets takes processor time, which is to be spent on the model
+WARM_UP = 1
 
 
 @dataclass(frozen=True)
@@ -55,21 +57,19 @@ class Options:
     """Link rates in megabits a second, each way; a link without a limit is measured besides."""
     pp: int = 2
     """Pipeline ranks on either side of the link."""
-    steps: int = 3
-    """Timed steps in each turn."""
-    rounds: int = 3
-    """How often each link has its turn, without and with overlap."""
+    rounds: int = 8
+    """How often each link has its turn: a step without and a step with overlap."""
     limit_s: float = 480.0
     """When to give up, in seconds."""
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Timed steps. seconds: of each whole step, by round; pipeline: of its forwards and backwards; megabytes: what
-    crossed the link in each step, each way; pipeline_megabytes: during the forwards and backwards."""
+    """Steps, by round. seconds: of each whole step; pipeline: of its forwards and backwards; megabytes: what crossed
+    the link in each step, each way; pipeline_megabytes: during the forwards and backwards."""
 
-    seconds: list[list[float]]
-    pipeline: list[list[float]]
+    seconds: list[float]
+    pipeline: list[float]
     megabytes: float
     pipeline_megabytes: float
 
@@ -120,36 +120,43 @@ def network() -> Iterator[tuple[str, str]]:
     with ExitStack() as made:
         try:
             for name in names:
-                _run(f"ip netns add {name}")
                 made.callback(subprocess.run, ["ip", "netns", "delete", name], capture_output=True, timeout=20)
+                _run(f"ip netns add {name}")
             # Both ends are made where they belong: nothing appears among the machine's own devices.
             _run(f"ip link add {first} netns {first} type veth peer name {second} netns {second}")
             for name, address in zip(names, ADDRESSES, strict=True):
                 _run(f"ip -n {name} address add {address}/30 dev {name}")
                 _run(f"ip -n {name} link set lo up")
-                _run(f"ip -n {name} link set {name} up")
+                _run(f"ip -n {name} link set {name} mtu {MTU} up")
                 _run(f"ip netns exec {name} tc qdisc add dev {name} root tbf rate 1gbit burst {BURST} latency 300ms")
         except subprocess.CalledProcessError as error:
             raise UnavailableError(f"`{' '.join(error.cmd)}` failed: {error.stderr.strip()}") from None
         yield names
 
 
+SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+
+
 @contextmanager
 def ending_in_order() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the program as an exception does, through its clean-up."""
-
-    def leave(number: int, _frame: object) -> None:
-        for again in signals:  # the clean-up itself is not to be interrupted
-            signal.signal(again, signal.SIG_IGN)
-        sys.exit(128 + number)
-
-    signals = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-    before = [signal.signal(number, leave) for number in signals]
+    """Signals end the program as an exception does, through its clean-up."""
+    before = [signal.signal(number, _leave) for number in SIGNALS]
     try:
         yield
     finally:
-        for number, handler in zip(signals, before, strict=True):
+        for number, handler in zip(SIGNALS, before, strict=True):
             signal.signal(number, handler)
+
+
+def _leave(number: int, _frame: object) -> None:
+    ignore_signals()
+    sys.exit(128 + number)
+
+
+def ignore_signals() -> None:
+    """Until the end of `ending_in_order`: the clean-up is not to be interrupted."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 # ---- One process ----
@@ -161,8 +168,15 @@ def rank_main() -> None:
     signal.alarm(int(options.limit_s))  # the end, should the parent not be there to see to it
     torch.set_num_threads(1)
     launch = Launch.from_environment()
+    model = dataclasses.replace(PRESETS["tiny"], num_layers=max(PRESETS["tiny"].num_layers, 2 * options.pp))
     config = TrainConfig(
-        pp=options.pp, ep=2, micro_batches=max(8, 2 * options.pp), device="cpu", out=str(folder), timeout=60.0
+        model=model,
+        pp=options.pp,
+        ep=2,
+        micro_batches=max(8, 2 * options.pp),
+        device="cpu",
+        out=str(folder),
+        timeout=60.0,
     )
     initialize(torch.device("cpu"), launch, config.timeout)
     trainer = Trainer(Plan.make(resolve(config, launch)), launch)
@@ -176,44 +190,38 @@ def measure_links(trainer: Trainer, options: Options, device: str) -> list[Row]:
     """Links and overlap take turns. Collective."""
     links, steps = (0.0, *options.mbit), iter(range(sys.maxsize))
     inside = _watch_pipeline(trainer, device)
-    measured: dict[tuple[float, bool], list[_Turn]] = {(mbit, o): [] for mbit in links for o in (False, True)}
-
-    def turn(mbit: float, overlap: bool, count: int) -> _Turn:
-        dist.barrier()
-        if trainer.layout.pp_rank == 0:  # one process in each namespace
-            set_rate(device, mbit)
-        dist.barrier()
-        trainer.executor.overlap = overlap
-        inside.clear()
-        start = _bytes_sent(device)
-        seconds = [trainer.train_step(next(steps))["seconds"] for _ in range(count)]
-        return _Turn(seconds, list(inside), _bytes_sent(device) - start)
-
-    for overlap in (False, True):
-        turn(0.0, overlap, WARM_UP)
-    for _ in range(options.rounds):
-        for (mbit, overlap), turns in measured.items():
-            turns.append(turn(mbit, overlap, options.steps))
+    measured: dict[tuple[float, bool], list[_Step]] = {(mbit, o): [] for mbit in links for o in (False, True)}
+    for i in range(WARM_UP + options.rounds):
+        for (mbit, overlap), seen in measured.items():
+            dist.barrier()
+            if trainer.layout.pp_rank == 0:  # one process in each namespace
+                set_rate(device, mbit)
+            dist.barrier()
+            trainer.executor.overlap = overlap
+            start = _bytes_sent(device)
+            seconds = trainer.train_step(next(steps))["seconds"]
+            if i >= WARM_UP:
+                seen.append(_Step(seconds, inside[-1][0], _bytes_sent(device) - start, inside[-1][1]))
     return [Row(mbit, _together(measured[mbit, False]), _together(measured[mbit, True])) for mbit in links]
 
 
-class _Turn(NamedTuple):
-    """Of each step: its seconds, and its pipeline's seconds and bytes; and the bytes of all steps."""
+class _Step(NamedTuple):
+    """What one rank saw of a step: seconds of the whole and of its pipeline, and bytes sent meanwhile."""
 
-    seconds: list[float]
-    pipeline: list[tuple[float, int]]
+    seconds: float
+    pipeline: float
     sent: int
+    pipeline_sent: int
 
 
-def _together(turns: list[_Turn]) -> Steps:
+def _together(seen: list[_Step]) -> Steps:
     """What all ranks saw: the slowest one's times, and the mean of what the two namespaces sent. Collective."""
-    seconds = torch.tensor([[turn.seconds, [s for s, _ in turn.pipeline]] for turn in turns], dtype=torch.float64)
-    sent = torch.tensor([sum(turn.sent for turn in turns), sum(n for turn in turns for _, n in turn.pipeline)])
+    by_round = torch.tensor(seen, dtype=torch.float64)
+    seconds, sent = by_round[:, :2].contiguous(), by_round[:, 2:].mean(0)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     dist.all_reduce(sent)
-    whole, pipeline = seconds.unbind(1)
-    megabytes = (1e-6 * sent / (whole.numel() * dist.get_world_size())).tolist()
-    return Steps(whole.tolist(), pipeline.tolist(), *megabytes)
+    whole, pipeline = seconds.T.tolist()
+    return Steps(whole, pipeline, *(1e-6 * sent / dist.get_world_size()).tolist())
 
 
 def _watch_pipeline(trainer: Trainer, device: str) -> list[tuple[float, int]]:
@@ -257,6 +265,7 @@ def measure(options: Options) -> list[Row]:
                     raise TimeoutError(f"the ranks did not finish within {options.limit_s:g} s")
                 time.sleep(0.2)
         finally:
+            ignore_signals()
             for process in processes:
                 process.kill()
                 process.wait()
@@ -281,29 +290,27 @@ def _start(rank: int, namespace: str, options: Options, folder: Path) -> "subpro
 
 
 def table(rows: list[Row]) -> str:
-    """Median step over all rounds, the range of the rounds' medians, and how much of the link time was hidden."""
+    """Medians and quartiles over the rounds; a ratio is that of two steps of the same round."""
     lines = [
-        "| link | link time, ms | ms a step, no overlap | range of rounds | ms a step, overlap | range of rounds "
-        "| overlap / none | hidden, no overlap | hidden, overlap |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| link | link time, ms | ms a step, no overlap | quartiles | ms a step, overlap | quartiles "
+        "| overlap / none | quartiles | hidden, no overlap | hidden, overlap |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     free = rows[0]
     for row in rows:
         cells = [f"{row.mbit:g} Mbit/s" if row.mbit else "no limit"]
         cells.append(f"{1e3 * row.link_seconds:.0f}" if row.mbit else "-")
         for steps in (row.plain, row.overlapped):
-            medians = [1e3 * statistics.median(seconds) for seconds in steps.seconds]
-            cells += [f"{1e3 * _median(steps.seconds):.0f}", f"{min(medians):.0f} to {max(medians):.0f}"]
-        cells.append(f"{_median(row.overlapped.seconds) / _median(row.plain.seconds):.2f}")
+            low, middle, high = statistics.quantiles([1e3 * s for s in steps.seconds], method="inclusive")
+            cells += [f"{middle:.0f}", f"{low:.0f} to {high:.0f}"]
+        ratios = [a / b for a, b in zip(row.overlapped.seconds, row.plain.seconds, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, method="inclusive")
+        cells += [f"{middle:.2f}", f"{low:.2f} to {high:.2f}"]
         for limited, unlimited in ((row.plain, free.plain), (row.overlapped, free.overlapped)):
-            shown = _median(limited.pipeline) - _median(unlimited.pipeline)
+            shown = statistics.median(limited.pipeline) - statistics.median(unlimited.pipeline)
             cells.append(f"{1 - shown / row.link_seconds:.0%}" if row.mbit else "-")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def _median(rounds: list[list[float]]) -> float:
-    return statistics.median(second for seconds in rounds for second in seconds)
 
 
 def main() -> None:
@@ -317,7 +324,7 @@ def main() -> None:
     print(
         f"{2 * options.pp} processes on {os.cpu_count()} cores, 1 thread each, pp={options.pp} ep=2, preset tiny; "
         f"torch {torch.__version__}, gloo\n"
-        f"{options.rounds} rounds of {options.steps} steps; {sent.megabytes:.1f} MB a step cross the link each way, "
+        f"{options.rounds} rounds; {sent.megabytes:.1f} MB a step cross the link each way, "
         f"{sent.pipeline_megabytes:.1f} MB of them in the all-to-all"
     )
     print(table(rows))

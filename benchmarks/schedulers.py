@@ -401,22 +401,27 @@ class Row:
 
 
 def table(rows: list[Row]) -> str:
-    """Medians over the rounds, with their quartiles; the ratio is that of two steps of the same round."""
+    """Medians over the rounds, with their quartiles; a ratio is that of two steps of the same round."""
     lines = [
-        "| emulated transfer | executor | ms a step | quartiles | ours / this | quartiles |",
-        "|---|---|---|---|---|---|",
+        "| emulated transfer | executor | ms a step | quartiles | ours / this | quartiles | ours, no overlap / this "
+        "| quartiles |",
+        "|---|---|---|---|---|---|---|---|",
     ]
+    by_name = {(row.delay_ms, row.name): row for row in rows}
     for row in rows:
-        ours = next(r for r in rows if r.delay_ms == row.delay_ms and r.name == "ours")
-        ratios = [a / b for a, b in zip(ours.seconds, row.seconds, strict=True)]
-        low, middle, high = statistics.quantiles([1e3 * s for s in row.seconds], method="inclusive")
-        first, ratio, third = statistics.quantiles(ratios, method="inclusive")
         delay = f"{row.delay_ms:g} ms" if row.delay_ms else "none"
-        lines.append(
-            f"| {delay} | {row.name} | {middle:.0f} | {low:.0f} to {high:.0f} "
-            f"| {ratio:.2f} | {first:.2f} to {third:.2f} |"
-        )
+        cells = [delay, row.name, *_quartiles([1e3 * second for second in row.seconds], ".0f")]
+        for name in ("ours", "ours, no overlap"):
+            ours = by_name[row.delay_ms, name]
+            cells += _quartiles([a / b for a, b in zip(ours.seconds, row.seconds, strict=True)], ".2f")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _quartiles(values: list[float], form: str) -> tuple[str, str]:
+    """The median, and the range from the first quartile to the third."""
+    low, middle, high = statistics.quantiles(values, method="inclusive")
+    return f"{middle:{form}}", f"{low:{form}} to {high:{form}}"
 
 
 def main() -> None:
