@@ -1,6 +1,6 @@
 """What hiding the all-to-all is worth on a real network: four processes in two network namespaces.
 
-    sudo .venv/bin/python -m benchmarks.network                        about two minutes on two cores
+    sudo .venv/bin/python -m benchmarks.network                        a minute and a half on two cores
     sudo .venv/bin/python -m benchmarks.network --mbit 800 100 --rounds 12
     sudo .venv/bin/python -m benchmarks.network --pp 1                 two processes, each with a core of its own
 

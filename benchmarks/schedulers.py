@@ -19,6 +19,7 @@ Who waits sleeps: that costs no processor, and with more ranks than cores anothe
 """
 
 import os
+import signal
 import statistics
 import tempfile
 import time
@@ -36,6 +37,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
+from benchmarks.network import ending_in_order, ignore_signals
 from moe_dualpipe.models import PRESETS, TransformerStage, next_token_loss, split
 from moe_dualpipe.overlap import WeightGrads, bind
 from moe_dualpipe.overlap.weight_grads import accumulate
@@ -70,10 +72,10 @@ class Options:
 
 
 def waiting_order(schedule: Schedule, rank: int) -> tuple[Step, ...]:
-    """The transfers of DeepSeek's DualPipeV around the actions of `rank`; see its `step`.
+    """The actions of `rank` under DualPipeV, with the transfers where DeepSeek's DualPipeV has them.
 
     Receives stand right before the action that needs them, sends right behind the one that made what they carry, but
-    for four exceptions, without which ranks would wait for each other in a circle or for no reason.
+    for four exceptions, which are theirs as well.
     """
     actions, middle, last = schedule.actions[rank], schedule.num_ranks, schedule.num_stages - 1
 
@@ -323,6 +325,7 @@ def _bind(stages: dict[int, TransformerStage], weight_grads: WeightGrads) -> Non
 
 
 def _measure(rank: int, options: Options, store: str, results: Any) -> None:
+    signal.alarm(int(options.limit_s))  # the end, should the parent not be there to see to it
     torch.set_num_threads(1)
     wait = timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=options.ranks, timeout=wait)
@@ -370,7 +373,7 @@ def _check_agreement(outcomes: list[tuple[Losses, list[Tensor]]], names: list[st
 def measure(options: Options) -> list["Row"]:
     """Raises TimeoutError when it takes too long, and what a rank raised when one fails."""
     deadline = time.monotonic() + options.limit_s
-    with tempfile.TemporaryDirectory() as folder:
+    with ending_in_order(), tempfile.TemporaryDirectory() as folder:
         results = mp.get_context("spawn").SimpleQueue()
         arguments = (options, f"{folder}/store", results)
         processes: Any = mp.start_processes(
@@ -382,6 +385,7 @@ def measure(options: Options) -> list["Row"]:
                     raise TimeoutError(f"the ranks did not finish within {options.limit_s:g} s")
             names, seconds = results.get()
         finally:
+            ignore_signals()
             for process in processes.processes:
                 process.kill()
     return [
