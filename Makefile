@@ -31,6 +31,7 @@ lint: venv
 
 bench: venv
 	$(BIN)/python -m benchmarks.pipeline
+	$(BIN)/python -m benchmarks.overlap
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

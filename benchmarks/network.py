@@ -313,8 +313,8 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    options = tyro.cli(Options, description=__doc__)
+def report(options: Options) -> None:
+    """Measure and print, or say in one line why that cannot be done here."""
     try:
         rows = measure(options)
     except UnavailableError as error:
@@ -328,6 +328,10 @@ def main() -> None:
         f"{sent.pipeline_megabytes:.1f} MB of them in the all-to-all"
     )
     print(table(rows))
+
+
+def main() -> None:
+    report(tyro.cli(Options, description=__doc__))
 
 
 if __name__ == "__main__":

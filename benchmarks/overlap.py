@@ -1,6 +1,6 @@
 """How much communication an overlapped pair hides, and what the engine costs.
 
-    python -m benchmarks.overlap                 everything that runs on this machine, about five minutes
+    python -m benchmarks.overlap                 everything that runs on this machine, about seven minutes
     python -m benchmarks.overlap --only link     one part: link, overhead, recompute, schedulers, network
 
 One process plays one rank of 16 over a modelled link (expert_parallel/loopback.py). Its bandwidth is set so that the
@@ -28,6 +28,7 @@ from moe_dualpipe.expert_parallel import Link, Local, Loopback
 from moe_dualpipe.models import RECOMPUTE, ModelConfig, TransformerStage, build_model, next_token_loss
 from moe_dualpipe.overlap import Engine
 
+from . import network, schedulers
 from .plain import plain_forward
 
 MODEL = ModelConfig(
@@ -304,11 +305,29 @@ def recompute_part(options: Options) -> None:
     print()
 
 
+def schedulers_part(_options: Options) -> None:
+    """The executor against others, in processes of their own."""
+    print("## Executors of a pipeline\n", flush=True)
+    schedulers.report(schedulers.Options())
+    print()
+
+
+def network_part(_options: Options) -> None:
+    """Real processes over a network with a limited rate."""
+    print("## Network with a limited rate\n", flush=True)
+    for pp in (1, 2):
+        network.report(network.Options(pp=pp))
+        print()
+
+
 def main() -> None:
     options = tyro.cli(Options, description=__doc__)
     torch.set_num_threads(1)
     print(f"{os.cpu_count()} cores, one thread, torch {torch.__version__}\n")
-    parts = {"link": link_part, "overhead": overhead_part, "recompute": recompute_part}
+    parts = {
+        "link": link_part, "overhead": overhead_part, "recompute": recompute_part, "schedulers": schedulers_part,
+        "network": network_part,
+    }  # fmt: skip
     for name, part in parts.items():
         if options.only in ("all", name):
             part(options)

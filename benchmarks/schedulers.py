@@ -428,8 +428,8 @@ def _quartiles(values: list[float], form: str) -> tuple[str, str]:
     return f"{middle:{form}}", f"{low:{form}} to {high:{form}}"
 
 
-def main() -> None:
-    options = tyro.cli(Options, description=__doc__)
+def report(options: Options) -> None:
+    """Measure and print."""
     os.environ["OMP_NUM_THREADS"] = "1"
     rows = measure(options)
     print(
@@ -440,6 +440,10 @@ def main() -> None:
         "data is there, and its sender done, that long after it was sent at the earliest; the rest is real."
     )
     print(table(rows))
+
+
+def main() -> None:
+    report(tyro.cli(Options, description=__doc__))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Receiving:
-    """Tensors on their way; `wait` makes them usable on the current stream and may be called again."""
+    """Tensors on their way; `wait`, called once, makes them usable on the current stream."""
 
     tensors: tuple[torch.Tensor, ...]
     works: tuple[dist.Work, ...] = ()
