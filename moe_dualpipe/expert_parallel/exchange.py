@@ -58,13 +58,13 @@ class _Asked:
 class _Plan:
     """The sender's side of a route.
 
-    sent_S: the token behind each of the S rows sent, by destination rank. slots_TR: the row in which token t goes to
-    rank r, or -1. rows_out, rows_in: how many rows go to, and come from, each rank. ids_SK: the expert ids that go with
+    sent_S: the token behind each of the S rows sent, by destination rank. slots_TC: the rows in which token t goes, at
+    most C = min(K, R) of them, by rank, -1 where there are fewer. rows_out, rows_in: how many rows go to, and come from, each rank. ids_SK: the expert ids that go with
     the rows, local to their destination.
     """
 
     sent_S: Tensor
-    slots_TR: Tensor
+    slots_TC: Tensor
     rows_out: list[int]
     rows_in: list[int]
     ids_SK: Tensor
@@ -123,7 +123,7 @@ class Exchange(ABC):
 
         def finish() -> Combined:
             # A choice is local to exactly one of the ranks its token went to; the others returned zero for it.
-            y_TD, *more = (sum_rows_reference(rows, plan.slots_TR) for rows in unpack(swapped.wait(), fields))
+            y_TD, *more = (sum_rows_reference(rows, plan.slots_TC) for rows in unpack(swapped.wait(), fields))
             return Combined(y_TD, more[0] if more else None)
 
         return Later([swapped], finish)
@@ -137,9 +137,10 @@ class Exchange(ABC):
         to_S, sent_S = asked.sends_TR.T.nonzero_static(size=sum(rows_out)).unbind(1)
         slots_TR = torch.full(asked.sends_TR.shape, -1, device=sent_S.device)
         slots_TR[sent_S, to_S] = torch.arange(len(sent_S), device=sent_S.device)
+        slots_TC = slots_TR.sort(dim=1).values[:, -min(self.num_ranks, asked.expert_ids_TK.shape[1]) :]
         foreign_SK = asked.ranks_TK[sent_S] != to_S[:, None]
         ids_SK = (asked.expert_ids_TK[sent_S] % self.experts_per_rank).masked_fill(foreign_SK, -1).int()
-        route.handle = _Plan(sent_S, slots_TR, rows_out, rows_in, ids_SK)
+        route.handle = _Plan(sent_S, slots_TC, rows_out, rows_in, ids_SK)
         route.num_rows, route.num_choices = sum(rows_in), sum(choices for _, choices in counts_in)
         return route.handle
 
