@@ -59,8 +59,8 @@ class _Plan:
     """The sender's side of a route.
 
     sent_S: the token behind each of the S rows sent, by destination rank. slots_TC: the rows in which token t goes, at
-    most C = min(K, R) of them, by rank, -1 where there are fewer. rows_out, rows_in: how many rows go to, and come from, each rank. ids_SK: the expert ids that go with
-    the rows, local to their destination.
+    most C = min(K, R) of them, by rank, -1 where there are fewer. rows_out, rows_in: how many rows go to, and come
+    from, each rank. ids_SK: the expert ids that go with the rows, local to their destination.
     """
 
     sent_S: Tensor
