@@ -8,7 +8,7 @@ T tokens on this rank, D model dim, K experts per token, N rows received, M choi
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -27,6 +27,7 @@ class Pending(Protocol[V]):
 class Ready(Generic[V]):
     """A result that is there already."""
 
+    here: ClassVar[bool] = True
     value: V
 
     def wait(self) -> V:

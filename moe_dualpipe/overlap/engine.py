@@ -8,12 +8,14 @@ published training trace, layer by layer:
 
 That is the order in which a device is queued for (`queued`): the transfers there wait for events, not for their place
 in the queue, and where a dispatch must read sizes on the host, mlp(B) is queued already. On a CPU work is done when its
-call returns, so a transfer starts as soon as its data is there, and only then does the other lane go on. The order
-within compute, and the order within communication, is the same.
+call returns, so a transfer starts as soon as its data is there, and only then does the other lane go on; one that is
+there at once hides nothing, and its lane stays on. Otherwise the order within compute, and within communication, is the
+same.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -47,11 +49,7 @@ class Engine:
         second.pay()
         while first.active or second.active:
             first.advance()
-            if not self.queued:
-                first.launch()
             second.advance()
-            if not self.queued:
-                second.launch()
             asked = first.asked or second.asked
             if asked is not None and asked.weights_first:
                 second.pay()
@@ -85,7 +83,7 @@ class Lane:
         self._owed: list[tuple[Compute, object]] = []
 
     def advance(self) -> None:
-        """Compute until a transfer is asked for, or to the end."""
+        """Compute until a transfer is asked for (queued) or on its way (not queued), or to the end."""
         while self.active and self.asked is None:
             try:
                 segment = self.segments.send(self._answer)
@@ -103,14 +101,20 @@ class Lane:
                 case Comm():
                     self.asked, self._answer = segment, None
                     self._ready = side.mark() if side else None
+                    if not self.engine.queued:
+                        if not self.launch():
+                            return
+                        self.pay()
 
-    def launch(self) -> None:
-        """Start the transfer that was asked for, if one was."""
-        if self.asked is not None:
-            comm, side, self.asked = self.asked, self.engine.side, None
-            with self.engine.label(f"{comm.name}({self.kind})", comm.layer):
-                wait = side.start(comm, self._ready) if side else comm.fn().wait
-            self._answer = Arriving(partial(self._wait, wait, f"wait for {comm.name}({self.kind})", comm.layer))
+    def launch(self) -> bool:
+        """Start the transfer that was asked for, if one was. Returns whether there is nothing to hide: it is there."""
+        if self.asked is None:
+            return False
+        comm, side, self.asked = self.asked, self.engine.side, None
+        with self.engine.label(f"{comm.name}({self.kind})", comm.layer):
+            pending = side.start(comm, self._ready) if side else comm.fn()
+        self._answer = Arriving(partial(self._wait, pending, f"wait for {comm.name}({self.kind})", comm.layer))
+        return getattr(pending, "here", False)
 
     def pay(self) -> None:
         """Compute the weight gradients that were put off."""
@@ -133,9 +137,9 @@ class Lane:
             self.weight_grads.run(key)
         return answer
 
-    def _wait(self, wait: Callable[[], Tensors], text: str, layer: int | None) -> Tensors:
+    def _wait(self, pending: Any, text: str, layer: int | None) -> Tensors:
         with self.engine.label(text, layer, log=False):
-            return wait()
+            return pending.wait()
 
 
 class _SideStream:
@@ -162,15 +166,23 @@ class _SideStream:
             mark[1].clear()
             return fn(), self.stream.record_event()
 
-    def start(self, comm: Comm, mark: Any) -> Callable[[], Any]:
+    def start(self, comm: Comm, mark: Any) -> "_Queued":
         value, done = self.run(lambda: comm.fn().wait(), mark)
         self.held += [t.untyped_storage() for t in value if t is not None]
+        return _Queued(value, done, comm)
 
-        def wait(_: Comm = comm) -> Any:  # until then the inputs must stay: the transfer is reading them
-            torch.cuda.current_stream().wait_event(done)
-            return value
 
-        return wait
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    """A transfer on the side stream, with the Comm and so its inputs, which it is still reading."""
+
+    value: Tensors
+    done: Any
+    comm: Comm
+
+    def wait(self) -> Tensors:
+        torch.cuda.current_stream().wait_event(self.done)
+        return self.value
 
 
 @lru_cache

@@ -23,9 +23,9 @@ Tensors = tuple[Tensor, ...]
 
 
 class Pending(Protocol):
-    """A transfer on its way; `wait` returns its tensors (or None for one that does not travel), also when called again.
+    """A transfer on its way; `wait` returns its tensors (or None for one that does not travel).
 
-    It waits on the stream on CUDA, and blocks on CPU.
+    It waits on the stream on CUDA, and blocks on CPU. An attribute `here` that is true says that there is no need to.
     """
 
     def wait(self) -> tuple[Tensor | None, ...]: ...

@@ -211,8 +211,8 @@ def order(first, second, queued):
     return " ".join(log)
 
 
-def bare(layers, **choices):
-    return stage(layers, 0, embedding=False, head=False, num_shared_experts=0, **choices)
+def bare(layers, ep=None):
+    return stage(layers, 0, ep or Loopback(8, 2), embedding=False, head=False, num_shared_experts=0)
 
 
 def test_the_order_is_deepseeks():
@@ -225,6 +225,14 @@ def test_the_order_is_deepseeks():
 def test_where_compute_blocks_transfers_start_as_soon_as_they_can():
     assert order(bare(2), bare(2), queued=False) == (
         f"add(B) combine(B) {EAGER_LAYER} combine(B) attn(W) {EAGER_LAYER} attn(W) add(F)"
+    )
+
+
+def test_a_transfer_that_is_there_at_once_hides_nothing():
+    """Without expert parallelism the backward goes first, so that its gradient can leave, then the forward."""
+    assert order(bare(2, Local(8)), bare(1, Local(8)), queued=False) == (
+        "add(B) combine(B) mlp(B) dispatch(B) mlp(W) attn(B) attn(W) "
+        "attn(F) dispatch(F) mlp(F) combine(F) attn(F) dispatch(F) mlp(F) combine(F) add(F)"
     )
 
 
