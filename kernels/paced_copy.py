@@ -16,14 +16,14 @@ from triton.language.extra.cuda import globaltimer
 BLOCK = 4096  # bytes in a piece
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_bytes", "duration_ns", "pieces_each"])
 def _paced_copy(source, target, num_bytes, duration_ns, pieces_each, BLOCK: tl.constexpr, PACED: tl.constexpr):
     if PACED:
         start = globaltimer()
     first = tl.program_id(0) * pieces_each
     for piece in range(pieces_each):
         if PACED:
-            due = start + duration_ns * (piece + 1) // pieces_each
+            due = start + duration_ns.to(tl.int64) * (piece + 1) // pieces_each
             while globaltimer() < due:
                 pass
         offsets = (first + piece).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -26,7 +26,7 @@ class Attention(nn.Module):
     def forward(self, x_BSD: Tensor) -> Tensor:
         heads = rearrange(self.qkv(x_BSD), "b s (h c) -> b h s c", c=self.head_dim)
         q_BHSC, k_BGSC, v_BGSC = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
-        cos_SC, sin_SC = rotary_table(at_least_fp32(x_BSD[0, :, 0]), self.head_dim, self.rope_theta)
+        cos_SC, sin_SC = rotary_table(at_least_fp32(x_BSD.new_empty(x_BSD.shape[1])), self.head_dim, self.rope_theta)
         y_BHSC = F.scaled_dot_product_attention(
             rotate(q_BHSC, cos_SC, sin_SC), rotate(k_BGSC, cos_SC, sin_SC), v_BGSC, is_causal=True, enable_gqa=True
         )

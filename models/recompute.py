@@ -29,10 +29,10 @@ def forgetting(y: Tensor, again: Again | None) -> Iterator[None]:
         yield
         return
 
-    forgotten = y.data_ptr(), y.numel()  # not `y` itself: autograd keeps `pack`, and what it refers to
+    forgotten = _identity(y)  # not `y` itself: autograd keeps `pack`, and what it refers to
 
     def pack(t: Tensor) -> Any:
-        return (again, t.shape) if (t.data_ptr(), t.numel()) == forgotten else t
+        return (again, t.shape) if _identity(t) == forgotten else t
 
     def unpack(packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
@@ -45,9 +45,14 @@ def forgetting(y: Tensor, again: Again | None) -> Iterator[None]:
         yield
 
 
+def _identity(t: Tensor) -> tuple[Any, ...]:
+    """Equal for a contiguous tensor and its reshapes."""
+    return t.data_ptr(), t.numel(), t.dtype, t.is_contiguous()
+
+
 def normalise(norm: nn.Module, x: Tensor, forget: bool) -> tuple[Tensor, Again | None]:
     """norm(x), and what makes it again; None if it is to be kept."""
     if not (forget and torch.is_grad_enabled()):
         return norm(x), None
     kept = x.detach()
-    return checkpoint(norm, x, use_reentrant=False), lambda: norm(kept)
+    return checkpoint(norm, x, use_reentrant=False, preserve_rng_state=False), lambda: norm(kept)

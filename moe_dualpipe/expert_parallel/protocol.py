@@ -57,6 +57,7 @@ class Route:
             if self.local_ids_NK is None:
                 raise RuntimeError("this route has no order yet: wait for its first dispatch")
             self._order = expert_order(self.local_ids_NK, self.num_local_experts, self.num_choices)
+            self.local_ids_NK = self.local_ids_NK.clone()  # they came in one message with the rows, which may go now
         return self._order
 
 

@@ -44,18 +44,23 @@ class Engine:
 
     def interleave(self, first: "Lane", second: "Lane") -> None:
         """Run two chunks, a forward and a backward or two forwards, each hiding the other's communication."""
-        second.advance()
-        second.launch()
-        second.pay()
-        while first.active or second.active:
-            first.advance()
+        try:
             second.advance()
-            asked = first.asked or second.asked
-            if asked is not None and asked.weights_first:
-                second.pay()
-            first.launch()
             second.launch()
             second.pay()
+            while first.active or second.active:
+                first.advance()
+                second.advance()
+                asked = first.asked or second.asked
+                if asked is not None and asked.weights_first:
+                    second.pay()
+                first.launch()
+                second.launch()
+                second.pay()
+        except BaseException:
+            first.forget()
+            second.forget()
+            raise
 
     @contextmanager
     def label(self, text: str, layer: int | None, log: bool = True) -> Iterator[None]:
@@ -124,6 +129,12 @@ class Lane:
                 self.weight_grads.run(key)
         self._owed.clear()
 
+    def forget(self) -> None:
+        """After a failure: nothing is owed."""
+        for _, key in self._owed:
+            assert self.weight_grads is not None
+            self.weight_grads.forget(key)
+
     def _compute(self, segment: Compute) -> Any:
         with self.engine.label(f"{segment.name}({self.kind})", segment.layer):
             if self.weight_grads is None:
@@ -157,12 +168,12 @@ class _SideStream:
     def mark(self) -> tuple[Any, list[torch.UntypedStorage]]:
         """This point of the compute stream, and the memory that nobody will use beyond it."""
         free = [s for s in self.held if torch._C._storage_Use_Count(s._cdata) == 1]
-        self.held = [s for s in self.held if torch._C._storage_Use_Count(s._cdata) > 1]
-        return torch.cuda.current_stream().record_event(), free
+        return torch.cuda.current_stream(self.stream.device).record_event(), free
 
     def run(self, fn: Any, mark: tuple[Any, list[torch.UntypedStorage]]) -> tuple[Any, Any]:
         with torch.cuda.stream(self.stream):
             self.stream.wait_event(mark[0])
+            self.held = [s for s in self.held if all(s is not other for other in mark[1])]
             mark[1].clear()
             return fn(), self.stream.record_event()
 
@@ -181,7 +192,7 @@ class _Queued:
     comm: Comm
 
     def wait(self) -> Tensors:
-        torch.cuda.current_stream().wait_event(self.done)
+        torch.cuda.current_stream(self.done.device).wait_event(self.done)
         return self.value
 
 

@@ -48,7 +48,8 @@ class _Segment:
 
 
 class Prepare(_Segment):
-    """Run `fn(*inputs)` at once where communication runs, before the Comm of that name; it returns anything."""
+    """Run `fn(*inputs)` at once where communication runs, before the Comm of that name; it returns anything. Tensors in
+    it are for that Comm, and for what uses the Comm's result."""
 
     __slots__ = ()
 

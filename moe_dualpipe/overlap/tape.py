@@ -89,6 +89,7 @@ class Tape:
         self.recording = torch.is_grad_enabled()
         self.entries = [_Entry()]  # the first stands for the inputs
         self.unwalked: set[int] = set()
+        self.travelling: dict[object, Arriving] = {}
         self.anchor = torch.empty(0, requires_grad=True)  # makes autograd see a node whose inputs need no gradient
         self.output_slots: list[Slot | None] = []
 
@@ -101,10 +102,16 @@ class Tape:
             try:
                 segment = chunk.send(answer)
             except StopIteration as stop:
-                outputs = resolve(stop.value if isinstance(stop.value, tuple) else (stop.value,))
+                single = not isinstance(stop.value, tuple | list)
+                outputs = resolve((stop.value,) if single else tuple(stop.value))
+                if any(isinstance(output, tuple | list | dict) for output in outputs):
+                    kind = type(stop.value).__name__
+                    raise TypeError(f"segments() must return a tensor or a flat tuple: got {kind}") from None
+                for unused in list(self.travelling.values()):
+                    unused.wait()
                 end = self._enter(_Entry(None, outputs)) if self.recording else 0
                 self.output_slots = self.entries[end].input_slots
-                return outputs, not isinstance(stop.value, tuple)
+                return outputs, single
             match segment:
                 case Compute():
                     answer = yield segment.bare(partial(self._compute, segment))
@@ -130,16 +137,19 @@ class Tape:
 
     def _comm(self, segment: Comm) -> Segments:
         inputs = resolve(segment.inputs)
-        index = self._enter(_Entry(segment, inputs)) if self.recording else 0
+        # One whose inputs need no gradient has no way back.
+        index = self._enter(_Entry(segment, inputs)) if self.recording and any(map(_needy, inputs)) else 0
         arriving: Arriving = yield segment.bare(partial(segment.fn, *(t.detach() for t in inputs)))
         del segment, inputs
-        return Arriving(lambda: self._arrived(index, arriving.wait()))
+        key = object()
+        self.travelling[key] = there = Arriving(lambda: self._arrived(index, arriving.wait(), key))
+        return there
 
-    def _arrived(self, index: int, tensors: tuple[Tensor | None, ...]) -> Tensors:
+    def _arrived(self, index: int, tensors: tuple[Tensor | None, ...], key: object) -> Tensors:
         """What came for a Comm needs gradients if an input of it does."""
-        needed = bool(index and self.entries[index].used)
+        del self.travelling[key]
         here = [t for t in tensors if t is not None]
-        return tuple(self._cut(index, t) if needed and t.is_floating_point() else t for t in here)
+        return tuple(self._cut(index, t) if index and (t.is_floating_point() or t.is_complex()) else t for t in here)
 
     def _enter(self, entry: _Entry) -> int:
         for used in entry.used:
@@ -165,7 +175,10 @@ class Tape:
             free = [i for i in self.unwalked if not self.entries[i].users]
             if not free:
                 index, arriving = travelling.popleft()
-                self._leave(index, arriving.wait())
+                grads, expected = arriving.wait(), len(self.entries[index].input_slots)
+                if len(grads) < expected:
+                    raise ValueError(f"a transfer back returned {len(grads)} gradients for {expected} inputs")
+                self._leave(index, grads)
                 continue
             index = max(free)
             entry = self.entries[index]

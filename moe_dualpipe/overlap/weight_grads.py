@@ -48,6 +48,9 @@ class WeightGrads:
         self._key, self._owed[key] = key, []
         try:
             yield
+        except BaseException:
+            self.forget(key)
+            raise
         finally:
             self._key = None
 
@@ -68,6 +71,10 @@ class WeightGrads:
     def owes(self, key: Hashable) -> bool:
         """Whether anything was deferred to `key`."""
         return bool(self._owed.get(key))
+
+    def forget(self, key: Hashable) -> None:
+        """Drop what is owed to `key`, after a failure."""
+        self._owed.pop(key, None)
 
     def clear(self) -> None:
         """Forget what is owed, after a step that failed."""

@@ -28,13 +28,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from moe_dualpipe.kernels.paced_copy import BLOCK, _paced_copy
-signature = {"source": "*u8", "target": "*u8", "num_bytes": "i64", "duration_ns": "i64", "pieces_each": "i32",
+signature = {"source": "*u8", "target": "*u8", "num_bytes": "i32", "duration_ns": "i32", "pieces_each": "i32",
              "BLOCK": "constexpr", "PACED": "constexpr"}
 for arch in (80, 90, 100):
     source = ASTSource(_paced_copy, signature, {"BLOCK": BLOCK, "PACED": True})
-    ptx = triton.compile(source, target=GPUTarget("cuda", arch, 32)).asm["ptx"]
+    kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32))
+    ptx = kernel.asm["ptx"]
     assert len(re.findall("globaltimer", ptx)) >= 2, ptx  # at the start, and in the loop that waits
     assert "st.global" in ptx
+    assert re.search(r"extsi %duration_ns", kernel.asm["ttir"])  # nanoseconds times pieces do not fit 32 bits
 """
 
 
