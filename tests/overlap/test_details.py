@@ -333,7 +333,8 @@ def test_chunks_that_follow_each_other_in_one_graph():
     first, second = (stage(1, 0, Loopback(8, 2), embedding=False, head=False, seed=s) for s in (1, 2))
     x, results = torch.randn(1, 3, 16), []
     for overlapped in (False, True):
-        first.zero_grad(), second.zero_grad()
+        first.zero_grad()
+        second.zero_grad()
         out = second(first(x))
         if overlapped:
             PAIR(second, [x], None, None, second, None, [out], [torch.ones_like(out)])

@@ -111,6 +111,36 @@ def test_overlap_changes_no_bit_of_a_step(name, pp, ep, slow):
     run_ranks(pp * ep, step_is_sequential, name, pp, ep, slow)
 
 
+class Mine(TransformerStage):
+    """A user's own method, with DeepSeek's signature and no more."""
+
+    @classmethod
+    def overlapped_forward_backward(  # type: ignore[override]
+        cls, module0, inputs0, criterion0, labels0, _module1, loss1, outputs1, output_grads1
+    ):
+        CALLS.append(cls)
+        outputs0 = module0(*inputs0)
+        loss0 = criterion0(outputs0, *labels0) if criterion0 else None
+        loss1.backward() if loss1 is not None else torch.autograd.backward(outputs1, output_grads1)
+        return outputs0, loss0
+
+
+CALLS: list[type] = []
+
+
+def own_method(rank):
+    schedule, layout, executor, _, _ = make_pipeline(rank, "dualpipev", 1)
+    for stage in executor.modules.values():
+        stage.__class__ = Mine
+    run_step(schedule, layout, executor)
+    return len(CALLS), sum(isinstance(action, Overlap) for action in schedule.actions[0])
+
+
+def test_a_method_of_ones_own_with_deepseeks_signature_is_called_as_deepseek_calls_it():
+    ((calls, pairs),) = run_ranks(1, own_method)
+    assert calls == pairs > 0
+
+
 # ---- Memory ----
 
 
