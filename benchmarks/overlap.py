@@ -201,12 +201,14 @@ def link_part(options: Options) -> None:
 
     transfers = pair.transfers()
     share = [t / sum(transfers) for t in transfers]
-    computing = statistics.median(free() for _ in range(options.rounds))
-    print("| communication / computation | sequential, ms | overlapped, ms | bound, ms | overlapped / bound (range) "
-          "| overlapped / sequential (range) | hidden |")  # fmt: skip
+    free()
+    print(
+        "| communication / computation: wanted (was) | sequential, ms | overlapped, ms | bound, ms "
+        "| overlapped / bound (range) | overlapped / sequential (range) | hidden |"
+    )
     print("|---|---|---|---|---|---|---|")
     for ratio in options.ratios:
-        total = ratio * computing
+        total = ratio * statistics.median(free() for _ in range(5))
         slow = Link(gb_per_s=sum(transfers) / total)
         traces.clear()
         seconds = take_turns(options.rounds, {
@@ -220,7 +222,8 @@ def link_part(options: Options) -> None:
         to_bound = [o / bound(t, taking) for o, t in zip(seconds["overlapped"], traces[1:], strict=True)]
         to_sequential = [o / s for o, s in zip(seconds["overlapped"], seconds["sequential"], strict=True)]
         print(
-            f"| {ratio} | {1e3 * middle['sequential']:.0f} | {1e3 * middle['overlapped']:.0f} | {1e3 * least:.0f} "
+            f"| {ratio} ({total / middle['free']:.2f}) "
+            f"| {1e3 * middle['sequential']:.0f} | {1e3 * middle['overlapped']:.0f} | {1e3 * least:.0f} "
             f"| {middle['overlapped'] / least:.2f} ({spread(to_bound)}) "
             f"| {middle['overlapped'] / middle['sequential']:.2f} ({spread(to_sequential)}) "
             f"| {1 - max(middle['overlapped'] - middle['free'], 0) / total:.0%} |"
