@@ -363,12 +363,9 @@ def test_a_pair_that_failed_leaves_nothing_to_add_later():
     def fail(*_):
         raise ArithmeticError("boom")
 
+    loss = next_token_loss(model(tokens(1)), tokens(1))
     hook = model.layers["0"].mlp.experts.register_forward_pre_hook(fail)
-    loss = None
     with pytest.raises(ArithmeticError):
-        hook.remove()
-        loss = next_token_loss(model(tokens(1)), tokens(1))
-        hook = model.layers["0"].mlp.experts.register_forward_pre_hook(fail)
         PAIR(model, [tokens(2)], None, None, model, loss, None, None)
     hook.remove()
     assert len(model.weight_grads) == 0
