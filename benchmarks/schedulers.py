@@ -247,7 +247,7 @@ class PutOff(WeightGrads):
     def defers(self, parameter: Tensor) -> bool:
         return True
 
-    def defer(self, parameter: Tensor, compute: Callable[[], Tensor]) -> None:
+    def defer(self, parameter: Tensor, compute: Callable[[], Tensor], add_to: object = None) -> None:
         self.latest.append((parameter, compute))
 
     def due(self) -> Callable[[], None]:
@@ -257,7 +257,7 @@ class PutOff(WeightGrads):
     @torch.no_grad()
     def _run_all(self, owed: list[tuple[Tensor, Callable[[], Tensor]]]) -> None:
         for parameter, compute in owed:
-            accumulate(parameter, compute())
+            accumulate(parameter, compute)
 
 
 def contenders(options: Options, delay: float) -> tuple[dict[str, Callable[[], Losses]], list[TransformerStage]]:

@@ -29,11 +29,13 @@ class SquaredReLUExperts(nn.Module):
         self.up = nn.Parameter(torch.randn(num_local_experts, inner, config.hidden_size) * config.init_std)
         self.down = nn.Parameter(torch.randn(num_local_experts, config.hidden_size, inner) * config.init_std)
         self.weight_grads = None  # set by the pipeline; lets it compute weight gradients later than input gradients
+        self.kernels = "auto"  # set by the model: Triton or plain torch
 
     def forward(self, x_MD: Tensor, expert_offsets: Tensor) -> Tensor:
         """The rows of expert e are x_MD[expert_offsets[e] : expert_offsets[e + 1]]."""
-        hidden_MF = F.relu(grouped_linear(x_MD, self.up, expert_offsets, self.weight_grads)).square()
-        return grouped_linear(hidden_MF, self.down, expert_offsets, self.weight_grads)
+        options = {"weight_grads": self.weight_grads, "kernels": self.kernels}
+        hidden_MF = F.relu(grouped_linear(x_MD, self.up, expert_offsets, **options)).square()
+        return grouped_linear(hidden_MF, self.down, expert_offsets, **options)
 
 
 if __name__ == "__main__":

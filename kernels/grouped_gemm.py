@@ -1,4 +1,4 @@
-"""`grouped_linear`: one linear layer per expert, over rows that are grouped by expert.
+"""One product per expert, over rows that are grouped by expert; for people who write their own experts.
 
 The expert MLP of a Mixture-of-Experts layer is many small products whose sizes only the router knows. With the rows in
 expert-major order they are one grouped product:
@@ -6,20 +6,24 @@ expert-major order they are one grouped product:
     offsets = [0, 2, 2, 3]          expert 0 has rows 0-1, expert 1 none, expert 2 row 2
     y[0:2] = x[0:2] W[0]^T,         y[2:3] = x[2:3] W[2]^T
 
-This is the plain-torch operator, on `torch.nn.functional.grouped_mm` where it can be used (on CUDA in bf16 it needs no
-host sync), else a loop over experts. As in `linear`, the weight gradient is a product of its own that a split backward
-can put off.
+`grouped_linear` is the layer, with autograd; `grouped_mm` and `grouped_wgrad` are its three products. As in `linear`,
+the weight gradient is a product of its own that a split backward can put off.
+
+Plain torch runs them on `torch.nn.functional.grouped_mm` where it can be used (on CUDA in bf16 it needs no host sync),
+else in a loop over experts; the Triton kernels are in gpu/gemm.py and gpu/wgrad.py.
 
 M rows, I input width, O output width, E experts.
 """
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe_dualpipe.kernels.linear import autocast, later_or_now
+from .choose import Kernels, contiguous, contiguous_rows, use_triton
+from .linear import autocast, check_accumulates, grad_dtype, later_or_now
 
 if TYPE_CHECKING:
     from moe_dualpipe.overlap.weight_grads import WeightGrads
@@ -28,8 +32,85 @@ if TYPE_CHECKING:
 _GROUPED_MM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def grouped_mm(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
-    """One product per expert e, over the rows from ends_E[e - 1] to ends_E[e]; ends_E is int32 and ends with M.
+@dataclass(frozen=True, slots=True)
+class How:
+    """What an operator with weights needs to know besides its tensors; `grouped_linear` says what the fields mean."""
+
+    weight_grads: "WeightGrads | None" = None
+    accumulate: bool = False
+    num_sms: int | None = None
+    kernels: Kernels = "auto"
+
+    def check(self, **parameters: Tensor) -> None:
+        """Raises ValueError for weights that cannot be accumulated, and for no multiprocessors at all."""
+        if self.num_sms is not None and self.num_sms < 1:
+            raise ValueError(f"num_sms must be at least 1, or None for all: got {self.num_sms}")
+        for name, parameter in parameters.items() if self.accumulate and torch.is_grad_enabled() else ():
+            check_accumulates(name, parameter)
+
+
+# ---- the three products ----
+
+
+def grouped_mm(
+    x_MI: Tensor,
+    w_EOI: Tensor,
+    expert_offsets: Tensor,
+    transposed: bool = False,
+    num_sms: int | None = None,
+    kernels: Kernels = "auto",
+) -> Tensor:
+    """y[m] = W[e] x[m], [M, O] from [M, I]; or, `transposed`, x[m] = W[e]^T y[m], [M, I] from [M, O].
+
+    Arguments are those of `grouped_linear`, and so are errors. No autograd.
+    """
+    _check(x_MI, w_EOI, expert_offsets, w_EOI.shape[1 if transposed else -1])
+    if not use_triton(kernels, x_MI, w_EOI, expert_offsets):
+        return _grouped_mm_reference(x_MI, w_EOI if transposed else w_EOI.mT, expert_offsets[1:])
+    from .gpu.gemm import Tiling, rows_times_weights
+
+    tiling = Tiling(expert_offsets, len(x_MI))
+    x_MI, w_EOI = contiguous_rows("x", x_MI), contiguous("w", w_EOI)
+    return rows_times_weights("up_backward" if transposed else "down", x_MI, w_EOI, tiling, transposed, None, num_sms)
+
+
+def grouped_wgrad(
+    dy_MO: Tensor,
+    x_MI: Tensor,
+    expert_offsets: Tensor,
+    dtype: torch.dtype | None = None,
+    add_to: Tensor | None = None,
+    num_sms: int | None = None,
+    kernels: Kernels = "auto",
+) -> Tensor:
+    """dW[e] = the sum over the rows m of e of dy[m] x[m]^T: [E, O, I], zeros for an expert without rows.
+
+    Returns it in `dtype` (default: that of x), or adds it in place to `add_to`, in its dtype, and returns that; sums
+    are taken in fp32. No autograd.
+    """
+    if dy_MO.ndim != 2 or x_MI.ndim != 2 or len(dy_MO) != len(x_MI) or dy_MO.dtype != x_MI.dtype:
+        raise ValueError(
+            f"grouped_wgrad needs dy [M, O] and x [M, I] of one dtype: "
+            f"got {[*dy_MO.shape]} in {dy_MO.dtype} and {[*x_MI.shape]} in {x_MI.dtype}"
+        )
+    shape = (len(expert_offsets) - 1, dy_MO.shape[1], x_MI.shape[1])
+    _check_offsets(expert_offsets, shape[0], len(x_MI))
+    if add_to is not None and add_to.shape != shape:
+        raise ValueError(f"add_to must be {[*shape]}: got {[*add_to.shape]}")
+    dtype = dtype or x_MI.dtype
+    if not use_triton(kernels, x_MI, dy_MO, expert_offsets, add_to):
+        grad_EOI = _grouped_mm_reference(dy_MO.mT, x_MI, expert_offsets[1:])
+        return grad_EOI.to(dtype) if add_to is None else add_to.add_(grad_EOI)
+    from .gpu.wgrad import weight_gradients
+
+    dy_MO, x_MI = contiguous_rows("dy", dy_MO), contiguous_rows("x", x_MI)
+    if add_to is not None:
+        contiguous("add_to", add_to)
+    return weight_gradients(dy_MO, x_MI, expert_offsets, dtype, add_to=add_to, num_sms=num_sms)
+
+
+def _grouped_mm_reference(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
+    """One product per expert e, over the rows from ends_E[e - 1] to ends_E[e].
 
     b [E, I, O]: a is [M, I], the result [M, O], expert by expert. b [M, O]: a is [I, M], the result [E, I, O], zero
     where an expert has no rows.
@@ -50,42 +131,71 @@ def _fits_grouped_mm(t: Tensor) -> bool:
     return 1 in (down, across) and apart >= length and apart * t.element_size() % 16 == 0
 
 
+# ---- the layer ----
+
+
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_MI: Tensor, w_EOI: Tensor, ends_E: Tensor, weight_grads: "WeightGrads | None") -> Tensor:
-        ctx.save_for_backward(x_MI, w_EOI, ends_E)
-        ctx.parameter = w_EOI
-        ctx.weight_grads = weight_grads
-        return grouped_mm(x_MI, w_EOI.mT, ends_E)
+    def forward(ctx: Any, x_MI: Tensor, w_EOI: Tensor, expert_offsets: Tensor, how: How) -> Tensor:
+        ctx.save_for_backward(x_MI, w_EOI, expert_offsets)
+        ctx.parameter, ctx.how = w_EOI, how
+        return grouped_mm(x_MI, w_EOI, expert_offsets, num_sms=how.num_sms, kernels=how.kernels)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        grad_MO = grads[0].contiguous()
-        x_MI, w_EOI, ends_E = ctx.saved_tensors
+        dy_MO, how = grads[0].contiguous(), ctx.how
+        x_MI, w_EOI, expert_offsets = ctx.saved_tensors
+        grad_x = grad_w = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grouped_mm(dy_MO, w_EOI, expert_offsets, True, how.num_sms, how.kernels)
+        if ctx.needs_input_grad[1]:
 
-        def weight_grad() -> Tensor:
-            return grouped_mm(grad_MO.mT, x_MI, ends_E)
+            def weight_grad(add_to: Tensor | None = None) -> Tensor:
+                dtype = grad_dtype(ctx.parameter)
+                return grouped_wgrad(dy_MO, x_MI, expert_offsets, dtype, add_to, how.num_sms, how.kernels)
 
-        grad_x = grouped_mm(grad_MO, w_EOI, ends_E) if ctx.needs_input_grad[0] else None
-        grad_w = later_or_now(ctx.weight_grads, ctx.parameter, weight_grad) if ctx.needs_input_grad[1] else None
+            grad_w = later_or_now(how.weight_grads, ctx.parameter, weight_grad, weight_grad, how.accumulate)
         return grad_x, grad_w, None, None
 
 
 def grouped_linear(
-    x_MI: Tensor, w_EOI: Tensor, expert_offsets: Tensor, weight_grads: "WeightGrads | None" = None
+    x_MI: Tensor,
+    w_EOI: Tensor,
+    expert_offsets: Tensor,
+    weight_grads: "WeightGrads | None" = None,
+    *,
+    accumulate: bool = False,
+    num_sms: int | None = None,
+    kernels: Kernels = "auto",
 ) -> Tensor:
     """Return y_MO with y[m] = W[e] x[m] for the rows m of each expert e.
 
     x_MI: [M, I], grouped by expert; w_EOI: [E, O, I]; expert_offsets: [E + 1] int32, from 0 to M. While `weight_grads`
-    defers, backward leaves the weight's gradient to it. Raises ValueError when the shapes do not fit.
+    defers, backward leaves the weight's gradient to it. accumulate: backward adds the weight's gradient to `w.grad` by
+    itself, in fp32, instead of handing it to autograd (hooks on w do not see it). num_sms: how many of a GPU's
+    multiprocessors the Triton kernels may occupy, so that communication keeps the rest. Raises ValueError when shapes,
+    dtypes or devices do not fit.
     """
-    if x_MI.ndim != 2 or w_EOI.ndim != 3 or x_MI.shape[1] != w_EOI.shape[2]:
-        raise ValueError(f"grouped_linear needs x [M, I] and w [E, O, I]: got {[*x_MI.shape]} and {[*w_EOI.shape]}")
-    if expert_offsets.shape != (w_EOI.shape[0] + 1,) or expert_offsets.dtype != torch.int32:
+    how = How(weight_grads, accumulate, num_sms, kernels)
+    x_MI, w_EOI = autocast(x_MI, w_EOI)
+    _check(x_MI, w_EOI, expert_offsets, w_EOI.shape[-1])
+    how.check(w=w_EOI)
+    return _GroupedLinear.apply(x_MI, w_EOI, expert_offsets, how)  # type: ignore[return-value]
+
+
+def _check(x: Tensor, w: Tensor, expert_offsets: Tensor, width: int) -> None:
+    if x.ndim != 2 or w.ndim != 3 or x.shape[1] != width:
+        raise ValueError(f"a grouped product needs x [M, I] and w [E, O, I]: got {[*x.shape]} and {[*w.shape]}")
+    if x.dtype != w.dtype:
+        raise ValueError(f"a grouped product needs x and w of one dtype: got {x.dtype} and {w.dtype}")
+    _check_offsets(expert_offsets, w.shape[0], len(x))
+
+
+def _check_offsets(expert_offsets: Tensor, num_experts: int, num_rows: int) -> None:
+    if expert_offsets.shape != (num_experts + 1,) or expert_offsets.dtype != torch.int32:
         raise ValueError(
-            f"{w_EOI.shape[0]} experts need {w_EOI.shape[0] + 1} offsets in int32: "
+            f"{num_experts} experts need {num_experts + 1} offsets in int32: "
             f"got {[*expert_offsets.shape]} in {expert_offsets.dtype}"
         )
-    if not expert_offsets.is_cuda and expert_offsets[-1] != len(x_MI):  # on a GPU the look would be a host sync
-        raise ValueError(f"the last offset must be the number of rows: got {int(expert_offsets[-1])} of {len(x_MI)}")
-    return _GroupedLinear.apply(*autocast(x_MI, w_EOI), expert_offsets[1:], weight_grads)  # type: ignore[return-value]
+    if not expert_offsets.is_cuda and expert_offsets[-1] != num_rows:  # on a GPU the look would be a host sync
+        raise ValueError(f"the last offset must be the number of rows: got {int(expert_offsets[-1])} of {num_rows}")

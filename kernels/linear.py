@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moe_dualpipe.overlap.weight_grads import accumulate
+
 if TYPE_CHECKING:
     from moe_dualpipe.overlap.weight_grads import WeightGrads
 
@@ -39,12 +41,40 @@ class _Linear(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
-def later_or_now(weight_grads: "WeightGrads | None", parameter: Tensor, compute: Callable[[], Tensor]) -> Tensor | None:
-    """The weight gradient for autograd; None when `weight_grads` takes `compute` to run it later."""
+def later_or_now(
+    weight_grads: "WeightGrads | None",
+    parameter: Tensor,
+    compute: Callable[[], Tensor],
+    add_to: Callable[[Tensor], Any] | None = None,
+    in_place: bool = False,
+) -> Tensor | None:
+    """The weight gradient for autograd; None when `weight_grads` takes `compute` to run it later.
+
+    add_to: adds it to a gradient that is there. in_place: add it to `parameter.grad` here, and return None.
+    """
     if weight_grads is not None and weight_grads.defers(parameter):
-        weight_grads.defer(parameter, compute)
+        weight_grads.defer(parameter, compute, add_to)
+        return None
+    if in_place:
+        accumulate(parameter, compute, add_to)
         return None
     return compute()
+
+
+def grad_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype that the gradient of `parameter` is kept in: fp32 for the bf16 weights of a model in training."""
+    return (parameter.grad_dtype if parameter.is_leaf else None) or parameter.dtype
+
+
+def check_accumulates(name: str, parameter: Tensor) -> None:
+    """Raises ValueError for a weight whose gradient cannot be added up in fp32, in its own `.grad`."""
+    if not parameter.is_leaf:
+        raise ValueError(f"accumulate=True adds to the .grad of {name}, but that is computed from other tensors here")
+    if grad_dtype(parameter) not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"accumulate=True adds in float32, but the gradient of {name} is kept in {grad_dtype(parameter)}: "
+            f"set {name}.grad_dtype = torch.float32"
+        )
 
 
 def autocast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,14 @@
-"""Copy rows into expert-major order, and sum them back. Each is the other's backward, and neither needs atomics.
+"""`permute` rows into expert-major order, and `unpermute` them: each row the weighted sum of its choices' results.
 
-`gather_rows` makes one row per (row, expert) choice; `sum_rows` adds a row's choices up again. Because every choice
-knows its position and every position its row (kernels/routing.py), both directions are gathers: deterministic on every
-device.
+Each is the other's backward, and neither needs atomics: because every choice knows its position and every position its
+row (routing.py), both directions are gathers, and give the same result in every run on every device.
 
-The plain-torch operators. N rows, D model, K choices a row, M positions.
+Between ranks the same two operations pack what a token sends, once for each rank it goes to, and add up what comes
+back; expert_parallel/ uses `gather` and `gather_sum`, which are these without autograd.
+
+The plain-torch operators are below; the Triton kernels are in gpu/permute.py.
+
+N rows, D model dim, K choices a row, M positions.
 """
 
 from typing import Any
@@ -12,65 +16,125 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .choose import Kernels, contiguous_rows, use_triton
+from .routing import ExpertOrder
 
-def sum_rows_reference(rows_MD: Tensor, positions_NK: Tensor) -> Tensor:
-    """y[n] = sum over k of rows[positions[n, k]], skipping -1, in the order of k; summed in fp32 at least."""
+
+def gather(x_ND: Tensor, index_M: Tensor, out_MD: Tensor | None = None, kernels: Kernels = "auto") -> Tensor:
+    """x[index[m]] for each m: [M, D], written to `out_MD` if that is given. Rows may be of any dtype."""
+    if use_triton(kernels, x_ND, index_M, out_MD):
+        from .gpu.permute import gather_rows
+
+        return gather_rows(contiguous_rows("rows", x_ND), index_M, out_MD)
+    rows_MD = x_ND[index_M]
+    return rows_MD if out_MD is None else out_MD.copy_(rows_MD)
+
+
+def gather_sum(
+    rows_MD: Tensor, positions_NK: Tensor, weights_NK: Tensor | None = None, kernels: Kernels = "auto"
+) -> Tensor:
+    """The sum over k of weights[n, k] rows[positions[n, k]]: [N, D], skipping positions of -1.
+
+    Summed in fp32 at least, in the order of k, and rounded once.
+    """
+    if use_triton(kernels, rows_MD, positions_NK, weights_NK):
+        from .gpu.permute import sum_rows
+
+        weights_NK = None if weights_NK is None else weights_NK.contiguous()
+        return sum_rows(contiguous_rows("rows", rows_MD), positions_NK.contiguous(), weights_NK)
     shape = positions_NK.shape[0], rows_MD.shape[1]
     y_ND = rows_MD.new_zeros(shape, dtype=torch.promote_types(rows_MD.dtype, torch.float32))
-    for positions_N in positions_NK.unbind(1) if len(rows_MD) else ():
-        y_ND = y_ND + torch.where(positions_N[:, None] >= 0, rows_MD[positions_N.clamp(min=0)], 0)
+    for k, positions_N in enumerate(positions_NK.unbind(1) if len(rows_MD) else ()):
+        row_ND = torch.where(positions_N[:, None] >= 0, rows_MD[positions_N.clamp(min=0)], 0)
+        y_ND = y_ND + (row_ND if weights_NK is None else row_ND * weights_NK[:, k, None])
     return y_ND.to(rows_MD.dtype)
 
 
-class _GatherRows(torch.autograd.Function):
+def _weighted_rows(dy_ND: Tensor, order: ExpertOrder, weights_NK: Tensor, triton: bool) -> Tensor:
+    """What each position's row gets of the gradient of a weighted sum: [M, D]."""
+    if triton:
+        from .gpu.permute import gather_rows
+
+        return gather_rows(dy_ND, order.gather_idx_M, None, weights_NK.contiguous(), order.choice_idx_M)
+    weights_M = weights_NK.flatten()[order.choice_idx_M]
+    return (dy_ND[order.gather_idx_M] * weights_M[:, None]).to(dy_ND.dtype)
+
+
+def _dots(dy_ND: Tensor, rows_MD: Tensor, positions_NK: Tensor, triton: bool) -> Tensor:
+    """The gradient of the weights of a weighted sum: <dy[n], rows[positions[n, k]]>, [N, K]."""
+    if triton:
+        from .gpu.permute import dot_rows
+
+        return dot_rows(dy_ND, rows_MD, positions_NK)
+    wide = torch.promote_types(rows_MD.dtype, torch.float32)
+    dots_NK = torch.zeros(positions_NK.shape, dtype=wide, device=dy_ND.device)
+    for k, positions_N in enumerate(positions_NK.unbind(1) if len(rows_MD) else ()):
+        dots_N = (dy_ND.to(wide) * rows_MD[positions_N.clamp(min=0)]).sum(-1)
+        dots_NK[:, k] = torch.where(positions_N >= 0, dots_N, 0)
+    return dots_NK
+
+
+class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, gather_idx_M: Tensor, positions_NK: Tensor) -> Tensor:
-        ctx.save_for_backward(positions_NK)
-        return x_ND[gather_idx_M]
+    def forward(ctx: Any, x_ND: Tensor, order: ExpertOrder, kernels: Kernels) -> Tensor:
+        ctx.order, ctx.kernels = order, kernels
+        return gather(x_ND, order.gather_idx_M, kernels=kernels)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (positions_NK,) = ctx.saved_tensors
-        return sum_rows_reference(grads[0], positions_NK), None, None
+        return gather_sum(grads[0].contiguous(), ctx.order.positions_NK, kernels=ctx.kernels), None, None
 
 
-class _SumRows(torch.autograd.Function):
+class _Unpermute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_MD: Tensor, gather_idx_M: Tensor, positions_NK: Tensor) -> Tensor:
-        ctx.save_for_backward(gather_idx_M)
-        return sum_rows_reference(rows_MD, positions_NK)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (gather_idx_M,) = ctx.saved_tensors
-        return grads[0][gather_idx_M], None, None
-
-
-class _GatherChoices(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values_NK: Tensor, choice_idx_M: Tensor) -> Tensor:
-        ctx.save_for_backward(choice_idx_M)
-        ctx.shape = values_NK.shape
-        return values_NK.flatten()[choice_idx_M]
+    def forward(ctx: Any, rows_MD: Tensor, weights_NK: Tensor | None, order: ExpertOrder, kernels: Kernels) -> Tensor:
+        ctx.save_for_backward(*((rows_MD, weights_NK) if weights_NK is not None else ()))
+        ctx.order, ctx.kernels = order, kernels
+        return gather_sum(rows_MD, order.positions_NK, weights_NK, kernels)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (choice_idx_M,) = ctx.saved_tensors
-        values_NK = grads[0].new_zeros(ctx.shape)
-        values_NK.view(-1)[choice_idx_M] = grads[0]
-        return values_NK, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        dy_ND, order, saved = grads[0].contiguous(), ctx.order, ctx.saved_tensors
+        if not saved:
+            return gather(dy_ND, order.gather_idx_M, kernels=ctx.kernels), None, None, None
+        rows_MD, weights_NK = saved
+        triton = use_triton(ctx.kernels, dy_ND)
+        wants_rows, wants_weights = ctx.needs_input_grad[:2]
+        return (
+            _weighted_rows(dy_ND, order, weights_NK, triton) if wants_rows else None,
+            _dots(dy_ND, rows_MD, order.positions_NK, triton).to(weights_NK.dtype) if wants_weights else None,
+            None,
+            None,
+        )
 
 
-def gather_choices(values_NK: Tensor, choice_idx_M: Tensor) -> Tensor:
-    """One value per choice, [N, K], in expert-major order: [M]. Backward is zero for the choices that are not there."""
-    return _GatherChoices.apply(values_NK, choice_idx_M)  # type: ignore[return-value]
+def permute(x_ND: Tensor, order: ExpertOrder, kernels: Kernels = "auto") -> Tensor:
+    """One row for each choice, in expert-major order: [M, D] from [N, D].
+
+    Example: order.gather_idx_M = [0, 0, 1] gives rows x[0], x[0], x[1].
+    """
+    _check_rows("x", x_ND, len(order.positions_NK))
+    return _Permute.apply(x_ND, order, kernels)  # type: ignore[return-value]
 
 
-def gather_rows(x_ND: Tensor, gather_idx_M: Tensor, positions_NK: Tensor) -> Tensor:
-    """rows[m] = x[gather_idx[m]]: [M, D] from [N, D]. `positions_NK` is the inverse, for the backward."""
-    return _GatherRows.apply(x_ND, gather_idx_M, positions_NK)  # type: ignore[return-value]
+def unpermute(
+    rows_MD: Tensor, order: ExpertOrder, weights_NK: Tensor | None = None, kernels: Kernels = "auto"
+) -> Tensor:
+    """The sum of each row's choices, [N, D] from [M, D]; weights_NK: [N, K] in fp32, what each choice counts.
+
+    Example: order.positions_NK = [[1, 0], [2, -1]] gives w[0, 0] rows[1] + w[0, 1] rows[0] and w[1, 0] rows[2].
+    """
+    _check_rows("rows", rows_MD, len(order.gather_idx_M))
+    check_weights(weights_NK, order)
+    return _Unpermute.apply(rows_MD, weights_NK, order, kernels)  # type: ignore[return-value]
 
 
-def sum_rows(rows_MD: Tensor, gather_idx_M: Tensor, positions_NK: Tensor) -> Tensor:
-    """y[n] = sum of the rows at positions[n]: [N, D] from [M, D]. `gather_idx_M` is the inverse, for the backward."""
-    return _SumRows.apply(rows_MD, gather_idx_M, positions_NK)  # type: ignore[return-value]
+def _check_rows(name: str, x: Tensor, num_rows: int) -> None:
+    if x.ndim != 2 or len(x) != num_rows:
+        raise ValueError(f"this order needs {name} [{num_rows}, D]: got {[*x.shape]}")
+
+
+def check_weights(weights_NK: Tensor | None, order: ExpertOrder) -> None:
+    """Raises ValueError for routing weights that do not fit the choices."""
+    if weights_NK is not None and weights_NK.shape != order.positions_NK.shape:
+        raise ValueError(f"weights must be {[*order.positions_NK.shape]}, as choices are: got {[*weights_NK.shape]}")

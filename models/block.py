@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_dualpipe.expert_parallel import ExpertParallel
+from moe_dualpipe.kernels.choose import Kernels
 from moe_dualpipe.overlap import Compute, Segmented, Segments
 from moe_dualpipe.overlap.segment import Arriving
 
@@ -30,6 +31,7 @@ class Block(Segmented):
         expert_parallel: ExpertParallel,
         seed: int,
         recompute: Recompute = "none",
+        kernels: Kernels = "auto",
     ):
         super().__init__()
         if recompute not in RECOMPUTE:
@@ -45,7 +47,7 @@ class Block(Segmented):
         if config.is_dense(layer):
             self.mlp = SwiGLU(config.hidden_size, config.dense_size, config.init_std, out_std)
         else:
-            self.mlp = MoE(config, expert_parallel, seed, f"layers.{layer}", recompute == "full")
+            self.mlp = MoE(config, expert_parallel, seed, f"layers.{layer}", recompute == "full", kernels)
 
     def segments(self, x_BSD: Tensor) -> Segments:
         parts = yield from self.parts(x_BSD)

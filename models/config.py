@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from moe_dualpipe.kernels.routing import Routing
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -34,6 +36,10 @@ class ModelConfig:
     """Experts that every token goes through besides."""
     router_score: Literal["softmax", "sigmoid"] = "softmax"
     """How router logits become scores."""
+    expert_groups: int = 1
+    """Groups of consecutive experts; a token chooses among the experts of its best top_groups groups."""
+    top_groups: int = 1
+    """How many groups that is."""
     normalize_weights: bool = True
     """Scale a token's routing weights to sum to routed_scale."""
     routed_scale: float = 1.0
@@ -62,10 +68,13 @@ class ModelConfig:
             raise ValueError(
                 f"experts_per_token must be at most num_experts: got {self.experts_per_token} of {self.num_experts}"
             )
-        if self.num_dense_layers < 0 or self.num_shared_experts < 0:
-            raise ValueError("num_dense_layers and num_shared_experts cannot be negative")
         if self.router_score not in ("softmax", "sigmoid"):
             raise ValueError(f"router_score must be softmax or sigmoid: got {self.router_score!r}")
+        Routing(
+            self.experts_per_token, self.router_score, self.expert_groups, self.top_groups
+        ).check(self.num_experts)  # fmt: skip
+        if self.num_dense_layers < 0 or self.num_shared_experts < 0:
+            raise ValueError("num_dense_layers and num_shared_experts cannot be negative")
         if self.experts != "swiglu" and not all(self.experts.partition(":")):
             raise ValueError(f'experts must be "swiglu" or "module:Class": got {self.experts!r}')
 

@@ -10,11 +10,18 @@ The contract of an expert layer, which `ModelConfig.experts = "module:Class"` ch
     weight_grads = None             (optional)               an attribute that the pipeline sets; hand it to the
                                                              operators of moe_dualpipe.kernels to let them defer
                                                              weight gradients
+    kernels = "auto"                (optional)               an attribute that the model sets; hand it to the same
+                                                             operators to let them choose Triton or plain torch
+    takes_order = True              (optional)               forward(x_ND, order, weights_NK) -> y_ND instead: all the
+                                                             way from received rows to the weighted sums of their
+                                                             choices, for experts that read rows through the indices
+                                                             of an ExpertOrder (kernels/routing.py)
 
 Parameters that stack the local experts along their first dimension are saved expert by expert, and fit any number of
 ranks; others are saved as a whole, for one division of the experts only.
 
-M rows, D model dim, F inner width, E local experts. Any number of rows may be zero.
+N rows received, M rows in expert-major order, K choices a row, D model dim, F inner width, E local experts. Any number
+of rows may be zero.
 """
 
 import importlib
@@ -23,15 +30,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from moe_dualpipe.kernels.grouped_gemm import grouped_linear
+from moe_dualpipe.kernels.choose import Kernels
+from moe_dualpipe.kernels.experts import experts
+from moe_dualpipe.kernels.routing import ExpertOrder
 from moe_dualpipe.overlap.weight_grads import WeightGrads
 
 from .config import ModelConfig
-from .layers import swiglu
 
 
 class SwiGLUExperts(nn.Module):
-    """SwiGLU experts as two grouped products. gate_up: [E, 2F, D]; down: [E, D, F]."""
+    """SwiGLU experts, fused where there is a kernel for it. gate_up: [E, 2F, D]; down: [E, D, F]."""
+
+    takes_order = True
 
     def __init__(self, config: ModelConfig, num_local_experts: int):
         super().__init__()
@@ -39,15 +49,16 @@ class SwiGLUExperts(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(num_local_experts, 2 * config.expert_size, config.hidden_size))
         self.down = nn.Parameter(torch.empty(num_local_experts, config.hidden_size, config.expert_size))
         self.weight_grads: WeightGrads | None = None
+        self.kernels: Kernels = "auto"
 
     @torch.no_grad()
     def reset_expert(self, e: int) -> None:
         self.gate_up[e].normal_(std=self.std)
         self.down[e].normal_(std=self.out_std)
 
-    def forward(self, x_MD: Tensor, expert_offsets: Tensor) -> Tensor:
-        hidden_MF = swiglu(grouped_linear(x_MD, self.gate_up, expert_offsets, self.weight_grads))
-        return grouped_linear(hidden_MF, self.down, expert_offsets, self.weight_grads)
+    def forward(self, x_ND: Tensor, order: ExpertOrder, weights_NK: Tensor) -> Tensor:
+        options = {"weight_grads": self.weight_grads, "kernels": self.kernels}
+        return experts(x_ND, self.gate_up, self.down, order, weights_NK, **options)
 
 
 def expert_class(name: str) -> Callable[[ModelConfig, int], nn.Module]:

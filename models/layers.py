@@ -5,8 +5,8 @@ D model dim, F inner width, ...: any leading dimensions.
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from moe_dualpipe.kernels.experts import swiglu
 from moe_dualpipe.kernels.linear import linear
 from moe_dualpipe.overlap.weight_grads import WeightGrads
 
@@ -38,9 +38,3 @@ class SwiGLU(nn.Module):
 def at_least_fp32(x: Tensor) -> Tensor:
     """Scores, angles and losses are computed in fp32 where the model is narrower, and in fp64 where it is fp64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def swiglu(gate_up: Tensor) -> Tensor:
-    """[..., 2F] -> [..., F]: the first half gates the second."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_dualpipe.expert_parallel import Combined, ExpertParallel, Pending, Received, Route
-from moe_dualpipe.kernels.permute import gather_choices, gather_rows, sum_rows
+from moe_dualpipe.kernels.choose import Kernels
+from moe_dualpipe.kernels.permute import permute, unpermute
 from moe_dualpipe.overlap import Comm, Compute, Prepare, Segmented, Segments
 
 from .config import ModelConfig
@@ -25,19 +26,28 @@ class MoE(Segmented):
     """Routed experts, spread over ranks by `expert_parallel`, plus shared experts on every rank.
 
     `seed` and `name` fix the initial weights of each expert, wherever it lives. `recompute`: run the experts again in
-    the backward instead of keeping what they save.
+    the backward instead of keeping what they save. `kernels`: Triton or plain torch (kernels/choose.py).
     """
 
     def __init__(
-        self, config: ModelConfig, expert_parallel: ExpertParallel, seed: int, name: str, recompute: bool = False
+        self,
+        config: ModelConfig,
+        expert_parallel: ExpertParallel,
+        seed: int,
+        name: str,
+        recompute: bool = False,
+        kernels: Kernels = "auto",
     ):
         super().__init__()
         self.recompute = recompute
         self.expert_parallel = expert_parallel
-        self.router = Router(config)
+        self.kernels: Kernels = kernels
+        self.router = Router(config, kernels)
         local = expert_parallel.local_experts
         with seeded(seed, f"{name}.experts.{local.start}"):
             self.experts = expert_class(config.experts)(config, len(local))
+        if hasattr(self.experts, "kernels"):
+            setattr(self.experts, "kernels", kernels)  # noqa: B010 - nn.Module declares no such attribute
         if reset := getattr(self.experts, "reset_expert", None):
             for e, expert in enumerate(local):
                 with seeded(seed, f"{name}.experts.{expert}"):
@@ -84,16 +94,16 @@ class MoE(Segmented):
     def run_experts(self, x_ND: Tensor, weights_NK: Tensor, route: Route) -> Tensor:
         """Received rows [N, D] -> the weighted sum of what this rank's experts make of each, [N, D]."""
         order = route.order
-        rows_MD = gather_rows(x_ND, order.gather_idx_M, order.positions_NK)
+        if getattr(self.experts, "takes_order", False):
+            return self.experts(x_ND, order, weights_NK)
+        rows_MD = permute(x_ND, order, self.kernels)
         out_MD = self.experts(rows_MD, order.expert_offsets)
         if out_MD.shape != rows_MD.shape:
             raise ValueError(
                 f"{type(self.experts).__name__} must map rows {[*rows_MD.shape]} to rows of the same shape: "
                 f"got {[*out_MD.shape]}"
             )
-        weights_M = gather_choices(weights_NK, order.choice_idx_M)
-        weighted_MD = (out_MD * weights_M[:, None]).to(out_MD.dtype)  # the weights are fp32
-        return sum_rows(weighted_MD, order.gather_idx_M, order.positions_NK)
+        return unpermute(out_MD, order, weights_NK, self.kernels)
 
     def take_load(self) -> Tensor:
         """Tokens per expert [E] that this rank's tokens chose since the last call."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_dualpipe.expert_parallel import ExpertParallel, Local
+from moe_dualpipe.kernels.choose import Kernels, checked
 from moe_dualpipe.overlap import Compute, Segmented, Segments, in_layer
 
 from .block import Block, add_up
@@ -79,7 +80,8 @@ def split(config: ModelConfig, num_stages: int) -> tuple[StageSpec, ...]:
 class TransformerStage(Segmented):
     """One stage. The first maps token ids [B, S] to hidden states [B, S, D], the last ends in logits [B, S, V].
 
-    `recompute` is what each block computes again in its backward instead of keeping it (block.py).
+    `recompute` is what each block computes again in its backward instead of keeping it (block.py); `kernels` are
+    Triton's or plain torch (kernels/choose.py). Raises ValueError for an unknown one, or one that cannot be had.
     """
 
     def __init__(
@@ -89,10 +91,11 @@ class TransformerStage(Segmented):
         expert_parallel: ExpertParallel | None = None,
         seed: int = 0,
         recompute: Recompute = "none",
+        kernels: Kernels = "auto",
     ):
         super().__init__()
         self.config, self.spec = config, spec
-        expert_parallel = expert_parallel if expert_parallel is not None else Local(config.num_experts)
+        expert_parallel = expert_parallel if expert_parallel is not None else Local(config.num_experts, kernels)
         if spec.embedding:
             with seeded(seed, "embedding"):
                 self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -100,7 +103,7 @@ class TransformerStage(Segmented):
         self.layers = nn.ModuleDict()
         for layer in spec.layers:
             with seeded(seed, f"layers.{layer}"):
-                self.layers[str(layer)] = Block(config, layer, expert_parallel, seed, recompute)
+                self.layers[str(layer)] = Block(config, layer, expert_parallel, seed, recompute, checked(kernels))
         if spec.head:
             self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
             with seeded(seed, "head"):
@@ -123,9 +126,10 @@ def build_model(
     expert_parallel: ExpertParallel | None = None,
     seed: int = 0,
     recompute: Recompute = "none",
+    kernels: Kernels = "auto",
 ) -> TransformerStage:
     """The whole model as a single stage."""
-    return TransformerStage(config, split(config, 1)[0], expert_parallel, seed, recompute)
+    return TransformerStage(config, split(config, 1)[0], expert_parallel, seed, recompute, kernels)
 
 
 def next_token_loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:

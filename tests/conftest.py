@@ -1,7 +1,11 @@
+import os
+
 import pytest
 import torch
 
 torch.set_num_threads(1)  # small tensors gain nothing from more, and lose a lot beside other processes
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is imported
 
 
 @pytest.fixture(autouse=True)

@@ -4,18 +4,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_dualpipe.kernels.choose import Kernels
+
 from .exchange import Exchange, Later, to_host
 
 
 class AllToAll(Exchange):
     """Experts divided evenly over the ranks of `group`, in order.
 
-    Raises ValueError when the experts cannot be divided evenly. Every rank must call the same operations in the same
-    order. Give it a process group of its own: transfers of one group wait for each other.
+    Raises ValueError when the experts cannot be divided evenly, or the kernels cannot be had. Every rank must call the
+    same operations in the same order. Give it a process group of its own: transfers of one group wait for each other.
     """
 
-    def __init__(self, num_experts: int, group: dist.ProcessGroup):
-        super().__init__(num_experts, group.size(), group.rank())
+    def __init__(self, num_experts: int, group: dist.ProcessGroup, kernels: Kernels = "auto"):
+        super().__init__(num_experts, group.size(), group.rank(), kernels)
         self.group = group
 
     def swap_counts(self, counts_R2: Tensor) -> Later[Tensor]:

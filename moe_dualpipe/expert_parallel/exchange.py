@@ -19,7 +19,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from moe_dualpipe.kernels.permute import sum_rows_reference
+from moe_dualpipe.kernels.choose import Kernels, checked
+from moe_dualpipe.kernels.permute import gather, gather_sum
+from moe_dualpipe.kernels.routing import ExpertOrder, rank_order
 
 from .protocol import Combined, Pending, Received, Route
 
@@ -46,11 +48,10 @@ class Later(Generic[V]):
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A question on its way. counts_2R2: [out, in] x rank x [rows, choices]."""
+    """A question on its way. order: of the tokens, by rank. counts_2R2: [out, in] x rank x [rows, choices]."""
 
     expert_ids_TK: Tensor
-    ranks_TK: Tensor
-    sends_TR: Tensor
+    order: ExpertOrder
     counts_2R2: Pending[Tensor]
 
 
@@ -71,9 +72,13 @@ class _Plan:
 
 
 class Exchange(ABC):
-    """Experts divided evenly over `num_ranks` ranks, in order. Raises ValueError when they cannot be."""
+    """Experts divided evenly over `num_ranks` ranks, in order; `kernels` move their rows (kernels/choose.py).
 
-    def __init__(self, num_experts: int, num_ranks: int, rank: int):
+    Raises ValueError when the experts cannot be divided, or the kernels cannot be had.
+    """
+
+    def __init__(self, num_experts: int, num_ranks: int, rank: int, kernels: Kernels = "auto"):
+        self.kernels: Kernels = checked(kernels)
         if num_ranks < 1 or num_experts % num_ranks:
             raise ValueError(f"{num_experts} experts cannot be divided evenly over {num_ranks} ranks")
         self.num_experts, self.num_ranks, self.rank = num_experts, num_ranks, rank
@@ -91,21 +96,22 @@ class Exchange(ABC):
         rank is given."""
 
     def prepare(self, expert_ids_TK: Tensor) -> Route:
-        ranks_TK = expert_ids_TK.long() // self.experts_per_rank
-        choices_TR = torch.nn.functional.one_hot(ranks_TK, self.num_ranks).sum(1)
-        sends_TR = choices_TR > 0
-        counts_R2 = torch.stack([sends_TR.sum(0), choices_TR.sum(0)], dim=1)
-        asked = _Asked(expert_ids_TK, ranks_TK, sends_TR, self.swap_counts(counts_R2))
-        return Route(self.experts_per_rank, handle=asked)
+        order = rank_order(expert_ids_TK, self.experts_per_rank, self.num_ranks, self.kernels)
+        ranks = (expert_ids_TK // self.experts_per_rank).flatten().long()
+        choices_R = torch.zeros(self.num_ranks, dtype=torch.int64, device=ranks.device)
+        choices_R.scatter_add_(0, ranks, torch.ones_like(ranks))
+        counts_R2 = torch.stack([order.expert_offsets.diff().long(), choices_R], dim=1)
+        asked = _Asked(expert_ids_TK, order, self.swap_counts(counts_R2))
+        return Route(self.experts_per_rank, self.kernels, handle=asked)
 
     def dispatch(self, x_TD: Tensor, route: Route, weights_TK: Tensor | None = None) -> Pending[Received]:
         plan = self._plan(route)
-        fields = [x_TD[plan.sent_S]]
-        if weights_TK is not None:
-            fields.append(weights_TK[plan.sent_S])
+        fields = [x_TD] if weights_TK is None else [x_TD, weights_TK]
+        indices: list[Tensor | None] = [plan.sent_S] * len(fields)
         if first := route.local_ids_NK is None:
             fields.append(plan.ids_SK)
-        message = pack(fields)
+            indices.append(None)
+        message = pack(fields, indices, self.kernels)
         swapped = self.swap(message, plan.rows_out, plan.rows_in)
 
         def finish() -> Received:
@@ -123,7 +129,8 @@ class Exchange(ABC):
 
         def finish() -> Combined:
             # A choice is local to exactly one of the ranks its token went to; the others returned zero for it.
-            y_TD, *more = (sum_rows_reference(rows, plan.slots_TC) for rows in unpack(swapped.wait(), fields))
+            rows = unpack(swapped.wait(), fields)
+            y_TD, *more = (gather_sum(field, plan.slots_TC, kernels=self.kernels) for field in rows)
             return Combined(y_TD, more[0] if more else None)
 
         return Later([swapped], finish)
@@ -134,12 +141,12 @@ class Exchange(ABC):
         asked: _Asked = route.handle
         counts_out, counts_in = asked.counts_2R2.wait().tolist()
         rows_out, rows_in = [rows for rows, _ in counts_out], [rows for rows, _ in counts_in]
-        to_S, sent_S = asked.sends_TR.T.nonzero_static(size=sum(rows_out)).unbind(1)
-        slots_TR = torch.full(asked.sends_TR.shape, -1, device=sent_S.device)
-        slots_TR[sent_S, to_S] = torch.arange(len(sent_S), device=sent_S.device)
-        slots_TC = slots_TR.sort(dim=1).values[:, -min(self.num_ranks, asked.expert_ids_TK.shape[1]) :]
-        foreign_SK = asked.ranks_TK[sent_S] != to_S[:, None]
-        ids_SK = (asked.expert_ids_TK[sent_S] % self.experts_per_rank).masked_fill(foreign_SK, -1).int()
+        expert_ids_TK, order = asked.expert_ids_TK, asked.order
+        sent_S = order.gather_idx_M[: sum(rows_out)]
+        slots_TC = order.positions_NK.sort(dim=1).values[:, -min(self.num_ranks, expert_ids_TK.shape[1]) :]
+        ids_SK, to_S = expert_ids_TK[sent_S], expert_ids_TK.flatten()[order.choice_idx_M[: len(sent_S)]]
+        here_SK = ids_SK // self.experts_per_rank == (to_S // self.experts_per_rank)[:, None]
+        ids_SK = torch.where(here_SK, ids_SK % self.experts_per_rank, -1).int()
         route.handle = _Plan(sent_S, slots_TC, rows_out, rows_in, ids_SK)
         route.num_rows, route.num_choices = sum(rows_in), sum(choices for _, choices in counts_in)
         return route.handle
@@ -158,18 +165,23 @@ def to_host(counts: Tensor) -> Callable[[], Tensor]:
     return read
 
 
-def pack(fields: Sequence[Tensor]) -> Tensor:
+def pack(fields: Sequence[Tensor], indices: Sequence[Tensor | None] | None = None, kernels: Kernels = "auto") -> Tensor:
     """Columns of different dtypes side by side: [S, c] each -> bytes [S, W]; a single one stays what it is.
+
+    indices: for each field, which of its rows to take, [S]; None: all, as they are.
 
     Example: rows [S, 5] in bfloat16 and weights [S, 2] in float32 become 16 + 16 bytes a row.
     """
+    indices = indices or [None] * len(fields)
     if len(fields) == 1:
-        return fields[0].contiguous()
+        (field,), (index,) = fields, indices
+        return field.contiguous() if index is None else gather(field, index, kernels=kernels)
     *starts, width = _columns(fields)
-    message = torch.empty(len(fields[0]), width, dtype=torch.uint8, device=fields[0].device)
-    for field, start in zip(fields, starts, strict=True):
-        stop = start + field.shape[1] * field.element_size()
-        message[:, start:stop].view(field.dtype).copy_(field)
+    num_rows = len(fields[0] if indices[0] is None else indices[0])
+    message = torch.empty(num_rows, width, dtype=torch.uint8, device=fields[0].device)
+    for field, index, start in zip(fields, indices, starts, strict=True):
+        out = message[:, start : start + field.shape[1] * field.element_size()].view(field.dtype)
+        out.copy_(field) if index is None else gather(field, index, out, kernels)
     return message
 
 

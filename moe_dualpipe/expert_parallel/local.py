@@ -2,18 +2,24 @@
 
 from torch import Tensor
 
+from moe_dualpipe.kernels.choose import Kernels, checked
+
 from .protocol import Combined, Ready, Received, Route
 
 
 class Local:
-    """Expert parallelism over one rank: the rows received are the tokens themselves."""
+    """Expert parallelism over one rank: the rows received are the tokens themselves.
 
-    def __init__(self, num_experts: int):
+    Raises ValueError when the kernels (kernels/choose.py) cannot be had.
+    """
+
+    def __init__(self, num_experts: int, kernels: Kernels = "auto"):
+        self.kernels: Kernels = checked(kernels)
         self.num_experts = num_experts
         self.local_experts = range(num_experts)
 
     def prepare(self, expert_ids_TK: Tensor) -> Route:
-        return Route(self.num_experts, expert_ids_TK, len(expert_ids_TK), expert_ids_TK.numel())
+        return Route(self.num_experts, self.kernels, expert_ids_TK, len(expert_ids_TK), expert_ids_TK.numel())
 
     def dispatch(self, x_TD: Tensor, route: Route, weights_TK: Tensor | None = None) -> Ready[Received]:
         return Ready(Received(x_TD, weights_TK))

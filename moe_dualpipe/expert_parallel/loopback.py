@@ -9,6 +9,8 @@ As a function it is a model whose experts are the same on all ranks: expert e of
 
 from torch import Tensor
 
+from moe_dualpipe.kernels.choose import Kernels
+
 from .exchange import Exchange, Later, to_host
 from .link import Link, Wire
 from .protocol import Pending, Ready
@@ -17,11 +19,11 @@ from .protocol import Pending, Ready
 class Loopback(Exchange):
     """Rank 0 of `num_ranks` virtual ranks over `link`; rows to itself do not travel. On CUDA rows are copied, slowly.
 
-    Raises ValueError when the experts cannot be divided evenly.
+    Raises ValueError when the experts cannot be divided evenly, or the kernels cannot be had.
     """
 
-    def __init__(self, num_experts: int, num_ranks: int, link: Link | None = None):
-        super().__init__(num_experts, num_ranks, rank=0)
+    def __init__(self, num_experts: int, num_ranks: int, link: Link | None = None, kernels: Kernels = "auto"):
+        super().__init__(num_experts, num_ranks, 0, kernels)
         self.link = link or Link()
         self.wire = Wire()
 
@@ -36,6 +38,6 @@ class Loopback(Exchange):
     def _carry(self, rows: Tensor, seconds: float) -> Pending[Tensor]:
         if not rows.is_cuda:
             return Later([self.wire.carry(seconds)], lambda: rows)
-        from moe_dualpipe.kernels.paced_copy import paced_copy  # Triton, which a CPU does without
+        from moe_dualpipe.kernels.gpu.paced_copy import paced_copy  # Triton, which a CPU does without
 
         return Ready(paced_copy(rows, seconds, self.link.sms))

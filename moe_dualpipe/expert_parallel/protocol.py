@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
+from moe_dualpipe.kernels.choose import Kernels
 from moe_dualpipe.kernels.routing import ExpertOrder, expert_order
 
 V = TypeVar("V", covariant=True)
@@ -38,12 +39,14 @@ class Ready(Generic[V]):
 class Route:
     """Who sends what to whom, for one set of routing decisions; used by forward and backward alike.
 
-    num_local_experts: E_local. local_ids_NK: for each row received, its choices among this rank's experts, -1 for those
-    that live elsewhere. num_rows, num_choices: N and M. These are known once the first dispatch has been waited for.
+    num_local_experts: E_local. kernels: what sorts the rows (kernels/choose.py). local_ids_NK: for each row received,
+    its choices among this rank's experts, -1 for those that live elsewhere. num_rows, num_choices: N and M. These are
+    known once the first dispatch has been waited for.
     handle: whatever the backend needs besides.
     """
 
     num_local_experts: int
+    kernels: Kernels = "auto"
     local_ids_NK: Tensor | None = None
     num_rows: int = 0
     num_choices: int = 0
@@ -56,7 +59,9 @@ class Route:
         if self._order is None:
             if self.local_ids_NK is None:
                 raise RuntimeError("this route has no order yet: wait for its first dispatch")
-            self._order = expert_order(self.local_ids_NK, self.num_local_experts, self.num_choices)
+            self._order = expert_order(
+                self.local_ids_NK, self.num_local_experts, self.num_choices, self.kernels, check_ids=False
+            )
             self.local_ids_NK = self.local_ids_NK.clone()  # they came in one message with the rows, which may go now
         return self._order
 

@@ -9,6 +9,7 @@ correct.
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ class WeightGrads:
         self.max_deferred = max_deferred
         self._early: set[Hashable] = set()
         self._key: Hashable | None = None
-        self._owed: dict[Hashable, list[tuple[Tensor, Callable[[], Tensor]]]] = {}
+        self._owed: dict[Hashable, list[tuple[Tensor, Callable[[], Tensor], Callable[[Tensor], Any] | None]]] = {}
 
     def defers(self, parameter: Tensor) -> bool:
         """Whether to `defer` the gradient of `parameter`: a split backward is running, and nobody would notice.
@@ -54,10 +55,15 @@ class WeightGrads:
         finally:
             self._key = None
 
-    def defer(self, parameter: Tensor, compute: Callable[[], Tensor]) -> None:
-        """Called by a layer's backward: `compute` will return what is to be added to the gradient of `parameter`."""
+    def defer(
+        self, parameter: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tensor], Any] | None = None
+    ) -> None:
+        """Called by a layer's backward: `compute` will return what is to be added to the gradient of `parameter`.
+
+        add_to: adds it to a gradient that is there, for layers that can do that faster.
+        """
         assert self._key is not None, "defer() outside a split backward"
-        self._owed[self._key].append((parameter, compute))
+        self._owed[self._key].append((parameter, compute, add_to))
 
     def run(self, key: Hashable) -> None:
         """Compute all that was deferred to `key`, in the order in which it was deferred."""
@@ -65,8 +71,8 @@ class WeightGrads:
             self._early.remove(key)
             return
         with torch.no_grad():
-            for parameter, compute in self._owed.pop(key):
-                accumulate(parameter, compute())
+            for parameter, compute, add_to in self._owed.pop(key):
+                accumulate(parameter, compute, add_to)
 
     def owes(self, key: Hashable) -> bool:
         """Whether anything was deferred to `key`."""
@@ -94,8 +100,15 @@ def bind(module: nn.Module, weight_grads: WeightGrads | None) -> None:
             setattr(layer, "weight_grads", weight_grads)  # noqa: B010 - nn.Module declares no such attribute
 
 
-def accumulate(parameter: Tensor, grad: Tensor) -> None:
-    """Add `grad` to `parameter.grad` as autograd would, in `parameter.grad_dtype` (fp32 for a bf16 weight)."""
+def accumulate(parameter: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tensor], Any] | None = None) -> None:
+    """Add the result of `compute` to `parameter.grad` as autograd would, in `parameter.grad_dtype`.
+
+    A gradient that is there already is given to `add_to` instead, if there is one.
+    """
+    if parameter.grad is not None and add_to is not None:
+        add_to(parameter.grad)
+        return
+    grad = compute()
     grad = grad.to(parameter.grad_dtype or grad.dtype)
     if parameter.grad is None:
         parameter.grad = grad

@@ -14,6 +14,7 @@ from typing import Annotated
 import torch
 import tyro
 
+from ..kernels.choose import Kernels, checked
 from ..models import PRESETS, ModelConfig, preset
 from ..models.recompute import Recompute
 from ..schedule import build
@@ -60,6 +61,8 @@ class TrainConfig:
     """Hide the communication of one micro-batch behind the computation of another, where the schedule pairs them."""
     recompute: Recompute = "none"
     """What to compute again in the backward instead of keeping it: none, norms, attention or full."""
+    kernels: Kernels = "auto"
+    """triton, reference (plain torch), or auto: Triton on GPUs."""
     max_deferred: int = 0
     """Most chunks whose weight gradients may be put off at a time, which bounds the activations held. 0: no bound."""
     schedule: str = "auto"
@@ -154,6 +157,11 @@ def resolve(config: TrainConfig, launch: Launch) -> TrainConfig:
     dtype = config.dtype if config.dtype != "auto" else ("bfloat16" if device == "cuda" else "float32")
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"--dtype must be float32, bfloat16 or auto: got {dtype!r}")
+    kernels = checked(config.kernels)
+    if kernels == "auto":
+        kernels = "triton" if device == "cuda" else "reference"
+    elif kernels == "triton" and device == "cpu":
+        raise ValueError("--kernels triton needs a GPU, and this run is on the CPU: use --kernels reference, or auto")
     for name in ("seq_len", "micro_batch_size", "steps", "ep", "eval_sequences"):
         if getattr(config, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1: got {getattr(config, name)}")
@@ -187,7 +195,7 @@ def resolve(config: TrainConfig, launch: Launch) -> TrainConfig:
     micro_batches = config.micro_batches or max(8, 2 * pp)
     build(schedule, pp, micro_batches)
     return dataclasses.replace(
-        config, device=device, dtype=dtype, pp=pp, schedule=schedule, micro_batches=micro_batches,
+        config, device=device, dtype=dtype, pp=pp, schedule=schedule, micro_batches=micro_batches, kernels=kernels,
         out=_out(config),
     )  # fmt: skip
 

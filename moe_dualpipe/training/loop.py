@@ -108,12 +108,14 @@ class Trainer:
         placement = self.schedule.placement
         self.groups = build_groups(self.layout, placement)
         self.experts = (
-            AllToAll(model.num_experts, self.groups.experts) if self.groups.experts else Local(model.num_experts)
+            AllToAll(model.num_experts, self.groups.experts, config.kernels)
+            if self.groups.experts
+            else Local(model.num_experts, config.kernels)
         )
 
         self.stages = {
             index: TransformerStage(
-                model, plan.stages[index], self.experts, config.seed, recompute=config.recompute
+                model, plan.stages[index], self.experts, config.seed, config.recompute, config.kernels
             ).to(self.device, self.dtype)
             for index in placement.stages[self.layout.pp_rank]
         }

@@ -6,7 +6,7 @@ from ranks import run_ranks
 from torch.distributed import group
 
 from moe_dualpipe.expert_parallel import AllToAll, Local, combine, dispatch
-from moe_dualpipe.kernels.permute import gather_choices, gather_rows, sum_rows
+from moe_dualpipe.kernels.permute import permute, unpermute
 
 EXPERTS, WIDTH = 8, 5
 
@@ -31,11 +31,10 @@ def layer(x, weights, ids, ep, expert_scale):
     route = ep.prepare(ids)
     x_ND, weights_NK = dispatch(x, weights, route, ep)
     order = route.order
-    weights_M = gather_choices(weights_NK, order.choice_idx_M)
-    rows = gather_rows(x_ND, order.gather_idx_M, order.positions_NK)
+    rows = permute(x_ND, order)
     counts = order.expert_offsets.diff().long()
     out = rows * expert_scale[ep.local_experts.start :].repeat_interleave(_padded(counts, expert_scale, ep), 0)
-    y = combine(sum_rows(out * weights_M[:, None], order.gather_idx_M, order.positions_NK), route, ep)
+    y = combine(unpermute(out, order, weights_NK), route, ep)
     return y, route
 
 
@@ -98,7 +97,7 @@ def test_pending_results_can_be_waited_for_twice():
     pending = ep.dispatch(torch.ones(2, WIDTH), route, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     assert pending.wait() is pending.wait()
     weights_NK = pending.wait().weights_NK
-    assert gather_choices(weights_NK, route.order.choice_idx_M).tolist() == [1.0, 4.0, 2.0, 3.0]
+    assert weights_NK.flatten()[route.order.choice_idx_M].tolist() == [1.0, 4.0, 2.0, 3.0]
 
 
 def transposed_rows(_rank):

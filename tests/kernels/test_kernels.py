@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_dualpipe.kernels.grouped_gemm import grouped_linear
 from moe_dualpipe.kernels.linear import linear
-from moe_dualpipe.kernels.permute import gather_rows, sum_rows
+from moe_dualpipe.kernels.permute import gather_sum, permute, unpermute
 from moe_dualpipe.kernels.routing import expert_order
 from moe_dualpipe.overlap.weight_grads import WeightGrads, accumulate, bind
 
@@ -160,8 +160,8 @@ def test_bind_reaches_every_layer_that_can_defer_and_no_other():
 def test_accumulate_follows_grad_dtype():
     parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
     parameter.grad_dtype = torch.float32
-    accumulate(parameter, torch.tensor([1.0, 2.0], dtype=torch.bfloat16))
-    accumulate(parameter, torch.tensor([2**-10, 0.0], dtype=torch.bfloat16))
+    accumulate(parameter, lambda: torch.tensor([1.0, 2.0], dtype=torch.bfloat16))
+    accumulate(parameter, lambda: torch.tensor([2**-10, 0.0], dtype=torch.bfloat16))
     assert parameter.grad.dtype == torch.float32
     assert parameter.grad.tolist() == [1 + 2**-10, 2.0]  # bf16 would have lost the small term
 
@@ -278,7 +278,7 @@ def test_gather_and_sum_are_each_others_backward(drawn):
     valid = int((ids_NK >= 0).sum())
     order = expert_order(ids_NK, experts, valid)
     x = leaf(len(ids_NK), 4)
-    rows = gather_rows(x, order.gather_idx_M, order.positions_NK)
+    rows = permute(x, order)
     torch.testing.assert_close(rows, x[order.gather_idx_M], rtol=0, atol=0)
     direction = torch.randn_like(rows)
     (grad,) = torch.autograd.grad(rows, x, direction)
@@ -286,17 +286,36 @@ def test_gather_and_sum_are_each_others_backward(drawn):
     torch.testing.assert_close(grad, expected)
 
     z = leaf(valid, 4)
-    y = sum_rows(z, order.gather_idx_M, order.positions_NK)
+    y = unpermute(z, order)
     torch.testing.assert_close(y, torch.zeros_like(x).index_add(0, order.gather_idx_M, z))
     direction = torch.randn_like(y)
     (grad,) = torch.autograd.grad(y, z, direction)
     torch.testing.assert_close(grad, direction[order.gather_idx_M], rtol=0, atol=0)
 
 
+@settings(max_examples=30, deadline=None)
+@given(choices())
+def test_weighted_unpermute_and_both_gradients(drawn):
+    ids_NK, experts = drawn
+    order = expert_order(ids_NK, experts, int((ids_NK >= 0).sum()))
+    z, w = leaf(len(order.gather_idx_M), 4), torch.rand(ids_NK.shape, dtype=torch.float64, requires_grad=True)
+    y = unpermute(z, order, w)
+    scaled = z * w.flatten()[order.choice_idx_M, None]
+    expected = torch.zeros(len(ids_NK), 4, dtype=torch.float64).index_add(0, order.gather_idx_M, scaled)
+    torch.testing.assert_close(y, expected)
+    direction = torch.randn_like(y)
+    ours, theirs = (torch.autograd.grad(t, [z, w], direction) for t in (y, expected))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_sums_of_bf16_rows_are_rounded_once():
-    rows = torch.randn(8, 16).bfloat16()
-    y = sum_rows(rows, torch.zeros(8, dtype=torch.int64), torch.arange(8)[None])
-    torch.testing.assert_close(y[0], rows.float().sum(0).bfloat16(), rtol=0, atol=0)
+    rows, weights = torch.randn(8, 16).bfloat16(), torch.rand(1, 8)
+    positions = torch.arange(8)[None]
+    expected = rows.float().sum(0).bfloat16()
+    torch.testing.assert_close(gather_sum(rows, positions)[0], expected, rtol=0, atol=0)
+    expected = (rows.float() * weights[0][:, None]).sum(0).bfloat16()
+    torch.testing.assert_close(gather_sum(rows, positions, weights)[0], expected, rtol=0, atol=0)
 
 
 def test_deferred_gradients_carry_no_graph():

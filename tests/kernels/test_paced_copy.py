@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 INTERPRETED = """
 import torch
 from torch import bfloat16, float32, int64, uint8
-from moe_dualpipe.kernels.paced_copy import BLOCK, paced_copy
+from moe_dualpipe.kernels.gpu.paced_copy import BLOCK, paced_copy
 for rows, columns, dtype in [(1, 1, uint8), (7, 33, bfloat16), (300, 17, float32), (0, 5, int64)]:
     for sms in (1, 3):
         x = torch.randint(0, 200, (rows, columns)).to(dtype)
@@ -27,7 +27,7 @@ import re
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from moe_dualpipe.kernels.paced_copy import BLOCK, _paced_copy
+from moe_dualpipe.kernels.gpu.paced_copy import BLOCK, _paced_copy
 signature = {"source": "*u8", "target": "*u8", "num_bytes": "i32", "duration_ns": "i32", "pieces_each": "i32",
              "BLOCK": "constexpr", "PACED": "constexpr"}
 for arch in (80, 90, 100):

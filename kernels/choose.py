@@ -1,0 +1,74 @@
+"""Which implementation runs an operator: the Triton kernels, or plain torch.
+
+A model is built with `kernels="auto"`, `"triton"` or `"reference"` and passes that on. "auto" is Triton for tensors on
+a GPU, in the dtypes that its kernels know, and plain torch for all others; "triton" refuses what it cannot do.
+"""
+
+import importlib.util
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+Kernels = Literal["auto", "triton", "reference"]
+KERNELS: tuple[str, ...] = get_args(Kernels)
+
+_KNOWN = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def checked(kernels: str) -> Kernels:
+    """`kernels`, if there is such a choice and it can be had here. Raises ValueError otherwise."""
+    if kernels not in KERNELS:
+        raise ValueError(f"kernels must be one of {', '.join(KERNELS)}: got {kernels!r}")
+    if kernels == "triton" and not _has_triton():
+        raise ValueError('kernels="triton" needs the triton package, which is not installed: use kernels="reference"')
+    return kernels  # type: ignore[return-value]
+
+
+def use_triton(kernels: Kernels, *tensors: Tensor | None) -> bool:
+    """Whether Triton is to compute on these tensors, of which the first one's dtype must be one that kernels know.
+
+    Raises ValueError where "triton" was asked for and cannot be: an unknown dtype, or tensors on a CPU (unless Triton
+    interprets); and in any case for tensors on different devices.
+    """
+    first, *others = (t for t in tensors if t is not None)
+    for other in others:
+        if other.device != first.device:
+            raise ValueError(f"all tensors must be on one device: got {first.device} and {other.device}")
+    if checked(kernels) == "reference":
+        return False
+    fits = first.dtype in _KNOWN or not first.is_floating_point()
+    if kernels == "auto":
+        return first.is_cuda and fits and _has_triton()
+    if not fits:
+        raise ValueError(f'kernels="triton" knows bfloat16, float16 and float32: got {first.dtype}')
+    from .gpu.device import interpreting
+
+    if interpreting() and first.dtype == torch.bfloat16:
+        raise ValueError("Triton's interpreter computes wrong numbers in bfloat16: use float16 or float32 there")
+    if not (first.is_cuda or interpreting()):
+        raise ValueError(
+            f'kernels="triton" needs tensors on a GPU, or TRITON_INTERPRET=1 to be set before triton is imported: '
+            f'got {first.device}; kernels="auto" uses plain torch there'
+        )
+    return True
+
+
+def contiguous_rows(name: str, x: Tensor) -> Tensor:
+    """`x`, if a kernel can read it: [rows, columns] with the columns side by side. Raises ValueError otherwise."""
+    if x.ndim != 2 or (x.stride(1) != 1 and x.shape[1] > 1):
+        raise ValueError(
+            f"{name} must be [rows, columns] with contiguous rows: got {[*x.shape]} with strides {x.stride()}"
+        )
+    return x
+
+
+def contiguous(name: str, x: Tensor) -> Tensor:
+    """`x`, if it is contiguous. Raises ValueError otherwise."""
+    if not x.is_contiguous():
+        raise ValueError(f"{name} must be contiguous: got {[*x.shape]} with strides {x.stride()}")
+    return x
+
+
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

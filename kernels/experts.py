@@ -1,0 +1,179 @@
+"""`experts`: the whole SwiGLU MLP of a Mixture-of-Experts layer, from tokens to the weighted sum over their experts.
+
+    y[n] = sum over the choices k of row n:  w[n, k] * down_e( silu(gate_e x[n]) * up_e x[n] )
+
+As a chain of operators (plain torch, `experts_reference`) that makes a sorted copy of the tokens, a pre-activation, an
+activation, an output for each choice, and keeps most of them for the backward. The Triton path reads tokens through
+the index of the order, does SwiGLU on the tile while it is in registers, and keeps x and the pre-activation z alone:
+2 D + 4 K F bytes a token in 16 bits, plus indices. The backward makes the rest again from z, and finds the gradient of
+the routing weights without the experts' outputs: <dy, down h> = <down^T dy, h>. That graph is SonicMoE's (arXiv
+2512.14080); here nothing is added up with atomics, so that two runs agree bit by bit.
+
+    forward   z, h = up(x[gather_idx]);   o = down(h);   y = sum over k of w o[positions]
+    backward  dz, wh, dw = through SwiGLU of down^T(dy[gather_idx]);   dx = sum over k of (up^T dz)[positions]
+              d down = dy[gather_idx]^T wh;   d up = dz^T x[gather_idx]            (each can be put off)
+
+N rows, K choices a row, M choices in expert-major order, E experts, D model dim, F inner width.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .choose import Kernels, contiguous, contiguous_rows, use_triton
+from .grouped_gemm import How, grouped_linear
+from .linear import autocast, grad_dtype, later_or_now
+from .permute import check_weights, permute, unpermute
+from .routing import ExpertOrder
+
+if TYPE_CHECKING:
+    from moe_dualpipe.overlap.weight_grads import WeightGrads
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """[..., 2F] -> [..., F]: silu of the first half times the second (arXiv 2002.05202)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def experts_reference(
+    x_ND: Tensor,
+    gate_up_EGD: Tensor,
+    down_EDF: Tensor,
+    order: ExpertOrder,
+    weights_NK: Tensor | None,
+    weight_inside: bool,
+    how: How,
+) -> Tensor:
+    """The chain of operators, each with its own backward."""
+    options = {"accumulate": how.accumulate, "num_sms": how.num_sms, "kernels": how.kernels}
+    rows_MD = permute(x_ND, order, how.kernels)
+    h_MF = swiglu(grouped_linear(rows_MD, gate_up_EGD, order.expert_offsets, how.weight_grads, **options))
+    if weight_inside and weights_NK is not None:
+        h_MF = (h_MF * weights_NK.flatten()[order.choice_idx_M, None]).to(h_MF.dtype)
+        weights_NK = None
+    out_MD = grouped_linear(h_MF, down_EDF, order.expert_offsets, how.weight_grads, **options)
+    return unpermute(out_MD, order, weights_NK, how.kernels)
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_ND: Tensor,
+        gate_up_EGD: Tensor,
+        down_EDF: Tensor,
+        weights_NK: Tensor | None,
+        order: ExpertOrder,
+        weight_inside: bool,
+        how: How,
+    ) -> Tensor:
+        from .gpu.gemm import Tiling, rows_times_weights
+        from .gpu.permute import sum_rows
+        from .gpu.swiglu import swiglu_up
+
+        tiling = Tiling(order.expert_offsets, len(order.gather_idx_M))
+        inside, outside = (weights_NK, None) if weight_inside else (None, weights_NK)
+        z_MG, h_MF = swiglu_up(
+            x_ND,
+            order.gather_idx_M,
+            gate_up_EGD,
+            tiling,
+            inside,
+            order.choice_idx_M,
+            any(ctx.needs_input_grad),
+            how.num_sms,
+        )
+        out_MD = rows_times_weights("down", h_MF, down_EDF, tiling, num_sms=how.num_sms)
+        ctx.save_for_backward(x_ND, gate_up_EGD, down_EDF, weights_NK, z_MG)
+        ctx.gate_up, ctx.down, ctx.order, ctx.tiling, ctx.how = gate_up_EGD, down_EDF, order, tiling, how
+        return sum_rows(out_MD, order.positions_NK, outside)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from .gpu.gemm import rows_times_weights
+        from .gpu.permute import pick_sums, sum_rows
+        from .gpu.swiglu import swiglu_down_backward
+        from .gpu.wgrad import weight_gradients
+
+        dy_ND, order, how = grads[0].contiguous(), ctx.order, ctx.how
+        x_ND, gate_up_EGD, down_EDF, weights_NK, z_MG = ctx.saved_tensors
+        index_M, offsets = order.gather_idx_M, order.expert_offsets
+        dz_MG, h_MF, sums = swiglu_down_backward(
+            dy_ND, index_M, down_EDF, z_MG, ctx.tiling, weights_NK, order.choice_idx_M, how.num_sms
+        )
+
+        def down_grad(add_to: Tensor | None = None) -> Tensor:
+            return weight_gradients(dy_ND, h_MF, offsets, grad_dtype(ctx.down), index_M, None, add_to, how.num_sms)
+
+        def gate_up_grad(add_to: Tensor | None = None) -> Tensor:
+            return weight_gradients(dz_MG, x_ND, offsets, grad_dtype(ctx.gate_up), None, index_M, add_to, how.num_sms)
+
+        dx = d_gate_up = d_down = d_weights = None
+        wants_x, wants_gate_up, wants_down, wants_weights = ctx.needs_input_grad[:4]
+        if wants_x:
+            dx_MD = rows_times_weights("up_backward", dz_MG, gate_up_EGD, ctx.tiling, True, num_sms=how.num_sms)
+            dx = sum_rows(dx_MD, order.positions_NK)
+        if wants_weights and sums is not None:
+            d_weights = pick_sums(sums, order.positions_NK).to(weights_NK.dtype)
+        if wants_down:
+            d_down = later_or_now(how.weight_grads, ctx.down, down_grad, down_grad, how.accumulate)
+        if wants_gate_up:
+            d_gate_up = later_or_now(how.weight_grads, ctx.gate_up, gate_up_grad, gate_up_grad, how.accumulate)
+        return dx, d_gate_up, d_down, d_weights, None, None, None
+
+
+def experts(
+    x_ND: Tensor,
+    gate_up_EGD: Tensor,
+    down_EDF: Tensor,
+    order: ExpertOrder,
+    weights_NK: Tensor | None = None,
+    *,
+    weight_inside: bool = False,
+    accumulate: bool = False,
+    num_sms: int | None = None,
+    weight_grads: "WeightGrads | None" = None,
+    kernels: Kernels = "auto",
+) -> Tensor:
+    """Send each row through its experts, a SwiGLU MLP each, and add up what they make of it: [N, D] from [N, D].
+
+    x_ND: [N, D]. gate_up_EGD: [E, 2F, D], the gate's rows before those of up. down_EDF: [E, D, F]. order: from
+    `expert_order`, of N rows over E experts. weights_NK: [N, K] in fp32, what each choice counts; None: 1.
+    weight_inside: multiply by it before the down projection instead of after it: the same but for rounding, and the
+    sum over experts is a plain one. accumulate: backward adds the gradients of gate_up and down to their `.grad`
+    itself, in fp32, instead of handing them to autograd (hooks on them see nothing). num_sms: how many
+    multiprocessors the Triton kernels may occupy, so that communication keeps the rest. weight_grads: while it defers,
+    the gradients of gate_up and down are left to it. Raises ValueError when shapes, dtypes or devices do not fit.
+
+    Example: one expert with gate = up = down = [[1]] and x = [[2]], weight 0.5: y = 0.5 * silu(2) * 2 = 1.7616.
+    """
+    how = How(weight_grads, accumulate, num_sms, kernels)
+    (x_ND, gate_up_EGD), (_, down_EDF) = autocast(x_ND, gate_up_EGD), autocast(x_ND, down_EDF)
+    _check(x_ND, gate_up_EGD, down_EDF, order)
+    check_weights(weights_NK, order)
+    how.check(gate_up=gate_up_EGD, down=down_EDF)
+    if not use_triton(kernels, x_ND, gate_up_EGD, down_EDF, order.gather_idx_M, weights_NK):
+        return experts_reference(x_ND, gate_up_EGD, down_EDF, order, weights_NK, weight_inside, how)
+    x_ND = contiguous_rows("x", x_ND)
+    gate_up_EGD, down_EDF = contiguous("gate_up", gate_up_EGD), contiguous("down", down_EDF)
+    weights_NK = None if weights_NK is None else weights_NK.contiguous()
+    return _Experts.apply(x_ND, gate_up_EGD, down_EDF, weights_NK, order, weight_inside, how)  # type: ignore[return-value]
+
+
+def _check(x: Tensor, gate_up: Tensor, down: Tensor, order: ExpertOrder) -> None:
+    num_experts, num_rows = len(order.expert_offsets) - 1, len(order.positions_NK)
+    if x.ndim != 2 or len(x) != num_rows:
+        raise ValueError(f"this order needs x [{num_rows}, D]: got {[*x.shape]}")
+    if gate_up.ndim != 3 or down.ndim != 3 or gate_up.shape != (down.shape[0], 2 * down.shape[2], down.shape[1]):
+        raise ValueError(
+            f"experts need gate_up [E, 2F, D] and down [E, D, F]: got {[*gate_up.shape]} and {[*down.shape]}"
+        )
+    if len(down) != num_experts or down.shape[1] != x.shape[1]:
+        raise ValueError(
+            f"x [N, {x.shape[1]}] and an order over {num_experts} experts do not fit down {[*down.shape]} [E, D, F]"
+        )
+    if not x.dtype == gate_up.dtype == down.dtype:
+        raise ValueError(f"x, gate_up and down must be of one dtype: got {x.dtype}, {gate_up.dtype} and {down.dtype}")

@@ -1,0 +1,31 @@
+"""What a launcher asks about the machine: which GPU this is, whether Triton interprets, how fp32 is multiplied."""
+
+import functools
+
+import torch
+import triton
+
+
+def interpreting() -> bool:
+    """Whether kernels run in Triton's interpreter, on CPU tensors: TRITON_INTERPRET=1 when triton was imported."""
+    return triton.knobs.runtime.interpret
+
+
+def arch_of(device: torch.device) -> str:
+    """The name of a GPU's architecture: "sm_90", "gfx942"; "interpreter" for a CPU."""
+    return "interpreter" if device.type == "cpu" else _arch(device.index)
+
+
+@functools.cache
+def _arch(index: int | None) -> str:
+    if torch.version.hip:
+        return torch.cuda.get_device_properties(index).gcnArchName.partition(":")[0]
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"sm_{major}{minor}"
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How tl.dot multiplies fp32: exactly, unless torch was told that TF32 is good enough."""
+    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" and not torch.version.hip:
+        return "tf32"
+    return "ieee"

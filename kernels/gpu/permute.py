@@ -1,0 +1,144 @@
+"""Rows to where they are needed, and weighted sums of them, in Triton. Memory-bound: each row is moved once.
+
+    gather_rows     out[m] = x[index[m]], times the weight of a choice where one is given
+    sum_rows        y[n] = sum over k of weights[n, k] rows[positions[n, k]], skipping -1; in fp32, in the order of k
+    dot_rows        w[n, k] = <dy[n], rows[positions[n, k]]>, zero where the position is -1
+    pick_sums       w[n, k] = sum over i of sums[i, positions[n, k]], likewise
+
+A program has a block of whole rows or, where rows are long, a stretch of one; so that its loads are 16 bytes wide.
+
+N rows, K choices a row, M rows in another order, D the width of a row.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 2048  # elements a program moves
+
+
+def _blocks(columns: int) -> tuple[int, int, int]:
+    """Rows and columns of a tile, and warps, so that a thread has eight elements."""
+    block_d = min(triton.next_power_of_2(columns), TILE)
+    return max(1, TILE // block_d), block_d, 8
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def gather_rows_kernel(
+    x, index, weights, choice, out, num_rows, stride_x, stride_out,
+    D: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    row = tl.load(index + m, mask=m < num_rows, other=0).to(tl.int64)
+    inside = (m < num_rows)[:, None] & (d < D)[None, :]
+    values = tl.load(x + row[:, None] * stride_x + d[None, :], mask=inside)
+    if WEIGHTED:
+        s = tl.load(weights + tl.load(choice + m, mask=m < num_rows, other=0), mask=m < num_rows, other=0.0)
+        values = (values.to(tl.float32) * s[:, None]).to(out.dtype.element_ty)
+    tl.store(out + m.to(tl.int64)[:, None] * stride_out + d[None, :], values, mask=inside)
+
+
+def gather_rows(
+    x: Tensor, index: Tensor, out: Tensor | None = None, weights: Tensor | None = None, choice: Tensor | None = None
+) -> Tensor:
+    """[M, D], or `out`, from x [., D] with contiguous rows; times weights.flatten()[choice[m]], if there are any."""
+    num_rows, columns = len(index), x.shape[1]
+    out = out if out is not None else x.new_empty(num_rows, columns)
+    block_m, block_d, warps = _blocks(columns)
+    if out.numel():
+        grid = (triton.cdiv(num_rows, block_m), triton.cdiv(columns, block_d))
+        gather_rows_kernel[grid](
+            x, index, weights, choice, out, num_rows, x.stride(0), out.stride(0), columns, weights is not None,
+            block_m, block_d, num_warps=warps,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def sum_rows_kernel(
+    rows, positions, weights, y, num_rows, stride_rows,
+    K: tl.constexpr, D: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside = n < num_rows
+    choice = n.to(tl.int64) * K
+    total = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    for k in tl.static_range(K):
+        position = tl.load(positions + choice + k, mask=inside, other=-1).to(tl.int64)
+        there = (position >= 0)[:, None] & (d < D)[None, :]
+        row = tl.load(rows + position[:, None] * stride_rows + d[None, :], mask=there, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            row = row * tl.load(weights + choice + k, mask=inside & (position >= 0), other=0.0)[:, None]
+        total += row
+    pointers = y + n.to(tl.int64)[:, None] * D + d[None, :]
+    tl.store(pointers, total.to(y.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
+
+
+def sum_rows(rows: Tensor, positions: Tensor, weights: Tensor | None = None) -> Tensor:
+    """[N, D] from rows [M, D], whose rows are contiguous, and positions [N, K]; weights: fp32, [N, K]."""
+    (num_rows, k), columns = positions.shape, rows.shape[1]
+    y = rows.new_empty(num_rows, columns)
+    block_n, block_d, warps = _blocks(columns)
+    if y.numel():
+        grid = (triton.cdiv(num_rows, block_n), triton.cdiv(columns, block_d))
+        sum_rows_kernel[grid](
+            rows, positions, weights, y, num_rows, rows.stride(0), k, columns, weights is not None,
+            block_n, block_d, num_warps=warps,
+        )  # fmt: skip
+    return y
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def dot_rows_kernel(
+    dy, rows, positions, out, num_rows, stride_dy, stride_rows,
+    K: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = n < num_rows
+    choice = n.to(tl.int64) * K + tl.program_id(1)
+    position = tl.load(positions + choice, mask=inside, other=-1).to(tl.int64)
+    there = (position >= 0)[:, None]
+    dy_rows = dy + n.to(tl.int64)[:, None] * stride_dy
+    total = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    for d0 in range(0, D, BLOCK_D):
+        d = d0 + tl.arange(0, BLOCK_D)[None, :]
+        mask = there & (d < D)
+        a = tl.load(dy_rows + d, mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(rows + position[:, None] * stride_rows + d, mask=mask, other=0.0).to(tl.float32)
+        total += a * b
+    tl.store(out + choice, tl.sum(total, 1), mask=inside)
+
+
+def dot_rows(dy: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+    """[N, K] in fp32 from dy [N, D] and rows [M, D], both with contiguous rows."""
+    (num_rows, k), columns = positions.shape, rows.shape[1]
+    out = torch.empty(num_rows, k, dtype=torch.float32, device=dy.device)
+    block_n, block_d, warps = _blocks(columns)
+    if out.numel():
+        dot_rows_kernel[(triton.cdiv(num_rows, block_n), k)](
+            dy, rows, positions, out, num_rows, dy.stride(0), rows.stride(0), k, columns, block_n, block_d,
+            num_warps=warps,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["num_choices", "num_rows"])
+def pick_sums_kernel(sums, positions, out, num_choices, num_rows, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    position = tl.load(positions + i, mask=i < num_choices, other=-1).to(tl.int64)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for part in range(PARTS):
+        total += tl.load(sums + part * num_rows.to(tl.int64) + position, mask=position >= 0, other=0.0)
+    tl.store(out + i, total, mask=i < num_choices)
+
+
+def pick_sums(sums: Tensor, positions: Tensor) -> Tensor:
+    """[N, K] in fp32 from sums [parts, M] and positions [N, K]."""
+    out = torch.empty(positions.shape, dtype=torch.float32, device=sums.device)
+    if out.numel():
+        grid = (triton.cdiv(out.numel(), TILE),)
+        pick_sums_kernel[grid](sums, positions, out, out.numel(), sums.shape[1], sums.shape[0], TILE)
+    return out

@@ -1,0 +1,241 @@
+"""Routing in Triton: which experts a token goes to and how much each counts, and the order of what they get.
+
+    choose            scores, top-k of them, weights: one kernel, and one for its backward
+    order_by_expert   the stable expert-major order of choices: two kernels around one cumulative sum
+
+The order is a counting sort. Every block of choices counts its experts; one cumulative sum over [expert, block], in
+that order, says where the choices of each expert in each block begin; every block then writes its own. Each choice
+knows its place without asking another: no atomics, no host sync, the same result in every run.
+
+T tokens, E experts, G groups of experts, K experts per token.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# ---- which experts, and how much each counts ----
+
+
+@triton.jit
+def _scores(logits, t, stride, T, e, exists, SOFTMAX: tl.constexpr):
+    """The scores [tokens, columns] of the experts e, where they exist."""
+    mask = (t < T)[:, None] & exists[None, :]
+    values = tl.load(logits + t.to(tl.int64)[:, None] * stride + e[None, :], mask=mask, other=float("-inf"))
+    values = values.to(tl.float32)
+    if SOFTMAX:
+        values = tl.where((t < T)[:, None], values, 0.0)
+        values = tl.exp(values - tl.max(values, 1)[:, None])
+        values = values / tl.sum(values, 1)[:, None]
+    else:
+        values = tl.sigmoid(values)
+    return values
+
+
+@triton.jit
+def _keep_groups(choice, column, G_PADDED: tl.constexpr, PER_GROUP: tl.constexpr, PADDED: tl.constexpr,
+                 TOP_GROUPS: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
+    """`choice` without the experts outside the best groups; a group is as good as its best two experts together."""
+    in_groups = tl.reshape(choice, (BLOCK_T, G_PADDED, PADDED))
+    group_score = tl.max(in_groups, 2)
+    if PER_GROUP > 1:
+        best = tl.argmax(in_groups, 2)
+        others = tl.where(tl.arange(0, PADDED)[None, None, :] == best[:, :, None], float("-inf"), in_groups)
+        group_score += tl.max(others, 2)
+    kept = tl.zeros(choice.shape, tl.int1)
+    group = tl.arange(0, G_PADDED)
+    for _ in range(TOP_GROUPS):
+        best = tl.argmax(group_score, 1)
+        kept = kept | ((column // PADDED)[None, :] == best[:, None])
+        group_score = tl.where(group[None, :] == best[:, None], float("-inf"), group_score)
+    return tl.where(kept, choice, float("-inf"))
+
+
+@triton.jit(do_not_specialize=["T"])
+def choose_kernel(
+    logits, bias, weights, ids, T, stride, scale, K: tl.constexpr, K_PADDED: tl.constexpr, G: tl.constexpr,
+    G_PADDED: tl.constexpr, PER_GROUP: tl.constexpr, PADDED: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    SOFTMAX: tl.constexpr, BIASED: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    # Columns are grouped, and padded to powers of two inside groups and after them; their order is that of the ids.
+    column = tl.arange(0, G_PADDED * PADDED)
+    e = column // PADDED * PER_GROUP + column % PADDED
+    exists = (column % PADDED < PER_GROUP) & (column // PADDED < G)
+    scores = _scores(logits, t, stride, T, e, exists, SOFTMAX)
+    choice = scores
+    if BIASED:
+        choice += tl.load(bias + e, mask=exists, other=0.0)[None, :]
+    # Not a number is a bad choice, but a choice: ids must be experts whatever the logits are.
+    choice = tl.where(choice == choice, choice, -1e38)
+    choice = tl.where(exists[None, :], choice, float("-inf"))
+    if TOP_GROUPS < G:
+        choice = _keep_groups(choice, column, G_PADDED, PER_GROUP, PADDED, TOP_GROUPS, BLOCK_T)
+    ks = tl.arange(0, K_PADDED)
+    chosen = tl.zeros((BLOCK_T, K_PADDED), tl.float32)
+    for k in range(K):
+        best = tl.argmax(choice, 1)  # the first of equals
+        here = column[None, :] == best[:, None]
+        value = tl.sum(tl.where(here, scores, 0.0), 1)
+        chosen = tl.where(ks[None, :] == k, value[:, None], chosen)
+        choice = tl.where(here, float("-inf"), choice)
+        expert = best // PADDED * PER_GROUP + best % PADDED
+        tl.store(ids + t.to(tl.int64) * K + k, expert.to(tl.int64), mask=t < T)
+    if NORMALIZE:
+        chosen = chosen / (tl.sum(chosen, 1)[:, None] + 1e-20)
+    inside = (t < T)[:, None] & (ks < K)[None, :]
+    tl.store(weights + t.to(tl.int64)[:, None] * K + ks[None, :], chosen * scale, mask=inside)
+
+
+@triton.jit(do_not_specialize=["T"])
+def choose_backward_kernel(
+    logits, ids, dweights, dlogits, T, stride, scale, K: tl.constexpr, E: tl.constexpr, E_PADDED: tl.constexpr,
+    SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    inside = t < T
+    e = tl.arange(0, E_PADDED)
+    scores = _scores(logits, t, stride, T, e, e < E, SOFTMAX)
+    first = t.to(tl.int64) * K
+    total = tl.zeros((BLOCK_T,), tl.float32) + 1e-20
+    dot = tl.zeros((BLOCK_T,), tl.float32)
+    if NORMALIZE:
+        for k in range(K):
+            here = e[None, :] == tl.load(ids + first + k, mask=inside, other=0)[:, None]
+            s = tl.sum(tl.where(here, scores, 0.0), 1)
+            total += s
+            dot += s * tl.load(dweights + first + k, mask=inside, other=0.0)
+    dscores = tl.zeros((BLOCK_T, E_PADDED), tl.float32)
+    for k in range(K):
+        here = e[None, :] == tl.load(ids + first + k, mask=inside, other=0)[:, None]
+        ds = tl.load(dweights + first + k, mask=inside, other=0.0)
+        if NORMALIZE:
+            ds = (ds - dot / total) / total
+        dscores += tl.where(here, (ds * scale)[:, None], 0.0)
+    if SOFTMAX:
+        dscores = scores * (dscores - tl.sum(dscores * scores, 1)[:, None])
+    else:
+        dscores = dscores * scores * (1 - scores)
+    pointers = dlogits + t.to(tl.int64)[:, None] * E + e[None, :]
+    tl.store(pointers, dscores.to(dlogits.dtype.element_ty), mask=inside[:, None] & (e < E)[None, :])
+
+
+def _block_t(columns: int) -> int:
+    return max(1, min(64, 4096 // columns))
+
+
+def choose(
+    logits: Tensor, bias: Tensor | None, k: int, num_groups: int, top_groups: int, softmax: bool, normalize: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Weights [T, K] in fp32 and ids [T, K] in int64 from logits [T, E], whose rows are contiguous."""
+    num_tokens, num_experts = logits.shape
+    weights = torch.empty(num_tokens, k, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(num_tokens, k, dtype=torch.int64, device=logits.device)
+    per_group = num_experts // num_groups
+    padded, groups_padded = triton.next_power_of_2(per_group), triton.next_power_of_2(num_groups)
+    block_t = _block_t(padded * groups_padded)
+    if num_tokens:
+        choose_kernel[(triton.cdiv(num_tokens, block_t),)](
+            logits, bias, weights, ids, num_tokens, logits.stride(0), scale, k, triton.next_power_of_2(k), num_groups,
+            groups_padded, per_group, padded, top_groups, softmax, bias is not None, normalize, block_t,
+        )  # fmt: skip
+    return weights, ids
+
+
+def choose_backward(
+    logits: Tensor, ids: Tensor, dweights: Tensor, softmax: bool, normalize: bool, scale: float
+) -> Tensor:
+    """The gradient of the logits [T, E] from that of the weights [T, K], which is contiguous."""
+    num_tokens, num_experts = logits.shape
+    dlogits = torch.empty(num_tokens, num_experts, dtype=logits.dtype, device=logits.device)
+    padded = triton.next_power_of_2(num_experts)
+    block_t = _block_t(padded)
+    if num_tokens:
+        choose_backward_kernel[(triton.cdiv(num_tokens, block_t),)](
+            logits, ids, dweights, dlogits, num_tokens, logits.stride(0), scale, ids.shape[1], num_experts, padded,
+            softmax, normalize, block_t,
+        )  # fmt: skip
+    return dlogits
+
+
+# ---- the order of what experts, or ranks, get ----
+
+BLOCK = 128  # choices a program puts in order: each is compared with all of them
+
+
+@triton.jit
+def _keys(ids, i, num_choices, K: tl.constexpr, E: tl.constexpr, PER_KEY: tl.constexpr, ONCE: tl.constexpr):
+    """What each choice is sorted by, its id // PER_KEY, and E where it is no choice.
+
+    ONCE: of the choices of a row with the same key only the first one counts.
+    """
+    key = tl.load(ids + i, mask=i < num_choices, other=-1).to(tl.int32)
+    valid = (key >= 0) & (key < E * PER_KEY)
+    key = tl.where(valid, key, 0) // PER_KEY
+    if ONCE:
+        for k in range(K):
+            earlier = (k < i % K) & (i < num_choices)
+            other = tl.load(ids + i // K * K + k, mask=earlier, other=-1).to(tl.int32)
+            valid = valid & ~((other >= 0) & (other // PER_KEY == key))
+    return tl.where(valid, key, E)
+
+
+@triton.jit(do_not_specialize=["num_choices", "blocks"])
+def count_kernel(ids, counts, num_choices, blocks, K: tl.constexpr, E: tl.constexpr, E_PADDED: tl.constexpr,
+                 PER_KEY: tl.constexpr, ONCE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    counted = tl.histogram(_keys(ids, i, num_choices, K, E, PER_KEY, ONCE), E_PADDED)
+    e = tl.arange(0, E_PADDED)
+    tl.store(counts + e.to(tl.int64) * blocks + tl.program_id(0), counted, mask=e < E)
+
+
+@triton.jit(do_not_specialize=["num_choices", "num_kept", "blocks"])
+def scatter_kernel(
+    ids, counts, ends, gather_idx, choice_idx, positions, offsets, num_choices, num_kept, blocks, K: tl.constexpr,
+    E: tl.constexpr, E_PADDED: tl.constexpr, PER_KEY: tl.constexpr, ONCE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    key = _keys(ids, i, num_choices, K, E, PER_KEY, ONCE)
+    within = tl.arange(0, BLOCK)
+    before = (key[:, None] == key[None, :]) & (within[None, :] < within[:, None])
+    cell = key.to(tl.int64) * blocks + tl.program_id(0)
+    valid = key < E
+    start = tl.load(ends + cell, mask=valid, other=0) - tl.load(counts + cell, mask=valid, other=0)
+    position = (start + tl.sum(before.to(tl.int32), 1)).to(tl.int64)
+    valid = valid & (position < num_kept)
+    tl.store(gather_idx + position, i // K, mask=valid)
+    tl.store(choice_idx + position, i, mask=valid)
+    tl.store(positions + i, tl.where(valid, position, -1), mask=i < num_choices)
+    if tl.program_id(0) == 0:
+        e = tl.arange(0, E_PADDED)
+        end = tl.load(ends + (e.to(tl.int64) + 1) * blocks - 1, mask=e < E, other=0)
+        tl.store(offsets + e + 1, end, mask=e < E)
+        tl.store(offsets, 0)
+
+
+def order_by_expert(
+    ids: Tensor, num_keys: int, num_kept: int, ids_per_key: int = 1, once: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """gather_idx [M], choice_idx [M], positions [N, K] and offsets [E + 1] (int32) of contiguous ids [N, K].
+
+    The order is by id // ids_per_key; ids outside range(num_keys * ids_per_key) are no choices. num_kept: M, at least
+    as many as there are valid choices; what is beyond those stays unwritten. once: a row goes to a key once.
+    """
+    num_choices, device = ids.numel(), ids.device
+    gather_idx = torch.empty(num_kept, dtype=torch.int64, device=device)
+    choice_idx = torch.empty(num_kept, dtype=torch.int64, device=device)
+    positions = torch.empty(ids.shape, dtype=torch.int64, device=device)
+    offsets = torch.empty(num_keys + 1, dtype=torch.int32, device=device)
+    if not num_choices:
+        return gather_idx, choice_idx, positions, offsets.zero_()
+    blocks = triton.cdiv(num_choices, BLOCK)
+    sizes = (ids.shape[1], num_keys, triton.next_power_of_2(num_keys + 1), ids_per_key, once, BLOCK)
+    counts = torch.empty(num_keys, blocks, dtype=torch.int32, device=device)
+    count_kernel[(blocks,)](ids, counts, num_choices, blocks, *sizes)
+    ends = counts.view(-1).cumsum(0, dtype=torch.int32)
+    scatter_kernel[(blocks,)](
+        ids, counts, ends, gather_idx, choice_idx, positions, offsets, num_choices, num_kept, blocks, *sizes
+    )
+    return gather_idx, choice_idx, positions, offsets

@@ -1,0 +1,150 @@
+"""The two products of a SwiGLU expert that do more than multiply, on the tile while it is in registers.
+
+    swiglu_up              z[m] = W1[e] x[m] = [gate; up];   h[m] = silu(gate) * up, weighted on request
+    swiglu_down_backward   dh[m] = W2[e]^T dy[m], and from z: the gradients of gate and up, the weighted h once more
+                           (the weight gradient of W2 wants it), and <dh, h>, the gradient of the routing weight
+
+So neither h nor the experts' outputs are kept between forward and backward: only z is.
+
+M rows in expert-major order, E experts, D model dim, F inner width.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .configs import lookup
+from .device import arch_of
+from .gemm import Tiling, _grid, _halves, _place, _product, _rows_of, _settings, _store, _weights_argument
+
+
+@triton.jit
+def _routing_weight(weights, choice, m, end, WEIGHTED: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The weight of the choice behind each row; 1 without weights."""
+    if WEIGHTED:
+        inside = m < end
+        s = tl.load(weights + tl.load(choice + m, mask=inside, other=0), mask=inside, other=0.0)
+    else:
+        s = tl.full((BLOCK_M,), 1.0, tl.float32)
+    return s
+
+
+@triton.jit(do_not_specialize=["slots"])
+def swiglu_up_kernel(
+    x, index, w, weights, choice, z, h, tiles, offsets, slots, stride_x, F: tl.constexpr, D: tl.constexpr,
+    KEEP_Z: tl.constexpr, WEIGHTED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    HALF: tl.constexpr = BLOCK_N // 2
+    TILES_N: tl.constexpr = (F + HALF - 1) // HALF
+    for tile in range(tl.program_id(0), slots * TILES_N, tl.num_programs(0)):
+        slot, n_tile = _place(tile, slots, TILES_N, GROUP_M)
+        e = tl.load(tiles + slot * 2)
+        if e >= 0:
+            first, end = tl.load(tiles + slot * 2 + 1), tl.load(offsets + e + 1)
+            x_rows = x + _rows_of(index, first, end, True, BLOCK_M) * stride_x
+            n0 = n_tile * HALF
+            acc = _product(x_rows, w, e, n0, F, D, False, True, TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
+            gate, up = _halves(acc, BLOCK_M, BLOCK_N)
+            m = first + tl.arange(0, BLOCK_M)
+            if KEEP_Z:
+                _store(z, gate, m, n0, end, 2 * F, F, HALF, HALF)
+                _store(z + F, up, m, n0, end, 2 * F, F, HALF, HALF)
+            s = _routing_weight(weights, choice, m, end, WEIGHTED, BLOCK_M)
+            _store(h, gate * tl.sigmoid(gate) * up * s[:, None], m, n0, end, F, F, HALF, HALF)
+
+
+def swiglu_up(
+    x: Tensor, index: Tensor, gate_up: Tensor, tiling: Tiling, weights: Tensor | None, choice: Tensor,
+    keep_z: bool = True, num_sms: int | None = None,
+) -> tuple[Tensor | None, Tensor]:  # fmt: skip
+    """z [M, 2F], if it is to be kept, and h [M, F], from x [., D] and gate_up [E, 2F, D].
+
+    index: [M], the row of x behind each m. weights: fp32, of which m has number choice[m]; h is multiplied by it.
+    """
+    num_experts, f, d = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
+    config = lookup("up", arch_of(x.device), x.element_size(), 2 * f, d)
+    halves = gate_up.view(2 * num_experts, f, d)
+    z = x.new_empty(tiling.num_rows, 2 * f) if keep_z else None
+    h = x.new_empty(tiling.num_rows, f)
+    if tiling.num_rows:
+        tiles = tiling(config.block_m)
+        box = (2, config.block_n // 2, config.block_k)
+        swiglu_up_kernel[_grid(len(tiles), f, config.block_n // 2, num_sms)](
+            x, index, _weights_argument(halves, box, config), weights, choice, z, h, tiles, tiling.offsets,
+            len(tiles), x.stride(0), f, d, KEEP_Z=keep_z, WEIGHTED=weights is not None, **_settings(config, halves),
+        )  # fmt: skip
+    return z, h
+
+
+@triton.jit
+def _through_swiglu(
+    dh, z, dz, h, s, m, n0, end, F: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """The backward of `s * silu(gate) * up` for one sub-tile. Stores dz and s * h, returns the row sums of dh * h."""
+    n = n0 + tl.arange(0, COLUMNS)
+    inside = (m < end)[:, None] & (n < F)[None, :]
+    pointers = z + m.to(tl.int64)[:, None] * (2 * F) + n[None, :]
+    gate = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(pointers + F, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    weighted = dh * s[:, None]
+    _store(dz, weighted * up * (sigmoid + silu * (1 - sigmoid)), m, n0, end, 2 * F, F, COLUMNS, TILE)
+    _store(dz + F, weighted * silu, m, n0, end, 2 * F, F, COLUMNS, TILE)
+    _store(h, silu * up * s[:, None], m, n0, end, F, F, COLUMNS, TILE)
+    return tl.sum(dh * silu * up, 1)
+
+
+@triton.jit(do_not_specialize=["slots", "num_rows"])
+def swiglu_down_backward_kernel(
+    dy, index, w, z, weights, choice, dz, h, sums, tiles, offsets, slots, num_rows, stride_dy, F: tl.constexpr,
+    D: tl.constexpr, WEIGHTED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    TILES_N: tl.constexpr = (F + BLOCK_N - 1) // BLOCK_N
+    QUARTER: tl.constexpr = BLOCK_N // 4
+    for tile in range(tl.program_id(0), slots * TILES_N, tl.num_programs(0)):
+        slot, n_tile = _place(tile, slots, TILES_N, GROUP_M)
+        e = tl.load(tiles + slot * 2)
+        if e >= 0:
+            first, end = tl.load(tiles + slot * 2 + 1), tl.load(offsets + e + 1)
+            dy_rows = dy + _rows_of(index, first, end, True, BLOCK_M) * stride_dy
+            n0 = n_tile * BLOCK_N
+            acc = _product(dy_rows, w, e, n0, F, D, True, False, TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
+            m = first + tl.arange(0, BLOCK_M)
+            s = _routing_weight(weights, choice, m, end, WEIGHTED, BLOCK_M)
+            # In quarters: all of gate, up and their gradients at once would not fit the registers.
+            left, right = _halves(acc, BLOCK_M, BLOCK_N)
+            dh0, dh1 = _halves(left, BLOCK_M, BLOCK_N // 2)
+            dh2, dh3 = _halves(right, BLOCK_M, BLOCK_N // 2)
+            total = _through_swiglu(dh0, z, dz, h, s, m, n0, end, F, QUARTER, BLOCK_N)
+            total += _through_swiglu(dh1, z, dz, h, s, m, n0 + QUARTER, end, F, QUARTER, BLOCK_N)
+            total += _through_swiglu(dh2, z, dz, h, s, m, n0 + 2 * QUARTER, end, F, QUARTER, BLOCK_N)
+            total += _through_swiglu(dh3, z, dz, h, s, m, n0 + 3 * QUARTER, end, F, QUARTER, BLOCK_N)
+            if WEIGHTED:
+                tl.store(sums + n_tile.to(tl.int64) * num_rows + m, total, mask=m < end)
+
+
+def swiglu_down_backward(
+    dy: Tensor, index: Tensor, down: Tensor, z: Tensor, tiling: Tiling, weights: Tensor | None, choice: Tensor,
+    num_sms: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """dz [M, 2F], the weighted h [M, F], and partial sums [., M] in fp32 that add up to each row's weight gradient.
+
+    dy: [., D], the gradient of the weighted sums; index: [M], the row of dy behind each m. down: [E, D, F].
+    """
+    d, f = down.shape[1:]
+    config = lookup("down_backward", arch_of(dy.device), dy.element_size(), f, d)
+    num_rows, tiles_n = tiling.num_rows, triton.cdiv(f, config.block_n)
+    dz, h = torch.empty_like(z), z.new_empty(num_rows, f)
+    sums = torch.empty(tiles_n, num_rows, dtype=torch.float32, device=z.device) if weights is not None else None
+    if num_rows:
+        tiles = tiling(config.block_m)
+        box = (1, config.block_k, config.block_n)
+        swiglu_down_backward_kernel[_grid(len(tiles), f, config.block_n, num_sms)](
+            dy, index, _weights_argument(down, box, config), z, weights, choice, dz, h, sums, tiles, tiling.offsets,
+            len(tiles), num_rows, dy.stride(0), f, d, WEIGHTED=weights is not None, **_settings(config, down),
+        )  # fmt: skip
+    return dz, h, sums

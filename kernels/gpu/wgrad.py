@@ -1,0 +1,98 @@
+"""The weight gradients of grouped rows: for each expert, the sum of outer products over its rows.
+
+    dW[e] = sum over the rows m of e of a[m] b[m]^T
+
+One program has one tile of one expert and walks over its rows, however many they are: no atomics, so the sum is the
+same in every run. It is kept in fp32, and can be added to what is there already, which saves the training loop a pass
+over all weights. An expert without rows gets zeros.
+
+M rows in expert-major order, E experts, I and J the widths of a and b.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .configs import lookup
+from .device import arch_of, precision
+from .gemm import _halves, _place
+
+
+@triton.jit
+def _tile_of_rows(x, row, inside, i, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """[rows, COLUMNS], zero for the rows that are not inside."""
+    mask = inside[:, None] if WIDTH % COLUMNS == 0 else inside[:, None] & (i < WIDTH)[None, :]
+    return tl.load(x + row[:, None] + i[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _row_offsets(index, m, inside, stride, GATHER: tl.constexpr):
+    row = tl.load(index + m, mask=inside, other=0).to(tl.int64) if GATHER else m.to(tl.int64)
+    return row * stride
+
+
+@triton.jit
+def _add_to(out, x, i, j, I: tl.constexpr, J: tl.constexpr, ADD: tl.constexpr):  # noqa: E741
+    pointers = out + i[:, None] * J + j[None, :]
+    mask = (i < I)[:, None] & (j < J)[None, :]
+    if ADD:
+        x += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    tl.store(pointers, x.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_experts"])
+def weight_gradients_kernel(
+    a, index_a, b, index_b, out, offsets, num_experts, stride_a, stride_b, I: tl.constexpr, J: tl.constexpr,  # noqa: E741
+    GATHER_A: tl.constexpr, GATHER_B: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    TILES_I: tl.constexpr = (I + BLOCK_M - 1) // BLOCK_M
+    TILES_J: tl.constexpr = (J + BLOCK_N - 1) // BLOCK_N
+    HALF: tl.constexpr = BLOCK_N // 2
+    for tile in range(tl.program_id(0), num_experts * TILES_I * TILES_J, tl.num_programs(0)):
+        e = tile // (TILES_I * TILES_J)
+        i_tile, j_tile = _place(tile % (TILES_I * TILES_J), TILES_I, TILES_J, GROUP_M)
+        start, end = tl.load(offsets + e), tl.load(offsets + e + 1)
+        i = i_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        j = j_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        m = start + tl.arange(0, BLOCK_K)
+        # Where the next rows are is known one step ahead: otherwise their loads would wait for it in every step.
+        row_a = _row_offsets(index_a, m, m < end, stride_a, GATHER_A)
+        row_b = _row_offsets(index_b, m, m < end, stride_b, GATHER_B)
+        # One step at least: a loop that may not run at all makes ptxas serialise the products.
+        for _ in range(tl.maximum(tl.cdiv(end - start, BLOCK_K), 1)):
+            inside = m < end
+            a_tile = _tile_of_rows(a, row_a, inside, i, I, BLOCK_M)
+            b_tile = _tile_of_rows(b, row_b, inside, j, J, BLOCK_N)
+            m += BLOCK_K
+            row_a = _row_offsets(index_a, m, m < end, stride_a, GATHER_A)
+            row_b = _row_offsets(index_b, m, m < end, stride_b, GATHER_B)
+            acc = tl.dot(a_tile.T, b_tile, acc, input_precision=PRECISION)
+        out_e = out + e.to(tl.int64) * (I * J)
+        left, right = _halves(acc, BLOCK_M, BLOCK_N)
+        j = j_tile * BLOCK_N + tl.arange(0, HALF)
+        _add_to(out_e, left, i, j, I, J, ADD)
+        _add_to(out_e, right, i, j + HALF, I, J, ADD)
+
+
+def weight_gradients(
+    a: Tensor, b: Tensor, offsets: Tensor, dtype: torch.dtype, index_a: Tensor | None = None,
+    index_b: Tensor | None = None, add_to: Tensor | None = None, num_sms: int | None = None,
+) -> Tensor:  # fmt: skip
+    """[E, I, J] in `dtype` from a [M, I] and b [M, J], or `add_to`, which they are added to.
+
+    index_a, index_b: [M], the row of a or b behind each m, which then may have any number of rows.
+    """
+    num_experts, i, j = len(offsets) - 1, a.shape[1], b.shape[1]
+    out = add_to if add_to is not None else torch.empty(num_experts, i, j, dtype=dtype, device=a.device)
+    config = lookup("wgrad", arch_of(a.device), a.element_size(), j, i)
+    tiles = num_experts * triton.cdiv(i, config.block_m) * triton.cdiv(j, config.block_n)
+    weight_gradients_kernel[(tiles if num_sms is None else min(tiles, num_sms),)](
+        a, index_a, b, index_b, out, offsets, num_experts, a.stride(0), b.stride(0), i, j,
+        GATHER_A=index_a is not None, GATHER_B=index_b is not None, ADD=add_to is not None,
+        PRECISION=precision(a.dtype), BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        GROUP_M=config.group_m, num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
+    return out

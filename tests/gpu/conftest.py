@@ -1,0 +1,56 @@
+"""The Triton kernels: on a GPU where there is one, and in Triton's interpreter where there is none.
+
+Every tensor that a launcher allocates is poisoned, and lies between two guards: what a kernel does not write stays NaN,
+and what it writes outside is found.
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+PAD = 64  # elements before and after, which keeps 16-byte alignment
+
+
+class _Guarded:
+    def __init__(self):
+        self.buffers: list[tuple[torch.Tensor, int]] = []
+        self.allocate = torch.empty
+
+    def empty(self, *shape, dtype=None, device=None, **options):
+        shape = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        if options or 0 in shape:
+            return self.allocate(*shape, dtype=dtype, device=device, **options)
+        numel = torch.Size(shape).numel()
+        buffer = self.allocate(numel + 2 * PAD, dtype=dtype, device=device).fill_(poison(dtype))
+        self.buffers.append((buffer, numel))
+        return buffer[PAD : PAD + numel].view(shape)
+
+    def empty_like(self, t, **options):
+        return self.empty(*t.shape, dtype=t.dtype, device=t.device, **options)
+
+    def new_empty(self, t, *shape, dtype=None, device=None, **options):
+        return self.empty(*shape, dtype=dtype or t.dtype, device=device or t.device, **options)
+
+    def check(self):
+        for buffer, numel in self.buffers:
+            for guard in (buffer[:PAD], buffer[PAD + numel :]):
+                untouched = guard.isnan() if guard.is_floating_point() else guard == poison(guard.dtype)
+                assert untouched.all(), f"a kernel wrote outside its {numel} elements of {buffer.dtype}"
+
+
+def poison(dtype):
+    dtype = dtype or torch.float32
+    return float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+@pytest.fixture
+def guards(monkeypatch):
+    """Launchers allocate poisoned memory between guards, which are checked at the end."""
+    guarded = _Guarded()
+    monkeypatch.setattr(torch, "empty", guarded.empty)
+    monkeypatch.setattr(torch, "empty_like", guarded.empty_like)
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda t, *shape, **options: guarded.new_empty(t, *shape, **options))
+    yield guarded
+    monkeypatch.undo()
+    guarded.check()

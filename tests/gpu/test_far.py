@@ -1,0 +1,137 @@
+"""Tensors of more than 2^31 elements, of which hardly any is ever touched: where an index in 32 bits would wrap.
+
+What lies far away is a few rows at the end of a buffer that is reserved, but never written: on a CPU such memory costs
+nothing. The same rows, near, say what is right.
+"""
+
+import itertools
+
+import torch
+from common import DEVICE, all_kernels
+
+from moe_dualpipe.kernels.gpu.configs import Config
+from moe_dualpipe.kernels.gpu.gemm import rows_times_weights
+from moe_dualpipe.kernels.gpu.permute import dot_rows, gather_rows, pick_sums, sum_rows
+from moe_dualpipe.kernels.gpu.swiglu import swiglu_down_backward, swiglu_up
+from moe_dualpipe.kernels.gpu.wgrad import weight_gradients
+
+WIDTH = 16
+FAR = 2**31 // WIDTH + 5  # rows of WIDTH
+CONFIG = Config(16, 16, 16, 4, 1, 2)
+
+
+class LastRows:
+    """The tiling of three rows of one expert at the end of `num_rows`."""
+
+    def __init__(self, num_rows):
+        self.num_rows = num_rows
+        self.offsets = torch.tensor([num_rows - 3, num_rows], device=DEVICE, dtype=torch.int32)
+
+    def __call__(self, block_m):
+        return torch.tensor([[0, self.num_rows - 3]], device=DEVICE, dtype=torch.int32)
+
+
+def at_the_end(num_rows, near):
+    """`near`, as the last rows of a tensor that has so many."""
+    t = torch.empty(num_rows, *near.shape[1:], dtype=near.dtype, device=DEVICE)
+    t[num_rows - len(near) :] = near
+    return t
+
+
+def random(*shape):
+    return torch.randn(*shape, device=DEVICE).half()
+
+
+def test_rows_of_products():
+    a, w = random(3, WIDTH), random(1, WIDTH, WIDTH)
+    with all_kernels(CONFIG):
+        for transposed in (False, True):
+            near, far = (
+                rows_times_weights("down", at_the_end(rows, a), w, LastRows(rows), transposed) for rows in (3, FAR)
+            )
+            assert torch.equal(far[-3:], near)
+
+
+def test_rows_behind_an_index():
+    a, w = random(3, WIDTH), random(1, WIDTH, WIDTH)
+    with all_kernels(CONFIG):
+        near, far = (
+            rows_times_weights(
+                "down", at_the_end(rows, a), w, LastRows(3), index=torch.arange(rows - 3, rows, device=DEVICE)
+            )
+            for rows in (3, FAR)
+        )
+    assert torch.equal(far, near)
+
+
+def test_weights_of_the_last_expert():
+    experts = FAR // WIDTH + 1
+    a, w = random(3, WIDTH), random(1, WIDTH, WIDTH)
+
+    class LastExpert:
+        num_rows = 3
+        offsets = torch.full((experts + 1,), 3, device=DEVICE, dtype=torch.int32)
+
+        def __call__(self, block_m):
+            return torch.tensor([[experts - 1, 0]], device=DEVICE, dtype=torch.int32)
+
+    with all_kernels(CONFIG):
+        for transposed in (False, True):
+            near = rows_times_weights("down", a, w, LastRows(3), transposed)
+            far = rows_times_weights("down", a, at_the_end(experts, w), LastExpert(), transposed)
+            assert torch.equal(far, near)
+
+
+def test_rows_of_the_fused_products():
+    x, gate_up, down, weights = random(3, WIDTH), random(1, 2 * WIDTH, WIDTH), random(1, WIDTH, WIDTH), None
+    results = []
+    for rows in (3, FAR):
+        index = at_the_end(rows, torch.arange(rows - 3, rows, device=DEVICE))
+        choice = index
+        weights = at_the_end(rows, torch.tensor([0.5, 0.25, 2.0], device=DEVICE))
+        far_x = at_the_end(rows, x)
+        with all_kernels(CONFIG):
+            z, h = swiglu_up(far_x, index, gate_up, LastRows(rows), weights, choice)
+            dz, wh, sums = swiglu_down_backward(far_x, index, down, z, LastRows(rows), weights, choice)
+        results.append([z[-3:], h[-3:], dz[-3:], wh[-3:], sums[:, -3:]])
+    for near, far in zip(*results, strict=True):
+        assert torch.equal(far, near)
+
+
+def test_rows_of_weight_gradients():
+    a, b = random(3, WIDTH), random(3, WIDTH)
+    results = []
+    for rows in (3, FAR):
+        far_a, far_b = at_the_end(rows, a), at_the_end(rows, b)
+        index = torch.arange(rows - 3, rows, device=DEVICE)
+        zero, last = (torch.tensor([start, start + 3], device=DEVICE, dtype=torch.int32) for start in (0, rows - 3))
+        with all_kernels(CONFIG):
+            results.append([
+                weight_gradients(far_a, far_b, last, torch.float32),
+                weight_gradients(far_a, far_b[-3:], zero, torch.float32, index_a=index),
+                weight_gradients(far_a[-3:], far_b, zero, torch.float32, index_b=index),
+            ])  # fmt: skip
+    for near, far in zip(*results, strict=True):
+        assert torch.equal(far, near)
+
+
+def test_rows_that_are_moved_and_summed():
+    rows = random(3, WIDTH)
+    far = at_the_end(FAR, rows)
+    index = torch.tensor([FAR - 1, FAR - 3], device=DEVICE)
+    assert torch.equal(gather_rows(far, index), rows[[2, 0]])
+    positions = torch.tensor([[FAR - 1, FAR - 2], [-1, FAR - 3]], device=DEVICE)
+    near = torch.tensor([[2, 1], [-1, 0]], device=DEVICE)
+    assert torch.equal(sum_rows(far, positions), sum_rows(rows, near))
+    assert torch.equal(dot_rows(rows[:2], far, positions), dot_rows(rows[:2], rows, near))
+    wide = torch.empty(2, 2**31 + WIDTH, dtype=torch.uint8, device=DEVICE)[:, :WIDTH]  # rows far from each other
+    gather_rows(rows.view(torch.uint8), index - (FAR - 3), wide)
+    assert torch.equal(wide, rows.view(torch.uint8)[[2, 0], :WIDTH])
+
+
+def test_parts_that_are_summed():
+    parts = torch.empty(2, 2**30 + 3, device=DEVICE)
+    parts[:, -3:] = torch.arange(6.0, device=DEVICE).view(2, 3)
+    positions = torch.tensor([[2**30 + 2, -1], [2**30, 2**30 + 1]], device=DEVICE)
+    assert pick_sums(parts, positions).tolist() == [[7, 0], [3, 5]]
+    assert list(itertools.chain(*pick_sums(parts[:, -3:].contiguous(), positions - 2**30).tolist())) == [7, 0, 3, 5]

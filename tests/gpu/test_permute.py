@@ -1,0 +1,86 @@
+"""Moving rows and summing them: against the plain-torch operators."""
+
+import pytest
+import torch
+from common import DEVICE, DTYPES, assert_as_good_as
+
+from moe_dualpipe.kernels.permute import gather, gather_sum, permute, unpermute
+from moe_dualpipe.kernels.routing import expert_order
+
+pytestmark = pytest.mark.usefixtures("guards")
+
+SIZES = [(1, 1, 1), (7, 33, 2), (61, 128, 3), (20, 2500, 2)]  # rows, columns, choices
+
+
+def order_of(rows, choices):
+    ids = torch.randint(-1, 4, (rows, choices), device=DEVICE)
+    return expert_order(ids, 4, int((ids >= 0).sum()), kernels="reference")
+
+
+@pytest.mark.parametrize("rows,columns,choices", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_permute_and_its_backward(rows, columns, choices, dtype):
+    order = order_of(rows, choices)
+    x = torch.randn(rows, columns, device=DEVICE).to(dtype).requires_grad_()
+    y = permute(x, order, "triton")
+    assert torch.equal(y, x[order.gather_idx_M])
+    dy = torch.randn(y.shape, device=DEVICE).to(dtype)
+    (grad,) = torch.autograd.grad(y, x, dy)
+    assert torch.equal(grad, gather_sum(dy, order.positions_NK, kernels="reference"))  # the same sums in the same order
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("rows,columns,choices", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_unpermute_and_its_backward(rows, columns, choices, dtype, weighted):
+    order = order_of(rows, choices)
+    values = torch.randn(len(order.gather_idx_M), columns, device=DEVICE).to(dtype)
+    weights = torch.rand(rows, choices, device=DEVICE)
+    dy = torch.randn(rows, columns, device=DEVICE).to(dtype)
+    results = []
+    for wide, kernels in ((True, "reference"), (False, "reference"), (False, "triton"), (False, "triton")):
+        a = (values.double() if wide else values.clone()).requires_grad_()
+        w = (weights.double() if wide else weights.clone()).requires_grad_()
+        y = unpermute(a, order, w if weighted else None, kernels)
+        y.backward(dy.to(y.dtype))
+        results.append([y, a.grad] + ([w.grad] if weighted else []))
+    for exact, reference, ours, again in zip(*results, strict=True):
+        assert_as_good_as(ours, reference, exact, dtype)
+        assert torch.equal(ours, again)
+    assert not weighted or results[2][2].dtype == torch.float32
+
+
+def test_rows_of_a_wider_message_are_read_and_written_in_place():
+    message = torch.arange(6 * 64, device=DEVICE, dtype=torch.float32).view(6, 64)
+    out = torch.full((4, 64), -1.0, device=DEVICE)
+    index = torch.tensor([5, 0, 0, 3], device=DEVICE)
+    gather(message[:, 8:24], index, out[:, 16:32], "triton")
+    assert torch.equal(out[:, 16:32], message[index, 8:24])
+    assert (out[:, :16] == -1).all()
+    assert (out[:, 32:] == -1).all()
+    positions = torch.tensor([[2, -1], [0, 5]], device=DEVICE)
+    y = gather_sum(message[:, 8:24], positions, kernels="triton")
+    assert torch.equal(y, torch.stack([message[2, 8:24], message[0, 8:24] + message[5, 8:24]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8])
+def test_rows_of_whole_numbers_are_moved_exactly(dtype):
+    x = torch.randint(0, 200, (9, 5), device=DEVICE).to(dtype)
+    index = torch.tensor([8, 0, 4], device=DEVICE)
+    assert torch.equal(gather(x, index, kernels="triton"), x[index])
+
+
+def test_what_does_not_fit_is_refused():
+    order = order_of(6, 2)
+    x = torch.zeros(6, 8, device=DEVICE)
+    rows = torch.zeros(len(order.gather_idx_M), 8, device=DEVICE)
+    with pytest.raises(ValueError, match=r"this order needs x \[6, D\]: got \[5, 8\]"):
+        permute(x[:5], order, "triton")
+    with pytest.raises(ValueError, match=r"weights must be \[6, 2\], as choices are: got \[6, 3\]"):
+        unpermute(rows, order, torch.zeros(6, 3, device=DEVICE), "triton")
+    with pytest.raises(ValueError, match=r"rows must be \[rows, columns\] with contiguous rows"):
+        permute(torch.zeros(8, 6, device=DEVICE).T, order, "triton")
+    with pytest.raises(ValueError, match=r"knows bfloat16, float16 and float32: got torch\.float64"):
+        permute(x.double(), order, "triton")
+    with pytest.raises(ValueError, match="all tensors must be on one device"):
+        permute(x.to("meta"), order, "triton")

@@ -1,0 +1,277 @@
+"""The grouped products and the fused experts: against plain torch in the same dtype, and in fp64."""
+
+import itertools
+
+import pytest
+import torch
+from common import DEVICE, DTYPES, all_kernels, assert_as_good_as, offsets_of
+
+from moe_dualpipe.kernels.experts import experts
+from moe_dualpipe.kernels.gpu.configs import Config
+from moe_dualpipe.kernels.grouped_gemm import grouped_linear, grouped_mm, grouped_wgrad
+from moe_dualpipe.kernels.routing import expert_order
+from moe_dualpipe.overlap.weight_grads import WeightGrads
+
+pytestmark = pytest.mark.usefixtures("guards")
+
+GPU = DEVICE == "cuda"
+POINTERS = Config(32, 64, 32, 4, 2, 2) if GPU else Config(16, 32, 16, 4, 1, 2)
+TMA = Config(64, 64, 32, 4, 2, 2, True) if GPU else Config(16, 32, 16, 4, 1, 2, True)
+# (rows per expert); the second has empty experts at both ends, the third one expert with everything, the last no rows
+COUNTS = [[3, 1, 20, 2], [0, 5, 0, 33, 0], [0, 40, 0], [0, 0]]
+WIDTHS = [(24, 40), (37, 13), (64, 128), (8, 8)]  # input and output; the second cannot take the fast path
+
+
+def normal(*shape, dtype):
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+# ---- grouped products ----
+
+
+@pytest.mark.parametrize("config", [POINTERS, TMA], ids=["pointers", "tma"])
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("inputs,outputs", WIDTHS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_grouped_linear_and_its_backward(counts, inputs, outputs, dtype, config):
+    offsets = offsets_of(counts)
+    x, w = normal(sum(counts), inputs, dtype=dtype), normal(len(counts), outputs, inputs, dtype=dtype)
+    dy = normal(sum(counts), outputs, dtype=dtype)
+    results = []
+    for wide, kernels in ((True, "reference"), (False, "reference"), (False, "triton"), (False, "triton")):
+        a, b, d = (t.double() if wide else t.clone() for t in (x, w, dy))
+        for leaf in (a, b):
+            leaf.requires_grad_()
+        with all_kernels(config):
+            y = grouped_linear(a, b, offsets, kernels=kernels)
+            y.backward(d)
+        results.append([y, a.grad, b.grad])
+    for exact, reference, ours, again in zip(*results, strict=True):
+        assert_as_good_as(ours, reference, exact, dtype)
+        assert torch.equal(ours, again)
+    for e, count in enumerate(counts):
+        assert count or not results[2][2][e].any()  # zeros, not garbage, for the experts without rows
+
+
+@pytest.mark.parametrize("config", [POINTERS, TMA], ids=["pointers", "tma"])
+def test_a_few_multiprocessors_do_the_same(config):
+    counts = [0, 50, 7]
+    x, w, dy = (normal(*shape, dtype=torch.float32) for shape in ((57, 40), (3, 72, 40), (57, 72)))
+    offsets = offsets_of(counts)
+    with all_kernels(config):
+        for product in (
+            lambda sms: grouped_mm(x, w, offsets, num_sms=sms, kernels="triton"),
+            lambda sms: grouped_mm(dy, w, offsets, True, num_sms=sms, kernels="triton"),
+            lambda sms: grouped_wgrad(dy, x, offsets, num_sms=sms, kernels="triton"),
+        ):
+            expected = product(None)
+            for sms in (1, 3, 1000):
+                assert torch.equal(product(sms), expected)
+
+
+def test_weight_gradients_are_added_in_fp32_to_what_is_there():
+    dtype = DTYPES[-1]
+    dy, x, offsets = normal(30, 24, dtype=dtype), normal(30, 40, dtype=dtype), offsets_of([10, 0, 20])
+    there = torch.randn(3, 24, 40, device=DEVICE)
+    expected = there + grouped_wgrad(dy, x, offsets, torch.float32, kernels="triton")
+    given = there.clone()
+    assert grouped_wgrad(dy, x, offsets, add_to=given, kernels="triton") is given
+    torch.testing.assert_close(given, expected)
+    assert torch.equal(given[1], there[1])
+
+
+def test_rows_beyond_the_last_offset_are_left_alone():
+    """Buffers may be longer than what is in them, where only the device knows how much that is."""
+    x, w = normal(40, 24, dtype=torch.float32), normal(2, 16, 24, dtype=torch.float32)
+    x[30:] = float("nan")
+    from moe_dualpipe.kernels.gpu.gemm import Tiling, rows_times_weights
+    from moe_dualpipe.kernels.gpu.wgrad import weight_gradients
+
+    offsets = offsets_of([12, 18])
+    y = rows_times_weights("down", x, w, Tiling(offsets, 40))
+    torch.testing.assert_close(y[:30], grouped_mm(x[:30], w, offsets, kernels="reference"), rtol=1e-4, atol=1e-4)
+    assert y[30:].isnan().all()  # not written
+    dw = weight_gradients(y, x, offsets, torch.float32)
+    torch.testing.assert_close(dw, grouped_wgrad(y[:30], x[:30], offsets, kernels="reference"), rtol=1e-4, atol=1e-3)
+
+
+def test_the_tiles_of_the_docstring():
+    from moe_dualpipe.kernels.gpu.gemm import Tiling
+
+    tiles = Tiling(offsets_of([3, 0, 5]), 8)(2)
+    assert tiles[:5].tolist() == [[0, 0], [0, 2], [2, 3], [2, 5], [2, 7]]
+    assert tiles[5:, 0].tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize("counts,block", [([1] * 200, 16), ([0] * 511 + [9], 4), ([100, 0, 1], 1)])
+def test_tiles_cover_every_row_once(counts, block):
+    from moe_dualpipe.kernels.gpu.gemm import Tiling
+
+    offsets = offsets_of(counts).tolist()
+    tiles = Tiling(offsets_of(counts), sum(counts))(block)
+    expected = [[e, row] for e, (a, b) in enumerate(itertools.pairwise(offsets)) for row in range(a, b, block)]
+    assert tiles[: len(expected)].tolist() == expected
+    assert (tiles[len(expected) :, 0] == -1).all()
+
+
+# ---- the fused experts ----
+
+
+def moe(rows, choices, num_experts, d, f, dtype, ids=None):
+    """x, gate_up, down, weights, order and dy of a layer, with sizes of weights that keep activations near one."""
+    ids = torch.randint(-1, num_experts, (rows, choices)) if ids is None else ids
+    order = expert_order(ids.to(DEVICE), num_experts, int((ids >= 0).sum()), kernels="reference")
+    x, dy = normal(rows, d, dtype=dtype), normal(rows, d, dtype=dtype)
+    gate_up = (torch.randn(num_experts, 2 * f, d, device=DEVICE) / d**0.5).to(dtype)
+    down = (torch.randn(num_experts, d, f, device=DEVICE) / f**0.5).to(dtype)
+    return x, gate_up, down, torch.rand(ids.shape, device=DEVICE), order, dy
+
+
+def layer(tensors, order, **options):
+    x, gate_up, down, weights = tensors
+    return experts(x, gate_up, down, order, weights, **options)
+
+
+LAYERS = {
+    "awkward": (7, 3, 5, 37, 13, None),
+    "even": (33, 2, 4, 32, 48, None),
+    "one row": (1, 1, 1, 8, 8, None),
+    "hot expert": (50, 1, 3, 24, 8, torch.full((50, 1), 1)),
+    "nothing chosen": (5, 2, 3, 16, 8, torch.full((5, 2), -1)),
+    "the same expert twice": (6, 2, 3, 16, 8, torch.tensor([[0, 0], [2, 2], [1, 0]] * 2)),
+    "no rows": (0, 2, 3, 16, 8, torch.empty(0, 2, dtype=torch.int64)),
+}
+
+
+@pytest.mark.parametrize("weighting", ["outside", "inside", "none"])
+@pytest.mark.parametrize("config", [POINTERS, TMA], ids=["pointers", "tma"])
+@pytest.mark.parametrize("sizes", LAYERS.values(), ids=LAYERS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_experts_and_every_gradient(sizes, dtype, config, weighting):
+    rows, choices, num_experts, d, f, ids = sizes
+    *tensors, order, dy = moe(rows, choices, num_experts, d, f, dtype, ids)
+    results = []
+    for wide, kernels in ((True, "reference"), (False, "reference"), (False, "triton"), (False, "triton")):
+        x, gate_up, down, weights = ((t.double() if wide else t.clone()).requires_grad_() for t in tensors)
+        with all_kernels(config):
+            y = experts(
+                x, gate_up, down, order, weights if weighting != "none" else None, weight_inside=weighting == "inside",
+                kernels=kernels,
+            )  # fmt: skip
+            y.backward(dy.to(y.dtype))
+        results.append({"y": y, "x": x.grad, "gate_up": gate_up.grad, "down": down.grad, "weights": weights.grad})
+    for name in results[0]:
+        if name == "weights" and weighting == "none":
+            continue
+        exact, reference, ours, again = (result[name] for result in results)
+        assert_as_good_as(ours, reference, exact, dtype, name)
+        assert torch.equal(ours, again), name
+        assert ours.dtype == reference.dtype
+
+
+def test_experts_of_512():
+    x, gate_up, down, weights, order, _ = moe(20, 8, 512, 16, 8, torch.float32)
+    ours = experts(x, gate_up, down, order, weights, kernels="triton")
+    torch.testing.assert_close(ours, experts(x, gate_up, down, order, weights, kernels="reference"))
+
+
+def test_experts_example():
+    one = torch.ones(1, 1, 1, device=DEVICE)
+    order = expert_order(torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), 1)
+    for kernels in ("reference", "triton"):
+        y = experts(2 * one[0], one.expand(1, 2, 1).contiguous(), one, order, 0.5 * one[0], kernels=kernels)
+        assert round(float(y), 4) == 1.7616
+
+
+def test_only_what_is_wanted_is_computed():
+    *tensors, order, dy = moe(9, 2, 3, 16, 8, torch.float32)
+    with all_kernels(POINTERS):
+        for wanted in range(4):
+            leaves = [t.clone().requires_grad_(i == wanted) for i, t in enumerate(tensors)]
+            layer(leaves, order, kernels="triton").backward(dy)
+            exact = [t.double().requires_grad_(i == wanted) for i, t in enumerate(tensors)]
+            layer(exact, order, kernels="reference").backward(dy.double())
+            assert [leaf.grad is not None for leaf in leaves] == [i == wanted for i in range(4)]
+            torch.testing.assert_close(leaves[wanted].grad.double(), exact[wanted].grad, rtol=1e-4, atol=1e-5)
+        with torch.no_grad():
+            assert torch.equal(
+                layer(tensors, order, kernels="triton"),
+                layer(leaves, order, kernels="triton"),
+            )
+
+
+def saved(function):
+    """What autograd keeps of a call, in bytes, and the number of elements of each tensor."""
+    kept = {}
+
+    def pack(t):
+        kept[t.data_ptr()] = t
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        function()
+    return list(kept.values())
+
+
+def test_only_x_and_the_preactivation_are_kept():
+    n, k, d, f = 40, 2, 64, 32
+    x, gate_up, down, weights, order, _ = moe(n, k, 4, d, f, torch.float16, torch.randint(0, 4, (n, k)))
+    leaves = [t.requires_grad_() for t in (x, gate_up, down, weights)]
+    kept = saved(lambda: layer(leaves, order, kernels="triton"))
+    activations = [t for t in kept if t.data_ptr() not in {gate_up.data_ptr(), down.data_ptr(), weights.data_ptr()}]
+    assert sum(t.nbytes for t in activations) == n * (2 * d + 4 * k * f)
+
+
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_accumulated_gradients_are_fp32_and_add_up(kernels):
+    dtype = DTYPES[-1]
+    x, gate_up, down, weights, order, dy = moe(20, 2, 4, 24, 16, dtype)
+    for t in (gate_up, down):
+        t.requires_grad_()
+        t.grad_dtype = torch.float32
+    once = []
+    for times in (1, 2):
+        y = experts(x, gate_up, down, order, weights, accumulate=True, kernels=kernels)
+        y.backward(dy)
+        assert gate_up.grad.dtype == down.grad.dtype == torch.float32
+        once = once or [gate_up.grad.clone(), down.grad.clone()]
+        torch.testing.assert_close([gate_up.grad, down.grad], [times * t for t in once])
+    exact = [t.detach().double().requires_grad_() for t in (gate_up, down)]
+    layer([x.double(), *exact, weights.double()], order, kernels="reference").backward(dy.double())
+    for ours, leaf in zip(once, exact, strict=True):
+        torch.testing.assert_close(ours.double(), leaf.grad, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+@pytest.mark.parametrize("there", [False, True])
+def test_weight_gradients_can_be_put_off(kernels, there):
+    *tensors, order, dy = moe(20, 2, 4, 24, 16, torch.float32)
+    expected, ours = ([t.clone().requires_grad_() for t in tensors] for _ in range(2))
+    layer(expected, order, kernels=kernels).backward(dy)
+    weight_grads = WeightGrads()
+    if there:
+        for leaf in ours[1:3]:
+            leaf.grad = torch.ones_like(leaf)
+    before = [None if leaf.grad is None else leaf.grad.clone() for leaf in ours]
+    with weight_grads.defer_to("W"):
+        layer(ours, order, weight_grads=weight_grads, kernels=kernels).backward(dy)
+    assert torch.equal(ours[0].grad, expected[0].grad)
+    assert torch.equal(ours[3].grad, expected[3].grad)
+    for leaf, was in zip(ours[1:3], before[1:3], strict=True):
+        assert leaf.grad is None if was is None else torch.equal(leaf.grad, was)
+    weight_grads.run("W")
+    for leaf, other in zip(ours[1:3], expected[1:3], strict=True):
+        torch.testing.assert_close(leaf.grad, other.grad + there)
+
+
+def test_a_few_multiprocessors_compute_the_same_experts():
+    *tensors, order, dy = moe(40, 2, 3, 48, 40, torch.float32)
+    results = []
+    for num_sms in (None, 1, 3):
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        with all_kernels(TMA):
+            y = layer(leaves, order, num_sms=num_sms, kernels="triton")
+            y.backward(dy)
+        results.append([y, *(leaf.grad for leaf in leaves)])
+    for others in zip(*results, strict=True):
+        assert all(torch.equal(others[0], other) for other in others[1:])

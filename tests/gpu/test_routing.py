@@ -1,0 +1,198 @@
+"""Choosing experts, and ordering what they get: against the plain-torch operators, and a loop."""
+
+import pytest
+import torch
+from common import DEVICE
+
+from moe_dualpipe.kernels.routing import expert_order, rank_order, route
+
+pytestmark = pytest.mark.usefixtures("guards")
+
+CHOICES = {
+    "softmax": {},
+    "softmax as it is": {"normalize": False, "scale": 2.5},
+    "sigmoid": {"score": "sigmoid", "scale": 1.5},
+    "sigmoid as it is": {"score": "sigmoid", "normalize": False},
+    "groups": {"num_groups": 4, "top_groups": 2},
+    "groups of sigmoids": {"score": "sigmoid", "num_groups": 4, "top_groups": 3},
+    "all groups": {"num_groups": 2, "top_groups": 2},
+}
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("tokens,experts,k", [(1, 4, 1), (7, 12, 3), (300, 8, 2)])
+@pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
+def test_route_equals_the_reference(choice, tokens, experts, k, biased):
+    logits = 2 * torch.randn(tokens, experts, device=DEVICE)
+    bias = 0.3 * torch.randn(experts, device=DEVICE) if biased else None
+    results = []
+    for kernels in ("reference", "triton"):
+        leaf = logits.clone().requires_grad_()
+        weights, ids = route(leaf, k, bias_E=bias, kernels=kernels, **choice)
+        assert weights.dtype == torch.float32
+        assert ids.dtype == torch.int64
+        torch.manual_seed(1)
+        weights.backward(torch.randn(weights.shape).to(DEVICE))
+        results.append((ids, weights, leaf.grad))
+    (ids, weights, grad), (our_ids, our_weights, our_grad) = results
+    assert torch.equal(our_ids, ids)
+    torch.testing.assert_close(our_weights, weights)
+    torch.testing.assert_close(our_grad, grad, rtol=1e-4, atol=1e-6)
+
+
+def test_route_of_many_experts_in_groups_that_are_no_power_of_two():
+    logits = torch.randn(9, 504, device=DEVICE)  # 7 groups of 72
+    expected = route(logits, 8, num_groups=7, top_groups=3, score="sigmoid", kernels="reference")
+    ours = route(logits, 8, num_groups=7, top_groups=3, score="sigmoid", kernels="triton")
+    assert torch.equal(ours[1], expected[1])
+    torch.testing.assert_close(ours[0], expected[0])
+
+
+def test_groups_are_as_good_as_their_two_best_experts():
+    # Group 0 has the best expert, group 1 the best two together, group 2 the best three.
+    scores = torch.tensor([[0.9, 0.0, 0.0, 0.6, 0.6, 0.0, 0.5, 0.5, 0.5]], device=DEVICE)
+    logits = scores.logit(eps=1e-4)
+    for kernels in ("reference", "triton"):
+        _, ids = route(logits, 2, score="sigmoid", num_groups=3, top_groups=1, kernels=kernels)
+        assert ids.tolist() == [[3, 4]]
+
+
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_equal_scores_go_to_the_smaller_id(kernels):
+    _, ids = route(torch.zeros(3, 6, device=DEVICE), 4, kernels=kernels)
+    assert ids.tolist() == [[0, 1, 2, 3]] * 3
+    logits = torch.tensor([[0.0, 1, 0, 1, 0, 1]], device=DEVICE)
+    assert route(logits, 4, kernels=kernels)[1].tolist() == [[1, 3, 5, 0]]
+
+
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("groups", [(1, 1), (3, 2)])
+def test_ids_are_experts_whatever_the_logits_are(kernels, broken, groups):
+    """What is not a number shows in the loss; an id that is no expert would be a read of foreign memory."""
+    logits = torch.randn(5, 12, device=DEVICE)
+    logits[0], logits[1, ::2], logits[2, 7] = broken, broken, broken
+    for score in ("softmax", "sigmoid"):
+        _, ids = route(logits, 5, score=score, num_groups=groups[0], top_groups=groups[1], kernels=kernels)
+        assert ((ids >= 0) & (ids < 12)).all()
+        assert all(len(set(row)) == 5 for row in ids.tolist())
+
+
+def test_route_example():
+    for kernels in ("reference", "triton"):
+        weights, ids = route(torch.tensor([[0.0, 2, 1]], device=DEVICE), 2, score="sigmoid", kernels=kernels)
+        assert ids.tolist() == [[1, 2]]
+        torch.testing.assert_close(weights.cpu(), torch.tensor([[0.54644, 0.45356]]), rtol=0, atol=1e-5)
+
+
+def test_logits_may_be_rows_of_something_wider_and_narrower_floats():
+    wide = torch.randn(6, 20, device=DEVICE)
+    for logits in (wide[:, 3:11], wide[:, 3:11].half()):
+        expected = route(logits.float().contiguous(), 3, kernels="reference")
+        ours = route(logits, 3, kernels="triton")
+        assert torch.equal(ours[1], expected[1])
+        torch.testing.assert_close(ours[0], expected[0])
+
+
+ORDERS = {
+    "random": lambda: torch.randint(0, 5, (61, 3)),
+    "some are none": lambda: torch.randint(-1, 5, (150, 2)),
+    "all to one": lambda: torch.full((129, 1), 3),
+    "none at all": lambda: torch.full((4, 2), -1),
+    "no rows": lambda: torch.empty(0, 2, dtype=torch.int64),
+    "one block exactly": lambda: torch.randint(0, 5, (128, 1)),
+}
+
+
+@pytest.mark.parametrize("make", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_expert_order_equals_the_reference(make, dtype):
+    ids = make().to(DEVICE, dtype)
+    valid = int((ids >= 0).sum())
+    expected = expert_order(ids, 5, valid, kernels="reference")
+    for _ in range(2):
+        ours = expert_order(ids, 5, valid, kernels="triton")
+        for name in ("gather_idx_M", "choice_idx_M", "positions_NK", "expert_offsets"):
+            assert torch.equal(getattr(ours, name), getattr(expected, name)), name
+
+
+def test_expert_order_of_512_experts():
+    ids = torch.randint(0, 512, (100, 8), device=DEVICE)
+    expected, ours = (expert_order(ids, 512, kernels=kernels) for kernels in ("reference", "triton"))
+    assert torch.equal(ours.positions_NK, expected.positions_NK)
+    assert torch.equal(ours.expert_offsets, expected.expert_offsets)
+
+
+@pytest.mark.parametrize(
+    "tokens,k,ranks,per_rank", [(1, 1, 1, 4), (7, 3, 2, 4), (90, 4, 4, 2), (50, 8, 3, 5), (0, 2, 2, 2)]
+)
+def test_rank_order_sends_a_token_once_to_each_of_its_ranks(tokens, k, ranks, per_rank):
+    ids = torch.randint(0, ranks * per_rank, (tokens, k), device=DEVICE)
+    expected = [
+        [t for t, row in enumerate(ids.tolist()) if rank in {i // per_rank for i in row}] for rank in range(ranks)
+    ]
+    sent = [t for rows in expected for t in rows]
+    for kernels in ("reference", "triton"):
+        order = rank_order(ids, per_rank, ranks, kernels)
+        assert order.expert_offsets.diff().tolist() == [len(rows) for rows in expected]
+        assert order.gather_idx_M[: len(sent)].tolist() == sent
+        for t, row in enumerate(order.positions_NK.tolist()):
+            there = [p for p in row if p >= 0]
+            assert sorted(there) == [p for p, token in enumerate(sent) if token == t]
+
+
+def test_rank_order_example():
+    for kernels in ("reference", "triton"):
+        order = rank_order(torch.tensor([[0, 1], [1, 3]], device=DEVICE), 2, 2, kernels)
+        assert order.gather_idx_M[:3].tolist() == [0, 1, 1]
+        assert order.positions_NK.tolist() == [[0, -1], [1, 2]]
+        assert order.expert_offsets.tolist() == [0, 2, 3]
+
+
+@pytest.mark.parametrize("options,problem", [
+    ({"k": 0}, "k must be from 1 to the 8 experts that can be chosen: got 0"),
+    ({"k": 5, "num_groups": 4, "top_groups": 2}, "k must be from 1 to the 4 experts"),
+    ({"k": 2, "num_groups": 3}, "8 experts cannot be divided evenly into 3 groups"),
+    ({"k": 2, "num_groups": 4, "top_groups": 5}, "top_groups must be from 1 to 4 groups: got 5"),
+    ({"k": 2, "score": "relu"}, "score must be softmax or sigmoid: got 'relu'"),
+    ({"k": 2, "bias_E": torch.zeros(7)}, r"8 experts need as many biases: got \[7\]"),
+    ({"k": 2, "kernels": "cuda"}, "kernels must be one of auto, triton, reference: got 'cuda'"),
+    ({"k": 2, "bias_E": torch.zeros(8, device="meta")}, "all tensors must be on one device"),
+])  # fmt: skip
+def test_route_refuses(options, problem):
+    with pytest.raises(ValueError, match=problem):
+        route(torch.zeros(2, 8, device=DEVICE), **{"kernels": "triton", **options})
+
+
+def test_route_refuses_tensors_that_kernels_cannot_read():
+    with pytest.raises(ValueError, match=r"route needs logits \[T, E\]: got \[8\]"):
+        route(torch.zeros(8, device=DEVICE), 2, kernels="triton")
+    with pytest.raises(ValueError, match=r"logits_TE must be \[rows, columns\] with contiguous rows: got \[8, 4\]"):
+        route(torch.zeros(4, 8, device=DEVICE).T, 2, kernels="triton")
+    with pytest.raises(ValueError, match=r"knows bfloat16, float16 and float32: got torch\.float64"):
+        route(torch.zeros(4, 8, device=DEVICE, dtype=torch.float64), 2, kernels="triton")
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU it is a device-side assertion, which ends the process")
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+@pytest.mark.parametrize("bad", [-2, 5])
+def test_ids_out_of_range_are_an_error_before_anything_is_launched(kernels, bad):
+    with pytest.raises(
+        ValueError, match=rf"expert ids must be from -1 \(none\) to 4: got {min(bad, 0)} to {max(bad, 0)}"
+    ):
+        expert_order(torch.tensor([[0, bad]]), 5, kernels=kernels)
+
+
+def test_ids_out_of_range_touch_no_foreign_memory():
+    order = expert_order(torch.tensor([[0, 9], [-7, 1]], device=DEVICE), 2, 2, "triton", check_ids=False)
+    assert order.expert_offsets.tolist() == [0, 1, 2]
+    assert order.positions_NK.tolist() == [[0, -1], [-1, 1]]
+
+
+def test_expert_order_refuses():
+    with pytest.raises(ValueError, match=r"expert ids must be \[N, K\] integers: got \[3\]"):
+        expert_order(torch.zeros(3, dtype=torch.int64), 2)
+    with pytest.raises(ValueError, match=r"got \[3, 2\] in torch\.float32"):
+        expert_order(torch.zeros(3, 2), 2)
+    with pytest.raises(ValueError, match="there must be at least one expert: got 0"):
+        expert_order(torch.zeros(3, 2, dtype=torch.int64), 0)
