@@ -1,12 +1,13 @@
 # make train   train a small model on this machine       make test   lint and tests
 # make bench   measure                                    make lint   ruff and pyright
+# make codegen   compile the kernels for GPUs that are not there, with both versions of Triton
 
 SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: venv train test lint bench clean
+.PHONY: venv train test lint bench codegen clean
 
 venv: $(INSTALLED)
 
@@ -32,6 +33,14 @@ lint: venv
 bench: venv
 	$(BIN)/python -m benchmarks.pipeline
 	$(BIN)/python -m benchmarks.overlap
+
+OLDER := .venv/triton-3.6.0
+
+codegen: venv
+	$(BIN)/python -m benchmarks.codegen --quiet
+	test -d $(OLDER) || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		--target $(OLDER) triton==3.6.0
+	PYTHONPATH=$(OLDER) $(BIN)/python -m benchmarks.codegen --quiet
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

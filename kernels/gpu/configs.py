@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-KERNELS = ("up", "down", "down_backward", "up_backward", "wgrad")
+KERNELS = ("up", "down", "down_backward", "up_backward", "wgrad", "any")
 SHIPPED = Path(__file__).with_name("tuned.json")
 
 
@@ -54,10 +54,14 @@ _overrides: dict[str, Config] = {}
 
 
 def lookup(kernel: str, arch: str, dtype_bytes: int, n: int, k: int) -> Config:
-    """The configuration for one launch. arch: "sm_90", "gfx942", ..., "interpreter"."""
+    """The configuration for one launch. arch: "sm_90", "gfx942", ..., "interpreter".
+
+    Rows that are no multiple of 16 bytes cannot be read with wide loads: all kernels then take the tiles called "any".
+    """
     if kernel in _overrides:
         return _overrides[kernel]
-    return _nearest(kernel, arch, dtype_bytes, n, k)
+    aligned = n * dtype_bytes % 16 == 0 and k * dtype_bytes % 16 == 0
+    return _nearest(kernel if aligned else "any", arch, dtype_bytes, n, k)
 
 
 @functools.cache

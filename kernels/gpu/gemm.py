@@ -174,7 +174,7 @@ def _store(out, x, m, n0, end, STRIDE: tl.constexpr, N: tl.constexpr, COLUMNS: t
 
 @triton.jit(do_not_specialize=["slots"])
 def rows_times_weights_kernel(
-    a, index, w, out, tiles, offsets, slots, stride_a, N: tl.constexpr, K: tl.constexpr,
+    a, index, w, out, tiles, offsets, slots, STRIDE_A: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     TRANSPOSED: tl.constexpr, GATHER: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
@@ -184,7 +184,7 @@ def rows_times_weights_kernel(
         e = tl.load(tiles + slot * 2)
         if e >= 0:
             first, end = tl.load(tiles + slot * 2 + 1), tl.load(offsets + e + 1)
-            a_rows = a + _rows_of(index, first, end, GATHER, BLOCK_M) * stride_a
+            a_rows = a + _rows_of(index, first, end, GATHER, BLOCK_M) * STRIDE_A
             n0 = n_tile * BLOCK_N
             acc = _product(a_rows, w, e, n0, N, K, TRANSPOSED, False, TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
             m = first + tl.arange(0, BLOCK_M)

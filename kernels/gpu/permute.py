@@ -26,18 +26,18 @@ def _blocks(columns: int) -> tuple[int, int, int]:
 
 @triton.jit(do_not_specialize=["num_rows"])
 def gather_rows_kernel(
-    x, index, weights, choice, out, num_rows, stride_x, stride_out,
-    D: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    x, index, weights, choice, out, num_rows, STRIDE_X: tl.constexpr,
+    STRIDE_OUT: tl.constexpr, D: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     row = tl.load(index + m, mask=m < num_rows, other=0).to(tl.int64)
     inside = (m < num_rows)[:, None] & (d < D)[None, :]
-    values = tl.load(x + row[:, None] * stride_x + d[None, :], mask=inside)
+    values = tl.load(x + row[:, None] * STRIDE_X + d[None, :], mask=inside)
     if WEIGHTED:
         s = tl.load(weights + tl.load(choice + m, mask=m < num_rows, other=0), mask=m < num_rows, other=0.0)
         values = (values.to(tl.float32) * s[:, None]).to(out.dtype.element_ty)
-    tl.store(out + m.to(tl.int64)[:, None] * stride_out + d[None, :], values, mask=inside)
+    tl.store(out + m.to(tl.int64)[:, None] * STRIDE_OUT + d[None, :], values, mask=inside)
 
 
 def gather_rows(
@@ -58,7 +58,7 @@ def gather_rows(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def sum_rows_kernel(
-    rows, positions, weights, y, num_rows, stride_rows,
+    rows, positions, weights, y, num_rows, STRIDE: tl.constexpr,
     K: tl.constexpr, D: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -69,7 +69,7 @@ def sum_rows_kernel(
     for k in tl.static_range(K):
         position = tl.load(positions + choice + k, mask=inside, other=-1).to(tl.int64)
         there = (position >= 0)[:, None] & (d < D)[None, :]
-        row = tl.load(rows + position[:, None] * stride_rows + d[None, :], mask=there, other=0.0).to(tl.float32)
+        row = tl.load(rows + position[:, None] * STRIDE + d[None, :], mask=there, other=0.0).to(tl.float32)
         if WEIGHTED:
             row = row * tl.load(weights + choice + k, mask=inside & (position >= 0), other=0.0)[:, None]
         total += row
@@ -93,7 +93,7 @@ def sum_rows(rows: Tensor, positions: Tensor, weights: Tensor | None = None) -> 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def dot_rows_kernel(
-    dy, rows, positions, out, num_rows, stride_dy, stride_rows,
+    dy, rows, positions, out, num_rows, STRIDE_DY: tl.constexpr, STRIDE: tl.constexpr,
     K: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -101,13 +101,13 @@ def dot_rows_kernel(
     choice = n.to(tl.int64) * K + tl.program_id(1)
     position = tl.load(positions + choice, mask=inside, other=-1).to(tl.int64)
     there = (position >= 0)[:, None]
-    dy_rows = dy + n.to(tl.int64)[:, None] * stride_dy
+    dy_rows = dy + n.to(tl.int64)[:, None] * STRIDE_DY
     total = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for d0 in range(0, D, BLOCK_D):
         d = d0 + tl.arange(0, BLOCK_D)[None, :]
         mask = there & (d < D)
         a = tl.load(dy_rows + d, mask=mask, other=0.0).to(tl.float32)
-        b = tl.load(rows + position[:, None] * stride_rows + d, mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(rows + position[:, None] * STRIDE + d, mask=mask, other=0.0).to(tl.float32)
         total += a * b
     tl.store(out + choice, tl.sum(total, 1), mask=inside)
 

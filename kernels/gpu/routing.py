@@ -19,10 +19,10 @@ from torch import Tensor
 
 
 @triton.jit
-def _scores(logits, t, stride, T, e, exists, SOFTMAX: tl.constexpr):
+def _scores(logits, t, STRIDE: tl.constexpr, T, e, exists, SOFTMAX: tl.constexpr):
     """The scores [tokens, columns] of the experts e, where they exist."""
     mask = (t < T)[:, None] & exists[None, :]
-    values = tl.load(logits + t.to(tl.int64)[:, None] * stride + e[None, :], mask=mask, other=float("-inf"))
+    values = tl.load(logits + t.to(tl.int64)[:, None] * STRIDE + e[None, :], mask=mask, other=float("-inf"))
     values = values.to(tl.float32)
     if SOFTMAX:
         values = tl.where((t < T)[:, None], values, 0.0)
@@ -40,10 +40,10 @@ def _keep_groups(choice, column, G_PADDED: tl.constexpr, PER_GROUP: tl.constexpr
     in_groups = tl.reshape(choice, (BLOCK_T, G_PADDED, PADDED))
     group_score = tl.max(in_groups, 2)
     if PER_GROUP > 1:
-        best = tl.argmax(in_groups, 2)
-        others = tl.where(tl.arange(0, PADDED)[None, None, :] == best[:, :, None], float("-inf"), in_groups)
+        winner = tl.argmax(in_groups, 2)
+        others = tl.where(tl.arange(0, PADDED)[None, None, :] == winner[:, :, None], float("-inf"), in_groups)
         group_score += tl.max(others, 2)
-    kept = tl.zeros(choice.shape, tl.int1)
+    kept = tl.full((BLOCK_T, G_PADDED * PADDED), False, tl.int1)
     group = tl.arange(0, G_PADDED)
     for _ in range(TOP_GROUPS):
         best = tl.argmax(group_score, 1)
@@ -54,8 +54,8 @@ def _keep_groups(choice, column, G_PADDED: tl.constexpr, PER_GROUP: tl.constexpr
 
 @triton.jit(do_not_specialize=["T"])
 def choose_kernel(
-    logits, bias, weights, ids, T, stride, scale, K: tl.constexpr, K_PADDED: tl.constexpr, G: tl.constexpr,
-    G_PADDED: tl.constexpr, PER_GROUP: tl.constexpr, PADDED: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    logits, bias, weights, ids, T, scale, STRIDE: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr,
+    G: tl.constexpr, G_PADDED: tl.constexpr, PER_GROUP: tl.constexpr, PADDED: tl.constexpr, TOP_GROUPS: tl.constexpr,
     SOFTMAX: tl.constexpr, BIASED: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -63,7 +63,7 @@ def choose_kernel(
     column = tl.arange(0, G_PADDED * PADDED)
     e = column // PADDED * PER_GROUP + column % PADDED
     exists = (column % PADDED < PER_GROUP) & (column // PADDED < G)
-    scores = _scores(logits, t, stride, T, e, exists, SOFTMAX)
+    scores = _scores(logits, t, STRIDE, T, e, exists, SOFTMAX)
     choice = scores
     if BIASED:
         choice += tl.load(bias + e, mask=exists, other=0.0)[None, :]
@@ -90,13 +90,13 @@ def choose_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def choose_backward_kernel(
-    logits, ids, dweights, dlogits, T, stride, scale, K: tl.constexpr, E: tl.constexpr, E_PADDED: tl.constexpr,
-    SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_T: tl.constexpr,
+    logits, ids, dweights, dlogits, T, scale, STRIDE: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
+    E_PADDED: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = t < T
     e = tl.arange(0, E_PADDED)
-    scores = _scores(logits, t, stride, T, e, e < E, SOFTMAX)
+    scores = _scores(logits, t, STRIDE, T, e, e < E, SOFTMAX)
     first = t.to(tl.int64) * K
     total = tl.zeros((BLOCK_T,), tl.float32) + 1e-20
     dot = tl.zeros((BLOCK_T,), tl.float32)
@@ -122,7 +122,7 @@ def choose_backward_kernel(
 
 
 def _block_t(columns: int) -> int:
-    return max(1, min(64, 4096 // columns))
+    return max(1, min(64, 2048 // columns))
 
 
 def choose(
@@ -138,7 +138,7 @@ def choose(
     block_t = _block_t(padded * groups_padded)
     if num_tokens:
         choose_kernel[(triton.cdiv(num_tokens, block_t),)](
-            logits, bias, weights, ids, num_tokens, logits.stride(0), scale, k, triton.next_power_of_2(k), num_groups,
+            logits, bias, weights, ids, num_tokens, scale, logits.stride(0), k, triton.next_power_of_2(k), num_groups,
             groups_padded, per_group, padded, top_groups, softmax, bias is not None, normalize, block_t,
         )  # fmt: skip
     return weights, ids
@@ -154,7 +154,7 @@ def choose_backward(
     block_t = _block_t(padded)
     if num_tokens:
         choose_backward_kernel[(triton.cdiv(num_tokens, block_t),)](
-            logits, ids, dweights, dlogits, num_tokens, logits.stride(0), scale, ids.shape[1], num_experts, padded,
+            logits, ids, dweights, dlogits, num_tokens, scale, logits.stride(0), ids.shape[1], num_experts, padded,
             softmax, normalize, block_t,
         )  # fmt: skip
     return dlogits

@@ -32,7 +32,7 @@ def _routing_weight(weights, choice, m, end, WEIGHTED: tl.constexpr, BLOCK_M: tl
 
 @triton.jit(do_not_specialize=["slots"])
 def swiglu_up_kernel(
-    x, index, w, weights, choice, z, h, tiles, offsets, slots, stride_x, F: tl.constexpr, D: tl.constexpr,
+    x, index, w, weights, choice, z, h, tiles, offsets, slots, STRIDE_X: tl.constexpr, F: tl.constexpr, D: tl.constexpr,
     KEEP_Z: tl.constexpr, WEIGHTED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
@@ -43,7 +43,7 @@ def swiglu_up_kernel(
         e = tl.load(tiles + slot * 2)
         if e >= 0:
             first, end = tl.load(tiles + slot * 2 + 1), tl.load(offsets + e + 1)
-            x_rows = x + _rows_of(index, first, end, True, BLOCK_M) * stride_x
+            x_rows = x + _rows_of(index, first, end, True, BLOCK_M) * STRIDE_X
             n0 = n_tile * HALF
             acc = _product(x_rows, w, e, n0, F, D, False, True, TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
             gate, up = _halves(acc, BLOCK_M, BLOCK_N)
@@ -64,7 +64,7 @@ def swiglu_up(
     index: [M], the row of x behind each m. weights: fp32, of which m has number choice[m]; h is multiplied by it.
     """
     num_experts, f, d = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
-    config = lookup("up", arch_of(x.device), x.element_size(), 2 * f, d)
+    config = lookup("up", arch_of(x.device), x.element_size(), f, d)
     halves = gate_up.view(2 * num_experts, f, d)
     z = x.new_empty(tiling.num_rows, 2 * f) if keep_z else None
     h = x.new_empty(tiling.num_rows, f)
@@ -99,8 +99,8 @@ def _through_swiglu(
 
 @triton.jit(do_not_specialize=["slots", "num_rows"])
 def swiglu_down_backward_kernel(
-    dy, index, w, z, weights, choice, dz, h, sums, tiles, offsets, slots, num_rows, stride_dy, F: tl.constexpr,
-    D: tl.constexpr, WEIGHTED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    dy, index, w, z, weights, choice, dz, h, sums, tiles, offsets, slots, num_rows, STRIDE_DY: tl.constexpr,
+    F: tl.constexpr, D: tl.constexpr, WEIGHTED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     TILES_N: tl.constexpr = (F + BLOCK_N - 1) // BLOCK_N
@@ -110,7 +110,7 @@ def swiglu_down_backward_kernel(
         e = tl.load(tiles + slot * 2)
         if e >= 0:
             first, end = tl.load(tiles + slot * 2 + 1), tl.load(offsets + e + 1)
-            dy_rows = dy + _rows_of(index, first, end, True, BLOCK_M) * stride_dy
+            dy_rows = dy + _rows_of(index, first, end, True, BLOCK_M) * STRIDE_DY
             n0 = n_tile * BLOCK_N
             acc = _product(dy_rows, w, e, n0, F, D, True, False, TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
             m = first + tl.arange(0, BLOCK_M)

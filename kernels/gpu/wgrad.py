@@ -20,16 +20,20 @@ from .gemm import _halves, _place
 
 
 @triton.jit
-def _tile_of_rows(x, row, inside, i, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """[rows, COLUMNS], zero for the rows that are not inside."""
-    mask = inside[:, None] if WIDTH % COLUMNS == 0 else inside[:, None] & (i < WIDTH)[None, :]
-    return tl.load(x + row[:, None] + i[None, :], mask=mask, other=0.0)
+def _columns(tile, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """The columns of a tile. Past the end, the first ones again, which are never stored: loads then need no mask."""
+    i = tile * COLUMNS + tl.arange(0, COLUMNS)
+    if WIDTH % COLUMNS != 0:
+        TOGETHER: tl.constexpr = 8 if WIDTH % 8 == 0 else 1
+        i = tl.where(i < WIDTH, i, i % TOGETHER)
+        i = tl.max_contiguous(tl.multiple_of(i, TOGETHER), TOGETHER)  # so that eight columns stay one load
+    return i
 
 
 @triton.jit
-def _row_offsets(index, m, inside, stride, GATHER: tl.constexpr):
+def _row_offsets(index, m, inside, STRIDE: tl.constexpr, GATHER: tl.constexpr):
     row = tl.load(index + m, mask=inside, other=0).to(tl.int64) if GATHER else m.to(tl.int64)
-    return row * stride
+    return row * STRIDE
 
 
 @triton.jit
@@ -43,7 +47,8 @@ def _add_to(out, x, i, j, I: tl.constexpr, J: tl.constexpr, ADD: tl.constexpr): 
 
 @triton.jit(do_not_specialize=["num_experts"])
 def weight_gradients_kernel(
-    a, index_a, b, index_b, out, offsets, num_experts, stride_a, stride_b, I: tl.constexpr, J: tl.constexpr,  # noqa: E741
+    a, index_a, b, index_b, out, offsets, num_experts, STRIDE_A: tl.constexpr, STRIDE_B: tl.constexpr,
+    I: tl.constexpr, J: tl.constexpr,  # noqa: E741
     GATHER_A: tl.constexpr, GATHER_B: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
@@ -54,24 +59,24 @@ def weight_gradients_kernel(
         e = tile // (TILES_I * TILES_J)
         i_tile, j_tile = _place(tile % (TILES_I * TILES_J), TILES_I, TILES_J, GROUP_M)
         start, end = tl.load(offsets + e), tl.load(offsets + e + 1)
-        i = i_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        j = j_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        i, j = _columns(i_tile, I, BLOCK_M), _columns(j_tile, J, BLOCK_N)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         m = start + tl.arange(0, BLOCK_K)
         # Where the next rows are is known one step ahead: otherwise their loads would wait for it in every step.
-        row_a = _row_offsets(index_a, m, m < end, stride_a, GATHER_A)
-        row_b = _row_offsets(index_b, m, m < end, stride_b, GATHER_B)
+        row_a = _row_offsets(index_a, m, m < end, STRIDE_A, GATHER_A)
+        row_b = _row_offsets(index_b, m, m < end, STRIDE_B, GATHER_B)
         # One step at least: a loop that may not run at all makes ptxas serialise the products.
         for _ in range(tl.maximum(tl.cdiv(end - start, BLOCK_K), 1)):
             inside = m < end
-            a_tile = _tile_of_rows(a, row_a, inside, i, I, BLOCK_M)
-            b_tile = _tile_of_rows(b, row_b, inside, j, J, BLOCK_N)
+            a_tile = tl.load(a + row_a[:, None] + i[None, :], mask=inside[:, None], other=0.0)
+            b_tile = tl.load(b + row_b[:, None] + j[None, :], mask=inside[:, None], other=0.0)
             m += BLOCK_K
-            row_a = _row_offsets(index_a, m, m < end, stride_a, GATHER_A)
-            row_b = _row_offsets(index_b, m, m < end, stride_b, GATHER_B)
+            row_a = _row_offsets(index_a, m, m < end, STRIDE_A, GATHER_A)
+            row_b = _row_offsets(index_b, m, m < end, STRIDE_B, GATHER_B)
             acc = tl.dot(a_tile.T, b_tile, acc, input_precision=PRECISION)
         out_e = out + e.to(tl.int64) * (I * J)
         left, right = _halves(acc, BLOCK_M, BLOCK_N)
+        i = i_tile * BLOCK_M + tl.arange(0, BLOCK_M)
         j = j_tile * BLOCK_N + tl.arange(0, HALF)
         _add_to(out_e, left, i, j, I, J, ADD)
         _add_to(out_e, right, i, j + HALF, I, J, ADD)

@@ -3,8 +3,10 @@
 import contextlib
 
 import torch
+from torch import nn
 
 from moe_dualpipe.kernels.gpu import configs
+from moe_dualpipe.kernels.grouped_gemm import grouped_linear
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter computes wrong numbers in bfloat16.
@@ -29,6 +31,19 @@ def assert_as_good_as(ours, reference, exact, dtype, what=""):
 
 def offsets_of(counts):
     return torch.tensor([0, *counts], device=DEVICE).cumsum(0).int()
+
+
+class LinearExperts(nn.Module):
+    """Somebody's own experts, who asks for the kernels that the model runs with."""
+
+    kernels = "auto"
+
+    def __init__(self, config, num_local_experts):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(num_local_experts, config.hidden_size, config.hidden_size))
+
+    def forward(self, x_MD, expert_offsets):
+        return grouped_linear(x_MD, self.weight, expert_offsets, kernels=self.kernels)
 
 
 @contextlib.contextmanager

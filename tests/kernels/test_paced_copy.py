@@ -57,4 +57,4 @@ def test_the_copy_is_a_copy():
 
 
 def test_it_compiles_and_asks_the_clock():
-    run(COMPILED)
+    run(COMPILED, TRITON_INTERPRET="0")

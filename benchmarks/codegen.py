@@ -1,0 +1,241 @@
+"""Compile every kernel for GPUs that are not there, and see whether the compiler did what the tuned tiles count on.
+
+    python -m benchmarks.codegen                         all GPUs, all dtypes; exit code 1 if anything is amiss
+    python -m benchmarks.codegen --arch sm_90 gfx942 --dtype bf16
+
+The launchers run as they would, on tensors that nobody reads; where they start a kernel, it is compiled instead, for
+each size of the shipped table and for sizes that no fast path takes. Amiss is: registers spilled to memory, more shared
+memory than the GPU has, ptxas warnings C75xx (it serialises matrix products), and on Hopper a product without wgmma.
+"""
+
+import argparse
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from moe_dualpipe.kernels.gpu import configs, gemm, paced_copy, permute, routing, swiglu, wgrad
+from moe_dualpipe.kernels.gpu.device import interpreting
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+SHARED_LIMIT = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}  # bytes a block may have
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PRODUCTS = {"rows_times_weights", "swiglu_up", "swiglu_down_backward", "weight_gradients"}
+NVIDIA_BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What came out. sizes: of the experts. matrix: matrix instructions; spills: bytes on NVIDIA, registers on AMD."""
+
+    kernel: str
+    arch: str
+    dtype: str
+    sizes: str
+    tma: bool
+    registers: int
+    spills: int
+    shared: int
+    matrix: int
+    warnings: tuple[str, ...]
+
+    def amiss(self) -> list[str]:
+        found = [f"{self.spills} spilled"] if self.spills else []
+        if self.shared > SHARED_LIMIT[self.arch]:
+            found.append(f"{self.shared:,} bytes of shared memory of {SHARED_LIMIT[self.arch]:,}")
+        if self.arch == "sm_90" and self.dtype != "fp32" and self.kernel in PRODUCTS and not self.matrix:
+            found.append("no wgmma")
+        return found + list(self.warnings)
+
+
+class _NoGPU:
+    """What compilation asks of Triton's driver, answered without a device."""
+
+    utils = None
+
+    def __init__(self, arch: str):
+        self.get_current_target = lambda: TARGETS[arch]
+        # Triton keeps what it compiled by the number of the device: each GPU has one of its own.
+        self.get_current_device = lambda: list(TARGETS).index(arch)
+
+    get_current_stream = staticmethod(lambda _device=0: 0)
+    set_current_device = staticmethod(lambda _device: None)
+    get_active_torch_device = staticmethod(lambda: torch.device("cpu"))
+    get_device_interface = staticmethod(lambda: torch.cpu)
+    map_python_to_cpp_type = staticmethod(lambda ty: ty)
+
+
+@contextlib.contextmanager
+def compiling(arch: str) -> Iterator[list[tuple[str, Any]]]:
+    """Within this context, launchers compile for `arch` instead of launching; yields (name, kernel) as they come."""
+    compiled: list[tuple[str, Any]] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, **options: Any) -> None:
+        compiled.append(
+            (self.__name__.removesuffix("_kernel").strip("_"), run(self, *args, **{**options, "warmup": True}))
+        )
+
+    before = driver._active  # None on a machine without a GPU, where asking for it would raise
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(JITFunction, "run", compile_only))
+        for module in (gemm, swiglu, wgrad):
+            stack.enter_context(mock.patch.object(module, "arch_of", lambda _device: arch))
+        driver.set_active(_NoGPU(arch))  # type: ignore[arg-type]
+        try:
+            yield compiled
+        finally:
+            driver._active = before
+
+
+def launch_experts(d: int, f: int, dtype: torch.dtype) -> None:
+    """Everything that `experts` and `grouped_linear` launch, forward and backward, for experts of [D, F]."""
+    rows, num_experts = 8, 4
+    x, index = torch.empty(rows, d, dtype=dtype), torch.zeros(rows, dtype=torch.int64)
+    gate_up, down = torch.empty(num_experts, 2 * f, d, dtype=dtype), torch.empty(num_experts, d, f, dtype=dtype)
+    tiling = gemm.Tiling(torch.zeros(num_experts + 1, dtype=torch.int32), rows)
+    weights = torch.empty(rows)
+    z, h = swiglu.swiglu_up(x, index, gate_up, tiling, None, index)
+    assert z is not None
+    swiglu.swiglu_up(x, index, gate_up, tiling, weights, index, keep_z=False)
+    gemm.rows_times_weights("down", h, down, tiling)
+    swiglu.swiglu_down_backward(x, index, down, z, tiling, weights, index)
+    gemm.rows_times_weights("up_backward", z, gate_up, tiling, True)
+    for add_to in (None, torch.empty(num_experts, 2 * f, d)):
+        wgrad.weight_gradients(z, x, tiling.offsets, torch.float32, index_b=index, add_to=add_to)
+    wgrad.weight_gradients(x, h, tiling.offsets, torch.float32, index)
+    wgrad.weight_gradients(z, x, tiling.offsets, dtype)
+
+
+def launch_others(dtype: torch.dtype) -> None:
+    """Everything else: routing, orders, moved rows."""
+    x, index, weights = torch.empty(64, 4096, dtype=dtype), torch.zeros(64, dtype=torch.int64), torch.empty(64, 8)
+    positions = torch.zeros(64, 8, dtype=torch.int64)
+    permute.gather_rows(x, index)
+    permute.gather_rows(x, index, None, weights, index)
+    for given in (None, weights):
+        permute.sum_rows(x, positions, given)
+    permute.dot_rows(x, x, positions)
+    permute.pick_sums(torch.empty(4, 64), positions)
+    for num_experts, groups in ((8, 1), (256, 8), (512, 1)):
+        logits, bias = torch.empty(64, num_experts, dtype=dtype), torch.empty(num_experts)
+        for softmax in (True, False):
+            routing.choose(logits, bias, 8, groups, max(1, groups // 2), softmax, True, 1.0)
+            routing.choose_backward(logits, positions, weights, softmax, True, 1.0)
+        gemm.Tiling(torch.zeros(num_experts + 1, dtype=torch.int32), 64)(128)
+        routing.order_by_expert(positions, num_experts, 512)
+    routing.order_by_expert(positions, 8, 512, 32, True)
+    if dtype == torch.bfloat16:
+        paced_copy.paced_copy(x, 0.0, 4)
+
+
+def check(arch: str, dtype: str) -> list[Compiled]:
+    """Compile all there is for one GPU and dtype."""
+    size = DTYPES[dtype].itemsize
+    shipped = {
+        (max(e.n, e.k), min(e.n, e.k))
+        for e in configs.load(configs.SHIPPED)
+        if e.arch == arch and e.dtype_bytes == size
+    }
+    found = []
+    for d, f in [*sorted(shipped), (1000, 200), (1001, 203)]:
+        with compiling(arch) as compiled:
+            launch_experts(d, f, DTYPES[dtype])
+        found += [describe(name, kernel, arch, dtype, f"{d}x{f}") for name, kernel in compiled]
+    with compiling(arch) as compiled:
+        launch_others(DTYPES[dtype])
+    found += [describe(name, kernel, arch, dtype, "") for name, kernel in compiled]
+    return list(dict.fromkeys(found))
+
+
+def describe(name: str, kernel: Any, arch: str, dtype: str, sizes: str) -> Compiled:
+    shared = kernel.metadata.shared
+    if "ptx" not in kernel.asm:
+        text = kernel.asm["amdgcn"]
+        registers, spills = (_number(rf"\.{key}:\s*(\d+)", text) for key in ("vgpr_count", "vgpr_spill_count"))
+        return Compiled(name, arch, dtype, sizes, False, registers, spills, shared, text.count("v_mfma"), ())
+    ptx = kernel.asm["ptx"]
+    log = _ptxas(ptx)
+    registers = _number(r"Used (\d+) registers", log)
+    spills = _number(r"(\d+) bytes spill stores", log) + _number(r"(\d+) bytes spill loads", log)
+    matrix = len(re.findall(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync", ptx))
+    warnings = tuple(sorted(set(re.findall(r"C75\d\d", log))))
+    return Compiled(
+        name, arch, dtype, sizes, "cp.async.bulk.tensor" in ptx, registers, spills, shared, matrix, warnings
+    )
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    if not found:
+        raise RuntimeError(f"the assembler says nothing of {pattern!r}:\n{text[-2000:]}")
+    return int(found[1])
+
+
+def _ptxas(ptx: str) -> str:
+    found = re.search(r"\.target (sm_(\d+)\w*)", ptx)
+    assert found
+    arch, number = found[1], int(found[2])
+    blackwell = NVIDIA_BIN / "ptxas-blackwell"  # Triton brings a second assembler for what the first does not know
+    program = blackwell if number >= 100 and blackwell.exists() else NVIDIA_BIN / "ptxas"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [program, "-v", f"--gpu-name={arch}", file.name, "-o", os.devnull]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stderr
+
+
+def table(found: list[Compiled]) -> str:
+    lines = [
+        f"{'kernel':22} {'GPU':7} {'dtype':5} {'D x F':>9} {'TMA':3} {'regs':>4} {'shared':>7} {'matrix':>6}  amiss"
+    ]
+    lines += [
+        f"{c.kernel:22} {c.arch:7} {c.dtype:5} {c.sizes:>9} {'yes' if c.tma else '-':3} {c.registers:4} {c.shared:7,} "
+        f"{c.matrix:6}  {', '.join(c.amiss()) or '-'}"
+        for c in found
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Compile every kernel for GPUs that are not there, and check the code."
+    )
+    parser.add_argument("--arch", nargs="+", choices=TARGETS, default=list(TARGETS), help="GPUs to compile for")
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bf16", "fp32"], help="dtypes of the rows")
+    parser.add_argument("--quiet", action="store_true", help="print only what is amiss")
+    options = parser.parse_args()
+    if interpreting():
+        parser.error("TRITON_INTERPRET is set, so nothing is compiled: unset it")
+    jobs = [(arch, dtype) for arch in options.arch for dtype in options.dtype]
+    with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
+        found = [c for part in pool.map(check, *zip(*jobs, strict=True)) for c in part]
+    amiss = [c for c in found if c.amiss()]
+    shown = amiss if options.quiet else found
+    if shown:
+        print(table(shown))
+    print(f"triton {triton.__version__}: {len(found)} kernels compiled, {len(amiss)} amiss")
+    sys.exit(bool(amiss))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""The model with Triton kernels is the model: same losses and gradients as with plain torch, however it is run."""
+
+import pytest
+import torch
+from common import DEVICE, FLOOR, LinearExperts, error
+from ranks import run_ranks
+from torch.distributed import group
+
+from moe_dualpipe.expert_parallel import AllToAll, Local, Loopback
+from moe_dualpipe.models import ModelConfig, build_model, next_token_loss
+from moe_dualpipe.overlap.weight_grads import WeightGrads, bind
+
+TINY = {
+    "hidden_size": 16, "num_layers": 2, "num_dense_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8,
+    "dense_size": 24, "expert_size": 8, "num_experts": 4, "experts_per_token": 2, "vocab_size": 32, "init_std": 0.3,
+}  # fmt: skip
+
+
+def tokens(seed, batch=1, length=6):
+    return torch.randint(0, 32, (batch, length), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def model(kernels, ep=None, recompute="none", **changes):
+    config = ModelConfig(**{**TINY, **changes})
+    return build_model(config, ep, seed=1, recompute=recompute, kernels=kernels).to(DEVICE)
+
+
+def gradients(module):
+    return {name: p.grad for name, p in module.named_parameters()}
+
+
+def assert_same(ours, reference, factor=3):
+    assert ours.keys() == reference.keys()
+    for name, grad in reference.items():
+        assert error(ours[name], grad) <= factor * FLOOR[torch.float32], name
+
+
+@pytest.mark.parametrize("changes", [{}, {"router_score": "sigmoid", "expert_groups": 2, "top_groups": 1}], ids=str)
+@pytest.mark.parametrize("recompute", ["none", "norms", "full"])
+def test_forward_and_backward(recompute, changes):
+    results = []
+    for kernels in ("reference", "triton"):
+        module = model(kernels, recompute=recompute, **changes)
+        loss = next_token_loss(module(tokens(1)), tokens(2))
+        loss.backward()
+        results.append((loss.item(), gradients(module)))
+    (loss, expected), (our_loss, ours) = results
+    assert our_loss == pytest.approx(loss, rel=1e-6)
+    assert_same(ours, expected)
+
+
+def test_an_overlapped_pair_equals_one_after_the_other_to_the_last_bit():
+    """Triton's order of additions does not depend on what runs beside it."""
+    results = []
+    for overlapped in (False, True):
+        module = model("triton", Loopback(4, 2, kernels="triton"))
+        weight_grads = WeightGrads()
+        bind(module, weight_grads)
+        loss1 = next_token_loss(module(tokens(1)), tokens(2))
+        if overlapped:
+            pair = type(module).overlapped_forward_backward
+            _, loss0 = pair(module, [tokens(3)], next_token_loss, [tokens(4)], module, loss1, None, None)
+        else:
+            loss0 = next_token_loss(module(tokens(3)), tokens(4))
+            loss1.backward()
+        with weight_grads.defer_to("later"):
+            loss0.backward()
+        weight_grads.run("later")
+        results.append((loss0.detach(), loss1.detach(), gradients(module)))
+    (a0, a1, expected), (b0, b1, ours) = results
+    assert torch.equal(a0, b0)
+    assert torch.equal(a1, b1)
+    for name, grad in expected.items():
+        assert torch.equal(ours[name], grad), name
+
+
+def test_experts_of_ones_own_take_the_same_rows():
+    results = []
+    for kernels in ("reference", "triton"):
+        module = model(kernels, experts="common:LinearExperts")
+        assert [m.kernels for m in module.modules() if isinstance(m, LinearExperts)] == [kernels]
+        loss = next_token_loss(module(tokens(1)), tokens(2))
+        loss.backward()
+        results.append((loss.item(), gradients(module)))
+    assert results[1][0] == pytest.approx(results[0][0], rel=1e-6)
+    assert_same(results[1][1], results[0][1])
+
+
+def two_ranks(rank):
+    results = []
+    for kernels in ("reference", "triton"):
+        module = model(kernels, AllToAll(4, group.WORLD, kernels))
+        loss = next_token_loss(module(tokens(rank, 1, 4 + 3 * rank)), tokens(9 + rank, 1, 4 + 3 * rank))
+        loss.backward()
+        results.append((loss.item(), gradients(module)))
+    (loss, expected), (our_loss, ours) = results
+    assert our_loss == pytest.approx(loss, rel=1e-6)
+    assert_same(ours, expected)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="two ranks on one GPU")
+def test_expert_parallel_ranks():
+    run_ranks(2, two_ranks)
+
+
+def test_the_choice_is_made_and_checked_when_the_model_is_built():
+    for build in (lambda: model("cuda"), lambda: Local(4, kernels="cuda"), lambda: Loopback(4, 2, kernels="cuda")):
+        with pytest.raises(ValueError, match="kernels must be one of auto, triton, reference: got 'cuda'"):
+            build()

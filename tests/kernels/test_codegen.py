@@ -1,0 +1,66 @@
+"""The kernels as they are shipped, compiled for GPUs that are not there."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+
+def codegen(*arguments):
+    # A process of its own: here Triton interprets.
+    command = [sys.executable, "-m", "benchmarks.codegen", *arguments]
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=230, check=False)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "gfx942"])
+def test_every_kernel_compiles_without_spills_and_warnings(arch):
+    done = codegen("--arch", arch, "--dtype", "bf16")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = {line.split()[0]: line for line in done.stdout.splitlines()}
+    assert {"swiglu_up", "swiglu_down_backward", "rows_times_weights", "weight_gradients"} <= lines.keys()
+    assert {"choose", "choose_backward", "count", "scatter", "sum_rows", "gather_rows", "tile_table"} <= lines.keys()
+    assert " 0 amiss" in done.stdout
+
+
+DESCRIBED = """
+import torch
+from benchmarks.codegen import check, compiling, describe
+from moe_dualpipe.kernels.gpu import gemm
+from moe_dualpipe.kernels.gpu.configs import Config, overriding
+
+found = check("sm_90", "bf16")
+products = [c for c in found if c.kernel in ("swiglu_up", "rows_times_weights", "swiglu_down_backward")]
+assert all(c.tma == (c.sizes != "1001x203") for c in products)
+assert all(c.matrix for c in products)
+
+def amiss(config):
+    a, w = torch.empty(8, 256, dtype=torch.bfloat16), torch.empty(2, 512, 256, dtype=torch.bfloat16)
+    with overriding("down", config), compiling("sm_90") as compiled:
+        gemm.rows_times_weights("down", a, w, gemm.Tiling(torch.zeros(3, dtype=torch.int32), 8))
+    name, kernel = compiled[-1]
+    return describe(name, kernel, "sm_90", "bf16", "").amiss()
+
+assert not amiss(Config(128, 128, 64, 8, 3, 8, True))
+assert "spilled" in amiss(Config(128, 256, 64, 4, 3, 8, True))[0]       # half the registers a tile needs
+assert "shared memory" in amiss(Config(128, 256, 64, 8, 6, 8, True))[0]
+"""
+
+
+def test_what_is_amiss_would_be_seen():
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", DESCRIBED], env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_interpreter_compiles_nothing():
+    command = [sys.executable, "-m", "benchmarks.codegen"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 2
+    assert "TRITON_INTERPRET is set, so nothing is compiled: unset it" in done.stderr

@@ -1,0 +1,99 @@
+"""The tables of tile sizes: what ships, what the user tuned, and what is taken when."""
+
+import dataclasses
+
+import pytest
+
+pytest.importorskip("triton")
+
+from moe_dualpipe.kernels.gpu import configs
+from moe_dualpipe.kernels.gpu.configs import KERNELS, SHIPPED, Config, Entry
+
+A, B, C = Config(16, 32, 16, 4, 1), Config(32, 32, 16, 4, 1), Config(64, 32, 16, 4, 1)
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    configs.forget()
+    yield tmp_path / "moe-dualpipe" / "tuned.json"
+    monkeypatch.undo()
+    configs.forget()
+
+
+def test_what_ships_has_every_kernel_on_every_gpu():
+    shipped = configs.load(SHIPPED)
+    for arch in ("sm_80", "sm_90", "sm_100", "gfx942", "interpreter"):
+        for size in (2, 4):
+            assert {e.kernel for e in shipped if (e.arch, e.dtype_bytes) == (arch, size)} == set(KERNELS)
+
+
+@pytest.mark.usefixtures("home")
+def test_a_gpu_without_a_table_takes_one_that_it_can_run():
+    for arch, like in (("sm_86", "sm_80"), ("sm_120", "sm_80"), ("gfx90a", "gfx942"), ("gfx1100", "gfx942")):
+        assert configs.lookup("up", arch, 2, 512, 2048) == configs.lookup("up", like, 2, 512, 2048)
+    assert configs.lookup("up", "sm_90", 2, 512, 2048) != configs.lookup("up", "sm_80", 2, 512, 2048)
+
+
+def test_the_users_table_comes_first_and_the_nearest_sizes_win(home):
+    assert configs.user_file() == home
+    entries = [
+        Entry("up", "sm_90", 2, 512, 2048, A),
+        Entry("up", "sm_90", 2, 4096, 2048, B),
+        Entry("down", "sm_90", 4, 1, 1, C),
+    ]
+    configs.save(home, entries, gpu="a test")
+    assert configs.lookup("up", "sm_90", 2, 512, 2048) == A
+    assert configs.lookup("up", "sm_90", 2, 768, 2048) == A
+    assert configs.lookup("up", "sm_90", 2, 2048, 2048) == B
+    shipped = next(e.config for e in configs.load(SHIPPED) if (e.kernel, e.arch, e.dtype_bytes) == ("down", "sm_90", 2))
+    assert configs.lookup("down", "sm_90", 2, 512, 2048) == shipped  # another size of elements
+    configs.save(home, [Entry("down", "sm_90", 2, 512, 2048, C)])
+    assert configs.lookup("down", "sm_90", 2, 512, 2048) == C
+
+
+@pytest.mark.usefixtures("home")
+def test_rows_that_no_wide_load_can_read_take_tiles_of_their_own():
+    odd = configs.lookup("any", "sm_90", 2, 512, 2048)
+    assert configs.lookup("up", "sm_90", 2, 513, 2048) == odd
+    assert configs.lookup("wgrad", "sm_90", 2, 512, 2044) == odd
+    assert configs.lookup("wgrad", "sm_90", 4, 512, 2044) != configs.lookup("any", "sm_90", 4, 512, 2044)
+    assert configs.lookup("up", "sm_90", 2, 520, 2048) != odd
+
+
+def test_what_is_saved_is_loaded(home):
+    entries = (Entry("wgrad", "gfx942", 2, 3, 5, dataclasses.replace(A, tma=True, group_m=3)),)
+    configs.save(home, entries, gpu="MI300X", date="today")
+    assert configs.load(home) == entries
+    assert '"gpu": "MI300X"' in home.read_text()
+
+
+@pytest.mark.parametrize("text,problem", [
+    ("not a table", "is no table of tuned kernels"),
+    ('{"entries": [{"kernel": "up"}]}', "is no table of tuned kernels .*delete it, or tune again"),
+    ('{"entries": [{"kernel": "sideways", "arch": "sm_90", "dtype_bytes": 2, "n": 1, "k": 1, "config": '
+     '{"block_m": 1, "block_n": 1, "block_k": 1, "warps": 1, "stages": 1}}]}',
+     "unknown kernel 'sideways'; there are up"),
+])  # fmt: skip
+def test_a_file_that_is_no_table(home, text, problem):
+    home.parent.mkdir()
+    home.write_text(text)
+    with pytest.raises(ValueError, match=problem) as error:
+        configs.lookup("up", "sm_90", 2, 512, 2048)
+    assert str(home) in str(error.value)
+
+
+def test_overrides_end_and_nest():
+    before = configs.lookup("up", "sm_90", 2, 512, 2048)
+    with configs.overriding("up", A):
+        with configs.overriding("up", B):
+            assert configs.lookup("up", "gfx942", 4, 7, 7) == B
+        assert configs.lookup("up", "sm_90", 2, 512, 2048) == A
+    assert configs.lookup("up", "sm_90", 2, 512, 2048) == before
+    with pytest.raises(ValueError, match="unknown kernel 'sideways'"), configs.overriding("sideways", A):
+        pass
+
+
+def test_sizes_that_no_table_knows():
+    with pytest.raises(ValueError, match="no configuration of kernel 'up' for sm_90 with elements of 8 bytes"):
+        configs.lookup("up", "sm_90", 8, 512, 2048)
