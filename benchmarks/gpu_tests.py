@@ -1,0 +1,51 @@
+"""The GPU tests, run before anything is timed, in a process of their own: a crash there ends only them."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from .gpu_context import Context
+
+FOLDER = "tests/gpu"
+ROOT = Path(__file__).parents[1]
+
+
+def run(context: Context, record: dict[str, Any]) -> None:
+    """Fill record: outcome ("passed", "failed", "none ran", "missing", "timed out"), summary, output."""
+    if not (ROOT / FOLDER).is_dir():
+        record.update(outcome="missing", summary=f"there is no {FOLDER}")
+        return
+    command = [sys.executable, "-m", "pytest", FOLDER, "-q", "-p", "no:cacheprovider"]
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=context.left()
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as late:
+        output = late.stdout.decode(errors="replace") if isinstance(late.stdout, bytes) else late.stdout or ""
+        record.update(outcome="timed out", summary=f"stopped after {late.timeout:.0f} s", output=output[-4000:])
+    else:
+        record.update(judged(done.returncode, done.stdout), output=done.stdout[-4000:])
+    context.say(f"  {record['outcome']}: {record['summary']}")
+    if record["outcome"] in ("failed", "timed out"):
+        context.say(record["output"])
+
+
+def judged(code: int, output: str) -> dict[str, str]:
+    """pytest's exit code and last line. Tests that were all skipped prove nothing.
+
+    Example: judged(0, "3 passed, 1 skipped in 2.1s") has the outcome "passed"; of "4 skipped in 1s", "none ran".
+    """
+    last = next((line.strip("= ") for line in reversed(output.splitlines()) if line.strip()), "")
+    passed = re.search(r"\b([1-9]\d*) passed", last)
+    if code == 0 and passed:
+        return {"outcome": "passed", "summary": last}
+    if code in (0, 5):  # 5: nothing was collected
+        return {"outcome": "none ran", "summary": last}
+    return {"outcome": "failed", "summary": last or f"pytest ended with code {code}"}
+
+
+def proved_nothing_wrong(record: dict[str, Any], smoke: bool) -> bool:
+    """Whether a run of the suite may end with code 0. On a CPU the GPU tests skip themselves."""
+    return record.get("outcome") == "passed" or (smoke and record.get("outcome") in ("none ran", "missing"))
