@@ -86,25 +86,26 @@ def run_sections(context: Any, options: argparse.Namespace) -> None:
     from .gpu_measure import ceilings, reason
 
     start, total = time.monotonic(), 60 * options.minutes
+    last = [name for name in SECTIONS if name in options.only][-1]
     context.results["ceilings"] = ceilings(context.clock, context.smoke)
     for name in SECTIONS:
         if name not in options.only:
             continue
         module, share = SECTIONS[name]
         # A section that comes last, or alone, has all the time that is left.
-        context.deadline = start + total * (1.0 if name == options.only[-1] else share)
+        context.deadline = start + total * (1.0 if name == last else share)
         print(f"\n{name}: {context.left():.0f} s", flush=True)
         record: dict[str, Any] = {}
         context.results[name] = record
         if context.left() < 5:
-            record.update(status="skipped", reason=f"Skipped: --minutes {options.minutes:g} were spent before.")
+            record.update(status="skipped", reason=f"skipped, --minutes {options.minutes:g} were spent before")
             print(f"  {record['reason']}")
             continue
         begun = time.monotonic()
         try:
             importlib.import_module(f".{module}", __package__).run(context, record)
         except Exception as error:
-            record.update(status="failed", reason=f"Failed: {reason(error)}")
+            record.update(status="failed", reason=f"failed, {reason(error)}")
             print(f"  {record['reason']}", flush=True)
         record["wall_seconds"] = round(time.monotonic() - begun, 1)
         context.save()
@@ -145,13 +146,16 @@ def draw(context: Any) -> None:
 
 
 def exit_code(context: Any, options: argparse.Namespace) -> int:
-    """1 if the GPU tests were asked for and did not pass, or a section failed as a whole."""
+    """1 if the GPU tests were asked for and did not pass, a section failed, or our own operators were wrong."""
     from .gpu_tests import proved_nothing_wrong
+    from .peers import OURS
 
     results = context.results
     failed = any(results[name].get("status") == "failed" for name in options.only)
     untested = "tests" in options.only and not proved_nothing_wrong(results["tests"], context.smoke)
-    return int(failed or untested)
+    outcomes = [e["contestants"] for e in results.get("experts", {}).get("shapes", [])]
+    wrong = any(o.get(name, {}).get("status") in ("wrong", "failed") for o in outcomes for name in OURS)
+    return int(failed or untested or wrong)
 
 
 if __name__ == "__main__":

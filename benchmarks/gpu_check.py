@@ -8,6 +8,8 @@ compared, in full, after a run at full size: an index that overflows at the far 
 N tokens, D model dim, F inner width, E experts, K choices a token; M rows of one expert.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -21,17 +23,25 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 TOKENS = 64
 
 
-def errors(problem: Problem, contestant: Contestant) -> dict[str, float]:
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """In fp64: y, x and weights of `tokens`, gate_up and down of `experts`, each stacked in their order."""
+
+    tokens: Tensor
+    experts: Tensor
+    values: dict[str, Tensor]
+
+
+def errors(problem: Problem, contestant: Contestant, expected: Expected) -> dict[str, float]:
     """Run forward and backward once; the relative error of the output y and of each gradient, by name."""
     y_ND = contestant.forward()
     if y_ND.shape != problem.x_ND.shape:
         raise ValueError(f"the output must have the shape of x, {[*problem.x_ND.shape]}: got {[*y_ND.shape]}")
     grads = contestant.in_our_layout(contestant.gradients(y_ND, problem.dy_ND))
-    tokens, experts = _chosen(problem)
-    expected = reference(problem, tokens, experts)
+    tokens, experts = expected.tokens, expected.experts
     found = {"y": y_ND.detach()[tokens], "x": grads["x"][tokens], "weights": grads["weights"][tokens]}
     found |= {name: grads[name][experts] for name in ("gate_up", "down")}
-    return {name: relative_error(found[name], expected[name]) for name in found}
+    return {name: relative_error(found[name], expected.values[name]) for name in found}
 
 
 def disagreement(found: dict[str, float], dtype: torch.dtype) -> str | None:
@@ -52,9 +62,10 @@ def _chosen(problem: Problem) -> tuple[Tensor, Tensor]:
     return torch.cat([tokens[:half], tokens[-half:]]), torch.tensor(experts, device=tokens.device)
 
 
-def reference(problem: Problem, tokens: Tensor, experts: Tensor) -> dict[str, Tensor]:
-    """In fp64: y, x and weights of `tokens`, gate_up and down of `experts`, stacked in their order."""
+def reference(problem: Problem) -> Expected:
+    """What every contestant is compared with."""
     device, shape = problem.x_ND.device, problem.shape
+    tokens, experts = _chosen(problem)
     wanted_N = torch.zeros(shape.T, dtype=torch.bool, device=device).index_fill(0, tokens, True)
     y_ND, dx_ND = torch.zeros(2, shape.T, shape.D, dtype=torch.float64, device=device)
     dweights_NK = torch.zeros(shape.T, shape.K, dtype=torch.float64, device=device)
@@ -66,10 +77,8 @@ def reference(problem: Problem, tokens: Tensor, experts: Tensor) -> dict[str, Te
         dweights_NK[n_M, k_M] = dweights_M
     grads = [_one_expert(problem, e, *(problem.ids_NK == e).nonzero(as_tuple=True))[3:] for e in experts.tolist()]
     gate_up, down = zip(*grads, strict=True)
-    return {
-        "y": y_ND[tokens], "x": dx_ND[tokens], "weights": dweights_NK[tokens],
-        "gate_up": torch.stack(gate_up), "down": torch.stack(down),
-    }  # fmt: skip
+    values = {"y": y_ND[tokens], "x": dx_ND[tokens], "weights": dweights_NK[tokens]}
+    return Expected(tokens, experts, values | {"gate_up": torch.stack(gate_up), "down": torch.stack(down)})
 
 
 def _one_expert(problem: Problem, e: int, n_M: Tensor, k_M: Tensor) -> tuple[Tensor, ...]:

@@ -5,13 +5,14 @@ them, with a dense matrix product taking its turn among the contestants; shares 
 """
 
 import gc
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import gpu_precompile
-from .gpu_check import disagreement, errors
+from .gpu_check import Expected, disagreement, errors, reference
 from .gpu_context import Context
 from .gpu_measure import Case, Lap, dense_product, once, poison, rate, reason, take_turns
 from .gpu_shapes import SHAPES, SMOKE, Shape
@@ -32,15 +33,16 @@ def run(context: Context, record: dict[str, Any]) -> None:
             context.say(f"  {shape}: skipped, {context.left():.0f} s are left; use a larger --minutes")
             record.setdefault("skipped", []).append(str(shape))
             continue
-        entry: dict[str, Any] = {"shape": described(shape), "contestants": {}}
+        entry: dict[str, Any] = {"shape": described(shape, context.dtype.itemsize), "contestants": {}}
         record["shapes"].append(entry)
         measure(context, shape, entry, may_tune=index < context.tuning_shapes)
+        release(context)
         context.save()
 
 
-def described(shape: Shape) -> dict[str, Any]:
+def described(shape: Shape, element: int) -> dict[str, Any]:
     sizes = {name: getattr(shape, name) for name in "TDFEK"}
-    formula = {"kept_bytes_formula": shape.kept_bytes(), "forward_flops": shape.forward_flops}
+    formula = {"kept_bytes_formula": shape.kept_bytes(element), "forward_flops": shape.forward_flops}
     return {**sizes, "note": shape.note, **formula, "backward_flops": shape.backward_flops}
 
 
@@ -48,23 +50,21 @@ def measure(context: Context, shape: Shape, entry: dict[str, Any], may_tune: boo
     """Check every contestant at this shape, then time those that agree."""
     context.say(f"  {shape} {shape.note}")
     problem = Problem.random(shape, context.dtype, context.device)
+    expected = reference(problem)
     agreeing: dict[str, Contestant] = {}
     for name in context.contestants:
         outcome: dict[str, Any] = {}
         entry["contestants"][name] = outcome
-        contestant = admit(context, problem, name, outcome, may_tune)
+        contestant = admit(context, problem, expected, name, outcome, may_tune)
         if contestant is not None:
             agreeing[name] = contestant
         context.say(f"    {name}: {outcome['status']} {outcome.get('reason', '')}")
         context.save()
     time_all(context, problem, agreeing, entry)
-    problem = contestant = None
-    agreeing.clear()
-    release(context)
 
 
 def admit(
-    context: Context, problem: Problem, name: str, outcome: dict[str, Any], may_tune: bool
+    context: Context, problem: Problem, expected: Expected, name: str, outcome: dict[str, Any], may_tune: bool
 ) -> Contestant | None:  # fmt: skip
     """The contestant, if it is there and right; else `outcome` says why it is not."""
     if name in TUNES_ITSELF and not may_tune:
@@ -74,8 +74,8 @@ def admit(
         contestant = find(name)(problem)
         poison(context.device, 16 * 2**30)
         with gpu_precompile.quick_autotuning():
-            found = errors(problem, contestant)
-        outcome["errors"] = found
+            found = errors(problem, contestant, expected)
+        outcome["errors"] = {key: error if math.isfinite(error) else None for key, error in found.items()}
         outcome["kept_bytes_per_token"] = kept_bytes(problem, contestant)
     except ImportError as error:
         outcome.update(status="not installed", reason=str(error))

@@ -42,6 +42,7 @@ def _experts(record: dict[str, Any], path: Path) -> Path:
             if "dense" in entry:
                 label = "dense product" if x == 0 else None
                 axis.hlines(entry["dense"]["median"], x - 0.45, x + 0.45, "black", "dashed", lw=1, label=label)
+        axis.margins(x=0.01)
         axis.set_ylabel("TFLOP/s")
         axis.set_title(PARTS[part].capitalize(), fontsize=10)
         axis.spines[["top", "right"]].set_visible(False)

@@ -3,6 +3,7 @@
 Numbers are medians; where a spread is shown it is the quartiles of the repeats within the run.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from .gpu_goals import judge
@@ -25,18 +26,13 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 def markdown(results: Results) -> str:
     """The whole report."""
-    sections = {
-        "tests": tests_section,
-        "experts": experts_section,
-        "permute": permute_section,
-        "routing": routing_section,
-        "training": training_section,
-    }
     parts = [introduction(results)]
-    for name, section in sections.items():
-        if (record := results.get(name)) is None:
-            continue
-        parts.append(section(record) if record.get("status", "done") == "done" else f"## {name}\n\n{record['reason']}")
+    for name, (section, needed) in SECTIONS.items():
+        record = results.get(name, {})
+        if needed in record:
+            parts.append(section(record))
+        if "reason" in record:  # also of a section that failed half-way
+            parts.append(f"{name.capitalize()}: {record['reason']}")
     parts.append(goals_section(results))
     return "\n\n".join(parts) + "\n"
 
@@ -157,8 +153,14 @@ def errors_table(record: dict[str, Any]) -> str:
         found = [entry["contestants"].get(name, {}).get("errors") for entry in record["shapes"]]
         found = [errors for errors in found if errors]
         if found:
-            rows.append([titled(name), *(f"{max(errors[key] for errors in found):.1e}" for key in columns)])
+            rows.append([titled(name), *(worst([errors[key] for errors in found]) for key in columns)])
     return table(["", *columns.values()], rows)
+
+
+def worst(errors: list[float | None]) -> str:
+    """The largest; one that was no number is worse than any."""
+    finite = [error for error in errors if error is not None]
+    return f"{max(finite):.1e}" if len(finite) == len(errors) else "not finite"
 
 
 def reasons(record: dict[str, Any]) -> list[str]:
@@ -173,7 +175,7 @@ def reasons(record: dict[str, Any]) -> list[str]:
 
 def permute_section(record: dict[str, Any]) -> str:
     rows = []
-    for entry in record["shapes"]:
+    for entry in (entry for entry in record["shapes"] if "copy" in entry):
         for what, title in (("permute", "permute (gather)"), ("unpermute", "unpermute (combine)")):
             cells = [gb_cell(entry[what][kernels]) for kernels in ("triton", "reference")]
             rows.append([shape_name(entry["shape"]), title, *cells, shown(entry["copy"])])
@@ -183,13 +185,13 @@ def permute_section(record: dict[str, Any]) -> str:
 
 def gb_cell(outcome: dict[str, Any]) -> str:
     if "median" not in outcome:
-        return UNTIMED.get(outcome["status"], "-")
+        return UNTIMED.get(outcome.get("status", ""), "-")
     return f"{number(outcome['median'])} ({outcome['share']:.0%})"
 
 
 def routing_section(record: dict[str, Any]) -> str:
     rows = []
-    for entry in record["sizes"]:
+    for entry in (entry for entry in record["sizes"] if "order" in entry):
         for what, title in (("route", "choose experts"), ("order", "sort by expert")):
             cells = [us_cell(entry[what][kernels]) for kernels in ("triton", "reference")]
             rows.append([f"{entry['T']}, {entry['E']}, {entry['K']}", title, *cells])
@@ -199,14 +201,12 @@ def routing_section(record: dict[str, Any]) -> str:
 
 def us_cell(outcome: dict[str, Any]) -> str:
     if "called" not in outcome:
-        return UNTIMED.get(outcome["status"], "-")
+        return UNTIMED.get(outcome.get("status", ""), "-")
     graph = outcome.get("graph")
     return f"{number(outcome['called']['median'])} / {number(graph['median']) if graph else '-'}"
 
 
 def training_section(record: dict[str, Any]) -> str:
-    if "skipped" in record:
-        return f"## Training\n\nSkipped: {record['skipped']}."
     titles = {"triton": "Triton kernels", "reference": "torch grouped_mm", "loop": "a loop over experts"}
     rows = []
     for name, outcome in record["runs"].items():
@@ -241,3 +241,13 @@ def short(results: Results) -> str:
         lines += [f"{PARTS[part]}, TFLOP/s\n{experts_table(experts, part)}\n" for part in ("forward", "both")]
     lines.append(goals_section(results))
     return "\n".join(lines)
+
+
+# name -> what writes it, and the key that its record has once there is something to write
+SECTIONS: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
+    "tests": (tests_section, "outcome"),
+    "experts": (experts_section, "shapes"),
+    "permute": (permute_section, "shapes"),
+    "routing": (routing_section, "sizes"),
+    "training": (training_section, "runs"),
+}

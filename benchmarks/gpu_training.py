@@ -67,7 +67,7 @@ def run(context: Context, record: dict[str, Any]) -> None:
     seconds = min(wanted, context.left() / len(RUNS) - OVERHEAD) if not context.smoke else 0.0
     if wanted and seconds < 5:
         context.say(f"  skipped: {context.left():.0f} s are left for {len(RUNS)} runs; use a larger --minutes")
-        record["skipped"] = f"{context.left():.0f} s left"
+        record.update(status="skipped", reason=f"skipped, {context.left():.0f} s were left")
         return
     if seconds < wanted:
         context.say(f"  {seconds:.0f} s a run instead of {wanted:.0f}, to stay within the time")

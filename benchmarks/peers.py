@@ -10,6 +10,7 @@ N tokens, D model dim, F inner width, E experts, K choices a token.
 """
 
 import importlib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -84,7 +85,6 @@ def _leaves(problem: Problem, **changed: Tensor) -> dict[str, Tensor]:
 
 def _our_operator(problem: Problem, kernels: Any) -> Contestant:
     from moe_dualpipe.kernels.experts import experts
-
     from moe_dualpipe.kernels.routing import expert_order
 
     shape, leaves = problem.shape, _leaves(problem)
@@ -170,12 +170,19 @@ PEERS: dict[str, Prepare] = {
     "scattermoe": scattermoe,
     "sonicmoe": sonicmoe,
 }
+OURS = ("triton", "grouped_mm")
 TITLES = {
     "triton": "ours", "grouped_mm": "torch grouped_mm", "liger": "Liger", "scattermoe": "ScatterMoE",
     "sonicmoe": "SonicMoE",
 }  # fmt: skip
+PACKAGES = {"liger": "liger_kernel", "scattermoe": "scattermoe", "sonicmoe": "sonicmoe"}
 # These try hundreds of configurations per shape the first time they run: minutes, most of it compiling.
 TUNES_ITSELF = {"liger"}
+
+
+def installed(name: str) -> bool:
+    """Whether the package that a contestant needs is there, without importing it."""
+    return name not in PACKAGES or importlib.util.find_spec(PACKAGES[name]) is not None
 
 
 def find(name: str) -> Prepare:
