@@ -42,10 +42,8 @@ def measure(context: Context, shape: Shape, entry: dict[str, Any]) -> None:
     order = expert_order(ids_TK, shape.E, shape.rows)
     runs: dict[tuple[str, str], Callable[[], Tensor]] = {}
     for kernels in KERNELS:
-        runs["permute", kernels] = lambda k=kernels: permute(x_TD, order.gather_idx_M, order.positions_NK, kernels=k)
-        runs["unpermute", kernels] = lambda k=kernels: unpermute(
-            rows_MD, order.gather_idx_M, order.positions_NK, weights_TK, kernels=k
-        )
+        runs["permute", kernels] = lambda k=kernels: permute(x_TD, order, k)
+        runs["unpermute", kernels] = lambda k=kernels: unpermute(rows_MD, order, weights_TK, k)
     element = x_TD.element_size()
     moved = {"permute": shape.permute_bytes(element), "unpermute": shape.unpermute_bytes(element)}
     exact = {

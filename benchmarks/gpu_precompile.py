@@ -46,19 +46,19 @@ def run(context: Context, shapes: Sequence[Shape]) -> None:
             else:
                 jobs += [(name, index, 0, 1)]
     start = time.monotonic()
-    left = _work_off(jobs, max(1, (os.cpu_count() or 2) - 1), 0.5 * context.left())
+    commands = [[sys.executable, "-m", "benchmarks.gpu_precompile", *map(str, job)] for job in jobs]
+    left = work_off(commands, max(1, (os.cpu_count() or 2) - 1), 0.5 * context.left())
     context.say(f"  compiled ahead in {time.monotonic() - start:.0f} s: {len(jobs) - left} of {len(jobs)} jobs")
 
 
-def _work_off(jobs: list[Job], workers: int, seconds: float) -> int:
-    """Run the jobs, so many at a time; how many were not begun or finished in time."""
-    waiting, running = list(jobs), list[subprocess.Popen[bytes]]()
+def work_off(commands: Sequence[Sequence[str]], workers: int, seconds: float) -> int:
+    """Run commands, so many at a time and quietly; how many were not begun or not finished in time."""
+    waiting, running = list(commands), list[subprocess.Popen[bytes]]()
     end = time.monotonic() + seconds
     while (waiting or running) and time.monotonic() < end:
         running = [process for process in running if process.poll() is None]
         while waiting and len(running) < workers:
-            command = [sys.executable, "-m", "benchmarks.gpu_precompile", *map(str, waiting.pop(0))]
-            running.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+            running.append(subprocess.Popen(waiting.pop(0), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
         time.sleep(0.05)
     for process in running:
         process.kill()
