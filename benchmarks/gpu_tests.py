@@ -1,5 +1,7 @@
 """The GPU tests, run before anything is timed, in a process of their own: a crash there ends only them."""
 
+import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -13,11 +15,15 @@ ROOT = Path(__file__).parents[1]
 
 
 def run(context: Context, record: dict[str, Any]) -> None:
-    """Fill record: outcome ("passed", "failed", "none ran", "missing", "timed out"), summary, output."""
+    """Fill record: outcome ("passed", "failed", "none ran", "missing", "timed out"), summary, output.
+
+    A smoke run only collects them: without a GPU there is nothing for them to find out.
+    """
     if not (ROOT / FOLDER).is_dir():
         record.update(outcome="missing", summary=f"there is no {FOLDER}")
         return
-    command = [sys.executable, "-m", "pytest", FOLDER, "-q", "-p", "no:cacheprovider"]
+    how = ["--collect-only"] if context.smoke else in_parallel()
+    command = [sys.executable, "-m", "pytest", FOLDER, "-q", "-p", "no:cacheprovider", *how]
     try:
         done = subprocess.run(
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=context.left()
@@ -32,6 +38,13 @@ def run(context: Context, record: dict[str, Any]) -> None:
         context.say(record["output"])
 
 
+def in_parallel() -> list[str]:
+    """Arguments for as many processes as help: most of such a test's time is compiling, on one core."""
+    if importlib.util.find_spec("xdist") is None:
+        return []
+    return ["-n", str(max(1, min(8, (os.cpu_count() or 1) // 2)))]
+
+
 def judged(code: int, output: str) -> dict[str, str]:
     """pytest's exit code and last line. Tests that were all skipped prove nothing.
 
@@ -41,7 +54,7 @@ def judged(code: int, output: str) -> dict[str, str]:
     passed = re.search(r"\b([1-9]\d*) passed", last)
     if code == 0 and passed:
         return {"outcome": "passed", "summary": last}
-    if code in (0, 5):  # 5: nothing was collected
+    if code in (0, 5):  # 5: there were none
         return {"outcome": "none ran", "summary": last}
     return {"outcome": "failed", "summary": last or f"pytest ended with code {code}"}
 

@@ -42,12 +42,12 @@ def shapes_of(options: argparse.Namespace) -> tuple[Shape, ...]:
     found = []
     for text in options.shapes:
         try:
-            shape = Shape(*(int(number) for number in text.split(",")))
-        except (TypeError, ValueError):
+            T, D, F, E, K = (int(number) for number in text.split(","))
+        except ValueError:
             raise ValueError(f"a shape is five numbers, T,D,F,E,K: got {text!r}") from None
-        if min(shape.T, shape.D, shape.F, shape.E, shape.K) < 1 or shape.K > shape.E:
-            raise ValueError(f"sizes must be at least 1, and K at most E: got {shape}")
-        found.append(shape)
+        if min(T, D, F, E, K) < 1 or K > E:
+            raise ValueError(f"sizes must be at least 1, and K at most E: got {text!r}")
+        found.append(Shape(T, D, F, E, K))
     return tuple(found)
 
 

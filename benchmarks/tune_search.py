@@ -79,9 +79,8 @@ def quick_us(product: Product, device: torch.device, config: Config, dropped: di
         if not error <= TOLERANCE[product.expected[0].dtype]:
             dropped[str(config)] = f"relative error {error:.2g}"
             return None
-        turns = take_turns(
-            Clock(device), {"it": once(product.launch)}, rounds=1, repeats=1 if device.type == "cpu" else 3
-        )
+        repeats = 1 if device.type == "cpu" else 3
+        turns = take_turns(Clock(device), {"it": once(product.launch)}, rounds=1, repeats=repeats)
     return 1e6 * Quartiles.of(turns.seconds["it"][0]).median
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from benchmarks import tune, tune_search
 from benchmarks.gpu_shapes import Shape
-from benchmarks.tune_products import Product, candidates
+from benchmarks.tune_products import SMOKE_TILES, Product, candidates
 from moe_dualpipe.kernels.gpu import configs
 from moe_dualpipe.kernels.gpu.configs import Config, Entry
 
@@ -34,7 +34,11 @@ def test_candidates_are_few_and_fit(kernel, shared):
         assert not (c.tma and (kernel == "wgrad" or shared != H100))
 
 
-def product_that(milliseconds, wrong=lambda config: False, fails=lambda config: False):
+def never(_config):
+    return False
+
+
+def product_that(milliseconds, wrong=never, fails=never):
     """A launch whose time, result and fate depend on the configuration it looks up."""
     expected = torch.arange(1.0, 9.0)
 
@@ -76,14 +80,14 @@ def test_a_current_one_that_is_wrong_is_replaced_even_by_a_slower_one():
 def test_the_current_one_stays_unless_another_is_clearly_faster(monkeypatch):
     us = {SLOW: 100.0, FAST: 99.0}
     monkeypatch.setattr(tune_search, "final", lambda _product, _device, _entrants: us)
-    product = product_that(lambda c: 0)
+    product = product_that(lambda _: 0)
     assert tune_search.tune(product, CPU, SLOW, [FAST]).config == SLOW
     us[FAST] = 90.0
     assert tune_search.tune(product, CPU, SLOW, [FAST]).config == FAST
 
 
 def test_nothing_that_works_is_an_error():
-    product = product_that(lambda c: 0, fails=lambda c: True)
+    product = product_that(lambda _: 0, fails=lambda _: True)
     with pytest.raises(ValueError, match=r"no configuration of up n=32 k=32 works on this GPU: .*out of resources"):
         tune_search.tune(product, CPU, SLOW, [FAST])
 
@@ -124,16 +128,19 @@ def test_the_command_tunes_every_kernel_and_the_package_reads_it(tmp_path):
     read = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=True
     )  # fmt: skip
-    tiles = {tile[0] for tile in tune_search.SMOKE_TILES}
+    tiles = {tile[0] for tile in SMOKE_TILES}
     assert {int(word) for word in read.stdout.split()} <= tiles
 
 
-def test_arguments_that_make_no_sense_end_in_one_line(tmp_path):
+def test_arguments_that_make_no_sense_end_in_one_line(capsys):
     for arguments, words in (
         (["--smoke"], "--smoke needs --out"),
         (["--smoke", "--shapes", "1,2,3"], "a shape is five numbers, T,D,F,E,K: got '1,2,3'"),
         (["--smoke", "--shapes", "8,8,8,2,3"], "K at most E"),
     ):
-        assert tune.main(arguments) == 2, words
+        assert tune.main(arguments) == 2
+        error = capsys.readouterr().err
+        assert words in error
+        assert error.count("\n") == 1
     options = tune.parse(["--smoke", "--shapes", "5,4,3,2,1"])
     assert tune.shapes_of(options) == (Shape(5, 4, 3, 2, 1),)
