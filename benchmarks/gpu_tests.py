@@ -39,10 +39,10 @@ def run(context: Context, record: dict[str, Any]) -> None:
 
 
 def in_parallel() -> list[str]:
-    """Arguments for as many processes as help: most of such a test's time is compiling, on one core."""
+    """Arguments for several processes, as most of a test is compiling on one core; some need 10 GB and more, though."""
     if importlib.util.find_spec("xdist") is None:
         return []
-    return ["-n", str(max(1, min(8, (os.cpu_count() or 1) // 2)))]
+    return ["-n", str(max(1, min(4, (os.cpu_count() or 1) // 2)))]
 
 
 def judged(code: int, output: str) -> dict[str, str]:
