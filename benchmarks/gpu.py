@@ -88,6 +88,7 @@ def run_sections(context: Any, options: argparse.Namespace) -> None:
     start, total = time.monotonic(), 60 * options.minutes
     last = [name for name in SECTIONS if name in options.only][-1]
     context.results["ceilings"] = ceilings(context.clock, context.smoke)
+    context.save()
     for name in SECTIONS:
         if name not in options.only:
             continue
@@ -117,6 +118,8 @@ def about(context: Any) -> dict[str, Any]:
     """What the numbers depend on besides the code."""
     import torch
 
+    from moe_dualpipe.kernels.gpu.configs import user_file
+
     versions = {name: version for name in PACKAGES if (version := _version(name))}
     on_gpu = context.device.type == "cuda"
     listed = ", ".join(f"{name} {version}" for name, version in versions.items())
@@ -124,6 +127,7 @@ def about(context: Any) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if on_gpu else platform.processor() or platform.machine(),
         "cuda": torch.version.cuda, "python": platform.python_version(), "versions": listed,
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), "smoke": context.smoke,
+        "kernel_table": "tuned here, then the shipped table" if user_file().exists() else "the shipped table",
         "random_data": "standard normal, bf16-exact; experts drawn evenly without replacement",
     }  # fmt: skip
 

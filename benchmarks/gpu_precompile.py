@@ -36,15 +36,14 @@ Job = tuple[str, int, int, int]  # contestant, index into ALL_SHAPES, part, part
 def run(context: Context, shapes: Sequence[Shape]) -> None:
     """Fill Triton's cache for all contestants at `shapes`; at most half of the time that the section has left."""
     jobs: list[Job] = []
-    for name in context.contestants:
-        if name == "grouped_mm" or not installed(name):  # nothing to compile
-            continue
-        for shape in (*shapes, TRAINING):
-            index = ALL_SHAPES.index(shape)
-            if name in TUNES_ITSELF:
-                jobs += [(name, index, part, PARTS) for part in range(PARTS) if index < context.tuning_shapes]
-            else:
-                jobs += [(name, index, 0, 1)]
+    for index in [ALL_SHAPES.index(shape) for shape in (*shapes, TRAINING)]:
+        for name in context.contestants:
+            if name == "grouped_mm" or not installed(name):  # nothing to compile
+                continue
+            if name not in TUNES_ITSELF:
+                jobs.append((name, index, 0, 1))
+            elif index < context.tuning_shapes:
+                jobs += [(name, index, part, PARTS) for part in range(PARTS)]
     start = time.monotonic()
     commands = [[sys.executable, "-m", "benchmarks.gpu_precompile", *map(str, job)] for job in jobs]
     left = work_off(commands, max(1, (os.cpu_count() or 2) - 1), 0.5 * context.left())

@@ -40,6 +40,7 @@ def markdown(results: Results) -> str:
 def introduction(results: Results) -> str:
     about = results["about"]
     head = f"# GPU benchmarks: {about['device']}\n\n{about['date']}; {about['versions']}."
+    head += f" Kernel configurations: {about['kernel_table']}."
     if about["smoke"]:
         head += "\n\nA smoke run, on a CPU and tiny shapes: it shows that the suite works. Its numbers mean nothing."
     if ceilings := results.get("ceilings"):

@@ -23,7 +23,8 @@ def run(context: Context, record: dict[str, Any]) -> None:
         record.update(outcome="missing", summary=f"there is no {FOLDER}")
         return
     how = ["--collect-only"] if context.smoke else in_parallel()
-    command = [sys.executable, "-m", "pytest", FOLDER, "-q", "-p", "no:cacheprovider", *how]
+    # Without the options of the project, which may be too quiet to say how many passed.
+    command = [sys.executable, "-m", "pytest", FOLDER, "-o", "addopts=", "-q", "-p", "no:cacheprovider", *how]
     try:
         done = subprocess.run(
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=context.left()

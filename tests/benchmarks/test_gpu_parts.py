@@ -1,21 +1,22 @@
 """The parts of the GPU suite: what it counts, how it takes turns, what it calls right, and what it says of goals."""
 
+import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from benchmarks import gpu_check, gpu_figures, gpu_precompile, gpu_report
+from benchmarks import gpu, gpu_check, gpu_figures, gpu_precompile, gpu_report, gpu_tests
+from benchmarks.gpu_context import Context
 from benchmarks.gpu_goals import GOALS, judge
 from benchmarks.gpu_measure import Clock, Quartiles, rate, relative_error, take_turns
 from benchmarks.gpu_shapes import GOAL, SHAPES, TRAINING, Shape
 from benchmarks.gpu_tests import judged, proved_nothing_wrong
 from benchmarks.gpu_training import flops_per_token
-from benchmarks.loop_experts import LoopExperts
 from benchmarks.peers import Contestant, Problem, find
-from moe_dualpipe.models import ModelConfig, build_model
-from moe_dualpipe.models.experts import SwiGLUExperts
+from moe_dualpipe.models import ModelConfig, build_model, next_token_loss
 
 # ---- What is counted ----
 
@@ -153,17 +154,16 @@ def test_a_problem_is_exact_in_its_dtype_and_has_distinct_experts():
 
 
 def test_loop_experts_are_the_built_in_ones():
-    config = ModelConfig(hidden_size=12, expert_size=5, num_experts=4)
-    ours, loop = SwiGLUExperts(config, 4), LoopExperts(config, 4)
-    for e in range(4):
-        ours.reset_expert(e)
-    loop.load_state_dict(ours.state_dict())
-    x_MD, offsets = torch.randn(9, 12), torch.tensor([0, 3, 3, 7, 9], dtype=torch.int32)  # the second has no rows
-    for experts in (ours, loop):
-        experts(x_MD, offsets).square().sum().backward()
-    torch.testing.assert_close(loop(x_MD, offsets), ours(x_MD, offsets))
-    torch.testing.assert_close(loop.gate_up.grad, ours.gate_up.grad)
-    torch.testing.assert_close(loop.down.grad, ours.down.grad)
+    config = ModelConfig(hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, dense_size=16)
+    tokens = torch.randint(256, (2, 5))  # 10 tokens in 8 experts: some get none
+    gradients = {}
+    for experts in ("swiglu", "benchmarks.loop_experts:LoopExperts"):
+        model = build_model(dataclasses.replace(config, experts=experts), kernels="reference")
+        next_token_loss(model(tokens), tokens).backward()
+        gradients[experts] = {name: p.grad for name, p in model.named_parameters()}
+    built_in, loop = gradients.values()
+    assert any("experts" in name for name in loop)
+    torch.testing.assert_close(loop, built_in)  # equal weights at the start, and the same function
 
 
 def test_an_unknown_contestant_is_named():
@@ -217,6 +217,52 @@ def test_what_pytest_says_of_the_gpu_tests(code, last, outcome):
     assert record["outcome"] == outcome
     assert proved_nothing_wrong(record, smoke=False) == (outcome == "passed")
     assert proved_nothing_wrong(record, smoke=True) == (outcome in ("passed", "none ran"))
+
+
+@pytest.mark.parametrize(
+    ("body", "outcome", "summary", "seconds"),
+    [
+        ("assert True", "passed", "2 passed in", 60),
+        ("assert n", "failed", "1 failed, 1 passed in", 60),
+        ("pytest.skip('no GPU')", "none ran", "2 skipped in", 60),
+        ("time.sleep(60) if n else None", "timed out", "stopped after 3 s", 3),
+    ],
+)
+def test_gpu_tests_run_in_a_process_of_their_own(tmp_path, monkeypatch, body, outcome, summary, seconds):
+    folder = tmp_path / "tests" / "gpu"
+    folder.mkdir(parents=True)
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -q --durations=8\n")
+    code = f"import time, pytest\n@pytest.mark.parametrize('n', [0, 1])\ndef test_it(n):\n    {body}\n"
+    (folder / "test_it.py").write_text(code)
+    monkeypatch.setattr(gpu_tests, "ROOT", tmp_path)
+    context = Context(
+        device=torch.device("cpu"), smoke=False, out=tmp_path, contestants=(), tuning_shapes=0, training_seconds=0,
+        deadline=seconds, now=lambda: 0.0,
+    )  # fmt: skip
+    record = {}
+    gpu_tests.run(context, record)
+    assert record["outcome"] == outcome
+    assert record["summary"].startswith(summary)
+
+
+@pytest.mark.parametrize(
+    ("results", "code"),
+    [
+        ({"tests": {"outcome": "passed"}, "experts": {}}, 0),
+        ({"tests": {"outcome": "failed"}, "experts": {}}, 1),
+        ({"tests": {"outcome": "none ran"}, "experts": {}}, 1),
+        ({"tests": {"outcome": "passed"}, "experts": {"status": "failed", "reason": ""}}, 1),
+        ({"tests": {"outcome": "passed"}, "experts": {"status": "skipped", "reason": ""}}, 0),
+        ({"tests": {"outcome": "passed"}, "experts": {"shapes": [{"contestants": {"liger": {"status": "wrong"}}}]}}, 0),
+        (
+            {"tests": {"outcome": "passed"}, "experts": {"shapes": [{"contestants": {"triton": {"status": "wrong"}}}]}},
+            1,
+        ),
+    ],
+)
+def test_the_exit_code_says_whether_ours_can_be_trusted(results, code):
+    context = SimpleNamespace(results=results, smoke=False)
+    assert gpu.exit_code(context, SimpleNamespace(only=["tests", "experts"])) == code
 
 
 def measured_results(ours=520.0, liger=330.0, share=0.9):
