@@ -16,7 +16,7 @@ from .gpu_check import Expected, disagreement, errors, reference
 from .gpu_context import Context
 from .gpu_measure import Case, Lap, dense_product, once, poison, rate, reason, take_turns
 from .gpu_shapes import SHAPES, SMOKE, Shape
-from .peers import TUNES_ITSELF, Contestant, Problem, find
+from .peers import TUNES_ITSELF, Contestant, Problem, find, installed
 
 SECONDS_FOR_A_SHAPE = 20.0  # what a shape takes at least, once its kernels are compiled
 DENSE = "dense"
@@ -67,7 +67,7 @@ def admit(
     context: Context, problem: Problem, expected: Expected, name: str, outcome: dict[str, Any], may_tune: bool
 ) -> Contestant | None:  # fmt: skip
     """The contestant, if it is there and right; else `outcome` says why it is not."""
-    if name in TUNES_ITSELF and not may_tune:
+    if name in TUNES_ITSELF and installed(name) and not may_tune:
         outcome.update(status="skipped", reason="tunes itself for minutes at each shape: raise --tuning-shapes")
         return None
     try:
