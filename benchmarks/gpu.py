@@ -23,10 +23,10 @@ from typing import Any
 
 # name -> (module, share of the whole time after which it must end)
 SECTIONS = {
-    "tests": ("gpu_tests", 0.25),
-    "experts": ("gpu_experts", 0.55),
-    "permute": ("gpu_permute", 0.60),
-    "routing": ("gpu_routing", 0.65),
+    "tests": ("gpu_tests", 0.35),
+    "experts": ("gpu_experts", 0.62),
+    "permute": ("gpu_permute", 0.65),
+    "routing": ("gpu_routing", 0.68),
     "training": ("gpu_training", 1.0),
 }
 PACKAGES = ("torch", "triton", "numpy", "liger-kernel", "scattermoe", "sonicmoe")

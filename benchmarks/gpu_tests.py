@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .gpu_context import Context
 
 FOLDER = "tests/gpu"
@@ -40,10 +42,11 @@ def run(context: Context, record: dict[str, Any]) -> None:
 
 
 def in_parallel() -> list[str]:
-    """Arguments for several processes, as most of a test is compiling on one core; some need 10 GB and more, though."""
-    if importlib.util.find_spec("xdist") is None:
+    """Arguments for several processes: most of a test is compiling, on one core. Some need 15 GB of the GPU, though."""
+    if importlib.util.find_spec("xdist") is None or not torch.cuda.is_available():
         return []
-    return ["-n", str(max(1, min(4, (os.cpu_count() or 1) // 2)))]
+    by_memory = torch.cuda.get_device_properties(0).total_memory // (20 * 2**30)
+    return ["-n", str(max(1, min(8, (os.cpu_count() or 1) // 2, by_memory)))]
 
 
 def judged(code: int, output: str) -> dict[str, str]:
