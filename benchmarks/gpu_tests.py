@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -27,15 +28,17 @@ def run(context: Context, record: dict[str, Any]) -> None:
     how = ["--collect-only"] if context.smoke else in_parallel()
     # Without the options of the project, which may be too quiet to say how many passed.
     command = [sys.executable, "-m", "pytest", FOLDER, "-o", "addopts=", "-q", "-p", "no:cacheprovider", *how]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )  # fmt: skip
     try:
-        done = subprocess.run(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=context.left()
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as late:
-        output = late.stdout.decode(errors="replace") if isinstance(late.stdout, bytes) else late.stdout or ""
-        record.update(outcome="timed out", summary=f"stopped after {late.timeout:.0f} s", output=output[-4000:])
-    else:
-        record.update(judged(done.returncode, done.stdout), output=done.stdout[-4000:])
+        output, _ = process.communicate(timeout=(limit := context.left()))
+        record.update(judged(process.returncode, output))
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # with its own processes, which would disturb what is timed next
+        output, _ = process.communicate()
+        record.update(outcome="timed out", summary=f"stopped after {limit:.0f} s")
+    record["output"] = output[-4000:]
     context.say(f"  {record['outcome']}: {record['summary']}")
     if record["outcome"] in ("failed", "timed out"):
         context.say(record["output"])
