@@ -18,24 +18,7 @@ from ..kernels.choose import Kernels, checked
 from ..models import PRESETS, ModelConfig, preset
 from ..models.recompute import Recompute
 from ..schedule import build
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerConfig:
-    """AdamW with linear warm-up and a cosine down to a fraction of the peak."""
-
-    lr: float = 3e-3
-    """Peak learning rate."""
-    warmup_steps: int = 20
-    """Steps of linear warm-up."""
-    final_lr: float = 0.1
-    """Learning rate at the end, as a fraction of the peak."""
-    beta1: float = 0.9
-    beta2: float = 0.95
-    weight_decay: float = 0.1
-    """Decoupled weight decay, on matrices only."""
-    clip: float = 1.0
-    """Largest gradient norm over all ranks; larger gradients are scaled down. 0: no limit."""
+from .optimizer import OptimizerConfig
 
 
 @dataclass(frozen=True)

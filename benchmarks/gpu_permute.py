@@ -1,0 +1,93 @@
+"""Copying rows into expert-major order and summing them back, against a plain copy of device memory.
+
+Neither computes anything worth mentioning, so the rate is bytes that must move over time, and its ceiling is what a
+device-to-device copy reaches, which takes its turn beside them.
+
+T tokens, D model dim, E experts, K experts per token, M = TK rows.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_dualpipe.kernels.permute import permute, unpermute
+from moe_dualpipe.kernels.routing import ExpertOrder, expert_order
+
+from .gpu_check import TOLERANCE
+from .gpu_context import Context
+from .gpu_measure import device_copy, once, poison, rate, reason, relative_error, take_turns
+from .gpu_shapes import GOAL, SHAPES, SMOKE, Shape
+
+KERNELS = ("triton", "reference")
+
+
+def run(context: Context, record: dict[str, Any]) -> None:
+    """Fill record["shapes"]: GB/s of "permute" and "unpermute" by kernels, and the copy's."""
+    record["shapes"] = []
+    for shape in SMOKE if context.smoke else (GOAL, SHAPES[1]):
+        entry: dict[str, Any] = {"shape": {name: getattr(shape, name) for name in "TDFEK"}}
+        record["shapes"].append(entry)
+        measure(context, shape, entry)
+        context.save()
+
+
+def measure(context: Context, shape: Shape, entry: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    x_TD = torch.randn(shape.T, shape.D, device=context.device, dtype=context.dtype)
+    rows_MD = torch.randn(shape.rows, shape.D, device=context.device, dtype=context.dtype)
+    weights_TK = torch.rand(shape.T, shape.K, device=context.device)
+    ids_TK = torch.rand(shape.T, shape.E, device=context.device).topk(shape.K, dim=1).indices
+    order = expert_order(ids_TK, shape.E, shape.rows)
+    runs: dict[tuple[str, str], Callable[[], Tensor]] = {}
+    for kernels in KERNELS:
+        runs["permute", kernels] = lambda k=kernels: permute(x_TD, order, k)
+        runs["unpermute", kernels] = lambda k=kernels: unpermute(rows_MD, order, weights_TK, k)
+    element = x_TD.element_size()
+    moved = {"permute": shape.permute_bytes(element), "unpermute": shape.unpermute_bytes(element)}
+    exact = {
+        "permute": lambda: x_TD[order.gather_idx_M],
+        "unpermute": lambda: weighted_sum(rows_MD, order, weights_TK),
+    }
+    copy, copied = device_copy(context.device, context.smoke)
+    agreeing = {}
+    for (what, kernels), call in runs.items():
+        outcome = entry.setdefault(what, {}).setdefault(kernels, {})
+        if admit(context, call, exact[what], outcome):
+            agreeing[f"{what}/{kernels}"] = once(call)
+    turns = take_turns(context.clock, {"copy": once(copy)} | agreeing, *context.turns)
+    entry["copy"] = rate(turns.seconds["copy"][0], copied / 1e9, "GB/s")
+    for what, kernels in runs:
+        outcome, name = entry[what][kernels], f"{what}/{kernels}"
+        if name in turns.failures:
+            outcome.update(status="failed", reason=turns.failures[name])
+        elif name in turns.seconds:
+            outcome |= rate(turns.seconds[name][0], moved[what] / 1e9, "GB/s")
+            outcome.update(status="timed", share=outcome["median"] / entry["copy"]["median"])
+        context.say(f"  {what}, {kernels}, {shape}: {outcome['status']} {outcome.get('reason', '')}")
+
+
+def admit(
+    context: Context, call: Callable[[], Tensor], exact: Callable[[], Tensor], outcome: dict[str, Any]
+) -> bool:  # fmt: skip
+    """Whether the operator agrees with `exact`; `outcome` says why if not."""
+    try:
+        expected = exact()
+        poison(context.device, 8 * 2**30)
+        outcome["error"] = relative_error(call(), expected)
+    except Exception as error:  # one that fails must not end the run
+        outcome.update(status="failed", reason=reason(error))
+        return False
+    if outcome["error"] <= TOLERANCE[context.dtype]:
+        return True
+    outcome.update(status="wrong", reason=f"relative error {outcome['error']:.2g}")
+    return False
+
+
+def weighted_sum(rows_MD: Tensor, order: ExpertOrder, weights_TK: Tensor) -> Tensor:
+    """What `unpermute` is, in fp32, one choice after the other."""
+    y_TD = torch.zeros(len(weights_TK), rows_MD.shape[1], device=rows_MD.device)
+    for positions_T, weights_T in zip(order.positions_NK.unbind(1), weights_TK.unbind(1), strict=True):
+        y_TD += weights_T[:, None] * rows_MD[positions_T]
+    return y_TD

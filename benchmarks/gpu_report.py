@@ -1,0 +1,254 @@
+"""results.json as tables: results.md for a README, and a short table for the terminal. No measuring here.
+
+Numbers are medians; where a spread is shown it is the quartiles of the repeats within the run.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from .gpu_goals import judge
+from .peers import TITLES
+
+Results = dict[str, Any]
+PARTS = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
+UNTIMED = {"not installed": "not installed", "skipped": "skipped", "wrong": "WRONG", "failed": "failed"}
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table.
+
+    Example: table(["a", "b"], [["1", "2"]]) is "| a | b |", "|---|---|", "| 1 | 2 |", line by line.
+    """
+    lines = [header, *rows]
+    marked = ["| " + " | ".join(line) + " |" for line in lines]
+    return "\n".join([marked[0], "|" + "---|" * len(header), *marked[1:]])
+
+
+def markdown(results: Results) -> str:
+    """The whole report."""
+    parts = [introduction(results)]
+    for name, (section, needed) in SECTIONS.items():
+        record = results.get(name, {})
+        if needed in record:
+            parts.append(section(record))
+        if "reason" in record:  # also of a section that failed half-way
+            parts.append(f"{name.capitalize()}: {record['reason']}")
+    parts.append(goals_section(results))
+    return "\n\n".join(parts) + "\n"
+
+
+def introduction(results: Results) -> str:
+    about = results["about"]
+    head = f"# GPU benchmarks: {about['device']}\n\n{about['date']}; {about['versions']}."
+    head += f" Kernel configurations: {about['kernel_table']}."
+    if about["smoke"]:
+        head += "\n\nA smoke run, on a CPU and tiny shapes: it shows that the suite works. Its numbers mean nothing."
+    if ceilings := results.get("ceilings"):
+        head += f"\n\nCeilings, measured in this run: {shown(ceilings['dense'])} dense, {shown(ceilings['copy'])} copy."
+    return head
+
+
+def shown(measured: dict[str, Any]) -> str:
+    """Example: 788 TFLOP/s (780 to 791)."""
+    return f"{number(measured['median'])} {measured['unit']} ({spread(measured)})"
+
+
+def spread(measured: dict[str, Any]) -> str:
+    return f"{number(measured['low'])} to {number(measured['high'])}"
+
+
+def number(value: float) -> str:
+    """Three digits or more, as a person would write them."""
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+# ---- Sections ----
+
+
+def tests_section(record: dict[str, Any]) -> str:
+    return f"## Tests on the GPU\n\n{record['outcome']}: {record['summary']}"
+
+
+def experts_section(record: dict[str, Any]) -> str:
+    text = "## Expert MLP\n\nTFLOP/s (share of a dense bf16 product that took its turn in the same minute)."
+    for part, title in PARTS.items():
+        text += f"\n\n### {title.capitalize()}\n\n{experts_table(record, part)}"
+    text += f"\n\n### Quartiles, forward + backward, TFLOP/s\n\n{experts_spread(record)}"
+    text += f"\n\n### Kept for backward, bytes a token\n\n{kept_table(record)}"
+    text += f"\n\n### Relative error against fp64\n\n{errors_table(record)}"
+    if skipped := record.get("skipped"):
+        text += f"\n\nNot measured, for want of time: {'; '.join(skipped)}."
+    if notes := reasons(record):
+        text += "\n\nNot timed:\n\n" + "\n".join(f"- {note}" for note in notes)
+    return text
+
+
+def contestants(record: dict[str, Any]) -> list[str]:
+    """All that appear, in the order of their first appearance."""
+    return list(dict.fromkeys(name for entry in record["shapes"] for name in entry["contestants"]))
+
+
+def shape_name(shape: dict[str, Any]) -> str:
+    sizes = ", ".join(str(shape[name]) for name in "TDFEK")
+    return f"{sizes} ({shape['note']})" if shape.get("note") else sizes
+
+
+def titled(name: str) -> str:
+    return TITLES.get(name, name)
+
+
+def experts_table(record: dict[str, Any], part: str) -> str:
+    """shape | each contestant | ours over the best of the others."""
+    names = contestants(record)
+    rows = []
+    for entry in record["shapes"]:
+        outcomes = entry["contestants"]
+        cells = [rate_cell(outcomes.get(name, {}), part) for name in names]
+        rows.append([shape_name(entry["shape"]), *cells, best_ratio(outcomes, part)])
+    return table(["T, D, F, E, K", *map(titled, names), "ours / best other"], rows)
+
+
+def rate_cell(outcome: dict[str, Any], part: str) -> str:
+    if part not in outcome:
+        return UNTIMED.get(outcome.get("status", ""), "-")
+    return f"{number(outcome[part]['median'])} ({outcome[part]['share']:.0%})"
+
+
+def best_ratio(outcomes: dict[str, Any], part: str) -> str:
+    """Ours over the fastest other one, and which that is."""
+    others = {n: o[part]["median"] for n, o in outcomes.items() if n != "triton" and part in o}
+    if not others or part not in outcomes.get("triton", {}):
+        return "-"
+    best = max(others, key=lambda name: others[name])
+    return f"{outcomes['triton'][part]['median'] / others[best]:.2f} ({titled(best)})"
+
+
+def experts_spread(record: dict[str, Any]) -> str:
+    names = contestants(record)
+    rows = []
+    for entry in record["shapes"]:
+        outcomes = [entry["contestants"].get(name, {}) for name in names]
+        cells = [spread(outcome["both"]) if "both" in outcome else "-" for outcome in outcomes]
+        dense = spread(entry["dense"]) if "dense" in entry else "-"
+        rows.append([shape_name(entry["shape"]), dense, *cells])
+    return table(["T, D, F, E, K", "dense product", *map(titled, names)], rows)
+
+
+def kept_table(record: dict[str, Any]) -> str:
+    names = contestants(record)
+    rows = []
+    for entry in record["shapes"]:
+        kept = [entry["contestants"].get(name, {}).get("kept_bytes_per_token") for name in names]
+        cells = ["-" if bytes_ is None else f"{bytes_:,.0f}" for bytes_ in kept]
+        rows.append([shape_name(entry["shape"]), f"{entry['shape']['kept_bytes_formula']:,}", *cells])
+    return table(["T, D, F, E, K", "2D + 4KF", *map(titled, names)], rows)
+
+
+def errors_table(record: dict[str, Any]) -> str:
+    """The largest over the shapes, by contestant."""
+    columns = {"y": "y", "x": "dx", "weights": "d weights", "gate_up": "d gate, up", "down": "d down"}
+    rows = []
+    for name in contestants(record):
+        found = [entry["contestants"].get(name, {}).get("errors") for entry in record["shapes"]]
+        found = [errors for errors in found if errors]
+        if found:
+            rows.append([titled(name), *(worst([errors[key] for errors in found]) for key in columns)])
+    return table(["", *columns.values()], rows)
+
+
+def worst(errors: list[float | None]) -> str:
+    """The largest; one that was no number is worse than any."""
+    finite = [error for error in errors if error is not None]
+    return f"{max(finite):.1e}" if len(finite) == len(errors) else "not finite"
+
+
+def reasons(record: dict[str, Any]) -> list[str]:
+    """Why a contestant has no number; the same reason once, whatever the shape."""
+    notes: dict[str, None] = {}
+    for entry in record["shapes"]:
+        for name, outcome in entry["contestants"].items():
+            if outcome.get("status") in UNTIMED:
+                notes[f"{titled(name)}: {outcome['status']}, {outcome.get('reason', '')}"] = None
+    return list(notes)
+
+
+def permute_section(record: dict[str, Any]) -> str:
+    rows = []
+    for entry in (entry for entry in record["shapes"] if "copy" in entry):
+        for what, title in (("permute", "permute (gather)"), ("unpermute", "unpermute (combine)")):
+            cells = [gb_cell(entry[what][kernels]) for kernels in ("triton", "reference")]
+            rows.append([shape_name(entry["shape"]), title, *cells, shown(entry["copy"])])
+    header = ["T, D, F, E, K", "", "ours, GB/s (share of a copy)", "torch, GB/s (share)", "copy"]
+    return f"## Permute and unpermute\n\nBytes that must move, over time.\n\n{table(header, rows)}"
+
+
+def gb_cell(outcome: dict[str, Any]) -> str:
+    if "median" not in outcome:
+        return UNTIMED.get(outcome.get("status", ""), "-")
+    return f"{number(outcome['median'])} ({outcome['share']:.0%})"
+
+
+def routing_section(record: dict[str, Any]) -> str:
+    rows = []
+    for entry in (entry for entry in record["sizes"] if "order" in entry):
+        for what, title in (("route", "choose experts"), ("order", "sort by expert")):
+            cells = [us_cell(entry[what][kernels]) for kernels in ("triton", "reference")]
+            rows.append([f"{entry['T']}, {entry['E']}, {entry['K']}", title, *cells])
+    header = ["T, E, K", "", "ours, us called / as a CUDA graph", "torch, us called / as a CUDA graph"]
+    return f"## Routing\n\n{table(header, rows)}"
+
+
+def us_cell(outcome: dict[str, Any]) -> str:
+    if "called" not in outcome:
+        return UNTIMED.get(outcome.get("status", ""), "-")
+    graph = outcome.get("graph")
+    return f"{number(outcome['called']['median'])} / {number(graph['median']) if graph else '-'}"
+
+
+def training_section(record: dict[str, Any]) -> str:
+    titles = {"triton": "Triton kernels", "reference": "torch grouped_mm", "loop": "a loop over experts"}
+    rows = []
+    for name, outcome in record["runs"].items():
+        if outcome["status"] != "timed":
+            rows.append([titles[name], f"{outcome['status']}: {outcome['reason']}", *["-"] * 5])
+            continue
+        memory = outcome["peak_memory_gb"]
+        rows.append([
+            titles[name], f"{outcome['tokens_per_s']['median']:,.0f}", spread(outcome["tokens_per_s"]),
+            f"{outcome['utilisation']:.1%}", "-" if memory is None else f"{memory:.1f}", str(outcome["steps"]),
+            f"{outcome['loss']:.4f}",
+        ])  # fmt: skip
+    header = ["experts", "tokens/s", "quartiles", "utilisation", "peak, GB", "steps", "validation loss, nats per byte"]
+    return (
+        f"## Training\n\n{record['seconds']:.0f} s a run, {record['tokens_per_step']:,} tokens a step. Model FLOPs "
+        "a token: 6 x active parameters + 6 x layers x heads x head_dim x length; share of the dense product.\n\n"
+        f"{table(header, rows)}"
+    )
+
+
+def goals_section(results: Results) -> str:
+    rows = [[v.title, v.wanted, v.measured, v.status] for v in judge(results)]
+    return f"## Goals\n\n{table(['', 'goal', 'measured', ''], rows)}"
+
+
+def short(results: Results) -> str:
+    """What the terminal shows last."""
+    lines = []
+    if tests := results.get("tests"):
+        lines.append(f"tests: {tests['outcome']}: {tests['summary']}\n")
+    if (experts := results.get("experts")) and experts.get("shapes"):
+        lines += [f"{PARTS[part]}, TFLOP/s\n{experts_table(experts, part)}\n" for part in ("forward", "both")]
+    lines.append(goals_section(results))
+    return "\n".join(lines)
+
+
+# name -> what writes it, and the key that its record has once there is something to write
+SECTIONS: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
+    "tests": (tests_section, "outcome"),
+    "experts": (experts_section, "shapes"),
+    "permute": (permute_section, "shapes"),
+    "routing": (routing_section, "sizes"),
+    "training": (training_section, "runs"),
+}

@@ -1,0 +1,96 @@
+"""Microseconds to choose experts and to sort the choices by expert, against the plain-torch operators.
+
+Such work is many small launches. Called from Python it may take as long as the host needs to launch it, so each is also
+timed as a replayed CUDA graph, where it can be captured: that is the device's part.
+
+T tokens, E experts, K experts per token.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_dualpipe.kernels.routing import expert_order, route
+
+from .gpu_context import Context
+from .gpu_measure import duration, once, reason, take_turns
+
+KERNELS = ("triton", "reference")
+SIZES = ((32768, 128, 8), (32768, 256, 8))  # T, E, K
+SMOKE_SIZES = ((40, 8, 2),)
+
+
+def run(context: Context, record: dict[str, Any]) -> None:
+    """Fill record["sizes"]: microseconds of "route" and "order" by kernels."""
+    record["sizes"] = []
+    for size in SMOKE_SIZES if context.smoke else SIZES:
+        entry: dict[str, Any] = dict(zip("TEK", size, strict=True))
+        record["sizes"].append(entry)
+        measure(context, *size, entry)
+        context.save()
+
+
+def measure(context: Context, T: int, E: int, K: int, entry: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    logits_TE = torch.randn(T, E, device=context.device)
+    ids_TK = logits_TE.topk(K, dim=1).indices
+    operators = {
+        "route": lambda kernels: route(logits_TE, K, kernels=kernels),
+        "order": lambda kernels: fields(expert_order(ids_TK, E, T * K, kernels, check_ids=False)),
+    }
+    agreeing: dict[str, Callable[[], Any]] = {}
+    with torch.no_grad():
+        for what, operator in operators.items():
+            expected = operator("reference")
+            for kernels in KERNELS:
+                outcome = entry.setdefault(what, {}).setdefault(kernels, {})
+                call = lambda operator=operator, kernels=kernels: operator(kernels)  # noqa: E731
+                if admit(call, expected, outcome):
+                    agreeing[f"{what}/{kernels}"] = call
+        turns = take_turns(context.clock, {name: once(call) for name, call in agreeing.items()}, *context.turns)
+        for name, call in agreeing.items():
+            what, kernels = name.split("/")
+            outcome = entry[what][kernels]
+            if name in turns.failures:
+                outcome.update(status="failed", reason=turns.failures[name])
+            else:
+                outcome.update(status="timed", called=duration(turns.seconds[name][0]))
+                outcome["graph"] = replayed(context, call)
+            context.say(f"  {what}, {kernels}, T={T} E={E} K={K}: {outcome['status']} {outcome.get('reason', '')}")
+
+
+def fields(order: Any) -> tuple[Tensor, ...]:
+    return order.gather_idx_M, order.choice_idx_M, order.positions_NK, order.expert_offsets
+
+
+def admit(call: Callable[[], Any], expected: Any, outcome: dict[str, Any]) -> bool:
+    """Whether ids and order are equal and weights close; `outcome` says why if not."""
+    try:
+        for found, wanted in zip(call(), expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    except AssertionError as error:
+        outcome.update(status="wrong", reason=reason(error))
+        return False
+    except Exception as error:  # one that fails must not end the run
+        outcome.update(status="failed", reason=reason(error))
+        return False
+    return True
+
+
+def replayed(context: Context, call: Callable[[], Any]) -> dict[str, Any] | None:
+    """Microseconds as a CUDA graph; None where there are no graphs, or the call waits for the device."""
+    if context.device.type != "cuda":
+        return None
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            call()
+    except Exception as error:  # a host sync cannot be captured
+        context.say(f"    no graph: {reason(error)}")
+        return None
+    finally:
+        torch.cuda.synchronize()
+    turns = take_turns(context.clock, {"graph": once(graph.replay)}, *context.turns)
+    return duration(turns.seconds["graph"][0])

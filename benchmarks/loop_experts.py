@@ -1,0 +1,35 @@
+"""Experts as one would first write them: a Python loop, one small MLP after the other. What grouped kernels replace.
+
+    python train.py --model.experts benchmarks.loop_experts:LoopExperts
+
+M rows, D model dim, F inner width, E experts on this rank.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moe_dualpipe.models import ModelConfig
+
+
+class LoopExperts(nn.Module):
+    """The same parameters, initial weights and function as the built-in SwiGLU experts."""
+
+    def __init__(self, config: ModelConfig, num_local_experts: int):
+        super().__init__()
+        self.std, self.out_std = config.init_std, config.residual_std
+        self.gate_up = nn.Parameter(torch.empty(num_local_experts, 2 * config.expert_size, config.hidden_size))
+        self.down = nn.Parameter(torch.empty(num_local_experts, config.hidden_size, config.expert_size))
+
+    @torch.no_grad()
+    def reset_expert(self, e: int) -> None:
+        self.gate_up[e].normal_(std=self.std)
+        self.down[e].normal_(std=self.out_std)
+
+    def forward(self, x_MD: Tensor, expert_offsets: Tensor) -> Tensor:
+        counts_E = expert_offsets.diff().tolist()  # the host must know the sizes: a sync in every layer
+        outputs = []
+        for rows, gate_up, down in zip(x_MD.split(counts_E), self.gate_up, self.down, strict=True):
+            gate, up = F.linear(rows, gate_up).chunk(2, dim=-1)
+            outputs.append(F.linear(F.silu(gate) * up, down))
+        return torch.cat(outputs)

@@ -1,0 +1,199 @@
+"""Implementations of the same operator, each called through its own public functions.
+
+    y[n] = sum over k of weights[n, k] * down_e(silu(gate_e x[n]) * up_e x[n])       with e = ids[n, k]
+
+From tokens, expert ids and routing weights to the output: sorting by expert is part of what is timed, as each of them
+does it. Weights are brought into a peer's layout once, before; gradients are brought back for comparison, after. A peer
+that is not installed raises ImportError here, and is listed as such.
+
+N tokens, D model dim, F inner width, E experts, K choices a token.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from .gpu_shapes import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One layer's inputs and the gradient of its output. Every value is exact in `x.dtype`, also the fp32 weights."""
+
+    shape: Shape
+    x_ND: Tensor
+    gate_up: Tensor  # [E, 2F, D]
+    down: Tensor  # [E, D, F]
+    ids_NK: Tensor
+    weights_NK: Tensor
+    dy_ND: Tensor
+
+    @classmethod
+    def random(cls, shape: Shape, dtype: torch.dtype, device: torch.device, seed: int = 0) -> "Problem":
+        """Activations of unit variance everywhere; experts drawn without replacement, all alike."""
+        generator = torch.Generator(device).manual_seed(seed)
+        draw = partial(torch.randn, generator=generator, device=device)
+        scores_NE = draw(shape.T, shape.E)
+        top_NK, ids_NK = scores_NE.topk(shape.K, dim=1)
+        return cls(
+            shape=shape,
+            x_ND=draw(shape.T, shape.D, dtype=dtype),
+            gate_up=draw(shape.E, 2 * shape.F, shape.D, dtype=dtype).mul_(shape.D**-0.5),
+            down=draw(shape.E, shape.D, shape.F, dtype=dtype).mul_(shape.F**-0.5),
+            ids_NK=ids_NK,
+            weights_NK=top_NK.softmax(1).to(dtype).float(),
+            dy_ND=draw(shape.T, shape.D, dtype=dtype),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """`forward` computes y from `leaves` (x, gate_up, down, weights), which require gradients.
+
+    ours: how a leaf's gradient is brought into the layout of `Problem`, for those leaves that have another.
+    """
+
+    forward: Callable[[], Tensor]
+    leaves: dict[str, Tensor]
+    ours: dict[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+
+    def gradients(self, y_ND: Tensor, dy_ND: Tensor) -> dict[str, Tensor]:
+        """By name, each in the layout of the leaf."""
+        return dict(zip(self.leaves, torch.autograd.grad(y_ND, list(self.leaves.values()), dy_ND), strict=True))
+
+    def in_our_layout(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: self.ours.get(name, lambda g: g)(grad) for name, grad in gradients.items()}
+
+
+Prepare = Callable[[Problem], Contestant]
+
+
+def _leaves(problem: Problem, **changed: Tensor) -> dict[str, Tensor]:
+    tensors = {"x": problem.x_ND, "gate_up": problem.gate_up, "down": problem.down, "weights": problem.weights_NK}
+    return {name: tensor.detach().requires_grad_() for name, tensor in (tensors | changed).items()}
+
+
+# ---- Ours ----
+
+
+def _our_operator(problem: Problem, kernels: Any) -> Contestant:
+    from moe_dualpipe.kernels.experts import experts
+    from moe_dualpipe.kernels.routing import expert_order
+
+    shape, leaves = problem.shape, _leaves(problem)
+
+    def forward() -> Tensor:
+        # As in the model: what a router chose needs no check.
+        order = expert_order(problem.ids_NK, shape.E, shape.rows, kernels, check_ids=False)
+        return experts(leaves["x"], leaves["gate_up"], leaves["down"], order, leaves["weights"], kernels=kernels)
+
+    return Contestant(forward, leaves)
+
+
+def triton(problem: Problem) -> Contestant:
+    """This project's Triton kernels."""
+    return _our_operator(problem, "triton")
+
+
+def grouped_mm(problem: Problem) -> Contestant:
+    """The same operator in plain torch, on `torch.nn.functional.grouped_mm` where it can be used; nothing is fused."""
+    return _our_operator(problem, "reference")
+
+
+# ---- Others ----
+
+
+def liger(problem: Problem) -> Contestant:
+    """Liger kernel (0.8.5). Same layout: gate_up_proj [E, 2F, D] with the gate first, down_proj [E, D, F]."""
+    from liger_kernel.ops import LigerFusedMoEFunction  # type: ignore[import-not-found]
+
+    leaves, ids_NK = _leaves(problem), problem.ids_NK.int()
+    arguments = leaves["x"], leaves["gate_up"], leaves["down"], ids_NK, leaves["weights"]
+    return Contestant(lambda: LigerFusedMoEFunction.apply(*arguments), leaves)
+
+
+def scattermoe(problem: Problem) -> Contestant:
+    """ScatterMoE (0.3). Its GLUMLP has the gate in the second half, and weights tokens in the dtype of the model."""
+    from scattermoe.mlp import GLUMLP  # type: ignore[import-not-found]
+
+    shape = problem.shape
+
+    def swapped(gate_up: Tensor) -> Tensor:
+        return torch.cat([gate_up[:, shape.F :], gate_up[:, : shape.F]], dim=1)
+
+    leaves = _leaves(
+        problem, gate_up=swapped(problem.gate_up), weights=problem.weights_NK.to(problem.x_ND.dtype)
+    )  # fmt: skip
+    with torch.device("meta"):
+        mlp = GLUMLP(shape.D, shape.F, shape.E, shape.K)
+    # A module only takes a Parameter for its own; these share memory and, through the list, the gradient's identity.
+    parameters = {name: torch.nn.Parameter(leaves[name]) for name in ("gate_up", "down")}
+    mlp.experts.weight, mlp.output_experts.weight = parameters["gate_up"], parameters["down"]
+    leaves |= parameters
+    return Contestant(lambda: mlp(leaves["x"], leaves["weights"], problem.ids_NK), leaves, {"gate_up": swapped})
+
+
+def sonicmoe(problem: Problem) -> Contestant:
+    """SonicMoE. Gate and up rows alternate, and the experts are the last dimension of a permuted view."""
+    from sonicmoe.enums import ActivationType  # type: ignore[import-not-found]
+    from sonicmoe.functional import moe_general_routing_inputs  # type: ignore[import-not-found]
+
+    shape = problem.shape
+    leaves = _leaves(problem, gate_up=rearrange(problem.gate_up, "e (two f) d -> e (f two) d", two=2).contiguous())
+    tokens_M = torch.arange(shape.T, device=problem.x_ND.device, dtype=torch.int32).repeat_interleave(shape.K)
+    ids_M = problem.ids_NK.flatten().int()
+    stream = torch.cuda.current_stream().cuda_stream
+
+    def forward() -> Tensor:
+        w1, w2 = leaves["gate_up"].permute(1, 2, 0), leaves["down"].permute(1, 2, 0)
+        scores_M = leaves["weights"].flatten()
+        y_ND, _ = moe_general_routing_inputs(
+            leaves["x"], scores_M, tokens_M, ids_M, w1, None, w2, None, shape.E, stream, ActivationType.SWIGLU, False
+        )
+        return y_ND
+
+    return Contestant(
+        forward, leaves, {"gate_up": lambda g: rearrange(g, "e (f two) d -> e (two f) d", two=2)}
+    )  # fmt: skip
+
+
+PEERS: dict[str, Prepare] = {
+    "triton": triton,
+    "grouped_mm": grouped_mm,
+    "liger": liger,
+    "scattermoe": scattermoe,
+    "sonicmoe": sonicmoe,
+}
+OURS = ("triton", "grouped_mm")
+TITLES = {
+    "triton": "ours", "grouped_mm": "torch grouped_mm", "liger": "Liger", "scattermoe": "ScatterMoE",
+    "sonicmoe": "SonicMoE",
+}  # fmt: skip
+PACKAGES = {"liger": "liger_kernel", "scattermoe": "scattermoe", "sonicmoe": "sonicmoe"}
+# These try hundreds of configurations per shape the first time they run: minutes, most of it compiling.
+TUNES_ITSELF = {"liger"}
+
+
+def installed(name: str) -> bool:
+    """Whether the package that a contestant needs is there, without importing it."""
+    return name not in PACKAGES or importlib.util.find_spec(PACKAGES[name]) is not None
+
+
+def find(name: str) -> Prepare:
+    """A contestant by name, or your own as "module:function". Raises ValueError when there is none."""
+    if name in PEERS:
+        return PEERS[name]
+    module, _, attribute = name.partition(":")
+    if not attribute:
+        raise ValueError(f"unknown contestant {name!r}: there are {', '.join(PEERS)}, or your own as module:function")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"cannot find the contestant {name!r}: {error}") from error

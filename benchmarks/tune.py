@@ -1,0 +1,83 @@
+"""Tune the Triton kernels for the GPU at hand: the package then reads what was found.
+
+    python -m benchmarks.tune                                   two large layers, a few minutes
+    python -m benchmarks.tune --shapes 16384,2048,768,128,8     T, D, F, E, K of your own layer
+    python -m benchmarks.tune --out mine.json                   to look at it first
+
+Each of the products of an expert MLP runs by itself, with every configuration of a bounded list: those that fit the
+registers and the shared memory. One that disagrees with plain torch is dropped; the fastest three meet again, with the
+configuration in use so far, in turns; and that one is only replaced by one that is clearly faster. Entries of other
+kernels, sizes and GPUs in the file are kept. Worker processes compile ahead, as in gpu_precompile.py.
+
+M rows in expert-major order; N, K columns and length of the sum of a product, as in the tables.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from .gpu_shapes import SHAPES, SMOKE, Shape
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shapes", nargs="+", help="layers, each as T,D,F,E,K")
+    parser.add_argument("--out", type=Path, help="the table to write (default: the one that the package reads)")
+    parser.add_argument("--smoke", action="store_true", help="on a CPU, in Triton's interpreter: does it work?")
+    parser.add_argument("--worker", nargs=3, type=int, help=argparse.SUPPRESS)  # product, part, parts
+    return parser.parse_args(arguments)
+
+
+def shapes_of(options: argparse.Namespace) -> tuple[Shape, ...]:
+    """Raises ValueError for what is no shape."""
+    if not options.shapes:
+        return SMOKE if options.smoke else SHAPES[:2]
+    found = []
+    for text in options.shapes:
+        try:
+            T, D, F, E, K = (int(number) for number in text.split(","))
+        except ValueError:
+            raise ValueError(f"a shape is five numbers, T,D,F,E,K: got {text!r}") from None
+        if min(T, D, F, E, K) < 1 or K > E:
+            raise ValueError(f"sizes must be at least 1, and K at most E: got {text!r}")
+        found.append(Shape(T, D, F, E, K))
+    return tuple(found)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    if options.smoke:  # read when a kernel's module is imported: before any of those is
+        os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        shapes = shapes_of(options)
+        if not options.smoke and not torch.cuda.is_available():
+            raise ValueError("there is no GPU here to tune for: --smoke tries the command out on a CPU")
+        if options.smoke and not options.out:
+            raise ValueError("--smoke needs --out: what it finds is for nobody's table")
+    except ValueError as error:
+        sys.stderr.write(f"benchmarks.tune: error: {error}\n")
+        return 2
+    device = torch.device("cpu" if options.smoke else "cuda")
+    from moe_dualpipe.kernels.gpu.configs import user_file
+
+    from . import tune_search
+
+    if options.worker:
+        tune_search.compile_part(shapes[0], device, *options.worker)
+        return 0
+    out = options.out or user_file()
+    for shape in shapes:
+        tune_search.tune_shape(shape, device, out)
+    print(f"\nwritten to {out}{'' if options.out else ', which the package reads from now on'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

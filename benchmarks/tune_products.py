@@ -1,0 +1,120 @@
+"""What is tuned, and with what: the products of an expert MLP one by one, and the configurations worth trying.
+
+M rows in expert-major order, E experts, D model dim, F inner width; N, K columns and length of the sum of a product.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_dualpipe.kernels.experts import swiglu
+from moe_dualpipe.kernels.gpu.configs import Config
+from moe_dualpipe.kernels.gpu.gemm import Tiling, rows_times_weights
+from moe_dualpipe.kernels.gpu.swiglu import swiglu_down_backward, swiglu_up
+from moe_dualpipe.kernels.gpu.wgrad import weight_gradients
+from moe_dualpipe.kernels.grouped_gemm import grouped_mm, grouped_wgrad
+from moe_dualpipe.kernels.routing import expert_order
+
+from .gpu_measure import relative_error
+from .peers import Problem
+
+# ---- What can be tried ----
+
+
+def candidates(kernel: str, element: int, shared_bytes: int, tma: bool) -> list[Config]:
+    """Configurations that have a chance: 64 to 128 sums in each thread's registers, all stages in shared memory."""
+    tiles = [(64, 128), (64, 256), (128, 64), (128, 128), (128, 256), (256, 64), (256, 128)]
+    found = []
+    for block_m, block_n in tiles:
+        for block_k, stages in ((32, 4), (32, 5), (64, 3), (64, 4)):
+            for warps in (4, 8):
+                fits_registers = 64 <= block_m * block_n / (32 * warps) <= 128
+                if fits_registers and stages * (block_m + block_n) * block_k * element <= shared_bytes:
+                    for through_tma in (False, True) if tma and kernel != "wgrad" else (False,):
+                        found.append(Config(block_m, block_n, block_k, warps, stages, 8, through_tma))
+    return found
+
+
+def regrouped(config: Config) -> list[Config]:
+    """The same with other numbers of row tiles that go over the columns together."""
+    return [dataclasses.replace(config, group_m=group_m) for group_m in (1, 4, 16) if group_m != config.group_m]
+
+
+SMOKE_TILES = ((16, 16, 16), (32, 32, 16))
+
+
+def smoke_candidates() -> list[Config]:
+    return [Config(*tile, warps=4, stages=1, group_m=8) for tile in SMOKE_TILES]
+
+
+# ---- The products ----
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One launch of `kernel`, of N columns and sums over K; `expected` is what plain torch makes of it.
+
+    launch: returns tensors, in the order of `expected`; a partial sum, [., M] for [M], is still to be added up.
+    """
+
+    kernel: str
+    n: int
+    k: int
+    launch: Callable[[], Sequence[Tensor | None]]
+    expected: tuple[Tensor, ...]
+
+    def __str__(self) -> str:
+        return f"{self.kernel} n={self.n} k={self.k}"
+
+    def error(self) -> float:
+        """The largest relative error of the tensors that a launch returns."""
+        found = [t for t in self.launch() if t is not None]
+        whole = [f.sum(0) if f.ndim > e.ndim else f for f, e in zip(found, self.expected, strict=True)]
+        errors = [relative_error(f, e) for f, e in zip(whole, self.expected, strict=True)]
+        return max(errors) if all(error == error for error in errors) else float("nan")
+
+
+def products(problem: Problem) -> Iterator[Product]:
+    """The launches of one forward and backward, each on inputs that plain torch computed."""
+    shape, x, dy, gate_up, down = problem.shape, problem.x_ND, problem.dy_ND, problem.gate_up, problem.down
+    order = expert_order(problem.ids_NK, shape.E, shape.rows)
+    index, choice, offsets = order.gather_idx_M, order.choice_idx_M, order.expert_offsets
+    tiling, weights = Tiling(offsets, shape.rows), problem.weights_NK
+    weight_M = weights.flatten()[choice, None]
+    z = grouped_mm(x[index], gate_up, offsets, kernels="reference").requires_grad_()
+    h = swiglu(z)
+    dh = grouped_mm(dy[index], down, offsets, transposed=True, kernels="reference")
+    (dz,) = torch.autograd.grad(h, z, (dh * weight_M).to(h.dtype))
+    z, h = z.detach(), h.detach()
+    weighted_h = (h * weight_M).to(h.dtype)
+
+    yield Product(
+        "up", 2 * shape.F, shape.D, lambda: swiglu_up(x, index, gate_up, tiling, None, choice), (z, h)
+    )  # fmt: skip
+    yield Product(
+        "down", shape.D, shape.F, lambda: (rows_times_weights("down", h, down, tiling),),
+        (grouped_mm(h, down, offsets, kernels="reference"),),
+    )  # fmt: skip
+    yield Product(
+        "down_backward", shape.F, shape.D,
+        lambda: swiglu_down_backward(dy, index, down, z, tiling, weights, choice),
+        (dz, weighted_h, (dh.float() * h.float()).sum(1)),
+    )  # fmt: skip
+    yield Product(
+        "up_backward", shape.D, 2 * shape.F,
+        lambda: (rows_times_weights("up_backward", dz, gate_up, tiling, transposed=True),),
+        (grouped_mm(dz, gate_up, offsets, transposed=True, kernels="reference"),),
+    )  # fmt: skip
+    yield Product(
+        "wgrad", shape.F, shape.D,
+        lambda: (weight_gradients(dy, weighted_h, offsets, down.dtype, index),),
+        (grouped_wgrad(dy[index], weighted_h, offsets, kernels="reference"),),
+    )  # fmt: skip
+    yield Product(
+        "wgrad", shape.D, 2 * shape.F,
+        lambda: (weight_gradients(dz, x, offsets, gate_up.dtype, None, index),),
+        (grouped_wgrad(dz, x[index], offsets, kernels="reference"),),
+    )  # fmt: skip

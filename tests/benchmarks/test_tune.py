@@ -1,0 +1,146 @@
+"""Tuning: what is tried, that a wrong configuration cannot win, and that the package reads what was written."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from benchmarks import tune, tune_search
+from benchmarks.gpu_shapes import Shape
+from benchmarks.tune_products import SMOKE_TILES, Product, candidates
+from moe_dualpipe.kernels.gpu import configs
+from moe_dualpipe.kernels.gpu.configs import Config, Entry
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+H100, A100, MI300 = 232_448, 166_912, 65_536  # bytes of shared memory that a block can have
+
+
+@pytest.mark.parametrize("shared", [H100, A100, MI300])
+@pytest.mark.parametrize("kernel", configs.KERNELS)
+def test_candidates_are_few_and_fit(kernel, shared):
+    found = candidates(kernel, 2, shared, tma=shared == H100)
+    assert 4 < len(found) <= 80
+    assert len(set(found)) == len(found)
+    for c in found:
+        assert c.stages * (c.block_m + c.block_n) * c.block_k * 2 <= shared
+        assert c.block_m * c.block_n <= 128 * 32 * c.warps
+        assert not (c.tma and (kernel == "wgrad" or shared != H100))
+
+
+def never(_config):
+    return False
+
+
+def product_that(milliseconds, wrong=never, fails=never):
+    """A launch whose time, result and fate depend on the configuration it looks up."""
+    expected = torch.arange(1.0, 9.0)
+
+    def launch():
+        config = configs.lookup("up", "interpreter", 4, 32, 32)
+        if fails(config):
+            raise RuntimeError("out of resources: shared memory")
+        time.sleep(milliseconds(config) / 1e3)
+        return (expected * (1.1 if wrong(config) else 1),)
+
+    return Product("up", 32, 32, launch, (expected,))
+
+
+SLOW, MIDDLE, FAST = (Config(m, 64, 32, 4, 2) for m in (16, 32, 64))
+TIMES = {16: 12.0, 32: 6.0, 64: 2.0}
+
+
+def test_the_fastest_that_agrees_wins():
+    product = product_that(lambda c: TIMES[c.block_m])
+    found = tune_search.tune(product, CPU, SLOW, [MIDDLE, FAST])
+    assert found.config.block_m == 64
+    assert found.us < found.before_us
+    assert (found.tried, found.dropped) == (2, {})
+
+
+def test_a_wrong_one_and_one_that_fails_cannot_win():
+    product = product_that(lambda c: TIMES[c.block_m], wrong=lambda c: c.block_m == 64, fails=lambda c: c.block_m == 32)
+    found = tune_search.tune(product, CPU, SLOW, [MIDDLE, FAST])
+    assert found.config.block_m == 16
+    assert found.dropped[str(FAST)] == "relative error 0.1"
+    assert found.dropped[str(MIDDLE)] == "RuntimeError: out of resources: shared memory"
+
+
+def test_a_current_one_that_is_wrong_is_replaced_even_by_a_slower_one():
+    product = product_that(lambda c: TIMES[c.block_m], wrong=lambda c: c.block_m == 64)
+    assert tune_search.tune(product, CPU, FAST, [MIDDLE]).config.block_m == 32
+
+
+def test_the_current_one_stays_unless_another_is_clearly_faster(monkeypatch):
+    us = {SLOW: 100.0, FAST: 99.0}
+    monkeypatch.setattr(tune_search, "final", lambda _product, _device, _entrants: us)
+    product = product_that(lambda _: 0)
+    assert tune_search.tune(product, CPU, SLOW, [FAST]).config == SLOW
+    us[FAST] = 90.0
+    assert tune_search.tune(product, CPU, SLOW, [FAST]).config == FAST
+
+
+def test_nothing_that_works_is_an_error():
+    product = product_that(lambda _: 0, fails=lambda _: True)
+    with pytest.raises(ValueError, match=r"no configuration of up n=32 k=32 works on this GPU: .*out of resources"):
+        tune_search.tune(product, CPU, SLOW, [FAST])
+
+
+def test_other_entries_of_a_table_are_kept(tmp_path):
+    path = tmp_path / "tuned.json"
+    old, other = Entry("up", "sm_90", 2, 64, 32, SLOW), Entry("up", "sm_90", 2, 64, 128, MIDDLE)
+    configs.save(path, [old, other])
+    new = Entry("up", "sm_90", 2, 64, 32, FAST)
+    assert tune_search.merged(path, new) == [other, new]
+    assert tune_search.merged(tmp_path / "none.json", new) == [new]
+
+
+def command(*arguments, **environment):
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | environment
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.tune", *arguments], env=environment, capture_output=True, text=True,
+        timeout=200, check=False,
+    )  # fmt: skip
+
+
+def test_the_command_tunes_every_kernel_and_the_package_reads_it(tmp_path):
+    path = tmp_path / "moe-dualpipe" / "tuned.json"
+    done = command("--smoke", "--shapes", "20,16,16,3,2", "--out", str(path))
+    assert done.returncode == 0, done.stderr
+    assert [line.split(":")[0] for line in done.stdout.splitlines() if line.startswith("  ")] == [
+        "  up n=32 k=16", "  down n=16 k=16", "  down_backward n=16 k=16", "  up_backward n=16 k=32",
+        "  wgrad n=16 k=16", "  wgrad n=16 k=32",
+    ]  # fmt: skip
+    assert "0 dropped" in done.stdout
+    entries = configs.load(path)
+    assert {entry.kernel for entry in entries} == set(configs.KERNELS)
+    code = (
+        "from moe_dualpipe.kernels.gpu import configs; "
+        "print(*[configs.lookup(k, 'interpreter', 4, 16, 16).block_m for k in configs.KERNELS])"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)}
+    read = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )  # fmt: skip
+    tiles = {tile[0] for tile in SMOKE_TILES}
+    assert {int(word) for word in read.stdout.split()} <= tiles
+
+
+def test_arguments_that_make_no_sense_end_in_one_line(capsys):
+    for arguments, words in (
+        (["--smoke"], "--smoke needs --out"),
+        (["--smoke", "--shapes", "1,2,3"], "a shape is five numbers, T,D,F,E,K: got '1,2,3'"),
+        (["--smoke", "--shapes", "8,8,8,2,3"], "K at most E"),
+    ):
+        assert tune.main(arguments) == 2
+        error = capsys.readouterr().err
+        assert words in error
+        assert error.count("\n") == 1
+    options = tune.parse(["--smoke", "--shapes", "5,4,3,2,1"])
+    assert tune.shapes_of(options) == (Shape(5, 4, 3, 2, 1),)
