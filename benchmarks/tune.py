@@ -7,7 +7,7 @@
 Each of the products of an expert MLP runs by itself, with every configuration of a bounded list: those that fit the
 registers and the shared memory. One that disagrees with plain torch is dropped; the fastest three meet again, with the
 configuration in use so far, in turns; and that one is only replaced by one that is clearly faster. Entries of other
-kernels, sizes and GPUs in the file are kept. Worker processes compile ahead, as in gpu_precompile.py.
+kernels, sizes and GPUs in the file are kept. Worker processes compile ahead, as in precompile.py.
 
 M rows in expert-major order; N, K columns and length of the sum of a product, as in the tables.
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from .gpu_shapes import SHAPES, SMOKE, Shape
+from .gpu.shapes import SHAPES, SMOKE, Shape
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -67,14 +67,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device("cpu" if options.smoke else "cuda")
     from moe_dualpipe.kernels.gpu.configs import user_file
 
-    from . import tune_search
+    from .gpu import tuning
 
     if options.worker:
-        tune_search.compile_part(shapes[0], device, *options.worker)
+        tuning.compile_part(shapes[0], device, *options.worker)
         return 0
     out = options.out or user_file()
     for shape in shapes:
-        tune_search.tune_shape(shape, device, out)
+        tuning.tune_shape(shape, device, out)
     print(f"\nwritten to {out}{'' if options.out else ', which the package reads from now on'}")
     return 0
 

@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from benchmarks import gpu, gpu_check, gpu_figures, gpu_precompile, gpu_report, gpu_tests
-from benchmarks.gpu_context import Context
-from benchmarks.gpu_goals import GOALS, judge
-from benchmarks.gpu_measure import Clock, Quartiles, rate, relative_error, take_turns
-from benchmarks.gpu_shapes import GOAL, SHAPES, TRAINING, Shape
-from benchmarks.gpu_tests import judged, proved_nothing_wrong
-from benchmarks.gpu_training import flops_per_token
-from benchmarks.peers import Contestant, Problem, find
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import check, figures, precompile, report, tests
+from benchmarks.gpu.context import Context
+from benchmarks.gpu.goals import GOALS, judge
+from benchmarks.gpu.measure import Clock, Quartiles, rate, relative_error, take_turns
+from benchmarks.gpu.peers import Contestant, Problem, find
+from benchmarks.gpu.shapes import GOAL, SHAPES, TRAINING, Shape
+from benchmarks.gpu.tests import judged, proved_nothing_wrong
+from benchmarks.gpu.training import flops_per_token
 from moe_dualpipe.models import ModelConfig, build_model, next_token_loss
 
 # ---- What is counted ----
@@ -121,7 +122,7 @@ def textbook(problem: Problem) -> Contestant:
 @pytest.mark.parametrize("tokens", [1, 7, 300])
 def test_the_reference_of_chosen_tokens_and_experts_is_the_whole_operator(tokens):
     problem = Problem.random(Shape(tokens, 12, 5, 6, 3), torch.float64, torch.device("cpu"))
-    found = gpu_check.errors(problem, textbook(problem), gpu_check.reference(problem))
+    found = check.errors(problem, textbook(problem), check.reference(problem))
     if tokens == 1:  # the last expert may have no rows: 0 of 0
         found = {name: error for name, error in found.items() if not math.isnan(error)}
     assert all(error < 1e-7 for error in found.values()), found  # the routing weights are fp32
@@ -129,20 +130,20 @@ def test_the_reference_of_chosen_tokens_and_experts_is_the_whole_operator(tokens
 
 def test_each_kind_of_mistake_is_found():
     problem = Problem.random(Shape(90, 12, 5, 6, 3), torch.float32, torch.device("cpu"))
-    expected = gpu_check.reference(problem)
-    found = gpu_check.errors(problem, textbook(problem), expected)
-    assert gpu_check.disagreement(found, torch.float32) is None
+    expected = check.reference(problem)
+    found = check.errors(problem, textbook(problem), expected)
+    assert check.disagreement(found, torch.float32) is None
     for name in ("x", "gate_up", "down", "weights"):
         right = textbook(problem)
         wrong = Contestant(right.forward, right.leaves, {name: lambda g: g * 1.01})
-        found = gpu_check.errors(problem, wrong, expected)
-        words = gpu_check.disagreement(found, torch.float32)
+        found = check.errors(problem, wrong, expected)
+        words = check.disagreement(found, torch.float32)
         assert words is not None
         assert words.startswith(f"relative error above 0.001: {name} 0.01")
 
 
 def test_no_number_is_no_agreement():
-    assert gpu_check.disagreement({"y": math.nan}, torch.bfloat16) == "relative error above 0.02: y nan"
+    assert check.disagreement({"y": math.nan}, torch.bfloat16) == "relative error above 0.02: y nan"
     assert relative_error(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0])) == pytest.approx(0.1)
 
 
@@ -157,7 +158,7 @@ def test_loop_experts_are_the_built_in_ones():
     config = ModelConfig(hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, dense_size=16)
     tokens = torch.randint(256, (2, 5))  # 10 tokens in 8 experts: some get none
     gradients = {}
-    for experts in ("swiglu", "benchmarks.loop_experts:LoopExperts"):
+    for experts in ("swiglu", "benchmarks.gpu.loop_experts:LoopExperts"):
         model = build_model(dataclasses.replace(config, experts=experts), kernels="reference")
         next_token_loss(model(tokens), tokens).backward()
         gradients[experts] = {name: p.grad for name, p in model.named_parameters()}
@@ -188,7 +189,7 @@ def test_each_worker_compiles_its_part_of_the_configurations_and_launches_none()
     tuner = object.__new__(autotuner.Autotuner)
     tuner.configs, tuner.fn = configs, Kernel()
     before = autotuner.Autotuner.run
-    with gpu_precompile.only_compiling(1, 2):
+    with precompile.only_compiling(1, 2):
         tuner.run(7, grid=(1,), warmup=False)
     assert autotuner.Autotuner.run is before
     assert [kwargs["BLOCK"] for _, kwargs in calls] == [32, 128]
@@ -196,7 +197,7 @@ def test_each_worker_compiles_its_part_of_the_configurations_and_launches_none()
 
 
 def test_every_shape_can_be_compiled_ahead():
-    assert set(gpu_precompile.ALL_SHAPES) == {*SHAPES, TRAINING}
+    assert set(precompile.ALL_SHAPES) == {*SHAPES, TRAINING}
 
 
 # ---- Words ----
@@ -234,13 +235,13 @@ def test_gpu_tests_run_in_a_process_of_their_own(tmp_path, monkeypatch, body, ou
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -q --durations=8\n")
     code = f"import time, pytest\n@pytest.mark.parametrize('n', [0, 1])\ndef test_it(n):\n    {body}\n"
     (folder / "test_it.py").write_text(code)
-    monkeypatch.setattr(gpu_tests, "ROOT", tmp_path)
+    monkeypatch.setattr(tests, "ROOT", tmp_path)
     context = Context(
         device=torch.device("cpu"), smoke=False, out=tmp_path, contestants=(), tuning_shapes=0, training_seconds=0,
         deadline=seconds, now=lambda: 0.0,
     )  # fmt: skip
     record = {}
-    gpu_tests.run(context, record)
+    tests.run(context, record)
     assert record["outcome"] == outcome
     assert record["summary"].startswith(summary)
 
@@ -298,7 +299,7 @@ def test_goals_are_met_missed_or_not_measured():
 
 
 def test_a_table_of_the_experts():
-    table = gpu_report.experts_table(measured_results()["experts"], "both").splitlines()
+    table = report.experts_table(measured_results()["experts"], "both").splitlines()
     assert table == [
         "| T, D, F, E, K | ours | Liger | ScatterMoE | ours / best other |",
         "|---|---|---|---|---|",
@@ -307,10 +308,10 @@ def test_a_table_of_the_experts():
 
 
 def test_numbers_as_a_person_writes_them():
-    assert [gpu_report.number(v) for v in (4321.6, 100.4, 12.345, 0.012345)] == ["4,322", "100", "12.3", "0.0123"]
+    assert [report.number(v) for v in (4321.6, 100.4, 12.345, 0.012345)] == ["4,322", "100", "12.3", "0.0123"]
 
 
 def test_figures_of_a_shape_where_one_is_missing(tmp_path):
     pytest.importorskip("matplotlib")
-    (path,) = gpu_figures.draw(measured_results(), tmp_path)
+    (path,) = figures.draw(measured_results(), tmp_path)
     assert path.stat().st_size > 10_000

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 OTHERS = '''
 import dataclasses
 
-from benchmarks.peers import Contestant, grouped_mm
+from benchmarks.gpu.peers import Contestant, grouped_mm
 
 
 def doubled(problem):

@@ -11,9 +11,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks import tune, tune_search
-from benchmarks.gpu_shapes import Shape
-from benchmarks.tune_products import SMOKE_TILES, Product, candidates
+from benchmarks import tune
+from benchmarks.gpu import tuning
+from benchmarks.gpu.shapes import Shape
+from benchmarks.gpu.tuned_products import SMOKE_TILES, Product, candidates
 from moe_dualpipe.kernels.gpu import configs
 from moe_dualpipe.kernels.gpu.configs import Config, Entry
 
@@ -58,7 +59,7 @@ TIMES = {16: 12.0, 32: 6.0, 64: 2.0}
 
 def test_the_fastest_that_agrees_wins():
     product = product_that(lambda c: TIMES[c.block_m])
-    found = tune_search.tune(product, CPU, SLOW, [MIDDLE, FAST])
+    found = tuning.tune(product, CPU, SLOW, [MIDDLE, FAST])
     assert found.config.block_m == 64
     assert found.us < found.before_us
     assert (found.tried, found.dropped) == (2, {})
@@ -66,7 +67,7 @@ def test_the_fastest_that_agrees_wins():
 
 def test_a_wrong_one_and_one_that_fails_cannot_win():
     product = product_that(lambda c: TIMES[c.block_m], wrong=lambda c: c.block_m == 64, fails=lambda c: c.block_m == 32)
-    found = tune_search.tune(product, CPU, SLOW, [MIDDLE, FAST])
+    found = tuning.tune(product, CPU, SLOW, [MIDDLE, FAST])
     assert found.config.block_m == 16
     assert found.dropped[str(FAST)] == "relative error 0.1"
     assert found.dropped[str(MIDDLE)] == "RuntimeError: out of resources: shared memory"
@@ -74,22 +75,22 @@ def test_a_wrong_one_and_one_that_fails_cannot_win():
 
 def test_a_current_one_that_is_wrong_is_replaced_even_by_a_slower_one():
     product = product_that(lambda c: TIMES[c.block_m], wrong=lambda c: c.block_m == 64)
-    assert tune_search.tune(product, CPU, FAST, [MIDDLE]).config.block_m == 32
+    assert tuning.tune(product, CPU, FAST, [MIDDLE]).config.block_m == 32
 
 
 def test_the_current_one_stays_unless_another_is_clearly_faster(monkeypatch):
     us = {SLOW: 100.0, FAST: 99.0}
-    monkeypatch.setattr(tune_search, "final", lambda _product, _device, _entrants: us)
+    monkeypatch.setattr(tuning, "final", lambda _product, _device, _entrants: us)
     product = product_that(lambda _: 0)
-    assert tune_search.tune(product, CPU, SLOW, [FAST]).config == SLOW
+    assert tuning.tune(product, CPU, SLOW, [FAST]).config == SLOW
     us[FAST] = 90.0
-    assert tune_search.tune(product, CPU, SLOW, [FAST]).config == FAST
+    assert tuning.tune(product, CPU, SLOW, [FAST]).config == FAST
 
 
 def test_nothing_that_works_is_an_error():
     product = product_that(lambda _: 0, fails=lambda _: True)
     with pytest.raises(ValueError, match=r"no configuration of up n=32 k=32 works on this GPU: .*out of resources"):
-        tune_search.tune(product, CPU, SLOW, [FAST])
+        tuning.tune(product, CPU, SLOW, [FAST])
 
 
 def test_other_entries_of_a_table_are_kept(tmp_path):
@@ -97,8 +98,8 @@ def test_other_entries_of_a_table_are_kept(tmp_path):
     old, other = Entry("up", "sm_90", 2, 64, 32, SLOW), Entry("up", "sm_90", 2, 64, 128, MIDDLE)
     configs.save(path, [old, other])
     new = Entry("up", "sm_90", 2, 64, 32, FAST)
-    assert tune_search.merged(path, new) == [other, new]
-    assert tune_search.merged(tmp_path / "none.json", new) == [new]
+    assert tuning.merged(path, new) == [other, new]
+    assert tuning.merged(tmp_path / "none.json", new) == [new]
 
 
 def command(*arguments, **environment):

@@ -1,6 +1,6 @@
 """Experts as one would first write them: a Python loop, one small MLP after the other. What grouped kernels replace.
 
-    python train.py --model.experts benchmarks.loop_experts:LoopExperts
+    python train.py --model.experts benchmarks.gpu.loop_experts:LoopExperts
 
 M rows, D model dim, F inner width, E experts on this rank.
 """

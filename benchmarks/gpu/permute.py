@@ -15,10 +15,10 @@ from torch import Tensor
 from moe_dualpipe.kernels.permute import permute, unpermute
 from moe_dualpipe.kernels.routing import ExpertOrder, expert_order
 
-from .gpu_check import TOLERANCE
-from .gpu_context import Context
-from .gpu_measure import device_copy, once, poison, rate, reason, relative_error, take_turns
-from .gpu_shapes import GOAL, SHAPES, SMOKE, Shape
+from .check import TOLERANCE
+from .context import Context
+from .measure import device_copy, once, poison, rate, reason, relative_error, take_turns
+from .shapes import GOAL, SHAPES, SMOKE, Shape
 
 KERNELS = ("triton", "reference")
 

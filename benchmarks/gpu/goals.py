@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .gpu_shapes import GOAL, INDEX_BYTES
+from .shapes import GOAL, INDEX_BYTES
 
 Results = dict[str, Any]
 

@@ -23,11 +23,11 @@ from typing import Any
 
 # name -> (module, share of the whole time after which it must end)
 SECTIONS = {
-    "tests": ("gpu_tests", 0.35),
-    "experts": ("gpu_experts", 0.62),
-    "permute": ("gpu_permute", 0.65),
-    "routing": ("gpu_routing", 0.68),
-    "training": ("gpu_training", 1.0),
+    "tests": ("tests", 0.35),
+    "experts": ("experts", 0.62),
+    "permute": ("permute", 0.65),
+    "routing": ("routing", 0.68),
+    "training": ("training", 1.0),
 }
 PACKAGES = ("torch", "triton", "numpy", "liger-kernel", "scattermoe", "sonicmoe")
 
@@ -54,8 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.setdefault("LIGER_FUSED_MOE_AUTOTUNE", "0")
     import torch
 
-    from . import gpu_report
-    from .gpu_context import Context
+    from . import report
+    from .context import Context
     from .peers import PEERS, find
 
     contestants = tuple(options.contestants or PEERS)
@@ -75,15 +75,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     context.results["about"] = about(context)
     run_sections(context, options)
-    (context.out / "results.md").write_text(gpu_report.markdown(context.results))
+    (context.out / "results.md").write_text(report.markdown(context.results))
     draw(context)
-    print(f"\n{gpu_report.short(context.results)}\n\nwritten to {context.out}")
+    print(f"\n{report.short(context.results)}\n\nwritten to {context.out}")
     return exit_code(context, options)
 
 
 def run_sections(context: Any, options: argparse.Namespace) -> None:
     """One after the other, each to its share of the time; one that fails is reported, and the next begins."""
-    from .gpu_measure import ceilings, reason
+    from .measure import ceilings, reason
 
     start, total = time.monotonic(), 60 * options.minutes
     last = [name for name in SECTIONS if name in options.only][-1]
@@ -140,10 +140,10 @@ def _version(name: str) -> str | None:
 
 
 def draw(context: Any) -> None:
-    from . import gpu_figures
+    from . import figures
 
     try:
-        for path in gpu_figures.draw(context.results, context.out):
+        for path in figures.draw(context.results, context.out):
             print(f"drew {path}")
     except ImportError as error:
         print(f"no figures: {error}")
@@ -151,8 +151,8 @@ def draw(context: Any) -> None:
 
 def exit_code(context: Any, options: argparse.Namespace) -> int:
     """1 if the GPU tests were asked for and did not pass, a section failed, or our own operators were wrong."""
-    from .gpu_tests import proved_nothing_wrong
     from .peers import OURS
+    from .tests import proved_nothing_wrong
 
     results = context.results
     failed = any(results[name].get("status") == "failed" for name in options.only)

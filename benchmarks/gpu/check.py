@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .gpu_measure import relative_error
+from .measure import relative_error
 from .peers import Contestant, Problem
 
 # Relative norm error against fp64. What rounding gives: tf32 3e-4; bf16 operands, with z and the activations rounded

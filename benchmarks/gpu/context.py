@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .gpu_measure import Clock
+from .measure import Clock
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from .gpu_shapes import Shape
+from .shapes import Shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from .gpu_report import PARTS, contestants, shape_name, titled
+from .report import PARTS, contestants, shape_name, titled
 
 COLOURS = ("#d1495b", "#2e4057", "#66a182", "#edae49", "#8d96a3", "#00798c", "#7d5ba6")
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from moe_dualpipe.kernels.routing import expert_order, route
 
-from .gpu_context import Context
-from .gpu_measure import duration, once, reason, take_turns
+from .context import Context
+from .measure import duration, once, reason, take_turns
 
 KERNELS = ("triton", "reference")
 SIZES = ((32768, 128, 8), (32768, 256, 8))  # T, E, K

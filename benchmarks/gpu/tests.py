@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from .gpu_context import Context
+from .context import Context
 
 FOLDER = "tests/gpu"
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def run(context: Context, record: dict[str, Any]) -> None:

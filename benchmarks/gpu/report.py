@@ -6,7 +6,7 @@ Numbers are medians; where a spread is shown it is the quartiles of the repeats 
 from collections.abc import Callable
 from typing import Any
 
-from .gpu_goals import judge
+from .goals import judge
 from .peers import TITLES
 
 Results = dict[str, Any]

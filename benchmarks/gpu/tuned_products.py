@@ -18,7 +18,7 @@ from moe_dualpipe.kernels.gpu.wgrad import weight_gradients
 from moe_dualpipe.kernels.grouped_gemm import grouped_mm, grouped_wgrad
 from moe_dualpipe.kernels.routing import expert_order
 
-from .gpu_measure import relative_error
+from .measure import relative_error
 from .peers import Problem
 
 # ---- What can be tried ----

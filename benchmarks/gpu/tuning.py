@@ -21,12 +21,12 @@ from moe_dualpipe.kernels.gpu import configs
 from moe_dualpipe.kernels.gpu.configs import Config, Entry, overriding
 from moe_dualpipe.kernels.gpu.device import arch_of
 
-from .gpu_check import TOLERANCE
-from .gpu_measure import Clock, Quartiles, once, poison, reason, take_turns
-from .gpu_precompile import TOKENS, work_off
-from .gpu_shapes import Shape
+from .check import TOLERANCE
+from .measure import Clock, Quartiles, once, poison, reason, take_turns
 from .peers import Problem
-from .tune_products import Product, candidates, products, regrouped, smoke_candidates
+from .precompile import TOKENS, work_off
+from .shapes import Shape
+from .tuned_products import Product, candidates, products, regrouped, smoke_candidates
 
 CLEARLY = 1.02  # a configuration that wins by less may have been lucky
 FINALISTS = 3

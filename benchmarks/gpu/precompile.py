@@ -5,7 +5,7 @@ tunes itself compiles hundreds. Its disk cache is shared by processes, though. S
 once at each shape, with few tokens, and an autotuned kernel is only compiled there, each worker taking its part of the
 configurations. The suite then finds everything in the cache.
 
-    python -m benchmarks.gpu_precompile liger 0 2 4      part 2 of 4 of Liger's configurations at the first shape
+    python -m benchmarks.gpu.precompile liger 0 2 4      part 2 of 4 of Liger's configurations at the first shape
 
 Autotuning itself is kept, but times each configuration three times instead of for a tenth of a second.
 """
@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
-from .gpu_context import Context
-from .gpu_measure import reason
-from .gpu_shapes import SHAPES, TRAINING, Shape
+from .context import Context
+from .measure import reason
 from .peers import TUNES_ITSELF, Problem, find, installed
+from .shapes import SHAPES, TRAINING, Shape
 
 PARTS = 4  # workers among which the configurations of one contestant at one shape are divided
 TOKENS = 64
@@ -45,7 +45,7 @@ def run(context: Context, shapes: Sequence[Shape]) -> None:
             elif index < context.tuning_shapes:
                 jobs += [(name, index, part, PARTS) for part in range(PARTS)]
     start = time.monotonic()
-    commands = [[sys.executable, "-m", "benchmarks.gpu_precompile", *map(str, job)] for job in jobs]
+    commands = [[sys.executable, "-m", "benchmarks.gpu.precompile", *map(str, job)] for job in jobs]
     left = work_off(commands, max(1, (os.cpu_count() or 2) - 1), 0.5 * context.left())
     context.say(f"  compiled ahead in {time.monotonic() - start:.0f} s: {len(jobs) - left} of {len(jobs)} jobs")
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import gpu_precompile
-from .gpu_check import Expected, disagreement, errors, reference
-from .gpu_context import Context
-from .gpu_measure import Case, Lap, dense_product, once, poison, rate, reason, take_turns
-from .gpu_shapes import SHAPES, SMOKE, Shape
+from . import precompile
+from .check import Expected, disagreement, errors, reference
+from .context import Context
+from .measure import Case, Lap, dense_product, once, poison, rate, reason, take_turns
 from .peers import TUNES_ITSELF, Contestant, Problem, find, installed
+from .shapes import SHAPES, SMOKE, Shape
 
 SECONDS_FOR_A_SHAPE = 20.0  # what a shape takes at least, once its kernels are compiled
 DENSE = "dense"
@@ -27,7 +27,7 @@ def run(context: Context, record: dict[str, Any]) -> None:
     shapes = SMOKE if context.smoke else SHAPES
     record["shapes"] = []
     if not context.smoke:
-        gpu_precompile.run(context, shapes)
+        precompile.run(context, shapes)
     for index, shape in enumerate(shapes):
         if context.left() < SECONDS_FOR_A_SHAPE and not context.smoke:
             context.say(f"  {shape}: skipped, {context.left():.0f} s are left; use a larger --minutes")
@@ -73,7 +73,7 @@ def admit(
     try:
         contestant = find(name)(problem)
         poison(context.device, 16 * 2**30)
-        with gpu_precompile.quick_autotuning():
+        with precompile.quick_autotuning():
             found = errors(problem, contestant, expected)
         outcome["errors"] = {key: error if math.isfinite(error) else None for key, error in found.items()}
         outcome["kept_bytes_per_token"] = kept_bytes(problem, contestant)

@@ -22,8 +22,8 @@ from moe_dualpipe.models import ModelConfig, TransformerStage, build_model, next
 from moe_dualpipe.training import data
 from moe_dualpipe.training.optimizer import Optimizer, OptimizerConfig
 
-from .gpu_context import Context
-from .gpu_measure import Quartiles, ceilings, rate, reason
+from .context import Context
+from .measure import Quartiles, ceilings, rate, reason
 
 SEQUENCES, LENGTH = 16, 1024  # a step
 WARM_UP = 5  # steps that are not on the clock
@@ -33,7 +33,7 @@ OPTIMIZER = OptimizerConfig(lr=1e-3, warmup_steps=100)
 RUNS = {
     "triton": ("triton", "swiglu"),
     "reference": ("reference", "swiglu"),
-    "loop": ("reference", "benchmarks.loop_experts:LoopExperts"),
+    "loop": ("reference", "benchmarks.gpu.loop_experts:LoopExperts"),
 }
 
 
