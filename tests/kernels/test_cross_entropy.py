@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from watch import Watch
 
 from moe_dualpipe.kernels.cross_entropy import linear_cross_entropy
 from moe_dualpipe.overlap.weight_grads import WeightGrads
@@ -153,20 +153,6 @@ def test_checkpointing_and_autocast():
 
 
 # ---- Memory, and the same numbers every time ----
-
-
-class Watch(TorchDispatchMode):
-    """The most elements in any tensor that an operation returns, and the number of matrix products."""
-
-    numel = products = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.products += "mm" in func.__name__
-        result = func(*args, **(kwargs or {}))
-        for t in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(t, torch.Tensor):
-                self.numel = max(self.numel, t.numel())
-        return result
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
