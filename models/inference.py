@@ -43,7 +43,8 @@ def generate(
     random = torch.Generator().manual_seed(seed)
     tokens_BS = prompts_BS
     for _ in range(num_tokens):
-        next_B = sample(prefill(model, tokens_BS[:, -max_length:])[:, -1], temperature, random)
+        output = prefill(model, tokens_BS[:, -max_length:])
+        next_B = sample(model.logits(output[:, -1]), temperature, random)
         tokens_BS = torch.cat([tokens_BS, next_B[:, None]], dim=1)
     return tokens_BS[:, prompts_BS.shape[1] :]
 

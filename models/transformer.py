@@ -1,5 +1,8 @@
 """The model as pipeline stages: embedding in the first, head in the last, blocks divided to balance the work.
 
+The last stage ends in logits, or with `fused_loss` in what the head would make them of: then the loss makes them, a
+chunk at a time (kernels/cross_entropy.py). Its methods `loss` and `logits` take what it ends in, whichever that is.
+
 Parameter names are global (`layers.3.attention.qkv.weight`), whichever stage holds the layer, and so are the initial
 weights: a stage of a pipeline holds exactly the numbers that the whole model holds at those names.
 
@@ -13,6 +16,7 @@ from torch.nn import functional as F
 
 from moe_dualpipe.expert_parallel import ExpertParallel, Local
 from moe_dualpipe.kernels.choose import Kernels, checked
+from moe_dualpipe.kernels.cross_entropy import linear_cross_entropy
 from moe_dualpipe.overlap import Compute, Segmented, Segments, in_layer
 
 from .block import Block, add_up
@@ -81,7 +85,9 @@ class TransformerStage(Segmented):
     """One stage. The first maps token ids [B, S] to hidden states [B, S, D], the last ends in logits [B, S, V].
 
     `recompute` is what each block computes again in its backward instead of keeping it (block.py); `kernels` are
-    Triton's or plain torch (kernels/choose.py). Raises ValueError for an unknown one, or one that cannot be had.
+    Triton's or plain torch (kernels/choose.py). With `fused_loss` the last stage ends in normalised hidden states
+    [B, S, D] instead; the criterion is its `loss` in either case. Raises ValueError for an unknown choice, or kernels
+    that cannot be had.
     """
 
     def __init__(
@@ -92,9 +98,10 @@ class TransformerStage(Segmented):
         seed: int = 0,
         recompute: Recompute = "none",
         kernels: Kernels = "auto",
+        fused_loss: bool = False,
     ):
         super().__init__()
-        self.config, self.spec = config, spec
+        self.config, self.spec, self.fused_loss = config, spec, fused_loss
         expert_parallel = expert_parallel if expert_parallel is not None else Local(config.num_experts, kernels)
         if spec.embedding:
             with seeded(seed, "embedding"):
@@ -115,10 +122,34 @@ class TransformerStage(Segmented):
             parts = ((yield Compute("embed", self.embedding, x)),)
         for layer, block in zip(self.spec.layers, self.layers.values(), strict=True):
             parts = yield from in_layer(layer, block.parts(*parts))  # type: ignore[operator]
-        return (yield Compute("head", self.logits, *parts) if self.spec.head else Compute("add", add_up, *parts))
+        return (yield Compute("head", self.finish, *parts) if self.spec.head else Compute("add", add_up, *parts))
 
-    def logits(self, *parts: Tensor) -> Tensor:
-        return self.head(self.norm(add_up(*parts)))
+    def finish(self, *parts: Tensor) -> Tensor:
+        x_BSD = self.norm(add_up(*parts))
+        return x_BSD if self.fused_loss else self.head(x_BSD)
+
+    def logits(self, output: Tensor) -> Tensor:
+        """What the last stage ended in, all of it or some positions of it, as logits [..., V].
+
+        Raises ValueError for a stage without the head.
+        """
+        self._check_head()
+        return self.head(output) if self.fused_loss else output
+
+    def loss(self, output: Tensor, labels_BS: Tensor) -> Tensor:
+        """Mean cross-entropy in nats per token, in fp32 at least, of what the last stage ended in: its criterion.
+
+        Raises ValueError for a stage without the head.
+        """
+        self._check_head()
+        if not self.fused_loss:
+            return next_token_loss(output, labels_BS)
+        x_TD, labels_T = output.flatten(0, 1), labels_BS.flatten()
+        return linear_cross_entropy(x_TD, self.head.weight, labels_T, weight_grads=self.head.weight_grads)
+
+    def _check_head(self) -> None:
+        if not self.spec.head:
+            raise ValueError(f"only the last stage, which holds the head, has logits and a loss: this has {self.spec}")
 
 
 def build_model(
@@ -127,9 +158,10 @@ def build_model(
     seed: int = 0,
     recompute: Recompute = "none",
     kernels: Kernels = "auto",
+    fused_loss: bool = False,
 ) -> TransformerStage:
     """The whole model as a single stage."""
-    return TransformerStage(config, split(config, 1)[0], expert_parallel, seed, recompute, kernels)
+    return TransformerStage(config, split(config, 1)[0], expert_parallel, seed, recompute, kernels, fused_loss)
 
 
 def next_token_loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:

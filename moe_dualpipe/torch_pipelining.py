@@ -84,9 +84,22 @@ def overlap_f_b(action: _Action, ctx: _PipelineContext) -> None:
 
 
 def backward_input(action: _Action, ctx: _PipelineContext) -> None:
-    """A BACKWARD_INPUT that leaves to BACKWARD_WEIGHT the weight gradients of all layers that can put them off."""
+    """A BACKWARD_INPUT that leaves to BACKWARD_WEIGHT the weight gradients of all layers that can put them off.
+
+    The other weight gradients, of the loss as well, come with it: torch finds none left for its W.
+    """
     work = _Work(action, ctx)
-    with work.module.weight_grads.defer_to((work.index, work.micro_batch)):
+    plain = work.stage.backward_maybe_with_nosync
+
+    def backward(_kind: str, chunk: dict[str, Any], **last: bool) -> tuple[Any, list[Any]]:
+        if chunk["output_grads"] is None:
+            chunk["stage_output"] = chunk["stage_output"][0]  # the loss
+        return plain("full", chunk, **last)[0], []
+
+    with (
+        _replaced(work.stage, "backward_maybe_with_nosync", backward),
+        work.module.weight_grads.defer_to((work.index, work.micro_batch)),
+    ):
         work.backward(full=False)  # torch leaves all of the first stage's backward to its W
 
 

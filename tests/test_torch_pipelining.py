@@ -46,7 +46,7 @@ def plain_step(model, *seeds):
     losses = []
     for seed in seeds:
         for x, y in zip(*(t.split(SIZE) for t in batch(seed)), strict=True):
-            loss = next_token_loss(model(x), y)
+            loss = model.loss(model(x), y)
             loss.backward()
             losses.append(loss.detach())
     return losses
@@ -60,18 +60,23 @@ def make_schedule(modules, group=None, shapes=True, scale_grads=False):
         hidden = torch.empty(SIZE, LENGTH, CONFIG.hidden_size, requires_grad=True)
         tokens = torch.empty(SIZE, LENGTH, dtype=torch.long)
         logits = torch.empty(SIZE, LENGTH, CONFIG.vocab_size, requires_grad=True)
-        known = {"input_args": hidden if index else tokens, "output_args": logits if index == last else hidden}
+        ends_in_logits = index == last and not getattr(module, "fused_loss", False)
+        known = {"input_args": hidden if index else tokens, "output_args": logits if ends_in_logits else hidden}
         stages.append(PipelineStage(module, index, last + 1, CPU, group=group, **(known if shapes else {})))
-    return ScheduleDualPipeV(stages, MICRO_BATCHES, next_token_loss, scale_grads=scale_grads)
+    criterion = getattr(modules.get(last), "loss", next_token_loss)
+    return ScheduleDualPipeV(stages, MICRO_BATCHES, criterion, scale_grads=scale_grads)
 
 
-def make_modules(rank, pp, experts=None):
+def make_modules(rank, pp, experts=None, fused_loss=False):
     specs = split(CONFIG, 2 * pp)
-    return {index: Counting(CONFIG, specs[index], experts, SEED) for index in (rank, 2 * pp - 1 - rank)}
+    return {
+        index: Counting(CONFIG, specs[index], experts, SEED, fused_loss=fused_loss)
+        for index in (rank, 2 * pp - 1 - rank)
+    }
 
 
-def trains_like_the_whole_model(rank, pp):
-    modules = make_modules(rank, pp)
+def trains_like_the_whole_model(rank, pp, fused_loss):
+    modules = make_modules(rank, pp, fused_loss=fused_loss)
     schedule = make_schedule(modules)
     register(schedule)
     put_off = {}
@@ -83,7 +88,7 @@ def trains_like_the_whole_model(rank, pp):
 
     schedule.register_custom_function(BACKWARD_WEIGHT, watched)
     pairs = [a for a in schedule.pipeline_order[rank] if a is not None and a.computation_type == OVERLAP_F_B]
-    model = build_model(CONFIG, seed=SEED)
+    model = build_model(CONFIG, seed=SEED, fused_loss=fused_loss)
     of_pipeline = torch.optim.SGD([p for module in modules.values() for p in module.parameters()], lr=LR)
     of_model = torch.optim.SGD(model.parameters(), lr=LR)
     for step in range(3):
@@ -92,13 +97,13 @@ def trains_like_the_whole_model(rank, pp):
         Counting.overlapped = 0
         keep = step != 1
         inputs, target = ((x,), y) if rank == 0 else ((), None)
-        logits = schedule.step(*inputs, target=target, losses=losses, return_outputs=keep)
+        outputs = schedule.step(*inputs, target=target, losses=losses, return_outputs=keep)
         assert Counting.overlapped == len(pairs) > 0
         if rank == 0:
             assert [loss.item() for loss in losses] == [loss.item() for loss in expected]
             assert len(schedule._stages[-1].output_chunks) == MICRO_BATCHES * keep
             if keep:
-                assert torch.equal(logits, torch.cat([model(part) for part in x.split(SIZE)]))
+                assert torch.equal(outputs, torch.cat([model(part) for part in x.split(SIZE)]))
         whole = dict(model.named_parameters())
         for module in modules.values():
             assert module.weight_grads is not None and len(module.weight_grads) == 0
@@ -114,10 +119,11 @@ def trains_like_the_whole_model(rank, pp):
     return put_off
 
 
+@pytest.mark.parametrize("fused_loss", [False, True])
 @pytest.mark.parametrize("pp,put_off", [(1, [{0: False}]), (2, [{0: False, 3: True}, {1: True, 2: True}])])
-def test_training_is_bit_equal_to_the_single_process_model(pp, put_off):
+def test_training_is_bit_equal_to_the_single_process_model(pp, put_off, fused_loss):
     """And a W computes what its I put off, except in the first stage, where the whole backward is in W."""
-    assert run_ranks(pp, trains_like_the_whole_model, pp) == put_off
+    assert run_ranks(pp, trains_like_the_whole_model, pp, fused_loss) == put_off
 
 
 def expert_parallel_agrees(rank):
@@ -146,13 +152,13 @@ def test_expert_parallel_agrees():
     run_ranks(2, expert_parallel_agrees)
 
 
-def one_step_like_torch(rank):
+def one_step_like_torch(rank, fused_loss):
     """With our functions and without, gradients are those of the whole model, divided as torch is asked to."""
-    model = build_model(CONFIG, seed=SEED)
+    model = build_model(CONFIG, seed=SEED, fused_loss=fused_loss)
     plain_step(model, 0)
     whole = dict(model.named_parameters())
     for ours in (True, False):
-        modules = make_modules(rank, 2)
+        modules = make_modules(rank, 2, fused_loss=fused_loss)
         schedule = make_schedule(modules, scale_grads=True)
         if ours:
             register(schedule)
@@ -162,8 +168,9 @@ def one_step_like_torch(rank):
             assert torch.equal(p.grad, whole[key].grad / MICRO_BATCHES), f"{key}, {ours=}"
 
 
-def test_gradients_are_scaled_once_and_equal_those_of_torch_alone():
-    run_ranks(2, one_step_like_torch)
+@pytest.mark.parametrize("fused_loss", [False, True])
+def test_gradients_are_scaled_once_and_equal_those_of_torch_alone(fused_loss):
+    run_ranks(2, one_step_like_torch, fused_loss)
 
 
 def wrong_usage(rank):

@@ -46,6 +46,9 @@ class TrainConfig:
     """What to compute again in the backward instead of keeping it: none, norms, attention or full."""
     kernels: Kernels = "auto"
     """triton, reference (plain torch), or auto: Triton on GPUs."""
+    fused_loss: bool = False
+    """Compute the head and the loss together, a chunk of tokens at a time, so that the logits never exist whole. Saves
+    memory where the vocabulary is large; a vocabulary of bytes gains nothing."""
     max_deferred: int = 0
     """Most chunks whose weight gradients may be put off at a time, which bounds the activations held. 0: no bound."""
     schedule: str = "auto"

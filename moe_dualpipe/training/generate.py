@@ -3,6 +3,8 @@
 The whole prefix is run again for every token, which is simple and right for a short sample.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -35,6 +37,7 @@ def generate(
 ) -> list[int]:
     """Return `num_tokens` tokens that follow `prompt`, the same on all ranks of the pipeline `group`. Collective.
 
+    The last stage has a method `logits` (models/transformer.py), which is given what it ends in at the last position.
     hidden: width and dtype of what passes between stages. max_length: the longest prefix the model sees.
     temperature: 0 takes the most likely token.
     """
@@ -50,7 +53,8 @@ def generate(
         outputs = step(schedule, {0: (prefix,)}, return_outputs=True).outputs
         token = torch.zeros(1, dtype=torch.int64, device=device)
         if outputs:
-            token += sample(outputs[0][0][:, -1], temperature, random)
+            last: Any = executor.modules[schedule.num_stages - 1]
+            token += sample(last.logits(outputs[0][0][:, -1]), temperature, random)
         if group is not None:
             dist.broadcast(token, executor.p2p.global_ranks[last_rank], group=group)
         tokens.append(int(token))

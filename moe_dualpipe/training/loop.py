@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..expert_parallel import AllToAll, Local
-from ..models import TransformerStage, expert_loads, next_token_loss, split
+from ..models import TransformerStage, expert_loads, split
 from ..models.experts import expert_class
 from ..overlap import WeightGrads
 from ..runtime import P2P, Executor, TensorSpec
@@ -115,7 +115,13 @@ class Trainer:
 
         self.stages = {
             index: TransformerStage(
-                model, plan.stages[index], self.experts, config.seed, config.recompute, config.kernels
+                model,
+                plan.stages[index],
+                self.experts,
+                config.seed,
+                config.recompute,
+                config.kernels,
+                config.fused_loss,
             ).to(self.device, self.dtype)
             for index in placement.stages[self.layout.pp_rank]
         }
@@ -233,7 +239,9 @@ class Trainer:
                 inputs[m] = (x.to(self.device),)
             if schedule.rank_of(schedule.num_stages - 1, m) == own:
                 labels[m] = (y.to(self.device),)
-        return list(self.executor.step(schedule, inputs, labels, next_token_loss).losses.values())
+        last = self.stages.get(schedule.num_stages - 1)
+        criterion = last.loss if last is not None else None
+        return list(self.executor.step(schedule, inputs, labels, criterion).losses.values())
 
     def _mean(self, losses: list[Tensor]) -> float:
         """The mean over all ranks' losses."""

@@ -19,7 +19,7 @@ from moe_dualpipe.deepseek import (
     set_p2p_tensor_dtype,
     set_p2p_tensor_shapes,
 )
-from moe_dualpipe.models import ModelConfig, TransformerStage, build_model, next_token_loss, split
+from moe_dualpipe.models import ModelConfig, TransformerStage, build_model, split
 from moe_dualpipe.overlap.chunk import engine_for
 from moe_dualpipe.schedule import Backward, Overlap, Part, build
 
@@ -402,19 +402,20 @@ TINY = ModelConfig(
 )  # fmt: skip
 
 
-def our_transformer_in_dualpipe(rank, num_chunks):
+def our_transformer_in_dualpipe(rank, num_chunks, fused_loss):
     """Stages that overlap for real, under DeepSeek's interface: their pairs are interleaved, and nothing changes."""
     specs, x = split(TINY, 2), torch.randint(19, (num_chunks, 7), generator=torch.Generator().manual_seed(3))
-    model = build_model(TINY, seed=4)
-    losses = [next_token_loss(model(piece), piece) for piece in x.split(1)]
+    model = build_model(TINY, seed=4, fused_loss=fused_loss)
+    losses = [model.loss(model(piece), piece) for piece in x.split(1)]
     sum(losses, torch.zeros(())).backward()
-    stages = [TransformerStage(TINY, specs[stage], seed=4) for stage in (rank, 1 - rank)]
+    stages = [TransformerStage(TINY, specs[stage], seed=4, fused_loss=fused_loss) for stage in (rank, 1 - rank)]
+    criterion = stages[1 - rank].loss  # of stage 1
     set_p2p_tensor_shapes([(1, 7, 16)])
     set_p2p_tensor_dtype(torch.float32)
     log = engine_for(torch.device("cpu")).log = []
     pipe = DualPipe(nn.Sequential(*stages))
     half = x.chunk(2)
-    loss, _ = pipe.step(half[rank], num_chunks=num_chunks, criterion=next_token_loss, labels=[half[1 - rank]])
+    loss, _ = pipe.step(half[rank], num_chunks=num_chunks, criterion=criterion, labels=[half[1 - rank]])
     engine_for(torch.device("cpu")).log = None
     assert log.count("loss(F)") > 0 and log.count("mlp(W)") > 0
     assert torch.equal(loss, torch.stack(losses).detach().chunk(2)[1 - rank])
@@ -427,6 +428,6 @@ def our_transformer_in_dualpipe(rank, num_chunks):
             assert cosine_distance(p.grad, grads[name]) < 1e-13, name
 
 
-@pytest.mark.parametrize("num_chunks", [4, 8])
-def test_our_transformer_overlaps_under_deepseeks_interface(num_chunks):
-    run_ranks(2, our_transformer_in_dualpipe, num_chunks)
+@pytest.mark.parametrize("num_chunks,fused_loss", [(4, False), (8, False), (8, True)])
+def test_our_transformer_overlaps_under_deepseeks_interface(num_chunks, fused_loss):
+    run_ranks(2, our_transformer_in_dualpipe, num_chunks, fused_loss)

@@ -33,25 +33,28 @@ def batch(data_rank=0):
     return tokens[:, :, :-1], tokens[:, :, 1:]
 
 
-def reference(data_ranks=1):
+def reference(data_ranks=1, fused_loss=False):
     """Losses of every data rank's micro-batches, and the gradients summed over all of them."""
-    model = build_model(CONFIG, seed=SEED)
+    model = build_model(CONFIG, seed=SEED, fused_loss=fused_loss)
     losses = []
     for data_rank in range(data_ranks):
         for x, y in zip(*batch(data_rank), strict=True):
-            loss = next_token_loss(model(x), y)
+            loss = model.loss(model(x), y)
             loss.backward()
             losses.append(loss.detach())
     return model, losses
 
 
-def make_pipeline(rank, name, pp, dp=1, ep=1):
+def make_pipeline(rank, name, pp, dp=1, ep=1, fused_loss=False):
     schedule = build(name, pp, MICRO_BATCHES)
     layout = Layout(pp, dp, ep, rank)
     groups = build_groups(layout, schedule.placement)
     experts = AllToAll(CONFIG.num_experts, groups.experts) if groups.experts else Local(CONFIG.num_experts)
     specs = split(CONFIG, schedule.num_stages)
-    stages = {s: TransformerStage(CONFIG, specs[s], experts, SEED) for s in schedule.placement.stages[layout.pp_rank]}
+    stages = {
+        s: TransformerStage(CONFIG, specs[s], experts, SEED, fused_loss=fused_loss)
+        for s in schedule.placement.stages[layout.pp_rank]
+    }
     hidden = TensorSpec((SIZE, LENGTH, CONFIG.hidden_size), torch.float32)
     executor = Executor(stages, P2P.connect(groups.pipeline, [hidden], torch.device("cpu")))
     named = {n: p for stage in stages.values() for n, p in stage.named_parameters()}
@@ -65,11 +68,12 @@ def make_pipeline(rank, name, pp, dp=1, ep=1):
 def run_step(schedule, layout, executor, return_outputs=False):
     xs, ys = batch(layout.dp_rank)
     own, last = layout.pp_rank, schedule.num_stages - 1
+    criterion = executor.modules[last].loss if last in executor.modules else None
     return executor.step(
         schedule,
         {m: (xs[m],) for m in range(MICRO_BATCHES) if schedule.rank_of(0, m) == own},
         {m: (ys[m],) for m in range(MICRO_BATCHES) if schedule.rank_of(last, m) == own},
-        next_token_loss,
+        criterion,
         return_outputs,
     )
 
@@ -80,9 +84,9 @@ def assert_norm_of_all_gradients(sets, grads):
     torch.testing.assert_close(gradient_norm(sets, torch.device("cpu")), expected, rtol=1e-6, atol=0)
 
 
-def equals_reference(rank, name, pp):
-    schedule, layout, executor, _, sets = make_pipeline(rank, name, pp)
-    model, losses = reference()
+def equals_reference(rank, name, pp, fused_loss):
+    schedule, layout, executor, _, sets = make_pipeline(rank, name, pp, fused_loss=fused_loss)
+    model, losses = reference(fused_loss=fused_loss)
     weights = model.state_dict()
     for stage in executor.modules.values():
         for key, value in stage.state_dict().items():
@@ -104,15 +108,18 @@ def equals_reference(rank, name, pp):
 
     with torch.no_grad():
         again = run_step(schedule, layout, executor, return_outputs=True)
-        for micro_batch, (logits,) in again.outputs.items():
-            assert torch.equal(logits, model(batch()[0][micro_batch]))
+        for micro_batch, (output,) in again.outputs.items():
+            assert torch.equal(output, model(batch()[0][micro_batch]))
             assert torch.equal(again.losses[micro_batch], losses[micro_batch])
     return sorted(result.losses), sorted(again.outputs)
 
 
-@pytest.mark.parametrize("name,pp", PIPELINES)
-def test_pipeline_equals_the_single_process_model(name, pp):
-    seen = run_ranks(pp, equals_reference, name, pp)
+@pytest.mark.parametrize(
+    "name,pp,fused_loss",
+    [*((*p, False) for p in PIPELINES), ("1f1b", 2, True), ("dualpipe", 2, True), ("dualpipev", 1, True)],
+)
+def test_pipeline_equals_the_single_process_model(name, pp, fused_loss):
+    seen = run_ranks(pp, equals_reference, name, pp, fused_loss)
     assert sorted(m for losses, _ in seen for m in losses) == list(range(MICRO_BATCHES))
     assert sorted(m for _, outputs in seen for m in outputs) == list(range(MICRO_BATCHES))
 
@@ -142,6 +149,31 @@ def test_expert_parallel_pipeline_agrees(name, pp, dp, ep):
     seen = run_ranks(pp * dp, expert_parallel_agrees, name, pp, dp, ep)
     assert sum(count for count, _ in seen) == dp * MICRO_BATCHES
     assert all(dense > 0 and experts > 0 for _, (dense, experts) in seen)
+
+
+def fused_loss_agrees(rank, name, pp, ep):
+    """Not to the bit: in a fused loss the sums are taken in another order."""
+    schedule, layout, executor, experts, sets = make_pipeline(rank, name, pp, ep, ep, fused_loss=True)
+    model, losses = reference(ep)
+    result = run_step(schedule, layout, executor)
+    for micro_batch, loss in result.losses.items():
+        expected = losses[layout.dp_rank * MICRO_BATCHES + micro_batch]
+        assert (loss - expected).abs() <= 1e-6 * expected.abs()
+    grads = {n: p.grad for n, p in model.named_parameters()}
+    seen = set()
+    for replicas in sets:
+        sum_gradients(replicas)
+        for key, parameter in replicas.parameters.items():
+            part = experts.local_experts if ".experts." in key else range(len(grads[key]))
+            assert cosine_distance(parameter.grad, grads[key][part.start : part.stop]) < 1e-11, key
+            seen.add(key)
+    return seen
+
+
+@pytest.mark.parametrize("name,pp,ep", [("dualpipev", 1, 1), ("dualpipe", 2, 1), ("dualpipe", 2, 2)])
+def test_a_pipeline_with_a_fused_loss_agrees_with_the_plain_model(name, pp, ep):
+    seen = run_ranks(pp * ep, fused_loss_agrees, name, pp, ep)
+    assert set.union(*seen) == {n for n, _ in build_model(CONFIG).named_parameters()}
 
 
 def test_data_parallel_without_expert_parallel_agrees():

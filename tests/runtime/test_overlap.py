@@ -79,10 +79,10 @@ def test_a_pair_over_all_to_all_is_the_sequential_one_in_one_order_on_all_ranks(
         assert len(issued) == 3 * 2 * moe_layers * 5
 
 
-def step_is_sequential(rank, name, pp, ep, slow):
+def step_is_sequential(rank, name, pp, ep, slow, fused_loss):
     outcomes = []
     for overlap in (False, True):
-        schedule, layout, executor, experts, _ = make_pipeline(rank, name, pp, ep, ep)
+        schedule, layout, executor, experts, _ = make_pipeline(rank, name, pp, ep, ep, fused_loss)
         executor.overlap = overlap
         if slow and ep > 1:
             for stage in executor.modules.values():
@@ -92,8 +92,11 @@ def step_is_sequential(rank, name, pp, ep, slow):
         log = engine_for(torch.device("cpu")).log = []
         result = run_step(schedule, layout, executor)
         engine_for(torch.device("cpu")).log = None
-        pairs = sum(isinstance(action, Overlap) for action in schedule.actions[layout.pp_rank])
-        assert any(label.endswith("(W)") for label in log) == (overlap and pairs > 0)
+        pairs = [action for action in schedule.actions[layout.pp_rank] if isinstance(action, Overlap)]
+        assert any(label.endswith("(W)") for label in log) == (overlap and len(pairs) > 0)
+        ending = sum(pair.backward.stage == schedule.num_stages - 1 for pair in pairs)
+        assert log.count("head(W)") == (ending if overlap and not fused_loss else 0)
+        assert log.count("loss(W)") == (ending if overlap and fused_loss else 0)
         grads = {n: p.grad for stage in executor.modules.values() for n, p in stage.named_parameters()}
         outcomes.append((result.losses, grads))
     (losses, grads), (other_losses, other_grads) = outcomes
@@ -104,11 +107,14 @@ def step_is_sequential(rank, name, pp, ep, slow):
 
 
 @pytest.mark.parametrize(
-    "name,pp,ep,slow",
-    [("dualpipev", 1, 1, False), ("dualpipe", 2, 1, False), ("dualpipev", 2, 2, False), ("dualpipe", 2, 2, True)],
+    "name,pp,ep,slow,fused_loss",
+    [
+        *(("dualpipev", 1, 1, False, False), ("dualpipe", 2, 1, False, False), ("dualpipev", 2, 2, False, False)),
+        *(("dualpipe", 2, 2, True, False), ("dualpipe", 2, 1, False, True), ("dualpipe", 2, 2, True, True)),
+    ],
 )
-def test_overlap_changes_no_bit_of_a_step(name, pp, ep, slow):
-    run_ranks(pp * ep, step_is_sequential, name, pp, ep, slow)
+def test_overlap_changes_no_bit_of_a_step(name, pp, ep, slow, fused_loss):
+    run_ranks(pp * ep, step_is_sequential, name, pp, ep, slow, fused_loss)
 
 
 class Mine(TransformerStage):

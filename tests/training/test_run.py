@@ -111,11 +111,28 @@ def test_overlap_and_recompute_change_no_bit_of_a_run(tmp_path, ranks, division)
         assert run == runs[0], choice
 
 
+@pytest.mark.parametrize("ranks,changes", [(1, {}), (2, {"pp": 2}), (2, {"pp": 1, "ep": 2})], ids=str)
+def test_a_fused_loss_trains_alike_and_its_checkpoints_are_the_same(tmp_path, ranks, changes):
+    """Losses to fp32 rounding that has gone through the optimizer's steps; the checkpoint goes on without it."""
+    model = dataclasses.replace(MODEL, vocab_size=1009)
+    plain = settings(tmp_path / "plain", model=model, **changes)
+    fused = settings(tmp_path / "fused", model=model, save_every=3, fused_loss=True, **changes)
+    expected, seen = run_ranks(ranks, train_each, [plain, fused])[0]
+    assert losses(seen) == pytest.approx(losses(expected), rel=1e-5)
+    assert losses(seen, "grad_norm") == pytest.approx(losses(expected, "grad_norm"), rel=1e-4)
+    assert losses(seen, "validation_loss") == pytest.approx(losses(expected, "validation_loss"), rel=1e-5)
+    half = str(tmp_path / "fused" / "checkpoints" / "step-000003")
+    rest = run_ranks(ranks, train, dataclasses.replace(plain, out=str(tmp_path / "rest"), resume=half))[0]
+    assert losses(rest) == pytest.approx({s: loss for s, loss in losses(seen).items() if s > 3}, rel=1e-5)
+
+
 def test_flags_of_the_overlap():
     assert parse([]).overlap
     assert not parse(["--no-overlap"]).overlap
     assert parse(["--recompute", "norms"]).recompute == "norms"
     assert parse(["--max-deferred", "2"]).max_deferred == 2
+    assert parse(["--fused-loss"]).fused_loss
+    assert not parse([]).fused_loss
     with pytest.raises(ValueError, match="--max-deferred cannot be negative: got -1"):
         resolve(parse(["--max-deferred", "-1"]), Launch(0, 0, 1, 1))
 
@@ -145,6 +162,16 @@ def make_trainer(rank, config):
     world_size = torch.distributed.get_world_size()
     launch = Launch(rank, rank, world_size, world_size)
     return Trainer(Plan.make(resolve(config, launch)), launch)
+
+
+def fused_stages(rank, config):
+    return [stage.fused_loss for stage in make_trainer(rank, config).stages.values()]
+
+
+@pytest.mark.parametrize("fused_loss", [False, True])
+def test_the_choice_of_the_loss_reaches_the_stages(tmp_path, fused_loss):
+    config = settings(tmp_path, fused_loss=fused_loss)
+    assert run_ranks(1, fused_stages, config) == [[fused_loss] * 2]
 
 
 def drifting_run(rank, config, when):
@@ -289,9 +316,9 @@ def test_torchrun_trains_and_tells_how_to_resume(tmp_path):
     assert list(losses(records(out))) == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_single_process_trains_with_your_own_experts(tmp_path):
+def test_a_single_process_trains_with_your_own_experts_and_a_fused_loss(tmp_path):
     own = "examples.custom_experts:SquaredReLUExperts"
-    done = command("--steps", 2, "--out", tmp_path, *SMALL, "--model.experts", own)
+    done = command("--steps", 2, "--out", tmp_path, *SMALL, "--model.experts", own, "--fused-loss")
     assert done.returncode == 0, done.stderr
     assert "dualpipev over 1 pipeline x 1 data-parallel ranks" in done.stdout
 

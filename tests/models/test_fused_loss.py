@@ -1,0 +1,99 @@
+"""The model with head and loss in one: the same training, the same text, and no logits in memory."""
+
+from functools import partial
+
+import pytest
+import torch
+from ranks import cosine_distance
+from watch import Watch
+
+from moe_dualpipe.kernels.cross_entropy import linear_cross_entropy
+from moe_dualpipe.models import ModelConfig, TransformerStage, build_model, split, transformer
+from moe_dualpipe.models.inference import generate
+from moe_dualpipe.overlap.weight_grads import WeightGrads, bind
+
+CONFIG = ModelConfig(
+    vocab_size=601, hidden_size=16, num_layers=2, num_dense_layers=1, num_heads=2, num_kv_heads=1, head_dim=8,
+    dense_size=24, expert_size=12, num_experts=4, experts_per_token=2, init_std=0.2,
+)  # fmt: skip
+B, S, CHUNK = 2, 11, 5
+
+
+@pytest.fixture(autouse=True)
+def _several_chunks(monkeypatch):
+    monkeypatch.setattr(transformer, "linear_cross_entropy", partial(linear_cross_entropy, chunk_tokens=CHUNK))
+
+
+def batch():
+    return torch.randint(CONFIG.vocab_size, (2, B, S), generator=torch.Generator().manual_seed(1))
+
+
+def trained(dtype, fused_loss):
+    """Loss and gradients of one step."""
+    model, (x, y) = build_model(CONFIG, seed=3, fused_loss=fused_loss).to(dtype), batch()
+    loss = model.loss(model(x), y)
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+# Relative for the loss, cosine distance for gradients. In bf16 the two sum up gradients rounded at different places.
+@pytest.mark.parametrize(
+    "dtype,of_loss,of_grads",
+    [(torch.float64, 1e-14, 1e-14), (torch.float32, 1e-6, 1e-11), (torch.bfloat16, 1e-6, 1e-4)],
+)
+def test_it_is_the_plain_loss_of_the_same_model(dtype, of_loss, of_grads):
+    (loss, grads), (expected, plain_grads) = trained(dtype, True), trained(dtype, False)
+    assert loss.dtype == expected.dtype == torch.promote_types(dtype, torch.float32)
+    torch.testing.assert_close(loss, expected, rtol=of_loss, atol=0)
+    assert grads.keys() == plain_grads.keys()
+    for name, grad in grads.items():
+        assert grad.dtype == dtype
+        assert cosine_distance(grad, plain_grads[name]) < of_grads, name
+
+
+@pytest.mark.parametrize("fused_loss", [True, False])
+def test_no_tensor_of_a_step_has_the_size_of_the_logits(fused_loss):
+    model, (x, y) = build_model(CONFIG, fused_loss=fused_loss), batch()
+    with Watch() as seen:
+        model.loss(model(x), y).backward()
+        with torch.no_grad():
+            model.loss(model(x), y)
+    # Without logits the largest is the head's weight, or its gradient.
+    assert seen.numel == max(CONFIG.hidden_size, B * S * (not fused_loss)) * CONFIG.vocab_size
+
+
+def test_the_heads_weight_gradient_can_be_put_off():
+    model, (x, y) = build_model(CONFIG, seed=3, fused_loss=True), batch()
+    weight_grads = WeightGrads()
+    bind(model, weight_grads)
+    with weight_grads.defer_to("later"):
+        model.loss(model(x), y).backward()
+    assert model.head.weight.grad is None
+    assert model.norm.weight.grad is not None
+    weight_grads.run("later")
+    for name, grad in trained(torch.float32, True)[1].items():
+        assert torch.equal(model.get_parameter(name).grad, grad), name
+
+
+def test_what_it_ends_in_becomes_logits_and_text():
+    plain, fused = (build_model(CONFIG, seed=3, fused_loss=on) for on in (False, True))
+    assert plain.state_dict().keys() == fused.state_dict().keys()
+    x, _ = batch()
+    hidden, logits = fused(x), plain(x)
+    assert hidden.shape == (B, S, CONFIG.hidden_size)
+    assert torch.equal(fused.logits(hidden), logits)
+    assert torch.equal(plain.logits(logits), logits)
+    texts = [generate(model, x, 6, max_length=9).tolist() for model in (plain, fused)]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("fused_loss", [True, False])
+def test_a_stage_without_the_head_has_neither_logits_nor_a_loss(fused_loss):
+    first = TransformerStage(CONFIG, split(CONFIG, 2)[0], fused_loss=fused_loss)
+    hidden = first(batch()[0])
+    assert hidden.shape == (B, S, CONFIG.hidden_size)
+    problem = r"only the last stage, which holds the head, has logits and a loss: this has embedding \+ layer 0"
+    with pytest.raises(ValueError, match=problem):
+        first.logits(hidden)
+    with pytest.raises(ValueError, match=problem):
+        first.loss(hidden, batch()[1])
