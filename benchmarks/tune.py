@@ -47,6 +47,8 @@ def shapes_of(options: argparse.Namespace) -> tuple[Shape, ...]:
             raise ValueError(f"a shape is five numbers, T,D,F,E,K: got {text!r}") from None
         if min(T, D, F, E, K) < 1 or K > E:
             raise ValueError(f"sizes must be at least 1, and K at most E: got {text!r}")
+        if D % 8 or F % 8:
+            raise ValueError(f"D and F must be multiples of 8, other sizes take tiles that are not tuned: got {text!r}")
         found.append(Shape(T, D, F, E, K))
     return tuple(found)
 

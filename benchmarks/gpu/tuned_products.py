@@ -92,7 +92,7 @@ def products(problem: Problem) -> Iterator[Product]:
     weighted_h = (h * weight_M).to(h.dtype)
 
     yield Product(
-        "up", 2 * shape.F, shape.D, lambda: swiglu_up(x, index, gate_up, tiling, None, choice), (z, h)
+        "up", shape.F, shape.D, lambda: swiglu_up(x, index, gate_up, tiling, None, choice), (z, h)
     )  # fmt: skip
     yield Product(
         "down", shape.D, shape.F, lambda: (rows_times_weights("down", h, down, tiling),),
