@@ -37,6 +37,11 @@ def use_triton(kernels: Kernels, *tensors: Tensor | None) -> bool:
             raise ValueError(f"all tensors must be on one device: got {first.device} and {other.device}")
     if checked(kernels) == "reference":
         return False
+    if first.is_cuda and first.device.index != torch.cuda.current_device():
+        raise ValueError(
+            f"Triton launches on the current GPU, cuda:{torch.cuda.current_device()}, but the tensors are on "
+            f"{first.device}: call torch.cuda.set_device({first.device.index})"
+        )
     fits = first.dtype in _KNOWN or not first.is_floating_point()
     if kernels == "auto":
         return first.is_cuda and fits and _has_triton()

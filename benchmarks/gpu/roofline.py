@@ -1,0 +1,83 @@
+"""What a GPU could do at best, on paper: the floor under each time that the suite measures.
+
+    python -m benchmarks.gpu.roofline
+    python -m benchmarks.gpu.roofline --tflops 989 --tb-per-s 4.8
+
+Operations over the rate of the matrix units, and bytes over the bandwidth of the memory, are two times; no program can
+be faster than the larger one, and kernels that run one after another not faster than the sum of their larger ones.
+Bytes are those that the fused graph must move: each input of a kernel once, each output once. What is read again
+because it left the cache comes on top.
+"""
+
+import argparse
+from dataclasses import dataclass
+
+from .shapes import SHAPES, Shape
+
+# NVIDIA's data sheet of the H200 (SXM): dense bf16, and memory bandwidth.
+H200 = (989.0, 4.8)
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """flops and bytes of one launch, in bf16."""
+
+    name: str
+    flops: int
+    bytes: int
+
+    def floor_ms(self, tflops: float, tb_per_s: float) -> float:
+        return 1e3 * max(self.flops / (tflops * 1e12), self.bytes / (tb_per_s * 1e12))
+
+
+def kernels(shape: Shape) -> dict[str, list[Kernel]]:
+    """The launches of forward and backward. gathered: rows of tokens that are read through an index, counted once."""
+    m, d, f, tokens = shape.rows, shape.D, shape.F, 2 * shape.T * shape.D
+    one = 2 * m * d * f  # the operations of one [M, D] x [D, F]
+    gate_up, down = 4 * shape.E * f * d, 2 * shape.E * f * d  # bytes
+    rows_f, rows_d = 2 * m * f, 2 * m * d
+    return {
+        "forward": [
+            Kernel("up", 2 * one, tokens + gate_up + 3 * rows_f),
+            Kernel("down", one, rows_f + down + rows_d),
+            Kernel("sum", 0, rows_d + tokens),
+        ],
+        "backward": [
+            Kernel("down_backward", one, tokens + down + 5 * rows_f),
+            Kernel("wgrad of down", one, tokens + rows_f + 2 * down),
+            Kernel("up_backward", 2 * one, 2 * rows_f + gate_up + rows_d),
+            Kernel("sum", 0, rows_d + tokens),
+            Kernel("wgrad of gate_up", 2 * one, tokens + 2 * rows_f + 2 * gate_up),
+        ],
+    }
+
+
+def table(tflops: float, tb_per_s: float) -> str:
+    lines = [
+        "| shape | forward, TFLOP | GB | floor, ms | at most, TFLOP/s | backward, TFLOP | GB | floor, ms | at most |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for shape in SHAPES:
+        cells = [str(shape)]
+        for launches in kernels(shape).values():
+            flops, moved = sum(k.flops for k in launches), sum(k.bytes for k in launches)
+            floor = sum(k.floor_ms(tflops, tb_per_s) for k in launches)
+            cells += [f"{flops / 1e12:.2f}", f"{moved / 1e9:.1f}", f"{floor:.2f}", f"{flops / floor / 1e9:.0f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tflops", type=float, default=H200[0], help="dense bf16 (default: the H200's data sheet)")
+    parser.add_argument(
+        "--tb-per-s", type=float, default=H200[1], help="of the memory (default: the H200's data sheet)"
+    )
+    options = parser.parse_args()
+    if options.tflops <= 0 or options.tb_per_s <= 0:
+        parser.error("rates must be positive")
+    print(table(options.tflops, options.tb_per_s))
+
+
+if __name__ == "__main__":
+    main()
