@@ -125,12 +125,12 @@ def linear_cross_entropy(
 
     x_TD: [T, D]; w_VD: [V, D], in the dtype of x unless autocast sees to it; labels_T: [T] int64, from 0 to V - 1, or
     -100 for a token that does not count. As in torch, the mean is over the tokens that count; where none does it is
-    nan, and the gradients are zero. chunk_tokens: rows of logits that exist at a time, at 4 V bytes each; every chunk
-    reads all of W, and adds to all of its gradient, so much smaller chunks move more memory than they compute. The
-    numbers depend on it in the last digits only, and are the same in every run.
+    nan, and the gradients are zero. chunk_tokens: rows of logits that exist at a time, of 4 V bytes in fp32, and about
+    as much again in passing; every chunk reads all of W, and adds to all of its gradient, so much smaller chunks move
+    more memory than they compute. The numbers depend on it in the last digits only, and are the same in every run.
 
-    The gradient of W is summed over the chunks in fp32 at least; while `weight_grads` defers, backward leaves it to
-    that, with the same bits. The result cannot be differentiated twice.
+    The gradient of W is summed over the chunks in fp32 at least, beside the one that is there; while `weight_grads`
+    defers, backward leaves it to that, with the same bits. The result cannot be differentiated twice.
 
     Raises ValueError for shapes, dtypes or devices that do not fit, for chunk_tokens below 1, and for a label out of
     range - on a GPU that look would be a host sync, so there the kernel's own assertion is what stops it.

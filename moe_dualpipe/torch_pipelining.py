@@ -86,7 +86,7 @@ def overlap_f_b(action: _Action, ctx: _PipelineContext) -> None:
 def backward_input(action: _Action, ctx: _PipelineContext) -> None:
     """A BACKWARD_INPUT that leaves to BACKWARD_WEIGHT the weight gradients of all layers that can put them off.
 
-    The other weight gradients, of the loss as well, come with it: torch finds none left for its W.
+    The others come with it, and torch finds none left for its W: it would compute those of the loss a second time.
     """
     work = _Work(action, ctx)
     plain = work.stage.backward_maybe_with_nosync
