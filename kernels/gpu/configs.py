@@ -4,7 +4,8 @@ A kernel that tunes itself at the first training step costs minutes there, on ev
 (`python -m benchmarks.tune`), and looking one up costs a dictionary access. The user's own table stands before the
 shipped one; in both, the entry of the same kernel and GPU whose sizes are nearest is taken.
 
-N, K: columns of the output, and the length of the sum, of one expert's product.
+N, K: columns of the output, and the length of the sum, of one expert's product; "up" has N pairs of gate and up, and
+"wgrad" sums over rows, so that K is the other width.
 """
 
 import dataclasses

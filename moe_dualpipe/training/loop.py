@@ -296,6 +296,7 @@ class Trainer:
             f"model {config.preset}: {(dense + experts) / 1e6:.2f} M parameters, {active / 1e6:.2f} M active\n"
             f"{config.schedule} over {layout.pp} pipeline x {layout.dp} data-parallel ranks"
             f"{f', experts over {layout.ep}' if layout.ep > 1 else ''}, on {config.device} in {config.dtype}"
+            f"{', Triton kernels' if config.kernels == 'triton' else ''}"
         )
         for index, spec in enumerate(self.plan.stages):
             holders = self.schedule.placement.holders(index)
