@@ -54,6 +54,12 @@ def use_triton(kernels: Kernels, *tensors: Tensor | None) -> bool:
     return True
 
 
+def no_graph_of_backward() -> None:
+    """Raises RuntimeError in a backward that autograd is to go through once more: kernels would leave no trace."""
+    if torch.is_grad_enabled():
+        raise RuntimeError('the Triton kernels have no gradients of gradients (create_graph): use kernels="reference"')
+
+
 def contiguous_rows(name: str, x: Tensor) -> Tensor:
     """`x`, if a kernel can read it: [rows, columns] with the columns side by side. Raises ValueError otherwise."""
     if x.ndim != 2 or (x.stride(1) != 1 and x.shape[1] > 1):

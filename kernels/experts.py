@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .choose import Kernels, contiguous, contiguous_rows, use_triton
+from .choose import Kernels, contiguous, contiguous_rows, no_graph_of_backward, use_triton
 from .grouped_gemm import How, grouped_linear
 from .linear import autocast, grad_dtype, later_or_now
 from .permute import check_weights, permute, unpermute
@@ -98,6 +98,7 @@ class _Experts(torch.autograd.Function):
         from .gpu.swiglu import swiglu_down_backward
         from .gpu.wgrad import weight_gradients
 
+        no_graph_of_backward()
         dy_ND, order, how = grads[0].contiguous(), ctx.order, ctx.how
         x_ND, gate_up_EGD, down_EDF, weights_NK, z_MG = ctx.saved_tensors
         index_M, offsets = order.gather_idx_M, order.expert_offsets

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .choose import Kernels, contiguous, contiguous_rows, use_triton
+from .choose import Kernels, contiguous, contiguous_rows, no_graph_of_backward, use_triton
 from .linear import autocast, check_accumulates, grad_dtype, later_or_now
 
 if TYPE_CHECKING:
@@ -144,6 +144,8 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         dy_MO, how = grads[0].contiguous(), ctx.how
+        if use_triton(how.kernels, dy_MO):
+            no_graph_of_backward()
         x_MI, w_EOI, expert_offsets = ctx.saved_tensors
         grad_x = grad_w = None
         if ctx.needs_input_grad[0]:

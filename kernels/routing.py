@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .choose import Kernels, contiguous, contiguous_rows, use_triton
+from .choose import Kernels, contiguous, contiguous_rows, no_graph_of_backward, use_triton
 
 Score = Literal["softmax", "sigmoid"]
 
@@ -85,6 +85,7 @@ class _Route(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         from .gpu.routing import choose_backward
 
+        no_graph_of_backward()
         logits_TE, ids_TK = ctx.saved_tensors
         how: Routing = ctx.how
         softmax = how.score == "softmax"

@@ -9,7 +9,8 @@ from common import DEVICE, DTYPES, all_kernels, assert_as_good_as, offsets_of
 from moe_dualpipe.kernels.experts import experts
 from moe_dualpipe.kernels.gpu.configs import Config
 from moe_dualpipe.kernels.grouped_gemm import grouped_linear, grouped_mm, grouped_wgrad
-from moe_dualpipe.kernels.routing import expert_order
+from moe_dualpipe.kernels.permute import permute, unpermute
+from moe_dualpipe.kernels.routing import expert_order, route
 from moe_dualpipe.overlap.weight_grads import WeightGrads
 
 pytestmark = pytest.mark.usefixtures("guards")
@@ -275,3 +276,20 @@ def test_a_few_multiprocessors_compute_the_same_experts():
         results.append([y, *(leaf.grad for leaf in leaves)])
     for others in zip(*results, strict=True):
         assert all(torch.equal(others[0], other) for other in others[1:])
+
+
+def test_gradients_of_gradients_are_refused():
+    """A kernel leaves no trace in the graph: what goes through it once more would be silently incomplete."""
+    x, gate_up, down, weights, order, _ = moe(6, 2, 3, 8, 8, torch.float32)
+    rows = x[order.gather_idx_M]
+    for function, leaf in (
+        (lambda t: experts(t, gate_up, down, order, weights, kernels="triton"), x),
+        (lambda t: permute(t, order, "triton"), x),
+        (lambda t: unpermute(t, order, None, "triton"), rows),
+        (lambda t: unpermute(t, order, weights, "triton"), rows),
+        (lambda t: grouped_linear(t, down, order.expert_offsets, kernels="triton"), rows),
+        (lambda t: route(t, 2, kernels="triton")[0], x),
+    ):
+        given = leaf.clone().requires_grad_()
+        with pytest.raises(RuntimeError, match=r"no gradients of gradients .*use kernels=\"reference\""):
+            torch.autograd.grad(function(given).sum(), given, create_graph=True)
