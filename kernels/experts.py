@@ -69,6 +69,7 @@ class _Experts(torch.autograd.Function):
         order: ExpertOrder,
         weight_inside: bool,
         how: How,
+        differentiable: bool,
     ) -> Tensor:
         from .gpu.gemm import Tiling, rows_times_weights
         from .gpu.permute import sum_rows
@@ -83,7 +84,7 @@ class _Experts(torch.autograd.Function):
             tiling,
             inside,
             order.choice_idx_M,
-            any(ctx.needs_input_grad),
+            differentiable,
             how.num_sms,
         )
         out_MD = rows_times_weights("down", h_MF, down_EDF, tiling, num_sms=how.num_sms)
@@ -123,7 +124,7 @@ class _Experts(torch.autograd.Function):
             d_down = later_or_now(how.weight_grads, ctx.down, down_grad, down_grad, how.accumulate)
         if wants_gate_up:
             d_gate_up = later_or_now(how.weight_grads, ctx.gate_up, gate_up_grad, gate_up_grad, how.accumulate)
-        return dx, d_gate_up, d_down, d_weights, None, None, None
+        return dx, d_gate_up, d_down, d_weights, None, None, None, None
 
 
 def experts(
@@ -161,7 +162,10 @@ def experts(
     x_ND = contiguous_rows("x", x_ND)
     gate_up_EGD, down_EDF = contiguous("gate_up", gate_up_EGD), contiguous("down", down_EDF)
     weights_NK = None if weights_NK is None else weights_NK.contiguous()
-    return _Experts.apply(x_ND, gate_up_EGD, down_EDF, weights_NK, order, weight_inside, how)  # type: ignore[return-value]
+    tensors = x_ND, gate_up_EGD, down_EDF, weights_NK
+    # What a forward needs gradients for does not say whether anybody will ask for them.
+    differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    return _Experts.apply(*tensors, order, weight_inside, how, differentiable)  # type: ignore[return-value]
 
 
 def _check(x: Tensor, gate_up: Tensor, down: Tensor, order: ExpertOrder) -> None:

@@ -223,6 +223,18 @@ def test_only_x_and_the_preactivation_are_kept():
     assert sum(t.nbytes for t in activations) == n * (2 * d + 4 * k * f)
 
 
+def test_nothing_is_kept_where_nobody_will_ask_for_gradients(guards):
+    n, k, f = 10, 2, 24
+    x, gate_up, down, weights, order, _ = moe(n, k, 4, 16, f, torch.float32, torch.randint(0, 4, (n, k)))
+    leaves = [t.requires_grad_() for t in (x, gate_up, down, weights)]
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            layer(leaves, order, kernels="triton")
+    assert n * k * 2 * f not in [numel for _, numel in guards.buffers]
+    layer(leaves, order, kernels="triton")
+    assert n * k * 2 * f in [numel for _, numel in guards.buffers]
+
+
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
 def test_accumulated_gradients_are_fp32_and_add_up(kernels):
     dtype = DTYPES[-1]
