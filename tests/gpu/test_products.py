@@ -70,6 +70,15 @@ def test_a_few_multiprocessors_do_the_same(config):
                 assert torch.equal(product(sms), expected)
 
 
+def test_one_expert_whose_weights_have_a_stride_of_nothing():
+    x, w = normal(5, 16, dtype=torch.float32), normal(16, 16, 1, dtype=torch.float32).permute(2, 0, 1)
+    assert w.is_contiguous()
+    assert w.stride(0) == 1
+    with all_kernels(TMA):
+        y = grouped_mm(x, w, offsets_of([5]), kernels="triton")
+    torch.testing.assert_close(y, x @ w[0].T)
+
+
 def test_weight_gradients_are_added_in_fp32_to_what_is_there():
     dtype = DTYPES[-1]
     dy, x, offsets = normal(30, 24, dtype=dtype), normal(30, 40, dtype=dtype), offsets_of([10, 0, 20])
