@@ -69,7 +69,7 @@ def grouped_mm(
         return _grouped_mm_reference(x_MI, w_EOI if transposed else w_EOI.mT, expert_offsets[1:])
     from .gpu.gemm import Tiling, rows_times_weights
 
-    tiling = Tiling(expert_offsets, len(x_MI))
+    tiling = Tiling(expert_offsets.contiguous(), len(x_MI))
     x_MI, w_EOI = contiguous_rows("x", x_MI), contiguous("w", w_EOI)
     return rows_times_weights("up_backward" if transposed else "down", x_MI, w_EOI, tiling, transposed, None, num_sms)
 
@@ -104,9 +104,7 @@ def grouped_wgrad(
     from .gpu.wgrad import weight_gradients
 
     dy_MO, x_MI = contiguous_rows("dy", dy_MO), contiguous_rows("x", x_MI)
-    if add_to is not None:
-        contiguous("add_to", add_to)
-    return weight_gradients(dy_MO, x_MI, expert_offsets, dtype, add_to=add_to, num_sms=num_sms)
+    return weight_gradients(dy_MO, x_MI, expert_offsets.contiguous(), dtype, add_to=add_to, num_sms=num_sms)
 
 
 def _grouped_mm_reference(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:

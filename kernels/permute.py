@@ -25,7 +25,8 @@ def gather(x_ND: Tensor, index_M: Tensor, out_MD: Tensor | None = None, kernels:
     if use_triton(kernels, x_ND, index_M, out_MD):
         from .gpu.permute import gather_rows
 
-        return gather_rows(contiguous_rows("rows", x_ND), index_M, out_MD)
+        out_MD = None if out_MD is None else contiguous_rows("out", out_MD)
+        return gather_rows(contiguous_rows("rows", x_ND), index_M.contiguous(), out_MD)
     rows_MD = x_ND[index_M]
     return rows_MD if out_MD is None else out_MD.copy_(rows_MD)
 

@@ -9,6 +9,7 @@ The plain-torch operators are below; the Triton kernels are in gpu/routing.py.
 T or N rows, E experts, K choices a row, M valid choices in total, R ranks, G groups.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -146,6 +147,11 @@ class ExpertOrder:
     choice_idx_M: Tensor
     positions_NK: Tensor
     expert_offsets: Tensor
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for tensors that kernels cannot read."""
+        for field in dataclasses.fields(self):
+            contiguous(field.name, getattr(self, field.name))
 
 
 def expert_order(

@@ -5,7 +5,7 @@ import torch
 from common import DEVICE, DTYPES, assert_as_good_as
 
 from moe_dualpipe.kernels.permute import gather, gather_sum, permute, unpermute
-from moe_dualpipe.kernels.routing import expert_order
+from moe_dualpipe.kernels.routing import ExpertOrder, expert_order
 
 pytestmark = pytest.mark.usefixtures("guards")
 
@@ -63,6 +63,14 @@ def test_rows_of_a_wider_message_are_read_and_written_in_place():
     assert torch.equal(y, torch.stack([message[2, 8:24], message[0, 8:24] + message[5, 8:24]]))
 
 
+def test_an_index_need_not_be_contiguous():
+    x = torch.randn(9, 5, device=DEVICE)
+    index = torch.tensor([8, 1, 0, 1, 4, 1], device=DEVICE)[::2]
+    assert torch.equal(gather(x, index, kernels="triton"), x[[8, 0, 4]])
+    with pytest.raises(ValueError, match="positions_NK must be contiguous"):
+        ExpertOrder(index.contiguous(), index.contiguous(), index.view(1, 3), index)
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8])
 def test_rows_of_whole_numbers_are_moved_exactly(dtype):
     x = torch.randint(0, 200, (9, 5), device=DEVICE).to(dtype)
@@ -80,6 +88,8 @@ def test_what_does_not_fit_is_refused():
         unpermute(rows, order, torch.zeros(6, 3, device=DEVICE), "triton")
     with pytest.raises(ValueError, match=r"rows must be \[rows, columns\] with contiguous rows"):
         permute(torch.zeros(8, 6, device=DEVICE).T, order, "triton")
+    with pytest.raises(ValueError, match=r"out must be \[rows, columns\] with contiguous rows"):
+        gather(x, order.gather_idx_M[:3], torch.zeros(8, 3, device=DEVICE).T, "triton")
     with pytest.raises(ValueError, match=r"knows bfloat16, float16 and float32: got torch\.float64"):
         permute(x.double(), order, "triton")
     with pytest.raises(ValueError, match="all tensors must be on one device"):

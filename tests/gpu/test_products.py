@@ -90,6 +90,26 @@ def test_weight_gradients_are_added_in_fp32_to_what_is_there():
     assert torch.equal(given[1], there[1])
 
 
+def test_offsets_need_not_be_contiguous():
+    x, w = normal(6, 8, dtype=torch.float32), normal(2, 8, 8, dtype=torch.float32)
+    offsets = torch.tensor([[0, 5], [2, 5], [6, 5]], device=DEVICE, dtype=torch.int32)[:, 0]
+    results = []
+    for kernels in ("reference", "triton"):
+        y = grouped_mm(x, w, offsets, kernels=kernels)
+        results.append([y, grouped_wgrad(y, x, offsets, kernels=kernels)])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+def test_a_gradient_that_is_not_contiguous_is_refused_not_destroyed():
+    x, gate_up, down, weights, order, dy = moe(20, 2, 4, 24, 16, torch.float32)
+    down.requires_grad_()
+    down.grad = torch.zeros(4, 16, 24, device=DEVICE).mT
+    with pytest.raises(ValueError, match=r"add_to must be contiguous: got \[4, 24, 16\]"):
+        experts(x, gate_up, down, order, weights, accumulate=True, kernels="triton").backward(dy)
+    with pytest.raises(ValueError, match="add_to must be contiguous"):
+        grouped_wgrad(dy, dy, offsets_of([20]), add_to=torch.zeros(1, 24, 24).mT.to(DEVICE), kernels="triton")
+
+
 def test_rows_beyond_the_last_offset_are_left_alone():
     """Buffers may be longer than what is in them, where only the device knows how much that is."""
     x, w = normal(40, 24, dtype=torch.float32), normal(2, 16, 24, dtype=torch.float32)
