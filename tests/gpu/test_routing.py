@@ -78,6 +78,13 @@ def test_ids_are_experts_whatever_the_logits_are(kernels, broken, groups):
         assert all(len(set(row)) == 5 for row in ids.tolist())
 
 
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_experts_that_a_bias_forbids_are_chosen_last_and_once(kernels):
+    bias = torch.tensor([-torch.inf, 0.0, -torch.inf, -torch.inf], device=DEVICE)
+    _, ids = route(torch.zeros(2, 4, device=DEVICE), 3, bias_E=bias, kernels=kernels)
+    assert ids.tolist() == [[1, 0, 2]] * 2
+
+
 def test_route_example():
     for kernels in ("reference", "triton"):
         weights, ids = route(torch.tensor([[0.0, 2, 1]], device=DEVICE), 2, score="sigmoid", kernels=kernels)
