@@ -8,6 +8,7 @@ from common import DEVICE, DTYPES, all_kernels, assert_as_good_as, offsets_of
 
 from moe_dualpipe.kernels.experts import experts
 from moe_dualpipe.kernels.gpu.configs import Config
+from moe_dualpipe.kernels.gpu.device import precision
 from moe_dualpipe.kernels.grouped_gemm import grouped_linear, grouped_mm, grouped_wgrad
 from moe_dualpipe.kernels.permute import permute, unpermute
 from moe_dualpipe.kernels.routing import expert_order, route
@@ -68,6 +69,22 @@ def test_a_few_multiprocessors_do_the_same(config):
             expected = product(None)
             for sms in (1, 3, 1000):
                 assert torch.equal(product(sms), expected)
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_tf32_is_used_where_torch_was_told_so_by_either_of_its_settings(newer):
+    assert precision(torch.float32) == precision(torch.bfloat16) == "ieee"
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        if newer:
+            torch.backends.cuda.matmul.fp32_precision = "tf32"
+        else:
+            torch.set_float32_matmul_precision("high")
+        assert precision(torch.float32) == ("ieee" if torch.version.hip else "tf32")
+        assert precision(torch.bfloat16) == "ieee"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_one_expert_whose_weights_have_a_stride_of_nothing():
