@@ -187,7 +187,15 @@ def test_ids_out_of_range_are_an_error_before_anything_is_launched(kernels, bad)
     with pytest.raises(
         ValueError, match=rf"expert ids must be from -1 \(none\) to 4: got {min(bad, 0)} to {max(bad, 0)}"
     ):
-        expert_order(torch.tensor([[0, bad]]), 5, kernels=kernels)
+        expert_order(torch.tensor([[0, bad]]), 5, 2, kernels=kernels)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU it is a device-side assertion, which ends the process")
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_choices_of_nothing_must_be_counted(kernels):
+    """The indices would be longer than what there is to write to them."""
+    with pytest.raises(ValueError, match=r"from 0 \(or -1, none, if num_choices .* to 4: got -1 to 3"):
+        expert_order(torch.tensor([[3, -1]]), 5, kernels=kernels)
 
 
 def test_ids_out_of_range_touch_no_foreign_memory():
