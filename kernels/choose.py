@@ -29,7 +29,8 @@ def use_triton(kernels: Kernels, *tensors: Tensor | None) -> bool:
     """Whether Triton is to compute on these tensors, of which the first one's dtype must be one that kernels know.
 
     Raises ValueError where "triton" was asked for and cannot be: an unknown dtype, or tensors on a CPU (unless Triton
-    interprets); and in any case for tensors on different devices.
+    interprets), or tensors on another GPU than the current one, where kernels would run; and in any case for tensors on
+    different devices.
     """
     first, *others = (t for t in tensors if t is not None)
     for other in others:
@@ -38,8 +39,15 @@ def use_triton(kernels: Kernels, *tensors: Tensor | None) -> bool:
     if checked(kernels) == "reference":
         return False
     fits = first.dtype in _KNOWN or not first.is_floating_point()
+    if kernels == "auto" and not (first.is_cuda and fits and _has_triton()):
+        return False
+    if first.is_cuda and first.device.index != torch.cuda.current_device():
+        raise ValueError(
+            f"Triton launches kernels on the current GPU, cuda:{torch.cuda.current_device()}, but these tensors are on "
+            f"{first.device}: call torch.cuda.set_device({first.device.index}) first"
+        )
     if kernels == "auto":
-        return first.is_cuda and fits and _has_triton()
+        return True
     if not fits:
         raise ValueError(f'kernels="triton" knows bfloat16, float16 and float32: got {first.dtype}')
     from .gpu.device import interpreting

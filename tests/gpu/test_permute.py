@@ -4,6 +4,7 @@ import pytest
 import torch
 from common import DEVICE, DTYPES, assert_as_good_as
 
+from moe_dualpipe.kernels.choose import use_triton
 from moe_dualpipe.kernels.permute import gather, gather_sum, permute, unpermute
 from moe_dualpipe.kernels.routing import ExpertOrder, expert_order
 
@@ -76,6 +77,19 @@ def test_rows_of_whole_numbers_are_moved_exactly(dtype):
     x = torch.randint(0, 200, (9, 5), device=DEVICE).to(dtype)
     index = torch.tensor([8, 0, 4], device=DEVICE)
     assert torch.equal(gather(x, index, kernels="triton"), x[index])
+
+
+def test_tensors_on_another_gpu_than_the_current_one_are_refused(monkeypatch):
+    class OnSecondGPU:
+        device, is_cuda, dtype = torch.device("cuda:1"), True, torch.float32
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for kernels in ("auto", "triton"):
+        with pytest.raises(ValueError, match=r"current GPU, cuda:0, but .* cuda:1: call torch\.cuda\.set_device\(1\)"):
+            use_triton(kernels, OnSecondGPU())
+    assert not use_triton("reference", OnSecondGPU())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert use_triton("auto", OnSecondGPU())
 
 
 def test_what_does_not_fit_is_refused():
