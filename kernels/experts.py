@@ -147,7 +147,7 @@ def experts(
     weight_inside: multiply by it before the down projection instead of after it: the same but for rounding, and the
     sum over experts is a plain one. accumulate: backward adds the gradients of gate_up and down to their `.grad`
     itself, in fp32, instead of handing them to autograd (hooks on them see nothing). num_sms: how many
-    multiprocessors the Triton kernels may occupy, so that communication keeps the rest. weight_grads: while it defers,
+    multiprocessors the Triton products may occupy, so that communication keeps the rest. weight_grads: while it defers,
     the gradients of gate_up and down are left to it. Raises ValueError when shapes, dtypes or devices do not fit.
 
     Example: one expert with gate = up = down = [[1]] and x = [[2]], weight 0.5: y = 0.5 * silu(2) * 2 = 1.7616.
