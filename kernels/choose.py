@@ -38,7 +38,7 @@ def use_triton(kernels: Kernels, *tensors: Tensor | None) -> bool:
             raise ValueError(f"all tensors must be on one device: got {first.device} and {other.device}")
     if checked(kernels) == "reference":
         return False
-    fits = first.dtype in _KNOWN or not first.is_floating_point()
+    fits = first.dtype in _KNOWN or not (first.is_floating_point() or first.is_complex())
     if kernels == "auto" and not (first.is_cuda and fits and _has_triton()):
         return False
     if first.is_cuda and first.device.index != torch.cuda.current_device():
@@ -70,7 +70,7 @@ def no_graph_of_backward() -> None:
 
 def contiguous_rows(name: str, x: Tensor) -> Tensor:
     """`x`, if a kernel can read it: [rows, columns] with the columns side by side. Raises ValueError otherwise."""
-    if x.ndim != 2 or (x.stride(1) != 1 and x.shape[1] > 1):
+    if x.ndim != 2 or (x.stride(1) != 1 and x.shape[1] > 1 and len(x)):
         raise ValueError(
             f"{name} must be [rows, columns] with contiguous rows: got {[*x.shape]} with strides {x.stride()}"
         )

@@ -107,6 +107,18 @@ def test_weight_gradients_are_added_in_fp32_to_what_is_there():
     assert torch.equal(given[1], there[1])
 
 
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_no_rows_have_no_layout(kernels):
+    x, w = (normal(*shape, dtype=torch.float32).requires_grad_() for shape in ((0, 8), (2, 4, 8)))
+    order = expert_order(torch.empty(0, 2, dtype=torch.int64, device=DEVICE), 2, kernels=kernels)
+    y = unpermute(
+        grouped_linear(permute(x, order, kernels), w, order.expert_offsets, kernels=kernels), order, None, kernels
+    )
+    y.sum().backward()  # the gradient of a sum is expanded, and of no rows it stays that
+    assert x.grad.shape == (0, 8)
+    assert not w.grad.any()
+
+
 def test_offsets_need_not_be_contiguous():
     x, w = normal(6, 8, dtype=torch.float32), normal(2, 8, 8, dtype=torch.float32)
     offsets = torch.tensor([[0, 5], [2, 5], [6, 5]], device=DEVICE, dtype=torch.int32)[:, 0]
