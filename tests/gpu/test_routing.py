@@ -63,6 +63,17 @@ def test_equal_scores_go_to_the_smaller_id(kernels):
     assert ids.tolist() == [[0, 1, 2, 3]] * 3
     logits = torch.tensor([[0.0, 1, 0, 1, 0, 1]], device=DEVICE)
     assert route(logits, 4, kernels=kernels)[1].tolist() == [[1, 3, 5, 0]]
+    _, ids = route(torch.zeros(3, 6, device=DEVICE), 2, num_groups=3, top_groups=1, kernels=kernels)
+    assert ids.tolist() == [[0, 1]] * 3
+
+
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_scores_that_underflow_give_no_weight_and_no_gradient(kernels):
+    logits = torch.full((2, 4), -200.0, device=DEVICE, requires_grad=True)
+    weights, _ = route(logits, 2, score="sigmoid", kernels=kernels)
+    weights.sum().backward()
+    assert not weights.any()
+    assert not logits.grad.any()
 
 
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
@@ -202,6 +213,9 @@ def test_ids_out_of_range_touch_no_foreign_memory():
     order = expert_order(torch.tensor([[0, 9], [-7, 1]], device=DEVICE), 2, 2, "triton", check_ids=False)
     assert order.expert_offsets.tolist() == [0, 1, 2]
     assert order.positions_NK.tolist() == [[0, -1], [-1, 1]]
+    order = expert_order(torch.tensor([[0, 1], [1, 0]], device=DEVICE), 2, 3, "triton")  # one more than was counted
+    assert order.positions_NK.tolist() == [[0, 2], [-1, 1]]
+    assert order.gather_idx_M.tolist() == [0, 1, 0]
 
 
 def test_expert_order_refuses():
