@@ -103,13 +103,17 @@ def test_route_example():
         torch.testing.assert_close(weights.cpu(), torch.tensor([[0.54644, 0.45356]]), rtol=0, atol=1e-5)
 
 
-def test_logits_may_be_rows_of_something_wider_and_narrower_floats():
-    wide = torch.randn(6, 20, device=DEVICE)
-    for logits in (wide[:, 3:11], wide[:, 3:11].half()):
-        expected = route(logits.float().contiguous(), 3, kernels="reference")
-        ours = route(logits, 3, kernels="triton")
-        assert torch.equal(ours[1], expected[1])
-        torch.testing.assert_close(ours[0], expected[0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_logits_may_be_rows_of_something_wider_and_narrower_and_large(dtype):
+    wide = (200 * torch.randn(6, 20, device=DEVICE)).to(dtype)
+    results = []
+    for kernels in ("reference", "triton"):
+        leaf = wide.clone().requires_grad_()
+        weights, ids = route(leaf[:, 3:11], 3, normalize=False, kernels=kernels)
+        (weights * torch.arange(3, device=DEVICE)).sum().backward()
+        assert weights.dtype == torch.float32
+        results.append([ids, weights, leaf.grad])
+    torch.testing.assert_close(*results)
 
 
 ORDERS = {
