@@ -29,7 +29,8 @@ def use_triton(kernels: Kernels, *tensors: Tensor | None) -> bool:
     """Whether Triton is to compute on these tensors, of which the first one's dtype must be one that kernels know.
 
     Raises ValueError where "triton" was asked for and cannot be: an unknown dtype, or tensors on a CPU (unless Triton
-    interprets); and in any case for tensors on different devices.
+    interprets), or tensors on another GPU than the current one, where kernels would run; and in any case for tensors on
+    different devices.
     """
     first, *others = (t for t in tensors if t is not None)
     for other in others:
@@ -37,14 +38,16 @@ def use_triton(kernels: Kernels, *tensors: Tensor | None) -> bool:
             raise ValueError(f"all tensors must be on one device: got {first.device} and {other.device}")
     if checked(kernels) == "reference":
         return False
+    fits = first.dtype in _KNOWN or not (first.is_floating_point() or first.is_complex())
+    if kernels == "auto" and not (first.is_cuda and fits and _has_triton()):
+        return False
     if first.is_cuda and first.device.index != torch.cuda.current_device():
         raise ValueError(
-            f"Triton launches on the current GPU, cuda:{torch.cuda.current_device()}, but the tensors are on "
-            f"{first.device}: call torch.cuda.set_device({first.device.index})"
+            f"Triton launches kernels on the current GPU, cuda:{torch.cuda.current_device()}, but these tensors are on "
+            f"{first.device}: call torch.cuda.set_device({first.device.index}) first"
         )
-    fits = first.dtype in _KNOWN or not first.is_floating_point()
     if kernels == "auto":
-        return first.is_cuda and fits and _has_triton()
+        return True
     if not fits:
         raise ValueError(f'kernels="triton" knows bfloat16, float16 and float32: got {first.dtype}')
     from .gpu.device import interpreting
@@ -59,9 +62,15 @@ def use_triton(kernels: Kernels, *tensors: Tensor | None) -> bool:
     return True
 
 
+def no_graph_of_backward() -> None:
+    """Raises RuntimeError in a backward that autograd is to go through once more: kernels would leave no trace."""
+    if torch.is_grad_enabled():
+        raise RuntimeError('the Triton kernels have no gradients of gradients (create_graph): use kernels="reference"')
+
+
 def contiguous_rows(name: str, x: Tensor) -> Tensor:
     """`x`, if a kernel can read it: [rows, columns] with the columns side by side. Raises ValueError otherwise."""
-    if x.ndim != 2 or (x.stride(1) != 1 and x.shape[1] > 1):
+    if x.ndim != 2 or (x.stride(1) != 1 and x.shape[1] > 1 and len(x)):
         raise ValueError(
             f"{name} must be [rows, columns] with contiguous rows: got {[*x.shape]} with strides {x.stride()}"
         )

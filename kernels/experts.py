@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .choose import Kernels, contiguous, contiguous_rows, use_triton
+from .choose import Kernels, contiguous, contiguous_rows, no_graph_of_backward, use_triton
 from .grouped_gemm import How, grouped_linear
 from .linear import autocast, grad_dtype, later_or_now
 from .permute import check_weights, permute, unpermute
@@ -69,6 +69,7 @@ class _Experts(torch.autograd.Function):
         order: ExpertOrder,
         weight_inside: bool,
         how: How,
+        differentiable: bool,
     ) -> Tensor:
         from .gpu.gemm import Tiling, rows_times_weights
         from .gpu.permute import sum_rows
@@ -83,7 +84,7 @@ class _Experts(torch.autograd.Function):
             tiling,
             inside,
             order.choice_idx_M,
-            any(ctx.needs_input_grad),
+            differentiable,
             how.num_sms,
         )
         out_MD = rows_times_weights("down", h_MF, down_EDF, tiling, num_sms=how.num_sms)
@@ -98,6 +99,7 @@ class _Experts(torch.autograd.Function):
         from .gpu.swiglu import swiglu_down_backward
         from .gpu.wgrad import weight_gradients
 
+        no_graph_of_backward()
         dy_ND, order, how = grads[0].contiguous(), ctx.order, ctx.how
         x_ND, gate_up_EGD, down_EDF, weights_NK, z_MG = ctx.saved_tensors
         index_M, offsets = order.gather_idx_M, order.expert_offsets
@@ -122,7 +124,7 @@ class _Experts(torch.autograd.Function):
             d_down = later_or_now(how.weight_grads, ctx.down, down_grad, down_grad, how.accumulate)
         if wants_gate_up:
             d_gate_up = later_or_now(how.weight_grads, ctx.gate_up, gate_up_grad, gate_up_grad, how.accumulate)
-        return dx, d_gate_up, d_down, d_weights, None, None, None
+        return dx, d_gate_up, d_down, d_weights, None, None, None, None
 
 
 def experts(
@@ -145,7 +147,7 @@ def experts(
     weight_inside: multiply by it before the down projection instead of after it: the same but for rounding, and the
     sum over experts is a plain one. accumulate: backward adds the gradients of gate_up and down to their `.grad`
     itself, in fp32, instead of handing them to autograd (hooks on them see nothing). num_sms: how many
-    multiprocessors the Triton kernels may occupy, so that communication keeps the rest. weight_grads: while it defers,
+    multiprocessors the Triton products may occupy, so that communication keeps the rest. weight_grads: while it defers,
     the gradients of gate_up and down are left to it. Raises ValueError when shapes, dtypes or devices do not fit.
 
     Example: one expert with gate = up = down = [[1]] and x = [[2]], weight 0.5: y = 0.5 * silu(2) * 2 = 1.7616.
@@ -160,7 +162,10 @@ def experts(
     x_ND = contiguous_rows("x", x_ND)
     gate_up_EGD, down_EDF = contiguous("gate_up", gate_up_EGD), contiguous("down", down_EDF)
     weights_NK = None if weights_NK is None else weights_NK.contiguous()
-    return _Experts.apply(x_ND, gate_up_EGD, down_EDF, weights_NK, order, weight_inside, how)  # type: ignore[return-value]
+    tensors = x_ND, gate_up_EGD, down_EDF, weights_NK
+    # What a forward needs gradients for does not say whether anybody will ask for them.
+    differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    return _Experts.apply(*tensors, order, weight_inside, how, differentiable)  # type: ignore[return-value]
 
 
 def _check(x: Tensor, gate_up: Tensor, down: Tensor, order: ExpertOrder) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .choose import Kernels, contiguous, contiguous_rows, use_triton
+from .choose import Kernels, contiguous, contiguous_rows, no_graph_of_backward, use_triton
 from .linear import autocast, check_accumulates, grad_dtype, later_or_now
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def grouped_mm(
         return _grouped_mm_reference(x_MI, w_EOI if transposed else w_EOI.mT, expert_offsets[1:])
     from .gpu.gemm import Tiling, rows_times_weights
 
-    tiling = Tiling(expert_offsets, len(x_MI))
+    tiling = Tiling(expert_offsets.contiguous(), len(x_MI))
     x_MI, w_EOI = contiguous_rows("x", x_MI), contiguous("w", w_EOI)
     return rows_times_weights("up_backward" if transposed else "down", x_MI, w_EOI, tiling, transposed, None, num_sms)
 
@@ -104,9 +104,7 @@ def grouped_wgrad(
     from .gpu.wgrad import weight_gradients
 
     dy_MO, x_MI = contiguous_rows("dy", dy_MO), contiguous_rows("x", x_MI)
-    if add_to is not None:
-        contiguous("add_to", add_to)
-    return weight_gradients(dy_MO, x_MI, expert_offsets, dtype, add_to=add_to, num_sms=num_sms)
+    return weight_gradients(dy_MO, x_MI, expert_offsets.contiguous(), dtype, add_to=add_to, num_sms=num_sms)
 
 
 def _grouped_mm_reference(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
@@ -144,6 +142,8 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         dy_MO, how = grads[0].contiguous(), ctx.how
+        if use_triton(how.kernels, dy_MO):
+            no_graph_of_backward()
         x_MI, w_EOI, expert_offsets = ctx.saved_tensors
         grad_x = grad_w = None
         if ctx.needs_input_grad[0]:
@@ -173,7 +173,7 @@ def grouped_linear(
     x_MI: [M, I], grouped by expert; w_EOI: [E, O, I]; expert_offsets: [E + 1] int32, from 0 to M. While `weight_grads`
     defers, backward leaves the weight's gradient to it. accumulate: backward adds the weight's gradient to `w.grad` by
     itself, in fp32, instead of handing it to autograd (hooks on w do not see it). num_sms: how many of a GPU's
-    multiprocessors the Triton kernels may occupy, so that communication keeps the rest. Raises ValueError when shapes,
+    multiprocessors the Triton products may occupy, so that communication keeps the rest. Raises ValueError when shapes,
     dtypes or devices do not fit.
     """
     how = How(weight_grads, accumulate, num_sms, kernels)

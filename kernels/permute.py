@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .choose import Kernels, contiguous_rows, use_triton
+from .choose import Kernels, contiguous_rows, no_graph_of_backward, use_triton
 from .routing import ExpertOrder
 
 
@@ -25,7 +25,8 @@ def gather(x_ND: Tensor, index_M: Tensor, out_MD: Tensor | None = None, kernels:
     if use_triton(kernels, x_ND, index_M, out_MD):
         from .gpu.permute import gather_rows
 
-        return gather_rows(contiguous_rows("rows", x_ND), index_M, out_MD)
+        out_MD = None if out_MD is None else contiguous_rows("out", out_MD)
+        return gather_rows(contiguous_rows("rows", x_ND), index_M.contiguous(), out_MD)
     rows_MD = x_ND[index_M]
     return rows_MD if out_MD is None else out_MD.copy_(rows_MD)
 
@@ -82,6 +83,8 @@ class _Permute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        if use_triton(ctx.kernels, grads[0]):
+            no_graph_of_backward()
         return gather_sum(grads[0].contiguous(), ctx.order.positions_NK, kernels=ctx.kernels), None, None
 
 
@@ -95,10 +98,11 @@ class _Unpermute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         dy_ND, order, saved = grads[0].contiguous(), ctx.order, ctx.saved_tensors
+        if triton := use_triton(ctx.kernels, dy_ND):
+            no_graph_of_backward()
         if not saved:
             return gather(dy_ND, order.gather_idx_M, kernels=ctx.kernels), None, None, None
         rows_MD, weights_NK = saved
-        triton = use_triton(ctx.kernels, dy_ND)
         wants_rows, wants_weights = ctx.needs_input_grad[:2]
         return (
             _weighted_rows(dy_ND, order, weights_NK, triton) if wants_rows else None,

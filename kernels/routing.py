@@ -9,13 +9,14 @@ The plain-torch operators are below; the Triton kernels are in gpu/routing.py.
 T or N rows, E experts, K choices a row, M valid choices in total, R ranks, G groups.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from .choose import Kernels, contiguous, contiguous_rows, use_triton
+from .choose import Kernels, contiguous, contiguous_rows, no_graph_of_backward, use_triton
 
 Score = Literal["softmax", "sigmoid"]
 
@@ -85,6 +86,7 @@ class _Route(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         from .gpu.routing import choose_backward
 
+        no_graph_of_backward()
         logits_TE, ids_TK = ctx.saved_tensors
         how: Routing = ctx.how
         softmax = how.score == "softmax"
@@ -146,6 +148,11 @@ class ExpertOrder:
     positions_NK: Tensor
     expert_offsets: Tensor
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for tensors that kernels cannot read."""
+        for field in dataclasses.fields(self):
+            contiguous(field.name, getattr(self, field.name))
+
 
 def expert_order(
     expert_ids_NK: Tensor,
@@ -156,16 +163,16 @@ def expert_order(
 ) -> ExpertOrder:
     """Sort choices by expert; an id of -1 is no choice.
 
-    num_choices: how many ids are valid, where the caller knows it; otherwise all are. It spares a host sync.
-    check_ids: raise ValueError for ids outside -1 to num_experts - 1. On a GPU, where looking would be a host sync, a
-    device-side assertion fails instead.
+    num_choices: how many ids are valid; None: all, none may be -1. To count them here would be a host sync.
+    check_ids: raise ValueError for ids outside -1 (or 0) to num_experts - 1. On a GPU, where looking would be a host
+    sync, a device-side assertion fails instead.
     """
     if expert_ids_NK.ndim != 2 or expert_ids_NK.is_floating_point():
         raise ValueError(f"expert ids must be [N, K] integers: got {[*expert_ids_NK.shape]} in {expert_ids_NK.dtype}")
     if num_experts < 1:
         raise ValueError(f"there must be at least one expert: got {num_experts}")
     if check_ids:
-        _check_ids(expert_ids_NK, num_experts)
+        _check_ids(expert_ids_NK, -1 if num_choices is not None else 0, num_experts)
     num_choices = expert_ids_NK.numel() if num_choices is None else num_choices
     return _order(expert_ids_NK, num_experts, num_choices, 1, False, kernels)
 
@@ -205,12 +212,14 @@ def _order(ids_NK: Tensor, num_keys: int, num_kept: int, ids_per_key: int, once:
     return ExpertOrder(choice_idx_M // max(ids_NK.shape[1], 1), choice_idx_M, positions_NK, offsets)
 
 
-def _check_ids(ids: Tensor, num_experts: int) -> None:
+def _check_ids(ids: Tensor, lowest: int, num_experts: int) -> None:
     if not ids.numel():
         return
     if ids.is_cuda:
-        torch._assert_async(((ids >= -1) & (ids < num_experts)).all(), f"expert ids outside -1 to {num_experts - 1}")
+        fit = ((ids >= lowest) & (ids < num_experts)).all()
+        torch._assert_async(fit, f"expert ids outside {lowest} to {num_experts - 1}")
         return
     low, high = ids.aminmax()
-    if low < -1 or high >= num_experts:
-        raise ValueError(f"expert ids must be from -1 (none) to {num_experts - 1}: got {int(low)} to {int(high)}")
+    if low < lowest or high >= num_experts:
+        first = "-1 (none)" if lowest < 0 else "0 (or -1, none, if num_choices says how many are not)"
+        raise ValueError(f"expert ids must be from {first} to {num_experts - 1}: got {int(low)} to {int(high)}")

@@ -26,6 +26,7 @@ def _arch(index: int | None) -> str:
 
 def precision(dtype: torch.dtype) -> str:
     """How tl.dot multiplies fp32: exactly, unless torch was told that TF32 is good enough."""
-    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" and not torch.version.hip:
-        return "tf32"
-    return "ieee"
+    if dtype != torch.float32 or torch.version.hip:
+        return "ieee"
+    # torch.get_float32_matmul_precision() raises where the setting was made through this attribute.
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"

@@ -225,7 +225,11 @@ def _tma(w: Tensor, config: Config) -> bool:
 
 
 def _weights_argument(w: Tensor, box: tuple[int, int, int], config: Config) -> Tensor | TensorDescriptor:
-    return TensorDescriptor(w, [*w.shape], [*w.stride()], [*box]) if _tma(w, config) else w
+    if not _tma(w, config):
+        return w
+    _, rows, columns = w.shape
+    # Not w.stride(): of a dimension of one it may be anything, and a descriptor takes multiples of 16 bytes only.
+    return TensorDescriptor(w, [*w.shape], [rows * columns, columns, 1], [*box])
 
 
 def _settings(config: Config, w: Tensor) -> dict[str, Any]:

@@ -67,8 +67,8 @@ def choose_kernel(
     choice = scores
     if BIASED:
         choice += tl.load(bias + e, mask=exists, other=0.0)[None, :]
-    # Not a number is a bad choice, but a choice: ids must be experts whatever the logits are.
-    choice = tl.where(choice == choice, choice, -1e38)
+    # Not a number and minus infinity are bad choices, but choices: ids must be different experts whatever is given.
+    choice = tl.where(choice > -1e38, choice, -1e38)
     choice = tl.where(exists[None, :], choice, float("-inf"))
     if TOP_GROUPS < G:
         choice = _keep_groups(choice, column, G_PADDED, PER_GROUP, PADDED, TOP_GROUPS, BLOCK_T)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..choose import contiguous
 from .configs import lookup
 from .device import arch_of, precision
 from .gemm import _halves, _place
@@ -88,10 +89,15 @@ def weight_gradients(
 ) -> Tensor:  # fmt: skip
     """[E, I, J] in `dtype` from a [M, I] and b [M, J], or `add_to`, which they are added to.
 
-    index_a, index_b: [M], the row of a or b behind each m, which then may have any number of rows.
+    index_a, index_b: [M], the row of a or b behind each m, which then may have any number of rows. Raises ValueError
+    for an `add_to` that is not contiguous: it may be the `.grad` of a parameter, which anybody can have set.
     """
     num_experts, i, j = len(offsets) - 1, a.shape[1], b.shape[1]
-    out = add_to if add_to is not None else torch.empty(num_experts, i, j, dtype=dtype, device=a.device)
+    out = (
+        contiguous("add_to", add_to)
+        if add_to is not None
+        else torch.empty(num_experts, i, j, dtype=dtype, device=a.device)
+    )
     config = lookup("wgrad", arch_of(a.device), a.element_size(), j, i)
     tiles = num_experts * triton.cdiv(i, config.block_m) * triton.cdiv(j, config.block_n)
     weight_gradients_kernel[(tiles if num_sms is None else min(tiles, num_sms),)](

@@ -173,6 +173,8 @@ def pack(fields: Sequence[Tensor], indices: Sequence[Tensor | None] | None = Non
     Example: rows [S, 5] in bfloat16 and weights [S, 2] in float32 become 16 + 16 bytes a row.
     """
     indices = indices or [None] * len(fields)
+    # A gradient can be one number for all: rows that are read by index must be there.
+    fields = [t if t.stride(1) == 1 else t.contiguous() for t in fields]
     if len(fields) == 1:
         (field,), (index,) = fields, indices
         return field.contiguous() if index is None else gather(field, index, kernels=kernels)

@@ -12,6 +12,7 @@ from common import DEVICE, all_kernels
 from moe_dualpipe.kernels.gpu.configs import Config
 from moe_dualpipe.kernels.gpu.gemm import rows_times_weights
 from moe_dualpipe.kernels.gpu.permute import dot_rows, gather_rows, pick_sums, sum_rows
+from moe_dualpipe.kernels.gpu.routing import choose
 from moe_dualpipe.kernels.gpu.swiglu import swiglu_down_backward, swiglu_up
 from moe_dualpipe.kernels.gpu.wgrad import weight_gradients
 
@@ -119,7 +120,8 @@ def test_rows_that_are_moved_and_summed():
     rows = random(3, WIDTH)
     far = at_the_end(FAR, rows)
     index = torch.tensor([FAR - 1, FAR - 3], device=DEVICE)
-    assert torch.equal(gather_rows(far, index), rows[[2, 0]])
+    for narrow in (index, index.int()):
+        assert torch.equal(gather_rows(far, narrow), rows[[2, 0]])
     positions = torch.tensor([[FAR - 1, FAR - 2], [-1, FAR - 3]], device=DEVICE)
     near = torch.tensor([[2, 1], [-1, 0]], device=DEVICE)
     assert torch.equal(sum_rows(far, positions), sum_rows(rows, near))
@@ -127,6 +129,18 @@ def test_rows_that_are_moved_and_summed():
     wide = torch.empty(2, 2**31 + WIDTH, dtype=torch.uint8, device=DEVICE)[:, :WIDTH]  # rows far from each other
     gather_rows(rows.view(torch.uint8), index - (FAR - 3), wide)
     assert torch.equal(wide, rows.view(torch.uint8)[[2, 0], :WIDTH])
+
+
+def test_rows_far_from_each_other():
+    rows = random(3, WIDTH)
+    far = torch.empty(3, 2**30 + WIDTH, dtype=rows.dtype, device=DEVICE)[:, :WIDTH]
+    far[:] = rows
+    positions = torch.tensor([[0, 1], [1, 2], [2, 0]], device=DEVICE)
+    assert torch.equal(dot_rows(far, far, positions), dot_rows(rows, rows, positions))
+    for ours, expected in zip(
+        choose(far, None, 2, 1, 1, True, True, 1.0), choose(rows, None, 2, 1, 1, True, True, 1.0), strict=True
+    ):
+        assert torch.equal(ours, expected)
 
 
 def test_parts_that_are_summed():

@@ -7,6 +7,7 @@ from ranks import run_ranks
 from torch.distributed import group
 
 from moe_dualpipe.expert_parallel import AllToAll, Local, Loopback
+from moe_dualpipe.expert_parallel.autograd import combine, dispatch
 from moe_dualpipe.models import ModelConfig, build_model, next_token_loss
 from moe_dualpipe.overlap.weight_grads import WeightGrads, bind
 
@@ -72,6 +73,16 @@ def test_an_overlapped_pair_equals_one_after_the_other_to_the_last_bit():
     assert torch.equal(a1, b1)
     for name, grad in expected.items():
         assert torch.equal(ours[name], grad), name
+
+
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_a_gradient_that_is_one_number_for_all_is_dispatched(kernels):
+    ep = Loopback(4, 2, kernels=kernels)
+    x, ids = torch.randn(5, 8, device=DEVICE, requires_grad=True), torch.tensor([[0, 1], [0, 3], [2, 3]] * 2)[:5]
+    route = ep.prepare(ids.to(DEVICE))
+    x_ND, _ = dispatch(x, torch.ones(5, 2, device=DEVICE), route, ep)
+    combine(x_ND, route, ep).sum().backward()  # the gradient of a sum is expanded: it has no rows in memory
+    assert x.grad.tolist() == [[ranks] * 8 for ranks in (1, 2, 1, 1, 2)]
 
 
 def test_experts_of_ones_own_take_the_same_rows():

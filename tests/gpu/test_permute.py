@@ -4,8 +4,9 @@ import pytest
 import torch
 from common import DEVICE, DTYPES, assert_as_good_as
 
+from moe_dualpipe.kernels.choose import use_triton
 from moe_dualpipe.kernels.permute import gather, gather_sum, permute, unpermute
-from moe_dualpipe.kernels.routing import expert_order
+from moe_dualpipe.kernels.routing import ExpertOrder, expert_order
 
 pytestmark = pytest.mark.usefixtures("guards")
 
@@ -63,11 +64,32 @@ def test_rows_of_a_wider_message_are_read_and_written_in_place():
     assert torch.equal(y, torch.stack([message[2, 8:24], message[0, 8:24] + message[5, 8:24]]))
 
 
+def test_an_index_need_not_be_contiguous():
+    x = torch.randn(9, 5, device=DEVICE)
+    index = torch.tensor([8, 1, 0, 1, 4, 1], device=DEVICE)[::2]
+    assert torch.equal(gather(x, index, kernels="triton"), x[[8, 0, 4]])
+    with pytest.raises(ValueError, match="positions_NK must be contiguous"):
+        ExpertOrder(index.contiguous(), index.contiguous(), index.view(1, 3), index)
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8])
 def test_rows_of_whole_numbers_are_moved_exactly(dtype):
     x = torch.randint(0, 200, (9, 5), device=DEVICE).to(dtype)
     index = torch.tensor([8, 0, 4], device=DEVICE)
     assert torch.equal(gather(x, index, kernels="triton"), x[index])
+
+
+def test_tensors_on_another_gpu_than_the_current_one_are_refused(monkeypatch):
+    class OnSecondGPU:
+        device, is_cuda, dtype = torch.device("cuda:1"), True, torch.float32
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for kernels in ("auto", "triton"):
+        with pytest.raises(ValueError, match=r"current GPU, cuda:0, but .* cuda:1: call torch\.cuda\.set_device\(1\)"):
+            use_triton(kernels, OnSecondGPU())
+    assert not use_triton("reference", OnSecondGPU())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert use_triton("auto", OnSecondGPU())
 
 
 def test_what_does_not_fit_is_refused():
@@ -80,6 +102,8 @@ def test_what_does_not_fit_is_refused():
         unpermute(rows, order, torch.zeros(6, 3, device=DEVICE), "triton")
     with pytest.raises(ValueError, match=r"rows must be \[rows, columns\] with contiguous rows"):
         permute(torch.zeros(8, 6, device=DEVICE).T, order, "triton")
+    with pytest.raises(ValueError, match=r"out must be \[rows, columns\] with contiguous rows"):
+        gather(x, order.gather_idx_M[:3], torch.zeros(8, 3, device=DEVICE).T, "triton")
     with pytest.raises(ValueError, match=r"knows bfloat16, float16 and float32: got torch\.float64"):
         permute(x.double(), order, "triton")
     with pytest.raises(ValueError, match="all tensors must be on one device"):

@@ -8,8 +8,10 @@ from common import DEVICE, DTYPES, all_kernels, assert_as_good_as, offsets_of
 
 from moe_dualpipe.kernels.experts import experts
 from moe_dualpipe.kernels.gpu.configs import Config
+from moe_dualpipe.kernels.gpu.device import precision
 from moe_dualpipe.kernels.grouped_gemm import grouped_linear, grouped_mm, grouped_wgrad
-from moe_dualpipe.kernels.routing import expert_order
+from moe_dualpipe.kernels.permute import permute, unpermute
+from moe_dualpipe.kernels.routing import expert_order, route
 from moe_dualpipe.overlap.weight_grads import WeightGrads
 
 pytestmark = pytest.mark.usefixtures("guards")
@@ -69,6 +71,31 @@ def test_a_few_multiprocessors_do_the_same(config):
                 assert torch.equal(product(sms), expected)
 
 
+@pytest.mark.parametrize("newer", [False, True])
+def test_tf32_is_used_where_torch_was_told_so_by_either_of_its_settings(newer):
+    assert precision(torch.float32) == precision(torch.bfloat16) == "ieee"
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        if newer:
+            torch.backends.cuda.matmul.fp32_precision = "tf32"
+        else:
+            torch.set_float32_matmul_precision("high")
+        assert precision(torch.float32) == ("ieee" if torch.version.hip else "tf32")
+        assert precision(torch.bfloat16) == "ieee"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_one_expert_whose_weights_have_a_stride_of_nothing():
+    x, w = normal(5, 16, dtype=torch.float32), normal(16, 16, 1, dtype=torch.float32).permute(2, 0, 1)
+    assert w.is_contiguous()
+    assert w.stride(0) == 1
+    with all_kernels(TMA):
+        y = grouped_mm(x, w, offsets_of([5]), kernels="triton")
+    torch.testing.assert_close(y, x @ w[0].T)
+
+
 def test_weight_gradients_are_added_in_fp32_to_what_is_there():
     dtype = DTYPES[-1]
     dy, x, offsets = normal(30, 24, dtype=dtype), normal(30, 40, dtype=dtype), offsets_of([10, 0, 20])
@@ -78,6 +105,38 @@ def test_weight_gradients_are_added_in_fp32_to_what_is_there():
     assert grouped_wgrad(dy, x, offsets, add_to=given, kernels="triton") is given
     torch.testing.assert_close(given, expected)
     assert torch.equal(given[1], there[1])
+
+
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_no_rows_have_no_layout(kernels):
+    x, w = (normal(*shape, dtype=torch.float32).requires_grad_() for shape in ((0, 8), (2, 4, 8)))
+    order = expert_order(torch.empty(0, 2, dtype=torch.int64, device=DEVICE), 2, kernels=kernels)
+    y = unpermute(
+        grouped_linear(permute(x, order, kernels), w, order.expert_offsets, kernels=kernels), order, None, kernels
+    )
+    y.sum().backward()  # the gradient of a sum is expanded, and of no rows it stays that
+    assert x.grad.shape == (0, 8)
+    assert not w.grad.any()
+
+
+def test_offsets_need_not_be_contiguous():
+    x, w = normal(6, 8, dtype=torch.float32), normal(2, 8, 8, dtype=torch.float32)
+    offsets = torch.tensor([[0, 5], [2, 5], [6, 5]], device=DEVICE, dtype=torch.int32)[:, 0]
+    results = []
+    for kernels in ("reference", "triton"):
+        y = grouped_mm(x, w, offsets, kernels=kernels)
+        results.append([y, grouped_wgrad(y, x, offsets, kernels=kernels)])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+def test_a_gradient_that_is_not_contiguous_is_refused_not_destroyed():
+    x, gate_up, down, weights, order, dy = moe(20, 2, 4, 24, 16, torch.float32)
+    down.requires_grad_()
+    down.grad = torch.zeros(4, 16, 24, device=DEVICE).mT
+    with pytest.raises(ValueError, match=r"add_to must be contiguous: got \[4, 24, 16\]"):
+        experts(x, gate_up, down, order, weights, accumulate=True, kernels="triton").backward(dy)
+    with pytest.raises(ValueError, match="add_to must be contiguous"):
+        grouped_wgrad(dy, dy, offsets_of([20]), add_to=torch.zeros(1, 24, 24).mT.to(DEVICE), kernels="triton")
 
 
 def test_rows_beyond_the_last_offset_are_left_alone():
@@ -222,6 +281,18 @@ def test_only_x_and_the_preactivation_are_kept():
     assert sum(t.nbytes for t in activations) == n * (2 * d + 4 * k * f)
 
 
+def test_nothing_is_kept_where_nobody_will_ask_for_gradients(guards):
+    n, k, f = 10, 2, 24
+    x, gate_up, down, weights, order, _ = moe(n, k, 4, 16, f, torch.float32, torch.randint(0, 4, (n, k)))
+    leaves = [t.requires_grad_() for t in (x, gate_up, down, weights)]
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            layer(leaves, order, kernels="triton")
+    assert n * k * 2 * f not in [numel for _, numel in guards.buffers]
+    layer(leaves, order, kernels="triton")
+    assert n * k * 2 * f in [numel for _, numel in guards.buffers]
+
+
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
 def test_accumulated_gradients_are_fp32_and_add_up(kernels):
     dtype = DTYPES[-1]
@@ -275,6 +346,23 @@ def test_a_few_multiprocessors_compute_the_same_experts():
         results.append([y, *(leaf.grad for leaf in leaves)])
     for others in zip(*results, strict=True):
         assert all(torch.equal(others[0], other) for other in others[1:])
+
+
+def test_gradients_of_gradients_are_refused():
+    """A kernel leaves no trace in the graph: what goes through it once more would be silently incomplete."""
+    x, gate_up, down, weights, order, _ = moe(6, 2, 3, 8, 8, torch.float32)
+    rows = x[order.gather_idx_M]
+    for function, leaf in (
+        (lambda t: experts(t, gate_up, down, order, weights, kernels="triton"), x),
+        (lambda t: permute(t, order, "triton"), x),
+        (lambda t: unpermute(t, order, None, "triton"), rows),
+        (lambda t: unpermute(t, order, weights, "triton"), rows),
+        (lambda t: grouped_linear(t, down, order.expert_offsets, kernels="triton"), rows),
+        (lambda t: route(t, 2, kernels="triton")[0], x),
+    ):
+        given = leaf.clone().requires_grad_()
+        with pytest.raises(RuntimeError, match=r"no gradients of gradients .*use kernels=\"reference\""):
+            torch.autograd.grad(function(given).sum(), given, create_graph=True)
 
 
 # ---- what is refused ----

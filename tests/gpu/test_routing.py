@@ -63,6 +63,17 @@ def test_equal_scores_go_to_the_smaller_id(kernels):
     assert ids.tolist() == [[0, 1, 2, 3]] * 3
     logits = torch.tensor([[0.0, 1, 0, 1, 0, 1]], device=DEVICE)
     assert route(logits, 4, kernels=kernels)[1].tolist() == [[1, 3, 5, 0]]
+    _, ids = route(torch.zeros(3, 6, device=DEVICE), 2, num_groups=3, top_groups=1, kernels=kernels)
+    assert ids.tolist() == [[0, 1]] * 3
+
+
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_scores_that_underflow_give_no_weight_and_no_gradient(kernels):
+    logits = torch.full((2, 4), -200.0, device=DEVICE, requires_grad=True)
+    weights, _ = route(logits, 2, score="sigmoid", kernels=kernels)
+    weights.sum().backward()
+    assert not weights.any()
+    assert not logits.grad.any()
 
 
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
@@ -78,6 +89,13 @@ def test_ids_are_experts_whatever_the_logits_are(kernels, broken, groups):
         assert all(len(set(row)) == 5 for row in ids.tolist())
 
 
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_experts_that_a_bias_forbids_are_chosen_last_and_once(kernels):
+    bias = torch.tensor([-torch.inf, 0.0, -torch.inf, -torch.inf], device=DEVICE)
+    _, ids = route(torch.zeros(2, 4, device=DEVICE), 3, bias_E=bias, kernels=kernels)
+    assert ids.tolist() == [[1, 0, 2]] * 2
+
+
 def test_route_example():
     for kernels in ("reference", "triton"):
         weights, ids = route(torch.tensor([[0.0, 2, 1]], device=DEVICE), 2, score="sigmoid", kernels=kernels)
@@ -85,13 +103,17 @@ def test_route_example():
         torch.testing.assert_close(weights.cpu(), torch.tensor([[0.54644, 0.45356]]), rtol=0, atol=1e-5)
 
 
-def test_logits_may_be_rows_of_something_wider_and_narrower_floats():
-    wide = torch.randn(6, 20, device=DEVICE)
-    for logits in (wide[:, 3:11], wide[:, 3:11].half()):
-        expected = route(logits.float().contiguous(), 3, kernels="reference")
-        ours = route(logits, 3, kernels="triton")
-        assert torch.equal(ours[1], expected[1])
-        torch.testing.assert_close(ours[0], expected[0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_logits_may_be_rows_of_something_wider_and_narrower_and_large(dtype):
+    wide = (200 * torch.randn(6, 20, device=DEVICE)).to(dtype)
+    results = []
+    for kernels in ("reference", "triton"):
+        leaf = wide.clone().requires_grad_()
+        weights, ids = route(leaf[:, 3:11], 3, normalize=False, kernels=kernels)
+        (weights * torch.arange(3, device=DEVICE)).sum().backward()
+        assert weights.dtype == torch.float32
+        results.append([ids, weights, leaf.grad])
+    torch.testing.assert_close(*results)
 
 
 ORDERS = {
@@ -180,13 +202,24 @@ def test_ids_out_of_range_are_an_error_before_anything_is_launched(kernels, bad)
     with pytest.raises(
         ValueError, match=rf"expert ids must be from -1 \(none\) to 4: got {min(bad, 0)} to {max(bad, 0)}"
     ):
-        expert_order(torch.tensor([[0, bad]]), 5, kernels=kernels)
+        expert_order(torch.tensor([[0, bad]]), 5, 2, kernels=kernels)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU it is a device-side assertion, which ends the process")
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_choices_of_nothing_must_be_counted(kernels):
+    """The indices would be longer than what there is to write to them."""
+    with pytest.raises(ValueError, match=r"from 0 \(or -1, none, if num_choices .* to 4: got -1 to 3"):
+        expert_order(torch.tensor([[3, -1]]), 5, kernels=kernels)
 
 
 def test_ids_out_of_range_touch_no_foreign_memory():
     order = expert_order(torch.tensor([[0, 9], [-7, 1]], device=DEVICE), 2, 2, "triton", check_ids=False)
     assert order.expert_offsets.tolist() == [0, 1, 2]
     assert order.positions_NK.tolist() == [[0, -1], [-1, 1]]
+    order = expert_order(torch.tensor([[0, 1], [1, 0]], device=DEVICE), 2, 3, "triton")  # one more than was counted
+    assert order.positions_NK.tolist() == [[0, 2], [-1, 1]]
+    assert order.gather_idx_M.tolist() == [0, 1, 0]
 
 
 def test_expert_order_refuses():
