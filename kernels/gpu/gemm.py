@@ -78,12 +78,20 @@ class Tiling:
 
 
 @triton.jit
-def _place(tile, slots, TILES_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """The number of a tile -> its row tile and its column tile."""
-    first = tile // (GROUP_M * TILES_N) * GROUP_M
-    height = tl.minimum(slots - first, GROUP_M)
-    within = tile % (GROUP_M * TILES_N)
+def _grouped(tile, rows, COLUMNS: tl.constexpr, GROUP_M: tl.constexpr):
+    """The number of a tile -> its place among `rows` x COLUMNS tiles, GROUP_M rows at a time."""
+    first = tile // (GROUP_M * COLUMNS) * GROUP_M
+    height = tl.minimum(rows - first, GROUP_M)
+    within = tile % (GROUP_M * COLUMNS)
     return first + within % height, within // height
+
+
+@triton.jit
+def _place(tile, tiles, offsets, slots, TILES_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """The number of a tile -> its expert (-1: there is no such tile), first row, end of rows, and column tile."""
+    slot, n_tile = _grouped(tile, slots, TILES_N, GROUP_M)
+    e = tl.load(tiles + slot * 2)
+    return e, tl.load(tiles + slot * 2 + 1), tl.load(offsets + e + 1), n_tile
 
 
 @triton.jit
@@ -180,10 +188,8 @@ def rows_times_weights_kernel(
 ):  # fmt: skip
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     for tile in range(tl.program_id(0), slots * TILES_N, tl.num_programs(0)):
-        slot, n_tile = _place(tile, slots, TILES_N, GROUP_M)
-        e = tl.load(tiles + slot * 2)
+        e, first, end, n_tile = _place(tile, tiles, offsets, slots, TILES_N, GROUP_M)
         if e >= 0:
-            first, end = tl.load(tiles + slot * 2 + 1), tl.load(offsets + e + 1)
             a_rows = a + _rows_of(index, first, end, GATHER, BLOCK_M) * STRIDE_A
             n0 = n_tile * BLOCK_N
             acc = _product(a_rows, w, e, n0, N, K, TRANSPOSED, False, TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)

@@ -39,10 +39,8 @@ def swiglu_up_kernel(
     HALF: tl.constexpr = BLOCK_N // 2
     TILES_N: tl.constexpr = (F + HALF - 1) // HALF
     for tile in range(tl.program_id(0), slots * TILES_N, tl.num_programs(0)):
-        slot, n_tile = _place(tile, slots, TILES_N, GROUP_M)
-        e = tl.load(tiles + slot * 2)
+        e, first, end, n_tile = _place(tile, tiles, offsets, slots, TILES_N, GROUP_M)
         if e >= 0:
-            first, end = tl.load(tiles + slot * 2 + 1), tl.load(offsets + e + 1)
             x_rows = x + _rows_of(index, first, end, True, BLOCK_M) * STRIDE_X
             n0 = n_tile * HALF
             acc = _product(x_rows, w, e, n0, F, D, False, True, TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
@@ -106,10 +104,8 @@ def swiglu_down_backward_kernel(
     TILES_N: tl.constexpr = (F + BLOCK_N - 1) // BLOCK_N
     QUARTER: tl.constexpr = BLOCK_N // 4
     for tile in range(tl.program_id(0), slots * TILES_N, tl.num_programs(0)):
-        slot, n_tile = _place(tile, slots, TILES_N, GROUP_M)
-        e = tl.load(tiles + slot * 2)
+        e, first, end, n_tile = _place(tile, tiles, offsets, slots, TILES_N, GROUP_M)
         if e >= 0:
-            first, end = tl.load(tiles + slot * 2 + 1), tl.load(offsets + e + 1)
             dy_rows = dy + _rows_of(index, first, end, True, BLOCK_M) * STRIDE_DY
             n0 = n_tile * BLOCK_N
             acc = _product(dy_rows, w, e, n0, F, D, True, False, TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..choose import contiguous
 from .configs import lookup
 from .device import arch_of, precision
-from .gemm import _halves, _place
+from .gemm import _grouped, _halves
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def weight_gradients_kernel(
     HALF: tl.constexpr = BLOCK_N // 2
     for tile in range(tl.program_id(0), num_experts * TILES_I * TILES_J, tl.num_programs(0)):
         e = tile // (TILES_I * TILES_J)
-        i_tile, j_tile = _place(tile % (TILES_I * TILES_J), TILES_I, TILES_J, GROUP_M)
+        i_tile, j_tile = _grouped(tile % (TILES_I * TILES_J), TILES_I, TILES_J, GROUP_M)
         start, end = tl.load(offsets + e), tl.load(offsets + e + 1)
         i, j = _columns(i_tile, I, BLOCK_M), _columns(j_tile, J, BLOCK_N)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
