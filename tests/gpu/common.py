@@ -12,6 +12,12 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter computes wrong numbers in bfloat16.
 DTYPES = [torch.float32, torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float32, torch.float16]
 
+# (in fp64, kernels): what is exact, what plain torch makes of it, ours, and ours once more. The interpreter runs
+# programs one after another, so that the last two cannot differ there: it has test_twice_is_the_same.
+RUNS = [(True, "reference"), (False, "reference"), (False, "triton")]
+if DEVICE == "cuda":
+    RUNS.append((False, "triton"))
+
 # Relative error, |ours - exact| / |exact| in the 2-norm, that is never too much: a few roundings to the dtype.
 FLOOR = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 

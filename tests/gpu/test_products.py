@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from common import DEVICE, DTYPES, all_kernels, assert_as_good_as, offsets_of
+from common import DEVICE, DTYPES, RUNS, all_kernels, assert_as_good_as, offsets_of
 
 from moe_dualpipe.kernels.experts import experts
 from moe_dualpipe.kernels.gpu.configs import Config
@@ -21,7 +21,7 @@ POINTERS = Config(32, 64, 32, 4, 2, 2) if GPU else Config(16, 32, 16, 4, 1, 2)
 TMA = Config(64, 64, 32, 4, 2, 2, True) if GPU else Config(16, 32, 16, 4, 1, 2, True)
 # (rows per expert); the second has empty experts at both ends, the third one expert with everything, the last no rows
 COUNTS = [[3, 1, 20, 2], [0, 5, 0, 33, 0], [0, 40, 0], [0, 0]]
-WIDTHS = [(24, 40), (37, 13), (64, 128), (8, 8)]  # input and output; the second cannot take the fast path
+WIDTHS = [(24, 40), (37, 13), (32, 72), (8, 8)]  # input and output; the second cannot take the fast path
 
 
 def normal(*shape, dtype):
@@ -40,7 +40,7 @@ def test_grouped_linear_and_its_backward(counts, inputs, outputs, dtype, config)
     x, w = normal(sum(counts), inputs, dtype=dtype), normal(len(counts), outputs, inputs, dtype=dtype)
     dy = normal(sum(counts), outputs, dtype=dtype)
     results = []
-    for wide, kernels in ((True, "reference"), (False, "reference"), (False, "triton"), (False, "triton")):
+    for wide, kernels in RUNS:
         a, b, d = (t.double() if wide else t.clone() for t in (x, w, dy))
         for leaf in (a, b):
             leaf.requires_grad_()
@@ -48,17 +48,17 @@ def test_grouped_linear_and_its_backward(counts, inputs, outputs, dtype, config)
             y = grouped_linear(a, b, offsets, kernels=kernels)
             y.backward(d)
         results.append([y, a.grad, b.grad])
-    for exact, reference, ours, again in zip(*results, strict=True):
+    for exact, reference, ours, *again in zip(*results, strict=True):
         assert_as_good_as(ours, reference, exact, dtype)
-        assert torch.equal(ours, again)
+        assert all(torch.equal(ours, other) for other in again)
     for e, count in enumerate(counts):
         assert count or not results[2][2][e].any()  # zeros, not garbage, for the experts without rows
 
 
 @pytest.mark.parametrize("config", [POINTERS, TMA], ids=["pointers", "tma"])
 def test_a_few_multiprocessors_do_the_same(config):
-    counts = [0, 50, 7]
-    x, w, dy = (normal(*shape, dtype=torch.float32) for shape in ((57, 40), (3, 72, 40), (57, 72)))
+    counts = [0, 30, 7]
+    x, w, dy = (normal(*shape, dtype=torch.float32) for shape in ((37, 24), (3, 40, 24), (37, 40)))
     offsets = offsets_of(counts)
     with all_kernels(config):
         for product in (
@@ -202,15 +202,17 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("weighting", ["outside", "inside", "none"])
+WEIGHTINGS = [(name, "outside") for name in LAYERS] + [("awkward", how) for how in ("inside", "none")]
+
+
 @pytest.mark.parametrize("config", [POINTERS, TMA], ids=["pointers", "tma"])
-@pytest.mark.parametrize("sizes", LAYERS.values(), ids=LAYERS)
+@pytest.mark.parametrize("name,weighting", WEIGHTINGS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_experts_and_every_gradient(sizes, dtype, config, weighting):
-    rows, choices, num_experts, d, f, ids = sizes
+def test_experts_and_every_gradient(name, dtype, config, weighting):
+    rows, choices, num_experts, d, f, ids = LAYERS[name]
     *tensors, order, dy = moe(rows, choices, num_experts, d, f, dtype, ids)
     results = []
-    for wide, kernels in ((True, "reference"), (False, "reference"), (False, "triton"), (False, "triton")):
+    for wide, kernels in RUNS:
         x, gate_up, down, weights = ((t.double() if wide else t.clone()).requires_grad_() for t in tensors)
         with all_kernels(config):
             y = experts(
@@ -222,10 +224,21 @@ def test_experts_and_every_gradient(sizes, dtype, config, weighting):
     for name in results[0]:
         if name == "weights" and weighting == "none":
             continue
-        exact, reference, ours, again = (result[name] for result in results)
+        exact, reference, ours, *again = (result[name] for result in results)
         assert_as_good_as(ours, reference, exact, dtype, name)
-        assert torch.equal(ours, again), name
+        assert all(torch.equal(ours, other) for other in again), name
         assert ours.dtype == reference.dtype
+
+
+def test_twice_is_the_same():
+    *tensors, order, dy = moe(9, 2, 3, 24, 16, DTYPES[-1])
+    runs = []
+    for _ in range(2):
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        y = layer(leaves, order, kernels="triton")
+        y.backward(dy)
+        runs.append([y, *(leaf.grad for leaf in leaves)])
+    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
 
 
 def test_experts_of_512():
@@ -336,7 +349,7 @@ def test_weight_gradients_can_be_put_off(kernels, there):
 
 
 def test_a_few_multiprocessors_compute_the_same_experts():
-    *tensors, order, dy = moe(40, 2, 3, 48, 40, torch.float32)
+    *tensors, order, dy = moe(24, 2, 3, 40, 24, torch.float32)
     results = []
     for num_sms in (None, 1, 3):
         leaves = [t.clone().requires_grad_() for t in tensors]
