@@ -38,9 +38,9 @@ def test_the_wheel_holds_everything_under_one_name(wheel):
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"moe_dualpipe"}
     for top in ("kernels", "models"):
-        ours = {f"moe_dualpipe/{path.relative_to(ROOT)}" for path in (ROOT / top).glob("*.py")}
-        assert len(ours) > 3
-        assert ours <= set(names)
+        files = [path for kind in ("*.py", "*.json") for path in (ROOT / top).rglob(kind)]
+        assert len(files) > 3
+        assert {f"moe_dualpipe/{path.relative_to(ROOT)}" for path in files} <= set(names)
     assert "moe_dualpipe/py.typed" in names
     assert any(name.endswith("LICENSE") for name in names)
 
@@ -95,7 +95,8 @@ def imports_of(path: Path) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
-            absolute = f"moe_dualpipe.{node.module}" if node.level == 2 else node.module or ""
+            above = path.relative_to(ROOT).with_suffix("").parts[: -node.level] if node.level else ()
+            absolute = ".".join((*above, *filter(None, [node.module])))
             if absolute.startswith("moe_dualpipe."):
                 found.add(absolute.split(".")[1])
     return found
