@@ -162,6 +162,14 @@ def test_the_tiles_of_the_docstring():
     assert tiles[5:, 0].tolist() == [-1, -1]
 
 
+def test_every_height_has_tiles_of_its_own():
+    from moe_dualpipe.kernels.gpu.gemm import Tiling
+
+    tiling = Tiling(offsets_of([3, 0, 5]), 8)
+    assert tiling(4)[:3].tolist() == [[0, 0], [2, 3], [2, 7]]
+    assert tiling(8)[:2].tolist() == [[0, 0], [2, 3]]
+
+
 @pytest.mark.parametrize("counts,block", [([1] * 200, 16), ([0] * 511 + [9], 4), ([100, 0, 1], 1)])
 def test_tiles_cover_every_row_once(counts, block):
     from moe_dualpipe.kernels.gpu.gemm import Tiling
@@ -232,6 +240,20 @@ def test_experts_of_512():
     x, gate_up, down, weights, order, _ = moe(20, 8, 512, 16, 8, torch.float32)
     ours = experts(x, gate_up, down, order, weights, kernels="triton")
     torch.testing.assert_close(ours, experts(x, gate_up, down, order, weights, kernels="reference"))
+
+
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_experts_take_weights_and_gradients_in_any_layout(kernels):
+    x, gate_up, down, weights, order, _ = moe(9, 3, 4, 16, 8, torch.float32)
+    narrow = weights.T.half().contiguous().T.requires_grad_()
+    assert not narrow.is_contiguous()
+    exact = [t.double().requires_grad_() for t in (x, gate_up, down, narrow.detach())]
+    layer(exact, order, kernels="reference").sum().backward()
+    ours = [x.requires_grad_(), gate_up.requires_grad_(), down.requires_grad_(), narrow]
+    layer(ours, order, kernels=kernels).sum().backward()  # the gradient of a sum is one number, expanded
+    for leaf, other in zip(ours, exact, strict=True):
+        assert leaf.grad.dtype == leaf.dtype
+        torch.testing.assert_close(leaf.grad.double(), other.grad, rtol=2e-3, atol=1e-4)
 
 
 def test_experts_example():
@@ -363,3 +385,48 @@ def test_gradients_of_gradients_are_refused():
         given = leaf.clone().requires_grad_()
         with pytest.raises(RuntimeError, match=r"no gradients of gradients .*use kernels=\"reference\""):
             torch.autograd.grad(function(given).sum(), given, create_graph=True)
+
+
+def refused(**changes):
+    """`experts` with something that does not fit."""
+    x, gate_up, down, weights, order, _ = moe(6, 2, 3, 16, 8, torch.float32)
+    for t in (gate_up, down):
+        t.requires_grad_()
+    given = {"x_ND": x, "gate_up_EGD": gate_up, "down_EDF": down, "order": order, "weights_NK": weights}
+    change = {key: value(given[key]) if callable(value) else value for key, value in changes.items()}
+    experts(**{**given, "kernels": "triton", **change})
+
+
+@pytest.mark.parametrize("changes,problem", [
+    ({"x_ND": lambda x: x[:5]}, r"this order needs x \[6, D\]: got \[5, 16\]"),
+    ({"x_ND": lambda x: x[:, :8]}, r"x \[N, 8\] and an order over 3 experts do not fit down \[3, 16, 8\]"),
+    ({"x_ND": lambda x: x.half()}, r"of one dtype: got torch\.float16, torch\.float32 and torch\.float32"),
+    ({"x_ND": lambda x: x.T.contiguous().T}, r"x must be \[rows, columns\] with contiguous rows"),
+    ({"gate_up_EGD": lambda w: w[:, :8]}, r"got \[3, 8, 16\] and \[3, 16, 8\]"),
+    ({"down_EDF": lambda w: w.mT.contiguous().mT}, "down must be contiguous"),
+    ({"weights_NK": lambda w: w[:, :1]}, r"weights must be \[6, 2\], as choices are: got \[6, 1\]"),
+    ({"num_sms": 0}, "num_sms must be at least 1, or None for all: got 0"),
+    ({"accumulate": True, "down_EDF": lambda w: w * 1}, r"adds to the \.grad of down, but that is computed"),
+    ({"accumulate": True, "x_ND": lambda x: x.half(), "gate_up_EGD": lambda w: w.detach().half(),
+      "down_EDF": lambda w: w.detach().half()}, r"kept in torch\.float16: set gate_up\.grad_dtype = torch\.float32"),
+])  # fmt: skip
+def test_experts_refuse(changes, problem):
+    with pytest.raises(ValueError, match=problem):
+        refused(**changes)
+
+
+def test_other_products_refuse():
+    x, w, offsets = normal(6, 8, dtype=torch.float32), normal(2, 4, 8, dtype=torch.float32), offsets_of([4, 2])
+    with pytest.raises(ValueError, match=r"add_to must be \[2, 8, 8\]: got \[2, 8, 4\]"):
+        grouped_wgrad(x, x, offsets, add_to=torch.zeros(2, 8, 4, device=DEVICE), kernels="triton")
+    with pytest.raises(ValueError, match="w must be contiguous"):
+        grouped_mm(x, w.mT.contiguous().mT, offsets, kernels="triton")
+    with torch.no_grad():  # nobody accumulates there: weights may be computed
+        grouped_linear(x, w.requires_grad_() * 1, offsets, accumulate=True, kernels="triton")
+
+
+@pytest.mark.skipif(GPU, reason="about the interpreter")
+def test_bfloat16_is_refused_where_it_would_be_wrong():
+    x, w = torch.zeros(6, 8, dtype=torch.bfloat16), torch.zeros(1, 4, 8, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="interpreter computes wrong numbers in bfloat16"):
+        grouped_mm(x, w, offsets_of([6]), kernels="triton")
