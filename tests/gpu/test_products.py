@@ -387,6 +387,37 @@ def test_gradients_of_gradients_are_refused():
             torch.autograd.grad(function(given).sum(), given, create_graph=True)
 
 
+class Watched:
+    """A kernel, and how many programs each launch had."""
+
+    def __init__(self, kernel, programs):
+        self.kernel, self.programs = kernel, programs
+
+    def __getitem__(self, grid):
+        self.programs.append(grid[0])
+        return self.kernel[grid]
+
+
+def test_no_product_has_more_programs_than_multiprocessors_were_given(monkeypatch):
+    from moe_dualpipe.kernels.gpu import gemm, swiglu, wgrad
+
+    programs = []
+    for module, name in (
+        (gemm, "rows_times_weights_kernel"), (swiglu, "swiglu_up_kernel"), (swiglu, "swiglu_down_backward_kernel"),
+        (wgrad, "weight_gradients_kernel"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, Watched(getattr(module, name), programs))
+    *tensors, order, dy = moe(20, 2, 3, 40, 40, torch.float32)
+    leaves = [t.requires_grad_() for t in tensors]
+    with all_kernels(POINTERS):
+        layer(leaves, order, num_sms=3, kernels="triton").backward(dy)
+        assert programs == [3] * 6  # up, down, and in the backward down, up, and two gradients of weights
+        programs.clear()
+        rows = permute(leaves[0], order, "triton")
+        grouped_linear(rows, leaves[1], order.expert_offsets, num_sms=2, kernels="triton").sum().backward()
+        assert programs == [2] * 3
+
+
 def refused(**changes):
     """`experts` with something that does not fit."""
     x, gate_up, down, weights, order, _ = moe(6, 2, 3, 16, 8, torch.float32)
