@@ -21,7 +21,8 @@ POINTERS = Config(32, 64, 32, 4, 2, 2) if GPU else Config(16, 32, 16, 4, 1, 2)
 TMA = Config(64, 64, 32, 4, 2, 2, True) if GPU else Config(16, 32, 16, 4, 1, 2, True)
 # (rows per expert); the second has empty experts at both ends, the third one expert with everything, the last no rows
 COUNTS = [[3, 1, 20, 2], [0, 5, 0, 33, 0], [0, 40, 0], [0, 0]]
-WIDTHS = [(24, 40), (37, 13), (64, 128), (8, 8)]  # input and output; the second cannot take the fast path
+# Input and output. The second cannot take the fast path; the third is whole tiles only.
+WIDTHS = [(24, 40), (37, 13), (64, 128) if GPU else (32, 64), (8, 8)]
 
 
 def normal(*shape, dtype):
@@ -360,14 +361,14 @@ def test_weight_gradients_can_be_put_off(kernels, there):
 def test_a_few_multiprocessors_compute_the_same_experts():
     *tensors, order, dy = moe(40, 2, 3, 48, 40, torch.float32)
     results = []
-    for num_sms in (None, 1, 3):
+    for num_sms in (None, 3):
         leaves = [t.clone().requires_grad_() for t in tensors]
         with all_kernels(TMA):
             y = layer(leaves, order, num_sms=num_sms, kernels="triton")
             y.backward(dy)
         results.append([y, *(leaf.grad for leaf in leaves)])
-    for others in zip(*results, strict=True):
-        assert all(torch.equal(others[0], other) for other in others[1:])
+    for expected, ours in zip(*results, strict=True):
+        assert torch.equal(ours, expected)
 
 
 def test_gradients_of_gradients_are_refused():
