@@ -42,7 +42,7 @@ def _tile_table_kernel(
     last_E = tl.cumsum(tiles_E, 0)
     slot = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
     done = slot[:, None] >= last_E[None, :]  # the experts whose tiles come before this one
-    expert = tl.sum(tl.where(done & (e < E)[None, :], 1, 0), 1)
+    expert = tl.sum(tl.where(done, 1, 0), 1)  # E or more behind the last tile
     mine = e[None, :] == expert[:, None]
     row = tl.sum(tl.where(mine, (starts - (last_E - tiles_E) * BLOCK_M)[None, :], 0), 1) + slot * BLOCK_M
     inside = slot < slots

@@ -64,6 +64,28 @@ def test_rows_of_a_wider_message_are_read_and_written_in_place():
     assert torch.equal(y, torch.stack([message[2, 8:24], message[0, 8:24] + message[5, 8:24]]))
 
 
+def test_weights_and_gradients_may_have_any_layout():
+    order = order_of(9, 3)
+    x, weights = torch.randn(9, 5, device=DEVICE), torch.rand(3, 9, device=DEVICE).T
+    results = []
+    for kernels in ("reference", "triton"):
+        leaves = [x.clone().requires_grad_(), weights.half().requires_grad_()]
+        assert not leaves[1].is_contiguous()
+        rows = permute(leaves[0], order, kernels)
+        unpermute(rows, order, leaves[1], kernels).sum().backward()  # the gradient of a sum is expanded
+        given = x.clone().requires_grad_()
+        permute(given, order, kernels).sum().backward()
+        results.append([leaf.grad for leaf in leaves] + [given.grad])
+        assert results[-1][1].dtype == torch.float16
+    torch.testing.assert_close(*results)
+
+
+def test_columns_of_one_may_have_any_stride():
+    x, index = torch.randn(1, 6, device=DEVICE).T, torch.tensor([5, 0], device=DEVICE)
+    x = x.as_strided((6, 1), (1, 7))
+    assert torch.equal(gather(x, index, kernels="triton"), x[[5, 0]])
+
+
 def test_an_index_need_not_be_contiguous():
     x = torch.randn(9, 5, device=DEVICE)
     index = torch.tensor([8, 1, 0, 1, 4, 1], device=DEVICE)[::2]
@@ -82,6 +104,7 @@ def test_rows_of_whole_numbers_are_moved_exactly(dtype):
 def test_tensors_on_another_gpu_than_the_current_one_are_refused(monkeypatch):
     class OnSecondGPU:
         device, is_cuda, dtype = torch.device("cuda:1"), True, torch.float32
+        is_floating_point = is_complex = staticmethod(lambda: True)
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     for kernels in ("auto", "triton"):
@@ -90,6 +113,8 @@ def test_tensors_on_another_gpu_than_the_current_one_are_refused(monkeypatch):
     assert not use_triton("reference", OnSecondGPU())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert use_triton("auto", OnSecondGPU())
+    OnSecondGPU.dtype = torch.float64
+    assert not use_triton("auto", OnSecondGPU())
 
 
 def test_what_does_not_fit_is_refused():

@@ -21,7 +21,8 @@ POINTERS = Config(32, 64, 32, 4, 2, 2) if GPU else Config(16, 32, 16, 4, 1, 2)
 TMA = Config(64, 64, 32, 4, 2, 2, True) if GPU else Config(16, 32, 16, 4, 1, 2, True)
 # (rows per expert); the second has empty experts at both ends, the third one expert with everything, the last no rows
 COUNTS = [[3, 1, 20, 2], [0, 5, 0, 33, 0], [0, 40, 0], [0, 0]]
-WIDTHS = [(24, 40), (37, 13), (32, 72), (8, 8)]  # input and output; the second cannot take the fast path
+# Input and output. The second cannot take the fast path; the third is whole tiles only.
+WIDTHS = [(24, 40), (37, 13), (64, 128) if GPU else (32, 64), (8, 8)]
 
 
 def normal(*shape, dtype):
@@ -162,6 +163,14 @@ def test_the_tiles_of_the_docstring():
     assert tiles[5:, 0].tolist() == [-1, -1]
 
 
+def test_every_height_has_tiles_of_its_own():
+    from moe_dualpipe.kernels.gpu.gemm import Tiling
+
+    tiling = Tiling(offsets_of([3, 0, 5]), 8)
+    assert tiling(4)[:3].tolist() == [[0, 0], [2, 3], [2, 7]]
+    assert tiling(8)[:2].tolist() == [[0, 0], [2, 3]]
+
+
 @pytest.mark.parametrize("counts,block", [([1] * 200, 16), ([0] * 511 + [9], 4), ([100, 0, 1], 1)])
 def test_tiles_cover_every_row_once(counts, block):
     from moe_dualpipe.kernels.gpu.gemm import Tiling
@@ -245,6 +254,20 @@ def test_experts_of_512():
     x, gate_up, down, weights, order, _ = moe(20, 8, 512, 16, 8, torch.float32)
     ours = experts(x, gate_up, down, order, weights, kernels="triton")
     torch.testing.assert_close(ours, experts(x, gate_up, down, order, weights, kernels="reference"))
+
+
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_experts_take_weights_and_gradients_in_any_layout(kernels):
+    x, gate_up, down, weights, order, _ = moe(9, 3, 4, 16, 8, torch.float32)
+    narrow = weights.T.half().contiguous().T.requires_grad_()
+    assert not narrow.is_contiguous()
+    exact = [t.double().requires_grad_() for t in (x, gate_up, down, narrow.detach())]
+    layer(exact, order, kernels="reference").sum().backward()
+    ours = [x.requires_grad_(), gate_up.requires_grad_(), down.requires_grad_(), narrow]
+    layer(ours, order, kernels=kernels).sum().backward()  # the gradient of a sum is one number, expanded
+    for leaf, other in zip(ours, exact, strict=True):
+        assert leaf.grad.dtype == leaf.dtype
+        torch.testing.assert_close(leaf.grad.double(), other.grad, rtol=2e-3, atol=1e-4)
 
 
 def test_experts_example():
@@ -351,14 +374,14 @@ def test_weight_gradients_can_be_put_off(kernels, there):
 def test_a_few_multiprocessors_compute_the_same_experts():
     *tensors, order, dy = moe(24, 2, 3, 40, 24, torch.float32)
     results = []
-    for num_sms in (None, 1, 3):
+    for num_sms in (None, 3):
         leaves = [t.clone().requires_grad_() for t in tensors]
         with all_kernels(TMA):
             y = layer(leaves, order, num_sms=num_sms, kernels="triton")
             y.backward(dy)
         results.append([y, *(leaf.grad for leaf in leaves)])
-    for others in zip(*results, strict=True):
-        assert all(torch.equal(others[0], other) for other in others[1:])
+    for expected, ours in zip(*results, strict=True):
+        assert torch.equal(ours, expected)
 
 
 def test_gradients_of_gradients_are_refused():
@@ -376,6 +399,37 @@ def test_gradients_of_gradients_are_refused():
         given = leaf.clone().requires_grad_()
         with pytest.raises(RuntimeError, match=r"no gradients of gradients .*use kernels=\"reference\""):
             torch.autograd.grad(function(given).sum(), given, create_graph=True)
+
+
+class Watched:
+    """A kernel, and how many programs each launch had."""
+
+    def __init__(self, kernel, programs):
+        self.kernel, self.programs = kernel, programs
+
+    def __getitem__(self, grid):
+        self.programs.append(grid[0])
+        return self.kernel[grid]
+
+
+def test_no_product_has_more_programs_than_multiprocessors_were_given(monkeypatch):
+    from moe_dualpipe.kernels.gpu import gemm, swiglu, wgrad
+
+    programs = []
+    for module, name in (
+        (gemm, "rows_times_weights_kernel"), (swiglu, "swiglu_up_kernel"), (swiglu, "swiglu_down_backward_kernel"),
+        (wgrad, "weight_gradients_kernel"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, Watched(getattr(module, name), programs))
+    *tensors, order, dy = moe(20, 2, 3, 40, 40, torch.float32)
+    leaves = [t.requires_grad_() for t in tensors]
+    with all_kernels(POINTERS):
+        layer(leaves, order, num_sms=3, kernels="triton").backward(dy)
+        assert programs == [3] * 6  # up, down, and in the backward down, up, and two gradients of weights
+        programs.clear()
+        rows = permute(leaves[0], order, "triton")
+        grouped_linear(rows, leaves[1], order.expert_offsets, num_sms=2, kernels="triton").sum().backward()
+        assert programs == [2] * 3
 
 
 # ---- what is refused ----
@@ -462,3 +516,9 @@ def test_grouped_products_refuse():
         grouped_linear(zeros(4, 8), zeros(2, 6, 8), offsets_of([3, 1, 0]), kernels="triton")
     with pytest.raises(ValueError, match="w must be contiguous"):
         grouped_linear(zeros(4, 8), zeros(2, 8, 6).mT, offsets_of([3, 1]), kernels="triton")
+
+
+def test_weights_may_be_computed_where_nobody_accumulates():
+    x, w = zeros(4, 8), zeros(2, 6, 8, requires_grad=True)
+    with torch.no_grad():
+        grouped_linear(x, w * 1, offsets_of([3, 1]), accumulate=True, kernels="triton")

@@ -68,6 +68,15 @@ def test_equal_scores_go_to_the_smaller_id(kernels):
 
 
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_a_gradient_that_is_one_number_for_all(kernels):
+    logits = torch.randn(5, 8, device=DEVICE)
+    leaf, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    route(leaf, 3, normalize=False, kernels=kernels)[0].sum().backward()
+    route(exact, 3, normalize=False, kernels="reference")[0].sum().backward()
+    torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
 def test_scores_that_underflow_give_no_weight_and_no_gradient(kernels):
     logits = torch.full((2, 4), -200.0, device=DEVICE, requires_grad=True)
     weights, _ = route(logits, 2, score="sigmoid", kernels=kernels)
@@ -189,6 +198,8 @@ def test_route_refuses(options, problem):
 def test_route_refuses_tensors_that_kernels_cannot_read():
     with pytest.raises(ValueError, match=r"route needs logits \[T, E\]: got \[8\]"):
         route(torch.zeros(8, device=DEVICE), 2, kernels="triton")
+    with pytest.raises(ValueError, match="bias_E must be contiguous"):
+        route(torch.zeros(4, 8, device=DEVICE), 2, bias_E=torch.zeros(16, device=DEVICE)[::2], kernels="triton")
     with pytest.raises(ValueError, match=r"logits_TE must be \[rows, columns\] with contiguous rows: got \[8, 4\]"):
         route(torch.zeros(4, 8, device=DEVICE).T, 2, kernels="triton")
     with pytest.raises(ValueError, match=r"knows bfloat16, float16 and float32: got torch\.float64"):
