@@ -53,6 +53,17 @@ def shapes_of(options: argparse.Namespace) -> tuple[Shape, ...]:
     return tuple(found)
 
 
+def table(out: Path | None) -> Path:
+    """Where to write, before minutes are spent. Raises OSError or ValueError for what cannot be, or is no table."""
+    from moe_dualpipe.kernels.gpu.configs import load, user_file
+
+    path = out or user_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        load(path)
+    return path
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     if options.smoke:  # read when a kernel's module is imported: before any of those is
@@ -63,18 +74,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError("there is no GPU here to tune for: --smoke tries the command out on a CPU")
         if options.smoke and not options.out:
             raise ValueError("--smoke needs --out: what it finds is for nobody's table")
-    except ValueError as error:
+        out = table(options.out)
+    except (ValueError, OSError) as error:
         sys.stderr.write(f"benchmarks.tune: error: {error}\n")
         return 2
     device = torch.device("cpu" if options.smoke else "cuda")
-    from moe_dualpipe.kernels.gpu.configs import user_file
-
     from .gpu import tuning
 
     if options.worker:
         tuning.compile_part(shapes[0], device, *options.worker)
         return 0
-    out = options.out or user_file()
     for shape in shapes:
         tuning.tune_shape(shape, device, out)
     print(f"\nwritten to {out}{'' if options.out else ', which the package reads from now on'}")

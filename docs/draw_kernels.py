@@ -52,7 +52,7 @@ def kept_bytes(kernels) -> dict[str, int]:
             gate_up.untyped_storage().data_ptr(),
             down.untyped_storage().data_ptr(),
         }:
-            name = kinds.get(t.untyped_storage().nbytes() // t.element_size(), "indices, weights")
+            name = kinds.get(t.untyped_storage().nbytes() // t.element_size(), "routing weights")
             found[name] = found.get(name, 0) + t.untyped_storage().nbytes() // T
     return found
 
@@ -75,14 +75,14 @@ def graph(ax) -> None:
     ax.set_xlim(0, 10)
     ax.set_ylim(0.2, 6.2)
     ax.axis("off")
-    ax.set_title("one launch a box; T tokens, M = T K rows in expert-major order", fontsize=9)
+    ax.set_title("one launch a box, two small ones left out; T tokens, M = T K rows in expert-major order", fontsize=9)
     box(ax, 1.1, 5.5, "x [T, D]", KEPT)
     box(ax, 3.9, 5.5, "up: gather, GEMM,\nSwiGLU", FORWARD)
     box(ax, 6.4, 5.5, "down: GEMM", FORWARD)
     box(ax, 8.9, 5.5, "gather-sum by\nrouting weight", FORWARD)
     box(ax, 3.9, 4.1, "z [M, 2F]", KEPT)
     box(ax, 8.9, 2.8, "dy [T, D]", "white")
-    box(ax, 6.2, 2.8, "down_backward: gather, GEMM,\nSwiGLU again, d weights", BACKWARD, 2.8, 0.7)
+    box(ax, 6.05, 2.8, "down_backward: gather, GEMM,\nSwiGLU again, d weights", BACKWARD, 3.1, 0.7)
     box(ax, 3.1, 1.7, "up_backward:\nGEMM", BACKWARD)
     box(ax, 1.1, 2.8, "gather-sum: dx", BACKWARD)
     box(ax, 6.2, 0.75, "wgrad: d gate_up", BACKWARD)
@@ -94,10 +94,12 @@ def graph(ax) -> None:
     arrow(ax, (3.9, 5.19), (3.9, 4.41))
     arrow(ax, (4.5, 3.79), (5.4, 3.15))
     arrow(ax, (7.95, 2.8), (7.62, 2.8))
-    arrow(ax, (5.3, 2.45), (4.05, 1.8), "dz")
+    arrow(ax, (5.3, 2.45), (4.05, 1.8))
+    ax.text(4.95, 2.0, "dz", fontsize=7.5, va="center")
     arrow(ax, (2.5, 2.01), (1.5, 2.49))
     arrow(ax, (6.2, 2.45), (6.2, 1.06), "dz")
-    arrow(ax, (6.9, 2.45), (8.5, 1.06), "w h")
+    arrow(ax, (6.9, 2.45), (8.5, 1.06))
+    ax.text(7.95, 1.75, "w h", fontsize=7.5, va="center")
     arrow(ax, (8.9, 2.49), (8.9, 1.06), "dy")
     arrow(ax, (1.1, 5.19), (5.25, 0.85), "", True)
 
@@ -115,7 +117,7 @@ def bars(ax) -> None:
                 stack.enter_context(overriding(kernel, config))
             with_triton = kept_bytes("triton")
     plain = kept_bytes("reference")
-    names = ["x", "pre-activation z", "rows of F", "rows of D", "indices, weights"]
+    names = ["x", "pre-activation z", "rows of F", "rows of D", "routing weights"]
     colors = [KEPT, "#72a0cf", "#d8b070", "#b0b0b0", "black"]
     for column, found in enumerate((with_triton, plain)):
         bottom = 0.0

@@ -32,6 +32,9 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=4)
     parser.add_argument("--top-k", type=int, default=2)
     sizes = parser.parse_args()
+    for name, size in vars(sizes).items():
+        if size < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1: got {size}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float16
     torch.manual_seed(0)

@@ -148,7 +148,8 @@ def experts(
     sum over experts is a plain one. accumulate: backward adds the gradients of gate_up and down to their `.grad`
     itself, in fp32, instead of handing them to autograd (hooks on them see nothing). num_sms: how many
     multiprocessors the Triton products may occupy, so that communication keeps the rest. weight_grads: while it defers,
-    the gradients of gate_up and down are left to it. Raises ValueError when shapes, dtypes or devices do not fit.
+    the gradients of gate_up and down are left to it. kernels: see choose.py; Triton needs gate_up and down contiguous,
+    x with contiguous rows, and no second derivative. Raises ValueError when shapes, dtypes or devices do not fit.
 
     Example: one expert with gate = up = down = [[1]] and x = [[2]], weight 0.5: y = 0.5 * silu(2) * 2 = 1.7616.
     """
@@ -180,5 +181,7 @@ def _check(x: Tensor, gate_up: Tensor, down: Tensor, order: ExpertOrder) -> None
         raise ValueError(
             f"x [N, {x.shape[1]}] and an order over {num_experts} experts do not fit down {[*down.shape]} [E, D, F]"
         )
-    if not x.dtype == gate_up.dtype == down.dtype:
-        raise ValueError(f"x, gate_up and down must be of one dtype: got {x.dtype}, {gate_up.dtype} and {down.dtype}")
+    if not x.dtype == gate_up.dtype == down.dtype or not x.is_floating_point():
+        raise ValueError(
+            f"x, gate_up and down must be of one floating-point dtype: got {x.dtype}, {gate_up.dtype} and {down.dtype}"
+        )

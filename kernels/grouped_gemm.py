@@ -65,6 +65,7 @@ def grouped_mm(
     Arguments are those of `grouped_linear`, and so are errors. No autograd.
     """
     _check(x_MI, w_EOI, expert_offsets, w_EOI.shape[1 if transposed else -1])
+    How(num_sms=num_sms).check()
     if not use_triton(kernels, x_MI, w_EOI, expert_offsets):
         return _grouped_mm_reference(x_MI, w_EOI if transposed else w_EOI.mT, expert_offsets[1:])
     from .gpu.gemm import Tiling, rows_times_weights
@@ -95,6 +96,7 @@ def grouped_wgrad(
         )
     shape = (len(expert_offsets) - 1, dy_MO.shape[1], x_MI.shape[1])
     _check_offsets(expert_offsets, shape[0], len(x_MI))
+    How(num_sms=num_sms).check()
     if add_to is not None and add_to.shape != shape:
         raise ValueError(f"add_to must be {[*shape]}: got {[*add_to.shape]}")
     dtype = dtype or x_MI.dtype
@@ -173,8 +175,10 @@ def grouped_linear(
     x_MI: [M, I], grouped by expert; w_EOI: [E, O, I]; expert_offsets: [E + 1] int32, from 0 to M. While `weight_grads`
     defers, backward leaves the weight's gradient to it. accumulate: backward adds the weight's gradient to `w.grad` by
     itself, in fp32, instead of handing it to autograd (hooks on w do not see it). num_sms: how many of a GPU's
-    multiprocessors the Triton products may occupy, so that communication keeps the rest. Raises ValueError when shapes,
-    dtypes or devices do not fit.
+    multiprocessors the Triton products may occupy, so that communication keeps the rest. kernels: see choose.py; Triton
+    needs w contiguous, and no second derivative. Raises ValueError when shapes, dtypes or devices do not fit.
+
+    Example: offsets [0, 2, 2, 3] give y[0:2] = x[0:2] W[0]^T, nothing to expert 1, and y[2:3] = x[2:3] W[2]^T.
     """
     how = How(weight_grads, accumulate, num_sms, kernels)
     x_MI, w_EOI = autocast(x_MI, w_EOI)
@@ -197,5 +201,9 @@ def _check_offsets(expert_offsets: Tensor, num_experts: int, num_rows: int) -> N
             f"{num_experts} experts need {num_experts + 1} offsets in int32: "
             f"got {[*expert_offsets.shape]} in {expert_offsets.dtype}"
         )
-    if not expert_offsets.is_cuda and expert_offsets[-1] != num_rows:  # on a GPU the look would be a host sync
+    if expert_offsets.is_cuda:  # the look would be a host sync
+        return
+    if expert_offsets[0] != 0:
+        raise ValueError(f"the first offset must be 0: got {int(expert_offsets[0])}")
+    if expert_offsets[-1] != num_rows:
         raise ValueError(f"the last offset must be the number of rows: got {int(expert_offsets[-1])} of {num_rows}")

@@ -113,7 +113,7 @@ class _Unpermute(torch.autograd.Function):
 
 
 def permute(x_ND: Tensor, order: ExpertOrder, kernels: Kernels = "auto") -> Tensor:
-    """One row for each choice, in expert-major order: [M, D] from [N, D].
+    """One row for each choice, in expert-major order: [M, D] from [N, D]. Raises ValueError for another number of rows.
 
     Example: order.gather_idx_M = [0, 0, 1] gives rows x[0], x[0], x[1].
     """
@@ -124,7 +124,9 @@ def permute(x_ND: Tensor, order: ExpertOrder, kernels: Kernels = "auto") -> Tens
 def unpermute(
     rows_MD: Tensor, order: ExpertOrder, weights_NK: Tensor | None = None, kernels: Kernels = "auto"
 ) -> Tensor:
-    """The sum of each row's choices, [N, D] from [M, D]; weights_NK: [N, K] in fp32, what each choice counts.
+    """The sum of each row's choices, [N, D] from [M, D]; weights_NK: [N, K] in fp32, what each choice counts; None: 1.
+
+    Summed in fp32 at least, in the order of k. Raises ValueError for shapes that are not those of the order.
 
     Example: order.positions_NK = [[1, 0], [2, -1]] gives w[0, 0] rows[1] + w[0, 1] rows[0] and w[1, 0] rows[2].
     """

@@ -111,7 +111,7 @@ def route(
     fp32, which has no gradient and no part in the weights (arXiv 2408.15664). Of num_groups groups of consecutive
     experts only the top_groups best are eligible, each as good as its two best experts together (arXiv 2412.19437).
     Equal scores go to the smaller id. The weights are the scores, divided by their sum over k (normalize), times
-    `scale`. Raises ValueError for numbers that contradict each other.
+    `scale`. kernels: see choose.py. Raises ValueError for numbers that contradict each other.
 
     Example: logits [[0, 2, 1]], k=2, sigmoid: ids [[1, 2]], weights [[0.8808, 0.7311]] / 1.6119 = [[0.546, 0.454]].
     """
@@ -161,11 +161,12 @@ def expert_order(
     kernels: Kernels = "auto",
     check_ids: bool = True,
 ) -> ExpertOrder:
-    """Sort choices by expert; an id of -1 is no choice.
+    """Sort choices by expert; an id of -1 is no choice. ExpertOrder has the fields, and an example.
 
-    num_choices: how many ids are valid; None: all, none may be -1. To count them here would be a host sync.
+    expert_ids_NK: [N, K] integers. num_choices: M, how many of them are not -1; None: all. To count them here would be
+    a host sync, so the number must be right.
     check_ids: raise ValueError for ids outside -1 (or 0) to num_experts - 1. On a GPU, where looking would be a host
-    sync, a device-side assertion fails instead.
+    sync, a device-side assertion fails instead. kernels: see choose.py.
     """
     if expert_ids_NK.ndim != 2 or expert_ids_NK.is_floating_point():
         raise ValueError(f"expert ids must be [N, K] integers: got {[*expert_ids_NK.shape]} in {expert_ids_NK.dtype}")
@@ -221,5 +222,7 @@ def _check_ids(ids: Tensor, lowest: int, num_experts: int) -> None:
         return
     low, high = ids.aminmax()
     if low < lowest or high >= num_experts:
-        first = "-1 (none)" if lowest < 0 else "0 (or -1, none, if num_choices says how many are not)"
-        raise ValueError(f"expert ids must be from {first} to {num_experts - 1}: got {int(low)} to {int(high)}")
+        problem = f"expert ids must be from {lowest} to {num_experts - 1}: got {int(low)} to {int(high)}"
+        if lowest == 0 and low == -1:
+            problem += "; where -1 is no choice, pass num_choices, the number of the others"
+        raise ValueError(problem)

@@ -4,7 +4,8 @@ The contract of an expert layer, which `ModelConfig.experts = "module:Class"` ch
 
     Class(config: ModelConfig, num_local_experts: int)       an nn.Module with the parameters of this rank's experts
     forward(x_MD, expert_offsets) -> y_MD                    row m belongs to the expert e with
-                                                             expert_offsets[e] <= m < expert_offsets[e + 1]
+                                                             expert_offsets[e] <= m < expert_offsets[e + 1];
+                                                             expert_offsets: [E + 1] in int32, from 0 to M
     reset_expert(e)                 (optional)               draw the weights of local expert e; called under a seed of
                                                              its own, so weights do not depend on how experts are split
     weight_grads = None             (optional)               an attribute that the pipeline sets; hand it to the
@@ -15,7 +16,9 @@ The contract of an expert layer, which `ModelConfig.experts = "module:Class"` ch
     takes_order = True              (optional)               forward(x_ND, order, weights_NK) -> y_ND instead: all the
                                                              way from received rows to the weighted sums of their
                                                              choices, for experts that read rows through the indices
-                                                             of an ExpertOrder (kernels/routing.py)
+                                                             of an ExpertOrder (kernels/routing.py), in which choices
+                                                             of experts elsewhere have position -1; weights_NK: [N, K]
+                                                             in fp32
 
 Parameters that stack the local experts along their first dimension are saved expert by expert, and fit any number of
 ranks; others are saved as a whole, for one division of the experts only.

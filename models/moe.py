@@ -95,15 +95,19 @@ class MoE(Segmented):
         """Received rows [N, D] -> the weighted sum of what this rank's experts make of each, [N, D]."""
         order = route.order
         if getattr(self.experts, "takes_order", False):
-            return self.experts(x_ND, order, weights_NK)
+            return self.same_shape(x_ND, self.experts(x_ND, order, weights_NK))
         rows_MD = permute(x_ND, order, self.kernels)
-        out_MD = self.experts(rows_MD, order.expert_offsets)
-        if out_MD.shape != rows_MD.shape:
-            raise ValueError(
-                f"{type(self.experts).__name__} must map rows {[*rows_MD.shape]} to rows of the same shape: "
-                f"got {[*out_MD.shape]}"
-            )
+        out_MD = self.same_shape(rows_MD, self.experts(rows_MD, order.expert_offsets))
         return unpermute(out_MD, order, weights_NK, self.kernels)
+
+    def same_shape(self, rows: Tensor, out: Tensor) -> Tensor:
+        """`out`, if the experts made it of `rows` as they should. Raises ValueError otherwise."""
+        if out.shape != rows.shape:
+            raise ValueError(
+                f"{type(self.experts).__name__} must map rows {[*rows.shape]} to rows of the same shape: "
+                f"got {[*out.shape]}"
+            )
+        return out
 
     def take_load(self) -> Tensor:
         """Tokens per expert [E] that this rank's tokens chose since the last call."""

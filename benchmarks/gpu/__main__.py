@@ -12,6 +12,7 @@ importable and agree with fp64. Exits with 1 if GPU tests failed, and 2 for argu
 import argparse
 import importlib
 import importlib.metadata
+import math
 import os
 import platform
 import sys
@@ -47,6 +48,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def check(options: argparse.Namespace) -> None:
+    """Raises ValueError for numbers that make no sense."""
+    for name in ("minutes", "training_seconds"):
+        if not 0 < getattr(options, name) < math.inf:
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} must be a positive number: got {getattr(options, name):g}")
+    if options.tuning_shapes < 0:
+        raise ValueError(f"--tuning-shapes must be at least 0: got {options.tuning_shapes}")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     if options.smoke:  # read when a kernel's module is imported: before any of those below
@@ -60,6 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     contestants = tuple(options.contestants or PEERS)
     try:
+        check(options)
         for name in contestants:
             find(name)
         if not options.smoke and not torch.cuda.is_available():

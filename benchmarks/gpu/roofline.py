@@ -10,6 +10,7 @@ because it left the cache comes on top.
 """
 
 import argparse
+import math
 from dataclasses import dataclass
 
 from .shapes import SHAPES, Shape
@@ -74,8 +75,9 @@ def main() -> None:
         "--tb-per-s", type=float, default=H200[1], help="of the memory (default: the H200's data sheet)"
     )
     options = parser.parse_args()
-    if options.tflops <= 0 or options.tb_per_s <= 0:
-        parser.error("rates must be positive")
+    for name, rate in (("--tflops", options.tflops), ("--tb-per-s", options.tb_per_s)):
+        if not 0 < rate < math.inf:
+            parser.error(f"{name} must be a positive number: got {rate:g}")
     print(table(options.tflops, options.tb_per_s))
 
 

@@ -155,8 +155,14 @@ def test_time_that_is_spent_skips_sections_politely(tmp_path):
     assert json.loads((tmp_path / "out" / "results.json").read_text())["routing"]["status"] == "skipped"
 
 
-def test_arguments_that_make_no_sense_end_in_one_line(tmp_path):
-    done = suite(tmp_path, "--smoke", "--contestants", "lieger")
+@pytest.mark.parametrize("arguments,problem", [
+    (["--contestants", "lieger"], "unknown contestant 'lieger'"),
+    (["--minutes", "-1"], "--minutes must be a positive number: got -1"),
+    (["--training-seconds", "nan"], "--training-seconds must be a positive number: got nan"),
+    (["--tuning-shapes", "-3"], "--tuning-shapes must be at least 0: got -3"),
+])  # fmt: skip
+def test_arguments_that_make_no_sense_end_in_one_line(tmp_path, arguments, problem):
+    done = suite(tmp_path, "--smoke", *arguments)
     assert done.returncode == 2
-    assert done.stderr.startswith("benchmarks.gpu: error: unknown contestant 'lieger'")
+    assert done.stderr.startswith(f"benchmarks.gpu: error: {problem}")
     assert done.stderr.count("\n") == 1

@@ -133,6 +133,18 @@ def test_the_command_tunes_every_kernel_and_the_package_reads_it(tmp_path):
     assert {int(word) for word in read.stdout.split()} <= tiles
 
 
+def test_a_file_that_cannot_be_written_is_an_error_before_anything_is_timed(tmp_path, capsys):
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+    for out, words in (
+        (tmp_path, "Is a directory"), (broken, "is no table of tuned kernels"), (broken / "a.json", "File exists"),
+    ):  # fmt: skip
+        assert tune.main(["--smoke", "--out", str(out)]) == 2
+        error = capsys.readouterr().err
+        assert words in error
+        assert error.count("\n") == 1
+
+
 def test_arguments_that_make_no_sense_end_in_one_line(capsys):
     for arguments, words in (
         (["--smoke"], "--smoke needs --out"),

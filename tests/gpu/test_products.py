@@ -452,7 +452,7 @@ def zeros(*shape, **options):
     ({"gate_up_EGD": zeros(3, 15, 16)}, r"down \[E, D, F\]: got \[3, 15, 16\] and \[3, 16, 8\]"),
     ({"gate_up_EGD": zeros(4, 16, 16), "down_EDF": zeros(4, 16, 8)}, "order over 3 experts do not fit down"),
     ({"weights_NK": zeros(6, 3)}, r"weights must be \[6, 2\], as choices are: got \[6, 3\]"),
-    ({"x_ND": zeros(6, 16, dtype=torch.float16)}, r"one dtype: got torch\.float16, torch\.float32 and torch\.float32"),
+    ({"x_ND": zeros(6, 16, dtype=torch.float16)}, r"one floating-point dtype: got torch\.float16, torch\.float32"),
     ({"x_ND": zeros(16, 6).T}, r"with contiguous rows: got \[6, 16\] with strides \(1, 6\)"),
     ({"down_EDF": zeros(3, 8, 16).mT}, r"down must be contiguous: got \[3, 16, 8\] with strides \(128, 1, 16\)"),
     ({"gate_up_EGD": zeros(3, 16, 16, device="meta")}, "all tensors must be on one device: got .* and meta"),

@@ -210,9 +210,7 @@ def test_route_refuses_tensors_that_kernels_cannot_read():
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
 @pytest.mark.parametrize("bad", [-2, 5])
 def test_ids_out_of_range_are_an_error_before_anything_is_launched(kernels, bad):
-    with pytest.raises(
-        ValueError, match=rf"expert ids must be from -1 \(none\) to 4: got {min(bad, 0)} to {max(bad, 0)}"
-    ):
+    with pytest.raises(ValueError, match=rf"expert ids must be from -1 to 4: got {min(bad, 0)} to {max(bad, 0)}"):
         expert_order(torch.tensor([[0, bad]]), 5, 2, kernels=kernels)
 
 
@@ -220,7 +218,7 @@ def test_ids_out_of_range_are_an_error_before_anything_is_launched(kernels, bad)
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
 def test_choices_of_nothing_must_be_counted(kernels):
     """The indices would be longer than what there is to write to them."""
-    with pytest.raises(ValueError, match=r"from 0 \(or -1, none, if num_choices .* to 4: got -1 to 3"):
+    with pytest.raises(ValueError, match=r"from 0 to 4: got -1 to 3; where -1 is no choice, pass num_choices"):
         expert_order(torch.tensor([[3, -1]]), 5, kernels=kernels)
 
 

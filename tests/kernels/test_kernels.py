@@ -211,6 +211,11 @@ def test_grouped_linear_refuses_shapes_that_do_not_fit(x, w, offsets, problem):
         grouped_linear(torch.zeros(x), torch.zeros(w), torch.zeros(offsets, dtype=torch.int32))
 
 
+def test_grouped_linear_refuses_rows_that_belong_to_no_expert():
+    with pytest.raises(ValueError, match="the first offset must be 0: got 2"):
+        grouped_linear(torch.zeros(6, 8), torch.zeros(2, 4, 8), torch.tensor([2, 4, 6], dtype=torch.int32))
+
+
 def test_grouped_linear_refuses_offsets_of_another_dtype():
     with pytest.raises(ValueError, match=r"in int32: got \[3\] in torch.int64"):
         grouped_linear(torch.zeros(6, 8), torch.zeros(2, 4, 8), torch.tensor([0, 2, 6]))

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from moe_dualpipe.expert_parallel import Local
+from moe_dualpipe.kernels.permute import permute
 from moe_dualpipe.models import PRESETS, ModelConfig, MoE, TransformerStage, build_model, expert_loads, preset, split
 from moe_dualpipe.models.attention import Attention
 from moe_dualpipe.models.experts import expert_class
@@ -187,6 +188,13 @@ class Shrinking(Doubling):
         return super().forward(x_MD, expert_offsets)[:, :1]
 
 
+class Unsummed(Doubling):
+    takes_order = True
+
+    def forward(self, x_ND, order, _weights_NK):
+        return permute(x_ND, order)
+
+
 def test_your_own_experts_take_the_place_of_ours():
     config = with_choices(experts="test_models:Doubling", num_shared_experts=0)
     layer = MoE(config, Local(config.num_experts), seed=0, name="layers.0")
@@ -199,6 +207,8 @@ def test_your_own_experts_take_the_place_of_ours():
         ValueError, match=r"Shrinking must map rows \[12, 16\] to rows of the same shape: got \[12, 1\]"
     ):
         MoE(with_choices(experts="test_models:Shrinking"), Local(5), seed=0, name="layers.0")(x)
+    with pytest.raises(ValueError, match=r"Unsummed must map rows \[6, 16\] to rows of the same shape: got \[12, 16\]"):
+        MoE(with_choices(experts="test_models:Unsummed"), Local(5), seed=0, name="layers.0")(x)
 
 
 @pytest.mark.parametrize("name,problem", [
