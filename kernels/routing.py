@@ -209,7 +209,7 @@ def _order(ids_NK: Tensor, num_keys: int, num_kept: int, ids_per_key: int, once:
     counts = torch.zeros(num_keys + 1, dtype=torch.int64, device=keys.device)
     counts.scatter_add_(0, keys.long(), torch.ones_like(keys, dtype=torch.int64))
     offsets = torch.zeros(num_keys + 1, dtype=torch.int32, device=keys.device)
-    offsets[1:] = counts[:num_keys].cumsum(0)
+    offsets[1:] = counts[:num_keys].cumsum(0).clamp(max=num_kept)  # products write as many rows as this says
     return ExpertOrder(choice_idx_M // max(ids_NK.shape[1], 1), choice_idx_M, positions_NK, offsets)
 
 

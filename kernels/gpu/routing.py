@@ -211,7 +211,7 @@ def scatter_kernel(
     if tl.program_id(0) == 0:
         e = tl.arange(0, E_PADDED)
         end = tl.load(ends + (e.to(tl.int64) + 1) * blocks - 1, mask=e < E, other=0)
-        tl.store(offsets + e + 1, end, mask=e < E)
+        tl.store(offsets + e + 1, tl.minimum(end, num_kept), mask=e < E)  # products write as many rows as this says
         tl.store(offsets, 0)
 
 

@@ -120,6 +120,17 @@ def test_no_rows_have_no_layout(kernels):
     assert not w.grad.any()
 
 
+def test_rows_may_be_part_of_wider_ones():
+    x, dy = (normal(6, 40, dtype=torch.float32)[:, 8:columns] for columns in (24, 16))
+    w, offsets = normal(2, 8, 16, dtype=torch.float32), offsets_of([4, 2])
+    results = []
+    for kernels in ("reference", "triton"):
+        y = grouped_mm(x, w, offsets, kernels=kernels)
+        results.append([y, grouped_mm(dy, w, offsets, True, kernels=kernels)])
+        results[-1].append(grouped_wgrad(dy, x, offsets, kernels=kernels))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
 def test_offsets_need_not_be_contiguous():
     x, w = normal(6, 8, dtype=torch.float32), normal(2, 8, 8, dtype=torch.float32)
     offsets = torch.tensor([[0, 5], [2, 5], [6, 5]], device=DEVICE, dtype=torch.int32)[:, 0]

@@ -112,13 +112,14 @@ def test_route_example():
         torch.testing.assert_close(weights.cpu(), torch.tensor([[0.54644, 0.45356]]), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_logits_may_be_rows_of_something_wider_and_narrower_and_large(dtype):
+def test_logits_may_be_rows_of_something_wider_and_narrower_and_large(dtype, score):
     wide = (200 * torch.randn(6, 20, device=DEVICE)).to(dtype)
     results = []
     for kernels in ("reference", "triton"):
         leaf = wide.clone().requires_grad_()
-        weights, ids = route(leaf[:, 3:11], 3, normalize=False, kernels=kernels)
+        weights, ids = route(leaf[:, 3:11], 3, score=score, normalize=False, kernels=kernels)
         (weights * torch.arange(3, device=DEVICE)).sum().backward()
         assert weights.dtype == torch.float32
         results.append([ids, weights, leaf.grad])
@@ -226,9 +227,11 @@ def test_ids_out_of_range_touch_no_foreign_memory():
     order = expert_order(torch.tensor([[0, 9], [-7, 1]], device=DEVICE), 2, 2, "triton", check_ids=False)
     assert order.expert_offsets.tolist() == [0, 1, 2]
     assert order.positions_NK.tolist() == [[0, -1], [-1, 1]]
-    order = expert_order(torch.tensor([[0, 1], [1, 0]], device=DEVICE), 2, 3, "triton")  # one more than was counted
-    assert order.positions_NK.tolist() == [[0, 2], [-1, 1]]
-    assert order.gather_idx_M.tolist() == [0, 1, 0]
+    for kernels in ("reference", "triton"):
+        order = expert_order(torch.tensor([[0, 1], [1, 0]], device=DEVICE), 2, 3, kernels)  # one more than was counted
+        assert order.positions_NK.tolist() == [[0, 2], [-1, 1]]
+        assert order.gather_idx_M.tolist() == [0, 1, 0]
+        assert order.expert_offsets.tolist() == [0, 2, 3]  # no row beyond the three
 
 
 def test_expert_order_refuses():
