@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -156,15 +157,15 @@ def check(arch: str, dtype: str) -> list[Compiled]:
         for e in configs.load(configs.SHIPPED)
         if e.arch == arch and e.dtype_bytes == size
     }
-    found = []
-    for d, f in [*sorted(shipped), (1000, 200), (1001, 203)]:
+    found: dict[str, Compiled] = {}  # by what Triton knows a compiled kernel by
+    experts = {f"{d}x{f}": partial(launch_experts, d, f) for d, f in [*sorted(shipped), (1000, 200), (1001, 203)]}
+    for sizes, launch in {**experts, "": launch_others}.items():
         with compiling(arch) as compiled:
-            launch_experts(d, f, DTYPES[dtype])
-        found += [describe(name, kernel, arch, dtype, f"{d}x{f}") for name, kernel in compiled]
-    with compiling(arch) as compiled:
-        launch_others(DTYPES[dtype])
-    found += [describe(name, kernel, arch, dtype, "") for name, kernel in compiled]
-    return list(dict.fromkeys(found))
+            launch(DTYPES[dtype])
+        for name, kernel in compiled:
+            if kernel.hash not in found:
+                found[kernel.hash] = describe(name, kernel, arch, dtype, sizes)
+    return list(found.values())
 
 
 def describe(name: str, kernel: Any, arch: str, dtype: str, sizes: str) -> Compiled:
