@@ -120,6 +120,13 @@ def test_no_rows_have_no_layout(kernels):
     assert not w.grad.any()
 
 
+def test_weights_that_begin_anywhere_in_memory():
+    x, w = normal(6, 16, dtype=torch.float32), normal(2 * 8 * 16 + 1, dtype=torch.float32)[1:].view(2, 8, 16)
+    with all_kernels(TMA):  # which wants multiples of 16 bytes
+        y = grouped_mm(x, w, offsets_of([4, 2]), kernels="triton")
+    torch.testing.assert_close(y, torch.cat([x[:4] @ w[0].T, x[4:] @ w[1].T]), rtol=1e-4, atol=1e-5)
+
+
 def test_rows_may_be_part_of_wider_ones():
     x, dy = (normal(6, 40, dtype=torch.float32)[:, 8:columns] for columns in (24, 16))
     w, offsets = normal(2, 8, 16, dtype=torch.float32), offsets_of([4, 2])
