@@ -355,6 +355,20 @@ def test_accumulated_gradients_are_fp32_and_add_up(kernels):
 
 
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_accumulated_gradients_do_not_pass_through_autograd(kernels):
+    x, gate_up, down, weights, order, _ = moe(9, 2, 3, 16, 8, torch.float32)
+    seen = []
+    for t in (gate_up, down):
+        t.requires_grad_().register_hook(seen.append)
+    experts(x, gate_up, down, order, weights, accumulate=True, kernels=kernels).sum().backward()
+    rows = permute(x, order, kernels)
+    grouped_linear(rows, gate_up, order.expert_offsets, accumulate=True, kernels=kernels).sum().backward()
+    assert not [grad for grad in seen if grad is not None]
+    assert gate_up.grad.any()
+    assert down.grad.any()
+
+
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
 @pytest.mark.parametrize("there", [False, True])
 def test_weight_gradients_can_be_put_off(kernels, there):
     *tensors, order, dy = moe(20, 2, 4, 24, 16, torch.float32)
@@ -471,8 +485,11 @@ def test_other_products_refuse():
         grouped_wgrad(x, x, offsets, add_to=torch.zeros(2, 8, 4, device=DEVICE), kernels="triton")
     with pytest.raises(ValueError, match="w must be contiguous"):
         grouped_mm(x, w.mT.contiguous().mT, offsets, kernels="triton")
-    with torch.no_grad():  # nobody accumulates there: weights may be computed
-        grouped_linear(x, w.requires_grad_() * 1, offsets, accumulate=True, kernels="triton")
+    computed = w.requires_grad_() * 1
+    with pytest.raises(ValueError, match=r"adds to the \.grad of w, but that is computed"):
+        grouped_linear(x, computed, offsets, accumulate=True, kernels="triton")
+    with torch.no_grad():  # nobody accumulates there
+        grouped_linear(x, computed, offsets, accumulate=True, kernels="triton")
 
 
 @pytest.mark.skipif(GPU, reason="about the interpreter")
