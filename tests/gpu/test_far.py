@@ -81,6 +81,10 @@ def test_weights_of_the_last_expert():
             near = rows_times_weights("down", a, w, LastRows(3), transposed)
             far = rows_times_weights("down", a, at_the_end(experts, w), LastExpert(), transposed)
             assert torch.equal(far, near)
+        both, index = random(1, 2 * WIDTH, WIDTH), torch.arange(3, device=DEVICE)
+        near = swiglu_up(a, index, both, LastRows(3), None, index)
+        far = swiglu_up(a, index, at_the_end(experts, both), LastExpert(), None, index)
+        assert all(torch.equal(*pair) for pair in zip(far, near, strict=True))
 
 
 def test_rows_of_the_fused_products():

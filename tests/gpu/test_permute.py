@@ -73,11 +73,12 @@ def test_weights_and_gradients_may_have_any_layout():
         leaves = [x.clone().requires_grad_(), weights.half().requires_grad_()]
         assert not leaves[1].is_contiguous()
         rows = permute(leaves[0], order, kernels)
-        unpermute(rows, order, leaves[1], kernels).sum().backward()  # the gradient of a sum is expanded
+        y = unpermute(rows, order, leaves[1], kernels)
+        y.sum().backward()  # the gradient of a sum is expanded
         given = x.clone().requires_grad_()
         permute(given, order, kernels).sum().backward()
-        results.append([leaf.grad for leaf in leaves] + [given.grad])
-        assert results[-1][1].dtype == torch.float16
+        results.append([y, *(leaf.grad for leaf in leaves), given.grad])
+        assert results[-1][2].dtype == torch.float16
     torch.testing.assert_close(*results)
 
 

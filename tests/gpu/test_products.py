@@ -120,6 +120,13 @@ def test_no_rows_have_no_layout(kernels):
     assert not w.grad.any()
 
 
+def test_weights_that_begin_anywhere_in_memory():
+    x, w = normal(6, 16, dtype=torch.float32), normal(2 * 8 * 16 + 1, dtype=torch.float32)[1:].view(2, 8, 16)
+    with all_kernels(TMA):  # which wants multiples of 16 bytes
+        y = grouped_mm(x, w, offsets_of([4, 2]), kernels="triton")
+    torch.testing.assert_close(y, torch.cat([x[:4] @ w[0].T, x[4:] @ w[1].T]), rtol=1e-4, atol=1e-5)
+
+
 def test_rows_may_be_part_of_wider_ones():
     x, dy = (normal(6, 40, dtype=torch.float32)[:, 8:columns] for columns in (24, 16))
     w, offsets = normal(2, 8, 16, dtype=torch.float32), offsets_of([4, 2])
@@ -358,6 +365,20 @@ def test_accumulated_gradients_are_fp32_and_add_up(kernels):
     layer([x.double(), *exact, weights.double()], order, kernels="reference").backward(dy.double())
     for ours, leaf in zip(once, exact, strict=True):
         torch.testing.assert_close(ours.double(), leaf.grad, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_accumulated_gradients_do_not_pass_through_autograd(kernels):
+    x, gate_up, down, weights, order, _ = moe(9, 2, 3, 16, 8, torch.float32)
+    seen = []
+    for t in (gate_up, down):
+        t.requires_grad_().register_hook(seen.append)
+    experts(x, gate_up, down, order, weights, accumulate=True, kernels=kernels).sum().backward()
+    rows = permute(x, order, kernels)
+    grouped_linear(rows, gate_up, order.expert_offsets, accumulate=True, kernels=kernels).sum().backward()
+    assert not [grad for grad in seen if grad is not None]
+    assert gate_up.grad.any()
+    assert down.grad.any()
 
 
 @pytest.mark.parametrize("kernels", ["reference", "triton"])

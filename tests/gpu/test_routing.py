@@ -132,6 +132,7 @@ ORDERS = {
     "all to one": lambda: torch.full((129, 1), 3),
     "none at all": lambda: torch.full((4, 2), -1),
     "no rows": lambda: torch.empty(0, 2, dtype=torch.int64),
+    "not contiguous": lambda: torch.randint(0, 5, (3, 61)).T,
     "one block exactly": lambda: torch.randint(0, 5, (128, 1)),
 }
 
