@@ -146,7 +146,7 @@ def experts(
     `expert_order`, of N rows over E experts. weights_NK: [N, K] in fp32, what each choice counts; None: 1.
     weight_inside: multiply by it before the down projection instead of after it: the same but for rounding, and the
     sum over experts is a plain one. accumulate: backward adds the gradients of gate_up and down to their `.grad`
-    itself, in fp32, instead of handing them to autograd (hooks on them see nothing). num_sms: how many
+    itself, in fp32, instead of handing them to autograd (unless they have hooks). num_sms: how many
     multiprocessors the Triton products may occupy, so that communication keeps the rest. weight_grads: while it defers,
     the gradients of gate_up and down are left to it. kernels: see choose.py; Triton needs gate_up and down contiguous,
     x with contiguous rows, and no second derivative. Raises ValueError when shapes, dtypes or devices do not fit.

@@ -174,7 +174,7 @@ def grouped_linear(
 
     x_MI: [M, I], grouped by expert; w_EOI: [E, O, I]; expert_offsets: [E + 1] int32, from 0 to M. While `weight_grads`
     defers, backward leaves the weight's gradient to it. accumulate: backward adds the weight's gradient to `w.grad` by
-    itself, in fp32, instead of handing it to autograd (hooks on w do not see it). num_sms: how many of a GPU's
+    itself, in fp32, instead of handing it to autograd (unless w has hooks). num_sms: how many of a GPU's
     multiprocessors the Triton products may occupy, so that communication keeps the rest. kernels: see choose.py; Triton
     needs w contiguous, and no second derivative. Raises ValueError when shapes, dtypes or devices do not fit.
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe_dualpipe.overlap.weight_grads import accumulate
+from moe_dualpipe.overlap.weight_grads import accumulate, has_hooks
 
 if TYPE_CHECKING:
     from moe_dualpipe.overlap.weight_grads import WeightGrads
@@ -50,12 +50,13 @@ def later_or_now(
 ) -> Tensor | None:
     """The weight gradient for autograd; None when `weight_grads` takes `compute` to run it later.
 
-    add_to: adds it to a gradient that is there. in_place: add it to `parameter.grad` here, and return None.
+    add_to: adds it to a gradient that is there. in_place: add it to `parameter.grad` here, and return None, unless
+    hooks wait for it.
     """
     if weight_grads is not None and weight_grads.defers(parameter):
         weight_grads.defer(parameter, compute, add_to)
         return None
-    if in_place:
+    if in_place and not has_hooks(parameter):
         accumulate(parameter, compute, add_to)
         return None
     return compute()

@@ -34,8 +34,7 @@ class WeightGrads:
         A hook on the parameter would see a gradient without the deferred part, and a computed weight has no gradient
         to add to; both are left to autograd.
         """
-        hooked = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
-        return self._key is not None and parameter.is_leaf and not hooked
+        return self._key is not None and parameter.is_leaf and not has_hooks(parameter)
 
     @contextmanager
     def defer_to(self, key: Hashable) -> Iterator[None]:
@@ -98,6 +97,11 @@ def bind(module: nn.Module, weight_grads: WeightGrads | None) -> None:
         current = getattr(layer, "weight_grads", bind)  # whatever else somebody calls by that name is left alone
         if current is None or isinstance(current, WeightGrads):
             setattr(layer, "weight_grads", weight_grads)  # noqa: B010 - nn.Module declares no such attribute
+
+
+def has_hooks(parameter: Tensor) -> bool:
+    """Whether somebody watches, or changes, the gradients that autograd brings to `parameter`."""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def accumulate(parameter: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tensor], Any] | None = None) -> None:
