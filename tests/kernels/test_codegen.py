@@ -28,14 +28,17 @@ def test_every_kernel_compiles_without_spills_and_warnings(arch):
 
 DESCRIBED = """
 import torch
-from benchmarks.codegen import check, compiling, describe
+from benchmarks.codegen import compiling, describe, launch_experts
 from moe_dualpipe.kernels.gpu import gemm
 from moe_dualpipe.kernels.gpu.configs import Config, overriding
 
-found = check("sm_90", "bf16")
-products = [c for c in found if c.kernel in ("swiglu_up", "rows_times_weights", "swiglu_down_backward")]
-assert all(c.tma == (c.sizes != "1001x203") for c in products)
-assert all(c.matrix for c in products)
+for d, f, aligned in ((1000, 200, True), (1001, 203, False)):
+    with compiling("sm_90") as compiled:
+        launch_experts(d, f, torch.bfloat16)
+    found = [describe(name, kernel, "sm_90", "bf16", "") for name, kernel in compiled]
+    products = [c for c in found if c.kernel in ("swiglu_up", "rows_times_weights", "swiglu_down_backward")]
+    assert len(products) == 5
+    assert all(c.matrix and c.tma == aligned for c in products)
 
 def amiss(config):
     a, w = torch.empty(8, 256, dtype=torch.bfloat16), torch.empty(2, 512, 256, dtype=torch.bfloat16)
