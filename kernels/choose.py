@@ -4,6 +4,7 @@ A model is built with `kernels="auto"`, `"triton"` or `"reference"` and passes t
 a GPU, in the dtypes that its kernels know, and plain torch for all others; "triton" refuses what it cannot do.
 """
 
+import functools
 import importlib.util
 from typing import Literal, get_args
 
@@ -84,5 +85,6 @@ def contiguous(name: str, x: Tensor) -> Tensor:
     return x
 
 
+@functools.cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..choose import contiguous
 from .configs import lookup
 from .device import arch_of, precision
-from .gemm import _grouped, _halves
+from .gemm import _grid, _grouped, _halves
 
 
 @triton.jit
@@ -99,8 +99,8 @@ def weight_gradients(
         else torch.empty(num_experts, i, j, dtype=dtype, device=a.device)
     )
     config = lookup("wgrad", arch_of(a.device), a.element_size(), j, i)
-    tiles = num_experts * triton.cdiv(i, config.block_m) * triton.cdiv(j, config.block_n)
-    weight_gradients_kernel[(tiles if num_sms is None else min(tiles, num_sms),)](
+    row_tiles = num_experts * triton.cdiv(i, config.block_m)
+    weight_gradients_kernel[_grid(row_tiles, j, config.block_n, num_sms)](
         a, index_a, b, index_b, out, offsets, num_experts, a.stride(0), b.stride(0), i, j,
         GATHER_A=index_a is not None, GATHER_B=index_b is not None, ADD=add_to is not None,
         PRECISION=precision(a.dtype), BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
