@@ -8,18 +8,23 @@
 
 from .actions import Action, Backward, Flow, Forward, Overlap, Part, Recv, Send, Step, halves, parse
 from .build import NAMES, build, placement_of
-from .comms import DeadlockError, add_comms, receive_early
+from .comms import add_comms, receive_early
 from .placement import Placement
 from .schedule import Schedule
+from .simulate import Costs, simulate
+from .timeline import Held, Timeline
 from .validate import ScheduleError, grid, validate
+from .walk import DeadlockError, Span
 
 __all__ = [
     "NAMES",
     "Action",
     "Backward",
+    "Costs",
     "DeadlockError",
     "Flow",
     "Forward",
+    "Held",
     "Overlap",
     "Part",
     "Placement",
@@ -27,7 +32,9 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "Send",
+    "Span",
     "Step",
+    "Timeline",
     "add_comms",
     "build",
     "grid",
@@ -35,5 +42,6 @@ __all__ = [
     "parse",
     "placement_of",
     "receive_early",
+    "simulate",
     "validate",
 ]

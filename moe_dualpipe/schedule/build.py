@@ -5,8 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from .actions import Action
-from .baselines import one_f_one_b
+from .baselines import Actions, chimera, gpipe, interleaved_one_f_one_b, one_f_one_b, zb1p, zbv
 from .dualpipe import dualpipe, dualpipev
 from .placement import Placement
 from .schedule import Schedule
@@ -14,52 +13,77 @@ from .schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class _Method:
-    placement: Callable[[int], Placement]
-    actions: Callable[[int, int], tuple[tuple[Action, ...], ...]]
+    """`placement` and `actions` take the number of chunks as well where `num_chunks`, its default, is given."""
+
+    placement: Callable[..., Placement]
+    actions: Callable[..., Actions]
     min_micro_batches_per_rank: int = 1
     even: bool = False  # ranks and micro-batches come in mirrored pairs
+    in_groups: bool = False  # micro-batches pass in groups of as many as there are ranks
+    num_chunks: int | None = None
 
 
 _METHODS = {
+    "gpipe": _Method(Placement.straight, gpipe),
     "1f1b": _Method(Placement.straight, one_f_one_b),
+    "interleaved_1f1b": _Method(Placement.interleaved, interleaved_one_f_one_b, in_groups=True, num_chunks=2),
+    "zb1p": _Method(Placement.straight, zb1p),
+    "zbv": _Method(Placement.vee, zbv),
+    "chimera": _Method(Placement.mirrored, chimera, even=True),
     "dualpipe": _Method(Placement.mirrored, dualpipe, min_micro_batches_per_rank=2, even=True),
     "dualpipev": _Method(Placement.vee, dualpipev, min_micro_batches_per_rank=2),
 }
 NAMES = tuple(_METHODS)
 
 
-def placement_of(name: str, num_ranks: int) -> Placement:
+def placement_of(name: str, num_ranks: int, num_chunks: int | None = None) -> Placement:
     """The placement that schedule `name` uses on `num_ranks` ranks. Raises ValueError as `build` does."""
     method = _METHODS.get(name)
     if method is None:
         near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.0)[0]
         raise ValueError(f"unknown schedule {name!r}; did you mean {near!r}? There are: {', '.join(NAMES)}")
     if num_ranks < 1:
-        raise ValueError(f"{name} needs at least one pipeline rank: got {num_ranks}")
+        raise ValueError(f"{name} needs at least one pipeline rank: got {num_ranks}; use 1 or more")
     if method.even and num_ranks % 2:
         raise ValueError(
             f"{name} needs an even number of pipeline ranks: got {num_ranks}; "
             f"use {num_ranks + 1}, or dualpipev, which runs on any number"
         )
-    return method.placement(num_ranks)
+    return method.placement(num_ranks, *_chunks(name, method, num_chunks))
 
 
 @lru_cache(maxsize=32)
-def build(name: str, num_ranks: int, num_micro_batches: int) -> Schedule:
+def build(name: str, num_ranks: int, num_micro_batches: int, num_chunks: int | None = None) -> Schedule:
     """Build the schedule `name` (one of NAMES) for one step of `num_micro_batches` over `num_ranks` pipeline ranks.
 
+    num_chunks: stages on each rank, at least 2, where a schedule leaves the choice: interleaved_1f1b (None: 2).
+
     Raises ValueError, with the numbers and the nearest ones that would do, for an unknown name, an odd number where
-    mirrored pairs are needed, and too few micro-batches to fill the pipeline.
+    mirrored pairs are needed, too few micro-batches to fill the pipeline, incomplete groups of them, and a number of
+    chunks where there is nothing to choose.
     """
-    where = placement_of(name, num_ranks)
+    where = placement_of(name, num_ranks, num_chunks)
     method = _METHODS[name]
+    multiple = num_ranks if method.in_groups else 2 if method.even else 1
     least = method.min_micro_batches_per_rank * num_ranks
-    if num_micro_batches < least or (method.even and num_micro_batches % 2):
-        even = "an even number of" if method.even else "a number of"
+    if num_micro_batches < least or num_micro_batches % multiple:
+        kind = "an even number of" if method.even else "a number of"
         times = f"{method.min_micro_batches_per_rank} x " if method.min_micro_batches_per_rank > 1 else ""
-        use = max(least, num_micro_batches + num_micro_batches % 2 if method.even else num_micro_batches)
+        which = "that is a multiple of the ranks" if method.in_groups else f">= {times}ranks"
+        use = max(least, num_micro_batches + -num_micro_batches % multiple)
         raise ValueError(
-            f"{name} needs {even} micro-batches >= {times}ranks: "
-            f"got {num_micro_batches} for {num_ranks} ranks; use {use}"
+            f"{name} needs {kind} micro-batches {which}: got {num_micro_batches} for {num_ranks} ranks; use {use}"
         )
-    return Schedule(name, where, num_micro_batches, method.actions(num_ranks, num_micro_batches))
+    chunks = _chunks(name, method, num_chunks)
+    return Schedule(name, where, num_micro_batches, method.actions(num_ranks, num_micro_batches, *chunks))
+
+
+def _chunks(name: str, method: _Method, num_chunks: int | None) -> tuple[int, ...]:
+    if method.num_chunks is None:
+        if num_chunks is not None:
+            having = ", ".join(other for other, m in _METHODS.items() if m.num_chunks is not None)
+            raise ValueError(f"{name} has no number of chunks to choose: got {num_chunks}; it is for {having}")
+        return ()
+    if num_chunks is not None and num_chunks < 2:
+        raise ValueError(f"{name} needs at least 2 chunks a rank: got {num_chunks}; use 2, or 1f1b, which has one")
+    return (method.num_chunks if num_chunks is None else num_chunks,)

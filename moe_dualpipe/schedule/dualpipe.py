@@ -11,67 +11,33 @@ and runs the identical list of actions over `near` and `far`. In DualPipeV both 
 innermost rank hands over to itself; in DualPipe `near` belongs to one flow and `far` to the other.
 """
 
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
-from .actions import Action, Backward, Forward, Overlap, Part
-
-
-@dataclass
-class _Lane:
-    """One stage on one rank, handing out its forwards and backwards in order of micro-batch."""
-
-    stage: int
-    micro_batches: range
-    _forwards: Iterator[int] = field(init=False)
-    _backwards: Iterator[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._forwards, self._backwards = iter(self.micro_batches), iter(self.micro_batches)
-
-    def forward(self) -> Forward:
-        return Forward(self.stage, next(self._forwards))
-
-    def backward(self, part: Part = Part.FULL) -> Backward:
-        return Backward(self.stage, next(self._backwards), part)
+from .actions import Action, Backward, Overlap
+from .lane import Lane
 
 
 def dualpipe(num_ranks: int, num_micro_batches: int) -> tuple[tuple[Action, ...], ...]:
     """The actions of every rank under DualPipe: `num_ranks` ranks and stages, both even."""
     half, depth, last = num_micro_batches // 2, num_ranks // 2, num_ranks - 1
     down, up = range(half), range(half, num_micro_batches)
-    return tuple(
-        tuple(
-            _actions(_Lane(r, down), _Lane(last - r, up), r, depth)
-            if r < depth
-            else _actions(_Lane(last - r, up), _Lane(r, down), last - r, depth)
-        )
-        for r in range(num_ranks)
-    )
+    upper = [_actions(r, down, last - r, up, r, depth) for r in range(depth)]
+    lower = [_actions(last - r, up, r, down, last - r, depth) for r in range(depth, num_ranks)]
+    return tuple(map(tuple, upper + lower))
 
 
 def dualpipev(num_ranks: int, num_micro_batches: int) -> tuple[tuple[Action, ...], ...]:
     """The actions of every rank under DualPipeV: two stages a rank, folded into a V."""
-    all_of_them = range(num_micro_batches)
-    return tuple(
-        tuple(_actions(_Lane(r, all_of_them), _Lane(2 * num_ranks - 1 - r, all_of_them), r, num_ranks))
-        for r in range(num_ranks)
-    )
+    ids, last = range(num_micro_batches), 2 * num_ranks - 1
+    return tuple(tuple(_actions(r, ids, last - r, ids, r, num_ranks)) for r in range(num_ranks))
 
 
-def _actions(near: _Lane, far: _Lane, d: int, depth: int) -> Iterator[Action]:
+def _actions(near_stage: int, near_ids: range, far_stage: int, far_ids: range, d: int, depth: int) -> Iterator[Action]:
     """What the rank at depth `d` of `depth` does; eight phases, named after what they repeat."""
     inner = depth - 1 - d  # ranks between this one and the fold
-    deferred: list[Backward] = []
-
-    def input_gradients(lane: _Lane) -> Backward:
-        """Backward without its weight gradients, which are owed until `weight_gradients`."""
-        action = lane.backward(Part.INPUT)
-        deferred.append(Backward(action.stage, action.micro_batch, Part.WEIGHT))
-        return action
-
-    def weight_gradients() -> Backward:
-        return deferred.pop(0)
+    owed: deque[Backward] = deque()  # one queue for both: an I may be followed by the W of the other stage
+    near, far = Lane(near_stage, near_ids, owed), Lane(far_stage, far_ids, owed)
 
     for _ in range(2 * inner):  # 1: F
         yield near.forward()
@@ -79,10 +45,10 @@ def _actions(near: _Lane, far: _Lane, d: int, depth: int) -> Iterator[Action]:
         yield near.forward()
         yield far.forward()
     for _ in range(inner):  # 3: I W F - splitting sends the gradient on sooner
-        yield input_gradients(far)
-        yield weight_gradients()
+        yield far.input()
+        yield far.weight()
         yield far.forward()
-    for i in range(len(near.micro_batches) - 2 * depth + d + 1):  # 4: the steady state, (F B) (F B)
+    for i in range(len(near_ids) - 2 * depth + d + 1):  # 4: the steady state, (F B) (F B)
         first, second = near.forward(), far.backward()
         # At the fold the very first pair stays apart: its forward is what the other side of the fold waits for.
         yield from (first, second) if i == 0 and inner == 0 else (Overlap(first, second),)
@@ -92,9 +58,9 @@ def _actions(near: _Lane, far: _Lane, d: int, depth: int) -> Iterator[Action]:
         yield Overlap(far.forward(), near.backward())
     for i in range(2 * (d + 1)):  # 6: B B, and from the middle on I I, whose W fill the bubble that follows
         lane = near if i % 2 else far
-        yield lane.backward() if i < d + 1 else input_gradients(lane)
+        yield lane.backward() if i < d + 1 else lane.input()
     for _ in range(inner):  # 7: W I
-        yield weight_gradients()
-        yield input_gradients(near)
+        yield near.weight()
+        yield near.input()
     for _ in range(d + 1):  # 8: W
-        yield weight_gradients()
+        yield near.weight()

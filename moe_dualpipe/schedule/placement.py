@@ -3,9 +3,10 @@
 Every schedule family differs first of all in this, so it is data. A placement is one or more routes; a route lists,
 stage by stage, the rank that holds it. Micro-batches are divided evenly over the routes, in order of their ids:
 
-    straight(4)     0 1 2 3                   one stage a rank: GPipe, 1F1B, ZB1P
-    vee(4)          0 1 2 3 3 2 1 0           down and back up: DualPipeV, ZB-V
-    mirrored(4)     0 1 2 3  and  3 2 1 0     the first half of the micro-batches flows down, the second half up; each
+    straight(4)         0 1 2 3               one stage a rank: GPipe, 1F1B, ZB1P
+    interleaved(2, 3)   0 1 0 1 0 1           round and round: interleaved 1F1B
+    vee(4)              0 1 2 3 3 2 1 0       down and back up: DualPipeV, ZB-V
+    mirrored(4)         0 1 2 3 and 3 2 1 0   the first half of the micro-batches flows down, the second half up; each
                                               stage exists twice, on mirrored ranks: DualPipe, Chimera
 """
 
@@ -22,6 +23,10 @@ class Placement:
     @classmethod
     def straight(cls, num_ranks: int) -> "Placement":
         return cls((tuple(range(num_ranks)),))
+
+    @classmethod
+    def interleaved(cls, num_ranks: int, num_chunks: int) -> "Placement":
+        return cls((tuple(range(num_ranks)) * num_chunks,))
 
     @classmethod
     def vee(cls, num_ranks: int) -> "Placement":

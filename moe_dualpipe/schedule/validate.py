@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Collection
 
 from .actions import Action, Forward, Part, halves
-from .comms import DeadlockError, add_comms, needs
+from .comms import add_comms
 from .schedule import Schedule
+from .walk import DeadlockError, needs
 
 
 class ScheduleError(ValueError):

@@ -1,0 +1,140 @@
+"""Predict the times of a schedule from what its actions cost.
+
+>>> from moe_dualpipe.schedule import Costs, build, simulate
+>>> timeline = simulate(build("dualpipe", 8, 20), Costs(F=2, B=5, W=2, FB=7))
+>>> timeline.makespan, timeline.bubble[0], max(timeline.peak_activations)
+(156, 16, 9)
+
+The times are those of ranks that start each action as soon as they can; nothing is rounded, so integers stay integers.
+"""
+
+import math
+from dataclasses import dataclass, fields
+
+from .actions import Action, Backward, Forward, Overlap, Part
+from .schedule import Schedule
+from .timeline import Timeline
+from .walk import walk
+
+Cost = float | tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What the actions of one micro-batch on one stage take, in any unit of time: a number, or one for each stage.
+
+    Raises ValueError for a cost that is not positive, and for weight gradients that leave nothing of their backward.
+    """
+
+    F: Cost = 1
+    """A forward."""
+    B: Cost = 2
+    """A full backward; its input half I takes B - W."""
+    W: Cost | None = None
+    """The weight half of a backward. None: half of B."""
+    FB: Cost | None = None
+    """An overlapped pair; one for each stage means the stage of its forward. None: F + B, nothing is gained."""
+    comm: float = 0
+    """What a boundary tensor takes to another rank; transfers disturb neither computation nor each other."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            cost = getattr(self, field.name)
+            for number in () if cost is None else _as_tuple(cost):
+                may_be_zero = field.name == "comm"
+                if not (math.isfinite(number) and (number > 0 or (number == 0 and may_be_zero))):
+                    rule = "cannot be negative" if may_be_zero else "must be greater than 0"
+                    raise ValueError(f"cost {field.name} {rule}: got {number}; use {0 if may_be_zero else 1}")
+        lengths = {f.name: len(c) for f in fields(self) if isinstance(c := getattr(self, f.name), tuple)}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"costs for each stage must be given for as many stages: got {_listed(lengths)}")
+        for stage in range(max(lengths.values(), default=1)):
+            if not self.weight(stage) < _at(self.B, stage):
+                raise ValueError(
+                    f"cost W is a part of B and must be smaller: got W={self.weight(stage)} and "
+                    f"B={_at(self.B, stage)}; use W={_half(_at(self.B, stage))}, or a larger B"
+                )
+
+    def weight(self, stage: int) -> float:
+        return _half(_at(self.B, stage)) if self.W is None else _at(self.W, stage)
+
+    def pair(self, forward: Forward, backward: Backward) -> float:
+        if self.FB is None:
+            return _at(self.F, forward.stage) + _at(self.B, backward.stage)
+        return _at(self.FB, forward.stage)
+
+    def of(self, action: Action) -> float:
+        """How long `action` takes."""
+        match action:
+            case Overlap(forward, backward):
+                return self.pair(forward, backward)
+            case Forward(stage):
+                return _at(self.F, stage)
+            case Backward(stage, _, Part.FULL):
+                return _at(self.B, stage)
+            case Backward(stage, _, Part.INPUT):
+                return _at(self.B, stage) - self.weight(stage)
+            case Backward(stage):
+                return self.weight(stage)
+
+    def divided(self, num_stages: int, into: int) -> "Costs":
+        """The costs of the same model cut into another number of stages: neighbours are joined, or halved and so on.
+
+        Transfers take as long as before. Raises ValueError when neither number divides the other.
+        """
+        if num_stages % into and into % num_stages:
+            raise ValueError(f"{num_stages} stages cannot be joined or cut evenly into {into}")
+
+        def cut(cost: Cost | None) -> Cost | None:
+            if cost is None:
+                return None
+            if not isinstance(cost, tuple):
+                return _ratio(cost * num_stages, into)
+            if into >= num_stages:
+                return tuple(_ratio(number * num_stages, into) for number in cost for _ in range(into // num_stages))
+            size = num_stages // into
+            return tuple(sum(cost[i * size : (i + 1) * size]) for i in range(into))
+
+        self.check_stages(num_stages)
+        return Costs(cut(self.F) or 0, cut(self.B) or 0, cut(self.W), cut(self.FB), self.comm)
+
+    def check_stages(self, num_stages: int) -> None:
+        """Raise ValueError when there are costs for each stage, but not for `num_stages`."""
+        for field in fields(self):
+            cost = getattr(self, field.name)
+            if isinstance(cost, tuple) and len(cost) != num_stages:
+                raise ValueError(
+                    f"cost {field.name} is given for {len(cost)} stages, but there are {num_stages}: "
+                    f"give one number for all, or {num_stages}"
+                )
+
+
+def _as_tuple(cost: Cost) -> tuple[float, ...]:
+    return cost if isinstance(cost, tuple) else (cost,)
+
+
+def _at(cost: Cost, stage: int) -> float:
+    return cost[stage] if isinstance(cost, tuple) else cost
+
+
+def _ratio(number: float, by: int) -> float:
+    """number / by, which stays an integer where it can."""
+    return number // by if number % by == 0 else number / by
+
+
+def _half(number: float) -> float:
+    return _ratio(number, 2)
+
+
+def _listed(lengths: dict[str, int]) -> str:
+    return ", ".join(f"{length} for {name}" for name, length in lengths.items())
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+    """The times of `schedule` if its actions take what `costs` says.
+
+    Raises ValueError for costs of another number of stages, DeadlockError for an order that cannot run (`validate`
+    tells where).
+    """
+    costs.check_stages(schedule.num_stages)
+    return Timeline(schedule, walk(schedule, costs.of, costs.comm))
