@@ -27,6 +27,7 @@ from ..schedule import (
     Send,
     Step,
     add_comms,
+    counterpart,
     halves,
     receive_early,
     validate,
@@ -297,14 +298,15 @@ class _Run:
             self.leaving[stage, micro_batch, flow] = tensors
 
     def send(self, step: Send) -> Sending:
-        neighbour = step.stage + 1 if step.flow is Flow.ACTIVATION else step.stage - 1
-        tensors = self.leaving.pop((step.stage, step.micro_batch, step.flow))
-        return self.p2p.send(tensors, self.schedule.rank_of(neighbour, step.micro_batch))
+        return self.p2p.send(self.leaving.pop((step.stage, step.micro_batch, step.flow)), self._peer(step))
 
     def recv(self, step: Recv) -> None:
-        neighbour = step.stage - 1 if step.flow is Flow.ACTIVATION else step.stage + 1
-        source = self.schedule.rank_of(neighbour, step.micro_batch)
-        self.arriving[step.flow][step.stage, step.micro_batch] = self.p2p.recv(self._specs(step.flow), source)
+        received = self.p2p.recv(self._specs(step.flow), self._peer(step))
+        self.arriving[step.flow][step.stage, step.micro_batch] = received
+
+    def _peer(self, step: Send | Recv) -> int:
+        other = counterpart(step)
+        return self.schedule.rank_of(other.stage, other.micro_batch)
 
     def _specs(self, flow: Flow):
         specs = self.p2p.specs

@@ -8,12 +8,12 @@
 
 from .actions import Action, Backward, Flow, Forward, Overlap, Part, Recv, Send, Step, halves, parse
 from .build import NAMES, build, placement_of
-from .comms import add_comms, receive_early
+from .comms import add_comms, counterpart, receive_early
 from .placement import Placement
 from .schedule import Schedule
 from .simulate import Costs, simulate
 from .timeline import Held, Timeline
-from .validate import ScheduleError, grid, validate
+from .validate import ScheduleError, grid, validate, validate_transfers
 from .walk import DeadlockError, Span
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "Timeline",
     "add_comms",
     "build",
+    "counterpart",
     "grid",
     "halves",
     "parse",
@@ -44,4 +45,5 @@ __all__ = [
     "receive_early",
     "simulate",
     "validate",
+    "validate_transfers",
 ]

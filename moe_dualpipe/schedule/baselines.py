@@ -84,7 +84,7 @@ def zbv(num_ranks: int, num_micro_batches: int) -> Actions:
     A micro-batch turns round where it ends, so its backward begins at once, and memory is 1F1B's on every rank.
     """
 
-    def actions(rank: int) -> Iterator[Action]:
+    def actions(rank: int) -> Iterator[Forward | Backward]:
         inner = num_ranks - rank  # ranks from here to the fold, this one included
         ids = range(max(num_micro_batches, 2 * num_ranks - 1))  # as many as fill the pipeline
         near, far = Lane(rank, ids), Lane(2 * num_ranks - 1 - rank, ids)

@@ -9,9 +9,9 @@ which the sender sends them.
 
 from itertools import groupby
 
-from .actions import Backward, Flow, Forward, Overlap, Part, Recv, Send, Step, halves
+from .actions import Backward, Flow, Forward, Overlap, Part, Recv, Send, Step, Transfer, halves
 from .schedule import Schedule
-from .walk import walk
+from .walk import Result, walk
 
 
 def add_comms(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
@@ -32,27 +32,37 @@ def add_comms(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
         for rank, action in running:
             # Of an overlapped pair, the backward first: its gradient can leave before its own last weight gradients.
             for half in reversed(halves(action)):
-                if (transfer := _transfer(half, schedule)) is not None:
-                    send, recv, peer = transfer
+                if (peer := destination(schedule, half)) is not None:
+                    flow = Flow.ACTIVATION if isinstance(half, Forward) else Flow.GRADIENT
+                    send = Send(half.stage, half.micro_batch, flow)
                     steps[rank].append(send)
-                    steps[peer].append(recv)
+                    steps[peer].append(counterpart(send))
     return tuple(map(tuple, steps))
 
 
-def _transfer(half: Forward | Backward, schedule: Schedule) -> tuple[Send, Recv, int] | None:
-    """The transfer that `half` causes, with the receiving rank; None when its result stays on this rank."""
+def destination(schedule: Schedule, half: Forward | Backward) -> int | None:
+    """The rank to which the result of `half` is sent; None when it stays where it is."""
     if isinstance(half, Backward) and half.part is Part.WEIGHT:
         return None
-    if isinstance(half, Forward):
-        flow, neighbour = Flow.ACTIVATION, half.stage + 1
-    else:
-        flow, neighbour = Flow.GRADIENT, half.stage - 1
-    if not 0 <= neighbour < schedule.num_stages:
+    route = schedule.route_of(half.micro_batch)
+    there = half.stage + (1 if isinstance(half, Forward) else -1)
+    if not 0 <= there < len(route) or route[there] == route[half.stage]:
         return None
-    peer = schedule.rank_of(neighbour, half.micro_batch)
-    if peer == schedule.rank_of(half.stage, half.micro_batch):
-        return None
-    return Send(half.stage, half.micro_batch, flow), Recv(neighbour, half.micro_batch, flow), peer
+    return route[there]
+
+
+def carried(transfer: Transfer) -> Result:
+    """The result that `transfer` carries: an output goes up by one stage, the gradient of an input down."""
+    up = transfer.flow is Flow.ACTIVATION
+    from_stage = transfer.stage if isinstance(transfer, Send) else transfer.stage - (1 if up else -1)
+    return from_stage, transfer.micro_batch, "F" if up else "B"
+
+
+def counterpart(transfer: Transfer) -> Transfer:
+    """The other side of `transfer`, on the stage above or below."""
+    up = (transfer.flow is Flow.ACTIVATION) == isinstance(transfer, Send)
+    other = Recv if isinstance(transfer, Send) else Send
+    return other(transfer.stage + (1 if up else -1), transfer.micro_batch, transfer.flow)
 
 
 def receive_early(steps: tuple[Step, ...]) -> tuple[Step, ...]:

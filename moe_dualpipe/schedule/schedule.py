@@ -31,9 +31,13 @@ class Schedule:
     def num_stages(self) -> int:
         return self.placement.num_stages
 
+    def route_of(self, micro_batch: int) -> tuple[int, ...]:
+        """The rank that computes `micro_batch`, stage by stage."""
+        return self.placement.route_of(micro_batch, self.num_micro_batches)
+
     def rank_of(self, stage: int, micro_batch: int) -> int:
         """The rank that computes `micro_batch` on `stage`."""
-        return self.placement.route_of(micro_batch, self.num_micro_batches)[stage]
+        return self.route_of(micro_batch)[stage]
 
     def forward_only(self) -> "Schedule":
         """The same order without its backwards: inference through the same pipeline."""

@@ -3,15 +3,25 @@
 1. Every rank, stage and micro-batch of an action exists, and the action stands on the rank that holds its stage.
 2. Every stage runs every micro-batch forward exactly once, and backward exactly once: B, or I and W.
 3. The order can run: nothing comes before what it needs, on its own rank or on another, so nobody waits forever.
+4. So can the lists with their sends and receives, even if each blocks until the other side is there: a result leaves
+   after it is computed and arrives before it is used, once, and "happens before" has no cycle.
 """
 
-from collections import Counter
-from collections.abc import Collection
+from collections import Counter, deque
+from collections.abc import Collection, Sequence
+from typing import NoReturn
 
-from .actions import Action, Forward, Part, halves
-from .comms import add_comms
+from .actions import Forward, Part, Recv, Send, Step, halves
+from .comms import add_comms, carried, destination
 from .schedule import Schedule
-from .walk import DeadlockError, needs
+from .walk import DeadlockError, Result, gives, name, needs
+
+Steps = tuple[tuple[Step, ...], ...]
+Cell = tuple[int, int]
+"""A place in the grid: the rank, and the index in its list."""
+
+_AROUND = 5
+"""How many steps of a long grid are drawn before and after those that are marked."""
 
 
 class ScheduleError(ValueError):
@@ -23,7 +33,7 @@ def validate(schedule: Schedule) -> Schedule:
     _check_cells(schedule)
     _check_counts(schedule)
     try:
-        add_comms(schedule)
+        steps = add_comms(schedule)
     except DeadlockError as deadlock:
         stuck = [
             f"rank {rank} waits before {schedule.actions[rank][i]} for {_missing(schedule, rank, i)}"
@@ -31,21 +41,50 @@ def validate(schedule: Schedule) -> Schedule:
         ]
         problem = "the order cannot run: " + "; ".join(stuck)
         raise ScheduleError(_drawn(schedule, problem, list(deadlock.waiting.items()))) from None
+    validate_transfers(schedule, steps)
     return schedule
 
 
-def grid(actions: tuple[tuple[Action, ...], ...], marked: Collection[tuple[int, int]] = ()) -> str:
-    """Draw `actions` as text, one line per rank and one column per step; `marked` lists (rank, step) cells."""
-    rows = [
-        [f">{action}<" if (rank, step) in marked else str(action) for step, action in enumerate(row)]
-        for rank, row in enumerate(actions)
-    ]
+def validate_transfers(schedule: Schedule, steps: Steps) -> None:
+    """Raise ScheduleError unless law 4 holds for `steps`: the actions of a valid `schedule` with sends and receives."""
+    partner = _check_transfers(schedule, steps)
+    position = [0] * schedule.num_ranks
+    able = deque(range(schedule.num_ranks))
+    while able:
+        rank = able.popleft()
+        while position[rank] < len(steps[rank]):
+            if (other := partner.get((rank, position[rank]))) is not None:
+                peer, place = other
+                if position[peer] != place:
+                    break
+                position[peer] += 1
+                able.append(peer)
+            position[rank] += 1
+    stuck = [(rank, i) for rank, i in enumerate(position) if i < len(steps[rank])]
+    if stuck:
+        waits = [f"rank {rank} at {steps[rank][i]}" for rank, i in stuck]
+        raise ScheduleError(_drawn(schedule, f"blocking transfers wait forever: {'; '.join(waits)}", stuck, steps))
+
+
+def grid(rows: Sequence[Sequence[Step]], marked: Collection[Cell] = ()) -> str:
+    """Draw actions as text, one line per rank and one column per step; of long rows only what is near a marked cell."""
     length = max(map(len, rows), default=0)
-    widths = [max((len(row[step]) for row in rows if step < len(row)), default=0) for step in range(length)]
-    return "\n".join(
-        f"rank {rank:<3}" + " ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False))
+    first, last = 0, length
+    if marked and length > 4 * _AROUND:
+        first = max(0, min(step for _, step in marked) - _AROUND)
+        last = min(length, max(step for _, step in marked) + _AROUND + 1)
+    cells = [
+        [f">{row[i]}<" if (rank, i) in marked else str(row[i]) for i in range(first, min(last, len(row)))]
         for rank, row in enumerate(rows)
-    )
+    ]
+    widths = [max((len(row[i]) for row in cells if i < len(row)), default=0) for i in range(last - first)]
+    lines = [
+        f"rank {rank:<3}" + " ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False))
+        for rank, row in enumerate(cells)
+    ]
+    if (first, last) != (0, length):
+        lines.insert(0, f"steps {first} to {last - 1} of {length}:")
+    return "\n".join(lines)
 
 
 def _check_cells(schedule: Schedule) -> None:
@@ -93,21 +132,54 @@ def _check_counts(schedule: Schedule) -> None:
             raise ScheduleError(_drawn(schedule, f"stage {stage} runs micro-batch {micro_batch} with {problem}", cells))
 
 
+def _check_transfers(schedule: Schedule, steps: Steps) -> dict[Cell, Cell]:
+    """Every result that another rank needs is sent and received once, after it is computed and before it is used.
+
+    Returns the place of each transfer's other side, by its own.
+    """
+
+    def refuse(problem: str, *cells: Cell) -> NoReturn:
+        raise ScheduleError(_drawn(schedule, problem, list(cells), steps))
+
+    ends: dict[Result, tuple[int, int]] = {}  # of each result that travels: from which rank, and to which
+    for rank, actions in enumerate(schedule.actions):
+        if tuple(step for step in steps[rank] if not isinstance(step, Send | Recv)) != actions:
+            refuse(f"rank {rank} does not compute what the schedule says, in its order")
+        for half in (half for action in actions for half in halves(action)):
+            if (peer := destination(schedule, half)) is not None:
+                ends[gives(half)] = rank, peer
+
+    found: tuple[dict[Result, Cell], dict[Result, Cell]] = {}, {}  # sends and receives
+    for rank, row in enumerate(steps):
+        known: set[Result] = set()
+        for i, step in enumerate(row):
+            if isinstance(step, Send | Recv):
+                result, side = carried(step), isinstance(step, Recv)
+                if result not in ends or ends[result][side] != rank or result in found[side]:
+                    refuse(f"rank {rank} must not run {step}, or not again", (rank, i))
+                if isinstance(step, Send) and result not in known:
+                    refuse(f"rank {rank} sends {name(result)} before it has computed it", (rank, i))
+                known.add(result)
+                found[side][result] = rank, i
+                continue
+            for half in halves(step):
+                for need in needs(half, schedule.num_stages):
+                    if need not in known:
+                        refuse(f"rank {rank} runs {half} before it has received {name(need)}", (rank, i))
+            known.update(gives(half) for half in halves(step))
+    sent, received = found
+    for result, (rank, _) in ends.items():
+        if result not in sent:
+            refuse(f"rank {rank} never sends {name(result)}")
+    return {sent[result]: received[result] for result in ends} | {received[result]: sent[result] for result in ends}
+
+
 def _missing(schedule: Schedule, rank: int, step: int) -> str:
     """The results that the action at (rank, step) needs and that nothing before it on its own rank provides."""
-    before = {
-        (half.stage, half.micro_batch, "F" if isinstance(half, Forward) else "B")
-        for action in schedule.actions[rank][:step]
-        for half in halves(action)
-    }
-    wanted = [
-        f"{stage}{letter}{micro_batch}"
-        for half in halves(schedule.actions[rank][step])
-        for stage, micro_batch, letter in needs(half, schedule.num_stages)
-        if (stage, micro_batch, letter) not in before
-    ]
-    return " and ".join(wanted)
+    before = {gives(half) for action in schedule.actions[rank][:step] for half in halves(action)}
+    wanted = [need for half in halves(schedule.actions[rank][step]) for need in needs(half, schedule.num_stages)]
+    return " and ".join(name(need) for need in wanted if need not in before)
 
 
-def _drawn(schedule: Schedule, problem: str, marked: list[tuple[int, int]]) -> str:
-    return f"{schedule.name}: {problem}\n{grid(schedule.actions, marked)}"
+def _drawn(schedule: Schedule, problem: str, marked: list[Cell], steps: Steps | None = None) -> str:
+    return f"{schedule.name}: {problem}\n{grid(schedule.actions if steps is None else steps, marked)}"

@@ -8,23 +8,15 @@ is proportional to the number of actions, and no clock is needed to order events
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from .actions import Action, Backward, Forward, Part, halves
 from .schedule import Schedule
 
-
-class Result(NamedTuple):
-    """Something a stage has computed of a micro-batch: "F" its output, "B" its input's gradient, "W" its weights'."""
-
-    stage: int
-    micro_batch: int
-    letter: str
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.letter}{self.micro_batch}"
+Result = tuple[int, int, str]
+"""What a stage has computed of a micro-batch: stage, micro-batch, and "F" (its output), "B" (its input's gradient) or
+"W" (its weights' gradients)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,27 +40,27 @@ class DeadlockError(Exception):
         self.waiting = waiting
 
 
-def needs(half: Forward | Backward, num_stages: int) -> Iterator[Result]:
+def needs(half: Forward | Backward, num_stages: int) -> tuple[Result, ...]:
     """What must have been computed, on whichever rank, before `half` can run."""
-    match half:
-        case Forward(stage=stage, micro_batch=micro_batch):
-            if stage > 0:
-                yield Result(stage - 1, micro_batch, "F")
-        case Backward(stage=stage, micro_batch=micro_batch, part=Part.WEIGHT):
-            yield Result(stage, micro_batch, "B")
-        case Backward(stage=stage, micro_batch=micro_batch):
-            yield Result(stage, micro_batch, "F")
-            if stage < num_stages - 1:
-                yield Result(stage + 1, micro_batch, "B")
+    stage, micro_batch = half.stage, half.micro_batch
+    if isinstance(half, Forward):
+        return ((stage - 1, micro_batch, "F"),) if stage > 0 else ()
+    if half.part is Part.WEIGHT:
+        return ((stage, micro_batch, "B"),)
+    own = stage, micro_batch, "F"
+    return (own, (stage + 1, micro_batch, "B")) if stage < num_stages - 1 else (own,)
 
 
 def gives(half: Forward | Backward) -> Result:
     """What is known once `half` has run."""
-    match half:
-        case Forward(stage=stage, micro_batch=micro_batch):
-            return Result(stage, micro_batch, "F")
-        case Backward(stage=stage, micro_batch=micro_batch, part=part):
-            return Result(stage, micro_batch, "W" if part is Part.WEIGHT else "B")
+    letter = "F" if isinstance(half, Forward) else "W" if half.part is Part.WEIGHT else "B"
+    return half.stage, half.micro_batch, letter
+
+
+def name(result: Result) -> str:
+    """As the action that computes it is written, whichever part of the backward that is: `3B7`."""
+    stage, micro_batch, letter = result
+    return f"{stage}{letter}{micro_batch}"
 
 
 def walk(schedule: Schedule, duration: Callable[[Action], float], comm: float = 0) -> tuple[tuple[Span, ...], ...]:
@@ -81,6 +73,7 @@ def walk(schedule: Schedule, duration: Callable[[Action], float], comm: float = 
     at 0 and are of the type that `duration` and `comm` return: exact for integers and fractions. Raises DeadlockError
     when the order cannot run.
     """
+    num_stages = schedule.num_stages
     spans: list[list[Span]] = [[] for _ in schedule.actions]
     known: dict[Result, tuple[float, int]] = {}  # when it was computed, and on which rank
     waiting: defaultdict[Result, list[int]] = defaultdict(list)  # ranks that cannot go on without it
@@ -90,7 +83,7 @@ def walk(schedule: Schedule, duration: Callable[[Action], float], comm: float = 
         """The earliest time at which `rank` can run `action`; None if what it needs is not known yet."""
         time = spans[rank][-1].end if spans[rank] else 0
         for half in halves(action):
-            for need in needs(half, schedule.num_stages):
+            for need in needs(half, num_stages):
                 if need not in known:
                     waiting[need].append(rank)
                     return None

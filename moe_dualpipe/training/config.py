@@ -52,7 +52,10 @@ class TrainConfig:
     max_deferred: int = 0
     """Most chunks whose weight gradients may be put off at a time, which bounds the activations held. 0: no bound."""
     schedule: str = "auto"
-    """Pipeline schedule: 1f1b, dualpipe, dualpipev. auto: dualpipe for an even number of ranks, else dualpipev."""
+    """Pipeline schedule: gpipe, 1f1b, interleaved_1f1b, zb1p, zbv, chimera, dualpipe, dualpipev. auto: dualpipe for an
+    even number of ranks, else dualpipev."""
+    num_chunks: int = 0
+    """Stages on each rank, where the schedule leaves the choice (interleaved_1f1b). 0: as many as it has by default."""
 
     data: str = "stdlib"
     """Text to train on: a file, a folder, a glob, or "stdlib" for the Python standard library's own source."""
@@ -151,7 +154,15 @@ def resolve(config: TrainConfig, launch: Launch) -> TrainConfig:
     for name in ("seq_len", "micro_batch_size", "steps", "ep", "eval_sequences"):
         if getattr(config, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1: got {getattr(config, name)}")
-    for name in ("pp", "micro_batches", "max_deferred", "save_every", "sample_tokens", "check_replicas_every"):
+    for name in (
+        "pp",
+        "num_chunks",
+        "micro_batches",
+        "max_deferred",
+        "save_every",
+        "sample_tokens",
+        "check_replicas_every",
+    ):
         if getattr(config, name) < 0:
             raise ValueError(f"--{name.replace('_', '-')} cannot be negative: got {getattr(config, name)}")
     _check_optimizer(config.optim)
@@ -178,8 +189,8 @@ def resolve(config: TrainConfig, launch: Launch) -> TrainConfig:
             f"{pp} pipeline ranks): use --ep {' or '.join(fitting)}"
         )
     schedule = config.schedule if config.schedule != "auto" else ("dualpipev" if pp % 2 else "dualpipe")
-    micro_batches = config.micro_batches or max(8, 2 * pp)
-    build(schedule, pp, micro_batches)
+    micro_batches = config.micro_batches or -(-max(8, 2 * pp) // pp) * pp
+    build(schedule, pp, micro_batches, config.num_chunks or None)
     return dataclasses.replace(
         config, device=device, dtype=dtype, pp=pp, schedule=schedule, micro_batches=micro_batches, kernels=kernels,
         out=_out(config),

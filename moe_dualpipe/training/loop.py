@@ -68,7 +68,7 @@ class Plan:
     ):
         self.config, self.arguments, self.text = config, arguments, text
         self.resume, self.first_step = resume, first_step
-        self.schedule: Schedule = build(config.schedule, config.pp, config.micro_batches)
+        self.schedule: Schedule = build(config.schedule, config.pp, config.micro_batches, config.num_chunks or None)
         self.stages = split(config.model, self.schedule.num_stages)
 
     @classmethod
