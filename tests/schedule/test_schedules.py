@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,12 @@ from moe_dualpipe.schedule import (
     Send,
     add_comms,
     build,
+    grid,
     halves,
     parse,
     receive_early,
     validate,
+    validate_transfers,
 )
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -38,6 +41,9 @@ DEEPSEEK_ORDERS = json.loads((GOLDEN / "deepseek_orders.json").read_text())
 
 SIZES = [("1f1b", ranks, ranks + more) for ranks in (1, 2, 3, 4, 8) for more in (0, 1, 5)]
 SIZES += [("dualpipe", ranks, 2 * ranks + more) for ranks in (2, 4, 6, 8, 16) for more in (0, 2, 10)]
+SIZES += [(name, ranks, ranks + more) for name in ("gpipe", "zb1p", "zbv") for ranks in (1, 2, 5) for more in (0, 1, 7)]
+SIZES += [("interleaved_1f1b", ranks, ranks * groups) for ranks in (1, 2, 3, 4) for groups in (1, 2, 4)]
+SIZES += [("chimera", ranks, ranks + more) for ranks in (2, 4, 8) for more in (0, 2, 6, 24)]
 SIZES += [("dualpipev", ranks, 2 * ranks + more) for ranks in (1, 2, 3, 4, 8, 16) for more in (0, 1, 2, 7)]
 
 
@@ -151,25 +157,74 @@ def test_csv_that_is_no_schedule(csv, problem):
 # ---- Against torch's own ----
 
 
-def torch_order(kind, ranks, micro_batches, rank):
+TORCHS = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved_1f1b": "ScheduleInterleaved1F1B",
+    "zbv": "ScheduleZBVZeroBubble",
+    "dualpipev": "ScheduleDualPipeV",
+}
+
+
+def torch_order(name, ranks, micro_batches, chunks, rank):
+    """What torch's own class lists for `rank`, without making the stages that it asks for."""
     from torch.distributed.pipelining import schedules
 
-    schedule: Any = object.__new__(schedules.Schedule1F1B if kind == "1f1b" else schedules.ScheduleDualPipeV)
-    schedule._n_microbatches, schedule._num_stages, schedule.pp_group_size = micro_batches, ranks, ranks
-    if kind == "1f1b":
+    schedule: Any = object.__new__(getattr(schedules, TORCHS[name]))
+    schedule._n_microbatches, schedule.pp_group_size, schedule.n_local_stages = micro_batches, ranks, chunks
+    schedule._num_stages = schedule.num_stages = ranks * chunks
+    schedule.number_of_rounds = max(1, micro_batches // ranks)
+    schedule.microbatches_per_round = micro_batches // schedule.number_of_rounds
+    if name in ("gpipe", "1f1b"):
         actions = schedule._get_pipeline_order()[rank]
     else:
         actions = schedule._calculate_single_rank_operations(rank)
     return [str(action) for action in actions if action is not None and "REDUCE_GRAD" not in str(action)]
 
 
-@pytest.mark.parametrize("name,ranks,micro_batches", [size for size in SIZES if size[0] in ("1f1b", "dualpipev")])
+@pytest.mark.parametrize("name,ranks,micro_batches", [size for size in SIZES if size[0] in TORCHS])
 def test_order_is_torchs(name, ranks, micro_batches):
     schedule = build(name, ranks, micro_batches)
+    chunks = len(schedule.placement.stages[0])
     # torch 2.13 numbers the forwards of 1F1B's last rank from 1, one past the end: a slip of its listing, not its run.
     ranks_to_compare = ranks - 1 if name == "1f1b" else ranks
     for rank, actions in enumerate(schedule.actions[:ranks_to_compare]):
-        assert list(map(str, actions)) == torch_order(name, ranks, micro_batches, rank)
+        assert list(map(str, actions)) == torch_order(name, ranks, micro_batches, chunks, rank)
+
+
+@pytest.mark.parametrize("ranks,chunks", [(2, 3), (3, 2), (4, 4)])
+def test_interleaved_order_is_torchs_for_any_number_of_chunks(ranks, chunks):
+    schedule = validate(build("interleaved_1f1b", ranks, 3 * ranks, num_chunks=chunks))
+    for rank, actions in enumerate(schedule.actions):
+        assert list(map(str, actions)) == torch_order("interleaved_1f1b", ranks, 3 * ranks, chunks, rank)
+
+
+@pytest.mark.parametrize(
+    "size,rows",
+    [
+        (("gpipe", 2, 2), ["0F0,0F1,0B0,0B1", "1F0,1F1,1B0,1B1"]),
+        (
+            ("zb1p", 3, 4),
+            [
+                "0F0,0F1,0F2,0I0,0W0,0F3,0I1,0W1,0I2,0W2,0I3,0W3",
+                "1F0,1F1,1I0,1F2,1I1,1W0,1F3,1I2,1W1,1I3,1W2,1W3",
+                "2F0,2I0,2F1,2I1,2F2,2I2,2W0,2F3,2I3,2W1,2W2,2W3",
+            ],
+        ),
+        # The merge that the paper draws for 4 stages: micro-batches 0 and 1 go down, 2 and 3 up.
+        (
+            ("chimera", 4, 4),
+            [
+                "0F0,0F1,3F2,3B2,3F3,3B3,0B0,0B1",
+                "1F0,2F2,1F1,2F3,2B2,1B0,2B3,1B1",
+                "1F2,2F0,1F3,2F1,2B0,1B2,2B1,1B3",
+                "0F2,0F3,3F0,3B0,3F1,3B1,0B2,0B3",
+            ],
+        ),
+    ],
+)
+def test_small_orders_literally(size, rows):
+    assert build(*size).to_csv().splitlines() == rows
 
 
 # ---- Placement ----
@@ -177,6 +232,7 @@ def test_order_is_torchs(name, ranks, micro_batches):
 
 def test_placements():
     assert Placement.straight(3).stages == ((0,), (1,), (2,))
+    assert Placement.interleaved(2, 3).stages == ((0, 2, 4), (1, 3, 5))
     assert Placement.vee(3).stages == ((0, 5), (1, 4), (2, 3))
     assert Placement.mirrored(4).stages == ((0, 3), (1, 2), (2, 1), (3, 0))
     assert Placement.mirrored(4).holders(1) == (1, 2)
@@ -224,6 +280,10 @@ def assert_links_are_fifo(schedule, lists):
 
 
 def assert_runs_with_blocking_transfers(schedule, lists):
+    assert runs_with_blocking_transfers(schedule, lists)
+
+
+def runs_with_blocking_transfers(schedule, lists):
     """Rendezvous semantics: a send and its receive happen together or not at all."""
     position = [0] * len(lists)
 
@@ -244,7 +304,7 @@ def assert_runs_with_blocking_transfers(schedule, lists):
             elif step is not None and not isinstance(step, Recv):
                 position[rank] += 1
                 progress = True
-    assert position == [len(steps) for steps in lists]
+    return position == [len(steps) for steps in lists]
 
 
 # ---- What validate refuses ----
@@ -351,7 +411,18 @@ def test_the_error_draws_the_grid_and_marks_the_cell():
         (("dualpipe", 3, 12), "dualpipe needs an even number of pipeline ranks: got 3; use 4, or dualpipev"),
         (("dualpipev", 3, 5), "dualpipev needs a number of micro-batches >= 2 x ranks: got 5 for 3 ranks; use 6"),
         (("1f1b", 4, 3), "1f1b needs a number of micro-batches >= ranks: got 3 for 4 ranks; use 4"),
-        (("1f1b", 0, 3), "1f1b needs at least one pipeline rank: got 0"),
+        (("1f1b", 0, 3), "1f1b needs at least one pipeline rank: got 0; use 1 or more"),
+        (("chimera", 4, 5), "chimera needs an even number of micro-batches >= ranks: got 5 for 4 ranks; use 6"),
+        (("chimera", 5, 8), "chimera needs an even number of pipeline ranks: got 5; use 6, or dualpipev"),
+        (
+            ("interleaved_1f1b", 4, 9),
+            "interleaved_1f1b needs a number of micro-batches that is a multiple of the ranks: "
+            "got 9 for 4 ranks; use 12",
+        ),
+        (("interleaved_1f1b", 4, 0), "got 0 for 4 ranks; use 4"),
+        (("interleaved_1f1b", 4, 8, 1), "needs at least 2 chunks a rank: got 1; use 2, or 1f1b, which has one"),
+        (("dualpipe", 4, 8, 2), "dualpipe has no number of chunks to choose: got 2; it is for interleaved_1f1b"),
+        (("zbv", 3, -1), "zbv needs a number of micro-batches >= ranks: got -1 for 3 ranks; use 3"),
         (("dualpip", 4, 8), "unknown schedule 'dualpip'; did you mean 'dualpipe'?"),
         (("", 4, 8), "unknown schedule ''; did you mean"),
     ],
@@ -371,3 +442,117 @@ def test_build_either_explains_or_returns_a_valid_schedule(name, ranks, micro_ba
         assert str(ranks) in str(error)
     else:
         validate(schedule)
+
+
+# ---- Lists with their transfers ----
+
+LOWERED = [("1f1b", 3, 4), ("dualpipe", 4, 8), ("dualpipev", 2, 5), ("interleaved_1f1b", 2, 4), ("chimera", 4, 8)]
+
+
+def is_transfer(step):
+    return isinstance(step, Send | Recv)
+
+
+@pytest.mark.parametrize("size", LOWERED, ids=str)
+def test_removing_or_doubling_any_transfer_is_refused(size):
+    schedule = build(*size)
+    lists = add_comms(schedule)
+    validate_transfers(schedule, lists)
+    for rank, steps in enumerate(lists):
+        for i, step in enumerate(steps):
+            if is_transfer(step):
+                fewer = (*lists[:rank], (*steps[:i], *steps[i + 1 :]), *lists[rank + 1 :])
+                with pytest.raises(ScheduleError, match=r"never sends|before it has received"):
+                    validate_transfers(schedule, fewer)
+                more = (*lists[:rank], (*steps, step), *lists[rank + 1 :])
+                with pytest.raises(ScheduleError, match=f"must not run {step}, or not again"):
+                    validate_transfers(schedule, more)
+
+
+@pytest.mark.parametrize("size", LOWERED, ids=str)
+def test_moving_a_transfer_is_refused_exactly_if_blocking_ranks_would_wait_forever_or_data_is_not_there(size):
+    schedule = build(*size)
+    lists = add_comms(schedule)
+    outcomes = set()
+    for rank, steps in enumerate(lists):
+        for i, j in itertools.product(range(len(steps)), range(len(steps))):
+            if not is_transfer(steps[i]) or abs(i - j) > 6:
+                continue
+            without = steps[:i] + steps[i + 1 :]
+            row = (*without[:j], steps[i], *without[j:])
+            moved = (*lists[:rank], row, *lists[rank + 1 :])
+            possible = is_in_place(row, j) and runs_with_blocking_transfers(schedule, moved)
+            outcomes.add(possible)
+            if possible:
+                validate_transfers(schedule, moved)
+            else:
+                with pytest.raises(ScheduleError, match=r"before it has (computed|received)|wait forever"):
+                    validate_transfers(schedule, moved)
+    assert outcomes == {True, False}
+
+
+def is_in_place(row, i):
+    """Whether the action that the transfer at `i` has to do with stands on the right side of it."""
+    kind = Forward if row[i].flow is Flow.ACTIVATION else Backward
+    (action,) = (
+        k
+        for k, step in enumerate(row)
+        if not is_transfer(step)
+        for half in halves(step)
+        if isinstance(half, kind)
+        and (half.stage, half.micro_batch) == (row[i].stage, row[i].micro_batch)
+        and getattr(half, "part", None) is not Part.WEIGHT
+    )
+    return action < i if isinstance(row[i], Send) else i < action
+
+
+def test_both_ranks_sending_first_is_refused():
+    schedule = build("dualpipe", 2, 4)
+    lists = tuple(tuple(step for step in steps if step not in crossing) for steps in add_comms(schedule))
+    first = {Send(0, 0, Flow.ACTIVATION), Send(0, 2, Flow.ACTIVATION)}
+    assert {step for steps in lists for step in steps} & first == set()
+    swapped = []
+    for rank, steps in enumerate(lists):
+        own = 0 if rank == 0 else 2
+        at = steps.index(Forward(0, own)) + 1
+        swapped.append((*steps[:at], Send(0, own, Flow.ACTIVATION), Recv(1, 2 - own, Flow.ACTIVATION), *steps[at:]))
+    with pytest.raises(ScheduleError, match="wait forever: rank 0 at 0SEND_F0; rank 1 at 0SEND_F2"):
+        validate_transfers(schedule, tuple(swapped))
+
+
+crossing = {
+    kind(stage, micro_batch, Flow.ACTIVATION) for kind, stage in ((Send, 0), (Recv, 1)) for micro_batch in (0, 2)
+}
+
+
+def test_what_is_computed_must_be_what_the_schedule_says():
+    schedule = build("1f1b", 2, 2)
+    lists = add_comms(schedule)
+    with pytest.raises(ScheduleError, match="rank 1 does not compute what the schedule says"):
+        validate_transfers(schedule, (lists[0], lists[1][:-2]))
+
+
+def test_a_transfer_on_the_wrong_rank_is_refused():
+    schedule = build("1f1b", 3, 3)
+    lists = add_comms(schedule)
+    with pytest.raises(ScheduleError, match="rank 2 must not run 0SEND_F0, or not again"):
+        validate_transfers(schedule, (*lists[:2], (*lists[2], Send(0, 0, Flow.ACTIVATION))))
+
+
+# ---- Long grids ----
+
+
+def test_of_a_long_grid_only_what_is_near_the_marked_cell_is_drawn():
+    schedule = build("1f1b", 2, 30)
+    row = schedule.actions[1]
+    with pytest.raises(ScheduleError) as error:
+        validate(with_row(schedule, 1, (*row[:40], Forward(1, 3), *row[40:])))
+    lines = str(error.value).splitlines()
+    assert "2 forwards" in lines[0]
+    assert lines[1] == "steps 1 to 45 of 61:"  # the first 1F3 stands at 6
+    assert ">1F3<" in lines[3]
+    assert all(len(line.split()) == 2 + 45 for line in lines[2:])
+
+
+def test_a_short_grid_is_drawn_whole():
+    assert grid(build("1f1b", 2, 2).actions) == "rank 0  0F0 0F1 0B0 0B1\nrank 1  1F0 1B0 1F1 1B1"

@@ -1,0 +1,385 @@
+"""Simulated times obey the published formulas where those hold, our exact ones everywhere, and physics always."""
+
+from dataclasses import replace
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from moe_dualpipe.schedule import (
+    NAMES,
+    Backward,
+    Costs,
+    DeadlockError,
+    Forward,
+    Overlap,
+    Part,
+    Span,
+    Timeline,
+    build,
+    halves,
+    simulate,
+    validate,
+)
+
+MANY = settings(max_examples=150, deadline=None)
+
+
+@st.composite
+def sizes(draw, names=NAMES, most_ranks=6):
+    """(name, ranks, micro-batches) that build."""
+    name, ranks = draw(st.sampled_from(names)), draw(st.integers(1, most_ranks))
+    if name in ("chimera", "dualpipe"):
+        ranks += ranks % 2
+    least = 2 * ranks if "dual" in name else ranks
+    step = {"chimera": 2, "dualpipe": 2, "interleaved_1f1b": ranks}.get(name, 1)
+    return name, ranks, least + step * draw(st.integers(0, 2 * ranks))
+
+
+small = st.integers(1, 9)
+
+
+@st.composite
+def costs(draw):
+    """F, I, W and a pair that takes at least its longer half and at most both."""
+    f, i, w = draw(small), draw(small), draw(small)
+    return Costs(f, i + w, w, draw(st.integers(max(f, i + w), f + i + w)))
+
+
+def parts(c):
+    """F, I, W, FB of costs that are the same for all stages."""
+    return c.F, c.B - c.W, c.W, c.FB
+
+
+# ---- Published formulas ----
+
+
+@MANY
+@given(sizes(["gpipe", "1f1b", "interleaved_1f1b"]), costs())
+def test_1f1b_waits_for_a_forward_and_a_backward_of_every_other_rank(size, c):
+    name, ranks, micro_batches = size
+    chunks = 3 if name == "interleaved_1f1b" else None
+    timeline = simulate(build(name, ranks, micro_batches, chunks), c)
+    assert timeline.bubble == ((ranks - 1) * (c.F + c.B),) * ranks
+
+
+@MANY
+@given(sizes(["zb1p"]), costs())
+def test_zb1p(size, c):
+    _, ranks, micro_batches = size
+    F, I, W, _ = parts(c)
+    timeline = simulate(build("zb1p", ranks, micro_batches), c)
+    assert timeline.bubble == ((ranks - 1) * max(F, I, F + I - W),) * ranks
+    if min(F, I) >= W:
+        assert timeline.bubble[0] == (ranks - 1) * (c.F + c.B - 2 * W)  # as published
+
+
+@MANY
+@given(sizes(["dualpipe", "dualpipev"]), costs())
+def test_dualpipe(size, c):
+    """The published bubble, (PP/2 - 1)(FB + B - 3W), is exact at the fold where B = F + W and W <= F.
+
+    Elsewhere a long I (I > F) does better, once: it hides one forward of the fill. A short one, or W > I, does worse.
+    Outer ranks run fewer pairs, and so compute longer and wait less, where a pair is faster than its halves.
+    """
+    name, ranks, micro_batches = size
+    F, I, W, FB = parts(c)
+    timeline = simulate(build(name, ranks, micro_batches), c)
+    depth = ranks if name == "dualpipev" else ranks // 2
+    others = depth - 1
+    published = others * (FB + c.B - 3 * W)
+    at_fold = published + others * (max(0, F - I) + max(0, W - I)) - min(others * max(0, I - F), F)
+    expected = [at_fold - max(0, depth - 2 - d) * (F + c.B - FB) for d in range(depth)]
+    if name == "dualpipe":
+        expected += expected[::-1]
+    assert list(timeline.bubble) == expected
+    if I == F and W <= F:
+        assert timeline.bubble[depth - 1] == published
+    assert (at_fold < published) == (others > 0 and I > F and others * max(0, W - I) < min(others * (I - F), F))
+
+
+def test_where_the_simulated_bubble_beats_the_published_one():
+    """F=2, B=5, W=2: I = 3 > F, and one forward of the fill fits beside the longer input gradients."""
+    for ranks, published, simulated in ((4, 5, 4), (8, 15, 13)):
+        timeline = simulate(build("dualpipe", ranks, 20), Costs(F=2, B=5, W=2, FB=6))
+        assert (ranks // 2 - 1) * (6 + 5 - 3 * 2) == published
+        assert max(timeline.bubble) == simulated
+
+
+@MANY
+@given(st.integers(1, 5), st.integers(1, 4), small, st.integers(0, 9))
+def test_chimera_waits_again_in_every_unit(half, units, F, more):
+    """(PP - 2) B for one unit; each further one adds (PP - 2)(B - F), for a backward does not fit a forward's place."""
+    ranks, B = 2 * half, F + more
+    assume(B > 0.5)
+    timeline = simulate(build("chimera", ranks, units * ranks), Costs(F, B))
+    assert timeline.bubble == ((ranks - 2) * (B + (units - 1) * (B - F)),) * ranks
+
+
+@MANY
+@given(sizes(["zbv"]), costs())
+def test_zbv_waits_for_the_first_forward_only(size, c):
+    """Where F = I = W, the costs it is made for; more where W is under half of them and cannot fill the gaps."""
+    _, ranks, micro_batches = size
+    assume(micro_batches >= 2 * ranks - 1)
+    F, W = max(c.F, c.W), min(c.F, c.W)
+    timeline = simulate(build("zbv", ranks, micro_batches), Costs(F, F + W, W))
+    assert timeline.bubble == ((ranks - 1) * max(F, 2 * (F - W)),) * ranks
+
+
+# ---- Memory ----
+
+
+@MANY
+@given(sizes())
+def test_peak_activations_are_those_of_the_papers(size):
+    name, p, m = size
+    timeline = simulate(build(*size), Costs())
+    full = 2 * p - 1 <= m
+    expected = {
+        "gpipe": [m] * p,
+        "1f1b": [p - r for r in range(p)],
+        "interleaved_1f1b": [min(2 * m, p + 2 * (p - 1 - r) + 1) for r in range(p)],
+        "zb1p": [p - r for r in range(p)],
+        "zbv": [2 * p] * p if full else None,
+        "dualpipe": [p + 1] * p,
+        "dualpipev": [2 * p + 1] * p,
+        "chimera": [min(m // 2, p // 2 + min(r, p - 1 - r) + 1) for r in range(p)] if m >= 2 * p else None,
+    }[name]
+    if expected is not None:
+        assert list(timeline.peak_activations) == expected
+    assert timeline.parameters == ((1 if name in ("gpipe", "1f1b", "zb1p") else 2),) * p
+
+
+@MANY
+@given(sizes(["zb1p", "zbv"]))
+def test_what_waits_for_its_weight_gradients_fits_in_what_1f1b_would_hold(size):
+    name, p, _ = size
+    timeline = simulate(build(*size), Costs(2, 5, 2, 7))
+    for rank in range(p):
+        together = max(held.activations + held.deferred for held in timeline.held(rank))
+        assert together <= (p if name == "zb1p" else 2 * p)
+    if name == "zb1p":
+        assert timeline.peak_deferred == tuple(r + 1 for r in range(p))  # one more while its W runs
+
+
+def test_held_over_time():
+    timeline = simulate(build("dualpipev", 1, 2), Costs(2, 5, 3, 6))
+    assert timeline.schedule.to_csv() == "0F0,1F0,0F1,1B0,(1F1;0B0)OVERLAP_F_B,1B1,0I1,0W1\n"
+    assert [(held.time, held.activations, held.deferred) for held in timeline.held(0)] == [
+        (0, 1, 0), (2, 2, 0), (4, 3, 0), (11, 2, 0), (11, 3, 0), (17, 2, 0), (22, 1, 0), (24, 0, 1), (27, 0, 0),
+    ]  # fmt: skip
+
+
+# ---- Physics ----
+
+
+@MANY
+@given(sizes(), costs(), st.integers(0, 3))
+def test_work_is_conserved_and_no_step_beats_its_critical_path(size, c, comm):
+    c = replace(c, comm=comm)
+    schedule = build(*size)
+    timeline = simulate(schedule, c)
+    work = sum(c.of(action) for actions in schedule.actions for action in actions)
+    pairs = sum(isinstance(action, Overlap) for actions in schedule.actions for action in actions)
+    stages, micro_batches = schedule.num_stages, schedule.num_micro_batches
+    assert sum(timeline.busy) == work == stages * micro_batches * (c.F + c.B) - pairs * (c.F + c.B - c.FB)
+    assert all(busy + bubble == timeline.makespan for busy, bubble in zip(timeline.busy, timeline.bubble, strict=True))
+    assert min(timeline.bubble) >= 0
+    assert timeline.makespan >= lower_bound(schedule, c)
+    assert 0 <= timeline.bubble_share < 1
+
+
+def lower_bound(schedule, c):
+    """What no rank order can beat: the longest chain of one micro-batch, and each rank's work after its first wait."""
+    takes = {half: c.of(action) for actions in schedule.actions for action in actions for half in halves(action)}
+    last = schedule.num_stages - 1
+    chains = []
+    for m in range(schedule.num_micro_batches):
+        route = schedule.route_of(m)
+        time = sum(takes[Forward(s, m)] for s in range(last + 1))
+        for s in range(last + 1):
+            time += takes[Backward(s, m)] if Backward(s, m) in takes else takes[Backward(s, m, Part.INPUT)]
+        hops = sum(a != b for a, b in pairwise(route))
+        chains.append(time + 2 * hops * c.comm)
+    ranks = []
+    for rank, actions in enumerate(schedule.actions):
+        first = halves(actions[0])[0]
+        route = schedule.route_of(first.micro_batch)[: first.stage + 1]
+        hops = sum(a != b for a, b in pairwise(route))
+        arrives = sum(takes[Forward(s, first.micro_batch)] for s in range(first.stage)) + hops * c.comm
+        ranks.append(arrives + sum(c.of(action) for action in schedule.actions[rank]))
+    return max(chains + ranks)
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes(most_ranks=4), costs(), st.integers(0, 3), st.data())
+def test_times_are_those_of_ranks_that_look_at_the_clock(size, c, comm, data):
+    """Against another way to simulate: tick by tick, each idle rank starts its next action if all it needs is there."""
+    schedule = build(*size)
+    per_stage = st.lists(small, min_size=schedule.num_stages, max_size=schedule.num_stages).map(tuple)
+    f, i, w, fb = (data.draw(per_stage) for _ in range(4))
+    c = data.draw(st.sampled_from([c, Costs(f, tuple(map(sum, zip(i, w, strict=True))), w, fb)]))
+    c = replace(c, comm=comm)
+    timeline = simulate(schedule, c)
+
+    there, busy, position = {}, [0] * schedule.num_ranks, [0] * schedule.num_ranks
+    got = [[] for _ in schedule.actions]
+    tick = 0
+    while any(p < len(actions) for p, actions in zip(position, schedule.actions, strict=True)):
+        assert tick <= timeline.makespan
+        for rank, actions in enumerate(schedule.actions):
+            if position[rank] == len(actions) or busy[rank] > tick:
+                continue
+            action = actions[position[rank]]
+            if all(arrival(there, half, rank, schedule, comm) <= tick for half in halves(action)):
+                busy[rank] = tick + c.of(action)
+                got[rank].append(Span(action, tick, busy[rank]))
+                position[rank] += 1
+                for half in halves(action):
+                    if not isinstance(half, Backward) or half.part is not Part.WEIGHT:
+                        there[type(half), half.stage, half.micro_batch] = busy[rank], rank
+                    there[half] = busy[rank], rank
+        tick += 1
+    assert timeline.spans == tuple(map(tuple, got))
+
+
+def arrival(there, half, rank, schedule, comm):
+    def known(key):
+        end, where = there.get(key, (float("inf"), rank))
+        return end + (comm if where != rank else 0)
+
+    m = half.micro_batch
+    if isinstance(half, Forward):
+        return known((Forward, half.stage - 1, m)) if half.stage else 0
+    if half.part is Part.WEIGHT:
+        return known(Backward(half.stage, m, Part.INPUT))
+    after = known((Backward, half.stage + 1, m)) if half.stage + 1 < schedule.num_stages else 0
+    return max(known((Forward, half.stage, m)), after)
+
+
+@MANY
+@given(sizes(), costs(), st.integers(0, 3), st.integers(2, 5))
+def test_the_unit_of_time_does_not_matter(size, c, comm, factor):
+    c = replace(c, comm=comm)
+    scaled = Costs(*(factor * cost for cost in (c.F, c.B, c.W, c.FB, c.comm)))
+    assert simulate(build(*size), scaled).makespan == factor * simulate(build(*size), c).makespan
+
+
+@MANY
+@given(sizes(), costs())
+def test_neither_longer_actions_nor_slower_links_make_a_step_shorter(size, c):
+    schedule = build(*size)
+    before = simulate(schedule, c).makespan
+    for longer in (replace(c, F=c.F + 1), replace(c, B=c.B + 1), replace(c, FB=c.FB + 1), replace(c, comm=1)):
+        assert simulate(schedule, longer).makespan >= before
+
+
+def test_numbers_stay_what_they_are():
+    timeline = simulate(build("dualpipe", 4, 8), Costs(2, 5, 2, 6))
+    assert all(type(span.start) is int and type(span.end) is int for spans in timeline.spans for span in spans)
+    third = Fraction(1, 3)
+    exact = simulate(build("1f1b", 4, 8), Costs(third, 2 * third, third))
+    assert exact.bubble == (3,) * 4 and all(type(bubble) is Fraction for bubble in exact.bubble)
+
+
+def test_a_transfer_delays_the_other_rank_only():
+    timeline = simulate(build("1f1b", 2, 2), Costs(F=2, B=5, W=2, comm=3))
+    assert [(str(span.action), span.start, span.end) for spans in timeline.spans for span in spans] == [
+        ("0F0", 0, 2), ("0F1", 2, 4), ("0B0", 15, 20), ("0B1", 22, 27),
+        ("1F0", 5, 7), ("1B0", 7, 12), ("1F1", 12, 14), ("1B1", 14, 19),
+    ]  # fmt: skip
+    assert (timeline.makespan, timeline.busy, timeline.bubble) == (27, (14, 14), (13, 13))
+    assert timeline.total_bubble == 26
+    assert timeline.bubble_share == 26 / 54
+
+
+# ---- Costs ----
+
+
+def test_costs_of_actions():
+    c = Costs(F=(1, 2), B=(5, 7), W=(2, 3), FB=(6, 8))
+    f, b = Forward(1, 0), Backward(0, 4)
+    assert [c.of(a) for a in (f, b, Backward(0, 1, Part.INPUT), Backward(1, 1, Part.WEIGHT))] == [2, 5, 3, 3]
+    assert c.of(Overlap(f, b)) == 8  # of the forward's stage
+    assert Costs(F=(1, 2), B=(5, 7)).of(Overlap(f, b)) == 2 + 5
+    assert Costs(F=1, B=5).of(Backward(0, 0, Part.WEIGHT)) == 2.5
+    assert type(Costs(F=1, B=4).of(Backward(0, 0, Part.WEIGHT))) is int
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        ({"F": 0}, "cost F must be greater than 0: got 0; use 1"),
+        ({"B": (2, -3)}, "cost B must be greater than 0: got -3; use 1"),
+        ({"FB": float("nan")}, "cost FB must be greater than 0: got nan; use 1"),
+        ({"F": float("inf")}, "cost F must be greater than 0: got inf; use 1"),
+        ({"comm": -1}, "cost comm cannot be negative: got -1; use 0"),
+        ({"W": 2}, "cost W is a part of B and must be smaller: got W=2 and B=2; use W=1, or a larger B"),
+        ({"B": (4, 3), "W": (2, 3)}, "got W=3 and B=3; use W=1.5, or a larger B"),
+        ({"F": (1, 2), "B": (2, 2, 2)}, "costs for each stage must be given for as many stages: got 2 for F, 3 for B"),
+    ],
+)
+def test_costs_that_cannot_be(arguments, message):
+    with pytest.raises(ValueError) as error:
+        Costs(**arguments)
+    assert message in str(error.value)
+
+
+def test_costs_of_another_number_of_stages():
+    with pytest.raises(
+        ValueError, match="cost F is given for 3 stages, but there are 4: give one number for all, or 4"
+    ):
+        simulate(build("1f1b", 4, 8), Costs(F=(1, 2, 3)))
+
+
+def test_a_model_cut_into_other_stages_costs_the_same():
+    c = Costs(F=(1, 2, 3, 4), B=(2, 4, 6, 8), W=1, comm=5)
+    assert c.divided(4, 2) == Costs(F=(3, 7), B=(6, 14), W=2, comm=5)
+    assert c.divided(4, 8) == Costs(F=(0.5, 0.5, 1, 1, 1.5, 1.5, 2, 2), B=(1, 1, 2, 2, 3, 3, 4, 4), W=0.5, comm=5)
+    assert c.divided(4, 4) == c
+    assert Costs(F=2, FB=6).divided(8, 4) == Costs(F=4, B=4, FB=12)
+    with pytest.raises(ValueError, match="4 stages cannot be joined or cut evenly into 6"):
+        c.divided(4, 6)
+    with pytest.raises(ValueError, match="given for 4 stages, but there are 8"):
+        c.divided(8, 4)
+
+
+# ---- Timelines ----
+
+
+def test_an_order_that_cannot_run_has_no_times():
+    schedule = build("1f1b", 2, 2)
+    first, second, *rest = schedule.actions[0]
+    with pytest.raises(DeadlockError) as error:
+        simulate(replace(schedule, actions=((*rest, first, second), schedule.actions[1])), Costs())
+    assert error.value.waiting == {0: 0, 1: 0}
+
+
+def test_a_timeline_may_start_at_any_time():
+    timeline = simulate(build("zb1p", 3, 5), Costs())
+    later = tuple(tuple(Span(s.action, s.start + 100, s.end + 100) for s in spans) for spans in timeline.spans)
+    moved = Timeline(timeline.schedule, later)
+    assert (moved.start, moved.makespan, moved.bubble) == (100, timeline.makespan, timeline.bubble)
+
+
+def test_spans_that_are_no_timeline():
+    schedule = build("1f1b", 1, 1)
+    forward, backward = schedule.actions[0]
+    Timeline(schedule, ((Span(forward, 0, 1), Span(backward, 1, 2)),))
+    for spans in (
+        (Span(forward, 0, 2), Span(backward, 1, 3)),
+        (Span(forward, 0, -1), Span(backward, 1, 3)),
+    ):
+        with pytest.raises(ValueError, match="but the rank is busy"):
+            Timeline(schedule, (spans,))
+    with pytest.raises(ValueError, match="not the actions that 1f1b gives it"):
+        Timeline(schedule, ((Span(backward, 0, 1), Span(forward, 1, 2)),))
+
+
+def test_validity_and_times_over_random_sizes():
+    for name in NAMES:
+        schedule = validate(build(name, 4, 16))
+        assert simulate(schedule, Costs(2, 5, 2, 6)).makespan > 0
