@@ -38,7 +38,7 @@ def _row_offsets(index, m, inside, STRIDE: tl.constexpr, GATHER: tl.constexpr):
 
 
 @triton.jit
-def _add_to(out, x, i, j, I: tl.constexpr, J: tl.constexpr, ADD: tl.constexpr):  # noqa: E741
+def _add_to(out, x, i, j, I: tl.constexpr, J: tl.constexpr, ADD: tl.constexpr):
     pointers = out + i[:, None] * J + j[None, :]
     mask = (i < I)[:, None] & (j < J)[None, :]
     if ADD:
@@ -49,7 +49,7 @@ def _add_to(out, x, i, j, I: tl.constexpr, J: tl.constexpr, ADD: tl.constexpr): 
 @triton.jit(do_not_specialize=["num_experts"])
 def weight_gradients_kernel(
     a, index_a, b, index_b, out, offsets, num_experts, STRIDE_A: tl.constexpr, STRIDE_B: tl.constexpr,
-    I: tl.constexpr, J: tl.constexpr,  # noqa: E741
+    I: tl.constexpr, J: tl.constexpr,
     GATHER_A: tl.constexpr, GATHER_B: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip

@@ -6,9 +6,10 @@ It can be compared, hashed, saved as CSV and read back.
 import csv
 import io
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from .actions import Action, Forward, Recv, Send, halves, parse
+from .actions import Action, Forward, Recv, Send, Step, halves, parse
 from .placement import Placement
 
 _DATA_PARALLEL = re.compile(r"\s*\d+(UNSHARD|RESHARD|REDUCE_GRAD)\s*")  # torch's markers for FSDP, no pipeline action
@@ -55,24 +56,41 @@ class Schedule:
 
     @classmethod
     def from_csv(cls, text: str, name: str = "csv") -> "Schedule":
-        """Read a schedule of compute actions; the placement is inferred from where each forward stands.
+        """Read a schedule as `to_csv`, or torch (compute_only and compute_comms), writes it; see `from_steps`."""
+        return cls.from_steps(steps_from_csv(text), name)
 
-        Empty cells are bubbles and are dropped, as are torch's data-parallel markers (0REDUCE_GRAD). Raises ValueError
-        for a cell that is no action, and for an order whose placement is none: a stage missing, or micro-batches not
-        divided evenly, in order of id, over the routes.
+    @classmethod
+    def from_steps(cls, steps: Sequence[Sequence[Step]], name: str = "steps") -> "Schedule":
+        """The schedule of the compute actions in `steps`, which lists each rank's; its transfers are derived anew.
+
+        The placement is inferred from where each forward stands. Raises ValueError when that is none: a stage missing,
+        or micro-batches not divided evenly, in order of id, over the routes.
         """
-        rows = []
-        for rank, cells in enumerate(csv.reader(io.StringIO(text))):
-            steps = [parse(cell) for cell in cells if cell.strip() and not _DATA_PARALLEL.fullmatch(cell)]
-            for step in steps:
-                if isinstance(step, Send | Recv):
-                    raise ValueError(f"rank {rank}: {step} is a transfer; a schedule lists compute actions only")
-            rows.append(tuple(step for step in steps if not isinstance(step, Send | Recv)))
-        placement, num_micro_batches = _infer_placement(rows)
-        return cls(name, placement, num_micro_batches, tuple(rows))
+        actions = tuple(tuple(step for step in row if not isinstance(step, Send | Recv)) for row in steps)
+        placement, num_micro_batches = _infer_placement(actions)
+        return cls(name, placement, num_micro_batches, actions)
 
 
-def _infer_placement(rows: list[tuple[Action, ...]]) -> tuple[Placement, int]:
+def steps_from_csv(text: str) -> tuple[tuple[Step, ...], ...]:
+    """What each rank does, transfers included, from one line for each rank.
+
+    Empty cells are bubbles and are dropped, as are torch's data-parallel markers (0REDUCE_GRAD). Raises ValueError for
+    a cell that is no action, saying where it stands.
+    """
+    rows = []
+    for rank, cells in enumerate(csv.reader(io.StringIO(text))):
+        row = []
+        for column, cell in enumerate(cells):
+            if cell.strip() and not _DATA_PARALLEL.fullmatch(cell):
+                try:
+                    row.append(parse(cell))
+                except ValueError as error:
+                    raise ValueError(f"line {rank + 1}, cell {column + 1}: {error}") from None
+        rows.append(tuple(row))
+    return tuple(rows)
+
+
+def _infer_placement(rows: Sequence[tuple[Action, ...]]) -> tuple[Placement, int]:
     forwards = {
         (half.micro_batch, half.stage): rank
         for rank, actions in enumerate(rows)
@@ -86,9 +104,9 @@ def _infer_placement(rows: list[tuple[Action, ...]]) -> tuple[Placement, int]:
     num_stages = 1 + max(stage for _, stage in forwards)
     by_micro_batch = []
     for micro_batch in range(num_micro_batches):
-        missing = [stage for stage in range(num_stages) if (micro_batch, stage) not in forwards]
-        if missing:
-            raise ValueError(f"micro-batch {micro_batch} has no forward on stage {missing[0]} of {num_stages}")
+        missing = next((stage for stage in range(num_stages) if (micro_batch, stage) not in forwards), None)
+        if missing is not None:
+            raise ValueError(f"micro-batch {micro_batch} has no forward on stage {missing} of {num_stages}")
         by_micro_batch.append(tuple(forwards[micro_batch, stage] for stage in range(num_stages)))
     placement = Placement(tuple(dict.fromkeys(by_micro_batch)))
     for micro_batch, route in enumerate(by_micro_batch):

@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -144,7 +143,8 @@ def test_csv_as_torch_writes_it():
     [
         ("", "no forward"),
         ("0F0,0B0,hello", "not an action"),
-        ("0F0,0SEND_F0", "is a transfer"),
+        ("0F0,0B0\n1F0,1X0", "line 2, cell 2: not an action: '1X0'"),
+        ("0F0,0B0,999999999F0", "micro-batch 0 has no forward on stage 1 of 1000000000"),
         ("0F0\n1F1", "has no forward on stage"),
         ("0F0,1F1,0F2\n1F0,0F1,1F2", "divided evenly"),
     ],

@@ -1,0 +1,156 @@
+"""The console script `moe-dualpipe`: look at schedules, compare them, check your own.
+
+    moe-dualpipe schedule show dualpipe --ranks 8 --micro-batches 20 --out dualpipe.svg
+    moe-dualpipe schedule compare --stages 8 --micro-batches 32 --cost.F 2 --cost.B 5 --cost.W 2 --cost.FB 6
+    moe-dualpipe schedule check order.csv
+
+A mistake in what was asked for is one line, and exit code 2; a schedule that breaks a law is exit code 1.
+"""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from tyro.conf import OmitSubcommandPrefixes, Positional, subcommand
+
+from .schedule import Costs, Schedule, ScheduleError, build, simulate, validate, validate_transfers
+from .schedule.actions import Recv, Send
+from .schedule.compare import compare, table
+from .schedule.render import SUFFIXES, save, text
+from .schedule.schedule import steps_from_csv
+
+
+@dataclass(frozen=True)
+class CostOptions(Costs):
+    """What the actions of one micro-batch on one stage take: one number for all stages, or one for each."""
+
+    def __post_init__(self) -> None:
+        """Checked later, by `checked`: an error in here would be printed in a box."""
+
+    def checked(self) -> Costs:
+        return Costs(*astuple(self))
+
+
+@dataclass(frozen=True)
+class Show:
+    """Draw a schedule in time, as text or into a file."""
+
+    schedule: Positional[str]
+    """Its name, or a CSV file with one line of actions for each rank."""
+    ranks: int | None = None
+    """Pipeline ranks."""
+    micro_batches: int | None = None
+    """Micro-batches in a step."""
+    num_chunks: int | None = None
+    """Stages on each rank, for interleaved_1f1b. None: 2."""
+    cost: CostOptions = field(default_factory=CostOptions)
+    out: Path | None = None
+    """Write a file instead: a figure (.svg, .png), a Chrome trace for Perfetto (.json) or the order (.csv)."""
+    width: int | None = None
+    """Columns of the terminal. None: as many as it has."""
+    color: Literal["auto", "always", "never"] = "auto"
+    """auto: on a terminal, unless NO_COLOR is set."""
+
+    def run(self) -> None:
+        costs = self.cost.checked()
+        if self.out is not None and self.out.suffix.lower() not in SUFFIXES:
+            raise ValueError(f"cannot write {self.out.name!r}: use one of {', '.join(SUFFIXES)}")
+        if self.width is not None and self.width < 40:
+            raise ValueError(f"--width must be at least 40: got {self.width}; use 40")
+        timeline = simulate(self._schedule(), costs)
+        if self.out is not None:
+            save(timeline, self.out)
+            print(self.out)
+            return
+        width = self.width or shutil.get_terminal_size().columns
+        on_terminal = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        print(text(timeline, width, self.color == "always" or (self.color == "auto" and on_terminal)))
+
+    def _schedule(self) -> Schedule:
+        if self.schedule.lower().endswith(".csv"):
+            path = Path(self.schedule)
+            return validate(Schedule.from_csv(path.read_text(), name=path.name))
+        if self.ranks is None or self.micro_batches is None:
+            build(self.schedule, self.ranks or 2, self.micro_batches or 4)  # a wrong name is the worse mistake
+            raise ValueError(f"{self.schedule} needs --ranks and --micro-batches, as in --ranks 4 --micro-batches 8")
+        return build(self.schedule, self.ranks, self.micro_batches, self.num_chunks)
+
+
+@dataclass(frozen=True)
+class Compare:
+    """All schedules in a table, for the same model on the same ranks.
+
+    Memory is that of the fullest rank, in stages of the model: micro-batches whose activations it holds, those whose
+    weight gradients it owes, and the stages whose parameters it holds.
+    """
+
+    stages: int
+    """Stages of the model, to which the costs belong; they are joined or cut for a schedule that wants others."""
+    micro_batches: int
+    """Micro-batches in a step."""
+    num_chunks: int = 2
+    """Stages on each rank, for interleaved_1f1b."""
+    cost: CostOptions = field(default_factory=CostOptions)
+    json: bool = False
+    """Print JSON, with a number for each rank."""
+
+    def run(self) -> None:
+        entries = compare(self.stages, self.micro_batches, self.cost.checked(), self.num_chunks)
+        print(json.dumps([entry.as_object() for entry in entries], indent=1) if self.json else table(entries))
+
+
+@dataclass(frozen=True)
+class Check:
+    """Check a schedule from a file: complete, able to run, in place - and its sends and receives, if it lists them."""
+
+    file: Positional[Path]
+    """CSV with one line for each rank, as torch.distributed.pipelining writes it (compute_only or compute_comms)."""
+
+    def run(self) -> None:
+        steps = steps_from_csv(self.file.read_text())
+        schedule = validate(Schedule.from_steps(steps, name=self.file.name))
+        transfers = sum(isinstance(step, Send | Recv) for row in steps for step in row)
+        if transfers:
+            validate_transfers(schedule, steps)
+        print(
+            f"{self.file}: valid; {schedule.num_ranks} ranks, {schedule.num_stages} stages, "
+            f"{schedule.num_micro_batches} micro-batches, {sum(map(len, schedule.actions))} actions"
+            + (f", {transfers} transfers that cannot deadlock" if transfers else "")
+        )
+
+
+@dataclass(frozen=True)
+class ScheduleCommands:
+    """Pipeline schedules: simulate and draw one, compare all, check your own."""
+
+    command: (
+        Annotated[Show, subcommand("show")]
+        | Annotated[Compare, subcommand("compare")]
+        | Annotated[Check, subcommand("check")]
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    chosen = tyro.extras.subcommand_cli_from_dict(
+        {"schedule": ScheduleCommands}, args=arguments, prog="moe-dualpipe", config=(OmitSubcommandPrefixes,)
+    )
+    try:
+        chosen.command.run()
+    except ScheduleError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except (ValueError, OSError, ImportError) as error:
+        print(f"moe-dualpipe: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

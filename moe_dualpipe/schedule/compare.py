@@ -1,0 +1,119 @@
+"""Which schedule for this model on these ranks? All of them, at the same work.
+
+The model is cut into `num_stages` stages whose costs are known. A schedule that puts one stage on a rank needs as many
+ranks as stages; one that puts two there needs half as many. So there are two fair questions, and a table for each:
+given as many ranks as stages, and given half as many. Where a schedule wants other stages than the model's, neighbours
+are joined or cut, with their costs; memory is counted in the model's stages throughout.
+"""
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from .build import NAMES, build
+from .render import span_of
+from .simulate import Costs, simulate
+from .timeline import Timeline
+
+HEADINGS = ("stages", "step time", "bubble a rank", "share", "activations", "deferred W", "parameters")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One schedule on `num_ranks` ranks: its timeline, or the problem for which there is none."""
+
+    name: str
+    num_ranks: int
+    timeline: Timeline | None
+    problem: str = ""
+    stage_size: Fraction = Fraction(1)
+    """How many of the model's stages one of the schedule's is."""
+
+    def as_object(self) -> dict[str, Any]:
+        """For `json`: times in the unit of the costs, memory in stages of the model, one number for each rank."""
+        identity = {"schedule": self.name, "ranks": self.num_ranks}
+        if (timeline := self.timeline) is None:
+            return {**identity, "problem": self.problem}
+        return {
+            **identity,
+            "stages": timeline.schedule.num_stages,
+            "step_time": timeline.makespan,
+            "bubble": timeline.bubble,
+            "bubble_share": timeline.bubble_share,
+            "peak_activations": self._in_model_stages(timeline.peak_activations),
+            "peak_deferred": self._in_model_stages(timeline.peak_deferred),
+            "parameters": self._in_model_stages(timeline.parameters),
+        }
+
+    def cells(self) -> list[str]:
+        """What stands in the table under HEADINGS, for the fullest rank."""
+        if (timeline := self.timeline) is None:
+            return ["-"] * len(HEADINGS)
+        memory = (timeline.peak_activations, timeline.peak_deferred, timeline.parameters)
+        return [
+            str(timeline.schedule.num_stages),
+            f"{timeline.makespan:g}",
+            span_of(timeline.bubble),
+            f"{timeline.bubble_share:.1%}",
+            *(f"{max(self._in_model_stages(counts)):g}" for counts in memory),
+        ]
+
+    def _in_model_stages(self, counts: tuple[int, ...]) -> list[float]:
+        sizes = [count * self.stage_size for count in counts]
+        return [int(size) if size.denominator == 1 else float(size) for size in sizes]
+
+
+def compare(num_stages: int, num_micro_batches: int, costs: Costs, num_chunks: int = 2) -> tuple[Entry, ...]:
+    """Every schedule on `num_stages` ranks, then on half as many (where that is a whole number).
+
+    num_chunks: the stages on each rank of interleaved_1f1b. Raises ValueError for fewer than one stage or two chunks,
+    costs of another number of stages, and so few micro-batches that no schedule runs.
+    """
+    if num_stages < 1:
+        raise ValueError(f"a model has at least one stage: got {num_stages}; use 1 or more")
+    if num_chunks < 2:
+        raise ValueError(f"interleaved_1f1b needs at least 2 chunks a rank: got {num_chunks}; use 2")
+    costs.check_stages(num_stages)
+    several = (num_stages,) if num_stages % 2 else (num_stages, num_stages // 2)
+    if num_micro_batches < several[-1]:
+        raise ValueError(
+            f"no schedule runs with fewer micro-batches than ranks: got {num_micro_batches} for {several[-1]} ranks; "
+            f"use at least {several[-1]}"
+        )
+    return tuple(
+        _entry(name, num_ranks, num_stages, num_micro_batches, costs, num_chunks)
+        for num_ranks in several
+        for name in NAMES
+    )
+
+
+def _entry(name: str, num_ranks: int, num_stages: int, num_micro_batches: int, costs: Costs, num_chunks: int) -> Entry:
+    try:
+        schedule = build(name, num_ranks, num_micro_batches, num_chunks if name == "interleaved_1f1b" else None)
+        timeline = simulate(schedule, costs.divided(num_stages, schedule.num_stages))
+    except ValueError as error:
+        return Entry(name, num_ranks, None, str(error))
+    return Entry(name, num_ranks, timeline, stage_size=Fraction(num_stages, schedule.num_stages))
+
+
+def table(entries: tuple[Entry, ...]) -> str:
+    """Markdown: a table for each number of ranks, and below it what each schedule lacks that cannot run there."""
+    tables = []
+    for num_ranks in dict.fromkeys(entry.num_ranks for entry in entries):
+        here = [entry for entry in entries if entry.num_ranks == num_ranks]
+        heading = f"on {num_ranks} rank{'s' if num_ranks > 1 else ''}"
+        tables.append(_markdown([[heading, *HEADINGS], *([entry.name, *entry.cells()] for entry in here)]))
+        if problems := [f"- {entry.problem}" for entry in here if entry.problem]:
+            tables.append("\n".join(problems))
+    return "\n\n".join(tables)
+
+
+def _markdown(rows: list[list[str]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "| " + " | ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+        + " |"
+        for row in rows
+    ]  # fmt: skip
+    rule = "|" + "|".join(["-" * (widths[0] + 2), *("-" * (w + 1) + ":" for w in widths[1:])]) + "|"
+    return "\n".join([lines[0], rule, *lines[1:]])

@@ -1,0 +1,248 @@
+"""Draw a timeline: as text for a terminal, or as a figure (SVG, PNG) in the manner of DeepSeek's.
+
+Forwards are orange, backwards green, weight gradients alone blue; what a rank runs as a pair stands in one frame; the
+number in a box is the micro-batch. A rank's further stages, or the other flow, have paler colours.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import floor
+from pathlib import Path
+from textwrap import wrap
+from typing import TYPE_CHECKING
+
+from .actions import Backward, Forward, Overlap
+from .timeline import Timeline
+from .trace import write_trace
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = {"F": "#f6b26b", "B": "#8fbf78", "I": "#79c5b4", "W": "#6fa8dc"}
+NAMES = {"F": "forward", "B": "backward", "I": "input half", "W": "weight half"}
+SUFFIXES = (".svg", ".png", ".json", ".csv")
+
+_FORWARD_SHARE = 1 / 3
+"""How much of a pair's frame its forward gets; nothing says where inside of it the one or the other runs."""
+_MOST_INCHES, _MOST_BANDS = 60, 60
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """What is drawn for an action, or for one half of a pair."""
+
+    start: float
+    end: float
+    letter: str
+    stage: int
+    micro_batch: int
+    framed: bool = False
+
+
+def boxes(timeline: Timeline, rank: int) -> Iterator[Box]:
+    """The boxes of `rank`, from left to right; the two halves of a pair follow each other."""
+    for span in timeline.spans[rank]:
+        start, end = span.start, span.end
+        match span.action:
+            case Overlap(forward, backward):
+                middle = start + (end - start) * _FORWARD_SHARE
+                yield Box(start, middle, "F", forward.stage, forward.micro_batch, framed=True)
+                yield Box(middle, end, "B", backward.stage, backward.micro_batch, framed=True)
+            case Forward(stage, micro_batch):
+                yield Box(start, end, "F", stage, micro_batch)
+            case Backward(stage, micro_batch, part):
+                yield Box(start, end, part.value, stage, micro_batch)
+
+
+def summary(timeline: Timeline) -> str:
+    """Two lines: the time of a step and what of it is bubble; what the fullest rank holds."""
+    activations, deferred = max(timeline.peak_activations), max(timeline.peak_deferred)
+    held = [f"activations of {activations} micro-batches"]
+    held += [f"deferred weight gradients of {deferred}"] if deferred else []
+    held += [f"parameters of {max(timeline.parameters)} stage{'s' if max(timeline.parameters) > 1 else ''}"]
+    return (
+        f"step {timeline.makespan:g}, bubble {span_of(timeline.bubble)} a rank ({timeline.bubble_share:.1%})\n"
+        f"at most: {', '.join(held)}"
+    )
+
+
+def title(timeline: Timeline) -> str:
+    schedule = timeline.schedule
+    return (
+        f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_stages} stages, "
+        f"{schedule.num_micro_batches} micro-batches"
+    )
+
+
+def span_of(numbers: tuple[float, ...]) -> str:
+    """`5`, or `4 to 5` where ranks differ."""
+    least, most = min(numbers), max(numbers)
+    return f"{least:g}" if least == most else f"{least:g} to {most:g}"
+
+
+def save(timeline: Timeline, path: str | Path) -> None:
+    """Write what the suffix says: .svg or .png a figure, .json a Chrome trace, .csv the order.
+
+    Raises ValueError for another suffix, ImportError where a figure is wanted and matplotlib is not installed.
+    """
+    path = Path(path)
+    match path.suffix.lower():
+        case ".svg" | ".png":
+            figure = draw(timeline)
+            with _reproducible():
+                figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+        case ".json":
+            write_trace(timeline, path)
+        case ".csv":
+            path.write_text(timeline.schedule.to_csv())
+        case _:
+            raise ValueError(f"cannot write {path.name!r}: use one of {', '.join(SUFFIXES)}")
+
+
+# ---- Figures ----
+
+
+def draw(timeline: Timeline) -> "Figure":
+    """A figure of the whole timeline, wide enough for its micro-batch numbers to be read (up to 60 inches)."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("figures need matplotlib: pip install 'moe-dualpipe[viz]'") from error
+    width = max(6.5, timeline.makespan * _inches(timeline) + 1)
+    figure = Figure(figsize=(min(width, _MOST_INCHES), 1.3 + 0.3 * timeline.schedule.num_ranks), layout="constrained")
+    axes = figure.add_subplot()
+    draw_on(axes, timeline, font_size=7 * min(1, _MOST_INCHES / width))
+    axes.set_title(f"{title(timeline)}\n{summary(timeline)}", fontsize=9, loc="left")
+    _legend(axes, timeline)
+    return figure
+
+
+def draw_on(axes: "Axes", timeline: Timeline, font_size: float = 7) -> None:
+    """Draw one row for each rank; time goes to the right. Below a font size of 3 no numbers are drawn."""
+    ranks = range(timeline.schedule.num_ranks)
+    for rank in ranks:
+        row = list(boxes(timeline, rank))
+        colours = [_shade(timeline, rank, box) for box in row]
+        ranges = [(box.start, box.end - box.start) for box in row]
+        axes.broken_barh(ranges, (-rank - 0.43, 0.86), facecolors=colours, edgecolors="white", linewidths=0.8)
+        frames = [(s.start, s.duration) for s in timeline.spans[rank] if isinstance(s.action, Overlap)]
+        axes.broken_barh(frames, (-rank - 0.43, 0.86), facecolors="none", edgecolors="black", linewidths=1, zorder=2)
+        for box in row if font_size >= 3 else ():
+            middle = (box.start + box.end) / 2
+            axes.text(middle, -rank, str(box.micro_batch), ha="center", va="center_baseline", fontsize=font_size)
+    axes.set_xlim(timeline.start, timeline.start + timeline.makespan)
+    axes.set_ylim(-len(ranks) + 0.45, 0.55)
+    axes.set_yticks([-rank for rank in ranks], [f"rank {rank}" for rank in ranks])
+    axes.set_frame_on(False)
+    axes.tick_params(length=0, labelsize=8)
+
+
+def _inches(timeline: Timeline) -> float:
+    """How wide a unit of time must be, so that every number fits into its box."""
+    digits = len(str(timeline.schedule.num_micro_batches - 1))
+    return (0.05 + 0.065 * digits) / _shortest(timeline)
+
+
+def _shortest(timeline: Timeline) -> float:
+    every = (box.end - box.start for rank in range(timeline.schedule.num_ranks) for box in boxes(timeline, rank))
+    return min(duration for duration in every if duration > 0)
+
+
+def _legend(axes: "Axes", timeline: Timeline) -> None:
+    from matplotlib.patches import Patch
+
+    letters = {box.letter for rank in range(timeline.schedule.num_ranks) for box in boxes(timeline, rank)}
+    entries = [Patch(facecolor=COLOURS[letter], label=NAMES[letter]) for letter in COLOURS if letter in letters]
+    if any(isinstance(span.action, Overlap) for spans in timeline.spans for span in spans):
+        entries.append(Patch(facecolor="white", edgecolor="black", label="overlapped pair"))
+    below = (0, -0.25 / len(timeline.spans))
+    axes.legend(handles=entries, loc="upper left", bbox_to_anchor=below, ncols=len(entries), fontsize=8, frameon=False)
+
+
+def _shade(timeline: Timeline, rank: int, box: Box) -> str:
+    """The colour of the action, paler for each further stage that the rank holds."""
+    stages = timeline.schedule.placement.stages[rank]
+    towards_white = 0.5 * stages.index(box.stage) / max(1, len(stages) - 1)
+    colour = COLOURS[box.letter]
+    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(part + (255 - part) * towards_white):02x}" for part in parts)
+
+
+def _reproducible():
+    """SVG with text as text, and the same bytes every time."""
+    from matplotlib import rc_context
+
+    return rc_context({"svg.fonttype": "none", "svg.hashsalt": "moe-dualpipe"})
+
+
+# ---- Text ----
+
+
+def text(timeline: Timeline, width: int = 80, colour: bool = True) -> str:
+    """The timeline in lines of at most `width` characters (but at least 40), time going on in the next band of lines.
+
+    With `colour`, boxes are coloured (ANSI, 24 bit) and hold the micro-batch; otherwise it follows a letter, as in
+    `F3`, small for the rank's further stages. A pair stands in brackets, a dot is time in which the rank waits.
+    """
+    ranks = range(timeline.schedule.num_ranks)
+    label = len(f"rank {ranks[-1]}  ")
+    columns = max(width, 40) - label
+    number = len(str(timeline.schedule.num_micro_batches - 1))
+    least = number + (3 if colour else 4)  # a bracket and a blank, and the letter
+    scale = min(least / _shortest(timeline), _MOST_BANDS * columns / timeline.makespan)
+
+    def column(time: float) -> int:
+        return floor((time - timeline.start) * scale + 0.5)
+
+    end = column(timeline.start + timeline.makespan)
+    lines = [title(timeline)]
+    for first in range(0, end, columns):
+        last = min(first + columns, end)
+        lines.append(f"{'time':<{label}}{timeline.start + first / scale:.4g}")
+        for rank in ranks:
+            row, at = "", first
+            for box in boxes(timeline, rank):
+                left, right = max(column(box.start), first), min(column(box.end), last)
+                if left < right:
+                    row += _waiting(left - at, colour) + _box(timeline, rank, box, right - left, colour)
+                    at = right
+            lines.append(f"{f'rank {rank}':<{label}}{row}{_waiting(last - at, colour)}")
+    lines += ["", _key(timeline, colour)]
+    lines += [part for line in summary(timeline).splitlines() for part in wrap(line, max(width, 40))]
+    return "\n".join(lines)
+
+
+def _box(timeline: Timeline, rank: int, box: Box, width: int, colour: bool) -> str:
+    """`width` characters, the last one blank, so that neighbours can be told apart; only what fits is written."""
+    first = box.stage == timeline.schedule.placement.stages[rank][0]
+    letter = "" if colour else box.letter if first else box.letter.lower()
+    inside = f"{letter}{box.micro_batch}"
+    opening = "[" if box.framed and box.letter == "F" else ""
+    closing = "]" if box.framed and box.letter == "B" else ""
+    room = max(width - 1, 1) - len(opening + closing)
+    inside = inside.center(room) if len(inside) <= room else " " * max(room, 0)
+    inside = (opening + inside + closing)[: max(width - 1, 1)]
+    gap = " " * (width - len(inside))
+    if not colour:
+        return inside + gap
+    shade = _shade(timeline, rank, box)
+    red, green, blue = (int(shade[i : i + 2], 16) for i in (1, 3, 5))
+    return f"\x1b[38;2;0;0;0m\x1b[48;2;{red};{green};{blue}m{inside}\x1b[0m{gap}"
+
+
+def _waiting(width: int, colour: bool) -> str:
+    return f"\x1b[2m{'.' * width}\x1b[0m" if colour and width else "." * width
+
+
+def _key(timeline: Timeline, colour: bool) -> str:
+    every = [box for rank in range(timeline.schedule.num_ranks) for box in boxes(timeline, rank)]
+    letters = [letter for letter in COLOURS if any(box.letter == letter for box in every)]
+    entries = []
+    for letter in letters:
+        rgb = ";".join(str(int(COLOURS[letter][i : i + 2], 16)) for i in (1, 3, 5))
+        mark = f"\x1b[38;2;0;0;0m\x1b[48;2;{rgb}m {letter} \x1b[0m" if colour else letter
+        entries.append(f"{mark} {NAMES[letter]}")
+    if any(box.framed for box in every):
+        entries.append("[ ] pair")
+    return "   ".join([*entries, ". waits"])
