@@ -23,9 +23,9 @@ from moe_dualpipe.expert_parallel.link import Due
 from moe_dualpipe.models import TransformerStage, build_model, next_token_loss
 from moe_dualpipe.overlap import Engine
 from moe_dualpipe.overlap.engine import Lane
+from moe_dualpipe.schedule.render import COLOURS
 
 OUT = Path(__file__).parent / "images" / "overlap.png"
-COLORS = {"F": "#f6b26b", "B": "#93c47d", "W": "#6fa8dc"}
 SHARE, WAIT = 0.7, "wait for "
 
 Span = tuple[str, float, float]  # label, start, end
@@ -123,7 +123,7 @@ def main() -> None:
                     width,
                     left=left,
                     height=0.8,
-                    color=COLORS.get(text[-2], "#c8c8c8"),
+                    color=COLOURS.get(text[-2], "#c8c8c8"),
                     edgecolor="white",
                     linewidth=0.5,
                 )

@@ -19,7 +19,7 @@ from typing import Annotated, Literal
 import tyro
 from tyro.conf import OmitSubcommandPrefixes, Positional, subcommand
 
-from .schedule import Costs, Schedule, ScheduleError, build, simulate, validate, validate_transfers
+from .schedule import Costs, Schedule, ScheduleError, build, placement_of, simulate, validate, validate_transfers
 from .schedule.actions import Recv, Send
 from .schedule.compare import compare, table
 from .schedule.render import SUFFIXES, save, text
@@ -77,7 +77,7 @@ class Show:
             path = Path(self.schedule)
             return validate(Schedule.from_csv(path.read_text(), name=path.name))
         if self.ranks is None or self.micro_batches is None:
-            build(self.schedule, self.ranks or 2, self.micro_batches or 4)  # a wrong name is the worse mistake
+            placement_of(self.schedule, self.ranks or 2)  # a wrong name is the worse mistake
             raise ValueError(f"{self.schedule} needs --ranks and --micro-batches, as in --ranks 4 --micro-batches 8")
         return build(self.schedule, self.ranks, self.micro_batches, self.num_chunks)
 

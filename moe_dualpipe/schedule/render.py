@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = {"F": "#f6b26b", "B": "#8fbf78", "I": "#79c5b4", "W": "#6fa8dc"}
+COLOURS = {"F": "#f6b26b", "B": "#93c47d", "I": "#bcd86a", "W": "#6fa8dc"}
 NAMES = {"F": "forward", "B": "backward", "I": "input half", "W": "weight half"}
 SUFFIXES = (".svg", ".png", ".json", ".csv")
 
@@ -208,7 +208,7 @@ def text(timeline: Timeline, width: int = 80, colour: bool = True) -> str:
                     row += _waiting(left - at, colour) + _box(timeline, rank, box, right - left, colour)
                     at = right
             lines.append(f"{f'rank {rank}':<{label}}{row}{_waiting(last - at, colour)}")
-    lines += ["", _key(timeline, colour)]
+    lines += ["", *_key(timeline, max(width, 40), colour)]
     lines += [part for line in summary(timeline).splitlines() for part in wrap(line, max(width, 40))]
     return "\n".join(lines)
 
@@ -224,25 +224,32 @@ def _box(timeline: Timeline, rank: int, box: Box, width: int, colour: bool) -> s
     inside = inside.center(room) if len(inside) <= room else " " * max(room, 0)
     inside = (opening + inside + closing)[: max(width - 1, 1)]
     gap = " " * (width - len(inside))
-    if not colour:
-        return inside + gap
-    shade = _shade(timeline, rank, box)
-    red, green, blue = (int(shade[i : i + 2], 16) for i in (1, 3, 5))
-    return f"\x1b[38;2;0;0;0m\x1b[48;2;{red};{green};{blue}m{inside}\x1b[0m{gap}"
+    return (_painted(inside, _shade(timeline, rank, box)) if colour else inside) + gap
 
 
 def _waiting(width: int, colour: bool) -> str:
     return f"\x1b[2m{'.' * width}\x1b[0m" if colour and width else "." * width
 
 
-def _key(timeline: Timeline, colour: bool) -> str:
+def _key(timeline: Timeline, width: int, colour: bool) -> list[str]:
+    """What the marks mean, in lines of at most `width` characters."""
     every = [box for rank in range(timeline.schedule.num_ranks) for box in boxes(timeline, rank)]
-    letters = [letter for letter in COLOURS if any(box.letter == letter for box in every)]
-    entries = []
-    for letter in letters:
-        rgb = ";".join(str(int(COLOURS[letter][i : i + 2], 16)) for i in (1, 3, 5))
-        mark = f"\x1b[38;2;0;0;0m\x1b[48;2;{rgb}m {letter} \x1b[0m" if colour else letter
-        entries.append(f"{mark} {NAMES[letter]}")
-    if any(box.framed for box in every):
-        entries.append("[ ] pair")
-    return "   ".join([*entries, ". waits"])
+    entries = []  # what is seen, and what is written
+    for letter in (letter for letter in COLOURS if any(box.letter == letter for box in every)):
+        mark = _painted(f" {letter} ", COLOURS[letter]) if colour else letter
+        entries.append((f"   {NAMES[letter]}" if colour else NAMES[letter], f"{mark} {NAMES[letter]}"))
+    entries += [("[ ] pair",) * 2] if any(box.framed for box in every) else []
+    lines, room = [], 0
+    for seen, written in [*entries, (". waits",) * 2]:
+        if room < len(seen) + 5:
+            lines.append(written)
+            room = width - len(seen) - 2
+        else:
+            lines[-1] += f"   {written}"
+            room -= len(seen) + 5
+    return lines
+
+
+def _painted(text: str, colour: str) -> str:
+    rgb = ";".join(str(int(colour[i : i + 2], 16)) for i in (1, 3, 5))
+    return f"\x1b[38;2;0;0;0m\x1b[48;2;{rgb}m{text}\x1b[0m"

@@ -1,0 +1,176 @@
+"""The console script prints what the library computes, and answers a mistake with one line."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_dualpipe.cli import main
+from moe_dualpipe.schedule import Costs, Schedule, add_comms, build, simulate
+from moe_dualpipe.schedule.compare import compare, table
+from moe_dualpipe.schedule.render import text
+
+SHOW = ["schedule", "show", "dualpipe", "--ranks", "4", "--micro-batches", "10"]
+
+
+def run(capsys, *arguments):
+    code = main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_show_prints_the_timeline(capsys):
+    costs = ["--cost.F", "2", "--cost.B", "5", "--cost.W", "2", "--cost.FB", "6", "--cost.comm", "1"]
+    timeline = simulate(build("dualpipe", 4, 10), Costs(2, 5, 2, 6, 1))
+    assert run(capsys, *SHOW, *costs, "--width", 100) == (0, text(timeline, 100, colour=False) + "\n", "")
+    assert run(capsys, *SHOW, *costs, "--width", 100, "--color", "always")[1] == text(timeline, 100) + "\n"
+
+
+def test_show_defaults(capsys):
+    assert "step 32, bubble 2 a rank (6.2%)" in run(capsys, *SHOW)[1]  # F=1, B=2, W=1, FB=3
+
+
+def test_show_with_costs_of_each_stage_and_chunks(capsys):
+    arguments = ["schedule", "show", "interleaved_1f1b", "--ranks", 2, "--micro-batches", 4, "--num-chunks", 3]
+    per_stage = [1, 2, 3, 4, 5, 6]
+    code, out, _ = run(capsys, *arguments, "--cost.F", *per_stage, "--cost.B", 7, "--width", 90)
+    timeline = simulate(build("interleaved_1f1b", 2, 4, 3), Costs(F=tuple(per_stage), B=7))
+    assert (code, out) == (0, text(timeline, 90, colour=False) + "\n")
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png", "json", "csv"])
+def test_show_writes_files(capsys, tmp_path, suffix):
+    path = tmp_path / f"fig.{suffix}"
+    assert run(capsys, *SHOW, "--out", path) == (0, f"{path}\n", "")
+    assert path.stat().st_size > 100
+
+
+def test_show_and_check_read_a_file(capsys, tmp_path):
+    path = tmp_path / "order.csv"
+    assert run(capsys, *SHOW, "--out", path)[0] == 0
+    assert (
+        run(capsys, "schedule", "show", path, "--width", 80)[1].splitlines()[1:]
+        == (run(capsys, *SHOW, "--width", 80)[1].splitlines()[1:])
+    )
+    assert run(capsys, "schedule", "check", path) == (
+        0, f"{path}: valid; 4 ranks, 4 stages, 10 micro-batches, 70 actions\n", "",
+    )  # fmt: skip
+
+
+def test_check_reads_transfers_too(capsys, tmp_path):
+    path = tmp_path / "lowered.csv"
+    lists = add_comms(build("1f1b", 2, 2))
+    path.write_text("\n".join(",".join(map(str, steps)) for steps in lists))
+    code, out, _ = run(capsys, "schedule", "check", path)
+    assert (code, out) == (0, f"{path}: valid; 2 ranks, 2 stages, 2 micro-batches, 8 actions, "
+                              "8 transfers that cannot deadlock\n")  # fmt: skip
+    path.write_text(
+        "0F0,0SEND_F0,0F1,0RECV_B0,0SEND_F1,0B0,0RECV_B1,0B1\n1RECV_F0,1F0,1B0,1RECV_F1,1SEND_B0,1F1,1B1,1SEND_B1\n"
+    )
+    code, out, err = run(capsys, "schedule", "check", path)
+    assert (code, out) == (1, "")
+    assert err.splitlines() == [
+        "lowered.csv: blocking transfers wait forever: rank 0 at 0RECV_B0; rank 1 at 1RECV_F1",
+        "rank 0  0F0      0SEND_F0 0F1 >0RECV_B0< 0SEND_F1 0B0 0RECV_B1 0B1     ",
+        "rank 1  1RECV_F0 1F0      1B0 >1RECV_F1< 1SEND_B0 1F1 1B1      1SEND_B1",
+    ]
+
+
+def test_check_draws_what_is_wrong(capsys, tmp_path):
+    path = tmp_path / "order.csv"
+    path.write_text("0F0,0F1,0B0,0B1\n1B0,1F0,1F1,1B1\n")
+    code, out, err = run(capsys, "schedule", "check", path)
+    assert (code, out) == (1, "")
+    assert err.splitlines() == [
+        "order.csv: the order cannot run: rank 0 waits before 0B0 for 1B0; rank 1 waits before 1B0 for 1F0",
+        "rank 0  0F0   0F1 >0B0< 0B1",
+        "rank 1  >1B0< 1F0 1F1   1B1",
+    ]
+    assert run(capsys, "schedule", "show", path)[0] == 1
+
+
+def test_compare(capsys):
+    arguments = ["schedule", "compare", "--stages", 8, "--micro-batches", 32]
+    costs = ["--cost.F", 2, "--cost.B", 5, "--cost.W", 2, "--cost.FB", 6]
+    entries = compare(8, 32, Costs(2, 5, 2, 6))
+    assert run(capsys, *arguments, *costs)[:2] == (0, table(entries) + "\n")
+    code, out, _ = run(capsys, *arguments, *costs, "--json")
+    assert code == 0
+    assert json.loads(out) == json.loads(json.dumps([entry.as_object() for entry in entries]))
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        ("show dualpip --ranks 4 --micro-batches 8", "unknown schedule 'dualpip'; did you mean 'dualpipe'?"),
+        ("show dualpip", "unknown schedule 'dualpip'; did you mean 'dualpipe'?"),
+        ("show dualpipe --ranks 4 --micro-batches 9", "needs an even number of micro-batches >= 2 x ranks: got 9"),
+        ("show dualpipe --ranks 3 --micro-batches 8", "even number of pipeline ranks: got 3; use 4"),
+        ("show dualpipe --ranks 4", "dualpipe needs --ranks and --micro-batches, as in"),
+        ("show zbv --ranks 2 --micro-batches 4 --cost.F 0", "cost F must be greater than 0: got 0.0; use 1"),
+        ("show zbv --ranks 2 --micro-batches 4 --cost.B -2", "cost B must be greater than 0: got -2.0; use 1"),
+        ("show zbv --ranks 2 --micro-batches 4 --cost.comm -2", "cost comm cannot be negative: got -2.0; use 0"),
+        ("show zbv --ranks 2 --micro-batches 4 --cost.W 2", "cost W is a part of B and must be smaller"),
+        ("show zbv --ranks 2 --micro-batches 4 --cost.F 1 2 3", "given for 3 stages, but there are 4"),
+        ("show zbv --ranks 2 --micro-batches 4 --num-chunks 2", "zbv has no number of chunks to choose"),
+        ("show zbv --ranks 2 --micro-batches 4 --out fig.pdf", "cannot write 'fig.pdf': use one of .svg, .png"),
+        ("show zbv --ranks 2 --micro-batches 4 --out /nowhere/at/all.svg", "No such file or directory"),
+        ("show zbv --ranks 2 --micro-batches 4 --width 10", "--width must be at least 40: got 10; use 40"),
+        ("show nothing.csv", "No such file or directory: 'nothing.csv'"),
+        ("check nothing.csv", "No such file or directory: 'nothing.csv'"),
+        ("compare --stages 8 --micro-batches 1", "no schedule runs with fewer micro-batches than ranks"),
+        ("compare --stages 8 --micro-batches 8 --cost.FB 0", "cost FB must be greater than 0: got 0.0; use 1"),
+    ],
+)
+def test_a_mistake_is_one_line_and_code_2(capsys, arguments, message):
+    code, out, err = run(capsys, "schedule", *arguments.split())
+    assert (code, out) == (2, "")
+    assert err.startswith("moe-dualpipe: error: ") and err.count("\n") == 1
+    assert message in err
+
+
+def test_a_file_that_is_no_schedule_is_one_line_and_code_2(capsys, tmp_path):
+    path = tmp_path / "order.csv"
+    for content, message in (("0F0,hello", "line 1, cell 2: not an action: 'hello'"), ("", "has no forward action")):
+        path.write_text(content)
+        code, out, err = run(capsys, "schedule", "check", path)
+        assert (code, out) == (2, "") and message in err and err.count("\n") == 1
+    path.write_bytes(b"\x89PNG\xff\xfe")
+    assert run(capsys, "schedule", "check", path)[0] == 2
+
+
+@pytest.mark.parametrize("arguments", ["schedule", "schedule shwo", "schedule show dualpipe --rank 4", "shcedule"])
+def test_unknown_words_are_code_2(arguments):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments.split())
+    assert ended.value.code == 2
+
+
+def test_help_names_every_choice(capsys):
+    for command, words in (
+        ("show", ["--ranks", "--micro-batches", "--num-chunks", "--cost.F", "--cost.FB", "--cost.comm", "--out"]),
+        ("compare", ["--stages", "--micro-batches", "--cost.W", "--json"]),
+        ("check", ["torch.distributed.pipelining"]),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["schedule", command, "--help"])
+        assert ended.value.code == 0
+        out = capsys.readouterr().out
+        assert all(word in out for word in words), command
+
+
+def test_the_installed_script_starts_without_torch():
+    script = Path(sys.executable).with_name("moe-dualpipe")
+    done = subprocess.run([script, *SHOW, "--width", "80"], capture_output=True, text=True, check=True)
+    assert "overlapped" not in done.stderr and done.stdout.startswith("dualpipe: 4 ranks, 4 stages, 10 micro-batches")
+    program = "import sys, moe_dualpipe.cli; sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+def test_a_schedule_read_back_is_the_one_written(tmp_path, capsys):
+    for name in ("gpipe", "chimera", "zbv"):
+        path = tmp_path / f"{name}.csv"
+        run(capsys, "schedule", "show", name, "--ranks", 4, "--micro-batches", 8, "--out", path)
+        assert Schedule.from_csv(path.read_text()) == build(name, 4, 8)
