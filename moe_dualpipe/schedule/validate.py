@@ -24,6 +24,9 @@ _AROUND = 5
 """How many steps of a long grid are drawn before and after those that are marked."""
 
 
+_TRANSFERS = (Send, Recv)
+
+
 class ScheduleError(ValueError):
     """A schedule breaks a law; the message ends with the rank x step grid, the offending cells marked `>like this<`."""
 
@@ -47,20 +50,19 @@ def validate(schedule: Schedule) -> Schedule:
 
 def validate_transfers(schedule: Schedule, steps: Steps) -> None:
     """Raise ScheduleError unless law 4 holds for `steps`: the actions of a valid `schedule` with sends and receives."""
-    partner = _check_transfers(schedule, steps)
-    position = [0] * schedule.num_ranks
+    queues = _check_transfers(schedule, steps)  # where nothing blocks, there is nothing to wait for
+    done = [0] * schedule.num_ranks
     able = deque(range(schedule.num_ranks))
     while able:
         rank = able.popleft()
-        while position[rank] < len(steps[rank]):
-            if (other := partner.get((rank, position[rank]))) is not None:
-                peer, place = other
-                if position[peer] != place:
-                    break
-                position[peer] += 1
-                able.append(peer)
-            position[rank] += 1
-    stuck = [(rank, i) for rank, i in enumerate(position) if i < len(steps[rank])]
+        while done[rank] < len(queues[rank]):
+            _, result, peer = queues[rank][done[rank]]
+            if done[peer] == len(queues[peer]) or queues[peer][done[peer]][1:] != (result, rank):
+                break  # the other side is not there yet
+            done[rank] += 1
+            done[peer] += 1
+            able.append(peer)
+    stuck = [(rank, queues[rank][i][0]) for rank, i in enumerate(done) if i < len(queues[rank])]
     if stuck:
         waits = [f"rank {rank} at {steps[rank][i]}" for rank, i in stuck]
         raise ScheduleError(_drawn(schedule, f"blocking transfers wait forever: {'; '.join(waits)}", stuck, steps))
@@ -132,10 +134,10 @@ def _check_counts(schedule: Schedule) -> None:
             raise ScheduleError(_drawn(schedule, f"stage {stage} runs micro-batch {micro_batch} with {problem}", cells))
 
 
-def _check_transfers(schedule: Schedule, steps: Steps) -> dict[Cell, Cell]:
+def _check_transfers(schedule: Schedule, steps: Steps) -> list[list[tuple[int, Result, int]]]:
     """Every result that another rank needs is sent and received once, after it is computed and before it is used.
 
-    Returns the place of each transfer's other side, by its own.
+    Returns each rank's transfers: where they stand in its list, the result, and the rank on the other side.
     """
 
     def refuse(problem: str, *cells: Cell) -> NoReturn:
@@ -143,35 +145,38 @@ def _check_transfers(schedule: Schedule, steps: Steps) -> dict[Cell, Cell]:
 
     ends: dict[Result, tuple[int, int]] = {}  # of each result that travels: from which rank, and to which
     for rank, actions in enumerate(schedule.actions):
-        if tuple(step for step in steps[rank] if not isinstance(step, Send | Recv)) != actions:
+        if tuple(step for step in steps[rank] if not isinstance(step, _TRANSFERS)) != actions:
             refuse(f"rank {rank} does not compute what the schedule says, in its order")
         for half in (half for action in actions for half in halves(action)):
             if (peer := destination(schedule, half)) is not None:
                 ends[gives(half)] = rank, peer
 
-    found: tuple[dict[Result, Cell], dict[Result, Cell]] = {}, {}  # sends and receives
+    queues: list[list[tuple[int, Result, int]]] = [[] for _ in steps]
+    sent: set[Result] = set()
+    received: set[Result] = set()
     for rank, row in enumerate(steps):
         known: set[Result] = set()
         for i, step in enumerate(row):
-            if isinstance(step, Send | Recv):
-                result, side = carried(step), isinstance(step, Recv)
-                if result not in ends or ends[result][side] != rank or result in found[side]:
+            if isinstance(step, _TRANSFERS):
+                result, sends = carried(step), isinstance(step, Send)
+                source, target = ends.get(result, (-1, -1))
+                if rank != (source if sends else target) or result in (sent if sends else received):
                     refuse(f"rank {rank} must not run {step}, or not again", (rank, i))
-                if isinstance(step, Send) and result not in known:
+                if sends and result not in known:
                     refuse(f"rank {rank} sends {name(result)} before it has computed it", (rank, i))
                 known.add(result)
-                found[side][result] = rank, i
+                (sent if sends else received).add(result)
+                queues[rank].append((i, result, target if sends else source))
                 continue
             for half in halves(step):
                 for need in needs(half, schedule.num_stages):
                     if need not in known:
                         refuse(f"rank {rank} runs {half} before it has received {name(need)}", (rank, i))
-            known.update(gives(half) for half in halves(step))
-    sent, received = found
+            known.update(map(gives, halves(step)))
     for result, (rank, _) in ends.items():
         if result not in sent:
             refuse(f"rank {rank} never sends {name(result)}")
-    return {sent[result]: received[result] for result in ends} | {received[result]: sent[result] for result in ends}
+    return queues
 
 
 def _missing(schedule: Schedule, rank: int, step: int) -> str:

@@ -4,6 +4,7 @@ import json
 import re
 import xml.etree.ElementTree
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -110,7 +111,7 @@ def test_a_figure_shows_every_box_in_its_place_and_colour(timeline):
     from matplotlib.colors import to_hex
     from matplotlib.figure import Figure
 
-    axes = Figure().add_subplot()
+    axes: Any = Figure().add_subplot()
     draw_on(axes, timeline)
     every = [(rank, box) for rank in range(timeline.schedule.num_ranks) for box in boxes(timeline, rank)]
     labels = [(round(-label.get_position()[1]), label.get_position()[0], label.get_text()) for label in axes.texts]

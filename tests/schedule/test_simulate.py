@@ -23,6 +23,8 @@ from moe_dualpipe.schedule import (
     simulate,
     validate,
 )
+from moe_dualpipe.schedule import walk as walk_module
+from moe_dualpipe.schedule.walk import needs
 
 MANY = settings(max_examples=150, deadline=None)
 
@@ -383,3 +385,22 @@ def test_validity_and_times_over_random_sizes():
     for name in NAMES:
         schedule = validate(build(name, 4, 16))
         assert simulate(schedule, Costs(2, 5, 2, 6)).makespan > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_walk_looks_at_every_action_a_bounded_number_of_times(name, monkeypatch):
+    """At most once, and once again for each result that it waited for: the cost is linear in the actions."""
+    looked = 0
+
+    def counted(half, num_stages):
+        nonlocal looked
+        looked += 1
+        return needs(half, num_stages)
+
+    monkeypatch.setattr(walk_module, "needs", counted)
+    for ranks in (4, 16):
+        schedule = build(name, ranks, 4 * ranks)
+        wanted = sum(1 + len(needs(h, schedule.num_stages)) for row in schedule.actions for a in row for h in halves(a))
+        looked = 0
+        simulate(schedule, Costs(2, 5, 2, 6))
+        assert sum(len(halves(action)) for row in schedule.actions for action in row) <= looked <= wanted
