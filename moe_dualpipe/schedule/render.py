@@ -114,7 +114,7 @@ def draw(timeline: Timeline) -> "Figure":
     axes = figure.add_subplot()
     draw_on(axes, timeline, font_size=7 * min(1, _MOST_INCHES / width))
     axes.set_title(f"{title(timeline)}\n{summary(timeline)}", fontsize=9, loc="left")
-    _legend(axes, timeline)
+    add_legend(axes, timeline)
     return figure
 
 
@@ -149,7 +149,7 @@ def _shortest(timeline: Timeline) -> float:
     return min(duration for duration in every if duration > 0)
 
 
-def _legend(axes: "Axes", timeline: Timeline) -> None:
+def add_legend(axes: "Axes", timeline: Timeline) -> None:
     from matplotlib.patches import Patch
 
     letters = {box.letter for rank in range(timeline.schedule.num_ranks) for box in boxes(timeline, rank)}

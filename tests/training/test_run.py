@@ -72,7 +72,8 @@ def test_the_division_of_the_work_does_not_change_the_run(tmp_path):
     divisions = {
         "one": (1, {}),
         "dualpipe": (2, {"save_every": 3}),
-        "1f1b": (2, {"schedule": "1f1b"}),
+        "chimera": (2, {"schedule": "chimera"}),
+        "interleaved_1f1b": (2, {"schedule": "interleaved_1f1b", "num_chunks": 2}),
         "dualpipev": (2, {"schedule": "dualpipev"}),
     }
     runs = {k: run_ranks(n, train, settings(tmp_path / k, **changes))[0] for k, (n, changes) in divisions.items()}
