@@ -33,6 +33,7 @@ lint: venv
 bench: venv
 	$(BIN)/python -m benchmarks.pipeline
 	$(BIN)/python -m benchmarks.overlap
+	$(BIN)/python -m benchmarks.schedule_growth
 
 OLDER := .venv/triton-3.6.0
 

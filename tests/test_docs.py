@@ -8,7 +8,6 @@ import pytest
 from moe_dualpipe.cli import main
 
 ROOT = Path(__file__).parent.parent
-BLOCK = re.compile(r"```\n\$ moe-dualpipe (.*)\n(.*?)```", re.DOTALL)
 COMMANDS = [
     (path.name, *match) for path in (ROOT / "README.md", ROOT / "docs" / "schedules.md")
     for match in re.findall(r"```\n\$ moe-dualpipe ([^\n]*)\n(.*?)```", path.read_text(), re.DOTALL)
@@ -25,4 +24,4 @@ def test_a_command_prints_what_is_written_below_it(name, arguments, printed, tmp
     (tmp_path / "order.csv").write_text("0F0,0F1,0B0,0B1\n1B0,1F0,1F1,1B1\n")  # the faulty one that they show
     main(arguments.split())
     out, err = capsys.readouterr()
-    assert out + err == printed
+    assert out + err == printed, f"in {name}"
