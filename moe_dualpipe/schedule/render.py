@@ -4,9 +4,11 @@ Forwards are orange, backwards green, weight gradients alone blue; what a rank r
 number in a box is the micro-batch. A rank's further stages, or the other flow, have paler colours.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import floor
+from operator import itemgetter
 from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING
@@ -196,14 +198,17 @@ def text(timeline: Timeline, width: int = 80, colour: bool = True) -> str:
         return floor((time - timeline.start) * scale + 0.5)
 
     end = column(timeline.start + timeline.makespan)
+    rows = [[(column(box.start), column(box.end), box) for box in boxes(timeline, rank)] for rank in ranks]
     lines = [title(timeline)]
     for first in range(0, end, columns):
         last = min(first + columns, end)
         lines.append(f"{'time':<{label}}{timeline.start + first / scale:.4g}")
         for rank in ranks:
             row, at = "", first
-            for box in boxes(timeline, rank):
-                left, right = max(column(box.start), first), min(column(box.end), last)
+            for left, right, box in rows[rank][bisect_right(rows[rank], first, key=itemgetter(1)) :]:
+                if left >= last:
+                    break
+                left, right = max(left, first), min(right, last)
                 if left < right:
                     row += _waiting(left - at, colour) + _box(timeline, rank, box, right - left, colour)
                     at = right

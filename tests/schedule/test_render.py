@@ -96,6 +96,9 @@ def test_colours_are_those_of_the_actions():
 def test_actions_of_very_unequal_length_do_not_fill_the_screen():
     lines = text(simulate(build("1f1b", 2, 4), Costs(F=0.001, B=500)), 80, colour=False).splitlines()
     assert len(lines) < 250
+    assert max(map(len, lines)) == 80
+    row = " ".join(line[8:] for line in lines if line.startswith("rank 1"))
+    assert list(dict.fromkeys(re.findall(r"B\d", row))) == ["B0", "B1", "B2", "B3"]  # each in every band that it is in
 
 
 def test_the_summary_names_the_range_where_ranks_differ():

@@ -1,5 +1,7 @@
 """Simulated times obey the published formulas where those hold, our exact ones everywhere, and physics always."""
 
+import doctest
+import sys
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
@@ -23,7 +25,6 @@ from moe_dualpipe.schedule import (
     simulate,
     validate,
 )
-from moe_dualpipe.schedule import walk as walk_module
 from moe_dualpipe.schedule.walk import needs
 
 MANY = settings(max_examples=150, deadline=None)
@@ -387,6 +388,12 @@ def test_validity_and_times_over_random_sizes():
         assert simulate(schedule, Costs(2, 5, 2, 6)).makespan > 0
 
 
+def test_the_examples_in_docstrings():
+    for module in ("moe_dualpipe.schedule", "moe_dualpipe.schedule.simulate"):
+        failed, tried = doctest.testmod(sys.modules[module])
+        assert tried > 0 and failed == 0, module
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_walk_looks_at_every_action_a_bounded_number_of_times(name, monkeypatch):
     """At most once, and once again for each result that it waited for: the cost is linear in the actions."""
@@ -397,7 +404,7 @@ def test_the_walk_looks_at_every_action_a_bounded_number_of_times(name, monkeypa
         looked += 1
         return needs(half, num_stages)
 
-    monkeypatch.setattr(walk_module, "needs", counted)
+    monkeypatch.setattr("moe_dualpipe.schedule.walk.needs", counted)
     for ranks in (4, 16):
         schedule = build(name, ranks, 4 * ranks)
         wanted = sum(1 + len(needs(h, schedule.num_stages)) for row in schedule.actions for a in row for h in halves(a))
