@@ -23,7 +23,6 @@ Cell = tuple[int, int]
 _AROUND = 5
 """How many steps of a long grid are drawn before and after those that are marked."""
 
-
 _TRANSFERS = (Send, Recv)
 
 
@@ -50,7 +49,8 @@ def validate(schedule: Schedule) -> Schedule:
 
 def validate_transfers(schedule: Schedule, steps: Steps) -> None:
     """Raise ScheduleError unless law 4 holds for `steps`: the actions of a valid `schedule` with sends and receives."""
-    queues = _check_transfers(schedule, steps)  # where nothing blocks, there is nothing to wait for
+    # Only transfers block: what an action needs has been received before it, so it can always run.
+    queues = _check_transfers(schedule, steps)
     done = [0] * schedule.num_ranks
     able = deque(range(schedule.num_ranks))
     while able:
