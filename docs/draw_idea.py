@@ -64,6 +64,7 @@ def main() -> None:
     draw_pair(bottom)
     for axes in (top, bottom):
         axes.set_xticks([])
+        axes.set_xlabel("")
         axes.set_frame_on(False)
         axes.tick_params(length=0)
         axes.margins(0.005)

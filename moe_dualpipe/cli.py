@@ -19,11 +19,22 @@ from typing import Annotated, Literal
 import tyro
 from tyro.conf import OmitSubcommandPrefixes, Positional, subcommand
 
-from .schedule import Costs, Schedule, ScheduleError, build, placement_of, simulate, validate, validate_transfers
+from .schedule import (
+    NAMES,
+    Costs,
+    Schedule,
+    ScheduleError,
+    build,
+    placement_of,
+    simulate,
+    steps_from_csv,
+    validate,
+    validate_transfers,
+)
 from .schedule.actions import Recv, Send
 from .schedule.compare import compare, table
-from .schedule.render import SUFFIXES, save, text
-from .schedule.schedule import steps_from_csv
+from .schedule.render import SUFFIXES, save, sizes, text
+from .schedule.validate import Steps
 
 
 @dataclass(frozen=True)
@@ -42,18 +53,18 @@ class Show:
     """Draw a schedule in time, as text or into a file."""
 
     schedule: Positional[str]
-    """Its name, or a CSV file with one line of actions for each rank."""
-    ranks: int | None = None
-    """Pipeline ranks."""
-    micro_batches: int | None = None
-    """Micro-batches in a step."""
-    num_chunks: int | None = None
-    """Stages on each rank, for interleaved_1f1b. None: 2."""
+    """gpipe, 1f1b, interleaved_1f1b, zb1p, zbv, chimera, dualpipe, dualpipev, or a CSV file (a line for each rank)."""
+    ranks: int = 0
+    """Pipeline ranks; a name needs them."""
+    micro_batches: int = 0
+    """Micro-batches in a step; a name needs them."""
+    num_chunks: int = 0
+    """Stages on each rank, for interleaved_1f1b. 0: 2."""
     cost: CostOptions = field(default_factory=CostOptions)
     out: Path | None = None
     """Write a file instead: a figure (.svg, .png), a Chrome trace for Perfetto (.json) or the order (.csv)."""
-    width: int | None = None
-    """Columns of the terminal. None: as many as it has."""
+    width: int = 0
+    """Columns of the terminal, at least 40. 0: as many as it has."""
     color: Literal["auto", "always", "never"] = "auto"
     """auto: on a terminal, unless NO_COLOR is set."""
 
@@ -61,7 +72,9 @@ class Show:
         costs = self.cost.checked()
         if self.out is not None and self.out.suffix.lower() not in SUFFIXES:
             raise ValueError(f"cannot write {self.out.name!r}: use one of {', '.join(SUFFIXES)}")
-        if self.width is not None and self.width < 40:
+        if self.out is not None and not self.out.parent.is_dir():
+            raise ValueError(f"cannot write {str(self.out)!r}: there is no folder {str(self.out.parent)!r}")
+        if self.width and self.width < 40:
             raise ValueError(f"--width must be at least 40: got {self.width}; use 40")
         timeline = simulate(self._schedule(), costs)
         if self.out is not None:
@@ -73,22 +86,22 @@ class Show:
         print(text(timeline, width, self.color == "always" or (self.color == "auto" and on_terminal)))
 
     def _schedule(self) -> Schedule:
-        if self.schedule.lower().endswith(".csv"):
-            path = Path(self.schedule)
-            return validate(Schedule.from_csv(path.read_text(), name=path.name))
-        if self.ranks is None or self.micro_batches is None:
+        path = Path(self.schedule)
+        if path.suffix.lower() == ".csv" or (self.schedule not in NAMES and path.is_file()):
+            if self.ranks or self.micro_batches or self.num_chunks:
+                raise ValueError(
+                    f"{path} brings its own ranks, micro-batches and chunks: leave out what is said of them"
+                )
+            return validate(Schedule.from_steps(_read(path), name=path.name))
+        if not (self.ranks and self.micro_batches):
             placement_of(self.schedule, self.ranks or 2)  # a wrong name is the worse mistake
             raise ValueError(f"{self.schedule} needs --ranks and --micro-batches, as in --ranks 4 --micro-batches 8")
-        return build(self.schedule, self.ranks, self.micro_batches, self.num_chunks)
+        return build(self.schedule, self.ranks, self.micro_batches, self.num_chunks or None)
 
 
 @dataclass(frozen=True)
 class Compare:
-    """All schedules in a table, for the same model on the same ranks.
-
-    Memory is that of the fullest rank, in stages of the model: micro-batches whose activations it holds, those whose
-    weight gradients it owes, and the stages whose parameters it holds.
-    """
+    """All schedules for the same model on the same ranks; memory is the fullest rank's, in the model's stages."""
 
     stages: int
     """Stages of the model, to which the costs belong; they are joined or cut for a schedule that wants others."""
@@ -107,20 +120,19 @@ class Compare:
 
 @dataclass(frozen=True)
 class Check:
-    """Check a schedule from a file: complete, able to run, in place - and its sends and receives, if it lists them."""
+    """Check a schedule from a file: complete, in place, able to run; and its sends and receives, if it lists them."""
 
     file: Positional[Path]
     """CSV with one line for each rank, as torch.distributed.pipelining writes it (compute_only or compute_comms)."""
 
     def run(self) -> None:
-        steps = steps_from_csv(self.file.read_text())
+        steps = _read(self.file)
         schedule = validate(Schedule.from_steps(steps, name=self.file.name))
         transfers = sum(isinstance(step, Send | Recv) for row in steps for step in row)
         if transfers:
             validate_transfers(schedule, steps)
         print(
-            f"{self.file}: valid; {schedule.num_ranks} ranks, {schedule.num_stages} stages, "
-            f"{schedule.num_micro_batches} micro-batches, {sum(map(len, schedule.actions))} actions"
+            f"{self.file}: valid; {sizes(schedule)}, {sum(map(len, schedule.actions))} actions"
             + (f", {transfers} transfers that cannot deadlock" if transfers else "")
         )
 
@@ -129,11 +141,21 @@ class Check:
 class ScheduleCommands:
     """Pipeline schedules: simulate and draw one, compare all, check your own."""
 
-    command: (
+    command: Annotated[
         Annotated[Show, subcommand("show")]
         | Annotated[Compare, subcommand("compare")]
-        | Annotated[Check, subcommand("check")]
-    )
+        | Annotated[Check, subcommand("check")],
+        tyro.conf.arg(name=""),
+    ]
+
+
+def _read(path: Path) -> Steps:
+    try:
+        return steps_from_csv(
+            path.read_text(encoding="utf-8-sig")
+        )  # with or without the mark that spreadsheets put first
+    except ValueError as error:
+        raise ValueError(f"{path}: {'not a text file' if isinstance(error, UnicodeDecodeError) else error}") from None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -143,6 +165,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     try:
         chosen.command.run()
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of our output, as `head`, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except ScheduleError as error:
         print(error, file=sys.stderr)
         return 1

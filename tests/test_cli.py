@@ -109,19 +109,33 @@ def test_compare(capsys):
         ("show dualpipe --ranks 4 --micro-batches 9", "needs an even number of micro-batches >= 2 x ranks: got 9"),
         ("show dualpipe --ranks 3 --micro-batches 8", "even number of pipeline ranks: got 3; use 4"),
         ("show dualpipe --ranks 4", "dualpipe needs --ranks and --micro-batches, as in"),
-        ("show zbv --ranks 2 --micro-batches 4 --cost.F 0", "cost F must be greater than 0: got 0.0; use 1"),
-        ("show zbv --ranks 2 --micro-batches 4 --cost.B -2", "cost B must be greater than 0: got -2.0; use 1"),
-        ("show zbv --ranks 2 --micro-batches 4 --cost.comm -2", "cost comm cannot be negative: got -2.0; use 0"),
+        (
+            "show zbv --ranks 2 --micro-batches 4 --cost.F 0",
+            "cost F must be a finite number greater than 0: got 0; use 1",
+        ),
+        (
+            "show zbv --ranks 2 --micro-batches 4 --cost.B -2",
+            "cost B must be a finite number greater than 0: got -2; use 1",
+        ),
+        (
+            "show zbv --ranks 2 --micro-batches 4 --cost.comm -2",
+            "cost comm must be a finite number at least 0: got -2; use 0",
+        ),
         ("show zbv --ranks 2 --micro-batches 4 --cost.W 2", "cost W is a part of B and must be smaller"),
         ("show zbv --ranks 2 --micro-batches 4 --cost.F 1 2 3", "given for 3 stages, but there are 4"),
         ("show zbv --ranks 2 --micro-batches 4 --num-chunks 2", "zbv has no number of chunks to choose"),
         ("show zbv --ranks 2 --micro-batches 4 --out fig.pdf", "cannot write 'fig.pdf': use one of .svg, .png"),
-        ("show zbv --ranks 2 --micro-batches 4 --out /nowhere/at/all.svg", "No such file or directory"),
+        ("show zbv --ranks 2 --micro-batches 4 --out /nowhere/at/all.svg", "there is no folder '/nowhere/at'"),
         ("show zbv --ranks 2 --micro-batches 4 --width 10", "--width must be at least 40: got 10; use 40"),
+        ("show vpp", "unknown schedule 'vpp'; did you mean 'interleaved_1f1b'?"),
+        ("show order.csv --ranks 4", "order.csv brings its own ranks, micro-batches and chunks"),
         ("show nothing.csv", "No such file or directory: 'nothing.csv'"),
         ("check nothing.csv", "No such file or directory: 'nothing.csv'"),
         ("compare --stages 8 --micro-batches 1", "no schedule runs with fewer micro-batches than ranks"),
-        ("compare --stages 8 --micro-batches 8 --cost.FB 0", "cost FB must be greater than 0: got 0.0; use 1"),
+        (
+            "compare --stages 8 --micro-batches 8 --cost.FB 0",
+            "cost FB must be a finite number greater than 0: got 0; use 1",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_code_2(capsys, arguments, message):
@@ -133,12 +147,45 @@ def test_a_mistake_is_one_line_and_code_2(capsys, arguments, message):
 
 def test_a_file_that_is_no_schedule_is_one_line_and_code_2(capsys, tmp_path):
     path = tmp_path / "order.csv"
-    for content, message in (("0F0,hello", "line 1, cell 2: not an action: 'hello'"), ("", "has no forward action")):
-        path.write_text(content)
-        code, out, err = run(capsys, "schedule", "check", path)
-        assert (code, out) == (2, "") and message in err and err.count("\n") == 1
+    path.write_text("0F0,hello")
+    code, out, err = run(capsys, "schedule", "check", path)
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert err.startswith(f"moe-dualpipe: error: {path}: line 1, cell 2: not an action: 'hello'")
     path.write_bytes(b"\x89PNG\xff\xfe")
-    assert run(capsys, "schedule", "check", path)[0] == 2
+    assert run(capsys, "schedule", "check", path)[::2] == (2, f"moe-dualpipe: error: {path}: not a text file\n")
+
+
+@pytest.mark.parametrize(
+    "content,error",
+    [
+        ("", "order.csv: the schedule has no forward action"),
+        ("0F0,0F1,0B0,0B1\n1F0,1B0", "order.csv: micro-batch 1 has no forward on stage 1 of 2"),
+        ("0F0,0F1,0B0\n1F0,1B0,1F1,1B1", "order.csv: stage 0 runs micro-batch 1 with 0 B, 0 I and 0 W"),
+        ("0F0,0W0,0I0", "order.csv: the order cannot run: rank 0 waits before 0W0 for 0I0"),
+    ],
+)
+def test_an_incomplete_schedule_is_code_1(capsys, tmp_path, content, error):
+    path = tmp_path / "order.csv"
+    path.write_text(content)
+    code, out, err = run(capsys, "schedule", "check", path)
+    assert (code, out) == (1, "")
+    assert err.startswith(error)
+    assert [line.split()[:2] for line in err.splitlines()[1:]] == [["rank", str(i)] for i in range(content.count("F0"))]
+
+
+def test_a_file_of_a_spreadsheet_and_one_without_a_suffix(capsys, tmp_path):
+    path = tmp_path / "order"
+    path.write_bytes(b"\xef\xbb\xbf" + build("zbv", 2, 4).to_csv().replace("\n", "\r\n").encode())
+    assert run(capsys, "schedule", "check", path)[0] == 0
+    assert run(capsys, "schedule", "show", path)[1].startswith("order: 2 ranks, 4 stages, 4 micro-batches\n")
+
+
+def test_a_reader_that_has_had_enough_is_no_error():
+    command = f"{sys.executable} -m moe_dualpipe.cli schedule compare --stages 8 --micro-batches 32"
+    done = subprocess.run(f"{command} | head -1; exit ${{PIPESTATUS[0]}}", shell=True, executable="/bin/bash",
+                          capture_output=True, text=True)  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("| on 8 ranks")
 
 
 @pytest.mark.parametrize("arguments", ["schedule", "schedule shwo", "schedule show dualpipe --rank 4", "shcedule"])

@@ -9,11 +9,12 @@
 from .actions import Action, Backward, Flow, Forward, Overlap, Part, Recv, Send, Step, halves, parse
 from .build import NAMES, build, placement_of
 from .comms import add_comms, counterpart, receive_early
+from .grid import ScheduleError, grid
 from .placement import Placement
-from .schedule import Schedule
+from .schedule import Schedule, steps_from_csv
 from .simulate import Costs, simulate
 from .timeline import Held, Timeline
-from .validate import ScheduleError, grid, validate, validate_transfers
+from .validate import validate, validate_transfers
 from .walk import DeadlockError, Span
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "placement_of",
     "receive_early",
     "simulate",
+    "steps_from_csv",
     "validate",
     "validate_transfers",
 ]

@@ -34,14 +34,16 @@ _METHODS = {
     "dualpipev": _Method(Placement.vee, dualpipev, min_micro_batches_per_rank=2),
 }
 NAMES = tuple(_METHODS)
+_ALSO_CALLED = {"vpp": "interleaved_1f1b", "pipedream-flush": "1f1b", "zb-h1": "zb1p", "zero-bubble": "zb1p"}
 
 
 def placement_of(name: str, num_ranks: int, num_chunks: int | None = None) -> Placement:
     """The placement that schedule `name` uses on `num_ranks` ranks. Raises ValueError as `build` does."""
     method = _METHODS.get(name)
     if method is None:
-        near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.0)[0]
-        raise ValueError(f"unknown schedule {name!r}; did you mean {near!r}? There are: {', '.join(NAMES)}")
+        near = difflib.get_close_matches(name.lower(), [*NAMES, *_ALSO_CALLED], n=1, cutoff=0.0)[0]
+        meant = _ALSO_CALLED.get(near, near)
+        raise ValueError(f"unknown schedule {name!r}; did you mean {meant!r}? There are: {', '.join(NAMES)}")
     if num_ranks < 1:
         raise ValueError(f"{name} needs at least one pipeline rank: got {num_ranks}; use 1 or more")
     if method.even and num_ranks % 2:

@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 from .build import NAMES, build
-from .render import span_of
+from .render import number, span_of
 from .simulate import Costs, simulate
 from .timeline import Timeline
 
@@ -52,10 +52,10 @@ class Entry:
         memory = (timeline.peak_activations, timeline.peak_deferred, timeline.parameters)
         return [
             str(timeline.schedule.num_stages),
-            f"{timeline.makespan:g}",
+            number(timeline.makespan),
             span_of(timeline.bubble),
             f"{timeline.bubble_share:.1%}",
-            *(f"{max(self._in_model_stages(counts)):g}" for counts in memory),
+            *(number(max(self._in_model_stages(counts))) for counts in memory),
         ]
 
     def _in_model_stages(self, counts: tuple[int, ...]) -> list[float]:

@@ -14,6 +14,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from .actions import Backward, Forward, Overlap
+from .schedule import Schedule
 from .timeline import Timeline
 from .trace import write_trace
 
@@ -58,29 +59,39 @@ def boxes(timeline: Timeline, rank: int) -> Iterator[Box]:
 
 
 def summary(timeline: Timeline) -> str:
-    """Two lines: the time of a step and what of it is bubble; what the fullest rank holds."""
-    activations, deferred = max(timeline.peak_activations), max(timeline.peak_deferred)
-    held = [f"activations of {activations} micro-batches"]
-    held += [f"deferred weight gradients of {deferred}"] if deferred else []
-    held += [f"parameters of {max(timeline.parameters)} stage{'s' if max(timeline.parameters) > 1 else ''}"]
+    """Two lines: the time of a step and what of it is bubble; what the fullest rank holds, in the schedule's stages."""
+    deferred = max(timeline.peak_deferred)
     return (
-        f"step {timeline.makespan:g}, bubble {span_of(timeline.bubble)} a rank ({timeline.bubble_share:.1%})\n"
-        f"at most: {', '.join(held)}"
+        f"step {number(timeline.makespan)}, bubble {span_of(timeline.bubble)} a rank ({timeline.bubble_share:.1%})\n"
+        f"at most: activations of {_count(max(timeline.peak_activations), 'micro-batch', 'es')}, "
+        + (f"{deferred} deferred W, " if deferred else "")
+        + f"parameters of {_count(max(timeline.parameters), 'stage')}"
     )
 
 
 def title(timeline: Timeline) -> str:
-    schedule = timeline.schedule
-    return (
-        f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_stages} stages, "
-        f"{schedule.num_micro_batches} micro-batches"
-    )
+    return f"{timeline.schedule.name}: {sizes(timeline.schedule)}"
 
 
-def span_of(numbers: tuple[float, ...]) -> str:
-    """`5`, or `4 to 5` where ranks differ."""
-    least, most = min(numbers), max(numbers)
-    return f"{least:g}" if least == most else f"{least:g} to {most:g}"
+def sizes(schedule: Schedule) -> str:
+    """`4 ranks, 8 stages, 16 micro-batches`."""
+    micro_batches = _count(schedule.num_micro_batches, "micro-batch", "es")
+    return f"{_count(schedule.num_ranks, 'rank')}, {_count(schedule.num_stages, 'stage')}, {micro_batches}"
+
+
+def _count(number: int, noun: str, ending: str = "s") -> str:
+    return f"{number} {noun}{ending if number != 1 else ''}"
+
+
+def number(value: float) -> str:
+    """Six digits, or all of a larger number; never an exponent for a large one."""
+    return f"{value:.0f}" if abs(value) >= 1e6 else f"{value:g}"
+
+
+def span_of(values: tuple[float, ...]) -> str:
+    """`5`, or `4 to 5` where ranks differ by more than rounding."""
+    least, most = number(min(values)), number(max(values))
+    return least if least == most else f"{least} to {most}"
 
 
 def save(timeline: Timeline, path: str | Path) -> None:
@@ -121,7 +132,11 @@ def draw(timeline: Timeline) -> "Figure":
 
 
 def draw_on(axes: "Axes", timeline: Timeline, font_size: float = 7) -> None:
-    """Draw one row for each rank; time goes to the right. Below a font size of 3 no numbers are drawn."""
+    """Draw one row for each rank; time goes to the right.
+
+    No numbers are drawn below a font size of 3, and in boxes that are far shorter than the others.
+    """
+    shortest = _shortest(timeline)
     ranks = range(timeline.schedule.num_ranks)
     for rank in ranks:
         row = list(boxes(timeline, rank))
@@ -131,13 +146,15 @@ def draw_on(axes: "Axes", timeline: Timeline, font_size: float = 7) -> None:
         frames = [(s.start, s.duration) for s in timeline.spans[rank] if isinstance(s.action, Overlap)]
         axes.broken_barh(frames, (-rank - 0.43, 0.86), facecolors="none", edgecolors="black", linewidths=1, zorder=2)
         for box in row if font_size >= 3 else ():
-            middle = (box.start + box.end) / 2
-            axes.text(middle, -rank, str(box.micro_batch), ha="center", va="center_baseline", fontsize=font_size)
+            if box.end - box.start >= shortest * 0.99:
+                middle = (box.start + box.end) / 2
+                axes.text(middle, -rank, str(box.micro_batch), ha="center", va="center_baseline", fontsize=font_size)
     axes.set_xlim(timeline.start, timeline.start + timeline.makespan)
     axes.set_ylim(-len(ranks) + 0.45, 0.55)
     axes.set_yticks([-rank for rank in ranks], [f"rank {rank}" for rank in ranks])
     axes.set_frame_on(False)
     axes.tick_params(length=0, labelsize=8)
+    axes.set_xlabel("time", fontsize=8, loc="right", labelpad=1)
 
 
 def _inches(timeline: Timeline) -> float:
@@ -147,8 +164,10 @@ def _inches(timeline: Timeline) -> float:
 
 
 def _shortest(timeline: Timeline) -> float:
+    """The shortest box that has to hold its number: one of less than a quarter of the median need not."""
     every = (box.end - box.start for rank in range(timeline.schedule.num_ranks) for box in boxes(timeline, rank))
-    return min(duration for duration in every if duration > 0)
+    durations = sorted(duration for duration in every if duration > 0)
+    return max(durations[0], durations[len(durations) // 2] / 4)
 
 
 def add_legend(axes: "Axes", timeline: Timeline) -> None:
@@ -158,6 +177,8 @@ def add_legend(axes: "Axes", timeline: Timeline) -> None:
     entries = [Patch(facecolor=COLOURS[letter], label=NAMES[letter]) for letter in COLOURS if letter in letters]
     if any(isinstance(span.action, Overlap) for spans in timeline.spans for span in spans):
         entries.append(Patch(facecolor="white", edgecolor="black", label="overlapped pair"))
+    if max(timeline.parameters) > 1:
+        entries.append(Patch(facecolor=_paler(COLOURS["F"], 0.5), label="pale: the rank's other stages"))
     below = (0, -0.25 / len(timeline.spans))
     axes.legend(handles=entries, loc="upper left", bbox_to_anchor=below, ncols=len(entries), fontsize=8, frameon=False)
 
@@ -165,8 +186,10 @@ def add_legend(axes: "Axes", timeline: Timeline) -> None:
 def _shade(timeline: Timeline, rank: int, box: Box) -> str:
     """The colour of the action, paler for each further stage that the rank holds."""
     stages = timeline.schedule.placement.stages[rank]
-    towards_white = 0.5 * stages.index(box.stage) / max(1, len(stages) - 1)
-    colour = COLOURS[box.letter]
+    return _paler(COLOURS[box.letter], 0.5 * stages.index(box.stage) / max(1, len(stages) - 1))
+
+
+def _paler(colour: str, towards_white: float) -> str:
     parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(part + (255 - part) * towards_white):02x}" for part in parts)
 
@@ -185,13 +208,14 @@ def text(timeline: Timeline, width: int = 80, colour: bool = True) -> str:
     """The timeline in lines of at most `width` characters (but at least 40), time going on in the next band of lines.
 
     With `colour`, boxes are coloured (ANSI, 24 bit) and hold the micro-batch; otherwise it follows a letter, as in
-    `F3`, small for the rank's further stages. A pair stands in brackets, a dot is time in which the rank waits.
+    `F3`, small for the rank's further stages. A pair stands in brackets, a dot is time in which the rank waits. What
+    runs on into the next band is named where its middle is.
     """
     ranks = range(timeline.schedule.num_ranks)
     label = len(f"rank {ranks[-1]}  ")
     columns = max(width, 40) - label
-    number = len(str(timeline.schedule.num_micro_batches - 1))
-    least = number + (3 if colour else 4)  # a bracket and a blank, and the letter
+    digits = len(str(timeline.schedule.num_micro_batches - 1))
+    least = digits + (3 if colour else 4)  # a bracket and a blank, and the letter
     scale = min(least / _shortest(timeline), _MOST_BANDS * columns / timeline.makespan)
 
     def column(time: float) -> int:
@@ -202,33 +226,34 @@ def text(timeline: Timeline, width: int = 80, colour: bool = True) -> str:
     lines = [title(timeline)]
     for first in range(0, end, columns):
         last = min(first + columns, end)
-        lines.append(f"{'time':<{label}}{timeline.start + first / scale:.4g}")
+        lines.append(f"{'time':<{label}}{number(timeline.start + first / scale)}")
         for rank in ranks:
             row, at = "", first
             for left, right, box in rows[rank][bisect_right(rows[rank], first, key=itemgetter(1)) :]:
                 if left >= last:
                     break
-                left, right = max(left, first), min(right, last)
                 if left < right:
-                    row += _waiting(left - at, colour) + _box(timeline, rank, box, right - left, colour)
-                    at = right
+                    shown = range(max(left, first), min(right, last))
+                    marks = _marks(timeline, rank, box, range(left, right), shown, colour)
+                    row += _waiting(shown.start - at, colour) + marks
+                    at = shown.stop
             lines.append(f"{f'rank {rank}':<{label}}{row}{_waiting(last - at, colour)}")
     lines += ["", *_key(timeline, max(width, 40), colour)]
     lines += [part for line in summary(timeline).splitlines() for part in wrap(line, max(width, 40))]
     return "\n".join(lines)
 
 
-def _box(timeline: Timeline, rank: int, box: Box, width: int, colour: bool) -> str:
-    """`width` characters, the last one blank, so that neighbours can be told apart; only what fits is written."""
-    first = box.stage == timeline.schedule.placement.stages[rank][0]
-    letter = "" if colour else box.letter if first else box.letter.lower()
-    inside = f"{letter}{box.micro_batch}"
-    opening = "[" if box.framed and box.letter == "F" else ""
-    closing = "]" if box.framed and box.letter == "B" else ""
-    room = max(width - 1, 1) - len(opening + closing)
-    inside = inside.center(room) if len(inside) <= room else " " * max(room, 0)
-    inside = (opening + inside + closing)[: max(width - 1, 1)]
-    gap = " " * (width - len(inside))
+def _marks(timeline: Timeline, rank: int, box: Box, whole: range, shown: range, colour: bool) -> str:
+    """The columns `shown` of a box that has the columns `whole`, the last of which is blank between it and the next."""
+    first_stage = box.stage == timeline.schedule.placement.stages[rank][0]
+    letter = "" if colour else box.letter if first_stage else box.letter.lower()
+    opening = "[" if box.framed and box.letter == "F" and shown.start == whole.start else ""
+    closing = "]" if box.framed and box.letter == "B" and shown.stop == whole.stop else ""
+    size = len(shown) - (shown.stop == whole.stop and len(shown) > 1)
+    room = max(size - len(opening + closing), 0)
+    name = f"{letter}{box.micro_batch}" if (whole.start + whole.stop - 1) // 2 in shown else ""
+    inside = (opening + (name if len(name) <= room else "").center(room) + closing)[:size]
+    gap = " " * (len(shown) - size)
     return (_painted(inside, _shade(timeline, rank, box)) if colour else inside) + gap
 
 
@@ -243,6 +268,8 @@ def _key(timeline: Timeline, width: int, colour: bool) -> list[str]:
     for letter in (letter for letter in COLOURS if any(box.letter == letter for box in every)):
         mark = _painted(f" {letter} ", COLOURS[letter]) if colour else letter
         entries.append((f"   {NAMES[letter]}" if colour else NAMES[letter], f"{mark} {NAMES[letter]}"))
+    if not colour and max(timeline.parameters) > 1:
+        entries.append(("small: other stages",) * 2)
     entries += [("[ ] pair",) * 2] if any(box.framed for box in every) else []
     lines, room = [], 0
     for seen, written in [*entries, (". waits",) * 2]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from .actions import Action, Forward, Recv, Send, Step, halves, parse
+from .grid import ScheduleError, grid
 from .placement import Placement
 
 _DATA_PARALLEL = re.compile(r"\s*\d+(UNSHARD|RESHARD|REDUCE_GRAD)\s*")  # torch's markers for FSDP, no pipeline action
@@ -63,11 +64,14 @@ class Schedule:
     def from_steps(cls, steps: Sequence[Sequence[Step]], name: str = "steps") -> "Schedule":
         """The schedule of the compute actions in `steps`, which lists each rank's; its transfers are derived anew.
 
-        The placement is inferred from where each forward stands. Raises ValueError when that is none: a stage missing,
-        or micro-batches not divided evenly, in order of id, over the routes.
+        The placement is inferred from where each forward stands. Raises ScheduleError when that is none: a forward
+        missing, or micro-batches not divided evenly, in order of id, over the routes.
         """
         actions = tuple(tuple(step for step in row if not isinstance(step, Send | Recv)) for row in steps)
-        placement, num_micro_batches = _infer_placement(actions)
+        try:
+            placement, num_micro_batches = _infer_placement(actions)
+        except ValueError as error:
+            raise ScheduleError("\n".join([f"{name}: {error}", *grid(actions).splitlines()])) from None
         return cls(name, placement, num_micro_batches, actions)
 
 

@@ -40,11 +40,9 @@ class Costs:
     def __post_init__(self) -> None:
         for field in fields(self):
             cost = getattr(self, field.name)
-            for number in () if cost is None else _as_tuple(cost):
-                may_be_zero = field.name == "comm"
-                if not (math.isfinite(number) and (number > 0 or (number == 0 and may_be_zero))):
-                    rule = "cannot be negative" if may_be_zero else "must be greater than 0"
-                    raise ValueError(f"cost {field.name} {rule}: got {number}; use {0 if may_be_zero else 1}")
+            if isinstance(cost, list):
+                object.__setattr__(self, field.name, tuple(cost))
+            _check(field.name, cost)
         lengths = {f.name: len(c) for f in fields(self) if isinstance(c := getattr(self, f.name), tuple)}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"costs for each stage must be given for as many stages: got {_listed(lengths)}")
@@ -109,8 +107,13 @@ class Costs:
                 )
 
 
-def _as_tuple(cost: Cost) -> tuple[float, ...]:
-    return cost if isinstance(cost, tuple) else (cost,)
+def _check(name: str, cost: Cost | list[float] | None) -> None:
+    if isinstance(cost, list | tuple) and not cost:
+        raise ValueError(f"cost {name} has no number: give one for all stages, or one for each")
+    least, nearest = ("at least 0", 0) if name == "comm" else ("greater than 0", 1)
+    for number in () if cost is None else cost if isinstance(cost, list | tuple) else (cost,):
+        if not (math.isfinite(number) and (number > 0 or (number == 0 and name == "comm"))):
+            raise ValueError(f"cost {name} must be a finite number {least}: got {number:g}; use {nearest}")
 
 
 def _at(cost: Cost, stage: int) -> float:

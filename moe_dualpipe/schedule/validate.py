@@ -8,26 +8,16 @@
 """
 
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
 from typing import NoReturn
 
-from .actions import Forward, Part, Recv, Send, Step, halves
+from .actions import Backward, Forward, Part, Recv, Send, Step, halves
 from .comms import add_comms, carried, destination
+from .grid import Cell, ScheduleError, grid
 from .schedule import Schedule
 from .walk import DeadlockError, Result, gives, name, needs
 
 Steps = tuple[tuple[Step, ...], ...]
-Cell = tuple[int, int]
-"""A place in the grid: the rank, and the index in its list."""
-
-_AROUND = 5
-"""How many steps of a long grid are drawn before and after those that are marked."""
-
 _TRANSFERS = (Send, Recv)
-
-
-class ScheduleError(ValueError):
-    """A schedule breaks a law; the message ends with the rank x step grid, the offending cells marked `>like this<`."""
 
 
 def validate(schedule: Schedule) -> Schedule:
@@ -66,27 +56,6 @@ def validate_transfers(schedule: Schedule, steps: Steps) -> None:
     if stuck:
         waits = [f"rank {rank} at {steps[rank][i]}" for rank, i in stuck]
         raise ScheduleError(_drawn(schedule, f"blocking transfers wait forever: {'; '.join(waits)}", stuck, steps))
-
-
-def grid(rows: Sequence[Sequence[Step]], marked: Collection[Cell] = ()) -> str:
-    """Draw actions as text, one line per rank and one column per step; of long rows only what is near a marked cell."""
-    length = max(map(len, rows), default=0)
-    first, last = 0, length
-    if marked and length > 4 * _AROUND:
-        first = max(0, min(step for _, step in marked) - _AROUND)
-        last = min(length, max(step for _, step in marked) + _AROUND + 1)
-    cells = [
-        [f">{row[i]}<" if (rank, i) in marked else str(row[i]) for i in range(first, min(last, len(row)))]
-        for rank, row in enumerate(rows)
-    ]
-    widths = [max((len(row[i]) for row in cells if i < len(row)), default=0) for i in range(last - first)]
-    lines = [
-        f"rank {rank:<3}" + " ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False))
-        for rank, row in enumerate(cells)
-    ]
-    if (first, last) != (0, length):
-        lines.insert(0, f"steps {first} to {last - 1} of {length}:")
-    return "\n".join(lines)
 
 
 def _check_cells(schedule: Schedule) -> None:
@@ -182,8 +151,14 @@ def _check_transfers(schedule: Schedule, steps: Steps) -> list[list[tuple[int, R
 def _missing(schedule: Schedule, rank: int, step: int) -> str:
     """The results that the action at (rank, step) needs and that nothing before it on its own rank provides."""
     before = {gives(half) for action in schedule.actions[rank][:step] for half in halves(action)}
-    wanted = [need for half in halves(schedule.actions[rank][step]) for need in needs(half, schedule.num_stages)]
-    return " and ".join(name(need) for need in wanted if need not in before)
+    wanted = []
+    for half in halves(schedule.actions[rank][step]):
+        missing = [need for need in needs(half, schedule.num_stages) if need not in before]
+        if isinstance(half, Backward) and half.part is Part.WEIGHT:
+            wanted += [str(Backward(half.stage, half.micro_batch, Part.INPUT)) for _ in missing]
+        else:
+            wanted += map(name, missing)
+    return " and ".join(wanted)
 
 
 def _drawn(schedule: Schedule, problem: str, marked: list[Cell], steps: Steps | None = None) -> str:

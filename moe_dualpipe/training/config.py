@@ -52,8 +52,7 @@ class TrainConfig:
     max_deferred: int = 0
     """Most chunks whose weight gradients may be put off at a time, which bounds the activations held. 0: no bound."""
     schedule: str = "auto"
-    """Pipeline schedule: gpipe, 1f1b, interleaved_1f1b, zb1p, zbv, chimera, dualpipe, dualpipev. auto: dualpipe for an
-    even number of ranks, else dualpipev."""
+    """Pipeline schedule (docs/schedules.md). auto: dualpipe for an even number of ranks, else dualpipev."""
     num_chunks: int = 0
     """Stages on each rank, where the schedule leaves the choice (interleaved_1f1b). 0: as many as it has by default."""
 

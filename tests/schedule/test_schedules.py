@@ -151,7 +151,7 @@ def test_csv_as_torch_writes_it():
 )
 def test_csv_that_is_no_schedule(csv, problem):
     with pytest.raises(ValueError, match=problem):
-        Schedule.from_csv(csv)
+        Schedule.from_csv(csv)  # a ScheduleError where every cell is an action
 
 
 # ---- Against torch's own ----

@@ -309,17 +309,19 @@ def test_costs_of_actions():
     assert c.of(Overlap(f, b)) == 8  # of the forward's stage
     assert Costs(F=(1, 2), B=(5, 7)).of(Overlap(f, b)) == 2 + 5
     assert Costs(F=1, B=5).of(Backward(0, 0, Part.WEIGHT)) == 2.5
+    assert Costs(F=[1, 2], B=[5, 7]) == Costs(F=(1, 2), B=(5, 7))
     assert type(Costs(F=1, B=4).of(Backward(0, 0, Part.WEIGHT))) is int
 
 
 @pytest.mark.parametrize(
     "arguments,message",
     [
-        ({"F": 0}, "cost F must be greater than 0: got 0; use 1"),
-        ({"B": (2, -3)}, "cost B must be greater than 0: got -3; use 1"),
-        ({"FB": float("nan")}, "cost FB must be greater than 0: got nan; use 1"),
-        ({"F": float("inf")}, "cost F must be greater than 0: got inf; use 1"),
-        ({"comm": -1}, "cost comm cannot be negative: got -1; use 0"),
+        ({"F": 0}, "cost F must be a finite number greater than 0: got 0; use 1"),
+        ({"B": (2, -3)}, "cost B must be a finite number greater than 0: got -3; use 1"),
+        ({"FB": float("nan")}, "cost FB must be a finite number greater than 0: got nan; use 1"),
+        ({"F": float("inf")}, "cost F must be a finite number greater than 0: got inf; use 1"),
+        ({"comm": -1}, "cost comm must be a finite number at least 0: got -1; use 0"),
+        ({"F": []}, "cost F has no number: give one for all stages, or one for each"),
         ({"W": 2}, "cost W is a part of B and must be smaller: got W=2 and B=2; use W=1, or a larger B"),
         ({"B": (4, 3), "W": (2, 3)}, "got W=3 and B=3; use W=1.5, or a larger B"),
         ({"F": (1, 2), "B": (2, 2, 2)}, "costs for each stage must be given for as many stages: got 2 for F, 3 for B"),

@@ -1,0 +1,36 @@
+"""The rank x step grid, as text: what an error shows of a schedule."""
+
+from collections.abc import Collection, Sequence
+
+from .actions import Step
+
+Cell = tuple[int, int]
+"""A place in the grid: the rank, and the index in its list."""
+
+_AROUND = 5
+"""How many steps of a long grid are drawn before and after those that are marked."""
+
+
+class ScheduleError(ValueError):
+    """A schedule breaks a law; the message ends with the rank x step grid, the offending cells marked `>like this<`."""
+
+
+def grid(rows: Sequence[Sequence[Step]], marked: Collection[Cell] = ()) -> str:
+    """Draw actions as text, one line per rank and one column per step; of long rows only what is near a marked cell."""
+    length = max(map(len, rows), default=0)
+    first, last = 0, length
+    if marked and length > 4 * _AROUND:
+        first = max(0, min(step for _, step in marked) - _AROUND)
+        last = min(length, max(step for _, step in marked) + _AROUND + 1)
+    cells = [
+        [f">{row[i]}<" if (rank, i) in marked else str(row[i]) for i in range(first, min(last, len(row)))]
+        for rank, row in enumerate(rows)
+    ]
+    widths = [max((len(row[i]) for row in cells if i < len(row)), default=0) for i in range(last - first)]
+    lines = [
+        f"rank {rank:<3}" + " ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False))
+        for rank, row in enumerate(cells)
+    ]
+    if (first, last) != (0, length):
+        lines.insert(0, f"steps {first} to {last - 1} of {length}:")
+    return "\n".join(lines)
