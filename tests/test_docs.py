@@ -6,12 +6,36 @@ from pathlib import Path
 import pytest
 
 from moe_dualpipe.cli import main
+from moe_dualpipe.schedule import Costs, build, simulate
+from moe_dualpipe.schedule.compare import compare
+from moe_dualpipe.schedule.render import number
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = [
     (path.name, *match) for path in (ROOT / "README.md", ROOT / "docs" / "schedules.md")
     for match in re.findall(r"```\n\$ moe-dualpipe ([^\n]*)\n(.*?)```", path.read_text(), re.DOTALL)
 ]  # fmt: skip
+
+
+def steps(comm, pair, num_chunks):
+    """The step time of every schedule on 8 ranks."""
+    entries = compare(8, 32, Costs(2, 5, 2, pair, comm), num_chunks)
+    return {e.name: number(e.timeline.makespan) for e in entries if e.num_ranks == 8 and e.timeline}
+
+
+def test_the_tables_that_no_single_command_prints():
+    document = (ROOT / "docs" / "schedules.md").read_text()
+    for comm in (0, 0.25):
+        vpp = [steps(comm, 7, chunks)["interleaved_1f1b"] for chunks in (2, 4, 8)]
+        plain, gaining = steps(comm, 7, 2), steps(comm, 6, 2)
+        pairs = [times[name] for name in ("dualpipe", "dualpipev") for times in (plain, gaining)]
+        assert " | ".join([f"| comm = {comm:g}", *vpp, plain["zb1p"], plain["zbv"], *pairs]) + " |" in document
+    for micro_batches in (16, 32, 64, 128):
+        row = [f"| {micro_batches}"]
+        for name in ("chimera", "dualpipe", "1f1b"):
+            timeline = simulate(build(name, 8, micro_batches), Costs(1, 2, 1, 3))
+            row.append(f"{timeline.makespan:g}, {timeline.bubble[0]:g} ({timeline.bubble_share:.1%})")
+        assert " | ".join(row) + " |" in document
 
 
 def test_there_are_commands_in_both():

@@ -168,6 +168,15 @@ def test_what_waits_for_its_weight_gradients_fits_in_what_1f1b_would_hold(size):
         assert timeline.peak_deferred == tuple(r + 1 for r in range(p))  # one more while its W runs
 
 
+@MANY
+@given(sizes(["zbv", "dualpipe", "dualpipev"]))
+def test_how_many_weight_gradients_are_put_off(size):
+    name, p, m = size
+    assume(m >= 2 * p - 1)
+    most = {"zbv": 2 * p - 1, "dualpipe": p // 2, "dualpipev": p}[name]
+    assert max(simulate(build(*size), Costs(2, 5, 2, 7)).peak_deferred) == most
+
+
 def test_held_over_time():
     timeline = simulate(build("dualpipev", 1, 2), Costs(2, 5, 3, 6))
     assert timeline.schedule.to_csv() == "0F0,1F0,0F1,1B0,(1F1;0B0)OVERLAP_F_B,1B1,0I1,0W1\n"
