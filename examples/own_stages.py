@@ -1,10 +1,12 @@
 """Any modules, under any schedule: a pipeline of your own without the rest of this project.
 
 torchrun --nproc-per-node 2 examples/own_stages.py dualpipe
-torchrun --nproc-per-node 2 examples/own_stages.py 1f1b
+torchrun --nproc-per-node 2 examples/own_stages.py zbv
+torchrun --nproc-per-node 2 examples/own_stages.py order.csv
 """
 
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,16 +14,16 @@ from torch import nn
 
 from moe_dualpipe.runtime import P2P, Executor, TensorSpec
 from moe_dualpipe.runtime.replicas import ReplicaSet, sum_gradients
-from moe_dualpipe.schedule import build
+from moe_dualpipe.schedule import Schedule, build
 
-WIDTH, MICRO_BATCHES, SIZE = 32, 8, 4
+WIDTH, SIZE = 32, 4
 
 
 def main(name: str) -> None:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    schedule = build(name, ranks, MICRO_BATCHES)
-    last = schedule.num_stages - 1
+    schedule = Schedule.from_csv(Path(name).read_text()) if name.endswith(".csv") else build(name, ranks, 8)
+    micro_batches, last = schedule.num_micro_batches, schedule.num_stages - 1
 
     # Every rank makes all the weights, so that replicas start equal, and keeps the stages that the schedule gives it.
     torch.manual_seed(0)
@@ -30,9 +32,9 @@ def main(name: str) -> None:
     links = P2P.connect(dist.group.WORLD, [TensorSpec((SIZE, WIDTH), torch.float32)], torch.device("cpu"))
     executor = Executor(stages, links)
 
-    x, y = torch.randn(2, MICRO_BATCHES, SIZE, WIDTH)
-    inputs = {m: (x[m],) for m in range(MICRO_BATCHES) if schedule.rank_of(0, m) == rank}
-    labels = {m: (y[m],) for m in range(MICRO_BATCHES) if schedule.rank_of(last, m) == rank}
+    x, y = torch.randn(2, micro_batches, SIZE, WIDTH)
+    inputs = {m: (x[m],) for m in range(micro_batches) if schedule.rank_of(0, m) == rank}
+    labels = {m: (y[m],) for m in range(micro_batches) if schedule.rank_of(last, m) == rank}
     result = executor.step(schedule, inputs, labels, nn.functional.mse_loss)
 
     # DualPipe holds each stage on two ranks, and each of them saw half of the micro-batches.

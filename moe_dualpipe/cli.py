@@ -34,7 +34,6 @@ from .schedule import (
 from .schedule.actions import Recv, Send
 from .schedule.compare import compare, table
 from .schedule.render import SUFFIXES, save, sizes, text
-from .schedule.validate import Steps
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ class Show:
                 raise ValueError(
                     f"{path} brings its own ranks, micro-batches and chunks: leave out what is said of them"
                 )
-            return validate(Schedule.from_steps(_read(path), name=path.name))
+            return _read(path)[0]
         if not (self.ranks and self.micro_batches):
             placement_of(self.schedule, self.ranks or 2)  # a wrong name is the worse mistake
             raise ValueError(f"{self.schedule} needs --ranks and --micro-batches, as in --ranks 4 --micro-batches 8")
@@ -126,11 +125,7 @@ class Check:
     """CSV with one line for each rank, as torch.distributed.pipelining writes it (compute_only or compute_comms)."""
 
     def run(self) -> None:
-        steps = _read(self.file)
-        schedule = validate(Schedule.from_steps(steps, name=self.file.name))
-        transfers = sum(isinstance(step, Send | Recv) for row in steps for step in row)
-        if transfers:
-            validate_transfers(schedule, steps)
+        schedule, transfers = _read(self.file)
         print(
             f"{self.file}: valid; {sizes(schedule)}, {sum(map(len, schedule.actions))} actions"
             + (f", {transfers} transfers that cannot deadlock" if transfers else "")
@@ -149,13 +144,17 @@ class ScheduleCommands:
     ]
 
 
-def _read(path: Path) -> Steps:
+def _read(path: Path) -> tuple[Schedule, int]:
+    """The valid schedule in the file, and the number of its transfers, which are valid as well if there are any."""
     try:
-        return steps_from_csv(
-            path.read_text(encoding="utf-8-sig")
-        )  # with or without the mark that spreadsheets put first
+        steps = steps_from_csv(path.read_text(encoding="utf-8-sig"))  # without the mark that spreadsheets put first
     except ValueError as error:
         raise ValueError(f"{path}: {'not a text file' if isinstance(error, UnicodeDecodeError) else error}") from None
+    schedule = validate(Schedule.from_steps(steps, name=path.name))
+    transfers = sum(isinstance(step, Send | Recv) for row in steps for step in row)
+    if transfers:
+        validate_transfers(schedule, steps)
+    return schedule, transfers
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -171,6 +170,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ScheduleError as error:
         print(error, file=sys.stderr)
         return 1
+    except OverflowError as error:
+        print(f"moe-dualpipe: error: costs so small or large cannot be reckoned with: {error}", file=sys.stderr)
+        return 2
     except (ValueError, OSError, ImportError) as error:
         print(f"moe-dualpipe: error: {error}", file=sys.stderr)
         return 2

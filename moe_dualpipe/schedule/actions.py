@@ -89,7 +89,7 @@ Action = Forward | Backward | Overlap
 Transfer = Send | Recv
 Step = Action | Transfer
 
-_SINGLE = re.compile(r"(\d+)(SEND_F|SEND_B|RECV_F|RECV_B|F|B|I|W)(\d+)")
+_SINGLE = re.compile(r"([0-9]+)(SEND_F|SEND_B|RECV_F|RECV_B|F|B|I|W)([0-9]+)")
 _OVERLAP = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 
 

@@ -21,7 +21,7 @@ def _in_turns(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: 
 
 
 def gpipe(num_ranks: int, num_micro_batches: int) -> Actions:
-    """GPipe (Huang et al., arXiv 1811.06965): all forwards, then all backwards. Simple, and keeps everything alive."""
+    """GPipe (Huang et al., arXiv 1811.06965): all forwards, then all backwards (the first first, as in torch)."""
     ids = range(num_micro_batches)
     return tuple((*(Forward(r, i) for i in ids), *(Backward(r, i) for i in ids)) for r in range(num_ranks))
 
@@ -60,7 +60,7 @@ def interleaved_one_f_one_b(num_ranks: int, num_micro_batches: int, num_chunks: 
 def zb1p(num_ranks: int, num_micro_batches: int) -> Actions:
     """ZB1P, that is ZB-H1 (Qi et al., arXiv 2401.10241): 1F1B whose weight gradients are put off into the bubble.
 
-    Rank r owes at most r of them and keeps p - r micro-batches in flight, so no rank holds more than 1F1B's first.
+    Rank r puts off those of r micro-batches and keeps p - r in flight, so no rank holds more than 1F1B's first does.
     """
 
     def actions(rank: int) -> Iterator[Action]:

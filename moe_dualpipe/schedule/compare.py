@@ -37,8 +37,8 @@ class Entry:
         return {
             **identity,
             "stages": timeline.schedule.num_stages,
-            "step_time": timeline.makespan,
-            "bubble": timeline.bubble,
+            "step_time": _plain(timeline.makespan),
+            "bubble": [_plain(bubble) for bubble in timeline.bubble],
             "bubble_share": timeline.bubble_share,
             "peak_activations": self._in_model_stages(timeline.peak_activations),
             "peak_deferred": self._in_model_stages(timeline.peak_deferred),
@@ -59,8 +59,12 @@ class Entry:
         ]
 
     def _in_model_stages(self, counts: tuple[int, ...]) -> list[float]:
-        sizes = [count * self.stage_size for count in counts]
-        return [int(size) if size.denominator == 1 else float(size) for size in sizes]
+        return [_plain(count * self.stage_size) for count in counts]
+
+
+def _plain(value: float | Fraction) -> float:
+    """A number that `json` can write: whole ones as integers, others as floats."""
+    return int(value) if value == int(value) else float(value)
 
 
 def compare(num_stages: int, num_micro_batches: int, costs: Costs, num_chunks: int = 2) -> tuple[Entry, ...]:
@@ -92,7 +96,8 @@ def _entry(name: str, num_ranks: int, num_stages: int, num_micro_batches: int, c
         schedule = build(name, num_ranks, num_micro_batches, num_chunks if name == "interleaved_1f1b" else None)
         timeline = simulate(schedule, costs.divided(num_stages, schedule.num_stages))
     except ValueError as error:
-        return Entry(name, num_ranks, None, str(error))
+        problem = str(error)
+        return Entry(name, num_ranks, None, problem if problem.startswith(name) else f"{name}: {problem}")
     return Entry(name, num_ranks, timeline, stage_size=Fraction(num_stages, schedule.num_stages))
 
 

@@ -16,19 +16,20 @@ class ScheduleError(ValueError):
 
 
 def grid(rows: Sequence[Sequence[Step]], marked: Collection[Cell] = ()) -> str:
-    """Draw actions as text, one line per rank and one column per step; of long rows only what is near a marked cell."""
+    """Draw actions as text, one line per rank and one column per step; with `marked`, only what is near those cells."""
     length = max(map(len, rows), default=0)
     first, last = 0, length
     if marked and length > 4 * _AROUND:
         first = max(0, min(step for _, step in marked) - _AROUND)
         last = min(length, max(step for _, step in marked) + _AROUND + 1)
+    label = max(len(f"rank {len(rows) - 1}"), 7) + 1
     cells = [
         [f">{row[i]}<" if (rank, i) in marked else str(row[i]) for i in range(first, min(last, len(row)))]
         for rank, row in enumerate(rows)
     ]
     widths = [max((len(row[i]) for row in cells if i < len(row)), default=0) for i in range(last - first)]
     lines = [
-        f"rank {rank:<3}" + " ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False))
+        f"rank {rank}".ljust(label) + " ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False))
         for rank, row in enumerate(cells)
     ]
     if (first, last) != (0, length):

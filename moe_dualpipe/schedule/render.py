@@ -6,6 +6,7 @@ number in a box is the micro-batch. A rank's further stages, or the other flow, 
 
 from bisect import bisect_right
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import floor
 from operator import itemgetter
@@ -46,7 +47,7 @@ class Box:
 def boxes(timeline: Timeline, rank: int) -> Iterator[Box]:
     """The boxes of `rank`, from left to right; the two halves of a pair follow each other."""
     for span in timeline.spans[rank]:
-        start, end = span.start, span.end
+        start, end = float(span.start), float(span.end)
         match span.action:
             case Overlap(forward, backward):
                 middle = start + (end - start) * _FORWARD_SHARE
@@ -85,7 +86,7 @@ def _count(number: int, noun: str, ending: str = "s") -> str:
 
 def number(value: float) -> str:
     """Six digits, or all of a larger number; never an exponent for a large one."""
-    return f"{value:.0f}" if abs(value) >= 1e6 else f"{value:g}"
+    return f"{float(value):.0f}" if abs(value) >= 1e6 else f"{float(value):g}"
 
 
 def span_of(values: tuple[float, ...]) -> str:
@@ -122,7 +123,7 @@ def draw(timeline: Timeline) -> "Figure":
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("figures need matplotlib: pip install 'moe-dualpipe[viz]'") from error
-    width = max(6.5, timeline.makespan * _inches(timeline) + 1)
+    width = max(6.5, float(timeline.makespan) * _inches(timeline) + 1)
     figure = Figure(figsize=(min(width, _MOST_INCHES), 1.3 + 0.3 * timeline.schedule.num_ranks), layout="constrained")
     axes = figure.add_subplot()
     draw_on(axes, timeline, font_size=7 * min(1, _MOST_INCHES / width))
@@ -137,19 +138,20 @@ def draw_on(axes: "Axes", timeline: Timeline, font_size: float = 7) -> None:
     No numbers are drawn below a font size of 3, and in boxes that are far shorter than the others.
     """
     shortest = _shortest(timeline)
+    edge = font_size / 8 if font_size >= 3 else 0  # nothing of a box of a few dots would be left between wider ones
     ranks = range(timeline.schedule.num_ranks)
     for rank in ranks:
         row = list(boxes(timeline, rank))
         colours = [_shade(timeline, rank, box) for box in row]
         ranges = [(box.start, box.end - box.start) for box in row]
-        axes.broken_barh(ranges, (-rank - 0.43, 0.86), facecolors=colours, edgecolors="white", linewidths=0.8)
-        frames = [(s.start, s.duration) for s in timeline.spans[rank] if isinstance(s.action, Overlap)]
-        axes.broken_barh(frames, (-rank - 0.43, 0.86), facecolors="none", edgecolors="black", linewidths=1, zorder=2)
+        axes.broken_barh(ranges, (-rank - 0.43, 0.86), facecolors=colours, edgecolors="white", linewidths=edge)
+        frames = [(float(s.start), float(s.duration)) for s in timeline.spans[rank] if isinstance(s.action, Overlap)]
+        axes.broken_barh(frames, (-rank - 0.43, 0.86), facecolors="none", edgecolors="black", linewidths=edge, zorder=2)
         for box in row if font_size >= 3 else ():
             if box.end - box.start >= shortest * 0.99:
                 middle = (box.start + box.end) / 2
                 axes.text(middle, -rank, str(box.micro_batch), ha="center", va="center_baseline", fontsize=font_size)
-    axes.set_xlim(timeline.start, timeline.start + timeline.makespan)
+    axes.set_xlim(float(timeline.start), float(timeline.start + timeline.makespan))
     axes.set_ylim(-len(ranks) + 0.45, 0.55)
     axes.set_yticks([-rank for rank in ranks], [f"rank {rank}" for rank in ranks])
     axes.set_frame_on(False)
@@ -194,7 +196,7 @@ def _paler(colour: str, towards_white: float) -> str:
     return "#" + "".join(f"{round(part + (255 - part) * towards_white):02x}" for part in parts)
 
 
-def _reproducible():
+def _reproducible() -> AbstractContextManager[None]:
     """SVG with text as text, and the same bytes every time."""
     from matplotlib import rc_context
 
@@ -216,17 +218,18 @@ def text(timeline: Timeline, width: int = 80, colour: bool = True) -> str:
     columns = max(width, 40) - label
     digits = len(str(timeline.schedule.num_micro_batches - 1))
     least = digits + (3 if colour else 4)  # a bracket and a blank, and the letter
-    scale = min(least / _shortest(timeline), _MOST_BANDS * columns / timeline.makespan)
+    start, makespan = float(timeline.start), float(timeline.makespan)
+    scale = min(least / _shortest(timeline), _MOST_BANDS * columns / makespan)
 
     def column(time: float) -> int:
-        return floor((time - timeline.start) * scale + 0.5)
+        return floor((time - start) * scale + 0.5)
 
-    end = column(timeline.start + timeline.makespan)
+    end = column(start + makespan)
     rows = [[(column(box.start), column(box.end), box) for box in boxes(timeline, rank)] for rank in ranks]
-    lines = [title(timeline)]
+    lines = wrap(title(timeline), max(width, 40))
     for first in range(0, end, columns):
         last = min(first + columns, end)
-        lines.append(f"{'time':<{label}}{number(timeline.start + first / scale)}")
+        lines.append(f"{'time':<{label}}{number(start + first / scale)}")
         for rank in ranks:
             row, at = "", first
             for left, right, box in rows[rank][bisect_right(rows[rank], first, key=itemgetter(1)) :]:
@@ -264,21 +267,21 @@ def _waiting(width: int, colour: bool) -> str:
 def _key(timeline: Timeline, width: int, colour: bool) -> list[str]:
     """What the marks mean, in lines of at most `width` characters."""
     every = [box for rank in range(timeline.schedule.num_ranks) for box in boxes(timeline, rank)]
-    entries = []  # what is seen, and what is written
+    entries = []  # how long it looks, and what is written
     for letter in (letter for letter in COLOURS if any(box.letter == letter for box in every)):
-        mark = _painted(f" {letter} ", COLOURS[letter]) if colour else letter
-        entries.append((f"   {NAMES[letter]}" if colour else NAMES[letter], f"{mark} {NAMES[letter]}"))
-    if not colour and max(timeline.parameters) > 1:
-        entries.append(("small: other stages",) * 2)
-    entries += [("[ ] pair",) * 2] if any(box.framed for box in every) else []
-    lines, room = [], 0
-    for seen, written in [*entries, (". waits",) * 2]:
-        if room < len(seen) + 5:
-            lines.append(written)
-            room = width - len(seen) - 2
-        else:
-            lines[-1] += f"   {written}"
-            room -= len(seen) + 5
+        mark = f" {letter} " if colour else letter
+        length = len(f"{mark} {NAMES[letter]}")
+        entries.append((length, f"{_painted(mark, COLOURS[letter]) if colour else mark} {NAMES[letter]}"))
+    others = ["small: other stages"] if not colour and max(timeline.parameters) > 1 else []
+    others += ["[ ] pair"] if any(box.framed for box in every) else []
+    entries += [(len(other), other) for other in [*others, ". waits"]]
+    lines, used = [""], 0
+    for length, written in entries:
+        if used and used + 3 + length > width:
+            lines.append("")
+            used = 0
+        lines[-1] += ("   " if used else "") + written
+        used += (3 if used else 0) + length
     return lines
 
 

@@ -78,19 +78,24 @@ class Schedule:
 def steps_from_csv(text: str) -> tuple[tuple[Step, ...], ...]:
     """What each rank does, transfers included, from one line for each rank.
 
-    Empty cells are bubbles and are dropped, as are torch's data-parallel markers (0REDUCE_GRAD). Raises ValueError for
-    a cell that is no action, saying where it stands.
+    Empty cells are bubbles and are dropped, as are torch's data-parallel markers (0REDUCE_GRAD), and lines of empty
+    cells. Raises ValueError for a cell that is no action, saying where it stands.
     """
     rows = []
-    for rank, cells in enumerate(csv.reader(io.StringIO(text))):
-        row = []
-        for column, cell in enumerate(cells):
-            if cell.strip() and not _DATA_PARALLEL.fullmatch(cell):
-                try:
-                    row.append(parse(cell))
-                except ValueError as error:
-                    raise ValueError(f"line {rank + 1}, cell {column + 1}: {error}") from None
-        rows.append(tuple(row))
+    lines = csv.reader(io.StringIO(text, newline=""))
+    try:
+        for cells in lines:
+            row = []
+            for column, cell in enumerate(cells):
+                if cell.strip() and not _DATA_PARALLEL.fullmatch(cell):
+                    try:
+                        row.append(parse(cell))
+                    except ValueError as error:
+                        raise ValueError(f"line {lines.line_num}, cell {column + 1}: {error}") from None
+            if any(cell.strip() for cell in cells):
+                rows.append(tuple(row))
+    except csv.Error as error:
+        raise ValueError(f"line {lines.line_num}: {error}") from None
     return tuple(rows)
 
 

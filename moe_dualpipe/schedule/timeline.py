@@ -33,14 +33,19 @@ class Timeline:
     spans: tuple[tuple[Span, ...], ...]
 
     def __post_init__(self) -> None:
+        if len(self.spans) != self.schedule.num_ranks:
+            raise ValueError(
+                f"spans for {len(self.spans)} ranks, but {self.schedule.name} has {self.schedule.num_ranks}"
+            )
         for rank, (spans, actions) in enumerate(zip(self.spans, self.schedule.actions, strict=True)):
             if tuple(span.action for span in spans) != actions:
                 raise ValueError(f"the spans of rank {rank} are not the actions that {self.schedule.name} gives it")
-            end = self.start
-            for span in spans:
-                if not end <= span.start <= span.end:
-                    raise ValueError(f"{span.action} on rank {rank} starts at {span.start}, but the rank is busy")
-                end = span.end
+            for i, span in enumerate(spans):
+                what = f"{span.action} on rank {rank} starts at {span.start}"
+                if span.end < span.start:
+                    raise ValueError(f"{what} and ends before that, at {span.end}")
+                if i and span.start < spans[i - 1].end:
+                    raise ValueError(f"{what}, but the rank is busy until {spans[i - 1].end}")
 
     @property
     def start(self) -> float:
@@ -70,7 +75,7 @@ class Timeline:
     @property
     def bubble_share(self) -> float:
         """The share of all ranks' time that is bubble, from 0 to 1."""
-        return self.total_bubble / (self.makespan * self.schedule.num_ranks)
+        return float(self.total_bubble / (self.makespan * self.schedule.num_ranks))
 
     @property
     def peak_activations(self) -> tuple[int, ...]:

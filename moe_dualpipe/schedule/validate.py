@@ -17,7 +17,7 @@ from .schedule import Schedule
 from .walk import DeadlockError, Result, gives, name, needs
 
 Steps = tuple[tuple[Step, ...], ...]
-_TRANSFERS = (Send, Recv)
+_TRANSFERS = (Send, Recv)  # in a tuple, which isinstance takes faster than a union
 
 
 def validate(schedule: Schedule) -> Schedule:
@@ -28,7 +28,7 @@ def validate(schedule: Schedule) -> Schedule:
         steps = add_comms(schedule)
     except DeadlockError as deadlock:
         stuck = [
-            f"rank {rank} waits before {schedule.actions[rank][i]} for {_missing(schedule, rank, i)}"
+            f"rank {rank} waits before {schedule.actions[rank][i]} for {_missing(schedule, rank, deadlock.waiting)}"
             for rank, i in deadlock.waiting.items()
         ]
         problem = "the order cannot run: " + "; ".join(stuck)
@@ -100,6 +100,8 @@ def _check_counts(schedule: Schedule) -> None:
             else:
                 continue
             cells = [cell for letter in letters for cell in where.get((stage, micro_batch, letter), [])]
+            if not cells:  # nothing to mark where it is missing: what else there is of the same micro-batch
+                cells = [cell for letter in "FBIW" for cell in where.get((stage, micro_batch, letter), [])]
             raise ScheduleError(_drawn(schedule, f"stage {stage} runs micro-batch {micro_batch} with {problem}", cells))
 
 
@@ -112,6 +114,8 @@ def _check_transfers(schedule: Schedule, steps: Steps) -> list[list[tuple[int, R
     def refuse(problem: str, *cells: Cell) -> NoReturn:
         raise ScheduleError(_drawn(schedule, problem, list(cells), steps))
 
+    if len(steps) != schedule.num_ranks:
+        raise ScheduleError(f"lists for {len(steps)} ranks, but {schedule.name} has {schedule.num_ranks}")
     ends: dict[Result, tuple[int, int]] = {}  # of each result that travels: from which rank, and to which
     for rank, actions in enumerate(schedule.actions):
         if tuple(step for step in steps[rank] if not isinstance(step, _TRANSFERS)) != actions:
@@ -144,16 +148,23 @@ def _check_transfers(schedule: Schedule, steps: Steps) -> list[list[tuple[int, R
             known.update(map(gives, halves(step)))
     for result, (rank, _) in ends.items():
         if result not in sent:
-            refuse(f"rank {rank} never sends {name(result)}")
+            for i, step in enumerate(steps[rank]):
+                if not isinstance(step, Send | Recv) and result in map(gives, halves(step)):
+                    refuse(f"rank {rank} never sends {name(result)}", (rank, i))
     return queues
 
 
-def _missing(schedule: Schedule, rank: int, step: int) -> str:
-    """The results that the action at (rank, step) needs and that nothing before it on its own rank provides."""
-    before = {gives(half) for action in schedule.actions[rank][:step] for half in halves(action)}
+def _missing(schedule: Schedule, rank: int, waiting: dict[int, int]) -> str:
+    """What the action before which `rank` waits needs, and no rank has computed."""
+    known = {
+        gives(half)
+        for other, actions in enumerate(schedule.actions)
+        for action in actions[: waiting.get(other, len(actions))]
+        for half in halves(action)
+    }
     wanted = []
-    for half in halves(schedule.actions[rank][step]):
-        missing = [need for need in needs(half, schedule.num_stages) if need not in before]
+    for half in halves(schedule.actions[rank][waiting[rank]]):
+        missing = [need for need in needs(half, schedule.num_stages) if need not in known]
         if isinstance(half, Backward) and half.part is Part.WEIGHT:
             wanted += [str(Backward(half.stage, half.micro_batch, Part.INPUT)) for _ in missing]
         else:

@@ -53,7 +53,9 @@ def test_virtual_stages():
     assert entry.timeline.schedule.num_stages == 32
     assert entry.timeline.bubble == (7 * (2 + 5) / 4,) * 8
     entries = {(e.name, e.num_ranks): e for e in compare(8, 32, COSTS, num_chunks=3)}
-    assert entries["interleaved_1f1b", 4].problem == "8 stages cannot be joined or cut evenly into 12"
+    assert entries["interleaved_1f1b", 4].problem == (
+        "interleaved_1f1b: 8 stages cannot be joined or cut evenly into 12"
+    )
     assert entries["interleaved_1f1b", 8].timeline is not None
 
 

@@ -18,6 +18,7 @@ from moe_dualpipe.schedule import (
     Forward,
     Overlap,
     Part,
+    Placement,
     Span,
     Timeline,
     build,
@@ -377,18 +378,21 @@ def test_a_timeline_may_start_at_any_time():
     later = tuple(tuple(Span(s.action, s.start + 100, s.end + 100) for s in spans) for spans in timeline.spans)
     moved = Timeline(timeline.schedule, later)
     assert (moved.start, moved.makespan, moved.bubble) == (100, timeline.makespan, timeline.bubble)
+    upside_down = replace(timeline.schedule, placement=Placement(((2, 1, 0),)), actions=timeline.schedule.actions[::-1])
+    moved = Timeline(upside_down, later[::-1])  # rank 0 starts last
+    assert (moved.start, moved.makespan, moved.bubble) == (100, timeline.makespan, timeline.bubble)
 
 
 def test_spans_that_are_no_timeline():
     schedule = build("1f1b", 1, 1)
     forward, backward = schedule.actions[0]
     Timeline(schedule, ((Span(forward, 0, 1), Span(backward, 1, 2)),))
-    for spans in (
-        (Span(forward, 0, 2), Span(backward, 1, 3)),
-        (Span(forward, 0, -1), Span(backward, 1, 3)),
-    ):
-        with pytest.raises(ValueError, match="but the rank is busy"):
-            Timeline(schedule, (spans,))
+    with pytest.raises(ValueError, match="0B0 on rank 0 starts at 1, but the rank is busy until 2"):
+        Timeline(schedule, ((Span(forward, 0, 2), Span(backward, 1, 3)),))
+    with pytest.raises(ValueError, match="0F0 on rank 0 starts at 0 and ends before that, at -1"):
+        Timeline(schedule, ((Span(forward, 0, -1), Span(backward, 1, 3)),))
+    with pytest.raises(ValueError, match="spans for 0 ranks, but 1f1b has 1"):
+        Timeline(schedule, ())
     with pytest.raises(ValueError, match="not the actions that 1f1b gives it"):
         Timeline(schedule, ((Span(backward, 0, 1), Span(forward, 1, 2)),))
 
