@@ -221,3 +221,51 @@ def test_a_schedule_read_back_is_the_one_written(tmp_path, capsys):
         path = tmp_path / f"{name}.csv"
         run(capsys, "schedule", "show", name, "--ranks", 4, "--micro-batches", 8, "--out", path)
         assert Schedule.from_csv(path.read_text()) == build(name, 4, 8)
+
+
+def test_colour_is_for_terminals_that_want_it(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    for value, colourful in ((None, True), ("1", False), ("", True)):
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        if value is not None:
+            monkeypatch.setenv("NO_COLOR", value)
+        assert ("\x1b" in run(capsys, *SHOW)[1]) == colourful, value
+    assert "\x1b" not in run(capsys, *SHOW, "--color", "never")[1]
+
+
+def test_the_terminals_width_is_used(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    assert run(capsys, *SHOW)[1] == run(capsys, *SHOW, "--width", 120)[1] != run(capsys, *SHOW, "--width", 80)[1]
+    assert run(capsys, *SHOW, "--width", 40)[0] == 0
+
+
+def test_figures_without_matplotlib(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    code, _, err = run(capsys, *SHOW, "--out", tmp_path / "fig.svg")
+    assert (code, err) == (2, "moe-dualpipe: error: figures need matplotlib: pip install 'moe-dualpipe[viz]'\n")
+
+
+def test_suffixes_in_capitals(capsys, tmp_path):
+    assert run(capsys, *SHOW, "--out", tmp_path / "ORDER.CSV")[0] == 0
+    assert run(capsys, "schedule", "show", tmp_path / "ORDER.CSV")[0] == 0
+
+
+def test_compare_takes_a_number_of_chunks(capsys):
+    arguments = ["schedule", "compare", "--stages", 8, "--micro-batches", 32, "--num-chunks", 4]
+    assert run(capsys, *arguments)[1] == table(compare(8, 32, Costs(), 4)) + "\n"
+
+
+def test_costs_beyond_all_numbers(capsys):
+    for cost in ("5e-324", "1e308"):
+        code, _, err = run(
+            capsys, *SHOW, "--cost.F", cost, "--cost.B", cost, "--cost.W", 0.1 if "308" in cost else 4e-324
+        )
+        assert code == 2 and err.count("\n") == 1, cost
+
+
+def test_a_file_with_faulty_transfers_is_not_drawn(capsys, tmp_path):
+    path = tmp_path / "order.csv"
+    path.write_text("0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n")
+    for command in ("check", "show"):
+        code, _, err = run(capsys, "schedule", command, path)
+        assert code == 1 and "rank 0 runs 0B0 before it has received 1B0" in err

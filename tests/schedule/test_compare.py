@@ -1,6 +1,7 @@
 """Every schedule does the same work on the same ranks, and says so in a table and in JSON."""
 
 import json
+from fractions import Fraction
 
 import pytest
 
@@ -102,3 +103,31 @@ def test_what_cannot_be_compared(arguments, message):
     with pytest.raises(ValueError) as error:
         compare(*arguments)
     assert message in str(error.value)
+
+
+def test_as_few_micro_batches_as_half_the_ranks_give_the_second_table():
+    entries = compare(8, 4, COSTS)
+    assert all(entry.timeline is None for entry in entries if entry.num_ranks == 8)
+    assert next(entry for entry in entries if (entry.name, entry.num_ranks) == ("1f1b", 4)).timeline is not None
+
+
+def test_one_rank():
+    lines = table(compare(1, 2, COSTS)).splitlines()
+    assert lines[0].startswith("| on 1 rank  ")
+
+
+def test_an_object_literally():
+    (entry,) = (e for e in compare(2, 4, COSTS) if (e.name, e.num_ranks) == ("zbv", 2))
+    timeline = simulate(build("zbv", 2, 4), Costs(1, 2.5, 1, 3))
+    assert entry.as_object() == {
+        "schedule": "zbv", "ranks": 2, "stages": 4, "step_time": timeline.makespan, "bubble": list(timeline.bubble),
+        "bubble_share": timeline.bubble_share, "peak_activations": [2, 2], "peak_deferred": [0.5, 1.5],
+        "parameters": [1, 1],
+    }  # fmt: skip
+
+
+def test_exact_fractions_can_be_compared():
+    third = Fraction(1, 3)
+    entries = compare(2, 4, Costs(third, 2 * third, third))
+    assert "| 1f1b             |      2 |         5 |" in table(entries)
+    json.dumps([entry.as_object() for entry in entries])

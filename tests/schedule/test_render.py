@@ -1,14 +1,28 @@
 """What is drawn is what is in the timeline: every action, where it runs, in its colour, in files others can open."""
 
+import io
 import json
 import re
 import xml.etree.ElementTree
 from collections import Counter
+from fractions import Fraction
 from typing import Any
 
 import pytest
 
-from moe_dualpipe.schedule import Costs, Forward, Overlap, Schedule, Send, add_comms, build, halves, simulate
+from moe_dualpipe.schedule import (
+    Costs,
+    Forward,
+    Overlap,
+    Schedule,
+    Send,
+    Span,
+    Timeline,
+    add_comms,
+    build,
+    halves,
+    simulate,
+)
 from moe_dualpipe.schedule.render import COLOURS, boxes, draw, draw_on, save, span_of, summary, text
 from moe_dualpipe.schedule.trace import chrome_trace
 
@@ -39,7 +53,7 @@ def test_every_action_has_its_boxes_where_it_runs(timeline):
 
 
 @timelines
-@pytest.mark.parametrize("width", [60, 80, 133, 1000])
+@pytest.mark.parametrize("width", [40, 60, 80, 133, 1000])
 def test_lines_fit_the_terminal_and_differ_in_colour_only(timeline, width):
     for colour in (False, True):
         lines = [plain(line) for line in text(timeline, width, colour).splitlines()]
@@ -123,7 +137,6 @@ def test_actions_of_very_unequal_length_do_not_fill_the_screen():
 
 
 def test_the_summary_names_the_range_where_ranks_differ():
-    assert "bubble 4 to 5 a rank" not in summary(simulate(build("dualpipe", 4, 8), Costs(1, 2, 1, 3)))
     assert "bubble 11 to 13 a rank (8.6%)" in summary(simulate(build("dualpipe", 8, 20), COSTS))
 
 
@@ -230,3 +243,128 @@ def test_a_trace_starts_at_zero_and_names_what_it_shows():
     assert event["args"] == {
         "forward stage": 1, "forward micro-batch": 3, "backward stage": 0, "backward micro-batch": 0,
     }  # fmt: skip
+
+
+# ---- Literally ----
+
+PAIR = simulate(build("dualpipe", 2, 4), COSTS)
+
+
+def shifted(timeline, by):
+    spans = (tuple(Span(s.action, s.start + by, s.end + by) for s in row) for row in timeline.spans)
+    return Timeline(timeline.schedule, tuple(spans))
+
+
+def test_a_text_with_pairs_literally():
+    assert text(PAIR, 80, colour=False).splitlines() == [
+        "dualpipe: 2 ranks, 2 stages, 4 micro-batches",
+        "time    0",
+        "rank 0   F0   f2   F1       b2      [ f3    B0   ]      b3        I1    W1  ",
+        "rank 1   f2   F0   f3       B0      [ F1    b2   ]      B1        i3    w3  ",
+        "",
+        "F forward   B backward   I input half   W weight half   small: other stages",
+        "[ ] pair   . waits",
+        "step 27, bubble 0 a rank (0.0%)",
+        "at most: activations of 3 micro-batches, 1 deferred W, parameters of 2 stages",
+    ]
+
+
+def test_a_coloured_row_literally():
+    def box(red, green, blue, inside):
+        return f"\x1b[38;2;0;0;0m\x1b[48;2;{red};{green};{blue}m{inside}\x1b[0m "
+
+    orange, pale_orange, green, pale_green = (246, 178, 107), (250, 216, 181), (147, 196, 125), (201, 226, 190)
+    row = [(orange, " 0 "), (pale_orange, " 2 "), (orange, " 1 "), (pale_green, "    2    "), (pale_orange, "[3 ")]
+    row += [(green, "  0   ]"), (pale_green, "    3    "), ((188, 216, 106), "  1  "), ((111, 168, 220), " 1 ")]
+    lines = text(PAIR, 80, colour=True).splitlines()
+    assert lines[2] == "rank 0  " + "".join(box(*colour, inside) for colour, inside in row)
+    assert lines[5].startswith(box(*orange, " F ") + "forward   " + box(*green, " B ") + "backward   ")
+    waits = text(simulate(build("1f1b", 2, 2), COSTS), 80).splitlines()[3]
+    assert waits.startswith("rank 1  \x1b[2m....\x1b[0m\x1b[38;2;0;0;0m")
+
+
+def test_a_text_that_starts_later():
+    rows, moved = text(PAIR, 40, colour=False), text(shifted(PAIR, 100), 40, colour=False)
+    times = [line.split()[1] for line in rows.splitlines() if line.startswith("time")]
+    assert [line.split()[1] for line in moved.splitlines() if line.startswith("time")] == [
+        f"{100 + float(time):g}" for time in times
+    ]
+    assert [line for line in rows.splitlines() if not line.startswith("time")] == [
+        line for line in moved.splitlines() if not line.startswith("time")
+    ]
+    assert text(PAIR, 10, colour=False) == rows
+
+
+def test_summaries_literally():
+    assert summary(simulate(build("zb1p", 4, 8), Costs(2, 5, 2))) == (
+        "step 65, bubble 9 a rank (13.8%)\nat most: activations of 4 micro-batches, 4 deferred W, parameters of 1 stage"
+    )
+
+
+def test_a_figure_literally():
+    axes: Any = draw(shifted(PAIR, 100)).axes[0]
+    assert axes.get_title(loc="left").splitlines() == text(PAIR, 80).splitlines()[:1] + summary(PAIR).splitlines()
+    assert [label.get_text() for label in axes.get_legend().get_texts()] == [
+        "forward", "backward", "input half", "weight half", "overlapped pair", "pale: the rank's other stages",
+    ]  # fmt: skip
+    plain_legend: Any = draw(simulate(build("1f1b", 2, 2), COSTS)).axes[0].get_legend()
+    assert [label.get_text() for label in plain_legend.get_texts()] == ["forward", "backward"]
+    assert axes.get_xlim() == (100, 127)
+    assert axes.get_ylim()[0] < -1.43 and axes.get_ylim()[1] > 0.43
+    ticks = zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)
+    assert [(place, label.get_text()) for place, label in ticks] == [(0, "rank 0"), (-1, "rank 1")]
+    assert all(axes.collections[i + 1].zorder > axes.collections[i].zorder for i in (0, 2))
+    assert [list(COLOURS), *COLOURS.values()] == [["F", "B", "I", "W"], "#f6b26b", "#93c47d", "#bcd86a", "#6fa8dc"]
+    pair = [box for box in boxes(PAIR, 0) if box.framed]
+    assert [(box.start, box.end, box.letter) for box in pair] == [(11, 13, "F"), (13, 17, "B")]
+    heights = [draw(simulate(build("1f1b", ranks, 16), COSTS)).get_figheight() for ranks in (2, 16)]
+    assert heights[1] > 2 * heights[0]
+
+
+def test_further_stages_are_paler_one_after_the_other():
+    timeline = simulate(build("interleaved_1f1b", 1, 1, 3), COSTS)
+    axes: Any = draw(timeline).axes[0]
+    forwards = axes.collections[0].get_facecolors()[:3, :3]
+    white = 1 - forwards
+    assert white[1] == pytest.approx(white[0] * 0.75, abs=0.005)
+    assert white[2] == pytest.approx(white[0] * 0.5, abs=0.005)
+
+
+def test_a_long_busy_timeline_is_not_white():
+    from PIL import Image
+
+    figure = draw(simulate(build("1f1b", 2, 3000), Costs()))
+    figure.savefig(path := io.BytesIO(), dpi=30)
+    middle = Image.open(path).convert("RGB")
+    width, height = middle.size
+    row = [middle.getpixel((x, int(height * 0.52))) for x in range(width // 4, width * 3 // 4)]
+    assert sum(min(pixel) > 230 for pixel in row) < 0.05 * len(row)
+
+
+def test_exact_fractions_can_be_drawn():
+    third = Fraction(1, 3)
+    timeline = simulate(build("dualpipe", 2, 4), Costs(third, 2 * third, third))
+    assert "step 4, bubble 0 a rank (0.0%)" in text(timeline)
+    draw(timeline)
+    json.dumps(chrome_trace(timeline))
+
+
+def test_a_trace_literally():
+    trace = chrome_trace(shifted(simulate(build("zb1p", 2, 2), Costs(2, 5, 2, comm=1)), 100), microseconds=10)
+    events = [event for event in trace["traceEvents"] if event["pid"] == 1]
+    assert [event["args"] for event in events if event["ph"] == "M"] == [
+        {"name": "rank 1"}, {"sort_index": 1}, {"name": "actions"},
+    ]  # fmt: skip
+    assert [(e["name"], e["cat"], e["ts"], e["dur"], e["args"]) for e in events if e["ph"] == "X"] == [
+        (name, kind, start, end - start, {"stage": 1, "micro-batch": micro_batch})
+        for name, kind, start, end, micro_batch in [
+            ("1F0", "forward", 30, 50, 0), ("1I0", "backward", 50, 80, 0), ("1F1", "forward", 80, 100, 1),
+            ("1I1", "backward", 100, 130, 1), ("1W0", "weight gradient", 130, 150, 0),
+            ("1W1", "weight gradient", 150, 170, 1),
+        ]
+    ]  # fmt: skip
+    assert [(e["ts"], *e["args"].values()) for e in events if e["ph"] == "C"] == [
+        (30, 1, 0), (80, 0, 1), (80, 1, 1), (130, 0, 2), (150, 0, 1), (170, 0, 0),
+    ]  # fmt: skip
+    assert [(e["ts"], e["bp"]) for e in events if e["ph"] == "f"] == [(30, "e"), (80, "e")]
+    assert [e["ts"] for e in events if e["ph"] == "s"] == [65, 115]  # in the middle of 1I0 and 1I1
