@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 from .build import NAMES, build
-from .render import number, span_of
+from .picture import number, span_of
 from .simulate import Costs, simulate
 from .timeline import Timeline
 
