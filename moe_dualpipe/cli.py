@@ -9,12 +9,13 @@ A mistake in what was asked for is one line, and exit code 2; a schedule that br
 
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from tyro.conf import OmitSubcommandPrefixes, Positional, subcommand
@@ -69,10 +70,8 @@ class Show:
 
     def run(self) -> None:
         costs = self.cost.checked()
-        if self.out is not None and self.out.suffix.lower() not in SUFFIXES:
-            raise ValueError(f"cannot write {self.out.name!r}: use one of {', '.join(SUFFIXES)}")
-        if self.out is not None and not self.out.parent.is_dir():
-            raise ValueError(f"cannot write {str(self.out)!r}: there is no folder {str(self.out.parent)!r}")
+        if self.out is not None:
+            check_output(self.out, SUFFIXES)
         if self.width and self.width < 40:
             raise ValueError(f"--width must be at least 40: got {self.width}; use 40")
         timeline = simulate(self._schedule(), costs)
@@ -144,6 +143,77 @@ class ScheduleCommands:
     ]
 
 
+@dataclass(frozen=True)
+class Analyze:
+    """How much communication was hidden, in a trace that torch.profiler wrote of work on a GPU."""
+
+    traces: Positional[list[Path]]
+    """Chrome traces, .json or .json.gz; several ranks are analyzed one after the other."""
+    comm_pattern: str | None = None
+    """What the name of a communication kernel contains (a regular expression). None: the usual libraries'."""
+    phases: bool = False
+    """A table of the annotations in which work was launched."""
+    kernels: int = 0
+    """A table of so many kernels, those that took the most time."""
+    out: Path | None = None
+    """Draw computation above communication into this file (.png, .svg); for one trace of one device."""
+    json: bool = False
+    """Print JSON: for each device of each trace an object."""
+
+    def run(self) -> None:
+        from .profiler import COMMUNICATION, analyze, as_text, lanes, read
+
+        try:
+            pattern = COMMUNICATION if self.comm_pattern is None else re.compile(self.comm_pattern)
+        except re.error as error:
+            raise ValueError(f"--comm-pattern {self.comm_pattern!r} is no regular expression: {error}") from None
+        if self.kernels < 0:
+            raise ValueError(f"--kernels cannot be negative: got {self.kernels}")
+        if not self.traces:
+            raise ValueError("no trace to analyze: name at least one file")
+        if self.out is not None:
+            check_output(self.out, (".png", ".svg"))
+        objects = []
+        for path in self.traces:
+            trace = read(path)
+            if not trace.work:
+                raise ValueError(
+                    f"{path}: no work on a device among {trace.num_events:,} events: was it recorded there?"
+                )
+            if trace.truncated:
+                print(f"{path}: cut off after {trace.num_events:,} events; this is about those", file=sys.stderr)
+            analyses = analyze(trace, pattern)
+            if self.out is not None:
+                if len(self.traces) > 1 or len(analyses) != 1:
+                    raise ValueError("--out draws one device of one trace: got more; leave it out, or name one trace")
+                lanes.save(trace, analyses[0], self.out, pattern)
+            for analysis in analyses:
+                if self.json:
+                    objects.append({"trace": str(path), "truncated": trace.truncated, **analysis.as_object()})
+                else:
+                    print(f"{path}\n{as_text(analysis, self.phases, self.kernels)}")
+        if self.json:
+            print(json.dumps(objects, indent=1))
+
+
+@dataclass(frozen=True)
+class ProfileCommands:
+    """What a profiler's trace says about the overlap."""
+
+    command: Annotated[
+        # A union needs two.
+        Annotated[Analyze, subcommand("analyze")] | Annotated[None, tyro.conf.Suppress],
+        tyro.conf.arg(name=""),
+    ]
+
+
+def check_output(path: Path, suffixes: Sequence[str]) -> None:
+    if path.suffix.lower() not in suffixes:
+        raise ValueError(f"cannot write {path.name!r}: use one of {', '.join(suffixes)}")
+    if not path.parent.is_dir():
+        raise ValueError(f"cannot write {str(path)!r}: there is no folder {str(path.parent)!r}")
+
+
 def _read(path: Path) -> tuple[Schedule, int]:
     """The valid schedule in the file, and the number of its transfers, which are valid as well if there are any."""
     try:
@@ -159,8 +229,11 @@ def _read(path: Path) -> tuple[Schedule, int]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
-    chosen = tyro.extras.subcommand_cli_from_dict(
-        {"schedule": ScheduleCommands}, args=arguments, prog="moe-dualpipe", config=(OmitSubcommandPrefixes,)
+    chosen: Any = tyro.extras.subcommand_cli_from_dict(
+        {"schedule": ScheduleCommands, "profile": ProfileCommands},
+        args=arguments,
+        prog="moe-dualpipe",
+        config=(OmitSubcommandPrefixes,),
     )
     try:
         chosen.command.run()

@@ -107,13 +107,14 @@ def table(entries: tuple[Entry, ...]) -> str:
     for num_ranks in dict.fromkeys(entry.num_ranks for entry in entries):
         here = [entry for entry in entries if entry.num_ranks == num_ranks]
         heading = f"on {num_ranks} rank{'s' if num_ranks > 1 else ''}"
-        tables.append(_markdown([[heading, *HEADINGS], *([entry.name, *entry.cells()] for entry in here)]))
+        tables.append(markdown([[heading, *HEADINGS], *([entry.name, *entry.cells()] for entry in here)]))
         if problems := [f"- {entry.problem}" for entry in here if entry.problem]:
             tables.append("\n".join(problems))
     return "\n\n".join(tables)
 
 
-def _markdown(rows: list[list[str]]) -> str:
+def markdown(rows: list[list[str]]) -> str:
+    """A table whose first row is its heading; the first column is aligned to the left, the others to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
         "| " + " | ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])

@@ -25,14 +25,21 @@ def save_figure(timeline: Timeline, path: Path) -> None:
         figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
 
 
-def draw(timeline: Timeline) -> "Figure":
-    """A figure of the whole timeline, wide enough for its micro-batch numbers to be read (up to 60 inches)."""
+def figure_class() -> "type[Figure]":
+    """matplotlib's, or an ImportError that says how to get it."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("figures need matplotlib: pip install 'moe-dualpipe[viz]'") from error
+    return Figure
+
+
+def draw(timeline: Timeline) -> "Figure":
+    """A figure of the whole timeline, wide enough for its micro-batch numbers to be read (up to 60 inches)."""
     width = max(6.5, float(timeline.makespan) * _inches(timeline) + 1)
-    figure = Figure(figsize=(min(width, _MOST_INCHES), 1.3 + 0.3 * timeline.schedule.num_ranks), layout="constrained")
+    figure = figure_class()(
+        figsize=(min(width, _MOST_INCHES), 1.3 + 0.3 * timeline.schedule.num_ranks), layout="constrained"
+    )
     axes = figure.add_subplot()
     draw_on(axes, timeline, font_size=7 * min(1, _MOST_INCHES / width))
     axes.set_title(f"{title(timeline)}\n{summary(timeline)}", fontsize=9, loc="left")

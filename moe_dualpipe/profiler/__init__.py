@@ -1,0 +1,24 @@
+"""See, and prove, what is hidden: traces of torch.profiler in numbers.
+
+>>> from moe_dualpipe.profiler import analyze, read
+>>> for analysis in analyze(read("trace.json.gz")):  # one for each device   # doctest: +SKIP
+...     print(analysis.hidden_fraction)
+"""
+
+from .analyze import COMMUNICATION, Analysis, Kernel, Phase, analyze, kind_of
+from .chrome import Trace, TraceError, read
+from .report import as_text, verdict
+
+__all__ = [
+    "COMMUNICATION",
+    "Analysis",
+    "Kernel",
+    "Phase",
+    "Trace",
+    "TraceError",
+    "analyze",
+    "as_text",
+    "kind_of",
+    "read",
+    "verdict",
+]

@@ -1,0 +1,209 @@
+"""How much communication was hidden? The arithmetic of a trace.
+
+Device work is communication if its name says so, and computation otherwise, copies and fills included. All times are
+lengths of unions of intervals: a moment in which two kernels of a kind run counts once. Communication is hidden where
+anything computes at the same time, and exposed where nothing does.
+"""
+
+import re
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from .chrome import Mark, Trace, Work
+from .intervals import EMPTY, Intervals, difference, intersection, total, union
+
+COMMUNICATION = re.compile(
+    r"nccl|nvshmem|deep_?ep|::ep::|multimem|symm_?mem|paced_copy"
+    r"|all_?to_?all|all_?gather|all_?reduce|reduce_?scatter|send_?recv|_shot_",
+    re.IGNORECASE,
+)
+"""Kernels of NCCL, NVSHMEM, DeepEP (also as part of another package), torch's symmetric memory, and our own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """The device work that was launched inside annotations of one name: sums of kernels' times, not unions."""
+
+    name: str
+    times: int
+    """How many annotations there are."""
+    compute_us: float
+    comm_us: float
+    copy_us: float
+    exposed_comm_us: float
+    """How long its communication was exposed; this one is a union."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    name: str
+    kind: str
+    """compute, comm or copy."""
+    times: int
+    total_us: float
+    most_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Analysis:
+    """Of one device. Microseconds."""
+
+    device: str
+    window_us: float
+    """From the first start of any work to the last end."""
+    busy_us: float
+    compute_us: float
+    comm_us: float
+    copy_us: float
+    """The part of the computation's time in which something was copied or filled."""
+    overlapped_us: float
+    """Communication while something computes."""
+    exposed_comm_us: float
+    """Communication while nothing computes."""
+    idle_us: float
+    num_comm: int
+    comm_blocks: int
+    """The most thread blocks of a communication kernel: as many SMs can it occupy, if the GPU has more."""
+    phases: tuple[Phase, ...]
+    streams: dict[str, float]
+    """Busy time by stream."""
+    kernels: tuple[Kernel, ...]
+    """The longest first."""
+
+    @property
+    def hidden_fraction(self) -> float | None:
+        """The hidden share of the communication; None where there is none."""
+        return self.overlapped_us / self.comm_us if self.comm_us else None
+
+    def as_object(self) -> dict[str, Any]:
+        """For `json`."""
+        return {**asdict(self), "hidden_fraction": self.hidden_fraction}
+
+
+def analyze(trace: Trace, comm_pattern: str | re.Pattern[str] = COMMUNICATION) -> tuple[Analysis, ...]:
+    """An analysis for each device on which `trace` has work, in order of their names."""
+    pattern = re.compile(comm_pattern) if isinstance(comm_pattern, str) else comm_pattern
+    by_device: dict[str, list[Work]] = defaultdict(list)
+    for work in trace.work:
+        by_device[str(work.device)].append(work)
+    phase_of = {correlation: mark.name for correlation, mark in annotations_of_launches(trace).items()}
+    return tuple(_analyze(device, by_device[device], trace, pattern, phase_of) for device in sorted(by_device))
+
+
+def _analyze(
+    device: str, works: Sequence[Work], trace: Trace, pattern: re.Pattern[str], phase_of: dict[int, str]
+) -> Analysis:
+    kinds: dict[tuple[str, str], str] = {}
+    by_kind: dict[str, list[Work]] = {"compute": [], "comm": [], "copy": []}
+    for work in works:
+        key = work.name, work.category
+        if key not in kinds:
+            kinds[key] = kind_of(work, pattern)
+        by_kind[kinds[key]].append(work)
+    compute = union(intervals_of([*by_kind["compute"], *by_kind["copy"]]))
+    comm, copies = (union(intervals_of(by_kind[kind])) for kind in ("comm", "copy"))
+    every = union(intervals_of(works))
+    exposed = difference(comm, compute)
+    window = float(every[-1, 1] - every[0, 0]) if len(every) else 0.0
+    streams = defaultdict(list)
+    for work in works:
+        streams[str(work.stream)].append(work)
+    return Analysis(
+        device=device,
+        window_us=window,
+        busy_us=total(every),
+        compute_us=total(compute),
+        comm_us=total(comm),
+        copy_us=total(copies),
+        overlapped_us=total(intersection(comm, compute)),
+        exposed_comm_us=total(exposed),
+        idle_us=window - total(every),
+        num_comm=len(by_kind["comm"]),
+        comm_blocks=max((work.blocks for work in by_kind["comm"]), default=0),
+        phases=_phases(by_kind, trace, phase_of, exposed),
+        streams={stream: total(union(intervals_of(streams[stream]))) for stream in sorted(streams)},
+        kernels=_kernels(by_kind),
+    )
+
+
+def kind_of(work: Work, pattern: re.Pattern[str] = COMMUNICATION) -> str:
+    """compute, comm or copy. A kernel on a communication stream is not communication because of that."""
+    if pattern.search(work.name):
+        return "comm"
+    return "compute" if work.category == "kernel" else "copy"
+
+
+def intervals_of(works: Iterable[Work]) -> Intervals:
+    """When each of them ran."""
+    rows = [(work.start, work.end) for work in works]
+    return np.array(rows) if rows else EMPTY
+
+
+def annotations_of_launches(trace: Trace) -> dict[int, Mark]:
+    """The innermost annotation around each launch, by correlation id.
+
+    It is one of the launch's own thread; where there is none, of any: the thread of a backward has no annotations, and
+    works while the one that called it waits inside of one.
+    """
+    threads: dict[tuple[Any, Any], list[Mark]] = defaultdict(list)
+    for mark in trace.annotations:
+        threads[mark.thread].append(mark)
+    launches: dict[tuple[Any, Any], list[tuple[float, int]]] = defaultdict(list)
+    for correlation, mark in trace.launches.items():
+        launches[mark.thread].append((mark.start, correlation))
+    found: dict[int, Mark] = {}
+    for thread in threads:
+        found |= _innermost(threads[thread], launches[thread])
+    others = [launch for starts in launches.values() for launch in starts if launch[1] not in found]
+    return found | _innermost(trace.annotations, others)
+
+
+def _innermost(marks: Iterable[Mark], launches: Iterable[tuple[float, int]]) -> dict[int, Mark]:
+    """The mark that started last of those around each launch, which is a time and a correlation id."""
+    waiting = deque(sorted(marks, key=lambda mark: (mark.start, -mark.end)))
+    around: list[Mark] = []
+    found: dict[int, Mark] = {}
+    for time, correlation in sorted(launches):
+        while waiting and waiting[0].start <= time:
+            around.append(waiting.popleft())
+        around = [mark for mark in around if mark.end > time]
+        if around:
+            found[correlation] = around[-1]
+    return found
+
+
+def _phases(
+    by_kind: dict[str, list[Work]], trace: Trace, phase_of: dict[int, str], exposed: Intervals
+) -> tuple[Phase, ...]:
+    launched: dict[str, dict[str, list[Work]]] = defaultdict(lambda: {kind: [] for kind in by_kind})
+    for kind, works in by_kind.items():
+        for work in works:
+            if work.correlation is not None and (phase := phase_of.get(work.correlation)) is not None:
+                launched[phase][kind].append(work)
+    phases = []
+    for name, times in Counter(mark.name for mark in trace.annotations).items():
+        if name in launched:
+            compute, comm, copies = launched[name].values()
+            exposed_here = total(intersection(union(intervals_of(comm)), exposed))
+            phases.append(Phase(name, times, _sum(compute), _sum(comm), _sum(copies), exposed_here))
+    return tuple(phases)
+
+
+def _sum(works: Iterable[Work]) -> float:
+    return sum(work.end - work.start for work in works)
+
+
+def _kernels(by_kind: dict[str, list[Work]]) -> tuple[Kernel, ...]:
+    kernels = []
+    for kind, works in by_kind.items():
+        by_name: dict[str, list[Work]] = defaultdict(list)
+        for work in works:
+            by_name[work.name].append(work)
+        kernels += [
+            Kernel(name, kind, len(same), _sum(same), max(w.blocks for w in same)) for name, same in by_name.items()
+        ]
+    return tuple(sorted(kernels, key=lambda kernel: -kernel.total_us))

@@ -1,0 +1,160 @@
+"""Read the Chrome trace that torch.profiler writes: what ran on the device, who launched it, and in which annotation.
+
+The files are large and often cut off. So events are decoded one after the other from the stream, only what the analysis
+needs is kept, in a few words each, and what was read before the end of a truncated file is a result.
+"""
+
+import codecs
+import json
+import math
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_SPACE = re.compile(r"[\s,]*")
+_OPENING = re.compile(r'"traceEvents"\s*:\s*\[')
+_CHUNK = 1 << 20
+_LONGEST_EVENT = 1 << 24
+
+
+class TraceError(ValueError):
+    """The file holds no trace; the message is one line and names it."""
+
+
+class Work(NamedTuple):
+    """A kernel, copy or fill on a device. Times in microseconds."""
+
+    name: str
+    category: str
+    start: float
+    end: float
+    device: Any
+    stream: Any
+    correlation: int | None
+    blocks: int
+    """Of its launch grid; 0 where the trace does not say."""
+
+
+class Mark(NamedTuple):
+    """An annotation, or the launch of some work, on a thread of the host. Times in microseconds."""
+
+    name: str
+    start: float
+    end: float
+    thread: tuple[Any, Any]
+    correlation: int | None = None
+
+
+@dataclass
+class Trace:
+    """What one file says."""
+
+    work: list[Work] = field(default_factory=list)
+    launches: dict[int, Mark] = field(default_factory=dict)
+    """By correlation id."""
+    annotations: list[Mark] = field(default_factory=list)
+    ops: list[Mark] = field(default_factory=list)
+    """What ran on the host; kept only as long as no work on a device is found."""
+    num_events: int = 0
+    truncated: bool = False
+
+
+_WORK = {"kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset"}
+_LAUNCHES = {"cuda_runtime", "cuda_driver", "runtime", "hip_runtime"}
+
+
+def read(path: str | Path) -> Trace:
+    """Read `path`, .json or .json.gz. Raises TraceError for a file that is missing, empty or no trace."""
+    path, trace = Path(path), Trace()
+    names: dict[str, str] = {}  # one string for each name, not one for each event
+    try:
+        for event in _events(_pieces(path), path, trace):
+            _keep(event, trace, names)
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror or error}") from None
+    except (UnicodeDecodeError, zlib.error):
+        raise TraceError(f"{path}: neither text nor gzip; a trace is .json or .json.gz") from None
+    if not trace.num_events:
+        raise TraceError(f"{path}: {'cut off before the first event' if trace.truncated else 'a trace without events'}")
+    return trace
+
+
+def _keep(event: dict[str, Any], trace: Trace, names: dict[str, str]) -> None:
+    if event.get("ph") != "X":
+        return
+    category, name = str(event.get("cat", "")).lower(), str(event.get("name", ""))
+    name = names.setdefault(name, name)
+    arguments = event.get("args") or {}
+    try:
+        start = float(event["ts"])
+        end = start + max(float(event.get("dur", 0)), 0.0)
+    except (KeyError, TypeError, ValueError):
+        return
+    thread = event.get("pid"), event.get("tid")
+    correlation = arguments.get("correlation")
+    if category in _WORK:
+        grid = arguments.get("grid") or [0]
+        device, stream = arguments.get("device", thread[0]), arguments.get("stream", thread[1])
+        trace.work.append(Work(name, category, start, end, device, stream, correlation, math.prod(grid)))
+        trace.ops.clear()
+    elif category in _LAUNCHES and correlation is not None:
+        trace.launches[correlation] = Mark(name, start, end, thread)
+    elif category == "user_annotation":
+        trace.annotations.append(Mark(name, start, end, thread))
+    elif category in ("cpu_op", "operator") and not trace.work:
+        trace.ops.append(Mark(name, start, end, thread))
+
+
+def _pieces(path: Path) -> Iterator[str]:
+    """The text of the file, piece by piece; of a compressed one as much as there is, if it was cut off."""
+    decode = codecs.getincrementaldecoder("utf-8")().decode
+    with path.open("rb") as file:
+        compressed = file.read(2) == b"\x1f\x8b"
+        file.seek(0)
+        expand = zlib.decompressobj(wbits=31).decompress if compressed else bytes
+        while chunk := file.read(_CHUNK):
+            if text := decode(expand(chunk)):
+                yield text
+
+
+def _events(pieces: Iterator[str], path: Path, trace: Trace) -> Iterator[dict[str, Any]]:
+    """The objects in the list "traceEvents", or in a file that is a list; sets `trace.truncated`."""
+    decode = json.JSONDecoder().raw_decode
+    text, at = _first_event(pieces, path), 0
+    while True:
+        at = _SPACE.match(text, at).end()  # type: ignore[union-attr]
+        if text.startswith("]", at):
+            return
+        try:
+            event, at = decode(text, at)
+        except json.JSONDecodeError as error:
+            text, at = text[at:], 0
+            if len(text) > _LONGEST_EVENT:
+                raise TraceError(f"{path}: not a trace: {error.msg} in event {trace.num_events}") from None
+            if not (more := next(pieces, "")):
+                trace.truncated = True
+                return
+            text += more
+            continue
+        if not isinstance(event, dict):
+            raise TraceError(f"{path}: not a trace: event {trace.num_events} is {str(event)[:40]!r}, not an object")
+        trace.num_events += 1
+        yield event
+
+
+def _first_event(pieces: Iterator[str], path: Path) -> str:
+    """The text behind the bracket that opens the list of events."""
+    text = next(pieces, "").lstrip()
+    if text.startswith("["):
+        return text[1:]
+    if not text.startswith("{"):
+        what = f"it begins with {text[:20]!r}, not with an object or a list" if text else "the file is empty"
+        raise TraceError(f"{path}: not a trace: {what}")
+    while not (opening := _OPENING.search(text)):
+        if not (more := next(pieces, "")):
+            raise TraceError(f'{path}: not a trace of torch.profiler: it has no list "traceEvents"')
+        text = text[-100:] + more
+    return text[opening.end() :]

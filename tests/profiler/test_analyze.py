@@ -1,0 +1,310 @@
+"""Traces whose answer is known: by construction, and DeepSeek's published one."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from moe_dualpipe.cli import main
+from moe_dualpipe.profiler import TraceError, analyze, as_text, kind_of, read, verdict
+from moe_dualpipe.profiler.chrome import Work
+from moe_dualpipe.profiler.lanes import blocks
+
+PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "deepseek_v3_train_trace.json.gz"
+
+
+def kernel(name, start, duration, stream=7, correlation=None, device=0, grid=(1, 1, 1), cat="kernel"):
+    arguments = {"device": device, "stream": stream, "grid": list(grid)}
+    arguments |= {} if correlation is None else {"correlation": correlation}
+    return {"ph": "X", "cat": cat, "name": name, "ts": start, "dur": duration, "pid": device, "tid": stream,
+            "args": arguments}  # fmt: skip
+
+
+def launch(correlation, at, thread=1):
+    return {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": at, "dur": 1, "pid": 9, "tid": thread,
+            "args": {"correlation": correlation}}  # fmt: skip
+
+
+def annotation(name, start, duration, thread=1):
+    return {"ph": "X", "cat": "user_annotation", "name": name, "ts": start, "dur": duration, "pid": 9, "tid": thread}
+
+
+def write(path, events, **more):
+    path.write_text(json.dumps({"schemaVersion": 1, **more, "traceEvents": events, "traceName": "x"}))
+    return path
+
+
+def analysis_of(tmp_path, events, **options):
+    (analysis,) = analyze(read(write(tmp_path / "trace.json", events)), **options)
+    return analysis
+
+
+# ---- By construction ----
+
+
+def test_times_are_unions(tmp_path):
+    """Compute 0-40 (nested, touching, two at a time) and 70-82; communication 30-60, two at a time, and 75-90."""
+    a = analysis_of(tmp_path, [
+        kernel("gemm", 1000, 30), kernel("gemm", 1005, 10, stream=8), kernel("norm", 1030, 10),
+        kernel("empty", 1050, 0), kernel("gemm", 1070, 10),
+        kernel("ncclDevKernel_SendRecv", 1030, 30, stream=20, grid=(24, 1, 1)),
+        kernel("void deep_ep::internode::combine<1>", 1035, 20, stream=21, grid=(4, 5, 1)),
+        kernel("Memset (Device)", 1078, 4, cat="gpu_memset"), kernel("nvshmem_barrier", 1075, 15, stream=20),
+    ])  # fmt: skip
+    assert a.window_us == 90
+    assert a.busy_us == 60 + 20
+    assert a.idle_us == 10
+    assert a.compute_us == 40 + 12  # the memset goes on for 2 more
+    assert a.copy_us == 4
+    assert a.comm_us == 30 + 15
+    assert a.overlapped_us == 10 + 7
+    assert a.exposed_comm_us == 20 + 8
+    assert a.hidden_fraction == 17 / 45
+    assert (a.num_comm, a.comm_blocks) == (3, 24)
+    assert a.streams == {"20": 45, "21": 20, "7": 52, "8": 10}
+    assert [(k.name, k.kind, k.times, k.total_us) for k in a.kernels[:2]] == [
+        ("gemm", "compute", 3, 50), ("ncclDevKernel_SendRecv", "comm", 1, 30),
+    ]  # fmt: skip
+
+
+def test_work_belongs_to_the_innermost_annotation_around_its_launch(tmp_path):
+    a = analysis_of(tmp_path, [
+        annotation("step", 0, 1000), annotation("attn(F)", 10, 20), annotation("dispatch(F)", 40, 10),
+        annotation("attn(B)", 60, 30), annotation("attn(F)", 100, 10), annotation("unused", 200, 10),
+        annotation("elsewhere", 0, 5, thread=3),
+        launch(1, 15), launch(2, 45), launch(3, 70, thread=2), launch(4, 35), launch(5, 105), launch(6, 2000),
+        kernel("gemm", 20, 5, correlation=1), kernel("ncclAllToAll", 50, 8, correlation=2),
+        kernel("gemm", 80, 7, correlation=3), kernel("gemm", 90, 1, correlation=4),
+        kernel("gemm", 110, 3, correlation=5), kernel("Memcpy DtoD", 115, 2, correlation=5, cat="gpu_memcpy"),
+        kernel("gemm", 300, 100, correlation=6), kernel("gemm", 500, 100),
+    ])  # fmt: skip
+    assert [(p.name, p.times, p.compute_us, p.comm_us, p.copy_us, p.exposed_comm_us) for p in a.phases] == [
+        ("step", 1, 1, 0, 0, 0),
+        ("attn(F)", 2, 8, 0, 2, 0),
+        ("dispatch(F)", 1, 0, 8, 0, 8),
+        ("attn(B)", 1, 7, 0, 0, 0),  # launched by a thread that has no annotation of its own
+    ]
+
+
+def test_devices_are_analyzed_apart(tmp_path):
+    events = [kernel("gemm", 0, 10), kernel("ncclX", 0, 10, device=1), kernel("gemm", 5, 10, device=1)]
+    first, second = analyze(read(write(tmp_path / "t.json", events)))
+    assert (first.device, first.hidden_fraction, first.window_us) == ("0", None, 10)
+    assert (second.device, second.hidden_fraction, second.window_us) == ("1", 0.5, 15)
+    assert verdict(first) == "There is no communication, so nothing to hide."
+    assert verdict(second) == "50.0% of the communication is hidden (1 kernel, on up to 1 thread blocks)."
+
+
+@pytest.mark.parametrize("name,kind", [
+    ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "comm"),
+    ("void dpsk::ep::internode::cached_notify<false>(int, int)", "comm"),
+    ("void deep_ep::intranode::dispatch<8>(int4*)", "comm"),
+    ("nvshmemi_transfer", "comm"), ("two_shot_all_reduce_kernel", "comm"), ("multimem_all_gather_kernel", "comm"),
+    ("_paced_copy", "comm"),
+    ("void cuda::per_token_cast_to_fp8_with_channels<__nv_bfloat16>", "compute"),
+    ("void at::native::reduce_kernel<512, 1>", "compute"), ("grouped_gemm_kernel", "compute"),
+    ("void at::native::_scatter_gather_elementwise_kernel<128, 4>", "compute"),
+    ("void cuda::expand_to_fused_with_scales_impl", "compute"),
+])  # fmt: skip
+def test_kinds_of_kernels(name, kind):
+    assert kind_of(Work(name, "kernel", 0, 1, 0, 7, None, 1)) == kind
+
+
+def test_the_pattern_can_be_replaced(tmp_path):
+    events = [kernel("my_push", 0, 10), kernel("ncclX", 5, 10)]
+    assert analysis_of(tmp_path, events, comm_pattern="push").comm_us == 10
+    assert analysis_of(tmp_path, events).comm_us == 10
+    assert analysis_of(tmp_path, events, comm_pattern="push|nccl").comm_us == 15
+
+
+# ---- DeepSeek's published trace ----
+
+published = pytest.mark.skipif(not PUBLISHED.exists(), reason="DeepSeek's trace is not here")
+
+
+@published
+def test_the_published_trace():
+    (a,) = analyze(read(PUBLISHED))
+    assert (a.window_us, a.compute_us, a.comm_us) == (129_012, 124_338, 113_440)
+    assert (a.overlapped_us, a.exposed_comm_us, a.num_comm) == (109_263, 4_177, 36)
+    assert a.hidden_fraction == pytest.approx(0.963, abs=0.0005)
+    per_layer = {p.name: (p.comm_us if "c" in p.name else p.compute_us) / 4000 for p in a.phases}
+    assert {name: round(ms, 2) for name, ms in per_layer.items()} == {
+        "attn(F)": 4.36, "mlp(B)": 5.31, "mlp(W)": 6.38, "mlp(F)": 4.60, "attn(B)": 9.34, "attn(W)": 2.39,
+        "dispatch(F)": 6.69, "dispatch(B)": 7.49, "combine(F)": 8.68, "combine(B)": 5.50,
+    }  # fmt: skip
+
+
+@published
+def test_the_published_trace_cut_off(tmp_path, capsys):
+    whole = PUBLISHED.read_bytes()
+    path = tmp_path / "half.json.gz"
+    path.write_bytes(whole[: len(whole) // 2])
+    trace = read(path)
+    assert trace.truncated and 1000 < trace.num_events < 14240
+    assert main(["profile", "analyze", str(path)]) == 0
+    out, err = capsys.readouterr()
+    assert err == f"{path}: cut off after {trace.num_events:,} events; this is about those\n"
+    assert "of the communication is hidden" in out
+
+
+# ---- Files ----
+
+
+def test_both_forms_of_a_trace_compressed_or_not(tmp_path):
+    events = [kernel("gemm", 0, 10), kernel("ncclX", 5, 10), {"ph": "M", "name": "process_name"}]
+    expected = analysis_of(tmp_path, events)
+    for name, text in (
+        ("list.json", json.dumps(events)),
+        ("indented.json", json.dumps({"traceEvents": events}, indent=4)),
+    ):
+        (tmp_path / name).write_text(text)
+        assert analyze(read(tmp_path / name)) == (expected,)
+        with gzip.open(tmp_path / f"{name}.gz", "wt") as file:
+            file.write(text)
+        assert analyze(read(tmp_path / f"{name}.gz")) == (expected,)
+
+
+def test_pieces_of_any_size(tmp_path, monkeypatch):
+    events = [annotation("ä" * 50, 0, 10), *(kernel(f"gemm{i}", i, 1, correlation=i) for i in range(40))]
+    path = write(tmp_path / "trace.json", events, padding="x" * 300)
+    expected = read(path)
+    for size in (1, 7, 64):
+        monkeypatch.setattr("moe_dualpipe.profiler.chrome._CHUNK", size)
+        assert read(path) == expected
+
+
+def test_events_that_are_incomplete_are_passed_over(tmp_path):
+    odd = [
+        {},
+        {"ph": "X"},
+        {"ph": "X", "cat": "kernel", "ts": "then"},
+        {"ph": "X", "cat": "kernel", "args": None, "ts": 3},
+    ]
+    trace = read(write(tmp_path / "trace.json", [*odd, kernel("gemm", 0, 10), {"ph": "i", "name": "now", "ts": 1}]))
+    assert (trace.num_events, len(trace.work)) == (6, 2)
+    assert trace.work[0].end == 3
+
+
+@pytest.mark.parametrize("content,problem", [
+    (b"", "not a trace: the file is empty"),
+    (b"hello", "not a trace: it begins with 'hello', not with an object or a list"),
+    (b'{"a": [1, 2]}', 'not a trace of torch.profiler: it has no list "traceEvents"'),
+    (b'{"traceEvents": [', "cut off before the first event"),
+    (b'{"traceEvents": []}', "a trace without events"),
+    (b'{"traceEvents": [1, 2]}', "not a trace: event 0 is '1', not an object"),
+    (b"\x89PNG\r\n\x1a\n\xff", "neither text nor gzip; a trace is .json or .json.gz"),
+    (b"\x1f\x8bnonsense", "neither text nor gzip; a trace is .json or .json.gz"),
+])  # fmt: skip
+def test_files_that_are_no_traces(tmp_path, content, problem, capsys):
+    path = tmp_path / "trace.json"
+    path.write_bytes(content)
+    with pytest.raises(TraceError) as error:
+        read(path)
+    assert str(error.value) == f"{path}: {problem}"
+    assert main(["profile", "analyze", str(path)]) == 2
+    assert capsys.readouterr().err == f"moe-dualpipe: error: {path}: {problem}\n"
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(TraceError, match=r"no\.json: No such file or directory"):
+        read(tmp_path / "no.json")
+    with pytest.raises(TraceError, match="Is a directory"):
+        read(tmp_path)
+
+
+def test_garbage_after_some_events_ends_the_reading(tmp_path, monkeypatch):
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps([kernel("gemm", 0, 10)])[:-1] + ", {broken" + "x" * 5000)
+    monkeypatch.setattr("moe_dualpipe.profiler.chrome._LONGEST_EVENT", 1000)
+    with pytest.raises(TraceError, match=r"not a trace: .* in event 1"):
+        read(path)
+
+
+# ---- The command ----
+
+
+def test_the_command_prints_tables_or_json(tmp_path, capsys):
+    events = [annotation("dispatch(F)", 0, 10), launch(1, 5), kernel("gemm", 10, 30),
+              kernel("ncclX", 30, 20, correlation=1, grid=(8, 1, 1))]  # fmt: skip
+    paths = [str(write(tmp_path / f"rank{rank}.json", events)) for rank in range(2)]
+    (analysis,) = analyze(read(paths[0]))
+    assert main(["profile", "analyze", *paths, "--phases", "--kernels", "1"]) == 0
+    expected = as_text(analysis, phases=True, kernels=1)
+    assert capsys.readouterr().out == "".join(f"{path}\n{expected}\n" for path in paths)
+    assert expected.splitlines()[:9] == [
+        "| device 0                    | us | of the window |",
+        "|-----------------------------|---:|--------------:|",
+        "| window                      | 40 |        100.0% |",
+        "| busy                        | 40 |        100.0% |",
+        "| computation                 | 30 |         75.0% |",
+        "| communication               | 20 |         50.0% |",
+        "| - hidden behind computation | 10 |         25.0% |",
+        "| - exposed                   | 10 |         25.0% |",
+        "| idle                        |  0 |          0.0% |",
+    ]
+    assert "| dispatch(F) |     1 |                    0 |            20 |      10 |" in expected
+    assert "| gemm   | compute |     1 |          30 |      1 |" in expected
+    assert expected.endswith("50.0% of the communication is hidden (1 kernel, on up to 8 thread blocks).")
+
+    assert main(["profile", "analyze", paths[1], "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["trace"] == paths[1] and found["truncated"] is False
+    assert {key: found[key] for key in ("window_us", "busy_us", "compute_us", "comm_us", "hidden_fraction")} == {
+        "window_us": 40, "busy_us": 40, "compute_us": 30, "comm_us": 20, "hidden_fraction": 0.5,
+    }  # fmt: skip
+    assert (found["overlapped_us"], found["exposed_comm_us"]) == (10, 10)
+    assert found["phases"] == [{
+        "name": "dispatch(F)", "times": 1, "compute_us": 0, "comm_us": 20, "copy_us": 0, "exposed_comm_us": 10,
+    }]  # fmt: skip
+
+
+@pytest.mark.parametrize("options,problem", [
+    (["--comm-pattern", "("], "--comm-pattern '(' is no regular expression"),
+    (["--kernels", "-1"], "--kernels cannot be negative: got -1"),
+])  # fmt: skip
+def test_wrong_options(tmp_path, capsys, options, problem):
+    path = write(tmp_path / "trace.json", [kernel("gemm", 0, 1)])
+    assert main(["profile", "analyze", str(path), *options]) == 2
+    err = capsys.readouterr().err
+    assert problem in err and err.count("\n") == 1
+
+
+def test_a_trace_without_device_work(tmp_path, capsys):
+    path = write(tmp_path / "trace.json", [annotation("attn(F)", 0, 10)])
+    assert main(["profile", "analyze", str(path)]) == 2
+    assert "no work on a device among 1 events: was it recorded there?" in capsys.readouterr().err
+
+
+# ---- The picture ----
+
+
+def test_blocks_are_what_an_annotation_launched(tmp_path):
+    trace = read(write(tmp_path / "trace.json", [
+        annotation("attn(F)", 0, 10), annotation("dispatch(B)", 10, 10), annotation("attn(F)", 20, 10),
+        launch(1, 5), launch(2, 15), launch(3, 25), launch(4, 6),
+        kernel("gemm", 100, 5, correlation=1), kernel("gemm", 107, 3, correlation=4),
+        kernel("ncclX", 103, 9, correlation=2), kernel("gemm", 120, 4, correlation=3), kernel("gemm", 130, 1),
+        kernel("gemm", 0, 1000, device=1),
+    ]))  # fmt: skip
+    assert [(b.lane, b.name, b.colour, b.intervals.tolist()) for b in blocks(trace, "0")] == [
+        (0, "attn(F)", "#f6b26b", [[0, 5], [7, 10]]), (0, "attn(F)", "#f6b26b", [[20, 24]]),
+        (0, "", "#c8c8c8", [[30, 31]]), (1, "dispatch(B)", "#93c47d", [[3, 12]]),
+    ]  # fmt: skip
+
+
+def test_the_command_draws(tmp_path, capsys):
+    path = write(
+        tmp_path / "trace.json", [annotation("mlp(W)", 0, 10), launch(1, 5), kernel("gemm", 10, 30, correlation=1)]
+    )
+    for suffix in ("svg", "png"):
+        assert main(["profile", "analyze", str(path), "--out", str(tmp_path / f"lanes.{suffix}")]) == 0
+    assert "<!-- mlp(W) -->" in (tmp_path / "lanes.svg").read_text()
+    capsys.readouterr()
+    for arguments, problem in (
+        ([str(path), "--out", "lanes.pdf"], "cannot write 'lanes.pdf': use one of .png, .svg"),
+        ([str(path), str(path), "--out", "lanes.png"], "--out draws one device of one trace"),
+    ):
+        assert main(["profile", "analyze", *arguments]) == 2
+        assert problem in capsys.readouterr().err
