@@ -47,7 +47,7 @@ def blocks(trace: Trace, device: str, pattern: re.Pattern[str] = COMMUNICATION) 
 
 
 def save(trace: Trace, analysis: Analysis, path: Path, pattern: re.Pattern[str] = COMMUNICATION) -> None:
-    """Draw the lanes of `analysis`' device into a .png or .svg. Raises ImportError where matplotlib is not installed."""
+    """Draw the lanes of a device into a .png or .svg. Raises ImportError where matplotlib is not installed."""
     every = blocks(trace, analysis.device, pattern)
     figure = figure_class()(figsize=(16, 2.6), layout="constrained")
     axes = figure.add_subplot()
