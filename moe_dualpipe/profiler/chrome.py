@@ -45,7 +45,6 @@ class Mark(NamedTuple):
     start: float
     end: float
     thread: tuple[Any, Any]
-    correlation: int | None = None
 
 
 @dataclass
@@ -56,8 +55,6 @@ class Trace:
     launches: dict[int, Mark] = field(default_factory=dict)
     """By correlation id."""
     annotations: list[Mark] = field(default_factory=list)
-    ops: list[Mark] = field(default_factory=list)
-    """What ran on the host; kept only as long as no work on a device is found."""
     num_events: int = 0
     truncated: bool = False
 
@@ -99,13 +96,10 @@ def _keep(event: dict[str, Any], trace: Trace, names: dict[str, str]) -> None:
         grid = arguments.get("grid") or [0]
         device, stream = arguments.get("device", thread[0]), arguments.get("stream", thread[1])
         trace.work.append(Work(name, category, start, end, device, stream, correlation, math.prod(grid)))
-        trace.ops.clear()
     elif category in _LAUNCHES and correlation is not None:
         trace.launches[correlation] = Mark(name, start, end, thread)
     elif category == "user_annotation":
         trace.annotations.append(Mark(name, start, end, thread))
-    elif category in ("cpu_op", "operator") and not trace.work:
-        trace.ops.append(Mark(name, start, end, thread))
 
 
 def _pieces(path: Path) -> Iterator[str]:
