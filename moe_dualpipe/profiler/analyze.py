@@ -89,7 +89,7 @@ def analyze(trace: Trace, comm_pattern: str | re.Pattern[str] = COMMUNICATION) -
     pattern = re.compile(comm_pattern) if isinstance(comm_pattern, str) else comm_pattern
     by_device: dict[str, list[Work]] = defaultdict(list)
     for work in trace.work:
-        by_device[str(work.device)].append(work)
+        by_device[work.device].append(work)
     phase_of = {correlation: mark.name for correlation, mark in annotations_of_launches(trace).items()}
     return tuple(_analyze(device, by_device[device], trace, pattern, phase_of) for device in sorted(by_device))
 
@@ -111,7 +111,7 @@ def _analyze(
     window = float(every[-1, 1] - every[0, 0]) if len(every) else 0.0
     streams = defaultdict(list)
     for work in works:
-        streams[str(work.stream)].append(work)
+        streams[work.stream].append(work)
     return Analysis(
         device=device,
         window_us=window,
@@ -149,10 +149,10 @@ def annotations_of_launches(trace: Trace) -> dict[int, Mark]:
     It is one of the launch's own thread; where there is none, of any: the thread of a backward has no annotations, and
     works while the one that called it waits inside of one.
     """
-    threads: dict[tuple[Any, Any], list[Mark]] = defaultdict(list)
+    threads: dict[tuple[str, str], list[Mark]] = defaultdict(list)
     for mark in trace.annotations:
         threads[mark.thread].append(mark)
-    launches: dict[tuple[Any, Any], list[tuple[float, int]]] = defaultdict(list)
+    launches: dict[tuple[str, str], list[tuple[float, int]]] = defaultdict(list)
     for correlation, mark in trace.launches.items():
         launches[mark.thread].append((mark.start, correlation))
     found: dict[int, Mark] = {}

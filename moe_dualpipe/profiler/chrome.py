@@ -31,8 +31,8 @@ class Work(NamedTuple):
     category: str
     start: float
     end: float
-    device: Any
-    stream: Any
+    device: str
+    stream: str
     correlation: int | None
     blocks: int
     """Of its launch grid; 0 where the trace does not say."""
@@ -44,7 +44,7 @@ class Mark(NamedTuple):
     name: str
     start: float
     end: float
-    thread: tuple[Any, Any]
+    thread: tuple[str, str]
 
 
 @dataclass
@@ -74,6 +74,8 @@ def read(path: str | Path) -> Trace:
         raise TraceError(f"{path}: {error.strerror or error}") from None
     except (UnicodeDecodeError, zlib.error):
         raise TraceError(f"{path}: neither text nor gzip; a trace is .json or .json.gz") from None
+    except RecursionError:
+        raise TraceError(f"{path}: not a trace: its lists are nested too deeply") from None
     if not trace.num_events:
         raise TraceError(f"{path}: {'cut off before the first event' if trace.truncated else 'a trace without events'}")
     return trace
@@ -84,18 +86,23 @@ def _keep(event: dict[str, Any], trace: Trace, names: dict[str, str]) -> None:
         return
     category, name = str(event.get("cat", "")).lower(), str(event.get("name", ""))
     name = names.setdefault(name, name)
-    arguments = event.get("args") or {}
+    arguments = event.get("args")
+    arguments = arguments if isinstance(arguments, dict) else {}
     try:
         start = float(event["ts"])
         end = start + max(float(event.get("dur", 0)), 0.0)
     except (KeyError, TypeError, ValueError):
         return
-    thread = event.get("pid"), event.get("tid")
+    if not math.isfinite(end):
+        return
+    thread = str(event.get("pid")), str(event.get("tid"))
     correlation = arguments.get("correlation")
+    correlation = correlation if isinstance(correlation, int) else None
     if category in _WORK:
-        grid = arguments.get("grid") or [0]
-        device, stream = arguments.get("device", thread[0]), arguments.get("stream", thread[1])
-        trace.work.append(Work(name, category, start, end, device, stream, correlation, math.prod(grid)))
+        grid = arguments.get("grid")
+        blocks = math.prod(grid) if isinstance(grid, list) and all(isinstance(n, int) for n in grid) else 0
+        device, stream = str(arguments.get("device", thread[0])), str(arguments.get("stream", thread[1]))
+        trace.work.append(Work(name, category, start, end, device, stream, correlation, blocks))
     elif category in _LAUNCHES and correlation is not None:
         trace.launches[correlation] = Mark(name, start, end, thread)
     elif category == "user_annotation":

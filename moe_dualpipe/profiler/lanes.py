@@ -33,7 +33,7 @@ def blocks(trace: Trace, device: str, pattern: re.Pattern[str] = COMMUNICATION) 
     around = annotations_of_launches(trace)
     works: dict[tuple[int, Mark | None], list[Work]] = defaultdict(list)
     for work in trace.work:
-        if str(work.device) == device:
+        if work.device == device:
             lane = int(kind_of(work, pattern) == "comm")
             works[lane, around.get(work.correlation) if work.correlation is not None else None].append(work)
     start = min((work.start for same in works.values() for work in same), default=0.0)

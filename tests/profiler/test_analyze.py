@@ -108,7 +108,7 @@ def test_devices_are_analyzed_apart(tmp_path):
     ("void cuda::expand_to_fused_with_scales_impl", "compute"),
 ])  # fmt: skip
 def test_kinds_of_kernels(name, kind):
-    assert kind_of(Work(name, "kernel", 0, 1, 0, 7, None, 1)) == kind
+    assert kind_of(Work(name, "kernel", 0, 1, "0", "7", None, 1)) == kind
 
 
 def test_the_pattern_can_be_replaced(tmp_path):
@@ -182,9 +182,16 @@ def test_events_that_are_incomplete_are_passed_over(tmp_path):
         {"ph": "X", "cat": "kernel", "ts": "then"},
         {"ph": "X", "cat": "kernel", "args": None, "ts": 3},
     ]
+    odd += [
+        {"ph": "X", "cat": "kernel", "ts": float("nan")}, {"ph": "X", "cat": "kernel", "ts": 1, "dur": float("inf")},
+        {"ph": "X", "cat": "kernel", "ts": 4, "dur": -1, "pid": [1], "tid": {},
+         "args": {"grid": "wide", "correlation": [1], "stream": [7]}},
+        {"ph": "X", "cat": "kernel", "ts": 5, "args": "none"}, {"ph": "X", "cat": "cuda_runtime", "ts": 5, "args": []},
+    ]  # fmt: skip
     trace = read(write(tmp_path / "trace.json", [*odd, kernel("gemm", 0, 10), {"ph": "i", "name": "now", "ts": 1}]))
-    assert (trace.num_events, len(trace.work)) == (6, 2)
-    assert trace.work[0].end == 3
+    assert (trace.num_events, len(trace.work)) == (11, 4)
+    assert [work.end for work in trace.work] == [3, 4, 5, 10]
+    assert all(analysis.num_comm == 0 for analysis in analyze(trace))
 
 
 @pytest.mark.parametrize("content,problem", [
@@ -194,6 +201,7 @@ def test_events_that_are_incomplete_are_passed_over(tmp_path):
     (b'{"traceEvents": [', "cut off before the first event"),
     (b'{"traceEvents": []}', "a trace without events"),
     (b'{"traceEvents": [1, 2]}', "not a trace: event 0 is '1', not an object"),
+    (b"[" * 200_000, "not a trace: its lists are nested too deeply"),
     (b"\x89PNG\r\n\x1a\n\xff", "neither text nor gzip; a trace is .json or .json.gz"),
     (b"\x1f\x8bnonsense", "neither text nor gzip; a trace is .json or .json.gz"),
 ])  # fmt: skip
