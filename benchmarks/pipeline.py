@@ -20,7 +20,7 @@ import torch.multiprocessing as mp
 import tyro
 
 from moe_dualpipe.models import PRESETS, ModelConfig
-from moe_dualpipe.training.config import Launch, TrainConfig, resolve
+from moe_dualpipe.training.config import Launch, TrainConfig, default_micro_batches, resolve
 from moe_dualpipe.training.loop import Plan, Trainer
 
 WARM_UP = 2
@@ -68,7 +68,7 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     base = PRESETS[options.preset]
     model: ModelConfig = dataclasses.replace(base, num_layers=max(base.num_layers, 2 * options.ranks))
-    micro_batches = -(-max(8, 2 * options.ranks) // options.ranks) * options.ranks  # interleaved_1f1b wants a multiple
+    micro_batches = default_micro_batches(options.ranks)  # also of the one process
     config = TrainConfig(preset=options.preset, model=model, micro_batches=micro_batches, device="cpu")
     cases = {
         f"one process, {options.ranks} threads": (dataclasses.replace(config, schedule="1f1b"), 1, options.ranks),

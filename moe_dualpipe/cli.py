@@ -169,10 +169,13 @@ class Analyze:
             raise ValueError(f"--comm-pattern {self.comm_pattern!r} is no regular expression: {error}") from None
         if self.kernels < 0:
             raise ValueError(f"--kernels cannot be negative: got {self.kernels}")
+        one = "--out draws one device of one trace: got more; leave it out, or name one trace"
         if not self.traces:
             raise ValueError("no trace to analyze: name at least one file")
         if self.out is not None:
             check_output(self.out, (".png", ".svg"))
+            if len(self.traces) > 1:
+                raise ValueError(one)
         objects = []
         for path in self.traces:
             trace = read(path)
@@ -184,8 +187,8 @@ class Analyze:
                 print(f"{path}: cut off after {trace.num_events:,} events; this is about those", file=sys.stderr)
             analyses = analyze(trace, pattern)
             if self.out is not None:
-                if len(self.traces) > 1 or len(analyses) != 1:
-                    raise ValueError("--out draws one device of one trace: got more; leave it out, or name one trace")
+                if len(analyses) != 1:
+                    raise ValueError(one)
                 lanes.save(trace, analyses[0], self.out, pattern)
             for analysis in analyses:
                 if self.json:

@@ -6,14 +6,15 @@ anything computes at the same time, and exposed where nothing does.
 """
 
 import re
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from .chrome import Mark, Trace, Work
+from .chrome import Trace, Work
 from .intervals import EMPTY, Intervals, difference, intersection, total, union
 
 COMMUNICATION = re.compile(
@@ -87,31 +88,18 @@ class Analysis:
 def analyze(trace: Trace, comm_pattern: str | re.Pattern[str] = COMMUNICATION) -> tuple[Analysis, ...]:
     """An analysis for each device on which `trace` has work, in order of their names."""
     pattern = re.compile(comm_pattern) if isinstance(comm_pattern, str) else comm_pattern
-    by_device: dict[str, list[Work]] = defaultdict(list)
-    for work in trace.work:
-        by_device[work.device].append(work)
-    phase_of = {correlation: mark.name for correlation, mark in annotations_of_launches(trace).items()}
-    return tuple(_analyze(device, by_device[device], trace, pattern, phase_of) for device in sorted(by_device))
+    by_device = _grouped(trace.work, lambda work: work.device)
+    return tuple(_analyze(device, by_device[device], trace, pattern) for device in sorted(by_device))
 
 
-def _analyze(
-    device: str, works: Sequence[Work], trace: Trace, pattern: re.Pattern[str], phase_of: dict[int, str]
-) -> Analysis:
-    kinds: dict[tuple[str, str], str] = {}
-    by_kind: dict[str, list[Work]] = {"compute": [], "comm": [], "copy": []}
-    for work in works:
-        key = work.name, work.category
-        if key not in kinds:
-            kinds[key] = kind_of(work, pattern)
-        by_kind[kinds[key]].append(work)
+def _analyze(device: str, works: Sequence[Work], trace: Trace, pattern: re.Pattern[str]) -> Analysis:
+    by_kind = {"compute": [], "comm": [], "copy": []} | _grouped(works, lambda work: kind_of(work, pattern))
     compute = union(intervals_of([*by_kind["compute"], *by_kind["copy"]]))
     comm, copies = (union(intervals_of(by_kind[kind])) for kind in ("comm", "copy"))
     every = union(intervals_of(works))
     exposed = difference(comm, compute)
     window = float(every[-1, 1] - every[0, 0]) if len(every) else 0.0
-    streams = defaultdict(list)
-    for work in works:
-        streams[work.stream].append(work)
+    streams = _grouped(works, lambda work: work.stream)
     return Analysis(
         device=device,
         window_us=window,
@@ -124,7 +112,7 @@ def _analyze(
         idle_us=window - total(every),
         num_comm=len(by_kind["comm"]),
         comm_blocks=max((work.blocks for work in by_kind["comm"]), default=0),
-        phases=_phases(by_kind, trace, phase_of, exposed),
+        phases=_phases(by_kind, trace, exposed),
         streams={stream: total(union(intervals_of(streams[stream]))) for stream in sorted(streams)},
         kernels=_kernels(by_kind),
     )
@@ -132,9 +120,14 @@ def _analyze(
 
 def kind_of(work: Work, pattern: re.Pattern[str] = COMMUNICATION) -> str:
     """compute, comm or copy. A kernel on a communication stream is not communication because of that."""
-    if pattern.search(work.name):
+    return _kind(work.name, work.category, pattern)
+
+
+@lru_cache(maxsize=1 << 16)
+def _kind(name: str, category: str, pattern: re.Pattern[str]) -> str:
+    if pattern.search(name):
         return "comm"
-    return "compute" if work.category == "kernel" else "copy"
+    return "compute" if category == "kernel" else "copy"
 
 
 def intervals_of(works: Iterable[Work]) -> Intervals:
@@ -143,47 +136,12 @@ def intervals_of(works: Iterable[Work]) -> Intervals:
     return np.array(rows) if rows else EMPTY
 
 
-def annotations_of_launches(trace: Trace) -> dict[int, Mark]:
-    """The innermost annotation around each launch, by correlation id.
-
-    It is one of the launch's own thread; where there is none, of any: the thread of a backward has no annotations, and
-    works while the one that called it waits inside of one.
-    """
-    threads: dict[tuple[str, str], list[Mark]] = defaultdict(list)
-    for mark in trace.annotations:
-        threads[mark.thread].append(mark)
-    launches: dict[tuple[str, str], list[tuple[float, int]]] = defaultdict(list)
-    for correlation, mark in trace.launches.items():
-        launches[mark.thread].append((mark.start, correlation))
-    found: dict[int, Mark] = {}
-    for thread in threads:
-        found |= _innermost(threads[thread], launches[thread])
-    others = [launch for starts in launches.values() for launch in starts if launch[1] not in found]
-    return found | _innermost(trace.annotations, others)
-
-
-def _innermost(marks: Iterable[Mark], launches: Iterable[tuple[float, int]]) -> dict[int, Mark]:
-    """The mark that started last of those around each launch, which is a time and a correlation id."""
-    waiting = deque(sorted(marks, key=lambda mark: (mark.start, -mark.end)))
-    around: list[Mark] = []
-    found: dict[int, Mark] = {}
-    for time, correlation in sorted(launches):
-        while waiting and waiting[0].start <= time:
-            around.append(waiting.popleft())
-        around = [mark for mark in around if mark.end > time]
-        if around:
-            found[correlation] = around[-1]
-    return found
-
-
-def _phases(
-    by_kind: dict[str, list[Work]], trace: Trace, phase_of: dict[int, str], exposed: Intervals
-) -> tuple[Phase, ...]:
+def _phases(by_kind: dict[str, list[Work]], trace: Trace, exposed: Intervals) -> tuple[Phase, ...]:
     launched: dict[str, dict[str, list[Work]]] = defaultdict(lambda: {kind: [] for kind in by_kind})
     for kind, works in by_kind.items():
         for work in works:
-            if work.correlation is not None and (phase := phase_of.get(work.correlation)) is not None:
-                launched[phase][kind].append(work)
+            if (mark := trace.annotation_of(work)) is not None:
+                launched[mark.name][kind].append(work)
     phases = []
     for name, times in Counter(mark.name for mark in trace.annotations).items():
         if name in launched:
@@ -193,6 +151,13 @@ def _phases(
     return tuple(phases)
 
 
+def _grouped(works: Iterable[Work], key: Callable[[Work], str]) -> dict[str, list[Work]]:
+    groups: dict[str, list[Work]] = defaultdict(list)
+    for work in works:
+        groups[key(work)].append(work)
+    return groups
+
+
 def _sum(works: Iterable[Work]) -> float:
     return sum(work.end - work.start for work in works)
 
@@ -200,10 +165,8 @@ def _sum(works: Iterable[Work]) -> float:
 def _kernels(by_kind: dict[str, list[Work]]) -> tuple[Kernel, ...]:
     kernels = []
     for kind, works in by_kind.items():
-        by_name: dict[str, list[Work]] = defaultdict(list)
-        for work in works:
-            by_name[work.name].append(work)
         kernels += [
-            Kernel(name, kind, len(same), _sum(same), max(w.blocks for w in same)) for name, same in by_name.items()
+            Kernel(name, kind, len(same), _sum(same), max(w.blocks for w in same))
+            for name, same in _grouped(works, lambda work: work.name).items()
         ]
     return tuple(sorted(kernels, key=lambda kernel: -kernel.total_us))

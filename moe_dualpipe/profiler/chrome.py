@@ -8,9 +8,12 @@ import codecs
 import json
 import math
 import re
+import sys
 import zlib
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,6 +61,43 @@ class Trace:
     num_events: int = 0
     truncated: bool = False
 
+    def annotation_of(self, work: Work) -> Mark | None:
+        """The innermost annotation around the launch of `work`, if the trace says both."""
+        return None if work.correlation is None else self._annotations_of_launches.get(work.correlation)
+
+    @cached_property
+    def _annotations_of_launches(self) -> dict[int, Mark]:
+        """By correlation id.
+
+        It is one of the launch's own thread; where there is none, of any: the thread of a backward has no annotations,
+        and works while the one that called it waits inside of one.
+        """
+        threads: dict[tuple[str, str], list[Mark]] = defaultdict(list)
+        for mark in self.annotations:
+            threads[mark.thread].append(mark)
+        launches: dict[tuple[str, str], list[tuple[float, int]]] = defaultdict(list)
+        for correlation, mark in self.launches.items():
+            launches[mark.thread].append((mark.start, correlation))
+        found: dict[int, Mark] = {}
+        for thread in threads:
+            found |= _innermost(threads[thread], launches[thread])
+        others = [launch for starts in launches.values() for launch in starts if launch[1] not in found]
+        return found | _innermost(self.annotations, others)
+
+
+def _innermost(marks: Iterable[Mark], launches: Iterable[tuple[float, int]]) -> dict[int, Mark]:
+    """The mark that started last of those around each launch, which is a time and a correlation id."""
+    waiting = deque(sorted(marks, key=lambda mark: (mark.start, -mark.end)))
+    around: list[Mark] = []
+    found: dict[int, Mark] = {}
+    for time, correlation in sorted(launches):
+        while waiting and waiting[0].start <= time:
+            around.append(waiting.popleft())
+        around = [mark for mark in around if mark.end > time]
+        if around:
+            found[correlation] = around[-1]
+    return found
+
 
 _WORK = {"kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset"}
 _LAUNCHES = {"cuda_runtime", "cuda_driver", "runtime", "hip_runtime"}
@@ -66,10 +106,9 @@ _LAUNCHES = {"cuda_runtime", "cuda_driver", "runtime", "hip_runtime"}
 def read(path: str | Path) -> Trace:
     """Read `path`, .json or .json.gz. Raises TraceError for a file that is missing, empty or no trace."""
     path, trace = Path(path), Trace()
-    names: dict[str, str] = {}  # one string for each name, not one for each event
     try:
         for event in _events(_pieces(path), path, trace):
-            _keep(event, trace, names)
+            _keep(event, trace)
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror or error}") from None
     except (UnicodeDecodeError, zlib.error):
@@ -81,11 +120,11 @@ def read(path: str | Path) -> Trace:
     return trace
 
 
-def _keep(event: dict[str, Any], trace: Trace, names: dict[str, str]) -> None:
+def _keep(event: dict[str, Any], trace: Trace) -> None:
     if event.get("ph") != "X":
         return
-    category, name = str(event.get("cat", "")).lower(), str(event.get("name", ""))
-    name = names.setdefault(name, name)
+    # Interned: one string for each name, not one for each event.
+    category, name = sys.intern(str(event.get("cat", "")).lower()), sys.intern(str(event.get("name", "")))
     arguments = event.get("args")
     arguments = arguments if isinstance(arguments, dict) else {}
     try:

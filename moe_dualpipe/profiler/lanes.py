@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ..schedule.figure import figure_class
 from ..schedule.picture import COLOURS
-from .analyze import COMMUNICATION, Analysis, annotations_of_launches, intervals_of, kind_of
+from .analyze import COMMUNICATION, Analysis, intervals_of, kind_of
 from .chrome import Mark, Trace, Work
 from .intervals import Intervals, total, union
 from .report import verdict
@@ -30,12 +30,11 @@ class Block(NamedTuple):
 
 def blocks(trace: Trace, device: str, pattern: re.Pattern[str] = COMMUNICATION) -> list[Block]:
     """What ran on `device`, by the lane it belongs to and the annotation that launched it, in order of time."""
-    around = annotations_of_launches(trace)
     works: dict[tuple[int, Mark | None], list[Work]] = defaultdict(list)
     for work in trace.work:
         if work.device == device:
             lane = int(kind_of(work, pattern) == "comm")
-            works[lane, around.get(work.correlation) if work.correlation is not None else None].append(work)
+            works[lane, trace.annotation_of(work)].append(work)
     start = min((work.start for same in works.values() for work in same), default=0.0)
     found = [
         Block(lane, mark.name if mark else "", _colour(mark.name if mark else ""), union(intervals_of(same)) - start)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from .build import NAMES, build
+from .build import NAMES, build, placement_of
 from .picture import number, span_of
 from .simulate import Costs, simulate
 from .timeline import Timeline
@@ -75,8 +75,7 @@ def compare(num_stages: int, num_micro_batches: int, costs: Costs, num_chunks: i
     """
     if num_stages < 1:
         raise ValueError(f"a model has at least one stage: got {num_stages}; use 1 or more")
-    if num_chunks < 2:
-        raise ValueError(f"interleaved_1f1b needs at least 2 chunks a rank: got {num_chunks}; use 2")
+    placement_of("interleaved_1f1b", num_stages, num_chunks)  # its error
     costs.check_stages(num_stages)
     several = (num_stages,) if num_stages % 2 else (num_stages, num_stages // 2)
     if num_micro_batches < several[-1]:

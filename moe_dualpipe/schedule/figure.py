@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .actions import Overlap
-from .picture import COLOURS, NAMES, boxes, paler, shade, shortest, summary, title
+from .picture import COLOURS, NAMES, boxes, has_pairs, letters, paler, shade, shortest, summary, title
 from .timeline import Timeline
 
 if TYPE_CHECKING:
@@ -83,9 +83,8 @@ def _inches(timeline: Timeline) -> float:
 def add_legend(axes: "Axes", timeline: Timeline) -> None:
     from matplotlib.patches import Patch
 
-    letters = {box.letter for rank in range(timeline.schedule.num_ranks) for box in boxes(timeline, rank)}
-    entries = [Patch(facecolor=COLOURS[letter], label=NAMES[letter]) for letter in COLOURS if letter in letters]
-    if any(isinstance(span.action, Overlap) for spans in timeline.spans for span in spans):
+    entries = [Patch(facecolor=COLOURS[letter], label=NAMES[letter]) for letter in letters(timeline)]
+    if has_pairs(timeline):
         entries.append(Patch(facecolor="white", edgecolor="black", label="overlapped pair"))
     if max(timeline.parameters) > 1:
         entries.append(Patch(facecolor=paler(COLOURS["F"], 0.5), label="pale: the rank's other stages"))

@@ -1,7 +1,6 @@
 """One stage on one rank, handing out its actions in order of micro-batch: what a generator of schedules counts with."""
 
 from collections import deque
-from collections.abc import Iterable
 
 from .actions import Backward, Forward, Part
 
@@ -12,11 +11,10 @@ class Lane:
     owed: where each `input` leaves the weight half for a later `weight`, first in, first out; lanes may share one.
     """
 
-    def __init__(self, stage: int, micro_batches: Iterable[int], owed: deque[Backward] | None = None):
+    def __init__(self, stage: int, micro_batches: range, owed: deque[Backward] | None = None):
         self.stage = stage
-        self.micro_batches = tuple(micro_batches)
         self.owed = deque() if owed is None else owed
-        self._forwards, self._backwards = iter(self.micro_batches), iter(self.micro_batches)
+        self._forwards, self._backwards = iter(micro_batches), iter(micro_batches)
 
     def forward(self) -> Forward:
         return Forward(self.stage, next(self._forwards))

@@ -81,6 +81,16 @@ def span_of(values: tuple[float, ...]) -> str:
     return least if least == most else f"{least} to {most}"
 
 
+def letters(timeline: Timeline) -> list[str]:
+    """The kinds of boxes that there are, in the order of COLOURS."""
+    present = {box.letter for rank in range(timeline.schedule.num_ranks) for box in boxes(timeline, rank)}
+    return [letter for letter in COLOURS if letter in present]
+
+
+def has_pairs(timeline: Timeline) -> bool:
+    return any(isinstance(span.action, Overlap) for spans in timeline.spans for span in spans)
+
+
 def shortest(timeline: Timeline) -> float:
     """The shortest box that has to hold its number: one of less than a quarter of the median need not."""
     every = (box.end - box.start for rank in range(timeline.schedule.num_ranks) for box in boxes(timeline, rank))

@@ -83,9 +83,7 @@ class Costs:
         if num_stages % into and into % num_stages:
             raise ValueError(f"{num_stages} stages cannot be joined or cut evenly into {into}")
 
-        def cut(cost: Cost | None) -> Cost | None:
-            if cost is None:
-                return None
+        def cut(cost: Cost) -> Cost:
             if not isinstance(cost, tuple):
                 return _ratio(cost * num_stages, into)
             if into >= num_stages:
@@ -94,7 +92,8 @@ class Costs:
             return tuple(sum(cost[i * size : (i + 1) * size]) for i in range(into))
 
         self.check_stages(num_stages)
-        return Costs(cut(self.F) or 0, cut(self.B) or 0, cut(self.W), cut(self.FB), self.comm)
+        optional = (None if cost is None else cut(cost) for cost in (self.W, self.FB))
+        return Costs(cut(self.F), cut(self.B), *optional, comm=self.comm)
 
     def check_stages(self, num_stages: int) -> None:
         """Raise ValueError when there are costs for each stage, but not for `num_stages`."""

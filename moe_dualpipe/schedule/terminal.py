@@ -5,7 +5,7 @@ from math import floor
 from operator import itemgetter
 from textwrap import wrap
 
-from .picture import COLOURS, NAMES, Box, boxes, number, shade, shortest, summary, title
+from .picture import COLOURS, NAMES, Box, boxes, has_pairs, letters, number, shade, shortest, summary, title
 from .timeline import Timeline
 
 _MOST_BANDS = 60
@@ -20,7 +20,8 @@ def text(timeline: Timeline, width: int = 80, colour: bool = True) -> str:
     """
     ranks = range(timeline.schedule.num_ranks)
     label = len(f"rank {ranks[-1]}  ")
-    columns = max(width, 40) - label
+    width = max(width, 40)
+    columns = width - label
     digits = len(str(timeline.schedule.num_micro_batches - 1))
     least = digits + (3 if colour else 4)  # a bracket and a blank, and the letter
     start, makespan = float(timeline.start), float(timeline.makespan)
@@ -31,7 +32,7 @@ def text(timeline: Timeline, width: int = 80, colour: bool = True) -> str:
 
     end = column(start + makespan)
     rows = [[(column(box.start), column(box.end), box) for box in boxes(timeline, rank)] for rank in ranks]
-    lines = wrap(title(timeline), max(width, 40))
+    lines = wrap(title(timeline), width)
     for first in range(0, end, columns):
         last = min(first + columns, end)
         lines.append(f"{'time':<{label}}{number(start + first / scale)}")
@@ -46,8 +47,8 @@ def text(timeline: Timeline, width: int = 80, colour: bool = True) -> str:
                     row += _waiting(shown.start - at, colour) + marks
                     at = shown.stop
             lines.append(f"{f'rank {rank}':<{label}}{row}{_waiting(last - at, colour)}")
-    lines += ["", *_key(timeline, max(width, 40), colour)]
-    lines += [part for line in summary(timeline).splitlines() for part in wrap(line, max(width, 40))]
+    lines += ["", *_key(timeline, width, colour)]
+    lines += [part for line in summary(timeline).splitlines() for part in wrap(line, width)]
     return "\n".join(lines)
 
 
@@ -71,14 +72,13 @@ def _waiting(width: int, colour: bool) -> str:
 
 def _key(timeline: Timeline, width: int, colour: bool) -> list[str]:
     """What the marks mean, in lines of at most `width` characters."""
-    every = [box for rank in range(timeline.schedule.num_ranks) for box in boxes(timeline, rank)]
     entries = []  # how long it looks, and what is written
-    for letter in (letter for letter in COLOURS if any(box.letter == letter for box in every)):
+    for letter in letters(timeline):
         mark = f" {letter} " if colour else letter
         length = len(f"{mark} {NAMES[letter]}")
         entries.append((length, f"{_painted(mark, COLOURS[letter]) if colour else mark} {NAMES[letter]}"))
     others = ["small: other stages"] if not colour and max(timeline.parameters) > 1 else []
-    others += ["[ ] pair"] if any(box.framed for box in every) else []
+    others += ["[ ] pair"] if has_pairs(timeline) else []
     entries += [(len(other), other) for other in [*others, ". waits"]]
     lines, used = [""], 0
     for length, written in entries:

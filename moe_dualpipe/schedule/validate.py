@@ -7,7 +7,7 @@
    after it is computed and arrives before it is used, once, and "happens before" has no cycle.
 """
 
-from collections import Counter, deque
+from collections import deque
 from typing import NoReturn
 
 from .actions import Backward, Forward, Part, Recv, Send, Step, halves
@@ -81,28 +81,26 @@ def _check_cells(schedule: Schedule) -> None:
 
 
 def _check_counts(schedule: Schedule) -> None:
-    count: Counter[tuple[int, int, str]] = Counter()
-    where: dict[tuple[int, int, str], list[tuple[int, int]]] = {}
+    where: dict[tuple[int, int, str], list[Cell]] = {}
     for rank, actions in enumerate(schedule.actions):
         for step, action in enumerate(actions):
             for half in halves(action):
                 letter = "F" if isinstance(half, Forward) else half.part.value
-                key = half.stage, half.micro_batch, letter
-                count[key] += 1
-                where.setdefault(key, []).append((rank, step))
+                where.setdefault((half.stage, half.micro_batch, letter), []).append((rank, step))
     for stage in range(schedule.num_stages):
         for micro_batch in range(schedule.num_micro_batches):
-            f, b, i, w = (count[stage, micro_batch, letter] for letter in ("F", *(part.value for part in Part)))
+            cells = {letter: where.get((stage, micro_batch, letter), []) for letter in "FBIW"}
+            f, b, i, w = map(len, cells.values())
             if f != 1:
                 problem, letters = f"{f} forwards", "F"
             elif (b, i, w) not in ((1, 0, 0), (0, 1, 1)):
                 problem, letters = f"{b} B, {i} I and {w} W instead of one B, or one I and one W", "BIW"
             else:
                 continue
-            cells = [cell for letter in letters for cell in where.get((stage, micro_batch, letter), [])]
-            if not cells:  # nothing to mark where it is missing: what else there is of the same micro-batch
-                cells = [cell for letter in "FBIW" for cell in where.get((stage, micro_batch, letter), [])]
-            raise ScheduleError(_drawn(schedule, f"stage {stage} runs micro-batch {micro_batch} with {problem}", cells))
+            marked = [cell for letter in letters for cell in cells[letter]]
+            marked = marked or [cell for others in cells.values() for cell in others]  # it is missing: what is there
+            problem = f"stage {stage} runs micro-batch {micro_batch} with {problem}"
+            raise ScheduleError(_drawn(schedule, problem, marked))
 
 
 def _check_transfers(schedule: Schedule, steps: Steps) -> list[list[tuple[int, Result, int]]]:

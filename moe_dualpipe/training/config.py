@@ -188,12 +188,17 @@ def resolve(config: TrainConfig, launch: Launch) -> TrainConfig:
             f"{pp} pipeline ranks): use --ep {' or '.join(fitting)}"
         )
     schedule = config.schedule if config.schedule != "auto" else ("dualpipev" if pp % 2 else "dualpipe")
-    micro_batches = config.micro_batches or -(-max(8, 2 * pp) // pp) * pp
+    micro_batches = config.micro_batches or default_micro_batches(pp)
     build(schedule, pp, micro_batches, config.num_chunks or None)
     return dataclasses.replace(
         config, device=device, dtype=dtype, pp=pp, schedule=schedule, micro_batches=micro_batches, kernels=kernels,
         out=_out(config),
     )  # fmt: skip
+
+
+def default_micro_batches(pp: int) -> int:
+    """At least 8, and as many as any schedule runs with: two for each rank, in groups of as many as there are ranks."""
+    return -(-max(8, 2 * pp) // pp) * pp
 
 
 def _check_optimizer(optim: OptimizerConfig) -> None:
