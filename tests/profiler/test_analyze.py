@@ -316,3 +316,12 @@ def test_the_command_draws(tmp_path, capsys):
     ):
         assert main(["profile", "analyze", *arguments]) == 2
         assert problem in capsys.readouterr().err
+
+
+def test_a_phase_is_told_for_each_of_its_annotations(tmp_path):
+    analysis = analysis_of(tmp_path, [
+        annotation("mlp(F)", 0, 10), annotation("mlp(F)", 20, 10), launch(1, 5), launch(2, 25), launch(3, 26),
+        kernel("gemm", 100, 30, correlation=1), kernel("gemm", 200, 10, correlation=2),
+        kernel("ncclX", 300, 6, correlation=3),
+    ])  # fmt: skip
+    assert "| mlp(F) |     2 |                   20 |             3 |       3 |" in as_text(analysis, phases=True)
