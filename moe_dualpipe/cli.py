@@ -145,23 +145,27 @@ class ScheduleCommands:
 
 @dataclass(frozen=True)
 class Analyze:
-    """How much communication was hidden, in a trace that torch.profiler wrote of work on a GPU."""
+    """How much communication was hidden, in a trace that torch.profiler wrote of work on a GPU, or on a CPU."""
 
     traces: Positional[list[Path]]
-    """Chrome traces, .json or .json.gz; several ranks are analyzed one after the other."""
+    """Chrome traces, .json or .json.gz; of several, each is analyzed, and they are compared."""
     comm_pattern: str | None = None
-    """What the name of a communication kernel contains (a regular expression). None: the usual libraries'."""
+    """What the name of a communication kernel contains (a regular expression); on a CPU, of an annotation. None: the
+    usual libraries'."""
     phases: bool = False
     """A table of the annotations in which work was launched."""
+    streams: bool = False
+    """A table of the streams, on a CPU threads."""
     kernels: int = 0
-    """A table of so many kernels, those that took the most time."""
+    """A table of so many kernels, on a CPU operators: those that took the most time."""
     out: Path | None = None
-    """Draw computation above communication into this file (.png, .svg); for one trace of one device."""
+    """Draw computation above communication into this file (.png, .svg, .html)."""
     json: bool = False
-    """Print JSON: for each device of each trace an object."""
+    """Print JSON: an object for one device of one trace, a list of them for more."""
 
     def run(self) -> None:
-        from .profiler import COMMUNICATION, analyze, as_text, lanes, read
+        from .profiler import COMMUNICATION
+        from .profiler.files import analyze_files
 
         try:
             pattern = COMMUNICATION if self.comm_pattern is None else re.compile(self.comm_pattern)
@@ -169,34 +173,20 @@ class Analyze:
             raise ValueError(f"--comm-pattern {self.comm_pattern!r} is no regular expression: {error}") from None
         if self.kernels < 0:
             raise ValueError(f"--kernels cannot be negative: got {self.kernels}")
-        one = "--out draws one device of one trace: got more; leave it out, or name one trace"
         if not self.traces:
             raise ValueError("no trace to analyze: name at least one file")
         if self.out is not None:
-            check_output(self.out, (".png", ".svg"))
-            if len(self.traces) > 1:
-                raise ValueError(one)
-        objects = []
-        for path in self.traces:
-            trace = read(path)
-            if not trace.work:
-                raise ValueError(
-                    f"{path}: no work on a device among {trace.num_events:,} events: was it recorded there?"
-                )
-            if trace.truncated:
-                print(f"{path}: cut off after {trace.num_events:,} events; this is about those", file=sys.stderr)
-            analyses = analyze(trace, pattern)
-            if self.out is not None:
-                if len(analyses) != 1:
-                    raise ValueError(one)
-                lanes.save(trace, analyses[0], self.out, pattern)
-            for analysis in analyses:
-                if self.json:
-                    objects.append({"trace": str(path), "truncated": trace.truncated, **analysis.as_object()})
-                else:
-                    print(f"{path}\n{as_text(analysis, self.phases, self.kernels)}")
+            check_output(self.out, (".png", ".svg", ".html"))
+        found = analyze_files(self.traces, pattern, pictures=self.out is not None)
+        for file, events in found.truncated.items():
+            print(f"{file}: cut off after {events:,} events; this is about those", file=sys.stderr)
+        if self.out is not None:
+            found.save(self.out)
         if self.json:
-            print(json.dumps(objects, indent=1))
+            objects = found.as_objects()
+            print(json.dumps(objects[0] if len(objects) == 1 else objects, indent=1))
+        else:
+            print(found.as_text(self.phases, self.kernels, self.streams))
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """How much communication was hidden? The arithmetic of a trace.
 
-Device work is communication if its name says so, and computation otherwise, copies and fills included. All times are
-lengths of unions of intervals: a moment in which two kernels of a kind run counts once. Communication is hidden where
-anything computes at the same time, and exposed where nothing does.
+Device work is communication if its name says so, and computation otherwise, copies and fills included; a trace
+without a device is that of a CPU (host.py). All times are lengths of unions of intervals: a moment in which two kernels
+of a kind run counts once. Communication is hidden where anything computes at the same time, else exposed.
 """
 
 import re
@@ -15,14 +15,17 @@ from typing import Any
 import numpy as np
 
 from .chrome import Trace, Work
-from .intervals import EMPTY, Intervals, difference, intersection, total, union
+from .gaps import Wait, waits
+from .host import on_cpu
+from .intervals import EMPTY, Intervals, as_intervals, difference, intersection, total, union
 
 COMMUNICATION = re.compile(
     r"nccl|nvshmem|deep_?ep|::ep::|multimem|symm_?mem|paced_copy"
     r"|all_?to_?all|all_?gather|all_?reduce|reduce_?scatter|send_?recv|_shot_",
     re.IGNORECASE,
 )
-"""Kernels of NCCL, NVSHMEM, DeepEP (also as part of another package), torch's symmetric memory, and our own."""
+"""Kernels of NCCL, NVSHMEM, DeepEP (also as part of another package), torch's symmetric memory, and our own. On a CPU,
+annotations besides the transfers of backends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +72,13 @@ class Analysis:
     num_comm: int
     comm_blocks: int
     """The most thread blocks of a communication kernel: as many SMs can it occupy, if the GPU has more."""
+    num_sms: int
+    """Of the GPU; 0 where the trace does not say."""
     phases: tuple[Phase, ...]
+    waits: tuple[Wait, ...]
+    """Every moment in which nothing computed: together `exposed_comm_us` and `idle_us`."""
     streams: dict[str, float]
-    """Busy time by stream."""
+    """Busy time by stream; on a CPU by thread."""
     kernels: tuple[Kernel, ...]
     """The longest first."""
 
@@ -88,6 +95,7 @@ class Analysis:
 def analyze(trace: Trace, comm_pattern: str | re.Pattern[str] = COMMUNICATION) -> tuple[Analysis, ...]:
     """An analysis for each device on which `trace` has work, in order of their names."""
     pattern = re.compile(comm_pattern) if isinstance(comm_pattern, str) else comm_pattern
+    trace = on_cpu(trace, pattern)
     by_device = _grouped(trace.work, lambda work: work.device)
     return tuple(_analyze(device, by_device[device], trace, pattern) for device in sorted(by_device))
 
@@ -98,7 +106,8 @@ def _analyze(device: str, works: Sequence[Work], trace: Trace, pattern: re.Patte
     comm, copies = (union(intervals_of(by_kind[kind])) for kind in ("comm", "copy"))
     every = union(intervals_of(works))
     exposed = difference(comm, compute)
-    window = float(every[-1, 1] - every[0, 0]) if len(every) else 0.0
+    extent = np.array([[every[0, 0], every[-1, 1]]]) if len(every) else EMPTY
+    window = total(extent)
     streams = _grouped(works, lambda work: work.stream)
     return Analysis(
         device=device,
@@ -112,7 +121,9 @@ def _analyze(device: str, works: Sequence[Work], trace: Trace, pattern: re.Patte
         idle_us=window - total(every),
         num_comm=len(by_kind["comm"]),
         comm_blocks=max((work.blocks for work in by_kind["comm"]), default=0),
+        num_sms=trace.num_sms,
         phases=_phases(by_kind, trace, exposed),
+        waits=waits(trace, difference(extent, compute), [*by_kind["compute"], *by_kind["copy"]], by_kind["comm"]),
         streams={stream: total(union(intervals_of(streams[stream]))) for stream in sorted(streams)},
         kernels=_kernels(by_kind),
     )
@@ -125,15 +136,14 @@ def kind_of(work: Work, pattern: re.Pattern[str] = COMMUNICATION) -> str:
 
 @lru_cache(maxsize=1 << 16)
 def _kind(name: str, category: str, pattern: re.Pattern[str]) -> str:
-    if pattern.search(name):
+    if category == "transfer" or (category != "operator" and pattern.search(name)):
         return "comm"
-    return "compute" if category == "kernel" else "copy"
+    return "compute" if category in ("kernel", "operator") else "copy"
 
 
 def intervals_of(works: Iterable[Work]) -> Intervals:
     """When each of them ran."""
-    rows = [(work.start, work.end) for work in works]
-    return np.array(rows) if rows else EMPTY
+    return as_intervals((work.start, work.end) for work in works)
 
 
 def _phases(by_kind: dict[str, list[Work]], trace: Trace, exposed: Intervals) -> tuple[Phase, ...]:

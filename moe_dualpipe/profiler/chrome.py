@@ -2,6 +2,8 @@
 
 The files are large and often cut off. So events are decoded one after the other from the stream, only what the analysis
 needs is kept, in a few words each, and what was read before the end of a truncated file is a result.
+
+Where nothing was recorded on a device, the host is the device: host.py makes work of its operators and transfers.
 """
 
 import codecs
@@ -11,16 +13,20 @@ import re
 import sys
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+TRANSFER = re.compile(r"(nccl|gloo|ucc|mpi|xccl|link):(?!:)")
+"""How torch's backends, and modelled links, name a transfer from its start to its end. It is no scope of other work."""
+
 _SPACE = re.compile(r"[\s,]*")
 _OPENING = re.compile(r'"traceEvents"\s*:\s*\[')
 _CHUNK = 1 << 20
 _LONGEST_EVENT = 1 << 24
+_LONGEST_HEADER = 1 << 22
 
 
 class TraceError(ValueError):
@@ -28,10 +34,11 @@ class TraceError(ValueError):
 
 
 class Work(NamedTuple):
-    """A kernel, copy or fill on a device. Times in microseconds."""
+    """A kernel, copy or fill on a device; or of a CPU, a piece of an operator or a transfer. Times in microseconds."""
 
     name: str
     category: str
+    """As in the file, in lower case; or "operator" or "transfer"."""
     start: float
     end: float
     device: str
@@ -42,7 +49,7 @@ class Work(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """An annotation, or the launch of some work, on a thread of the host. Times in microseconds."""
+    """An annotation, operator, transfer, or the launch of some work, on a thread of the host. Times in microseconds."""
 
     name: str
     start: float
@@ -58,8 +65,20 @@ class Trace:
     launches: dict[int, Mark] = field(default_factory=dict)
     """By correlation id."""
     annotations: list[Mark] = field(default_factory=list)
+    operators: list[Mark] = field(default_factory=list)
+    """Of the host, nested in each other."""
+    transfers: list[Mark] = field(default_factory=list)
+    """What a backend says was on its way."""
+    waits: list[Mark] = field(default_factory=list)
+    """Where a CPU, as a device, waited."""
     num_events: int = 0
     truncated: bool = False
+    rank: int | None = None
+    host: str = ""
+    base_us: float = 0.0
+    """What all times of the file are counted from, on the clock of the host."""
+    num_sms: int = 0
+    """Of the first GPU that the file describes; 0 where it describes none."""
 
     def annotation_of(self, work: Work) -> Mark | None:
         """The innermost annotation around the launch of `work`, if the trace says both."""
@@ -67,13 +86,16 @@ class Trace:
 
     @cached_property
     def _annotations_of_launches(self) -> dict[int, Mark]:
-        """By correlation id.
+        return self.around(self.annotations)
+
+    def around(self, marks: Sequence[Mark]) -> dict[int, Mark]:
+        """The innermost of `marks` around each launch, by correlation id.
 
         It is one of the launch's own thread; where there is none, of any: the thread of a backward has no annotations,
         and works while the one that called it waits inside of one.
         """
         threads: dict[tuple[str, str], list[Mark]] = defaultdict(list)
-        for mark in self.annotations:
+        for mark in marks:
             threads[mark.thread].append(mark)
         launches: dict[tuple[str, str], list[tuple[float, int]]] = defaultdict(list)
         for correlation, mark in self.launches.items():
@@ -82,7 +104,7 @@ class Trace:
         for thread in threads:
             found |= _innermost(threads[thread], launches[thread])
         others = [launch for starts in launches.values() for launch in starts if launch[1] not in found]
-        return found | _innermost(self.annotations, others)
+        return found | _innermost(marks, others)
 
 
 def _innermost(marks: Iterable[Mark], launches: Iterable[tuple[float, int]]) -> dict[int, Mark]:
@@ -134,7 +156,7 @@ def _keep(event: dict[str, Any], trace: Trace) -> None:
         return
     if not math.isfinite(end):
         return
-    thread = str(event.get("pid")), str(event.get("tid"))
+    thread = sys.intern(str(event.get("pid"))), sys.intern(str(event.get("tid")))
     correlation = arguments.get("correlation")
     correlation = correlation if isinstance(correlation, int) else None
     if category in _WORK:
@@ -144,8 +166,14 @@ def _keep(event: dict[str, Any], trace: Trace) -> None:
         trace.work.append(Work(name, category, start, end, device, stream, correlation, blocks))
     elif category in _LAUNCHES and correlation is not None:
         trace.launches[correlation] = Mark(name, start, end, thread)
-    elif category == "user_annotation":
-        trace.annotations.append(Mark(name, start, end, thread))
+    elif category in ("user_annotation", "cpu_op"):
+        mark = Mark(name, start, end, thread)
+        if TRANSFER.match(name):
+            trace.transfers.append(mark)
+        elif category == "cpu_op" or name.startswith("link::"):
+            trace.operators.append(mark)
+        else:
+            trace.annotations.append(mark)
 
 
 def _pieces(path: Path) -> Iterator[str]:
@@ -163,7 +191,9 @@ def _pieces(path: Path) -> Iterator[str]:
 def _events(pieces: Iterator[str], path: Path, trace: Trace) -> Iterator[dict[str, Any]]:
     """The objects in the list "traceEvents", or in a file that is a list; sets `trace.truncated`."""
     decode = json.JSONDecoder().raw_decode
-    text, at = _first_event(pieces, path), 0
+    header, text = _opened(pieces, path)
+    _describe(header, trace)
+    at = 0
     while True:
         at = _SPACE.match(text, at).end()  # type: ignore[union-attr]
         if text.startswith("]", at):
@@ -185,16 +215,34 @@ def _events(pieces: Iterator[str], path: Path, trace: Trace) -> Iterator[dict[st
         yield event
 
 
-def _first_event(pieces: Iterator[str], path: Path) -> str:
-    """The text behind the bracket that opens the list of events."""
+def _opened(pieces: Iterator[str], path: Path) -> tuple[str, str]:
+    """The text before the list of events, as far as it is short, and the text behind the bracket that opens it."""
     text = next(pieces, "").lstrip()
     if text.startswith("["):
-        return text[1:]
+        return "", text[1:]
     if not text.startswith("{"):
         what = f"it begins with {text[:20]!r}, not with an object or a list" if text else "the file is empty"
         raise TraceError(f"{path}: not a trace: {what}")
+    header = ""
     while not (opening := _OPENING.search(text)):
         if not (more := next(pieces, "")):
             raise TraceError(f'{path}: not a trace of torch.profiler: it has no list "traceEvents"')
+        header = (header + text[:-100])[:_LONGEST_HEADER]
         text = text[-100:] + more
-    return text[opening.end() :]
+    return header + text[: opening.start()], text[opening.end() :]
+
+
+def _describe(header: str, trace: Trace) -> None:
+    """Keep what the file says of the rank, its clock and its GPU, if it says so before the events."""
+    try:
+        found = json.loads(header + '"traceEvents": []}')
+    except (json.JSONDecodeError, RecursionError):
+        return
+    job, gpus = found.get("distributedInfo"), found.get("deviceProperties")
+    if isinstance(job, dict) and isinstance(rank := job.get("rank"), int):
+        trace.rank = rank
+    if isinstance(gpus, list) and gpus and isinstance(gpus[0], dict) and isinstance(sms := gpus[0].get("numSms"), int):
+        trace.num_sms = sms
+    trace.host = str(found.get("host_name", ""))
+    if isinstance(base := found.get("baseTimeNanoseconds"), int):
+        trace.base_us = base / 1e3

@@ -4,7 +4,7 @@ Sums over events count a moment twice in which two of them run; unions do not. A
 [start, end), sorted and disjoint once `union` has made it so.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,3 +53,18 @@ def _where(a: Intervals, b: Intervals, wanted: Callable[[Mask, Mask], Mask]) -> 
     points = points[order]
     held = np.flatnonzero(wanted(in_a, in_b)[:-1]) if len(points) else np.empty(0, dtype=np.int64)
     return union(np.stack([points[held], points[held + 1]], axis=1)) if len(held) else EMPTY
+
+
+def as_intervals(pairs: Iterable[tuple[float, float]]) -> Intervals:
+    """[n, 2] from starts and ends, also where there are none."""
+    rows = list(pairs)
+    return np.array(rows) if rows else EMPTY
+
+
+def length_before(a: Intervals) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:
+    """A function of points: how much of the union `a` lies before each. Its difference is what lies between two."""
+    if not len(a):
+        return np.zeros_like
+    lengths = np.cumsum(a[:, 1] - a[:, 0])
+    heights = np.stack([np.concatenate([[0.0], lengths[:-1]]), lengths], axis=1)
+    return lambda points: np.interp(points, a.ravel(), heights.ravel())

@@ -6,30 +6,49 @@ weight gradient (W), by the letter in brackets at the end of its name. Work with
 
 import re
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ..schedule.figure import figure_class
+from ..schedule.figure import figure_class, write
 from ..schedule.picture import COLOURS
-from .analyze import COMMUNICATION, Analysis, intervals_of, kind_of
+from . import page
+from .analyze import COMMUNICATION, intervals_of, kind_of
 from .chrome import Mark, Trace, Work
+from .host import on_cpu
 from .intervals import Intervals, total, union
-from .report import verdict
 
 LANES = ("computation", "communication")
+SUFFIXES = (".png", ".svg", ".html")
 _MOST_LABELS = 400
 
 
 class Block(NamedTuple):
     lane: int
+    """Index in LANES."""
     name: str
     colour: str
     intervals: Intervals
     """Microseconds from the first work on the device."""
 
 
+@dataclass(frozen=True)
+class Picture:
+    """Two lanes and what stands above them. shift_us: how much later than the first picture's it begins."""
+
+    title: str
+    blocks: Sequence[Block]
+    shift_us: float = 0.0
+
+    @property
+    def end_us(self) -> float:
+        return self.shift_us + max((float(block.intervals[-1, 1]) for block in self.blocks), default=0.0)
+
+
 def blocks(trace: Trace, device: str, pattern: re.Pattern[str] = COMMUNICATION) -> list[Block]:
     """What ran on `device`, by the lane it belongs to and the annotation that launched it, in order of time."""
+    trace = on_cpu(trace, pattern)
     works: dict[tuple[int, Mark | None], list[Work]] = defaultdict(list)
     for work in trace.work:
         if work.device == device:
@@ -45,26 +64,38 @@ def blocks(trace: Trace, device: str, pattern: re.Pattern[str] = COMMUNICATION) 
     )
 
 
-def save(trace: Trace, analysis: Analysis, path: Path, pattern: re.Pattern[str] = COMMUNICATION) -> None:
-    """Draw the lanes of a device into a .png or .svg. Raises ImportError where matplotlib is not installed."""
-    every = blocks(trace, analysis.device, pattern)
-    figure = figure_class()(figsize=(16, 2.6), layout="constrained")
-    axes = figure.add_subplot()
-    for block in every:
-        spans = [(start / 1e3, (end - start) / 1e3) for start, end in block.intervals.tolist()]
+def save(pictures: Sequence[Picture], path: Path) -> None:
+    """Draw them one above the other, on one axis of time, into a .png or .svg, or a page to zoom into (.html).
+
+    Raises ImportError where matplotlib is needed and not installed.
+    """
+    if path.suffix.lower() == ".html":
+        page.write(pictures, path)
+        return
+    end = max(picture.end_us for picture in pictures)
+    figure = figure_class()(figsize=(16, 0.7 + 1.9 * len(pictures)), layout="constrained")
+    rows = figure.subplots(len(pictures), sharex=True, squeeze=False)[:, 0]
+    for axes, picture in zip(rows, pictures, strict=True):
+        _draw(axes, picture, end)
+    rows[-1].set_xlabel("ms", fontsize=8, loc="right", labelpad=1)
+    write(figure, path)
+
+
+def _draw(axes, picture: Picture, end: float) -> None:
+    for block in picture.blocks:
+        spans = [((start + picture.shift_us) / 1e3, (stop - start) / 1e3) for start, stop in block.intervals.tolist()]
         axes.broken_barh(spans, (-block.lane - 0.43, 0.86), facecolors=block.colour, edgecolors="none")
-    wide = [block for block in every if block.name and total(block.intervals) > analysis.window_us / 150]
+    wide = [block for block in picture.blocks if block.name and total(block.intervals) > end / 150]
     for block in wide if len(wide) <= _MOST_LABELS else ():
         longest = max(block.intervals.tolist(), key=lambda interval: interval[1] - interval[0])
-        middle = sum(longest) / 2e3  # of what is in one piece
+        middle = (sum(longest) / 2 + picture.shift_us) / 1e3  # of what is in one piece
         axes.text(middle, -block.lane, block.name, ha="center", va="center", fontsize=6, rotation=90)
-    axes.set_xlim(0, analysis.window_us / 1e3)
+    axes.set_xlim(0, end / 1e3)
+    axes.set_ylim(-1.5, 0.5)
     axes.set_yticks([0, -1], LANES)
-    axes.set_xlabel("ms", fontsize=8, loc="right", labelpad=1)
     axes.set_frame_on(False)
     axes.tick_params(length=0, labelsize=8)
-    axes.set_title(f"device {analysis.device}: {verdict(analysis)}", fontsize=9, loc="left")
-    figure.savefig(path, dpi=130)
+    axes.set_title(picture.title, fontsize=9, loc="left")
 
 
 def _colour(name: str) -> str:

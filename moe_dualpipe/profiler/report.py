@@ -1,50 +1,113 @@
-"""An analysis in words and tables."""
+"""Analyses in words and tables."""
+
+from collections.abc import Sequence
 
 from ..schedule.compare import markdown
 from .analyze import Analysis
+from .ranks import Together
+
+MOST_WAITS = 8
 
 
-def as_text(analysis: Analysis, phases: bool = False, kernels: int = 0) -> str:
-    """What there was and what of it was hidden; `phases` adds a table of them, `kernels` one of the longest so many."""
-    window = analysis.window_us
+def as_text(analysis: Analysis, phases: bool = False, kernels: int = 0, streams: bool = False) -> str:
+    """What there was, what of it was hidden, and what the exposed rest waited for.
 
-    def row(what: str, time: float) -> list[str]:
-        return [what, f"{time:,.0f}", f"{time / window:.1%}" if window else "-"]
-
-    tables = [
-        [
-            [f"device {analysis.device}", "us", "of the window"],
-            row("window", window),
-            row("busy", analysis.busy_us),
-            row("computation", analysis.compute_us),
-            row("communication", analysis.comm_us),
-            row("- hidden behind computation", analysis.overlapped_us),
-            row("- exposed", analysis.exposed_comm_us),
-            row("idle", analysis.idle_us),
-        ]
-    ]
+    Further tables: of the phases, of so many kernels that took the most time, of the streams.
+    """
+    tables = [overview({name_of(analysis): analysis}, in_window=True)]
+    if analysis.waits:
+        tables.append(_waits(analysis))
     if phases:
-        rows = [
-            [phase.name, str(phase.times)]
-            + [f"{time / phase.times:,.0f}" for time in (phase.compute_us, phase.comm_us, phase.exposed_comm_us)]
-            for phase in analysis.phases
-        ]
-        tables.append([["phase", "times", "computation, us each", "communication", "exposed"], *rows])
+        tables.append(_phases(analysis))
+    if streams:
+        rows = [[stream, f"{busy:,.0f}"] for stream, busy in analysis.streams.items()]
+        tables.append([["thread" if analysis.device == "cpu" else "stream", "busy, us"], *rows])
     if kernels:
         rows = [
-            [kernel.name[:60], kernel.kind, str(kernel.times), f"{kernel.total_us:,.0f}", str(kernel.most_blocks)]
+            [
+                kernel.name[:60],
+                kernel.kind,
+                str(kernel.times),
+                f"{kernel.total_us:,.0f}",
+                str(kernel.most_blocks or "-"),
+            ]
             for kernel in analysis.kernels[:kernels]
         ]
         tables.append([["kernel", "kind", "times", "us together", "blocks"], *rows])
     return "\n\n".join([*map(markdown, tables), verdict(analysis)])
 
 
+def overview(analyses: dict[str, Analysis], in_window: bool = False) -> list[list[str]]:
+    """Rows of a table: one column for each analysis, and of a single one its share of the window."""
+    rows = [["", *(f"{name}, us" for name in analyses), *(["of the window"] * in_window)]]
+    for what, key in (
+        ("window", "window_us"),
+        ("busy", "busy_us"),
+        ("computation", "compute_us"),
+        ("communication", "comm_us"),
+        ("- hidden behind computation", "overlapped_us"),
+        ("- exposed", "exposed_comm_us"),
+        ("idle", "idle_us"),
+    ):
+        times = [getattr(analysis, key) for analysis in analyses.values()]
+        rows.append([what, *(f"{time:,.0f}" for time in times)])
+        if in_window:
+            (analysis,) = analyses.values()
+            rows[-1].append(f"{times[0] / analysis.window_us:.1%}" if analysis.window_us else "-")
+    return rows
+
+
+def compare_ranks(analyses: dict[str, Analysis], joint: Sequence[Together]) -> str:
+    """A row for each rank, by its name; with what it waited for the others, if that can be known."""
+    rows = [["", "window, us", "computation", "communication", "exposed", "hidden", "waited for others"]]
+    for (name, a), other in zip(analyses.items(), joint, strict=True):
+        times = (a.window_us, a.compute_us, a.comm_us, a.exposed_comm_us)
+        waited = "-" if other.waited_us is None else f"{other.waited_us:,.0f}"
+        rows.append([name, *(f"{time:,.0f}" for time in times), share(a.hidden_fraction), waited])
+    return markdown(rows)
+
+
+def _waits(analysis: Analysis) -> list[list[str]]:
+    """The longest; the others in one row."""
+    shown, rest = analysis.waits[:MOST_WAITS], analysis.waits[MOST_WAITS:]
+    cpu = analysis.device == "cpu"
+    rows = [["nothing computed during", "until", "times", "us", "busy elsewhere" if cpu else "not launched yet"]]
+    for wait in shown:
+        what = wait.during or "(nothing)"
+        sync = f" ({wait.sync_us:,.0f} in a sync)" if wait.sync_us >= 0.5 else ""
+        rows.append([what[:40], (wait.before or "the end")[:40], str(wait.times), f"{wait.total_us:,.0f}"])
+        rows[-1].append(f"{wait.host_us:,.0f}{sync}")
+    if rest:
+        sums = [sum(getattr(wait, key) for wait in rest) for key in ("times", "total_us", "host_us")]
+        rows.append([f"{len(rest)} others", "", *(f"{number:,.0f}" for number in sums)])
+    return rows
+
+
+def _phases(analysis: Analysis) -> list[list[str]]:
+    rows = [
+        [phase.name, str(phase.times)]
+        + [f"{time / phase.times:,.0f}" for time in (phase.compute_us, phase.comm_us, phase.exposed_comm_us)]
+        for phase in analysis.phases
+    ]
+    return [["phase", "times", "computation, us each", "communication", "exposed"], *rows]
+
+
+def name_of(analysis: Analysis) -> str:
+    return "cpu" if analysis.device == "cpu" else f"device {analysis.device}"
+
+
+def share(fraction: float | None) -> str:
+    return "-" if fraction is None else f"{fraction:.1%}"
+
+
 def verdict(analysis: Analysis) -> str:
     """One sentence."""
     if analysis.hidden_fraction is None:
         return "There is no communication, so nothing to hide."
+    kind = "transfer" if analysis.device == "cpu" else "kernel"
     blocks = f", on up to {analysis.comm_blocks} thread blocks" if analysis.comm_blocks else ""
+    blocks += f" of a GPU of {analysis.num_sms} SMs" if blocks and analysis.num_sms else ""
     return (
-        f"{analysis.hidden_fraction:.1%} of the communication is hidden "
-        f"({analysis.num_comm} kernel{'s' if analysis.num_comm != 1 else ''}{blocks})."
+        f"{share(analysis.hidden_fraction)} of the communication is hidden "
+        f"({analysis.num_comm} {kind}{'s' if analysis.num_comm != 1 else ''}{blocks})."
     )

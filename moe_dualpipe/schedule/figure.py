@@ -3,7 +3,6 @@
 The number in a box is the micro-batch. Needs matplotlib, which is imported when a figure is drawn.
 """
 
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,8 +19,14 @@ _MOST_INCHES = 60
 
 def save_figure(timeline: Timeline, path: Path) -> None:
     """Write the figure; the suffix says in which format. Raises ImportError where matplotlib is not installed."""
-    figure = draw(timeline)
-    with _reproducible():
+    write(draw(timeline), path)
+
+
+def write(figure: "Figure", path: Path) -> None:
+    """Save a figure: SVG with text as text, and the same bytes every time."""
+    from matplotlib import rc_context
+
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "moe-dualpipe"}):
         figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
 
 
@@ -90,10 +95,3 @@ def add_legend(axes: "Axes", timeline: Timeline) -> None:
         entries.append(Patch(facecolor=paler(COLOURS["F"], 0.5), label="pale: the rank's other stages"))
     below = (0, -0.25 / len(timeline.spans))
     axes.legend(handles=entries, loc="upper left", bbox_to_anchor=below, ncols=len(entries), fontsize=8, frameon=False)
-
-
-def _reproducible() -> AbstractContextManager[None]:
-    """SVG with text as text, and the same bytes every time."""
-    from matplotlib import rc_context
-
-    return rc_context({"svg.fonttype": "none", "svg.hashsalt": "moe-dualpipe"})

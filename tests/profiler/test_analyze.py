@@ -240,24 +240,32 @@ def test_the_command_prints_tables_or_json(tmp_path, capsys):
     (analysis,) = analyze(read(paths[0]))
     assert main(["profile", "analyze", *paths, "--phases", "--kernels", "1"]) == 0
     expected = as_text(analysis, phases=True, kernels=1)
-    assert capsys.readouterr().out == "".join(f"{path}\n{expected}\n" for path in paths)
+    out = capsys.readouterr().out
+    assert out.startswith("\n\n".join(f"{path}\n{expected}" for path in paths) + "\n\n|")
+    heading, _, *rows = out.splitlines()[-4:]
+    assert heading.split("|")[2].strip() == "window, us"
+    for row, path in zip(rows, paths, strict=True):
+        assert [cell.strip() for cell in row.split("|")[1:-1]] == [
+            f"{path}, device 0", "40", "30", "20", "10", "50.0%", "0",
+        ]  # fmt: skip
     assert expected.splitlines()[:9] == [
-        "| device 0                    | us | of the window |",
-        "|-----------------------------|---:|--------------:|",
-        "| window                      | 40 |        100.0% |",
-        "| busy                        | 40 |        100.0% |",
-        "| computation                 | 30 |         75.0% |",
-        "| communication               | 20 |         50.0% |",
-        "| - hidden behind computation | 10 |         25.0% |",
-        "| - exposed                   | 10 |         25.0% |",
-        "| idle                        |  0 |          0.0% |",
+        "|                             | device 0, us | of the window |",
+        "|-----------------------------|-------------:|--------------:|",
+        "| window                      |           40 |        100.0% |",
+        "| busy                        |           40 |        100.0% |",
+        "| computation                 |           30 |         75.0% |",
+        "| communication               |           20 |         50.0% |",
+        "| - hidden behind computation |           10 |         25.0% |",
+        "| - exposed                   |           10 |         25.0% |",
+        "| idle                        |            0 |          0.0% |",
     ]
+    assert "| dispatch(F)             | the end |     1 | 10 |                0 |" in expected
     assert "| dispatch(F) |     1 |                    0 |            20 |      10 |" in expected
     assert "| gemm   | compute |     1 |          30 |      1 |" in expected
     assert expected.endswith("50.0% of the communication is hidden (1 kernel, on up to 8 thread blocks).")
 
     assert main(["profile", "analyze", paths[1], "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)
+    found = json.loads(capsys.readouterr().out)
     assert found["trace"] == paths[1] and found["truncated"] is False
     assert {key: found[key] for key in ("window_us", "busy_us", "compute_us", "comm_us", "hidden_fraction")} == {
         "window_us": 40, "busy_us": 40, "compute_us": 30, "comm_us": 20, "hidden_fraction": 0.5,
@@ -266,6 +274,10 @@ def test_the_command_prints_tables_or_json(tmp_path, capsys):
     assert found["phases"] == [{
         "name": "dispatch(F)", "times": 1, "compute_us": 0, "comm_us": 20, "copy_us": 0, "exposed_comm_us": 10,
     }]  # fmt: skip
+    assert main(["profile", "analyze", *paths, "--json"]) == 0
+    several = json.loads(capsys.readouterr().out)
+    assert [one["trace"] for one in several] == paths
+    assert several[1] == {**found, "waited_us": 0, "shift_us": 0}
 
 
 @pytest.mark.parametrize("options,problem", [
@@ -282,7 +294,9 @@ def test_wrong_options(tmp_path, capsys, options, problem):
 def test_a_trace_without_device_work(tmp_path, capsys):
     path = write(tmp_path / "trace.json", [annotation("attn(F)", 0, 10)])
     assert main(["profile", "analyze", str(path)]) == 2
-    assert "no work on a device among 1 events: was it recorded there?" in capsys.readouterr().err
+    assert capsys.readouterr().err == (
+        f"moe-dualpipe: error: {path}: no work among 1 events: neither kernels on a device nor operators on a CPU\n"
+    )
 
 
 # ---- The picture ----
@@ -308,11 +322,10 @@ def test_the_command_draws(tmp_path, capsys):
     )
     for suffix in ("svg", "png"):
         assert main(["profile", "analyze", str(path), "--out", str(tmp_path / f"lanes.{suffix}")]) == 0
-    assert "<!-- mlp(W) -->" in (tmp_path / "lanes.svg").read_text()
+    assert ">mlp(W)</text>" in (tmp_path / "lanes.svg").read_text()
     capsys.readouterr()
     for arguments, problem in (
-        ([str(path), "--out", "lanes.pdf"], "cannot write 'lanes.pdf': use one of .png, .svg"),
-        ([str(path), str(path), "--out", "lanes.png"], "--out draws one device of one trace"),
+        ([str(path), "--out", "lanes.pdf"], "cannot write 'lanes.pdf': use one of .png, .svg, .html"),
     ):
         assert main(["profile", "analyze", *arguments]) == 2
         assert problem in capsys.readouterr().err

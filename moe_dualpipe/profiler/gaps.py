@@ -1,0 +1,111 @@
+"""What happened while nothing computed?
+
+Every such moment has something that was on its way, or nothing, and something that computed next and had waited for it.
+Either that was queued already, so its data was late; or the host had not launched it yet, so the host was late, perhaps
+because it sat in a call that waits for the device.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .chrome import Mark, Trace, Work
+from .intervals import Intervals, as_intervals, length_before, union
+
+_SYNCHRONISES = re.compile(r"Synchronize|Memcpy(?!.*Async)")
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Moments in which nothing computed, by what was on its way and what computed next. Microseconds."""
+
+    during: str
+    """The annotation of the communication, or its own name where it has none; "" where nothing was on its way."""
+    before: str
+    """The annotation of what computed next, or its name; "" at the end."""
+    times: int
+    total_us: float
+    host_us: float
+    """The part in which the host had not launched what computed next; on a CPU, in which it did something else."""
+    sync_us: float
+    """The part of that in which the host waited for the device."""
+
+
+def waits(trace: Trace, gaps: Intervals, compute: Iterable[Work], comm: Iterable[Work]) -> tuple[Wait, ...]:
+    """All moments of the `gaps` in `compute`; where several transfers are on their way, the first one counts."""
+    by_start = sorted(compute, key=lambda work: work.start)
+    pieces = list(_pieces(gaps.tolist(), list(_first_of(sorted(comm, key=lambda work: work.start)))))
+    if not pieces:
+        return ()
+    starts, ends = np.array([piece[:2] for piece in pieces]).T
+    nexts = np.searchsorted(np.array([work.start for work in by_start]), ends)
+    keys: dict[tuple[str, str], int] = {}
+    of = np.empty(len(pieces), dtype=np.int64)
+    launched = np.array(ends)
+    for i, (piece, following) in enumerate(zip(pieces, nexts.tolist(), strict=True)):
+        follower = by_start[following] if following < len(by_start) else None
+        key = _name(trace, piece[2]), _name(trace, follower)
+        of[i] = keys.setdefault(key, len(keys))
+        launch = trace.launches.get(follower.correlation) if follower and follower.correlation is not None else None
+        launched[i] = launch.end if launch else starts[i]
+    late = np.clip(launched, starts, ends)
+    in_call = length_before(_union(mark for mark in trace.launches.values() if _SYNCHRONISES.search(mark.name)))
+    waited = length_before(_union(trace.waits))
+
+    def sums(weights: Intervals) -> list[float]:
+        return np.bincount(of, weights, minlength=len(keys)).tolist()
+
+    found = [
+        Wait(*key, int(times), total, host, sync)
+        for key, times, total, host, sync in zip(
+            keys,
+            sums(np.ones(len(pieces))),
+            sums(ends - starts),
+            sums((late - starts) - (waited(late) - waited(starts))),
+            sums(in_call(late) - in_call(starts)),
+            strict=True,
+        )
+    ]
+    return tuple(sorted(found, key=lambda wait: -wait.total_us))
+
+
+def _union(marks: Iterable[Mark]) -> Intervals:
+    return union(as_intervals((mark.start, mark.end) for mark in marks))
+
+
+def _name(trace: Trace, work: Work | None) -> str:
+    if work is None:
+        return ""
+    annotation = trace.annotation_of(work)
+    return annotation.name if annotation else work.name
+
+
+_Piece = tuple[float, float, Work | None]
+
+
+def _first_of(works: Sequence[Work]) -> Iterator[_Piece]:
+    """Divide the time of works, sorted by start, so that each moment belongs to the one that started first."""
+    cursor = -np.inf
+    for work in works:
+        if work.end > max(work.start, cursor):
+            yield max(work.start, cursor), work.end, work
+            cursor = work.end
+
+
+def _pieces(gaps: Iterable[tuple[float, float]], owned: Sequence[_Piece]) -> Iterator[_Piece]:
+    """The gaps, cut where another owner begins; both are sorted and disjoint."""
+    first = 0
+    for cursor, end in gaps:
+        while first < len(owned) and owned[first][1] <= cursor:
+            first += 1
+        at = first
+        while at < len(owned) and owned[at][0] < end:
+            start, stop, work = owned[at]
+            if start > cursor:
+                yield cursor, start, None
+            begin, cursor, at = max(start, cursor), min(stop, end), at + 1
+            yield begin, cursor, work
+        if cursor < end:
+            yield cursor, end, None

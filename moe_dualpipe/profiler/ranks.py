@@ -1,0 +1,61 @@
+"""Several ranks' traces together: who waited for whom, and how far their clocks are apart.
+
+Collective kernels run until the last rank has come: of the k-th on every rank, the one of the last to come is the
+shortest, and what the others take beyond it they waited. That needs no clock. They end together, and that sets the
+clocks. Both need ranks that communicate alike: the same collectives in the same order.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .chrome import Work
+
+_POINT_TO_POINT = re.compile(r":(send|recv)")  # of gloo; NCCL's kernels do not say
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """What is to be compared of a rank's trace. Microseconds."""
+
+    transfers: Sequence[Work]
+    start_us: float
+    """When its first work started."""
+    base_us: float = 0.0
+    """What its times are counted from."""
+    host: str = ""
+    """Ranks of one host have one clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """Of one rank among others. Microseconds."""
+
+    waited_us: float | None
+    """How much longer its transfers took than those of the rank that came last to each; a sum. None: unknown."""
+    shift_us: float | None
+    """How much later than the first rank's its first work started, on the first rank's clock. None: unknown."""
+
+
+def together(ranks: Sequence[Rank]) -> tuple[Together, ...]:
+    """What the ranks' transfers say of each other; of clocks, also what the hosts say."""
+    first = ranks[0]
+    starts = np.array([rank.base_us - first.base_us + rank.start_us - first.start_us for rank in ranks])
+    one_clock = bool(first.host) and all(rank.host == first.host for rank in ranks)
+    ordered = [
+        sorted((work for work in rank.transfers if not _POINT_TO_POINT.search(work.name)), key=lambda work: work.start)
+        for rank in ranks
+    ]
+    names = [[work.name for work in works] for works in ordered]
+    if not names[0] or any(other != names[0] for other in names):
+        return tuple(Together(None, float(start) if one_clock else None) for start in starts)
+    took = np.array([[work.end - work.start for work in works] for works in ordered])
+    waited = (took - took.min(axis=0)).sum(axis=1)
+    if not one_clock:
+        since = np.array(
+            [[work.end - rank.start_us for work in works] for rank, works in zip(ranks, ordered, strict=True)]
+        )
+        starts = -np.median(since - since[0], axis=1)
+    return tuple(Together(float(w), float(s)) for w, s in zip(waited, starts, strict=True))
