@@ -32,10 +32,14 @@ class Router(nn.Module):
         """Return the weights [T, K], which carry the gradient, and the expert ids [T, K], best first."""
         config = self.config
         return route(
-            self.logits(x_TD), config.experts_per_token, score=config.router_score, num_groups=config.expert_groups,
+            self.scored(x_TD), config.experts_per_token, score=config.router_score, num_groups=config.expert_groups,
             top_groups=config.top_groups, normalize=config.normalize_weights, scale=config.routed_scale,
             kernels=self.kernels,
         )  # fmt: skip
+
+    def scored(self, x_TD: Tensor) -> Tensor:
+        """The logits [T, E] by which experts are chosen."""
+        return self.logits(x_TD)
 
     def count(self, ids_TK: Tensor) -> None:
         """Count what was chosen: once for each decision, also where the decision is computed again in backward."""
@@ -46,3 +50,30 @@ class Router(nn.Module):
         load_E = self.load_E.clone()
         self.load_E.zero_()
         return load_E
+
+
+class BalancedRouter(Router):
+    """Chooses every expert equally often, whatever the logits say, which only weigh what was chosen: for measuring.
+
+    The T x K choices are those of a perfectly trained router: a token's experts lie as far apart as possible, over as
+    many ranks as there are, in `top_groups` of the groups.
+    """
+
+    def scored(self, x_TD: Tensor) -> Tensor:
+        logits_TE = super().scored(x_TD)
+        ids_TK = balanced_ids(self.config, len(x_TD)).to(x_TD.device)
+        others_TE = torch.ones_like(logits_TE, dtype=torch.bool).scatter_(1, ids_TK, False)
+        return logits_TE.masked_fill(others_TE, -torch.inf)
+
+
+def balanced_ids(config: ModelConfig, num_tokens: int) -> Tensor:
+    """Expert ids [T, K]: in turn, so that over E tokens each expert is chosen K times.
+
+    Example: 2 of 4 experts -> [[0, 2], [1, 3], [2, 0], [3, 1]].
+    """
+    groups, k = config.expert_groups, config.experts_per_token
+    in_group = config.num_experts // groups
+    token_T1, choice_K = torch.arange(num_tokens)[:, None], torch.arange(k)
+    group_TK = (token_T1 + choice_K % config.top_groups) % groups
+    apart = in_group // -(-k // config.top_groups)
+    return group_TK * in_group + (token_T1 // groups + choice_K // config.top_groups * apart) % in_group

@@ -5,7 +5,7 @@ from .autograd import combine, dispatch
 from .delayed import Delayed
 from .link import Link
 from .local import Local
-from .loopback import Loopback
+from .loopback import Loopback, Replay
 from .protocol import Combined, ExpertParallel, Pending, Ready, Received, Route
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "Pending",
     "Ready",
     "Received",
+    "Replay",
     "Route",
     "combine",
     "dispatch",

@@ -92,6 +92,21 @@ def _phases(analysis: Analysis) -> list[list[str]]:
     return [["phase", "times", "computation, us each", "communication", "exposed"], *rows]
 
 
+def compare_phases(analyses: dict[str, Analysis]) -> str:
+    """What each annotation's work took, in each analysis, by its name: microseconds each time."""
+    by_name = {way: {phase.name: phase for phase in analysis.phases} for way, analysis in analyses.items()}
+    columns = ("computation", "compute_us"), ("communication", "comm_us"), ("exposed", "exposed_comm_us")
+    rows = [["phase, us each", *(f"{what}, {way}" for what, _ in columns for way in analyses)]]
+    for name in dict.fromkeys(name for phases in by_name.values() for name in phases):
+        row = [name]
+        for _, key in columns:
+            for phases in by_name.values():
+                phase = phases.get(name)
+                row.append(f"{getattr(phase, key) / phase.times:,.0f}" if phase else "-")
+        rows.append(row)
+    return markdown(rows)
+
+
 def name_of(analysis: Analysis) -> str:
     return "cpu" if analysis.device == "cpu" else f"device {analysis.device}"
 
