@@ -1,5 +1,6 @@
 """A decoder-only Mixture-of-Experts transformer, built as pipeline stages."""
 
+from .attention import KVCache
 from .config import ModelConfig
 from .moe import MoE, expert_loads
 from .presets import PRESETS, preset
@@ -9,6 +10,7 @@ from .transformer import StageSpec, TransformerStage, build_model, next_token_lo
 __all__ = [
     "PRESETS",
     "RECOMPUTE",
+    "KVCache",
     "MoE",
     "ModelConfig",
     "StageSpec",

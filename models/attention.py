@@ -1,7 +1,11 @@
-"""Causal grouped-query attention with rotary positions, on torch's scaled_dot_product_attention.
+"""Causal grouped-query attention with rotary positions, on torch's scaled_dot_product_attention, and its cache.
 
-B sequences, S positions, D model dim, H query heads, G key/value heads, C head width.
+B sequences, S positions, D model dim, H query heads, G key/value heads, C head width. With a cache S are the new
+positions, L all of them, past ones included, and N those that there is memory for.
 """
+
+from collections.abc import Iterable
+from typing import Self
 
 import torch
 from einops import rearrange
@@ -12,33 +16,101 @@ from .config import ModelConfig
 from .layers import Linear, at_least_fp32
 
 
-class Attention(nn.Module):
-    """Grouped-query attention (arXiv 2305.13245); `out_std` is the initial scale of the output projection."""
+class KVCache:
+    """Keys (rotated) and values of the positions so far, by layer: those of one micro-batch on one stage.
 
-    def __init__(self, config: ModelConfig, out_std: float):
+    `length` is how many positions that is. It moves on when a forward is through, so that all layers of a forward see
+    the same past; set it back to forget the latest positions, to 0 for other sequences.
+
+    New positions are written in place, and memory grows by `STEP` positions: token by token, one forward in so many
+    copies the past, which attention reads in every one. A forward of one position needs no mask; one of several behind
+    a past makes one, [S, L], which rules out the fastest kernels.
+    """
+
+    STEP = 256
+
+    def __init__(self):
+        self.length = 0
+        self._layers: dict[int, Tensor] = {}  # keys and values, [2, B, G, N, C]
+
+    @classmethod
+    @torch.no_grad()
+    def filled(
+        cls,
+        config: ModelConfig,
+        layers: Iterable[int],
+        batch: int,
+        length: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Self:
+        """A cache of `length` positions of random normal numbers, to measure with."""
+        cache = cls()
+        for layer in layers:
+            kv = torch.randn(2, batch, config.num_kv_heads, length, config.head_dim, device=device, dtype=dtype)
+            cache.append(layer, *kv)
+        cache.length = length
+        return cache
+
+    def append(self, layer: int, k_BGSC: Tensor, v_BGSC: Tensor) -> tuple[Tensor, Tensor]:
+        """Write a layer's new keys and values behind the first `length`; returns both with the past, [B, G, L, C].
+
+        Raises ValueError with gradients enabled, and for a layer or a shape other than those of the past.
+        """
+        if torch.is_grad_enabled():
+            raise ValueError("a key/value cache keeps no gradients: call the stage under torch.no_grad()")
+        batch, heads, new, width = k_BGSC.shape
+        past, end = self.length, self.length + new
+        kv = self._layers.get(layer) if past else k_BGSC.new_empty(2, batch, heads, 0, width)
+        if kv is None:
+            raise ValueError(f"the cache has {past} positions of layers {[*self._layers]}: got layer {layer}")
+        if (kept := [*kv.shape[1:3], kv.shape[4]]) != (got := [batch, heads, width]):
+            raise ValueError(f"the cache has {past} positions of {kept} (sequences, heads, width): got {got}")
+        if kv.shape[3] < end:
+            short, room = kv, (end // self.STEP + 1) * self.STEP
+            kv = self._layers[layer] = short.new_empty(2, batch, heads, room, width)
+            kv[:, :, :, :past] = short[:, :, :, :past]
+        kv[0, :, :, past:end], kv[1, :, :, past:end] = k_BGSC, v_BGSC
+        return kv[0, :, :, :end], kv[1, :, :, :end]
+
+
+class Attention(nn.Module):
+    """Grouped-query attention (arXiv 2305.13245); `out_std` is the initial scale of the output projection.
+
+    `layer` is the layer of a cache that is its own.
+    """
+
+    def __init__(self, config: ModelConfig, out_std: float, layer: int = 0):
         super().__init__()
+        self.layer = layer
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.rope_theta = config.rope_theta
         widths = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         self.qkv = Linear(config.hidden_size, widths, config.init_std)
         self.out = Linear(config.num_heads * config.head_dim, config.hidden_size, out_std)
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
+    def forward(self, x_BSD: Tensor, cache: KVCache | None = None) -> Tensor:
+        past, new = cache.length if cache is not None else 0, x_BSD.shape[1]
         heads = rearrange(self.qkv(x_BSD), "b s (h c) -> b h s c", c=self.head_dim)
         q_BHSC, k_BGSC, v_BGSC = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
-        cos_SC, sin_SC = rotary_table(at_least_fp32(x_BSD.new_empty(x_BSD.shape[1])), self.head_dim, self.rope_theta)
+        cos_SC, sin_SC = rotary_table(at_least_fp32(x_BSD.new_empty(new)), self.head_dim, self.rope_theta, past)
+        k_BGLC, v_BGLC = rotate(k_BGSC, cos_SC, sin_SC), v_BGSC
+        if cache is not None:
+            k_BGLC, v_BGLC = cache.append(self.layer, k_BGLC, v_BGLC)
+        # is_causal lets the first query see the first key only, however many keys there are.
+        seen_SL = x_BSD.new_ones(new, past + new, dtype=torch.bool).tril(past) if past and new > 1 else None
         y_BHSC = F.scaled_dot_product_attention(
-            rotate(q_BHSC, cos_SC, sin_SC), rotate(k_BGSC, cos_SC, sin_SC), v_BGSC, is_causal=True, enable_gqa=True
+            rotate(q_BHSC, cos_SC, sin_SC), k_BGLC, v_BGLC, seen_SL, is_causal=not past, enable_gqa=True
         )
         return self.out(rearrange(y_BHSC, "b h s c -> b s (h c)"))
 
 
-def rotary_table(like_S: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+def rotary_table(like_S: Tensor, head_dim: int, theta: float, start: int = 0) -> tuple[Tensor, Tensor]:
     """cos and sin of position * theta^(-2i / head_dim), each [S, C], the C/2 angles repeated twice.
 
-    `like_S` gives the length, device and dtype.
+    `like_S` gives the length, device and dtype; positions count from `start`.
     """
-    positions_S = torch.arange(len(like_S), device=like_S.device, dtype=like_S.dtype)
+    positions_S = torch.arange(start, start + len(like_S), device=like_S.device, dtype=like_S.dtype)
     frequencies = theta ** -(torch.arange(0, head_dim, 2, device=like_S.device, dtype=like_S.dtype) / head_dim)
     angles_SC = torch.outer(positions_S, frequencies).repeat(1, 2)
     return angles_SC.cos(), angles_SC.sin()

@@ -11,7 +11,7 @@ from moe_dualpipe.kernels.choose import Kernels
 from moe_dualpipe.overlap import Compute, Segmented, Segments
 from moe_dualpipe.overlap.segment import Arriving
 
-from .attention import Attention
+from .attention import Attention, KVCache
 from .config import ModelConfig
 from .layers import SwiGLU
 from .moe import MoE
@@ -42,7 +42,7 @@ class Block(Segmented):
         self.forget_attention_norms, self.forget_mlp_norms = recompute == "norms", recompute in ("norms", "attention")
         out_std = config.residual_std
         self.attention_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
-        self.attention = Attention(config, out_std)
+        self.attention = Attention(config, out_std, layer)
         self.mlp_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
         if config.is_dense(layer):
             self.mlp = SwiGLU(config.hidden_size, config.dense_size, config.init_std, out_std)
@@ -53,26 +53,27 @@ class Block(Segmented):
         parts = yield from self.parts(x_BSD)
         return (yield Compute("add", add_up, *parts))
 
-    def parts(self, *parts: Tensor | Arriving) -> Segments:
+    def parts(self, *parts: Tensor | Arriving, cache: KVCache | None = None) -> Segments:
         """The residual stream comes and goes in parts that are yet to be added up, so that none is waited for early."""
         again = self.recompute_attention
         if isinstance(self.mlp, MoE):
-            h_BSD, x_TD, weights_TK, ids_TK = yield Compute("attn", self.attend_and_route, *parts, recompute=again)
+            attend = partial(self.attend_and_route, cache=cache)
+            h_BSD, x_TD, weights_TK, ids_TK = yield Compute("attn", attend, *parts, recompute=again)
             make_x = partial(self.mlp_norm, h_BSD.detach()) if self.forget_mlp_norms else None
             more = yield from self.mlp.exchange(x_TD, weights_TK, ids_TK, make_x)
             return h_BSD, *more
-        h_BSD = yield Compute("attn", self.attend, *parts, recompute=again)
+        h_BSD = yield Compute("attn", partial(self.attend, cache=cache), *parts, recompute=again)
         y_BSD = yield Compute("mlp", self.dense_mlp, h_BSD, recompute=self.recompute_mlp)
         return h_BSD, y_BSD
 
-    def attend(self, *parts: Tensor) -> Tensor:
+    def attend(self, *parts: Tensor, cache: KVCache | None = None) -> Tensor:
         x_BSD = add_up(*parts)
         y_BSD, again = normalise(self.attention_norm, x_BSD, self.forget_attention_norms)
         with forgetting(y_BSD, again):
-            return x_BSD + self.attention(y_BSD)
+            return x_BSD + self.attention(y_BSD, cache)
 
-    def attend_and_route(self, *parts: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        h_BSD = self.attend(*parts)
+    def attend_and_route(self, *parts: Tensor, cache: KVCache | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        h_BSD = self.attend(*parts, cache=cache)
         x_BSD, again = normalise(self.mlp_norm, h_BSD, self.forget_attention_norms)
         x_TD = x_BSD.flatten(0, -2)
         with forgetting(x_TD, again):

@@ -19,6 +19,7 @@ from moe_dualpipe.kernels.choose import Kernels, checked
 from moe_dualpipe.kernels.cross_entropy import linear_cross_entropy
 from moe_dualpipe.overlap import Compute, Segmented, Segments, in_layer
 
+from .attention import KVCache
 from .block import Block, add_up
 from .config import ModelConfig
 from .layers import Linear, at_least_fp32
@@ -84,6 +85,8 @@ def split(config: ModelConfig, num_stages: int) -> tuple[StageSpec, ...]:
 class TransformerStage(Segmented):
     """One stage. The first maps token ids [B, S] to hidden states [B, S, D], the last ends in logits [B, S, V].
 
+    `stage(x, cache)` goes on where the cache (attention.py) ends, and adds x's positions to it; without gradients only.
+
     `recompute` is what each block computes again in its backward instead of keeping it (block.py); `kernels` are
     Triton's or plain torch (kernels/choose.py). With `fused_loss` the last stage ends in normalised hidden states
     [B, S, D] instead; the criterion is its `loss` in either case. Raises ValueError for an unknown choice, or kernels
@@ -116,13 +119,16 @@ class TransformerStage(Segmented):
             with seeded(seed, "head"):
                 self.head = Linear(config.hidden_size, config.vocab_size, config.init_std)
 
-    def segments(self, x: Tensor) -> Segments:
+    def segments(self, x: Tensor, cache: KVCache | None = None) -> Segments:
         parts = (x,)
         if self.spec.embedding:
             parts = ((yield Compute("embed", self.embedding, x)),)
         for layer, block in zip(self.spec.layers, self.layers.values(), strict=True):
-            parts = yield from in_layer(layer, block.parts(*parts))  # type: ignore[operator]
-        return (yield Compute("head", self.finish, *parts) if self.spec.head else Compute("add", add_up, *parts))
+            parts = yield from in_layer(layer, block.parts(*parts, cache=cache))  # type: ignore[operator]
+        output = yield Compute("head", self.finish, *parts) if self.spec.head else Compute("add", add_up, *parts)
+        if cache is not None:
+            cache.length += x.shape[1]
+        return output
 
     def finish(self, *parts: Tensor) -> Tensor:
         x_BSD = self.norm(add_up(*parts))

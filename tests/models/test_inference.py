@@ -8,7 +8,7 @@ from ranks import run_ranks
 from torch.distributed import group
 
 from moe_dualpipe.expert_parallel import AllToAll, Loopback
-from moe_dualpipe.models import ModelConfig, StageSpec, TransformerStage, build_model
+from moe_dualpipe.models import KVCache, ModelConfig, StageSpec, TransformerStage, build_model, split
 from moe_dualpipe.models.inference import generate, prefill, sample
 from moe_dualpipe.overlap.chunk import engine_for
 
@@ -80,3 +80,94 @@ def test_what_cannot_generate():
         generate(middle, torch.zeros(1, 1, dtype=torch.int64), 1, 8)
     with pytest.raises(ValueError, match=r"prompts \[B, S\] of at least one token: got \[2, 0\]"):
         generate(build_model(CONFIG), torch.zeros(2, 0, dtype=torch.int64), 1, 8)
+
+
+# ---- The cache ----
+
+
+def piecewise(module, x, sizes, cache):
+    with torch.no_grad():
+        return torch.cat([module(piece, cache) for piece in x.split(sizes, dim=1)], dim=1)
+
+
+@pytest.mark.parametrize("room", [3, 256])  # memory that grows on the way, or does not
+@pytest.mark.parametrize("sequences", [1, 3])
+@pytest.mark.parametrize("heads,kv_heads", [(4, 4), (4, 2), (6, 1)])
+def test_a_cached_forward_is_the_forward(monkeypatch, heads, kv_heads, sequences, room):
+    monkeypatch.setattr(KVCache, "STEP", room)
+    model = build_model(dataclasses.replace(CONFIG, num_heads=heads, num_kv_heads=kv_heads)).double()
+    x, cache = torch.randint(31, (sequences, 14)), KVCache()
+    pieces = piecewise(model, x, [5, 1, 1, 4, 3], cache)
+    assert cache.length == 14
+    with torch.no_grad():
+        torch.testing.assert_close(pieces, model(x), atol=1e-12, rtol=1e-12)
+
+
+def test_each_stage_has_a_cache_of_its_own():
+    stages = [TransformerStage(CONFIG, spec).double() for spec in split(CONFIG, 2)]
+    pieces = x = torch.randint(31, (2, 9))
+    for stage in stages:
+        pieces = piecewise(stage, pieces, [4, 1, 1, 3], KVCache())
+    with torch.no_grad():
+        torch.testing.assert_close(pieces, stages[1](stages[0](x)), atol=1e-12, rtol=1e-12)
+
+
+def test_two_caches_side_by_side():
+    model = build_model(CONFIG, Loopback(8, 4))
+    inputs = torch.randint(31, (2, 9)), torch.randint(31, (3, 8))
+    sizes = [4, 1, 3, 1], [2, 1, 1, 4]
+    caches, log = (KVCache(), KVCache()), []
+    engine_for(torch.device("cpu")).log = log
+    pairs = []
+    for new in zip(*(x.split(s, dim=1) for x, s in zip(inputs, sizes, strict=True)), strict=True):
+        with torch.no_grad():
+            pairs.append(model.interleaved_forward(model, [new[0], caches[0]], model, [new[1], caches[1]]))
+    engine_for(torch.device("cpu")).log = None
+    assert "dispatch(F) embed(F) attn(F) mlp(F)" in " ".join(log)
+    for x, size, together, cache in zip(inputs, sizes, zip(*pairs, strict=True), caches, strict=True):
+        assert torch.equal(torch.cat(together, dim=1), piecewise(model, x, size, KVCache()))
+        assert cache.length == x.shape[1]
+
+
+def test_positions_can_be_forgotten():
+    model, cache, x = build_model(CONFIG), KVCache(), torch.randint(31, (2, 7))
+    first = piecewise(model, x, [4, 3], cache)
+    cache.length = 4
+    assert torch.equal(piecewise(model, x[:, 4:], [3], cache), first[:, 4:])
+    cache.length = 0
+    assert torch.equal(piecewise(model, x[:1], [4, 3], cache), piecewise(model, x[:1], [4, 3], KVCache()))
+
+
+@pytest.mark.parametrize("length", [0, 5, 300])
+def test_a_filled_cache_is_a_past(length):
+    stage = TransformerStage(CONFIG, StageSpec(range(1, 3), False, False, 0.5)).double()
+    x = torch.randn(3, 4, 16, dtype=torch.float64)
+    cache = KVCache.filled(CONFIG, stage.spec.layers, 3, length, "cpu", torch.float64)
+    assert cache.length == length
+    behind = piecewise(stage, x, [1, 1, 2], cache)
+    assert cache.length == length + 4
+    cache.length = length
+    torch.testing.assert_close(piecewise(stage, x, [4], cache), behind, atol=1e-12, rtol=1e-12)
+    assert torch.allclose(behind, piecewise(stage, x, [4], KVCache())) == (length == 0)
+
+
+def test_a_filled_cache_holds_normal_numbers():
+    cache, none = KVCache.filled(CONFIG, [2], 3, 500), torch.empty(3, 2, 0, 4)
+    with torch.no_grad():
+        keys, values = cache.append(2, none, none)
+    assert keys.shape == values.shape == (3, 2, 500, 4)
+    for numbers in (keys, values, keys - values):
+        assert abs(numbers.mean()) < 0.1 and 0.9 < numbers.std() < 1.6
+
+
+def test_what_a_cache_refuses():
+    model, x = build_model(CONFIG), torch.randint(31, (2, 3))
+    cache = KVCache.filled(CONFIG, range(3), 2, 5)
+    with pytest.raises(ValueError, match=r"keeps no gradients: call the stage under torch.no_grad\(\)"):
+        model(x, cache)
+    with torch.no_grad():
+        with pytest.raises(ValueError, match=r"\[2, 2, 4\] \(sequences, heads, width\): got \[1, 2, 4\]"):
+            model(x[:1], cache)
+        with pytest.raises(ValueError, match=r"5 positions of layers \[0, 1\]: got layer 2"):
+            model(x, KVCache.filled(CONFIG, range(2), 2, 5))
+    assert cache.length == 5
