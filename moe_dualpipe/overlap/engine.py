@@ -101,7 +101,7 @@ class Lane:
                     self._answer = self._compute(segment)
                 case Prepare():
                     run = partial(segment.fn, *segment.inputs)
-                    with self.engine.label(f"{segment.name}({self.kind})", segment.layer, log=False):
+                    with self.engine.label(f"prepare {segment.name}({self.kind})", segment.layer, log=False):
                         self._answer = side.run(run, side.mark())[0] if side else run()
                 case Comm():
                     self.asked, self._answer = segment, None

@@ -1,5 +1,6 @@
 """Record what this process does as a Chrome trace, so that `analyze` finds everything it needs in it."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ def capture(path: Path, device: torch.device) -> Iterator[None]:
 
     On a CPU all threads are recorded: a modelled link's time passes on one of its own.
     """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or torch's profiler says on stderr when it starts and stops
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     threads = _ExperimentalConfig(profile_all_threads=device.type == "cpu")
     with profile(activities=activities, experimental_config=threads) as profiler:

@@ -79,11 +79,15 @@ class Files:
 
 def analyze_files(paths: Sequence[Path], pattern: re.Pattern[str] = COMMUNICATION, pictures: bool = True) -> Files:
     """Read and analyze them, one after another. Raises TraceError for a file that is none, or has no work in it."""
-    devices = [device for path in paths for device in _devices(path, on_cpu(read(path), pattern), pattern, pictures)]
+    devices = [device for path in paths for device in devices_of(path, read(path), pattern, pictures)]
     return Files(devices, together([device.rank for device in devices]))
 
 
-def _devices(path: Path, trace: Trace, pattern: re.Pattern[str], pictures: bool) -> list[Device]:
+def devices_of(
+    path: Path, trace: Trace, pattern: re.Pattern[str] = COMMUNICATION, pictures: bool = True
+) -> list[Device]:
+    """The devices of a trace that was read from `path`. Raises TraceError where there is no work on any."""
+    trace = on_cpu(trace, pattern)
     if not trace.work:
         raise TraceError(
             f"{path}: no work among {trace.num_events:,} events: neither kernels on a device nor operators on a CPU"

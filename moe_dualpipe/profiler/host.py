@@ -6,7 +6,8 @@ from its start to its end. From them follows work like a GPU's, so that everythi
     computation     operators, and the rest of annotations that end in (F), (B), (I) or (W), such as attn(F), which is
                     Python between operators; without the moments in which they wait or talk to a backend
     communication   transfers, from their start to their end: gloo's, a modelled link's, or annotations of any name that
-                    fits the pattern of communication
+                    fits the pattern of communication; but not receives, which wait for a sender from when they are
+                    posted: the send tells when something travels
 
 Nested operators are one piece of work, named after the outermost of them inside the innermost such annotation.
 """
@@ -20,6 +21,7 @@ from .chrome import Mark, Trace, Work
 
 _COMPUTES = re.compile(r"\([FBIW]\)$")
 _WAITS = re.compile(r"wait for |c10d::|_?c10d_functional::|link::")
+_RECEIVES = re.compile(r":recv")
 _ISSUES = re.compile(r"(?:c10d|link)::(\w+)")
 
 
@@ -28,7 +30,8 @@ def on_cpu(trace: Trace, pattern: re.Pattern[str]) -> Trace:
     if trace.work or not (trace.operators or trace.transfers):
         return trace
     matching = [mark for mark in trace.annotations if pattern.search(mark.name)]
-    transfers = sorted([*trace.transfers, *matching], key=lambda mark: mark.start)
+    sent = (mark for mark in trace.transfers if not _RECEIVES.search(mark.name))
+    transfers = sorted([*sent, *matching], key=lambda mark: mark.start)
     annotations = [mark for mark in trace.annotations if not pattern.search(mark.name)]
     waits = [mark for mark in (*annotations, *trace.operators) if _WAITS.match(mark.name)]
     threads: dict[tuple[str, str], list[tuple[Mark, bool]]] = defaultdict(list)

@@ -78,7 +78,7 @@ class Pair:
             self._chunks = ([stage(x)], [self.dx]), [self.y.clone().requires_grad_()]
         elif work.mode == "decode":
             caches = (
-                KVCache.filled(stage.config, work.layers, work.sequences, work.seq, work.device, work.dtype)
+                KVCache.filled(stage.config, range(work.layers), work.sequences, work.seq, work.device, work.dtype)
                 for _ in range(2)
             )
             self._chunks = tuple([x, cache] for x, cache in zip((self.x, self.y), caches, strict=True))  # type: ignore[assignment]

@@ -66,7 +66,7 @@ class Measured:
         parts = [
             f"{self.work.described}; experts over {self.num_ranks} ranks\n{self.link}",
             markdown(overview(analyses)),
-            compare_phases(analyses),
+            compare_phases(analyses, self.work.layers),
             f"bound, the larger of computation and communication in sequence: {self.bound_us:,.0f} us; overlapped took "
             f"{overlapped / self.bound_us:.2f} of it, and {overlapped / sequential:.2f} of sequential\n"
             f"hidden: {share(analyses['overlapped'].hidden_fraction)} of the communication, "

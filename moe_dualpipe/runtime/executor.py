@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from ..overlap import Segmented, WeightGrads, bind
 from ..schedule import (
@@ -185,7 +186,8 @@ class _Run:
                     case _:
                         while self.sending and self.sending[0][0] <= computed - SENDS_IN_FLIGHT:
                             self.sending.popleft()[1].wait()
-                        self.compute(step)
+                        with record_function(str(step)):
+                            self.compute(step)
                         computed += 1
             except Exception as error:
                 rank = dist.get_rank() if dist.is_initialized() else 0

@@ -89,6 +89,8 @@ class TrainConfig:
     """What the sample starts with."""
     check_replicas_every: int = 100
     """Steps between checks that replicas are bit-equal; they are checked at the end, too. 0: only then."""
+    profile: Annotated[int, tyro.conf.arg(metavar="STEPS")] = 0
+    """Record so many steps on every rank, after two, and say at the end where their time went (docs/profiling.md)."""
     timeout: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 600.0
     """How long a rank waits for another before it gives up."""
 
@@ -161,6 +163,7 @@ def resolve(config: TrainConfig, launch: Launch) -> TrainConfig:
         "save_every",
         "sample_tokens",
         "check_replicas_every",
+        "profile",
     ):
         if getattr(config, name) < 0:
             raise ValueError(f"--{name.replace('_', '-')} cannot be negative: got {getattr(config, name)}")
@@ -260,7 +263,9 @@ def resume_command(arguments: Sequence[str], run: str, steps: int) -> str:
     if launch.world_size > 1:
         program = [_program("torchrun"), "--nproc-per-node", str(launch.local_world_size)]
     script = os.path.relpath(sys.argv[0])
-    kept = _without("--steps", _without("--resume", arguments))
+    kept = list(arguments)
+    for flag in ("--steps", "--resume", "--profile"):
+        kept = _without(flag, kept)
     return shlex.join([*program, script, *kept, "--resume", run, "--steps", str(steps)])
 
 

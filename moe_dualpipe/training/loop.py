@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from ..expert_parallel import AllToAll, Local
 from ..models import TransformerStage, expert_loads, split
@@ -27,6 +28,7 @@ from .config import Launch, TrainConfig, parse, resolve, resume_command
 from .generate import generate
 from .optimizer import Optimizer, learning_rate
 from .parallel import Layout, build_groups, initialize
+from .profiling import WARM_UP, StepProfiler
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -84,6 +86,11 @@ class Plan:
         first_step = checkpoint.check_model(resume, config.model) if resume else 0
         if first_step >= config.steps:
             raise ValueError(f"{resume} is at step {first_step} already: use --steps larger than that to go on")
+        if config.profile and first_step + WARM_UP + config.profile > config.steps:
+            raise ValueError(
+                f"--profile {config.profile} needs {WARM_UP + config.profile} steps, {WARM_UP} of them to warm up, but "
+                f"the run has {config.steps - first_step}: use --steps {first_step + WARM_UP + config.profile}"
+            )
         text = data.load(config.data, config.seq_len)
         try:
             Path(config.out).mkdir(parents=True, exist_ok=True)
@@ -142,6 +149,9 @@ class Trainer:
         self.leader = launch.rank == 0
         self.folder = Path(config.out)
         self.metrics = metrics.Metrics(self.folder, self.leader, plan.first_step)
+        self.profiler = StepProfiler(
+            self.folder / "profile", config.profile, plan.first_step, self.schedule, self.layout, self.device
+        )
 
     # ---- The run ----
 
@@ -155,7 +165,8 @@ class Trainer:
         saved = None
         with metrics.progress_bar(config.steps, self.plan.first_step, self.leader) as bar:
             for step in range(self.plan.first_step, config.steps):
-                record = self.train_step(step)
+                with self.profiler.step(step):
+                    record = self.train_step(step)
                 self.metrics.write(**record)
                 bar.set_postfix_str(f"loss {record['loss']:.3f}, {record['tokens_per_s']:,.0f} tokens/s", refresh=False)
                 bar.update()
@@ -167,6 +178,8 @@ class Trainer:
         self._check_replicas()
         after = self.validation_loss()
         self.metrics.write(step=config.steps, validation_loss=after)
+        if profile := self.profiler.report():
+            self._say(profile)
         self._say(f"peak memory: {self._largest(metrics.peak_memory_mb(self.device)):,.0f} MB on the fullest rank")
         if config.sample_tokens:
             self._say(f"sample:\n{self._indented(config.prompt + self.sample())}")
@@ -182,14 +195,15 @@ class Trainer:
         count = config.micro_batches * config.micro_batch_size
         batch = self.plan.text.batch(config.seed, step, layout.dp_rank, count, config.seq_len)
         losses = self._pipeline_step(*batch)
-        for replicas in self.replicas:
-            sum_gradients(replicas)
         mean = 1 / (config.micro_batches * layout.dp)  # the micro-batches' losses are averaged, not summed
-        norm = gradient_norm(self.replicas, self.device) * mean
+        with record_function("gradients"):
+            for replicas in self.replicas:
+                sum_gradients(replicas)
+            norm = gradient_norm(self.replicas, self.device) * mean
         clip = config.optim.clip
-        scale = mean * (clip / norm.clamp(min=clip) if clip else 1.0)
         lr = learning_rate(config.optim, step, config.steps)
-        self.optimizer.step(lr, scale)
+        with record_function("optimizer"):
+            self.optimizer.step(lr, mean * (clip / norm.clamp(min=clip) if clip else 1.0))
         load_LE = self._expert_load()
         loss, norm = self._mean(losses), norm.item()
         seconds = time.perf_counter() - start

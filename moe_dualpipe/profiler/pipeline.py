@@ -1,0 +1,136 @@
+"""Where the time of a pipeline's training step went, and where it should have gone.
+
+The recordings of all ranks together are a Timeline, as a simulation makes one; the simulation from the measured times
+of F, B, W and FB stands beside it. What is longer in the measured one is waiting that the schedule does not ask for.
+"""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ..schedule import Costs, Schedule, Timeline, simulate
+from ..schedule.actions import Action, Backward, Forward, Overlap, Part
+from ..schedule.walk import Span
+from .steps import PARTS, Step
+
+
+def costs_of(schedule: Schedule, spans: Iterable[Span]) -> Costs:
+    """The medians of what was measured, for each stage. A stage that lacks a kind takes the mean of the others.
+
+    Where a schedule has only pairs, a forward is a third of one; W is what was measured as such, else half of B.
+    """
+    found: dict[str, dict[int, list[float]]] = {kind: defaultdict(list) for kind in ("F", "B", "I", "W", "FB")}
+    for span in spans:
+        match span.action:
+            case Overlap(forward):
+                found["FB"][forward.stage].append(span.duration)
+            case Forward(stage):
+                found["F"][stage].append(span.duration)
+            case Backward(stage, _, part):
+                found[{Part.FULL: "B", Part.INPUT: "I", Part.WEIGHT: "W"}[part]][stage].append(span.duration)
+    at = {kind: {stage: statistics.median(times) for stage, times in of.items()} for kind, of in found.items()}
+    for stage in set(at["I"]) & set(at["W"]) - set(at["B"]):
+        at["B"][stage] = at["I"][stage] + at["W"][stage]
+    stages = range(schedule.num_stages)
+
+    def every(kind: str, otherwise: float | None) -> tuple[float, ...] | None:
+        if not at[kind] and otherwise is None:
+            return None
+        mean = statistics.mean(at[kind].values()) if at[kind] else otherwise
+        return tuple(at[kind].get(stage, mean) for stage in stages)  # type: ignore[misc]
+
+    pairs = every("FB", None)
+    pair = statistics.mean(pairs) if pairs else None
+    forwards, backwards = every("F", pair and pair / 3), every("B", pair and pair * 2 / 3)
+    assert forwards and backwards, "a schedule has forwards and backwards, alone or in pairs"
+    weights = every("W", None)
+    if weights:
+        weights = tuple(min(w, 0.9 * b) for w, b in zip(weights, backwards, strict=True))
+    return Costs(forwards, backwards, weights, pairs)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The recorded steps of the ranks of one pipeline: `steps[rank]`, on one clock."""
+
+    schedule: Schedule
+    steps: Sequence[Sequence[Step]]
+
+    def timeline(self, index: int) -> Timeline:
+        """Of the step with that index, in milliseconds from its first computation."""
+        first = min(steps[index].spans[0].start for steps in self.steps if steps[index].spans)
+        return Timeline(
+            self.schedule,
+            tuple(
+                tuple(Span(s.action, (s.start - first) / 1e3, (s.end - first) / 1e3) for s in steps[index].spans)
+                for steps in self.steps
+            ),
+        )
+
+    @property
+    def typical(self) -> int:
+        """The index of the step whose pipeline took the median time."""
+        times = [self.timeline(index).makespan for index in range(len(self.steps[0]))]
+        return times.index(statistics.median_low(times))
+
+    @property
+    def costs(self) -> Costs:
+        """In milliseconds, over all steps."""
+        every = [span for index in range(len(self.steps[0])) for row in self.timeline(index).spans for span in row]
+        return costs_of(self.schedule, every)
+
+    @property
+    def predicted(self) -> Timeline:
+        return simulate(self.schedule, self.costs)
+
+
+@dataclass(frozen=True)
+class Account:
+    """Where one rank's step went, in milliseconds; together, `rest` included, they are `step`."""
+
+    step: float
+    forward: float
+    backward: float
+    weights: float
+    pairs: float
+    bubble: float
+    gradients: float
+    optimizer: float
+    rest: float
+    """What is left: data, the metrics, and Python before and after the pipeline."""
+    waiting: float
+    """The part of forward, backward, weights and pairs in which nothing computed."""
+    predicted_bubble: float
+
+
+def accounts(pipeline: Pipeline) -> tuple[Account, ...]:
+    """Of each rank, in the typical step."""
+    index, predicted = pipeline.typical, pipeline.predicted
+    timeline = pipeline.timeline(index)
+    found = []
+    for rank, steps in enumerate(pipeline.steps):
+        step, sums = steps[index], dict.fromkeys(("forward", "backward", "weights", "pairs"), 0.0)
+        for span in timeline.spans[rank]:
+            sums[_column(span.action)] += span.duration
+        parts = {part: step.parts[part] / 1e3 for part in PARTS}
+        whole, bubble = (step.end - step.start) / 1e3, timeline.bubble[rank]
+        rest = whole - bubble - sum(sums.values()) - sum(parts.values())
+        waiting, foreseen = step.waiting / 1e3, predicted.bubble[rank]
+        found.append(
+            Account(whole, bubble=bubble, rest=rest, waiting=waiting, predicted_bubble=foreseen, **sums, **parts)
+        )
+    return tuple(found)
+
+
+def _column(action: Action) -> Literal["forward", "backward", "weights", "pairs"]:
+    match action:
+        case Overlap():
+            return "pairs"
+        case Forward():
+            return "forward"
+        case Backward(_, _, Part.WEIGHT):
+            return "weights"
+        case Backward():
+            return "backward"

@@ -1,0 +1,84 @@
+"""When each action of a pipeline's training step ran, from a rank's recording.
+
+The training loop annotates "step 12" and, in it, PARTS; the executor annotates actions ("0F3"). Times are microseconds.
+"""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..schedule.actions import Action
+from ..schedule.walk import Span
+from .analyze import COMMUNICATION, intervals_of, kind_of
+from .chrome import Mark, Trace, TraceError, Work
+from .host import on_cpu
+from .intervals import as_intervals, intersection, total, union
+
+PARTS = ("gradients", "optimizer")
+"""Annotations of what follows the pipeline: the sum over replicas with the norm, and the update."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of one rank; times since the epoch, on the clock of its host."""
+
+    number: int
+    start: float
+    end: float
+    spans: tuple[Span, ...]
+    """From the first to the last computation of each action."""
+    waiting: float
+    """How long nothing computed inside of the spans: exposed communication with experts, and Python."""
+    parts: Mapping[str, float]
+    """How long each of PARTS took."""
+
+
+def steps_of(trace: Trace, actions: Sequence[Action]) -> list[Step]:
+    """The steps of a rank that runs `actions` in each. Raises TraceError when the recording lacks some of them."""
+    trace = on_cpu(trace, COMMUNICATION)
+    texts = {str(action): action for action in actions}
+    marks = [mark for mark in trace.annotations if mark.name in texts or mark.name in PARTS]
+    around = trace.around(marks)
+    works: dict[Mark, list[Work]] = defaultdict(list)
+    for work in trace.work:
+        if work.correlation in around:
+            works[around[work.correlation]].append(work)
+    steps = []
+    for step in sorted((mark for mark in trace.annotations if mark.name.startswith("step ")), key=lambda m: m.start):
+        inside = sorted((mark for mark in marks if step.start <= mark.start < step.end), key=lambda mark: mark.start)
+        computed = {mark: [w for w in works[mark] if kind_of(w) != "comm"] for mark in inside if mark.name in texts}
+        if [texts[mark.name] for mark in computed] != list(actions) or not all(computed.values()):
+            raise TraceError(f"the recording of {step.name} lacks actions of the schedule")
+        extents = [(min(w.start for w in same), max(w.end for w in same)) for same in computed.values()]
+        busy = union(as_intervals(extents))
+        compute = union(intervals_of(work for same in computed.values() for work in same))
+        parts = {
+            part: sum(max(w.end for w in works[m]) - min(w.start for w in works[m]) for m in inside if m.name == part)
+            for part in PARTS
+        }
+        spans = tuple(
+            Span(action, start + trace.base_us, end + trace.base_us)
+            for action, (start, end) in zip(actions, extents, strict=True)
+        )
+        waiting = total(busy) - total(intersection(busy, compute))
+        number = int(step.name.removeprefix("step "))
+        steps.append(Step(number, step.start + trace.base_us, step.end + trace.base_us, spans, waiting, parts))
+    return steps
+
+
+def on_one_clock(steps: Sequence[Sequence[Step]], hosts: Sequence[str], moments: Sequence[float]) -> list[list[Step]]:
+    """The steps of ranks on several hosts, with the clocks of the other hosts set by the first rank's.
+
+    moments: the time at which each rank left one and the same barrier, by its own clock. Ranks of one host share it.
+    """
+    by_host: dict[str, list[float]] = defaultdict(list)
+    for host, moment in zip(hosts, moments, strict=True):
+        by_host[host].append(moment)
+    ahead = {host: statistics.median(times) - statistics.median(by_host[hosts[0]]) for host, times in by_host.items()}
+    return [[_earlier(step, ahead[host]) for step in same] for same, host in zip(steps, hosts, strict=True)]
+
+
+def _earlier(step: Step, by: float) -> Step:
+    spans = tuple(Span(span.action, span.start - by, span.end - by) for span in step.spans)
+    return replace(step, start=step.start - by, end=step.end - by, spans=spans)

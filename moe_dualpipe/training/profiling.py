@@ -1,0 +1,91 @@
+"""Record some steps of a run on every rank, and say at its end where their time went."""
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.profiler import record_function
+
+from ..profiler import read
+from ..profiler.capture import capture
+from ..profiler.files import Device, Files, devices_of
+from ..profiler.pipeline import Pipeline
+from ..profiler.pipeline_report import as_objects, as_text, save
+from ..profiler.ranks import together
+from ..profiler.report import compare_ranks
+from ..profiler.steps import Step, on_one_clock, steps_of
+from ..schedule import Schedule
+from .parallel import Layout
+
+WARM_UP = 2
+"""Steps before the first one that is recorded."""
+
+
+class StepProfiler:
+    """Records steps of this rank into `folder`: as many as `steps`, behind the first ones after `first_step`."""
+
+    def __init__(
+        self, folder: Path, steps: int, first_step: int, schedule: Schedule, layout: Layout, device: torch.device
+    ):
+        self.folder, self.schedule, self.layout, self.device = folder, schedule, layout, device
+        self.recorded = range(first_step + WARM_UP, first_step + WARM_UP + steps)
+        self.path = folder / f"rank{layout.rank}.json.gz"
+        self._moment = 0.0
+        self._open = ExitStack()
+
+    @contextmanager
+    def step(self, index: int) -> Iterator[None]:
+        """Around the step after `index` others. Collective."""
+        if self.recorded and index == self.recorded.start:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._open.enter_context(capture(self.path, self.device))
+            dist.barrier()
+            self._moment = time.time_ns() / 1e3
+        with record_function(f"step {index + 1}"):
+            yield
+        if index + 1 == self.recorded.stop:
+            self._open.close()
+
+    def report(self) -> str:
+        """Where the recorded steps' time went, and how much communication was hidden, with the files to look at.
+
+        Collective; the text is the first rank's. Empty where nothing was recorded.
+        """
+        if not self.recorded:
+            return ""
+        trace = read(self.path)
+        steps = steps_of(trace, self.schedule.actions[self.layout.pp_rank])
+        (device,) = devices_of(self.path, trace, pictures=False)
+        own = steps, socket.gethostname(), self._moment, device
+        everyone = [own] * dist.get_world_size() if self.layout.rank == 0 else None
+        dist.gather_object(own, everyone, dst=0)
+        return self._text(everyone) if everyone else ""
+
+    def _text(self, everyone: list[tuple[list[Step], str, float, Device]]) -> str:
+        steps, hosts, moments, devices = (list(column) for column in zip(*everyone, strict=True))
+        steps = on_one_clock(steps, hosts, moments)
+        layout = self.layout
+        pipelines = [
+            Pipeline(self.schedule, [steps[layout.world_rank(p, d)] for p in range(layout.pp)])
+            for d in range(layout.dp)
+        ]
+        files = Files(devices, together([device.rank for device in devices]))
+        analyses = dict(
+            zip((f"rank {rank}" for rank in range(len(devices))), (d.analysis for d in devices), strict=True)
+        )
+        overlap = [{"rank": rank, **device.analysis.as_object()} for rank, device in enumerate(devices)]
+        report = {"pipelines": as_objects(pipelines), "overlap": overlap}
+        (self.folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+        with suppress(ImportError):  # no matplotlib: no picture
+            save(pipelines, self.folder / "steps.png")
+        names = ", ".join(sorted(path.name for path in self.folder.iterdir()))
+        return "\n\n".join([
+            f"profile of {len(self.recorded)} steps, of which this one is typical:",
+            as_text(pipelines), "the overlap, all steps together:",
+            compare_ranks(analyses, files.joint), f"in {self.folder}: {names}",
+        ])  # fmt: skip
