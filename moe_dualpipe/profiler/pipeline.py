@@ -91,12 +91,14 @@ class Account:
     """Where one rank's step went, in milliseconds; together, `rest` included, they are `step`."""
 
     step: float
+    """From when the first rank began it to when the last one was done."""
     forward: float
     backward: float
     weights: float
     pairs: float
     bubble: float
     gradients: float
+    """From the end of the pipeline on, which the ranks that are done earlier wait for."""
     optimizer: float
     rest: float
     """What is left: data, the metrics, and Python before and after the pipeline."""
@@ -109,19 +111,27 @@ def accounts(pipeline: Pipeline) -> tuple[Account, ...]:
     """Of each rank, in the typical step."""
     index, predicted = pipeline.typical, pipeline.predicted
     timeline = pipeline.timeline(index)
+    same = [steps[index] for steps in pipeline.steps]
+    whole = (max(step.end for step in same) - min(step.start for step in same)) / 1e3
+    end = max(step.spans[-1].end for step in same)
     found = []
-    for rank, steps in enumerate(pipeline.steps):
-        step, sums = steps[index], dict.fromkeys(("forward", "backward", "weights", "pairs"), 0.0)
+    for rank, step in enumerate(same):
+        sums = dict.fromkeys(("forward", "backward", "weights", "pairs"), 0.0)
         for span in timeline.spans[rank]:
             sums[_column(span.action)] += span.duration
-        parts = {part: step.parts[part] / 1e3 for part in PARTS}
-        whole, bubble = (step.end - step.start) / 1e3, timeline.bubble[rank]
+        parts = {part: _behind(step.parts.get(part), end) for part in PARTS}
+        bubble, foreseen = timeline.bubble[rank], predicted.bubble[rank]
         rest = whole - bubble - sum(sums.values()) - sum(parts.values())
-        waiting, foreseen = step.waiting / 1e3, predicted.bubble[rank]
+        waiting = step.waiting / 1e3
         found.append(
             Account(whole, bubble=bubble, rest=rest, waiting=waiting, predicted_bubble=foreseen, **sums, **parts)
         )
     return tuple(found)
+
+
+def _behind(extent: tuple[float, float] | None, moment: float) -> float:
+    """How much of it lies behind the moment, in milliseconds."""
+    return max(0.0, extent[1] - max(extent[0], moment)) / 1e3 if extent else 0.0
 
 
 def _column(action: Action) -> Literal["forward", "backward", "weights", "pairs"]:

@@ -26,10 +26,10 @@ def as_text(pipelines: Sequence[Pipeline]) -> str:
     lines = [markdown(rows)]
     for data_rank, pipeline in enumerate(pipelines):
         measured, predicted = pipeline.timeline(pipeline.typical), pipeline.predicted
-        which = f"data rank {data_rank}: " if len(pipelines) > 1 else ""
+        which = f"data rank {data_rank}, " if len(pipelines) > 1 else ""
         lines.append(
-            f"{which}{pipeline.schedule.name} took {measured.makespan:,.1f} ms, {measured.bubble_share:.1%} of it bubble"
-            f"; predicted from the measured {_words(pipeline.costs)}: {predicted.makespan:,.1f} ms, "
+            f"{which}{pipeline.schedule.name}: {measured.makespan:,.1f} ms, {measured.bubble_share:.1%} of it bubble; "
+            f"predicted from the measured {_words(pipeline.costs)}: {predicted.makespan:,.1f} ms, "
             f"{predicted.bubble_share:.1%}"
         )
     return "\n\n".join(lines)

@@ -40,22 +40,36 @@ class Together:
 
 
 def together(ranks: Sequence[Rank]) -> tuple[Together, ...]:
-    """What the ranks' transfers say of each other; of clocks, also what the hosts say."""
+    """What the ranks' transfers say of each other; of clocks, also what the hosts say.
+
+    The k-th collectives of all ranks are taken for one and the same if they have the same names, and if there is a
+    moment at which all ranks are in them, as there must be: for 9 of 10, as clocks are never quite the same.
+    """
     first = ranks[0]
-    starts = np.array([rank.base_us - first.base_us + rank.start_us - first.start_us for rank in ranks])
+    shifts = np.array([rank.base_us - first.base_us + rank.start_us - first.start_us for rank in ranks])
     one_clock = bool(first.host) and all(rank.host == first.host for rank in ranks)
+    unknown = tuple(Together(None, float(shift) if one_clock or len(ranks) == 1 else None) for shift in shifts)
     ordered = [
         sorted((work for work in rank.transfers if not _POINT_TO_POINT.search(work.name)), key=lambda work: work.start)
         for rank in ranks
     ]
     names = [[work.name for work in works] for works in ordered]
-    if not names[0] or any(other != names[0] for other in names):
-        return tuple(Together(None, float(start) if one_clock else None) for start in starts)
-    took = np.array([[work.end - work.start for work in works] for works in ordered])
-    waited = (took - took.min(axis=0)).sum(axis=1)
-    if not one_clock:
-        since = np.array(
-            [[work.end - rank.start_us for work in works] for rank, works in zip(ranks, ordered, strict=True)]
+    if len(ranks) == 1 or not names[0] or any(other != names[0] for other in names):
+        return unknown
+    starts, ends = (
+        np.array(
+            [
+                [getattr(work, edge) - rank.start_us for work in works]
+                for rank, works in zip(ranks, ordered, strict=True)
+            ]
         )
-        starts = -np.median(since - since[0], axis=1)
-    return tuple(Together(float(w), float(s)) for w, s in zip(waited, starts, strict=True))
+        for edge in ("start", "end")
+    )
+    if not one_clock:
+        shifts = -np.median(ends - ends[0], axis=1)
+    on_one = shifts[:, None]
+    meet = (starts + on_one).max(axis=0) <= (ends + on_one).min(axis=0)
+    if meet.mean() < 0.9:
+        return unknown
+    waited = (ends - starts - (ends - starts).min(axis=0)).sum(axis=1)
+    return tuple(Together(float(w), float(shift)) for w, shift in zip(waited, shifts, strict=True))

@@ -30,8 +30,8 @@ class Step:
     """From the first to the last computation of each action."""
     waiting: float
     """How long nothing computed inside of the spans: exposed communication with experts, and Python."""
-    parts: Mapping[str, float]
-    """How long each of PARTS took."""
+    parts: Mapping[str, tuple[float, float]]
+    """From when to when work of each of PARTS ran; those that had none are not there."""
 
 
 def steps_of(trace: Trace, actions: Sequence[Action]) -> list[Step]:
@@ -54,8 +54,12 @@ def steps_of(trace: Trace, actions: Sequence[Action]) -> list[Step]:
         busy = union(as_intervals(extents))
         compute = union(intervals_of(work for same in computed.values() for work in same))
         parts = {
-            part: sum(max(w.end for w in works[m]) - min(w.start for w in works[m]) for m in inside if m.name == part)
-            for part in PARTS
+            mark.name: (
+                min(work.start for work in works[mark]) + trace.base_us,
+                max(work.end for work in works[mark]) + trace.base_us,
+            )
+            for mark in inside
+            if mark.name in PARTS and works[mark]
         }
         spans = tuple(
             Span(action, start + trace.base_us, end + trace.base_us)
@@ -81,4 +85,5 @@ def on_one_clock(steps: Sequence[Sequence[Step]], hosts: Sequence[str], moments:
 
 def _earlier(step: Step, by: float) -> Step:
     spans = tuple(Span(span.action, span.start - by, span.end - by) for span in step.spans)
-    return replace(step, start=step.start - by, end=step.end - by, spans=spans)
+    parts = {part: (start - by, end - by) for part, (start, end) in step.parts.items()}
+    return replace(step, start=step.start - by, end=step.end - by, spans=spans, parts=parts)

@@ -13,7 +13,7 @@ from torch.profiler import record_function
 
 from ..profiler import read
 from ..profiler.capture import capture
-from ..profiler.files import Device, Files, devices_of
+from ..profiler.files import Device, devices_of
 from ..profiler.pipeline import Pipeline
 from ..profiler.pipeline_report import as_objects, as_text, save
 from ..profiler.ranks import together
@@ -74,7 +74,8 @@ class StepProfiler:
             Pipeline(self.schedule, [steps[layout.world_rank(p, d)] for p in range(layout.pp)])
             for d in range(layout.dp)
         ]
-        files = Files(devices, together([device.rank for device in devices]))
+        groups = (devices[first : first + layout.ep] for first in range(0, len(devices), layout.ep))
+        joint = [other for group in groups for other in together([device.rank for device in group])]
         analyses = dict(
             zip((f"rank {rank}" for rank in range(len(devices))), (d.analysis for d in devices), strict=True)
         )
@@ -87,5 +88,5 @@ class StepProfiler:
         return "\n\n".join([
             f"profile of {len(self.recorded)} steps, of which this one is typical:",
             as_text(pipelines), "the overlap, all steps together:",
-            compare_ranks(analyses, files.joint), f"in {self.folder}: {names}",
+            compare_ranks(analyses, joint), f"in {self.folder}: {names}",
         ])  # fmt: skip
