@@ -57,35 +57,37 @@ def on_cpu(trace: Trace, pattern: re.Pattern[str]) -> Trace:
 
 
 class _Open:
-    """A mark that has begun and not ended, and what its own time is called; "" where it waits."""
+    """A mark that has begun and not ended, what its own time is called ("" where it waits), and whose piece that is."""
 
-    __slots__ = ("called", "end", "operator", "thread")
+    __slots__ = ("called", "end", "operator", "owner", "thread")
 
     def __init__(self, mark: Mark, operator: bool, around: "_Open | None"):
         self.end = mark.end if around is None else min(mark.end, around.end)
         self.operator, self.thread = operator, mark.thread
         self.called = "" if _WAITS.match(mark.name) else mark.name if operator else "Python"
+        self.owner = self
         if around is not None and (not around.called or (operator and self.called and around.operator)):
-            self.called = around.called
+            self.called, self.owner = around.called, around.owner
 
 
 def _pieces(marks: Iterable[tuple[Mark, bool]]) -> Iterator[Mark]:
     """Cut nested marks of one thread, each with whether it is an operator, into pieces that do not overlap."""
     stack: list[_Open] = []
     piece: Mark | None = None
+    owner: _Open | None = None  # of the piece
     now = 0.0
 
     def until(time: float) -> Iterator[Mark]:
         """What passed from `now` to `time`, as the end of the last piece or as one of its own."""
-        nonlocal piece, now
+        nonlocal piece, owner, now
         if stack and time > now:
             top = stack[-1]
-            if piece is not None and piece.end == now and piece.name == top.called and top.operator:
+            if piece is not None and piece.end == now and owner is top.owner:
                 piece = piece._replace(end=time)
             else:
                 if piece is not None:
                     yield piece
-                piece = Mark(top.called, now, time, top.thread) if top.called else None
+                piece, owner = Mark(top.called, now, time, top.thread) if top.called else None, top.owner
         now = max(now, time)
 
     for mark, operator in sorted(marks, key=lambda item: (item[0].start, -item[0].end)):

@@ -18,6 +18,7 @@ import torch
 from ranks import run_ranks
 
 from moe_dualpipe.models import ModelConfig, build_model, expert_loads
+from moe_dualpipe.profiler import analyze, read
 from moe_dualpipe.schedule import build
 from moe_dualpipe.training import loop
 from moe_dualpipe.training.config import Launch, OptimizerConfig, TrainConfig, parse, resolve
@@ -126,6 +127,43 @@ def test_a_fused_loss_trains_alike_and_its_checkpoints_are_the_same(tmp_path, ra
     half = str(tmp_path / "fused" / "checkpoints" / "step-000003")
     rest = run_ranks(ranks, train, dataclasses.replace(plain, out=str(tmp_path / "rest"), resume=half))[0]
     assert losses(rest) == pytest.approx({s: loss for s, loss in losses(seen).items() if s > 3}, rel=1e-5)
+
+
+@pytest.mark.parametrize("ranks,changes", [(1, {}), (2, {}), (2, {"pp": 1, "ep": 2}), (2, {"schedule": "1f1b"})])
+def test_a_profile_changes_no_bit_and_says_where_the_time_went(tmp_path, ranks, changes):
+    small = {"steps": 4, "seq_len": 16, "eval_sequences": 1, **changes}
+    plain, profiled = (
+        settings(tmp_path / name, profile=steps, **small) for name, steps in (("plain", 0), ("profiled", 2))
+    )
+    runs = run_ranks(ranks, train_each, [plain, profiled])[0]
+    assert losses(runs[1]) == losses(runs[0])
+    assert not (tmp_path / "plain" / "profile").exists()
+    folder = tmp_path / "profiled" / "profile"
+    recordings = {f"rank{rank}.json.gz" for rank in range(ranks)}
+    assert {path.name for path in folder.iterdir()} == {*recordings, "report.json", "steps.png"}
+    report = json.loads((folder / "report.json").read_text())
+    pp, dp = changes.get("pp", ranks), 2 if "ep" in changes else 1
+    assert len(report["pipelines"]) == dp
+    assert [one["rank"] for one in report["overlap"]] == list(range(ranks))
+    for pipeline in report["pipelines"]:
+        assert pipeline["step"] in (3, 4)
+        assert len(pipeline["ranks"]) == pp
+        for account in pipeline["ranks"]:
+            assert account["forward"] > 0 and account["backward"] > 0 and account["optimizer"] > 0
+            assert account["rest"] >= 0
+        assert pipeline["makespan"] <= pipeline["ranks"][0]["step"]
+    for rank in range(ranks):
+        (analysis,) = analyze(read(folder / f"rank{rank}.json.gz"))
+        assert {"attn(F)", "mlp(F)", "attn(B)", "optimizer"} <= {phase.name for phase in analysis.phases}
+
+
+def test_a_profile_that_does_not_fit_is_told_before_the_run(tmp_path):
+    launch = Launch(0, 0, 1, 1)
+    with pytest.raises(ValueError, match="--profile 5 needs 7 steps, 2 of them to warm up, but the run has 6"):
+        Plan.make(resolve(settings(tmp_path / "run", profile=5), launch))
+    Plan.make(resolve(settings(tmp_path / "run", profile=4), launch))
+    with pytest.raises(ValueError, match="--profile cannot be negative: got -1"):
+        resolve(parse(["--profile", "-1"]), launch)
 
 
 def test_flags_of_the_overlap():

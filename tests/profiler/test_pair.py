@@ -1,0 +1,216 @@
+"""What is measured: the same work both ways, balanced routing, and the measurement as a whole."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moe_dualpipe.cli import main
+from moe_dualpipe.expert_parallel import Link, Loopback, Replay
+from moe_dualpipe.models import ModelConfig
+from moe_dualpipe.models.router import BalancedRouter, Router, balanced_ids
+from moe_dualpipe.profiler import TraceError, read
+from moe_dualpipe.profiler.pair import Pair, Work
+
+MODEL = ModelConfig(
+    hidden_size=16, num_heads=2, num_kv_heads=1, head_dim=8, expert_size=12, num_experts=8, experts_per_token=3,
+    init_std=0.3,
+)  # fmt: skip
+WORK = Work("train", "a small one", MODEL, 2, 8, 24, "balanced", torch.device("cpu"), torch.float32)
+SMALL = ["profile", "run", "--layers", "2", "--seq", "16", "--tokens", "32", "--ep", "4"]
+
+
+@pytest.mark.parametrize("routing", ["balanced", "real"])
+@pytest.mark.parametrize("mode,sequences", [("train", 3), ("prefill", 3), ("decode", 24)])
+def test_both_ways_do_the_same_work(mode, sequences, routing):
+    pair = Pair(replace(WORK, mode=mode, routing=routing), Loopback(8, 4))
+    assert pair.work.sequences == sequences
+    results = []
+    for way in (pair.sequential, pair.overlapped):
+        torch.manual_seed(1)  # of the cached keys and values
+        pair.prepare()
+        output = way()
+        grads = [parameter.grad for parameter in pair.stage.parameters()]
+        assert all((grad is not None) == (mode == "train") for grad in grads)
+        results.append([output.detach(), *(grad.clone() for grad in grads if grad is not None)])
+    assert results[0][0].shape == (sequences, 1 if mode == "decode" else 8, 16)
+    for sequential, overlapped in zip(*results, strict=True):
+        assert torch.equal(sequential, overlapped)
+
+
+def test_a_stage_has_experts_in_every_layer_and_neither_end():
+    stage = Pair(WORK, Loopback(8, 4)).stage
+    names = {name.split(".")[2] for name, _ in stage.named_parameters() if name.startswith("layers.1.")}
+    assert names == {"attention_norm", "attention", "mlp_norm", "mlp"}
+    assert {name.split(".")[0] for name, _ in stage.named_parameters()} == {"layers"}
+    assert all("experts.gate_up" in dict(layer.mlp.named_parameters()) for layer in stage.layers.values())
+
+
+@pytest.mark.parametrize(
+    "experts,k,groups,top", [(4, 2, 1, 1), (8, 3, 1, 1), (12, 5, 1, 1), (256, 8, 8, 4), (16, 3, 4, 2), (6, 6, 1, 1)]
+)
+def test_balanced_routing(experts, k, groups, top):
+    config = replace(MODEL, num_experts=experts, experts_per_token=k, expert_groups=groups, top_groups=top)
+    ids = balanced_ids(config, 2 * experts)
+    assert torch.equal(torch.bincount(ids.flatten(), minlength=experts), torch.full((experts,), 2 * k))
+    assert all(len(set(row)) == k for row in ids.tolist())
+    assert all(len({expert // (experts // groups) for expert in row}) == min(top, k) for row in ids.tolist())
+    router = BalancedRouter(config)
+    x = torch.randn(2 * experts, 16)
+    weights, chosen = router(x)
+    assert torch.equal(chosen.sort(1).values, ids.sort(1).values)
+    torch.testing.assert_close(weights.sum(1), torch.ones(len(x)))
+    logits = router.logits(x).gather(1, chosen)
+    torch.testing.assert_close(weights, logits.softmax(1))
+
+
+def test_balanced_routing_sends_a_token_to_as_many_ranks_as_it_has_choices():
+    config = replace(MODEL, num_experts=256, experts_per_token=8, expert_groups=8, top_groups=4)
+    ranks = balanced_ids(config, 300) // 4
+    assert all(len(set(row)) == 8 for row in ranks.tolist())
+
+
+def test_the_routers_differ_in_their_choice_only():
+    assert {*Router(MODEL).state_dict()} == {*BalancedRouter(MODEL).state_dict()}
+
+
+def test_a_replayed_link_takes_the_times_that_it_is_given():
+    """Twice the counts (which take nothing), and each kind of transfer once in each layer."""
+    seconds = {"dispatch(F)": 0.001, "combine(F)": 0.002, "dispatch(B)": 0.004, "combine(B)": 0.008}
+    backend = Replay(8, 4, seconds, sms=3)
+    pair = Pair(WORK, backend)
+    for way in (pair.sequential, pair.overlapped):
+        pair.prepare()
+        before = backend.wire.busy
+        way()
+        assert backend.wire.busy - before == pytest.approx(2 * 0.015)
+        assert backend.link.sms == 3
+
+
+def test_loopback_counts_what_it_sends():
+    backend = Loopback(8, 4, Link(gb_per_s=1.0))
+    pair = Pair(WORK, backend)
+    pair.prepare()
+    sent, busy = backend.num_bytes, backend.wire.busy
+    pair.overlapped()
+    assert backend.num_bytes - sent > 0
+    assert backend.wire.busy - busy == pytest.approx((backend.num_bytes - sent) / 1e9)
+
+
+# ---- The command ----
+
+
+@pytest.mark.parametrize("mode", ["train", "prefill", "decode"])
+def test_run_writes_a_report_recordings_and_pictures(mode, tmp_path, capsys):
+    assert main([*SMALL, "--mode", mode, "--link-gbps", "0.1", "--link-latency-us", "50", "--out", str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    lines = out.splitlines()
+    assert lines[0].startswith(f"{mode} on cpu in float32: 2 layers of tiny, 32 tokens ")
+    assert lines[1] == "modelled link: 0.1 Gb/s, latency 50 us"
+    assert lines[3].split() == ["|", "|", "sequential,", "us", "|", "overlapped,", "us", "|"]
+    files = ["overlapped.json.gz", "report.json", "sequential.json.gz", "timeline.html", "timeline.png"]
+    assert lines[-1] == f"in {tmp_path}: {', '.join(files)}"
+    assert sorted(path.name for path in tmp_path.iterdir()) == files
+    report = json.loads((tmp_path / "report.json").read_text())
+    alone, both = report["sequential"], report["overlapped"]
+    assert report["bound_us"] == max(alone["compute_us"], alone["comm_us"])
+    transfers = (4 if mode == "train" else 2) * 2 * (1 if mode == "train" else 2)
+    counts = 2 if mode == "train" else 4
+    assert alone["num_comm"] == both["num_comm"] == transfers + counts
+    phases = {phase["name"] for phase in both["phases"]}
+    assert {"attn(F)", "dispatch(F)", "mlp(F)", "combine(F)"} <= phases
+    assert ({"attn(B)", "mlp(B)", "attn(W)", "mlp(W)", "dispatch(B)", "combine(B)"} <= phases) == (mode == "train")
+    for analysis, way in ((alone, "sequential"), (both, "overlapped")):
+        assert analysis["trace"] == str(tmp_path / f"{way}.json.gz")
+        assert read(analysis["trace"]).num_events > 100
+        assert analysis["comm_us"] >= transfers * 50
+        assert analysis["overlapped_us"] + analysis["exposed_comm_us"] == pytest.approx(analysis["comm_us"])
+    page = (tmp_path / "timeline.html").read_text()
+    assert "attn(F)" in page and "combine(F)" in page
+
+
+def test_a_link_that_nobody_described_is_chosen_by_the_computation(tmp_path, capsys):
+    assert main([*SMALL, "--out", str(tmp_path), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report == json.loads((tmp_path / "report.json").read_text())
+    # 32 tokens go to 2 of 4 ranks each, 48 rows travel: 512 B each way and back, forward and backward, in 2 layers,
+    # with 16 B of ids once, and 16 B of weights, or their gradients, twice.
+    assert round(48 * 2 * (4 * 512 + 3 * 16) / 1e6, 1) == 0.2
+    assert "chosen so that the 0.2 MB of a pair take 0.7 of the " in report["link"]
+    assert (report["mode"], report["num_ranks"], report["tokens"], report["seq"]) == ("train", 4, 32, 16)
+    assert {"sequential", "overlapped", "bound_us"} <= report.keys()
+
+
+def test_a_replay_of_deepseeks_times(tmp_path, capsys):
+    assert main([*SMALL, "--out", str(tmp_path), "--replay", "deepseek", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["link"] == "modelled link: each transfer takes what it took in DeepSeek's training trace"
+    assert report["sequential"]["comm_us"] >= 2 * (6690 + 8680 + 7490 + 5500)
+
+
+def test_under_torchrun_the_ranks_are_real(tmp_path):
+    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*program, "-m", "moe_dualpipe.cli", *SMALL[:-2], "--out", str(tmp_path)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "experts over 2 ranks\ntorch.distributed, gloo, 2 processes\n" in done.stdout
+    assert done.stdout.count("hidden: ") == 1  # one rank speaks
+    assert "\n| rank 0 |" in done.stdout and "\n| rank 1 |" in done.stdout
+    assert {path.name for path in tmp_path.iterdir()} >= {
+        f"{way}-rank{rank}.json.gz" for way in ("sequential", "overlapped") for rank in range(2)
+    }
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["overlapped"]["num_comm"] == report["sequential"]["num_comm"] == 2 * 4 + 2
+    assert report["overlapped"]["rank"] == 0
+
+
+@pytest.mark.parametrize("options,problem", [
+    (["--preset", "huge"], "unknown preset 'huge'; did you mean"),
+    (["--ep", "3"], "8 experts cannot be divided evenly over 3 ranks"),
+    (["--layers", "0"], "--layers must be at least 1: got 0"),
+    (["--tokens", "33"], "--tokens 33 are no whole sequences of --seq 16: use --tokens 48"),
+    (["--seq", "-4"], "--seq must be at least 1: got -4"),
+    (["--link-gbps", "-1"], "a link cannot have negative numbers: got -1.0 Gb/s"),
+    (["--link-latency-us", "9"], "--link-latency-us belongs to a link of a given bandwidth: add --link-gbps"),
+    (["--link-gbps", "9", "--replay", "deepseek"], "--replay brings the times of its own link"),
+    (["--out", "/dev/null/x"], "cannot write to --out /dev/null/x: Not a directory"),
+])  # fmt: skip
+def test_mistakes(options, problem, capsys, tmp_path):
+    assert main([*SMALL, "--out", str(tmp_path), *options]) == 2
+    err = capsys.readouterr().err
+    assert problem in err and err.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu(capsys, tmp_path):
+    assert main([*SMALL, "--out", str(tmp_path), "--device", "cuda"]) == 2
+    assert "torch finds no GPU on this machine; use --device cpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options,problem", [
+    (["--link-gbps", "9"], "a link is modelled for one process, but there are 2"),
+    (["--replay", "deepseek"], "a link is modelled for one process, but there are 2"),
+    (["--ep", "4"], "--ep 4, but torchrun started 2 processes"),
+])  # fmt: skip
+def test_mistakes_under_torchrun(options, problem, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, lines in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("RANK", rank)
+        assert main(["profile", "run", "--out", str(tmp_path), *options]) == 2
+        err = capsys.readouterr().err
+        assert err.count("\n") == lines and (problem in err or not lines)
+
+
+def test_a_recording_without_work_is_an_error(tmp_path):
+    (tmp_path / "t.json").write_text('{"traceEvents": [{"ph": "M", "name": "nothing"}]}')
+    from moe_dualpipe.profiler.files import analyze_files
+
+    with pytest.raises(TraceError, match="no work among 1 events"):
+        analyze_files([tmp_path / "t.json"])

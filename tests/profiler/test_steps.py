@@ -1,0 +1,220 @@
+"""A recording is turned back into the timeline it was made of, and its costs predict it."""
+
+import json
+import statistics
+from dataclasses import fields
+
+import pytest
+
+from moe_dualpipe.profiler import TraceError, read
+from moe_dualpipe.profiler.pipeline import Account, Pipeline, accounts, costs_of
+from moe_dualpipe.profiler.pipeline_report import as_objects, as_text, save
+from moe_dualpipe.profiler.steps import on_one_clock, steps_of
+from moe_dualpipe.schedule import Costs, build, simulate
+from moe_dualpipe.schedule.actions import Backward, Forward
+from moe_dualpipe.schedule.walk import Span
+
+COSTS = Costs(F=20, B=50, W=15, FB=60)
+EPOCH = 1_700_000_000_000_000
+
+
+def events_of(timeline, rank, number=1, begin=1000.0, tail=()):
+    """What a CPU records of a step: operators inside of annotations named after the actions, and waiting before."""
+
+    def event(name, start, end, cat="user_annotation"):
+        return {"ph": "X", "cat": cat, "name": name, "ts": begin + start, "dur": end - start, "pid": 1, "tid": 1}
+
+    end = timeline.makespan + sum(length for _, length in tail)
+    yield event(f"step {number}", -5, end + 7)
+    before = 0.0
+    for span in timeline.spans[rank]:
+        yield event(str(span.action), before, span.end)  # it waits first
+        yield event("wait for it(F)", before, span.start)
+        yield event("aten::mm", span.start, (span.start + span.end) / 2 - 1, "cpu_op")
+        yield event("aten::mm", (span.start + span.end) / 2 + 1, span.end, "cpu_op")  # 2 us between them
+        before = span.end
+    done = timeline.makespan
+    for part, length in tail:  # the first begins when this rank is done, the others when all are
+        done += length
+        yield event(part, before, done)
+        yield event("aten::add", before, done, "cpu_op")
+        before = done
+
+
+def recorded(tmp_path, timelines, rank, base=EPOCH, tail=()):
+    """The steps of a rank from a file that holds one step for each of the timelines."""
+    begins = [1000.0 + 10_000 * i for i in range(len(timelines))]
+    events = [
+        event
+        for i, (timeline, begin) in enumerate(zip(timelines, begins, strict=True))
+        for event in events_of(timeline, rank, i + 1, begin, tail)
+    ]
+    path = tmp_path / f"{timelines[0].schedule.name}-{rank}.json"
+    path.write_text(json.dumps({"baseTimeNanoseconds": base * 1000, "traceEvents": events}))
+    return steps_of(read(path), timelines[0].schedule.actions[rank])
+
+
+def pipeline_of(tmp_path, timelines, **options):
+    schedule = timelines[0].schedule
+    return Pipeline(schedule, [recorded(tmp_path, timelines, rank, **options) for rank in range(schedule.num_ranks)])
+
+
+@pytest.mark.parametrize("name,ranks,micro_batches", [
+    ("dualpipe", 4, 10), ("dualpipev", 2, 6), ("1f1b", 3, 5), ("zb1p", 2, 4), ("gpipe", 2, 3), ("zbv", 2, 4),
+    ("interleaved_1f1b", 2, 4), ("chimera", 4, 8),
+])  # fmt: skip
+def test_a_recording_gives_back_the_timeline_and_the_costs(tmp_path, name, ranks, micro_batches):
+    schedule = build(name, ranks, micro_batches)
+    simulated = simulate(schedule, COSTS)
+    pipeline = pipeline_of(tmp_path, [simulated])
+    for ours, theirs in zip(pipeline.timeline(0).spans, simulated.spans, strict=True):
+        assert [span.action for span in ours] == [span.action for span in theirs]
+        assert [span.start for span in ours] == pytest.approx([span.start / 1e3 for span in theirs], abs=1e-3)
+        assert [span.end for span in ours] == pytest.approx([span.end / 1e3 for span in theirs], abs=1e-3)
+    assert pipeline.predicted.makespan == pytest.approx(simulated.makespan / 1e3, rel=1e-3)
+    assert pipeline.predicted.bubble == pytest.approx([b / 1e3 for b in simulated.bubble], abs=2e-3)
+    for rank, account in enumerate(accounts(pipeline)):
+        assert account.bubble == pytest.approx(simulated.bubble[rank] / 1e3, abs=1e-3)
+        assert account.waiting == pytest.approx(2e-3 * len(schedule.actions[rank]), abs=1e-3)
+
+
+def test_where_a_step_went(tmp_path):
+    """The pipeline, then 30 us of gradients and 40 of the optimizer, and 12 us around it."""
+    timeline = simulate(build("dualpipe", 2, 4), COSTS)
+    pipeline = pipeline_of(tmp_path, [timeline], tail=(("gradients", 30), ("optimizer", 40)))
+    for rank, account in enumerate(accounts(pipeline)):
+        by_kind = {"F": 0.0, "B": 0.0, "I": 0.0, "W": 0.0, "O": 0.0}
+        for span in timeline.spans[rank]:
+            text = str(span.action)
+            by_kind["O" if text.startswith("(") else text[1]] += span.duration
+        assert account.forward == pytest.approx(by_kind["F"] / 1e3, abs=1e-3)
+        assert account.backward == pytest.approx((by_kind["B"] + by_kind["I"]) / 1e3, abs=1e-3)
+        assert account.weights == pytest.approx(by_kind["W"] / 1e3, abs=1e-3)
+        assert account.pairs == pytest.approx(by_kind["O"] / 1e3, abs=1e-3)
+        assert account.gradients == pytest.approx(0.030, abs=1e-3)
+        assert account.optimizer == pytest.approx(0.040, abs=1e-3)
+        assert account.step == pytest.approx((timeline.makespan + 70 + 12) / 1e3, abs=1e-3)
+        parts = [f.name for f in fields(Account) if f.name not in ("step", "waiting", "predicted_bubble")]
+        assert sum(getattr(account, part) for part in parts) == pytest.approx(account.step)
+
+
+def test_the_typical_step_is_the_one_of_median_length(tmp_path):
+    schedule = build("1f1b", 2, 3)
+    timelines = [simulate(schedule, Costs(F=f, B=2 * f)) for f in (30, 10, 20)]
+    pipeline = pipeline_of(tmp_path, timelines)
+    assert pipeline.typical == 2
+    assert pipeline.steps[0][2].number == 3
+    assert pytest.approx((0.02, 0.02), abs=1e-3) == pipeline.costs.F
+    (found,) = as_objects([pipeline])
+    assert found["step"] == 3
+    assert found["makespan"] == pytest.approx(timelines[2].makespan / 1e3, abs=1e-3)
+    assert [rank["bubble"] for rank in found["ranks"]] == pytest.approx(
+        [bubble / 1e3 for bubble in timelines[2].bubble], abs=1e-3
+    )
+    json.dumps(found)
+
+
+def test_costs_of_each_stage_are_medians():
+    schedule = build("1f1b", 2, 3)
+    times = {"0F": [4, 9, 5], "1F": [2, 2, 2], "0B": [7, 8, 30], "1B": [6, 6, 5]}
+    every = [action for actions in schedule.actions for action in actions if isinstance(action, Forward | Backward)]
+    spans = [Span(action, 0, times[str(action)[:2]][action.micro_batch]) for action in every]
+    assert costs_of(schedule, spans) == Costs(F=(5, 2), B=(8, 6))
+
+
+def test_costs_from_halves_and_from_pairs_alone():
+    zero_bubble = build("zb1p", 2, 4)
+    spans = [span for row in simulate(zero_bubble, Costs(F=2, B=(7, 5), W=(3, 2))).spans for span in row]
+    assert costs_of(zero_bubble, spans) == Costs(F=(2, 2), B=(7, 5), W=(3, 2))
+    pairs = [span for span in spans_of("dualpipe", 2, 4, COSTS) if str(span.action).startswith("(")]
+    costs = costs_of(build("dualpipe", 2, 4), pairs)
+    assert (costs.FB, costs.F, costs.B, costs.W) == ((60, 60), (20, 20), (40, 40), None)
+
+
+def test_weights_that_take_longer_than_their_backward_are_bounded():
+    spans = [*spans_of("zb1p", 2, 4, Costs(F=2, B=5, W=4)), *spans_of("1f1b", 2, 4, Costs(F=2, B=3))]
+    costs = costs_of(build("zb1p", 2, 4), spans)
+    assert costs.B == (3, 3) and pytest.approx((2.7, 2.7)) == costs.W
+
+
+def spans_of(name, ranks, micro_batches, costs):
+    return [span for row in simulate(build(name, ranks, micro_batches), costs).spans for span in row]
+
+
+def test_clocks_of_other_hosts_are_set_by_a_barrier(tmp_path):
+    timeline = simulate(build("1f1b", 4, 4), COSTS)
+    ahead = [0, 0, 700, 700]
+    steps = [
+        recorded(tmp_path, [timeline], rank, base=EPOCH + ahead[rank], tail=(("gradients", 30),)) for rank in range(4)
+    ]
+    with pytest.raises(AssertionError):
+        assert Pipeline(timeline.schedule, steps).timeline(0).makespan == pytest.approx(timeline.makespan / 1e3)
+    moments = [EPOCH + 1, EPOCH + 3, EPOCH + 700 + 2, EPOCH + 700 + 2]  # they leave the barrier within 2 us
+    together = on_one_clock(steps, ["a", "a", "b", "b"], moments)
+    pipeline = Pipeline(timeline.schedule, together)
+    assert pipeline.timeline(0).makespan == pytest.approx(timeline.makespan / 1e3, abs=1e-3)
+    assert together[2][0].parts["gradients"][1] == pytest.approx(steps[2][0].parts["gradients"][1] - 700)
+    assert together[2][0].end == pytest.approx(steps[2][0].end - 700)
+    assert on_one_clock(steps, ["a"] * 4, moments) == steps
+
+
+def test_a_recording_without_all_actions_is_an_error(tmp_path):
+    timeline = simulate(build("1f1b", 2, 3), COSTS)
+    events = [e for e in events_of(timeline, 0) if e["name"] != "0F2"]
+    (tmp_path / "t.json").write_text(json.dumps(events))
+    with pytest.raises(TraceError, match="the recording of step 1 lacks actions of the schedule"):
+        steps_of(read(tmp_path / "t.json"), timeline.schedule.actions[0])
+
+
+def test_the_report_and_the_picture(tmp_path):
+    timeline = simulate(build("dualpipe", 4, 10), COSTS)
+    pipeline = pipeline_of(tmp_path, [timeline], tail=(("gradients", 30), ("optimizer", 40)))
+    heading, _, *rows = as_text([pipeline]).splitlines()
+    cells = [cell.strip() for cell in heading.split("|")[2:-1]]
+    assert cells == [
+        "step, ms", "forward", "backward", "weights", "pairs", "of these waiting", "bubble", "predicted", "gradients",
+        "optimizer", "rest",
+    ]  # fmt: skip
+    assert [row.split("|")[1].strip() for row in rows[:4]] == [f"pipeline rank {rank}" for rank in range(4)]
+    share = f"{timeline.bubble_share:.1%}"
+    assert rows[-1] == (
+        f"dualpipe: {timeline.makespan / 1e3:.1f} ms, {share} of it bubble; predicted from the measured F 0.02, "
+        f"B 0.05, W 0.015, FB 0.06 ms: {timeline.makespan / 1e3:.1f} ms, {share}"
+    )
+    assert "pipeline rank 3, data rank 1" in as_text([pipeline, pipeline])
+    save([pipeline, pipeline], tmp_path / "steps.svg")
+    drawn = (tmp_path / "steps.svg").read_text()
+    assert "step 1 measured, data rank 1" in drawn and "predicted, data rank 0" in drawn
+    assert statistics.mean(pipeline.timeline(0).bubble) > 0
+
+
+def test_on_a_gpu_an_action_runs_when_its_kernels_do(tmp_path):
+    """Launched early, run later; a copy of the gradients on another stream computes nothing of it."""
+    timeline = simulate(build("1f1b", 2, 3), COSTS)
+
+    def device(name, start, end, correlation, stream=7):
+        arguments = {"device": 0, "stream": stream, "correlation": correlation}
+        return {"ph": "X", "cat": "kernel", "name": name, "ts": start, "dur": end - start, "pid": 0, "tid": stream,
+                "args": arguments}  # fmt: skip
+
+    def host(name, start, length, cat="user_annotation", **arguments):
+        return {"ph": "X", "cat": cat, "name": name, "ts": start, "dur": length, "pid": 1, "tid": 1, "args": arguments}
+
+    steps = []
+    for rank in range(2):
+        events, delay = [host("step 1", 0, 5000)], 500
+        for i, span in enumerate(timeline.spans[rank]):
+            events += [
+                host(str(span.action), 10 * i, 9), host("attn(F)", 10 * i + 1, 6),
+                host("cudaLaunchKernel", 10 * i + 2, 1, "cuda_runtime", correlation=i),
+                host("cudaLaunchKernel", 10 * i + 4, 1, "cuda_runtime", correlation=100 + i),
+                device("gemm", delay + span.start, delay + span.end, i),
+                device("ncclDevKernel_SendRecv", delay + span.end, delay + span.end + 40, 100 + i, stream=9),
+            ]  # fmt: skip
+        path = tmp_path / f"gpu{rank}.json"
+        path.write_text(json.dumps(events))
+        steps.append(steps_of(read(path), timeline.schedule.actions[rank]))
+    pipeline = Pipeline(timeline.schedule, steps)
+    assert pipeline.timeline(0).makespan == pytest.approx(timeline.makespan / 1e3)
+    assert pipeline.timeline(0).bubble == pytest.approx([bubble / 1e3 for bubble in timeline.bubble])
+    assert all(account.waiting == 0 for account in accounts(pipeline))
