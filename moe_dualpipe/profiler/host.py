@@ -51,7 +51,11 @@ def on_cpu(trace: Trace, pattern: re.Pattern[str]) -> Trace:
     for marks in threads.values():
         for piece in _pieces(marks):
             add(piece, "operator", piece)
+    free = 0.0
     for transfer, issue in zip(transfers, _issues(transfers, trace.operators), strict=True):
+        if transfer.name.startswith("link:"):  # it is on its way before the thread that waits for it has woken up
+            transfer = transfer._replace(start=min(transfer.start, max(issue.start, free)))
+            free = transfer.end
         add(transfer, "transfer", issue)
     return replace(trace, work=work, launches=launches, annotations=annotations, waits=waits)
 
