@@ -28,6 +28,7 @@ SECTIONS = {
     "experts": ("experts", 0.62),
     "permute": ("permute", 0.65),
     "routing": ("routing", 0.68),
+    "overlap": ("overlap", 0.8),
     "training": ("training", 1.0),
 }
 PACKAGES = ("torch", "triton", "numpy", "liger-kernel", "scattermoe", "sonicmoe")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from .overlap import REPLAY
 from .shapes import GOAL, INDEX_BYTES
 
 Results = dict[str, Any]
@@ -69,6 +70,15 @@ def combine_share(results: Results) -> float | None:
     return None
 
 
+def hidden_share(results: Results) -> float | None:
+    """Percent of DeepSeek's transfers that our order of the same layers hides."""
+    record = results.get("overlap", {})
+    found = record.get("runs", {}).get(REPLAY, {})
+    if record.get("preset") != "deepseek-v3" or found.get("status") != "timed":
+        return None
+    return 100 * found["overlapped"]["hidden_fraction"]
+
+
 def _goals() -> tuple[Goal, ...]:
     parts = {"forward": "forward", "both": "forward + backward"}
     rates = [
@@ -82,7 +92,8 @@ def _goals() -> tuple[Goal, ...]:
     ]
     bound = GOAL.kept_bytes() + INDEX_BYTES * GOAL.K
     memory = Goal("kept for backward, bytes a token (2D + 4KF and indices)", bound, "", kept, below=True)
-    return (*rates, *peers, memory, Goal("combine, share of a copy's rate", 85, "%", combine_share))
+    combine = Goal("combine, share of a copy's rate", 85, "%", combine_share)
+    return (*rates, *peers, memory, combine, Goal("DeepSeek's transfers, hidden share", 97, "%", hidden_share))
 
 
 GOALS = _goals()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .goals import judge
+from .overlap import DEEPSEEK
 from .peers import TITLES
 
 Results = dict[str, Any]
@@ -245,10 +246,33 @@ def short(results: Results) -> str:
 
 
 # name -> what writes it, and the key that its record has once there is something to write
+def overlap_section(record: dict[str, Any]) -> str:
+    """Milliseconds of a pair, sequential -> overlapped, and DeepSeek's own trace below."""
+    rows = []
+    for name, found in record["runs"].items():
+        if found["status"] != "timed":
+            rows.append([name, found["reason"], *[""] * 5])
+            continue
+        both = found["overlapped"]
+        times = (
+            found["sequential"]["window_us"],
+            both["window_us"],
+            found["bound_us"],
+            both["compute_us"],
+            both["comm_us"],
+        )
+        rows.append([name, *(f"{us / 1e3:,.1f}" for us in times), f"{both['hidden_fraction']:.1%}"])
+    window, compute, comm = (f"{DEEPSEEK[key] / 1e3:,.1f}" for key in ("window_us", "compute_us", "comm_us"))
+    rows.append(["DeepSeek's trace (H800)", "", window, "", compute, comm, f"{DEEPSEEK['hidden_fraction']:.1%}"])
+    header = ["", "sequential, ms", "overlapped", "bound", "computation", "communication", "hidden"]
+    return "## Overlap of a pair of chunks, experts over 64 ranks\n\n" + table(header, rows)
+
+
 SECTIONS: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
     "tests": (tests_section, "outcome"),
     "experts": (experts_section, "shapes"),
     "permute": (permute_section, "shapes"),
     "routing": (routing_section, "sizes"),
+    "overlap": (overlap_section, "runs"),
     "training": (training_section, "runs"),
 }

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu import overlap
+from benchmarks.gpu.goals import hidden_share
+
 ROOT = Path(__file__).parents[2]
 OTHERS = '''
 import dataclasses
@@ -67,7 +70,7 @@ def results(smoke):
 
 
 def test_every_section_leaves_results_with_units(results):
-    assert {"about", "ceilings", "tests", "experts", "permute", "routing", "training"} <= results.keys()
+    assert {"about", "ceilings", "tests", "experts", "permute", "routing", "overlap", "training"} <= results.keys()
     assert results["ceilings"]["dense"]["unit"] == "TFLOP/s"
     assert results["ceilings"]["copy"]["low"] <= results["ceilings"]["copy"]["high"]
     assert all("reason" not in record for record in results.values() if isinstance(record, dict))
@@ -122,6 +125,24 @@ def test_moving_and_routing_agree_with_the_reference(results):
     }  # fmt: skip
 
 
+def test_pairs_are_measured_both_ways(smoke, results):
+    runs = results["overlap"]["runs"]
+    assert list(runs) == list(overlap.RUNS)
+    for found in runs.values():
+        assert found["bound_us"] == max(found["sequential"][key] for key in ("compute_us", "comm_us"))
+        assert 0 < found["overlapped"]["comm_us"] <= found["overlapped"]["window_us"]
+    assert "DeepSeek's training trace" in runs[overlap.REPLAY]["link"]
+    assert "| DeepSeek's trace (H800) |  | 129.0 |  | 124.3 | 113.4 | 96.3% |" in (smoke[1] / "results.md").read_text()
+
+
+def test_the_goal_of_the_overlap_is_judged_at_its_size_only():
+    found = {"status": "timed", "overlapped": {"hidden_fraction": 0.975}}
+    for preset, expected in (("deepseek-v3", 97.5), ("tiny", None)):
+        assert hidden_share({"overlap": {"preset": preset, "runs": {overlap.REPLAY: found}}}) == expected
+    assert hidden_share({"overlap": {"preset": "deepseek-v3", "runs": {overlap.REPLAY: {"status": "skipped"}}}}) is None
+    assert hidden_share({}) is None
+
+
 def test_training_runs_start_alike(results):
     runs = results["training"]["runs"]
     assert set(runs) == {"triton", "reference", "loop"}
@@ -136,9 +157,9 @@ def test_tables_have_as_many_cells_as_columns_and_the_goals_come_last(smoke):
     for block in text.split("\n\n"):
         lines = [line for line in block.splitlines() if line.startswith("|")]
         assert len({line.count("|") for line in lines}) <= 1, block
-    for heading in ("Expert MLP", "Permute and unpermute", "Routing", "Training", "Goals"):
+    for heading in ("Expert MLP", "Permute and unpermute", "Routing", "Overlap of a pair", "Training", "Goals"):
         assert f"## {heading}" in text
-    assert text.count("not measured") == 8  # at this shape nothing says anything about a goal
+    assert text.count("not measured") == 9  # at this shape nothing says anything about a goal
     assert stdout.index("## Goals") > stdout.index("forward + backward, TFLOP/s\n|")
 
 

@@ -1,0 +1,46 @@
+"""How much of a job of 64 ranks one GPU hides: pairs of chunks over a modelled link, recorded and analyzed.
+
+The first run gives the link the times of the transfers in DeepSeek's published training trace, so that the computation
+is ours and the communication theirs: 4 layers of DeepSeek-V3, experts over 64 ranks, 4,096 tokens, balanced routing.
+"""
+
+from typing import Any
+
+from moe_dualpipe.profiler.pair import Mode
+from moe_dualpipe.profiler.run import measure
+
+from .context import Context
+
+# name -> (mode, replay)
+RUNS: dict[str, tuple[Mode, bool]] = {
+    "train, DeepSeek's transfers": ("train", True),
+    "train, 400 Gb/s": ("train", False),
+    "prefill, 400 Gb/s": ("prefill", False),
+    "decode, 400 Gb/s": ("decode", False),
+}
+REPLAY = next(iter(RUNS))
+DEEPSEEK = {"window_us": 129_012, "compute_us": 124_338, "comm_us": 113_440, "hidden_fraction": 109_263 / 113_440}
+"""What `moe-dualpipe profile analyze` finds in the trace itself; four layers on an H800."""
+KEYS = ("window_us", "compute_us", "comm_us", "exposed_comm_us", "idle_us", "hidden_fraction")
+SECONDS = 20.0  # for a run, at least
+
+
+def run(context: Context, record: dict[str, Any]) -> None:
+    """Fill record["runs"]: by name, both ways of the pair, and the bound."""
+    preset, layers, ranks, length = ("tiny", 1, 4, 16) if context.smoke else ("deepseek-v3", 4, 64, 4096)
+    record.update(preset=preset, runs={})
+    for name, (mode, replay) in RUNS.items():
+        if context.left() < SECONDS and not context.smoke:
+            record["runs"][name] = {"status": "skipped", "reason": f"skipped, {context.left():.0f} s were left"}
+            continue
+        out = context.out / "overlap" / name.replace(",", "").replace("/", " a ").replace(" ", "-")
+        out.mkdir(parents=True, exist_ok=True)
+        tokens = 16 if context.smoke else 128 if mode == "decode" else length
+        found = measure(
+            out, mode, preset, layers, ranks, length, tokens, "balanced", context.device.type, None, replay
+        ).as_object()  # fmt: skip
+        ways = {way: {key: found[way][key] for key in KEYS} for way in ("sequential", "overlapped")}
+        record["runs"][name] = {"status": "timed", "link": found["link"], "bound_us": found["bound_us"], **ways}
+        both = ways["overlapped"]
+        context.say(f"  {name}: {both['hidden_fraction']:.1%} hidden, {both['window_us'] / 1e3:.1f} ms")
+        context.save()
