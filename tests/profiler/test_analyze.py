@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from traces import annotation, kernel, launch, write
 
 from moe_dualpipe.cli import main
 from moe_dualpipe.profiler import TraceError, analyze, as_text, kind_of, read, verdict
@@ -12,27 +13,6 @@ from moe_dualpipe.profiler.chrome import Work
 from moe_dualpipe.profiler.lanes import blocks
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "deepseek_v3_train_trace.json.gz"
-
-
-def kernel(name, start, duration, stream=7, correlation=None, device=0, grid=(1, 1, 1), cat="kernel"):
-    arguments = {"device": device, "stream": stream, "grid": list(grid)}
-    arguments |= {} if correlation is None else {"correlation": correlation}
-    return {"ph": "X", "cat": cat, "name": name, "ts": start, "dur": duration, "pid": device, "tid": stream,
-            "args": arguments}  # fmt: skip
-
-
-def launch(correlation, at, thread=1):
-    return {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": at, "dur": 1, "pid": 9, "tid": thread,
-            "args": {"correlation": correlation}}  # fmt: skip
-
-
-def annotation(name, start, duration, thread=1):
-    return {"ph": "X", "cat": "user_annotation", "name": name, "ts": start, "dur": duration, "pid": 9, "tid": thread}
-
-
-def write(path, events, **more):
-    path.write_text(json.dumps({"schemaVersion": 1, **more, "traceEvents": events, "traceName": "x"}))
-    return path
 
 
 def analysis_of(tmp_path, events, **options):
