@@ -16,6 +16,8 @@ import re
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
+from math import inf
 
 from .chrome import Mark, Trace, Work
 
@@ -29,16 +31,17 @@ def on_cpu(trace: Trace, pattern: re.Pattern[str]) -> Trace:
     """`trace` with its host as the device "cpu", if it has no work on any other; otherwise `trace` itself."""
     if trace.work or not (trace.operators or trace.transfers):
         return trace
-    matching = [mark for mark in trace.annotations if pattern.search(mark.name)]
-    sent = (mark for mark in trace.transfers if not _RECEIVES.search(mark.name))
-    transfers = sorted([*sent, *matching], key=lambda mark: mark.start)
-    annotations = [mark for mark in trace.annotations if not pattern.search(mark.name)]
-    waits = [mark for mark in (*annotations, *trace.operators) if _WAITS.match(mark.name)]
+    matching = {mark.name for mark in trace.annotations if pattern.search(mark.name)}
+    annotations = [mark for mark in trace.annotations if mark.name not in matching]
+    transfers = [mark for mark in trace.transfers if not _RECEIVES.search(mark.name)]
+    transfers += [mark for mark in trace.annotations if mark.name in matching]
+    transfers.sort(key=lambda mark: mark.start)
+    waits = [mark for marks in (annotations, trace.operators) for mark in marks if _waits(mark.name)]
     threads: dict[tuple[str, str], list[tuple[Mark, bool]]] = defaultdict(list)
     for mark in trace.operators:
         threads[mark.thread].append((mark, True))
     for mark in annotations:
-        if _COMPUTES.search(mark.name) or _WAITS.match(mark.name):
+        if _COMPUTES.search(mark.name) or _waits(mark.name):
             threads[mark.thread].append((mark, False))
 
     work: list[Work] = []
@@ -60,51 +63,65 @@ def on_cpu(trace: Trace, pattern: re.Pattern[str]) -> Trace:
     return replace(trace, work=work, launches=launches, annotations=annotations, waits=waits)
 
 
-class _Open:
-    """A mark that has begun and not ended, what its own time is called ("" where it waits), and whose piece that is."""
+@lru_cache(maxsize=1 << 16)
+def _waits(name: str) -> bool:
+    return _WAITS.match(name) is not None
 
-    __slots__ = ("called", "end", "operator", "owner", "thread")
+
+class _Open:
+    """A mark that has begun and not ended."""
+
+    __slots__ = ("end", "operator", "outlasting", "owner")
 
     def __init__(self, mark: Mark, operator: bool, around: "_Open | None"):
-        self.end = mark.end if around is None else min(mark.end, around.end)
-        self.operator, self.thread = operator, mark.thread
-        self.called = "" if _WAITS.match(mark.name) else mark.name if operator else "Python"
-        self.owner = self
-        if around is not None and (not around.called or (operator and self.called and around.operator)):
-            self.called, self.owner = around.called, around.owner
+        self.end, self.operator = mark.end, operator
+        self.outlasting: tuple[tuple[Mark, bool], ...] = ()
+        """What began in it and ends after it, as coarse clocks tell."""
+        if around is not None and mark.end > around.end:
+            self.end = around.end
+            around.outlasting += ((mark, operator),)
+        called = "" if _waits(mark.name) else mark.name if operator else "Python"
+        if around is not None and (not around.owner.name or (operator and called and around.operator)):
+            self.owner = around.owner
+        else:
+            self.owner = Mark(called, mark.start, mark.end, mark.thread)
+        """Whose its own time is; without a name if that waits."""
 
 
-def _pieces(marks: Iterable[tuple[Mark, bool]]) -> Iterator[Mark]:
-    """Cut nested marks of one thread, each with whether it is an operator, into pieces that do not overlap."""
+def _pieces(marks: Iterable[tuple[Mark, bool]]) -> list[Mark]:
+    """Cut marks of one thread, each with whether it is an operator, into pieces that do not overlap, in order.
+
+    A moment belongs to the mark that began last of those around it.
+    """
+    pieces: list[Mark] = []
     stack: list[_Open] = []
-    piece: Mark | None = None
-    owner: _Open | None = None  # of the piece
-    now = 0.0
+    owner: Mark | None = None
+    began = now = -inf
 
-    def until(time: float) -> Iterator[Mark]:
-        """What passed from `now` to `time`, as the end of the last piece or as one of its own."""
-        nonlocal piece, owner, now
-        if stack and time > now:
-            top = stack[-1]
-            if piece is not None and piece.end == now and owner is top.owner:
-                piece = piece._replace(end=time)
-            else:
-                if piece is not None:
-                    yield piece
-                piece, owner = Mark(top.called, now, time, top.thread) if top.called else None, top.owner
-        now = max(now, time)
+    def until(time: float) -> None:
+        nonlocal owner, began, now
+        if time > now:
+            current = stack[-1].owner if stack else None
+            if current is not owner:
+                if owner is not None and owner.name:
+                    pieces.append(Mark(owner.name, began, now, owner.thread))
+                owner, began = current, now
+            now = time
+
+    def close() -> None:
+        until(stack[-1].end)
+        for mark, operator in stack.pop().outlasting:
+            stack.append(_Open(mark, operator, stack[-1] if stack else None))
 
     for mark, operator in sorted(marks, key=lambda item: (item[0].start, -item[0].end)):
         while stack and stack[-1].end <= mark.start:
-            yield from until(stack[-1].end)
-            stack.pop()
-        yield from until(mark.start)
+            close()
+        until(mark.start)
         stack.append(_Open(mark, operator, stack[-1] if stack else None))
     while stack:
-        yield from until(stack[-1].end)
-        stack.pop()
-    if piece is not None:
-        yield piece
+        close()
+    until(inf)
+    return pieces
 
 
 def _issues(transfers: Sequence[Mark], operators: Iterable[Mark]) -> Iterator[Mark]:
@@ -112,15 +129,15 @@ def _issues(transfers: Sequence[Mark], operators: Iterable[Mark]) -> Iterator[Ma
 
     c10d::alltoall_base_ asks for gloo:all_to_all. A transfer that nobody seems to have asked for stands for itself.
     """
-    kinds = {_letters(transfer.name.rpartition(":")[2]) for transfer in transfers}
+    kinds = {transfer.name: _letters(transfer.name.rpartition(":")[2]) for transfer in transfers}
+    calls = [mark for mark in operators if _waits(mark.name) and _ISSUES.match(mark.name)]
     asked: dict[str, deque[Mark]] = defaultdict(deque)
-    for mark in sorted(operators, key=lambda mark: mark.start):
-        if call := _ISSUES.match(mark.name):
-            fitting = [kind for kind in kinds if _letters(call[1]).startswith(kind)]
-            if fitting:
-                asked[max(fitting, key=len)].append(mark)
+    for mark in sorted(calls, key=lambda mark: mark.start):
+        letters = _letters(mark.name.rpartition(":")[2])
+        if fitting := [kind for kind in kinds.values() if letters.startswith(kind)]:
+            asked[max(fitting, key=len)].append(mark)
     for transfer in transfers:
-        waiting = asked[_letters(transfer.name.rpartition(":")[2])]
+        waiting = asked[kinds[transfer.name]]
         yield waiting.popleft() if waiting and waiting[0].start <= transfer.start else transfer
 
 

@@ -1,0 +1,255 @@
+"""A CPU as the device: pieces of operators and transfers, as a stack of marks says at every moment."""
+
+import re
+from itertools import pairwise
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from traces import annotation, kernel, operator, write
+
+from moe_dualpipe.profiler import COMMUNICATION, TraceError, analyze, read
+from moe_dualpipe.profiler.chrome import Mark, Trace
+from moe_dualpipe.profiler.files import analyze_files
+from moe_dualpipe.profiler.host import on_cpu
+
+
+def traced(tmp_path, events, pattern=COMMUNICATION):
+    return on_cpu(read(write(tmp_path / "trace.json", events)), pattern)
+
+
+def pieces(tmp_path, events):
+    """Name, start and end of all computation, by thread."""
+    work = traced(tmp_path, events).work
+    return [
+        (w.name, w.start, w.end) for w in sorted(work, key=lambda w: (w.stream, w.start)) if w.category == "operator"
+    ]
+
+
+# ---- Computation ----
+
+
+def test_nested_operators_are_one_piece_named_after_the_outermost(tmp_path):
+    assert pieces(tmp_path, [
+        operator("aten::linear", 0, 20), operator("aten::t", 2, 3), operator("aten::addmm", 5, 15),
+        operator("aten::copy_", 7, 2), operator("aten::add", 20, 4), operator("aten::add", 24, 4),
+        operator("aten::add", 30, 5),
+    ]) == [("aten::linear", 0, 20), ("aten::add", 20, 24), ("aten::add", 24, 28), ("aten::add", 30, 35)]  # fmt: skip
+
+
+def test_python_between_operators_computes_inside_annotations_of_computation(tmp_path):
+    """attn(F) is computation; the step around it, and dispatch without a letter, are not."""
+    assert pieces(tmp_path, [
+        annotation("step", 0, 100), annotation("attn(F)", 10, 20), operator("aten::mm", 13, 4),
+        annotation("attn(W)", 40, 5), annotation("dispatch", 60, 10), operator("aten::cat", 62, 3),
+        annotation("after attn(F), late", 70, 10),
+    ]) == [
+        ("Python", 10, 13), ("aten::mm", 13, 17), ("Python", 17, 30), ("Python", 40, 45), ("aten::cat", 62, 65),
+    ]  # fmt: skip
+
+
+def test_an_operator_that_holds_annotations_and_a_wait(tmp_path):
+    """As the backward of an autograd function does, on a thread without annotations around it."""
+    assert pieces(tmp_path, [
+        operator("PairBackward", 0, 100, thread=2), operator("aten::empty", 5, 1, thread=2),
+        annotation("attn(B)", 10, 20, thread=2), operator("aten::mm", 12, 8, thread=2),
+        operator("aten::copy_", 14, 2, thread=2),
+        annotation("wait for dispatch(B)", 40, 30, thread=2), operator("aten::resize_", 45, 5, thread=2),
+        operator("aten::add", 80, 20, thread=2),
+    ]) == [
+        ("PairBackward", 0, 10), ("Python", 10, 12), ("aten::mm", 12, 20), ("Python", 20, 30),
+        ("PairBackward", 30, 40), ("PairBackward", 70, 100),
+    ]  # fmt: skip
+
+
+def test_waits_and_calls_of_a_backend_do_not_compute(tmp_path):
+    events = [
+        annotation("mlp(F)", 0, 30), annotation("wait for combine(F)", 10, 5), annotation("attn(F)", 11, 2),
+        annotation("wait for dispatch(F)", 50, 10), operator("aten::mm", 52, 5),
+        operator("c10d::alltoall_base_", 70, 10), operator("record_param_comms", 71, 5), operator("aten::mm", 90, 4),
+        operator("_c10d_functional::wait_tensor", 100, 5), annotation("link::carry", 110, 5),
+        annotation("wait for the counts", 120, 10), operator("aten::mm", 125, 3),
+    ]  # fmt: skip
+    assert pieces(tmp_path, events) == [("Python", 0, 10), ("Python", 15, 30), ("aten::mm", 90, 94)]
+    assert sorted((mark.start, mark.end) for mark in traced(tmp_path, events).waits) == [
+        (10, 15), (50, 60), (70, 80), (100, 105), (110, 115), (120, 130),
+    ]  # fmt: skip
+
+
+def test_threads_are_apart_and_marks_without_length_are_nothing(tmp_path):
+    events = [
+        operator("aten::a", 0, 10), operator("aten::b", 5, 10, thread=2), annotation("wait for x(F)", 5, 5, thread=2),
+        operator("aten::c", 3, 0), annotation("mlp(F)", 4, 0), operator("aten::d", 20, 0),
+    ]  # fmt: skip
+    assert pieces(tmp_path, events) == [("aten::a", 0, 10), ("aten::b", 10, 15)]
+    (analysis,) = analyze(read(write(tmp_path / "trace.json", events)))
+    assert (analysis.device, analysis.streams, analysis.hidden_fraction) == ("cpu", {"1": 10, "2": 5}, None)
+
+
+def test_what_outlasts_the_mark_it_began_in_goes_on(tmp_path):
+    """A coarse clock makes the second of two operators begin before the end of the first."""
+    assert pieces(tmp_path, [
+        operator("aten::a", 0, 10), operator("aten::b", 9.75, 90), operator("aten::c", 50, 100),
+    ]) == [("aten::a", 0, 10), ("aten::b", 10, 99.75), ("aten::c", 99.75, 150)]  # fmt: skip
+
+
+KINDS = ("aten::a", "aten::b", "c10d::x", "attn(F)", "mlp(B)", "wait for attn(F)", "step")
+marks = st.lists(
+    st.tuples(st.sampled_from(KINDS), st.integers(0, 16), st.integers(0, 12), st.integers(1, 2)), max_size=12
+)
+
+
+def evaluated(open_marks):
+    """What the innermost of some marks, the outer ones first, does: a name, or None where it does not compute."""
+    name, in_operator = None, False
+    for mark in open_marks:
+        if mark.name.startswith(("wait for ", "c10d::")):
+            return None
+        if mark.name.endswith(")"):
+            name, in_operator = "Python", False
+        elif mark.name.startswith("aten::"):
+            name, in_operator = name if in_operator else mark.name, True
+    return name
+
+
+@settings(max_examples=250, deadline=None)
+@given(marks)
+@example(
+    [("aten::a", 0, 10, 1), ("aten::b", 5, 10, 1), ("aten::a", 6, 8, 1), ("attn(F)", 4, 9, 1), ("aten::b", 0, 9, 1)]
+)
+def test_against_a_stack_at_every_moment(drawn):
+    """Also where marks overlap that are not nested: that began last counts."""
+    every = [Mark(name, start, start + length, ("9", str(thread))) for name, start, length, thread in drawn]
+    operators = [mark for mark in every if "::" in mark.name]
+    annotations = [mark for mark in every if "::" not in mark.name]
+    trace = on_cpu(Trace(operators=operators, annotations=annotations), COMMUNICATION)
+    found = {}
+    for thread in "12":
+        works = [work for work in trace.work if work.stream == thread]
+        assert all(work.start < work.end for work in works)
+        assert all(before.end <= after.start for before, after in pairwise(works))
+        found |= {(thread, at): work.name for work in works for at in range(int(work.start), int(work.end))}
+    in_order = sorted([*operators, *annotations], key=lambda mark: (mark.start, -mark.end))
+    expected = {}
+    for thread in "12":
+        for at in range(30):
+            inside = [mark for mark in in_order if mark.thread[1] == thread and mark.start <= at < mark.end]
+            if operators and (name := evaluated(inside)) is not None:
+                expected[thread, at] = name
+    assert found == expected
+    assert all(trace.launches[work.correlation].start == work.start for work in trace.work)
+
+
+# ---- Communication ----
+
+
+def transfers(tmp_path, events, pattern=COMMUNICATION):
+    """Name and start of each transfer, with the name and start of what asked for it."""
+    trace = traced(tmp_path, events, pattern)
+    found = [(work, trace.launches[work.correlation]) for work in trace.work if work.category == "transfer"]
+    return [(work.name, work.start, launch.name, launch.start) for work, launch in found]
+
+
+def test_transfers_are_matched_to_the_calls_that_asked_for_them(tmp_path):
+    """In the order of the calls, of each kind; the first was asked for before the recording."""
+    assert transfers(tmp_path, [
+        annotation("gloo:all_to_all", 1, 3, thread=5), operator("aten::mm", 0, 1),
+        operator("c10d::alltoall_base_", 16, 2), operator("c10d::allreduce_", 13, 2),
+        operator("c10d::alltoall_base_", 10, 2), annotation("link::carry", 19, 1),
+        annotation("gloo:all_reduce", 14, 30, thread=6), annotation("gloo:all_to_all", 11, 20, thread=5),
+        annotation("gloo:all_to_all", 31, 5, thread=5), annotation("link:carry", 50, 5, thread=7),
+        annotation("gloo:barrier", 60, 5, thread=5),
+    ]) == [
+        ("gloo:all_to_all", 1, "gloo:all_to_all", 1), ("gloo:all_to_all", 11, "c10d::alltoall_base_", 10),
+        ("gloo:all_reduce", 14, "c10d::allreduce_", 13), ("gloo:all_to_all", 31, "c10d::alltoall_base_", 16),
+        ("link:carry", 50, "link::carry", 19), ("gloo:barrier", 60, "gloo:barrier", 60),
+    ]  # fmt: skip
+
+
+def test_a_call_belongs_to_the_longest_name_that_it_begins_with(tmp_path):
+    assert transfers(tmp_path, [
+        operator("c10d::reduce_scatter_", 0, 1), operator("c10d::reduce_", 2, 1),
+        operator("c10d::_allgather_base_", 4, 1), annotation("gloo:reduce", 3, 2, thread=5),
+        annotation("gloo:reduce_scatter", 5, 2, thread=5), annotation("gloo:_all_gather_base", 7, 2, thread=5),
+    ]) == [
+        ("gloo:reduce", 3, "c10d::reduce_", 2), ("gloo:reduce_scatter", 5, "c10d::reduce_scatter_", 0),
+        ("gloo:_all_gather_base", 7, "c10d::_allgather_base_", 4),
+    ]  # fmt: skip
+
+
+def test_a_receive_does_not_travel(tmp_path):
+    assert transfers(tmp_path, [
+        operator("c10d::recv_", 0, 1), operator("c10d::send", 5, 1), operator("c10d::recv_any_source_", 7, 1),
+        annotation("gloo:recv", 1, 20, thread=5), annotation("gloo:send", 6, 9, thread=5),
+        annotation("gloo:recvAnySource", 8, 9, thread=5),
+    ]) == [("gloo:send", 6, "c10d::send", 5)]  # fmt: skip
+
+
+def test_a_transfer_belongs_to_the_annotation_around_its_call(tmp_path):
+    (analysis,) = analyze(read(write(tmp_path / "trace.json", [
+        annotation("dispatch(F)", 0, 10), operator("c10d::alltoall_base_", 5, 1),
+        annotation("mlp(F)", 20, 30), annotation("gloo:all_to_all", 22, 40, thread=5),
+    ])))  # fmt: skip
+    assert [(p.name, p.compute_us, p.comm_us, p.exposed_comm_us) for p in analysis.phases] == [
+        ("dispatch(F)", 9, 40, 12), ("mlp(F)", 30, 0, 0),
+    ]  # fmt: skip
+    assert (analysis.num_comm, analysis.comm_us, analysis.overlapped_us) == (1, 40, 28)
+
+
+def test_a_trace_with_work_on_a_device_is_that_devices(tmp_path):
+    events = [kernel("gemm", 0, 10), operator("aten::mm", 0, 3), annotation("gloo:all_to_all", 0, 30)]
+    trace = read(write(tmp_path / "trace.json", events))
+    assert on_cpu(trace, COMMUNICATION) is trace
+    assert [analysis.device for analysis in analyze(trace)] == ["0"]
+
+
+def test_nothing_that_computes_or_is_on_its_way(tmp_path):
+    path = write(tmp_path / "trace.json", [operator("c10d::barrier", 0, 3), annotation("wait for x(F)", 5, 5)])
+    with pytest.raises(TraceError, match="no work among 2 events"):
+        analyze_files([path])
+    assert analyze(read(path)) == ()
+    assert transfers(tmp_path, [annotation("gloo:send", 1, 2), annotation("push", 5, 2)], re.compile("push")) == [
+        ("gloo:send", 1, "gloo:send", 1), ("push", 5, "push", 5),
+    ]  # fmt: skip
+
+
+# ---- What a file says ----
+
+
+def test_the_header(tmp_path):
+    events = [kernel("gemm", 0, 10)]
+    trace = read(write(
+        tmp_path / "trace.json", events, deviceProperties=[{"id": 0, "numSms": 132}, {"id": 1, "numSms": 78}],
+        distributedInfo={"backend": "nccl", "rank": 3, "world_size": 8}, host_name="här", baseTimeNanoseconds=1_500,
+    ))  # fmt: skip
+    assert (trace.num_sms, trace.rank, trace.host, trace.base_us) == (132, 3, "här", 1.5)
+
+
+@pytest.mark.parametrize("header", [
+    {}, {"deviceProperties": [], "distributedInfo": None, "baseTimeNanoseconds": "now"},
+    {"deviceProperties": [7], "distributedInfo": {"rank": "first"}}, {"deviceProperties": {"numSms": 1}},
+    {"deviceProperties": [{"numSms": "many"}], "distributedInfo": {}, "baseTimeNanoseconds": None},
+])  # fmt: skip
+def test_a_header_that_says_nothing(tmp_path, header):
+    trace = read(write(tmp_path / "trace.json", [kernel("gemm", 0, 10)], **header))
+    assert (trace.num_sms, trace.rank, trace.host, trace.base_us, len(trace.work)) == (0, None, "", 0, 1)
+
+
+def test_a_header_in_pieces_or_too_long(tmp_path, monkeypatch):
+    path = write(tmp_path / "trace.json", [kernel("gemm", 0, 10)], padding="x" * 300, host_name="a")
+    monkeypatch.setattr("moe_dualpipe.profiler.chrome._CHUNK", 7)
+    assert read(path).host == "a"
+
+
+@pytest.mark.parametrize("name,category,kept", [
+    ("gloo:all_to_all", "user_annotation", "transfers"), ("nccl:all_to_all", "cpu_op", "transfers"),
+    ("link:carry", "user_annotation", "transfers"), ("link::carry", "user_annotation", "operators"),
+    ("attn(F)", "user_annotation", "annotations"), ("aten::mm", "cpu_op", "operators"),
+    ("gloo::detail", "cpu_op", "operators"), ("my gloo:all_to_all", "user_annotation", "annotations"),
+    ("forward", "python_function", None), ("aten::mm", "ac2g", None),
+])  # fmt: skip
+def test_what_a_mark_is(tmp_path, name, category, kept):
+    trace = read(write(tmp_path / "trace.json", [annotation(name, 1, 2) | {"cat": category}]))
+    found = [key for key in ("work", "launches", "annotations", "operators", "transfers") if getattr(trace, key)]
+    assert found == ([kept] if kept else [])
+    assert kept is None or getattr(trace, kept) == [Mark(name, 1, 3, ("9", "1"))]
