@@ -31,7 +31,7 @@ def on_cpu(trace: Trace, pattern: re.Pattern[str]) -> Trace:
     """`trace` with its host as the device "cpu", if it has no work on any other; otherwise `trace` itself."""
     if trace.work or not (trace.operators or trace.transfers):
         return trace
-    matching = {mark.name for mark in trace.annotations if pattern.search(mark.name)}
+    matching = {mark.name for mark in trace.annotations if pattern.search(mark.name) and not _waits(mark.name)}
     annotations = [mark for mark in trace.annotations if mark.name not in matching]
     transfers = [mark for mark in trace.transfers if not _RECEIVES.search(mark.name)]
     transfers += [mark for mark in trace.annotations if mark.name in matching]

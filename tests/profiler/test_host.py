@@ -196,6 +196,20 @@ def test_a_transfer_belongs_to_the_annotation_around_its_call(tmp_path):
     assert (analysis.num_comm, analysis.comm_us, analysis.overlapped_us) == (1, 40, 28)
 
 
+def test_a_pattern_makes_transfers_of_annotations(tmp_path):
+    """But not of waits for them; and their Python is not computation any more."""
+    events = [
+        annotation("push(F)", 0, 10), operator("aten::mm", 2, 3), annotation("wait for push(F)", 20, 10),
+        operator("aten::mm", 22, 3), operator("c10d::send", 1, 1),
+    ]  # fmt: skip
+    trace = traced(tmp_path, events, re.compile("push"))
+    assert [(w.name, w.category, w.start, w.end) for w in trace.work] == [
+        ("aten::mm", "operator", 2, 5), ("push(F)", "transfer", 0, 10),
+    ]  # fmt: skip
+    assert sorted(mark.name for mark in trace.waits) == ["c10d::send", "wait for push(F)"]
+    assert [mark.name for mark in trace.annotations] == ["wait for push(F)"]
+
+
 def test_a_trace_with_work_on_a_device_is_that_devices(tmp_path):
     events = [kernel("gemm", 0, 10), operator("aten::mm", 0, 3), annotation("gloo:all_to_all", 0, 30)]
     trace = read(write(tmp_path / "trace.json", events))
