@@ -134,7 +134,7 @@ def _issues(transfers: Sequence[Mark], operators: Iterable[Mark]) -> Iterator[Ma
     asked: dict[str, deque[Mark]] = defaultdict(deque)
     for mark in sorted(calls, key=lambda mark: mark.start):
         letters = _letters(mark.name.rpartition(":")[2])
-        if fitting := [kind for kind in kinds.values() if letters.startswith(kind)]:
+        if fitting := [kind for kind in kinds.values() if kind and letters.startswith(kind)]:
             asked[max(fitting, key=len)].append(mark)
     for transfer in transfers:
         waiting = asked[kinds[transfer.name]]

@@ -208,6 +208,7 @@ def test_a_pattern_makes_transfers_of_annotations(tmp_path):
     ]  # fmt: skip
     assert sorted(mark.name for mark in trace.waits) == ["c10d::send", "wait for push(F)"]
     assert [mark.name for mark in trace.annotations] == ["wait for push(F)"]
+    assert transfers(tmp_path, [*events, annotation("通信", 12, 5)], re.compile("通信")) == [("通信", 12, "通信", 12)]
 
 
 def test_a_trace_with_work_on_a_device_is_that_devices(tmp_path):
