@@ -123,6 +123,7 @@ def _innermost(marks: Iterable[Mark], launches: Iterable[tuple[float, int]]) -> 
 
 _WORK = {"kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset"}
 _LAUNCHES = {"cuda_runtime", "cuda_driver", "runtime", "hip_runtime"}
+_MARKS = {"user_annotation", "cpu_op"}
 
 
 def read(path: str | Path) -> Trace:
@@ -147,6 +148,8 @@ def _keep(event: dict[str, Any], trace: Trace) -> None:
         return
     # Interned: one string for each name, not one for each event.
     category, name = sys.intern(str(event.get("cat", "")).lower()), sys.intern(str(event.get("name", "")))
+    if category not in _MARKS and category not in _WORK and category not in _LAUNCHES:
+        return  # as the many of Python's functions
     arguments = event.get("args")
     arguments = arguments if isinstance(arguments, dict) else {}
     try:
@@ -166,7 +169,7 @@ def _keep(event: dict[str, Any], trace: Trace) -> None:
         trace.work.append(Work(name, category, start, end, device, stream, correlation, blocks))
     elif category in _LAUNCHES and correlation is not None:
         trace.launches[correlation] = Mark(name, start, end, thread)
-    elif category in ("user_annotation", "cpu_op"):
+    elif category in _MARKS:
         mark = Mark(name, start, end, thread)
         if TRANSFER.match(name):
             trace.transfers.append(mark)
@@ -229,7 +232,8 @@ def _opened(pieces: Iterator[str], path: Path) -> tuple[str, str]:
             raise TraceError(f'{path}: not a trace of torch.profiler: it has no list "traceEvents"')
         header = (header + text[:-100])[:_LONGEST_HEADER]
         text = text[-100:] + more
-    return header + text[: opening.start()], text[opening.end() :]
+    whole = header + text[: opening.start()] if len(header) < _LONGEST_HEADER else ""
+    return whole, text[opening.end() :]
 
 
 def _describe(header: str, trace: Trace) -> None:

@@ -254,6 +254,9 @@ def test_a_header_in_pieces_or_too_long(tmp_path, monkeypatch):
     path = write(tmp_path / "trace.json", [kernel("gemm", 0, 10)], padding="x" * 300, host_name="a")
     monkeypatch.setattr("moe_dualpipe.profiler.chrome._CHUNK", 7)
     assert read(path).host == "a"
+    monkeypatch.setattr("moe_dualpipe.profiler.chrome._LONGEST_HEADER", 100)
+    trace = read(path)
+    assert (trace.host, len(trace.work)) == ("", 1)
 
 
 @pytest.mark.parametrize("name,category,kept", [
