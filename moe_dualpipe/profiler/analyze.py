@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -96,7 +97,7 @@ def analyze(trace: Trace, comm_pattern: str | re.Pattern[str] = COMMUNICATION) -
     """An analysis for each device on which `trace` has work, in order of their names."""
     pattern = re.compile(comm_pattern) if isinstance(comm_pattern, str) else comm_pattern
     trace = on_cpu(trace, pattern)
-    by_device = _grouped(trace.work, lambda work: work.device)
+    by_device = _grouped(trace.work, attrgetter("device"))
     return tuple(_analyze(device, by_device[device], trace, pattern) for device in sorted(by_device))
 
 
@@ -108,7 +109,7 @@ def _analyze(device: str, works: Sequence[Work], trace: Trace, pattern: re.Patte
     exposed = difference(comm, compute)
     extent = np.array([[every[0, 0], every[-1, 1]]]) if len(every) else EMPTY
     window = total(extent)
-    streams = _grouped(works, lambda work: work.stream)
+    streams = _grouped(works, attrgetter("stream"))
     return Analysis(
         device=device,
         window_us=window,
@@ -177,6 +178,6 @@ def _kernels(by_kind: dict[str, list[Work]]) -> tuple[Kernel, ...]:
     for kind, works in by_kind.items():
         kernels += [
             Kernel(name, kind, len(same), _sum(same), max(w.blocks for w in same))
-            for name, same in _grouped(works, lambda work: work.name).items()
+            for name, same in _grouped(works, attrgetter("name")).items()
         ]
     return tuple(sorted(kernels, key=lambda kernel: -kernel.total_us))
