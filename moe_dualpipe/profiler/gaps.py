@@ -48,8 +48,7 @@ def waits(trace: Trace, gaps: Intervals, compute: Iterable[Work], comm: Iterable
         follower = by_start[following] if following < len(by_start) else None
         key = _name(trace, piece[2]), _name(trace, follower)
         of[i] = keys.setdefault(key, len(keys))
-        launch = trace.launches.get(follower.correlation) if follower and follower.correlation is not None else None
-        launched[i] = launch.end if launch else starts[i]
+        launched[i] = _launched(trace, follower, starts[i])
     late = np.clip(launched, starts, ends)
     in_call = length_before(_union(mark for mark in trace.launches.values() if _SYNCHRONISES.search(mark.name)))
     waited = length_before(_union(trace.waits))
@@ -69,6 +68,14 @@ def waits(trace: Trace, gaps: Intervals, compute: Iterable[Work], comm: Iterable
         )
     ]
     return tuple(sorted(found, key=lambda wait: -wait.total_us))
+
+
+def _launched(trace: Trace, work: Work | None, unknown: float) -> float:
+    """When the device had what it needed to start `work`. The call of a copy may last until the copy is through."""
+    launch = trace.launches.get(work.correlation) if work and work.correlation is not None else None
+    if work is None or launch is None:
+        return unknown
+    return launch.start if "memcpy" in work.category else launch.end
 
 
 def _union(marks: Iterable[Mark]) -> Intervals:

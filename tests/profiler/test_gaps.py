@@ -1,0 +1,163 @@
+"""What was waited for: every moment in which nothing computed has one cause, and none is lost."""
+
+from collections import Counter
+from itertools import count
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from traces import annotation, kernel, launch, operator, write
+
+from moe_dualpipe.profiler import analyze, as_text, read
+from moe_dualpipe.profiler.chrome import Mark, Trace, Work
+
+
+def waits(tmp_path, events):
+    """What was on its way, what computed next, how often, how long, thereof the host, thereof in a sync."""
+    (analysis,) = analyze(read(write(tmp_path / "trace.json", events)))
+    return [(w.during, w.before, w.times, w.total_us, w.host_us, w.sync_us) for w in analysis.waits]
+
+
+def test_of_two_transfers_the_first_counts_while_it_lasts(tmp_path):
+    assert waits(tmp_path, [
+        kernel("gemm", 0, 10), kernel("ncclA", 5, 25, stream=20), kernel("ncclB", 8, 52, stream=21),
+        kernel("ncclC", 12, 5, stream=22), kernel("norm", 70, 10),
+    ]) == [("ncclB", "norm", 1, 30, 0, 0), ("ncclA", "norm", 1, 20, 0, 0), ("", "norm", 1, 10, 0, 0)]  # fmt: skip
+
+
+def test_after_the_last_computation_nothing_is_next(tmp_path):
+    assert waits(tmp_path, [
+        kernel("ncclA", 0, 5, stream=20), kernel("gemm", 5, 10), kernel("ncclB", 12, 8, stream=20),
+        kernel("ncclB", 25, 5, stream=20),
+    ]) == [("ncclB", "", 2, 10, 0, 0), ("ncclA", "gemm", 1, 5, 0, 0), ("", "", 1, 5, 0, 0)]  # fmt: skip
+
+
+def test_gaps_of_one_cause_are_one_wait_by_annotation(tmp_path):
+    assert waits(tmp_path, [
+        annotation("dispatch(F)", 0, 10), annotation("mlp(F)", 10, 10),
+        launch(1, 2), launch(2, 5), launch(3, 12), launch(4, 15),
+        kernel("ncclA", 20, 10, 20, correlation=1), kernel("gemm", 30, 10, correlation=3),
+        kernel("ncclB", 40, 7, 20, correlation=2), kernel("norm", 47, 10, correlation=4),
+    ]) == [("dispatch(F)", "mlp(F)", 2, 17, 0, 0)]  # fmt: skip
+
+
+def test_a_late_launch_is_the_hosts_time_until_it_is_through(tmp_path):
+    """20 to 60: the transfer until 40, the launch from 45 to 50. 60 to 80: launched long before."""
+    assert waits(tmp_path, [
+        launch(1, 45, duration=5), launch(2, 51, duration=1),
+        kernel("gemm", 0, 20), kernel("ncclA", 10, 30, stream=20), kernel("norm", 60, 5, correlation=1),
+        kernel("gelu", 80, 5, correlation=2),
+    ]) == [("ncclA", "norm", 1, 20, 20, 0), ("", "norm", 1, 20, 10, 0), ("", "gelu", 1, 15, 0, 0)]  # fmt: skip
+
+
+@pytest.mark.parametrize("name,waits_for_the_device", [
+    ("cudaStreamSynchronize", True), ("cudaDeviceSynchronize", True), ("cudaMemcpy", True),
+    ("hipMemcpyWithStream", True), ("cudaMemcpyAsync", False), ("cudaStreamWaitEvent", False),
+    ("cudaLaunchKernel", False),
+])  # fmt: skip
+def test_the_host_may_be_late_because_it_waited_for_the_device(tmp_path, name, waits_for_the_device):
+    """Two such calls at once count once; what is left is the launch, from 41 to 43."""
+    events = [
+        launch(7, 5, name=name, duration=35), launch(8, 10, name=name, duration=5, thread=2), launch(1, 41, duration=2),
+        kernel("ncclA", 0, 38, stream=20), kernel("gemm", 0, 20), kernel("norm", 50, 5, correlation=1),
+    ]  # fmt: skip
+    during, idle = waits(tmp_path, events)
+    assert during == ("ncclA", "norm", 1, 18, 18, 18 * waits_for_the_device)
+    assert idle == ("", "norm", 1, 12, 5, 2 * waits_for_the_device)
+    (analysis,) = analyze(read(tmp_path / "trace.json"))
+    cells = [row.split("|")[-2].strip() for row in as_text(analysis).splitlines() if " norm |" in row]
+    assert cells == (["18 (18 in a sync)", "5 (2 in a sync)"] if waits_for_the_device else ["18", "5"])
+
+
+def test_a_copy_is_launched_when_its_call_begins(tmp_path):
+    """The call of a copy to the host may last until the copy is through; the host was not late."""
+    events = [
+        launch(1, 2, name="cudaMemcpyAsync", duration=60), kernel("gemm", 0, 10), kernel("ncclA", 5, 45, stream=20),
+        kernel("Memcpy DtoH (Device -> Pageable)", 50, 10, correlation=1, cat="gpu_memcpy"),
+    ]  # fmt: skip
+    assert waits(tmp_path, events) == [("ncclA", "Memcpy DtoH (Device -> Pageable)", 1, 40, 0, 0)]
+
+
+def test_a_cpu_waits_or_is_busy_elsewhere(tmp_path):
+    """Nothing computes from 10 to 50; it waits from 20 to 40, and only that is no time of the host."""
+    events = [
+        operator("aten::mm", 0, 10), annotation("dispatch(F)", 2, 5), operator("c10d::alltoall_base_", 4, 1),
+        annotation("gloo:all_to_all", 5, 30, thread=5), annotation("wait for dispatch(F)", 20, 20),
+        annotation("mlp(F)", 50, 10), operator("aten::mm", 50, 10),
+    ]  # fmt: skip
+    assert waits(tmp_path, events) == [
+        ("dispatch(F)", "mlp(F)", 1, 25, 10, 0), ("", "mlp(F)", 1, 15, 10, 0), ("", "dispatch(F)", 1, 1, 0, 0),
+    ]  # fmt: skip
+
+
+def test_nothing_waits_where_something_always_computes(tmp_path):
+    assert waits(tmp_path, [kernel("gemm", 0, 10), kernel("ncclA", 2, 5)]) == []
+    assert waits(tmp_path, [kernel("gemm", 0, 0)]) == []
+
+
+def test_the_table_has_the_longest_and_the_sum_of_the_others(tmp_path):
+    events = [kernel(f"gemm{i}", 100 * i, 100 - i) for i in range(12)]
+    (analysis,) = analyze(read(write(tmp_path / "trace.json", events)))
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in as_text(analysis).splitlines() if "| (no" in row]
+    assert rows == [["(nothing)", f"gemm{i + 1}", "1", str(i), "0"] for i in range(10, 2, -1)]
+    (others,) = [row.split("|")[1:-1] for row in as_text(analysis).splitlines() if "others" in row]
+    assert [cell.strip() for cell in others] == ["2 others", "", "2", "3", "0"]
+
+
+spans = st.tuples(st.integers(0, 40), st.integers(1, 8))
+works = st.lists(
+    st.tuples(st.sampled_from(["gemm", "norm", "Memcpy", "ncclA", "ncclB"]), spans), min_size=1, max_size=12
+)
+launches = st.lists(st.one_of(st.none(), st.tuples(st.integers(0, 45), st.integers(0, 6))), min_size=12, max_size=12)
+
+
+@settings(max_examples=200, deadline=None)
+@given(works, launches, st.lists(spans, max_size=4), st.lists(spans, max_size=3), st.booleans())
+def test_against_single_moments(drawn, called, annotated, calls, cpu):
+    """`calls` are of a CPU that waits, or of one that waits for the device."""
+    thread, numbers = ("9", "1"), count(100)
+    waiting = [Mark("cudaStreamSynchronize", at, at + length, thread) for at, length in calls]
+    trace = Trace(
+        work=[
+            Work(name, "gpu_memcpy" if name == "Memcpy" else "kernel", at, at + length, "0", "7", i, 1)
+            for i, (name, (at, length)) in enumerate(drawn)
+        ],
+        launches={i: Mark("cudaLaunch", c[0], c[0] + c[1], thread) for i, c in enumerate(called) if c is not None},
+        annotations=[Mark(f"part{i % 2}", at, at + length, thread) for i, (at, length) in enumerate(annotated)],
+        waits=waiting if cpu else [],
+    )
+    if not cpu:
+        trace.launches |= {next(numbers): mark for mark in waiting}
+    (analysis,) = analyze(trace)
+
+    def name(work):
+        mark = trace.annotation_of(work) if work else None
+        return mark.name if mark else work.name if work else ""
+
+    every = sorted(trace.work, key=lambda work: (work.start, work.category == "gpu_memcpy"))
+    comm = [work for work in every if work.name.startswith("nccl")]
+    compute = [work for work in every if work not in comm]
+    times, total, host, sync = Counter(), Counter(), Counter(), Counter()
+    before = "computing"
+    for at in range(int(every[0].start), int(max(work.end for work in every))):
+        if any(work.start <= at < work.end for work in compute):
+            before = "computing"
+            continue
+        owner = next((work for work in comm if work.start <= at < work.end), None)
+        follower = next((work for work in compute if work.start > at), None)
+        key = name(owner), name(follower)
+        times[key] += owner is not before
+        total[key] += 1
+        before = owner
+        mark = trace.launches.get(follower.correlation) if follower else None
+        late = mark is not None and at < (mark.start if follower.name == "Memcpy" else mark.end)
+        in_call = any(mark.start <= at < mark.end for mark in waiting)
+        host[key] += late and not (cpu and in_call)
+        sync[key] += late and not cpu and in_call
+    assert {(w.during, w.before): (w.times, w.total_us, w.host_us, w.sync_us) for w in analysis.waits} == {
+        key: (times[key], total[key], host[key], sync[key]) for key in total
+    }
+    assert [w.total_us for w in analysis.waits] == sorted(total.values(), reverse=True)
+    assert sum(w.total_us for w in analysis.waits) == analysis.exposed_comm_us + analysis.idle_us
+    assert sum(w.total_us for w in analysis.waits if w.during) == analysis.exposed_comm_us
+    assert all(0 <= w.sync_us <= w.host_us <= w.total_us for w in analysis.waits)
