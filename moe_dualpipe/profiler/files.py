@@ -64,17 +64,19 @@ class Files:
             for device, other in zip(self.devices, self.joint, strict=True)
         ]  # fmt: skip
 
-    def save(self, path: Path) -> None:
-        """A picture of all devices' lanes. Raises ImportError where it needs matplotlib, and there is none."""
-        shifts = [other.shift_us for other in self.joint]
-        known = [shift for shift in shifts if shift is not None]
-        earliest = min(known) if len(known) == len(shifts) else 0.0
+    def pictures(self) -> list[lanes.Picture]:
+        """All devices' lanes, on an axis of time that begins with the first of them; if that is unknown, with each."""
+        known = [other.shift_us for other in self.joint if other.shift_us is not None]
+        shifts = [shift - min(known) for shift in known] if len(known) == len(self.joint) else [0.0] * len(self.joint)
         names = self.names if len(self.devices) > 1 else [name_of(self.devices[0].analysis)]
-        pictures = [
-            lanes.Picture(f"{name}: {verdict(device.analysis)}", device.blocks, (shift or earliest) - earliest)
+        return [
+            lanes.Picture(f"{name}: {verdict(device.analysis)}", device.blocks, shift)
             for name, device, shift in zip(names, self.devices, shifts, strict=True)
         ]
-        lanes.save(pictures, path)
+
+    def save(self, path: Path) -> None:
+        """Draw the pictures. Raises ImportError where that needs matplotlib, and there is none."""
+        lanes.save(self.pictures(), path)
 
 
 def analyze_files(paths: Sequence[Path], pattern: re.Pattern[str] = COMMUNICATION, pictures: bool = True) -> Files:

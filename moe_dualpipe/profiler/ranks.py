@@ -66,7 +66,7 @@ def together(ranks: Sequence[Rank]) -> tuple[Together, ...]:
         for edge in ("start", "end")
     )
     if not one_clock:
-        shifts = -np.median(ends - ends[0], axis=1)
+        shifts = np.median(ends[0] - ends, axis=1)
     on_one = shifts[:, None]
     meet = (starts + on_one).max(axis=0) <= (ends + on_one).min(axis=0)
     if meet.mean() < 0.9:

@@ -1,0 +1,184 @@
+"""Several ranks' traces: ranks that come late, on clocks that are apart, by construction."""
+
+import json
+
+import pytest
+from traces import kernel, write
+
+from moe_dualpipe.cli import main
+from moe_dualpipe.profiler.chrome import Work
+from moe_dualpipe.profiler.files import analyze_files
+from moe_dualpipe.profiler.ranks import Rank, Together, together
+
+ARRIVALS = [[10, 50, 90, 130], [13, 50, 97, 130], [10, 61, 90, 132]]
+"""When each of three ranks comes to each of four collectives, on one clock; each ends 5 after the last has come."""
+ENDS = [18, 66, 102, 137]
+WAITED = [3 + 11 + 7 + 2, 0 + 11 + 0 + 2, 3 + 0 + 7 + 0]
+
+
+def transfer(name, start, end):
+    return Work(name, "kernel", start, end, "0", "20", None, 1)
+
+
+def ranks(offsets, started=(0, 4, -2), names=("ncclA", "ncclB", "ncclA", "ncclB"), **more):
+    """Their clocks show `offsets` more than the first one's; their first works started at `started`."""
+    return [
+        Rank([transfer(*named) for named in zip(names, [a + offset for a in arrivals], [e + offset for e in ENDS],
+                                                strict=True)], start + offset, **more)
+        for arrivals, offset, start in zip(ARRIVALS, offsets, started, strict=True)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("offsets", [(0, 0, 0), (0, 1_000, -250), (5e9, -7, 123.5)])
+def test_clocks_are_set_by_the_ends_of_collectives(offsets):
+    for host in ("", "a"):
+        given = ranks(offsets, host=host)
+        given[2:] = [Rank(given[2].transfers, given[2].start_us, host="b" if host else "")]
+        assert together(given) == tuple(Together(w, s) for w, s in zip(WAITED, (0, 4, -2), strict=True))
+
+
+def test_an_end_that_is_off_does_not_set_the_clock():
+    given = ranks((0, 500, 0))
+    late = given[1].transfers[3]
+    works = [*given[1].transfers[:3], late._replace(start=late.start + 4, end=late.end + 4)]
+    assert [other.shift_us for other in together([given[0], Rank(works, given[1].start_us), given[2]])] == [0, 4, -2]
+
+
+def test_of_one_host_the_clock_is_believed():
+    given = ranks((0, 0, 0), host="a")
+    assert [other.shift_us for other in together(given)] == [0, 4, -2]
+    assert [other.waited_us for other in together(given)] == WAITED
+    given[1] = Rank(ranks((0, -1_000, 0))[1].transfers, -996.0, base_us=1_000.0, host="a")
+    assert [other.shift_us for other in together(given)] == [0, 4, -2]
+    assert [other.waited_us for other in together(given)] == WAITED
+
+
+def test_collectives_that_do_not_meet_are_not_one_and_the_same():
+    """Of 10 one may not, as clocks are never quite the same."""
+    names = ["ncclA"] * 10
+    first = [transfer(name, 100 * i, 100 * i + 10) for i, name in enumerate(names)]
+    for apart, waited in ((0, 0), (1, 0), (2, None)):
+        second = [work._replace(start=work.start + 11, end=work.end + 11) for work in first[:apart]] + first[apart:]
+        for host in ("a", ""):
+            found = together([Rank(first, 0, host=host), Rank(second, 0, host=host)])
+            unknown = waited is None and not host
+            assert found == (Together(waited, None if unknown else 0),) * 2
+
+
+def test_the_order_of_transfers_is_that_of_their_starts():
+    given = ranks((0, 100, 0))
+    mixed = [Rank(rank.transfers[::-1], rank.start_us) for rank in given]
+    assert together(mixed) == together(given)
+
+
+@pytest.mark.parametrize("host,shifts", [("", [None] * 3), ("a", [0, 4, -2])])
+def test_ranks_that_communicate_differently_cannot_be_compared(host, shifts):
+    alike = ranks((0, 0, 0), host=host)
+    for other in (
+        Rank(alike[1].transfers[:3], 4, host=host), Rank([], 4, host=host),
+        Rank([work._replace(name="ncclC") for work in alike[1].transfers], 4, host=host),
+    ):  # fmt: skip
+        for given in ([alike[0], other, alike[2]], [alike[0], alike[1], other]):
+            assert [one.waited_us for one in together(given)] == [None] * 3
+    assert [one.shift_us for one in together([alike[0], Rank([], 4, host=host), alike[2]])] == shifts
+    assert together([Rank([], 7), Rank([], 9)]) == (Together(None, None),) * 2
+    assert together([Rank([], 7, host="a"), Rank([], 9, host="b")]) == (Together(None, None),) * 2
+    assert together([Rank([], 7, host="a")]) == (Together(None, 0),)
+
+
+def test_transfers_between_two_are_left_out():
+    given = ranks((0, 30, 0))
+    sends = [transfer("gloo:send", 1, 40), transfer("gloo:recv", 2, 90), transfer("gloo:recvAnySource", 3, 9)]
+    extra = [Rank([*rank.transfers, *sends[:n]], rank.start_us) for n, rank in enumerate(given, 1)]
+    assert together(extra) == together(given)
+    assert together([Rank(sends, 0), Rank(sends, 0)]) == (Together(None, None),) * 2
+
+
+# ---- Files ----
+
+
+def files(tmp_path, offset=0, base=0, hosts=("a", "b"), numbers=(0, 1), names=("ncclA", "ncclA")):
+    """Of two ranks. The second starts 30 before the first, and comes 20 late to the only collective."""
+    first = [kernel("gemm", 1000, 40), kernel(names[0], 1020, 50, stream=20), kernel("gemm", 1070, 30)]
+    second = [kernel("gemm", 970, 60), kernel(names[1], 1040, 30, stream=20), kernel("gemm", 1070, 30)]
+    for event in second:
+        event["ts"] += offset
+    return [
+        str(write(tmp_path / f"{rank}.json", events, host_name=host, baseTimeNanoseconds=base_us * 1000,
+                  **({} if rank is None else {"distributedInfo": {"rank": rank}})))
+        for rank, events, host, base_us in zip(numbers, (first, second), hosts, (0, base), strict=True)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("offset,base,hosts", [
+    (0, 0, ("a", "a")),
+    (-5_000, 5_000, ("a", "a")),  # counted from another time of one clock
+    (700, 0, ("a", "b")), (700, 9_999, ("a", "b")), (-5_000, 0, ("", "")),  # another clock
+])  # fmt: skip
+def test_the_command_compares_ranks(tmp_path, capsys, offset, base, hosts):
+    paths = files(tmp_path, offset, base, hosts)
+    assert main(["profile", "analyze", *paths]) == 0
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in capsys.readouterr().out.splitlines()[-4:]]
+    assert rows[0] == ["", "window, us", "computation", "communication", "exposed", "hidden", "waited for others"]
+    assert rows[2:] == [
+        ["rank 0", "100", "70", "50", "30", "40.0%", "20"], ["rank 1", "130", "90", "30", "30", "0.0%", "0"],
+    ]  # fmt: skip
+    assert main(["profile", "analyze", *paths, "--json"]) == 0
+    first, second = json.loads(capsys.readouterr().out)
+    assert (first["rank"], first["waited_us"], first["shift_us"]) == (0, 20, 0)
+    assert (second["rank"], second["waited_us"], second["shift_us"]) == (1, 0, -30)
+
+
+def test_the_picture_begins_with_the_first_of_all(tmp_path):
+    """Both collectives end at one place, 100 after the start of the second rank."""
+    first, second = analyze_files([*map(tmp_path.joinpath, files(tmp_path, offset=700))]).pictures()
+    assert (first.shift_us, second.shift_us) == (30, 0)
+    assert (first.end_us, second.end_us) == (130, 130)
+    assert first.title == "rank 0: 40.0% of the communication is hidden (1 kernel, on up to 1 thread blocks)."
+    ends = [picture.blocks[-1].intervals[-1, 1] + picture.shift_us for picture in (first, second)]
+    assert [picture.blocks[-1].lane for picture in (first, second)] == [1, 1]
+    assert ends == [100, 100]
+
+
+def test_each_begins_at_its_own_start_where_nothing_is_known(tmp_path, capsys):
+    paths = files(tmp_path, names=("ncclA", "ncclB"))
+    pictures = analyze_files([*map(tmp_path.joinpath, paths)]).pictures()
+    assert [picture.shift_us for picture in pictures] == [0, 0]
+    assert main(["profile", "analyze", *paths, "--json"]) == 0
+    assert [(one["waited_us"], one["shift_us"]) for one in json.loads(capsys.readouterr().out)] == [(None, None)] * 2
+    assert main(["profile", "analyze", *paths]) == 0
+    assert [row.split("|")[-2].strip() for row in capsys.readouterr().out.splitlines()[-2:]] == ["-", "-"]
+
+
+def test_the_shift_of_the_first_is_not_negative_zero(tmp_path):
+    paths = files(tmp_path, offset=700)
+    assert [str(other.shift_us) for other in analyze_files([*map(tmp_path.joinpath, paths)]).joint] == ["0.0", "-30.0"]
+
+
+def test_names_tell_the_devices_apart(tmp_path):
+    def names(*numbers):
+        paths = [tmp_path.joinpath(path) for path in files(tmp_path, numbers=numbers)]
+        return paths, analyze_files(paths).names
+
+    assert names(3, 1)[1] == ["rank 3", "rank 1"]
+    paths, found = names(None, 1)  # one of them does not say
+    assert found == [f"{path}, device 0" for path in paths]
+    paths, found = names(2, 2)
+    assert found == [f"{i}: {path}, device 0" for i, path in enumerate(paths)]
+    two = write(
+        tmp_path / "two.json", [kernel("gemm", 0, 1), kernel("gemm", 0, 1, device=1)], distributedInfo={"rank": 0}
+    )
+    found = analyze_files([two])
+    assert found.names == [f"{two}, device 0", f"{two}, device 1"]
+    assert [picture.title.split(":")[0] for picture in analyze_files([paths[0]]).pictures()] == ["device 0"]
+
+
+def test_of_several_files_the_one_that_was_cut_off_is_named(tmp_path, capsys):
+    paths = files(tmp_path)
+    whole = tmp_path.joinpath(paths[1]).read_text()
+    tmp_path.joinpath(paths[1]).write_text(whole[: whole.rindex('{"ph"')])
+    assert main(["profile", "analyze", *paths, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert err == f"{paths[1]}: cut off after 2 events; this is about those\n"
+    assert [one["truncated"] for one in json.loads(out)] == [False, True]
+    assert analyze_files([*map(tmp_path.joinpath, paths)], pictures=False).devices[0].blocks == ()
