@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
+from string import Template
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,9 +28,7 @@ def write(pictures: Sequence["Picture"], path: Path) -> None:
     rows = [_row(picture, end / RESOLUTION) for picture in pictures]
     data = json.dumps({"end": end, "rows": rows}, separators=(",", ":")).replace("<", "\\u003c")
     names = " &middot; ".join(escape(picture.title) for picture in pictures)
-    path.write_text(
-        _PAGE.replace("{names}", names).replace("{data}", data).replace("{script}", SCRIPT.read_text()), "utf-8"
-    )
+    path.write_text(_PAGE.substitute(names=names, data=data, script=SCRIPT.read_text("utf-8")), "utf-8")
 
 
 def _row(picture: "Picture", gap: float) -> dict[str, Any]:
@@ -45,9 +44,9 @@ def _closed(intervals: Intervals, gap: float) -> Intervals:
     return widened - np.array([0.0, gap])
 
 
-_PAGE = """<!doctype html>
+_PAGE = Template("""<!doctype html>
 <meta charset="utf-8">
-<title>{names}</title>
+<title>$names</title>
 <style>
   body { font: 14px system-ui, sans-serif; margin: 1em; color: #222; background: #fff }
   canvas { width: 100%; display: block; cursor: grab }
@@ -55,8 +54,8 @@ _PAGE = """<!doctype html>
 </style>
 <canvas id="lanes"></canvas>
 <div id="told">wheel: zoom &nbsp; drag: move &nbsp; double click: everything</div>
-<script type="application/json" id="data">{data}</script>
+<script type="application/json" id="data">$data</script>
 <script>
-{script}
+$script
 </script>
-"""
+""")
