@@ -7,10 +7,10 @@ let from = 0, to = end, drag = null;
 const width = () => canvas.clientWidth - LEFT;
 const x = (time) => LEFT + (time - from) / (to - from) * width();
 const timeAt = (pixel) => from + (pixel - LEFT) / width() * (to - from);
-const top = (row, lane) => row * (TITLE + 2 * HEIGHT) + TITLE + lane * HEIGHT;
+const y = (row, lane) => row * (TITLE + 2 * HEIGHT) + TITLE + lane * HEIGHT;
 
 function draw() {
-  const scale = window.devicePixelRatio || 1, height = top(rows.length, 0) - TITLE + AXIS;
+  const scale = window.devicePixelRatio || 1, height = y(rows.length, 0) - TITLE + AXIS;
   canvas.width = canvas.clientWidth * scale;
   canvas.height = height * scale;
   canvas.style.height = height + "px";
@@ -20,20 +20,20 @@ function draw() {
   pen.textBaseline = "middle";
   rows.forEach((row, r) => {
     pen.fillStyle = "#222";
-    pen.fillText(row.title, LEFT, top(r, 0) - TITLE / 2);
-    LANES.forEach((lane, l) => pen.fillText(lane, 4, top(r, l) + HEIGHT / 2));
+    pen.fillText(row.title, LEFT, y(r, 0) - TITLE / 2);
+    LANES.forEach((lane, l) => pen.fillText(lane, 4, y(r, l) + HEIGHT / 2));
     for (const [lane, name, colour, spans] of row.blocks) {
       let widest = [0, 0];
       for (const [start, stop] of spans) {
         if (stop < from || start > to) continue;
         const a = Math.max(x(start), LEFT), b = Math.min(x(stop), LEFT + width());
         pen.fillStyle = colour;
-        pen.fillRect(a, top(r, lane) + 2, Math.max(b - a, 0.5), HEIGHT - 4);
+        pen.fillRect(a, y(r, lane) + 2, Math.max(b - a, 0.5), HEIGHT - 4);
         if (b - a > widest[1] - widest[0]) widest = [a, b];
       }
       if (name && pen.measureText(name).width < widest[1] - widest[0] - 4) {
         pen.fillStyle = "#222";
-        pen.fillText(name, widest[0] + 3, top(r, lane) + HEIGHT / 2);
+        pen.fillText(name, widest[0] + 3, y(r, lane) + HEIGHT / 2);
       }
     }
   });
@@ -46,8 +46,8 @@ function draw() {
 }
 
 function tell(event) {
-  const time = timeAt(event.offsetX), row = rows.findIndex((_, r) => event.offsetY < top(r + 1, 0) - TITLE);
-  const lane = row < 0 ? -1 : Math.floor((event.offsetY - top(row, 0)) / HEIGHT);
+  const time = timeAt(event.offsetX), row = rows.findIndex((_, r) => event.offsetY < y(r + 1, 0) - TITLE);
+  const lane = row < 0 ? -1 : Math.floor((event.offsetY - y(row, 0)) / HEIGHT);
   told.textContent = (time / 1000).toFixed(3) + " ms";
   for (const [l, name, , spans] of row < 0 ? [] : rows[row].blocks) {
     const span = l === lane && spans.find(([start, stop]) => start <= time && time < stop);
