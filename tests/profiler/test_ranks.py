@@ -20,7 +20,7 @@ def transfer(name, start, end):
     return Work(name, "kernel", start, end, "0", "20", None, 1)
 
 
-def ranks(offsets, started=(0, 4, -2), names=("ncclA", "ncclB", "ncclA", "ncclB"), **more):
+def ranks(offsets, started=(0, 400, -200), names=("ncclA", "ncclB", "ncclA", "ncclB"), **more):
     """Their clocks show `offsets` more than the first one's; their first works started at `started`."""
     return [
         Rank([transfer(*named) for named in zip(names, [a + offset for a in arrivals], [e + offset for e in ENDS],
@@ -34,22 +34,26 @@ def test_clocks_are_set_by_the_ends_of_collectives(offsets):
     for host in ("", "a"):
         given = ranks(offsets, host=host)
         given[2:] = [Rank(given[2].transfers, given[2].start_us, host="b" if host else "")]
-        assert together(given) == tuple(Together(w, s) for w, s in zip(WAITED, (0, 4, -2), strict=True))
+        assert together(given) == tuple(Together(w, s) for w, s in zip(WAITED, (0, 400, -200), strict=True))
 
 
 def test_an_end_that_is_off_does_not_set_the_clock():
     given = ranks((0, 500, 0))
     late = given[1].transfers[3]
     works = [*given[1].transfers[:3], late._replace(start=late.start + 4, end=late.end + 4)]
-    assert [other.shift_us for other in together([given[0], Rank(works, given[1].start_us), given[2]])] == [0, 4, -2]
+    assert [other.shift_us for other in together([given[0], Rank(works, given[1].start_us), given[2]])] == [
+        0,
+        400,
+        -200,
+    ]
 
 
 def test_of_one_host_the_clock_is_believed():
     given = ranks((0, 0, 0), host="a")
-    assert [other.shift_us for other in together(given)] == [0, 4, -2]
+    assert [other.shift_us for other in together(given)] == [0, 400, -200]
     assert [other.waited_us for other in together(given)] == WAITED
-    given[1] = Rank(ranks((0, -1_000, 0))[1].transfers, -996.0, base_us=1_000.0, host="a")
-    assert [other.shift_us for other in together(given)] == [0, 4, -2]
+    given[1] = Rank(ranks((0, -1_000, 0))[1].transfers, -600.0, base_us=1_000.0, host="a")
+    assert [other.shift_us for other in together(given)] == [0, 400, -200]
     assert [other.waited_us for other in together(given)] == WAITED
 
 
@@ -69,21 +73,25 @@ def test_the_order_of_transfers_is_that_of_their_starts():
     given = ranks((0, 100, 0))
     mixed = [Rank(rank.transfers[::-1], rank.start_us) for rank in given]
     assert together(mixed) == together(given)
+    first = [transfer("ncclA", 0, 20), transfer("ncclB", 5, 10)]
+    second = [transfer("ncclA", 0, 20), transfer("ncclB", 5, 25)]
+    assert [other.waited_us for other in together([Rank(first, 0), Rank(second, 0)])] == [0, 15]
 
 
-@pytest.mark.parametrize("host,shifts", [("", [None] * 3), ("a", [0, 4, -2])])
+@pytest.mark.parametrize("host,shifts", [("", [None] * 3), ("a", [0, 400, -200])])
 def test_ranks_that_communicate_differently_cannot_be_compared(host, shifts):
     alike = ranks((0, 0, 0), host=host)
     for other in (
-        Rank(alike[1].transfers[:3], 4, host=host), Rank([], 4, host=host),
-        Rank([work._replace(name="ncclC") for work in alike[1].transfers], 4, host=host),
+        Rank(alike[1].transfers[:3], 400, host=host), Rank([], 400, host=host),
+        Rank([work._replace(name="ncclC") for work in alike[1].transfers], 400, host=host),
     ):  # fmt: skip
         for given in ([alike[0], other, alike[2]], [alike[0], alike[1], other]):
             assert [one.waited_us for one in together(given)] == [None] * 3
-    assert [one.shift_us for one in together([alike[0], Rank([], 4, host=host), alike[2]])] == shifts
+    assert [one.shift_us for one in together([alike[0], Rank([], 400, host=host), alike[2]])] == shifts
     assert together([Rank([], 7), Rank([], 9)]) == (Together(None, None),) * 2
     assert together([Rank([], 7, host="a"), Rank([], 9, host="b")]) == (Together(None, None),) * 2
-    assert together([Rank([], 7, host="a")]) == (Together(None, 0),)
+    for alone in (Rank([], 7, host="a"), Rank([], 7), alike[0]):  # has nothing to be compared with
+        assert together([alone]) == (Together(None, 0),)
 
 
 def test_transfers_between_two_are_left_out():
