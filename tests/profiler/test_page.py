@@ -153,9 +153,10 @@ def test_the_wheel_zooms_the_mouse_moves_and_a_double_click_shows_all(tmp_path):
     shots = shown(
         tmp_path, TWO, ["wheel", {"offsetX": 410, "deltaY": -800}], ["mousedown", {"offsetX": 500, "offsetY": 50}],
         ["mousemove", {"offsetX": 300, "offsetY": 50}], ["mouseup", {}], ["mousemove", {"offsetX": 900, "offsetY": 50}],
-        ["wheel", {"offsetX": 110, "deltaY": 4000}], ["wheel", {"offsetX": 610, "deltaY": -400000}], ["dblclick", {}],
+        ["wheel", {"offsetX": 110, "deltaY": 4000}], ["wheel", {"offsetX": 610, "deltaY": -400000}],
+        ["mousemove", {"offsetX": 1109, "offsetY": 10}], ["dblclick", {}],
     )  # fmt: skip
-    whole, zoomed, _, moved, _, idle, out, deep, again = map(rectangles, shots)
+    whole, zoomed, _, moved, _, idle, out, deep, _, again = map(rectangles, shots)
     assert len(zoomed) < len(whole)
     assert zoomed == [[110, 28, 1000, 40], [110, 142, 1000, 40], [110, 186, 1000, 40]]
     # What was at 300 us stays under the mouse, 300 from the left, and moves with it by 200 to the left.
@@ -164,6 +165,7 @@ def test_the_wheel_zooms_the_mouse_moves_and_a_double_click_shows_all(tmp_path):
     np.testing.assert_allclose(moved[:2], [[110, 28, left - 110, 40], [left, 72, 1110 - left, 40]])
     assert idle == []  # nobody holds the mouse
     assert out == again == whole
+    assert shots[-2]["told"] == "0.500 ms"
     assert len(deep) == 4  # 0.1 us, at most: the lanes at 500 us, of which one block ends and one begins
     assert all(width <= 1000 for _, _, width, _ in deep)
 
