@@ -162,7 +162,7 @@ def test_transfers_are_matched_to_the_calls_that_asked_for_them(tmp_path):
     ]) == [
         ("gloo:all_to_all", 1, "gloo:all_to_all", 1), ("gloo:all_to_all", 11, "c10d::alltoall_base_", 10),
         ("gloo:all_reduce", 14, "c10d::allreduce_", 13), ("gloo:all_to_all", 31, "c10d::alltoall_base_", 16),
-        ("link:carry", 50, "link::carry", 19), ("gloo:barrier", 60, "gloo:barrier", 60),
+        ("link:carry", 19, "link::carry", 19), ("gloo:barrier", 60, "gloo:barrier", 60),
     ]  # fmt: skip
 
 
@@ -174,6 +174,17 @@ def test_a_call_belongs_to_the_longest_name_that_it_begins_with(tmp_path):
     ]) == [
         ("gloo:reduce", 3, "c10d::reduce_", 2), ("gloo:reduce_scatter", 5, "c10d::reduce_scatter_", 0),
         ("gloo:_all_gather_base", 7, "c10d::_allgather_base_", 4),
+    ]  # fmt: skip
+
+
+def test_a_link_carries_from_when_it_was_asked_and_free(tmp_path):
+    """Not from when the thread that waits for it woke up; the first had been asked for before the recording."""
+    assert transfers(tmp_path, [
+        annotation("link:carry", 5, 5, thread=5), annotation("link::carry", 20, 1), annotation("link::carry", 25, 1),
+        annotation("link:carry", 23, 17, thread=5), annotation("link:carry", 41, 9, thread=5),
+    ]) == [
+        ("link:carry", 5, "link:carry", 5), ("link:carry", 20, "link::carry", 20),
+        ("link:carry", 40, "link::carry", 25),
     ]  # fmt: skip
 
 
