@@ -33,7 +33,6 @@ GPU_LINK = Link(gb_per_s=50.0, latency_us=10.0)
 DEEPSEEK = {"dispatch(F)": 6.69e-3, "combine(F)": 8.68e-3, "dispatch(B)": 7.49e-3, "combine(B)": 5.50e-3}
 """Seconds of each transfer of a layer in DeepSeek's published training trace (64 ranks, 4,096 tokens of 7,168)."""
 WAYS = "sequential", "overlapped"
-ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -99,12 +98,14 @@ def measure(
     device: str,
     link: Link | None,
     replay: bool,
+    rounds: int = 3,
 ) -> Measured:
     """Run, record and analyze both ways; the recordings stay in the folder `out`.
 
     0 for a number means a choice: see `Run` of the command line. link: None for one that fits. replay: transfers take
     the times of DeepSeek's trace. In a process of several, started by torchrun, the ranks are those; every process must
-    call this, and the first one's result has them all. Raises ValueError for what contradicts itself.
+    call this, and the first one's result has them all. Of `rounds` recordings of each way that of the median length is
+    kept. Raises ValueError for what contradicts itself.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1 and (link is not None or replay):
@@ -116,8 +117,8 @@ def measure(
     with _world(work.device, world):
         backend = _backend(work, num_ranks, world, replay)
         pair = Pair(work, backend)
-        words = _link(pair, backend, link)
-        recordings = _record(pair, out, "" if world == 1 else f"-rank{dist.get_rank()}")
+        words = _link(pair, backend, link, rounds)
+        recordings = _record(pair, out, rounds, "" if world == 1 else f"-rank{dist.get_rank()}")
         ways = {way: _gathered(analyze_files([path]), world) for way, path in recordings.items()}
     return Measured(work, num_ranks, words, ways)
 
@@ -180,7 +181,7 @@ def _backend(work: Work, num_ranks: int, world: int, replay: bool) -> ExpertPara
     return Loopback(work.model.num_experts, num_ranks)
 
 
-def _link(pair: Pair, backend: ExpertParallel, link: Link | None) -> str:
+def _link(pair: Pair, backend: ExpertParallel, link: Link | None, rounds: int) -> str:
     """Give a modelled link its speed, and say in words what there is."""
     if isinstance(backend, Replay):
         return "modelled link: each transfer takes what it took in DeepSeek's training trace"
@@ -188,7 +189,7 @@ def _link(pair: Pair, backend: ExpertParallel, link: Link | None) -> str:
         return f"torch.distributed, {dist.get_backend()}, {dist.get_world_size()} processes"
     chosen = ""
     if link is None and pair.work.device.type == "cpu":
-        seconds, num_bytes = _computing(pair, backend)
+        seconds, num_bytes = _computing(pair, backend, rounds)
         link = Link(gb_per_s=num_bytes / 1e9 / (SHARE * seconds)) if num_bytes else Link()
         chosen = (
             f"; chosen so that the {num_bytes / 1e6:,.1f} MB of a pair take {SHARE} of the {1e3 * seconds:,.0f} ms "
@@ -198,10 +199,10 @@ def _link(pair: Pair, backend: ExpertParallel, link: Link | None) -> str:
     return f"modelled link: {8 * backend.link.gb_per_s:,.4g} Gb/s, latency {backend.link.latency_us:g} us{chosen}"
 
 
-def _computing(pair: Pair, backend: Loopback) -> tuple[float, int]:
+def _computing(pair: Pair, backend: Loopback, rounds: int) -> tuple[float, int]:
     """Seconds of a pair when transfers take none, the median of a few, and the bytes that it sends."""
     backend.link, times, num_bytes = Link(), [], 0
-    for _ in range(1 + ROUNDS):
+    for _ in range(1 + rounds):
         pair.prepare()
         sent, start = backend.num_bytes, time.perf_counter()
         pair.overlapped()
@@ -210,11 +211,11 @@ def _computing(pair: Pair, backend: Loopback) -> tuple[float, int]:
     return statistics.median(times[1:]), num_bytes  # the first one warms up
 
 
-def _record(pair: Pair, out: Path, suffix: str) -> dict[str, Path]:
-    """The recording of each way whose length is the median of `ROUNDS`, in turns, after a first one to warm up."""
+def _record(pair: Pair, out: Path, rounds: int, suffix: str) -> dict[str, Path]:
+    """The recording of each way whose length is the median of `rounds`, in turns, after a first one to warm up."""
     device, alone = pair.work.device, not dist.is_initialized()
     windows: dict[str, list[float]] = {way: [] for way in WAYS}
-    for i in range(1 + ROUNDS):
+    for i in range(1 + rounds):
         for way in WAYS:
             pair.prepare()
             synchronize(device)
@@ -231,7 +232,7 @@ def _record(pair: Pair, out: Path, suffix: str) -> dict[str, Path]:
         kept = chosen[0]
     for way in WAYS:
         shutil.move(out / f"{way}{suffix}-{kept[way]}.json.gz", out / f"{way}{suffix}.json.gz")
-        for i in range(1 + ROUNDS):
+        for i in range(1 + rounds):
             (out / f"{way}{suffix}-{i}.json.gz").unlink(missing_ok=True)
     return {way: out / f"{way}{suffix}.json.gz" for way in WAYS}
 

@@ -198,7 +198,7 @@ FAILURES = {
     "during move(B) of layer 7": lambda x: iter_of(Comm("move", doubled, boom, x)),
     "during wait for move(F) of layer 7": lambda x: iter_of(Comm("move", lambda _: Waits(), doubled, x)),
     "during wait for move(B) of layer 7": lambda x: iter_of(Comm("move", doubled, lambda _: Waits(), x)),
-    "during plan(F) of layer 7": lambda x: iter_of(Prepare("plan", boom, x)),
+    "during prepare plan(F) of layer 7": lambda x: iter_of(Prepare("plan", boom, x)),
 }
 
 
