@@ -17,7 +17,7 @@ import numpy as np
 
 from .chrome import Trace, Work
 from .gaps import Wait, waits
-from .host import on_cpu
+from .host import on_cpu, phase_of_wait
 from .intervals import EMPTY, Intervals, as_intervals, difference, intersection, total, union
 
 COMMUNICATION = re.compile(
@@ -35,7 +35,7 @@ class Phase:
 
     name: str
     times: int
-    """How many annotations there are."""
+    """How many annotations there are, those of waits not counted."""
     compute_us: float
     comm_us: float
     copy_us: float
@@ -154,11 +154,15 @@ def _phases(by_kind: dict[str, list[Work]], trace: Trace, exposed: Intervals) ->
             if (mark := trace.annotation_of(work)) is not None:
                 launched[mark.name][kind].append(work)
     phases = []
-    for name, times in Counter(mark.name for mark in trace.annotations).items():
+    times = Counter(mark.name for mark in trace.annotations)
+    waits = Counter(phase_of_wait(mark) for mark in trace.waits)
+    for name in times:
         if name in launched:
             compute, comm, copies = launched[name].values()
             exposed_here = total(intersection(union(intervals_of(comm)), exposed))
-            phases.append(Phase(name, times, _sum(compute), _sum(comm), _sum(copies), exposed_here))
+            phases.append(
+                Phase(name, max(times[name] - waits[name], 1), _sum(compute), _sum(comm), _sum(copies), exposed_here)
+            )
     return tuple(phases)
 
 

@@ -14,6 +14,8 @@ import numpy as np
 from .chrome import Mark, Trace, Work
 from .intervals import Intervals, as_intervals, length_before, union
 
+_NEARBY = 16
+"""Among so many works an annotation is looked for."""
 _SYNCHRONISES = re.compile(r"Synchronize|Memcpy(?!.*Async)")
 
 
@@ -24,7 +26,8 @@ class Wait:
     during: str
     """The annotation of the communication, or its own name where it has none; "" where nothing was on its way."""
     before: str
-    """The annotation of what computed next, or its name; "" at the end."""
+    """The next annotation in which something computed, other than `during`, which unpacks what came. Where there is
+    none nearby, the name of what computed next; "" at the end."""
     times: int
     total_us: float
     host_us: float
@@ -46,7 +49,8 @@ def waits(trace: Trace, gaps: Intervals, compute: Iterable[Work], comm: Iterable
     launched = np.array(ends)
     for i, (piece, following) in enumerate(zip(pieces, nexts.tolist(), strict=True)):
         follower = by_start[following] if following < len(by_start) else None
-        key = _name(trace, piece[2]), _name(trace, follower)
+        during = _name(trace, piece[2])
+        key = during, _next(trace, by_start[following : following + _NEARBY], during)
         of[i] = keys.setdefault(key, len(keys))
         launched[i] = _launched(trace, follower, starts[i])
     late = np.clip(launched, starts, ends)
@@ -68,6 +72,12 @@ def waits(trace: Trace, gaps: Intervals, compute: Iterable[Work], comm: Iterable
         )
     ]
     return tuple(sorted(found, key=lambda wait: -wait.total_us))
+
+
+def _next(trace: Trace, works: Sequence[Work], during: str) -> str:
+    annotations = (trace.annotation_of(work) for work in works)
+    named = (mark.name for mark in annotations if mark is not None and mark.name != during)
+    return next(named, works[0].name if works else "")
 
 
 def _launched(trace: Trace, work: Work | None, unknown: float) -> float:

@@ -4,7 +4,8 @@ A CPU has no queue and no kernels; its trace holds nested operators, annotations
 from its start to its end. From them follows work like a GPU's, so that everything else here need not know:
 
     computation     operators, and the rest of annotations that end in (F), (B), (I) or (W), such as attn(F), which is
-                    Python between operators; without the moments in which they wait or talk to a backend
+                    Python between operators; without the moments in which they wait or talk to a backend. Operators
+                    inside of "wait for x" compute: they unpack what came, and belong to the phase x
     communication   transfers, from their start to their end: gloo's, a modelled link's, or annotations of any name that
                     fits the pattern of communication; but not receives, which wait for a sender from when they are
                     posted: the send tells when something travels
@@ -22,7 +23,8 @@ from math import inf
 from .chrome import Mark, Trace, Work
 
 _COMPUTES = re.compile(r"\([FBIW]\)$")
-_WAITS = re.compile(r"wait for |c10d::|_?c10d_functional::|link::")
+_WAIT = "wait for "
+_WAITS = re.compile(_WAIT + r"|c10d::|_?c10d_functional::|link::")
 _RECEIVES = re.compile(r":recv")
 _ISSUES = re.compile(r"(?:c10d|link)::(\w+)")
 
@@ -60,7 +62,13 @@ def on_cpu(trace: Trace, pattern: re.Pattern[str]) -> Trace:
             transfer = transfer._replace(start=min(transfer.start, max(issue.start, free)))
             free = transfer.end
         add(transfer, "transfer", issue)
-    return replace(trace, work=work, launches=launches, annotations=annotations, waits=waits)
+    phases = [mark._replace(name=phase_of_wait(mark)) for mark in annotations]
+    return replace(trace, work=work, launches=launches, annotations=phases, waits=waits)
+
+
+def phase_of_wait(mark: Mark) -> str:
+    """The phase to which what computes in it belongs: x for "wait for x", and for x itself."""
+    return mark.name.removeprefix(_WAIT)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -71,7 +79,7 @@ def _waits(name: str) -> bool:
 class _Open:
     """A mark that has begun and not ended."""
 
-    __slots__ = ("end", "operator", "outlasting", "owner")
+    __slots__ = ("end", "operator", "outlasting", "owner", "shuts")
 
     def __init__(self, mark: Mark, operator: bool, around: "_Open | None"):
         self.end, self.operator = mark.end, operator
@@ -81,7 +89,10 @@ class _Open:
             self.end = around.end
             around.outlasting += ((mark, operator),)
         called = "" if _waits(mark.name) else mark.name if operator else "Python"
-        if around is not None and (not around.owner.name or (operator and called and around.operator)):
+        inside = around is not None and around.shuts
+        self.shuts = inside or (operator and not called)
+        """A call of a backend: nothing in it computes."""
+        if around is not None and (inside or (operator and called and around.operator)):
             self.owner = around.owner
         else:
             self.owner = Mark(called, mark.start, mark.end, mark.thread)

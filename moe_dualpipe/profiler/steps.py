@@ -3,6 +3,7 @@
 The training loop annotates "step 12" and, in it, PARTS; the executor annotates actions ("0F3"). Times are microseconds.
 """
 
+import re
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,9 @@ from .intervals import as_intervals, intersection, total, union
 
 PARTS = ("gradients", "optimizer")
 """Annotations of what follows the pipeline: the sum over replicas with the norm, and the update."""
+
+
+_OF_EXPERTS = re.compile(r"(prepare )?(dispatch|combine)\(")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,21 @@ def steps_of(trace: Trace, actions: Sequence[Action]) -> list[Step]:
         number = int(step.name.removeprefix("step "))
         steps.append(Step(number, step.start + trace.base_us, step.end + trace.base_us, spans, waiting, parts))
     return steps
+
+
+def between_experts(trace: Trace) -> Trace:
+    """Without the communication that no dispatch or combine asked for.
+
+    The transfers of a pipeline are on their way from when a rank is ready to when the other one is: they measure the
+    schedule, not the overlap.
+    """
+    trace = on_cpu(trace, COMMUNICATION)
+
+    def wanted(work: Work) -> bool:
+        mark = trace.annotation_of(work) if kind_of(work) == "comm" else None
+        return kind_of(work) != "comm" or (mark is not None and _OF_EXPERTS.match(mark.name) is not None)
+
+    return replace(trace, work=[work for work in trace.work if wanted(work)])
 
 
 def on_one_clock(steps: Sequence[Sequence[Step]], hosts: Sequence[str], moments: Sequence[float]) -> list[list[Step]]:

@@ -18,7 +18,7 @@ from ..profiler.pipeline import Pipeline
 from ..profiler.pipeline_report import as_objects, as_text, save
 from ..profiler.ranks import together
 from ..profiler.report import compare_ranks
-from ..profiler.steps import Step, on_one_clock, steps_of
+from ..profiler.steps import Step, between_experts, on_one_clock, steps_of
 from ..schedule import Schedule
 from .parallel import Layout
 
@@ -60,7 +60,7 @@ class StepProfiler:
             return ""
         trace = read(self.path)
         steps = steps_of(trace, self.schedule.actions[self.layout.pp_rank])
-        (device,) = devices_of(self.path, trace, pictures=False)
+        (device,) = devices_of(self.path, between_experts(trace), pictures=False)
         own = steps, socket.gethostname(), self._moment, device
         everyone = [own] * dist.get_world_size() if self.layout.rank == 0 else None
         dist.gather_object(own, everyone, dst=0)
@@ -85,8 +85,7 @@ class StepProfiler:
         with suppress(ImportError):  # no matplotlib: no picture
             save(pipelines, self.folder / "steps.png")
         names = ", ".join(sorted(path.name for path in self.folder.iterdir()))
-        return "\n\n".join([
-            f"profile of {len(self.recorded)} steps, of which this one is typical:",
-            as_text(pipelines), "the overlap, all steps together:",
-            compare_ranks(analyses, joint), f"in {self.folder}: {names}",
-        ])  # fmt: skip
+        parts = [f"profile of {len(self.recorded)} steps, of which this one is typical:", as_text(pipelines)]
+        if layout.ep > 1:
+            parts += ["communication between experts, in all of them:", compare_ranks(analyses, joint)]
+        return "\n\n".join([*parts, f"in {self.folder}: {names}"])

@@ -90,6 +90,22 @@ def test_a_cpu_waits_or_is_busy_elsewhere(tmp_path):
     ]  # fmt: skip
 
 
+def test_what_unpacks_a_transfer_is_not_what_waited_for_it(tmp_path):
+    """Nor is a lone operator, if an annotation follows soon."""
+    events = [
+        annotation("mlp(B)", 0, 10), annotation("dispatch(B)", 10, 5), operator("c10d::alltoall_base_", 11, 1),
+        annotation("gloo:all_to_all", 12, 38, thread=5), annotation("wait for dispatch(B)", 15, 45),
+        operator("aten::index_add", 50, 10), operator("aten::add", 62, 3), annotation("attn(B)", 70, 20),
+        operator("aten::mm", 70, 20),
+    ]  # fmt: skip
+    assert waits(tmp_path, events)[0] == ("dispatch(B)", "attn(B)", 1, 35, 0, 0)
+    assert waits(tmp_path, events[:-2])[0] == ("dispatch(B)", "aten::index_add", 1, 35, 0, 0)
+    (analysis,) = analyze(read(write(tmp_path / "trace.json", events)))
+    assert [(p.name, p.times, p.compute_us, p.comm_us) for p in analysis.phases] == [
+        ("mlp(B)", 1, 10, 0), ("dispatch(B)", 1, 4 + 10, 38), ("attn(B)", 1, 20, 0),
+    ]  # fmt: skip
+
+
 def test_nothing_waits_where_something_always_computes(tmp_path):
     assert waits(tmp_path, [kernel("gemm", 0, 10), kernel("ncclA", 2, 5)]) == []
     assert waits(tmp_path, [kernel("gemm", 0, 0)]) == []
@@ -134,6 +150,10 @@ def test_against_single_moments(drawn, called, annotated, calls, cpu):
         mark = trace.annotation_of(work) if work else None
         return mark.name if mark else work.name if work else ""
 
+    def until(nearby, during):
+        named = [mark.name for mark in map(trace.annotation_of, nearby) if mark]
+        return next((other for other in named if other != during), nearby[0].name if nearby else "")
+
     every = sorted(trace.work, key=lambda work: (work.start, work.category == "gpu_memcpy"))
     comm = [work for work in every if work.name.startswith("nccl")]
     compute = [work for work in every if work not in comm]
@@ -145,7 +165,7 @@ def test_against_single_moments(drawn, called, annotated, calls, cpu):
             continue
         owner = next((work for work in comm if work.start <= at < work.end), None)
         follower = next((work for work in compute if work.start > at), None)
-        key = name(owner), name(follower)
+        key = name(owner), until(compute[compute.index(follower) :] if follower else [], name(owner))
         times[key] += owner is not before
         total[key] += 1
         before = owner

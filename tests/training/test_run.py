@@ -155,6 +155,9 @@ def test_a_profile_changes_no_bit_and_says_where_the_time_went(tmp_path, ranks, 
     for rank in range(ranks):
         (analysis,) = analyze(read(folder / f"rank{rank}.json.gz"))
         assert {"attn(F)", "mlp(F)", "attn(B)", "optimizer"} <= {phase.name for phase in analysis.phases}
+    # 3 layers with experts, forward and backward of 4 micro-batches in 2 steps: 4 transfers each, and the counts.
+    transfers = 3 * 4 * 2 * (4 + 1) if "ep" in changes else 0
+    assert [one["num_comm"] for one in report["overlap"]] == [transfers] * ranks
 
 
 def test_a_profile_that_does_not_fit_is_told_before_the_run(tmp_path):
