@@ -11,9 +11,10 @@ from moe_dualpipe.schedule.compare import compare
 from moe_dualpipe.schedule.render import number
 
 ROOT = Path(__file__).parent.parent
+PUBLISHED = ROOT.parent / "shared" / "data" / "deepseek_v3_train_trace.json.gz"
 COMMANDS = [
     (path.name, *match) for path in (ROOT / "README.md", ROOT / "docs" / "schedules.md")
-    for match in re.findall(r"```\n\$ moe-dualpipe ([^\n]*)\n(.*?)```", path.read_text(), re.DOTALL)
+    for match in re.findall(r"```\n\$ moe-dualpipe (schedule [^\n]*)\n(.*?)```", path.read_text(), re.DOTALL)
 ]  # fmt: skip
 
 
@@ -49,3 +50,14 @@ def test_a_command_prints_what_is_written_below_it(name, arguments, printed, tmp
     main(arguments.split())
     out, err = capsys.readouterr()
     assert out + err == printed, f"in {name}"
+
+
+@pytest.mark.skipif(not PUBLISHED.exists(), reason="DeepSeek's trace is not here")
+def test_what_is_written_of_the_published_trace(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.json.gz").symlink_to(PUBLISHED)
+    assert main(["profile", "analyze", "train.json.gz", "--phases"]) == 0
+    printed = capsys.readouterr().out
+    assert f"```\n{printed}```" in (ROOT / "docs" / "profiling.md").read_text()
+    assert main(["profile", "analyze", "train.json.gz"]) == 0
+    assert f"```\n{capsys.readouterr().out}```" in (ROOT / "README.md").read_text()
