@@ -36,6 +36,7 @@ class Analyze:
 
     def run(self) -> None:
         from ..profiler import COMMUNICATION
+        from ..profiler.chrome import MOST_EVENTS
         from ..profiler.files import analyze_files
 
         try:
@@ -50,7 +51,8 @@ class Analyze:
             check_output(self.out, (".png", ".svg", ".html"))
         found = analyze_files(self.traces, pattern, pictures=self.out is not None)
         for file, events in found.truncated.items():
-            print(f"{file}: cut off after {events:,} events; this is about those", file=sys.stderr)
+            what = "cut off" if events < MOST_EVENTS else "too long: read no further"
+            print(f"{file}: {what} after {events:,} events; this is about those", file=sys.stderr)
         if self.out is not None:
             found.save(self.out)
         if self.json:

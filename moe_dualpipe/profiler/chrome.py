@@ -26,6 +26,8 @@ _SPACE = re.compile(r"[\s,]*")
 _OPENING = re.compile(r'"traceEvents"\s*:\s*\[')
 _CHUNK = 1 << 20
 _LONGEST_EVENT = 1 << 24
+MOST_EVENTS = 4_000_000
+"""More are not read: they would need more than 2 to 3 GB."""
 _LONGEST_HEADER = 1 << 22
 
 
@@ -73,6 +75,7 @@ class Trace:
     """Where a CPU, as a device, waited."""
     num_events: int = 0
     truncated: bool = False
+    """There is more, which could not be read or was too much."""
     rank: int | None = None
     host: str = ""
     base_us: float = 0.0
@@ -214,6 +217,9 @@ def _events(pieces: Iterator[str], path: Path, trace: Trace) -> Iterator[dict[st
             continue
         if not isinstance(event, dict):
             raise TraceError(f"{path}: not a trace: event {trace.num_events} is {str(event)[:40]!r}, not an object")
+        if trace.num_events == MOST_EVENTS:
+            trace.truncated = True
+            return
         trace.num_events += 1
         yield event
 

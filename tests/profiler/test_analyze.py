@@ -132,6 +132,17 @@ def test_the_published_trace_cut_off(tmp_path, capsys):
 # ---- Files ----
 
 
+def test_of_a_gigantic_file_the_first_events_are_analyzed(tmp_path, monkeypatch, capsys):
+    path = write(tmp_path / "trace.json", [kernel("gemm", 10 * i, 5) for i in range(9)])
+    monkeypatch.setattr("moe_dualpipe.profiler.chrome.MOST_EVENTS", 4)
+    assert main(["profile", "analyze", str(path)]) == 0
+    out, err = capsys.readouterr()
+    assert err == f"{path}: too long: read no further after 4 events; this is about those\n"
+    assert "| window                      |           35 |" in out
+    monkeypatch.setattr("moe_dualpipe.profiler.chrome.MOST_EVENTS", 9)
+    assert not read(path).truncated
+
+
 def test_both_forms_of_a_trace_compressed_or_not(tmp_path):
     events = [kernel("gemm", 0, 10), kernel("ncclX", 5, 10), {"ph": "M", "name": "process_name"}]
     expected = analysis_of(tmp_path, events)
