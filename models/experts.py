@@ -56,6 +56,8 @@ class SwiGLUExperts(nn.Module):
 
     @torch.no_grad()
     def reset_expert(self, e: int) -> None:
+        if self.gate_up.is_meta:
+            return
         self.gate_up[e].normal_(std=self.std)
         self.down[e].normal_(std=self.out_std)
 

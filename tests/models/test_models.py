@@ -281,6 +281,14 @@ def test_weights_depend_on_seed_and_name_only():
     assert not torch.equal(values[0], values[1])
 
 
+def test_a_model_without_numbers_draws_none():
+    before = torch.random.get_rng_state()
+    with torch.device("meta"):
+        model = build_model(CONFIG)
+    assert model.head.weight.is_meta
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
 def test_expert_loads_are_one_row_a_layer():
     model = build_model(CONFIG)
     loss = next_token_loss(model(torch.zeros(2, 4, dtype=torch.int64)), torch.zeros(2, 4, dtype=torch.int64))
