@@ -17,7 +17,8 @@ from .layers import Linear, at_least_fp32
 
 
 class KVCache:
-    """Keys (rotated) and values of the positions so far, by layer: those of one micro-batch on one stage.
+    """Keys (rotated) and values of the positions so far, by layer: those of one micro-batch on one stage. Latent
+    attention keeps something else, in one tensor with one head (`ModelConfig.kept`).
 
     `length` is how many positions that is. It moves on when a forward is through, so that all layers of a forward see
     the same past; set it back to forget the latest positions, to 0 for other sequences.
@@ -31,7 +32,7 @@ class KVCache:
 
     def __init__(self):
         self.length = 0
-        self._layers: dict[int, Tensor] = {}  # keys and values, [2, B, G, N, C]
+        self._layers: dict[int, Tensor] = {}  # [2, B, G, N, C] for keys and values
 
     @classmethod
     @torch.no_grad()
@@ -46,32 +47,33 @@ class KVCache:
     ) -> Self:
         """A cache of `length` positions of random normal numbers, to measure with."""
         cache = cls()
+        tensors, heads, width = config.kept
         for layer in layers:
-            kv = torch.randn(2, batch, config.num_kv_heads, length, config.head_dim, device=device, dtype=dtype)
-            cache.append(layer, *kv)
+            cache.append(layer, *torch.randn(tensors, batch, heads, length, width, device=device, dtype=dtype))
         cache.length = length
         return cache
 
-    def append(self, layer: int, k_BGSC: Tensor, v_BGSC: Tensor) -> tuple[Tensor, Tensor]:
-        """Write a layer's new keys and values behind the first `length`; returns both with the past, [B, G, L, C].
+    def append(self, layer: int, *new_BGSC: Tensor) -> tuple[Tensor, ...]:
+        """Write a layer's new keys and values behind the first `length`; returns each with the past, [B, G, L, C].
 
         Raises ValueError with gradients enabled, and for a layer or a shape other than those of the past.
         """
         if torch.is_grad_enabled():
             raise ValueError("a key/value cache keeps no gradients: call the stage under torch.no_grad()")
-        batch, heads, new, width = k_BGSC.shape
+        batch, heads, new, width = new_BGSC[0].shape
         past, end = self.length, self.length + new
-        kv = self._layers.get(layer) if past else k_BGSC.new_empty(2, batch, heads, 0, width)
+        kv = self._layers.get(layer) if past else new_BGSC[0].new_empty(len(new_BGSC), batch, heads, 0, width)
         if kv is None:
             raise ValueError(f"the cache has {past} positions of layers {[*self._layers]}: got layer {layer}")
         if (kept := [*kv.shape[1:3], kv.shape[4]]) != (got := [batch, heads, width]):
             raise ValueError(f"the cache has {past} positions of {kept} (sequences, heads, width): got {got}")
         if kv.shape[3] < end:
             short, room = kv, (end // self.STEP + 1) * self.STEP
-            kv = self._layers[layer] = short.new_empty(2, batch, heads, room, width)
+            kv = self._layers[layer] = short.new_empty(len(short), batch, heads, room, width)
             kv[:, :, :, :past] = short[:, :, :, :past]
-        kv[0, :, :, past:end], kv[1, :, :, past:end] = k_BGSC, v_BGSC
-        return kv[0, :, :, :end], kv[1, :, :, :end]
+        for kept_BGNC, tensor_BGSC in zip(kv, new_BGSC, strict=True):
+            kept_BGNC[:, :, past:end] = tensor_BGSC
+        return kv[:, :, :, :end].unbind()
 
 
 class Attention(nn.Module):

@@ -13,6 +13,7 @@ from moe_dualpipe.overlap.segment import Arriving
 
 from .attention import Attention, KVCache
 from .config import ModelConfig
+from .latent_attention import LatentAttention
 from .layers import SwiGLU
 from .moe import MoE
 from .recompute import RECOMPUTE, Recompute, forgetting, normalise
@@ -42,7 +43,8 @@ class Block(Segmented):
         self.forget_attention_norms, self.forget_mlp_norms = recompute == "norms", recompute in ("norms", "attention")
         out_std = config.residual_std
         self.attention_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
-        self.attention = Attention(config, out_std, layer)
+        attention = LatentAttention if config.attention == "mla" else Attention
+        self.attention = attention(config, out_std, layer)
         self.mlp_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
         if config.is_dense(layer):
             self.mlp = SwiGLU(config.hidden_size, config.dense_size, config.init_std, out_std)

@@ -18,12 +18,22 @@ class ModelConfig:
     """Transformer blocks, dense and Mixture-of-Experts together."""
     num_dense_layers: int = 1
     """How many of the first blocks have a dense MLP instead of experts."""
+    attention: Literal["gqa", "mla"] = "gqa"
+    """Grouped-query attention, or multi-head latent attention, as in DeepSeek-V2 and V3."""
     num_heads: int = 4
     """Query heads."""
     num_kv_heads: int = 2
-    """Key and value heads, each shared by num_heads / num_kv_heads query heads."""
+    """Key and value heads, each shared by num_heads / num_kv_heads query heads; mla has none of its own."""
     head_dim: int = 32
-    """Width of one head; even, because of the rotary embedding."""
+    """Width of one head; even in gqa, because of the rotary embedding. In mla of the part without positions."""
+    q_rank: int = 0
+    """mla: width of the latent that queries are made of; 0: they are made of the hidden state itself."""
+    kv_rank: int = 64
+    """mla: width of the latent that keys and values are made of, which is all that a cache keeps of them."""
+    rope_dim: int = 16
+    """mla: width of the rotated part of queries and keys, one key for all heads; even."""
+    value_dim: int = 32
+    """mla: width of one head's values."""
     dense_size: int = 384
     """Inner width of a dense MLP."""
     expert_size: int = 128
@@ -56,14 +66,11 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in (
             *("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "dense_size"),
-            *("expert_size", "num_experts", "experts_per_token"),
+            *("expert_size", "num_experts", "experts_per_token", "kv_rank", "rope_dim", "value_dim"),
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1: got {getattr(self, name)}")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads must be a multiple of num_kv_heads: got {self.num_heads}, {self.num_kv_heads}")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even: got {self.head_dim}")
+        self._check_attention()
         if self.experts_per_token > self.num_experts:
             raise ValueError(
                 f"experts_per_token must be at most num_experts: got {self.experts_per_token} of {self.num_experts}"
@@ -77,6 +84,29 @@ class ModelConfig:
             raise ValueError("num_dense_layers and num_shared_experts cannot be negative")
         if self.experts != "swiglu" and not all(self.experts.partition(":")):
             raise ValueError(f'experts must be "swiglu" or "module:Class": got {self.experts!r}')
+
+    def _check_attention(self) -> None:
+        if self.attention not in ("gqa", "mla"):
+            raise ValueError(f"attention must be gqa or mla: got {self.attention!r}")
+        if self.q_rank < 0:
+            raise ValueError(f"q_rank cannot be negative: got {self.q_rank}; 0 is for queries without a latent")
+        if self.attention == "mla":
+            if self.rope_dim % 2:
+                raise ValueError(
+                    f"rope_dim must be even, as channels turn in pairs: got {self.rope_dim}; use {self.rope_dim + 1}"
+                )
+            return
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads must be a multiple of num_kv_heads: got {self.num_heads}, {self.num_kv_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even: got {self.head_dim}")
+
+    @property
+    def kept(self) -> tuple[int, int, int]:
+        """What a key/value cache keeps of a position in a layer: how many tensors, of how many heads, and how wide."""
+        if self.attention == "mla":
+            return 1, 1, self.kv_rank + self.rope_dim
+        return 2, self.num_kv_heads, self.head_dim
 
     @property
     def residual_std(self) -> float:

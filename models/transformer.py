@@ -46,12 +46,23 @@ class StageSpec:
 
 def layer_flops(config: ModelConfig, layer: int) -> int:
     """Multiply-adds per token of a block's weights, forward (attention scores, which depend on length, left out)."""
-    heads = config.num_heads + config.num_kv_heads
-    attention = 2 * config.hidden_size * config.head_dim * heads
+    attention = attention_flops(config)
     if config.is_dense(layer):
         return attention + 3 * config.hidden_size * config.dense_size
     experts = config.experts_per_token + config.num_shared_experts
     return attention + config.hidden_size * (3 * experts * config.expert_size + config.num_experts)
+
+
+def attention_flops(config: ModelConfig) -> int:
+    """The attention's share of `layer_flops`."""
+    hidden, heads = config.hidden_size, config.num_heads
+    if config.attention == "gqa":
+        return 2 * hidden * config.head_dim * (heads + config.num_kv_heads)
+    queries = heads * (config.head_dim + config.rope_dim)
+    flops = config.q_rank * (hidden + queries) if config.q_rank else hidden * queries
+    flops += hidden * (config.kv_rank + config.rope_dim)
+    flops += config.kv_rank * heads * (config.head_dim + config.value_dim)
+    return flops + heads * config.value_dim * hidden
 
 
 def split(config: ModelConfig, num_stages: int) -> tuple[StageSpec, ...]:

@@ -312,6 +312,10 @@ def test_loss_is_in_nats():
 @pytest.mark.parametrize("choices,problem", [
     ({"num_heads": 3}, "num_heads must be a multiple of num_kv_heads: got 3, 2"),
     ({"head_dim": 5}, "head_dim must be even: got 5"),
+    ({"attention": "mha"}, "attention must be gqa or mla: got 'mha'"),
+    ({"attention": "mla", "rope_dim": 5}, "rope_dim must be even, as channels turn in pairs: got 5; use 6"),
+    ({"q_rank": -1}, "q_rank cannot be negative: got -1; 0 is for queries without a latent"),
+    ({"kv_rank": 0}, "kv_rank must be at least 1: got 0"),
     ({"experts_per_token": 9}, "experts_per_token must be at most num_experts: got 9 of 5"),
     ({"num_layers": 0}, "num_layers must be at least 1: got 0"),
     ({"num_shared_experts": -1}, "cannot be negative"),
@@ -321,6 +325,11 @@ def test_loss_is_in_nats():
 def test_choices_that_contradict_each_other(choices, problem):
     with pytest.raises(ValueError, match=problem):
         with_choices(**choices)
+
+
+def test_what_only_one_kind_of_attention_needs_is_no_mistake_in_the_other():
+    with_choices(attention="mla", num_heads=3, head_dim=5)
+    with_choices(rope_dim=5)
 
 
 def test_presets():
@@ -344,14 +353,16 @@ def test_choices_reach_every_layer():
             assert parameter.std().item() == pytest.approx(config.init_std / smaller, rel=0.2), name
 
 
-def test_layer_flops_count_the_weights_a_token_meets():
-    for name, block in build_model(CONFIG).layers.items():
+@pytest.mark.parametrize("choices", [{}, {"attention": "mla"}, {"attention": "mla", "q_rank": 7}])
+def test_layer_flops_count_the_weights_a_token_meets(choices):
+    config = with_choices(**choices)
+    for name, block in build_model(config).layers.items():
         active = sum(
             p.numel() * (CONFIG.experts_per_token / CONFIG.num_experts if ".experts." in key else 1)
             for key, p in block.named_parameters()
             if p.ndim > 1
         )
-        assert layer_flops(CONFIG, int(name)) == active
+        assert layer_flops(config, int(name)) == active
 
 
 def test_scores_and_angles_are_fp32_in_a_bf16_model():

@@ -1,0 +1,258 @@
+"""Multi-head latent attention against a loop, against itself behind a cache, and in a model."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from moe_dualpipe.expert_parallel import Loopback
+from moe_dualpipe.models import KVCache, ModelConfig, StageSpec, TransformerStage, build_model, next_token_loss
+from moe_dualpipe.models.attention import Attention
+from moe_dualpipe.models.latent_attention import LatentAttention
+from moe_dualpipe.overlap.weight_grads import WeightGrads, bind
+
+CONFIG = ModelConfig(
+    vocab_size=31, hidden_size=16, num_layers=3, num_dense_layers=1, attention="mla", num_heads=3, head_dim=5,
+    q_rank=9, kv_rank=6, rope_dim=4, value_dim=7, dense_size=24, expert_size=12, num_experts=8, experts_per_token=2,
+    init_std=0.3, norm_eps=0.01, rope_theta=100.0,
+)  # fmt: skip
+D, H, C, P, V, R, Q = 16, 3, 5, 4, 7, 6, 9
+
+
+def with_choices(**choices):
+    return dataclasses.replace(CONFIG, **choices)
+
+
+def uneven_norms(module):
+    """`module`, in which no norm is as good as none, or as another."""
+    with torch.no_grad():
+        for norm in module.modules():
+            if isinstance(norm, nn.RMSNorm):
+                norm.weight.uniform_(0.5, 2)
+    return module
+
+
+def attention(dtype=torch.float64, **choices):
+    return uneven_norms(LatentAttention(with_choices(**choices), out_std=0.3).to(dtype))
+
+
+# ---- The layer ----
+
+
+def normalised(x, norm):
+    return x / (x.square().mean() + CONFIG.norm_eps).sqrt() * norm.weight
+
+
+def turned(x, position):
+    """A rotation is a complex multiplication; channel i goes with channel i + P/2."""
+    angles = torch.tensor([position * CONFIG.rope_theta ** (-2 * i / P) for i in range(P // 2)], dtype=torch.float64)
+    pairs = torch.complex(x[: P // 2], x[P // 2 :]) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([pairs.real, pairs.imag])
+
+
+def oracle(layer: LatentAttention, x_BSD: torch.Tensor) -> torch.Tensor:
+    """Sequence by sequence, position by position, head by head."""
+    ups = layer.kv_up.weight.view(H, C + V, R)
+    rows = []
+    for x_SD in x_BSD:
+        latents, shared, queries = [], [], []
+        for s, x in enumerate(x_SD):
+            down = torch.einsum("od,d->o", layer.down.weight, x)
+            q = down[: -R - P]
+            if layer.q_width == Q:
+                q = torch.einsum("oq,q->o", layer.q_up.weight, normalised(q, layer.q_norm))
+            queries.append(q.view(H, C + P))
+            latents.append(normalised(down[-R - P : -P], layer.kv_norm))
+            shared.append(turned(down[-P:], s))
+        for s in range(len(x_SD)):
+            values = []
+            for h in range(H):
+                q, q_turned = queries[s][h, :C], turned(queries[s][h, C:], s)
+                scores = torch.stack(
+                    [(q @ ups[h, :C] @ latents[t] + q_turned @ shared[t]) / math.sqrt(C + P) for t in range(s + 1)]
+                )
+                values.append(sum(p * (ups[h, C:] @ latents[t]) for t, p in enumerate(scores.softmax(0))))
+            rows.append(layer.out.weight @ torch.cat(values))
+    return torch.stack(rows).view_as(x_BSD)
+
+
+@pytest.mark.parametrize("q_rank", [0, Q])
+def test_it_equals_a_loop(q_rank):
+    layer = attention(q_rank=q_rank)
+    x = torch.randn(2, 7, D, dtype=torch.float64)
+    torch.testing.assert_close(layer(x), oracle(layer, x), atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("q_rank", [0, 4])
+def test_gradients_against_finite_differences(q_rank):
+    sizes = {"hidden_size": 4, "num_heads": 2, "head_dim": 2, "kv_rank": 3, "rope_dim": 2, "value_dim": 1}
+    layer = attention(q_rank=q_rank, **sizes)
+    names = [name for name, _ in layer.named_parameters()]
+
+    def function(x, *parameters):
+        return torch.func.functional_call(layer, dict(zip(names, parameters, strict=True)), (x,))
+
+    x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(function, (x, *layer.parameters()))
+
+
+def test_it_sees_no_later_position():
+    layer, x = attention(), torch.randn(1, 9, D, dtype=torch.float64)
+    changed = x.clone()
+    changed[:, 5:] += 1
+    torch.testing.assert_close(layer(x)[:, :5], layer(changed)[:, :5])
+    assert not torch.allclose(layer(x)[:, 5:], layer(changed)[:, 5:])
+
+
+def test_angles_are_fp32_in_a_bf16_model():
+    layer = attention(torch.bfloat16)
+    x = torch.randn(1, 1000, D).bfloat16()
+    exact = attention(torch.float32)
+    exact.load_state_dict(layer.state_dict())
+    assert (layer(x).float() - exact(x.float())).norm() / exact(x.float()).norm() < 0.02
+
+
+# ---- Behind a cache ----
+
+
+def piecewise(module, x, sizes, cache):
+    with torch.no_grad():
+        return torch.cat([module(piece, cache) for piece in x.split(sizes, dim=1)], dim=1)
+
+
+@pytest.mark.parametrize("room", [3, 256])  # memory that grows on the way, or does not
+@pytest.mark.parametrize("sequences", [1, 3])
+@pytest.mark.parametrize("q_rank", [0, Q])
+def test_absorbed_is_expanded(monkeypatch, q_rank, sequences, room):
+    monkeypatch.setattr(KVCache, "STEP", room)
+    model = uneven_norms(build_model(with_choices(q_rank=q_rank)).double())
+    x, cache = torch.randint(31, (sequences, 14)), KVCache()
+    pieces = piecewise(model, x, [5, 1, 1, 4, 3], cache)
+    assert cache.length == 14
+    with torch.no_grad():
+        torch.testing.assert_close(pieces, model(x), atol=1e-12, rtol=1e-12)
+
+
+def test_absorbed_in_bf16_is_as_close_as_expanded():
+    layer, exact = attention(torch.bfloat16), attention(torch.float32)
+    exact.load_state_dict(layer.state_dict())
+    x = torch.randn(2, 40, D).bfloat16()
+    cache, expected = KVCache(), exact(x.float())
+    outputs = []
+    for size in [30, 1, 9]:
+        outputs.append(piecewise(layer, x[:, cache.length : cache.length + size], size, cache))
+        cache.length += size
+    assert (torch.cat(outputs, dim=1) - expected).norm() / expected.norm() < 0.02
+
+
+@torch.no_grad()
+def test_a_cache_keeps_latents_and_shared_keys_only():
+    layer, x, cache = attention(), torch.randn(2, 5, D, dtype=torch.float64), KVCache()
+    layer(x, cache)
+    cache.length = 5
+    nothing = x.new_empty(2, 1, 0, R + P)
+    (kept,) = cache.append(0, nothing)
+    assert kept.shape == (2, 1, 5, R + P)
+    down = x @ layer.down.weight[-R - P :].T
+    for b in range(2):
+        for s in range(5):
+            expected = torch.cat([normalised(down[b, s, :R], layer.kv_norm), turned(down[b, s, R:], s)])
+            torch.testing.assert_close(kept[b, 0, s], expected)
+
+
+@pytest.mark.parametrize("length", [0, 5, 300])
+def test_a_filled_cache_is_a_past(length):
+    stage = TransformerStage(CONFIG, StageSpec(range(1, 3), False, False, 0.5)).double()
+    x = torch.randn(3, 4, D, dtype=torch.float64)
+    cache = KVCache.filled(CONFIG, stage.spec.layers, 3, length, "cpu", torch.float64)
+    behind = piecewise(stage, x, [1, 1, 2], cache)
+    assert cache.length == length + 4
+    cache.length = length
+    torch.testing.assert_close(piecewise(stage, x, [4], cache), behind, atol=1e-12, rtol=1e-12)
+    assert torch.allclose(behind, piecewise(stage, x, [4], KVCache())) == (length == 0)
+
+
+def test_a_cache_of_other_attention_is_refused():
+    other = with_choices(attention="gqa", num_kv_heads=3, head_dim=10)
+    model, cache = build_model(CONFIG), KVCache.filled(other, range(3), 2, 5)
+    with torch.no_grad(), pytest.raises(ValueError, match=r"of \[2, 3, 10\] \(.*\): got \[2, 1, 10\]"):
+        model(torch.zeros(2, 1, dtype=torch.int64), cache)
+
+
+# ---- In a model ----
+
+
+def test_the_configuration_chooses_and_reaches_it():
+    model = build_model(with_choices(norm_eps=0.5, rope_theta=7.0, hidden_size=64, kv_rank=60))
+    layers = [m for m in model.modules() if isinstance(m, LatentAttention)]
+    assert [layer.layer for layer in layers] == [0, 1, 2]
+    assert {layer.rope_theta for layer in layers} == {7.0}
+    assert {norm.eps for norm in model.modules() if isinstance(norm, nn.RMSNorm)} == {0.5}
+    for name, parameter in model.named_parameters():
+        if "attention." in name and parameter.ndim > 1:  # the projection into the residual stream starts smaller
+            std = CONFIG.init_std / (6**0.5 if "out." in name else 1)
+            assert parameter.std().item() == pytest.approx(std, rel=0.2), name
+    plain = build_model(with_choices(attention="gqa", num_kv_heads=1, head_dim=4))
+    assert [type(block.attention) for block in plain.layers.values()] == [Attention] * 3
+
+
+@pytest.mark.parametrize("q_rank,more", [
+    (0, {"down.weight": (H * (C + P) + R + P, D)}),
+    (Q, {"down.weight": (Q + R + P, D), "q_norm.weight": (Q,), "q_up.weight": (H * (C + P), Q)}),
+])  # fmt: skip
+def test_what_a_checkpoint_calls_its_weights(q_rank, more):
+    state = {
+        name.removeprefix("layers.2.attention."): tuple(tensor.shape)
+        for name, tensor in build_model(with_choices(q_rank=q_rank)).state_dict().items()
+        if name.startswith("layers.2.attention.")
+    }
+    always = {"kv_norm.weight": (R,), "kv_up.weight": (H * (C + V), R), "out.weight": (D, H * V)}
+    assert state == always | more
+
+
+def tokens(seed, length=5):
+    return torch.randint(31, (2, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("recompute", ["none", "norms", "attention", "full"])
+def test_deferred_weight_gradients_equal_immediate_ones(recompute):
+    model = build_model(CONFIG, recompute="none")
+    next_token_loss(model(tokens(1)), tokens(2)).backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    model, weight_grads = build_model(CONFIG, recompute=recompute), WeightGrads()
+    bind(model, weight_grads)
+    with weight_grads.defer_to("later"):
+        next_token_loss(model(tokens(1)), tokens(2)).backward()
+    for name, parameter in model.get_submodule("layers.1.attention").named_parameters():
+        assert (parameter.grad is None) == ("norm" not in name), name
+    weight_grads.run("later")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad, expected[name]), name
+
+
+@pytest.mark.parametrize("q_rank", [0, Q])
+def test_it_trains_under_the_overlapped_pair_bit_for_bit(q_rank):
+    """Each step is the forward of one batch beside the backward of another, then its own backward."""
+    runs = []
+    for overlapped in (False, True):
+        model, losses = build_model(with_choices(q_rank=q_rank), Loopback(8, 4), seed=3), []
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
+        for _ in range(12):
+            loss1 = next_token_loss(model(tokens(1)), tokens(2))
+            if overlapped:
+                pair = model.overlapped_forward_backward
+                loss0 = pair(model, [tokens(3)], next_token_loss, [tokens(4)], model, loss1, None, None)[1]
+            else:
+                loss0 = next_token_loss(model(tokens(3)), tokens(4))
+                loss1.backward()
+            loss0.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append((loss0.item(), loss1.item()))
+        runs.append((losses, [p.detach() for p in model.parameters()]))
+    (expected, parameters), (losses, ours) = runs
+    assert losses == expected
+    assert sum(losses[-1]) < 0.8 * sum(losses[0])
+    assert all(torch.equal(a, b) for a, b in zip(ours, parameters, strict=True))
