@@ -6,7 +6,8 @@ standard library's own source), AdamW as train.py does it. The first steps compi
     model FLOPs per token = 6 x active parameters + 6 x layers x heads x head_dim x sequence length
 
 Active parameters are those a token is multiplied with: of the routed experts K of E, and not the embedding. The second
-term is causal attention. Utilisation is that, times tokens per second, over the dense product's rate.
+term is causal attention; where keys and values differ in width, head_dim is the mean of both. Utilisation is that,
+times tokens per second, over the dense product's rate.
 """
 
 import dataclasses
@@ -166,7 +167,8 @@ def flops_per_token(config: ModelConfig, model: TransformerStage, length: int) -
             continue
         share = config.experts_per_token / config.num_experts if ".experts." in name else 1
         active += round(parameter.numel() * share)
-    return 6 * active + 6 * config.num_layers * config.num_heads * config.head_dim * length
+    widths = config.head_dim + (config.head_dim if config.attention == "gqa" else config.rope_dim + config.value_dim)
+    return 6 * active + 3 * config.num_layers * config.num_heads * widths * length
 
 
 def curve(plan: Plan, trained: Trained, points: int = 40) -> list[tuple[float, float]]:

@@ -47,6 +47,9 @@ def test_model_flops_count_active_parameters_once_and_the_embedding_not_at_all()
     one_expert = 3 * 6 * 5
     active = attention + router + head + norms + (2 + 1) * one_expert
     assert flops_per_token(config, build_model(config), length=11) == 6 * active + 6 * 1 * 3 * 2 * 11
+    latent = dataclasses.replace(config, attention="mla", kv_rank=4, rope_dim=2, value_dim=5)
+    active += 6 * (3 * 4 + 4 + 2) + 4 * 3 * (2 + 5) + 3 * 5 * 6 + 4 - attention  # and the norm of the latent
+    assert flops_per_token(latent, build_model(latent), length=11) == 6 * active + 3 * 1 * 3 * (2 + 2 + 5) * 11
 
 
 # ---- Taking turns ----

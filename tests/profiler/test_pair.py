@@ -20,14 +20,16 @@ MODEL = ModelConfig(
     hidden_size=16, num_heads=2, num_kv_heads=1, head_dim=8, expert_size=12, num_experts=8, experts_per_token=3,
     init_std=0.3,
 )  # fmt: skip
+LATENT = replace(MODEL, attention="mla", num_heads=3, head_dim=5, q_rank=9, kv_rank=6, rope_dim=4, value_dim=7)
 WORK = Work("train", "a small one", MODEL, 2, 8, 24, "balanced", torch.device("cpu"), torch.float32)
 SMALL = ["profile", "run", "--layers", "2", "--seq", "16", "--tokens", "32", "--ep", "4"]
 
 
+@pytest.mark.parametrize("model", [MODEL, LATENT], ids=["gqa", "mla"])
 @pytest.mark.parametrize("routing", ["balanced", "real"])
 @pytest.mark.parametrize("mode,sequences", [("train", 3), ("prefill", 3), ("decode", 24)])
-def test_both_ways_do_the_same_work(mode, sequences, routing):
-    pair = Pair(replace(WORK, mode=mode, routing=routing), Loopback(8, 4))
+def test_both_ways_do_the_same_work(mode, sequences, routing, model):
+    pair = Pair(replace(WORK, mode=mode, routing=routing, model=model), Loopback(8, 4))
     assert pair.work.sequences == sequences
     results = []
     for way in (pair.sequential, pair.overlapped):
