@@ -20,7 +20,8 @@ MODEL = ModelConfig(
     hidden_size=16, num_heads=2, num_kv_heads=1, head_dim=8, expert_size=12, num_experts=8, experts_per_token=3,
     init_std=0.3,
 )  # fmt: skip
-WORK = Work("train", "a small one", MODEL, 2, 8, 24, "balanced", torch.device("cpu"), torch.float32)
+CPU = torch.device("cpu")
+WORK = Work("train", "a small one", MODEL, 2, 8, 24, "balanced", CPU, torch.float32)
 SMALL = ["profile", "run", "--layers", "2", "--seq", "16", "--tokens", "32", "--ep", "4"]
 
 
@@ -55,7 +56,7 @@ def test_a_stage_has_experts_in_every_layer_and_neither_end():
 )
 def test_balanced_routing(experts, k, groups, top):
     config = replace(MODEL, num_experts=experts, experts_per_token=k, expert_groups=groups, top_groups=top)
-    ids = balanced_ids(config, 2 * experts)
+    ids = balanced_ids(config, 2 * experts, CPU)
     assert torch.equal(torch.bincount(ids.flatten(), minlength=experts), torch.full((experts,), 2 * k))
     assert all(len(set(row)) == k for row in ids.tolist())
     assert all(len({expert // (experts // groups) for expert in row}) == min(top, k) for row in ids.tolist())
@@ -70,12 +71,22 @@ def test_balanced_routing(experts, k, groups, top):
 
 def test_balanced_routing_sends_a_token_to_as_many_ranks_as_it_has_choices():
     config = replace(MODEL, num_experts=256, experts_per_token=8, expert_groups=8, top_groups=4)
-    ranks = balanced_ids(config, 300) // 4
+    ranks = balanced_ids(config, 300, CPU) // 4
     assert all(len(set(row)) == 8 for row in ranks.tolist())
+
+
+def test_balanced_choices_are_copied_to_a_device_once():
+    """Such a copy waits for the device, and with it everything that the host had not launched yet."""
+    assert balanced_ids(MODEL, 24, CPU) is balanced_ids(MODEL, 24, CPU)
+    assert balanced_ids(MODEL, 24, torch.device("meta")).is_meta
 
 
 def test_the_routers_differ_in_their_choice_only():
     assert {*Router(MODEL).state_dict()} == {*BalancedRouter(MODEL).state_dict()}
+    torch.manual_seed(1)
+    real = Pair(replace(WORK, routing="real"), Loopback(8, 4)).stage.state_dict()
+    balanced = Pair(WORK, Loopback(8, 4)).stage.state_dict()
+    assert all(torch.equal(real[name], balanced[name]) for name in real)
 
 
 def test_a_replayed_link_takes_the_times_that_it_is_given():
