@@ -30,11 +30,20 @@ SMALL = ["profile", "run", "--layers", "2", "--seq", "16", "--tokens", "32", "--
 def test_both_ways_do_the_same_work(mode, sequences, routing):
     pair = Pair(replace(WORK, mode=mode, routing=routing), Loopback(8, 4))
     assert pair.work.sequences == sequences
-    results = []
+    results: list[list[torch.Tensor]] = []
+    inputs: list[torch.Tensor] = []
+    pair.stage.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
     for way in (pair.sequential, pair.overlapped):
         torch.manual_seed(1)  # of the cached keys and values
         pair.prepare()
+        if mode == "train":  # a stage in the middle of a pipeline: it has gradients to send
+            assert pair._chunks[1][0].requires_grad
+        if mode == "decode":
+            assert [cache.length for _, cache in pair._chunks] == [8, 8]
         output = way()
+        if mode == "train":
+            assert inputs[0].grad is not None
+            inputs.clear()
         grads = [parameter.grad for parameter in pair.stage.parameters()]
         assert all((grad is not None) == (mode == "train") for grad in grads)
         results.append([output.detach(), *(grad.clone() for grad in grads if grad is not None)])
@@ -67,6 +76,23 @@ def test_balanced_routing(experts, k, groups, top):
     torch.testing.assert_close(weights.sum(1), torch.ones(len(x)))
     logits = router.logits(x).gather(1, chosen)
     torch.testing.assert_close(weights, logits.softmax(1))
+
+
+def test_balanced_choices_of_a_token_lie_far_apart():
+    config = replace(MODEL, num_experts=4, experts_per_token=2)
+    assert balanced_ids(config, 4, CPU).tolist() == [[0, 2], [1, 3], [2, 0], [3, 1]]
+    config = replace(MODEL, num_experts=256, experts_per_token=8, expert_groups=8, top_groups=4)
+    assert balanced_ids(config, 10, CPU)[::9].tolist() == [
+        [0, 32, 64, 96, 16, 48, 80, 112],
+        [33, 65, 97, 129, 49, 81, 113, 145],
+    ]
+
+
+def test_a_micro_batch_in_words():
+    assert WORK.described == (
+        "train on cpu in float32: 2 layers of a small one, 24 tokens in sequences of 8, balanced routing"
+    )
+    assert ", 24 tokens behind 8 cached ones each, real " in replace(WORK, mode="decode", routing="real").described
 
 
 def test_balanced_routing_sends_a_token_to_as_many_ranks_as_it_has_choices():
