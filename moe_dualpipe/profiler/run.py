@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..commands.common import choose_device
 from ..expert_parallel import AllToAll, ExpertParallel, Link, Loopback, Replay
 from ..models import preset
 from . import lanes
@@ -144,12 +145,8 @@ def _resolve(mode: Mode, preset_name: str, layers: int, seq: int, tokens: int, r
     for name, number, least in (("layers", layers, 1), ("seq", seq, 0), ("tokens", tokens, 0)):
         if number < least:
             raise ValueError(f"--{name} must be at least 1: got {number}")
-    gpu = torch.cuda.is_available()
-    if device == "cuda" and not gpu:
-        raise ValueError("--device cuda, but torch finds no GPU on this machine; use --device cpu")
-    on = (
-        torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpu and device != "cpu" else torch.device("cpu")
-    )
+    kind = choose_device(device, torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    on = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
     seq = seq or (4096 if on.type == "cuda" else 1024)
     tokens = tokens or (128 if mode == "decode" else 4096 if 4096 % seq == 0 else seq)
     if mode != "decode" and tokens % seq:

@@ -181,3 +181,15 @@ def test_default_ranks_divide_the_experts():
 def test_default_sizes(mode, seq, tokens, expected):
     work = run._resolve(mode, "tiny", 1, seq, tokens, "balanced", "cpu")
     assert (work.seq, work.tokens) == expected
+
+
+def test_ranks_without_a_gpu_each_are_told_or_run_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for processes, device in (("2", "cuda:1"), ("3", "cpu")):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        work = run._resolve("train", "tiny", 1, 0, 0, "balanced", "auto")
+        assert str(work.device) == device
+        assert (work.seq, work.dtype) == ((1024, torch.float32) if device == "cpu" else (4096, torch.bfloat16))
+    with pytest.raises(ValueError, match="there are 3 processes and 2 GPUs here: start at most 2 processes"):
+        run._resolve("train", "tiny", 1, 0, 0, "balanced", "cuda")
