@@ -3,6 +3,8 @@
 T tokens, D model dim, E experts, K experts per token.
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor, nn
 
@@ -61,12 +63,13 @@ class BalancedRouter(Router):
 
     def scored(self, x_TD: Tensor) -> Tensor:
         logits_TE = super().scored(x_TD)
-        ids_TK = balanced_ids(self.config, len(x_TD)).to(x_TD.device)
+        ids_TK = balanced_ids(self.config, len(x_TD), x_TD.device)
         others_TE = torch.ones_like(logits_TE, dtype=torch.bool).scatter_(1, ids_TK, False)
         return logits_TE.masked_fill(others_TE, -torch.inf)
 
 
-def balanced_ids(config: ModelConfig, num_tokens: int) -> Tensor:
+@lru_cache(maxsize=8)  # a copy to a GPU would make the host wait for it, in every layer
+def balanced_ids(config: ModelConfig, num_tokens: int, device: torch.device) -> Tensor:
     """Expert ids [T, K]: in turn, so that over E tokens each expert is chosen K times.
 
     Example: 2 of 4 experts -> [[0, 2], [1, 3], [2, 0], [3, 1]].
@@ -76,4 +79,5 @@ def balanced_ids(config: ModelConfig, num_tokens: int) -> Tensor:
     token_T1, choice_K = torch.arange(num_tokens)[:, None], torch.arange(k)
     group_TK = (token_T1 + choice_K % config.top_groups) % groups
     apart = in_group // -(-k // config.top_groups)
-    return group_TK * in_group + (token_T1 // groups + choice_K // config.top_groups * apart) % in_group
+    ids_TK = group_TK * in_group + (token_T1 // groups + choice_K // config.top_groups * apart) % in_group
+    return ids_TK.to(device)

@@ -20,3 +20,19 @@ def make_folder(path: Path) -> None:
         raise ValueError(f"cannot write to --out {path}: {error.strerror}") from None
     if not os.access(path, os.W_OK):
         raise ValueError(f"cannot write to --out {path}: permission denied")
+
+
+def choose_device(wanted: str, gpus: int, processes: int) -> str:
+    """cpu or cuda. Raises ValueError where `wanted` cannot be had: of auto there is always one."""
+    if wanted not in ("cpu", "cuda", "auto"):
+        raise ValueError(f"--device must be cpu, cuda or auto: got {wanted!r}")
+    if wanted == "cuda" and not gpus:
+        raise ValueError("--device cuda, but torch finds no GPU on this machine; use --device cpu")
+    if wanted == "cuda" and gpus < processes:
+        raise ValueError(
+            f"--device cuda needs a GPU for each process, but there are {processes} processes and {gpus} GPUs here: "
+            f"start at most {gpus} processes, or use --device cpu"
+        )
+    if wanted == "auto":
+        return "cuda" if gpus >= processes else "cpu"
+    return wanted

@@ -123,7 +123,7 @@ class Run:
             return
         text = json.dumps(measured.as_object(), indent=1)
         (out / "report.json").write_text(text + "\n")
-        written = run.draw(measured, out)
+        written = sorted([*measured.recordings, "report.json", *run.draw(measured, out)])
         print(text if self.json else f"{measured.as_text()}\n\nin {out}: {', '.join(written)}")
 
 

@@ -61,7 +61,9 @@ class Pair:
         if work.routing == "balanced":
             for module in self.stage.modules():
                 if isinstance(module, MoE):
-                    module.router = BalancedRouter(config, module.kernels)
+                    router = BalancedRouter(config, module.kernels)
+                    router.load_state_dict(module.router.state_dict())  # that were made from the seed
+                    module.router = router
         self.stage.to(work.device, work.dtype)
         length = 1 if work.mode == "decode" else work.seq
         shape = work.sequences, length, config.hidden_size

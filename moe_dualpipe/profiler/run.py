@@ -10,13 +10,14 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..commands.common import choose_device
 from ..expert_parallel import AllToAll, ExpertParallel, Link, Loopback, Replay
 from ..models import preset
 from . import lanes
@@ -58,6 +59,11 @@ class Measured:
         }
         ways = {way: self.ways[way].as_objects()[0] for way in WAYS}
         return {**work, "num_ranks": self.num_ranks, "link": self.link, **ways, "bound_us": self.bound_us}
+
+    @property
+    def recordings(self) -> list[str]:
+        """The names of their files."""
+        return [device.path.name for way in WAYS for device in self.ways[way].devices]
 
     def as_text(self) -> str:
         analyses = {way: self.ways[way].devices[0].analysis for way in WAYS}
@@ -118,17 +124,20 @@ def measure(
         backend = _backend(work, num_ranks, world, replay)
         pair = Pair(work, backend)
         words = _link(pair, backend, link, rounds)
-        recordings = _record(pair, out, rounds, "" if world == 1 else f"-rank{dist.get_rank()}")
-        ways = {way: _gathered(analyze_files([path]), world) for way, path in recordings.items()}
+        with _own_failures(world):
+            recordings = _record(pair, out, rounds, "" if world == 1 else f"-rank{dist.get_rank()}")
+            ways = {way: _gathered(analyze_files([path]), world) for way, path in recordings.items()}
     return Measured(work, num_ranks, words, ways)
 
 
 def draw(measured: Measured, out: Path) -> list[str]:
-    """Draw its lanes into the folder; returns the names of all files there. Without matplotlib, only the page."""
-    lanes.save(measured.pictures(), out / "timeline.html")
+    """Draw its lanes into the folder; returns the names of what was drawn: without matplotlib, only the page."""
+    names = ["timeline.html"]
+    lanes.save(measured.pictures(), out / names[0])
     with suppress(ImportError):
         lanes.save(measured.pictures(), out / "timeline.png")
-    return sorted(path.name for path in out.iterdir() if path.is_file())
+        names.append("timeline.png")
+    return names
 
 
 def _resolve(mode: Mode, preset_name: str, layers: int, seq: int, tokens: int, routing: Routing, device: str) -> Work:
@@ -136,12 +145,8 @@ def _resolve(mode: Mode, preset_name: str, layers: int, seq: int, tokens: int, r
     for name, number, least in (("layers", layers, 1), ("seq", seq, 0), ("tokens", tokens, 0)):
         if number < least:
             raise ValueError(f"--{name} must be at least 1: got {number}")
-    gpu = torch.cuda.is_available()
-    if device == "cuda" and not gpu:
-        raise ValueError("--device cuda, but torch finds no GPU on this machine; use --device cpu")
-    on = (
-        torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpu and device != "cpu" else torch.device("cpu")
-    )
+    kind = choose_device(device, torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    on = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
     seq = seq or (4096 if on.type == "cuda" else 1024)
     tokens = tokens or (128 if mode == "decode" else 4096 if 4096 % seq == 0 else seq)
     if mode != "decode" and tokens % seq:
@@ -171,6 +176,17 @@ def _world(device: torch.device, world: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+@contextmanager
+def _own_failures(world: int) -> Iterator[None]:
+    """Of one rank among several, as a full disk: where each says itself what happened, not the first one for all."""
+    try:
+        yield
+    except (ValueError, OSError, ImportError) as error:
+        if world == 1:
+            raise
+        raise RuntimeError(f"rank {dist.get_rank()}: {error}") from error
+
+
 def _backend(work: Work, num_ranks: int, world: int, replay: bool) -> ExpertParallel:
     if world > 1:
         group = dist.group.WORLD
@@ -186,7 +202,8 @@ def _link(pair: Pair, backend: ExpertParallel, link: Link | None, rounds: int) -
     if isinstance(backend, Replay):
         return "modelled link: each transfer takes what it took in DeepSeek's training trace"
     if not isinstance(backend, Loopback):
-        return f"torch.distributed, {dist.get_backend()}, {dist.get_world_size()} processes"
+        transport = "nccl" if pair.work.device.type == "cuda" else "gloo"
+        return f"torch.distributed, {transport}, {dist.get_world_size()} processes"
     chosen = ""
     if link is None and pair.work.device.type == "cpu":
         seconds, num_bytes = _computing(pair, backend, rounds)
@@ -194,6 +211,8 @@ def _link(pair: Pair, backend: ExpertParallel, link: Link | None, rounds: int) -
         chosen = (
             f"; chosen so that the {num_bytes / 1e6:,.1f} MB of a pair take {SHARE} of the {1e3 * seconds:,.0f} ms "
             "that it just computed"
+            if num_bytes
+            else "; there is nobody to send to"
         )
     backend.link = link or GPU_LINK
     return f"modelled link: {8 * backend.link.gb_per_s:,.4g} Gb/s, latency {backend.link.latency_us:g} us{chosen}"
@@ -238,10 +257,12 @@ def _record(pair: Pair, out: Path, rounds: int, suffix: str) -> dict[str, Path]:
 
 
 def _gathered(files: Files, world: int) -> Files:
-    """Everyone's."""
+    """On the first rank everyone's, of the others without what is drawn; on these their own."""
     if world == 1:
         return files
-    every: list[list[Device]] = [[] for _ in range(world)]
-    dist.all_gather_object(every, list(files.devices))
-    devices = [device for devices in every for device in devices]
+    every: list[list[Device]] | None = [[] for _ in range(world)] if dist.get_rank() == 0 else None
+    dist.gather_object([replace(device, blocks=()) for device in files.devices], every)
+    if every is None:
+        return files
+    devices = [*files.devices, *(device for devices in every[1:] for device in devices)]
     return Files(devices, together([device.rank for device in devices]))

@@ -14,7 +14,7 @@ from ..schedule.walk import Span
 from .analyze import COMMUNICATION, intervals_of, kind_of
 from .chrome import Mark, Trace, TraceError, Work
 from .host import on_cpu
-from .intervals import as_intervals, intersection, total, union
+from .intervals import as_intervals, total, union
 
 PARTS = ("gradients", "optimizer")
 """Annotations of what follows the pipeline: the sum over replicas with the norm, and the update."""
@@ -69,7 +69,7 @@ def steps_of(trace: Trace, actions: Sequence[Action]) -> list[Step]:
             Span(action, start + trace.base_us, end + trace.base_us)
             for action, (start, end) in zip(actions, extents, strict=True)
         )
-        waiting = total(busy) - total(intersection(busy, compute))
+        waiting = total(busy) - total(compute)
         number = int(step.name.removeprefix("step "))
         steps.append(Step(number, step.start + trace.base_us, step.end + trace.base_us, spans, waiting, parts))
     return steps

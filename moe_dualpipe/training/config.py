@@ -14,6 +14,7 @@ from typing import Annotated
 import torch
 import tyro
 
+from ..commands.common import choose_device
 from ..kernels.choose import Kernels, checked
 from ..models import PRESETS, ModelConfig, preset
 from ..models.recompute import Recompute
@@ -143,7 +144,7 @@ def resolve(config: TrainConfig, launch: Launch) -> TrainConfig:
     Raises ValueError with the numbers and the way out. The result has no 0, "auto" or "" where those mean a choice.
     """
     preset(config.preset)  # its error names the nearest one
-    device = _device(config.device, torch.cuda.device_count(), launch.local_world_size)
+    device = choose_device(config.device, torch.cuda.device_count(), launch.local_world_size)
     dtype = config.dtype if config.dtype != "auto" else ("bfloat16" if device == "cuda" else "float32")
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"--dtype must be float32, bfloat16 or auto: got {dtype!r}")
@@ -231,21 +232,6 @@ def _out(config: TrainConfig) -> str:
             f"--out {config.out} holds a run already: go on with --resume {config.out}, or use another --out"
         )
     return config.out
-
-
-def _device(wanted: str, gpus: int, processes: int) -> str:
-    if wanted not in ("cpu", "cuda", "auto"):
-        raise ValueError(f"--device must be cpu, cuda or auto: got {wanted!r}")
-    if wanted == "cuda" and not gpus:
-        raise ValueError("--device cuda, but torch finds no GPU on this machine; use --device cpu")
-    if wanted == "cuda" and gpus < processes:
-        raise ValueError(
-            f"--device cuda needs a GPU for each process, but there are {processes} processes and {gpus} GPUs here: "
-            f"start at most {gpus} processes, or use --device cpu"
-        )
-    if wanted == "auto":
-        return "cuda" if gpus >= processes else "cpu"
-    return wanted
 
 
 def _default_pp(config: TrainConfig, world_size: int) -> int:

@@ -4,7 +4,6 @@
 rank for itself and alike, so that it ends in one line and exit code 2, never in a hang.
 """
 
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from ..commands.common import make_folder
 from ..expert_parallel import AllToAll, Local
 from ..models import TransformerStage, expert_loads, split
 from ..models.experts import expert_class
@@ -92,12 +92,7 @@ class Plan:
                 f"the run has {config.steps - first_step}: use --steps {first_step + WARM_UP + config.profile}"
             )
         text = data.load(config.data, config.seq_len)
-        try:
-            Path(config.out).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"cannot write to --out {config.out}: {error.strerror}") from None
-        if not os.access(config.out, os.W_OK):
-            raise ValueError(f"cannot write to --out {config.out}: permission denied")
+        make_folder(Path(config.out))
         return cls(config, arguments, text, resume, first_step)
 
 

@@ -82,10 +82,11 @@ class StepProfiler:
         overlap = [{"rank": rank, **device.analysis.as_object()} for rank, device in enumerate(devices)]
         report = {"pipelines": as_objects(pipelines), "overlap": overlap}
         (self.folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+        names = [*(device.path.name for device in devices), "report.json"]
         with suppress(ImportError):  # no matplotlib: no picture
             save(pipelines, self.folder / "steps.png")
-        names = ", ".join(sorted(path.name for path in self.folder.iterdir()))
+            names.append("steps.png")
         parts = [f"profile of {len(self.recorded)} steps, of which this one is typical:", as_text(pipelines)]
         if layout.ep > 1:
             parts += ["communication between experts, in all of them:", compare_ranks(analyses, joint)]
-        return "\n\n".join([*parts, f"in {self.folder}: {names}"])
+        return "\n\n".join([*parts, f"in {self.folder}: {', '.join(names)}"])

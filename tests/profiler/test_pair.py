@@ -21,7 +21,8 @@ MODEL = ModelConfig(
     init_std=0.3,
 )  # fmt: skip
 LATENT = replace(MODEL, attention="mla", num_heads=3, head_dim=5, q_rank=9, kv_rank=6, rope_dim=4, value_dim=7)
-WORK = Work("train", "a small one", MODEL, 2, 8, 24, "balanced", torch.device("cpu"), torch.float32)
+CPU = torch.device("cpu")
+WORK = Work("train", "a small one", MODEL, 2, 8, 24, "balanced", CPU, torch.float32)
 SMALL = ["profile", "run", "--layers", "2", "--seq", "16", "--tokens", "32", "--ep", "4"]
 
 
@@ -31,11 +32,20 @@ SMALL = ["profile", "run", "--layers", "2", "--seq", "16", "--tokens", "32", "--
 def test_both_ways_do_the_same_work(mode, sequences, routing, model):
     pair = Pair(replace(WORK, mode=mode, routing=routing, model=model), Loopback(8, 4))
     assert pair.work.sequences == sequences
-    results = []
+    results: list[list[torch.Tensor]] = []
+    inputs: list[torch.Tensor] = []
+    pair.stage.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
     for way in (pair.sequential, pair.overlapped):
         torch.manual_seed(1)  # of the cached keys and values
         pair.prepare()
+        if mode == "train":  # a stage in the middle of a pipeline: it has gradients to send
+            assert pair._chunks[1][0].requires_grad
+        if mode == "decode":
+            assert [cache.length for _, cache in pair._chunks] == [8, 8]
         output = way()
+        if mode == "train":
+            assert inputs[0].grad is not None
+            inputs.clear()
         grads = [parameter.grad for parameter in pair.stage.parameters()]
         assert all((grad is not None) == (mode == "train") for grad in grads)
         results.append([output.detach(), *(grad.clone() for grad in grads if grad is not None)])
@@ -57,7 +67,7 @@ def test_a_stage_has_experts_in_every_layer_and_neither_end():
 )
 def test_balanced_routing(experts, k, groups, top):
     config = replace(MODEL, num_experts=experts, experts_per_token=k, expert_groups=groups, top_groups=top)
-    ids = balanced_ids(config, 2 * experts)
+    ids = balanced_ids(config, 2 * experts, CPU)
     assert torch.equal(torch.bincount(ids.flatten(), minlength=experts), torch.full((experts,), 2 * k))
     assert all(len(set(row)) == k for row in ids.tolist())
     assert all(len({expert // (experts // groups) for expert in row}) == min(top, k) for row in ids.tolist())
@@ -70,14 +80,41 @@ def test_balanced_routing(experts, k, groups, top):
     torch.testing.assert_close(weights, logits.softmax(1))
 
 
+def test_balanced_choices_of_a_token_lie_far_apart():
+    config = replace(MODEL, num_experts=4, experts_per_token=2)
+    assert balanced_ids(config, 4, CPU).tolist() == [[0, 2], [1, 3], [2, 0], [3, 1]]
+    config = replace(MODEL, num_experts=256, experts_per_token=8, expert_groups=8, top_groups=4)
+    assert balanced_ids(config, 10, CPU)[::9].tolist() == [
+        [0, 32, 64, 96, 16, 48, 80, 112],
+        [33, 65, 97, 129, 49, 81, 113, 145],
+    ]
+
+
+def test_a_micro_batch_in_words():
+    assert WORK.described == (
+        "train on cpu in float32: 2 layers of a small one, 24 tokens in sequences of 8, balanced routing"
+    )
+    assert ", 24 tokens behind 8 cached ones each, real " in replace(WORK, mode="decode", routing="real").described
+
+
 def test_balanced_routing_sends_a_token_to_as_many_ranks_as_it_has_choices():
     config = replace(MODEL, num_experts=256, experts_per_token=8, expert_groups=8, top_groups=4)
-    ranks = balanced_ids(config, 300) // 4
+    ranks = balanced_ids(config, 300, CPU) // 4
     assert all(len(set(row)) == 8 for row in ranks.tolist())
+
+
+def test_balanced_choices_are_copied_to_a_device_once():
+    """Such a copy waits for the device, and with it everything that the host had not launched yet."""
+    assert balanced_ids(MODEL, 24, CPU) is balanced_ids(MODEL, 24, CPU)
+    assert balanced_ids(MODEL, 24, torch.device("meta")).is_meta
 
 
 def test_the_routers_differ_in_their_choice_only():
     assert {*Router(MODEL).state_dict()} == {*BalancedRouter(MODEL).state_dict()}
+    torch.manual_seed(1)
+    real = Pair(replace(WORK, routing="real"), Loopback(8, 4)).stage.state_dict()
+    balanced = Pair(WORK, Loopback(8, 4)).stage.state_dict()
+    assert all(torch.equal(real[name], balanced[name]) for name in real)
 
 
 def test_a_replayed_link_takes_the_times_that_it_is_given():

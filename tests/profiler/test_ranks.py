@@ -1,6 +1,7 @@
 """Several ranks' traces: ranks that come late, on clocks that are apart, by construction."""
 
 import json
+import re
 
 import pytest
 from traces import kernel, write
@@ -190,3 +191,17 @@ def test_of_several_files_the_one_that_was_cut_off_is_named(tmp_path, capsys):
     assert err == f"{paths[1]}: cut off after 2 events; this is about those\n"
     assert [one["truncated"] for one in json.loads(out)] == [False, True]
     assert analyze_files([*map(tmp_path.joinpath, paths)], pictures=False).devices[0].blocks == ()
+
+
+def test_each_device_of_a_trace_has_its_own_transfers_and_lanes_by_the_pattern(tmp_path):
+    events = [
+        kernel("gemm", 500, 40), kernel("mine", 520, 70, stream=9), kernel("nccl", 600, 5),
+        kernel("gemm", 300, 10, device=1), kernel("mine", 290, 30, device=1, stream=9),
+    ]  # fmt: skip
+    found = analyze_files([write(tmp_path / "t.json", events)], re.compile("mine"))
+    assert [[work.start for work in device.rank.transfers] for device in found.devices] == [[520], [290]]
+    assert [device.rank.start_us for device in found.devices] == [500, 290]
+    assert [[(block.lane, block.intervals.tolist()) for block in device.blocks] for device in found.devices] == [
+        [(0, [[0, 40], [100, 105]]), (1, [[20, 90]])],
+        [(0, [[10, 20]]), (1, [[0, 30]])],
+    ]

@@ -5,11 +5,12 @@ import statistics
 from dataclasses import fields
 
 import pytest
+from traces import annotation, kernel, launch, write
 
 from moe_dualpipe.profiler import TraceError, read
 from moe_dualpipe.profiler.pipeline import Account, Pipeline, accounts, costs_of
 from moe_dualpipe.profiler.pipeline_report import as_objects, as_text, save
-from moe_dualpipe.profiler.steps import on_one_clock, steps_of
+from moe_dualpipe.profiler.steps import Step, between_experts, on_one_clock, steps_of
 from moe_dualpipe.schedule import Costs, build, simulate
 from moe_dualpipe.schedule.actions import Backward, Forward
 from moe_dualpipe.schedule.walk import Span
@@ -153,8 +154,10 @@ def test_clocks_of_other_hosts_are_set_by_a_barrier(tmp_path):
     together = on_one_clock(steps, ["a", "a", "b", "b"], moments)
     pipeline = Pipeline(timeline.schedule, together)
     assert pipeline.timeline(0).makespan == pytest.approx(timeline.makespan / 1e3, abs=1e-3)
-    assert together[2][0].parts["gradients"][1] == pytest.approx(steps[2][0].parts["gradients"][1] - 700)
-    assert together[2][0].end == pytest.approx(steps[2][0].end - 700)
+    ours, theirs = together[2][0], steps[2][0]
+    times = (ours.start, ours.end, *ours.parts["gradients"])
+    expected = [time - 700 for time in (theirs.start, theirs.end, *theirs.parts["gradients"])]
+    assert times == pytest.approx(expected, rel=0, abs=1)  # of 1.7e15
     assert on_one_clock(steps, ["a"] * 4, moments) == steps
 
 
@@ -164,6 +167,87 @@ def test_a_recording_without_all_actions_is_an_error(tmp_path):
     (tmp_path / "t.json").write_text(json.dumps(events))
     with pytest.raises(TraceError, match="the recording of step 1 lacks actions of the schedule"):
         steps_of(read(tmp_path / "t.json"), timeline.schedule.actions[0])
+
+
+def test_an_action_in_which_nothing_computed_is_lacking(tmp_path):
+    timeline = simulate(build("1f1b", 2, 3), COSTS)
+    events = [*events_of(timeline, 0)]
+    inside = next(event for event in events if event["name"] == "0F2")
+    start, end = inside["ts"], inside["ts"] + inside["dur"]
+    events = [e for e in events if e["name"] == "step 1" or e is inside or not start <= e["ts"] < end]
+    (tmp_path / "t.json").write_text(json.dumps(events))
+    with pytest.raises(TraceError, match="the recording of step 1 lacks actions of the schedule"):
+        steps_of(read(tmp_path / "t.json"), timeline.schedule.actions[0])
+
+
+def test_events_may_come_in_any_order(tmp_path):
+    timeline = simulate(build("1f1b", 2, 3), COSTS)
+    events = [*events_of(timeline, 0, 1), *events_of(timeline, 0, 2, begin=9000.0)]
+    found = []
+    for same in (events, events[::-1]):
+        (tmp_path / "t.json").write_text(json.dumps(same))
+        found.append(steps_of(read(tmp_path / "t.json"), timeline.schedule.actions[0]))
+    assert found[0] == found[1] and [step.number for step in found[0]] == [1, 2]
+
+
+def test_costs_of_pairs_are_the_stages_own_and_what_a_stage_lacks_is_the_mean_of_the_others():
+    uneven = Costs(F=(20, 22, 24, 29), B=(50, 52, 54, 56), W=(15, 16, 17, 18), FB=(60, 64, 68, 77))
+    spans = spans_of("dualpipe", 4, 10, uneven)
+    schedule = build("dualpipe", 4, 10)
+    assert costs_of(schedule, spans).FB == uneven.FB
+    without = [span for span in spans if not str(span.action).startswith("3F")]
+    assert costs_of(schedule, without).F == (20, 22, 24, 22)
+
+
+def stretched():
+    """A step in which every action began half as late again as it could; rank 1 has nothing behind the pipeline."""
+    timeline = simulate(build("1f1b", 2, 2), Costs(F=(10, 20), B=(20, 50)))
+    spans = [
+        tuple(Span(s.action, 1500 * s.start, 1500 * s.start + 1000 * s.duration) for s in row) for row in timeline.spans
+    ]
+    end = max(row[-1].end for row in spans)
+    parts = [
+        {"gradients": (spans[0][-1].end - 10_000, end + 4_000), "optimizer": (end + 5_000, end + 7_000)},
+        {"gradients": (spans[1][-1].end, spans[1][-1].end + 1_000)},
+    ]
+    return Pipeline(
+        timeline.schedule,
+        [[Step(12, -3_000 - rank, end + 9_000 + rank, spans[rank], 2_000, parts[rank])] for rank in range(2)],
+    )
+
+
+def test_measured_and_predicted_are_told_apart(tmp_path):
+    pipeline = stretched()
+    headings, _, *rows, _, line = as_text([pipeline]).splitlines()
+    table = [dict(zip(headings.split("|"), row.split("|"), strict=True)) for row in rows]
+    table = [{key.strip(): value.strip() for key, value in row.items() if key.strip()} for row in table]
+    same = {"step, ms": "257.0", "weights": "0.0", "pairs": "0.0", "of these waiting": "2.0"}
+    assert table == [
+        same | {"forward": "20.0", "backward": "40.0", "bubble": "185.0", "predicted": "110.0", "gradients": "4.0",
+                "optimizer": "2.0", "rest": "6.0"},
+        same | {"forward": "40.0", "backward": "100.0", "bubble": "105.0", "predicted": "30.0", "gradients": "0.0",
+                "optimizer": "0.0", "rest": "12.0"},
+    ]  # fmt: skip
+    assert line == (
+        "1f1b: 245.0 ms, 59.2% of it bubble; predicted from the measured F 10 to 20, B 20 to 50 ms: 170.0 ms, 41.2%"
+    )
+    (found,) = as_objects([pipeline])
+    assert (found["step"], found["makespan"], found["predicted_makespan"]) == (12, 245, 170)
+    save([pipeline], tmp_path / "steps.svg")
+    drawn = (tmp_path / "steps.svg").read_text()
+    assert "step 12 measured: 245.0 ms, 59.2% bubble" in drawn and "predicted: 170.0 ms, 41.2% bubble" in drawn
+
+
+def test_communication_with_experts_is_what_dispatch_and_combine_asked_for(tmp_path):
+    events = []
+    marks = ("prepare dispatch(F)", "dispatch(F)", "combine(B)", "attn(F)", "0F1", "gradients")
+    for i, name in enumerate(marks):
+        at = 10 * i
+        events += [annotation(name, at, 9), launch(i, at + 1), kernel(f"nccl {name}", at + 3, 5, correlation=i)]
+    events += [launch(50, 70), kernel("nccl of a pipeline", 73, 5, correlation=50)]
+    events += [launch(51, 71), kernel("gemm", 73, 5, correlation=51)]
+    kept = between_experts(read(write(tmp_path / "t.json", events))).work
+    assert [work.name for work in kept] == [*(f"nccl {name}" for name in marks[:3]), "gemm"]
 
 
 def test_the_report_and_the_picture(tmp_path):
@@ -211,6 +295,10 @@ def test_on_a_gpu_an_action_runs_when_its_kernels_do(tmp_path):
                 device("gemm", delay + span.start, delay + span.end, i),
                 device("ncclDevKernel_SendRecv", delay + span.end, delay + span.end + 40, 100 + i, stream=9),
             ]  # fmt: skip
+        events += [
+            host("gradients", 100, 9), host("cudaLaunchKernel", 102, 1, "cuda_runtime", correlation=900),
+            device("ncclDevKernel_AllReduce", 2000 + rank, 2300, 900, stream=9),
+        ]  # fmt: skip
         path = tmp_path / f"gpu{rank}.json"
         path.write_text(json.dumps(events))
         steps.append(steps_of(read(path), timeline.schedule.actions[rank]))
@@ -218,3 +306,4 @@ def test_on_a_gpu_an_action_runs_when_its_kernels_do(tmp_path):
     assert pipeline.timeline(0).makespan == pytest.approx(timeline.makespan / 1e3)
     assert pipeline.timeline(0).bubble == pytest.approx([bubble / 1e3 for bubble in timeline.bubble])
     assert all(account.waiting == 0 for account in accounts(pipeline))
+    assert [step.parts for (step,) in steps] == [{"gradients": (2000 + rank, 2300)} for rank in range(2)]

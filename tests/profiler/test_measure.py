@@ -1,0 +1,195 @@
+"""The measurement around the pair: what is printed of it, which recordings are kept, and what a link is given."""
+
+import contextlib
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from traces import annotation, kernel, launch, write
+
+from moe_dualpipe.expert_parallel import Link, Loopback
+from moe_dualpipe.models import ModelConfig
+from moe_dualpipe.profiler import run
+from moe_dualpipe.profiler.files import Device, analyze_files
+from moe_dualpipe.profiler.pair import Work
+
+CPU = torch.device("cpu")
+WORK = Work("train", "some", ModelConfig(num_experts=8), 2, 1024, 4096, "balanced", CPU, torch.float32)
+
+
+def recording(path, hidden, rank=0):
+    """1,000 us of computation, and 600 of communication, of which so many are before the end of the first."""
+    return write(
+        path,
+        [
+            annotation("mlp(F)", 0, 10), launch(1, 1), kernel("gemm", 100, 1000, correlation=1),
+            annotation("dispatch(F)", 20, 10), launch(2, 21),
+            kernel("ncclDevKernel", 1100 - hidden, 600, stream=9, correlation=2),
+        ],
+        distributedInfo={"rank": rank},
+    )  # fmt: skip
+
+
+def measured(folder, ranks=1):
+    ways = {"sequential": 0, "overlapped": 450}
+    files = {
+        way: analyze_files([recording(folder / f"{way}-rank{rank}.json", early, rank) for rank in range(ranks)])
+        for way, early in ways.items()
+    }
+    return run.Measured(WORK, ranks, "a link", files)
+
+
+def test_what_is_printed_of_both_ways(tmp_path):
+    text = measured(tmp_path).as_text()
+    assert (
+        text
+        == """\
+train on cpu in float32: 2 layers of some, 4,096 tokens in sequences of 1,024, balanced routing; experts over 1 ranks
+a link
+
+|                             | sequential, us | overlapped, us |
+|-----------------------------|---------------:|---------------:|
+| window                      |          1,600 |          1,150 |
+| busy                        |          1,600 |          1,150 |
+| computation                 |          1,000 |          1,000 |
+| communication               |            600 |            600 |
+| - hidden behind computation |              0 |            450 |
+| - exposed                   |            600 |            150 |
+| idle                        |              0 |              0 |
+
+| us a layer: sequential -> overlapped | computation | communication |   exposed |
+|--------------------------------------|------------:|--------------:|----------:|
+| mlp(F)                               |  500 -> 500 |               |           |
+| dispatch(F)                          |             |    300 -> 300 | 300 -> 75 |
+
+bound, the larger of computation and communication in sequence: 1,000 us; overlapped took 1.15 of it, and 0.72 of \
+sequential
+hidden: 75.0% of the communication, 0.0% in sequence"""
+    )
+
+
+def test_ranks_are_compared_between_the_phases_and_the_bound(tmp_path):
+    parts = measured(tmp_path, ranks=2).as_text().split("\n\n")
+    assert [part.split("\n")[0][:20] for part in parts[2:]] == [
+        "| us a layer: sequen", "overlapped, by rank:", "|        | window, u", "bound, the larger of",
+    ]  # fmt: skip
+    assert [row.split("|")[1].strip() for row in parts[4].split("\n")[2:]] == ["rank 0", "rank 1"]
+
+
+def test_what_is_drawn_and_written(tmp_path):
+    found = measured(tmp_path, ranks=2)
+    (tmp_path / "of an earlier run.txt").touch()
+    assert [picture.title for picture in found.pictures()] == [
+        "sequential: 1.6 ms, 0.0% of the communication is hidden (1 kernel, on up to 1 thread blocks).",
+        "overlapped: 1.1 ms, 75.0% of the communication is hidden (1 kernel, on up to 1 thread blocks).",
+    ]
+    assert run.draw(found, tmp_path) == ["timeline.html", "timeline.png"]
+    assert found.recordings == [f"{way}-rank{rank}.json" for way in run.WAYS for rank in range(2)]
+
+
+def test_the_first_rank_gets_everyones_without_their_pictures(tmp_path, monkeypatch):
+    own = [analyze_files([recording(tmp_path / f"{rank}.json", 0, rank)]) for rank in range(2)]
+    sent: list[list[Device]] = []
+
+    def gather_object(devices, everyone):
+        sent.append(devices)
+        if everyone is not None:
+            everyone[:] = reversed(sent)
+
+    monkeypatch.setattr(dist, "gather_object", gather_object)
+    found = own[0]
+    for rank in (1, 0):
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        found = run._gathered(own[rank], world=2)
+        assert (found is own[1]) == (rank == 1)
+    assert [(device.rank_number, len(device.blocks)) for device in found.devices] == [(0, 2), (1, 0)]
+    assert len(found.joint) == 2
+
+
+def test_a_failure_of_one_rank_among_several_is_its_own_to_tell(monkeypatch):
+    with pytest.raises(OSError, match="disk full"), run._own_failures(1):
+        raise OSError("disk full")
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    with pytest.raises(RuntimeError, match="rank 3: disk full"), run._own_failures(4):
+        raise OSError("disk full")
+
+
+@pytest.mark.parametrize("windows,kept", [((1, 5, 3, 4), 3), ((4, 9, 3, 4), 3), ((1, 2, 1, 1), 2), ((9, 7), 1)])
+def test_the_recording_of_median_length_is_kept_and_the_first_is_not_counted(tmp_path, monkeypatch, windows, kept):
+    done: list[str] = []
+
+    @contextlib.contextmanager
+    def capture(path, _):
+        yield
+        path.write_text(path.name)
+
+    def analyze(paths, **_):
+        analysis = SimpleNamespace(window_us=windows[int(paths[0].name.split("-")[1][0])])
+        return SimpleNamespace(devices=[SimpleNamespace(analysis=analysis)])
+
+    monkeypatch.setattr(run, "capture", capture)
+    monkeypatch.setattr(run, "analyze_files", analyze)
+    pair = SimpleNamespace(
+        work=WORK, prepare=lambda: done.append("prepare"), sequential=lambda: done.append("sequential"),
+        overlapped=lambda: done.append("overlapped"),
+    )  # fmt: skip
+    found = run._record(pair, tmp_path, len(windows) - 1, "")  # type: ignore[arg-type]
+    assert found == {way: tmp_path / f"{way}.json.gz" for way in run.WAYS}
+    assert [path.read_text() for path in found.values()] == [f"{way}-{kept}.json.gz" for way in run.WAYS]
+    assert len([*tmp_path.iterdir()]) == 2
+    assert done == ["prepare", "sequential", "prepare", "overlapped"] * len(windows)
+
+
+def test_a_link_fits_what_was_computed(monkeypatch):
+    """35 MB in 0.7 of 2 s are 25 MB a second."""
+    backend, pair = Loopback(8, 4), SimpleNamespace(work=WORK)
+    monkeypatch.setattr(run, "_computing", lambda *_: (2.0, 35_000_000))
+    words = run._link(pair, backend, None, 3)  # type: ignore[arg-type]
+    assert backend.link.gb_per_s == pytest.approx(0.025) and not backend.link.latency_us
+    assert words == (
+        "modelled link: 0.2 Gb/s, latency 0 us; chosen so that the 35.0 MB of a pair take 0.7 of the 2,000 ms that it "
+        "just computed"
+    )
+    monkeypatch.setattr(run, "_computing", lambda *_: (2.0, 0))
+    words = run._link(pair, backend, None, 3)  # type: ignore[arg-type]
+    assert words == "modelled link: inf Gb/s, latency 0 us; there is nobody to send to" and backend.link == Link()
+    pair.work = replace(WORK, device=torch.device("cuda"))
+    assert run._link(pair, backend, None, 3) == "modelled link: 400 Gb/s, latency 10 us"  # type: ignore[arg-type]
+
+
+def test_what_is_computed_is_a_median_behind_a_first_one_and_sends_one_pair(monkeypatch):
+    backend, now = Loopback(8, 4), iter([0, 90, 100, 103, 200, 208, 300, 304])
+    monkeypatch.setattr(run.time, "perf_counter", lambda: next(now))
+
+    def overlapped():
+        backend.num_bytes += 7
+
+    pair = SimpleNamespace(prepare=lambda: None, overlapped=overlapped)
+    assert run._computing(pair, backend, 3) == (4, 7)  # type: ignore[arg-type]
+
+
+def test_default_ranks_divide_the_experts():
+    assert [run._default_ranks(experts) for experts in (1, 8, 64, 72, 160, 256)] == [1, 8, 64, 36, 40, 64]
+
+
+@pytest.mark.parametrize("mode,seq,tokens,expected", [
+    ("train", 0, 0, (1024, 4096)), ("prefill", 512, 0, (512, 4096)), ("train", 3000, 0, (3000, 3000)),
+    ("decode", 0, 0, (1024, 128)), ("decode", 100, 7, (100, 7)), ("train", 8192, 0, (8192, 8192)),
+])  # fmt: skip
+def test_default_sizes(mode, seq, tokens, expected):
+    work = run._resolve(mode, "tiny", 1, seq, tokens, "balanced", "cpu")
+    assert (work.seq, work.tokens) == expected
+
+
+def test_ranks_without_a_gpu_each_are_told_or_run_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for processes, device in (("2", "cuda:1"), ("3", "cpu")):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        work = run._resolve("train", "tiny", 1, 0, 0, "balanced", "auto")
+        assert str(work.device) == device
+        assert (work.seq, work.dtype) == ((1024, torch.float32) if device == "cpu" else (4096, torch.bfloat16))
+    with pytest.raises(ValueError, match="there are 3 processes and 2 GPUs here: start at most 2 processes"):
+        run._resolve("train", "tiny", 1, 0, 0, "balanced", "cuda")
