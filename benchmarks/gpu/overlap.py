@@ -6,7 +6,7 @@ is ours and the communication theirs: 4 layers of DeepSeek-V3, experts over 64 r
 
 from typing import Any
 
-from moe_dualpipe.profiler.pair import Mode
+from moe_dualpipe.profiler.pair import Mode, Work
 from moe_dualpipe.profiler.run import measure
 
 from .context import Context
@@ -36,10 +36,8 @@ def run(context: Context, record: dict[str, Any]) -> None:
         out = context.out / "overlap" / name.replace(",", "").replace("/", " a ").replace(" ", "-")
         out.mkdir(parents=True, exist_ok=True)
         tokens = 16 if context.smoke else 128 if mode == "decode" else length
-        found = measure(
-            out, mode, preset, layers, ranks, length, tokens, "balanced", context.device.type, None, replay,
-            rounds=1 if context.smoke else 3,
-        ).as_object()  # fmt: skip
+        work = Work.choose(mode, preset, layers, length, tokens, device=context.device)
+        found = measure(work, out, ranks, replay=replay, rounds=1 if context.smoke else 3).as_object()
         ways = {way: {key: found[way][key] for key in KEYS} for way in ("sequential", "overlapped")}
         record["runs"][name] = {"status": "timed", "link": found["link"], "bound_us": found["bound_us"], **ways}
         both = ways["overlapped"]

@@ -6,12 +6,15 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from tyro.conf import Positional, subcommand
 
-from .common import check_output, make_folder
+from ..checks import check_output, choose_device, make_folder
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -114,17 +117,32 @@ class Run:
 
         from ..expert_parallel import Link
         from ..profiler import run
+        from ..profiler.pair import Work
 
-        measured = run.measure(
-            out, self.mode, self.preset, self.layers, self.ep, self.seq, self.tokens, self.routing, self.device,
-            Link(self.link_gbps / 8, self.link_latency_us) if self.link_gbps else None, self.replay == "deepseek",
-        )  # fmt: skip
+        link = Link(self.link_gbps / 8, self.link_latency_us) if self.link_gbps else None
+        try:
+            device = _device(self.device)
+            work = Work.choose(self.mode, self.preset, self.layers, self.seq, self.tokens, self.routing, device)
+            measured = run.measure(work, out, self.ep, link, self.replay == "deepseek")
+        except RuntimeError as error:
+            if "memory" not in str(error):
+                raise
+            raise ValueError(f"that needs more memory than there is: {str(error).splitlines()[0]}") from None
         if os.environ.get("RANK", "0") != "0":
             return
         text = json.dumps(measured.as_object(), indent=1)
         (out / "report.json").write_text(text + "\n")
         written = sorted([*measured.recordings, "report.json", *run.draw(measured, out)])
         print(text if self.json else f"{measured.as_text()}\n\nin {out}: {', '.join(written)}")
+
+
+def _device(wanted: str) -> "torch.device":
+    """The device of this process, of those that torchrun may have started."""
+    import torch
+
+    number = {name: int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    kind = choose_device(wanted, torch.cuda.device_count(), number["LOCAL_WORLD_SIZE"] or 1)
+    return torch.device(kind, number["LOCAL_RANK"]) if kind == "cuda" else torch.device(kind)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import tyro
 from tyro.conf import Positional, subcommand
 
+from ..checks import check_output
 from ..schedule import (
     NAMES,
     Costs,
@@ -25,7 +26,6 @@ from ..schedule import (
 from ..schedule.actions import Recv, Send
 from ..schedule.compare import compare, table
 from ..schedule.render import SUFFIXES, save, sizes, text
-from .common import check_output
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from .chrome import Mark, Trace, Work
+from .host import is_phase
 from .intervals import Intervals, as_intervals, length_before, union
 
-_NEARBY = 16
+_NEARBY = 64
 """Among so many works an annotation is looked for."""
 _SYNCHRONISES = re.compile(r"Synchronize|Memcpy(?!.*Async)")
 
@@ -31,7 +32,7 @@ class Wait:
     times: int
     total_us: float
     host_us: float
-    """The part in which the host had not launched what computed next; on a CPU, in which it did something else."""
+    """The part in which the host had not launched what computed next; on a CPU, in which the trace names no wait."""
     sync_us: float
     """The part of that in which the host waited for the device."""
 
@@ -96,6 +97,8 @@ def _name(trace: Trace, work: Work | None) -> str:
     if work is None:
         return ""
     annotation = trace.annotation_of(work)
+    if annotation is not None and work.category == "transfer" and not is_phase(annotation):
+        return f"{work.name} in {annotation.name}"  # what is around a transfer need not be named after it
     return annotation.name if annotation else work.name
 
 

@@ -43,7 +43,7 @@ def on_cpu(trace: Trace, pattern: re.Pattern[str]) -> Trace:
     for mark in trace.operators:
         threads[mark.thread].append((mark, True))
     for mark in annotations:
-        if _COMPUTES.search(mark.name) or _waits(mark.name):
+        if is_phase(mark) or _waits(mark.name):
             threads[mark.thread].append((mark, False))
 
     work: list[Work] = []
@@ -64,6 +64,11 @@ def on_cpu(trace: Trace, pattern: re.Pattern[str]) -> Trace:
         add(transfer, "transfer", issue)
     phases = [mark._replace(name=phase_of_wait(mark)) for mark in annotations]
     return replace(trace, work=work, launches=launches, annotations=phases, waits=waits)
+
+
+def is_phase(mark: Mark) -> bool:
+    """Whether its name says that it is a part of a forward, a backward, an input or a weight gradient."""
+    return _COMPUTES.search(mark.name) is not None
 
 
 def phase_of_wait(mark: Mark) -> str:

@@ -9,18 +9,22 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..schedule.figure import figure_class, write
-from ..schedule.picture import COLOURS
+from ..schedule.picture import COLOURS, NAMES
 from . import page
 from .analyze import COMMUNICATION, intervals_of, kind_of
 from .chrome import Mark, Trace, Work
 from .host import on_cpu
-from .intervals import Intervals, total, union
+from .intervals import Intervals, union
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 LANES = ("computation", "communication")
 SUFFIXES = (".png", ".svg", ".html")
+OTHER = "#c8c8c8"
 _MOST_LABELS = 400
 
 
@@ -78,18 +82,26 @@ def save(pictures: Sequence[Picture], path: Path) -> None:
     for axes, picture in zip(rows, pictures, strict=True):
         _draw(axes, picture, end)
     rows[-1].set_xlabel("ms", fontsize=8, loc="right", labelpad=1)
+    _add_legend(rows[-1])
     write(figure, path)
 
 
-def _draw(axes, picture: Picture, end: float) -> None:
+def _add_legend(axes: "Axes") -> None:
+    from matplotlib.patches import Patch
+
+    entries = [Patch(facecolor=COLOURS[letter], label=NAMES[letter]) for letter in "FBW"]
+    entries.append(Patch(facecolor=OTHER, label="other"))
+    axes.legend(handles=entries, loc="upper left", bbox_to_anchor=(0, -0.12), ncols=4, fontsize=7, frameon=False)
+
+
+def _draw(axes: "Axes", picture: Picture, end: float) -> None:
     for block in picture.blocks:
         spans = [((start + picture.shift_us) / 1e3, (stop - start) / 1e3) for start, stop in block.intervals.tolist()]
         axes.broken_barh(spans, (-block.lane - 0.43, 0.86), facecolors=block.colour, edgecolors="none")
-    wide = [block for block in picture.blocks if block.name and total(block.intervals) > end / 150]
-    for block in wide if len(wide) <= _MOST_LABELS else ():
-        longest = max(block.intervals.tolist(), key=lambda interval: interval[1] - interval[0])
-        middle = (sum(longest) / 2 + picture.shift_us) / 1e3  # of what is in one piece
-        axes.text(middle, -block.lane, block.name, ha="center", va="center", fontsize=6, rotation=90)
+    for block, (start, stop) in _labelled(picture.blocks, end):
+        middle = ((start + stop) / 2 + picture.shift_us) / 1e3
+        axes.text(middle, -block.lane, _label(block.name), ha="center", va="center", fontsize=6, rotation=90)
+        axes.vlines((start + picture.shift_us) / 1e3, -block.lane - 0.43, -block.lane + 0.43, "white", linewidth=0.5)
     axes.set_xlim(0, end / 1e3)
     axes.set_ylim(-1.5, 0.5)
     axes.set_yticks([0, -1], LANES)
@@ -98,6 +110,22 @@ def _draw(axes, picture: Picture, end: float) -> None:
     axes.set_title(picture.title, fontsize=9, loc="left")
 
 
+def _labelled(blocks: Sequence[Block], end: float) -> list[tuple[Block, tuple[float, float]]]:
+    """Blocks with a piece, the longest one, that is wide enough to be read in; none if there are too many."""
+    longest = [
+        (block, max(map(tuple, block.intervals.tolist()), key=lambda piece: piece[1] - piece[0]))
+        for block in blocks
+        if block.name
+    ]
+    wide = [(block, piece) for block, piece in longest if piece[1] - piece[0] > end / 160]
+    return wide if len(wide) <= _MOST_LABELS else []
+
+
+def _label(name: str) -> str:
+    """What fits into a lane from bottom to top."""
+    return name if len(name) <= 17 else name[:16] + "\u2026"
+
+
 def _colour(name: str) -> str:
     letter = re.search(r"\(([FBW])\)$", name)
-    return COLOURS[letter[1]] if letter else "#c8c8c8"
+    return COLOURS[letter[1]] if letter else OTHER

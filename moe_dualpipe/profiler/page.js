@@ -38,10 +38,11 @@ function draw() {
     }
   });
   const step = 10 ** Math.floor(Math.log10((to - from) / 4));
+  const digits = Math.max(0, 3 - Math.floor(Math.log10(step)));
   pen.fillStyle = "#666";
   for (let time = Math.ceil(from / step) * step; time <= to; time += step * Math.ceil((to - from) / step / 12)) {
     pen.fillRect(x(time), height - AXIS, 1, 5);
-    pen.fillText((time / 1000).toLocaleString() + " ms", x(time) + 3, height - AXIS / 2);
+    pen.fillText((time / 1000).toFixed(digits) + " ms", x(time) + 3, height - AXIS / 2);
   }
 }
 

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from ..expert_parallel import ExpertParallel
-from ..models import ModelConfig, MoE, StageSpec, TransformerStage
+from ..models import ModelConfig, MoE, StageSpec, TransformerStage, preset
 from ..models.attention import KVCache
 from ..models.router import BalancedRouter
 
 Mode = Literal["train", "prefill", "decode"]
 Routing = Literal["balanced", "real"]
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,28 @@ class Work:
     routing: Routing
     device: torch.device
     dtype: torch.dtype
+
+    @classmethod
+    def choose(
+        cls, mode: Mode, name: str, layers: int = 4, seq: int = 0, tokens: int = 0, routing: Routing = "balanced",
+        device: torch.device = CPU,
+    ) -> "Work":  # fmt: skip
+        """The work of the model called `name`; 0 means a choice, as `profile run --help` says.
+
+        Raises ValueError for what contradicts itself.
+        """
+        model = preset(name)
+        for flag, number, least in (("layers", layers, 1), ("seq", seq, 0), ("tokens", tokens, 0)):
+            if number < least:
+                raise ValueError(f"--{flag} must be at least 1: got {number}")
+        seq = seq or (4096 if device.type == "cuda" else 1024)
+        tokens = tokens or (128 if mode == "decode" else 4096 if 4096 % seq == 0 else seq)
+        if mode != "decode" and tokens % seq:
+            raise ValueError(
+                f"--tokens {tokens} are no whole sequences of --seq {seq}: use --tokens {-(-tokens // seq) * seq}"
+            )
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        return cls(mode, name, model, layers, seq, tokens, routing, device, dtype)
 
     @property
     def sequences(self) -> int:

@@ -77,9 +77,8 @@ class Pipeline:
 
     @property
     def costs(self) -> Costs:
-        """In milliseconds, over all steps."""
-        every = [span for index in range(len(self.steps[0])) for row in self.timeline(index).spans for span in row]
-        return costs_of(self.schedule, every)
+        """In milliseconds, of the typical step."""
+        return costs_of(self.schedule, [span for row in self.timeline(self.typical).spans for span in row])
 
     @property
     def predicted(self) -> Timeline:

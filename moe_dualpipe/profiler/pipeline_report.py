@@ -47,15 +47,15 @@ def _words(costs: Costs) -> str:
 
 
 def as_objects(pipelines: Sequence[Pipeline]) -> list[dict[str, Any]]:
-    """For `json`: of each pipeline, milliseconds."""
+    """For `json`: one for each pipeline."""
     return [
         {
             "schedule": pipeline.schedule.name,
             "step": pipeline.steps[0][pipeline.typical].number,
-            "costs": asdict(pipeline.costs),
-            "makespan": pipeline.timeline(pipeline.typical).makespan,
-            "predicted_makespan": pipeline.predicted.makespan,
-            "ranks": [asdict(account) for account in accounts(pipeline)],
+            "costs_ms": asdict(pipeline.costs),
+            "makespan_ms": pipeline.timeline(pipeline.typical).makespan,
+            "predicted_makespan_ms": pipeline.predicted.makespan,
+            "ranks_ms": [asdict(account) for account in accounts(pipeline)],
         }
         for pipeline in pipelines
     ]

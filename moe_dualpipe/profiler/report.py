@@ -17,7 +17,7 @@ def as_text(analysis: Analysis, phases: bool = False, kernels: int = 0, streams:
     tables = [overview({name_of(analysis): analysis}, in_window=True)]
     if analysis.waits:
         tables.append(_waits(analysis))
-    if phases:
+    if phases and analysis.phases:
         tables.append(_phases(analysis))
     if streams:
         rows = [[stream, f"{busy:,.0f}"] for stream, busy in analysis.streams.items()]
@@ -71,16 +71,21 @@ def _waits(analysis: Analysis) -> list[list[str]]:
     """The longest; the others in one row."""
     shown, rest = analysis.waits[:MOST_WAITS], analysis.waits[MOST_WAITS:]
     cpu = analysis.device == "cpu"
-    rows = [["nothing computed during", "until", "times", "us", "busy elsewhere" if cpu else "not launched yet"]]
+    rows = [["nothing computed during", "until", "times", "us", "not traced" if cpu else "not launched yet"]]
     for wait in shown:
         what = wait.during or "(nothing)"
         sync = f" ({wait.sync_us:,.0f} in a sync)" if wait.sync_us >= 0.5 else ""
-        rows.append([what[:40], (wait.before or "the end")[:40], str(wait.times), f"{wait.total_us:,.0f}"])
+        rows.append([_short(what), _short(wait.before or "the end"), str(wait.times), f"{wait.total_us:,.0f}"])
         rows[-1].append(f"{wait.host_us:,.0f}{sync}")
     if rest:
         sums = [sum(getattr(wait, key) for wait in rest) for key in ("times", "total_us", "host_us")]
-        rows.append([f"{len(rest)} others", "", *(f"{number:,.0f}" for number in sums)])
+        rows.append([f"{len(rest)} more", "", *(f"{number:,.0f}" for number in sums)])
     return rows
+
+
+def _short(name: str) -> str:
+    """At most 40 characters, without what autograd puts before an operator's name."""
+    return name.removeprefix("autograd::engine::evaluate_function: ")[:40]
 
 
 def _phases(analysis: Analysis) -> list[list[str]]:

@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
-from ..commands.common import choose_device
 from ..expert_parallel import AllToAll, ExpertParallel, Link, Loopback, Replay
-from ..models import preset
 from . import lanes
 from .capture import capture, synchronize
 from .files import Device, Files, analyze_files
-from .pair import Mode, Pair, Routing, Work
+from .pair import Pair, Work
 from .ranks import together
 from .report import compare_phases, compare_ranks, markdown, overview, share, verdict
 
@@ -33,6 +32,8 @@ GPU_LINK = Link(gb_per_s=50.0, latency_us=10.0)
 """A link that nobody described, on a GPU: a port of 400 Gb/s."""
 DEEPSEEK = {"dispatch(F)": 6.69e-3, "combine(F)": 8.68e-3, "dispatch(B)": 7.49e-3, "combine(B)": 5.50e-3}
 """Seconds of each transfer of a layer in DeepSeek's published training trace (64 ranks, 4,096 tokens of 7,168)."""
+LONGEST = 60.0
+"""Seconds that the transfers of a pair may take."""
 WAYS = "sequential", "overlapped"
 
 
@@ -47,18 +48,21 @@ class Measured:
 
     @property
     def bound_us(self) -> float:
-        """No order of this rank's work is shorter than its computation, or its communication, alone."""
-        alone = self.ways["sequential"].devices[0].analysis
-        return max(alone.compute_us, alone.comm_us)
+        """No order of this rank's work is shorter than its computation, or its communication, alone; of each the
+        shorter one of both ways, which disturb it differently."""
+        both = [self.ways[way].devices[0].analysis for way in WAYS]
+        return max(min(analysis.compute_us for analysis in both), min(analysis.comm_us for analysis in both))
 
     def as_object(self) -> dict[str, Any]:
-        """For `json`; of this rank."""
+        """For `json`; of this rank, and of several ranks what `ranks` says of the overlapped way."""
         work = asdict(self.work) | {
             "device": str(self.work.device),
             "dtype": str(self.work.dtype).removeprefix("torch."),
         }
-        ways = {way: self.ways[way].as_objects()[0] for way in WAYS}
-        return {**work, "num_ranks": self.num_ranks, "link": self.link, **ways, "bound_us": self.bound_us}
+        ways = {way: self.ways[way].as_objects() for way in WAYS}
+        mine = {way: objects[0] for way, objects in ways.items()}
+        everyone = {"ranks": ways["overlapped"]} if len(ways["overlapped"]) > 1 else {}
+        return {**work, "num_ranks": self.num_ranks, "link": self.link, **mine, "bound_us": self.bound_us, **everyone}
 
     @property
     def recordings(self) -> list[str]:
@@ -68,17 +72,19 @@ class Measured:
     def as_text(self) -> str:
         analyses = {way: self.ways[way].devices[0].analysis for way in WAYS}
         sequential, overlapped = (analyses[way].window_us for way in WAYS)
+        files = self.ways["overlapped"]
+        several = len(files.devices) > 1
         parts = [
-            f"{self.work.described}; experts over {self.num_ranks} ranks\n{self.link}",
+            f"{self.work.described}; experts over {self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}"
+            f"{', of which this is rank 0' if several else ''}\n{self.link}",
             markdown(overview(analyses)),
             compare_phases(analyses, self.work.layers),
-            f"bound, the larger of computation and communication in sequence: {self.bound_us:,.0f} us; overlapped took "
+            f"bound, the larger of computation and communication alone: {self.bound_us:,.0f} us; overlapped took "
             f"{overlapped / self.bound_us:.2f} of it, and {overlapped / sequential:.2f} of sequential\n"
             f"hidden: {share(analyses['overlapped'].hidden_fraction)} of the communication, "
             f"{share(analyses['sequential'].hidden_fraction)} in sequence",
         ]
-        files = self.ways["overlapped"]
-        if len(files.devices) > 1:
+        if several:
             by_name = dict(zip(files.names, (device.analysis for device in files.devices), strict=True))
             parts.insert(3, f"overlapped, by rank:\n\n{compare_ranks(by_name, files.joint)}")
         return "\n\n".join(parts)
@@ -86,39 +92,27 @@ class Measured:
     def pictures(self) -> list[lanes.Picture]:
         """This rank's lanes, of each way."""
         devices = {way: self.ways[way].devices[0] for way in WAYS}
+        rank = "rank 0, " if len(self.ways["overlapped"].devices) > 1 else ""
         return [
-            lanes.Picture(f"{way}: {d.analysis.window_us / 1e3:,.1f} ms, {verdict(d.analysis)}", d.blocks)
+            lanes.Picture(f"{rank}{way}: {d.analysis.window_us / 1e3:,.1f} ms, {verdict(d.analysis)}", d.blocks)
             for way, d in devices.items()
         ]
 
 
 def measure(
-    out: Path,
-    mode: Mode,
-    preset_name: str,
-    layers: int,
-    ep: int,
-    seq: int,
-    tokens: int,
-    routing: Routing,
-    device: str,
-    link: Link | None,
-    replay: bool,
-    rounds: int = 3,
+    work: Work, out: Path, ep: int = 0, link: Link | None = None, replay: bool = False, rounds: int = 3
 ) -> Measured:
-    """Run, record and analyze both ways; the recordings stay in the folder `out`.
+    """Run, record and analyze both ways; of `rounds` recordings of each that of the median length stays in `out`.
 
-    0 for a number means a choice: see `Run` of the command line. link: None for one that fits. replay: transfers take
-    the times of DeepSeek's trace. In a process of several, started by torchrun, the ranks are those; every process must
-    call this, and the first one's result has them all. Of `rounds` recordings of each way that of the median length is
-    kept. Raises ValueError for what contradicts itself.
+    ep: ranks over which the experts are spread; 0: up to 64. link: None for one that fits. replay: transfers take the
+    times of DeepSeek's trace. In a process of several, started by torchrun, the ranks are those; every process must
+    call this, and the first one's result has them all. Raises ValueError for what contradicts itself.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1 and (link is not None or replay):
         raise ValueError(f"a link is modelled for one process, but there are {world}: leave out --link-* and --replay")
     if world > 1 and ep not in (0, world):
         raise ValueError(f"--ep {ep}, but torchrun started {world} processes, which are the ranks: leave it out")
-    work = _resolve(mode, preset_name, layers, seq, tokens, routing, device)
     num_ranks = world if world > 1 else ep or _default_ranks(work.model.num_experts)
     with _world(work.device, world):
         backend = _backend(work, num_ranks, world, replay)
@@ -138,23 +132,6 @@ def draw(measured: Measured, out: Path) -> list[str]:
         lanes.save(measured.pictures(), out / "timeline.png")
         names.append("timeline.png")
     return names
-
-
-def _resolve(mode: Mode, preset_name: str, layers: int, seq: int, tokens: int, routing: Routing, device: str) -> Work:
-    model = preset(preset_name)
-    for name, number, least in (("layers", layers, 1), ("seq", seq, 0), ("tokens", tokens, 0)):
-        if number < least:
-            raise ValueError(f"--{name} must be at least 1: got {number}")
-    kind = choose_device(device, torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    on = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
-    seq = seq or (4096 if on.type == "cuda" else 1024)
-    tokens = tokens or (128 if mode == "decode" else 4096 if 4096 % seq == 0 else seq)
-    if mode != "decode" and tokens % seq:
-        raise ValueError(
-            f"--tokens {tokens} are no whole sequences of --seq {seq}: use --tokens {-(-tokens // seq) * seq}"
-        )
-    dtype = torch.bfloat16 if on.type == "cuda" else torch.float32
-    return Work(mode, preset_name, model, layers, seq, tokens, routing, on, dtype)
 
 
 def _default_ranks(num_experts: int) -> int:
@@ -204,22 +181,30 @@ def _link(pair: Pair, backend: ExpertParallel, link: Link | None, rounds: int) -
     if not isinstance(backend, Loopback):
         transport = "nccl" if pair.work.device.type == "cuda" else "gloo"
         return f"torch.distributed, {transport}, {dist.get_world_size()} processes"
-    chosen = ""
-    if link is None and pair.work.device.type == "cpu":
-        seconds, num_bytes = _computing(pair, backend, rounds)
-        link = Link(gb_per_s=num_bytes / 1e9 / (SHARE * seconds)) if num_bytes else Link()
-        chosen = (
-            f"; chosen so that the {num_bytes / 1e6:,.1f} MB of a pair take {SHARE} of the {1e3 * seconds:,.0f} ms "
-            "that it just computed"
-            if num_bytes
-            else "; there is nobody to send to"
+    chosen, fits = "", link is None and pair.work.device.type == "cpu"
+    seconds, num_bytes = _computing(pair, backend, rounds if fits else 0)
+    if not num_bytes:
+        return "modelled link: nobody to send to"
+    if fits:
+        link = Link(gb_per_s=num_bytes / 1e9 / (SHARE * seconds))
+        chosen = f"; so the {_size(num_bytes)} of a pair take {SHARE} of the {1e3 * seconds:,.0f} ms that it computed"
+    link = link or GPU_LINK
+    transfers = 4 * pair.work.layers
+    if (taking := link.seconds(num_bytes) + (transfers - 1) * link.seconds(0)) > LONGEST:
+        raise ValueError(
+            f"the {_size(num_bytes)} of a pair, in {transfers} transfers, would take {taking:,.0f} s over this link: "
+            "use a faster one, or less --tokens"
         )
-    backend.link = link or GPU_LINK
-    return f"modelled link: {8 * backend.link.gb_per_s:,.4g} Gb/s, latency {backend.link.latency_us:g} us{chosen}"
+    backend.link = link
+    return f"modelled link: {8 * link.gb_per_s:,.4g} Gb/s, latency {link.latency_us:g} us{chosen}"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:,.1f} kB"
 
 
 def _computing(pair: Pair, backend: Loopback, rounds: int) -> tuple[float, int]:
-    """Seconds of a pair when transfers take none, the median of a few, and the bytes that it sends."""
+    """Seconds of a pair when transfers take none, the median behind a first one, and the bytes that it sends."""
     backend.link, times, num_bytes = Link(), [], 0
     for _ in range(1 + rounds):
         pair.prepare()
@@ -227,14 +212,15 @@ def _computing(pair: Pair, backend: Loopback, rounds: int) -> tuple[float, int]:
         pair.overlapped()
         times.append(time.perf_counter() - start)
         num_bytes = backend.num_bytes - sent
-    return statistics.median(times[1:]), num_bytes  # the first one warms up
+    return statistics.median(times[1:] or times), num_bytes
 
 
 def _record(pair: Pair, out: Path, rounds: int, suffix: str) -> dict[str, Path]:
     """The recording of each way whose length is the median of `rounds`, in turns, after a first one to warm up."""
     device, alone = pair.work.device, not dist.is_initialized()
     windows: dict[str, list[float]] = {way: [] for way in WAYS}
-    for i in range(1 + rounds):
+    first = alone or dist.get_rank() == 0
+    for i in tqdm(range(1 + rounds), "recording", disable=None if first else True, leave=False):
         for way in WAYS:
             pair.prepare()
             synchronize(device)

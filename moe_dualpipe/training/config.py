@@ -14,7 +14,7 @@ from typing import Annotated
 import torch
 import tyro
 
-from ..commands.common import choose_device
+from ..checks import choose_device
 from ..kernels.choose import Kernels, checked
 from ..models import PRESETS, ModelConfig, preset
 from ..models.recompute import Recompute

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from ..commands.common import make_folder
+from ..checks import make_folder
 from ..expert_parallel import AllToAll, Local
 from ..models import TransformerStage, expert_loads, split
 from ..models.experts import expert_class

@@ -76,17 +76,26 @@ class StepProfiler:
         ]
         groups = (devices[first : first + layout.ep] for first in range(0, len(devices), layout.ep))
         joint = [other for group in groups for other in together([device.rank for device in group])]
-        analyses = dict(
-            zip((f"rank {rank}" for rank in range(len(devices))), (d.analysis for d in devices), strict=True)
-        )
-        overlap = [{"rank": rank, **device.analysis.as_object()} for rank, device in enumerate(devices)]
+        names = [
+            f"pipeline rank {rank // layout.dp}" + (f", data rank {rank % layout.dp}" if layout.dp > 1 else "")
+            for rank in range(len(devices))
+        ]
+        analyses = {name: device.analysis for name, device in zip(names, devices, strict=True)}
+        overlap = [
+            {"rank": rank, "waited_us": other.waited_us, **device.analysis.as_object()}
+            for rank, (device, other) in enumerate(zip(devices, joint, strict=True))
+        ]
         report = {"pipelines": as_objects(pipelines), "overlap": overlap}
         (self.folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-        names = [*(device.path.name for device in devices), "report.json"]
+        written = [*(device.path.name for device in devices), "report.json"]
         with suppress(ImportError):  # no matplotlib: no picture
             save(pipelines, self.folder / "steps.png")
-            names.append("steps.png")
-        parts = [f"profile of {len(self.recorded)} steps, of which this one is typical:", as_text(pipelines)]
+            written.append("steps.png")
+        count = len(self.recorded)
+        parts = [
+            f"profile of {count} step{'s' * (count > 1)}, and of them the one of median length:",
+            as_text(pipelines),
+        ]
         if layout.ep > 1:
-            parts += ["communication between experts, in all of them:", compare_ranks(analyses, joint)]
-        return "\n\n".join([*parts, f"in {self.folder}: {', '.join(names)}"])
+            parts += ["communication between experts, in all steps recorded:", compare_ranks(analyses, joint)]
+        return "\n\n".join([*parts, f"in {self.folder}: {', '.join(written)}"])

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from traces import annotation, kernel, launch, write
 
+from moe_dualpipe.cli import main
+from moe_dualpipe.commands.profile import _device
 from moe_dualpipe.expert_parallel import Link, Loopback
 from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.profiler import run
@@ -46,7 +48,7 @@ def test_what_is_printed_of_both_ways(tmp_path):
     assert (
         text
         == """\
-train on cpu in float32: 2 layers of some, 4,096 tokens in sequences of 1,024, balanced routing; experts over 1 ranks
+train on cpu in float32: 2 layers of some, 4,096 tokens in sequences of 1,024, balanced routing; experts over 1 rank
 a link
 
 |                             | sequential, us | overlapped, us |
@@ -64,8 +66,7 @@ a link
 | mlp(F)                               |  500 -> 500 |               |           |
 | dispatch(F)                          |             |    300 -> 300 | 300 -> 75 |
 
-bound, the larger of computation and communication in sequence: 1,000 us; overlapped took 1.15 of it, and 0.72 of \
-sequential
+bound, the larger of computation and communication alone: 1,000 us; overlapped took 1.15 of it, and 0.72 of sequential
 hidden: 75.0% of the communication, 0.0% in sequence"""
     )
 
@@ -82,8 +83,8 @@ def test_what_is_drawn_and_written(tmp_path):
     found = measured(tmp_path, ranks=2)
     (tmp_path / "of an earlier run.txt").touch()
     assert [picture.title for picture in found.pictures()] == [
-        "sequential: 1.6 ms, 0.0% of the communication is hidden (1 kernel, on up to 1 thread blocks).",
-        "overlapped: 1.1 ms, 75.0% of the communication is hidden (1 kernel, on up to 1 thread blocks).",
+        "rank 0, sequential: 1.6 ms, 0.0% of the communication is hidden (1 kernel, on up to 1 thread blocks).",
+        "rank 0, overlapped: 1.1 ms, 75.0% of the communication is hidden (1 kernel, on up to 1 thread blocks).",
     ]
     assert run.draw(found, tmp_path) == ["timeline.html", "timeline.png"]
     assert found.recordings == [f"{way}-rank{rank}.json" for way in run.WAYS for rank in range(2)]
@@ -149,14 +150,23 @@ def test_a_link_fits_what_was_computed(monkeypatch):
     words = run._link(pair, backend, None, 3)  # type: ignore[arg-type]
     assert backend.link.gb_per_s == pytest.approx(0.025) and not backend.link.latency_us
     assert words == (
-        "modelled link: 0.2 Gb/s, latency 0 us; chosen so that the 35.0 MB of a pair take 0.7 of the 2,000 ms that it "
-        "just computed"
+        "modelled link: 0.2 Gb/s, latency 0 us; so the 35.0 MB of a pair take 0.7 of the 2,000 ms that it computed"
     )
-    monkeypatch.setattr(run, "_computing", lambda *_: (2.0, 0))
-    words = run._link(pair, backend, None, 3)  # type: ignore[arg-type]
-    assert words == "modelled link: inf Gb/s, latency 0 us; there is nobody to send to" and backend.link == Link()
     pair.work = replace(WORK, device=torch.device("cuda"))
     assert run._link(pair, backend, None, 3) == "modelled link: 400 Gb/s, latency 10 us"  # type: ignore[arg-type]
+    monkeypatch.setattr(run, "_computing", lambda *_: (2.0, 0))
+    assert run._link(pair, backend, None, 3) == "modelled link: nobody to send to"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("link,problem", [
+    (Link(gb_per_s=1e-6), r"the 90.0 kB of a pair, in 8 transfers, would take 90 s over this link: use a faster one"),
+    (Link(gb_per_s=1, latency_us=8e6), "would take 64 s over this link"),
+])  # fmt: skip
+def test_a_link_that_nobody_would_wait_for_is_refused(monkeypatch, link, problem):
+    monkeypatch.setattr(run, "_computing", lambda *_: (2.0, 90_000))
+    pair = SimpleNamespace(work=WORK)
+    with pytest.raises(ValueError, match=problem):
+        run._link(pair, Loopback(8, 4), link, 3)  # type: ignore[arg-type]
 
 
 def test_what_is_computed_is_a_median_behind_a_first_one_and_sends_one_pair(monkeypatch):
@@ -168,6 +178,8 @@ def test_what_is_computed_is_a_median_behind_a_first_one_and_sends_one_pair(monk
 
     pair = SimpleNamespace(prepare=lambda: None, overlapped=overlapped)
     assert run._computing(pair, backend, 3) == (4, 7)  # type: ignore[arg-type]
+    monkeypatch.setattr(run.time, "perf_counter", iter([5, 7]).__next__)
+    assert run._computing(pair, backend, 0) == (2, 7)  # type: ignore[arg-type]
 
 
 def test_default_ranks_divide_the_experts():
@@ -179,7 +191,7 @@ def test_default_ranks_divide_the_experts():
     ("decode", 0, 0, (1024, 128)), ("decode", 100, 7, (100, 7)), ("train", 8192, 0, (8192, 8192)),
 ])  # fmt: skip
 def test_default_sizes(mode, seq, tokens, expected):
-    work = run._resolve(mode, "tiny", 1, seq, tokens, "balanced", "cpu")
+    work = Work.choose(mode, "tiny", 1, seq, tokens)
     assert (work.seq, work.tokens) == expected
 
 
@@ -188,8 +200,20 @@ def test_ranks_without_a_gpu_each_are_told_or_run_on_the_cpu(monkeypatch):
     for processes, device in (("2", "cuda:1"), ("3", "cpu")):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
         monkeypatch.setenv("LOCAL_RANK", "1")
-        work = run._resolve("train", "tiny", 1, 0, 0, "balanced", "auto")
+        work = Work.choose("train", "tiny", device=_device("auto"))
         assert str(work.device) == device
         assert (work.seq, work.dtype) == ((1024, torch.float32) if device == "cpu" else (4096, torch.bfloat16))
     with pytest.raises(ValueError, match="there are 3 processes and 2 GPUs here: start at most 2 processes"):
-        run._resolve("train", "tiny", 1, 0, 0, "balanced", "cuda")
+        _device("cuda")
+
+
+def test_too_much_memory_is_one_line(monkeypatch, capsys, tmp_path):
+    def measure(*_):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 99 bytes\nand a long story")
+
+    monkeypatch.setattr(run, "measure", measure)
+    assert main(["profile", "run", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == (
+        "moe-dualpipe: error: that needs more memory than there is: DefaultCPUAllocator: can't allocate memory: you "
+        "tried 99 bytes\n"
+    )

@@ -108,8 +108,8 @@ def test_the_typical_step_is_the_one_of_median_length(tmp_path):
     assert pytest.approx((0.02, 0.02), abs=1e-3) == pipeline.costs.F
     (found,) = as_objects([pipeline])
     assert found["step"] == 3
-    assert found["makespan"] == pytest.approx(timelines[2].makespan / 1e3, abs=1e-3)
-    assert [rank["bubble"] for rank in found["ranks"]] == pytest.approx(
+    assert found["makespan_ms"] == pytest.approx(timelines[2].makespan / 1e3, abs=1e-3)
+    assert [rank["bubble"] for rank in found["ranks_ms"]] == pytest.approx(
         [bubble / 1e3 for bubble in timelines[2].bubble], abs=1e-3
     )
     json.dumps(found)
@@ -232,7 +232,7 @@ def test_measured_and_predicted_are_told_apart(tmp_path):
         "1f1b: 245.0 ms, 59.2% of it bubble; predicted from the measured F 10 to 20, B 20 to 50 ms: 170.0 ms, 41.2%"
     )
     (found,) = as_objects([pipeline])
-    assert (found["step"], found["makespan"], found["predicted_makespan"]) == (12, 245, 170)
+    assert (found["step"], found["makespan_ms"], found["predicted_makespan_ms"]) == (12, 245, 170)
     save([pipeline], tmp_path / "steps.svg")
     drawn = (tmp_path / "steps.svg").read_text()
     assert "step 12 measured: 245.0 ms, 59.2% bubble" in drawn and "predicted: 170.0 ms, 41.2% bubble" in drawn

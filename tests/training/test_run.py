@@ -147,11 +147,11 @@ def test_a_profile_changes_no_bit_and_says_where_the_time_went(tmp_path, ranks, 
     assert [one["rank"] for one in report["overlap"]] == list(range(ranks))
     for pipeline in report["pipelines"]:
         assert pipeline["step"] in (3, 4)
-        assert len(pipeline["ranks"]) == pp
-        for account in pipeline["ranks"]:
+        assert len(pipeline["ranks_ms"]) == pp
+        for account in pipeline["ranks_ms"]:
             assert account["forward"] > 0 and account["backward"] > 0 and account["optimizer"] > 0
             assert account["rest"] >= 0
-        assert pipeline["makespan"] <= pipeline["ranks"][0]["step"]
+        assert pipeline["makespan_ms"] <= pipeline["ranks_ms"][0]["step"]
     for rank in range(ranks):
         (analysis,) = analyze(read(folder / f"rank{rank}.json.gz"))
         assert {"attn(F)", "mlp(F)", "attn(B)", "optimizer"} <= {phase.name for phase in analysis.phases}

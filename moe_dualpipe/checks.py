@@ -1,4 +1,4 @@
-"""What several commands check."""
+"""What several programs check of their options; a mistake is a ValueError of one line."""
 
 import os
 from collections.abc import Sequence
@@ -8,6 +8,8 @@ from pathlib import Path
 def check_output(path: Path, suffixes: Sequence[str]) -> None:
     if path.suffix.lower() not in suffixes:
         raise ValueError(f"cannot write {path.name!r}: use one of {', '.join(suffixes)}")
+    if path.is_dir():
+        raise ValueError(f"cannot write {str(path)!r}: that is a folder")
     if not path.parent.is_dir():
         raise ValueError(f"cannot write {str(path)!r}: there is no folder {str(path.parent)!r}")
 
