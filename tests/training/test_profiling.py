@@ -1,6 +1,7 @@
 """What is said of recorded steps, of ranks on two hosts; that they are recorded is tested in test_run.py."""
 
 import json
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from moe_dualpipe.profiler.files import devices_of
 from moe_dualpipe.profiler.steps import Step
 from moe_dualpipe.schedule import Costs, build, simulate
 from moe_dualpipe.schedule.walk import Span
+from moe_dualpipe.training import profiling
 from moe_dualpipe.training.parallel import Layout
 from moe_dualpipe.training.profiling import StepProfiler
 
@@ -56,3 +58,29 @@ def test_ranks_of_two_hosts(tmp_path, ep):
     report = json.loads((tmp_path / "report.json").read_text())
     assert [found["comm_us"] for found in report["overlap"]] == [*TRANSFERS]
     assert [found["makespan"] for found in report["pipelines"]] == pytest.approx([170, 170])
+
+
+def test_the_steps_behind_two_are_recorded_from_a_barrier_on(tmp_path, monkeypatch):
+    done: list[str] = []
+
+    @contextmanager
+    def capture(path, _):
+        done.append(f"open {path.name}")
+        yield
+        done.append("close")
+
+    monkeypatch.setattr(profiling, "capture", capture)
+    monkeypatch.setattr(profiling.dist, "barrier", lambda: done.append("barrier"))
+    monkeypatch.setattr(profiling.time, "time_ns", lambda: 1_700_000_000_000_000_500)
+    profiler = StepProfiler(tmp_path / "profile", 2, 5, build("1f1b", 2, 2), Layout(2, 1, 1, 1), torch.device("cpu"))
+    for index in range(5, 11):
+        with profiler.step(index):
+            done.append(str(index))
+    assert done == ["5", "6", "open rank1.json.gz", "barrier", "7", "8", "close", "9", "10"]
+    assert profiler._moment == 1_700_000_000_000_000.5
+    done.clear()
+    profiler = StepProfiler(tmp_path / "none", 0, 0, build("1f1b", 2, 2), Layout(2, 1, 1, 1), torch.device("cpu"))
+    for index in range(4):
+        with profiler.step(index):
+            done.append(str(index))
+    assert done == ["0", "1", "2", "3"] and profiler.report() == "" and not (tmp_path / "none").exists()
