@@ -8,6 +8,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from ..schedule import Costs, Schedule, Timeline, simulate
@@ -69,18 +70,18 @@ class Pipeline:
             ),
         )
 
-    @property
+    @cached_property
     def typical(self) -> int:
         """The index of the step whose pipeline took the median time."""
         times = [self.timeline(index).makespan for index in range(len(self.steps[0]))]
         return times.index(statistics.median_low(times))
 
-    @property
+    @cached_property
     def costs(self) -> Costs:
         """In milliseconds, of the typical step."""
         return costs_of(self.schedule, [span for row in self.timeline(self.typical).spans for span in row])
 
-    @property
+    @cached_property
     def predicted(self) -> Timeline:
         return simulate(self.schedule, self.costs)
 

@@ -228,6 +228,8 @@ def _record(pair: Pair, out: Path, rounds: int, suffix: str) -> dict[str, Path]:
                 dist.barrier()
             path = out / f"{way}{suffix}-{i}.json.gz"
             with capture(path, device):
+                if not alone and device.type == "cuda":
+                    dist.barrier()  # again, as profilers start slowly; over gloo, so that it is no work of the device
                 getattr(pair, way)()
             windows[way].append(analyze_files([path], pictures=False).devices[0].analysis.window_us)
     kept = {way: times.index(statistics.median_low(times[1:]), 1) for way, times in windows.items()}

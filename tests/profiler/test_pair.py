@@ -130,6 +130,16 @@ def test_a_replayed_link_takes_the_times_that_it_is_given():
         assert backend.link.sms == 3
 
 
+def test_a_dispatch_without_weights_is_replayed_as_the_backward_of_a_combine():
+    seconds = {"dispatch(F)": 0.001, "combine(F)": 0.002, "dispatch(B)": 0.004, "combine(B)": 0.008}
+    backend, x = Replay(8, 4, seconds, sms=3), torch.zeros(2, 4)
+    route = backend.prepare(torch.tensor([[0, 2], [4, 6]]))
+    backend.dispatch(x, route, torch.ones(2, 2)).wait()
+    assert backend.link.latency_us == pytest.approx(1000)
+    backend.dispatch(x, route).wait()
+    assert backend.link.latency_us == pytest.approx(8000)
+
+
 def test_loopback_counts_what_it_sends():
     backend = Loopback(8, 4, Link(gb_per_s=1.0))
     pair = Pair(WORK, backend)

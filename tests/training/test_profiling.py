@@ -1,0 +1,86 @@
+"""What is said of recorded steps, of ranks on two hosts; that they are recorded is tested in test_run.py."""
+
+import json
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from moe_dualpipe.profiler.chrome import Trace, Work
+from moe_dualpipe.profiler.files import devices_of
+from moe_dualpipe.profiler.steps import Step
+from moe_dualpipe.schedule import Costs, build, simulate
+from moe_dualpipe.schedule.walk import Span
+from moe_dualpipe.training import profiling
+from moe_dualpipe.training.parallel import Layout
+from moe_dualpipe.training.profiling import StepProfiler
+
+TRANSFERS = (600, 400, 500, 850)
+"""How long that of each rank took: those of ranks 0 and 1 are one collective, those of ranks 2 and 3 another."""
+
+
+def recorded(schedule, rank, folder):
+    """The second pipeline rank is on another host, whose clock is 700 s ahead."""
+    timeline, pp_rank = simulate(schedule, Costs(F=(10, 20), B=(20, 50))), rank // 2
+    clock = 1e3 if pp_rank == 0 else 700e6 + 1e3
+    spans = [Span(s.action, clock + 1e3 * s.start, clock + 1e3 * s.end) for s in timeline.spans[pp_rank]]
+    step = Step(3, clock - 1e3, clock + 1e3 * timeline.makespan + 5e3, tuple(spans), 0.0, {})
+    end = 1000.0
+    work = [
+        Work("gemm", "kernel", 0.0, 300.0, "0", "7", None, 1),
+        Work("nccl", "kernel", end - TRANSFERS[rank], end, "0", "9", None, 1),
+    ]
+    (device,) = devices_of(folder / f"rank{rank}.json.gz", Trace(work), pictures=False)
+    return [step], "ab"[pp_rank], clock, device
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_ranks_of_two_hosts(tmp_path, ep):
+    schedule = build("1f1b", 2, 2)
+    layout = Layout(2, 2, ep, 0)
+    (tmp_path / "rank7.json.gz").touch()  # of an earlier run
+    profiler = StepProfiler(tmp_path, 1, 0, schedule, layout, torch.device("cpu"))
+    text = profiler._text([recorded(schedule, rank, tmp_path) for rank in range(4)])
+    parts = text.split("\n\n")
+    assert parts[0] == "profile of 1 steps, of which this one is typical:"
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in parts[1].splitlines()[2:]]
+    assert [row[0] for row in rows] == [f"pipeline rank {p}, data rank {d}" for d in range(2) for p in range(2)]
+    assert [row[1:4] for row in rows] == [["176.0", "20.0", "40.0"], ["176.0", "40.0", "100.0"]] * 2
+    assert (
+        parts[-1] == f"in {tmp_path}: {', '.join(f'rank{rank}.json.gz' for rank in range(4))}, report.json, steps.png"
+    )
+    assert ("communication between experts, in all of them:" in parts) == (ep == 2)
+    if ep == 2:
+        rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in parts[-2].splitlines()[2:]]
+        assert [(row[0], row[3], row[-1]) for row in rows] == [
+            ("rank 0", "600", "200"), ("rank 1", "400", "0"), ("rank 2", "500", "0"), ("rank 3", "850", "350"),
+        ]  # fmt: skip
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [found["comm_us"] for found in report["overlap"]] == [*TRANSFERS]
+    assert [found["makespan"] for found in report["pipelines"]] == pytest.approx([170, 170])
+
+
+def test_the_steps_behind_two_are_recorded_from_a_barrier_on(tmp_path, monkeypatch):
+    done: list[str] = []
+
+    @contextmanager
+    def capture(path, _):
+        done.append(f"open {path.name}")
+        yield
+        done.append("close")
+
+    monkeypatch.setattr(profiling, "capture", capture)
+    monkeypatch.setattr(profiling.dist, "barrier", lambda: done.append("barrier"))
+    monkeypatch.setattr(profiling.time, "time_ns", lambda: 1_700_000_000_000_000_500)
+    profiler = StepProfiler(tmp_path / "profile", 2, 5, build("1f1b", 2, 2), Layout(2, 1, 1, 1), torch.device("cpu"))
+    for index in range(5, 11):
+        with profiler.step(index):
+            done.append(str(index))
+    assert done == ["5", "6", "open rank1.json.gz", "barrier", "7", "8", "close", "9", "10"]
+    assert profiler._moment == 1_700_000_000_000_000.5
+    done.clear()
+    profiler = StepProfiler(tmp_path / "none", 0, 0, build("1f1b", 2, 2), Layout(2, 1, 1, 1), torch.device("cpu"))
+    for index in range(4):
+        with profiler.step(index):
+            done.append(str(index))
+    assert done == ["0", "1", "2", "3"] and profiler.report() == "" and not (tmp_path / "none").exists()
