@@ -86,7 +86,8 @@ class Run:
     seq: int = 0
     """Tokens in a sequence; in decode, those that are cached. 0: 1024 on a CPU, 4096 on a GPU."""
     tokens: int = 0
-    """Tokens in a micro-batch; in decode, one of each sequence. 0: 4096, in decode 128."""
+    """Tokens in a micro-batch; in decode, one of each sequence. 0: 4096 if that is whole sequences, else one; in
+    decode 128."""
     routing: Literal["balanced", "real"] = "balanced"
     """balanced: every expert gets as many tokens. real: what the router says, untrained."""
     link_gbps: float = 0.0

@@ -97,14 +97,15 @@ def _phases(analysis: Analysis) -> list[list[str]]:
     return [["phase", "times", "computation, us each", "communication", "exposed"], *rows]
 
 
-def compare_phases(analyses: dict[str, Analysis], layers: int) -> str:
-    """What the work of each phase took in each of the analyses, which have names: microseconds a layer."""
+def compare_phases(analyses: dict[str, Analysis], times: int) -> str:
+    """What the work of each phase took in each of the analyses, which have names: microseconds, divided by the number
+    of `times` that a micro-batch went through a layer."""
     by_name = {way: {phase.name: phase for phase in analysis.phases} for way, analysis in analyses.items()}
     columns = ("computation", "compute_us"), ("communication", "comm_us"), ("exposed", "exposed_comm_us")
-    rows = [[f"us a layer: {' -> '.join(analyses)}", *(what for what, _ in columns)]]
+    rows = [[f"us a layer and micro-batch: {' -> '.join(analyses)}", *(what for what, _ in columns)]]
     for name in dict.fromkeys(name for phases in by_name.values() for name in phases):
         found = [phases.get(name) for phases in by_name.values()]
-        cells = [[f"{getattr(phase, key) / layers:,.0f}" if phase else "-" for phase in found] for _, key in columns]
+        cells = [[f"{getattr(phase, key) / times:,.0f}" if phase else "-" for phase in found] for _, key in columns]
         rows.append([name, *(" -> ".join(cell) if set(cell) - {"0", "-"} else "" for cell in cells)])
     return markdown(rows)
 

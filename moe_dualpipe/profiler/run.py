@@ -78,7 +78,7 @@ class Measured:
             f"{self.work.described}; experts over {self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}"
             f"{', of which this is rank 0' if several else ''}\n{self.link}",
             markdown(overview(analyses)),
-            compare_phases(analyses, self.work.layers),
+            compare_phases(analyses, self.work.layers * (1 if self.work.mode == "train" else 2)),
             f"bound, the larger of computation and communication alone: {self.bound_us:,.0f} us; overlapped took "
             f"{overlapped / self.bound_us:.2f} of it, and {overlapped / sequential:.2f} of sequential\n"
             f"hidden: {share(analyses['overlapped'].hidden_fraction)} of the communication, "

@@ -6,8 +6,9 @@ The training loop annotates "step 12" and, in it, PARTS; the executor annotates 
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from ..schedule.actions import Action
 from ..schedule.walk import Span
@@ -54,7 +55,7 @@ def steps_of(trace: Trace, actions: Sequence[Action]) -> list[Step]:
         computed = {mark: [w for w in works[mark] if kind_of(w) != "comm"] for mark in inside if mark.name in texts}
         if [texts[mark.name] for mark in computed] != list(actions) or not all(computed.values()):
             raise TraceError(f"the recording of {step.name} lacks actions of the schedule")
-        extents = [(min(w.start for w in same), max(w.end for w in same)) for same in computed.values()]
+        extents = _in_turns((min(w.start for w in same), max(w.end for w in same)) for same in computed.values())
         busy = union(as_intervals(extents))
         compute = union(intervals_of(work for same in computed.values() for work in same))
         parts = {
@@ -73,6 +74,16 @@ def steps_of(trace: Trace, actions: Sequence[Action]) -> list[Step]:
         number = int(step.name.removeprefix("step "))
         steps.append(Step(number, step.start + trace.base_us, step.end + trace.base_us, spans, waiting, parts))
     return steps
+
+
+def _in_turns(extents: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Each begins when those before it are through: on a GPU, a side stream may still pack what one of them sends."""
+    turns, free = [], -inf
+    for start, end in extents:
+        start = max(start, free)
+        free = max(start, end)
+        turns.append((start, free))
+    return turns
 
 
 def between_experts(trace: Trace) -> Trace:

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from ..profiler import read
+from ..profiler import COMMUNICATION, read
 from ..profiler.capture import capture
 from ..profiler.files import Device, devices_of
+from ..profiler.host import on_cpu
 from ..profiler.pipeline import Pipeline
 from ..profiler.pipeline_report import as_objects, as_text, save
 from ..profiler.ranks import together
@@ -58,9 +59,10 @@ class StepProfiler:
         """
         if not self.recorded:
             return ""
-        trace = read(self.path)
+        trace = on_cpu(read(self.path), COMMUNICATION)
         steps = steps_of(trace, self.schedule.actions[self.layout.pp_rank])
-        (device,) = devices_of(self.path, between_experts(trace), pictures=False)
+        found = devices_of(self.path, between_experts(trace), pictures=False)
+        device = max(found, key=lambda device: device.analysis.compute_us)  # should work on another one have strayed in
         own = steps, socket.gethostname(), self._moment, device
         everyone = [own] * dist.get_world_size() if self.layout.rank == 0 else None
         dist.gather_object(own, everyone, dst=0)

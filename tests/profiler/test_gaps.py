@@ -116,8 +116,8 @@ def test_the_table_has_the_longest_and_the_sum_of_the_others(tmp_path):
     (analysis,) = analyze(read(write(tmp_path / "trace.json", events)))
     rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in as_text(analysis).splitlines() if "| (no" in row]
     assert rows == [["(nothing)", f"gemm{i + 1}", "1", str(i), "0"] for i in range(10, 2, -1)]
-    (others,) = [row.split("|")[1:-1] for row in as_text(analysis).splitlines() if "others" in row]
-    assert [cell.strip() for cell in others] == ["2 others", "", "2", "3", "0"]
+    (others,) = [row.split("|")[1:-1] for row in as_text(analysis).splitlines() if " more " in row]
+    assert [cell.strip() for cell in others] == ["2 more", "", "2", "3", "0"]
 
 
 spans = st.tuples(st.integers(0, 40), st.integers(1, 8))

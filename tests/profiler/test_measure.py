@@ -61,10 +61,10 @@ a link
 | - exposed                   |            600 |            150 |
 | idle                        |              0 |              0 |
 
-| us a layer: sequential -> overlapped | computation | communication |   exposed |
-|--------------------------------------|------------:|--------------:|----------:|
-| mlp(F)                               |  500 -> 500 |               |           |
-| dispatch(F)                          |             |    300 -> 300 | 300 -> 75 |
+| us a layer and micro-batch: sequential -> overlapped | computation | communication |   exposed |
+|------------------------------------------------------|------------:|--------------:|----------:|
+| mlp(F)                                               |  500 -> 500 |               |           |
+| dispatch(F)                                          |             |    300 -> 300 | 300 -> 75 |
 
 bound, the larger of computation and communication alone: 1,000 us; overlapped took 1.15 of it, and 0.72 of sequential
 hidden: 75.0% of the communication, 0.0% in sequence"""
@@ -74,7 +74,7 @@ hidden: 75.0% of the communication, 0.0% in sequence"""
 def test_ranks_are_compared_between_the_phases_and_the_bound(tmp_path):
     parts = measured(tmp_path, ranks=2).as_text().split("\n\n")
     assert [part.split("\n")[0][:20] for part in parts[2:]] == [
-        "| us a layer: sequen", "overlapped, by rank:", "|        | window, u", "bound, the larger of",
+        "| us a layer and mic", "overlapped, by rank:", "|        | window, u", "bound, the larger of",
     ]  # fmt: skip
     assert [row.split("|")[1].strip() for row in parts[4].split("\n")[2:]] == ["rank 0", "rank 1"]
 

@@ -49,13 +49,17 @@ def test_the_data_are_the_blocks(tmp_path):
     assert text.endswith(f"<script>\n{SCRIPT.read_text('utf-8')}\n</script>\n")
 
 
-def test_gaps_too_short_to_be_seen_are_closed(tmp_path):
+def test_gaps_too_short_to_be_seen_are_closed_where_there_are_many_pieces(tmp_path, monkeypatch):
     """Of 200 ms, 10 us are 1 / RESOLUTION."""
+    monkeypatch.setattr("moe_dualpipe.profiler.page.MOST", 6)
     end = 10.0 * RESOLUTION
     spans = [(0, 10), (19, 20), (31, 40), (50, 60), (end - 5, end)]
-    _, data = page_of(tmp_path, Picture("", [block("a", *spans), block("b", (70, 71), (72, 80))]))
+    text, data = page_of(tmp_path, Picture("", [block("a", *spans), block("b", (70, 71), (72, 80))]))
+    assert "gaps inside of a block below 10.0 us are closed" in text
     assert data["rows"][0]["blocks"][0][3] == [[0, 20], [31, 60], [end - 5, end]]
     assert data["rows"][0]["blocks"][1][3] == [[70, 80]]
+    text, data = page_of(tmp_path, Picture("", [block("a", *spans), block("b", (70, 80))]))
+    assert "are closed" not in text and len(data["rows"][0]["blocks"][0][3]) == 5
 
 
 @settings(max_examples=100, deadline=None)
@@ -65,7 +69,10 @@ def test_closing_adds_only_short_gaps(tmp_path_factory, drawn, gap):
     other = Picture("", [block("", (0, gap * RESOLUTION + 70))]) if gap else Picture("", [])
     pictures = Picture("", [Block(0, "", "", spans)]), other
     allowed = max(picture.end_us for picture in pictures) / RESOLUTION
-    found = page_of(tmp_path_factory.getbasetemp(), *pictures)[1]["rows"][0]["blocks"][0][3]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moe_dualpipe.profiler.page.MOST", 0)
+        page = page_of(tmp_path_factory.getbasetemp(), *pictures)
+    found = page[1]["rows"][0]["blocks"][0][3]
     expected = [spans[0].tolist()]
     for start, stop in spans[1:].tolist():
         if start - expected[-1][1] <= allowed:
@@ -146,7 +153,7 @@ def test_the_script_draws_every_interval(tmp_path):
     texts = [text for text, *_ in shot["texts"] if not text.endswith(" ms")]
     assert texts == ["first", "computation", "communication", "attn(F)", "dispatch(F)",
                      "second", "computation", "communication", ODD]  # fmt: skip
-    assert [text for text, *_ in shot["texts"] if text.endswith(" ms")] == [f"{i / 10:g} ms" for i in range(11)]
+    assert [text for text, *_ in shot["texts"] if text.endswith(" ms")] == [f"{i / 10:.1f} ms" for i in range(11)]
 
 
 def test_the_wheel_zooms_the_mouse_moves_and_a_double_click_shows_all(tmp_path):

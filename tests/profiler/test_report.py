@@ -19,5 +19,5 @@ def test_shares_are_of_the_window_and_the_shortest_waits_are_summed_up(tmp_path)
     ]  # fmt: skip
     waits = tuple(Wait(f"during {i}", "next", 2, 100 - i, 10 + i, 1.0) for i in range(11))
     rows = [row.split("|") for row in as_text(replace(analysis, waits=waits)).splitlines()]
-    others = next(row for row in rows if row[1:2] == [" 3 others                "])
+    others = next(row for row in rows if row[1:2] == [" 3 more                  "])
     assert [cell.strip() for cell in others[2:-1]] == ["", "6", "273", "57"]

@@ -307,3 +307,22 @@ def test_on_a_gpu_an_action_runs_when_its_kernels_do(tmp_path):
     assert pipeline.timeline(0).bubble == pytest.approx([bubble / 1e3 for bubble in timeline.bubble])
     assert all(account.waiting == 0 for account in accounts(pipeline))
     assert [step.parts for (step,) in steps] == [{"gradients": (2000 + rank, 2300)} for rank in range(2)]
+
+
+def test_work_on_a_side_stream_that_outlasts_its_action_delays_the_next_one(tmp_path):
+    schedule = build("gpipe", 1, 2)
+    actions = schedule.actions[0]
+    events = [{"ph": "X", "cat": "user_annotation", "name": "step 1", "ts": 0, "dur": 500, "pid": 1, "tid": 1}]
+    for i, action in enumerate(actions):
+        events += [
+            {"ph": "X", "cat": "user_annotation", "name": str(action), "ts": 10 * i, "dur": 9, "pid": 1, "tid": 1},
+            {"ph": "X", "cat": "cuda_runtime", "name": "launch", "ts": 10 * i + 1, "dur": 1, "pid": 1, "tid": 1,
+             "args": {"correlation": i}},
+            {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 100 * i, "dur": 100, "pid": 0, "tid": 7,
+             "args": {"correlation": i}},
+            {"ph": "X", "cat": "kernel", "name": "pack", "ts": 100 * i + 90, "dur": 30, "pid": 0, "tid": 9,
+             "args": {"correlation": i}},
+        ]  # fmt: skip
+    (tmp_path / "t.json").write_text(json.dumps(events))
+    (step,) = steps_of(read(tmp_path / "t.json"), actions)
+    assert [(span.start, span.end) for span in step.spans] == [(0, 120), (120, 220), (220, 320), (320, 420)]

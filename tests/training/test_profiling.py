@@ -42,22 +42,24 @@ def test_ranks_of_two_hosts(tmp_path, ep):
     profiler = StepProfiler(tmp_path, 1, 0, schedule, layout, torch.device("cpu"))
     text = profiler._text([recorded(schedule, rank, tmp_path) for rank in range(4)])
     parts = text.split("\n\n")
-    assert parts[0] == "profile of 1 steps, of which this one is typical:"
+    assert parts[0] == "profile of 1 step, and of them the one of median length:"
     rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in parts[1].splitlines()[2:]]
     assert [row[0] for row in rows] == [f"pipeline rank {p}, data rank {d}" for d in range(2) for p in range(2)]
     assert [row[1:4] for row in rows] == [["176.0", "20.0", "40.0"], ["176.0", "40.0", "100.0"]] * 2
     assert (
         parts[-1] == f"in {tmp_path}: {', '.join(f'rank{rank}.json.gz' for rank in range(4))}, report.json, steps.png"
     )
-    assert ("communication between experts, in all of them:" in parts) == (ep == 2)
+    assert ("communication between experts, in all steps recorded:" in parts) == (ep == 2)
     if ep == 2:
         rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in parts[-2].splitlines()[2:]]
         assert [(row[0], row[3], row[-1]) for row in rows] == [
-            ("rank 0", "600", "200"), ("rank 1", "400", "0"), ("rank 2", "500", "0"), ("rank 3", "850", "350"),
+            ("pipeline rank 0, data rank 0", "600", "200"), ("pipeline rank 0, data rank 1", "400", "0"),
+            ("pipeline rank 1, data rank 0", "500", "0"), ("pipeline rank 1, data rank 1", "850", "350"),
         ]  # fmt: skip
     report = json.loads((tmp_path / "report.json").read_text())
     assert [found["comm_us"] for found in report["overlap"]] == [*TRANSFERS]
-    assert [found["makespan"] for found in report["pipelines"]] == pytest.approx([170, 170])
+    assert [found["waited_us"] for found in report["overlap"]] == ([200, 0, 0, 350] if ep == 2 else [None] * 4)
+    assert [found["makespan_ms"] for found in report["pipelines"]] == pytest.approx([170, 170])
 
 
 def test_the_steps_behind_two_are_recorded_from_a_barrier_on(tmp_path, monkeypatch):
