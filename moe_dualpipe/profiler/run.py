@@ -4,6 +4,7 @@ One process plays one of many ranks over a modelled link; under torchrun the ran
 rounds each, and of each the recording of the median length is kept.
 """
 
+import gc
 import os
 import shutil
 import statistics
@@ -115,13 +116,21 @@ def measure(
         raise ValueError(f"--ep {ep}, but torchrun started {world} processes, which are the ranks: leave it out")
     num_ranks = world if world > 1 else ep or _default_ranks(work.model.num_experts)
     with _world(work.device, world):
-        backend = _backend(work, num_ranks, world, replay)
-        pair = Pair(work, backend)
-        words = _link(pair, backend, link, rounds)
+        words, recordings = _run(work, num_ranks, world, out, link, replay, rounds)
         with _own_failures(world):
-            recordings = _record(pair, out, rounds, "" if world == 1 else f"-rank{dist.get_rank()}")
             ways = {way: _gathered(analyze_files([path]), world) for way, path in recordings.items()}
     return Measured(work, num_ranks, words, ways)
+
+
+def _run(
+    work: Work, num_ranks: int, world: int, out: Path, link: Link | None, replay: bool, rounds: int
+) -> tuple[str, dict[str, Path]]:
+    """The link in words, and the recordings; whatever held the process group is gone at the end."""
+    backend = _backend(work, num_ranks, world, replay)
+    pair = Pair(work, backend)
+    words = _link(pair, backend, link, rounds)
+    with _own_failures(world):
+        return words, _record(pair, out, rounds, "" if world == 1 else f"-rank{dist.get_rank()}")
 
 
 def draw(measured: Measured, out: Path) -> list[str]:
@@ -150,6 +159,7 @@ def _world(device: torch.device, world: int) -> Iterator[None]:
     try:
         yield
     finally:
+        gc.collect()  # a group that is still held by something ends with the process, and may abort it
         dist.destroy_process_group()
 
 
