@@ -18,9 +18,10 @@ from .steps import PARTS, Step
 
 
 def costs_of(schedule: Schedule, spans: Iterable[Span]) -> Costs:
-    """The medians of what was measured, for each stage. A stage that lacks a kind takes the mean of the others.
+    """The means of what was measured, for each stage: so what is predicted computes as much as what was measured.
 
-    Where a schedule has only pairs, a forward is a third of one; W is what was measured as such, else half of B.
+    A stage that lacks a kind takes the mean of the others. Where a schedule has only pairs, a forward is a third of
+    one; W is what was measured as such, else half of B.
     """
     found: dict[str, dict[int, list[float]]] = {kind: defaultdict(list) for kind in ("F", "B", "I", "W", "FB")}
     for span in spans:
@@ -31,7 +32,7 @@ def costs_of(schedule: Schedule, spans: Iterable[Span]) -> Costs:
                 found["F"][stage].append(span.duration)
             case Backward(stage, _, part):
                 found[{Part.FULL: "B", Part.INPUT: "I", Part.WEIGHT: "W"}[part]][stage].append(span.duration)
-    at = {kind: {stage: statistics.median(times) for stage, times in of.items()} for kind, of in found.items()}
+    at = {kind: {stage: statistics.fmean(times) for stage, times in of.items()} for kind, of in found.items()}
     for stage in set(at["I"]) & set(at["W"]) - set(at["B"]):
         at["B"][stage] = at["I"][stage] + at["W"][stage]
     stages = range(schedule.num_stages)
