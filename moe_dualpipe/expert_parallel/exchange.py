@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from moe_dualpipe.kernels.choose import Kernels, checked
 from moe_dualpipe.kernels.permute import gather, gather_sum
@@ -139,7 +140,9 @@ class Exchange(ABC):
         if isinstance(route.handle, _Plan):
             return route.handle
         asked: _Asked = route.handle
-        counts_out, counts_in = asked.counts_2R2.wait().tolist()
+        with record_function("wait for sizes"):  # profilers should not take it for computation
+            counts = asked.counts_2R2.wait()
+        counts_out, counts_in = counts.tolist()
         rows_out, rows_in = [rows for rows, _ in counts_out], [rows for rows, _ in counts_in]
         expert_ids_TK, order = asked.expert_ids_TK, asked.order
         sent_S = order.gather_idx_M[: sum(rows_out)]

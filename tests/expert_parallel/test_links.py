@@ -94,6 +94,15 @@ def test_loopback_counts_each_row_once_for_each_other_rank():
     assert route.local_ids_NK.tolist() == [[0, 1], [0, -1], [0, 1], [-1, 1], [0, 1]]
 
 
+def test_who_waits_for_sizes_says_so_to_profilers():
+    ep = Loopback(8, 4)
+    route = ep.prepare(torch.tensor([[0, 1], [2, 7]]))
+    with torch.profiler.profile() as profile:
+        ep.dispatch(torch.randn(2, 6), route).wait()
+        ep.combine(torch.randn(route.num_rows, 6), route).wait()
+    assert sum(event.name == "wait for sizes" for event in profile.events()) == 1
+
+
 def test_a_route_has_no_order_before_its_first_dispatch():
     route = Loopback(8, 4).prepare(torch.tensor([[0, 1]]))
     with pytest.raises(RuntimeError, match="wait for its first dispatch"):
