@@ -101,7 +101,8 @@ def _draw(axes: "Axes", picture: Picture, end: float) -> None:
     for block, (start, stop) in _labelled(picture.blocks, end):
         middle = ((start + stop) / 2 + picture.shift_us) / 1e3
         axes.text(middle, -block.lane, _label(block.name), ha="center", va="center", fontsize=6, rotation=90)
-        axes.vlines((start + picture.shift_us) / 1e3, -block.lane - 0.43, -block.lane + 0.43, "white", linewidth=0.5)
+        begins = (block.intervals[0, 0] + picture.shift_us) / 1e3
+        axes.vlines(begins, -block.lane - 0.43, -block.lane + 0.43, "white", linewidth=0.5)
     axes.set_xlim(0, end / 1e3)
     axes.set_ylim(-1.5, 0.5)
     axes.set_yticks([0, -1], LANES)

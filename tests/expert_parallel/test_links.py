@@ -98,8 +98,8 @@ def test_who_waits_for_sizes_says_so_to_profilers():
     ep = Loopback(8, 4)
     route = ep.prepare(torch.tensor([[0, 1], [2, 7]]))
     with torch.profiler.profile() as profile:
-        ep.dispatch(torch.randn(2, 6), route).wait()
-        ep.combine(torch.randn(route.num_rows, 6), route).wait()
+        received = ep.dispatch(torch.randn(2, 6), route).wait()
+        ep.combine(received[0], route).wait()
     assert sum(event.name == "wait for sizes" for event in profile.events()) == 1
 
 
