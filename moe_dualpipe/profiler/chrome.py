@@ -231,6 +231,8 @@ def _opened(pieces: Iterator[str], path: Path) -> tuple[str, str]:
         return "", text[1:]
     if not text.startswith("{"):
         what = f"it begins with {text[:20]!r}, not with an object or a list" if text else "the file is empty"
+        if not text and path.stat().st_size:
+            what = "it is cut off before its first event"
         raise TraceError(f"{path}: not a trace: {what}")
     header = ""
     while not (opening := _OPENING.search(text)):

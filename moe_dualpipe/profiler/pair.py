@@ -48,9 +48,11 @@ class Work:
         Raises ValueError for what contradicts itself.
         """
         model = preset(name)
-        for flag, number, least in (("layers", layers, 1), ("seq", seq, 0), ("tokens", tokens, 0)):
-            if number < least:
-                raise ValueError(f"--{flag} must be at least 1: got {number}")
+        if layers < 1:
+            raise ValueError(f"--layers must be at least 1: got {layers}")
+        for flag, number in (("seq", seq), ("tokens", tokens)):
+            if number < 0:
+                raise ValueError(f"--{flag} cannot be negative: got {number}")
         seq = seq or (4096 if device.type == "cuda" else 1024)
         tokens = tokens or (128 if mode == "decode" else 4096 if 4096 % seq == 0 else seq)
         if mode != "decode" and tokens % seq:
@@ -67,9 +69,10 @@ class Work:
     @property
     def described(self) -> str:
         what = f"behind {self.seq:,} cached ones each" if self.mode == "decode" else f"in sequences of {self.seq:,}"
+        dtype, layers = str(self.dtype).removeprefix("torch."), f"{self.layers} layer{'s' if self.layers > 1 else ''}"
         return (
-            f"{self.mode} on {self.device} in {str(self.dtype).removeprefix('torch.')}: {self.layers} layers of "
-            f"{self.preset}, {self.tokens:,} tokens {what}, {self.routing} routing"
+            f"{self.mode} on {self.device} in {dtype}: {layers} of {self.preset}, {self.tokens:,} tokens {what}, "
+            f"{self.routing} routing"
         )
 
 

@@ -227,7 +227,7 @@ def test_under_torchrun_the_ranks_are_real(tmp_path):
     (["--ep", "3"], "8 experts cannot be divided evenly over 3 ranks"),
     (["--layers", "0"], "--layers must be at least 1: got 0"),
     (["--tokens", "33"], "--tokens 33 are no whole sequences of --seq 16: use --tokens 48"),
-    (["--seq", "-4"], "--seq must be at least 1: got -4"),
+    (["--seq", "-4"], "--seq cannot be negative: got -4"),
     (["--link-gbps", "-1"], "a link cannot have negative numbers: got -1.0 Gb/s"),
     (["--link-latency-us", "9"], "--link-latency-us belongs to a link of a given bandwidth: add --link-gbps"),
     (["--link-gbps", "9", "--replay", "deepseek"], "--replay brings the times of its own link"),
