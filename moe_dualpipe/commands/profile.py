@@ -41,6 +41,7 @@ class Analyze:
         from ..profiler import COMMUNICATION
         from ..profiler.chrome import MOST_EVENTS
         from ..profiler.files import analyze_files
+        from ..profiler.lanes import SUFFIXES
 
         try:
             pattern = COMMUNICATION if self.comm_pattern is None else re.compile(self.comm_pattern)
@@ -51,7 +52,7 @@ class Analyze:
         if not self.traces:
             raise ValueError("no trace to analyze: name at least one file")
         if self.out is not None:
-            check_output(self.out, (".png", ".svg", ".html"))
+            check_output(self.out, SUFFIXES)
         found = analyze_files(self.traces, pattern, pictures=self.out is not None)
         for file, events in found.truncated.items():
             what = "cut off" if events < MOST_EVENTS else "too long: read no further"

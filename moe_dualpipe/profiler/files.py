@@ -49,10 +49,12 @@ class Files:
 
     def as_text(self, phases: bool = False, kernels: int = 0, streams: bool = False) -> str:
         parts = [f"{d.path}\n{as_text(d.analysis, phases, kernels, streams)}" for d in self.devices]
-        if len(self.devices) > 1:
-            analyses = (device.analysis for device in self.devices)
-            parts.append(compare_ranks(dict(zip(self.names, analyses, strict=True)), self.joint))
-        return "\n\n".join(parts)
+        return "\n\n".join([*parts, *([self.compared()] if len(self.devices) > 1 else [])])
+
+    def compared(self) -> str:
+        """A table with a row for each device."""
+        analyses = (device.analysis for device in self.devices)
+        return compare_ranks(dict(zip(self.names, analyses, strict=True)), self.joint)
 
     def as_objects(self) -> list[dict[str, Any]]:
         """For `json`: one for each device."""

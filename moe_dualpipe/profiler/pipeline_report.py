@@ -11,6 +11,11 @@ from ..schedule.figure import add_legend, draw_on, figure_class, write
 from .pipeline import Pipeline, accounts
 
 
+def rank_name(rank: int, data_rank: int, data_ranks: int) -> str:
+    """`pipeline rank 0`, with `, data rank 1` where there are several."""
+    return f"pipeline rank {rank}" + (f", data rank {data_rank}" if data_ranks > 1 else "")
+
+
 def as_text(pipelines: Sequence[Pipeline]) -> str:
     """Where the typical step of each pipeline went, and the bubble that its measured costs predict."""
     headings = {
@@ -21,7 +26,7 @@ def as_text(pipelines: Sequence[Pipeline]) -> str:
     rows = [["", *headings.values()]]
     for data_rank, pipeline in enumerate(pipelines):
         for rank, account in enumerate(accounts(pipeline)):
-            name = f"pipeline rank {rank}" + (f", data rank {data_rank}" if len(pipelines) > 1 else "")
+            name = rank_name(rank, data_rank, len(pipelines))
             rows.append([name, *(f"{getattr(account, key):,.1f}" for key in headings)])
     lines = [markdown(rows)]
     for data_rank, pipeline in enumerate(pipelines):

@@ -6,7 +6,6 @@ rounds each, and of each the recording of the median length is kept.
 
 import gc
 import os
-import shutil
 import statistics
 import time
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from .capture import capture, synchronize
 from .files import Device, Files, analyze_files
 from .pair import Pair, Work
 from .ranks import together
-from .report import compare_phases, compare_ranks, markdown, overview, share, verdict
+from .report import compare_phases, markdown, overview, share, verdict
 
 SHARE = 0.7
 """Of the time that is computed: what communication takes over a link that nobody described, on a CPU."""
@@ -86,8 +85,7 @@ class Measured:
             f"{share(analyses['sequential'].hidden_fraction)} in sequence",
         ]
         if several:
-            by_name = dict(zip(files.names, (device.analysis for device in files.devices), strict=True))
-            parts.insert(3, f"overlapped, by rank:\n\n{compare_ranks(by_name, files.joint)}")
+            parts.insert(3, f"overlapped, by rank:\n\n{files.compared()}")
         return "\n\n".join(parts)
 
     def pictures(self) -> list[lanes.Picture]:
@@ -135,10 +133,10 @@ def _run(
 
 def draw(measured: Measured, out: Path) -> list[str]:
     """Draw its lanes into the folder; returns the names of what was drawn: without matplotlib, only the page."""
-    names = ["timeline.html"]
-    lanes.save(measured.pictures(), out / names[0])
+    names, pictures = ["timeline.html"], measured.pictures()
+    lanes.save(pictures, out / names[0])
     with suppress(ImportError):
-        lanes.save(measured.pictures(), out / "timeline.png")
+        lanes.save(pictures, out / "timeline.png")
         names.append("timeline.png")
     return names
 
@@ -248,7 +246,7 @@ def _record(pair: Pair, out: Path, rounds: int, suffix: str) -> dict[str, Path]:
         dist.broadcast_object_list(chosen, src=0)
         kept = chosen[0]
     for way in WAYS:
-        shutil.move(out / f"{way}{suffix}-{kept[way]}.json.gz", out / f"{way}{suffix}.json.gz")
+        (out / f"{way}{suffix}-{kept[way]}.json.gz").replace(out / f"{way}{suffix}.json.gz")
         for i in range(1 + rounds):
             (out / f"{way}{suffix}-{i}.json.gz").unlink(missing_ok=True)
     return {way: out / f"{way}{suffix}.json.gz" for way in WAYS}

@@ -95,8 +95,10 @@ def between_experts(trace: Trace) -> Trace:
     trace = on_cpu(trace, COMMUNICATION)
 
     def wanted(work: Work) -> bool:
-        mark = trace.annotation_of(work) if kind_of(work) == "comm" else None
-        return kind_of(work) != "comm" or (mark is not None and _OF_EXPERTS.match(mark.name) is not None)
+        if kind_of(work) != "comm":
+            return True
+        mark = trace.annotation_of(work)
+        return mark is not None and _OF_EXPERTS.match(mark.name) is not None
 
     return replace(trace, work=[work for work in trace.work if wanted(work)])
 

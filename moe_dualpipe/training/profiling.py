@@ -16,7 +16,7 @@ from ..profiler.capture import capture
 from ..profiler.files import Device, devices_of
 from ..profiler.host import on_cpu
 from ..profiler.pipeline import Pipeline
-from ..profiler.pipeline_report import as_objects, as_text, save
+from ..profiler.pipeline_report import as_objects, as_text, rank_name, save
 from ..profiler.ranks import together
 from ..profiler.report import compare_ranks
 from ..profiler.steps import Step, between_experts, on_one_clock, steps_of
@@ -78,10 +78,7 @@ class StepProfiler:
         ]
         groups = (devices[first : first + layout.ep] for first in range(0, len(devices), layout.ep))
         joint = [other for group in groups for other in together([device.rank for device in group])]
-        names = [
-            f"pipeline rank {rank // layout.dp}" + (f", data rank {rank % layout.dp}" if layout.dp > 1 else "")
-            for rank in range(len(devices))
-        ]
+        names = [rank_name(rank // layout.dp, rank % layout.dp, layout.dp) for rank in range(len(devices))]
         analyses = {name: device.analysis for name, device in zip(names, devices, strict=True)}
         overlap = [
             {"rank": rank, "waited_us": other.waited_us, **device.analysis.as_object()}

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from caches import check_that_a_cached_forward_is_the_forward, piecewise
 from ranks import run_ranks
 from torch.distributed import group
 
@@ -85,22 +86,13 @@ def test_what_cannot_generate():
 # ---- The cache ----
 
 
-def piecewise(module, x, sizes, cache):
-    with torch.no_grad():
-        return torch.cat([module(piece, cache) for piece in x.split(sizes, dim=1)], dim=1)
-
-
 @pytest.mark.parametrize("room", [3, 256])  # memory that grows on the way, or does not
 @pytest.mark.parametrize("sequences", [1, 3])
 @pytest.mark.parametrize("heads,kv_heads", [(4, 4), (4, 2), (6, 1)])
 def test_a_cached_forward_is_the_forward(monkeypatch, heads, kv_heads, sequences, room):
     monkeypatch.setattr(KVCache, "STEP", room)
     model = build_model(dataclasses.replace(CONFIG, num_heads=heads, num_kv_heads=kv_heads)).double()
-    x, cache = torch.randint(31, (sequences, 14)), KVCache()
-    pieces = piecewise(model, x, [5, 1, 1, 4, 3], cache)
-    assert cache.length == 14
-    with torch.no_grad():
-        torch.testing.assert_close(pieces, model(x), atol=1e-12, rtol=1e-12)
+    check_that_a_cached_forward_is_the_forward(model, sequences)
 
 
 def test_each_stage_has_a_cache_of_its_own():

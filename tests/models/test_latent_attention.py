@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from caches import check_that_a_cached_forward_is_the_forward, piecewise
 from torch import nn
 
 from moe_dualpipe.expert_parallel import Loopback
@@ -118,22 +119,13 @@ def test_angles_are_fp32_in_a_bf16_model():
 # ---- Behind a cache ----
 
 
-def piecewise(module, x, sizes, cache):
-    with torch.no_grad():
-        return torch.cat([module(piece, cache) for piece in x.split(sizes, dim=1)], dim=1)
-
-
 @pytest.mark.parametrize("room", [3, 256])  # memory that grows on the way, or does not
 @pytest.mark.parametrize("sequences", [1, 3])
 @pytest.mark.parametrize("q_rank", [0, Q])
 def test_absorbed_is_expanded(monkeypatch, q_rank, sequences, room):
     monkeypatch.setattr(KVCache, "STEP", room)
     model = uneven_norms(build_model(with_choices(q_rank=q_rank)).double())
-    x, cache = torch.randint(31, (sequences, 14)), KVCache()
-    pieces = piecewise(model, x, [5, 1, 1, 4, 3], cache)
-    assert cache.length == 14
-    with torch.no_grad():
-        torch.testing.assert_close(pieces, model(x), atol=1e-12, rtol=1e-12)
+    check_that_a_cached_forward_is_the_forward(model, sequences)
 
 
 def test_absorbed_in_bf16_is_as_close_as_expanded():

@@ -1,0 +1,19 @@
+"""What the tests of every attention with a cache have in common."""
+
+import torch
+
+from moe_dualpipe.models import KVCache
+
+
+def piecewise(module, x, sizes, cache):
+    with torch.no_grad():
+        return torch.cat([module(piece, cache) for piece in x.split(sizes, dim=1)], dim=1)
+
+
+def check_that_a_cached_forward_is_the_forward(model, sequences):
+    """A prompt, then one position at a time, then several."""
+    x, cache = torch.randint(31, (sequences, 14)), KVCache()
+    pieces = piecewise(model, x, [5, 1, 1, 4, 3], cache)
+    assert cache.length == 14
+    with torch.no_grad():
+        torch.testing.assert_close(pieces, model(x), atol=1e-12, rtol=1e-12)
