@@ -8,7 +8,7 @@ import pytest
 from traces import annotation, kernel, launch, write
 
 from moe_dualpipe.cli import main
-from moe_dualpipe.profiler import TraceError, analyze, as_text, kind_of, read, verdict
+from moe_dualpipe.profiler import TraceError, analyze, as_text, kind_of, lanes, read, verdict
 from moe_dualpipe.profiler.chrome import Work
 from moe_dualpipe.profiler.lanes import blocks
 
@@ -314,13 +314,22 @@ def test_the_command_draws(tmp_path, capsys):
     )
     for suffix in ("svg", "png"):
         assert main(["profile", "analyze", str(path), "--out", str(tmp_path / f"lanes.{suffix}")]) == 0
-    assert ">mlp(W)</text>" in (tmp_path / "lanes.svg").read_text()
+    drawn = (tmp_path / "lanes.svg").read_text()
+    assert ">mlp(W)</text>" in drawn
+    assert all(f">{kind}</text>" in drawn for kind in ("forward", "backward", "weight half", "other"))
+    (folder := tmp_path / "folder.svg").mkdir()
     capsys.readouterr()
     for arguments, problem in (
+        ([str(path), "--out", str(folder)], "that is a folder"),
         ([str(path), "--out", "lanes.pdf"], "cannot write 'lanes.pdf': use one of .png, .svg, .html"),
     ):
         assert main(["profile", "analyze", *arguments]) == 2
         assert problem in capsys.readouterr().err
+
+
+def test_a_label_is_no_longer_than_its_lane_is_high():
+    assert lanes._label("prepare dispatch(") == "prepare dispatch("
+    assert lanes._label("prepare dispatch(F)") == "prepare dispatch\u2026"
 
 
 def test_a_phase_is_told_for_each_of_its_annotations(tmp_path):

@@ -106,6 +106,19 @@ def test_what_unpacks_a_transfer_is_not_what_waited_for_it(tmp_path):
     ]  # fmt: skip
 
 
+def test_a_transfer_inside_of_what_is_no_phase_keeps_its_name(tmp_path):
+    events = [
+        operator("aten::mm", 0, 10), annotation("Model.forward", 8, 4), operator("c10d::broadcast_", 10, 1),
+        annotation("gloo:broadcast", 10, 20, thread=5),
+        operator("autograd::engine::evaluate_function: MmBackward0", 30, 5),
+    ]  # fmt: skip
+    assert waits(tmp_path, events)[0][:2] == (
+        "gloo:broadcast in Model.forward", "autograd::engine::evaluate_function: MmBackward0",
+    )  # fmt: skip
+    (analysis,) = analyze(read(write(tmp_path / "trace.json", events)))
+    assert "| gloo:broadcast in Model.forward | MmBackward0 |" in as_text(analysis)
+
+
 def test_nothing_waits_where_something_always_computes(tmp_path):
     assert waits(tmp_path, [kernel("gemm", 0, 10), kernel("ncclA", 2, 5)]) == []
     assert waits(tmp_path, [kernel("gemm", 0, 0)]) == []
