@@ -187,7 +187,7 @@ def test_events_that_are_incomplete_are_passed_over(tmp_path):
 
 @pytest.mark.parametrize("content,problem", [
     (b"", "not a trace: the file is empty"),
-    (gzip.compress(b"[{}]")[:10], "not a trace: it is cut off before its first event"),
+    (gzip.compress(b"[{}]", mtime=0)[:10], "not a trace: it is cut off before its first event"),
     (b"hello", "not a trace: it begins with 'hello', not with an object or a list"),
     (b'{"a": [1, 2]}', 'not a trace of torch.profiler: it has no list "traceEvents"'),
     (b'{"traceEvents": [', "cut off before the first event"),
