@@ -39,9 +39,11 @@ import tyro
 
 from moe_dualpipe.models import PRESETS
 from moe_dualpipe.runtime.executor import StepResult
-from moe_dualpipe.training.config import Launch, TrainConfig, resolve
-from moe_dualpipe.training.loop import Plan, Trainer
+from moe_dualpipe.training.config import Launch, TrainConfig
+from moe_dualpipe.training.loop import Trainer
 from moe_dualpipe.training.parallel import initialize
+from moe_dualpipe.training.plan import Plan
+from moe_dualpipe.training.resolve import resolve
 
 ADDRESSES, PORT = ("10.213.77.1", "10.213.77.2"), "29400"
 BURST = "20kb"  # small: a bucket that fills up while the link is idle carries the next message for nothing

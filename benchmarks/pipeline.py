@@ -20,8 +20,10 @@ import torch.multiprocessing as mp
 import tyro
 
 from moe_dualpipe.models import PRESETS, ModelConfig
-from moe_dualpipe.training.config import Launch, TrainConfig, default_micro_batches, resolve
-from moe_dualpipe.training.loop import Plan, Trainer
+from moe_dualpipe.training.config import Launch, TrainConfig
+from moe_dualpipe.training.loop import Trainer
+from moe_dualpipe.training.plan import Plan
+from moe_dualpipe.training.resolve import default_micro_batches, resolve
 
 WARM_UP = 2
 

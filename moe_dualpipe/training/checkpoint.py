@@ -15,7 +15,6 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -36,7 +35,8 @@ def global_tensors(name: str, tensor: Tensor, local_experts: range) -> Iterator[
         yield f"{name}.{local_experts.start}-{local_experts.stop - 1}", tensor
 
 
-def _flat(tensors: Mapping[str, Mapping[str, Tensor]], local_experts: range) -> dict[str, Any]:
+def flat(tensors: Mapping[str, Mapping[str, Tensor]], local_experts: range) -> dict[str, Tensor]:
+    """kind -> parameter name -> tensor, as what `save` and `load` take: global name -> view."""
     return {
         f"{kind}.{global_name}": view
         for kind, named in tensors.items()
@@ -45,17 +45,15 @@ def _flat(tensors: Mapping[str, Mapping[str, Tensor]], local_experts: range) -> 
     }
 
 
-def save(
-    run: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], local_experts: range, model: ModelConfig
-) -> Path:
-    """Save `tensors` (kind -> parameter name -> tensor) as the checkpoint after `step` updates. Collective."""
+def save(run: Path, step: int, state: Mapping[str, Tensor], model: ModelConfig) -> Path:
+    """Save `state`, by global names, as the checkpoint after `step` updates. Collective."""
     final = run / "checkpoints" / f"step-{step:06d}"
     unfinished = final.with_name(f".{final.name}.unfinished")
     if dist.get_rank() == 0:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
     dist.barrier()
-    dcp.save(_flat(tensors, local_experts), checkpoint_id=unfinished)
+    dcp.save(dict(state), checkpoint_id=unfinished)
     if dist.get_rank() == 0:
         (unfinished / "run.json").write_text(json.dumps({"step": step, "model": dataclasses.asdict(model)}, indent=2))
         shutil.rmtree(final, ignore_errors=True)
@@ -109,13 +107,12 @@ def _metadata(checkpoint: Path) -> dcp.Metadata:
         raise ValueError(f"cannot read {checkpoint / '.metadata'}: {error}") from None
 
 
-def load(checkpoint: Path, tensors: Mapping[str, Mapping[str, Tensor]], local_experts: range) -> None:
-    """Load into `tensors` in place. Collective. Raises ValueError for a tensor that the checkpoint lacks."""
-    wanted = _flat(tensors, local_experts)
+def load(checkpoint: Path, state: Mapping[str, Tensor]) -> None:
+    """Load into `state` in place. Collective. Raises ValueError for a tensor that the checkpoint lacks."""
     saved = _metadata(checkpoint).state_dict_metadata
-    if lacking := sorted(set(wanted) - set(saved)):
+    if lacking := sorted(set(state) - set(saved)):
         raise ValueError(
             f"{checkpoint} lacks {lacking[0]}{f' and {len(lacking) - 1} more' if len(lacking) > 1 else ''}; "
             "experts of your own can change their number of ranks only if their parameters stack experts first"
         )
-    dcp.load(wanted, checkpoint_id=checkpoint)
+    dcp.load(dict(state), checkpoint_id=checkpoint)

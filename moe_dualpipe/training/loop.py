@@ -15,20 +15,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from ..checks import make_folder
 from ..expert_parallel import AllToAll, Local
-from ..models import TransformerStage, expert_loads, split
-from ..models.experts import expert_class
+from ..models import TransformerStage, expert_loads
 from ..overlap import WeightGrads
 from ..runtime import P2P, Executor, TensorSpec
 from ..runtime.replicas import ReplicaSet, check_equal, gradient_norm, sum_gradients
-from ..schedule import Schedule, build
 from . import checkpoint, data, metrics
-from .config import Launch, TrainConfig, parse, resolve, resume_command
+from .config import Launch, parse, resume_command
 from .generate import generate
 from .optimizer import Optimizer, learning_rate
 from .parallel import Layout, build_groups, initialize
-from .profiling import WARM_UP, StepProfiler
+from .plan import Plan
+from .profiling import StepProfiler
+from .resolve import resolve
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -55,45 +54,6 @@ def _one_line_errors(launch: Launch) -> Iterator[None]:
         if launch.local_rank == 0:
             sys.stderr.write(f"train.py: error: {error}\n")  # in one piece: other processes write there, too
         raise SystemExit(2) from None
-
-
-class Plan:
-    """Everything that can be checked without another rank: the schedule, the stages, the text, what to resume from."""
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        arguments: Sequence[str],
-        text: data.TextData,
-        resume: Path | None,
-        first_step: int,
-    ):
-        self.config, self.arguments, self.text = config, arguments, text
-        self.resume, self.first_step = resume, first_step
-        self.schedule: Schedule = build(config.schedule, config.pp, config.micro_batches, config.num_chunks or None)
-        self.stages = split(config.model, self.schedule.num_stages)
-
-    @classmethod
-    def make(cls, config: TrainConfig, arguments: Sequence[str] = ()) -> "Plan":
-        """Plan the run of a `resolve`d configuration, which `arguments` asked for.
-
-        Raises ValueError for whatever a user would want to change.
-        """
-        if config.model.vocab_size < data.VOCAB_SIZE:
-            raise ValueError(f"bytes need --model.vocab-size {data.VOCAB_SIZE}: got {config.model.vocab_size}")
-        expert_class(config.model.experts)
-        resume = checkpoint.find(config.resume) if config.resume else None
-        first_step = checkpoint.check_model(resume, config.model) if resume else 0
-        if first_step >= config.steps:
-            raise ValueError(f"{resume} is at step {first_step} already: use --steps larger than that to go on")
-        if config.profile and first_step + WARM_UP + config.profile > config.steps:
-            raise ValueError(
-                f"--profile {config.profile} needs {WARM_UP + config.profile} steps, {WARM_UP} of them to warm up, but "
-                f"the run has {config.steps - first_step}: use --steps {first_step + WARM_UP + config.profile}"
-            )
-        text = data.load(config.data, config.seq_len)
-        make_folder(Path(config.out))
-        return cls(config, arguments, text, resume, first_step)
 
 
 class Trainer:
@@ -139,7 +99,7 @@ class Trainer:
         ]
         self.optimizer = Optimizer(named, config.optim)
         if plan.resume:
-            checkpoint.load(plan.resume, self.optimizer.tensors(), self.experts.local_experts)
+            checkpoint.load(plan.resume, self.state())
             self.optimizer.loaded(plan.first_step)
         self.leader = launch.rank == 0
         self.folder = Path(config.out)
@@ -233,8 +193,11 @@ class Trainer:
 
     def save(self, step: int) -> Path:
         """Write a checkpoint after `step` updates. Collective."""
-        tensors, local_experts = self.optimizer.tensors(), self.experts.local_experts
-        return checkpoint.save(self.folder, step, tensors, local_experts, self.config.model)
+        return checkpoint.save(self.folder, step, self.state(), self.config.model)
+
+    def state(self) -> dict[str, Tensor]:
+        """All that a checkpoint holds of this rank, by global names; loading into it loads the run."""
+        return checkpoint.flat(self.optimizer.tensors(), self.experts.local_experts)
 
     # ---- Parts ----
 

@@ -15,10 +15,11 @@ from torch import nn
 from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.schedule import Placement
 from moe_dualpipe.training import checkpoint, data
-from moe_dualpipe.training.config import Launch, OptimizerConfig, TrainConfig, parse, resolve, resume_command
+from moe_dualpipe.training.config import Launch, OptimizerConfig, TrainConfig, parse, resume_command
 from moe_dualpipe.training.metrics import Metrics, load_statistics
 from moe_dualpipe.training.optimizer import Optimizer, learning_rate
 from moe_dualpipe.training.parallel import Layout, build_groups
+from moe_dualpipe.training.resolve import resolve
 
 # ---- Data ----
 

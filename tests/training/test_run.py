@@ -21,9 +21,11 @@ from moe_dualpipe.models import ModelConfig, build_model, expert_loads
 from moe_dualpipe.profiler import analyze, read
 from moe_dualpipe.schedule import build
 from moe_dualpipe.training import loop
-from moe_dualpipe.training.config import Launch, OptimizerConfig, TrainConfig, parse, resolve
-from moe_dualpipe.training.loop import Plan, Trainer, main
+from moe_dualpipe.training.config import Launch, OptimizerConfig, TrainConfig, parse
+from moe_dualpipe.training.loop import Trainer, main
 from moe_dualpipe.training.parallel import initialize
+from moe_dualpipe.training.plan import Plan
+from moe_dualpipe.training.resolve import resolve
 
 ROOT = Path(__file__).parents[2]
 MODEL = ModelConfig(

@@ -1,0 +1,51 @@
+"""What a run will do, checked before any rank hears of another: the schedule, the stages, the text, what to resume."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..checks import make_folder
+from ..models import split
+from ..models.experts import expert_class
+from ..schedule import Schedule, build
+from . import checkpoint, data
+from .config import TrainConfig
+from .profiling import WARM_UP
+
+
+class Plan:
+    """Everything that can be checked without another rank: the schedule, the stages, the text, what to resume from."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        arguments: Sequence[str],
+        text: data.TextData,
+        resume: Path | None,
+        first_step: int,
+    ):
+        self.config, self.arguments, self.text = config, arguments, text
+        self.resume, self.first_step = resume, first_step
+        self.schedule: Schedule = build(config.schedule, config.pp, config.micro_batches, config.num_chunks or None)
+        self.stages = split(config.model, self.schedule.num_stages)
+
+    @classmethod
+    def make(cls, config: TrainConfig, arguments: Sequence[str] = ()) -> "Plan":
+        """Plan the run of a `resolve`d configuration, which `arguments` asked for.
+
+        Raises ValueError for whatever a user would want to change.
+        """
+        if config.model.vocab_size < data.VOCAB_SIZE:
+            raise ValueError(f"bytes need --model.vocab-size {data.VOCAB_SIZE}: got {config.model.vocab_size}")
+        expert_class(config.model.experts)
+        resume = checkpoint.find(config.resume) if config.resume else None
+        first_step = checkpoint.check_model(resume, config.model) if resume else 0
+        if first_step >= config.steps:
+            raise ValueError(f"{resume} is at step {first_step} already: use --steps larger than that to go on")
+        if config.profile and first_step + WARM_UP + config.profile > config.steps:
+            raise ValueError(
+                f"--profile {config.profile} needs {WARM_UP + config.profile} steps, {WARM_UP} of them to warm up, but "
+                f"the run has {config.steps - first_step}: use --steps {first_step + WARM_UP + config.profile}"
+            )
+        text = data.load(config.data, config.seq_len)
+        make_folder(Path(config.out))
+        return cls(config, arguments, text, resume, first_step)
