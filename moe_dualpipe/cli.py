@@ -1,10 +1,11 @@
-"""The console script `moe-dualpipe`: schedules to look at, and the overlap to measure.
+"""The console script `moe-dualpipe`: schedules to look at, the overlap to measure, and runs to compare.
 
     moe-dualpipe schedule show dualpipe --ranks 8 --micro-batches 20 --out dualpipe.svg
     moe-dualpipe schedule compare --stages 8 --micro-batches 32 --cost.F 2 --cost.B 5 --cost.W 2 --cost.FB 6
     moe-dualpipe schedule check order.csv
     moe-dualpipe profile analyze trace.json.gz --phases --out lanes.png
     moe-dualpipe profile run --mode train --preset tiny
+    moe-dualpipe plot runs/tiny
 
 A mistake in what was asked for is one line, and exit code 2; a schedule that breaks a law is exit code 1.
 """
@@ -17,6 +18,7 @@ from typing import Any
 import tyro
 from tyro.conf import OmitSubcommandPrefixes
 
+from .commands.plot import Plot
 from .commands.profile import ProfileCommands
 from .commands.schedule import ScheduleCommands
 from .schedule import ScheduleError
@@ -25,13 +27,13 @@ from .schedule import ScheduleError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     chosen: Any = tyro.extras.subcommand_cli_from_dict(
-        {"schedule": ScheduleCommands, "profile": ProfileCommands},
+        {"schedule": ScheduleCommands, "profile": ProfileCommands, "plot": Plot},
         args=arguments,
         prog="moe-dualpipe",
         config=(OmitSubcommandPrefixes,),
     )
     try:
-        chosen.command.run()
+        getattr(chosen, "command", chosen).run()
         sys.stdout.flush()
     except BrokenPipeError:  # the reader of our output, as `head`, has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -87,6 +87,11 @@ class TrainConfig:
     """Steps between checks that replicas are bit-equal; they are checked at the end, too. 0: only then."""
     profile: Annotated[int, tyro.conf.arg(metavar="STEPS")] = 0
     """Record so many steps on every rank, after two, and say at the end where their time went (docs/profiling.md)."""
+    tensorboard: bool = False
+    """Write the metrics for TensorBoard as well."""
+    peak_tflops: float = 0.0
+    """What one device can do at best, in 10^12 FLOPs a second, for the utilisation in the metrics (mfu). 0: known for
+    common GPUs by their names."""
     timeout: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 600.0
     """How long a rank waits for another before it gives up."""
 

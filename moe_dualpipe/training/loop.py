@@ -103,7 +103,7 @@ class Trainer:
             self.optimizer.loaded(plan.first_step)
         self.leader = launch.rank == 0
         self.folder = Path(config.out)
-        self.metrics = metrics.Metrics(self.folder, self.leader, plan.first_step)
+        self.metrics = metrics.Metrics(self.folder, self.leader, plan.first_step, config.tensorboard)
         self.profiler = StepProfiler(
             self.folder / "profile", config.profile, plan.first_step, self.schedule, self.layout, self.device
         )

@@ -1,5 +1,6 @@
 """What a run reports: one JSON object a line, and a progress bar for a person."""
 
+import importlib.util
 import json
 import resource
 import sys
@@ -14,32 +15,71 @@ from tqdm import tqdm
 class Metrics:
     """Appends records to `<run>/metrics.jsonl`; does nothing on ranks that are not `enabled`.
 
-    A run that resumes after `first_step` steps drops the records of later ones, which it is about to repeat.
+    With `tensorboard`, their numbers go to `<run>/tensorboard/`, too. A run that resumes after `first_step` steps drops
+    the records of later ones, which it is about to repeat.
     """
 
-    def __init__(self, run: Path, enabled: bool, first_step: int = 0):
-        self._file = None
-        if enabled:
-            run.mkdir(parents=True, exist_ok=True)
-            path = run / "metrics.jsonl"
-            kept = [line for line in _lines(path) if json.loads(line)["step"] <= first_step]
-            fresh = path.with_suffix(".new")
-            fresh.write_text("".join(kept))
-            fresh.replace(path)
-            self._file = path.open("a", buffering=1)
+    def __init__(self, run: Path, enabled: bool, first_step: int = 0, tensorboard: bool = False):
+        self._file = self._board = None
+        if not enabled:
+            return
+        run.mkdir(parents=True, exist_ok=True)
+        path = run / "metrics.jsonl"
+        kept = [line for line in _lines(path) if json.loads(line)["step"] <= first_step]
+        fresh = path.with_suffix(".new")
+        fresh.write_text("".join(kept))
+        fresh.replace(path)
+        self._file = path.open("a", buffering=1)
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(run / "tensorboard"), purge_step=first_step + 1)
 
     def write(self, **record: Any) -> None:
         if self._file is not None:
             self._file.write(json.dumps(record) + "\n")
+        if self._board is not None:
+            for name, value in record.items():
+                if name != "step" and isinstance(value, int | float):
+                    self._board.add_scalar(name, value, record["step"])
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def check_tensorboard() -> None:
+    """Raises ValueError where TensorBoard is not installed."""
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ValueError("--tensorboard needs the package: pip install 'moe-dualpipe[tensorboard]'")
+
+
+def read_records(run: Path) -> list[dict[str, Any]]:
+    """What the run in this folder has recorded, in order. Raises ValueError for a folder or a line that is not such."""
+    path = run / "metrics.jsonl"
+    if not path.is_file():
+        raise ValueError(f"{run} is not the folder of a run: it has no metrics.jsonl")
+    records = []
+    for number, line in enumerate(_lines(path), 1):
+        try:
+            record = json.loads(line)
+            record["step"] += 0
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{path}, line {number}: not a record with a step: {line.strip()[:60]!r}") from None
+        records.append(record)
+    return records
 
 
 def _lines(path: Path) -> list[str]:
     """The complete lines of a file; a process that was killed may have left half a line."""
-    return [line for line in path.open() if line.endswith("}\n")] if path.exists() else []
+    if not path.exists():
+        return []
+    try:
+        return [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text: {error.reason} at byte {error.start}") from None
 
 
 def progress_bar(steps: int, first: int, enabled: bool) -> tqdm:

@@ -11,6 +11,7 @@ from ..kernels.choose import checked
 from ..models import preset
 from ..schedule import build
 from .config import Launch, TrainConfig
+from .metrics import check_tensorboard
 from .optimizer import OptimizerConfig
 
 
@@ -45,6 +46,10 @@ def resolve(config: TrainConfig, launch: Launch) -> TrainConfig:
         if getattr(config, name) < 0:
             raise ValueError(f"--{name.replace('_', '-')} cannot be negative: got {getattr(config, name)}")
     _check_optimizer(config.optim)
+    if config.tensorboard:
+        check_tensorboard()
+    if not (0 <= config.peak_tflops < float("inf")):
+        raise ValueError(f"--peak-tflops must be a number from 0 on: got {config.peak_tflops}")
     if not config.timeout > 0:
         raise ValueError(f"--timeout must be positive: got {config.timeout}")
 

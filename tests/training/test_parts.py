@@ -16,7 +16,6 @@ from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.schedule import Placement
 from moe_dualpipe.training import checkpoint, data
 from moe_dualpipe.training.config import Launch, OptimizerConfig, TrainConfig, parse, resume_command
-from moe_dualpipe.training.metrics import Metrics, load_statistics
 from moe_dualpipe.training.optimizer import Optimizer, learning_rate
 from moe_dualpipe.training.parallel import Layout, build_groups
 from moe_dualpipe.training.resolve import resolve
@@ -307,25 +306,3 @@ def test_a_preset_gives_the_defaults_of_the_model():
     assert (config.model.num_layers, config.model.hidden_size, config.optim.lr) == (3, 768, 0.5)
     assert parse(["--preset=small"]).model.hidden_size == 768
     assert parse([]) == TrainConfig()
-
-
-# ---- Metrics ----
-
-
-def test_load_statistics_docstring_example():
-    assert load_statistics(torch.tensor([[4, 0, 2, 2]])) == {"expert_load_max_over_mean": 2.0, "dead_experts": 0.25}
-    assert load_statistics(torch.zeros(0, 4)) == {}
-    uneven_and_even = torch.tensor([[4, 0, 2, 2], [2, 2, 2, 2]])
-    assert load_statistics(uneven_and_even) == {"expert_load_max_over_mean": 2.0, "dead_experts": 0.125}
-
-
-def test_metrics_append_and_only_where_enabled(tmp_path):
-    for value in (1, 2):
-        writer = Metrics(tmp_path / "run", enabled=True, first_step=value - 1)
-        writer.write(step=value, loss=np.float64(0.5).item())
-        writer.close()
-    assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 0.5}\n'
-    silent = Metrics(tmp_path / "other", enabled=False)
-    silent.write(step=1)
-    silent.close()
-    assert not (tmp_path / "other").exists()

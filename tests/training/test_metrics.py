@@ -1,0 +1,126 @@
+"""What a run records, and the curves that are drawn of it."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from moe_dualpipe.cli import main
+from moe_dualpipe.training.curves import positions, running_mean, summary
+from moe_dualpipe.training.metrics import Metrics, load_statistics, read_records
+
+
+def test_load_statistics_docstring_example():
+    assert load_statistics(torch.tensor([[4, 0, 2, 2]])) == {"expert_load_max_over_mean": 2.0, "dead_experts": 0.25}
+    assert load_statistics(torch.zeros(0, 4)) == {}
+    uneven_and_even = torch.tensor([[4, 0, 2, 2], [2, 2, 2, 2]])
+    assert load_statistics(uneven_and_even) == {"expert_load_max_over_mean": 2.0, "dead_experts": 0.125}
+
+
+def test_metrics_append_and_only_where_enabled(tmp_path):
+    for value in (1, 2):
+        writer = Metrics(tmp_path / "run", enabled=True, first_step=value - 1)
+        writer.write(step=value, loss=np.float64(0.5).item())
+        writer.close()
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 0.5}\n'
+    silent = Metrics(tmp_path / "other", enabled=False, tensorboard=True)
+    silent.write(step=1)
+    silent.close()
+    assert not (tmp_path / "other").exists()
+
+
+def test_tensorboard_gets_every_number_at_its_step(tmp_path):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for first in (0, 2):  # the second run repeats step 3, as one that resumes does
+        writer = Metrics(tmp_path, enabled=True, first_step=first, tensorboard=True)
+        for step in range(first + 1, 4):
+            writer.write(step=step, loss=step + first / 10, note="words")
+        writer.close()
+    found = events.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert found.Tags()["scalars"] == ["loss"]
+    assert [(event.step, round(event.value, 3)) for event in found.Scalars("loss")] == [(1, 1), (2, 2), (3, 3.2)]
+
+
+def recorded(folder, steps=range(1, 5), **more):
+    folder.mkdir()
+    records = [{"step": steps[0] - 1, "validation_loss": 5.5}]
+    for step in steps:
+        values = {"loss": 5 - step, "tokens": 8, "seconds": 1800, "tokens_per_s": 100.0 * step, **more}
+        records.append({"step": step, **values})
+    records.append({"step": steps[-1], "validation_loss": 1.25})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return records
+
+
+def test_steps_stand_where_their_tokens_and_hours_add_up(tmp_path):
+    records = recorded(tmp_path / "run", range(3, 6))
+    assert positions(records, "step") == {2: 2, 3: 3, 4: 4, 5: 5}
+    assert positions(records, "tokens") == {2: 0, 3: 8, 4: 16, 5: 24}
+    assert positions(records, "hours") == {2: 0, 3: 0.5, 4: 1.0, 5: 1.5}
+
+
+def test_the_running_mean_is_of_the_latest_values():
+    assert running_mean([1, 2, 3, 4], 0.5) == [1, 1.5, 2.5, 3.5]
+    assert running_mean([4, 2], 0.01) == [4, 2]
+    assert running_mean([]) == []
+    values = np.random.default_rng(0).normal(size=101)
+    expected = [values[max(0, i - 3) : i + 1].mean() for i in range(101)]
+    assert running_mean(values.tolist()) == pytest.approx(expected)
+
+
+def test_a_run_in_one_line(tmp_path):
+    assert summary("a", recorded(tmp_path / "a")) == "a: step 4, loss 1.0000, validation 1.2500, 300 tokens/s (median)"
+    assert summary("b", [{"step": 0, "validation_loss": 5}]) == "b: no step recorded yet"
+
+
+@pytest.mark.parametrize("along", ["step", "tokens", "hours"])
+def test_plot_draws_what_runs_recorded_and_nothing_else(tmp_path, capsys, along):
+    recorded(tmp_path / "a")
+    recorded(tmp_path / "b", range(3, 9), grad_norm=float("nan"), dead_experts=0.125)
+    out = tmp_path / "curves.svg"
+    assert main(["plot", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(out), "--along", along]) == 0
+    drawn = out.read_text()
+    titles = ("training loss", "tokens/s", "gradient norm", "share of experts without a token", str(tmp_path / "b"))
+    assert all(f">{title}" in drawn for title in titles)
+    assert ">model FLOPs utilisation" not in drawn
+    assert drawn.count(f">{along}<") == 4
+    printed = capsys.readouterr().out
+    assert f"{tmp_path / 'b'}: step 8, loss -3.0000, validation 1.2500, 600 tokens/s (median)" in printed
+    assert f"wrote {out}" in printed
+
+
+def test_plot_of_one_run_lies_beside_its_records(tmp_path, capsys):
+    recorded(tmp_path / "a")
+    assert main(["plot", str(tmp_path / "a")]) == 0
+    assert (tmp_path / "a" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out.endswith("curves.png\n")
+
+
+@pytest.mark.parametrize(
+    "content,problem",
+    [
+        (None, "is not the folder of a run: it has no metrics.jsonl"),
+        ("", "nothing to plot yet: no step recorded in"),
+        ('{"step": 1}\n', "nothing to plot yet: no step recorded in"),
+        ('{"step": 1, "lo', "nothing to plot yet: no step recorded in"),
+        ('{"step": 1}\n{"loss": 2}\n', "metrics.jsonl, line 2: not a record with a step: '{\"loss\": 2}'"),
+        ("[1]\n", "metrics.jsonl, line 1: not a record"),
+        ("garbage\n", "metrics.jsonl, line 1: not a record with a step: 'garbage'"),
+        (b"\xff\xfe\n", "metrics.jsonl is not text: invalid start byte at byte 0"),
+    ],
+)
+def test_a_folder_that_cannot_be_plotted(tmp_path, capsys, content, problem):
+    if content is not None:
+        (tmp_path / "metrics.jsonl").write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert main(["plot", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert problem in error
+    assert error.count("\n") == 1
+
+
+def test_a_plot_that_cannot_be_written_is_told_first(tmp_path, capsys):
+    recorded(tmp_path / "a")
+    assert main(["plot", str(tmp_path / "a"), "--out", str(tmp_path / "x.txt")]) == 2
+    assert "cannot write 'x.txt': use one of .png, .svg, .pdf" in capsys.readouterr().err
+    assert read_records(tmp_path / "a")[1]["loss"] == 4
