@@ -89,6 +89,7 @@ class Attention(nn.Module):
         self.rope_theta = config.rope_theta
         widths = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         self.qkv = Linear(config.hidden_size, widths, config.init_std)
+        self.q_norm, self.k_norm = (_head_norm(config, heads) for heads in (config.num_heads, config.num_kv_heads))
         self.out = Linear(config.num_heads * config.head_dim, config.hidden_size, out_std)
 
     def forward(self, x_BSD: Tensor, cache: KVCache | None = None) -> Tensor:
@@ -96,6 +97,7 @@ class Attention(nn.Module):
         heads = rearrange(self.qkv(x_BSD), "b s (h c) -> b h s c", c=self.head_dim)
         q_BHSC, k_BGSC, v_BGSC = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         cos_SC, sin_SC = rotary_table(at_least_fp32(x_BSD.new_empty(new)), self.head_dim, self.rope_theta, past)
+        q_BHSC, k_BGSC = self.q_norm(q_BHSC), self.k_norm(k_BGSC)
         k_BGLC, v_BGLC = rotate(k_BGSC, cos_SC, sin_SC), v_BGSC
         if cache is not None:
             k_BGLC, v_BGLC = cache.append(self.layer, k_BGLC, v_BGLC)
@@ -105,6 +107,23 @@ class Attention(nn.Module):
             rotate(q_BHSC, cos_SC, sin_SC), k_BGLC, v_BGLC, seen_SL, is_causal=not past, enable_gqa=True
         )
         return self.out(rearrange(y_BHSC, "b h s c -> b s (h c)"))
+
+
+class JointNorm(nn.RMSNorm):
+    """RMSNorm over all heads of a position together, [B, H, S, C]; weight: [H C]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y_BSW = super().forward(rearrange(x, "b h s c -> b s (h c)"))
+        return rearrange(y_BSW, "b s (h c) -> b h s c", h=x.shape[1])
+
+
+def _head_norm(config: ModelConfig, heads: int) -> nn.Module:
+    """What `ModelConfig.qk_norm` does to queries, or to keys, of so many heads."""
+    if config.qk_norm == "none":
+        return nn.Identity()
+    if config.qk_norm == "head":
+        return nn.RMSNorm(config.head_dim, config.norm_eps)
+    return JointNorm(heads * config.head_dim, config.norm_eps)
 
 
 def rotary_table(like_S: Tensor, head_dim: int, theta: float, start: int = 0) -> tuple[Tensor, Tensor]:

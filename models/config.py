@@ -26,6 +26,8 @@ class ModelConfig:
     """Key and value heads, each shared by num_heads / num_kv_heads query heads; mla has none of its own."""
     head_dim: int = 32
     """Width of one head; even in gqa, because of the rotary embedding. In mla of the part without positions."""
+    qk_norm: Literal["none", "head", "full"] = "none"
+    """gqa: RMSNorm of queries and keys before their rotation, each head by itself, or all heads together (full)."""
     q_rank: int = 0
     """mla: width of the latent that queries are made of; 0: they are made of the hidden state itself."""
     kv_rank: int = 64
@@ -90,7 +92,11 @@ class ModelConfig:
             raise ValueError(f"attention must be gqa or mla: got {self.attention!r}")
         if self.q_rank < 0:
             raise ValueError(f"q_rank cannot be negative: got {self.q_rank}; 0 is for queries without a latent")
+        if self.qk_norm not in ("none", "head", "full"):
+            raise ValueError(f"qk_norm must be none, head or full: got {self.qk_norm!r}")
         if self.attention == "mla":
+            if self.qk_norm != "none":
+                raise ValueError(f"mla normalises its latents, and no heads: got qk_norm {self.qk_norm!r}; use none")
             if self.rope_dim % 2:
                 raise ValueError(
                     f"rope_dim must be even, as channels turn in pairs: got {self.rope_dim}; use {self.rope_dim + 1}"

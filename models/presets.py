@@ -7,10 +7,30 @@ from .config import ModelConfig
 PRESETS: dict[str, ModelConfig] = {
     # Learns Python source, byte by byte, on two CPU cores within two minutes.
     "tiny": ModelConfig(),
-    # The same shape, larger: for one GPU.
+    # The same shape, larger: for one GPU. 468 M parameters, 104 M active.
     "small": ModelConfig(
         hidden_size=768, num_layers=12, num_heads=12, num_kv_heads=4, head_dim=64,
-        dense_size=3072, expert_size=512, num_experts=32, experts_per_token=4,
+        dense_size=3072, expert_size=512, num_experts=32, experts_per_token=4, num_shared_experts=2,
+    ),
+    # Published models, as their config.json has them. What is there besides is a choice of training: the coefficient of
+    # the loss that balances experts (router_aux_loss_coef: OLMoE 0.01, Qwen3 0.001, Mixtral 0.02) and OLMoE's z-loss.
+    # 6.92 B parameters, 1.28 B active (arXiv 2409.02060). It starts from a normal distribution cut at 3 x init_std.
+    "olmoe-1b-7b": ModelConfig(
+        vocab_size=50304, hidden_size=2048, num_layers=16, num_dense_layers=0, num_heads=16, num_kv_heads=16,
+        head_dim=128, qk_norm="full", expert_size=1024, num_experts=64, experts_per_token=8, num_shared_experts=0,
+        normalize_weights=False, norm_eps=1e-5,
+    ),
+    # 30.5 B parameters, 3.3 B active (arXiv 2505.09388).
+    "qwen3-30b-a3b": ModelConfig(
+        vocab_size=151936, hidden_size=2048, num_layers=48, num_dense_layers=0, num_heads=32, num_kv_heads=4,
+        head_dim=128, qk_norm="head", expert_size=768, num_experts=128, experts_per_token=8, num_shared_experts=0,
+        rope_theta=1e6,
+    ),
+    # 46.7 B parameters, 12.9 B active (arXiv 2401.04088).
+    "mixtral-8x7b": ModelConfig(
+        vocab_size=32000, hidden_size=4096, num_layers=32, num_dense_layers=0, num_heads=32, num_kv_heads=8,
+        head_dim=128, expert_size=14336, num_experts=8, experts_per_token=2, num_shared_experts=0,
+        rope_theta=1e6, norm_eps=1e-5,
     ),
     # DeepSeek's published models, as their config.json has them, without what V3 predicts tokens further ahead with
     # (MTP), and without YaRN, the stretching of positions for contexts beyond the 4,096 tokens of pre-training.

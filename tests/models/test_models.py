@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from caches import check_that_a_cached_forward_is_the_forward
 from torch import nn
 
 from moe_dualpipe.expert_parallel import Local
@@ -33,7 +34,7 @@ def attention_oracle(layer: Attention, x_BSD: torch.Tensor) -> torch.Tensor:
     """Head by head, position by position; a rotation is a complex multiplication."""
     heads, kv_heads, width = layer.num_heads, layer.num_kv_heads, layer.head_dim
     batch, length, _ = x_BSD.shape
-    projected = x_BSD @ layer.qkv.weight.T
+    projected = normalised_heads(layer, x_BSD @ layer.qkv.weight.T)
     frequencies = torch.tensor([layer.rope_theta ** (-2 * i / width) for i in range(width // 2)], dtype=torch.float64)
 
     def head(index):
@@ -57,11 +58,42 @@ def attention_oracle(layer: Attention, x_BSD: torch.Tensor) -> torch.Tensor:
     return torch.cat(outputs, -1) @ layer.out.weight.T
 
 
+def normalised_heads(layer: Attention, projected_BSW: torch.Tensor) -> torch.Tensor:
+    """Queries and keys after QK-norm: each slice of channels that is normalised as one has a root mean square of 1."""
+    norms = {name: p for name, p in layer.named_parameters() if "norm" in name}
+    pieces, start = [], 0
+    for name, heads in (("q_norm.weight", layer.num_heads), ("k_norm.weight", layer.num_kv_heads)) if norms else ():
+        for _ in range(heads * layer.head_dim // len(norms[name])):
+            x = projected_BSW[..., start : start + len(norms[name])]
+            pieces.append(x / (x.square().mean(-1, keepdim=True) + 0.1).sqrt() * norms[name])
+            start += len(norms[name])
+    return torch.cat([*pieces, projected_BSW[..., start:]], -1)
+
+
+def uneven_norms(module):
+    """`module` in fp64, in which no norm is as good as none, or as another."""
+    with torch.no_grad():
+        for norm in module.modules():
+            if isinstance(norm, nn.RMSNorm):
+                norm.weight.uniform_(0.5, 2)
+    return module.double()
+
+
+@pytest.mark.parametrize("qk_norm", ["none", "head", "full"])
 @pytest.mark.parametrize("heads,kv_heads", [(4, 4), (4, 2), (4, 1)])
-def test_attention_equals_a_loop(heads, kv_heads):
-    layer = Attention(with_choices(num_heads=heads, num_kv_heads=kv_heads), out_std=0.3).double()
+def test_attention_equals_a_loop(heads, kv_heads, qk_norm):
+    config = with_choices(num_heads=heads, num_kv_heads=kv_heads, qk_norm=qk_norm, norm_eps=0.1)
+    layer = uneven_norms(Attention(config, out_std=0.3))
+    widths = {"none": [], "head": [6, 6], "full": [6 * heads, 6 * kv_heads]}[qk_norm]
+    assert [p.numel() for name, p in layer.named_parameters() if "norm" in name] == widths
     x = torch.randn(2, 7, CONFIG.hidden_size, dtype=torch.float64)
     torch.testing.assert_close(layer(x), attention_oracle(layer, x))
+
+
+@pytest.mark.parametrize("qk_norm", ["head", "full"])
+def test_a_cache_holds_keys_that_are_normalised(qk_norm):
+    model = uneven_norms(build_model(with_choices(qk_norm=qk_norm)))
+    check_that_a_cached_forward_is_the_forward(model, 2)
 
 
 def test_attention_sees_no_later_position():
@@ -149,7 +181,7 @@ def test_moe_equals_a_loop_with_all_gradients(tokens, choices):
 
 def test_gradients_of_a_whole_model_against_finite_differences():
     """Along a random direction of each parameter, in fp64."""
-    model = build_model(with_choices(num_layers=2, router_score="sigmoid")).double()
+    model = build_model(with_choices(num_layers=2, router_score="sigmoid", qk_norm="head")).double()
     tokens = torch.randint(CONFIG.vocab_size, (1, 6))
     labels = torch.randint(CONFIG.vocab_size, (1, 6))
 
@@ -314,6 +346,8 @@ def test_loss_is_in_nats():
     ({"head_dim": 5}, "head_dim must be even: got 5"),
     ({"attention": "mha"}, "attention must be gqa or mla: got 'mha'"),
     ({"attention": "mla", "rope_dim": 5}, "rope_dim must be even, as channels turn in pairs: got 5; use 6"),
+    ({"qk_norm": "both"}, "qk_norm must be none, head or full: got 'both'"),
+    ({"attention": "mla", "qk_norm": "head"}, "mla normalises its latents, and no heads: got qk_norm 'head'; use none"),
     ({"q_rank": -1}, "q_rank cannot be negative: got -1; 0 is for queries without a latent"),
     ({"kv_rank": 0}, "kv_rank must be at least 1: got 0"),
     ({"experts_per_token": 9}, "experts_per_token must be at most num_experts: got 9 of 5"),
