@@ -32,7 +32,7 @@ def forward_flops(config: ModelConfig, seq_len: int) -> int:
 
     Example: the preset `tiny` has 2 x 822,272 for its weights; at 256 tokens attention adds 4 layers x 257 x 256.
     """
-    return 2 * _multiply_adds(config) + attention_flops(config, seq_len) * config.num_layers
+    return 2 * _multiply_adds(config) + score_flops(config, seq_len) * config.num_layers
 
 
 def train_flops_per_token(config: ModelConfig, seq_len: int) -> int:
@@ -40,7 +40,7 @@ def train_flops_per_token(config: ModelConfig, seq_len: int) -> int:
     return 3 * forward_flops(config, seq_len)
 
 
-def attention_flops(config: ModelConfig, seq_len: int) -> int:
+def score_flops(config: ModelConfig, seq_len: int) -> int:
     """FLOPs of one layer's scores and of its sums of values, per token; in mla by keys and values of each head."""
     key, value = config.head_dim, config.head_dim
     if config.attention == "mla":

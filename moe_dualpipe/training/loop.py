@@ -104,6 +104,7 @@ class Trainer:
         self.leader = launch.rank == 0
         self.folder = Path(config.out)
         self.metrics = metrics.Metrics(self.folder, self.leader, plan.first_step, config.tensorboard)
+        self.utilisation = metrics.utilisation(config, self.device, launch.world_size)
         self.profiler = StepProfiler(
             self.folder / "profile", config.profile, plan.first_step, self.schedule, self.layout, self.device
         )
@@ -163,9 +164,10 @@ class Trainer:
         loss, norm = self._mean(losses), norm.item()
         seconds = time.perf_counter() - start
         tokens = count * layout.dp * config.seq_len
+        mfu = {"mfu": round(self.utilisation * tokens / seconds, 4)} if self.utilisation else {}
         return {
             "step": step + 1, "loss": loss, "grad_norm": norm, "lr": lr, "seconds": round(seconds, 4),
-            "tokens": tokens, "tokens_per_s": round(tokens / seconds, 1),
+            "tokens": tokens, "tokens_per_s": round(tokens / seconds, 1), **mfu,
             "peak_memory_mb": round(metrics.peak_memory_mb(self.device), 1), **metrics.load_statistics(load_LE),
         }  # fmt: skip
 

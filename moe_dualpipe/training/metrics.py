@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from ..models.flops import peak_flops, train_flops_per_token
+from .config import TrainConfig
+
 
 class Metrics:
     """Appends records to `<run>/metrics.jsonl`; does nothing on ranks that are not `enabled`.
@@ -103,6 +106,17 @@ def load_statistics(load_LE: Tensor) -> dict[str, float]:
         "expert_load_max_over_mean": round((load_LE.max(1).values / mean_L).max().item(), 3),
         "dead_experts": round((load_LE == 0).float().mean().item(), 4),
     }
+
+
+def utilisation(config: TrainConfig, device: torch.device, num_devices: int) -> float | None:
+    """Model FLOPs utilisation at one token a second over all devices; None where nobody knows what a device can do.
+
+    Of a `resolve`d configuration; models/flops.py has what is counted. On a CPU, a process counts as a device.
+    """
+    peak = config.peak_tflops * 1e12
+    if not peak and device.type == "cuda":
+        peak = peak_flops(torch.cuda.get_device_name(device), getattr(torch, config.dtype))
+    return train_flops_per_token(config.model, config.seq_len) / (peak * num_devices) if peak else None
 
 
 def peak_memory_mb(device: torch.device) -> float:

@@ -1,5 +1,6 @@
 """What a run records, and the curves that are drawn of it."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -7,8 +8,10 @@ import pytest
 import torch
 
 from moe_dualpipe.cli import main
+from moe_dualpipe.models.flops import train_flops_per_token
+from moe_dualpipe.training.config import TrainConfig
 from moe_dualpipe.training.curves import positions, running_mean, summary
-from moe_dualpipe.training.metrics import Metrics, load_statistics, read_records
+from moe_dualpipe.training.metrics import Metrics, load_statistics, read_records, utilisation
 
 
 def test_load_statistics_docstring_example():
@@ -40,6 +43,20 @@ def test_tensorboard_gets_every_number_at_its_step(tmp_path):
     found = events.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert found.Tags()["scalars"] == ["loss"]
     assert [(event.step, round(event.value, 3)) for event in found.Scalars("loss")] == [(1, 1), (2, 2), (3, 3.2)]
+
+
+def test_utilisation_is_flops_over_those_of_all_devices(monkeypatch):
+    config = TrainConfig(dtype="bfloat16", peak_tflops=2.0)
+    flops = train_flops_per_token(config.model, 256)
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
+    assert utilisation(config, cpu, 3) == flops / 6e12
+    config = dataclasses.replace(config, peak_tflops=0.0)
+    assert utilisation(config, cpu, 3) is None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    assert utilisation(config, cuda, 2) == pytest.approx(flops / (2 * 989.4e12))
+    assert utilisation(dataclasses.replace(config, dtype="float32"), cuda, 2) is None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Unheard-of")
+    assert utilisation(config, cuda, 2) is None
 
 
 def recorded(folder, steps=range(1, 5), **more):

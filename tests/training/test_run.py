@@ -18,6 +18,7 @@ import torch
 from ranks import run_ranks
 
 from moe_dualpipe.models import ModelConfig, build_model, expert_loads
+from moe_dualpipe.models.flops import train_flops_per_token
 from moe_dualpipe.profiler import analyze, read
 from moe_dualpipe.schedule import build
 from moe_dualpipe.training import loop
@@ -193,12 +194,15 @@ def test_experts_move_between_ranks_through_a_checkpoint(tmp_path):
 
 
 def test_training_learns_and_reports(tmp_path):
-    run = run_ranks(1, train, settings(tmp_path / "run", steps=40))[0]
+    config = settings(tmp_path / "run", steps=40, peak_tflops=0.001)
+    run = run_ranks(1, train, config)[0]
     before, after = losses(run, "validation_loss").values()
     assert after < before - 1.5
     record = run[20]
     assert {"step", "loss", "grad_norm", "lr", "tokens_per_s", "expert_load_max_over_mean"} <= set(record)
     assert record["tokens"] == 4 * 32
+    flops = train_flops_per_token(MODEL, 32) * record["tokens_per_s"]
+    assert record["mfu"] == pytest.approx(flops / 1e9, abs=1e-4)
     assert 1 <= record["expert_load_max_over_mean"] <= MODEL.num_experts / MODEL.experts_per_token
     assert 0 <= record["dead_experts"] < 1
 
