@@ -23,7 +23,7 @@ def _plain_block(block: Any, x: Tensor) -> Tensor:
     if not isinstance(mlp, MoE):
         return h + mlp(normal)
     x_TD, ep = normal.flatten(0, 1), mlp.expert_parallel
-    weights_TK, ids_TK = mlp.router(x_TD)
+    weights_TK, ids_TK, *_ = mlp.router(normal)
     route = ep.prepare(ids_TK)
     out_ND = mlp.run_experts(*dispatch(x_TD, weights_TK, route, ep), route)
     y_TD = combine(out_ND, route, ep)

@@ -60,9 +60,9 @@ class Block(Segmented):
         again = self.recompute_attention
         if isinstance(self.mlp, MoE):
             attend = partial(self.attend_and_route, cache=cache)
-            h_BSD, x_TD, weights_TK, ids_TK = yield Compute("attn", attend, *parts, recompute=again)
+            h_BSD, x_TD, *decision = yield Compute("attn", attend, *parts, recompute=again)
             make_x = partial(self.mlp_norm, h_BSD.detach()) if self.forget_mlp_norms else None
-            more = yield from self.mlp.exchange(x_TD, weights_TK, ids_TK, make_x)
+            more = yield from self.mlp.exchange(x_TD, *decision, make_x=make_x)
             return h_BSD, *more
         h_BSD = yield Compute("attn", partial(self.attend, cache=cache), *parts, recompute=again)
         y_BSD = yield Compute("mlp", self.dense_mlp, h_BSD, recompute=self.recompute_mlp)
@@ -74,12 +74,11 @@ class Block(Segmented):
         with forgetting(y_BSD, again):
             return x_BSD + self.attention(y_BSD, cache)
 
-    def attend_and_route(self, *parts: Tensor, cache: KVCache | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def attend_and_route(self, *parts: Tensor, cache: KVCache | None = None) -> tuple[Tensor, ...]:
         h_BSD = self.attend(*parts, cache=cache)
         x_BSD, again = normalise(self.mlp_norm, h_BSD, self.forget_attention_norms)
-        x_TD = x_BSD.flatten(0, -2)
-        with forgetting(x_TD, again):
-            return h_BSD, x_TD, *self.mlp.router(x_TD)  # type: ignore[union-attr]
+        with forgetting(x_BSD, again):
+            return h_BSD, *self.mlp.route(x_BSD)  # type: ignore[union-attr]
 
     def dense_mlp(self, h_BSD: Tensor) -> Tensor:
         x_BSD, again = normalise(self.mlp_norm, h_BSD, self.forget_mlp_norms)

@@ -56,6 +56,12 @@ class ModelConfig:
     """Scale a token's routing weights to sum to routed_scale."""
     routed_scale: float = 1.0
     """Factor on the routing weights."""
+    router_bias: bool = False
+    """Balance the experts by a bias on the scores to choose by, which moves after each step (--bias-rate)."""
+    sequence_loss: float = 0.0
+    """Factor of a loss that balances the experts within each sequence. 0: none."""
+    z_loss: float = 0.0
+    """Factor of a loss that keeps the router's logits small. 0: none."""
     experts: str = "swiglu"
     """The expert layer: "swiglu", or your own as "module:Class" (see examples/custom_experts.py)."""
     rope_theta: float = 10_000.0
@@ -82,6 +88,9 @@ class ModelConfig:
         Routing(
             self.experts_per_token, self.router_score, self.expert_groups, self.top_groups
         ).check(self.num_experts)  # fmt: skip
+        for name in ("sequence_loss", "z_loss"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} cannot be negative: got {getattr(self, name)}; 0 is for none")
         if self.num_dense_layers < 0 or self.num_shared_experts < 0:
             raise ValueError("num_dense_layers and num_shared_experts cannot be negative")
         if self.experts != "swiglu" and not all(self.experts.partition(":")):

@@ -58,22 +58,30 @@ class MoE(Segmented):
             self.shared = SwiGLU(config.hidden_size, inner, config.init_std, config.residual_std)
 
     def segments(self, x: Tensor) -> Segments:
-        x_TD, weights_TK, ids_TK = yield Compute("attn", self.route, x)
-        parts = yield from self.exchange(x_TD, weights_TK, ids_TK)
+        x_TD, *decision = yield Compute("attn", self.route, x)
+        parts = yield from self.exchange(x_TD, *decision)
         return (yield Compute("add", lambda *parts: functools.reduce(torch.add, parts).view(x.shape), *parts))
 
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x_TD = x.flatten(0, -2)
-        return x_TD, *self.router(x_TD)
+    def route(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The tokens [T, D] of `x`, and what the router decides of them."""
+        return x.flatten(0, -2), *self.router(x)
 
-    def exchange(self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, make_x: Again | None = None) -> Segments:
+    def exchange(
+        self,
+        x_TD: Tensor,
+        weights_TK: Tensor,
+        ids_TK: Tensor,
+        losses_L: Tensor | None = None,
+        make_x: Again | None = None,
+    ) -> Segments:
         """From routing decisions to what is to be added up for each token: experts [T, D], shared experts [T, D].
 
-        `make_x` makes the values of `x_TD` again, so that they need not be kept for the backward.
+        `losses_L` are the router's, to be recorded. `make_x` makes the values of `x_TD` again, so that they need not be
+        kept for the backward.
         """
         ep = self.expert_parallel
         if torch.is_grad_enabled():
-            self.router.count(ids_TK)
+            self.router.count(ids_TK, losses_L)
         route = yield Prepare("dispatch", ep.prepare, ids_TK)
         received = yield Comm("dispatch", partial(send, ep, route), partial(bring, ep, route), x_TD, weights_TK)
         # The shared experts know all they need: they hide the dispatch.

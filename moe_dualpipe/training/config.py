@@ -65,6 +65,8 @@ class TrainConfig:
     seed: int = 0
     """Fixes the initial weights and the order of the data."""
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)
+    bias_rate: float = 3e-3
+    """How far a step moves each bias of a router (--model.router-bias); a long run needs less. 0: they stay."""
 
     device: str = "auto"
     """cpu, cuda, or auto: the GPUs if there is one for each process."""

@@ -21,6 +21,7 @@ from ..overlap import WeightGrads
 from ..runtime import P2P, Executor, TensorSpec
 from ..runtime.replicas import ReplicaSet, check_equal, gradient_norm, sum_gradients
 from . import checkpoint, data, metrics
+from .balance import Balance
 from .config import Launch, parse, resume_command
 from .generate import generate
 from .optimizer import Optimizer, learning_rate
@@ -97,6 +98,7 @@ class Trainer:
             ReplicaSet({n: p for n, p in named.items() if ".experts." not in n}, self.groups.dense),
             ReplicaSet({n: p for n, p in named.items() if ".experts." in n}, self.groups.expert_replicas),
         ]
+        self.balance = Balance(model, self.stages, config.bias_rate, self.groups.dense)
         self.optimizer = Optimizer(named, config.optim)
         if plan.resume:
             checkpoint.load(plan.resume, self.state())
@@ -161,6 +163,7 @@ class Trainer:
         with record_function("optimizer"):
             self.optimizer.step(lr, mean * (clip / norm.clamp(min=clip) if clip else 1.0))
         load_LE = self._expert_load()
+        balance = self.balance.after_step(load_LE, self.device)
         loss, norm = self._mean(losses), norm.item()
         seconds = time.perf_counter() - start
         tokens = count * layout.dp * config.seq_len
@@ -169,6 +172,7 @@ class Trainer:
             "step": step + 1, "loss": loss, "grad_norm": norm, "lr": lr, "seconds": round(seconds, 4),
             "tokens": tokens, "tokens_per_s": round(tokens / seconds, 1), **mfu,
             "peak_memory_mb": round(metrics.peak_memory_mb(self.device), 1), **metrics.load_statistics(load_LE),
+            **balance,
         }  # fmt: skip
 
     @torch.no_grad()
@@ -199,7 +203,7 @@ class Trainer:
 
     def state(self) -> dict[str, Tensor]:
         """All that a checkpoint holds of this rank, by global names; loading into it loads the run."""
-        return checkpoint.flat(self.optimizer.tensors(), self.experts.local_experts)
+        return checkpoint.flat(self.optimizer.tensors(), self.experts.local_experts) | self.balance.state()
 
     # ---- Parts ----
 
@@ -242,7 +246,7 @@ class Trainer:
         return load_LE[model.num_dense_layers :].cpu()
 
     def _check_replicas(self) -> None:
-        for replicas in self.replicas:
+        for replicas in (*self.replicas, self.balance.replicas):
             check_equal(replicas)
 
     # ---- Words ----

@@ -42,8 +42,9 @@ def resolve(config: TrainConfig, launch: Launch) -> TrainConfig:
         "sample_tokens",
         "check_replicas_every",
         "profile",
+        "bias_rate",
     ):
-        if getattr(config, name) < 0:
+        if not getattr(config, name) >= 0:
             raise ValueError(f"--{name.replace('_', '-')} cannot be negative: got {getattr(config, name)}")
     _check_optimizer(config.optim)
     if config.tensorboard:

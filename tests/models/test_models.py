@@ -105,40 +105,6 @@ def test_attention_sees_no_later_position():
     assert not torch.allclose(layer(x)[:, 5:], layer(changed)[:, 5:])
 
 
-# ---- Router ----
-
-
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-@pytest.mark.parametrize("normalize", [True, False])
-def test_router_equals_a_loop(score, normalize):
-    router = Router(with_choices(router_score=score, normalize_weights=normalize, routed_scale=2.5))
-    x = torch.randn(11, CONFIG.hidden_size)
-    weights, ids = router(x)
-    for t in range(len(x)):
-        logits = [(x[t] @ row).item() for row in router.logits.weight]
-        if score == "softmax":
-            scores = [math.exp(v) / sum(math.exp(w) for w in logits) for v in logits]
-        else:
-            scores = [1 / (1 + math.exp(-v)) for v in logits]
-        best = sorted(range(len(scores)), key=lambda e: -scores[e])[: CONFIG.experts_per_token]
-        total = sum(scores[e] for e in best) if normalize else 1.0
-        assert ids[t].tolist() == best
-        assert weights[t].tolist() == pytest.approx([2.5 * scores[e] / total for e in best], rel=1e-5)
-    router.count(ids)
-    expected = torch.bincount(ids.flatten(), minlength=CONFIG.num_experts)
-    assert router.take_load().tolist() == expected.tolist()
-    assert router.take_load().sum() == 0
-
-
-def test_router_does_not_count_without_gradients_and_survives_scores_of_zero():
-    router = Router(with_choices(router_score="sigmoid"))
-    with torch.no_grad():
-        router.logits.weight.fill_(-1e4)
-        weights, _ = router(torch.ones(3, CONFIG.hidden_size))
-    assert torch.isfinite(weights).all()
-    assert router.take_load().sum() == 0
-
-
 # ---- Experts and the Mixture-of-Experts layer ----
 
 

@@ -1,0 +1,64 @@
+"""Keeping the experts evenly used: what a run reads of its routers after a step, and the biases that it moves.
+
+A router on this rank has seen this rank's tokens only. The loads are those of all ranks, so all replicas of a layer
+move its bias alike, and stay bit-equal, whatever the schedule.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..models import MoE, TransformerStage
+from ..models.balance import loss_factors
+from ..models.config import ModelConfig
+from ..models.router import Router
+from ..runtime.replicas import ReplicaSet
+
+
+class Balance:
+    """The routers of this rank's stages. `group`: the ranks that hold replicas of them; None: this rank alone."""
+
+    def __init__(
+        self, model: ModelConfig, stages: Mapping[int, TransformerStage], rate: float, group: dist.ProcessGroup | None
+    ):
+        self.rate, self.losses, self.first_layer = rate, [*loss_factors(model)], model.num_dense_layers
+        self.routers: dict[int, Router] = {
+            int(layer): block.mlp.router  # type: ignore[union-attr]
+            for stage in stages.values()
+            for layer, block in stage.layers.items()
+            if isinstance(block.mlp, MoE)
+        }
+        self.biases = {
+            f"layers.{layer}.mlp.router.bias_E": router.bias_E
+            for layer, router in self.routers.items()
+            if router.bias_E is not None
+        }
+        self.replicas = ReplicaSet(self.biases, group)  # type: ignore[arg-type]
+
+    def after_step(self, load_LE: Tensor, device: torch.device) -> dict[str, float]:
+        """Move the biases; returns the mean of each loss that is on, for the metrics. Collective.
+
+        load_LE: the tokens of this step, of all ranks, for each Mixture-of-Experts layer of the model.
+        """
+        if self.biases and self.rate:
+            load_LE = load_LE.to(device)
+            for layer, router in self.routers.items():
+                router.move_bias(load_LE[layer - self.first_layer], self.rate)
+        return self._mean_losses(device) if self.losses else {}
+
+    def _mean_losses(self, device: torch.device) -> dict[str, float]:
+        """Over layers, micro-batches and ranks; without their factors."""
+        totals = torch.zeros(len(self.losses) + 1, dtype=torch.float64, device=device)
+        for router in self.routers.values():
+            losses_L, decisions = router.take_losses()
+            totals[:-1] += losses_L
+            totals[-1] += decisions
+        dist.all_reduce(totals)
+        *sums, decisions = totals.tolist()
+        return {name: round(total / decisions, 6) for name, total in zip(self.losses, sums, strict=True)}
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint holds of it, by global names, to be loaded in place."""
+        return {f"model.{name}": bias_E for name, bias_E in self.biases.items()}

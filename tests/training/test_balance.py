@@ -1,0 +1,129 @@
+"""Balanced routers in whole runs: biases that move alike everywhere and survive a stop, and the losses' records."""
+
+import dataclasses
+import math
+import re
+
+import pytest
+import torch
+from ranks import run_ranks
+from test_run import MODEL, losses, make_trainer, settings, train_each
+
+from moe_dualpipe.models.router import Router
+from moe_dualpipe.training.config import Launch, parse
+from moe_dualpipe.training.resolve import resolve
+
+BALANCED = dataclasses.replace(MODEL, router_bias=True, sequence_loss=0.02, z_loss=0.003)
+OFTEN = {"model": BALANCED, "bias_rate": 0.01, "steps": 4, "seq_len": 16, "eval_sequences": 1}
+
+
+def biased_steps(rank, config):
+    """Three steps, after which biases are what the loads of all ranks say: those, and the records of the steps."""
+    trainer = make_trainer(rank, config)
+    expert_load, loads = trainer._expert_load, []
+    trainer._expert_load = lambda: loads.append(expert_load()) or loads[-1]  # type: ignore[method-assign]
+    records = [trainer.train_step(step) for step in range(3)]
+    tokens = config.micro_batches * config.micro_batch_size * config.seq_len * trainer.layout.dp
+    assert trainer.balance.biases
+    for name, bias in trainer.balance.biases.items():
+        expected = torch.zeros(MODEL.num_experts)
+        for load_LE in loads:
+            load = load_LE[int(name.split(".")[1]) - MODEL.num_dense_layers].tolist()
+            assert sum(load) == tokens * MODEL.experts_per_token
+            mean = sum(load) / len(load)
+            expected += torch.tensor([config.bias_rate * ((mean > n) - (mean < n)) for n in load])
+        assert torch.equal(bias, expected)
+        assert torch.equal(trainer.state()[f"model.{name}"], bias)
+    biases = {name: bias.tolist() for name, bias in trainer.balance.biases.items()}
+    check_that_a_drift_is_found(rank, trainer)
+    return biases, records
+
+
+def check_that_a_drift_is_found(rank, trainer):
+    trainer._check_replicas()
+    if trainer.balance.replicas.group is None:
+        return
+    name = next(iter(sorted(trainer.balance.biases)))
+    trainer.balance.biases[name][1] += 1e-6 * rank
+    with pytest.raises(RuntimeError, match=f"differ in {re.escape(name)}: they must stay bit-equal"):
+        trainer._check_replicas()
+
+
+def biased_steps_each(rank, configs):
+    return [biased_steps(rank, config) for config in configs]
+
+
+def test_biases_follow_the_loads_of_all_ranks_and_losses_do_not_depend_on_the_division(tmp_path):
+    divisions = [{}, {"schedule": "1f1b", "recompute": "full"}, {"ep": 2}]
+    configs = [settings(tmp_path / str(i), **{**OFTEN, **changes}) for i, changes in enumerate(divisions)]
+    ranks = run_ranks(2, biased_steps_each, configs)
+    for parts in zip(*ranks, strict=True):
+        everywhere = {name for biases, _ in parts for name in biases}
+        assert everywhere == {f"layers.{layer}.mlp.router.bias_E" for layer in (1, 2, 3)}
+        for name in everywhere:
+            copies = [biases[name] for biases, _ in parts if name in biases]
+            assert all(copy == copies[0] for copy in copies)
+
+    ((_, alone),) = run_ranks(1, biased_steps, settings(tmp_path / "one", **OFTEN))
+    kinds = ("loss", "grad_norm", "sequence_loss", "z_loss")
+    for (_, together), _, _ in ranks[:1]:
+        for ours, expected in zip(together, alone, strict=True):
+            assert {k: ours[k] for k in kinds} == pytest.approx({k: expected[k] for k in kinds}, rel=1e-5)
+            assert 1 <= ours["sequence_loss"] < MODEL.num_experts / MODEL.experts_per_token
+            assert 0.5 < ours["z_loss"] / math.log(MODEL.num_experts) ** 2 < 2
+
+
+CHOICES = [{}, {"overlap": False}, {"recompute": "norms"}, {"recompute": "attention"}, {"recompute": "full"}]
+
+
+def test_overlap_and_recompute_change_no_bit_and_a_resumed_run_repeats_them(tmp_path):
+    configs = [settings(tmp_path / str(i), **OFTEN, save_every=2, **choice) for i, choice in enumerate(CHOICES)]
+    resume = str(tmp_path / "0" / "checkpoints" / "step-000002")
+    configs.append(settings(tmp_path / "rest", **OFTEN, resume=resume))
+    clocks = ("seconds", "tokens_per_s", "peak_memory_mb")
+    whole, *others, rest = [
+        [{key: value for key, value in record.items() if key not in clocks} for record in run]
+        for run in run_ranks(2, train_each, configs)[0]
+    ]
+    for run, choice in zip(others, CHOICES[1:], strict=True):
+        assert run == whole, choice
+    assert len(losses(whole, "sequence_loss")) == 4
+    assert rest[1:] == whole[3:]
+
+
+def still_steps(rank, configs):
+    """Of a step of each: the losses in its record, the biases, and what a checkpoint holds."""
+    seen = []
+    for config in configs:
+        trainer = make_trainer(rank, config)
+        record = trainer.train_step(0)
+        biases = [m.bias_E for stage in trainer.stages.values() for m in stage.modules() if isinstance(m, Router)]
+        assert all(bias is None or bias.dtype == torch.float32 for bias in biases)
+        values = [None if bias is None else bias.tolist() for bias in biases]
+        seen.append(({*record} & {"sequence_loss", "z_loss"}, values, {*trainer.state()}))
+    return seen
+
+
+def test_what_is_off_stays_off(tmp_path):
+    model, still = dataclasses.replace(BALANCED, z_loss=0.0), {**OFTEN, "bias_rate": 0.0}
+    configs = [
+        settings(tmp_path / "a", **{**still, "model": model}),
+        settings(tmp_path / "b", **{**still, "model": model}, dtype="bfloat16"),
+        settings(tmp_path / "c", **{**still, "model": MODEL}),
+    ]
+    (seen,) = run_ranks(1, still_steps, configs)
+    for reported, biases, names in seen[:2]:
+        assert reported == {"sequence_loss"}
+        assert biases == [[0.0] * 4] * 3
+        assert sum("bias" in name for name in names) == 3
+    reported, biases, names = seen[2]
+    assert reported == set()
+    assert biases == [None] * 3
+    assert not any("bias" in name for name in names)
+
+
+def test_the_rate_is_a_choice():
+    assert parse([]).bias_rate == 3e-3
+    assert parse(["--bias-rate", "0.02"]).bias_rate == 0.02
+    with pytest.raises(ValueError, match=r"--bias-rate cannot be negative: got -0\.1"):
+        resolve(parse(["--bias-rate", "-0.1"]), Launch(0, 0, 1, 1))
