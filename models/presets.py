@@ -6,11 +6,11 @@ from .config import ModelConfig
 
 PRESETS: dict[str, ModelConfig] = {
     # Learns Python source, byte by byte, on two CPU cores within two minutes.
-    "tiny": ModelConfig(),
+    "tiny": ModelConfig(router_bias=True),
     # The same shape, larger: for one GPU. 468 M parameters, 104 M active.
     "small": ModelConfig(
         hidden_size=768, num_layers=12, num_heads=12, num_kv_heads=4, head_dim=64,
-        dense_size=3072, expert_size=512, num_experts=32, experts_per_token=4, num_shared_experts=2,
+        dense_size=3072, expert_size=512, num_experts=32, experts_per_token=4, num_shared_experts=2, router_bias=True,
     ),
     # Published models, as their config.json has them. What is there besides is a choice of training: the coefficient of
     # the loss that balances experts (router_aux_loss_coef: OLMoE 0.01, Qwen3 0.001, Mixtral 0.02) and OLMoE's z-loss.
@@ -33,19 +33,20 @@ PRESETS: dict[str, ModelConfig] = {
         rope_theta=1e6, norm_eps=1e-5,
     ),
     # DeepSeek's published models, as their config.json has them, without what V3 predicts tokens further ahead with
-    # (MTP), and without YaRN, the stretching of positions for contexts beyond the 4,096 tokens of pre-training.
+    # (MTP), and without YaRN, the stretching of positions for contexts beyond the 4,096 tokens of pre-training. How
+    # experts are balanced is from their papers.
     # 15.7 B parameters, 2.4 B active (arXiv 2405.04434).
     "deepseek-v2-lite": ModelConfig(
         vocab_size=102400, hidden_size=2048, num_layers=27, num_dense_layers=1, attention="mla", num_heads=16,
         head_dim=128, kv_rank=512, rope_dim=64, value_dim=128, dense_size=10944, expert_size=1408, num_experts=64,
-        experts_per_token=6, num_shared_experts=2, normalize_weights=False,
+        experts_per_token=6, num_shared_experts=2, normalize_weights=False, sequence_loss=1e-3,
     ),
     # 671 B parameters, 37 B active (arXiv 2412.19437).
     "deepseek-v3": ModelConfig(
         vocab_size=129280, hidden_size=7168, num_layers=61, num_dense_layers=3, attention="mla", num_heads=128,
         head_dim=128, q_rank=1536, kv_rank=512, rope_dim=64, value_dim=128, dense_size=18432, expert_size=2048,
         num_experts=256, experts_per_token=8, num_shared_experts=1, router_score="sigmoid", expert_groups=8,
-        top_groups=4, routed_scale=2.5,
+        top_groups=4, routed_scale=2.5, router_bias=True, sequence_loss=1e-4,
     ),
 }  # fmt: skip
 

@@ -273,9 +273,10 @@ def test_gradients_of_the_losses_alone(choices):
     assert torch.autograd.gradcheck(z_loss, (logits,))
 
 
-@pytest.mark.parametrize("heads,kv_heads", [(2, 2), (4, 2), (2, 1)])
-def test_gradients_of_grouped_query_attention(heads, kv_heads):
-    layer = Attention(with_choices(hidden_size=4, num_heads=heads, num_kv_heads=kv_heads, head_dim=2), 0.3).double()
+@pytest.mark.parametrize("heads,kv_heads,qk_norm", [(2, 2, "none"), (4, 2, "head"), (2, 1, "full")])
+def test_gradients_of_grouped_query_attention(heads, kv_heads, qk_norm):
+    sizes = {"hidden_size": 4, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": 2}
+    layer = Attention(with_choices(**sizes, qk_norm=qk_norm), 0.3).double()
     names = [name for name, _ in layer.named_parameters()]
 
     def function(x, *parameters):
