@@ -1,0 +1,101 @@
+"""Gradients of router, losses, attention, layer and block against finite differences, in fp64."""
+
+import pytest
+import torch
+from test_router import KINDS, D, E, K, made, with_choices
+from torch import Tensor, nn
+
+from moe_dualpipe.expert_parallel import Local
+from moe_dualpipe.models import MoE
+from moe_dualpipe.models.attention import Attention
+from moe_dualpipe.models.balance import sequence_loss, shares, z_loss
+from moe_dualpipe.models.block import Block
+from moe_dualpipe.models.router import Router
+
+
+def slope_and_difference(module: nn.Module, value, tensors: dict[str, Tensor]) -> None:
+    """Gradients of `value(False)` are the slopes of `value(True)`, along a random direction of each tensor.
+
+    The argument says whether to add the losses that a router attaches, and only tells.
+    """
+    module.zero_grad()
+    value(False).backward()
+    for name, tensor in tensors.items():
+        direction = torch.randn_like(tensor)
+        slope, values, step = (tensor.grad * direction).sum().item(), [], 1e-6
+        for sign in (1, -1):
+            with torch.no_grad():
+                tensor += sign * step * direction
+            values.append(value(True).item())
+            with torch.no_grad():
+                tensor -= sign * step * direction
+        assert (values[0] - values[1]) / (2 * step) == pytest.approx(slope, rel=2e-6, abs=1e-8), name
+
+
+def told(routers: list[Router]) -> Tensor:
+    """The sum of the losses since the last call, times their factors."""
+    total = torch.zeros((), dtype=torch.float64)
+    for router in routers:
+        losses, decisions = router.take_losses()
+        assert decisions == 1
+        total += (losses * torch.tensor([*router.factors.values()])).sum()
+    return total
+
+
+@pytest.mark.parametrize("choices", KINDS, ids=str)
+def test_gradients_of_router_and_losses_against_finite_differences(choices):
+    torch.manual_seed(5)
+    router = made(Router(with_choices(**choices)))
+    x = torch.randn(2, 5, D, dtype=torch.float64, requires_grad=True)
+    into = torch.randn(10, router.config.experts_per_token, dtype=torch.float64)
+
+    def value(with_losses):
+        weights, ids, losses = router(x)
+        router.count(ids, losses)
+        attached = told([router])
+        return (weights * into).sum() + (attached if with_losses else 0)
+
+    slope_and_difference(router, value, {"x": x, "logits": router.logits.weight})
+
+
+@pytest.mark.parametrize("choices", KINDS[:2], ids=str)
+def test_gradients_of_the_losses_alone(choices):
+    config = with_choices(**choices)
+    logits = torch.randn(2, 3, E, dtype=torch.float64, requires_grad=True)
+    ids = logits.detach().topk(K).indices
+    assert torch.autograd.gradcheck(lambda x: sequence_loss(shares(x, config), ids), (logits,))
+    assert torch.autograd.gradcheck(z_loss, (logits,))
+
+
+@pytest.mark.parametrize("heads,kv_heads,qk_norm", [(2, 2, "none"), (4, 2, "head"), (2, 1, "full")])
+def test_gradients_of_grouped_query_attention(heads, kv_heads, qk_norm):
+    sizes = {"hidden_size": 4, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": 2}
+    layer = Attention(with_choices(**sizes, qk_norm=qk_norm), 0.3).double()
+    names = [name for name, _ in layer.named_parameters()]
+
+    def function(x, *parameters):
+        return torch.func.functional_call(layer, dict(zip(names, parameters, strict=True)), (x,))
+
+    x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(function, (x, *layer.parameters()))
+
+
+@pytest.mark.parametrize("attention", ["gqa", "mla", None])  # None: the MoE layer alone
+def test_gradients_of_a_layer_and_of_a_block_against_finite_differences(attention):
+    torch.manual_seed(6)
+    config = with_choices(attention=attention or "gqa", router_bias=True, kv_rank=5, rope_dim=2, value_dim=3, q_rank=7)
+    if attention:
+        module, router = (block := Block(config, 1, Local(E), 0)), block.mlp.router
+    else:
+        module, router = (layer := MoE(config, Local(E), 0, "layers.1")), layer.router
+    made(router)
+    module.double()
+    x, into = (torch.randn(2, 5, D, dtype=torch.float64) for _ in range(2))
+    x.requires_grad_()
+
+    def value(with_losses):
+        y = module(x)
+        attached = told([router])
+        return (y * into).sum() + (attached if with_losses else 0)
+
+    slope_and_difference(module, value, {"x": x, **dict(module.named_parameters())})
