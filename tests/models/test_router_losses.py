@@ -47,7 +47,7 @@ def test_docstring_examples_of_the_losses():
     assert z_loss(torch.zeros(1, 3, 2)).item() == pytest.approx(math.log(2) ** 2)
 
 
-@pytest.mark.parametrize("choices", [*KINDS[:4], {"sequence_loss": 0.0}, {"z_loss": 0.0}], ids=str)
+@pytest.mark.parametrize("choices", [*KINDS[:5], {"sequence_loss": 0.0}, {"z_loss": 0.0}], ids=str)
 def test_the_losses_equal_loops_and_change_no_value(choices):
     config = with_choices(**choices)
     router = made(Router(config))
