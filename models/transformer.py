@@ -79,6 +79,11 @@ def attention_flops(config: ModelConfig) -> int:
     return flops + heads * config.value_dim * hidden
 
 
+def ahead_flops(config: ModelConfig, block: int) -> int:
+    """The same of what predicts a token further ahead (mtp.py): its projection, its block, and the head once more."""
+    return layer_flops(config, block) + config.hidden_size * (2 * config.hidden_size + config.vocab_size)
+
+
 def split(config: ModelConfig, num_stages: int) -> tuple[StageSpec, ...]:
     """Divide the blocks over `num_stages` consecutive stages so that the slowest stage is as fast as possible.
 
@@ -90,9 +95,8 @@ def split(config: ModelConfig, num_stages: int) -> tuple[StageSpec, ...]:
             f"use at least {num_stages} layers, fewer pipeline ranks, or a schedule with fewer stages (1f1b)"
         )
     costs = [layer_flops(config, layer) for layer in range(config.num_layers)]
-    head = config.hidden_size * config.vocab_size
-    costs[-1] += head  # the head goes wherever the last block goes, and so does what predicts further ahead
-    costs[-1] += sum(layer_flops(config, block) + 2 * config.hidden_size**2 + head for block in config.mtp_blocks)
+    # The head goes wherever the last block goes, and so does what predicts further ahead.
+    costs[-1] += config.hidden_size * config.vocab_size + sum(ahead_flops(config, b) for b in config.mtp_blocks)
     best: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {(0, 0): (0, ())}  # (stages, layers) -> (max, ends)
     for stages in range(1, num_stages + 1):
         for end in range(stages, config.num_layers + 1):
