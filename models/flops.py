@@ -46,7 +46,7 @@ def mtp_flops(config: ModelConfig, seq_len: int) -> int:
     The k-th module meets k positions less than there are.
     """
     modules = [(seq_len - k, block) for k, block in enumerate(config.mtp_blocks, start=1)]
-    return sum(n * (2 * ahead_flops(config, block) + attention_flops(config, n)) for n, block in modules)
+    return sum(n * (2 * ahead_flops(config, block) + score_flops(config, n)) for n, block in modules)
 
 
 def score_flops(config: ModelConfig, seq_len: int) -> int:
