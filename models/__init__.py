@@ -3,6 +3,7 @@
 from .attention import KVCache
 from .config import ModelConfig
 from .moe import MoE, expert_loads
+from .mtp import share_embedding
 from .presets import PRESETS, preset
 from .recompute import RECOMPUTE
 from .transformer import StageSpec, TransformerStage, build_model, next_token_loss, split
@@ -19,5 +20,6 @@ __all__ = [
     "expert_loads",
     "next_token_loss",
     "preset",
+    "share_embedding",
     "split",
 ]

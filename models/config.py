@@ -71,6 +71,11 @@ class ModelConfig:
     init_std: float = 0.02
     """Standard deviation of initial weights; projections into the residual stream get less, by sqrt(2 layers)."""
 
+    mtp_layers: int = 0
+    """How many tokens beyond the next are predicted in training (MTP), each by one more block; docs/model.md."""
+    mtp_weight: float = 0.3
+    """Factor on the mean loss of those predictions."""
+
     def __post_init__(self) -> None:
         for name in (
             *("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "dense_size"),
@@ -93,6 +98,10 @@ class ModelConfig:
                 raise ValueError(f"{name} cannot be negative: got {getattr(self, name)}; 0 is for none")
         if self.num_dense_layers < 0 or self.num_shared_experts < 0:
             raise ValueError("num_dense_layers and num_shared_experts cannot be negative")
+        if self.mtp_layers < 0 or self.mtp_weight < 0:
+            raise ValueError(
+                f"mtp_layers and mtp_weight cannot be negative: got {self.mtp_layers} and {self.mtp_weight}"
+            )
         if self.experts != "swiglu" and not all(self.experts.partition(":")):
             raise ValueError(f'experts must be "swiglu" or "module:Class": got {self.experts!r}')
 
@@ -128,5 +137,10 @@ class ModelConfig:
         """Initial scale of the projections that write into the residual stream: two in each layer."""
         return self.init_std / (2 * self.num_layers) ** 0.5
 
+    @property
+    def mtp_blocks(self) -> range:
+        """The blocks beyond the last layer, which predict further ahead."""
+        return range(self.num_layers, self.num_layers + self.mtp_layers)
+
     def is_dense(self, layer: int) -> bool:
-        return layer < self.num_dense_layers
+        return min(layer, self.num_layers - 1) < self.num_dense_layers  # blocks beyond the last are like the last

@@ -13,7 +13,7 @@ import re
 import torch
 
 from .config import ModelConfig
-from .transformer import layer_flops
+from .transformer import ahead_flops, layer_flops
 
 # Dense bf16, with sums in fp32, in FLOP/s: from the makers' data sheets, whose number for sparse matrices is halved.
 # A device is the first of these whose words are all in its name.
@@ -36,8 +36,17 @@ def forward_flops(config: ModelConfig, seq_len: int) -> int:
 
 
 def train_flops_per_token(config: ModelConfig, seq_len: int) -> int:
-    """FLOPs of a forward and a backward, per token: three forwards."""
-    return 3 * forward_flops(config, seq_len)
+    """FLOPs of a forward and a backward, per token: three forwards, with what predicts further ahead."""
+    return 3 * (forward_flops(config, seq_len) + mtp_flops(config, seq_len) // seq_len)
+
+
+def mtp_flops(config: ModelConfig, seq_len: int) -> int:
+    """FLOPs of predicting further ahead than the next token, forward, for a whole sequence, as training does it.
+
+    The k-th module meets k positions less than there are.
+    """
+    modules = [(seq_len - k, block) for k, block in enumerate(config.mtp_blocks, start=1)]
+    return sum(n * (2 * ahead_flops(config, block) + score_flops(config, n)) for n, block in modules)
 
 
 def score_flops(config: ModelConfig, seq_len: int) -> int:

@@ -32,9 +32,9 @@ PRESETS: dict[str, ModelConfig] = {
         head_dim=128, expert_size=14336, num_experts=8, experts_per_token=2, num_shared_experts=0,
         rope_theta=1e6, norm_eps=1e-5,
     ),
-    # DeepSeek's published models, as their config.json has them, without what V3 predicts tokens further ahead with
-    # (MTP), and without YaRN, the stretching of positions for contexts beyond the 4,096 tokens of pre-training. How
-    # experts are balanced is from their papers.
+    # DeepSeek's published models, as their config.json has them, without the block with which V3 predicts one token
+    # further ahead (mtp_layers=1: 11.6 B more), and without YaRN, the stretching of positions for contexts beyond the
+    # 4,096 tokens of pre-training. How experts are balanced is from their papers.
     # 15.7 B parameters, 2.4 B active (arXiv 2405.04434).
     "deepseek-v2-lite": ModelConfig(
         vocab_size=102400, hidden_size=2048, num_layers=27, num_dense_layers=1, attention="mla", num_heads=16,

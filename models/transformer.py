@@ -1,7 +1,8 @@
 """The model as pipeline stages: embedding in the first, head in the last, blocks divided to balance the work.
 
 The last stage ends in logits, or with `fused_loss` in what the head would make them of: then the loss makes them, a
-chunk at a time (kernels/cross_entropy.py). Its methods `loss` and `logits` take what it ends in, whichever that is.
+chunk at a time (kernels/cross_entropy.py). So it does with `mtp_layers`, where the loss also predicts further ahead
+(mtp.py). Its methods `loss` and `logits` take what it ends in, whichever that is.
 
 Parameter names are global (`layers.3.attention.qkv.weight`), whichever stage holds the layer, and so are the initial
 weights: a stage of a pipeline holds exactly the numbers that the whole model holds at those names.
@@ -11,6 +12,7 @@ B sequences, S positions, D model dim, V vocabulary.
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -20,27 +22,39 @@ from moe_dualpipe.kernels.cross_entropy import linear_cross_entropy
 from moe_dualpipe.overlap import Compute, Segmented, Segments, in_layer
 
 from .attention import KVCache
+from .auxiliary import attach
 from .block import Block, add_up
 from .config import ModelConfig
 from .layers import Linear, at_least_fp32
+from .mtp import MTP
 from .recompute import Recompute
 from .seeding import seeded
 
 
 @dataclass(frozen=True, slots=True)
 class StageSpec:
-    """What one stage holds: a range of blocks, perhaps the embedding, perhaps the head, and its share of the work."""
+    """What one stage holds: a range of blocks, perhaps the embedding, perhaps the head, and its share of the work.
+
+    mtp: the blocks beyond the last layer that predict further ahead; on the last stage only.
+    """
 
     layers: range
     embedding: bool
     head: bool
     share: float
+    mtp: range = range(0)
+
+    @property
+    def blocks(self) -> list[int]:
+        """All blocks, in the order in which the stage holds them."""
+        return [*self.layers, *self.mtp]
 
     def __str__(self) -> str:
         first, last = self.layers[0], self.layers[-1]
         parts = ["embedding"] * self.embedding
         parts += [f"layer {first}" if first == last else f"layers {first}-{last}"]
         parts += ["head"] * self.head
+        parts += [f"{len(self.mtp)} further ahead"] * bool(self.mtp)
         return f"{' + '.join(parts)} ({self.share:.0%} of the work)"
 
 
@@ -65,6 +79,11 @@ def attention_flops(config: ModelConfig) -> int:
     return flops + heads * config.value_dim * hidden
 
 
+def ahead_flops(config: ModelConfig, block: int) -> int:
+    """The same of what predicts a token further ahead (mtp.py): its projection, its block, and the head once more."""
+    return layer_flops(config, block) + config.hidden_size * (2 * config.hidden_size + config.vocab_size)
+
+
 def split(config: ModelConfig, num_stages: int) -> tuple[StageSpec, ...]:
     """Divide the blocks over `num_stages` consecutive stages so that the slowest stage is as fast as possible.
 
@@ -76,7 +95,8 @@ def split(config: ModelConfig, num_stages: int) -> tuple[StageSpec, ...]:
             f"use at least {num_stages} layers, fewer pipeline ranks, or a schedule with fewer stages (1f1b)"
         )
     costs = [layer_flops(config, layer) for layer in range(config.num_layers)]
-    costs[-1] += config.hidden_size * config.vocab_size  # the head goes wherever the last block goes
+    # The head goes wherever the last block goes, and so does what predicts further ahead.
+    costs[-1] += config.hidden_size * config.vocab_size + sum(ahead_flops(config, b) for b in config.mtp_blocks)
     best: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {(0, 0): (0, ())}  # (stages, layers) -> (max, ends)
     for stages in range(1, num_stages + 1):
         for end in range(stages, config.num_layers + 1):
@@ -87,9 +107,11 @@ def split(config: ModelConfig, num_stages: int) -> tuple[StageSpec, ...]:
             )
     ends = best[num_stages, config.num_layers][1]
     ranges = [range(start, end) for start, end in zip((0, *ends), ends, strict=False)]
+    shares = [sum(costs[r.start : r.stop]) / sum(costs) for r in ranges]
+    mtp = [range(0)] * (num_stages - 1) + [config.mtp_blocks]
     return tuple(
-        StageSpec(r, r.start == 0, r.stop == config.num_layers, sum(costs[r.start : r.stop]) / sum(costs))
-        for r in ranges
+        StageSpec(r, r.start == 0, r.stop == config.num_layers, share, blocks)
+        for r, share, blocks in zip(ranges, shares, mtp, strict=True)
     )
 
 
@@ -99,9 +121,9 @@ class TransformerStage(Segmented):
     `stage(x, cache)` goes on where the cache (attention.py) ends, and adds x's positions to it; without gradients only.
 
     `recompute` is what each block computes again in its backward instead of keeping it (block.py); `kernels` are
-    Triton's or plain torch (kernels/choose.py). With `fused_loss` the last stage ends in normalised hidden states
-    [B, S, D] instead; the criterion is its `loss` in either case. Raises ValueError for an unknown choice, or kernels
-    that cannot be had.
+    Triton's or plain torch (kernels/choose.py). With `fused_loss` or `mtp_layers` the last stage ends in normalised
+    hidden states [B, S, D] instead; the criterion is its `loss` in either case. Raises ValueError for an unknown
+    choice, or kernels that cannot be had.
     """
 
     def __init__(
@@ -116,8 +138,9 @@ class TransformerStage(Segmented):
     ):
         super().__init__()
         self.config, self.spec, self.fused_loss = config, spec, fused_loss
+        self.head_in_loss = fused_loss or bool(spec.mtp)
         expert_parallel = expert_parallel if expert_parallel is not None else Local(config.num_experts, kernels)
-        if spec.embedding:
+        if spec.embedding or spec.mtp:
             with seeded(seed, "embedding"):
                 self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
                 nn.init.normal_(self.embedding.weight, std=config.init_std)
@@ -129,6 +152,7 @@ class TransformerStage(Segmented):
             self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
             with seeded(seed, "head"):
                 self.head = Linear(config.hidden_size, config.vocab_size, config.init_std)
+        self.mtp = MTP(config, expert_parallel, seed, recompute, checked(kernels)) if spec.mtp else None
 
     def segments(self, x: Tensor, cache: KVCache | None = None) -> Segments:
         parts = (x,)
@@ -143,7 +167,7 @@ class TransformerStage(Segmented):
 
     def finish(self, *parts: Tensor) -> Tensor:
         x_BSD = self.norm(add_up(*parts))
-        return x_BSD if self.fused_loss else self.head(x_BSD)
+        return x_BSD if self.head_in_loss else self.head(x_BSD)
 
     def logits(self, output: Tensor) -> Tensor:
         """What the last stage ended in, all of it or some positions of it, as logits [..., V].
@@ -151,17 +175,25 @@ class TransformerStage(Segmented):
         Raises ValueError for a stage without the head.
         """
         self._check_head()
-        return self.head(output) if self.fused_loss else output
+        return self.head(output) if self.head_in_loss else output
 
     def loss(self, output: Tensor, labels_BS: Tensor) -> Tensor:
         """Mean cross-entropy in nats per token, in fp32 at least, of what the last stage ended in: its criterion.
 
+        With `mtp_layers` its gradients are those of the loss further ahead as well, its value is not (auxiliary.py).
         Raises ValueError for a stage without the head.
         """
         self._check_head()
+        loss = self.cross_entropy(output, labels_BS) if self.head_in_loss else next_token_loss(output, labels_BS)
+        if self.mtp is not None and torch.is_grad_enabled():
+            loss = attach(loss, self.mtp(output, labels_BS, self.embedding, self.cross_entropy))
+        return loss
+
+    def cross_entropy(self, x_BSD: Tensor, labels_BS: Tensor) -> Tensor:
+        """The mean loss of what the head makes of normalised hidden states."""
         if not self.fused_loss:
-            return next_token_loss(output, labels_BS)
-        x_TD, labels_T = output.flatten(0, 1), labels_BS.flatten()
+            return next_token_loss(self.head(x_BSD), labels_BS)
+        x_TD, labels_T = x_BSD.flatten(0, 1), labels_BS.flatten()
         return linear_cross_entropy(x_TD, self.head.weight, labels_T, weight_grads=self.head.weight_grads)
 
     def _check_head(self) -> None:

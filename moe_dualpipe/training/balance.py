@@ -24,17 +24,15 @@ class Balance:
         self, model: ModelConfig, stages: Mapping[int, TransformerStage], rate: float, group: dist.ProcessGroup | None
     ):
         self.rate, self.losses, self.first_layer = rate, [*loss_factors(model)], model.num_dense_layers
-        self.routers: dict[int, Router] = {
-            int(layer): block.mlp.router  # type: ignore[union-attr]
-            for stage in stages.values()
-            for layer, block in stage.layers.items()
-            if isinstance(block.mlp, MoE)
-        }
-        self.biases = {
-            f"layers.{layer}.mlp.router.bias_E": router.bias_E
-            for layer, router in self.routers.items()
-            if router.bias_E is not None
-        }
+        self.routers: dict[int, Router] = {}
+        self.biases: dict[str, Tensor] = {}
+        for stage in stages.values():
+            layers = (block for block in stage.spec.blocks if not model.is_dense(block))
+            named = ((name, module) for name, module in stage.named_modules() if isinstance(module, MoE))
+            for layer, (name, moe) in zip(layers, named, strict=True):
+                self.routers[layer] = moe.router
+                if moe.router.bias_E is not None:
+                    self.biases[f"{name}.router.bias_E"] = moe.router.bias_E
         self.replicas = ReplicaSet(self.biases, group)  # type: ignore[arg-type]
 
     def after_step(self, load_LE: Tensor, device: torch.device) -> dict[str, float]:

@@ -16,16 +16,16 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ..expert_parallel import AllToAll, Local
-from ..models import TransformerStage, expert_loads
+from ..models import TransformerStage, expert_loads, share_embedding
 from ..overlap import WeightGrads
 from ..runtime import P2P, Executor, TensorSpec
-from ..runtime.replicas import ReplicaSet, check_equal, gradient_norm, sum_gradients
+from ..runtime.replicas import check_equal, gradient_norm, sum_gradients
 from . import checkpoint, data, metrics
 from .balance import Balance
 from .config import Launch, parse, resume_command
 from .generate import generate
 from .optimizer import Optimizer, learning_rate
-from .parallel import Layout, build_groups, initialize
+from .parallel import Layout, build_groups, initialize, replica_sets
 from .plan import Plan
 from .profiling import StepProfiler
 from .resolve import resolve
@@ -69,7 +69,7 @@ class Trainer:
         self.dtype = getattr(torch, config.dtype)
         self.layout = Layout(config.pp, launch.world_size // config.pp, config.ep, launch.rank)
         placement = self.schedule.placement
-        self.groups = build_groups(self.layout, placement)
+        self.groups = build_groups(self.layout, placement, shared_embedding=model.mtp_layers > 0)
         self.experts = (
             AllToAll(model.num_experts, self.groups.experts, config.kernels)
             if self.groups.experts
@@ -88,16 +88,14 @@ class Trainer:
             ).to(self.device, self.dtype)
             for index in placement.stages[self.layout.pp_rank]
         }
+        share_embedding(self.stages.values())
         hidden = TensorSpec((config.micro_batch_size, config.seq_len, model.hidden_size), self.dtype)
         links = P2P.connect(self.groups.pipeline, [hidden], self.device)
         weight_grads = WeightGrads(config.max_deferred or None)
         self.executor = Executor(self.stages, links, weight_grads, config.overlap)
 
         named = {name: p for stage in self.stages.values() for name, p in stage.named_parameters()}
-        self.replicas = [
-            ReplicaSet({n: p for n, p in named.items() if ".experts." not in n}, self.groups.dense),
-            ReplicaSet({n: p for n, p in named.items() if ".experts." in n}, self.groups.expert_replicas),
-        ]
+        self.replicas = replica_sets(named, self.groups)
         self.balance = Balance(model, self.stages, config.bias_rate, self.groups.dense)
         self.optimizer = Optimizer(named, config.optim)
         if plan.resume:
@@ -172,6 +170,7 @@ class Trainer:
             "step": step + 1, "loss": loss, "grad_norm": norm, "lr": lr, "seconds": round(seconds, 4),
             "tokens": tokens, "tokens_per_s": round(tokens / seconds, 1), **mfu,
             "peak_memory_mb": round(metrics.peak_memory_mb(self.device), 1), **metrics.load_statistics(load_LE),
+            **({"mtp_loss": self._mtp_loss()} if config.model.mtp_layers else {}),
             **balance,
         }  # fmt: skip
 
@@ -229,6 +228,11 @@ class Trainer:
         dist.all_reduce(total)
         return (total[0] / total[1]).item()
 
+    def _mtp_loss(self) -> float:
+        """The mean loss further ahead in this step, which the loss does not show, over all ranks."""
+        last = self.stages.get(self.schedule.num_stages - 1)
+        return self._mean([last.mtp.take_loss()] if last is not None and last.mtp is not None else [])
+
     def _largest(self, value: float) -> float:
         tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
@@ -237,9 +241,11 @@ class Trainer:
     def _expert_load(self) -> Tensor:
         """Tokens per expert in this step, over all ranks: [Mixture-of-Experts layers, experts]."""
         model = self.config.model
-        load_LE = torch.zeros(model.num_layers, model.num_experts, dtype=torch.int64, device=self.device)
+        load_LE = torch.zeros(
+            model.num_layers + model.mtp_layers, model.num_experts, dtype=torch.int64, device=self.device
+        )
         for index, stage in self.stages.items():
-            layers = [layer for layer in self.plan.stages[index].layers if not model.is_dense(layer)]
+            layers = [layer for layer in self.plan.stages[index].blocks if not model.is_dense(layer)]
             if (loads := expert_loads(stage)) is not None:
                 load_LE[layers] += loads
         dist.all_reduce(load_LE)
@@ -264,8 +270,9 @@ class Trainer:
     def _introduce(self) -> None:
         config, layout, model = self.config, self.layout, self.config.model
         shares = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for i, replicas in enumerate(self.replicas):
-            shares[i] = sum(p.numel() for p in replicas.parameters.values()) / replicas.num_replicas
+        for replicas in self.replicas:
+            for name, p in replicas.parameters.items():
+                shares[int(".experts." in name)] += p.numel() / replicas.num_replicas
         dist.all_reduce(shares)
         dense, experts = shares.tolist()
         active = dense + experts * model.experts_per_token / model.num_experts

@@ -4,13 +4,15 @@ With pp pipeline ranks, the world is pp x dp; rank = pipeline rank x dp + data r
 tokens, neighbours in `dp`, are neighbours in the world, too. Experts are spread over ep consecutive data ranks.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from ..runtime.replicas import ReplicaSet
 from ..schedule import Placement
 from .config import Launch
 
@@ -42,12 +44,14 @@ class Groups:
 
     pipeline: this data rank's pipeline. experts: the ranks that exchange tokens with this one. dense, expert_replicas:
     the ranks that hold copies of this rank's dense parameters, and of its experts; DualPipe's mirrored ranks included.
+    embedding: those that hold it, where the last stage does, too.
     """
 
     pipeline: dist.ProcessGroup | None
     experts: dist.ProcessGroup | None
     dense: dist.ProcessGroup | None
     expert_replicas: dist.ProcessGroup | None
+    embedding: dist.ProcessGroup | None = None
 
 
 def initialize(device: torch.device, launch: Launch, timeout: float) -> None:
@@ -60,8 +64,11 @@ def initialize(device: torch.device, launch: Launch, timeout: float) -> None:
         dist.init_process_group(backend, timeout=wait)
 
 
-def build_groups(layout: Layout, placement: Placement) -> Groups:
-    """Create all process groups. Collective: every rank creates every group, in the same order."""
+def build_groups(layout: Layout, placement: Placement, shared_embedding: bool = False) -> Groups:
+    """Create all process groups. Collective: every rank creates every group, in the same order.
+
+    shared_embedding: the last stage holds the embedding as well (models/mtp.py).
+    """
     pps, dps, eps = range(layout.pp), range(layout.dp), range(layout.ep)
     # Stages that share their holders share a group: rank r holds replicas with the ranks that hold what it holds.
     peers = sorted({tuple(sorted({r for s in stages for r in placement.holders(s)})) for stages in placement.stages})
@@ -74,7 +81,19 @@ def build_groups(layout: Layout, placement: Placement) -> Groups:
         [[layout.world_rank(p, d) for p in held for d in dps if d % layout.ep == e] for held in peers for e in eps],
         layout.rank,
     )
-    return Groups(pipeline, experts, dense, expert_replicas)
+    ends = sorted({*placement.holders(0), *placement.holders(placement.num_stages - 1)}) if shared_embedding else []
+    embedding = _group([[layout.world_rank(p, d) for p in ends for d in dps]], layout.rank)
+    return Groups(pipeline, experts, dense, expert_replicas, embedding)
+
+
+def replica_sets(named: Mapping[str, nn.Parameter], groups: Groups) -> list[ReplicaSet]:
+    """This rank's parameters, by global name, in sets with the same holders: dense, experts, a shared embedding."""
+    apart = {"embedding.weight"} if groups.embedding else set()
+    return [
+        ReplicaSet({n: p for n, p in named.items() if ".experts." not in n and n not in apart}, groups.dense),
+        ReplicaSet({n: p for n, p in named.items() if ".experts." in n}, groups.expert_replicas),
+        ReplicaSet({n: p for n, p in named.items() if n in apart}, groups.embedding),
+    ]
 
 
 def _group(memberships: Iterable[list[int]], rank: int) -> dist.ProcessGroup | None:

@@ -36,6 +36,8 @@ class Plan:
         """
         if config.model.vocab_size < data.VOCAB_SIZE:
             raise ValueError(f"bytes need --model.vocab-size {data.VOCAB_SIZE}: got {config.model.vocab_size}")
+        if config.seq_len <= (ahead := config.model.mtp_layers):
+            raise ValueError(f"--model.mtp-layers {ahead} needs --seq-len {ahead + 1} or more: got {config.seq_len}")
         expert_class(config.model.experts)
         resume = checkpoint.find(config.resume) if config.resume else None
         first_step = checkpoint.check_model(resume, config.model) if resume else 0

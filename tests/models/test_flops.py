@@ -6,7 +6,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_dualpipe.models import ModelConfig, build_model, next_token_loss, preset
-from moe_dualpipe.models.flops import forward_flops, peak_flops, train_flops_per_token
+from moe_dualpipe.models.flops import forward_flops, mtp_flops, peak_flops, train_flops_per_token
 
 BATCH, LENGTH = 2, 7
 SIZES = {
@@ -35,6 +35,19 @@ def test_they_are_what_torch_counts_less_what_a_causal_mask_saves(choices, width
     assert forward.get_total_flops() == expected
     assert backward.get_total_flops() == 2 * expected
     assert train_flops_per_token(config, LENGTH) == 3 * forward_flops(config, LENGTH)
+
+
+def test_what_predicts_further_ahead_meets_fewer_positions():
+    config = ModelConfig(**SIZES, num_kv_heads=2, mtp_layers=2)
+    model, tokens = build_model(config).double(), torch.randint(11, (BATCH, LENGTH))
+    output = model(tokens).detach().requires_grad_()
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as loss:
+        model.loss(output, tokens)
+    masked = sum(config.num_heads * 12 * n * (n - 1) for n in (LENGTH - 1, LENGTH - 2))
+    head = LENGTH * 2 * config.hidden_size * config.vocab_size
+    assert loss.get_total_flops() == BATCH * (head + mtp_flops(config, LENGTH) + masked)
+    train = 3 * (LENGTH * forward_flops(config, LENGTH) + mtp_flops(config, LENGTH))
+    assert 0 <= train - LENGTH * train_flops_per_token(config, LENGTH) < 3 * LENGTH
 
 
 def test_the_example_of_the_docstring():

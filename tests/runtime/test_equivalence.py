@@ -11,12 +11,12 @@ import torch
 from ranks import cosine_distance, run_ranks
 
 from moe_dualpipe.expert_parallel import AllToAll, Local
-from moe_dualpipe.models import ModelConfig, TransformerStage, build_model, next_token_loss, split
+from moe_dualpipe.models import ModelConfig, TransformerStage, build_model, next_token_loss, share_embedding, split
 from moe_dualpipe.overlap import WeightGrads
 from moe_dualpipe.runtime import P2P, Executor, TensorSpec
-from moe_dualpipe.runtime.replicas import ReplicaSet, check_equal, differing, gradient_norm, sum_gradients
+from moe_dualpipe.runtime.replicas import check_equal, differing, gradient_norm, sum_gradients
 from moe_dualpipe.schedule import NAMES, build
-from moe_dualpipe.training.parallel import Layout, build_groups
+from moe_dualpipe.training.parallel import Layout, build_groups, replica_sets
 
 CONFIG = ModelConfig(
     vocab_size=61, hidden_size=32, num_layers=8, num_dense_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
@@ -47,21 +47,18 @@ def reference(data_ranks=1, fused_loss=False):
 def make_pipeline(rank, name, pp, dp=1, ep=1, fused_loss=False):
     schedule = build(name, pp, MICRO_BATCHES, num_chunks=CONFIG.num_layers // pp if "interleaved" in name else None)
     layout = Layout(pp, dp, ep, rank)
-    groups = build_groups(layout, schedule.placement)
+    groups = build_groups(layout, schedule.placement, shared_embedding=CONFIG.mtp_layers > 0)
     experts = AllToAll(CONFIG.num_experts, groups.experts) if groups.experts else Local(CONFIG.num_experts)
     specs = split(CONFIG, schedule.num_stages)
     stages = {
         s: TransformerStage(CONFIG, specs[s], experts, SEED, fused_loss=fused_loss)
         for s in schedule.placement.stages[layout.pp_rank]
     }
+    share_embedding(stages.values())
     hidden = TensorSpec((SIZE, LENGTH, CONFIG.hidden_size), torch.float32)
     executor = Executor(stages, P2P.connect(groups.pipeline, [hidden], torch.device("cpu")))
     named = {n: p for stage in stages.values() for n, p in stage.named_parameters()}
-    sets = [
-        ReplicaSet({n: p for n, p in named.items() if ".experts." not in n}, groups.dense),
-        ReplicaSet({n: p for n, p in named.items() if ".experts." in n}, groups.expert_replicas),
-    ]
-    return schedule, layout, executor, experts, sets
+    return schedule, layout, executor, experts, replica_sets(named, groups)
 
 
 def run_step(schedule, layout, executor, return_outputs=False):
@@ -157,7 +154,7 @@ def agrees(rank, name, pp, dp, ep, fused_loss=False):
 def test_expert_parallel_pipeline_agrees(name, pp, dp, ep):
     seen = run_ranks(pp * dp, agrees, name, pp, dp, ep)
     assert sum(count for count, _ in seen) == dp * MICRO_BATCHES
-    assert all(len(dense) > 0 and len(experts) > 0 for _, (dense, experts) in seen)
+    assert all(len(dense) > 0 and len(experts) > 0 for _, (dense, experts, _) in seen)
 
 
 @pytest.mark.parametrize("name,pp,ep", [("dualpipev", 1, 1), ("dualpipe", 2, 1), ("dualpipe", 2, 2)])

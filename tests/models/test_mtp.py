@@ -1,0 +1,275 @@
+"""Predicting further ahead: an oracle of plain loops, and what must not change by it."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from ranks import cosine_distance
+
+from moe_dualpipe.kernels.cross_entropy import linear_cross_entropy
+from moe_dualpipe.models import (
+    RECOMPUTE,
+    ModelConfig,
+    TransformerStage,
+    build_model,
+    expert_loads,
+    preset,
+    share_embedding,
+    split,
+    transformer,
+)
+from moe_dualpipe.models.inference import generate, prefill
+from moe_dualpipe.models.transformer import layer_flops
+from moe_dualpipe.overlap import WeightGrads
+from moe_dualpipe.overlap.weight_grads import bind
+
+CONFIG = ModelConfig(
+    vocab_size=61, hidden_size=16, num_layers=3, num_dense_layers=1, num_heads=2, num_kv_heads=1, head_dim=8,
+    dense_size=24, expert_size=12, num_experts=4, experts_per_token=2, init_std=0.2, mtp_layers=2, mtp_weight=0.7,
+)  # fmt: skip
+OFF = replace(CONFIG, mtp_layers=0)
+B, S = 2, 7
+
+
+def batch(seed=1):
+    """Tokens [B, S + 1]: inputs are all but the last, labels all but the first."""
+    return torch.randint(CONFIG.vocab_size, (B, S + 1), generator=torch.Generator().manual_seed(seed))
+
+
+def step(model, tokens_BL):
+    loss = model.loss(model(tokens_BL[:, :-1]), tokens_BL[:, 1:])
+    loss.backward()
+    return loss.detach()
+
+
+def grads_of(model):
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def trained(config=CONFIG, dtype=torch.float32, **choices):
+    model = build_model(config, seed=3, **choices).to(dtype)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim == 1:  # norms start as ones, which would hide that one is left out, or taken for another
+                p.copy_(torch.linspace(0.5, 1.5, p.numel()) * (1 + len(p) % 3))
+        for i, p in enumerate(p for n, p in model.named_parameters() if n.startswith("mtp") and p.ndim == 1):
+            p.mul_(1 + 0.1 * i)
+    return model
+
+
+# ---- The oracle ----
+
+
+def normalised(x_D, norm):
+    return x_D / (x_D.square().mean() + CONFIG.norm_eps).sqrt() * norm.weight
+
+
+def surprise(model, x_D, norm, token):
+    """-log p(token), of a state that is yet to be normalised where there is a `norm`."""
+    x_D = normalised(x_D, norm) if norm is not None else x_D
+    logits_V = model.head.weight @ x_D
+    return logits_V.exp().sum().log() - logits_V[token]
+
+
+def oracle(model, tokens_BL):
+    """The losses 1, 2 ... tokens ahead, from the sequence itself, position by position."""
+    weight, length = model.embedding.weight, tokens_BL.shape[1]
+    h_BSD = model(tokens_BL[:, :-1])
+    losses = [
+        torch.stack([
+            surprise(model, h_BSD[b, i], None, tokens_BL[b, i + 1]) for b in range(B) for i in range(length - 1)
+        ]).mean()
+    ]  # fmt: skip
+    for k, module in enumerate(model.mtp.children(), start=1):
+        positions = [(b, i) for b in range(B) for i in range(length - 1 - k)]
+        pairs = [
+            (normalised(h_BSD[b, i], module.hidden_norm), normalised(weight[tokens_BL[b, i + k]], module.token_norm))
+            for b, i in positions
+        ]
+        rows_TD = torch.stack([module.join.weight @ torch.cat(pair) for pair in pairs])
+        h_BSD = module.block(rows_TD.view(B, length - 1 - k, -1))
+        ahead = [surprise(model, h_BSD[b, i], module.norm, tokens_BL[b, i + k + 1]) for b, i in positions]
+        losses.append(torch.stack(ahead).mean())
+    return losses
+
+
+@pytest.mark.parametrize("mtp_layers,num_dense_layers,fused_loss", [(1, 1, False), (2, 1, True), (3, 3, False)])
+def test_losses_and_gradients_are_those_of_an_oracle(monkeypatch, mtp_layers, num_dense_layers, fused_loss):
+    monkeypatch.setattr(transformer, "linear_cross_entropy", partial(linear_cross_entropy, chunk_tokens=5))
+    config = replace(CONFIG, mtp_layers=mtp_layers, num_dense_layers=num_dense_layers)
+    model, same = (trained(config, torch.float64, fused_loss=fused_loss) for _ in range(2))
+    loss = step(model, batch())
+    expected, *ahead = oracle(same, batch())
+    (expected + CONFIG.mtp_weight / mtp_layers * sum(ahead)).backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-13, atol=0)
+    torch.testing.assert_close(model.mtp.take_loss(), torch.stack(ahead).mean().detach(), rtol=1e-13, atol=0)
+    for name, grad in grads_of(model).items():
+        other = same.get_parameter(name).grad
+        assert cosine_distance(grad, other) < 1e-13, name
+        torch.testing.assert_close(grad.norm(), other.norm(), rtol=1e-10, atol=0)
+
+
+# ---- What it must not change ----
+
+
+def test_without_it_nothing_changes_and_with_it_neither_value_nor_weights_nor_text_of_the_model():
+    model, plain = build_model(CONFIG, seed=3), build_model(OFF, seed=3)
+    assert {n for n, _ in plain.named_parameters()} == {
+        n for n, _ in model.named_parameters() if not n.startswith("mtp.")
+    }
+    for name, value in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+    tokens_BL = batch()
+    assert torch.equal(step(model, tokens_BL), step(plain, tokens_BL))
+    assert torch.equal(model.logits(model(tokens_BL)), plain(tokens_BL))
+    torch.testing.assert_close(model.logits(prefill(model, tokens_BL)), prefill(plain, tokens_BL))
+    assert torch.equal(generate(model, tokens_BL, 3, 9, seed=1), generate(plain, tokens_BL, 3, 9, seed=1))
+
+
+def test_without_gradients_nothing_of_it_runs(monkeypatch):
+    model, tokens_BL = build_model(CONFIG, seed=3), batch()
+    expected = step(model, tokens_BL)
+    model.mtp.take_loss()
+    monkeypatch.setattr(model.mtp, "segments", None)
+    with torch.no_grad():
+        assert torch.equal(model.loss(model(tokens_BL[:, :-1]), tokens_BL[:, 1:]), expected)
+    assert model.mtp.take_loss().isnan()
+
+
+def test_a_weight_of_zero_trains_the_model_as_if_it_were_alone():
+    model, plain = build_model(replace(CONFIG, mtp_weight=0.0), seed=3), build_model(OFF, seed=3)
+    for other in (model, plain):
+        step(other, batch())
+    for name, grad in grads_of(plain).items():
+        assert torch.equal(model.get_parameter(name).grad, grad), name
+
+
+@pytest.mark.parametrize("fused_loss", [False, True])
+def test_overlapped_sequential_recomputed_and_put_off_are_the_same_to_the_bit(fused_loss):
+    """Two micro-batches: the forward of the second beside the backward of the first, then the other backward."""
+
+    def sequential(recompute, put_off):
+        model, weight_grads = build_model(CONFIG, seed=3, recompute=recompute, fused_loss=fused_loss), WeightGrads()
+        bind(model, weight_grads)
+        for seed in (1, 2):
+            if put_off:
+                with weight_grads.defer_to(seed):
+                    step(model, batch(seed))
+                weight_grads.run(seed)
+            else:
+                step(model, batch(seed))
+        return model
+
+    def overlapped(recompute):
+        model = build_model(CONFIG, seed=3, recompute=recompute, fused_loss=fused_loss)
+        first, second = batch(1), batch(2)
+        loss = model.loss(model(first[:, :-1]), first[:, 1:])
+        pair = model.overlapped_forward_backward
+        _, loss = pair(model, [second[:, :-1]], model.loss, [second[:, 1:]], model, loss, None, None)
+        pair(model, [first[:, :-1]], model.loss, [first[:, 1:]], model, loss, None, None)
+        return model
+
+    reference = sequential("none", False)
+    load_LE, mtp_loss = expert_loads(reference), reference.mtp.take_loss()
+    assert len(load_LE) == 4  # layers 1 and 2, and two blocks beyond, which are shown 1 and 2 positions less
+    assert load_LE.sum(1).tolist() == [2 * B * n * CONFIG.experts_per_token for n in (S, S, S - 1, S - 2)]
+    for recompute in RECOMPUTE:
+        for model in (sequential(recompute, False), sequential(recompute, True), overlapped(recompute)):
+            for name, grad in grads_of(reference).items():
+                assert torch.equal(model.get_parameter(name).grad, grad), (recompute, name)
+            if model.mtp.count == 2:  # in the pairs, the first micro-batch went forward twice
+                assert torch.equal(model.mtp.take_loss(), mtp_loss)
+
+
+def test_weight_gradients_are_put_off_and_the_head_counts_all_its_uses_once():
+    model, weight_grads = build_model(CONFIG, seed=3), WeightGrads()
+    bind(model, weight_grads)
+    with weight_grads.defer_to("later"):
+        step(model, batch())
+    at_once = {name for name, grad in grads_of(model).items() if grad is not None and name.startswith("mtp.1.")}
+    assert at_once == {f"mtp.1.{n}.weight" for n in (
+        "hidden_norm", "token_norm", "norm", "block.attention_norm", "block.mlp_norm"
+    )}  # fmt: skip
+    assert model.head.weight.grad is None
+    assert len([1 for parameter, *_ in weight_grads._owed["later"] if parameter is model.head.weight]) == 3
+
+
+# ---- Sharing ----
+
+
+def test_the_two_ends_of_a_rank_share_one_embedding_that_survives_a_conversion():
+    stages = {i: TransformerStage(CONFIG, spec, seed=3) for i, spec in enumerate(split(CONFIG, 3)) if i != 1}
+    assert torch.equal(stages[0].embedding.weight, stages[2].embedding.weight)
+    assert stages[0].embedding.weight is not stages[2].embedding.weight
+    share_embedding(stages.values())
+    for stage in stages.values():
+        stage.to(torch.bfloat16)
+        assert stage.embedding.weight is stages[0].embedding.weight
+        assert stage.embedding.weight.dtype == torch.bfloat16
+        assert [n for n, _ in stage.named_parameters() if "embedding" in n] == ["embedding.weight"]
+        assert [n for n in stage.state_dict() if "embedding" in n] == ["embedding.weight"]
+    assert not hasattr(TransformerStage(CONFIG, split(CONFIG, 3)[1]), "embedding")
+
+
+# ---- Size and cost ----
+
+
+def test_deepseek_v3_with_it_has_the_published_size():
+    """DeepSeek's README.md: 685 B = 671 B + 14 B. README_WEIGHTS.md: of those 14 B, embedding and head are 0.9 B each,
+    again, and 11.5 B unique; which is the block, without its M. The first count includes a scale per 128 x 128."""
+    with torch.device("meta"):
+        model = build_model(replace(preset("deepseek-v3"), num_layers=4, mtp_layers=1))
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    ahead = sum(size for name, size in sizes.items() if name.startswith("mtp."))
+    again = sizes["embedding.weight"] + sizes["head.weight"]
+    others = 57 * sum(size for name, size in sizes.items() if name.startswith("layers.3."))
+    total = sum(sizes.values()) + others
+    assert round((total - ahead) / 1e9) == 671
+    assert round((total + again) * (1 + 1 / 128**2) / 1e9) == 685
+    assert 11.45e9 < ahead - sizes["mtp.0.join.weight"] < 11.55e9
+    assert preset("deepseek-v3").mtp_layers == 0
+
+
+def test_the_last_stage_pays_for_it():
+    model = build_model(replace(CONFIG, mtp_layers=1))
+    weights = {name: p.numel() for name, p in model.named_parameters() if p.ndim > 1}
+    used = CONFIG.experts_per_token / CONFIG.num_experts
+    active = {name: size * (used if ".experts." in name else 1) for name, size in weights.items()}
+    active.pop("embedding.weight")  # looked up, not multiplied by
+    cost = sum(active.values()) + active["head.weight"]  # which is used twice
+    last = sum(active[n] for n in active if n.startswith(("mtp.", "layers.2."))) + 2 * active["head.weight"]
+    stages = split(replace(CONFIG, mtp_layers=1), 3)
+    assert stages[-1].share == pytest.approx(last / cost)
+    assert str(stages[-1]).startswith("layer 2 + head + 1 further ahead (")
+    assert [stage.blocks for stage in stages] == [[0], [1], [2, 3]]
+    assert [stage.blocks for stage in split(OFF, 3)] == [[0], [1], [2]]
+
+
+def test_it_moves_the_border_between_stages():
+    config = replace(CONFIG, num_layers=8, num_dense_layers=0, vocab_size=1, mtp_layers=3)
+    assert [len(stage.layers) for stage in split(replace(config, mtp_layers=0), 2)] == [4, 4]
+    assert len(split(config, 2)[0].layers) > 4
+    assert layer_flops(config, 10) == layer_flops(config, 7)
+
+
+# ---- Mistakes ----
+
+
+@pytest.mark.parametrize("choice", [{"mtp_layers": -1}, {"mtp_weight": -0.5}])
+def test_negative_choices(choice):
+    with pytest.raises(ValueError, match="mtp_layers and mtp_weight cannot be negative: got"):
+        replace(CONFIG, **choice)
+
+
+def test_sequences_that_are_too_short_and_labels_of_no_token():
+    model, tokens_BL = build_model(CONFIG), batch()[:, :3]
+    with pytest.raises(ValueError, match="mtp_layers 2 needs sequences of at least 3 tokens: got 2; use longer ones"):
+        step(model, tokens_BL)
+    tokens_BL = batch()
+    output, labels_BS = model(tokens_BL[:, :-1]), tokens_BL[:, 1:].clone()
+    labels_BS[1, 3] = -100
+    with pytest.raises(ValueError, match="every label is shown as a token, too: got -100; use mtp_layers 0"):
+        model.loss(output, labels_BS)
+    shortest = batch()[:, :4]
+    assert step(build_model(CONFIG), shortest).isfinite()

@@ -1,0 +1,111 @@
+"""Runs that predict further ahead: what is reported, resumed, counted, and the same however the work is divided."""
+
+import dataclasses
+
+import pytest
+import torch
+from ranks import run_ranks
+from test_run import MODEL, introduction, losses, make_trainer, settings, train_each
+
+from moe_dualpipe.models import build_model, expert_loads
+from moe_dualpipe.runtime.replicas import differing
+from moe_dualpipe.training.config import Launch
+from moe_dualpipe.training.plan import Plan
+from moe_dualpipe.training.resolve import resolve
+
+AHEAD = dataclasses.replace(MODEL, mtp_layers=1)
+CLOCKS = ("seconds", "tokens_per_s", "peak_memory_mb")
+
+
+def without_clocks(run):
+    return [{key: value for key, value in record.items() if key not in CLOCKS} for record in run]
+
+
+def test_the_loss_ahead_falls_beside_a_loss_that_does_not_contain_it(tmp_path):
+    plain, ahead = settings(tmp_path / "plain", steps=1), settings(tmp_path / "ahead", model=AHEAD, steps=20)
+    without, with_it = run_ranks(1, train_each, [plain, ahead])[0]
+    assert losses(with_it)[1] == losses(without)[1]
+    assert losses(with_it, "validation_loss")[0] == losses(without, "validation_loss")[0]
+    assert losses(without, "mtp_loss") == {}
+    mtp = losses(with_it, "mtp_loss")
+    assert mtp[1] == pytest.approx(losses(with_it)[1], rel=0.05)  # nothing is known yet
+    assert mtp[20] < mtp[1] - 1
+    assert losses(with_it, "validation_loss")[20] < losses(with_it, "validation_loss")[0] - 1
+
+
+def test_divisions_train_alike_and_a_run_goes_on_under_another(tmp_path):
+    """Under 1f1b two ranks hold an embedding each, under dualpipe each rank holds both ends of the pipeline."""
+    common = {"model": AHEAD, "save_every": 3}
+    names = ["1f1b", "dualpipe"]
+    two = [settings(tmp_path / name, schedule=name, **common) for name in names]
+    checkpoint = str(tmp_path / "1f1b" / "checkpoints" / "step-000003")
+    again = settings(tmp_path / "again", schedule="1f1b", resume=checkpoint, **common)
+    runs = run_ranks(2, train_each, [*two, again])[0]
+    one, moved = run_ranks(
+        1, train_each,
+        [settings(tmp_path / "one", **common), settings(tmp_path / "moved", model=AHEAD, resume=checkpoint)],
+    )[0]  # fmt: skip
+    for run, name in zip(runs, names, strict=False):
+        for kind in ("loss", "mtp_loss", "grad_norm", "validation_loss"):
+            assert losses(run, kind) == pytest.approx(losses(one, kind), rel=1e-4), (name, kind)
+    rest = {step: loss for step, loss in losses(runs[0]).items() if step > 3}
+    assert losses(runs[2]) == rest
+    assert losses(runs[2], "mtp_loss").items() <= losses(runs[0], "mtp_loss").items()
+    assert losses(moved) == pytest.approx(rest, rel=1e-5)
+
+
+@pytest.mark.parametrize("division", [{"pp": 2}, {"pp": 1, "ep": 2}], ids=str)
+def test_overlap_and_recompute_change_no_bit(tmp_path, division):
+    model = dataclasses.replace(AHEAD, mtp_layers=2)
+    small = {"model": model, "steps": 2, "seq_len": 16, "eval_sequences": 1, **division}
+    choices = [{}, {"overlap": False}, {"recompute": "full"}]
+    configs = [settings(tmp_path / str(i), **small, **choice) for i, choice in enumerate(choices)]
+    first, *others = run_ranks(2, train_each, configs)[0]
+    assert len(losses(first, "mtp_loss")) == 2
+    for run, choice in zip(others, choices[1:], strict=True):
+        assert without_clocks(run) == without_clocks(first), choice
+
+
+def accounts(rank, config):
+    """What is said of the parameters, whose loads are whose, and whether two embeddings that differ are found."""
+    printed = introduction(rank, config)
+    trainer = make_trainer(rank, config)
+    x_BS, y_BS = trainer.plan.text.batch(0, 0, 0, 4, config.seq_len)
+    trainer._pipeline_step(x_BS, y_BS)
+    model = build_model(config.model)
+    model.loss(model(x_BS), y_BS)
+    assert torch.equal(trainer._expert_load(), expert_loads(model))
+    names = [name for replicas in trainer.replicas for name in differing(replicas)]
+    if rank:
+        trainer.stages[1].embedding.weight.data[5, 3] += 1
+    return printed, names, [name for replicas in trainer.replicas for name in differing(replicas)]
+
+
+def test_the_embedding_of_two_ranks_is_counted_once_and_compared(tmp_path):
+    config = settings(tmp_path, model=AHEAD, schedule="1f1b")
+    (printed, *found), (_, *found_there) = run_ranks(2, accounts, config)
+    sizes = {name: p.numel() for name, p in build_model(AHEAD).named_parameters()}
+    assert f": {sum(sizes.values()) / 1e6:.2f} M parameters" in printed
+    assert "+ head + 1 further ahead (" in printed
+    assert found == found_there == [[], ["embedding.weight"]]
+
+
+def one_step(rank, config):
+    trainer = make_trainer(rank, config)
+    first, last = trainer.stages[0], trainer.stages[1]
+    assert first.embedding.weight is last.embedding.weight
+    assert {p.dtype for p in last.mtp.parameters()} == {torch.bfloat16}
+    record = trainer.train_step(0)
+    assert torch.equal(trainer.optimizer.master["embedding.weight"].bfloat16(), last.embedding.weight)
+    return record
+
+
+def test_in_bf16_the_embedding_stays_one_parameter(tmp_path):
+    record = run_ranks(1, one_step, settings(tmp_path, model=AHEAD, dtype="bfloat16", fused_loss=True))[0]
+    assert 0 < record["mtp_loss"] < 20
+
+
+def test_sequences_too_short_to_look_ahead_are_told_before_the_run(tmp_path):
+    config = resolve(settings(tmp_path, model=dataclasses.replace(MODEL, mtp_layers=32)), Launch(0, 0, 1, 1))
+    with pytest.raises(ValueError, match=r"--model.mtp-layers 32 needs --seq-len 33 or more: got 32"):
+        Plan.make(config)
