@@ -18,6 +18,7 @@ from typing import Any
 import tyro
 from tyro.conf import OmitSubcommandPrefixes
 
+from .commands.data import DataCommands
 from .commands.plot import Plot
 from .commands.profile import ProfileCommands
 from .commands.schedule import ScheduleCommands
@@ -27,7 +28,7 @@ from .schedule import ScheduleError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     chosen: Any = tyro.extras.subcommand_cli_from_dict(
-        {"schedule": ScheduleCommands, "profile": ProfileCommands, "plot": Plot},
+        {"schedule": ScheduleCommands, "profile": ProfileCommands, "data": DataCommands, "plot": Plot},
         args=arguments,
         prog="moe-dualpipe",
         config=(OmitSubcommandPrefixes,),

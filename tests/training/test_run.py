@@ -38,7 +38,7 @@ MODEL = ModelConfig(
 def settings(out, **changes):
     config = TrainConfig(
         model=MODEL, steps=6, seq_len=32, micro_batch_size=1, micro_batches=4, eval_sequences=8, sample_tokens=0,
-        data=str(ROOT / "moe_dualpipe" / "schedule"), optim=OptimizerConfig(warmup_steps=2), out=str(out),
+        data=(str(ROOT / "moe_dualpipe" / "schedule"),), optim=OptimizerConfig(warmup_steps=2), out=str(out),
     )  # fmt: skip
     return dataclasses.replace(config, **changes)
 
