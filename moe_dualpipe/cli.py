@@ -6,6 +6,7 @@
     moe-dualpipe profile analyze trace.json.gz --phases --out lanes.png
     moe-dualpipe profile run --mode train --preset tiny
     moe-dualpipe plot runs/tiny
+    moe-dualpipe data prepare notes.jsonl --out corpus
 
 A mistake in what was asked for is one line, and exit code 2; a schedule that breaks a law is exit code 1.
 """

@@ -218,7 +218,7 @@ def _mapped(name: str, weight: float, files: list[TokenFile], tokenizer: Tokeniz
     elif not isinstance(tokenizer, Ids):
         some = held_out[: 1 << 20]
         size = num_bytes(tokenizer, some) / len(some)
-    words = f"{len(train) / 1e6:.1f} M tokens, {len(held_out):,} held out"
+    words = f"{len(train):,} tokens, {len(held_out):,} held out"
     _check_length(name, train, held_out, seq_len, "tokens")
     return Source(name, weight, train, held_out, words, size)
 
@@ -256,7 +256,7 @@ def _encode(documents: Documents, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
 
 
 def _amount(length: int, tokenizer: Tokenizer) -> str:
-    return f"{length / 1e6:.1f} {'MB' if tokenizer is BYTES else 'M tokens'}"
+    return f"{length / 1e6:.1f} MB" if tokenizer is BYTES else f"{length:,} tokens"
 
 
 def _check_length(name: str, train: np.ndarray, held_out: np.ndarray, seq_len: int, unit: str) -> None:

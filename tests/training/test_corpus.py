@@ -264,6 +264,8 @@ def test_a_file_without_a_description_has_the_dtype_that_is_said(tmp_path):
     assert (text.end_id, str(text.tokenizer)) == (-1, "1,001 token ids without a tokenizer")
     assert text.in_words(2.5) == "2.5000 nats per token"
     assert tokenizer_of(write(tmp_path / "run", text.files())).decode([7, 1000]) == " 7 1000"
+    with pytest.raises(ValueError, match=r"val.bin: token 142 is 1000, past the vocabulary of 1000: "):
+        data.load(str(tmp_path), 8, vocab_size=1000)
     tokens.astype("<u4").tofile(tmp_path / "wide.bin")
     alone = data.load(str(tmp_path / "wide.bin"), 8, 1000, dtype="uint32")
     assert [len(s) for s in (alone.sources[0].train, alone.sources[0].held_out)] == [2850, 150]
