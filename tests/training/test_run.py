@@ -27,6 +27,7 @@ from moe_dualpipe.training.loop import Trainer, main
 from moe_dualpipe.training.parallel import initialize
 from moe_dualpipe.training.plan import Plan
 from moe_dualpipe.training.resolve import resolve
+from moe_dualpipe.training.tokenizer import BYTES
 
 ROOT = Path(__file__).parents[2]
 MODEL = ModelConfig(
@@ -304,6 +305,7 @@ def test_the_sample_follows_the_seed_and_the_timeout_reaches_torch(tmp_path, mon
     trainer: Any = object.__new__(Trainer)
     trainer.config, trainer.dtype = settings(tmp_path, seed=5), torch.float32
     trainer.executor = trainer.groups = trainer.schedule = SimpleNamespace(placement=None, pipeline=None)
+    trainer.plan = SimpleNamespace(text=SimpleNamespace(tokenizer=BYTES))
     monkeypatch.setattr(loop, "generate", lambda *_, seed: asked.append(seed) or [72, 105])
     assert trainer.sample() == "Hi"
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, timeout, **__: asked.append(timeout))
