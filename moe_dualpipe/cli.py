@@ -6,6 +6,7 @@
     moe-dualpipe profile analyze trace.json.gz --phases --out lanes.png
     moe-dualpipe profile run --mode train --preset tiny
     moe-dualpipe plot runs/tiny
+    moe-dualpipe data prepare notes.jsonl --out corpus
 
 A mistake in what was asked for is one line, and exit code 2; a schedule that breaks a law is exit code 1.
 """
@@ -18,6 +19,7 @@ from typing import Any
 import tyro
 from tyro.conf import OmitSubcommandPrefixes
 
+from .commands.data import DataCommands
 from .commands.plot import Plot
 from .commands.profile import ProfileCommands
 from .commands.schedule import ScheduleCommands
@@ -27,7 +29,7 @@ from .schedule import ScheduleError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     chosen: Any = tyro.extras.subcommand_cli_from_dict(
-        {"schedule": ScheduleCommands, "profile": ProfileCommands, "plot": Plot},
+        {"schedule": ScheduleCommands, "profile": ProfileCommands, "data": DataCommands, "plot": Plot},
         args=arguments,
         prog="moe-dualpipe",
         config=(OmitSubcommandPrefixes,),

@@ -45,8 +45,13 @@ def flat(tensors: Mapping[str, Mapping[str, Tensor]], local_experts: range) -> d
     }
 
 
-def save(run: Path, step: int, state: Mapping[str, Tensor], model: ModelConfig) -> Path:
-    """Save `state`, by global names, as the checkpoint after `step` updates. Collective."""
+def save(
+    run: Path, step: int, state: Mapping[str, Tensor], model: ModelConfig, extra: Mapping[str, bytes] | None = None
+) -> Path:
+    """Save `state`, by global names, as the checkpoint after `step` updates. Collective.
+
+    extra: more files for the checkpoint's folder, name -> contents; rank 0's are taken.
+    """
     final = run / "checkpoints" / f"step-{step:06d}"
     unfinished = final.with_name(f".{final.name}.unfinished")
     if dist.get_rank() == 0:
@@ -56,6 +61,8 @@ def save(run: Path, step: int, state: Mapping[str, Tensor], model: ModelConfig) 
     dcp.save(dict(state), checkpoint_id=unfinished)
     if dist.get_rank() == 0:
         (unfinished / "run.json").write_text(json.dumps({"step": step, "model": dataclasses.asdict(model)}, indent=2))
+        for name, contents in (extra or {}).items():
+            (unfinished / name).write_bytes(contents)
         shutil.rmtree(final, ignore_errors=True)
         unfinished.rename(final)
     dist.barrier()

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -52,8 +52,13 @@ class TrainConfig:
     num_chunks: int = 0
     """Stages on each rank, where the schedule leaves the choice (interleaved_1f1b). 0: as many as it has by default."""
 
-    data: str = "stdlib"
-    """Text to train on: a file, a folder, a glob, or "stdlib" for the Python standard library's own source."""
+    data: tuple[str, ...] = ("stdlib",)
+    """What to train on, each a SOURCE or SOURCE=WEIGHT: text (a file, a folder, a glob; "stdlib" is the Python standard
+    library's own source), .jsonl, token ids (.bin), or a folder of `moe-dualpipe data prepare` (docs/training.md)."""
+    data_field: str = "text"
+    """The field of a .jsonl line that holds the text."""
+    data_dtype: Literal["uint8", "uint16", "uint32"] = "uint16"
+    """Width of the little-endian token ids in a .bin file that nothing describes."""
     seq_len: int = 256
     """Tokens in a sequence."""
     micro_batch_size: int = 2

@@ -20,7 +20,7 @@ from ..models import TransformerStage, expert_loads, share_embedding
 from ..overlap import WeightGrads
 from ..runtime import P2P, Executor, TensorSpec
 from ..runtime.replicas import check_equal, gradient_norm, sum_gradients
-from . import checkpoint, data, metrics
+from . import checkpoint, metrics
 from .balance import Balance
 from .config import Launch, parse, resume_command
 from .generate import generate
@@ -117,7 +117,7 @@ class Trainer:
         self._check_replicas()
         before = self.validation_loss()
         self.metrics.write(step=self.plan.first_step, validation_loss=before)
-        self._say(f"validation loss before: {before:.4f} nats per byte")
+        self._say(f"validation loss before: {self.plan.text.in_words(before)}")
         saved = None
         with metrics.progress_bar(config.steps, self.plan.first_step, self.leader) as bar:
             for step in range(self.plan.first_step, config.steps):
@@ -141,7 +141,7 @@ class Trainer:
             self._say(f"sample:\n{self._indented(config.prompt + self.sample())}")
         self._say(f"saved {saved}")
         self._say(f"to resume: {resume_command(self.plan.arguments, config.out, 2 * config.steps)}")
-        self._say(f"validation loss {before:.4f} -> {after:.4f} nats per byte")
+        self._say(f"validation loss {self.plan.text.in_words(before, after)}")
         self.metrics.close()
 
     def train_step(self, step: int) -> dict[str, float]:
@@ -176,7 +176,7 @@ class Trainer:
 
     @torch.no_grad()
     def validation_loss(self) -> float:
-        """Mean loss over the held-out sequences, in nats per byte; the same on all ranks. Collective."""
+        """Mean loss over the held-out sequences, in nats per token; the same on all ranks. Collective."""
         config, layout = self.config, self.layout
         count = config.micro_batches * config.micro_batch_size
         batches = -(-config.eval_sequences // (count * layout.dp))
@@ -189,16 +189,16 @@ class Trainer:
 
     def sample(self) -> str:
         """A text that the model continues from the prompt. Collective."""
-        config = self.config
+        config, tokenizer = self.config, self.plan.text.tokenizer
         tokens = generate(
-            self.executor, self.schedule.placement, self.groups.pipeline, data.encode(config.prompt or "\n"),
+            self.executor, self.schedule.placement, self.groups.pipeline, tokenizer.encode(config.prompt or "\n"),
             config.sample_tokens, (config.model.hidden_size, self.dtype), config.seq_len, seed=config.seed,
         )  # fmt: skip
-        return data.decode(tokens)
+        return tokenizer.decode(tokens)
 
     def save(self, step: int) -> Path:
         """Write a checkpoint after `step` updates. Collective."""
-        return checkpoint.save(self.folder, step, self.state(), self.config.model)
+        return checkpoint.save(self.folder, step, self.state(), self.config.model, self.plan.text.files())
 
     def state(self) -> dict[str, Tensor]:
         """All that a checkpoint holds of this rank, by global names; loading into it loads the run."""
@@ -287,7 +287,7 @@ class Trainer:
             holders = self.schedule.placement.holders(index)
             where = f"rank{'s' * (len(holders) > 1)} {' and '.join(map(str, holders))}"
             self._say(f"  stage {index} on pipeline {where}: {spec}")
-        self._say(f"data {config.data}: {self.plan.text.description}")
+        self._say(self.plan.text.description)
         start = f"resumed from {self.plan.resume}, " if self.plan.resume else ""
         steps = f"steps {self.plan.first_step + 1} to {config.steps}"
         self._say(f"{start}{steps} of {config.micro_batches * layout.dp} micro-batches, {tokens:,} tokens each")

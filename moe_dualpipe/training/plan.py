@@ -34,8 +34,6 @@ class Plan:
 
         Raises ValueError for whatever a user would want to change.
         """
-        if config.model.vocab_size < data.VOCAB_SIZE:
-            raise ValueError(f"bytes need --model.vocab-size {data.VOCAB_SIZE}: got {config.model.vocab_size}")
         if config.seq_len <= (ahead := config.model.mtp_layers):
             raise ValueError(f"--model.mtp-layers {ahead} needs --seq-len {ahead + 1} or more: got {config.seq_len}")
         expert_class(config.model.experts)
@@ -48,6 +46,8 @@ class Plan:
                 f"--profile {config.profile} needs {WARM_UP + config.profile} steps, {WARM_UP} of them to warm up, but "
                 f"the run has {config.steps - first_step}: use --steps {first_step + WARM_UP + config.profile}"
             )
-        text = data.load(config.data, config.seq_len)
+        text = data.load(config.data, config.seq_len, config.model.vocab_size, config.data_field, config.data_dtype)
+        if resume:
+            text.check_resumed(resume)
         make_folder(Path(config.out))
         return cls(config, arguments, text, resume, first_step)

@@ -1,4 +1,4 @@
-"""The parts of a training run, each alone: data, optimizer, checkpoint names, configuration, metrics."""
+"""The parts of a training run, each alone: optimizer, checkpoint names, configuration, metrics."""
 
 import itertools
 import math
@@ -6,7 +6,6 @@ import os
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
@@ -14,99 +13,11 @@ from torch import nn
 
 from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.schedule import Placement
-from moe_dualpipe.training import checkpoint, data
+from moe_dualpipe.training import checkpoint
 from moe_dualpipe.training.config import Launch, OptimizerConfig, TrainConfig, parse, resume_command
 from moe_dualpipe.training.optimizer import Optimizer, learning_rate
 from moe_dualpipe.training.parallel import Layout, build_groups
 from moe_dualpipe.training.resolve import resolve
-
-# ---- Data ----
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    for i in range(40):
-        (tmp_path / f"{i:02}.txt").write_text(f"<{i:02}>" * 20)
-    (tmp_path / "image.bin").write_bytes(b"\x00\x01\x02" * 50)
-    (tmp_path / ".hidden").write_text("secret" * 50)
-    (tmp_path / "below").mkdir()
-    (tmp_path / "below" / "deep.txt").write_text("<deep>" * 20)
-    return tmp_path
-
-
-def test_batches_are_a_pure_function_of_seed_step_and_rank(folder):
-    text = data.load(str(folder), 16)
-    x, y = text.batch(seed=1, step=7, rank=2, count=5, seq_len=16)
-    assert x.shape == y.shape == (5, 16)
-    assert torch.equal(x[:, 1:], y[:, :-1])
-    again = data.load(str(folder), 16)
-    again.batch(seed=1, step=3, rank=0, count=9, seq_len=16)  # what was asked before does not matter
-    assert torch.equal(x, again.batch(seed=1, step=7, rank=2, count=5, seq_len=16)[0])
-    others = [text.batch(*key, count=5, seq_len=16)[0] for key in [(2, 7, 2), (1, 8, 2), (1, 7, 3)]]
-    assert not any(torch.equal(x, other) for other in others)
-
-
-def test_steps_and_ranks_never_share_a_batch_and_windows_stay_inside():
-    long = data.TextData(np.arange(256).astype(np.uint8).repeat(20), np.zeros(9, dtype=np.uint8), "")
-    batches = [long.batch(0, step, rank, 4, 8)[0] for step in range(4) for rank in range(4)]
-    assert all(not torch.equal(a, b) for a, b in itertools.combinations(batches, 2))
-    short = data.TextData(np.arange(10).astype(np.uint8), np.zeros(9, dtype=np.uint8), "")
-    x, y = short.batch(0, 0, 0, 500, 8)
-    assert (x.min(), y.max()) == (0, 9)
-
-
-def test_held_out_files_are_never_trained_on(folder):
-    text = data.load(str(folder), 16)
-    train, held_out = (bytes(stream).decode() for stream in (text.train, text.held_out))
-    names = [f"<{i:02}>" for i in range(40)] + ["<deep>"]
-    assert all((name in train) != (name in held_out) for name in names)
-    assert sum(name in held_out for name in names) == 2
-    assert "secret" not in train + held_out
-    assert "\x01" not in train + held_out
-    assert len(train) + len(held_out) == 40 * (80 + 1) + 120 + 1
-
-
-def test_held_out_batches_cover_the_held_out_text_evenly(folder):
-    text = data.load(str(folder), 16)
-    whole = text.held_out_batch(0, 6, 6, 16)[0]
-    parts = [text.held_out_batch(first, 2, 6, 16)[0] for first in (0, 2, 4)]
-    assert torch.equal(whole, torch.cat(parts))
-    assert whole[0].tolist() == text.held_out[:16].tolist()
-    assert text.held_out_batch(0, 6, 6, 16)[1][-1].tolist() == text.held_out[-16:].tolist()
-
-
-def test_one_file_or_a_glob_will_do(folder):
-    single = data.load(str(folder / "07.txt"), 8)
-    assert bytes(single.train) + bytes(single.held_out) == b"<07>" * 20 + b"\0"
-    assert "".join(sorted(set(bytes(data.load(f"{folder}/1*.txt", 8).train).decode()))) == "\0" + "0123456789<>"
-
-
-def test_the_standard_library_is_there():
-    text = data.load("stdlib", 256)
-    assert len(text.train) > 5_000_000
-    assert len(text.held_out) > 100_000
-
-
-@pytest.mark.parametrize("make,seq_len,problem", [
-    (lambda p: p / "missing", 8, "no such file or folder, and no file matches"),
-    (lambda p: f"{p}/*.nothing", 8, "no such file or folder, and no file matches"),
-    (lambda p: p, 8, "no text in --data .*: 1 files, all empty or not text"),
-    (lambda p: p / "short", 8, r"too little text in --data .*: 3 bytes to train on and 2 held out, but one sequence "
-                               r"takes 9; use more text or --seq-len 1"),
-])  # fmt: skip
-def test_data_that_cannot_be_used(tmp_path, make, seq_len, problem):
-    path = make(tmp_path)
-    (tmp_path / "empty").touch()
-    if problem.startswith("too"):
-        (tmp_path / "short").write_text("abcd")
-    with pytest.raises(ValueError, match=problem):
-        data.load(str(path), seq_len)
-
-
-def test_bytes_round_trip():
-    assert data.decode(data.encode("grün → ok")) == "grün → ok"
-    assert data.decode([0xFF, 65]) == "\ufffdA"
-
 
 # ---- Optimizer ----
 

@@ -27,6 +27,7 @@ from moe_dualpipe.training.loop import Trainer, main
 from moe_dualpipe.training.parallel import initialize
 from moe_dualpipe.training.plan import Plan
 from moe_dualpipe.training.resolve import resolve
+from moe_dualpipe.training.tokenizer import BYTES
 
 ROOT = Path(__file__).parents[2]
 MODEL = ModelConfig(
@@ -38,7 +39,7 @@ MODEL = ModelConfig(
 def settings(out, **changes):
     config = TrainConfig(
         model=MODEL, steps=6, seq_len=32, micro_batch_size=1, micro_batches=4, eval_sequences=8, sample_tokens=0,
-        data=str(ROOT / "moe_dualpipe" / "schedule"), optim=OptimizerConfig(warmup_steps=2), out=str(out),
+        data=(str(ROOT / "moe_dualpipe" / "schedule"),), optim=OptimizerConfig(warmup_steps=2), out=str(out),
     )  # fmt: skip
     return dataclasses.replace(config, **changes)
 
@@ -304,6 +305,7 @@ def test_the_sample_follows_the_seed_and_the_timeout_reaches_torch(tmp_path, mon
     trainer: Any = object.__new__(Trainer)
     trainer.config, trainer.dtype = settings(tmp_path, seed=5), torch.float32
     trainer.executor = trainer.groups = trainer.schedule = SimpleNamespace(placement=None, pipeline=None)
+    trainer.plan = SimpleNamespace(text=SimpleNamespace(tokenizer=BYTES))
     monkeypatch.setattr(loop, "generate", lambda *_, seed: asked.append(seed) or [72, 105])
     assert trainer.sample() == "Hi"
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, timeout, **__: asked.append(timeout))
