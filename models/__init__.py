@@ -5,6 +5,7 @@ from .config import ModelConfig
 from .moe import MoE, expert_loads
 from .presets import PRESETS, preset
 from .recompute import RECOMPUTE
+from .stacked import stacked_matrices
 from .transformer import StageSpec, TransformerStage, build_model, next_token_loss, split
 
 __all__ = [
@@ -20,4 +21,5 @@ __all__ = [
     "next_token_loss",
     "preset",
     "split",
+    "stacked_matrices",
 ]

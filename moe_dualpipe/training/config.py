@@ -65,6 +65,8 @@ class TrainConfig:
     seed: int = 0
     """Fixes the initial weights and the order of the data."""
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)
+    zero: bool = True
+    """Divide the optimizer's state among the ranks that hold the same weights (ZeRO-1); changes no bit of a run."""
 
     device: str = "auto"
     """cpu, cuda, or auto: the GPUs if there is one for each process."""

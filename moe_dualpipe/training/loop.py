@@ -16,14 +16,15 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ..expert_parallel import AllToAll, Local
-from ..models import TransformerStage, expert_loads
+from ..models import TransformerStage, expert_loads, stacked_matrices
 from ..overlap import WeightGrads
 from ..runtime import P2P, Executor, TensorSpec
 from ..runtime.replicas import ReplicaSet, check_equal, gradient_norm, sum_gradients
 from . import checkpoint, data, metrics
 from .config import Launch, parse, resume_command
 from .generate import generate
-from .optimizer import Optimizer, learning_rate
+from .learning_rate import learning_rate
+from .optimizer import Optimizer
 from .parallel import Layout, build_groups, initialize
 from .plan import Plan
 from .profiling import StepProfiler
@@ -97,7 +98,8 @@ class Trainer:
             ReplicaSet({n: p for n, p in named.items() if ".experts." not in n}, self.groups.dense),
             ReplicaSet({n: p for n, p in named.items() if ".experts." in n}, self.groups.expert_replicas),
         ]
-        self.optimizer = Optimizer(named, config.optim)
+        stacked = stacked_matrices(self.stages.values())
+        self.optimizer = Optimizer(self.replicas, config.optim, self.experts.local_experts, config.zero, stacked)
         if plan.resume:
             checkpoint.load(plan.resume, self.state())
             self.optimizer.loaded(plan.first_step)
@@ -199,7 +201,7 @@ class Trainer:
 
     def state(self) -> dict[str, Tensor]:
         """All that a checkpoint holds of this rank, by global names; loading into it loads the run."""
-        return checkpoint.flat(self.optimizer.tensors(), self.experts.local_experts)
+        return self.optimizer.tensors()
 
     # ---- Parts ----
 
@@ -272,6 +274,8 @@ class Trainer:
             f"{f', experts over {layout.ep}' if layout.ep > 1 else ''}, on {config.device} in {config.dtype}"
             f"{', Triton kernels' if config.kernels == 'triton' else ''}"
         )
+        state = self._largest(self.optimizer.state_bytes / 2**20)
+        self._say(f"{config.optim.name}: {state:,.1f} MB of optimizer state on the fullest rank")
         for index, spec in enumerate(self.plan.stages):
             holders = self.schedule.placement.holders(index)
             where = f"rank{'s' * (len(holders) > 1)} {' and '.join(map(str, holders))}"
