@@ -6,6 +6,7 @@ from .moe import MoE, expert_loads
 from .mtp import share_embedding
 from .presets import PRESETS, preset
 from .recompute import RECOMPUTE
+from .stacked import stacked_matrices
 from .transformer import StageSpec, TransformerStage, build_model, next_token_loss, split
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "preset",
     "share_embedding",
     "split",
+    "stacked_matrices",
 ]

@@ -89,6 +89,8 @@ class Attention(nn.Module):
         self.rope_theta = config.rope_theta
         widths = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         self.qkv = Linear(config.hidden_size, widths, config.init_std)
+        keys = config.num_kv_heads * config.head_dim
+        self.stacked = {"qkv.weight": (widths - 2 * keys, keys, keys)}
         self.q_norm, self.k_norm = (_head_norm(config, heads) for heads in (config.num_heads, config.num_kv_heads))
         self.out = Linear(config.num_heads * config.head_dim, config.hidden_size, out_std)
 

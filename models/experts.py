@@ -13,6 +13,8 @@ The contract of an expert layer, which `ModelConfig.experts = "module:Class"` ch
                                                              weight gradients
     kernels = "auto"                (optional)               an attribute that the model sets; hand it to the same
                                                              operators to let them choose Triton or plain torch
+    stacked = {"gate_up": (F, F)}   (optional)               which rows of an expert's parameter are matrices of their
+                                                             own (stacked.py), for optimizers that need to know
     takes_order = True              (optional)               forward(x_ND, order, weights_NK) -> y_ND instead: all the
                                                              way from received rows to the weighted sums of their
                                                              choices, for experts that read rows through the indices
@@ -51,6 +53,7 @@ class SwiGLUExperts(nn.Module):
         self.std, self.out_std = config.init_std, config.residual_std
         self.gate_up = nn.Parameter(torch.empty(num_local_experts, 2 * config.expert_size, config.hidden_size))
         self.down = nn.Parameter(torch.empty(num_local_experts, config.hidden_size, config.expert_size))
+        self.stacked = {"gate_up": (config.expert_size, config.expert_size)}
         self.weight_grads: WeightGrads | None = None
         self.kernels: Kernels = "auto"
 

@@ -40,6 +40,7 @@ class LatentAttention(nn.Module):
         self.q_width = config.q_rank or queries
         # One product: the latent of queries (or queries), the latent of keys and values, the shared key.
         self.down = Linear(config.hidden_size, self.q_width + config.kv_rank + config.rope_dim, config.init_std)
+        self.stacked = {"down.weight": (self.q_width, config.kv_rank, config.rope_dim)}
         self.q_norm = nn.RMSNorm(config.q_rank, config.norm_eps) if config.q_rank else nn.Identity()
         self.q_up = Linear(config.q_rank, queries, config.init_std) if config.q_rank else nn.Identity()
         self.kv_norm = nn.RMSNorm(config.kv_rank, config.norm_eps)

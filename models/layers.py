@@ -29,6 +29,7 @@ class SwiGLU(nn.Module):
     def __init__(self, hidden_size: int, inner_size: int, std: float, out_std: float):
         super().__init__()
         self.gate_up = Linear(hidden_size, 2 * inner_size, std)
+        self.stacked = {"gate_up.weight": (inner_size, inner_size)}
         self.down = Linear(inner_size, hidden_size, out_std)
 
     def forward(self, x: Tensor) -> Tensor:

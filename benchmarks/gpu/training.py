@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from moe_dualpipe.models import ModelConfig, TransformerStage, build_model, next_token_loss, preset
+from moe_dualpipe.runtime.replicas import ReplicaSet
 from moe_dualpipe.training import data
 from moe_dualpipe.training.optimizer import Optimizer, OptimizerConfig
 
@@ -121,7 +122,8 @@ def train(context: Context, plan: Plan, kernels: Any, experts: str, dense: float
 
 def train_for(context: Context, plan: Plan, model: TransformerStage) -> Trained:
     """Steps for `plan.seconds` after the warm-up, two at least."""
-    optimizer = Optimizer(dict(model.named_parameters()), OPTIMIZER)
+    parameters = ReplicaSet(dict(model.named_parameters()), None)
+    optimizer = Optimizer([parameters], OPTIMIZER, range(plan.config.num_experts))
     trained, used = Trained(), 0.0
     for step, (x_BS, y_BS) in enumerate(batches(context, plan)):
         start = time.perf_counter()

@@ -40,7 +40,7 @@ def sum_gradients(replicas: ReplicaSet) -> None:
     if replicas.group is None:
         return
     grads = [parameter.grad for parameter in replicas.parameters.values() if parameter.grad is not None]
-    for bucket in _buckets(grads):
+    for bucket in buckets(grads):
         flat = torch.cat([grad.flatten() for grad in bucket])
         dist.all_reduce(flat, group=replicas.group)
         for grad, total in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
@@ -97,7 +97,8 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.int32)
 
 
-def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+def buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors in order, in lists of at most `BUCKET_ELEMENTS` elements or one tensor: to be sent as one."""
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:

@@ -35,16 +35,6 @@ def global_tensors(name: str, tensor: Tensor, local_experts: range) -> Iterator[
         yield f"{name}.{local_experts.start}-{local_experts.stop - 1}", tensor
 
 
-def flat(tensors: Mapping[str, Mapping[str, Tensor]], local_experts: range) -> dict[str, Tensor]:
-    """kind -> parameter name -> tensor, as what `save` and `load` take: global name -> view."""
-    return {
-        f"{kind}.{global_name}": view
-        for kind, named in tensors.items()
-        for name, tensor in named.items()
-        for global_name, view in global_tensors(name, tensor, local_experts)
-    }
-
-
 def save(
     run: Path, step: int, state: Mapping[str, Tensor], model: ModelConfig, extra: Mapping[str, bytes] | None = None
 ) -> Path:

@@ -72,6 +72,8 @@ class TrainConfig:
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)
     bias_rate: float = 3e-3
     """How far a step moves each bias of a router (--model.router-bias); a long run needs less. 0: they stay."""
+    zero: bool = True
+    """Divide the optimizer's state among the ranks that hold the same weights (ZeRO-1); changes no bit of a run."""
 
     device: str = "auto"
     """cpu, cuda, or auto: the GPUs if there is one for each process."""

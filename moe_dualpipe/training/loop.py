@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ..expert_parallel import AllToAll, Local
-from ..models import TransformerStage, expert_loads, share_embedding
+from ..models import TransformerStage, expert_loads, share_embedding, stacked_matrices
 from ..overlap import WeightGrads
 from ..runtime import P2P, Executor, TensorSpec
 from ..runtime.replicas import check_equal, gradient_norm, sum_gradients
@@ -24,7 +24,8 @@ from . import checkpoint, metrics
 from .balance import Balance
 from .config import Launch, parse, resume_command
 from .generate import generate
-from .optimizer import Optimizer, learning_rate
+from .learning_rate import learning_rate
+from .optimizer import Optimizer
 from .parallel import Layout, build_groups, initialize, replica_sets
 from .plan import Plan
 from .profiling import StepProfiler
@@ -97,7 +98,8 @@ class Trainer:
         named = {name: p for stage in self.stages.values() for name, p in stage.named_parameters()}
         self.replicas = replica_sets(named, self.groups)
         self.balance = Balance(model, self.stages, config.bias_rate, self.groups.dense)
-        self.optimizer = Optimizer(named, config.optim)
+        stacked = stacked_matrices(self.stages.values())
+        self.optimizer = Optimizer(self.replicas, config.optim, self.experts.local_experts, config.zero, stacked)
         if plan.resume:
             checkpoint.load(plan.resume, self.state())
             self.optimizer.loaded(plan.first_step)
@@ -202,7 +204,7 @@ class Trainer:
 
     def state(self) -> dict[str, Tensor]:
         """All that a checkpoint holds of this rank, by global names; loading into it loads the run."""
-        return checkpoint.flat(self.optimizer.tensors(), self.experts.local_experts) | self.balance.state()
+        return self.optimizer.tensors() | self.balance.state()
 
     # ---- Parts ----
 
@@ -283,6 +285,8 @@ class Trainer:
             f"{f', experts over {layout.ep}' if layout.ep > 1 else ''}, on {config.device} in {config.dtype}"
             f"{', Triton kernels' if config.kernels == 'triton' else ''}"
         )
+        state = self._largest(self.optimizer.state_bytes / 2**20)
+        self._say(f"{config.optim.name}: {state:,.1f} MB of optimizer state on the fullest rank")
         for index, spec in enumerate(self.plan.stages):
             holders = self.schedule.placement.holders(index)
             where = f"rank{'s' * (len(holders) > 1)} {' and '.join(map(str, holders))}"

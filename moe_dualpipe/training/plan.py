@@ -9,6 +9,7 @@ from ..models.experts import expert_class
 from ..schedule import Schedule, build
 from . import checkpoint, data
 from .config import TrainConfig
+from .optimizer import check_saved
 from .profiling import WARM_UP
 
 
@@ -39,6 +40,8 @@ class Plan:
         expert_class(config.model.experts)
         resume = checkpoint.find(config.resume) if config.resume else None
         first_step = checkpoint.check_model(resume, config.model) if resume else 0
+        if resume:
+            check_saved(resume, config.optim)
         if first_step >= config.steps:
             raise ValueError(f"{resume} is at step {first_step} already: use --steps larger than that to go on")
         if config.profile and first_step + WARM_UP + config.profile > config.steps:

@@ -11,6 +11,7 @@ from ..kernels.choose import checked
 from ..models import preset
 from ..schedule import build
 from .config import Launch, TrainConfig
+from .learning_rate import decay_steps
 from .metrics import check_tensorboard
 from .optimizer import OptimizerConfig
 
@@ -46,7 +47,7 @@ def resolve(config: TrainConfig, launch: Launch) -> TrainConfig:
     ):
         if not getattr(config, name) >= 0:
             raise ValueError(f"--{name.replace('_', '-')} cannot be negative: got {getattr(config, name)}")
-    _check_optimizer(config.optim)
+    _check_optimizer(config.optim, config.steps)
     if config.tensorboard:
         check_tensorboard()
     if not (0 <= config.peak_tflops < float("inf")):
@@ -87,15 +88,28 @@ def default_micro_batches(pp: int) -> int:
     return -(-max(8, 2 * pp) // pp) * pp
 
 
-def _check_optimizer(optim: OptimizerConfig) -> None:
+def _check_optimizer(optim: OptimizerConfig, steps: int) -> None:
     if optim.lr <= 0:
         raise ValueError(f"--optim.lr must be positive: got {optim.lr}")
-    for name in ("warmup_steps", "weight_decay", "clip"):
+    for name, choices in (("name", ("adamw", "muon")), ("schedule", ("cosine", "wsd"))):
+        if getattr(optim, name) not in choices:
+            raise ValueError(f"--optim.{name} must be {' or '.join(choices)}: got {getattr(optim, name)!r}")
+    for name in ("warmup_steps", "decay_steps", "weight_decay", "clip"):
         if getattr(optim, name) < 0:
             raise ValueError(f"--optim.{name.replace('_', '-')} cannot be negative: got {getattr(optim, name)}")
-    for name, largest in (("final_lr", 1.0), ("beta1", 0.9999999), ("beta2", 0.9999999)):
+    for name, largest in (("final_lr", 1.0), ("beta1", 0.9999999), ("beta2", 0.9999999), ("momentum", 0.9999999)):
         if not 0 <= getattr(optim, name) <= largest:
             raise ValueError(f"--optim.{name.replace('_', '-')} must be from 0 to 1: got {getattr(optim, name)}")
+    if optim.schedule == "cosine" and optim.decay_steps:
+        raise ValueError(
+            f"--optim.decay-steps {optim.decay_steps} is for --optim.schedule wsd: a cosine decays in all steps"
+        )
+    decay = decay_steps(optim, steps)
+    if optim.schedule == "wsd" and optim.warmup_steps + decay > steps:
+        raise ValueError(
+            f"{optim.warmup_steps} steps of warm-up and {decay} of decay do not fit into --steps {steps}: "
+            "use fewer --optim.warmup-steps or --optim.decay-steps"
+        )
 
 
 def _out(config: TrainConfig) -> str:

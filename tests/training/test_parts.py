@@ -1,7 +1,5 @@
-"""The parts of a training run, each alone: optimizer, checkpoint names, configuration, metrics."""
+"""The parts of a training run, each alone: checkpoint names, layout, configuration."""
 
-import itertools
-import math
 import os
 import sys
 from pathlib import Path
@@ -9,89 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
-from torch import nn
 
 from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.schedule import Placement
 from moe_dualpipe.training import checkpoint
-from moe_dualpipe.training.config import Launch, OptimizerConfig, TrainConfig, parse, resume_command
-from moe_dualpipe.training.optimizer import Optimizer, learning_rate
+from moe_dualpipe.training.config import Launch, TrainConfig, parse, resume_command
 from moe_dualpipe.training.parallel import Layout, build_groups
 from moe_dualpipe.training.resolve import resolve
-
-# ---- Optimizer ----
-
-OPTIM = OptimizerConfig(lr=0.1, warmup_steps=4, final_lr=0.2, weight_decay=0.5)
-
-
-def test_learning_rate_warms_up_and_ends_where_it_says():
-    rates = [learning_rate(OPTIM, step, 14) for step in range(14)]
-    assert rates[:4] == pytest.approx([0.025, 0.05, 0.075, 0.1])
-    assert rates[4] == pytest.approx(0.1)
-    assert rates[-1] == pytest.approx(0.02)
-    assert rates[9] == pytest.approx(0.1 * (0.2 + 0.8 * 0.5 * (1 + math.cos(math.pi * 5 / 9))))
-    assert all(a >= b for a, b in itertools.pairwise(rates[3:]))
-    assert learning_rate(OPTIM, 0, 1) == pytest.approx(0.025)
-
-
-def make_pair(dtype):
-    parameters = {"matrix": nn.Parameter(torch.randn(3, 2, dtype=dtype)), "norm": nn.Parameter(torch.ones(2).to(dtype))}
-    return parameters, Optimizer(parameters, OPTIM)
-
-
-def test_fp32_steps_are_adamws_with_decay_on_matrices_only():
-    parameters, optimizer = make_pair(torch.float32)
-    copies = {name: nn.Parameter(p.detach().clone()) for name, p in parameters.items()}
-    adamw = torch.optim.AdamW(
-        [{"params": [copies["matrix"]], "weight_decay": 0.5}, {"params": [copies["norm"]], "weight_decay": 0.0}],
-        betas=(OPTIM.beta1, OPTIM.beta2),
-    )
-    for step in range(3):
-        for name, p in parameters.items():
-            p.grad = torch.randn_like(p)
-            copies[name].grad = p.grad * 0.25
-        for group in adamw.param_groups:
-            group["lr"] = 0.1 / (step + 1)
-        adamw.step()
-        optimizer.step(0.1 / (step + 1), grad_scale=0.25)
-        assert all(p.grad is None for p in parameters.values())
-    for name, p in parameters.items():
-        torch.testing.assert_close(p, copies[name], rtol=0, atol=0)
-    assert optimizer.master["matrix"] is parameters["matrix"]
-
-
-def test_bf16_weights_keep_small_updates_in_their_fp32_master():
-    parameters, optimizer = make_pair(torch.bfloat16)
-    norm, master = parameters["norm"], optimizer.master["norm"]
-    assert master.dtype == torch.float32
-    for _ in range(20):
-        for p in parameters.values():
-            p.grad = torch.ones(p.shape)
-            assert p.grad_dtype == torch.float32
-        optimizer.step(2**-12, grad_scale=1.0)  # Adam moves by about the learning rate, far below bf16's step at 1
-    assert master[0].item() == pytest.approx(1 - 20 * 2**-12, abs=1e-4)
-    assert torch.equal(norm, master.bfloat16())
-    assert norm[0].item() < 1
-
-
-def test_stacked_experts_decay_and_the_moments_follow_the_betas():
-    parameters = {"experts": nn.Parameter(torch.ones(2, 2, 2))}
-    optimizer = Optimizer(parameters, OptimizerConfig(weight_decay=0.5, beta1=0.5))
-    parameters["experts"].grad = torch.zeros(2, 2, 2)
-    optimizer.step(0.1, 1.0)
-    assert parameters["experts"][0, 0, 0].item() == pytest.approx(0.95)
-    parameters["experts"].grad = torch.ones(2, 2, 2)
-    optimizer.step(0.1, 1.0)
-    assert optimizer.tensors()["exp_avg"]["experts"][0, 0, 0].item() == 0.5
-
-
-def test_loading_rounds_the_master_weights_into_a_bf16_model():
-    parameters, optimizer = make_pair(torch.bfloat16)
-    optimizer.tensors()["model"]["matrix"].fill_(3.0)
-    optimizer.loaded(7)
-    assert (parameters["matrix"] == 3).all()
-    assert optimizer.adamw.state[optimizer.master["matrix"]]["step"] == 7
-
 
 # ---- Checkpoint names ----
 

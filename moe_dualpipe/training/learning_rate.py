@@ -1,0 +1,33 @@
+"""The learning rate of each step: a linear warm-up, then one of two ways down to a fraction of the peak.
+
+cosine   falls all the time, on a course that only a run of this length has
+wsd      warm-up, stable, decay (arXiv 2404.06395): stays at the peak until the last steps, so that a checkpoint from
+         before them belongs to a run of any length; the decay is 1 - sqrt (arXiv 2405.18392)
+"""
+
+import math
+
+from .optimizer import OptimizerConfig
+
+
+def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """The rate of step `step` of 0 to `total_steps` - 1; the last one has `final_lr` times the peak."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    shape = _cosine if config.schedule == "cosine" else _stable_decay
+    return config.lr * (config.final_lr + (1 - config.final_lr) * shape(config, step, total_steps))
+
+
+def decay_steps(config: OptimizerConfig, total_steps: int) -> int:
+    """How many steps the decay of `wsd` takes."""
+    return config.decay_steps or -(-total_steps // 5)
+
+
+def _cosine(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    progress = (step - config.warmup_steps) / max(1, total_steps - 1 - config.warmup_steps)
+    return 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+
+
+def _stable_decay(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    steps = decay_steps(config, total_steps)
+    return 1 - math.sqrt(max(0, step + 1 - (total_steps - steps)) / steps)
