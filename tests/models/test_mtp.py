@@ -251,6 +251,8 @@ def test_it_moves_the_border_between_stages():
     assert [len(stage.layers) for stage in split(replace(config, mtp_layers=0), 2)] == [4, 4]
     assert len(split(config, 2)[0].layers) > 4
     assert layer_flops(config, 10) == layer_flops(config, 7)
+    assert replace(CONFIG, num_dense_layers=3).is_dense(4)  # like the last layer
+    assert not CONFIG.is_dense(4)
 
 
 # ---- Mistakes ----

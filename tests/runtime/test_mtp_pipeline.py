@@ -43,8 +43,6 @@ def test_a_pipeline_equals_the_single_process_model(pp, names, fused_loss):
         assert [sum(sizes) for sizes in holders] == [len(ends) if rank in ends else 0 for rank in range(pp)], name
 
 
-@pytest.mark.parametrize("name", ["dualpipev", "1f1b"])
-def test_with_expert_parallelism_it_agrees_with_the_single_process_model(name):
-    pp = 1 if name == "dualpipev" else 2
-    seen = run_ranks(2 * pp, with_mtp, law.agrees, name, pp, 2, 2)
+def test_with_expert_parallelism_it_agrees_with_the_single_process_model():
+    seen = run_ranks(2, with_mtp, law.agrees, "dualpipev", 1, 2, 2)
     assert sum(count for count, _ in seen) == 2 * 4
