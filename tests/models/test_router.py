@@ -20,7 +20,7 @@ KINDS = [
     {"router_score": "sigmoid", "normalize_weights": False},
     {"router_bias": True, "routed_scale": 2.5},
     {"router_score": "sigmoid", "expert_groups": 4, "top_groups": 2, "router_bias": True},
-    {"expert_groups": 4, "top_groups": 3, "normalize_weights": False},
+    {"expert_groups": 4, "top_groups": 2, "normalize_weights": False},
     {"expert_groups": 8, "top_groups": 5, "router_bias": True, "experts_per_token": 1},
 ]
 
