@@ -78,6 +78,8 @@ def read(checkpoint: Path) -> Manifest:
         raise ValueError(f"cannot read {checkpoint / RUN}: {_reason(error)}") from None
     if bad := [name for name in files if not _is_file_name(name)]:
         raise ValueError(f"cannot read {checkpoint / RUN}: {bad[0][:200]!r} is no name of a file beside it")
+    if TENSORS not in files:
+        raise ValueError(f"cannot read {checkpoint / RUN}: it does not list {TENSORS}")
     if checksum != manifest.checksum:
         raise ValueError(f"cannot read {checkpoint / RUN}: it is not as it was written, by its checksum")
     return manifest
@@ -89,8 +91,6 @@ def verify(checkpoint: Path) -> Manifest:
     Reads everything once, at the speed of the disk or of CRC-32 (1 GB/s or more), whichever is slower.
     """
     manifest = read(checkpoint)
-    if TENSORS not in manifest.files:
-        raise ValueError(f"cannot read {checkpoint / RUN}: it does not list {TENSORS}")
     try:
         for name, expected in manifest.files.items():
             path = checkpoint / name
