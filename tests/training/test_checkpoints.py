@@ -351,7 +351,7 @@ def save_on_full_disks(rank, run):
         before = names(run)
         dist.barrier()
         for attempt in range(8):
-            full, room = chance.randrange(2), chance.randrange(4000)
+            full, room = chance.randrange(2), chance.randrange(3000)
             disk.room = room if rank == full else 10**9
             reason = rf"rank {full}: \[Errno 28\] No space left on device$"
             with pytest.raises(SaveError, match=reason):
