@@ -3,26 +3,33 @@
 A tensor is saved under its global name, once, whichever ranks hold replicas. Experts are saved one by one
 (`layers.1.mlp.experts.gate_up.5`), so their number per rank leaves no trace. A checkpoint is a folder
 
-    <run>/checkpoints/step-000320/    the tensors, and run.json with the step and the model's configuration
+    <run>/checkpoints/step-000320/    the tensors, run.json and tensors.json (manifest.py)
 
-that appears under this name only when it is complete.
+that appears under this name only when it is complete (saver.py), and is read as a file that anyone may have written.
 """
 
 import dataclasses
-import json
-import pickle
-import re
-import shutil
-from collections.abc import Iterator, Mapping
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..models import ModelConfig
+from . import manifest
+from .config import Launch
+from .manifest import RUN
+from .saver import STEP_FOLDER, save
 
-_STEP = re.compile(r"step-(\d+)")
+__all__ = ["check_model", "find", "global_tensors", "load", "save"]
+
+_COEFFICIENTS = {"init_std", "sequence_loss", "z_loss", "mtp_weight"}  # of ModelConfig, without a say in the forward
+_UNKNOWN = "unknown"
 
 
 def global_tensors(name: str, tensor: Tensor, local_experts: range) -> Iterator[tuple[str, Tensor]]:
@@ -35,81 +42,124 @@ def global_tensors(name: str, tensor: Tensor, local_experts: range) -> Iterator[
         yield f"{name}.{local_experts.start}-{local_experts.stop - 1}", tensor
 
 
-def save(
-    run: Path, step: int, state: Mapping[str, Tensor], model: ModelConfig, extra: Mapping[str, bytes] | None = None
-) -> Path:
-    """Save `state`, by global names, as the checkpoint after `step` updates. Collective.
+def find(path: str, warn: Callable[[str], None] | None = None) -> Path:
+    """The checkpoint at `path`, or the newest good one of the run at `path`.
 
-    extra: more files for the checkpoint's folder, name -> contents; rank 0's are taken.
+    Reads every file of it once, to compare checksums. Passes `warn` (default: stderr of the first local rank) a line
+    about each broken one that is newer. Raises ValueError, with the reasons, when there is no good one.
     """
-    final = run / "checkpoints" / f"step-{step:06d}"
-    unfinished = final.with_name(f".{final.name}.unfinished")
-    if dist.get_rank() == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-    dist.barrier()
-    dcp.save(dict(state), checkpoint_id=unfinished)
-    if dist.get_rank() == 0:
-        (unfinished / "run.json").write_text(json.dumps({"step": step, "model": dataclasses.asdict(model)}, indent=2))
-        for name, contents in (extra or {}).items():
-            (unfinished / name).write_bytes(contents)
-        shutil.rmtree(final, ignore_errors=True)
-        unfinished.rename(final)
-    dist.barrier()
-    return final
-
-
-def find(path: str) -> Path:
-    """The checkpoint at `path`, or the newest one of the run at `path`. Raises ValueError when there is none."""
-    below = [*Path(path).glob("checkpoints/step-*"), *Path(path).glob("step-*")]
-    for candidate in (Path(path), *sorted(below, key=_step_of, reverse=True)):
-        if (candidate / "run.json").is_file() and (candidate / ".metadata").is_file():
+    given = Path(path)
+    if (given / RUN).exists() or STEP_FOLDER.fullmatch(given.name):
+        if reason := _fault(given):
+            raise ValueError(f"{given} is broken: {reason}; {_advice(given)}")
+        return given
+    candidates = _newest_first(given / "checkpoints") or _newest_first(given)
+    faults = []
+    for candidate in candidates:
+        if not (reason := _fault(candidate)):
+            for fault in faults:
+                (warn or _warn)(f"passed over {fault}")
             return candidate
+        faults.append(f"{candidate}: {reason}")
+    if faults:
+        raise ValueError(f"nothing to resume from: no good checkpoint in {path}: {'; '.join(faults)}")
     raise ValueError(f"nothing to resume from: no checkpoint in {path}; start without --resume")
 
 
-def _step_of(path: Path) -> int:
-    match = _STEP.fullmatch(path.name)
-    return int(match[1]) if match else -1
+def _newest_first(folder: Path) -> list[Path]:
+    found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := STEP_FOLDER.fullmatch(path.name))]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def _fault(checkpoint: Path) -> str:
+    try:
+        manifest.verify(checkpoint)
+    except ValueError as error:
+        return str(error).replace(f"{checkpoint}/", "")
+    return ""
+
+
+def _advice(broken: Path) -> str:
+    for other in _newest_first(broken.parent):
+        if other != broken and not _fault(other):
+            return f"the newest good one beside it is {other}"
+    return "there is no good one beside it"
+
+
+def _warn(text: str) -> None:
+    if Launch.from_environment().local_rank == 0:
+        sys.stderr.write(f"train.py: warning: {text}\n")
 
 
 def check_model(checkpoint: Path, model: ModelConfig) -> int:
-    """Return the step of `checkpoint`. Raises ValueError if it is incomplete, or of a model other than `model`."""
-    try:
-        saved = json.loads((checkpoint / "run.json").read_text())
-        step, saved_model = int(saved["step"]), dict(saved["model"])
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise ValueError(f"cannot read {checkpoint / 'run.json'}: {error}") from None
-    ours = dataclasses.asdict(model)
+    """Return the step of `checkpoint`. Raises ValueError if it is unreadable, or of a model other than `model`.
+
+    A choice that did not exist when it was saved counts as what is now the default. Choices that only say how to train,
+    or how to start, may differ.
+    """
+    saved = manifest.read(checkpoint)
+    there, here = saved.model, dataclasses.asdict(model)
+    defaults = {field.name: field.default for field in dataclasses.fields(model)}
     differences = [
-        f"{key} is {saved_model.get(key)!r} there and {value!r} here"
-        for key, value in ours.items()
-        if saved_model.get(key) != value
+        f"{key} is {there.get(key, defaults.get(key, _UNKNOWN))!r} there and {here.get(key, _UNKNOWN)!r} here"
+        for key in [*here, *sorted(set(there) - set(here))]
+        if key not in _COEFFICIENTS and there.get(key, defaults.get(key, _UNKNOWN)) != here.get(key, _UNKNOWN)
     ]
     if differences:
         raise ValueError(f"{checkpoint} holds another model: {'; '.join(differences)}")
-    stored = _metadata(checkpoint).storage_data or {}
-    missing = {info.relative_path for info in stored.values() if not (checkpoint / info.relative_path).is_file()}
-    if missing:
-        raise ValueError(
-            f"{checkpoint} is incomplete: {', '.join(sorted(missing))} is missing; resume from another one"
-        )
-    return step
-
-
-def _metadata(checkpoint: Path) -> dcp.Metadata:
-    try:
-        return dcp.FileSystemReader(checkpoint).read_metadata()
-    except (OSError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(f"cannot read {checkpoint / '.metadata'}: {error}") from None
+    return saved.step
 
 
 def load(checkpoint: Path, state: Mapping[str, Tensor]) -> None:
-    """Load into `state` in place. Collective. Raises ValueError for a tensor that the checkpoint lacks."""
-    saved = _metadata(checkpoint).state_dict_metadata
+    """Load into `state` in place. Collective, where there are other ranks.
+
+    Raises ValueError, on all ranks alike, for a tensor that the checkpoint lacks or has in another shape, for ranks
+    that would load different checkpoints, and for a file that holds anything but tensors.
+    """
+    metadata, fault, checksum = None, "", 0
+    try:
+        checksum, metadata = manifest.read(checkpoint).checksum, manifest.tensors(checkpoint)
+        _check_fit(checkpoint, state, metadata)
+    except ValueError as error:
+        fault = str(error)
+    verdicts: list[tuple[str, int]] = [(fault, checksum)]
+    if dist.is_initialized():
+        verdicts *= dist.get_world_size()
+        dist.all_gather_object(verdicts, (fault, checksum))
+    if faults := [fault for fault, _ in verdicts if fault]:
+        raise ValueError(faults[0])
+    if len(set(verdicts)) > 1:
+        raise ValueError(f"the ranks see different checkpoints as {checkpoint}: give --resume one that all can read")
+    assert metadata is not None
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a process on its own is no mistake
+            dcp.load(dict(state), storage_reader=_Reader(checkpoint, metadata))
+    except dcp.CheckpointException as error:
+        rank, (reason, _) = min(error.failures.items())
+        raise ValueError(f"cannot load {checkpoint}: rank {rank}: {str(reason).strip().splitlines()[0]}") from None
+
+
+def _check_fit(checkpoint: Path, state: Mapping[str, Tensor], metadata: dcp.Metadata) -> None:
+    saved = metadata.state_dict_metadata
     if lacking := sorted(set(state) - set(saved)):
         raise ValueError(
             f"{checkpoint} lacks {lacking[0]}{f' and {len(lacking) - 1} more' if len(lacking) > 1 else ''}; "
             "experts of your own can change their number of ranks only if their parameters stack experts first"
         )
-    dcp.load(dict(state), checkpoint_id=checkpoint)
+    for name, tensor in state.items():
+        described = saved[name]
+        assert isinstance(described, TensorStorageMetadata)
+        if described.size != tensor.shape:
+            raise ValueError(f"{checkpoint} has {name} as {list(described.size)}, not as {list(tensor.shape)}")
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads tensors where `metadata` says they are, with torch.load(weights_only=True), and never opens `.metadata`."""
+
+    def __init__(self, checkpoint: Path, metadata: dcp.Metadata):
+        super().__init__(checkpoint)
+        self._metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
+        return self._metadata

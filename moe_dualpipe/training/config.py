@@ -86,6 +86,10 @@ class TrainConfig:
     """A run's folder, or one checkpoint in it, to go on from."""
     save_every: int = 0
     """Steps between checkpoints; one is always saved at the end. 0: only that one."""
+    keep: int = 3
+    """Checkpoints to keep; older ones are removed when a newer one is complete. 0: all."""
+    save_async: bool = True
+    """Train on while a checkpoint is written; needs main memory for a copy of weights and moments."""
     eval_sequences: int = 64
     """Held-out sequences for the validation loss; rounded up to whole batches."""
     sample_tokens: int = 160

@@ -7,7 +7,7 @@ rank for itself and alike, so that it ends in one line and exit code 2, never in
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import torch
@@ -30,6 +30,7 @@ from .parallel import Layout, build_groups, initialize, replica_sets
 from .plan import Plan
 from .profiling import StepProfiler
 from .resolve import resolve
+from .saver import Saved, SaveError, Saver
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -105,6 +106,8 @@ class Trainer:
             self.optimizer.loaded(plan.first_step)
         self.leader = launch.rank == 0
         self.folder = Path(config.out)
+        self.saver = Saver(self.folder, model, config.keep, config.timeout, config.save_async)
+        self.saved: Saved | None = None
         self.metrics = metrics.Metrics(self.folder, self.leader, plan.first_step, config.tensorboard)
         self.utilisation = metrics.utilisation(config, self.device, launch.world_size)
         self.profiler = StepProfiler(
@@ -114,13 +117,17 @@ class Trainer:
     # ---- The run ----
 
     def run(self) -> None:
+        """Train, and save. Ends with exit code 1 when the last checkpoint could not be written. Collective."""
+        with closing(self.saver):
+            self._run()
+
+    def _run(self) -> None:
         config = self.config
         self._introduce()
         self._check_replicas()
         before = self.validation_loss()
         self.metrics.write(step=self.plan.first_step, validation_loss=before)
         self._say(f"validation loss before: {self.plan.text.in_words(before)}")
-        saved = None
         with metrics.progress_bar(config.steps, self.plan.first_step, self.leader) as bar:
             for step in range(self.plan.first_step, config.steps):
                 with self.profiler.step(step):
@@ -132,7 +139,8 @@ class Trainer:
                 if config.check_replicas_every and done % config.check_replicas_every == 0:
                     self._check_replicas()
                 if done == config.steps or (config.save_every and done % config.save_every == 0):
-                    saved = self.save(done)
+                    self.start_save(done)
+                self._tell(self.saver.poll())
         self._check_replicas()
         after = self.validation_loss()
         self.metrics.write(step=config.steps, validation_loss=after)
@@ -141,7 +149,11 @@ class Trainer:
         self._say(f"peak memory: {self._largest(metrics.peak_memory_mb(self.device)):,.0f} MB on the fullest rank")
         if config.sample_tokens:
             self._say(f"sample:\n{self._indented(config.prompt + self.sample())}")
-        self._say(f"saved {saved}")
+        self._tell(self.saver.wait())
+        if self.saved is None or self.saved.error:
+            self.metrics.close()
+            raise SystemExit(1)  # `_tell` has said why
+        self._say(f"saved {self.saved.path}")
         self._say(f"to resume: {resume_command(self.plan.arguments, config.out, 2 * config.steps)}")
         self._say(f"validation loss {self.plan.text.in_words(before, after)}")
         self.metrics.close()
@@ -198,9 +210,21 @@ class Trainer:
         )  # fmt: skip
         return tokenizer.decode(tokens)
 
+    def start_save(self, step: int) -> None:
+        """Begin to write a checkpoint after `step` updates, when the one before is written. Collective."""
+        if self.saver.busy:
+            self._say(f"step {step}: waiting for the last checkpoint, which is still being written")
+        self._tell(self.saver.wait())
+        self.saver.start(step, self.state(), self.plan.text.files())
+
     def save(self, step: int) -> Path:
-        """Write a checkpoint after `step` updates. Collective."""
-        return checkpoint.save(self.folder, step, self.state(), self.config.model, self.plan.text.files())
+        """Write a checkpoint after `step` updates. Raises SaveError if that fails. Collective."""
+        self.start_save(step)
+        self._tell(saved := self.saver.wait())
+        assert saved is not None
+        if saved.error:
+            raise SaveError(saved.error)
+        return saved.path
 
     def state(self) -> dict[str, Tensor]:
         """All that a checkpoint holds of this rank, by global names; loading into it loads the run."""
@@ -268,6 +292,13 @@ class Trainer:
         """Fit for a terminal: control characters, which a young model likes, are replaced."""
         shown = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text.expandtabs(4))
         return "\n".join(f"    | {line}" for line in shown.split("\n"))
+
+    def _tell(self, saved: Saved | None) -> None:
+        """Take note of how a save ended; a failure is for everyone to see."""
+        self.saved = saved or self.saved
+        if saved and saved.error and self.leader:
+            sys.stderr.write(f"\ntrain.py: error: {saved.path} could not be written: {saved.error}\n")
+            self.metrics.write(step=saved.step, save_error=saved.error)
 
     def _introduce(self) -> None:
         config, layout, model = self.config, self.layout, self.config.model

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import resource
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,10 @@ class Metrics:
             self._board = SummaryWriter(str(run / "tensorboard"), purge_step=first_step + 1)
 
     def write(self, **record: Any) -> None:
+        """Append a record. A disk that is full is no reason to stop training: the file's buffer tries again later."""
         if self._file is not None:
-            self._file.write(json.dumps(record) + "\n")
+            with suppress(OSError):
+                self._file.write(json.dumps(record) + "\n")
         if self._board is not None:
             for name, value in record.items():
                 if name != "step" and isinstance(value, int | float):
@@ -48,7 +51,8 @@ class Metrics:
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):
+                self._file.close()
         if self._board is not None:
             self._board.close()
 

@@ -18,10 +18,10 @@ from types import EllipsisType
 from typing import Literal
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from ..runtime.replicas import ReplicaSet
+from . import manifest
 from .checkpoint import global_tensors
 from .zero import Piece, Shards
 
@@ -186,7 +186,7 @@ def _matrices(piece: Piece, stacked: Mapping[str, Sequence[int]]) -> list[slice]
 
 def check_saved(checkpoint: Path, config: OptimizerConfig) -> None:
     """Raise ValueError unless the optimizer that `checkpoint` was saved with is the one to go on with."""
-    names = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    names = manifest.tensors(checkpoint).state_dict_metadata
     saved = "muon" if any(name.startswith("momentum.") for name in names) else "adamw"
     if saved != config.name:
         raise ValueError(

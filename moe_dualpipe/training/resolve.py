@@ -40,6 +40,7 @@ def resolve(config: TrainConfig, launch: Launch) -> TrainConfig:
         "micro_batches",
         "max_deferred",
         "save_every",
+        "keep",
         "sample_tokens",
         "check_replicas_every",
         "profile",

@@ -1,5 +1,6 @@
 """The parts of a training run, each alone: checkpoint names, layout, configuration."""
 
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.schedule import Placement
 from moe_dualpipe.training import checkpoint
 from moe_dualpipe.training.config import Launch, TrainConfig, parse, resume_command
+from moe_dualpipe.training.manifest import FileSum, Manifest
 from moe_dualpipe.training.parallel import Layout, build_groups
 from moe_dualpipe.training.resolve import resolve
 
@@ -31,16 +33,24 @@ def test_experts_are_saved_one_by_one_under_their_global_number():
     assert [*own] == ["layers.1.mlp.experts.mix.weight.4-7"]
 
 
+def write_manifest(folder, step=3, model=None):
+    """A checkpoint of no tensors at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tensors.json").write_bytes(b"{}")
+    files = {"tensors.json": FileSum.of(b"{}")}
+    (folder / "run.json").write_bytes(Manifest(step, model or {}, files).encode())
+
+
 def test_find_takes_the_newest_complete_checkpoint(tmp_path):
     with pytest.raises(ValueError, match=r"nothing to resume from: no checkpoint in .*; start without --resume"):
         checkpoint.find(str(tmp_path))
     for step, complete in [(9, True), (20, True), (100, False), (200, None)]:
         folder = tmp_path / "checkpoints" / f"step-{step:06d}"
-        folder.mkdir(parents=True)
-        if complete is not None:
-            (folder / ".metadata").touch()
-        if complete is not False:
-            (folder / "run.json").write_text("{}")
+        write_manifest(folder)
+        if complete is None:
+            (folder / "tensors.json").unlink()
+        elif not complete:
+            (folder / "run.json").unlink()
     assert checkpoint.find(str(tmp_path)).name == "step-000020"
     assert checkpoint.find(str(tmp_path / "checkpoints")).name == "step-000020"
     direct = tmp_path / "checkpoints" / "step-000009"
@@ -48,15 +58,30 @@ def test_find_takes_the_newest_complete_checkpoint(tmp_path):
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
-    (tmp_path / "run.json").write_text('{"step": 3, "model": {"hidden_size": 64}}')
-    with pytest.raises(ValueError, match=r"holds another model: .*hidden_size is 64 there and 128 here"):
+    write_manifest(tmp_path, model={"hidden_size": 64})
+    with pytest.raises(ValueError, match=r"holds another model: hidden_size is 64 there and 128 here$"):
         checkpoint.check_model(tmp_path, ModelConfig())
-    (tmp_path / "run.json").write_text('{"step": 3, "model": {}}')
-    with pytest.raises(ValueError, match="holds another model"):
+    write_manifest(tmp_path, model={**dataclasses.asdict(ModelConfig()), "depth": 3})
+    with pytest.raises(ValueError, match=r"holds another model: depth is 3 there and 'unknown' here$"):
         checkpoint.check_model(tmp_path, ModelConfig())
     (tmp_path / "run.json").write_text("not json")
     with pytest.raises(ValueError, match="cannot read"):
         checkpoint.check_model(tmp_path, ModelConfig())
+
+
+def test_a_choice_that_is_younger_than_the_checkpoint_counts_as_its_default(tmp_path):
+    older = dataclasses.asdict(ModelConfig())
+    del older["rope_theta"]
+    write_manifest(tmp_path, step=7, model=older)
+    assert checkpoint.check_model(tmp_path, ModelConfig()) == 7
+    with pytest.raises(ValueError, match=r"holds another model: rope_theta is 10000.0 there and 500.0 here$"):
+        checkpoint.check_model(tmp_path, ModelConfig(rope_theta=500.0))
+
+
+def test_how_to_train_is_not_what_the_model_is(tmp_path):
+    model = {**dataclasses.asdict(ModelConfig()), "init_std": 0.5, "sequence_loss": 1e-4, "z_loss": 0, "mtp_weight": 1}
+    write_manifest(tmp_path, step=7, model=model)
+    assert checkpoint.check_model(tmp_path, ModelConfig()) == 7
 
 
 # ---- Layout ----

@@ -1,0 +1,190 @@
+"""What a checkpoint says of its own files, as JSON, and whether that is true.
+
+torch.distributed.checkpoint describes its tensors in a pickle, `.metadata`, and reading a pickle runs whatever its
+author wrote into it. So a checkpoint says the same in JSON, each field checked before use, and `.metadata` is only kept
+for other tools: this project never opens it. Checksums find broken files, not forged ones; nothing here needs trust.
+
+    run.json        step, model, size and CRC-32 of every other file, and a CRC-32 of all this
+    tensors.json    global name -> dtype, shape, and the place of its bytes: file, offset, length
+"""
+
+import json
+import math
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+RUN, TENSORS = "run.json", "tensors.json"
+
+_FILE_NAME = re.compile(r"[\w.-]{1,200}", re.ASCII)  # no separator: a name never leaves the checkpoint's folder
+_MOST_BYTES = 2**28  # of JSON: a million tensors have a fifth of this
+_BLOCK = 2**22
+
+
+@dataclass(frozen=True, slots=True)
+class FileSum:
+    """Size and CRC-32 of a file."""
+
+    length: int
+    crc32: int
+
+    @classmethod
+    def of(cls, data: bytes) -> "FileSum":
+        return cls(len(data), zlib.crc32(data))
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The contents of run.json; two checkpoints with the same `checksum` are the same."""
+
+    step: int
+    model: dict[str, Any]
+    files: dict[str, FileSum]
+
+    @property
+    def checksum(self) -> int:
+        return zlib.crc32(json.dumps(asdict(self), sort_keys=True).encode())
+
+    def encode(self) -> bytes:
+        return json.dumps({**asdict(self), "checksum": self.checksum}, indent=2).encode()
+
+
+# ---- Reading, which trusts nothing ----
+
+
+def read(checkpoint: Path) -> Manifest:
+    """run.json of a checkpoint. Raises ValueError if it is not one, or not as it was written."""
+    saved = _read_json(checkpoint / RUN)
+    try:
+        files = {
+            name: FileSum(_count(entry["length"]), _count(entry["crc32"])) for name, entry in saved["files"].items()
+        }
+        manifest = Manifest(_count(saved["step"]), dict(saved["model"]), files)
+        checksum = saved["checksum"]
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"cannot read {checkpoint / RUN}: {_reason(error)}") from None
+    if bad := [name for name in files if not _is_file_name(name)]:
+        raise ValueError(f"cannot read {checkpoint / RUN}: {bad[0][:200]!r} is no name of a file beside it")
+    if TENSORS not in files:
+        raise ValueError(f"cannot read {checkpoint / RUN}: it does not list {TENSORS}")
+    if checksum != manifest.checksum:
+        raise ValueError(f"cannot read {checkpoint / RUN}: it is not as it was written, by its checksum")
+    return manifest
+
+
+def verify(checkpoint: Path) -> Manifest:
+    """Compare every file of a checkpoint with run.json. Raises ValueError that names the first one that differs.
+
+    Reads everything once, at the speed of the disk or of CRC-32 (1 GB/s or more), whichever is slower.
+    """
+    manifest = read(checkpoint)
+    try:
+        for name, expected in manifest.files.items():
+            path = checkpoint / name
+            if not path.is_file():
+                raise ValueError(f"{name} is missing")
+            if (length := path.stat().st_size) != expected.length:
+                raise ValueError(f"{name} has {length:,} bytes, not the {expected.length:,} that were written")
+            if _crc32(path) != expected.crc32:
+                raise ValueError(f"{name} is not as it was written, by its checksum")
+    except OSError as error:
+        raise ValueError(f"{error.filename}: {error.strerror}") from None
+    return manifest
+
+
+def tensors(checkpoint: Path) -> dcp.Metadata:
+    """Where each tensor of a checkpoint is. Raises ValueError for anything but tensors in files of its folder."""
+    saved = _read_json(checkpoint / TENSORS)
+    try:
+        entries = {name: _entry(entry) for name, entry in saved.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"cannot read {checkpoint / TENSORS}: {_reason(error)}") from None
+    described, stored = {}, {}
+    for name, (dtype, shape, place) in entries.items():
+        start = torch.Size([0] * len(shape))
+        described[name] = TensorStorageMetadata(TensorProperties(dtype), shape, [ChunkStorageMetadata(start, shape)])
+        stored[MetadataIndex(name, start)] = place
+    return dcp.Metadata(described, storage_data=stored)
+
+
+def _entry(saved: Any) -> tuple[torch.dtype, torch.Size, _StorageInfo]:
+    dtype = getattr(torch, str(saved["dtype"]), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{str(saved['dtype'])[:200]!r} is no dtype")
+    shape = torch.Size([_count(size) for size in saved["shape"]])
+    file, offset, length = saved["file"], _count(saved["offset"]), _count(saved["length"])
+    if not _is_file_name(file):
+        raise ValueError(f"{str(file)[:200]!r} is no name of a file beside it")
+    if length < math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{length} bytes cannot hold {list(shape)} in {dtype}")
+    return dtype, shape, _StorageInfo(file, offset, length)
+
+
+def _is_file_name(name: Any) -> bool:
+    return isinstance(name, str) and _FILE_NAME.fullmatch(name) is not None and name.strip(".") != ""
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**62:
+        raise ValueError(f"{str(value)[:200]!r} is no count")
+    return value
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        if path.exists() and not path.is_file():
+            raise ValueError("it is no file")
+        with path.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise ValueError(f"it has more than {_MOST_BYTES:,} bytes")
+        return json.loads(data)
+    except (ValueError, RecursionError, OSError) as error:
+        raise ValueError(f"cannot read {path}: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return error.strerror or type(error).__name__
+    return f"{error} is missing" if isinstance(error, KeyError) else f"{error}"[:300]
+
+
+def _crc32(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+# ---- Writing ----
+
+
+def encode_tensors(metadata: dcp.Metadata, places: Mapping[MetadataIndex, _StorageInfo]) -> bytes:
+    """tensors.json, from what torch.distributed.checkpoint says it has written, and where: whole tensors only."""
+    table: dict[str, Mapping[str, Any]] = {}
+    for name, described in metadata.state_dict_metadata.items():
+        assert isinstance(described, TensorStorageMetadata), name
+        (chunk,) = described.chunks
+        place = places[MetadataIndex(name, chunk.offsets)]
+        table[name] = {
+            "dtype": str(described.properties.dtype).removeprefix("torch."),
+            "shape": list(described.size),
+            "file": place.relative_path,
+            "offset": place.offset,
+            "length": place.length,
+        }
+    return json.dumps(table, indent=1).encode()
