@@ -79,6 +79,11 @@ class Optimizer:
             if self.master[name] is not parameter:
                 parameter.copy_(self.master[name])
 
+    def drop_gradients(self) -> None:
+        """Instead of a step: nothing changes."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """The state, to be saved or loaded in place: kind -> parameter name -> tensor shaped like the parameter."""
         state = {name: self.adamw.state[weight] for name, weight in self.master.items()}

@@ -60,29 +60,35 @@ def initialize(device: torch.device, launch: Launch, timeout: float) -> None:
         dist.init_process_group(backend, timeout=wait)
 
 
-def build_groups(layout: Layout, placement: Placement) -> Groups:
-    """Create all process groups. Collective: every rank creates every group, in the same order."""
+def build_groups(layout: Layout, placement: Placement, timeout: timedelta | None = None) -> Groups:
+    """Create all process groups. Collective: every rank creates every group, in the same order.
+
+    timeout: how long their operations wait; a group does not take it from the world's. None: torch's own.
+    """
     pps, dps, eps = range(layout.pp), range(layout.dp), range(layout.ep)
     # Stages that share their holders share a group: rank r holds replicas with the ranks that hold what it holds.
     peers = sorted({tuple(sorted({r for s in stages for r in placement.holders(s)})) for stages in placement.stages})
-    pipeline = _group([[layout.world_rank(p, d) for p in pps] for d in dps], layout.rank)
+    pipeline = _group([[layout.world_rank(p, d) for p in pps] for d in dps], layout.rank, timeout)
     experts = _group(
-        [[layout.world_rank(p, d + e) for e in eps] for p in pps for d in range(0, layout.dp, layout.ep)], layout.rank
+        [[layout.world_rank(p, d + e) for e in eps] for p in pps for d in range(0, layout.dp, layout.ep)],
+        layout.rank,
+        timeout,
     )
-    dense = _group([[layout.world_rank(p, d) for p in held for d in dps] for held in peers], layout.rank)
+    dense = _group([[layout.world_rank(p, d) for p in held for d in dps] for held in peers], layout.rank, timeout)
     expert_replicas = _group(
         [[layout.world_rank(p, d) for p in held for d in dps if d % layout.ep == e] for held in peers for e in eps],
         layout.rank,
+        timeout,
     )
     return Groups(pipeline, experts, dense, expert_replicas)
 
 
-def _group(memberships: Iterable[list[int]], rank: int) -> dist.ProcessGroup | None:
+def _group(memberships: Iterable[list[int]], rank: int, timeout: timedelta | None) -> dist.ProcessGroup | None:
     """Create a group for each list of more than one rank; return the one that `rank` belongs to."""
     mine = None
     for members in memberships:
         if len(members) > 1:
-            group = dist.new_group(members)
+            group = dist.new_group(members, timeout=timeout)
             if rank in members:
                 assert isinstance(group, dist.ProcessGroup)
                 mine = group

@@ -7,7 +7,7 @@ from ..checks import make_folder
 from ..models import split
 from ..models.experts import expert_class
 from ..schedule import Schedule, build
-from . import checkpoint, data
+from . import checkpoint, data, restart
 from .config import TrainConfig
 from .profiling import WARM_UP
 
@@ -37,9 +37,10 @@ class Plan:
         if config.model.vocab_size < data.VOCAB_SIZE:
             raise ValueError(f"bytes need --model.vocab-size {data.VOCAB_SIZE}: got {config.model.vocab_size}")
         expert_class(config.model.experts)
-        resume = checkpoint.find(config.resume) if config.resume else None
+        again = restart.newest(config.out)  # an attempt before this one of the same launcher
+        resume = again or (checkpoint.find(config.resume) if config.resume else None)
         first_step = checkpoint.check_model(resume, config.model) if resume else 0
-        if first_step >= config.steps:
+        if first_step >= config.steps and not again:
             raise ValueError(f"{resume} is at step {first_step} already: use --steps larger than that to go on")
         if config.profile and first_step + WARM_UP + config.profile > config.steps:
             raise ValueError(
