@@ -106,13 +106,15 @@ class Launch:
     local_rank: int
     world_size: int
     local_world_size: int
+    restarts: int = 0
 
     @classmethod
     def from_environment(cls) -> "Launch":
         get = os.environ.get
         world_size = get("WORLD_SIZE", "1")
         local_world_size = get("LOCAL_WORLD_SIZE", world_size)
-        return cls(int(get("RANK", "0")), int(get("LOCAL_RANK", "0")), int(world_size), int(local_world_size))
+        restarts = int(get("TORCHELASTIC_RESTART_COUNT", "0"))
+        return cls(int(get("RANK", "0")), int(get("LOCAL_RANK", "0")), int(world_size), int(local_world_size), restarts)
 
 
 def parse(arguments: Sequence[str], quiet: bool = False) -> TrainConfig:

@@ -56,8 +56,12 @@ def initialize(device: torch.device, launch: Launch, timeout: float) -> None:
     wait = timedelta(seconds=timeout)
     if launch.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=wait)
-    else:
+    elif launch.restarts == 0:
         dist.init_process_group(backend, timeout=wait)
+    else:  # torchrun may keep one store for all attempts, where the addresses of dead ranks still stand
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=wait))
+        store = dist.PrefixStore(f"attempt {launch.restarts}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=wait)
 
 
 def build_groups(layout: Layout, placement: Placement, timeout: timedelta | None = None) -> Groups:

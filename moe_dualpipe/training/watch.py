@@ -62,7 +62,7 @@ class Watch:
     def __init__(self, progress: Progress, timeout: float, patience: float):
         self.progress, self.patience = progress, patience
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.interval = min(1.0, patience / 8)
+        self.interval = min(1.0, patience / 20)
         # Silence and standstill are counted in looks: a machine that slept for an hour blames nobody.
         self.silent_looks, self.still_looks = patience / self.interval, 0.9 * timeout / self.interval
         self._looks = self._silent = self._still = self._broken_looks = 0
