@@ -6,7 +6,7 @@ dispatch table and the bookkeeping of one step, which lives in an object that di
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -18,6 +18,7 @@ from torch.profiler import record_function
 
 from ..overlap import Segmented, WeightGrads, bind
 from ..schedule import (
+    Action,
     Backward,
     Flow,
     Forward,
@@ -58,7 +59,8 @@ class Executor:
 
     `modules` maps a stage's index to its module. `weight_grads` collects the deferred weight gradients; it is given to
     every layer inside the modules that has an attribute `weight_grads`. `overlap`: whether an overlapped pair is handed
-    to the modules' `overlapped_forward_backward`, where both are of a class that defines it.
+    to the modules' `overlapped_forward_backward`, where both are of a class that defines it. `on_action` is told of
+    every compute action when it begins.
     """
 
     def __init__(
@@ -67,8 +69,10 @@ class Executor:
         p2p: P2P,
         weight_grads: WeightGrads | None = None,
         overlap: bool = True,
+        on_action: Callable[[Action], None] | None = None,
     ):
         self.modules = dict(modules)
+        self.on_action = on_action
         self.p2p = p2p
         self.overlap = overlap
         self.weight_grads = weight_grads if weight_grads is not None else WeightGrads()
@@ -101,7 +105,7 @@ class Executor:
             index: Stage(index, module, self.weight_grads, {b.micro_batch for b in backwards if b.stage == index})
             for index, module in self.modules.items()
         }
-        run = _Run(schedule, self.p2p, stages, pairs, inputs, labels or {}, criterion, return_outputs)
+        run = _Run(schedule, self.p2p, stages, pairs, inputs, labels or {}, criterion, return_outputs, self.on_action)
         try:
             with self.p2p.step():
                 return run.all(steps[self.p2p.rank])
@@ -161,10 +165,11 @@ class _Run:
         labels: Mapping[int, Sequence[Tensor]],
         criterion: Criterion | None,
         return_outputs: bool,
+        on_action: Callable[[Action], None] | None = None,
     ):
         self.schedule, self.p2p, self.stages, self.overlapped = schedule, p2p, stages, overlapped
         self.labels, self.criterion, self.return_outputs = labels, criterion, return_outputs
-        self.last = schedule.num_stages - 1
+        self.last, self.on_action = schedule.num_stages - 1, on_action
         # What a stage waits for, by (stage, micro-batch): its inputs, and the gradients of its outputs.
         self.arriving: dict[Flow, dict[tuple[int, int], Receiving]] = {Flow.ACTIVATION: {}, Flow.GRADIENT: {}}
         for micro_batch, tensors in inputs.items():
@@ -186,6 +191,8 @@ class _Run:
                     case _:
                         while self.sending and self.sending[0][0] <= computed - SENDS_IN_FLIGHT:
                             self.sending.popleft()[1].wait()
+                        if self.on_action:
+                            self.on_action(step)
                         with record_function(str(step)):
                             self.compute(step)
                         computed += 1

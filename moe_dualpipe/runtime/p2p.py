@@ -10,6 +10,7 @@ was posted early. Therefore each direction (to a higher rank, to a lower rank) h
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -86,10 +87,12 @@ class P2P:
         specs: Sequence[TensorSpec],
         device: torch.device,
         pipeline_ranks: Sequence[int] | None = None,
+        timeout: timedelta | None = None,
     ) -> "P2P":
         """Set up the links of the pipeline that `group` forms (None: a pipeline of one rank, without a group).
 
         `pipeline_ranks[i]` is the pipeline rank of the group's rank `i`; by default they are the same.
+        `timeout`: how long a transfer on CUDA, which gets groups of its own, waits; None: torch's own.
         Collective over `group` on CUDA. Raises ValueError if `pipeline_ranks` is no permutation.
         """
         specs = tuple(specs)
@@ -104,7 +107,7 @@ class P2P:
         if device.type == "cpu":
             upward = downward = group
         else:
-            upward, downward = _subgroup(members), _subgroup(members)
+            upward, downward = _subgroup(members, timeout), _subgroup(members, timeout)
         p2p = cls(specs, device, order[group.rank()], size, global_ranks, upward, downward)
         if device.type != "cpu":
             p2p._open_links()
@@ -165,8 +168,8 @@ class P2P:
             yield low + 1, low
 
 
-def _subgroup(members: list[int]) -> dist.ProcessGroup:
-    group = dist.new_group(members, use_local_synchronization=True)
+def _subgroup(members: list[int], timeout: timedelta | None) -> dist.ProcessGroup:
+    group = dist.new_group(members, timeout=timeout, use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup), "this process is not a member of the pipeline's group"
     return group
 

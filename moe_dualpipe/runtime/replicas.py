@@ -4,12 +4,15 @@ Data parallelism makes replicas, and so does DualPipe, which keeps every stage o
 thing here: a set of parameters, and the process group of the ranks that hold them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from .checksum import checksum
 
 BUCKET_ELEMENTS = 16 * 2**20  # gradients are summed in pieces of at most this many elements, or one parameter
 
@@ -62,39 +65,43 @@ def gradient_norm(sets: list[ReplicaSet], device: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def differing(replicas: ReplicaSet) -> list[str]:
-    """The names of parameters that are not bit-equal on all replicas; the same list on all of them. Collective."""
-    if replicas.group is None:
-        return []
-    flags = []
-    for parameter in replicas.parameters.values():
-        bits = _bits(parameter)
-        highest = bits.clone()
-        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=replicas.group)
-        flags.append((bits != highest).any())
-    if not flags:
-        return []
-    different = torch.stack(flags).int()
-    dist.all_reduce(different, op=dist.ReduceOp.MAX, group=replicas.group)
-    return [name for name, flag in zip(replicas.parameters, different.tolist(), strict=True) if flag]
+def differing(replicas: ReplicaSet) -> dict[str, list[int]]:
+    """Which parameters are not bit-equal on all replicas, and on which global ranks; the same on all ranks. Collective.
+
+    Checksums travel, not parameters. The ranks are those that deviate from what more than half of the replicas hold;
+    all of them where no value has such a majority, as with two replicas.
+    """
+    if replicas.group is None or not replicas.parameters:
+        return {}
+    own_P = torch.stack([checksum(parameter) for parameter in replicas.parameters.values()])
+    sums_RP = own_P.new_empty(replicas.num_replicas, len(own_P))
+    dist.all_gather(list(sums_RP.unbind()), own_P, group=replicas.group)
+    ranks = dist.get_process_group_ranks(replicas.group)
+    found = {}
+    for name, sums_R in zip(replicas.parameters, sums_RP.T.tolist(), strict=True):
+        if deviating := _minority(sums_R):
+            found[name] = [ranks[i] for i in deviating]
+    return found
+
+
+def _minority(values: Sequence[int]) -> list[int]:
+    """The places of all values but the one that more than half have: [5, 7, 5] -> [1], [5, 7] -> [0, 1]."""
+    value, count = Counter(values).most_common(1)[0]
+    majority = value if 2 * count > len(values) else None
+    return [i for i, v in enumerate(values) if v != majority]
 
 
 def check_equal(replicas: ReplicaSet) -> None:
     """Raise RuntimeError, naming parameters and ranks, unless all replicas are bit-equal. Collective."""
-    if names := differing(replicas):
+    if found := differing(replicas):
         assert replicas.group is not None
-        ranks = dist.get_process_group_ranks(replicas.group)
+        names, ranks = list(found), sorted(set().union(*found.values()))
+        who = f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+        others = sorted(set(dist.get_process_group_ranks(replicas.group)) - set(ranks))
+        verb = "deviates" if len(ranks) == 1 else "deviate"
+        what = f"{verb} from rank{'s' * (len(others) > 1)} {', '.join(map(str, others))}" if others else "disagree"
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        raise RuntimeError(
-            f"replicas on ranks {ranks} differ in {', '.join(names[:3])}{more}: they must stay bit-equal"
-        )
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """The bits of a floating-point tensor as int32, which every backend can reduce."""
-    if tensor.element_size() == 2:
-        return tensor.contiguous().view(torch.int16).int()
-    return tensor.contiguous().view(torch.int32)
+        raise RuntimeError(f"{who} {what} in {', '.join(names[:3])}{more}: replicas must stay bit-equal")
 
 
 def buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -35,12 +35,13 @@ class Balance:
                     self.biases[f"{name}.router.bias_E"] = moe.router.bias_E
         self.replicas = ReplicaSet(self.biases, group)  # type: ignore[arg-type]
 
-    def after_step(self, load_LE: Tensor, device: torch.device) -> dict[str, float]:
+    def after_step(self, load_LE: Tensor, device: torch.device, move: bool = True) -> dict[str, float]:
         """Move the biases; returns the mean of each loss that is on, for the metrics. Collective.
 
-        load_LE: the tokens of this step, of all ranks, for each Mixture-of-Experts layer of the model.
+        load_LE: the tokens of this step, of all ranks, for each Mixture-of-Experts layer of the model. move: False
+        after a step that changes nothing.
         """
-        if self.biases and self.rate:
+        if move and self.biases and self.rate:
             load_LE = load_LE.to(device)
             for layer, router in self.routers.items():
                 router.move_bias(load_LE[layer - self.first_layer], self.rate)

@@ -98,6 +98,8 @@ class TrainConfig:
     """What the sample starts with."""
     check_replicas_every: int = 100
     """Steps between checks that replicas are bit-equal; they are checked at the end, too. 0: only then."""
+    max_skipped: int = 10
+    """Steps in a row whose loss or gradient is not finite, which are skipped, until the run stops."""
     profile: Annotated[int, tyro.conf.arg(metavar="STEPS")] = 0
     """Record so many steps on every rank, after two, and say at the end where their time went (docs/profiling.md)."""
     tensorboard: bool = False
@@ -106,7 +108,7 @@ class TrainConfig:
     """What one device can do at best, in 10^12 FLOPs a second, for the utilisation in the metrics (mfu). 0: known for
     common GPUs by their names."""
     timeout: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 600.0
-    """How long a rank waits for another before it gives up."""
+    """How long a rank waits for another before it gives up. One that dies is noticed sooner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +119,15 @@ class Launch:
     local_rank: int
     world_size: int
     local_world_size: int
+    restarts: int = 0
 
     @classmethod
     def from_environment(cls) -> "Launch":
         get = os.environ.get
         world_size = get("WORLD_SIZE", "1")
         local_world_size = get("LOCAL_WORLD_SIZE", world_size)
-        return cls(int(get("RANK", "0")), int(get("LOCAL_RANK", "0")), int(world_size), int(local_world_size))
+        restarts = int(get("TORCHELASTIC_RESTART_COUNT", "0"))
+        return cls(int(get("RANK", "0")), int(get("LOCAL_RANK", "0")), int(world_size), int(local_world_size), restarts)
 
 
 def parse(arguments: Sequence[str], quiet: bool = False) -> TrainConfig:

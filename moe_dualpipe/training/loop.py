@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -20,10 +21,11 @@ from ..models import TransformerStage, expert_loads, share_embedding, stacked_ma
 from ..overlap import WeightGrads
 from ..runtime import P2P, Executor, TensorSpec
 from ..runtime.replicas import check_equal, gradient_norm, sum_gradients
-from . import checkpoint, metrics
+from . import checkpoint, metrics, restart
 from .balance import Balance
 from .config import Launch, parse, resume_command
 from .generate import generate
+from .heartbeat import Progress
 from .learning_rate import learning_rate
 from .optimizer import Optimizer
 from .parallel import Layout, build_groups, initialize, replica_sets
@@ -31,6 +33,9 @@ from .plan import Plan
 from .profiling import StepProfiler
 from .resolve import resolve
 from .saver import Saved, SaveError, Saver
+from .signals import Stop
+from .skip import Skips
+from .watch import watching
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -40,11 +45,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with _one_line_errors(launch):
         config = resolve(parse(arguments, quiet=launch.local_rank > 0), launch)
         plan = Plan.make(config, arguments)
+        restart.mark(Path(config.out), launch.local_rank)
     initialize(torch.device(config.device), launch, config.timeout)
     try:
-        with _one_line_errors(launch):
-            trainer = Trainer(plan, launch)
-        trainer.run()
+        stop = Stop(announce=launch.rank == 0)
+        with stop.on_signals(), watching(config.timeout) as progress:
+            with _one_line_errors(launch):
+                trainer = Trainer(plan, launch, progress, stop)
+            trainer.run()
     finally:
         dist.destroy_process_group()
 
@@ -62,7 +70,7 @@ def _one_line_errors(launch: Launch) -> Iterator[None]:
 class Trainer:
     """One rank of a run."""
 
-    def __init__(self, plan: Plan, launch: Launch):
+    def __init__(self, plan: Plan, launch: Launch, progress: Progress | None = None, stop: Stop | None = None):
         self.plan, self.config, self.schedule = plan, plan.config, plan.schedule
         config, model = plan.config, plan.config.model
         self.device = torch.device("cuda", launch.local_rank) if config.device == "cuda" else torch.device("cpu")
@@ -71,7 +79,8 @@ class Trainer:
         self.dtype = getattr(torch, config.dtype)
         self.layout = Layout(config.pp, launch.world_size // config.pp, config.ep, launch.rank)
         placement = self.schedule.placement
-        self.groups = build_groups(self.layout, placement, shared_embedding=model.mtp_layers > 0)
+        wait = timedelta(seconds=config.timeout)
+        self.groups = build_groups(self.layout, placement, wait, shared_embedding=model.mtp_layers > 0)
         self.experts = (
             AllToAll(model.num_experts, self.groups.experts, config.kernels)
             if self.groups.experts
@@ -92,19 +101,21 @@ class Trainer:
         }
         share_embedding(self.stages.values())
         hidden = TensorSpec((config.micro_batch_size, config.seq_len, model.hidden_size), self.dtype)
-        links = P2P.connect(self.groups.pipeline, [hidden], self.device)
+        links = P2P.connect(self.groups.pipeline, [hidden], self.device, timeout=wait)
         weight_grads = WeightGrads(config.max_deferred or None)
-        self.executor = Executor(self.stages, links, weight_grads, config.overlap)
+        self.progress = progress or Progress()
+        self.executor = Executor(self.stages, links, weight_grads, config.overlap, self.progress.note)
 
         named = {name: p for stage in self.stages.values() for name, p in stage.named_parameters()}
         self.replicas = replica_sets(named, self.groups)
         self.balance = Balance(model, self.stages, config.bias_rate, self.groups.dense)
         stacked = stacked_matrices(self.stages.values())
         self.optimizer = Optimizer(self.replicas, config.optim, self.experts.local_experts, config.zero, stacked)
+        self.leader = launch.rank == 0
+        self.skips, self.stop, self.stopping = Skips(config.max_skipped, self.leader), stop or Stop(), False
         if plan.resume:
             checkpoint.load(plan.resume, self.state())
-            self.optimizer.loaded(plan.first_step)
-        self.leader = launch.rank == 0
+            self.optimizer.loaded(plan.first_step - int(self.skips.total))
         self.folder = Path(config.out)
         self.saver = Saver(self.folder, model, config.keep, config.timeout, config.save_async)
         self.saved: Saved | None = None
@@ -128,6 +139,7 @@ class Trainer:
         before = self.validation_loss()
         self.metrics.write(step=self.plan.first_step, validation_loss=before)
         self._say(f"validation loss before: {self.plan.text.in_words(before)}")
+        done = self.plan.first_step
         with metrics.progress_bar(config.steps, self.plan.first_step, self.leader) as bar:
             for step in range(self.plan.first_step, config.steps):
                 with self.profiler.step(step):
@@ -138,9 +150,19 @@ class Trainer:
                 done = step + 1
                 if config.check_replicas_every and done % config.check_replicas_every == 0:
                     self._check_replicas()
-                if done == config.steps or (config.save_every and done % config.save_every == 0):
+                if self.stopping or done == config.steps or (config.save_every and done % config.save_every == 0):
                     self.start_save(done)
                 self._tell(self.saver.poll())
+                if self.stopping:
+                    break
+        if done < config.steps:
+            self._stopped(done)
+        else:
+            self._finish(before)
+        self.metrics.close()
+
+    def _finish(self, before: float) -> None:
+        config = self.config
         self._check_replicas()
         after = self.validation_loss()
         self.metrics.write(step=config.steps, validation_loss=after)
@@ -149,18 +171,14 @@ class Trainer:
         self._say(f"peak memory: {self._largest(metrics.peak_memory_mb(self.device)):,.0f} MB on the fullest rank")
         if config.sample_tokens:
             self._say(f"sample:\n{self._indented(config.prompt + self.sample())}")
-        self._tell(self.saver.wait())
-        if self.saved is None or self.saved.error:
-            self.metrics.close()
-            raise SystemExit(1)  # `_tell` has said why
-        self._say(f"saved {self.saved.path}")
+        self._say(f"saved {self._last_saved()}")
         self._say(f"to resume: {resume_command(self.plan.arguments, config.out, 2 * config.steps)}")
         self._say(f"validation loss {self.plan.text.in_words(before, after)}")
-        self.metrics.close()
 
     def train_step(self, step: int) -> dict[str, float]:
         """One update; returns what the metrics record of it. Collective."""
         config, layout = self.config, self.layout
+        self.progress.step = step + 1
         start = time.perf_counter()
         count = config.micro_batches * config.micro_batch_size
         batch = self.plan.text.batch(config.seed, step, layout.dp_rank, count, config.seq_len)
@@ -172,17 +190,21 @@ class Trainer:
             norm = gradient_norm(self.replicas, self.device) * mean
         clip = config.optim.clip
         lr = learning_rate(config.optim, step, config.steps)
-        with record_function("optimizer"):
-            self.optimizer.step(lr, mean * (clip / norm.clamp(min=clip) if clip else 1.0))
         load_LE = self._expert_load()
-        balance = self.balance.after_step(load_LE, self.device)
-        loss, norm = self._mean(losses), norm.item()
+        loss, norm_value = self._mean(losses), norm.item()
+        # The host has waited for the loss before the update, not after it, and the next step begins without a wait.
+        with record_function("optimizer"):
+            if finite := self.skips.finite(step + 1, loss, norm_value):
+                self.optimizer.step(lr, mean * (clip / norm.clamp(min=clip) if clip else 1.0))
+            else:
+                self.optimizer.drop_gradients()
+        balance = self.balance.after_step(load_LE, self.device, move=finite)
         seconds = time.perf_counter() - start
         tokens = count * layout.dp * config.seq_len
         mfu = {"mfu": round(self.utilisation * tokens / seconds, 4)} if self.utilisation else {}
         return {
-            "step": step + 1, "loss": loss, "grad_norm": norm, "lr": lr, "seconds": round(seconds, 4),
-            "tokens": tokens, "tokens_per_s": round(tokens / seconds, 1), **mfu,
+            "step": step + 1, "loss": loss, "grad_norm": norm_value, "lr": lr, "skipped": int(self.skips.total),
+            "seconds": round(seconds, 4), "tokens": tokens, "tokens_per_s": round(tokens / seconds, 1), **mfu,
             "peak_memory_mb": round(metrics.peak_memory_mb(self.device), 1), **metrics.load_statistics(load_LE),
             **({"mtp_loss": self._mtp_loss()} if config.model.mtp_layers else {}),
             **balance,
@@ -228,7 +250,7 @@ class Trainer:
 
     def state(self) -> dict[str, Tensor]:
         """All that a checkpoint holds of this rank, by global names; loading into it loads the run."""
-        return self.optimizer.tensors() | self.balance.state()
+        return self.optimizer.tensors() | self.balance.state() | {"skipped": self.skips.total}
 
     # ---- Parts ----
 
@@ -244,15 +266,20 @@ class Trainer:
                 labels[m] = (y.to(self.device),)
         last = self.stages.get(schedule.num_stages - 1)
         criterion = last.loss if last is not None else None
-        return list(self.executor.step(schedule, inputs, labels, criterion).losses.values())
+        losses = list(self.executor.step(schedule, inputs, labels, criterion).losses.values())
+        self.progress.note(None)
+        return losses
 
     def _mean(self, losses: list[Tensor]) -> float:
-        """The mean over all ranks' losses."""
-        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        """The mean over all ranks' losses; on the way, they agree on whether one of them was asked to stop."""
+        total = torch.zeros(3, dtype=torch.float64, device=self.device)
         if losses:
             total[0], total[1] = torch.stack(losses).double().sum(), len(losses)
+        total[2] = self.stop.requested
         dist.all_reduce(total)
-        return (total[0] / total[1]).item()
+        loss, count, asked = total.tolist()
+        self.stopping = asked > 0
+        return loss / count
 
     def _mtp_loss(self) -> float:
         """The mean loss further ahead in this step, which the loss does not show, over all ranks."""
@@ -282,6 +309,22 @@ class Trainer:
             check_equal(replicas)
 
     # ---- Words ----
+
+    def _stopped(self, step: int) -> None:
+        saved = self._last_saved()
+        resume = resume_command(self.plan.arguments, self.config.out, self.config.steps)
+        self._say(f"stopped after step {step}, saved {saved}, to resume: {resume}")
+
+    def _last_saved(self) -> Path:
+        """The checkpoint that was begun last, when it is written. Ends the run with exit code 1 if that failed."""
+        self._tell(self.saver.wait())
+        if self.saved is None:  # there was nothing left to do
+            assert self.plan.resume is not None
+            return self.plan.resume
+        if self.saved.error:
+            self.metrics.close()
+            raise SystemExit(1)  # `_tell` has said why
+        return self.saved.path
 
     def _say(self, text: str) -> None:
         if self.leader:

@@ -145,6 +145,11 @@ class Optimizer:
             parameter.grad = None
         self._publish()
 
+    def drop_gradients(self) -> None:
+        """Instead of a step: nothing changes."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
     def tensors(self) -> dict[str, Tensor]:
         """This rank's share of the state by global names, to be saved or loaded in place."""
         moments = {f"{kind}.{name}": t for name, kinds in self.moments.items() for kind, t in kinds.items()}

@@ -60,29 +60,39 @@ def initialize(device: torch.device, launch: Launch, timeout: float) -> None:
     wait = timedelta(seconds=timeout)
     if launch.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=wait)
-    else:
+    elif launch.restarts == 0:
         dist.init_process_group(backend, timeout=wait)
+    else:  # torchrun may keep one store for all attempts, where the addresses of dead ranks still stand
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=wait))
+        store = dist.PrefixStore(f"attempt {launch.restarts}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=wait)
 
 
-def build_groups(layout: Layout, placement: Placement, shared_embedding: bool = False) -> Groups:
+def build_groups(
+    layout: Layout, placement: Placement, timeout: timedelta | None = None, shared_embedding: bool = False
+) -> Groups:
     """Create all process groups. Collective: every rank creates every group, in the same order.
 
+    timeout: how long their operations wait; a group does not take it from the world's. None: torch's own.
     shared_embedding: the last stage holds the embedding as well (models/mtp.py).
     """
     pps, dps, eps = range(layout.pp), range(layout.dp), range(layout.ep)
     # Stages that share their holders share a group: rank r holds replicas with the ranks that hold what it holds.
     peers = sorted({tuple(sorted({r for s in stages for r in placement.holders(s)})) for stages in placement.stages})
-    pipeline = _group([[layout.world_rank(p, d) for p in pps] for d in dps], layout.rank)
+    pipeline = _group([[layout.world_rank(p, d) for p in pps] for d in dps], layout.rank, timeout)
     experts = _group(
-        [[layout.world_rank(p, d + e) for e in eps] for p in pps for d in range(0, layout.dp, layout.ep)], layout.rank
+        [[layout.world_rank(p, d + e) for e in eps] for p in pps for d in range(0, layout.dp, layout.ep)],
+        layout.rank,
+        timeout,
     )
-    dense = _group([[layout.world_rank(p, d) for p in held for d in dps] for held in peers], layout.rank)
+    dense = _group([[layout.world_rank(p, d) for p in held for d in dps] for held in peers], layout.rank, timeout)
     expert_replicas = _group(
         [[layout.world_rank(p, d) for p in held for d in dps if d % layout.ep == e] for held in peers for e in eps],
         layout.rank,
+        timeout,
     )
     ends = sorted({*placement.holders(0), *placement.holders(placement.num_stages - 1)}) if shared_embedding else []
-    embedding = _group([[layout.world_rank(p, d) for p in ends for d in dps]], layout.rank)
+    embedding = _group([[layout.world_rank(p, d) for p in ends for d in dps]], layout.rank, timeout)
     return Groups(pipeline, experts, dense, expert_replicas, embedding)
 
 
@@ -96,12 +106,12 @@ def replica_sets(named: Mapping[str, nn.Parameter], groups: Groups) -> list[Repl
     ]
 
 
-def _group(memberships: Iterable[list[int]], rank: int) -> dist.ProcessGroup | None:
+def _group(memberships: Iterable[list[int]], rank: int, timeout: timedelta | None) -> dist.ProcessGroup | None:
     """Create a group for each list of more than one rank; return the one that `rank` belongs to."""
     mine = None
     for members in memberships:
         if len(members) > 1:
-            group = dist.new_group(members)
+            group = dist.new_group(members, timeout=timeout)
             if rank in members:
                 assert isinstance(group, dist.ProcessGroup)
                 mine = group

@@ -7,7 +7,7 @@ from ..checks import make_folder
 from ..models import split
 from ..models.experts import expert_class
 from ..schedule import Schedule, build
-from . import checkpoint, data
+from . import checkpoint, data, restart
 from .config import TrainConfig
 from .optimizer import check_saved
 from .profiling import WARM_UP
@@ -38,11 +38,12 @@ class Plan:
         if config.seq_len <= (ahead := config.model.mtp_layers):
             raise ValueError(f"--model.mtp-layers {ahead} needs --seq-len {ahead + 1} or more: got {config.seq_len}")
         expert_class(config.model.experts)
-        resume = checkpoint.find(config.resume) if config.resume else None
+        again = restart.newest(config.out)  # an attempt before this one of the same launcher
+        resume = again or (checkpoint.find(config.resume) if config.resume else None)
         first_step = checkpoint.check_model(resume, config.model) if resume else 0
         if resume:
             check_saved(resume, config.optim)
-        if first_step >= config.steps:
+        if first_step >= config.steps and not again:
             raise ValueError(f"{resume} is at step {first_step} already: use --steps larger than that to go on")
         if config.profile and first_step + WARM_UP + config.profile > config.steps:
             raise ValueError(

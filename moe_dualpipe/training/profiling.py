@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from ..profiler import COMMUNICATION, read
-from ..profiler.capture import capture
+from ..profiler.capture import capture, synchronize
 from ..profiler.files import Device, devices_of
 from ..profiler.host import on_cpu
 from ..profiler.pipeline import Pipeline
@@ -49,6 +49,8 @@ class StepProfiler:
             self._moment = time.time_ns() / 1e3
         with record_function(f"step {index + 1}"):
             yield
+            if index in self.recorded:
+                synchronize(self.device)  # a step does not wait for its own update; a recorded one has to hold it
         if index + 1 == self.recorded.stop:
             self._open.close()
 

@@ -10,6 +10,7 @@ from ..checks import choose_device
 from ..kernels.choose import checked
 from ..models import preset
 from ..schedule import build
+from . import restart
 from .config import Launch, TrainConfig
 from .learning_rate import decay_steps
 from .metrics import check_tensorboard
@@ -31,7 +32,7 @@ def resolve(config: TrainConfig, launch: Launch) -> TrainConfig:
         kernels = "triton" if device == "cuda" else "reference"
     elif kernels == "triton" and device == "cpu":
         raise ValueError("--kernels triton needs a GPU, and this run is on the CPU: use --kernels reference, or auto")
-    for name in ("seq_len", "micro_batch_size", "steps", "ep", "eval_sequences"):
+    for name in ("seq_len", "micro_batch_size", "steps", "ep", "eval_sequences", "max_skipped"):
         if getattr(config, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1: got {getattr(config, name)}")
     for name in (
@@ -123,8 +124,8 @@ def _out(config: TrainConfig) -> str:
         return config.out
     if not config.out:
         names = (f"runs/{config.preset}" + (f"-{i}" if i > 1 else "") for i in itertools.count(1))
-        return next(name for name in names if not Path(name, "checkpoints").exists())
-    if Path(config.out, "checkpoints").exists():
+        return next(name for name in names if restart.is_ours(name) or not Path(name, "checkpoints").exists())
+    if Path(config.out, "checkpoints").exists() and not restart.is_ours(config.out):
         raise ValueError(
             f"--out {config.out} holds a run already: go on with --resume {config.out}, or use another --out"
         )

@@ -1,12 +1,14 @@
 """Sums over replicas reach every gradient, and comparisons every bit."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
 
 from moe_dualpipe.runtime import replicas
-from moe_dualpipe.runtime.replicas import ReplicaSet, differing, sum_gradients
+from moe_dualpipe.runtime.checksum import BLOCK, ROWS, checksum
+from moe_dualpipe.runtime.replicas import ReplicaSet, check_equal, differing, sum_gradients
 
 
 def sums(rank):
@@ -33,4 +35,61 @@ def one_bit(rank):
 
 
 def test_one_bit_of_bf16_is_a_difference():
-    assert run_ranks(2, one_bit) == [["other"], ["other"]]
+    assert run_ranks(2, one_bit) == [{"other": [0, 1]}] * 2
+
+
+def deviations(rank, changes):
+    """changes: (rank, parameter, bit of its last element); the ranks hold the world's places 1, 2, ... as a group."""
+    group = dist.new_group(list(range(1, dist.get_world_size())))
+    if rank == 0:
+        return None
+    generator = torch.Generator().manual_seed(3)
+    shapes = {"w": (7, 5), "norm": (4,), "scale": (), "more": (3,)}
+    parameters = {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in shapes.items()}
+    for changed, name, bit in changes:
+        if changed == rank:
+            parameters[name].detach().view(-1)[-1:].view(torch.int32).bitwise_xor_(torch.tensor(1 << bit))
+    try:
+        check_equal(ReplicaSet(parameters, group))  # type: ignore[arg-type]
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("replicas_,changes,message", [
+    (3, [], None),
+    (3, [(2, "w", 0)], "rank 2 deviates from ranks 1, 3 in w: replicas must stay bit-equal"),
+    (4, [(4, "norm", 30), (4, "w", 5), (4, "scale", 1), (4, "more", 2)],
+     "rank 4 deviates from ranks 1, 2, 3 in more, norm, scale and 1 more: replicas must stay bit-equal"),
+    (3, [(1, "w", 3), (3, "norm", 3)], "ranks 1, 3 deviate from rank 2 in norm, w: replicas must stay bit-equal"),
+    (2, [(2, "scale", 31)], "ranks 1, 2 disagree in scale: replicas must stay bit-equal"),
+    (4, [(1, "w", 3), (2, "w", 3)], "ranks 1, 2, 3, 4 disagree in w: replicas must stay bit-equal"),
+], ids=str)  # fmt: skip
+def test_the_ranks_that_deviate_from_most_are_named(replicas_, changes, message):
+    assert run_ranks(1 + replicas_, deviations, changes) == [None] + [message] * replicas_
+
+
+@pytest.mark.parametrize("dtype,bits", [(torch.float32, torch.int32), (torch.bfloat16, torch.int16)])
+@pytest.mark.parametrize("size", [1, 3, 300, 2 * BLOCK, 4 * BLOCK * ROWS // 1000 + 7])
+def test_every_bit_counts(size, dtype, bits):
+    x = torch.randn(size).to(dtype)
+    before = checksum(x)
+    assert torch.equal(checksum(x.clone()), before)
+    width = 8 * bits.itemsize
+    for place in {0, 1, size // 2, size - 1} & set(range(size)):
+        for bit in range(width):
+            flipped = x.clone()
+            flipped.view(bits)[place] ^= torch.tensor(1 << bit if bit < width - 1 else -(1 << bit), dtype=bits)
+            assert not torch.equal(checksum(flipped), before), (place, bit)
+
+
+def test_changes_alike_do_not_cancel_and_order_counts():
+    """As where all of a norm's weights, which are equal, drift by the same."""
+    rows = 3 * ROWS
+    ones = torch.ones(2 * BLOCK * rows)
+    twos = 2 * ones
+    assert not torch.equal(checksum(ones), checksum(twos))
+    x = torch.arange(4.0 * BLOCK)
+    halves = x.view(2, -1).flip(0).flatten()
+    assert not torch.equal(checksum(x), checksum(halves))
+    assert torch.equal(checksum(x[1:]), checksum(x[1:].clone()))  # wherever it lies in memory
+    assert not torch.equal(checksum(torch.zeros(1)), checksum(-torch.zeros(1)))

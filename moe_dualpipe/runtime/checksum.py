@@ -1,0 +1,45 @@
+"""A 64-bit checksum of a tensor's bits, computed where the tensor is: eight bytes to compare instead of all of them.
+
+A sum of the 64-bit words, each times an odd number of its own, modulo 2^64. Odd numbers have inverses there, so a
+change of one word, be it of one bit, always changes the sum; one of several words goes unseen with a probability of
+about 2^-64.
+"""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+BLOCK = 2**12  # words in a row; every row has an odd factor of its own, too
+ROWS = 2**10  # rows at a time, which bounds the memory: 8 bytes a word
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """The checksum of a tensor of any dtype: int64, a scalar on the same device. Does not block the host.
+
+    Equal bits give equal sums on all devices; -0.0 differs from 0.0, and one NaN from another. Of elements smaller than
+    8 bytes, the last word is filled up with zeros.
+    """
+    flat = tensor.detach().contiguous().flatten()
+    in_word = 8 // flat.element_size()
+    if flat.numel() % in_word or flat.storage_offset() % in_word:
+        flat = pad(flat, (0, -flat.numel() % in_word)).clone()
+    words_N = flat.view(torch.int64)
+    whole, rest = divmod(len(words_N), BLOCK)
+    factors_B, factors_J = _odd(BLOCK, 0, tensor.device), _odd(whole + 1, 1, tensor.device)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for rows_JB, some_J in zip(
+        words_N[: whole * BLOCK].view(whole, BLOCK).split(ROWS), factors_J[:whole].split(ROWS), strict=True
+    ):
+        total += ((rows_JB * factors_B).sum(1) * some_J).sum()
+    if rest:
+        total += (words_N[whole * BLOCK :] * factors_B[:rest]).sum() * factors_J[whole]
+    return total
+
+
+@lru_cache(maxsize=64)
+def _odd(count: int, seed: int, device: torch.device) -> Tensor:
+    """Odd 64-bit numbers without a pattern, the same on all ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randint(-(2**62), 2**62, (count,), generator=generator) * 2 + 1).to(device)
