@@ -14,6 +14,7 @@ import tyro
 from ..kernels.choose import Kernels
 from ..models import PRESETS, ModelConfig, preset
 from ..models.recompute import Recompute
+from ..models.sampling import Sampling
 from .optimizer import OptimizerConfig
 
 
@@ -96,6 +97,12 @@ class TrainConfig:
     """Length of the sample that is generated at the end; 0: none."""
     prompt: str = "class "
     """What the sample starts with."""
+    temperature: float = 0.8
+    """Of the sample: less is more of the same, 0 takes the likeliest token each time."""
+    top_k: int = 0
+    """Choose each token of the sample among so many, the likeliest. 0: among all."""
+    top_p: float = 1.0
+    """Choose each token of the sample among the likeliest that have this probability together. 1: among all."""
     check_replicas_every: int = 100
     """Steps between checks that replicas are bit-equal; they are checked at the end, too. 0: only then."""
     profile: Annotated[int, tyro.conf.arg(metavar="STEPS")] = 0
@@ -107,6 +114,10 @@ class TrainConfig:
     common GPUs by their names."""
     timeout: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 600.0
     """How long a rank waits for another before it gives up."""
+
+    def sampling(self) -> Sampling:
+        """How the sample is drawn. Raises ValueError for choices that mean nothing."""
+        return Sampling(self.temperature, self.top_k, self.top_p)
 
 
 @dataclass(frozen=True, slots=True)

@@ -203,12 +203,13 @@ class Trainer:
 
     def sample(self) -> str:
         """A text that the model continues from the prompt. Collective."""
-        config, tokenizer = self.config, self.plan.text.tokenizer
+        config, model, tokenizer = self.config, self.config.model, self.plan.text.tokenizer
+        prompt = torch.tensor(tokenizer.encode(config.prompt or "\n"))
         tokens = generate(
-            self.executor, self.schedule.placement, self.groups.pipeline, tokenizer.encode(config.prompt or "\n"),
-            config.sample_tokens, (config.model.hidden_size, self.dtype), config.seq_len, seed=config.seed,
+            self.executor, self.schedule.placement, self.groups.pipeline, [prompt], config.sample_tokens,
+            (model.hidden_size, self.dtype), config.seq_len, model.vocab_size, config.sampling(), config.seed,
         )  # fmt: skip
-        return tokenizer.decode(tokens)
+        return tokenizer.decode(tokens[0].tolist())
 
     def start_save(self, step: int) -> None:
         """Begin to write a checkpoint after `step` updates, when the one before is written. Collective."""

@@ -53,6 +53,7 @@ def resolve(config: TrainConfig, launch: Launch) -> TrainConfig:
         check_tensorboard()
     if not (0 <= config.peak_tflops < float("inf")):
         raise ValueError(f"--peak-tflops must be a number from 0 on: got {config.peak_tflops}")
+    config.sampling()  # for its errors
     if not config.timeout > 0:
         raise ValueError(f"--timeout must be positive: got {config.timeout}")
 
