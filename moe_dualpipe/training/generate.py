@@ -78,3 +78,8 @@ def generate(
         return next_B
 
     return decode(step, [prompt.to(executor.p2p.device) for prompt in prompts], num_tokens, max_length, vocab_size)
+
+
+def printable(text: str) -> str:
+    """Fit for a terminal: control characters, which a young model likes, are replaced."""
+    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text.expandtabs(4))

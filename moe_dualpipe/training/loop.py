@@ -23,7 +23,7 @@ from ..runtime.replicas import check_equal, gradient_norm, sum_gradients
 from . import checkpoint, metrics
 from .balance import Balance
 from .config import Launch, parse, resume_command
-from .generate import generate
+from .generate import generate, printable
 from .learning_rate import learning_rate
 from .optimizer import Optimizer
 from .parallel import Layout, build_groups, initialize, replica_sets
@@ -290,9 +290,7 @@ class Trainer:
 
     @staticmethod
     def _indented(text: str) -> str:
-        """Fit for a terminal: control characters, which a young model likes, are replaced."""
-        shown = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text.expandtabs(4))
-        return "\n".join(f"    | {line}" for line in shown.split("\n"))
+        return "\n".join(f"    | {line}" for line in printable(text).split("\n"))
 
     def _tell(self, saved: Saved | None) -> None:
         """Take note of how a save ended; a failure is for everyone to see."""
