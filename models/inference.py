@@ -1,7 +1,7 @@
 """Text from a model in one stage: the prompts in one forward, then one position at a time behind a key/value cache.
 
-As in DeepSeek's published inference profiles, a batch is divided evenly over two micro-batches, for prefill and for
-decoding alike, and each hides the other's communication.
+Where experts are spread over ranks, a batch is divided evenly over two micro-batches, for prefill and for decoding
+alike, and each hides the other's communication, as in DeepSeek's published inference profiles.
 
 A cache cannot slide: what it keeps of a position was computed from all positions before it. So when as many are cached
 as the model may see, the newer half of them is prefilled again, and the older half is out of sight from then on. Until
@@ -64,14 +64,15 @@ def generate(
         raise ValueError(f"generate needs a whole model, from embedding to head: got a stage with {model.spec}")
     sampling, random = Sampling(temperature, top_k, top_p), torch.Generator().manual_seed(seed)
     caches = KVCache(), KVCache()
+    experts = [len(layer.expert_parallel.local_experts) for layer in model.modules() if isinstance(layer, MoE)]
+    alone = all(held == model.config.num_experts for held in experts)
 
     def step(new_BS: Tensor, past: int) -> Tensor:
         for cache in caches:
             cache.length = past
-        return sampling.draw(model.logits(prefill(model, new_BS, caches)[:, -1]), random)
+        output = model(new_BS, caches[0]) if alone else prefill(model, new_BS, caches)
+        return sampling.draw(model.logits(output[:, -1]), random)
 
-    experts = [len(layer.expert_parallel.local_experts) for layer in model.modules() if isinstance(layer, MoE)]
-    alone = all(held == model.config.num_experts for held in experts)
     return decode(step, prompts, num_tokens, max_length, model.config.vocab_size, stop, alone)
 
 

@@ -62,6 +62,8 @@ class TrainConfig:
     """Width of the little-endian token ids in a .bin file that nothing describes."""
     seq_len: int = 256
     """Tokens in a sequence."""
+    document_mask: bool = False
+    """Attend within documents only: a sequence may hold the end of one and the start of others."""
     micro_batch_size: int = 2
     """Sequences in a micro-batch."""
     micro_batches: int = 0

@@ -87,12 +87,14 @@ class Trainer:
                 config.recompute,
                 config.kernels,
                 config.fused_loss,
+                getattr(plan.text, "end_id", data.SEPARATOR[0]) if config.document_mask else None,
             ).to(self.device, self.dtype)
             for index in placement.stages[self.layout.pp_rank]
         }
         share_embedding(self.stages.values())
         hidden = TensorSpec((config.micro_batch_size, config.seq_len, model.hidden_size), self.dtype)
-        links = P2P.connect(self.groups.pipeline, [hidden], self.device)
+        documents = [TensorSpec(hidden.shape[:2], torch.int32)] * config.document_mask
+        links = P2P.connect(self.groups.pipeline, [hidden, *documents], self.device)
         weight_grads = WeightGrads(config.max_deferred or None)
         self.executor = Executor(self.stages, links, weight_grads, config.overlap)
 

@@ -46,7 +46,8 @@ VARIANTS = {
 @pytest.mark.parametrize("attention", VARIANTS)
 def test_generate_continues_every_prompt(attention, fused_loss):
     """Within the window, and where it is full, several times."""
-    model = build_model(VARIANTS[attention], fused_loss=fused_loss).double()
+    spread = Loopback(8, 4) if fused_loss else None  # in two halves, or as one
+    model = build_model(VARIANTS[attention], spread, fused_loss=fused_loss).double()
     prompts = torch.randint(31, (5, 4))
     for window in (30, 7, 2, 1):
         expected = [continued(model, prompt, 11, window) for prompt in prompts]
