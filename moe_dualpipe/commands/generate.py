@@ -1,6 +1,7 @@
 """`moe-dualpipe generate`: text from the newest checkpoint of a run, in one process."""
 
 import json
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,5 +87,7 @@ def load(folder: Path, experts: str, device: "torch.device") -> "TransformerStag
         raise ValueError(f"{folder} has experts {config.experts!r}: if you trust them, say --experts {config.experts}")
     checkpoint.check_model(folder, config)
     model = build_model(config)
-    checkpoint.load(folder, checkpoint.flat({"model": model.state_dict()}, range(config.num_experts)))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is what is wanted
+        checkpoint.load(folder, checkpoint.flat({"model": model.state_dict()}, range(config.num_experts)))
     return model.to(device, torch.float32 if device.type == "cpu" else torch.bfloat16)

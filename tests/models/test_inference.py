@@ -48,11 +48,11 @@ def test_generate_continues_every_prompt(attention, fused_loss):
     """Within the window, and where it is full, several times."""
     spread = Loopback(8, 4) if fused_loss else None  # in two halves, or as one
     model = build_model(VARIANTS[attention], spread, fused_loss=fused_loss).double()
-    prompts = torch.randint(31, (5, 4))
-    for window in (30, 7, 2, 1):
-        expected = [continued(model, prompt, 11, window) for prompt in prompts]
-        assert generate(model, prompts, 11, window, temperature=0).tolist() == expected
-        assert generate(model, prompts[:1], 11, window, temperature=0).tolist() == expected[:1]
+    prompts = torch.randint(31, (3, 4))
+    for window in (30, 7, 1):
+        expected = [continued(model, prompt, 9, window) for prompt in prompts]
+        assert generate(model, prompts, 9, window, temperature=0).tolist() == expected
+    assert generate(model, prompts[:1], 9, window, temperature=0).tolist() == expected[:1]
     assert generate(model, prompts, 0, max_length=7).shape == (5, 0)
 
 

@@ -1,11 +1,16 @@
-"""A pipeline generates what the whole model, run plainly, generates; and every rank knows the text."""
+"""A pipeline generates what the whole model, run plainly, generates; a run's checkpoint goes on with a text."""
+
+import contextlib
+import io
+import json
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from test_run import MODEL
+from test_run import MODEL, settings, train
 
+from moe_dualpipe.cli import main
 from moe_dualpipe.models import TransformerStage, build_model, inference, split
 from moe_dualpipe.models.sampling import Sampling
 from moe_dualpipe.runtime import P2P, Executor
@@ -49,3 +54,54 @@ def test_a_pipeline_refuses_a_prompt_that_is_no_text():
     parts = pipeline(0, 1, "1f1b")
     with pytest.raises(ValueError, match="tokens are 0 to 255: got 256 in a prompt"):
         generate(*parts, [torch.tensor([256])], 1, HIDDEN, 8, MODEL.vocab_size, Sampling())
+
+
+def test_generate_loads_the_newest_checkpoint_of_a_run(tmp_path, capsys):
+    """Saved by a pipeline, it continues the text as the pipeline itself does at the end of the run."""
+    changes = {"steps": 2, "save_every": 1, "sample_tokens": 30, "prompt": "de\u00e9", "top_k": 5, "seed": 4}
+    how = ["--prompt", "de\u00e9", "--tokens", "30", "--top-k", "5", "--seed", "4", "--max-length", "32"]
+    said = run_ranks(2, train_and_listen, settings(tmp_path, **changes))[0]
+    sample = said.partition("sample:\n")[2].partition("\nsaved ")[0]
+    assert main(["generate", str(tmp_path), *how]) == 0
+    text = capsys.readouterr().out
+    assert "".join(f"    | {line}\n" for line in text[:-1].split("\n")) == f"{sample}\n"
+    assert main(["generate", str(tmp_path / "checkpoints" / "step-000001"), *how]) == 0
+    assert capsys.readouterr().out != text
+    assert main(["generate", str(tmp_path), *how, "--num", "2"]) == 0
+    first, second = capsys.readouterr().out.removeprefix("--- 1 of 2\n").split("--- 2 of 2\n")
+    assert first.startswith("de\u00e9") and second.startswith("de\u00e9") and first != second
+
+    for wrong, message in (
+        (["--num", "0"], "--num must be at least 1: got 0"),
+        (["--prompt", ""], "--prompt is empty"),
+        (["--top-k", "-1"], "top_k cannot be negative: got -1"),
+        (["--tokens", "-1"], "num_tokens cannot be negative"),
+    ):
+        assert main(["generate", str(tmp_path), *wrong]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["generate", str(tmp_path / "nothing")]) == 2
+    assert "no checkpoint in" in capsys.readouterr().err
+    saved = tmp_path / "checkpoints" / "step-000002" / "run.json"
+    kept = json.loads(saved.read_text())
+    kept["model"]["experts"] = "antigravity:Class"
+    saved.write_text(json.dumps(kept))
+    assert main(["generate", str(saved.parent)]) == 2
+    assert "has experts 'antigravity:Class': if you trust them" in capsys.readouterr().err
+    kept["model"] = {"sides": 3}
+    saved.write_text(json.dumps(kept))
+    assert main(["generate", str(saved.parent)]) == 2
+    assert "cannot read the model of" in capsys.readouterr().err
+
+
+def train_and_listen(rank, config):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        train(rank, config)
+    return printed.getvalue()
+
+
+def test_a_text_ends_with_its_document(tmp_path, capsys, monkeypatch):
+    run_ranks(1, train, settings(tmp_path, steps=1))
+    monkeypatch.setattr(inference, "generate", lambda *_: torch.tensor([[72, 105, 7, 0, 0]]))
+    assert main(["generate", str(tmp_path), "--prompt", ">"]) == 0
+    assert capsys.readouterr().out == ">Hi\ufffd\n"
