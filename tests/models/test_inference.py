@@ -53,7 +53,7 @@ def test_generate_continues_every_prompt(attention, fused_loss):
         expected = [continued(model, prompt, 9, window) for prompt in prompts]
         assert generate(model, prompts, 9, window, temperature=0).tolist() == expected
     assert generate(model, prompts[:1], 9, window, temperature=0).tolist() == expected[:1]
-    assert generate(model, prompts, 0, max_length=7).shape == (5, 0)
+    assert generate(model, prompts, 0, max_length=7).shape == (3, 0)
 
 
 @pytest.mark.parametrize("attention", VARIANTS)
