@@ -87,7 +87,7 @@ class Trainer:
                 config.recompute,
                 config.kernels,
                 config.fused_loss,
-                getattr(plan.text, "end_id", data.SEPARATOR[0]) if config.document_mask else None,
+                plan.text.end_id if config.document_mask else None,
             ).to(self.device, self.dtype)
             for index in placement.stages[self.layout.pp_rank]
         }
