@@ -94,7 +94,7 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = (_head_norm(config, heads) for heads in (config.num_heads, config.num_kv_heads))
         self.out = Linear(config.num_heads * config.head_dim, config.hidden_size, out_std)
 
-    def forward(self, x_BSD: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(self, x_BSD: Tensor, cache: KVCache | None = None, mask_B1SS: Tensor | None = None) -> Tensor:
         past, new = cache.length if cache is not None else 0, x_BSD.shape[1]
         heads = rearrange(self.qkv(x_BSD), "b s (h c) -> b h s c", c=self.head_dim)
         q_BHSC, k_BGSC, v_BGSC = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
@@ -104,9 +104,9 @@ class Attention(nn.Module):
         if cache is not None:
             k_BGLC, v_BGLC = cache.append(self.layer, k_BGLC, v_BGLC)
         # is_causal lets the first query see the first key only, however many keys there are.
-        seen_SL = x_BSD.new_ones(new, past + new, dtype=torch.bool).tril(past) if past and new > 1 else None
+        seen = x_BSD.new_ones(new, past + new, dtype=torch.bool).tril(past) if past and new > 1 else mask_B1SS
         y_BHSC = F.scaled_dot_product_attention(
-            rotate(q_BHSC, cos_SC, sin_SC), k_BGLC, v_BGLC, seen_SL, is_causal=not past, enable_gqa=True
+            rotate(q_BHSC, cos_SC, sin_SC), k_BGLC, v_BGLC, seen, is_causal=not past and seen is None, enable_gqa=True
         )
         return self.out(rearrange(y_BHSC, "b h s c -> b s (h c)"))
 

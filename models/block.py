@@ -2,6 +2,7 @@
 
 import functools
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,27 +56,33 @@ class Block(Segmented):
         parts = yield from self.parts(x_BSD)
         return (yield Compute("add", add_up, *parts))
 
-    def parts(self, *parts: Tensor | Arriving, cache: KVCache | None = None) -> Segments:
-        """The residual stream comes and goes in parts that are yet to be added up, so that none is waited for early."""
+    def parts(
+        self, *parts: Tensor | Arriving, cache: KVCache | None = None, mask_B1SS: Tensor | None = None
+    ) -> Segments:
+        """The residual stream comes and goes in parts that are yet to be added up, so that none is waited for early.
+
+        mask_B1SS: which positions each one attends to (documents.py), instead of all before it.
+        """
         again = self.recompute_attention
         if isinstance(self.mlp, MoE):
-            attend = partial(self.attend_and_route, cache=cache)
+            attend = partial(self.attend_and_route, cache=cache, mask_B1SS=mask_B1SS)
             h_BSD, x_TD, *decision = yield Compute("attn", attend, *parts, recompute=again)
             make_x = partial(self.mlp_norm, h_BSD.detach()) if self.forget_mlp_norms else None
             more = yield from self.mlp.exchange(x_TD, *decision, make_x=make_x)
             return h_BSD, *more
-        h_BSD = yield Compute("attn", partial(self.attend, cache=cache), *parts, recompute=again)
+        attend = partial(self.attend, cache=cache, mask_B1SS=mask_B1SS)
+        h_BSD = yield Compute("attn", attend, *parts, recompute=again)
         y_BSD = yield Compute("mlp", self.dense_mlp, h_BSD, recompute=self.recompute_mlp)
         return h_BSD, y_BSD
 
-    def attend(self, *parts: Tensor, cache: KVCache | None = None) -> Tensor:
+    def attend(self, *parts: Tensor, **seen: Any) -> Tensor:
         x_BSD = add_up(*parts)
         y_BSD, again = normalise(self.attention_norm, x_BSD, self.forget_attention_norms)
         with forgetting(y_BSD, again):
-            return x_BSD + self.attention(y_BSD, cache)
+            return x_BSD + self.attention(y_BSD, **seen)
 
-    def attend_and_route(self, *parts: Tensor, cache: KVCache | None = None) -> tuple[Tensor, ...]:
-        h_BSD = self.attend(*parts, cache=cache)
+    def attend_and_route(self, *parts: Tensor, **seen: Any) -> tuple[Tensor, ...]:
+        h_BSD = self.attend(*parts, **seen)
         x_BSD, again = normalise(self.mlp_norm, h_BSD, self.forget_attention_norms)
         with forgetting(x_BSD, again):
             return h_BSD, *self.mlp.route(x_BSD)  # type: ignore[union-attr]

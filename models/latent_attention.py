@@ -47,7 +47,7 @@ class LatentAttention(nn.Module):
         self.kv_up = Linear(config.kv_rank, config.num_heads * (config.head_dim + config.value_dim), config.init_std)
         self.out = Linear(config.num_heads * config.value_dim, config.hidden_size, out_std)
 
-    def forward(self, x_BSD: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(self, x_BSD: Tensor, cache: KVCache | None = None, mask_B1SS: Tensor | None = None) -> Tensor:
         past, new = cache.length if cache is not None else 0, x_BSD.shape[1]
         q, latent_BSR, k_BSP = self.down(x_BSD).split([self.q_width, self.kv_rank, self.rope_dim], dim=-1)
         heads = rearrange(self.q_up(self.q_norm(q)), "b s (h c) -> b h s c", h=self.num_heads)
@@ -57,16 +57,21 @@ class LatentAttention(nn.Module):
         kept = ()
         if cache is not None:
             kept = cache.append(self.layer, torch.cat([latent_BSR, k_BSP], dim=-1)[:, None])
-        y_BHSV = self.absorbed(q_BHSC, q_BHSP, *kept) if past else self.expanded(q_BHSC, q_BHSP, latent_BSR, k_BSP)
+        if past:
+            y_BHSV = self.absorbed(q_BHSC, q_BHSP, *kept)
+        else:
+            y_BHSV = self.expanded(q_BHSC, q_BHSP, latent_BSR, k_BSP, mask_B1SS)
         return self.out(rearrange(y_BHSV, "b h s v -> b s (h v)"))
 
-    def expanded(self, q_BHSC: Tensor, q_BHSP: Tensor, latent_BSR: Tensor, k_BSP: Tensor) -> Tensor:
+    def expanded(
+        self, q_BHSC: Tensor, q_BHSP: Tensor, latent_BSR: Tensor, k_BSP: Tensor, mask_B1SS: Tensor | None = None
+    ) -> Tensor:
         """Attention without a past, by keys and values of each head: [B, H, S, V]."""
         heads = rearrange(self.kv_up(latent_BSR), "b s (h c) -> b h s c", h=self.num_heads)
         k_BHSC, v_BHSV = heads.split([self.head_dim, self.value_dim], dim=-1)
         q = torch.cat([q_BHSC, q_BHSP], dim=-1)
         k = torch.cat([k_BHSC, k_BSP[:, None].expand_as(q_BHSP)], dim=-1)
-        return F.scaled_dot_product_attention(q, k, v_BHSV, is_causal=True, scale=self.scale)
+        return F.scaled_dot_product_attention(q, k, v_BHSV, mask_B1SS, is_causal=mask_B1SS is None, scale=self.scale)
 
     def absorbed(self, q_BHSC: Tensor, q_BHSP: Tensor, kept_B1LM: Tensor) -> Tensor:
         """Attention of the last S of L positions, by what a cache keeps of them, without gradients: [B, H, S, V]."""

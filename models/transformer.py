@@ -25,6 +25,7 @@ from .attention import KVCache
 from .auxiliary import attach
 from .block import Block, add_up
 from .config import ModelConfig
+from .documents import document_mask, documents
 from .layers import Linear, at_least_fp32
 from .mtp import MTP
 from .recompute import Recompute
@@ -120,6 +121,10 @@ class TransformerStage(Segmented):
 
     `stage(x, cache)` goes on where the cache (attention.py) ends, and adds x's positions to it; without gradients only.
 
+    With a `separator`, the token that ends a document, positions attend within their document only (documents.py): the
+    first stage maps tokens to hidden states and document numbers [B, S], which the next one is called with. A cache is
+    one document.
+
     `recompute` is what each block computes again in its backward instead of keeping it (block.py); `kernels` are
     Triton's or plain torch (kernels/choose.py). With `fused_loss` or `mtp_layers` the last stage ends in normalised
     hidden states [B, S, D] instead; the criterion is its `loss` in either case. Raises ValueError for an unknown
@@ -135,9 +140,12 @@ class TransformerStage(Segmented):
         recompute: Recompute = "none",
         kernels: Kernels = "auto",
         fused_loss: bool = False,
+        separator: int | None = None,
     ):
         super().__init__()
-        self.config, self.spec, self.fused_loss = config, spec, fused_loss
+        if separator is not None and config.mtp_layers:
+            raise ValueError("what predicts further ahead attends to all documents: use no separator, or mtp_layers 0")
+        self.config, self.spec, self.fused_loss, self.separator = config, spec, fused_loss, separator
         self.head_in_loss = fused_loss or bool(spec.mtp)
         expert_parallel = expert_parallel if expert_parallel is not None else Local(config.num_experts, kernels)
         if spec.embedding or spec.mtp:
@@ -154,16 +162,20 @@ class TransformerStage(Segmented):
                 self.head = Linear(config.hidden_size, config.vocab_size, config.init_std)
         self.mtp = MTP(config, expert_parallel, seed, recompute, checked(kernels)) if spec.mtp else None
 
-    def segments(self, x: Tensor, cache: KVCache | None = None) -> Segments:
+    def segments(self, x: Tensor, context: KVCache | Tensor | None = None) -> Segments:
+        cache, documents_BS = (context, None) if isinstance(context, KVCache) else (None, context)
+        if self.spec.embedding and self.separator is not None and cache is None:
+            documents_BS = documents(x, self.separator)
+        mask_B1SS = document_mask(documents_BS) if documents_BS is not None else None
         parts = (x,)
         if self.spec.embedding:
             parts = ((yield Compute("embed", self.embedding, x)),)
         for layer, block in zip(self.spec.layers, self.layers.values(), strict=True):
-            parts = yield from in_layer(layer, block.parts(*parts, cache=cache))  # type: ignore[operator]
+            parts = yield from in_layer(layer, block.parts(*parts, cache=cache, mask_B1SS=mask_B1SS))  # type: ignore[operator]
         output = yield Compute("head", self.finish, *parts) if self.spec.head else Compute("add", add_up, *parts)
         if cache is not None:
             cache.length += x.shape[1]
-        return output
+        return output if documents_BS is None or self.spec.head else (output, documents_BS)
 
     def finish(self, *parts: Tensor) -> Tensor:
         x_BSD = self.norm(add_up(*parts))
@@ -208,9 +220,11 @@ def build_model(
     recompute: Recompute = "none",
     kernels: Kernels = "auto",
     fused_loss: bool = False,
+    separator: int | None = None,
 ) -> TransformerStage:
     """The whole model as a single stage."""
-    return TransformerStage(config, split(config, 1)[0], expert_parallel, seed, recompute, kernels, fused_loss)
+    spec = split(config, 1)[0]
+    return TransformerStage(config, spec, expert_parallel, seed, recompute, kernels, fused_loss, separator)
 
 
 def next_token_loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The console script `moe-dualpipe`: schedules to look at, the overlap to measure, and runs to compare.
+"""The console script `moe-dualpipe`: schedules to look at, the overlap to measure, runs to compare and to try.
 
     moe-dualpipe schedule show dualpipe --ranks 8 --micro-batches 20 --out dualpipe.svg
     moe-dualpipe schedule compare --stages 8 --micro-batches 32 --cost.F 2 --cost.B 5 --cost.W 2 --cost.FB 6
@@ -7,6 +7,7 @@
     moe-dualpipe profile run --mode train --preset tiny
     moe-dualpipe plot runs/tiny
     moe-dualpipe data prepare notes.jsonl --out corpus
+    moe-dualpipe generate runs/tiny --prompt "def "
 
 A mistake in what was asked for is one line, and exit code 2; a schedule that breaks a law is exit code 1.
 """
@@ -20,6 +21,8 @@ import tyro
 from tyro.conf import OmitSubcommandPrefixes
 
 from .commands.data import DataCommands
+from .commands.export import Export
+from .commands.generate import Generate
 from .commands.plot import Plot
 from .commands.profile import ProfileCommands
 from .commands.schedule import ScheduleCommands
@@ -29,7 +32,14 @@ from .schedule import ScheduleError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     chosen: Any = tyro.extras.subcommand_cli_from_dict(
-        {"schedule": ScheduleCommands, "profile": ProfileCommands, "data": DataCommands, "plot": Plot},
+        {
+            "schedule": ScheduleCommands,
+            "profile": ProfileCommands,
+            "data": DataCommands,
+            "plot": Plot,
+            "generate": Generate,
+            "export": Export,
+        },
         args=arguments,
         prog="moe-dualpipe",
         config=(OmitSubcommandPrefixes,),

@@ -1,7 +1,6 @@
 """Checkpoints with torch.distributed.checkpoint, under names that do not depend on how the run was divided.
 
-A tensor is saved under its global name, once, whichever ranks hold replicas. Experts are saved one by one
-(`layers.1.mlp.experts.gate_up.5`), so their number per rank leaves no trace. A checkpoint is a folder
+A tensor is saved under its global name (names.py), once, whichever ranks hold replicas. A checkpoint is a folder
 
     <run>/checkpoints/step-000320/    the tensors, run.json and tensors.json (manifest.py)
 
@@ -11,7 +10,7 @@ that appears under this name only when it is complete (saver.py), and is read as
 import dataclasses
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +25,10 @@ from .config import Launch
 from .manifest import RUN
 from .saver import STEP_FOLDER, save
 
-__all__ = ["check_model", "find", "global_tensors", "load", "save"]
+__all__ = ["check_model", "find", "load", "save"]
 
 _COEFFICIENTS = {"init_std", "sequence_loss", "z_loss", "mtp_weight"}  # of ModelConfig, without a say in the forward
 _UNKNOWN = "unknown"
-
-
-def global_tensors(name: str, tensor: Tensor, local_experts: range) -> Iterator[tuple[str, Tensor]]:
-    """The global names, and views, under which a parameter-shaped tensor of this rank is saved."""
-    if ".experts." not in name:
-        yield name, tensor
-    elif tensor.ndim and len(tensor) == len(local_experts):
-        yield from ((f"{name}.{expert}", tensor[i]) for i, expert in enumerate(local_experts))
-    else:  # an expert layer of the user's own that stacks nothing: only as a whole, for this division of experts
-        yield f"{name}.{local_experts.start}-{local_experts.stop - 1}", tensor
 
 
 def find(path: str, warn: Callable[[str], None] | None = None) -> Path:
@@ -98,16 +87,19 @@ def check_model(checkpoint: Path, model: ModelConfig) -> int:
     or how to start, may differ.
     """
     saved = manifest.read(checkpoint)
-    there, here = saved.model, dataclasses.asdict(model)
-    defaults = {field.name: field.default for field in dataclasses.fields(model)}
-    differences = [
+    if found := differences(saved.model, model):
+        raise ValueError(f"{checkpoint} holds another model: {'; '.join(found)}")
+    return saved.step
+
+
+def differences(there: Mapping[str, Any], model: ModelConfig) -> list[str]:
+    """In what a saved model is another than `model`, in words."""
+    here, defaults = dataclasses.asdict(model), {field.name: field.default for field in dataclasses.fields(model)}
+    return [
         f"{key} is {there.get(key, defaults.get(key, _UNKNOWN))!r} there and {here.get(key, _UNKNOWN)!r} here"
         for key in [*here, *sorted(set(there) - set(here))]
         if key not in _COEFFICIENTS and there.get(key, defaults.get(key, _UNKNOWN)) != here.get(key, _UNKNOWN)
     ]
-    if differences:
-        raise ValueError(f"{checkpoint} holds another model: {'; '.join(differences)}")
-    return saved.step
 
 
 def load(checkpoint: Path, state: Mapping[str, Tensor]) -> None:

@@ -14,6 +14,7 @@ import tyro
 from ..kernels.choose import Kernels
 from ..models import PRESETS, ModelConfig, preset
 from ..models.recompute import Recompute
+from ..models.sampling import Sampling
 from .optimizer import OptimizerConfig
 
 
@@ -61,6 +62,8 @@ class TrainConfig:
     """Width of the little-endian token ids in a .bin file that nothing describes."""
     seq_len: int = 256
     """Tokens in a sequence."""
+    document_mask: bool = False
+    """Attend within documents only: a sequence may hold the end of one and the start of others."""
     micro_batch_size: int = 2
     """Sequences in a micro-batch."""
     micro_batches: int = 0
@@ -84,6 +87,8 @@ class TrainConfig:
     """Folder for checkpoints and metrics. Default: the resumed run, or a new runs/<preset>[-2, -3 ...]."""
     resume: str = ""
     """A run's folder, or one checkpoint in it, to go on from."""
+    weights: str = ""
+    """Folder of `moe-dualpipe export` whose weights a new run starts from."""
     save_every: int = 0
     """Steps between checkpoints; one is always saved at the end. 0: only that one."""
     keep: int = 3
@@ -96,6 +101,12 @@ class TrainConfig:
     """Length of the sample that is generated at the end; 0: none."""
     prompt: str = "class "
     """What the sample starts with."""
+    temperature: float = 0.8
+    """Of the sample: less is more of the same, 0 takes the likeliest token each time."""
+    top_k: int = 0
+    """Choose each token of the sample among so many, the likeliest. 0: among all."""
+    top_p: float = 1.0
+    """Choose each token of the sample among the likeliest that have this probability together. 1: among all."""
     check_replicas_every: int = 100
     """Steps between checks that replicas are bit-equal; they are checked at the end, too. 0: only then."""
     max_skipped: int = 10
@@ -109,6 +120,10 @@ class TrainConfig:
     common GPUs by their names."""
     timeout: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 600.0
     """How long a rank waits for another before it gives up. One that dies is noticed sooner."""
+
+    def sampling(self) -> Sampling:
+        """How the sample is drawn. Raises ValueError for choices that mean nothing."""
+        return Sampling(self.temperature, self.top_k, self.top_p)
 
 
 @dataclass(frozen=True, slots=True)

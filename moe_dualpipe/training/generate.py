@@ -1,14 +1,19 @@
-"""Sample from a model that is spread over a pipeline: each token is one forward through the stages.
+"""Text from a model that is spread over a pipeline: each token is one forward through the stages.
 
-The whole prefix is run again for every token, which is simple and right for a short sample.
+Every stage keeps the keys and values of its own layers, so that what travels is one position of each sequence. One
+micro-batch is under way at a time, and ranks wait for each other: right for a sample, not for serving.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
-from ..models.inference import sample
+from ..models import KVCache
+from ..models.inference import decode
+from ..models.sampling import Sampling
 from ..runtime import Executor, TensorSpec
 from ..schedule import Forward, Placement, Schedule
 
@@ -23,39 +28,58 @@ def wave(placement: Placement) -> Schedule:
     return Schedule("generate", Placement((route,)), 1, actions)
 
 
+class _Cached(nn.Module):
+    """A stage, and what it keeps of the positions that it has seen."""
+
+    def __init__(self, stage: nn.Module):
+        super().__init__()
+        self.stage, self.cache = stage, KVCache()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.stage(x, self.cache)
+
+
 @torch.no_grad()
 def generate(
     executor: Executor,
     placement: Placement,
     group: dist.ProcessGroup | None,
-    prompt: list[int],
+    prompts: Tensor | Sequence[Tensor],
     num_tokens: int,
     hidden: tuple[int, torch.dtype],
     max_length: int,
-    temperature: float = 0.8,
+    vocab_size: int,
+    sampling: Sampling,
     seed: int = 0,
-) -> list[int]:
-    """Return `num_tokens` tokens that follow `prompt`, the same on all ranks of the pipeline `group`. Collective.
+) -> Tensor:
+    """Return the `num_tokens` tokens that follow each prompt, [B, N], on all ranks of the pipeline `group`. Collective.
 
-    The last stage has a method `logits` (models/transformer.py), which is given what it ends in at the last position.
-    hidden: width and dtype of what passes between stages. max_length: the longest prefix the model sees.
-    temperature: 0 takes the most likely token.
+    The stages are called as `stage(x, cache)`, and the last one has a method `logits` (models/transformer.py), which is
+    given what it ends in at the last position. prompts: [B, S], or B of [S], the same on all ranks. hidden: width and
+    dtype of what passes between stages. max_length: the most positions the model sees (models/inference.py). Raises
+    ValueError for prompts that are empty or hold what is no token of the model.
     """
-    schedule = wave(placement)
-    last_rank = placement.routes[0][-1]
+    schedule, last_rank = wave(placement), placement.routes[0][-1]
     random = torch.Generator().manual_seed(seed)
-    device = executor.p2p.device
-    tokens = list(prompt)
-    for _ in range(num_tokens):
-        prefix = torch.tensor([tokens[-max_length:]], device=device)
-        spec = TensorSpec((1, prefix.shape[1], hidden[0]), hidden[1])
-        step = Executor(executor.modules, executor.p2p.with_specs([spec]), executor.weight_grads).step
-        outputs = step(schedule, {0: (prefix,)}, return_outputs=True).outputs
-        token = torch.zeros(1, dtype=torch.int64, device=device)
+    cached = {index: _Cached(stage) for index, stage in executor.modules.items()}
+    pipeline = Executor(cached, executor.p2p, executor.weight_grads)
+
+    def step(new_BS: Tensor, past: int) -> Tensor:
+        for stage in cached.values():
+            stage.cache.length = past
+        pipeline.p2p = executor.p2p.with_specs([TensorSpec((*new_BS.shape, hidden[0]), hidden[1])])
+        outputs = pipeline.step(schedule, {0: (new_BS,)}, return_outputs=True).outputs
+        next_B = new_BS.new_empty(len(new_BS))
         if outputs:
             last: Any = executor.modules[schedule.num_stages - 1]
-            token += sample(last.logits(outputs[0][0][:, -1]), temperature, random)
+            next_B = sampling.draw(last.logits(outputs[0][0][:, -1]), random)
         if group is not None:
-            dist.broadcast(token, executor.p2p.global_ranks[last_rank], group=group)
-        tokens.append(int(token))
-    return tokens[len(prompt) :]
+            dist.broadcast(next_B, executor.p2p.global_ranks[last_rank], group=group)
+        return next_B
+
+    return decode(step, [prompt.to(executor.p2p.device) for prompt in prompts], num_tokens, max_length, vocab_size)
+
+
+def printable(text: str) -> str:
+    """Fit for a terminal: control characters, which a young model likes, are replaced."""
+    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text.expandtabs(4))

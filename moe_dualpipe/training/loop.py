@@ -21,10 +21,10 @@ from ..models import TransformerStage, expert_loads, share_embedding, stacked_ma
 from ..overlap import WeightGrads
 from ..runtime import P2P, Executor, TensorSpec
 from ..runtime.replicas import check_equal, gradient_norm, sum_gradients
-from . import checkpoint, metrics, restart
+from . import checkpoint, metrics, restart, weights
 from .balance import Balance
 from .config import Launch, parse, resume_command
-from .generate import generate
+from .generate import generate, printable
 from .heartbeat import Progress
 from .learning_rate import learning_rate
 from .optimizer import Optimizer
@@ -96,12 +96,14 @@ class Trainer:
                 config.recompute,
                 config.kernels,
                 config.fused_loss,
+                plan.text.end_id if config.document_mask else None,
             ).to(self.device, self.dtype)
             for index in placement.stages[self.layout.pp_rank]
         }
         share_embedding(self.stages.values())
         hidden = TensorSpec((config.micro_batch_size, config.seq_len, model.hidden_size), self.dtype)
-        links = P2P.connect(self.groups.pipeline, [hidden], self.device, timeout=wait)
+        documents = [TensorSpec(hidden.shape[:2], torch.int32)] * config.document_mask
+        links = P2P.connect(self.groups.pipeline, [hidden, *documents], self.device, timeout=wait)
         weight_grads = WeightGrads(config.max_deferred or None)
         self.progress = progress or Progress()
         self.executor = Executor(self.stages, links, weight_grads, config.overlap, self.progress.note)
@@ -116,6 +118,9 @@ class Trainer:
         if plan.resume:
             checkpoint.load(plan.resume, self.state())
             self.optimizer.loaded(plan.first_step - int(self.skips.total))
+        elif config.weights:
+            weights.load(Path(config.weights), self.state())
+            self.optimizer.loaded(0)
         self.folder = Path(config.out)
         self.saver = Saver(self.folder, model, config.keep, config.timeout, config.save_async)
         self.saved: Saved | None = None
@@ -225,12 +230,13 @@ class Trainer:
 
     def sample(self) -> str:
         """A text that the model continues from the prompt. Collective."""
-        config, tokenizer = self.config, self.plan.text.tokenizer
+        config, model, tokenizer = self.config, self.config.model, self.plan.text.tokenizer
+        prompt = torch.tensor(tokenizer.encode(config.prompt or "\n"))
         tokens = generate(
-            self.executor, self.schedule.placement, self.groups.pipeline, tokenizer.encode(config.prompt or "\n"),
-            config.sample_tokens, (config.model.hidden_size, self.dtype), config.seq_len, seed=config.seed,
+            self.executor, self.schedule.placement, self.groups.pipeline, [prompt], config.sample_tokens,
+            (model.hidden_size, self.dtype), config.seq_len, model.vocab_size, config.sampling(), config.seed,
         )  # fmt: skip
-        return tokenizer.decode(tokens)
+        return tokenizer.decode(tokens[0].tolist())
 
     def start_save(self, step: int) -> None:
         """Begin to write a checkpoint after `step` updates, when the one before is written. Collective."""
@@ -332,9 +338,7 @@ class Trainer:
 
     @staticmethod
     def _indented(text: str) -> str:
-        """Fit for a terminal: control characters, which a young model likes, are replaced."""
-        shown = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text.expandtabs(4))
-        return "\n".join(f"    | {line}" for line in shown.split("\n"))
+        return "\n".join(f"    | {line}" for line in printable(text).split("\n"))
 
     def _tell(self, saved: Saved | None) -> None:
         """Take note of how a save ended; a failure is for everyone to see."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..runtime.replicas import ReplicaSet
 from . import manifest
-from .checkpoint import global_tensors
+from .names import global_tensors
 from .zero import Piece, Shards
 
 

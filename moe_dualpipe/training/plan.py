@@ -7,7 +7,7 @@ from ..checks import make_folder
 from ..models import split
 from ..models.experts import expert_class
 from ..schedule import Schedule, build
-from . import checkpoint, data, restart
+from . import checkpoint, data, restart, weights
 from .config import TrainConfig
 from .optimizer import check_saved
 from .profiling import WARM_UP
@@ -43,6 +43,8 @@ class Plan:
         first_step = checkpoint.check_model(resume, config.model) if resume else 0
         if resume:
             check_saved(resume, config.optim)
+        elif config.weights:
+            weights.check(Path(config.weights), config.model)
         if first_step >= config.steps and not again:
             raise ValueError(f"{resume} is at step {first_step} already: use --steps larger than that to go on")
         if config.profile and first_step + WARM_UP + config.profile > config.steps:
@@ -53,5 +55,7 @@ class Plan:
         text = data.load(config.data, config.seq_len, config.model.vocab_size, config.data_field, config.data_dtype)
         if resume:
             text.check_resumed(resume)
+        if config.document_mask and text.end_id < 0:
+            raise ValueError("--document-mask: where documents end is not known of these token ids; prepare them anew")
         make_folder(Path(config.out))
         return cls(config, arguments, text, resume, first_step)

@@ -50,10 +50,13 @@ def resolve(config: TrainConfig, launch: Launch) -> TrainConfig:
         if not getattr(config, name) >= 0:
             raise ValueError(f"--{name.replace('_', '-')} cannot be negative: got {getattr(config, name)}")
     _check_optimizer(config.optim, config.steps)
+    if config.weights and config.resume:
+        raise ValueError("--weights are what a new run starts from, and --resume goes on with an old one: give one")
     if config.tensorboard:
         check_tensorboard()
     if not (0 <= config.peak_tflops < float("inf")):
         raise ValueError(f"--peak-tflops must be a number from 0 on: got {config.peak_tflops}")
+    config.sampling()  # for its errors
     if not config.timeout > 0:
         raise ValueError(f"--timeout must be positive: got {config.timeout}")
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..runtime.replicas import ReplicaSet, buckets
-from .checkpoint import global_tensors
+from .names import global_tensors
 
 
 @dataclass(frozen=True, slots=True, eq=False)

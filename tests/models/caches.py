@@ -17,3 +17,14 @@ def check_that_a_cached_forward_is_the_forward(model, sequences):
     assert cache.length == 14
     with torch.no_grad():
         torch.testing.assert_close(pieces, model(x), atol=1e-12, rtol=1e-12)
+
+
+@torch.no_grad()
+def continued(model, prompt, count, window, choose=torch.argmax):
+    """One sequence without a cache: each token is a forward of all that is in sight, and `choose` of its logits [V]."""
+    tokens, start = prompt.tolist(), max(0, len(prompt) - window)
+    for _ in range(count):
+        if len(tokens) - start > window:
+            start = len(tokens) - max(1, window // 2)
+        tokens.append(int(choose(model.logits(model(torch.tensor([tokens[start:]])))[0, -1])))
+    return tokens[len(prompt) :]

@@ -4,13 +4,14 @@ import dataclasses
 
 import pytest
 import torch
-from caches import check_that_a_cached_forward_is_the_forward, piecewise
+from caches import check_that_a_cached_forward_is_the_forward, continued, piecewise
 from ranks import run_ranks
 from torch.distributed import group
 
 from moe_dualpipe.expert_parallel import AllToAll, Loopback
 from moe_dualpipe.models import KVCache, ModelConfig, StageSpec, TransformerStage, build_model, split
-from moe_dualpipe.models.inference import generate, prefill, sample
+from moe_dualpipe.models.inference import generate, prefill
+from moe_dualpipe.models.sampling import Sampling
 from moe_dualpipe.overlap.chunk import engine_for
 
 CONFIG = ModelConfig(
@@ -35,32 +36,87 @@ def test_prefill_is_the_forward_of_all_sequences(sequences):
         torch.testing.assert_close(logits, model(x))
 
 
-def continued(model, prompt, count, window):
-    """One sequence, token by token, the likeliest each time."""
-    tokens = prompt.tolist()
+VARIANTS = {
+    "gqa": CONFIG,
+    "mla": dataclasses.replace(CONFIG, attention="mla", kv_rank=8, rope_dim=4, value_dim=6),
+}
+
+
+@pytest.mark.parametrize("fused_loss", [False, True], ids=["logits", "fused_loss"])
+@pytest.mark.parametrize("attention", VARIANTS)
+def test_generate_continues_every_prompt(attention, fused_loss):
+    """Within the window, and where it is full, several times."""
+    spread = Loopback(8, 4) if fused_loss else None  # in two halves, or as one
+    model = build_model(VARIANTS[attention], spread, fused_loss=fused_loss).double()
+    prompts = torch.randint(31, (3, 4))
+    for window in (30, 7, 1):
+        expected = [continued(model, prompt, 9, window) for prompt in prompts]
+        assert generate(model, prompts, 9, window, temperature=0).tolist() == expected
+    assert generate(model, prompts[:1], 9, window, temperature=0).tolist() == expected[:1]
+    assert generate(model, prompts, 0, max_length=7).shape == (3, 0)
+
+
+@pytest.mark.parametrize("attention", VARIANTS)
+def test_prompts_may_have_different_lengths(attention):
+    model = build_model(VARIANTS[attention]).double()
+    prompts = [torch.randint(31, (length,)) for length in (5, 1, 9, 5)]
+    expected = [continued(model, prompt, 6, 15) for prompt in prompts]
+    assert generate(model, prompts, 6, 15, temperature=0).tolist() == expected
+    stops = [row[2] for row in expected]
+    for stop, row in zip(stops, expected, strict=True):
+        cut = row[: row.index(stop) + 1]
+        got = generate(model, prompts, 6, 15, temperature=0, stop=stop).tolist()
+        assert got[expected.index(row)] == cut + [stop] * (6 - len(cut))
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
+@pytest.mark.parametrize("attention", VARIANTS)
+def test_what_is_chosen_from_are_the_logits_of_the_whole_text(monkeypatch, attention, sequences):
+    model = build_model(VARIANTS[attention])
+    prompts, seen = torch.randint(31, (sequences, 4)), []
+    draw = Sampling.draw
+    monkeypatch.setattr(
+        Sampling, "draw", lambda self, logits, random: seen.append(logits) or draw(self, logits, random)
+    )
+    tokens = generate(model, prompts, 20, max_length=24)
     with torch.no_grad():
-        for _ in range(count):
-            tokens.append(int(model(torch.tensor([tokens[-window:]]))[0, -1].argmax()))
-    return tokens[len(prompt) :]
+        logits = model(torch.cat([prompts, tokens], dim=1))[:, 3:-1]
+    torch.testing.assert_close(torch.stack(seen, dim=1), logits, atol=1e-5, rtol=1e-5)
 
 
-def test_generate_continues_every_prompt():
-    model = build_model(CONFIG)
-    prompts = torch.randint(31, (5, 4))
-    expected = [continued(model, prompt, 6, 7) for prompt in prompts]
-    assert generate(model, prompts, 6, max_length=7, temperature=0).tolist() == expected
-    assert generate(model, prompts[:1], 6, max_length=7, temperature=0).tolist() == expected[:1]
-    assert generate(model, prompts, 0, max_length=7).shape == (5, 0)
+def test_each_token_is_a_forward_of_one_position(monkeypatch):
+    model, shapes = build_model(CONFIG), []
+    segments = type(model).segments
+    monkeypatch.setattr(type(model), "segments", lambda self, x, *c: shapes.append([*x.shape]) or segments(self, x, *c))
+    generate(model, torch.randint(31, (1, 5)), 8, max_length=9)
+    assert shapes == [[1, 5], *[[1, 1]] * 4, [1, 4], *[[1, 1]] * 2]
 
 
-def test_temperature_draws_from_the_softmax():
-    logits = torch.tensor([[0.0, 1.0, 2.0]]).expand(20_000, 3)
-    counts = sample(logits, 0.5, torch.Generator().manual_seed(0)).bincount(minlength=3)
-    torch.testing.assert_close(counts / 20_000, torch.tensor([0.0, 2.0, 4.0]).softmax(-1), atol=0.01, rtol=0)
+def test_a_seed_fixes_the_text():
     model = build_model(CONFIG)
     prompts = torch.randint(31, (2, 4))
     runs = [generate(model, prompts, 8, max_length=9, temperature=2.0, seed=seed).tolist() for seed in (1, 1, 2)]
     assert runs[0] == runs[1] != runs[2]
+
+
+def test_a_text_ends_at_its_stop_token():
+    """Sequences that have ended are filled up, and nothing is computed when all have."""
+    model, count = build_model(CONFIG), []
+    prompts = torch.randint(31, (3, 4))
+    free = generate(model, prompts, 40, 50, temperature=2.0)
+    stop = int(free[1, 3])
+    prompts[0, 1] = stop  # one in a prompt ends nothing
+    free = generate(model, prompts, 40, 50, temperature=2.0)
+    ended = generate(model, prompts, 40, 50, temperature=2.0, stop=stop)
+    for row, whole in zip(ended.tolist(), free.tolist(), strict=True):
+        kept = whole.index(stop) + 1 if stop in whole else len(whole)
+        assert row == whole[:kept] + [stop] * (40 - kept)
+
+    model.register_forward_pre_hook(lambda *_: count.append(1))
+    one = generate(model, prompts[:1], 40, 50, temperature=0).tolist()[0]
+    count.clear()
+    assert generate(model, prompts[:1], 40, 50, temperature=0, stop=one[0]).tolist() == [[one[0]] * 40]
+    assert len(count) == 1
 
 
 def generates_together(rank):
@@ -69,6 +125,9 @@ def generates_together(rank):
     prompts = torch.randint(31, (2, 3 + rank), generator=torch.Generator().manual_seed(rank))
     ours = generate(spread, prompts, 5, max_length=6, temperature=0)
     assert ours.tolist() == generate(whole, prompts, 5, max_length=6, temperature=0).tolist()
+    stop = int(ours[0, 0]) if rank else 30  # one rank is through at once, and still serves the other
+    ended = generate(spread, prompts[:1], 5, max_length=6, temperature=0, stop=stop)
+    assert ended.tolist() == generate(whole, prompts[:1], 5, max_length=6, temperature=0, stop=stop).tolist()
 
 
 def test_generate_over_expert_parallel_ranks():
@@ -79,8 +138,16 @@ def test_what_cannot_generate():
     middle = TransformerStage(dataclasses.replace(CONFIG), StageSpec(range(1, 3), False, False, 0.5))
     with pytest.raises(ValueError, match="needs a whole model, from embedding to head: got a stage with layers 1-2"):
         generate(middle, torch.zeros(1, 1, dtype=torch.int64), 1, 8)
-    with pytest.raises(ValueError, match=r"prompts \[B, S\] of at least one token: got \[2, 0\]"):
-        generate(build_model(CONFIG), torch.zeros(2, 0, dtype=torch.int64), 1, 8)
+    model, prompts = build_model(CONFIG), torch.zeros(2, 3, dtype=torch.int64)
+    for empty in (prompts[:, :0], prompts[:0], prompts[0], [prompts[0], prompts[0, :0]]):
+        with pytest.raises(ValueError, match=r"prompts, each \[S\] with at least one token: got \["):
+            generate(model, empty, 1, 8)
+    for token in (31, -1):
+        with pytest.raises(ValueError, match=f"tokens are 0 to 30: got {token} in a prompt"):
+            generate(model, [prompts[0], prompts[0, :2] + token], 1, 8)
+    for numbers in ((-1, 8), (1, 0)):
+        with pytest.raises(ValueError, match=rf"at least 1: got {numbers[0]}, {numbers[1]}"):
+            generate(model, prompts, *numbers)
 
 
 # ---- The cache ----

@@ -14,6 +14,7 @@ from moe_dualpipe.schedule import Placement
 from moe_dualpipe.training import checkpoint
 from moe_dualpipe.training.config import Launch, TrainConfig, parse, resume_command
 from moe_dualpipe.training.manifest import FileSum, Manifest
+from moe_dualpipe.training.names import global_tensors
 from moe_dualpipe.training.parallel import Layout, build_groups
 from moe_dualpipe.training.resolve import resolve
 
@@ -22,14 +23,14 @@ from moe_dualpipe.training.resolve import resolve
 
 def test_experts_are_saved_one_by_one_under_their_global_number():
     stacked = torch.arange(6.0).view(3, 2)
-    named = dict(checkpoint.global_tensors("layers.1.mlp.experts.up", stacked, range(3, 6)))
+    named = dict(global_tensors("layers.1.mlp.experts.up", stacked, range(3, 6)))
     assert {name: t.tolist() for name, t in named.items()} == {
         "layers.1.mlp.experts.up.3": [0, 1], "layers.1.mlp.experts.up.4": [2, 3], "layers.1.mlp.experts.up.5": [4, 5],
     }  # fmt: skip
     named["layers.1.mlp.experts.up.4"].fill_(9)
     assert stacked[1].tolist() == [9, 9]  # views: loading into them loads the parameter
-    assert [*dict(checkpoint.global_tensors("head.weight", stacked, range(3)))] == ["head.weight"]
-    own = dict(checkpoint.global_tensors("layers.1.mlp.experts.mix.weight", stacked, range(4, 8)))
+    assert [*dict(global_tensors("head.weight", stacked, range(3)))] == ["head.weight"]
+    own = dict(global_tensors("layers.1.mlp.experts.mix.weight", stacked, range(4, 8)))
     assert [*own] == ["layers.1.mlp.experts.mix.weight.4-7"]
 
 

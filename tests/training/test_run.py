@@ -19,6 +19,7 @@ from ranks import run_ranks
 
 from moe_dualpipe.models import ModelConfig, build_model, expert_loads
 from moe_dualpipe.models.flops import train_flops_per_token
+from moe_dualpipe.models.sampling import Sampling
 from moe_dualpipe.profiler import analyze, read
 from moe_dualpipe.schedule import build
 from moe_dualpipe.training import loop
@@ -308,8 +309,9 @@ def test_the_sample_follows_the_seed_and_the_timeout_reaches_torch(tmp_path, mon
     trainer.config, trainer.dtype = settings(tmp_path, seed=5), torch.float32
     trainer.executor = trainer.groups = trainer.schedule = SimpleNamespace(placement=None, pipeline=None)
     trainer.plan = SimpleNamespace(text=SimpleNamespace(tokenizer=BYTES))
-    monkeypatch.setattr(loop, "generate", lambda *_, seed: asked.append(seed) or [72, 105])
+    monkeypatch.setattr(loop, "generate", lambda *how: asked.extend(how[-2:]) or torch.tensor([[72, 105]]))
     assert trainer.sample() == "Hi"
+    assert asked.pop(0) == Sampling(0.8, 0, 1.0)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, timeout, **__: asked.append(timeout))
     initialize(torch.device("cpu"), Launch(0, 0, 1, 1), 12.5)
     initialize(torch.device("cpu"), Launch(0, 0, 2, 2), 12.5)

@@ -1,0 +1,141 @@
+"""With a separator, a document in a packed window is what it is alone."""
+
+import dataclasses
+
+import pytest
+import torch
+from ranks import cosine_distance, run_ranks
+from torch.nn import functional as F
+
+from moe_dualpipe.models import ModelConfig, TransformerStage, build_model, split
+from moe_dualpipe.models.documents import document_mask, documents
+from moe_dualpipe.runtime import P2P, Executor, TensorSpec
+from moe_dualpipe.schedule import build
+
+CONFIG = ModelConfig(
+    vocab_size=31, hidden_size=16, num_layers=4, num_dense_layers=1, num_heads=4, num_kv_heads=2, head_dim=4,
+    dense_size=24, expert_size=12, num_experts=8, experts_per_token=2, init_std=0.3,
+)  # fmt: skip
+VARIANTS = {
+    "gqa": CONFIG,
+    "mla": dataclasses.replace(CONFIG, attention="mla", kv_rank=8, rope_dim=4, value_dim=6),
+}
+END = 30
+LENGTHS = 5, 1, 7, 2, 4  # separators included, but for the last, which is cut off
+
+
+def packed(rows=2):
+    """Windows [B, S] of documents of those lengths, in another order in each row."""
+    orders = [LENGTHS, LENGTHS[:4][::-1] + LENGTHS[4:], (*LENGTHS[1:4], LENGTHS[0], LENGTHS[4])]
+    tokens = torch.randint(END, (rows, sum(LENGTHS)))
+    for row, order in zip(tokens, orders, strict=False):
+        row[torch.tensor(order).cumsum(0)[:-1] - 1] = END
+    return tokens, orders[:rows]
+
+
+def test_documents_are_counted_by_their_ends():
+    numbers = documents(torch.tensor([[5, 0, 7, 0, 0, 8], [0, 1, 2, 3, 4, 0]]), 0)
+    assert numbers.tolist() == [[0, 0, 1, 1, 2, 3], [0, 1, 1, 1, 1, 1]]
+    assert numbers.dtype == torch.int32
+    mask = document_mask(numbers)
+    seen = [[i for i in range(6) if row[i]] for row in mask[0, 0]]
+    assert mask.shape == (2, 1, 6, 6)
+    assert seen == [[0], [0, 1], [2], [2, 3], [4], [5]]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("attention", VARIANTS)
+def test_a_document_in_a_window_is_what_it_is_alone(attention, stages):
+    config = VARIANTS[attention]
+    plain = build_model(config, seed=3).double()
+    pipeline = [TransformerStage(config, spec, seed=3, separator=END).double() for spec in split(config, stages)]
+    tokens, orders = packed()
+    output = (tokens,)
+    with torch.no_grad():
+        for stage in pipeline:
+            output = stage(*output)
+        alone = torch.stack([
+            torch.cat([plain(document[None])[0] for document in row.split(order)])
+            for row, order in zip(tokens, orders, strict=True)
+        ])  # fmt: skip
+        torch.testing.assert_close(output, alone, atol=1e-12, rtol=1e-12)
+        assert (plain(tokens) - output).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("attention", VARIANTS)
+def test_a_documents_loss_moves_no_other_document(attention):
+    model = build_model(VARIANTS[attention], separator=END)
+    tokens = torch.tensor([[1, 2, 3, END, 5, 6, END, 8, 9]])
+    logits = model(tokens)
+    F.cross_entropy(logits[0, 4:7], torch.tensor([6, END, 8])).backward()
+    moved = model.embedding.weight.grad.abs().sum(1)
+    assert moved.nonzero().flatten().tolist() == [5, 6, END]
+    assert torch.isfinite(moved).all()
+
+
+def trained(config, recompute):
+    model = build_model(config, recompute=recompute, separator=END)
+    torch.manual_seed(0)
+    tokens, _ = packed(3)
+    loss = model.loss(model(tokens[:, :-1]), tokens[:, 1:])
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("attention", VARIANTS)
+def test_recomputing_attends_within_documents_too(attention):
+    kept = trained(VARIANTS[attention], "none")
+    for recompute in ("norms", "attention", "full"):
+        assert all(map(torch.equal, kept, trained(VARIANTS[attention], recompute))), recompute
+
+
+@pytest.mark.parametrize("attention", VARIANTS)
+def test_without_a_separator_attention_is_told_to_be_causal_and_nothing_else(monkeypatch, attention):
+    masks, attend = [], F.scaled_dot_product_attention
+
+    def spy(q, k, v, mask=None, **options):
+        masks.append((mask, options["is_causal"]))
+        return attend(q, k, v, mask, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    build_model(VARIANTS[attention])(packed()[0])
+    assert masks == [(None, True)] * 4
+    masks.clear()
+    build_model(VARIANTS[attention], separator=END)(packed()[0])
+    assert len({id(mask) for mask, _ in masks}) == 1  # made once
+    assert masks[0][0].dtype == torch.bool
+
+
+def trains_like_the_model(rank, names):
+    torch.manual_seed(1)
+    batches = [packed(3)[0] for _ in range(4)]
+    inputs, labels = ({m: (x[:, part],) for m, x in enumerate(batches)} for part in (slice(-1), slice(1, None)))
+    whole = build_model(CONFIG, separator=END)
+    expected = {m: whole.loss(whole(*inputs[m]), *labels[m]) for m in inputs}
+    sum(expected.values()).backward()  # type: ignore[union-attr]
+    for name in names:
+        schedule = build(name, 2, 4)
+        specs = split(CONFIG, schedule.num_stages)
+        stages = {s: TransformerStage(CONFIG, specs[s], separator=END) for s in schedule.placement.stages[rank]}
+        travelling = [TensorSpec((3, 18, 16), torch.float32), TensorSpec((3, 18), torch.int32)]
+        links = P2P.connect(torch.distributed.group.WORLD, travelling, torch.device("cpu"))
+        last = stages.get(schedule.num_stages - 1)
+        criterion = last.loss if last is not None else None
+        for overlap in (False, True):
+            for stage in stages.values():
+                stage.zero_grad()
+            losses = Executor(stages, links, overlap=overlap).step(schedule, inputs, labels, criterion).losses
+            assert losses == {m: expected[m] for m in losses}, name
+            grads = {n: p.grad for stage in stages.values() for n, p in stage.named_parameters()}
+            if name != "dualpipe":  # whose replicas have seen half of the micro-batches each
+                for n, p in whole.named_parameters():
+                    assert n not in grads or cosine_distance(grads[n], p.grad) < 1e-13, (name, n)
+
+
+def test_document_numbers_travel_through_every_pipeline():
+    run_ranks(2, trains_like_the_model, ["dualpipe", "dualpipev", "zb1p", "1f1b"])
+
+
+def test_what_predicts_further_ahead_has_no_mask():
+    with pytest.raises(ValueError, match="attends to all documents: use no separator, or mtp_layers 0"):
+        build_model(dataclasses.replace(CONFIG, mtp_layers=1), separator=END)
