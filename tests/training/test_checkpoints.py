@@ -4,6 +4,7 @@ Most tests write small states by hand; the last ones train.
 """
 
 import contextlib
+import dataclasses
 import errno
 import io
 import json
@@ -21,7 +22,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from test_run import losses, make_trainer, records, settings, train, train_each
+from test_run import MODEL, losses, make_trainer, records, settings, train, train_each
 
 from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.training import checkpoint, manifest, saver
@@ -246,6 +247,10 @@ def edited(key, value):
     return lambda saved: {**saved, key: value}
 
 
+def listed(name, length=1):
+    return lambda saved: {**saved, "files": {**saved["files"], name: {"length": length, "crc32": 0}}}
+
+
 BOMBS = {
     "a list": lambda _: [1, 2],
     "deep": lambda _: b"[" * 200_000,
@@ -257,10 +262,10 @@ BOMBS = {
     "a model that is a number": edited("model", 7),
     "files that are a list": edited("files", ["tensors.json"]),
     "no files": edited("files", {}),
-    "a path upwards": edited("files", {"../../secret": {"length": 1, "crc32": 0}}),
-    "a path from the root": edited("files", {"/etc/passwd": {"length": 1, "crc32": 0}}),
-    "the folder above": edited("files", {"..": {"length": 1, "crc32": 0}}),
-    "a length that is text": edited("files", {"x": {"length": "1", "crc32": 0}}),
+    "a path upwards": listed("../../secret"),
+    "a path from the root": listed("/etc/passwd"),
+    "the folder above": listed(".."),
+    "a length that is text": listed("x", "1"),
 }
 
 
@@ -279,6 +284,11 @@ def test_a_hostile_run_json_is_refused(run, bomb):
         checkpoint.find(str(newest(run)))
     with pytest.raises(ValueError, match=r"cannot read .*run.json: .{5,}"):
         checkpoint.check_model(newest(run), ModelConfig())
+
+
+def test_a_name_beside_is_fine_and_no_checksum_stops_the_bombs(run):
+    write_json(newest(run) / "run.json", listed("notes"))
+    assert manifest.read(newest(run)).files["notes"] == manifest.FileSum(1, 0)
 
 
 def test_a_huge_run_json_is_not_read(run, monkeypatch):
@@ -549,14 +559,12 @@ def test_the_number_to_keep_is_checked():
 
 
 def follow(tmp_path, name, num_ranks, resume, reference, **changes):
-    """Resume under another division; its losses are the uninterrupted run's. Returns the run's folder."""
-    config = settings(tmp_path / name, resume=str(resume), **changes)
-    run = run_ranks(num_ranks, train, config)[0]
-    first = int(Path(resume).name.removeprefix("step-"))
+    """Resume under another division; its losses are the uninterrupted run's."""
+    run = run_ranks(num_ranks, train, settings(tmp_path / name, resume=str(resume), **changes))[0]
+    first = int(resume.name.removeprefix("step-"))
     expected = {step: loss for step, loss in reference.items() if step > first}
     assert len(expected) == 20
     assert losses(run) == pytest.approx(expected, rel=1e-5), name
-    return Path(config.out)
 
 
 LONG = {"steps": 22, "seq_len": 16, "eval_sequences": 1}
@@ -571,10 +579,15 @@ def test_a_pipeline_resumes_with_more_and_fewer_ranks_and_other_schedules(tmp_pa
 
 def test_experts_spread_over_ranks_and_gather_again(tmp_path):
     """Two data-parallel ranks throughout, so that steps take the same tokens; the experts move out and back."""
-    long = {**LONG, "pp": 1, "micro_batches": 2}
-    whole = run_ranks(2, train, settings(tmp_path / "whole", save_every=2, keep=0, **long))[0]
-    resume = tmp_path / "whole" / "checkpoints" / "step-000002"
-    spread = follow(tmp_path, "ep2", 2, resume, losses(whole), ep=2, save_every=4, keep=0, **long)
-    back = settings(tmp_path / "ep1", resume=str(spread / "checkpoints" / "step-000012"), **long)
-    expected = {step: loss for step, loss in losses(whole).items() if step > 12}
-    assert losses(run_ranks(2, train, back)[0]) == pytest.approx(expected, rel=1e-5)
+    long = {**LONG, "model": dataclasses.replace(MODEL, num_layers=2), "pp": 1, "micro_batches": 2, "keep": 0}
+    divisions = [{"ep": 1, "save_every": 2}, {"ep": 2, "save_every": 10}, {"ep": 1}]
+    folder = "{}/{}/checkpoints/step-0000{}".format
+    resumes = ["", folder(tmp_path, 0, "02"), folder(tmp_path, 1, 10)]
+    configs = [
+        settings(tmp_path / str(i), resume=resume, **long, **division)
+        for i, (division, resume) in enumerate(zip(divisions, resumes, strict=True))
+    ]
+    whole, spread, back = (losses(run) for run in run_ranks(2, train_each, configs)[0])
+    assert (len(spread), len(back)) == (20, 12)
+    assert spread == pytest.approx({step: loss for step, loss in whole.items() if step > 2}, rel=1e-5)
+    assert back == pytest.approx({step: loss for step, loss in whole.items() if step > 10}, rel=1e-5)
