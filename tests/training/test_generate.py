@@ -89,9 +89,8 @@ def test_generate_loads_the_newest_checkpoint_of_a_run(tmp_path, capsys):
     )
     assert main(["generate", str(saved)]) == 2
     assert "has experts 'antigravity:Class': if you trust them" in capsys.readouterr().err
-    kept["model"] = {"sides": 3}
-    saved.write_text(json.dumps(kept))
-    assert main(["generate", str(saved.parent)]) == 2
+    (saved / "run.json").write_bytes(dataclasses.replace(kept, model={"sides": 3}).encode())
+    assert main(["generate", str(saved)]) == 2
     assert "cannot read the model of" in capsys.readouterr().err
 
 

@@ -70,7 +70,7 @@ def test_another_model_and_other_files_are_refused(exported, tmp_path):
         (foreign / "config.json").write_text(config)
         with pytest.raises(
             ValueError,
-            match=r"cannot read .*config.json: |config.json is not of a model that moe-dualpipe export wrote",
+            match=r"cannot read .*config.json: |config.json is not of a model that",
         ):
             planned(tmp_path, weights=str(foreign))
 
