@@ -7,6 +7,7 @@
     moe-dualpipe profile run --mode train --preset tiny
     moe-dualpipe plot runs/tiny
     moe-dualpipe data prepare notes.jsonl --out corpus
+    moe-dualpipe model show deepseek-v3 --pp 16 --ep 64
 
 A mistake in what was asked for is one line, and exit code 2; a schedule that breaks a law is exit code 1.
 """
@@ -20,6 +21,7 @@ import tyro
 from tyro.conf import OmitSubcommandPrefixes
 
 from .commands.data import DataCommands
+from .commands.model import ModelCommands
 from .commands.plot import Plot
 from .commands.profile import ProfileCommands
 from .commands.schedule import ScheduleCommands
@@ -29,7 +31,13 @@ from .schedule import ScheduleError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     chosen: Any = tyro.extras.subcommand_cli_from_dict(
-        {"schedule": ScheduleCommands, "profile": ProfileCommands, "data": DataCommands, "plot": Plot},
+        {
+            "schedule": ScheduleCommands,
+            "profile": ProfileCommands,
+            "data": DataCommands,
+            "plot": Plot,
+            "model": ModelCommands,
+        },
         args=arguments,
         prog="moe-dualpipe",
         config=(OmitSubcommandPrefixes,),
