@@ -47,7 +47,12 @@ def rows_received(config: ModelConfig, batch: MicroBatch) -> int:
 
 
 def kept_for_backward(config: ModelConfig, spec: StageSpec, batch: MicroBatch) -> int:
-    """Bytes from the forward of a micro-batch on a stage until its backward, input and output included."""
+    """Bytes from the forward of a micro-batch on a stage until its backward, input and output included.
+
+    Raises ValueError for a stage that predicts further ahead, whose criterion is not reckoned with.
+    """
+    if spec.mtp:
+        raise ValueError(f"memory is not reckoned with mtp_layers: got {len(spec.mtp)}; use 0")
     row = batch.tokens * config.hidden_size * batch.element
     kept = row + 8 * batch.tokens * spec.embedding
     kept += sum(_block(config, spec, layer, batch) for layer in spec.layers)

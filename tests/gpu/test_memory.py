@@ -22,7 +22,9 @@ SIZES = {
 }  # fmt: skip
 # Values as wide as keys: for others a CPU has no flash attention.
 LATENT = {"attention": "mla", "kv_rank": 12, "rope_dim": 4, "value_dim": 12}
-FIRST, MIDDLE, LAST = (range(2), True, False), (range(1, 3), False, False), (range(2, 4), False, True)
+FIRST = StageSpec(range(2), True, False, 0.4)
+MIDDLE = StageSpec(range(3), False, False, 0.5)  # of a model whose embedding is elsewhere
+LAST = StageSpec(range(2, 4), False, True, 0.4)
 
 
 class Made(TorchDispatchMode):
@@ -97,15 +99,15 @@ def tables(config, spec):
     return layers * 64 * (config.num_experts + 1) + 16 * spec.head
 
 
-@pytest.mark.parametrize("part,choices,recompute", [
+@pytest.mark.parametrize("spec,choices,recompute", [
     (FIRST, {"qk_norm": "full", "num_shared_experts": 0}, "attention"),
     (FIRST, {"num_shared_experts": 2}, "norms"),
     (MIDDLE, LATENT | {"q_rank": 20}, "none"),
     (LAST, {"qk_norm": "head"}, "none"),
     (LAST, {}, "full"),
 ], ids=["attention", "norms", "mla", "last", "full"])  # fmt: skip
-def test_what_is_kept_for_the_backward(part, choices, recompute):
-    config, spec = ModelConfig(**SIZES, **choices), StageSpec(*part, 1.0)
+def test_what_is_kept_for_the_backward(spec, choices, recompute):
+    config = ModelConfig(**SIZES, **choices)
     there = kept(config, spec, recompute)
     formula = kept_for_backward(config, spec, MicroBatch(B, S, element=4, recompute=recompute))
     assert 0 <= there - formula <= tables(config, spec)
@@ -113,17 +115,17 @@ def test_what_is_kept_for_the_backward(part, choices, recompute):
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_what_is_kept_where_rows_travel(recompute):
-    config, spec = ModelConfig(**SIZES), StageSpec(*MIDDLE, 1.0)
+    config, spec = ModelConfig(**SIZES), MIDDLE
     there = kept(config, spec, recompute, Loopback(config.num_experts, 3, kernels="triton"))
     formula = kept_for_backward(config, spec, MicroBatch(B, S, element=4, ep=3, recompute=recompute))
     assert there == pytest.approx(formula, rel=0.03)  # how many rows travel is random
 
 
-@pytest.mark.parametrize("part,choices,recompute", [
+@pytest.mark.parametrize("spec,choices,recompute", [
     (MIDDLE, LATENT | {"q_rank": 20}, "none"), (LAST, {}, "full"),
 ], ids=["mla", "last"])  # fmt: skip
-def test_what_is_kept_for_the_weights(part, choices, recompute):
-    config, spec = ModelConfig(**SIZES, **choices), StageSpec(*part, 1.0)
+def test_what_is_kept_for_the_weights(spec, choices, recompute):
+    config = ModelConfig(**SIZES, **choices)
     made, stage, x, y = forward(config, spec, recompute)
     with made, stage.weight_grads.defer_to("later"):
         y.backward(torch.ones_like(y))
