@@ -8,6 +8,7 @@
     moe-dualpipe plot runs/tiny
     moe-dualpipe data prepare notes.jsonl --out corpus
     moe-dualpipe generate runs/tiny --prompt "def "
+    moe-dualpipe model show deepseek-v3 --pp 16 --ep 64
 
 A mistake in what was asked for is one line, and exit code 2; a schedule that breaks a law is exit code 1.
 """
@@ -23,6 +24,7 @@ from tyro.conf import OmitSubcommandPrefixes
 from .commands.data import DataCommands
 from .commands.export import Export
 from .commands.generate import Generate
+from .commands.model import ModelCommands
 from .commands.plot import Plot
 from .commands.profile import ProfileCommands
 from .commands.schedule import ScheduleCommands
@@ -39,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "plot": Plot,
             "generate": Generate,
             "export": Export,
+            "model": ModelCommands,
         },
         args=arguments,
         prog="moe-dualpipe",

@@ -13,8 +13,8 @@ from moe_dualpipe.schedule.render import number
 ROOT = Path(__file__).parent.parent
 PUBLISHED = ROOT.parent / "shared" / "data" / "deepseek_v3_train_trace.json.gz"
 COMMANDS = [
-    (path.name, *match) for path in (ROOT / "README.md", ROOT / "docs" / "schedules.md")
-    for match in re.findall(r"```\n\$ moe-dualpipe (schedule [^\n]*)\n(.*?)```", path.read_text(), re.DOTALL)
+    (path.name, *match) for path in (ROOT / "README.md", ROOT / "docs" / "schedules.md", ROOT / "docs" / "model.md")
+    for match in re.findall(r"```\n\$ moe-dualpipe ((?:schedule|model) [^\n]*)\n(.*?)```", path.read_text(), re.DOTALL)
 ]  # fmt: skip
 
 
@@ -39,8 +39,8 @@ def test_the_tables_that_no_single_command_prints():
         assert " | ".join(row) + " |" in document
 
 
-def test_there_are_commands_in_both():
-    assert {name for name, *_ in COMMANDS} == {"README.md", "schedules.md"}
+def test_there_are_commands_in_all():
+    assert {name for name, *_ in COMMANDS} == {"README.md", "schedules.md", "model.md"}
 
 
 @pytest.mark.parametrize("name,arguments,printed", COMMANDS, ids=lambda text: text[:60].replace("\n", " "))
