@@ -44,13 +44,14 @@ def show(options: "ShowModel") -> str:
     ranks = rank_memory(config, schedule, batch, dp)
     if options.json:
         return json.dumps(as_object(config, options.seq, ranks), indent=1)
-    fullest = max(ranks, key=lambda rank: rank.total_sharded)
+    fullest, sharded = max(ranks, key=lambda rank: rank.total), max(ranks, key=lambda rank: rank.total_sharded)
     return (
         f"{describe(options.preset, config, options.seq)}\n\n"
         f"{name} over {options.pp} pipeline x {dp} data-parallel ranks, experts over {options.ep}, in {options.dtype}\n"
         f"{schedule.num_micro_batches} micro-batches of {batch.tokens:,} tokens, recompute {options.recompute}\n\n"
         f"{table(ranks)}\n\n"
-        f"The fullest is rank {fullest.rank}: {gib(fullest.total)} GiB, {gib(fullest.total_sharded)} with ZeRO-1.\n"
+        f"The fullest is rank {fullest.rank} with {gib(fullest.total)}; "
+        f"with ZeRO-1, rank {sharded.rank} with {gib(sharded.total_sharded)}.\n"
         f"{NOT_COUNTED}"
     )
 
