@@ -3,11 +3,7 @@
 The runs differ in the experts only: the same initial weights, the same batches in the same order, real text (the
 standard library's own source), AdamW as train.py does it. The first steps compile and are not on the clock.
 
-    model FLOPs per token = 6 x active parameters + 6 x layers x heads x head_dim x sequence length
-
-Active parameters are those a token is multiplied with: of the routed experts K of E, and not the embedding. The second
-term is causal attention; where keys and values differ in width, head_dim is the mean of both. Utilisation is that,
-times tokens per second, over the dense product's rate.
+Utilisation is the model FLOPs of a token (models/flops.py), times tokens per second, over the dense product's rate.
 """
 
 import dataclasses
@@ -20,6 +16,7 @@ from typing import Any
 import torch
 
 from moe_dualpipe.models import ModelConfig, TransformerStage, build_model, next_token_loss, preset
+from moe_dualpipe.models.flops import train_flops_per_token
 from moe_dualpipe.runtime.replicas import ReplicaSet
 from moe_dualpipe.training import data
 from moe_dualpipe.training.optimizer import Optimizer, OptimizerConfig
@@ -106,7 +103,7 @@ def attempt(context: Context, plan: Plan, kernels: str, experts: str, dense: flo
 def train(context: Context, plan: Plan, kernels: Any, experts: str, dense: float) -> dict[str, Any]:
     config = dataclasses.replace(plan.config, experts=experts)
     model = build_model(config, kernels=kernels).to(context.device, context.dtype)
-    flops = flops_per_token(config, model, plan.length)
+    flops = train_flops_per_token(config, plan.length)
     if context.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     trained = train_for(context, plan, model)
@@ -159,18 +156,6 @@ def validation_loss(context: Context, plan: Plan, model: TransformerStage) -> fl
         x_BS, y_BS = plan.text.held_out_batch(first, plan.sequences, count, plan.length)
         losses.append(next_token_loss(model(x_BS.to(context.device)), y_BS.to(context.device)).item())
     return sum(losses) / len(losses)
-
-
-def flops_per_token(config: ModelConfig, model: TransformerStage, length: int) -> int:
-    """Forward and backward, as in the module's docstring."""
-    active = 0
-    for name, parameter in model.named_parameters():
-        if name.startswith("embedding"):
-            continue
-        share = config.experts_per_token / config.num_experts if ".experts." in name else 1
-        active += round(parameter.numel() * share)
-    widths = config.head_dim + (config.head_dim if config.attention == "gqa" else config.rope_dim + config.value_dim)
-    return 6 * active + 3 * config.num_layers * config.num_heads * widths * length
 
 
 def curve(plan: Plan, trained: Trained, points: int = 40) -> list[tuple[float, float]]:

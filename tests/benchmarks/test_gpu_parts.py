@@ -16,7 +16,6 @@ from benchmarks.gpu.measure import Clock, Quartiles, rate, relative_error, take_
 from benchmarks.gpu.peers import Contestant, Problem, find
 from benchmarks.gpu.shapes import GOAL, SHAPES, TRAINING, Shape
 from benchmarks.gpu.tests import judged, proved_nothing_wrong
-from benchmarks.gpu.training import flops_per_token
 from moe_dualpipe.models import ModelConfig, build_model, next_token_loss
 
 # ---- What is counted ----
@@ -36,20 +35,6 @@ def test_bytes_that_must_move():
     assert shape.permute_bytes() == 2 * 8 * 3 + 2 * 8 * 6 + 8 * 6  # x, rows, an int64 for each row
     assert shape.unpermute_bytes() == 2 * 8 * 6 + 2 * 8 * 3 + (8 + 4) * 6  # a position and a weight for each
     assert shape.unpermute_bytes(4) == 4 * 8 * 9 + 72
-
-
-def test_model_flops_count_active_parameters_once_and_the_embedding_not_at_all():
-    config = ModelConfig(
-        vocab_size=7, hidden_size=6, num_layers=1, num_dense_layers=0, num_heads=3, num_kv_heads=1, head_dim=2,
-        expert_size=5, num_experts=4, experts_per_token=2, num_shared_experts=1,
-    )  # fmt: skip
-    attention, router, head, norms = 6 * 10 + 6 * 6, 4 * 6, 7 * 6, 3 * 6
-    one_expert = 3 * 6 * 5
-    active = attention + router + head + norms + (2 + 1) * one_expert
-    assert flops_per_token(config, build_model(config), length=11) == 6 * active + 6 * 1 * 3 * 2 * 11
-    latent = dataclasses.replace(config, attention="mla", kv_rank=4, rope_dim=2, value_dim=5)
-    active += 6 * (3 * 4 + 4 + 2) + 4 * 3 * (2 + 5) + 3 * 5 * 6 + 4 - attention  # and the norm of the latent
-    assert flops_per_token(latent, build_model(latent), length=11) == 6 * active + 3 * 1 * 3 * (2 + 2 + 5) * 11
 
 
 # ---- Taking turns ----
