@@ -1,7 +1,7 @@
 """Run a function on several ranks: real processes, real torch.distributed (gloo), results brought back.
 
-Processes are forked from a server that has torch imported already, so a launch takes a fraction of a second. A rank
-that fails fails the test with its own traceback; ranks that do not finish in time are killed.
+Processes are forked from a server that has everything heavy imported already, so a launch takes a fraction of a second.
+A rank that fails fails the test with its own traceback; ranks that do not finish in time are killed.
 """
 
 import multiprocessing
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 _context: Any = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "ranks"])
+_context.set_forkserver_preload(["torch", "torch.distributed", "ranks", "moe_dualpipe.training.loop"])
 
 
 def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:

@@ -195,15 +195,17 @@ class Trainer:
             norm = gradient_norm(self.replicas, self.device) * mean
         clip = config.optim.clip
         lr = learning_rate(config.optim, step, config.steps)
+        # The host waits for the device here, before the update and not after it; the next step begins without a wait.
         load_LE = self._expert_load()
         loss, norm_value = self._mean(losses), norm.item()
-        # The host has waited for the loss before the update, not after it, and the next step begins without a wait.
+        ahead = {"mtp_loss": self._mtp_loss()} if config.model.mtp_layers else {}
+        finite = self.skips.finite(step + 1, loss, norm_value)
+        balance = self.balance.after_step(load_LE, self.device, move=finite)
         with record_function("optimizer"):
-            if finite := self.skips.finite(step + 1, loss, norm_value):
+            if finite:
                 self.optimizer.step(lr, mean * (clip / norm.clamp(min=clip) if clip else 1.0))
             else:
                 self.optimizer.drop_gradients()
-        balance = self.balance.after_step(load_LE, self.device, move=finite)
         seconds = time.perf_counter() - start
         tokens = count * layout.dp * config.seq_len
         mfu = {"mfu": round(self.utilisation * tokens / seconds, 4)} if self.utilisation else {}
@@ -211,8 +213,7 @@ class Trainer:
             "step": step + 1, "loss": loss, "grad_norm": norm_value, "lr": lr, "skipped": int(self.skips.total),
             "seconds": round(seconds, 4), "tokens": tokens, "tokens_per_s": round(tokens / seconds, 1), **mfu,
             "peak_memory_mb": round(metrics.peak_memory_mb(self.device), 1), **metrics.load_statistics(load_LE),
-            **({"mtp_loss": self._mtp_loss()} if config.model.mtp_layers else {}),
-            **balance,
+            **ahead, **balance,
         }  # fmt: skip
 
     @torch.no_grad()

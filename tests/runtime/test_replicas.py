@@ -91,5 +91,7 @@ def test_changes_alike_do_not_cancel_and_order_counts():
     x = torch.arange(4.0 * BLOCK)
     halves = x.view(2, -1).flip(0).flatten()
     assert not torch.equal(checksum(x), checksum(halves))
+    neighbours = x.view(-1, 2, 2).flip(1).flatten()
+    assert not torch.equal(checksum(x), checksum(neighbours))
     assert torch.equal(checksum(x[1:]), checksum(x[1:].clone()))  # wherever it lies in memory
     assert not torch.equal(checksum(torch.zeros(1)), checksum(-torch.zeros(1)))

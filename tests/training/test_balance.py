@@ -45,7 +45,7 @@ def check_that_a_drift_is_found(rank, trainer):
         return
     name = next(iter(sorted(trainer.balance.biases)))
     trainer.balance.biases[name][1] += 1e-6 * rank
-    with pytest.raises(RuntimeError, match=f"differ in {re.escape(name)}: they must stay bit-equal"):
+    with pytest.raises(RuntimeError, match=f"disagree in {re.escape(name)}: replicas must stay bit-equal"):
         trainer._check_replicas()
 
 
