@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from ranks import run_ranks
 from test_data import TEXTS, corrupted
-from test_run import MODEL, ROOT, losses, settings, train
+from test_run import MODEL, ROOT, losses, records, settings, train, train_and_listen
 
 from moe_dualpipe.cli import main
 from moe_dualpipe.training import corpus, data, documents
@@ -342,11 +342,10 @@ def bpe_settings(prepared, out, **changes):
     return settings(out, data=sources, model=small, steps=4, seq_len=16, eval_sequences=4, **changes)
 
 
-def test_a_run_on_prepared_and_mixed_data_keeps_its_tokenizer_and_resumes(prepared, tmp_path, capfd):
-    whole = run_ranks(1, train, bpe_settings(prepared, tmp_path / "whole", save_every=2, sample_tokens=3, prompt="🜁"))[
-        0
-    ]
-    printed = capfd.readouterr().out
+def test_a_run_on_prepared_and_mixed_data_keeps_its_tokenizer_and_resumes(prepared, tmp_path):
+    config = bpe_settings(prepared, tmp_path / "whole", save_every=2, sample_tokens=3, prompt="\U0001f701")
+    printed = run_ranks(1, train_and_listen, config)[0]
+    whole = records(config.out)
     assert f"data {prepared}/bpe (75.0% of the sequences): " in printed
     assert re.search(r"tokenizer: BPE of 320 tokens, \d\.\d\d bytes per token\n", printed)
     assert re.search(

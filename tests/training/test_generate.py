@@ -1,14 +1,12 @@
 """A pipeline generates what the whole model, run plainly, generates; a run's checkpoint goes on with a text."""
 
-import contextlib
 import dataclasses
-import io
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from test_run import MODEL, settings, train
+from test_run import MODEL, settings, train_and_listen
 
 from moe_dualpipe.cli import main
 from moe_dualpipe.models import TransformerStage, build_model, inference, split
@@ -92,13 +90,6 @@ def test_generate_loads_the_newest_checkpoint_of_a_run(tmp_path, capsys):
     (saved / "run.json").write_bytes(dataclasses.replace(kept, model={"sides": 3}).encode())
     assert main(["generate", str(saved)]) == 2
     assert "cannot read the model of" in capsys.readouterr().err
-
-
-def train_and_listen(rank, config):
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        train(rank, config)
-    return printed.getvalue()
 
 
 def test_a_text_ends_with_its_document(tmp_path, capsys, monkeypatch):

@@ -53,6 +53,13 @@ def train(rank, config):
     return records(config.out)
 
 
+def train_and_listen(rank, config):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        train(rank, config)
+    return printed.getvalue()
+
+
 def records(out):
     return [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
 
