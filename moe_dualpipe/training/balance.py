@@ -56,6 +56,8 @@ class Balance:
             totals[-1] += decisions
         dist.all_reduce(totals)
         *sums, decisions = totals.tolist()
+        if not decisions:  # all layers are dense
+            return {}
         return {name: round(total / decisions, 6) for name, total in zip(self.losses, sums, strict=True)}
 
     def state(self) -> dict[str, Tensor]:

@@ -51,8 +51,8 @@ def find(path: str, warn: Callable[[str], None] | None = None) -> Path:
             return candidate
         faults.append(f"{candidate}: {reason}")
     if faults:
-        raise ValueError(f"nothing to resume from: no good checkpoint in {path}: {'; '.join(faults)}")
-    raise ValueError(f"nothing to resume from: no checkpoint in {path}; start without --resume")
+        raise ValueError(f"no good checkpoint in {path}: {'; '.join(faults)}")
+    raise ValueError(f"no checkpoint in {path}: name the folder of a run, or a checkpoint in it")
 
 
 def _newest_first(folder: Path) -> list[Path]:
@@ -77,7 +77,7 @@ def _advice(broken: Path) -> str:
 
 def _warn(text: str) -> None:
     if Launch.from_environment().local_rank == 0:
-        sys.stderr.write(f"train.py: warning: {text}\n")
+        sys.stderr.write(f"{Path(sys.argv[0]).name}: warning: {text}\n")
 
 
 def check_model(checkpoint: Path, model: ModelConfig) -> int:

@@ -178,7 +178,7 @@ def resume_command(arguments: Sequence[str], run: str, steps: int) -> str:
         program = [_program("torchrun"), "--nproc-per-node", str(launch.local_world_size)]
     script = os.path.relpath(sys.argv[0])
     kept = list(arguments)
-    for flag in ("--steps", "--resume", "--profile"):
+    for flag in ("--steps", "--resume", "--profile", "--weights"):
         kept = _without(flag, kept)
     return shlex.join([*program, script, *kept, "--resume", run, "--steps", str(steps)])
 

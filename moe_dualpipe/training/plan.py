@@ -37,6 +37,11 @@ class Plan:
         """
         if config.seq_len <= (ahead := config.model.mtp_layers):
             raise ValueError(f"--model.mtp-layers {ahead} needs --seq-len {ahead + 1} or more: got {config.seq_len}")
+        if config.document_mask and ahead:
+            raise ValueError(
+                "--document-mask: what predicts further ahead attends to all documents; leave it out, or use "
+                f"--model.mtp-layers 0: got {ahead}"
+            )
         expert_class(config.model.experts)
         again = restart.newest(config.out)  # an attempt before this one of the same launcher
         resume = again or (checkpoint.find(config.resume) if config.resume else None)

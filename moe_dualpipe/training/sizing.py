@@ -6,7 +6,7 @@ micro-batches a rank holds at a time, and from what each keeps (models/memory.py
 buffers of communication, and the allocator's gaps are not counted: leave some room.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,8 @@ from ..models import ModelConfig, StageSpec, TransformerStage, split
 from ..models.memory import MicroBatch, kept_for_backward, kept_for_weights
 from ..schedule import Schedule
 from ..schedule.actions import Forward, Part, halves
+from .names import global_tensors
+from .zero import loads
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,10 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """What a pipeline rank holds, in bytes; `optimizer_sharded` where replicas share the optimizer's state (ZeRO-1)."""
+    """What a pipeline rank holds, in bytes; of the data-parallel ranks that are this pipeline rank, the fullest one.
+
+    `optimizer_sharded`: where replicas share the optimizer's state (ZeRO-1).
+    """
 
     rank: int
     stages: tuple[int, ...]
@@ -59,10 +64,18 @@ class RankMemory:
 
 def count(config: ModelConfig, spec: StageSpec, ep: int = 1) -> Parameters:
     """The parameters of a stage on one of `ep` ranks. Raises ValueError when those do not divide the experts."""
+    dense, experts = pieces(config, spec, ep)
+    return Parameters(sum(dense.values()), sum(experts.values()))
+
+
+def pieces(config: ModelConfig, spec: StageSpec, ep: int = 1) -> tuple[dict[str, int], dict[str, int]]:
+    """The same as the pieces that ZeRO-1 gives to owners (zero.py), by global name: dense ones, and experts."""
     with torch.device("meta"):
         stage = TransformerStage(config, spec, Loopback(config.num_experts, ep))
-    experts = sum(p.numel() for name, p in stage.named_parameters() if ".experts." in name)
-    return Parameters(sum(p.numel() for p in stage.parameters()) - experts, experts)
+    local = range(config.num_experts // ep)
+    sizes = {n: t.numel() for name, p in stage.named_parameters() for n, t in global_tensors(name, p, local)}
+    dense = {name: size for name, size in sizes.items() if ".experts." not in name}
+    return dense, {name: size for name, size in sizes.items() if name not in dense}
 
 
 def peak_activations(schedule: Schedule, rank: int, kept: Sequence[int], owed: Sequence[int]) -> int:
@@ -93,20 +106,32 @@ def rank_memory(config: ModelConfig, schedule: Schedule, batch: MicroBatch, dp: 
             f"--ep {batch.ep} does not divide the {config.num_experts} experts: use --ep {' or '.join(fitting)}"
         )
     specs = split(config, schedule.num_stages)
-    counts = [count(config, spec, batch.ep) for spec in specs]
+    divided = [pieces(config, spec, batch.ep) for spec in specs]
     kept = [kept_for_backward(config, spec, batch) for spec in specs]
     owed = [kept_for_weights(config, spec, batch) for spec in specs]
     state = 12 if batch.element < 4 else 8  # moments in fp32, and master weights if the weights are narrower
     ranks = []
     for rank, stages in enumerate(schedule.placement.stages):
-        dense, experts = sum(counts[s].dense for s in stages), sum(counts[s].experts for s in stages)
-        copies = len(schedule.placement.holders(stages[0])) * dp
-        sharded = -(-state * dense // copies) - (-state * experts // (copies // batch.ep))
-        number = dense + experts
+        dense, experts = ({n: size for s in stages for n, size in divided[s][kind].items()} for kind in (0, 1))
+        number = sum(dense.values()) + sum(experts.values())
+        holders = schedule.placement.holders(stages[0])
+        sharded = state * _largest_share(dense, experts, dp, batch.ep, holders.index(rank), len(holders))
         ranks.append(
             RankMemory(
-                rank, stages, dense, experts, batch.element * number, 4 * number, state * number, sharded,
-                peak_activations(schedule, rank, kept, owed),
+                rank, stages, sum(dense.values()), sum(experts.values()), batch.element * number, 4 * number,
+                state * number, sharded, peak_activations(schedule, rank, kept, owed),
             )
         )  # fmt: skip
     return tuple(ranks)
+
+
+def _largest_share(
+    dense: Mapping[str, int], experts: Mapping[str, int], dp: int, ep: int, place: int, holders: int
+) -> int:
+    """The most that a data-parallel rank owns of what `holders` pipeline ranks hold, on the one at `place` of them.
+
+    In the groups of training/parallel.py: the dense parameters are all replicas', the experts are those of every
+    ep-th data-parallel rank.
+    """
+    of_dense, of_experts = loads(dense, holders * dp), loads(experts, holders * dp // ep)
+    return max(of_dense[place * dp + d] + of_experts[(place * dp + d) // ep] for d in range(dp))

@@ -74,3 +74,11 @@ def assign(sizes: Mapping[str, int], num_owners: int) -> dict[str, int]:
         owners[name] = owner = loads.index(min(loads))
         loads[owner] += sizes[name]
     return owners
+
+
+def loads(sizes: Mapping[str, int], num_owners: int) -> list[int]:
+    """How much each owner has then. Example: {"a": 5, "b": 3, "c": 3} over two owners -> [5, 6]."""
+    totals = [0] * num_owners
+    for name, owner in assign(sizes, num_owners).items():
+        totals[owner] += sizes[name]
+    return totals

@@ -122,6 +122,12 @@ def test_what_is_off_stays_off(tmp_path):
     assert not any("bias" in name for name in names)
 
 
+def test_losses_of_no_router_are_not_reported(tmp_path):
+    dense = dataclasses.replace(BALANCED, num_dense_layers=BALANCED.num_layers)
+    ((reported, biases, _),) = run_ranks(1, still_steps, [settings(tmp_path, **{**OFTEN, "model": dense})])[0]
+    assert (reported, biases) == (set(), [])
+
+
 def test_the_rate_is_a_choice():
     assert parse([]).bias_rate == 3e-3
     assert parse(["--bias-rate", "0.02"]).bias_rate == 0.02

@@ -108,3 +108,9 @@ def test_sequences_too_short_to_look_ahead_are_told_before_the_run(tmp_path):
     config = resolve(settings(tmp_path, model=dataclasses.replace(MODEL, mtp_layers=32)), Launch(0, 0, 1, 1))
     with pytest.raises(ValueError, match=r"--model.mtp-layers 32 needs --seq-len 33 or more: got 32"):
         Plan.make(config)
+
+
+def test_a_document_mask_is_refused_before_the_run(tmp_path):
+    config = resolve(settings(tmp_path, model=AHEAD, document_mask=True), Launch(0, 0, 1, 1))
+    with pytest.raises(ValueError, match=r"--document-mask: .* leave it out, or use --model.mtp-layers 0: got [12]"):
+        Plan.make(config)

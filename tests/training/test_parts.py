@@ -43,7 +43,7 @@ def write_manifest(folder, step=3, model=None):
 
 
 def test_find_takes_the_newest_complete_checkpoint(tmp_path):
-    with pytest.raises(ValueError, match=r"nothing to resume from: no checkpoint in .*; start without --resume"):
+    with pytest.raises(ValueError, match=r"no checkpoint in .*: name the folder of a run, or a checkpoint in it"):
         checkpoint.find(str(tmp_path))
     for step, complete in [(9, True), (20, True), (100, False), (200, None)]:
         folder = tmp_path / "checkpoints" / f"step-{step:06d}"
@@ -150,7 +150,7 @@ def test_a_resumed_run_goes_on_in_its_own_folder():
 def test_the_resume_command_repeats_what_was_asked(monkeypatch):
     monkeypatch.setattr("sys.argv", ["train.py"])
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
-    arguments = ["--steps", "5", "--model.num-layers=6", "--resume=old", "--prompt", "a b"]
+    arguments = ["--steps", "5", "--model.num-layers=6", "--resume=old", "--prompt", "a b", "--weights", "given"]
     expected = "python train.py --model.num-layers=6 --prompt 'a b' --resume runs/x --steps 10"
     assert resume_command(arguments, "runs/x", 10) == expected
     monkeypatch.setenv("WORLD_SIZE", "8")

@@ -424,7 +424,7 @@ def test_the_example_of_own_stages_gives_the_same_under_any_schedule_of_the_same
     (1, ["--dtype", "int8"], "--dtype must be float32, bfloat16 or auto: got 'int8'"),
     (1, ["--preset", "tinny"], "unknown preset 'tinny'; did you mean 'tiny'?"),
     (1, ["--schedule", "dualpip"], "unknown schedule 'dualpip'; did you mean 'dualpipe'?"),
-    (1, ["--resume", "/nowhere"], "nothing to resume from: no checkpoint in /nowhere; start without --resume"),
+    (1, ["--resume", "/nowhere"], "no checkpoint in /nowhere: name the folder of a run, or a checkpoint in it"),
     (1, ["--data", ""], "--data is empty: name a file, a folder, a glob"),
     (1, ["--out", "LICENSE"], "cannot write to --out LICENSE: File exists"),
     (1, ["--out", "LICENSE/below"], "cannot write to --out LICENSE/below: Not a directory"),
