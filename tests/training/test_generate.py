@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from test_run import MODEL, settings, train_and_listen
+from test_run import MODEL, settings, train, train_and_listen
 
 from moe_dualpipe.cli import main
 from moe_dualpipe.models import TransformerStage, build_model, inference, split
