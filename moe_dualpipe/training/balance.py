@@ -24,6 +24,8 @@ class Balance:
         self, model: ModelConfig, stages: Mapping[int, TransformerStage], rate: float, group: dist.ProcessGroup | None
     ):
         self.rate, self.losses, self.first_layer = rate, [*loss_factors(model)], model.num_dense_layers
+        num_blocks = model.num_layers + model.mtp_layers
+        self.shape = sum(not model.is_dense(block) for block in range(num_blocks)), model.num_experts
         self.routers: dict[int, Router] = {}
         self.biases: dict[str, Tensor] = {}
         for stage in stages.values():
@@ -34,6 +36,14 @@ class Balance:
                 if moe.router.bias_E is not None:
                     self.biases[f"{name}.router.bias_E"] = moe.router.bias_E
         self.replicas = ReplicaSet(self.biases, group)  # type: ignore[arg-type]
+
+    def loads(self, device: torch.device) -> Tensor:
+        """Tokens per expert since the last call, over all ranks: [Mixture-of-Experts layers, experts]. Collective."""
+        load_LE = torch.zeros(self.shape, dtype=torch.int64, device=device)
+        for layer, router in self.routers.items():
+            load_LE[layer - self.first_layer] += router.take_load()
+        dist.all_reduce(load_LE)
+        return load_LE.cpu()
 
     def after_step(self, load_LE: Tensor, device: torch.device, move: bool = True) -> dict[str, float]:
         """Move the biases; returns the mean of each loss that is on, for the metrics. Collective.

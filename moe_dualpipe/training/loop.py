@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ..expert_parallel import AllToAll, Local
-from ..models import TransformerStage, expert_loads, share_embedding, stacked_matrices
+from ..models import TransformerStage, share_embedding, stacked_matrices
 from ..overlap import WeightGrads
 from ..runtime import P2P, Executor, TensorSpec
 from ..runtime.replicas import check_equal, gradient_norm, sum_gradients
@@ -196,7 +196,7 @@ class Trainer:
         clip = config.optim.clip
         lr = learning_rate(config.optim, step, config.steps)
         # The host waits for the device here, before the update and not after it; the next step begins without a wait.
-        load_LE = self._expert_load()
+        load_LE = self.balance.loads(self.device)
         loss, norm_value = self._mean(losses), norm.item()
         ahead = {"mtp_loss": self._mtp_loss()} if config.model.mtp_layers else {}
         finite = self.skips.finite(step + 1, loss, norm_value)
@@ -298,19 +298,6 @@ class Trainer:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor.item()
 
-    def _expert_load(self) -> Tensor:
-        """Tokens per expert in this step, over all ranks: [Mixture-of-Experts layers, experts]."""
-        model = self.config.model
-        load_LE = torch.zeros(
-            model.num_layers + model.mtp_layers, model.num_experts, dtype=torch.int64, device=self.device
-        )
-        for index, stage in self.stages.items():
-            layers = [layer for layer in self.plan.stages[index].blocks if not model.is_dense(layer)]
-            if (loads := expert_loads(stage)) is not None:
-                load_LE[layers] += loads
-        dist.all_reduce(load_LE)
-        return load_LE[model.num_dense_layers :].cpu()
-
     def _check_replicas(self) -> None:
         for replicas in (*self.replicas, self.balance.replicas):
             check_equal(replicas)
@@ -349,28 +336,11 @@ class Trainer:
             self.metrics.write(step=saved.step, save_error=saved.error)
 
     def _introduce(self) -> None:
-        config, layout, model = self.config, self.layout, self.config.model
         shares = torch.zeros(2, dtype=torch.float64, device=self.device)
         for replicas in self.replicas:
             for name, p in replicas.parameters.items():
                 shares[int(".experts." in name)] += p.numel() / replicas.num_replicas
         dist.all_reduce(shares)
         dense, experts = shares.tolist()
-        active = dense + experts * model.experts_per_token / model.num_experts
-        tokens = config.micro_batches * config.micro_batch_size * config.seq_len * layout.dp
-        self._say(
-            f"model {config.preset}: {(dense + experts) / 1e6:.2f} M parameters, {active / 1e6:.2f} M active\n"
-            f"{config.schedule} over {layout.pp} pipeline x {layout.dp} data-parallel ranks"
-            f"{f', experts over {layout.ep}' if layout.ep > 1 else ''}, on {config.device} in {config.dtype}"
-            f"{', Triton kernels' if config.kernels == 'triton' else ''}"
-        )
         state = self._largest(self.optimizer.state_bytes / 2**20)
-        self._say(f"{config.optim.name}: {state:,.1f} MB of optimizer state on the fullest rank")
-        for index, spec in enumerate(self.plan.stages):
-            holders = self.schedule.placement.holders(index)
-            where = f"rank{'s' * (len(holders) > 1)} {' and '.join(map(str, holders))}"
-            self._say(f"  stage {index} on pipeline {where}: {spec}")
-        self._say(self.plan.text.description)
-        start = f"resumed from {self.plan.resume}, " if self.plan.resume else ""
-        steps = f"steps {self.plan.first_step + 1} to {config.steps}"
-        self._say(f"{start}{steps} of {config.micro_batches * layout.dp} micro-batches, {tokens:,} tokens each")
+        self._say(self.plan.introduction(self.layout, dense, experts, state))

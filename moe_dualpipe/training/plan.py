@@ -10,6 +10,7 @@ from ..schedule import Schedule, build
 from . import checkpoint, data, restart, weights
 from .config import TrainConfig
 from .optimizer import check_saved
+from .parallel import Layout
 from .profiling import WARM_UP
 
 
@@ -64,3 +65,24 @@ class Plan:
             raise ValueError("--document-mask: where documents end is not known of these token ids; prepare them anew")
         make_folder(Path(config.out))
         return cls(config, arguments, text, resume, first_step)
+
+    def introduction(self, layout: Layout, dense: float, experts: float, state_mb: float) -> str:
+        """The run in words: dense, experts are numbers of parameters, state_mb what the optimizer keeps on a rank."""
+        config, model = self.config, self.config.model
+        active = dense + experts * model.experts_per_token / model.num_experts
+        tokens = config.micro_batches * config.micro_batch_size * config.seq_len * layout.dp
+        lines = [
+            f"model {config.preset}: {(dense + experts) / 1e6:.2f} M parameters, {active / 1e6:.2f} M active",
+            f"{config.schedule} over {layout.pp} pipeline x {layout.dp} data-parallel ranks"
+            f"{f', experts over {layout.ep}' if layout.ep > 1 else ''}, on {config.device} in {config.dtype}"
+            f"{', Triton kernels' if config.kernels == 'triton' else ''}",
+            f"{config.optim.name}: {state_mb:,.1f} MB of optimizer state on the fullest rank",
+        ]
+        for index, spec in enumerate(self.stages):
+            holders = self.schedule.placement.holders(index)
+            where = f"rank{'s' * (len(holders) > 1)} {' and '.join(map(str, holders))}"
+            lines.append(f"  stage {index} on pipeline {where}: {spec}")
+        start = f"resumed from {self.resume}, " if self.resume else ""
+        steps = f"steps {self.first_step + 1} to {config.steps}"
+        of = f"{config.micro_batches * layout.dp} micro-batches, {tokens:,} tokens each"
+        return "\n".join([*lines, self.text.description, f"{start}{steps} of {of}"])

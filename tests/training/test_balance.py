@@ -20,8 +20,8 @@ OFTEN = {"model": BALANCED, "bias_rate": 0.01, "steps": 4, "seq_len": 16, "eval_
 def biased_steps(rank, config):
     """Three steps, after which biases are what the loads of all ranks say: those, and the records of the steps."""
     trainer = make_trainer(rank, config)
-    expert_load, loads = trainer._expert_load, []
-    trainer._expert_load = lambda: loads.append(expert_load()) or loads[-1]  # type: ignore[method-assign]
+    load, loads = trainer.balance.loads, []
+    trainer.balance.loads = lambda device: loads.append(load(device)) or loads[-1]  # type: ignore[method-assign]
     records = [trainer.train_step(step) for step in range(3)]
     tokens = config.micro_batches * config.micro_batch_size * config.seq_len * trainer.layout.dp
     assert trainer.balance.biases

@@ -73,7 +73,7 @@ def accounts(rank, config):
     trainer._pipeline_step(x_BS, y_BS)
     model = build_model(config.model)
     model.loss(model(x_BS), y_BS)
-    assert torch.equal(trainer._expert_load(), expert_loads(model))
+    assert torch.equal(trainer.balance.loads(trainer.device), expert_loads(model))
     names = [name for replicas in trainer.replicas for name in differing(replicas)]
     if rank:
         trainer.stages[1].embedding.weight.data[5, 3] += 1

@@ -302,7 +302,7 @@ def loads_by_layer(rank, config):
     trainer._pipeline_step(*batch)
     model = build_model(MODEL)
     model(batch[0])
-    assert torch.equal(trainer._expert_load(), expert_loads(model))
+    assert torch.equal(trainer.balance.loads(trainer.device), expert_loads(model))
 
 
 @pytest.mark.parametrize("schedule", ["dualpipe", "dualpipev"])
