@@ -93,15 +93,16 @@ class ModelConfig:
         Routing(
             self.experts_per_token, self.router_score, self.expert_groups, self.top_groups
         ).check(self.num_experts)  # fmt: skip
-        for name in ("sequence_loss", "z_loss"):
+        for name in ("sequence_loss", "z_loss", "mtp_weight"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} cannot be negative: got {getattr(self, name)}; 0 is for none")
+        for name in ("init_std", "norm_eps"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} cannot be negative: got {getattr(self, name)}")
         if self.num_dense_layers < 0 or self.num_shared_experts < 0:
             raise ValueError("num_dense_layers and num_shared_experts cannot be negative")
-        if self.mtp_layers < 0 or self.mtp_weight < 0:
-            raise ValueError(
-                f"mtp_layers and mtp_weight cannot be negative: got {self.mtp_layers} and {self.mtp_weight}"
-            )
+        if self.mtp_layers < 0:
+            raise ValueError(f"mtp_layers cannot be negative: got {self.mtp_layers}; 0 is for none")
         if self.experts != "swiglu" and not all(self.experts.partition(":")):
             raise ValueError(f'experts must be "swiglu" or "module:Class": got {self.experts!r}')
 

@@ -110,7 +110,8 @@ def _draw(axes: "Axes", panel: Panel, records: Sequence[Record], where: Mapping[
     x, y = [x for x, _ in points], [y for _, y in points]
     if panel.smooth:
         axes.plot(x, y, color=colour, alpha=0.25, linewidth=0.8)
-    axes.plot(x, running_mean(y) if panel.smooth else y, color=colour, linewidth=1.4)
+    marker = "." if len(x) == 1 else None  # a line needs two points
+    axes.plot(x, running_mean(y) if panel.smooth else y, color=colour, linewidth=1.4, marker=marker)
     if panel.key == "loss":
         held_out = [r for r in records if "validation_loss" in r and r["step"] in where]
         marks = [(where[r["step"]], r["validation_loss"]) for r in held_out]

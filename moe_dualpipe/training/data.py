@@ -110,7 +110,7 @@ class TextData:
         return tokenizers.files(self.tokenizer)
 
     def check_resumed(self, checkpoint: Path) -> None:
-        """Raises ValueError if the model in `checkpoint` has learned other tokens."""
+        """Raises ValueError if the model in `checkpoint`, or in an exported folder, has learned other tokens."""
         before = tokenizers.tokenizer_of(checkpoint)
         if tokenizers.digest(before) != tokenizers.digest(self.tokenizer):
             raise ValueError(f"{checkpoint} was trained on other tokens: {before} there and {self.tokenizer} here")

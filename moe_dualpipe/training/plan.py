@@ -59,8 +59,8 @@ class Plan:
                 f"the run has {config.steps - first_step}: use --steps {first_step + WARM_UP + config.profile}"
             )
         text = data.load(config.data, config.seq_len, config.model.vocab_size, config.data_field, config.data_dtype)
-        if resume:
-            text.check_resumed(resume)
+        if start := resume or config.weights:
+            text.check_resumed(Path(start))
         if config.document_mask and text.end_id < 0:
             raise ValueError("--document-mask: where documents end is not known of these token ids; prepare them anew")
         make_folder(Path(config.out))

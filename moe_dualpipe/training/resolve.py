@@ -94,13 +94,13 @@ def default_micro_batches(pp: int) -> int:
 
 
 def _check_optimizer(optim: OptimizerConfig, steps: int) -> None:
-    if optim.lr <= 0:
+    if not optim.lr > 0:
         raise ValueError(f"--optim.lr must be positive: got {optim.lr}")
     for name, choices in (("name", ("adamw", "muon")), ("schedule", ("cosine", "wsd"))):
         if getattr(optim, name) not in choices:
             raise ValueError(f"--optim.{name} must be {' or '.join(choices)}: got {getattr(optim, name)!r}")
     for name in ("warmup_steps", "decay_steps", "weight_decay", "clip"):
-        if getattr(optim, name) < 0:
+        if not getattr(optim, name) >= 0:
             raise ValueError(f"--optim.{name.replace('_', '-')} cannot be negative: got {getattr(optim, name)}")
     for name, largest in (("final_lr", 1.0), ("beta1", 0.9999999), ("beta2", 0.9999999), ("momentum", 0.9999999)):
         if not 0 <= getattr(optim, name) <= largest:

@@ -39,7 +39,10 @@ def model_of(checkpoint: Path, experts: str = "swiglu") -> TransformerStage:
     except TypeError as error:
         raise ValueError(f"cannot read the model of {checkpoint}: {error}") from None
     if config.experts != experts:
-        raise ValueError(f"{checkpoint} has experts {config.experts!r}: if you trust them, say so with --experts")
+        raise ValueError(
+            f"{checkpoint} has experts {config.experts!r}, not {experts!r}: "
+            f"if you trust them, say so with --experts {config.experts}"
+        )
     model = build_model(config)
     checkpoints.load(checkpoint, {_MODEL + name: tensor for name, tensor in weights_of(model).items()})
     return model

@@ -74,9 +74,9 @@ def fused_norms(monkeypatch):
         monkeypatch.setattr(nn.RMSNorm, "forward", lambda self, x: FusedNorm.apply(x, self.weight, self.eps))
 
 
-def forward(config, spec, recompute, ep=None):
+def forward(config, spec, recompute, ep=None, fused_loss=False):
     """(what was made in a forward, the stage, its input, its loss or output)."""
-    stage = TransformerStage(config, spec, ep, recompute=recompute, kernels="triton").to(DEVICE)
+    stage = TransformerStage(config, spec, ep, recompute=recompute, kernels="triton", fused_loss=fused_loss).to(DEVICE)
     bind(stage, WeightGrads())
     x = torch.randint(V, (B, S)) if spec.embedding else torch.randn(B, S, D)
     x, labels = x.to(DEVICE).requires_grad_(not spec.embedding), torch.randint(V, (B, S)).to(DEVICE)
@@ -86,9 +86,9 @@ def forward(config, spec, recompute, ep=None):
     return made, stage, x, y
 
 
-def kept(config, spec, recompute, ep=None):
+def kept(config, spec, recompute, ep=None, fused_loss=False):
     """Bytes after a forward."""
-    made, _stage, x, _y = forward(config, spec, recompute, ep)
+    made, _stage, x, _y = forward(config, spec, recompute, ep, fused_loss)
     return made.alive() + x.nbytes + 8 * B * S * spec.head  # labels
 
 
@@ -112,6 +112,13 @@ def test_what_is_kept_for_the_backward(spec, choices, recompute):
     assert 0 <= there - formula <= tables(config, spec)
 
 
+def test_a_fused_loss_keeps_no_logits():
+    config = ModelConfig(**SIZES | {"vocab_size": 200})
+    there = kept(config, LAST, "full", fused_loss=True)
+    formula = kept_for_backward(config, LAST, MicroBatch(B, S, element=4, recompute="full", fused_loss=True))
+    assert 0 <= there - formula <= tables(config, LAST)
+
+
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_what_is_kept_where_rows_travel(recompute):
     config, spec = ModelConfig(**SIZES), MIDDLE
@@ -121,10 +128,10 @@ def test_what_is_kept_where_rows_travel(recompute):
 
 
 @pytest.mark.parametrize("spec,choices,recompute", [
-    (MIDDLE, LATENT | {"q_rank": 20}, "none"), (LAST, {}, "full"),
+    (MIDDLE, LATENT | {"q_rank": 20}, "none"), (LAST, {"vocab_size": 200}, "full"),
 ], ids=["mla", "last"])  # fmt: skip
 def test_what_is_kept_for_the_weights(spec, choices, recompute):
-    config = ModelConfig(**SIZES, **choices)
+    config = ModelConfig(**SIZES | choices)
     made, stage, x, y = forward(config, spec, recompute)
     with made, stage.weight_grads.defer_to("later"):
         y.backward(torch.ones_like(y))

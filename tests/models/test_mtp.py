@@ -258,9 +258,10 @@ def test_it_moves_the_border_between_stages():
 # ---- Mistakes ----
 
 
-@pytest.mark.parametrize("choice", [{"mtp_layers": -1}, {"mtp_weight": -0.5}])
+@pytest.mark.parametrize("choice", [{"mtp_layers": -1}, {"mtp_weight": -0.5}, {"mtp_weight": float("nan")}], ids=str)
 def test_negative_choices(choice):
-    with pytest.raises(ValueError, match="mtp_layers and mtp_weight cannot be negative: got"):
+    ((name, value),) = choice.items()
+    with pytest.raises(ValueError, match=f"{name} cannot be negative: got {value}; 0 is for none"):
         replace(CONFIG, **choice)
 
 

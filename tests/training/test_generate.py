@@ -86,7 +86,10 @@ def test_generate_loads_the_newest_checkpoint_of_a_run(tmp_path, capsys):
         dataclasses.replace(kept, model={**kept.model, "experts": "antigravity:Class"}).encode()
     )
     assert main(["generate", str(saved)]) == 2
-    assert "has experts 'antigravity:Class': if you trust them" in capsys.readouterr().err
+    assert (
+        "has experts 'antigravity:Class', not 'swiglu': if you trust them, say so with --experts antigrav"
+        in capsys.readouterr().err
+    )
     (saved / "run.json").write_bytes(dataclasses.replace(kept, model={"sides": 3}).encode())
     assert main(["generate", str(saved)]) == 2
     assert "cannot read the model of" in capsys.readouterr().err

@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from moe_dualpipe.cli import main
 from moe_dualpipe.models.flops import train_flops_per_token
 from moe_dualpipe.training.config import TrainConfig
-from moe_dualpipe.training.curves import positions, running_mean, summary
+from moe_dualpipe.training.curves import PANELS, _draw, positions, running_mean, save_curves, summary
 from moe_dualpipe.training.metrics import Metrics, load_statistics, read_records, utilisation
 
 
@@ -106,6 +107,30 @@ def test_plot_draws_what_runs_recorded_and_nothing_else(tmp_path, capsys, along)
     printed = capsys.readouterr().out
     assert f"{tmp_path / 'b'}: step 8, loss -3.0000, validation 1.2500, 600 tokens/s (median)" in printed
     assert f"wrote {out}" in printed
+
+
+def test_a_single_step_is_seen(tmp_path):
+    for steps, marker in ((range(1, 2), "."), (range(1, 3), "None")):
+        axes, records = Figure().add_subplot(), recorded(tmp_path / f"{len(steps)}", steps)
+        _draw(axes, PANELS[0], records, positions(records, "step"), "C0")
+        assert axes.lines[1].get_marker() == marker
+
+
+def test_what_is_no_number_is_not_drawn_and_spoils_no_mean(tmp_path):
+    axes, records = Figure().add_subplot(), recorded(tmp_path / "a", range(1, 4))
+    records[2]["loss"] = float("nan")
+    _draw(axes, PANELS[0], records, positions(records, "tokens"), "C0")
+    assert [(*line.get_xdata(),) for line in axes.lines] == [(8, 24), (8, 24), (0, 24)]
+    assert (*axes.lines[1].get_ydata(),) == (4, 2)
+
+
+def test_the_curves_stand_where_the_positions_are(tmp_path):
+    runs = {"a": recorded(tmp_path / "a")}
+    drawn = set()
+    for along in ("step", "tokens", "hours"):
+        save_curves(runs, tmp_path / "a.svg", along)
+        drawn.add((tmp_path / "a.svg").read_text().replace(f"{along}", ""))
+    assert len(drawn) == 3
 
 
 def test_plot_of_one_run_lies_beside_its_records(tmp_path, capsys):

@@ -430,6 +430,7 @@ def test_the_example_of_own_stages_gives_the_same_under_any_schedule_of_the_same
     (1, ["--out", "LICENSE/below"], "cannot write to --out LICENSE/below: Not a directory"),
     (1, ["--optim.lr", "-1"], "--optim.lr must be positive: got -1.0"),
     (1, ["--optim.warmup-steps", "-1"], "--optim.warmup-steps cannot be negative: got -1"),
+    (1, ["--optim.clip", "nan"], "--optim.clip cannot be negative: got nan"),
     (1, ["--optim.beta2", "1"], "--optim.beta2 must be from 0 to 1: got 1.0"),
     (1, ["--model.experts", "json:loads"], "the expert layer 'json:loads' is no nn.Module class"),
     (1, ["--ep", "3"], "--ep 3 does not divide the 8 experts: use --ep 1 or 2 or 4 or 8"),

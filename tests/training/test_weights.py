@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 import torch
@@ -63,6 +64,13 @@ def test_another_model_and_other_files_are_refused(exported, tmp_path):
         planned(tmp_path, weights=str(exported / "run"))
     with pytest.raises(ValueError, match="give one"):
         planned(tmp_path, weights=str(exported / "given"), resume=str(exported / "run"))
+    other = shutil.copytree(find(str(exported / "run")), tmp_path / "step-000003")
+    (other / "tokenizer.json").write_bytes(b'{"tokenizer": "ids", "vocab_size": 256}')
+    assert main(["export", str(other), "--out", str(tmp_path / "ids")]) == 0
+    with pytest.raises(
+        ValueError, match="ids was trained on other tokens: 256 token ids without a tokenizer there and"
+    ):
+        planned(tmp_path, weights=str(tmp_path / "ids"), model=BALANCED)
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "model.safetensors").write_bytes(b"")
@@ -81,6 +89,7 @@ def test_broken_and_unfit_tensors_are_named(exported, tmp_path):
     for change, problem in [
         (lambda d: d.pop("head.weight"), "lacks head.weight"),
         (lambda d: d.update({"head.weight": torch.zeros(3)}), r"has head.weight as \[3\], not as \[256, 32\]"),
+        (lambda d: d.update({"head.weight": torch.zeros(1, 32)}), r"has head.weight as \[1, 32\], not as \[256, 32\]"),
     ]:
         tensors = dict(good)
         change(tensors)
