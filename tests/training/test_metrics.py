@@ -120,8 +120,8 @@ def test_what_is_no_number_is_not_drawn_and_spoils_no_mean(tmp_path):
     axes, records = Figure().add_subplot(), recorded(tmp_path / "a", range(1, 4))
     records[2]["loss"] = float("nan")
     _draw(axes, PANELS[0], records, positions(records, "tokens"), "C0")
-    assert [(*line.get_xdata(),) for line in axes.lines] == [(8, 24), (8, 24), (0, 24)]
-    assert (*axes.lines[1].get_ydata(),) == (4, 2)
+    assert [np.asarray(line.get_xdata()).tolist() for line in axes.lines] == [[8, 24], [8, 24], [0, 24]]
+    assert np.asarray(axes.lines[1].get_ydata()).tolist() == [4, 2]
 
 
 def test_the_curves_stand_where_the_positions_are(tmp_path):
