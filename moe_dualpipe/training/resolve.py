@@ -57,8 +57,8 @@ def resolve(config: TrainConfig, launch: Launch) -> TrainConfig:
     if not (0 <= config.peak_tflops < float("inf")):
         raise ValueError(f"--peak-tflops must be a number from 0 on: got {config.peak_tflops}")
     config.sampling()  # for its errors
-    if not config.timeout > 0:
-        raise ValueError(f"--timeout must be positive: got {config.timeout}")
+    if not 0 < config.timeout < float("inf"):
+        raise ValueError(f"--timeout must be positive and finite: got {config.timeout}")
 
     if config.model.num_experts % config.ep:
         fitting = [str(e) for e in range(1, config.model.num_experts + 1) if config.model.num_experts % e == 0]

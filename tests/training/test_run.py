@@ -99,6 +99,22 @@ def test_the_division_of_the_work_does_not_change_the_run(tmp_path):
     assert losses(moved) == pytest.approx({s: loss for s, loss in reference.items() if s > 3}, rel=1e-5)
 
 
+def said(rank, config):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        train(rank, config)
+    return out.getvalue()
+
+
+def test_a_run_resumed_from_the_middle_is_resumed_itself(tmp_path):
+    """Not the later checkpoint that its folder still has, of the run before."""
+    config = settings(tmp_path / "run", seq_len=16, steps=3, save_every=1)
+    assert f" --resume {config.out} --steps 6\n" in run_ranks(1, said, config)[0]
+    first, second = (str(tmp_path / "run" / "checkpoints" / f"step-00000{step}") for step in (1, 2))
+    assert (
+        f" --resume {second} --steps 4\n" in run_ranks(1, said, dataclasses.replace(config, steps=2, resume=first))[0]
+    )
+
+
 CHOICES = [
     {"overlap": False},
     {"recompute": "norms"},
@@ -434,7 +450,7 @@ def test_the_example_of_own_stages_gives_the_same_under_any_schedule_of_the_same
     (1, ["--model.experts", "json:loads"], "the expert layer 'json:loads' is no nn.Module class"),
     (1, ["--ep", "3"], "--ep 3 does not divide the 8 experts: use --ep 1 or 2 or 4 or 8"),
     (1, ["--steps", "0"], "--steps must be at least 1: got 0"),
-    (1, ["--timeout", "0"], "--timeout must be positive: got 0.0"),
+    (1, ["--timeout", "0"], "--timeout must be positive and finite: got 0.0"),
     (1, ["--model.vocab-size", "64"], "bytes need --model.vocab-size 256: got 64"),
     (1, ["--model.experts", "nowhere:Experts"], "cannot import the expert layer 'nowhere:Experts'"),
 ])  # fmt: skip
