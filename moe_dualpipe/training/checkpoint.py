@@ -25,7 +25,7 @@ from .config import Launch
 from .manifest import RUN
 from .saver import STEP_FOLDER, save
 
-__all__ = ["check_model", "find", "load", "save"]
+__all__ = ["check_model", "find", "load", "newest_first", "save"]
 
 _COEFFICIENTS = {"init_std", "sequence_loss", "z_loss", "mtp_weight"}  # of ModelConfig, without a say in the forward
 _UNKNOWN = "unknown"
@@ -42,7 +42,7 @@ def find(path: str, warn: Callable[[str], None] | None = None) -> Path:
         if reason := _fault(given):
             raise ValueError(f"{given} is broken: {reason}; {_advice(given)}")
         return given
-    candidates = _newest_first(given / "checkpoints") or _newest_first(given)
+    candidates = newest_first(given / "checkpoints") or newest_first(given)
     faults = []
     for candidate in candidates:
         if not (reason := _fault(candidate)):
@@ -55,7 +55,8 @@ def find(path: str, warn: Callable[[str], None] | None = None) -> Path:
     raise ValueError(f"no checkpoint in {path}: name the folder of a run, or a checkpoint in it")
 
 
-def _newest_first(folder: Path) -> list[Path]:
+def newest_first(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, good or not, those of later steps first."""
     found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := STEP_FOLDER.fullmatch(path.name))]
     return [path for _, path in sorted(found, reverse=True)]
 
@@ -69,7 +70,7 @@ def _fault(checkpoint: Path) -> str:
 
 
 def _advice(broken: Path) -> str:
-    for other in _newest_first(broken.parent):
+    for other in newest_first(broken.parent):
         if other != broken and not _fault(other):
             return f"the newest good one beside it is {other}"
     return "there is no good one beside it"

@@ -122,7 +122,9 @@ class Trainer:
             weights.load(Path(config.weights), self.state())
             self.optimizer.loaded(0)
         self.folder = Path(config.out)
-        self.saver = Saver(self.folder, model, config.keep, config.timeout, config.save_async)
+        self.saver = Saver(
+            self.folder, model, config.keep, config.timeout, config.save_async, lambda: self.progress.note("saving")
+        )
         self.saved: Saved | None = None
         self.metrics = metrics.Metrics(self.folder, self.leader, plan.first_step, config.tensorboard)
         self.utilisation = metrics.utilisation(config, self.device, launch.world_size)
@@ -176,8 +178,9 @@ class Trainer:
         self._say(f"peak memory: {self._largest(metrics.peak_memory_mb(self.device)):,.0f} MB on the fullest rank")
         if config.sample_tokens:
             self._say(f"sample:\n{self._indented(config.prompt + self.sample())}")
-        self._say(f"saved {self._last_saved()}")
-        self._say(f"to resume: {resume_command(self.plan.arguments, config.out, 2 * config.steps)}")
+        saved = self._last_saved()
+        self._say(f"saved {saved}")
+        self._say(f"to resume: {self._resume_command(saved, 2 * config.steps)}")
         self._say(f"validation loss {self.plan.text.in_words(before, after)}")
 
     def train_step(self, step: int) -> dict[str, float]:
@@ -306,8 +309,13 @@ class Trainer:
 
     def _stopped(self, step: int) -> None:
         saved = self._last_saved()
-        resume = resume_command(self.plan.arguments, self.config.out, self.config.steps)
+        resume = self._resume_command(saved, self.config.steps)
         self._say(f"stopped after step {step}, saved {saved}, to resume: {resume}")
+
+    def _resume_command(self, saved: Path, steps: int) -> str:
+        """Names the checkpoint itself where later ones, which a run resumed from the middle leaves, would be taken."""
+        run = str(saved) if saved in checkpoint.newest_first(saved.parent)[1:] else self.config.out
+        return resume_command(self.plan.arguments, run, steps)
 
     def _last_saved(self) -> Path:
         """The checkpoint that was begun last, when it is written. Ends the run with exit code 1 if that failed."""

@@ -1,5 +1,6 @@
 """What a run will do, checked before any rank hears of another: the schedule, the stages, the text, what to resume."""
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -53,14 +54,17 @@ class Plan:
             weights.check(Path(config.weights), config.model)
         if first_step >= config.steps and not again:
             raise ValueError(f"{resume} is at step {first_step} already: use --steps larger than that to go on")
-        if config.profile and first_step + WARM_UP + config.profile > config.steps:
+        if config.profile and first_step + WARM_UP + config.profile > config.steps and not again:
             raise ValueError(
                 f"--profile {config.profile} needs {WARM_UP + config.profile} steps, {WARM_UP} of them to warm up, but "
                 f"the run has {config.steps - first_step}: use --steps {first_step + WARM_UP + config.profile}"
             )
+        if first_step + WARM_UP + config.profile > config.steps:
+            config = dataclasses.replace(config, profile=0)  # an attempt that begins so late records nothing
         text = data.load(config.data, config.seq_len, config.model.vocab_size, config.data_field, config.data_dtype)
         if start := resume or config.weights:
             text.check_resumed(Path(start))
+        _check_prompt(config, text)
         if config.document_mask and text.end_id < 0:
             raise ValueError("--document-mask: where documents end is not known of these token ids; prepare them anew")
         make_folder(Path(config.out))
@@ -86,3 +90,12 @@ class Plan:
         steps = f"steps {self.first_step + 1} to {config.steps}"
         of = f"{config.micro_batches * layout.dp} micro-batches, {tokens:,} tokens each"
         return "\n".join([*lines, self.text.description, f"{start}{steps} of {of}"])
+
+
+def _check_prompt(config: TrainConfig, text: data.TextData) -> None:
+    if not config.sample_tokens:
+        return
+    largest, size = max(text.tokenizer.encode(config.prompt or "\n"), default=None), config.model.vocab_size
+    if largest is None or largest >= size:
+        what = "has no token" if largest is None else f"has token {largest}, and the model's are below {size}"
+        raise ValueError(f"--prompt {config.prompt!r} {what}: use another one, or --sample-tokens 0")

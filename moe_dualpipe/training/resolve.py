@@ -57,8 +57,8 @@ def resolve(config: TrainConfig, launch: Launch) -> TrainConfig:
     if not (0 <= config.peak_tflops < float("inf")):
         raise ValueError(f"--peak-tflops must be a number from 0 on: got {config.peak_tflops}")
     config.sampling()  # for its errors
-    if not config.timeout > 0:
-        raise ValueError(f"--timeout must be positive: got {config.timeout}")
+    if not 0 < config.timeout < float("inf"):
+        raise ValueError(f"--timeout must be positive and finite: got {config.timeout}")
 
     if config.model.num_experts % config.ep:
         fitting = [str(e) for e in range(1, config.model.num_experts + 1) if config.model.num_experts % e == 0]
@@ -120,11 +120,10 @@ def _check_optimizer(optim: OptimizerConfig, steps: int) -> None:
 def _out(config: TrainConfig) -> str:
     """The run's folder. A new run never mixes with one that is there already."""
     resumed = Path(config.resume)
-    if config.resume and not config.out:
-        run = resumed.parent if resumed.name.startswith("step-") else resumed
-        return str(run.parent if run.name == "checkpoints" else run)
-    if config.resume:
-        return config.out
+    run = resumed.parent if resumed.name.startswith("step-") else resumed
+    run = run.parent if run.name == "checkpoints" else run
+    if config.resume and (not config.out or Path(config.out).resolve() == run.resolve()):
+        return config.out or str(run)
     if not config.out:
         names = (f"runs/{config.preset}" + (f"-{i}" if i > 1 else "") for i in itertools.count(1))
         return next(name for name in names if restart.is_ours(name) or not Path(name, "checkpoints").exists())

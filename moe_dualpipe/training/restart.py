@@ -38,7 +38,7 @@ def newest(folder: Path | str) -> Path | None:
     if path is None or not is_ours(folder):
         return None
     since = path.stat().st_mtime
-    for candidate in sorted(Path(folder).glob("checkpoints/step-*"), reverse=True):
+    for candidate in checkpoint.newest_first(Path(folder, "checkpoints")):
         if candidate.stat().st_mtime >= since:
             try:
                 return checkpoint.find(str(candidate))

@@ -13,6 +13,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -49,8 +50,17 @@ class Saved:
 class Saver:
     """Writes the checkpoints of a run, one at a time, in the background. Collective, like all its methods but poll."""
 
-    def __init__(self, run: Path, model: ModelConfig, keep: int, timeout: float, background: bool = True):
-        self.run, self.model, self.keep, self.background = run, model, keep, background
+    def __init__(
+        self,
+        run: Path,
+        model: ModelConfig,
+        keep: int,
+        timeout: float,
+        background: bool = True,
+        alive: Callable[[], object] = lambda: None,
+    ):
+        """alive: called once a second by whoever waits for a save, which may take as long as the disk does."""
+        self.run, self.model, self.keep, self.background, self.alive = run, model, keep, background, alive
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         assert isinstance(group, dist.ProcessGroup)
         self._group = group
@@ -68,12 +78,19 @@ class Saver:
             state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
         self._pending = self._threads.submit(self._write, step, state, extra or {})
         if not self.background:
-            self._pending.exception()  # waits, and leaves it to be told
+            self._finish(self._pending)
 
     def wait(self) -> Saved | None:
         """How the save ended that was started, once it has; None when there is none that was not told of already."""
         pending, self._pending = self._pending, None
-        return pending.result() if pending is not None else None
+        if pending is None:
+            return None
+        self._finish(pending)
+        return pending.result()
+
+    def _finish(self, pending: Future[Saved]) -> None:
+        while futures.wait([pending], timeout=1.0).not_done:
+            self.alive()
 
     def poll(self) -> Saved | None:
         """As `wait`, but None also while a save is on its way."""

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..models import ModelConfig, TransformerStage, build_model
@@ -92,12 +93,26 @@ def check(folder: Path, model: ModelConfig) -> None:
         raise ValueError(f"{folder} holds another model: {'; '.join(differences)}")
 
 
-@torch.no_grad()
 def load(folder: Path, state: Mapping[str, Tensor]) -> None:
-    """Load into what of `state` are weights, in place, reading no more of the file than that.
+    """Load into what of `state` are weights, in place, reading no more of the file than that. Collective.
 
-    Raises ValueError for a file that is broken, lacks one of them, or has it in another shape.
+    Raises ValueError, on all ranks alike, for a file that is broken, lacks one of them, or has it in another shape.
     """
+    fault = ""
+    try:
+        _load(folder, state)
+    except ValueError as error:
+        fault = str(error)
+    faults = [fault]
+    if dist.is_initialized():  # one rank alone may miss a weight
+        faults *= dist.get_world_size()
+        dist.all_gather_object(faults, fault)
+    if found := [fault for fault in faults if fault]:
+        raise ValueError(found[0])
+
+
+@torch.no_grad()
+def _load(folder: Path, state: Mapping[str, Tensor]) -> None:
     from safetensors import SafetensorError, safe_open
 
     wanted = {name.removeprefix(_MODEL): tensor for name, tensor in state.items() if name.startswith(_MODEL)}

@@ -491,6 +491,25 @@ def test_a_checkpoint_holds_the_state_of_its_moment_and_closing_finishes_it(tmp_
         assert contents(checkpoint.find(str(tmp_path / way))) == 4
 
 
+def save_slowly(rank, run):
+    """Counts how often the thread that waits says that it is alive, while saves take two and a half seconds."""
+    signs, write = [], saver._write_synced
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saver, "_write_synced", lambda *args: (time.sleep(0.8), write(*args)))
+        for background in (True, False):
+            count = []
+            saver_ = Saver(run / str(background), ModelConfig(), 2, 60, background, lambda c=count: c.append(0))
+            saver_.start(4, state_of(rank, 4))
+            saver_.wait()
+            saver_.close()
+            signs.append(len(count))
+    return signs
+
+
+def test_whoever_waits_for_a_slow_disk_is_alive(tmp_path):
+    assert all(1 <= signs <= 30 for of_rank in run_ranks(2, save_slowly, tmp_path) for signs in of_rank)
+
+
 SMALL = {"steps": 3, "seq_len": 8, "eval_sequences": 1, "save_every": 1}
 
 

@@ -276,6 +276,14 @@ def test_a_file_without_a_description_has_the_dtype_that_is_said(tmp_path):
         data.load([str(tmp_path), "LICENSE"], 8, 1001)
 
 
+def test_a_prompt_past_the_vocabulary_is_told_before_the_run(tmp_path):
+    (np.arange(3000) % 256).astype("<u2").tofile(tmp_path / "some.bin")
+    config = settings(tmp_path / "run", data=(str(tmp_path / "some.bin"),), sample_tokens=2, prompt="17 256")
+    with pytest.raises(ValueError, match="--prompt '17 256' has token 256, and the model's are below 256: use another"):
+        Plan.make(resolve(config, Launch(0, 0, 1, 1)))
+    Plan.make(resolve(dataclasses.replace(config, sample_tokens=0), Launch(0, 0, 1, 1)))
+
+
 def write(folder, files):
     folder.mkdir()
     for name, content in files.items():

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from test_parts import write_manifest
 from test_run import ROOT, SMALL, losses, records, settings, train
 
 from moe_dualpipe.training import restart
@@ -312,7 +314,8 @@ def test_torchrun_restarts_a_run_that_was_killed_and_it_picks_itself_up(tmp_path
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "train.py: rank 0 stops: rank 1 vanished" in done.stderr
-    assert "resumed from runs/tiny-2/checkpoints/step-000004, steps 5 to 7" in done.stdout
+    # Step 4 was being saved when the rank was killed: it may or may not have been in time.
+    assert re.search(r"resumed from runs/tiny-2/checkpoints/step-00000(2, steps 3|4, steps 5) to 7", done.stdout)
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {"tiny", "tiny-2"}
     whole = run_ranks(2, train_as_typed, [*arguments, "--out", str(tmp_path / "whole")])[0]
     again = records(tmp_path / "runs" / "tiny-2")
@@ -327,8 +330,7 @@ def torchrun_says(monkeypatch, restarts, run_id="none"):
 
 def checkpoint_in(out, step, age=0.0):
     folder = Path(out, "checkpoints", f"step-{step:06d}")
-    folder.mkdir(parents=True)
-    (folder / "run.json").write_text("{}")
+    write_manifest(folder, step)
     now = time.time()
     os.utime(folder, (now - age, now - age))
     return folder
@@ -381,6 +383,13 @@ def test_a_restart_takes_the_newest_checkpoint_of_its_own_attempts(tmp_path, mon
     assert mark.stat().st_mtime_ns == before  # or the third attempt would not know the first one's checkpoints
 
 
+def test_steps_are_compared_as_numbers(tmp_path, monkeypatch):
+    torchrun_says(monkeypatch, 1)
+    restart.mark(tmp_path, 0)
+    found = {step: checkpoint_in(tmp_path, step, age=-1) for step in (999_998, 1_000_000)}
+    assert restart.newest(tmp_path) == found[1_000_000]
+
+
 def test_a_restart_after_the_last_step_only_finishes(tmp_path, monkeypatch):
     config = settings(tmp_path / "run", steps=2)
     torchrun_says(monkeypatch, 1)
@@ -389,7 +398,7 @@ def test_a_restart_after_the_last_step_only_finishes(tmp_path, monkeypatch):
     first = run_ranks(1, train, config)[0]
     launch = Launch(0, 0, 1, 1)
     assert Plan.make(resolve(config, launch)).first_step == 2
-    again = run_ranks(1, restarted, config)[0]
+    again = run_ranks(1, restarted, dataclasses.replace(config, profile=1))[0]  # too late to record anything
     assert losses(again) == losses(first)
 
 

@@ -99,6 +99,22 @@ def test_the_division_of_the_work_does_not_change_the_run(tmp_path):
     assert losses(moved) == pytest.approx({s: loss for s, loss in reference.items() if s > 3}, rel=1e-5)
 
 
+def said(rank, config):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        train(rank, config)
+    return out.getvalue()
+
+
+def test_a_run_resumed_from_the_middle_is_resumed_itself(tmp_path):
+    """Not the later checkpoint that its folder still has, of the run before."""
+    config = settings(tmp_path / "run", seq_len=16, steps=3, save_every=1)
+    assert f" --resume {config.out} --steps 6\n" in run_ranks(1, said, config)[0]
+    first, second = (str(tmp_path / "run" / "checkpoints" / f"step-00000{step}") for step in (1, 2))
+    assert (
+        f" --resume {second} --steps 4\n" in run_ranks(1, said, dataclasses.replace(config, steps=2, resume=first))[0]
+    )
+
+
 CHOICES = [
     {"overlap": False},
     {"recompute": "norms"},
@@ -435,7 +451,7 @@ def test_the_example_of_own_stages_gives_the_same_under_any_schedule_of_the_same
     (1, ["--model.experts", "json:loads"], "the expert layer 'json:loads' is no nn.Module class"),
     (1, ["--ep", "3"], "--ep 3 does not divide the 8 experts: use --ep 1 or 2 or 4 or 8"),
     (1, ["--steps", "0"], "--steps must be at least 1: got 0"),
-    (1, ["--timeout", "0"], "--timeout must be positive: got 0.0"),
+    (1, ["--timeout", "0"], "--timeout must be positive and finite: got 0.0"),
     (1, ["--model.vocab-size", "64"], "bytes need --model.vocab-size 256: got 64"),
     (1, ["--model.experts", "nowhere:Experts"], "cannot import the expert layer 'nowhere:Experts'"),
 ])  # fmt: skip
@@ -458,6 +474,10 @@ def test_a_new_run_never_mixes_with_an_old_one(tmp_path, monkeypatch, capsys):
     assert resolve(TrainConfig(device="cpu"), launch).out == "runs/tiny"
     (tmp_path / "runs" / "tiny" / "checkpoints").mkdir(parents=True)
     assert resolve(TrainConfig(device="cpu"), launch).out == "runs/tiny-2"
+    resumed = TrainConfig(device="cpu", resume="runs/tiny/checkpoints/step-000002", out="runs/tiny")
+    assert resolve(resumed, launch).out == "runs/tiny"
+    with pytest.raises(ValueError, match="--out runs/tiny holds a run already"):
+        resolve(dataclasses.replace(resumed, resume="runs/other"), launch)
     with pytest.raises(SystemExit) as exit_:
         main(["--out", "runs/tiny"])
     assert exit_.value.code == 2

@@ -9,7 +9,7 @@ import torch
 from ranks import run_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_run import MODEL, losses, records, settings, train
+from test_run import MODEL, losses, make_trainer, records, settings, train
 
 from moe_dualpipe.cli import main
 from moe_dualpipe.models import build_model
@@ -101,6 +101,30 @@ def test_broken_and_unfit_tensors_are_named(exported, tmp_path):
         (tmp_path / "model.safetensors").write_bytes(broken)
         with pytest.raises(ValueError, match=r"cannot read .*model.safetensors: "):
             weights.load(tmp_path, state)
+
+
+def refused(rank, config):
+    with pytest.raises(ValueError) as error:
+        make_trainer(rank, config)
+    return str(error.value)
+
+
+def test_a_weight_that_one_rank_lacks_is_told_by_all(exported, tmp_path):
+    tensors = load_file(exported / "given" / "model.safetensors")
+    del tensors["layers.0.attention.qkv.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    shutil.copyfile(exported / "given" / "config.json", tmp_path / "config.json")
+    config = settings(tmp_path / "run", model=BALANCED, schedule="1f1b", weights=str(tmp_path))
+    first, second = run_ranks(2, refused, config)
+    assert first == second
+    assert "model.safetensors lacks layers.0.attention.qkv.weight" in first
+
+
+def test_weights_that_know_other_tokens_are_refused(exported, tmp_path):
+    given = shutil.copytree(exported / "given", tmp_path / "given")
+    (given / "tokenizer.json").write_text('{"tokenizer": "ids", "vocab_size": 256}')
+    with pytest.raises(ValueError, match=r"given was trained on other tokens: 256 token ids without a tokenizer there"):
+        planned(tmp_path, model=BALANCED, weights=str(given))
 
 
 def test_only_this_rank_s_weights_are_read(exported, monkeypatch):
