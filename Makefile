@@ -23,7 +23,7 @@ train: venv
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --nproc-per-node 2 train.py --preset tiny
 
 test: lint
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 lint: venv
 	$(BIN)/ruff check .

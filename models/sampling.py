@@ -37,7 +37,9 @@ class Sampling:
         """One token for each row, [B]. `random` is on the CPU, so that a seed means the same on every device."""
         if self.temperature == 0:
             return logits_BV.argmax(-1)
-        scaled_BV = logits_BV.float().cpu() / self.temperature
+        fp32_BV = logits_BV.float().cpu()
+        # Below the likeliest token's 0, a temperature near 0 gives -inf; dividing logits by it would give infinities.
+        scaled_BV = (fp32_BV - fp32_BV.amax(-1, keepdim=True)) / max(self.temperature, 1e-30)
         probabilities_BV = filtered(scaled_BV, self.top_k, self.top_p).softmax(-1)
         return torch.multinomial(probabilities_BV, 1, generator=random)[:, 0].to(logits_BV.device)
 

@@ -15,6 +15,8 @@ from tqdm import tqdm
 from ..models.flops import peak_flops, train_flops_per_token
 from .config import TrainConfig
 
+FILE = "metrics.jsonl"
+
 
 class Metrics:
     """Appends records to `<run>/metrics.jsonl`; does nothing on ranks that are not `enabled`.
@@ -28,7 +30,7 @@ class Metrics:
         if not enabled:
             return
         run.mkdir(parents=True, exist_ok=True)
-        path = run / "metrics.jsonl"
+        path = run / FILE
         kept = [line for line in _lines(path) if json.loads(line)["step"] <= first_step]
         fresh = path.with_suffix(".new")
         fresh.write_text("".join(kept))
@@ -65,7 +67,7 @@ def check_tensorboard() -> None:
 
 def read_records(run: Path) -> list[dict[str, Any]]:
     """What the run in this folder has recorded, in order. Raises ValueError for a folder or a line that is not such."""
-    path = run / "metrics.jsonl"
+    path = run / FILE
     if not path.is_file():
         raise ValueError(f"{run} is not the folder of a run: it has no metrics.jsonl")
     records = []

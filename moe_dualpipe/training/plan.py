@@ -8,7 +8,7 @@ from ..checks import make_folder
 from ..models import split
 from ..models.experts import expert_class
 from ..schedule import Schedule, build
-from . import checkpoint, data, restart, weights
+from . import checkpoint, data, metrics, restart, weights
 from .config import TrainConfig
 from .optimizer import check_saved
 from .parallel import Layout
@@ -68,6 +68,8 @@ class Plan:
         if config.document_mask and text.end_id < 0:
             raise ValueError("--document-mask: where documents end is not known of these token ids; prepare them anew")
         make_folder(Path(config.out))
+        if Path(config.out, metrics.FILE).exists():
+            metrics.read_records(Path(config.out))  # a line that is none is told before the ranks meet
         return cls(config, arguments, text, resume, first_step)
 
     def introduction(self, layout: Layout, dense: float, experts: float, state_mb: float) -> str:

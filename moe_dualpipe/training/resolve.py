@@ -47,8 +47,9 @@ def resolve(config: TrainConfig, launch: Launch) -> TrainConfig:
         "profile",
         "bias_rate",
     ):
-        if not getattr(config, name) >= 0:
-            raise ValueError(f"--{name.replace('_', '-')} cannot be negative: got {getattr(config, name)}")
+        if not 0 <= getattr(config, name) < float("inf"):
+            problem = "cannot be negative" if getattr(config, name) < 0 else "must be finite"
+            raise ValueError(f"--{name.replace('_', '-')} {problem}: got {getattr(config, name)}")
     _check_optimizer(config.optim, config.steps)
     if config.weights and config.resume:
         raise ValueError("--weights are what a new run starts from, and --resume goes on with an old one: give one")

@@ -11,6 +11,7 @@ import io
 import os
 import re
 import shutil
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
@@ -97,9 +98,11 @@ class Saver:
         return None if self.busy else self.wait()
 
     def close(self) -> None:
-        """Finish what was started. Ends without an error even if that fails, as an error is often why it is called."""
+        """Finish what was started. Raises nothing even if that fails, as an error is often why it is called."""
         with suppress(Exception):
-            self.wait()
+            saved = self.wait()
+            if saved and saved.error and dist.get_rank() == 0:
+                sys.stderr.write(f"{saved.path} could not be written: {saved.error}\n")
         self._threads.shutdown()
 
     def _write(self, step: int, state: Mapping[str, Tensor], extra: Mapping[str, bytes]) -> Saved:

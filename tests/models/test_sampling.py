@@ -37,6 +37,13 @@ def test_top_p_counts_what_top_k_leaves():
     assert filtered(logits, top_k=2, top_p=0.6).exp().tolist()[0] == pytest.approx([0, 0.5, 0])
 
 
+@pytest.mark.parametrize("temperature", [1e-320, 1e-40, 1e-9])
+def test_a_temperature_near_0_takes_the_likeliest(temperature):
+    logits = 100 * torch.randn(5, 11, generator=torch.Generator().manual_seed(0))
+    drawn = Sampling(temperature, top_p=0.9).draw(logits, torch.Generator().manual_seed(1))
+    assert torch.equal(drawn, logits.argmax(-1))
+
+
 def test_of_equal_tokens_the_first_are_kept():
     assert filtered(torch.zeros(1, 300), top_k=2).isfinite()[0].nonzero().flatten().tolist() == [0, 1]
     assert filtered(torch.zeros(1, 4), top_p=0.5).isfinite().tolist() == [[True, True, False, False]]

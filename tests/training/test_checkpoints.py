@@ -481,12 +481,20 @@ def save_in_each_way(rank, run):
     closed = Saver(run / "closed", ModelConfig(), keep=2, timeout=60)
     closed.start(4, state_of(rank, 4))
     closed.close()
-    return *ends, names(run / "closed")
+    failing = Saver(run / "failing", ModelConfig(), keep=2, timeout=60)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as err:
+        FullDisk(patch)
+        failing.start(4, state_of(rank, 4))
+        failing.close()
+    told = ["No space left on device" in err.getvalue(), err.getvalue().count("could not be written")]
+    return *ends, names(run / "closed"), told
 
 
 def test_a_checkpoint_holds_the_state_of_its_moment_and_closing_finishes_it(tmp_path):
     later, at_once = ((True, []), "step-000004", ""), ((False, ["step-000004"]), "step-000004", "")
-    assert run_ranks(2, save_in_each_way, tmp_path) == [(later, at_once, ["step-000004"])] * 2
+    first, second = run_ranks(2, save_in_each_way, tmp_path)
+    assert first == (later, at_once, ["step-000004"], [True, 1])
+    assert second == (later, at_once, ["step-000004"], [False, 0])
     for way in ("True", "False", "closed"):
         assert contents(checkpoint.find(str(tmp_path / way))) == 4
 

@@ -524,6 +524,14 @@ def test_a_checkpoint_that_lost_a_file_is_refused(tmp_path):
         Plan.make(resolve(settings(tmp_path / "b", resume=str(checkpoint)), Launch(0, 0, 1, 1)))
 
 
+def test_a_record_that_is_none_is_told_before_the_ranks_meet(tmp_path):
+    run_ranks(1, train, settings(tmp_path, steps=1))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write("oops\n")
+    with pytest.raises(ValueError, match=r"metrics.jsonl, line 4: not a record with a step: 'oops'"):
+        Plan.make(resolve(settings(tmp_path, resume=str(tmp_path)), Launch(0, 0, 1, 1)))
+
+
 def test_metrics_of_repeated_steps_are_dropped(tmp_path):
     config = settings(tmp_path / "a", steps=4, save_every=2)
     run_ranks(1, train, config)
