@@ -128,7 +128,7 @@ def _out(config: TrainConfig) -> str:
     if not config.out:
         names = (f"runs/{config.preset}" + (f"-{i}" if i > 1 else "") for i in itertools.count(1))
         return next(name for name in names if restart.is_ours(name) or not Path(name, "checkpoints").exists())
-    if Path(config.out, "checkpoints").exists() and not restart.is_ours(config.out):
+    if any(Path(config.out, "checkpoints").glob("step-*")) and not restart.is_ours(config.out):
         raise ValueError(
             f"--out {config.out} holds a run already: go on with --resume {config.out}, or use another --out"
         )

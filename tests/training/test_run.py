@@ -474,6 +474,8 @@ def test_a_new_run_never_mixes_with_an_old_one(tmp_path, monkeypatch, capsys):
     assert resolve(TrainConfig(device="cpu"), launch).out == "runs/tiny"
     (tmp_path / "runs" / "tiny" / "checkpoints").mkdir(parents=True)
     assert resolve(TrainConfig(device="cpu"), launch).out == "runs/tiny-2"
+    assert resolve(TrainConfig(device="cpu", out="runs/tiny"), launch).out == "runs/tiny"  # it was killed too early
+    (tmp_path / "runs" / "tiny" / "checkpoints" / "step-000002").mkdir()
     resumed = TrainConfig(device="cpu", resume="runs/tiny/checkpoints/step-000002", out="runs/tiny")
     assert resolve(resumed, launch).out == "runs/tiny"
     with pytest.raises(ValueError, match="--out runs/tiny holds a run already"):
