@@ -20,7 +20,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 train: venv
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --nproc-per-node 2 train.py --preset tiny
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --nproc-per-node 2 train.py --preset tiny --steps 240
 
 test: lint
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
