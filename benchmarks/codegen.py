@@ -29,7 +29,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from moe_dualpipe.kernels.gpu import configs, gemm, paced_copy, permute, routing, swiglu, wgrad
+from moe_dualpipe.expert_parallel.modelled import paced_copy
+from moe_dualpipe.kernels.gpu import configs, gemm, permute, routing, swiglu, wgrad
 from moe_dualpipe.kernels.gpu.device import interpreting
 
 TARGETS = {

@@ -39,9 +39,9 @@ import tyro
 
 from moe_dualpipe.models import PRESETS
 from moe_dualpipe.runtime.executor import StepResult
-from moe_dualpipe.training.config import Launch, TrainConfig
+from moe_dualpipe.runtime.launch import Launch, initialize
+from moe_dualpipe.training.config import TrainConfig
 from moe_dualpipe.training.loop import Trainer
-from moe_dualpipe.training.parallel import initialize
 from moe_dualpipe.training.plan import Plan
 from moe_dualpipe.training.resolve import resolve
 

@@ -3,7 +3,7 @@
     python -m benchmarks.overlap                 everything that runs on this machine, about seven minutes
     python -m benchmarks.overlap --only link     one part: link, overhead, recompute, schedulers, network
 
-One process plays one rank of 16 over a modelled link (expert_parallel/loopback.py). Its bandwidth is set so that the
+One process plays one rank of 16 over a modelled link (modelled/loopback.py). Its bandwidth is set so that the
 transfers of a pair take a given share of the time that the pair computes, which is measured first, in the same run.
 Everything that is compared takes turns, round by round; tables give medians, and the range of the ratio over rounds.
 

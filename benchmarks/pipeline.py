@@ -20,7 +20,8 @@ import torch.multiprocessing as mp
 import tyro
 
 from moe_dualpipe.models import PRESETS, ModelConfig
-from moe_dualpipe.training.config import Launch, TrainConfig
+from moe_dualpipe.runtime.launch import Launch
+from moe_dualpipe.training.config import TrainConfig
 from moe_dualpipe.training.loop import Trainer
 from moe_dualpipe.training.plan import Plan
 from moe_dualpipe.training.resolve import default_micro_batches, resolve

@@ -38,9 +38,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 from benchmarks.network import ending_in_order, ignore_signals
+from moe_dualpipe.kernels.weight_grads import accumulate
 from moe_dualpipe.models import PRESETS, TransformerStage, next_token_loss, split
 from moe_dualpipe.overlap import WeightGrads, bind
-from moe_dualpipe.overlap.weight_grads import accumulate
 from moe_dualpipe.runtime import P2P, Executor, TensorSpec
 from moe_dualpipe.runtime.executor import _Run
 from moe_dualpipe.runtime.p2p import Receiving, Sending

@@ -14,8 +14,8 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
+from moe_dualpipe.drawing.render import COLOURS, draw_on
 from moe_dualpipe.schedule import Costs, Timeline, build, simulate
-from moe_dualpipe.schedule.render import COLOURS, draw_on
 
 FORWARD, BACKWARD, WEIGHT, COMMUNICATION = COLOURS["F"], COLOURS["B"], COLOURS["W"], "#d9d9d9"
 

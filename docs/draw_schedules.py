@@ -10,9 +10,9 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from moe_dualpipe.drawing.render import add_legend, draw_on, summary
 from moe_dualpipe.schedule import Costs
 from moe_dualpipe.schedule.compare import compare
-from moe_dualpipe.schedule.render import add_legend, draw_on, summary
 
 OUT = Path(__file__).parent / "images" / "schedules"
 RANKS, MICRO_BATCHES = 4, 8

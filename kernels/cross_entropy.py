@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from moe_dualpipe.kernels.linear import autocast
+from .linear import autocast
 
 if TYPE_CHECKING:
-    from moe_dualpipe.overlap.weight_grads import WeightGrads
+    from .weight_grads import WeightGrads
 
 IGNORED = -100  # the label of a token that does not count, as in torch
 

@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .choose import Kernels, contiguous, contiguous_rows, no_graph_of_backward, use_triton
+from .backend import Kernels, contiguous, contiguous_rows, no_graph_of_backward, use_triton
 from .grouped_gemm import How, grouped_linear
 from .linear import autocast, grad_dtype, later_or_now
 from .permute import check_weights, permute, unpermute
 from .routing import ExpertOrder
 
 if TYPE_CHECKING:
-    from moe_dualpipe.overlap.weight_grads import WeightGrads
+    from .weight_grads import WeightGrads
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

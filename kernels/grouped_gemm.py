@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .choose import Kernels, contiguous, contiguous_rows, no_graph_of_backward, use_triton
+from .backend import Kernels, contiguous, contiguous_rows, no_graph_of_backward, use_triton
 from .linear import autocast, check_accumulates, grad_dtype, later_or_now
 
 if TYPE_CHECKING:
-    from moe_dualpipe.overlap.weight_grads import WeightGrads
+    from .weight_grads import WeightGrads
 
 
 _GROUPED_MM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

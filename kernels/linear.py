@@ -1,7 +1,7 @@
 """`linear`: y = x W^T, with a weight gradient that can be computed later than the input gradient.
 
 torch's own `F.linear` computes both in one backward. Here the two are separate products, so that a split backward can
-return the input gradient at once and hand the weight half to `weight_grads` (see overlap/weight_grads.py).
+return the input gradient at once and hand the weight half to `weight_grads` (see kernels/weight_grads.py).
 
 D_in, D_out: input and output width; ...: any leading dimensions.
 """
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe_dualpipe.overlap.weight_grads import accumulate, has_hooks
+from .weight_grads import accumulate, has_hooks
 
 if TYPE_CHECKING:
-    from moe_dualpipe.overlap.weight_grads import WeightGrads
+    from .weight_grads import WeightGrads
 
 
 class _Linear(torch.autograd.Function):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .choose import Kernels, contiguous_rows, no_graph_of_backward, use_triton
+from .backend import Kernels, contiguous_rows, no_graph_of_backward, use_triton
 from .routing import ExpertOrder
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .choose import Kernels, contiguous, contiguous_rows, no_graph_of_backward, use_triton
+from .backend import Kernels, contiguous, contiguous_rows, no_graph_of_backward, use_triton
 
 Score = Literal["softmax", "sigmoid"]
 

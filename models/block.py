@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_dualpipe.expert_parallel import ExpertParallel
-from moe_dualpipe.kernels.choose import Kernels
+from moe_dualpipe.kernels.backend import Kernels
 from moe_dualpipe.overlap import Compute, Segmented, Segments
 from moe_dualpipe.overlap.segment import Arriving
 

@@ -35,10 +35,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from moe_dualpipe.kernels.choose import Kernels
+from moe_dualpipe.kernels.backend import Kernels
 from moe_dualpipe.kernels.experts import experts
 from moe_dualpipe.kernels.routing import ExpertOrder
-from moe_dualpipe.overlap.weight_grads import WeightGrads
+from moe_dualpipe.kernels.weight_grads import WeightGrads
 
 from .config import ModelConfig
 

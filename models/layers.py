@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from moe_dualpipe.kernels.experts import swiglu
 from moe_dualpipe.kernels.linear import linear
-from moe_dualpipe.overlap.weight_grads import WeightGrads
+from moe_dualpipe.kernels.weight_grads import WeightGrads
 
 
 class Linear(nn.Module):

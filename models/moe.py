@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_dualpipe.expert_parallel import Combined, ExpertParallel, Pending, Received, Route
-from moe_dualpipe.kernels.choose import Kernels
+from moe_dualpipe.kernels.backend import Kernels
 from moe_dualpipe.kernels.permute import permute, unpermute
 from moe_dualpipe.overlap import Comm, Compute, Prepare, Segmented, Segments
 
@@ -26,7 +26,7 @@ class MoE(Segmented):
     """Routed experts, spread over ranks by `expert_parallel`, plus shared experts on every rank.
 
     `seed` and `name` fix the initial weights of each expert, wherever it lives. `recompute`: run the experts again in
-    the backward instead of keeping what they save. `kernels`: Triton or plain torch (kernels/choose.py).
+    the backward instead of keeping what they save. `kernels`: Triton or plain torch (kernels/backend.py).
     """
 
     def __init__(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_dualpipe.expert_parallel import ExpertParallel
-from moe_dualpipe.kernels.choose import Kernels
+from moe_dualpipe.kernels.backend import Kernels
 from moe_dualpipe.overlap import Compute, Segmented, Segments, in_layer
 
 from .block import Block, add_up
@@ -130,7 +130,7 @@ def share_embedding(stages: Iterable[nn.Module]) -> None:
     """Make the first and the last stage, where one rank holds both, hold one embedding: the same parameter.
 
     Two of the same name would be trained apart. Where different ranks hold them, they are replicas, whose gradients are
-    to be summed (training/parallel.py).
+    to be summed (runtime/groups.py).
     """
     holders = [stage for stage in stages if hasattr(stage, "embedding")]
     for other in holders[1:]:

@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from moe_dualpipe.kernels.choose import Kernels
+from moe_dualpipe.kernels.backend import Kernels
 from moe_dualpipe.kernels.routing import route
 
 from .auxiliary import attach

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_dualpipe.expert_parallel import ExpertParallel, Local
-from moe_dualpipe.kernels.choose import Kernels, checked
+from moe_dualpipe.kernels.backend import Kernels, checked
 from moe_dualpipe.kernels.cross_entropy import linear_cross_entropy
 from moe_dualpipe.overlap import Compute, Segmented, Segments, in_layer
 
@@ -126,7 +126,7 @@ class TransformerStage(Segmented):
     one document.
 
     `recompute` is what each block computes again in its backward instead of keeping it (block.py); `kernels` are
-    Triton's or plain torch (kernels/choose.py). With `fused_loss` or `mtp_layers` the last stage ends in normalised
+    Triton's or plain torch (kernels/backend.py). With `fused_loss` or `mtp_layers` the last stage ends in normalised
     hidden states [B, S, D] instead; the criterion is its `loss` in either case. Raises ValueError for an unknown
     choice, or kernels that cannot be had.
     """

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .overlap.weight_grads import WeightGrads
+from .kernels.weight_grads import WeightGrads
 from .runtime import P2P, Executor, TensorSpec
 from .runtime import run_backward as _run_backward
 from .schedule import Schedule, build, placement_of

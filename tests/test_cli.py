@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from moe_dualpipe.cli import main
+from moe_dualpipe.drawing.render import text
+from moe_dualpipe.drawing.tables import table
 from moe_dualpipe.schedule import Costs, Schedule, add_comms, build, simulate
-from moe_dualpipe.schedule.compare import compare, table
-from moe_dualpipe.schedule.render import text
+from moe_dualpipe.schedule.compare import compare
 
 SHOW = ["schedule", "show", "dualpipe", "--ranks", "4", "--micro-batches", "10"]
 

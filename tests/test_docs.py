@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from moe_dualpipe.cli import main
+from moe_dualpipe.drawing.render import number
 from moe_dualpipe.schedule import Costs, build, simulate
 from moe_dualpipe.schedule.compare import compare
-from moe_dualpipe.schedule.render import number
 
 ROOT = Path(__file__).parent.parent
 PUBLISHED = ROOT.parent / "shared" / "data" / "deepseek_v3_train_trace.json.gz"

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import cosine_distance, run_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
@@ -14,6 +13,7 @@ from torch.distributed.pipelining.schedules import BACKWARD_WEIGHT, OVERLAP_F_B,
 from moe_dualpipe.expert_parallel import AllToAll
 from moe_dualpipe.models import ModelConfig, TransformerStage, build_model, next_token_loss, split
 from moe_dualpipe.torch_pipelining import backward_weight, overlap_f_b, register
+from tests.support.ranks import cosine_distance, run_ranks
 
 CONFIG = ModelConfig(
     vocab_size=61, hidden_size=32, num_layers=4, num_dense_layers=1, num_heads=4, num_kv_heads=2, head_dim=8,

@@ -3,7 +3,7 @@
 The runs differ in the experts only: the same initial weights, the same batches in the same order, real text (the
 standard library's own source), AdamW as train.py does it. The first steps compile and are not on the clock.
 
-Utilisation is the model FLOPs of a token (models/flops.py), times tokens per second, over the dense product's rate.
+Utilisation is the model FLOPs of a token (planner/flops.py), times tokens per second, over the dense product's rate.
 """
 
 import dataclasses
@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from moe_dualpipe.data import batches as data
 from moe_dualpipe.models import ModelConfig, TransformerStage, build_model, next_token_loss, preset
-from moe_dualpipe.models.flops import train_flops_per_token
+from moe_dualpipe.planner.flops import train_flops_per_token
 from moe_dualpipe.runtime.replicas import ReplicaSet
-from moe_dualpipe.training import data
 from moe_dualpipe.training.optimizer import Optimizer, OptimizerConfig
 
 from .context import Context

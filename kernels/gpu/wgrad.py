@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..choose import contiguous
+from ..backend import contiguous
 from .configs import lookup
 from .device import arch_of, precision
 from .gemm import _grid, _grouped, _halves

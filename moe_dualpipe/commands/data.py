@@ -7,9 +7,9 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional, subcommand
 
-from ..training import corpus
-from ..training.corpus import Sidecar, TokenFile
-from ..training.tokenizer import FILE, Tokenizer
+from ..data import token_files as corpus
+from ..data.token_files import Sidecar, TokenFile
+from ..data.tokenizer import FILE, Tokenizer
 
 
 @dataclass(frozen=True)

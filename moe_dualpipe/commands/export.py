@@ -18,8 +18,8 @@ class Export:
     """Expert layer of your own, "module:Class": a checkpoint that has one cannot choose what is imported."""
 
     def run(self) -> None:
-        from ..training import checkpoint
-        from ..training.weights import WEIGHTS, export
+        from ..checkpoint import load as checkpoint
+        from ..checkpoint.weights import WEIGHTS, export
 
         found = checkpoint.find(self.run_or_checkpoint)
         count = export(found, self.out, self.experts)

@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from tyro.conf import Positional
 
-from ..checks import choose_device
-
 
 @dataclass(frozen=True)
 class Generate:
@@ -37,11 +35,12 @@ class Generate:
     def run(self) -> None:
         import torch
 
-        from ..models.inference import generate
-        from ..training import checkpoint
-        from ..training.generate import printable
-        from ..training.tokenizer import tokenizer_of
-        from ..training.weights import model_of
+        from ..checkpoint import load as checkpoint
+        from ..checkpoint.weights import model_of
+        from ..data.tokenizer import tokenizer_of
+        from ..inference.generate import generate
+        from ..inference.pipeline import printable
+        from ..runtime.launch import choose_device
 
         if self.num < 1:
             raise ValueError(f"--num must be at least 1: got {self.num}")

@@ -37,7 +37,7 @@ class ShowModel:
     """Print JSON: bytes, for each rank."""
 
     def run(self) -> None:
-        from ..training.size_report import show  # torch, which the other commands start without
+        from ..planner.report import show  # torch, which the other commands start without
 
         print(show(self))
 
@@ -47,7 +47,7 @@ class ListModels:
     """The named models and their sizes."""
 
     def run(self) -> None:
-        from ..training.size_report import presets
+        from ..planner.report import presets
 
         print(presets())
 

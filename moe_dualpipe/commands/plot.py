@@ -6,7 +6,7 @@ from typing import Literal
 
 from tyro.conf import Positional
 
-from ..checks import check_output
+from ..drawing.output import check_output
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Plot:
     """What goes to the right: steps, tokens trained on, or hours of training."""
 
     def run(self) -> None:
-        from ..training.curves import save_curves, summary
+        from ..drawing.curves import save_curves, summary
         from ..training.metrics import read_records
 
         if not self.runs:

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 from tyro.conf import Positional, subcommand
 
-from ..checks import check_output, choose_device, make_folder
+from ..drawing.output import check_output, make_folder
 
 if TYPE_CHECKING:
     import torch
+
+    from ..runtime.launch import choose_device
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,10 @@ class Analyze:
     """Print JSON: an object for one device of one trace, a list of them for more."""
 
     def run(self) -> None:
+        from ..drawing.lanes import SUFFIXES
         from ..profiler import COMMUNICATION
         from ..profiler.chrome import MOST_EVENTS
         from ..profiler.files import analyze_files
-        from ..profiler.lanes import SUFFIXES
 
         try:
             pattern = COMMUNICATION if self.comm_pattern is None else re.compile(self.comm_pattern)

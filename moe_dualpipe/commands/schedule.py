@@ -11,7 +11,9 @@ from typing import Annotated, Literal
 import tyro
 from tyro.conf import Positional, subcommand
 
-from ..checks import check_output
+from ..drawing.output import check_output
+from ..drawing.render import SUFFIXES, save, sizes, text
+from ..drawing.tables import table
 from ..schedule import (
     NAMES,
     Costs,
@@ -24,8 +26,7 @@ from ..schedule import (
     validate_transfers,
 )
 from ..schedule.actions import Recv, Send
-from ..schedule.compare import compare, table
-from ..schedule.render import SUFFIXES, save, sizes, text
+from ..schedule.compare import compare
 
 
 @dataclass(frozen=True)

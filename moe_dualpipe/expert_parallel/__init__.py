@@ -2,10 +2,10 @@
 
 from .all_to_all import AllToAll
 from .autograd import combine, dispatch
-from .delayed import Delayed
-from .link import Link
 from .local import Local
-from .loopback import Loopback, Replay
+from .modelled.delayed import Delayed
+from .modelled.link import Link
+from .modelled.loopback import Loopback, Replay
 from .protocol import Combined, ExpertParallel, Pending, Ready, Received, Route
 
 __all__ = [

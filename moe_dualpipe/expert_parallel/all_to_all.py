@@ -4,8 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_dualpipe.kernels.choose import Kernels
-
+from ..kernels.backend import Kernels
 from .exchange import Exchange, Later, to_host
 
 

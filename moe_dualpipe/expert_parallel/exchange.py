@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from moe_dualpipe.kernels.choose import Kernels, checked
-from moe_dualpipe.kernels.permute import gather, gather_sum
-from moe_dualpipe.kernels.routing import ExpertOrder, rank_order
-
+from ..kernels.backend import Kernels, checked
+from ..kernels.permute import gather, gather_sum
+from ..kernels.routing import ExpertOrder, rank_order
 from .protocol import Combined, Pending, Received, Route
 
 V = TypeVar("V")
@@ -73,7 +72,7 @@ class _Plan:
 
 
 class Exchange(ABC):
-    """Experts divided evenly over `num_ranks` ranks, in order; `kernels` move their rows (kernels/choose.py).
+    """Experts divided evenly over `num_ranks` ranks, in order; `kernels` move their rows (kernels/backend.py).
 
     Raises ValueError when the experts cannot be divided, or the kernels cannot be had.
     """

@@ -2,15 +2,14 @@
 
 from torch import Tensor
 
-from moe_dualpipe.kernels.choose import Kernels, checked
-
+from ..kernels.backend import Kernels, checked
 from .protocol import Combined, Ready, Received, Route
 
 
 class Local:
     """Expert parallelism over one rank: the rows received are the tokens themselves.
 
-    Raises ValueError when the kernels (kernels/choose.py) cannot be had.
+    Raises ValueError when the kernels (kernels/backend.py) cannot be had.
     """
 
     def __init__(self, num_experts: int, kernels: Kernels = "auto"):

@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-from moe_dualpipe.kernels.choose import Kernels
-from moe_dualpipe.kernels.routing import ExpertOrder, expert_order
+from ..kernels.backend import Kernels
+from ..kernels.routing import ExpertOrder, expert_order
 
 V = TypeVar("V", covariant=True)
 
@@ -39,7 +39,7 @@ class Ready(Generic[V]):
 class Route:
     """Who sends what to whom, for one set of routing decisions; used by forward and backward alike.
 
-    num_local_experts: E_local. kernels: what sorts the rows (kernels/choose.py). local_ids_NK: for each row received,
+    num_local_experts: E_local. kernels: what sorts the rows (kernels/backend.py). local_ids_NK: for each row received,
     its choices among this rank's experts, -1 for those that live elsewhere. num_rows, num_choices: N and M. These are
     known once the first dispatch has been waited for.
     handle: whatever the backend needs besides.

@@ -1,8 +1,8 @@
 """What lets one chunk's work run beside another's."""
 
-from .chunk import Segmented
+from ..kernels.weight_grads import WeightGrads, bind
 from .engine import Engine
 from .segment import Comm, Compute, Prepare, Segments, in_layer
-from .weight_grads import WeightGrads, bind
+from .segmented import Segmented
 
 __all__ = ["Comm", "Compute", "Engine", "Prepare", "Segmented", "Segments", "WeightGrads", "bind", "in_layer"]

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
+from ..kernels.weight_grads import WeightGrads
 from .segment import Arriving, Comm, Compute, Prepare, Segments, Tensors
-from .weight_grads import WeightGrads
 
 
 class Engine:

@@ -5,9 +5,9 @@
 ...     print(analysis.hidden_fraction)
 """
 
+from ..drawing.report import as_text, verdict
 from .analyze import COMMUNICATION, Analysis, Kernel, Phase, analyze, kind_of
 from .chrome import Trace, TraceError, read
-from .report import as_text, verdict
 
 __all__ = [
     "COMMUNICATION",

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import lanes
+from ..drawing import lanes
+from ..drawing.report import as_text, compare_ranks, name_of, verdict
 from .analyze import COMMUNICATION, Analysis, analyze, kind_of
 from .chrome import Trace, TraceError, read
 from .host import on_cpu
 from .ranks import Rank, Together, together
-from .report import as_text, compare_ranks, name_of, verdict
 
 
 @dataclass(frozen=True)

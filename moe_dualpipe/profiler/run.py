@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from ..drawing import lanes
+from ..drawing.report import compare_phases, markdown, overview, share, verdict
 from ..expert_parallel import AllToAll, ExpertParallel, Link, Loopback, Replay
-from . import lanes
 from .capture import capture, synchronize
 from .files import Device, Files, analyze_files
 from .pair import Pair, Work
 from .ranks import together
-from .report import compare_phases, markdown, overview, share, verdict
 
 SHARE = 0.7
 """Of the time that is computed: what communication takes over a link that nobody described, on a CPU."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .checksum import checksum
+from .groups import Groups
 
 BUCKET_ELEMENTS = 16 * 2**20  # gradients are summed in pieces of at most this many elements, or one parameter
 
@@ -33,6 +34,16 @@ class ReplicaSet:
     @property
     def num_replicas(self) -> int:
         return 1 if self.group is None else self.group.size()
+
+
+def replica_sets(named: Mapping[str, nn.Parameter], groups: Groups) -> list[ReplicaSet]:
+    """This rank's parameters, by global name, in sets with the same holders: dense, experts, a shared embedding."""
+    apart = {"embedding.weight"} if groups.embedding else set()
+    return [
+        ReplicaSet({n: p for n, p in named.items() if ".experts." not in n and n not in apart}, groups.dense),
+        ReplicaSet({n: p for n, p in named.items() if ".experts." in n}, groups.expert_replicas),
+        ReplicaSet({n: p for n, p in named.items() if n in apart}, groups.embedding),
+    ]
 
 
 def sum_gradients(replicas: ReplicaSet) -> None:

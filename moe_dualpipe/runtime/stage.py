@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ..overlap.weight_grads import WeightGrads
+from ..kernels.weight_grads import WeightGrads
 
 Criterion = Callable[..., Tensor]
 Tensors = tuple[Tensor, ...]

@@ -11,11 +11,8 @@ from fractions import Fraction
 from typing import Any
 
 from .build import NAMES, build, placement_of
-from .picture import number, span_of
 from .simulate import Costs, simulate
 from .timeline import Timeline
-
-HEADINGS = ("stages", "step time", "bubble a rank", "share", "activations", "deferred W", "parameters")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,25 +37,12 @@ class Entry:
             "step_time": _plain(timeline.makespan),
             "bubble": [_plain(bubble) for bubble in timeline.bubble],
             "bubble_share": timeline.bubble_share,
-            "peak_activations": self._in_model_stages(timeline.peak_activations),
-            "peak_deferred": self._in_model_stages(timeline.peak_deferred),
-            "parameters": self._in_model_stages(timeline.parameters),
+            "peak_activations": self.in_model_stages(timeline.peak_activations),
+            "peak_deferred": self.in_model_stages(timeline.peak_deferred),
+            "parameters": self.in_model_stages(timeline.parameters),
         }
 
-    def cells(self) -> list[str]:
-        """What stands in the table under HEADINGS, for the fullest rank."""
-        if (timeline := self.timeline) is None:
-            return ["-"] * len(HEADINGS)
-        memory = (timeline.peak_activations, timeline.peak_deferred, timeline.parameters)
-        return [
-            str(timeline.schedule.num_stages),
-            number(timeline.makespan),
-            span_of(timeline.bubble),
-            f"{timeline.bubble_share:.1%}",
-            *(number(max(self._in_model_stages(counts))) for counts in memory),
-        ]
-
-    def _in_model_stages(self, counts: tuple[int, ...]) -> list[float]:
+    def in_model_stages(self, counts: tuple[int, ...]) -> list[float]:
         return [_plain(count * self.stage_size) for count in counts]
 
 
@@ -98,27 +82,3 @@ def _entry(name: str, num_ranks: int, num_stages: int, num_micro_batches: int, c
         problem = str(error)
         return Entry(name, num_ranks, None, problem if problem.startswith(name) else f"{name}: {problem}")
     return Entry(name, num_ranks, timeline, stage_size=Fraction(num_stages, schedule.num_stages))
-
-
-def table(entries: tuple[Entry, ...]) -> str:
-    """Markdown: a table for each number of ranks, and below it what each schedule lacks that cannot run there."""
-    tables = []
-    for num_ranks in dict.fromkeys(entry.num_ranks for entry in entries):
-        here = [entry for entry in entries if entry.num_ranks == num_ranks]
-        heading = f"on {num_ranks} rank{'s' if num_ranks > 1 else ''}"
-        tables.append(markdown([[heading, *HEADINGS], *([entry.name, *entry.cells()] for entry in here)]))
-        if problems := [f"- {entry.problem}" for entry in here if entry.problem]:
-            tables.append("\n".join(problems))
-    return "\n\n".join(tables)
-
-
-def markdown(rows: list[list[str]]) -> str:
-    """A table whose first row is its heading; the first column is aligned to the left, the others to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "| " + " | ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-        + " |"
-        for row in rows
-    ]  # fmt: skip
-    rule = "|" + "|".join(["-" * (widths[0] + 2), *("-" * (w + 1) + ":" for w in widths[1:])]) + "|"
-    return "\n".join([lines[0], rule, *lines[1:]])

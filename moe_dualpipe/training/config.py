@@ -11,10 +11,11 @@ from typing import Annotated, Literal
 
 import tyro
 
-from ..kernels.choose import Kernels
+from ..inference.sampling import Sampling
+from ..kernels.backend import Kernels
 from ..models import PRESETS, ModelConfig, preset
 from ..models.recompute import Recompute
-from ..models.sampling import Sampling
+from ..runtime.launch import Launch
 from .optimizer import OptimizerConfig
 
 
@@ -124,25 +125,6 @@ class TrainConfig:
     def sampling(self) -> Sampling:
         """How the sample is drawn. Raises ValueError for choices that mean nothing."""
         return Sampling(self.temperature, self.top_k, self.top_p)
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """What torchrun tells a process; a process on its own is rank 0 of 1."""
-
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int
-    restarts: int = 0
-
-    @classmethod
-    def from_environment(cls) -> "Launch":
-        get = os.environ.get
-        world_size = get("WORLD_SIZE", "1")
-        local_world_size = get("LOCAL_WORLD_SIZE", world_size)
-        restarts = int(get("TORCHELASTIC_RESTART_COUNT", "0"))
-        return cls(int(get("RANK", "0")), int(get("LOCAL_RANK", "0")), int(world_size), int(local_world_size), restarts)
 
 
 def parse(arguments: Sequence[str], quiet: bool = False) -> TrainConfig:

@@ -16,26 +16,29 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from ..checkpoint import load as checkpoint
+from ..checkpoint import weights
+from ..checkpoint.save import Saved, SaveError, Saver
 from ..expert_parallel import AllToAll, Local
+from ..health.heartbeat import Progress
+from ..health.signals import Stop
+from ..health.skipped_steps import Skips
+from ..health.watch import watching
+from ..inference.pipeline import generate, printable
 from ..models import TransformerStage, share_embedding, stacked_matrices
 from ..overlap import WeightGrads
 from ..runtime import P2P, Executor, TensorSpec
-from ..runtime.replicas import check_equal, gradient_norm, sum_gradients
-from . import checkpoint, metrics, restart, weights
+from ..runtime.groups import Layout, build_groups
+from ..runtime.launch import Launch, initialize
+from ..runtime.replicas import check_equal, gradient_norm, replica_sets, sum_gradients
+from . import metrics, restart
 from .balance import Balance
-from .config import Launch, parse, resume_command
-from .generate import generate, printable
-from .heartbeat import Progress
+from .config import parse, resume_command
 from .learning_rate import learning_rate
 from .optimizer import Optimizer
-from .parallel import Layout, build_groups, initialize, replica_sets
 from .plan import Plan
 from .profiling import StepProfiler
 from .resolve import resolve
-from .saver import Saved, SaveError, Saver
-from .signals import Stop
-from .skip import Skips
-from .watch import watching
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ..models.flops import peak_flops, train_flops_per_token
+from ..planner.flops import peak_flops, train_flops_per_token
 from .config import TrainConfig
 
 FILE = "metrics.jsonl"
@@ -117,7 +117,7 @@ def load_statistics(load_LE: Tensor) -> dict[str, float]:
 def utilisation(config: TrainConfig, device: torch.device, num_devices: int) -> float | None:
     """Model FLOPs utilisation at one token a second over all devices; None where nobody knows what a device can do.
 
-    Of a `resolve`d configuration; models/flops.py has what is counted. On a CPU, a process counts as a device.
+    Of a `resolve`d configuration; planner/flops.py has what is counted. On a CPU, a process counts as a device.
     """
     peak = config.peak_tflops * 1e12
     if not peak and device.type == "cuda":

@@ -20,10 +20,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..checkpoint import manifest
+from ..expert_parallel.parameters import global_tensors
 from ..runtime.replicas import ReplicaSet
-from . import manifest
-from .names import global_tensors
-from .zero import Piece, Shards
+from ..runtime.zero import Piece, Shards
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,14 +4,17 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..checks import make_folder
+from ..checkpoint import load as checkpoint
+from ..checkpoint import weights
+from ..data import batches as data
+from ..drawing.output import make_folder
 from ..models import split
 from ..models.experts import expert_class
+from ..runtime.groups import Layout
 from ..schedule import Schedule, build
-from . import checkpoint, data, metrics, restart, weights
+from . import metrics, restart
 from .config import TrainConfig
 from .optimizer import check_saved
-from .parallel import Layout
 from .profiling import WARM_UP
 
 

@@ -11,17 +11,17 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
+from ..drawing.pipeline_report import as_objects, as_text, rank_name, save
+from ..drawing.report import compare_ranks
 from ..profiler import COMMUNICATION, read
 from ..profiler.capture import capture, synchronize
 from ..profiler.files import Device, devices_of
 from ..profiler.host import on_cpu
 from ..profiler.pipeline import Pipeline
-from ..profiler.pipeline_report import as_objects, as_text, rank_name, save
 from ..profiler.ranks import together
-from ..profiler.report import compare_ranks
 from ..profiler.steps import Step, between_experts, on_one_clock, steps_of
+from ..runtime.groups import Layout
 from ..schedule import Schedule
-from .parallel import Layout
 
 WARM_UP = 2
 """Steps before the first one that is recorded."""

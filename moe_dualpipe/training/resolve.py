@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
-from ..checks import choose_device
-from ..kernels.choose import checked
+from ..kernels.backend import checked
 from ..models import preset
+from ..runtime.launch import Launch, choose_device
 from ..schedule import build
 from . import restart
-from .config import Launch, TrainConfig
+from .config import TrainConfig
 from .learning_rate import decay_steps
 from .metrics import check_tensorboard
 from .optimizer import OptimizerConfig

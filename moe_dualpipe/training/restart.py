@@ -11,7 +11,7 @@ import socket
 import time
 from pathlib import Path
 
-from . import checkpoint
+from ..checkpoint import load as checkpoint
 
 
 def mark(folder: Path, local_rank: int) -> None:

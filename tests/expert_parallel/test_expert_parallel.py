@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from ranks import run_ranks
 from torch.distributed import group
 
 from moe_dualpipe.expert_parallel import AllToAll, Local, combine, dispatch
 from moe_dualpipe.kernels.permute import permute, unpermute
+from tests.support.ranks import run_ranks
 
 EXPERTS, WIDTH = 8, 5
 

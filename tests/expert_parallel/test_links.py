@@ -7,13 +7,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import run_ranks
 from torch.distributed import group
 
 from moe_dualpipe.expert_parallel import AllToAll, Delayed, Link, Local, Loopback
 from moe_dualpipe.expert_parallel.exchange import ALIGNMENT, pack, unpack
-from moe_dualpipe.expert_parallel.link import Wire
+from moe_dualpipe.expert_parallel.modelled.link import Wire
 from moe_dualpipe.models import ModelConfig, MoE
+from tests.support.ranks import run_ranks
 
 CONFIG = ModelConfig(hidden_size=16, expert_size=12, num_experts=8, experts_per_token=3, init_std=0.3, head_dim=4)
 

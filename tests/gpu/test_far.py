@@ -7,7 +7,6 @@ nothing. The same rows, near, say what is right.
 import itertools
 
 import torch
-from common import DEVICE, all_kernels
 
 from moe_dualpipe.kernels.gpu.configs import Config
 from moe_dualpipe.kernels.gpu.gemm import rows_times_weights
@@ -15,6 +14,7 @@ from moe_dualpipe.kernels.gpu.permute import dot_rows, gather_rows, pick_sums, s
 from moe_dualpipe.kernels.gpu.routing import choose
 from moe_dualpipe.kernels.gpu.swiglu import swiglu_down_backward, swiglu_up
 from moe_dualpipe.kernels.gpu.wgrad import weight_gradients
+from tests.support.kernels import DEVICE, all_kernels
 
 WIDTH = 16
 FAR = 2**31 // WIDTH + 5  # rows of WIDTH

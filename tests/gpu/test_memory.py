@@ -4,16 +4,16 @@ import gc
 
 import pytest
 import torch
-from common import DEVICE
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moe_dualpipe.expert_parallel import Loopback
+from moe_dualpipe.kernels.weight_grads import WeightGrads, bind
 from moe_dualpipe.models import ModelConfig, StageSpec, TransformerStage
-from moe_dualpipe.models.memory import MicroBatch, kept_for_backward, kept_for_weights
-from moe_dualpipe.overlap.weight_grads import WeightGrads, bind
+from moe_dualpipe.planner.activations import MicroBatch, kept_for_backward, kept_for_weights
+from tests.support.kernels import DEVICE
 
 B, S, D, V = 2, 16, 24, 20
 SIZES = {

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from common import DEVICE, FLOOR, LinearExperts, error
-from ranks import run_ranks
 from torch.distributed import group
 
 from moe_dualpipe.expert_parallel import AllToAll, Local, Loopback
 from moe_dualpipe.expert_parallel.autograd import combine, dispatch
+from moe_dualpipe.kernels.weight_grads import WeightGrads, bind
 from moe_dualpipe.models import ModelConfig, build_model, next_token_loss
-from moe_dualpipe.overlap.weight_grads import WeightGrads, bind
+from tests.support.kernels import DEVICE, FLOOR, LinearExperts, error
+from tests.support.ranks import run_ranks
 
 TINY = {
     "hidden_size": 16, "num_layers": 2, "num_dense_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8,
@@ -88,7 +88,7 @@ def test_a_gradient_that_is_one_number_for_all_is_dispatched(kernels):
 def test_experts_of_ones_own_take_the_same_rows():
     results = []
     for kernels in ("reference", "triton"):
-        module = model(kernels, experts="common:LinearExperts")
+        module = model(kernels, experts="tests.support.kernels:LinearExperts")
         assert [m.kernels for m in module.modules() if isinstance(m, LinearExperts)] == [kernels]
         loss = next_token_loss(module(tokens(1)), tokens(2))
         loss.backward()

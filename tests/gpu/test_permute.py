@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from common import DEVICE, DTYPES, RUNS, assert_as_good_as
 
-from moe_dualpipe.kernels.choose import use_triton
+from moe_dualpipe.kernels.backend import use_triton
 from moe_dualpipe.kernels.permute import gather, gather_sum, permute, unpermute
 from moe_dualpipe.kernels.routing import ExpertOrder, expert_order
+from tests.support.kernels import DEVICE, DTYPES, RUNS, assert_as_good_as
 
 pytestmark = pytest.mark.usefixtures("guards")
 

@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from common import DEVICE, DTYPES, RUNS, all_kernels, assert_as_good_as, offsets_of
 
 from moe_dualpipe.kernels.experts import experts
 from moe_dualpipe.kernels.gpu.configs import Config
@@ -12,7 +11,8 @@ from moe_dualpipe.kernels.gpu.device import precision
 from moe_dualpipe.kernels.grouped_gemm import grouped_linear, grouped_mm, grouped_wgrad
 from moe_dualpipe.kernels.permute import permute, unpermute
 from moe_dualpipe.kernels.routing import expert_order, route
-from moe_dualpipe.overlap.weight_grads import WeightGrads
+from moe_dualpipe.kernels.weight_grads import WeightGrads
+from tests.support.kernels import DEVICE, DTYPES, RUNS, all_kernels, assert_as_good_as, offsets_of
 
 pytestmark = pytest.mark.usefixtures("guards")
 

@@ -11,13 +11,13 @@ import multiprocessing
 
 import pytest
 import torch
-from common import DEVICE, all_kernels, offsets_of
 
 from moe_dualpipe.kernels.experts import experts
 from moe_dualpipe.kernels.gpu.configs import Config
 from moe_dualpipe.kernels.grouped_gemm import grouped_linear
 from moe_dualpipe.kernels.permute import gather, permute, unpermute
 from moe_dualpipe.kernels.routing import ExpertOrder, expert_order, rank_order, route
+from tests.support.kernels import DEVICE, all_kernels, offsets_of
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="about memory of the host")
 libc = ctypes.CDLL(None, use_errno=True)

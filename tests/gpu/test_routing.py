@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from common import DEVICE
 
 from moe_dualpipe.kernels.routing import expert_order, rank_order, route
+from tests.support.kernels import DEVICE
 
 pytestmark = pytest.mark.usefixtures("guards")
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from watch import Watch
 
 from moe_dualpipe.kernels.cross_entropy import linear_cross_entropy
-from moe_dualpipe.overlap.weight_grads import WeightGrads
+from moe_dualpipe.kernels.weight_grads import WeightGrads
+from tests.support.tensors import Watch
 
 V, D = 31, 5
 # Of gradients, |ours - torch's| / |torch's|: a few roundings (2^-53, 2^-24, 2^-9).

@@ -12,7 +12,7 @@ from moe_dualpipe.kernels.grouped_gemm import grouped_linear
 from moe_dualpipe.kernels.linear import linear
 from moe_dualpipe.kernels.permute import gather_sum, permute, unpermute
 from moe_dualpipe.kernels.routing import expert_order
-from moe_dualpipe.overlap.weight_grads import WeightGrads, accumulate, bind
+from moe_dualpipe.kernels.weight_grads import WeightGrads, accumulate, bind
 
 # (rows per expert); the third has empty experts at both ends, the fourth one expert with everything, the last no rows
 COUNTS = [[3, 1, 4, 2], [1], [0, 5, 0, 2, 0], [0, 7, 0], [300, 7], [0, 0]]

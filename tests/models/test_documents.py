@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 import torch
-from ranks import cosine_distance, run_ranks
 from torch.nn import functional as F
 
 from moe_dualpipe.models import ModelConfig, TransformerStage, build_model, split
 from moe_dualpipe.models.documents import document_mask, documents
 from moe_dualpipe.runtime import P2P, Executor, TensorSpec
 from moe_dualpipe.schedule import build
+from tests.support.ranks import cosine_distance, run_ranks
 
 CONFIG = ModelConfig(
     vocab_size=31, hidden_size=16, num_layers=4, num_dense_layers=1, num_heads=4, num_kv_heads=2, head_dim=4,

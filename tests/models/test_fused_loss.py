@@ -4,13 +4,13 @@ from functools import partial
 
 import pytest
 import torch
-from ranks import cosine_distance
-from watch import Watch
 
+from moe_dualpipe.inference.generate import generate
 from moe_dualpipe.kernels.cross_entropy import linear_cross_entropy
+from moe_dualpipe.kernels.weight_grads import WeightGrads, bind
 from moe_dualpipe.models import ModelConfig, TransformerStage, build_model, split, transformer
-from moe_dualpipe.models.inference import generate
-from moe_dualpipe.overlap.weight_grads import WeightGrads, bind
+from tests.support.ranks import cosine_distance
+from tests.support.tensors import Watch
 
 CONFIG = ModelConfig(
     vocab_size=601, hidden_size=16, num_layers=2, num_dense_layers=1, num_heads=2, num_kv_heads=1, head_dim=8,

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from test_router import KINDS, D, E, K, made, with_choices
 from torch import Tensor, nn
 
 from moe_dualpipe.expert_parallel import Local
@@ -11,6 +10,7 @@ from moe_dualpipe.models.attention import Attention
 from moe_dualpipe.models.balance import sequence_loss, shares, z_loss
 from moe_dualpipe.models.block import Block
 from moe_dualpipe.models.router import Router
+from tests.support.routers import KINDS, D, E, K, made, with_choices
 
 
 def slope_and_difference(module: nn.Module, value, tensors: dict[str, Tensor]) -> None:

@@ -5,14 +5,14 @@ import math
 
 import pytest
 import torch
-from caches import check_that_a_cached_forward_is_the_forward, piecewise
 from torch import nn
 
 from moe_dualpipe.expert_parallel import Loopback
+from moe_dualpipe.kernels.weight_grads import WeightGrads, bind
 from moe_dualpipe.models import KVCache, ModelConfig, StageSpec, TransformerStage, build_model, next_token_loss
 from moe_dualpipe.models.attention import Attention
 from moe_dualpipe.models.latent_attention import LatentAttention
-from moe_dualpipe.overlap.weight_grads import WeightGrads, bind
+from tests.support.caches import check_that_a_cached_forward_is_the_forward, piecewise
 
 CONFIG = ModelConfig(
     vocab_size=31, hidden_size=16, num_layers=3, num_dense_layers=1, attention="mla", num_heads=3, head_dim=5,

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from caches import check_that_a_cached_forward_is_the_forward
 from torch import nn
 
 from moe_dualpipe.expert_parallel import Local
@@ -16,6 +15,8 @@ from moe_dualpipe.models.experts import expert_class
 from moe_dualpipe.models.router import Router
 from moe_dualpipe.models.seeding import seeded
 from moe_dualpipe.models.transformer import layer_flops, next_token_loss
+from tests.support.caches import check_that_a_cached_forward_is_the_forward
+from tests.support.oracles import moe_oracle
 
 CONFIG = ModelConfig(
     vocab_size=31, hidden_size=16, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=6, dense_size=20,
@@ -108,24 +109,6 @@ def test_attention_sees_no_later_position():
 # ---- Experts and the Mixture-of-Experts layer ----
 
 
-def swiglu_oracle(x, gate_up, down):
-    gate, up = (gate_up @ x).chunk(2)
-    return down @ (gate * torch.sigmoid(gate) * up)
-
-
-def moe_oracle(layer: MoE, x_TD: torch.Tensor) -> torch.Tensor:
-    """Token by token, expert by expert."""
-    weights, ids = layer.router(x_TD)
-    rows = []
-    for t, x in enumerate(x_TD):
-        chosen = zip(weights[t], ids[t].tolist(), strict=True)
-        y = sum(w * swiglu_oracle(x, layer.experts.gate_up[e], layer.experts.down[e]) for w, e in chosen)
-        if layer.shared is not None:
-            y = y + swiglu_oracle(x, layer.shared.gate_up.weight, layer.shared.down.weight)
-        rows.append(y)
-    return torch.stack(rows)
-
-
 @pytest.mark.parametrize("tokens", [1, 7, 40])
 @pytest.mark.parametrize("choices", [{}, {"num_shared_experts": 0}, {"experts_per_token": 1}, {"experts_per_token": 5}])
 def test_moe_equals_a_loop_with_all_gradients(tokens, choices):
@@ -194,7 +177,7 @@ class Unsummed(Doubling):
 
 
 def test_your_own_experts_take_the_place_of_ours():
-    config = with_choices(experts="test_models:Doubling", num_shared_experts=0)
+    config = with_choices(experts="tests.models.test_models:Doubling", num_shared_experts=0)
     layer = MoE(config, Local(config.num_experts), seed=0, name="layers.0")
     x = torch.randn(2, 3, config.hidden_size)
     torch.testing.assert_close(layer(x), 2 * x)  # weights sum to one
@@ -204,14 +187,14 @@ def test_your_own_experts_take_the_place_of_ours():
     with pytest.raises(
         ValueError, match=r"Shrinking must map rows \[12, 16\] to rows of the same shape: got \[12, 1\]"
     ):
-        MoE(with_choices(experts="test_models:Shrinking"), Local(5), seed=0, name="layers.0")(x)
+        MoE(with_choices(experts="tests.models.test_models:Shrinking"), Local(5), seed=0, name="layers.0")(x)
     with pytest.raises(ValueError, match=r"Unsummed must map rows \[6, 16\] to rows of the same shape: got \[12, 16\]"):
-        MoE(with_choices(experts="test_models:Unsummed"), Local(5), seed=0, name="layers.0")(x)
+        MoE(with_choices(experts="tests.models.test_models:Unsummed"), Local(5), seed=0, name="layers.0")(x)
 
 
 @pytest.mark.parametrize("name,problem", [
     ("nowhere_at_all:Experts", "cannot import the expert layer 'nowhere_at_all:Experts'"),
-    ("test_models:Missing", "test_models has no Missing"),
+    ("tests.models.test_models:Missing", "tests.models.test_models has no Missing"),
 ])  # fmt: skip
 def test_experts_that_cannot_be_found(name, problem):
     with pytest.raises(ValueError, match=problem):

@@ -5,9 +5,10 @@ from functools import partial
 
 import pytest
 import torch
-from ranks import cosine_distance
 
+from moe_dualpipe.inference.generate import generate, prefill
 from moe_dualpipe.kernels.cross_entropy import linear_cross_entropy
+from moe_dualpipe.kernels.weight_grads import bind
 from moe_dualpipe.models import (
     RECOMPUTE,
     ModelConfig,
@@ -19,10 +20,9 @@ from moe_dualpipe.models import (
     split,
     transformer,
 )
-from moe_dualpipe.models.inference import generate, prefill
 from moe_dualpipe.models.transformer import layer_flops
 from moe_dualpipe.overlap import WeightGrads
-from moe_dualpipe.overlap.weight_grads import bind
+from tests.support.ranks import cosine_distance
 
 CONFIG = ModelConfig(
     vocab_size=61, hidden_size=16, num_layers=3, num_dense_layers=1, num_heads=2, num_kv_heads=1, head_dim=8,

@@ -5,9 +5,6 @@ import math
 
 import pytest
 import torch
-from ranks import run_ranks
-from test_models import moe_oracle
-from test_router import CONFIG, KINDS, D, E, K, made, with_choices
 from torch import Tensor
 
 from moe_dualpipe.expert_parallel import AllToAll, Local
@@ -15,6 +12,9 @@ from moe_dualpipe.models import ModelConfig, MoE, build_model, next_token_loss
 from moe_dualpipe.models.balance import sequence_loss, z_loss
 from moe_dualpipe.models.recompute import RECOMPUTE
 from moe_dualpipe.models.router import Router
+from tests.support.oracles import moe_oracle
+from tests.support.ranks import run_ranks
+from tests.support.routers import CONFIG, KINDS, D, E, K, made, with_choices
 
 # ---- The losses ----
 

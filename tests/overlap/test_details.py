@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_chunks import CONFIG, gradients, saved_bytes, stage, tokens
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -16,6 +15,7 @@ from moe_dualpipe.models.block import add_up
 from moe_dualpipe.models.layers import Linear
 from moe_dualpipe.models.recompute import forgetting
 from moe_dualpipe.overlap import Comm, Compute, Engine, Segmented, WeightGrads, bind
+from tests.support.pairs import CONFIG, gradients, saved_bytes, stage, tokens
 
 PAIR = Segmented.overlapped_forward_backward
 

@@ -5,12 +5,13 @@ import json
 from pathlib import Path
 
 import pytest
-from traces import annotation, kernel, launch, write
 
 from moe_dualpipe.cli import main
-from moe_dualpipe.profiler import TraceError, analyze, as_text, kind_of, lanes, read, verdict
+from moe_dualpipe.drawing import lanes
+from moe_dualpipe.drawing.lanes import blocks
+from moe_dualpipe.profiler import TraceError, analyze, as_text, kind_of, read, verdict
 from moe_dualpipe.profiler.chrome import Work
-from moe_dualpipe.profiler.lanes import blocks
+from tests.support.traces import annotation, kernel, launch, write
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "deepseek_v3_train_trace.json.gz"
 

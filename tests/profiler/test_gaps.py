@@ -6,10 +6,10 @@ from itertools import count
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from traces import annotation, kernel, launch, operator, write
 
 from moe_dualpipe.profiler import analyze, as_text, read
 from moe_dualpipe.profiler.chrome import Mark, Trace, Work
+from tests.support.traces import annotation, kernel, launch, operator, write
 
 
 def waits(tmp_path, events):

@@ -6,12 +6,12 @@ from itertools import pairwise
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from traces import annotation, kernel, operator, write
 
 from moe_dualpipe.profiler import COMMUNICATION, TraceError, analyze, read
 from moe_dualpipe.profiler.chrome import Mark, Trace
 from moe_dualpipe.profiler.files import analyze_files
 from moe_dualpipe.profiler.host import on_cpu
+from tests.support.traces import annotation, kernel, operator, write
 
 
 def traced(tmp_path, events, pattern=COMMUNICATION):

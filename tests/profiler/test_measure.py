@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from traces import annotation, kernel, launch, write
 
 from moe_dualpipe.cli import main
 from moe_dualpipe.commands.profile import _device
@@ -16,6 +15,7 @@ from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.profiler import run
 from moe_dualpipe.profiler.files import Device, analyze_files
 from moe_dualpipe.profiler.pair import Work
+from tests.support.traces import annotation, kernel, launch, write
 
 CPU = torch.device("cpu")
 WORK = Work("train", "some", ModelConfig(num_experts=8), 2, 1024, 4096, "balanced", CPU, torch.float32)

@@ -4,12 +4,12 @@ import json
 import re
 
 import pytest
-from traces import kernel, write
 
 from moe_dualpipe.cli import main
 from moe_dualpipe.profiler.chrome import Work
 from moe_dualpipe.profiler.files import analyze_files
 from moe_dualpipe.profiler.ranks import Rank, Together, together
+from tests.support.traces import kernel, write
 
 ARRIVALS = [[10, 50, 90, 130], [13, 50, 97, 130], [10, 61, 90, 132]]
 """When each of three ranks comes to each of four collectives, on one clock; each ends 5 after the last has come."""

@@ -5,15 +5,15 @@ import statistics
 from dataclasses import fields
 
 import pytest
-from traces import annotation, kernel, launch, write
 
+from moe_dualpipe.drawing.pipeline_report import as_objects, as_text, save
 from moe_dualpipe.profiler import TraceError, read
 from moe_dualpipe.profiler.pipeline import Account, Pipeline, accounts, costs_of
-from moe_dualpipe.profiler.pipeline_report import as_objects, as_text, save
 from moe_dualpipe.profiler.steps import Step, between_experts, on_one_clock, steps_of
 from moe_dualpipe.schedule import Costs, build, simulate
 from moe_dualpipe.schedule.actions import Backward, Forward
 from moe_dualpipe.schedule.walk import Span
+from tests.support.traces import annotation, kernel, launch, write
 
 COSTS = Costs(F=20, B=50, W=15, FB=60)
 EPOCH = 1_700_000_000_000_000

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import cosine_distance, run_ranks
 from torch import nn
 
 from moe_dualpipe.deepseek import (
@@ -20,8 +19,9 @@ from moe_dualpipe.deepseek import (
     set_p2p_tensor_shapes,
 )
 from moe_dualpipe.models import ModelConfig, TransformerStage, build_model, split
-from moe_dualpipe.overlap.chunk import engine_for
+from moe_dualpipe.overlap.segmented import engine_for
 from moe_dualpipe.schedule import Backward, Overlap, Part, build
+from tests.support.ranks import cosine_distance, run_ranks
 
 SIZE, WIDTH = 3, 8
 

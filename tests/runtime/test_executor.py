@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
 from torch import nn
 
 from moe_dualpipe.kernels.linear import linear
 from moe_dualpipe.runtime import P2P, Executor, TensorSpec
 from moe_dualpipe.runtime.p2p import Receiving
 from moe_dualpipe.schedule import Forward, Placement, Schedule, build
+from tests.support.ranks import run_ranks
 
 WIDTH, COUNT = 6, 4
 

@@ -7,8 +7,9 @@ gradient of both uses once, and be counted once.
 from dataclasses import replace
 
 import pytest
-import test_equivalence as law
-from ranks import run_ranks
+
+from tests.support import pipelines as law
+from tests.support.ranks import run_ranks
 
 CONFIG = replace(law.CONFIG, num_layers=4, num_dense_layers=1, mtp_layers=2, mtp_weight=0.7)
 

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_failing_ranks, run_ranks
-from test_equivalence import CONFIG, SEED, make_pipeline, run_step
 
 from moe_dualpipe.expert_parallel import AllToAll, Delayed, Link, Loopback
 from moe_dualpipe.models import TransformerStage, build_model, next_token_loss
 from moe_dualpipe.overlap import Engine
-from moe_dualpipe.overlap.chunk import engine_for
+from moe_dualpipe.overlap.segmented import engine_for
 from moe_dualpipe.overlap.tape import Tape
 from moe_dualpipe.runtime.p2p import P2P
 from moe_dualpipe.schedule import Backward, Flow, Forward, Overlap, Part, Send, add_comms, build, halves
+from tests.support.pipelines import CONFIG, SEED, make_pipeline, run_step
+from tests.support.ranks import run_failing_ranks, run_ranks
 
 
 def tokens(seed, sequences, length):

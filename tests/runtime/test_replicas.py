@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from torch import nn
 
 from moe_dualpipe.runtime import replicas
 from moe_dualpipe.runtime.checksum import BLOCK, ROWS, checksum
 from moe_dualpipe.runtime.replicas import ReplicaSet, check_equal, differing, sum_gradients
+from tests.support.ranks import run_ranks
 
 
 def sums(rank):

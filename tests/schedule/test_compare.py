@@ -5,8 +5,9 @@ from fractions import Fraction
 
 import pytest
 
+from moe_dualpipe.drawing.tables import table
 from moe_dualpipe.schedule import NAMES, Costs, build, simulate
-from moe_dualpipe.schedule.compare import compare, table
+from moe_dualpipe.schedule.compare import compare
 
 COSTS = Costs(F=2, B=5, W=2, FB=6)
 

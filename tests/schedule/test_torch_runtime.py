@@ -3,13 +3,13 @@
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import cosine_distance, run_ranks
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from moe_dualpipe.schedule import Schedule, Send, add_comms, build, validate, validate_transfers
 from moe_dualpipe.schedule.schedule import steps_from_csv
+from tests.support.ranks import cosine_distance, run_ranks
 
 RANKS, MICRO_BATCHES, SIZE, WIDTH = 2, 6, 3, 8
 # A stage of torch's lives on one rank, so it cannot run mirrored schedules.

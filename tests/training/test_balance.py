@@ -6,12 +6,13 @@ import re
 
 import pytest
 import torch
-from ranks import run_ranks
-from test_run import MODEL, losses, make_trainer, settings, train_each
 
 from moe_dualpipe.models.router import Router
-from moe_dualpipe.training.config import Launch, parse
+from moe_dualpipe.runtime.launch import Launch
+from moe_dualpipe.training.config import parse
 from moe_dualpipe.training.resolve import resolve
+from tests.support.ranks import run_ranks
+from tests.support.runs import MODEL, losses, make_trainer, settings, train_each
 
 BALANCED = dataclasses.replace(MODEL, router_bias=True, sequence_loss=0.02, z_loss=0.003)
 OFTEN = {"model": BALANCED, "bias_rate": 0.01, "steps": 4, "seq_len": 16, "eval_sequences": 1}

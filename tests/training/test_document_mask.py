@@ -1,8 +1,9 @@
 """Whole runs with attention inside documents: however the work is divided, the same one, and not that without."""
 
 import pytest
-from ranks import run_ranks
-from test_run import losses, settings, train_each
+
+from tests.support.ranks import run_ranks
+from tests.support.runs import losses, settings, train_each
 
 
 def test_runs_with_a_document_mask_are_alike(tmp_path):

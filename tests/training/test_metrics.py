@@ -10,10 +10,10 @@ import torch
 from matplotlib.figure import Figure
 
 from moe_dualpipe.cli import main
-from moe_dualpipe.models.flops import train_flops_per_token
-from moe_dualpipe.training import curves
+from moe_dualpipe.drawing import curves
+from moe_dualpipe.drawing.curves import PANELS, _draw, positions, running_mean, save_curves, summary
+from moe_dualpipe.planner.flops import train_flops_per_token
 from moe_dualpipe.training.config import TrainConfig
-from moe_dualpipe.training.curves import PANELS, _draw, positions, running_mean, save_curves, summary
 from moe_dualpipe.training.metrics import Metrics, load_statistics, read_records, utilisation
 
 

@@ -4,14 +4,14 @@ import dataclasses
 
 import pytest
 import torch
-from ranks import run_ranks
-from test_run import MODEL, introduction, losses, make_trainer, settings, train_each
 
 from moe_dualpipe.models import build_model, expert_loads
+from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.runtime.replicas import differing
-from moe_dualpipe.training.config import Launch
 from moe_dualpipe.training.plan import Plan
 from moe_dualpipe.training.resolve import resolve
+from tests.support.ranks import run_ranks
+from tests.support.runs import MODEL, introduction, losses, make_trainer, settings, train_each
 
 AHEAD = dataclasses.replace(MODEL, mtp_layers=1)
 CLOCKS = ("seconds", "tokens_per_s", "peak_memory_mb")

@@ -8,18 +8,19 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from test_run import MODEL, losses, settings, train, train_each
 from torch import nn
 
 from moe_dualpipe.models import build_model, stacked_matrices
+from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.runtime.replicas import ReplicaSet
-from moe_dualpipe.training.config import Launch, OptimizerConfig, TrainConfig, parse
+from moe_dualpipe.runtime.zero import assign
+from moe_dualpipe.training.config import OptimizerConfig, TrainConfig, parse
 from moe_dualpipe.training.learning_rate import learning_rate
 from moe_dualpipe.training.optimizer import Optimizer
 from moe_dualpipe.training.plan import Plan
 from moe_dualpipe.training.resolve import resolve
-from moe_dualpipe.training.zero import assign
+from tests.support.ranks import run_ranks
+from tests.support.runs import MODEL, losses, settings, train, train_each
 
 OPTIM = OptimizerConfig(lr=0.1, warmup_steps=4, final_lr=0.2, weight_decay=0.5)
 WSD = dataclasses.replace(OPTIM, schedule="wsd", decay_steps=9)

@@ -9,13 +9,13 @@ import math
 
 import pytest
 import torch
-from ranks import run_ranks
-from test_run import MODEL, settings, train
 
+from moe_dualpipe.data import batches as data
 from moe_dualpipe.models import build_model, expert_loads, next_token_loss
-from moe_dualpipe.training import data
 from moe_dualpipe.training.config import OptimizerConfig
 from moe_dualpipe.training.metrics import load_statistics
+from tests.support.ranks import run_ranks
+from tests.support.runs import MODEL, settings, train
 
 OPTIM = OptimizerConfig(lr=0.01, warmup_steps=2, final_lr=0.3, beta1=0.8, beta2=0.9, weight_decay=0.4, clip=0.3)
 

@@ -7,16 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
 
+from moe_dualpipe.checkpoint import load as checkpoint
+from moe_dualpipe.expert_parallel.parameters import global_tensors
 from moe_dualpipe.models import ModelConfig
+from moe_dualpipe.runtime.groups import Layout, build_groups
+from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.schedule import Placement
-from moe_dualpipe.training import checkpoint
-from moe_dualpipe.training.config import Launch, TrainConfig, parse, resume_command
-from moe_dualpipe.training.manifest import FileSum, Manifest
-from moe_dualpipe.training.names import global_tensors
-from moe_dualpipe.training.parallel import Layout, build_groups
+from moe_dualpipe.training.config import TrainConfig, parse, resume_command
 from moe_dualpipe.training.resolve import resolve
+from tests.support.checkpoints import write_manifest
+from tests.support.ranks import run_ranks
 
 # ---- Checkpoint names ----
 
@@ -32,14 +33,6 @@ def test_experts_are_saved_one_by_one_under_their_global_number():
     assert [*dict(global_tensors("head.weight", stacked, range(3)))] == ["head.weight"]
     own = dict(global_tensors("layers.1.mlp.experts.mix.weight", stacked, range(4, 8)))
     assert [*own] == ["layers.1.mlp.experts.mix.weight.4-7"]
-
-
-def write_manifest(folder, step=3, model=None):
-    """A checkpoint of no tensors at all."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tensors.json").write_bytes(b"{}")
-    files = {"tensors.json": FileSum.of(b"{}")}
-    (folder / "run.json").write_bytes(Manifest(step, model or {}, files).encode())
 
 
 def test_find_takes_the_newest_complete_checkpoint(tmp_path):

@@ -9,10 +9,10 @@ import torch
 from moe_dualpipe.profiler.chrome import Trace, Work
 from moe_dualpipe.profiler.files import devices_of
 from moe_dualpipe.profiler.steps import Step
+from moe_dualpipe.runtime.groups import Layout
 from moe_dualpipe.schedule import Costs, build, simulate
 from moe_dualpipe.schedule.walk import Span
 from moe_dualpipe.training import profiling
-from moe_dualpipe.training.parallel import Layout
 from moe_dualpipe.training.profiling import StepProfiler
 
 TRANSFERS = (600, 400, 500, 850)

@@ -4,68 +4,40 @@ import contextlib
 import dataclasses
 import io
 import json
-import os
 import re
-import subprocess
-import sys
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
 
-from moe_dualpipe.models import ModelConfig, build_model, expert_loads
-from moe_dualpipe.models.flops import train_flops_per_token
-from moe_dualpipe.models.sampling import Sampling
+from moe_dualpipe.data.tokenizer import BYTES
+from moe_dualpipe.inference.sampling import Sampling
+from moe_dualpipe.models import build_model, expert_loads
+from moe_dualpipe.planner.flops import train_flops_per_token
 from moe_dualpipe.profiler import analyze, read
+from moe_dualpipe.runtime.launch import Launch, initialize
 from moe_dualpipe.schedule import build
 from moe_dualpipe.training import loop
-from moe_dualpipe.training.config import Launch, OptimizerConfig, TrainConfig, parse
+from moe_dualpipe.training.config import TrainConfig, parse
 from moe_dualpipe.training.loop import Trainer, main
-from moe_dualpipe.training.parallel import initialize
 from moe_dualpipe.training.plan import Plan
 from moe_dualpipe.training.resolve import resolve
-from moe_dualpipe.training.tokenizer import BYTES
-
-ROOT = Path(__file__).parents[2]
-MODEL = ModelConfig(
-    hidden_size=32, num_layers=4, num_heads=2, num_kv_heads=1, head_dim=16, dense_size=64, expert_size=32,
-    num_experts=4, init_std=0.1,
-)  # fmt: skip
-
-
-def settings(out, **changes):
-    config = TrainConfig(
-        model=MODEL, steps=6, seq_len=32, micro_batch_size=1, micro_batches=4, eval_sequences=8, sample_tokens=0,
-        data=(str(ROOT / "moe_dualpipe" / "schedule"),), optim=OptimizerConfig(warmup_steps=2), out=str(out),
-    )  # fmt: skip
-    return dataclasses.replace(config, **changes)
-
-
-def train(rank, config):
-    """A whole run on this rank; returns the records that rank 0 wrote."""
-    world_size = torch.distributed.get_world_size()
-    launch = Launch(rank, rank, world_size, world_size)
-    Trainer(Plan.make(resolve(config, launch)), launch).run()
-    return records(config.out)
-
-
-def train_and_listen(rank, config):
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        train(rank, config)
-    return printed.getvalue()
-
-
-def records(out):
-    return [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses(run_records, kind="loss"):
-    return {record["step"]: record[kind] for record in run_records if kind in record}
+from tests.support.ranks import run_ranks
+from tests.support.runs import (
+    MODEL,
+    ROOT,
+    SMALL,
+    command,
+    introduction,
+    losses,
+    make_trainer,
+    records,
+    settings,
+    train,
+    train_each,
+)
 
 
 @pytest.mark.parametrize("ranks,changes", [(1, {}), (2, {}), (2, {"ep": 2}), (2, {"schedule": "1f1b"})], ids=str)
@@ -122,10 +94,6 @@ CHOICES = [
     {"recompute": "full"},
     {"max_deferred": 1},
 ]
-
-
-def train_each(rank, configs):
-    return [train(rank, config) for config in configs]
 
 
 @pytest.mark.parametrize("ranks,division", [(1, {}), (2, {"pp": 2}), (2, {"pp": 1, "ep": 2})])
@@ -232,12 +200,6 @@ def test_training_learns_and_reports(tmp_path):
     assert 0 <= record["dead_experts"] < 1
 
 
-def make_trainer(rank, config):
-    world_size = torch.distributed.get_world_size()
-    launch = Launch(rank, rank, world_size, world_size)
-    return Trainer(Plan.make(resolve(config, launch)), launch)
-
-
 def fused_stages(rank, config):
     return [stage.fused_loss for stage in make_trainer(rank, config).stages.values()]
 
@@ -295,13 +257,6 @@ def test_bf16_trains_with_fp32_master_weights(tmp_path):
     run_ranks(1, bf16_step, settings(tmp_path, dtype="bfloat16"))
 
 
-def introduction(rank, config):
-    trainer = make_trainer(rank, config)
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        trainer._introduce()
-    return out.getvalue()
-
-
 @pytest.mark.parametrize("changes", [{}, {"ep": 2}, {"pp": 1}], ids=str)
 def test_parameters_are_counted_once(tmp_path, changes):
     sizes = {name: p.numel() for name, p in build_model(MODEL).named_parameters()}
@@ -352,24 +307,6 @@ def test_a_finished_run_and_a_broken_checkpoint_are_not_resumed(tmp_path):
 
 
 # ---- From the command line ----
-
-
-def command(*arguments, processes=1, script="train.py"):
-    program = [sys.executable]
-    if processes > 1:
-        program += ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [*program, script, *map(str, arguments)], cwd=ROOT, env=environment, capture_output=True, text=True,
-        timeout=120, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-
-
-SMALL = [
-    *("--model.hidden-size", 32, "--model.num-layers", 2, "--model.head-dim", 8, "--seq-len", 32),
-    *("--micro-batches", 4, "--micro-batch-size", 1, "--eval-sequences", 8, "--sample-tokens", 12),
-    *("--data", "moe_dualpipe"),
-]
 
 
 def test_torchrun_trains_and_tells_how_to_resume(tmp_path):
@@ -509,7 +446,7 @@ def resumed_where_it_does_not_fit(rank, config):
 
 
 def test_your_own_unstacked_experts_resume_where_they_were_and_are_refused_elsewhere(tmp_path):
-    model = dataclasses.replace(MODEL, experts="test_run:UnstackedExperts")
+    model = dataclasses.replace(MODEL, experts="tests.training.test_run:UnstackedExperts")
     run_ranks(2, train, settings(tmp_path / "a", model=model, pp=1, ep=2, save_every=3))
     checkpoint = str(tmp_path / "a" / "checkpoints" / "step-000003")
     again = run_ranks(2, train, settings(tmp_path / "b", model=model, pp=1, ep=2, resume=checkpoint))[0]

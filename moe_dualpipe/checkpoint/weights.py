@@ -1,0 +1,130 @@
+"""Weights without their run: a checkpoint's as a model, and as safetensors, which can be given away.
+
+A checkpoint holds moments and masters, and is divided among files. An exported folder holds the fp32 weights alone,
+
+    model.safetensors    the weights, by the checkpoint's global names
+    config.json          what the model is, with `model_type` "moe-dualpipe"
+    tokenizer.json       if it has one other than bytes
+
+and neither format can do anything but hold numbers, whoever wrote it.
+"""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..data.tokenizer import FILE as TOKENIZER
+from ..expert_parallel.parameters import global_tensors
+from ..models import ModelConfig, TransformerStage, build_model
+from . import load as checkpoints
+from . import manifest
+
+WEIGHTS, CONFIG, MODEL_TYPE = "model.safetensors", "config.json", "moe-dualpipe"
+_MODEL = "model."  # what weights are called in a checkpoint begins with it
+
+
+def model_of(checkpoint: Path, experts: str = "swiglu") -> TransformerStage:
+    """The model of a checkpoint, whole, in fp32.
+
+    Raises ValueError for one that cannot be read, or has experts other than `experts`: a class that a checkpoint names
+    is not imported unless the user names it, too.
+    """
+    try:
+        config = ModelConfig(**manifest.read(checkpoint).model)
+    except TypeError as error:
+        raise ValueError(f"cannot read the model of {checkpoint}: {error}") from None
+    if config.experts != experts:
+        raise ValueError(
+            f"{checkpoint} has experts {config.experts!r}, not {experts!r}: "
+            f"if you trust them, say so with --experts {config.experts}"
+        )
+    model = build_model(config)
+    checkpoints.load(checkpoint, {_MODEL + name: tensor for name, tensor in weights_of(model).items()})
+    return model
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """The weights of a whole model by global names, as views."""
+    experts = range(getattr(model, "config").num_experts)  # noqa: B009 - of type Tensor | Module to a type checker
+    return {
+        global_name: view
+        for name, tensor in model.state_dict().items()
+        for global_name, view in global_tensors(name, tensor, experts)
+    }
+
+
+def export(checkpoint: Path, folder: Path, experts: str = "swiglu") -> int:
+    """Write the weights of a checkpoint into a new folder; returns how many numbers. Needs memory for all of them.
+
+    Raises ValueError for a checkpoint that cannot be read, and where the folder exists.
+    """
+    from safetensors.torch import save_file
+
+    if folder.exists():
+        raise ValueError(f"{folder} exists already: choose a folder that does not")
+    model = model_of(checkpoint, experts)
+    weights = {name: tensor.contiguous().clone() for name, tensor in weights_of(model).items()}  # each its own memory
+    folder.mkdir(parents=True)
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    config = {"model_type": MODEL_TYPE, **dataclasses.asdict(model.config)}
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    if (checkpoint / TOKENIZER).is_file():
+        shutil.copyfile(checkpoint / TOKENIZER, folder / TOKENIZER)
+    return sum(tensor.numel() for tensor in weights.values())
+
+
+def check(folder: Path, model: ModelConfig) -> None:
+    """Raises ValueError unless `folder` is an exported one, of `model`."""
+    if not (folder / WEIGHTS).is_file() or not (folder / CONFIG).is_file():
+        raise ValueError(f"--weights {folder} needs {WEIGHTS} and {CONFIG}, as moe-dualpipe export writes them")
+    try:
+        saved = json.loads((folder / CONFIG).read_text())
+    except (ValueError, OSError) as error:
+        raise ValueError(f"cannot read {folder / CONFIG}: {error}") from None
+    if not isinstance(saved, dict) or saved.pop("model_type", None) != MODEL_TYPE:
+        raise ValueError(f"{folder / CONFIG} is not of a model that moe-dualpipe export wrote")
+    if differences := checkpoints.differences(saved, model):
+        raise ValueError(f"{folder} holds another model: {'; '.join(differences)}")
+
+
+def load(folder: Path, state: Mapping[str, Tensor]) -> None:
+    """Load into what of `state` are weights, in place, reading no more of the file than that. Collective.
+
+    Raises ValueError, on all ranks alike, for a file that is broken, lacks one of them, or has it in another shape.
+    """
+    fault = ""
+    try:
+        _load(folder, state)
+    except ValueError as error:
+        fault = str(error)
+    faults = [fault]
+    if dist.is_initialized():  # one rank alone may miss a weight
+        faults *= dist.get_world_size()
+        dist.all_gather_object(faults, fault)
+    if found := [fault for fault in faults if fault]:
+        raise ValueError(found[0])
+
+
+@torch.no_grad()
+def _load(folder: Path, state: Mapping[str, Tensor]) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    wanted = {name.removeprefix(_MODEL): tensor for name, tensor in state.items() if name.startswith(_MODEL)}
+    try:
+        with safe_open(folder / WEIGHTS, "pt") as file:
+            there = set(file.keys())
+            if lacking := sorted(set(wanted) - there):
+                raise ValueError(f"{folder / WEIGHTS} lacks {lacking[0]}, and {len(lacking) - 1} more")
+            for name, tensor in wanted.items():
+                shape = file.get_slice(name).get_shape()
+                if shape != [*tensor.shape]:
+                    raise ValueError(f"{folder / WEIGHTS} has {name} as {shape}, not as {[*tensor.shape]}")
+                tensor.copy_(file.get_tensor(name))
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"cannot read {folder / WEIGHTS}: {error}") from None

@@ -1,0 +1,76 @@
+"""A timeline as a Chrome trace, which https://ui.perfetto.dev and chrome://tracing open.
+
+One process a rank: its actions, arrows to the actions on other ranks that need their results, and how much it holds.
+The format: "Trace Event Format" (Google).
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..schedule.actions import Action, Backward, Forward, Overlap, Part, halves
+from ..schedule.timeline import Timeline
+from ..schedule.walk import Result, gives, needs
+
+
+def chrome_trace(timeline: Timeline, microseconds: float = 1000) -> dict[str, Any]:
+    """The trace as an object for `json`. `microseconds`: how long a unit of the timeline's time is shown."""
+    events: list[dict[str, Any]] = []
+    computed: dict[Result, tuple[int, float]] = {}  # on which rank, and a time inside of the action
+
+    def at(time: float) -> float:
+        return float(time - timeline.start) * microseconds
+
+    for rank, spans in enumerate(timeline.spans):
+        events += [
+            {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}},
+            {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}},
+            {"ph": "M", "pid": rank, "tid": 0, "name": "thread_name", "args": {"name": "actions"}},
+        ]
+        for span in spans:
+            events.append({
+                "ph": "X", "pid": rank, "tid": 0, "name": str(span.action), "cat": _category(span.action),
+                "ts": at(span.start), "dur": float(span.duration) * microseconds, "args": _arguments(span.action),
+            })  # fmt: skip
+            for half in halves(span.action):
+                computed[gives(half)] = rank, at((span.start + span.end) / 2)
+        for held in timeline.held(rank):
+            counts = {"activations": held.activations, "deferred weight gradients": held.deferred}
+            events.append({"ph": "C", "pid": rank, "name": "micro-batches held", "ts": at(held.time), "args": counts})
+
+    arrows = 0
+    for rank, spans in enumerate(timeline.spans):
+        for span in spans:
+            for need in (need for half in halves(span.action) for need in needs(half, timeline.schedule.num_stages)):
+                source, time = computed[need]
+                if source != rank:
+                    both = {"name": "transfer", "cat": "transfer", "id": arrows, "tid": 0}
+                    events.append({"ph": "s", "pid": source, "ts": time, **both})
+                    events.append({"ph": "f", "bp": "e", "pid": rank, "ts": at(span.start), **both})
+                    arrows += 1
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"schedule": timeline.schedule.name}}
+
+
+def write_trace(timeline: Timeline, path: Path, microseconds: float = 1000) -> None:
+    path.write_text(json.dumps(chrome_trace(timeline, microseconds)))
+
+
+def _category(action: Action) -> str:
+    match action:
+        case Overlap():
+            return "overlapped pair"
+        case Forward():
+            return "forward"
+        case Backward(part=Part.WEIGHT):
+            return "weight gradient"
+        case Backward():
+            return "backward"
+
+
+def _arguments(action: Action) -> dict[str, int]:
+    if isinstance(action, Overlap):
+        return {
+            "forward stage": action.forward.stage, "forward micro-batch": action.forward.micro_batch,
+            "backward stage": action.backward.stage, "backward micro-batch": action.backward.micro_batch,
+        }  # fmt: skip
+    return {"stage": action.stage, "micro-batch": action.micro_batch}

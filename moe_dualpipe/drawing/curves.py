@@ -1,0 +1,130 @@
+"""The curves of runs, side by side: what `metrics.jsonl` says, as a figure.
+
+A panel shows one thing of all runs; a panel of which no run has anything is left out. Losses of single steps are noisy,
+so they are drawn pale below their running mean. Needs matplotlib, which is imported when a figure is drawn.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from .figure import figure_class, write
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Record = Mapping[str, Any]
+Along = Literal["step", "tokens", "hours"]
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One quantity of the records; its panel's title is with its unit. `smooth`: a running mean above pale values."""
+
+    key: str
+    title: str
+    smooth: bool = False
+    log: bool = False
+
+
+PANELS = (
+    Panel("loss", "training loss (validation: dots), nats per token", smooth=True),
+    Panel("grad_norm", "gradient norm", smooth=True, log=True),
+    Panel("lr", "learning rate"),
+    Panel("tokens_per_s", "tokens/s", smooth=True),
+    Panel("mfu", "model FLOPs utilisation", smooth=True),
+    Panel("expert_load_max_over_mean", "load of the busiest expert over the mean", smooth=True),
+    Panel("dead_experts", "share of experts without a token", smooth=True),
+    Panel("sequence_loss", "sequence-wise auxiliary loss", smooth=True),
+    Panel("z_loss", "router z-loss", smooth=True),
+    Panel("mtp_loss", "loss of the tokens further ahead, nats per token", smooth=True),
+    Panel("peak_memory_mb", "peak memory, MB"),
+)
+
+
+def save_curves(runs: Mapping[str, Sequence[Record]], path: Path, along: Along = "step") -> None:
+    """Draw the runs, by name, into a file whose suffix says in which format. Raises ImportError without matplotlib.
+
+    along: what goes to the right: steps, tokens trained on, or hours of training.
+    """
+    new_figure = figure_class()
+    from matplotlib.ticker import EngFormatter
+
+    panels = [panel for panel in PANELS if any(panel.key in record for records in runs.values() for record in records)]
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = new_figure(figsize=(4.6 * columns, 2.7 * rows + 0.4), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axes, panel in zip(grid, panels, strict=False):
+        for i, records in enumerate(runs.values()):
+            _draw(axes, panel, records, positions(records, along), f"C{i}")
+        axes.set_title(panel.title, fontsize=9, loc="left")
+        axes.tick_params(labelsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_xlabel(along, fontsize=8, loc="right", labelpad=1)
+        if along == "tokens":
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 120k, 3M
+        if panel.log:
+            axes.set_yscale("log")
+    for axes in grid[len(panels) :]:
+        axes.set_visible(False)
+    if len(runs) > 1:
+        from matplotlib.lines import Line2D
+
+        lines = [Line2D([], [], color=f"C{i}", label=name) for i, name in enumerate(runs)]
+        figure.legend(handles=lines, loc="outside upper left", ncols=len(lines), fontsize=9, frameon=False)
+    write(figure, path)
+
+
+def positions(records: Sequence[Record], along: Along) -> dict[int, float]:
+    """Where each step stands; a step that is not recorded (of a run that was resumed elsewhere) stands nowhere.
+
+    Example: two steps of 8 tokens, recorded as steps 3 and 4, stand at tokens 8 and 16.
+    """
+    steps = [record for record in records if "loss" in record]
+    if along == "step":
+        return {record["step"]: record["step"] for record in records}
+    key, unit = ("tokens", 1) if along == "tokens" else ("seconds", 3600)
+    done = accumulate(record[key] / unit for record in steps)
+    first = {record["step"]: 0.0 for record in records[:1]}
+    return first | dict(zip((record["step"] for record in steps), done, strict=True))
+
+
+def running_mean(values: Sequence[float], share: float = 0.04) -> list[float]:
+    """The mean of each value and those before it, as many as `share` of them all.
+
+    Example: of [1, 2, 3, 4], two at a time: [1, 1.5, 2.5, 3.5].
+    """
+    width = max(1, round(len(values) * share))
+    sums = [0.0, *accumulate(values)]
+    starts = [max(0, end - width) for end in range(1, len(sums))]
+    return [(sums[end] - sums[start]) / (end - start) for end, start in enumerate(starts, 1)]
+
+
+def _draw(axes: "Axes", panel: Panel, records: Sequence[Record], where: Mapping[int, float], colour: str) -> None:
+    points = [(where[r["step"]], r[panel.key]) for r in records if panel.key in r and r["step"] in where]
+    # A loss that is no number would make all means after it no numbers.
+    points = [(x, y) for x, y in points if y is not None and abs(y) < float("inf")]
+    x, y = [x for x, _ in points], [y for _, y in points]
+    if panel.smooth:
+        axes.plot(x, y, color=colour, alpha=0.25, linewidth=0.8)
+    marker = "." if len(x) == 1 else None  # a line needs two points
+    axes.plot(x, running_mean(y) if panel.smooth else y, color=colour, linewidth=1.4, marker=marker)
+    if panel.key == "loss":
+        held_out = [r for r in records if "validation_loss" in r and r["step"] in where]
+        marks = [(where[r["step"]], r["validation_loss"]) for r in held_out]
+        axes.plot(*zip(*marks, strict=True), "o", color=colour, markersize=4) if marks else None
+
+
+def summary(name: str, records: Sequence[Record]) -> str:
+    """A run in one line: how far it came, and to what."""
+    steps = [record for record in records if "loss" in record]
+    validation = [record["validation_loss"] for record in records if "validation_loss" in record]
+    if not steps:
+        return f"{name}: no step recorded yet"
+    speeds = sorted(record["tokens_per_s"] for record in steps)
+    parts = [f"step {steps[-1]['step']}", f"loss {steps[-1]['loss']:.4f}"]
+    parts += [f"validation {validation[-1]:.4f}"] if validation else []
+    return f"{name}: {', '.join(parts)}, {speeds[len(speeds) // 2]:,.0f} tokens/s (median)"

@@ -1,0 +1,97 @@
+"""A timeline as a figure, in the manner of DeepSeek's: what a rank runs as a pair stands in one frame.
+
+The number in a box is the micro-batch. Needs matplotlib, which is imported when a figure is drawn.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..schedule.actions import Overlap
+from ..schedule.timeline import Timeline
+from .timeline import COLOURS, NAMES, boxes, has_pairs, letters, paler, shade, shortest, summary, title
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_MOST_INCHES = 60
+
+
+def save_figure(timeline: Timeline, path: Path) -> None:
+    """Write the figure; the suffix says in which format. Raises ImportError where matplotlib is not installed."""
+    write(draw(timeline), path)
+
+
+def write(figure: "Figure", path: Path) -> None:
+    """Save a figure: SVG with text as text, and the same bytes every time."""
+    from matplotlib import rc_context
+
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "moe-dualpipe"}):
+        figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+
+
+def figure_class() -> "type[Figure]":
+    """matplotlib's, or an ImportError that says how to get it."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("figures need matplotlib: pip install 'moe-dualpipe[viz]'") from error
+    return Figure
+
+
+def draw(timeline: Timeline) -> "Figure":
+    """A figure of the whole timeline, wide enough for its micro-batch numbers to be read (up to 60 inches)."""
+    width = max(6.5, float(timeline.makespan) * _inches(timeline) + 1)
+    figure = figure_class()(
+        figsize=(min(width, _MOST_INCHES), 1.3 + 0.3 * timeline.schedule.num_ranks), layout="constrained"
+    )
+    axes = figure.add_subplot()
+    draw_on(axes, timeline, font_size=7 * min(1, _MOST_INCHES / width))
+    axes.set_title(f"{title(timeline)}\n{summary(timeline)}", fontsize=9, loc="left")
+    add_legend(axes, timeline)
+    return figure
+
+
+def draw_on(axes: "Axes", timeline: Timeline, font_size: float = 7) -> None:
+    """Draw one row for each rank; time goes to the right.
+
+    No numbers are drawn below a font size of 3, and in boxes that are far shorter than the others.
+    """
+    least = shortest(timeline)
+    edge = font_size / 8 if font_size >= 3 else 0  # nothing of a box of a few dots would be left between wider ones
+    ranks = range(timeline.schedule.num_ranks)
+    for rank in ranks:
+        row = list(boxes(timeline, rank))
+        colours = [shade(timeline, rank, box) for box in row]
+        ranges = [(box.start, box.end - box.start) for box in row]
+        axes.broken_barh(ranges, (-rank - 0.43, 0.86), facecolors=colours, edgecolors="white", linewidths=edge)
+        frames = [(float(s.start), float(s.duration)) for s in timeline.spans[rank] if isinstance(s.action, Overlap)]
+        axes.broken_barh(frames, (-rank - 0.43, 0.86), facecolors="none", edgecolors="black", linewidths=edge, zorder=2)
+        for box in row if font_size >= 3 else ():
+            if box.end - box.start >= least * 0.99:
+                middle = (box.start + box.end) / 2
+                axes.text(middle, -rank, str(box.micro_batch), ha="center", va="center_baseline", fontsize=font_size)
+    axes.set_xlim(float(timeline.start), float(timeline.start + timeline.makespan))
+    axes.set_ylim(-len(ranks) + 0.45, 0.55)
+    axes.set_yticks([-rank for rank in ranks], [f"rank {rank}" for rank in ranks])
+    axes.set_frame_on(False)
+    axes.tick_params(length=0, labelsize=8)
+    axes.set_xlabel("time", fontsize=8, loc="right", labelpad=1)
+
+
+def _inches(timeline: Timeline) -> float:
+    """How wide a unit of time must be, so that every number fits into its box."""
+    digits = len(str(timeline.schedule.num_micro_batches - 1))
+    return (0.05 + 0.065 * digits) / shortest(timeline)
+
+
+def add_legend(axes: "Axes", timeline: Timeline) -> None:
+    from matplotlib.patches import Patch
+
+    entries = [Patch(facecolor=COLOURS[letter], label=NAMES[letter]) for letter in letters(timeline)]
+    if has_pairs(timeline):
+        entries.append(Patch(facecolor="white", edgecolor="black", label="overlapped pair"))
+    if max(timeline.parameters) > 1:
+        entries.append(Patch(facecolor=paler(COLOURS["F"], 0.5), label="pale: the rank's other stages"))
+    below = (0, -0.25 / len(timeline.spans))
+    axes.legend(handles=entries, loc="upper left", bbox_to_anchor=below, ncols=len(entries), fontsize=8, frameon=False)

@@ -1,0 +1,132 @@
+"""A trace as a picture: what computed, above what communicated, in the manner of DeepSeek's published profile.
+
+A block is what one annotation launched; its colour says whether that belongs to a forward (F), a backward (B) or a
+weight gradient (W), by the letter in brackets at the end of its name. Work without an annotation is grey.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..profiler.analyze import COMMUNICATION, intervals_of, kind_of
+from ..profiler.chrome import Mark, Trace, Work
+from ..profiler.host import on_cpu
+from ..profiler.intervals import Intervals, union
+from . import page
+from .figure import figure_class, write
+from .timeline import COLOURS, NAMES
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+LANES = ("computation", "communication")
+SUFFIXES = (".png", ".svg", ".html")
+OTHER = "#c8c8c8"
+_MOST_LABELS = 400
+
+
+class Block(NamedTuple):
+    lane: int
+    """Index in LANES."""
+    name: str
+    colour: str
+    intervals: Intervals
+    """Microseconds from the first work on the device."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Two lanes and what stands above them. shift_us: how much later than the first picture's it begins."""
+
+    title: str
+    blocks: Sequence[Block]
+    shift_us: float = 0.0
+
+    @property
+    def end_us(self) -> float:
+        return self.shift_us + max((float(block.intervals[-1, 1]) for block in self.blocks), default=0.0)
+
+
+def blocks(trace: Trace, device: str, pattern: re.Pattern[str] = COMMUNICATION) -> list[Block]:
+    """What ran on `device`, by the lane it belongs to and the annotation that launched it, in order of time."""
+    trace = on_cpu(trace, pattern)
+    works: dict[tuple[int, Mark | None], list[Work]] = defaultdict(list)
+    for work in trace.work:
+        if work.device == device:
+            lane = int(kind_of(work, pattern) == "comm")
+            works[lane, trace.annotation_of(work)].append(work)
+    start = min((work.start for same in works.values() for work in same), default=0.0)
+    found = [
+        Block(lane, mark.name if mark else "", _colour(mark.name if mark else ""), union(intervals_of(same)) - start)
+        for (lane, mark), same in works.items()
+    ]
+    return sorted(
+        (block for block in found if len(block.intervals)), key=lambda block: (block.lane, *block.intervals[0])
+    )
+
+
+def save(pictures: Sequence[Picture], path: Path) -> None:
+    """Draw them one above the other, on one axis of time, into a .png or .svg, or a page to zoom into (.html).
+
+    Raises ImportError where matplotlib is needed and not installed.
+    """
+    if path.suffix.lower() == ".html":
+        page.write(pictures, path)
+        return
+    end = max(picture.end_us for picture in pictures)
+    figure = figure_class()(figsize=(16, 0.7 + 1.9 * len(pictures)), layout="constrained")
+    rows = figure.subplots(len(pictures), sharex=True, squeeze=False)[:, 0]
+    for axes, picture in zip(rows, pictures, strict=True):
+        _draw(axes, picture, end)
+    rows[-1].set_xlabel("ms", fontsize=8, loc="right", labelpad=1)
+    _add_legend(rows[-1])
+    write(figure, path)
+
+
+def _add_legend(axes: "Axes") -> None:
+    from matplotlib.patches import Patch
+
+    entries = [Patch(facecolor=COLOURS[letter], label=NAMES[letter]) for letter in "FBW"]
+    entries.append(Patch(facecolor=OTHER, label="other"))
+    axes.legend(handles=entries, loc="upper left", bbox_to_anchor=(0, -0.12), ncols=4, fontsize=7, frameon=False)
+
+
+def _draw(axes: "Axes", picture: Picture, end: float) -> None:
+    for block in picture.blocks:
+        spans = [((start + picture.shift_us) / 1e3, (stop - start) / 1e3) for start, stop in block.intervals.tolist()]
+        axes.broken_barh(spans, (-block.lane - 0.43, 0.86), facecolors=block.colour, edgecolors="none")
+    for block, (start, stop) in _labelled(picture.blocks, end):
+        middle = ((start + stop) / 2 + picture.shift_us) / 1e3
+        axes.text(middle, -block.lane, _label(block.name), ha="center", va="center", fontsize=6, rotation=90)
+        begins = (block.intervals[0, 0] + picture.shift_us) / 1e3
+        axes.vlines(begins, -block.lane - 0.43, -block.lane + 0.43, "white", linewidth=0.5)
+    axes.set_xlim(0, end / 1e3)
+    axes.set_ylim(-1.5, 0.5)
+    axes.set_yticks([0, -1], LANES)
+    axes.set_frame_on(False)
+    axes.tick_params(length=0, labelsize=8)
+    axes.set_title(picture.title, fontsize=9, loc="left")
+
+
+def _labelled(blocks: Sequence[Block], end: float) -> list[tuple[Block, tuple[float, float]]]:
+    """Blocks with a piece, the longest one, that is wide enough to be read in; none if there are too many."""
+    longest = [
+        (block, max(map(tuple, block.intervals.tolist()), key=lambda piece: piece[1] - piece[0]))
+        for block in blocks
+        if block.name
+    ]
+    wide = [(block, piece) for block, piece in longest if piece[1] - piece[0] > end / 160]
+    return wide if len(wide) <= _MOST_LABELS else []
+
+
+def _label(name: str) -> str:
+    """What fits into a lane from bottom to top."""
+    return name if len(name) <= 17 else name[:16] + "\u2026"
+
+
+def _colour(name: str) -> str:
+    letter = re.search(r"\(([FBW])\)$", name)
+    return COLOURS[letter[1]] if letter else OTHER

@@ -1,0 +1,95 @@
+"""A timeline as text for a terminal."""
+
+from bisect import bisect_right
+from math import floor
+from operator import itemgetter
+from textwrap import wrap
+
+from ..schedule.timeline import Timeline
+from .timeline import COLOURS, NAMES, Box, boxes, has_pairs, letters, number, shade, shortest, summary, title
+
+_MOST_BANDS = 60
+
+
+def text(timeline: Timeline, width: int = 80, colour: bool = True) -> str:
+    """The timeline in lines of at most `width` characters (but at least 40), time going on in the next band of lines.
+
+    With `colour`, boxes are coloured (ANSI, 24 bit) and hold the micro-batch; otherwise it follows a letter, as in
+    `F3`, small for the rank's further stages. A pair stands in brackets, a dot is time in which the rank waits. What
+    runs on into the next band is named where its middle is.
+    """
+    ranks = range(timeline.schedule.num_ranks)
+    label = len(f"rank {ranks[-1]}  ")
+    width = max(width, 40)
+    columns = width - label
+    digits = len(str(timeline.schedule.num_micro_batches - 1))
+    least = digits + (3 if colour else 4)  # a bracket and a blank, and the letter
+    start, makespan = float(timeline.start), float(timeline.makespan)
+    scale = min(least / shortest(timeline), _MOST_BANDS * columns / makespan)
+
+    def column(time: float) -> int:
+        return floor((time - start) * scale + 0.5)
+
+    end = column(start + makespan)
+    rows = [[(column(box.start), column(box.end), box) for box in boxes(timeline, rank)] for rank in ranks]
+    lines = wrap(title(timeline), width)
+    for first in range(0, end, columns):
+        last = min(first + columns, end)
+        lines.append(f"{'time':<{label}}{number(start + first / scale)}")
+        for rank in ranks:
+            row, at = "", first
+            for left, right, box in rows[rank][bisect_right(rows[rank], first, key=itemgetter(1)) :]:
+                if left >= last:
+                    break
+                if left < right:
+                    shown = range(max(left, first), min(right, last))
+                    marks = _marks(timeline, rank, box, range(left, right), shown, colour)
+                    row += _waiting(shown.start - at, colour) + marks
+                    at = shown.stop
+            lines.append(f"{f'rank {rank}':<{label}}{row}{_waiting(last - at, colour)}")
+    lines += ["", *_key(timeline, width, colour)]
+    lines += [part for line in summary(timeline).splitlines() for part in wrap(line, width)]
+    return "\n".join(lines)
+
+
+def _marks(timeline: Timeline, rank: int, box: Box, whole: range, shown: range, colour: bool) -> str:
+    """The columns `shown` of a box that has the columns `whole`, the last of which is blank between it and the next."""
+    first_stage = box.stage == timeline.schedule.placement.stages[rank][0]
+    letter = "" if colour else box.letter if first_stage else box.letter.lower()
+    opening = "[" if box.framed and box.letter == "F" and shown.start == whole.start else ""
+    closing = "]" if box.framed and box.letter == "B" and shown.stop == whole.stop else ""
+    size = len(shown) - (shown.stop == whole.stop and len(shown) > 1)
+    room = max(size - len(opening + closing), 0)
+    name = f"{letter}{box.micro_batch}" if (whole.start + whole.stop - 1) // 2 in shown else ""
+    inside = (opening + (name if len(name) <= room else "").center(room) + closing)[:size]
+    gap = " " * (len(shown) - size)
+    return (_painted(inside, shade(timeline, rank, box)) if colour else inside) + gap
+
+
+def _waiting(width: int, colour: bool) -> str:
+    return f"\x1b[2m{'.' * width}\x1b[0m" if colour and width else "." * width
+
+
+def _key(timeline: Timeline, width: int, colour: bool) -> list[str]:
+    """What the marks mean, in lines of at most `width` characters."""
+    entries = []  # how long it looks, and what is written
+    for letter in letters(timeline):
+        mark = f" {letter} " if colour else letter
+        length = len(f"{mark} {NAMES[letter]}")
+        entries.append((length, f"{_painted(mark, COLOURS[letter]) if colour else mark} {NAMES[letter]}"))
+    others = ["small: other stages"] if not colour and max(timeline.parameters) > 1 else []
+    others += ["[ ] pair"] if has_pairs(timeline) else []
+    entries += [(len(other), other) for other in [*others, ". waits"]]
+    lines, used = [""], 0
+    for length, written in entries:
+        if used and used + 3 + length > width:
+            lines.append("")
+            used = 0
+        lines[-1] += ("   " if used else "") + written
+        used += (3 if used else 0) + length
+    return lines
+
+
+def _painted(text: str, colour: str) -> str:
+    rgb = ";".join(str(int(colour[i : i + 2], 16)) for i in (1, 3, 5))
+    return f"\x1b[38;2;0;0;0m\x1b[48;2;{rgb}m{text}\x1b[0m"

@@ -1,0 +1,77 @@
+"""Many ranks in one process: this one is real, the others do what it does, and the link between them is modelled.
+
+What this rank sends to rank r is what rank r, in the same situation, sends to it: the rows come back as if received,
+their experts folded onto the local ones. So one process holds the experts and does the work of one rank of R, and its
+communication takes the time of a modelled link. It is how one GPU, or one CPU, measures the overlap of a job of 64.
+
+As a function it is a model whose experts are the same on all ranks: expert e of rank r is expert e of rank 0.
+"""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from ...kernels.backend import Kernels
+from ..exchange import Exchange, Later, to_host
+from ..protocol import Combined, Pending, Ready, Received, Route
+from .link import Link, Wire
+
+
+class Loopback(Exchange):
+    """Rank 0 of `num_ranks` virtual ranks over `link`; rows to itself do not travel. On CUDA rows are copied, slowly.
+
+    Raises ValueError when the experts cannot be divided evenly, or the kernels cannot be had.
+    """
+
+    def __init__(self, num_experts: int, num_ranks: int, link: Link | None = None, kernels: Kernels = "auto"):
+        super().__init__(num_experts, num_ranks, 0, kernels)
+        self.link = link or Link()
+        self.wire = Wire()
+        self.num_bytes = 0
+        """What has been sent to other ranks so far, without the counts."""
+
+    def swap_counts(self, counts_R2: Tensor) -> Pending[Tensor]:
+        counts_2R2 = self._carry(counts_R2.expand(2, *counts_R2.shape), self.link.seconds(0))
+        return Later([], to_host(counts_2R2.wait())) if counts_R2.is_cuda else counts_2R2
+
+    def swap(self, rows: Tensor, rows_out: list[int], rows_in: list[int]) -> Pending[Tensor]:
+        travelling = (len(rows) - rows_out[0]) * rows.shape[1] * rows.element_size()
+        self.num_bytes += travelling
+        return self._carry(rows, self.link.seconds(travelling))
+
+    def _carry(self, rows: Tensor, seconds: float) -> Pending[Tensor]:
+        if not rows.is_cuda:
+            return Later([self.wire.carry(seconds)], lambda: rows)
+        from .paced_copy import paced_copy  # Triton, which a CPU does without
+
+        return Ready(paced_copy(rows, seconds, self.link.sms))
+
+
+class Replay(Loopback):
+    """Loopback whose transfers take the times of another job, whatever they carry.
+
+    seconds: by kind of transfer, "dispatch(F)", "combine(F)", "dispatch(B)", "combine(B)"; they are told apart by the
+    routing weights, which travel with a dispatch and whose gradients come back with its backward, a combine. sms: as
+    of a Link.
+    """
+
+    def __init__(
+        self, num_experts: int, num_ranks: int, seconds: Mapping[str, float], sms: int, kernels: Kernels = "auto"
+    ):
+        super().__init__(num_experts, num_ranks, kernels=kernels)
+        self.seconds, self.sms = dict(seconds), sms
+
+    def prepare(self, expert_ids_TK: Tensor) -> Route:
+        self.link = Link(sms=self.sms)
+        return super().prepare(expert_ids_TK)
+
+    def dispatch(self, x_TD: Tensor, route: Route, weights_TK: Tensor | None = None) -> Pending[Received]:
+        self._set("combine(B)" if weights_TK is None else "dispatch(F)")
+        return super().dispatch(x_TD, route, weights_TK)
+
+    def combine(self, y_ND: Tensor, route: Route, weight_grads_NK: Tensor | None = None) -> Pending[Combined]:
+        self._set("combine(F)" if weight_grads_NK is None else "dispatch(B)")
+        return super().combine(y_ND, route, weight_grads_NK)
+
+    def _set(self, kind: str) -> None:
+        self.link = Link(latency_us=1e6 * self.seconds[kind], sms=self.sms)

@@ -1,0 +1,1 @@
+"""Text generation with a key/value cache, in one process or through a pipeline."""

@@ -1,0 +1,85 @@
+"""Text from a model that is spread over a pipeline: each token is one forward through the stages.
+
+Every stage keeps the keys and values of its own layers, so that what travels is one position of each sequence. One
+micro-batch is under way at a time, and ranks wait for each other: right for a sample, not for serving.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..models import KVCache
+from ..runtime import Executor, TensorSpec
+from ..schedule import Forward, Placement, Schedule
+from .generate import decode
+from .sampling import Sampling
+
+
+def wave(placement: Placement) -> Schedule:
+    """One micro-batch, forward through every stage along the placement's first route."""
+    route = placement.routes[0]
+    actions = tuple(
+        tuple(Forward(stage, 0) for stage, holder in enumerate(route) if holder == rank)
+        for rank in range(placement.num_ranks)
+    )
+    return Schedule("generate", Placement((route,)), 1, actions)
+
+
+class _Cached(nn.Module):
+    """A stage, and what it keeps of the positions that it has seen."""
+
+    def __init__(self, stage: nn.Module):
+        super().__init__()
+        self.stage, self.cache = stage, KVCache()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.stage(x, self.cache)
+
+
+@torch.no_grad()
+def generate(
+    executor: Executor,
+    placement: Placement,
+    group: dist.ProcessGroup | None,
+    prompts: Tensor | Sequence[Tensor],
+    num_tokens: int,
+    hidden: tuple[int, torch.dtype],
+    max_length: int,
+    vocab_size: int,
+    sampling: Sampling,
+    seed: int = 0,
+) -> Tensor:
+    """Return the `num_tokens` tokens that follow each prompt, [B, N], on all ranks of the pipeline `group`. Collective.
+
+    The stages are called as `stage(x, cache)`, and the last one has a method `logits` (models/transformer.py), which is
+    given what it ends in at the last position. prompts: [B, S], or B of [S], the same on all ranks. hidden: width and
+    dtype of what passes between stages. max_length: the most positions the model sees (inference/generate.py). Raises
+    ValueError for prompts that are empty or hold what is no token of the model.
+    """
+    schedule, last_rank = wave(placement), placement.routes[0][-1]
+    random = torch.Generator().manual_seed(seed)
+    cached = {index: _Cached(stage) for index, stage in executor.modules.items()}
+    pipeline = Executor(cached, executor.p2p, executor.weight_grads)
+
+    def step(new_BS: Tensor, past: int) -> Tensor:
+        for stage in cached.values():
+            stage.cache.length = past
+        pipeline.p2p = executor.p2p.with_specs([TensorSpec((*new_BS.shape, hidden[0]), hidden[1])])
+        outputs = pipeline.step(schedule, {0: (new_BS,)}, return_outputs=True).outputs
+        next_B = new_BS.new_empty(len(new_BS))
+        if outputs:
+            last: Any = executor.modules[schedule.num_stages - 1]
+            next_B = sampling.draw(last.logits(outputs[0][0][:, -1]), random)
+        if group is not None:
+            dist.broadcast(next_B, executor.p2p.global_ranks[last_rank], group=group)
+        return next_B
+
+    return decode(step, [prompt.to(executor.p2p.device) for prompt in prompts], num_tokens, max_length, vocab_size)
+
+
+def printable(text: str) -> str:
+    """Fit for a terminal: control characters, which a young model likes, are replaced."""
+    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text.expandtabs(4))

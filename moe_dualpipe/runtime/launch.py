@@ -1,0 +1,57 @@
+"""What torchrun tells a process, and how the processes of a run meet."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What torchrun tells a process; a process on its own is rank 0 of 1."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    restarts: int = 0
+
+    @classmethod
+    def from_environment(cls) -> "Launch":
+        get = os.environ.get
+        world_size = get("WORLD_SIZE", "1")
+        local_world_size = get("LOCAL_WORLD_SIZE", world_size)
+        restarts = int(get("TORCHELASTIC_RESTART_COUNT", "0"))
+        return cls(int(get("RANK", "0")), int(get("LOCAL_RANK", "0")), int(world_size), int(local_world_size), restarts)
+
+
+def initialize(device: torch.device, launch: Launch, timeout: float) -> None:
+    """Join the other processes; a process on its own becomes a world of one."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    wait = timedelta(seconds=timeout)
+    if launch.world_size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=wait)
+    elif launch.restarts == 0:
+        dist.init_process_group(backend, timeout=wait)
+    else:  # torchrun may keep one store for all attempts, where the addresses of dead ranks still stand
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=wait))
+        store = dist.PrefixStore(f"attempt {launch.restarts}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=wait)
+
+
+def choose_device(wanted: str, gpus: int, processes: int) -> str:
+    """cpu or cuda. Raises ValueError where `wanted` cannot be had: of auto there is always one."""
+    if wanted not in ("cpu", "cuda", "auto"):
+        raise ValueError(f"--device must be cpu, cuda or auto: got {wanted!r}")
+    if wanted == "cuda" and not gpus:
+        raise ValueError("--device cuda, but torch finds no GPU on this machine; use --device cpu")
+    if wanted == "cuda" and gpus < processes:
+        raise ValueError(
+            f"--device cuda needs a GPU for each process, but there are {processes} processes and {gpus} GPUs here: "
+            f"start at most {gpus} processes, or use --device cpu"
+        )
+    if wanted == "auto":
+        return "cuda" if gpus >= processes else "cpu"
+    return wanted

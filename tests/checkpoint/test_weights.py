@@ -1,0 +1,153 @@
+"""Weights without their run: exported, started from, and refused where they do not fit."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from moe_dualpipe.checkpoint import weights
+from moe_dualpipe.checkpoint.load import find
+from moe_dualpipe.cli import main
+from moe_dualpipe.models import build_model
+from moe_dualpipe.runtime.launch import Launch
+from moe_dualpipe.training.plan import Plan
+from moe_dualpipe.training.resolve import resolve
+from tests.support.ranks import run_ranks
+from tests.support.runs import MODEL, losses, make_trainer, records, settings, train
+
+BALANCED = dataclasses.replace(MODEL, router_bias=True, mtp_layers=1)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """A run of two pipeline ranks, and its weights."""
+    base = tmp_path_factory.mktemp("weights")
+    run_ranks(2, train, settings(base / "run", model=BALANCED, steps=3))
+    assert main(["export", str(base / "run"), "--out", str(base / "given")]) == 0
+    return base
+
+
+def test_what_is_exported_is_the_checkpoint_s_model_and_nothing_else(exported, capsys):
+    model = weights.model_of(find(str(exported / "run")))
+    expected = {name: tensor.shape for name, tensor in weights.weights_of(model).items()}
+    given = load_file(exported / "given" / "model.safetensors")
+    assert {name: tensor.shape for name, tensor in given.items()} == expected
+    assert {"layers.1.mlp.experts.gate_up.3", "layers.1.mlp.router.bias_E", "mtp.0.join.weight"} <= set(given)
+    fresh = weights.weights_of(build_model(BALANCED))
+    assert not torch.equal(given["layers.1.mlp.experts.gate_up.3"], fresh["layers.1.mlp.experts.gate_up.3"])
+    assert main(["export", str(exported / "run"), "--out", str(exported / "again")]) == 0
+    count = sum(tensor.numel() for tensor in given.values())
+    assert f": {count / 1e6:.2f} M numbers in fp32, " in capsys.readouterr().out
+    assert (exported / "again" / "config.json").read_text() == (exported / "given" / "config.json").read_text()
+
+
+@pytest.mark.parametrize("ranks,changes", [(1, {}), (2, {"ep": 2, "zero": True})], ids=str)
+def test_a_run_starts_where_the_exported_one_ended_with_moments_anew(exported, tmp_path, ranks, changes):
+    out = tmp_path / "started"
+    run_ranks(ranks, train, settings(out, model=BALANCED, steps=1, weights=str(exported / "given"), **changes))
+    ended = losses(records(exported / "run"), "validation_loss")[3]
+    assert losses(records(out), "validation_loss")[0] == pytest.approx(ended, rel=1e-5)
+
+
+def planned(tmp_path, **changes):
+    return Plan.make(resolve(settings(tmp_path / "run", **changes), Launch(0, 0, 1, 1)))
+
+
+def test_another_model_and_other_files_are_refused(exported, tmp_path):
+    with pytest.raises(ValueError, match=r"given holds another model: router_bias is True there and False here; mtp_"):
+        planned(tmp_path, weights=str(exported / "given"))
+    with pytest.raises(ValueError, match=r"--weights .* needs model.safetensors and config.json, as moe-dualpipe expo"):
+        planned(tmp_path, weights=str(exported / "run"))
+    with pytest.raises(ValueError, match="give one"):
+        planned(tmp_path, weights=str(exported / "given"), resume=str(exported / "run"))
+    other = shutil.copytree(find(str(exported / "run")), tmp_path / "step-000003")
+    (other / "tokenizer.json").write_bytes(b'{"tokenizer": "ids", "vocab_size": 256}')
+    assert main(["export", str(other), "--out", str(tmp_path / "ids")]) == 0
+    with pytest.raises(
+        ValueError, match="ids was trained on other tokens: 256 token ids without a tokenizer there and"
+    ):
+        planned(tmp_path, weights=str(tmp_path / "ids"), model=BALANCED)
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "model.safetensors").write_bytes(b"")
+    for config in ('{"model_type": "qwen3_moe"}', "[]", "{", '{"hidden_size": 32}'):
+        (foreign / "config.json").write_text(config)
+        with pytest.raises(
+            ValueError,
+            match=r"cannot read .*config.json: |config.json is not of a model that",
+        ):
+            planned(tmp_path, weights=str(foreign))
+
+
+def test_broken_and_unfit_tensors_are_named(exported, tmp_path):
+    state = {f"model.{name}": tensor for name, tensor in weights.weights_of(build_model(BALANCED)).items()}
+    good = load_file(exported / "given" / "model.safetensors")
+    for change, problem in [
+        (lambda d: d.pop("head.weight"), "lacks head.weight"),
+        (lambda d: d.update({"head.weight": torch.zeros(3)}), r"has head.weight as \[3\], not as \[256, 32\]"),
+        (lambda d: d.update({"head.weight": torch.zeros(1, 32)}), r"has head.weight as \[1, 32\], not as \[256, 32\]"),
+    ]:
+        tensors = dict(good)
+        change(tensors)
+        save_file(tensors, tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match=problem):
+            weights.load(tmp_path, state)
+    data = (exported / "given" / "model.safetensors").read_bytes()
+    for broken in (data[: len(data) // 2], data[:4], b"", b"\xff" * 100, b"PK\x03\x04" + data):
+        (tmp_path / "model.safetensors").write_bytes(broken)
+        with pytest.raises(ValueError, match=r"cannot read .*model.safetensors: "):
+            weights.load(tmp_path, state)
+
+
+def refused(rank, config):
+    with pytest.raises(ValueError) as error:
+        make_trainer(rank, config)
+    return str(error.value)
+
+
+def test_a_weight_that_one_rank_lacks_is_told_by_all(exported, tmp_path):
+    tensors = load_file(exported / "given" / "model.safetensors")
+    del tensors["layers.0.attention.qkv.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    shutil.copyfile(exported / "given" / "config.json", tmp_path / "config.json")
+    config = settings(tmp_path / "run", model=BALANCED, schedule="1f1b", weights=str(tmp_path))
+    first, second = run_ranks(2, refused, config)
+    assert first == second
+    assert "model.safetensors lacks layers.0.attention.qkv.weight" in first
+
+
+def test_weights_that_know_other_tokens_are_refused(exported, tmp_path):
+    given = shutil.copytree(exported / "given", tmp_path / "given")
+    (given / "tokenizer.json").write_text('{"tokenizer": "ids", "vocab_size": 256}')
+    with pytest.raises(ValueError, match=r"given was trained on other tokens: 256 token ids without a tokenizer there"):
+        planned(tmp_path, model=BALANCED, weights=str(given))
+
+
+def test_only_this_rank_s_weights_are_read(exported, monkeypatch):
+    read = []
+    file = safe_open(exported / "given" / "model.safetensors", "pt")
+    spy = type("Spy", (), {
+        "__enter__": lambda self: self, "__exit__": lambda *_: None, "keys": lambda _: file.keys(),
+        "get_slice": lambda _, name: file.get_slice(name),
+        "get_tensor": lambda _, name: read.append(name) or file.get_tensor(name),
+    })  # fmt: skip
+    monkeypatch.setattr("safetensors.safe_open", lambda *_: spy())
+    state = {"model.head.weight": torch.zeros(256, 32), "exp_avg.head.weight": torch.zeros(256, 32)}
+    weights.load(exported / "given", state)
+    assert read == ["head.weight"]
+    assert state["model.head.weight"].any()
+    assert not state["exp_avg.head.weight"].any()
+
+
+def test_export_refuses_what_it_would_overwrite_and_experts_nobody_named(exported, capsys):
+    assert main(["export", str(exported / "run"), "--out", str(exported / "given")]) == 2
+    assert "exists already: choose a folder that does not" in capsys.readouterr().err
+    checkpoint = find(str(exported / "run"))
+    with pytest.raises(ValueError, match=r"has experts 'swiglu'"):
+        weights.model_of(checkpoint, "somebody.elses:Experts")
+    config = json.loads((exported / "given" / "config.json").read_text())
+    assert config["model_type"] == "moe-dualpipe"

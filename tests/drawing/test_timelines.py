@@ -1,0 +1,370 @@
+"""What is drawn is what is in the timeline: every action, where it runs, in its colour, in files others can open."""
+
+import io
+import json
+import re
+import xml.etree.ElementTree
+from collections import Counter
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from moe_dualpipe.drawing.chrome_trace import chrome_trace
+from moe_dualpipe.drawing.render import COLOURS, boxes, draw, draw_on, save, span_of, summary, text
+from moe_dualpipe.schedule import (
+    Costs,
+    Forward,
+    Overlap,
+    Schedule,
+    Send,
+    Span,
+    Timeline,
+    add_comms,
+    build,
+    halves,
+    simulate,
+)
+
+COSTS = Costs(F=2, B=5, W=2, FB=6)
+SIZES = [("dualpipe", 4, 10), ("zbv", 3, 6), ("interleaved_1f1b", 2, 4), ("1f1b", 1, 1), ("chimera", 8, 16)]
+timelines = pytest.mark.parametrize("timeline", [simulate(build(*size), COSTS) for size in SIZES], ids=map(str, SIZES))
+
+
+def plain(line):
+    return re.sub(r"\x1b\[[0-9;]*m", "", line)
+
+
+@timelines
+def test_every_action_has_its_boxes_where_it_runs(timeline):
+    for rank, spans in enumerate(timeline.spans):
+        row = iter(boxes(timeline, rank))
+        for span in spans:
+            mine = [next(row) for _ in halves(span.action)]
+            assert (mine[0].start, mine[-1].end) == (span.start, span.end)
+            for box, half in zip(mine, halves(span.action), strict=True):
+                letter = "F" if isinstance(half, Forward) else half.part.value
+                assert (box.letter, box.stage, box.micro_batch) == (letter, half.stage, half.micro_batch)
+                assert box.framed == isinstance(span.action, Overlap)
+        assert next(row, None) is None
+
+
+# ---- Text ----
+
+
+@timelines
+@pytest.mark.parametrize("width", [40, 60, 80, 133, 1000])
+def test_lines_fit_the_terminal_and_differ_in_colour_only(timeline, width):
+    for colour in (False, True):
+        lines = [plain(line) for line in text(timeline, width, colour).splitlines()]
+        assert max(map(len, lines)) <= width
+        assert ("\x1b" in text(timeline, width, colour)) == colour
+
+
+@timelines
+def test_text_holds_every_box_once(timeline):
+    lines = text(timeline, 2000, colour=False).splitlines()
+    assert lines[1].split() == ["time", "0"]
+    for rank, stages in enumerate(timeline.schedule.placement.stages):
+        line = lines[2 + rank].removeprefix(f"rank {rank}")
+        wanted = Counter(
+            (box.letter if box.stage == stages[0] else box.letter.lower()) + str(box.micro_batch)
+            for box in boxes(timeline, rank)
+        )
+        assert Counter(re.findall(r"[A-Za-z]\d+", line)) == wanted
+        assert line.count("[") == line.count("]") == sum(box.framed for box in boxes(timeline, rank)) / 2
+
+
+def test_the_text_of_a_small_schedule():
+    lines = text(simulate(build("1f1b", 2, 2), Costs(F=2, B=4)), 80, colour=False).splitlines()
+    assert lines == [
+        "1f1b: 2 ranks, 2 stages, 2 micro-batches",
+        "time    0",
+        "rank 0   F0   F1  ..........    B0    .....    B1    ",
+        "rank 1  ..... F0      B0     F1      B1    ..........",
+        "",
+        "F forward   B backward   . waits",
+        "step 18, bubble 6 a rank (33.3%)",
+        "at most: activations of 2 micro-batches, parameters of 1 stage",
+    ]
+
+
+def test_what_runs_on_in_the_next_band_is_named_once():
+    timeline = simulate(build("dualpipe", 4, 10), COSTS)
+    for width in range(40, 140, 7):
+        lines = [line for line in text(timeline, width, colour=False).splitlines() if line.startswith("rank")]
+        named = re.findall(r"[A-Za-z]\d+", "".join(line[8:] for line in lines))
+        every = [box for rank in range(4) for box in boxes(timeline, rank)]
+        assert len(named) == len(every), width
+        assert 2 * "".join(lines).count("[") == 2 * "".join(lines).count("]") == sum(box.framed for box in every)
+
+
+def test_numbers_are_no_ranges_of_rounding_errors_and_large_ones_keep_their_digits():
+    assert span_of((0.1 + 0.2, 0.3)) == "0.3"
+    assert span_of((11, 12, 13)) == "11 to 13"
+    assert span_of((39382712, 39382712)) == "39382712"
+    assert "bubble 10.2 a rank" in summary(simulate(build("1f1b", 4, 8), Costs(F=1.1, B=2.3)))
+
+
+def test_one_of_many_is_named_as_one():
+    assert text(simulate(build("1f1b", 1, 1), COSTS)).startswith("1f1b: 1 rank, 1 stage, 1 micro-batch\n")
+
+
+def test_time_goes_on_in_the_next_band():
+    timeline = simulate(build("dualpipe", 4, 10), COSTS)
+    lines = text(timeline, 80, colour=False).splitlines()
+    bands = [float(line.split()[1]) for line in lines if line.startswith("time")]
+    assert len(bands) >= 2
+    assert bands == sorted(bands)
+    assert bands[-1] < timeline.makespan
+    assert sum(line.startswith("rank 3") for line in lines) == len(bands)
+
+
+def test_colours_are_those_of_the_actions():
+    timeline = simulate(build("zb1p", 1, 1), COSTS)
+    line = text(timeline, 80, colour=True).splitlines()[2]
+    for letter in "FIW":
+        rgb = ";".join(str(int(COLOURS[letter][i : i + 2], 16)) for i in (1, 3, 5))
+        assert f"\x1b[48;2;{rgb}m" in line
+
+
+def test_actions_of_very_unequal_length_do_not_fill_the_screen():
+    lines = text(simulate(build("1f1b", 2, 4), Costs(F=0.001, B=500)), 80, colour=False).splitlines()
+    assert len(lines) < 250
+    assert max(map(len, lines)) == 80
+    row = " ".join(line[8:] for line in lines if line.startswith("rank 1"))
+    assert re.findall(r"B\d", row) == ["B0", "B1", "B2", "B3"]
+
+
+def test_the_summary_names_the_range_where_ranks_differ():
+    assert "bubble 11 to 13 a rank (8.6%)" in summary(simulate(build("dualpipe", 8, 20), COSTS))
+
+
+# ---- Figures ----
+
+
+@timelines
+def test_a_figure_shows_every_box_in_its_place_and_colour(timeline):
+    from matplotlib.colors import to_hex
+    from matplotlib.figure import Figure
+
+    axes: Any = Figure().add_subplot()
+    draw_on(axes, timeline)
+    every = [(rank, box) for rank in range(timeline.schedule.num_ranks) for box in boxes(timeline, rank)]
+    labels = [(round(-label.get_position()[1]), label.get_position()[0], label.get_text()) for label in axes.texts]
+    assert sorted(labels) == sorted((rank, (b.start + b.end) / 2, str(b.micro_batch)) for rank, b in every)
+    for rank, stages in enumerate(timeline.schedule.placement.stages):
+        filled, framed = axes.collections[2 * rank : 2 * rank + 2]
+        row = list(boxes(timeline, rank))
+        edges = [path.get_extents() for path in filled.get_paths()]
+        assert [e.x0 for e in edges] == pytest.approx([b.start for b in row])
+        assert [e.x1 for e in edges] == pytest.approx([b.end for b in row])
+        for box, colour in zip(row, filled.get_facecolors(), strict=True):
+            if box.stage == stages[0]:
+                assert to_hex(colour) == COLOURS[box.letter]
+            else:
+                assert to_hex(colour) not in COLOURS.values()
+        pairs = [s for s in timeline.spans[rank] if isinstance(s.action, Overlap)]
+        edges = [path.get_extents() for path in framed.get_paths()]
+        assert [(e.x0, e.x1) for e in edges] == [(s.start, s.end) for s in pairs]
+
+
+def test_numbers_fit_into_their_boxes():
+    """The narrowest box of a figure is wider than its number, as drawn."""
+    for size in (("dualpipe", 8, 40), ("zbv", 4, 24), ("1f1b", 2, 120)):
+        figure = draw(simulate(build(*size), COSTS))
+        figure.draw_without_rendering()
+        axes = figure.axes[0]
+        widest = max(label.get_window_extent().width for label in axes.texts)
+        unit = axes.transData.transform((1, 0))[0] - axes.transData.transform((0, 0))[0]
+        assert widest < 2 * unit, size
+        assert figure.get_figwidth() <= 60
+
+
+def test_a_figure_too_long_for_numbers_has_none():
+    assert not draw(simulate(build("zbv", 4, 1000), COSTS)).axes[0].texts
+
+
+def test_files(tmp_path):
+    timeline = simulate(build("dualpipev", 2, 6), COSTS)
+    for name in ("a.svg", "a.PNG", "a.json", "a.csv"):
+        save(timeline, tmp_path / name)
+    drawn = xml.etree.ElementTree.parse(tmp_path / "a.svg").getroot()
+    assert drawn.tag.endswith("svg")
+    assert "dualpipev: 2 ranks, 4 stages, 6 micro-batches" in (tmp_path / "a.svg").read_text()
+    assert (tmp_path / "a.PNG").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "a.json").read_text()) == chrome_trace(timeline)
+    assert Schedule.from_csv((tmp_path / "a.csv").read_text()) == timeline.schedule
+    save(timeline, tmp_path / "b.svg")
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    with pytest.raises(ValueError, match=r"cannot write 'a.pdf': use one of .svg, .png, .json, .csv"):
+        save(timeline, tmp_path / "a.pdf")
+
+
+# ---- Chrome traces ----
+
+
+@timelines
+def test_a_trace_has_every_action_arrow_and_count(timeline):
+    events = json.loads(json.dumps(chrome_trace(timeline, microseconds=10)))["traceEvents"]
+    by_kind = {kind: [event for event in events if event["ph"] == kind] for kind in "MXsfC"}
+    assert sum(map(len, by_kind.values())) == len(events)
+
+    slices = sorted((e["pid"], e["ts"], e["dur"], e["name"]) for e in by_kind["X"])
+    spans = [(rank, s) for rank, row in enumerate(timeline.spans) for s in row]
+    assert slices == sorted((rank, 10 * s.start, 10 * s.duration, str(s.action)) for rank, s in spans)
+    assert {(e["pid"], e["args"]["name"]) for e in by_kind["M"] if e["name"] == "process_name"} == {
+        (rank, f"rank {rank}") for rank in range(len(timeline.spans))
+    }
+
+    def inside(event):
+        (name,) = (n for p, ts, dur, n in slices if p == event["pid"] and ts <= event["ts"] < ts + dur)
+        return event["pid"], name
+
+    starts = {e["id"]: inside(e) for e in by_kind["s"]}
+    ends = {e["id"]: inside(e) for e in by_kind["f"]}
+    sends = [s for steps in add_comms(timeline.schedule) for s in steps if isinstance(s, Send)]
+    assert starts.keys() == ends.keys() and len(starts) == len(sends)
+    for arrow, (source, name) in starts.items():
+        assert source != ends[arrow][0]
+        assert re.findall(r"[FBI](\d+)", name), name
+
+    for rank in range(len(timeline.spans)):
+        counts = [e["args"] for e in by_kind["C"] if e["pid"] == rank]
+        assert max(c["activations"] for c in counts) == timeline.peak_activations[rank]
+        assert max(c["deferred weight gradients"] for c in counts) == timeline.peak_deferred[rank]
+
+
+def test_a_trace_starts_at_zero_and_names_what_it_shows():
+    event = next(
+        e for e in chrome_trace(simulate(build("dualpipe", 2, 4), COSTS))["traceEvents"] if "OVER" in e["name"]
+    )
+    assert event["cat"] == "overlapped pair"
+    assert event["args"] == {
+        "forward stage": 1, "forward micro-batch": 3, "backward stage": 0, "backward micro-batch": 0,
+    }  # fmt: skip
+
+
+# ---- Literally ----
+
+PAIR = simulate(build("dualpipe", 2, 4), COSTS)
+
+
+def shifted(timeline, by):
+    spans = (tuple(Span(s.action, s.start + by, s.end + by) for s in row) for row in timeline.spans)
+    return Timeline(timeline.schedule, tuple(spans))
+
+
+def test_a_text_with_pairs_literally():
+    assert text(PAIR, 80, colour=False).splitlines() == [
+        "dualpipe: 2 ranks, 2 stages, 4 micro-batches",
+        "time    0",
+        "rank 0   F0   f2   F1       b2      [ f3    B0   ]      b3        I1    W1  ",
+        "rank 1   f2   F0   f3       B0      [ F1    b2   ]      B1        i3    w3  ",
+        "",
+        "F forward   B backward   I input half   W weight half   small: other stages",
+        "[ ] pair   . waits",
+        "step 27, bubble 0 a rank (0.0%)",
+        "at most: activations of 3 micro-batches, 1 deferred W, parameters of 2 stages",
+    ]
+
+
+def test_a_coloured_row_literally():
+    def box(red, green, blue, inside):
+        return f"\x1b[38;2;0;0;0m\x1b[48;2;{red};{green};{blue}m{inside}\x1b[0m "
+
+    orange, pale_orange, green, pale_green = (246, 178, 107), (250, 216, 181), (147, 196, 125), (201, 226, 190)
+    row = [(orange, " 0 "), (pale_orange, " 2 "), (orange, " 1 "), (pale_green, "    2    "), (pale_orange, "[3 ")]
+    row += [(green, "  0   ]"), (pale_green, "    3    "), ((188, 216, 106), "  1  "), ((111, 168, 220), " 1 ")]
+    lines = text(PAIR, 80, colour=True).splitlines()
+    assert lines[2] == "rank 0  " + "".join(box(*colour, inside) for colour, inside in row)
+    assert lines[5].startswith(box(*orange, " F ") + "forward   " + box(*green, " B ") + "backward   ")
+    waits = text(simulate(build("1f1b", 2, 2), COSTS), 80).splitlines()[3]
+    assert waits.startswith("rank 1  \x1b[2m....\x1b[0m\x1b[38;2;0;0;0m")
+
+
+def test_a_text_that_starts_later():
+    rows, moved = text(PAIR, 40, colour=False), text(shifted(PAIR, 100), 40, colour=False)
+    times = [line.split()[1] for line in rows.splitlines() if line.startswith("time")]
+    assert [line.split()[1] for line in moved.splitlines() if line.startswith("time")] == [
+        f"{100 + float(time):g}" for time in times
+    ]
+    assert [line for line in rows.splitlines() if not line.startswith("time")] == [
+        line for line in moved.splitlines() if not line.startswith("time")
+    ]
+    assert text(PAIR, 10, colour=False) == rows
+
+
+def test_summaries_literally():
+    assert summary(simulate(build("zb1p", 4, 8), Costs(2, 5, 2))) == (
+        "step 65, bubble 9 a rank (13.8%)\nat most: activations of 4 micro-batches, 4 deferred W, parameters of 1 stage"
+    )
+
+
+def test_a_figure_literally():
+    axes: Any = draw(shifted(PAIR, 100)).axes[0]
+    assert axes.get_title(loc="left").splitlines() == text(PAIR, 80).splitlines()[:1] + summary(PAIR).splitlines()
+    assert [label.get_text() for label in axes.get_legend().get_texts()] == [
+        "forward", "backward", "input half", "weight half", "overlapped pair", "pale: the rank's other stages",
+    ]  # fmt: skip
+    plain_legend: Any = draw(simulate(build("1f1b", 2, 2), COSTS)).axes[0].get_legend()
+    assert [label.get_text() for label in plain_legend.get_texts()] == ["forward", "backward"]
+    assert axes.get_xlim() == (100, 127)
+    assert axes.get_ylim()[0] < -1.43 and axes.get_ylim()[1] > 0.43
+    ticks = zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)
+    assert [(place, label.get_text()) for place, label in ticks] == [(0, "rank 0"), (-1, "rank 1")]
+    assert all(axes.collections[i + 1].zorder > axes.collections[i].zorder for i in (0, 2))
+    assert [list(COLOURS), *COLOURS.values()] == [["F", "B", "I", "W"], "#f6b26b", "#93c47d", "#bcd86a", "#6fa8dc"]
+    pair = [box for box in boxes(PAIR, 0) if box.framed]
+    assert [(box.start, box.end, box.letter) for box in pair] == [(11, 13, "F"), (13, 17, "B")]
+    heights = [draw(simulate(build("1f1b", ranks, 16), COSTS)).get_figheight() for ranks in (2, 16)]
+    assert heights[1] > 2 * heights[0]
+
+
+def test_further_stages_are_paler_one_after_the_other():
+    timeline = simulate(build("interleaved_1f1b", 1, 1, 3), COSTS)
+    axes: Any = draw(timeline).axes[0]
+    forwards = axes.collections[0].get_facecolors()[:3, :3]
+    white = 1 - forwards
+    assert white[1] == pytest.approx(white[0] * 0.75, abs=0.005)
+    assert white[2] == pytest.approx(white[0] * 0.5, abs=0.005)
+
+
+def test_a_long_busy_timeline_is_not_white():
+    from PIL import Image
+
+    figure = draw(simulate(build("1f1b", 2, 3000), Costs()))
+    figure.savefig(path := io.BytesIO(), dpi=30)
+    middle = Image.open(path).convert("RGB")
+    width, height = middle.size
+    row = [middle.getpixel((x, int(height * 0.52))) for x in range(width // 4, width * 3 // 4)]
+    assert sum(min(pixel) > 230 for pixel in row) < 0.05 * len(row)
+
+
+def test_exact_fractions_can_be_drawn():
+    third = Fraction(1, 3)
+    timeline = simulate(build("dualpipe", 2, 4), Costs(third, 2 * third, third))
+    assert "step 4, bubble 0 a rank (0.0%)" in text(timeline)
+    draw(timeline)
+    json.dumps(chrome_trace(timeline))
+
+
+def test_a_trace_literally():
+    trace = chrome_trace(shifted(simulate(build("zb1p", 2, 2), Costs(2, 5, 2, comm=1)), 100), microseconds=10)
+    events = [event for event in trace["traceEvents"] if event["pid"] == 1]
+    assert [event["args"] for event in events if event["ph"] == "M"] == [
+        {"name": "rank 1"}, {"sort_index": 1}, {"name": "actions"},
+    ]  # fmt: skip
+    assert [(e["name"], e["cat"], e["ts"], e["dur"], e["args"]) for e in events if e["ph"] == "X"] == [
+        (name, kind, start, end - start, {"stage": 1, "micro-batch": micro_batch})
+        for name, kind, start, end, micro_batch in [
+            ("1F0", "forward", 30, 50, 0), ("1I0", "backward", 50, 80, 0), ("1F1", "forward", 80, 100, 1),
+            ("1I1", "backward", 100, 130, 1), ("1W0", "weight gradient", 130, 150, 0),
+            ("1W1", "weight gradient", 150, 170, 1),
+        ]
+    ]  # fmt: skip
+    assert [(e["ts"], *e["args"].values()) for e in events if e["ph"] == "C"] == [
+        (30, 1, 0), (80, 0, 1), (80, 1, 1), (130, 0, 2), (150, 0, 1), (170, 0, 0),
+    ]  # fmt: skip
+    assert [(e["ts"], e["bp"]) for e in events if e["ph"] == "f"] == [(30, "e"), (80, "e")]
+    assert [e["ts"] for e in events if e["ph"] == "s"] == [65, 115]  # in the middle of 1I0 and 1I1

@@ -1,0 +1,125 @@
+"""A loss or gradient that is not finite, on whichever rank: all ranks skip the step, and it leaves no trace."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_dualpipe.health.skipped_steps import Skips
+from moe_dualpipe.runtime.launch import Launch
+from moe_dualpipe.runtime.replicas import check_equal
+from moe_dualpipe.training.config import parse
+from moe_dualpipe.training.resolve import resolve
+from tests.support.ranks import run_ranks
+from tests.support.runs import losses, make_trainer, records, settings, train
+
+
+def poison(trainer, rank, kind, value, steps):
+    """In `steps`, one rank alone has `value` in its loss, or in one element of one gradient."""
+    pipeline_step = trainer._pipeline_step
+
+    def step(*batch):
+        found = pipeline_step(*batch)
+        if torch.is_grad_enabled() and trainer.progress.step in steps and trainer.layout.rank == rank:
+            if kind == "loss":
+                assert found, "this rank has no loss to poison"
+                found[-1] = torch.full_like(found[-1], value)
+            else:
+                chosen = next(p for n, p in sorted(trainer.optimizer.parameters.items()) if kind in n)
+                assert chosen.grad is not None
+                chosen.grad.view(-1)[-1] = value
+        return found
+
+    trainer._pipeline_step = step
+
+
+def snapshot(trainer):
+    steps = [state["step"] for state in trainer.optimizer.adamw.state.values() if "step" in state]
+    return [t.clone() for name, t in trainer.state().items() if name != "skipped"] + [s.clone() for s in steps]
+
+
+def one_skipped_step(rank, config, *how):
+    trainer = make_trainer(rank, config)
+    poison(trainer, *how, steps={2})
+    trainer.train_step(0)
+    before = snapshot(trainer)
+    record = trainer.train_step(1)
+    assert record["skipped"] == 1
+    assert all(torch.equal(a, b) for a, b in zip(before, snapshot(trainer), strict=True))
+    assert trainer.train_step(2)["skipped"] == 1
+    assert not any(torch.equal(a, b) for a, b in zip(before, snapshot(trainer), strict=True) if a.ndim > 1)
+    for replicas in trainer.replicas:
+        check_equal(replicas)
+    assert all(torch.isfinite(t).all() for t in snapshot(trainer))
+    return record["loss"] == record["loss"], record["grad_norm"] == record["grad_norm"]
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("rank,kind,value,changes", [
+    (1, "loss", NAN, {"pp": 1}),
+    (0, "head", -INF, {"schedule": "dualpipe"}),
+    (1, ".experts.", NAN, {"pp": 1, "ep": 2}),
+])  # fmt: skip
+def test_all_ranks_skip_what_is_not_finite_on_one(tmp_path, rank, kind, value, changes):
+    finite = run_ranks(2, one_skipped_step, settings(tmp_path, seq_len=16, **changes), rank, kind, value)
+    expected = (value == value if kind == "loss" else True, value == value or kind == "loss")
+    assert finite == [expected] * 2
+
+
+def poisoned_run(rank, config, steps):
+    trainer = make_trainer(rank, config)
+    poison(trainer, 1, "attention", NAN, steps)
+    trainer.run()
+    return records(config.out)
+
+
+def test_a_run_resumed_after_a_skipped_step_repeats_the_uninterrupted_one_bit_for_bit(tmp_path):
+    config = settings(tmp_path / "whole", seq_len=16, save_every=3)
+    whole = run_ranks(2, poisoned_run, config, {2, 5})[0]
+    assert [record["skipped"] for record in whole if "loss" in record] == [0, 1, 1, 1, 2, 2]
+    half = str(tmp_path / "whole" / "checkpoints" / "step-000003")
+    rest = run_ranks(2, poisoned_run, dataclasses.replace(config, out=str(tmp_path / "rest"), resume=half), {5})[0]
+    for kind in ("loss", "skipped", "lr"):
+        assert losses(rest, kind) == {step: x for step, x in losses(whole, kind).items() if step > 3}
+    clean = run_ranks(2, train, settings(tmp_path / "clean", seq_len=16))[0]
+    assert losses(clean)[2] == losses(whole)[2]
+    assert losses(clean)[3] != losses(whole)[3]
+
+
+def too_many(rank, config, steps):
+    trainer = make_trainer(rank, config)
+    poison(trainer, 1, "attention", INF, steps)
+    with pytest.raises(SystemExit) as exit_:
+        trainer.run()
+    assert exit_.value.code == 1
+
+
+def test_too_many_skipped_steps_in_a_row_stop_the_run_and_save_nothing(tmp_path):
+    config = settings(tmp_path / "run", steps=9, seq_len=16, save_every=1, max_skipped=3)
+    run_ranks(2, too_many, config, {2, 3, 5, 6, 7, 8})
+    assert sorted(path.name for path in Path(config.out, "checkpoints").iterdir())[-1] == "step-000006"
+
+
+def test_what_is_said_of_skipped_steps(capsys):
+    skips, quiet = Skips(2), Skips(2, announce=False)
+    for each in (skips, quiet):
+        assert not each.finite(3, NAN, 1.5)
+        assert each.finite(4, 2.0, 1.0)
+        assert not each.finite(5, 2.0, INF)
+        with pytest.raises(SystemExit):
+            each.finite(6, 2.0, NAN)
+        assert each.total == 3
+    first, second, third, stop = capsys.readouterr().err.splitlines()
+    assert first == "train.py: step 3 is skipped: its loss is nan, its gradient norm 1.5 (1 so far)"
+    assert second == "train.py: step 5 is skipped: its loss is 2.0, its gradient norm inf (2 so far)"
+    assert third.endswith("(3 so far)")
+    assert stop.startswith("train.py: error: 2 steps in a row had no finite loss and gradient: the run stops")
+
+
+def test_the_flag():
+    assert parse([]).max_skipped == 10
+    with pytest.raises(ValueError, match="--max-skipped must be at least 1: got 0"):
+        resolve(parse(["--max-skipped", "0"]), Launch(0, 0, 1, 1))

@@ -1,0 +1,232 @@
+"""Two micro-batches side by side give what one batch gives."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch.distributed import group
+
+from moe_dualpipe.expert_parallel import AllToAll, Loopback
+from moe_dualpipe.inference.generate import generate, prefill
+from moe_dualpipe.inference.sampling import Sampling
+from moe_dualpipe.models import KVCache, ModelConfig, StageSpec, TransformerStage, build_model, split
+from moe_dualpipe.overlap.segmented import engine_for
+from tests.support.caches import check_that_a_cached_forward_is_the_forward, continued, piecewise
+from tests.support.ranks import run_ranks
+
+CONFIG = ModelConfig(
+    vocab_size=31, hidden_size=16, num_layers=3, num_dense_layers=1, num_heads=4, num_kv_heads=2, head_dim=4,
+    dense_size=24, expert_size=12, num_experts=8, experts_per_token=2, init_std=0.3,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("sequences", [1, 2, 5])
+def test_prefill_is_the_forward_of_all_sequences(sequences):
+    model = build_model(CONFIG, Loopback(8, 4))
+    x = torch.randint(31, (sequences, 7))
+    log = engine_for(torch.device("cpu")).log = []
+    logits = prefill(model, x)
+    engine_for(torch.device("cpu")).log = None
+    assert not logits.requires_grad
+    assert log.count("head(F)") == (2 if sequences > 1 else 1)
+    if sequences > 1:  # the transfers of the one beside the computation of the other
+        start = log.index("dispatch(F)")
+        assert log[start : start + 4] == ["dispatch(F)", "embed(F)", "attn(F)", "mlp(F)"]
+    with torch.no_grad():
+        torch.testing.assert_close(logits, model(x))
+
+
+VARIANTS = {
+    "gqa": CONFIG,
+    "mla": dataclasses.replace(CONFIG, attention="mla", kv_rank=8, rope_dim=4, value_dim=6),
+}
+
+
+@pytest.mark.parametrize("fused_loss", [False, True], ids=["logits", "fused_loss"])
+@pytest.mark.parametrize("attention", VARIANTS)
+def test_generate_continues_every_prompt(attention, fused_loss):
+    """Within the window, and where it is full, several times."""
+    spread = Loopback(8, 4) if fused_loss else None  # in two halves, or as one
+    model = build_model(VARIANTS[attention], spread, fused_loss=fused_loss).double()
+    prompts = torch.randint(31, (3, 4))
+    for window in (30, 7, 1):
+        expected = [continued(model, prompt, 9, window) for prompt in prompts]
+        assert generate(model, prompts, 9, window, temperature=0).tolist() == expected
+    assert generate(model, prompts[:1], 9, window, temperature=0).tolist() == expected[:1]
+    assert generate(model, prompts, 0, max_length=7).shape == (3, 0)
+
+
+@pytest.mark.parametrize("attention", VARIANTS)
+def test_prompts_may_have_different_lengths(attention):
+    model = build_model(VARIANTS[attention]).double()
+    prompts = [torch.randint(31, (length,)) for length in (5, 1, 9, 5)]
+    expected = [continued(model, prompt, 6, 15) for prompt in prompts]
+    assert generate(model, prompts, 6, 15, temperature=0).tolist() == expected
+    stops = [row[2] for row in expected]
+    for stop, row in zip(stops, expected, strict=True):
+        cut = row[: row.index(stop) + 1]
+        got = generate(model, prompts, 6, 15, temperature=0, stop=stop).tolist()
+        assert got[expected.index(row)] == cut + [stop] * (6 - len(cut))
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
+@pytest.mark.parametrize("attention", VARIANTS)
+def test_what_is_chosen_from_are_the_logits_of_the_whole_text(monkeypatch, attention, sequences):
+    model = build_model(VARIANTS[attention])
+    prompts, seen = torch.randint(31, (sequences, 4)), []
+    draw = Sampling.draw
+    monkeypatch.setattr(
+        Sampling, "draw", lambda self, logits, random: seen.append(logits) or draw(self, logits, random)
+    )
+    tokens = generate(model, prompts, 20, max_length=24)
+    with torch.no_grad():
+        logits = model(torch.cat([prompts, tokens], dim=1))[:, 3:-1]
+    torch.testing.assert_close(torch.stack(seen, dim=1), logits, atol=1e-5, rtol=1e-5)
+
+
+def test_each_token_is_a_forward_of_one_position(monkeypatch):
+    model, shapes = build_model(CONFIG), []
+    segments = type(model).segments
+    monkeypatch.setattr(type(model), "segments", lambda self, x, *c: shapes.append([*x.shape]) or segments(self, x, *c))
+    generate(model, torch.randint(31, (1, 5)), 8, max_length=9)
+    assert shapes == [[1, 5], *[[1, 1]] * 4, [1, 4], *[[1, 1]] * 2]
+
+
+def test_a_seed_fixes_the_text():
+    model = build_model(CONFIG)
+    prompts = torch.randint(31, (2, 4))
+    runs = [generate(model, prompts, 8, max_length=9, temperature=2.0, seed=seed).tolist() for seed in (1, 1, 2)]
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_a_text_ends_at_its_stop_token():
+    """Sequences that have ended are filled up, and nothing is computed when all have."""
+    model, count = build_model(CONFIG), []
+    prompts = torch.randint(31, (3, 4))
+    free = generate(model, prompts, 40, 50, temperature=2.0)
+    stop = int(free[1, 3])
+    prompts[0, 1] = stop  # one in a prompt ends nothing
+    free = generate(model, prompts, 40, 50, temperature=2.0)
+    ended = generate(model, prompts, 40, 50, temperature=2.0, stop=stop)
+    for row, whole in zip(ended.tolist(), free.tolist(), strict=True):
+        kept = whole.index(stop) + 1 if stop in whole else len(whole)
+        assert row == whole[:kept] + [stop] * (40 - kept)
+
+    model.register_forward_pre_hook(lambda *_: count.append(1))
+    one = generate(model, prompts[:1], 40, 50, temperature=0).tolist()[0]
+    count.clear()
+    assert generate(model, prompts[:1], 40, 50, temperature=0, stop=one[0]).tolist() == [[one[0]] * 40]
+    assert len(count) == 1
+
+
+def generates_together(rank):
+    whole = build_model(CONFIG, seed=2)
+    spread = build_model(CONFIG, AllToAll(8, group.WORLD), seed=2)
+    prompts = torch.randint(31, (2, 3 + rank), generator=torch.Generator().manual_seed(rank))
+    ours = generate(spread, prompts, 5, max_length=6, temperature=0)
+    assert ours.tolist() == generate(whole, prompts, 5, max_length=6, temperature=0).tolist()
+    stop = int(ours[0, 0]) if rank else 30  # one rank is through at once, and still serves the other
+    ended = generate(spread, prompts[:1], 5, max_length=6, temperature=0, stop=stop)
+    assert ended.tolist() == generate(whole, prompts[:1], 5, max_length=6, temperature=0, stop=stop).tolist()
+
+
+def test_generate_over_expert_parallel_ranks():
+    run_ranks(2, generates_together)
+
+
+def test_what_cannot_generate():
+    middle = TransformerStage(dataclasses.replace(CONFIG), StageSpec(range(1, 3), False, False, 0.5))
+    with pytest.raises(ValueError, match="needs a whole model, from embedding to head: got a stage with layers 1-2"):
+        generate(middle, torch.zeros(1, 1, dtype=torch.int64), 1, 8)
+    model, prompts = build_model(CONFIG), torch.zeros(2, 3, dtype=torch.int64)
+    for empty in (prompts[:, :0], prompts[:0], prompts[0], [prompts[0], prompts[0, :0]]):
+        with pytest.raises(ValueError, match=r"prompts, each \[S\] with at least one token: got \["):
+            generate(model, empty, 1, 8)
+    for token in (31, -1):
+        with pytest.raises(ValueError, match=f"tokens are 0 to 30: got {token} in a prompt"):
+            generate(model, [prompts[0], prompts[0, :2] + token], 1, 8)
+    for numbers in ((-1, 8), (1, 0)):
+        with pytest.raises(ValueError, match=rf"at least 1: got {numbers[0]}, {numbers[1]}"):
+            generate(model, prompts, *numbers)
+
+
+# ---- The cache ----
+
+
+@pytest.mark.parametrize("room", [3, 256])  # memory that grows on the way, or does not
+@pytest.mark.parametrize("sequences", [1, 3])
+@pytest.mark.parametrize("heads,kv_heads", [(4, 4), (4, 2), (6, 1)])
+def test_a_cached_forward_is_the_forward(monkeypatch, heads, kv_heads, sequences, room):
+    monkeypatch.setattr(KVCache, "STEP", room)
+    model = build_model(dataclasses.replace(CONFIG, num_heads=heads, num_kv_heads=kv_heads)).double()
+    check_that_a_cached_forward_is_the_forward(model, sequences)
+
+
+def test_each_stage_has_a_cache_of_its_own():
+    stages = [TransformerStage(CONFIG, spec).double() for spec in split(CONFIG, 2)]
+    pieces = x = torch.randint(31, (2, 9))
+    for stage in stages:
+        pieces = piecewise(stage, pieces, [4, 1, 1, 3], KVCache())
+    with torch.no_grad():
+        torch.testing.assert_close(pieces, stages[1](stages[0](x)), atol=1e-12, rtol=1e-12)
+
+
+def test_two_caches_side_by_side():
+    model = build_model(CONFIG, Loopback(8, 4))
+    inputs = torch.randint(31, (2, 9)), torch.randint(31, (3, 8))
+    sizes = [4, 1, 3, 1], [2, 1, 1, 4]
+    caches, log = (KVCache(), KVCache()), []
+    engine_for(torch.device("cpu")).log = log
+    pairs = []
+    for new in zip(*(x.split(s, dim=1) for x, s in zip(inputs, sizes, strict=True)), strict=True):
+        with torch.no_grad():
+            pairs.append(model.interleaved_forward(model, [new[0], caches[0]], model, [new[1], caches[1]]))
+    engine_for(torch.device("cpu")).log = None
+    assert "dispatch(F) embed(F) attn(F) mlp(F)" in " ".join(log)
+    for x, size, together, cache in zip(inputs, sizes, zip(*pairs, strict=True), caches, strict=True):
+        assert torch.equal(torch.cat(together, dim=1), piecewise(model, x, size, KVCache()))
+        assert cache.length == x.shape[1]
+
+
+def test_positions_can_be_forgotten():
+    model, cache, x = build_model(CONFIG), KVCache(), torch.randint(31, (2, 7))
+    first = piecewise(model, x, [4, 3], cache)
+    cache.length = 4
+    assert torch.equal(piecewise(model, x[:, 4:], [3], cache), first[:, 4:])
+    cache.length = 0
+    assert torch.equal(piecewise(model, x[:1], [4, 3], cache), piecewise(model, x[:1], [4, 3], KVCache()))
+
+
+@pytest.mark.parametrize("length", [0, 5, 300])
+def test_a_filled_cache_is_a_past(length):
+    stage = TransformerStage(CONFIG, StageSpec(range(1, 3), False, False, 0.5)).double()
+    x = torch.randn(3, 4, 16, dtype=torch.float64)
+    cache = KVCache.filled(CONFIG, stage.spec.layers, 3, length, "cpu", torch.float64)
+    assert cache.length == length
+    behind = piecewise(stage, x, [1, 1, 2], cache)
+    assert cache.length == length + 4
+    cache.length = length
+    torch.testing.assert_close(piecewise(stage, x, [4], cache), behind, atol=1e-12, rtol=1e-12)
+    assert torch.allclose(behind, piecewise(stage, x, [4], KVCache())) == (length == 0)
+
+
+def test_a_filled_cache_holds_normal_numbers():
+    cache, none = KVCache.filled(CONFIG, [2], 3, 500), torch.empty(3, 2, 0, 4)
+    with torch.no_grad():
+        keys, values = cache.append(2, none, none)
+    assert keys.shape == values.shape == (3, 2, 500, 4)
+    for numbers in (keys, values, keys - values):
+        assert abs(numbers.mean()) < 0.1 and 0.9 < numbers.std() < 1.6
+
+
+def test_what_a_cache_refuses():
+    model, x = build_model(CONFIG), torch.randint(31, (2, 3))
+    cache = KVCache.filled(CONFIG, range(3), 2, 5)
+    with pytest.raises(ValueError, match=r"keeps no gradients: call the stage under torch.no_grad\(\)"):
+        model(x, cache)
+    with torch.no_grad():
+        with pytest.raises(ValueError, match=r"\[2, 2, 4\] \(sequences, heads, width\): got \[1, 2, 4\]"):
+            model(x[:1], cache)
+        with pytest.raises(ValueError, match=r"5 positions of layers \[0, 1\]: got layer 2"):
+            model(x, KVCache.filled(CONFIG, range(2), 2, 5))
+    assert cache.length == 5

@@ -1,0 +1,103 @@
+"""A pipeline generates what the whole model, run plainly, generates; a run's checkpoint goes on with a text."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_dualpipe.checkpoint import manifest
+from moe_dualpipe.cli import main
+from moe_dualpipe.inference import generate as inference
+from moe_dualpipe.inference.pipeline import generate
+from moe_dualpipe.inference.sampling import Sampling
+from moe_dualpipe.models import TransformerStage, build_model, split
+from moe_dualpipe.runtime import P2P, Executor
+from moe_dualpipe.schedule import build
+from tests.support.ranks import run_ranks
+from tests.support.runs import MODEL, settings, train, train_and_listen
+
+PROMPTS = [torch.tensor(list(prompt)) for prompt in (b"hello pipeline", b"hello")]
+HIDDEN = MODEL.hidden_size, torch.float32
+
+
+def pipeline(rank, ranks, name, fused_loss=False):
+    schedule = build(name, ranks, 2 * ranks)
+    specs = split(MODEL, schedule.num_stages)
+    stages = {
+        s: TransformerStage(MODEL, specs[s], seed=5, fused_loss=fused_loss) for s in schedule.placement.stages[rank]
+    }
+    group = dist.group.WORLD if ranks > 1 else None
+    return Executor(stages, P2P.connect(group, [], torch.device("cpu"))), schedule.placement, group
+
+
+def generates_like_the_model(rank, ranks, name, fused_loss):
+    parts, model = pipeline(rank, ranks, name, fused_loss), build_model(MODEL, seed=5)
+    for sampling, window, prompts in (
+        (Sampling(0), 40, PROMPTS),
+        (Sampling(0.8), 40, PROMPTS[:1]),
+        (Sampling(1.5, 9, 0.9), 8, PROMPTS[:1]),  # the window moves from the first token on
+    ):
+        got = generate(*parts, prompts, 7, HIDDEN, window, MODEL.vocab_size, sampling, seed=9)
+        choices = sampling.temperature, sampling.top_k, sampling.top_p
+        assert torch.equal(got, inference.generate(model, prompts, 7, window, *choices, seed=9))
+
+
+@pytest.mark.parametrize("fused_loss,ranks,name", [
+    (False, 1, "dualpipev"), (True, 2, "dualpipe"), (False, 2, "dualpipev"), (False, 2, "1f1b"),
+])  # fmt: skip
+def test_a_pipeline_generates_what_the_model_does(fused_loss, ranks, name):
+    run_ranks(ranks, generates_like_the_model, ranks, name, fused_loss)
+
+
+def test_a_pipeline_refuses_a_prompt_that_is_no_text():
+    parts = pipeline(0, 1, "1f1b")
+    with pytest.raises(ValueError, match="tokens are 0 to 255: got 256 in a prompt"):
+        generate(*parts, [torch.tensor([256])], 1, HIDDEN, 8, MODEL.vocab_size, Sampling())
+
+
+def test_generate_loads_the_newest_checkpoint_of_a_run(tmp_path, capsys):
+    """Saved by a pipeline, it continues the text as the pipeline itself does at the end of the run."""
+    changes = {"steps": 2, "save_every": 1, "sample_tokens": 30, "prompt": "de\u00e9", "top_k": 5, "seed": 4}
+    how = ["--prompt", "de\u00e9", "--tokens", "30", "--top-k", "5", "--seed", "4", "--max-length", "32"]
+    said = run_ranks(2, train_and_listen, settings(tmp_path, **changes))[0]
+    sample = said.partition("sample:\n")[2].partition("\nsaved ")[0]
+    assert main(["generate", str(tmp_path), *how]) == 0
+    text = capsys.readouterr().out
+    assert "".join(f"    | {line}\n" for line in text[:-1].split("\n")) == f"{sample}\n"
+    assert main(["generate", str(tmp_path / "checkpoints" / "step-000001"), *how]) == 0
+    assert capsys.readouterr().out != text
+    assert main(["generate", str(tmp_path), *how, "--num", "2"]) == 0
+    first, second = capsys.readouterr().out.removeprefix("--- 1 of 2\n").split("--- 2 of 2\n")
+    assert first.startswith("de\u00e9") and second.startswith("de\u00e9") and first != second
+
+    for wrong, message in (
+        (["--num", "0"], "--num must be at least 1: got 0"),
+        (["--prompt", ""], "--prompt is empty"),
+        (["--top-k", "-1"], "top_k cannot be negative: got -1"),
+        (["--tokens", "-1"], "num_tokens cannot be negative"),
+    ):
+        assert main(["generate", str(tmp_path), *wrong]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["generate", str(tmp_path / "nothing")]) == 2
+    assert "no checkpoint in" in capsys.readouterr().err
+    saved = tmp_path / "checkpoints" / "step-000002"
+    kept = manifest.read(saved)
+    (saved / "run.json").write_bytes(
+        dataclasses.replace(kept, model={**kept.model, "experts": "antigravity:Class"}).encode()
+    )
+    assert main(["generate", str(saved)]) == 2
+    assert (
+        "has experts 'antigravity:Class', not 'swiglu': if you trust them, say so with --experts antigrav"
+        in capsys.readouterr().err
+    )
+    (saved / "run.json").write_bytes(dataclasses.replace(kept, model={"sides": 3}).encode())
+    assert main(["generate", str(saved)]) == 2
+    assert "cannot read the model of" in capsys.readouterr().err
+
+
+def test_a_text_ends_with_its_document(tmp_path, capsys, monkeypatch):
+    run_ranks(1, train, settings(tmp_path, steps=1))
+    monkeypatch.setattr(inference, "generate", lambda *_: torch.tensor([[72, 105, 7, 0, 0]]))
+    assert main(["generate", str(tmp_path), "--prompt", ">"]) == 0
+    assert capsys.readouterr().out == ">Hi\ufffd\n"

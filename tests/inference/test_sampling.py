@@ -1,0 +1,82 @@
+"""Tokens are drawn from the softmax, or from exactly what top-k and top-p leave of it."""
+
+import math
+
+import pytest
+import torch
+
+from moe_dualpipe.inference.sampling import Sampling, filtered
+
+
+def expected(probabilities, top_k, top_p):
+    """The distribution that is left of one row, in words: sort, cut, cut again, share out."""
+    likeliest = sorted(range(len(probabilities)), key=lambda token: -probabilities[token])
+    likeliest = likeliest[: top_k or None]
+    total, nucleus, covered = sum(probabilities[t] for t in likeliest), [], 0.0
+    for token in likeliest:
+        if covered < top_p * total:
+            nucleus.append(token)
+        covered += probabilities[token]
+    share = sum(probabilities[t] for t in nucleus)
+    return [probabilities[t] / share if t in nucleus else 0.0 for t in range(len(probabilities))]
+
+
+@pytest.mark.parametrize("top_k", [0, 1, 3, 50])
+@pytest.mark.parametrize("top_p", [1e-9, 0.3, 0.77, 1.0])
+def test_what_is_left_is_what_the_words_say(top_k, top_p):
+    logits = 2 * torch.randn(7, 23, dtype=torch.float64, generator=torch.Generator().manual_seed(top_k))
+    left = filtered(logits, top_k, top_p)
+    for row, kept in zip(logits.softmax(-1).tolist(), left.softmax(-1), strict=True):
+        torch.testing.assert_close(kept, torch.tensor(expected(row, top_k, top_p), dtype=torch.float64))
+    assert torch.equal(left[left > -math.inf], logits[left > -math.inf])
+
+
+def test_top_p_counts_what_top_k_leaves():
+    logits = torch.tensor([[0.3, 0.5, 0.2]]).log()
+    assert filtered(logits, top_p=0.6).exp().tolist()[0] == pytest.approx([0.3, 0.5, 0])
+    assert filtered(logits, top_k=2, top_p=0.6).exp().tolist()[0] == pytest.approx([0, 0.5, 0])
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-40, 1e-9])
+def test_a_temperature_near_0_takes_the_likeliest(temperature):
+    logits = 100 * torch.randn(5, 11, generator=torch.Generator().manual_seed(0))
+    drawn = Sampling(temperature, top_p=0.9).draw(logits, torch.Generator().manual_seed(1))
+    assert torch.equal(drawn, logits.argmax(-1))
+
+
+def test_of_equal_tokens_the_first_are_kept():
+    assert filtered(torch.zeros(1, 300), top_k=2).isfinite()[0].nonzero().flatten().tolist() == [0, 1]
+    assert filtered(torch.zeros(1, 4), top_p=0.5).isfinite().tolist() == [[True, True, False, False]]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.7, top_k=1), Sampling(3.0, top_p=1e-6)], ids=["top_k", "top_p"])
+def test_one_token_to_choose_from_is_the_likeliest(sampling):
+    logits = torch.randn(200, 31).round(decimals=1)  # with ties
+    random = torch.Generator().manual_seed(0)
+    assert torch.equal(sampling.draw(logits, random), Sampling(0).draw(logits, random))
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(0.5), Sampling(0.5, 3), Sampling(2.0, 0, 0.8), Sampling(2.0, 3, 0.7)], ids=str
+)
+def test_tokens_come_as_often_as_they_should(sampling):
+    logits, count = torch.tensor([0.3, 1.0, -0.4, 2.0, 0.9]), 20_000
+    counts = sampling.draw(logits.expand(count, 5), torch.Generator().manual_seed(0)).bincount(minlength=5)
+    likely = torch.tensor(
+        expected((logits / sampling.temperature).softmax(-1).tolist(), sampling.top_k, sampling.top_p)
+    )
+    assert not counts[likely == 0].any()
+    torch.testing.assert_close(counts / count, likely, atol=0.012, rtol=0)
+
+
+@pytest.mark.parametrize("wrong,message", [
+    ({"temperature": -0.1}, "temperature cannot be negative: got -0.1"),
+    ({"temperature": math.nan}, "temperature cannot be negative: got nan"),
+    ({"top_k": -1}, "top_k cannot be negative: got -1"),
+    ({"top_p": 0.0}, "top_p must be above 0, and at most 1: got 0.0"),
+    ({"top_p": 1.01}, "top_p must be above 0, and at most 1: got 1.01"),
+    ({"top_p": math.nan}, "top_p must be above 0, and at most 1: got nan"),
+], ids=str)  # fmt: skip
+def test_what_no_token_can_be_drawn_by(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**wrong)

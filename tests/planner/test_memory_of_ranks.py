@@ -1,0 +1,119 @@
+"""The memory of ranks: parameters of real stages, activations of a real order, and how replicas share."""
+
+import dataclasses
+import json
+from collections import Counter
+
+import pytest
+import torch
+
+from moe_dualpipe.cli import main
+from moe_dualpipe.expert_parallel import Loopback
+from moe_dualpipe.models import ModelConfig, TransformerStage, split
+from moe_dualpipe.planner.activations import MicroBatch, kept_for_backward, kept_for_weights, rows_received
+from moe_dualpipe.planner.memory import peak_activations, rank_memory
+from moe_dualpipe.schedule import Costs, build, simulate
+from tests.support.ranks import run_ranks
+from tests.support.runs import MODEL, make_trainer, settings
+
+CONFIG = ModelConfig(vocab_size=40, hidden_size=12, num_layers=5, num_experts=6, experts_per_token=4)
+
+
+@pytest.mark.parametrize("name", ["dualpipe", "dualpipev", "zb1p", "1f1b"])
+def test_the_peak_is_that_of_the_timeline(name):
+    """With one byte a micro-batch; and what is owed counts from I to W, whatever the times are."""
+    schedule = build(name, 4, 8)
+    stages, timeline = range(schedule.num_stages), simulate(schedule, Costs(2, 5, 3, 6))
+    for rank in range(4):
+        ones, none = [1 for _ in stages], [0 for _ in stages]
+        assert peak_activations(schedule, rank, ones, none) == timeline.peak_activations[rank]
+        assert peak_activations(schedule, rank, none, ones) == timeline.peak_deferred[rank]
+        together = max(held.activations + held.deferred for held in timeline.held(rank))
+        assert peak_activations(schedule, rank, ones, ones) == together
+    weighed = [10**s for s in stages]  # a digit for each stage
+    first = str(peak_activations(schedule, 0, weighed, none))
+    assert all(len(first) - 1 - i in schedule.placement.stages[0] for i, digit in enumerate(first) if digit != "0")
+
+
+@pytest.mark.parametrize("element,state", [(2, 12), (4, 8)])
+def test_ranks_hold_what_their_stages_hold(element, state):
+    schedule, batch = build("dualpipe", 4, 8), MicroBatch(2, 16, element, ep=3)
+    specs = split(CONFIG, 4)
+    ranks = rank_memory(CONFIG, schedule, batch, dp=6)
+    for r in ranks:
+        held = Counter()
+        for stage in (r.rank, 3 - r.rank):
+            real = TransformerStage(CONFIG, specs[stage], Loopback(6, 3))
+            for key, p in real.named_parameters():
+                held[".experts." in key] += p.numel()
+        number = held[False] + held[True]
+        assert (r.dense_parameters, r.expert_parameters) == (held[False], held[True])
+        assert (r.weights, r.gradients, r.optimizer) == (element * number, 4 * number, state * number)
+        kept = [kept_for_backward(CONFIG, spec, batch) for spec in specs]
+        owed = [kept_for_weights(CONFIG, spec, batch) for spec in specs]
+        assert r.activations == peak_activations(schedule, r.rank, kept, owed)
+        assert r.total == r.weights + r.gradients + r.optimizer + r.activations
+        assert r.total - r.total_sharded == r.optimizer - r.optimizer_sharded
+        # Two mirrored ranks x 6 pipelines hold the same dense parameters, a third of them the same experts.
+        fullest = max(ranks[r.rank].optimizer_sharded, ranks[3 - r.rank].optimizer_sharded)
+        assert fullest >= state * (held[False] / 12 + held[True] / 4)
+    assert ranks[0].activations == ranks[3].activations
+
+
+def state_of_a_run(rank, config):
+    return make_trainer(rank, config).optimizer.state_bytes
+
+
+@pytest.mark.parametrize("ranks,changes", [
+    (4, {"pp": 2, "ep": 2, "dtype": "bfloat16"}), (4, {"pp": 1}), (2, {"schedule": "1f1b"}),
+], ids=str)  # fmt: skip
+def test_replicas_share_the_state_as_a_run_does(tmp_path, ranks, changes):
+    """Whole pieces go to owners: the vocabulary of 3,000 makes two that are larger than an even share."""
+    config = settings(tmp_path, model=dataclasses.replace(MODEL, vocab_size=3000), **changes)
+    held = run_ranks(ranks, state_of_a_run, config)
+    pp, ep = changes.get("pp", ranks), changes.get("ep", 1)
+    schedule = build(changes.get("schedule", "dualpipe" if pp > 1 else "1f1b"), pp, config.micro_batches)
+    batch = MicroBatch(1, 32, 2 if "dtype" in changes else 4, ep)
+    reckoned = [r.optimizer_sharded for r in rank_memory(config.model, schedule, batch, ranks // pp)]
+    per_rank = [held[i : i + ranks // pp] for i in range(0, ranks, ranks // pp)]
+    assert reckoned == [max(replicas) for replicas in per_rank]
+
+
+@pytest.mark.parametrize("ep", [1, 2, 3, 6])
+def test_rows_received_are_those_of_random_choices(ep):
+    ids = torch.stack([torch.randperm(6)[:4] for _ in range(4000)])
+    rows = sum(len(set((row // (6 // ep)).tolist())) for row in ids)
+    assert rows_received(CONFIG, MicroBatch(4, 1000, ep=ep)) == pytest.approx(rows, rel=0.03)
+
+
+def test_the_command(capsys):
+    assert main(["model", "show", "deepseek-v2-lite", "--pp", "4", "--ep", "16", "--dp", "32", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["parameters"], found["active_parameters"]) == (15_706_484_224, 2_661_150_208)
+    assert len(found["ranks"]) == 4
+    # Both replicas of all stages, each with one of 16 parts of the experts.
+    dense = sum(r["dense_parameters"] for r in found["ranks"])
+    experts = sum(r["expert_parameters"] for r in found["ranks"])
+    assert dense + 16 * experts == 2 * found["parameters"]
+    assert main(["model", "show", "tiny", "--dtype", "float32", "--json"]) == 0
+    (rank,) = (found := json.loads(capsys.readouterr().out))["ranks"]
+    assert (rank["weights"], rank["optimizer"]) == (4 * found["parameters"], 8 * found["parameters"])
+    assert main(["model", "show", "tiny", "--pp", "2", "--schedule", "1f1b", "--recompute", "full"]) == 0
+    assert "1.74 M parameters, 0.86 M active (0.82 M without" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments,problem", [
+    ("tinny", "unknown preset 'tinny'; did you mean 'tiny'?"),
+    ("tiny --ep 3", "--ep 3 does not divide the 8 experts: use --ep 1 or 2 or 4 or 8"),
+    ("tiny --ep 2 --dp 3", "--ep 2 does not divide the 3 data-parallel ranks: use --dp 2"),
+    ("tiny --pp 6", "4 layers cannot be divided over 6 pipeline stages"),
+    ("deepseek-v3 --pp 15", "dualpipe needs an even number of pipeline ranks: got 15; use 16"),
+    ("tiny --pp 0", "--pp must be at least 1: got 0"),
+    ("tiny --micro-batches -1", "--micro-batches cannot be negative: got -1"),
+])  # fmt: skip
+def test_a_mistake_is_one_line(arguments, problem, capsys):
+    assert main(["model", "show", *arguments.split()]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("moe-dualpipe: error: ")
+    assert problem in err
+    assert err.count("\n") == 1

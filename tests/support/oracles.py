@@ -1,0 +1,23 @@
+"""Layers as plain loops, to compare with."""
+
+import torch
+
+from moe_dualpipe.models import MoE
+
+
+def swiglu_oracle(x, gate_up, down):
+    gate, up = (gate_up @ x).chunk(2)
+    return down @ (gate * torch.sigmoid(gate) * up)
+
+
+def moe_oracle(layer: MoE, x_TD: torch.Tensor) -> torch.Tensor:
+    """Token by token, expert by expert."""
+    weights, ids = layer.router(x_TD)
+    rows = []
+    for t, x in enumerate(x_TD):
+        chosen = zip(weights[t], ids[t].tolist(), strict=True)
+        y = sum(w * swiglu_oracle(x, layer.experts.gate_up[e], layer.experts.down[e]) for w, e in chosen)
+        if layer.shared is not None:
+            y = y + swiglu_oracle(x, layer.shared.gate_up.weight, layer.shared.down.weight)
+        rows.append(y)
+    return torch.stack(rows)

@@ -1,0 +1,135 @@
+"""Pipelines of a small model, and the single-process model that they must equal."""
+
+import torch
+
+from moe_dualpipe.expert_parallel import AllToAll, Local
+from moe_dualpipe.models import ModelConfig, TransformerStage, build_model, share_embedding, split
+from moe_dualpipe.runtime import P2P, Executor, TensorSpec
+from moe_dualpipe.runtime.groups import Layout, build_groups
+from moe_dualpipe.runtime.replicas import check_equal, gradient_norm, replica_sets, sum_gradients
+from moe_dualpipe.schedule import build
+from tests.support.ranks import cosine_distance
+
+CONFIG = ModelConfig(
+    vocab_size=61, hidden_size=32, num_layers=8, num_dense_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
+    dense_size=48, expert_size=24, num_experts=6, experts_per_token=2, init_std=0.1,
+)  # fmt: skip
+
+
+MICRO_BATCHES, SIZE, LENGTH, SEED = 8, 2, 12, 3
+
+
+def batch(data_rank=0):
+    tokens = torch.randint(
+        CONFIG.vocab_size, (MICRO_BATCHES, SIZE, LENGTH + 1), generator=torch.Generator().manual_seed(data_rank)
+    )
+    return tokens[:, :, :-1], tokens[:, :, 1:]
+
+
+def reference(data_ranks=1, fused_loss=False):
+    """Losses of every data rank's micro-batches, and the gradients summed over all of them."""
+    model = build_model(CONFIG, seed=SEED, fused_loss=fused_loss)
+    losses = []
+    for data_rank in range(data_ranks):
+        for x, y in zip(*batch(data_rank), strict=True):
+            loss = model.loss(model(x), y)
+            loss.backward()
+            losses.append(loss.detach())
+    return model, losses
+
+
+def make_pipeline(rank, name, pp, dp=1, ep=1, fused_loss=False):
+    schedule = build(name, pp, MICRO_BATCHES, num_chunks=CONFIG.num_layers // pp if "interleaved" in name else None)
+    layout = Layout(pp, dp, ep, rank)
+    groups = build_groups(layout, schedule.placement, shared_embedding=CONFIG.mtp_layers > 0)
+    experts = AllToAll(CONFIG.num_experts, groups.experts) if groups.experts else Local(CONFIG.num_experts)
+    specs = split(CONFIG, schedule.num_stages)
+    stages = {
+        s: TransformerStage(CONFIG, specs[s], experts, SEED, fused_loss=fused_loss)
+        for s in schedule.placement.stages[layout.pp_rank]
+    }
+    share_embedding(stages.values())
+    hidden = TensorSpec((SIZE, LENGTH, CONFIG.hidden_size), torch.float32)
+    executor = Executor(stages, P2P.connect(groups.pipeline, [hidden], torch.device("cpu")))
+    named = {n: p for stage in stages.values() for n, p in stage.named_parameters()}
+    return schedule, layout, executor, experts, replica_sets(named, groups)
+
+
+def run_step(schedule, layout, executor, return_outputs=False):
+    xs, ys = batch(layout.dp_rank)
+    own, last = layout.pp_rank, schedule.num_stages - 1
+    criterion = executor.modules[last].loss if last in executor.modules else None
+    return executor.step(
+        schedule,
+        {m: (xs[m],) for m in range(MICRO_BATCHES) if schedule.rank_of(0, m) == own},
+        {m: (ys[m],) for m in range(MICRO_BATCHES) if schedule.rank_of(last, m) == own},
+        criterion,
+        return_outputs,
+    )
+
+
+def assert_norm_of_all_gradients(sets, grads):
+    """Every parameter counts once, however many replicas it has and however its experts are divided."""
+    expected = torch.stack([grad.double().square().sum() for grad in grads.values()]).sum().sqrt()
+    torch.testing.assert_close(gradient_norm(sets, torch.device("cpu")), expected, rtol=1e-6, atol=0)
+
+
+def equals_reference(rank, name, pp, model, losses):
+    schedule, layout, executor, _, sets = make_pipeline(rank, name, pp, fused_loss=model.fused_loss)
+    weights = model.state_dict()
+    for stage in executor.modules.values():
+        for key, value in stage.state_dict().items():
+            assert torch.equal(value, weights[key]), key
+
+    result = run_step(schedule, layout, executor)
+    assert len(executor.weight_grads) == 0
+    for micro_batch, loss in result.losses.items():
+        assert torch.equal(loss, losses[micro_batch]), f"loss of micro-batch {micro_batch}"
+    assert result.outputs == {}
+
+    grads = {n: p.grad for n, p in model.named_parameters()}
+    for replicas in sets:
+        sum_gradients(replicas)
+        for key, parameter in replicas.parameters.items():
+            assert cosine_distance(parameter.grad, grads[key]) < 1e-13, key
+        check_equal(replicas)
+    assert_norm_of_all_gradients(sets, grads)
+
+    with torch.no_grad():
+        again = run_step(schedule, layout, executor, return_outputs=True)
+        for micro_batch, (output,) in again.outputs.items():
+            assert torch.equal(output, model(batch()[0][micro_batch]))
+            assert torch.equal(again.losses[micro_batch], losses[micro_batch])
+    return sorted(result.losses), sorted(again.outputs)
+
+
+def every_one_equals_reference(rank, names, pp, fused_loss):
+    model, losses = reference(fused_loss=fused_loss)
+    seen = {}
+    for name in names:
+        try:
+            seen[name] = equals_reference(rank, name, pp, model, losses)
+        except BaseException as error:
+            error.add_note(f"under {name}")
+            raise
+    return seen
+
+
+def agrees(rank, name, pp, dp, ep, fused_loss=False):
+    """With the plain model, but not to the bit: experts' rows come from several ranks, a fused loss sums in chunks."""
+    schedule, layout, executor, experts, sets = make_pipeline(rank, name, pp, dp, ep, fused_loss)
+    model, losses = reference(dp)
+    result = run_step(schedule, layout, executor)
+    for micro_batch, loss in result.losses.items():
+        expected = losses[layout.dp_rank * MICRO_BATCHES + micro_batch]
+        assert (loss - expected).abs() <= 1e-6 * expected.abs()
+    grads = {n: p.grad for n, p in model.named_parameters()}
+    for replicas in sets:
+        sum_gradients(replicas)
+        for key, parameter in replicas.parameters.items():
+            part = experts.local_experts if ".experts." in key else range(len(grads[key]))
+            expected = grads[key][part.start : part.stop]
+            assert parameter.grad.shape == expected.shape
+            assert cosine_distance(parameter.grad, expected) < 1e-11, key
+    assert_norm_of_all_gradients(sets, grads)
+    return len(result.losses), [set(replicas.parameters) for replicas in sets]

@@ -1,0 +1,101 @@
+"""Run a function on several ranks: real processes, real torch.distributed (gloo), results brought back.
+
+Processes are forked from a server that has everything heavy imported already, so a launch takes a fraction of a second.
+A rank that fails fails the test with its own traceback; ranks that do not finish in time are killed.
+"""
+
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_context: Any = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed", "tests.support.ranks", "moe_dualpipe.training.loop"])
+
+
+def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+    """Return `[function(rank, *args) for rank in range(num_ranks)]`, each computed in its own process."""
+    results = _context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        store = f"{folder}/store"
+        processes = [
+            _context.Process(target=_main, args=(results, store, rank, num_ranks, function, args), daemon=True)
+            for rank in range(num_ranks)
+        ]
+        for process in processes:
+            process.start()
+        collected = _Collected(num_ranks)
+        try:
+            collected.wait(results, timeout)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        return [collected.values[rank] for rank in range(num_ranks)]
+
+
+def run_failing_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[str]:
+    """The traceback with which `function` ended on each rank, "" where it died without one.
+
+    Fails the test when a rank finishes without an error, or does not end in time.
+    """
+    results = _context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = [(results, f"{folder}/store", rank, num_ranks, function, args) for rank in range(num_ranks)]
+        processes = [_context.Process(target=_main, args=argument, daemon=True) for argument in arguments]
+        for process in processes:
+            process.start()
+        try:
+            for rank, process in enumerate(processes):
+                process.join(timeout)
+                assert process.exitcode is not None, f"rank {rank} did not end within {timeout} s"
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        ended = dict.fromkeys(range(num_ranks), "")
+        while not results.empty():
+            rank, _, error = results.get()
+            assert error is not None, f"rank {rank} finished without an error"
+            ended[rank] = error
+    return [ended[rank] for rank in range(num_ranks)]
+
+
+class _Collected:
+    def __init__(self, num_ranks: int):
+        self.values: dict[int, Any] = {}
+        self.num_ranks = num_ranks
+
+    def wait(self, results: Any, timeout: float) -> None:
+        while len(self.values) < self.num_ranks:
+            if not results._reader.poll(timeout):
+                missing = [rank for rank in range(self.num_ranks) if rank not in self.values]
+                raise TimeoutError(f"ranks {missing} did not finish within {timeout} s")
+            rank, value, error = results.get()
+            if error is not None:
+                raise AssertionError(f"rank {rank} failed:\n{error}")
+            self.values[rank] = value
+
+
+def _main(results: Any, store: str, rank: int, num_ranks: int, function: Callable[..., Any], args: tuple) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+        value = function(rank, *args)
+        dist.barrier()
+        results.put((rank, value, None))
+    except BaseException:
+        results.put((rank, None, traceback.format_exc()))
+    finally:
+        dist.destroy_process_group()
+
+
+def cosine_distance(x: torch.Tensor, y: torch.Tensor) -> float:
+    """1 - 2xy / (xx + yy), in double; zero for two zero tensors."""
+    x, y = x.double(), y.double()
+    norms = (x * x + y * y).sum().item()
+    return 1 - 2 * (x * y).sum().item() / norms if norms else 0.0
