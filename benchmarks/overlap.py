@@ -27,9 +27,9 @@ from torch import Tensor
 from moe_dualpipe.expert_parallel import Link, Local, Loopback
 from moe_dualpipe.models import RECOMPUTE, ModelConfig, TransformerStage, build_model, next_token_loss
 from moe_dualpipe.overlap import Engine
+from tests.support.plain_model import plain_forward
 
 from . import network, schedulers
-from .plain import plain_forward
 
 MODEL = ModelConfig(
     vocab_size=256, hidden_size=256, num_layers=4, num_dense_layers=0, num_heads=8, num_kv_heads=8, head_dim=32,

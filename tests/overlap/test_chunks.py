@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from benchmarks.plain import plain_forward
 from moe_dualpipe.expert_parallel import Delayed, Link, Local, Loopback
 from moe_dualpipe.models import TransformerStage, build_model, next_token_loss
 from tests.support.pairs import CONFIG, OVERLAPPED, assert_same, gradients, run_pair, saved_bytes, stage, tokens
+from tests.support.plain_model import plain_forward
 
 
 def assert_pair(first, second, x0, x1, queued=False):

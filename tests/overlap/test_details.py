@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from benchmarks.plain import plain_forward
 from moe_dualpipe.expert_parallel import Delayed, Link, Local, Loopback, Ready
 from moe_dualpipe.models import next_token_loss
 from moe_dualpipe.models.block import add_up
@@ -16,6 +15,7 @@ from moe_dualpipe.models.layers import Linear
 from moe_dualpipe.models.recompute import forgetting
 from moe_dualpipe.overlap import Comm, Compute, Engine, Segmented, WeightGrads, bind
 from tests.support.pairs import CONFIG, gradients, saved_bytes, stage, tokens
+from tests.support.plain_model import plain_forward
 
 PAIR = Segmented.overlapped_forward_backward
 
