@@ -46,6 +46,7 @@ class MoE(Segmented):
         local = expert_parallel.local_experts
         with seeded(seed, f"{name}.experts.{local.start}"):
             self.experts = expert_class(config.experts)(config, len(local))
+        setattr(self.experts, "local_experts", local)  # noqa: B010 - read by expert_parallel/parameters.py
         if hasattr(self.experts, "kernels"):
             setattr(self.experts, "kernels", kernels)  # noqa: B010 - nn.Module declares no such attribute
         if reset := getattr(self.experts, "reset_expert", None):

@@ -126,12 +126,13 @@ class MTP(Segmented):
             )
 
 
-def share_embedding(stages: Iterable[nn.Module]) -> None:
-    """Make the first and the last stage, where one rank holds both, hold one embedding: the same parameter.
+def share_embedding(stages: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Make the first and the last stage share one embedding parameter where one rank holds both; returns it.
 
-    Two of the same name would be trained apart. Where different ranks hold them, they are replicas, whose gradients are
-    to be summed (runtime/groups.py).
+    With MTP the last stage needs the embedding too. On two different ranks the embeddings are replicas, whose gradients
+    are summed (runtime/replicas.py). Returns an empty list on a rank without an embedding.
     """
     holders = [stage for stage in stages if hasattr(stage, "embedding")]
     for other in holders[1:]:
         other.embedding = holders[0].embedding
+    return [parameter for stage in holders[:1] for parameter in stage.embedding.parameters()]  # type: ignore[union-attr]

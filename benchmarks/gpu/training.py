@@ -18,7 +18,8 @@ import torch
 from moe_dualpipe.data import batches as data
 from moe_dualpipe.models import ModelConfig, TransformerStage, build_model, next_token_loss, preset
 from moe_dualpipe.planner.flops import train_flops_per_token
-from moe_dualpipe.runtime.replicas import ReplicaSet
+from moe_dualpipe.runtime.groups import Groups
+from moe_dualpipe.runtime.replicas import replica_sets
 from moe_dualpipe.training.optimizer import Optimizer, OptimizerConfig
 
 from .context import Context
@@ -119,8 +120,7 @@ def train(context: Context, plan: Plan, kernels: Any, experts: str, dense: float
 
 def train_for(context: Context, plan: Plan, model: TransformerStage) -> Trained:
     """Steps for `plan.seconds` after the warm-up, two at least."""
-    parameters = ReplicaSet(dict(model.named_parameters()), None)
-    optimizer = Optimizer([parameters], OPTIMIZER, range(plan.config.num_experts))
+    optimizer = Optimizer(replica_sets([model], Groups()), OPTIMIZER)
     trained, used = Trained(), 0.0
     for step, (x_BS, y_BS) in enumerate(batches(context, plan)):
         start = time.perf_counter()

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..data.tokenizer import FILE as TOKENIZER
-from ..expert_parallel.parameters import global_tensors
+from ..expert_parallel.parameters import expert_ids, global_tensors
 from ..models import ModelConfig, TransformerStage, build_model
 from . import load as checkpoints
 from . import manifest
@@ -51,11 +51,11 @@ def model_of(checkpoint: Path, experts: str = "swiglu") -> TransformerStage:
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """The weights of a whole model by global names, as views."""
-    experts = range(getattr(model, "config").num_experts)  # noqa: B009 - of type Tensor | Module to a type checker
+    ids = expert_ids(model)
     return {
         global_name: view
         for name, tensor in model.state_dict().items()
-        for global_name, view in global_tensors(name, tensor, experts)
+        for global_name, view in global_tensors(name, tensor, ids.get(name))
     }
 
 

@@ -1,18 +1,38 @@
-"""The names of tensors outside of this rank: the same however a run is divided.
+"""Which parameters belong to routed experts, and the names of tensors that do not depend on the parallel layout.
 
-Experts are named one by one (`layers.1.mlp.experts.gate_up.5`), so their number per rank leaves no trace.
+An expert layer holds the parameters of this rank's experts. `MoE` records which experts these are in the layer's
+attribute `local_experts`, and everything that treats expert parameters differently (gradient sums, optimizer state,
+checkpoints) reads it from there.
 """
 
 from collections.abc import Iterator
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
-def global_tensors(name: str, tensor: Tensor, local_experts: range) -> Iterator[tuple[str, Tensor]]:
-    """The global names, and views, under which a parameter-shaped tensor of this rank is saved."""
-    if ".experts." not in name:
+def expert_ids(module: nn.Module) -> dict[str, range]:
+    """The names of the expert parameters inside `module`, with the ids of the experts that each one holds."""
+    layers = ((prefix, layer, getattr(layer, "local_experts", None)) for prefix, layer in module.named_modules())
+    return {
+        ".".join(filter(None, (prefix, name))): ids
+        for prefix, layer, ids in layers
+        if isinstance(ids, range)
+        for name, _ in layer.named_parameters()
+    }
+
+
+def global_tensors(name: str, tensor: Tensor, local_experts: range | None) -> Iterator[tuple[str, Tensor]]:
+    """The global names under which a tensor of a parameter's shape is saved, each with a view of `tensor`.
+
+    local_experts: the experts that the parameter holds; None for a parameter that belongs to no expert.
+
+    Example: `mlp.experts.up` of shape [2, F, D] with experts 4 and 5 -> `mlp.experts.up.4` and `mlp.experts.up.5`,
+    each [F, D]. A parameter of a custom layer that does not stack its experts is saved whole, as `NAME.4-5`, and fits
+    only this number of expert-parallel ranks.
+    """
+    if local_experts is None:
         yield name, tensor
     elif tensor.ndim and len(tensor) == len(local_experts):
         yield from ((f"{name}.{expert}", tensor[i]) for i, expert in enumerate(local_experts))
-    else:  # an expert layer of the user's own that stacks nothing: only as a whole, for this division of experts
+    else:
         yield f"{name}.{local_experts.start}-{local_experts.stop - 1}", tensor

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ..expert_parallel import Loopback
-from ..expert_parallel.parameters import global_tensors
+from ..expert_parallel.parameters import expert_ids, global_tensors
 from ..models import ModelConfig, StageSpec, TransformerStage, split
 from ..runtime.zero import loads
 from ..schedule import Schedule
@@ -72,10 +72,12 @@ def pieces(config: ModelConfig, spec: StageSpec, ep: int = 1) -> tuple[dict[str,
     """The same as the pieces that ZeRO-1 gives to owners (zero.py), by global name: dense ones, and experts."""
     with torch.device("meta"):
         stage = TransformerStage(config, spec, Loopback(config.num_experts, ep))
-    local = range(config.num_experts // ep)
-    sizes = {n: t.numel() for name, p in stage.named_parameters() for n, t in global_tensors(name, p, local)}
-    dense = {name: size for name, size in sizes.items() if ".experts." not in name}
-    return dense, {name: size for name, size in sizes.items() if name not in dense}
+    dense, experts = {}, {}
+    ids = expert_ids(stage)
+    for name, parameter in stage.named_parameters():
+        sizes = {n: t.numel() for n, t in global_tensors(name, parameter, ids.get(name))}
+        (experts if name in ids else dense).update(sizes)
+    return dense, experts
 
 
 def peak_activations(schedule: Schedule, rank: int, kept: Sequence[int], owed: Sequence[int]) -> int:

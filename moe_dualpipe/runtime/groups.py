@@ -43,10 +43,10 @@ class Groups:
     embedding: those that hold it, where the last stage does, too.
     """
 
-    pipeline: dist.ProcessGroup | None
-    experts: dist.ProcessGroup | None
-    dense: dist.ProcessGroup | None
-    expert_replicas: dist.ProcessGroup | None
+    pipeline: dist.ProcessGroup | None = None
+    experts: dist.ProcessGroup | None = None
+    dense: dist.ProcessGroup | None = None
+    expert_replicas: dist.ProcessGroup | None = None
     embedding: dist.ProcessGroup | None = None
 
 

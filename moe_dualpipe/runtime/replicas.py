@@ -5,13 +5,14 @@ thing here: a set of parameters, and the process group of the ranks that hold th
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..expert_parallel.parameters import expert_ids
 from .checksum import checksum
 from .groups import Groups
 
@@ -27,6 +28,8 @@ class ReplicaSet:
 
     parameters: Mapping[str, nn.Parameter]
     group: dist.ProcessGroup | None
+    local_experts: range | None = None
+    """The experts that each of these parameters holds; None: they belong to no expert."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parameters", dict(sorted(self.parameters.items())))
@@ -36,13 +39,21 @@ class ReplicaSet:
         return 1 if self.group is None else self.group.size()
 
 
-def replica_sets(named: Mapping[str, nn.Parameter], groups: Groups) -> list[ReplicaSet]:
-    """This rank's parameters, by global name, in sets with the same holders: dense, experts, a shared embedding."""
-    apart = {"embedding.weight"} if groups.embedding else set()
+def replica_sets(
+    stages: Iterable[nn.Module], groups: Groups, shared: Collection[nn.Parameter] = ()
+) -> list[ReplicaSet]:
+    """The parameters of this rank's stages, in sets with the same holders: dense, experts, and `shared`.
+
+    Parameter names must be global. shared: the parameters that the ranks of `groups.embedding` hold.
+    """
+    experts = {name: ids for stage in stages for name, ids in expert_ids(stage).items()}
+    named = {name: p for stage in stages for name, p in stage.named_parameters()}
+    ends = {name for name, p in named.items() if groups.embedding and any(p is other for other in shared)}
+    dense = {name: p for name, p in named.items() if name not in experts and name not in ends}
     return [
-        ReplicaSet({n: p for n, p in named.items() if ".experts." not in n and n not in apart}, groups.dense),
-        ReplicaSet({n: p for n, p in named.items() if ".experts." in n}, groups.expert_replicas),
-        ReplicaSet({n: p for n, p in named.items() if n in apart}, groups.embedding),
+        ReplicaSet(dense, groups.dense),
+        ReplicaSet({name: named[name] for name in experts}, groups.expert_replicas, next(iter(experts.values()), None)),
+        ReplicaSet({name: named[name] for name in ends}, groups.embedding),
     ]
 
 

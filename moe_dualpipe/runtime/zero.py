@@ -31,12 +31,12 @@ class Piece:
 class Shards:
     """The pieces of a replica set by global name, and whose they are: this rank's alone unless `divide`d."""
 
-    def __init__(self, replicas: ReplicaSet, local_experts: range, divide: bool):
+    def __init__(self, replicas: ReplicaSet, divide: bool):
         self.group = replicas.group if divide else None
         weights = {
             name: (parameter, view)
             for parameter, tensor in replicas.parameters.items()
-            for name, view in global_tensors(parameter, tensor.detach(), local_experts)
+            for name, view in global_tensors(parameter, tensor.detach(), replicas.local_experts)
         }
         owners = assign(
             {name: view.numel() for name, (_, view) in weights.items()}, self.group.size() if self.group else 1

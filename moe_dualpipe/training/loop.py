@@ -103,7 +103,7 @@ class Trainer:
             ).to(self.device, self.dtype)
             for index in placement.stages[self.layout.pp_rank]
         }
-        share_embedding(self.stages.values())
+        embedding = share_embedding(self.stages.values())
         hidden = TensorSpec((config.micro_batch_size, config.seq_len, model.hidden_size), self.dtype)
         documents = [TensorSpec(hidden.shape[:2], torch.int32)] * config.document_mask
         links = P2P.connect(self.groups.pipeline, [hidden, *documents], self.device, timeout=wait)
@@ -111,11 +111,10 @@ class Trainer:
         self.progress = progress or Progress()
         self.executor = Executor(self.stages, links, weight_grads, config.overlap, self.progress.note)
 
-        named = {name: p for stage in self.stages.values() for name, p in stage.named_parameters()}
-        self.replicas = replica_sets(named, self.groups)
+        self.replicas = replica_sets(self.stages.values(), self.groups, embedding)
         self.balance = Balance(model, self.stages, config.bias_rate, self.groups.dense)
         stacked = stacked_matrices(self.stages.values())
-        self.optimizer = Optimizer(self.replicas, config.optim, self.experts.local_experts, config.zero, stacked)
+        self.optimizer = Optimizer(self.replicas, config.optim, config.zero, stacked)
         self.leader = launch.rank == 0
         self.skips, self.stop, self.stopping = Skips(config.max_skipped, self.leader), stop or Stop(), False
         if plan.resume:
@@ -349,8 +348,8 @@ class Trainer:
     def _introduce(self) -> None:
         shares = torch.zeros(2, dtype=torch.float64, device=self.device)
         for replicas in self.replicas:
-            for name, p in replicas.parameters.items():
-                shares[int(".experts." in name)] += p.numel() / replicas.num_replicas
+            number = sum(p.numel() for p in replicas.parameters.values())
+            shares[int(replicas.local_experts is not None)] += number / replicas.num_replicas
         dist.all_reduce(shares)
         dense, experts = shares.tolist()
         state = self._largest(self.optimizer.state_bytes / 2**20)

@@ -59,24 +59,22 @@ ALWAYS_ADAMW = {"embedding", "head", "router"}  # parts of names
 class Optimizer:
     """Master weights and moments of this rank's share of the parameters, by global name.
 
-    replicas: the parameters, in sets of those that the same ranks hold. local_experts: which experts are stacked in
-    theirs. zero: divide the state among the ranks of a set. stacked: the rows of each matrix in the parameters that
-    stack some. Raises ValueError for `stacked` rows that a parameter does not have.
+    replicas: the parameters, in sets of those that the same ranks hold. zero: divide the state among the ranks of a
+    set. stacked: the rows of each matrix in the parameters that stack some. Raises ValueError for `stacked` rows that a parameter does not have.
     """
 
     def __init__(
         self,
         replicas: Sequence[ReplicaSet],
         config: OptimizerConfig,
-        local_experts: range = range(0),
         zero: bool = True,
         stacked: Mapping[str, Sequence[int]] | None = None,
     ):
-        self.local_experts = local_experts
         self.parameters = {name: p for one in replicas for name, p in one.parameters.items()}
+        self.local_experts = {name: one.local_experts for one in replicas for name in one.parameters}
         for parameter in self.parameters.values():
             parameter.grad_dtype = torch.float32
-        self.shards = [Shards(one, local_experts, divide=zero) for one in replicas]
+        self.shards = [Shards(one, divide=zero) for one in replicas]
         self.owned = {name: piece for shards in self.shards for name, piece in shards.owned.items()}
         self.master = {name: piece.weight.float() for name, piece in self.owned.items()}  # fp32: the weight itself
         self.moments: dict[str, dict[str, Tensor]] = {}
@@ -133,7 +131,7 @@ class Optimizer:
             group["lr"] = lr
         for name, parameter in self.parameters.items():
             assert parameter.grad is not None, f"{name} has no gradient"
-            for piece, grad in global_tensors(name, parameter.grad.mul_(grad_scale), self.local_experts):
+            for piece, grad in global_tensors(name, parameter.grad.mul_(grad_scale), self.local_experts[name]):
                 for weight, rows in self.parts.get(piece, ()):
                     weight.grad = grad[rows]
         self.adamw.step()

@@ -48,11 +48,10 @@ def make_pipeline(rank, name, pp, dp=1, ep=1, fused_loss=False):
         s: TransformerStage(CONFIG, specs[s], experts, SEED, fused_loss=fused_loss)
         for s in schedule.placement.stages[layout.pp_rank]
     }
-    share_embedding(stages.values())
+    embedding = share_embedding(stages.values())
     hidden = TensorSpec((SIZE, LENGTH, CONFIG.hidden_size), torch.float32)
     executor = Executor(stages, P2P.connect(groups.pipeline, [hidden], torch.device("cpu")))
-    named = {n: p for stage in stages.values() for n, p in stage.named_parameters()}
-    return schedule, layout, executor, experts, replica_sets(named, groups)
+    return schedule, layout, executor, experts, replica_sets(stages.values(), groups, embedding)
 
 
 def run_step(schedule, layout, executor, return_outputs=False):

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from moe_dualpipe.models import build_model, stacked_matrices
+from moe_dualpipe.runtime.groups import Groups
 from moe_dualpipe.runtime.launch import Launch
-from moe_dualpipe.runtime.replicas import ReplicaSet
+from moe_dualpipe.runtime.replicas import ReplicaSet, replica_sets
 from moe_dualpipe.runtime.zero import assign
 from moe_dualpipe.training.config import OptimizerConfig, TrainConfig, parse
 from moe_dualpipe.training.learning_rate import learning_rate
@@ -88,8 +89,8 @@ def test_names_and_schedules_are_checked_and_what_fits_is_taken():
 # ---- AdamW ----
 
 
-def alone(parameters, config=OPTIM, local_experts=range(0), stacked=None):
-    return Optimizer([ReplicaSet(parameters, None)], config, local_experts, stacked=stacked)
+def alone(parameters, config=OPTIM, local_experts=None, stacked=None):
+    return Optimizer([ReplicaSet(parameters, None, local_experts)], config, stacked=stacked)
 
 
 def make_pair(dtype):
@@ -189,7 +190,7 @@ def test_steps_are_torch_muons_of_each_matrix_by_itself_and_adamws_of_the_rest()
 
     config = OptimizerConfig(name="muon", weight_decay=0.3, momentum=0.8)
     parameters = dict(model.named_parameters())
-    optimizer = alone(parameters, config, range(MODEL.num_experts), stacked_matrices([model]))
+    optimizer = Optimizer(replica_sets([model], Groups()), config, stacked=stacked_matrices([model]))
     for _ in range(3):
         for name, p in parameters.items():
             p.grad = torch.randn_like(p)
@@ -252,13 +253,14 @@ def make_sets(dtype, seed, groups):
         generator = torch.Generator().manual_seed(salt)
         order = sorted(shapes, reverse=bool(group and dist.get_rank() % 2))  # stages are built in different orders
         values = {name: torch.randn(shapes[name], generator=generator).to(dtype) for name in sorted(shapes)}
-        sets.append(ReplicaSet({name: nn.Parameter(values[name]) for name in order}, group))
+        experts = range(3 * seed, 3 * seed + 3) if shapes is EXPERTS else None
+        sets.append(ReplicaSet({name: nn.Parameter(values[name]) for name in order}, group, experts))
     return sets
 
 
-def steps(sets, config, local_experts, zero, seed):
+def steps(sets, config, zero, seed):
     """Three updates from random gradients, equal on all replicas; the optimizer after them."""
-    optimizer = Optimizer(sets, config, local_experts, zero, STACKED)
+    optimizer = Optimizer(sets, config, zero, STACKED)
     for step in range(3):
         for one, salt in zip(sets, (0, seed, 0), strict=True):
             generator = torch.Generator().manual_seed(100 * step + salt)
@@ -274,13 +276,12 @@ def sharded_and_not(rank, spread):
     seed, world = rank % spread, dist.group.WORLD
     members = [[r for r in range(size) if r % spread == s] for s in range(spread)]
     peers = [dist.new_group(ranks) for ranks in members][seed] if size > spread else None
-    local_experts = range(3 * seed, 3 * seed + 3)
     shares = {}
     for dtype, name in itertools.product((torch.float32, torch.bfloat16), ("adamw", "muon")):
         config, groups = OptimizerConfig(name=name, weight_decay=0.4), (world, peers, world)
         whole_sets, sets = make_sets(dtype, seed, groups), make_sets(dtype, seed, groups)
-        whole = steps(whole_sets, config, local_experts, False, seed)
-        sharded = steps(sets, config, local_experts, True, seed)
+        whole = steps(whole_sets, config, False, seed)
+        sharded = steps(sets, config, True, seed)
         for one, other in zip(whole_sets, sets, strict=True):
             for parameter in one.parameters:
                 assert torch.equal(one.parameters[parameter], other.parameters[parameter]), (rank, dtype, parameter)
