@@ -60,7 +60,8 @@ class Optimizer:
     """Master weights and moments of this rank's share of the parameters, by global name.
 
     replicas: the parameters, in sets of those that the same ranks hold. zero: divide the state among the ranks of a
-    set. stacked: the rows of each matrix in the parameters that stack some. Raises ValueError for `stacked` rows that a parameter does not have.
+    set. stacked: the rows of each matrix in the parameters that stack some.
+    Raises ValueError for `stacked` rows that a parameter does not have.
     """
 
     def __init__(
