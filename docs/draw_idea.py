@@ -14,14 +14,15 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from moe_dualpipe.drawing.render import COLOURS, draw_on
+from moe_dualpipe.drawing.timeline_boxes import COLOURS
+from moe_dualpipe.drawing.timeline_figure import draw_timeline
 from moe_dualpipe.schedule import Costs, Timeline, build, simulate
 
 FORWARD, BACKWARD, WEIGHT, COMMUNICATION = COLOURS["F"], COLOURS["B"], COLOURS["W"], "#d9d9d9"
 
 
 def draw_schedule(axes: Axes, timeline: Timeline) -> None:
-    draw_on(axes, timeline)
+    draw_timeline(axes, timeline)
     schedule = timeline.schedule
     axes.set_title(
         f"DualPipe, {schedule.num_ranks} ranks, {schedule.num_micro_batches} micro-batches: half of them flow down, "

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from moe_dualpipe.drawing.render import add_legend, draw_on, summary
+from moe_dualpipe.drawing.timeline_boxes import timeline_summary
+from moe_dualpipe.drawing.timeline_figure import add_timeline_legend, draw_timeline
 from moe_dualpipe.schedule import Costs
 from moe_dualpipe.schedule.compare import compare
 
@@ -26,10 +27,10 @@ def main() -> None:
     for name, timeline in timelines.items():
         figure = Figure(figsize=(11, 2.1), layout="constrained")
         axes = figure.add_subplot()
-        draw_on(axes, timeline)
+        draw_timeline(axes, timeline)
         axes.set_xlim(0, longest)
-        axes.set_title(f"{name}: {summary(timeline).splitlines()[0]}", fontsize=9, loc="left")
-        add_legend(axes, timeline)
+        axes.set_title(f"{name}: {timeline_summary(timeline).splitlines()[0]}", fontsize=9, loc="left")
+        add_timeline_legend(axes, timeline)
         figure.savefig(OUT / f"{name}.png", dpi=110)
         print(OUT / f"{name}.png")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from moe_dualpipe.cli import main
-from moe_dualpipe.drawing.render import text
-from moe_dualpipe.drawing.tables import table
+from moe_dualpipe.drawing.tables import comparison_table
+from moe_dualpipe.drawing.timeline_text import timeline_text
 from moe_dualpipe.schedule import Costs, Schedule, add_comms, build, simulate
 from moe_dualpipe.schedule.compare import compare
 
@@ -25,8 +25,8 @@ def run(capsys, *arguments):
 def test_show_prints_the_timeline(capsys):
     costs = ["--cost.F", "2", "--cost.B", "5", "--cost.W", "2", "--cost.FB", "6", "--cost.comm", "1"]
     timeline = simulate(build("dualpipe", 4, 10), Costs(2, 5, 2, 6, 1))
-    assert run(capsys, *SHOW, *costs, "--width", 100) == (0, text(timeline, 100, colour=False) + "\n", "")
-    assert run(capsys, *SHOW, *costs, "--width", 100, "--color", "always")[1] == text(timeline, 100) + "\n"
+    assert run(capsys, *SHOW, *costs, "--width", 100) == (0, timeline_text(timeline, 100, colour=False) + "\n", "")
+    assert run(capsys, *SHOW, *costs, "--width", 100, "--color", "always")[1] == timeline_text(timeline, 100) + "\n"
 
 
 def test_show_defaults(capsys):
@@ -38,7 +38,7 @@ def test_show_with_costs_of_each_stage_and_chunks(capsys):
     per_stage = [1, 2, 3, 4, 5, 6]
     code, out, _ = run(capsys, *arguments, "--cost.F", *per_stage, "--cost.B", 7, "--width", 90)
     timeline = simulate(build("interleaved_1f1b", 2, 4, 3), Costs(F=tuple(per_stage), B=7))
-    assert (code, out) == (0, text(timeline, 90, colour=False) + "\n")
+    assert (code, out) == (0, timeline_text(timeline, 90, colour=False) + "\n")
 
 
 @pytest.mark.parametrize("suffix", ["svg", "png", "json", "csv"])
@@ -96,7 +96,7 @@ def test_compare(capsys):
     arguments = ["schedule", "compare", "--stages", 8, "--micro-batches", 32]
     costs = ["--cost.F", 2, "--cost.B", 5, "--cost.W", 2, "--cost.FB", 6]
     entries = compare(8, 32, Costs(2, 5, 2, 6))
-    assert run(capsys, *arguments, *costs)[:2] == (0, table(entries) + "\n")
+    assert run(capsys, *arguments, *costs)[:2] == (0, comparison_table(entries) + "\n")
     code, out, _ = run(capsys, *arguments, *costs, "--json")
     assert code == 0
     assert json.loads(out) == json.loads(json.dumps([entry.as_object() for entry in entries]))
@@ -253,7 +253,7 @@ def test_suffixes_in_capitals(capsys, tmp_path):
 
 def test_compare_takes_a_number_of_chunks(capsys):
     arguments = ["schedule", "compare", "--stages", 8, "--micro-batches", 32, "--num-chunks", 4]
-    assert run(capsys, *arguments)[1] == table(compare(8, 32, Costs(), 4)) + "\n"
+    assert run(capsys, *arguments)[1] == comparison_table(compare(8, 32, Costs(), 4)) + "\n"
 
 
 def test_costs_beyond_all_numbers(capsys):

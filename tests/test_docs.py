@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from moe_dualpipe.cli import main
-from moe_dualpipe.drawing.render import number
+from moe_dualpipe.drawing.timeline_boxes import format_number
 from moe_dualpipe.schedule import Costs, build, simulate
 from moe_dualpipe.schedule.compare import compare
 
@@ -21,7 +21,7 @@ COMMANDS = [
 def steps(comm, pair, num_chunks):
     """The step time of every schedule on 8 ranks."""
     entries = compare(8, 32, Costs(2, 5, 2, pair, comm), num_chunks)
-    return {e.name: number(e.timeline.makespan) for e in entries if e.num_ranks == 8 and e.timeline}
+    return {e.name: format_number(e.timeline.makespan) for e in entries if e.num_ranks == 8 and e.timeline}
 
 
 def test_the_tables_that_no_single_command_prints():

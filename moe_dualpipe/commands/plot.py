@@ -21,7 +21,7 @@ class Plot:
     """What goes to the right: steps, tokens trained on, or hours of training."""
 
     def run(self) -> None:
-        from ..drawing.curves import save_curves, summary
+        from ..drawing.curves import run_summary, save_curves
         from ..training.metrics import read_records
 
         if not self.runs:
@@ -32,4 +32,4 @@ class Plot:
         out = self.out if self.out is not None else self.runs[0] / "curves.png"
         check_output(out, (".png", ".svg", ".pdf"))
         save_curves(runs, out, self.along)
-        print("\n".join([*(summary(name, records) for name, records in runs.items()), f"wrote {out}"]))
+        print("\n".join([*(run_summary(name, records) for name, records in runs.items()), f"wrote {out}"]))

@@ -12,8 +12,10 @@ import tyro
 from tyro.conf import Positional, subcommand
 
 from ..drawing.output import check_output
-from ..drawing.render import SUFFIXES, save, sizes, text
-from ..drawing.tables import table
+from ..drawing.tables import comparison_table
+from ..drawing.timeline_boxes import schedule_sizes
+from ..drawing.timeline_file import TIMELINE_SUFFIXES, save_timeline
+from ..drawing.timeline_text import timeline_text
 from ..schedule import (
     NAMES,
     Costs,
@@ -41,39 +43,39 @@ class CostOptions(Costs):
 
 
 @dataclass(frozen=True)
-class Show:
+class ShowSchedule:
     """Draw a schedule in time, as text or into a file."""
 
     schedule: Positional[str]
     """gpipe, 1f1b, interleaved_1f1b, zb1p, zbv, chimera, dualpipe, dualpipev, or a CSV file (a line for each rank)."""
-    ranks: int = 0
-    """Pipeline ranks; a name needs them."""
-    micro_batches: int = 0
-    """Micro-batches in a step; a name needs them."""
-    num_chunks: int = 0
-    """Stages on each rank, for interleaved_1f1b. 0: 2."""
+    ranks: int | None = None
+    """Number of pipeline ranks. Required with a name."""
+    micro_batches: int | None = None
+    """Number of micro-batches in a step. Required with a name."""
+    num_chunks: int | None = None
+    """Number of stages on each rank, for interleaved_1f1b. None: 2."""
     cost: CostOptions = field(default_factory=CostOptions)
     out: Path | None = None
     """Write a file instead: a figure (.svg, .png), a Chrome trace for Perfetto (.json) or the order (.csv)."""
-    width: int = 0
-    """Columns of the terminal, at least 40. 0: as many as it has."""
+    width: int | None = None
+    """Number of columns, at least 40. None: the width of the terminal."""
     color: Literal["auto", "always", "never"] = "auto"
     """auto: on a terminal, unless NO_COLOR is set."""
 
     def run(self) -> None:
         costs = self.cost.checked()
         if self.out is not None:
-            check_output(self.out, SUFFIXES)
+            check_output(self.out, TIMELINE_SUFFIXES)
         if self.width and self.width < 40:
             raise ValueError(f"--width must be at least 40: got {self.width}; use 40")
         timeline = simulate(self._schedule(), costs)
         if self.out is not None:
-            save(timeline, self.out)
+            save_timeline(timeline, self.out)
             print(self.out)
             return
         width = self.width or shutil.get_terminal_size().columns
         on_terminal = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        print(text(timeline, width, self.color == "always" or (self.color == "auto" and on_terminal)))
+        print(timeline_text(timeline, width, self.color == "always" or (self.color == "auto" and on_terminal)))
 
     def _schedule(self) -> Schedule:
         path = Path(self.schedule)
@@ -90,7 +92,7 @@ class Show:
 
 
 @dataclass(frozen=True)
-class Compare:
+class CompareSchedules:
     """All schedules for the same model on the same ranks; memory is the fullest rank's, in the model's stages."""
 
     stages: int
@@ -105,11 +107,13 @@ class Compare:
 
     def run(self) -> None:
         entries = compare(self.stages, self.micro_batches, self.cost.checked(), self.num_chunks)
-        print(json.dumps([entry.as_object() for entry in entries], indent=1) if self.json else table(entries))
+        print(
+            json.dumps([entry.as_object() for entry in entries], indent=1) if self.json else comparison_table(entries)
+        )
 
 
 @dataclass(frozen=True)
-class Check:
+class CheckSchedule:
     """Check a schedule from a file: complete, in place, able to run; and its sends and receives, if it lists them."""
 
     file: Positional[Path]
@@ -118,7 +122,7 @@ class Check:
     def run(self) -> None:
         schedule, transfers = _read(self.file)
         print(
-            f"{self.file}: valid; {sizes(schedule)}, {sum(map(len, schedule.actions))} actions"
+            f"{self.file}: valid; {schedule_sizes(schedule)}, {sum(map(len, schedule.actions))} actions"
             + (f", {transfers} transfers that cannot deadlock" if transfers else "")
         )
 
@@ -128,9 +132,9 @@ class ScheduleCommands:
     """Pipeline schedules: simulate and draw one, compare all, check your own."""
 
     command: Annotated[
-        Annotated[Show, subcommand("show")]
-        | Annotated[Compare, subcommand("compare")]
-        | Annotated[Check, subcommand("check")],
+        Annotated[ShowSchedule, subcommand("show")]
+        | Annotated[CompareSchedules, subcommand("compare")]
+        | Annotated[CheckSchedule, subcommand("check")],
         tyro.conf.arg(name=""),
     ]
 

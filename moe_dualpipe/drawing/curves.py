@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from .figure import figure_class, write
+from .figures import new_figure, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,13 +49,12 @@ def save_curves(runs: Mapping[str, Sequence[Record]], path: Path, along: Along =
 
     along: what goes to the right: steps, tokens trained on, or hours of training.
     """
-    new_figure = figure_class()
     from matplotlib.ticker import EngFormatter
 
     panels = [panel for panel in PANELS if any(panel.key in record for records in runs.values() for record in records)]
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
-    figure = new_figure(figsize=(4.6 * columns, 2.7 * rows + 0.4), layout="constrained")
+    figure = new_figure(4.6 * columns, 2.7 * rows + 0.4)
     grid = figure.subplots(rows, columns, squeeze=False).flatten()
     for axes, panel in zip(grid, panels, strict=False):
         for i, records in enumerate(runs.values()):
@@ -75,7 +74,7 @@ def save_curves(runs: Mapping[str, Sequence[Record]], path: Path, along: Along =
 
         lines = [Line2D([], [], color=f"C{i}", label=name) for i, name in enumerate(runs)]
         figure.legend(handles=lines, loc="outside upper left", ncols=len(lines), fontsize=9, frameon=False)
-    write(figure, path)
+    save_figure(figure, path)
 
 
 def positions(records: Sequence[Record], along: Along) -> dict[int, float]:
@@ -118,7 +117,7 @@ def _draw(axes: "Axes", panel: Panel, records: Sequence[Record], where: Mapping[
         axes.plot(*zip(*marks, strict=True), "o", color=colour, markersize=4) if marks else None
 
 
-def summary(name: str, records: Sequence[Record]) -> str:
+def run_summary(name: str, records: Sequence[Record]) -> str:
     """A run in one line: how far it came, and to what."""
     steps = [record for record in records if "loss" in record]
     validation = [record["validation_loss"] for record in records if "validation_loss" in record]

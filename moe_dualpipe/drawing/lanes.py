@@ -16,8 +16,8 @@ from ..profiler.chrome import Mark, Trace, Work
 from ..profiler.host import on_cpu
 from ..profiler.intervals import Intervals, union
 from . import page
-from .figure import figure_class, write
-from .timeline import COLOURS, NAMES
+from .figures import new_figure, save_figure
+from .timeline_boxes import COLOURS, LABELS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -77,19 +77,19 @@ def save(pictures: Sequence[Picture], path: Path) -> None:
         page.write(pictures, path)
         return
     end = max(picture.end_us for picture in pictures)
-    figure = figure_class()(figsize=(16, 0.7 + 1.9 * len(pictures)), layout="constrained")
+    figure = new_figure(16, 0.7 + 1.9 * len(pictures))
     rows = figure.subplots(len(pictures), sharex=True, squeeze=False)[:, 0]
     for axes, picture in zip(rows, pictures, strict=True):
         _draw(axes, picture, end)
     rows[-1].set_xlabel("ms", fontsize=8, loc="right", labelpad=1)
     _add_legend(rows[-1])
-    write(figure, path)
+    save_figure(figure, path)
 
 
 def _add_legend(axes: "Axes") -> None:
     from matplotlib.patches import Patch
 
-    entries = [Patch(facecolor=COLOURS[letter], label=NAMES[letter]) for letter in "FBW"]
+    entries = [Patch(facecolor=COLOURS[letter], label=LABELS[letter]) for letter in "FBW"]
     entries.append(Patch(facecolor=OTHER, label="other"))
     axes.legend(handles=entries, loc="upper left", bbox_to_anchor=(0, -0.12), ncols=4, fontsize=7, frameon=False)
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from ..profiler.pipeline import Pipeline, accounts
 from ..schedule import Costs, Timeline
-from .figure import add_legend, draw_on, figure_class, write
+from .figures import new_figure, save_figure
 from .tables import markdown
+from .timeline_figure import add_timeline_legend, draw_timeline
 
 
 def rank_name(rank: int, data_rank: int, data_ranks: int) -> str:
@@ -76,15 +77,15 @@ def save(pipelines: Sequence[Pipeline], path: Path) -> None:
         rows += [(f"step {number} measured{which}", measured), (f"predicted{which}", pipeline.predicted)]
     end = max(float(timeline.makespan) for _, timeline in rows)
     height = sum(0.75 + 0.32 * timeline.schedule.num_ranks for _, timeline in rows)
-    figure = figure_class()(figsize=(16, height + 0.5), layout="constrained")
+    figure = new_figure(16, height + 0.5)
     heights = [timeline.schedule.num_ranks + 1 for _, timeline in rows]
     grid = figure.subplots(len(rows), squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
     for axes, (title, timeline) in zip(grid, rows, strict=True):
-        draw_on(axes, timeline, font_size=6)
+        draw_timeline(axes, timeline, font_size=6)
         axes.set_xlim(0, end)
         axes.set_xlabel("ms", fontsize=8, loc="right", labelpad=1)
         axes.set_title(
             f"{title}: {float(timeline.makespan):,.1f} ms, {timeline.bubble_share:.1%} bubble", fontsize=9, loc="left"
         )
-    add_legend(grid[-1], rows[-1][1])
-    write(figure, path)
+    add_timeline_legend(grid[-1], rows[-1][1])
+    save_figure(figure, path)

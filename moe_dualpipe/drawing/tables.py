@@ -1,12 +1,12 @@
 """Tables in Markdown."""
 
-from ..schedule.compare import Entry
-from .timeline import number, span_of
+from ..schedule.compare import ComparedSchedule
+from .timeline_boxes import format_number, format_range
 
 HEADINGS = ("stages", "step time", "bubble a rank", "share", "activations", "deferred W", "parameters")
 
 
-def table(entries: tuple[Entry, ...]) -> str:
+def comparison_table(entries: tuple[ComparedSchedule, ...]) -> str:
     """Markdown: a table for each number of ranks, and below it what each schedule lacks that cannot run there."""
     tables = []
     for num_ranks in dict.fromkeys(entry.num_ranks for entry in entries):
@@ -18,17 +18,17 @@ def table(entries: tuple[Entry, ...]) -> str:
     return "\n\n".join(tables)
 
 
-def _cells(entry: Entry) -> list[str]:
+def _cells(entry: ComparedSchedule) -> list[str]:
     """What stands in the table under HEADINGS, for the fullest rank."""
     if (timeline := entry.timeline) is None:
         return ["-"] * len(HEADINGS)
     memory = (timeline.peak_activations, timeline.peak_deferred, timeline.parameters)
     return [
         str(timeline.schedule.num_stages),
-        number(timeline.makespan),
-        span_of(timeline.bubble),
+        format_number(timeline.makespan),
+        format_range(timeline.bubble),
         f"{timeline.bubble_share:.1%}",
-        *(number(max(entry.in_model_stages(counts))) for counts in memory),
+        *(format_number(max(entry.in_model_stages(counts))) for counts in memory),
     ]
 
 

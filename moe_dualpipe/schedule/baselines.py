@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
 from .actions import Action, Backward, Forward, Part
-from .lane import Lane
+from .stage_actions import StageActions
 
 Actions = tuple[tuple[Action, ...], ...]
 
@@ -66,14 +66,14 @@ def zb1p(num_ranks: int, num_micro_batches: int) -> Actions:
     def actions(rank: int) -> Iterator[Action]:
         ids = range(num_micro_batches)
         forwards, inputs = [Forward(rank, i) for i in ids], [Backward(rank, i, Part.INPUT) for i in ids]
-        owed: deque[Action] = deque()
+        deferred: deque[Action] = deque()
         for action in _in_turns(forwards, inputs, num_ranks - 1 - rank):
             yield action
             if isinstance(action, Backward):
-                owed.append(Backward(rank, action.micro_batch, Part.WEIGHT))
-            if len(owed) > rank:
-                yield owed.popleft()
-        yield from owed
+                deferred.append(Backward(rank, action.micro_batch, Part.WEIGHT))
+            if len(deferred) > rank:
+                yield deferred.popleft()
+        yield from deferred
 
     return tuple(tuple(actions(rank)) for rank in range(num_ranks))
 
@@ -87,7 +87,7 @@ def zbv(num_ranks: int, num_micro_batches: int) -> Actions:
     def actions(rank: int) -> Iterator[Forward | Backward]:
         inner = num_ranks - rank  # ranks from here to the fold, this one included
         ids = range(max(num_micro_batches, 2 * num_ranks - 1))  # as many as fill the pipeline
-        near, far = Lane(rank, ids), Lane(2 * num_ranks - 1 - rank, ids)
+        near, far = StageActions(rank, ids), StageActions(2 * num_ranks - 1 - rank, ids)
         for _ in range(2 * inner - 1):
             yield near.forward()
         for _ in range(rank):
@@ -95,24 +95,24 @@ def zbv(num_ranks: int, num_micro_batches: int) -> Actions:
             yield near.forward()
         for _ in range(inner):
             yield far.forward()
-            yield far.input()
-            yield far.weight()
+            yield far.input_grad()
+            yield far.weight_grad()
         for i in range(len(ids) - num_ranks):  # the steady state
             if i < len(ids) - 2 * num_ranks + 1 + rank:
                 yield near.forward()
-            yield near.input()
-            yield near.weight()
+            yield near.input_grad()
+            yield near.weight_grad()
             yield far.forward()
-            yield far.input()
-            yield far.weight()
+            yield far.input_grad()
+            yield far.weight_grad()
         for _ in range(rank):
-            yield near.input()
-            yield far.input()
+            yield near.input_grad()
+            yield far.input_grad()
         for _ in range(inner):
-            yield near.input()
-            yield near.weight()
-        yield from far.owed
-        yield from near.owed
+            yield near.input_grad()
+            yield near.weight_grad()
+        yield from far.deferred
+        yield from near.deferred
 
     return tuple(
         tuple(action for action in actions(rank) if action.micro_batch < num_micro_batches) for rank in range(num_ranks)

@@ -16,7 +16,7 @@ from .timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ComparedSchedule:
     """One schedule on `num_ranks` ranks: its timeline, or the problem for which there is none."""
 
     name: str
@@ -51,7 +51,7 @@ def _plain(value: float | Fraction) -> float:
     return int(value) if value == int(value) else float(value)
 
 
-def compare(num_stages: int, num_micro_batches: int, costs: Costs, num_chunks: int = 2) -> tuple[Entry, ...]:
+def compare(num_stages: int, num_micro_batches: int, costs: Costs, num_chunks: int = 2) -> tuple[ComparedSchedule, ...]:
     """Every schedule on `num_stages` ranks, then on half as many (where that is a whole number).
 
     num_chunks: the stages on each rank of interleaved_1f1b. Raises ValueError for fewer than one stage or two chunks,
@@ -74,11 +74,13 @@ def compare(num_stages: int, num_micro_batches: int, costs: Costs, num_chunks: i
     )
 
 
-def _entry(name: str, num_ranks: int, num_stages: int, num_micro_batches: int, costs: Costs, num_chunks: int) -> Entry:
+def _entry(
+    name: str, num_ranks: int, num_stages: int, num_micro_batches: int, costs: Costs, num_chunks: int
+) -> ComparedSchedule:
     try:
         schedule = build(name, num_ranks, num_micro_batches, num_chunks if name == "interleaved_1f1b" else None)
         timeline = simulate(schedule, costs.divided(num_stages, schedule.num_stages))
     except ValueError as error:
         problem = str(error)
-        return Entry(name, num_ranks, None, problem if problem.startswith(name) else f"{name}: {problem}")
-    return Entry(name, num_ranks, timeline, stage_size=Fraction(num_stages, schedule.num_stages))
+        return ComparedSchedule(name, num_ranks, None, problem if problem.startswith(name) else f"{name}: {problem}")
+    return ComparedSchedule(name, num_ranks, timeline, stage_size=Fraction(num_stages, schedule.num_stages))

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from .actions import Action, Backward, Overlap
-from .lane import Lane
+from .stage_actions import StageActions
 
 
 def dualpipe(num_ranks: int, num_micro_batches: int) -> tuple[tuple[Action, ...], ...]:
@@ -36,8 +36,8 @@ def dualpipev(num_ranks: int, num_micro_batches: int) -> tuple[tuple[Action, ...
 def _actions(near_stage: int, near_ids: range, far_stage: int, far_ids: range, d: int, depth: int) -> Iterator[Action]:
     """What the rank at depth `d` of `depth` does; eight phases, named after what they repeat."""
     inner = depth - 1 - d  # ranks between this one and the fold
-    owed: deque[Backward] = deque()  # one queue for both: an I may be followed by the W of the other stage
-    near, far = Lane(near_stage, near_ids, owed), Lane(far_stage, far_ids, owed)
+    deferred: deque[Backward] = deque()  # one queue for both: an I may be followed by the W of the other stage
+    near, far = StageActions(near_stage, near_ids, deferred), StageActions(far_stage, far_ids, deferred)
 
     for _ in range(2 * inner):  # 1: F
         yield near.forward()
@@ -45,8 +45,8 @@ def _actions(near_stage: int, near_ids: range, far_stage: int, far_ids: range, d
         yield near.forward()
         yield far.forward()
     for _ in range(inner):  # 3: I W F - splitting sends the gradient on sooner
-        yield far.input()
-        yield far.weight()
+        yield far.input_grad()
+        yield far.weight_grad()
         yield far.forward()
     for i in range(len(near_ids) - 2 * depth + d + 1):  # 4: the steady state, (F B) (F B)
         first, second = near.forward(), far.backward()
@@ -58,9 +58,9 @@ def _actions(near_stage: int, near_ids: range, far_stage: int, far_ids: range, d
         yield Overlap(far.forward(), near.backward())
     for i in range(2 * (d + 1)):  # 6: B B, and from the middle on I I, whose W fill the bubble that follows
         lane = near if i % 2 else far
-        yield lane.backward() if i < d + 1 else lane.input()
+        yield lane.backward() if i < d + 1 else lane.input_grad()
     for _ in range(inner):  # 7: W I
-        yield near.weight()
-        yield near.input()
+        yield near.weight_grad()
+        yield near.input_grad()
     for _ in range(d + 1):  # 8: W
-        yield near.weight()
+        yield near.weight_grad()

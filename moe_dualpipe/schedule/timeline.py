@@ -3,7 +3,7 @@
 One type for simulated and for measured times, so that both are drawn, compared and exported by the same code.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from .actions import Forward, Part, halves
@@ -13,13 +13,13 @@ from .walk import Span
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a rank holds at one moment, each counted in micro-batches of one stage."""
+    """What a rank holds at one moment: numbers of micro-batches of one stage, or bytes."""
 
     time: float
     activations: int
-    """Forwards whose B or I has not ended: their activations are alive."""
+    """Activations from the start of a forward to the end of its B or I."""
     deferred: int
-    """I without its W yet: what the weight gradients need is alive. Apart from `activations`, never in both."""
+    """Inputs and gradients from the end of an I to the end of its W. Not counted in `activations`."""
 
 
 @dataclass(frozen=True)
@@ -79,33 +79,47 @@ class Timeline:
 
     @property
     def peak_activations(self) -> tuple[int, ...]:
-        """The most micro-batches of one stage whose activations each rank holds at once: forwards without B or I."""
+        """The largest number of `Held.activations` on each rank."""
         return tuple(max((held.activations for held in self.held(rank)), default=0) for rank in self._ranks)
 
     @property
     def peak_deferred(self) -> tuple[int, ...]:
-        """The most micro-batches of one stage whose weight gradients each rank owes at once: I without W."""
+        """The largest number of `Held.deferred` on each rank."""
         return tuple(max((held.deferred for held in self.held(rank)), default=0) for rank in self._ranks)
+
+    def peak_bytes(self, activations: Sequence[int], deferred: Sequence[int]) -> tuple[int, ...]:
+        """The peak of activations and deferred weight gradients together on each rank, from bytes per stage."""
+        return tuple(
+            max((held.activations + held.deferred for held in self.held(rank, activations, deferred)), default=0)
+            for rank in self._ranks
+        )
 
     @property
     def parameters(self) -> tuple[int, ...]:
-        """How many stages' parameters each rank holds."""
+        """The number of stages on each rank."""
         return tuple(len(stages) for stages in self.schedule.placement.stages)
 
     @property
     def _ranks(self) -> range:
         return range(self.schedule.num_ranks)
 
-    def held(self, rank: int) -> Iterator[Held]:
-        """What `rank` holds, whenever that changes: a forward allocates when it starts, a backward frees at its end."""
-        activations = deferred = 0
+    def held(
+        self, rank: int, activations: Sequence[int] | None = None, deferred: Sequence[int] | None = None
+    ) -> Iterator[Held]:
+        """What `rank` holds after each change. A forward allocates when it starts, a backward frees when it ends.
+
+        activations, deferred: the size of each stage's activations, and of what its deferred weight gradients need.
+            None: 1 for every stage, so that sizes are counted in micro-batches.
+        """
+        ones = (1,) * self.schedule.num_stages
+        activations, deferred = activations or ones, deferred or ones
+        alive = waiting = 0
         for span in self.spans[rank]:
-            if any(isinstance(half, Forward) for half in halves(span.action)):
-                activations += 1
-                yield Held(span.start, activations, deferred)
             for half in halves(span.action):
                 if isinstance(half, Forward):
+                    alive += activations[half.stage]
+                    yield Held(span.start, alive, waiting)
                     continue
-                activations -= half.part is not Part.WEIGHT
-                deferred += {Part.INPUT: 1, Part.WEIGHT: -1, Part.FULL: 0}[half.part]
-                yield Held(span.end, activations, deferred)
+                alive -= 0 if half.part is Part.WEIGHT else activations[half.stage]
+                waiting += {Part.INPUT: 1, Part.WEIGHT: -1, Part.FULL: 0}[half.part] * deferred[half.stage]
+                yield Held(span.end, alive, waiting)

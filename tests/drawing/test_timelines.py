@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
-from moe_dualpipe.drawing.chrome_trace import chrome_trace
-from moe_dualpipe.drawing.render import COLOURS, boxes, draw, draw_on, save, span_of, summary, text
+from moe_dualpipe.drawing.timeline_boxes import COLOURS, boxes, format_range, timeline_summary
+from moe_dualpipe.drawing.timeline_figure import draw_timeline, timeline_figure
+from moe_dualpipe.drawing.timeline_file import save_timeline
+from moe_dualpipe.drawing.timeline_text import timeline_text
+from moe_dualpipe.drawing.timeline_trace import chrome_trace
 from moe_dualpipe.schedule import (
     Costs,
     Forward,
@@ -56,14 +59,14 @@ def test_every_action_has_its_boxes_where_it_runs(timeline):
 @pytest.mark.parametrize("width", [40, 60, 80, 133, 1000])
 def test_lines_fit_the_terminal_and_differ_in_colour_only(timeline, width):
     for colour in (False, True):
-        lines = [plain(line) for line in text(timeline, width, colour).splitlines()]
+        lines = [plain(line) for line in timeline_text(timeline, width, colour).splitlines()]
         assert max(map(len, lines)) <= width
-        assert ("\x1b" in text(timeline, width, colour)) == colour
+        assert ("\x1b" in timeline_text(timeline, width, colour)) == colour
 
 
 @timelines
 def test_text_holds_every_box_once(timeline):
-    lines = text(timeline, 2000, colour=False).splitlines()
+    lines = timeline_text(timeline, 2000, colour=False).splitlines()
     assert lines[1].split() == ["time", "0"]
     for rank, stages in enumerate(timeline.schedule.placement.stages):
         line = lines[2 + rank].removeprefix(f"rank {rank}")
@@ -76,7 +79,7 @@ def test_text_holds_every_box_once(timeline):
 
 
 def test_the_text_of_a_small_schedule():
-    lines = text(simulate(build("1f1b", 2, 2), Costs(F=2, B=4)), 80, colour=False).splitlines()
+    lines = timeline_text(simulate(build("1f1b", 2, 2), Costs(F=2, B=4)), 80, colour=False).splitlines()
     assert lines == [
         "1f1b: 2 ranks, 2 stages, 2 micro-batches",
         "time    0",
@@ -92,7 +95,7 @@ def test_the_text_of_a_small_schedule():
 def test_what_runs_on_in_the_next_band_is_named_once():
     timeline = simulate(build("dualpipe", 4, 10), COSTS)
     for width in range(40, 140, 7):
-        lines = [line for line in text(timeline, width, colour=False).splitlines() if line.startswith("rank")]
+        lines = [line for line in timeline_text(timeline, width, colour=False).splitlines() if line.startswith("rank")]
         named = re.findall(r"[A-Za-z]\d+", "".join(line[8:] for line in lines))
         every = [box for rank in range(4) for box in boxes(timeline, rank)]
         assert len(named) == len(every), width
@@ -100,19 +103,19 @@ def test_what_runs_on_in_the_next_band_is_named_once():
 
 
 def test_numbers_are_no_ranges_of_rounding_errors_and_large_ones_keep_their_digits():
-    assert span_of((0.1 + 0.2, 0.3)) == "0.3"
-    assert span_of((11, 12, 13)) == "11 to 13"
-    assert span_of((39382712, 39382712)) == "39382712"
-    assert "bubble 10.2 a rank" in summary(simulate(build("1f1b", 4, 8), Costs(F=1.1, B=2.3)))
+    assert format_range((0.1 + 0.2, 0.3)) == "0.3"
+    assert format_range((11, 12, 13)) == "11 to 13"
+    assert format_range((39382712, 39382712)) == "39382712"
+    assert "bubble 10.2 a rank" in timeline_summary(simulate(build("1f1b", 4, 8), Costs(F=1.1, B=2.3)))
 
 
 def test_one_of_many_is_named_as_one():
-    assert text(simulate(build("1f1b", 1, 1), COSTS)).startswith("1f1b: 1 rank, 1 stage, 1 micro-batch\n")
+    assert timeline_text(simulate(build("1f1b", 1, 1), COSTS)).startswith("1f1b: 1 rank, 1 stage, 1 micro-batch\n")
 
 
 def test_time_goes_on_in_the_next_band():
     timeline = simulate(build("dualpipe", 4, 10), COSTS)
-    lines = text(timeline, 80, colour=False).splitlines()
+    lines = timeline_text(timeline, 80, colour=False).splitlines()
     bands = [float(line.split()[1]) for line in lines if line.startswith("time")]
     assert len(bands) >= 2
     assert bands == sorted(bands)
@@ -122,14 +125,14 @@ def test_time_goes_on_in_the_next_band():
 
 def test_colours_are_those_of_the_actions():
     timeline = simulate(build("zb1p", 1, 1), COSTS)
-    line = text(timeline, 80, colour=True).splitlines()[2]
+    line = timeline_text(timeline, 80, colour=True).splitlines()[2]
     for letter in "FIW":
         rgb = ";".join(str(int(COLOURS[letter][i : i + 2], 16)) for i in (1, 3, 5))
         assert f"\x1b[48;2;{rgb}m" in line
 
 
 def test_actions_of_very_unequal_length_do_not_fill_the_screen():
-    lines = text(simulate(build("1f1b", 2, 4), Costs(F=0.001, B=500)), 80, colour=False).splitlines()
+    lines = timeline_text(simulate(build("1f1b", 2, 4), Costs(F=0.001, B=500)), 80, colour=False).splitlines()
     assert len(lines) < 250
     assert max(map(len, lines)) == 80
     row = " ".join(line[8:] for line in lines if line.startswith("rank 1"))
@@ -137,7 +140,7 @@ def test_actions_of_very_unequal_length_do_not_fill_the_screen():
 
 
 def test_the_summary_names_the_range_where_ranks_differ():
-    assert "bubble 11 to 13 a rank (8.6%)" in summary(simulate(build("dualpipe", 8, 20), COSTS))
+    assert "bubble 11 to 13 a rank (8.6%)" in timeline_summary(simulate(build("dualpipe", 8, 20), COSTS))
 
 
 # ---- Figures ----
@@ -149,7 +152,7 @@ def test_a_figure_shows_every_box_in_its_place_and_colour(timeline):
     from matplotlib.figure import Figure
 
     axes: Any = Figure().add_subplot()
-    draw_on(axes, timeline)
+    draw_timeline(axes, timeline)
     every = [(rank, box) for rank in range(timeline.schedule.num_ranks) for box in boxes(timeline, rank)]
     labels = [(round(-label.get_position()[1]), label.get_position()[0], label.get_text()) for label in axes.texts]
     assert sorted(labels) == sorted((rank, (b.start + b.end) / 2, str(b.micro_batch)) for rank, b in every)
@@ -172,7 +175,7 @@ def test_a_figure_shows_every_box_in_its_place_and_colour(timeline):
 def test_numbers_fit_into_their_boxes():
     """The narrowest box of a figure is wider than its number, as drawn."""
     for size in (("dualpipe", 8, 40), ("zbv", 4, 24), ("1f1b", 2, 120)):
-        figure = draw(simulate(build(*size), COSTS))
+        figure = timeline_figure(simulate(build(*size), COSTS))
         figure.draw_without_rendering()
         axes = figure.axes[0]
         widest = max(label.get_window_extent().width for label in axes.texts)
@@ -182,23 +185,23 @@ def test_numbers_fit_into_their_boxes():
 
 
 def test_a_figure_too_long_for_numbers_has_none():
-    assert not draw(simulate(build("zbv", 4, 1000), COSTS)).axes[0].texts
+    assert not timeline_figure(simulate(build("zbv", 4, 1000), COSTS)).axes[0].texts
 
 
 def test_files(tmp_path):
     timeline = simulate(build("dualpipev", 2, 6), COSTS)
     for name in ("a.svg", "a.PNG", "a.json", "a.csv"):
-        save(timeline, tmp_path / name)
+        save_timeline(timeline, tmp_path / name)
     drawn = xml.etree.ElementTree.parse(tmp_path / "a.svg").getroot()
     assert drawn.tag.endswith("svg")
     assert "dualpipev: 2 ranks, 4 stages, 6 micro-batches" in (tmp_path / "a.svg").read_text()
     assert (tmp_path / "a.PNG").read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "a.json").read_text()) == chrome_trace(timeline)
     assert Schedule.from_csv((tmp_path / "a.csv").read_text()) == timeline.schedule
-    save(timeline, tmp_path / "b.svg")
+    save_timeline(timeline, tmp_path / "b.svg")
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
     with pytest.raises(ValueError, match=r"cannot write 'a.pdf': use one of .svg, .png, .json, .csv"):
-        save(timeline, tmp_path / "a.pdf")
+        save_timeline(timeline, tmp_path / "a.pdf")
 
 
 # ---- Chrome traces ----
@@ -256,7 +259,7 @@ def shifted(timeline, by):
 
 
 def test_a_text_with_pairs_literally():
-    assert text(PAIR, 80, colour=False).splitlines() == [
+    assert timeline_text(PAIR, 80, colour=False).splitlines() == [
         "dualpipe: 2 ranks, 2 stages, 4 micro-batches",
         "time    0",
         "rank 0   F0   f2   F1       b2      [ f3    B0   ]      b3        I1    W1  ",
@@ -276,15 +279,15 @@ def test_a_coloured_row_literally():
     orange, pale_orange, green, pale_green = (246, 178, 107), (250, 216, 181), (147, 196, 125), (201, 226, 190)
     row = [(orange, " 0 "), (pale_orange, " 2 "), (orange, " 1 "), (pale_green, "    2    "), (pale_orange, "[3 ")]
     row += [(green, "  0   ]"), (pale_green, "    3    "), ((188, 216, 106), "  1  "), ((111, 168, 220), " 1 ")]
-    lines = text(PAIR, 80, colour=True).splitlines()
+    lines = timeline_text(PAIR, 80, colour=True).splitlines()
     assert lines[2] == "rank 0  " + "".join(box(*colour, inside) for colour, inside in row)
     assert lines[5].startswith(box(*orange, " F ") + "forward   " + box(*green, " B ") + "backward   ")
-    waits = text(simulate(build("1f1b", 2, 2), COSTS), 80).splitlines()[3]
+    waits = timeline_text(simulate(build("1f1b", 2, 2), COSTS), 80).splitlines()[3]
     assert waits.startswith("rank 1  \x1b[2m....\x1b[0m\x1b[38;2;0;0;0m")
 
 
 def test_a_text_that_starts_later():
-    rows, moved = text(PAIR, 40, colour=False), text(shifted(PAIR, 100), 40, colour=False)
+    rows, moved = timeline_text(PAIR, 40, colour=False), timeline_text(shifted(PAIR, 100), 40, colour=False)
     times = [line.split()[1] for line in rows.splitlines() if line.startswith("time")]
     assert [line.split()[1] for line in moved.splitlines() if line.startswith("time")] == [
         f"{100 + float(time):g}" for time in times
@@ -292,22 +295,25 @@ def test_a_text_that_starts_later():
     assert [line for line in rows.splitlines() if not line.startswith("time")] == [
         line for line in moved.splitlines() if not line.startswith("time")
     ]
-    assert text(PAIR, 10, colour=False) == rows
+    assert timeline_text(PAIR, 10, colour=False) == rows
 
 
 def test_summaries_literally():
-    assert summary(simulate(build("zb1p", 4, 8), Costs(2, 5, 2))) == (
+    assert timeline_summary(simulate(build("zb1p", 4, 8), Costs(2, 5, 2))) == (
         "step 65, bubble 9 a rank (13.8%)\nat most: activations of 4 micro-batches, 4 deferred W, parameters of 1 stage"
     )
 
 
 def test_a_figure_literally():
-    axes: Any = draw(shifted(PAIR, 100)).axes[0]
-    assert axes.get_title(loc="left").splitlines() == text(PAIR, 80).splitlines()[:1] + summary(PAIR).splitlines()
+    axes: Any = timeline_figure(shifted(PAIR, 100)).axes[0]
+    assert (
+        axes.get_title(loc="left").splitlines()
+        == timeline_text(PAIR, 80).splitlines()[:1] + timeline_summary(PAIR).splitlines()
+    )
     assert [label.get_text() for label in axes.get_legend().get_texts()] == [
         "forward", "backward", "input half", "weight half", "overlapped pair", "pale: the rank's other stages",
     ]  # fmt: skip
-    plain_legend: Any = draw(simulate(build("1f1b", 2, 2), COSTS)).axes[0].get_legend()
+    plain_legend: Any = timeline_figure(simulate(build("1f1b", 2, 2), COSTS)).axes[0].get_legend()
     assert [label.get_text() for label in plain_legend.get_texts()] == ["forward", "backward"]
     assert axes.get_xlim() == (100, 127)
     assert axes.get_ylim()[0] < -1.43 and axes.get_ylim()[1] > 0.43
@@ -317,13 +323,13 @@ def test_a_figure_literally():
     assert [list(COLOURS), *COLOURS.values()] == [["F", "B", "I", "W"], "#f6b26b", "#93c47d", "#bcd86a", "#6fa8dc"]
     pair = [box for box in boxes(PAIR, 0) if box.framed]
     assert [(box.start, box.end, box.letter) for box in pair] == [(11, 13, "F"), (13, 17, "B")]
-    heights = [draw(simulate(build("1f1b", ranks, 16), COSTS)).get_figheight() for ranks in (2, 16)]
+    heights = [timeline_figure(simulate(build("1f1b", ranks, 16), COSTS)).get_figheight() for ranks in (2, 16)]
     assert heights[1] > 2 * heights[0]
 
 
 def test_further_stages_are_paler_one_after_the_other():
     timeline = simulate(build("interleaved_1f1b", 1, 1, 3), COSTS)
-    axes: Any = draw(timeline).axes[0]
+    axes: Any = timeline_figure(timeline).axes[0]
     forwards = axes.collections[0].get_facecolors()[:3, :3]
     white = 1 - forwards
     assert white[1] == pytest.approx(white[0] * 0.75, abs=0.005)
@@ -333,7 +339,7 @@ def test_further_stages_are_paler_one_after_the_other():
 def test_a_long_busy_timeline_is_not_white():
     from PIL import Image
 
-    figure = draw(simulate(build("1f1b", 2, 3000), Costs()))
+    figure = timeline_figure(simulate(build("1f1b", 2, 3000), Costs()))
     figure.savefig(path := io.BytesIO(), dpi=30)
     middle = Image.open(path).convert("RGB")
     width, height = middle.size
@@ -344,8 +350,8 @@ def test_a_long_busy_timeline_is_not_white():
 def test_exact_fractions_can_be_drawn():
     third = Fraction(1, 3)
     timeline = simulate(build("dualpipe", 2, 4), Costs(third, 2 * third, third))
-    assert "step 4, bubble 0 a rank (0.0%)" in text(timeline)
-    draw(timeline)
+    assert "step 4, bubble 0 a rank (0.0%)" in timeline_text(timeline)
+    timeline_figure(timeline)
     json.dumps(chrome_trace(timeline))
 
 

@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 
-from moe_dualpipe.drawing.tables import table
+from moe_dualpipe.drawing.tables import comparison_table
 from moe_dualpipe.schedule import NAMES, Costs, build, simulate
 from moe_dualpipe.schedule.compare import compare
 
@@ -62,7 +62,7 @@ def test_virtual_stages():
 
 
 def test_the_table():
-    lines = table(compare(8, 32, COSTS)).splitlines()
+    lines = comparison_table(compare(8, 32, COSTS)).splitlines()
     assert len({len(line) for line in lines if line}) == 1
     assert lines[0].split("|")[1].strip() == "on 8 ranks"
     rows = {cells[1]: cells[2:-1] for line in lines[2:10] if (cells := [c.strip() for c in line.split("|")])}
@@ -72,7 +72,7 @@ def test_the_table():
 
 
 def test_what_cannot_run_is_said_below_the_table():
-    text = table(compare(4, 6, COSTS))
+    text = comparison_table(compare(4, 6, COSTS))
     assert "- dualpipe needs an even number of micro-batches >= 2 x ranks: got 6 for 4 ranks; use 8" in text
     entry = next(e for e in compare(4, 6, COSTS) if e.name == "dualpipe")
     assert entry.as_object() == {"schedule": "dualpipe", "ranks": 4, "problem": entry.problem}
@@ -113,7 +113,7 @@ def test_as_few_micro_batches_as_half_the_ranks_give_the_second_table():
 
 
 def test_one_rank():
-    lines = table(compare(1, 2, COSTS)).splitlines()
+    lines = comparison_table(compare(1, 2, COSTS)).splitlines()
     assert lines[0].startswith("| on 1 rank  ")
 
 
@@ -130,5 +130,5 @@ def test_an_object_literally():
 def test_exact_fractions_can_be_compared():
     third = Fraction(1, 3)
     entries = compare(2, 4, Costs(third, 2 * third, third))
-    assert "| 1f1b             |      2 |         5 |" in table(entries)
+    assert "| 1f1b             |      2 |         5 |" in comparison_table(entries)
     json.dumps([entry.as_object() for entry in entries])

@@ -186,6 +186,16 @@ def test_held_over_time():
     ]  # fmt: skip
 
 
+def test_peak_bytes_count_each_stage_with_its_own_size():
+    timeline = simulate(build("dualpipev", 1, 2), Costs(2, 5, 3, 6))
+    held = timeline.held(0, activations=[1, 10], deferred=[100, 1000])
+    assert [(h.activations, h.deferred) for h in held] == [
+        (1, 0), (11, 0), (12, 0), (2, 0), (12, 0), (11, 0), (1, 0), (0, 100), (0, 0),
+    ]  # fmt: skip
+    assert timeline.peak_bytes([1, 10], [100, 1000]) == (100,)
+    assert timeline.peak_bytes([1, 10], [5, 50]) == (12,)
+
+
 # ---- Physics ----
 
 

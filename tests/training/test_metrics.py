@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from moe_dualpipe.cli import main
 from moe_dualpipe.drawing import curves
-from moe_dualpipe.drawing.curves import PANELS, _draw, positions, running_mean, save_curves, summary
+from moe_dualpipe.drawing.curves import PANELS, _draw, positions, run_summary, running_mean, save_curves
 from moe_dualpipe.planner.flops import train_flops_per_token
 from moe_dualpipe.training.config import TrainConfig
 from moe_dualpipe.training.metrics import Metrics, load_statistics, read_records, utilisation
@@ -90,8 +90,10 @@ def test_the_running_mean_is_of_the_latest_values():
 
 
 def test_a_run_in_one_line(tmp_path):
-    assert summary("a", recorded(tmp_path / "a")) == "a: step 4, loss 1.0000, validation 1.2500, 300 tokens/s (median)"
-    assert summary("b", [{"step": 0, "validation_loss": 5}]) == "b: no step recorded yet"
+    assert (
+        run_summary("a", recorded(tmp_path / "a")) == "a: step 4, loss 1.0000, validation 1.2500, 300 tokens/s (median)"
+    )
+    assert run_summary("b", [{"step": 0, "validation_loss": 5}]) == "b: no step recorded yet"
 
 
 @pytest.mark.parametrize("along", ["step", "tokens", "hours"])

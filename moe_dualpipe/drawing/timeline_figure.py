@@ -3,12 +3,23 @@
 The number in a box is the micro-batch. Needs matplotlib, which is imported when a figure is drawn.
 """
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..schedule.actions import Overlap
 from ..schedule.timeline import Timeline
-from .timeline import COLOURS, NAMES, boxes, has_pairs, letters, paler, shade, shortest, summary, title
+from .figures import new_figure
+from .timeline_boxes import (
+    COLOURS,
+    LABELS,
+    boxes,
+    has_pairs,
+    letters,
+    paler,
+    shade,
+    shortest,
+    timeline_summary,
+    timeline_title,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,42 +28,18 @@ if TYPE_CHECKING:
 _MOST_INCHES = 60
 
 
-def save_figure(timeline: Timeline, path: Path) -> None:
-    """Write the figure; the suffix says in which format. Raises ImportError where matplotlib is not installed."""
-    write(draw(timeline), path)
-
-
-def write(figure: "Figure", path: Path) -> None:
-    """Save a figure: SVG with text as text, and the same bytes every time."""
-    from matplotlib import rc_context
-
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "moe-dualpipe"}):
-        figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
-
-
-def figure_class() -> "type[Figure]":
-    """matplotlib's, or an ImportError that says how to get it."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("figures need matplotlib: pip install 'moe-dualpipe[viz]'") from error
-    return Figure
-
-
-def draw(timeline: Timeline) -> "Figure":
+def timeline_figure(timeline: Timeline) -> "Figure":
     """A figure of the whole timeline, wide enough for its micro-batch numbers to be read (up to 60 inches)."""
     width = max(6.5, float(timeline.makespan) * _inches(timeline) + 1)
-    figure = figure_class()(
-        figsize=(min(width, _MOST_INCHES), 1.3 + 0.3 * timeline.schedule.num_ranks), layout="constrained"
-    )
+    figure = new_figure(min(width, _MOST_INCHES), 1.3 + 0.3 * timeline.schedule.num_ranks)
     axes = figure.add_subplot()
-    draw_on(axes, timeline, font_size=7 * min(1, _MOST_INCHES / width))
-    axes.set_title(f"{title(timeline)}\n{summary(timeline)}", fontsize=9, loc="left")
-    add_legend(axes, timeline)
+    draw_timeline(axes, timeline, font_size=7 * min(1, _MOST_INCHES / width))
+    axes.set_title(f"{timeline_title(timeline)}\n{timeline_summary(timeline)}", fontsize=9, loc="left")
+    add_timeline_legend(axes, timeline)
     return figure
 
 
-def draw_on(axes: "Axes", timeline: Timeline, font_size: float = 7) -> None:
+def draw_timeline(axes: "Axes", timeline: Timeline, font_size: float = 7) -> None:
     """Draw one row for each rank; time goes to the right.
 
     No numbers are drawn below a font size of 3, and in boxes that are far shorter than the others.
@@ -85,10 +72,10 @@ def _inches(timeline: Timeline) -> float:
     return (0.05 + 0.065 * digits) / shortest(timeline)
 
 
-def add_legend(axes: "Axes", timeline: Timeline) -> None:
+def add_timeline_legend(axes: "Axes", timeline: Timeline) -> None:
     from matplotlib.patches import Patch
 
-    entries = [Patch(facecolor=COLOURS[letter], label=NAMES[letter]) for letter in letters(timeline)]
+    entries = [Patch(facecolor=COLOURS[letter], label=LABELS[letter]) for letter in letters(timeline)]
     if has_pairs(timeline):
         entries.append(Patch(facecolor="white", edgecolor="black", label="overlapped pair"))
     if max(timeline.parameters) > 1:

@@ -12,7 +12,7 @@ from ..schedule.schedule import Schedule
 from ..schedule.timeline import Timeline
 
 COLOURS = {"F": "#f6b26b", "B": "#93c47d", "I": "#bcd86a", "W": "#6fa8dc"}
-NAMES = {"F": "forward", "B": "backward", "I": "input half", "W": "weight half"}
+LABELS = {"F": "forward", "B": "backward", "I": "input half", "W": "weight half"}
 
 _FORWARD_SHARE = 1 / 3
 """How much of a pair's frame its forward gets; nothing says where inside of it the one or the other runs."""
@@ -45,22 +45,23 @@ def boxes(timeline: Timeline, rank: int) -> Iterator[Box]:
                 yield Box(start, end, part.value, stage, micro_batch)
 
 
-def summary(timeline: Timeline) -> str:
+def timeline_summary(timeline: Timeline) -> str:
     """Two lines: the time of a step and what of it is bubble; what the fullest rank holds, in the schedule's stages."""
     deferred = max(timeline.peak_deferred)
+    bubble = f"{format_range(timeline.bubble)} a rank ({timeline.bubble_share:.1%})"
     return (
-        f"step {number(timeline.makespan)}, bubble {span_of(timeline.bubble)} a rank ({timeline.bubble_share:.1%})\n"
+        f"step {format_number(timeline.makespan)}, bubble {bubble}\n"
         f"at most: activations of {_count(max(timeline.peak_activations), 'micro-batch', 'es')}, "
         + (f"{deferred} deferred W, " if deferred else "")
         + f"parameters of {_count(max(timeline.parameters), 'stage')}"
     )
 
 
-def title(timeline: Timeline) -> str:
-    return f"{timeline.schedule.name}: {sizes(timeline.schedule)}"
+def timeline_title(timeline: Timeline) -> str:
+    return f"{timeline.schedule.name}: {schedule_sizes(timeline.schedule)}"
 
 
-def sizes(schedule: Schedule) -> str:
+def schedule_sizes(schedule: Schedule) -> str:
     """`4 ranks, 8 stages, 16 micro-batches`."""
     micro_batches = _count(schedule.num_micro_batches, "micro-batch", "es")
     return f"{_count(schedule.num_ranks, 'rank')}, {_count(schedule.num_stages, 'stage')}, {micro_batches}"
@@ -70,14 +71,14 @@ def _count(number: int, noun: str, ending: str = "s") -> str:
     return f"{number} {noun}{ending if number != 1 else ''}"
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Six digits, or all of a larger number; never an exponent for a large one."""
     return f"{float(value):.0f}" if abs(value) >= 1e6 else f"{float(value):g}"
 
 
-def span_of(values: tuple[float, ...]) -> str:
+def format_range(values: tuple[float, ...]) -> str:
     """`5`, or `4 to 5` where ranks differ by more than rounding."""
-    least, most = number(min(values)), number(max(values))
+    least, most = format_number(min(values)), format_number(max(values))
     return least if least == most else f"{least} to {most}"
 
 

@@ -4,8 +4,6 @@ One process a rank: its actions, arrows to the actions on other ranks that need 
 The format: "Trace Event Format" (Google).
 """
 
-import json
-from pathlib import Path
 from typing import Any
 
 from ..schedule.actions import Action, Backward, Forward, Overlap, Part, halves
@@ -49,10 +47,6 @@ def chrome_trace(timeline: Timeline, microseconds: float = 1000) -> dict[str, An
                     events.append({"ph": "f", "bp": "e", "pid": rank, "ts": at(span.start), **both})
                     arrows += 1
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"schedule": timeline.schedule.name}}
-
-
-def write_trace(timeline: Timeline, path: Path, microseconds: float = 1000) -> None:
-    path.write_text(json.dumps(chrome_trace(timeline, microseconds)))
 
 
 def _category(action: Action) -> str:

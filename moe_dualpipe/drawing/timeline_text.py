@@ -6,12 +6,24 @@ from operator import itemgetter
 from textwrap import wrap
 
 from ..schedule.timeline import Timeline
-from .timeline import COLOURS, NAMES, Box, boxes, has_pairs, letters, number, shade, shortest, summary, title
+from .timeline_boxes import (
+    COLOURS,
+    LABELS,
+    Box,
+    boxes,
+    format_number,
+    has_pairs,
+    letters,
+    shade,
+    shortest,
+    timeline_summary,
+    timeline_title,
+)  # fmt: skip
 
 _MOST_BANDS = 60
 
 
-def text(timeline: Timeline, width: int = 80, colour: bool = True) -> str:
+def timeline_text(timeline: Timeline, width: int = 80, colour: bool = True) -> str:
     """The timeline in lines of at most `width` characters (but at least 40), time going on in the next band of lines.
 
     With `colour`, boxes are coloured (ANSI, 24 bit) and hold the micro-batch; otherwise it follows a letter, as in
@@ -32,10 +44,10 @@ def text(timeline: Timeline, width: int = 80, colour: bool = True) -> str:
 
     end = column(start + makespan)
     rows = [[(column(box.start), column(box.end), box) for box in boxes(timeline, rank)] for rank in ranks]
-    lines = wrap(title(timeline), width)
+    lines = wrap(timeline_title(timeline), width)
     for first in range(0, end, columns):
         last = min(first + columns, end)
-        lines.append(f"{'time':<{label}}{number(start + first / scale)}")
+        lines.append(f"{'time':<{label}}{format_number(start + first / scale)}")
         for rank in ranks:
             row, at = "", first
             for left, right, box in rows[rank][bisect_right(rows[rank], first, key=itemgetter(1)) :]:
@@ -48,7 +60,7 @@ def text(timeline: Timeline, width: int = 80, colour: bool = True) -> str:
                     at = shown.stop
             lines.append(f"{f'rank {rank}':<{label}}{row}{_waiting(last - at, colour)}")
     lines += ["", *_key(timeline, width, colour)]
-    lines += [part for line in summary(timeline).splitlines() for part in wrap(line, width)]
+    lines += [part for line in timeline_summary(timeline).splitlines() for part in wrap(line, width)]
     return "\n".join(lines)
 
 
@@ -75,8 +87,8 @@ def _key(timeline: Timeline, width: int, colour: bool) -> list[str]:
     entries = []  # how long it looks, and what is written
     for letter in letters(timeline):
         mark = f" {letter} " if colour else letter
-        length = len(f"{mark} {NAMES[letter]}")
-        entries.append((length, f"{_painted(mark, COLOURS[letter]) if colour else mark} {NAMES[letter]}"))
+        length = len(f"{mark} {LABELS[letter]}")
+        entries.append((length, f"{_painted(mark, COLOURS[letter]) if colour else mark} {LABELS[letter]}"))
     others = ["small: other stages"] if not colour and max(timeline.parameters) > 1 else []
     others += ["[ ] pair"] if has_pairs(timeline) else []
     entries += [(len(other), other) for other in [*others, ". waits"]]

@@ -1,0 +1,24 @@
+"""Create and save matplotlib figures. matplotlib is imported when the first figure is created."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def new_figure(width: float, height: float) -> "Figure":
+    """Return an empty figure of this size in inches. Raises ImportError if matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("figures need matplotlib: pip install 'moe-dualpipe[viz]'") from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save_figure(figure: "Figure", path: Path) -> None:
+    """Save a figure in the format of its suffix. An SVG holds text as text, and equal figures give equal files."""
+    from matplotlib import rc_context
+
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "moe-dualpipe"}):
+        figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
