@@ -6,8 +6,8 @@ is ours and the communication theirs: 4 layers of DeepSeek-V3, experts over 64 r
 
 from typing import Any
 
+from moe_dualpipe.profiler.measure import measure
 from moe_dualpipe.profiler.pair import Mode, Work
-from moe_dualpipe.profiler.run import measure
 
 from .context import Context
 

@@ -16,8 +16,6 @@ from ..drawing.output import check_output, make_folder
 if TYPE_CHECKING:
     import torch
 
-    from ..runtime.launch import choose_device
-
 
 @dataclass(frozen=True)
 class Analyze:
@@ -40,7 +38,8 @@ class Analyze:
     """Print JSON: an object for one device of one trace, a list of them for more."""
 
     def run(self) -> None:
-        from ..drawing.lanes import SUFFIXES
+        from ..drawing.lanes import SUFFIXES, pictures_of, save
+        from ..drawing.report import files_text
         from ..profiler import COMMUNICATION
         from ..profiler.chrome import MOST_EVENTS
         from ..profiler.files import analyze_files
@@ -60,12 +59,12 @@ class Analyze:
             what = "cut off" if events < MOST_EVENTS else "too long: read no further"
             print(f"{file}: {what} after {events:,} events; this is about those", file=sys.stderr)
         if self.out is not None:
-            found.save(self.out)
+            save(pictures_of(found), self.out)
         if self.json:
             objects = found.as_objects()
             print(json.dumps(objects[0] if len(objects) == 1 else objects, indent=1))
         else:
-            print(found.as_text(self.phases, self.kernels, self.streams))
+            print(files_text(found, self.phases, self.kernels, self.streams))
 
 
 @dataclass(frozen=True)
@@ -119,15 +118,17 @@ class Run:
         out = self.out or Path("runs") / f"profile-{self.mode}"
         make_folder(out)
 
+        from ..drawing.lanes import save_measured
+        from ..drawing.report import measured_text
         from ..expert_parallel import Link
-        from ..profiler import run
+        from ..profiler.measure import measure
         from ..profiler.pair import Work
 
         link = Link(self.link_gbps / 8, self.link_latency_us) if self.link_gbps else None
         try:
             device = _device(self.device)
             work = Work.choose(self.mode, self.preset, self.layers, self.seq, self.tokens, self.routing, device)
-            measured = run.measure(work, out, self.ep, link, self.replay == "deepseek")
+            measured = measure(work, out, self.ep, link, self.replay == "deepseek")
         except RuntimeError as error:
             if "memory" not in str(error):
                 raise
@@ -136,13 +137,15 @@ class Run:
             return
         text = json.dumps(measured.as_object(), indent=1)
         (out / "report.json").write_text(text + "\n")
-        written = sorted([*measured.recordings, "report.json", *run.draw(measured, out)])
-        print(text if self.json else f"{measured.as_text()}\n\nin {out}: {', '.join(written)}")
+        written = sorted([*measured.recordings, "report.json", *save_measured(measured, out)])
+        print(text if self.json else f"{measured_text(measured)}\n\nin {out}: {', '.join(written)}")
 
 
 def _device(wanted: str) -> "torch.device":
     """The device of this process, of those that torchrun may have started."""
     import torch
+
+    from ..runtime.launch import choose_device
 
     number = {name: int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     kind = choose_device(wanted, torch.cuda.device_count(), number["LOCAL_WORLD_SIZE"] or 1)

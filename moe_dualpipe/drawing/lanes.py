@@ -5,36 +5,27 @@ weight gradient (W), by the letter in brackets at the end of its name. Work with
 """
 
 import re
-from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from ..profiler.analyze import COMMUNICATION, intervals_of, kind_of
-from ..profiler.chrome import Mark, Trace, Work
-from ..profiler.host import on_cpu
-from ..profiler.intervals import Intervals, union
+from ..profiler.blocks import LANES, LaneBlock
 from . import page
 from .figures import new_figure, save_figure
+from .report import verdict
 from .timeline_boxes import COLOURS, LABELS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-LANES = ("computation", "communication")
+    from ..profiler.files import Files
+    from ..profiler.measure import Measured
+
 SUFFIXES = (".png", ".svg", ".html")
 OTHER = "#c8c8c8"
 _MOST_LABELS = 400
-
-
-class Block(NamedTuple):
-    lane: int
-    """Index in LANES."""
-    name: str
-    colour: str
-    intervals: Intervals
-    """Microseconds from the first work on the device."""
 
 
 @dataclass(frozen=True)
@@ -42,30 +33,49 @@ class Picture:
     """Two lanes and what stands above them. shift_us: how much later than the first picture's it begins."""
 
     title: str
-    blocks: Sequence[Block]
+    blocks: Sequence[LaneBlock]
     shift_us: float = 0.0
 
     @property
     def end_us(self) -> float:
         return self.shift_us + max((float(block.intervals[-1, 1]) for block in self.blocks), default=0.0)
 
+    @staticmethod
+    def colour(block: LaneBlock) -> str:
+        """By the letter in brackets at the end of its name."""
+        letter = re.search(r"\(([FBW])\)$", block.name)
+        return COLOURS[letter[1]] if letter else OTHER
 
-def blocks(trace: Trace, device: str, pattern: re.Pattern[str] = COMMUNICATION) -> list[Block]:
-    """What ran on `device`, by the lane it belongs to and the annotation that launched it, in order of time."""
-    trace = on_cpu(trace, pattern)
-    works: dict[tuple[int, Mark | None], list[Work]] = defaultdict(list)
-    for work in trace.work:
-        if work.device == device:
-            lane = int(kind_of(work, pattern) == "comm")
-            works[lane, trace.annotation_of(work)].append(work)
-    start = min((work.start for same in works.values() for work in same), default=0.0)
-    found = [
-        Block(lane, mark.name if mark else "", _colour(mark.name if mark else ""), union(intervals_of(same)) - start)
-        for (lane, mark), same in works.items()
+
+def pictures_of(files: "Files") -> list[Picture]:
+    """A picture of each device, on one time axis; where the ranks' clocks cannot be compared, each starts at 0."""
+    known = [other.shift_us for other in files.joint if other.shift_us is not None]
+    shifts = [shift - min(known) for shift in known] if len(known) == len(files.joint) else [0.0] * len(files.joint)
+    names = files.names if len(files.devices) > 1 else [files.devices[0].analysis.name]
+    return [
+        Picture(f"{name}: {verdict(device.analysis)}", device.blocks, shift)
+        for name, device, shift in zip(names, files.devices, shifts, strict=True)
     ]
-    return sorted(
-        (block for block in found if len(block.intervals)), key=lambda block: (block.lane, *block.intervals[0])
-    )
+
+
+def pictures_of_ways(measured: "Measured") -> list[Picture]:
+    """The lanes of rank 0, run in sequence and overlapped."""
+    rank = "rank 0, " if len(measured.ways["overlapped"].devices) > 1 else ""
+    devices = {way: files.devices[0] for way, files in measured.ways.items()}
+    return [
+        Picture(f"{rank}{way}: {d.analysis.window_us / 1e3:,.1f} ms, {verdict(d.analysis)}", d.blocks)
+        for way, d in devices.items()
+    ]
+
+
+def save_measured(measured: "Measured", folder: Path) -> list[str]:
+    """Draw both ways into `folder`. Returns the names of the files; without matplotlib, only the page is drawn."""
+    names, pictures = ["timeline.html"], pictures_of_ways(measured)
+    save(pictures, folder / names[0])
+    with suppress(ImportError):
+        save(pictures, folder / "timeline.png")
+        names.append("timeline.png")
+    return names
 
 
 def save(pictures: Sequence[Picture], path: Path) -> None:
@@ -97,7 +107,7 @@ def _add_legend(axes: "Axes") -> None:
 def _draw(axes: "Axes", picture: Picture, end: float) -> None:
     for block in picture.blocks:
         spans = [((start + picture.shift_us) / 1e3, (stop - start) / 1e3) for start, stop in block.intervals.tolist()]
-        axes.broken_barh(spans, (-block.lane - 0.43, 0.86), facecolors=block.colour, edgecolors="none")
+        axes.broken_barh(spans, (-block.lane - 0.43, 0.86), facecolors=picture.colour(block), edgecolors="none")
     for block, (start, stop) in _labelled(picture.blocks, end):
         middle = ((start + stop) / 2 + picture.shift_us) / 1e3
         axes.text(middle, -block.lane, _label(block.name), ha="center", va="center", fontsize=6, rotation=90)
@@ -111,7 +121,7 @@ def _draw(axes: "Axes", picture: Picture, end: float) -> None:
     axes.set_title(picture.title, fontsize=9, loc="left")
 
 
-def _labelled(blocks: Sequence[Block], end: float) -> list[tuple[Block, tuple[float, float]]]:
+def _labelled(blocks: Sequence[LaneBlock], end: float) -> list[tuple[LaneBlock, tuple[float, float]]]:
     """Blocks with a piece, the longest one, that is wide enough to be read in; none if there are too many."""
     longest = [
         (block, max(map(tuple, block.intervals.tolist()), key=lambda piece: piece[1] - piece[0]))
@@ -125,8 +135,3 @@ def _labelled(blocks: Sequence[Block], end: float) -> list[tuple[Block, tuple[fl
 def _label(name: str) -> str:
     """What fits into a lane from bottom to top."""
     return name if len(name) <= 17 else name[:16] + "\u2026"
-
-
-def _colour(name: str) -> str:
-    letter = re.search(r"\(([FBW])\)$", name)
-    return COLOURS[letter[1]] if letter else OTHER

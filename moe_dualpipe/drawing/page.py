@@ -36,10 +36,10 @@ def write(pictures: Sequence["Picture"], path: Path) -> None:
 
 
 def _row(picture: "Picture", gap: float) -> dict[str, Any]:
-    blocks = [
-        [block.lane, block.name, block.colour, (_closed(block.intervals, gap) + picture.shift_us).round(2).tolist()]
-        for block in picture.blocks
-    ]
+    blocks = []
+    for block in picture.blocks:
+        intervals = _closed(block.intervals, gap) + picture.shift_us
+        blocks.append([block.lane, block.name, picture.colour(block), intervals.round(2).tolist()])
     return {"title": picture.title, "blocks": blocks}
 
 

@@ -1,10 +1,14 @@
 """Analyses in words and tables."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ..profiler.analyze import Analysis
-from ..profiler.ranks import Together
 from .tables import markdown
+
+if TYPE_CHECKING:
+    from ..profiler.files import Files
+    from ..profiler.measure import Measured
 
 MOST_WAITS = 8
 
@@ -14,7 +18,7 @@ def as_text(analysis: Analysis, phases: bool = False, kernels: int = 0, streams:
 
     Further tables: of the phases, of so many kernels that took the most time, of the streams.
     """
-    tables = [overview({name_of(analysis): analysis}, in_window=True)]
+    tables = [overview({analysis.name: analysis}, in_window=True)]
     if analysis.waits:
         tables.append(_waits(analysis))
     if phases and analysis.phases:
@@ -57,14 +61,41 @@ def overview(analyses: dict[str, Analysis], in_window: bool = False) -> list[lis
     return rows
 
 
-def compare_ranks(analyses: dict[str, Analysis], joint: Sequence[Together]) -> str:
-    """A row for each rank, by its name; with what it waited for the others, if that can be known."""
+def files_text(files: "Files", phases: bool = False, kernels: int = 0, streams: bool = False) -> str:
+    """The report of each device, and where there are several, a table that compares them."""
+    parts = [f"{d.path}\n{as_text(d.analysis, phases, kernels, streams)}" for d in files.devices]
+    return "\n\n".join([*parts, *([compare_ranks(files)] if len(files.devices) > 1 else [])])
+
+
+def compare_ranks(files: "Files", names: Sequence[str] | None = None) -> str:
+    """A row for each device; with what it waited for the others, if that can be known."""
     rows = [["", "window, us", "computation", "communication", "exposed", "hidden", "waited for others"]]
-    for (name, a), other in zip(analyses.items(), joint, strict=True):
+    for name, device, other in zip(names or files.names, files.devices, files.joint, strict=True):
+        a = device.analysis
         times = (a.window_us, a.compute_us, a.comm_us, a.exposed_comm_us)
         waited = "-" if other.waited_us is None else f"{other.waited_us:,.0f}"
         rows.append([name, *(f"{time:,.0f}" for time in times), share(a.hidden_fraction), waited])
     return markdown(rows)
+
+
+def measured_text(measured: "Measured") -> str:
+    """Both ways of rank 0 side by side, and how far the overlapped one is from the bound."""
+    analyses = {way: files.devices[0].analysis for way, files in measured.ways.items()}
+    sequential, overlapped = (analysis.window_us for analysis in analyses.values())
+    work, ranks, several = measured.work, measured.num_ranks, len(measured.ways["overlapped"].devices) > 1
+    parts = [
+        f"{work.described}; experts over {ranks} rank{'s' if ranks > 1 else ''}"
+        f"{', of which this is rank 0' if several else ''}\n{measured.link}",
+        markdown(overview(analyses)),
+        compare_phases(analyses, work.layers * (1 if work.mode == "train" else 2)),
+        f"bound, the larger of computation and communication alone: {measured.bound_us:,.0f} us; overlapped took "
+        f"{overlapped / measured.bound_us:.2f} of it, and {overlapped / sequential:.2f} of sequential\n"
+        f"hidden: {share(analyses['overlapped'].hidden_fraction)} of the communication, "
+        f"{share(analyses['sequential'].hidden_fraction)} in sequence",
+    ]
+    if several:
+        parts.insert(3, f"overlapped, by rank:\n\n{compare_ranks(measured.ways['overlapped'])}")
+    return "\n\n".join(parts)
 
 
 def _waits(analysis: Analysis) -> list[list[str]]:
@@ -108,10 +139,6 @@ def compare_phases(analyses: dict[str, Analysis], times: int) -> str:
         cells = [[f"{getattr(phase, key) / times:,.0f}" if phase else "-" for phase in found] for _, key in columns]
         rows.append([name, *(" -> ".join(cell) if set(cell) - {"0", "-"} else "" for cell in cells)])
     return markdown(rows)
-
-
-def name_of(analysis: Analysis) -> str:
-    return "cpu" if analysis.device == "cpu" else f"device {analysis.device}"
 
 
 def share(fraction: float | None) -> str:

@@ -5,7 +5,6 @@
 ...     print(analysis.hidden_fraction)
 """
 
-from ..drawing.report import as_text, verdict
 from .analyze import COMMUNICATION, Analysis, Kernel, Phase, analyze, kind_of
 from .chrome import Trace, TraceError, read
 
@@ -17,8 +16,6 @@ __all__ = [
     "Trace",
     "TraceError",
     "analyze",
-    "as_text",
     "kind_of",
     "read",
-    "verdict",
 ]

@@ -84,6 +84,10 @@ class Analysis:
     """The longest first."""
 
     @property
+    def name(self) -> str:
+        return "cpu" if self.device == "cpu" else f"device {self.device}"
+
+    @property
     def hidden_fraction(self) -> float | None:
         """The hidden share of the communication; None where there is none."""
         return self.overlapped_us / self.comm_us if self.comm_us else None

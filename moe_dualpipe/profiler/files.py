@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..drawing import lanes
-from ..drawing.report import as_text, compare_ranks, name_of, verdict
 from .analyze import COMMUNICATION, Analysis, analyze, kind_of
+from .blocks import LaneBlock, lane_blocks
 from .chrome import Trace, TraceError, read
 from .host import on_cpu
 from .ranks import Rank, Together, together
@@ -23,7 +22,7 @@ class Device:
     """How many events there were before the end of a file that was cut off; 0 for a whole one."""
     rank_number: int | None
     analysis: Analysis
-    blocks: Sequence[lanes.Block]
+    blocks: Sequence[LaneBlock]
     rank: Rank
 
 
@@ -39,22 +38,13 @@ class Files:
         """Short and different: by rank if the files say so, else by file, and by device where one has several."""
         numbers = [device.rank_number for device in self.devices]
         by_rank = None not in numbers and len(set(numbers)) == len(numbers)
-        names = [f"rank {d.rank_number}" if by_rank else f"{d.path}, {name_of(d.analysis)}" for d in self.devices]
+        names = [f"rank {d.rank_number}" if by_rank else f"{d.path}, {d.analysis.name}" for d in self.devices]
         return names if len(set(names)) == len(names) else [f"{i}: {name}" for i, name in enumerate(names)]
 
     @property
     def truncated(self) -> dict[Path, int]:
         """Files that were cut off, and how many events were there before that."""
         return {device.path: device.truncated for device in self.devices if device.truncated}
-
-    def as_text(self, phases: bool = False, kernels: int = 0, streams: bool = False) -> str:
-        parts = [f"{d.path}\n{as_text(d.analysis, phases, kernels, streams)}" for d in self.devices]
-        return "\n\n".join([*parts, *([self.compared()] if len(self.devices) > 1 else [])])
-
-    def compared(self) -> str:
-        """A table with a row for each device."""
-        analyses = (device.analysis for device in self.devices)
-        return compare_ranks(dict(zip(self.names, analyses, strict=True)), self.joint)
 
     def as_objects(self) -> list[dict[str, Any]]:
         """For `json`: one for each device."""
@@ -65,20 +55,6 @@ class Files:
             }
             for device, other in zip(self.devices, self.joint, strict=True)
         ]  # fmt: skip
-
-    def pictures(self) -> list[lanes.Picture]:
-        """All devices' lanes, on an axis of time that begins with the first of them; if that is unknown, with each."""
-        known = [other.shift_us for other in self.joint if other.shift_us is not None]
-        shifts = [shift - min(known) for shift in known] if len(known) == len(self.joint) else [0.0] * len(self.joint)
-        names = self.names if len(self.devices) > 1 else [name_of(self.devices[0].analysis)]
-        return [
-            lanes.Picture(f"{name}: {verdict(device.analysis)}", device.blocks, shift)
-            for name, device, shift in zip(names, self.devices, shifts, strict=True)
-        ]
-
-    def save(self, path: Path) -> None:
-        """Draw the pictures. Raises ImportError where that needs matplotlib, and there is none."""
-        lanes.save(self.pictures(), path)
 
 
 def analyze_files(paths: Sequence[Path], pattern: re.Pattern[str] = COMMUNICATION, pictures: bool = True) -> Files:
@@ -101,7 +77,7 @@ def devices_of(
         works = [work for work in trace.work if work.device == analysis.device]
         transfers = [work for work in works if kind_of(work, pattern) == "comm"]
         rank = Rank(transfers, min(work.start for work in works), trace.base_us, trace.host)
-        blocks = lanes.blocks(trace, analysis.device, pattern) if pictures else ()
+        blocks = lane_blocks(trace, analysis.device, pattern) if pictures else ()
         truncated = trace.num_events if trace.truncated else 0
         devices.append(Device(path, truncated, trace.rank, analysis, blocks, rank))
     return devices

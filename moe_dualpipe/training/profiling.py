@@ -15,7 +15,7 @@ from ..drawing.pipeline_report import as_objects, as_text, rank_name, save
 from ..drawing.report import compare_ranks
 from ..profiler import COMMUNICATION, read
 from ..profiler.capture import capture, synchronize
-from ..profiler.files import Device, devices_of
+from ..profiler.files import Device, Files, devices_of
 from ..profiler.host import on_cpu
 from ..profiler.pipeline import Pipeline
 from ..profiler.ranks import together
@@ -81,7 +81,6 @@ class StepProfiler:
         groups = (devices[first : first + layout.ep] for first in range(0, len(devices), layout.ep))
         joint = [other for group in groups for other in together([device.rank for device in group])]
         names = [rank_name(rank // layout.dp, rank % layout.dp, layout.dp) for rank in range(len(devices))]
-        analyses = {name: device.analysis for name, device in zip(names, devices, strict=True)}
         overlap = [
             {"rank": rank, "waited_us": other.waited_us, **device.analysis.as_object()}
             for rank, (device, other) in enumerate(zip(devices, joint, strict=True))
@@ -98,5 +97,6 @@ class StepProfiler:
             as_text(pipelines),
         ]
         if layout.ep > 1:
-            parts += ["communication between experts, in all steps recorded:", compare_ranks(analyses, joint)]
+            compared = compare_ranks(Files(devices, joint), names)
+            parts += ["communication between experts, in all steps recorded:", compared]
         return "\n\n".join([*parts, f"in {self.folder}: {', '.join(written)}"])

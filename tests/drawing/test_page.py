@@ -10,16 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_dualpipe.cli import main
-from moe_dualpipe.drawing.lanes import Block, Picture, save
+from moe_dualpipe.drawing.lanes import Picture, save
 from moe_dualpipe.drawing.page import RESOLUTION, SCRIPT
+from moe_dualpipe.profiler.blocks import LaneBlock
 from moe_dualpipe.profiler.intervals import EMPTY, union
 from tests.support.traces import annotation, kernel, launch, write
 
 ODD = """</script><!-- "it's" {data} {script} $data ${script} \\ ä 通信 & <b>"""
 
 
-def block(name, *intervals, lane=0, colour="#f6b26b"):
-    return Block(lane, name, colour, np.array(intervals, dtype=float))
+def block(name, *intervals, lane=0):
+    return LaneBlock(lane, name, np.array(intervals, dtype=float))
 
 
 def page_of(tmp_path, *pictures):
@@ -34,14 +35,14 @@ def page_of(tmp_path, *pictures):
 
 
 def test_the_data_are_the_blocks(tmp_path):
-    first = Picture(f"rank 0: {ODD}", [block(ODD, (0, 5.25), (6, 10)), block("", (2, 8), lane=1, colour="#c8c8c8")], 3)
+    first = Picture(f"rank 0: {ODD}", [block(f"{ODD}(F)", (0, 5.25), (6, 10)), block("", (2, 8), lane=1)], 3)
     second = Picture("rank 1", [block("mlp(B)", (0, 100))])
     text, data = page_of(tmp_path, first, second)
     assert data == {"end": 100, "rows": [
         {"title": f"rank 0: {ODD}", "blocks": [
-            [0, ODD, "#f6b26b", [[3, 8.25], [9, 13]]], [1, "", "#c8c8c8", [[5, 11]]],
+            [0, f"{ODD}(F)", "#f6b26b", [[3, 8.25], [9, 13]]], [1, "", "#c8c8c8", [[5, 11]]],
         ]},
-        {"title": "rank 1", "blocks": [[0, "mlp(B)", "#f6b26b", [[0, 100]]]]},
+        {"title": "rank 1", "blocks": [[0, "mlp(B)", "#93c47d", [[0, 100]]]]},
     ]}  # fmt: skip
     assert text.count("</script") == 2
     assert text.count("<b>") == 0
@@ -67,7 +68,7 @@ def test_gaps_too_short_to_be_seen_are_closed_where_there_are_many_pieces(tmp_pa
 def test_closing_adds_only_short_gaps(tmp_path_factory, drawn, gap):
     spans = union(np.array([(start, start + length) for start, length in drawn], dtype=float))
     other = Picture("", [block("", (0, gap * RESOLUTION + 70))]) if gap else Picture("", [])
-    pictures = Picture("", [Block(0, "", "", spans)]), other
+    pictures = Picture("", [LaneBlock(0, "", spans)]), other
     allowed = max(picture.end_us for picture in pictures) / RESOLUTION
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("moe_dualpipe.drawing.page.MOST", 0)
@@ -139,7 +140,7 @@ def rectangles(shot):
 
 TWO = (  # on a canvas of 1,110, of which 110 are names, a pixel is 1 us
     Picture("first", [block("attn(F)", (0, 400), (500, 700)), block("dispatch(F)", (400, 500), lane=1)]),
-    Picture("second", [block("", (0, 900), colour="#c8c8c8"), block(ODD, (100, 800), lane=1)], 100),
+    Picture("second", [block("", (0, 900)), block(ODD, (100, 800), lane=1)], 100),
 )
 
 
@@ -198,6 +199,6 @@ def test_the_block_under_the_mouse_is_told(tmp_path):
 
 
 def test_a_page_of_nothing(tmp_path):
-    for pictures in ([Picture("", [])], [Picture("a", [Block(0, "x", "#fff", EMPTY + 0)][:0])]):
+    for pictures in ([Picture("", [])], [Picture("a", [LaneBlock(0, "x", EMPTY + 0)][:0])]):
         shots = shown(tmp_path, pictures, ["wheel", {"offsetX": 500, "deltaY": -100}], ["dblclick", {}])
         assert [rectangles(shot) for shot in shots] == [[], [], []]

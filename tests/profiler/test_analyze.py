@@ -8,8 +8,10 @@ import pytest
 
 from moe_dualpipe.cli import main
 from moe_dualpipe.drawing import lanes
-from moe_dualpipe.drawing.lanes import blocks
-from moe_dualpipe.profiler import TraceError, analyze, as_text, kind_of, read, verdict
+from moe_dualpipe.drawing.lanes import Picture
+from moe_dualpipe.drawing.report import as_text, verdict
+from moe_dualpipe.profiler import TraceError, analyze, kind_of, read
+from moe_dualpipe.profiler.blocks import lane_blocks
 from moe_dualpipe.profiler.chrome import Work
 from tests.support.traces import annotation, kernel, launch, write
 
@@ -303,7 +305,7 @@ def test_blocks_are_what_an_annotation_launched(tmp_path):
         kernel("ncclX", 103, 9, correlation=2), kernel("gemm", 120, 4, correlation=3), kernel("gemm", 130, 1),
         kernel("gemm", 0, 1000, device=1),
     ]))  # fmt: skip
-    assert [(b.lane, b.name, b.colour, b.intervals.tolist()) for b in blocks(trace, "0")] == [
+    assert [(b.lane, b.name, Picture.colour(b), b.intervals.tolist()) for b in lane_blocks(trace, "0")] == [
         (0, "attn(F)", "#f6b26b", [[0, 5], [7, 10]]), (0, "attn(F)", "#f6b26b", [[20, 24]]),
         (0, "", "#c8c8c8", [[30, 31]]), (1, "dispatch(B)", "#93c47d", [[3, 12]]),
     ]  # fmt: skip

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_dualpipe.profiler import analyze, as_text, read
+from moe_dualpipe.drawing.report import as_text
+from moe_dualpipe.profiler import analyze, read
 from moe_dualpipe.profiler.chrome import Mark, Trace, Work
 from tests.support.traces import annotation, kernel, launch, operator, write
 

@@ -10,9 +10,11 @@ import torch.distributed as dist
 
 from moe_dualpipe.cli import main
 from moe_dualpipe.commands.profile import _device
+from moe_dualpipe.drawing import lanes
+from moe_dualpipe.drawing.report import measured_text
 from moe_dualpipe.expert_parallel import Link, Loopback
 from moe_dualpipe.models import ModelConfig
-from moe_dualpipe.profiler import run
+from moe_dualpipe.profiler import measure as run
 from moe_dualpipe.profiler.files import Device, analyze_files
 from moe_dualpipe.profiler.pair import Work
 from tests.support.traces import annotation, kernel, launch, write
@@ -44,7 +46,7 @@ def measured(folder, ranks=1):
 
 
 def test_what_is_printed_of_both_ways(tmp_path):
-    text = measured(tmp_path).as_text()
+    text = measured_text(measured(tmp_path))
     assert (
         text
         == """\
@@ -72,7 +74,7 @@ hidden: 75.0% of the communication, 0.0% in sequence"""
 
 
 def test_ranks_are_compared_between_the_phases_and_the_bound(tmp_path):
-    parts = measured(tmp_path, ranks=2).as_text().split("\n\n")
+    parts = measured_text(measured(tmp_path, ranks=2)).split("\n\n")
     assert [part.split("\n")[0][:20] for part in parts[2:]] == [
         "| us a layer and mic", "overlapped, by rank:", "|        | window, u", "bound, the larger of",
     ]  # fmt: skip
@@ -82,11 +84,11 @@ def test_ranks_are_compared_between_the_phases_and_the_bound(tmp_path):
 def test_what_is_drawn_and_written(tmp_path):
     found = measured(tmp_path, ranks=2)
     (tmp_path / "of an earlier run.txt").touch()
-    assert [picture.title for picture in found.pictures()] == [
+    assert [picture.title for picture in lanes.pictures_of_ways(found)] == [
         "rank 0, sequential: 1.6 ms, 0.0% of the communication is hidden (1 kernel, on up to 1 thread blocks).",
         "rank 0, overlapped: 1.1 ms, 75.0% of the communication is hidden (1 kernel, on up to 1 thread blocks).",
     ]
-    assert run.draw(found, tmp_path) == ["timeline.html", "timeline.png"]
+    assert lanes.save_measured(found, tmp_path) == ["timeline.html", "timeline.png"]
     assert found.recordings == [f"{way}-rank{rank}.json" for way in run.WAYS for rank in range(2)]
 
 

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from moe_dualpipe.cli import main
+from moe_dualpipe.drawing.lanes import pictures_of
 from moe_dualpipe.profiler.chrome import Work
 from moe_dualpipe.profiler.files import analyze_files
 from moe_dualpipe.profiler.ranks import Rank, Together, together
@@ -140,7 +141,7 @@ def test_the_command_compares_ranks(tmp_path, capsys, offset, base, hosts):
 
 def test_the_picture_begins_with_the_first_of_all(tmp_path):
     """Both collectives end at one place, 100 after the start of the second rank."""
-    first, second = analyze_files([*map(tmp_path.joinpath, files(tmp_path, offset=700))]).pictures()
+    first, second = pictures_of(analyze_files([*map(tmp_path.joinpath, files(tmp_path, offset=700))]))
     assert (first.shift_us, second.shift_us) == (30, 0)
     assert (first.end_us, second.end_us) == (130, 130)
     assert first.title == "rank 0: 40.0% of the communication is hidden (1 kernel, on up to 1 thread blocks)."
@@ -151,7 +152,7 @@ def test_the_picture_begins_with_the_first_of_all(tmp_path):
 
 def test_each_begins_at_its_own_start_where_nothing_is_known(tmp_path, capsys):
     paths = files(tmp_path, names=("ncclA", "ncclB"))
-    pictures = analyze_files([*map(tmp_path.joinpath, paths)]).pictures()
+    pictures = pictures_of(analyze_files([*map(tmp_path.joinpath, paths)]))
     assert [picture.shift_us for picture in pictures] == [0, 0]
     assert main(["profile", "analyze", *paths, "--json"]) == 0
     assert [(one["waited_us"], one["shift_us"]) for one in json.loads(capsys.readouterr().out)] == [(None, None)] * 2
@@ -179,7 +180,7 @@ def test_names_tell_the_devices_apart(tmp_path):
     )
     found = analyze_files([two])
     assert found.names == [f"{two}, device 0", f"{two}, device 1"]
-    assert [picture.title.split(":")[0] for picture in analyze_files([paths[0]]).pictures()] == ["device 0"]
+    assert [picture.title.split(":")[0] for picture in pictures_of(analyze_files([paths[0]]))] == ["device 0"]
 
 
 def test_of_several_files_the_one_that_was_cut_off_is_named(tmp_path, capsys):

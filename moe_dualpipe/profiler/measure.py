@@ -9,7 +9,7 @@ import os
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,6 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from ..drawing import lanes
-from ..drawing.report import compare_phases, markdown, overview, share, verdict
 from ..expert_parallel import AllToAll, ExpertParallel, Link, Loopback, Replay
 from .capture import capture, synchronize
 from .files import Device, Files, analyze_files
@@ -69,34 +67,6 @@ class Measured:
         """The names of their files."""
         return [device.path.name for way in WAYS for device in self.ways[way].devices]
 
-    def as_text(self) -> str:
-        analyses = {way: self.ways[way].devices[0].analysis for way in WAYS}
-        sequential, overlapped = (analyses[way].window_us for way in WAYS)
-        files = self.ways["overlapped"]
-        several = len(files.devices) > 1
-        parts = [
-            f"{self.work.described}; experts over {self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}"
-            f"{', of which this is rank 0' if several else ''}\n{self.link}",
-            markdown(overview(analyses)),
-            compare_phases(analyses, self.work.layers * (1 if self.work.mode == "train" else 2)),
-            f"bound, the larger of computation and communication alone: {self.bound_us:,.0f} us; overlapped took "
-            f"{overlapped / self.bound_us:.2f} of it, and {overlapped / sequential:.2f} of sequential\n"
-            f"hidden: {share(analyses['overlapped'].hidden_fraction)} of the communication, "
-            f"{share(analyses['sequential'].hidden_fraction)} in sequence",
-        ]
-        if several:
-            parts.insert(3, f"overlapped, by rank:\n\n{files.compared()}")
-        return "\n\n".join(parts)
-
-    def pictures(self) -> list[lanes.Picture]:
-        """This rank's lanes, of each way."""
-        devices = {way: self.ways[way].devices[0] for way in WAYS}
-        rank = "rank 0, " if len(self.ways["overlapped"].devices) > 1 else ""
-        return [
-            lanes.Picture(f"{rank}{way}: {d.analysis.window_us / 1e3:,.1f} ms, {verdict(d.analysis)}", d.blocks)
-            for way, d in devices.items()
-        ]
-
 
 def measure(
     work: Work, out: Path, ep: int = 0, link: Link | None = None, replay: bool = False, rounds: int = 3
@@ -129,16 +99,6 @@ def _run(
     words = _link(pair, backend, link, rounds)
     with _own_failures(world):
         return words, _record(pair, out, rounds, "" if world == 1 else f"-rank{dist.get_rank()}")
-
-
-def draw(measured: Measured, out: Path) -> list[str]:
-    """Draw its lanes into the folder; returns the names of what was drawn: without matplotlib, only the page."""
-    names, pictures = ["timeline.html"], measured.pictures()
-    lanes.save(pictures, out / names[0])
-    with suppress(ImportError):
-        lanes.save(pictures, out / "timeline.png")
-        names.append("timeline.png")
-    return names
 
 
 def _default_ranks(num_experts: int) -> int:
