@@ -30,7 +30,7 @@ def test_show_prints_the_timeline(capsys):
 
 
 def test_show_defaults(capsys):
-    assert "step 32, bubble 2 a rank (6.2%)" in run(capsys, *SHOW)[1]  # F=1, B=2, W=1, FB=3
+    assert "step 32, bubble 2 per rank (6.2%)" in run(capsys, *SHOW)[1]  # F=1, B=2, W=1, FB=3
 
 
 def test_show_with_costs_of_each_stage_and_chunks(capsys):

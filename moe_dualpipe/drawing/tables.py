@@ -3,7 +3,7 @@
 from ..schedule.compare import ComparedSchedule
 from .timeline_boxes import format_number, format_range
 
-HEADINGS = ("stages", "step time", "bubble a rank", "share", "activations", "deferred W", "parameters")
+HEADINGS = ("stages", "step time", "bubble per rank", "share", "activations", "deferred W", "parameters")
 
 
 def comparison_table(entries: tuple[ComparedSchedule, ...]) -> str:

@@ -12,7 +12,7 @@ from ..schedule.schedule import Schedule
 from ..schedule.timeline import Timeline
 
 COLOURS = {"F": "#f6b26b", "B": "#93c47d", "I": "#bcd86a", "W": "#6fa8dc"}
-LABELS = {"F": "forward", "B": "backward", "I": "input half", "W": "weight half"}
+LABELS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
 _FORWARD_SHARE = 1 / 3
 """How much of a pair's frame its forward gets; nothing says where inside of it the one or the other runs."""
@@ -48,10 +48,10 @@ def boxes(timeline: Timeline, rank: int) -> Iterator[Box]:
 def timeline_summary(timeline: Timeline) -> str:
     """Two lines: the time of a step and what of it is bubble; what the fullest rank holds, in the schedule's stages."""
     deferred = max(timeline.peak_deferred)
-    bubble = f"{format_range(timeline.bubble)} a rank ({timeline.bubble_share:.1%})"
+    bubble = f"{format_range(timeline.bubble)} per rank ({timeline.bubble_share:.1%})"
     return (
         f"step {format_number(timeline.makespan)}, bubble {bubble}\n"
-        f"at most: activations of {_count(max(timeline.peak_activations), 'micro-batch', 'es')}, "
+        f"peak: activations of {_count(max(timeline.peak_activations), 'micro-batch', 'es')}, "
         + (f"{deferred} deferred W, " if deferred else "")
         + f"parameters of {_count(max(timeline.parameters), 'stage')}"
     )

@@ -89,9 +89,9 @@ def _key(timeline: Timeline, width: int, colour: bool) -> list[str]:
         mark = f" {letter} " if colour else letter
         length = len(f"{mark} {LABELS[letter]}")
         entries.append((length, f"{_painted(mark, COLOURS[letter]) if colour else mark} {LABELS[letter]}"))
-    others = ["small: other stages"] if not colour and max(timeline.parameters) > 1 else []
+    others = ["lowercase: other stages"] if not colour and max(timeline.parameters) > 1 else []
     others += ["[ ] pair"] if has_pairs(timeline) else []
-    entries += [(len(other), other) for other in [*others, ". waits"]]
+    entries += [(len(other), other) for other in [*others, ". idle"]]
     lines, used = [""], 0
     for length, written in entries:
         if used and used + 3 + length > width:

@@ -86,9 +86,9 @@ def test_the_text_of_a_small_schedule():
         "rank 0   F0   F1  ..........    B0    .....    B1    ",
         "rank 1  ..... F0      B0     F1      B1    ..........",
         "",
-        "F forward   B backward   . waits",
-        "step 18, bubble 6 a rank (33.3%)",
-        "at most: activations of 2 micro-batches, parameters of 1 stage",
+        "F forward   B backward   . idle",
+        "step 18, bubble 6 per rank (33.3%)",
+        "peak: activations of 2 micro-batches, parameters of 1 stage",
     ]
 
 
@@ -106,7 +106,7 @@ def test_numbers_are_no_ranges_of_rounding_errors_and_large_ones_keep_their_digi
     assert format_range((0.1 + 0.2, 0.3)) == "0.3"
     assert format_range((11, 12, 13)) == "11 to 13"
     assert format_range((39382712, 39382712)) == "39382712"
-    assert "bubble 10.2 a rank" in timeline_summary(simulate(build("1f1b", 4, 8), Costs(F=1.1, B=2.3)))
+    assert "bubble 10.2 per rank" in timeline_summary(simulate(build("1f1b", 4, 8), Costs(F=1.1, B=2.3)))
 
 
 def test_one_of_many_is_named_as_one():
@@ -140,7 +140,7 @@ def test_actions_of_very_unequal_length_do_not_fill_the_screen():
 
 
 def test_the_summary_names_the_range_where_ranks_differ():
-    assert "bubble 11 to 13 a rank (8.6%)" in timeline_summary(simulate(build("dualpipe", 8, 20), COSTS))
+    assert "bubble 11 to 13 per rank (8.6%)" in timeline_summary(simulate(build("dualpipe", 8, 20), COSTS))
 
 
 # ---- Figures ----
@@ -265,10 +265,10 @@ def test_a_text_with_pairs_literally():
         "rank 0   F0   f2   F1       b2      [ f3    B0   ]      b3        I1    W1  ",
         "rank 1   f2   F0   f3       B0      [ F1    b2   ]      B1        i3    w3  ",
         "",
-        "F forward   B backward   I input half   W weight half   small: other stages",
-        "[ ] pair   . waits",
-        "step 27, bubble 0 a rank (0.0%)",
-        "at most: activations of 3 micro-batches, 1 deferred W, parameters of 2 stages",
+        "F forward   B backward   I input gradient   W weight gradient",
+        "lowercase: other stages   [ ] pair   . idle",
+        "step 27, bubble 0 per rank (0.0%)",
+        "peak: activations of 3 micro-batches, 1 deferred W, parameters of 2 stages",
     ]
 
 
@@ -300,7 +300,7 @@ def test_a_text_that_starts_later():
 
 def test_summaries_literally():
     assert timeline_summary(simulate(build("zb1p", 4, 8), Costs(2, 5, 2))) == (
-        "step 65, bubble 9 a rank (13.8%)\nat most: activations of 4 micro-batches, 4 deferred W, parameters of 1 stage"
+        "step 65, bubble 9 per rank (13.8%)\npeak: activations of 4 micro-batches, 4 deferred W, parameters of 1 stage"
     )
 
 
@@ -311,7 +311,7 @@ def test_a_figure_literally():
         == timeline_text(PAIR, 80).splitlines()[:1] + timeline_summary(PAIR).splitlines()
     )
     assert [label.get_text() for label in axes.get_legend().get_texts()] == [
-        "forward", "backward", "input half", "weight half", "overlapped pair", "pale: the rank's other stages",
+        "forward", "backward", "input gradient", "weight gradient", "overlapped pair", "pale: the rank's other stages",
     ]  # fmt: skip
     plain_legend: Any = timeline_figure(simulate(build("1f1b", 2, 2), COSTS)).axes[0].get_legend()
     assert [label.get_text() for label in plain_legend.get_texts()] == ["forward", "backward"]
@@ -350,7 +350,7 @@ def test_a_long_busy_timeline_is_not_white():
 def test_exact_fractions_can_be_drawn():
     third = Fraction(1, 3)
     timeline = simulate(build("dualpipe", 2, 4), Costs(third, 2 * third, third))
-    assert "step 4, bubble 0 a rank (0.0%)" in timeline_text(timeline)
+    assert "step 4, bubble 0 per rank (0.0%)" in timeline_text(timeline)
     timeline_figure(timeline)
     json.dumps(chrome_trace(timeline))
 

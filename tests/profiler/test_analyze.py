@@ -319,7 +319,7 @@ def test_the_command_draws(tmp_path, capsys):
         assert main(["profile", "analyze", str(path), "--out", str(tmp_path / f"lanes.{suffix}")]) == 0
     drawn = (tmp_path / "lanes.svg").read_text()
     assert ">mlp(W)</text>" in drawn
-    assert all(f">{kind}</text>" in drawn for kind in ("forward", "backward", "weight half", "other"))
+    assert all(f">{kind}</text>" in drawn for kind in ("forward", "backward", "weight gradient", "other"))
     (folder := tmp_path / "folder.svg").mkdir()
     capsys.readouterr()
     for arguments, problem in (
