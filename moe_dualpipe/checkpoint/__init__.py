@@ -1,1 +1,29 @@
-"""Checkpoints: saved in the background, verified before they are loaded, exported as safetensors."""
+"""Checkpoints: write them in the background, verify and load them, export their weights as safetensors.
+
+A checkpoint does not depend on the parallel layout of its run: any number of ranks can load it.
+"""
+
+from .load import check_model, find_checkpoint, list_checkpoints, load_checkpoint
+from .manifest import Manifest, read_manifest, read_tensor_metadata, verify_checkpoint
+from .save import SaveError, Saver, SaveResult, save_checkpoint
+from .weights import WEIGHTS_FILE, check_weights, export_weights, load_model, load_weights
+
+__all__ = [
+    "WEIGHTS_FILE",
+    "Manifest",
+    "SaveError",
+    "SaveResult",
+    "Saver",
+    "check_model",
+    "check_weights",
+    "export_weights",
+    "find_checkpoint",
+    "list_checkpoints",
+    "load_checkpoint",
+    "load_model",
+    "load_weights",
+    "read_manifest",
+    "read_tensor_metadata",
+    "save_checkpoint",
+    "verify_checkpoint",
+]

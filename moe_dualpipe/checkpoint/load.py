@@ -21,28 +21,25 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..models import ModelConfig
 from ..runtime.launch import Launch
-from . import manifest
-from .manifest import RUN
-from .save import STEP_FOLDER, save
-
-__all__ = ["check_model", "find", "load", "newest_first", "save"]
+from .manifest import RUN_FILE, read_manifest, read_tensor_metadata, verify_checkpoint
+from .save import STEP_FOLDER
 
 _COEFFICIENTS = {"init_std", "sequence_loss", "z_loss", "mtp_weight"}  # of ModelConfig, without a say in the forward
 _UNKNOWN = "unknown"
 
 
-def find(path: str, warn: Callable[[str], None] | None = None) -> Path:
+def find_checkpoint(path: str, warn: Callable[[str], None] | None = None) -> Path:
     """The checkpoint at `path`, or the newest good one of the run at `path`.
 
     Reads every file of it once, to compare checksums. Passes `warn` (default: stderr of the first local rank) a line
     about each broken one that is newer. Raises ValueError, with the reasons, when there is no good one.
     """
     given = Path(path)
-    if (given / RUN).exists() or STEP_FOLDER.fullmatch(given.name):
+    if (given / RUN_FILE).exists() or STEP_FOLDER.fullmatch(given.name):
         if reason := _fault(given):
             raise ValueError(f"{given} is broken: {reason}; {_advice(given)}")
         return given
-    candidates = newest_first(given / "checkpoints") or newest_first(given)
+    candidates = list_checkpoints(given / "checkpoints") or list_checkpoints(given)
     faults = []
     for candidate in candidates:
         if not (reason := _fault(candidate)):
@@ -55,7 +52,7 @@ def find(path: str, warn: Callable[[str], None] | None = None) -> Path:
     raise ValueError(f"no checkpoint in {path}: name the folder of a run, or a checkpoint in it")
 
 
-def newest_first(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a folder, good or not, those of later steps first."""
     found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := STEP_FOLDER.fullmatch(path.name))]
     return [path for _, path in sorted(found, reverse=True)]
@@ -63,14 +60,14 @@ def newest_first(folder: Path) -> list[Path]:
 
 def _fault(checkpoint: Path) -> str:
     try:
-        manifest.verify(checkpoint)
+        verify_checkpoint(checkpoint)
     except ValueError as error:
         return str(error).replace(f"{checkpoint}/", "")
     return ""
 
 
 def _advice(broken: Path) -> str:
-    for other in newest_first(broken.parent):
+    for other in list_checkpoints(broken.parent):
         if other != broken and not _fault(other):
             return f"the newest good one beside it is {other}"
     return "there is no good one beside it"
@@ -87,13 +84,13 @@ def check_model(checkpoint: Path, model: ModelConfig) -> int:
     A choice that did not exist when it was saved counts as what is now the default. Choices that only say how to train,
     or how to start, may differ.
     """
-    saved = manifest.read(checkpoint)
-    if found := differences(saved.model, model):
+    saved = read_manifest(checkpoint)
+    if found := model_differences(saved.model, model):
         raise ValueError(f"{checkpoint} holds another model: {'; '.join(found)}")
     return saved.step
 
 
-def differences(there: Mapping[str, Any], model: ModelConfig) -> list[str]:
+def model_differences(there: Mapping[str, Any], model: ModelConfig) -> list[str]:
     """In what a saved model is another than `model`, in words."""
     here, defaults = dataclasses.asdict(model), {field.name: field.default for field in dataclasses.fields(model)}
     return [
@@ -103,7 +100,7 @@ def differences(there: Mapping[str, Any], model: ModelConfig) -> list[str]:
     ]
 
 
-def load(checkpoint: Path, state: Mapping[str, Tensor]) -> None:
+def load_checkpoint(checkpoint: Path, state: Mapping[str, Tensor]) -> None:
     """Load into `state` in place. Collective, where there are other ranks.
 
     Raises ValueError, on all ranks alike, for a tensor that the checkpoint lacks or has in another shape, for ranks
@@ -111,7 +108,7 @@ def load(checkpoint: Path, state: Mapping[str, Tensor]) -> None:
     """
     metadata, fault, checksum = None, "", 0
     try:
-        checksum, metadata = manifest.read(checkpoint).checksum, manifest.tensors(checkpoint)
+        checksum, metadata = read_manifest(checkpoint).checksum, read_tensor_metadata(checkpoint)
         _check_fit(checkpoint, state, metadata)
     except ValueError as error:
         fault = str(error)

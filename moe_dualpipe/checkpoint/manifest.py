@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-RUN, TENSORS = "run.json", "tensors.json"
+RUN_FILE, TENSORS_FILE = "run.json", "tensors.json"
 
 _FILE_NAME = re.compile(r"[\w.-]{1,200}", re.ASCII)  # no separator: a name never leaves the checkpoint's folder
 _MOST_BYTES = 2**28  # of JSON: a million tensors have a fifth of this
@@ -35,14 +35,14 @@ _BLOCK = 2**22
 
 
 @dataclass(frozen=True, slots=True)
-class FileSum:
+class FileChecksum:
     """Size and CRC-32 of a file."""
 
     length: int
     crc32: int
 
     @classmethod
-    def of(cls, data: bytes) -> "FileSum":
+    def of(cls, data: bytes) -> "FileChecksum":
         return cls(len(data), zlib.crc32(data))
 
 
@@ -52,7 +52,7 @@ class Manifest:
 
     step: int
     model: dict[str, Any]
-    files: dict[str, FileSum]
+    files: dict[str, FileChecksum]
 
     @property
     def checksum(self) -> int:
@@ -65,32 +65,33 @@ class Manifest:
 # ---- Reading, which trusts nothing ----
 
 
-def read(checkpoint: Path) -> Manifest:
+def read_manifest(checkpoint: Path) -> Manifest:
     """run.json of a checkpoint. Raises ValueError if it is not one, or not as it was written."""
-    saved = _read_json(checkpoint / RUN)
+    saved = _read_json(checkpoint / RUN_FILE)
     try:
         files = {
-            name: FileSum(_count(entry["length"]), _count(entry["crc32"])) for name, entry in saved["files"].items()
+            name: FileChecksum(_count(entry["length"]), _count(entry["crc32"]))
+            for name, entry in saved["files"].items()
         }
         manifest = Manifest(_count(saved["step"]), dict(saved["model"]), files)
         checksum = saved["checksum"]
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(f"cannot read {checkpoint / RUN}: {_reason(error)}") from None
+        raise ValueError(f"cannot read {checkpoint / RUN_FILE}: {_reason(error)}") from None
     if bad := [name for name in files if not _is_file_name(name)]:
-        raise ValueError(f"cannot read {checkpoint / RUN}: {bad[0][:200]!r} is no name of a file beside it")
-    if TENSORS not in files:
-        raise ValueError(f"cannot read {checkpoint / RUN}: it does not list {TENSORS}")
+        raise ValueError(f"cannot read {checkpoint / RUN_FILE}: {bad[0][:200]!r} is no name of a file beside it")
+    if TENSORS_FILE not in files:
+        raise ValueError(f"cannot read {checkpoint / RUN_FILE}: it does not list {TENSORS_FILE}")
     if checksum != manifest.checksum:
-        raise ValueError(f"cannot read {checkpoint / RUN}: it is not as it was written, by its checksum")
+        raise ValueError(f"cannot read {checkpoint / RUN_FILE}: it is not as it was written, by its checksum")
     return manifest
 
 
-def verify(checkpoint: Path) -> Manifest:
+def verify_checkpoint(checkpoint: Path) -> Manifest:
     """Compare every file of a checkpoint with run.json. Raises ValueError that names the first one that differs.
 
     Reads everything once, at the speed of the disk or of CRC-32 (1 GB/s or more), whichever is slower.
     """
-    manifest = read(checkpoint)
+    manifest = read_manifest(checkpoint)
     try:
         for name, expected in manifest.files.items():
             path = checkpoint / name
@@ -105,13 +106,13 @@ def verify(checkpoint: Path) -> Manifest:
     return manifest
 
 
-def tensors(checkpoint: Path) -> dcp.Metadata:
+def read_tensor_metadata(checkpoint: Path) -> dcp.Metadata:
     """Where each tensor of a checkpoint is. Raises ValueError for anything but tensors in files of its folder."""
-    saved = _read_json(checkpoint / TENSORS)
+    saved = _read_json(checkpoint / TENSORS_FILE)
     try:
         entries = {name: _entry(entry) for name, entry in saved.items()}
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(f"cannot read {checkpoint / TENSORS}: {_reason(error)}") from None
+        raise ValueError(f"cannot read {checkpoint / TENSORS_FILE}: {_reason(error)}") from None
     described, stored = {}, {}
     for name, (dtype, shape, place) in entries.items():
         start = torch.Size([0] * len(shape))

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ..models import ModelConfig
-from .manifest import RUN, TENSORS, FileSum, Manifest, encode_tensors
+from .manifest import RUN_FILE, TENSORS_FILE, FileChecksum, Manifest, encode_tensors
 
 Result = TypeVar("Result")
 
@@ -40,7 +40,7 @@ class SaveError(OSError):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Saved:
+class SaveResult:
     """How a save ended: `error` is empty, or says which ranks failed and why."""
 
     step: int
@@ -66,7 +66,7 @@ class Saver:
         assert isinstance(group, dist.ProcessGroup)
         self._group = group
         self._threads = ThreadPoolExecutor(1, "checkpoint")
-        self._pending: Future[Saved] | None = None
+        self._pending: Future[SaveResult] | None = None
 
     @property
     def busy(self) -> bool:
@@ -81,7 +81,7 @@ class Saver:
         if not self.background:
             self._finish(self._pending)
 
-    def wait(self) -> Saved | None:
+    def wait(self) -> SaveResult | None:
         """How the save ended that was started, once it has; None when there is none that was not told of already."""
         pending, self._pending = self._pending, None
         if pending is None:
@@ -89,11 +89,11 @@ class Saver:
         self._finish(pending)
         return pending.result()
 
-    def _finish(self, pending: Future[Saved]) -> None:
+    def _finish(self, pending: Future[SaveResult]) -> None:
         while futures.wait([pending], timeout=1.0).not_done:
             self.alive()
 
-    def poll(self) -> Saved | None:
+    def poll(self) -> SaveResult | None:
         """As `wait`, but None also while a save is on its way."""
         return None if self.busy else self.wait()
 
@@ -105,19 +105,19 @@ class Saver:
                 sys.stderr.write(f"{saved.path} could not be written: {saved.error}\n")
         self._threads.shutdown()
 
-    def _write(self, step: int, state: Mapping[str, Tensor], extra: Mapping[str, bytes]) -> Saved:
+    def _write(self, step: int, state: Mapping[str, Tensor], extra: Mapping[str, bytes]) -> SaveResult:
         final = checkpoint_folder(self.run, step)
         try:
-            return Saved(step, save(self.run, step, state, self.model, extra, self.keep, self._group))
+            return SaveResult(step, save_checkpoint(self.run, step, state, self.model, extra, self.keep, self._group))
         except SaveError as error:
-            return Saved(step, final, str(error))
+            return SaveResult(step, final, str(error))
 
 
 def checkpoint_folder(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step:06d}"
 
 
-def save(
+def save_checkpoint(
     run: Path,
     step: int,
     state: Mapping[str, Tensor],
@@ -142,7 +142,8 @@ def save(
         sums = {name: sum for of_rank in _alike(lambda: files.sums, group) for name, sum in of_rank.items()}
         manifest = Manifest(step, dataclasses.asdict(model), sums)
         _alike(
-            lambda: _complete(final, manifest, {**(extra or {}), TENSORS: writer.tensors}) if leader else None, group
+            lambda: _complete(final, manifest, {**(extra or {}), TENSORS_FILE: writer.tensors}) if leader else None,
+            group,
         )
     except (dcp.CheckpointException, SaveError) as error:
         if leader:
@@ -194,8 +195,8 @@ def _complete(final: Path, manifest: Manifest, contents: Mapping[str, bytes]) ->
     unfinished = _unfinished(final)
     for name, data in contents.items():
         _write_synced(unfinished / name, data)
-    sums = {**manifest.files, **{name: FileSum.of(data) for name, data in contents.items()}}
-    _write_synced(unfinished / RUN, dataclasses.replace(manifest, files=sums).encode())
+    sums = {**manifest.files, **{name: FileChecksum.of(data) for name, data in contents.items()}}
+    _write_synced(unfinished / RUN_FILE, dataclasses.replace(manifest, files=sums).encode())
     _sync_folder(unfinished)
     if final.exists():  # saved again: a name cannot be taken over by a folder in one move
         final.rename(removed := final.with_name(f".{final.name}.removed"))
@@ -256,7 +257,7 @@ class _SummedFiles(FileSystem):
     """What a rank writes, and the sums of that, by file name."""
 
     def __init__(self) -> None:
-        self.sums: dict[str, FileSum] = {}
+        self.sums: dict[str, FileChecksum] = {}
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:  # type: ignore[override]
@@ -266,7 +267,7 @@ class _SummedFiles(FileSystem):
                 yield stream
             except RuntimeError as error:
                 raise stream.error or error from None
-            self.sums[Path(path).name] = FileSum(stream.length, stream.crc32)
+            self.sums[Path(path).name] = FileChecksum(stream.length, stream.crc32)
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
         super().rename(path, new_path)

@@ -22,21 +22,21 @@ from torch import Tensor, nn
 from ..data.tokenizer import FILE as TOKENIZER
 from ..expert_parallel.parameters import expert_ids, global_tensors
 from ..models import ModelConfig, TransformerStage, build_model
-from . import load as checkpoints
-from . import manifest
+from .load import load_checkpoint, model_differences
+from .manifest import read_manifest
 
-WEIGHTS, CONFIG, MODEL_TYPE = "model.safetensors", "config.json", "moe-dualpipe"
+WEIGHTS_FILE, CONFIG_FILE, MODEL_TYPE = "model.safetensors", "config.json", "moe-dualpipe"
 _MODEL = "model."  # what weights are called in a checkpoint begins with it
 
 
-def model_of(checkpoint: Path, experts: str = "swiglu") -> TransformerStage:
+def load_model(checkpoint: Path, experts: str = "swiglu") -> TransformerStage:
     """The model of a checkpoint, whole, in fp32.
 
     Raises ValueError for one that cannot be read, or has experts other than `experts`: a class that a checkpoint names
     is not imported unless the user names it, too.
     """
     try:
-        config = ModelConfig(**manifest.read(checkpoint).model)
+        config = ModelConfig(**read_manifest(checkpoint).model)
     except TypeError as error:
         raise ValueError(f"cannot read the model of {checkpoint}: {error}") from None
     if config.experts != experts:
@@ -45,11 +45,11 @@ def model_of(checkpoint: Path, experts: str = "swiglu") -> TransformerStage:
             f"if you trust them, say so with --experts {config.experts}"
         )
     model = build_model(config)
-    checkpoints.load(checkpoint, {_MODEL + name: tensor for name, tensor in weights_of(model).items()})
+    load_checkpoint(checkpoint, {_MODEL + name: tensor for name, tensor in global_weights(model).items()})
     return model
 
 
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
+def global_weights(model: nn.Module) -> dict[str, Tensor]:
     """The weights of a whole model by global names, as views."""
     ids = expert_ids(model)
     return {
@@ -59,7 +59,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def export(checkpoint: Path, folder: Path, experts: str = "swiglu") -> int:
+def export_weights(checkpoint: Path, folder: Path, experts: str = "swiglu") -> int:
     """Write the weights of a checkpoint into a new folder; returns how many numbers. Needs memory for all of them.
 
     Raises ValueError for a checkpoint that cannot be read, and where the folder exists.
@@ -68,32 +68,32 @@ def export(checkpoint: Path, folder: Path, experts: str = "swiglu") -> int:
 
     if folder.exists():
         raise ValueError(f"{folder} exists already: choose a folder that does not")
-    model = model_of(checkpoint, experts)
-    weights = {name: tensor.contiguous().clone() for name, tensor in weights_of(model).items()}  # each its own memory
+    model = load_model(checkpoint, experts)
+    weights = {name: tensor.contiguous().clone() for name, tensor in global_weights(model).items()}
     folder.mkdir(parents=True)
-    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     config = {"model_type": MODEL_TYPE, **dataclasses.asdict(model.config)}
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
     if (checkpoint / TOKENIZER).is_file():
         shutil.copyfile(checkpoint / TOKENIZER, folder / TOKENIZER)
     return sum(tensor.numel() for tensor in weights.values())
 
 
-def check(folder: Path, model: ModelConfig) -> None:
+def check_weights(folder: Path, model: ModelConfig) -> None:
     """Raises ValueError unless `folder` is an exported one, of `model`."""
-    if not (folder / WEIGHTS).is_file() or not (folder / CONFIG).is_file():
-        raise ValueError(f"--weights {folder} needs {WEIGHTS} and {CONFIG}, as moe-dualpipe export writes them")
+    if not (folder / WEIGHTS_FILE).is_file() or not (folder / CONFIG_FILE).is_file():
+        raise ValueError(f"--weights {folder} must hold {WEIGHTS_FILE} and {CONFIG_FILE} from moe-dualpipe export")
     try:
-        saved = json.loads((folder / CONFIG).read_text())
+        saved = json.loads((folder / CONFIG_FILE).read_text())
     except (ValueError, OSError) as error:
-        raise ValueError(f"cannot read {folder / CONFIG}: {error}") from None
+        raise ValueError(f"cannot read {folder / CONFIG_FILE}: {error}") from None
     if not isinstance(saved, dict) or saved.pop("model_type", None) != MODEL_TYPE:
-        raise ValueError(f"{folder / CONFIG} is not of a model that moe-dualpipe export wrote")
-    if differences := checkpoints.differences(saved, model):
+        raise ValueError(f"{folder / CONFIG_FILE} is not of a model that moe-dualpipe export wrote")
+    if differences := model_differences(saved, model):
         raise ValueError(f"{folder} holds another model: {'; '.join(differences)}")
 
 
-def load(folder: Path, state: Mapping[str, Tensor]) -> None:
+def load_weights(folder: Path, state: Mapping[str, Tensor]) -> None:
     """Load into what of `state` are weights, in place, reading no more of the file than that. Collective.
 
     Raises ValueError, on all ranks alike, for a file that is broken, lacks one of them, or has it in another shape.
@@ -117,14 +117,14 @@ def _load(folder: Path, state: Mapping[str, Tensor]) -> None:
 
     wanted = {name.removeprefix(_MODEL): tensor for name, tensor in state.items() if name.startswith(_MODEL)}
     try:
-        with safe_open(folder / WEIGHTS, "pt") as file:
+        with safe_open(folder / WEIGHTS_FILE, "pt") as file:
             there = set(file.keys())
             if lacking := sorted(set(wanted) - there):
-                raise ValueError(f"{folder / WEIGHTS} lacks {lacking[0]}, and {len(lacking) - 1} more")
+                raise ValueError(f"{folder / WEIGHTS_FILE} lacks {lacking[0]}, and {len(lacking) - 1} more")
             for name, tensor in wanted.items():
                 shape = file.get_slice(name).get_shape()
                 if shape != [*tensor.shape]:
-                    raise ValueError(f"{folder / WEIGHTS} has {name} as {shape}, not as {[*tensor.shape]}")
+                    raise ValueError(f"{folder / WEIGHTS_FILE} has {name} as {shape}, not as {[*tensor.shape]}")
                 tensor.copy_(file.get_tensor(name))
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"cannot read {folder / WEIGHTS}: {error}") from None
+        raise ValueError(f"cannot read {folder / WEIGHTS_FILE}: {error}") from None

@@ -18,10 +18,9 @@ class Export:
     """Expert layer of your own, "module:Class": a checkpoint that has one cannot choose what is imported."""
 
     def run(self) -> None:
-        from ..checkpoint import load as checkpoint
-        from ..checkpoint.weights import WEIGHTS, export
+        from ..checkpoint import WEIGHTS_FILE, export_weights, find_checkpoint
 
-        found = checkpoint.find(self.run_or_checkpoint)
-        count = export(found, self.out, self.experts)
-        size = (self.out / WEIGHTS).stat().st_size
+        found = find_checkpoint(self.run_or_checkpoint)
+        count = export_weights(found, self.out, self.experts)
+        size = (self.out / WEIGHTS_FILE).stat().st_size
         print(f"{found} -> {self.out}: {count / 1e6:.2f} M numbers in fp32, {size / 1e6:.1f} MB")

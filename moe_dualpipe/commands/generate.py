@@ -35,8 +35,7 @@ class Generate:
     def run(self) -> None:
         import torch
 
-        from ..checkpoint import load as checkpoint
-        from ..checkpoint.weights import model_of
+        from ..checkpoint import find_checkpoint, load_model
         from ..data.tokenizer import tokenizer_of
         from ..inference.generate import generate
         from ..inference.pipeline import printable
@@ -45,13 +44,13 @@ class Generate:
         if self.num < 1:
             raise ValueError(f"--num must be at least 1: got {self.num}")
         device = torch.device(choose_device(self.device, torch.cuda.device_count(), 1))
-        found = checkpoint.find(self.run_or_checkpoint)
+        found = find_checkpoint(self.run_or_checkpoint)
         tokenizer = tokenizer_of(found)
         end, prompt = tokenizer.end_id, tokenizer.encode(self.prompt)
         if not prompt:
             raise ValueError("--prompt is empty: give what the texts start with, or leave it out")
         prompts = torch.tensor([prompt] * self.num, device=device)
-        model = model_of(found, self.experts).to(device, torch.float32 if device.type == "cpu" else torch.bfloat16)
+        model = load_model(found, self.experts).to(device, torch.float32 if device.type == "cpu" else torch.bfloat16)
         texts = generate(
             model, prompts, self.tokens, self.max_length, self.temperature, self.top_k,
             self.top_p, self.seed, end,

@@ -16,9 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from ..checkpoint import load as checkpoint
-from ..checkpoint import weights
-from ..checkpoint.save import Saved, SaveError, Saver
+from ..checkpoint import SaveError, Saver, SaveResult, list_checkpoints, load_checkpoint, load_weights
 from ..expert_parallel import AllToAll, Local
 from ..health.heartbeat import Progress
 from ..health.signals import Stop
@@ -118,16 +116,16 @@ class Trainer:
         self.leader = launch.rank == 0
         self.skips, self.stop, self.stopping = Skips(config.max_skipped, self.leader), stop or Stop(), False
         if plan.resume:
-            checkpoint.load(plan.resume, self.state())
+            load_checkpoint(plan.resume, self.state())
             self.optimizer.loaded(plan.first_step - int(self.skips.total))
         elif config.weights:
-            weights.load(Path(config.weights), self.state())
+            load_weights(Path(config.weights), self.state())
             self.optimizer.loaded(0)
         self.folder = Path(config.out)
         self.saver = Saver(
             self.folder, model, config.keep, config.timeout, config.save_async, lambda: self.progress.note("saving")
         )
-        self.saved: Saved | None = None
+        self.saved: SaveResult | None = None
         self.metrics = metrics.Metrics(self.folder, self.leader, plan.first_step, config.tensorboard)
         self.utilisation = metrics.utilisation(config, self.device, launch.world_size)
         self.profiler = StepProfiler(
@@ -316,7 +314,7 @@ class Trainer:
 
     def _resume_command(self, saved: Path, steps: int) -> str:
         """Names the checkpoint itself where later ones, which a run resumed from the middle leaves, would be taken."""
-        run = str(saved) if saved in checkpoint.newest_first(saved.parent)[1:] else self.config.out
+        run = str(saved) if saved in list_checkpoints(saved.parent)[1:] else self.config.out
         return resume_command(self.plan.arguments, run, steps)
 
     def _last_saved(self) -> Path:
@@ -338,7 +336,7 @@ class Trainer:
     def _indented(text: str) -> str:
         return "\n".join(f"    | {line}" for line in printable(text).split("\n"))
 
-    def _tell(self, saved: Saved | None) -> None:
+    def _tell(self, saved: SaveResult | None) -> None:
         """Take note of how a save ended; a failure is for everyone to see."""
         self.saved = saved or self.saved
         if saved and saved.error and self.leader:

@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..checkpoint import manifest
+from ..checkpoint import read_tensor_metadata
 from ..expert_parallel.parameters import global_tensors
 from ..runtime.replicas import ReplicaSet
 from ..runtime.zero import Piece, Shards
@@ -190,7 +190,7 @@ def _matrices(piece: Piece, stacked: Mapping[str, Sequence[int]]) -> list[slice]
 
 def check_saved(checkpoint: Path, config: OptimizerConfig) -> None:
     """Raise ValueError unless the optimizer that `checkpoint` was saved with is the one to go on with."""
-    names = manifest.tensors(checkpoint).state_dict_metadata
+    names = read_tensor_metadata(checkpoint).state_dict_metadata
     saved = "muon" if any(name.startswith("momentum.") for name in names) else "adamw"
     if saved != config.name:
         raise ValueError(

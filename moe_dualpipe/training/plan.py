@@ -4,8 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..checkpoint import load as checkpoint
-from ..checkpoint import weights
+from ..checkpoint import check_model, check_weights, find_checkpoint
 from ..data import batches as data
 from ..drawing.output import make_folder
 from ..models import split
@@ -49,12 +48,12 @@ class Plan:
             )
         expert_class(config.model.experts)
         again = restart.newest(config.out)  # an attempt before this one of the same launcher
-        resume = again or (checkpoint.find(config.resume) if config.resume else None)
-        first_step = checkpoint.check_model(resume, config.model) if resume else 0
+        resume = again or (find_checkpoint(config.resume) if config.resume else None)
+        first_step = check_model(resume, config.model) if resume else 0
         if resume:
             check_saved(resume, config.optim)
         elif config.weights:
-            weights.check(Path(config.weights), config.model)
+            check_weights(Path(config.weights), config.model)
         if first_step >= config.steps and not again:
             raise ValueError(f"{resume} is at step {first_step} already: use --steps larger than that to go on")
         if config.profile and first_step + WARM_UP + config.profile > config.steps and not again:

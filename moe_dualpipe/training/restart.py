@@ -11,7 +11,7 @@ import socket
 import time
 from pathlib import Path
 
-from ..checkpoint import load as checkpoint
+from ..checkpoint import find_checkpoint, list_checkpoints
 
 
 def mark(folder: Path, local_rank: int) -> None:
@@ -38,10 +38,10 @@ def newest(folder: Path | str) -> Path | None:
     if path is None or not is_ours(folder):
         return None
     since = path.stat().st_mtime
-    for candidate in checkpoint.newest_first(Path(folder, "checkpoints")):
+    for candidate in list_checkpoints(Path(folder, "checkpoints")):
         if candidate.stat().st_mtime >= since:
             try:
-                return checkpoint.find(str(candidate))
+                return find_checkpoint(str(candidate))
             except ValueError:
                 continue
     return None

@@ -21,10 +21,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_dualpipe.checkpoint import load as checkpoint
-from moe_dualpipe.checkpoint import manifest
-from moe_dualpipe.checkpoint import save as saver
-from moe_dualpipe.checkpoint.save import SaveError, Saver
+from moe_dualpipe.checkpoint import (
+    SaveError,
+    Saver,
+    check_model,
+    find_checkpoint,
+    load_checkpoint,
+    manifest,
+    read_manifest,
+    save_checkpoint,
+    verify_checkpoint,
+)
+from moe_dualpipe.checkpoint import save as save_module
+from moe_dualpipe.checkpoint.manifest import FileChecksum, Manifest
 from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.training.config import parse
@@ -46,7 +55,7 @@ def state_of(rank, step):
 def contents(folder):
     """What the two ranks would load, on a process of its own; checked to be all of one step, which is returned."""
     loaded = {name: torch.full_like(t, -1) for rank in (0, 1) for name, t in state_of(rank, 0).items()}
-    checkpoint.load(folder, loaded)
+    load_checkpoint(folder, loaded)
     step = int(loaded["both"][0, 0, 0])
     for rank in (0, 1):
         for name, expected in state_of(rank, step).items():
@@ -60,7 +69,7 @@ def names(run):
 
 def save_steps(rank, run, steps, keep=0):
     for step in steps:
-        checkpoint.save(run, step, state_of(rank, step), ModelConfig(), {"tokens.txt": b"a b c"}, keep)
+        save_checkpoint(run, step, state_of(rank, step), ModelConfig(), {"tokens.txt": b"a b c"}, keep)
     return names(run)
 
 
@@ -84,17 +93,17 @@ def newest(run):
 def reseal(folder):
     """Make run.json agree with the files, as somebody who means harm would."""
     old = json.loads((folder / "run.json").read_text())
-    files = {path.name: manifest.FileSum.of(path.read_bytes()) for path in folder.iterdir() if path.name != "run.json"}
-    (folder / "run.json").write_bytes(manifest.Manifest(old["step"], old["model"], files).encode())
+    files = {path.name: FileChecksum.of(path.read_bytes()) for path in folder.iterdir() if path.name != "run.json"}
+    (folder / "run.json").write_bytes(Manifest(old["step"], old["model"], files).encode())
 
 
 # ---- Keeping ----
 
 
 def test_a_checkpoint_holds_what_every_rank_saved_and_the_files_beside(run):
-    assert contents(checkpoint.find(str(run))) == 9
+    assert contents(find_checkpoint(str(run))) == 9
     assert (newest(run) / "tokens.txt").read_bytes() == b"a b c"
-    assert "tokens.txt" in manifest.verify(newest(run)).files
+    assert "tokens.txt" in verify_checkpoint(newest(run)).files
 
 
 def save_and_remove(rank, run, saves):
@@ -146,12 +155,12 @@ def test_a_broken_checkpoint_is_named_and_the_newest_good_one_is_used(run, damag
     harm, reason = DAMAGES[damage]
     harm(newest(run))
     told = []
-    found = checkpoint.find(str(run), told.append)
+    found = find_checkpoint(str(run), told.append)
     assert contents(found) == 5
     (line,) = told
     assert line.startswith(f"passed over {newest(run)}: {reason}")
     with pytest.raises(ValueError) as error:
-        checkpoint.find(str(newest(run)))
+        find_checkpoint(str(newest(run)))
     assert str(error.value).startswith(f"{newest(run)} is broken: {reason}")
     assert str(error.value).endswith(f"; the newest good one beside it is {found}")
 
@@ -160,9 +169,9 @@ def test_no_good_checkpoint_is_an_error_that_names_all(run):
     for path in (run / "checkpoints").iterdir():
         truncate(path / "__0_0.distcp")
     with pytest.raises(ValueError, match=r"no good checkpoint in .*step-000009: __0_0.*step-000005: .*step-000003: "):
-        checkpoint.find(str(run))
+        find_checkpoint(str(run))
     with pytest.raises(ValueError, match=r"is broken: .*; there is no good one beside it"):
-        checkpoint.find(str(newest(run)))
+        find_checkpoint(str(newest(run)))
 
 
 def test_every_flipped_bit_is_found(run):
@@ -172,20 +181,20 @@ def test_every_flipped_bit_is_found(run):
         for _ in range(12):
             flip_bit(path, chance.randrange(len(whole)), chance.randrange(8))
             with pytest.raises(ValueError, match=r"run\.json|is not as it was written"):
-                manifest.verify(newest(run))
+                verify_checkpoint(newest(run))
             path.write_bytes(whole)
-    assert manifest.verify(newest(run)).step == 9
+    assert verify_checkpoint(newest(run)).step == 9
 
 
 def load_own(rank, folders):
     with pytest.raises(ValueError, match="the ranks see different checkpoints"):
-        checkpoint.load(folders[rank], state_of(rank, 0))
+        load_checkpoint(folders[rank], state_of(rank, 0))
     lacking = {f"missing{rank}": torch.zeros(1)} if rank else {}
     with pytest.raises(ValueError, match="lacks missing1"):  # on the rank that misses nothing, too
-        checkpoint.load(folders[0], state_of(rank, 0) | lacking)
+        load_checkpoint(folders[0], state_of(rank, 0) | lacking)
     with pytest.raises(ValueError, match=r"has rank1 as \[1, 8\], not as \[2, 4\]"):
-        checkpoint.load(folders[0], {"rank1": torch.zeros(2, 4)})
-    checkpoint.load(folders[0], state := state_of(rank, 0))
+        load_checkpoint(folders[0], {"rank1": torch.zeros(2, 4)})
+    load_checkpoint(folders[0], state := state_of(rank, 0))
     return int(state["both"][0, 0, 0])
 
 
@@ -219,7 +228,7 @@ def test_a_hostile_metadata_pickle_is_never_opened(run):
     marker = run / "marker"
     (newest(run) / ".metadata").write_bytes(pickle.dumps(Attack(marker)))
     reseal(newest(run))
-    assert contents(checkpoint.find(str(run))) == 9
+    assert contents(find_checkpoint(str(run))) == 9
     assert not marker.exists()
 
 
@@ -242,7 +251,7 @@ def test_a_hostile_payload_is_refused(run, kind):
     (newest(run) / "tensors.json").write_text(json.dumps(table))
     reseal(newest(run))
     with pytest.raises(ValueError, match=r"cannot load .*step-000009: rank 0: "):
-        contents(checkpoint.find(str(run)))
+        contents(find_checkpoint(str(run)))
     assert not marker.exists()
 
 
@@ -284,20 +293,20 @@ def write_json(path, change, checksum=True):
 def test_a_hostile_run_json_is_refused(run, bomb):
     write_json(newest(run) / "run.json", BOMBS[bomb])
     with pytest.raises(ValueError, match=r"step-000009 is broken: cannot read run.json: .{5,}"):
-        checkpoint.find(str(newest(run)))
+        find_checkpoint(str(newest(run)))
     with pytest.raises(ValueError, match=r"cannot read .*run.json: .{5,}"):
-        checkpoint.check_model(newest(run), ModelConfig())
+        check_model(newest(run), ModelConfig())
 
 
 def test_a_name_beside_is_fine_and_no_checksum_stops_the_bombs(run):
     write_json(newest(run) / "run.json", listed("notes"))
-    assert manifest.read(newest(run)).files["notes"] == manifest.FileSum(1, 0)
+    assert read_manifest(newest(run)).files["notes"] == FileChecksum(1, 0)
 
 
 def test_a_huge_run_json_is_not_read(run, monkeypatch):
     monkeypatch.setattr(manifest, "_MOST_BYTES", 1000)
     with pytest.raises(ValueError, match=r"run\.json: it has more than 1,000 bytes"):
-        manifest.read(newest(run))
+        read_manifest(newest(run))
 
 
 @pytest.mark.parametrize("change,message", [
@@ -316,7 +325,7 @@ def test_a_hostile_table_of_tensors_is_refused(run, change, message):
     write_json(newest(run) / "tensors.json", lambda saved: {**saved, "both": {**saved["both"], **change}}, False)
     reseal(newest(run))
     with pytest.raises(ValueError, match=rf"cannot read .*tensors.json: .*{message}"):
-        contents(checkpoint.find(str(run)))
+        contents(find_checkpoint(str(run)))
 
 
 # ---- Failing and killed saves ----
@@ -327,7 +336,7 @@ class FullDisk:
 
     def __init__(self, monkeypatch):
         self.room = 0
-        write = saver._SummedFile.write
+        write = save_module._SummedFile.write
 
         def limited(file, data):
             self.room -= memoryview(data).nbytes
@@ -336,12 +345,12 @@ class FullDisk:
                 raise file.error
             return write(file, data)
 
-        monkeypatch.setattr(saver._SummedFile, "write", limited)
+        monkeypatch.setattr(save_module._SummedFile, "write", limited)
 
 
 def fail_in_the_end(rank, run):
     with pytest.MonkeyPatch.context() as patch:
-        write_synced, before = saver._write_synced, names(run)
+        write_synced, before = save_module._write_synced, names(run)
         dist.barrier()
 
         def full(path, data):
@@ -349,9 +358,9 @@ def fail_in_the_end(rank, run):
                 raise OSError(errno.ENOSPC, "No space left on device", str(path))
             write_synced(path, data)
 
-        patch.setattr(saver, "_write_synced", full)
+        patch.setattr(save_module, "_write_synced", full)
         with pytest.raises(SaveError, match=r"rank 0: \[Errno 28\] No space left on device: .*run.json"):
-            checkpoint.save(run, 20, state_of(rank, 0), ModelConfig(), keep=1)
+            save_checkpoint(run, 20, state_of(rank, 0), ModelConfig(), keep=1)
     assert names(run) == before
     dist.barrier()
 
@@ -368,31 +377,31 @@ def save_on_full_disks(rank, run):
             disk.room = room if rank == full else 10**9
             reason = rf"rank {full}: \[Errno 28\] No space left on device$"
             with pytest.raises(SaveError, match=reason):
-                checkpoint.save(run, 20 + attempt, state_of(rank, 0), ModelConfig(), keep=1)
+                save_checkpoint(run, 20 + attempt, state_of(rank, 0), ModelConfig(), keep=1)
             assert names(run) == before, (full, room)
             dist.barrier()
         disk.room = 10**9
-        checkpoint.save(run, 40, state_of(rank, 40), ModelConfig(), keep=1)
+        save_checkpoint(run, 40, state_of(rank, 40), ModelConfig(), keep=1)
     return names(run)
 
 
 def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_leaves_nothing(run):
     assert run_ranks(2, save_on_full_disks, run) == [["step-000040"]] * 2
-    assert contents(checkpoint.find(str(run))) == 40
+    assert contents(find_checkpoint(str(run))) == 40
 
 
 def save_forever(store, rank, run, first):
     """A rank that saves again and again, slowly."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    write = saver._SummedFile.write
+    write = save_module._SummedFile.write
 
     def slow(file, data):
         time.sleep(0.002)
         return write(file, data)
 
-    setattr(saver._SummedFile, "write", slow)  # noqa: B010
+    setattr(save_module._SummedFile, "write", slow)  # noqa: B010
     for step in range(first, 10**6):
-        checkpoint.save(run, step, state_of(rank, step), ModelConfig(), keep=2)
+        save_checkpoint(run, step, state_of(rank, step), ModelConfig(), keep=2)
 
 
 def fork(function, *args):
@@ -426,7 +435,7 @@ def kill_ten_times(results, run, scratch):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
         in_a_save, told = any((run / "checkpoints").glob(".step-*.unfinished")), []
-        found = checkpoint.find(str(run), told.append)
+        found = find_checkpoint(str(run), told.append)
         step = contents(found)
         results.put((in_a_save, told, step, found.name))
 
@@ -453,14 +462,14 @@ def test_a_run_killed_in_a_save_goes_on_from_the_checkpoint_before(run, tmp_path
 
 def save_while_changing(rank, run, background):
     """A save that cannot write before the state has changed; the step it then holds, and what was told meanwhile."""
-    writes, write = threading.Event(), saver.save
+    writes, write = threading.Event(), save_module.save_checkpoint
 
     def held(*arguments):
         assert writes.wait(60)
         return write(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saver, "save", held)
+        patch.setattr(save_module, "save_checkpoint", held)
         if not background:
             writes.set()
         saver_ = Saver(run, ModelConfig(), keep=2, timeout=60, background=background)
@@ -499,14 +508,14 @@ def test_a_checkpoint_holds_the_state_of_its_moment_and_closing_finishes_it(tmp_
     assert first == (later, at_once, ["step-000004"], [True, 1])
     assert second == (later, at_once, ["step-000004"], [False, 0])
     for way in ("True", "False", "closed"):
-        assert contents(checkpoint.find(str(tmp_path / way))) == 4
+        assert contents(find_checkpoint(str(tmp_path / way))) == 4
 
 
 def save_slowly(rank, run):
     """Counts how often the thread that waits says that it is alive, while saves take two and a half seconds."""
-    signs, write = [], saver._write_synced
+    signs, write = [], save_module._write_synced
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saver, "_write_synced", lambda *args: (time.sleep(0.8), write(*args)))
+        patch.setattr(save_module, "_write_synced", lambda *args: (time.sleep(0.8), write(*args)))
         for background in (True, False):
             count = []
             saver_ = Saver(run / str(background), ModelConfig(), 2, 60, background, lambda c=count: c.append(0))
@@ -529,7 +538,7 @@ def files_of(run):
     return {
         (path.name, name): sum
         for path in sorted((Path(run) / "checkpoints").iterdir())
-        for name, sum in manifest.verify(path).files.items()
+        for name, sum in verify_checkpoint(path).files.items()
         if name != ".metadata"
     }
 
@@ -548,13 +557,13 @@ def train_on_a_disk_that_fills(rank, runs):
     for config, full_at in runs:
         trainer, code = make_trainer(rank, config), 0
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as err:
-            disk, save = FullDisk(patch), saver.save
+            disk, save = FullDisk(patch), save_module.save_checkpoint
 
             def fail_at(run, step, *arguments, disk=disk, save=save, full_at=full_at):
                 disk.room = 100 if rank == 1 and step in full_at else 10**9
                 return save(run, step, *arguments)
 
-            patch.setattr(saver, "save", fail_at)
+            patch.setattr(save_module, "save_checkpoint", fail_at)
             try:
                 trainer.run()
             except SystemExit as exit_:

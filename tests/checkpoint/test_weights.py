@@ -9,8 +9,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from moe_dualpipe.checkpoint import weights
-from moe_dualpipe.checkpoint.load import find
+from moe_dualpipe.checkpoint import find_checkpoint, load_model, load_weights
+from moe_dualpipe.checkpoint.weights import global_weights
 from moe_dualpipe.cli import main
 from moe_dualpipe.models import build_model
 from moe_dualpipe.runtime.launch import Launch
@@ -32,12 +32,12 @@ def exported(tmp_path_factory):
 
 
 def test_what_is_exported_is_the_checkpoint_s_model_and_nothing_else(exported, capsys):
-    model = weights.model_of(find(str(exported / "run")))
-    expected = {name: tensor.shape for name, tensor in weights.weights_of(model).items()}
+    model = load_model(find_checkpoint(str(exported / "run")))
+    expected = {name: tensor.shape for name, tensor in global_weights(model).items()}
     given = load_file(exported / "given" / "model.safetensors")
     assert {name: tensor.shape for name, tensor in given.items()} == expected
     assert {"layers.1.mlp.experts.gate_up.3", "layers.1.mlp.router.bias_E", "mtp.0.join.weight"} <= set(given)
-    fresh = weights.weights_of(build_model(BALANCED))
+    fresh = global_weights(build_model(BALANCED))
     assert not torch.equal(given["layers.1.mlp.experts.gate_up.3"], fresh["layers.1.mlp.experts.gate_up.3"])
     assert main(["export", str(exported / "run"), "--out", str(exported / "again")]) == 0
     count = sum(tensor.numel() for tensor in given.values())
@@ -60,11 +60,11 @@ def planned(tmp_path, **changes):
 def test_another_model_and_other_files_are_refused(exported, tmp_path):
     with pytest.raises(ValueError, match=r"given holds another model: router_bias is True there and False here; mtp_"):
         planned(tmp_path, weights=str(exported / "given"))
-    with pytest.raises(ValueError, match=r"--weights .* needs model.safetensors and config.json, as moe-dualpipe expo"):
+    with pytest.raises(ValueError, match=r"--weights .* must hold model.safetensors and config.json from moe-d"):
         planned(tmp_path, weights=str(exported / "run"))
     with pytest.raises(ValueError, match="give one"):
         planned(tmp_path, weights=str(exported / "given"), resume=str(exported / "run"))
-    other = shutil.copytree(find(str(exported / "run")), tmp_path / "step-000003")
+    other = shutil.copytree(find_checkpoint(str(exported / "run")), tmp_path / "step-000003")
     (other / "tokenizer.json").write_bytes(b'{"tokenizer": "ids", "vocab_size": 256}')
     assert main(["export", str(other), "--out", str(tmp_path / "ids")]) == 0
     with pytest.raises(
@@ -84,7 +84,7 @@ def test_another_model_and_other_files_are_refused(exported, tmp_path):
 
 
 def test_broken_and_unfit_tensors_are_named(exported, tmp_path):
-    state = {f"model.{name}": tensor for name, tensor in weights.weights_of(build_model(BALANCED)).items()}
+    state = {f"model.{name}": tensor for name, tensor in global_weights(build_model(BALANCED)).items()}
     good = load_file(exported / "given" / "model.safetensors")
     for change, problem in [
         (lambda d: d.pop("head.weight"), "lacks head.weight"),
@@ -95,12 +95,12 @@ def test_broken_and_unfit_tensors_are_named(exported, tmp_path):
         change(tensors)
         save_file(tensors, tmp_path / "model.safetensors")
         with pytest.raises(ValueError, match=problem):
-            weights.load(tmp_path, state)
+            load_weights(tmp_path, state)
     data = (exported / "given" / "model.safetensors").read_bytes()
     for broken in (data[: len(data) // 2], data[:4], b"", b"\xff" * 100, b"PK\x03\x04" + data):
         (tmp_path / "model.safetensors").write_bytes(broken)
         with pytest.raises(ValueError, match=r"cannot read .*model.safetensors: "):
-            weights.load(tmp_path, state)
+            load_weights(tmp_path, state)
 
 
 def refused(rank, config):
@@ -137,7 +137,7 @@ def test_only_this_rank_s_weights_are_read(exported, monkeypatch):
     })  # fmt: skip
     monkeypatch.setattr("safetensors.safe_open", lambda *_: spy())
     state = {"model.head.weight": torch.zeros(256, 32), "exp_avg.head.weight": torch.zeros(256, 32)}
-    weights.load(exported / "given", state)
+    load_weights(exported / "given", state)
     assert read == ["head.weight"]
     assert state["model.head.weight"].any()
     assert not state["exp_avg.head.weight"].any()
@@ -146,8 +146,8 @@ def test_only_this_rank_s_weights_are_read(exported, monkeypatch):
 def test_export_refuses_what_it_would_overwrite_and_experts_nobody_named(exported, capsys):
     assert main(["export", str(exported / "run"), "--out", str(exported / "given")]) == 2
     assert "exists already: choose a folder that does not" in capsys.readouterr().err
-    checkpoint = find(str(exported / "run"))
+    checkpoint = find_checkpoint(str(exported / "run"))
     with pytest.raises(ValueError, match=r"has experts 'swiglu'"):
-        weights.model_of(checkpoint, "somebody.elses:Experts")
+        load_model(checkpoint, "somebody.elses:Experts")
     config = json.loads((exported / "given" / "config.json").read_text())
     assert config["model_type"] == "moe-dualpipe"

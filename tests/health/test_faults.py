@@ -370,7 +370,7 @@ def if_complete(path):
 
 
 def test_a_restart_takes_the_newest_checkpoint_of_its_own_attempts(tmp_path, monkeypatch):
-    monkeypatch.setattr(restart.checkpoint, "find", if_complete)
+    monkeypatch.setattr(restart, "find_checkpoint", if_complete)
     torchrun_says(monkeypatch, 1)
     restart.mark(tmp_path, 0)
     assert restart.newest(tmp_path) is None

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_dualpipe.checkpoint import manifest
+from moe_dualpipe.checkpoint import read_manifest
 from moe_dualpipe.cli import main
 from moe_dualpipe.inference import generate as inference
 from moe_dualpipe.inference.pipeline import generate
@@ -57,7 +57,7 @@ def test_a_pipeline_refuses_a_prompt_that_is_no_text():
 
 
 def test_generate_loads_the_newest_checkpoint_of_a_run(tmp_path, capsys):
-    """Saved by a pipeline, it continues the text as the pipeline itself does at the end of the run."""
+    """SaveResult by a pipeline, it continues the text as the pipeline itself does at the end of the run."""
     changes = {"steps": 2, "save_every": 1, "sample_tokens": 30, "prompt": "de\u00e9", "top_k": 5, "seed": 4}
     how = ["--prompt", "de\u00e9", "--tokens", "30", "--top-k", "5", "--seed", "4", "--max-length", "32"]
     said = run_ranks(2, train_and_listen, settings(tmp_path, **changes))[0]
@@ -82,7 +82,7 @@ def test_generate_loads_the_newest_checkpoint_of_a_run(tmp_path, capsys):
     assert main(["generate", str(tmp_path / "nothing")]) == 2
     assert "no checkpoint in" in capsys.readouterr().err
     saved = tmp_path / "checkpoints" / "step-000002"
-    kept = manifest.read(saved)
+    kept = read_manifest(saved)
     (saved / "run.json").write_bytes(
         dataclasses.replace(kept, model={**kept.model, "experts": "antigravity:Class"}).encode()
     )

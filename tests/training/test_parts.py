@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_dualpipe.checkpoint import load as checkpoint
+from moe_dualpipe.checkpoint import check_model, find_checkpoint
 from moe_dualpipe.expert_parallel.parameters import global_tensors
 from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.runtime.groups import Layout, build_groups
@@ -37,7 +37,7 @@ def test_experts_are_saved_one_by_one_under_their_global_number():
 
 def test_find_takes_the_newest_complete_checkpoint(tmp_path):
     with pytest.raises(ValueError, match=r"no checkpoint in .*: name the folder of a run, or a checkpoint in it"):
-        checkpoint.find(str(tmp_path))
+        find_checkpoint(str(tmp_path))
     for step, complete in [(9, True), (20, True), (100, False), (200, None)]:
         folder = tmp_path / "checkpoints" / f"step-{step:06d}"
         write_manifest(folder)
@@ -45,37 +45,37 @@ def test_find_takes_the_newest_complete_checkpoint(tmp_path):
             (folder / "tensors.json").unlink()
         elif not complete:
             (folder / "run.json").unlink()
-    assert checkpoint.find(str(tmp_path)).name == "step-000020"
-    assert checkpoint.find(str(tmp_path / "checkpoints")).name == "step-000020"
+    assert find_checkpoint(str(tmp_path)).name == "step-000020"
+    assert find_checkpoint(str(tmp_path / "checkpoints")).name == "step-000020"
     direct = tmp_path / "checkpoints" / "step-000009"
-    assert checkpoint.find(str(direct)) == direct
+    assert find_checkpoint(str(direct)) == direct
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     write_manifest(tmp_path, model={"hidden_size": 64})
     with pytest.raises(ValueError, match=r"holds another model: hidden_size is 64 there and 128 here$"):
-        checkpoint.check_model(tmp_path, ModelConfig())
+        check_model(tmp_path, ModelConfig())
     write_manifest(tmp_path, model={**dataclasses.asdict(ModelConfig()), "depth": 3})
     with pytest.raises(ValueError, match=r"holds another model: depth is 3 there and 'unknown' here$"):
-        checkpoint.check_model(tmp_path, ModelConfig())
+        check_model(tmp_path, ModelConfig())
     (tmp_path / "run.json").write_text("not json")
     with pytest.raises(ValueError, match="cannot read"):
-        checkpoint.check_model(tmp_path, ModelConfig())
+        check_model(tmp_path, ModelConfig())
 
 
 def test_a_choice_that_is_younger_than_the_checkpoint_counts_as_its_default(tmp_path):
     older = dataclasses.asdict(ModelConfig())
     del older["rope_theta"]
     write_manifest(tmp_path, step=7, model=older)
-    assert checkpoint.check_model(tmp_path, ModelConfig()) == 7
+    assert check_model(tmp_path, ModelConfig()) == 7
     with pytest.raises(ValueError, match=r"holds another model: rope_theta is 10000.0 there and 500.0 here$"):
-        checkpoint.check_model(tmp_path, ModelConfig(rope_theta=500.0))
+        check_model(tmp_path, ModelConfig(rope_theta=500.0))
 
 
 def test_how_to_train_is_not_what_the_model_is(tmp_path):
     model = {**dataclasses.asdict(ModelConfig()), "init_std": 0.5, "sequence_loss": 1e-4, "z_loss": 0, "mtp_weight": 1}
     write_manifest(tmp_path, step=7, model=model)
-    assert checkpoint.check_model(tmp_path, ModelConfig()) == 7
+    assert check_model(tmp_path, ModelConfig()) == 7
 
 
 # ---- Layout ----
