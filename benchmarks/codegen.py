@@ -31,7 +31,7 @@ from triton.runtime.jit import JITFunction
 
 from moe_dualpipe.expert_parallel.modelled import paced_copy
 from moe_dualpipe.kernels.gpu import configs, gemm, permute, routing, swiglu, wgrad
-from moe_dualpipe.kernels.gpu.device import interpreting
+from moe_dualpipe.kernels.gpu.device import interpreter_enabled
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -137,12 +137,12 @@ def launch_others(dtype: torch.dtype) -> None:
     for given in (None, weights):
         permute.sum_rows(x, positions, given)
     permute.dot_rows(x, x, positions)
-    permute.pick_sums(torch.empty(4, 64), positions)
+    permute.sum_partials(torch.empty(4, 64), positions)
     for num_experts, groups in ((8, 1), (256, 8), (512, 1)):
         logits, bias = torch.empty(64, num_experts, dtype=dtype), torch.empty(num_experts)
         for softmax in (True, False):
-            routing.choose(logits, bias, 8, groups, max(1, groups // 2), softmax, True, 1.0)
-            routing.choose_backward(logits, positions, weights, softmax, True, 1.0)
+            routing.top_k_experts(logits, bias, 8, groups, max(1, groups // 2), softmax, True, 1.0)
+            routing.top_k_experts_backward(logits, positions, weights, softmax, True, 1.0)
         gemm.Tiling(torch.zeros(num_experts + 1, dtype=torch.int32), 64)(128)
         routing.order_by_expert(positions, num_experts, 512)
     routing.order_by_expert(positions, 8, 512, 32, True)
@@ -155,7 +155,7 @@ def check(arch: str, dtype: str) -> list[Compiled]:
     size = DTYPES[dtype].itemsize
     shipped = {
         (max(e.n, e.k), min(e.n, e.k))
-        for e in configs.load(configs.SHIPPED)
+        for e in configs.load_table(configs.SHIPPED)
         if e.arch == arch and e.dtype_bytes == size
     }
     found: dict[str, Compiled] = {}  # by what Triton knows a compiled kernel by
@@ -226,7 +226,7 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bf16", "fp32"], help="dtypes of the rows")
     parser.add_argument("--quiet", action="store_true", help="print only what is amiss")
     options = parser.parse_args()
-    if interpreting():
+    if interpreter_enabled():
         parser.error("TRITON_INTERPRET is set, so nothing is compiled: unset it")
     jobs = [(arch, dtype) for arch in options.arch for dtype in options.dtype]
     with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:

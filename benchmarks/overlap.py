@@ -153,14 +153,14 @@ class Pair:
     def transfers(self) -> list[float]:
         """Seconds of each transfer of a pair, in order, at 1 GB/s."""
         seconds: list[float] = []
-        carry, self.ep.link = self.ep.wire.carry, Link(gb_per_s=1.0)
+        carry, self.ep.link = self.ep.timer.transfer, Link(gb_per_s=1.0)
         loss, _ = self._before()
         self.ep.link = Link(gb_per_s=1.0)
-        self.ep.wire.carry = lambda s: (seconds.append(s), carry(0))[1]  # type: ignore[method-assign]
+        self.ep.timer.transfer = lambda s: (seconds.append(s), carry(0))[1]  # type: ignore[method-assign]
         TransformerStage.overlapped_forward_backward(
             self.model, [self.y], next_token_loss, [self.y], self.model, loss, None, None
         )
-        self.ep.wire.carry, self.ep.link = carry, Link()  # type: ignore[method-assign]
+        self.ep.timer.transfer, self.ep.link = carry, Link()  # type: ignore[method-assign]
         return [s for s in seconds if s]  # the counts take no time
 
 

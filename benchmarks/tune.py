@@ -55,12 +55,12 @@ def shapes_of(options: argparse.Namespace) -> tuple[Shape, ...]:
 
 def table(out: Path | None) -> Path:
     """Where to write, before minutes are spent. Raises OSError or ValueError for what cannot be, or is no table."""
-    from moe_dualpipe.kernels.gpu.configs import load, user_file
+    from moe_dualpipe.kernels.gpu.configs import load_table, user_table
 
-    path = out or user_file()
+    path = out or user_table()
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
-        load(path)
+        load_table(path)
     return path
 
 

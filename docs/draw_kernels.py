@@ -18,7 +18,7 @@ import matplotlib.pyplot as plt
 from matplotlib.patches import FancyBboxPatch
 
 from moe_dualpipe.kernels.experts import experts
-from moe_dualpipe.kernels.gpu.configs import KERNELS, Config, overriding
+from moe_dualpipe.kernels.gpu.configs import KERNEL_NAMES, TileConfig, override_config
 from moe_dualpipe.kernels.routing import expert_order
 
 OUT = Path(__file__).parent / "images" / "kernels.png"
@@ -106,15 +106,15 @@ def graph(ax) -> None:
 
 def bars(ax) -> None:
     with_triton, plain = {}, {}
-    config = Config(64, 128, 128, 4, 1)
+    config = TileConfig(64, 128, 128, 4, 1)
     if torch.cuda.is_available():
         with_triton = kept_bytes("triton")
     else:
         from contextlib import ExitStack
 
         with ExitStack() as stack:
-            for kernel in KERNELS:
-                stack.enter_context(overriding(kernel, config))
+            for kernel in KERNEL_NAMES:
+                stack.enter_context(override_config(kernel, config))
             with_triton = kept_bytes("triton")
     plain = kept_bytes("reference")
     names = ["x", "pre-activation z", "rows of F", "rows of D", "routing weights"]

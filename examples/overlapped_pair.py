@@ -50,9 +50,9 @@ def main() -> None:
 
     for run in (sequential, overlapped) * 2:  # the first round warms up
         loss = next_token_loss(model(x1), x1)
-        busy, start = backend.wire.busy, time.perf_counter()
+        busy, start = backend.timer.busy_seconds, time.perf_counter()
         run()
-        seconds, link = time.perf_counter() - start, backend.wire.busy - busy
+        seconds, link = time.perf_counter() - start, backend.timer.busy_seconds - busy
         print(f"{run.__name__:>10}: {1e3 * seconds:4.0f} ms, of which the link was busy {1e3 * link:4.0f} ms")
 
     for queued, where in ((False, "on a CPU"), (True, "on a GPU")):

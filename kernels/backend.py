@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 
 Kernels = Literal["auto", "triton", "reference"]
-KERNELS: tuple[str, ...] = get_args(Kernels)
 
 _KNOWN = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def checked(kernels: str) -> Kernels:
+def validate_kernels(kernels: str) -> Kernels:
     """`kernels`, if there is such a choice and it can be had here. Raises ValueError otherwise."""
-    if kernels not in KERNELS:
-        raise ValueError(f"kernels must be one of {', '.join(KERNELS)}: got {kernels!r}")
+    if kernels not in get_args(Kernels):
+        raise ValueError(f"kernels must be one of {', '.join(get_args(Kernels))}: got {kernels!r}")
     if kernels == "triton" and not _has_triton():
         raise ValueError('kernels="triton" needs the triton package, which is not installed: use kernels="reference"')
     return kernels  # type: ignore[return-value]
@@ -37,7 +36,7 @@ def use_triton(kernels: Kernels, *tensors: Tensor | None) -> bool:
     for other in others:
         if other.device != first.device:
             raise ValueError(f"all tensors must be on one device: got {first.device} and {other.device}")
-    if checked(kernels) == "reference":
+    if validate_kernels(kernels) == "reference":
         return False
     fits = first.dtype in _KNOWN or not (first.is_floating_point() or first.is_complex())
     if kernels == "auto" and not (first.is_cuda and fits and _has_triton()):
@@ -51,11 +50,11 @@ def use_triton(kernels: Kernels, *tensors: Tensor | None) -> bool:
         return True
     if not fits:
         raise ValueError(f'kernels="triton" knows bfloat16, float16 and float32: got {first.dtype}')
-    from .gpu.device import interpreting
+    from .gpu.device import interpreter_enabled
 
-    if interpreting() and first.dtype == torch.bfloat16:
+    if interpreter_enabled() and first.dtype == torch.bfloat16:
         raise ValueError("Triton's interpreter computes wrong numbers in bfloat16: use float16 or float32 there")
-    if not (first.is_cuda or interpreting()):
+    if not (first.is_cuda or interpreter_enabled()):
         raise ValueError(
             f'kernels="triton" needs tensors on a GPU, or TRITON_INTERPRET=1 to be set before triton is imported: '
             f'got {first.device}; kernels="auto" uses plain torch there'
@@ -63,13 +62,13 @@ def use_triton(kernels: Kernels, *tensors: Tensor | None) -> bool:
     return True
 
 
-def no_graph_of_backward() -> None:
+def forbid_double_backward() -> None:
     """Raises RuntimeError in a backward that autograd is to go through once more: kernels would leave no trace."""
     if torch.is_grad_enabled():
         raise RuntimeError('the Triton kernels have no gradients of gradients (create_graph): use kernels="reference"')
 
 
-def contiguous_rows(name: str, x: Tensor) -> Tensor:
+def check_contiguous_rows(name: str, x: Tensor) -> Tensor:
     """`x`, if a kernel can read it: [rows, columns] with the columns side by side. Raises ValueError otherwise."""
     if x.ndim != 2 or (x.stride(1) != 1 and x.shape[1] > 1 and len(x)):
         raise ValueError(
@@ -78,7 +77,7 @@ def contiguous_rows(name: str, x: Tensor) -> Tensor:
     return x
 
 
-def contiguous(name: str, x: Tensor) -> Tensor:
+def check_contiguous(name: str, x: Tensor) -> Tensor:
     """`x`, if it is contiguous. Raises ValueError otherwise."""
     if not x.is_contiguous():
         raise ValueError(f"{name} must be contiguous: got {[*x.shape]} with strides {x.stride()}")

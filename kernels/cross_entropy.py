@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from .linear import autocast
+from .linear import apply_autocast
 
 if TYPE_CHECKING:
     from .weight_grads import WeightGrads
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 IGNORED = -100  # the label of a token that does not count, as in torch
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class _LinearCrossEntropyFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -135,9 +135,9 @@ def linear_cross_entropy(
     Raises ValueError for shapes, dtypes or devices that do not fit, for chunk_tokens below 1, and for a label out of
     range - on a GPU that look would be a host sync, so there the kernel's own assertion is what stops it.
     """
-    x_TD, w_VD = autocast(x_TD, w_VD)
+    x_TD, w_VD = apply_autocast(x_TD, w_VD)
     _check(x_TD, w_VD, labels_T, chunk_tokens)
-    return _LinearCrossEntropy.apply(x_TD, w_VD, labels_T, chunk_tokens, weight_grads)  # type: ignore[return-value]
+    return _LinearCrossEntropyFunction.apply(x_TD, w_VD, labels_T, chunk_tokens, weight_grads)  # type: ignore[return-value]
 
 
 def _check(x_TD: Tensor, w_VD: Tensor, labels_T: Tensor, chunk_tokens: int) -> None:

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .backend import Kernels, contiguous, contiguous_rows, no_graph_of_backward, use_triton
-from .grouped_gemm import How, grouped_linear
-from .linear import autocast, grad_dtype, later_or_now
+from .backend import Kernels, check_contiguous, check_contiguous_rows, forbid_double_backward, use_triton
+from .grouped_gemm import GroupedGemmOptions, grouped_linear
+from .linear import apply_autocast, compute_or_defer, grad_dtype
 from .permute import check_weights, permute, unpermute
 from .routing import ExpertOrder
 
@@ -45,20 +45,20 @@ def experts_reference(
     order: ExpertOrder,
     weights_NK: Tensor | None,
     weight_inside: bool,
-    how: How,
+    options: GroupedGemmOptions,
 ) -> Tensor:
     """The chain of operators, each with its own backward."""
-    options = {"accumulate": how.accumulate, "num_sms": how.num_sms, "kernels": how.kernels}
-    rows_MD = permute(x_ND, order, how.kernels)
-    h_MF = swiglu(grouped_linear(rows_MD, gate_up_EGD, order.expert_offsets, how.weight_grads, **options))
+    named = {"accumulate": options.accumulate, "num_sms": options.num_sms, "kernels": options.kernels}
+    rows_MD = permute(x_ND, order, options.kernels)
+    h_MF = swiglu(grouped_linear(rows_MD, gate_up_EGD, order.expert_offsets, options.weight_grads, **named))
     if weight_inside and weights_NK is not None:
         h_MF = (h_MF * weights_NK.flatten()[order.choice_idx_M, None]).to(h_MF.dtype)
         weights_NK = None
-    out_MD = grouped_linear(h_MF, down_EDF, order.expert_offsets, how.weight_grads, **options)
-    return unpermute(out_MD, order, weights_NK, how.kernels)
+    out_MD = grouped_linear(h_MF, down_EDF, order.expert_offsets, options.weight_grads, **named)
+    return unpermute(out_MD, order, weights_NK, options.kernels)
 
 
-class _Experts(torch.autograd.Function):
+class _ExpertsFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -68,7 +68,7 @@ class _Experts(torch.autograd.Function):
         weights_NK: Tensor | None,
         order: ExpertOrder,
         weight_inside: bool,
-        how: How,
+        options: GroupedGemmOptions,
         differentiable: bool,
     ) -> Tensor:
         from .gpu.gemm import Tiling, rows_times_weights
@@ -85,45 +85,49 @@ class _Experts(torch.autograd.Function):
             inside,
             order.choice_idx_M,
             differentiable,
-            how.num_sms,
+            options.num_sms,
         )
-        out_MD = rows_times_weights("down", h_MF, down_EDF, tiling, num_sms=how.num_sms)
+        out_MD = rows_times_weights("down", h_MF, down_EDF, tiling, num_sms=options.num_sms)
         ctx.save_for_backward(x_ND, gate_up_EGD, down_EDF, weights_NK, z_MG)
-        ctx.gate_up, ctx.down, ctx.order, ctx.tiling, ctx.how = gate_up_EGD, down_EDF, order, tiling, how
+        ctx.gate_up, ctx.down, ctx.order, ctx.tiling, ctx.options = gate_up_EGD, down_EDF, order, tiling, options
         return sum_rows(out_MD, order.positions_NK, outside)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         from .gpu.gemm import rows_times_weights
-        from .gpu.permute import pick_sums, sum_rows
+        from .gpu.permute import sum_partials, sum_rows
         from .gpu.swiglu import swiglu_down_backward
         from .gpu.wgrad import weight_gradients
 
-        no_graph_of_backward()
-        dy_ND, order, how = grads[0].contiguous(), ctx.order, ctx.how
+        forbid_double_backward()
+        dy_ND, order, options = grads[0].contiguous(), ctx.order, ctx.options
         x_ND, gate_up_EGD, down_EDF, weights_NK, z_MG = ctx.saved_tensors
         index_M, offsets = order.gather_idx_M, order.expert_offsets
         dz_MG, h_MF, sums = swiglu_down_backward(
-            dy_ND, index_M, down_EDF, z_MG, ctx.tiling, weights_NK, order.choice_idx_M, how.num_sms
+            dy_ND, index_M, down_EDF, z_MG, ctx.tiling, weights_NK, order.choice_idx_M, options.num_sms
         )
 
         def down_grad(add_to: Tensor | None = None) -> Tensor:
-            return weight_gradients(dy_ND, h_MF, offsets, grad_dtype(ctx.down), index_M, None, add_to, how.num_sms)
+            return weight_gradients(dy_ND, h_MF, offsets, grad_dtype(ctx.down), index_M, None, add_to, options.num_sms)
 
         def gate_up_grad(add_to: Tensor | None = None) -> Tensor:
-            return weight_gradients(dz_MG, x_ND, offsets, grad_dtype(ctx.gate_up), None, index_M, add_to, how.num_sms)
+            return weight_gradients(
+                dz_MG, x_ND, offsets, grad_dtype(ctx.gate_up), None, index_M, add_to, options.num_sms
+            )
 
         dx = d_gate_up = d_down = d_weights = None
         wants_x, wants_gate_up, wants_down, wants_weights = ctx.needs_input_grad[:4]
         if wants_x:
-            dx_MD = rows_times_weights("up_backward", dz_MG, gate_up_EGD, ctx.tiling, True, num_sms=how.num_sms)
+            dx_MD = rows_times_weights("up_backward", dz_MG, gate_up_EGD, ctx.tiling, True, num_sms=options.num_sms)
             dx = sum_rows(dx_MD, order.positions_NK)
         if wants_weights and sums is not None:
-            d_weights = pick_sums(sums, order.positions_NK).to(weights_NK.dtype)
+            d_weights = sum_partials(sums, order.positions_NK).to(weights_NK.dtype)
         if wants_down:
-            d_down = later_or_now(how.weight_grads, ctx.down, down_grad, down_grad, how.accumulate)
+            d_down = compute_or_defer(options.weight_grads, ctx.down, down_grad, down_grad, options.accumulate)
         if wants_gate_up:
-            d_gate_up = later_or_now(how.weight_grads, ctx.gate_up, gate_up_grad, gate_up_grad, how.accumulate)
+            d_gate_up = compute_or_defer(
+                options.weight_grads, ctx.gate_up, gate_up_grad, gate_up_grad, options.accumulate
+            )
         return dx, d_gate_up, d_down, d_weights, None, None, None, None
 
 
@@ -148,25 +152,25 @@ def experts(
     sum over experts is a plain one. accumulate: backward adds the gradients of gate_up and down to their `.grad`
     itself, in fp32, instead of handing them to autograd (unless they have hooks). num_sms: how many
     multiprocessors the Triton products may occupy, so that communication keeps the rest. weight_grads: while it defers,
-    the gradients of gate_up and down are left to it. kernels: see choose.py; Triton needs gate_up and down contiguous,
+    the gradients of gate_up and down are left to it. kernels: see backend.py; Triton needs gate_up and down contiguous,
     x with contiguous rows, and no second derivative. Raises ValueError when shapes, dtypes or devices do not fit.
 
     Example: one expert with gate = up = down = [[1]] and x = [[2]], weight 0.5: y = 0.5 * silu(2) * 2 = 1.7616.
     """
-    how = How(weight_grads, accumulate, num_sms, kernels)
-    (x_ND, gate_up_EGD), (_, down_EDF) = autocast(x_ND, gate_up_EGD), autocast(x_ND, down_EDF)
+    options = GroupedGemmOptions(weight_grads, accumulate, num_sms, kernels)
+    (x_ND, gate_up_EGD), (_, down_EDF) = apply_autocast(x_ND, gate_up_EGD), apply_autocast(x_ND, down_EDF)
     _check(x_ND, gate_up_EGD, down_EDF, order)
     check_weights(weights_NK, order)
-    how.check(gate_up=gate_up_EGD, down=down_EDF)
+    options.check(gate_up=gate_up_EGD, down=down_EDF)
     if not use_triton(kernels, x_ND, gate_up_EGD, down_EDF, order.gather_idx_M, weights_NK):
-        return experts_reference(x_ND, gate_up_EGD, down_EDF, order, weights_NK, weight_inside, how)
-    x_ND = contiguous_rows("x", x_ND)
-    gate_up_EGD, down_EDF = contiguous("gate_up", gate_up_EGD), contiguous("down", down_EDF)
+        return experts_reference(x_ND, gate_up_EGD, down_EDF, order, weights_NK, weight_inside, options)
+    x_ND = check_contiguous_rows("x", x_ND)
+    gate_up_EGD, down_EDF = check_contiguous("gate_up", gate_up_EGD), check_contiguous("down", down_EDF)
     weights_NK = None if weights_NK is None else weights_NK.contiguous()
     tensors = x_ND, gate_up_EGD, down_EDF, weights_NK
     # What a forward needs gradients for does not say whether anybody will ask for them.
     differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    return _Experts.apply(*tensors, order, weight_inside, how, differentiable)  # type: ignore[return-value]
+    return _ExpertsFunction.apply(*tensors, order, weight_inside, options, differentiable)  # type: ignore[return-value]
 
 
 def _check(x: Tensor, gate_up: Tensor, down: Tensor, order: ExpertOrder) -> None:

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .backend import Kernels, contiguous, contiguous_rows, no_graph_of_backward, use_triton
-from .linear import autocast, check_accumulates, grad_dtype, later_or_now
+from .backend import Kernels, check_contiguous, check_contiguous_rows, forbid_double_backward, use_triton
+from .linear import apply_autocast, check_can_accumulate, compute_or_defer, grad_dtype
 
 if TYPE_CHECKING:
     from .weight_grads import WeightGrads
@@ -33,7 +33,7 @@ _GROUPED_MM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
-class How:
+class GroupedGemmOptions:
     """What an operator with weights needs to know besides its tensors; `grouped_linear` says what the fields mean."""
 
     weight_grads: "WeightGrads | None" = None
@@ -46,7 +46,7 @@ class How:
         if self.num_sms is not None and self.num_sms < 1:
             raise ValueError(f"num_sms must be at least 1, or None for all: got {self.num_sms}")
         for name, parameter in parameters.items() if self.accumulate and torch.is_grad_enabled() else ():
-            check_accumulates(name, parameter)
+            check_can_accumulate(name, parameter)
 
 
 # ---- the three products ----
@@ -65,13 +65,13 @@ def grouped_mm(
     Arguments are those of `grouped_linear`, and so are errors. No autograd.
     """
     _check(x_MI, w_EOI, expert_offsets, w_EOI.shape[1 if transposed else -1])
-    How(num_sms=num_sms).check()
+    GroupedGemmOptions(num_sms=num_sms).check()
     if not use_triton(kernels, x_MI, w_EOI, expert_offsets):
         return _grouped_mm_reference(x_MI, w_EOI if transposed else w_EOI.mT, expert_offsets[1:])
     from .gpu.gemm import Tiling, rows_times_weights
 
     tiling = Tiling(expert_offsets.contiguous(), len(x_MI))
-    x_MI, w_EOI = contiguous_rows("x", x_MI), contiguous("w", w_EOI)
+    x_MI, w_EOI = check_contiguous_rows("x", x_MI), check_contiguous("w", w_EOI)
     return rows_times_weights("up_backward" if transposed else "down", x_MI, w_EOI, tiling, transposed, None, num_sms)
 
 
@@ -96,7 +96,7 @@ def grouped_wgrad(
         )
     shape = (len(expert_offsets) - 1, dy_MO.shape[1], x_MI.shape[1])
     _check_offsets(expert_offsets, shape[0], len(x_MI))
-    How(num_sms=num_sms).check()
+    GroupedGemmOptions(num_sms=num_sms).check()
     if add_to is not None and add_to.shape != shape:
         raise ValueError(f"add_to must be {[*shape]}: got {[*add_to.shape]}")
     dtype = dtype or x_MI.dtype
@@ -105,7 +105,7 @@ def grouped_wgrad(
         return grad_EOI.to(dtype) if add_to is None else add_to.add_(grad_EOI)
     from .gpu.wgrad import weight_gradients
 
-    dy_MO, x_MI = contiguous_rows("dy", dy_MO), contiguous_rows("x", x_MI)
+    dy_MO, x_MI = check_contiguous_rows("dy", dy_MO), check_contiguous_rows("x", x_MI)
     return weight_gradients(dy_MO, x_MI, expert_offsets.contiguous(), dtype, add_to=add_to, num_sms=num_sms)
 
 
@@ -134,29 +134,29 @@ def _fits_grouped_mm(t: Tensor) -> bool:
 # ---- the layer ----
 
 
-class _GroupedLinear(torch.autograd.Function):
+class _GroupedLinearFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_MI: Tensor, w_EOI: Tensor, expert_offsets: Tensor, how: How) -> Tensor:
+    def forward(ctx: Any, x_MI: Tensor, w_EOI: Tensor, expert_offsets: Tensor, options: GroupedGemmOptions) -> Tensor:
         ctx.save_for_backward(x_MI, w_EOI, expert_offsets)
-        ctx.parameter, ctx.how = w_EOI, how
-        return grouped_mm(x_MI, w_EOI, expert_offsets, num_sms=how.num_sms, kernels=how.kernels)
+        ctx.parameter, ctx.options = w_EOI, options
+        return grouped_mm(x_MI, w_EOI, expert_offsets, num_sms=options.num_sms, kernels=options.kernels)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        dy_MO, how = grads[0].contiguous(), ctx.how
-        if use_triton(how.kernels, dy_MO):
-            no_graph_of_backward()
+        dy_MO, options = grads[0].contiguous(), ctx.options
+        if use_triton(options.kernels, dy_MO):
+            forbid_double_backward()
         x_MI, w_EOI, expert_offsets = ctx.saved_tensors
         grad_x = grad_w = None
         if ctx.needs_input_grad[0]:
-            grad_x = grouped_mm(dy_MO, w_EOI, expert_offsets, True, how.num_sms, how.kernels)
+            grad_x = grouped_mm(dy_MO, w_EOI, expert_offsets, True, options.num_sms, options.kernels)
         if ctx.needs_input_grad[1]:
 
             def weight_grad(add_to: Tensor | None = None) -> Tensor:
                 dtype = grad_dtype(ctx.parameter)
-                return grouped_wgrad(dy_MO, x_MI, expert_offsets, dtype, add_to, how.num_sms, how.kernels)
+                return grouped_wgrad(dy_MO, x_MI, expert_offsets, dtype, add_to, options.num_sms, options.kernels)
 
-            grad_w = later_or_now(how.weight_grads, ctx.parameter, weight_grad, weight_grad, how.accumulate)
+            grad_w = compute_or_defer(options.weight_grads, ctx.parameter, weight_grad, weight_grad, options.accumulate)
         return grad_x, grad_w, None, None
 
 
@@ -175,16 +175,16 @@ def grouped_linear(
     x_MI: [M, I], grouped by expert; w_EOI: [E, O, I]; expert_offsets: [E + 1] int32, from 0 to M. While `weight_grads`
     defers, backward leaves the weight's gradient to it. accumulate: backward adds the weight's gradient to `w.grad` by
     itself, in fp32, instead of handing it to autograd (unless w has hooks). num_sms: how many of a GPU's
-    multiprocessors the Triton products may occupy, so that communication keeps the rest. kernels: see choose.py; Triton
-    needs w contiguous, and no second derivative. Raises ValueError when shapes, dtypes or devices do not fit.
+    multiprocessors the Triton products may occupy, so that communication keeps the rest. kernels: see backend.py;
+    Triton needs w contiguous, and no second derivative. Raises ValueError when shapes, dtypes or devices do not fit.
 
     Example: offsets [0, 2, 2, 3] give y[0:2] = x[0:2] W[0]^T, nothing to expert 1, and y[2:3] = x[2:3] W[2]^T.
     """
-    how = How(weight_grads, accumulate, num_sms, kernels)
-    x_MI, w_EOI = autocast(x_MI, w_EOI)
+    options = GroupedGemmOptions(weight_grads, accumulate, num_sms, kernels)
+    x_MI, w_EOI = apply_autocast(x_MI, w_EOI)
     _check(x_MI, w_EOI, expert_offsets, w_EOI.shape[-1])
-    how.check(w=w_EOI)
-    return _GroupedLinear.apply(x_MI, w_EOI, expert_offsets, how)  # type: ignore[return-value]
+    options.check(w=w_EOI)
+    return _GroupedLinearFunction.apply(x_MI, w_EOI, expert_offsets, options)  # type: ignore[return-value]
 
 
 def _check(x: Tensor, w: Tensor, expert_offsets: Tensor, width: int) -> None:

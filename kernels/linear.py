@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .weight_grads import WeightGrads
 
 
-class _Linear(torch.autograd.Function):
+class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, weight_grads: "WeightGrads | None") -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -37,11 +37,13 @@ class _Linear(torch.autograd.Function):
             return grad.reshape(-1, grad.shape[-1]).T @ x.reshape(-1, x.shape[-1])
 
         grad_x = grad @ weight if ctx.needs_input_grad[0] else None
-        grad_weight = later_or_now(ctx.weight_grads, ctx.parameter, weight_grad) if ctx.needs_input_grad[1] else None
+        grad_weight = (
+            compute_or_defer(ctx.weight_grads, ctx.parameter, weight_grad) if ctx.needs_input_grad[1] else None
+        )
         return grad_x, grad_weight, None
 
 
-def later_or_now(
+def compute_or_defer(
     weight_grads: "WeightGrads | None",
     parameter: Tensor,
     compute: Callable[[], Tensor],
@@ -67,7 +69,7 @@ def grad_dtype(parameter: Tensor) -> torch.dtype:
     return (parameter.grad_dtype if parameter.is_leaf else None) or parameter.dtype
 
 
-def check_accumulates(name: str, parameter: Tensor) -> None:
+def check_can_accumulate(name: str, parameter: Tensor) -> None:
     """Raises ValueError for a weight whose gradient cannot be added up in fp32, in its own `.grad`."""
     if not parameter.is_leaf:
         raise ValueError(f"accumulate=True adds to the .grad of {name}, but that is computed from other tensors here")
@@ -78,7 +80,7 @@ def check_accumulates(name: str, parameter: Tensor) -> None:
         )
 
 
-def autocast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def apply_autocast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Both in the autocast dtype, where autocast is on; a cast weight's gradient is not deferred."""
     kind = x.device.type
     if not torch.is_autocast_enabled(kind):
@@ -93,4 +95,4 @@ def linear(x: Tensor, weight: Tensor, weight_grads: "WeightGrads | None" = None)
     x: [..., D_in]; weight: [D_out, D_in]; returns [..., D_out]. While `weight_grads` defers, backward leaves the
     weight's gradient to it.
     """
-    return _Linear.apply(*autocast(x, weight), weight_grads)  # type: ignore[return-value]
+    return _LinearFunction.apply(*apply_autocast(x, weight), weight_grads)  # type: ignore[return-value]

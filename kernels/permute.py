@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backend import Kernels, contiguous_rows, no_graph_of_backward, use_triton
+from .backend import Kernels, check_contiguous_rows, forbid_double_backward, use_triton
 from .routing import ExpertOrder
 
 
@@ -25,8 +25,8 @@ def gather(x_ND: Tensor, index_M: Tensor, out_MD: Tensor | None = None, kernels:
     if use_triton(kernels, x_ND, index_M, out_MD):
         from .gpu.permute import gather_rows
 
-        out_MD = None if out_MD is None else contiguous_rows("out", out_MD)
-        return gather_rows(contiguous_rows("rows", x_ND), index_M.contiguous(), out_MD)
+        out_MD = None if out_MD is None else check_contiguous_rows("out", out_MD)
+        return gather_rows(check_contiguous_rows("rows", x_ND), index_M.contiguous(), out_MD)
     rows_MD = x_ND[index_M]
     return rows_MD if out_MD is None else out_MD.copy_(rows_MD)
 
@@ -42,7 +42,7 @@ def gather_sum(
         from .gpu.permute import sum_rows
 
         weights_NK = None if weights_NK is None else weights_NK.contiguous()
-        return sum_rows(contiguous_rows("rows", rows_MD), positions_NK.contiguous(), weights_NK)
+        return sum_rows(check_contiguous_rows("rows", rows_MD), positions_NK.contiguous(), weights_NK)
     shape = positions_NK.shape[0], rows_MD.shape[1]
     y_ND = rows_MD.new_zeros(shape, dtype=torch.promote_types(rows_MD.dtype, torch.float32))
     for k, positions_N in enumerate(positions_NK.unbind(1) if len(rows_MD) else ()):
@@ -75,7 +75,7 @@ def _dots(dy_ND: Tensor, rows_MD: Tensor, positions_NK: Tensor, triton: bool) ->
     return dots_NK
 
 
-class _Permute(torch.autograd.Function):
+class _PermuteFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, order: ExpertOrder, kernels: Kernels) -> Tensor:
         ctx.order, ctx.kernels = order, kernels
@@ -84,11 +84,11 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         if use_triton(ctx.kernels, grads[0]):
-            no_graph_of_backward()
+            forbid_double_backward()
         return gather_sum(grads[0].contiguous(), ctx.order.positions_NK, kernels=ctx.kernels), None, None
 
 
-class _Unpermute(torch.autograd.Function):
+class _UnpermuteFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_MD: Tensor, weights_NK: Tensor | None, order: ExpertOrder, kernels: Kernels) -> Tensor:
         ctx.save_for_backward(*((rows_MD, weights_NK) if weights_NK is not None else ()))
@@ -99,7 +99,7 @@ class _Unpermute(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         dy_ND, order, saved = grads[0].contiguous(), ctx.order, ctx.saved_tensors
         if triton := use_triton(ctx.kernels, dy_ND):
-            no_graph_of_backward()
+            forbid_double_backward()
         if not saved:
             return gather(dy_ND, order.gather_idx_M, kernels=ctx.kernels), None, None, None
         rows_MD, weights_NK = saved
@@ -118,7 +118,7 @@ def permute(x_ND: Tensor, order: ExpertOrder, kernels: Kernels = "auto") -> Tens
     Example: order.gather_idx_M = [0, 0, 1] gives rows x[0], x[0], x[1].
     """
     _check_rows("x", x_ND, len(order.positions_NK))
-    return _Permute.apply(x_ND, order, kernels)  # type: ignore[return-value]
+    return _PermuteFunction.apply(x_ND, order, kernels)  # type: ignore[return-value]
 
 
 def unpermute(
@@ -132,7 +132,7 @@ def unpermute(
     """
     _check_rows("rows", rows_MD, len(order.gather_idx_M))
     check_weights(weights_NK, order)
-    return _Unpermute.apply(rows_MD, weights_NK, order, kernels)  # type: ignore[return-value]
+    return _UnpermuteFunction.apply(rows_MD, weights_NK, order, kernels)  # type: ignore[return-value]
 
 
 def _check_rows(name: str, x: Tensor, num_rows: int) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .backend import Kernels, contiguous, contiguous_rows, no_graph_of_backward, use_triton
+from .backend import Kernels, check_contiguous, check_contiguous_rows, forbid_double_backward, use_triton
 
 Score = Literal["softmax", "sigmoid"]
 
@@ -24,7 +24,7 @@ Score = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True, slots=True)
-class Routing:
+class RoutingOptions:
     """How logits become choices; `route` says what the fields mean."""
 
     k: int
@@ -47,50 +47,55 @@ class Routing:
             raise ValueError(f"k must be from 1 to the {eligible} experts that can be chosen: got {self.k}")
 
 
-def route_reference(logits_TE: Tensor, bias_E: Tensor | None, how: Routing) -> tuple[Tensor, Tensor]:
+def route_reference(logits_TE: Tensor, bias_E: Tensor | None, options: RoutingOptions) -> tuple[Tensor, Tensor]:
     logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
-    scores_TE = logits_TE.softmax(-1) if how.score == "softmax" else logits_TE.sigmoid()
+    scores_TE = logits_TE.softmax(-1) if options.score == "softmax" else logits_TE.sigmoid()
     choice_TE = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
-    if how.top_groups < how.num_groups:
-        choice_TGP = choice_TE.unflatten(1, (how.num_groups, -1))
+    if options.top_groups < options.num_groups:
+        choice_TGP = choice_TE.unflatten(1, (options.num_groups, -1))
         groups_TG = choice_TGP.topk(min(2, choice_TGP.shape[2]), -1).values.sum(-1)
-        kept_TG = torch.zeros_like(groups_TG, dtype=torch.bool).scatter_(1, _best(groups_TG, how.top_groups), True)
+        kept_TG = torch.zeros_like(groups_TG, dtype=torch.bool).scatter_(1, _top_k(groups_TG, options.top_groups), True)
         choice_TE = torch.where(kept_TG[..., None], choice_TGP, -torch.inf).flatten(1)
-    ids_TK = _best(choice_TE, how.k)
+    ids_TK = _top_k(choice_TE, options.k)
     weights_TK = scores_TE.gather(1, ids_TK)
-    if how.normalize:
+    if options.normalize:
         # The guard is for sigmoid scores that have all underflowed to zero.
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
-    return weights_TK * how.scale, ids_TK
+    return weights_TK * options.scale, ids_TK
 
 
-def _best(values: Tensor, k: int) -> Tensor:
+def _top_k(values: Tensor, k: int) -> Tensor:
     """The k largest of each row, best first; of equals the first, which torch's topk does not promise."""
     return values.sort(dim=-1, descending=True, stable=True).indices[:, :k]
 
 
-class _Route(torch.autograd.Function):
+class _RouteFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_TE: Tensor, bias_E: Tensor | None, how: Routing) -> tuple[Tensor, Tensor]:
-        from .gpu.routing import choose
+    def forward(ctx: Any, logits_TE: Tensor, bias_E: Tensor | None, options: RoutingOptions) -> tuple[Tensor, Tensor]:
+        from .gpu.routing import top_k_experts
 
-        weights_TK, ids_TK = choose(
-            logits_TE, bias_E, how.k, how.num_groups, how.top_groups, how.score == "softmax", how.normalize, how.scale
-        )
+        weights_TK, ids_TK = top_k_experts(
+            logits_TE, bias_E, options.k, options.num_groups, options.top_groups, options.score == "softmax",
+            options.normalize, options.scale,
+        )  # fmt: skip
         ctx.save_for_backward(logits_TE, ids_TK)
-        ctx.how = how
+        ctx.options = options
         ctx.mark_non_differentiable(ids_TK)
         return weights_TK, ids_TK
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        from .gpu.routing import choose_backward
+        from .gpu.routing import top_k_experts_backward
 
-        no_graph_of_backward()
+        forbid_double_backward()
         logits_TE, ids_TK = ctx.saved_tensors
-        how: Routing = ctx.how
-        softmax = how.score == "softmax"
-        return choose_backward(logits_TE, ids_TK, grads[0].contiguous(), softmax, how.normalize, how.scale), None, None
+        options: RoutingOptions = ctx.options
+        softmax = options.score == "softmax"
+        return (
+            top_k_experts_backward(logits_TE, ids_TK, grads[0].contiguous(), softmax, options.normalize, options.scale),
+            None,
+            None,
+        )
 
 
 def route(
@@ -111,20 +116,20 @@ def route(
     fp32, which has no gradient and no part in the weights (arXiv 2408.15664). Of num_groups groups of consecutive
     experts only the top_groups best are eligible, each as good as its two best experts together (arXiv 2412.19437).
     Equal scores go to the smaller id. The weights are the scores, divided by their sum over k (normalize), times
-    `scale`. kernels: see choose.py. Raises ValueError for numbers that contradict each other.
+    `scale`. kernels: see backend.py. Raises ValueError for numbers that contradict each other.
 
     Example: logits [[0, 2, 1]], k=2, sigmoid: ids [[1, 2]], weights [[0.8808, 0.7311]] / 1.6119 = [[0.546, 0.454]].
     """
-    how = Routing(k, score, num_groups, top_groups, normalize, scale)
+    options = RoutingOptions(k, score, num_groups, top_groups, normalize, scale)
     if logits_TE.ndim != 2:
         raise ValueError(f"route needs logits [T, E]: got {[*logits_TE.shape]}")
-    how.check(logits_TE.shape[1])
+    options.check(logits_TE.shape[1])
     if bias_E is not None and bias_E.shape != logits_TE.shape[1:]:
         raise ValueError(f"{logits_TE.shape[1]} experts need as many biases: got {[*bias_E.shape]}")
     if not use_triton(kernels, logits_TE, bias_E):
-        return route_reference(logits_TE, bias_E, how)
-    bias_E = None if bias_E is None else contiguous("bias_E", bias_E.detach())
-    return _Route.apply(contiguous_rows("logits_TE", logits_TE), bias_E, how)  # type: ignore[return-value]
+        return route_reference(logits_TE, bias_E, options)
+    bias_E = None if bias_E is None else check_contiguous("bias_E", bias_E.detach())
+    return _RouteFunction.apply(check_contiguous_rows("logits_TE", logits_TE), bias_E, options)  # type: ignore[return-value]
 
 
 # ---- its consequence ----
@@ -151,7 +156,7 @@ class ExpertOrder:
     def __post_init__(self) -> None:
         """Raises ValueError for tensors that kernels cannot read."""
         for field in dataclasses.fields(self):
-            contiguous(field.name, getattr(self, field.name))
+            check_contiguous(field.name, getattr(self, field.name))
 
 
 def expert_order(
@@ -166,7 +171,7 @@ def expert_order(
     expert_ids_NK: [N, K] integers. num_choices: M, how many of them are not -1; None: all. To count them here would be
     a host sync, so the number must be right.
     check_ids: raise ValueError for ids outside -1 (or 0) to num_experts - 1. On a GPU, where looking would be a host
-    sync, a device-side assertion fails instead. kernels: see choose.py.
+    sync, a device-side assertion fails instead. kernels: see backend.py.
     """
     if expert_ids_NK.ndim != 2 or expert_ids_NK.is_floating_point():
         raise ValueError(f"expert ids must be [N, K] integers: got {[*expert_ids_NK.shape]} in {expert_ids_NK.dtype}")
@@ -175,7 +180,7 @@ def expert_order(
     if check_ids:
         _check_ids(expert_ids_NK, -1 if num_choices is not None else 0, num_experts)
     num_choices = expert_ids_NK.numel() if num_choices is None else num_choices
-    return _order(expert_ids_NK, num_experts, num_choices, 1, False, kernels)
+    return _sort_by_key(expert_ids_NK, num_experts, num_choices, 1, False, kernels)
 
 
 def rank_order(ids_TK: Tensor, experts_per_rank: int, num_ranks: int, kernels: Kernels = "auto") -> ExpertOrder:
@@ -188,10 +193,12 @@ def rank_order(ids_TK: Tensor, experts_per_rank: int, num_ranks: int, kernels: K
     gather_idx [0, 1, 1, .], positions [[0, -1], [1, 2]], expert_offsets [0, 2, 3].
     """
     num_kept = len(ids_TK) * min(ids_TK.shape[1], num_ranks)
-    return _order(ids_TK, num_ranks, num_kept, experts_per_rank, True, kernels)
+    return _sort_by_key(ids_TK, num_ranks, num_kept, experts_per_rank, True, kernels)
 
 
-def _order(ids_NK: Tensor, num_keys: int, num_kept: int, ids_per_key: int, once: bool, kernels: Kernels) -> ExpertOrder:
+def _sort_by_key(
+    ids_NK: Tensor, num_keys: int, num_kept: int, ids_per_key: int, once: bool, kernels: Kernels
+) -> ExpertOrder:
     if use_triton(kernels, ids_NK):
         from .gpu.routing import order_by_expert
 

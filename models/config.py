@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from moe_dualpipe.kernels.routing import Routing
+from moe_dualpipe.kernels.routing import RoutingOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class ModelConfig:
             )
         if self.router_score not in ("softmax", "sigmoid"):
             raise ValueError(f"router_score must be softmax or sigmoid: got {self.router_score!r}")
-        Routing(
+        RoutingOptions(
             self.experts_per_token, self.router_score, self.expert_groups, self.top_groups
         ).check(self.num_experts)  # fmt: skip
         for name in ("sequence_loss", "z_loss", "mtp_weight"):

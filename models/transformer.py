@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_dualpipe.expert_parallel import ExpertParallel, Local
-from moe_dualpipe.kernels.backend import Kernels, checked
+from moe_dualpipe.kernels.backend import Kernels, validate_kernels
 from moe_dualpipe.kernels.cross_entropy import linear_cross_entropy
 from moe_dualpipe.overlap import Compute, Segmented, Segments, in_layer
 
@@ -147,6 +147,7 @@ class TransformerStage(Segmented):
             raise ValueError("what predicts further ahead attends to all documents: use no separator, or mtp_layers 0")
         self.config, self.spec, self.fused_loss, self.separator = config, spec, fused_loss, separator
         self.head_in_loss = fused_loss or bool(spec.mtp)
+        kernels = validate_kernels(kernels)
         expert_parallel = expert_parallel if expert_parallel is not None else Local(config.num_experts, kernels)
         if spec.embedding or spec.mtp:
             with seeded(seed, "embedding"):
@@ -155,12 +156,12 @@ class TransformerStage(Segmented):
         self.layers = nn.ModuleDict()
         for layer in spec.layers:
             with seeded(seed, f"layers.{layer}"):
-                self.layers[str(layer)] = Block(config, layer, expert_parallel, seed, recompute, checked(kernels))
+                self.layers[str(layer)] = Block(config, layer, expert_parallel, seed, recompute, kernels)
         if spec.head:
             self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
             with seeded(seed, "head"):
                 self.head = Linear(config.hidden_size, config.vocab_size, config.init_std)
-        self.mtp = MTP(config, expert_parallel, seed, recompute, checked(kernels)) if spec.mtp else None
+        self.mtp = MTP(config, expert_parallel, seed, recompute, kernels) if spec.mtp else None
 
     def segments(self, x: Tensor, context: KVCache | Tensor | None = None) -> Segments:
         cache, documents_BS = (context, None) if isinstance(context, KVCache) else (None, context)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_dualpipe.kernels.experts import swiglu
-from moe_dualpipe.kernels.gpu.configs import Config
+from moe_dualpipe.kernels.gpu.configs import TileConfig
 from moe_dualpipe.kernels.gpu.gemm import Tiling, rows_times_weights
 from moe_dualpipe.kernels.gpu.swiglu import swiglu_down_backward, swiglu_up
 from moe_dualpipe.kernels.gpu.wgrad import weight_gradients
@@ -24,7 +24,7 @@ from .peers import Problem
 # ---- What can be tried ----
 
 
-def candidates(kernel: str, element: int, shared_bytes: int, tma: bool) -> list[Config]:
+def candidates(kernel: str, element: int, shared_bytes: int, tma: bool) -> list[TileConfig]:
     """Configurations that have a chance: 64 to 128 sums in each thread's registers, all stages in shared memory."""
     tiles = [(64, 128), (64, 256), (128, 64), (128, 128), (128, 256), (256, 64), (256, 128)]
     found = []
@@ -34,11 +34,11 @@ def candidates(kernel: str, element: int, shared_bytes: int, tma: bool) -> list[
                 fits_registers = 64 <= block_m * block_n / (32 * warps) <= 128
                 if fits_registers and stages * (block_m + block_n) * block_k * element <= shared_bytes:
                     for through_tma in (False, True) if tma and kernel != "wgrad" else (False,):
-                        found.append(Config(block_m, block_n, block_k, warps, stages, 8, through_tma))
+                        found.append(TileConfig(block_m, block_n, block_k, warps, stages, 8, through_tma))
     return found
 
 
-def regrouped(config: Config) -> list[Config]:
+def regrouped(config: TileConfig) -> list[TileConfig]:
     """The same with other numbers of row tiles that go over the columns together."""
     return [dataclasses.replace(config, group_m=group_m) for group_m in (1, 4, 16) if group_m != config.group_m]
 
@@ -46,8 +46,8 @@ def regrouped(config: Config) -> list[Config]:
 SMOKE_TILES = ((16, 16, 16), (32, 32, 16))
 
 
-def smoke_candidates() -> list[Config]:
-    return [Config(*tile, warps=4, stages=1, group_m=8) for tile in SMOKE_TILES]
+def smoke_candidates() -> list[TileConfig]:
+    return [TileConfig(*tile, warps=4, stages=1, group_m=8) for tile in SMOKE_TILES]
 
 
 # ---- The products ----

@@ -18,7 +18,7 @@ import torch
 import triton
 
 from moe_dualpipe.kernels.gpu import configs
-from moe_dualpipe.kernels.gpu.configs import Config, Entry, overriding
+from moe_dualpipe.kernels.gpu.configs import TileConfig, TunedKernel, override_config
 from moe_dualpipe.kernels.gpu.device import arch_of
 
 from .check import TOLERANCE
@@ -37,19 +37,19 @@ PARTS = 4  # workers among which the configurations of one product are divided
 class Found:
     """The fastest configuration of a product, its microseconds, and those of the one in use before."""
 
-    config: Config
+    config: TileConfig
     us: float
     before_us: float
     tried: int
     dropped: dict[str, str]
 
 
-def tune(product: Product, device: torch.device, current: Config, tried: Sequence[Config]) -> Found:
+def tune(product: Product, device: torch.device, current: TileConfig, tried: Sequence[TileConfig]) -> Found:
     """The fastest of `tried` that agrees, if it is clearly faster than `current` or that one does not work."""
     dropped: dict[str, str] = {}
-    rough: dict[Config, float] = {}
+    rough: dict[TileConfig, float] = {}
 
-    def attempt(several: Sequence[Config]) -> None:
+    def attempt(several: Sequence[TileConfig]) -> None:
         for config in several:
             if config not in rough and (us := quick_us(product, device, config, dropped)) is not None:
                 rough[config] = us
@@ -67,9 +67,9 @@ def tune(product: Product, device: torch.device, current: Config, tried: Sequenc
     return Found(winner, us[winner], before, len(tried), dropped)
 
 
-def quick_us(product: Product, device: torch.device, config: Config, dropped: dict[str, str]) -> float | None:
+def quick_us(product: Product, device: torch.device, config: TileConfig, dropped: dict[str, str]) -> float | None:
     """Microseconds of three launches' median; None, and why in `dropped`, for one that is wrong or does not run."""
-    with overriding(product.kernel, config):
+    with override_config(product.kernel, config):
         try:
             poison(device, 4 * 2**30)
             error = product.error()
@@ -84,12 +84,12 @@ def quick_us(product: Product, device: torch.device, config: Config, dropped: di
     return 1e6 * Quartiles.of(turns.seconds["it"][0]).median
 
 
-def final(product: Product, device: torch.device, entrants: Collection[Config]) -> dict[Config, float]:
+def final(product: Product, device: torch.device, entrants: Collection[TileConfig]) -> dict[TileConfig, float]:
     """Microseconds of each, taken in turns."""
 
-    def case(config: Config) -> Callable[[], Any]:
+    def case(config: TileConfig) -> Callable[[], Any]:
         def run() -> None:
-            with overriding(product.kernel, config):
+            with override_config(product.kernel, config):
                 product.launch()
 
         return run
@@ -114,8 +114,8 @@ def tune_shape(shape: Shape, device: torch.device, out: Path) -> None:
     for product in products(problem):
         current = configs.lookup(product.kernel, arch, element, product.n, product.k)
         found = tune(product, device, current, to_try(product.kernel, element, device))
-        entry = configs.Entry(product.kernel, arch, element, product.n, product.k, found.config)
-        configs.save(out, merged(out, entry), **about(device))
+        entry = configs.TunedKernel(product.kernel, arch, element, product.n, product.k, found.config)
+        configs.save_table(out, merged(out, entry), **about(device))
         gain = f"{found.before_us:,.0f} -> {found.us:,.0f} us"
         print(f"  {product}: {gain} of {found.tried} tried, {len(found.dropped)} dropped: {found.config}", flush=True)
 
@@ -125,7 +125,7 @@ def problem_of(shape: Shape, device: torch.device) -> Problem:
     return Problem.random(shape, dtype, device)
 
 
-def to_try(kernel: str, element: int, device: torch.device) -> list[Config]:
+def to_try(kernel: str, element: int, device: torch.device) -> list[TileConfig]:
     if device.type == "cpu":
         return smoke_candidates()
     properties = torch.cuda.get_device_properties(device)
@@ -134,13 +134,13 @@ def to_try(kernel: str, element: int, device: torch.device) -> list[Config]:
     return candidates(kernel, element, shared, hopper_or_later)
 
 
-def merged(path: Path, entry: Entry) -> list[Entry]:
+def merged(path: Path, entry: TunedKernel) -> list[TunedKernel]:
     """What the table at `path` says already, with `entry` in the place of one for the same sizes."""
 
-    def key(e: Entry) -> tuple[Any, ...]:
+    def key(e: TunedKernel) -> tuple[Any, ...]:
         return e.kernel, e.arch, e.dtype_bytes, e.n, e.k
 
-    others = configs.load(path) if path.exists() else ()
+    others = configs.load_table(path) if path.exists() else ()
     return [*(other for other in others if key(other) != key(entry)), entry]
 
 
@@ -166,7 +166,7 @@ def compile_part(shape: Shape, device: torch.device, number: int, part: int, par
     product = list(products(problem))[number]
     for config in to_try(product.kernel, problem.x_ND.element_size(), device)[part::parts]:
         try:
-            with overriding(product.kernel, config):
+            with override_config(product.kernel, config):
                 product.launch()
         except Exception as failure:  # found again, and reported, when it is timed
             sys.stderr.write(f"{product} {config}: {reason(failure)}\n")

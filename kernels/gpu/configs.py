@@ -18,12 +18,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-KERNELS = ("up", "down", "down_backward", "up_backward", "wgrad", "any")
+KERNEL_NAMES = ("up", "down", "down_backward", "up_backward", "wgrad", "any")
 SHIPPED = Path(__file__).with_name("tuned.json")
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class TileConfig:
     """One way to run a kernel. The tile is block_m x block_n, and the sum advances in steps of block_k.
 
     group_m: row tiles that go over the columns together, which keeps their weights in the L2 cache. tma: weights
@@ -40,7 +40,7 @@ class Config:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TunedKernel:
     """A line of a table: the kernel on GPUs of this architecture, with elements of so many bytes, near N and K."""
 
     kernel: str
@@ -48,13 +48,13 @@ class Entry:
     dtype_bytes: int
     n: int
     k: int
-    config: Config
+    config: TileConfig
 
 
-_overrides: dict[str, Config] = {}
+_overrides: dict[str, TileConfig] = {}
 
 
-def lookup(kernel: str, arch: str, dtype_bytes: int, n: int, k: int) -> Config:
+def lookup(kernel: str, arch: str, dtype_bytes: int, n: int, k: int) -> TileConfig:
     """The configuration for one launch. arch: "sm_90", "gfx942", ..., "interpreter".
 
     Rows that are no multiple of 16 bytes cannot be read with wide loads: all kernels then take the tiles called "any".
@@ -66,8 +66,8 @@ def lookup(kernel: str, arch: str, dtype_bytes: int, n: int, k: int) -> Config:
 
 
 @functools.cache
-def _nearest(kernel: str, arch: str, dtype_bytes: int, n: int, k: int) -> Config:
-    for table in (_users(), load(SHIPPED)):
+def _nearest(kernel: str, arch: str, dtype_bytes: int, n: int, k: int) -> TileConfig:
+    for table in (_users(), load_table(SHIPPED)):
         for family in (arch, _fallback(arch)):
             fitting = [e for e in table if (e.kernel, e.arch, e.dtype_bytes) == (kernel, family, dtype_bytes)]
             if fitting:
@@ -82,51 +82,51 @@ def _fallback(arch: str) -> str:
     return "sm_80"
 
 
-def user_file() -> Path:
+def user_table() -> Path:
     """Where `python -m benchmarks.tune` writes, and this module reads, what was tuned on this machine."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "moe-dualpipe" / "tuned.json"
 
 
 @functools.cache
-def _users() -> tuple[Entry, ...]:
-    path = user_file()
-    return load(path) if path.exists() else ()
+def _users() -> tuple[TunedKernel, ...]:
+    path = user_table()
+    return load_table(path) if path.exists() else ()
 
 
-def load(path: Path) -> tuple[Entry, ...]:
+def load_table(path: Path) -> tuple[TunedKernel, ...]:
     """Read a table. Raises ValueError, naming the file, for anything that is no table."""
     try:
         lines = json.loads(path.read_text())["entries"]
-        entries = tuple(Entry(**{**line, "config": Config(**line["config"])}) for line in lines)
+        entries = tuple(TunedKernel(**{**line, "config": TileConfig(**line["config"])}) for line in lines)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no table of tuned kernels ({error}): delete it, or tune again") from error
     for entry in entries:
-        if entry.kernel not in KERNELS:
-            raise ValueError(f"{path}: unknown kernel {entry.kernel!r}; there are {', '.join(KERNELS)}")
+        if entry.kernel not in KERNEL_NAMES:
+            raise ValueError(f"{path}: unknown kernel {entry.kernel!r}; there are {', '.join(KERNEL_NAMES)}")
     return entries
 
 
-def save(path: Path, entries: Sequence[Entry], **about: str) -> None:
+def save_table(path: Path, entries: Sequence[TunedKernel], **about: str) -> None:
     """Write a table. about: where it comes from (GPU, versions, date), for the reader of the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(dataclasses.asdict(entry)) for entry in entries]
     body = ",\n    ".join(lines)
     path.write_text(f'{{\n  "about": {json.dumps(about)},\n  "entries": [\n    {body}\n  ]\n}}\n')
-    forget()
+    clear_caches()
 
 
-def forget() -> None:
+def clear_caches() -> None:
     """Read the tables again at the next lookup."""
     _users.cache_clear()
     _nearest.cache_clear()
 
 
 @contextmanager
-def overriding(kernel: str, config: Config) -> Iterator[None]:
+def override_config(kernel: str, config: TileConfig) -> Iterator[None]:
     """Within this context, `kernel` runs with `config`, whatever the tables say: for tuning and tests."""
-    if kernel not in KERNELS:
-        raise ValueError(f"unknown kernel {kernel!r}; there are {', '.join(KERNELS)}")
+    if kernel not in KERNEL_NAMES:
+        raise ValueError(f"unknown kernel {kernel!r}; there are {', '.join(KERNEL_NAMES)}")
     before = _overrides.get(kernel)
     _overrides[kernel] = config
     try:

@@ -6,7 +6,7 @@ import torch
 import triton
 
 
-def interpreting() -> bool:
+def interpreter_enabled() -> bool:
     """Whether kernels run in Triton's interpreter, on CPU tensors: TRITON_INTERPRET=1 when triton was imported."""
     return triton.knobs.runtime.interpret
 
@@ -24,7 +24,7 @@ def _arch(index: int | None) -> str:
     return f"sm_{major}{minor}"
 
 
-def precision(dtype: torch.dtype) -> str:
+def dot_precision(dtype: torch.dtype) -> str:
     """How tl.dot multiplies fp32: exactly, unless torch was told that TF32 is good enough."""
     if dtype != torch.float32 or torch.version.hip:
         return "ieee"

@@ -25,8 +25,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .configs import Config, lookup
-from .device import arch_of, precision
+from .configs import TileConfig, lookup
+from .device import arch_of, dot_precision
 
 # ---- which tile has which rows ----
 
@@ -225,12 +225,12 @@ def _grid(slots: int, columns: int, block_n: int, num_sms: int | None) -> tuple[
     return (tiles if num_sms is None else min(tiles, num_sms),)
 
 
-def _tma(w: Tensor, config: Config) -> bool:
+def _tma(w: Tensor, config: TileConfig) -> bool:
     """Whether the weights go through the tensor memory accelerator: rows must be a multiple of 16 bytes apart."""
     return config.tma and w.shape[-1] * w.element_size() % 16 == 0 and w.data_ptr() % 16 == 0
 
 
-def _weights_argument(w: Tensor, box: tuple[int, int, int], config: Config) -> Tensor | TensorDescriptor:
+def _weights_argument(w: Tensor, box: tuple[int, int, int], config: TileConfig) -> Tensor | TensorDescriptor:
     if not _tma(w, config):
         return w
     _, rows, columns = w.shape
@@ -238,8 +238,9 @@ def _weights_argument(w: Tensor, box: tuple[int, int, int], config: Config) -> T
     return TensorDescriptor(w, [*w.shape], [rows * columns, columns, 1], [*box])
 
 
-def _settings(config: Config, w: Tensor) -> dict[str, Any]:
+def _settings(config: TileConfig, w: Tensor) -> dict[str, Any]:
     return {
-        "TMA": _tma(w, config), "PRECISION": precision(w.dtype), "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k, "GROUP_M": config.group_m, "num_warps": config.warps, "num_stages": config.stages,
+        "TMA": _tma(w, config), "PRECISION": dot_precision(w.dtype), "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP_M": config.group_m,
+        "num_warps": config.warps, "num_stages": config.stages,
     }  # fmt: skip

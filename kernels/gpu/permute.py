@@ -3,7 +3,7 @@
     gather_rows     out[m] = x[index[m]], times the weight of a choice where one is given
     sum_rows        y[n] = sum over k of weights[n, k] rows[positions[n, k]], skipping -1; in fp32, in the order of k
     dot_rows        w[n, k] = <dy[n], rows[positions[n, k]]>, zero where the position is -1
-    pick_sums       w[n, k] = sum over i of sums[i, positions[n, k]], likewise
+    sum_partials       w[n, k] = sum over i of sums[i, positions[n, k]], likewise
 
 A program has a block of whole rows or, where rows are long, a stretch of one; so that its loads are 16 bytes wide.
 
@@ -126,7 +126,7 @@ def dot_rows(dy: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
 
 
 @triton.jit(do_not_specialize=["num_choices", "num_rows"])
-def pick_sums_kernel(sums, positions, out, num_choices, num_rows, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def sum_partials_kernel(sums, positions, out, num_choices, num_rows, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     position = tl.load(positions + i, mask=i < num_choices, other=-1).to(tl.int64)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -135,10 +135,10 @@ def pick_sums_kernel(sums, positions, out, num_choices, num_rows, PARTS: tl.cons
     tl.store(out + i, total, mask=i < num_choices)
 
 
-def pick_sums(sums: Tensor, positions: Tensor) -> Tensor:
+def sum_partials(sums: Tensor, positions: Tensor) -> Tensor:
     """[N, K] in fp32 from sums [parts, M] and positions [N, K]."""
     out = torch.empty(positions.shape, dtype=torch.float32, device=sums.device)
     if out.numel():
         grid = (triton.cdiv(out.numel(), TILE),)
-        pick_sums_kernel[grid](sums, positions, out, out.numel(), sums.shape[1], sums.shape[0], TILE)
+        sum_partials_kernel[grid](sums, positions, out, out.numel(), sums.shape[1], sums.shape[0], TILE)
     return out

@@ -53,7 +53,7 @@ def _keep_groups(choice, column, G_PADDED: tl.constexpr, PER_GROUP: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["T"])
-def choose_kernel(
+def top_k_experts_kernel(
     logits, bias, weights, ids, T, scale, STRIDE: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr,
     G: tl.constexpr, G_PADDED: tl.constexpr, PER_GROUP: tl.constexpr, PADDED: tl.constexpr, TOP_GROUPS: tl.constexpr,
     SOFTMAX: tl.constexpr, BIASED: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -89,7 +89,7 @@ def choose_kernel(
 
 
 @triton.jit(do_not_specialize=["T"])
-def choose_backward_kernel(
+def top_k_experts_backward_kernel(
     logits, ids, dweights, dlogits, T, scale, STRIDE: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
     E_PADDED: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
@@ -125,7 +125,7 @@ def _block_t(columns: int) -> int:
     return max(1, min(64, 2048 // columns))
 
 
-def choose(
+def top_k_experts(
     logits: Tensor, bias: Tensor | None, k: int, num_groups: int, top_groups: int, softmax: bool, normalize: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -137,14 +137,14 @@ def choose(
     padded, groups_padded = triton.next_power_of_2(per_group), triton.next_power_of_2(num_groups)
     block_t = _block_t(padded * groups_padded)
     if num_tokens:
-        choose_kernel[(triton.cdiv(num_tokens, block_t),)](
+        top_k_experts_kernel[(triton.cdiv(num_tokens, block_t),)](
             logits, bias, weights, ids, num_tokens, scale, logits.stride(0), k, triton.next_power_of_2(k), num_groups,
             groups_padded, per_group, padded, top_groups, softmax, bias is not None, normalize, block_t,
         )  # fmt: skip
     return weights, ids
 
 
-def choose_backward(
+def top_k_experts_backward(
     logits: Tensor, ids: Tensor, dweights: Tensor, softmax: bool, normalize: bool, scale: float
 ) -> Tensor:
     """The gradient of the logits [T, E] from that of the weights [T, K], which is contiguous."""
@@ -153,7 +153,7 @@ def choose_backward(
     padded = triton.next_power_of_2(num_experts)
     block_t = _block_t(padded)
     if num_tokens:
-        choose_backward_kernel[(triton.cdiv(num_tokens, block_t),)](
+        top_k_experts_backward_kernel[(triton.cdiv(num_tokens, block_t),)](
             logits, ids, dweights, dlogits, num_tokens, scale, logits.stride(0), ids.shape[1], num_experts, padded,
             softmax, normalize, block_t,
         )  # fmt: skip

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..backend import contiguous
+from ..backend import check_contiguous
 from .configs import lookup
-from .device import arch_of, precision
+from .device import arch_of, dot_precision
 from .gemm import _grid, _grouped, _halves
 
 
@@ -94,7 +94,7 @@ def weight_gradients(
     """
     num_experts, i, j = len(offsets) - 1, a.shape[1], b.shape[1]
     out = (
-        contiguous("add_to", add_to)
+        check_contiguous("add_to", add_to)
         if add_to is not None
         else torch.empty(num_experts, i, j, dtype=dtype, device=a.device)
     )
@@ -103,7 +103,7 @@ def weight_gradients(
     weight_gradients_kernel[_grid(row_tiles, j, config.block_n, num_sms)](
         a, index_a, b, index_b, out, offsets, num_experts, a.stride(0), b.stride(0), i, j,
         GATHER_A=index_a is not None, GATHER_B=index_b is not None, ADD=add_to is not None,
-        PRECISION=precision(a.dtype), BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        PRECISION=dot_precision(a.dtype), BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         GROUP_M=config.group_m, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return out

@@ -6,18 +6,18 @@ from .local import Local
 from .modelled.delayed import Delayed
 from .modelled.link import Link
 from .modelled.loopback import Loopback, Replay
-from .protocol import Combined, ExpertParallel, Pending, Ready, Received, Route
+from .protocol import Combined, Completed, ExpertParallel, Pending, Received, Route
 
 __all__ = [
     "AllToAll",
     "Combined",
+    "Completed",
     "Delayed",
     "ExpertParallel",
     "Link",
     "Local",
     "Loopback",
     "Pending",
-    "Ready",
     "Received",
     "Replay",
     "Route",

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..kernels.backend import Kernels
-from .exchange import Exchange, Later, to_host
+from .exchange import AsyncResult, Exchange, start_copy_to_host
 
 
 class AllToAll(Exchange):
@@ -19,19 +19,19 @@ class AllToAll(Exchange):
         super().__init__(num_experts, group.size(), group.rank(), kernels)
         self.group = group
 
-    def swap_counts(self, counts_R2: Tensor) -> Later[Tensor]:
+    def all_to_all_counts(self, counts_R2: Tensor) -> AsyncResult[Tensor]:
         counts_in_R2 = torch.empty_like(counts_R2)
         work = _started(dist.all_to_all_single(counts_in_R2, counts_R2, group=self.group, async_op=True))
         if not counts_R2.is_cuda:
-            return Later([work], lambda: torch.stack([counts_R2, counts_in_R2]))
+            return AsyncResult([work], lambda: torch.stack([counts_R2, counts_in_R2]))
         work.wait()  # on the stream
-        return Later([], to_host(torch.stack([counts_R2, counts_in_R2])))
+        return AsyncResult([], start_copy_to_host(torch.stack([counts_R2, counts_in_R2])))
 
-    def swap(self, rows: Tensor, rows_out: list[int], rows_in: list[int]) -> Later[Tensor]:
+    def all_to_all(self, rows: Tensor, rows_out: list[int], rows_in: list[int]) -> AsyncResult[Tensor]:
         received = rows.new_empty(sum(rows_in), *rows.shape[1:])
         work = _started(dist.all_to_all_single(received, rows, rows_in, rows_out, group=self.group, async_op=True))
         # The backends do not copy what is sent: it must stay until then.
-        return Later([work], lambda _sent=rows: received)
+        return AsyncResult([work], lambda _sent=rows: received)
 
 
 def _started(work: dist.Work | None) -> dist.Work:

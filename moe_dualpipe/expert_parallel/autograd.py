@@ -11,7 +11,7 @@ from torch import Tensor
 from .protocol import ExpertParallel, Route
 
 
-class _Dispatch(torch.autograd.Function):
+class _DispatchFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, route: Route, ep: ExpertParallel) -> tuple[Tensor, Tensor]:
         ctx.route, ctx.ep = route, ep
@@ -26,7 +26,7 @@ class _Dispatch(torch.autograd.Function):
         return combined.y_TD, combined.weight_grads_TK, None, None
 
 
-class _Combine(torch.autograd.Function):
+class _CombineFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_ND: Tensor, route: Route, ep: ExpertParallel) -> Tensor:
         ctx.route, ctx.ep = route, ep
@@ -40,9 +40,9 @@ class _Combine(torch.autograd.Function):
 
 def dispatch(x_TD: Tensor, weights_TK: Tensor, route: Route, ep: ExpertParallel) -> tuple[Tensor, Tensor]:
     """Send tokens and routing weights along `route`: returns x_ND and weights_NK."""
-    return _Dispatch.apply(x_TD, weights_TK, route, ep)  # type: ignore[return-value]
+    return _DispatchFunction.apply(x_TD, weights_TK, route, ep)  # type: ignore[return-value]
 
 
 def combine(y_ND: Tensor, route: Route, ep: ExpertParallel) -> Tensor:
     """Bring one row back per row received and add up over ranks: returns y_TD."""
-    return _Combine.apply(y_ND, route, ep)  # type: ignore[return-value]
+    return _CombineFunction.apply(y_ND, route, ep)  # type: ignore[return-value]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from ..kernels.backend import Kernels, checked
+from ..kernels.backend import Kernels, validate_kernels
 from ..kernels.permute import gather, gather_sum
 from ..kernels.routing import ExpertOrder, rank_order
 from .protocol import Combined, Pending, Received, Route
@@ -29,7 +29,7 @@ V = TypeVar("V")
 ALIGNMENT = 16  # bytes; every field of a message starts at a multiple
 
 
-class Later(Generic[V]):
+class AsyncResult(Generic[V]):
     """A result that `finish` makes once everything in `works` has been waited for."""
 
     def __init__(self, works: Sequence[Any], finish: Callable[[], V]):
@@ -47,7 +47,7 @@ class Later(Generic[V]):
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _PendingCounts:
     """A question on its way. order: of the tokens, by rank. counts_2R2: [out, in] x rank x [rows, choices]."""
 
     expert_ids_TK: Tensor
@@ -56,7 +56,7 @@ class _Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _SendPlan:
     """The sender's side of a route.
 
     sent_S: the token behind each of the S rows sent, by destination rank. slots_TC: the rows in which token t goes, at
@@ -78,7 +78,7 @@ class Exchange(ABC):
     """
 
     def __init__(self, num_experts: int, num_ranks: int, rank: int, kernels: Kernels = "auto"):
-        self.kernels: Kernels = checked(kernels)
+        self.kernels: Kernels = validate_kernels(kernels)
         if num_ranks < 1 or num_experts % num_ranks:
             raise ValueError(f"{num_experts} experts cannot be divided evenly over {num_ranks} ranks")
         self.num_experts, self.num_ranks, self.rank = num_experts, num_ranks, rank
@@ -86,12 +86,12 @@ class Exchange(ABC):
         self.local_experts = range(rank * self.experts_per_rank, (rank + 1) * self.experts_per_rank)
 
     @abstractmethod
-    def swap_counts(self, counts_R2: Tensor) -> Pending[Tensor]:
+    def all_to_all_counts(self, counts_R2: Tensor) -> Pending[Tensor]:
         """Start to give row r to rank r; the result is what this rank is given, stacked below what it gave, on the
         host."""
 
     @abstractmethod
-    def swap(self, rows: Tensor, rows_out: list[int], rows_in: list[int]) -> Pending[Tensor]:
+    def all_to_all(self, rows: Tensor, rows_out: list[int], rows_in: list[int]) -> Pending[Tensor]:
         """Start to give the first rows_out[0] of the contiguous `rows` to rank 0, and so on; the result is what this
         rank is given."""
 
@@ -101,18 +101,18 @@ class Exchange(ABC):
         choices_R = torch.zeros(self.num_ranks, dtype=torch.int64, device=ranks.device)
         choices_R.scatter_add_(0, ranks, torch.ones_like(ranks))
         counts_R2 = torch.stack([order.expert_offsets.diff().long(), choices_R], dim=1)
-        asked = _Asked(expert_ids_TK, order, self.swap_counts(counts_R2))
-        return Route(self.experts_per_rank, self.kernels, handle=asked)
+        asked = _PendingCounts(expert_ids_TK, order, self.all_to_all_counts(counts_R2))
+        return Route(self.experts_per_rank, self.kernels, backend_state=asked)
 
     def dispatch(self, x_TD: Tensor, route: Route, weights_TK: Tensor | None = None) -> Pending[Received]:
-        plan = self._plan(route)
+        plan = self._send_plan(route)
         fields = [x_TD] if weights_TK is None else [x_TD, weights_TK]
         indices: list[Tensor | None] = [plan.sent_S] * len(fields)
         if first := route.local_ids_NK is None:
             fields.append(plan.ids_SK)
             indices.append(None)
         message = pack(fields, indices, self.kernels)
-        swapped = self.swap(message, plan.rows_out, plan.rows_in)
+        swapped = self.all_to_all(message, plan.rows_out, plan.rows_in)
 
         def finish() -> Received:
             x_ND, *more = unpack(swapped.wait(), fields)
@@ -120,12 +120,12 @@ class Exchange(ABC):
                 route.local_ids_NK = more.pop()
             return Received(x_ND, more[0] if more else None)
 
-        return Later([swapped], finish)
+        return AsyncResult([swapped], finish)
 
     def combine(self, y_ND: Tensor, route: Route, weight_grads_NK: Tensor | None = None) -> Pending[Combined]:
-        plan = self._plan(route)
+        plan = self._send_plan(route)
         fields = [y_ND] if weight_grads_NK is None else [y_ND, weight_grads_NK]
-        swapped = self.swap(pack(fields), plan.rows_in, plan.rows_out)
+        swapped = self.all_to_all(pack(fields), plan.rows_in, plan.rows_out)
 
         def finish() -> Combined:
             # A choice is local to exactly one of the ranks its token went to; the others returned zero for it.
@@ -133,12 +133,12 @@ class Exchange(ABC):
             y_TD, *more = (gather_sum(field, plan.slots_TC, kernels=self.kernels) for field in rows)
             return Combined(y_TD, more[0] if more else None)
 
-        return Later([swapped], finish)
+        return AsyncResult([swapped], finish)
 
-    def _plan(self, route: Route) -> _Plan:
-        if isinstance(route.handle, _Plan):
-            return route.handle
-        asked: _Asked = route.handle
+    def _send_plan(self, route: Route) -> _SendPlan:
+        if isinstance(route.backend_state, _SendPlan):
+            return route.backend_state
+        asked: _PendingCounts = route.backend_state
         with record_function("wait for sizes"):  # profilers should not take it for computation
             counts = asked.counts_2R2.wait()
         counts_out, counts_in = counts.tolist()
@@ -149,12 +149,12 @@ class Exchange(ABC):
         ids_SK, to_S = expert_ids_TK[sent_S], expert_ids_TK.flatten()[order.choice_idx_M[: len(sent_S)]]
         here_SK = ids_SK // self.experts_per_rank == (to_S // self.experts_per_rank)[:, None]
         ids_SK = torch.where(here_SK, ids_SK % self.experts_per_rank, -1).int()
-        route.handle = _Plan(sent_S, slots_TC, rows_out, rows_in, ids_SK)
+        route.backend_state = _SendPlan(sent_S, slots_TC, rows_out, rows_in, ids_SK)
         route.num_rows, route.num_choices = sum(rows_in), sum(choices for _, choices in counts_in)
-        return route.handle
+        return route.backend_state
 
 
-def to_host(counts: Tensor) -> Callable[[], Tensor]:
+def start_copy_to_host(counts: Tensor) -> Callable[[], Tensor]:
     """Start to copy to the host; the result waits for this copy, not for what was queued after it."""
     host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
     host.copy_(counts, non_blocking=True)

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from ..kernels.backend import Kernels, checked
-from .protocol import Combined, Ready, Received, Route
+from ..kernels.backend import Kernels, validate_kernels
+from .protocol import Combined, Completed, Received, Route
 
 
 class Local:
@@ -13,15 +13,15 @@ class Local:
     """
 
     def __init__(self, num_experts: int, kernels: Kernels = "auto"):
-        self.kernels: Kernels = checked(kernels)
+        self.kernels: Kernels = validate_kernels(kernels)
         self.num_experts = num_experts
         self.local_experts = range(num_experts)
 
     def prepare(self, expert_ids_TK: Tensor) -> Route:
         return Route(self.num_experts, self.kernels, expert_ids_TK, len(expert_ids_TK), expert_ids_TK.numel())
 
-    def dispatch(self, x_TD: Tensor, route: Route, weights_TK: Tensor | None = None) -> Ready[Received]:
-        return Ready(Received(x_TD, weights_TK))
+    def dispatch(self, x_TD: Tensor, route: Route, weights_TK: Tensor | None = None) -> Completed[Received]:
+        return Completed(Received(x_TD, weights_TK))
 
-    def combine(self, y_ND: Tensor, route: Route, weight_grads_NK: Tensor | None = None) -> Ready[Combined]:
-        return Ready(Combined(y_ND, weight_grads_NK))
+    def combine(self, y_ND: Tensor, route: Route, weight_grads_NK: Tensor | None = None) -> Completed[Combined]:
+        return Completed(Combined(y_ND, weight_grads_NK))

@@ -25,10 +25,10 @@ class Pending(Protocol[V]):
 
 
 @dataclass(frozen=True, slots=True)
-class Ready(Generic[V]):
+class Completed(Generic[V]):
     """A result that is there already."""
 
-    here: ClassVar[bool] = True
+    completed: ClassVar[bool] = True
     value: V
 
     def wait(self) -> V:
@@ -42,7 +42,7 @@ class Route:
     num_local_experts: E_local. kernels: what sorts the rows (kernels/backend.py). local_ids_NK: for each row received,
     its choices among this rank's experts, -1 for those that live elsewhere. num_rows, num_choices: N and M. These are
     known once the first dispatch has been waited for.
-    handle: whatever the backend needs besides.
+    backend_state: whatever the backend needs besides.
     """
 
     num_local_experts: int
@@ -50,7 +50,7 @@ class Route:
     local_ids_NK: Tensor | None = None
     num_rows: int = 0
     num_choices: int = 0
-    handle: Any = None
+    backend_state: Any = None
     _order: ExpertOrder | None = field(default=None, repr=False)
 
     @property

@@ -119,7 +119,7 @@ class Lane:
         with self.engine.label(f"{comm.name}({self.kind})", comm.layer):
             pending = side.start(comm, self._ready) if side else comm.fn()
         self._answer = Arriving(partial(self._wait, pending, f"wait for {comm.name}({self.kind})", comm.layer))
-        return getattr(pending, "here", False)
+        return getattr(pending, "completed", False)
 
     def pay(self) -> None:
         """Compute the weight gradients that were put off."""

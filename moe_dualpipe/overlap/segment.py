@@ -25,7 +25,7 @@ Tensors = tuple[Tensor, ...]
 class Pending(Protocol):
     """A transfer on its way; `wait` returns its tensors (or None for one that does not travel).
 
-    It waits on the stream on CUDA, and blocks on CPU. An attribute `here` that is true says that there is no need to.
+    It waits on the stream on CUDA, and blocks on CPU. Its attribute `completed` is true if no wait is needed.
     """
 
     def wait(self) -> tuple[Tensor | None, ...]: ...

@@ -176,10 +176,10 @@ def _computing(pair: Pair, backend: Loopback, rounds: int) -> tuple[float, int]:
     backend.link, times, num_bytes = Link(), [], 0
     for _ in range(1 + rounds):
         pair.prepare()
-        sent, start = backend.num_bytes, time.perf_counter()
+        sent, start = backend.bytes_sent, time.perf_counter()
         pair.overlapped()
         times.append(time.perf_counter() - start)
-        num_bytes = backend.num_bytes - sent
+        num_bytes = backend.bytes_sent - sent
     return statistics.median(times[1:] or times), num_bytes
 
 

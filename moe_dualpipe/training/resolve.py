@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from ..kernels.backend import checked
+from ..kernels.backend import validate_kernels
 from ..models import preset
 from ..runtime.launch import Launch, choose_device
 from ..schedule import build
@@ -27,7 +27,7 @@ def resolve(config: TrainConfig, launch: Launch) -> TrainConfig:
     dtype = config.dtype if config.dtype != "auto" else ("bfloat16" if device == "cuda" else "float32")
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"--dtype must be float32, bfloat16 or auto: got {dtype!r}")
-    kernels = checked(config.kernels)
+    kernels = validate_kernels(config.kernels)
     if kernels == "auto":
         kernels = "triton" if device == "cuda" else "reference"
     elif kernels == "triton" and device == "cpu":

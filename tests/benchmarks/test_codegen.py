@@ -22,7 +22,15 @@ def test_every_kernel_compiles_without_spills_and_warnings(arch):
     assert done.returncode == 0, done.stdout + done.stderr
     lines = {line.split()[0]: line for line in done.stdout.splitlines()}
     assert {"swiglu_up", "swiglu_down_backward", "rows_times_weights", "weight_gradients"} <= lines.keys()
-    assert {"choose", "choose_backward", "count", "scatter", "sum_rows", "gather_rows", "tile_table"} <= lines.keys()
+    assert {
+        "top_k_experts",
+        "top_k_experts_backward",
+        "count",
+        "scatter",
+        "sum_rows",
+        "gather_rows",
+        "tile_table",
+    } <= lines.keys()
     assert " 0 amiss" in done.stdout
 
 
@@ -30,7 +38,7 @@ DESCRIBED = """
 import torch
 from benchmarks.codegen import compiling, describe, launch_experts
 from moe_dualpipe.kernels.gpu import gemm
-from moe_dualpipe.kernels.gpu.configs import Config, overriding
+from moe_dualpipe.kernels.gpu.configs import TileConfig, override_config
 
 for d, f, aligned in ((1000, 200, True), (1001, 203, False)):
     with compiling("sm_90") as compiled:
@@ -42,14 +50,14 @@ for d, f, aligned in ((1000, 200, True), (1001, 203, False)):
 
 def amiss(config):
     a, w = torch.empty(8, 256, dtype=torch.bfloat16), torch.empty(2, 512, 256, dtype=torch.bfloat16)
-    with overriding("down", config), compiling("sm_90") as compiled:
+    with override_config("down", config), compiling("sm_90") as compiled:
         gemm.rows_times_weights("down", a, w, gemm.Tiling(torch.zeros(3, dtype=torch.int32), 8))
     name, kernel = compiled[-1]
     return describe(name, kernel, "sm_90", "bf16", "").amiss()
 
-assert not amiss(Config(128, 128, 64, 8, 3, 8, True))
-assert "spilled" in amiss(Config(128, 256, 64, 4, 3, 8, True))[0]       # half the registers a tile needs
-assert "shared memory" in amiss(Config(128, 256, 64, 8, 6, 8, True))[0]
+assert not amiss(TileConfig(128, 128, 64, 8, 3, 8, True))
+assert "spilled" in amiss(TileConfig(128, 256, 64, 4, 3, 8, True))[0]       # half the registers a tile needs
+assert "shared memory" in amiss(TileConfig(128, 256, 64, 8, 6, 8, True))[0]
 """
 
 

@@ -16,7 +16,7 @@ from benchmarks.gpu import tuning
 from benchmarks.gpu.shapes import Shape
 from benchmarks.gpu.tuned_products import SMOKE_TILES, Product, candidates
 from moe_dualpipe.kernels.gpu import configs
-from moe_dualpipe.kernels.gpu.configs import Config, Entry
+from moe_dualpipe.kernels.gpu.configs import TileConfig, TunedKernel
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -24,7 +24,7 @@ H100, A100, MI300 = 232_448, 166_912, 65_536  # bytes of shared memory that a bl
 
 
 @pytest.mark.parametrize("shared", [H100, A100, MI300])
-@pytest.mark.parametrize("kernel", configs.KERNELS)
+@pytest.mark.parametrize("kernel", configs.KERNEL_NAMES)
 def test_candidates_are_few_and_fit(kernel, shared):
     found = candidates(kernel, 2, shared, tma=shared == H100)
     assert 4 < len(found) <= 80
@@ -53,7 +53,7 @@ def product_that(milliseconds, wrong=never, fails=never):
     return Product("up", 32, 32, launch, (expected,))
 
 
-SLOW, MIDDLE, FAST = (Config(m, 64, 32, 4, 2) for m in (16, 32, 64))
+SLOW, MIDDLE, FAST = (TileConfig(m, 64, 32, 4, 2) for m in (16, 32, 64))
 TIMES = {16: 12.0, 32: 6.0, 64: 2.0}
 
 
@@ -95,9 +95,9 @@ def test_nothing_that_works_is_an_error():
 
 def test_other_entries_of_a_table_are_kept(tmp_path):
     path = tmp_path / "tuned.json"
-    old, other = Entry("up", "sm_90", 2, 64, 32, SLOW), Entry("up", "sm_90", 2, 64, 128, MIDDLE)
-    configs.save(path, [old, other])
-    new = Entry("up", "sm_90", 2, 64, 32, FAST)
+    old, other = TunedKernel("up", "sm_90", 2, 64, 32, SLOW), TunedKernel("up", "sm_90", 2, 64, 128, MIDDLE)
+    configs.save_table(path, [old, other])
+    new = TunedKernel("up", "sm_90", 2, 64, 32, FAST)
     assert tuning.merged(path, new) == [other, new]
     assert tuning.merged(tmp_path / "none.json", new) == [new]
 
@@ -119,11 +119,11 @@ def test_the_command_tunes_every_kernel_and_the_package_reads_it(tmp_path):
         "  wgrad n=16 k=16", "  wgrad n=16 k=32",
     ]  # fmt: skip
     assert "0 dropped" in done.stdout
-    entries = configs.load(path)
-    assert {entry.kernel for entry in entries} == set(configs.KERNELS) - {"any"}
+    entries = configs.load_table(path)
+    assert {entry.kernel for entry in entries} == set(configs.KERNEL_NAMES) - {"any"}
     code = (
         "from moe_dualpipe.kernels.gpu import configs; "
-        "print(*[configs.lookup(k, 'interpreter', 4, 16, 16).block_m for k in configs.KERNELS])"
+        "print(*[configs.lookup(k, 'interpreter', 4, 16, 16).block_m for k in configs.KERNEL_NAMES])"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)}
     read = subprocess.run(

@@ -11,7 +11,7 @@ from torch.distributed import group
 
 from moe_dualpipe.expert_parallel import AllToAll, Delayed, Link, Local, Loopback
 from moe_dualpipe.expert_parallel.exchange import ALIGNMENT, pack, unpack
-from moe_dualpipe.expert_parallel.modelled.link import Wire
+from moe_dualpipe.expert_parallel.modelled.link import LinkTimer
 from moe_dualpipe.models import ModelConfig, MoE
 from tests.support.ranks import run_ranks
 
@@ -82,14 +82,14 @@ def test_loopback_counts_each_row_once_for_each_other_rank():
     ep = Loopback(8, 4, link)
     ids = torch.tensor([[0, 1], [2, 3], [0, 7], [6, 7]])  # ranks: 0 | 1 | 0 and 3 | 3
     route = ep.prepare(ids)
-    assert ep.wire.busy == pytest.approx(7e-6)  # the counts
+    assert ep.timer.busy_seconds == pytest.approx(7e-6)  # the counts
     x_ND, weights_NK = ep.dispatch(torch.randn(4, 6), route, torch.rand(4, 2)).wait()
     assert x_ND.shape == (5, 6)
     assert weights_NK is not None
     message = 3 * (32 + 16 + 16)  # three rows leave: 6 floats, 2 weights, 2 ids, each field in multiples of 16 bytes
-    assert ep.wire.busy == pytest.approx(2 * 7e-6 + message * 1e-9)
+    assert ep.timer.busy_seconds == pytest.approx(2 * 7e-6 + message * 1e-9)
     ep.combine(x_ND, route).wait()
-    assert ep.wire.busy == pytest.approx(3 * 7e-6 + (message + 3 * 24) * 1e-9)
+    assert ep.timer.busy_seconds == pytest.approx(3 * 7e-6 + (message + 3 * 24) * 1e-9)
     assert route.local_ids_NK is not None
     assert route.local_ids_NK.tolist() == [[0, 1], [0, -1], [0, 1], [-1, 1], [0, 1]]
 
@@ -113,13 +113,13 @@ def test_a_route_has_no_order_before_its_first_dispatch():
 
 
 def test_transfers_pass_one_after_another_and_not_before_their_time():
-    wire, start = Wire(), time.perf_counter()
-    first, second = wire.carry(0.02), wire.carry(0.03)
+    timer, start = LinkTimer(), time.perf_counter()
+    first, second = timer.transfer(0.02), timer.transfer(0.03)
     second.wait()
     assert time.perf_counter() - start >= 0.05
     first.wait()
     first.wait()
-    assert wire.busy == pytest.approx(0.05)
+    assert timer.busy_seconds == pytest.approx(0.05)
 
 
 def test_a_link_has_numbers_that_make_sense():
@@ -155,7 +155,7 @@ def test_delayed_is_the_backend_only_later():
     assert torch.equal(received.x_ND, x)
     assert torch.equal(late.combine(x, route).wait().y_TD, x)
     with pytest.raises(ValueError, match="cannot delay CUDA tensors"):
-        late._late(pending, FakeCuda())  # type: ignore[arg-type]
+        late._delay(pending, FakeCuda())  # type: ignore[arg-type]
 
 
 class FakeCuda:

@@ -8,17 +8,17 @@ import itertools
 
 import torch
 
-from moe_dualpipe.kernels.gpu.configs import Config
+from moe_dualpipe.kernels.gpu.configs import TileConfig
 from moe_dualpipe.kernels.gpu.gemm import rows_times_weights
-from moe_dualpipe.kernels.gpu.permute import dot_rows, gather_rows, pick_sums, sum_rows
-from moe_dualpipe.kernels.gpu.routing import choose
+from moe_dualpipe.kernels.gpu.permute import dot_rows, gather_rows, sum_partials, sum_rows
+from moe_dualpipe.kernels.gpu.routing import top_k_experts
 from moe_dualpipe.kernels.gpu.swiglu import swiglu_down_backward, swiglu_up
 from moe_dualpipe.kernels.gpu.wgrad import weight_gradients
 from tests.support.kernels import DEVICE, all_kernels
 
 WIDTH = 16
 FAR = 2**31 // WIDTH + 5  # rows of WIDTH
-CONFIG = Config(16, 16, 16, 4, 1, 2)
+CONFIG = TileConfig(16, 16, 16, 4, 1, 2)
 
 
 class LastRows:
@@ -142,7 +142,9 @@ def test_rows_far_from_each_other():
     positions = torch.tensor([[0, 1], [1, 2], [2, 0]], device=DEVICE)
     assert torch.equal(dot_rows(far, far, positions), dot_rows(rows, rows, positions))
     for ours, expected in zip(
-        choose(far, None, 2, 1, 1, True, True, 1.0), choose(rows, None, 2, 1, 1, True, True, 1.0), strict=True
+        top_k_experts(far, None, 2, 1, 1, True, True, 1.0),
+        top_k_experts(rows, None, 2, 1, 1, True, True, 1.0),
+        strict=True,
     ):
         assert torch.equal(ours, expected)
 
@@ -151,5 +153,5 @@ def test_parts_that_are_summed():
     parts = torch.empty(2, 2**30 + 3, device=DEVICE)
     parts[:, -3:] = torch.arange(6.0, device=DEVICE).view(2, 3)
     positions = torch.tensor([[2**30 + 2, -1], [2**30, 2**30 + 1]], device=DEVICE)
-    assert pick_sums(parts, positions).tolist() == [[7, 0], [3, 5]]
-    assert list(itertools.chain(*pick_sums(parts[:, -3:].contiguous(), positions - 2**30).tolist())) == [7, 0, 3, 5]
+    assert sum_partials(parts, positions).tolist() == [[7, 0], [3, 5]]
+    assert list(itertools.chain(*sum_partials(parts[:, -3:].contiguous(), positions - 2**30).tolist())) == [7, 0, 3, 5]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from moe_dualpipe.kernels.experts import experts
-from moe_dualpipe.kernels.gpu.configs import Config
-from moe_dualpipe.kernels.gpu.device import precision
+from moe_dualpipe.kernels.gpu.configs import TileConfig
+from moe_dualpipe.kernels.gpu.device import dot_precision
 from moe_dualpipe.kernels.grouped_gemm import grouped_linear, grouped_mm, grouped_wgrad
 from moe_dualpipe.kernels.permute import permute, unpermute
 from moe_dualpipe.kernels.routing import expert_order, route
@@ -17,8 +17,8 @@ from tests.support.kernels import DEVICE, DTYPES, RUNS, all_kernels, assert_as_g
 pytestmark = pytest.mark.usefixtures("guards")
 
 GPU = DEVICE == "cuda"
-POINTERS = Config(32, 64, 32, 4, 2, 2) if GPU else Config(16, 32, 16, 4, 1, 2)
-TMA = Config(64, 64, 32, 4, 2, 2, True) if GPU else Config(16, 32, 16, 4, 1, 2, True)
+POINTERS = TileConfig(32, 64, 32, 4, 2, 2) if GPU else TileConfig(16, 32, 16, 4, 1, 2)
+TMA = TileConfig(64, 64, 32, 4, 2, 2, True) if GPU else TileConfig(16, 32, 16, 4, 1, 2, True)
 # (rows per expert); the second has empty experts at both ends, the third one expert with everything, the last no rows
 COUNTS = [[3, 1, 20, 2], [0, 5, 0, 33, 0], [0, 40, 0], [0, 0]]
 # Input and output. The second cannot take the fast path; the third is whole tiles only.
@@ -74,15 +74,15 @@ def test_a_few_multiprocessors_do_the_same(config):
 
 @pytest.mark.parametrize("newer", [False, True])
 def test_tf32_is_used_where_torch_was_told_so_by_either_of_its_settings(newer):
-    assert precision(torch.float32) == precision(torch.bfloat16) == "ieee"
+    assert dot_precision(torch.float32) == dot_precision(torch.bfloat16) == "ieee"
     before = torch.backends.cuda.matmul.fp32_precision
     try:
         if newer:
             torch.backends.cuda.matmul.fp32_precision = "tf32"
         else:
             torch.set_float32_matmul_precision("high")
-        assert precision(torch.float32) == ("ieee" if torch.version.hip else "tf32")
-        assert precision(torch.bfloat16) == "ieee"
+        assert dot_precision(torch.float32) == ("ieee" if torch.version.hip else "tf32")
+        assert dot_precision(torch.bfloat16) == "ieee"
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
         torch.set_float32_matmul_precision("highest")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moe_dualpipe.kernels.experts import experts
-from moe_dualpipe.kernels.gpu.configs import Config
+from moe_dualpipe.kernels.gpu.configs import TileConfig
 from moe_dualpipe.kernels.grouped_gemm import grouped_linear
 from moe_dualpipe.kernels.permute import gather, permute, unpermute
 from moe_dualpipe.kernels.routing import ExpertOrder, expert_order, rank_order, route
@@ -79,7 +79,7 @@ def moved_rows():
 
 def products():
     for tma in (False, True):
-        with all_kernels(Config(16, 32, 16, 4, 1, 2, tma)):
+        with all_kernels(TileConfig(16, 32, 16, 4, 1, 2, tma)):
             for i, o in ((37, 13), (24, 40), (32, 40)):
                 y = grouped_linear(leaf(26, i), leaf(4, o, i), fenced(offsets_of([3, 0, 20, 3])), kernels="triton")
                 y.backward(fenced(torch.randn(y.shape)))
@@ -87,7 +87,7 @@ def products():
 
 def whole_experts():
     for d, f, tma in ((37, 13, False), (24, 40, True)):
-        with all_kernels(Config(16, 32, 16, 4, 1, 2, tma)):
+        with all_kernels(TileConfig(16, 32, 16, 4, 1, 2, tma)):
             weights = leaf(7, 3)
             y = experts(leaf(7, d), leaf(4, 2 * f, d), leaf(4, d, f), order_of(7, 3, 4), weights, kernels="triton")
             y.backward(fenced(torch.randn(y.shape)))

@@ -7,25 +7,25 @@ import pytest
 pytest.importorskip("triton")
 
 from moe_dualpipe.kernels.gpu import configs
-from moe_dualpipe.kernels.gpu.configs import KERNELS, SHIPPED, Config, Entry
+from moe_dualpipe.kernels.gpu.configs import KERNEL_NAMES, SHIPPED, TileConfig, TunedKernel
 
-A, B, C = Config(16, 32, 16, 4, 1), Config(32, 32, 16, 4, 1), Config(64, 32, 16, 4, 1)
+A, B, C = TileConfig(16, 32, 16, 4, 1), TileConfig(32, 32, 16, 4, 1), TileConfig(64, 32, 16, 4, 1)
 
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    configs.forget()
+    configs.clear_caches()
     yield tmp_path / "moe-dualpipe" / "tuned.json"
     monkeypatch.undo()
-    configs.forget()
+    configs.clear_caches()
 
 
 def test_what_ships_has_every_kernel_on_every_gpu():
-    shipped = configs.load(SHIPPED)
+    shipped = configs.load_table(SHIPPED)
     for arch in ("sm_80", "sm_90", "sm_100", "gfx942", "interpreter"):
         for size in (2, 4):
-            assert {e.kernel for e in shipped if (e.arch, e.dtype_bytes) == (arch, size)} == set(KERNELS)
+            assert {e.kernel for e in shipped if (e.arch, e.dtype_bytes) == (arch, size)} == set(KERNEL_NAMES)
 
 
 @pytest.mark.usefixtures("home")
@@ -36,19 +36,21 @@ def test_a_gpu_without_a_table_takes_one_that_it_can_run():
 
 
 def test_the_users_table_comes_first_and_the_nearest_sizes_win(home):
-    assert configs.user_file() == home
+    assert configs.user_table() == home
     entries = [
-        Entry("up", "sm_90", 2, 512, 2048, A),
-        Entry("up", "sm_90", 2, 4096, 2048, B),
-        Entry("down", "sm_90", 4, 1, 1, C),
+        TunedKernel("up", "sm_90", 2, 512, 2048, A),
+        TunedKernel("up", "sm_90", 2, 4096, 2048, B),
+        TunedKernel("down", "sm_90", 4, 1, 1, C),
     ]
-    configs.save(home, entries, gpu="a test")
+    configs.save_table(home, entries, gpu="a test")
     assert configs.lookup("up", "sm_90", 2, 512, 2048) == A
     assert configs.lookup("up", "sm_90", 2, 768, 2048) == A
     assert configs.lookup("up", "sm_90", 2, 2048, 2048) == B
-    shipped = next(e.config for e in configs.load(SHIPPED) if (e.kernel, e.arch, e.dtype_bytes) == ("down", "sm_90", 2))
+    shipped = next(
+        e.config for e in configs.load_table(SHIPPED) if (e.kernel, e.arch, e.dtype_bytes) == ("down", "sm_90", 2)
+    )
     assert configs.lookup("down", "sm_90", 2, 512, 2048) == shipped  # another size of elements
-    configs.save(home, [Entry("down", "sm_90", 2, 512, 2048, C)])
+    configs.save_table(home, [TunedKernel("down", "sm_90", 2, 512, 2048, C)])
     assert configs.lookup("down", "sm_90", 2, 512, 2048) == C
 
 
@@ -62,9 +64,9 @@ def test_rows_that_no_wide_load_can_read_take_tiles_of_their_own():
 
 
 def test_what_is_saved_is_loaded(home):
-    entries = (Entry("wgrad", "gfx942", 2, 3, 5, dataclasses.replace(A, tma=True, group_m=3)),)
-    configs.save(home, entries, gpu="MI300X", date="today")
-    assert configs.load(home) == entries
+    entries = (TunedKernel("wgrad", "gfx942", 2, 3, 5, dataclasses.replace(A, tma=True, group_m=3)),)
+    configs.save_table(home, entries, gpu="MI300X", date="today")
+    assert configs.load_table(home) == entries
     assert '"gpu": "MI300X"' in home.read_text()
 
 
@@ -85,12 +87,12 @@ def test_a_file_that_is_no_table(home, text, problem):
 
 def test_overrides_end_and_nest():
     before = configs.lookup("up", "sm_90", 2, 512, 2048)
-    with configs.overriding("up", A):
-        with configs.overriding("up", B):
+    with configs.override_config("up", A):
+        with configs.override_config("up", B):
             assert configs.lookup("up", "gfx942", 4, 7, 7) == B
         assert configs.lookup("up", "sm_90", 2, 512, 2048) == A
     assert configs.lookup("up", "sm_90", 2, 512, 2048) == before
-    with pytest.raises(ValueError, match="unknown kernel 'sideways'"), configs.overriding("sideways", A):
+    with pytest.raises(ValueError, match="unknown kernel 'sideways'"), configs.override_config("sideways", A):
         pass
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from moe_dualpipe.expert_parallel import Delayed, Link, Local, Loopback, Ready
+from moe_dualpipe.expert_parallel import Completed, Delayed, Link, Local, Loopback
 from moe_dualpipe.models import next_token_loss
 from moe_dualpipe.models.block import add_up
 from moe_dualpipe.models.layers import Linear
@@ -79,11 +79,11 @@ def test_what_a_transfer_is_given():
 
     def there(*tensors):
         assert not any(t.requires_grad for t in tensors)
-        return Ready((tensors[0], tensors[0] + 1, torch.arange(3)))
+        return Completed((tensors[0], tensors[0] + 1, torch.arange(3)))
 
     def back(*grads):
         seen.append([g if g is None else g.tolist() for g in grads])
-        return Ready((grads[0] + grads[1],))
+        return Completed((grads[0] + grads[1],))
 
     def segments(self, x):
         y = yield Compute("mul", lambda x: x * self.w, x)
@@ -100,7 +100,7 @@ def test_gradients_are_waited_for_in_the_order_in_which_they_were_sent():
     log = []
 
     def comm(name, x):
-        return Comm(name, lambda t: Ready((t,)), lambda g: log.append(f"{name} sent") or Waited(log, name, g), x)
+        return Comm(name, lambda t: Completed((t,)), lambda g: log.append(f"{name} sent") or Waited(log, name, g), x)
 
     def segments(self, x):
         y = yield Compute("mul", lambda x: x * self.w, x)
@@ -154,7 +154,7 @@ def test_a_route_is_let_go_in_the_backward():
         thing = Thing()
         made.append(weakref.ref(thing))
         y = yield Compute("lin", self.lin, x)
-        z = yield Comm("move", lambda t: Ready((t,)), lambda g, _thing=thing: Ready((g,)), y)
+        z = yield Comm("move", lambda t: Completed((t,)), lambda g, _thing=thing: Completed((g,)), y)
         return (yield Compute("sin", torch.sin, z))
 
     loss = module_of(segments, lin=nn.Linear(3, 3))(torch.randn(2, 3)).sum()
@@ -165,7 +165,7 @@ def test_a_route_is_let_go_in_the_backward():
 def test_the_first_weight_gradients_hide_the_first_transfer():
     def segments(self, x):
         y = yield Compute("first", self.a, x)
-        z = yield Comm("move", lambda t: Ready((t,)), lambda g: Ready((g,)), y)
+        z = yield Comm("move", lambda t: Completed((t,)), lambda g: Completed((g,)), y)
         return (yield Compute("last", self.b, z))
 
     module, log = module_of(segments, a=Linear(3, 3, 1.0), b=Linear(3, 3, 1.0)), []
@@ -212,7 +212,7 @@ def test_delayed_starts_without_waiting_and_carries_bytes():
 
     late = Delayed(Backend(8), Link(gb_per_s=1.0))
     pending = late.dispatch(torch.ones(4, 250), late.prepare(torch.zeros(4, 1, dtype=torch.int64)))
-    assert late.wire.busy == pytest.approx(4e-6)
+    assert late.timer.busy_seconds == pytest.approx(4e-6)
     assert log == []
     pending.wait()
     assert log == ["waited"]
@@ -302,7 +302,13 @@ def test_gradients_cannot_be_differentiated_again():
 def test_a_transfer_back_that_loses_gradients_is_found_out():
     def segments(self, x):
         y = yield Compute("lin", self.lin, x)
-        return (yield Compute("end", torch.add, (yield Comm("two", lambda *t: Ready(t), lambda *_: Ready(()), y, y))))
+        return (
+            yield Compute(
+                "end",
+                torch.add,
+                (yield Comm("two", lambda *t: Completed(t), lambda *_: Completed(()), y, y)),
+            )
+        )
 
     with pytest.raises(ValueError, match="a transfer back returned 0 gradients for 2 inputs"):
         module_of(segments, lin=nn.Linear(3, 3))(torch.ones(1, 3)).sum().backward()

@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from moe_dualpipe.expert_parallel import Ready
+from moe_dualpipe.expert_parallel import Completed
 from moe_dualpipe.models.layers import Linear
 from moe_dualpipe.overlap import Comm, Compute, Engine, Prepare, Segmented, WeightGrads, bind, in_layer
 
 
 def doubled(x):
-    return Ready((2 * x,))
+    return Completed((2 * x,))
 
 
 class Twice(Segmented):
@@ -115,7 +115,7 @@ def test_half_of_a_transfer_may_need_no_gradient():
 
         def segments(self, x):
             y = yield Compute("mul", lambda x: x * self.w, x)
-            pair = yield Comm("move", lambda *t: Ready(t), lambda *g: Ready(g), y, torch.arange(3.0))
+            pair = yield Comm("move", lambda *t: Completed(t), lambda *g: Completed(g), y, torch.arange(3.0))
             return (yield Compute("sum", lambda a, b: a * b, pair))
 
     module = Pair()

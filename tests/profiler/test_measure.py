@@ -176,7 +176,7 @@ def test_what_is_computed_is_a_median_behind_a_first_one_and_sends_one_pair(monk
     monkeypatch.setattr(run.time, "perf_counter", lambda: next(now))
 
     def overlapped():
-        backend.num_bytes += 7
+        backend.bytes_sent += 7
 
     pair = SimpleNamespace(prepare=lambda: None, overlapped=overlapped)
     assert run._computing(pair, backend, 3) == (4, 7)  # type: ignore[arg-type]

@@ -124,9 +124,9 @@ def test_a_replayed_link_takes_the_times_that_it_is_given():
     pair = Pair(WORK, backend)
     for way in (pair.sequential, pair.overlapped):
         pair.prepare()
-        before = backend.wire.busy
+        before = backend.timer.busy_seconds
         way()
-        assert backend.wire.busy - before == pytest.approx(2 * 0.015)
+        assert backend.timer.busy_seconds - before == pytest.approx(2 * 0.015)
         assert backend.link.sms == 3
 
 
@@ -144,10 +144,10 @@ def test_loopback_counts_what_it_sends():
     backend = Loopback(8, 4, Link(gb_per_s=1.0))
     pair = Pair(WORK, backend)
     pair.prepare()
-    sent, busy = backend.num_bytes, backend.wire.busy
+    sent, busy = backend.bytes_sent, backend.timer.busy_seconds
     pair.overlapped()
-    assert backend.num_bytes - sent > 0
-    assert backend.wire.busy - busy == pytest.approx((backend.num_bytes - sent) / 1e9)
+    assert backend.bytes_sent - sent > 0
+    assert backend.timer.busy_seconds - busy == pytest.approx((backend.bytes_sent - sent) / 1e9)
 
 
 # ---- The command ----

@@ -56,6 +56,6 @@ class LinearExperts(nn.Module):
 def all_kernels(config):
     """Every product with this configuration."""
     with contextlib.ExitStack() as stack:
-        for kernel in configs.KERNELS:
-            stack.enter_context(configs.overriding(kernel, config))
+        for kernel in configs.KERNEL_NAMES:
+            stack.enter_context(configs.override_config(kernel, config))
         yield

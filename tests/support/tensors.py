@@ -4,15 +4,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class Watch(TorchDispatchMode):
+class OperationStats(TorchDispatchMode):
     """The most elements in any tensor that an operation returns, and the number of matrix products."""
 
-    numel = products = 0
+    max_numel = num_matmuls = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.products += "mm" in func.__name__
+        self.num_matmuls += "mm" in func.__name__
         result = func(*args, **(kwargs or {}))
         for t in result if isinstance(result, tuple | list) else (result,):
             if isinstance(t, torch.Tensor):
-                self.numel = max(self.numel, t.numel())
+                self.max_numel = max(self.max_numel, t.numel())
         return result

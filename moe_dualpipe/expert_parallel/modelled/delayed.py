@@ -4,9 +4,9 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from ..exchange import Later
+from ..exchange import AsyncResult
 from ..protocol import Combined, ExpertParallel, Pending, Received, Route
-from .link import Link, Wire
+from .link import Link, LinkTimer
 
 V = TypeVar("V")
 
@@ -18,19 +18,19 @@ class Delayed:
     """
 
     def __init__(self, backend: ExpertParallel, link: Link):
-        self.backend, self.link, self.wire = backend, link, Wire()
+        self.backend, self.link, self.timer = backend, link, LinkTimer()
         self.num_experts, self.local_experts = backend.num_experts, backend.local_experts
 
     def prepare(self, expert_ids_TK: Tensor) -> Route:
         return self.backend.prepare(expert_ids_TK)
 
     def dispatch(self, x_TD: Tensor, route: Route, weights_TK: Tensor | None = None) -> Pending[Received]:
-        return self._late(self.backend.dispatch(x_TD, route, weights_TK), x_TD)
+        return self._delay(self.backend.dispatch(x_TD, route, weights_TK), x_TD)
 
     def combine(self, y_ND: Tensor, route: Route, weight_grads_NK: Tensor | None = None) -> Pending[Combined]:
-        return self._late(self.backend.combine(y_ND, route, weight_grads_NK), y_ND)
+        return self._delay(self.backend.combine(y_ND, route, weight_grads_NK), y_ND)
 
-    def _late(self, pending: Pending[V], rows: Tensor) -> Pending[V]:
+    def _delay(self, pending: Pending[V], rows: Tensor) -> Pending[V]:
         if rows.is_cuda:
             raise ValueError("Delayed models time on a CPU thread: it cannot delay CUDA tensors")
-        return Later([self.wire.carry(self.link.seconds(rows.nbytes))], pending.wait)
+        return AsyncResult([self.timer.transfer(self.link.seconds(rows.nbytes))], pending.wait)

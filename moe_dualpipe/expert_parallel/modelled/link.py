@@ -37,29 +37,29 @@ class Link:
         return self.latency_us * 1e-6 + num_bytes / (self.gb_per_s * 1e9)
 
 
-class Wire:
+class LinkTimer:
     """The time of a link passing, transfer after transfer. `busy` is the total so far, in seconds."""
 
     def __init__(self) -> None:
-        self.busy = 0.0
+        self.busy_seconds = 0.0
         self._thread: ThreadPoolExecutor | None = None
         self._free_at = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_thread": None}  # so that a model can be copied
 
-    def carry(self, seconds: float) -> "Due":
+    def transfer(self, seconds: float) -> "ModelledTransfer":
         """A transfer that starts now, or when those before it are through."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="link")
         with record_function("link::carry"):
-            self.busy += seconds
+            self.busy_seconds += seconds
             self._free_at = max(self._free_at, time.perf_counter()) + seconds
-            return Due(self._thread.submit(_sleep_until, self._free_at))
+            return ModelledTransfer(self._thread.submit(_sleep_until, self._free_at))
 
 
 @dataclass(frozen=True, slots=True)
-class Due:
+class ModelledTransfer:
     """`wait` blocks until a transfer is through."""
 
     future: "Future[None]"

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from ...kernels.backend import Kernels
-from ..exchange import Exchange, Later, to_host
-from ..protocol import Combined, Pending, Ready, Received, Route
-from .link import Link, Wire
+from ..exchange import AsyncResult, Exchange, start_copy_to_host
+from ..protocol import Combined, Completed, Pending, Received, Route
+from .link import Link, LinkTimer
 
 
 class Loopback(Exchange):
@@ -26,25 +26,25 @@ class Loopback(Exchange):
     def __init__(self, num_experts: int, num_ranks: int, link: Link | None = None, kernels: Kernels = "auto"):
         super().__init__(num_experts, num_ranks, 0, kernels)
         self.link = link or Link()
-        self.wire = Wire()
-        self.num_bytes = 0
+        self.timer = LinkTimer()
+        self.bytes_sent = 0
         """What has been sent to other ranks so far, without the counts."""
 
-    def swap_counts(self, counts_R2: Tensor) -> Pending[Tensor]:
-        counts_2R2 = self._carry(counts_R2.expand(2, *counts_R2.shape), self.link.seconds(0))
-        return Later([], to_host(counts_2R2.wait())) if counts_R2.is_cuda else counts_2R2
+    def all_to_all_counts(self, counts_R2: Tensor) -> Pending[Tensor]:
+        counts_2R2 = self._transfer(counts_R2.expand(2, *counts_R2.shape), self.link.seconds(0))
+        return AsyncResult([], start_copy_to_host(counts_2R2.wait())) if counts_R2.is_cuda else counts_2R2
 
-    def swap(self, rows: Tensor, rows_out: list[int], rows_in: list[int]) -> Pending[Tensor]:
+    def all_to_all(self, rows: Tensor, rows_out: list[int], rows_in: list[int]) -> Pending[Tensor]:
         travelling = (len(rows) - rows_out[0]) * rows.shape[1] * rows.element_size()
-        self.num_bytes += travelling
-        return self._carry(rows, self.link.seconds(travelling))
+        self.bytes_sent += travelling
+        return self._transfer(rows, self.link.seconds(travelling))
 
-    def _carry(self, rows: Tensor, seconds: float) -> Pending[Tensor]:
+    def _transfer(self, rows: Tensor, seconds: float) -> Pending[Tensor]:
         if not rows.is_cuda:
-            return Later([self.wire.carry(seconds)], lambda: rows)
+            return AsyncResult([self.timer.transfer(seconds)], lambda: rows)
         from .paced_copy import paced_copy  # Triton, which a CPU does without
 
-        return Ready(paced_copy(rows, seconds, self.link.sms))
+        return Completed(paced_copy(rows, seconds, self.link.sms))
 
 
 class Replay(Loopback):
@@ -66,12 +66,12 @@ class Replay(Loopback):
         return super().prepare(expert_ids_TK)
 
     def dispatch(self, x_TD: Tensor, route: Route, weights_TK: Tensor | None = None) -> Pending[Received]:
-        self._set("combine(B)" if weights_TK is None else "dispatch(F)")
+        self._set_transfer_time("combine(B)" if weights_TK is None else "dispatch(F)")
         return super().dispatch(x_TD, route, weights_TK)
 
     def combine(self, y_ND: Tensor, route: Route, weight_grads_NK: Tensor | None = None) -> Pending[Combined]:
-        self._set("combine(F)" if weight_grads_NK is None else "dispatch(B)")
+        self._set_transfer_time("combine(F)" if weight_grads_NK is None else "dispatch(B)")
         return super().combine(y_ND, route, weight_grads_NK)
 
-    def _set(self, kind: str) -> None:
+    def _set_transfer_time(self, kind: str) -> None:
         self.link = Link(latency_us=1e6 * self.seconds[kind], sms=self.sms)
