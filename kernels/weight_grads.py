@@ -24,9 +24,9 @@ class WeightGrads:
         if max_deferred is not None and max_deferred < 1:
             raise ValueError(f"max_deferred must be at least 1, or None for no bound: got {max_deferred}")
         self.max_deferred = max_deferred
-        self._early: set[Hashable] = set()
+        self._already_run: set[Hashable] = set()
         self._key: Hashable | None = None
-        self._owed: dict[Hashable, list[tuple[Tensor, Callable[[], Tensor], Callable[[Tensor], Any] | None]]] = {}
+        self._deferred: dict[Hashable, list[tuple[Tensor, Callable[[], Tensor], Callable[[Tensor], Any] | None]]] = {}
 
     def defers(self, parameter: Tensor) -> bool:
         """Whether to `defer` the gradient of `parameter`: a split backward is running, and nobody would notice.
@@ -38,18 +38,18 @@ class WeightGrads:
 
     @contextmanager
     def defer_to(self, key: Hashable) -> Iterator[None]:
-        """Within this context, layers defer their weight gradients; `run(key)` computes them."""
-        if self._key is not None or key in self._owed:
+        """Within this context, layers defer their weight gradients; `run_deferred(key)` computes them."""
+        if self._key is not None or key in self._deferred:
             raise RuntimeError(f"weight gradients for {key} are already being deferred")
-        if self.max_deferred is not None and len(self._owed) >= self.max_deferred:
-            oldest = next(iter(self._owed))
-            self.run(oldest)
-            self._early.add(oldest)
-        self._key, self._owed[key] = key, []
+        if self.max_deferred is not None and len(self._deferred) >= self.max_deferred:
+            oldest = next(iter(self._deferred))
+            self.run_deferred(oldest)
+            self._already_run.add(oldest)
+        self._key, self._deferred[key] = key, []
         try:
             yield
         except BaseException:
-            self.forget(key)
+            self.drop(key)
             raise
         finally:
             self._key = None
@@ -62,33 +62,33 @@ class WeightGrads:
         add_to: adds it to a gradient that is there, for layers that can do that faster.
         """
         assert self._key is not None, "defer() outside a split backward"
-        self._owed[self._key].append((parameter, compute, add_to))
+        self._deferred[self._key].append((parameter, compute, add_to))
 
-    def run(self, key: Hashable) -> None:
+    def run_deferred(self, key: Hashable) -> None:
         """Compute all that was deferred to `key`, in the order in which it was deferred."""
-        if key in self._early:
-            self._early.remove(key)
+        if key in self._already_run:
+            self._already_run.remove(key)
             return
         with torch.no_grad():
-            for parameter, compute, add_to in self._owed.pop(key):
+            for parameter, compute, add_to in self._deferred.pop(key):
                 accumulate(parameter, compute, add_to)
 
-    def owes(self, key: Hashable) -> bool:
+    def has_deferred(self, key: Hashable) -> bool:
         """Whether anything was deferred to `key`."""
-        return bool(self._owed.get(key))
+        return bool(self._deferred.get(key))
 
-    def forget(self, key: Hashable) -> None:
+    def drop(self, key: Hashable) -> None:
         """Drop what is owed to `key`, after a failure."""
-        self._owed.pop(key, None)
+        self._deferred.pop(key, None)
 
     def clear(self) -> None:
         """Forget what is owed, after a step that failed."""
         self._key = None
-        self._early.clear()
-        self._owed.clear()
+        self._already_run.clear()
+        self._deferred.clear()
 
     def __len__(self) -> int:
-        return len(self._owed)
+        return len(self._deferred)
 
 
 def bind(module: nn.Module, weight_grads: WeightGrads | None) -> None:

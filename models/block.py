@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from moe_dualpipe.expert_parallel import ExpertParallel
 from moe_dualpipe.kernels.backend import Kernels
 from moe_dualpipe.overlap import Compute, Segmented, Segments
-from moe_dualpipe.overlap.segment import Arriving
+from moe_dualpipe.overlap.segment import CommResult
 
 from .attention import Attention, KVCache
 from .config import ModelConfig
@@ -57,7 +57,7 @@ class Block(Segmented):
         return (yield Compute("add", add_up, *parts))
 
     def parts(
-        self, *parts: Tensor | Arriving, cache: KVCache | None = None, mask_B1SS: Tensor | None = None
+        self, *parts: Tensor | CommResult, cache: KVCache | None = None, mask_B1SS: Tensor | None = None
     ) -> Segments:
         """The residual stream comes and goes in parts that are yet to be added up, so that none is waited for early.
 

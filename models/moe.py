@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from moe_dualpipe.expert_parallel import Combined, ExpertParallel, Pending, Received, Route
 from moe_dualpipe.kernels.backend import Kernels
 from moe_dualpipe.kernels.permute import permute, unpermute
-from moe_dualpipe.overlap import Comm, Compute, Prepare, Segmented, Segments
+from moe_dualpipe.overlap import Comm, Compute, PrepareComm, Segmented, Segments
 
 from .config import ModelConfig
 from .experts import expert_class
@@ -83,7 +83,7 @@ class MoE(Segmented):
         ep = self.expert_parallel
         if torch.is_grad_enabled():
             self.router.count(ids_TK, losses_L)
-        route = yield Prepare("dispatch", ep.prepare, ids_TK)
+        route = yield PrepareComm("dispatch", ep.prepare, ids_TK)
         received = yield Comm("dispatch", partial(send, ep, route), partial(bring, ep, route), x_TD, weights_TK)
         # The shared experts know all they need: they hide the dispatch.
         shared = None

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .kernels.weight_grads import WeightGrads
-from .runtime import P2P, Executor, TensorSpec
-from .runtime import run_backward as _run_backward
+from .runtime import P2P, Executor, TensorSpec, accumulate_gradients
 from .schedule import Schedule, build, placement_of
 
 __all__ = ["DualPipe", "DualPipeV", "WeightGradStore", "run_backward", "set_p2p_tensor_dtype", "set_p2p_tensor_shapes"]
@@ -45,7 +44,7 @@ def set_p2p_tensor_dtype(dtype: torch.dtype) -> None:
 
 def run_backward(tensors: Sequence[Tensor], grad_tensors: Sequence[Tensor]) -> None:
     """Backward from `tensors`, accumulating into `.grad`; inputs that no tensor reaches are left alone."""
-    _run_backward(tensors, grad_tensors)
+    accumulate_gradients(tensors, grad_tensors)
 
 
 class WeightGradStore:
@@ -95,8 +94,8 @@ class _StoreBacked(WeightGrads):
                 WeightGradStore.enabled = False
         WeightGradStore.flush()
 
-    def run(self, key: Hashable) -> None:
-        super().run(key)
+    def run_deferred(self, key: Hashable) -> None:
+        super().run_deferred(key)
         WeightGradStore.pop()
 
     def clear(self) -> None:

@@ -53,7 +53,7 @@ def overlap_f_b(action: _Action, ctx: _PipelineContext) -> None:
     halves = action.sub_actions or ()
     if [half.computation_type for half in halves] != [FORWARD, FULL_BACKWARD]:
         raise ValueError(f"{action} needs two sub_actions, a forward and a full backward: got {action.sub_actions}")
-    first, second = (_Work(half, ctx) for half in halves)
+    first, second = (_StageAction(half, ctx) for half in halves)
     if kwargs := ctx.kwarg_mbs[first.micro_batch] if ctx.kwarg_mbs else {}:
         raise TypeError(f"{type(first.module).__name__} takes positional inputs only: got {', '.join(kwargs)}")
     args = ctx.arg_mbs[first.micro_batch] if ctx.arg_mbs else ()
@@ -71,7 +71,7 @@ def overlap_f_b(action: _Action, ctx: _PipelineContext) -> None:
 
         with _replaced(first.stage, "forward_maybe_with_nosync", forward):
             output = first.stage.forward_one_chunk(first.micro_batch, args, {})
-        return _take_grads(chunk["input_values"]), None
+        return _pop_grads(chunk["input_values"]), None
 
     first.wait(first.schedule.fwd_recv_ops, first.index - 1)
     with _replaced(second.stage, "backward_maybe_with_nosync", backward):
@@ -88,7 +88,7 @@ def backward_input(action: _Action, ctx: _PipelineContext) -> None:
 
     The others come with it, and torch finds none left for its W: it would compute those of the loss a second time.
     """
-    work = _Work(action, ctx)
+    work = _StageAction(action, ctx)
     plain = work.stage.backward_maybe_with_nosync
 
     def backward(_kind: str, chunk: dict[str, Any], **last: bool) -> tuple[Any, list[Any]]:
@@ -105,12 +105,12 @@ def backward_input(action: _Action, ctx: _PipelineContext) -> None:
 
 def backward_weight(action: _Action, ctx: _PipelineContext) -> None:
     """The BACKWARD_WEIGHT to `backward_input`."""
-    work = _Work(action, ctx)
+    work = _StageAction(action, ctx)
     work.stage.backward_weight_one_chunk(work.micro_batch, last_backward=work.count())
-    work.module.weight_grads.run((work.index, work.micro_batch))
+    work.module.weight_grads.run_deferred((work.index, work.micro_batch))
 
 
-class _Work:
+class _StageAction:
     """What is to be done with one micro-batch on one stage, and what torch's runtime does around a computation."""
 
     def __init__(self, action: _Action, ctx: _PipelineContext):
@@ -154,7 +154,7 @@ class _Work:
         return self.schedule.backward_counter[self.index] == self.schedule._n_microbatches
 
 
-def _take_grads(inputs: Sequence[Any]) -> tuple[Tensor | None, ...]:
+def _pop_grads(inputs: Sequence[Any]) -> tuple[Tensor | None, ...]:
     """The gradients of a chunk's inputs, which are to be sent and not to be accumulated."""
     grads = tuple(value.grad if isinstance(value, Tensor) else None for value in inputs)
     for value in inputs:

@@ -83,7 +83,7 @@ def trains_like_the_whole_model(rank, pp, fused_loss):
 
     def watched(action, ctx):
         grads = modules[action.stage_index].weight_grads
-        put_off[action.stage_index] = grads.owes((action.stage_index, action.microbatch_index))
+        put_off[action.stage_index] = grads.has_deferred((action.stage_index, action.microbatch_index))
         backward_weight(action, ctx)
 
     schedule.register_custom_function(BACKWARD_WEIGHT, watched)

@@ -23,7 +23,7 @@ import torch
 from torch.profiler import record_function
 
 from ..kernels.weight_grads import WeightGrads
-from .segment import Arriving, Comm, Compute, Prepare, Segments, Tensors
+from .segment import Comm, CommResult, Compute, PrepareComm, Segments, Tensors
 
 
 class Engine:
@@ -47,19 +47,19 @@ class Engine:
         try:
             second.advance()
             second.launch()
-            second.pay()
+            second.run_deferred()
             while first.active or second.active:
                 first.advance()
                 second.advance()
-                asked = first.asked or second.asked
-                if asked is not None and asked.weights_first:
-                    second.pay()
+                next_comm = first.next_comm or second.next_comm
+                if next_comm is not None and next_comm.weights_first:
+                    second.run_deferred()
                 first.launch()
                 second.launch()
-                second.pay()
+                second.run_deferred()
         except BaseException:
-            first.forget()
-            second.forget()
+            first.drop_deferred()
+            second.drop_deferred()
             raise
 
     @contextmanager
@@ -76,64 +76,64 @@ class Engine:
 
 
 class Lane:
-    """One chunk on its way. `kind` is F or B; with `weight_grads`, weight gradients are put off until `pay`."""
+    """Runs one chunk. `kind` is F or B. With `weight_grads`, weight gradients are deferred until `run_deferred`."""
 
     def __init__(self, engine: Engine, segments: Segments, kind: str, weight_grads: WeightGrads | None = None):
         self.engine, self.kind, self.weight_grads = engine, kind, weight_grads
         self.segments, self.active = segments, True
-        self.asked: Comm | None = None
+        self.next_comm: Comm | None = None
         self.result: Any = None
-        self._answer: Any = None
-        self._ready: Any = None
-        self._owed: list[tuple[Compute, object]] = []
+        self._reply: Any = None
+        self._inputs_ready: Any = None
+        self._deferred: list[tuple[Compute, object]] = []
 
     def advance(self) -> None:
         """Compute until a transfer is asked for (queued) or on its way (not queued), or to the end."""
-        while self.active and self.asked is None:
+        while self.active and self.next_comm is None:
             try:
-                segment = self.segments.send(self._answer)
+                segment = self.segments.send(self._reply)
             except StopIteration as stop:
-                self.result, self.active, self._answer = stop.value, False, None
+                self.result, self.active, self._reply = stop.value, False, None
                 return
             side = self.engine.side
             match segment:
                 case Compute():
-                    self._answer = self._compute(segment)
-                case Prepare():
+                    self._reply = self._compute(segment)
+                case PrepareComm():
                     run = partial(segment.fn, *segment.inputs)
                     with self.engine.label(f"prepare {segment.name}({self.kind})", segment.layer, log=False):
-                        self._answer = side.run(run, side.mark())[0] if side else run()
+                        self._reply = side.run(run, side.mark())[0] if side else run()
                 case Comm():
-                    self.asked, self._answer = segment, None
-                    self._ready = side.mark() if side else None
+                    self.next_comm, self._reply = segment, None
+                    self._inputs_ready = side.mark() if side else None
                     if not self.engine.queued:
                         if not self.launch():
                             return
-                        self.pay()
+                        self.run_deferred()
 
     def launch(self) -> bool:
         """Start the transfer that was asked for, if one was. Returns whether there is nothing to hide: it is there."""
-        if self.asked is None:
+        if self.next_comm is None:
             return False
-        comm, side, self.asked = self.asked, self.engine.side, None
+        comm, side, self.next_comm = self.next_comm, self.engine.side, None
         with self.engine.label(f"{comm.name}({self.kind})", comm.layer):
-            pending = side.start(comm, self._ready) if side else comm.fn()
-        self._answer = Arriving(partial(self._wait, pending, f"wait for {comm.name}({self.kind})", comm.layer))
+            pending = side.start(comm, self._inputs_ready) if side else comm.fn()
+        self._reply = CommResult(partial(self._wait, pending, f"wait for {comm.name}({self.kind})", comm.layer))
         return getattr(pending, "completed", False)
 
-    def pay(self) -> None:
+    def run_deferred(self) -> None:
         """Compute the weight gradients that were put off."""
-        for segment, key in self._owed:
+        for segment, key in self._deferred:
             with self.engine.label(f"{segment.name}(W)", segment.layer):
                 assert self.weight_grads is not None
-                self.weight_grads.run(key)
-        self._owed.clear()
+                self.weight_grads.run_deferred(key)
+        self._deferred.clear()
 
-    def forget(self) -> None:
+    def drop_deferred(self) -> None:
         """After a failure: nothing is owed."""
-        for _, key in self._owed:
+        for _, key in self._deferred:
             assert self.weight_grads is not None
-            self.weight_grads.forget(key)
+            self.weight_grads.drop(key)
 
     def _compute(self, segment: Compute) -> Any:
         with self.engine.label(f"{segment.name}({self.kind})", segment.layer):
@@ -142,10 +142,10 @@ class Lane:
             key = object()
             with self.weight_grads.defer_to(key):
                 answer = segment.fn()
-        if self.weight_grads.owes(key):
-            self._owed.append((segment, key))
+        if self.weight_grads.has_deferred(key):
+            self._deferred.append((segment, key))
         else:
-            self.weight_grads.run(key)
+            self.weight_grads.run_deferred(key)
         return answer
 
     def _wait(self, pending: Any, text: str, layer: int | None) -> Tensors:

@@ -2,7 +2,7 @@
 
     def segments(self, x_TD):
         h_TD, rows_TD, weights_TK, ids_TK = yield Compute("attn", self.attend, x_TD)
-        route = yield Prepare("dispatch", ep.prepare, ids_TK)
+        route = yield PrepareComm("dispatch", ep.prepare, ids_TK)
         received = yield Comm("dispatch", send, send_backward, rows_TD, weights_TK)    # comes back at once ...
         out_ND = yield Compute("mlp", partial(self.experts, route=route), received)     # ... and is waited for here
         combined = yield Comm("combine", bring, bring_backward, out_ND)
@@ -22,7 +22,7 @@ from torch import Tensor
 Tensors = tuple[Tensor, ...]
 
 
-class Pending(Protocol):
+class Transfer(Protocol):
     """A transfer on its way; `wait` returns its tensors (or None for one that does not travel).
 
     It waits on the stream on CUDA, and blocks on CPU. Its attribute `completed` is true if no wait is needed.
@@ -40,14 +40,14 @@ class _Segment:
         self.name, self.fn, self.inputs = name, fn, inputs
         self.layer: int | None = None
 
-    def bare(self, fn: Callable[..., Any]) -> Self:
+    def with_fn(self, fn: Callable[..., Any]) -> Self:
         """The same segment for an engine, which only calls `fn()`."""
         other = copy(self)
         other.fn, other.inputs = fn, ()
         return other
 
 
-class Prepare(_Segment):
+class PrepareComm(_Segment):
     """Run `fn(*inputs)` at once where communication runs, before the Comm of that name; it returns anything. Tensors in
     it are for that Comm, and for what uses the Comm's result."""
 
@@ -60,15 +60,15 @@ class Compute(_Segment):
 
     __slots__ = ("recompute",)
 
-    def __init__(self, name: str, fn: Callable[..., Any], *inputs: "Tensor | Arriving", recompute: bool = False):
+    def __init__(self, name: str, fn: Callable[..., Any], *inputs: "Tensor | CommResult", recompute: bool = False):
         super().__init__(name, fn, *inputs)
         self.recompute = recompute
 
 
 class Comm(_Segment):
-    """Start a transfer, `fn(*inputs) -> Pending`; the generator goes on at once, with an `Arriving`.
+    """Start a transfer, `fn(*inputs) -> Transfer`; the generator goes on at once, with an `CommResult`.
 
-    `back(*output_grads) -> Pending` starts the transfer of the gradients back to the inputs. Neither knows of autograd.
+    `back(*output_grads) -> Transfer` starts the transfer of the gradients back to the inputs. Both work without autograd.
     `weights_first`: on a device that is queued for, weight gradients are queued before this is started.
     """
 
@@ -77,16 +77,16 @@ class Comm(_Segment):
     def __init__(
         self,
         name: str,
-        fn: Callable[..., Pending],
-        back: Callable[..., Pending],
-        *inputs: "Tensor | Arriving",
+        fn: Callable[..., Transfer],
+        back: Callable[..., Transfer],
+        *inputs: "Tensor | CommResult",
         weights_first: bool = False,
     ):
         super().__init__(name, fn, *inputs)
         self.back, self.weights_first = back, weights_first
 
 
-class Arriving:
+class CommResult:
     """Stands for the tensors of a Comm until they are there. As an input it becomes all of them, in order."""
 
     __slots__ = ("_tensors", "_wait")
@@ -101,12 +101,12 @@ class Arriving:
         return self._tensors
 
 
-Segments = Generator[Prepare | Compute | Comm, Any, Any]
+Segments = Generator[PrepareComm | Compute | Comm, Any, Any]
 
 
-def resolve(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def wait_for_inputs(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Wait for what is arriving among the inputs, and put its tensors in its place."""
-    return tuple(t for i in inputs for t in (i.wait() if isinstance(i, Arriving) else (i,)))
+    return tuple(t for i in inputs for t in (i.wait() if isinstance(i, CommResult) else (i,)))
 
 
 def in_layer(layer: int, segments: Segments) -> Segments:

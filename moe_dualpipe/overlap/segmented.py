@@ -33,7 +33,7 @@ class Segmented(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} must define segments()")
 
     def forward(self, *inputs: Any) -> Any:
-        return _engine(inputs).run(_forward(self, inputs), "F")[0]
+        return _engine_of(inputs).run(_forward(self, inputs), "F")[0]
 
     @classmethod
     def overlapped_forward_backward(
@@ -57,7 +57,7 @@ class Segmented(nn.Module):
         `backward()` does. `on_input_grads` is called when the gradients of the inputs are complete, before the last
         weight gradients: the time to send them on. Raises TypeError when the second chunk was not made by `module1`.
         """
-        engine = engine or _engine(inputs0)
+        engine = engine or _engine_of(inputs0)
         lane0 = Lane(engine, _forward(module0, inputs0, criterion0, labels0), "F")
         backward = _backward(module1, loss1, outputs1 or (), output_grads1 or (), on_input_grads)
         engine.interleave(lane0, Lane(engine, backward, "B", module1.weight_grads))
@@ -68,13 +68,13 @@ class Segmented(nn.Module):
         cls, module0: "Segmented", inputs0: Sequence[Any], module1: "Segmented", inputs1: Sequence[Any]
     ) -> tuple[Any, Any]:
         """Forward of two chunks, each hiding the other's communication, as for inference; returns both outputs."""
-        engine = _engine(inputs0)
+        engine = _engine_of(inputs0)
         lane0, lane1 = Lane(engine, _forward(module0, inputs0), "F"), Lane(engine, _forward(module1, inputs1), "F")
         engine.interleave(lane1, lane0)
         return lane0.result[0], lane1.result[0]
 
 
-class _Drive(torch.autograd.Function):
+class _ChunkNode(torch.autograd.Function):
     """A chunk as one autograd node. With a list to put them into, it only hands over the gradients that reach it."""
 
     @staticmethod
@@ -92,7 +92,7 @@ class _Drive(torch.autograd.Function):
         if ctx.intercepted is not None:
             ctx.intercepted.append(grads)
             return (None,) * (4 + len(inputs))
-        input_grads = iter(_engine(inputs).run(ctx.tape.backward(grads), "B"))
+        input_grads = iter(_engine_of(inputs).run(ctx.tape.backward(grads), "B"))
         needs = ctx.needs_input_grad[4:]
         return None, None, None, None, *(next(input_grads) if needed else None for needed in needs)
 
@@ -110,7 +110,7 @@ def _forward(
     outputs, single = yield from tape.forward(module.segments)
     if any(tape.output_slots):
         detached = [o.detach() if isinstance(o, Tensor) else o for o in outputs]
-        outputs = _Drive.apply(tape, module, detached, tape.anchor, *tape.inputs)
+        outputs = _ChunkNode.apply(tape, module, detached, tape.anchor, *tape.inputs)
     loss = (yield Compute("loss", partial(criterion, *outputs, *(labels or ())))) if criterion else None
     return outputs[0] if single else tuple(outputs), loss
 
@@ -120,24 +120,24 @@ def _backward(
     loss: Tensor | None,
     outputs: Sequence[Tensor],
     grads: Sequence[Tensor | None],
-    then: Callable[[], None] | None,
+    on_input_grads: Callable[[], None] | None,
 ) -> Segments:
     """The segments of a backward, into the inputs' `.grad`."""
     roots = [(loss, torch.ones_like(loss))] if loss is not None else zip(outputs, grads, strict=True)
     pairs = [(root, grad) for root, grad in roots if root.requires_grad and grad is not None]
     if pairs:
-        down = partial(_intercepted, module, pairs)
+        down = partial(_intercept_gradients, module, pairs)
         tape, output_grads = (yield Compute("loss", down)) if loss is not None else down()
         input_grads = yield from tape.backward(output_grads)
         needy = [i for i in tape.inputs if isinstance(i, Tensor) and i.requires_grad]
         reached = [(i, grad) for i, grad in zip(needy, input_grads, strict=True) if grad is not None]
         if reached:
             torch.autograd.backward([i for i, _ in reached], [grad for _, grad in reached])
-    if then is not None:
-        then()
+    if on_input_grads is not None:
+        on_input_grads()
 
 
-def _intercepted(module: Segmented, pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tape, Sequence[Tensor | None]]:
+def _intercept_gradients(module: Segmented, pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tape, Sequence[Tensor | None]]:
     """The tape of `module` that the roots came from, and the gradients that reach it: autograd runs down to it only."""
     nodes: list[Any] = [root.grad_fn for root, _ in pairs]
     seen, leaves, drive = set(nodes), [], None
@@ -162,6 +162,6 @@ def _intercepted(module: Segmented, pairs: list[tuple[Tensor, Tensor]]) -> tuple
     return drive.tape, reached[0] if reached else [None] * len(drive.tape.output_slots)
 
 
-def _engine(inputs: Sequence[Any]) -> Engine:
+def _engine_of(inputs: Sequence[Any]) -> Engine:
     devices = [i.device for i in inputs if isinstance(i, Tensor)]
     return engine_for(next((d for d in devices if d.type == "cuda"), torch.device("cpu")))

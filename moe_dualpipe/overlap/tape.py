@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
-from .segment import Arriving, Comm, Compute, Segments, Tensors, resolve
+from .segment import Comm, CommResult, Compute, Segments, Tensors, wait_for_inputs
 
 
 class Slot:
@@ -61,7 +61,7 @@ class _Cut(torch.autograd.Function):
         return None, None, None
 
 
-class _Entry:
+class _TapeEntry:
     """One segment on the tape: the segment that goes `back`, the roots of a Compute's graph, and the slots of inputs
     and outputs. `used` are the entries whose outputs it uses; `users` counts those that use its own and have not handed
     back their gradients. Inputs and functions are not here: they hold activations.
@@ -70,7 +70,7 @@ class _Entry:
     __slots__ = ("back", "input_slots", "roots", "slots", "used", "users")
 
     def __init__(self, segment: Compute | Comm | None = None, inputs: Sequence[Any] = ()):
-        self.back = segment.bare(segment.back if isinstance(segment, Comm) else _run) if segment else None
+        self.back = segment.with_fn(segment.back if isinstance(segment, Comm) else _run) if segment else None
         self.input_slots = [_slot_of(t) for t in inputs]
         self.used = {slot.entry for slot in self.input_slots if slot is not None}
         self.users = 0
@@ -87,9 +87,9 @@ class Tape:
     def __init__(self, inputs: Sequence[Any]):
         self.inputs = tuple(inputs)
         self.recording = torch.is_grad_enabled()
-        self.entries = [_Entry()]  # the first stands for the inputs
-        self.unwalked: set[int] = set()
-        self.travelling: dict[object, Arriving] = {}
+        self.entries = [_TapeEntry()]  # the first stands for the inputs
+        self.remaining: set[int] = set()
+        self.in_flight: dict[object, CommResult] = {}
         self.anchor = torch.empty(0, requires_grad=True)  # makes autograd see a node whose inputs need no gradient
         self.output_slots: list[Slot | None] = []
 
@@ -97,34 +97,37 @@ class Tape:
 
     def forward(self, segments: Callable[..., Segments]) -> Segments:
         """Drive the chunk's generator; returns its outputs as a tuple, and whether it was a single tensor."""
-        chunk, answer = segments(*(self._cut(0, i) if self.recording and _needy(i) else i for i in self.inputs)), None
+        chunk, answer = (
+            segments(*(self._cut(0, i) if self.recording and _needs_grad(i) else i for i in self.inputs)),
+            None,
+        )
         while True:
             try:
                 segment = chunk.send(answer)
             except StopIteration as stop:
                 single = not isinstance(stop.value, tuple | list)
-                outputs = resolve((stop.value,) if single else tuple(stop.value))
+                outputs = wait_for_inputs((stop.value,) if single else tuple(stop.value))
                 if any(isinstance(output, tuple | list | dict) for output in outputs):
                     kind = type(stop.value).__name__
                     raise TypeError(f"segments() must return a tensor or a flat tuple: got {kind}") from None
-                for unused in list(self.travelling.values()):
+                for unused in list(self.in_flight.values()):
                     unused.wait()
-                end = self._enter(_Entry(None, outputs)) if self.recording else 0
+                end = self._append(_TapeEntry(None, outputs)) if self.recording else 0
                 self.output_slots = self.entries[end].input_slots
                 return outputs, single
             match segment:
                 case Compute():
-                    answer = yield segment.bare(partial(self._compute, segment))
+                    answer = yield segment.with_fn(partial(self._compute, segment))
                 case Comm():
                     answer = yield from self._comm(segment)
                 case _:
                     answer = yield segment
 
     def _compute(self, segment: Compute) -> Any:
-        inputs = resolve(segment.inputs)
+        inputs = wait_for_inputs(segment.inputs)
         if not self.recording:
             return segment.fn(*inputs)
-        index = self._enter(_Entry(segment, inputs))
+        index = self._append(_TapeEntry(segment, inputs))
         fn = partial(checkpoint, segment.fn, use_reentrant=False) if segment.recompute else segment.fn
         outputs = fn(*inputs)
         handed = []
@@ -136,26 +139,26 @@ class Tape:
         return handed[0] if isinstance(outputs, Tensor) else tuple(handed)
 
     def _comm(self, segment: Comm) -> Segments:
-        inputs = resolve(segment.inputs)
+        inputs = wait_for_inputs(segment.inputs)
         # One whose inputs need no gradient has no way back.
-        index = self._enter(_Entry(segment, inputs)) if self.recording and any(map(_needy, inputs)) else 0
-        arriving: Arriving = yield segment.bare(partial(segment.fn, *(t.detach() for t in inputs)))
+        index = self._append(_TapeEntry(segment, inputs)) if self.recording and any(map(_needs_grad, inputs)) else 0
+        arriving: CommResult = yield segment.with_fn(partial(segment.fn, *(t.detach() for t in inputs)))
         del segment, inputs
         key = object()
-        self.travelling[key] = there = Arriving(lambda: self._arrived(index, arriving.wait(), key))
+        self.in_flight[key] = there = CommResult(lambda: self._arrived(index, arriving.wait(), key))
         return there
 
     def _arrived(self, index: int, tensors: tuple[Tensor | None, ...], key: object) -> Tensors:
         """What came for a Comm needs gradients if an input of it does."""
-        del self.travelling[key]
+        del self.in_flight[key]
         here = [t for t in tensors if t is not None]
         return tuple(self._cut(index, t) if index and (t.is_floating_point() or t.is_complex()) else t for t in here)
 
-    def _enter(self, entry: _Entry) -> int:
+    def _append(self, entry: _TapeEntry) -> int:
         for used in entry.used:
             self.entries[used].users += 1
         self.entries.append(entry)
-        self.unwalked.add(len(self.entries) - 1)
+        self.remaining.add(len(self.entries) - 1)
         return len(self.entries) - 1
 
     def _cut(self, index: int, output: Tensor) -> Tensor:
@@ -167,43 +170,43 @@ class Tape:
 
     def backward(self, output_grads: Sequence[Tensor | None]) -> Segments:
         """Walk back from the gradients of the outputs; returns those of the inputs that need one, in order."""
-        if not self.unwalked:
+        if not self.remaining:
             raise RuntimeError("the backward of this chunk has run already; what it needed is gone")
-        self._leave(max(self.unwalked), output_grads)
-        travelling: deque[tuple[int, Arriving]] = deque()
-        while self.unwalked or travelling:
-            free = [i for i in self.unwalked if not self.entries[i].users]
+        self._release(max(self.remaining), output_grads)
+        in_flight: deque[tuple[int, CommResult]] = deque()
+        while self.remaining or in_flight:
+            free = [i for i in self.remaining if not self.entries[i].users]
             if not free:
-                index, arriving = travelling.popleft()
+                index, arriving = in_flight.popleft()
                 grads, expected = arriving.wait(), len(self.entries[index].input_slots)
                 if len(grads) < expected:
                     raise ValueError(f"a transfer back returned {len(grads)} gradients for {expected} inputs")
-                self._leave(index, grads)
+                self._release(index, grads)
                 continue
             index = max(free)
             entry = self.entries[index]
             if isinstance(entry.back, Comm):
-                self.unwalked.remove(index)
+                self.remaining.remove(index)
                 entry.back.fn = partial(entry.back.fn, *(slot.close(dense=True) for slot in entry.slots))
-                travelling.append((index, (yield entry.back)))
+                in_flight.append((index, (yield entry.back)))
                 continue
             pairs = [(root, slot.close()) for root, slot in zip(entry.roots, entry.slots, strict=True)]
             pairs = [(root, grad) for root, grad in pairs if grad is not None]
             if entry.back is not None and pairs:
                 entry.back.fn = partial(_run, pairs)
                 yield entry.back
-            self._leave(index)
+            self._release(index)
         return tuple(slot.close() for slot in self.entries[0].slots)
 
-    def _leave(self, index: int, input_grads: Sequence[Tensor | None] = ()) -> None:
+    def _release(self, index: int, input_grads: Sequence[Tensor | None] = ()) -> None:
         """The entry has handed back all its gradients: let go of it."""
-        entry, self.entries[index] = self.entries[index], _Entry()
+        entry, self.entries[index] = self.entries[index], _TapeEntry()
         for slot, grad in zip(entry.input_slots, input_grads, strict=False):
             if slot is not None:
                 slot.add(grad)
         for used in entry.used:
             self.entries[used].users -= 1
-        self.unwalked.discard(index)
+        self.remaining.discard(index)
 
 
 def _run(pairs: list[tuple[GradientEdge, Tensor]]) -> None:
@@ -212,13 +215,13 @@ def _run(pairs: list[tuple[GradientEdge, Tensor]]) -> None:
     torch.autograd.backward(roots, grads)
 
 
-def _needy(value: Any) -> bool:
+def _needs_grad(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
 def _slot_of(value: Any) -> Slot | None:
     """The slot behind a segment's input; None if it needs no gradient."""
-    if not _needy(value):
+    if not _needs_grad(value):
         return None
     if not isinstance(slot := getattr(value.grad_fn, "slot", None), Slot):
         raise TypeError(

@@ -14,7 +14,7 @@ import torch
 from ..expert_parallel import Loopback
 from ..expert_parallel.parameters import expert_ids, global_tensors
 from ..models import ModelConfig, StageSpec, TransformerStage, split
-from ..runtime.zero import loads
+from ..runtime.zero import elements_per_owner
 from ..schedule import Schedule
 from ..schedule.actions import Forward, Part, halves
 from .activations import MicroBatch, kept_for_backward, kept_for_weights
@@ -135,5 +135,5 @@ def _largest_share(
     In the groups of runtime/groups.py: the dense parameters are all replicas', the experts are those of every
     ep-th data-parallel rank.
     """
-    of_dense, of_experts = loads(dense, holders * dp), loads(experts, holders * dp // ep)
+    of_dense, of_experts = elements_per_owner(dense, holders * dp), elements_per_owner(experts, holders * dp // ep)
     return max(of_dense[place * dp + d] + of_experts[(place * dp + d) // ep] for d in range(dp))

@@ -2,6 +2,6 @@
 
 from .executor import Executor, StepResult
 from .p2p import P2P, TensorSpec
-from .stage import Criterion, Stage, run_backward
+from .stage import Criterion, Stage, accumulate_gradients
 
-__all__ = ["P2P", "Criterion", "Executor", "Stage", "StepResult", "TensorSpec", "run_backward"]
+__all__ = ["P2P", "Criterion", "Executor", "Stage", "StepResult", "TensorSpec", "accumulate_gradients"]

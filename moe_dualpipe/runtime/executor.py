@@ -212,11 +212,11 @@ class _Run:
             case Forward(stage, micro_batch):
                 self.forward(self.stages[stage], micro_batch)
             case Backward(stage, micro_batch, Part.WEIGHT):
-                self.stages[stage].weight(micro_batch)
+                self.stages[stage].backward_weights(micro_batch)
             case Backward(stage, micro_batch, part):
-                grads = self.take(Flow.GRADIENT, stage, micro_batch) if stage < self.last else ()
+                grads = self.receive(Flow.GRADIENT, stage, micro_batch) if stage < self.last else ()
                 input_grads = self.stages[stage].backward(micro_batch, grads, split=part is Part.INPUT)
-                self.hand_back(stage, micro_batch, input_grads)
+                self.send_gradient(stage, micro_batch, input_grads)
             case Overlap(forward, backward) if action in self.overlapped:
                 first, second = self.stages[forward.stage], self.stages[backward.stage]
                 self.overlap(first, forward.micro_batch, second, backward.micro_batch)
@@ -225,21 +225,21 @@ class _Run:
                 self.compute(backward)
 
     def forward(self, stage: Stage, micro_batch: int) -> None:
-        inputs = self.take(Flow.ACTIVATION, stage.index, micro_batch)
+        inputs = self.receive(Flow.ACTIVATION, stage.index, micro_batch)
         criterion, labels = self.objective(stage, micro_batch)
-        self.hand_on(stage.index, micro_batch, *stage.forward(micro_batch, inputs, criterion, labels))
+        self.send_activation(stage.index, micro_batch, *stage.forward(micro_batch, inputs, criterion, labels))
 
     def overlap(self, first: Stage, micro_batch0: int, second: Stage, micro_batch1: int) -> None:
         """One forward and one backward in the hands of the module's own `overlapped_forward_backward`."""
-        inputs0 = self.take(Flow.ACTIVATION, first.index, micro_batch0)
+        inputs0 = self.receive(Flow.ACTIVATION, first.index, micro_batch0)
         criterion0, labels0 = self.objective(first, micro_batch0)
         chunk1 = second.chunks[micro_batch1]
-        grads1 = self.take(Flow.GRADIENT, second.index, micro_batch1) if second.index < self.last else ()
+        grads1 = self.receive(Flow.GRADIENT, second.index, micro_batch1) if second.index < self.last else ()
         pairs = [(o, g) for o, g in zip(chunk1.outputs, grads1, strict=True) if o.requires_grad]
 
         def hand_back() -> None:
             if micro_batch1 in second.chunks:
-                self.hand_back(second.index, micro_batch1, second.finish(micro_batch1))
+                self.send_gradient(second.index, micro_batch1, second.finish_backward(micro_batch1))
                 send = Send(second.index, micro_batch1, Flow.GRADIENT)
                 if (send.stage, send.micro_batch, send.flow) in self.leaving:
                     self.sent_early[send] = self.send(send)
@@ -259,8 +259,8 @@ class _Run:
             [grad for _, grad in pairs],
         )
         outputs0 = as_tuple(outputs0)
-        first.keep(micro_batch0, inputs0, outputs0, loss0)
-        self.hand_on(first.index, micro_batch0, outputs0, loss0)
+        first.save_for_backward(micro_batch0, inputs0, outputs0, loss0)
+        self.send_activation(first.index, micro_batch0, outputs0, loss0)
         hand_back()
 
     def objective(self, stage: Stage, micro_batch: int) -> tuple[Criterion | None, Tensors]:
@@ -270,7 +270,7 @@ class _Run:
 
     # ---- What goes in and out ----
 
-    def take(self, flow: Flow, stage: int, micro_batch: int) -> Tensors:
+    def receive(self, flow: Flow, stage: int, micro_batch: int) -> Tensors:
         """The inputs (ACTIVATION) or output gradients (GRADIENT) of a stage; waits until they are there."""
         tensors = self.arriving[flow].pop((stage, micro_batch)).wait()
         if flow is Flow.ACTIVATION and stage > 0 and torch.is_grad_enabled():
@@ -278,7 +278,7 @@ class _Run:
                 tensor.requires_grad_(tensor.is_floating_point())
         return tensors
 
-    def hand_on(self, stage: int, micro_batch: int, outputs: Tensors, loss: Tensor | None) -> None:
+    def send_activation(self, stage: int, micro_batch: int, outputs: Tensors, loss: Tensor | None) -> None:
         """After a forward: pass the outputs to the next stage, or keep the loss and outputs of the last."""
         if stage < self.last:
             self._pass_on(stage, micro_batch, Flow.ACTIVATION, outputs)
@@ -288,7 +288,7 @@ class _Run:
         if self.return_outputs:
             self.result.outputs[micro_batch] = tuple(_detached(output) for output in outputs)
 
-    def hand_back(self, stage: int, micro_batch: int, input_grads: Tensors) -> None:
+    def send_gradient(self, stage: int, micro_batch: int, input_grads: Tensors) -> None:
         """After a backward: pass the input gradients to the previous stage."""
         if stage > 0:
             self._pass_on(stage, micro_batch, Flow.GRADIENT, input_grads)

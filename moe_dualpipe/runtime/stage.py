@@ -24,7 +24,7 @@ def as_tuple(outputs: Tensor | Sequence[Tensor]) -> Tensors:
     return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
 
 
-def run_backward(roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor]) -> None:
+def accumulate_gradients(roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor]) -> None:
     """Accumulate gradients from `roots`; like `torch.autograd.backward`, but inputs that no root reaches are fine."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.run_backward(
@@ -63,10 +63,10 @@ class Stage:
         """Return the module's outputs and, given a criterion (on the last stage), the loss of this micro-batch."""
         outputs = as_tuple(self.module(*inputs))
         loss = criterion(*outputs, *labels) if criterion is not None else None
-        self.keep(micro_batch, inputs, outputs, loss)
+        self.save_for_backward(micro_batch, inputs, outputs, loss)
         return outputs, loss
 
-    def keep(self, micro_batch: int, inputs: Tensors, outputs: Tensors, loss: Tensor | None) -> None:
+    def save_for_backward(self, micro_batch: int, inputs: Tensors, outputs: Tensors, loss: Tensor | None) -> None:
         """Remember what the backward of `micro_batch` needs: nothing when there will be none."""
         if not torch.is_grad_enabled():
             return
@@ -75,13 +75,13 @@ class Stage:
         self.chunks[micro_batch] = Chunk(inputs, roots, outputs if micro_batch in self.overlapped else (), loss)
 
     def backward(self, micro_batch: int, output_grads: Tensors, split: bool) -> Tensors:
-        """Run backward and return the gradients of the inputs. `split` leaves the weights' gradients to `weight`."""
+        """Run backward and return the gradients of the inputs. `split` leaves the weights' gradients to `backward_weights`."""
         if split:
             with self.weight_grads.defer_to((self.index, micro_batch)):
                 self._backward(self.chunks[micro_batch], output_grads)
         else:
             self._backward(self.chunks[micro_batch], output_grads)
-        return self.finish(micro_batch)
+        return self.finish_backward(micro_batch)
 
     def _backward(self, chunk: Chunk, output_grads: Tensors) -> None:
         if chunk.loss is not None:
@@ -89,9 +89,9 @@ class Stage:
             return
         pairs = [(root, grad) for root, grad in zip(chunk.roots, output_grads, strict=True) if root is not None]
         if pairs:
-            run_backward([root for root, _ in pairs], [grad for _, grad in pairs])
+            accumulate_gradients([root for root, _ in pairs], [grad for _, grad in pairs])
 
-    def finish(self, micro_batch: int) -> Tensors:
+    def finish_backward(self, micro_batch: int) -> Tensors:
         """Let go of the graph; return the input gradients (none on the first stage), zero where an input is unused."""
         chunk = self.chunks.pop(micro_batch)
         if self.index == 0:
@@ -102,6 +102,6 @@ class Stage:
             if tensor.is_floating_point()
         )
 
-    def weight(self, micro_batch: int) -> None:
+    def backward_weights(self, micro_batch: int) -> None:
         """The weight gradients that a split backward left."""
-        self.weight_grads.run((self.index, micro_batch))
+        self.weight_grads.run_deferred((self.index, micro_batch))

@@ -1,8 +1,8 @@
 """ZeRO-1 (arXiv 1910.02054): each replica keeps the optimizer state of its share of the weights, and updates only that.
 
-A piece is a tensor as a checkpoint names it: a dense parameter, or one expert of a stack. Whole pieces go to owners,
+A owned is a tensor as a checkpoint names it: a dense parameter, or one expert of a stack. Whole pieces go to owners,
 so that every update, and every file of a checkpoint, is the same whoever owns what; the price is that one very large
-piece, such as an embedding, cannot be divided.
+owned, such as an embedding, cannot be divided.
 
 torch's ZeroRedundancyOptimizer divides the state of the tensors that it sends; the fp32 master weights of a bf16 model
 would remain whole on every rank. It also divides stacked experts only as a whole, and gathers state to save it.
@@ -20,7 +20,7 @@ from .replicas import ReplicaSet, buckets
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class OwnedTensor:
     """`weight` is a view of the model's parameter called `parameter`; `owner`, a rank of the group, updates it."""
 
     parameter: str
@@ -38,23 +38,23 @@ class Shards:
             for parameter, tensor in replicas.parameters.items()
             for name, view in global_tensors(parameter, tensor.detach(), replicas.local_experts)
         }
-        owners = assign(
+        owners = assign_owners(
             {name: view.numel() for name, (_, view) in weights.items()}, self.group.size() if self.group else 1
         )
         self.rank = dist.get_rank(self.group) if self.group else 0
-        self.pieces = {name: Piece(parameter, view, owners[name]) for name, (parameter, view) in weights.items()}
+        self.tensors = {name: OwnedTensor(parameter, view, owners[name]) for name, (parameter, view) in weights.items()}
 
     @property
-    def owned(self) -> dict[str, Piece]:
-        return {name: piece for name, piece in self.pieces.items() if piece.owner == self.rank}
+    def owned(self) -> dict[str, OwnedTensor]:
+        return {name: owned for name, owned in self.tensors.items() if owned.owner == self.rank}
 
     @torch.no_grad()
-    def spread(self) -> None:
+    def broadcast_weights(self) -> None:
         """Give every replica the weights that their owners updated. Collective."""
         if self.group is None:
             return
         for owner in range(self.group.size()):
-            weights = [piece.weight for piece in self.pieces.values() if piece.owner == owner]
+            weights = [owned.weight for owned in self.tensors.values() if owned.owner == owner]
             for bucket in buckets(weights):
                 flat = torch.cat([weight.flatten() for weight in bucket])
                 dist.broadcast(flat, group=self.group, group_src=owner)
@@ -63,10 +63,10 @@ class Shards:
                         weight.copy_(new.view_as(weight))
 
 
-def assign(sizes: Mapping[str, int], num_owners: int) -> dict[str, int]:
+def assign_owners(sizes: Mapping[str, int], num_owners: int) -> dict[str, int]:
     """An owner for every name, the same on all ranks: the largest first, each to whoever has least so far.
 
-    So nobody has more than another by more than one piece. Example: {"a": 5, "b": 3, "c": 3} over two owners ->
+    So nobody has more than another by more than one owned. Example: {"a": 5, "b": 3, "c": 3} over two owners ->
     {"a": 0, "b": 1, "c": 1}.
     """
     loads, owners = [0] * num_owners, {}
@@ -76,9 +76,9 @@ def assign(sizes: Mapping[str, int], num_owners: int) -> dict[str, int]:
     return owners
 
 
-def loads(sizes: Mapping[str, int], num_owners: int) -> list[int]:
+def elements_per_owner(sizes: Mapping[str, int], num_owners: int) -> list[int]:
     """How much each owner has then. Example: {"a": 5, "b": 3, "c": 3} over two owners -> [5, 6]."""
     totals = [0] * num_owners
-    for name, owner in assign(sizes, num_owners).items():
+    for name, owner in assign_owners(sizes, num_owners).items():
         totals[owner] += sizes[name]
     return totals

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..checkpoint import read_tensor_metadata
 from ..expert_parallel.parameters import global_tensors
 from ..runtime.replicas import ReplicaSet
-from ..runtime.zero import Piece, Shards
+from ..runtime.zero import OwnedTensor, Shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,14 +173,14 @@ class Optimizer:
             if piece.weight.dtype != self.master[name].dtype:
                 piece.weight.copy_(self.master[name])
         for shards in self.shards:
-            shards.spread()
+            shards.broadcast_weights()
 
 
 def _is_hidden_matrix(name: str, weight: Tensor) -> bool:
     return weight.ndim == 2 and ALWAYS_ADAMW.isdisjoint(name.split("."))
 
 
-def _matrices(piece: Piece, stacked: Mapping[str, Sequence[int]]) -> list[slice]:
+def _matrices(piece: OwnedTensor, stacked: Mapping[str, Sequence[int]]) -> list[slice]:
     rows = stacked.get(piece.parameter, [len(piece.weight)])
     if sum(rows) != len(piece.weight):
         raise ValueError(f"{piece.parameter} has {len(piece.weight)} rows: `stacked` cannot divide them into {[*rows]}")

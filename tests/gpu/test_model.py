@@ -66,7 +66,7 @@ def test_an_overlapped_pair_equals_one_after_the_other_to_the_last_bit():
             loss1.backward()
         with weight_grads.defer_to("later"):
             loss0.backward()
-        weight_grads.run("later")
+        weight_grads.run_deferred("later")
         results.append((loss0.detach(), loss1.detach(), gradients(module)))
     (a0, a1, expected), (b0, b1, ours) = results
     assert torch.equal(a0, b0)

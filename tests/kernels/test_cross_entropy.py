@@ -103,7 +103,7 @@ def test_the_deferred_weight_gradient_has_the_same_bits_later(dtype):
         loss.backward()
     assert torch.equal(x.grad, at_once_x)
     assert w.grad is None
-    weight_grads.run("later")
+    weight_grads.run_deferred("later")
     assert w.grad.dtype == at_once_w.dtype == wide  # type: ignore[union-attr]
     assert torch.equal(w.grad, at_once_w)
 
@@ -113,16 +113,16 @@ def test_deferral_is_left_alone_where_nobody_wants_the_weight_gradient_or_only_t
     x, w, labels = problem(7)
     with weight_grads.defer_to(0):
         linear_cross_entropy(x, w.detach(), labels, weight_grads=weight_grads).backward()
-    assert not weight_grads.owes(0)
+    assert not weight_grads.has_deferred(0)
     with weight_grads.defer_to(1):
         linear_cross_entropy(x.detach(), w, labels, weight_grads=weight_grads).backward()
     assert w.grad is None
-    weight_grads.run(1)
+    weight_grads.run_deferred(1)
     torch.testing.assert_close(w.grad, torch.autograd.grad(plain(x, w, labels), w)[0])
     computed = 2 * w
     with weight_grads.defer_to(2):
         linear_cross_entropy(x, computed, labels, weight_grads=weight_grads).backward()
-    assert not weight_grads.owes(2)
+    assert not weight_grads.has_deferred(2)
 
 
 def test_the_sum_over_chunks_is_in_fp32():
@@ -142,7 +142,7 @@ def test_checkpointing_and_autocast():
         checkpoint(
             lambda x: linear_cross_entropy(x.tanh(), w, labels, weight_grads=weight_grads), x, use_reentrant=False
         ).backward()  # type: ignore[union-attr]
-    weight_grads.run(0)
+    weight_grads.run_deferred(0)
     torch.testing.assert_close(w.grad, torch.autograd.grad(plain(x.tanh(), w, labels), w)[0])
     with torch.autocast("cpu", torch.bfloat16):
         loss = linear_cross_entropy(x.bfloat16(), w, labels)
@@ -168,7 +168,7 @@ def test_nothing_is_larger_than_the_logits_of_one_chunk(dtype):
     with OperationStats() as inputs, weight_grads.defer_to(0):
         loss.backward()
     with OperationStats() as weights:
-        weight_grads.run(0)
+        weight_grads.run_deferred(0)
     for seen in (forward, backward, inputs, weights):
         assert seen.max_numel == chunk * V
     with OperationStats() as seen:
@@ -192,7 +192,7 @@ def test_the_number_of_products_is_the_documented_one():
     with weight_grads.defer_to(0):
         assert products_of_a_backward(linear_cross_entropy(x, w, labels, weight_grads=weight_grads)) == 2
     with OperationStats() as later:
-        weight_grads.run(0)
+        weight_grads.run_deferred(0)
     assert later.num_matmuls == 2
     assert products_of_a_backward(linear_cross_entropy(x.detach(), w, labels)) == 2
     assert products_of_a_backward(linear_cross_entropy(x, w.detach(), labels)) == 2

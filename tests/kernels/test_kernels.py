@@ -68,13 +68,13 @@ def test_deferred_gradients_wait_for_their_key_and_come_in_any_order_of_keys():
             y.sum().backward()
     assert w.grad is None
     assert len(weight_grads) == 2
-    weight_grads.run("b")
+    weight_grads.run_deferred("b")
     torch.testing.assert_close(w.grad, expected)
-    weight_grads.run("a")
+    weight_grads.run_deferred("a")
     torch.testing.assert_close(w.grad, 2 * expected)
     assert len(weight_grads) == 0
     with pytest.raises(KeyError):
-        weight_grads.run("a")
+        weight_grads.run_deferred("a")
 
 
 def test_deferral_refuses_to_nest_and_forgets_after_clear():
@@ -104,7 +104,7 @@ def test_a_weight_that_somebody_watches_or_computes_is_not_deferred():
     torch.testing.assert_close(seen[0], expected)
     torch.testing.assert_close(hooked.grad, 2 * expected)
     torch.testing.assert_close(plain.grad, 3 * expected)
-    weight_grads.run(0)
+    weight_grads.run_deferred(0)
     torch.testing.assert_close(plain.grad, 3 * expected)
 
 
@@ -122,7 +122,7 @@ def test_deferred_gradients_survive_activation_checkpointing():
 
         with weight_grads.defer_to(0):
             checkpoint(block, x, use_reentrant=False).sum().backward()
-        weight_grads.run(0)
+        weight_grads.run_deferred(0)
         torch.testing.assert_close(weight.grad, expected)
 
 
@@ -135,7 +135,7 @@ def test_autocast_computes_in_its_dtype_and_returns_gradients_in_the_weights(gro
     assert y.dtype == torch.bfloat16
     with weight_grads.defer_to(0):
         y.float().sum().backward()
-    weight_grads.run(0)
+    weight_grads.run_deferred(0)
     assert w.grad.dtype == x.grad.dtype == torch.float32
     rows = x.detach()[:3] if grouped else x.detach()
     torch.testing.assert_close(w.grad[0], rows.sum(0).expand(4, 8), rtol=2e-2, atol=2e-2)
@@ -185,7 +185,7 @@ def test_grouped_linear_equals_a_loop(counts, deferred, widths, dtype):
         with weight_grads.defer_to(0):
             y.backward(direction)
         assert w.grad is None
-        weight_grads.run(0)
+        weight_grads.run_deferred(0)
     else:
         y.backward(direction)
     torch.testing.assert_close(x.grad, expected_x)
@@ -327,5 +327,5 @@ def test_deferred_gradients_carry_no_graph():
     weight_grads, w = WeightGrads(), leaf(4, 5)
     with weight_grads.defer_to(0):
         linear(leaf(3, 5) * 2, w, weight_grads).sum().backward()
-    weight_grads.run(0)
+    weight_grads.run_deferred(0)
     assert w.grad.grad_fn is None

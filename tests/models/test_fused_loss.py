@@ -70,7 +70,7 @@ def test_the_heads_weight_gradient_can_be_put_off():
         model.loss(model(x), y).backward()
     assert model.head.weight.grad is None
     assert model.norm.weight.grad is not None
-    weight_grads.run("later")
+    weight_grads.run_deferred("later")
     for name, grad in trained(torch.float32, True)[1].items():
         assert torch.equal(model.get_parameter(name).grad, grad), name
 

@@ -219,7 +219,7 @@ def test_deferred_weight_gradients_equal_immediate_ones(recompute):
         next_token_loss(model(tokens(1)), tokens(2)).backward()
     for name, parameter in model.get_submodule("layers.1.attention").named_parameters():
         assert (parameter.grad is None) == ("norm" not in name), name
-    weight_grads.run("later")
+    weight_grads.run_deferred("later")
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.grad, expected[name]), name
 

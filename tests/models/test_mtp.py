@@ -156,7 +156,7 @@ def test_overlapped_sequential_recomputed_and_put_off_are_the_same_to_the_bit(fu
             if put_off:
                 with weight_grads.defer_to(seed):
                     step(model, batch(seed))
-                weight_grads.run(seed)
+                weight_grads.run_deferred(seed)
             else:
                 step(model, batch(seed))
         return model
@@ -192,7 +192,7 @@ def test_weight_gradients_are_put_off_and_the_head_counts_all_its_uses_once():
         "hidden_norm", "token_norm", "norm", "block.attention_norm", "block.mlp_norm"
     )}  # fmt: skip
     assert model.head.weight.grad is None
-    assert len([1 for parameter, *_ in weight_grads._owed["later"] if parameter is model.head.weight]) == 3
+    assert len([1 for parameter, *_ in weight_grads._deferred["later"] if parameter is model.head.weight]) == 3
 
 
 # ---- Sharing ----

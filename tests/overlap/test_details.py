@@ -184,7 +184,7 @@ def test_clear_forgets_what_was_computed_early():
             layer(torch.randn(2, 3)).sum().backward()
     grads.clear()
     with pytest.raises(KeyError):
-        grads.run(0)
+        grads.run_deferred(0)
 
 
 def test_a_key_is_used_once():

@@ -6,7 +6,7 @@ from torch import nn
 
 from moe_dualpipe.expert_parallel import Completed
 from moe_dualpipe.models.layers import Linear
-from moe_dualpipe.overlap import Comm, Compute, Engine, Prepare, Segmented, WeightGrads, bind, in_layer
+from moe_dualpipe.overlap import Comm, Compute, Engine, PrepareComm, Segmented, WeightGrads, bind, in_layer
 
 
 def doubled(x):
@@ -198,7 +198,7 @@ FAILURES = {
     "during move(B) of layer 7": lambda x: iter_of(Comm("move", doubled, boom, x)),
     "during wait for move(F) of layer 7": lambda x: iter_of(Comm("move", lambda _: Waits(), doubled, x)),
     "during wait for move(B) of layer 7": lambda x: iter_of(Comm("move", doubled, lambda _: Waits(), x)),
-    "during prepare plan(F) of layer 7": lambda x: iter_of(Prepare("plan", boom, x)),
+    "during prepare plan(F) of layer 7": lambda x: iter_of(PrepareComm("plan", boom, x)),
 }
 
 
@@ -253,7 +253,7 @@ def test_tied_weights_are_counted_once():
     with grads.defer_to("later"):
         loss.backward()
     assert not torch.allclose(model.head.weight.grad, plain)  # a part is owed
-    grads.run("later")
+    grads.run_deferred("later")
     torch.testing.assert_close(model.head.weight.grad, plain)
 
 
@@ -268,11 +268,11 @@ def test_deferral_is_bounded():
         assert len(grads) <= 2
     assert ran == [0, 1]
     for key in range(4):
-        grads.run(key)  # those that were computed early are not computed again
+        grads.run_deferred(key)  # those that were computed early are not computed again
     assert ran == [0, 1, 2, 3]
     assert len(grads) == 0
     with pytest.raises(KeyError):
-        grads.run(0)
+        grads.run_deferred(0)
     with pytest.raises(ValueError, match="max_deferred must be at least 1, or None for no bound: got 0"):
         WeightGrads(max_deferred=0)
 

@@ -85,7 +85,7 @@ def test_the_split_backward_is_used_and_changes_nothing():
         "attention.qkv.weight", "attention.out.weight", "mlp.router.logits.weight", "mlp.experts.gate_up",
         "mlp.experts.down", "mlp.shared.gate_up.weight", "mlp.shared.down.weight",
     }  # fmt: skip
-    weight_grads.run("later")
+    weight_grads.run_deferred("later")
     plain = build_model(CONFIG, seed=SEED)
     next_token_loss(plain(x), y).backward()
     for (key, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
@@ -103,7 +103,7 @@ def test_bf16_model_accumulates_gradients_in_fp32():
     for i in range(3):
         with executor.weight_grads.defer_to(i):
             next_token_loss(model(x), y).backward()
-        executor.weight_grads.run(i)
+        executor.weight_grads.run_deferred(i)
         if i == 0:
             singles = {n: p.grad.clone() for n, p in model.named_parameters()}
     for key, p in model.named_parameters():

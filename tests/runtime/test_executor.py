@@ -297,7 +297,7 @@ def test_a_failed_step_owes_nothing_to_the_next(monkeypatch):
     schedule, inputs = build("dualpipev", 1, 2), {m: (torch.ones(2, WIDTH),) for m in range(2)}
     labels = dict.fromkeys(inputs, ())
     with monkeypatch.context() as patch, pytest.raises(KeyError):
-        patch.setattr(executor.weight_grads, "run", {}.__getitem__)
+        patch.setattr(executor.weight_grads, "run_deferred", {}.__getitem__)
         executor.step(schedule, inputs, labels, torch.sum)
     assert len(executor.weight_grads) == 0
     result = executor.step(schedule, inputs, labels, torch.sum, return_outputs=True)

@@ -14,7 +14,7 @@ from moe_dualpipe.models import build_model, stacked_matrices
 from moe_dualpipe.runtime.groups import Groups
 from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.runtime.replicas import ReplicaSet, replica_sets
-from moe_dualpipe.runtime.zero import assign
+from moe_dualpipe.runtime.zero import assign_owners
 from moe_dualpipe.training.config import OptimizerConfig, TrainConfig, parse
 from moe_dualpipe.training.learning_rate import learning_rate
 from moe_dualpipe.training.optimizer import Optimizer
@@ -228,13 +228,13 @@ def test_rows_that_do_not_fit_are_told():
 
 
 def test_assign_docstring_example_and_its_balance():
-    assert assign({"a": 5, "b": 3, "c": 3}, 2) == {"a": 0, "b": 1, "c": 1}
-    assert assign({"only": 7}, 3) == {"only": 0}
+    assert assign_owners({"a": 5, "b": 3, "c": 3}, 2) == {"a": 0, "b": 1, "c": 1}
+    assert assign_owners({"only": 7}, 3) == {"only": 0}
     draw = random.Random(0)
     for owners, count in itertools.product((1, 2, 3, 8), (1, 5, 40)):
         sizes = {f"p{i}": draw.choice((1, 7, 128, 5000, 5001)) for i in range(count)}
-        chosen = assign(sizes, owners)
-        assert chosen == assign(dict(reversed(sizes.items())), owners)
+        chosen = assign_owners(sizes, owners)
+        assert chosen == assign_owners(dict(reversed(sizes.items())), owners)
         loads = [sum(sizes[name] for name in sizes if chosen[name] == owner) for owner in range(owners)]
         assert max(loads) - min(loads) <= max(sizes.values())
         mean = sum(sizes.values()) / owners  # Graham's bound for the largest first (1969)
