@@ -68,7 +68,7 @@ class Compute(_Segment):
 class Comm(_Segment):
     """Start a transfer, `fn(*inputs) -> Transfer`; the generator goes on at once, with an `CommResult`.
 
-    `back(*output_grads) -> Transfer` starts the transfer of the gradients back to the inputs. Both work without autograd.
+    `back(*output_grads) -> Transfer` starts the transfer of the gradients back to the inputs. Both are autograd-free.
     `weights_first`: on a device that is queued for, weight gradients are queued before this is started.
     """
 

@@ -75,7 +75,7 @@ class Stage:
         self.chunks[micro_batch] = Chunk(inputs, roots, outputs if micro_batch in self.overlapped else (), loss)
 
     def backward(self, micro_batch: int, output_grads: Tensors, split: bool) -> Tensors:
-        """Run backward and return the gradients of the inputs. `split` leaves the weights' gradients to `backward_weights`."""
+        """Run backward and return the input gradients. `split` leaves the weight gradients to `backward_weights`."""
         if split:
             with self.weight_grads.defer_to((self.index, micro_batch)):
                 self._backward(self.chunks[micro_batch], output_grads)
