@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from .gpu.shapes import SHAPES, SMOKE, Shape
+from .gpu.shapes import SHAPES, SMOKE_SHAPES, Shape
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -38,7 +38,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def shapes_of(options: argparse.Namespace) -> tuple[Shape, ...]:
     """Raises ValueError for what is no shape."""
     if not options.shapes:
-        return SMOKE if options.smoke else SHAPES[:2]
+        return SMOKE_SHAPES if options.smoke else SHAPES[:2]
     found = []
     for text in options.shapes:
         try:
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from .gpu import tuning
 
     if options.worker:
-        tuning.compile_part(shapes[0], device, *options.worker)
+        tuning.compile_share(shapes[0], device, *options.worker)
         return 0
     for shape in shapes:
         tuning.tune_shape(shape, device, out)

@@ -24,7 +24,7 @@ from typing import Any
 
 # name -> (module, share of the whole time after which it must end)
 SECTIONS = {
-    "tests": ("tests", 0.35),
+    "tests": ("gpu_tests", 0.35),
     "experts": ("experts", 0.62),
     "permute": ("permute", 0.65),
     "routing": ("routing", 0.68),
@@ -34,7 +34,7 @@ SECTIONS = {
 PACKAGES = ("torch", "triton", "numpy", "liger-kernel", "scattermoe", "sonicmoe")
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(
         prog="benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -49,7 +49,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def check(options: argparse.Namespace) -> None:
+def validate_options(options: argparse.Namespace) -> None:
     """Raises ValueError for numbers that make no sense."""
     for name in ("minutes", "training_seconds"):
         if not 0 < getattr(options, name) < math.inf:
@@ -60,7 +60,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
+    options = parse_arguments(arguments)
     if options.smoke:  # read when a kernel's module is imported: before any of those below
         os.environ["TRITON_INTERPRET"] = "1"
         os.environ.setdefault("LIGER_FUSED_MOE_AUTOTUNE", "0")
@@ -68,13 +68,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from . import report
     from .context import Context
-    from .peers import PEERS, find
+    from .implementations import BUILT_IN, find_implementation
 
-    contestants = tuple(options.contestants or PEERS)
+    names = tuple(options.contestants or BUILT_IN)
     try:
-        check(options)
-        for name in contestants:
-            find(name)
+        validate_options(options)
+        for name in names:
+            find_implementation(name)
         if not options.smoke and not torch.cuda.is_available():
             raise ValueError("there is no GPU here: --smoke tries the suite out on a CPU")
         options.out.mkdir(parents=True, exist_ok=True)
@@ -83,24 +83,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     context = Context(
         device=torch.device("cpu" if options.smoke else "cuda"), smoke=options.smoke, out=options.out.resolve(),
-        contestants=contestants, tuning_shapes=options.tuning_shapes, training_seconds=options.training_seconds,
+        implementations=names, tuning_shapes=options.tuning_shapes, training_seconds=options.training_seconds,
         deadline=0.0,
     )  # fmt: skip
-    context.results["about"] = about(context)
+    context.results["about"] = environment(context)
     run_sections(context, options)
     (context.out / "results.md").write_text(report.markdown(context.results))
-    draw(context)
-    print(f"\n{report.short(context.results)}\n\nwritten to {context.out}")
+    draw_figures(context)
+    print(f"\n{report.terminal_summary(context.results)}\n\nwritten to {context.out}")
     return exit_code(context, options)
 
 
 def run_sections(context: Any, options: argparse.Namespace) -> None:
     """One after the other, each to its share of the time; one that fails is reported, and the next begins."""
-    from .measure import ceilings, reason
+    from .measure import error_summary, measure_ceilings
 
     start, total = time.monotonic(), 60 * options.minutes
     last = [name for name in SECTIONS if name in options.only][-1]
-    context.results["ceilings"] = ceilings(context.clock, context.smoke)
+    context.results["ceilings"] = measure_ceilings(context.clock, context.smoke)
     context.save()
     for name in SECTIONS:
         if name not in options.only:
@@ -108,10 +108,10 @@ def run_sections(context: Any, options: argparse.Namespace) -> None:
         module, share = SECTIONS[name]
         # A section that comes last, or alone, has all the time that is left.
         context.deadline = start + total * (1.0 if name == last else share)
-        print(f"\n{name}: {context.left():.0f} s", flush=True)
+        print(f"\n{name}: {context.seconds_left():.0f} s", flush=True)
         record: dict[str, Any] = {}
         context.results[name] = record
-        if context.left() < 5:
+        if context.seconds_left() < 5:
             record.update(status="skipped", reason=f"skipped, --minutes {options.minutes:g} were spent before")
             print(f"  {record['reason']}")
             continue
@@ -119,7 +119,7 @@ def run_sections(context: Any, options: argparse.Namespace) -> None:
         try:
             importlib.import_module(f".{module}", __package__).run(context, record)
         except Exception as error:
-            record.update(status="failed", reason=f"failed, {reason(error)}")
+            record.update(status="failed", reason=f"failed, {error_summary(error)}")
             print(f"  {record['reason']}", flush=True)
         record["wall_seconds"] = round(time.monotonic() - begun, 1)
         context.save()
@@ -127,7 +127,7 @@ def run_sections(context: Any, options: argparse.Namespace) -> None:
     context.save()
 
 
-def about(context: Any) -> dict[str, Any]:
+def environment(context: Any) -> dict[str, Any]:
     """What the numbers depend on besides the code."""
     import torch
 
@@ -152,7 +152,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def draw(context: Any) -> None:
+def draw_figures(context: Any) -> None:
     from . import figures
 
     try:
@@ -164,12 +164,12 @@ def draw(context: Any) -> None:
 
 def exit_code(context: Any, options: argparse.Namespace) -> int:
     """1 if the GPU tests were asked for and did not pass, a section failed, or our own operators were wrong."""
-    from .peers import OURS
-    from .tests import proved_nothing_wrong
+    from .gpu_tests import is_acceptable
+    from .implementations import OURS
 
     results = context.results
     failed = any(results[name].get("status") == "failed" for name in options.only)
-    untested = "tests" in options.only and not proved_nothing_wrong(results["tests"], context.smoke)
+    untested = "tests" in options.only and not is_acceptable(results["tests"], context.smoke)
     outcomes = [e["contestants"] for e in results.get("experts", {}).get("shapes", [])]
     wrong = any(o.get(name, {}).get("status") in ("wrong", "failed") for o in outcomes for name in OURS)
     return int(failed or untested or wrong)

@@ -24,7 +24,7 @@ class Context:
     device: torch.device
     smoke: bool
     out: Path
-    contestants: tuple[str, ...]
+    implementations: tuple[str, ...]
     tuning_shapes: int
     training_seconds: float
     deadline: float
@@ -41,15 +41,15 @@ class Context:
         return torch.float32 if self.smoke else torch.bfloat16
 
     @property
-    def turns(self) -> tuple[int, int]:
+    def rounds_and_repeats(self) -> tuple[int, int]:
         """Rounds, and repeats in a turn."""
         return (1, 1) if self.smoke else (3, 7)
 
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         """Seconds until this section's deadline."""
         return self.deadline - self.now()
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         print(text, flush=True)
 
     def save(self) -> None:

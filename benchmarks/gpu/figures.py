@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from .report import PARTS, contestants, shape_name, titled
+from .report import PHASES, implementation_names, shape_name, title_of
 
 COLOURS = ("#d1495b", "#2e4057", "#66a182", "#edae49", "#8d96a3", "#00798c", "#7d5ba6")
 
@@ -26,16 +26,16 @@ def _experts(record: dict[str, Any], path: Path) -> Path:
     from matplotlib import pyplot as plt
 
     shapes = record["shapes"]
-    names = [n for n in contestants(record) if any("both" in e["contestants"].get(n, {}) for e in shapes)]
+    names = [n for n in implementation_names(record) if any("both" in e["contestants"].get(n, {}) for e in shapes)]
     fig, axes = plt.subplots(2, 1, figsize=(max(7.0, 1.6 * len(shapes) + 2), 7), sharex=True, layout="constrained")
     width = 0.8 / max(1, len(names))
-    for axis, part in zip(axes, ("forward", "both"), strict=True):
+    for axis, phase in zip(axes, ("forward", "both"), strict=True):
         for i, name in enumerate(names):
-            bars = [(x, e["contestants"][name][part]) for x, e in enumerate(shapes) if _timed(e, name, part)]
+            bars = [(x, e["contestants"][name][phase]) for x, e in enumerate(shapes) if _timed(e, name, phase)]
             at = [x + (i - (len(names) - 1) / 2) * width for x, _ in bars]
             heights = [m["median"] for _, m in bars]
             errors = [[m["median"] - m["low"] for _, m in bars], [m["high"] - m["median"] for _, m in bars]]
-            drawn = axis.bar(at, heights, width * 0.92, yerr=errors, label=titled(name), color=COLOURS[i % 7],
+            drawn = axis.bar(at, heights, width * 0.92, yerr=errors, label=title_of(name), color=COLOURS[i % 7],
                              error_kw={"lw": 1})  # fmt: skip
             axis.bar_label(drawn, fmt=lambda v: f"{v:.3g}", fontsize=7, padding=2)
         for x, entry in enumerate(shapes):
@@ -44,7 +44,7 @@ def _experts(record: dict[str, Any], path: Path) -> Path:
                 axis.hlines(entry["dense"]["median"], x - 0.45, x + 0.45, "black", "dashed", lw=1, label=label)
         axis.margins(x=0.01)
         axis.set_ylabel("TFLOP/s")
-        axis.set_title(PARTS[part].capitalize(), fontsize=10)
+        axis.set_title(PHASES[phase].capitalize(), fontsize=10)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].legend(fontsize=8, ncols=3, loc="lower left", bbox_to_anchor=(0, 1.1), frameon=False)
     axes[1].set_xticks(range(len(shapes)), [_label(entry["shape"]) for entry in shapes], fontsize=7)
@@ -54,8 +54,8 @@ def _experts(record: dict[str, Any], path: Path) -> Path:
     return path
 
 
-def _timed(entry: dict[str, Any], name: str, part: str) -> bool:
-    return part in entry["contestants"].get(name, {})
+def _timed(entry: dict[str, Any], name: str, phase: str) -> bool:
+    return phase in entry["contestants"].get(name, {})
 
 
 def _label(shape: dict[str, Any]) -> str:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .overlap import REPLAY
-from .shapes import GOAL, INDEX_BYTES
+from .overlap import REPLAY_RUN
+from .shapes import GOAL_SHAPE, INDEX_BYTES
 
 Results = dict[str, Any]
 
@@ -19,52 +19,52 @@ class Goal:
     """`measure` finds the number in the results, or None; it is met when at least `wanted` (at most, if `below`)."""
 
     title: str
-    wanted: float
+    target: float
     unit: str
     measure: Callable[[Results], float | None]
-    below: bool = False
+    at_most: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class GoalResult:
     """A line of the table of goals. status: met, missed, or not measured."""
 
     title: str
-    wanted: str
+    target: str
     measured: str
     status: str
 
 
-def at_goal_shape(results: Results) -> dict[str, Any]:
+def outcomes_at_goal_shape(results: Results) -> dict[str, Any]:
     """Contestants at the shape where the goals are set; empty if it was not measured."""
     for entry in results.get("experts", {}).get("shapes", []):
-        if all(entry["shape"][name] == getattr(GOAL, name) for name in "TDFEK"):
+        if all(entry["shape"][name] == getattr(GOAL_SHAPE, name) for name in "TDFEK"):
             return entry["contestants"]
     return {}
 
 
-def median(results: Results, contestant: str, part: str) -> float | None:
-    return at_goal_shape(results).get(contestant, {}).get(part, {}).get("median")
+def median_rate(results: Results, implementation: str, part: str) -> float | None:
+    return outcomes_at_goal_shape(results).get(implementation, {}).get(part, {}).get("median")
 
 
-def times_peer(peer: str, part: str) -> Callable[[Results], float | None]:
+def speedup_over(peer: str, part: str) -> Callable[[Results], float | None]:
     """How many times as fast as a peer, by medians of the same run."""
 
     def measure(results: Results) -> float | None:
-        ours, theirs = median(results, "triton", part), median(results, peer, part)
+        ours, theirs = median_rate(results, "triton", part), median_rate(results, peer, part)
         return ours / theirs if ours and theirs else None
 
     return measure
 
 
-def kept(results: Results) -> float | None:
-    ours = at_goal_shape(results).get("triton", {})
+def saved_bytes(results: Results) -> float | None:
+    ours = outcomes_at_goal_shape(results).get("triton", {})
     return ours.get("kept_bytes_per_token") if ours.get("status") == "timed" else None
 
 
 def combine_share(results: Results) -> float | None:
     for entry in results.get("permute", {}).get("shapes", []):
-        if all(entry["shape"][name] == getattr(GOAL, name) for name in "TDFEK"):
+        if all(entry["shape"][name] == getattr(GOAL_SHAPE, name) for name in "TDFEK"):
             share = entry["unpermute"]["triton"].get("share")
             return None if share is None else 100 * share
     return None
@@ -73,7 +73,7 @@ def combine_share(results: Results) -> float | None:
 def hidden_share(results: Results) -> float | None:
     """Percent of DeepSeek's transfers that our order of the same layers hides."""
     record = results.get("overlap", {})
-    found = record.get("runs", {}).get(REPLAY, {})
+    found = record.get("runs", {}).get(REPLAY_RUN, {})
     if record.get("preset") != "deepseek-v3" or found.get("status") != "timed":
         return None
     return 100 * found["overlapped"]["hidden_fraction"]
@@ -82,16 +82,16 @@ def hidden_share(results: Results) -> float | None:
 def _goals() -> tuple[Goal, ...]:
     parts = {"forward": "forward", "both": "forward + backward"}
     rates = [
-        Goal(f"{title}, TFLOP/s", wanted, "", lambda r, part=part: median(r, "triton", part))
-        for (part, title), wanted in zip(parts.items(), (500, 480), strict=True)
+        Goal(f"{title}, TFLOP/s", target, "", lambda r, part=part: median_rate(r, "triton", part))
+        for (part, title), target in zip(parts.items(), (500, 480), strict=True)
     ]
     peers = [
-        Goal(f"{title}, times {name}", 1.5, "x", times_peer(peer, part))
+        Goal(f"{title}, times {name}", 1.5, "x", speedup_over(peer, part))
         for peer, name in (("liger", "Liger"), ("scattermoe", "ScatterMoE"))
         for part, title in parts.items()
     ]
-    bound = GOAL.kept_bytes() + INDEX_BYTES * GOAL.K
-    memory = Goal("kept for backward, bytes a token (2D + 4KF and indices)", bound, "", kept, below=True)
+    bound = GOAL_SHAPE.saved_bytes() + INDEX_BYTES * GOAL_SHAPE.K
+    memory = Goal("kept for backward, bytes a token (2D + 4KF and indices)", bound, "", saved_bytes, at_most=True)
     combine = Goal("combine, share of a copy's rate", 85, "%", combine_share)
     return (*rates, *peers, memory, combine, Goal("DeepSeek's transfers, hidden share", 97, "%", hidden_share))
 
@@ -99,15 +99,15 @@ def _goals() -> tuple[Goal, ...]:
 GOALS = _goals()
 
 
-def judge(results: Results) -> list[Verdict]:
+def evaluate_goals(results: Results) -> list[GoalResult]:
     """One verdict a goal, in order."""
-    return [_verdict(goal, goal.measure(results)) for goal in GOALS]
+    return [_goal_result(goal, goal.measure(results)) for goal in GOALS]
 
 
-def _verdict(goal: Goal, measured: float | None) -> Verdict:
-    wanted = f"{'at most' if goal.below else 'at least'} {goal.wanted:,g}{goal.unit}"
+def _goal_result(goal: Goal, measured: float | None) -> GoalResult:
+    target = f"{'at most' if goal.at_most else 'at least'} {goal.target:,g}{goal.unit}"
     if measured is None:
-        return Verdict(goal.title, wanted, "-", "not measured")
-    reached = measured <= goal.wanted if goal.below else measured >= goal.wanted
+        return GoalResult(goal.title, target, "-", "not measured")
+    reached = measured <= goal.target if goal.at_most else measured >= goal.target
     shown = f"{measured:,.2f}" if measured < 10 else f"{measured:,.0f}"
-    return Verdict(goal.title, wanted, shown + goal.unit, "met" if reached else "missed")
+    return GoalResult(goal.title, target, shown + goal.unit, "met" if reached else "missed")

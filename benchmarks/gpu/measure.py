@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PIECE = 2**26  # numbers that are compared at a time
+BLOCK_NUMEL = 2**26  # numbers that are compared at a time
 
-Lap = Callable[[], None]
-Case = Callable[[Lap], None]  # does its work, and calls `lap` at the end of each part of it
+EndPhase = Callable[[], None]
+Case = Callable[[EndPhase], None]  # does its work, and calls `lap` at the end of each part of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +62,14 @@ class Clock:
 
 
 @dataclass(slots=True)
-class Turns:
+class PhaseTimes:
     """What came of it: seconds[name][part][sample], and why a case was given up."""
 
     seconds: dict[str, list[list[float]]]
     failures: dict[str, str]
 
 
-def take_turns(clock: Clock, cases: dict[str, Case], rounds: int, repeats: int) -> Turns:
+def time_interleaved(clock: Clock, cases: dict[str, Case], rounds: int, repeats: int) -> PhaseTimes:
     """Each case `repeats` times in a row, then the next one, and all of that `rounds` times.
 
     The call before the repeats of a turn is not counted: it fills the device's queue, so that the first counted one
@@ -82,41 +82,41 @@ def take_turns(clock: Clock, cases: dict[str, Case], rounds: int, repeats: int) 
             if name in failures:
                 continue
             try:
-                turn = [_laps(clock, case) for _ in range(repeats + 1)]
+                turn = [_run_and_mark(clock, case) for _ in range(repeats + 1)]
                 clock.wait()
             except Exception as error:
-                failures[name] = reason(error)
+                failures[name] = error_summary(error)
                 continue
             marks[name] += turn[1:]
     seconds = {
-        name: [list(part) for part in zip(*(_parts(clock, laps) for laps in taken), strict=True)]
+        name: [list(part) for part in zip(*(_phase_seconds(clock, laps) for laps in taken), strict=True)]
         for name, taken in marks.items()
         if name not in failures
     }
-    return Turns(seconds, failures)
+    return PhaseTimes(seconds, failures)
 
 
-def _laps(clock: Clock, case: Case) -> list[Any]:
+def _run_and_mark(clock: Clock, case: Case) -> list[Any]:
     marks = [clock.mark()]
     case(lambda: marks.append(clock.mark()))
     return marks
 
 
-def _parts(clock: Clock, marks: list[Any]) -> list[float]:
+def _phase_seconds(clock: Clock, marks: list[Any]) -> list[float]:
     return [clock.seconds(start, end) for start, end in pairwise(marks)]
 
 
-def once(run: Callable[[], Any]) -> Case:
+def single_phase(run: Callable[[], Any]) -> Case:
     """A case of one part."""
 
-    def case(lap: Lap) -> None:
+    def case(end_phase: EndPhase) -> None:
         run()
-        lap()
+        end_phase()
 
     return case
 
 
-def reason(error: BaseException) -> str:
+def error_summary(error: BaseException) -> str:
     """One line for a report."""
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}"[:200]
@@ -125,7 +125,7 @@ def reason(error: BaseException) -> str:
 # ---- What is compared with ----
 
 
-def dense_product(device: torch.device, smoke: bool) -> tuple[Callable[[], Tensor], int]:
+def dense_matmul(device: torch.device, smoke: bool) -> tuple[Callable[[], Tensor], int]:
     """A large square bf16 product on random data, and its operations."""
     size = 64 if smoke else 8192
     a, b = torch.randn(2, size, size, device=device).to(torch.bfloat16)
@@ -140,27 +140,27 @@ def device_copy(device: torch.device, smoke: bool) -> tuple[Callable[[], Tensor]
     return lambda: target.copy_(source), 2 * source.nbytes
 
 
-def ceilings(clock: Clock, smoke: bool) -> dict[str, Any]:
+def measure_ceilings(clock: Clock, smoke: bool) -> dict[str, Any]:
     """{"dense": TFLOP/s, "copy": GB/s} of this device, each with quartiles."""
-    product, flops = dense_product(clock.device, smoke)
+    gemm, flops = dense_matmul(clock.device, smoke)
     copy, num_bytes = device_copy(clock.device, smoke)
     rounds, repeats = (1, 2) if smoke else (3, 10)
-    turns = take_turns(clock, {"dense": once(product), "copy": once(copy)}, rounds, repeats)
+    times = time_interleaved(clock, {"dense": single_phase(gemm), "copy": single_phase(copy)}, rounds, repeats)
     return {
-        "dense": rate(turns.seconds["dense"][0], flops / 1e12, "TFLOP/s"),
-        "copy": rate(turns.seconds["copy"][0], num_bytes / 1e9, "GB/s"),
+        "dense": rate_statistics(times.seconds["dense"][0], flops / 1e12, "TFLOP/s"),
+        "copy": rate_statistics(times.seconds["copy"][0], num_bytes / 1e9, "GB/s"),
     }
 
 
-def rate(seconds: list[float], amount: float, unit: str) -> dict[str, Any]:
+def rate_statistics(seconds: list[float], amount: float, unit: str) -> dict[str, Any]:
     """`amount` a second: median and quartiles of the rate, as a report keeps them."""
     q = Quartiles.of([amount / s for s in seconds])
     return {"unit": unit, "median": q.median, "low": q.low, "high": q.high, "samples": q.samples}
 
 
-def duration(seconds: list[float]) -> dict[str, Any]:
+def microsecond_statistics(seconds: list[float]) -> dict[str, Any]:
     """Microseconds: median and quartiles, as a report keeps them."""
-    return rate([1 / s for s in seconds], 1e6, "us")
+    return rate_statistics([1 / s for s in seconds], 1e6, "us")
 
 
 # ---- Right before fast ----
@@ -169,13 +169,13 @@ def duration(seconds: list[float]) -> dict[str, Any]:
 def relative_error(found: Tensor, expected: Tensor) -> float:
     """|found - expected| / |expected| in fp64, as norms; NaN stays NaN. Piece by piece: fp64 copies would be large."""
     apart = size = torch.zeros((), dtype=torch.float64, device=expected.device)
-    for f, e in zip(found.flatten().split(PIECE), expected.flatten().split(PIECE), strict=True):
+    for f, e in zip(found.flatten().split(BLOCK_NUMEL), expected.flatten().split(BLOCK_NUMEL), strict=True):
         apart = apart + (f.double() - e.double()).square().sum()
         size = size + e.double().square().sum()
     return (apart / size).sqrt().item()
 
 
-def poison(device: torch.device, num_bytes: int) -> None:
+def fill_free_memory_with_nan(device: torch.device, num_bytes: int) -> None:
     """Fill memory that will be allocated next with NaN, so that what a kernel does not write shows.
 
     An output that was never written would else hold what the last contestant left there: the right numbers.

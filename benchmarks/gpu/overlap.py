@@ -18,11 +18,11 @@ RUNS: dict[str, tuple[Mode, bool]] = {
     "prefill, 400 Gb/s": ("prefill", False),
     "decode, 400 Gb/s": ("decode", False),
 }
-REPLAY = next(iter(RUNS))
-DEEPSEEK = {"window_us": 129_012, "compute_us": 124_338, "comm_us": 113_440, "hidden_fraction": 109_263 / 113_440}
+REPLAY_RUN = next(iter(RUNS))
+DEEPSEEK_TRACE = {"window_us": 129_012, "compute_us": 124_338, "comm_us": 113_440, "hidden_fraction": 109_263 / 113_440}
 """What `moe-dualpipe profile analyze` finds in the trace itself; four layers on an H800."""
 KEYS = ("window_us", "compute_us", "comm_us", "exposed_comm_us", "idle_us", "hidden_fraction")
-SECONDS = 45.0  # for a run, at least
+MIN_SECONDS_PER_RUN = 45.0  # for a run, at least
 
 
 def run(context: Context, record: dict[str, Any]) -> None:
@@ -30,8 +30,8 @@ def run(context: Context, record: dict[str, Any]) -> None:
     preset, layers, ranks, length = ("tiny", 1, 4, 16) if context.smoke else ("deepseek-v3", 4, 64, 4096)
     record.update(preset=preset, runs={})
     for name, (mode, replay) in RUNS.items():
-        if context.left() < SECONDS and not context.smoke:
-            record["runs"][name] = {"status": "skipped", "reason": f"skipped, {context.left():.0f} s were left"}
+        if context.seconds_left() < MIN_SECONDS_PER_RUN and not context.smoke:
+            record["runs"][name] = {"status": "skipped", "reason": f"skipped, {context.seconds_left():.0f} s were left"}
             continue
         out = context.out / "overlap" / name.replace(",", "").replace("/", " a ").replace(" ", "-")
         out.mkdir(parents=True, exist_ok=True)
@@ -41,5 +41,5 @@ def run(context: Context, record: dict[str, Any]) -> None:
         ways = {way: {key: found[way][key] for key in KEYS} for way in ("sequential", "overlapped")}
         record["runs"][name] = {"status": "timed", "link": found["link"], "bound_us": found["bound_us"], **ways}
         both = ways["overlapped"]
-        context.say(f"  {name}: {both['hidden_fraction']:.1%} hidden, {both['window_us'] / 1e3:.1f} ms")
+        context.log(f"  {name}: {both['hidden_fraction']:.1%} hidden, {both['window_us'] / 1e3:.1f} ms")
         context.save()

@@ -15,10 +15,18 @@ from torch import Tensor
 from moe_dualpipe.kernels.permute import permute, unpermute
 from moe_dualpipe.kernels.routing import ExpertOrder, expert_order
 
-from .check import TOLERANCE
 from .context import Context
-from .measure import device_copy, once, poison, rate, reason, relative_error, take_turns
-from .shapes import GOAL, SHAPES, SMOKE, Shape
+from .correctness import TOLERANCE
+from .measure import (
+    device_copy,
+    error_summary,
+    fill_free_memory_with_nan,
+    rate_statistics,
+    relative_error,
+    single_phase,
+    time_interleaved,
+)
+from .shapes import GOAL_SHAPE, SHAPES, SMOKE_SHAPES, Shape
 
 KERNELS = ("triton", "reference")
 
@@ -26,14 +34,14 @@ KERNELS = ("triton", "reference")
 def run(context: Context, record: dict[str, Any]) -> None:
     """Fill record["shapes"]: GB/s of "permute" and "unpermute" by kernels, and the copy's."""
     record["shapes"] = []
-    for shape in SMOKE if context.smoke else (GOAL, SHAPES[1]):
+    for shape in SMOKE_SHAPES if context.smoke else (GOAL_SHAPE, SHAPES[1]):
         entry: dict[str, Any] = {"shape": {name: getattr(shape, name) for name in "TDFEK"}}
         record["shapes"].append(entry)
-        measure(context, shape, entry)
+        measure_shape(context, shape, entry)
         context.save()
 
 
-def measure(context: Context, shape: Shape, entry: dict[str, Any]) -> None:
+def measure_shape(context: Context, shape: Shape, entry: dict[str, Any]) -> None:
     torch.manual_seed(0)
     x_TD = torch.randn(shape.T, shape.D, device=context.device, dtype=context.dtype)
     rows_MD = torch.randn(shape.rows, shape.D, device=context.device, dtype=context.dtype)
@@ -48,36 +56,36 @@ def measure(context: Context, shape: Shape, entry: dict[str, Any]) -> None:
     moved = {"permute": shape.permute_bytes(element), "unpermute": shape.unpermute_bytes(element)}
     exact = {
         "permute": lambda: x_TD[order.gather_idx_M],
-        "unpermute": lambda: weighted_sum(rows_MD, order, weights_TK),
+        "unpermute": lambda: reference_unpermute(rows_MD, order, weights_TK),
     }
     copy, copied = device_copy(context.device, context.smoke)
     agreeing = {}
     for (what, kernels), call in runs.items():
         outcome = entry.setdefault(what, {}).setdefault(kernels, {})
-        if admit(context, call, exact[what], outcome):
-            agreeing[f"{what}/{kernels}"] = once(call)
-    turns = take_turns(context.clock, {"copy": once(copy)} | agreeing, *context.turns)
-    entry["copy"] = rate(turns.seconds["copy"][0], copied / 1e9, "GB/s")
+        if check_operator(context, call, exact[what], outcome):
+            agreeing[f"{what}/{kernels}"] = single_phase(call)
+    times = time_interleaved(context.clock, {"copy": single_phase(copy)} | agreeing, *context.rounds_and_repeats)
+    entry["copy"] = rate_statistics(times.seconds["copy"][0], copied / 1e9, "GB/s")
     for what, kernels in runs:
         outcome, name = entry[what][kernels], f"{what}/{kernels}"
-        if name in turns.failures:
-            outcome.update(status="failed", reason=turns.failures[name])
-        elif name in turns.seconds:
-            outcome |= rate(turns.seconds[name][0], moved[what] / 1e9, "GB/s")
+        if name in times.failures:
+            outcome.update(status="failed", reason=times.failures[name])
+        elif name in times.seconds:
+            outcome |= rate_statistics(times.seconds[name][0], moved[what] / 1e9, "GB/s")
             outcome.update(status="timed", share=outcome["median"] / entry["copy"]["median"])
-        context.say(f"  {what}, {kernels}, {shape}: {outcome['status']} {outcome.get('reason', '')}")
+        context.log(f"  {what}, {kernels}, {shape}: {outcome['status']} {outcome.get('reason', '')}")
 
 
-def admit(
+def check_operator(
     context: Context, call: Callable[[], Tensor], exact: Callable[[], Tensor], outcome: dict[str, Any]
 ) -> bool:  # fmt: skip
     """Whether the operator agrees with `exact`; `outcome` says why if not."""
     try:
         expected = exact()
-        poison(context.device, 8 * 2**30)
+        fill_free_memory_with_nan(context.device, 8 * 2**30)
         outcome["error"] = relative_error(call(), expected)
     except Exception as error:  # one that fails must not end the run
-        outcome.update(status="failed", reason=reason(error))
+        outcome.update(status="failed", reason=error_summary(error))
         return False
     if outcome["error"] <= TOLERANCE[context.dtype]:
         return True
@@ -85,7 +93,7 @@ def admit(
     return False
 
 
-def weighted_sum(rows_MD: Tensor, order: ExpertOrder, weights_TK: Tensor) -> Tensor:
+def reference_unpermute(rows_MD: Tensor, order: ExpertOrder, weights_TK: Tensor) -> Tensor:
     """What `unpermute` is, in fp32, one choice after the other."""
     y_TD = torch.zeros(len(weights_TK), rows_MD.shape[1], device=rows_MD.device)
     for positions_T, weights_T in zip(order.positions_NK.unbind(1), weights_TK.unbind(1), strict=True):

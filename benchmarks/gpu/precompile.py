@@ -23,34 +23,34 @@ from typing import Any
 import torch
 
 from .context import Context
-from .measure import reason
-from .peers import TUNES_ITSELF, Problem, find, installed
-from .shapes import SHAPES, TRAINING, Shape
+from .implementations import AUTOTUNED, Problem, find_implementation, is_installed
+from .measure import error_summary
+from .shapes import SHAPES, TRAINING_SHAPE, Shape
 
-PARTS = 4  # workers among which the configurations of one contestant at one shape are divided
-TOKENS = 64
-ALL_SHAPES = (*SHAPES, TRAINING)
+NUM_PARTS = 4  # workers among which the configurations of one contestant at one shape are divided
+NUM_TOKENS = 64
+ALL_SHAPES = (*SHAPES, TRAINING_SHAPE)
 Job = tuple[str, int, int, int]  # contestant, index into ALL_SHAPES, part, parts
 
 
-def run(context: Context, shapes: Sequence[Shape]) -> None:
+def precompile(context: Context, shapes: Sequence[Shape]) -> None:
     """Fill Triton's cache for all contestants at `shapes`; at most half of the time that the section has left."""
     jobs: list[Job] = []
-    for index in [ALL_SHAPES.index(shape) for shape in (*shapes, TRAINING)]:
-        for name in context.contestants:
-            if name == "grouped_mm" or not installed(name):  # nothing to compile
+    for index in [ALL_SHAPES.index(shape) for shape in (*shapes, TRAINING_SHAPE)]:
+        for name in context.implementations:
+            if name == "grouped_mm" or not is_installed(name):  # nothing to compile
                 continue
-            if name not in TUNES_ITSELF:
+            if name not in AUTOTUNED:
                 jobs.append((name, index, 0, 1))
             elif index < context.tuning_shapes:
-                jobs += [(name, index, part, PARTS) for part in range(PARTS)]
+                jobs += [(name, index, part, NUM_PARTS) for part in range(NUM_PARTS)]
     start = time.monotonic()
     commands = [[sys.executable, "-m", "benchmarks.gpu.precompile", *map(str, job)] for job in jobs]
-    left = work_off(commands, max(1, (os.cpu_count() or 2) - 1), 0.5 * context.left())
-    context.say(f"  compiled ahead in {time.monotonic() - start:.0f} s: {len(jobs) - left} of {len(jobs)} jobs")
+    unfinished = run_commands(commands, max(1, (os.cpu_count() or 2) - 1), 0.5 * context.seconds_left())
+    context.log(f"  compiled ahead in {time.monotonic() - start:.0f} s: {len(jobs) - unfinished} of {len(jobs)} jobs")
 
 
-def work_off(commands: Sequence[Sequence[str]], workers: int, seconds: float) -> int:
+def run_commands(commands: Sequence[Sequence[str]], workers: int, seconds: float) -> int:
     """Run commands, so many at a time and quietly; how many were not begun or not finished in time."""
     waiting, running = list(commands), list[subprocess.Popen[bytes]]()
     end = time.monotonic() + seconds
@@ -70,15 +70,15 @@ def work_off(commands: Sequence[Sequence[str]], workers: int, seconds: float) ->
 
 def main(arguments: Sequence[str]) -> None:
     name, index, part, parts = arguments[0], *map(int, arguments[1:])
-    shape = dataclasses.replace(ALL_SHAPES[index], T=TOKENS)
-    with only_compiling(part, parts):
+    shape = dataclasses.replace(ALL_SHAPES[index], T=NUM_TOKENS)
+    with compile_without_launching(part, parts):
         problem = Problem.random(shape, torch.bfloat16, torch.device("cuda"))
-        contestant = find(name)(problem)
-        contestant.gradients(contestant.forward(), problem.dy_ND)
+        implementation = find_implementation(name)(problem)
+        implementation.gradients(implementation.forward(), problem.dy_ND)
 
 
 @contextmanager
-def only_compiling(part: int, parts: int) -> Iterator[None]:
+def compile_without_launching(part: int, parts: int) -> Iterator[None]:
     """Autotuned kernels are compiled, every `parts`-th configuration from `part` on, and not launched."""
     from triton.runtime.autotuner import Autotuner
 
@@ -87,9 +87,9 @@ def only_compiling(part: int, parts: int) -> Iterator[None]:
             try:
                 self.fn.run(*args, **{**kwargs, **config.all_kwargs(), "warmup": True})
             except Exception as error:  # too much shared memory, say: the autotuner will find out, too
-                print(f"{self.base_fn.__name__} {config}: {reason(error)}", file=sys.stderr)
+                print(f"{self.base_fn.__name__} {config}: {error_summary(error)}", file=sys.stderr)
 
-    with _replaced(Autotuner, "run", compile_only):
+    with _patched(Autotuner, "run", compile_only):
         yield
 
 
@@ -112,12 +112,12 @@ def quick_autotuning() -> Iterator[None]:
         low, median, high = sorted(a.elapsed_time(b) for a, b in pairwise(marks))
         return [median, low, high]
 
-    with _replaced(Autotuner, "do_bench", staticmethod(bench)):
+    with _patched(Autotuner, "do_bench", staticmethod(bench)):
         yield
 
 
 @contextmanager
-def _replaced(owner: type, name: str, value: Any) -> Iterator[None]:
+def _patched(owner: type, name: str, value: Any) -> Iterator[None]:
     before = vars(owner)[name]
     setattr(owner, name, value)
     try:

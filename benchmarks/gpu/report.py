@@ -6,12 +6,12 @@ Numbers are medians; where a spread is shown it is the quartiles of the repeats 
 from collections.abc import Callable
 from typing import Any
 
-from .goals import judge
-from .overlap import DEEPSEEK
-from .peers import TITLES
+from .goals import evaluate_goals
+from .implementations import TITLES
+from .overlap import DEEPSEEK_TRACE
 
 Results = dict[str, Any]
-PARTS = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
+PHASES = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
 UNTIMED = {"not installed": "not installed", "skipped": "skipped", "wrong": "WRONG", "failed": "failed"}
 
 
@@ -45,20 +45,21 @@ def introduction(results: Results) -> str:
     if about["smoke"]:
         head += "\n\nA smoke run, on a CPU and tiny shapes: it shows that the suite works. Its numbers mean nothing."
     if ceilings := results.get("ceilings"):
-        head += f"\n\nCeilings, measured in this run: {shown(ceilings['dense'])} dense, {shown(ceilings['copy'])} copy."
+        dense, copy = (format_measurement(ceilings[name]) for name in ("dense", "copy"))
+        head += f"\n\nCeilings, measured in this run: {dense} dense, {copy} copy."
     return head
 
 
-def shown(measured: dict[str, Any]) -> str:
+def format_measurement(measured: dict[str, Any]) -> str:
     """Example: 788 TFLOP/s (780 to 791)."""
-    return f"{number(measured['median'])} {measured['unit']} ({spread(measured)})"
+    return f"{format_number(measured['median'])} {measured['unit']} ({format_quartiles(measured)})"
 
 
-def spread(measured: dict[str, Any]) -> str:
-    return f"{number(measured['low'])} to {number(measured['high'])}"
+def format_quartiles(measured: dict[str, Any]) -> str:
+    return f"{format_number(measured['low'])} to {format_number(measured['high'])}"
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Three digits or more, as a person would write them."""
     if value >= 100:
         return f"{value:,.0f}"
@@ -74,19 +75,19 @@ def tests_section(record: dict[str, Any]) -> str:
 
 def experts_section(record: dict[str, Any]) -> str:
     text = "## Expert MLP\n\nTFLOP/s (share of a dense bf16 product that took its turn in the same minute)."
-    for part, title in PARTS.items():
-        text += f"\n\n### {title.capitalize()}\n\n{experts_table(record, part)}"
-    text += f"\n\n### Quartiles, forward + backward, TFLOP/s\n\n{experts_spread(record)}"
-    text += f"\n\n### Kept for backward, bytes a token\n\n{kept_table(record)}"
+    for phase, title in PHASES.items():
+        text += f"\n\n### {title.capitalize()}\n\n{experts_table(record, phase)}"
+    text += f"\n\n### Quartiles, forward + backward, TFLOP/s\n\n{experts_quartiles(record)}"
+    text += f"\n\n### Kept for backward, bytes a token\n\n{saved_bytes_table(record)}"
     text += f"\n\n### Relative error against fp64\n\n{errors_table(record)}"
     if skipped := record.get("skipped"):
         text += f"\n\nNot measured, for want of time: {'; '.join(skipped)}."
-    if notes := reasons(record):
+    if notes := reasons_not_timed(record):
         text += "\n\nNot timed:\n\n" + "\n".join(f"- {note}" for note in notes)
     return text
 
 
-def contestants(record: dict[str, Any]) -> list[str]:
+def implementation_names(record: dict[str, Any]) -> list[str]:
     """All that appear, in the order of their first appearance."""
     return list(dict.fromkeys(name for entry in record["shapes"] for name in entry["contestants"]))
 
@@ -96,82 +97,82 @@ def shape_name(shape: dict[str, Any]) -> str:
     return f"{sizes} ({shape['note']})" if shape.get("note") else sizes
 
 
-def titled(name: str) -> str:
+def title_of(name: str) -> str:
     return TITLES.get(name, name)
 
 
-def experts_table(record: dict[str, Any], part: str) -> str:
+def experts_table(record: dict[str, Any], phase: str) -> str:
     """shape | each contestant | ours over the best of the others."""
-    names = contestants(record)
+    names = implementation_names(record)
     rows = []
     for entry in record["shapes"]:
         outcomes = entry["contestants"]
-        cells = [rate_cell(outcomes.get(name, {}), part) for name in names]
-        rows.append([shape_name(entry["shape"]), *cells, best_ratio(outcomes, part)])
-    return table(["T, D, F, E, K", *map(titled, names), "ours / best other"], rows)
+        cells = [rate_cell(outcomes.get(name, {}), phase) for name in names]
+        rows.append([shape_name(entry["shape"]), *cells, best_ratio(outcomes, phase)])
+    return table(["T, D, F, E, K", *map(title_of, names), "ours / best other"], rows)
 
 
-def rate_cell(outcome: dict[str, Any], part: str) -> str:
-    if part not in outcome:
+def rate_cell(outcome: dict[str, Any], phase: str) -> str:
+    if phase not in outcome:
         return UNTIMED.get(outcome.get("status", ""), "-")
-    return f"{number(outcome[part]['median'])} ({outcome[part]['share']:.0%})"
+    return f"{format_number(outcome[phase]['median'])} ({outcome[phase]['share']:.0%})"
 
 
-def best_ratio(outcomes: dict[str, Any], part: str) -> str:
+def best_ratio(outcomes: dict[str, Any], phase: str) -> str:
     """Ours over the fastest other one, and which that is."""
-    others = {n: o[part]["median"] for n, o in outcomes.items() if n != "triton" and part in o}
-    if not others or part not in outcomes.get("triton", {}):
+    others = {n: o[phase]["median"] for n, o in outcomes.items() if n != "triton" and phase in o}
+    if not others or phase not in outcomes.get("triton", {}):
         return "-"
     best = max(others, key=lambda name: others[name])
-    return f"{outcomes['triton'][part]['median'] / others[best]:.2f} ({titled(best)})"
+    return f"{outcomes['triton'][phase]['median'] / others[best]:.2f} ({title_of(best)})"
 
 
-def experts_spread(record: dict[str, Any]) -> str:
-    names = contestants(record)
+def experts_quartiles(record: dict[str, Any]) -> str:
+    names = implementation_names(record)
     rows = []
     for entry in record["shapes"]:
         outcomes = [entry["contestants"].get(name, {}) for name in names]
-        cells = [spread(outcome["both"]) if "both" in outcome else "-" for outcome in outcomes]
-        dense = spread(entry["dense"]) if "dense" in entry else "-"
+        cells = [format_quartiles(outcome["both"]) if "both" in outcome else "-" for outcome in outcomes]
+        dense = format_quartiles(entry["dense"]) if "dense" in entry else "-"
         rows.append([shape_name(entry["shape"]), dense, *cells])
-    return table(["T, D, F, E, K", "dense product", *map(titled, names)], rows)
+    return table(["T, D, F, E, K", "dense product", *map(title_of, names)], rows)
 
 
-def kept_table(record: dict[str, Any]) -> str:
-    names = contestants(record)
+def saved_bytes_table(record: dict[str, Any]) -> str:
+    names = implementation_names(record)
     rows = []
     for entry in record["shapes"]:
-        kept = [entry["contestants"].get(name, {}).get("kept_bytes_per_token") for name in names]
-        cells = ["-" if bytes_ is None else f"{bytes_:,.0f}" for bytes_ in kept]
+        saved = [entry["contestants"].get(name, {}).get("kept_bytes_per_token") for name in names]
+        cells = ["-" if bytes_ is None else f"{bytes_:,.0f}" for bytes_ in saved]
         rows.append([shape_name(entry["shape"]), f"{entry['shape']['kept_bytes_formula']:,}", *cells])
-    return table(["T, D, F, E, K", "2D + 4KF", *map(titled, names)], rows)
+    return table(["T, D, F, E, K", "2D + 4KF", *map(title_of, names)], rows)
 
 
 def errors_table(record: dict[str, Any]) -> str:
     """The largest over the shapes, by contestant."""
     columns = {"y": "y", "x": "dx", "weights": "d weights", "gate_up": "d gate, up", "down": "d down"}
     rows = []
-    for name in contestants(record):
+    for name in implementation_names(record):
         found = [entry["contestants"].get(name, {}).get("errors") for entry in record["shapes"]]
         found = [errors for errors in found if errors]
         if found:
-            rows.append([titled(name), *(worst([errors[key] for errors in found]) for key in columns)])
+            rows.append([title_of(name), *(format_largest_error([errors[key] for errors in found]) for key in columns)])
     return table(["", *columns.values()], rows)
 
 
-def worst(errors: list[float | None]) -> str:
+def format_largest_error(errors: list[float | None]) -> str:
     """The largest; one that was no number is worse than any."""
     finite = [error for error in errors if error is not None]
     return f"{max(finite):.1e}" if len(finite) == len(errors) else "not finite"
 
 
-def reasons(record: dict[str, Any]) -> list[str]:
+def reasons_not_timed(record: dict[str, Any]) -> list[str]:
     """Why a contestant has no number; the same reason once, whatever the shape."""
     notes: dict[str, None] = {}
     for entry in record["shapes"]:
         for name, outcome in entry["contestants"].items():
             if outcome.get("status") in UNTIMED:
-                notes[f"{titled(name)}: {outcome['status']}, {outcome.get('reason', '')}"] = None
+                notes[f"{title_of(name)}: {outcome['status']}, {outcome.get('reason', '')}"] = None
     return list(notes)
 
 
@@ -180,7 +181,7 @@ def permute_section(record: dict[str, Any]) -> str:
     for entry in (entry for entry in record["shapes"] if "copy" in entry):
         for what, title in (("permute", "permute (gather)"), ("unpermute", "unpermute (combine)")):
             cells = [gb_cell(entry[what][kernels]) for kernels in ("triton", "reference")]
-            rows.append([shape_name(entry["shape"]), title, *cells, shown(entry["copy"])])
+            rows.append([shape_name(entry["shape"]), title, *cells, format_measurement(entry["copy"])])
     header = ["T, D, F, E, K", "", "ours, GB/s (share of a copy)", "torch, GB/s (share)", "copy"]
     return f"## Permute and unpermute\n\nBytes that must move, over time.\n\n{table(header, rows)}"
 
@@ -188,7 +189,7 @@ def permute_section(record: dict[str, Any]) -> str:
 def gb_cell(outcome: dict[str, Any]) -> str:
     if "median" not in outcome:
         return UNTIMED.get(outcome.get("status", ""), "-")
-    return f"{number(outcome['median'])} ({outcome['share']:.0%})"
+    return f"{format_number(outcome['median'])} ({outcome['share']:.0%})"
 
 
 def routing_section(record: dict[str, Any]) -> str:
@@ -205,7 +206,7 @@ def us_cell(outcome: dict[str, Any]) -> str:
     if "called" not in outcome:
         return UNTIMED.get(outcome.get("status", ""), "-")
     graph = outcome.get("graph")
-    return f"{number(outcome['called']['median'])} / {number(graph['median']) if graph else '-'}"
+    return f"{format_number(outcome['called']['median'])} / {format_number(graph['median']) if graph else '-'}"
 
 
 def training_section(record: dict[str, Any]) -> str:
@@ -217,7 +218,7 @@ def training_section(record: dict[str, Any]) -> str:
             continue
         memory = outcome["peak_memory_gb"]
         rows.append([
-            titles[name], f"{outcome['tokens_per_s']['median']:,.0f}", spread(outcome["tokens_per_s"]),
+            titles[name], f"{outcome['tokens_per_s']['median']:,.0f}", format_quartiles(outcome["tokens_per_s"]),
             f"{outcome['utilisation']:.1%}", "-" if memory is None else f"{memory:.1f}", str(outcome["steps"]),
             f"{outcome['loss']:.4f}",
         ])  # fmt: skip
@@ -230,17 +231,17 @@ def training_section(record: dict[str, Any]) -> str:
 
 
 def goals_section(results: Results) -> str:
-    rows = [[v.title, v.wanted, v.measured, v.status] for v in judge(results)]
+    rows = [[v.title, v.target, v.measured, v.status] for v in evaluate_goals(results)]
     return f"## Goals\n\n{table(['', 'goal', 'measured', ''], rows)}"
 
 
-def short(results: Results) -> str:
+def terminal_summary(results: Results) -> str:
     """What the terminal shows last."""
     lines = []
     if tests := results.get("tests"):
         lines.append(f"tests: {tests['outcome']}: {tests['summary']}\n")
     if (experts := results.get("experts")) and experts.get("shapes"):
-        lines += [f"{PARTS[part]}, TFLOP/s\n{experts_table(experts, part)}\n" for part in ("forward", "both")]
+        lines += [f"{PHASES[phase]}, TFLOP/s\n{experts_table(experts, phase)}\n" for phase in ("forward", "both")]
     lines.append(goals_section(results))
     return "\n".join(lines)
 
@@ -262,8 +263,8 @@ def overlap_section(record: dict[str, Any]) -> str:
             both["comm_us"],
         )
         rows.append([name, *(f"{us / 1e3:,.1f}" for us in times), f"{both['hidden_fraction']:.1%}"])
-    window, compute, comm = (f"{DEEPSEEK[key] / 1e3:,.1f}" for key in ("window_us", "compute_us", "comm_us"))
-    rows.append(["DeepSeek's trace (H800)", "", window, "", compute, comm, f"{DEEPSEEK['hidden_fraction']:.1%}"])
+    window, compute, comm = (f"{DEEPSEEK_TRACE[key] / 1e3:,.1f}" for key in ("window_us", "compute_us", "comm_us"))
+    rows.append(["DeepSeek's trace (H800)", "", window, "", compute, comm, f"{DEEPSEEK_TRACE['hidden_fraction']:.1%}"])
     header = ["", "sequential, ms", "overlapped", "bound", "computation", "communication", "hidden"]
     return "## Overlap of a pair of chunks, experts over 64 ranks\n\n" + table(header, rows)
 

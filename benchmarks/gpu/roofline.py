@@ -20,49 +20,49 @@ H200 = (989.0, 4.8)
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
+class KernelLaunch:
     """flops and bytes of one launch, in bf16."""
 
     name: str
     flops: int
     bytes: int
 
-    def floor_ms(self, tflops: float, tb_per_s: float) -> float:
+    def min_ms(self, tflops: float, tb_per_s: float) -> float:
         return 1e3 * max(self.flops / (tflops * 1e12), self.bytes / (tb_per_s * 1e12))
 
 
-def kernels(shape: Shape) -> dict[str, list[Kernel]]:
+def launches_of(shape: Shape) -> dict[str, list[KernelLaunch]]:
     """The launches of forward and backward. gathered: rows of tokens that are read through an index, counted once."""
     m, d, f, tokens = shape.rows, shape.D, shape.F, 2 * shape.T * shape.D
-    one = 2 * m * d * f  # the operations of one [M, D] x [D, F]
+    matmul_flops = 2 * m * d * f  # the operations of one [M, D] x [D, F]
     gate_up, down = 4 * shape.E * f * d, 2 * shape.E * f * d  # bytes
     rows_f, rows_d = 2 * m * f, 2 * m * d
     return {
         "forward": [
-            Kernel("up", 2 * one, tokens + gate_up + 3 * rows_f),
-            Kernel("down", one, rows_f + down + rows_d),
-            Kernel("sum", 0, rows_d + tokens),
+            KernelLaunch("up", 2 * matmul_flops, tokens + gate_up + 3 * rows_f),
+            KernelLaunch("down", matmul_flops, rows_f + down + rows_d),
+            KernelLaunch("sum", 0, rows_d + tokens),
         ],
         "backward": [
-            Kernel("down_backward", one, tokens + down + 5 * rows_f),
-            Kernel("wgrad of down", one, tokens + rows_f + 2 * down),
-            Kernel("up_backward", 2 * one, 2 * rows_f + gate_up + rows_d),
-            Kernel("sum", 0, rows_d + tokens),
-            Kernel("wgrad of gate_up", 2 * one, tokens + 2 * rows_f + 2 * gate_up),
+            KernelLaunch("down_backward", matmul_flops, tokens + down + 5 * rows_f),
+            KernelLaunch("wgrad of down", matmul_flops, tokens + rows_f + 2 * down),
+            KernelLaunch("up_backward", 2 * matmul_flops, 2 * rows_f + gate_up + rows_d),
+            KernelLaunch("sum", 0, rows_d + tokens),
+            KernelLaunch("wgrad of gate_up", 2 * matmul_flops, tokens + 2 * rows_f + 2 * gate_up),
         ],
     }
 
 
-def table(tflops: float, tb_per_s: float) -> str:
+def roofline_table(tflops: float, tb_per_s: float) -> str:
     lines = [
         "| shape | forward, TFLOP | GB | floor, ms | at most, TFLOP/s | backward, TFLOP | GB | floor, ms | at most |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for shape in SHAPES:
         cells = [str(shape)]
-        for launches in kernels(shape).values():
+        for launches in launches_of(shape).values():
             flops, moved = sum(k.flops for k in launches), sum(k.bytes for k in launches)
-            floor = sum(k.floor_ms(tflops, tb_per_s) for k in launches)
+            floor = sum(k.min_ms(tflops, tb_per_s) for k in launches)
             cells += [f"{flops / 1e12:.2f}", f"{moved / 1e9:.1f}", f"{floor:.2f}", f"{flops / floor / 1e9:.0f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -78,7 +78,7 @@ def main() -> None:
     for name, rate in (("--tflops", options.tflops), ("--tb-per-s", options.tb_per_s)):
         if not 0 < rate < math.inf:
             parser.error(f"{name} must be a positive number: got {rate:g}")
-    print(table(options.tflops, options.tb_per_s))
+    print(roofline_table(options.tflops, options.tb_per_s))
 
 
 if __name__ == "__main__":

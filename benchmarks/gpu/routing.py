@@ -15,7 +15,7 @@ from torch import Tensor
 from moe_dualpipe.kernels.routing import expert_order, route
 
 from .context import Context
-from .measure import duration, once, reason, take_turns
+from .measure import error_summary, microsecond_statistics, single_phase, time_interleaved
 
 KERNELS = ("triton", "reference")
 SIZES = ((32768, 128, 8), (32768, 256, 8))  # T, E, K
@@ -28,17 +28,17 @@ def run(context: Context, record: dict[str, Any]) -> None:
     for size in SMOKE_SIZES if context.smoke else SIZES:
         entry: dict[str, Any] = dict(zip("TEK", size, strict=True))
         record["sizes"].append(entry)
-        measure(context, *size, entry)
+        measure_size(context, *size, entry)
         context.save()
 
 
-def measure(context: Context, T: int, E: int, K: int, entry: dict[str, Any]) -> None:
+def measure_size(context: Context, T: int, E: int, K: int, entry: dict[str, Any]) -> None:
     torch.manual_seed(0)
     logits_TE = torch.randn(T, E, device=context.device)
     ids_TK = logits_TE.topk(K, dim=1).indices
     operators = {
         "route": lambda kernels: route(logits_TE, K, kernels=kernels),
-        "order": lambda kernels: fields(expert_order(ids_TK, E, T * K, kernels, check_ids=False)),
+        "order": lambda kernels: order_tensors(expert_order(ids_TK, E, T * K, kernels, check_ids=False)),
     }
     agreeing: dict[str, Callable[[], Any]] = {}
     with torch.no_grad():
@@ -47,39 +47,41 @@ def measure(context: Context, T: int, E: int, K: int, entry: dict[str, Any]) -> 
             for kernels in KERNELS:
                 outcome = entry.setdefault(what, {}).setdefault(kernels, {})
                 call = lambda operator=operator, kernels=kernels: operator(kernels)  # noqa: E731
-                if admit(call, expected, outcome):
+                if check_operator(call, expected, outcome):
                     agreeing[f"{what}/{kernels}"] = call
-        turns = take_turns(context.clock, {name: once(call) for name, call in agreeing.items()}, *context.turns)
+        times = time_interleaved(
+            context.clock, {name: single_phase(call) for name, call in agreeing.items()}, *context.rounds_and_repeats
+        )
         for name, call in agreeing.items():
             what, kernels = name.split("/")
             outcome = entry[what][kernels]
-            if name in turns.failures:
-                outcome.update(status="failed", reason=turns.failures[name])
+            if name in times.failures:
+                outcome.update(status="failed", reason=times.failures[name])
             else:
-                outcome.update(status="timed", called=duration(turns.seconds[name][0]))
-                outcome["graph"] = replayed(context, call)
-            context.say(f"  {what}, {kernels}, T={T} E={E} K={K}: {outcome['status']} {outcome.get('reason', '')}")
+                outcome.update(status="timed", called=microsecond_statistics(times.seconds[name][0]))
+                outcome["graph"] = time_cuda_graph(context, call)
+            context.log(f"  {what}, {kernels}, T={T} E={E} K={K}: {outcome['status']} {outcome.get('reason', '')}")
 
 
-def fields(order: Any) -> tuple[Tensor, ...]:
+def order_tensors(order: Any) -> tuple[Tensor, ...]:
     return order.gather_idx_M, order.choice_idx_M, order.positions_NK, order.expert_offsets
 
 
-def admit(call: Callable[[], Any], expected: Any, outcome: dict[str, Any]) -> bool:
+def check_operator(call: Callable[[], Any], expected: Any, outcome: dict[str, Any]) -> bool:
     """Whether ids and order are equal and weights close; `outcome` says why if not."""
     try:
         for found, wanted in zip(call(), expected, strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
     except AssertionError as error:
-        outcome.update(status="wrong", reason=reason(error))
+        outcome.update(status="wrong", reason=error_summary(error))
         return False
     except Exception as error:  # one that fails must not end the run
-        outcome.update(status="failed", reason=reason(error))
+        outcome.update(status="failed", reason=error_summary(error))
         return False
     return True
 
 
-def replayed(context: Context, call: Callable[[], Any]) -> dict[str, Any] | None:
+def time_cuda_graph(context: Context, call: Callable[[], Any]) -> dict[str, Any] | None:
     """Microseconds as a CUDA graph; None where there are no graphs, or the call waits for the device."""
     if context.device.type != "cuda":
         return None
@@ -88,9 +90,9 @@ def replayed(context: Context, call: Callable[[], Any]) -> dict[str, Any] | None
         with torch.cuda.graph(graph):
             call()
     except Exception as error:  # a host sync cannot be captured
-        context.say(f"    no graph: {reason(error)}")
+        context.log(f"    no graph: {error_summary(error)}")
         return None
     finally:
         torch.cuda.synchronize()
-    turns = take_turns(context.clock, {"graph": once(graph.replay)}, *context.turns)
-    return duration(turns.seconds["graph"][0])
+    times = time_interleaved(context.clock, {"graph": single_phase(graph.replay)}, *context.rounds_and_repeats)
+    return microsecond_statistics(times.seconds["graph"][0])

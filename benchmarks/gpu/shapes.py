@@ -44,7 +44,7 @@ class Shape:
     def backward_flops(self) -> int:
         return 12 * self.rows * self.D * self.F
 
-    def kept_bytes(self, element: int = 2) -> int:
+    def saved_bytes(self, element: int = 2) -> int:
         """Bytes a token that backward cannot do without: x and z = [gate; up] of each choice. 2D + 4KF in bf16."""
         return element * (self.D + 2 * self.K * self.F)
 
@@ -57,11 +57,11 @@ class Shape:
         return element * self.D * (self.rows + self.T) + (8 + 4) * self.rows
 
 
-GOAL = Shape(32768, 4096, 512, 128, 8, "the goals are set here")
+GOAL_SHAPE = Shape(32768, 4096, 512, 128, 8, "the goals are set here")
 
 # Most telling first: where time runs out, the last ones are left out.
 SHAPES = (
-    GOAL,
+    GOAL_SHAPE,
     Shape(32768, 2048, 768, 128, 8, "Qwen3-30B-A3B"),
     Shape(24576, 1536, 256, 128, 8),
     Shape(32768, 4096, 1024, 128, 8),
@@ -70,7 +70,7 @@ SHAPES = (
     Shape(32768, 4096, 2048, 64, 4),
     Shape(16384, 7168, 2048, 32, 8, "DeepSeek-V3, an eighth of its 256 experts: one of eight expert-parallel ranks"),
 )
-TRAINING = Shape(16384, 768, 512, 32, 4, "the preset `small`")
+TRAINING_SHAPE = Shape(16384, 768, 512, 32, 4, "the preset `small`")
 
 # Awkward on purpose; small enough for Triton's interpreter on a CPU.
-SMOKE = (Shape(40, 32, 16, 4, 2, "smoke"),)
+SMOKE_SHAPES = (Shape(40, 32, 16, 4, 2, "smoke"),)

@@ -23,11 +23,11 @@ from moe_dualpipe.runtime.replicas import replica_sets
 from moe_dualpipe.training.optimizer import Optimizer, OptimizerConfig
 
 from .context import Context
-from .measure import Quartiles, ceilings, rate, reason
+from .measure import Quartiles, error_summary, measure_ceilings, rate_statistics
 
-SEQUENCES, LENGTH = 16, 1024  # a step
-WARM_UP = 5  # steps that are not on the clock
-OVERHEAD = 12.0  # seconds to build a model and compile its kernels
+NUM_SEQUENCES, SEQUENCE_LENGTH = 16, 1024  # a step
+WARM_UP_STEPS = 5  # steps that are not on the clock
+SETUP_SECONDS = 12.0  # seconds to build a model and compile its kernels
 OPTIMIZER = OptimizerConfig(lr=1e-3, warmup_steps=100)
 # name -> (kernels, expert layer)
 RUNS = {
@@ -38,7 +38,7 @@ RUNS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TrainingSetup:
     """What every run has in common."""
 
     config: ModelConfig
@@ -54,7 +54,7 @@ class Plan:
 
 
 @dataclass(slots=True)
-class Trained:
+class TrainingHistory:
     """Seconds of each step on the clock, and the loss of every step."""
 
     seconds: list[float] = field(default_factory=list)
@@ -64,65 +64,67 @@ class Trained:
 def run(context: Context, record: dict[str, Any]) -> None:
     """Fill record["runs"]: by name, tokens/s, utilisation, peak memory, losses."""
     wanted = 0.0 if context.smoke else context.training_seconds
-    seconds = min(wanted, context.left() / len(RUNS) - OVERHEAD) if not context.smoke else 0.0
+    seconds = min(wanted, context.seconds_left() / len(RUNS) - SETUP_SECONDS) if not context.smoke else 0.0
     if wanted and seconds < 5:
-        context.say(f"  skipped: {context.left():.0f} s are left for {len(RUNS)} runs; use a larger --minutes")
-        record.update(status="skipped", reason=f"skipped, {context.left():.0f} s were left")
+        context.log(f"  skipped: {context.seconds_left():.0f} s are left for {len(RUNS)} runs; use a larger --minutes")
+        record.update(status="skipped", reason=f"skipped, {context.seconds_left():.0f} s were left")
         return
     if seconds < wanted:
-        context.say(f"  {seconds:.0f} s a run instead of {wanted:.0f}, to stay within the time")
-    plan = planned(context, seconds)
-    dense = context.results.get("ceilings") or ceilings(context.clock, context.smoke)
-    record.update(seconds=seconds, tokens_per_step=plan.tokens, sequence_length=plan.length, runs={})
+        context.log(f"  {seconds:.0f} s a run instead of {wanted:.0f}, to stay within the time")
+    setup = build_setup(context, seconds)
+    dense = context.results.get("ceilings") or measure_ceilings(context.clock, context.smoke)
+    record.update(seconds=seconds, tokens_per_step=setup.tokens, sequence_length=setup.length, runs={})
     for name, (kernels, experts) in RUNS.items():
-        record["runs"][name] = attempt(context, plan, kernels, experts, dense["dense"]["median"])
-        context.say(f"  {name}: {summary(record['runs'][name])}")
+        record["runs"][name] = try_train(context, setup, kernels, experts, dense["dense"]["median"])
+        context.log(f"  {name}: {summary_line(record['runs'][name])}")
         context.save()
 
 
-def planned(context: Context, seconds: float) -> Plan:
+def build_setup(context: Context, seconds: float) -> TrainingSetup:
     if context.smoke:
         config = ModelConfig(
             hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, dense_size=64, expert_size=16,
             num_experts=4,
         )  # fmt: skip
-        return Plan(config, data.load("stdlib", 16), 2, 16, 1, seconds)
-    return Plan(preset("small"), data.load("stdlib", LENGTH), SEQUENCES, LENGTH, WARM_UP, seconds)
+        return TrainingSetup(config, data.load("stdlib", 16), 2, 16, 1, seconds)
+    return TrainingSetup(
+        preset("small"), data.load("stdlib", SEQUENCE_LENGTH), NUM_SEQUENCES, SEQUENCE_LENGTH, WARM_UP_STEPS, seconds
+    )
 
 
-def attempt(context: Context, plan: Plan, kernels: str, experts: str, dense: float) -> dict[str, Any]:
+def try_train(context: Context, setup: TrainingSetup, kernels: str, experts: str, dense: float) -> dict[str, Any]:
     try:
-        return train(context, plan, kernels, experts, dense)
+        return train(context, setup, kernels, experts, dense)
     except Exception as error:  # one run that fails must not end the others
-        return {"status": "failed", "reason": reason(error)}
+        return {"status": "failed", "reason": error_summary(error)}
     finally:
         gc.collect()
         if context.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
-def train(context: Context, plan: Plan, kernels: Any, experts: str, dense: float) -> dict[str, Any]:
-    config = dataclasses.replace(plan.config, experts=experts)
+def train(context: Context, setup: TrainingSetup, kernels: Any, experts: str, dense: float) -> dict[str, Any]:
+    config = dataclasses.replace(setup.config, experts=experts)
     model = build_model(config, kernels=kernels).to(context.device, context.dtype)
-    flops = train_flops_per_token(config, plan.length)
+    flops = train_flops_per_token(config, setup.length)
     if context.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    trained = train_for(context, plan, model)
-    per_second = rate(trained.seconds, plan.tokens, "tokens/s")
+    history = train_for(context, setup, model)
+    per_second = rate_statistics(history.seconds, setup.tokens, "tokens/s")
     return {
-        "status": "timed", "steps": len(trained.losses), "tokens_per_s": per_second, "flops_per_token": flops,
+        "status": "timed", "steps": len(history.losses), "tokens_per_s": per_second, "flops_per_token": flops,
         "utilisation": per_second["median"] * flops / (dense * 1e12),
-        "step_ms": 1e3 * Quartiles.of(trained.seconds).median, "peak_memory_gb": peak_memory_gb(context),
-        "first_losses": trained.losses[:3], "loss": validation_loss(context, plan, model),
-        "curve": curve(plan, trained),
+        "step_ms": 1e3 * Quartiles.of(history.seconds).median, "peak_memory_gb": peak_memory_gb(context),
+        "first_losses": history.losses[:3], "loss": validation_loss(context, setup, model),
+        "curve": loss_curve(setup, history),
     }  # fmt: skip
 
 
-def train_for(context: Context, plan: Plan, model: TransformerStage) -> Trained:
+def train_for(context: Context, setup: TrainingSetup, model: TransformerStage) -> TrainingHistory:
     """Steps for `plan.seconds` after the warm-up, two at least."""
     optimizer = Optimizer(replica_sets([model], Groups()), OPTIMIZER)
-    trained, used = Trained(), 0.0
-    for step, (x_BS, y_BS) in enumerate(batches(context, plan)):
+    history, used = TrainingHistory(), 0.0
+    for step, (x_BS, y_BS) in enumerate(device_batches(context, setup)):
         start = time.perf_counter()
         loss = next_token_loss(model(x_BS), y_BS)
         loss.backward()
@@ -130,47 +132,47 @@ def train_for(context: Context, plan: Plan, model: TransformerStage) -> Trained:
         norm = torch.nn.utils.get_total_norm(grads)
         lr = OPTIMIZER.lr * min(1.0, (step + 1) / OPTIMIZER.warmup_steps)
         optimizer.step(lr, OPTIMIZER.clip / norm.clamp(min=OPTIMIZER.clip))
-        trained.losses.append(loss.item())  # waits for the device
-        if step >= plan.warm_up:
-            trained.seconds.append(time.perf_counter() - start)
-            used += trained.seconds[-1]
-            if used >= plan.seconds and len(trained.seconds) > 1:
+        history.losses.append(loss.item())  # waits for the device
+        if step >= setup.warm_up:
+            history.seconds.append(time.perf_counter() - start)
+            used += history.seconds[-1]
+            if used >= setup.seconds and len(history.seconds) > 1:
                 break
-    return trained
+    return history
 
 
-def batches(context: Context, plan: Plan) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def device_batches(context: Context, setup: TrainingSetup) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     step = 0
     while True:
-        x_BS, y_BS = plan.text.batch(0, step, 0, plan.sequences, plan.length)
+        x_BS, y_BS = setup.text.batch(0, step, 0, setup.sequences, setup.length)
         yield x_BS.to(context.device), y_BS.to(context.device)
         step += 1
 
 
 @torch.no_grad()
-def validation_loss(context: Context, plan: Plan, model: TransformerStage) -> float:
+def validation_loss(context: Context, setup: TrainingSetup, model: TransformerStage) -> float:
     """Nats per byte, over held-out text."""
     count = 2 if context.smoke else 64
     losses = []
-    for first in range(0, count, plan.sequences):
-        x_BS, y_BS = plan.text.held_out_batch(first, plan.sequences, count, plan.length)
+    for first in range(0, count, setup.sequences):
+        x_BS, y_BS = setup.text.held_out_batch(first, setup.sequences, count, setup.length)
         losses.append(next_token_loss(model(x_BS.to(context.device)), y_BS.to(context.device)).item())
     return sum(losses) / len(losses)
 
 
-def curve(plan: Plan, trained: Trained, points: int = 40) -> list[tuple[float, float]]:
+def loss_curve(setup: TrainingSetup, history: TrainingHistory, points: int = 40) -> list[tuple[float, float]]:
     """(seconds on the clock, training loss averaged since the last point), for a figure."""
-    losses = trained.losses[plan.warm_up :]
+    losses = history.losses[setup.warm_up :]
     every = max(1, len(losses) // points)
     ends = range(every, len(losses) + 1, every)
-    return [(sum(trained.seconds[:end]), sum(losses[end - every : end]) / every) for end in ends]
+    return [(sum(history.seconds[:end]), sum(losses[end - every : end]) / every) for end in ends]
 
 
 def peak_memory_gb(context: Context) -> float | None:
     return torch.cuda.max_memory_allocated() / 1e9 if context.device.type == "cuda" else None
 
 
-def summary(outcome: dict[str, Any]) -> str:
+def summary_line(outcome: dict[str, Any]) -> str:
     if outcome["status"] != "timed":
         return f"{outcome['status']}, {outcome['reason']}"
     return f"{outcome['tokens_per_s']['median']:,.0f} tokens/s, {outcome['steps']} steps, loss {outcome['loss']:.4f}"

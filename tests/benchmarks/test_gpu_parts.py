@@ -9,25 +9,25 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import check, figures, precompile, report, tests
+from benchmarks.gpu import correctness, figures, gpu_tests, precompile, report
 from benchmarks.gpu.context import Context
-from benchmarks.gpu.goals import GOALS, judge
-from benchmarks.gpu.measure import Clock, Quartiles, rate, relative_error, take_turns
-from benchmarks.gpu.peers import Contestant, Problem, find
-from benchmarks.gpu.shapes import GOAL, SHAPES, TRAINING, Shape
-from benchmarks.gpu.tests import judged, proved_nothing_wrong
+from benchmarks.gpu.goals import GOALS, evaluate_goals
+from benchmarks.gpu.gpu_tests import is_acceptable, parse_pytest_result
+from benchmarks.gpu.implementations import Implementation, Problem, find_implementation
+from benchmarks.gpu.measure import Clock, Quartiles, rate_statistics, relative_error, time_interleaved
+from benchmarks.gpu.shapes import GOAL_SHAPE, SHAPES, TRAINING_SHAPE, Shape
 from moe_dualpipe.models import ModelConfig, build_model, next_token_loss
 
 # ---- What is counted ----
 
 
 def test_operations_and_bytes_at_the_shape_of_the_goals():
-    assert str(GOAL) == "T=32768 D=4096 F=512 E=128 K=8"
-    assert GOAL.rows == 262_144
-    assert GOAL.forward_flops == 3_298_534_883_328  # 6 x 262144 x 4096 x 512
-    assert GOAL.backward_flops == 2 * GOAL.forward_flops
-    assert GOAL.kept_bytes() == 24_576  # 2 x 4096 + 4 x 8 x 512
-    assert SHAPES[1].kept_bytes() == 28 * 1024  # the Qwen3-30B-A3B layer: 28 KiB
+    assert str(GOAL_SHAPE) == "T=32768 D=4096 F=512 E=128 K=8"
+    assert GOAL_SHAPE.rows == 262_144
+    assert GOAL_SHAPE.forward_flops == 3_298_534_883_328  # 6 x 262144 x 4096 x 512
+    assert GOAL_SHAPE.backward_flops == 2 * GOAL_SHAPE.forward_flops
+    assert GOAL_SHAPE.saved_bytes() == 24_576  # 2 x 4096 + 4 x 8 x 512
+    assert SHAPES[1].saved_bytes() == 28 * 1024  # the Qwen3-30B-A3B layer: 28 KiB
 
 
 def test_bytes_that_must_move():
@@ -56,32 +56,32 @@ def test_turns_alternate_and_the_first_call_of_each_does_not_count():
     calls = []
 
     def case(name, parts):
-        def run(lap):
+        def run(end_phase):
             calls.append(name)
             for _ in range(parts):
-                lap()
+                end_phase()
 
         return run
 
-    turns = take_turns(Ticking(), {"a": case("a", 1), "b": case("b", 3)}, rounds=2, repeats=2)
+    times = time_interleaved(Ticking(), {"a": case("a", 1), "b": case("b", 3)}, rounds=2, repeats=2)
     assert "".join(calls) == "aaabbb" * 2
-    assert turns.seconds == {"a": [[1.0] * 4], "b": [[1.0] * 4] * 3}
-    assert turns.failures == {}
+    assert times.seconds == {"a": [[1.0] * 4], "b": [[1.0] * 4] * 3}
+    assert times.failures == {}
 
 
 def test_a_case_that_raises_loses_its_turns_only():
     def bad(_lap):
         raise ValueError("first line\nsecond line")
 
-    turns = take_turns(Ticking(), {"bad": bad, "good": lambda lap: lap()}, rounds=3, repeats=1)
-    assert turns.failures == {"bad": "ValueError: first line"}
-    assert turns.seconds == {"good": [[1.0] * 3]}
+    times = time_interleaved(Ticking(), {"bad": bad, "good": lambda end_phase: end_phase()}, rounds=3, repeats=1)
+    assert times.failures == {"bad": "ValueError: first line"}
+    assert times.seconds == {"good": [[1.0] * 3]}
 
 
 def test_quartiles_and_rates():
     assert Quartiles.of([4.0, 1.0, 2.0, 3.0, 5.0]) == Quartiles(3.0, 2.0, 4.0, 5)
     assert Quartiles.of([2.0]) == Quartiles(2.0, 2.0, 2.0, 1)
-    assert rate([0.5, 0.25, 1.0], 10, "GB/s") == {
+    assert rate_statistics([0.5, 0.25, 1.0], 10, "GB/s") == {
         "unit": "GB/s", "median": 20.0, "low": 15.0, "high": 30.0, "samples": 3
     }  # fmt: skip
 
@@ -89,7 +89,7 @@ def test_quartiles_and_rates():
 # ---- Right before fast ----
 
 
-def textbook(problem: Problem) -> Contestant:
+def textbook(problem: Problem) -> Implementation:
     """Every expert on every token, masked: slow and hard to get wrong."""
     leaves = {
         "x": problem.x_ND.clone().requires_grad_(), "gate_up": problem.gate_up.clone().requires_grad_(),
@@ -104,13 +104,13 @@ def textbook(problem: Problem) -> Contestant:
             y = y + weights_N[:, None] * ((F.silu(gate) * up) @ leaves["down"][e].T)
         return y
 
-    return Contestant(forward, leaves)
+    return Implementation(forward, leaves)
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 300])
 def test_the_reference_of_chosen_tokens_and_experts_is_the_whole_operator(tokens):
     problem = Problem.random(Shape(tokens, 12, 5, 6, 3), torch.float64, torch.device("cpu"))
-    found = check.errors(problem, textbook(problem), check.reference(problem))
+    found = correctness.relative_errors(problem, textbook(problem), correctness.compute_reference(problem))
     if tokens == 1:  # the last expert may have no rows: 0 of 0
         found = {name: error for name, error in found.items() if not math.isnan(error)}
     assert all(error < 1e-7 for error in found.values()), found  # the routing weights are fp32
@@ -118,20 +118,20 @@ def test_the_reference_of_chosen_tokens_and_experts_is_the_whole_operator(tokens
 
 def test_each_kind_of_mistake_is_found():
     problem = Problem.random(Shape(90, 12, 5, 6, 3), torch.float32, torch.device("cpu"))
-    expected = check.reference(problem)
-    found = check.errors(problem, textbook(problem), expected)
-    assert check.disagreement(found, torch.float32) is None
+    expected = correctness.compute_reference(problem)
+    found = correctness.relative_errors(problem, textbook(problem), expected)
+    assert correctness.tolerance_violations(found, torch.float32) is None
     for name in ("x", "gate_up", "down", "weights"):
         right = textbook(problem)
-        wrong = Contestant(right.forward, right.leaves, {name: lambda g: g * 1.01})
-        found = check.errors(problem, wrong, expected)
-        words = check.disagreement(found, torch.float32)
+        wrong = Implementation(right.forward, right.leaves, {name: lambda g: g * 1.01})
+        found = correctness.relative_errors(problem, wrong, expected)
+        words = correctness.tolerance_violations(found, torch.float32)
         assert words is not None
         assert words.startswith(f"relative error above 0.001: {name} 0.01")
 
 
 def test_no_number_is_no_agreement():
-    assert check.disagreement({"y": math.nan}, torch.bfloat16) == "relative error above 0.02: y nan"
+    assert correctness.tolerance_violations({"y": math.nan}, torch.bfloat16) == "relative error above 0.02: y nan"
     assert relative_error(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0])) == pytest.approx(0.1)
 
 
@@ -157,9 +157,9 @@ def test_loop_experts_are_the_built_in_ones():
 
 def test_an_unknown_contestant_is_named():
     with pytest.raises(ValueError, match="unknown contestant 'x': there are triton, grouped_mm, liger"):
-        find("x")
+        find_implementation("x")
     with pytest.raises(ValueError, match="cannot find the contestant 'math:nothing'"):
-        find("math:nothing")
+        find_implementation("math:nothing")
 
 
 # ---- Compiling ahead ----
@@ -177,7 +177,7 @@ def test_each_worker_compiles_its_part_of_the_configurations_and_launches_none()
     tuner = object.__new__(autotuner.Autotuner)
     tuner.configs, tuner.fn = configs, Kernel()
     before = autotuner.Autotuner.run
-    with precompile.only_compiling(1, 2):
+    with precompile.compile_without_launching(1, 2):
         tuner.run(7, grid=(1,), warmup=False)
     assert autotuner.Autotuner.run is before
     assert [kwargs["BLOCK"] for _, kwargs in calls] == [32, 128]
@@ -185,7 +185,7 @@ def test_each_worker_compiles_its_part_of_the_configurations_and_launches_none()
 
 
 def test_every_shape_can_be_compiled_ahead():
-    assert set(precompile.ALL_SHAPES) == {*SHAPES, TRAINING}
+    assert set(precompile.ALL_SHAPES) == {*SHAPES, TRAINING_SHAPE}
 
 
 # ---- Words ----
@@ -202,10 +202,10 @@ def test_every_shape_can_be_compiled_ahead():
     ],
 )
 def test_what_pytest_says_of_the_gpu_tests(code, last, outcome):
-    record = judged(code, f"......\n{last}\n\n")
+    record = parse_pytest_result(code, f"......\n{last}\n\n")
     assert record["outcome"] == outcome
-    assert proved_nothing_wrong(record, smoke=False) == (outcome == "passed")
-    assert proved_nothing_wrong(record, smoke=True) == (outcome in ("passed", "none ran"))
+    assert is_acceptable(record, smoke=False) == (outcome == "passed")
+    assert is_acceptable(record, smoke=True) == (outcome in ("passed", "none ran"))
 
 
 @pytest.mark.parametrize(
@@ -223,13 +223,13 @@ def test_gpu_tests_run_in_a_process_of_their_own(tmp_path, monkeypatch, body, ou
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -q --durations=8\n")
     code = f"import time, pytest\n@pytest.mark.parametrize('n', [0, 1])\ndef test_it(n):\n    {body}\n"
     (folder / "test_it.py").write_text(code)
-    monkeypatch.setattr(tests, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu_tests, "ROOT", tmp_path)
     context = Context(
-        device=torch.device("cpu"), smoke=False, out=tmp_path, contestants=(), tuning_shapes=0, training_seconds=0,
+        device=torch.device("cpu"), smoke=False, out=tmp_path, implementations=(), tuning_shapes=0, training_seconds=0,
         deadline=seconds, now=lambda: 0.0,
     )  # fmt: skip
     record = {}
-    tests.run(context, record)
+    gpu_tests.run(context, record)
     assert record["outcome"] == outcome
     assert record["summary"].startswith(summary)
 
@@ -266,7 +266,10 @@ def measured_results(ours=520.0, liger=330.0, share=0.9):
         "triton": timed(ours), "liger": timed(liger),
         "scattermoe": {"status": "not installed", "reason": "No module named 'scattermoe'"},
     }  # fmt: skip
-    shape = {name: getattr(GOAL, name) for name in "TDFEK"} | {"note": "", "kept_bytes_formula": GOAL.kept_bytes()}
+    shape = {name: getattr(GOAL_SHAPE, name) for name in "TDFEK"} | {
+        "note": "",
+        "kept_bytes_formula": GOAL_SHAPE.saved_bytes(),
+    }
     moved = {"shape": shape, "permute": {}, "unpermute": {"triton": {"share": share}}}
     return {
         "experts": {"shapes": [{"shape": shape, "contestants": contestants}]},
@@ -275,14 +278,14 @@ def measured_results(ours=520.0, liger=330.0, share=0.9):
 
 
 def test_goals_are_met_missed_or_not_measured():
-    verdicts = {v.title: (v.measured, v.status) for v in judge(measured_results(ours=490.0, share=0.8))}
+    verdicts = {v.title: (v.measured, v.status) for v in evaluate_goals(measured_results(ours=490.0, share=0.8))}
     assert verdicts["forward, TFLOP/s"] == ("490", "missed")
     assert verdicts["forward + backward, TFLOP/s"] == ("490", "met")
     assert verdicts["forward, times Liger"] == ("1.48x", "missed")
     assert verdicts["forward, times ScatterMoE"] == ("-", "not measured")
     assert verdicts["kept for backward, bytes a token (2D + 4KF and indices)"] == ("24,800", "met")
     assert verdicts["combine, share of a copy's rate"] == ("80%", "missed")
-    assert {v.status for v in judge({})} == {"not measured"}
+    assert {v.status for v in evaluate_goals({})} == {"not measured"}
     assert len(GOALS) == 9
 
 
@@ -296,7 +299,7 @@ def test_a_table_of_the_experts():
 
 
 def test_numbers_as_a_person_writes_them():
-    assert [report.number(v) for v in (4321.6, 100.4, 12.345, 0.012345)] == ["4,322", "100", "12.3", "0.0123"]
+    assert [report.format_number(v) for v in (4321.6, 100.4, 12.345, 0.012345)] == ["4,322", "100", "12.3", "0.0123"]
 
 
 def test_figures_of_a_shape_where_one_is_missing(tmp_path):

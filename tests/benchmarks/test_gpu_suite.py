@@ -15,18 +15,18 @@ ROOT = Path(__file__).parents[2]
 OTHERS = '''
 import dataclasses
 
-from benchmarks.gpu.peers import Contestant, grouped_mm
+from benchmarks.gpu.implementations import build_grouped_mm
 
 
 def doubled(problem):
     """Right but for the gradient of one expert: the kind of mistake that a loss curve hides."""
-    right = grouped_mm(problem)
+    right = build_grouped_mm(problem)
 
     def twice_the_last(gate_up):
         gate_up[-1] *= 2
         return gate_up
 
-    return dataclasses.replace(right, ours={"gate_up": twice_the_last})
+    return dataclasses.replace(right, to_problem_layout={"gate_up": twice_the_last})
 
 
 def explodes(problem):
@@ -35,7 +35,7 @@ def explodes(problem):
 
 def stops_later(problem):
     """Fails only when it is timed."""
-    right, calls = grouped_mm(problem), []
+    right, calls = build_grouped_mm(problem), []
 
     def forward():
         calls.append(1)
@@ -132,15 +132,18 @@ def test_pairs_are_measured_both_ways(smoke, results):
         ways = found["sequential"], found["overlapped"]
         assert found["bound_us"] == max(min(way[key] for way in ways) for key in ("compute_us", "comm_us"))
         assert 0 < found["overlapped"]["comm_us"] <= found["overlapped"]["window_us"]
-    assert "DeepSeek's training trace" in runs[overlap.REPLAY]["link"]
+    assert "DeepSeek's training trace" in runs[overlap.REPLAY_RUN]["link"]
     assert "| DeepSeek's trace (H800) |  | 129.0 |  | 124.3 | 113.4 | 96.3% |" in (smoke[1] / "results.md").read_text()
 
 
 def test_the_goal_of_the_overlap_is_judged_at_its_size_only():
     found = {"status": "timed", "overlapped": {"hidden_fraction": 0.975}}
     for preset, expected in (("deepseek-v3", 97.5), ("tiny", None)):
-        assert hidden_share({"overlap": {"preset": preset, "runs": {overlap.REPLAY: found}}}) == expected
-    assert hidden_share({"overlap": {"preset": "deepseek-v3", "runs": {overlap.REPLAY: {"status": "skipped"}}}}) is None
+        assert hidden_share({"overlap": {"preset": preset, "runs": {overlap.REPLAY_RUN: found}}}) == expected
+    assert (
+        hidden_share({"overlap": {"preset": "deepseek-v3", "runs": {overlap.REPLAY_RUN: {"status": "skipped"}}}})
+        is None
+    )
     assert hidden_share({}) is None
 
 

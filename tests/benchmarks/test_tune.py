@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from benchmarks import tune
 from benchmarks.gpu import tuning
 from benchmarks.gpu.shapes import Shape
-from benchmarks.gpu.tuned_products import SMOKE_TILES, Product, candidates
+from benchmarks.gpu.tuned_gemms import SMOKE_TILES, Gemm, candidate_configs
 from moe_dualpipe.kernels.gpu import configs
 from moe_dualpipe.kernels.gpu.configs import TileConfig, TunedKernel
 
@@ -26,7 +26,7 @@ H100, A100, MI300 = 232_448, 166_912, 65_536  # bytes of shared memory that a bl
 @pytest.mark.parametrize("shared", [H100, A100, MI300])
 @pytest.mark.parametrize("kernel", configs.KERNEL_NAMES)
 def test_candidates_are_few_and_fit(kernel, shared):
-    found = candidates(kernel, 2, shared, tma=shared == H100)
+    found = candidate_configs(kernel, 2, shared, tma=shared == H100)
     assert 4 < len(found) <= 80
     assert len(set(found)) == len(found)
     for c in found:
@@ -39,7 +39,7 @@ def never(_config):
     return False
 
 
-def product_that(milliseconds, wrong=never, fails=never):
+def gemm_that(milliseconds, wrong=never, fails=never):
     """A launch whose time, result and fate depend on the configuration it looks up."""
     expected = torch.arange(1.0, 9.0)
 
@@ -50,7 +50,7 @@ def product_that(milliseconds, wrong=never, fails=never):
         time.sleep(milliseconds(config) / 1e3)
         return (expected * (1.1 if wrong(config) else 1),)
 
-    return Product("up", 32, 32, launch, (expected,))
+    return Gemm("up", 32, 32, launch, (expected,))
 
 
 SLOW, MIDDLE, FAST = (TileConfig(m, 64, 32, 4, 2) for m in (16, 32, 64))
@@ -58,39 +58,39 @@ TIMES = {16: 12.0, 32: 6.0, 64: 2.0}
 
 
 def test_the_fastest_that_agrees_wins():
-    product = product_that(lambda c: TIMES[c.block_m])
-    found = tuning.tune(product, CPU, SLOW, [MIDDLE, FAST])
+    gemm = gemm_that(lambda c: TIMES[c.block_m])
+    found = tuning.tune_gemm(gemm, CPU, SLOW, [MIDDLE, FAST])
     assert found.config.block_m == 64
     assert found.us < found.before_us
     assert (found.tried, found.dropped) == (2, {})
 
 
 def test_a_wrong_one_and_one_that_fails_cannot_win():
-    product = product_that(lambda c: TIMES[c.block_m], wrong=lambda c: c.block_m == 64, fails=lambda c: c.block_m == 32)
-    found = tuning.tune(product, CPU, SLOW, [MIDDLE, FAST])
+    gemm = gemm_that(lambda c: TIMES[c.block_m], wrong=lambda c: c.block_m == 64, fails=lambda c: c.block_m == 32)
+    found = tuning.tune_gemm(gemm, CPU, SLOW, [MIDDLE, FAST])
     assert found.config.block_m == 16
     assert found.dropped[str(FAST)] == "relative error 0.1"
     assert found.dropped[str(MIDDLE)] == "RuntimeError: out of resources: shared memory"
 
 
 def test_a_current_one_that_is_wrong_is_replaced_even_by_a_slower_one():
-    product = product_that(lambda c: TIMES[c.block_m], wrong=lambda c: c.block_m == 64)
-    assert tuning.tune(product, CPU, FAST, [MIDDLE]).config.block_m == 32
+    gemm = gemm_that(lambda c: TIMES[c.block_m], wrong=lambda c: c.block_m == 64)
+    assert tuning.tune_gemm(gemm, CPU, FAST, [MIDDLE]).config.block_m == 32
 
 
 def test_the_current_one_stays_unless_another_is_clearly_faster(monkeypatch):
     us = {SLOW: 100.0, FAST: 99.0}
-    monkeypatch.setattr(tuning, "final", lambda _product, _device, _entrants: us)
-    product = product_that(lambda _: 0)
-    assert tuning.tune(product, CPU, SLOW, [FAST]).config == SLOW
+    monkeypatch.setattr(tuning, "final_times_us", lambda _gemm, _device, _entrants: us)
+    gemm = gemm_that(lambda _: 0)
+    assert tuning.tune_gemm(gemm, CPU, SLOW, [FAST]).config == SLOW
     us[FAST] = 90.0
-    assert tuning.tune(product, CPU, SLOW, [FAST]).config == FAST
+    assert tuning.tune_gemm(gemm, CPU, SLOW, [FAST]).config == FAST
 
 
 def test_nothing_that_works_is_an_error():
-    product = product_that(lambda _: 0, fails=lambda _: True)
+    gemm = gemm_that(lambda _: 0, fails=lambda _: True)
     with pytest.raises(ValueError, match=r"no configuration of up n=32 k=32 works on this GPU: .*out of resources"):
-        tuning.tune(product, CPU, SLOW, [FAST])
+        tuning.tune_gemm(gemm, CPU, SLOW, [FAST])
 
 
 def test_other_entries_of_a_table_are_kept(tmp_path):
@@ -98,8 +98,8 @@ def test_other_entries_of_a_table_are_kept(tmp_path):
     old, other = TunedKernel("up", "sm_90", 2, 64, 32, SLOW), TunedKernel("up", "sm_90", 2, 64, 128, MIDDLE)
     configs.save_table(path, [old, other])
     new = TunedKernel("up", "sm_90", 2, 64, 32, FAST)
-    assert tuning.merged(path, new) == [other, new]
-    assert tuning.merged(tmp_path / "none.json", new) == [new]
+    assert tuning.merged_entries(path, new) == [other, new]
+    assert tuning.merged_entries(tmp_path / "none.json", new) == [new]
 
 
 def command(*arguments, **environment):

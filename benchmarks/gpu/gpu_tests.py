@@ -25,26 +25,26 @@ def run(context: Context, record: dict[str, Any]) -> None:
     if not (ROOT / FOLDER).is_dir():
         record.update(outcome="missing", summary=f"there is no {FOLDER}")
         return
-    how = ["--collect-only"] if context.smoke else in_parallel()
+    how = ["--collect-only"] if context.smoke else xdist_arguments()
     # Without the options of the project, which may be too quiet to say how many passed.
     command = [sys.executable, "-m", "pytest", FOLDER, "-o", "addopts=", "-q", "-p", "no:cacheprovider", *how]
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )  # fmt: skip
     try:
-        output, _ = process.communicate(timeout=(limit := context.left()))
-        record.update(judged(process.returncode, output))
+        output, _ = process.communicate(timeout=(limit := context.seconds_left()))
+        record.update(parse_pytest_result(process.returncode, output))
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # with its own processes, which would disturb what is timed next
         output, _ = process.communicate()
         record.update(outcome="timed out", summary=f"stopped after {limit:.0f} s")
     record["output"] = output[-4000:]
-    context.say(f"  {record['outcome']}: {record['summary']}")
+    context.log(f"  {record['outcome']}: {record['summary']}")
     if record["outcome"] in ("failed", "timed out"):
-        context.say(record["output"])
+        context.log(record["output"])
 
 
-def in_parallel() -> list[str]:
+def xdist_arguments() -> list[str]:
     """Arguments for several processes: most of a test is compiling, on one core. Some need 15 GB of the GPU, though."""
     if importlib.util.find_spec("xdist") is None or not torch.cuda.is_available():
         return []
@@ -52,7 +52,7 @@ def in_parallel() -> list[str]:
     return ["-n", str(max(1, min(8, (os.cpu_count() or 1) // 2, by_memory)))]
 
 
-def judged(code: int, output: str) -> dict[str, str]:
+def parse_pytest_result(code: int, output: str) -> dict[str, str]:
     """pytest's exit code and last line. Tests that were all skipped prove nothing.
 
     Example: judged(0, "3 passed, 1 skipped in 2.1s") has the outcome "passed"; of "4 skipped in 1s", "none ran".
@@ -66,6 +66,6 @@ def judged(code: int, output: str) -> dict[str, str]:
     return {"outcome": "failed", "summary": last or f"pytest ended with code {code}"}
 
 
-def proved_nothing_wrong(record: dict[str, Any], smoke: bool) -> bool:
+def is_acceptable(record: dict[str, Any], smoke: bool) -> bool:
     """Whether a run of the suite may end with code 0. On a CPU the GPU tests skip themselves."""
     return record.get("outcome") == "passed" or (smoke and record.get("outcome") in ("none ran", "missing"))

@@ -18,13 +18,13 @@ from moe_dualpipe.kernels.gpu.wgrad import weight_gradients
 from moe_dualpipe.kernels.grouped_gemm import grouped_mm, grouped_wgrad
 from moe_dualpipe.kernels.routing import expert_order
 
+from .implementations import Problem
 from .measure import relative_error
-from .peers import Problem
 
 # ---- What can be tried ----
 
 
-def candidates(kernel: str, element: int, shared_bytes: int, tma: bool) -> list[TileConfig]:
+def candidate_configs(kernel: str, element: int, shared_bytes: int, tma: bool) -> list[TileConfig]:
     """Configurations that have a chance: 64 to 128 sums in each thread's registers, all stages in shared memory."""
     tiles = [(64, 128), (64, 256), (128, 64), (128, 128), (128, 256), (256, 64), (256, 128)]
     found = []
@@ -38,7 +38,7 @@ def candidates(kernel: str, element: int, shared_bytes: int, tma: bool) -> list[
     return found
 
 
-def regrouped(config: TileConfig) -> list[TileConfig]:
+def with_other_group_m(config: TileConfig) -> list[TileConfig]:
     """The same with other numbers of row tiles that go over the columns together."""
     return [dataclasses.replace(config, group_m=group_m) for group_m in (1, 4, 16) if group_m != config.group_m]
 
@@ -46,7 +46,7 @@ def regrouped(config: TileConfig) -> list[TileConfig]:
 SMOKE_TILES = ((16, 16, 16), (32, 32, 16))
 
 
-def smoke_candidates() -> list[TileConfig]:
+def smoke_configs() -> list[TileConfig]:
     return [TileConfig(*tile, warps=4, stages=1, group_m=8) for tile in SMOKE_TILES]
 
 
@@ -54,7 +54,7 @@ def smoke_candidates() -> list[TileConfig]:
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class Gemm:
     """One launch of `kernel`, of N columns and sums over K; `expected` is what plain torch makes of it.
 
     launch: returns tensors, in the order of `expected`; a partial sum, [., M] for [M], is still to be added up.
@@ -77,7 +77,7 @@ class Product:
         return max(errors) if all(error == error for error in errors) else float("nan")
 
 
-def products(problem: Problem) -> Iterator[Product]:
+def gemms(problem: Problem) -> Iterator[Gemm]:
     """The launches of one forward and backward, each on inputs that plain torch computed."""
     shape, x, dy, gate_up, down = problem.shape, problem.x_ND, problem.dy_ND, problem.gate_up, problem.down
     order = expert_order(problem.ids_NK, shape.E, shape.rows)
@@ -91,29 +91,29 @@ def products(problem: Problem) -> Iterator[Product]:
     z, h = z.detach(), h.detach()
     weighted_h = (h * weight_M).to(h.dtype)
 
-    yield Product(
+    yield Gemm(
         "up", shape.F, shape.D, lambda: swiglu_up(x, index, gate_up, tiling, None, choice), (z, h)
     )  # fmt: skip
-    yield Product(
+    yield Gemm(
         "down", shape.D, shape.F, lambda: (rows_times_weights("down", h, down, tiling),),
         (grouped_mm(h, down, offsets, kernels="reference"),),
     )  # fmt: skip
-    yield Product(
+    yield Gemm(
         "down_backward", shape.F, shape.D,
         lambda: swiglu_down_backward(dy, index, down, z, tiling, weights, choice),
         (dz, weighted_h, (dh.float() * h.float()).sum(1)),
     )  # fmt: skip
-    yield Product(
+    yield Gemm(
         "up_backward", shape.D, 2 * shape.F,
         lambda: (rows_times_weights("up_backward", dz, gate_up, tiling, transposed=True),),
         (grouped_mm(dz, gate_up, offsets, transposed=True, kernels="reference"),),
     )  # fmt: skip
-    yield Product(
+    yield Gemm(
         "wgrad", shape.F, shape.D,
         lambda: (weight_gradients(dy, weighted_h, offsets, down.dtype, index),),
         (grouped_wgrad(dy[index], weighted_h, offsets, kernels="reference"),),
     )  # fmt: skip
-    yield Product(
+    yield Gemm(
         "wgrad", shape.D, 2 * shape.F,
         lambda: (weight_gradients(dz, x, offsets, gate_up.dtype, None, index),),
         (grouped_wgrad(dz, x[index], offsets, kernels="reference"),),

@@ -54,7 +54,7 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Contestant:
+class Implementation:
     """`forward` computes y from `leaves` (x, gate_up, down, weights), which require gradients.
 
     ours: how a leaf's gradient is brought into the layout of `Problem`, for those leaves that have another.
@@ -62,17 +62,17 @@ class Contestant:
 
     forward: Callable[[], Tensor]
     leaves: dict[str, Tensor]
-    ours: dict[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    to_problem_layout: dict[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
 
     def gradients(self, y_ND: Tensor, dy_ND: Tensor) -> dict[str, Tensor]:
         """By name, each in the layout of the leaf."""
         return dict(zip(self.leaves, torch.autograd.grad(y_ND, list(self.leaves.values()), dy_ND), strict=True))
 
-    def in_our_layout(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: self.ours.get(name, lambda g: g)(grad) for name, grad in gradients.items()}
+    def in_problem_layout(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: self.to_problem_layout.get(name, lambda g: g)(grad) for name, grad in gradients.items()}
 
 
-Prepare = Callable[[Problem], Contestant]
+BuildImplementation = Callable[[Problem], Implementation]
 
 
 def _leaves(problem: Problem, **changed: Tensor) -> dict[str, Tensor]:
@@ -83,7 +83,7 @@ def _leaves(problem: Problem, **changed: Tensor) -> dict[str, Tensor]:
 # ---- Ours ----
 
 
-def _our_operator(problem: Problem, kernels: Any) -> Contestant:
+def _build_ours(problem: Problem, kernels: Any) -> Implementation:
     from moe_dualpipe.kernels.experts import experts
     from moe_dualpipe.kernels.routing import expert_order
 
@@ -94,32 +94,32 @@ def _our_operator(problem: Problem, kernels: Any) -> Contestant:
         order = expert_order(problem.ids_NK, shape.E, shape.rows, kernels, check_ids=False)
         return experts(leaves["x"], leaves["gate_up"], leaves["down"], order, leaves["weights"], kernels=kernels)
 
-    return Contestant(forward, leaves)
+    return Implementation(forward, leaves)
 
 
-def triton(problem: Problem) -> Contestant:
+def build_triton(problem: Problem) -> Implementation:
     """This project's Triton kernels."""
-    return _our_operator(problem, "triton")
+    return _build_ours(problem, "triton")
 
 
-def grouped_mm(problem: Problem) -> Contestant:
+def build_grouped_mm(problem: Problem) -> Implementation:
     """The same operator in plain torch, on `torch.nn.functional.grouped_mm` where it can be used; nothing is fused."""
-    return _our_operator(problem, "reference")
+    return _build_ours(problem, "reference")
 
 
 # ---- Others ----
 
 
-def liger(problem: Problem) -> Contestant:
+def build_liger(problem: Problem) -> Implementation:
     """Liger kernel (0.8.5). Same layout: gate_up_proj [E, 2F, D] with the gate first, down_proj [E, D, F]."""
     from liger_kernel.ops import LigerFusedMoEFunction  # type: ignore[import-not-found]
 
     leaves, ids_NK = _leaves(problem), problem.ids_NK.int()
     arguments = leaves["x"], leaves["gate_up"], leaves["down"], ids_NK, leaves["weights"]
-    return Contestant(lambda: LigerFusedMoEFunction.apply(*arguments), leaves)
+    return Implementation(lambda: LigerFusedMoEFunction.apply(*arguments), leaves)
 
 
-def scattermoe(problem: Problem) -> Contestant:
+def build_scattermoe(problem: Problem) -> Implementation:
     """ScatterMoE (0.3). Its GLUMLP has the gate in the second half, and weights tokens in the dtype of the model."""
     from scattermoe.mlp import GLUMLP  # type: ignore[import-not-found]
 
@@ -137,10 +137,10 @@ def scattermoe(problem: Problem) -> Contestant:
     parameters = {name: torch.nn.Parameter(leaves[name]) for name in ("gate_up", "down")}
     mlp.experts.weight, mlp.output_experts.weight = parameters["gate_up"], parameters["down"]
     leaves |= parameters
-    return Contestant(lambda: mlp(leaves["x"], leaves["weights"], problem.ids_NK), leaves, {"gate_up": swapped})
+    return Implementation(lambda: mlp(leaves["x"], leaves["weights"], problem.ids_NK), leaves, {"gate_up": swapped})
 
 
-def sonicmoe(problem: Problem) -> Contestant:
+def build_sonicmoe(problem: Problem) -> Implementation:
     """SonicMoE. Gate and up rows alternate, and the experts are the last dimension of a permuted view."""
     from sonicmoe.enums import ActivationType  # type: ignore[import-not-found]
     from sonicmoe.functional import moe_general_routing_inputs  # type: ignore[import-not-found]
@@ -159,17 +159,17 @@ def sonicmoe(problem: Problem) -> Contestant:
         )
         return y_ND
 
-    return Contestant(
+    return Implementation(
         forward, leaves, {"gate_up": lambda g: rearrange(g, "e (f two) d -> e (two f) d", two=2)}
     )  # fmt: skip
 
 
-PEERS: dict[str, Prepare] = {
-    "triton": triton,
-    "grouped_mm": grouped_mm,
-    "liger": liger,
-    "scattermoe": scattermoe,
-    "sonicmoe": sonicmoe,
+BUILT_IN: dict[str, BuildImplementation] = {
+    "triton": build_triton,
+    "grouped_mm": build_grouped_mm,
+    "liger": build_liger,
+    "scattermoe": build_scattermoe,
+    "sonicmoe": build_sonicmoe,
 }
 OURS = ("triton", "grouped_mm")
 TITLES = {
@@ -178,21 +178,23 @@ TITLES = {
 }  # fmt: skip
 PACKAGES = {"liger": "liger_kernel", "scattermoe": "scattermoe", "sonicmoe": "sonicmoe"}
 # These try hundreds of configurations per shape the first time they run: minutes, most of it compiling.
-TUNES_ITSELF = {"liger"}
+AUTOTUNED = {"liger"}
 
 
-def installed(name: str) -> bool:
+def is_installed(name: str) -> bool:
     """Whether the package that a contestant needs is there, without importing it."""
     return name not in PACKAGES or importlib.util.find_spec(PACKAGES[name]) is not None
 
 
-def find(name: str) -> Prepare:
+def find_implementation(name: str) -> BuildImplementation:
     """A contestant by name, or your own as "module:function". Raises ValueError when there is none."""
-    if name in PEERS:
-        return PEERS[name]
+    if name in BUILT_IN:
+        return BUILT_IN[name]
     module, _, attribute = name.partition(":")
     if not attribute:
-        raise ValueError(f"unknown contestant {name!r}: there are {', '.join(PEERS)}, or your own as module:function")
+        raise ValueError(
+            f"unknown contestant {name!r}: there are {', '.join(BUILT_IN)}, or your own as module:function"
+        )
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .implementations import Implementation, Problem
 from .measure import relative_error
-from .peers import Contestant, Problem
 
 # Relative norm error against fp64. What rounding gives: tf32 3e-4; bf16 operands, with z and the activations rounded
 # once more, 3e-3 to 8e-3.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-3, torch.bfloat16: 2e-2}
-TOKENS = 64
+NUM_CHECKED_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ReferenceValues:
     """In fp64: y, x and weights of `tokens`, gate_up and down of `experts`, each stacked in their order."""
 
     tokens: Tensor
@@ -32,19 +32,19 @@ class Expected:
     values: dict[str, Tensor]
 
 
-def errors(problem: Problem, contestant: Contestant, expected: Expected) -> dict[str, float]:
+def relative_errors(problem: Problem, implementation: Implementation, expected: ReferenceValues) -> dict[str, float]:
     """Run forward and backward once; the relative error of the output y and of each gradient, by name."""
-    y_ND = contestant.forward()
+    y_ND = implementation.forward()
     if y_ND.shape != problem.x_ND.shape:
         raise ValueError(f"the output must have the shape of x, {[*problem.x_ND.shape]}: got {[*y_ND.shape]}")
-    grads = contestant.in_our_layout(contestant.gradients(y_ND, problem.dy_ND))
+    grads = implementation.in_problem_layout(implementation.gradients(y_ND, problem.dy_ND))
     tokens, experts = expected.tokens, expected.experts
     found = {"y": y_ND.detach()[tokens], "x": grads["x"][tokens], "weights": grads["weights"][tokens]}
     found |= {name: grads[name][experts] for name in ("gate_up", "down")}
     return {name: relative_error(found[name], expected.values[name]) for name in found}
 
 
-def disagreement(found: dict[str, float], dtype: torch.dtype) -> str | None:
+def tolerance_violations(found: dict[str, float], dtype: torch.dtype) -> str | None:
     """What is wrong, in words; None where every error is within the tolerance."""
     allowed = TOLERANCE[dtype]
     worst = {name: error for name, error in found.items() if not error <= allowed}  # NaN is not
@@ -54,34 +54,34 @@ def disagreement(found: dict[str, float], dtype: torch.dtype) -> str | None:
     return f"relative error above {allowed:g}: {listed}"
 
 
-def _chosen(problem: Problem) -> tuple[Tensor, Tensor]:
-    half = min(TOKENS, problem.shape.T) // 2
+def _checked_tokens_and_experts(problem: Problem) -> tuple[Tensor, Tensor]:
+    half = min(NUM_CHECKED_TOKENS, problem.shape.T) // 2
     tokens = torch.arange(problem.shape.T, device=problem.x_ND.device)
     busiest = int(problem.ids_NK.flatten().bincount(minlength=problem.shape.E).argmax())
     experts = sorted({0, busiest, problem.shape.E - 1})
     return torch.cat([tokens[:half], tokens[-half:]]), torch.tensor(experts, device=tokens.device)
 
 
-def reference(problem: Problem) -> Expected:
+def compute_reference(problem: Problem) -> ReferenceValues:
     """What every contestant is compared with."""
     device, shape = problem.x_ND.device, problem.shape
-    tokens, experts = _chosen(problem)
+    tokens, experts = _checked_tokens_and_experts(problem)
     wanted_N = torch.zeros(shape.T, dtype=torch.bool, device=device).index_fill(0, tokens, True)
     y_ND, dx_ND = torch.zeros(2, shape.T, shape.D, dtype=torch.float64, device=device)
     dweights_NK = torch.zeros(shape.T, shape.K, dtype=torch.float64, device=device)
     for e in range(shape.E):
         n_M, k_M = ((problem.ids_NK == e) & wanted_N[:, None]).nonzero(as_tuple=True)
-        y_MD, dx_MD, dweights_M, _, _ = _one_expert(problem, e, n_M, k_M)
+        y_MD, dx_MD, dweights_M, _, _ = _expert_in_fp64(problem, e, n_M, k_M)
         y_ND.index_add_(0, n_M, y_MD)
         dx_ND.index_add_(0, n_M, dx_MD)
         dweights_NK[n_M, k_M] = dweights_M
-    grads = [_one_expert(problem, e, *(problem.ids_NK == e).nonzero(as_tuple=True))[3:] for e in experts.tolist()]
+    grads = [_expert_in_fp64(problem, e, *(problem.ids_NK == e).nonzero(as_tuple=True))[3:] for e in experts.tolist()]
     gate_up, down = zip(*grads, strict=True)
     values = {"y": y_ND[tokens], "x": dx_ND[tokens], "weights": dweights_NK[tokens]}
-    return Expected(tokens, experts, values | {"gate_up": torch.stack(gate_up), "down": torch.stack(down)})
+    return ReferenceValues(tokens, experts, values | {"gate_up": torch.stack(gate_up), "down": torch.stack(down)})
 
 
-def _one_expert(problem: Problem, e: int, n_M: Tensor, k_M: Tensor) -> tuple[Tensor, ...]:
+def _expert_in_fp64(problem: Problem, e: int, n_M: Tensor, k_M: Tensor) -> tuple[Tensor, ...]:
     """What expert e adds to y, and the gradients of x, weights, gate_up and down, from the choices (n, k) given."""
     inputs = problem.x_ND[n_M], problem.weights_NK[n_M, k_M], problem.gate_up[e], problem.down[e]
     leaves = [t.double().requires_grad_() for t in inputs]
