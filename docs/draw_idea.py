@@ -1,20 +1,18 @@
-"""Draw docs/images/idea.png: the DualPipe schedule, and what an overlapped pair does inside.
+"""Draw docs/images/idea.png: the DualPipe schedule, and the inside of one overlapped pair.
 
     python docs/draw_idea.py
 
-The upper half is the schedule as `moe_dualpipe.schedule.simulate` has it, with unit costs (forward 1, input gradient 1,
-weight gradient 1, pair 3). The lower half is one layer of such a pair.
+The upper part is a simulated step. A forward, an input gradient and a weight gradient take 1 each, a pair takes 3. The
+lower part is one layer of a pair.
 """
 
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("svg")
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.patches import Patch
 
-from moe_dualpipe.drawing.timeline_boxes import COLOURS
+from moe_dualpipe.drawing.figures import new_figure, save_figure
+from moe_dualpipe.drawing.timeline_boxes import COLOURS, LABELS, paler
 from moe_dualpipe.drawing.timeline_figure import draw_timeline
 from moe_dualpipe.schedule import Costs, Timeline, build, simulate
 
@@ -22,55 +20,76 @@ FORWARD, BACKWARD, WEIGHT, COMMUNICATION = COLOURS["F"], COLOURS["B"], COLOURS["
 
 
 def draw_schedule(axes: Axes, timeline: Timeline) -> None:
-    draw_timeline(axes, timeline)
+    draw_timeline(axes, timeline, font_size=8)
     schedule = timeline.schedule
+    half = schedule.num_micro_batches // 2
     axes.set_title(
-        f"DualPipe, {schedule.num_ranks} ranks, {schedule.num_micro_batches} micro-batches: half of them flow down, "
-        "half up; in a frame, one forward runs with one backward",
-        fontsize=9, loc="left",
+        f"DualPipe on {schedule.num_ranks} ranks: micro-batches 0 to {half - 1} enter at rank 0, {half} to "
+        f"{2 * half - 1} at rank {schedule.num_ranks - 1}.\nA black frame is one forward and one backward that run as "
+        "a pair.",
+        fontsize=10, loc="left",
     )  # fmt: skip
 
 
 def draw_pair(axes: Axes) -> None:
     # Milliseconds per layer in DeepSeek's training profile (github.com/deepseek-ai/profile-data), 64-way experts.
     compute = [
-        ("attn(F)", 4.36, FORWARD), ("mlp(B)", 5.31, BACKWARD), ("mlp(W)", 6.38, WEIGHT), ("mlp(F)", 4.60, FORWARD),
-        ("attn(B)", 9.34, BACKWARD), ("attn(W)", 2.39, WEIGHT),
+        ("attn", "F", 4.36, FORWARD), ("mlp", "B", 5.31, BACKWARD), ("mlp", "W", 6.38, WEIGHT),
+        ("mlp", "F", 4.60, FORWARD), ("attn", "B", 9.34, BACKWARD), ("attn", "W", 2.39, WEIGHT),
     ]  # fmt: skip
-    # A transfer starts when the compute that feeds it and the transfer before it are done; combine(B) reaches from one
-    # layer into the next, so it is drawn at both ends.
+    # A transfer starts after the compute that feeds it and the transfer before it. combine(B) starts in one layer and
+    # ends in the next, so it is drawn at both ends.
     communication = [
-        ("combine(B)", 0, 3.11), ("dispatch(F)", 4.36, 6.69), ("dispatch(B)", 11.05, 7.49), ("combine(F)", 20.65, 8.68),
-        ("", 29.99, 2.39),
+        ("combine", "B", 0, 3.11), ("dispatch", "F", 4.36, 6.69), ("dispatch", "B", 11.05, 7.49),
+        ("combine", "F", 20.65, 8.68), ("combine", "B", 29.99, 2.39),
     ]  # fmt: skip
-    at = 0
-    for name, width, colour in compute:
-        axes.barh(0, width, left=at, height=0.86, color=colour, edgecolor="white")
-        axes.text(at + width / 2, 0, name, ha="center", va="center", fontsize=8)
+    at = 0.0
+    for name, letter, width, colour in compute:
+        draw_box(axes, f"{name}\n({letter})", at, width, 0, colour)
         at += width
-    for name, start, width in communication:
-        axes.barh(-1, width, left=start, height=0.86, color=COMMUNICATION, edgecolor="white")
-        axes.text(start + width / 2, -1, name, ha="center", va="center", fontsize=8)
-    axes.set_yticks([0, -1], ["compute", "communication"])
+    for name, letter, start, width in communication:
+        draw_box(axes, f"{name}\n({letter})", start, width, -1, COMMUNICATION)
+    axes.set_yticks([0, -1], ["compute", "all-to-all"], fontsize=8)
     axes.set_title(
-        "Inside a frame, one layer, with the times of DeepSeek's published trace: while one micro-batch's tokens are "
-        "in the all-to-all, the other's attention and MLP run",
-        fontsize=9, loc="left",
+        "One layer inside a pair, with the times of DeepSeek's published trace: while the tokens of\none micro-batch "
+        "are in the all-to-all, the GPU computes the other.",
+        fontsize=10, loc="left",
     )  # fmt: skip
 
 
+def draw_box(axes: Axes, label: str, start: float, width: float, row: int, colour: str) -> None:
+    axes.barh(row, width, left=start, height=0.86, color=colour, edgecolor="white")
+    axes.text(start + width / 2, row, label, ha="center", va="center", fontsize=8, linespacing=1.05)
+
+
 def main() -> None:
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(11, 4), height_ratios=[4, 2], layout="constrained")
+    figure = new_figure(8, 4.6)
+    top, bottom = figure.subplots(2, 1, height_ratios=[4, 3])
     draw_schedule(top, simulate(build("dualpipe", 4, 10), Costs(F=1, B=2, W=1, FB=3)))
     draw_pair(bottom)
     for axes in (top, bottom):
         axes.set_xticks([])
-        axes.set_xlabel("")
+        axes.set_xlabel("time", fontsize=8, loc="right", labelpad=1)
         axes.set_frame_on(False)
         axes.tick_params(length=0)
         axes.margins(0.005)
+    entries = [Patch(facecolor=colour, label=LABELS[letter]) for letter, colour in COLOURS.items()]
+    entries += [
+        Patch(facecolor="white", edgecolor="black", label="overlapped pair"),
+        Patch(facecolor=paler(FORWARD, 0.5), label="paler: micro-batches that flow up"),
+        Patch(facecolor=COMMUNICATION, label="all-to-all"),
+    ]
+    figure.legend(
+        handles=entries,
+        loc="outside lower left",
+        ncols=4,
+        fontsize=8,
+        frameon=False,
+        handlelength=1.2,
+        columnspacing=1.2,
+    )
     path = Path(__file__).parent / "images" / "idea.png"
-    figure.savefig(path, dpi=130)
+    save_figure(figure, path)
     print(path)
 
 

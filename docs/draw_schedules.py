@@ -1,15 +1,14 @@
-"""Draw docs/images/schedules/*.png: every schedule on four ranks with eight micro-batches, on one scale.
+"""Draw docs/images/schedules/*.svg: every schedule on four ranks with eight micro-batches, to one scale.
 
     python docs/draw_schedules.py
 
-All train the same model, of four stages whose forward takes 1, backward 2 (half of it weight gradients) and pair 3; a
-schedule with two stages on a rank that does not hold each twice has it cut into eight.
+The model has four stages with the costs F = 1, B = 2, W = 1 and FB = 3. Interleaved 1F1B, ZB-V and DualPipeV put two
+stages on each rank and hold each stage once, so they split the model into eight stages.
 """
 
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
+from moe_dualpipe.drawing.figures import new_figure, save_figure
 from moe_dualpipe.drawing.timeline_boxes import timeline_summary
 from moe_dualpipe.drawing.timeline_figure import add_timeline_legend, draw_timeline
 from moe_dualpipe.schedule import Costs
@@ -25,14 +24,14 @@ def main() -> None:
     timelines = {e.name: e.timeline for e in entries if e.num_ranks == RANKS and e.timeline is not None}
     longest = max(timeline.makespan for timeline in timelines.values())
     for name, timeline in timelines.items():
-        figure = Figure(figsize=(11, 2.1), layout="constrained")
+        figure = new_figure(8, 2.1)
         axes = figure.add_subplot()
-        draw_timeline(axes, timeline)
+        draw_timeline(axes, timeline, font_size=8)
         axes.set_xlim(0, longest)
-        axes.set_title(f"{name}: {timeline_summary(timeline).splitlines()[0]}", fontsize=9, loc="left")
+        axes.set_title(f"{name}: {timeline_summary(timeline).splitlines()[0]}", fontsize=10, loc="left")
         add_timeline_legend(axes, timeline)
-        figure.savefig(OUT / f"{name}.png", dpi=110)
-        print(OUT / f"{name}.png")
+        save_figure(figure, OUT / f"{name}.svg")
+        print(OUT / f"{name}.svg")
 
 
 if __name__ == "__main__":

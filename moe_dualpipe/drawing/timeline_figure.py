@@ -79,6 +79,15 @@ def add_timeline_legend(axes: "Axes", timeline: Timeline) -> None:
     if has_pairs(timeline):
         entries.append(Patch(facecolor="white", edgecolor="black", label="overlapped pair"))
     if max(timeline.parameters) > 1:
-        entries.append(Patch(facecolor=paler(COLOURS["F"], 0.5), label="pale: the rank's other stages"))
+        entries.append(Patch(facecolor=paler(COLOURS["F"], 0.5), label="paler: other stages"))
     below = (0, -0.25 / len(timeline.spans))
-    axes.legend(handles=entries, loc="upper left", bbox_to_anchor=below, ncols=len(entries), fontsize=8, frameon=False)
+    axes.legend(
+        handles=entries,
+        loc="upper left",
+        bbox_to_anchor=below,
+        ncols=len(entries),
+        fontsize=8,
+        frameon=False,
+        handlelength=1.2,
+        columnspacing=1.2,
+    )

@@ -311,7 +311,7 @@ def test_a_figure_literally():
         == timeline_text(PAIR, 80).splitlines()[:1] + timeline_summary(PAIR).splitlines()
     )
     assert [label.get_text() for label in axes.get_legend().get_texts()] == [
-        "forward", "backward", "input gradient", "weight gradient", "overlapped pair", "pale: the rank's other stages",
+        "forward", "backward", "input gradient", "weight gradient", "overlapped pair", "paler: other stages",
     ]  # fmt: skip
     plain_legend: Any = timeline_figure(simulate(build("1f1b", 2, 2), COSTS)).axes[0].get_legend()
     assert [label.get_text() for label in plain_legend.get_texts()] == ["forward", "backward"]
