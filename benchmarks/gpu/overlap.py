@@ -7,7 +7,7 @@ is ours and the communication theirs: 4 layers of DeepSeek-V3, experts over 64 r
 from typing import Any
 
 from moe_dualpipe.profiler.measure import measure
-from moe_dualpipe.profiler.pair import Mode, Work
+from moe_dualpipe.profiler.pair import Mode, Workload
 
 from .context import Context
 
@@ -36,7 +36,7 @@ def run(context: Context, record: dict[str, Any]) -> None:
         out = context.out / "overlap" / name.replace(",", "").replace("/", " a ").replace(" ", "-")
         out.mkdir(parents=True, exist_ok=True)
         tokens = 16 if context.smoke else 128 if mode == "decode" else length
-        work = Work.choose(mode, preset, layers, length, tokens, device=context.device)
+        work = Workload.from_preset(mode, preset, layers, length, tokens, device=context.device)
         found = measure(work, out, ranks, replay=replay, rounds=1 if context.smoke else 3).as_object()
         ways = {way: {key: found[way][key] for key in KEYS} for way in ("sequential", "overlapped")}
         record["runs"][name] = {"status": "timed", "link": found["link"], "bound_us": found["bound_us"], **ways}

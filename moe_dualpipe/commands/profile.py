@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Analyze:
+class ProfileAnalyze:
     """How much communication was hidden, in a trace that torch.profiler wrote of work on a GPU, or on a CPU."""
 
     traces: Positional[list[Path]]
@@ -38,11 +38,11 @@ class Analyze:
     """Print JSON: an object for one device of one trace, a list of them for more."""
 
     def run(self) -> None:
-        from ..drawing.lanes import SUFFIXES, pictures_of, save
-        from ..drawing.report import files_text
+        from ..drawing.lanes import SUFFIXES, save_lanes, trace_pictures
+        from ..drawing.overlap_report import traces_text
         from ..profiler import COMMUNICATION
-        from ..profiler.chrome import MOST_EVENTS
         from ..profiler.files import analyze_files
+        from ..profiler.trace import MOST_EVENTS
 
         try:
             pattern = COMMUNICATION if self.comm_pattern is None else re.compile(self.comm_pattern)
@@ -59,16 +59,16 @@ class Analyze:
             what = "cut off" if events < MOST_EVENTS else "too long: read no further"
             print(f"{file}: {what} after {events:,} events; this is about those", file=sys.stderr)
         if self.out is not None:
-            save(pictures_of(found), self.out)
+            save_lanes(trace_pictures(found), self.out)
         if self.json:
             objects = found.as_objects()
             print(json.dumps(objects[0] if len(objects) == 1 else objects, indent=1))
         else:
-            print(files_text(found, self.phases, self.kernels, self.streams))
+            print(traces_text(found, self.phases, self.kernels, self.streams))
 
 
 @dataclass(frozen=True)
-class Run:
+class ProfileRun:
     """Measure the overlap of a pair of chunks: interleaved, and the same work in sequence, recorded and analyzed.
 
     One process plays one of many ranks over a modelled link; under torchrun the ranks are real:
@@ -118,16 +118,18 @@ class Run:
         out = self.out or Path("runs") / f"profile-{self.mode}"
         make_folder(out)
 
-        from ..drawing.lanes import save_measured
-        from ..drawing.report import measured_text
+        from ..drawing.lanes import save_measurement
+        from ..drawing.overlap_report import measurement_text
         from ..expert_parallel import Link
         from ..profiler.measure import measure
-        from ..profiler.pair import Work
+        from ..profiler.pair import Workload
 
         link = Link(self.link_gbps / 8, self.link_latency_us) if self.link_gbps else None
         try:
             device = _device(self.device)
-            work = Work.choose(self.mode, self.preset, self.layers, self.seq, self.tokens, self.routing, device)
+            work = Workload.from_preset(
+                self.mode, self.preset, self.layers, self.seq, self.tokens, self.routing, device
+            )
             measured = measure(work, out, self.ep, link, self.replay == "deepseek")
         except RuntimeError as error:
             if "memory" not in str(error):
@@ -137,8 +139,8 @@ class Run:
             return
         text = json.dumps(measured.as_object(), indent=1)
         (out / "report.json").write_text(text + "\n")
-        written = sorted([*measured.recordings, "report.json", *save_measured(measured, out)])
-        print(text if self.json else f"{measured_text(measured)}\n\nin {out}: {', '.join(written)}")
+        written = sorted([*measured.recordings, "report.json", *save_measurement(measured, out)])
+        print(text if self.json else f"{measurement_text(measured)}\n\nin {out}: {', '.join(written)}")
 
 
 def _device(wanted: str) -> "torch.device":
@@ -157,5 +159,6 @@ class ProfileCommands:
     """What a profiler's trace says about the overlap, and a measurement of it."""
 
     command: Annotated[
-        Annotated[Analyze, subcommand("analyze")] | Annotated[Run, subcommand("run")], tyro.conf.arg(name="")
+        Annotated[ProfileAnalyze, subcommand("analyze")] | Annotated[ProfileRun, subcommand("run")],
+        tyro.conf.arg(name=""),
     ]

@@ -1,7 +1,7 @@
 """A trace as a picture: what computed, above what communicated, in the manner of DeepSeek's published profile.
 
 A block is what one annotation launched; its colour says whether that belongs to a forward (F), a backward (B) or a
-weight gradient (W), by the letter in brackets at the end of its name. Work without an annotation is grey.
+weight gradient (W), by the letter in brackets at the end of its name. DeviceEvent without an annotation is grey.
 """
 
 import re
@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..profiler.blocks import LANES, LaneBlock
-from . import page
 from .figures import new_figure, save_figure
-from .report import verdict
+from .overlap_report import hidden_sentence
+from .page import write_page
 from .timeline_boxes import COLOURS, LABELS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from ..profiler.files import Files
-    from ..profiler.measure import Measured
+    from ..profiler.files import TraceFiles
+    from ..profiler.measure import Measurement
 
 SUFFIXES = (".png", ".svg", ".html")
 OTHER = "#c8c8c8"
@@ -47,44 +47,44 @@ class Picture:
         return COLOURS[letter[1]] if letter else OTHER
 
 
-def pictures_of(files: "Files") -> list[Picture]:
+def trace_pictures(files: "TraceFiles") -> list[Picture]:
     """A picture of each device, on one time axis; where the ranks' clocks cannot be compared, each starts at 0."""
-    known = [other.shift_us for other in files.joint if other.shift_us is not None]
-    shifts = [shift - min(known) for shift in known] if len(known) == len(files.joint) else [0.0] * len(files.joint)
+    known = [other.shift_us for other in files.skews if other.shift_us is not None]
+    shifts = [shift - min(known) for shift in known] if len(known) == len(files.skews) else [0.0] * len(files.skews)
     names = files.names if len(files.devices) > 1 else [files.devices[0].analysis.name]
     return [
-        Picture(f"{name}: {verdict(device.analysis)}", device.blocks, shift)
+        Picture(f"{name}: {hidden_sentence(device.analysis)}", device.blocks, shift)
         for name, device, shift in zip(names, files.devices, shifts, strict=True)
     ]
 
 
-def pictures_of_ways(measured: "Measured") -> list[Picture]:
+def measurement_pictures(measured: "Measurement") -> list[Picture]:
     """The lanes of rank 0, run in sequence and overlapped."""
-    rank = "rank 0, " if len(measured.ways["overlapped"].devices) > 1 else ""
-    devices = {way: files.devices[0] for way, files in measured.ways.items()}
+    rank = "rank 0, " if len(measured.runs["overlapped"].devices) > 1 else ""
+    devices = {way: files.devices[0] for way, files in measured.runs.items()}
     return [
-        Picture(f"{rank}{way}: {d.analysis.window_us / 1e3:,.1f} ms, {verdict(d.analysis)}", d.blocks)
+        Picture(f"{rank}{way}: {d.analysis.window_us / 1e3:,.1f} ms, {hidden_sentence(d.analysis)}", d.blocks)
         for way, d in devices.items()
     ]
 
 
-def save_measured(measured: "Measured", folder: Path) -> list[str]:
+def save_measurement(measured: "Measurement", folder: Path) -> list[str]:
     """Draw both ways into `folder`. Returns the names of the files; without matplotlib, only the page is drawn."""
-    names, pictures = ["timeline.html"], pictures_of_ways(measured)
-    save(pictures, folder / names[0])
+    names, pictures = ["timeline.html"], measurement_pictures(measured)
+    save_lanes(pictures, folder / names[0])
     with suppress(ImportError):
-        save(pictures, folder / "timeline.png")
+        save_lanes(pictures, folder / "timeline.png")
         names.append("timeline.png")
     return names
 
 
-def save(pictures: Sequence[Picture], path: Path) -> None:
+def save_lanes(pictures: Sequence[Picture], path: Path) -> None:
     """Draw them one above the other, on one axis of time, into a .png or .svg, or a page to zoom into (.html).
 
     Raises ImportError where matplotlib is needed and not installed.
     """
     if path.suffix.lower() == ".html":
-        page.write(pictures, path)
+        write_page(pictures, path)
         return
     end = max(picture.end_us for picture in pictures)
     figure = new_figure(16, 0.7 + 1.9 * len(pictures))

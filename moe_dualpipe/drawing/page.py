@@ -24,7 +24,7 @@ RESOLUTION = 20_000
 """A gap shorter than this part of the whole is closed, where there are more than MOST pieces."""
 
 
-def write(pictures: Sequence["Picture"], path: Path) -> None:
+def write_page(pictures: Sequence["Picture"], path: Path) -> None:
     end = max(picture.end_us for picture in pictures)
     pieces = sum(len(block.intervals) for picture in pictures for block in picture.blocks)
     gap = end / RESOLUTION if pieces > MOST else 0.0

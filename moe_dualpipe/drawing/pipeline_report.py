@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..profiler.pipeline import Pipeline, accounts
+from ..profiler.pipeline import RecordedPipeline, step_breakdowns
 from ..schedule import Costs, Timeline
 from .figures import new_figure, save_figure
 from .tables import markdown
@@ -17,7 +17,7 @@ def rank_name(rank: int, data_rank: int, data_ranks: int) -> str:
     return f"pipeline rank {rank}" + (f", data rank {data_rank}" if data_ranks > 1 else "")
 
 
-def as_text(pipelines: Sequence[Pipeline]) -> str:
+def pipeline_text(pipelines: Sequence[RecordedPipeline]) -> str:
     """Where the typical step of each pipeline went, and the bubble that its measured costs predict."""
     headings = {
         "step": "step, ms", "forward": "forward", "backward": "backward", "weights": "weights", "pairs": "pairs",
@@ -26,7 +26,7 @@ def as_text(pipelines: Sequence[Pipeline]) -> str:
     }  # fmt: skip
     rows = [["", *headings.values()]]
     for data_rank, pipeline in enumerate(pipelines):
-        for rank, account in enumerate(accounts(pipeline)):
+        for rank, account in enumerate(step_breakdowns(pipeline)):
             name = rank_name(rank, data_rank, len(pipelines))
             rows.append([name, *(f"{getattr(account, key):,.1f}" for key in headings)])
     lines = [markdown(rows)]
@@ -52,7 +52,7 @@ def _words(costs: Costs) -> str:
     return ", ".join(words) + " ms"
 
 
-def as_objects(pipelines: Sequence[Pipeline]) -> list[dict[str, Any]]:
+def pipeline_objects(pipelines: Sequence[RecordedPipeline]) -> list[dict[str, Any]]:
     """For `json`: one for each pipeline."""
     return [
         {
@@ -61,13 +61,13 @@ def as_objects(pipelines: Sequence[Pipeline]) -> list[dict[str, Any]]:
             "costs_ms": asdict(pipeline.costs),
             "makespan_ms": pipeline.timeline(pipeline.typical).makespan,
             "predicted_makespan_ms": pipeline.predicted.makespan,
-            "ranks_ms": [asdict(account) for account in accounts(pipeline)],
+            "ranks_ms": [asdict(account) for account in step_breakdowns(pipeline)],
         }
         for pipeline in pipelines
     ]
 
 
-def save(pipelines: Sequence[Pipeline], path: Path) -> None:
+def save_pipeline_figure(pipelines: Sequence[RecordedPipeline], path: Path) -> None:
     """Draw the typical step of each pipeline, measured above predicted. Raises ImportError without matplotlib."""
     rows: list[tuple[str, Timeline]] = []
     for data_rank, pipeline in enumerate(pipelines):

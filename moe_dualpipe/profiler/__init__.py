@@ -1,12 +1,12 @@
 """See, and prove, what is hidden: traces of torch.profiler in numbers.
 
->>> from moe_dualpipe.profiler import analyze, read
->>> for analysis in analyze(read("trace.json.gz")):  # one for each device   # doctest: +SKIP
+>>> from moe_dualpipe.profiler import analyze, read_trace
+>>> for analysis in analyze(read_trace("trace.json.gz")):  # one for each device   # doctest: +SKIP
 ...     print(analysis.hidden_fraction)
 """
 
 from .analyze import COMMUNICATION, Analysis, Kernel, Phase, analyze, kind_of
-from .chrome import Trace, TraceError, read
+from .trace import Trace, TraceError, read_trace
 
 __all__ = [
     "COMMUNICATION",
@@ -17,5 +17,5 @@ __all__ = [
     "TraceError",
     "analyze",
     "kind_of",
-    "read",
+    "read_trace",
 ]

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from .chrome import Trace, Work
-from .gaps import Wait, waits
-from .host import on_cpu, phase_of_wait
+from .gaps import Wait, find_waits
+from .host import host_as_device, phase_of_wait
 from .intervals import EMPTY, Intervals, as_intervals, difference, intersection, total, union
+from .trace import DeviceEvent, Trace
 
 COMMUNICATION = re.compile(
     r"nccl|nvshmem|deep_?ep|::ep::|multimem|symm_?mem|paced_copy"
@@ -100,12 +100,12 @@ class Analysis:
 def analyze(trace: Trace, comm_pattern: str | re.Pattern[str] = COMMUNICATION) -> tuple[Analysis, ...]:
     """An analysis for each device on which `trace` has work, in order of their names."""
     pattern = re.compile(comm_pattern) if isinstance(comm_pattern, str) else comm_pattern
-    trace = on_cpu(trace, pattern)
-    by_device = _grouped(trace.work, attrgetter("device"))
+    trace = host_as_device(trace, pattern)
+    by_device = _grouped(trace.device_events, attrgetter("device"))
     return tuple(_analyze(device, by_device[device], trace, pattern) for device in sorted(by_device))
 
 
-def _analyze(device: str, works: Sequence[Work], trace: Trace, pattern: re.Pattern[str]) -> Analysis:
+def _analyze(device: str, works: Sequence[DeviceEvent], trace: Trace, pattern: re.Pattern[str]) -> Analysis:
     by_kind = {"compute": [], "comm": [], "copy": []} | _grouped(works, lambda work: kind_of(work, pattern))
     compute = union(intervals_of([*by_kind["compute"], *by_kind["copy"]]))
     comm, copies = (union(intervals_of(by_kind[kind])) for kind in ("comm", "copy"))
@@ -128,13 +128,13 @@ def _analyze(device: str, works: Sequence[Work], trace: Trace, pattern: re.Patte
         comm_blocks=max((work.blocks for work in by_kind["comm"]), default=0),
         num_sms=trace.num_sms,
         phases=_phases(by_kind, trace, exposed),
-        waits=waits(trace, difference(extent, compute), [*by_kind["compute"], *by_kind["copy"]], by_kind["comm"]),
+        waits=find_waits(trace, difference(extent, compute), [*by_kind["compute"], *by_kind["copy"]], by_kind["comm"]),
         streams={stream: total(union(intervals_of(streams[stream]))) for stream in sorted(streams)},
         kernels=_kernels(by_kind),
     )
 
 
-def kind_of(work: Work, pattern: re.Pattern[str] = COMMUNICATION) -> str:
+def kind_of(work: DeviceEvent, pattern: re.Pattern[str] = COMMUNICATION) -> str:
     """compute, comm or copy. A kernel on a communication stream is not communication because of that."""
     return _kind(work.name, work.category, pattern)
 
@@ -146,13 +146,13 @@ def _kind(name: str, category: str, pattern: re.Pattern[str]) -> str:
     return "compute" if category in ("kernel", "operator") else "copy"
 
 
-def intervals_of(works: Iterable[Work]) -> Intervals:
+def intervals_of(works: Iterable[DeviceEvent]) -> Intervals:
     """When each of them ran."""
     return as_intervals((work.start, work.end) for work in works)
 
 
-def _phases(by_kind: dict[str, list[Work]], trace: Trace, exposed: Intervals) -> tuple[Phase, ...]:
-    launched: dict[str, dict[str, list[Work]]] = defaultdict(lambda: {kind: [] for kind in by_kind})
+def _phases(by_kind: dict[str, list[DeviceEvent]], trace: Trace, exposed: Intervals) -> tuple[Phase, ...]:
+    launched: dict[str, dict[str, list[DeviceEvent]]] = defaultdict(lambda: {kind: [] for kind in by_kind})
     for kind, works in by_kind.items():
         for work in works:
             if (mark := trace.annotation_of(work)) is not None:
@@ -170,18 +170,18 @@ def _phases(by_kind: dict[str, list[Work]], trace: Trace, exposed: Intervals) ->
     return tuple(phases)
 
 
-def _grouped(works: Iterable[Work], key: Callable[[Work], str]) -> dict[str, list[Work]]:
-    groups: dict[str, list[Work]] = defaultdict(list)
+def _grouped(works: Iterable[DeviceEvent], key: Callable[[DeviceEvent], str]) -> dict[str, list[DeviceEvent]]:
+    groups: dict[str, list[DeviceEvent]] = defaultdict(list)
     for work in works:
         groups[key(work)].append(work)
     return groups
 
 
-def _sum(works: Iterable[Work]) -> float:
+def _sum(works: Iterable[DeviceEvent]) -> float:
     return sum(work.end - work.start for work in works)
 
 
-def _kernels(by_kind: dict[str, list[Work]]) -> tuple[Kernel, ...]:
+def _kernels(by_kind: dict[str, list[DeviceEvent]]) -> tuple[Kernel, ...]:
     kernels = []
     for kind, works in by_kind.items():
         kernels += [

@@ -5,9 +5,9 @@ from collections import defaultdict
 from typing import NamedTuple
 
 from .analyze import COMMUNICATION, intervals_of, kind_of
-from .chrome import Mark, Trace, Work
-from .host import on_cpu
+from .host import host_as_device
 from .intervals import Intervals, union
+from .trace import DeviceEvent, HostEvent, Trace
 
 LANES = ("computation", "communication")
 
@@ -25,9 +25,9 @@ class LaneBlock(NamedTuple):
 
 def lane_blocks(trace: Trace, device: str, pattern: re.Pattern[str] = COMMUNICATION) -> list[LaneBlock]:
     """The blocks of `device`, ordered by lane and start time."""
-    trace = on_cpu(trace, pattern)
-    works: dict[tuple[int, Mark | None], list[Work]] = defaultdict(list)
-    for work in trace.work:
+    trace = host_as_device(trace, pattern)
+    works: dict[tuple[int, HostEvent | None], list[DeviceEvent]] = defaultdict(list)
+    for work in trace.device_events:
         if work.device == device:
             lane = int(kind_of(work, pattern) == "comm")
             works[lane, trace.annotation_of(work)].append(work)

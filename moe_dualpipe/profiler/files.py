@@ -8,37 +8,37 @@ from typing import Any
 
 from .analyze import COMMUNICATION, Analysis, analyze, kind_of
 from .blocks import LaneBlock, lane_blocks
-from .chrome import Trace, TraceError, read
-from .host import on_cpu
-from .ranks import Rank, Together, together
+from .host import host_as_device
+from .ranks import RankSkew, RankTransfers, rank_skews
+from .trace import Trace, TraceError, read_trace
 
 
 @dataclass(frozen=True)
-class Device:
+class TracedDevice:
     """One device of one trace."""
 
     path: Path
     truncated: int
     """How many events there were before the end of a file that was cut off; 0 for a whole one."""
-    rank_number: int | None
+    rank: int | None
     analysis: Analysis
     blocks: Sequence[LaneBlock]
-    rank: Rank
+    transfers: RankTransfers
 
 
 @dataclass(frozen=True)
-class Files:
+class TraceFiles:
     """What was found in all of them; `joint` has an entry for each device."""
 
-    devices: Sequence[Device]
-    joint: Sequence[Together]
+    devices: Sequence[TracedDevice]
+    skews: Sequence[RankSkew]
 
     @property
     def names(self) -> list[str]:
         """Short and different: by rank if the files say so, else by file, and by device where one has several."""
-        numbers = [device.rank_number for device in self.devices]
+        numbers = [device.rank for device in self.devices]
         by_rank = None not in numbers and len(set(numbers)) == len(numbers)
-        names = [f"rank {d.rank_number}" if by_rank else f"{d.path}, {d.analysis.name}" for d in self.devices]
+        names = [f"rank {d.rank}" if by_rank else f"{d.path}, {d.analysis.name}" for d in self.devices]
         return names if len(set(names)) == len(names) else [f"{i}: {name}" for i, name in enumerate(names)]
 
     @property
@@ -50,34 +50,34 @@ class Files:
         """For `json`: one for each device."""
         return [
             {
-                "trace": str(device.path), "truncated": bool(device.truncated), "rank": device.rank_number,
+                "trace": str(device.path), "truncated": bool(device.truncated), "rank": device.rank,
                 "waited_us": other.waited_us, "shift_us": other.shift_us, **device.analysis.as_object(),
             }
-            for device, other in zip(self.devices, self.joint, strict=True)
+            for device, other in zip(self.devices, self.skews, strict=True)
         ]  # fmt: skip
 
 
-def analyze_files(paths: Sequence[Path], pattern: re.Pattern[str] = COMMUNICATION, pictures: bool = True) -> Files:
+def analyze_files(paths: Sequence[Path], pattern: re.Pattern[str] = COMMUNICATION, pictures: bool = True) -> TraceFiles:
     """Read and analyze them, one after another. Raises TraceError for a file that is none, or has no work in it."""
-    devices = [device for path in paths for device in devices_of(path, read(path), pattern, pictures)]
-    return Files(devices, together([device.rank for device in devices]))
+    devices = [device for path in paths for device in analyze_devices(path, read_trace(path), pattern, pictures)]
+    return TraceFiles(devices, rank_skews([device.transfers for device in devices]))
 
 
-def devices_of(
+def analyze_devices(
     path: Path, trace: Trace, pattern: re.Pattern[str] = COMMUNICATION, pictures: bool = True
-) -> list[Device]:
-    """The devices of a trace that was read from `path`. Raises TraceError where there is no work on any."""
-    trace = on_cpu(trace, pattern)
-    if not trace.work:
+) -> list[TracedDevice]:
+    """The devices of a trace that was read_trace from `path`. Raises TraceError where there is no work on any."""
+    trace = host_as_device(trace, pattern)
+    if not trace.device_events:
         raise TraceError(
             f"{path}: no work among {trace.num_events:,} events: neither kernels on a device nor operators on a CPU"
         )
     devices = []
     for analysis in analyze(trace, pattern):
-        works = [work for work in trace.work if work.device == analysis.device]
+        works = [work for work in trace.device_events if work.device == analysis.device]
         transfers = [work for work in works if kind_of(work, pattern) == "comm"]
-        rank = Rank(transfers, min(work.start for work in works), trace.base_us, trace.host)
+        rank = RankTransfers(transfers, min(work.start for work in works), trace.base_us, trace.host)
         blocks = lane_blocks(trace, analysis.device, pattern) if pictures else ()
         truncated = trace.num_events if trace.truncated else 0
-        devices.append(Device(path, truncated, trace.rank, analysis, blocks, rank))
+        devices.append(TracedDevice(path, truncated, trace.rank, analysis, blocks, rank))
     return devices

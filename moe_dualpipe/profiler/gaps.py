@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .chrome import Mark, Trace, Work
 from .host import is_phase
 from .intervals import Intervals, as_intervals, length_before, union
+from .trace import DeviceEvent, HostEvent, Trace
 
 _NEARBY = 64
 """Among so many works an annotation is looked for."""
@@ -37,7 +37,9 @@ class Wait:
     """The part of that in which the host waited for the device."""
 
 
-def waits(trace: Trace, gaps: Intervals, compute: Iterable[Work], comm: Iterable[Work]) -> tuple[Wait, ...]:
+def find_waits(
+    trace: Trace, gaps: Intervals, compute: Iterable[DeviceEvent], comm: Iterable[DeviceEvent]
+) -> tuple[Wait, ...]:
     """All moments of the `gaps` in `compute`; where several transfers are on their way, the first one counts."""
     by_start = sorted(compute, key=lambda work: work.start)
     pieces = list(_pieces(gaps.tolist(), list(_first_of(sorted(comm, key=lambda work: work.start)))))
@@ -75,13 +77,13 @@ def waits(trace: Trace, gaps: Intervals, compute: Iterable[Work], comm: Iterable
     return tuple(sorted(found, key=lambda wait: -wait.total_us))
 
 
-def _next(trace: Trace, works: Sequence[Work], during: str) -> str:
+def _next(trace: Trace, works: Sequence[DeviceEvent], during: str) -> str:
     annotations = (trace.annotation_of(work) for work in works)
     named = (mark.name for mark in annotations if mark is not None and mark.name != during)
     return next(named, works[0].name if works else "")
 
 
-def _launched(trace: Trace, work: Work | None, unknown: float) -> float:
+def _launched(trace: Trace, work: DeviceEvent | None, unknown: float) -> float:
     """When the device had what it needed to start `work`. The call of a copy may last until the copy is through."""
     launch = trace.launches.get(work.correlation) if work and work.correlation is not None else None
     if work is None or launch is None:
@@ -89,11 +91,11 @@ def _launched(trace: Trace, work: Work | None, unknown: float) -> float:
     return launch.start if "memcpy" in work.category else launch.end
 
 
-def _union(marks: Iterable[Mark]) -> Intervals:
+def _union(marks: Iterable[HostEvent]) -> Intervals:
     return union(as_intervals((mark.start, mark.end) for mark in marks))
 
 
-def _name(trace: Trace, work: Work | None) -> str:
+def _name(trace: Trace, work: DeviceEvent | None) -> str:
     if work is None:
         return ""
     annotation = trace.annotation_of(work)
@@ -102,10 +104,10 @@ def _name(trace: Trace, work: Work | None) -> str:
     return annotation.name if annotation else work.name
 
 
-_Piece = tuple[float, float, Work | None]
+_Piece = tuple[float, float, DeviceEvent | None]
 
 
-def _first_of(works: Sequence[Work]) -> Iterator[_Piece]:
+def _first_of(works: Sequence[DeviceEvent]) -> Iterator[_Piece]:
     """Divide the time of works, sorted by start, so that each moment belongs to the one that started first."""
     cursor = -np.inf
     for work in works:

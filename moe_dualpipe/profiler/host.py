@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import lru_cache
 from math import inf
 
-from .chrome import Mark, Trace, Work
+from .trace import DeviceEvent, HostEvent, Trace
 
 _COMPUTES = re.compile(r"\([FBIW]\)$")
 _WAIT = "wait for "
@@ -29,9 +29,9 @@ _RECEIVES = re.compile(r":recv")
 _ISSUES = re.compile(r"(?:c10d|link)::(\w+)")
 
 
-def on_cpu(trace: Trace, pattern: re.Pattern[str]) -> Trace:
+def host_as_device(trace: Trace, pattern: re.Pattern[str]) -> Trace:
     """`trace` with its host as the device "cpu", if it has no work on any other; otherwise `trace` itself."""
-    if trace.work or not (trace.operators or trace.transfers):
+    if trace.device_events or not (trace.operators or trace.transfers):
         return trace
     matching = {mark.name for mark in trace.annotations if pattern.search(mark.name) and not _waits(mark.name)}
     annotations = [mark for mark in trace.annotations if mark.name not in matching]
@@ -39,19 +39,19 @@ def on_cpu(trace: Trace, pattern: re.Pattern[str]) -> Trace:
     transfers += [mark for mark in trace.annotations if mark.name in matching]
     transfers.sort(key=lambda mark: mark.start)
     waits = [mark for marks in (annotations, trace.operators) for mark in marks if _waits(mark.name)]
-    threads: dict[tuple[str, str], list[tuple[Mark, bool]]] = defaultdict(list)
+    threads: dict[tuple[str, str], list[tuple[HostEvent, bool]]] = defaultdict(list)
     for mark in trace.operators:
         threads[mark.thread].append((mark, True))
     for mark in annotations:
         if is_phase(mark) or _waits(mark.name):
             threads[mark.thread].append((mark, False))
 
-    work: list[Work] = []
-    launches: dict[int, Mark] = {}
+    work: list[DeviceEvent] = []
+    launches: dict[int, HostEvent] = {}
 
-    def add(mark: Mark, category: str, launch: Mark) -> None:
+    def add(mark: HostEvent, category: str, launch: HostEvent) -> None:
         launches[len(work)] = launch
-        work.append(Work(mark.name, category, mark.start, mark.end, "cpu", mark.thread[1], len(work), 0))
+        work.append(DeviceEvent(mark.name, category, mark.start, mark.end, "cpu", mark.thread[1], len(work), 0))
 
     for marks in threads.values():
         for piece in _pieces(marks):
@@ -63,15 +63,15 @@ def on_cpu(trace: Trace, pattern: re.Pattern[str]) -> Trace:
             free = transfer.end
         add(transfer, "transfer", issue)
     phases = [mark._replace(name=phase_of_wait(mark)) for mark in annotations]
-    return replace(trace, work=work, launches=launches, annotations=phases, waits=waits)
+    return replace(trace, device_events=work, launches=launches, annotations=phases, waits=waits)
 
 
-def is_phase(mark: Mark) -> bool:
+def is_phase(mark: HostEvent) -> bool:
     """Whether its name says that it is a part of a forward, a backward, an input or a weight gradient."""
     return _COMPUTES.search(mark.name) is not None
 
 
-def phase_of_wait(mark: Mark) -> str:
+def phase_of_wait(mark: HostEvent) -> str:
     """The phase to which what computes in it belongs: x for "wait for x", and for x itself."""
     return mark.name.removeprefix(_WAIT)
 
@@ -86,9 +86,9 @@ class _Open:
 
     __slots__ = ("end", "operator", "outlasting", "owner", "shuts")
 
-    def __init__(self, mark: Mark, operator: bool, around: "_Open | None"):
+    def __init__(self, mark: HostEvent, operator: bool, around: "_Open | None"):
         self.end, self.operator = mark.end, operator
-        self.outlasting: tuple[tuple[Mark, bool], ...] = ()
+        self.outlasting: tuple[tuple[HostEvent, bool], ...] = ()
         """What began in it and ends after it, as coarse clocks tell."""
         if around is not None and mark.end > around.end:
             self.end = around.end
@@ -100,18 +100,18 @@ class _Open:
         if around is not None and (inside or (operator and called and around.operator)):
             self.owner = around.owner
         else:
-            self.owner = Mark(called, mark.start, mark.end, mark.thread)
+            self.owner = HostEvent(called, mark.start, mark.end, mark.thread)
         """Whose its own time is; without a name if that waits."""
 
 
-def _pieces(marks: Iterable[tuple[Mark, bool]]) -> list[Mark]:
+def _pieces(marks: Iterable[tuple[HostEvent, bool]]) -> list[HostEvent]:
     """Cut marks of one thread, each with whether it is an operator, into pieces that do not overlap, in order.
 
     A moment belongs to the mark that began last of those around it.
     """
-    pieces: list[Mark] = []
+    pieces: list[HostEvent] = []
     stack: list[_Open] = []
-    owner: Mark | None = None
+    owner: HostEvent | None = None
     began = now = -inf
 
     def until(time: float) -> None:
@@ -120,7 +120,7 @@ def _pieces(marks: Iterable[tuple[Mark, bool]]) -> list[Mark]:
             current = stack[-1].owner if stack else None
             if current is not owner:
                 if owner is not None and owner.name:
-                    pieces.append(Mark(owner.name, began, now, owner.thread))
+                    pieces.append(HostEvent(owner.name, began, now, owner.thread))
                 owner, began = current, now
             now = time
 
@@ -140,14 +140,14 @@ def _pieces(marks: Iterable[tuple[Mark, bool]]) -> list[Mark]:
     return pieces
 
 
-def _issues(transfers: Sequence[Mark], operators: Iterable[Mark]) -> Iterator[Mark]:
+def _issues(transfers: Sequence[HostEvent], operators: Iterable[HostEvent]) -> Iterator[HostEvent]:
     """For each transfer, in order of their starts, the call that asked for it: they start in the order of the calls.
 
     c10d::alltoall_base_ asks for gloo:all_to_all. A transfer that nobody seems to have asked for stands for itself.
     """
     kinds = {transfer.name: _letters(transfer.name.rpartition(":")[2]) for transfer in transfers}
     calls = [mark for mark in operators if _waits(mark.name) and _ISSUES.match(mark.name)]
-    asked: dict[str, deque[Mark]] = defaultdict(deque)
+    asked: dict[str, deque[HostEvent]] = defaultdict(deque)
     for mark in sorted(calls, key=lambda mark: mark.start):
         letters = _letters(mark.name.rpartition(":")[2])
         if fitting := [kind for kind in kinds.values() if kind and letters.startswith(kind)]:

@@ -20,9 +20,9 @@ from tqdm import tqdm
 
 from ..expert_parallel import AllToAll, ExpertParallel, Link, Loopback, Replay
 from .capture import capture, synchronize
-from .files import Device, Files, analyze_files
-from .pair import Pair, Work
-from .ranks import together
+from .files import TracedDevice, TraceFiles, analyze_files
+from .pair import Pair, Workload
+from .ranks import rank_skews
 
 SHARE = 0.7
 """Of the time that is computed: what communication takes over a link that nobody described, on a CPU."""
@@ -32,23 +32,23 @@ DEEPSEEK = {"dispatch(F)": 6.69e-3, "combine(F)": 8.68e-3, "dispatch(B)": 7.49e-
 """Seconds of each transfer of a layer in DeepSeek's published training trace (64 ranks, 4,096 tokens of 7,168)."""
 LONGEST = 60.0
 """Seconds that the transfers of a pair may take."""
-WAYS = "sequential", "overlapped"
+RUNS = "sequential", "overlapped"
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """Both ways, of all ranks; `link` in words."""
 
-    work: Work
+    work: Workload
     num_ranks: int
     link: str
-    ways: dict[str, Files]
+    runs: dict[str, TraceFiles]
 
     @property
     def bound_us(self) -> float:
         """No order of this rank's work is shorter than its computation, or its communication, alone; of each the
         shorter one of both ways, which disturb it differently."""
-        both = [self.ways[way].devices[0].analysis for way in WAYS]
+        both = [self.runs[way].devices[0].analysis for way in RUNS]
         return max(min(analysis.compute_us for analysis in both), min(analysis.comm_us for analysis in both))
 
     def as_object(self) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class Measured:
             "device": str(self.work.device),
             "dtype": str(self.work.dtype).removeprefix("torch."),
         }
-        ways = {way: self.ways[way].as_objects() for way in WAYS}
+        ways = {way: self.runs[way].as_objects() for way in RUNS}
         mine = {way: objects[0] for way, objects in ways.items()}
         everyone = {"ranks": ways["overlapped"]} if len(ways["overlapped"]) > 1 else {}
         return {**work, "num_ranks": self.num_ranks, "link": self.link, **mine, "bound_us": self.bound_us, **everyone}
@@ -65,12 +65,12 @@ class Measured:
     @property
     def recordings(self) -> list[str]:
         """The names of their files."""
-        return [device.path.name for way in WAYS for device in self.ways[way].devices]
+        return [device.path.name for way in RUNS for device in self.runs[way].devices]
 
 
 def measure(
-    work: Work, out: Path, ep: int = 0, link: Link | None = None, replay: bool = False, rounds: int = 3
-) -> Measured:
+    work: Workload, out: Path, ep: int = 0, link: Link | None = None, replay: bool = False, rounds: int = 3
+) -> Measurement:
     """Run, record and analyze both ways; of `rounds` recordings of each that of the median length stays in `out`.
 
     ep: ranks over which the experts are spread; 0: up to 64. link: None for one that fits. replay: transfers take the
@@ -87,11 +87,11 @@ def measure(
         words, recordings = _run(work, num_ranks, world, out, link, replay, rounds)
         with _own_failures(world):
             ways = {way: _gathered(analyze_files([path]), world) for way, path in recordings.items()}
-    return Measured(work, num_ranks, words, ways)
+    return Measurement(work, num_ranks, words, ways)
 
 
 def _run(
-    work: Work, num_ranks: int, world: int, out: Path, link: Link | None, replay: bool, rounds: int
+    work: Workload, num_ranks: int, world: int, out: Path, link: Link | None, replay: bool, rounds: int
 ) -> tuple[str, dict[str, Path]]:
     """The link in words, and the recordings; whatever held the process group is gone at the end."""
     backend = _backend(work, num_ranks, world, replay)
@@ -132,7 +132,7 @@ def _own_failures(world: int) -> Iterator[None]:
         raise RuntimeError(f"rank {dist.get_rank()}: {error}") from error
 
 
-def _backend(work: Work, num_ranks: int, world: int, replay: bool) -> ExpertParallel:
+def _backend(work: Workload, num_ranks: int, world: int, replay: bool) -> ExpertParallel:
     if world > 1:
         group = dist.group.WORLD
         assert group is not None
@@ -186,10 +186,10 @@ def _computing(pair: Pair, backend: Loopback, rounds: int) -> tuple[float, int]:
 def _record(pair: Pair, out: Path, rounds: int, suffix: str) -> dict[str, Path]:
     """The recording of each way whose length is the median of `rounds`, in turns, after a first one to warm up."""
     device, alone = pair.work.device, not dist.is_initialized()
-    windows: dict[str, list[float]] = {way: [] for way in WAYS}
+    windows: dict[str, list[float]] = {way: [] for way in RUNS}
     first = alone or dist.get_rank() == 0
     for i in tqdm(range(1 + rounds), "recording", disable=None if first else True, leave=False):
-        for way in WAYS:
+        for way in RUNS:
             pair.prepare()
             synchronize(device)
             if not alone:
@@ -205,20 +205,20 @@ def _record(pair: Pair, out: Path, rounds: int, suffix: str) -> dict[str, Path]:
         chosen = [kept]
         dist.broadcast_object_list(chosen, src=0)
         kept = chosen[0]
-    for way in WAYS:
+    for way in RUNS:
         (out / f"{way}{suffix}-{kept[way]}.json.gz").replace(out / f"{way}{suffix}.json.gz")
         for i in range(1 + rounds):
             (out / f"{way}{suffix}-{i}.json.gz").unlink(missing_ok=True)
-    return {way: out / f"{way}{suffix}.json.gz" for way in WAYS}
+    return {way: out / f"{way}{suffix}.json.gz" for way in RUNS}
 
 
-def _gathered(files: Files, world: int) -> Files:
+def _gathered(files: TraceFiles, world: int) -> TraceFiles:
     """On the first rank everyone's, of the others without what is drawn; on these their own."""
     if world == 1:
         return files
-    every: list[list[Device]] | None = [[] for _ in range(world)] if dist.get_rank() == 0 else None
+    every: list[list[TracedDevice]] | None = [[] for _ in range(world)] if dist.get_rank() == 0 else None
     dist.gather_object([replace(device, blocks=()) for device in files.devices], every)
     if every is None:
         return files
     devices = [*files.devices, *(device for devices in every[1:] for device in devices)]
-    return Files(devices, together([device.rank for device in devices]))
+    return TraceFiles(devices, rank_skews([device.transfers for device in devices]))

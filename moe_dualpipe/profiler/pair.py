@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """What a micro-batch is, and what it goes through. `tokens` of it, in sequences of `seq`; in decode one new token
     of each of `tokens` sequences, whose first `seq` are cached. `layers` blocks of `model`, all with experts."""
 
@@ -39,10 +39,10 @@ class Work:
     dtype: torch.dtype
 
     @classmethod
-    def choose(
+    def from_preset(
         cls, mode: Mode, name: str, layers: int = 4, seq: int = 0, tokens: int = 0, routing: Routing = "balanced",
         device: torch.device = CPU,
-    ) -> "Work":  # fmt: skip
+    ) -> "Workload":  # fmt: skip
         """The work of the model called `name`; 0 means a choice, as `profile run --help` says.
 
         Raises ValueError for what contradicts itself.
@@ -79,7 +79,7 @@ class Work:
 class Pair:
     """Both chunks, ready to run over `expert_parallel`: `prepare`, then `sequential` or `overlapped`, in turns."""
 
-    def __init__(self, work: Work, expert_parallel: ExpertParallel, seed: int = 0):
+    def __init__(self, work: Workload, expert_parallel: ExpertParallel, seed: int = 0):
         self.work = work
         config = replace(work.model, num_layers=work.layers, num_dense_layers=0)
         spec = StageSpec(range(work.layers), embedding=False, head=False, share=1.0)

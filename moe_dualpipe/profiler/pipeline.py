@@ -17,7 +17,7 @@ from ..schedule.walk import Span
 from .steps import PARTS, Step
 
 
-def costs_of(schedule: Schedule, spans: Iterable[Span]) -> Costs:
+def measured_costs(schedule: Schedule, spans: Iterable[Span]) -> Costs:
     """The means of what was measured, for each stage: so what is predicted computes as much as what was measured.
 
     A stage that lacks a kind takes the mean of the others. Where a schedule has only pairs, a forward is a third of
@@ -54,7 +54,7 @@ def costs_of(schedule: Schedule, spans: Iterable[Span]) -> Costs:
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class RecordedPipeline:
     """The recorded steps of the ranks of one pipeline: `steps[rank]`, on one clock."""
 
     schedule: Schedule
@@ -80,7 +80,7 @@ class Pipeline:
     @cached_property
     def costs(self) -> Costs:
         """In milliseconds, of the typical step."""
-        return costs_of(self.schedule, [span for row in self.timeline(self.typical).spans for span in row])
+        return measured_costs(self.schedule, [span for row in self.timeline(self.typical).spans for span in row])
 
     @cached_property
     def predicted(self) -> Timeline:
@@ -88,7 +88,7 @@ class Pipeline:
 
 
 @dataclass(frozen=True)
-class Account:
+class StepBreakdown:
     """Where one rank's step went, in milliseconds; together, `rest` included, they are `step`."""
 
     step: float
@@ -108,7 +108,7 @@ class Account:
     predicted_bubble: float
 
 
-def accounts(pipeline: Pipeline) -> tuple[Account, ...]:
+def step_breakdowns(pipeline: RecordedPipeline) -> tuple[StepBreakdown, ...]:
     """Of each rank, in the typical step."""
     index, predicted = pipeline.typical, pipeline.predicted
     timeline = pipeline.timeline(index)
@@ -125,7 +125,7 @@ def accounts(pipeline: Pipeline) -> tuple[Account, ...]:
         rest = whole - bubble - sum(sums.values()) - sum(parts.values())
         waiting = step.waiting / 1e3
         found.append(
-            Account(whole, bubble=bubble, rest=rest, waiting=waiting, predicted_bubble=foreseen, **sums, **parts)
+            StepBreakdown(whole, bubble=bubble, rest=rest, waiting=waiting, predicted_bubble=foreseen, **sums, **parts)
         )
     return tuple(found)
 

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .chrome import Work
+from .trace import DeviceEvent
 
 _POINT_TO_POINT = re.compile(r":(send|recv)")  # of gloo; NCCL's kernels do not say
 
 
 @dataclass(frozen=True, slots=True)
-class Rank:
+class RankTransfers:
     """What is to be compared of a rank's trace. Microseconds."""
 
-    transfers: Sequence[Work]
+    transfers: Sequence[DeviceEvent]
     start_us: float
     """When its first work started."""
     base_us: float = 0.0
@@ -30,7 +30,7 @@ class Rank:
 
 
 @dataclass(frozen=True, slots=True)
-class Together:
+class RankSkew:
     """Of one rank among others. Microseconds."""
 
     waited_us: float | None
@@ -39,7 +39,7 @@ class Together:
     """How much later than the first rank's its first work started, on the first rank's clock. None: unknown."""
 
 
-def together(ranks: Sequence[Rank]) -> tuple[Together, ...]:
+def rank_skews(ranks: Sequence[RankTransfers]) -> tuple[RankSkew, ...]:
     """What the ranks' transfers say of each other; of clocks, also what the hosts say.
 
     The k-th collectives of all ranks are taken for one and the same if they have the same names, and if there is a
@@ -48,7 +48,7 @@ def together(ranks: Sequence[Rank]) -> tuple[Together, ...]:
     first = ranks[0]
     shifts = np.array([rank.base_us - first.base_us + rank.start_us - first.start_us for rank in ranks])
     one_clock = bool(first.host) and all(rank.host == first.host for rank in ranks)
-    unknown = tuple(Together(None, float(shift) if one_clock or len(ranks) == 1 else None) for shift in shifts)
+    unknown = tuple(RankSkew(None, float(shift) if one_clock or len(ranks) == 1 else None) for shift in shifts)
     ordered = [
         sorted((work for work in rank.transfers if not _POINT_TO_POINT.search(work.name)), key=lambda work: work.start)
         for rank in ranks
@@ -72,4 +72,4 @@ def together(ranks: Sequence[Rank]) -> tuple[Together, ...]:
     if meet.mean() < 0.9:
         return unknown
     waited = (ends - starts - (ends - starts).min(axis=0)).sum(axis=1)
-    return tuple(Together(float(w), float(shift)) for w, shift in zip(waited, shifts, strict=True))
+    return tuple(RankSkew(float(w), float(shift)) for w, shift in zip(waited, shifts, strict=True))

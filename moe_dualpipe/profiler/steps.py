@@ -13,9 +13,9 @@ from math import inf
 from ..schedule.actions import Action
 from ..schedule.walk import Span
 from .analyze import COMMUNICATION, intervals_of, kind_of
-from .chrome import Mark, Trace, TraceError, Work
-from .host import on_cpu
+from .host import host_as_device
 from .intervals import as_intervals, total, union
+from .trace import DeviceEvent, HostEvent, Trace, TraceError
 
 PARTS = ("gradients", "optimizer")
 """Annotations of what follows the pipeline: the sum over replicas with the norm, and the update."""
@@ -39,14 +39,14 @@ class Step:
     """From when to when work of each of PARTS ran; those that had none are not there."""
 
 
-def steps_of(trace: Trace, actions: Sequence[Action]) -> list[Step]:
+def recorded_steps(trace: Trace, actions: Sequence[Action]) -> list[Step]:
     """The steps of a rank that runs `actions` in each. Raises TraceError when the recording lacks some of them."""
-    trace = on_cpu(trace, COMMUNICATION)
+    trace = host_as_device(trace, COMMUNICATION)
     texts = {str(action): action for action in actions}
     marks = [mark for mark in trace.annotations if mark.name in texts or mark.name in PARTS]
     around = trace.around(marks)
-    works: dict[Mark, list[Work]] = defaultdict(list)
-    for work in trace.work:
+    works: dict[HostEvent, list[DeviceEvent]] = defaultdict(list)
+    for work in trace.device_events:
         if work.correlation in around:
             works[around[work.correlation]].append(work)
     steps = []
@@ -86,24 +86,24 @@ def _in_turns(extents: Iterable[tuple[float, float]]) -> list[tuple[float, float
     return turns
 
 
-def between_experts(trace: Trace) -> Trace:
+def only_expert_transfers(trace: Trace) -> Trace:
     """Without the communication that no dispatch or combine asked for.
 
     The transfers of a pipeline are on their way from when a rank is ready to when the other one is: they measure the
     schedule, not the overlap.
     """
-    trace = on_cpu(trace, COMMUNICATION)
+    trace = host_as_device(trace, COMMUNICATION)
 
-    def wanted(work: Work) -> bool:
+    def wanted(work: DeviceEvent) -> bool:
         if kind_of(work) != "comm":
             return True
         mark = trace.annotation_of(work)
         return mark is not None and _OF_EXPERTS.match(mark.name) is not None
 
-    return replace(trace, work=[work for work in trace.work if wanted(work)])
+    return replace(trace, device_events=[work for work in trace.device_events if wanted(work)])
 
 
-def on_one_clock(steps: Sequence[Sequence[Step]], hosts: Sequence[str], moments: Sequence[float]) -> list[list[Step]]:
+def align_clocks(steps: Sequence[Sequence[Step]], hosts: Sequence[str], moments: Sequence[float]) -> list[list[Step]]:
     """The steps of ranks on several hosts, with the clocks of the other hosts set by the first rank's.
 
     moments: the time at which each rank left one and the same barrier, by its own clock. Ranks of one host share it.

@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from ..drawing.pipeline_report import as_objects, as_text, rank_name, save
-from ..drawing.report import compare_ranks
-from ..profiler import COMMUNICATION, read
+from ..drawing.overlap_report import compare_ranks
+from ..drawing.pipeline_report import pipeline_objects, pipeline_text, rank_name, save_pipeline_figure
+from ..profiler import COMMUNICATION, read_trace
 from ..profiler.capture import capture, synchronize
-from ..profiler.files import Device, Files, devices_of
-from ..profiler.host import on_cpu
-from ..profiler.pipeline import Pipeline
-from ..profiler.ranks import together
-from ..profiler.steps import Step, between_experts, on_one_clock, steps_of
+from ..profiler.files import TracedDevice, TraceFiles, analyze_devices
+from ..profiler.host import host_as_device
+from ..profiler.pipeline import RecordedPipeline
+from ..profiler.ranks import rank_skews
+from ..profiler.steps import Step, align_clocks, only_expert_transfers, recorded_steps
 from ..runtime.groups import Layout
 from ..schedule import Schedule
 
@@ -61,42 +61,42 @@ class StepProfiler:
         """
         if not self.recorded:
             return ""
-        trace = on_cpu(read(self.path), COMMUNICATION)
-        steps = steps_of(trace, self.schedule.actions[self.layout.pp_rank])
-        found = devices_of(self.path, between_experts(trace), pictures=False)
+        trace = host_as_device(read_trace(self.path), COMMUNICATION)
+        steps = recorded_steps(trace, self.schedule.actions[self.layout.pp_rank])
+        found = analyze_devices(self.path, only_expert_transfers(trace), pictures=False)
         device = max(found, key=lambda device: device.analysis.compute_us)  # should work on another one have strayed in
         own = steps, socket.gethostname(), self._moment, device
         everyone = [own] * dist.get_world_size() if self.layout.rank == 0 else None
         dist.gather_object(own, everyone, dst=0)
         return self._text(everyone) if everyone else ""
 
-    def _text(self, everyone: list[tuple[list[Step], str, float, Device]]) -> str:
+    def _text(self, everyone: list[tuple[list[Step], str, float, TracedDevice]]) -> str:
         steps, hosts, moments, devices = (list(column) for column in zip(*everyone, strict=True))
-        steps = on_one_clock(steps, hosts, moments)
+        steps = align_clocks(steps, hosts, moments)
         layout = self.layout
         pipelines = [
-            Pipeline(self.schedule, [steps[layout.world_rank(p, d)] for p in range(layout.pp)])
+            RecordedPipeline(self.schedule, [steps[layout.world_rank(p, d)] for p in range(layout.pp)])
             for d in range(layout.dp)
         ]
         groups = (devices[first : first + layout.ep] for first in range(0, len(devices), layout.ep))
-        joint = [other for group in groups for other in together([device.rank for device in group])]
+        joint = [other for group in groups for other in rank_skews([device.transfers for device in group])]
         names = [rank_name(rank // layout.dp, rank % layout.dp, layout.dp) for rank in range(len(devices))]
         overlap = [
             {"rank": rank, "waited_us": other.waited_us, **device.analysis.as_object()}
             for rank, (device, other) in enumerate(zip(devices, joint, strict=True))
         ]
-        report = {"pipelines": as_objects(pipelines), "overlap": overlap}
+        report = {"pipelines": pipeline_objects(pipelines), "overlap": overlap}
         (self.folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
         written = [*(device.path.name for device in devices), "report.json"]
         with suppress(ImportError):  # no matplotlib: no picture
-            save(pipelines, self.folder / "steps.png")
+            save_pipeline_figure(pipelines, self.folder / "steps.png")
             written.append("steps.png")
         count = len(self.recorded)
         parts = [
             f"profile of {count} step{'s' * (count > 1)}, and of them the one of median length:",
-            as_text(pipelines),
+            pipeline_text(pipelines),
         ]
         if layout.ep > 1:
-            compared = compare_ranks(Files(devices, joint), names)
+            compared = compare_ranks(TraceFiles(devices, joint), names)
             parts += ["communication between experts, in all steps recorded:", compared]
         return "\n\n".join([*parts, f"in {self.folder}: {', '.join(written)}"])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_dualpipe.cli import main
-from moe_dualpipe.drawing.lanes import Picture, save
+from moe_dualpipe.drawing.lanes import Picture, save_lanes
 from moe_dualpipe.drawing.page import RESOLUTION, SCRIPT
 from moe_dualpipe.profiler.blocks import LaneBlock
 from moe_dualpipe.profiler.intervals import EMPTY, union
@@ -25,7 +25,7 @@ def block(name, *intervals, lane=0):
 
 def page_of(tmp_path, *pictures):
     """The text of the page, and the data in it as a browser finds them: up to the first end of a script."""
-    save(pictures, tmp_path / "lanes.html")
+    save_lanes(pictures, tmp_path / "lanes.html")
     text = (tmp_path / "lanes.html").read_text("utf-8")
     (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script', text, re.DOTALL)
     return text, json.loads(data)

@@ -9,17 +9,17 @@ import pytest
 from moe_dualpipe.cli import main
 from moe_dualpipe.drawing import lanes
 from moe_dualpipe.drawing.lanes import Picture
-from moe_dualpipe.drawing.report import as_text, verdict
-from moe_dualpipe.profiler import TraceError, analyze, kind_of, read
+from moe_dualpipe.drawing.overlap_report import analysis_text, hidden_sentence
+from moe_dualpipe.profiler import TraceError, analyze, kind_of, read_trace
 from moe_dualpipe.profiler.blocks import lane_blocks
-from moe_dualpipe.profiler.chrome import Work
+from moe_dualpipe.profiler.trace import DeviceEvent
 from tests.support.traces import annotation, kernel, launch, write
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "deepseek_v3_train_trace.json.gz"
 
 
 def analysis_of(tmp_path, events, **options):
-    (analysis,) = analyze(read(write(tmp_path / "trace.json", events)), **options)
+    (analysis,) = analyze(read_trace(write(tmp_path / "trace.json", events)), **options)
     return analysis
 
 
@@ -72,11 +72,11 @@ def test_work_belongs_to_the_innermost_annotation_around_its_launch(tmp_path):
 
 def test_devices_are_analyzed_apart(tmp_path):
     events = [kernel("gemm", 0, 10), kernel("ncclX", 0, 10, device=1), kernel("gemm", 5, 10, device=1)]
-    first, second = analyze(read(write(tmp_path / "t.json", events)))
+    first, second = analyze(read_trace(write(tmp_path / "t.json", events)))
     assert (first.device, first.hidden_fraction, first.window_us) == ("0", None, 10)
     assert (second.device, second.hidden_fraction, second.window_us) == ("1", 0.5, 15)
-    assert verdict(first) == "There is no communication, so nothing to hide."
-    assert verdict(second) == "50.0% of the communication is hidden (1 kernel, on up to 1 thread blocks)."
+    assert hidden_sentence(first) == "There is no communication, so nothing to hide."
+    assert hidden_sentence(second) == "50.0% of the communication is hidden (1 kernel, on up to 1 thread blocks)."
 
 
 @pytest.mark.parametrize("name,kind", [
@@ -91,7 +91,7 @@ def test_devices_are_analyzed_apart(tmp_path):
     ("void cuda::expand_to_fused_with_scales_impl", "compute"),
 ])  # fmt: skip
 def test_kinds_of_kernels(name, kind):
-    assert kind_of(Work(name, "kernel", 0, 1, "0", "7", None, 1)) == kind
+    assert kind_of(DeviceEvent(name, "kernel", 0, 1, "0", "7", None, 1)) == kind
 
 
 def test_the_pattern_can_be_replaced(tmp_path):
@@ -108,7 +108,7 @@ published = pytest.mark.skipif(not PUBLISHED.exists(), reason="DeepSeek's trace 
 
 @published
 def test_the_published_trace():
-    (a,) = analyze(read(PUBLISHED))
+    (a,) = analyze(read_trace(PUBLISHED))
     assert (a.window_us, a.compute_us, a.comm_us) == (129_012, 124_338, 113_440)
     assert (a.overlapped_us, a.exposed_comm_us, a.num_comm) == (109_263, 4_177, 36)
     assert a.hidden_fraction == pytest.approx(0.963, abs=0.0005)
@@ -124,7 +124,7 @@ def test_the_published_trace_cut_off(tmp_path, capsys):
     whole = PUBLISHED.read_bytes()
     path = tmp_path / "half.json.gz"
     path.write_bytes(whole[: len(whole) // 2])
-    trace = read(path)
+    trace = read_trace(path)
     assert trace.truncated and 1000 < trace.num_events < 14240
     assert main(["profile", "analyze", str(path)]) == 0
     out, err = capsys.readouterr()
@@ -137,13 +137,13 @@ def test_the_published_trace_cut_off(tmp_path, capsys):
 
 def test_of_a_gigantic_file_the_first_events_are_analyzed(tmp_path, monkeypatch, capsys):
     path = write(tmp_path / "trace.json", [kernel("gemm", 10 * i, 5) for i in range(9)])
-    monkeypatch.setattr("moe_dualpipe.profiler.chrome.MOST_EVENTS", 4)
+    monkeypatch.setattr("moe_dualpipe.profiler.trace.MOST_EVENTS", 4)
     assert main(["profile", "analyze", str(path)]) == 0
     out, err = capsys.readouterr()
     assert err == f"{path}: too long: read no further after 4 events; this is about those\n"
     assert "| window                      |           35 |" in out
-    monkeypatch.setattr("moe_dualpipe.profiler.chrome.MOST_EVENTS", 9)
-    assert not read(path).truncated
+    monkeypatch.setattr("moe_dualpipe.profiler.trace.MOST_EVENTS", 9)
+    assert not read_trace(path).truncated
 
 
 def test_both_forms_of_a_trace_compressed_or_not(tmp_path):
@@ -154,19 +154,19 @@ def test_both_forms_of_a_trace_compressed_or_not(tmp_path):
         ("indented.json", json.dumps({"traceEvents": events}, indent=4)),
     ):
         (tmp_path / name).write_text(text)
-        assert analyze(read(tmp_path / name)) == (expected,)
+        assert analyze(read_trace(tmp_path / name)) == (expected,)
         with gzip.open(tmp_path / f"{name}.gz", "wt") as file:
             file.write(text)
-        assert analyze(read(tmp_path / f"{name}.gz")) == (expected,)
+        assert analyze(read_trace(tmp_path / f"{name}.gz")) == (expected,)
 
 
 def test_pieces_of_any_size(tmp_path, monkeypatch):
     events = [annotation("ä" * 50, 0, 10), *(kernel(f"gemm{i}", i, 1, correlation=i) for i in range(40))]
     path = write(tmp_path / "trace.json", events, padding="x" * 300)
-    expected = read(path)
+    expected = read_trace(path)
     for size in (1, 7, 64):
-        monkeypatch.setattr("moe_dualpipe.profiler.chrome._CHUNK", size)
-        assert read(path) == expected
+        monkeypatch.setattr("moe_dualpipe.profiler.trace._CHUNK", size)
+        assert read_trace(path) == expected
 
 
 def test_events_that_are_incomplete_are_passed_over(tmp_path):
@@ -182,9 +182,11 @@ def test_events_that_are_incomplete_are_passed_over(tmp_path):
          "args": {"grid": "wide", "correlation": [1], "stream": [7]}},
         {"ph": "X", "cat": "kernel", "ts": 5, "args": "none"}, {"ph": "X", "cat": "cuda_runtime", "ts": 5, "args": []},
     ]  # fmt: skip
-    trace = read(write(tmp_path / "trace.json", [*odd, kernel("gemm", 0, 10), {"ph": "i", "name": "now", "ts": 1}]))
-    assert (trace.num_events, len(trace.work)) == (11, 4)
-    assert [work.end for work in trace.work] == [3, 4, 5, 10]
+    trace = read_trace(
+        write(tmp_path / "trace.json", [*odd, kernel("gemm", 0, 10), {"ph": "i", "name": "now", "ts": 1}])
+    )
+    assert (trace.num_events, len(trace.device_events)) == (11, 4)
+    assert [work.end for work in trace.device_events] == [3, 4, 5, 10]
     assert all(analysis.num_comm == 0 for analysis in analyze(trace))
 
 
@@ -204,7 +206,7 @@ def test_files_that_are_no_traces(tmp_path, content, problem, capsys):
     path = tmp_path / "trace.json"
     path.write_bytes(content)
     with pytest.raises(TraceError) as error:
-        read(path)
+        read_trace(path)
     assert str(error.value) == f"{path}: {problem}"
     assert main(["profile", "analyze", str(path)]) == 2
     assert capsys.readouterr().err == f"moe-dualpipe: error: {path}: {problem}\n"
@@ -212,17 +214,17 @@ def test_files_that_are_no_traces(tmp_path, content, problem, capsys):
 
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(TraceError, match=r"no\.json: No such file or directory"):
-        read(tmp_path / "no.json")
+        read_trace(tmp_path / "no.json")
     with pytest.raises(TraceError, match="Is a directory"):
-        read(tmp_path)
+        read_trace(tmp_path)
 
 
 def test_garbage_after_some_events_ends_the_reading(tmp_path, monkeypatch):
     path = tmp_path / "trace.json"
     path.write_text(json.dumps([kernel("gemm", 0, 10)])[:-1] + ", {broken" + "x" * 5000)
-    monkeypatch.setattr("moe_dualpipe.profiler.chrome._LONGEST_EVENT", 1000)
+    monkeypatch.setattr("moe_dualpipe.profiler.trace._LONGEST_EVENT", 1000)
     with pytest.raises(TraceError, match=r"not a trace: .* in event 1"):
-        read(path)
+        read_trace(path)
 
 
 # ---- The command ----
@@ -232,9 +234,9 @@ def test_the_command_prints_tables_or_json(tmp_path, capsys):
     events = [annotation("dispatch(F)", 0, 10), launch(1, 5), kernel("gemm", 10, 30),
               kernel("ncclX", 30, 20, correlation=1, grid=(8, 1, 1))]  # fmt: skip
     paths = [str(write(tmp_path / f"rank{rank}.json", events)) for rank in range(2)]
-    (analysis,) = analyze(read(paths[0]))
+    (analysis,) = analyze(read_trace(paths[0]))
     assert main(["profile", "analyze", *paths, "--phases", "--kernels", "1"]) == 0
-    expected = as_text(analysis, phases=True, kernels=1)
+    expected = analysis_text(analysis, phases=True, kernels=1)
     out = capsys.readouterr().out
     assert out.startswith("\n\n".join(f"{path}\n{expected}" for path in paths) + "\n\n|")
     heading, _, *rows = out.splitlines()[-4:]
@@ -298,7 +300,7 @@ def test_a_trace_without_device_work(tmp_path, capsys):
 
 
 def test_blocks_are_what_an_annotation_launched(tmp_path):
-    trace = read(write(tmp_path / "trace.json", [
+    trace = read_trace(write(tmp_path / "trace.json", [
         annotation("attn(F)", 0, 10), annotation("dispatch(B)", 10, 10), annotation("attn(F)", 20, 10),
         launch(1, 5), launch(2, 15), launch(3, 25), launch(4, 6),
         kernel("gemm", 100, 5, correlation=1), kernel("gemm", 107, 3, correlation=4),
@@ -341,4 +343,4 @@ def test_a_phase_is_told_for_each_of_its_annotations(tmp_path):
         kernel("gemm", 100, 30, correlation=1), kernel("gemm", 200, 10, correlation=2),
         kernel("ncclX", 300, 6, correlation=3),
     ])  # fmt: skip
-    assert "| mlp(F) |     2 |                   20 |             3 |       3 |" in as_text(analysis, phases=True)
+    assert "| mlp(F) |     2 |                   20 |             3 |       3 |" in analysis_text(analysis, phases=True)

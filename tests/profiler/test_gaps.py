@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_dualpipe.drawing.report import as_text
-from moe_dualpipe.profiler import analyze, read
-from moe_dualpipe.profiler.chrome import Mark, Trace, Work
+from moe_dualpipe.drawing.overlap_report import analysis_text
+from moe_dualpipe.profiler import analyze, read_trace
+from moe_dualpipe.profiler.trace import DeviceEvent, HostEvent, Trace
 from tests.support.traces import annotation, kernel, launch, operator, write
 
 
 def waits(tmp_path, events):
     """What was on its way, what computed next, how often, how long, thereof the host, thereof in a sync."""
-    (analysis,) = analyze(read(write(tmp_path / "trace.json", events)))
+    (analysis,) = analyze(read_trace(write(tmp_path / "trace.json", events)))
     return [(w.during, w.before, w.times, w.total_us, w.host_us, w.sync_us) for w in analysis.waits]
 
 
@@ -65,8 +65,8 @@ def test_the_host_may_be_late_because_it_waited_for_the_device(tmp_path, name, w
     during, idle = waits(tmp_path, events)
     assert during == ("ncclA", "norm", 1, 18, 18, 18 * waits_for_the_device)
     assert idle == ("", "norm", 1, 12, 5, 2 * waits_for_the_device)
-    (analysis,) = analyze(read(tmp_path / "trace.json"))
-    cells = [row.split("|")[-2].strip() for row in as_text(analysis).splitlines() if " norm |" in row]
+    (analysis,) = analyze(read_trace(tmp_path / "trace.json"))
+    cells = [row.split("|")[-2].strip() for row in analysis_text(analysis).splitlines() if " norm |" in row]
     assert cells == (["18 (18 in a sync)", "5 (2 in a sync)"] if waits_for_the_device else ["18", "5"])
 
 
@@ -101,7 +101,7 @@ def test_what_unpacks_a_transfer_is_not_what_waited_for_it(tmp_path):
     ]  # fmt: skip
     assert waits(tmp_path, events)[0] == ("dispatch(B)", "attn(B)", 1, 35, 0, 0)
     assert waits(tmp_path, events[:-2])[0] == ("dispatch(B)", "aten::index_add", 1, 35, 0, 0)
-    (analysis,) = analyze(read(write(tmp_path / "trace.json", events)))
+    (analysis,) = analyze(read_trace(write(tmp_path / "trace.json", events)))
     assert [(p.name, p.times, p.compute_us, p.comm_us) for p in analysis.phases] == [
         ("mlp(B)", 1, 10, 0), ("dispatch(B)", 1, 4 + 10, 38), ("attn(B)", 1, 20, 0),
     ]  # fmt: skip
@@ -116,8 +116,8 @@ def test_a_transfer_inside_of_what_is_no_phase_keeps_its_name(tmp_path):
     assert waits(tmp_path, events)[0][:2] == (
         "gloo:broadcast in Model.forward", "autograd::engine::evaluate_function: MmBackward0",
     )  # fmt: skip
-    (analysis,) = analyze(read(write(tmp_path / "trace.json", events)))
-    assert "| gloo:broadcast in Model.forward | MmBackward0 |" in as_text(analysis)
+    (analysis,) = analyze(read_trace(write(tmp_path / "trace.json", events)))
+    assert "| gloo:broadcast in Model.forward | MmBackward0 |" in analysis_text(analysis)
 
 
 def test_nothing_waits_where_something_always_computes(tmp_path):
@@ -127,10 +127,14 @@ def test_nothing_waits_where_something_always_computes(tmp_path):
 
 def test_the_table_has_the_longest_and_the_sum_of_the_others(tmp_path):
     events = [kernel(f"gemm{i}", 100 * i, 100 - i) for i in range(12)]
-    (analysis,) = analyze(read(write(tmp_path / "trace.json", events)))
-    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in as_text(analysis).splitlines() if "| (no" in row]
+    (analysis,) = analyze(read_trace(write(tmp_path / "trace.json", events)))
+    rows = [
+        [cell.strip() for cell in row.split("|")[1:-1]]
+        for row in analysis_text(analysis).splitlines()
+        if "| (no" in row
+    ]
     assert rows == [["(nothing)", f"gemm{i + 1}", "1", str(i), "0"] for i in range(10, 2, -1)]
-    (others,) = [row.split("|")[1:-1] for row in as_text(analysis).splitlines() if " more " in row]
+    (others,) = [row.split("|")[1:-1] for row in analysis_text(analysis).splitlines() if " more " in row]
     assert [cell.strip() for cell in others] == ["2 more", "", "2", "3", "0"]
 
 
@@ -146,14 +150,14 @@ launches = st.lists(st.one_of(st.none(), st.tuples(st.integers(0, 45), st.intege
 def test_against_single_moments(drawn, called, annotated, calls, cpu):
     """`calls` are of a CPU that waits, or of one that waits for the device."""
     thread, numbers = ("9", "1"), count(100)
-    waiting = [Mark("cudaStreamSynchronize", at, at + length, thread) for at, length in calls]
+    waiting = [HostEvent("cudaStreamSynchronize", at, at + length, thread) for at, length in calls]
     trace = Trace(
-        work=[
-            Work(name, "gpu_memcpy" if name == "Memcpy" else "kernel", at, at + length, "0", "7", i, 1)
+        device_events=[
+            DeviceEvent(name, "gpu_memcpy" if name == "Memcpy" else "kernel", at, at + length, "0", "7", i, 1)
             for i, (name, (at, length)) in enumerate(drawn)
         ],
-        launches={i: Mark("cudaLaunch", c[0], c[0] + c[1], thread) for i, c in enumerate(called) if c is not None},
-        annotations=[Mark(f"part{i % 2}", at, at + length, thread) for i, (at, length) in enumerate(annotated)],
+        launches={i: HostEvent("cudaLaunch", c[0], c[0] + c[1], thread) for i, c in enumerate(called) if c is not None},
+        annotations=[HostEvent(f"part{i % 2}", at, at + length, thread) for i, (at, length) in enumerate(annotated)],
         waits=waiting if cpu else [],
     )
     if not cpu:
@@ -168,7 +172,7 @@ def test_against_single_moments(drawn, called, annotated, calls, cpu):
         named = [mark.name for mark in map(trace.annotation_of, nearby) if mark]
         return next((other for other in named if other != during), nearby[0].name if nearby else "")
 
-    every = sorted(trace.work, key=lambda work: (work.start, work.category == "gpu_memcpy"))
+    every = sorted(trace.device_events, key=lambda work: (work.start, work.category == "gpu_memcpy"))
     comm = [work for work in every if work.name.startswith("nccl")]
     compute = [work for work in every if work not in comm]
     times, total, host, sync = Counter(), Counter(), Counter(), Counter()

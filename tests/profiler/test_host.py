@@ -7,20 +7,20 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from moe_dualpipe.profiler import COMMUNICATION, TraceError, analyze, read
-from moe_dualpipe.profiler.chrome import Mark, Trace
+from moe_dualpipe.profiler import COMMUNICATION, TraceError, analyze, read_trace
 from moe_dualpipe.profiler.files import analyze_files
-from moe_dualpipe.profiler.host import on_cpu
+from moe_dualpipe.profiler.host import host_as_device
+from moe_dualpipe.profiler.trace import HostEvent, Trace
 from tests.support.traces import annotation, kernel, operator, write
 
 
 def traced(tmp_path, events, pattern=COMMUNICATION):
-    return on_cpu(read(write(tmp_path / "trace.json", events)), pattern)
+    return host_as_device(read_trace(write(tmp_path / "trace.json", events)), pattern)
 
 
 def pieces(tmp_path, events):
     """Name, start and end of all computation, by thread."""
-    work = traced(tmp_path, events).work
+    work = traced(tmp_path, events).device_events
     return [
         (w.name, w.start, w.end) for w in sorted(work, key=lambda w: (w.stream, w.start)) if w.category == "operator"
     ]
@@ -85,7 +85,7 @@ def test_threads_are_apart_and_marks_without_length_are_nothing(tmp_path):
         operator("aten::c", 3, 0), annotation("mlp(F)", 4, 0), operator("aten::d", 20, 0),
     ]  # fmt: skip
     assert pieces(tmp_path, events) == [("aten::a", 0, 10), ("aten::b", 10, 15)]
-    (analysis,) = analyze(read(write(tmp_path / "trace.json", events)))
+    (analysis,) = analyze(read_trace(write(tmp_path / "trace.json", events)))
     assert (analysis.device, analysis.streams, analysis.hidden_fraction) == ("cpu", {"1": 10, "2": 5}, None)
 
 
@@ -124,13 +124,13 @@ def evaluated(open_marks):
 )
 def test_against_a_stack_at_every_moment(drawn):
     """Also where marks overlap that are not nested: that began last counts."""
-    every = [Mark(name, start, start + length, ("9", str(thread))) for name, start, length, thread in drawn]
+    every = [HostEvent(name, start, start + length, ("9", str(thread))) for name, start, length, thread in drawn]
     operators = [mark for mark in every if "::" in mark.name]
     annotations = [mark for mark in every if "::" not in mark.name]
-    trace = on_cpu(Trace(operators=operators, annotations=annotations), COMMUNICATION)
+    trace = host_as_device(Trace(operators=operators, annotations=annotations), COMMUNICATION)
     found = {}
     for thread in "12":
-        works = [work for work in trace.work if work.stream == thread]
+        works = [work for work in trace.device_events if work.stream == thread]
         assert all(work.start < work.end for work in works)
         assert all(before.end <= after.start for before, after in pairwise(works))
         found |= {(thread, at): work.name for work in works for at in range(int(work.start), int(work.end))}
@@ -142,7 +142,7 @@ def test_against_a_stack_at_every_moment(drawn):
             if operators and (name := evaluated(inside)) is not None:
                 expected[thread, at] = name
     assert found == expected
-    assert all(trace.launches[work.correlation].start == work.start for work in trace.work)
+    assert all(trace.launches[work.correlation].start == work.start for work in trace.device_events)
 
 
 # ---- Communication ----
@@ -151,7 +151,7 @@ def test_against_a_stack_at_every_moment(drawn):
 def transfers(tmp_path, events, pattern=COMMUNICATION):
     """Name and start of each transfer, with the name and start of what asked for it."""
     trace = traced(tmp_path, events, pattern)
-    found = [(work, trace.launches[work.correlation]) for work in trace.work if work.category == "transfer"]
+    found = [(work, trace.launches[work.correlation]) for work in trace.device_events if work.category == "transfer"]
     return [(work.name, work.start, launch.name, launch.start) for work, launch in found]
 
 
@@ -202,7 +202,7 @@ def test_a_receive_does_not_travel(tmp_path):
 
 
 def test_a_transfer_belongs_to_the_annotation_around_its_call(tmp_path):
-    (analysis,) = analyze(read(write(tmp_path / "trace.json", [
+    (analysis,) = analyze(read_trace(write(tmp_path / "trace.json", [
         annotation("dispatch(F)", 0, 10), operator("c10d::alltoall_base_", 5, 1),
         annotation("mlp(F)", 20, 30), annotation("gloo:all_to_all", 22, 40, thread=5),
     ])))  # fmt: skip
@@ -219,7 +219,7 @@ def test_a_pattern_makes_transfers_of_annotations(tmp_path):
         operator("aten::mm", 22, 3), operator("c10d::send", 1, 1),
     ]  # fmt: skip
     trace = traced(tmp_path, events, re.compile("push"))
-    assert [(w.name, w.category, w.start, w.end) for w in trace.work] == [
+    assert [(w.name, w.category, w.start, w.end) for w in trace.device_events] == [
         ("aten::mm", "operator", 2, 5), ("aten::mm", "operator", 22, 25), ("push(F)", "transfer", 0, 10),
     ]  # fmt: skip
     assert sorted(mark.name for mark in trace.waits) == ["c10d::send", "wait for push(F)"]
@@ -229,8 +229,8 @@ def test_a_pattern_makes_transfers_of_annotations(tmp_path):
 
 def test_a_trace_with_work_on_a_device_is_that_devices(tmp_path):
     events = [kernel("gemm", 0, 10), operator("aten::mm", 0, 3), annotation("gloo:all_to_all", 0, 30)]
-    trace = read(write(tmp_path / "trace.json", events))
-    assert on_cpu(trace, COMMUNICATION) is trace
+    trace = read_trace(write(tmp_path / "trace.json", events))
+    assert host_as_device(trace, COMMUNICATION) is trace
     assert [analysis.device for analysis in analyze(trace)] == ["0"]
 
 
@@ -238,7 +238,7 @@ def test_nothing_that_computes_or_is_on_its_way(tmp_path):
     path = write(tmp_path / "trace.json", [operator("c10d::barrier", 0, 3), annotation("wait for x(F)", 5, 5)])
     with pytest.raises(TraceError, match="no work among 2 events"):
         analyze_files([path])
-    assert analyze(read(path)) == ()
+    assert analyze(read_trace(path)) == ()
     assert transfers(tmp_path, [annotation("gloo:send", 1, 2), annotation("push", 5, 2)], re.compile("push")) == [
         ("gloo:send", 1, "gloo:send", 1), ("push", 5, "push", 5),
     ]  # fmt: skip
@@ -249,7 +249,7 @@ def test_nothing_that_computes_or_is_on_its_way(tmp_path):
 
 def test_the_header(tmp_path):
     events = [kernel("gemm", 0, 10)]
-    trace = read(write(
+    trace = read_trace(write(
         tmp_path / "trace.json", events, deviceProperties=[{"id": 0, "numSms": 132}, {"id": 1, "numSms": 78}],
         distributedInfo={"backend": "nccl", "rank": 3, "world_size": 8}, host_name="här", baseTimeNanoseconds=1_500,
     ))  # fmt: skip
@@ -262,17 +262,17 @@ def test_the_header(tmp_path):
     {"deviceProperties": [{"numSms": "many"}], "distributedInfo": {}, "baseTimeNanoseconds": None},
 ])  # fmt: skip
 def test_a_header_that_says_nothing(tmp_path, header):
-    trace = read(write(tmp_path / "trace.json", [kernel("gemm", 0, 10)], **header))
-    assert (trace.num_sms, trace.rank, trace.host, trace.base_us, len(trace.work)) == (0, None, "", 0, 1)
+    trace = read_trace(write(tmp_path / "trace.json", [kernel("gemm", 0, 10)], **header))
+    assert (trace.num_sms, trace.rank, trace.host, trace.base_us, len(trace.device_events)) == (0, None, "", 0, 1)
 
 
 def test_a_header_in_pieces_or_too_long(tmp_path, monkeypatch):
     path = write(tmp_path / "trace.json", [kernel("gemm", 0, 10)], padding="x" * 300, host_name="a")
-    monkeypatch.setattr("moe_dualpipe.profiler.chrome._CHUNK", 7)
-    assert read(path).host == "a"
-    monkeypatch.setattr("moe_dualpipe.profiler.chrome._LONGEST_HEADER", 100)
-    trace = read(path)
-    assert (trace.host, len(trace.work)) == ("", 1)
+    monkeypatch.setattr("moe_dualpipe.profiler.trace._CHUNK", 7)
+    assert read_trace(path).host == "a"
+    monkeypatch.setattr("moe_dualpipe.profiler.trace._LONGEST_HEADER", 100)
+    trace = read_trace(path)
+    assert (trace.host, len(trace.device_events)) == ("", 1)
 
 
 @pytest.mark.parametrize("name,category,kept", [
@@ -283,7 +283,9 @@ def test_a_header_in_pieces_or_too_long(tmp_path, monkeypatch):
     ("forward", "python_function", None), ("aten::mm", "ac2g", None),
 ])  # fmt: skip
 def test_what_a_mark_is(tmp_path, name, category, kept):
-    trace = read(write(tmp_path / "trace.json", [annotation(name, 1, 2) | {"cat": category}]))
-    found = [key for key in ("work", "launches", "annotations", "operators", "transfers") if getattr(trace, key)]
+    trace = read_trace(write(tmp_path / "trace.json", [annotation(name, 1, 2) | {"cat": category}]))
+    found = [
+        key for key in ("device_events", "launches", "annotations", "operators", "transfers") if getattr(trace, key)
+    ]
     assert found == ([kept] if kept else [])
-    assert kept is None or getattr(trace, kept) == [Mark(name, 1, 3, ("9", "1"))]
+    assert kept is None or getattr(trace, kept) == [HostEvent(name, 1, 3, ("9", "1"))]

@@ -11,16 +11,16 @@ import torch.distributed as dist
 from moe_dualpipe.cli import main
 from moe_dualpipe.commands.profile import _device
 from moe_dualpipe.drawing import lanes
-from moe_dualpipe.drawing.report import measured_text
+from moe_dualpipe.drawing.overlap_report import measurement_text
 from moe_dualpipe.expert_parallel import Link, Loopback
 from moe_dualpipe.models import ModelConfig
-from moe_dualpipe.profiler import measure as run
-from moe_dualpipe.profiler.files import Device, analyze_files
-from moe_dualpipe.profiler.pair import Work
+from moe_dualpipe.profiler import measure
+from moe_dualpipe.profiler.files import TracedDevice, analyze_files
+from moe_dualpipe.profiler.pair import Workload
 from tests.support.traces import annotation, kernel, launch, write
 
 CPU = torch.device("cpu")
-WORK = Work("train", "some", ModelConfig(num_experts=8), 2, 1024, 4096, "balanced", CPU, torch.float32)
+WORK = Workload("train", "some", ModelConfig(num_experts=8), 2, 1024, 4096, "balanced", CPU, torch.float32)
 
 
 def recording(path, hidden, rank=0):
@@ -42,11 +42,11 @@ def measured(folder, ranks=1):
         way: analyze_files([recording(folder / f"{way}-rank{rank}.json", early, rank) for rank in range(ranks)])
         for way, early in ways.items()
     }
-    return run.Measured(WORK, ranks, "a link", files)
+    return measure.Measurement(WORK, ranks, "a link", files)
 
 
 def test_what_is_printed_of_both_ways(tmp_path):
-    text = measured_text(measured(tmp_path))
+    text = measurement_text(measured(tmp_path))
     assert (
         text
         == """\
@@ -74,7 +74,7 @@ hidden: 75.0% of the communication, 0.0% in sequence"""
 
 
 def test_ranks_are_compared_between_the_phases_and_the_bound(tmp_path):
-    parts = measured_text(measured(tmp_path, ranks=2)).split("\n\n")
+    parts = measurement_text(measured(tmp_path, ranks=2)).split("\n\n")
     assert [part.split("\n")[0][:20] for part in parts[2:]] == [
         "| us a layer and mic", "overlapped, by rank:", "|        | window, u", "bound, the larger of",
     ]  # fmt: skip
@@ -83,18 +83,18 @@ def test_ranks_are_compared_between_the_phases_and_the_bound(tmp_path):
 
 def test_what_is_drawn_and_written(tmp_path):
     found = measured(tmp_path, ranks=2)
-    (tmp_path / "of an earlier run.txt").touch()
-    assert [picture.title for picture in lanes.pictures_of_ways(found)] == [
+    (tmp_path / "of an earlier measure.txt").touch()
+    assert [picture.title for picture in lanes.measurement_pictures(found)] == [
         "rank 0, sequential: 1.6 ms, 0.0% of the communication is hidden (1 kernel, on up to 1 thread blocks).",
         "rank 0, overlapped: 1.1 ms, 75.0% of the communication is hidden (1 kernel, on up to 1 thread blocks).",
     ]
-    assert lanes.save_measured(found, tmp_path) == ["timeline.html", "timeline.png"]
-    assert found.recordings == [f"{way}-rank{rank}.json" for way in run.WAYS for rank in range(2)]
+    assert lanes.save_measurement(found, tmp_path) == ["timeline.html", "timeline.png"]
+    assert found.recordings == [f"{way}-rank{rank}.json" for way in measure.RUNS for rank in range(2)]
 
 
 def test_the_first_rank_gets_everyones_without_their_pictures(tmp_path, monkeypatch):
     own = [analyze_files([recording(tmp_path / f"{rank}.json", 0, rank)]) for rank in range(2)]
-    sent: list[list[Device]] = []
+    sent: list[list[TracedDevice]] = []
 
     def gather_object(devices, everyone):
         sent.append(devices)
@@ -105,17 +105,17 @@ def test_the_first_rank_gets_everyones_without_their_pictures(tmp_path, monkeypa
     found = own[0]
     for rank in (1, 0):
         monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
-        found = run._gathered(own[rank], world=2)
+        found = measure._gathered(own[rank], world=2)
         assert (found is own[1]) == (rank == 1)
-    assert [(device.rank_number, len(device.blocks)) for device in found.devices] == [(0, 2), (1, 0)]
-    assert len(found.joint) == 2
+    assert [(device.rank, len(device.blocks)) for device in found.devices] == [(0, 2), (1, 0)]
+    assert len(found.skews) == 2
 
 
 def test_a_failure_of_one_rank_among_several_is_its_own_to_tell(monkeypatch):
-    with pytest.raises(OSError, match="disk full"), run._own_failures(1):
+    with pytest.raises(OSError, match="disk full"), measure._own_failures(1):
         raise OSError("disk full")
     monkeypatch.setattr(dist, "get_rank", lambda: 3)
-    with pytest.raises(RuntimeError, match="rank 3: disk full"), run._own_failures(4):
+    with pytest.raises(RuntimeError, match="rank 3: disk full"), measure._own_failures(4):
         raise OSError("disk full")
 
 
@@ -132,15 +132,15 @@ def test_the_recording_of_median_length_is_kept_and_the_first_is_not_counted(tmp
         analysis = SimpleNamespace(window_us=windows[int(paths[0].name.split("-")[1][0])])
         return SimpleNamespace(devices=[SimpleNamespace(analysis=analysis)])
 
-    monkeypatch.setattr(run, "capture", capture)
-    monkeypatch.setattr(run, "analyze_files", analyze)
+    monkeypatch.setattr(measure, "capture", capture)
+    monkeypatch.setattr(measure, "analyze_files", analyze)
     pair = SimpleNamespace(
         work=WORK, prepare=lambda: done.append("prepare"), sequential=lambda: done.append("sequential"),
         overlapped=lambda: done.append("overlapped"),
     )  # fmt: skip
-    found = run._record(pair, tmp_path, len(windows) - 1, "")  # type: ignore[arg-type]
-    assert found == {way: tmp_path / f"{way}.json.gz" for way in run.WAYS}
-    assert [path.read_text() for path in found.values()] == [f"{way}-{kept}.json.gz" for way in run.WAYS]
+    found = measure._record(pair, tmp_path, len(windows) - 1, "")  # type: ignore[arg-type]
+    assert found == {way: tmp_path / f"{way}.json.gz" for way in measure.RUNS}
+    assert [path.read_text() for path in found.values()] == [f"{way}-{kept}.json.gz" for way in measure.RUNS]
     assert len([*tmp_path.iterdir()]) == 2
     assert done == ["prepare", "sequential", "prepare", "overlapped"] * len(windows)
 
@@ -148,16 +148,16 @@ def test_the_recording_of_median_length_is_kept_and_the_first_is_not_counted(tmp
 def test_a_link_fits_what_was_computed(monkeypatch):
     """35 MB in 0.7 of 2 s are 25 MB a second."""
     backend, pair = Loopback(8, 4), SimpleNamespace(work=WORK)
-    monkeypatch.setattr(run, "_computing", lambda *_: (2.0, 35_000_000))
-    words = run._link(pair, backend, None, 3)  # type: ignore[arg-type]
+    monkeypatch.setattr(measure, "_computing", lambda *_: (2.0, 35_000_000))
+    words = measure._link(pair, backend, None, 3)  # type: ignore[arg-type]
     assert backend.link.gb_per_s == pytest.approx(0.025) and not backend.link.latency_us
     assert words == (
         "modelled link: 0.2 Gb/s, latency 0 us; so the 35.0 MB of a pair take 0.7 of the 2,000 ms that it computed"
     )
     pair.work = replace(WORK, device=torch.device("cuda"))
-    assert run._link(pair, backend, None, 3) == "modelled link: 400 Gb/s, latency 10 us"  # type: ignore[arg-type]
-    monkeypatch.setattr(run, "_computing", lambda *_: (2.0, 0))
-    assert run._link(pair, backend, None, 3) == "modelled link: nobody to send to"  # type: ignore[arg-type]
+    assert measure._link(pair, backend, None, 3) == "modelled link: 400 Gb/s, latency 10 us"  # type: ignore[arg-type]
+    monkeypatch.setattr(measure, "_computing", lambda *_: (2.0, 0))
+    assert measure._link(pair, backend, None, 3) == "modelled link: nobody to send to"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("link,problem", [
@@ -165,27 +165,27 @@ def test_a_link_fits_what_was_computed(monkeypatch):
     (Link(gb_per_s=1, latency_us=8e6), "would take 64 s over this link"),
 ])  # fmt: skip
 def test_a_link_that_nobody_would_wait_for_is_refused(monkeypatch, link, problem):
-    monkeypatch.setattr(run, "_computing", lambda *_: (2.0, 90_000))
+    monkeypatch.setattr(measure, "_computing", lambda *_: (2.0, 90_000))
     pair = SimpleNamespace(work=WORK)
     with pytest.raises(ValueError, match=problem):
-        run._link(pair, Loopback(8, 4), link, 3)  # type: ignore[arg-type]
+        measure._link(pair, Loopback(8, 4), link, 3)  # type: ignore[arg-type]
 
 
 def test_what_is_computed_is_a_median_behind_a_first_one_and_sends_one_pair(monkeypatch):
     backend, now = Loopback(8, 4), iter([0, 90, 100, 103, 200, 208, 300, 304])
-    monkeypatch.setattr(run.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: next(now))
 
     def overlapped():
         backend.bytes_sent += 7
 
     pair = SimpleNamespace(prepare=lambda: None, overlapped=overlapped)
-    assert run._computing(pair, backend, 3) == (4, 7)  # type: ignore[arg-type]
-    monkeypatch.setattr(run.time, "perf_counter", iter([5, 7]).__next__)
-    assert run._computing(pair, backend, 0) == (2, 7)  # type: ignore[arg-type]
+    assert measure._computing(pair, backend, 3) == (4, 7)  # type: ignore[arg-type]
+    monkeypatch.setattr(measure.time, "perf_counter", iter([5, 7]).__next__)
+    assert measure._computing(pair, backend, 0) == (2, 7)  # type: ignore[arg-type]
 
 
 def test_default_ranks_divide_the_experts():
-    assert [run._default_ranks(experts) for experts in (1, 8, 64, 72, 160, 256)] == [1, 8, 64, 36, 40, 64]
+    assert [measure._default_ranks(experts) for experts in (1, 8, 64, 72, 160, 256)] == [1, 8, 64, 36, 40, 64]
 
 
 @pytest.mark.parametrize("mode,seq,tokens,expected", [
@@ -193,7 +193,7 @@ def test_default_ranks_divide_the_experts():
     ("decode", 0, 0, (1024, 128)), ("decode", 100, 7, (100, 7)), ("train", 8192, 0, (8192, 8192)),
 ])  # fmt: skip
 def test_default_sizes(mode, seq, tokens, expected):
-    work = Work.choose(mode, "tiny", 1, seq, tokens)
+    work = Workload.from_preset(mode, "tiny", 1, seq, tokens)
     assert (work.seq, work.tokens) == expected
 
 
@@ -202,7 +202,7 @@ def test_ranks_without_a_gpu_each_are_told_or_run_on_the_cpu(monkeypatch):
     for processes, device in (("2", "cuda:1"), ("3", "cpu")):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
         monkeypatch.setenv("LOCAL_RANK", "1")
-        work = Work.choose("train", "tiny", device=_device("auto"))
+        work = Workload.from_preset("train", "tiny", device=_device("auto"))
         assert str(work.device) == device
         assert (work.seq, work.dtype) == ((1024, torch.float32) if device == "cpu" else (4096, torch.bfloat16))
     with pytest.raises(ValueError, match="there are 3 processes and 2 GPUs here: start at most 2 processes"):
@@ -210,10 +210,10 @@ def test_ranks_without_a_gpu_each_are_told_or_run_on_the_cpu(monkeypatch):
 
 
 def test_too_much_memory_is_one_line(monkeypatch, capsys, tmp_path):
-    def measure(*_):
+    def fail(*_):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 99 bytes\nand a long story")
 
-    monkeypatch.setattr(run, "measure", measure)
+    monkeypatch.setattr(measure, "measure", fail)
     assert main(["profile", "run", "--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err == (
         "moe-dualpipe: error: that needs more memory than there is: DefaultCPUAllocator: can't allocate memory: you "

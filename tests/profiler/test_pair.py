@@ -13,8 +13,8 @@ from moe_dualpipe.cli import main
 from moe_dualpipe.expert_parallel import Link, Loopback, Replay
 from moe_dualpipe.models import ModelConfig, MoE
 from moe_dualpipe.models.router import BalancedRouter, Router, balanced_ids
-from moe_dualpipe.profiler import TraceError, read
-from moe_dualpipe.profiler.pair import Pair, Work
+from moe_dualpipe.profiler import TraceError, read_trace
+from moe_dualpipe.profiler.pair import Pair, Workload
 
 MODEL = ModelConfig(
     hidden_size=16, num_heads=2, num_kv_heads=1, head_dim=8, expert_size=12, num_experts=8, experts_per_token=3,
@@ -22,7 +22,7 @@ MODEL = ModelConfig(
 )  # fmt: skip
 LATENT = replace(MODEL, attention="mla", num_heads=3, head_dim=5, q_rank=9, kv_rank=6, rope_dim=4, value_dim=7)
 CPU = torch.device("cpu")
-WORK = Work("train", "a small one", MODEL, 2, 8, 24, "balanced", CPU, torch.float32)
+WORK = Workload("train", "a small one", MODEL, 2, 8, 24, "balanced", CPU, torch.float32)
 SMALL = ["profile", "run", "--layers", "2", "--seq", "16", "--tokens", "32", "--ep", "4"]
 
 
@@ -177,7 +177,7 @@ def test_run_writes_a_report_recordings_and_pictures(mode, tmp_path, capsys):
     assert ({"attn(B)", "mlp(B)", "attn(W)", "mlp(W)", "dispatch(B)", "combine(B)"} <= phases) == (mode == "train")
     for analysis, way in ((alone, "sequential"), (both, "overlapped")):
         assert analysis["trace"] == str(tmp_path / f"{way}.json.gz")
-        assert read(analysis["trace"]).num_events > 100
+        assert read_trace(analysis["trace"]).num_events > 100
         assert analysis["comm_us"] >= transfers * 50
         assert analysis["overlapped_us"] + analysis["exposed_comm_us"] == pytest.approx(analysis["comm_us"])
     page = (tmp_path / "timeline.html").read_text()

@@ -6,10 +6,10 @@ import re
 import pytest
 
 from moe_dualpipe.cli import main
-from moe_dualpipe.drawing.lanes import pictures_of
-from moe_dualpipe.profiler.chrome import Work
+from moe_dualpipe.drawing.lanes import trace_pictures
 from moe_dualpipe.profiler.files import analyze_files
-from moe_dualpipe.profiler.ranks import Rank, Together, together
+from moe_dualpipe.profiler.ranks import RankSkew, RankTransfers, rank_skews
+from moe_dualpipe.profiler.trace import DeviceEvent
 from tests.support.traces import kernel, write
 
 ARRIVALS = [[10, 50, 90, 130], [13, 50, 97, 130], [10, 61, 90, 132]]
@@ -19,31 +19,31 @@ WAITED = [3 + 11 + 7 + 2, 0 + 11 + 0 + 2, 3 + 0 + 7 + 0]
 
 
 def transfer(name, start, end):
-    return Work(name, "kernel", start, end, "0", "20", None, 1)
+    return DeviceEvent(name, "kernel", start, end, "0", "20", None, 1)
 
 
 def ranks(offsets, started=(0, 400, -200), names=("ncclA", "ncclB", "ncclA", "ncclB"), **more):
     """Their clocks show `offsets` more than the first one's; their first works started at `started`."""
-    return [
-        Rank([transfer(*named) for named in zip(names, [a + offset for a in arrivals], [e + offset for e in ENDS],
-                                                strict=True)], start + offset, **more)
-        for arrivals, offset, start in zip(ARRIVALS, offsets, started, strict=True)
-    ]  # fmt: skip
+    found = []
+    for arrivals, offset, start in zip(ARRIVALS, offsets, started, strict=True):
+        times = zip(names, [a + offset for a in arrivals], [e + offset for e in ENDS], strict=True)
+        found.append(RankTransfers([transfer(*named) for named in times], start + offset, **more))
+    return found
 
 
 @pytest.mark.parametrize("offsets", [(0, 0, 0), (0, 1_000, -250), (5e9, -7, 123.5)])
 def test_clocks_are_set_by_the_ends_of_collectives(offsets):
     for host in ("", "a"):
         given = ranks(offsets, host=host)
-        given[2:] = [Rank(given[2].transfers, given[2].start_us, host="b" if host else "")]
-        assert together(given) == tuple(Together(w, s) for w, s in zip(WAITED, (0, 400, -200), strict=True))
+        given[2:] = [RankTransfers(given[2].transfers, given[2].start_us, host="b" if host else "")]
+        assert rank_skews(given) == tuple(RankSkew(w, s) for w, s in zip(WAITED, (0, 400, -200), strict=True))
 
 
 def test_an_end_that_is_off_does_not_set_the_clock():
     given = ranks((0, 500, 0))
     late = given[1].transfers[3]
     works = [*given[1].transfers[:3], late._replace(start=late.start + 4, end=late.end + 4)]
-    assert [other.shift_us for other in together([given[0], Rank(works, given[1].start_us), given[2]])] == [
+    assert [other.shift_us for other in rank_skews([given[0], RankTransfers(works, given[1].start_us), given[2]])] == [
         0,
         400,
         -200,
@@ -52,11 +52,11 @@ def test_an_end_that_is_off_does_not_set_the_clock():
 
 def test_of_one_host_the_clock_is_believed():
     given = ranks((0, 0, 0), host="a")
-    assert [other.shift_us for other in together(given)] == [0, 400, -200]
-    assert [other.waited_us for other in together(given)] == WAITED
-    given[1] = Rank(ranks((0, -1_000, 0))[1].transfers, -600.0, base_us=1_000.0, host="a")
-    assert [other.shift_us for other in together(given)] == [0, 400, -200]
-    assert [other.waited_us for other in together(given)] == WAITED
+    assert [other.shift_us for other in rank_skews(given)] == [0, 400, -200]
+    assert [other.waited_us for other in rank_skews(given)] == WAITED
+    given[1] = RankTransfers(ranks((0, -1_000, 0))[1].transfers, -600.0, base_us=1_000.0, host="a")
+    assert [other.shift_us for other in rank_skews(given)] == [0, 400, -200]
+    assert [other.waited_us for other in rank_skews(given)] == WAITED
 
 
 def test_collectives_that_do_not_meet_are_not_one_and_the_same():
@@ -66,42 +66,42 @@ def test_collectives_that_do_not_meet_are_not_one_and_the_same():
     for apart, waited in ((0, 0), (1, 0), (2, None)):
         second = [work._replace(start=work.start + 11, end=work.end + 11) for work in first[:apart]] + first[apart:]
         for host in ("a", ""):
-            found = together([Rank(first, 0, host=host), Rank(second, 0, host=host)])
+            found = rank_skews([RankTransfers(first, 0, host=host), RankTransfers(second, 0, host=host)])
             unknown = waited is None and not host
-            assert found == (Together(waited, None if unknown else 0),) * 2
+            assert found == (RankSkew(waited, None if unknown else 0),) * 2
 
 
 def test_the_order_of_transfers_is_that_of_their_starts():
     given = ranks((0, 100, 0))
-    mixed = [Rank(rank.transfers[::-1], rank.start_us) for rank in given]
-    assert together(mixed) == together(given)
+    mixed = [RankTransfers(rank.transfers[::-1], rank.start_us) for rank in given]
+    assert rank_skews(mixed) == rank_skews(given)
     first = [transfer("ncclA", 0, 20), transfer("ncclB", 5, 10)]
     second = [transfer("ncclA", 0, 20), transfer("ncclB", 5, 25)]
-    assert [other.waited_us for other in together([Rank(first, 0), Rank(second, 0)])] == [0, 15]
+    assert [other.waited_us for other in rank_skews([RankTransfers(first, 0), RankTransfers(second, 0)])] == [0, 15]
 
 
 @pytest.mark.parametrize("host,shifts", [("", [None] * 3), ("a", [0, 400, -200])])
 def test_ranks_that_communicate_differently_cannot_be_compared(host, shifts):
     alike = ranks((0, 0, 0), host=host)
     for other in (
-        Rank(alike[1].transfers[:3], 400, host=host), Rank([], 400, host=host),
-        Rank([work._replace(name="ncclC") for work in alike[1].transfers], 400, host=host),
+        RankTransfers(alike[1].transfers[:3], 400, host=host), RankTransfers([], 400, host=host),
+        RankTransfers([work._replace(name="ncclC") for work in alike[1].transfers], 400, host=host),
     ):  # fmt: skip
         for given in ([alike[0], other, alike[2]], [alike[0], alike[1], other]):
-            assert [one.waited_us for one in together(given)] == [None] * 3
-    assert [one.shift_us for one in together([alike[0], Rank([], 400, host=host), alike[2]])] == shifts
-    assert together([Rank([], 7), Rank([], 9)]) == (Together(None, None),) * 2
-    assert together([Rank([], 7, host="a"), Rank([], 9, host="b")]) == (Together(None, None),) * 2
-    for alone in (Rank([], 7, host="a"), Rank([], 7), alike[0]):  # has nothing to be compared with
-        assert together([alone]) == (Together(None, 0),)
+            assert [one.waited_us for one in rank_skews(given)] == [None] * 3
+    assert [one.shift_us for one in rank_skews([alike[0], RankTransfers([], 400, host=host), alike[2]])] == shifts
+    assert rank_skews([RankTransfers([], 7), RankTransfers([], 9)]) == (RankSkew(None, None),) * 2
+    assert rank_skews([RankTransfers([], 7, host="a"), RankTransfers([], 9, host="b")]) == (RankSkew(None, None),) * 2
+    for alone in (RankTransfers([], 7, host="a"), RankTransfers([], 7), alike[0]):  # has nothing to be compared with
+        assert rank_skews([alone]) == (RankSkew(None, 0),)
 
 
 def test_transfers_between_two_are_left_out():
     given = ranks((0, 30, 0))
     sends = [transfer("gloo:send", 1, 40), transfer("gloo:recv", 2, 90), transfer("gloo:recvAnySource", 3, 9)]
-    extra = [Rank([*rank.transfers, *sends[:n]], rank.start_us) for n, rank in enumerate(given, 1)]
-    assert together(extra) == together(given)
-    assert together([Rank(sends, 0), Rank(sends, 0)]) == (Together(None, None),) * 2
+    extra = [RankTransfers([*rank.transfers, *sends[:n]], rank.start_us) for n, rank in enumerate(given, 1)]
+    assert rank_skews(extra) == rank_skews(given)
+    assert rank_skews([RankTransfers(sends, 0), RankTransfers(sends, 0)]) == (RankSkew(None, None),) * 2
 
 
 # ---- Files ----
@@ -141,7 +141,7 @@ def test_the_command_compares_ranks(tmp_path, capsys, offset, base, hosts):
 
 def test_the_picture_begins_with_the_first_of_all(tmp_path):
     """Both collectives end at one place, 100 after the start of the second rank."""
-    first, second = pictures_of(analyze_files([*map(tmp_path.joinpath, files(tmp_path, offset=700))]))
+    first, second = trace_pictures(analyze_files([*map(tmp_path.joinpath, files(tmp_path, offset=700))]))
     assert (first.shift_us, second.shift_us) == (30, 0)
     assert (first.end_us, second.end_us) == (130, 130)
     assert first.title == "rank 0: 40.0% of the communication is hidden (1 kernel, on up to 1 thread blocks)."
@@ -152,7 +152,7 @@ def test_the_picture_begins_with_the_first_of_all(tmp_path):
 
 def test_each_begins_at_its_own_start_where_nothing_is_known(tmp_path, capsys):
     paths = files(tmp_path, names=("ncclA", "ncclB"))
-    pictures = pictures_of(analyze_files([*map(tmp_path.joinpath, paths)]))
+    pictures = trace_pictures(analyze_files([*map(tmp_path.joinpath, paths)]))
     assert [picture.shift_us for picture in pictures] == [0, 0]
     assert main(["profile", "analyze", *paths, "--json"]) == 0
     assert [(one["waited_us"], one["shift_us"]) for one in json.loads(capsys.readouterr().out)] == [(None, None)] * 2
@@ -162,7 +162,7 @@ def test_each_begins_at_its_own_start_where_nothing_is_known(tmp_path, capsys):
 
 def test_the_shift_of_the_first_is_not_negative_zero(tmp_path):
     paths = files(tmp_path, offset=700)
-    assert [str(other.shift_us) for other in analyze_files([*map(tmp_path.joinpath, paths)]).joint] == ["0.0", "-30.0"]
+    assert [str(other.shift_us) for other in analyze_files([*map(tmp_path.joinpath, paths)]).skews] == ["0.0", "-30.0"]
 
 
 def test_names_tell_the_devices_apart(tmp_path):
@@ -180,7 +180,7 @@ def test_names_tell_the_devices_apart(tmp_path):
     )
     found = analyze_files([two])
     assert found.names == [f"{two}, device 0", f"{two}, device 1"]
-    assert [picture.title.split(":")[0] for picture in pictures_of(analyze_files([paths[0]]))] == ["device 0"]
+    assert [picture.title.split(":")[0] for picture in trace_pictures(analyze_files([paths[0]]))] == ["device 0"]
 
 
 def test_of_several_files_the_one_that_was_cut_off_is_named(tmp_path, capsys):
@@ -200,8 +200,8 @@ def test_each_device_of_a_trace_has_its_own_transfers_and_lanes_by_the_pattern(t
         kernel("gemm", 300, 10, device=1), kernel("mine", 290, 30, device=1, stream=9),
     ]  # fmt: skip
     found = analyze_files([write(tmp_path / "t.json", events)], re.compile("mine"))
-    assert [[work.start for work in device.rank.transfers] for device in found.devices] == [[520], [290]]
-    assert [device.rank.start_us for device in found.devices] == [500, 290]
+    assert [[work.start for work in device.transfers.transfers] for device in found.devices] == [[520], [290]]
+    assert [device.transfers.start_us for device in found.devices] == [500, 290]
     assert [[(block.lane, block.intervals.tolist()) for block in device.blocks] for device in found.devices] == [
         [(0, [[0, 40], [100, 105]]), (1, [[20, 90]])],
         [(0, [[10, 20]]), (1, [[0, 30]])],

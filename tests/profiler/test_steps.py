@@ -6,10 +6,10 @@ from dataclasses import fields
 
 import pytest
 
-from moe_dualpipe.drawing.pipeline_report import as_objects, as_text, save
-from moe_dualpipe.profiler import TraceError, read
-from moe_dualpipe.profiler.pipeline import Account, Pipeline, accounts, costs_of
-from moe_dualpipe.profiler.steps import Step, between_experts, on_one_clock, steps_of
+from moe_dualpipe.drawing.pipeline_report import pipeline_objects, pipeline_text, save_pipeline_figure
+from moe_dualpipe.profiler import TraceError, read_trace
+from moe_dualpipe.profiler.pipeline import RecordedPipeline, StepBreakdown, measured_costs, step_breakdowns
+from moe_dualpipe.profiler.steps import Step, align_clocks, only_expert_transfers, recorded_steps
 from moe_dualpipe.schedule import Costs, build, simulate
 from moe_dualpipe.schedule.actions import Backward, Forward
 from moe_dualpipe.schedule.walk import Span
@@ -52,12 +52,14 @@ def recorded(tmp_path, timelines, rank, base=EPOCH, tail=()):
     ]
     path = tmp_path / f"{timelines[0].schedule.name}-{rank}.json"
     path.write_text(json.dumps({"baseTimeNanoseconds": base * 1000, "traceEvents": events}))
-    return steps_of(read(path), timelines[0].schedule.actions[rank])
+    return recorded_steps(read_trace(path), timelines[0].schedule.actions[rank])
 
 
 def pipeline_of(tmp_path, timelines, **options):
     schedule = timelines[0].schedule
-    return Pipeline(schedule, [recorded(tmp_path, timelines, rank, **options) for rank in range(schedule.num_ranks)])
+    return RecordedPipeline(
+        schedule, [recorded(tmp_path, timelines, rank, **options) for rank in range(schedule.num_ranks)]
+    )
 
 
 @pytest.mark.parametrize("name,ranks,micro_batches", [
@@ -74,7 +76,7 @@ def test_a_recording_gives_back_the_timeline_and_the_costs(tmp_path, name, ranks
         assert [span.end for span in ours] == pytest.approx([span.end / 1e3 for span in theirs], abs=1e-3)
     assert pipeline.predicted.makespan == pytest.approx(simulated.makespan / 1e3, rel=1e-3)
     assert pipeline.predicted.bubble == pytest.approx([b / 1e3 for b in simulated.bubble], abs=2e-3)
-    for rank, account in enumerate(accounts(pipeline)):
+    for rank, account in enumerate(step_breakdowns(pipeline)):
         assert account.bubble == pytest.approx(simulated.bubble[rank] / 1e3, abs=1e-3)
         assert account.waiting == pytest.approx(2e-3 * len(schedule.actions[rank]), abs=1e-3)
 
@@ -83,7 +85,7 @@ def test_where_a_step_went(tmp_path):
     """The pipeline, then 30 us of gradients and 40 of the optimizer, and 12 us around it."""
     timeline = simulate(build("dualpipe", 2, 4), COSTS)
     pipeline = pipeline_of(tmp_path, [timeline], tail=(("gradients", 30), ("optimizer", 40)))
-    for rank, account in enumerate(accounts(pipeline)):
+    for rank, account in enumerate(step_breakdowns(pipeline)):
         by_kind = {"F": 0.0, "B": 0.0, "I": 0.0, "W": 0.0, "O": 0.0}
         for span in timeline.spans[rank]:
             text = str(span.action)
@@ -95,7 +97,7 @@ def test_where_a_step_went(tmp_path):
         assert account.gradients == pytest.approx(0.030, abs=1e-3)
         assert account.optimizer == pytest.approx(0.040, abs=1e-3)
         assert account.step == pytest.approx((timeline.makespan + 70 + 12) / 1e3, abs=1e-3)
-        parts = [f.name for f in fields(Account) if f.name not in ("step", "waiting", "predicted_bubble")]
+        parts = [f.name for f in fields(StepBreakdown) if f.name not in ("step", "waiting", "predicted_bubble")]
         assert sum(getattr(account, part) for part in parts) == pytest.approx(account.step)
 
 
@@ -106,7 +108,7 @@ def test_the_typical_step_is_the_one_of_median_length(tmp_path):
     assert pipeline.typical == 2
     assert pipeline.steps[0][2].number == 3
     assert pytest.approx((0.02, 0.02), abs=1e-3) == pipeline.costs.F
-    (found,) = as_objects([pipeline])
+    (found,) = pipeline_objects([pipeline])
     assert found["step"] == 3
     assert found["makespan_ms"] == pytest.approx(timelines[2].makespan / 1e3, abs=1e-3)
     assert [rank["bubble"] for rank in found["ranks_ms"]] == pytest.approx(
@@ -120,21 +122,21 @@ def test_costs_of_each_stage_are_means():
     times = {"0F": [4, 9, 5], "1F": [2, 2, 2], "0B": [7, 8, 30], "1B": [6, 6, 5]}
     every = [action for actions in schedule.actions for action in actions if isinstance(action, Forward | Backward)]
     spans = [Span(action, 0, times[str(action)[:2]][action.micro_batch]) for action in every]
-    assert costs_of(schedule, spans) == Costs(F=(6, 2), B=(15, 17 / 3))
+    assert measured_costs(schedule, spans) == Costs(F=(6, 2), B=(15, 17 / 3))
 
 
 def test_costs_from_halves_and_from_pairs_alone():
     zero_bubble = build("zb1p", 2, 4)
     spans = [span for row in simulate(zero_bubble, Costs(F=2, B=(7, 5), W=(3, 2))).spans for span in row]
-    assert costs_of(zero_bubble, spans) == Costs(F=(2, 2), B=(7, 5), W=(3, 2))
+    assert measured_costs(zero_bubble, spans) == Costs(F=(2, 2), B=(7, 5), W=(3, 2))
     pairs = [span for span in spans_of("dualpipe", 2, 4, COSTS) if str(span.action).startswith("(")]
-    costs = costs_of(build("dualpipe", 2, 4), pairs)
+    costs = measured_costs(build("dualpipe", 2, 4), pairs)
     assert (costs.FB, costs.F, costs.B, costs.W) == ((60, 60), (20, 20), (40, 40), None)
 
 
 def test_weights_that_take_longer_than_their_backward_are_bounded():
     spans = [*spans_of("zb1p", 2, 4, Costs(F=2, B=5, W=4)), *spans_of("1f1b", 2, 4, Costs(F=2, B=3))]
-    costs = costs_of(build("zb1p", 2, 4), spans)
+    costs = measured_costs(build("zb1p", 2, 4), spans)
     assert costs.B == (3, 3) and pytest.approx((2.7, 2.7)) == costs.W
 
 
@@ -149,16 +151,16 @@ def test_clocks_of_other_hosts_are_set_by_a_barrier(tmp_path):
         recorded(tmp_path, [timeline], rank, base=EPOCH + ahead[rank], tail=(("gradients", 30),)) for rank in range(4)
     ]
     with pytest.raises(AssertionError):
-        assert Pipeline(timeline.schedule, steps).timeline(0).makespan == pytest.approx(timeline.makespan / 1e3)
+        assert RecordedPipeline(timeline.schedule, steps).timeline(0).makespan == pytest.approx(timeline.makespan / 1e3)
     moments = [EPOCH + 1, EPOCH + 3, EPOCH + 700 + 2, EPOCH + 700 + 2]  # they leave the barrier within 2 us
-    together = on_one_clock(steps, ["a", "a", "b", "b"], moments)
-    pipeline = Pipeline(timeline.schedule, together)
+    together = align_clocks(steps, ["a", "a", "b", "b"], moments)
+    pipeline = RecordedPipeline(timeline.schedule, together)
     assert pipeline.timeline(0).makespan == pytest.approx(timeline.makespan / 1e3, abs=1e-3)
     ours, theirs = together[2][0], steps[2][0]
     times = (ours.start, ours.end, *ours.parts["gradients"])
     expected = [time - 700 for time in (theirs.start, theirs.end, *theirs.parts["gradients"])]
     assert times == pytest.approx(expected, rel=0, abs=1)  # of 1.7e15
-    assert on_one_clock(steps, ["a"] * 4, moments) == steps
+    assert align_clocks(steps, ["a"] * 4, moments) == steps
 
 
 def test_a_recording_without_all_actions_is_an_error(tmp_path):
@@ -166,7 +168,7 @@ def test_a_recording_without_all_actions_is_an_error(tmp_path):
     events = [e for e in events_of(timeline, 0) if e["name"] != "0F2"]
     (tmp_path / "t.json").write_text(json.dumps(events))
     with pytest.raises(TraceError, match="the recording of step 1 lacks actions of the schedule"):
-        steps_of(read(tmp_path / "t.json"), timeline.schedule.actions[0])
+        recorded_steps(read_trace(tmp_path / "t.json"), timeline.schedule.actions[0])
 
 
 def test_an_action_in_which_nothing_computed_is_lacking(tmp_path):
@@ -177,7 +179,7 @@ def test_an_action_in_which_nothing_computed_is_lacking(tmp_path):
     events = [e for e in events if e["name"] == "step 1" or e is inside or not start <= e["ts"] < end]
     (tmp_path / "t.json").write_text(json.dumps(events))
     with pytest.raises(TraceError, match="the recording of step 1 lacks actions of the schedule"):
-        steps_of(read(tmp_path / "t.json"), timeline.schedule.actions[0])
+        recorded_steps(read_trace(tmp_path / "t.json"), timeline.schedule.actions[0])
 
 
 def test_events_may_come_in_any_order(tmp_path):
@@ -186,7 +188,7 @@ def test_events_may_come_in_any_order(tmp_path):
     found = []
     for same in (events, events[::-1]):
         (tmp_path / "t.json").write_text(json.dumps(same))
-        found.append(steps_of(read(tmp_path / "t.json"), timeline.schedule.actions[0]))
+        found.append(recorded_steps(read_trace(tmp_path / "t.json"), timeline.schedule.actions[0]))
     assert found[0] == found[1] and [step.number for step in found[0]] == [1, 2]
 
 
@@ -194,9 +196,9 @@ def test_costs_of_pairs_are_the_stages_own_and_what_a_stage_lacks_is_the_mean_of
     uneven = Costs(F=(20, 22, 24, 29), B=(50, 52, 54, 56), W=(15, 16, 17, 18), FB=(60, 64, 68, 77))
     spans = spans_of("dualpipe", 4, 10, uneven)
     schedule = build("dualpipe", 4, 10)
-    assert costs_of(schedule, spans).FB == uneven.FB
+    assert measured_costs(schedule, spans).FB == uneven.FB
     without = [span for span in spans if not str(span.action).startswith("3F")]
-    assert costs_of(schedule, without).F == (20, 22, 24, 22)
+    assert measured_costs(schedule, without).F == (20, 22, 24, 22)
 
 
 def stretched():
@@ -210,7 +212,7 @@ def stretched():
         {"gradients": (spans[0][-1].end - 10_000, end + 4_000), "optimizer": (end + 5_000, end + 7_000)},
         {"gradients": (spans[1][-1].end, spans[1][-1].end + 1_000)},
     ]
-    return Pipeline(
+    return RecordedPipeline(
         timeline.schedule,
         [[Step(12, -3_000 - rank, end + 9_000 + rank, spans[rank], 2_000, parts[rank])] for rank in range(2)],
     )
@@ -218,7 +220,7 @@ def stretched():
 
 def test_measured_and_predicted_are_told_apart(tmp_path):
     pipeline = stretched()
-    headings, _, *rows, _, line = as_text([pipeline]).splitlines()
+    headings, _, *rows, _, line = pipeline_text([pipeline]).splitlines()
     table = [dict(zip(headings.split("|"), row.split("|"), strict=True)) for row in rows]
     table = [{key.strip(): value.strip() for key, value in row.items() if key.strip()} for row in table]
     same = {"step, ms": "257.0", "weights": "0.0", "pairs": "0.0", "of these waiting": "2.0"}
@@ -231,9 +233,9 @@ def test_measured_and_predicted_are_told_apart(tmp_path):
     assert line == (
         "1f1b: 245.0 ms, 59.2% of it bubble; predicted from the measured F 10 to 20, B 20 to 50 ms: 170.0 ms, 41.2%"
     )
-    (found,) = as_objects([pipeline])
+    (found,) = pipeline_objects([pipeline])
     assert (found["step"], found["makespan_ms"], found["predicted_makespan_ms"]) == (12, 245, 170)
-    save([pipeline], tmp_path / "steps.svg")
+    save_pipeline_figure([pipeline], tmp_path / "steps.svg")
     drawn = (tmp_path / "steps.svg").read_text()
     assert "step 12 measured: 245.0 ms, 59.2% bubble" in drawn and "predicted: 170.0 ms, 41.2% bubble" in drawn
 
@@ -246,14 +248,14 @@ def test_communication_with_experts_is_what_dispatch_and_combine_asked_for(tmp_p
         events += [annotation(name, at, 9), launch(i, at + 1), kernel(f"nccl {name}", at + 3, 5, correlation=i)]
     events += [launch(50, 70), kernel("nccl of a pipeline", 73, 5, correlation=50)]
     events += [launch(51, 71), kernel("gemm", 73, 5, correlation=51)]
-    kept = between_experts(read(write(tmp_path / "t.json", events))).work
+    kept = only_expert_transfers(read_trace(write(tmp_path / "t.json", events))).device_events
     assert [work.name for work in kept] == [*(f"nccl {name}" for name in marks[:3]), "gemm"]
 
 
 def test_the_report_and_the_picture(tmp_path):
     timeline = simulate(build("dualpipe", 4, 10), COSTS)
     pipeline = pipeline_of(tmp_path, [timeline], tail=(("gradients", 30), ("optimizer", 40)))
-    heading, _, *rows = as_text([pipeline]).splitlines()
+    heading, _, *rows = pipeline_text([pipeline]).splitlines()
     cells = [cell.strip() for cell in heading.split("|")[2:-1]]
     assert cells == [
         "step, ms", "forward", "backward", "weights", "pairs", "of these waiting", "bubble", "predicted", "gradients",
@@ -265,8 +267,8 @@ def test_the_report_and_the_picture(tmp_path):
         f"dualpipe: {timeline.makespan / 1e3:.1f} ms, {share} of it bubble; predicted from the measured F 0.02, "
         f"B 0.05, W 0.015, FB 0.06 ms: {timeline.makespan / 1e3:.1f} ms, {share}"
     )
-    assert "pipeline rank 3, data rank 1" in as_text([pipeline, pipeline])
-    save([pipeline, pipeline], tmp_path / "steps.svg")
+    assert "pipeline rank 3, data rank 1" in pipeline_text([pipeline, pipeline])
+    save_pipeline_figure([pipeline, pipeline], tmp_path / "steps.svg")
     drawn = (tmp_path / "steps.svg").read_text()
     assert "step 1 measured, data rank 1" in drawn and "predicted, data rank 0" in drawn
     assert statistics.mean(pipeline.timeline(0).bubble) > 0
@@ -301,11 +303,11 @@ def test_on_a_gpu_an_action_runs_when_its_kernels_do(tmp_path):
         ]  # fmt: skip
         path = tmp_path / f"gpu{rank}.json"
         path.write_text(json.dumps(events))
-        steps.append(steps_of(read(path), timeline.schedule.actions[rank]))
-    pipeline = Pipeline(timeline.schedule, steps)
+        steps.append(recorded_steps(read_trace(path), timeline.schedule.actions[rank]))
+    pipeline = RecordedPipeline(timeline.schedule, steps)
     assert pipeline.timeline(0).makespan == pytest.approx(timeline.makespan / 1e3)
     assert pipeline.timeline(0).bubble == pytest.approx([bubble / 1e3 for bubble in timeline.bubble])
-    assert all(account.waiting == 0 for account in accounts(pipeline))
+    assert all(account.waiting == 0 for account in step_breakdowns(pipeline))
     assert [step.parts for (step,) in steps] == [{"gradients": (2000 + rank, 2300)} for rank in range(2)]
 
 
@@ -324,5 +326,5 @@ def test_work_on_a_side_stream_that_outlasts_its_action_delays_the_next_one(tmp_
              "args": {"correlation": i}},
         ]  # fmt: skip
     (tmp_path / "t.json").write_text(json.dumps(events))
-    (step,) = steps_of(read(tmp_path / "t.json"), actions)
+    (step,) = recorded_steps(read_trace(tmp_path / "t.json"), actions)
     assert [(span.start, span.end) for span in step.spans] == [(0, 120), (120, 220), (220, 320), (320, 420)]

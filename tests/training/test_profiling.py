@@ -6,9 +6,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from moe_dualpipe.profiler.chrome import Trace, Work
-from moe_dualpipe.profiler.files import devices_of
+from moe_dualpipe.profiler.files import analyze_devices
 from moe_dualpipe.profiler.steps import Step
+from moe_dualpipe.profiler.trace import DeviceEvent, Trace
 from moe_dualpipe.runtime.groups import Layout
 from moe_dualpipe.schedule import Costs, build, simulate
 from moe_dualpipe.schedule.walk import Span
@@ -27,10 +27,10 @@ def recorded(schedule, rank, folder):
     step = Step(3, clock - 1e3, clock + 1e3 * timeline.makespan + 5e3, tuple(spans), 0.0, {})
     end = 1000.0
     work = [
-        Work("gemm", "kernel", 0.0, 300.0, "0", "7", None, 1),
-        Work("nccl", "kernel", end - TRANSFERS[rank], end, "0", "9", None, 1),
+        DeviceEvent("gemm", "kernel", 0.0, 300.0, "0", "7", None, 1),
+        DeviceEvent("nccl", "kernel", end - TRANSFERS[rank], end, "0", "9", None, 1),
     ]
-    (device,) = devices_of(folder / f"rank{rank}.json.gz", Trace(work), pictures=False)
+    (device,) = analyze_devices(folder / f"rank{rank}.json.gz", Trace(work), pictures=False)
     return [step], "ab"[pp_rank], clock, device
 
 

@@ -16,7 +16,7 @@ from moe_dualpipe.data.tokenizer import BYTES
 from moe_dualpipe.inference.sampling import Sampling
 from moe_dualpipe.models import build_model, expert_loads
 from moe_dualpipe.planner.flops import train_flops_per_token
-from moe_dualpipe.profiler import analyze, read
+from moe_dualpipe.profiler import analyze, read_trace
 from moe_dualpipe.runtime.launch import Launch, initialize
 from moe_dualpipe.schedule import build
 from moe_dualpipe.training import loop
@@ -149,7 +149,7 @@ def test_a_profile_changes_no_bit_and_says_where_the_time_went(tmp_path, ranks, 
             assert account["rest"] >= 0
         assert pipeline["makespan_ms"] <= pipeline["ranks_ms"][0]["step"]
     for rank in range(ranks):
-        (analysis,) = analyze(read(folder / f"rank{rank}.json.gz"))
+        (analysis,) = analyze(read_trace(folder / f"rank{rank}.json.gz"))
         assert {"attn(F)", "mlp(F)", "attn(B)", "optimizer"} <= {phase.name for phase in analysis.phases}
     # 3 layers with experts, forward and backward of 4 micro-batches in 2 steps: 4 transfers each, and the counts.
     transfers = 3 * 4 * 2 * (4 + 1) if "ep" in changes else 0

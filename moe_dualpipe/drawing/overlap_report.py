@@ -7,13 +7,13 @@ from ..profiler.analyze import Analysis
 from .tables import markdown
 
 if TYPE_CHECKING:
-    from ..profiler.files import Files
-    from ..profiler.measure import Measured
+    from ..profiler.files import TraceFiles
+    from ..profiler.measure import Measurement
 
 MOST_WAITS = 8
 
 
-def as_text(analysis: Analysis, phases: bool = False, kernels: int = 0, streams: bool = False) -> str:
+def analysis_text(analysis: Analysis, phases: bool = False, kernels: int = 0, streams: bool = False) -> str:
     """What there was, what of it was hidden, and what the exposed rest waited for.
 
     Further tables: of the phases, of so many kernels that took the most time, of the streams.
@@ -38,7 +38,7 @@ def as_text(analysis: Analysis, phases: bool = False, kernels: int = 0, streams:
             for kernel in analysis.kernels[:kernels]
         ]
         tables.append([["kernel", "kind", "times", "us together", "blocks"], *rows])
-    return "\n\n".join([*map(markdown, tables), verdict(analysis)])
+    return "\n\n".join([*map(markdown, tables), hidden_sentence(analysis)])
 
 
 def overview(analyses: dict[str, Analysis], in_window: bool = False) -> list[list[str]]:
@@ -61,16 +61,16 @@ def overview(analyses: dict[str, Analysis], in_window: bool = False) -> list[lis
     return rows
 
 
-def files_text(files: "Files", phases: bool = False, kernels: int = 0, streams: bool = False) -> str:
+def traces_text(files: "TraceFiles", phases: bool = False, kernels: int = 0, streams: bool = False) -> str:
     """The report of each device, and where there are several, a table that compares them."""
-    parts = [f"{d.path}\n{as_text(d.analysis, phases, kernels, streams)}" for d in files.devices]
+    parts = [f"{d.path}\n{analysis_text(d.analysis, phases, kernels, streams)}" for d in files.devices]
     return "\n\n".join([*parts, *([compare_ranks(files)] if len(files.devices) > 1 else [])])
 
 
-def compare_ranks(files: "Files", names: Sequence[str] | None = None) -> str:
+def compare_ranks(files: "TraceFiles", names: Sequence[str] | None = None) -> str:
     """A row for each device; with what it waited for the others, if that can be known."""
     rows = [["", "window, us", "computation", "communication", "exposed", "hidden", "waited for others"]]
-    for name, device, other in zip(names or files.names, files.devices, files.joint, strict=True):
+    for name, device, other in zip(names or files.names, files.devices, files.skews, strict=True):
         a = device.analysis
         times = (a.window_us, a.compute_us, a.comm_us, a.exposed_comm_us)
         waited = "-" if other.waited_us is None else f"{other.waited_us:,.0f}"
@@ -78,11 +78,11 @@ def compare_ranks(files: "Files", names: Sequence[str] | None = None) -> str:
     return markdown(rows)
 
 
-def measured_text(measured: "Measured") -> str:
+def measurement_text(measured: "Measurement") -> str:
     """Both ways of rank 0 side by side, and how far the overlapped one is from the bound."""
-    analyses = {way: files.devices[0].analysis for way, files in measured.ways.items()}
+    analyses = {way: files.devices[0].analysis for way, files in measured.runs.items()}
     sequential, overlapped = (analysis.window_us for analysis in analyses.values())
-    work, ranks, several = measured.work, measured.num_ranks, len(measured.ways["overlapped"].devices) > 1
+    work, ranks, several = measured.work, measured.num_ranks, len(measured.runs["overlapped"].devices) > 1
     parts = [
         f"{work.described}; experts over {ranks} rank{'s' if ranks > 1 else ''}"
         f"{', of which this is rank 0' if several else ''}\n{measured.link}",
@@ -94,7 +94,7 @@ def measured_text(measured: "Measured") -> str:
         f"{share(analyses['sequential'].hidden_fraction)} in sequence",
     ]
     if several:
-        parts.insert(3, f"overlapped, by rank:\n\n{compare_ranks(measured.ways['overlapped'])}")
+        parts.insert(3, f"overlapped, by rank:\n\n{compare_ranks(measured.runs['overlapped'])}")
     return "\n\n".join(parts)
 
 
@@ -145,7 +145,7 @@ def share(fraction: float | None) -> str:
     return "-" if fraction is None else f"{fraction:.1%}"
 
 
-def verdict(analysis: Analysis) -> str:
+def hidden_sentence(analysis: Analysis) -> str:
     """One sentence."""
     if analysis.hidden_fraction is None:
         return "There is no communication, so nothing to hide."

@@ -35,7 +35,7 @@ class TraceError(ValueError):
     """The file holds no trace; the message is one line and names it."""
 
 
-class Work(NamedTuple):
+class DeviceEvent(NamedTuple):
     """A kernel, copy or fill on a device; or of a CPU, a piece of an operator or a transfer. Times in microseconds."""
 
     name: str
@@ -50,7 +50,7 @@ class Work(NamedTuple):
     """Of its launch grid; 0 where the trace does not say."""
 
 
-class Mark(NamedTuple):
+class HostEvent(NamedTuple):
     """An annotation, operator, transfer, or the launch of some work, on a thread of the host. Times in microseconds."""
 
     name: str
@@ -63,15 +63,15 @@ class Mark(NamedTuple):
 class Trace:
     """What one file says."""
 
-    work: list[Work] = field(default_factory=list)
-    launches: dict[int, Mark] = field(default_factory=dict)
+    device_events: list[DeviceEvent] = field(default_factory=list)
+    launches: dict[int, HostEvent] = field(default_factory=dict)
     """By correlation id."""
-    annotations: list[Mark] = field(default_factory=list)
-    operators: list[Mark] = field(default_factory=list)
+    annotations: list[HostEvent] = field(default_factory=list)
+    operators: list[HostEvent] = field(default_factory=list)
     """Of the host, nested in each other."""
-    transfers: list[Mark] = field(default_factory=list)
+    transfers: list[HostEvent] = field(default_factory=list)
     """What a backend says was on its way."""
-    waits: list[Mark] = field(default_factory=list)
+    waits: list[HostEvent] = field(default_factory=list)
     """Where a CPU, as a device, waited."""
     num_events: int = 0
     truncated: bool = False
@@ -83,38 +83,38 @@ class Trace:
     num_sms: int = 0
     """Of the first GPU that the file describes; 0 where it describes none."""
 
-    def annotation_of(self, work: Work) -> Mark | None:
+    def annotation_of(self, work: DeviceEvent) -> HostEvent | None:
         """The innermost annotation around the launch of `work`, if the trace says both."""
         return None if work.correlation is None else self._annotations_of_launches.get(work.correlation)
 
     @cached_property
-    def _annotations_of_launches(self) -> dict[int, Mark]:
+    def _annotations_of_launches(self) -> dict[int, HostEvent]:
         return self.around(self.annotations)
 
-    def around(self, marks: Sequence[Mark]) -> dict[int, Mark]:
+    def around(self, marks: Sequence[HostEvent]) -> dict[int, HostEvent]:
         """The innermost of `marks` around each launch, by correlation id.
 
         It is one of the launch's own thread; where there is none, of any: the thread of a backward has no annotations,
         and works while the one that called it waits inside of one.
         """
-        threads: dict[tuple[str, str], list[Mark]] = defaultdict(list)
+        threads: dict[tuple[str, str], list[HostEvent]] = defaultdict(list)
         for mark in marks:
             threads[mark.thread].append(mark)
         launches: dict[tuple[str, str], list[tuple[float, int]]] = defaultdict(list)
         for correlation, mark in self.launches.items():
             launches[mark.thread].append((mark.start, correlation))
-        found: dict[int, Mark] = {}
+        found: dict[int, HostEvent] = {}
         for thread in threads:
             found |= _innermost(threads[thread], launches[thread])
         others = [launch for starts in launches.values() for launch in starts if launch[1] not in found]
         return found | _innermost(marks, others)
 
 
-def _innermost(marks: Iterable[Mark], launches: Iterable[tuple[float, int]]) -> dict[int, Mark]:
+def _innermost(marks: Iterable[HostEvent], launches: Iterable[tuple[float, int]]) -> dict[int, HostEvent]:
     """The mark that started last of those around each launch, which is a time and a correlation id."""
     waiting = deque(sorted(marks, key=lambda mark: (mark.start, -mark.end)))
-    around: list[Mark] = []
-    found: dict[int, Mark] = {}
+    around: list[HostEvent] = []
+    found: dict[int, HostEvent] = {}
     for time, correlation in sorted(launches):
         while waiting and waiting[0].start <= time:
             around.append(waiting.popleft())
@@ -129,7 +129,7 @@ _LAUNCHES = {"cuda_runtime", "cuda_driver", "runtime", "hip_runtime"}
 _MARKS = {"user_annotation", "cpu_op"}
 
 
-def read(path: str | Path) -> Trace:
+def read_trace(path: str | Path) -> Trace:
     """Read `path`, .json or .json.gz. Raises TraceError for a file that is missing, empty or no trace."""
     path, trace = Path(path), Trace()
     try:
@@ -169,11 +169,11 @@ def _keep(event: dict[str, Any], trace: Trace) -> None:
         grid = arguments.get("grid")
         blocks = math.prod(grid) if isinstance(grid, list) and all(isinstance(n, int) for n in grid) else 0
         device, stream = str(arguments.get("device", thread[0])), str(arguments.get("stream", thread[1]))
-        trace.work.append(Work(name, category, start, end, device, stream, correlation, blocks))
+        trace.device_events.append(DeviceEvent(name, category, start, end, device, stream, correlation, blocks))
     elif category in _LAUNCHES and correlation is not None:
-        trace.launches[correlation] = Mark(name, start, end, thread)
+        trace.launches[correlation] = HostEvent(name, start, end, thread)
     elif category in _MARKS:
-        mark = Mark(name, start, end, thread)
+        mark = HostEvent(name, start, end, thread)
         if TRANSFER.match(name):
             trace.transfers.append(mark)
         elif category == "cpu_op" or name.startswith("link::"):
