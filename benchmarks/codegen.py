@@ -30,7 +30,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from moe_dualpipe.expert_parallel.modelled import paced_copy
-from moe_dualpipe.kernels.gpu import configs, gemm, permute, routing, swiglu, wgrad
+from moe_dualpipe.kernels.gpu import configs, gemm, permute, routing, swiglu, tiles, wgrad
 from moe_dualpipe.kernels.gpu.device import interpreter_enabled
 
 TARGETS = {
@@ -114,11 +114,11 @@ def launch_experts(d: int, f: int, dtype: torch.dtype) -> None:
     rows, num_experts = 8, 4
     x, index = torch.empty(rows, d, dtype=dtype), torch.zeros(rows, dtype=torch.int64)
     gate_up, down = torch.empty(num_experts, 2 * f, d, dtype=dtype), torch.empty(num_experts, d, f, dtype=dtype)
-    tiling = gemm.Tiling(torch.zeros(num_experts + 1, dtype=torch.int32), rows)
+    tiling = tiles.Tiling(torch.zeros(num_experts + 1, dtype=torch.int32), rows)
     weights = torch.empty(rows)
     z, h = swiglu.swiglu_up(x, index, gate_up, tiling, None, index)
     assert z is not None
-    swiglu.swiglu_up(x, index, gate_up, tiling, weights, index, keep_z=False)
+    swiglu.swiglu_up(x, index, gate_up, tiling, weights, index, store_z=False)
     gemm.rows_times_weights("down", h, down, tiling)
     swiglu.swiglu_down_backward(x, index, down, z, tiling, weights, index)
     gemm.rows_times_weights("up_backward", z, gate_up, tiling, True)
@@ -143,7 +143,7 @@ def launch_others(dtype: torch.dtype) -> None:
         for softmax in (True, False):
             routing.top_k_experts(logits, bias, 8, groups, max(1, groups // 2), softmax, True, 1.0)
             routing.top_k_experts_backward(logits, positions, weights, softmax, True, 1.0)
-        gemm.Tiling(torch.zeros(num_experts + 1, dtype=torch.int32), 64)(128)
+        tiles.Tiling(torch.zeros(num_experts + 1, dtype=torch.int32), 64)(128)
         routing.order_by_expert(positions, num_experts, 512)
     routing.order_by_expert(positions, 8, 512, 32, True)
     if dtype == torch.bfloat16:

@@ -71,9 +71,10 @@ class _ExpertsFunction(torch.autograd.Function):
         options: GroupedGemmOptions,
         differentiable: bool,
     ) -> Tensor:
-        from .gpu.gemm import Tiling, rows_times_weights
+        from .gpu.gemm import rows_times_weights
         from .gpu.permute import sum_rows
         from .gpu.swiglu import swiglu_up
+        from .gpu.tiles import Tiling
 
         tiling = Tiling(order.expert_offsets, len(order.gather_idx_M))
         inside, outside = (weights_NK, None) if weight_inside else (None, weights_NK)

@@ -68,7 +68,8 @@ def grouped_mm(
     GroupedGemmOptions(num_sms=num_sms).check()
     if not use_triton(kernels, x_MI, w_EOI, expert_offsets):
         return _grouped_mm_reference(x_MI, w_EOI if transposed else w_EOI.mT, expert_offsets[1:])
-    from .gpu.gemm import Tiling, rows_times_weights
+    from .gpu.gemm import rows_times_weights
+    from .gpu.tiles import Tiling
 
     tiling = Tiling(expert_offsets.contiguous(), len(x_MI))
     x_MI, w_EOI = check_contiguous_rows("x", x_MI), check_contiguous("w", w_EOI)

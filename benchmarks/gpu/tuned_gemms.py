@@ -12,8 +12,9 @@ from torch import Tensor
 
 from moe_dualpipe.kernels.experts import swiglu
 from moe_dualpipe.kernels.gpu.configs import TileConfig
-from moe_dualpipe.kernels.gpu.gemm import Tiling, rows_times_weights
+from moe_dualpipe.kernels.gpu.gemm import rows_times_weights
 from moe_dualpipe.kernels.gpu.swiglu import swiglu_down_backward, swiglu_up
+from moe_dualpipe.kernels.gpu.tiles import Tiling
 from moe_dualpipe.kernels.gpu.wgrad import weight_gradients
 from moe_dualpipe.kernels.grouped_gemm import grouped_mm, grouped_wgrad
 from moe_dualpipe.kernels.routing import expert_order

@@ -1,5 +1,5 @@
-"""The Triton kernels and their launchers, for NVIDIA and AMD GPUs. Nothing here knows autograd; inputs are valid.
+"""Triton kernels and their launchers, for NVIDIA and AMD GPUs. No autograd, and no validation of inputs.
 
-The operators one folder up check what users pass, choose between these and plain torch, and import this package only
-when Triton was chosen: it needs triton, they do not.
+The operators in the parent package validate inputs, choose between Triton and plain torch, and import this package only
+if they choose Triton. So they work without triton installed.
 """

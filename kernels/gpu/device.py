@@ -1,4 +1,4 @@
-"""What a launcher asks about the machine: which GPU this is, whether Triton interprets, how fp32 is multiplied."""
+"""Facts that launchers need: the GPU's architecture, whether Triton interprets, the precision of fp32 products."""
 
 import functools
 
@@ -7,12 +7,12 @@ import triton
 
 
 def interpreter_enabled() -> bool:
-    """Whether kernels run in Triton's interpreter, on CPU tensors: TRITON_INTERPRET=1 when triton was imported."""
+    """Whether kernels run in Triton's interpreter on CPU tensors: TRITON_INTERPRET=1 was set before triton's import."""
     return triton.knobs.runtime.interpret
 
 
 def arch_of(device: torch.device) -> str:
-    """The name of a GPU's architecture: "sm_90", "gfx942"; "interpreter" for a CPU."""
+    """Name of a GPU's architecture, such as "sm_90" or "gfx942"; "interpreter" for a CPU."""
     return "interpreter" if device.type == "cpu" else _arch(device.index)
 
 
@@ -25,8 +25,8 @@ def _arch(index: int | None) -> str:
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """How tl.dot multiplies fp32: exactly, unless torch was told that TF32 is good enough."""
+    """The `input_precision` of tl.dot: "tf32" for float32 on NVIDIA if torch allows TF32, else "ieee"."""
     if dtype != torch.float32 or torch.version.hip:
         return "ieee"
-    # torch.get_float32_matmul_precision() raises where the setting was made through this attribute.
+    # torch.get_float32_matmul_precision() raises if the setting was made through this attribute.
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"

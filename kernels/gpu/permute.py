@@ -1,13 +1,13 @@
-"""Rows to where they are needed, and weighted sums of them, in Triton. Memory-bound: each row is moved once.
+"""Gather rows and sum them with weights, in Triton. Memory-bound: each row is read and written once.
 
-    gather_rows     out[m] = x[index[m]], times the weight of a choice where one is given
+    gather_rows     out[m] = x[index[m]], optionally times a weight
     sum_rows        y[n] = sum over k of weights[n, k] rows[positions[n, k]], skipping -1; in fp32, in the order of k
     dot_rows        w[n, k] = <dy[n], rows[positions[n, k]]>, zero where the position is -1
-    sum_partials       w[n, k] = sum over i of sums[i, positions[n, k]], likewise
+    sum_partials    w[n, k] = sum over i of sums[i, positions[n, k]], zero where the position is -1
 
-A program has a block of whole rows or, where rows are long, a stretch of one; so that its loads are 16 bytes wide.
+A program handles a block of whole rows, or a part of one long row, so that its loads are 16 bytes wide.
 
-N rows, K choices a row, M rows in another order, D the width of a row.
+N rows, K choices per row, M rows in another order, D width of a row.
 """
 
 import torch
@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 2048  # elements a program moves
+TILE = 2048  # elements that a program moves
 
 
 def _blocks(columns: int) -> tuple[int, int, int]:
-    """Rows and columns of a tile, and warps, so that a thread has eight elements."""
+    """Return (rows, columns, warps) of a tile such that each thread has eight elements."""
     block_d = min(triton.next_power_of_2(columns), TILE)
     return max(1, TILE // block_d), block_d, 8
 
@@ -43,7 +43,7 @@ def gather_rows_kernel(
 def gather_rows(
     x: Tensor, index: Tensor, out: Tensor | None = None, weights: Tensor | None = None, choice: Tensor | None = None
 ) -> Tensor:
-    """[M, D], or `out`, from x [., D] with contiguous rows; times weights.flatten()[choice[m]], if there are any."""
+    """Return x[index], [M, D], written to `out` if given. With weights, row m is times weights.flatten()[choice[m]]."""
     num_rows, columns = len(index), x.shape[1]
     out = out if out is not None else x.new_empty(num_rows, columns)
     block_m, block_d, warps = _blocks(columns)
@@ -68,8 +68,8 @@ def sum_rows_kernel(
     total = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for k in tl.static_range(K):
         position = tl.load(positions + choice + k, mask=inside, other=-1).to(tl.int64)
-        there = (position >= 0)[:, None] & (d < D)[None, :]
-        row = tl.load(rows + position[:, None] * STRIDE + d[None, :], mask=there, other=0.0).to(tl.float32)
+        valid = (position >= 0)[:, None] & (d < D)[None, :]
+        row = tl.load(rows + position[:, None] * STRIDE + d[None, :], mask=valid, other=0.0).to(tl.float32)
         if WEIGHTED:
             row = row * tl.load(weights + choice + k, mask=inside & (position >= 0), other=0.0)[:, None]
         total += row
@@ -78,7 +78,7 @@ def sum_rows_kernel(
 
 
 def sum_rows(rows: Tensor, positions: Tensor, weights: Tensor | None = None) -> Tensor:
-    """[N, D] from rows [M, D], whose rows are contiguous, and positions [N, K]; weights: fp32, [N, K]."""
+    """Return y [N, D] from rows [M, D] with contiguous rows and positions [N, K]. weights: [N, K] in fp32."""
     (num_rows, k), columns = positions.shape, rows.shape[1]
     y = rows.new_empty(num_rows, columns)
     block_n, block_d, warps = _blocks(columns)
@@ -100,12 +100,12 @@ def dot_rows_kernel(
     inside = n < num_rows
     choice = n.to(tl.int64) * K + tl.program_id(1)
     position = tl.load(positions + choice, mask=inside, other=-1).to(tl.int64)
-    there = (position >= 0)[:, None]
+    valid = (position >= 0)[:, None]
     dy_rows = dy + n.to(tl.int64)[:, None] * STRIDE_DY
     total = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for d0 in range(0, D, BLOCK_D):
         d = d0 + tl.arange(0, BLOCK_D)[None, :]
-        mask = there & (d < D)
+        mask = valid & (d < D)
         a = tl.load(dy_rows + d, mask=mask, other=0.0).to(tl.float32)
         b = tl.load(rows + position[:, None] * STRIDE + d, mask=mask, other=0.0).to(tl.float32)
         total += a * b
@@ -113,7 +113,7 @@ def dot_rows_kernel(
 
 
 def dot_rows(dy: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-    """[N, K] in fp32 from dy [N, D] and rows [M, D], both with contiguous rows."""
+    """Return w [N, K] in fp32 from dy [N, D] and rows [M, D], both with contiguous rows."""
     (num_rows, k), columns = positions.shape, rows.shape[1]
     out = torch.empty(num_rows, k, dtype=torch.float32, device=dy.device)
     block_n, block_d, warps = _blocks(columns)
@@ -136,7 +136,7 @@ def sum_partials_kernel(sums, positions, out, num_choices, num_rows, PARTS: tl.c
 
 
 def sum_partials(sums: Tensor, positions: Tensor) -> Tensor:
-    """[N, K] in fp32 from sums [parts, M] and positions [N, K]."""
+    """Return w [N, K] in fp32 from sums [parts, M] and positions [N, K]."""
     out = torch.empty(positions.shape, dtype=torch.float32, device=sums.device)
     if out.numel():
         grid = (triton.cdiv(out.numel(), TILE),)

@@ -1,11 +1,11 @@
-"""Routing in Triton: which experts a token goes to and how much each counts, and the order of what they get.
+"""Routing in Triton: choose the experts of each token and their weights, and sort the choices by expert.
 
-    choose            scores, top-k of them, weights: one kernel, and one for its backward
-    order_by_expert   the stable expert-major order of choices: two kernels around one cumulative sum
+    top_k_experts     scores, top-k and weights: one kernel forward, one backward
+    order_by_expert   stable sort of choices by expert: two kernels and a cumulative sum between them
 
-The order is a counting sort. Every block of choices counts its experts; one cumulative sum over [expert, block], in
-that order, says where the choices of each expert in each block begin; every block then writes its own. Each choice
-knows its place without asking another: no atomics, no host sync, the same result in every run.
+The sort is a counting sort. Each block of choices counts the choices of each expert. A cumulative sum over
+[expert, block], in that order, gives the position where the choices of each expert in each block begin. Each block then
+writes its choices. No atomics, no host sync, and the same result in every run.
 
 T tokens, E experts, G groups of experts, K experts per token.
 """
@@ -15,12 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# ---- which experts, and how much each counts ----
+# ---- choosing experts ----
 
 
 @triton.jit
 def _scores(logits, t, STRIDE: tl.constexpr, T, e, exists, SOFTMAX: tl.constexpr):
-    """The scores [tokens, columns] of the experts e, where they exist."""
+    """Scores [tokens, columns] of the experts e. Columns without an expert are masked."""
     mask = (t < T)[:, None] & exists[None, :]
     values = tl.load(logits + t.to(tl.int64)[:, None] * STRIDE + e[None, :], mask=mask, other=float("-inf"))
     values = values.to(tl.float32)
@@ -34,22 +34,22 @@ def _scores(logits, t, STRIDE: tl.constexpr, T, e, exists, SOFTMAX: tl.constexpr
 
 
 @triton.jit
-def _keep_groups(choice, column, G_PADDED: tl.constexpr, PER_GROUP: tl.constexpr, PADDED: tl.constexpr,
+def _mask_groups(choice, column, G_PADDED: tl.constexpr, PER_GROUP: tl.constexpr, PADDED: tl.constexpr,
                  TOP_GROUPS: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
-    """`choice` without the experts outside the best groups; a group is as good as its best two experts together."""
+    """Mask experts outside the best groups with -inf. The score of a group is the sum of its two best experts."""
     in_groups = tl.reshape(choice, (BLOCK_T, G_PADDED, PADDED))
     group_score = tl.max(in_groups, 2)
     if PER_GROUP > 1:
         winner = tl.argmax(in_groups, 2)
         others = tl.where(tl.arange(0, PADDED)[None, None, :] == winner[:, :, None], float("-inf"), in_groups)
         group_score += tl.max(others, 2)
-    kept = tl.full((BLOCK_T, G_PADDED * PADDED), False, tl.int1)
+    eligible = tl.full((BLOCK_T, G_PADDED * PADDED), False, tl.int1)
     group = tl.arange(0, G_PADDED)
     for _ in range(TOP_GROUPS):
         best = tl.argmax(group_score, 1)
-        kept = kept | ((column // PADDED)[None, :] == best[:, None])
+        eligible = eligible | ((column // PADDED)[None, :] == best[:, None])
         group_score = tl.where(group[None, :] == best[:, None], float("-inf"), group_score)
-    return tl.where(kept, choice, float("-inf"))
+    return tl.where(eligible, choice, float("-inf"))
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -59,7 +59,7 @@ def top_k_experts_kernel(
     SOFTMAX: tl.constexpr, BIASED: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    # Columns are grouped, and padded to powers of two inside groups and after them; their order is that of the ids.
+    # Both the columns of a group and the number of groups are padded to powers of two; ids stay in ascending order.
     column = tl.arange(0, G_PADDED * PADDED)
     e = column // PADDED * PER_GROUP + column % PADDED
     exists = (column % PADDED < PER_GROUP) & (column // PADDED < G)
@@ -67,11 +67,11 @@ def top_k_experts_kernel(
     choice = scores
     if BIASED:
         choice += tl.load(bias + e, mask=exists, other=0.0)[None, :]
-    # Not a number and minus infinity are bad choices, but choices: ids must be different experts whatever is given.
+    # NaN and -inf become the lowest finite score, so that ids are valid and distinct for any logits.
     choice = tl.where(choice > -1e38, choice, -1e38)
     choice = tl.where(exists[None, :], choice, float("-inf"))
     if TOP_GROUPS < G:
-        choice = _keep_groups(choice, column, G_PADDED, PER_GROUP, PADDED, TOP_GROUPS, BLOCK_T)
+        choice = _mask_groups(choice, column, G_PADDED, PER_GROUP, PADDED, TOP_GROUPS, BLOCK_T)
     ks = tl.arange(0, K_PADDED)
     chosen = tl.zeros((BLOCK_T, K_PADDED), tl.float32)
     for k in range(K):
@@ -129,7 +129,7 @@ def top_k_experts(
     logits: Tensor, bias: Tensor | None, k: int, num_groups: int, top_groups: int, softmax: bool, normalize: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Weights [T, K] in fp32 and ids [T, K] in int64 from logits [T, E], whose rows are contiguous."""
+    """Return weights [T, K] in fp32 and ids [T, K] in int64 from logits [T, E] with contiguous rows."""
     num_tokens, num_experts = logits.shape
     weights = torch.empty(num_tokens, k, dtype=torch.float32, device=logits.device)
     ids = torch.empty(num_tokens, k, dtype=torch.int64, device=logits.device)
@@ -147,7 +147,7 @@ def top_k_experts(
 def top_k_experts_backward(
     logits: Tensor, ids: Tensor, dweights: Tensor, softmax: bool, normalize: bool, scale: float
 ) -> Tensor:
-    """The gradient of the logits [T, E] from that of the weights [T, K], which is contiguous."""
+    """Return the gradient of the logits, [T, E], from the contiguous gradient of the weights, [T, K]."""
     num_tokens, num_experts = logits.shape
     dlogits = torch.empty(num_tokens, num_experts, dtype=logits.dtype, device=logits.device)
     padded = triton.next_power_of_2(num_experts)
@@ -160,16 +160,16 @@ def top_k_experts_backward(
     return dlogits
 
 
-# ---- the order of what experts, or ranks, get ----
+# ---- sorting choices by expert or rank ----
 
-BLOCK = 128  # choices a program puts in order: each is compared with all of them
+BLOCK = 128  # choices that a program sorts; it compares all pairs of them
 
 
 @triton.jit
 def _keys(ids, i, num_choices, K: tl.constexpr, E: tl.constexpr, PER_KEY: tl.constexpr, ONCE: tl.constexpr):
-    """What each choice is sorted by, its id // PER_KEY, and E where it is no choice.
+    """The sort key of each choice: id // PER_KEY, or E if the id is invalid.
 
-    ONCE: of the choices of a row with the same key only the first one counts.
+    ONCE: of the choices of a row with equal keys, only the first is valid.
     """
     key = tl.load(ids + i, mask=i < num_choices, other=-1).to(tl.int32)
     valid = (key >= 0) & (key < E * PER_KEY)
@@ -191,9 +191,9 @@ def count_kernel(ids, counts, num_choices, blocks, K: tl.constexpr, E: tl.conste
     tl.store(counts + e.to(tl.int64) * blocks + tl.program_id(0), counted, mask=e < E)
 
 
-@triton.jit(do_not_specialize=["num_choices", "num_kept", "blocks"])
+@triton.jit(do_not_specialize=["num_choices", "max_choices", "blocks"])
 def scatter_kernel(
-    ids, counts, ends, gather_idx, choice_idx, positions, offsets, num_choices, num_kept, blocks, K: tl.constexpr,
+    ids, counts, ends, gather_idx, choice_idx, positions, offsets, num_choices, max_choices, blocks, K: tl.constexpr,
     E: tl.constexpr, E_PADDED: tl.constexpr, PER_KEY: tl.constexpr, ONCE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -204,28 +204,28 @@ def scatter_kernel(
     valid = key < E
     start = tl.load(ends + cell, mask=valid, other=0) - tl.load(counts + cell, mask=valid, other=0)
     position = (start + tl.sum(before.to(tl.int32), 1)).to(tl.int64)
-    valid = valid & (position < num_kept)
+    valid = valid & (position < max_choices)
     tl.store(gather_idx + position, i // K, mask=valid)
     tl.store(choice_idx + position, i, mask=valid)
     tl.store(positions + i, tl.where(valid, position, -1), mask=i < num_choices)
     if tl.program_id(0) == 0:
         e = tl.arange(0, E_PADDED)
         end = tl.load(ends + (e.to(tl.int64) + 1) * blocks - 1, mask=e < E, other=0)
-        tl.store(offsets + e + 1, tl.minimum(end, num_kept), mask=e < E)  # products write as many rows as this says
+        tl.store(offsets + e + 1, tl.minimum(end, max_choices), mask=e < E)  # products write this many rows
         tl.store(offsets, 0)
 
 
 def order_by_expert(
-    ids: Tensor, num_keys: int, num_kept: int, ids_per_key: int = 1, once: bool = False
+    ids: Tensor, num_keys: int, max_choices: int, ids_per_key: int = 1, once: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """gather_idx [M], choice_idx [M], positions [N, K] and offsets [E + 1] (int32) of contiguous ids [N, K].
+    """Return gather_idx [M], choice_idx [M], positions [N, K] and offsets [E + 1] (int32) for contiguous ids [N, K].
 
-    The order is by id // ids_per_key; ids outside range(num_keys * ids_per_key) are no choices. num_kept: M, at least
-    as many as there are valid choices; what is beyond those stays unwritten. once: a row goes to a key once.
+    The sort key is id // ids_per_key. Ids outside range(num_keys * ids_per_key) are skipped. max_choices: M, at least
+    the number of valid choices; entries beyond that number are left unwritten. once: use each key at most once per row.
     """
     num_choices, device = ids.numel(), ids.device
-    gather_idx = torch.empty(num_kept, dtype=torch.int64, device=device)
-    choice_idx = torch.empty(num_kept, dtype=torch.int64, device=device)
+    gather_idx = torch.empty(max_choices, dtype=torch.int64, device=device)
+    choice_idx = torch.empty(max_choices, dtype=torch.int64, device=device)
     positions = torch.empty(ids.shape, dtype=torch.int64, device=device)
     offsets = torch.empty(num_keys + 1, dtype=torch.int32, device=device)
     if not num_choices:
@@ -236,6 +236,6 @@ def order_by_expert(
     count_kernel[(blocks,)](ids, counts, num_choices, blocks, *sizes)
     ends = counts.view(-1).cumsum(0, dtype=torch.int32)
     scatter_kernel[(blocks,)](
-        ids, counts, ends, gather_idx, choice_idx, positions, offsets, num_choices, num_kept, blocks, *sizes
+        ids, counts, ends, gather_idx, choice_idx, positions, offsets, num_choices, max_choices, blocks, *sizes
     )
     return gather_idx, choice_idx, positions, offsets

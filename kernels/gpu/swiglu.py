@@ -1,10 +1,10 @@
-"""The two products of a SwiGLU expert that do more than multiply, on the tile while it is in registers.
+"""The two products of a SwiGLU expert that are fused with SwiGLU, which is applied while the tile is in registers.
 
-    swiglu_up              z[m] = W1[e] x[m] = [gate; up];   h[m] = silu(gate) * up, weighted on request
-    swiglu_down_backward   dh[m] = W2[e]^T dy[m], and from z: the gradients of gate and up, the weighted h once more
-                           (the weight gradient of W2 wants it), and <dh, h>, the gradient of the routing weight
+    swiglu_up              z[m] = W1[e] x[m] = [gate; up];   h[m] = silu(gate) * up, optionally weighted
+    swiglu_down_backward   dh[m] = W2[e]^T dy[m]; then from z: the gradients of gate and up, the weighted h (needed for
+                           the weight gradient of W2), and <dh, h>, the gradient of the routing weight
 
-So neither h nor the experts' outputs are kept between forward and backward: only z is.
+Only z is saved for backward. h is recomputed, and the experts' outputs are not needed.
 
 M rows in expert-major order, E experts, D model dim, F inner width.
 """
@@ -16,12 +16,22 @@ from torch import Tensor
 
 from .configs import lookup
 from .device import arch_of
-from .gemm import Tiling, _grid, _halves, _place, _product, _rows_of, _settings, _store, _weights_argument
+from .tiles import (
+    Tiling,
+    launch_grid,
+    launch_settings,
+    locate_tile,
+    split_columns,
+    store_tile,
+    tile_product,
+    tile_rows,
+    weights_argument,
+)
 
 
 @triton.jit
 def _routing_weight(weights, choice, m, end, WEIGHTED: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The weight of the choice behind each row; 1 without weights."""
+    """The routing weight of each row; 1 without weights."""
     if WEIGHTED:
         inside = m < end
         s = tl.load(weights + tl.load(choice + m, mask=inside, other=0), mask=inside, other=0.0)
@@ -33,54 +43,55 @@ def _routing_weight(weights, choice, m, end, WEIGHTED: tl.constexpr, BLOCK_M: tl
 @triton.jit(do_not_specialize=["slots"])
 def swiglu_up_kernel(
     x, index, w, weights, choice, z, h, tiles, offsets, slots, STRIDE_X: tl.constexpr, F: tl.constexpr, D: tl.constexpr,
-    KEEP_Z: tl.constexpr, WEIGHTED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    STORE_Z: tl.constexpr, WEIGHTED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = BLOCK_N // 2
     TILES_N: tl.constexpr = (F + HALF - 1) // HALF
     for tile in range(tl.program_id(0), slots * TILES_N, tl.num_programs(0)):
-        e, first, end, n_tile = _place(tile, tiles, offsets, slots, TILES_N, GROUP_M)
+        e, first, end, n_tile = locate_tile(tile, tiles, offsets, slots, TILES_N, GROUP_M)
         if e >= 0:
-            x_rows = x + _rows_of(index, first, end, True, BLOCK_M) * STRIDE_X
+            x_rows = x + tile_rows(index, first, end, True, BLOCK_M) * STRIDE_X
             n0 = n_tile * HALF
-            acc = _product(x_rows, w, e, n0, F, D, False, True, TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
-            gate, up = _halves(acc, BLOCK_M, BLOCK_N)
+            acc = tile_product(x_rows, w, e, n0, F, D, False, True, TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
+            gate, up = split_columns(acc, BLOCK_M, BLOCK_N)
             m = first + tl.arange(0, BLOCK_M)
-            if KEEP_Z:
-                _store(z, gate, m, n0, end, 2 * F, F, HALF, HALF)
-                _store(z + F, up, m, n0, end, 2 * F, F, HALF, HALF)
+            if STORE_Z:
+                store_tile(z, gate, m, n0, end, 2 * F, F, HALF, HALF)
+                store_tile(z + F, up, m, n0, end, 2 * F, F, HALF, HALF)
             s = _routing_weight(weights, choice, m, end, WEIGHTED, BLOCK_M)
-            _store(h, gate * tl.sigmoid(gate) * up * s[:, None], m, n0, end, F, F, HALF, HALF)
+            store_tile(h, gate * tl.sigmoid(gate) * up * s[:, None], m, n0, end, F, F, HALF, HALF)
 
 
 def swiglu_up(
     x: Tensor, index: Tensor, gate_up: Tensor, tiling: Tiling, weights: Tensor | None, choice: Tensor,
-    keep_z: bool = True, num_sms: int | None = None,
+    store_z: bool = True, num_sms: int | None = None,
 ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
-    """z [M, 2F], if it is to be kept, and h [M, F], from x [., D] and gate_up [E, 2F, D].
+    """Return z [M, 2F], or None without store_z, and h [M, F], from x [., D] and gate_up [E, 2F, D].
 
-    index: [M], the row of x behind each m. weights: fp32, of which m has number choice[m]; h is multiplied by it.
+    index: [M], the row of x for each m. weights: fp32 or None; row m of h is times weights.flatten()[choice[m]].
     """
     num_experts, f, d = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
     config = lookup("up", arch_of(x.device), x.element_size(), f, d)
     halves = gate_up.view(2 * num_experts, f, d)
-    z = x.new_empty(tiling.num_rows, 2 * f) if keep_z else None
+    z = x.new_empty(tiling.num_rows, 2 * f) if store_z else None
     h = x.new_empty(tiling.num_rows, f)
     if tiling.num_rows:
         tiles = tiling(config.block_m)
         box = (2, config.block_n // 2, config.block_k)
-        swiglu_up_kernel[_grid(len(tiles), f, config.block_n // 2, num_sms)](
-            x, index, _weights_argument(halves, box, config), weights, choice, z, h, tiles, tiling.offsets,
-            len(tiles), x.stride(0), f, d, KEEP_Z=keep_z, WEIGHTED=weights is not None, **_settings(config, halves),
+        swiglu_up_kernel[launch_grid(len(tiles), f, config.block_n // 2, num_sms)](
+            x, index, weights_argument(halves, box, config), weights, choice, z, h, tiles, tiling.offsets,
+            len(tiles), x.stride(0), f, d, STORE_Z=store_z, WEIGHTED=weights is not None,
+            **launch_settings(config, halves),
         )  # fmt: skip
     return z, h
 
 
 @triton.jit
-def _through_swiglu(
+def _swiglu_backward(
     dh, z, dz, h, s, m, n0, end, F: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """The backward of `s * silu(gate) * up` for one sub-tile. Stores dz and s * h, returns the row sums of dh * h."""
+    """Backward of `s * silu(gate) * up` for a part of a tile. Stores dz and s * h; returns the row sums of dh * h."""
     n = n0 + tl.arange(0, COLUMNS)
     inside = (m < end)[:, None] & (n < F)[None, :]
     pointers = z + m.to(tl.int64)[:, None] * (2 * F) + n[None, :]
@@ -89,9 +100,9 @@ def _through_swiglu(
     sigmoid = tl.sigmoid(gate)
     silu = gate * sigmoid
     weighted = dh * s[:, None]
-    _store(dz, weighted * up * (sigmoid + silu * (1 - sigmoid)), m, n0, end, 2 * F, F, COLUMNS, TILE)
-    _store(dz + F, weighted * silu, m, n0, end, 2 * F, F, COLUMNS, TILE)
-    _store(h, silu * up * s[:, None], m, n0, end, F, F, COLUMNS, TILE)
+    store_tile(dz, weighted * up * (sigmoid + silu * (1 - sigmoid)), m, n0, end, 2 * F, F, COLUMNS, TILE)
+    store_tile(dz + F, weighted * silu, m, n0, end, 2 * F, F, COLUMNS, TILE)
+    store_tile(h, silu * up * s[:, None], m, n0, end, F, F, COLUMNS, TILE)
     return tl.sum(dh * silu * up, 1)
 
 
@@ -104,21 +115,21 @@ def swiglu_down_backward_kernel(
     TILES_N: tl.constexpr = (F + BLOCK_N - 1) // BLOCK_N
     QUARTER: tl.constexpr = BLOCK_N // 4
     for tile in range(tl.program_id(0), slots * TILES_N, tl.num_programs(0)):
-        e, first, end, n_tile = _place(tile, tiles, offsets, slots, TILES_N, GROUP_M)
+        e, first, end, n_tile = locate_tile(tile, tiles, offsets, slots, TILES_N, GROUP_M)
         if e >= 0:
-            dy_rows = dy + _rows_of(index, first, end, True, BLOCK_M) * STRIDE_DY
+            dy_rows = dy + tile_rows(index, first, end, True, BLOCK_M) * STRIDE_DY
             n0 = n_tile * BLOCK_N
-            acc = _product(dy_rows, w, e, n0, F, D, True, False, TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
+            acc = tile_product(dy_rows, w, e, n0, F, D, True, False, TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
             m = first + tl.arange(0, BLOCK_M)
             s = _routing_weight(weights, choice, m, end, WEIGHTED, BLOCK_M)
-            # In quarters: all of gate, up and their gradients at once would not fit the registers.
-            left, right = _halves(acc, BLOCK_M, BLOCK_N)
-            dh0, dh1 = _halves(left, BLOCK_M, BLOCK_N // 2)
-            dh2, dh3 = _halves(right, BLOCK_M, BLOCK_N // 2)
-            total = _through_swiglu(dh0, z, dz, h, s, m, n0, end, F, QUARTER, BLOCK_N)
-            total += _through_swiglu(dh1, z, dz, h, s, m, n0 + QUARTER, end, F, QUARTER, BLOCK_N)
-            total += _through_swiglu(dh2, z, dz, h, s, m, n0 + 2 * QUARTER, end, F, QUARTER, BLOCK_N)
-            total += _through_swiglu(dh3, z, dz, h, s, m, n0 + 3 * QUARTER, end, F, QUARTER, BLOCK_N)
+            # In four parts: gate, up and their gradients for the whole tile would spill registers.
+            left, right = split_columns(acc, BLOCK_M, BLOCK_N)
+            dh0, dh1 = split_columns(left, BLOCK_M, BLOCK_N // 2)
+            dh2, dh3 = split_columns(right, BLOCK_M, BLOCK_N // 2)
+            total = _swiglu_backward(dh0, z, dz, h, s, m, n0, end, F, QUARTER, BLOCK_N)
+            total += _swiglu_backward(dh1, z, dz, h, s, m, n0 + QUARTER, end, F, QUARTER, BLOCK_N)
+            total += _swiglu_backward(dh2, z, dz, h, s, m, n0 + 2 * QUARTER, end, F, QUARTER, BLOCK_N)
+            total += _swiglu_backward(dh3, z, dz, h, s, m, n0 + 3 * QUARTER, end, F, QUARTER, BLOCK_N)
             if WEIGHTED:
                 tl.store(sums + n_tile.to(tl.int64) * num_rows + m, total, mask=m < end)
 
@@ -127,9 +138,10 @@ def swiglu_down_backward(
     dy: Tensor, index: Tensor, down: Tensor, z: Tensor, tiling: Tiling, weights: Tensor | None, choice: Tensor,
     num_sms: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """dz [M, 2F], the weighted h [M, F], and partial sums [., M] in fp32 that add up to each row's weight gradient.
+    """Return dz [M, 2F], the weighted h [M, F], and partial sums [column tiles, M] in fp32 (None without weights).
 
-    dy: [., D], the gradient of the weighted sums; index: [M], the row of dy behind each m. down: [E, D, F].
+    The sum over column tiles is the gradient of each row's routing weight. dy: [., D], the gradient of the layer's
+    output; index: [M], the row of dy for each m. down: [E, D, F].
     """
     d, f = down.shape[1:]
     config = lookup("down_backward", arch_of(dy.device), dy.element_size(), f, d)
@@ -139,8 +151,8 @@ def swiglu_down_backward(
     if num_rows:
         tiles = tiling(config.block_m)
         box = (1, config.block_k, config.block_n)
-        swiglu_down_backward_kernel[_grid(len(tiles), f, config.block_n, num_sms)](
-            dy, index, _weights_argument(down, box, config), z, weights, choice, dz, h, sums, tiles, tiling.offsets,
-            len(tiles), num_rows, dy.stride(0), f, d, WEIGHTED=weights is not None, **_settings(config, down),
+        swiglu_down_backward_kernel[launch_grid(len(tiles), f, config.block_n, num_sms)](
+            dy, index, weights_argument(down, box, config), z, weights, choice, dz, h, sums, tiles, tiling.offsets,
+            len(tiles), num_rows, dy.stride(0), f, d, WEIGHTED=weights is not None, **launch_settings(config, down),
         )  # fmt: skip
     return dz, h, sums

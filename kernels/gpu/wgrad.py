@@ -1,10 +1,10 @@
-"""The weight gradients of grouped rows: for each expert, the sum of outer products over its rows.
+"""Weight gradients of a grouped product: for each expert, the sum of outer products over its rows.
 
-    dW[e] = sum over the rows m of e of a[m] b[m]^T
+    dW[e] = sum of a[m] b[m]^T over the rows m of expert e
 
-One program has one tile of one expert and walks over its rows, however many they are: no atomics, so the sum is the
-same in every run. It is kept in fp32, and can be added to what is there already, which saves the training loop a pass
-over all weights. An expert without rows gets zeros.
+One program computes one tile of one expert and loops over all rows of that expert. There are no atomics, so results
+are the same in every run. Sums are taken in fp32 and can be added to an existing gradient, which saves a pass over all
+weights. An expert without rows gets zeros.
 
 M rows in expert-major order, E experts, I and J the widths of a and b.
 """
@@ -17,17 +17,17 @@ from torch import Tensor
 from ..backend import check_contiguous
 from .configs import lookup
 from .device import arch_of, dot_precision
-from .gemm import _grid, _grouped, _halves
+from .tiles import grouped_order, launch_grid, split_columns
 
 
 @triton.jit
 def _columns(tile, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """The columns of a tile. Past the end, the first ones again, which are never stored: loads then need no mask."""
+    """Columns of a tile. Past the end they repeat the first ones, so that loads need no mask; those are not stored."""
     i = tile * COLUMNS + tl.arange(0, COLUMNS)
     if WIDTH % COLUMNS != 0:
-        TOGETHER: tl.constexpr = 8 if WIDTH % 8 == 0 else 1
-        i = tl.where(i < WIDTH, i, i % TOGETHER)
-        i = tl.max_contiguous(tl.multiple_of(i, TOGETHER), TOGETHER)  # so that eight columns stay one load
+        VECTOR: tl.constexpr = 8 if WIDTH % 8 == 0 else 1
+        i = tl.where(i < WIDTH, i, i % VECTOR)
+        i = tl.max_contiguous(tl.multiple_of(i, VECTOR), VECTOR)  # so that eight columns stay one load
     return i
 
 
@@ -58,15 +58,15 @@ def weight_gradients_kernel(
     HALF: tl.constexpr = BLOCK_N // 2
     for tile in range(tl.program_id(0), num_experts * TILES_I * TILES_J, tl.num_programs(0)):
         e = tile // (TILES_I * TILES_J)
-        i_tile, j_tile = _grouped(tile % (TILES_I * TILES_J), TILES_I, TILES_J, GROUP_M)
+        i_tile, j_tile = grouped_order(tile % (TILES_I * TILES_J), TILES_I, TILES_J, GROUP_M)
         start, end = tl.load(offsets + e), tl.load(offsets + e + 1)
         i, j = _columns(i_tile, I, BLOCK_M), _columns(j_tile, J, BLOCK_N)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         m = start + tl.arange(0, BLOCK_K)
-        # Where the next rows are is known one step ahead: otherwise their loads would wait for it in every step.
+        # Row offsets are loaded one step ahead, so that the loads of the rows do not wait for them.
         row_a = _row_offsets(index_a, m, m < end, STRIDE_A, GATHER_A)
         row_b = _row_offsets(index_b, m, m < end, STRIDE_B, GATHER_B)
-        # One step at least: a loop that may not run at all makes ptxas serialise the products.
+        # At least one step: ptxas serialises the products of a loop that may run zero times.
         for _ in range(tl.maximum(tl.cdiv(end - start, BLOCK_K), 1)):
             inside = m < end
             a_tile = tl.load(a + row_a[:, None] + i[None, :], mask=inside[:, None], other=0.0)
@@ -76,7 +76,7 @@ def weight_gradients_kernel(
             row_b = _row_offsets(index_b, m, m < end, STRIDE_B, GATHER_B)
             acc = tl.dot(a_tile.T, b_tile, acc, input_precision=PRECISION)
         out_e = out + e.to(tl.int64) * (I * J)
-        left, right = _halves(acc, BLOCK_M, BLOCK_N)
+        left, right = split_columns(acc, BLOCK_M, BLOCK_N)
         i = i_tile * BLOCK_M + tl.arange(0, BLOCK_M)
         j = j_tile * BLOCK_N + tl.arange(0, HALF)
         _add_to(out_e, left, i, j, I, J, ADD)
@@ -87,10 +87,10 @@ def weight_gradients(
     a: Tensor, b: Tensor, offsets: Tensor, dtype: torch.dtype, index_a: Tensor | None = None,
     index_b: Tensor | None = None, add_to: Tensor | None = None, num_sms: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """[E, I, J] in `dtype` from a [M, I] and b [M, J], or `add_to`, which they are added to.
+    """Return dW [E, I, J] in `dtype` from a [M, I] and b [M, J]; or add it to `add_to` in place and return that.
 
-    index_a, index_b: [M], the row of a or b behind each m, which then may have any number of rows. Raises ValueError
-    for an `add_to` that is not contiguous: it may be the `.grad` of a parameter, which anybody can have set.
+    index_a, index_b: [M], the row of a or b for each m; a or b may then have any number of rows. Raises ValueError if
+    `add_to` is not contiguous: it may be a `.grad` that the user has set.
     """
     num_experts, i, j = len(offsets) - 1, a.shape[1], b.shape[1]
     out = (
@@ -100,7 +100,7 @@ def weight_gradients(
     )
     config = lookup("wgrad", arch_of(a.device), a.element_size(), j, i)
     row_tiles = num_experts * triton.cdiv(i, config.block_m)
-    weight_gradients_kernel[_grid(row_tiles, j, config.block_n, num_sms)](
+    weight_gradients_kernel[launch_grid(row_tiles, j, config.block_n, num_sms)](
         a, index_a, b, index_b, out, offsets, num_experts, a.stride(0), b.stride(0), i, j,
         GATHER_A=index_a is not None, GATHER_B=index_b is not None, ADD=add_to is not None,
         PRECISION=dot_precision(a.dtype), BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,

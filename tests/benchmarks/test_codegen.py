@@ -37,7 +37,7 @@ def test_every_kernel_compiles_without_spills_and_warnings(arch):
 DESCRIBED = """
 import torch
 from benchmarks.codegen import compiling, describe, launch_experts
-from moe_dualpipe.kernels.gpu import gemm
+from moe_dualpipe.kernels.gpu import gemm, tiles
 from moe_dualpipe.kernels.gpu.configs import TileConfig, override_config
 
 for d, f, aligned in ((1000, 200, True), (1001, 203, False)):
@@ -51,7 +51,7 @@ for d, f, aligned in ((1000, 200, True), (1001, 203, False)):
 def amiss(config):
     a, w = torch.empty(8, 256, dtype=torch.bfloat16), torch.empty(2, 512, 256, dtype=torch.bfloat16)
     with override_config("down", config), compiling("sm_90") as compiled:
-        gemm.rows_times_weights("down", a, w, gemm.Tiling(torch.zeros(3, dtype=torch.int32), 8))
+        gemm.rows_times_weights("down", a, w, tiles.Tiling(torch.zeros(3, dtype=torch.int32), 8))
     name, kernel = compiled[-1]
     return describe(name, kernel, "sm_90", "bf16", "").amiss()
 

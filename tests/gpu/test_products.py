@@ -8,6 +8,9 @@ import torch
 from moe_dualpipe.kernels.experts import experts
 from moe_dualpipe.kernels.gpu.configs import TileConfig
 from moe_dualpipe.kernels.gpu.device import dot_precision
+from moe_dualpipe.kernels.gpu.gemm import rows_times_weights
+from moe_dualpipe.kernels.gpu.tiles import Tiling
+from moe_dualpipe.kernels.gpu.wgrad import weight_gradients
 from moe_dualpipe.kernels.grouped_gemm import grouped_linear, grouped_mm, grouped_wgrad
 from moe_dualpipe.kernels.permute import permute, unpermute
 from moe_dualpipe.kernels.routing import expert_order, route
@@ -162,9 +165,6 @@ def test_rows_beyond_the_last_offset_are_left_alone():
     """Buffers may be longer than what is in them, where only the device knows how much that is."""
     x, w = normal(40, 24, dtype=torch.float32), normal(2, 16, 24, dtype=torch.float32)
     x[30:] = float("nan")
-    from moe_dualpipe.kernels.gpu.gemm import Tiling, rows_times_weights
-    from moe_dualpipe.kernels.gpu.wgrad import weight_gradients
-
     offsets = offsets_of([12, 18])
     y = rows_times_weights("down", x, w, Tiling(offsets, 40))
     torch.testing.assert_close(y[:30], grouped_mm(x[:30], w, offsets, kernels="reference"), rtol=1e-4, atol=1e-4)
@@ -174,16 +174,12 @@ def test_rows_beyond_the_last_offset_are_left_alone():
 
 
 def test_the_tiles_of_the_docstring():
-    from moe_dualpipe.kernels.gpu.gemm import Tiling
-
     tiles = Tiling(offsets_of([3, 0, 5]), 8)(2)
     assert tiles[:5].tolist() == [[0, 0], [0, 2], [2, 3], [2, 5], [2, 7]]
     assert tiles[5:, 0].tolist() == [-1, -1]
 
 
 def test_every_height_has_tiles_of_its_own():
-    from moe_dualpipe.kernels.gpu.gemm import Tiling
-
     tiling = Tiling(offsets_of([3, 0, 5]), 8)
     assert tiling(4)[:3].tolist() == [[0, 0], [2, 3], [2, 7]]
     assert tiling(8)[:2].tolist() == [[0, 0], [2, 3]]
@@ -191,8 +187,6 @@ def test_every_height_has_tiles_of_its_own():
 
 @pytest.mark.parametrize("counts,block", [([1] * 200, 16), ([0] * 511 + [9], 4), ([100, 0, 1], 1)])
 def test_tiles_cover_every_row_once(counts, block):
-    from moe_dualpipe.kernels.gpu.gemm import Tiling
-
     offsets = offsets_of(counts).tolist()
     tiles = Tiling(offsets_of(counts), sum(counts))(block)
     expected = [[e, row] for e, (a, b) in enumerate(itertools.pairwise(offsets)) for row in range(a, b, block)]
