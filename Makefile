@@ -1,5 +1,6 @@
 # make train   train a small model on this machine       make test   lint and tests
 # make bench   measure                                    make lint   ruff and pyright
+# make docs    build the documentation in build/site
 # make codegen   compile the kernels for GPUs that are not there, with both versions of Triton
 
 SHELL := /bin/bash
@@ -7,7 +8,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: venv train test lint bench codegen clean
+.PHONY: venv train test lint bench codegen docs clean
 
 venv: $(INSTALLED)
 
@@ -42,6 +43,9 @@ codegen: venv
 	test -d $(OLDER) || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
 		--target $(OLDER) triton==3.6.0
 	PYTHONPATH=$(OLDER) $(BIN)/python -m benchmarks.codegen --quiet
+
+docs: venv
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
