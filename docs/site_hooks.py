@@ -1,4 +1,4 @@
-"""MkDocs hook: links to files of the repository outside docs/ become plain code, because the site does not hold them."""
+"""MkDocs hook: links to repository files outside docs/ become plain code, because the site does not contain them."""
 
 import re
 
