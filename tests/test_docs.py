@@ -1,21 +1,112 @@
-"""What the documentation says a command prints is what it prints."""
+"""The documentation is true: commands print what the pages show, options and links exist, and the site builds."""
 
+import contextlib
+import io
+import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from moe_dualpipe.cli import main
+from moe_dualpipe import cli
 from moe_dualpipe.drawing.timeline_boxes import format_number
 from moe_dualpipe.schedule import Costs, build, simulate
 from moe_dualpipe.schedule.compare import compare
+from moe_dualpipe.training.config import parse
 
 ROOT = Path(__file__).parent.parent
 PUBLISHED = ROOT.parent / "shared" / "data" / "deepseek_v3_train_trace.json.gz"
-COMMANDS = [
-    (path.name, *match) for path in (ROOT / "README.md", ROOT / "docs" / "schedules.md", ROOT / "docs" / "model.md")
-    for match in re.findall(r"```\n\$ moe-dualpipe ((?:schedule|model) [^\n]*)\n(.*?)```", path.read_text(), re.DOTALL)
-]  # fmt: skip
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/**/*.md"))
+PAGES = [page for page in PAGES if page.exists()]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+RUN = [
+    (page.name, *match)
+    for page in PAGES
+    for match in re.findall(r"```\n\$ moe-dualpipe ((?:schedule|model) [^\n]*)\n(.+?)```", page.read_text(), re.DOTALL)
+]
+
+
+def commands() -> list[tuple[str, str]]:
+    """Every command on the pages that starts one of this project's programs, with the page."""
+    found = {}
+    for page in PAGES:
+        text = re.sub(r" \\\n\s*", " ", page.read_text())
+        lines = [line.removeprefix("$ ") for _, block in BLOCK.findall(text) for line in block.splitlines()]
+        lines += re.findall(r"`([^`\n]+)`", BLOCK.sub("", text))
+        for line in lines:
+            if re.match(r"(PYTHONPATH=\. )?(moe-dualpipe|torchrun|python|python3|make) \S", line) and "..." not in line:
+                found[line.split("  #")[0]] = page.name
+    return [(page, line) for line, page in found.items()]
+
+
+class ParsedError(Exception):
+    """The command line is valid; nothing is run."""
+
+
+def check_command(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raises for a program that does not exist, or an option that it does not know."""
+    words = [word for word in shlex.split(line) if not word.startswith("PYTHONPATH=")]
+    if words[0] == "make":
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), f"no target {words[1]}"
+        return
+    if words[0] == "moe-dualpipe" or words[-4:-2] == ["-m", "moe_dualpipe.cli"]:
+        choose = cli.tyro.extras.subcommand_cli_from_dict
+
+        def parse_only(*args, **options):
+            choose(*args, **options)
+            raise ParsedError
+
+        monkeypatch.setattr(cli.tyro.extras, "subcommand_cli_from_dict", parse_only)
+        arguments = words[1:] if words[0] == "moe-dualpipe" else words[-2:]
+        if len(arguments) <= 2 and not any(word.startswith("-") or "." in word for word in arguments):
+            arguments.append("--help")  # a command that the text mentions, without its required options
+        with pytest.raises((ParsedError, SystemExit)) as ended, contextlib.redirect_stdout(io.StringIO()):
+            cli.main(arguments)
+        assert getattr(ended.value, "code", 0) == 0, f"unknown command or option: {line}"
+        return
+    script = next(i for i, word in enumerate(words) if word.endswith(".py") or word == "-m")
+    if words[script] == "train.py":
+        parse(words[script + 1 :])
+    elif words[script] == "-m":
+        module = ROOT / words[script + 1].replace(".", "/")
+        assert module.with_suffix(".py").exists() or (module / "__main__.py").exists() or words[script + 1] == "pytest"
+    else:
+        assert (ROOT / words[script]).exists()
+
+
+def test_pages_of_every_kind_show_commands():
+    assert {name for name, *_ in RUN} >= {"schedules.md", "model.md"}
+    assert {name for name, _ in commands()} >= {"README.md", "index.md", "training.md", "profiling.md", "benchmarks.md"}
+    assert len(commands()) > 60
+
+
+@pytest.mark.parametrize("page,line", commands(), ids=lambda text: text[:70])
+def test_a_command_and_its_options_exist(page, line, monkeypatch):
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        try:
+            check_command(line, monkeypatch)
+        except SystemExit:
+            pytest.fail(f"{page}: {line}\n{errors.getvalue()}")
+
+
+@pytest.mark.parametrize("name,arguments,printed", RUN, ids=lambda text: text[:60].replace("\n", " "))
+def test_a_command_prints_what_is_written_below_it(name, arguments, printed, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "order.csv").write_text("0F0,0F1,0B0,0B1\n1B0,1F0,1F1,1B1\n")  # the invalid schedule of the pages
+    cli.main(arguments.split())
+    out, err = capsys.readouterr()
+    assert out + err == printed, f"in {name}"
+
+
+def test_python_on_the_front_page_prints_what_is_written_below_it(capsys):
+    found = re.findall(r"```python\n((?:(?!```).)*)```\n\n```\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert found
+    for code, printed in found:
+        exec(code, {})
+        assert capsys.readouterr().out == printed
 
 
 def steps(comm, pair, num_chunks):
@@ -39,25 +130,46 @@ def test_the_tables_that_no_single_command_prints():
         assert " | ".join(row) + " |" in document
 
 
-def test_there_are_commands_in_all():
-    assert {name for name, *_ in COMMANDS} == {"README.md", "schedules.md", "model.md"}
-
-
-@pytest.mark.parametrize("name,arguments,printed", COMMANDS, ids=lambda text: text[:60].replace("\n", " "))
-def test_a_command_prints_what_is_written_below_it(name, arguments, printed, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "order.csv").write_text("0F0,0F1,0B0,0B1\n1B0,1F0,1F1,1B1\n")  # the faulty one that they show
-    main(arguments.split())
-    out, err = capsys.readouterr()
-    assert out + err == printed, f"in {name}"
-
-
 @pytest.mark.skipif(not PUBLISHED.exists(), reason="DeepSeek's trace is not here")
-def test_what_is_written_of_the_published_trace(tmp_path, monkeypatch, capsys):
+def test_the_tables_of_the_published_trace(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.json.gz").symlink_to(PUBLISHED)
-    assert main(["profile", "analyze", "train.json.gz", "--phases"]) == 0
-    printed = capsys.readouterr().out
-    assert f"```\n{printed}```" in (ROOT / "docs" / "profiling.md").read_text()
-    assert main(["profile", "analyze", "train.json.gz"]) == 0
-    assert f"```\n{capsys.readouterr().out}```" in (ROOT / "README.md").read_text()
+    for options in ([], ["--phases"]):
+        assert cli.main(["profile", "analyze", "train.json.gz", *options]) == 0
+        assert f"```\n{capsys.readouterr().out}```" in (ROOT / "docs" / "profiling.md").read_text(), options
+
+
+# ---- Links ----
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as repository browsers and MkDocs make them."""
+    headings = re.findall(r"^#+ (.+)$", BLOCK.sub("", page.read_text()), re.MULTILINE)
+    plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)|[`*]", r"\1", heading).lower() for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", BLOCK.sub("", page.read_text())):
+        target, _, anchor = link.partition("#")
+        if target.startswith(("http:", "https:")):
+            continue
+        file = (page.parent / target).resolve() if target else page
+        assert file.exists(), f"{page.name} links to {target}"
+        if anchor and file.suffix == ".md":
+            assert anchor in anchors(file), f"{page.name} links to {link}"
+
+
+def test_readme_fits_on_a_few_screens():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    pytest.importorskip("mkdocs")
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("schedule", "kernels", "overlap", "models"):  # the reference holds what the packages export
+        assert f'id="moe_dualpipe.{name}.' in (tmp_path / "site" / "api" / name / "index.html").read_text(), name
