@@ -27,6 +27,7 @@ from torch import Tensor
 from moe_dualpipe.expert_parallel import Link, Local, Loopback
 from moe_dualpipe.models import RECOMPUTE, ModelConfig, TransformerStage, build_model, next_token_loss
 from moe_dualpipe.overlap import Engine
+from moe_dualpipe.overlap.labels import COMBINE, DISPATCH, is_wait, without_wait
 from tests.support.plain_model import plain_forward
 
 from . import network, schedulers
@@ -70,18 +71,18 @@ class Watched(Engine):
         self._depth, self._since = 0, 0.0
 
     @contextmanager
-    def label(self, text: str, layer: int | None, log: bool = True) -> Iterator[None]:
+    def annotate(self, text: str, layer: int | None, log: bool = True) -> Iterator[None]:
         self._mark()
         self._depth += 1
         try:
-            with super().label(text, layer, log):
+            with super().annotate(text, layer, log):
                 yield
-                if text.startswith("wait for "):
-                    self.trace.events.append(("wait", text.removeprefix("wait for ")))
+                if is_wait(text):
+                    self.trace.events.append(("wait", without_wait(text)))
         finally:
             self._mark()
             self._depth -= 1
-            if log and text.startswith(("dispatch", "combine")):
+            if log and text.startswith((DISPATCH, COMBINE)):
                 self.trace.events.append(("start", text))
 
     def _mark(self) -> None:

@@ -13,6 +13,7 @@ from moe_dualpipe.expert_parallel import Combined, ExpertParallel, Pending, Rece
 from moe_dualpipe.kernels.backend import Kernels
 from moe_dualpipe.kernels.permute import permute, unpermute
 from moe_dualpipe.overlap import Comm, Compute, PrepareComm, Segmented, Segments
+from moe_dualpipe.overlap.labels import COMBINE, DISPATCH
 
 from .config import ModelConfig
 from .experts import expert_class
@@ -83,16 +84,14 @@ class MoE(Segmented):
         ep = self.expert_parallel
         if torch.is_grad_enabled():
             self.router.count(ids_TK, losses_L)
-        route = yield PrepareComm("dispatch", ep.prepare, ids_TK)
-        received = yield Comm("dispatch", partial(send, ep, route), partial(bring, ep, route), x_TD, weights_TK)
+        route = yield PrepareComm(DISPATCH, ep.prepare, ids_TK)
+        received = yield Comm(DISPATCH, partial(send, ep, route), partial(bring, ep, route), x_TD, weights_TK)
         # The shared experts know all they need: they hide the dispatch.
         shared = None
         if self.shared is not None:
             shared = yield Compute("mlp", partial(self.run_shared, make_x), x_TD, recompute=self.recompute)
         out_ND = yield Compute("mlp", partial(self.run_experts, route=route), received, recompute=self.recompute)
-        combined = yield Comm(
-            "combine", partial(bring, ep, route), partial(send, ep, route), out_ND, weights_first=True
-        )
+        combined = yield Comm(COMBINE, partial(bring, ep, route), partial(send, ep, route), out_ND, weights_first=True)
         return (combined,) if shared is None else (combined, shared)
 
     def run_shared(self, make_x: Again | None, x_TD: Tensor) -> Tensor:

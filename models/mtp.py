@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from moe_dualpipe.expert_parallel import ExpertParallel
 from moe_dualpipe.kernels.backend import Kernels
 from moe_dualpipe.overlap import Compute, Segmented, Segments, in_layer
+from moe_dualpipe.overlap.labels import LOSS
 
 from .block import Block, add_up
 from .config import ModelConfig
@@ -96,7 +97,7 @@ class MTP(Segmented):
             parts = yield from in_layer(module.layer, module.block.parts(x_BSD))
             h_BSD, loss = yield Compute("head", partial(module.leave, cross_entropy, labels_of_k_BS), *parts)
             losses.append(loss)
-        return (yield Compute("loss", self.weigh, *losses))
+        return (yield Compute(LOSS, self.weigh, *losses))
 
     def weigh(self, *losses: Tensor) -> Tensor:
         mean = torch.stack(losses).mean()

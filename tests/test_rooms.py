@@ -11,7 +11,7 @@ ALLOWED = {
     "schedule": set(),
     "kernels": set(),
     "overlap": {"kernels"},
-    "expert_parallel": {"kernels"},
+    "expert_parallel": {"kernels", "overlap"},
     "runtime": {"schedule", "kernels", "overlap", "expert_parallel"},
     "models": {"kernels", "overlap", "expert_parallel"},
     "data": set(),
@@ -20,7 +20,7 @@ ALLOWED = {
     "health": {"runtime"},
     "inference": {"schedule", "runtime", "models"},
     "profiler": {"schedule", "overlap", "expert_parallel", "runtime", "models"},
-    "drawing": {"schedule", "profiler", "planner"},
+    "drawing": {"schedule", "overlap", "profiler", "planner"},
     "training": {
         *("schedule", "kernels", "overlap", "expert_parallel", "runtime", "models", "data", "planner", "checkpoint"),
         *("health", "inference", "profiler", "drawing"),

@@ -4,13 +4,13 @@ A block is what one annotation launched; its colour says whether that belongs to
 weight gradient (W), by the letter in brackets at the end of its name. DeviceEvent without an annotation is grey.
 """
 
-import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..overlap.labels import letter_of
 from ..profiler.blocks import LANES, LaneBlock
 from .figures import new_figure, save_figure
 from .overlap_report import hidden_sentence
@@ -43,8 +43,8 @@ class Picture:
     @staticmethod
     def colour(block: LaneBlock) -> str:
         """By the letter in brackets at the end of its name."""
-        letter = re.search(r"\(([FBW])\)$", block.name)
-        return COLOURS[letter[1]] if letter else OTHER
+        letter = letter_of(block.name)
+        return COLOURS[letter] if letter else OTHER
 
 
 def trace_pictures(files: "TraceFiles") -> list[Picture]:

@@ -23,6 +23,7 @@ from torch.profiler import record_function
 from ..kernels.backend import Kernels, validate_kernels
 from ..kernels.permute import gather, gather_sum
 from ..kernels.routing import ExpertOrder, rank_order
+from ..overlap.labels import SIZES_WAIT
 from .protocol import Combined, Pending, Received, Route
 
 V = TypeVar("V")
@@ -139,7 +140,7 @@ class Exchange(ABC):
         if isinstance(route.backend_state, _SendPlan):
             return route.backend_state
         asked: _PendingCounts = route.backend_state
-        with record_function("wait for sizes"):  # profilers should not take it for computation
+        with record_function(SIZES_WAIT):  # profilers should not take it for computation
             counts = asked.counts_2R2.wait()
         counts_out, counts_in = counts.tolist()
         rows_out, rows_in = [rows for rows, _ in counts_out], [rows for rows, _ in counts_in]

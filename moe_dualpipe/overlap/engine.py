@@ -23,6 +23,7 @@ import torch
 from torch.profiler import record_function
 
 from ..kernels.weight_grads import WeightGrads
+from .labels import WEIGHTS, label, prepare, wait_for
 from .segment import Comm, CommResult, Compute, PrepareComm, Segments, Tensors
 
 
@@ -63,7 +64,7 @@ class Engine:
             raise
 
     @contextmanager
-    def label(self, text: str, layer: int | None, log: bool = True) -> Iterator[None]:
+    def annotate(self, text: str, layer: int | None, log: bool = True) -> Iterator[None]:
         """Name a piece of work: for profilers, the log, and whoever reads the traceback."""
         if log and self.log is not None:
             self.log.append(text)
@@ -101,7 +102,7 @@ class Lane:
                     self._reply = self._compute(segment)
                 case PrepareComm():
                     run = partial(segment.fn, *segment.inputs)
-                    with self.engine.label(f"prepare {segment.name}({self.kind})", segment.layer, log=False):
+                    with self.engine.annotate(prepare(label(segment.name, self.kind)), segment.layer, log=False):
                         self._reply = side.run(run, side.mark())[0] if side else run()
                 case Comm():
                     self.next_comm, self._reply = segment, None
@@ -116,15 +117,15 @@ class Lane:
         if self.next_comm is None:
             return False
         comm, side, self.next_comm = self.next_comm, self.engine.side, None
-        with self.engine.label(f"{comm.name}({self.kind})", comm.layer):
+        with self.engine.annotate(text := label(comm.name, self.kind), comm.layer):
             pending = side.start(comm, self._inputs_ready) if side else comm.fn()
-        self._reply = CommResult(partial(self._wait, pending, f"wait for {comm.name}({self.kind})", comm.layer))
+        self._reply = CommResult(partial(self._wait, pending, wait_for(text), comm.layer))
         return getattr(pending, "completed", False)
 
     def run_deferred(self) -> None:
         """Compute the weight gradients that were put off."""
         for segment, key in self._deferred:
-            with self.engine.label(f"{segment.name}(W)", segment.layer):
+            with self.engine.annotate(label(segment.name, WEIGHTS), segment.layer):
                 assert self.weight_grads is not None
                 self.weight_grads.run_deferred(key)
         self._deferred.clear()
@@ -136,7 +137,7 @@ class Lane:
             self.weight_grads.drop(key)
 
     def _compute(self, segment: Compute) -> Any:
-        with self.engine.label(f"{segment.name}({self.kind})", segment.layer):
+        with self.engine.annotate(label(segment.name, self.kind), segment.layer):
             if self.weight_grads is None:
                 return segment.fn()
             key = object()
@@ -149,7 +150,7 @@ class Lane:
         return answer
 
     def _wait(self, pending: Any, text: str, layer: int | None) -> Tensors:
-        with self.engine.label(text, layer, log=False):
+        with self.engine.annotate(text, layer, log=False):
             return pending.wait()
 
 

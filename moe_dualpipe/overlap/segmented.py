@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from ..kernels.weight_grads import WeightGrads, bind
 from .engine import Engine, Lane, engine_for
+from .labels import BACKWARD, FORWARD, LOSS
 from .segment import Compute, Segments
 from .tape import Tape
 
@@ -33,7 +34,7 @@ class Segmented(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} must define segments()")
 
     def forward(self, *inputs: Any) -> Any:
-        return _engine_of(inputs).run(_forward(self, inputs), "F")[0]
+        return _engine_of(inputs).run(_forward(self, inputs), FORWARD)[0]
 
     @classmethod
     def overlapped_forward_backward(
@@ -58,9 +59,9 @@ class Segmented(nn.Module):
         weight gradients: the time to send them on. Raises TypeError when the second chunk was not made by `module1`.
         """
         engine = engine or _engine_of(inputs0)
-        lane0 = Lane(engine, _forward(module0, inputs0, criterion0, labels0), "F")
+        lane0 = Lane(engine, _forward(module0, inputs0, criterion0, labels0), FORWARD)
         backward = _backward(module1, loss1, outputs1 or (), output_grads1 or (), on_input_grads)
-        engine.interleave(lane0, Lane(engine, backward, "B", module1.weight_grads))
+        engine.interleave(lane0, Lane(engine, backward, BACKWARD, module1.weight_grads))
         return lane0.result
 
     @classmethod
@@ -69,7 +70,10 @@ class Segmented(nn.Module):
     ) -> tuple[Any, Any]:
         """Forward of two chunks, each hiding the other's communication, as for inference; returns both outputs."""
         engine = _engine_of(inputs0)
-        lane0, lane1 = Lane(engine, _forward(module0, inputs0), "F"), Lane(engine, _forward(module1, inputs1), "F")
+        lane0, lane1 = (
+            Lane(engine, _forward(module0, inputs0), FORWARD),
+            Lane(engine, _forward(module1, inputs1), FORWARD),
+        )
         engine.interleave(lane1, lane0)
         return lane0.result[0], lane1.result[0]
 
@@ -92,7 +96,7 @@ class _ChunkNode(torch.autograd.Function):
         if ctx.intercepted is not None:
             ctx.intercepted.append(grads)
             return (None,) * (4 + len(inputs))
-        input_grads = iter(_engine_of(inputs).run(ctx.tape.backward(grads), "B"))
+        input_grads = iter(_engine_of(inputs).run(ctx.tape.backward(grads), BACKWARD))
         needs = ctx.needs_input_grad[4:]
         return None, None, None, None, *(next(input_grads) if needed else None for needed in needs)
 
@@ -111,7 +115,7 @@ def _forward(
     if any(tape.output_slots):
         detached = [o.detach() if isinstance(o, Tensor) else o for o in outputs]
         outputs = _ChunkNode.apply(tape, module, detached, tape.anchor, *tape.inputs)
-    loss = (yield Compute("loss", partial(criterion, *outputs, *(labels or ())))) if criterion else None
+    loss = (yield Compute(LOSS, partial(criterion, *outputs, *(labels or ())))) if criterion else None
     return outputs[0] if single else tuple(outputs), loss
 
 
@@ -127,7 +131,7 @@ def _backward(
     pairs = [(root, grad) for root, grad in roots if root.requires_grad and grad is not None]
     if pairs:
         down = partial(_intercept_gradients, module, pairs)
-        tape, output_grads = (yield Compute("loss", down)) if loss is not None else down()
+        tape, output_grads = (yield Compute(LOSS, down)) if loss is not None else down()
         input_grads = yield from tape.backward(output_grads)
         needy = [i for i in tape.inputs if isinstance(i, Tensor) and i.requires_grad]
         reached = [(i, grad) for i, grad in zip(needy, input_grads, strict=True) if grad is not None]

@@ -20,13 +20,12 @@ from dataclasses import replace
 from functools import lru_cache
 from math import inf
 
+from ..overlap.labels import LINK, is_wait, letter_of, without_wait
 from .trace import DeviceEvent, HostEvent, Trace
 
-_COMPUTES = re.compile(r"\([FBIW]\)$")
-_WAIT = "wait for "
-_WAITS = re.compile(_WAIT + r"|c10d::|_?c10d_functional::|link::")
+_CALLS = re.compile(rf"c10d::|_?c10d_functional::|{LINK}::")
 _RECEIVES = re.compile(r":recv")
-_ISSUES = re.compile(r"(?:c10d|link)::(\w+)")
+_ISSUES = re.compile(rf"(?:c10d|{LINK})::(\w+)")
 
 
 def host_as_device(trace: Trace, pattern: re.Pattern[str]) -> Trace:
@@ -58,7 +57,7 @@ def host_as_device(trace: Trace, pattern: re.Pattern[str]) -> Trace:
             add(piece, "operator", piece)
     free = 0.0
     for transfer, issue in zip(transfers, _issues(transfers, trace.operators), strict=True):
-        if transfer.name.startswith("link:"):  # it is on its way before the thread that waits for it has woken up
+        if transfer.name.startswith(f"{LINK}:"):  # it is on its way before the thread that waits for it has woken up
             transfer = transfer._replace(start=min(transfer.start, max(issue.start, free)))
             free = transfer.end
         add(transfer, "transfer", issue)
@@ -68,17 +67,17 @@ def host_as_device(trace: Trace, pattern: re.Pattern[str]) -> Trace:
 
 def is_phase(mark: HostEvent) -> bool:
     """Whether its name says that it is a part of a forward, a backward, an input or a weight gradient."""
-    return _COMPUTES.search(mark.name) is not None
+    return letter_of(mark.name) is not None
 
 
 def phase_of_wait(mark: HostEvent) -> str:
     """The phase to which what computes in it belongs: x for "wait for x", and for x itself."""
-    return mark.name.removeprefix(_WAIT)
+    return without_wait(mark.name)
 
 
 @lru_cache(maxsize=1 << 16)
 def _waits(name: str) -> bool:
-    return _WAITS.match(name) is not None
+    return is_wait(name) or _CALLS.match(name) is not None
 
 
 class _Open:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from ..expert_parallel import AllToAll, ExpertParallel, Link, Loopback, Replay
+from ..overlap.labels import BACKWARD, COMBINE, DISPATCH, FORWARD, label
 from .capture import capture, synchronize
 from .files import TracedDevice, TraceFiles, analyze_files
 from .pair import Pair, Workload
@@ -28,7 +29,10 @@ SHARE = 0.7
 """Of the time that is computed: what communication takes over a link that nobody described, on a CPU."""
 GPU_LINK = Link(gb_per_s=50.0, latency_us=10.0)
 """A link that nobody described, on a GPU: a port of 400 Gb/s."""
-DEEPSEEK = {"dispatch(F)": 6.69e-3, "combine(F)": 8.68e-3, "dispatch(B)": 7.49e-3, "combine(B)": 5.50e-3}
+DEEPSEEK = {
+    label(DISPATCH, FORWARD): 6.69e-3, label(COMBINE, FORWARD): 8.68e-3,
+    label(DISPATCH, BACKWARD): 7.49e-3, label(COMBINE, BACKWARD): 5.50e-3,
+}  # fmt: skip
 """Seconds of each transfer of a layer in DeepSeek's published training trace (64 ranks, 4,096 tokens of 7,168)."""
 LONGEST = 60.0
 """Seconds that the transfers of a pair may take."""

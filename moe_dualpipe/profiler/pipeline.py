@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from ..overlap.labels import STEP_PARTS
 from ..schedule import Costs, Schedule, Timeline, simulate
 from ..schedule.actions import Action, Backward, Forward, Overlap, Part
 from ..schedule.walk import Span
-from .steps import PARTS, Step
+from .steps import Step
 
 
 def measured_costs(schedule: Schedule, spans: Iterable[Span]) -> Costs:
@@ -120,7 +121,7 @@ def step_breakdowns(pipeline: RecordedPipeline) -> tuple[StepBreakdown, ...]:
         sums = dict.fromkeys(("forward", "backward", "weights", "pairs"), 0.0)
         for span in timeline.spans[rank]:
             sums[_column(span.action)] += span.duration
-        parts = {part: _behind(step.parts.get(part), end) for part in PARTS}
+        parts = {part: _behind(step.parts.get(part), end) for part in STEP_PARTS}
         bubble, foreseen = timeline.bubble[rank], predicted.bubble[rank]
         rest = whole - bubble - sum(sums.values()) - sum(parts.values())
         waiting = step.waiting / 1e3

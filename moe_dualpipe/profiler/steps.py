@@ -1,27 +1,21 @@
 """When each action of a pipeline's training step ran, from a rank's recording.
 
-The training loop annotates "step 12" and, in it, PARTS; the executor annotates actions ("0F3"). Times are microseconds.
+Annotations: of steps and STEP_PARTS by the training loop, of actions ("0F3") by the executor. Times are microseconds.
 """
 
-import re
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
+from ..overlap.labels import STEP_PARTS, is_for_experts, step_number
 from ..schedule.actions import Action
 from ..schedule.walk import Span
 from .analyze import COMMUNICATION, intervals_of, kind_of
 from .host import host_as_device
 from .intervals import as_intervals, total, union
 from .trace import DeviceEvent, HostEvent, Trace, TraceError
-
-PARTS = ("gradients", "optimizer")
-"""Annotations of what follows the pipeline: the sum over replicas with the norm, and the update."""
-
-
-_OF_EXPERTS = re.compile(r"(prepare )?(dispatch|combine)\(")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,21 +30,22 @@ class Step:
     waiting: float
     """How long nothing computed inside of the spans: exposed communication with experts, and Python."""
     parts: Mapping[str, tuple[float, float]]
-    """From when to when work of each of PARTS ran; those that had none are not there."""
+    """From when to when work of each of STEP_PARTS ran; those that had none are not there."""
 
 
 def recorded_steps(trace: Trace, actions: Sequence[Action]) -> list[Step]:
     """The steps of a rank that runs `actions` in each. Raises TraceError when the recording lacks some of them."""
     trace = host_as_device(trace, COMMUNICATION)
     texts = {str(action): action for action in actions}
-    marks = [mark for mark in trace.annotations if mark.name in texts or mark.name in PARTS]
+    marks = [mark for mark in trace.annotations if mark.name in texts or mark.name in STEP_PARTS]
     around = trace.around(marks)
     works: dict[HostEvent, list[DeviceEvent]] = defaultdict(list)
     for work in trace.device_events:
         if work.correlation in around:
             works[around[work.correlation]].append(work)
     steps = []
-    for step in sorted((mark for mark in trace.annotations if mark.name.startswith("step ")), key=lambda m: m.start):
+    found = (mark for mark in trace.annotations if step_number(mark.name) is not None)
+    for step in sorted(found, key=lambda mark: mark.start):
         inside = sorted((mark for mark in marks if step.start <= mark.start < step.end), key=lambda mark: mark.start)
         computed = {mark: [w for w in works[mark] if kind_of(w) != "comm"] for mark in inside if mark.name in texts}
         if [texts[mark.name] for mark in computed] != list(actions) or not all(computed.values()):
@@ -64,14 +59,14 @@ def recorded_steps(trace: Trace, actions: Sequence[Action]) -> list[Step]:
                 max(work.end for work in works[mark]) + trace.base_us,
             )
             for mark in inside
-            if mark.name in PARTS and works[mark]
+            if mark.name in STEP_PARTS and works[mark]
         }
         spans = tuple(
             Span(action, start + trace.base_us, end + trace.base_us)
             for action, (start, end) in zip(actions, extents, strict=True)
         )
         waiting = total(busy) - total(compute)
-        number = int(step.name.removeprefix("step "))
+        number = step_number(step.name) or 0
         steps.append(Step(number, step.start + trace.base_us, step.end + trace.base_us, spans, waiting, parts))
     return steps
 
@@ -98,7 +93,7 @@ def only_expert_transfers(trace: Trace) -> Trace:
         if kind_of(work) != "comm":
             return True
         mark = trace.annotation_of(work)
-        return mark is not None and _OF_EXPERTS.match(mark.name) is not None
+        return mark is not None and is_for_experts(mark.name)
 
     return replace(trace, device_events=[work for work in trace.device_events if wanted(work)])
 

@@ -19,7 +19,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-TRANSFER = re.compile(r"(nccl|gloo|ucc|mpi|xccl|link):(?!:)")
+from ..overlap.labels import LINK
+
+TRANSFER = re.compile(rf"(nccl|gloo|ucc|mpi|xccl|{LINK}):(?!:)")
 """How torch's backends, and modelled links, name a transfer from its start to its end. It is no scope of other work."""
 
 _SPACE = re.compile(r"[\s,]*")
@@ -176,7 +178,7 @@ def _keep(event: dict[str, Any], trace: Trace) -> None:
         mark = HostEvent(name, start, end, thread)
         if TRANSFER.match(name):
             trace.transfers.append(mark)
-        elif category == "cpu_op" or name.startswith("link::"):
+        elif category == "cpu_op" or name.startswith(f"{LINK}::"):
             trace.operators.append(mark)
         else:
             trace.annotations.append(mark)

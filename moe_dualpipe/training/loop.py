@@ -25,6 +25,7 @@ from ..health.watch import watching
 from ..inference.pipeline import generate, printable
 from ..models import TransformerStage, share_embedding, stacked_matrices
 from ..overlap import WeightGrads
+from ..overlap.labels import GRADIENTS, OPTIMIZER
 from ..runtime import P2P, Executor, TensorSpec
 from ..runtime.groups import Layout, build_groups
 from ..runtime.launch import Launch, initialize
@@ -192,7 +193,7 @@ class Trainer:
         batch = self.plan.text.batch(config.seed, step, layout.dp_rank, count, config.seq_len)
         losses = self._pipeline_step(*batch)
         mean = 1 / (config.micro_batches * layout.dp)  # the micro-batches' losses are averaged, not summed
-        with record_function("gradients"):
+        with record_function(GRADIENTS):
             for replicas in self.replicas:
                 sum_gradients(replicas)
             norm = gradient_norm(self.replicas, self.device) * mean
@@ -204,7 +205,7 @@ class Trainer:
         ahead = {"mtp_loss": self._mtp_loss()} if config.model.mtp_layers else {}
         finite = self.skips.finite(step + 1, loss, norm_value)
         balance = self.balance.after_step(load_LE, self.device, move=finite)
-        with record_function("optimizer"):
+        with record_function(OPTIMIZER):
             if finite:
                 self.optimizer.step(lr, mean * (clip / norm.clamp(min=clip) if clip else 1.0))
             else:

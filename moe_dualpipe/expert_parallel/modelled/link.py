@@ -12,6 +12,8 @@ from typing import Any
 
 from torch.profiler import record_function
 
+from ...overlap.labels import LINK_CALL, LINK_TRANSFER
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
@@ -52,7 +54,7 @@ class LinkTimer:
         """A transfer that starts now, or when those before it are through."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="link")
-        with record_function("link::carry"):
+        with record_function(LINK_CALL):
             self.busy_seconds += seconds
             self._free_at = max(self._free_at, time.perf_counter()) + seconds
             return ModelledTransfer(self._thread.submit(_sleep_until, self._free_at))
@@ -69,6 +71,6 @@ class ModelledTransfer:
 
 
 def _sleep_until(moment: float) -> None:
-    with record_function("link:carry"):
+    with record_function(LINK_TRANSFER):
         while (left := moment - time.perf_counter()) > 0:
             time.sleep(left)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from ...kernels.backend import Kernels
+from ...overlap.labels import BACKWARD, COMBINE, DISPATCH, FORWARD, label
 from ..exchange import AsyncResult, Exchange, start_copy_to_host
 from ..protocol import Combined, Completed, Pending, Received, Route
 from .link import Link, LinkTimer
@@ -66,11 +67,11 @@ class Replay(Loopback):
         return super().prepare(expert_ids_TK)
 
     def dispatch(self, x_TD: Tensor, route: Route, weights_TK: Tensor | None = None) -> Pending[Received]:
-        self._set_transfer_time("combine(B)" if weights_TK is None else "dispatch(F)")
+        self._set_transfer_time(label(COMBINE, BACKWARD) if weights_TK is None else label(DISPATCH, FORWARD))
         return super().dispatch(x_TD, route, weights_TK)
 
     def combine(self, y_ND: Tensor, route: Route, weight_grads_NK: Tensor | None = None) -> Pending[Combined]:
-        self._set_transfer_time("combine(F)" if weight_grads_NK is None else "dispatch(B)")
+        self._set_transfer_time(label(COMBINE, FORWARD) if weight_grads_NK is None else label(DISPATCH, BACKWARD))
         return super().combine(y_ND, route, weight_grads_NK)
 
     def _set_transfer_time(self, kind: str) -> None:
