@@ -73,7 +73,7 @@ def test_check_reads_transfers_too(capsys, tmp_path):
     code, out, err = run(capsys, "schedule", "check", path)
     assert (code, out) == (1, "")
     assert err.splitlines() == [
-        "lowered.csv: blocking transfers wait forever: rank 0 at 0RECV_B0; rank 1 at 1RECV_F1",
+        "lowered.csv: blocking transfers deadlock: rank 0 at 0RECV_B0; rank 1 at 1RECV_F1",
         "rank 0  0F0      0SEND_F0 0F1 >0RECV_B0< 0SEND_F1 0B0 0RECV_B1 0B1     ",
         "rank 1  1RECV_F0 1F0      1B0 >1RECV_F1< 1SEND_B0 1F1 1B1      1SEND_B1",
     ]
@@ -85,7 +85,7 @@ def test_check_draws_what_is_wrong(capsys, tmp_path):
     code, out, err = run(capsys, "schedule", "check", path)
     assert (code, out) == (1, "")
     assert err.splitlines() == [
-        "order.csv: the order cannot run: rank 0 waits before 0B0 for 1B0; rank 1 waits before 1B0 for 1F0",
+        "order.csv: the order deadlocks: rank 0 needs 1B0 before 0B0; rank 1 needs 1F0 before 1B0",
         "rank 0  0F0   0F1 >0B0< 0B1",
         "rank 1  >1B0< 1F0 1F1   1B1",
     ]
@@ -122,9 +122,9 @@ def test_compare(capsys):
             "show zbv --ranks 2 --micro-batches 4 --cost.comm -2",
             "cost comm must be a finite number at least 0: got -2; use 0",
         ),
-        ("show zbv --ranks 2 --micro-batches 4 --cost.W 2", "cost W is a part of B and must be smaller"),
-        ("show zbv --ranks 2 --micro-batches 4 --cost.F 1 2 3", "given for 3 stages, but there are 4"),
-        ("show zbv --ranks 2 --micro-batches 4 --num-chunks 2", "zbv has no number of chunks to choose"),
+        ("show zbv --ranks 2 --micro-batches 4 --cost.W 2", "cost W is part of B and must be smaller"),
+        ("show zbv --ranks 2 --micro-batches 4 --cost.F 1 2 3", "has 3 numbers for 4 stages"),
+        ("show zbv --ranks 2 --micro-batches 4 --num-chunks 2", "zbv does not take a number of chunks"),
         ("show zbv --ranks 2 --micro-batches 4 --out fig.pdf", "cannot write 'fig.pdf': use one of .svg, .png"),
         ("show zbv --ranks 2 --micro-batches 4 --out /nowhere/at/all.svg", "there is no folder '/nowhere/at'"),
         ("show zbv --ranks 2 --micro-batches 4 --width 10", "--width must be at least 40: got 10; use 40"),
@@ -162,7 +162,7 @@ def test_a_file_that_is_no_schedule_is_one_line_and_code_2(capsys, tmp_path):
         ("", "order.csv: the schedule has no forward action"),
         ("0F0,0F1,0B0,0B1\n1F0,1B0", "order.csv: micro-batch 1 has no forward on stage 1 of 2"),
         ("0F0,0F1,0B0\n1F0,1B0,1F1,1B1", "order.csv: stage 0 runs micro-batch 1 with 0 B, 0 I and 0 W"),
-        ("0F0,0W0,0I0", "order.csv: the order cannot run: rank 0 waits before 0W0 for 0I0"),
+        ("0F0,0W0,0I0", "order.csv: the order deadlocks: rank 0 needs 0I0 before 0W0"),
     ],
 )
 def test_an_incomplete_schedule_is_code_1(capsys, tmp_path, content, error):

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..schedule.actions import Action, Backward, Forward, Overlap, Part, halves
 from ..schedule.timeline import Timeline
-from ..schedule.walk import Result, gives, needs
+from ..schedule.walk import Result, needs, produces
 
 
 def chrome_trace(timeline: Timeline, microseconds: float = 1000) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def chrome_trace(timeline: Timeline, microseconds: float = 1000) -> dict[str, An
                 "ts": at(span.start), "dur": float(span.duration) * microseconds, "args": _arguments(span.action),
             })  # fmt: skip
             for half in halves(span.action):
-                computed[gives(half)] = rank, at((span.start + span.end) / 2)
+                computed[produces(half)] = rank, at((span.start + span.end) / 2)
         for held in timeline.held(rank):
             counts = {"activations": held.activations, "deferred weight gradients": held.deferred}
             events.append({"ph": "C", "pid": rank, "name": "micro-batches held", "ts": at(held.time), "args": counts})

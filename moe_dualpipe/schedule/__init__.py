@@ -1,4 +1,4 @@
-"""Pipeline schedules as values. Standard library only, but for figures, which need matplotlib.
+"""Pipeline schedules as values: build, validate, simulate, read and write. Standard library only.
 
 >>> from moe_dualpipe.schedule import build, validate
 >>> schedule = validate(build("dualpipev", num_ranks=1, num_micro_batches=2))

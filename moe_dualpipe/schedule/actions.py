@@ -1,14 +1,13 @@
-"""The vocabulary of a pipeline schedule: what one rank does at one point of its list.
+"""The actions of a pipeline schedule.
 
-A schedule is data, so its actions are small frozen values that compare, hash, print and parse. The text form is the
-one `torch.distributed.pipelining` reads and writes - stage, letter, micro-batch - so a schedule can cross over in
-either direction:
+Actions are frozen values: they compare, hash, print and parse. Their text form (stage, letter, micro-batch) is that of
+`torch.distributed.pipelining`, so the two projects can read each other's schedules:
 
     0F3                        forward of micro-batch 3 on stage 0
-    7B1  7I1  7W1              backward of micro-batch 1 on stage 7: full, input gradients only, weight gradients only
-    (0F5;7B1)OVERLAP_F_B       a forward and a backward that run as one, communication of each hidden by the other
+    7B1  7I1  7W1              backward of micro-batch 1 on stage 7: full, input gradient only, weight gradient only
+    (0F5;7B1)OVERLAP_F_B       a forward and a backward that overlap: each hides the communication of the other
     2SEND_F3  3RECV_F3         stage 2 sends the output of micro-batch 3, stage 3 receives it as its input
-    3SEND_B3  2RECV_B3         stage 3 sends the gradient of that input back, stage 2 receives it
+    3SEND_B3  2RECV_B3         stage 3 sends the gradient of its input, stage 2 receives it
 """
 
 import re
@@ -17,7 +16,7 @@ from enum import Enum
 
 
 class Part(Enum):
-    """How much of a backward an action does; `INPUT` then `WEIGHT` together make one `FULL`."""
+    """The part of a backward that an action computes. `INPUT` and then `WEIGHT` equal one `FULL`."""
 
     FULL = "B"
     INPUT = "I"
@@ -25,7 +24,7 @@ class Part(Enum):
 
 
 class Flow(Enum):
-    """What a transfer carries: activations forward, or their gradients backward."""
+    """What a transfer carries: activations (forward) or their gradients (backward)."""
 
     ACTIVATION = "F"
     GRADIENT = "B"
@@ -52,7 +51,7 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """One forward and one full backward, run as a pair. They never belong to the same stage and micro-batch."""
+    """A forward and a full backward that run as a pair. They differ in stage or micro-batch."""
 
     forward: Forward
     backward: Backward
@@ -63,7 +62,7 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """`stage` sends: its output (ACTIVATION) to stage + 1, or its input's gradient (GRADIENT) to stage - 1."""
+    """`stage` sends its output (ACTIVATION) to stage + 1, or its input's gradient (GRADIENT) to stage - 1."""
 
     stage: int
     micro_batch: int
@@ -75,7 +74,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Recv:
-    """`stage` receives: its input (ACTIVATION) from stage - 1, or its output's gradient (GRADIENT) from stage + 1."""
+    """`stage` receives its input (ACTIVATION) from stage - 1, or its output's gradient (GRADIENT) from stage + 1."""
 
     stage: int
     micro_batch: int
@@ -94,9 +93,9 @@ _OVERLAP = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 
 
 def parse(text: str) -> Step:
-    """Read one action or transfer from its text form; the inverse of `str`.
+    """Read one action or transfer from its text form. The inverse of `str`.
 
-    Raises ValueError, naming the text, when it is none.
+    Raises ValueError with the text if it is not an action.
     """
     text = text.strip()
     if pair := _OVERLAP.fullmatch(text):
@@ -117,5 +116,8 @@ def parse(text: str) -> Step:
 
 
 def halves(action: Action) -> tuple[Forward | Backward, ...]:
-    """The forwards and backwards inside an action, in the order in which they run when they are not overlapped."""
+    """Return the forward and the backward of a pair, in the order in which they run without overlap.
+
+    Any other action is returned as a tuple of one.
+    """
     return (action.forward, action.backward) if isinstance(action, Overlap) else (action,)

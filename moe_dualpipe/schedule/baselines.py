@@ -1,6 +1,7 @@
-"""The schedules that DualPipe is measured against, each a few lines: the rest of them is in their placement.
+"""The schedules to compare DualPipe with: GPipe, 1F1B, interleaved 1F1B, ZB1P, ZB-V and Chimera.
 
-F is a forward, B a full backward, I and W its input and weight halves; `num_ranks` is written p in the comments.
+Each function returns the actions of every rank. F is a forward, B a full backward, I an input gradient and W a weight
+gradient. p is `num_ranks`.
 """
 
 from collections import deque
@@ -13,36 +14,36 @@ from .stage_actions import StageActions
 Actions = tuple[tuple[Action, ...], ...]
 
 
-def _in_turns(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> Iterator[Action]:
-    """`warm_up` forwards, then a forward and a backward in turns, then the backwards that are left."""
+def _alternate(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> Iterator[Action]:
+    """Yield `warm_up` forwards, then one forward and one backward in turn, then the remaining backwards."""
     yield from forwards[:warm_up]
     for pair in zip_longest(forwards[warm_up:], backwards):
         yield from (action for action in pair if action is not None)
 
 
 def gpipe(num_ranks: int, num_micro_batches: int) -> Actions:
-    """GPipe (Huang et al., arXiv 1811.06965): all forwards, then all backwards (the first first, as in torch)."""
+    """GPipe (Huang et al., arXiv 1811.06965): all forwards, then all backwards in the same order, as in torch."""
     ids = range(num_micro_batches)
     return tuple((*(Forward(r, i) for i in ids), *(Backward(r, i) for i in ids)) for r in range(num_ranks))
 
 
 def one_f_one_b(num_ranks: int, num_micro_batches: int) -> Actions:
-    """1F1B (PipeDream-Flush; arXiv 2006.09503): as few micro-batches in flight as keep every rank busy."""
+    """1F1B (PipeDream-Flush, arXiv 2006.09503): the fewest micro-batches in flight that keep every rank busy."""
     ids = range(num_micro_batches)
     return tuple(
-        tuple(_in_turns([Forward(r, i) for i in ids], [Backward(r, i) for i in ids], num_ranks - 1 - r))
+        tuple(_alternate([Forward(r, i) for i in ids], [Backward(r, i) for i in ids], num_ranks - 1 - r))
         for r in range(num_ranks)
     )
 
 
 def interleaved_one_f_one_b(num_ranks: int, num_micro_batches: int, num_chunks: int) -> Actions:
-    """Interleaved 1F1B, or "virtual pipeline" (Narayanan et al., arXiv 2104.04473): `num_chunks` stages a rank.
+    """Interleaved 1F1B, or "virtual pipeline" (Narayanan et al., arXiv 2104.04473): `num_chunks` stages per rank.
 
-    Micro-batches pass in groups of p: a rank runs the group on its first stage, then on its second, and so on.
+    Micro-batches run in groups of p. A rank runs a group on its first stage, then on its second stage, and so on.
     """
 
     def visits(chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """(chunk, micro-batch), in the order in which a rank runs them."""
+        """Yield (chunk, micro-batch) in the order in which a rank runs them."""
         for first in range(0, num_micro_batches, num_ranks):
             for chunk in chunks:
                 yield from ((chunk, first + i) for i in range(num_ranks))
@@ -51,23 +52,24 @@ def interleaved_one_f_one_b(num_ranks: int, num_micro_batches: int, num_chunks: 
         chunks = range(num_chunks)
         forwards = [Forward(chunk * num_ranks + rank, i) for chunk, i in visits(chunks)]
         backwards = [Backward(chunk * num_ranks + rank, i) for chunk, i in visits(chunks[::-1])]
-        # The first group has to come round to the last chunk; a neighbour's place costs a forward there and one back.
-        return _in_turns(forwards, backwards, (num_chunks - 1) * num_ranks + 2 * (num_ranks - 1 - rank))
+        # The first group must reach the last chunk. Each rank further from the end runs two more forwards first.
+        return _alternate(forwards, backwards, (num_chunks - 1) * num_ranks + 2 * (num_ranks - 1 - rank))
 
     return tuple(tuple(actions(rank)) for rank in range(num_ranks))
 
 
 def zb1p(num_ranks: int, num_micro_batches: int) -> Actions:
-    """ZB1P, that is ZB-H1 (Qi et al., arXiv 2401.10241): 1F1B whose weight gradients are put off into the bubble.
+    """ZB1P, also called ZB-H1 (Qi et al., arXiv 2401.10241): 1F1B with weight gradients deferred into the bubble.
 
-    Rank r puts off those of r micro-batches and keeps p - r in flight, so no rank holds more than 1F1B's first does.
+    Rank r defers the weight gradients of r micro-batches and has p - r micro-batches in flight. No rank holds more than
+    the first rank of 1F1B.
     """
 
     def actions(rank: int) -> Iterator[Action]:
         ids = range(num_micro_batches)
         forwards, inputs = [Forward(rank, i) for i in ids], [Backward(rank, i, Part.INPUT) for i in ids]
         deferred: deque[Action] = deque()
-        for action in _in_turns(forwards, inputs, num_ranks - 1 - rank):
+        for action in _alternate(forwards, inputs, num_ranks - 1 - rank):
             yield action
             if isinstance(action, Backward):
                 deferred.append(Backward(rank, action.micro_batch, Part.WEIGHT))
@@ -79,14 +81,16 @@ def zb1p(num_ranks: int, num_micro_batches: int) -> Actions:
 
 
 def zbv(num_ranks: int, num_micro_batches: int) -> Actions:
-    """ZB-V (Qi et al., arXiv 2401.10241, section 6): two stages a rank, folded into a V, every backward split.
+    """ZB-V (Qi et al., arXiv 2401.10241, section 6): two stages per rank, folded into a V, every backward split.
 
-    A micro-batch turns round where it ends, so its backward begins at once, and memory is 1F1B's on every rank.
+    The last stage is on the rank of the first stage, so its backward starts early. Every rank holds as many activations
+    as the first rank of 1F1B.
     """
 
     def actions(rank: int) -> Iterator[Forward | Backward]:
-        inner = num_ranks - rank  # ranks from here to the fold, this one included
-        ids = range(max(num_micro_batches, 2 * num_ranks - 1))  # as many as fill the pipeline
+        inner = num_ranks - rank  # number of ranks from this one to the fold, inclusive
+        # The order is defined for a full pipeline. Micro-batches that do not exist are removed at the end.
+        ids = range(max(num_micro_batches, 2 * num_ranks - 1))
         near, far = StageActions(rank, ids), StageActions(2 * num_ranks - 1 - rank, ids)
         for _ in range(2 * inner - 1):
             yield near.forward()
@@ -120,11 +124,11 @@ def zbv(num_ranks: int, num_micro_batches: int) -> Actions:
 
 
 def chimera(num_ranks: int, num_micro_batches: int) -> Actions:
-    """Chimera (Li & Hoefler, arXiv 2107.06925): half of the micro-batches flow down, half up, like DualPipe's.
+    """Chimera (Li & Hoefler, arXiv 2107.06925): half of the micro-batches flow down and half flow up, as in DualPipe.
 
-    With slots of one forward or one backward, a flow starts a micro-batch every second slot, and the other flow fits
-    exactly between. p micro-batches make a unit of 2p busy slots on each rank; more are concatenated directly, the next
-    unit's forwards in the slots that this one leaves empty.
+    A slot holds one forward or one backward. A flow starts a micro-batch every second slot, and the other flow uses the
+    slots between. p micro-batches form a unit of 2p busy slots per rank. The forwards of the next unit use the slots
+    that this unit leaves empty (direct concatenation).
     """
     half, last = num_micro_batches // 2, num_ranks - 1
 

@@ -1,4 +1,4 @@
-"""`build(name, ...)`: every schedule by its name, or an error that says which numbers would do."""
+"""Build a schedule by name. An error for invalid numbers suggests valid ones."""
 
 import difflib
 from collections.abc import Callable
@@ -13,13 +13,13 @@ from .schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class _Method:
-    """`placement` and `actions` take the number of chunks as well where `num_chunks`, its default, is given."""
+    """How to build one schedule. If `num_chunks` (a default) is set, `placement` and `actions` take it as well."""
 
     placement: Callable[..., Placement]
     actions: Callable[..., Actions]
     min_micro_batches_per_rank: int = 1
-    even: bool = False  # ranks and micro-batches come in mirrored pairs
-    in_groups: bool = False  # micro-batches pass in groups of as many as there are ranks
+    even: bool = False  # the numbers of ranks and of micro-batches must be even: two flows, mirrored ranks
+    in_groups: bool = False  # the number of micro-batches must be a multiple of the number of ranks
     num_chunks: int | None = None
 
 
@@ -34,35 +34,36 @@ _METHODS = {
     "dualpipev": _Method(Placement.vee, dualpipev, min_micro_batches_per_rank=2),
 }
 NAMES = tuple(_METHODS)
-_ALSO_CALLED = {"vpp": "interleaved_1f1b", "pipedream-flush": "1f1b", "zb-h1": "zb1p", "zero-bubble": "zb1p"}
+_ALIASES = {"vpp": "interleaved_1f1b", "pipedream-flush": "1f1b", "zb-h1": "zb1p", "zero-bubble": "zb1p"}
 
 
 def placement_of(name: str, num_ranks: int, num_chunks: int | None = None) -> Placement:
-    """The placement that schedule `name` uses on `num_ranks` ranks. Raises ValueError as `build` does."""
+    """Return the placement of schedule `name` on `num_ranks` ranks. Raises ValueError as `build` does."""
     method = _METHODS.get(name)
     if method is None:
-        near = difflib.get_close_matches(name.lower(), [*NAMES, *_ALSO_CALLED], n=1, cutoff=0.0)[0]
-        meant = _ALSO_CALLED.get(near, near)
-        raise ValueError(f"unknown schedule {name!r}; did you mean {meant!r}? There are: {', '.join(NAMES)}")
+        near = difflib.get_close_matches(name.lower(), [*NAMES, *_ALIASES], n=1, cutoff=0.0)[0]
+        meant = _ALIASES.get(near, near)
+        raise ValueError(f"unknown schedule {name!r}; did you mean {meant!r}? Choose from: {', '.join(NAMES)}")
     if num_ranks < 1:
         raise ValueError(f"{name} needs at least one pipeline rank: got {num_ranks}; use 1 or more")
     if method.even and num_ranks % 2:
         raise ValueError(
             f"{name} needs an even number of pipeline ranks: got {num_ranks}; "
-            f"use {num_ranks + 1}, or dualpipev, which runs on any number"
+            f"use {num_ranks + 1}, or dualpipev, which takes any number"
         )
     return method.placement(num_ranks, *_chunks(name, method, num_chunks))
 
 
 @lru_cache(maxsize=32)
 def build(name: str, num_ranks: int, num_micro_batches: int, num_chunks: int | None = None) -> Schedule:
-    """Build the schedule `name` (one of NAMES) for one step of `num_micro_batches` over `num_ranks` pipeline ranks.
+    """Build the schedule `name` (one of NAMES) for one step.
 
-    num_chunks: stages on each rank, at least 2, where a schedule leaves the choice: interleaved_1f1b (None: 2).
+    num_ranks: number of pipeline ranks. It must be even for chimera and dualpipe.
+    num_micro_batches: micro-batches per step. At least `num_ranks`, and 2 x `num_ranks` for dualpipe and dualpipev;
+        even for chimera and dualpipe; a multiple of `num_ranks` for interleaved_1f1b.
+    num_chunks: stages per rank, at least 2. Only for interleaved_1f1b. None: 2.
 
-    Raises ValueError, with the numbers and the nearest ones that would do, for an unknown name, an odd number where
-    mirrored pairs are needed, too few micro-batches to fill the pipeline, incomplete groups of them, and a number of
-    chunks where there is nothing to choose.
+    Raises ValueError for any other number, with the nearest valid one, and for an unknown name.
     """
     where = placement_of(name, num_ranks, num_chunks)
     method = _METHODS[name]
@@ -84,8 +85,8 @@ def _chunks(name: str, method: _Method, num_chunks: int | None) -> tuple[int, ..
     if method.num_chunks is None:
         if num_chunks is not None:
             having = ", ".join(other for other, m in _METHODS.items() if m.num_chunks is not None)
-            raise ValueError(f"{name} has no number of chunks to choose: got {num_chunks}; it is for {having}")
+            raise ValueError(f"{name} does not take a number of chunks: got {num_chunks}; use it with {having}")
         return ()
     if num_chunks is not None and num_chunks < 2:
-        raise ValueError(f"{name} needs at least 2 chunks a rank: got {num_chunks}; use 2, or 1f1b, which has one")
+        raise ValueError(f"{name} needs at least 2 chunks per rank: got {num_chunks}; use 2, or 1f1b, which has one")
     return (method.num_chunks if num_chunks is None else num_chunks,)

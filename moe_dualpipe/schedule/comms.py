@@ -1,10 +1,9 @@
-"""Derive the point-to-point traffic of a schedule.
+"""Derive the point-to-point transfers of a schedule.
 
-The idea: run the schedule once on paper, every action taking one unit of time. Whenever a rank finishes an action
-whose result another rank needs, append the send to the one list and the receive to the other *at the same moment*. All
-lists are then projections of a single order in which every transfer is one event seen by both sides, so they cannot
-deadlock - not even with blocking sends - and on every directed link the receiver expects messages in the order in
-which the sender sends them.
+Problem: sends and receives in the wrong order deadlock. Idea: simulate the schedule with actions of equal duration.
+When an action produces a result for another rank, append the send and the receive to the two lists at the same time.
+All lists then follow one global order of transfers. They cannot deadlock, even with blocking sends, and on every link
+the receives are in the order of the sends.
 """
 
 from itertools import groupby
@@ -15,9 +14,10 @@ from .walk import Result, walk
 
 
 def add_comms(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
-    """Insert each rank's sends, right after what they carry was computed, and receives, when the sender sends.
+    """Return the steps of each rank: its actions, and its sends and receives.
 
-    Raises DeadlockError when the order cannot run.
+    A send directly follows the action that computes its data. Raises DeadlockError if the actions cannot run in their
+    order.
     """
     steps: list[list[Step]] = [[] for _ in schedule.actions]
     ran = [
@@ -26,11 +26,11 @@ def add_comms(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
         for span in spans
     ]
     for _, together in groupby(sorted(ran, key=lambda event: event[:2]), key=lambda event: event[0]):
-        running = [(rank, action) for _, rank, action in together]  # these run side by side, then exchange results
+        running = [(rank, action) for _, rank, action in together]  # these run at the same time, then send results
         for rank, action in running:
             steps[rank].append(action)
         for rank, action in running:
-            # Of an overlapped pair, the backward first: its gradient can leave before its own last weight gradients.
+            # The gradient of an overlapped pair is sent first: it is ready before the last weight gradient.
             for half in reversed(halves(action)):
                 if (peer := destination(schedule, half)) is not None:
                     flow = Flow.ACTIVATION if isinstance(half, Forward) else Flow.GRADIENT
@@ -41,7 +41,7 @@ def add_comms(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
 
 
 def destination(schedule: Schedule, half: Forward | Backward) -> int | None:
-    """The rank to which the result of `half` is sent; None when it stays where it is."""
+    """Return the rank that receives the result of `half`, or None if no other rank needs it."""
     if isinstance(half, Backward) and half.part is Part.WEIGHT:
         return None
     route = schedule.route_of(half.micro_batch)
@@ -52,29 +52,28 @@ def destination(schedule: Schedule, half: Forward | Backward) -> int | None:
 
 
 def carried(transfer: Transfer) -> Result:
-    """The result that `transfer` carries: an output goes up by one stage, the gradient of an input down."""
+    """Return the result that `transfer` carries, as the stage that computed it names it."""
     up = transfer.flow is Flow.ACTIVATION
     from_stage = transfer.stage if isinstance(transfer, Send) else transfer.stage - (1 if up else -1)
     return from_stage, transfer.micro_batch, "F" if up else "B"
 
 
 def counterpart(transfer: Transfer) -> Transfer:
-    """The other side of `transfer`, on the stage above or below."""
+    """Return the receive of a send, or the send of a receive."""
     up = (transfer.flow is Flow.ACTIVATION) == isinstance(transfer, Send)
     other = Recv if isinstance(transfer, Send) else Send
     return other(transfer.stage + (1 if up else -1), transfer.micro_batch, transfer.flow)
 
 
 def receive_early(steps: tuple[Step, ...]) -> tuple[Step, ...]:
-    """Move every receive ahead of the compute action before it, so that data arrives while that action runs.
+    """Move every receive before the preceding compute action, so that the data arrives while that action runs.
 
-    Receives keep their order among themselves, and only asynchronous receives may be moved: posting one early must not
-    block.
+    Receives keep their order. They must be asynchronous: an early receive must not block.
 
     Example: `0F0 0SEND_F0 0RECV_B0 0B0` becomes `0RECV_B0 0F0 0SEND_F0 0B0`.
     """
     early: list[Step] = []
-    insert_at = 0  # where the previous compute action stands, after the receives already moved in front of it
+    insert_at = 0  # index of the previous compute action, after the receives that were moved before it
     for step in steps:
         if isinstance(step, Recv):
             early.insert(insert_at, step)

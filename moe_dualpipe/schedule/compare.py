@@ -1,9 +1,9 @@
-"""Which schedule for this model on these ranks? All of them, at the same work.
+"""Compare all schedules for the same model on the same number of ranks.
 
-The model is cut into `num_stages` stages whose costs are known. A schedule that puts one stage on a rank needs as many
-ranks as stages; one that puts two there needs half as many. So there are two fair questions, and a table for each:
-given as many ranks as stages, and given half as many. Where a schedule wants other stages than the model's, neighbours
-are joined or cut, with their costs; memory is counted in the model's stages throughout.
+Problem: a schedule with two stages per rank needs half as many ranks for the same stages, so it is not fair to fix only
+the number of ranks or only the number of stages. The schedules are therefore compared twice: on as many ranks as the
+model has stages, and on half as many. Neighbouring stages of the model are merged or split, with their costs, for a
+schedule with another number of stages. Memory is always counted in stages of the model.
 """
 
 from dataclasses import dataclass
@@ -17,17 +17,17 @@ from .timeline import Timeline
 
 @dataclass(frozen=True, slots=True)
 class ComparedSchedule:
-    """One schedule on `num_ranks` ranks: its timeline, or the problem for which there is none."""
+    """One schedule on `num_ranks` ranks: its timeline, or the reason why it cannot run."""
 
     name: str
     num_ranks: int
     timeline: Timeline | None
     problem: str = ""
     stage_size: Fraction = Fraction(1)
-    """How many of the model's stages one of the schedule's is."""
+    """Stages of the model per stage of the schedule."""
 
     def as_object(self) -> dict[str, Any]:
-        """For `json`: times in the unit of the costs, memory in stages of the model, one number for each rank."""
+        """Return a JSON object. Times are in the unit of the costs, memory is in stages of the model."""
         identity = {"schedule": self.name, "ranks": self.num_ranks}
         if (timeline := self.timeline) is None:
             return {**identity, "problem": self.problem}
@@ -47,19 +47,19 @@ class ComparedSchedule:
 
 
 def _plain(value: float | Fraction) -> float:
-    """A number that `json` can write: whole ones as integers, others as floats."""
+    """Convert to int (whole numbers) or float, which JSON can hold."""
     return int(value) if value == int(value) else float(value)
 
 
 def compare(num_stages: int, num_micro_batches: int, costs: Costs, num_chunks: int = 2) -> tuple[ComparedSchedule, ...]:
-    """Every schedule on `num_stages` ranks, then on half as many (where that is a whole number).
+    """Simulate every schedule on `num_stages` ranks, then on half as many if `num_stages` is even.
 
-    num_chunks: the stages on each rank of interleaved_1f1b. Raises ValueError for fewer than one stage or two chunks,
-    costs of another number of stages, and so few micro-batches that no schedule runs.
+    num_chunks: stages per rank of interleaved_1f1b. Raises ValueError for fewer than one stage or two chunks, for costs
+    of another number of stages, and for too few micro-batches for any schedule.
     """
     if num_stages < 1:
         raise ValueError(f"a model has at least one stage: got {num_stages}; use 1 or more")
-    placement_of("interleaved_1f1b", num_stages, num_chunks)  # its error
+    placement_of("interleaved_1f1b", num_stages, num_chunks)  # raises for an invalid num_chunks
     costs.check_stages(num_stages)
     several = (num_stages,) if num_stages % 2 else (num_stages, num_stages // 2)
     if num_micro_batches < several[-1]:

@@ -1,14 +1,16 @@
-"""DualPipe and DualPipeV, from one generator (DeepSeek-V3 technical report, arXiv 2412.19437, and the order of
-github.com/deepseek-ai/DualPipe).
+"""DualPipe and DualPipeV from one generator.
 
-The two differ in placement alone. Fold DualPipe in the middle: rank r and rank R-1-r then play the same part, with the
-flows exchanged. So take DualPipeV with R ranks and DualPipe with 2R ranks: at depth d (0 at the outer end) a rank holds
+The source is the DeepSeek-V3 technical report (arXiv 2412.19437); the order is that of github.com/deepseek-ai/DualPipe.
 
-    near = stage d                  entered early, its forward starts the pipeline
-    far  = stage S - 1 - d          entered late, its backward starts first
+The two schedules differ only in their placement. DualPipe on 2R ranks is symmetric: rank r and rank 2R - 1 - r run the
+same actions with the two flows exchanged. DualPipeV on R ranks is one half of it. At depth d (0 on the outermost rank)
+a rank of either holds two of the S stages and runs the same list of actions on them:
 
-and runs the identical list of actions over `near` and `far`. In DualPipeV both see the same micro-batches, and the
-innermost rank hands over to itself; in DualPipe `near` belongs to one flow and `far` to the other.
+    near = stage d                  its forward starts the pipeline
+    far  = stage S - 1 - d          its backward runs first
+
+In DualPipe, `near` belongs to one flow and `far` to the other. In DualPipeV both run the same micro-batches, and the
+innermost rank holds two consecutive stages.
 """
 
 from collections import deque
@@ -19,7 +21,7 @@ from .stage_actions import StageActions
 
 
 def dualpipe(num_ranks: int, num_micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    """The actions of every rank under DualPipe: `num_ranks` ranks and stages, both even."""
+    """Return the actions of every rank of DualPipe. Both numbers must be even; there are `num_ranks` stages."""
     half, depth, last = num_micro_batches // 2, num_ranks // 2, num_ranks - 1
     down, up = range(half), range(half, num_micro_batches)
     upper = [_actions(r, down, last - r, up, r, depth) for r in range(depth)]
@@ -28,15 +30,15 @@ def dualpipe(num_ranks: int, num_micro_batches: int) -> tuple[tuple[Action, ...]
 
 
 def dualpipev(num_ranks: int, num_micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    """The actions of every rank under DualPipeV: two stages a rank, folded into a V."""
+    """Return the actions of every rank of DualPipeV: two stages per rank, folded into a V."""
     ids, last = range(num_micro_batches), 2 * num_ranks - 1
     return tuple(tuple(_actions(r, ids, last - r, ids, r, num_ranks)) for r in range(num_ranks))
 
 
 def _actions(near_stage: int, near_ids: range, far_stage: int, far_ids: range, d: int, depth: int) -> Iterator[Action]:
-    """What the rank at depth `d` of `depth` does; eight phases, named after what they repeat."""
+    """Yield the actions of the rank at depth `d` of `depth`: eight phases, named by the actions that they repeat."""
     inner = depth - 1 - d  # ranks between this one and the fold
-    deferred: deque[Backward] = deque()  # one queue for both: an I may be followed by the W of the other stage
+    deferred: deque[Backward] = deque()  # shared: the W of one stage may follow an I of the other
     near, far = StageActions(near_stage, near_ids, deferred), StageActions(far_stage, far_ids, deferred)
 
     for _ in range(2 * inner):  # 1: F
@@ -44,21 +46,21 @@ def _actions(near_stage: int, near_ids: range, far_stage: int, far_ids: range, d
     for _ in range(d + 1):  # 2: F F
         yield near.forward()
         yield far.forward()
-    for _ in range(inner):  # 3: I W F - splitting sends the gradient on sooner
+    for _ in range(inner):  # 3: I W F; a split backward sends its gradient earlier
         yield far.input_grad()
         yield far.weight_grad()
         yield far.forward()
     for i in range(len(near_ids) - 2 * depth + d + 1):  # 4: the steady state, (F B) (F B)
         first, second = near.forward(), far.backward()
-        # At the fold the very first pair stays apart: its forward is what the other side of the fold waits for.
+        # The first pair at the fold is not overlapped: the rank on the other side of the fold waits for its forward.
         yield from (first, second) if i == 0 and inner == 0 else (Overlap(first, second),)
         yield Overlap(far.forward(), near.backward())
     for _ in range(inner):  # 5: B (F B)
         yield far.backward()
         yield Overlap(far.forward(), near.backward())
-    for i in range(2 * (d + 1)):  # 6: B B, and from the middle on I I, whose W fill the bubble that follows
-        lane = near if i % 2 else far
-        yield lane.backward() if i < d + 1 else lane.input_grad()
+    for i in range(2 * (d + 1)):  # 6: B B, in the second half I I, so that the W can fill the following bubble
+        stage = near if i % 2 else far
+        yield stage.backward() if i < d + 1 else stage.input_grad()
     for _ in range(inner):  # 7: W I
         yield near.weight_grad()
         yield near.input_grad()

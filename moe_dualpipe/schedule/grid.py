@@ -1,22 +1,22 @@
-"""The rank x step grid, as text: what an error shows of a schedule."""
+"""The rank x step grid that error messages show, as text."""
 
 from collections.abc import Collection, Sequence
 
 from .actions import Step
 
 Cell = tuple[int, int]
-"""A place in the grid: the rank, and the index in its list."""
+"""A position in the grid: the rank, and the index in its list."""
 
 _AROUND = 5
-"""How many steps of a long grid are drawn before and after those that are marked."""
+"""Number of steps of a long grid that are shown before and after the marked cells."""
 
 
 class ScheduleError(ValueError):
-    """A schedule breaks a law; the message ends with the rank x step grid, the offending cells marked `>like this<`."""
+    """An invalid schedule. The message ends with the rank x step grid, with the invalid cells marked `>like this<`."""
 
 
 def grid(rows: Sequence[Sequence[Step]], marked: Collection[Cell] = ()) -> str:
-    """Draw actions as text, one line per rank and one column per step; with `marked`, only what is near those cells."""
+    """Return the steps as text, one line per rank. A long grid is cut to the columns near the `marked` cells."""
     length = max(map(len, rows), default=0)
     first, last = 0, length
     if marked and length > 4 * _AROUND:

@@ -1,13 +1,13 @@
 """Which rank holds which stage.
 
-Every schedule family differs first of all in this, so it is data. A placement is one or more routes; a route lists,
-stage by stage, the rank that holds it. Micro-batches are divided evenly over the routes, in order of their ids:
+A placement is one or more routes. A route lists the rank of each stage. The micro-batches are divided evenly over the
+routes, in order of their ids:
 
-    straight(4)         0 1 2 3               one stage a rank: GPipe, 1F1B, ZB1P
-    interleaved(2, 3)   0 1 0 1 0 1           round and round: interleaved 1F1B
+    straight(4)         0 1 2 3               one stage per rank: GPipe, 1F1B, ZB1P
+    interleaved(2, 3)   0 1 0 1 0 1           several rounds over the ranks: interleaved 1F1B
     vee(4)              0 1 2 3 3 2 1 0       down and back up: DualPipeV, ZB-V
-    mirrored(4)         0 1 2 3 and 3 2 1 0   the first half of the micro-batches flows down, the second half up; each
-                                              stage exists twice, on mirrored ranks: DualPipe, Chimera
+    mirrored(4)         0 1 2 3 and 3 2 1 0   the first half of the micro-batches flows down, the second half up; two
+                                              mirrored ranks hold each stage: DualPipe, Chimera
 """
 
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class Placement:
 
     @cached_property
     def stages(self) -> tuple[tuple[int, ...], ...]:
-        """`stages[r]`: the stages that rank `r` holds, in the order in which its first route with them visits them."""
+        """`stages[r]`: the stages that rank `r` holds, in the order of the routes."""
         held = [
             {s: None for route in self.routes for s, r in enumerate(route) if r == rank}
             for rank in range(self.num_ranks)
@@ -56,7 +56,7 @@ class Placement:
         return tuple(tuple(stages) for stages in held)
 
     def holders(self, stage: int) -> tuple[int, ...]:
-        """All ranks that hold a replica of `stage`, in increasing order: two of them when mirrored, otherwise one."""
+        """The ranks that hold a replica of `stage`, in increasing order: two if mirrored, otherwise one."""
         return tuple(sorted({route[stage] for route in self.routes}))
 
     def route_of(self, micro_batch: int, num_micro_batches: int) -> tuple[int, ...]:

@@ -1,7 +1,4 @@
-"""A schedule is a value: a placement, and one tuple of actions per rank.
-
-It can be compared, hashed, saved as CSV and read back.
-"""
+"""A schedule: a placement and the actions of each rank. It can be compared, hashed, and stored as CSV."""
 
 import csv
 import io
@@ -13,12 +10,12 @@ from .actions import Action, Forward, Recv, Send, Step, halves, parse
 from .grid import ScheduleError, grid
 from .placement import Placement
 
-_DATA_PARALLEL = re.compile(r"\s*\d+(UNSHARD|RESHARD|REDUCE_GRAD)\s*")  # torch's markers for FSDP, no pipeline action
+_DATA_PARALLEL = re.compile(r"\s*\d+(UNSHARD|RESHARD|REDUCE_GRAD)\s*")  # torch's FSDP actions
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """`actions[r]` is what rank `r` computes, in order. Transfers are derived from it (see `comms`), not stored."""
+    """`actions[r]` are the compute actions of rank `r` in order. `add_comms` derives the transfers from them."""
 
     name: str = field(compare=False)
     placement: Placement
@@ -34,7 +31,7 @@ class Schedule:
         return self.placement.num_stages
 
     def route_of(self, micro_batch: int) -> tuple[int, ...]:
-        """The rank that computes `micro_batch`, stage by stage."""
+        """The ranks that compute `micro_batch`, one per stage."""
         return self.placement.route_of(micro_batch, self.num_micro_batches)
 
     def rank_of(self, stage: int, micro_batch: int) -> int:
@@ -42,7 +39,7 @@ class Schedule:
         return self.route_of(micro_batch)[stage]
 
     def forward_only(self) -> "Schedule":
-        """The same order without its backwards: inference through the same pipeline."""
+        """Return the schedule without backwards, for inference."""
         forwards = tuple(
             tuple(half for action in actions for half in halves(action) if isinstance(half, Forward))
             for actions in self.actions
@@ -50,22 +47,22 @@ class Schedule:
         return replace(self, name=f"{self.name}, forward only", actions=forwards)
 
     def to_csv(self) -> str:
-        """One line per rank, one action per cell: the form that torch.distributed.pipelining reads."""
+        """Return CSV for torch.distributed.pipelining: one line per rank, one action per cell."""
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows([map(str, actions) for actions in self.actions])
         return text.getvalue()
 
     @classmethod
     def from_csv(cls, text: str, name: str = "csv") -> "Schedule":
-        """Read a schedule as `to_csv`, or torch (compute_only and compute_comms), writes it; see `from_steps`."""
+        """Read the CSV of `to_csv`, or of torch (compute_only or compute_comms). See `from_steps` for errors."""
         return cls.from_steps(steps_from_csv(text), name)
 
     @classmethod
     def from_steps(cls, steps: Sequence[Sequence[Step]], name: str = "steps") -> "Schedule":
-        """The schedule of the compute actions in `steps`, which lists each rank's; its transfers are derived anew.
+        """Build a schedule from the compute actions of each rank. Transfers are ignored.
 
-        The placement is inferred from where each forward stands. Raises ScheduleError when that is none: a forward
-        missing, or micro-batches not divided evenly, in order of id, over the routes.
+        The placement is inferred from the ranks of the forwards. Raises ScheduleError if a forward is missing, or if
+        the micro-batches are not divided evenly over the routes in order of id.
         """
         actions = tuple(tuple(step for step in row if not isinstance(step, Send | Recv)) for row in steps)
         try:
@@ -76,10 +73,10 @@ class Schedule:
 
 
 def steps_from_csv(text: str) -> tuple[tuple[Step, ...], ...]:
-    """What each rank does, transfers included, from one line for each rank.
+    """Read the actions and transfers of each rank from CSV, one line per rank.
 
-    Empty cells are bubbles and are dropped, as are torch's data-parallel markers (0REDUCE_GRAD), and lines of empty
-    cells. Raises ValueError for a cell that is no action, saying where it stands.
+    Empty cells (bubbles), empty lines and torch's data-parallel actions (0REDUCE_GRAD) are skipped. Raises ValueError,
+    with the line and the cell, for any other text.
     """
     rows = []
     lines = csv.reader(io.StringIO(text, newline=""))
@@ -121,7 +118,7 @@ def _infer_placement(rows: Sequence[tuple[Action, ...]]) -> tuple[Placement, int
     for micro_batch, route in enumerate(by_micro_batch):
         if placement.route_of(micro_batch, num_micro_batches) != route:
             raise ValueError(
-                f"micro-batch {micro_batch} visits the ranks {route}, unlike its neighbours: "
-                f"micro-batches must be divided evenly, in order of id, over {len(placement.routes)} routes"
+                f"micro-batch {micro_batch} takes the route {route}, but micro-batches must be divided evenly, "
+                f"in order of id, over the {len(placement.routes)} routes"
             )
     return placement, num_micro_batches

@@ -1,11 +1,11 @@
-"""Predict the times of a schedule from what its actions cost.
+"""Predict the times of a schedule from the costs of its actions.
 
 >>> from moe_dualpipe.schedule import Costs, build, simulate
 >>> timeline = simulate(build("dualpipe", 8, 20), Costs(F=2, B=5, W=2, FB=7))
 >>> timeline.makespan, timeline.bubble[0], max(timeline.peak_activations)
 (156, 16, 9)
 
-The times are those of ranks that start each action as soon as they can; nothing is rounded, so integers stay integers.
+Each rank starts each action as early as possible. Nothing is rounded: integer costs give integer times.
 """
 
 import math
@@ -21,21 +21,21 @@ Cost = float | tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What the actions of one micro-batch on one stage take, in any unit of time: a number, or one for each stage.
+    """Durations of the actions of one micro-batch on one stage, in any unit: one number, or one per stage.
 
-    Raises ValueError for a cost that is not positive, and for weight gradients that leave nothing of their backward.
+    Raises ValueError unless all costs are positive and W < B.
     """
 
     F: Cost = 1
     """A forward."""
     B: Cost = 2
-    """A full backward; its input half I takes B - W."""
+    """A full backward. The input gradient I takes B - W."""
     W: Cost | None = None
-    """The weight half of a backward. None: half of B."""
+    """The weight gradient of a backward. None: B / 2."""
     FB: Cost | None = None
-    """An overlapped pair; one for each stage means the stage of its forward. None: F + B, nothing is gained."""
+    """An overlapped pair. A list has one number per stage of the forward. None: F + B, no gain from overlap."""
     comm: float = 0
-    """What a boundary tensor takes to another rank; transfers disturb neither computation nor each other."""
+    """The transfer of a tensor to another rank. Transfers do not slow down compute or each other."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -45,11 +45,11 @@ class Costs:
             _check(field.name, cost)
         lengths = {f.name: len(c) for f in fields(self) if isinstance(c := getattr(self, f.name), tuple)}
         if len(set(lengths.values())) > 1:
-            raise ValueError(f"costs for each stage must be given for as many stages: got {_listed(lengths)}")
+            raise ValueError(f"costs per stage must have one length: got {_listed(lengths)}")
         for stage in range(max(lengths.values(), default=1)):
             if not self.weight(stage) < _at(self.B, stage):
                 raise ValueError(
-                    f"cost W is a part of B and must be smaller: got W={self.weight(stage)} and "
+                    f"cost W is part of B and must be smaller: got W={self.weight(stage)} and "
                     f"B={_at(self.B, stage)}; use W={_half(_at(self.B, stage))}, or a larger B"
                 )
 
@@ -62,7 +62,7 @@ class Costs:
         return _at(self.FB, forward.stage)
 
     def of(self, action: Action) -> float:
-        """How long `action` takes."""
+        """The duration of `action`."""
         match action:
             case Overlap(forward, backward):
                 return self.pair(forward, backward)
@@ -76,14 +76,14 @@ class Costs:
                 return self.weight(stage)
 
     def divided(self, num_stages: int, into: int) -> "Costs":
-        """The costs of the same model cut into another number of stages: neighbours are joined, or halved and so on.
+        """Return the costs of the same model split into `into` stages: neighbouring stages are merged or split.
 
-        Transfers take as long as before. Raises ValueError when neither number divides the other.
+        `comm` stays the same. Raises ValueError if neither number of stages divides the other.
         """
         if num_stages % into and into % num_stages:
-            raise ValueError(f"{num_stages} stages cannot be joined or cut evenly into {into}")
+            raise ValueError(f"{num_stages} stages cannot be merged or split evenly into {into}")
 
-        def cut(cost: Cost) -> Cost:
+        def divide(cost: Cost) -> Cost:
             if not isinstance(cost, tuple):
                 return _ratio(cost * num_stages, into)
             if into >= num_stages:
@@ -92,23 +92,22 @@ class Costs:
             return tuple(sum(cost[i * size : (i + 1) * size]) for i in range(into))
 
         self.check_stages(num_stages)
-        optional = (None if cost is None else cut(cost) for cost in (self.W, self.FB))
-        return Costs(cut(self.F), cut(self.B), *optional, comm=self.comm)
+        optional = (None if cost is None else divide(cost) for cost in (self.W, self.FB))
+        return Costs(divide(self.F), divide(self.B), *optional, comm=self.comm)
 
     def check_stages(self, num_stages: int) -> None:
-        """Raise ValueError when there are costs for each stage, but not for `num_stages`."""
+        """Raise ValueError if a cost has one number per stage, but not `num_stages` numbers."""
         for field in fields(self):
             cost = getattr(self, field.name)
             if isinstance(cost, tuple) and len(cost) != num_stages:
                 raise ValueError(
-                    f"cost {field.name} is given for {len(cost)} stages, but there are {num_stages}: "
-                    f"give one number for all, or {num_stages}"
+                    f"cost {field.name} has {len(cost)} numbers for {num_stages} stages: give 1 or {num_stages}"
                 )
 
 
 def _check(name: str, cost: Cost | list[float] | None) -> None:
     if isinstance(cost, list | tuple) and not cost:
-        raise ValueError(f"cost {name} has no number: give one for all stages, or one for each")
+        raise ValueError(f"cost {name} is empty: give one number, or one per stage")
     least, nearest = ("at least 0", 0) if name == "comm" else ("greater than 0", 1)
     for number in () if cost is None else cost if isinstance(cost, list | tuple) else (cost,):
         if not (math.isfinite(number) and (number > 0 or (number == 0 and name == "comm"))):
@@ -120,7 +119,7 @@ def _at(cost: Cost, stage: int) -> float:
 
 
 def _ratio(number: float, by: int) -> float:
-    """number / by, which stays an integer where it can."""
+    """Return number / by, as an integer if possible."""
     return number // by if number % by == 0 else number / by
 
 
@@ -133,10 +132,10 @@ def _listed(lengths: dict[str, int]) -> str:
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """The times of `schedule` if its actions take what `costs` says.
+    """Simulate one step of `schedule` with the given costs.
 
-    Raises ValueError for costs of another number of stages, DeadlockError for an order that cannot run (`validate`
-    tells where).
+    Raises ValueError for costs of another number of stages, and DeadlockError if the actions cannot run in their order
+    (`validate` shows where).
     """
     costs.check_stages(schedule.num_stages)
     return Timeline(schedule, walk(schedule, costs.of, costs.comm))

@@ -1,6 +1,6 @@
-"""When every action of a schedule ran, or would run, and what follows from that: bubbles and memory.
+"""The start and end of every action of a schedule, and what follows from them: bubbles and memory.
 
-One type for simulated and for measured times, so that both are drawn, compared and exported by the same code.
+Simulated and measured times have the same type, so that the same code draws, compares and exports both.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,9 +24,9 @@ class Held:
 
 @dataclass(frozen=True)
 class Timeline:
-    """`spans[r]` are the actions of rank `r` in the order of their start, in any unit of time, on one clock.
+    """`spans[r]` are the actions of rank `r`, ordered by start, in any unit of time. All ranks share one clock.
 
-    Raises ValueError when the spans are not the actions of `schedule`, or overlap on a rank.
+    Raises ValueError if the spans of a rank are not its actions in `schedule`, or if they overlap.
     """
 
     schedule: Schedule
@@ -39,32 +39,32 @@ class Timeline:
             )
         for rank, (spans, actions) in enumerate(zip(self.spans, self.schedule.actions, strict=True)):
             if tuple(span.action for span in spans) != actions:
-                raise ValueError(f"the spans of rank {rank} are not the actions that {self.schedule.name} gives it")
+                raise ValueError(f"the spans of rank {rank} are not its actions in {self.schedule.name}")
             for i, span in enumerate(spans):
                 what = f"{span.action} on rank {rank} starts at {span.start}"
                 if span.end < span.start:
-                    raise ValueError(f"{what} and ends before that, at {span.end}")
+                    raise ValueError(f"{what} but ends at {span.end}")
                 if i and span.start < spans[i - 1].end:
                     raise ValueError(f"{what}, but the rank is busy until {spans[i - 1].end}")
 
     @property
     def start(self) -> float:
-        """When the first action of any rank starts."""
+        """The earliest start on any rank."""
         return min(spans[0].start for spans in self.spans if spans)
 
     @property
     def makespan(self) -> float:
-        """From the first start on any rank to the last end on any: the time of a step."""
+        """The time of a step: from the earliest start to the latest end on any rank."""
         return max(spans[-1].end for spans in self.spans if spans) - self.start
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """The time in which each rank computes."""
+        """Compute time of each rank."""
         return tuple(sum(span.duration for span in spans) for spans in self.spans)
 
     @property
     def bubble(self) -> tuple[float, ...]:
-        """The time in which each rank waits: makespan - busy."""
+        """Idle time of each rank: makespan - busy."""
         makespan = self.makespan
         return tuple(makespan - busy for busy in self.busy)
 
@@ -74,7 +74,7 @@ class Timeline:
 
     @property
     def bubble_share(self) -> float:
-        """The share of all ranks' time that is bubble, from 0 to 1."""
+        """The bubble of all ranks as a fraction of their time, from 0 to 1."""
         return float(self.total_bubble / (self.makespan * self.schedule.num_ranks))
 
     @property

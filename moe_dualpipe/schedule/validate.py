@@ -1,10 +1,10 @@
-"""The laws that every schedule obeys. An error names the rule that is broken and draws where.
+"""Check a schedule. An error says which rule is broken, and shows where.
 
-1. Every rank, stage and micro-batch of an action exists, and the action stands on the rank that holds its stage.
-2. Every stage runs every micro-batch forward exactly once, and backward exactly once: B, or I and W.
-3. The order can run: nothing comes before what it needs, on its own rank or on another, so nobody waits forever.
-4. So can the lists with their sends and receives, even if each blocks until the other side is there: a result leaves
-   after it is computed and arrives before it is used, once, and "happens before" has no cycle.
+1. The rank, stage and micro-batch of every action exist, and the action is on the rank that holds its stage.
+2. Every stage runs every micro-batch forward exactly once and backward exactly once: B, or I and W.
+3. The order can run: no action precedes a result that it depends on, so no rank waits forever.
+4. The order with sends and receives can run, even if they block: every result that another rank needs is sent once,
+   after it is computed, and received once, before it is used; and no transfers wait for each other in a cycle.
 """
 
 from collections import deque
@@ -14,32 +14,32 @@ from .actions import Backward, Forward, Part, Recv, Send, Step, halves
 from .comms import add_comms, carried, destination
 from .grid import Cell, ScheduleError, grid
 from .schedule import Schedule
-from .walk import DeadlockError, Result, gives, name, needs
+from .walk import DeadlockError, Result, needs, produces, result_name
 
 Steps = tuple[tuple[Step, ...], ...]
-_TRANSFERS = (Send, Recv)  # in a tuple, which isinstance takes faster than a union
+_TRANSFERS = (Send, Recv)  # isinstance is faster with a tuple than with a union
 
 
 def validate(schedule: Schedule) -> Schedule:
-    """Return `schedule` unchanged if it obeys all laws; raise ScheduleError otherwise."""
+    """Return `schedule` unchanged if it obeys all rules. Raise ScheduleError otherwise."""
     _check_cells(schedule)
     _check_counts(schedule)
     try:
         steps = add_comms(schedule)
     except DeadlockError as deadlock:
         stuck = [
-            f"rank {rank} waits before {schedule.actions[rank][i]} for {_missing(schedule, rank, deadlock.waiting)}"
+            f"rank {rank} needs {_missing(schedule, rank, deadlock.waiting)} before {schedule.actions[rank][i]}"
             for rank, i in deadlock.waiting.items()
         ]
-        problem = "the order cannot run: " + "; ".join(stuck)
+        problem = "the order deadlocks: " + "; ".join(stuck)
         raise ScheduleError(_drawn(schedule, problem, list(deadlock.waiting.items()))) from None
     validate_transfers(schedule, steps)
     return schedule
 
 
 def validate_transfers(schedule: Schedule, steps: Steps) -> None:
-    """Raise ScheduleError unless law 4 holds for `steps`: the actions of a valid `schedule` with sends and receives."""
-    # Only transfers block: what an action needs has been received before it, so it can always run.
+    """Raise ScheduleError unless rule 4 holds for `steps`: a valid schedule's actions, sends and receives."""
+    # Only transfers can block: `_check_transfers` ensures that the inputs of an action are received before it.
     queues = _check_transfers(schedule, steps)
     done = [0] * schedule.num_ranks
     able = deque(range(schedule.num_ranks))
@@ -48,14 +48,14 @@ def validate_transfers(schedule: Schedule, steps: Steps) -> None:
         while done[rank] < len(queues[rank]):
             _, result, peer = queues[rank][done[rank]]
             if done[peer] == len(queues[peer]) or queues[peer][done[peer]][1:] != (result, rank):
-                break  # the other side is not there yet
+                break  # the other rank has not reached this transfer
             done[rank] += 1
             done[peer] += 1
             able.append(peer)
     stuck = [(rank, queues[rank][i][0]) for rank, i in enumerate(done) if i < len(queues[rank])]
     if stuck:
         waits = [f"rank {rank} at {steps[rank][i]}" for rank, i in stuck]
-        raise ScheduleError(_drawn(schedule, f"blocking transfers wait forever: {'; '.join(waits)}", stuck, steps))
+        raise ScheduleError(_drawn(schedule, f"blocking transfers deadlock: {'; '.join(waits)}", stuck, steps))
 
 
 def _check_cells(schedule: Schedule) -> None:
@@ -72,9 +72,7 @@ def _check_cells(schedule: Schedule) -> None:
                         f"{schedule.num_micro_batches} micro-batches"
                     )
                 elif (home := schedule.rank_of(half.stage, half.micro_batch)) != rank:
-                    problem = (
-                        f"{half} stands on rank {rank}, but stage {half.stage} of that micro-batch is on rank {home}"
-                    )
+                    problem = f"{half} is on rank {rank}, but rank {home} holds stage {half.stage} for that micro-batch"
                 else:
                     continue
                 raise ScheduleError(_drawn(schedule, problem, [(rank, step)]))
@@ -98,15 +96,17 @@ def _check_counts(schedule: Schedule) -> None:
             else:
                 continue
             marked = [cell for letter in letters for cell in cells[letter]]
-            marked = marked or [cell for others in cells.values() for cell in others]  # it is missing: what is there
+            marked = marked or [
+                cell for others in cells.values() for cell in others
+            ]  # a missing action: mark the others
             problem = f"stage {stage} runs micro-batch {micro_batch} with {problem}"
             raise ScheduleError(_drawn(schedule, problem, marked))
 
 
 def _check_transfers(schedule: Schedule, steps: Steps) -> list[list[tuple[int, Result, int]]]:
-    """Every result that another rank needs is sent and received once, after it is computed and before it is used.
+    """Check that every result for another rank is sent once and received once, in the right place.
 
-    Returns each rank's transfers: where they stand in its list, the result, and the rank on the other side.
+    Returns the transfers of each rank: the index in its list, the result, and the other rank.
     """
 
     def refuse(problem: str, *cells: Cell) -> NoReturn:
@@ -114,13 +114,13 @@ def _check_transfers(schedule: Schedule, steps: Steps) -> list[list[tuple[int, R
 
     if len(steps) != schedule.num_ranks:
         raise ScheduleError(f"lists for {len(steps)} ranks, but {schedule.name} has {schedule.num_ranks}")
-    ends: dict[Result, tuple[int, int]] = {}  # of each result that travels: from which rank, and to which
+    ends: dict[Result, tuple[int, int]] = {}  # the sender and the receiver of each transferred result
     for rank, actions in enumerate(schedule.actions):
         if tuple(step for step in steps[rank] if not isinstance(step, _TRANSFERS)) != actions:
-            refuse(f"rank {rank} does not compute what the schedule says, in its order")
+            refuse(f"the compute actions of rank {rank} are not those of the schedule")
         for half in (half for action in actions for half in halves(action)):
             if (peer := destination(schedule, half)) is not None:
-                ends[gives(half)] = rank, peer
+                ends[produces(half)] = rank, peer
 
     queues: list[list[tuple[int, Result, int]]] = [[] for _ in steps]
     sent: set[Result] = set()
@@ -131,10 +131,12 @@ def _check_transfers(schedule: Schedule, steps: Steps) -> list[list[tuple[int, R
             if isinstance(step, _TRANSFERS):
                 result, sends = carried(step), isinstance(step, Send)
                 source, target = ends.get(result, (-1, -1))
-                if rank != (source if sends else target) or result in (sent if sends else received):
-                    refuse(f"rank {rank} must not run {step}, or not again", (rank, i))
+                if rank != (source if sends else target):
+                    refuse(f"{step} does not belong on rank {rank}", (rank, i))
+                if result in (sent if sends else received):
+                    refuse(f"rank {rank} runs {step} twice", (rank, i))
                 if sends and result not in known:
-                    refuse(f"rank {rank} sends {name(result)} before it has computed it", (rank, i))
+                    refuse(f"rank {rank} sends {result_name(result)} before it has computed it", (rank, i))
                 known.add(result)
                 (sent if sends else received).add(result)
                 queues[rank].append((i, result, target if sends else source))
@@ -142,20 +144,20 @@ def _check_transfers(schedule: Schedule, steps: Steps) -> list[list[tuple[int, R
             for half in halves(step):
                 for need in needs(half, schedule.num_stages):
                     if need not in known:
-                        refuse(f"rank {rank} runs {half} before it has received {name(need)}", (rank, i))
-            known.update(map(gives, halves(step)))
+                        refuse(f"rank {rank} runs {half} before it has received {result_name(need)}", (rank, i))
+            known.update(map(produces, halves(step)))
     for result, (rank, _) in ends.items():
         if result not in sent:
             for i, step in enumerate(steps[rank]):
-                if not isinstance(step, Send | Recv) and result in map(gives, halves(step)):
-                    refuse(f"rank {rank} never sends {name(result)}", (rank, i))
+                if not isinstance(step, Send | Recv) and result in map(produces, halves(step)):
+                    refuse(f"rank {rank} never sends {result_name(result)}", (rank, i))
     return queues
 
 
 def _missing(schedule: Schedule, rank: int, waiting: dict[int, int]) -> str:
-    """What the action before which `rank` waits needs, and no rank has computed."""
+    """The results that the next action of `rank` depends on and that no rank has computed."""
     known = {
-        gives(half)
+        produces(half)
         for other, actions in enumerate(schedule.actions)
         for action in actions[: waiting.get(other, len(actions))]
         for half in halves(action)
@@ -166,7 +168,7 @@ def _missing(schedule: Schedule, rank: int, waiting: dict[int, int]) -> str:
         if isinstance(half, Backward) and half.part is Part.WEIGHT:
             wanted += [str(Backward(half.stage, half.micro_batch, Part.INPUT)) for _ in missing]
         else:
-            wanted += map(name, missing)
+            wanted += map(result_name, missing)
     return " and ".join(wanted)
 
 

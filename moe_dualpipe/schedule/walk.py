@@ -1,10 +1,10 @@
-"""Run a schedule on paper: when does each action start, if every rank works through its list as early as it can?
+"""Compute the start and end of every action when each rank runs its list as early as possible.
 
-This is the one place that knows what an action has to wait for. Deriving the transfers (`comms`), finding out whether
-an order can run at all (`validate`) and predicting its times (`simulate`) are this walk with different durations.
+Only this module knows what an action depends on. Three others call it: `comms` derives the transfers, `validate` checks
+that the order can run, and `simulate` predicts times.
 
-Each rank goes on until it needs a result that is not known yet, and is called again by whoever produces it; so the work
-is proportional to the number of actions, and no clock is needed to order events.
+A rank runs its actions until one needs a result that does not exist yet. It continues when another rank produces that
+result. So the cost is linear in the number of actions, and no event queue is needed.
 """
 
 from collections import defaultdict, deque
@@ -15,13 +15,12 @@ from .actions import Action, Backward, Forward, Part, halves
 from .schedule import Schedule
 
 Result = tuple[int, int, str]
-"""What a stage has computed of a micro-batch: stage, micro-batch, and "F" (its output), "B" (its input's gradient) or
-"W" (its weights' gradients)."""
+"""A result: stage, micro-batch, and "F" (output), "B" (gradient of the input) or "W" (gradients of the weights)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """`action` ran, or runs, from `start` to `end`, in any unit of time."""
+    """`action` runs from `start` to `end`, in any unit of time."""
 
     action: Action
     start: float
@@ -33,7 +32,7 @@ class Span:
 
 
 class DeadlockError(Exception):
-    """No rank can go on; `waiting[r]` is the index of the action on which rank `r` is stuck."""
+    """No rank can continue. `waiting[r]` is the index of the action that rank `r` cannot run."""
 
     def __init__(self, waiting: dict[int, int]):
         super().__init__(waiting)
@@ -41,7 +40,7 @@ class DeadlockError(Exception):
 
 
 def needs(half: Forward | Backward, num_stages: int) -> tuple[Result, ...]:
-    """What must have been computed, on whichever rank, before `half` can run."""
+    """Return the results, of any rank, that `half` depends on."""
     stage, micro_batch = half.stage, half.micro_batch
     if isinstance(half, Forward):
         return ((stage - 1, micro_batch, "F"),) if stage > 0 else ()
@@ -51,36 +50,35 @@ def needs(half: Forward | Backward, num_stages: int) -> tuple[Result, ...]:
     return (own, (stage + 1, micro_batch, "B")) if stage < num_stages - 1 else (own,)
 
 
-def gives(half: Forward | Backward) -> Result:
-    """What is known once `half` has run."""
+def produces(half: Forward | Backward) -> Result:
+    """Return the result of `half`."""
     letter = "F" if isinstance(half, Forward) else "W" if half.part is Part.WEIGHT else "B"
     return half.stage, half.micro_batch, letter
 
 
-def name(result: Result) -> str:
-    """As the action that computes it is written, whichever part of the backward that is: `3B7`."""
+def result_name(result: Result) -> str:
+    """Return `3B7` for the input gradient of stage 3, micro-batch 7, even if an I computes it."""
     stage, micro_batch, letter = result
     return f"{stage}{letter}{micro_batch}"
 
 
 def walk(schedule: Schedule, duration: Callable[[Action], float], comm: float = 0) -> tuple[tuple[Span, ...], ...]:
-    """The span of every action, per rank.
+    """Return the span of every action, per rank.
 
-    duration: how long an action takes on its rank, which runs one at a time.
-    comm: how long a result travels to another rank; any number of results travel at once.
+    duration: returns the duration of an action. A rank runs one action at a time.
+    comm: the time to transfer a result to another rank. Transfers do not slow down each other.
 
-    Both halves of an overlapped pair need all of their inputs when it starts, and are known when it ends. Times start
-    at 0 and are of the type that `duration` and `comm` return: exact for integers and fractions. Raises DeadlockError
-    when the order cannot run.
+    An overlapped pair starts when the inputs of both halves exist, and its results exist when it ends. Times start at 0
+    and are exact for integers and fractions. Raises DeadlockError if the order cannot run.
     """
     num_stages = schedule.num_stages
     spans: list[list[Span]] = [[] for _ in schedule.actions]
-    known: dict[Result, tuple[float, int]] = {}  # when it was computed, and on which rank
-    waiting: defaultdict[Result, list[int]] = defaultdict(list)  # ranks that cannot go on without it
+    known: dict[Result, tuple[float, int]] = {}  # the time of computation, and the rank
+    waiting: defaultdict[Result, list[int]] = defaultdict(list)  # ranks that wait for a result
     able = deque(range(schedule.num_ranks))
 
     def start(rank: int, action: Action) -> float | None:
-        """The earliest time at which `rank` can run `action`; None if what it needs is not known yet."""
+        """The earliest start of `action` on `rank`, or None if a result that it depends on does not exist yet."""
         time = spans[rank][-1].end if spans[rank] else 0
         for half in halves(action):
             for need in needs(half, num_stages):
@@ -100,8 +98,8 @@ def walk(schedule: Schedule, duration: Callable[[Action], float], comm: float = 
             end = begin + duration(action)
             spans[rank].append(Span(action, begin, end))
             for half in halves(action):
-                known[gives(half)] = end, rank
-                able.extend(waiting.pop(gives(half), ()))
+                known[produces(half)] = end, rank
+                able.extend(waiting.pop(produces(half), ()))
 
     stuck = {r: len(done) for r, done in enumerate(spans) if len(done) < len(schedule.actions[r])}
     if stuck:

@@ -56,7 +56,7 @@ def test_virtual_stages():
     assert entry.timeline.bubble == (7 * (2 + 5) / 4,) * 8
     entries = {(e.name, e.num_ranks): e for e in compare(8, 32, COSTS, num_chunks=3)}
     assert entries["interleaved_1f1b", 4].problem == (
-        "interleaved_1f1b: 8 stages cannot be joined or cut evenly into 12"
+        "interleaved_1f1b: 8 stages cannot be merged or split evenly into 12"
     )
     assert entries["interleaved_1f1b", 8].timeline is not None
 
@@ -96,8 +96,8 @@ def test_costs_of_each_stage_move_with_the_stages():
     [
         ((0, 8, COSTS), "a model has at least one stage: got 0; use 1 or more"),
         ((8, 3, COSTS), "no schedule runs with fewer micro-batches than ranks: got 3 for 4 ranks; use at least 4"),
-        ((8, 32, COSTS, 1), "interleaved_1f1b needs at least 2 chunks a rank: got 1; use 2"),
-        ((8, 32, Costs(F=(1, 2))), "cost F is given for 2 stages, but there are 8"),
+        ((8, 32, COSTS, 1), "interleaved_1f1b needs at least 2 chunks per rank: got 1; use 2"),
+        ((8, 32, Costs(F=(1, 2))), "cost F has 2 numbers for 8 stages: give 1 or 8"),
     ],
 )
 def test_what_cannot_be_compared(arguments, message):

@@ -341,10 +341,10 @@ def test_costs_of_actions():
         ({"FB": float("nan")}, "cost FB must be a finite number greater than 0: got nan; use 1"),
         ({"F": float("inf")}, "cost F must be a finite number greater than 0: got inf; use 1"),
         ({"comm": -1}, "cost comm must be a finite number at least 0: got -1; use 0"),
-        ({"F": []}, "cost F has no number: give one for all stages, or one for each"),
-        ({"W": 2}, "cost W is a part of B and must be smaller: got W=2 and B=2; use W=1, or a larger B"),
+        ({"F": []}, "cost F is empty: give one number, or one per stage"),
+        ({"W": 2}, "cost W is part of B and must be smaller: got W=2 and B=2; use W=1, or a larger B"),
         ({"B": (4, 3), "W": (2, 3)}, "got W=3 and B=3; use W=1.5, or a larger B"),
-        ({"F": (1, 2), "B": (2, 2, 2)}, "costs for each stage must be given for as many stages: got 2 for F, 3 for B"),
+        ({"F": (1, 2), "B": (2, 2, 2)}, "costs per stage must have one length: got 2 for F, 3 for B"),
     ],
 )
 def test_costs_that_cannot_be(arguments, message):
@@ -354,9 +354,7 @@ def test_costs_that_cannot_be(arguments, message):
 
 
 def test_costs_of_another_number_of_stages():
-    with pytest.raises(
-        ValueError, match="cost F is given for 3 stages, but there are 4: give one number for all, or 4"
-    ):
+    with pytest.raises(ValueError, match="cost F has 3 numbers for 4 stages: give 1 or 4"):
         simulate(build("1f1b", 4, 8), Costs(F=(1, 2, 3)))
 
 
@@ -366,9 +364,9 @@ def test_a_model_cut_into_other_stages_costs_the_same():
     assert c.divided(4, 8) == Costs(F=(0.5, 0.5, 1, 1, 1.5, 1.5, 2, 2), B=(1, 1, 2, 2, 3, 3, 4, 4), W=0.5, comm=5)
     assert c.divided(4, 4) == c
     assert Costs(F=2, FB=6).divided(8, 4) == Costs(F=4, B=4, FB=12)
-    with pytest.raises(ValueError, match="4 stages cannot be joined or cut evenly into 6"):
+    with pytest.raises(ValueError, match="4 stages cannot be merged or split evenly into 6"):
         c.divided(4, 6)
-    with pytest.raises(ValueError, match="given for 4 stages, but there are 8"):
+    with pytest.raises(ValueError, match="cost F has 4 numbers for 8 stages: give 1 or 8"):
         c.divided(8, 4)
 
 
@@ -399,11 +397,11 @@ def test_spans_that_are_no_timeline():
     Timeline(schedule, ((Span(forward, 0, 1), Span(backward, 1, 2)),))
     with pytest.raises(ValueError, match="0B0 on rank 0 starts at 1, but the rank is busy until 2"):
         Timeline(schedule, ((Span(forward, 0, 2), Span(backward, 1, 3)),))
-    with pytest.raises(ValueError, match="0F0 on rank 0 starts at 0 and ends before that, at -1"):
+    with pytest.raises(ValueError, match="0F0 on rank 0 starts at 0 but ends at -1"):
         Timeline(schedule, ((Span(forward, 0, -1), Span(backward, 1, 3)),))
     with pytest.raises(ValueError, match="spans for 0 ranks, but 1f1b has 1"):
         Timeline(schedule, ())
-    with pytest.raises(ValueError, match="not the actions that 1f1b gives it"):
+    with pytest.raises(ValueError, match="the spans of rank 0 are not its actions in 1f1b"):
         Timeline(schedule, ((Span(backward, 0, 1), Span(forward, 1, 2)),))
 
 

@@ -125,9 +125,9 @@ def test_defaults_follow_from_the_number_of_processes():
     assert resolve(parse([]), launch(6)).micro_batches == 12
     assert resolve(parse(["--pp", "3"]), launch(3)).schedule == "dualpipev"
     assert resolve(parse(["--pp", "3", "--schedule", "interleaved_1f1b"]), launch(3)).micro_batches == 9
-    with pytest.raises(ValueError, match="dualpipe has no number of chunks to choose: got 2"):
+    with pytest.raises(ValueError, match="dualpipe does not take a number of chunks: got 2"):
         resolve(parse(["--num-chunks", "2"]), launch(2))
-    with pytest.raises(ValueError, match="needs at least 2 chunks a rank: got 1; use 2, or 1f1b"):
+    with pytest.raises(ValueError, match="needs at least 2 chunks per rank: got 1; use 2, or 1f1b"):
         resolve(parse(["--num-chunks", "1", "--schedule", "interleaved_1f1b"]), launch(2))
     with pytest.raises(ValueError, match="--num-chunks cannot be negative: got -1"):
         resolve(parse(["--num-chunks", "-1"]), launch(2))
