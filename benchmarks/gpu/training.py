@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from moe_dualpipe.data import batches as data
+from moe_dualpipe.data import TextData, load_data
 from moe_dualpipe.models import ModelConfig, TransformerStage, build_model, next_token_loss, preset
 from moe_dualpipe.planner.flops import train_flops_per_token
 from moe_dualpipe.runtime.groups import Groups
@@ -42,7 +42,7 @@ class TrainingSetup:
     """What every run has in common."""
 
     config: ModelConfig
-    text: data.TextData
+    text: TextData
     sequences: int
     length: int
     warm_up: int
@@ -86,9 +86,9 @@ def build_setup(context: Context, seconds: float) -> TrainingSetup:
             hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, dense_size=64, expert_size=16,
             num_experts=4,
         )  # fmt: skip
-        return TrainingSetup(config, data.load("stdlib", 16), 2, 16, 1, seconds)
+        return TrainingSetup(config, load_data("stdlib", 16), 2, 16, 1, seconds)
     return TrainingSetup(
-        preset("small"), data.load("stdlib", SEQUENCE_LENGTH), NUM_SEQUENCES, SEQUENCE_LENGTH, WARM_UP_STEPS, seconds
+        preset("small"), load_data("stdlib", SEQUENCE_LENGTH), NUM_SEQUENCES, SEQUENCE_LENGTH, WARM_UP_STEPS, seconds
     )
 
 

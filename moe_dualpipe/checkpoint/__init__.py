@@ -9,21 +9,7 @@ from .save import SaveError, Saver, SaveResult, save_checkpoint
 from .weights import WEIGHTS_FILE, check_weights, export_weights, load_model, load_weights
 
 __all__ = [
-    "WEIGHTS_FILE",
-    "Manifest",
-    "SaveError",
-    "SaveResult",
-    "Saver",
-    "check_model",
-    "check_weights",
-    "export_weights",
-    "find_checkpoint",
-    "list_checkpoints",
-    "load_checkpoint",
-    "load_model",
-    "load_weights",
-    "read_manifest",
-    "read_tensor_metadata",
-    "save_checkpoint",
-    "verify_checkpoint",
-]
+    "WEIGHTS_FILE", "Manifest", "SaveError", "SaveResult", "Saver", "check_model", "check_weights", "export_weights",
+    "find_checkpoint", "list_checkpoints", "load_checkpoint", "load_model", "load_weights", "read_manifest",
+    "read_tensor_metadata", "save_checkpoint", "verify_checkpoint",
+]  # fmt: skip

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..data.tokenizer import FILE as TOKENIZER
+from ..data import TOKENIZER_FILE
 from ..expert_parallel.parameters import expert_ids, global_tensors
 from ..models import ModelConfig, TransformerStage, build_model
 from .load import load_checkpoint, model_differences
@@ -74,8 +74,8 @@ def export_weights(checkpoint: Path, folder: Path, experts: str = "swiglu") -> i
     save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     config = {"model_type": MODEL_TYPE, **dataclasses.asdict(model.config)}
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
-    if (checkpoint / TOKENIZER).is_file():
-        shutil.copyfile(checkpoint / TOKENIZER, folder / TOKENIZER)
+    if (checkpoint / TOKENIZER_FILE).is_file():
+        shutil.copyfile(checkpoint / TOKENIZER_FILE, folder / TOKENIZER_FILE)
     return sum(tensor.numel() for tensor in weights.values())
 
 

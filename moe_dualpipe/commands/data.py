@@ -1,67 +1,70 @@
-"""`moe-dualpipe data`: text into token ids on disk, once, instead of at the start of every run."""
+"""`moe-dualpipe data`: encode text into token ids on disk once, instead of at the start of every run."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from tyro.conf import Positional, subcommand
 
-from ..data import token_files as corpus
-from ..data.token_files import Sidecar, TokenFile
-from ..data.tokenizer import FILE, Tokenizer
+if TYPE_CHECKING:
+    from ..data import Sidecar
 
 
 @dataclass(frozen=True)
-class Prepare:
-    """Turn text into a folder of token ids, which `train.py --data FOLDER` maps into memory."""
+class PrepareData:
+    """Encode text into a folder of token ids, for `train.py --data FOLDER`."""
 
     sources: Positional[tuple[str, ...]]
-    """Text: files, folders, globs, .jsonl, or "stdlib"."""
+    """Text: files, folders, globs, .jsonl files, or "stdlib"."""
     out: Path
-    """The folder to write; it must not be there yet."""
+    """Folder to write; it must not exist or be empty."""
     tokenizer: str = "bpe"
-    """bpe: learned from this text; bytes; or a tokenizer.json that is there already."""
+    """bpe (trained on this text), bytes, or the path of a tokenizer.json."""
     vocab_size: int = 4096
-    """Most tokens that bpe learns."""
+    """Maximum vocabulary size of a trained bpe."""
     field: str = "text"
-    """The field of a .jsonl line that holds the text."""
+    """Key of the text in each .jsonl line."""
 
     def run(self) -> None:
-        tokenizer, sidecars = corpus.prepare(list(self.sources), self.out, self.tokenizer, self.vocab_size, self.field)
-        print(f"{self.out / FILE}: {tokenizer}, {tokenizer.end_id} ends a document")
-        for name, sidecar in zip((corpus.TRAIN, corpus.HELD_OUT_NAMES[0]), sidecars, strict=True):
-            print(f"{self.out / name}: {_numbers(sidecar)}")
+        from ..data import HELD_OUT_FILES, TOKENIZER_FILE, TRAIN_FILE, prepare_data
+
+        tokenizer, sidecars = prepare_data(list(self.sources), self.out, self.tokenizer, self.vocab_size, self.field)
+        print(f"{self.out / TOKENIZER_FILE}: {tokenizer}, {tokenizer.end_id} ends a document")
+        for name, sidecar in zip((TRAIN_FILE, HELD_OUT_FILES[0]), sidecars, strict=True):
+            print(f"{self.out / name}: {_describe(sidecar)}")
         print(f"to train: python train.py --data {self.out} --model.vocab-size {tokenizer.vocab_size}")
 
 
 @dataclass(frozen=True)
-class Check:
-    """Read files of token ids whole, whatever their size: checksums, and that no id is past the vocabulary."""
+class CheckData:
+    """Check whole files of token ids, of any size: checksums, and that every id is in the vocabulary."""
 
     files: Positional[tuple[Path, ...]]
     """Files that `prepare` wrote."""
 
     def run(self) -> None:
+        from ..data import TokenFile
+
         for path in self.files:
             file = TokenFile.open(path, "uint16")
             if file.sidecar is None:
-                raise ValueError(f"{path} has no description beside it, {path.name}.json, to check it by")
-            tokenizer: Tokenizer = file.tokenizer(file.sidecar.vocab_size)
-            file.scan(tokenizer.vocab_size)
-            print(f"{path}: as it was written; {_numbers(file.sidecar)}")
+                raise ValueError(f"cannot check {path}: there is no {path.name}.json next to it")
+            file.scan(file.tokenizer(file.sidecar.vocab_size).vocab_size)
+            print(f"{path}: OK; {_describe(file.sidecar)}")
 
 
 @dataclass(frozen=True)
 class DataCommands:
-    """Token ids on disk: make them from text, check them."""
+    """Write files of token ids, and check them."""
 
     command: Annotated[
-        Annotated[Prepare, subcommand("prepare")] | Annotated[Check, subcommand("check")], tyro.conf.arg(name="")
+        Annotated[PrepareData, subcommand("prepare")] | Annotated[CheckData, subcommand("check")],
+        tyro.conf.arg(name=""),
     ]
 
 
-def _numbers(sidecar: Sidecar) -> str:
+def _describe(sidecar: "Sidecar") -> str:
     return (
         f"{sidecar.documents:,} documents, {sidecar.tokens:,} tokens of {sidecar.dtype}, "
         f"{sidecar.bytes / sidecar.tokens:.3f} bytes per token"

@@ -36,7 +36,7 @@ class Generate:
         import torch
 
         from ..checkpoint import find_checkpoint, load_model
-        from ..data.tokenizer import tokenizer_of
+        from ..data import find_tokenizer
         from ..inference.generate import generate
         from ..inference.pipeline import printable
         from ..runtime.launch import choose_device
@@ -45,7 +45,7 @@ class Generate:
             raise ValueError(f"--num must be at least 1: got {self.num}")
         device = torch.device(choose_device(self.device, torch.cuda.device_count(), 1))
         found = find_checkpoint(self.run_or_checkpoint)
-        tokenizer = tokenizer_of(found)
+        tokenizer = find_tokenizer(found)
         end, prompt = tokenizer.end_id, tokenizer.encode(self.prompt)
         if not prompt:
             raise ValueError("--prompt is empty: give what the texts start with, or leave it out")

@@ -1,1 +1,14 @@
-"""Training data: documents from files, tokenizers, files of token ids, and batches drawn from them."""
+"""Training data: read documents, tokenize them, store token ids on disk, and draw batches.
+
+`load_data` opens everything that `--data` names and returns a `TextData`, which draws the batches.
+"""
+
+from .batches import Source, TextData
+from .sources import load_data
+from .token_files import HELD_OUT_FILES, TRAIN_FILE, Sidecar, TokenFile, prepare_data
+from .tokenizer import BYTES, TOKENIZER_FILE, Tokenizer, find_tokenizer, tokenizer_files
+
+__all__ = [
+    "BYTES", "HELD_OUT_FILES", "TOKENIZER_FILE", "TRAIN_FILE", "Sidecar", "Source", "TextData", "TokenFile",
+    "Tokenizer", "find_tokenizer", "load_data", "prepare_data", "tokenizer_files",
+]  # fmt: skip

@@ -1,9 +1,8 @@
-"""Documents from files: what to read, and where it is broken.
+"""Documents from files: find them, check that they are text, read them.
 
-A model learns whatever it is fed, so nothing that is not text may pass for it: every defect has a name, a file and a
-line. A file that was asked for by name must be right; of a folder or a pattern, which also find pictures, files that
-are no text are left out, and named. Files are read in pieces, twice (to check, then to use), so none has to fit into
-memory.
+Training on a binary or broken file would fail silently, so every file is checked, and errors give file, line and
+defect. A file that the user names must be text. A folder or glob may contain other files (images): these are skipped
+and reported. Files are read in blocks, once to check and once to use, so they may be larger than memory.
 """
 
 import codecs
@@ -14,34 +13,34 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-HELD_OUT = 20  # one document in so many is kept for validation, or that share of the text where there are fewer
-PIECE = 1 << 20  # bytes of a long file that are encoded at once
+HELD_OUT = 20  # hold out one document in 20 for validation; with fewer documents, the last 1/20 of the tokens
+BLOCK_BYTES = 1 << 20  # read and encode long files in blocks of this size
 JSONL = ".jsonl"
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Some text, whole lines of a document unless they are very long; `last` says that its document ends there."""
+class TextChunk:
+    """Part of a document: whole lines, unless a line is longer than a block."""
 
     text: str
-    last: bool
+    ends_document: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """The documents of a source, read anew whenever they are iterated; none of them is empty."""
+    """The documents of one source, none of them empty. Each iteration reads the files again."""
 
     source: str
     files: tuple[Path, ...]
     field: str = "text"
     skipped: tuple[str, ...] = ()
-    """Files that are not text, each with the reason."""
+    """Files that are not text, each with the reason in parentheses."""
 
     @classmethod
     def find(cls, source: str, field: str = "text") -> "Documents":
-        """The documents of a file, a folder (all files below it), a glob, or "stdlib".
+        """Find the documents of a file, a folder (recursively), a glob, or "stdlib".
 
-        Raises ValueError when there is nothing there, or a file that is asked for by its name is not text.
+        Raises ValueError if nothing matches, or if `source` is a single file that is not text.
         """
         paths = _find(source)
         problems = {path: problem for path in paths if path.suffix != JSONL and (problem := _problem(path))}
@@ -50,36 +49,39 @@ class Documents:
         skipped = tuple(f"{path} ({problem})" for path, problem in problems.items())
         return cls(source, tuple(path for path in paths if path not in problems), field, skipped)
 
-    def __iter__(self) -> Iterator[Piece]:
-        """Raises ValueError, with file and line, for a line of a .jsonl that holds no text."""
+    def __iter__(self) -> Iterator[TextChunk]:
+        """Raises ValueError, with file and line, for a .jsonl line without text."""
         for path in self.files:
-            yield from _objects(path, self.field) if path.suffix == JSONL else _text(path)
+            yield from _read_jsonl(path, self.field) if path.suffix == JSONL else _read_text(path)
 
     @property
     def unit(self) -> str:
-        """What a document is."""
+        """ "documents" or "files", for messages."""
         return "documents" if any(path.suffix == JSONL for path in self.files) else "files"
 
-    def nothing(self) -> ValueError:
-        """The error for a source in which there is no text at all."""
-        count = len(self.files) + len(self.skipped)
-        return ValueError(f"no text in --data {self.source}: {count} files, all empty or not text{self.left_out(': ')}")
+    def empty_error(self) -> ValueError:
+        """The error for a source without any text."""
+        count, skipped = len(self.files) + len(self.skipped), self.describe_skipped(": ")
+        return ValueError(f"no text in --data {self.source}: all {count} files are empty or not text{skipped}")
 
-    def left_out(self, before: str = "; ") -> str:
-        """How many files are not text, and the first few of them."""
+    def describe_skipped(self, separator: str = "; ") -> str:
+        """The number of skipped files and the names of the first three, or "" if there are none."""
         if not self.skipped:
             return ""
         more = f", and {len(self.skipped) - 3} more" if len(self.skipped) > 3 else ""
-        return f"{before}{len(self.skipped)} left out as not text: {', '.join(self.skipped[:3])}{more}"
+        return f"{separator}{len(self.skipped)} skipped as not text: {', '.join(self.skipped[:3])}{more}"
 
 
 def is_held_out(document: int, num_documents: int) -> bool:
-    """Whether a document is kept for validation; with few documents none is, but the end of the text."""
+    """Whether document number `document` is held out. With few documents none is: see `held_out_tail`."""
     return num_documents >= HELD_OUT and document % HELD_OUT == HELD_OUT // 2
 
 
 def held_out_tail(num_tokens: int, seq_len: int = 0) -> int:
-    """How many tokens at the end of a text of few documents are kept: at least a sequence, if that leaves half."""
+    """The number of tokens to hold out at the end of a stream of few documents.
+
+    At least one sequence and its label, but at most half of the stream.
+    """
     return max(num_tokens // HELD_OUT, min(seq_len + 1, num_tokens // 2))
 
 
@@ -96,19 +98,19 @@ def _find(source: str) -> list[Path]:
         return sorted(p for p in below if not any(part.startswith(".") for part in p.relative_to(path).parts))
     found = sorted(Path(match) for match in glob.glob(source, recursive=True) if Path(match).is_file())
     if not found:
-        hint = "; a weight is a number, as in notes.jsonl=2" if "=" in source else ""
-        raise ValueError(f"--data {source}: no such file or folder, and no file matches it as a pattern{hint}")
+        hint = "; a weight must be a number, as in notes.jsonl=2" if "=" in source else ""
+        raise ValueError(f"--data {source}: no such file or folder, and no file matches it as a glob{hint}")
     return found
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
-    """The file, in blocks that end with a line unless that is longer than a block."""
+    """Yield the file in blocks that end at a line end, unless a line is longer than a block."""
     try:
         with path.open("rb") as file:
             rest = b""
-            while block := file.read(PIECE):
+            while block := file.read(BLOCK_BYTES):
                 cut = block.rfind(b"\n") + 1
-                if cut or len(rest) >= PIECE:
+                if cut or len(rest) >= BLOCK_BYTES:
                     yield rest + block[:cut]
                     rest = b""
                 rest += block[cut:]
@@ -119,13 +121,13 @@ def _blocks(path: Path) -> Iterator[bytes]:
 
 
 def _problem(path: Path) -> str:
-    """Why the file is not text, with the line; "" if it is: UTF-8 without zero bytes."""
+    """Why a file is not text (UTF-8 without zero bytes), with the line; "" if it is."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     line = 1
     for block in (*_blocks(path), b""):
         if (zero := block.find(b"\0")) >= 0:
             line += block.count(b"\n", 0, zero)
-            return f"a zero byte in line {line}"
+            return f"zero byte in line {line}"
         try:
             decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
@@ -135,18 +137,18 @@ def _problem(path: Path) -> str:
     return ""
 
 
-def _text(path: Path) -> Iterator[Piece]:
+def _read_text(path: Path) -> Iterator[TextChunk]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     before = ""
     for block in _blocks(path):
         if before:
-            yield Piece(before, last=False)
+            yield TextChunk(before, ends_document=False)
         before = decoder.decode(block)
     if before := before + decoder.decode(b"", final=True):
-        yield Piece(before, last=True)
+        yield TextChunk(before, ends_document=True)
 
 
-def _objects(path: Path, field: str) -> Iterator[Piece]:
+def _read_jsonl(path: Path, field: str) -> Iterator[TextChunk]:
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -155,13 +157,13 @@ def _objects(path: Path, field: str) -> Iterator[Piece]:
                 except ValueError as error:
                     raise ValueError(f"{path}:{number}: {error}") from None
                 if text:
-                    yield Piece(text, last=True)
+                    yield TextChunk(text, ends_document=True)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
 
 
 def _field(line: bytes, field: str) -> str:
-    """The text of one line. Raises ValueError, without the place."""
+    """The text of one .jsonl line. Raises ValueError; the caller adds file and line."""
     try:
         value = json.loads(line.decode())
     except UnicodeDecodeError as error:
@@ -169,19 +171,19 @@ def _field(line: bytes, field: str) -> str:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ValueError(f"not an object but {_kind(value)}")
+        raise ValueError(f"expected an object, got {_kind(value)}")
     if field not in value:
-        has = ", ".join(map(repr, list(value)[:5])) or "nothing"
-        raise ValueError(f"no field {field!r}: it has {has}; choose with --data-field")
+        found = ", ".join(map(repr, list(value)[:5])) or "none"
+        raise ValueError(f"no field {field!r}; its fields are {found}: choose one with --data-field")
     text = value[field]
     if not isinstance(text, str):
-        raise ValueError(f"field {field!r} is not a string but {_kind(text)}")
+        raise ValueError(f"field {field!r} must be a string, got {_kind(text)}")
     if "\0" in text:
-        raise ValueError(f"a zero character in field {field!r}, which no text has")
+        raise ValueError(f"field {field!r} contains a zero character")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"half of a surrogate pair in field {field!r}, at character {error.start}") from None
+        raise ValueError(f"field {field!r} has an unpaired surrogate at character {error.start}") from None
     return text
 
 

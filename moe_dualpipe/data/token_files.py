@@ -1,9 +1,9 @@
-"""Token ids in files that are mapped, never read whole: how they are written, and how their defects are found.
+"""Token ids in memory-mapped files: write them, describe them, and check them.
 
-`name.bin` is a flat array of little-endian numbers, as nanoGPT's are (uint16 without more being said). Such a file
-says nothing of itself, so `prepare` writes `name.bin.json` beside it: the dtype, the counts, which tokenizer made it,
-and a checksum of every chunk. Token ids are checked where it costs little: files up to `SCANNED` bytes whole, before
-the run; of larger ones every sequence when it is drawn (data.py), so that no wrong id is ever trained on.
+`name.bin` is a flat array of little-endian integers, as in nanoGPT (uint16 by default). Nothing in it says how to read
+it, so `prepare_data` writes a sidecar file, `name.bin.json`: dtype, counts, tokenizer, and a checksum of every chunk.
+Files up to SCAN_LIMIT are checked completely before a run. Larger ones would take too long: there every sequence is
+checked when it is drawn (batches.py). Either way no id outside the vocabulary is trained on.
 """
 
 import dataclasses
@@ -18,19 +18,30 @@ from pathlib import Path
 
 import numpy as np
 
-from .documents import Documents, Piece, held_out_tail, is_held_out
-from .tokenizer import BPE, BYTES, FILE, Ids, Tokenizer, digest, dtype_for, num_bytes, read, tokenizer_of
+from .documents import Documents, TextChunk, held_out_tail, is_held_out
+from .tokenizer import (
+    BYTES,
+    TOKENIZER_FILE,
+    BPETokenizer,
+    Tokenizer,
+    UnknownTokenizer,
+    digest,
+    dtype_for,
+    find_tokenizer,
+    num_bytes,
+    read_tokenizer,
+)
 
-TRAIN, HELD_OUT_NAMES = "train.bin", ("held_out.bin", "val.bin")
+TRAIN_FILE, HELD_OUT_FILES = "train.bin", ("held_out.bin", "val.bin")
 DTYPES = ("uint8", "uint16", "uint32")
-CHUNK = 1 << 22  # tokens that share a checksum
-SCANNED = 1 << 30
-BATCH = 64  # pieces of text that are encoded at a time
+CHUNK = 1 << 22  # tokens per checksum
+SCAN_LIMIT = 1 << 30  # bytes
+ENCODE_BATCH = 64  # text chunks encoded at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Sidecar:
-    """What `name.bin.json` says of `name.bin`."""
+    """The contents of `name.bin.json`, which describes `name.bin`."""
 
     dtype: str
     vocab_size: int
@@ -38,21 +49,21 @@ class Sidecar:
     tokens: int
     documents: int
     bytes: int
-    """Bytes of the text, where the end of a document counts as one."""
+    """Bytes of text, counting the end of a document as one byte."""
     tokenizer: str
-    """`tokenizer.digest` of what made it."""
+    """`digest` of the tokenizer."""
     crc32: list[int]
-    """Of every `CHUNK` tokens."""
+    """One checksum for every CHUNK tokens."""
 
     @classmethod
     def read(cls, path: Path) -> "Sidecar":
-        """Raises ValueError, naming file and field, for anything but what `prepare` writes."""
+        """Read and check a sidecar. Raises ValueError, naming file and field, if it is not valid."""
         try:
             fields = json.loads(path.read_bytes())
         except (ValueError, OSError, RecursionError) as error:
             raise ValueError(f"cannot read {path}: {error or 'nested too deep'}") from None
         if not isinstance(fields, dict):
-            raise ValueError(f"{path} does not describe token ids: it is no object")
+            raise ValueError(f"{path} does not describe token ids: it is not a JSON object")
         for field in dataclasses.fields(cls):
             value = fields.get(field.name)
             kind = list if field.name == "crc32" else str if field.name in ("dtype", "tokenizer") else int
@@ -65,7 +76,7 @@ class Sidecar:
 
 @dataclass(frozen=True, slots=True)
 class TokenFile:
-    """A mapped file of token ids, and what its sidecar says, if it has one."""
+    """A memory-mapped file of token ids, and its sidecar if it has one."""
 
     path: Path
     tokens_N: np.ndarray
@@ -73,46 +84,46 @@ class TokenFile:
 
     @classmethod
     def open(cls, path: Path, dtype: str) -> "TokenFile":
-        """dtype: of a file without a sidecar. Raises ValueError if size and description do not fit each other."""
+        """Map a file. dtype: if it has no sidecar. Raises ValueError if the size does not fit the description."""
         described = path.with_name(path.name + ".json")
         sidecar = Sidecar.read(described) if described.exists() else None
         kind = np.dtype(sidecar.dtype if sidecar else dtype).newbyteorder("<")
         size = path.stat().st_size
         if not size:
-            raise ValueError(f"{path} is empty: it has no token ids")
+            raise ValueError(f"{path} is empty")
         if size % kind.itemsize:
             raise ValueError(
-                f"{path} has {size} bytes, which is no whole number of {kind.name} token ids: it is cut off after "
-                f"{size // kind.itemsize} of them, or of another dtype (--data-dtype)"
+                f"{path} has {size} bytes, not a multiple of {kind.itemsize}, the size of {kind.name}: the file is "
+                "truncated, or has another dtype (--data-dtype)"
             )
-        if sidecar and sidecar.tokens != size // kind.itemsize:
-            found = f"{size // kind.itemsize} token ids of {kind.name}"
-            raise ValueError(f"{path} has {found}, but {described.name} says {sidecar.tokens}")
+        if sidecar and sidecar.tokens != (count := size // kind.itemsize):
+            raise ValueError(f"{path} has {count} {kind.name} token ids, but {described.name} says {sidecar.tokens}")
         return cls(path, np.memmap(path, kind, mode="r"), sidecar)
 
     def tokenizer(self, vocab_size: int) -> Tokenizer:
-        """What made the tokens; if nothing says, their mere numbers, below `vocab_size`.
+        """The tokenizer in the same folder; without any, an UnknownTokenizer of `vocab_size` ids.
 
-        Raises ValueError if what lies beside them did not make them.
+        Raises ValueError if it is not the one that the sidecar names.
         """
         folder, sidecar = self.path.parent, self.sidecar
+        where = folder / TOKENIZER_FILE
         if sidecar is None:
-            return read(folder / FILE) if (folder / FILE).exists() else Ids(vocab_size)
-        found = tokenizer_of(folder)
+            return read_tokenizer(where) if where.exists() else UnknownTokenizer(vocab_size)
+        found = find_tokenizer(folder)
         if digest(found) != sidecar.tokenizer:
             raise ValueError(
-                f"{self.path} was made by another tokenizer than {found}, which is "
-                f"{f'in {folder / FILE}' if (folder / FILE).exists() else f'meant where there is no {folder / FILE}'}"
+                f"{self.path} was not encoded with {found}, the tokenizer "
+                f"{f'in {where}' if where.exists() else f'that applies because there is no {where}'}"
             )
         if (found.vocab_size, found.end_id) != (sidecar.vocab_size, sidecar.end_id):
             raise ValueError(
-                f"{self.path}.json says that {found} has {sidecar.vocab_size} tokens and ends documents with "
-                f"{sidecar.end_id}: it has {found.vocab_size} and {found.end_id}"
+                f"{self.path}.json gives the tokenizer {sidecar.vocab_size} tokens and end-of-document id "
+                f"{sidecar.end_id}, but {found} has {found.vocab_size} and {found.end_id}"
             )
         return found
 
     def scan(self, vocab_size: int) -> None:
-        """Read everything once. Raises ValueError, with the place, for a changed chunk or an id past the vocabulary."""
+        """Check the whole file. Raises ValueError, with the position, for a wrong checksum or an id >= `vocab_size`."""
         sums = self.sidecar.crc32 if self.sidecar else None
         if sums is not None and len(sums) != -(-len(self.tokens_N) // CHUNK):
             raise ValueError(f"{self.path}.json has {len(sums)} checksums for {len(self.tokens_N)} tokens")
@@ -121,46 +132,46 @@ class TokenFile:
             if sums is not None and zlib.crc32(chunk.data) != sums[i]:
                 raise ValueError(
                     f"{self.path} has changed since it was written, in tokens {first} to {first + len(chunk) - 1}: "
-                    "prepare it anew"
+                    "prepare it again"
                 )
             if chunk.max() >= vocab_size:
-                raise past_vocabulary(self.path, first, chunk, vocab_size)
+                raise vocabulary_error(self.path, first, chunk, vocab_size)
 
 
-def past_vocabulary(path: object, first: int, tokens: np.ndarray, vocab_size: int) -> ValueError:
-    """The error for a file whose `tokens`, from index `first` on, have an id that is not below `vocab_size`."""
+def vocabulary_error(path: object, first: int, tokens: np.ndarray, vocab_size: int) -> ValueError:
+    """The error for `tokens`, read from index `first` of file `path`, that contain an id >= `vocab_size`."""
     at = int(np.argmax(tokens >= vocab_size))
     return ValueError(
-        f"{path}: token {first + at} is {int(tokens[at])}, past the vocabulary of {vocab_size}: use a larger "
-        "--model.vocab-size, or another --data-dtype, if the file has no description; else it is broken"
+        f"{path}: token {first + at} is {int(tokens[at])}, outside the vocabulary of {vocab_size}: use a larger "
+        "--model.vocab-size, or another --data-dtype if the file has no .json; otherwise the file is broken"
     )
 
 
-def prepare(
+def prepare_data(
     sources: list[str], out: Path, tokenizer: str, vocab_size: int, field: str
 ) -> tuple[Tokenizer, list[Sidecar]]:
-    """Write the documents of `sources` as tokens into the folder `out`, which appears when it is complete.
+    """Encode the documents of `sources` into a new folder `out`, which appears only when it is complete.
 
-    tokenizer: "bpe" (learned from the text, with at most `vocab_size` tokens), "bytes", or a tokenizer.json.
-    Returns the tokenizer and the sidecars of train.bin and held_out.bin. Raises ValueError for text that is none.
+    tokenizer: "bpe" (trained on the text, at most `vocab_size` tokens), "bytes", or the path of a tokenizer.json.
+    Returns the tokenizer and the sidecars of train.bin and held_out.bin. Raises ValueError if a source is not text.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"--out {out} is there already, and not empty: use another name")
+        raise ValueError(f"--out {out} already exists and is not empty: choose another folder")
     found = [Documents.find(source, field) for source in sources]
-    counts = [sum(piece.last for piece in documents) for documents in found]
+    counts = [sum(chunk.ends_document for chunk in documents) for documents in found]
     for documents, count in zip(found, counts, strict=True):
         if not count:
-            raise documents.nothing()
+            raise documents.empty_error()
     if tokenizer == "bpe":
-        chosen: Tokenizer = BPE.train((piece.text for documents in found for piece in documents), vocab_size)
+        chosen: Tokenizer = BPETokenizer.train((chunk.text for documents in found for chunk in documents), vocab_size)
     else:
-        chosen = BYTES if tokenizer == "bytes" else read(Path(tokenizer))
+        chosen = BYTES if tokenizer == "bytes" else read_tokenizer(Path(tokenizer))
     unfinished = out.with_name(f".{out.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     try:
-        (unfinished / FILE).write_bytes(chosen.to_bytes())
-        sidecars = _write((p for documents in found for p in documents), sum(counts), chosen, unfinished)
+        (unfinished / TOKENIZER_FILE).write_bytes(chosen.to_json())
+        sidecars = _write((chunk for documents in found for chunk in documents), sum(counts), chosen, unfinished)
         unfinished.replace(out)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -168,18 +179,18 @@ def prepare(
     return chosen, sidecars
 
 
-def _write(pieces: Iterable[Piece], num_documents: int, tokenizer: Tokenizer, folder: Path) -> list[Sidecar]:
-    dtype, paths = dtype_for(tokenizer.vocab_size), [folder / TRAIN, folder / HELD_OUT_NAMES[0]]
+def _write(chunks: Iterable[TextChunk], num_documents: int, tokenizer: Tokenizer, folder: Path) -> list[Sidecar]:
+    dtype, paths = dtype_for(tokenizer.vocab_size), [folder / TRAIN_FILE, folder / HELD_OUT_FILES[0]]
     end = np.array([tokenizer.end_id], dtype).tobytes()
-    document, documents, size = 0, [0, 0], [0, 0]  # of train.bin, of held_out.bin
+    document, documents, size = 0, [0, 0], [0, 0]  # counts of train.bin and held_out.bin
     with paths[0].open("wb") as train, paths[1].open("wb") as held_out:
-        for batch in _batches(pieces, BATCH):
-            for piece, tokens_N in zip(batch, tokenizer.arrays([piece.text for piece in batch]), strict=True):
+        for batch in _batches(chunks, ENCODE_BATCH):
+            for chunk, tokens_N in zip(batch, tokenizer.encode_batch([c.text for c in batch]), strict=True):
                 held = is_held_out(document, num_documents)
-                (held_out if held else train).write(tokens_N.tobytes() + end * piece.last)
-                size[held] += len(piece.text.encode()) + piece.last
-                documents[held] += piece.last
-                document += piece.last
+                (held_out if held else train).write(tokens_N.tobytes() + end * chunk.ends_document)
+                size[held] += len(chunk.text.encode()) + chunk.ends_document
+                documents[held] += chunk.ends_document
+                document += chunk.ends_document
     if not documents[1]:
         tokens_N = np.memmap(paths[0], dtype, mode="r")
         cut = len(tokens_N) - held_out_tail(len(tokens_N))
@@ -192,13 +203,13 @@ def _write(pieces: Iterable[Piece], num_documents: int, tokenizer: Tokenizer, fo
 
 
 def _describe(path: Path, documents: int, size: int, tokenizer: Tokenizer, dtype: np.dtype) -> Sidecar:
-    """Write the sidecar of a file that is complete."""
+    """Write the sidecar of a complete file."""
     if not path.stat().st_size:
-        raise ValueError("too little text to keep some of it for validation: use more")
+        raise ValueError("too little text to hold out some for validation: add more")
     tokens_N = np.memmap(path, dtype, mode="r")
     sums = [zlib.crc32(chunk.data) for chunk in _chunks(tokens_N)]
-    made_by = (tokenizer.vocab_size, tokenizer.end_id, len(tokens_N), documents, size, digest(tokenizer), sums)
-    sidecar = Sidecar(dtype.name, *made_by)
+    counts = (tokenizer.vocab_size, tokenizer.end_id, len(tokens_N), documents, size)
+    sidecar = Sidecar(dtype.name, *counts, digest(tokenizer), sums)
     path.with_name(path.name + ".json").write_text(json.dumps(dataclasses.asdict(sidecar)) + "\n")
     return sidecar
 
@@ -207,7 +218,7 @@ def _chunks(tokens_N: np.ndarray) -> Iterator[np.ndarray]:
     return (tokens_N[i : i + CHUNK] for i in range(0, len(tokens_N), CHUNK))
 
 
-def _batches(pieces: Iterable[Piece], size: int) -> Iterator[list[Piece]]:
-    pieces = iter(pieces)
-    while batch := list(islice(pieces, size)):
+def _batches(chunks: Iterable[TextChunk], size: int) -> Iterator[list[TextChunk]]:
+    chunks = iter(chunks)
+    while batch := list(islice(chunks, size)):
         yield batch

@@ -1,8 +1,8 @@
-"""Text to token ids and back: bytes, a learned byte-level BPE, or ids whose text is not known.
+"""Convert between text and token ids: bytes, a byte-level BPE, or ids whose tokenizer is unknown.
 
-A model is worth nothing without the tokenizer of its data, so every tokenizer is one JSON document that is written
-beside the tokens and into each checkpoint. Bytes are the default and need nothing; BPE is the `tokenizers` library's,
-an optional dependency, whose JSON is data for its parser: reading one that somebody else wrote runs no code.
+A model is useless without its tokenizer, so each tokenizer is one JSON document, written next to the token ids and
+into every checkpoint. Bytes are the default and need no file. BPE uses the optional `tokenizers` library. Its
+tokenizer.json is only parsed, so loading a file from an untrusted source runs no code.
 """
 
 import hashlib
@@ -14,14 +14,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-FILE = "tokenizer.json"
+TOKENIZER_FILE = "tokenizer.json"
 END = "<|endoftext|>"
-# What published tokenizers end a document with: GPT-2 and its kin, Llama 3, DeepSeek, Llama 2 and Mixtral, Gemma.
+# End-of-document tokens of published tokenizers: GPT-2 and others, Llama 3, DeepSeek, Llama 2 and Mixtral, Gemma.
 ENDS = (END, "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>")  # noqa: RUF001
 
 
 class Tokenizer(Protocol):
-    """Token ids for text. `end_id` ends every document, and no text encodes to it; -1 where it is not known."""
+    """Maps text to token ids and back. `end_id` ends each document, and no text encodes to it; -1 if unknown."""
 
     vocab_size: int
     end_id: int
@@ -29,22 +29,22 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of `tokens`; ids past the vocabulary become the replacement character, or nothing."""
+        """The text of `tokens`. Ids outside the vocabulary become the replacement character or nothing."""
         ...
 
-    def arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each text, in the smallest dtype that holds the vocabulary."""
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The ids of each text, as `dtype_for(vocab_size)`."""
         ...
 
-    def to_bytes(self) -> bytes:
-        """The JSON that `from_bytes` makes the same tokenizer of."""
+    def to_json(self) -> bytes:
+        """The JSON from which `tokenizer_from_json` builds the same tokenizer."""
         ...
 
     def __str__(self) -> str: ...
 
 
-class Bytes:
-    """UTF-8 itself, 256 tokens; a zero byte, which no text file has, ends a document."""
+class ByteTokenizer:
+    """UTF-8 bytes as 256 tokens. A zero byte, which text never contains, ends a document."""
 
     vocab_size, end_id = 256, 0
 
@@ -54,18 +54,18 @@ class Bytes:
     def decode(self, tokens: list[int]) -> str:
         return b"".join(bytes([t]) if t < 256 else "\ufffd".encode() for t in tokens).decode(errors="replace")
 
-    def arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
-    def to_bytes(self) -> bytes:
+    def to_json(self) -> bytes:
         return b'{"tokenizer": "bytes"}\n'
 
     def __str__(self) -> str:
         return "bytes"
 
 
-class Ids:
-    """Tokens of an unknown tokenizer: the text of a token is its number. "17 4" is [17, 4]; other text is [0]."""
+class UnknownTokenizer:
+    """Stands in for an unknown tokenizer: a token's text is its number. "17 4" is [17, 4]; other text is [0]."""
 
     end_id = -1
 
@@ -78,49 +78,49 @@ class Ids:
     def decode(self, tokens: list[int]) -> str:
         return "".join(f" {token}" for token in tokens)
 
-    def arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
-        raise ValueError("the tokenizer of these token ids is not known, so no text can be added to them")
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        raise ValueError("cannot encode text: the tokenizer of these token ids is unknown")
 
-    def to_bytes(self) -> bytes:
+    def to_json(self) -> bytes:
         return json.dumps({"tokenizer": "ids", "vocab_size": self.vocab_size}).encode() + b"\n"
 
     def __str__(self) -> str:
         return f"{self.vocab_size:,} token ids without a tokenizer"
 
 
-class BPE:
-    """A tokenizer of the `tokenizers` library, as its tokenizer.json has it. Special tokens are never made of text."""
+class BPETokenizer:
+    """A tokenizer.json of the `tokenizers` library. Text is never encoded to special tokens."""
 
     def __init__(self, content: bytes, where: str):
         library = _library()
         try:
             self._tokenizer: Any = library.Tokenizer.from_str(content.decode())
-        except Exception as error:  # the library raises nothing narrower
-            raise ValueError(f"{where} is no tokenizer: {error}") from None
+        except Exception as error:  # the library raises plain Exception
+            raise ValueError(f"{where} is not a tokenizer: {error}") from None
         self._content = content
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text is thirteen characters
+        self._tokenizer.encode_special_tokens = True  # encode "<|endoftext|>" in a text as ordinary characters
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=0) + 1
         special = {t.content: i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special}
         ends = [special[name] for name in ENDS if name in special]
         if not ends:
             raise ValueError(
-                f"{where} has no special token that ends a document: one of {', '.join(ENDS)} must be among its "
-                f"added_tokens, with special true; there are: {', '.join(list(special)[:8]) or 'none'}"
+                f"{where} has no end-of-document token: its added_tokens must contain one of {', '.join(ENDS)}, with "
+                f"special true; its special tokens are {', '.join(list(special)[:8]) or 'none'}"
             )
         self.end_id = ends[0]
         self._dtype = dtype_for(self.vocab_size)
 
     @classmethod
-    def train(cls, texts: Iterable[str], vocab_size: int) -> "BPE":
-        """Learn byte-level BPE, with GPT-2's way to cut a text into words; the same texts give the same tokenizer.
+    def train(cls, texts: Iterable[str], vocab_size: int) -> "BPETokenizer":
+        """Train byte-level BPE with GPT-2's pre-tokenizer; the same texts give the same tokenizer.
 
-        Keeps the words of `texts`, not the texts. Fewer tokens than `vocab_size` come of a text too small for them.
+        Memory holds the distinct words, not the texts. A short text may give fewer tokens than `vocab_size`.
         """
         if vocab_size < 257:
             raise ValueError(
-                f"--vocab-size must be at least 257, 256 bytes and the end of a document: got {vocab_size}"
+                f"--vocab-size must be at least 257 (256 bytes and the end of a document): got {vocab_size}"
             )
         library = _library()
         from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -142,72 +142,72 @@ class BPE:
     def decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
-    def arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(one.ids, self._dtype) for one in encoded]
 
-    def to_bytes(self) -> bytes:
+    def to_json(self) -> bytes:
         return self._content
 
     def __str__(self) -> str:
         return f"BPE of {self.vocab_size:,} tokens"
 
 
-BYTES = Bytes()
+BYTES = ByteTokenizer()
 
 
-def from_bytes(content: bytes, where: str) -> Tokenizer:
-    """The tokenizer that a tokenizer.json holds. Raises ValueError, naming `where` it stands, if it holds none."""
+def tokenizer_from_json(content: bytes, where: str) -> Tokenizer:
+    """Build a tokenizer from its JSON. Raises ValueError, naming `where`, if it is not a tokenizer."""
     try:
         fields = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is no tokenizer: {error or 'nested too deep'}") from None
+        raise ValueError(f"{where} is not a tokenizer: {error or 'nested too deep'}") from None
     match fields:
         case {"tokenizer": "bytes"}:
             return BYTES
         case {"tokenizer": "ids", "vocab_size": int(size)} if size > 0:
-            return Ids(size)
+            return UnknownTokenizer(size)
         case {"model": dict()}:
-            return BPE(content, where)
-    raise ValueError(f"{where} is no tokenizer: neither one of the tokenizers library nor one written here")
+            return BPETokenizer(content, where)
+    raise ValueError(f"{where} is not a tokenizer: neither of the tokenizers library nor of moe-dualpipe")
 
 
-def read(path: Path) -> Tokenizer:
-    """The tokenizer in a file. Raises ValueError if there is none."""
+def read_tokenizer(path: Path) -> Tokenizer:
+    """Read a tokenizer.json. Raises ValueError if it is missing or not a tokenizer."""
     try:
-        return from_bytes(path.read_bytes(), str(path))
+        return tokenizer_from_json(path.read_bytes(), str(path))
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
 
 
-def tokenizer_of(folder: Path) -> Tokenizer:
-    """The tokenizer in a folder of tokens, or in a checkpoint's; bytes if there is none in it."""
-    return read(folder / FILE) if (folder / FILE).is_file() else BYTES
+def find_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a folder of token ids or of a checkpoint; bytes if the folder has no tokenizer.json."""
+    return read_tokenizer(folder / TOKENIZER_FILE) if (folder / TOKENIZER_FILE).is_file() else BYTES
 
 
-def files(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """What has to lie in a folder so that `tokenizer_of` finds `tokenizer` there: file name -> content."""
-    return {} if isinstance(tokenizer, Bytes) else {FILE: tokenizer.to_bytes()}
+def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """The files that a folder needs so that `find_tokenizer` finds `tokenizer`: file name -> content."""
+    return {} if isinstance(tokenizer, ByteTokenizer) else {TOKENIZER_FILE: tokenizer.to_json()}
 
 
 def digest(tokenizer: Tokenizer) -> str:
-    """A short name by which equal tokenizers are known: a hash of the JSON."""
-    return hashlib.blake2b(tokenizer.to_bytes(), digest_size=16).hexdigest()
+    """A hash of the tokenizer's JSON; equal tokenizers have equal digests."""
+    return hashlib.blake2b(tokenizer.to_json(), digest_size=16).hexdigest()
 
 
 def dtype_for(vocab_size: int) -> np.dtype:
-    """The smallest little-endian dtype whose numbers suffice."""
+    """The smallest little-endian unsigned dtype for ids below `vocab_size`."""
     return np.dtype("u1" if vocab_size <= 1 << 8 else "<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
 def num_bytes(tokenizer: Tokenizer, tokens: np.ndarray) -> int:
-    """Bytes of text in `tokens`, where the end of a document counts as one byte, as it is with bytes."""
-    if isinstance(tokenizer, Bytes):
+    """Bytes of the text of `tokens`, counting the end of a document as one byte."""
+    if isinstance(tokenizer, ByteTokenizer):
         return len(tokens)
     ends = tokens == tokenizer.end_id
     text = tokens[~ends]
-    pieces = (tokenizer.decode(text[i : i + (1 << 16)].tolist()) for i in range(0, len(text), 1 << 16))
-    return int(ends.sum()) + sum(len(piece.encode()) for piece in pieces)
+    parts = (tokenizer.decode(text[i : i + (1 << 16)].tolist()) for i in range(0, len(text), 1 << 16))
+    return int(ends.sum()) + sum(len(part.encode()) for part in parts)
 
 
 def _library() -> Any:

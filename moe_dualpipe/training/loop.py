@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ..checkpoint import SaveError, Saver, SaveResult, list_checkpoints, load_checkpoint, load_weights
+from ..data import tokenizer_files
 from ..expert_parallel import AllToAll, Local
 from ..health.heartbeat import Progress
 from ..health.signals import Stop
@@ -98,7 +99,7 @@ class Trainer:
                 config.recompute,
                 config.kernels,
                 config.fused_loss,
-                plan.text.end_id if config.document_mask else None,
+                plan.text.tokenizer.end_id if config.document_mask else None,
             ).to(self.device, self.dtype)
             for index in placement.stages[self.layout.pp_rank]
         }
@@ -146,7 +147,7 @@ class Trainer:
         self._check_replicas()
         before = self.validation_loss()
         self.metrics.write(step=self.plan.first_step, validation_loss=before)
-        self._say(f"validation loss before: {self.plan.text.in_words(before)}")
+        self._say(f"validation loss before: {self.plan.text.format_losses(before)}")
         done = self.plan.first_step
         with metrics.progress_bar(config.steps, self.plan.first_step, self.leader) as bar:
             for step in range(self.plan.first_step, config.steps):
@@ -182,7 +183,7 @@ class Trainer:
         saved = self._last_saved()
         self._say(f"saved {saved}")
         self._say(f"to resume: {self._resume_command(saved, 2 * config.steps)}")
-        self._say(f"validation loss {self.plan.text.in_words(before, after)}")
+        self._say(f"validation loss {self.plan.text.format_losses(before, after)}")
 
     def train_step(self, step: int) -> dict[str, float]:
         """One update; returns what the metrics record of it. Collective."""
@@ -248,7 +249,7 @@ class Trainer:
         if self.saver.busy:
             self._say(f"step {step}: waiting for the last checkpoint, which is still being written")
         self._tell(self.saver.wait())
-        self.saver.start(step, self.state(), self.plan.text.files())
+        self.saver.start(step, self.state(), tokenizer_files(self.plan.text.tokenizer))
 
     def save(self, step: int) -> Path:
         """Write a checkpoint after `step` updates. Raises SaveError if that fails. Collective."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..checkpoint import check_model, check_weights, find_checkpoint
-from ..data import batches as data
+from ..data import TextData, load_data
 from ..drawing.output import make_folder
 from ..models import split
 from ..models.experts import expert_class
@@ -24,7 +24,7 @@ class Plan:
         self,
         config: TrainConfig,
         arguments: Sequence[str],
-        text: data.TextData,
+        text: TextData,
         resume: Path | None,
         first_step: int,
     ):
@@ -63,11 +63,11 @@ class Plan:
             )
         if first_step + WARM_UP + config.profile > config.steps:
             config = dataclasses.replace(config, profile=0)  # an attempt that begins so late records nothing
-        text = data.load(config.data, config.seq_len, config.model.vocab_size, config.data_field, config.data_dtype)
+        text = load_data(config.data, config.seq_len, config.model.vocab_size, config.data_field, config.data_dtype)
         if start := resume or config.weights:
-            text.check_resumed(Path(start))
+            text.check_tokenizer(Path(start))
         _check_prompt(config, text)
-        if config.document_mask and text.end_id < 0:
+        if config.document_mask and text.tokenizer.end_id < 0:
             raise ValueError("--document-mask: where documents end is not known of these token ids; prepare them anew")
         make_folder(Path(config.out))
         if Path(config.out, metrics.FILE).exists():
@@ -96,7 +96,7 @@ class Plan:
         return "\n".join([*lines, self.text.description, f"{start}{steps} of {of}"])
 
 
-def _check_prompt(config: TrainConfig, text: data.TextData) -> None:
+def _check_prompt(config: TrainConfig, text: TextData) -> None:
     if not config.sample_tokens:
         return
     largest, size = max(text.tokenizer.encode(config.prompt or "\n"), default=None), config.model.vocab_size

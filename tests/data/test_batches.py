@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from moe_dualpipe.data import batches as data
-from moe_dualpipe.data import documents
+from moe_dualpipe.data import Source, TextData, documents, load_data, tokenizer_files
+from moe_dualpipe.data.documents import Documents
+from moe_dualpipe.data.sources import split_weight
 from moe_dualpipe.training.config import parse
 from tests.support.texts import TEXTS, corrupted
 
@@ -28,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
 
 def source_of(tokens, name="", weight=1.0):
     stream = np.array(tokens, np.uint8)
-    return data.Source(name, weight, stream, stream, "")
+    return Source(name, weight, stream, stream, "")
 
 
 def bytes_of(stream) -> bytes:
@@ -40,11 +41,11 @@ def bytes_of(stream) -> bytes:
 
 def test_batches_are_a_pure_function_of_seed_step_and_rank(folder):
     for sources in ([str(folder)], [f"{folder}=2", str(folder / "0*.txt"), str(folder / "17.txt")]):
-        text = data.load(sources, 16)
+        text = load_data(sources, 16)
         x, y = text.batch(seed=1, step=7, rank=2, count=5, seq_len=16)
         assert x.shape == y.shape == (5, 16)
         assert torch.equal(x[:, 1:], y[:, :-1])
-        again = data.load(sources, 16)
+        again = load_data(sources, 16)
         again.batch(seed=1, step=3, rank=0, count=9, seq_len=16)  # what was asked before does not matter
         assert torch.equal(x, again.batch(seed=1, step=7, rank=2, count=5, seq_len=16)[0])
         others = [text.batch(*key, count=5, seq_len=16)[0] for key in [(2, 7, 2), (1, 8, 2), (1, 7, 3)]]
@@ -53,15 +54,15 @@ def test_batches_are_a_pure_function_of_seed_step_and_rank(folder):
 
 def test_the_batches_of_one_source_are_those_of_every_version():
     """Written down once: whoever resumes an old run gets the batches that it would have had."""
-    text = data.TextData((source_of(np.arange(1000) % 251),))
+    text = TextData((source_of(np.arange(1000) % 251),))
     assert text.batch(3, 5, 2, 4, 8)[0][:, 0].tolist() == [93, 212, 141, 15]
 
 
 def test_steps_and_ranks_never_share_a_batch_and_windows_stay_inside():
-    long = data.TextData((source_of(np.arange(256).repeat(20)),))
+    long = TextData((source_of(np.arange(256).repeat(20)),))
     batches = [long.batch(0, step, rank, 4, 8)[0] for step in range(4) for rank in range(4)]
     assert all(not torch.equal(a, b) for a, b in itertools.combinations(batches, 2))
-    short = data.TextData((source_of(range(10)), source_of(range(30, 43))))
+    short = TextData((source_of(range(10)), source_of(range(30, 43))))
     x, y = short.batch(0, 0, 0, 500, 8)
     assert (x.min(), y.max()) == (0, 42)
     assert {(first, last) for first, last in zip(x[:, 0].tolist(), y[:, -1].tolist(), strict=True)} == {
@@ -71,7 +72,7 @@ def test_steps_and_ranks_never_share_a_batch_and_windows_stay_inside():
 
 def test_shares_converge_to_the_weights_also_of_sources_of_other_sizes():
     sources = [source_of([i] * size, weight=w) for i, (size, w) in enumerate([(90, 3), (9, 1.5), (400, 0.5)])]
-    text = data.TextData(tuple(sources))
+    text = TextData(tuple(sources))
     drawn = torch.cat([text.batch(1, step, step % 3, 40, 8)[0][:, 0] for step in range(100)])
     shares = torch.bincount(drawn, minlength=3) / len(drawn)
     assert shares.tolist() == pytest.approx([0.6, 0.3, 0.1], abs=4 * (0.25 / 4000) ** 0.5)
@@ -82,7 +83,7 @@ def test_shares_converge_to_the_weights_also_of_sources_of_other_sizes():
 @pytest.mark.parametrize("total", [1, 2, 6, 7])
 def test_held_out_batches_cover_the_held_out_text_evenly(folder, total):
     for sources in ([str(folder)], [f"{folder}=2.5", f"{folder}/0*"]):
-        text = data.load(sources, 16)
+        text = load_data(sources, 16)
         whole = text.held_out_batch(0, total, total, 16)
         assert len(whole[0]) == total
         parts = [text.held_out_batch(first, 1, total, 16)[0] for first in range(total)]
@@ -96,7 +97,7 @@ def test_held_out_batches_cover_the_held_out_text_evenly(folder, total):
 
 
 def test_held_out_files_are_never_trained_on_and_what_is_no_text_is_named(folder):
-    text = data.load(str(folder), 16)
+    text = load_data(str(folder), 16)
     (source,) = text.sources
     kept, held_out = (bytes_of(stream).decode() for stream in (source.train, source.held_out))
     names = [f"<{i:02}>" for i in range(40)] + ["<deep>"]
@@ -105,30 +106,30 @@ def test_held_out_files_are_never_trained_on_and_what_is_no_text_is_named(folder
     assert "secret" not in kept + held_out
     assert "\x01" not in kept + held_out
     assert len(kept) + len(held_out) == 40 * (80 + 1) + 120 + 1
-    left_out = f"1 left out as not text: {folder}/image.bin (a zero byte in line 1)"
+    left_out = f"1 skipped as not text: {folder}/image.bin (zero byte in line 1)"
     assert text.description == f"data {folder}: 39 files (0.0 MB), 2 held out; {left_out}"
     for i in range(4):
         (folder / f"z{i}").write_bytes(b"good\n\xffbad")
     more = (
         f"{folder}/z0 (not UTF-8 in line 2: invalid start byte), {folder}/z1 (not UTF-8 in line 2: invalid start byte)"
     )
-    assert data.load(str(folder), 16).description.endswith(f"(a zero byte in line 1), {more}, and 2 more")
+    assert load_data(str(folder), 16).description.endswith(f"(zero byte in line 1), {more}, and 2 more")
 
 
 def test_one_file_or_a_glob_will_do(folder):
-    (single,) = data.load(str(folder / "07.txt"), 8).sources
+    (single,) = load_data(str(folder / "07.txt"), 8).sources
     assert bytes_of(single.train) + bytes_of(single.held_out) == b"<07>" * 20 + b"\0"
-    (several,) = data.load(f"{folder}/1*.txt", 8).sources
+    (several,) = load_data(f"{folder}/1*.txt", 8).sources
     assert "".join(sorted(set(bytes_of(several.train).decode()))) == "\0" + "0123456789<>"
 
 
 def test_the_standard_library_is_there():
-    (source,) = (text := data.load("stdlib", 256, vocab_size=256)).sources
+    (source,) = (text := load_data("stdlib", 256, vocab_size=256)).sources
     assert len(source.train) > 5_000_000
     assert len(source.held_out) > 100_000
     assert re.fullmatch(r"data stdlib: \d+ files \(\d+\.\d MB\), \d+ held out", text.description)
-    assert text.in_words(5.57326, 1.835) == "5.5733 -> 1.8350 nats per byte"
-    assert text.files() == {}
+    assert text.format_losses(5.57326, 1.835) == "5.5733 -> 1.8350 nats per byte"
+    assert tokenizer_files(text.tokenizer) == {}
 
 
 def test_lines_of_a_jsonl_are_documents(tmp_path):
@@ -140,24 +141,24 @@ def test_lines_of_a_jsonl_are_documents(tmp_path):
         ' {"text":"e"}',
     ]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    text = data.load(str(tmp_path / "a.jsonl"), 1)
+    text = load_data(str(tmp_path / "a.jsonl"), 1)
     whole = b"".join(bytes_of(stream) for stream in (text.sources[0].train, text.sources[0].held_out))
     assert whole == "one\u2028two\0grün 😀\0e\0".encode()
     assert "3 documents" in text.description
     (tmp_path / "a.jsonl").write_text('{"body": "aaaaaaaaaaaaaaaaaaaaa"}\n' * 3)
-    assert bytes_of(data.load(str(tmp_path), 8, field="body").sources[0].train)[:22] == b"a" * 21 + b"\0"
+    assert bytes_of(load_data(str(tmp_path), 8, field="body").sources[0].train)[:22] == b"a" * 21 + b"\0"
 
 
 BAD_LINES = {
     b'{"text": "x"': "not JSON: Expecting ',' delimiter",
     b"[" * 100_000: "not JSON: ",
-    b"[1]": "not an object but a list",
-    b"null": "not an object but null",
-    b'{"txt": "x", "id": 1}': "no field 'text': it has 'txt', 'id'; choose with --data-field",
-    b'{"text": 3}': "field 'text' is not a string but a number",
-    b'{"text": {"text": "x"}}': "field 'text' is not a string but an object",
-    b'{"text": "a\\u0000b"}': "a zero character in field 'text'",
-    b'{"text": "a\\ud800b"}': "half of a surrogate pair in field 'text', at character 1",
+    b"[1]": "expected an object, got a list",
+    b"null": "expected an object, got null",
+    b'{"txt": "x", "id": 1}': "no field 'text'; its fields are 'txt', 'id': choose one with --data-field",
+    b'{"text": 3}': "field 'text' must be a string, got a number",
+    b'{"text": {"text": "x"}}': "field 'text' must be a string, got an object",
+    b'{"text": "a\\u0000b"}': "field 'text' contains a zero character",
+    b'{"text": "a\\ud800b"}': "field 'text' has an unpaired surrogate at character 1",
     b'{"text": "\xff"}': "not UTF-8 at byte 10: invalid start byte",
     b"\0\0\0\0": "not JSON",
 }
@@ -168,48 +169,48 @@ def test_a_bad_line_of_a_jsonl_is_named(tmp_path, line, problem):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "fine"}\n' * 40 + line + b'\n{"text": "fine"}\n')
     for source in (tmp_path / "a.jsonl", tmp_path):
         with pytest.raises(ValueError, match=re.escape(f"{tmp_path}/a.jsonl:41: {problem}")):
-            data.load(str(source), 8)
+            load_data(str(source), 8)
 
 
 @pytest.mark.parametrize("content,problem", [
     (b"ok\n" * 700_000 + b"\xc3(", "not UTF-8 in line 700001: invalid continuation byte"),
-    (b"ok\n" * 700_000 + b"a\0", "a zero byte in line 700001"),
+    (b"ok\n" * 700_000 + b"a\0", "zero byte in line 700001"),
     (b"line\nend \xe2\x82", "not UTF-8 in line 2: unexpected end of data"),
-    (b"\xff\xfea\0b\0", "a zero byte in line 1"),
+    (b"\xff\xfea\0b\0", "zero byte in line 1"),
 ], ids=["utf8", "zero", "cut", "utf16"])  # fmt: skip
 def test_a_file_that_is_not_text_is_named_with_its_line(tmp_path, content, problem):
     (tmp_path / "a.txt").write_bytes(content)
     with pytest.raises(ValueError, match=re.escape(f"--data {tmp_path}/a.txt is not text: {problem}")):
-        data.load(str(tmp_path / "a.txt"), 8)
+        load_data(str(tmp_path / "a.txt"), 8)
     with pytest.raises(
-        ValueError, match=re.escape(f"no text in --data {tmp_path}: 1 files, all empty or not text: 1 left")
+        ValueError, match=re.escape(f"no text in --data {tmp_path}: all 1 files are empty or not text: 1 skipped")
     ):
-        data.load(str(tmp_path), 8)
+        load_data(str(tmp_path), 8)
 
 
 @pytest.mark.parametrize("piece", [1, 2, 7, 1 << 20])
 def test_files_read_in_pieces_are_whole(tmp_path, monkeypatch, piece):
-    monkeypatch.setattr(documents, "PIECE", piece)
+    monkeypatch.setattr(documents, "BLOCK_BYTES", piece)
     text = "grün\n\n🜁🜁🜁 ohne Zeilenende \r\n" * 3 + "你"
     (tmp_path / "a").write_bytes(text.encode())
     (tmp_path / "b").touch()
     (tmp_path / "c").write_text("x")
-    pieces = list(documents.Documents.find(str(tmp_path)))
-    assert "".join(p.text + "|" * p.last for p in pieces) == f"{text}|x|"
+    pieces = list(Documents.find(str(tmp_path)))
+    assert "".join(p.text + "|" * p.ends_document for p in pieces) == f"{text}|x|"
     assert len(pieces) > 5 or piece > 100
 
 
 @pytest.mark.parametrize("make,seq_len,problem", [
     (lambda p: p / "missing", 8, "no such file or folder, and no file matches"),
     (lambda p: f"{p}/*.nothing", 8, "no such file or folder, and no file matches"),
-    (lambda p: f"{p}/empty=x", 8, "no such file or folder.*; a weight is a number, as in notes.jsonl=2"),
-    (lambda p: p, 8, "no text in --data .*: 1 files, all empty or not text$"),
-    (lambda p: p / "short", 8, r"too little text in --data .*: 3 bytes to train on and 2 held out, but one sequence "
-                               r"takes 9; use more text or --seq-len 1"),
-    (lambda p: f"{p}/empty=0", 8, "a weight must be a positive number: got 0; leave the source out"),
-    (lambda p: f"{p}/empty=-1.5", 8, "a weight must be a positive number: got -1.5"),
-    (lambda p: f"{p}/empty=nan", 8, "a weight must be a positive number: got nan"),
-    (lambda p: f"{p}/empty=inf", 8, "a weight must be a positive number: got inf"),
+    (lambda p: f"{p}/empty=x", 8, "no such file or folder.*; a weight must be a number, as in notes.jsonl=2"),
+    (lambda p: p, 8, "no text in --data .*: all 1 files are empty or not text$"),
+    (lambda p: p / "short", 8, r"too little text in --data .*: 3 bytes for training and 2 held out, but one sequence "
+                               r"needs 9; use more text or --seq-len 1"),
+    (lambda p: f"{p}/empty=0", 8, "the weight must be a positive number: got 0$"),
+    (lambda p: f"{p}/empty=-1.5", 8, "the weight must be a positive number: got -1.5"),
+    (lambda p: f"{p}/empty=nan", 8, "the weight must be a positive number: got nan"),
+    (lambda p: f"{p}/empty=inf", 8, "the weight must be a positive number: got inf"),
     (lambda _: "=2", 8, "--data is empty"),
 ])  # fmt: skip
 def test_data_that_cannot_be_used(tmp_path, make, seq_len, problem):
@@ -218,17 +219,17 @@ def test_data_that_cannot_be_used(tmp_path, make, seq_len, problem):
     if problem.startswith("too"):
         (tmp_path / "short").write_text("abcd")
     with pytest.raises(ValueError, match=problem):
-        data.load([str(path)], seq_len)
+        load_data([str(path)], seq_len)
     with pytest.raises(ValueError, match="--data is empty"):
-        data.load([], seq_len)
+        load_data([], seq_len)
 
 
 def test_a_name_with_an_equals_sign(tmp_path):
     (tmp_path / "lr=3").write_text("x" * 99)
-    assert data.weighted(f"{tmp_path}/lr=3") == (f"{tmp_path}/lr=3", 1.0)
-    assert data.weighted(f"{tmp_path}/lr=3=2.5") == (f"{tmp_path}/lr=3", 2.5)
+    assert split_weight(f"{tmp_path}/lr=3") == (f"{tmp_path}/lr=3", 1.0)
+    assert split_weight(f"{tmp_path}/lr=3=2.5") == (f"{tmp_path}/lr=3", 2.5)
     assert parse(["--data", "a=3", "b", "--steps", "2"]).data == ("a=3", "b")
-    assert data.load([f"{tmp_path}/lr=3=2"], 8).sources[0].weight == 2
+    assert load_data([f"{tmp_path}/lr=3=2"], 8).sources[0].weight == 2
 
 
 # ---- Whatever happens to a file, its documents are right or the line is named ----
@@ -252,7 +253,7 @@ def test_fuzzed_jsonl_gives_its_documents_or_names_a_line(tmp_path):
             except (ValueError, TypeError, KeyError, AssertionError):
                 wrong = number
                 break
-        found = documents.Documents.find(str(path))
+        found = Documents.find(str(path))
         if wrong:
             with pytest.raises(ValueError, match=re.escape(f"{path}:{wrong}: ")):
                 list(found)

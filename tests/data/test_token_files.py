@@ -12,11 +12,18 @@ import numpy as np
 import pytest
 
 from moe_dualpipe.cli import main
-from moe_dualpipe.data import batches as data
-from moe_dualpipe.data import documents
-from moe_dualpipe.data import token_files as corpus
-from moe_dualpipe.data.token_files import TokenFile
-from moe_dualpipe.data.tokenizer import BPE, BYTES, Ids, digest, from_bytes, num_bytes, tokenizer_of
+from moe_dualpipe.data import (
+    BYTES,
+    TokenFile,
+    documents,
+    find_tokenizer,
+    load_data,
+    prepare_data,
+    sources,
+    token_files,
+    tokenizer_files,
+)
+from moe_dualpipe.data.tokenizer import BPETokenizer, UnknownTokenizer, digest, num_bytes, tokenizer_from_json
 from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.training.plan import Plan
 from moe_dualpipe.training.resolve import resolve
@@ -32,7 +39,7 @@ def prepared(tmp_path_factory) -> Path:
     lines = [{"text": "".join(TEXTS[(i + j) % 5] * (j + 1) for j in range(9)), "id": i} for i in range(30)]
     (root / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for kind, size in (("bpe", 320), ("bytes", 1)):
-        corpus.prepare([str(root / "a.jsonl")], root / kind, kind, size, "text")
+        prepare_data([str(root / "a.jsonl")], root / kind, kind, size, "text")
     return root
 
 
@@ -46,13 +53,13 @@ def test_bytes_round_trip():
 
 
 def test_bpe_gives_every_text_back_and_never_the_end_of_a_document(prepared):
-    tokenizer = tokenizer_of(prepared / "bpe")
+    tokenizer = find_tokenizer(prepared / "bpe")
     assert (tokenizer.vocab_size, tokenizer.end_id, str(tokenizer)) == (320, 0, "BPE of 320 tokens")
     for text in [*TEXTS, "".join(map(chr, range(1, 900))), "", "<|endoftext|>" * 3]:
         tokens = tokenizer.encode(text)
         assert tokenizer.decode(tokens) == text
         assert tokenizer.end_id not in tokens
-        (array,) = tokenizer.arrays([text])
+        (array,) = tokenizer.encode_batch([text])
         assert (array.tolist(), array.dtype) == (tokens, np.uint16)
         assert num_bytes(tokenizer, np.array([*tokens, 0, *tokens], np.uint16)) == 2 * len(text.encode()) + 1
     assert tokenizer.decode([0]) == "<|endoftext|>"
@@ -60,32 +67,33 @@ def test_bpe_gives_every_text_back_and_never_the_end_of_a_document(prepared):
 
 
 def test_a_tokenizer_is_its_json(prepared, tmp_path):
-    for tokenizer in (tokenizer_of(prepared / "bpe"), BYTES, Ids(77)):
-        again = from_bytes(tokenizer.to_bytes(), "here")
+    for tokenizer in (find_tokenizer(prepared / "bpe"), BYTES, UnknownTokenizer(77)):
+        again = tokenizer_from_json(tokenizer.to_json(), "here")
         assert (digest(again), again.vocab_size, again.end_id) == (
             digest(tokenizer),
             tokenizer.vocab_size,
             tokenizer.end_id,
         )
-    assert tokenizer_of(tmp_path) is BYTES
-    assert Ids(77).encode(Ids(77).decode([5, 0, 76])) == [5, 0, 76]
-    content = json.loads(tokenizer_of(prepared / "bpe").to_bytes())
+    assert find_tokenizer(tmp_path) is BYTES
+    assert UnknownTokenizer(77).encode(UnknownTokenizer(77).decode([5, 0, 76])) == [5, 0, 76]
+    content = json.loads(find_tokenizer(prepared / "bpe").to_json())
     content["added_tokens"][0]["content"] = content["added_tokens"][0]["content"].upper()
     for broken, problem in [
-        (json.dumps(content), "here has no special token that ends a document: one of .*there are: <|ENDOFTEXT|>$"),
-        ("{", "here is no tokenizer: Expecting"), ("[" * 100_000, "here is no tokenizer"),
-        ("[]", "here is no tokenizer: neither"),
-        ('{"tokenizer": "ids", "vocab_size": -1}', "here is no tokenizer"), ('{"model": {}}', "here is no tokenizer"),
+        (json.dumps(content), "here has no end-of-document token: .*; its special tokens are <|ENDOFTEXT|>$"),
+        ("{", "here is not a tokenizer: Expecting"), ("[" * 100_000, "here is not a tokenizer"),
+        ("[]", "here is not a tokenizer: neither"),
+        ('{"tokenizer": "ids", "vocab_size": -1}', "here is not a tokenizer"),
+        ('{"model": {}}', "here is not a tokenizer"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=problem.replace("|", r"\|")):
-            from_bytes(broken.encode(), "here")
+            tokenizer_from_json(broken.encode(), "here")
 
 
 def test_without_the_library_bpe_says_what_to_install(monkeypatch, prepared):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ValueError, match=r"BPE needs the tokenizers library: pip install 'moe-dualpipe\[bpe\]'"):
-        data.load(str(prepared / "bpe"), 8)
-    data.load(str(prepared / "bytes"), 8)
+        load_data(str(prepared / "bpe"), 8)
+    load_data(str(prepared / "bytes"), 8)
 
 
 # ---- Prepared token ids ----
@@ -100,7 +108,7 @@ def documents_in(path, tokenizer):
 
 @pytest.mark.parametrize("kind,dtype", [("bpe", "uint16"), ("bytes", "uint8")])
 def test_prepared_documents_are_the_documents(prepared, kind, dtype):
-    tokenizer = tokenizer_of(prepared / kind)
+    tokenizer = find_tokenizer(prepared / kind)
     texts = [json.loads(line)["text"] for line in (prepared / "a.jsonl").read_text().splitlines()]
     held_out = [texts.pop(i) for i in (10,)]
     assert documents_in(prepared / kind / "train.bin", tokenizer) == texts
@@ -108,10 +116,10 @@ def test_prepared_documents_are_the_documents(prepared, kind, dtype):
     sidecar = TokenFile.open(prepared / kind / "train.bin", "uint32").sidecar
     assert sidecar is not None
     assert (sidecar.dtype, sidecar.documents, sidecar.bytes) == (dtype, 29, sum(len(t.encode()) + 1 for t in texts))
-    mapped = data.load(str(prepared / kind), 8)
+    mapped = load_data(str(prepared / kind), 8)
     assert isinstance(mapped.sources[0].train, np.memmap)
-    assert (mapped.end_id, mapped.tokenizer.vocab_size) == (0, 320 if kind == "bpe" else 256)
-    both = data.load([str(prepared / kind), str(prepared / "a.jsonl")], 8)  # the same text, encoded when it is read
+    assert (mapped.tokenizer.end_id, mapped.tokenizer.vocab_size) == (0, 320 if kind == "bpe" else 256)
+    both = load_data([str(prepared / kind), str(prepared / "a.jsonl")], 8)  # the same text, encoded when it is read
     for stream in ("train", "held_out"):
         first, second = (getattr(source, stream) for source in both.sources)
         assert first.dtype == second.dtype
@@ -123,7 +131,7 @@ def test_prepared_documents_are_the_documents(prepared, kind, dtype):
 def test_few_documents_hold_out_their_end(tmp_path):
     text = "".join(TEXTS) * 40
     (tmp_path / "a.txt").write_text(text)
-    tokenizer, sidecars = corpus.prepare([str(tmp_path / "a.txt")], tmp_path / "out", "bpe", 280, "text")
+    tokenizer, sidecars = prepare_data([str(tmp_path / "a.txt")], tmp_path / "out", "bpe", 280, "text")
     streams = [TokenFile.open(tmp_path / "out" / f"{name}.bin", "uint8").tokens_N for name in ("train", "held_out")]
     whole = np.concatenate(streams)
     assert tokenizer.decode(whole[:-1].tolist()) == text
@@ -134,8 +142,8 @@ def test_few_documents_hold_out_their_end(tmp_path):
 
 
 PREPARE = """
-import sys; from pathlib import Path; from moe_dualpipe.data import token_files as corpus
-corpus.prepare([sys.argv[1]], Path(sys.argv[2]), "bpe", 300, "text")
+import sys; from pathlib import Path; from moe_dualpipe.data import prepare_data
+prepare_data([sys.argv[1]], Path(sys.argv[2]), "bpe", 300, "text")
 """
 
 
@@ -157,10 +165,10 @@ def test_preparing_is_deterministic_and_needs_no_more_than_a_piece_of_the_text(p
 
     field = documents._field
     monkeypatch.setattr(documents, "_field", lambda *arguments: Counted(field(*arguments)))
-    monkeypatch.setattr(corpus, "BATCH", 2)
-    train = BPE.train
-    monkeypatch.setattr(BPE, "train", lambda texts, size: train((str.__str__(text) for text in texts), size))
-    corpus.prepare([source], tmp_path / "b", "bpe", 300, "text")
+    monkeypatch.setattr(token_files, "ENCODE_BATCH", 2)
+    train = BPETokenizer.train
+    monkeypatch.setattr(BPETokenizer, "train", lambda texts, size: train((str.__str__(text) for text in texts), size))
+    prepare_data([source], tmp_path / "b", "bpe", 300, "text")
     assert 1 <= peak <= 6
     files = {path.name for path in (tmp_path / "a").iterdir()}
     assert files == {"tokenizer.json", "train.bin", "train.bin.json", "held_out.bin", "held_out.bin.json"}
@@ -186,18 +194,18 @@ def test_the_commands_print_the_numbers_and_a_mistake_is_one_line(prepared, tmp_
         (out / name).read_bytes() == (prepared / "bpe" / name).read_bytes() for name in ("train.bin", "tokenizer.json")
     )
     assert main(["data", "check", str(out / "train.bin")]) == 0
-    assert capsys.readouterr().out == f"{out}/train.bin: as it was written; {words[0]}\n"
+    assert capsys.readouterr().out == f"{out}/train.bin: OK; {words[0]}\n"
     (tmp_path / "x.bin").write_bytes(b"1234")
     (tmp_path / "one").write_text("a")
     for arguments, problem in [
-        (["prepare", source, "--out", str(out)], f"--out {out} is there already, and not empty: use another name"),
+        (["prepare", source, "--out", str(out)], f"--out {out} already exists and is not empty: choose another folder"),
         (["prepare", source, "--out", f"{out}2", "--vocab-size", "256"], "--vocab-size must be at least 257"),
         (["prepare", source, "--out", f"{out}2", "--field", "body"], f"{source}:1: no field 'body'"),
-        (["prepare", source, "--out", f"{out}2", "--tokenizer", source], f"{source} is no tokenizer: Extra data"),
+        (["prepare", source, "--out", f"{out}2", "--tokenizer", source], f"{source} is not a tokenizer: Extra data"),
         (["prepare", source, "--out", f"{out}2", "--tokenizer", "gone"], "cannot read gone: No such file"),
         (["prepare", f"{tmp_path}/nothing", "--out", f"{out}2"], f"--data {tmp_path}/nothing: no such file or folder"),
         (["prepare", f"{tmp_path}/one", "--out", f"{out}2", "--tokenizer", "bytes"], ""),
-        (["check", str(tmp_path / "x.bin")], f"{tmp_path}/x.bin has no description beside it"),
+        (["check", str(tmp_path / "x.bin")], f"cannot check {tmp_path}/x.bin: there is no x.bin.json next to it"),
     ]:
         assert main(["data", *arguments]) == (2 if problem else 0)
         printed = capsys.readouterr().err
@@ -212,9 +220,9 @@ def test_preparing_that_fails_leaves_nothing(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(corpus, "_describe", full)
+    monkeypatch.setattr(token_files, "_describe", full)
     with pytest.raises(OSError, match="No space left"):
-        corpus.prepare([str(tmp_path / "a.txt")], tmp_path / "out", "bytes", 1, "text")
+        prepare_data([str(tmp_path / "a.txt")], tmp_path / "out", "bytes", 1, "text")
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
@@ -233,49 +241,49 @@ def describe(folder, **changes):
 
 
 @pytest.mark.parametrize("change,problem", [
-    (lambda p: describe(p, dtype="uint32"), "train.bin has .*token ids|no whole number of uint32"),
+    (lambda p: describe(p, dtype="uint32"), "train.bin has .*token ids|not a multiple of 4, the size of uint32"),
     (lambda p: describe(p, dtype="float64"), "train.bin.json does not describe token ids: dtype is 'float64', not"),
-    (lambda p: describe(p, tokens=17), "train.bin has [0-9]+ token ids of uint16, but train.bin.json says 17"),
+    (lambda p: describe(p, tokens=17), "train.bin has [0-9]+ uint16 token ids, but train.bin.json says 17"),
     (lambda p: describe(p, tokens="17"), "train.bin.json does not describe token ids: tokens is '17'"),
     (lambda p: describe(p, crc32=[]), "train.bin.json has 0 checksums"),
-    (lambda p: describe(p, vocab_size=400), "says that BPE of 320 tokens has 400 tokens"),
-    (lambda p: describe(p, end_id=3), "ends documents with 3: it has 320 and 0"),
-    (lambda p: (p / "train.bin.json").write_text("[]"), "train.bin.json does not describe token ids: it is no object"),
+    (lambda p: describe(p, vocab_size=400), "gives the tokenizer 400 tokens and .*, but BPE of 320 tokens has 320"),
+    (lambda p: describe(p, end_id=3), "end-of-document id 3, but BPE of 320 tokens has 320 and 0"),
+    (lambda p: (p / "train.bin.json").write_text("[]"), "train.bin.json does not describe .*: it is not a JSON object"),
     (lambda p: (p / "train.bin.json").write_text("{"), "cannot read .*train.bin.json: Expecting"),
-    (lambda p: (p / "train.bin").write_bytes(b""), "train.bin is empty: it has no token ids"),
-    (lambda p: (p / "train.bin").write_bytes(b"123"), "train.bin has 3 bytes, which is no whole number of uint16"),
-    (lambda p: (p / "tokenizer.json").unlink(), "made by another tokenizer than bytes, which is meant where"),
-    (lambda p: (p / "tokenizer.json").write_bytes(BYTES.to_bytes()), "another tokenizer than bytes, which is in"),
-    (lambda p: (p / "tokenizer.json").write_text("{}"), "tokenizer.json is no tokenizer"),
+    (lambda p: (p / "train.bin").write_bytes(b""), "train.bin is empty"),
+    (lambda p: (p / "train.bin").write_bytes(b"123"), "train.bin has 3 bytes, not a multiple of 2, the size of uint16"),
+    (lambda p: (p / "tokenizer.json").unlink(), "bytes, the tokenizer that applies because there is no"),
+    (lambda p: (p / "tokenizer.json").write_bytes(BYTES.to_json()), "not encoded with bytes, the tokenizer in"),
+    (lambda p: (p / "tokenizer.json").write_text("{}"), "tokenizer.json is not a tokenizer"),
     (lambda p: (p / "held_out.bin.json").unlink() or (p / "held_out.bin").write_bytes(b"\xff" * 600),
-     "held_out.bin: token 0 is 65535, past the vocabulary of 320"),
+     "held_out.bin: token 0 is 65535, outside the vocabulary of 320"),
 ], ids=map(str, range(15)))  # fmt: skip
 def test_a_prepared_folder_that_was_tampered_with_is_refused(prepared, tmp_path, change, problem):
     change(copy_of(prepared, tmp_path))
     with pytest.raises(ValueError, match=problem):
-        data.load(str(tmp_path), 8)
+        load_data(str(tmp_path), 8)
 
 
 def test_a_file_without_a_description_has_the_dtype_that_is_said(tmp_path):
     tokens = np.arange(3000) * 7 % 1000
     tokens.astype("<u2").tofile(tmp_path / "train.bin")
     (tokens[::-1] + 1).astype("<u2").tofile(tmp_path / "val.bin")  # as nanoGPT names them
-    text = data.load(str(tmp_path), 8, vocab_size=1001)
+    text = load_data(str(tmp_path), 8, vocab_size=1001)
     assert text.sources[0].train.tolist() == tokens.tolist()
     assert text.sources[0].held_out.tolist() == (tokens[::-1] + 1).tolist()
-    assert (text.end_id, str(text.tokenizer)) == (-1, "1,001 token ids without a tokenizer")
-    assert text.in_words(2.5) == "2.5000 nats per token"
-    assert tokenizer_of(write(tmp_path / "run", text.files())).decode([7, 1000]) == " 7 1000"
-    with pytest.raises(ValueError, match=r"val.bin: token 142 is 1000, past the vocabulary of 1000: "):
-        data.load(str(tmp_path), 8, vocab_size=1000)
+    assert (text.tokenizer.end_id, str(text.tokenizer)) == (-1, "1,001 token ids without a tokenizer")
+    assert text.format_losses(2.5) == "2.5000 nats per token"
+    assert find_tokenizer(write(tmp_path / "run", tokenizer_files(text.tokenizer))).decode([7, 1000]) == " 7 1000"
+    with pytest.raises(ValueError, match=r"val.bin: token 142 is 1000, outside the vocabulary of 1000: "):
+        load_data(str(tmp_path), 8, vocab_size=1000)
     tokens.astype("<u4").tofile(tmp_path / "wide.bin")
-    alone = data.load(str(tmp_path / "wide.bin"), 8, 1000, dtype="uint32")
+    alone = load_data(str(tmp_path / "wide.bin"), 8, 1000, dtype="uint32")
     assert [len(s) for s in (alone.sources[0].train, alone.sources[0].held_out)] == [2850, 150]
-    with pytest.raises(ValueError, match=r"wide.bin: token 428 is 2996, past the vocabulary of 999: use a larger"):
+    with pytest.raises(ValueError, match=r"wide.bin: token 428 is 2996, outside the vocabulary of 999: use a larger"):
         (tokens + 2000 * (np.arange(3000) == 428)).astype("<u4").tofile(tmp_path / "wide.bin")
-        data.load(str(tmp_path / "wide.bin"), 8, 999, dtype="uint32")
-    with pytest.raises(ValueError, match=r"train.bin has no tokenizer.json beside it, by which the text"):
-        data.load([str(tmp_path), "LICENSE"], 8, 1001)
+        load_data(str(tmp_path / "wide.bin"), 8, 999, dtype="uint32")
+    with pytest.raises(ValueError, match=r"cannot encode the text in --data: there is no tokenizer.json n"):
+        load_data([str(tmp_path), "LICENSE"], 8, 1001)
 
 
 def test_a_prompt_past_the_vocabulary_is_told_before_the_run(tmp_path):
@@ -294,11 +302,11 @@ def write(folder, files):
 
 
 def test_a_file_too_large_to_scan_is_checked_when_it_is_drawn(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "SCANNED", 100)
+    monkeypatch.setattr(sources, "SCAN_LIMIT", 100)
     tokens = np.zeros(400, "<u2")
     tokens[150] = 300
     tokens.tofile(tmp_path / "a.bin")
-    text = data.load(str(tmp_path / "a.bin"), 8, vocab_size=300)
+    text = load_data(str(tmp_path / "a.bin"), 8, vocab_size=300)
     fed = failed = 0
     for step in range(60):
         try:
@@ -306,36 +314,39 @@ def test_a_file_too_large_to_scan_is_checked_when_it_is_drawn(tmp_path, monkeypa
             assert max(x.max(), y.max()) < 300
             fed += 1
         except ValueError as error:
-            assert re.match(r".*a.bin: token 150 is 300, past the vocabulary of 300: ", str(error))
+            assert re.match(r".*a.bin: token 150 is 300, outside the vocabulary of 300: ", str(error))
             failed += 1
     assert fed and failed
     text.held_out_batch(0, 4, 4, 8)
 
 
 def test_two_tokenizers_are_one_too_many_and_the_model_needs_the_vocabulary(prepared):
-    with pytest.raises(ValueError, match=r"one model cannot read two tokenizers: .*BPE of 320 tokens, and .*bytes"):
-        data.load([str(prepared / "bpe"), str(prepared / "bytes")], 8)
-    with pytest.raises(ValueError, match=r"BPE of 320 tokens, in --data, needs --model.vocab-size 320: got 319"):
-        data.load(str(prepared / "bpe"), 8, vocab_size=319)
-    data.load(str(prepared / "bpe"), 8, vocab_size=999)
-    with pytest.raises(ValueError, match=r"bytes need --model.vocab-size 256: got 64"):
-        data.load("stdlib", 8, vocab_size=64)
+    with pytest.raises(
+        ValueError,
+        match=r"must have the same tokenizer: .*bin has BPE of 320 tokens, .* has bytes; ",
+    ):
+        load_data([str(prepared / "bpe"), str(prepared / "bytes")], 8)
+    with pytest.raises(ValueError, match=r"--data \(BPE of 320 tokens\) needs --model.vocab-size 320: got 319"):
+        load_data(str(prepared / "bpe"), 8, vocab_size=319)
+    load_data(str(prepared / "bpe"), 8, vocab_size=999)
+    with pytest.raises(ValueError, match=r"--data \(bytes\) needs --model.vocab-size 256: got 64"):
+        load_data("stdlib", 8, vocab_size=64)
 
 
 def test_fuzzed_token_ids_are_right_or_refused(prepared, tmp_path, monkeypatch):
     random = np.random.default_rng(1)
-    monkeypatch.setattr(corpus, "CHUNK", 64)
-    corpus.prepare([str(prepared / "a.jsonl")], tmp_path / "a", "bytes", 1, "text")
+    monkeypatch.setattr(token_files, "CHUNK", 64)
+    prepare_data([str(prepared / "a.jsonl")], tmp_path / "a", "bytes", 1, "text")
     path = tmp_path / "a" / "train.bin"
     right, kinds = path.read_bytes(), set()
     for _ in range(200):
         content = corrupted(right, random)
         path.write_bytes(content)
         if content == right:
-            assert data.load(str(tmp_path / "a"), 8).sources[0].train.tobytes() == right
+            assert load_data(str(tmp_path / "a"), 8).sources[0].train.tobytes() == right
             continue
         with pytest.raises(ValueError, match=re.escape(str(path))) as error:
-            data.load(str(tmp_path / "a"), 8)
+            load_data(str(tmp_path / "a"), 8)
         if place := re.search(r"in tokens (\d+) to (\d+)", str(error.value)):
             first, last = map(int, place.groups())
             assert content[:first] == right[:first] and content[first : last + 1] != right[first : last + 1]
@@ -362,11 +373,11 @@ def test_a_run_on_prepared_and_mixed_data_keeps_its_tokenizer_and_resumes(prepar
         r"\nvalidation loss (\d\.\d{4}) -> \d\.\d{4} nats per token, \d\.\d{4} -> \d\.\d{4} nats per byte\n", printed
     )
     checkpoint = tmp_path / "whole" / "checkpoints" / "step-000002"
-    assert tokenizer_of(checkpoint).to_bytes() == (prepared / "bpe" / "tokenizer.json").read_bytes()
+    assert find_tokenizer(checkpoint).to_json() == (prepared / "bpe" / "tokenizer.json").read_bytes()
     rest = run_ranks(1, train, bpe_settings(prepared, tmp_path / "rest", resume=str(checkpoint)))[0]
     assert losses(rest) == {step: loss for step, loss in losses(whole).items() if step > 2}
     other = bpe_settings(prepared, tmp_path / "other", resume=str(checkpoint))
     with pytest.raises(
-        ValueError, match="step-000002 was trained on other tokens: BPE of 320 tokens there and bytes here"
+        ValueError, match="step-000002 was trained with another tokenizer: BPE of 320 tokens; --data has bytes"
     ):
         Plan.make(resolve(dataclasses.replace(other, data=("LICENSE",)), Launch(0, 0, 1, 1)))

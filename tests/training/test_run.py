@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_dualpipe.data.tokenizer import BYTES
+from moe_dualpipe.data import BYTES
 from moe_dualpipe.inference.sampling import Sampling
 from moe_dualpipe.models import build_model, expert_loads
 from moe_dualpipe.planner.flops import train_flops_per_token
@@ -389,7 +389,7 @@ def test_the_example_of_own_stages_gives_the_same_under_any_schedule_of_the_same
     (1, ["--ep", "3"], "--ep 3 does not divide the 8 experts: use --ep 1 or 2 or 4 or 8"),
     (1, ["--steps", "0"], "--steps must be at least 1: got 0"),
     (1, ["--timeout", "0"], "--timeout must be positive and finite: got 0.0"),
-    (1, ["--model.vocab-size", "64"], "bytes need --model.vocab-size 256: got 64"),
+    (1, ["--model.vocab-size", "64"], "--data (bytes) needs --model.vocab-size 256: got 64"),
     (1, ["--model.experts", "nowhere:Experts"], "cannot import the expert layer 'nowhere:Experts'"),
 ])  # fmt: skip
 def test_a_mistake_is_one_line_and_exit_code_2(monkeypatch, capsys, world_size, arguments, message):

@@ -1,0 +1,149 @@
+"""Open what --data names: text, folders of token ids that `moe-dualpipe data prepare` wrote, or bare .bin files.
+
+All sources of a run share one tokenizer. It comes from the token ids among the sources; without any, text is bytes.
+Text is read into memory and encoded at the start; token ids are mapped, so they may be larger than memory.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from .batches import Source, TextData
+from .documents import Documents, held_out_tail, is_held_out
+from .token_files import HELD_OUT_FILES, SCAN_LIMIT, TRAIN_FILE, TokenFile
+from .tokenizer import BYTES, TOKENIZER_FILE, Tokenizer, UnknownTokenizer, digest, num_bytes
+
+
+def load_data(
+    sources: str | Sequence[str],
+    seq_len: int,
+    vocab_size: int | None = None,
+    field: str = "text",
+    dtype: str = "uint16",
+) -> TextData:
+    """Open `sources`, each "SOURCE" or "SOURCE=WEIGHT".
+
+    A source is text (a file, a folder, a glob, or "stdlib"), a folder that `prepare_data` wrote, or a .bin file.
+    field: the key of the text in .jsonl lines. dtype: of .bin files without a description. vocab_size: of the model;
+    None accepts any. Raises ValueError if a source is empty, broken or shorter than one sequence of `seq_len`, if the
+    sources have different tokenizers, or if `vocab_size` is too small.
+    """
+    entries = [split_weight(entry) for entry in ([sources] if isinstance(sources, str) else sources)]
+    if not entries:
+        raise ValueError('--data is empty: name a file, a folder, a glob, or "stdlib"')
+    opened = {name: list(_open_token_files(name, dtype)) for name, _ in entries}
+    tokenizer = _common_tokenizer(opened, vocab_size or np.iinfo(dtype).max + 1)
+    if vocab_size is not None and vocab_size < tokenizer.vocab_size:
+        raise ValueError(f"--data ({tokenizer}) needs --model.vocab-size {tokenizer.vocab_size}: got {vocab_size}")
+    return TextData(
+        tuple(
+            _map_tokens(name, weight, opened[name], tokenizer, seq_len)
+            if opened[name]
+            else _encode_text(name, weight, Documents.find(name, field), tokenizer, seq_len)
+            for name, weight in entries
+        ),
+        tokenizer,
+    )
+
+
+def split_weight(entry: str) -> tuple[str, float]:
+    """Split "notes=2.5" into ("notes", 2.5). The weight is 1 if there is none, or if a file has the whole name."""
+    name, equals, weight = entry.rpartition("=")
+    if not equals or Path(entry).exists():
+        name, weight = entry, "1"
+    try:
+        number = float(weight)
+    except ValueError:
+        name, number = entry, 1.0  # the "=" is part of the name
+    if not 0 < number < math.inf:
+        raise ValueError(f"--data {entry}: the weight must be a positive number: got {weight}")
+    if not name:
+        raise ValueError('--data is empty: name a file, a folder, a glob, or "stdlib"')
+    return name, number
+
+
+def _open_token_files(name: str, dtype: str) -> Iterator[TokenFile]:
+    """Yield the training file and then the held-out file, if `name` is token ids and if they exist."""
+    path = Path(name) / TRAIN_FILE if (Path(name) / TRAIN_FILE).is_file() else Path(name)
+    if path.suffix == ".bin" and path.is_file():
+        yield TokenFile.open(path, dtype)
+        held_out = [other for name in HELD_OUT_FILES if (other := path.with_name(name)).is_file()]
+        if path.name == TRAIN_FILE and held_out:
+            yield TokenFile.open(held_out[0], dtype)
+
+
+def _common_tokenizer(opened: dict[str, list[TokenFile]], vocab_size: int) -> Tokenizer:
+    found = [(file.path, file.tokenizer(vocab_size)) for files in opened.values() for file in files]
+    if not found:
+        return BYTES
+    first, chosen = found[0]
+    for path, tokenizer in found:
+        if digest(tokenizer) != digest(chosen):
+            raise ValueError(
+                f"all of --data must have the same tokenizer: {first} has {chosen}, {path} has {tokenizer}; "
+                f"prepare one with the other's {TOKENIZER_FILE}"
+            )
+    if isinstance(chosen, UnknownTokenizer) and not all(opened.values()):
+        raise ValueError(f"cannot encode the text in --data: there is no {TOKENIZER_FILE} next to {first}")
+    return chosen
+
+
+def _map_tokens(name: str, weight: float, files: list[TokenFile], tokenizer: Tokenizer, seq_len: int) -> Source:
+    for file in files:
+        if file.tokens_N.nbytes <= SCAN_LIMIT:
+            file.scan(tokenizer.vocab_size)
+    streams = [file.tokens_N for file in files]
+    train, held_out = streams if len(streams) == 2 else _split_tail(streams[0], seq_len)
+    size, sidecar = None, files[-1].sidecar
+    if sidecar:
+        size = sidecar.bytes / sidecar.tokens
+    elif not isinstance(tokenizer, UnknownTokenizer):
+        sample = held_out[: 1 << 20]
+        size = num_bytes(tokenizer, sample) / len(sample)
+    _check_length(name, train, held_out, seq_len, "tokens")
+    description = f"{len(train):,} tokens, {len(held_out):,} held out"
+    return Source(name, weight, train, held_out, description, size)
+
+
+def _encode_text(name: str, weight: float, documents: Documents, tokenizer: Tokenizer, seq_len: int) -> Source:
+    encoded = list(_encode_documents(documents, tokenizer))
+    if not encoded:
+        raise documents.empty_error()
+    unit, skipped = documents.unit, documents.describe_skipped()
+    kept, held = ([d for i, d in enumerate(encoded) if is_held_out(i, len(encoded)) == out] for out in (False, True))
+    stream, token = np.concatenate(kept), "bytes" if tokenizer is BYTES else "tokens"
+    amount = f"{len(stream) / 1e6:.1f} MB" if tokenizer is BYTES else f"{len(stream):,} tokens"
+    if held:
+        train, held_out = stream, np.concatenate(held)
+        description = f"{len(kept)} {unit} ({amount}), {len(held)} held out{skipped}"
+    else:
+        train, held_out = _split_tail(stream, seq_len)
+        description = f"{len(kept)} {unit} ({amount}), the last {len(held_out)} {token} held out{skipped}"
+    _check_length(name, train, held_out, seq_len, token)
+    return Source(name, weight, train, held_out, description, num_bytes(tokenizer, held_out) / len(held_out))
+
+
+def _encode_documents(documents: Documents, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    """Yield the token ids of each document, with the end-of-document id."""
+    chunks: list[np.ndarray] = []
+    for chunk in documents:
+        chunks += tokenizer.encode_batch([chunk.text])
+        if chunk.ends_document:
+            yield np.append(np.concatenate(chunks), chunks[0].dtype.type(tokenizer.end_id))
+            chunks = []
+
+
+def _split_tail(stream: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    cut = len(stream) - held_out_tail(len(stream), seq_len)
+    return stream[:cut], stream[cut:]
+
+
+def _check_length(name: str, train: np.ndarray, held_out: np.ndarray, seq_len: int, unit: str) -> None:
+    shortest = min(len(train), len(held_out))
+    if shortest < seq_len + 1:
+        raise ValueError(
+            f"too little text in --data {name}: {len(train)} {unit} for training and {len(held_out)} held out, "
+            f"but one sequence needs {seq_len + 1}; use more text or --seq-len {max(shortest - 1, 1)}"
+        )
