@@ -1,4 +1,4 @@
-"""`moe-dualpipe profile`: what a trace says of the overlap, and a measurement here and now."""
+"""`moe-dualpipe profile`: analyze the overlap in a recorded trace, or measure it on this machine."""
 
 import json
 import os
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ProfileAnalyze:
-    """How much communication was hidden, in a trace that torch.profiler wrote of work on a GPU, or on a CPU."""
+    """Analyze traces of torch.profiler, from GPUs or a CPU: how much of the communication was hidden."""
 
     traces: Positional[list[Path]]
-    """Chrome traces, .json or .json.gz; of several, each is analyzed, and they are compared."""
+    """Chrome traces (.json or .json.gz). Several traces are analyzed one by one and then compared."""
     comm_pattern: str | None = None
-    """What the name of a communication kernel contains (a regular expression); on a CPU, of an annotation. None: the
-    usual libraries'."""
+    """Regular expression that finds communication kernels by name (on a CPU, annotations). None: NCCL, NVSHMEM, DeepEP
+    and other known libraries."""
     phases: bool = False
-    """A table of the annotations in which work was launched."""
+    """Print a table of the annotations that launched work."""
     streams: bool = False
-    """A table of the streams, on a CPU threads."""
+    """Print the busy time of each stream (on a CPU, of each thread)."""
     kernels: int = 0
-    """A table of so many kernels, on a CPU operators: those that took the most time."""
+    """Print a table of this many kernels (on a CPU, operators), those with the longest total time."""
     out: Path | None = None
-    """Draw computation above communication into this file (.png, .svg, .html)."""
+    """Draw computation above communication into this file (.png, .svg or .html)."""
     json: bool = False
-    """Print JSON: an object for one device of one trace, a list of them for more."""
+    """Print JSON: one object for one device, a list of objects for several."""
 
     def run(self) -> None:
         from ..drawing.lanes import SUFFIXES, save_lanes, trace_pictures
@@ -47,7 +47,7 @@ class ProfileAnalyze:
         try:
             pattern = COMMUNICATION if self.comm_pattern is None else re.compile(self.comm_pattern)
         except re.error as error:
-            raise ValueError(f"--comm-pattern {self.comm_pattern!r} is no regular expression: {error}") from None
+            raise ValueError(f"--comm-pattern {self.comm_pattern!r} is not a regular expression: {error}") from None
         if self.kernels < 0:
             raise ValueError(f"--kernels cannot be negative: got {self.kernels}")
         if not self.traces:
@@ -56,8 +56,8 @@ class ProfileAnalyze:
             check_output(self.out, SUFFIXES)
         found = analyze_files(self.traces, pattern, pictures=self.out is not None)
         for file, events in found.truncated.items():
-            what = "cut off" if events < MOST_EVENTS else "too long: read no further"
-            print(f"{file}: {what} after {events:,} events; this is about those", file=sys.stderr)
+            what = "the file is cut off" if events < MOST_EVENTS else "the file is too long"
+            print(f"{file}: {what}: only the first {events:,} events are analyzed", file=sys.stderr)
         if self.out is not None:
             save_lanes(trace_pictures(found), self.out)
         if self.json:
@@ -69,36 +69,36 @@ class ProfileAnalyze:
 
 @dataclass(frozen=True)
 class ProfileRun:
-    """Measure the overlap of a pair of chunks: interleaved, and the same work in sequence, recorded and analyzed.
+    """Run two chunks in sequence and overlapped on this machine, record both runs, and compare them.
 
-    One process plays one of many ranks over a modelled link; under torchrun the ranks are real:
+    A single process acts as one of --ep ranks and sends over a modelled link. Under torchrun, the ranks are real:
 
     $ torchrun --nproc-per-node 2 -m moe_dualpipe.cli profile run
     """
 
     mode: Literal["train", "prefill", "decode"] = "train"
-    """train: a forward with a backward. prefill: two forwards of whole sequences. decode: two of one token a sequence,
-    behind cached ones."""
+    """train: a forward and a backward. prefill: two forwards of whole sequences. decode: two forwards of one new token
+    per sequence, with a KV cache."""
     preset: str = "tiny"
-    """Model size; its blocks with experts are used, without embedding and head."""
+    """Size of the model. Only its MoE layers are used, without embedding and head."""
     layers: int = 4
-    """How many such blocks."""
-    ep: int = 0
-    """Ranks over which the experts are spread. 0: up to 64."""
-    seq: int = 0
-    """Tokens in a sequence; in decode, those that are cached. 0: 1024 on a CPU, 4096 on a GPU."""
-    tokens: int = 0
-    """Tokens in a micro-batch; in decode, one of each sequence. 0: 4096 if that is whole sequences, else one; in
-    decode 128."""
+    """Number of MoE layers."""
+    ep: int | None = None
+    """Number of expert-parallel ranks. None: the most that divide the experts evenly, up to 64."""
+    seq: int | None = None
+    """Tokens per sequence; in decode, cached tokens per sequence. None: 1024 on a CPU, 4096 on a GPU."""
+    tokens: int | None = None
+    """Tokens per micro-batch; in decode, one per sequence. None: 4096, or one sequence where --seq does not divide
+    4096; in decode, 128."""
     routing: Literal["balanced", "real"] = "balanced"
-    """balanced: every expert gets as many tokens. real: what the router says, untrained."""
-    link_gbps: float = 0.0
-    """Bandwidth of the modelled link, in gigabits a second each way. 0: on a CPU, such that communication takes 0.7 of
-    the time that is computed; on a GPU 400."""
+    """balanced: every expert gets the same number of tokens. real: what the untrained router chooses."""
+    link_gbps: float | None = None
+    """Bandwidth of the modelled link in each direction, in Gb/s. None: 400 on a GPU; on a CPU, a bandwidth at which
+    communication takes 0.7 of the measured computation time."""
     link_latency_us: float = 0.0
-    """Latency of each of its transfers, with --link-gbps."""
+    """Latency of each transfer over the modelled link, in microseconds. Needs --link-gbps."""
     replay: Literal["none", "deepseek"] = "none"
-    """deepseek: transfers take what they took in DeepSeek's published training trace."""
+    """deepseek: each transfer takes as long as in DeepSeek's published training trace."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU if there is one."""
     out: Path | None = None
@@ -107,14 +107,13 @@ class ProfileRun:
     """Print JSON: one object with `sequential`, `overlapped` and `bound_us`."""
 
     def run(self) -> None:
-        if self.link_gbps < 0 or self.link_latency_us < 0:
-            raise ValueError(
-                f"a link cannot have negative numbers: got {self.link_gbps} Gb/s, {self.link_latency_us} us of latency"
-            )
-        if self.link_latency_us and not self.link_gbps:
-            raise ValueError("--link-latency-us belongs to a link of a given bandwidth: add --link-gbps")
-        if self.link_gbps and self.replay != "none":
-            raise ValueError("--replay brings the times of its own link: leave out --link-gbps and --link-latency-us")
+        gbps = self.link_gbps or None  # 0 also means None, here and below
+        if gbps is not None and gbps < 0:
+            raise ValueError(f"--link-gbps must be positive: got {gbps}")
+        if self.link_latency_us and gbps is None:
+            raise ValueError("--link-latency-us needs --link-gbps")
+        if gbps is not None and self.replay != "none":
+            raise ValueError("--replay sets the transfer times: leave out --link-gbps and --link-latency-us")
         out = self.out or Path("runs") / f"profile-{self.mode}"
         make_folder(out)
 
@@ -124,39 +123,37 @@ class ProfileRun:
         from ..profiler.measure import measure
         from ..profiler.pair import Workload
 
-        link = Link(self.link_gbps / 8, self.link_latency_us) if self.link_gbps else None
+        link = None if gbps is None else Link(gbps / 8, self.link_latency_us)
+        sizes = self.layers, self.seq or None, self.tokens or None
         try:
-            device = _device(self.device)
-            work = Workload.from_preset(
-                self.mode, self.preset, self.layers, self.seq, self.tokens, self.routing, device
-            )
-            measured = measure(work, out, self.ep, link, self.replay == "deepseek")
+            workload = Workload.from_preset(self.mode, self.preset, *sizes, self.routing, _device(self.device))
+            measurement = measure(workload, out, self.ep or None, link, self.replay == "deepseek")
         except RuntimeError as error:
             if "memory" not in str(error):
                 raise
-            raise ValueError(f"that needs more memory than there is: {str(error).splitlines()[0]}") from None
+            raise ValueError(f"out of memory: {str(error).splitlines()[0]}") from None
         if os.environ.get("RANK", "0") != "0":
             return
-        text = json.dumps(measured.as_object(), indent=1)
+        text = json.dumps(measurement.as_object(), indent=1)
         (out / "report.json").write_text(text + "\n")
-        written = sorted([*measured.recordings, "report.json", *save_measurement(measured, out)])
-        print(text if self.json else f"{measurement_text(measured)}\n\nin {out}: {', '.join(written)}")
+        files = sorted([*measurement.recordings, "report.json", *save_measurement(measurement, out)])
+        print(text if self.json else f"{measurement_text(measurement)}\n\nin {out}: {', '.join(files)}")
 
 
 def _device(wanted: str) -> "torch.device":
-    """The device of this process, of those that torchrun may have started."""
+    """The device of this process, also under torchrun."""
     import torch
 
     from ..runtime.launch import choose_device
 
-    number = {name: int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")}
-    kind = choose_device(wanted, torch.cuda.device_count(), number["LOCAL_WORLD_SIZE"] or 1)
-    return torch.device(kind, number["LOCAL_RANK"]) if kind == "cuda" else torch.device(kind)
+    rank, processes = (int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    kind = choose_device(wanted, torch.cuda.device_count(), processes or 1)
+    return torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
 
 
 @dataclass(frozen=True)
 class ProfileCommands:
-    """What a profiler's trace says about the overlap, and a measurement of it."""
+    """Show how much communication is hidden behind computation."""
 
     command: Annotated[
         Annotated[ProfileAnalyze, subcommand("analyze")] | Annotated[ProfileRun, subcommand("run")],

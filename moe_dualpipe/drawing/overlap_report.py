@@ -1,4 +1,4 @@
-"""Analyses in words and tables."""
+"""Reports of overlap analyses as text: tables in Markdown, and one sentence with the hidden share."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -10,39 +10,36 @@ if TYPE_CHECKING:
     from ..profiler.files import TraceFiles
     from ..profiler.measure import Measurement
 
-MOST_WAITS = 8
+MAX_WAITS = 8
+"""Rows of the table of waits; one more row sums up the rest."""
 
 
 def analysis_text(analysis: Analysis, phases: bool = False, kernels: int = 0, streams: bool = False) -> str:
-    """What there was, what of it was hidden, and what the exposed rest waited for.
+    """The report of one device: busy times, the waits in which nothing computed, and the hidden share.
 
-    Further tables: of the phases, of so many kernels that took the most time, of the streams.
+    phases, streams: add a table of them. kernels: add a table of this many kernels, those with the longest total time.
     """
-    tables = [overview({analysis.name: analysis}, in_window=True)]
+    tables = [overview_rows({analysis.name: analysis}, in_window=True)]
     if analysis.waits:
-        tables.append(_waits(analysis))
+        tables.append(_wait_rows(analysis))
     if phases and analysis.phases:
-        tables.append(_phases(analysis))
+        tables.append(_phase_rows(analysis))
     if streams:
         rows = [[stream, f"{busy:,.0f}"] for stream, busy in analysis.streams.items()]
         tables.append([["thread" if analysis.device == "cpu" else "stream", "busy, us"], *rows])
     if kernels:
-        rows = [
-            [
-                kernel.name[:60],
-                kernel.kind,
-                str(kernel.times),
-                f"{kernel.total_us:,.0f}",
-                str(kernel.most_blocks or "-"),
-            ]
-            for kernel in analysis.kernels[:kernels]
-        ]
-        tables.append([["kernel", "kind", "times", "us together", "blocks"], *rows])
+        rows = [["kernel", "kind", "times", "total us", "blocks"]]
+        for k in analysis.kernels[:kernels]:
+            rows.append([k.name[:60], k.kind, str(k.times), f"{k.total_us:,.0f}", str(k.most_blocks or "-")])
+        tables.append(rows)
     return "\n\n".join([*map(markdown, tables), hidden_sentence(analysis)])
 
 
-def overview(analyses: dict[str, Analysis], in_window: bool = False) -> list[list[str]]:
-    """Rows of a table: one column for each analysis, and of a single one its share of the window."""
+def overview_rows(analyses: dict[str, Analysis], in_window: bool = False) -> list[list[str]]:
+    """Table rows with the busy times of each analysis in a column.
+
+    in_window: add a column with the times of the only analysis as shares of its window.
+    """
     rows = [["", *(f"{name}, us" for name in analyses), *(["of the window"] * in_window)]]
     for what, key in (
         ("window", "window_us"),
@@ -62,51 +59,52 @@ def overview(analyses: dict[str, Analysis], in_window: bool = False) -> list[lis
 
 
 def traces_text(files: "TraceFiles", phases: bool = False, kernels: int = 0, streams: bool = False) -> str:
-    """The report of each device, and where there are several, a table that compares them."""
+    """The report of each device and, if there are several, a table that compares them."""
     parts = [f"{d.path}\n{analysis_text(d.analysis, phases, kernels, streams)}" for d in files.devices]
     return "\n\n".join([*parts, *([compare_ranks(files)] if len(files.devices) > 1 else [])])
 
 
 def compare_ranks(files: "TraceFiles", names: Sequence[str] | None = None) -> str:
-    """A row for each device; with what it waited for the others, if that can be known."""
+    """A table with a row for each device, and the time that it waited for other ranks ("-" if unknown)."""
     rows = [["", "window, us", "computation", "communication", "exposed", "hidden", "waited for others"]]
-    for name, device, other in zip(names or files.names, files.devices, files.skews, strict=True):
+    for name, device, skew in zip(names or files.names, files.devices, files.skews, strict=True):
         a = device.analysis
         times = (a.window_us, a.compute_us, a.comm_us, a.exposed_comm_us)
-        waited = "-" if other.waited_us is None else f"{other.waited_us:,.0f}"
-        rows.append([name, *(f"{time:,.0f}" for time in times), share(a.hidden_fraction), waited])
+        waited = "-" if skew.waited_us is None else f"{skew.waited_us:,.0f}"
+        rows.append([name, *(f"{time:,.0f}" for time in times), percent(a.hidden_fraction), waited])
     return markdown(rows)
 
 
-def measurement_text(measured: "Measurement") -> str:
-    """Both ways of rank 0 side by side, and how far the overlapped one is from the bound."""
-    analyses = {way: files.devices[0].analysis for way, files in measured.runs.items()}
-    sequential, overlapped = (analysis.window_us for analysis in analyses.values())
-    work, ranks, several = measured.work, measured.num_ranks, len(measured.runs["overlapped"].devices) > 1
+def measurement_text(measurement: "Measurement") -> str:
+    """Both runs of this rank side by side, compared with the lower bound; under torchrun, also a table of all ranks."""
+    analyses = {run: files.devices[0].analysis for run, files in measurement.runs.items()}
+    sequential, overlapped = analyses["sequential"], analyses["overlapped"]
+    workload, ranks, bound = measurement.workload, measurement.num_ranks, measurement.bound_us
+    several = len(measurement.runs["overlapped"].devices) > 1
     parts = [
-        f"{work.described}; experts over {ranks} rank{'s' if ranks > 1 else ''}"
-        f"{', of which this is rank 0' if several else ''}\n{measured.link}",
-        markdown(overview(analyses)),
-        compare_phases(analyses, work.layers * (1 if work.mode == "train" else 2)),
-        f"bound, the larger of computation and communication alone: {measured.bound_us:,.0f} us; overlapped took "
-        f"{overlapped / measured.bound_us:.2f} of it, and {overlapped / sequential:.2f} of sequential\n"
-        f"hidden: {share(analyses['overlapped'].hidden_fraction)} of the communication, "
-        f"{share(analyses['sequential'].hidden_fraction)} in sequence",
+        f"{workload.description}; experts over {ranks} rank{'s' if ranks > 1 else ''}"
+        f"{', this is rank 0' if several else ''}\n{measurement.link}",
+        markdown(overview_rows(analyses)),
+        compare_phases(analyses, workload.layers * (1 if workload.mode == "train" else 2)),
+        f"lower bound (computation or communication alone, whichever is longer): {bound:,.0f} us\n"
+        f"overlapped: {overlapped.window_us / bound:.2f} of the bound, "
+        f"{overlapped.window_us / sequential.window_us:.2f} of sequential\n"
+        f"hidden communication: {percent(overlapped.hidden_fraction)} overlapped, "
+        f"{percent(sequential.hidden_fraction)} sequential",
     ]
     if several:
-        parts.insert(3, f"overlapped, by rank:\n\n{compare_ranks(measured.runs['overlapped'])}")
+        parts.insert(3, f"overlapped, by rank:\n\n{compare_ranks(measurement.runs['overlapped'])}")
     return "\n\n".join(parts)
 
 
-def _waits(analysis: Analysis) -> list[list[str]]:
-    """The longest; the others in one row."""
-    shown, rest = analysis.waits[:MOST_WAITS], analysis.waits[MOST_WAITS:]
+def _wait_rows(analysis: Analysis) -> list[list[str]]:
+    shown, rest = analysis.waits[:MAX_WAITS], analysis.waits[MAX_WAITS:]
     cpu = analysis.device == "cpu"
     rows = [["nothing computed during", "until", "times", "us", "not traced" if cpu else "not launched yet"]]
     for wait in shown:
-        what = wait.during or "(nothing)"
+        during = wait.during or "(nothing)"
         sync = f" ({wait.sync_us:,.0f} in a sync)" if wait.sync_us >= 0.5 else ""
-        rows.append([_short(what), _short(wait.before or "the end"), str(wait.times), f"{wait.total_us:,.0f}"])
+        rows.append([_short(during), _short(wait.before or "the end"), str(wait.times), f"{wait.total_us:,.0f}"])
         rows[-1].append(f"{wait.host_us:,.0f}{sync}")
     if rest:
         sums = [sum(getattr(wait, key) for wait in rest) for key in ("times", "total_us", "host_us")]
@@ -115,11 +113,11 @@ def _waits(analysis: Analysis) -> list[list[str]]:
 
 
 def _short(name: str) -> str:
-    """At most 40 characters, without what autograd puts before an operator's name."""
+    """At most 40 characters, without autograd's prefix."""
     return name.removeprefix("autograd::engine::evaluate_function: ")[:40]
 
 
-def _phases(analysis: Analysis) -> list[list[str]]:
+def _phase_rows(analysis: Analysis) -> list[list[str]]:
     rows = [
         [phase.name, str(phase.times)]
         + [f"{time / phase.times:,.0f}" for time in (phase.compute_us, phase.comm_us, phase.exposed_comm_us)]
@@ -129,11 +127,13 @@ def _phases(analysis: Analysis) -> list[list[str]]:
 
 
 def compare_phases(analyses: dict[str, Analysis], times: int) -> str:
-    """What the work of each phase took in each of the analyses, which have names: microseconds, divided by the number
-    of `times` that a micro-batch went through a layer."""
-    by_name = {way: {phase.name: phase for phase in analysis.phases} for way, analysis in analyses.items()}
+    """A table of each phase's time in each of the named analyses, in microseconds.
+
+    times: how often a micro-batch went through a layer; the table shows the time of one.
+    """
+    by_name = {run: {phase.name: phase for phase in analysis.phases} for run, analysis in analyses.items()}
     columns = ("computation", "compute_us"), ("communication", "comm_us"), ("exposed", "exposed_comm_us")
-    rows = [[f"us a layer and micro-batch: {' -> '.join(analyses)}", *(what for what, _ in columns)]]
+    rows = [[f"us per layer and micro-batch: {' -> '.join(analyses)}", *(what for what, _ in columns)]]
     for name in dict.fromkeys(name for phases in by_name.values() for name in phases):
         found = [phases.get(name) for phases in by_name.values()]
         cells = [[f"{getattr(phase, key) / times:,.0f}" if phase else "-" for phase in found] for _, key in columns]
@@ -141,18 +141,18 @@ def compare_phases(analyses: dict[str, Analysis], times: int) -> str:
     return markdown(rows)
 
 
-def share(fraction: float | None) -> str:
+def percent(fraction: float | None) -> str:
     return "-" if fraction is None else f"{fraction:.1%}"
 
 
 def hidden_sentence(analysis: Analysis) -> str:
-    """One sentence."""
+    """How much of the communication is hidden, with the number of transfers and the thread blocks they occupy."""
     if analysis.hidden_fraction is None:
-        return "There is no communication, so nothing to hide."
+        return "There is no communication."
     kind = "transfer" if analysis.device == "cpu" else "kernel"
     blocks = f", on up to {analysis.comm_blocks} thread blocks" if analysis.comm_blocks else ""
     blocks += f" of a GPU of {analysis.num_sms} SMs" if blocks and analysis.num_sms else ""
     return (
-        f"{share(analysis.hidden_fraction)} of the communication is hidden "
+        f"{percent(analysis.hidden_fraction)} of the communication is hidden "
         f"({analysis.num_comm} {kind}{'s' if analysis.num_comm != 1 else ''}{blocks})."
     )

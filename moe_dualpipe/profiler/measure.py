@@ -1,7 +1,7 @@
-"""Measure the overlap here and now: the same pair of chunks in sequence and interleaved, recorded and analyzed.
+"""Measure the overlap on this machine: record and analyze a pair of chunks, run in sequence and overlapped.
 
-One process plays one of many ranks over a modelled link; under torchrun the ranks are real. Both ways take turns, a few
-rounds each, and of each the recording of the median length is kept.
+A single process acts as one of many ranks over a modelled link; under torchrun, the ranks are real. The two kinds of
+run alternate for a few rounds, and the recording of median length of each is kept.
 """
 
 import gc
@@ -25,84 +25,92 @@ from .files import TracedDevice, TraceFiles, analyze_files
 from .pair import Pair, Workload
 from .ranks import rank_skews
 
-SHARE = 0.7
-"""Of the time that is computed: what communication takes over a link that nobody described, on a CPU."""
+COMM_SHARE = 0.7
+"""The default link of a CPU is chosen so that communication takes this share of the computation time."""
 GPU_LINK = Link(gb_per_s=50.0, latency_us=10.0)
-"""A link that nobody described, on a GPU: a port of 400 Gb/s."""
+"""The default link of a GPU: a port of 400 Gb/s."""
 DEEPSEEK = {
     label(DISPATCH, FORWARD): 6.69e-3, label(COMBINE, FORWARD): 8.68e-3,
     label(DISPATCH, BACKWARD): 7.49e-3, label(COMBINE, BACKWARD): 5.50e-3,
 }  # fmt: skip
-"""Seconds of each transfer of a layer in DeepSeek's published training trace (64 ranks, 4,096 tokens of 7,168)."""
-LONGEST = 60.0
-"""Seconds that the transfers of a pair may take."""
+"""Seconds per layer and transfer in DeepSeek's published training trace (64 ranks, 4,096 tokens, hidden size 7,168)."""
+MAX_COMM_SECONDS = 60.0
+"""A slower link is refused."""
 RUNS = "sequential", "overlapped"
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Both ways, of all ranks; `link` in words."""
+    """The traces of both runs, of all ranks. link: a description of the link."""
 
-    work: Workload
+    workload: Workload
     num_ranks: int
     link: str
     runs: dict[str, TraceFiles]
 
     @property
     def bound_us(self) -> float:
-        """No order of this rank's work is shorter than its computation, or its communication, alone; of each the
-        shorter one of both ways, which disturb it differently."""
-        both = [self.runs[way].devices[0].analysis for way in RUNS]
+        """The lower bound of a run: this rank's computation alone or its communication alone, whichever is longer.
+
+        Each is the shorter time of the two runs, because the runs disturb it differently.
+        """
+        both = [self.runs[run].devices[0].analysis for run in RUNS]
         return max(min(analysis.compute_us for analysis in both), min(analysis.comm_us for analysis in both))
 
     def as_object(self) -> dict[str, Any]:
-        """For `json`; of this rank, and of several ranks what `ranks` says of the overlapped way."""
-        work = asdict(self.work) | {
-            "device": str(self.work.device),
-            "dtype": str(self.work.dtype).removeprefix("torch."),
+        """A JSON object: both runs of this rank and, where there are several, the overlapped run of all `ranks`."""
+        workload = asdict(self.workload) | {
+            "device": str(self.workload.device),
+            "dtype": str(self.workload.dtype).removeprefix("torch."),
         }
-        ways = {way: self.runs[way].as_objects() for way in RUNS}
-        mine = {way: objects[0] for way, objects in ways.items()}
-        everyone = {"ranks": ways["overlapped"]} if len(ways["overlapped"]) > 1 else {}
-        return {**work, "num_ranks": self.num_ranks, "link": self.link, **mine, "bound_us": self.bound_us, **everyone}
+        runs = {run: self.runs[run].as_objects() for run in RUNS}
+        own = {run: objects[0] for run, objects in runs.items()}
+        ranks = {"ranks": runs["overlapped"]} if len(runs["overlapped"]) > 1 else {}
+        return {**workload, "num_ranks": self.num_ranks, "link": self.link, **own, "bound_us": self.bound_us, **ranks}
 
     @property
     def recordings(self) -> list[str]:
-        """The names of their files."""
-        return [device.path.name for way in RUNS for device in self.runs[way].devices]
+        """The file names of the recordings."""
+        return [device.path.name for run in RUNS for device in self.runs[run].devices]
 
 
 def measure(
-    work: Workload, out: Path, ep: int = 0, link: Link | None = None, replay: bool = False, rounds: int = 3
+    workload: Workload,
+    out: Path,
+    ep: int | None = None,
+    link: Link | None = None,
+    replay: bool = False,
+    rounds: int = 3,
 ) -> Measurement:
-    """Run, record and analyze both ways; of `rounds` recordings of each that of the median length stays in `out`.
+    """Record both runs `rounds` times and analyze them. The recordings of median length stay in `out`.
 
-    ep: ranks over which the experts are spread; 0: up to 64. link: None for one that fits. replay: transfers take the
-    times of DeepSeek's trace. In a process of several, started by torchrun, the ranks are those; every process must
-    call this, and the first one's result has them all. Raises ValueError for what contradicts itself.
+    ep: number of expert-parallel ranks; None: the most that divide the experts, up to 64. link: the modelled link;
+    None: a default for the device. replay: transfers take as long as in DeepSeek's trace. Under torchrun the processes
+    are the ranks: all must call this, and the result of rank 0 has every rank. Raises ValueError for arguments that
+    exclude each other, and for a link that is too slow.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1 and (link is not None or replay):
-        raise ValueError(f"a link is modelled for one process, but there are {world}: leave out --link-* and --replay")
-    if world > 1 and ep not in (0, world):
-        raise ValueError(f"--ep {ep}, but torchrun started {world} processes, which are the ranks: leave it out")
-    num_ranks = world if world > 1 else ep or _default_ranks(work.model.num_experts)
-    with _world(work.device, world):
-        words, recordings = _run(work, num_ranks, world, out, link, replay, rounds)
-        with _own_failures(world):
-            ways = {way: _gathered(analyze_files([path]), world) for way, path in recordings.items()}
-    return Measurement(work, num_ranks, words, ways)
+        raise ValueError(f"links are modelled in one process, but there are {world}: leave out --link-* and --replay")
+    if world > 1 and ep not in (None, world):
+        raise ValueError(f"torchrun started {world} processes, which are the ranks: leave out --ep {ep}")
+    num_ranks = world if world > 1 else ep or _default_ranks(workload.model.num_experts)
+    with _process_group(workload.device, world):
+        description, recordings = _record_pair(workload, num_ranks, world, out, link, replay, rounds)
+        with _named_failures(world):
+            runs = {run: _gather(analyze_files([path]), world) for run, path in recordings.items()}
+    return Measurement(workload, num_ranks, description, runs)
 
 
-def _run(
-    work: Workload, num_ranks: int, world: int, out: Path, link: Link | None, replay: bool, rounds: int
+def _record_pair(
+    workload: Workload, num_ranks: int, world: int, out: Path, link: Link | None, replay: bool, rounds: int
 ) -> tuple[str, dict[str, Path]]:
-    """The link in words, and the recordings; whatever held the process group is gone at the end."""
-    backend = _backend(work, num_ranks, world, replay)
-    pair = Pair(work, backend)
-    words = _link(pair, backend, link, rounds)
-    with _own_failures(world):
-        return words, _record(pair, out, rounds, "" if world == 1 else f"-rank{dist.get_rank()}")
+    """The description of the link, and the recordings. Objects that hold the process group end with this call."""
+    backend = _backend(workload, num_ranks, world, replay)
+    pair = Pair(workload, backend)
+    description = _set_link(pair, backend, link, rounds)
+    with _named_failures(world):
+        return description, _record(pair, out, rounds, "" if world == 1 else f"-rank{dist.get_rank()}")
 
 
 def _default_ranks(num_experts: int) -> int:
@@ -110,8 +118,7 @@ def _default_ranks(num_experts: int) -> int:
 
 
 @contextmanager
-def _world(device: torch.device, world: int) -> Iterator[None]:
-    """The process group of the ranks, if there are several."""
+def _process_group(device: torch.device, world: int) -> Iterator[None]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if world == 1:
@@ -121,13 +128,13 @@ def _world(device: torch.device, world: int) -> Iterator[None]:
     try:
         yield
     finally:
-        gc.collect()  # a group that is still held by something ends with the process, and may abort it
+        gc.collect()  # a reference left to the group can abort the process at exit
         dist.destroy_process_group()
 
 
 @contextmanager
-def _own_failures(world: int) -> Iterator[None]:
-    """Of one rank among several, as a full disk: where each says itself what happened, not the first one for all."""
+def _named_failures(world: int) -> Iterator[None]:
+    """With several ranks, name the rank in errors that can happen on a single one, such as a full disk."""
     try:
         yield
     except (ValueError, OSError, ImportError) as error:
@@ -136,47 +143,47 @@ def _own_failures(world: int) -> Iterator[None]:
         raise RuntimeError(f"rank {dist.get_rank()}: {error}") from error
 
 
-def _backend(work: Workload, num_ranks: int, world: int, replay: bool) -> ExpertParallel:
+def _backend(workload: Workload, num_ranks: int, world: int, replay: bool) -> ExpertParallel:
     if world > 1:
         group = dist.group.WORLD
         assert group is not None
-        return AllToAll(work.model.num_experts, group)
+        return AllToAll(workload.model.num_experts, group)
     if replay:
-        return Replay(work.model.num_experts, num_ranks, DEEPSEEK, GPU_LINK.sms)
-    return Loopback(work.model.num_experts, num_ranks)
+        return Replay(workload.model.num_experts, num_ranks, DEEPSEEK, GPU_LINK.sms)
+    return Loopback(workload.model.num_experts, num_ranks)
 
 
-def _link(pair: Pair, backend: ExpertParallel, link: Link | None, rounds: int) -> str:
-    """Give a modelled link its speed, and say in words what there is."""
+def _set_link(pair: Pair, backend: ExpertParallel, link: Link | None, rounds: int) -> str:
+    """Set the speed of a modelled link. Returns a description of the link."""
     if isinstance(backend, Replay):
-        return "modelled link: each transfer takes what it took in DeepSeek's training trace"
+        return "modelled link: transfers take as long as in DeepSeek's training trace"
     if not isinstance(backend, Loopback):
-        transport = "nccl" if pair.work.device.type == "cuda" else "gloo"
+        transport = "nccl" if pair.workload.device.type == "cuda" else "gloo"
         return f"torch.distributed, {transport}, {dist.get_world_size()} processes"
-    chosen, fits = "", link is None and pair.work.device.type == "cpu"
-    seconds, num_bytes = _computing(pair, backend, rounds if fits else 0)
+    reason, choose = "", link is None and pair.workload.device.type == "cpu"
+    seconds, num_bytes = _time_computation(pair, backend, rounds if choose else 0)
     if not num_bytes:
-        return "modelled link: nobody to send to"
-    if fits:
-        link = Link(gb_per_s=num_bytes / 1e9 / (SHARE * seconds))
-        chosen = f"; so the {_size(num_bytes)} of a pair take {SHARE} of the {1e3 * seconds:,.0f} ms that it computed"
+        return "modelled link: unused, there is only one rank"
+    if choose:
+        link = Link(gb_per_s=num_bytes / 1e9 / (COMM_SHARE * seconds))
+        reason = f": {_format_bytes(num_bytes)} take {COMM_SHARE} of the computation time, {1e3 * seconds:,.0f} ms"
     link = link or GPU_LINK
-    transfers = 4 * pair.work.layers
-    if (taking := link.seconds(num_bytes) + (transfers - 1) * link.seconds(0)) > LONGEST:
+    transfers = 4 * pair.workload.layers
+    if (taking := link.seconds(num_bytes) + (transfers - 1) * link.seconds(0)) > MAX_COMM_SECONDS:
         raise ValueError(
-            f"the {_size(num_bytes)} of a pair, in {transfers} transfers, would take {taking:,.0f} s over this link: "
-            "use a faster one, or less --tokens"
+            f"the link is too slow: {_format_bytes(num_bytes)} in {transfers} transfers would take {taking:,.0f} s; "
+            "use a faster link or fewer --tokens"
         )
     backend.link = link
-    return f"modelled link: {8 * link.gb_per_s:,.4g} Gb/s, latency {link.latency_us:g} us{chosen}"
+    return f"modelled link: {8 * link.gb_per_s:,.4g} Gb/s, latency {link.latency_us:g} us{reason}"
 
 
-def _size(num_bytes: int) -> str:
+def _format_bytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:,.1f} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:,.1f} kB"
 
 
-def _computing(pair: Pair, backend: Loopback, rounds: int) -> tuple[float, int]:
-    """Seconds of a pair when transfers take none, the median behind a first one, and the bytes that it sends."""
+def _time_computation(pair: Pair, backend: Loopback, rounds: int) -> tuple[float, int]:
+    """Median seconds of an overlapped run with instant transfers, after a warm-up, and the bytes that it sends."""
     backend.link, times, num_bytes = Link(), [], 0
     for _ in range(1 + rounds):
         pair.prepare()
@@ -188,41 +195,41 @@ def _computing(pair: Pair, backend: Loopback, rounds: int) -> tuple[float, int]:
 
 
 def _record(pair: Pair, out: Path, rounds: int, suffix: str) -> dict[str, Path]:
-    """The recording of each way whose length is the median of `rounds`, in turns, after a first one to warm up."""
-    device, alone = pair.work.device, not dist.is_initialized()
-    windows: dict[str, list[float]] = {way: [] for way in RUNS}
-    first = alone or dist.get_rank() == 0
-    for i in tqdm(range(1 + rounds), "recording", disable=None if first else True, leave=False):
-        for way in RUNS:
+    """Record both runs in turn, after a warm-up. Keeps and returns the recording of median length of each."""
+    device, distributed = pair.workload.device, dist.is_initialized()
+    windows: dict[str, list[float]] = {run: [] for run in RUNS}
+    leader = not distributed or dist.get_rank() == 0
+    for i in tqdm(range(1 + rounds), "recording", disable=None if leader else True, leave=False):
+        for run in RUNS:
             pair.prepare()
             synchronize(device)
-            if not alone:
+            if distributed:
                 dist.barrier()
-            path = out / f"{way}{suffix}-{i}.json.gz"
+            path = out / f"{run}{suffix}-{i}.json.gz"
             with capture(path, device):
-                if not alone and device.type == "cuda":
-                    dist.barrier()  # again, as profilers start slowly; over gloo, so that it is no work of the device
-                getattr(pair, way)()
-            windows[way].append(analyze_files([path], pictures=False).devices[0].analysis.window_us)
-    kept = {way: times.index(statistics.median_low(times[1:]), 1) for way, times in windows.items()}
-    if not alone:  # the first rank's choice is everyone's
-        chosen = [kept]
+                if distributed and device.type == "cuda":
+                    dist.barrier()  # profilers start slowly; this barrier uses gloo, so it adds no device work
+                getattr(pair, run)()
+            windows[run].append(analyze_files([path], pictures=False).devices[0].analysis.window_us)
+    median = {run: times.index(statistics.median_low(times[1:]), 1) for run, times in windows.items()}
+    if distributed:  # all ranks keep the round that rank 0 chose
+        chosen = [median]
         dist.broadcast_object_list(chosen, src=0)
-        kept = chosen[0]
-    for way in RUNS:
-        (out / f"{way}{suffix}-{kept[way]}.json.gz").replace(out / f"{way}{suffix}.json.gz")
+        median = chosen[0]
+    for run in RUNS:
+        (out / f"{run}{suffix}-{median[run]}.json.gz").replace(out / f"{run}{suffix}.json.gz")
         for i in range(1 + rounds):
-            (out / f"{way}{suffix}-{i}.json.gz").unlink(missing_ok=True)
-    return {way: out / f"{way}{suffix}.json.gz" for way in RUNS}
+            (out / f"{run}{suffix}-{i}.json.gz").unlink(missing_ok=True)
+    return {run: out / f"{run}{suffix}.json.gz" for run in RUNS}
 
 
-def _gathered(files: TraceFiles, world: int) -> TraceFiles:
-    """On the first rank everyone's, of the others without what is drawn; on these their own."""
+def _gather(files: TraceFiles, world: int) -> TraceFiles:
+    """On rank 0, the devices of all ranks, those of the others without lane blocks; on other ranks, their own."""
     if world == 1:
         return files
-    every: list[list[TracedDevice]] | None = [[] for _ in range(world)] if dist.get_rank() == 0 else None
-    dist.gather_object([replace(device, blocks=()) for device in files.devices], every)
-    if every is None:
+    gathered: list[list[TracedDevice]] | None = [[] for _ in range(world)] if dist.get_rank() == 0 else None
+    dist.gather_object([replace(device, blocks=()) for device in files.devices], gathered)
+    if gathered is None:
         return files
-    devices = [*files.devices, *(device for devices in every[1:] for device in devices)]
+    devices = [*files.devices, *(device for devices in gathered[1:] for device in devices)]
     return TraceFiles(devices, rank_skews([device.transfers for device in devices]))

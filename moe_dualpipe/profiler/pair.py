@@ -1,10 +1,10 @@
-"""The work that is measured: two chunks on one stage in the middle of a pipeline, interleaved or one after the other.
+"""The measured work: two chunks on a stage in the middle of a pipeline, run in sequence or overlapped.
 
-    train     the forward of one micro-batch, and the backward of another
+    train     the forward of one micro-batch and the backward of another
     prefill   the forwards of two micro-batches of whole sequences
-    decode    the forwards of two micro-batches of one new token for each sequence, behind a filled cache
+    decode    the forwards of two micro-batches of one new token per sequence, with a filled KV cache
 
-The stage is blocks with experts only, as in DeepSeek's published profiles; neither embedding nor head.
+Like DeepSeek's published profiles, the stage has MoE layers only, without embedding and head.
 """
 
 from dataclasses import dataclass, replace
@@ -25,8 +25,11 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Workload:
-    """What a micro-batch is, and what it goes through. `tokens` of it, in sequences of `seq`; in decode one new token
-    of each of `tokens` sequences, whose first `seq` are cached. `layers` blocks of `model`, all with experts."""
+    """The micro-batches and the layers that they go through.
+
+    tokens: tokens per micro-batch. seq: tokens per sequence. In decode, a micro-batch has one new token for each of
+    `tokens` sequences, and `seq` tokens of each are cached. layers: number of MoE layers of `model`.
+    """
 
     mode: Mode
     preset: str
@@ -40,83 +43,87 @@ class Workload:
 
     @classmethod
     def from_preset(
-        cls, mode: Mode, name: str, layers: int = 4, seq: int = 0, tokens: int = 0, routing: Routing = "balanced",
-        device: torch.device = CPU,
+        cls, mode: Mode, name: str, layers: int = 4, seq: int | None = None, tokens: int | None = None,
+        routing: Routing = "balanced", device: torch.device = CPU,
     ) -> "Workload":  # fmt: skip
-        """The work of the model called `name`; 0 means a choice, as `profile run --help` says.
+        """A workload on the preset model `name`, with the defaults of `profile run` where a size is None.
 
-        Raises ValueError for what contradicts itself.
+        Raises ValueError for an unknown preset and for sizes that do not fit together.
         """
         model = preset(name)
         if layers < 1:
             raise ValueError(f"--layers must be at least 1: got {layers}")
-        for flag, number in (("seq", seq), ("tokens", tokens)):
-            if number < 0:
-                raise ValueError(f"--{flag} cannot be negative: got {number}")
-        seq = seq or (4096 if device.type == "cuda" else 1024)
-        tokens = tokens or (128 if mode == "decode" else 4096 if 4096 % seq == 0 else seq)
+        seq = (4096 if device.type == "cuda" else 1024) if seq is None else seq
+        if seq < 1:
+            raise ValueError(f"--seq must be at least 1: got {seq}")
+        if tokens is None:
+            tokens = 128 if mode == "decode" else 4096 if 4096 % seq == 0 else seq
+        if tokens < 1:
+            raise ValueError(f"--tokens must be at least 1: got {tokens}")
         if mode != "decode" and tokens % seq:
             raise ValueError(
-                f"--tokens {tokens} are no whole sequences of --seq {seq}: use --tokens {-(-tokens // seq) * seq}"
+                f"--tokens {tokens} must be a multiple of --seq {seq}: use --tokens {-(-tokens // seq) * seq}"
             )
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         return cls(mode, name, model, layers, seq, tokens, routing, device, dtype)
 
     @property
-    def sequences(self) -> int:
+    def num_sequences(self) -> int:
         return self.tokens if self.mode == "decode" else self.tokens // self.seq
 
     @property
-    def described(self) -> str:
-        what = f"behind {self.seq:,} cached ones each" if self.mode == "decode" else f"in sequences of {self.seq:,}"
+    def description(self) -> str:
+        tokens = f"with {self.seq:,} cached tokens each" if self.mode == "decode" else f"in sequences of {self.seq:,}"
         dtype, layers = str(self.dtype).removeprefix("torch."), f"{self.layers} layer{'s' if self.layers > 1 else ''}"
         return (
-            f"{self.mode} on {self.device} in {dtype}: {layers} of {self.preset}, {self.tokens:,} tokens {what}, "
+            f"{self.mode} on {self.device} in {dtype}: {layers} of {self.preset}, {self.tokens:,} tokens {tokens}, "
             f"{self.routing} routing"
         )
 
 
 class Pair:
-    """Both chunks, ready to run over `expert_parallel`: `prepare`, then `sequential` or `overlapped`, in turns."""
+    """Two chunks over `expert_parallel`. Call `prepare` before each `sequential` or `overlapped`."""
 
-    def __init__(self, work: Workload, expert_parallel: ExpertParallel, seed: int = 0):
-        self.work = work
-        config = replace(work.model, num_layers=work.layers, num_dense_layers=0)
-        spec = StageSpec(range(work.layers), embedding=False, head=False, share=1.0)
+    def __init__(self, workload: Workload, expert_parallel: ExpertParallel, seed: int = 0):
+        self.workload = workload
+        config = replace(workload.model, num_layers=workload.layers, num_dense_layers=0)
+        spec = StageSpec(range(workload.layers), embedding=False, head=False, share=1.0)
         self.stage = TransformerStage(config, spec, expert_parallel, seed)
-        if work.routing == "balanced":
+        if workload.routing == "balanced":
             for module in self.stage.modules():
                 if isinstance(module, MoE):
                     router = BalancedRouter(config, module.kernels)
-                    router.load_state_dict(module.router.state_dict())  # that were made from the seed
+                    router.load_state_dict(module.router.state_dict())  # the weights made from the seed
                     module.router = router
-        self.stage.to(work.device, work.dtype)
-        length = 1 if work.mode == "decode" else work.seq
-        shape = work.sequences, length, config.hidden_size
+        self.stage.to(workload.device, workload.dtype)
+        length = 1 if workload.mode == "decode" else workload.seq
+        shape = workload.num_sequences, length, config.hidden_size
         random = torch.Generator().manual_seed(seed)
-        self.x, self.y, self.dx = (torch.randn(shape, generator=random).to(work.device, work.dtype) for _ in range(3))
+        self.x, self.y, self.dx = (
+            torch.randn(shape, generator=random).to(workload.device, workload.dtype) for _ in range(3)
+        )
         self._chunks: tuple[Any, Any] = (), ()
 
     def prepare(self) -> None:
-        """What comes before, and is not measured: a forward that will go backward, or filled caches."""
-        work, stage = self.work, self.stage
-        if work.mode == "train":
+        """Create the inputs of one run, which is not measured: a finished forward (train) or filled caches (decode)."""
+        workload, stage = self.workload, self.stage
+        if workload.mode == "train":
             stage.zero_grad()
             x = self.x.clone().requires_grad_()
             self._chunks = ([stage(x)], [self.dx]), [self.y.clone().requires_grad_()]
-        elif work.mode == "decode":
-            caches = (
-                KVCache.filled(stage.config, range(work.layers), work.sequences, work.seq, work.device, work.dtype)
-                for _ in range(2)
+        elif workload.mode == "decode":
+            layers, sizes = range(workload.layers), (workload.num_sequences, workload.seq)
+            first, second = (
+                KVCache.filled(stage.config, layers, *sizes, workload.device, workload.dtype) for _ in range(2)
             )
-            self._chunks = tuple([x, cache] for x, cache in zip((self.x, self.y), caches, strict=True))  # type: ignore[assignment]
+            self._chunks = [self.x, first], [self.y, second]
         else:
             self._chunks = [self.x], [self.y]
 
     def sequential(self) -> Tensor:
-        """One chunk, then the other. Returns the last chunk's output."""
+        """Run one chunk after the other. Returns the output of the second chunk (train: of the forward)."""
         first, second = self._chunks
-        if self.work.mode == "train":
+        if self.workload.mode == "train":
             y = self.stage(*second)
             torch.autograd.backward(*first)
             return y
@@ -125,10 +132,10 @@ class Pair:
             return self.stage(*second)
 
     def overlapped(self) -> Tensor:
-        """Both, each hiding the other's communication. Returns the same output."""
+        """Run both chunks interleaved. Returns the same output as `sequential`."""
         first, second = self._chunks
         stage = self.stage
-        if self.work.mode == "train":
+        if self.workload.mode == "train":
             return stage.overlapped_forward_backward(stage, second, None, None, stage, None, *first)[0]
         with torch.no_grad():
             return stage.interleaved_forward(stage, first, stage, second)[1]

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from moe_dualpipe.drawing.overlap_report import analysis_text, overview
+from moe_dualpipe.drawing.overlap_report import analysis_text, overview_rows
 from moe_dualpipe.profiler import analyze, read_trace
 from moe_dualpipe.profiler.gaps import Wait
 from tests.support.traces import kernel, write
@@ -11,7 +11,7 @@ from tests.support.traces import kernel, write
 def test_shares_are_of_the_window_and_the_shortest_waits_are_summed_up(tmp_path):
     events = [kernel("gemm", 0, 30), kernel("nccl", 20, 30, stream=9), kernel("gemm", 75, 25)]
     (analysis,) = analyze(read_trace(write(tmp_path / "t.json", events)))
-    assert overview({"it": analysis}, in_window=True)[1:] == [
+    assert overview_rows({"it": analysis}, in_window=True)[1:] == [
         ["window", "100", "100.0%"], ["busy", "75", "75.0%"], ["computation", "55", "55.0%"],
         ["communication", "30", "30.0%"], ["- hidden behind computation", "10", "10.0%"],
         ["- exposed", "20", "20.0%"], ["idle", "25", "25.0%"],

@@ -75,7 +75,7 @@ def test_devices_are_analyzed_apart(tmp_path):
     first, second = analyze(read_trace(write(tmp_path / "t.json", events)))
     assert (first.device, first.hidden_fraction, first.window_us) == ("0", None, 10)
     assert (second.device, second.hidden_fraction, second.window_us) == ("1", 0.5, 15)
-    assert hidden_sentence(first) == "There is no communication, so nothing to hide."
+    assert hidden_sentence(first) == "There is no communication."
     assert hidden_sentence(second) == "50.0% of the communication is hidden (1 kernel, on up to 1 thread blocks)."
 
 
@@ -128,7 +128,7 @@ def test_the_published_trace_cut_off(tmp_path, capsys):
     assert trace.truncated and 1000 < trace.num_events < 14240
     assert main(["profile", "analyze", str(path)]) == 0
     out, err = capsys.readouterr()
-    assert err == f"{path}: cut off after {trace.num_events:,} events; this is about those\n"
+    assert err == f"{path}: the file is cut off: only the first {trace.num_events:,} events are analyzed\n"
     assert "of the communication is hidden" in out
 
 
@@ -140,7 +140,7 @@ def test_of_a_gigantic_file_the_first_events_are_analyzed(tmp_path, monkeypatch,
     monkeypatch.setattr("moe_dualpipe.profiler.trace.MOST_EVENTS", 4)
     assert main(["profile", "analyze", str(path)]) == 0
     out, err = capsys.readouterr()
-    assert err == f"{path}: too long: read no further after 4 events; this is about those\n"
+    assert err == f"{path}: the file is too long: only the first 4 events are analyzed\n"
     assert "| window                      |           35 |" in out
     monkeypatch.setattr("moe_dualpipe.profiler.trace.MOST_EVENTS", 9)
     assert not read_trace(path).truncated
@@ -258,7 +258,7 @@ def test_the_command_prints_tables_or_json(tmp_path, capsys):
     ]
     assert "| dispatch(F)             | the end |     1 | 10 |                0 |" in expected
     assert "| dispatch(F) |     1 |                    0 |            20 |      10 |" in expected
-    assert "| gemm   | compute |     1 |          30 |      1 |" in expected
+    assert "| gemm   | compute |     1 |       30 |      1 |" in expected
     assert expected.endswith("50.0% of the communication is hidden (1 kernel, on up to 8 thread blocks).")
 
     assert main(["profile", "analyze", paths[1], "--json"]) == 0
@@ -278,7 +278,7 @@ def test_the_command_prints_tables_or_json(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("options,problem", [
-    (["--comm-pattern", "("], "--comm-pattern '(' is no regular expression"),
+    (["--comm-pattern", "("], "--comm-pattern '(' is not a regular expression"),
     (["--kernels", "-1"], "--kernels cannot be negative: got -1"),
 ])  # fmt: skip
 def test_wrong_options(tmp_path, capsys, options, problem):

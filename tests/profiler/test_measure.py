@@ -63,20 +63,21 @@ a link
 | - exposed                   |            600 |            150 |
 | idle                        |              0 |              0 |
 
-| us a layer and micro-batch: sequential -> overlapped | computation | communication |   exposed |
-|------------------------------------------------------|------------:|--------------:|----------:|
-| mlp(F)                                               |  500 -> 500 |               |           |
-| dispatch(F)                                          |             |    300 -> 300 | 300 -> 75 |
+| us per layer and micro-batch: sequential -> overlapped | computation | communication |   exposed |
+|--------------------------------------------------------|------------:|--------------:|----------:|
+| mlp(F)                                                 |  500 -> 500 |               |           |
+| dispatch(F)                                            |             |    300 -> 300 | 300 -> 75 |
 
-bound, the larger of computation and communication alone: 1,000 us; overlapped took 1.15 of it, and 0.72 of sequential
-hidden: 75.0% of the communication, 0.0% in sequence"""
+lower bound (computation or communication alone, whichever is longer): 1,000 us
+overlapped: 1.15 of the bound, 0.72 of sequential
+hidden communication: 75.0% overlapped, 0.0% sequential"""
     )
 
 
 def test_ranks_are_compared_between_the_phases_and_the_bound(tmp_path):
     parts = measurement_text(measured(tmp_path, ranks=2)).split("\n\n")
     assert [part.split("\n")[0][:20] for part in parts[2:]] == [
-        "| us a layer and mic", "overlapped, by rank:", "|        | window, u", "bound, the larger of",
+        "| us per layer and m", "overlapped, by rank:", "|        | window, u", "lower bound (computa",
     ]  # fmt: skip
     assert [row.split("|")[1].strip() for row in parts[4].split("\n")[2:]] == ["rank 0", "rank 1"]
 
@@ -105,17 +106,17 @@ def test_the_first_rank_gets_everyones_without_their_pictures(tmp_path, monkeypa
     found = own[0]
     for rank in (1, 0):
         monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
-        found = measure._gathered(own[rank], world=2)
+        found = measure._gather(own[rank], world=2)
         assert (found is own[1]) == (rank == 1)
     assert [(device.rank, len(device.blocks)) for device in found.devices] == [(0, 2), (1, 0)]
     assert len(found.skews) == 2
 
 
 def test_a_failure_of_one_rank_among_several_is_its_own_to_tell(monkeypatch):
-    with pytest.raises(OSError, match="disk full"), measure._own_failures(1):
+    with pytest.raises(OSError, match="disk full"), measure._named_failures(1):
         raise OSError("disk full")
     monkeypatch.setattr(dist, "get_rank", lambda: 3)
-    with pytest.raises(RuntimeError, match="rank 3: disk full"), measure._own_failures(4):
+    with pytest.raises(RuntimeError, match="rank 3: disk full"), measure._named_failures(4):
         raise OSError("disk full")
 
 
@@ -135,7 +136,7 @@ def test_the_recording_of_median_length_is_kept_and_the_first_is_not_counted(tmp
     monkeypatch.setattr(measure, "capture", capture)
     monkeypatch.setattr(measure, "analyze_files", analyze)
     pair = SimpleNamespace(
-        work=WORK, prepare=lambda: done.append("prepare"), sequential=lambda: done.append("sequential"),
+        workload=WORK, prepare=lambda: done.append("prepare"), sequential=lambda: done.append("sequential"),
         overlapped=lambda: done.append("overlapped"),
     )  # fmt: skip
     found = measure._record(pair, tmp_path, len(windows) - 1, "")  # type: ignore[arg-type]
@@ -147,28 +148,26 @@ def test_the_recording_of_median_length_is_kept_and_the_first_is_not_counted(tmp
 
 def test_a_link_fits_what_was_computed(monkeypatch):
     """35 MB in 0.7 of 2 s are 25 MB a second."""
-    backend, pair = Loopback(8, 4), SimpleNamespace(work=WORK)
-    monkeypatch.setattr(measure, "_computing", lambda *_: (2.0, 35_000_000))
-    words = measure._link(pair, backend, None, 3)  # type: ignore[arg-type]
+    backend, pair = Loopback(8, 4), SimpleNamespace(workload=WORK)
+    monkeypatch.setattr(measure, "_time_computation", lambda *_: (2.0, 35_000_000))
+    words = measure._set_link(pair, backend, None, 3)  # type: ignore[arg-type]
     assert backend.link.gb_per_s == pytest.approx(0.025) and not backend.link.latency_us
-    assert words == (
-        "modelled link: 0.2 Gb/s, latency 0 us; so the 35.0 MB of a pair take 0.7 of the 2,000 ms that it computed"
-    )
-    pair.work = replace(WORK, device=torch.device("cuda"))
-    assert measure._link(pair, backend, None, 3) == "modelled link: 400 Gb/s, latency 10 us"  # type: ignore[arg-type]
-    monkeypatch.setattr(measure, "_computing", lambda *_: (2.0, 0))
-    assert measure._link(pair, backend, None, 3) == "modelled link: nobody to send to"  # type: ignore[arg-type]
+    assert words == ("modelled link: 0.2 Gb/s, latency 0 us: 35.0 MB take 0.7 of the computation time, 2,000 ms")
+    pair.workload = replace(WORK, device=torch.device("cuda"))
+    assert measure._set_link(pair, backend, None, 3) == "modelled link: 400 Gb/s, latency 10 us"  # type: ignore[arg-type]
+    monkeypatch.setattr(measure, "_time_computation", lambda *_: (2.0, 0))
+    assert measure._set_link(pair, backend, None, 3) == "modelled link: unused, there is only one rank"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("link,problem", [
-    (Link(gb_per_s=1e-6), r"the 90.0 kB of a pair, in 8 transfers, would take 90 s over this link: use a faster one"),
-    (Link(gb_per_s=1, latency_us=8e6), "would take 64 s over this link"),
+    (Link(gb_per_s=1e-6), "the link is too slow: 90.0 kB in 8 transfers would take 90 s; use a faster link"),
+    (Link(gb_per_s=1, latency_us=8e6), "in 8 transfers would take 64 s;"),
 ])  # fmt: skip
 def test_a_link_that_nobody_would_wait_for_is_refused(monkeypatch, link, problem):
-    monkeypatch.setattr(measure, "_computing", lambda *_: (2.0, 90_000))
-    pair = SimpleNamespace(work=WORK)
+    monkeypatch.setattr(measure, "_time_computation", lambda *_: (2.0, 90_000))
+    pair = SimpleNamespace(workload=WORK)
     with pytest.raises(ValueError, match=problem):
-        measure._link(pair, Loopback(8, 4), link, 3)  # type: ignore[arg-type]
+        measure._set_link(pair, Loopback(8, 4), link, 3)  # type: ignore[arg-type]
 
 
 def test_what_is_computed_is_a_median_behind_a_first_one_and_sends_one_pair(monkeypatch):
@@ -179,9 +178,9 @@ def test_what_is_computed_is_a_median_behind_a_first_one_and_sends_one_pair(monk
         backend.bytes_sent += 7
 
     pair = SimpleNamespace(prepare=lambda: None, overlapped=overlapped)
-    assert measure._computing(pair, backend, 3) == (4, 7)  # type: ignore[arg-type]
+    assert measure._time_computation(pair, backend, 3) == (4, 7)  # type: ignore[arg-type]
     monkeypatch.setattr(measure.time, "perf_counter", iter([5, 7]).__next__)
-    assert measure._computing(pair, backend, 0) == (2, 7)  # type: ignore[arg-type]
+    assert measure._time_computation(pair, backend, 0) == (2, 7)  # type: ignore[arg-type]
 
 
 def test_default_ranks_divide_the_experts():
@@ -189,12 +188,25 @@ def test_default_ranks_divide_the_experts():
 
 
 @pytest.mark.parametrize("mode,seq,tokens,expected", [
-    ("train", 0, 0, (1024, 4096)), ("prefill", 512, 0, (512, 4096)), ("train", 3000, 0, (3000, 3000)),
-    ("decode", 0, 0, (1024, 128)), ("decode", 100, 7, (100, 7)), ("train", 8192, 0, (8192, 8192)),
+    ("train", None, None, (1024, 4096)), ("prefill", 512, None, (512, 4096)), ("train", 3000, None, (3000, 3000)),
+    ("decode", None, None, (1024, 128)), ("decode", 100, 7, (100, 7)), ("train", 8192, None, (8192, 8192)),
 ])  # fmt: skip
 def test_default_sizes(mode, seq, tokens, expected):
     work = Workload.from_preset(mode, "tiny", 1, seq, tokens)
     assert (work.seq, work.tokens) == expected
+
+
+@pytest.mark.parametrize("options", [[], ["--ep", "0", "--seq", "0", "--tokens", "0", "--link-gbps", "0"]])
+def test_options_of_zero_or_none_choose_the_defaults(monkeypatch, tmp_path, options):
+    given: list[tuple[int, int, int | None, Link | None]] = []
+
+    def stop(workload, _, ep, link, *__):
+        given.append((workload.seq, workload.tokens, ep, link))
+        raise ValueError("stop")
+
+    monkeypatch.setattr(measure, "measure", stop)
+    assert main(["profile", "run", "--device", "cpu", "--out", str(tmp_path), *options]) == 2
+    assert given == [(1024, 4096, None, None)]
 
 
 def test_ranks_without_a_gpu_each_are_told_or_run_on_the_cpu(monkeypatch):
@@ -216,6 +228,5 @@ def test_too_much_memory_is_one_line(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(measure, "measure", fail)
     assert main(["profile", "run", "--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err == (
-        "moe-dualpipe: error: that needs more memory than there is: DefaultCPUAllocator: can't allocate memory: you "
-        "tried 99 bytes\n"
+        "moe-dualpipe: error: out of memory: DefaultCPUAllocator: can't allocate memory: you tried 99 bytes\n"
     )

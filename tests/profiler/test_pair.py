@@ -31,7 +31,7 @@ SMALL = ["profile", "run", "--layers", "2", "--seq", "16", "--tokens", "32", "--
 @pytest.mark.parametrize("mode,sequences", [("train", 3), ("prefill", 3), ("decode", 24)])
 def test_both_ways_do_the_same_work(mode, sequences, routing, model):
     pair = Pair(replace(WORK, mode=mode, routing=routing, model=model), Loopback(8, 4))
-    assert pair.work.sequences == sequences
+    assert pair.workload.num_sequences == sequences
     results: list[list[torch.Tensor]] = []
     inputs: list[torch.Tensor] = []
     pair.stage.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
@@ -91,10 +91,10 @@ def test_balanced_choices_of_a_token_lie_far_apart():
 
 
 def test_a_micro_batch_in_words():
-    assert WORK.described == (
+    assert WORK.description == (
         "train on cpu in float32: 2 layers of a small one, 24 tokens in sequences of 8, balanced routing"
     )
-    assert ", 24 tokens behind 8 cached ones each, real " in replace(WORK, mode="decode", routing="real").described
+    assert ", 24 tokens with 8 cached tokens each, real " in replace(WORK, mode="decode", routing="real").description
 
 
 def test_balanced_routing_sends_a_token_to_as_many_ranks_as_it_has_choices():
@@ -191,7 +191,7 @@ def test_a_link_that_nobody_described_is_chosen_by_the_computation(tmp_path, cap
     # 32 tokens go to 2 of 4 ranks each, 48 rows travel: 512 B each way and back, forward and backward, in 2 layers,
     # with 16 B of ids once, and 16 B of weights, or their gradients, twice.
     assert round(48 * 2 * (4 * 512 + 3 * 16) / 1e6, 1) == 0.2
-    assert "; so the 0.2 MB of a pair take 0.7 of the " in report["link"]
+    assert ": 0.2 MB take 0.7 of the computation time, " in report["link"]
     assert (report["mode"], report["num_ranks"], report["tokens"], report["seq"]) == ("train", 4, 32, 16)
     assert {"sequential", "overlapped", "bound_us"} <= report.keys()
 
@@ -199,7 +199,7 @@ def test_a_link_that_nobody_described_is_chosen_by_the_computation(tmp_path, cap
 def test_a_replay_of_deepseeks_times(tmp_path, capsys):
     assert main([*SMALL, "--out", str(tmp_path), "--replay", "deepseek", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["link"] == "modelled link: each transfer takes what it took in DeepSeek's training trace"
+    assert report["link"] == "modelled link: transfers take as long as in DeepSeek's training trace"
     assert report["sequential"]["comm_us"] >= 2 * (6690 + 8680 + 7490 + 5500)
 
 
@@ -210,8 +210,8 @@ def test_under_torchrun_the_ranks_are_real(tmp_path):
         command, capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "experts over 2 ranks, of which this is rank 0\ntorch.distributed, gloo, 2 processes\n" in done.stdout
-    assert done.stdout.count("hidden: ") == 1  # one rank speaks
+    assert "experts over 2 ranks, this is rank 0\ntorch.distributed, gloo, 2 processes\n" in done.stdout
+    assert done.stdout.count("hidden communication: ") == 1  # only rank 0 prints
     assert "\n| rank 0 |" in done.stdout and "\n| rank 1 |" in done.stdout
     assert {path.name for path in tmp_path.iterdir()} >= {
         f"{way}-rank{rank}.json.gz" for way in ("sequential", "overlapped") for rank in range(2)
@@ -226,11 +226,11 @@ def test_under_torchrun_the_ranks_are_real(tmp_path):
     (["--preset", "huge"], "unknown preset 'huge'; did you mean"),
     (["--ep", "3"], "8 experts cannot be divided evenly over 3 ranks"),
     (["--layers", "0"], "--layers must be at least 1: got 0"),
-    (["--tokens", "33"], "--tokens 33 are no whole sequences of --seq 16: use --tokens 48"),
-    (["--seq", "-4"], "--seq cannot be negative: got -4"),
-    (["--link-gbps", "-1"], "a link cannot have negative numbers: got -1.0 Gb/s"),
-    (["--link-latency-us", "9"], "--link-latency-us belongs to a link of a given bandwidth: add --link-gbps"),
-    (["--link-gbps", "9", "--replay", "deepseek"], "--replay brings the times of its own link"),
+    (["--tokens", "33"], "--tokens 33 must be a multiple of --seq 16: use --tokens 48"),
+    (["--seq", "-4"], "--seq must be at least 1: got -4"),
+    (["--link-gbps", "-1"], "--link-gbps must be positive: got -1.0"),
+    (["--link-latency-us", "9"], "--link-latency-us needs --link-gbps"),
+    (["--link-gbps", "9", "--replay", "deepseek"], "--replay sets the transfer times: leave out --link-gbps"),
     (["--out", "/dev/null/x"], "cannot write to --out /dev/null/x: Not a directory"),
 ])  # fmt: skip
 def test_mistakes(options, problem, capsys, tmp_path):
@@ -246,9 +246,9 @@ def test_no_gpu(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("options,problem", [
-    (["--link-gbps", "9"], "a link is modelled for one process, but there are 2"),
-    (["--replay", "deepseek"], "a link is modelled for one process, but there are 2"),
-    (["--ep", "4"], "--ep 4, but torchrun started 2 processes"),
+    (["--link-gbps", "9"], "links are modelled in one process, but there are 2"),
+    (["--replay", "deepseek"], "links are modelled in one process, but there are 2"),
+    (["--ep", "4"], "torchrun started 2 processes, which are the ranks: leave out --ep 4"),
 ])  # fmt: skip
 def test_mistakes_under_torchrun(options, problem, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -189,7 +189,7 @@ def test_of_several_files_the_one_that_was_cut_off_is_named(tmp_path, capsys):
     tmp_path.joinpath(paths[1]).write_text(whole[: whole.rindex('{"ph"')])
     assert main(["profile", "analyze", *paths, "--json"]) == 0
     out, err = capsys.readouterr()
-    assert err == f"{paths[1]}: cut off after 2 events; this is about those\n"
+    assert err == f"{paths[1]}: the file is cut off: only the first 2 events are analyzed\n"
     assert [one["truncated"] for one in json.loads(out)] == [False, True]
     assert analyze_files([*map(tmp_path.joinpath, paths)], pictures=False).devices[0].blocks == ()
 
