@@ -1,4 +1,4 @@
-"""`moe-dualpipe schedule`: look at schedules, compare them, check your own."""
+"""`moe-dualpipe schedule`: show, compare and check pipeline schedules."""
 
 import json
 import os
@@ -33,10 +33,10 @@ from ..schedule.compare import compare
 
 @dataclass(frozen=True)
 class CostOptions(Costs):
-    """What the actions of one micro-batch on one stage take: one number for all stages, or one for each."""
+    """Durations for one micro-batch on one stage: one number for all stages, or one per stage."""
 
     def __post_init__(self) -> None:
-        """Checked later, by `checked`: an error in here would be printed in a box."""
+        """Do nothing: `checked` validates. tyro would print an error in a box."""
 
     def checked(self) -> Costs:
         return Costs(*astuple(self))
@@ -44,23 +44,23 @@ class CostOptions(Costs):
 
 @dataclass(frozen=True)
 class ShowSchedule:
-    """Draw a schedule in time, as text or into a file."""
+    """Show the timeline of a schedule as text, or save it to a file."""
 
     schedule: Positional[str]
-    """gpipe, 1f1b, interleaved_1f1b, zb1p, zbv, chimera, dualpipe, dualpipev, or a CSV file (a line for each rank)."""
+    """gpipe, 1f1b, interleaved_1f1b, zb1p, zbv, chimera, dualpipe, dualpipev, or a CSV file with one line per rank."""
     ranks: int | None = None
     """Number of pipeline ranks. Required with a name."""
     micro_batches: int | None = None
     """Number of micro-batches in a step. Required with a name."""
     num_chunks: int | None = None
-    """Number of stages on each rank, for interleaved_1f1b. None: 2."""
+    """Stages per rank, for interleaved_1f1b. None: 2."""
     cost: CostOptions = field(default_factory=CostOptions)
     out: Path | None = None
-    """Write a file instead: a figure (.svg, .png), a Chrome trace for Perfetto (.json) or the order (.csv)."""
+    """Save to this file: a figure (.svg, .png), a Chrome trace for Perfetto (.json) or the actions (.csv)."""
     width: int | None = None
     """Number of columns, at least 40. None: the width of the terminal."""
     color: Literal["auto", "always", "never"] = "auto"
-    """auto: on a terminal, unless NO_COLOR is set."""
+    """Use colours. auto: if the output is a terminal and NO_COLOR is not set."""
 
     def run(self) -> None:
         costs = self.cost.checked()
@@ -81,29 +81,27 @@ class ShowSchedule:
         path = Path(self.schedule)
         if path.suffix.lower() == ".csv" or (self.schedule not in NAMES and path.is_file()):
             if self.ranks or self.micro_batches or self.num_chunks:
-                raise ValueError(
-                    f"{path} brings its own ranks, micro-batches and chunks: leave out what is said of them"
-                )
+                raise ValueError(f"{path} defines these numbers: remove --ranks, --micro-batches and --num-chunks")
             return _read(path)[0]
         if not (self.ranks and self.micro_batches):
-            placement_of(self.schedule, self.ranks or 2)  # a wrong name is the worse mistake
+            placement_of(self.schedule, self.ranks or 2)  # first report an unknown name
             raise ValueError(f"{self.schedule} needs --ranks and --micro-batches, as in --ranks 4 --micro-batches 8")
         return build(self.schedule, self.ranks, self.micro_batches, self.num_chunks or None)
 
 
 @dataclass(frozen=True)
 class CompareSchedules:
-    """All schedules for the same model on the same ranks; memory is the fullest rank's, in the model's stages."""
+    """Compare all schedules for the same model. Memory is the maximum over the ranks, in stages of the model."""
 
     stages: int
-    """Stages of the model, to which the costs belong; they are joined or cut for a schedule that wants others."""
+    """Number of stages of the model; the costs are for these. Some schedules merge or split them."""
     micro_batches: int
-    """Micro-batches in a step."""
+    """Number of micro-batches in a step."""
     num_chunks: int = 2
-    """Stages on each rank, for interleaved_1f1b."""
+    """Stages per rank, for interleaved_1f1b."""
     cost: CostOptions = field(default_factory=CostOptions)
     json: bool = False
-    """Print JSON, with a number for each rank."""
+    """Print JSON, with one number per rank."""
 
     def run(self) -> None:
         entries = compare(self.stages, self.micro_batches, self.cost.checked(), self.num_chunks)
@@ -114,10 +112,10 @@ class CompareSchedules:
 
 @dataclass(frozen=True)
 class CheckSchedule:
-    """Check a schedule from a file: complete, in place, able to run; and its sends and receives, if it lists them."""
+    """Validate a schedule from a file, with its sends and receives if it lists them."""
 
     file: Positional[Path]
-    """CSV with one line for each rank, as torch.distributed.pipelining writes it (compute_only or compute_comms)."""
+    """CSV with one line per rank, in the format of torch.distributed.pipelining (compute_only or compute_comms)."""
 
     def run(self) -> None:
         schedule, transfers = _read(self.file)
@@ -129,7 +127,7 @@ class CheckSchedule:
 
 @dataclass(frozen=True)
 class ScheduleCommands:
-    """Pipeline schedules: simulate and draw one, compare all, check your own."""
+    """Pipeline schedules: show one, compare all, or check your own."""
 
     command: Annotated[
         Annotated[ShowSchedule, subcommand("show")]
@@ -140,9 +138,9 @@ class ScheduleCommands:
 
 
 def _read(path: Path) -> tuple[Schedule, int]:
-    """The valid schedule in the file, and the number of its transfers, which are valid as well if there are any."""
+    """Return the schedule in the file and the number of its transfers, both validated."""
     try:
-        steps = steps_from_csv(path.read_text(encoding="utf-8-sig"))  # without the mark that spreadsheets put first
+        steps = steps_from_csv(path.read_text(encoding="utf-8-sig"))  # without the byte order mark of spreadsheets
     except ValueError as error:
         raise ValueError(f"{path}: {'not a text file' if isinstance(error, UnicodeDecodeError) else error}") from None
     schedule = validate(Schedule.from_steps(steps, name=path.name))

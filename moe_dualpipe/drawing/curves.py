@@ -1,7 +1,7 @@
-"""The curves of runs, side by side: what `metrics.jsonl` says, as a figure.
+"""Training curves of one or more runs, from the records of `metrics.jsonl`.
 
-A panel shows one thing of all runs; a panel of which no run has anything is left out. Losses of single steps are noisy,
-so they are drawn pale below their running mean. Needs matplotlib, which is imported when a figure is drawn.
+Each panel shows one quantity for all runs. A panel without data is left out. Noisy values are drawn pale, with their
+running mean on top.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ Along = Literal["step", "tokens", "hours"]
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One quantity of the records; its panel's title is with its unit. `smooth`: a running mean above pale values."""
+    """A quantity of the records. `title` includes the unit; `smooth` adds a running mean on top of pale values."""
 
     key: str
     title: str
@@ -35,19 +35,19 @@ PANELS = (
     Panel("lr", "learning rate"),
     Panel("tokens_per_s", "tokens/s", smooth=True),
     Panel("mfu", "model FLOPs utilisation", smooth=True),
-    Panel("expert_load_max_over_mean", "load of the busiest expert over the mean", smooth=True),
-    Panel("dead_experts", "share of experts without a token", smooth=True),
+    Panel("expert_load_max_over_mean", "load of the busiest expert / mean load", smooth=True),
+    Panel("dead_experts", "fraction of experts without a token", smooth=True),
     Panel("sequence_loss", "sequence-wise auxiliary loss", smooth=True),
     Panel("z_loss", "router z-loss", smooth=True),
-    Panel("mtp_loss", "loss of the tokens further ahead, nats per token", smooth=True),
+    Panel("mtp_loss", "multi-token prediction (MTP) loss, nats per token", smooth=True),
     Panel("peak_memory_mb", "peak memory, MB"),
 )
 
 
 def save_curves(runs: Mapping[str, Sequence[Record]], path: Path, along: Along = "step") -> None:
-    """Draw the runs, by name, into a file whose suffix says in which format. Raises ImportError without matplotlib.
+    """Draw the curves of the named runs into a file in the format of its suffix.
 
-    along: what goes to the right: steps, tokens trained on, or hours of training.
+    along: the x axis: steps, tokens, or hours of training. Raises ImportError if matplotlib is not installed.
     """
     from matplotlib.ticker import EngFormatter
 
@@ -78,9 +78,9 @@ def save_curves(runs: Mapping[str, Sequence[Record]], path: Path, along: Along =
 
 
 def positions(records: Sequence[Record], along: Along) -> dict[int, float]:
-    """Where each step stands; a step that is not recorded (of a run that was resumed elsewhere) stands nowhere.
+    """Return the x position of each recorded step.
 
-    Example: two steps of 8 tokens, recorded as steps 3 and 4, stand at tokens 8 and 16.
+    Example: for two steps of 8 tokens that are recorded as steps 3 and 4, the positions in tokens are 8 and 16.
     """
     steps = [record for record in records if "loss" in record]
     if along == "step":
@@ -92,9 +92,9 @@ def positions(records: Sequence[Record], along: Along) -> dict[int, float]:
 
 
 def running_mean(values: Sequence[float], share: float = 0.04) -> list[float]:
-    """The mean of each value and those before it, as many as `share` of them all.
+    """Return the mean of each value and the values before it. The window is `share` of the number of values.
 
-    Example: of [1, 2, 3, 4], two at a time: [1, 1.5, 2.5, 3.5].
+    Example: [1, 2, 3, 4] with a window of two gives [1, 1.5, 2.5, 3.5].
     """
     width = max(1, round(len(values) * share))
     sums = [0.0, *accumulate(values)]
@@ -104,7 +104,7 @@ def running_mean(values: Sequence[float], share: float = 0.04) -> list[float]:
 
 def _draw(axes: "Axes", panel: Panel, records: Sequence[Record], where: Mapping[int, float], colour: str) -> None:
     points = [(where[r["step"]], r[panel.key]) for r in records if panel.key in r and r["step"] in where]
-    # A loss that is no number would make all means after it no numbers.
+    # A NaN or an infinity would spoil every later mean.
     points = [(x, y) for x, y in points if y is not None and abs(y) < float("inf")]
     x, y = [x for x, _ in points], [y for _, y in points]
     if panel.smooth:
@@ -118,7 +118,7 @@ def _draw(axes: "Axes", panel: Panel, records: Sequence[Record], where: Mapping[
 
 
 def run_summary(name: str, records: Sequence[Record]) -> str:
-    """A run in one line: how far it came, and to what."""
+    """Return one line: the last step, its losses, and the median speed."""
     steps = [record for record in records if "loss" in record]
     validation = [record["validation_loss"] for record in records if "validation_loss" in record]
     if not steps:

@@ -1,4 +1,4 @@
-"""Where pictures and reports are written: checked before any work starts, with errors of one line."""
+"""Check the paths of output files and folders before the work starts."""
 
 import os
 from collections.abc import Sequence
@@ -6,16 +6,17 @@ from pathlib import Path
 
 
 def check_output(path: Path, suffixes: Sequence[str]) -> None:
+    """Raise ValueError unless a file with one of the suffixes can be created at `path`."""
     if path.suffix.lower() not in suffixes:
         raise ValueError(f"cannot write {path.name!r}: use one of {', '.join(suffixes)}")
     if path.is_dir():
-        raise ValueError(f"cannot write {str(path)!r}: that is a folder")
+        raise ValueError(f"cannot write {str(path)!r}: it is a folder")
     if not path.parent.is_dir():
-        raise ValueError(f"cannot write {str(path)!r}: there is no folder {str(path.parent)!r}")
+        raise ValueError(f"cannot write {str(path)!r}: the folder {str(path.parent)!r} does not exist")
 
 
 def make_folder(path: Path) -> None:
-    """Create it if it is not there. Raises ValueError where that, or writing into it, is not possible."""
+    """Create the folder unless it exists. Raises ValueError if that fails or if it is not writable."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Tables in Markdown."""
+"""Markdown tables."""
 
 from ..schedule.compare import ComparedSchedule
 from .timeline_boxes import format_number, format_range
@@ -7,7 +7,7 @@ HEADINGS = ("stages", "step time", "bubble per rank", "share", "activations", "d
 
 
 def comparison_table(entries: tuple[ComparedSchedule, ...]) -> str:
-    """Markdown: a table for each number of ranks, and below it what each schedule lacks that cannot run there."""
+    """Return one table per number of ranks, each followed by the reasons why some schedules cannot run."""
     tables = []
     for num_ranks in dict.fromkeys(entry.num_ranks for entry in entries):
         here = [entry for entry in entries if entry.num_ranks == num_ranks]
@@ -19,7 +19,7 @@ def comparison_table(entries: tuple[ComparedSchedule, ...]) -> str:
 
 
 def _cells(entry: ComparedSchedule) -> list[str]:
-    """What stands in the table under HEADINGS, for the fullest rank."""
+    """Return the cells under HEADINGS. Memory is the maximum over the ranks."""
     if (timeline := entry.timeline) is None:
         return ["-"] * len(HEADINGS)
     memory = (timeline.peak_activations, timeline.peak_deferred, timeline.parameters)
@@ -33,7 +33,7 @@ def _cells(entry: ComparedSchedule) -> list[str]:
 
 
 def markdown(rows: list[list[str]]) -> str:
-    """A table whose first row is its heading; the first column is aligned to the left, the others to the right."""
+    """Return a table. The first row is the heading. The first column is left-aligned, the others right-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
         "| " + " | ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])

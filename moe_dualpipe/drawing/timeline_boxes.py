@@ -1,7 +1,7 @@
-"""What a picture of a timeline consists of, in whichever medium: boxes, their colours, and what is written beside them.
+"""The boxes, colours and captions that the text and the figure of a timeline share.
 
-Forwards are orange, backwards green, weight gradients alone blue, as in DeepSeek's figure. A rank's further stages, or
-the other flow, have paler colours.
+As in DeepSeek's figure, forwards are orange, backwards green, and separate weight gradients blue. All stages of a rank
+but its first have paler colours.
 """
 
 from collections.abc import Iterator
@@ -15,12 +15,12 @@ COLOURS = {"F": "#f6b26b", "B": "#93c47d", "I": "#bcd86a", "W": "#6fa8dc"}
 LABELS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
 _FORWARD_SHARE = 1 / 3
-"""How much of a pair's frame its forward gets; nothing says where inside of it the one or the other runs."""
+"""The forward's share of the frame of a pair. The timeline does not say how the pair divides its time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """What is drawn for an action, or for one half of a pair."""
+    """The box of an action, or of the forward or the backward of a pair (`framed`)."""
 
     start: float
     end: float
@@ -31,7 +31,7 @@ class Box:
 
 
 def boxes(timeline: Timeline, rank: int) -> Iterator[Box]:
-    """The boxes of `rank`, from left to right; the two halves of a pair follow each other."""
+    """Yield the boxes of `rank` from left to right: two adjacent ones for a pair, one for any other action."""
     for span in timeline.spans[rank]:
         start, end = float(span.start), float(span.end)
         match span.action:
@@ -46,7 +46,7 @@ def boxes(timeline: Timeline, rank: int) -> Iterator[Box]:
 
 
 def timeline_summary(timeline: Timeline) -> str:
-    """Two lines: the time of a step and what of it is bubble; what the fullest rank holds, in the schedule's stages."""
+    """Return two lines: the step time and its bubble; the peaks over all ranks, in stages of the schedule."""
     deferred = max(timeline.peak_deferred)
     bubble = f"{format_range(timeline.bubble)} per rank ({timeline.bubble_share:.1%})"
     return (
@@ -62,7 +62,7 @@ def timeline_title(timeline: Timeline) -> str:
 
 
 def schedule_sizes(schedule: Schedule) -> str:
-    """`4 ranks, 8 stages, 16 micro-batches`."""
+    """Return a text such as `4 ranks, 8 stages, 16 micro-batches`."""
     micro_batches = _count(schedule.num_micro_batches, "micro-batch", "es")
     return f"{_count(schedule.num_ranks, 'rank')}, {_count(schedule.num_stages, 'stage')}, {micro_batches}"
 
@@ -72,18 +72,18 @@ def _count(number: int, noun: str, ending: str = "s") -> str:
 
 
 def format_number(value: float) -> str:
-    """Six digits, or all of a larger number; never an exponent for a large one."""
+    """Format with six digits, or with all digits of a larger number."""
     return f"{float(value):.0f}" if abs(value) >= 1e6 else f"{float(value):g}"
 
 
 def format_range(values: tuple[float, ...]) -> str:
-    """`5`, or `4 to 5` where ranks differ by more than rounding."""
+    """Return `4 to 5`, or `5` if all values are equal up to rounding."""
     least, most = format_number(min(values)), format_number(max(values))
     return least if least == most else f"{least} to {most}"
 
 
 def letters(timeline: Timeline) -> list[str]:
-    """The kinds of boxes that there are, in the order of COLOURS."""
+    """The letters of all boxes, in the order of COLOURS."""
     present = {box.letter for rank in range(timeline.schedule.num_ranks) for box in boxes(timeline, rank)}
     return [letter for letter in COLOURS if letter in present]
 
@@ -93,14 +93,14 @@ def has_pairs(timeline: Timeline) -> bool:
 
 
 def shortest(timeline: Timeline) -> float:
-    """The shortest box that has to hold its number: one of less than a quarter of the median need not."""
+    """The length of the shortest box that must fit its number: at least a quarter of the median length."""
     every = (box.end - box.start for rank in range(timeline.schedule.num_ranks) for box in boxes(timeline, rank))
     durations = sorted(duration for duration in every if duration > 0)
     return max(durations[0], durations[len(durations) // 2] / 4)
 
 
 def shade(timeline: Timeline, rank: int, box: Box) -> str:
-    """The colour of the action, paler for each further stage that the rank holds."""
+    """The colour of a box. It is paler for each further stage of the rank."""
     stages = timeline.schedule.placement.stages[rank]
     return paler(COLOURS[box.letter], 0.5 * stages.index(box.stage) / max(1, len(stages) - 1))
 

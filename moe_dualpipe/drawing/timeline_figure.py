@@ -1,7 +1,4 @@
-"""A timeline as a figure, in the manner of DeepSeek's: what a rank runs as a pair stands in one frame.
-
-The number in a box is the micro-batch. Needs matplotlib, which is imported when a figure is drawn.
-"""
+"""A timeline as a figure, in the style of DeepSeek's. A box holds the number of its micro-batch, a frame is a pair."""
 
 from typing import TYPE_CHECKING
 
@@ -29,7 +26,7 @@ _MOST_INCHES = 60
 
 
 def timeline_figure(timeline: Timeline) -> "Figure":
-    """A figure of the whole timeline, wide enough for its micro-batch numbers to be read (up to 60 inches)."""
+    """Return a figure that is wide enough for the numbers in its boxes (at most 60 inches)."""
     width = max(6.5, float(timeline.makespan) * _inches(timeline) + 1)
     figure = new_figure(min(width, _MOST_INCHES), 1.3 + 0.3 * timeline.schedule.num_ranks)
     axes = figure.add_subplot()
@@ -40,12 +37,12 @@ def timeline_figure(timeline: Timeline) -> "Figure":
 
 
 def draw_timeline(axes: "Axes", timeline: Timeline, font_size: float = 7) -> None:
-    """Draw one row for each rank; time goes to the right.
+    """Draw one row per rank. Time runs to the right.
 
-    No numbers are drawn below a font size of 3, and in boxes that are far shorter than the others.
+    Numbers are left out below a font size of 3, and in boxes that are much shorter than most.
     """
     least = shortest(timeline)
-    edge = font_size / 8 if font_size >= 3 else 0  # nothing of a box of a few dots would be left between wider ones
+    edge = font_size / 8 if font_size >= 3 else 0  # white edges would hide boxes of a few pixels
     ranks = range(timeline.schedule.num_ranks)
     for rank in ranks:
         row = list(boxes(timeline, rank))
@@ -67,7 +64,7 @@ def draw_timeline(axes: "Axes", timeline: Timeline, font_size: float = 7) -> Non
 
 
 def _inches(timeline: Timeline) -> float:
-    """How wide a unit of time must be, so that every number fits into its box."""
+    """The width of a unit of time, in inches, with which every number fits into its box."""
     digits = len(str(timeline.schedule.num_micro_batches - 1))
     return (0.05 + 0.065 * digits) / shortest(timeline)
 

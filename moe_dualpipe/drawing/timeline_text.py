@@ -24,18 +24,18 @@ _MOST_BANDS = 60
 
 
 def timeline_text(timeline: Timeline, width: int = 80, colour: bool = True) -> str:
-    """The timeline in lines of at most `width` characters (but at least 40), time going on in the next band of lines.
+    """Return the timeline in bands of lines of at most `width` (at least 40) characters.
 
-    With `colour`, boxes are coloured (ANSI, 24 bit) and hold the micro-batch; otherwise it follows a letter, as in
-    `F3`, small for the rank's further stages. A pair stands in brackets, a dot is time in which the rank waits. What
-    runs on into the next band is named where its middle is.
+    With `colour`, a box is coloured (24-bit ANSI) and holds the number of its micro-batch. Otherwise a letter precedes
+    the number, as in `F3`: lowercase for all stages of the rank but its first. Brackets enclose a pair, dots are idle
+    time. A box that spans two bands has its label in the middle.
     """
     ranks = range(timeline.schedule.num_ranks)
     label = len(f"rank {ranks[-1]}  ")
     width = max(width, 40)
     columns = width - label
     digits = len(str(timeline.schedule.num_micro_batches - 1))
-    least = digits + (3 if colour else 4)  # a bracket and a blank, and the letter
+    least = digits + (3 if colour else 4)  # a bracket, a blank, and without colour a letter
     start, makespan = float(timeline.start), float(timeline.makespan)
     scale = min(least / shortest(timeline), _MOST_BANDS * columns / makespan)
 
@@ -56,16 +56,16 @@ def timeline_text(timeline: Timeline, width: int = 80, colour: bool = True) -> s
                 if left < right:
                     shown = range(max(left, first), min(right, last))
                     marks = _marks(timeline, rank, box, range(left, right), shown, colour)
-                    row += _waiting(shown.start - at, colour) + marks
+                    row += _idle(shown.start - at, colour) + marks
                     at = shown.stop
-            lines.append(f"{f'rank {rank}':<{label}}{row}{_waiting(last - at, colour)}")
-    lines += ["", *_key(timeline, width, colour)]
+            lines.append(f"{f'rank {rank}':<{label}}{row}{_idle(last - at, colour)}")
+    lines += ["", *_legend(timeline, width, colour)]
     lines += [part for line in timeline_summary(timeline).splitlines() for part in wrap(line, width)]
     return "\n".join(lines)
 
 
 def _marks(timeline: Timeline, rank: int, box: Box, whole: range, shown: range, colour: bool) -> str:
-    """The columns `shown` of a box that has the columns `whole`, the last of which is blank between it and the next."""
+    """Return the columns `shown` of a box with the columns `whole`. The last of `whole` is a blank."""
     first_stage = box.stage == timeline.schedule.placement.stages[rank][0]
     letter = "" if colour else box.letter if first_stage else box.letter.lower()
     opening = "[" if box.framed and box.letter == "F" and shown.start == whole.start else ""
@@ -78,13 +78,13 @@ def _marks(timeline: Timeline, rank: int, box: Box, whole: range, shown: range, 
     return (_painted(inside, shade(timeline, rank, box)) if colour else inside) + gap
 
 
-def _waiting(width: int, colour: bool) -> str:
+def _idle(width: int, colour: bool) -> str:
     return f"\x1b[2m{'.' * width}\x1b[0m" if colour and width else "." * width
 
 
-def _key(timeline: Timeline, width: int, colour: bool) -> list[str]:
-    """What the marks mean, in lines of at most `width` characters."""
-    entries = []  # how long it looks, and what is written
+def _legend(timeline: Timeline, width: int, colour: bool) -> list[str]:
+    """Return the legend, in lines of at most `width` characters."""
+    entries = []  # visible length, text with ANSI codes
     for letter in letters(timeline):
         mark = f" {letter} " if colour else letter
         length = len(f"{mark} {LABELS[letter]}")

@@ -1,7 +1,7 @@
-"""A timeline as a Chrome trace, which https://ui.perfetto.dev and chrome://tracing open.
+"""A timeline as a Chrome trace, for https://ui.perfetto.dev and chrome://tracing.
 
-One process a rank: its actions, arrows to the actions on other ranks that need their results, and how much it holds.
-The format: "Trace Event Format" (Google).
+Each rank is a process with its actions, a counter of what it holds, and arrows for transfers to other ranks. The format
+is Google's "Trace Event Format".
 """
 
 from typing import Any
@@ -12,9 +12,9 @@ from ..schedule.walk import Result, needs, produces
 
 
 def chrome_trace(timeline: Timeline, microseconds: float = 1000) -> dict[str, Any]:
-    """The trace as an object for `json`. `microseconds`: how long a unit of the timeline's time is shown."""
+    """Return the trace as a JSON object. One unit of the timeline's time is shown as `microseconds`."""
     events: list[dict[str, Any]] = []
-    computed: dict[Result, tuple[int, float]] = {}  # on which rank, and a time inside of the action
+    computed: dict[Result, tuple[int, float]] = {}  # the rank, and a time inside the action
 
     def at(time: float) -> float:
         return float(time - timeline.start) * microseconds

@@ -325,7 +325,7 @@ def test_the_command_draws(tmp_path, capsys):
     (folder := tmp_path / "folder.svg").mkdir()
     capsys.readouterr()
     for arguments, problem in (
-        ([str(path), "--out", str(folder)], "that is a folder"),
+        ([str(path), "--out", str(folder)], "it is a folder"),
         ([str(path), "--out", "lanes.pdf"], "cannot write 'lanes.pdf': use one of .png, .svg, .html"),
     ):
         assert main(["profile", "analyze", *arguments]) == 2

@@ -103,7 +103,7 @@ def test_plot_draws_what_runs_recorded_and_nothing_else(tmp_path, capsys, along)
     out = tmp_path / "curves.svg"
     assert main(["plot", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(out), "--along", along]) == 0
     drawn = out.read_text()
-    titles = ("training loss", "tokens/s", "gradient norm", "share of experts without a token", str(tmp_path / "b"))
+    titles = ("training loss", "tokens/s", "gradient norm", "fraction of experts without a token", str(tmp_path / "b"))
     assert all(f">{title}" in drawn for title in titles)
     assert ">model FLOPs utilisation" not in drawn
     assert drawn.count(f">{along}<") == 4
