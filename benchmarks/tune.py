@@ -55,9 +55,9 @@ def shapes_of(options: argparse.Namespace) -> tuple[Shape, ...]:
 
 def table(out: Path | None) -> Path:
     """Where to write, before minutes are spent. Raises OSError or ValueError for what cannot be, or is no table."""
-    from moe_dualpipe.kernels.gpu.configs import load_table, user_table
+    from moe_dualpipe.kernels.gpu.configs import load_table, user_table_path
 
-    path = out or user_table()
+    path = out or user_table_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         load_table(path)

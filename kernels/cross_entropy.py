@@ -1,20 +1,19 @@
-"""`linear_cross_entropy`: the language-model head and its loss as one operator, which never holds all the logits.
+"""`linear_cross_entropy`: the language-model head and its loss as one operator that never holds all logits.
 
-The logits of T tokens over V words are the largest tensor of a step: 4 GiB in fp32 for 8192 tokens and 131072 words,
-and a plain loss holds three of that size (logits, log-probabilities, gradient). But a token's loss is its own row's
-business. So the rows are taken a chunk at a time; forward keeps one number per token, the log of the sum of the row's
-exponentials (lse), and backward makes the chunk's logits again, from which d logit = exp(logit - lse) - [label]:
+The logits of T tokens over V words are the largest tensor of a step: 4 GiB in fp32 for 8192 tokens and 131072 words. A
+plain loss holds three tensors of that size (logits, log-probabilities, gradient). But the loss of a token depends on
+its row only. So rows are processed in chunks. Forward saves one number per token, the log-sum-exp of the row (lse).
+Backward recomputes the logits of a chunk, and d logit = exp(logit - lse) - [label]:
 
     x = [[1]], W = [[0], [ln 3]], label 1:   logits = [0, ln 3], lse = ln 4, loss = ln 4 - ln 3 = 0.288 nats,
                                              d logits = [1/4, 3/4] - [0, 1] = [1/4, -1/4]
 
-The price is one more product of T x V x D, four instead of three; five where the weight gradient is put off, because
-that makes the logits once more (kept, they would be the T x V that is to be avoided). Logits made again from the lse
-are the idea of Cut Cross-Entropy (arXiv 2411.09009). Liger Kernel (arXiv 2410.10989) and the F.linear_cross_entropy of
-newer versions of torch compute the gradients in the forward instead: three products, but the gradient of W exists from
-then on, and cannot be put off.
+The cost is one more product of T x V x D: four instead of three. With a deferred weight gradient it is five, because
+that recomputes the logits once more. Recomputing logits from the lse is the idea of Cut Cross-Entropy (arXiv
+2411.09009). Liger Kernel (arXiv 2410.10989) and F.linear_cross_entropy of newer torch versions compute the gradients in
+the forward instead. That takes three products, but the gradient of W exists from then on and cannot be deferred.
 
-T tokens, C tokens of a chunk, V vocabulary, D model dim.
+T tokens, C tokens in a chunk, V vocabulary, D model dim.
 """
 
 from functools import partial
@@ -30,7 +29,7 @@ from .linear import apply_autocast
 if TYPE_CHECKING:
     from .weight_grads import WeightGrads
 
-IGNORED = -100  # the label of a token that does not count, as in torch
+IGNORED = -100  # label of a token to ignore, as in torch
 
 
 class _LinearCrossEntropyFunction(torch.autograd.Function):
@@ -46,12 +45,12 @@ class _LinearCrossEntropyFunction(torch.autograd.Function):
         counts_T = labels_T != IGNORED
         labels_T = labels_T.masked_fill(~counts_T, 0)
         chunks = zip(x_TD.split(chunk_tokens), labels_T.split(chunk_tokens), strict=True)
-        rows = [_lse_and_chosen(x_CD, w_VD, labels_C) for x_CD, labels_C in chunks]
-        lse_T, chosen_T = (torch.cat(parts) for parts in zip(*rows, strict=True))
+        rows = [_lse_and_label_logit(x_CD, w_VD, labels_C) for x_CD, labels_C in chunks]
+        lse_T, label_logits_T = (torch.cat(parts) for parts in zip(*rows, strict=True))
         count = counts_T.sum()
         ctx.save_for_backward(x_TD, w_VD, labels_T, counts_T, count, lse_T)
         ctx.parameter, ctx.weight_grads, ctx.chunk_tokens = w_VD, weight_grads, chunk_tokens
-        return (lse_T - chosen_T).masked_fill(~counts_T, 0).sum() / count
+        return (lse_T - label_logits_T).masked_fill(~counts_T, 0).sum() / count
 
     @staticmethod
     @once_differentiable
@@ -68,12 +67,12 @@ class _LinearCrossEntropyFunction(torch.autograd.Function):
 
 
 def _logits(x_CD: Tensor, w_VD: Tensor) -> Tensor:
-    """In fp32 at least, and nobody else's: to be overwritten."""
+    """Logits in fp32 or wider, in a new tensor that the caller may overwrite."""
     return F.linear(x_CD, w_VD).to(torch.promote_types(x_CD.dtype, torch.float32))
 
 
-def _lse_and_chosen(x_CD: Tensor, w_VD: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each row of logits, the log of the sum of its exponentials, [C], and the label's own logit, [C]."""
+def _lse_and_label_logit(x_CD: Tensor, w_VD: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the log-sum-exp of each row of logits, [C], and the logit of its label, [C]."""
     logits_CV = _logits(x_CD, w_VD)
     return logits_CV.logsumexp(-1), logits_CV.gather(1, labels_C[:, None])[:, 0]
 
@@ -88,7 +87,7 @@ def _gradients(
     wants_x: bool,
     wants_w: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of x, [T, D], and of w, [V, D] in fp32 at least, as far as they are wanted."""
+    """Return the gradients of x, [T, D], and of w, [V, D] in fp32 or wider; None if not wanted."""
     if not (wants_x or wants_w):
         return None, None
     grad_x_TD = x_TD.new_empty(x_TD.shape) if wants_x else None
@@ -101,13 +100,13 @@ def _gradients(
         if grad_w_VD is not None and grad_w_VD.dtype == grad_CV.dtype:
             grad_w_VD.addmm_(grad_CV.T, x_TD[rows])
         elif grad_w_VD is not None:
-            grad_w_VD += grad_CV.T @ x_TD[rows]  # rounded once a chunk, as a plain layer rounds once a backward
-        del grad_CV  # before the next chunk has its own
+            grad_w_VD += grad_CV.T @ x_TD[rows]  # rounded once per chunk, as a plain layer rounds once per backward
+        del grad_CV  # free it before the next chunk allocates its own
     return grad_x_TD, grad_w_VD
 
 
 def _grad_logits(x_CD: Tensor, w_VD: Tensor, labels_C1: Tensor, lse_C1: Tensor, scale_C1: Tensor) -> Tensor:
-    """(exp(logits - lse) - [label]) * scale: [C, V], in the dtype of x."""
+    """Return (exp(logits - lse) - [label]) * scale, [C, V], in the dtype of x."""
     grad_CV = _logits(x_CD, w_VD).sub_(lse_C1).exp_()
     grad_CV.scatter_(1, labels_C1, grad_CV.gather(1, labels_C1) - 1)
     return grad_CV.mul_(scale_C1).to(x_CD.dtype)
@@ -121,19 +120,20 @@ def linear_cross_entropy(
     chunk_tokens: int = 1024,
     weight_grads: "WeightGrads | None" = None,
 ) -> Tensor:
-    """Return the mean cross-entropy of softmax(x W^T), a scalar in nats per token, in fp32 at least.
+    """Return the mean cross-entropy of softmax(x W^T), a scalar in nats per token, in fp32 or wider.
 
-    x_TD: [T, D]; w_VD: [V, D], in the dtype of x unless autocast sees to it; labels_T: [T] int64, from 0 to V - 1, or
-    -100 for a token that does not count. As in torch, the mean is over the tokens that count; where none does it is
-    nan, and the gradients are zero. chunk_tokens: rows of logits that exist at a time, of 4 V bytes in fp32, and about
-    as much again in passing; every chunk reads all of W, and adds to all of its gradient, so much smaller chunks move
-    more memory than they compute. The numbers depend on it in the last digits only, and are the same in every run.
+    x_TD: [T, D]. w_VD: [V, D], in the dtype of x unless autocast is enabled. labels_T: [T] int64, from 0 to V - 1, or
+    -100 to ignore a token. As in torch, the mean is over tokens that are not ignored. If all are, the loss is nan and
+    the gradients are zero.
+    chunk_tokens: number of rows of logits in memory at a time. A row takes 4 V bytes in fp32, and about as much again
+    temporarily. Each chunk reads W and updates the whole gradient of W, so small chunks are bound by memory bandwidth.
+    The result depends on chunk_tokens only by rounding, and is the same in every run.
+    weight_grads: defers the gradient of W during a split backward, with bit-identical results; None: never deferred.
+    The gradient of W is summed over chunks in fp32 or wider, in a tensor of its own. The result cannot be
+    differentiated twice.
 
-    The gradient of W is summed over the chunks in fp32 at least, beside the one that is there; while `weight_grads`
-    defers, backward leaves it to that, with the same bits. The result cannot be differentiated twice.
-
-    Raises ValueError for shapes, dtypes or devices that do not fit, for chunk_tokens below 1, and for a label out of
-    range - on a GPU that look would be a host sync, so there the kernel's own assertion is what stops it.
+    Raises ValueError if shapes, dtypes or devices do not match, for chunk_tokens below 1, and on a CPU for labels out
+    of range. On a GPU that check would be a host sync; there an assertion of the torch kernel fails instead.
     """
     x_TD, w_VD = apply_autocast(x_TD, w_VD)
     _check(x_TD, w_VD, labels_T, chunk_tokens)
@@ -164,6 +164,5 @@ def _check(x_TD: Tensor, w_VD: Tensor, labels_T: Tensor, chunk_tokens: int) -> N
         wrong = labels_T[(labels_T != IGNORED) & ((labels_T < 0) | (labels_T >= len(w_VD)))]
         if len(wrong):
             raise ValueError(
-                f"labels must be from 0 to {len(w_VD) - 1}, or {IGNORED} for a token that does not count: "
-                f"got {wrong[0].item()}"
+                f"labels must be from 0 to {len(w_VD) - 1}, or {IGNORED} to ignore a token: got {wrong[0].item()}"
             )

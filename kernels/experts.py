@@ -1,19 +1,21 @@
-"""`experts`: the whole SwiGLU MLP of a Mixture-of-Experts layer, from tokens to the weighted sum over their experts.
+"""`experts`: the SwiGLU MLP of a Mixture-of-Experts layer, from tokens to the weighted sum over their experts.
 
     y[n] = sum over the choices k of row n:  w[n, k] * down_e( silu(gate_e x[n]) * up_e x[n] )
 
-As a chain of operators (plain torch, `experts_reference`) that makes a sorted copy of the tokens, a pre-activation, an
-activation, an output for each choice, and keeps most of them for the backward. The Triton path reads tokens through
-the index of the order, does SwiGLU on the tile while it is in registers, and keeps x and the pre-activation z alone:
-2 D + 4 K F bytes a token in 16 bits, plus indices. The backward makes the rest again from z, and finds the gradient of
-the routing weights without the experts' outputs: <dy, down h> = <down^T dy, h>. That graph is SonicMoE's (arXiv
-2512.14080); here nothing is added up with atomics, so that two runs agree bit by bit.
+The plain-torch version (`experts_reference`) is a chain of operators. It allocates a sorted copy of the tokens, a
+pre-activation, an activation and an output for each choice, and saves most of them for backward.
+
+The Triton version reads tokens through an index, applies SwiGLU to a tile in registers, and saves only x and the
+pre-activation z: 2 D + 4 K F bytes per token in 16 bits, plus indices. Backward recomputes the activation from z, and
+computes the gradient of the routing weights without the experts' outputs: <dy, down h> = <down^T dy, h>. This is the
+graph of SonicMoE (arXiv 2512.14080), but without atomics, so that two runs are bit-identical.
 
     forward   z, h = up(x[gather_idx]);   o = down(h);   y = sum over k of w o[positions]
-    backward  dz, wh, dw = through SwiGLU of down^T(dy[gather_idx]);   dx = sum over k of (up^T dz)[positions]
-              d down = dy[gather_idx]^T wh;   d up = dz^T x[gather_idx]            (each can be put off)
+    backward  dz, wh, dw = backward of SwiGLU, from down^T(dy[gather_idx]) and z
+              dx = sum over k of (up^T dz)[positions]
+              d down = dy[gather_idx]^T wh;   d up = dz^T x[gather_idx]            (both can be deferred)
 
-N rows, K choices a row, M choices in expert-major order, E experts, D model dim, F inner width.
+N rows, K choices per row, M choices in expert-major order, E experts, D model dim, F inner width.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """[..., 2F] -> [..., F]: silu of the first half times the second (arXiv 2002.05202)."""
+    """Return silu of the first half times the second half, [..., F] from [..., 2F] (arXiv 2002.05202)."""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate) * up
 
@@ -47,7 +49,7 @@ def experts_reference(
     weight_inside: bool,
     options: GroupedGemmOptions,
 ) -> Tensor:
-    """The chain of operators, each with its own backward."""
+    """`experts` as a chain of plain operators."""
     named = {"accumulate": options.accumulate, "num_sms": options.num_sms, "kernels": options.kernels}
     rows_MD = permute(x_ND, order, options.kernels)
     h_MF = swiglu(grouped_linear(rows_MD, gate_up_EGD, order.expert_offsets, options.weight_grads, **named))
@@ -69,7 +71,7 @@ class _ExpertsFunction(torch.autograd.Function):
         order: ExpertOrder,
         weight_inside: bool,
         options: GroupedGemmOptions,
-        differentiable: bool,
+        store_z: bool,
     ) -> Tensor:
         from .gpu.gemm import rows_times_weights
         from .gpu.permute import sum_rows
@@ -78,16 +80,8 @@ class _ExpertsFunction(torch.autograd.Function):
 
         tiling = Tiling(order.expert_offsets, len(order.gather_idx_M))
         inside, outside = (weights_NK, None) if weight_inside else (None, weights_NK)
-        z_MG, h_MF = swiglu_up(
-            x_ND,
-            order.gather_idx_M,
-            gate_up_EGD,
-            tiling,
-            inside,
-            order.choice_idx_M,
-            differentiable,
-            options.num_sms,
-        )
+        index_M, choice_M = order.gather_idx_M, order.choice_idx_M
+        z_MG, h_MF = swiglu_up(x_ND, index_M, gate_up_EGD, tiling, inside, choice_M, store_z, options.num_sms)
         out_MD = rows_times_weights("down", h_MF, down_EDF, tiling, num_sms=options.num_sms)
         ctx.save_for_backward(x_ND, gate_up_EGD, down_EDF, weights_NK, z_MG)
         ctx.gate_up, ctx.down, ctx.order, ctx.tiling, ctx.options = gate_up_EGD, down_EDF, order, tiling, options
@@ -145,16 +139,19 @@ def experts(
     weight_grads: "WeightGrads | None" = None,
     kernels: Kernels = "auto",
 ) -> Tensor:
-    """Send each row through its experts, a SwiGLU MLP each, and add up what they make of it: [N, D] from [N, D].
+    """Apply each row's experts, a SwiGLU MLP each, and return the weighted sum of their outputs: [N, D].
 
-    x_ND: [N, D]. gate_up_EGD: [E, 2F, D], the gate's rows before those of up. down_EDF: [E, D, F]. order: from
-    `expert_order`, of N rows over E experts. weights_NK: [N, K] in fp32, what each choice counts; None: 1.
-    weight_inside: multiply by it before the down projection instead of after it: the same but for rounding, and the
-    sum over experts is a plain one. accumulate: backward adds the gradients of gate_up and down to their `.grad`
-    itself, in fp32, instead of handing them to autograd (unless they have hooks). num_sms: how many
-    multiprocessors the Triton products may occupy, so that communication keeps the rest. weight_grads: while it defers,
-    the gradients of gate_up and down are left to it. kernels: see backend.py; Triton needs gate_up and down contiguous,
-    x with contiguous rows, and no second derivative. Raises ValueError when shapes, dtypes or devices do not fit.
+    x_ND: [N, D]. gate_up_EGD: [E, 2F, D], rows of the gate before rows of up. down_EDF: [E, D, F].
+    order: the result of `expert_order` for N rows and E experts.
+    weights_NK: routing weights, [N, K] in fp32; None: all 1.
+    weight_inside: apply the routing weight before the down projection instead of after it. Equal except for rounding.
+    accumulate: backward adds the gradients of gate_up and down to their `.grad` in fp32 instead of returning them to
+    autograd, unless they have hooks.
+    num_sms: maximum number of multiprocessors that the Triton products use, which leaves the others to communication.
+    weight_grads: defers the gradients of gate_up and down during a split backward; None: never deferred.
+    kernels: see backend.py. Triton needs contiguous gate_up and down and contiguous rows of x, and cannot be
+    differentiated twice.
+    Raises ValueError if shapes, dtypes or devices do not match.
 
     Example: one expert with gate = up = down = [[1]] and x = [[2]], weight 0.5: y = 0.5 * silu(2) * 2 = 1.7616.
     """
@@ -169,9 +166,9 @@ def experts(
     gate_up_EGD, down_EDF = check_contiguous("gate_up", gate_up_EGD), check_contiguous("down", down_EDF)
     weights_NK = None if weights_NK is None else weights_NK.contiguous()
     tensors = x_ND, gate_up_EGD, down_EDF, weights_NK
-    # What a forward needs gradients for does not say whether anybody will ask for them.
-    differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    return _ExpertsFunction.apply(*tensors, order, weight_inside, options, differentiable)  # type: ignore[return-value]
+    # ctx.needs_input_grad is also true under no_grad, where z need not be stored.
+    store_z = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    return _ExpertsFunction.apply(*tensors, order, weight_inside, options, store_z)  # type: ignore[return-value]
 
 
 def _check(x: Tensor, gate_up: Tensor, down: Tensor, order: ExpertOrder) -> None:
@@ -184,9 +181,9 @@ def _check(x: Tensor, gate_up: Tensor, down: Tensor, order: ExpertOrder) -> None
         )
     if len(down) != num_experts or down.shape[1] != x.shape[1]:
         raise ValueError(
-            f"x [N, {x.shape[1]}] and an order over {num_experts} experts do not fit down {[*down.shape]} [E, D, F]"
+            f"x [N, {x.shape[1]}] and an order of {num_experts} experts do not match down [E, D, F] = {[*down.shape]}"
         )
     if not x.dtype == gate_up.dtype == down.dtype or not x.is_floating_point():
         raise ValueError(
-            f"x, gate_up and down must be of one floating-point dtype: got {x.dtype}, {gate_up.dtype} and {down.dtype}"
+            f"x, gate_up and down must have one floating-point dtype: got {x.dtype}, {gate_up.dtype} and {down.dtype}"
         )

@@ -1,16 +1,16 @@
-"""One product per expert, over rows that are grouped by expert; for people who write their own experts.
+"""Grouped matrix products: one product per expert, over rows sorted by expert. For writing your own experts.
 
-The expert MLP of a Mixture-of-Experts layer is many small products whose sizes only the router knows. With the rows in
-expert-major order they are one grouped product:
+The expert MLP of a Mixture-of-Experts layer consists of many small products with sizes that depend on the router. With
+the rows in expert-major order they are one grouped product:
 
     offsets = [0, 2, 2, 3]          expert 0 has rows 0-1, expert 1 none, expert 2 row 2
     y[0:2] = x[0:2] W[0]^T,         y[2:3] = x[2:3] W[2]^T
 
-`grouped_linear` is the layer, with autograd; `grouped_mm` and `grouped_wgrad` are its three products. As in `linear`,
-the weight gradient is a product of its own that a split backward can put off.
+`grouped_linear` is the differentiable layer. `grouped_mm` (forward and input gradient) and `grouped_wgrad` (weight
+gradient) are its products. As in `linear`, a split backward can defer the weight gradient.
 
-Plain torch runs them on `torch.nn.functional.grouped_mm` where it can be used (on CUDA in bf16 it needs no host sync),
-else in a loop over experts; the Triton kernels are in gpu/gemm.py and gpu/wgrad.py.
+The plain-torch version uses `torch.nn.functional.grouped_mm` where possible (on CUDA in bf16 it needs no host sync) and
+a loop over experts otherwise. The Triton kernels are in gpu/gemm.py and gpu/wgrad.py.
 
 M rows, I input width, O output width, E experts.
 """
@@ -34,7 +34,7 @@ _GROUPED_MM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class GroupedGemmOptions:
-    """What an operator with weights needs to know besides its tensors; `grouped_linear` says what the fields mean."""
+    """Options of the operators with expert weights. `grouped_linear` documents the fields."""
 
     weight_grads: "WeightGrads | None" = None
     accumulate: bool = False
@@ -42,7 +42,7 @@ class GroupedGemmOptions:
     kernels: Kernels = "auto"
 
     def check(self, **parameters: Tensor) -> None:
-        """Raises ValueError for weights that cannot be accumulated, and for no multiprocessors at all."""
+        """Raise ValueError for num_sms below 1, and for `parameters` whose gradients cannot be accumulated in fp32."""
         if self.num_sms is not None and self.num_sms < 1:
             raise ValueError(f"num_sms must be at least 1, or None for all: got {self.num_sms}")
         for name, parameter in parameters.items() if self.accumulate and torch.is_grad_enabled() else ():
@@ -60,9 +60,9 @@ def grouped_mm(
     num_sms: int | None = None,
     kernels: Kernels = "auto",
 ) -> Tensor:
-    """y[m] = W[e] x[m], [M, O] from [M, I]; or, `transposed`, x[m] = W[e]^T y[m], [M, I] from [M, O].
+    """Return y[m] = W[e] x[m], [M, O] from [M, I]; if `transposed`, W[e]^T x[m], [M, I] from [M, O].
 
-    Arguments are those of `grouped_linear`, and so are errors. No autograd.
+    Arguments and errors are those of `grouped_linear`. Not differentiable.
     """
     _check(x_MI, w_EOI, expert_offsets, w_EOI.shape[1 if transposed else -1])
     GroupedGemmOptions(num_sms=num_sms).check()
@@ -85,14 +85,14 @@ def grouped_wgrad(
     num_sms: int | None = None,
     kernels: Kernels = "auto",
 ) -> Tensor:
-    """dW[e] = the sum over the rows m of e of dy[m] x[m]^T: [E, O, I], zeros for an expert without rows.
+    """Return dW [E, O, I], with dW[e] = the sum of dy[m] x[m]^T over the rows m of expert e; zeros if it has none.
 
-    Returns it in `dtype` (default: that of x), or adds it in place to `add_to`, in its dtype, and returns that; sums
-    are taken in fp32. No autograd.
+    dtype: of the result; default: that of x. add_to: add dW to this tensor in place, in its dtype, and return it. Sums
+    are taken in fp32. Not differentiable.
     """
     if dy_MO.ndim != 2 or x_MI.ndim != 2 or len(dy_MO) != len(x_MI) or dy_MO.dtype != x_MI.dtype:
         raise ValueError(
-            f"grouped_wgrad needs dy [M, O] and x [M, I] of one dtype: "
+            f"grouped_wgrad needs dy [M, O] and x [M, I] of the same dtype: "
             f"got {[*dy_MO.shape]} in {dy_MO.dtype} and {[*x_MI.shape]} in {x_MI.dtype}"
         )
     shape = (len(expert_offsets) - 1, dy_MO.shape[1], x_MI.shape[1])
@@ -113,8 +113,8 @@ def grouped_wgrad(
 def _grouped_mm_reference(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
     """One product per expert e, over the rows from ends_E[e - 1] to ends_E[e].
 
-    b [E, I, O]: a is [M, I], the result [M, O], expert by expert. b [M, O]: a is [I, M], the result [E, I, O], zero
-    where an expert has no rows.
+    For b [E, I, O], a is [M, I] and the result is [M, O]. For b [M, O], a is [I, M] and the result is [E, I, O], zero
+    for an expert without rows.
     """
     if a.dtype in _GROUPED_MM_DTYPES and _fits_grouped_mm(a) and _fits_grouped_mm(b):
         return F.grouped_mm(a, b, offs=ends_E)
@@ -126,7 +126,7 @@ def _grouped_mm_reference(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def _fits_grouped_mm(t: Tensor) -> bool:
-    """Rows or columns are contiguous, and a multiple of 16 bytes apart."""
+    """Whether F.grouped_mm accepts `t`: rows or columns are contiguous, and a multiple of 16 bytes apart."""
     (rows, columns), (down, across) = t.shape[-2:], t.stride()[-2:]
     apart, length = (down, columns) if across == 1 else (across, rows)
     return 1 in (down, across) and apart >= length and apart * t.element_size() % 16 == 0
@@ -173,13 +173,15 @@ def grouped_linear(
 ) -> Tensor:
     """Return y_MO with y[m] = W[e] x[m] for the rows m of each expert e.
 
-    x_MI: [M, I], grouped by expert; w_EOI: [E, O, I]; expert_offsets: [E + 1] int32, from 0 to M. While `weight_grads`
-    defers, backward leaves the weight's gradient to it. accumulate: backward adds the weight's gradient to `w.grad` by
-    itself, in fp32, instead of handing it to autograd (unless w has hooks). num_sms: how many of a GPU's
-    multiprocessors the Triton products may occupy, so that communication keeps the rest. kernels: see backend.py;
-    Triton needs w contiguous, and no second derivative. Raises ValueError when shapes, dtypes or devices do not fit.
+    x_MI: [M, I], rows sorted by expert. w_EOI: [E, O, I]. expert_offsets: [E + 1] int32, from 0 to M.
+    weight_grads: defers the weight gradient during a split backward; None: never deferred.
+    accumulate: backward adds the weight gradient to `w.grad` in fp32 instead of returning it to autograd, unless w has
+    hooks.
+    num_sms: maximum number of multiprocessors that the Triton products use, which leaves the others to communication.
+    kernels: see backend.py. Triton needs a contiguous w and cannot be differentiated twice.
+    Raises ValueError if shapes, dtypes or devices do not match.
 
-    Example: offsets [0, 2, 2, 3] give y[0:2] = x[0:2] W[0]^T, nothing to expert 1, and y[2:3] = x[2:3] W[2]^T.
+    Example: with offsets [0, 2, 2, 3], y[0:2] = x[0:2] W[0]^T, expert 1 has no rows, and y[2:3] = x[2:3] W[2]^T.
     """
     options = GroupedGemmOptions(weight_grads, accumulate, num_sms, kernels)
     x_MI, w_EOI = apply_autocast(x_MI, w_EOI)
@@ -192,7 +194,7 @@ def _check(x: Tensor, w: Tensor, expert_offsets: Tensor, width: int) -> None:
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != width:
         raise ValueError(f"a grouped product needs x [M, I] and w [E, O, I]: got {[*x.shape]} and {[*w.shape]}")
     if x.dtype != w.dtype:
-        raise ValueError(f"a grouped product needs x and w of one dtype: got {x.dtype} and {w.dtype}")
+        raise ValueError(f"a grouped product needs x and w of the same dtype: got {x.dtype} and {w.dtype}")
     _check_offsets(expert_offsets, w.shape[0], len(x))
 
 
@@ -202,7 +204,7 @@ def _check_offsets(expert_offsets: Tensor, num_experts: int, num_rows: int) -> N
             f"{num_experts} experts need {num_experts + 1} offsets in int32: "
             f"got {[*expert_offsets.shape]} in {expert_offsets.dtype}"
         )
-    if expert_offsets.is_cuda:  # the look would be a host sync
+    if expert_offsets.is_cuda:  # reading the values would be a host sync
         return
     if expert_offsets[0] != 0:
         raise ValueError(f"the first offset must be 0: got {int(expert_offsets[0])}")

@@ -1,7 +1,7 @@
-"""`linear`: y = x W^T, with a weight gradient that can be computed later than the input gradient.
+"""`linear`: y = x W^T, with a weight gradient that can be deferred.
 
-torch's own `F.linear` computes both in one backward. Here the two are separate products, so that a split backward can
-return the input gradient at once and hand the weight half to `weight_grads` (see kernels/weight_grads.py).
+The backward of `F.linear` computes the input gradient and the weight gradient together. Here they are separate
+products, so a split backward can return the input gradient first and defer the weight gradient (weight_grads.py).
 
 D_in, D_out: input and output width; ...: any leading dimensions.
 """
@@ -23,7 +23,7 @@ class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, weight_grads: "WeightGrads | None") -> Tensor:
         ctx.save_for_backward(x, weight)
-        # What is saved may come back as another tensor (checkpointing); a gradient is added to the parameter itself.
+        # With checkpointing, the saved weight may be unpacked as another tensor. Gradients belong to the parameter.
         ctx.parameter = weight
         ctx.weight_grads = weight_grads
         return F.linear(x, weight)
@@ -50,10 +50,10 @@ def compute_or_defer(
     add_to: Callable[[Tensor], Any] | None = None,
     in_place: bool = False,
 ) -> Tensor | None:
-    """The weight gradient for autograd; None when `weight_grads` takes `compute` to run it later.
+    """Return the weight gradient for autograd, or None if it is deferred or already added to `parameter.grad`.
 
-    add_to: adds it to a gradient that is there. in_place: add it to `parameter.grad` here, and return None, unless
-    hooks wait for it.
+    compute: computes the gradient. add_to: adds the gradient to an existing one. in_place: add to `parameter.grad` here
+    and return None, unless the parameter has hooks.
     """
     if weight_grads is not None and weight_grads.defers(parameter):
         weight_grads.defer(parameter, compute, add_to)
@@ -65,23 +65,23 @@ def compute_or_defer(
 
 
 def grad_dtype(parameter: Tensor) -> torch.dtype:
-    """The dtype that the gradient of `parameter` is kept in: fp32 for the bf16 weights of a model in training."""
+    """The dtype of the gradient of `parameter`: fp32 for the bf16 weights of a model in training."""
     return (parameter.grad_dtype if parameter.is_leaf else None) or parameter.dtype
 
 
 def check_can_accumulate(name: str, parameter: Tensor) -> None:
-    """Raises ValueError for a weight whose gradient cannot be added up in fp32, in its own `.grad`."""
+    """Raise ValueError if gradients of `parameter` cannot be accumulated in fp32 in its `.grad`."""
     if not parameter.is_leaf:
-        raise ValueError(f"accumulate=True adds to the .grad of {name}, but that is computed from other tensors here")
+        raise ValueError(f"accumulate=True adds to {name}.grad: {name} must be a leaf, not computed from other tensors")
     if grad_dtype(parameter) not in (torch.float32, torch.float64):
         raise ValueError(
-            f"accumulate=True adds in float32, but the gradient of {name} is kept in {grad_dtype(parameter)}: "
+            f"accumulate=True adds in float32, but the gradient of {name} is {grad_dtype(parameter)}: "
             f"set {name}.grad_dtype = torch.float32"
         )
 
 
 def apply_autocast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in the autocast dtype, where autocast is on; a cast weight's gradient is not deferred."""
+    """Cast both to the autocast dtype if autocast is enabled. The gradient of a cast weight cannot be deferred."""
     kind = x.device.type
     if not torch.is_autocast_enabled(kind):
         return x, weight
@@ -92,7 +92,7 @@ def apply_autocast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 def linear(x: Tensor, weight: Tensor, weight_grads: "WeightGrads | None" = None) -> Tensor:
     """Return x W^T.
 
-    x: [..., D_in]; weight: [D_out, D_in]; returns [..., D_out]. While `weight_grads` defers, backward leaves the
-    weight's gradient to it.
+    x: [..., D_in]; weight: [D_out, D_in]; returns [..., D_out]. weight_grads: defers the weight gradient during a split
+    backward; None: never deferred.
     """
     return _LinearFunction.apply(*apply_autocast(x, weight), weight_grads)  # type: ignore[return-value]

@@ -1,14 +1,12 @@
-"""`permute` rows into expert-major order, and `unpermute` them: each row the weighted sum of its choices' results.
+"""`permute` rows into expert-major order, and `unpermute` them back as weighted sums over each row's choices.
 
-Each is the other's backward, and neither needs atomics: because every choice knows its position and every position its
-row (routing.py), both directions are gathers, and give the same result in every run on every device.
+Each is the backward of the other. `ExpertOrder` (routing.py) has both the row of each position and the positions of
+each row. So both directions are gathers: no atomics, and the same result in every run.
 
-Between ranks the same two operations pack what a token sends, once for each rank it goes to, and add up what comes
-back; expert_parallel/ uses `gather` and `gather_sum`, which are these without autograd.
+`gather` and `gather_sum` are the same operations without autograd. expert_parallel/ uses them to pack the rows for each
+rank and to sum the rows that come back. The Triton kernels are in gpu/permute.py.
 
-The plain-torch operators are below; the Triton kernels are in gpu/permute.py.
-
-N rows, D model dim, K choices a row, M positions.
+N rows, D model dim, K choices per row, M positions.
 """
 
 from typing import Any
@@ -21,7 +19,7 @@ from .routing import ExpertOrder
 
 
 def gather(x_ND: Tensor, index_M: Tensor, out_MD: Tensor | None = None, kernels: Kernels = "auto") -> Tensor:
-    """x[index[m]] for each m: [M, D], written to `out_MD` if that is given. Rows may be of any dtype."""
+    """Return x[index], [M, D], written to `out_MD` if given. Any dtype."""
     if use_triton(kernels, x_ND, index_M, out_MD):
         from .gpu.permute import gather_rows
 
@@ -34,9 +32,9 @@ def gather(x_ND: Tensor, index_M: Tensor, out_MD: Tensor | None = None, kernels:
 def gather_sum(
     rows_MD: Tensor, positions_NK: Tensor, weights_NK: Tensor | None = None, kernels: Kernels = "auto"
 ) -> Tensor:
-    """The sum over k of weights[n, k] rows[positions[n, k]]: [N, D], skipping positions of -1.
+    """Return y [N, D], y[n] = the sum over k of weights[n, k] rows[positions[n, k]], skipping positions of -1.
 
-    Summed in fp32 at least, in the order of k, and rounded once.
+    Sums are taken in the order of k, in fp32 or wider, and rounded once.
     """
     if use_triton(kernels, rows_MD, positions_NK, weights_NK):
         from .gpu.permute import sum_rows
@@ -51,8 +49,8 @@ def gather_sum(
     return y_ND.to(rows_MD.dtype)
 
 
-def _weighted_rows(dy_ND: Tensor, order: ExpertOrder, weights_NK: Tensor, triton: bool) -> Tensor:
-    """What each position's row gets of the gradient of a weighted sum: [M, D]."""
+def _rows_grad(dy_ND: Tensor, order: ExpertOrder, weights_NK: Tensor, triton: bool) -> Tensor:
+    """Gradient of a weighted sum with respect to its rows: dy[gather_idx] times the weight of each choice, [M, D]."""
     if triton:
         from .gpu.permute import gather_rows
 
@@ -61,8 +59,8 @@ def _weighted_rows(dy_ND: Tensor, order: ExpertOrder, weights_NK: Tensor, triton
     return (dy_ND[order.gather_idx_M] * weights_M[:, None]).to(dy_ND.dtype)
 
 
-def _dots(dy_ND: Tensor, rows_MD: Tensor, positions_NK: Tensor, triton: bool) -> Tensor:
-    """The gradient of the weights of a weighted sum: <dy[n], rows[positions[n, k]]>, [N, K]."""
+def _weights_grad(dy_ND: Tensor, rows_MD: Tensor, positions_NK: Tensor, triton: bool) -> Tensor:
+    """Gradient of a weighted sum with respect to its weights: <dy[n], rows[positions[n, k]]>, [N, K]."""
     if triton:
         from .gpu.permute import dot_rows
 
@@ -105,15 +103,15 @@ class _UnpermuteFunction(torch.autograd.Function):
         rows_MD, weights_NK = saved
         wants_rows, wants_weights = ctx.needs_input_grad[:2]
         return (
-            _weighted_rows(dy_ND, order, weights_NK, triton) if wants_rows else None,
-            _dots(dy_ND, rows_MD, order.positions_NK, triton).to(weights_NK.dtype) if wants_weights else None,
+            _rows_grad(dy_ND, order, weights_NK, triton) if wants_rows else None,
+            _weights_grad(dy_ND, rows_MD, order.positions_NK, triton).to(weights_NK.dtype) if wants_weights else None,
             None,
             None,
         )
 
 
 def permute(x_ND: Tensor, order: ExpertOrder, kernels: Kernels = "auto") -> Tensor:
-    """One row for each choice, in expert-major order: [M, D] from [N, D]. Raises ValueError for another number of rows.
+    """Return one row per choice in expert-major order, [M, D] from [N, D]. Raises ValueError unless x has N rows.
 
     Example: order.gather_idx_M = [0, 0, 1] gives rows x[0], x[0], x[1].
     """
@@ -124,9 +122,10 @@ def permute(x_ND: Tensor, order: ExpertOrder, kernels: Kernels = "auto") -> Tens
 def unpermute(
     rows_MD: Tensor, order: ExpertOrder, weights_NK: Tensor | None = None, kernels: Kernels = "auto"
 ) -> Tensor:
-    """The sum of each row's choices, [N, D] from [M, D]; weights_NK: [N, K] in fp32, what each choice counts; None: 1.
+    """Return the weighted sum of each row's choices, [N, D] from [M, D].
 
-    Summed in fp32 at least, in the order of k. Raises ValueError for shapes that are not those of the order.
+    weights_NK: [N, K] in fp32; None: all 1. Sums are taken in the order of k, in fp32 or wider. Raises ValueError if
+    shapes do not match `order`.
 
     Example: order.positions_NK = [[1, 0], [2, -1]] gives w[0, 0] rows[1] + w[0, 1] rows[0] and w[1, 0] rows[2].
     """
@@ -141,6 +140,6 @@ def _check_rows(name: str, x: Tensor, num_rows: int) -> None:
 
 
 def check_weights(weights_NK: Tensor | None, order: ExpertOrder) -> None:
-    """Raises ValueError for routing weights that do not fit the choices."""
+    """Raise ValueError unless the routing weights have the shape of the choices."""
     if weights_NK is not None and weights_NK.shape != order.positions_NK.shape:
-        raise ValueError(f"weights must be {[*order.positions_NK.shape]}, as choices are: got {[*weights_NK.shape]}")
+        raise ValueError(f"weights must be [N, K] = {[*order.positions_NK.shape]}: got {[*weights_NK.shape]}")

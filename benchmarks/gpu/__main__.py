@@ -131,7 +131,7 @@ def environment(context: Any) -> dict[str, Any]:
     """What the numbers depend on besides the code."""
     import torch
 
-    from moe_dualpipe.kernels.gpu.configs import user_table
+    from moe_dualpipe.kernels.gpu.configs import user_table_path
 
     versions = {name: version for name in PACKAGES if (version := _version(name))}
     on_gpu = context.device.type == "cuda"
@@ -140,7 +140,7 @@ def environment(context: Any) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if on_gpu else platform.processor() or platform.machine(),
         "cuda": torch.version.cuda, "python": platform.python_version(), "versions": listed,
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), "smoke": context.smoke,
-        "kernel_table": "tuned here, then the shipped table" if user_table().exists() else "the shipped table",
+        "kernel_table": "tuned here, then the shipped table" if user_table_path().exists() else "the shipped table",
         "random_data": "standard normal, bf16-exact; experts drawn evenly without replacement",
     }  # fmt: skip
 

@@ -1,11 +1,11 @@
-"""Which tile sizes a kernel runs with: a table that ships with the package, and one that the user's GPU was tuned with.
+"""Tile sizes of the kernels, from a table that ships with the package and a table that the user has tuned.
 
-A kernel that tunes itself at the first training step costs minutes there, on every rank. These tables are made before
-(`python -m benchmarks.tune`), and looking one up costs a dictionary access. The user's own table stands before the
-shipped one; in both, the entry of the same kernel and GPU whose sizes are nearest is taken.
+Autotuning in the first training step would cost minutes on every rank. These tables are made beforehand
+(`python -m benchmarks.tune`), and a lookup is a dictionary access. The user's table has priority over the shipped one.
+In each table, the entry for the same kernel, GPU and element size with the nearest N and K is used.
 
-N, K: columns of the output, and the length of the sum, of one expert's product; "up" has N pairs of gate and up, and
-"wgrad" sums over rows, so that K is the other width.
+N, K: columns of the output and length of the sum, of one expert's product. For "up", N counts pairs of gate and up. For
+"wgrad", which sums over rows, N and K are the two widths.
 """
 
 import dataclasses
@@ -24,10 +24,10 @@ SHIPPED = Path(__file__).with_name("tuned.json")
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
-    """One way to run a kernel. The tile is block_m x block_n, and the sum advances in steps of block_k.
+    """Tile sizes and launch options of a kernel. A tile is block_m x block_n; the sum advances in steps of block_k.
 
-    group_m: row tiles that go over the columns together, which keeps their weights in the L2 cache. tma: weights
-    through Hopper's tensor memory accelerator, where their sizes allow it.
+    group_m: number of row tiles that pass over the columns together, which reuses weights in the L2 cache. tma: load
+    weights through the tensor memory accelerator (Hopper and newer) if their sizes allow it.
     """
 
     block_m: int
@@ -41,7 +41,7 @@ class TileConfig:
 
 @dataclass(frozen=True, slots=True)
 class TunedKernel:
-    """A line of a table: the kernel on GPUs of this architecture, with elements of so many bytes, near N and K."""
+    """An entry of a table: the configuration of `kernel` on `arch` for elements of dtype_bytes, tuned at N and K."""
 
     kernel: str
     arch: str
@@ -55,9 +55,9 @@ _overrides: dict[str, TileConfig] = {}
 
 
 def lookup(kernel: str, arch: str, dtype_bytes: int, n: int, k: int) -> TileConfig:
-    """The configuration for one launch. arch: "sm_90", "gfx942", ..., "interpreter".
+    """Return the configuration for one launch. arch: "sm_90", "gfx942", ..., or "interpreter".
 
-    Rows that are no multiple of 16 bytes cannot be read with wide loads: all kernels then take the tiles called "any".
+    If a row is not a multiple of 16 bytes, wide loads are impossible, and every kernel uses the entries named "any".
     """
     if kernel in _overrides:
         return _overrides[kernel]
@@ -67,48 +67,48 @@ def lookup(kernel: str, arch: str, dtype_bytes: int, n: int, k: int) -> TileConf
 
 @functools.cache
 def _nearest(kernel: str, arch: str, dtype_bytes: int, n: int, k: int) -> TileConfig:
-    for table in (_users(), load_table(SHIPPED)):
+    for table in (_load_user_table(), load_table(SHIPPED)):
         for family in (arch, _fallback(arch)):
-            fitting = [e for e in table if (e.kernel, e.arch, e.dtype_bytes) == (kernel, family, dtype_bytes)]
-            if fitting:
-                return min(fitting, key=lambda e: abs(math.log(e.n / n)) + abs(math.log(e.k / k))).config
+            entries = [e for e in table if (e.kernel, e.arch, e.dtype_bytes) == (kernel, family, dtype_bytes)]
+            if entries:
+                return min(entries, key=lambda e: abs(math.log(e.n / n)) + abs(math.log(e.k / k))).config
     raise ValueError(f"no configuration of kernel {kernel!r} for {arch} with elements of {dtype_bytes} bytes")
 
 
 def _fallback(arch: str) -> str:
-    """The architecture whose entries a GPU without its own takes: one that is in the shipped table."""
+    """The architecture to use instead of one without entries. The shipped table has it."""
     if arch.startswith("gfx"):
         return "gfx942"
     return "sm_80"
 
 
-def user_table() -> Path:
-    """Where `python -m benchmarks.tune` writes, and this module reads, what was tuned on this machine."""
+def user_table_path() -> Path:
+    """Path of the user's table, which `python -m benchmarks.tune` writes."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "moe-dualpipe" / "tuned.json"
 
 
 @functools.cache
-def _users() -> tuple[TunedKernel, ...]:
-    path = user_table()
+def _load_user_table() -> tuple[TunedKernel, ...]:
+    path = user_table_path()
     return load_table(path) if path.exists() else ()
 
 
 def load_table(path: Path) -> tuple[TunedKernel, ...]:
-    """Read a table. Raises ValueError, naming the file, for anything that is no table."""
+    """Read a table. Raises ValueError with the name of the file if it is not a valid table."""
     try:
         lines = json.loads(path.read_text())["entries"]
         entries = tuple(TunedKernel(**{**line, "config": TileConfig(**line["config"])}) for line in lines)
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is no table of tuned kernels ({error}): delete it, or tune again") from error
+        raise ValueError(f"{path} is not a table of tuned kernels ({error}): delete it, or tune again") from error
     for entry in entries:
         if entry.kernel not in KERNEL_NAMES:
-            raise ValueError(f"{path}: unknown kernel {entry.kernel!r}; there are {', '.join(KERNEL_NAMES)}")
+            raise ValueError(f"{path}: unknown kernel {entry.kernel!r}; the kernels are {', '.join(KERNEL_NAMES)}")
     return entries
 
 
 def save_table(path: Path, entries: Sequence[TunedKernel], **about: str) -> None:
-    """Write a table. about: where it comes from (GPU, versions, date), for the reader of the file."""
+    """Write a table. about: its origin (GPU, versions, date), for people who read the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(dataclasses.asdict(entry)) for entry in entries]
     body = ",\n    ".join(lines)
@@ -117,16 +117,16 @@ def save_table(path: Path, entries: Sequence[TunedKernel], **about: str) -> None
 
 
 def clear_caches() -> None:
-    """Read the tables again at the next lookup."""
-    _users.cache_clear()
+    """Make the next lookup read the tables again."""
+    _load_user_table.cache_clear()
     _nearest.cache_clear()
 
 
 @contextmanager
 def override_config(kernel: str, config: TileConfig) -> Iterator[None]:
-    """Within this context, `kernel` runs with `config`, whatever the tables say: for tuning and tests."""
+    """Context manager in which `kernel` runs with `config` instead of the table's. For tuning and tests."""
     if kernel not in KERNEL_NAMES:
-        raise ValueError(f"unknown kernel {kernel!r}; there are {', '.join(KERNEL_NAMES)}")
+        raise ValueError(f"unknown kernel {kernel!r}; the kernels are {', '.join(KERNEL_NAMES)}")
     before = _overrides.get(kernel)
     _overrides[kernel] = config
     try:

@@ -137,7 +137,7 @@ def test_a_file_that_cannot_be_written_is_an_error_before_anything_is_timed(tmp_
     broken = tmp_path / "broken.json"
     broken.write_text("{")
     for out, words in (
-        (tmp_path, "Is a directory"), (broken, "is no table of tuned kernels"), (broken / "a.json", "File exists"),
+        (tmp_path, "Is a directory"), (broken, "is not a table of tuned kernels"), (broken / "a.json", "File exists"),
     ):  # fmt: skip
         assert tune.main(["--smoke", "--out", str(out)]) == 2
         error = capsys.readouterr().err

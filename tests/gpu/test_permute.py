@@ -125,13 +125,13 @@ def test_what_does_not_fit_is_refused():
     rows = torch.zeros(len(order.gather_idx_M), 8, device=DEVICE)
     with pytest.raises(ValueError, match=r"this order needs x \[6, D\]: got \[5, 8\]"):
         permute(x[:5], order, "triton")
-    with pytest.raises(ValueError, match=r"weights must be \[6, 2\], as choices are: got \[6, 3\]"):
+    with pytest.raises(ValueError, match=r"weights must be \[N, K\] = \[6, 2\]: got \[6, 3\]"):
         unpermute(rows, order, torch.zeros(6, 3, device=DEVICE), "triton")
     with pytest.raises(ValueError, match=r"rows must be \[rows, columns\] with contiguous rows"):
         permute(torch.zeros(8, 6, device=DEVICE).T, order, "triton")
     with pytest.raises(ValueError, match=r"out must be \[rows, columns\] with contiguous rows"):
         gather(x, order.gather_idx_M[:3], torch.zeros(8, 3, device=DEVICE).T, "triton")
-    with pytest.raises(ValueError, match=r"knows bfloat16, float16 and float32: got torch\.float64"):
+    with pytest.raises(ValueError, match=r"supports bfloat16, float16 and float32: got torch\.float64"):
         permute(x.double(), order, "triton")
     with pytest.raises(ValueError, match="all tensors must be on one device"):
         permute(x.to("meta"), order, "triton")

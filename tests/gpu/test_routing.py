@@ -183,12 +183,12 @@ def test_rank_order_example():
 
 
 @pytest.mark.parametrize("options,problem", [
-    ({"k": 0}, "k must be from 1 to the 8 experts that can be chosen: got 0"),
-    ({"k": 5, "num_groups": 4, "top_groups": 2}, "k must be from 1 to the 4 experts"),
+    ({"k": 0}, "k must be from 1 to 8, the number of eligible experts: got 0"),
+    ({"k": 5, "num_groups": 4, "top_groups": 2}, "k must be from 1 to 4, the number of eligible experts: got 5"),
     ({"k": 2, "num_groups": 3}, "8 experts cannot be divided evenly into 3 groups"),
     ({"k": 2, "num_groups": 4, "top_groups": 5}, "top_groups must be from 1 to 4 groups: got 5"),
     ({"k": 2, "score": "relu"}, "score must be softmax or sigmoid: got 'relu'"),
-    ({"k": 2, "bias_E": torch.zeros(7)}, r"8 experts need as many biases: got \[7\]"),
+    ({"k": 2, "bias_E": torch.zeros(7)}, r"bias_E must be \[8\], one per expert: got \[7\]"),
     ({"k": 2, "kernels": "cuda"}, "kernels must be one of auto, triton, reference: got 'cuda'"),
     ({"k": 2, "bias_E": torch.zeros(8, device="meta")}, "all tensors must be on one device"),
 ])  # fmt: skip
@@ -204,7 +204,7 @@ def test_route_refuses_tensors_that_kernels_cannot_read():
         route(torch.zeros(4, 8, device=DEVICE), 2, bias_E=torch.zeros(16, device=DEVICE)[::2], kernels="triton")
     with pytest.raises(ValueError, match=r"logits_TE must be \[rows, columns\] with contiguous rows: got \[8, 4\]"):
         route(torch.zeros(4, 8, device=DEVICE).T, 2, kernels="triton")
-    with pytest.raises(ValueError, match=r"knows bfloat16, float16 and float32: got torch\.float64"):
+    with pytest.raises(ValueError, match=r"supports bfloat16, float16 and float32: got torch\.float64"):
         route(torch.zeros(4, 8, device=DEVICE, dtype=torch.float64), 2, kernels="triton")
 
 
@@ -220,7 +220,7 @@ def test_ids_out_of_range_are_an_error_before_anything_is_launched(kernels, bad)
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
 def test_choices_of_nothing_must_be_counted(kernels):
     """The indices would be longer than what there is to write to them."""
-    with pytest.raises(ValueError, match=r"from 0 to 4: got -1 to 3; where -1 is no choice, pass num_choices"):
+    with pytest.raises(ValueError, match=r"from 0 to 4: got -1 to 3; if -1 marks invalid choices, pass num_choices"):
         expert_order(torch.tensor([[3, -1]]), 5, kernels=kernels)
 
 
@@ -240,5 +240,5 @@ def test_expert_order_refuses():
         expert_order(torch.zeros(3, dtype=torch.int64), 2)
     with pytest.raises(ValueError, match=r"got \[3, 2\] in torch\.float32"):
         expert_order(torch.zeros(3, 2), 2)
-    with pytest.raises(ValueError, match="there must be at least one expert: got 0"):
+    with pytest.raises(ValueError, match="num_experts must be at least 1: got 0"):
         expert_order(torch.zeros(3, 2, dtype=torch.int64), 0)

@@ -36,7 +36,7 @@ def test_a_gpu_without_a_table_takes_one_that_it_can_run():
 
 
 def test_the_users_table_comes_first_and_the_nearest_sizes_win(home):
-    assert configs.user_table() == home
+    assert configs.user_table_path() == home
     entries = [
         TunedKernel("up", "sm_90", 2, 512, 2048, A),
         TunedKernel("up", "sm_90", 2, 4096, 2048, B),
@@ -71,11 +71,11 @@ def test_what_is_saved_is_loaded(home):
 
 
 @pytest.mark.parametrize("text,problem", [
-    ("not a table", "is no table of tuned kernels"),
-    ('{"entries": [{"kernel": "up"}]}', "is no table of tuned kernels .*delete it, or tune again"),
+    ("not a table", "is not a table of tuned kernels"),
+    ('{"entries": [{"kernel": "up"}]}', "is not a table of tuned kernels .*delete it, or tune again"),
     ('{"entries": [{"kernel": "sideways", "arch": "sm_90", "dtype_bytes": 2, "n": 1, "k": 1, "config": '
      '{"block_m": 1, "block_n": 1, "block_k": 1, "warps": 1, "stages": 1}}]}',
-     "unknown kernel 'sideways'; there are up"),
+     "unknown kernel 'sideways'; the kernels are up"),
 ])  # fmt: skip
 def test_a_file_that_is_no_table(home, text, problem):
     home.parent.mkdir()
