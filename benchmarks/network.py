@@ -39,7 +39,8 @@ import tyro
 
 from moe_dualpipe.models import PRESETS
 from moe_dualpipe.runtime.executor import StepResult
-from moe_dualpipe.runtime.launch import Launch, initialize
+from moe_dualpipe.runtime.groups import init_world
+from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.training.config import TrainConfig
 from moe_dualpipe.training.loop import Trainer
 from moe_dualpipe.training.plan import Plan
@@ -180,7 +181,7 @@ def rank_main() -> None:
         out=str(folder),
         timeout=60.0,
     )
-    initialize(torch.device("cpu"), launch, config.timeout)
+    init_world(torch.device("cpu"), launch, config.timeout)
     trainer = Trainer(Plan.make(resolve(config, launch)), launch)
     rows = measure_links(trainer, options, device)
     if launch.rank == 0:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +27,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ..models import ModelConfig
+from ..runtime.groups import create_group
 from .manifest import RUN_FILE, TENSORS_FILE, FileChecksum, Manifest, encode_tensors
 
 Result = TypeVar("Result")
@@ -62,8 +62,8 @@ class Saver:
     ):
         """alive: called once a second by whoever waits for a save, which may take as long as the disk does."""
         self.run, self.model, self.keep, self.background, self.alive = run, model, keep, background, alive
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-        assert isinstance(group, dist.ProcessGroup)
+        group = create_group(backend="gloo", timeout=timeout)
+        assert group is not None
         self._group = group
         self._threads = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[SaveResult] | None = None

@@ -20,6 +20,8 @@ from tqdm import tqdm
 
 from ..expert_parallel import AllToAll, ExpertParallel, Link, Loopback, Replay
 from ..overlap.labels import BACKWARD, COMBINE, DISPATCH, FORWARD, label
+from ..runtime.groups import init_world
+from ..runtime.launch import Launch
 from .capture import capture, synchronize
 from .files import TracedDevice, TraceFiles, analyze_files
 from .pair import Pair, Workload
@@ -124,7 +126,7 @@ def _process_group(device: torch.device, world: int) -> Iterator[None]:
     if world == 1:
         yield
         return
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    init_world(device, Launch.from_environment())
     try:
         yield
     finally:

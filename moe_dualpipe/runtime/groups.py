@@ -1,21 +1,58 @@
-"""Which rank plays which part: pipeline, data and expert parallelism, and the process groups for each.
+"""Every process group of a run: the world, and the groups for pipeline, data and expert parallelism.
 
-With pp pipeline ranks, the world is pp x dp; rank = pipeline rank x dp + data rank, so the ranks that exchange experts'
-tokens, neighbours in `dp`, are neighbours in the world, too. Experts are spread over ep consecutive data ranks.
+With pp pipeline ranks, the world is pp x dp and rank = pipeline rank x dp + data rank. Ranks that exchange tokens of
+experts are neighbours in `dp`, so they are neighbours in the world, too. Experts are spread over ep consecutive data
+ranks. All groups of this package are created here, so that their options are set in one place.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ..schedule import Placement
+from .launch import Launch
+
+
+def init_world(device: torch.device, launch: Launch, timeout: float | None = None) -> None:
+    """Join the other processes; a single process becomes a world of one. Collective.
+
+    timeout: seconds that an operation waits. None: torch's default.
+    """
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    wait: dict[str, Any] = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
+    if launch.world_size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **wait)
+    elif launch.restarts == 0:
+        dist.init_process_group(backend, **wait)
+    else:  # torchrun may use one store for all attempts, which still has the addresses of dead ranks
+        store, rank, world_size = next(dist.rendezvous("env://", **wait))
+        store = dist.PrefixStore(f"attempt {launch.restarts}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **wait)
+
+
+def create_group(
+    ranks: Sequence[int] | None = None,
+    timeout: float | None = None,
+    backend: str | None = None,
+    members_only: bool = False,
+) -> dist.ProcessGroup | None:
+    """Create the group of `ranks` (None: all); returns None on a rank outside it.
+
+    timeout: seconds that an operation waits; a group does not inherit the world's. None: torch's default.
+    Collective over the world; with `members_only`, over the group's ranks.
+    """
+    wait = None if timeout is None else timedelta(seconds=timeout)
+    group = dist.new_group(ranks, timeout=wait, backend=backend, use_local_synchronization=members_only)
+    return group if isinstance(group, dist.ProcessGroup) else None
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Parallel degrees and the place of one rank among them."""
+    """Parallel degrees, and the place of one rank among them."""
 
     pp: int
     dp: int
@@ -36,11 +73,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups that this rank belongs to; None where it would be alone.
+    """The process groups of this rank; None where the rank would be the only member.
 
-    pipeline: this data rank's pipeline. experts: the ranks that exchange tokens with this one. dense, expert_replicas:
-    the ranks that hold copies of this rank's dense parameters, and of its experts; DualPipe's mirrored ranks included.
-    embedding: those that hold it, where the last stage does, too.
+    pipeline: the pipeline of this data rank. experts: the ranks that exchange tokens with this one.
+    dense, expert_replicas: the ranks that hold copies of this rank's dense parameters, and of its experts; they include
+    DualPipe's mirrored ranks. embedding: the ranks that hold the embedding, if the last stage holds it as well.
     """
 
     pipeline: dist.ProcessGroup | None = None
@@ -51,15 +88,14 @@ class Groups:
 
 
 def build_groups(
-    layout: Layout, placement: Placement, timeout: timedelta | None = None, shared_embedding: bool = False
+    layout: Layout, placement: Placement, timeout: float | None = None, shared_embedding: bool = False
 ) -> Groups:
     """Create all process groups. Collective: every rank creates every group, in the same order.
 
-    timeout: how long their operations wait; a group does not take it from the world's. None: torch's own.
-    shared_embedding: the last stage holds the embedding as well (models/mtp.py).
+    timeout: seconds that an operation waits. shared_embedding: the last stage holds the embedding, too (models/mtp.py).
     """
     pps, dps, eps = range(layout.pp), range(layout.dp), range(layout.ep)
-    # Stages that share their holders share a group: rank r holds replicas with the ranks that hold what it holds.
+    # Stages with the same holders share a group.
     peers = sorted({tuple(sorted({r for s in stages for r in placement.holders(s)})) for stages in placement.stages})
     pipeline = _group([[layout.world_rank(p, d) for p in pps] for d in dps], layout.rank, timeout)
     experts = _group(
@@ -78,13 +114,11 @@ def build_groups(
     return Groups(pipeline, experts, dense, expert_replicas, embedding)
 
 
-def _group(memberships: Iterable[list[int]], rank: int, timeout: timedelta | None) -> dist.ProcessGroup | None:
+def _group(memberships: Iterable[list[int]], rank: int, timeout: float | None) -> dist.ProcessGroup | None:
     """Create a group for each list of more than one rank; return the one that `rank` belongs to."""
     mine = None
     for members in memberships:
         if len(members) > 1:
-            group = dist.new_group(members, timeout=timeout)
-            if rank in members:
-                assert isinstance(group, dist.ProcessGroup)
-                mine = group
+            group = create_group(members, timeout)
+            mine = group if rank in members else mine
     return mine

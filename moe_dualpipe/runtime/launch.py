@@ -1,11 +1,7 @@
-"""What torchrun tells a process, and how the processes of a run meet."""
+"""What torchrun tells a process, and the device that it uses."""
 
 import os
 from dataclasses import dataclass
-from datetime import timedelta
-
-import torch
-import torch.distributed as dist
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,20 +21,6 @@ class Launch:
         local_world_size = get("LOCAL_WORLD_SIZE", world_size)
         restarts = int(get("TORCHELASTIC_RESTART_COUNT", "0"))
         return cls(int(get("RANK", "0")), int(get("LOCAL_RANK", "0")), int(world_size), int(local_world_size), restarts)
-
-
-def initialize(device: torch.device, launch: Launch, timeout: float) -> None:
-    """Join the other processes; a process on its own becomes a world of one."""
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    wait = timedelta(seconds=timeout)
-    if launch.world_size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=wait)
-    elif launch.restarts == 0:
-        dist.init_process_group(backend, timeout=wait)
-    else:  # torchrun may keep one store for all attempts, where the addresses of dead ranks still stand
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=wait))
-        store = dist.PrefixStore(f"attempt {launch.restarts}", store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=wait)
 
 
 def choose_device(wanted: str, gpus: int, processes: int) -> str:

@@ -10,10 +10,11 @@ was posted early. Therefore each direction (to a higher rank, to a lower rank) h
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+from .groups import create_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ class P2P:
         specs: Sequence[TensorSpec],
         device: torch.device,
         pipeline_ranks: Sequence[int] | None = None,
-        timeout: timedelta | None = None,
+        timeout: float | None = None,
     ) -> "P2P":
         """Set up the links of the pipeline that `group` forms (None: a pipeline of one rank, without a group).
 
@@ -107,7 +108,7 @@ class P2P:
         if device.type == "cpu":
             upward = downward = group
         else:
-            upward, downward = _subgroup(members, timeout), _subgroup(members, timeout)
+            upward, downward = (create_group(members, timeout, members_only=True) for _ in range(2))
         p2p = cls(specs, device, order[group.rank()], size, global_ranks, upward, downward)
         if device.type != "cpu":
             p2p._open_links()
@@ -166,12 +167,6 @@ class P2P:
         for low in range(self.num_ranks - 1):
             yield low, low + 1
             yield low + 1, low
-
-
-def _subgroup(members: list[int], timeout: timedelta | None) -> dist.ProcessGroup:
-    group = dist.new_group(members, timeout=timeout, use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup), "this process is not a member of the pipeline's group"
-    return group
 
 
 def _started(work: dist.Work | None) -> dist.Work:

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -28,8 +27,8 @@ from ..models import TransformerStage, share_embedding, stacked_matrices
 from ..overlap import WeightGrads
 from ..overlap.labels import GRADIENTS, OPTIMIZER
 from ..runtime import P2P, Executor, TensorSpec
-from ..runtime.groups import Layout, build_groups
-from ..runtime.launch import Launch, initialize
+from ..runtime.groups import Layout, build_groups, init_world
+from ..runtime.launch import Launch
 from ..runtime.replicas import check_equal, gradient_norm, replica_sets, sum_gradients
 from . import metrics, restart
 from .balance import Balance
@@ -49,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         config = resolve(parse(arguments, quiet=launch.local_rank > 0), launch)
         plan = Plan.make(config, arguments)
         restart.mark(Path(config.out), launch.local_rank)
-    initialize(torch.device(config.device), launch, config.timeout)
+    init_world(torch.device(config.device), launch, config.timeout)
     try:
         stop = Stop(announce=launch.rank == 0)
         with stop.on_signals(), watching(config.timeout) as progress:
@@ -82,8 +81,7 @@ class Trainer:
         self.dtype = getattr(torch, config.dtype)
         self.layout = Layout(config.pp, launch.world_size // config.pp, config.ep, launch.rank)
         placement = self.schedule.placement
-        wait = timedelta(seconds=config.timeout)
-        self.groups = build_groups(self.layout, placement, wait, shared_embedding=model.mtp_layers > 0)
+        self.groups = build_groups(self.layout, placement, config.timeout, shared_embedding=model.mtp_layers > 0)
         self.experts = (
             AllToAll(model.num_experts, self.groups.experts, config.kernels)
             if self.groups.experts
@@ -106,7 +104,7 @@ class Trainer:
         embedding = share_embedding(self.stages.values())
         hidden = TensorSpec((config.micro_batch_size, config.seq_len, model.hidden_size), self.dtype)
         documents = [TensorSpec(hidden.shape[:2], torch.int32)] * config.document_mask
-        links = P2P.connect(self.groups.pipeline, [hidden, *documents], self.device, timeout=wait)
+        links = P2P.connect(self.groups.pipeline, [hidden, *documents], self.device, timeout=config.timeout)
         weight_grads = WeightGrads(config.max_deferred or None)
         self.progress = progress or Progress()
         self.executor = Executor(self.stages, links, weight_grads, config.overlap, self.progress.note)

@@ -17,7 +17,8 @@ from moe_dualpipe.inference.sampling import Sampling
 from moe_dualpipe.models import build_model, expert_loads
 from moe_dualpipe.planner.flops import train_flops_per_token
 from moe_dualpipe.profiler import analyze, read_trace
-from moe_dualpipe.runtime.launch import Launch, initialize
+from moe_dualpipe.runtime.groups import init_world
+from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.schedule import build
 from moe_dualpipe.training import loop
 from moe_dualpipe.training.config import TrainConfig, parse
@@ -291,8 +292,8 @@ def test_the_sample_follows_the_seed_and_the_timeout_reaches_torch(tmp_path, mon
     assert trainer.sample() == "Hi"
     assert asked.pop(0) == Sampling(0.8, 0, 1.0)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, timeout, **__: asked.append(timeout))
-    initialize(torch.device("cpu"), Launch(0, 0, 1, 1), 12.5)
-    initialize(torch.device("cpu"), Launch(0, 0, 2, 2), 12.5)
+    init_world(torch.device("cpu"), Launch(0, 0, 1, 1), 12.5)
+    init_world(torch.device("cpu"), Launch(0, 0, 2, 2), 12.5)
     assert asked == [5, timedelta(seconds=12.5), timedelta(seconds=12.5)]
 
 
