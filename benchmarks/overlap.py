@@ -25,7 +25,7 @@ import tyro
 from torch import Tensor
 
 from moe_dualpipe.expert_parallel import Link, Local, Loopback
-from moe_dualpipe.models import RECOMPUTE, ModelConfig, TransformerStage, build_model, next_token_loss
+from moe_dualpipe.models import RECOMPUTE, ModelConfig, StageOptions, TransformerStage, build_model, next_token_loss
 from moe_dualpipe.overlap import Engine
 from moe_dualpipe.overlap.labels import COMBINE, DISPATCH, is_wait, without_wait
 from tests.support.plain_model import plain_forward
@@ -281,7 +281,7 @@ def recompute_part(options: Options) -> None:
     kept: dict[str, float] = {}
     cases: dict[str, Callable[[], float]] = {}
     for level in RECOMPUTE:
-        model = build_model(MODEL, Loopback(MODEL.num_experts, RANKS), recompute=level)  # type: ignore[arg-type]
+        model = build_model(MODEL, Loopback(MODEL.num_experts, RANKS), options=StageOptions(recompute=level))  # type: ignore[arg-type]
 
         def pair(model: TransformerStage = model) -> float:
             loss = next_token_loss(model(x), x)

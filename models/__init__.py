@@ -1,13 +1,18 @@
-"""A decoder-only Mixture-of-Experts transformer, built as pipeline stages."""
+"""A decoder-only Mixture-of-Experts transformer, built as pipeline stages.
 
-from .attention import KVCache
-from .config import ModelConfig
+`build_model(preset("tiny"))` is a whole model; `TransformerStage(config, spec)` is one stage, a spec is from `split`.
+"""
+
+from .attention import filled_cache
+from .config import ModelConfig, StageOptions
+from .kv_cache import KVCache
+from .layers import stacked_matrices
 from .moe import MoE, expert_loads
 from .mtp import share_embedding
+from .partition import StageSpec, split
 from .presets import PRESETS, preset
 from .recompute import RECOMPUTE
-from .stacked import stacked_matrices
-from .transformer import StageSpec, TransformerStage, build_model, next_token_loss, split
+from .transformer import TransformerStage, build_model, next_token_loss
 
 __all__ = [
     "PRESETS",
@@ -15,10 +20,12 @@ __all__ = [
     "KVCache",
     "MoE",
     "ModelConfig",
+    "StageOptions",
     "StageSpec",
     "TransformerStage",
     "build_model",
     "expert_loads",
+    "filled_cache",
     "next_token_loss",
     "preset",
     "share_embedding",

@@ -1,11 +1,13 @@
-"""Causal grouped-query attention with rotary positions, on torch's scaled_dot_product_attention, and its cache.
+"""Causal grouped-query attention with rotary positions, the table of all kinds of attention, and masks for documents.
 
-B sequences, S positions, D model dim, H query heads, G key/value heads, C head width. With a cache S are the new
-positions, L all of them, past ones included, and N those that there is memory for.
+Each kind of attention is a class in the table `ATTENTION`. Beside its forward it has static methods that say what it
+costs: FLOPs, saved bytes, and the shape of its key/value cache.
+
+B sequences, S positions, D model dim, H query heads, G key/value heads, C head width. With a cache, S are the new
+positions and L all positions including past ones.
 """
 
 from collections.abc import Iterable
-from typing import Self
 
 import torch
 from einops import rearrange
@@ -13,73 +15,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .config import ModelConfig
-from .layers import Linear, at_least_fp32
-
-
-class KVCache:
-    """Keys (rotated) and values of the positions so far, by layer: those of one micro-batch on one stage. Latent
-    attention keeps something else, in one tensor with one head (`ModelConfig.kept`).
-
-    `length` is how many positions that is. It moves on when a forward is through, so that all layers of a forward see
-    the same past; set it back to forget the latest positions, to 0 for other sequences.
-
-    New positions are written in place, and memory grows by `STEP` positions: token by token, one forward in so many
-    copies the past, which attention reads in every one. A forward of one position needs no mask; one of several behind
-    a past makes one, [S, L], which rules out the fastest kernels.
-    """
-
-    STEP = 256
-
-    def __init__(self):
-        self.length = 0
-        self._layers: dict[int, Tensor] = {}  # [2, B, G, N, C] for keys and values
-
-    @classmethod
-    @torch.no_grad()
-    def filled(
-        cls,
-        config: ModelConfig,
-        layers: Iterable[int],
-        batch: int,
-        length: int,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Self:
-        """A cache of `length` positions of random normal numbers, to measure with."""
-        cache = cls()
-        tensors, heads, width = config.kept
-        for layer in layers:
-            cache.append(layer, *torch.randn(tensors, batch, heads, length, width, device=device, dtype=dtype))
-        cache.length = length
-        return cache
-
-    def append(self, layer: int, *new_BGSC: Tensor) -> tuple[Tensor, ...]:
-        """Write a layer's new keys and values behind the first `length`; returns each with the past, [B, G, L, C].
-
-        Raises ValueError with gradients enabled, and for a layer or a shape other than those of the past.
-        """
-        if torch.is_grad_enabled():
-            raise ValueError("a key/value cache keeps no gradients: call the stage under torch.no_grad()")
-        batch, heads, new, width = new_BGSC[0].shape
-        past, end = self.length, self.length + new
-        kv = self._layers.get(layer) if past else new_BGSC[0].new_empty(len(new_BGSC), batch, heads, 0, width)
-        if kv is None:
-            raise ValueError(f"the cache has {past} positions of layers {[*self._layers]}: got layer {layer}")
-        if (kept := [*kv.shape[1:3], kv.shape[4]]) != (got := [batch, heads, width]):
-            raise ValueError(f"the cache has {past} positions of {kept} (sequences, heads, width): got {got}")
-        if kv.shape[3] < end:
-            short, room = kv, (end // self.STEP + 1) * self.STEP
-            kv = self._layers[layer] = short.new_empty(len(short), batch, heads, room, width)
-            kv[:, :, :, :past] = short[:, :, :, :past]
-        for kept_BGNC, tensor_BGSC in zip(kv, new_BGSC, strict=True):
-            kept_BGNC[:, :, past:end] = tensor_BGSC
-        return kv[:, :, :, :end].unbind()
+from .kv_cache import KVCache
+from .latent_attention import LatentAttention
+from .layers import Linear, at_least_fp32, rotary_table, rotate
 
 
 class Attention(nn.Module):
-    """Grouped-query attention (arXiv 2305.13245); `out_std` is the initial scale of the output projection.
+    """Grouped-query attention (arXiv 2305.13245).
 
-    `layer` is the layer of a cache that is its own.
+    out_std: the initial scale of the output projection. layer: the index of this layer in a cache.
     """
 
     def __init__(self, config: ModelConfig, out_std: float, layer: int = 0):
@@ -103,12 +47,64 @@ class Attention(nn.Module):
         k_BGLC, v_BGLC = rotate(k_BGSC, cos_SC, sin_SC), v_BGSC
         if cache is not None:
             k_BGLC, v_BGLC = cache.append(self.layer, k_BGLC, v_BGLC)
-        # is_causal lets the first query see the first key only, however many keys there are.
-        seen = x_BSD.new_ones(new, past + new, dtype=torch.bool).tril(past) if past and new > 1 else mask_B1SS
+        # is_causal aligns the first query with the first key, which is wrong after a past.
+        mask = x_BSD.new_ones(new, past + new, dtype=torch.bool).tril(past) if past and new > 1 else mask_B1SS
         y_BHSC = F.scaled_dot_product_attention(
-            rotate(q_BHSC, cos_SC, sin_SC), k_BGLC, v_BGLC, seen, is_causal=not past and seen is None, enable_gqa=True
+            rotate(q_BHSC, cos_SC, sin_SC), k_BGLC, v_BGLC, mask, is_causal=not past and mask is None, enable_gqa=True
         )
         return self.out(rearrange(y_BHSC, "b h s c -> b s (h c)"))
+
+    @staticmethod
+    def weight_flops(config: ModelConfig) -> int:
+        """FLOPs of the projections, per token, forward."""
+        return 4 * config.hidden_size * config.head_dim * (config.num_heads + config.num_kv_heads)
+
+    @staticmethod
+    def score_flops(config: ModelConfig, seq_len: int) -> int:
+        """FLOPs of scores and of the sums of values, per token, forward; a position sees (seq_len + 1) / 2."""
+        return config.num_heads * 2 * config.head_dim * (seq_len + 1)
+
+    @staticmethod
+    def saved_bytes(config: ModelConfig, tokens: int, seq_len: int, element: int) -> int:
+        """Bytes saved for backward, without the input of the layer. element: bytes of an activation."""
+        heads = config.num_heads
+        # The output of the qkv projection, of which values are a view; rotated queries and keys; the result.
+        width = (2 * heads + 3 * config.num_kv_heads + heads) * config.head_dim
+        norms = {"none": 0, "head": heads + config.num_kv_heads, "full": 2}[config.qk_norm]
+        angles = 2 * 4 * seq_len * config.head_dim
+        return tokens * (width * element + 4 * (heads + norms)) + angles
+
+    @staticmethod
+    def deferred_width(config: ModelConfig) -> int:
+        """Numbers per token that deferred weight gradients need, without the layer's input and output gradient."""
+        return (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+
+    @staticmethod
+    def kv_cache_shape(config: ModelConfig) -> tuple[int, int, int]:
+        """What a cache stores of a position in a layer: number of tensors, heads, and width."""
+        return 2, config.num_kv_heads, config.head_dim
+
+
+ATTENTION: dict[str, type[Attention] | type[LatentAttention]] = {"gqa": Attention, "mla": LatentAttention}
+"""The kinds of attention, by their names in `ModelConfig.attention`."""
+
+
+@torch.no_grad()
+def filled_cache(
+    config: ModelConfig,
+    layers: Iterable[int],
+    batch: int,
+    length: int,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> KVCache:
+    """A cache of `length` positions of random normal numbers, for measurements."""
+    cache = KVCache()
+    tensors, heads, width = ATTENTION[config.attention].kv_cache_shape(config)
+    for layer in layers:
+        cache.append(layer, *torch.randn(tensors, batch, heads, length, width, device=device, dtype=dtype))
+    cache.length = length
+    return cache
 
 
 class JointNorm(nn.RMSNorm):
@@ -120,7 +116,7 @@ class JointNorm(nn.RMSNorm):
 
 
 def _head_norm(config: ModelConfig, heads: int) -> nn.Module:
-    """What `ModelConfig.qk_norm` does to queries, or to keys, of so many heads."""
+    """The norm of `heads` query heads, or key heads, that `ModelConfig.qk_norm` selects."""
     if config.qk_norm == "none":
         return nn.Identity()
     if config.qk_norm == "head":
@@ -128,19 +124,20 @@ def _head_norm(config: ModelConfig, heads: int) -> nn.Module:
     return JointNorm(heads * config.head_dim, config.norm_eps)
 
 
-def rotary_table(like_S: Tensor, head_dim: int, theta: float, start: int = 0) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * theta^(-2i / head_dim), each [S, C], the C/2 angles repeated twice.
+def document_numbers(tokens_BS: Tensor, end_id: int) -> Tensor:
+    """The number of documents that end before each position, [B, S] int32. `end_id` belongs to the document it ends.
 
-    `like_S` gives the length, device and dtype; positions count from `start`.
+    A training window is cut from a stream of documents. Only the first stage sees the tokens, so these numbers are sent
+    from stage to stage beside the hidden states, four bytes a token; each stage makes the mask, which has S^2 entries.
+    Rotary positions are relative, so a document in the middle of a window looks like one at the start.
+
+    Example: end_id=0, [5, 0, 7, 0, 0, 8] -> [0, 0, 1, 1, 2, 3].
     """
-    positions_S = torch.arange(start, start + len(like_S), device=like_S.device, dtype=like_S.dtype)
-    frequencies = theta ** -(torch.arange(0, head_dim, 2, device=like_S.device, dtype=like_S.dtype) / head_dim)
-    angles_SC = torch.outer(positions_S, frequencies).repeat(1, 2)
-    return angles_SC.cos(), angles_SC.sin()
+    ends_BS = tokens_BS == end_id
+    return ends_BS.cumsum(1, dtype=torch.int32) - ends_BS.int()
 
 
-def rotate(x: Tensor, cos_SC: Tensor, sin_SC: Tensor) -> Tensor:
-    """Rotary position embedding (arXiv 2104.09864) of [..., S, C], pairing channel i with i + C/2."""
-    first, second = at_least_fp32(x).chunk(2, dim=-1)
-    turned = torch.cat([-second, first], dim=-1)
-    return (at_least_fp32(x) * cos_SC + turned * sin_SC).to(x.dtype)
+def document_mask(documents_BS: Tensor) -> Tensor:
+    """Whether a position attends to another: to the same document, and not to later positions. [B, 1, S, S] bool."""
+    same_BSS = documents_BS[:, :, None] == documents_BS[:, None, :]
+    return same_BSS.tril()[:, None]

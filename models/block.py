@@ -1,4 +1,4 @@
-"""One transformer block: attention, then a dense MLP or experts, each on a normalised copy of the residual stream."""
+"""One transformer block: attention, then a dense MLP or experts, each on a normalized copy of the residual stream."""
 
 import functools
 from functools import partial
@@ -8,49 +8,38 @@ import torch
 from torch import Tensor, nn
 
 from moe_dualpipe.expert_parallel import ExpertParallel
-from moe_dualpipe.kernels.backend import Kernels
 from moe_dualpipe.overlap import Compute, Segmented, Segments
 from moe_dualpipe.overlap.segment import CommResult
 
-from .attention import Attention, KVCache
-from .config import ModelConfig
-from .latent_attention import LatentAttention
+from .attention import ATTENTION
+from .config import DEFAULT_OPTIONS, ModelConfig, StageOptions
+from .kv_cache import KVCache
 from .layers import SwiGLU
 from .moe import MoE
-from .recompute import RECOMPUTE, Recompute, forgetting, normalise
+from .recompute import normalize, recompute_saved
 
 
 class Block(Segmented):
-    """Block number `layer` of the model; `seed` fixes the initial weights of its experts.
-
-    Raises ValueError for an unknown `recompute`.
-    """
+    """Block number `layer` of the model."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        expert_parallel: ExpertParallel,
-        seed: int,
-        recompute: Recompute = "none",
-        kernels: Kernels = "auto",
+        self, config: ModelConfig, layer: int, expert_parallel: ExpertParallel, options: StageOptions = DEFAULT_OPTIONS
     ):
         super().__init__()
-        if recompute not in RECOMPUTE:
-            raise ValueError(f"recompute must be one of {', '.join(RECOMPUTE)}: got {recompute!r}")
+        recompute = options.recompute
         self.recompute_attention = recompute in ("attention", "full")
         self.recompute_mlp = recompute == "full"
-        # What is in a segment that is recomputed as a whole needs nothing of its own.
-        self.forget_attention_norms, self.forget_mlp_norms = recompute == "norms", recompute in ("norms", "attention")
+        # Norms inside a segment that is recomputed as a whole need no recomputation of their own.
+        self.recompute_attention_norms = recompute == "norms"
+        self.recompute_mlp_norm = recompute in ("norms", "attention")
         out_std = config.residual_std
         self.attention_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
-        attention = LatentAttention if config.attention == "mla" else Attention
-        self.attention = attention(config, out_std, layer)
+        self.attention = ATTENTION[config.attention](config, out_std, layer)
         self.mlp_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
         if config.is_dense(layer):
             self.mlp = SwiGLU(config.hidden_size, config.dense_size, config.init_std, out_std)
         else:
-            self.mlp = MoE(config, expert_parallel, seed, f"layers.{layer}", recompute == "full", kernels)
+            self.mlp = MoE(config, expert_parallel, f"layers.{layer}", options)
 
     def segments(self, x_BSD: Tensor) -> Segments:
         parts = yield from self.parts(x_BSD)
@@ -59,37 +48,38 @@ class Block(Segmented):
     def parts(
         self, *parts: Tensor | CommResult, cache: KVCache | None = None, mask_B1SS: Tensor | None = None
     ) -> Segments:
-        """The residual stream comes and goes in parts that are yet to be added up, so that none is waited for early.
+        """The block's segments, with the residual stream given and returned as parts to add up.
 
-        mask_B1SS: which positions each one attends to (documents.py), instead of all before it.
+        The sum is left to the next layer, so that no segment waits for the last part earlier than necessary.
+        mask_B1SS: which positions each position attends to. None: all before it.
         """
-        again = self.recompute_attention
+        recompute = self.recompute_attention
         if isinstance(self.mlp, MoE):
             attend = partial(self.attend_and_route, cache=cache, mask_B1SS=mask_B1SS)
-            h_BSD, x_TD, *decision = yield Compute("attn", attend, *parts, recompute=again)
-            make_x = partial(self.mlp_norm, h_BSD.detach()) if self.forget_mlp_norms else None
-            more = yield from self.mlp.exchange(x_TD, *decision, make_x=make_x)
+            h_BSD, x_TD, *decision = yield Compute("attn", attend, *parts, recompute=recompute)
+            recompute_x = partial(self.mlp_norm, h_BSD.detach()) if self.recompute_mlp_norm else None
+            more = yield from self.mlp.exchange(x_TD, *decision, recompute_x=recompute_x)
             return h_BSD, *more
         attend = partial(self.attend, cache=cache, mask_B1SS=mask_B1SS)
-        h_BSD = yield Compute("attn", attend, *parts, recompute=again)
+        h_BSD = yield Compute("attn", attend, *parts, recompute=recompute)
         y_BSD = yield Compute("mlp", self.dense_mlp, h_BSD, recompute=self.recompute_mlp)
         return h_BSD, y_BSD
 
-    def attend(self, *parts: Tensor, **seen: Any) -> Tensor:
+    def attend(self, *parts: Tensor, **context: Any) -> Tensor:
         x_BSD = add_up(*parts)
-        y_BSD, again = normalise(self.attention_norm, x_BSD, self.forget_attention_norms)
-        with forgetting(y_BSD, again):
-            return x_BSD + self.attention(y_BSD, **seen)
+        y_BSD, recompute_y = normalize(self.attention_norm, x_BSD, self.recompute_attention_norms)
+        with recompute_saved(y_BSD, recompute_y):
+            return x_BSD + self.attention(y_BSD, **context)
 
-    def attend_and_route(self, *parts: Tensor, **seen: Any) -> tuple[Tensor, ...]:
-        h_BSD = self.attend(*parts, **seen)
-        x_BSD, again = normalise(self.mlp_norm, h_BSD, self.forget_attention_norms)
-        with forgetting(x_BSD, again):
+    def attend_and_route(self, *parts: Tensor, **context: Any) -> tuple[Tensor, ...]:
+        h_BSD = self.attend(*parts, **context)
+        x_BSD, recompute_x = normalize(self.mlp_norm, h_BSD, self.recompute_attention_norms)
+        with recompute_saved(x_BSD, recompute_x):
             return h_BSD, *self.mlp.route(x_BSD)  # type: ignore[union-attr]
 
     def dense_mlp(self, h_BSD: Tensor) -> Tensor:
-        x_BSD, again = normalise(self.mlp_norm, h_BSD, self.forget_mlp_norms)
-        with forgetting(x_BSD, again):
+        x_BSD, recompute_x = normalize(self.mlp_norm, h_BSD, self.recompute_mlp_norm)
+        with recompute_saved(x_BSD, recompute_x):
             return self.mlp(x_BSD)
 
 

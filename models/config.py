@@ -1,41 +1,44 @@
-"""Every choice of the model, in one frozen value."""
+"""The configuration of a model, and the options with which a stage is built, as frozen values."""
 
 from dataclasses import dataclass
 from typing import Literal
 
+from moe_dualpipe.kernels.backend import Kernels, validate_kernels
 from moe_dualpipe.kernels.routing import RoutingOptions
+
+from .recompute import RECOMPUTE, Recompute
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder-only Mixture-of-Experts transformer. Raises ValueError when the choices contradict each other."""
+    """A decoder-only Mixture-of-Experts transformer. Raises ValueError for invalid or conflicting values."""
 
     vocab_size: int = 256
     """Number of token ids; 256 for bytes."""
     hidden_size: int = 128
     """Width of the residual stream."""
     num_layers: int = 4
-    """Transformer blocks, dense and Mixture-of-Experts together."""
+    """Number of transformer blocks, dense and Mixture-of-Experts."""
     num_dense_layers: int = 1
-    """How many of the first blocks have a dense MLP instead of experts."""
+    """Number of first blocks with a dense MLP instead of experts."""
     attention: Literal["gqa", "mla"] = "gqa"
-    """Grouped-query attention, or multi-head latent attention, as in DeepSeek-V2 and V3."""
+    """gqa: grouped-query attention. mla: multi-head latent attention, as in DeepSeek-V2 and V3."""
     num_heads: int = 4
-    """Query heads."""
+    """Number of query heads."""
     num_kv_heads: int = 2
-    """Key and value heads, each shared by num_heads / num_kv_heads query heads; mla has none of its own."""
+    """gqa: number of key and value heads, each shared by num_heads / num_kv_heads query heads."""
     head_dim: int = 32
-    """Width of one head; even in gqa, because of the rotary embedding. In mla of the part without positions."""
+    """Width of one head. gqa: must be even, for the rotary embedding. mla: width of the part that is not rotated."""
     qk_norm: Literal["none", "head", "full"] = "none"
-    """gqa: RMSNorm of queries and keys before their rotation, each head by itself, or all heads together (full)."""
+    """gqa: RMSNorm of queries and keys before rotation, over each head (head) or over all heads together (full)."""
     q_rank: int = 0
-    """mla: width of the latent that queries are made of; 0: they are made of the hidden state itself."""
+    """mla: width of the latent of queries. 0: queries are projected from the hidden state."""
     kv_rank: int = 64
-    """mla: width of the latent that keys and values are made of, which is all that a cache keeps of them."""
+    """mla: width of the latent of keys and values, which the cache stores."""
     rope_dim: int = 16
-    """mla: width of the rotated part of queries and keys, one key for all heads; even."""
+    """mla: width of the rotated part of queries and keys; must be even. All heads share the rotated key."""
     value_dim: int = 32
-    """mla: width of one head's values."""
+    """mla: width of the values of one head."""
     dense_size: int = 384
     """Inner width of a dense MLP."""
     expert_size: int = 128
@@ -43,38 +46,38 @@ class ModelConfig:
     num_experts: int = 8
     """Routed experts in each Mixture-of-Experts block."""
     experts_per_token: int = 2
-    """Routed experts that each token is sent to (top-k)."""
+    """Number of routed experts for each token (top-k)."""
     num_shared_experts: int = 1
-    """Experts that every token goes through besides."""
+    """Number of shared experts, which process every token."""
     router_score: Literal["softmax", "sigmoid"] = "softmax"
-    """How router logits become scores."""
+    """Function from router logits to scores."""
     expert_groups: int = 1
-    """Groups of consecutive experts; a token chooses among the experts of its best top_groups groups."""
+    """Number of groups of consecutive experts. A token chooses experts from its best top_groups groups."""
     top_groups: int = 1
-    """How many groups that is."""
+    """Number of groups from which a token chooses its experts."""
     normalize_weights: bool = True
-    """Scale a token's routing weights to sum to routed_scale."""
+    """Scale the routing weights of a token to sum to routed_scale."""
     routed_scale: float = 1.0
     """Factor on the routing weights."""
     router_bias: bool = False
-    """Balance the experts by a bias on the scores to choose by, which moves after each step (--bias-rate)."""
+    """Balance experts with a bias on the scores for the choice of experts; it is updated each step (--bias-rate)."""
     sequence_loss: float = 0.0
-    """Factor of a loss that balances the experts within each sequence. 0: none."""
+    """Factor of the sequence-wise loss that balances experts. 0: off."""
     z_loss: float = 0.0
-    """Factor of a loss that keeps the router's logits small. 0: none."""
+    """Factor of the loss that keeps router logits small. 0: off."""
     experts: str = "swiglu"
-    """The expert layer: "swiglu", or your own as "module:Class" (see examples/custom_experts.py)."""
+    """Expert layer: "swiglu", or your own class, "module:Class" (see examples/custom_experts.py)."""
     rope_theta: float = 10_000.0
     """Base of the rotary embedding."""
     norm_eps: float = 1e-6
     """Epsilon of RMSNorm."""
     init_std: float = 0.02
-    """Standard deviation of initial weights; projections into the residual stream get less, by sqrt(2 layers)."""
+    """Standard deviation of initial weights; divided by sqrt(2 layers) for projections into the residual stream."""
 
     mtp_layers: int = 0
-    """How many tokens beyond the next are predicted in training (MTP), each by one more block; docs/model.md."""
+    """Tokens after the next one that training predicts too (multi-token prediction, MTP), with one block each."""
     mtp_weight: float = 0.3
-    """Factor on the mean loss of those predictions."""
+    """Factor of the mean MTP loss."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -95,14 +98,14 @@ class ModelConfig:
         ).check(self.num_experts)  # fmt: skip
         for name in ("sequence_loss", "z_loss", "mtp_weight"):
             if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} cannot be negative: got {getattr(self, name)}; 0 is for none")
+                raise ValueError(f"{name} cannot be negative: got {getattr(self, name)}; 0 switches it off")
         for name in ("init_std", "norm_eps"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} cannot be negative: got {getattr(self, name)}")
         if self.num_dense_layers < 0 or self.num_shared_experts < 0:
             raise ValueError("num_dense_layers and num_shared_experts cannot be negative")
         if self.mtp_layers < 0:
-            raise ValueError(f"mtp_layers cannot be negative: got {self.mtp_layers}; 0 is for none")
+            raise ValueError(f"mtp_layers cannot be negative: got {self.mtp_layers}; 0 switches it off")
         if self.experts != "swiglu" and not all(self.experts.partition(":")):
             raise ValueError(f'experts must be "swiglu" or "module:Class": got {self.experts!r}')
 
@@ -110,15 +113,15 @@ class ModelConfig:
         if self.attention not in ("gqa", "mla"):
             raise ValueError(f"attention must be gqa or mla: got {self.attention!r}")
         if self.q_rank < 0:
-            raise ValueError(f"q_rank cannot be negative: got {self.q_rank}; 0 is for queries without a latent")
+            raise ValueError(f"q_rank cannot be negative: got {self.q_rank}; use 0 for queries without a latent")
         if self.qk_norm not in ("none", "head", "full"):
             raise ValueError(f"qk_norm must be none, head or full: got {self.qk_norm!r}")
         if self.attention == "mla":
             if self.qk_norm != "none":
-                raise ValueError(f"mla normalises its latents, and no heads: got qk_norm {self.qk_norm!r}; use none")
+                raise ValueError(f"qk_norm is only for gqa attention: got {self.qk_norm!r} with mla; use none")
             if self.rope_dim % 2:
                 raise ValueError(
-                    f"rope_dim must be even, as channels turn in pairs: got {self.rope_dim}; use {self.rope_dim + 1}"
+                    f"rope_dim must be even, because channels form pairs: got {self.rope_dim}; use {self.rope_dim + 1}"
                 )
             return
         if self.num_heads % self.num_kv_heads:
@@ -127,21 +130,38 @@ class ModelConfig:
             raise ValueError(f"head_dim must be even: got {self.head_dim}")
 
     @property
-    def kept(self) -> tuple[int, int, int]:
-        """What a key/value cache keeps of a position in a layer: how many tensors, of how many heads, and how wide."""
-        if self.attention == "mla":
-            return 1, 1, self.kv_rank + self.rope_dim
-        return 2, self.num_kv_heads, self.head_dim
-
-    @property
     def residual_std(self) -> float:
-        """Initial scale of the projections that write into the residual stream: two in each layer."""
+        """Initial standard deviation of projections into the residual stream: there are two in each layer."""
         return self.init_std / (2 * self.num_layers) ** 0.5
 
     @property
     def mtp_blocks(self) -> range:
-        """The blocks beyond the last layer, which predict further ahead."""
+        """The blocks of multi-token prediction, which follow the last layer."""
         return range(self.num_layers, self.num_layers + self.mtp_layers)
 
     def is_dense(self, layer: int) -> bool:
-        return min(layer, self.num_layers - 1) < self.num_dense_layers  # blocks beyond the last are like the last
+        return min(layer, self.num_layers - 1) < self.num_dense_layers  # MTP blocks are like the last layer
+
+
+@dataclass(frozen=True, slots=True)
+class StageOptions:
+    """How a stage is initialized and computed. Raises ValueError for invalid values."""
+
+    seed: int = 0
+    """Seed of the initial weights."""
+    recompute: Recompute = "none"
+    """What a block recomputes in backward instead of saving it (recompute.py)."""
+    kernels: Kernels = "auto"
+    """Triton kernels or plain torch (kernels/backend.py)."""
+    fused_loss: bool = False
+    """Compute head and loss together, without the whole logits (kernels/cross_entropy.py)."""
+    document_end_id: int | None = None
+    """The token that ends a document: positions attend only within their document. None: to all previous positions."""
+
+    def __post_init__(self) -> None:
+        if self.recompute not in RECOMPUTE:
+            raise ValueError(f"recompute must be one of {', '.join(RECOMPUTE)}: got {self.recompute!r}")
+        validate_kernels(self.kernels)
+
+
+DEFAULT_OPTIONS = StageOptions()

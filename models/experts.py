@@ -1,29 +1,30 @@
-"""The expert layer: many small MLPs over rows that are grouped by expert. Yours can take its place.
+"""The expert layer: many small MLPs over rows that are grouped by expert. It can be replaced by your own class.
 
-The contract of an expert layer, which `ModelConfig.experts = "module:Class"` chooses:
+The interface of an expert layer, which `ModelConfig.experts = "module:Class"` selects:
 
     Class(config: ModelConfig, num_local_experts: int)       an nn.Module with the parameters of this rank's experts
     forward(x_MD, expert_offsets) -> y_MD                    row m belongs to the expert e with
                                                              expert_offsets[e] <= m < expert_offsets[e + 1];
                                                              expert_offsets: [E + 1] in int32, from 0 to M
-    reset_expert(e)                 (optional)               draw the weights of local expert e; called under a seed of
-                                                             its own, so weights do not depend on how experts are split
-    weight_grads = None             (optional)               an attribute that the pipeline sets; hand it to the
+    reset_expert(e)                 (optional)               draw the weights of local expert e; called under a seed
+                                                             for that expert, so weights do not depend on the number of
+                                                             ranks
+    weight_grads = None             (optional)               an attribute that the pipeline sets; pass it to the
                                                              operators of moe_dualpipe.kernels to let them defer
                                                              weight gradients
-    kernels = "auto"                (optional)               an attribute that the model sets; hand it to the same
+    kernels = "auto"                (optional)               an attribute that the model sets; pass it to the same
                                                              operators to let them choose Triton or plain torch
-    stacked = {"gate_up": (F, F)}   (optional)               which rows of an expert's parameter are matrices of their
-                                                             own (stacked.py), for optimizers that need to know
-    takes_order = True              (optional)               forward(x_ND, order, weights_NK) -> y_ND instead: all the
-                                                             way from received rows to the weighted sums of their
-                                                             choices, for experts that read rows through the indices
-                                                             of an ExpertOrder (kernels/routing.py), in which choices
-                                                             of experts elsewhere have position -1; weights_NK: [N, K]
-                                                             in fp32
+    stacked = {"gate_up": (F, F)}   (optional)               the rows of each matrix in an expert's parameter, for
+                                                             optimizers (see `stacked_matrices` in layers.py)
+    takes_order = True              (optional)               forward(x_ND, order, weights_NK) -> y_ND instead: from
+                                                             received rows to the weighted sums of their experts, for
+                                                             experts that read rows through the indices of an
+                                                             ExpertOrder (kernels/routing.py), in which choices of
+                                                             experts on other ranks have position -1; weights_NK:
+                                                             [N, K] in fp32
 
-Parameters that stack the local experts along their first dimension are saved expert by expert, and fit any number of
-ranks; others are saved as a whole, for one division of the experts only.
+Parameters that stack the local experts along their first dimension are saved expert by expert, and load on any number
+of ranks. Other parameters are saved whole, and load only on the same number of ranks.
 
 N rows received, M rows in expert-major order, K choices a row, D model dim, F inner width, E local experts. Any number
 of rows may be zero.
@@ -44,7 +45,7 @@ from .config import ModelConfig
 
 
 class SwiGLUExperts(nn.Module):
-    """SwiGLU experts, fused where there is a kernel for it. gate_up: [E, 2F, D]; down: [E, D, F]."""
+    """SwiGLU experts, fused where a kernel exists. gate_up: [E, 2F, D]; down: [E, D, F]."""
 
     takes_order = True
 
@@ -70,7 +71,7 @@ class SwiGLUExperts(nn.Module):
 
 
 def expert_class(name: str) -> Callable[[ModelConfig, int], nn.Module]:
-    """The expert layer called `name`: "swiglu" or "module:Class". Raises ValueError when there is none."""
+    """The expert layer called `name`: "swiglu" or "module:Class". Raises ValueError if it cannot be imported."""
     if name == "swiglu":
         return SwiGLUExperts
     module, _, attribute = name.partition(":")
@@ -81,5 +82,5 @@ def expert_class(name: str) -> Callable[[ModelConfig, int], nn.Module]:
     except AttributeError:
         raise ValueError(f"cannot find the expert layer {name!r}: {module} has no {attribute}") from None
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
-        raise ValueError(f"the expert layer {name!r} is no nn.Module class: it is {found!r}")
+        raise ValueError(f"the expert layer {name!r} must be an nn.Module class: got {found!r}")
     return found

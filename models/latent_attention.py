@@ -1,16 +1,16 @@
-"""Multi-head latent attention: keys and values are made of a narrow latent, and a cache keeps no more than that.
+"""Multi-head latent attention: keys and values are made from a narrow latent, which is all that a cache stores.
 
-Every head has keys and values of its own, but all are linear maps of one normalised latent. A rotation by position does
-not go through such a map, so queries and keys have a second part that is rotated; the keys' one is shared by all heads.
+Every head has its own keys and values, but all are linear maps of one normalized latent. A rotation by position does
+not commute with such a map, so queries and keys have a second part that is rotated; all heads share the rotated key.
 
-    expanded   keys and values are made of the latent, and attended to as ever: right where each serves many queries
-    absorbed   queries are mapped into the latent space instead, where they meet the latents themselves, and sums of
-               latents become values afterwards: right for a few queries behind a long past, of which nothing is made
+    expanded   make keys and values of each head from the latent, then attend: best if each serves many queries
+    absorbed   map queries into the latent space and attend to the latents; afterwards map the sums of latents to
+               values: best for a few queries after a long past, whose keys and values are never made
 
-Both are the same sum in another order. New positions behind a past are absorbed, all others expanded.
+Both compute the same sum in a different order. New positions after a past are absorbed, all others are expanded.
 
-B sequences, S positions, D model dim, H heads, C width of a head's unrotated part, P of the rotated one, V of a head's
-values, R of the latent, M = R + P, W = C + V. Behind a past S are the new positions, and L all of them.
+B sequences, S positions, D model dim, H heads, C width of a head's unrotated part, P of the rotated part, V of a head's
+values, R of the latent, M = R + P, W = C + V. After a past, S are the new positions and L all of them.
 """
 
 import torch
@@ -18,16 +18,15 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .attention import KVCache, rotary_table, rotate
 from .config import ModelConfig
-from .layers import Linear, at_least_fp32
+from .kv_cache import KVCache
+from .layers import Linear, at_least_fp32, rotary_table, rotate
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention (arXiv 2405.04434); `out_std` is the initial scale of the output projection.
+    """Multi-head latent attention (arXiv 2405.04434). A cache stores M numbers of a position: latent, rotated key.
 
-    `layer` is the layer of a cache that is its own. It keeps M numbers of a position: the normalised latent, then the
-    rotated key.
+    out_std: the initial scale of the output projection. layer: the index of this layer in a cache.
     """
 
     def __init__(self, config: ModelConfig, out_std: float, layer: int = 0):
@@ -38,7 +37,7 @@ class LatentAttention(nn.Module):
         self.scale = (config.head_dim + config.rope_dim) ** -0.5
         queries = config.num_heads * (config.head_dim + config.rope_dim)
         self.q_width = config.q_rank or queries
-        # One product: the latent of queries (or queries), the latent of keys and values, the shared key.
+        # One product gives the latent of queries (or queries), the latent of keys and values, and the shared key.
         self.down = Linear(config.hidden_size, self.q_width + config.kv_rank + config.rope_dim, config.init_std)
         self.stacked = {"down.weight": (self.q_width, config.kv_rank, config.rope_dim)}
         self.q_norm = nn.RMSNorm(config.q_rank, config.norm_eps) if config.q_rank else nn.Identity()
@@ -54,11 +53,11 @@ class LatentAttention(nn.Module):
         q_BHSC, q_BHSP = heads.split([self.head_dim, self.rope_dim], dim=-1)
         angles = rotary_table(at_least_fp32(x_BSD.new_empty(new)), self.rope_dim, self.rope_theta, past)
         latent_BSR, k_BSP, q_BHSP = self.kv_norm(latent_BSR), rotate(k_BSP, *angles), rotate(q_BHSP, *angles)
-        kept = ()
+        cached = ()
         if cache is not None:
-            kept = cache.append(self.layer, torch.cat([latent_BSR, k_BSP], dim=-1)[:, None])
+            cached = cache.append(self.layer, torch.cat([latent_BSR, k_BSP], dim=-1)[:, None])
         if past:
-            y_BHSV = self.absorbed(q_BHSC, q_BHSP, *kept)
+            y_BHSV = self.absorbed(q_BHSC, q_BHSP, *cached)
         else:
             y_BHSV = self.expanded(q_BHSC, q_BHSP, latent_BSR, k_BSP, mask_B1SS)
         return self.out(rearrange(y_BHSV, "b h s v -> b s (h v)"))
@@ -66,25 +65,66 @@ class LatentAttention(nn.Module):
     def expanded(
         self, q_BHSC: Tensor, q_BHSP: Tensor, latent_BSR: Tensor, k_BSP: Tensor, mask_B1SS: Tensor | None = None
     ) -> Tensor:
-        """Attention without a past, by keys and values of each head: [B, H, S, V]."""
+        """Attention without a past, with keys and values of each head: [B, H, S, V]."""
         heads = rearrange(self.kv_up(latent_BSR), "b s (h c) -> b h s c", h=self.num_heads)
         k_BHSC, v_BHSV = heads.split([self.head_dim, self.value_dim], dim=-1)
         q = torch.cat([q_BHSC, q_BHSP], dim=-1)
         k = torch.cat([k_BHSC, k_BSP[:, None].expand_as(q_BHSP)], dim=-1)
         return F.scaled_dot_product_attention(q, k, v_BHSV, mask_B1SS, is_causal=mask_B1SS is None, scale=self.scale)
 
-    def absorbed(self, q_BHSC: Tensor, q_BHSP: Tensor, kept_B1LM: Tensor) -> Tensor:
-        """Attention of the last S of L positions, by what a cache keeps of them, without gradients: [B, H, S, V]."""
+    def absorbed(self, q_BHSC: Tensor, q_BHSP: Tensor, cached_B1LM: Tensor) -> Tensor:
+        """Attention of the last S of L positions to cached latents, without gradients: [B, H, S, V]."""
         up_HWR = rearrange(self.kv_up.weight, "(h w) r -> h w r", h=self.num_heads)
         up_HCR, up_HVR = up_HWR.split([self.head_dim, self.value_dim], dim=1)
         q = torch.cat([torch.einsum("bhsc,hcr->bhsr", q_BHSC, up_HCR), q_BHSP], dim=-1)
-        new, length = q.shape[2], kept_B1LM.shape[2]
+        new, length = q.shape[2], cached_B1LM.shape[2]
         if new == 1:
-            # All heads see the same past: as the positions of a single head they read it once, and no copies are made.
-            q, seen_SL = q.transpose(1, 2), None
+            # All heads see the same past. Passed as positions of one head, they read it once and nothing is copied.
+            q, mask_SL = q.transpose(1, 2), None
         else:
-            seen_SL = q.new_ones(new, length, dtype=torch.bool).tril(length - new)
-        k = kept_B1LM.expand(-1, q.shape[1], -1, -1)
-        y = F.scaled_dot_product_attention(q, k, k[..., : self.kv_rank], seen_SL, scale=self.scale)
+            mask_SL = q.new_ones(new, length, dtype=torch.bool).tril(length - new)
+        k = cached_B1LM.expand(-1, q.shape[1], -1, -1)
+        y = F.scaled_dot_product_attention(q, k, k[..., : self.kv_rank], mask_SL, scale=self.scale)
         y_BHSR = y.transpose(1, 2) if new == 1 else y
         return torch.einsum("bhsr,hvr->bhsv", y_BHSR, up_HVR)
+
+    @staticmethod
+    def weight_flops(config: ModelConfig) -> int:
+        """FLOPs of the projections, per token, forward."""
+        hidden, heads = config.hidden_size, config.num_heads
+        queries = heads * (config.head_dim + config.rope_dim)
+        numbers = config.q_rank * (hidden + queries) if config.q_rank else hidden * queries
+        numbers += hidden * (config.kv_rank + config.rope_dim)
+        numbers += config.kv_rank * heads * (config.head_dim + config.value_dim)
+        return 2 * (numbers + heads * config.value_dim * hidden)
+
+    @staticmethod
+    def score_flops(config: ModelConfig, seq_len: int) -> int:
+        """FLOPs of scores and of the sums of values, per token, forward, expanded."""
+        return config.num_heads * (config.head_dim + config.rope_dim + config.value_dim) * (seq_len + 1)
+
+    @staticmethod
+    def saved_bytes(config: ModelConfig, tokens: int, seq_len: int, element: int) -> int:
+        """Bytes saved for backward, without the input of the layer. element: bytes of an activation."""
+        heads = config.num_heads
+        query = heads * (config.head_dim + config.rope_dim)
+        # The latents before and after their norms; keys and values; queries and keys; the result in both layouts.
+        width = (config.q_rank or query) + config.q_rank + 2 * config.kv_rank + config.rope_dim
+        width += heads * (config.head_dim + config.value_dim) + 2 * query + 2 * heads * config.value_dim
+        norms = 1 + (config.q_rank > 0)
+        angles = 2 * 4 * seq_len * config.rope_dim
+        return tokens * (width * element + 4 * (heads + norms)) + angles
+
+    @staticmethod
+    def deferred_width(config: ModelConfig) -> int:
+        """Numbers per token that deferred weight gradients need, without the layer's input and output gradient."""
+        heads = config.num_heads
+        query = heads * (config.head_dim + config.rope_dim)
+        width = (config.q_rank or query) + config.kv_rank + config.rope_dim + config.kv_rank
+        width += heads * (config.head_dim + config.value_dim) + heads * config.value_dim
+        return width + (config.q_rank + query if config.q_rank else 0)
+
+    @staticmethod
+    def kv_cache_shape(config: ModelConfig) -> tuple[int, int, int]:
+        """What a cache stores of a position in a layer: number of tensors, heads, and width."""
+        return 1, 1, config.kv_rank + config.rope_dim

@@ -1,7 +1,11 @@
-"""The two building blocks that every part of the model shares: a linear layer, and the SwiGLU MLP made of it.
+"""Small parts that the whole model shares: linear layer, SwiGLU MLP, rotary embedding, seeding of initial weights.
 
-D model dim, F inner width, ...: any leading dimensions.
+D model dim, F inner width, S positions, C head width, ...: any leading dimensions.
 """
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +16,7 @@ from moe_dualpipe.kernels.weight_grads import WeightGrads
 
 
 class Linear(nn.Module):
-    """y = x W^T without a bias, whose weight gradient can be deferred (`weight_grads`, set by the pipeline)."""
+    """y = x W^T, without a bias. Its weight gradient can be deferred: the pipeline sets `weight_grads`."""
 
     def __init__(self, in_features: int, out_features: int, std: float):
         super().__init__()
@@ -24,7 +28,7 @@ class Linear(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate x) * up x), arXiv 2002.05202; gate and up are one product."""
+    """down(silu(gate x) * up x), arXiv 2002.05202. Gate and up are one matrix product."""
 
     def __init__(self, hidden_size: int, inner_size: int, std: float, out_std: float):
         super().__init__()
@@ -36,6 +40,55 @@ class SwiGLU(nn.Module):
         return self.down(swiglu(self.gate_up(x)))
 
 
+def stacked_matrices(stages: Iterable[nn.Module]) -> dict[str, tuple[int, ...]]:
+    """The rows of each matrix in every parameter that stacks several, by the parameter's global name.
+
+    One product with several stacked matrices is faster than one product each, but some optimizers need to know where a
+    matrix ends. A module declares its stacks in an attribute, `self.stacked = {"qkv.weight": (128, 64, 64)}`: the name
+    of a parameter in it -> the rows of each matrix. For stacked experts these are the rows in each expert.
+    """
+    return {
+        f"{prefix}.{name}": tuple(rows)
+        for stage in stages
+        for prefix, module in stage.named_modules()
+        for name, rows in getattr(module, "stacked", {}).items()
+    }
+
+
 def at_least_fp32(x: Tensor) -> Tensor:
-    """Scores, angles and losses are computed in fp32 where the model is narrower, and in fp64 where it is fp64."""
+    """`x` in fp32, or in fp64 if it is fp64: scores, angles and losses need that precision in a bf16 model."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def rotary_table(like_S: Tensor, head_dim: int, theta: float, start: int = 0) -> tuple[Tensor, Tensor]:
+    """cos and sin of position * theta^(-2i / head_dim), each [S, C], the C/2 angles repeated twice.
+
+    `like_S` gives the length, device and dtype; positions count from `start`.
+    """
+    positions_S = torch.arange(start, start + len(like_S), device=like_S.device, dtype=like_S.dtype)
+    frequencies = theta ** -(torch.arange(0, head_dim, 2, device=like_S.device, dtype=like_S.dtype) / head_dim)
+    angles_SC = torch.outer(positions_S, frequencies).repeat(1, 2)
+    return angles_SC.cos(), angles_SC.sin()
+
+
+def rotate(x: Tensor, cos_SC: Tensor, sin_SC: Tensor) -> Tensor:
+    """Rotary position embedding (arXiv 2104.09864) of [..., S, C], pairing channel i with i + C/2."""
+    first, second = at_least_fp32(x).chunk(2, dim=-1)
+    rotated = torch.cat([-second, first], dim=-1)
+    return (at_least_fp32(x) * cos_SC + rotated * sin_SC).to(x.dtype)
+
+
+@contextmanager
+def seeded(seed: int, name: str) -> Iterator[None]:
+    """Within this context, torch's CPU generator is seeded by `seed` and `name`; afterwards it is as before.
+
+    So initial weights depend on nothing else: a layer starts from the same weights on any rank, and so do two replicas
+    of a stage. On the meta device no numbers are drawn, and seeding is skipped: a large model has thousands of experts.
+    """
+    if torch.get_default_device().type == "meta":
+        yield
+        return
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int.from_bytes(digest[:8], "little"))
+        yield

@@ -1,4 +1,4 @@
-"""The Mixture-of-Experts layer: route, dispatch, experts, combine, and the shared expert beside them.
+"""The Mixture-of-Experts layer: route, dispatch, experts, combine, and shared experts.
 
 T tokens, D model dim, K experts per token, N received rows, M rows in expert-major order.
 """
@@ -15,32 +15,29 @@ from moe_dualpipe.kernels.permute import permute, unpermute
 from moe_dualpipe.overlap import Comm, Compute, PrepareComm, Segmented, Segments
 from moe_dualpipe.overlap.labels import COMBINE, DISPATCH
 
-from .config import ModelConfig
+from .config import DEFAULT_OPTIONS, ModelConfig, StageOptions
 from .experts import expert_class
-from .layers import SwiGLU
-from .recompute import Again, forgetting
+from .layers import SwiGLU, seeded
+from .recompute import RecomputeTensor, recompute_saved
 from .router import Router
-from .seeding import seeded
 
 
 class MoE(Segmented):
     """Routed experts, spread over ranks by `expert_parallel`, plus shared experts on every rank.
 
-    `seed` and `name` fix the initial weights of each expert, wherever it lives. `recompute`: run the experts again in
-    the backward instead of keeping what they save. `kernels`: Triton or plain torch (kernels/backend.py).
+    `name` and the seed fix the initial weights of each expert, on whichever rank it is.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         expert_parallel: ExpertParallel,
-        seed: int,
         name: str,
-        recompute: bool = False,
-        kernels: Kernels = "auto",
+        options: StageOptions = DEFAULT_OPTIONS,
     ):
         super().__init__()
-        self.recompute = recompute
+        seed, kernels = options.seed, options.kernels
+        self.recompute = options.recompute == "full"
         self.expert_parallel = expert_parallel
         self.kernels: Kernels = kernels
         self.router = Router(config, kernels)
@@ -65,7 +62,7 @@ class MoE(Segmented):
         return (yield Compute("add", lambda *parts: functools.reduce(torch.add, parts).view(x.shape), *parts))
 
     def route(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The tokens [T, D] of `x`, and what the router decides of them."""
+        """The tokens [T, D] of `x`, and the outputs of the router for them."""
         return x.flatten(0, -2), *self.router(x)
 
     def exchange(
@@ -74,33 +71,35 @@ class MoE(Segmented):
         weights_TK: Tensor,
         ids_TK: Tensor,
         losses_L: Tensor | None = None,
-        make_x: Again | None = None,
+        recompute_x: RecomputeTensor | None = None,
     ) -> Segments:
-        """From routing decisions to what is to be added up for each token: experts [T, D], shared experts [T, D].
+        """Dispatch, experts and combine. Returns the parts to add up: routed experts [T, D], shared experts [T, D].
 
-        `losses_L` are the router's, to be recorded. `make_x` makes the values of `x_TD` again, so that they need not be
-        kept for the backward.
+        losses_L: the router's losses, to be recorded. recompute_x: computes `x_TD` again, so that it is not saved for
+        backward.
         """
         ep = self.expert_parallel
         if torch.is_grad_enabled():
             self.router.count(ids_TK, losses_L)
         route = yield PrepareComm(DISPATCH, ep.prepare, ids_TK)
-        received = yield Comm(DISPATCH, partial(send, ep, route), partial(bring, ep, route), x_TD, weights_TK)
-        # The shared experts know all they need: they hide the dispatch.
+        received = yield Comm(DISPATCH, partial(dispatch, ep, route), partial(combine, ep, route), x_TD, weights_TK)
+        # The shared experts need nothing from other ranks: they hide the dispatch.
         shared = None
         if self.shared is not None:
-            shared = yield Compute("mlp", partial(self.run_shared, make_x), x_TD, recompute=self.recompute)
+            shared = yield Compute("mlp", partial(self.run_shared, recompute_x), x_TD, recompute=self.recompute)
         out_ND = yield Compute("mlp", partial(self.run_experts, route=route), received, recompute=self.recompute)
-        combined = yield Comm(COMBINE, partial(bring, ep, route), partial(send, ep, route), out_ND, weights_first=True)
+        combined = yield Comm(
+            COMBINE, partial(combine, ep, route), partial(dispatch, ep, route), out_ND, weights_first=True
+        )
         return (combined,) if shared is None else (combined, shared)
 
-    def run_shared(self, make_x: Again | None, x_TD: Tensor) -> Tensor:
+    def run_shared(self, recompute_x: RecomputeTensor | None, x_TD: Tensor) -> Tensor:
         assert self.shared is not None
-        with forgetting(x_TD, make_x):
+        with recompute_saved(x_TD, recompute_x):
             return self.shared(x_TD)
 
     def run_experts(self, x_ND: Tensor, weights_NK: Tensor, route: Route) -> Tensor:
-        """Received rows [N, D] -> the weighted sum of what this rank's experts make of each, [N, D]."""
+        """For each received row [N, D] the weighted sum of the outputs of this rank's experts, [N, D]."""
         order = route.order
         if getattr(self.experts, "takes_order", False):
             return self.same_shape(x_ND, self.experts(x_ND, order, weights_NK))
@@ -109,7 +108,7 @@ class MoE(Segmented):
         return unpermute(out_MD, order, weights_NK, self.kernels)
 
     def same_shape(self, rows: Tensor, out: Tensor) -> Tensor:
-        """`out`, if the experts made it of `rows` as they should. Raises ValueError otherwise."""
+        """Returns `out`. Raises ValueError if its shape is not that of `rows`."""
         if out.shape != rows.shape:
             raise ValueError(
                 f"{type(self.experts).__name__} must map rows {[*rows.shape]} to rows of the same shape: "
@@ -118,15 +117,15 @@ class MoE(Segmented):
         return out
 
     def take_load(self) -> Tensor:
-        """Tokens per expert [E] that this rank's tokens chose since the last call."""
+        """Number of this rank's tokens per expert, [E], since the last call."""
         return self.router.take_load()
 
 
-def send(ep: ExpertParallel, route: Route, x_TD: Tensor, weights_TK: Tensor | None = None) -> Pending[Received]:
+def dispatch(ep: ExpertParallel, route: Route, x_TD: Tensor, weights_TK: Tensor | None = None) -> Pending[Received]:
     return ep.dispatch(x_TD, route, weights_TK)
 
 
-def bring(ep: ExpertParallel, route: Route, y_ND: Tensor, weight_grads_NK: Tensor | None = None) -> Pending[Combined]:
+def combine(ep: ExpertParallel, route: Route, y_ND: Tensor, weight_grads_NK: Tensor | None = None) -> Pending[Combined]:
     return ep.combine(y_ND, route, weight_grads_NK)
 
 

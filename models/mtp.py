@@ -1,14 +1,14 @@
-"""Predicting further ahead: beside the next token t_{i+1}, position i predicts t_{i+2}, t_{i+3} ..., one block each.
+"""Multi-token prediction (MTP): position i predicts t_{i+2}, t_{i+3} ... beside t_{i+1}, with one module for each.
 
-A denser training signal, and a draft for speculative decoding, as in DeepSeek-V3 (arXiv 2412.19437, section 2.2).
-Module k = 1, 2 ... joins what the one before it knows with the token that it is shown:
+It trains on more targets, and the modules can draft tokens for speculative decoding, as in DeepSeek-V3 (arXiv
+2412.19437, section 2.2). Module k = 1, 2 ... combines the hidden states of the previous module with one more token:
 
     h^k_i = Block_k(M_k [norm(h^{k-1}_i) ; norm(Emb(t_{i+k}))])        loss_k: norm(h^k_i), head, against t_{i+k+1}
 
-h^0 is what the last stage ends in, the main model's normalised hidden state; embedding and head are the main model's.
-All of this lives in the last stage's criterion, where the labels are the tokens ahead, t_{i+1} = labels_i: nothing more
-has to travel through the pipeline. The price: to the overlap engine the criterion is one piece of computation, so what
-these blocks send hides behind nothing; and the last stage holds the embedding, too.
+h^0 is the main model's final hidden state, normalized. Embedding and head are the main model's. All modules run in the
+criterion of the last stage, which has the tokens: t_{i+1} = labels_i. So the pipeline sends nothing more. The price:
+for the overlap engine the criterion is one segment, so the modules' expert communication is not hidden; and the last
+stage holds the embedding too.
 
 B sequences, S positions, D model dim.
 """
@@ -20,92 +20,74 @@ import torch
 from torch import Tensor, nn
 
 from moe_dualpipe.expert_parallel import ExpertParallel
-from moe_dualpipe.kernels.backend import Kernels
 from moe_dualpipe.overlap import Compute, Segmented, Segments, in_layer
 from moe_dualpipe.overlap.labels import LOSS
 
 from .block import Block, add_up
-from .config import ModelConfig
-from .layers import Linear
-from .recompute import Recompute
-from .seeding import seeded
+from .config import ModelConfig, StageOptions
+from .layers import Linear, seeded
 
 CrossEntropy = Callable[[Tensor, Tensor], Tensor]
-"""(normalised hidden states [B, S, D], labels [B, S]) -> mean loss."""
+"""(normalized hidden states [B, S, D], labels [B, S]) -> mean loss."""
 
 
-class Ahead(nn.Module):
-    """One module: norms, the projection M and a block, which is layer `layer` of the model, beyond the last."""
+class MTPModule(nn.Module):
+    """One module: norms, the projection M, and a block with the index `layer`, which follows the model's layers."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        expert_parallel: ExpertParallel,
-        seed: int,
-        recompute: Recompute,
-        kernels: Kernels,
-    ):
+    def __init__(self, config: ModelConfig, layer: int, expert_parallel: ExpertParallel, options: StageOptions):
         super().__init__()
         self.layer = layer
         width, eps = config.hidden_size, config.norm_eps
         self.hidden_norm, self.token_norm = nn.RMSNorm(width, eps), nn.RMSNorm(width, eps)
-        with seeded(seed, f"layers.{layer}"):
+        with seeded(options.seed, f"layers.{layer}"):
             self.join = Linear(2 * width, width, config.init_std)
-            self.block = Block(config, layer, expert_parallel, seed, recompute, kernels)
+            self.block = Block(config, layer, expert_parallel, options)
         self.norm = nn.RMSNorm(width, eps)
 
-    def enter(self, embedding: nn.Module, tokens_BS: Tensor, h_BSD: Tensor) -> Tensor:
-        """What is known at the first S positions, which are shown one token more each."""
-        known_BSD = self.hidden_norm(h_BSD[:, : tokens_BS.shape[1]])
-        return self.join(torch.cat([known_BSD, self.token_norm(embedding(tokens_BS))], dim=-1))
+    def input(self, embedding: nn.Module, tokens_BS: Tensor, h_BSD: Tensor) -> Tensor:
+        """The block's input [B, S, D], from S tokens and the first S hidden states."""
+        hidden_BSD = self.hidden_norm(h_BSD[:, : tokens_BS.shape[1]])
+        return self.join(torch.cat([hidden_BSD, self.token_norm(embedding(tokens_BS))], dim=-1))
 
-    def leave(self, cross_entropy: CrossEntropy, labels_BS: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
+    def output(self, cross_entropy: CrossEntropy, labels_BS: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
+        """The hidden states [B, S, D] after the block, and their loss."""
         h_BSD = add_up(*parts)
         return h_BSD, cross_entropy(self.norm(h_BSD), labels_BS)
 
 
 class MTP(Segmented):
-    """`config.mtp_layers` modules, called "0", "1" ...: the term that they add to the loss, a scalar.
+    """`config.mtp_layers` modules, called "0", "1" ...; returns the term that they add to the loss, a scalar.
 
-    Each use of the head is in a segment of its own, so its weight's gradients are added up in one order, whether or not
-    they are put off.
+    Each use of the head is a separate segment, so its weight gradients are summed in one order, deferred or not.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        expert_parallel: ExpertParallel,
-        seed: int,
-        recompute: Recompute,
-        kernels: Kernels,
-    ):
+    def __init__(self, config: ModelConfig, expert_parallel: ExpertParallel, options: StageOptions):
         super().__init__()
         self.weight, self.total, self.count = config.mtp_weight, torch.zeros(()), 0
         for i, layer in enumerate(config.mtp_blocks):
-            self.add_module(str(i), Ahead(config, layer, expert_parallel, seed, recompute, kernels))
+            self.add_module(str(i), MTPModule(config, layer, expert_parallel, options))
 
     def segments(self, h_BSD: Tensor, labels_BS: Tensor, embedding: nn.Module, cross_entropy: CrossEntropy) -> Segments:
-        """From h^0 and the labels, the next tokens. Positions whose token lies beyond the last label do not count."""
+        """From h^0 and the labels. Positions whose target lies after the last label do not count."""
         self.check(labels_BS)
         losses: list[Tensor] = []
         for k, module in enumerate(self.children(), start=1):
-            assert isinstance(module, Ahead)
-            # labels_i is t_{i+1}: position i is shown t_{i+k} = labels_{i+k-1}, and predicts labels_{i+k}.
-            shown_BS, labels_of_k_BS = labels_BS[:, k - 1 : -1], labels_BS[:, k:]
-            x_BSD = yield Compute("embed", partial(module.enter, embedding, shown_BS), h_BSD)
+            assert isinstance(module, MTPModule)
+            # labels_i is t_{i+1}: position i gets the token t_{i+k} = labels_{i+k-1}, and predicts labels_{i+k}.
+            tokens_BS, labels_of_k_BS = labels_BS[:, k - 1 : -1], labels_BS[:, k:]
+            x_BSD = yield Compute("embed", partial(module.input, embedding, tokens_BS), h_BSD)
             parts = yield from in_layer(module.layer, module.block.parts(x_BSD))
-            h_BSD, loss = yield Compute("head", partial(module.leave, cross_entropy, labels_of_k_BS), *parts)
+            h_BSD, loss = yield Compute("head", partial(module.output, cross_entropy, labels_of_k_BS), *parts)
             losses.append(loss)
-        return (yield Compute(LOSS, self.weigh, *losses))
+        return (yield Compute(LOSS, self.weighted, *losses))
 
-    def weigh(self, *losses: Tensor) -> Tensor:
+    def weighted(self, *losses: Tensor) -> Tensor:
         mean = torch.stack(losses).mean()
         self.total, self.count = self.total.to(mean.device) + mean.detach(), self.count + 1
         return self.weight * mean
 
     def take_loss(self) -> Tensor:
-        """The mean loss in nats per token, before it is weighed, of the micro-batches since the last call; nan if none.
+        """The mean loss of the micro-batches since the last call, in nats per token, without its factor; nan if none.
 
         Example: losses of 2.0 and 4.0 -> 3.0.
         """
@@ -114,24 +96,24 @@ class MTP(Segmented):
         return mean
 
     def check(self, labels_BS: Tensor) -> None:
-        """Raises ValueError for sequences that are too short, and, where that is no host sync, labels of no token."""
-        ahead, length = len(self._modules), labels_BS.shape[1]
-        if length <= ahead:
+        """Raises ValueError for sequences that are too short and, on the CPU, for negative labels."""
+        modules, length = len(self._modules), labels_BS.shape[1]
+        if length <= modules:
             raise ValueError(
-                f"mtp_layers {ahead} needs sequences of at least {ahead + 1} tokens: got {length}; "
+                f"mtp_layers {modules} needs sequences of at least {modules + 1} tokens: got {length}; "
                 "use longer ones, or fewer mtp_layers"
             )
-        if labels_BS.device.type == "cpu" and (labels_BS < 0).any():
+        if labels_BS.device.type == "cpu" and (labels_BS < 0).any():  # on a GPU this would wait for the device
             raise ValueError(
-                f"with mtp_layers every label is shown as a token, too: got {labels_BS.min().item()}; use mtp_layers 0"
+                f"mtp_layers embeds the labels, which must be token ids: got {labels_BS.min().item()}; use mtp_layers 0"
             )
 
 
 def share_embedding(stages: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """Make the first and the last stage share one embedding parameter where one rank holds both; returns it.
+    """Make the first and the last stage share one embedding parameter, if this rank holds both; returns it.
 
-    With MTP the last stage needs the embedding too. On two different ranks the embeddings are replicas, whose gradients
-    are summed (runtime/replicas.py). Returns an empty list on a rank without an embedding.
+    With MTP the last stage needs the embedding too. On two ranks the embeddings are replicas, and their gradients are
+    summed (runtime/replicas.py). Returns an empty list on a rank without an embedding.
     """
     holders = [stage for stage in stages if hasattr(stage, "embedding")]
     for other in holders[1:]:

@@ -1,11 +1,11 @@
-"""Computing again instead of keeping: what a block does not hold between its forward and its backward.
+"""Recomputation: what a block computes again in its backward, instead of saving it.
 
-    none        everything that autograd wants is kept
-    norms       the normalised copies of the residual stream are made again from the stream itself
-    attention   the whole attention segment (norms, attention, router) runs again just before its backward
-    full        the MLP segments do, too; only what passes between segments is kept, rows that were received included
+    none        save everything that autograd needs
+    norms       recompute the normalized copies of the residual stream from the stream
+    attention   run the whole attention segment (norms, attention, router) again just before its backward
+    full        run the MLP segments again too; only what passes between segments is saved, received rows included
 
-Results are the same, bit for bit, and no communication is repeated.
+Results are bit-equal, and no communication is repeated.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,20 +19,21 @@ from torch.utils.checkpoint import checkpoint
 Recompute = Literal["none", "norms", "attention", "full"]
 RECOMPUTE: tuple[str, ...] = get_args(Recompute)
 
-Again = Callable[[], Tensor]
+RecomputeTensor = Callable[[], Tensor]
+"""Computes a tensor again."""
 
 
 @contextmanager
-def forgetting(y: Tensor, again: Again | None) -> Iterator[None]:
-    """Within this context, whoever saves `y` for a backward keeps `again` instead, which computes its values anew."""
-    if again is None:
+def recompute_saved(y: Tensor, recompute: RecomputeTensor | None) -> Iterator[None]:
+    """Within this context, autograd saves `recompute` instead of `y`, and calls it in backward. None: save `y`."""
+    if recompute is None:
         yield
         return
 
-    forgotten = _identity(y)  # not `y` itself: autograd keeps `pack`, and what it refers to
+    recomputed = _identity(y)  # not `y`: autograd holds `pack` and what it refers to
 
     def pack(t: Tensor) -> Any:
-        return (again, t.shape) if _identity(t) == forgotten else t
+        return (recompute, t.shape) if _identity(t) == recomputed else t
 
     def unpack(packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
@@ -50,9 +51,9 @@ def _identity(t: Tensor) -> tuple[Any, ...]:
     return t.data_ptr(), t.numel(), t.dtype, t.is_contiguous()
 
 
-def normalise(norm: nn.Module, x: Tensor, forget: bool) -> tuple[Tensor, Again | None]:
-    """norm(x), and what makes it again; None if it is to be kept."""
-    if not (forget and torch.is_grad_enabled()):
+def normalize(norm: nn.Module, x: Tensor, recompute: bool) -> tuple[Tensor, RecomputeTensor | None]:
+    """Return norm(x), and a function that computes it again; None if it is to be saved."""
+    if not (recompute and torch.is_grad_enabled()):
         return norm(x), None
-    kept = x.detach()
-    return checkpoint(norm, x, use_reentrant=False, preserve_rng_state=False), lambda: norm(kept)
+    saved = x.detach()
+    return checkpoint(norm, x, use_reentrant=False, preserve_rng_state=False), lambda: norm(saved)

@@ -11,7 +11,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import BACKWARD_WEIGHT, OVERLAP_F_B, ScheduleDualPipeV, _Action
 
 from moe_dualpipe.expert_parallel import AllToAll
-from moe_dualpipe.models import ModelConfig, TransformerStage, build_model, next_token_loss, split
+from moe_dualpipe.models import ModelConfig, StageOptions, TransformerStage, build_model, next_token_loss, split
 from moe_dualpipe.torch_pipelining import backward_weight, overlap_f_b, register
 from tests.support.ranks import cosine_distance, run_ranks
 
@@ -60,7 +60,7 @@ def make_schedule(modules, group=None, shapes=True, scale_grads=False):
         hidden = torch.empty(SIZE, LENGTH, CONFIG.hidden_size, requires_grad=True)
         tokens = torch.empty(SIZE, LENGTH, dtype=torch.long)
         logits = torch.empty(SIZE, LENGTH, CONFIG.vocab_size, requires_grad=True)
-        ends_in_logits = index == last and not getattr(module, "fused_loss", False)
+        ends_in_logits = index == last and not getattr(module, "head_in_loss", False)
         known = {"input_args": hidden if index else tokens, "output_args": logits if ends_in_logits else hidden}
         stages.append(PipelineStage(module, index, last + 1, CPU, group=group, **(known if shapes else {})))
     criterion = getattr(modules.get(last), "loss", next_token_loss)
@@ -70,7 +70,7 @@ def make_schedule(modules, group=None, shapes=True, scale_grads=False):
 def make_modules(rank, pp, experts=None, fused_loss=False):
     specs = split(CONFIG, 2 * pp)
     return {
-        index: Counting(CONFIG, specs[index], experts, SEED, fused_loss=fused_loss)
+        index: Counting(CONFIG, specs[index], experts, StageOptions(SEED, fused_loss=fused_loss))
         for index in (rank, 2 * pp - 1 - rank)
     }
 
@@ -88,7 +88,7 @@ def trains_like_the_whole_model(rank, pp, fused_loss):
 
     schedule.register_custom_function(BACKWARD_WEIGHT, watched)
     pairs = [a for a in schedule.pipeline_order[rank] if a is not None and a.computation_type == OVERLAP_F_B]
-    model = build_model(CONFIG, seed=SEED, fused_loss=fused_loss)
+    model = build_model(CONFIG, options=StageOptions(seed=SEED, fused_loss=fused_loss))
     of_pipeline = torch.optim.SGD([p for module in modules.values() for p in module.parameters()], lr=LR)
     of_model = torch.optim.SGD(model.parameters(), lr=LR)
     for step in range(3):
@@ -132,7 +132,7 @@ def expert_parallel_agrees(rank):
     modules = make_modules(0, 1, experts)
     schedule = make_schedule(modules, alone)
     register(schedule)
-    model = build_model(CONFIG, seed=SEED)
+    model = build_model(CONFIG, options=StageOptions(seed=SEED))
     expected, losses = plain_step(model, 0, 1), []
     x, y = batch(rank)
     schedule.step(x, target=y, losses=losses)
@@ -154,7 +154,7 @@ def test_expert_parallel_agrees():
 
 def one_step_like_torch(rank, fused_loss):
     """With our functions and without, gradients are those of the whole model, divided as torch is asked to."""
-    model = build_model(CONFIG, seed=SEED, fused_loss=fused_loss)
+    model = build_model(CONFIG, options=StageOptions(seed=SEED, fused_loss=fused_loss))
     plain_step(model, 0)
     whole = dict(model.named_parameters())
     for ours in (True, False):

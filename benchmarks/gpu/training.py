@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from moe_dualpipe.data import TextData, load_data
-from moe_dualpipe.models import ModelConfig, TransformerStage, build_model, next_token_loss, preset
+from moe_dualpipe.models import ModelConfig, StageOptions, TransformerStage, build_model, next_token_loss, preset
 from moe_dualpipe.planner.flops import train_flops_per_token
 from moe_dualpipe.runtime.groups import Groups
 from moe_dualpipe.runtime.replicas import replica_sets
@@ -105,7 +105,7 @@ def try_train(context: Context, setup: TrainingSetup, kernels: str, experts: str
 
 def train(context: Context, setup: TrainingSetup, kernels: Any, experts: str, dense: float) -> dict[str, Any]:
     config = dataclasses.replace(setup.config, experts=experts)
-    model = build_model(config, kernels=kernels).to(context.device, context.dtype)
+    model = build_model(config, options=StageOptions(kernels=kernels)).to(context.device, context.dtype)
     flops = train_flops_per_token(config, setup.length)
     if context.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..models.attention import KVCache
+from ..models.kv_cache import KVCache
 from ..models.moe import MoE
 from ..models.transformer import TransformerStage
 from .sampling import Sampling
@@ -33,9 +33,9 @@ def prefill(stage: TransformerStage, x: Tensor, caches: Sequence[KVCache] = ()) 
     behind.
     """
     if len(x) < 2:
-        return stage(x, *caches[:1])
+        return stage(x, None, *caches[:1])
     halves = x.tensor_split(2)
-    inputs = [[half, *caches[i : i + 1]] for i, half in enumerate(halves)]
+    inputs = [[half, None, *caches[i : i + 1]] for i, half in enumerate(halves)]
     return torch.cat(stage.interleaved_forward(stage, inputs[0], stage, inputs[1]))
 
 
@@ -70,7 +70,7 @@ def generate(
     def step(new_BS: Tensor, past: int) -> Tensor:
         for cache in caches:
             cache.length = past
-        output = model(new_BS, caches[0]) if alone else prefill(model, new_BS, caches)
+        output = model(new_BS, cache=caches[0]) if alone else prefill(model, new_BS, caches)
         return sampling.draw(model.logits(output[:, -1]), random)
 
     return decode(step, prompts, num_tokens, max_length, model.config.vocab_size, stop, alone)

@@ -36,7 +36,7 @@ class _Cached(nn.Module):
         self.stage, self.cache = stage, KVCache()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.stage(x, self.cache)
+        return self.stage(x, cache=self.cache)
 
 
 @torch.no_grad()
@@ -54,8 +54,8 @@ def generate(
 ) -> Tensor:
     """Return the `num_tokens` tokens that follow each prompt, [B, N], on all ranks of the pipeline `group`. Collective.
 
-    The stages are called as `stage(x, cache)`, and the last one has a method `logits` (models/transformer.py), which is
-    given what it ends in at the last position. prompts: [B, S], or B of [S], the same on all ranks. hidden: width and
+    The stages are called as `stage(x, cache=cache)`; the last one has a method `logits` (models/transformer.py), which
+    gets its output at the last position. prompts: [B, S], or B of [S], the same on all ranks. hidden: width and
     dtype of what passes between stages. max_length: the most positions the model sees (inference/generate.py). Raises
     ValueError for prompts that are empty or hold what is no token of the model.
     """

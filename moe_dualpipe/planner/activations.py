@@ -15,9 +15,10 @@ T tokens, D model dim, K experts per token, N rows received, M = T K rows in exp
 import math
 from dataclasses import dataclass
 
+from ..models.attention import ATTENTION
 from ..models.config import ModelConfig
+from ..models.partition import StageSpec
 from ..models.recompute import Recompute
-from ..models.transformer import StageSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ def _block(config: ModelConfig, spec: StageSpec, layer: int, batch: MicroBatch) 
     if not again or not last or dense or (shared and batch.recompute == "attention"):
         kept += row  # the stream between attention and MLP
     if not again:
-        kept += _attention(config, batch)
+        kept += ATTENTION[config.attention].saved_bytes(config, tokens, batch.seq_len, batch.element)
     if batch.recompute == "none":
         kept += 2 * (row + 4 * tokens)  # normalised, twice
     if dense:
@@ -85,25 +86,6 @@ def _block(config: ModelConfig, spec: StageSpec, layer: int, batch: MicroBatch) 
     if batch.recompute != "full":
         kept += _swiglu(config.num_shared_experts * config.expert_size, batch)
     return kept + _experts(config, batch, copied=batch.recompute == "none" or (batch.recompute == "full" and shared))
-
-
-def _attention(config: ModelConfig, batch: MicroBatch) -> int:
-    """Without its normalised input, which it shares with `_block`."""
-    heads, key = config.num_heads, config.head_dim
-    if config.attention == "gqa":
-        # The projection as a whole, as values are a view of it; queries and keys, rotated; the result.
-        width = (2 * heads + 3 * config.num_kv_heads + heads) * key
-        turned = key
-        statistics = {"none": 0, "head": heads + config.num_kv_heads, "full": 2}[config.qk_norm]
-    else:
-        query, turned = heads * (key + config.rope_dim), config.rope_dim
-        # The latents, before and after their norms; keys with values as a whole; queries and keys; the result, as it
-        # comes and as rows for the next product.
-        width = (config.q_rank or query) + config.q_rank + 2 * config.kv_rank + turned
-        width += heads * (key + config.value_dim) + 2 * query + 2 * heads * config.value_dim
-        statistics = 1 + (config.q_rank > 0)
-    angles = 2 * 4 * batch.seq_len * turned
-    return batch.tokens * (width * batch.element + 4 * (heads + statistics)) + angles
 
 
 def _swiglu(inner: int, batch: MicroBatch) -> int:
@@ -141,14 +123,8 @@ def kept_for_weights(config: ModelConfig, spec: StageSpec, batch: MicroBatch) ->
 
 def _products(config: ModelConfig, layer: int, batch: MicroBatch) -> int:
     """Numbers, not bytes."""
-    tokens, hidden, heads = batch.tokens, config.hidden_size, config.num_heads
-    if config.attention == "gqa":
-        width = (2 * heads + 2 * config.num_kv_heads) * config.head_dim
-    else:
-        query = heads * (config.head_dim + config.rope_dim)
-        width = (config.q_rank or query) + config.kv_rank + config.rope_dim + config.kv_rank
-        width += heads * (config.head_dim + config.value_dim) + heads * config.value_dim
-        width += config.q_rank + query if config.q_rank else 0
+    tokens, hidden = batch.tokens, config.hidden_size
+    width = ATTENTION[config.attention].deferred_width(config)
     numbers = tokens * (width + 2 * hidden)  # the input, and the gradient of the result
     if config.is_dense(layer):
         return numbers + tokens * (2 * hidden + 3 * config.dense_size)

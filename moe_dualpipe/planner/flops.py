@@ -12,8 +12,9 @@ import re
 
 import torch
 
+from ..models.attention import ATTENTION
 from ..models.config import ModelConfig
-from ..models.transformer import ahead_flops, layer_flops
+from ..models.partition import head_flops, layer_flops, mtp_module_flops
 
 # Dense bf16, with sums in fp32, in FLOP/s: from the makers' data sheets, whose number for sparse matrices is halved.
 # A device is the first of these whose words are all in its name.
@@ -32,7 +33,8 @@ def forward_flops(config: ModelConfig, seq_len: int) -> int:
 
     Example: the preset `tiny` has 2 x 822,272 for its weights; at 256 tokens attention adds 4 layers x 257 x 256.
     """
-    return 2 * _multiply_adds(config) + score_flops(config, seq_len) * config.num_layers
+    layers = sum(layer_flops(config, layer) for layer in range(config.num_layers))
+    return layers + head_flops(config) + score_flops(config, seq_len) * config.num_layers
 
 
 def train_flops_per_token(config: ModelConfig, seq_len: int) -> int:
@@ -46,15 +48,12 @@ def mtp_flops(config: ModelConfig, seq_len: int) -> int:
     The k-th module meets k positions less than there are.
     """
     modules = [(seq_len - k, block) for k, block in enumerate(config.mtp_blocks, start=1)]
-    return sum(n * (2 * ahead_flops(config, block) + score_flops(config, n)) for n, block in modules)
+    return sum(n * (mtp_module_flops(config, block) + score_flops(config, n)) for n, block in modules)
 
 
 def score_flops(config: ModelConfig, seq_len: int) -> int:
-    """FLOPs of one layer's scores and of its sums of values, per token; in mla by keys and values of each head."""
-    key, value = config.head_dim, config.head_dim
-    if config.attention == "mla":
-        key, value = config.head_dim + config.rope_dim, config.value_dim
-    return config.num_heads * (key + value) * (seq_len + 1)  # 2 for a multiply-add, (seq_len + 1) / 2 positions
+    """FLOPs of the attention scores, and of the sums of values, of one layer: per token, forward."""
+    return ATTENTION[config.attention].score_flops(config, seq_len)
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
@@ -66,8 +65,3 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     if dtype not in (torch.bfloat16, torch.float16) or words & PARTIAL:
         return None
     return next((peak for name, peak in PEAKS.items() if words.issuperset(name.split())), None)
-
-
-def _multiply_adds(config: ModelConfig) -> int:
-    layers = sum(layer_flops(config, layer) for layer in range(config.num_layers))
-    return layers + config.hidden_size * config.vocab_size

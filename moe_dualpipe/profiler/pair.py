@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ..expert_parallel import ExpertParallel
-from ..models import ModelConfig, MoE, StageSpec, TransformerStage, preset
-from ..models.attention import KVCache
+from ..models import ModelConfig, MoE, StageOptions, StageSpec, TransformerStage, filled_cache, preset
 from ..models.router import BalancedRouter
 
 Mode = Literal["train", "prefill", "decode"]
@@ -88,7 +87,7 @@ class Pair:
         self.workload = workload
         config = replace(workload.model, num_layers=workload.layers, num_dense_layers=0)
         spec = StageSpec(range(workload.layers), embedding=False, head=False, share=1.0)
-        self.stage = TransformerStage(config, spec, expert_parallel, seed)
+        self.stage = TransformerStage(config, spec, expert_parallel, StageOptions(seed))
         if workload.routing == "balanced":
             for module in self.stage.modules():
                 if isinstance(module, MoE):
@@ -114,9 +113,9 @@ class Pair:
         elif workload.mode == "decode":
             layers, sizes = range(workload.layers), (workload.num_sequences, workload.seq)
             first, second = (
-                KVCache.filled(stage.config, layers, *sizes, workload.device, workload.dtype) for _ in range(2)
+                filled_cache(stage.config, layers, *sizes, workload.device, workload.dtype) for _ in range(2)
             )
-            self._chunks = [self.x, first], [self.y, second]
+            self._chunks = [self.x, None, first], [self.y, None, second]
         else:
             self._chunks = [self.x], [self.y]
 

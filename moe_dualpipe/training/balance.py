@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..models import MoE, TransformerStage
-from ..models.balance import loss_factors
+from ..models.auxiliary_losses import loss_factors
 from ..models.config import ModelConfig
 from ..models.router import Router
 from ..runtime.replicas import ReplicaSet

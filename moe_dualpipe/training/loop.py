@@ -23,7 +23,7 @@ from ..health.signals import Stop
 from ..health.skipped_steps import Skips
 from ..health.watch import watching
 from ..inference.pipeline import generate, printable
-from ..models import TransformerStage, share_embedding, stacked_matrices
+from ..models import StageOptions, TransformerStage, share_embedding, stacked_matrices
 from ..overlap import WeightGrads
 from ..overlap.labels import GRADIENTS, OPTIMIZER
 from ..runtime import P2P, Executor, TensorSpec
@@ -88,17 +88,15 @@ class Trainer:
             else Local(model.num_experts, config.kernels)
         )
 
+        options = StageOptions(
+            config.seed,
+            config.recompute,
+            config.kernels,
+            config.fused_loss,
+            plan.text.tokenizer.end_id if config.document_mask else None,
+        )
         self.stages = {
-            index: TransformerStage(
-                model,
-                plan.stages[index],
-                self.experts,
-                config.seed,
-                config.recompute,
-                config.kernels,
-                config.fused_loss,
-                plan.text.tokenizer.end_id if config.document_mask else None,
-            ).to(self.device, self.dtype)
+            index: TransformerStage(model, plan.stages[index], self.experts, options).to(self.device, self.dtype)
             for index in placement.stages[self.layout.pp_rank]
         }
         embedding = share_embedding(self.stages.values())

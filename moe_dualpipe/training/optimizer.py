@@ -7,7 +7,7 @@ each number comes from the same operation on the same shape in either case, and 
 
 Muon (arXiv 2502.16982) makes the momentum of a matrix orthogonal before it is added, and scales it so that it is as
 large as an update of AdamW's: one learning rate and weight decay serve both. It is for matrices between hidden states,
-each by itself: query, key, value, gate, up and down are taken apart where they are stacked (models/stacked.py).
+each by itself: query, key, value, gate, up and down are taken apart where they are stacked (models/layers.py).
 Embedding, head, norms and routers, which are heads over experts, remain with AdamW.
 """
 

@@ -16,7 +16,7 @@ from benchmarks.gpu.gpu_tests import is_acceptable, parse_pytest_result
 from benchmarks.gpu.implementations import Implementation, Problem, find_implementation
 from benchmarks.gpu.measure import Clock, Quartiles, rate_statistics, relative_error, time_interleaved
 from benchmarks.gpu.shapes import GOAL_SHAPE, SHAPES, TRAINING_SHAPE, Shape
-from moe_dualpipe.models import ModelConfig, build_model, next_token_loss
+from moe_dualpipe.models import ModelConfig, StageOptions, build_model, next_token_loss
 
 # ---- What is counted ----
 
@@ -147,7 +147,7 @@ def test_loop_experts_are_the_built_in_ones():
     tokens = torch.randint(256, (2, 5))  # 10 tokens in 8 experts: some get none
     gradients = {}
     for experts in ("swiglu", "benchmarks.gpu.loop_experts:LoopExperts"):
-        model = build_model(dataclasses.replace(config, experts=experts), kernels="reference")
+        model = build_model(dataclasses.replace(config, experts=experts), options=StageOptions(kernels="reference"))
         next_token_loss(model(tokens), tokens).backward()
         gradients[experts] = {name: p.grad for name, p in model.named_parameters()}
     built_in, loop = gradients.values()

@@ -12,7 +12,7 @@ from torch.distributed import group
 from moe_dualpipe.expert_parallel import AllToAll, Delayed, Link, Local, Loopback
 from moe_dualpipe.expert_parallel.exchange import ALIGNMENT, pack, unpack
 from moe_dualpipe.expert_parallel.modelled.link import LinkTimer
-from moe_dualpipe.models import ModelConfig, MoE
+from moe_dualpipe.models import ModelConfig, MoE, StageOptions
 from tests.support.ranks import run_ranks
 
 CONFIG = ModelConfig(hidden_size=16, expert_size=12, num_experts=8, experts_per_token=3, init_std=0.3, head_dim=4)
@@ -54,8 +54,8 @@ def test_a_message_of_one_field_is_that_field():
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_loopback_is_a_layer_whose_experts_are_the_same_on_every_rank(ranks):
     """Against one rank that holds all experts, those of the other ranks being copies: outputs and all gradients."""
-    local = MoE(CONFIG, Local(8), seed=1, name="layers.0").double()
-    looped = MoE(CONFIG, Loopback(8, ranks), seed=1, name="layers.0").double()
+    local = MoE(CONFIG, Local(8), "layers.0", StageOptions(seed=1)).double()
+    looped = MoE(CONFIG, Loopback(8, ranks), "layers.0", StageOptions(seed=1)).double()
     looped.router.load_state_dict(local.router.state_dict())
     if local.shared is not None:
         looped.shared.load_state_dict(local.shared.state_dict())  # type: ignore[union-attr]
@@ -136,7 +136,7 @@ def test_a_link_has_numbers_that_make_sense():
 
 
 def test_a_model_with_a_link_can_be_copied():
-    layer = MoE(CONFIG, Loopback(8, 4, Link(latency_us=1)), seed=1, name="layers.0")
+    layer = MoE(CONFIG, Loopback(8, 4, Link(latency_us=1)), "layers.0", StageOptions(seed=1))
     x = torch.randn(3, 16)
     y = layer(x)
     assert torch.equal(copy.deepcopy(layer)(x), y)

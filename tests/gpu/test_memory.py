@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from moe_dualpipe.expert_parallel import Loopback
 from moe_dualpipe.kernels.weight_grads import WeightGrads, bind
-from moe_dualpipe.models import ModelConfig, StageSpec, TransformerStage
+from moe_dualpipe.models import ModelConfig, StageOptions, StageSpec, TransformerStage
 from moe_dualpipe.planner.activations import MicroBatch, kept_for_backward, kept_for_weights
 from tests.support.kernels import DEVICE
 
@@ -76,7 +76,9 @@ def fused_norms(monkeypatch):
 
 def forward(config, spec, recompute, ep=None, fused_loss=False):
     """(what was made in a forward, the stage, its input, its loss or output)."""
-    stage = TransformerStage(config, spec, ep, recompute=recompute, kernels="triton", fused_loss=fused_loss).to(DEVICE)
+    stage = TransformerStage(
+        config, spec, ep, options=StageOptions(recompute=recompute, kernels="triton", fused_loss=fused_loss)
+    ).to(DEVICE)
     bind(stage, WeightGrads())
     x = torch.randint(V, (B, S)) if spec.embedding else torch.randn(B, S, D)
     x, labels = x.to(DEVICE).requires_grad_(not spec.embedding), torch.randint(V, (B, S)).to(DEVICE)

@@ -7,7 +7,7 @@ from torch.distributed import group
 from moe_dualpipe.expert_parallel import AllToAll, Local, Loopback
 from moe_dualpipe.expert_parallel.autograd import combine, dispatch
 from moe_dualpipe.kernels.weight_grads import WeightGrads, bind
-from moe_dualpipe.models import ModelConfig, build_model, next_token_loss
+from moe_dualpipe.models import ModelConfig, StageOptions, build_model, next_token_loss
 from tests.support.kernels import DEVICE, FLOOR, LinearExperts, error
 from tests.support.ranks import run_ranks
 
@@ -23,7 +23,7 @@ def tokens(seed, batch=1, length=6):
 
 def model(kernels, ep=None, recompute="none", **changes):
     config = ModelConfig(**{**TINY, **changes})
-    return build_model(config, ep, seed=1, recompute=recompute, kernels=kernels).to(DEVICE)
+    return build_model(config, ep, options=StageOptions(seed=1, recompute=recompute, kernels=kernels)).to(DEVICE)
 
 
 def gradients(module):

@@ -9,7 +9,16 @@ from torch.distributed import group
 from moe_dualpipe.expert_parallel import AllToAll, Loopback
 from moe_dualpipe.inference.generate import generate, prefill
 from moe_dualpipe.inference.sampling import Sampling
-from moe_dualpipe.models import KVCache, ModelConfig, StageSpec, TransformerStage, build_model, split
+from moe_dualpipe.models import (
+    KVCache,
+    ModelConfig,
+    StageOptions,
+    StageSpec,
+    TransformerStage,
+    build_model,
+    filled_cache,
+    split,
+)
 from moe_dualpipe.overlap.segmented import engine_for
 from tests.support.caches import check_that_a_cached_forward_is_the_forward, continued, piecewise
 from tests.support.ranks import run_ranks
@@ -47,7 +56,7 @@ VARIANTS = {
 def test_generate_continues_every_prompt(attention, fused_loss):
     """Within the window, and where it is full, several times."""
     spread = Loopback(8, 4) if fused_loss else None  # in two halves, or as one
-    model = build_model(VARIANTS[attention], spread, fused_loss=fused_loss).double()
+    model = build_model(VARIANTS[attention], spread, options=StageOptions(fused_loss=fused_loss)).double()
     prompts = torch.randint(31, (3, 4))
     for window in (30, 7, 1):
         expected = [continued(model, prompt, 9, window) for prompt in prompts]
@@ -120,8 +129,8 @@ def test_a_text_ends_at_its_stop_token():
 
 
 def generates_together(rank):
-    whole = build_model(CONFIG, seed=2)
-    spread = build_model(CONFIG, AllToAll(8, group.WORLD), seed=2)
+    whole = build_model(CONFIG, options=StageOptions(seed=2))
+    spread = build_model(CONFIG, AllToAll(8, group.WORLD), options=StageOptions(seed=2))
     prompts = torch.randint(31, (2, 3 + rank), generator=torch.Generator().manual_seed(rank))
     ours = generate(spread, prompts, 5, max_length=6, temperature=0)
     assert ours.tolist() == generate(whole, prompts, 5, max_length=6, temperature=0).tolist()
@@ -180,7 +189,7 @@ def test_two_caches_side_by_side():
     pairs = []
     for new in zip(*(x.split(s, dim=1) for x, s in zip(inputs, sizes, strict=True)), strict=True):
         with torch.no_grad():
-            pairs.append(model.interleaved_forward(model, [new[0], caches[0]], model, [new[1], caches[1]]))
+            pairs.append(model.interleaved_forward(model, [new[0], None, caches[0]], model, [new[1], None, caches[1]]))
     engine_for(torch.device("cpu")).log = None
     assert "dispatch(F) embed(F) attn(F) mlp(F)" in " ".join(log)
     for x, size, together, cache in zip(inputs, sizes, zip(*pairs, strict=True), caches, strict=True):
@@ -201,7 +210,7 @@ def test_positions_can_be_forgotten():
 def test_a_filled_cache_is_a_past(length):
     stage = TransformerStage(CONFIG, StageSpec(range(1, 3), False, False, 0.5)).double()
     x = torch.randn(3, 4, 16, dtype=torch.float64)
-    cache = KVCache.filled(CONFIG, stage.spec.layers, 3, length, "cpu", torch.float64)
+    cache = filled_cache(CONFIG, stage.spec.layers, 3, length, "cpu", torch.float64)
     assert cache.length == length
     behind = piecewise(stage, x, [1, 1, 2], cache)
     assert cache.length == length + 4
@@ -211,7 +220,7 @@ def test_a_filled_cache_is_a_past(length):
 
 
 def test_a_filled_cache_holds_normal_numbers():
-    cache, none = KVCache.filled(CONFIG, [2], 3, 500), torch.empty(3, 2, 0, 4)
+    cache, none = filled_cache(CONFIG, [2], 3, 500), torch.empty(3, 2, 0, 4)
     with torch.no_grad():
         keys, values = cache.append(2, none, none)
     assert keys.shape == values.shape == (3, 2, 500, 4)
@@ -221,12 +230,12 @@ def test_a_filled_cache_holds_normal_numbers():
 
 def test_what_a_cache_refuses():
     model, x = build_model(CONFIG), torch.randint(31, (2, 3))
-    cache = KVCache.filled(CONFIG, range(3), 2, 5)
-    with pytest.raises(ValueError, match=r"keeps no gradients: call the stage under torch.no_grad\(\)"):
-        model(x, cache)
+    cache = filled_cache(CONFIG, range(3), 2, 5)
+    with pytest.raises(ValueError, match=r"has no gradients: call the stage under torch.no_grad\(\)"):
+        model(x, cache=cache)
     with torch.no_grad():
         with pytest.raises(ValueError, match=r"\[2, 2, 4\] \(sequences, heads, width\): got \[1, 2, 4\]"):
-            model(x[:1], cache)
+            model(x[:1], cache=cache)
         with pytest.raises(ValueError, match=r"5 positions of layers \[0, 1\]: got layer 2"):
-            model(x, KVCache.filled(CONFIG, range(2), 2, 5))
+            model(x, cache=filled_cache(CONFIG, range(2), 2, 5))
     assert cache.length == 5

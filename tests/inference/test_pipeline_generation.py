@@ -11,7 +11,7 @@ from moe_dualpipe.cli import main
 from moe_dualpipe.inference import generate as inference
 from moe_dualpipe.inference.pipeline import generate
 from moe_dualpipe.inference.sampling import Sampling
-from moe_dualpipe.models import TransformerStage, build_model, split
+from moe_dualpipe.models import StageOptions, TransformerStage, build_model, split
 from moe_dualpipe.runtime import P2P, Executor
 from moe_dualpipe.schedule import build
 from tests.support.ranks import run_ranks
@@ -25,14 +25,15 @@ def pipeline(rank, ranks, name, fused_loss=False):
     schedule = build(name, ranks, 2 * ranks)
     specs = split(MODEL, schedule.num_stages)
     stages = {
-        s: TransformerStage(MODEL, specs[s], seed=5, fused_loss=fused_loss) for s in schedule.placement.stages[rank]
+        s: TransformerStage(MODEL, specs[s], options=StageOptions(seed=5, fused_loss=fused_loss))
+        for s in schedule.placement.stages[rank]
     }
     group = dist.group.WORLD if ranks > 1 else None
     return Executor(stages, P2P.connect(group, [], torch.device("cpu"))), schedule.placement, group
 
 
 def generates_like_the_model(rank, ranks, name, fused_loss):
-    parts, model = pipeline(rank, ranks, name, fused_loss), build_model(MODEL, seed=5)
+    parts, model = pipeline(rank, ranks, name, fused_loss), build_model(MODEL, options=StageOptions(seed=5))
     for sampling, window, prompts in (
         (Sampling(0), 40, PROMPTS),
         (Sampling(0.8), 40, PROMPTS[:1]),

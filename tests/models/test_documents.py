@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from moe_dualpipe.models import ModelConfig, TransformerStage, build_model, split
-from moe_dualpipe.models.documents import document_mask, documents
+from moe_dualpipe.models import ModelConfig, StageOptions, TransformerStage, build_model, split
+from moe_dualpipe.models.attention import document_mask, document_numbers
 from moe_dualpipe.runtime import P2P, Executor, TensorSpec
 from moe_dualpipe.schedule import build
 from tests.support.ranks import cosine_distance, run_ranks
@@ -34,7 +34,7 @@ def packed(rows=2):
 
 
 def test_documents_are_counted_by_their_ends():
-    numbers = documents(torch.tensor([[5, 0, 7, 0, 0, 8], [0, 1, 2, 3, 4, 0]]), 0)
+    numbers = document_numbers(torch.tensor([[5, 0, 7, 0, 0, 8], [0, 1, 2, 3, 4, 0]]), 0)
     assert numbers.tolist() == [[0, 0, 1, 1, 2, 3], [0, 1, 1, 1, 1, 1]]
     assert numbers.dtype == torch.int32
     mask = document_mask(numbers)
@@ -47,8 +47,11 @@ def test_documents_are_counted_by_their_ends():
 @pytest.mark.parametrize("attention", VARIANTS)
 def test_a_document_in_a_window_is_what_it_is_alone(attention, stages):
     config = VARIANTS[attention]
-    plain = build_model(config, seed=3).double()
-    pipeline = [TransformerStage(config, spec, seed=3, separator=END).double() for spec in split(config, stages)]
+    plain = build_model(config, options=StageOptions(seed=3)).double()
+    pipeline = [
+        TransformerStage(config, spec, options=StageOptions(seed=3, document_end_id=END)).double()
+        for spec in split(config, stages)
+    ]
     tokens, orders = packed()
     output = (tokens,)
     with torch.no_grad():
@@ -64,7 +67,7 @@ def test_a_document_in_a_window_is_what_it_is_alone(attention, stages):
 
 @pytest.mark.parametrize("attention", VARIANTS)
 def test_a_documents_loss_moves_no_other_document(attention):
-    model = build_model(VARIANTS[attention], separator=END)
+    model = build_model(VARIANTS[attention], options=StageOptions(document_end_id=END))
     tokens = torch.tensor([[1, 2, 3, END, 5, 6, END, 8, 9]])
     logits = model(tokens)
     F.cross_entropy(logits[0, 4:7], torch.tensor([6, END, 8])).backward()
@@ -74,7 +77,7 @@ def test_a_documents_loss_moves_no_other_document(attention):
 
 
 def trained(config, recompute):
-    model = build_model(config, recompute=recompute, separator=END)
+    model = build_model(config, options=StageOptions(recompute=recompute, document_end_id=END))
     torch.manual_seed(0)
     tokens, _ = packed(3)
     loss = model.loss(model(tokens[:, :-1]), tokens[:, 1:])
@@ -101,7 +104,7 @@ def test_without_a_separator_attention_is_told_to_be_causal_and_nothing_else(mon
     build_model(VARIANTS[attention])(packed()[0])
     assert masks == [(None, True)] * 4
     masks.clear()
-    build_model(VARIANTS[attention], separator=END)(packed()[0])
+    build_model(VARIANTS[attention], options=StageOptions(document_end_id=END))(packed()[0])
     assert len({id(mask) for mask, _ in masks}) == 1  # made once
     assert masks[0][0].dtype == torch.bool
 
@@ -110,13 +113,16 @@ def trains_like_the_model(rank, names):
     torch.manual_seed(1)
     batches = [packed(3)[0] for _ in range(4)]
     inputs, labels = ({m: (x[:, part],) for m, x in enumerate(batches)} for part in (slice(-1), slice(1, None)))
-    whole = build_model(CONFIG, separator=END)
+    whole = build_model(CONFIG, options=StageOptions(document_end_id=END))
     expected = {m: whole.loss(whole(*inputs[m]), *labels[m]) for m in inputs}
     sum(expected.values()).backward()  # type: ignore[union-attr]
     for name in names:
         schedule = build(name, 2, 4)
         specs = split(CONFIG, schedule.num_stages)
-        stages = {s: TransformerStage(CONFIG, specs[s], separator=END) for s in schedule.placement.stages[rank]}
+        stages = {
+            s: TransformerStage(CONFIG, specs[s], options=StageOptions(document_end_id=END))
+            for s in schedule.placement.stages[rank]
+        }
         travelling = [TensorSpec((3, 18, 16), torch.float32), TensorSpec((3, 18), torch.int32)]
         links = P2P.connect(torch.distributed.group.WORLD, travelling, torch.device("cpu"))
         last = stages.get(schedule.num_stages - 1)
@@ -137,5 +143,5 @@ def test_document_numbers_travel_through_every_pipeline():
 
 
 def test_what_predicts_further_ahead_has_no_mask():
-    with pytest.raises(ValueError, match="attends to all documents: use no separator, or mtp_layers 0"):
-        build_model(dataclasses.replace(CONFIG, mtp_layers=1), separator=END)
+    with pytest.raises(ValueError, match="has no document mask: use no document_end_id, or mtp_layers 0"):
+        build_model(dataclasses.replace(CONFIG, mtp_layers=1), options=StageOptions(document_end_id=END))

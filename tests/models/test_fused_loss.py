@@ -8,7 +8,7 @@ import torch
 from moe_dualpipe.inference.generate import generate
 from moe_dualpipe.kernels.cross_entropy import linear_cross_entropy
 from moe_dualpipe.kernels.weight_grads import WeightGrads, bind
-from moe_dualpipe.models import ModelConfig, TransformerStage, build_model, split, transformer
+from moe_dualpipe.models import ModelConfig, StageOptions, TransformerStage, build_model, split, transformer
 from tests.support.ranks import cosine_distance
 from tests.support.tensors import OperationStats
 
@@ -30,7 +30,7 @@ def batch():
 
 def trained(dtype, fused_loss):
     """Loss and gradients of one step."""
-    model, (x, y) = build_model(CONFIG, seed=3, fused_loss=fused_loss).to(dtype), batch()
+    model, (x, y) = build_model(CONFIG, options=StageOptions(seed=3, fused_loss=fused_loss)).to(dtype), batch()
     loss = model.loss(model(x), y)
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
@@ -53,7 +53,7 @@ def test_it_is_the_plain_loss_of_the_same_model(dtype, of_loss, of_grads):
 
 @pytest.mark.parametrize("fused_loss", [True, False])
 def test_no_tensor_of_a_step_has_the_size_of_the_logits(fused_loss):
-    model, (x, y) = build_model(CONFIG, fused_loss=fused_loss), batch()
+    model, (x, y) = build_model(CONFIG, options=StageOptions(fused_loss=fused_loss)), batch()
     with OperationStats() as seen:
         model.loss(model(x), y).backward()
         with torch.no_grad():
@@ -63,7 +63,7 @@ def test_no_tensor_of_a_step_has_the_size_of_the_logits(fused_loss):
 
 
 def test_the_heads_weight_gradient_can_be_put_off():
-    model, (x, y) = build_model(CONFIG, seed=3, fused_loss=True), batch()
+    model, (x, y) = build_model(CONFIG, options=StageOptions(seed=3, fused_loss=True)), batch()
     weight_grads = WeightGrads()
     bind(model, weight_grads)
     with weight_grads.defer_to("later"):
@@ -76,7 +76,7 @@ def test_the_heads_weight_gradient_can_be_put_off():
 
 
 def test_what_it_ends_in_becomes_logits_and_text():
-    plain, fused = (build_model(CONFIG, seed=3, fused_loss=on) for on in (False, True))
+    plain, fused = (build_model(CONFIG, options=StageOptions(seed=3, fused_loss=on)) for on in (False, True))
     assert plain.state_dict().keys() == fused.state_dict().keys()
     x, _ = batch()
     hidden, logits = fused(x), plain(x)
@@ -89,7 +89,7 @@ def test_what_it_ends_in_becomes_logits_and_text():
 
 @pytest.mark.parametrize("fused_loss", [True, False])
 def test_a_stage_without_the_head_has_neither_logits_nor_a_loss(fused_loss):
-    first = TransformerStage(CONFIG, split(CONFIG, 2)[0], fused_loss=fused_loss)
+    first = TransformerStage(CONFIG, split(CONFIG, 2)[0], options=StageOptions(fused_loss=fused_loss))
     hidden = first(batch()[0])
     assert hidden.shape == (B, S, CONFIG.hidden_size)
     problem = r"only the last stage, which holds the head, has logits and a loss: this has embedding \+ layer 0"

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from moe_dualpipe.expert_parallel import Local
 from moe_dualpipe.models import MoE
 from moe_dualpipe.models.attention import Attention
-from moe_dualpipe.models.balance import sequence_loss, shares, z_loss
+from moe_dualpipe.models.auxiliary_losses import sequence_loss, shares, z_loss
 from moe_dualpipe.models.block import Block
 from moe_dualpipe.models.router import Router
 from tests.support.routers import KINDS, D, E, K, made, with_choices
@@ -85,9 +85,9 @@ def test_gradients_of_a_layer_and_of_a_block_against_finite_differences(attentio
     torch.manual_seed(6)
     config = with_choices(attention=attention or "gqa", router_bias=True, kv_rank=5, rope_dim=2, value_dim=3, q_rank=7)
     if attention:
-        module, router = (block := Block(config, 1, Local(E), 0)), block.mlp.router
+        module, router = (block := Block(config, 1, Local(E))), block.mlp.router
     else:
-        module, router = (layer := MoE(config, Local(E), 0, "layers.1")), layer.router
+        module, router = (layer := MoE(config, Local(E), "layers.1")), layer.router
     made(router)
     module.double()
     x, into = (torch.randn(2, 5, D, dtype=torch.float64) for _ in range(2))

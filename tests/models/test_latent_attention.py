@@ -9,7 +9,16 @@ from torch import nn
 
 from moe_dualpipe.expert_parallel import Loopback
 from moe_dualpipe.kernels.weight_grads import WeightGrads, bind
-from moe_dualpipe.models import KVCache, ModelConfig, StageSpec, TransformerStage, build_model, next_token_loss
+from moe_dualpipe.models import (
+    KVCache,
+    ModelConfig,
+    StageOptions,
+    StageSpec,
+    TransformerStage,
+    build_model,
+    filled_cache,
+    next_token_loss,
+)
 from moe_dualpipe.models.attention import Attention
 from moe_dualpipe.models.latent_attention import LatentAttention
 from tests.support.caches import check_that_a_cached_forward_is_the_forward, piecewise
@@ -158,7 +167,7 @@ def test_a_cache_keeps_latents_and_shared_keys_only():
 def test_a_filled_cache_is_a_past(length):
     stage = TransformerStage(CONFIG, StageSpec(range(1, 3), False, False, 0.5)).double()
     x = torch.randn(3, 4, D, dtype=torch.float64)
-    cache = KVCache.filled(CONFIG, stage.spec.layers, 3, length, "cpu", torch.float64)
+    cache = filled_cache(CONFIG, stage.spec.layers, 3, length, "cpu", torch.float64)
     behind = piecewise(stage, x, [1, 1, 2], cache)
     assert cache.length == length + 4
     cache.length = length
@@ -168,9 +177,9 @@ def test_a_filled_cache_is_a_past(length):
 
 def test_a_cache_of_other_attention_is_refused():
     other = with_choices(attention="gqa", num_kv_heads=3, head_dim=10)
-    model, cache = build_model(CONFIG), KVCache.filled(other, range(3), 2, 5)
+    model, cache = build_model(CONFIG), filled_cache(other, range(3), 2, 5)
     with torch.no_grad(), pytest.raises(ValueError, match=r"of \[2, 3, 10\] \(.*\): got \[2, 1, 10\]"):
-        model(torch.zeros(2, 1, dtype=torch.int64), cache)
+        model(torch.zeros(2, 1, dtype=torch.int64), cache=cache)
 
 
 # ---- In a model ----
@@ -210,10 +219,10 @@ def tokens(seed, length=5):
 
 @pytest.mark.parametrize("recompute", ["none", "norms", "attention", "full"])
 def test_deferred_weight_gradients_equal_immediate_ones(recompute):
-    model = build_model(CONFIG, recompute="none")
+    model = build_model(CONFIG, options=StageOptions(recompute="none"))
     next_token_loss(model(tokens(1)), tokens(2)).backward()
     expected = {name: p.grad for name, p in model.named_parameters()}
-    model, weight_grads = build_model(CONFIG, recompute=recompute), WeightGrads()
+    model, weight_grads = build_model(CONFIG, options=StageOptions(recompute=recompute)), WeightGrads()
     bind(model, weight_grads)
     with weight_grads.defer_to("later"):
         next_token_loss(model(tokens(1)), tokens(2)).backward()
@@ -229,7 +238,7 @@ def test_it_trains_under_the_overlapped_pair_bit_for_bit(q_rank):
     """Each step is the forward of one batch beside the backward of another, then its own backward."""
     runs = []
     for overlapped in (False, True):
-        model, losses = build_model(with_choices(q_rank=q_rank), Loopback(8, 4), seed=3), []
+        model, losses = build_model(with_choices(q_rank=q_rank), Loopback(8, 4), options=StageOptions(seed=3)), []
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
         for _ in range(12):
             loss1 = next_token_loss(model(tokens(1)), tokens(2))

@@ -9,12 +9,23 @@ from torch import nn
 
 from moe_dualpipe.expert_parallel import Local
 from moe_dualpipe.kernels.permute import permute
-from moe_dualpipe.models import PRESETS, ModelConfig, MoE, TransformerStage, build_model, expert_loads, preset, split
+from moe_dualpipe.models import (
+    PRESETS,
+    ModelConfig,
+    MoE,
+    StageOptions,
+    TransformerStage,
+    build_model,
+    expert_loads,
+    preset,
+    split,
+)
 from moe_dualpipe.models.attention import Attention
 from moe_dualpipe.models.experts import expert_class
+from moe_dualpipe.models.layers import seeded
+from moe_dualpipe.models.partition import layer_flops
 from moe_dualpipe.models.router import Router
-from moe_dualpipe.models.seeding import seeded
-from moe_dualpipe.models.transformer import layer_flops, next_token_loss
+from moe_dualpipe.models.transformer import next_token_loss
 from tests.support.caches import check_that_a_cached_forward_is_the_forward
 from tests.support.oracles import moe_oracle
 
@@ -113,7 +124,7 @@ def test_attention_sees_no_later_position():
 @pytest.mark.parametrize("choices", [{}, {"num_shared_experts": 0}, {"experts_per_token": 1}, {"experts_per_token": 5}])
 def test_moe_equals_a_loop_with_all_gradients(tokens, choices):
     config = with_choices(**choices)
-    layer = MoE(config, Local(config.num_experts), seed=1, name="layers.0").double()
+    layer = MoE(config, Local(config.num_experts), "layers.0", StageOptions(seed=1)).double()
     x = torch.randn(tokens, config.hidden_size, dtype=torch.float64, requires_grad=True)
     outcomes = []
     for function in (layer, lambda v: moe_oracle(layer, v)):
@@ -178,7 +189,7 @@ class Unsummed(Doubling):
 
 def test_your_own_experts_take_the_place_of_ours():
     config = with_choices(experts="tests.models.test_models:Doubling", num_shared_experts=0)
-    layer = MoE(config, Local(config.num_experts), seed=0, name="layers.0")
+    layer = MoE(config, Local(config.num_experts), "layers.0")
     x = torch.randn(2, 3, config.hidden_size)
     torch.testing.assert_close(layer(x), 2 * x)  # weights sum to one
     assert isinstance(layer.experts, nn.Module)
@@ -187,9 +198,9 @@ def test_your_own_experts_take_the_place_of_ours():
     with pytest.raises(
         ValueError, match=r"Shrinking must map rows \[12, 16\] to rows of the same shape: got \[12, 1\]"
     ):
-        MoE(with_choices(experts="tests.models.test_models:Shrinking"), Local(5), seed=0, name="layers.0")(x)
+        MoE(with_choices(experts="tests.models.test_models:Shrinking"), Local(5), "layers.0")(x)
     with pytest.raises(ValueError, match=r"Unsummed must map rows \[6, 16\] to rows of the same shape: got \[12, 16\]"):
-        MoE(with_choices(experts="tests.models.test_models:Unsummed"), Local(5), seed=0, name="layers.0")(x)
+        MoE(with_choices(experts="tests.models.test_models:Unsummed"), Local(5), "layers.0")(x)
 
 
 @pytest.mark.parametrize("name,problem", [
@@ -232,10 +243,10 @@ def test_split_is_the_best_of_all_divisions(vocab, stages):
 
 
 def test_stages_chain_to_the_whole_model_and_hold_its_weights():
-    model = build_model(CONFIG, seed=4)
+    model = build_model(CONFIG, options=StageOptions(seed=4))
     x = torch.randint(CONFIG.vocab_size, (2, 5))
     for num_stages in (2, 4):
-        stages = [TransformerStage(CONFIG, spec, seed=4) for spec in split(CONFIG, num_stages)]
+        stages = [TransformerStage(CONFIG, spec, options=StageOptions(seed=4)) for spec in split(CONFIG, num_stages)]
         y = x
         for stage in stages:
             y = stage(y)
@@ -246,11 +257,11 @@ def test_stages_chain_to_the_whole_model_and_hold_its_weights():
 
 def test_weights_depend_on_seed_and_name_only():
     torch.manual_seed(1)
-    first = build_model(CONFIG, seed=4).state_dict()
+    first = build_model(CONFIG, options=StageOptions(seed=4)).state_dict()
     before = torch.random.get_rng_state()
-    second = build_model(CONFIG, seed=4).state_dict()
+    second = build_model(CONFIG, options=StageOptions(seed=4)).state_dict()
     assert torch.equal(before, torch.random.get_rng_state())  # the caller's generator is left alone
-    other = build_model(CONFIG, seed=5).state_dict()
+    other = build_model(CONFIG, options=StageOptions(seed=5)).state_dict()
     for name, value in first.items():
         assert torch.equal(value, second[name])
         assert value.ndim == 1 or not torch.equal(value, other[name]), name
@@ -294,10 +305,10 @@ def test_loss_is_in_nats():
     ({"num_heads": 3}, "num_heads must be a multiple of num_kv_heads: got 3, 2"),
     ({"head_dim": 5}, "head_dim must be even: got 5"),
     ({"attention": "mha"}, "attention must be gqa or mla: got 'mha'"),
-    ({"attention": "mla", "rope_dim": 5}, "rope_dim must be even, as channels turn in pairs: got 5; use 6"),
+    ({"attention": "mla", "rope_dim": 5}, "rope_dim must be even, because channels form pairs: got 5; use 6"),
     ({"qk_norm": "both"}, "qk_norm must be none, head or full: got 'both'"),
-    ({"attention": "mla", "qk_norm": "head"}, "mla normalises its latents, and no heads: got qk_norm 'head'; use none"),
-    ({"q_rank": -1}, "q_rank cannot be negative: got -1; 0 is for queries without a latent"),
+    ({"attention": "mla", "qk_norm": "head"}, "qk_norm is only for gqa attention: got 'head' with mla; use none"),
+    ({"q_rank": -1}, "q_rank cannot be negative: got -1; use 0 for queries without a latent"),
     ({"kv_rank": 0}, "kv_rank must be at least 1: got 0"),
     ({"experts_per_token": 9}, "experts_per_token must be at most num_experts: got 9 of 5"),
     ({"num_layers": 0}, "num_layers must be at least 1: got 0"),
@@ -345,7 +356,7 @@ def test_layer_flops_count_the_weights_a_token_meets(choices):
             for key, p in block.named_parameters()
             if p.ndim > 1
         )
-        assert layer_flops(config, int(name)) == active
+        assert layer_flops(config, int(name)) == 2 * active
 
 
 def test_scores_and_angles_are_fp32_in_a_bf16_model():

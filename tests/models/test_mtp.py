@@ -12,6 +12,7 @@ from moe_dualpipe.kernels.weight_grads import bind
 from moe_dualpipe.models import (
     RECOMPUTE,
     ModelConfig,
+    StageOptions,
     TransformerStage,
     build_model,
     expert_loads,
@@ -20,7 +21,7 @@ from moe_dualpipe.models import (
     split,
     transformer,
 )
-from moe_dualpipe.models.transformer import layer_flops
+from moe_dualpipe.models.partition import layer_flops
 from moe_dualpipe.overlap import WeightGrads
 from tests.support.ranks import cosine_distance
 
@@ -48,7 +49,7 @@ def grads_of(model):
 
 
 def trained(config=CONFIG, dtype=torch.float32, **choices):
-    model = build_model(config, seed=3, **choices).to(dtype)
+    model = build_model(config, options=StageOptions(seed=3, **choices)).to(dtype)
     with torch.no_grad():
         for p in model.parameters():
             if p.ndim == 1:  # norms start as ones, which would hide that one is left out, or taken for another
@@ -114,7 +115,7 @@ def test_losses_and_gradients_are_those_of_an_oracle(monkeypatch, mtp_layers, nu
 
 
 def test_without_it_nothing_changes_and_with_it_neither_value_nor_weights_nor_text_of_the_model():
-    model, plain = build_model(CONFIG, seed=3), build_model(OFF, seed=3)
+    model, plain = build_model(CONFIG, options=StageOptions(seed=3)), build_model(OFF, options=StageOptions(seed=3))
     assert {n for n, _ in plain.named_parameters()} == {
         n for n, _ in model.named_parameters() if not n.startswith("mtp.")
     }
@@ -128,7 +129,7 @@ def test_without_it_nothing_changes_and_with_it_neither_value_nor_weights_nor_te
 
 
 def test_without_gradients_nothing_of_it_runs(monkeypatch):
-    model, tokens_BL = build_model(CONFIG, seed=3), batch()
+    model, tokens_BL = build_model(CONFIG, options=StageOptions(seed=3)), batch()
     expected = step(model, tokens_BL)
     model.mtp.take_loss()
     monkeypatch.setattr(model.mtp, "segments", None)
@@ -138,7 +139,10 @@ def test_without_gradients_nothing_of_it_runs(monkeypatch):
 
 
 def test_a_weight_of_zero_trains_the_model_as_if_it_were_alone():
-    model, plain = build_model(replace(CONFIG, mtp_weight=0.0), seed=3), build_model(OFF, seed=3)
+    model, plain = (
+        build_model(replace(CONFIG, mtp_weight=0.0), options=StageOptions(seed=3)),
+        build_model(OFF, options=StageOptions(seed=3)),
+    )
     for other in (model, plain):
         step(other, batch())
     for name, grad in grads_of(plain).items():
@@ -150,7 +154,10 @@ def test_overlapped_sequential_recomputed_and_put_off_are_the_same_to_the_bit(fu
     """Two micro-batches: the forward of the second beside the backward of the first, then the other backward."""
 
     def sequential(recompute, put_off):
-        model, weight_grads = build_model(CONFIG, seed=3, recompute=recompute, fused_loss=fused_loss), WeightGrads()
+        model, weight_grads = (
+            build_model(CONFIG, options=StageOptions(seed=3, recompute=recompute, fused_loss=fused_loss)),
+            WeightGrads(),
+        )
         bind(model, weight_grads)
         for seed in (1, 2):
             if put_off:
@@ -162,7 +169,7 @@ def test_overlapped_sequential_recomputed_and_put_off_are_the_same_to_the_bit(fu
         return model
 
     def overlapped(recompute):
-        model = build_model(CONFIG, seed=3, recompute=recompute, fused_loss=fused_loss)
+        model = build_model(CONFIG, options=StageOptions(seed=3, recompute=recompute, fused_loss=fused_loss))
         first, second = batch(1), batch(2)
         loss = model.loss(model(first[:, :-1]), first[:, 1:])
         pair = model.overlapped_forward_backward
@@ -183,7 +190,7 @@ def test_overlapped_sequential_recomputed_and_put_off_are_the_same_to_the_bit(fu
 
 
 def test_weight_gradients_are_put_off_and_the_head_counts_all_its_uses_once():
-    model, weight_grads = build_model(CONFIG, seed=3), WeightGrads()
+    model, weight_grads = build_model(CONFIG, options=StageOptions(seed=3)), WeightGrads()
     bind(model, weight_grads)
     with weight_grads.defer_to("later"):
         step(model, batch())
@@ -199,7 +206,11 @@ def test_weight_gradients_are_put_off_and_the_head_counts_all_its_uses_once():
 
 
 def test_the_two_ends_of_a_rank_share_one_embedding_that_survives_a_conversion():
-    stages = {i: TransformerStage(CONFIG, spec, seed=3) for i, spec in enumerate(split(CONFIG, 3)) if i != 1}
+    stages = {
+        i: TransformerStage(CONFIG, spec, options=StageOptions(seed=3))
+        for i, spec in enumerate(split(CONFIG, 3))
+        if i != 1
+    }
     assert torch.equal(stages[0].embedding.weight, stages[2].embedding.weight)
     assert stages[0].embedding.weight is not stages[2].embedding.weight
     share_embedding(stages.values())
@@ -241,7 +252,7 @@ def test_the_last_stage_pays_for_it():
     last = sum(active[n] for n in active if n.startswith(("mtp.", "layers.2."))) + 2 * active["head.weight"]
     stages = split(replace(CONFIG, mtp_layers=1), 3)
     assert stages[-1].share == pytest.approx(last / cost)
-    assert str(stages[-1]).startswith("layer 2 + head + 1 further ahead (")
+    assert str(stages[-1]).startswith("layer 2 + head + 1 MTP module (")
     assert [stage.blocks for stage in stages] == [[0], [1], [2, 3]]
     assert [stage.blocks for stage in split(OFF, 3)] == [[0], [1], [2]]
 
@@ -261,7 +272,7 @@ def test_it_moves_the_border_between_stages():
 @pytest.mark.parametrize("choice", [{"mtp_layers": -1}, {"mtp_weight": -0.5}, {"mtp_weight": float("nan")}], ids=str)
 def test_negative_choices(choice):
     ((name, value),) = choice.items()
-    with pytest.raises(ValueError, match=f"{name} cannot be negative: got {value}; 0 is for none"):
+    with pytest.raises(ValueError, match=f"{name} cannot be negative: got {value}; 0 switches it off"):
         replace(CONFIG, **choice)
 
 
@@ -272,7 +283,7 @@ def test_sequences_that_are_too_short_and_labels_of_no_token():
     tokens_BL = batch()
     output, labels_BS = model(tokens_BL[:, :-1]), tokens_BL[:, 1:].clone()
     labels_BS[1, 3] = -100
-    with pytest.raises(ValueError, match="every label is shown as a token, too: got -100; use mtp_layers 0"):
+    with pytest.raises(ValueError, match="embeds the labels, which must be token ids: got -100; use mtp_layers 0"):
         model.loss(output, labels_BS)
     shortest = batch()[:, :4]
     assert step(build_model(CONFIG), shortest).isfinite()

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from moe_dualpipe.expert_parallel import AllToAll, Local
-from moe_dualpipe.models import ModelConfig, MoE, build_model, next_token_loss
-from moe_dualpipe.models.balance import sequence_loss, z_loss
+from moe_dualpipe.models import ModelConfig, MoE, StageOptions, build_model, next_token_loss
+from moe_dualpipe.models.auxiliary_losses import sequence_loss, z_loss
 from moe_dualpipe.models.recompute import RECOMPUTE
 from moe_dualpipe.models.router import Router
 from tests.support.oracles import moe_oracle
@@ -68,7 +68,7 @@ def test_the_losses_equal_loops_and_change_no_value(choices):
 
 def test_what_a_sequence_is_to_a_layer_of_its_own():
     """The last dimension but one; all tokens, where there are no others."""
-    layer = MoE(CONFIG, Local(E), 0, "layers.1").double()
+    layer = MoE(CONFIG, Local(E), "layers.1").double()
     x = torch.randn(2, 3, 5, D, dtype=torch.float64)
     for shape, sequences in [((2, 3, 5, D), 6), ((6, 5, D), 6), ((2, 15, D), 2), ((30, D), 1)]:
         assert layer(x.view(shape)).shape == shape
@@ -80,7 +80,7 @@ def test_what_a_sequence_is_to_a_layer_of_its_own():
 @pytest.mark.parametrize("name", ["sequence_loss", "z_loss"])
 def test_factors_are_checked(name):
     for wrong in (-0.1, math.nan):
-        with pytest.raises(ValueError, match=f"{name} cannot be negative: got {wrong}; 0 is for none"):
+        with pytest.raises(ValueError, match=f"{name} cannot be negative: got {wrong}; 0 switches it off"):
             with_choices(**{name: wrong})
 
 
@@ -118,8 +118,8 @@ def oracle_of(config: ModelConfig, seeds: tuple[int, ...]) -> tuple[dict[str, Te
     return {name: p.grad for name, p in model.named_parameters()}, total_of(values)
 
 
-def oracle_model(config: ModelConfig, *args, **kwargs):
-    model = build_model(config, *args, seed=2, **kwargs).double()
+def oracle_model(config: ModelConfig, *args, **options):
+    model = build_model(config, *args, options=StageOptions(seed=2, **options)).double()
     for module in model.modules():
         if isinstance(module, Router):
             made(module)
@@ -181,7 +181,7 @@ def test_expert_parallel_ranks_add_up_to_the_plain_model():
 def test_losses_change_no_value_of_a_model_and_nothing_without_gradients(recompute):
     (x, _), outputs = batch(3), []
     for factors in ({}, {"sequence_loss": 0.0, "z_loss": 0.0}):
-        model = build_model(with_choices(**factors), recompute=recompute)
+        model = build_model(with_choices(**factors), options=StageOptions(recompute=recompute))
         outputs.append(model(x).detach())
         [router.take_losses() for router in routers_of(model)]
         with torch.no_grad():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moe_dualpipe.expert_parallel import Delayed, Link, Local, Loopback
-from moe_dualpipe.models import TransformerStage, build_model, next_token_loss
+from moe_dualpipe.models import StageOptions, TransformerStage, next_token_loss
 from tests.support.pairs import CONFIG, OVERLAPPED, assert_same, gradients, run_pair, saved_bytes, stage, tokens
 from tests.support.plain_model import plain_forward
 
@@ -351,4 +351,4 @@ def test_a_backward_can_be_walked_once():
 
 def test_unknown_recompute_is_refused():
     with pytest.raises(ValueError, match="recompute must be one of none, norms, attention, full: got 'some'"):
-        build_model(CONFIG, recompute="some")  # type: ignore[arg-type]
+        StageOptions(recompute="some")  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from moe_dualpipe.expert_parallel import Completed, Delayed, Link, Local, Loopba
 from moe_dualpipe.models import next_token_loss
 from moe_dualpipe.models.block import add_up
 from moe_dualpipe.models.layers import Linear
-from moe_dualpipe.models.recompute import forgetting
+from moe_dualpipe.models.recompute import recompute_saved
 from moe_dualpipe.overlap import Comm, Compute, Engine, Segmented, WeightGrads, bind
 from tests.support.pairs import CONFIG, gradients, saved_bytes, stage, tokens
 from tests.support.plain_model import plain_forward
@@ -440,7 +440,7 @@ def test_only_the_tensor_itself_is_forgotten(part):
         return y.clone()
 
     w = torch.randn_like(part(y)).requires_grad_()
-    with forgetting(y, again):
+    with recompute_saved(y, again):
         out = part(y) * w
     out.sum().backward()
     assert torch.equal(w.grad, part(y))

@@ -18,7 +18,7 @@ from moe_dualpipe.deepseek import (
     set_p2p_tensor_dtype,
     set_p2p_tensor_shapes,
 )
-from moe_dualpipe.models import ModelConfig, TransformerStage, build_model, split
+from moe_dualpipe.models import ModelConfig, StageOptions, TransformerStage, build_model, split
 from moe_dualpipe.overlap.segmented import engine_for
 from moe_dualpipe.schedule import Backward, Overlap, Part, build
 from tests.support.ranks import cosine_distance, run_ranks
@@ -405,10 +405,13 @@ TINY = ModelConfig(
 def our_transformer_in_dualpipe(rank, num_chunks, fused_loss):
     """Stages that overlap for real, under DeepSeek's interface: their pairs are interleaved, and nothing changes."""
     specs, x = split(TINY, 2), torch.randint(19, (num_chunks, 7), generator=torch.Generator().manual_seed(3))
-    model = build_model(TINY, seed=4, fused_loss=fused_loss)
+    model = build_model(TINY, options=StageOptions(seed=4, fused_loss=fused_loss))
     losses = [model.loss(model(piece), piece) for piece in x.split(1)]
     sum(losses, torch.zeros(())).backward()
-    stages = [TransformerStage(TINY, specs[stage], seed=4, fused_loss=fused_loss) for stage in (rank, 1 - rank)]
+    stages = [
+        TransformerStage(TINY, specs[stage], options=StageOptions(seed=4, fused_loss=fused_loss))
+        for stage in (rank, 1 - rank)
+    ]
     criterion = stages[1 - rank].loss  # of stage 1
     set_p2p_tensor_shapes([(1, 7, 16)])
     set_p2p_tensor_dtype(torch.float32)

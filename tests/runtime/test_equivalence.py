@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_dualpipe.models import build_model, next_token_loss
+from moe_dualpipe.models import StageOptions, build_model, next_token_loss
 from moe_dualpipe.overlap import WeightGrads
 from moe_dualpipe.runtime import P2P, Executor
 from moe_dualpipe.runtime.replicas import check_equal, differing
@@ -74,7 +74,7 @@ def test_one_bit_of_drift_between_replicas_is_found():
 
 def test_the_split_backward_is_used_and_changes_nothing():
     """Input gradients first, weight gradients later: the same numbers as at once, and really later."""
-    model = build_model(CONFIG, seed=SEED)
+    model = build_model(CONFIG, options=StageOptions(seed=SEED))
     executor = Executor({0: model}, P2P.connect(None, [], torch.device("cpu")))
     weight_grads: WeightGrads = executor.weight_grads
     x, y = (t[0] for t in batch())
@@ -86,7 +86,7 @@ def test_the_split_backward_is_used_and_changes_nothing():
         "mlp.experts.down", "mlp.shared.gate_up.weight", "mlp.shared.down.weight",
     }  # fmt: skip
     weight_grads.run_deferred("later")
-    plain = build_model(CONFIG, seed=SEED)
+    plain = build_model(CONFIG, options=StageOptions(seed=SEED))
     next_token_loss(plain(x), y).backward()
     for (key, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert p.grad is not None
@@ -94,7 +94,7 @@ def test_the_split_backward_is_used_and_changes_nothing():
 
 
 def test_bf16_model_accumulates_gradients_in_fp32():
-    model = build_model(replace(CONFIG, num_layers=3), seed=SEED).bfloat16()
+    model = build_model(replace(CONFIG, num_layers=3), options=StageOptions(seed=SEED)).bfloat16()
     for p in model.parameters():
         p.grad_dtype = torch.float32
     executor = Executor({0: model}, P2P.connect(None, [], torch.device("cpu")))

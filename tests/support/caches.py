@@ -7,7 +7,7 @@ from moe_dualpipe.models import KVCache
 
 def piecewise(module, x, sizes, cache):
     with torch.no_grad():
-        return torch.cat([module(piece, cache) for piece in x.split(sizes, dim=1)], dim=1)
+        return torch.cat([module(piece, cache=cache) for piece in x.split(sizes, dim=1)], dim=1)
 
 
 def check_that_a_cached_forward_is_the_forward(model, sequences):

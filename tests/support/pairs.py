@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from moe_dualpipe.expert_parallel import Local, Loopback
-from moe_dualpipe.models import ModelConfig, StageSpec, TransformerStage, next_token_loss
+from moe_dualpipe.models import ModelConfig, StageOptions, StageSpec, TransformerStage, next_token_loss
 from moe_dualpipe.overlap import Engine
 
 CONFIG = ModelConfig(
@@ -42,7 +42,9 @@ def assert_same(ours, expected):
 def stage(layers=4, dense=1, ep=None, embedding=True, head=True, recompute="none", seed=0, **choices) -> Any:
     config = dataclasses.replace(CONFIG, num_layers=max(layers, 1), num_dense_layers=dense, **choices)
     spec = StageSpec(range(layers), embedding, head, 1.0)
-    return TransformerStage(config, spec, ep if ep is not None else Local(config.num_experts), seed, recompute)
+    return TransformerStage(
+        config, spec, ep if ep is not None else Local(config.num_experts), StageOptions(seed, recompute)
+    )
 
 
 def run_pair(first, second, x0, x1, overlapped, queued=False, log=None):

@@ -3,7 +3,7 @@
 import torch
 
 from moe_dualpipe.expert_parallel import AllToAll, Local
-from moe_dualpipe.models import ModelConfig, TransformerStage, build_model, share_embedding, split
+from moe_dualpipe.models import ModelConfig, StageOptions, TransformerStage, build_model, share_embedding, split
 from moe_dualpipe.runtime import P2P, Executor, TensorSpec
 from moe_dualpipe.runtime.groups import Layout, build_groups
 from moe_dualpipe.runtime.replicas import check_equal, gradient_norm, replica_sets, sum_gradients
@@ -28,7 +28,7 @@ def batch(data_rank=0):
 
 def reference(data_ranks=1, fused_loss=False):
     """Losses of every data rank's micro-batches, and the gradients summed over all of them."""
-    model = build_model(CONFIG, seed=SEED, fused_loss=fused_loss)
+    model = build_model(CONFIG, options=StageOptions(seed=SEED, fused_loss=fused_loss))
     losses = []
     for data_rank in range(data_ranks):
         for x, y in zip(*batch(data_rank), strict=True):
@@ -45,7 +45,7 @@ def make_pipeline(rank, name, pp, dp=1, ep=1, fused_loss=False):
     experts = AllToAll(CONFIG.num_experts, groups.experts) if groups.experts else Local(CONFIG.num_experts)
     specs = split(CONFIG, schedule.num_stages)
     stages = {
-        s: TransformerStage(CONFIG, specs[s], experts, SEED, fused_loss=fused_loss)
+        s: TransformerStage(CONFIG, specs[s], experts, StageOptions(SEED, fused_loss=fused_loss))
         for s in schedule.placement.stages[layout.pp_rank]
     }
     embedding = share_embedding(stages.values())
@@ -74,7 +74,7 @@ def assert_norm_of_all_gradients(sets, grads):
 
 
 def equals_reference(rank, name, pp, model, losses):
-    schedule, layout, executor, _, sets = make_pipeline(rank, name, pp, fused_loss=model.fused_loss)
+    schedule, layout, executor, _, sets = make_pipeline(rank, name, pp, fused_loss=model.options.fused_loss)
     weights = model.state_dict()
     for stage in executor.modules.values():
         for key, value in stage.state_dict().items():

@@ -85,7 +85,7 @@ def test_the_embedding_of_two_ranks_is_counted_once_and_compared(tmp_path):
     (printed, *found), (_, *found_there) = run_ranks(2, accounts, config)
     sizes = {name: p.numel() for name, p in build_model(AHEAD).named_parameters()}
     assert f": {sum(sizes.values()) / 1e6:.2f} M parameters" in printed
-    assert "+ head + 1 further ahead (" in printed
+    assert "+ head + 1 MTP module (" in printed
     assert found == found_there == [[], ["embedding.weight"]]
 
 

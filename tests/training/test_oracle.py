@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moe_dualpipe.data import load_data
-from moe_dualpipe.models import build_model, expert_loads, next_token_loss
+from moe_dualpipe.models import StageOptions, build_model, expert_loads, next_token_loss
 from moe_dualpipe.training.config import OptimizerConfig
 from moe_dualpipe.training.metrics import load_statistics
 from tests.support.ranks import run_ranks
@@ -22,7 +22,7 @@ OPTIM = OptimizerConfig(lr=0.01, warmup_steps=2, final_lr=0.3, beta1=0.8, beta2=
 
 def plain_run(config, dp):
     """The records of a run with `dp` data-parallel ranks, computed as simply as possible."""
-    model, text = build_model(config.model, seed=config.seed), load_data(config.data, config.seq_len)
+    model, text = build_model(config.model, options=StageOptions(config.seed)), load_data(config.data, config.seq_len)
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim <= 1]
     adamw = torch.optim.AdamW(

@@ -202,7 +202,7 @@ def test_training_learns_and_reports(tmp_path):
 
 
 def fused_stages(rank, config):
-    return [stage.fused_loss for stage in make_trainer(rank, config).stages.values()]
+    return [stage.options.fused_loss for stage in make_trainer(rank, config).stages.values()]
 
 
 @pytest.mark.parametrize("fused_loss", [False, True])
