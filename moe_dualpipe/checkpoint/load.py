@@ -1,10 +1,10 @@
-"""Checkpoints with torch.distributed.checkpoint, under names that do not depend on how the run was divided.
+"""Find, verify and load checkpoints, under tensor names that do not depend on the parallel layout of the run.
 
-A tensor is saved under its global name (names.py), once, whichever ranks hold replicas. A checkpoint is a folder
+Every tensor is saved once under its global name, however many ranks hold a replica of it. A checkpoint is a folder
 
     <run>/checkpoints/step-000320/    the tensors, run.json and tensors.json (manifest.py)
 
-that appears under this name only when it is complete (saver.py), and is read as a file that anyone may have written.
+that gets this name only when it is complete (save.py). Loading trusts nothing in it: the author may be anyone.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -24,41 +24,43 @@ from ..runtime.launch import Launch
 from .manifest import RUN_FILE, read_manifest, read_tensor_metadata, verify_checkpoint
 from .save import STEP_FOLDER
 
-_COEFFICIENTS = {"init_std", "sequence_loss", "z_loss", "mtp_weight"}  # of ModelConfig, without a say in the forward
+_TRAINING_OPTIONS = {"init_std", "sequence_loss", "z_loss", "mtp_weight"}  # no effect on the forward pass
 _UNKNOWN = "unknown"
+
+Value = TypeVar("Value")
 
 
 def find_checkpoint(path: str, warn: Callable[[str], None] | None = None) -> Path:
-    """The checkpoint at `path`, or the newest good one of the run at `path`.
+    """Return the checkpoint at `path`, or the newest intact one of the run at `path`.
 
-    Reads every file of it once, to compare checksums. Passes `warn` (default: stderr of the first local rank) a line
-    about each broken one that is newer. Raises ValueError, with the reasons, when there is no good one.
+    Reads every file once to verify its checksum. Calls `warn` (default: one line on stderr of the first local rank) for
+    each newer checkpoint that is broken. Raises ValueError, with the reasons, if there is no intact one.
     """
     given = Path(path)
     if (given / RUN_FILE).exists() or STEP_FOLDER.fullmatch(given.name):
-        if reason := _fault(given):
-            raise ValueError(f"{given} is broken: {reason}; {_advice(given)}")
+        if fault := _find_fault(given):
+            raise ValueError(f"{given} is broken: {fault}; {_suggest_other(given)}")
         return given
-    candidates = list_checkpoints(given / "checkpoints") or list_checkpoints(given)
     faults = []
-    for candidate in candidates:
-        if not (reason := _fault(candidate)):
-            for fault in faults:
-                (warn or _warn)(f"passed over {fault}")
-            return candidate
-        faults.append(f"{candidate}: {reason}")
+    for candidate in list_checkpoints(given / "checkpoints") or list_checkpoints(given):
+        if fault := _find_fault(candidate):
+            faults.append(f"{candidate}: {fault}")
+            continue
+        for fault in faults:
+            (warn or _warn)(f"skipped broken checkpoint {fault}")
+        return candidate
     if faults:
-        raise ValueError(f"no good checkpoint in {path}: {'; '.join(faults)}")
-    raise ValueError(f"no checkpoint in {path}: name the folder of a run, or a checkpoint in it")
+        raise ValueError(f"all checkpoints in {path} are broken: {'; '.join(faults)}")
+    raise ValueError(f"no checkpoint in {path}: give the folder of a run or of a checkpoint")
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, good or not, those of later steps first."""
+    """The checkpoints in a folder, newest first, broken ones included."""
     found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := STEP_FOLDER.fullmatch(path.name))]
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def _fault(checkpoint: Path) -> str:
+def _find_fault(checkpoint: Path) -> str:
     try:
         verify_checkpoint(checkpoint)
     except ValueError as error:
@@ -66,11 +68,11 @@ def _fault(checkpoint: Path) -> str:
     return ""
 
 
-def _advice(broken: Path) -> str:
+def _suggest_other(broken: Path) -> str:
     for other in list_checkpoints(broken.parent):
-        if other != broken and not _fault(other):
-            return f"the newest good one beside it is {other}"
-    return "there is no good one beside it"
+        if other != broken and not _find_fault(other):
+            return f"the newest intact checkpoint of this run is {other}"
+    return "this run has no intact checkpoint"
 
 
 def _warn(text: str) -> None:
@@ -79,10 +81,10 @@ def _warn(text: str) -> None:
 
 
 def check_model(checkpoint: Path, model: ModelConfig) -> int:
-    """Return the step of `checkpoint`. Raises ValueError if it is unreadable, or of a model other than `model`.
+    """Return the step of `checkpoint`. Raises ValueError if it is unreadable or holds a model other than `model`.
 
-    A choice that did not exist when it was saved counts as what is now the default. Choices that only say how to train,
-    or how to start, may differ.
+    An option that did not exist when the checkpoint was saved counts as its default. Options that only affect
+    initialization or the loss may differ.
     """
     saved = read_manifest(checkpoint)
     if found := model_differences(saved.model, model):
@@ -90,21 +92,22 @@ def check_model(checkpoint: Path, model: ModelConfig) -> int:
     return saved.step
 
 
-def model_differences(there: Mapping[str, Any], model: ModelConfig) -> list[str]:
-    """In what a saved model is another than `model`, in words."""
+def model_differences(saved: Mapping[str, Any], model: ModelConfig) -> list[str]:
+    """The options in which a saved model differs from `model`, one message each."""
     here, defaults = dataclasses.asdict(model), {field.name: field.default for field in dataclasses.fields(model)}
-    return [
-        f"{key} is {there.get(key, defaults.get(key, _UNKNOWN))!r} there and {here.get(key, _UNKNOWN)!r} here"
-        for key in [*here, *sorted(set(there) - set(here))]
-        if key not in _COEFFICIENTS and there.get(key, defaults.get(key, _UNKNOWN)) != here.get(key, _UNKNOWN)
-    ]
+    pairs = {
+        key: (saved.get(key, defaults.get(key, _UNKNOWN)), here.get(key, _UNKNOWN))
+        for key in [*here, *sorted(set(saved) - set(here))]
+        if key not in _TRAINING_OPTIONS
+    }
+    return [f"{key} was {then!r}, now {now!r}" for key, (then, now) in pairs.items() if then != now]
 
 
 def load_checkpoint(checkpoint: Path, state: Mapping[str, Tensor]) -> None:
-    """Load into `state` in place. Collective, where there are other ranks.
+    """Load into the tensors of `state` in place. Collective if torch.distributed is initialized.
 
-    Raises ValueError, on all ranks alike, for a tensor that the checkpoint lacks or has in another shape, for ranks
-    that would load different checkpoints, and for a file that holds anything but tensors.
+    Raises ValueError on all ranks if on any rank a tensor is missing, has another shape or is in a file that holds more
+    than tensors, or if the ranks found different checkpoints.
     """
     metadata, fault, checksum = None, "", 0
     try:
@@ -112,40 +115,46 @@ def load_checkpoint(checkpoint: Path, state: Mapping[str, Tensor]) -> None:
         _check_fit(checkpoint, state, metadata)
     except ValueError as error:
         fault = str(error)
-    verdicts: list[tuple[str, int]] = [(fault, checksum)]
-    if dist.is_initialized():
-        verdicts *= dist.get_world_size()
-        dist.all_gather_object(verdicts, (fault, checksum))
+    verdicts = gather_objects((fault, checksum))
     if faults := [fault for fault, _ in verdicts if fault]:
         raise ValueError(faults[0])
     if len(set(verdicts)) > 1:
-        raise ValueError(f"the ranks see different checkpoints as {checkpoint}: give --resume one that all can read")
+        raise ValueError(f"the ranks found different checkpoints at {checkpoint}: --resume needs a shared path")
     assert metadata is not None
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a process on its own is no mistake
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # loading in one process is fine
             dcp.load(dict(state), storage_reader=_Reader(checkpoint, metadata))
     except dcp.CheckpointException as error:
         rank, (reason, _) = min(error.failures.items())
         raise ValueError(f"cannot load {checkpoint}: rank {rank}: {str(reason).strip().splitlines()[0]}") from None
 
 
+def gather_objects(mine: Value) -> list[Value]:
+    """`mine` of every rank; of this process alone if torch.distributed is not initialized."""
+    gathered = [mine]
+    if dist.is_initialized():
+        gathered *= dist.get_world_size()
+        dist.all_gather_object(gathered, mine)
+    return gathered
+
+
 def _check_fit(checkpoint: Path, state: Mapping[str, Tensor], metadata: dcp.Metadata) -> None:
     saved = metadata.state_dict_metadata
-    if lacking := sorted(set(state) - set(saved)):
+    if missing := sorted(set(state) - set(saved)):
         raise ValueError(
-            f"{checkpoint} lacks {lacking[0]}{f' and {len(lacking) - 1} more' if len(lacking) > 1 else ''}; "
-            "experts of your own can change their number of ranks only if their parameters stack experts first"
+            f"{checkpoint} has no {missing[0]}{f', and {len(missing) - 1} more' if len(missing) > 1 else ''}; custom "
+            "experts can change their number of ranks only if the first dimension of their parameters is the expert"
         )
     for name, tensor in state.items():
         described = saved[name]
         assert isinstance(described, TensorStorageMetadata)
         if described.size != tensor.shape:
-            raise ValueError(f"{checkpoint} has {name} as {list(described.size)}, not as {list(tensor.shape)}")
+            raise ValueError(f"{checkpoint}: {name} has shape {list(described.size)}, expected {list(tensor.shape)}")
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads tensors where `metadata` says they are, with torch.load(weights_only=True), and never opens `.metadata`."""
+    """Reads tensors as `metadata` describes, with torch.load(weights_only=True), and never opens `.metadata`."""
 
     def __init__(self, checkpoint: Path, metadata: dcp.Metadata):
         super().__init__(checkpoint)

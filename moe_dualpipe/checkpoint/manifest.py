@@ -1,11 +1,11 @@
-"""What a checkpoint says of its own files, as JSON, and whether that is true.
+"""The description of a checkpoint's files in JSON, and the check that the files match it.
 
-torch.distributed.checkpoint describes its tensors in a pickle, `.metadata`, and reading a pickle runs whatever its
-author wrote into it. So a checkpoint says the same in JSON, each field checked before use, and `.metadata` is only kept
-for other tools: this project never opens it. Checksums find broken files, not forged ones; nothing here needs trust.
+torch.distributed.checkpoint describes its tensors in a pickle, `.metadata`. Loading a pickle runs any code that its
+author put there, so a checkpoint repeats the description in JSON. This project reads only the JSON, checking every
+field, and writes `.metadata` for other tools. The checksums detect damage, not forgery; no safety depends on them.
 
-    run.json        step, model, size and CRC-32 of every other file, and a CRC-32 of all this
-    tensors.json    global name -> dtype, shape, and the place of its bytes: file, offset, length
+    run.json        step, model, size and CRC-32 of every other file, and a CRC-32 of all of these fields
+    tensors.json    global name -> dtype, shape, and the position of the bytes: file, offset, length
 """
 
 import json
@@ -29,9 +29,9 @@ from torch.distributed.checkpoint.metadata import (
 
 RUN_FILE, TENSORS_FILE = "run.json", "tensors.json"
 
-_FILE_NAME = re.compile(r"[\w.-]{1,200}", re.ASCII)  # no separator: a name never leaves the checkpoint's folder
-_MOST_BYTES = 2**28  # of JSON: a million tensors have a fifth of this
-_BLOCK = 2**22
+_FILE_NAME = re.compile(r"[\w.-]{1,200}", re.ASCII)  # no path separator: stays in the checkpoint's folder
+_MAX_JSON_BYTES = 2**28  # a million tensors need a fifth of this
+_BLOCK = 2**22  # bytes read at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class FileChecksum:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The contents of run.json; two checkpoints with the same `checksum` are the same."""
+    """The contents of run.json. Equal checksums mean equal checkpoints."""
 
     step: int
     model: dict[str, Any]
@@ -62,11 +62,11 @@ class Manifest:
         return json.dumps({**asdict(self), "checksum": self.checksum}, indent=2).encode()
 
 
-# ---- Reading, which trusts nothing ----
+# ---- Reading: no field is trusted ----
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """run.json of a checkpoint. Raises ValueError if it is not one, or not as it was written."""
+    """Read run.json of a checkpoint. Raises ValueError if it is missing, invalid or damaged."""
     saved = _read_json(checkpoint / RUN_FILE)
     try:
         files = {
@@ -78,18 +78,18 @@ def read_manifest(checkpoint: Path) -> Manifest:
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"cannot read {checkpoint / RUN_FILE}: {_reason(error)}") from None
     if bad := [name for name in files if not _is_file_name(name)]:
-        raise ValueError(f"cannot read {checkpoint / RUN_FILE}: {bad[0][:200]!r} is no name of a file beside it")
+        raise ValueError(f"cannot read {checkpoint / RUN_FILE}: {bad[0][:200]!r} is not a valid file name")
     if TENSORS_FILE not in files:
         raise ValueError(f"cannot read {checkpoint / RUN_FILE}: it does not list {TENSORS_FILE}")
     if checksum != manifest.checksum:
-        raise ValueError(f"cannot read {checkpoint / RUN_FILE}: it is not as it was written, by its checksum")
+        raise ValueError(f"cannot read {checkpoint / RUN_FILE}: its checksum does not match")
     return manifest
 
 
 def verify_checkpoint(checkpoint: Path) -> Manifest:
-    """Compare every file of a checkpoint with run.json. Raises ValueError that names the first one that differs.
+    """Compare every file of a checkpoint with run.json. Raises ValueError, naming the first file that differs.
 
-    Reads everything once, at the speed of the disk or of CRC-32 (1 GB/s or more), whichever is slower.
+    Reads all files once, at the speed of the disk or of CRC-32 (1 GB/s or more), whichever is slower.
     """
     manifest = read_manifest(checkpoint)
     try:
@@ -98,19 +98,19 @@ def verify_checkpoint(checkpoint: Path) -> Manifest:
             if not path.is_file():
                 raise ValueError(f"{name} is missing")
             if (length := path.stat().st_size) != expected.length:
-                raise ValueError(f"{name} has {length:,} bytes, not the {expected.length:,} that were written")
+                raise ValueError(f"{name} has {length:,} bytes, expected {expected.length:,}")
             if _crc32(path) != expected.crc32:
-                raise ValueError(f"{name} is not as it was written, by its checksum")
+                raise ValueError(f"{name} does not match its checksum")
     except OSError as error:
         raise ValueError(f"{error.filename}: {error.strerror}") from None
     return manifest
 
 
 def read_tensor_metadata(checkpoint: Path) -> dcp.Metadata:
-    """Where each tensor of a checkpoint is. Raises ValueError for anything but tensors in files of its folder."""
+    """Read tensors.json: the position of each tensor. Raises ValueError if an entry is not a tensor in this folder."""
     saved = _read_json(checkpoint / TENSORS_FILE)
     try:
-        entries = {name: _entry(entry) for name, entry in saved.items()}
+        entries = {name: _parse_entry(entry) for name, entry in saved.items()}
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"cannot read {checkpoint / TENSORS_FILE}: {_reason(error)}") from None
     described, stored = {}, {}
@@ -121,16 +121,16 @@ def read_tensor_metadata(checkpoint: Path) -> dcp.Metadata:
     return dcp.Metadata(described, storage_data=stored)
 
 
-def _entry(saved: Any) -> tuple[torch.dtype, torch.Size, _StorageInfo]:
+def _parse_entry(saved: Any) -> tuple[torch.dtype, torch.Size, _StorageInfo]:
     dtype = getattr(torch, str(saved["dtype"]), None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{str(saved['dtype'])[:200]!r} is no dtype")
+        raise ValueError(f"{str(saved['dtype'])[:200]!r} is not a dtype")
     shape = torch.Size([_count(size) for size in saved["shape"]])
     file, offset, length = saved["file"], _count(saved["offset"]), _count(saved["length"])
     if not _is_file_name(file):
-        raise ValueError(f"{str(file)[:200]!r} is no name of a file beside it")
+        raise ValueError(f"{str(file)[:200]!r} is not a valid file name")
     if length < math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{length} bytes cannot hold {list(shape)} in {dtype}")
+        raise ValueError(f"{length} bytes cannot hold shape {list(shape)} in {dtype}")
     return dtype, shape, _StorageInfo(file, offset, length)
 
 
@@ -140,18 +140,18 @@ def _is_file_name(name: Any) -> bool:
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**62:
-        raise ValueError(f"{str(value)[:200]!r} is no count")
+        raise ValueError(f"{str(value)[:200]!r} is not a valid count")
     return value
 
 
 def _read_json(path: Path) -> Any:
     try:
         if path.exists() and not path.is_file():
-            raise ValueError("it is no file")
+            raise ValueError("it is not a file")
         with path.open("rb") as file:
-            data = file.read(_MOST_BYTES + 1)
-        if len(data) > _MOST_BYTES:
-            raise ValueError(f"it has more than {_MOST_BYTES:,} bytes")
+            data = file.read(_MAX_JSON_BYTES + 1)
+        if len(data) > _MAX_JSON_BYTES:
+            raise ValueError(f"it has more than {_MAX_JSON_BYTES:,} bytes")
         return json.loads(data)
     except (ValueError, RecursionError, OSError) as error:
         raise ValueError(f"cannot read {path}: {_reason(error)}") from None
@@ -175,7 +175,7 @@ def _crc32(path: Path) -> int:
 
 
 def encode_tensors(metadata: dcp.Metadata, places: Mapping[MetadataIndex, _StorageInfo]) -> bytes:
-    """tensors.json, from what torch.distributed.checkpoint says it has written, and where: whole tensors only."""
+    """The contents of tensors.json, from what torch.distributed.checkpoint wrote. Each tensor must be one chunk."""
     table: dict[str, Mapping[str, Any]] = {}
     for name, described in metadata.state_dict_metadata.items():
         assert isinstance(described, TensorStorageMetadata), name

@@ -1,9 +1,9 @@
-"""Writing a checkpoint: all of it or nothing, while training goes on.
+"""Write checkpoints completely or not at all, while training continues.
 
-Training waits only for a copy of the state in main memory; a thread writes it, talking to the other ranks' threads in
-a gloo group of its own, so that its collectives never meet the trainer's. The folder gets its final name when every
-byte is on the disk. A rank that cannot write (a full disk) makes the save fail on all ranks alike, and harms nothing
-else. The price is main memory for one copy of the rank's weights and moments.
+Training waits only for a copy of the state in host memory. A thread writes the copy and talks to the threads of other
+ranks over a separate gloo group, so its collectives never mix with those of training. The folder gets its final name
+after all bytes are on disk. If one rank cannot write (disk full), the save fails on all ranks, and training goes on.
+The cost is host memory for one copy of the rank's weights and optimizer state.
 """
 
 import dataclasses
@@ -36,12 +36,12 @@ STEP_FOLDER = re.compile(r"step-(\d+)")
 
 
 class SaveError(OSError):
-    """A checkpoint could not be written; raised on all ranks alike, with the ranks that failed and why."""
+    """A checkpoint could not be written. Raised on all ranks; the message says which ranks failed and why."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SaveResult:
-    """How a save ended: `error` is empty, or says which ranks failed and why."""
+    """The result of a save. `error` is empty, or says which ranks failed and why."""
 
     step: int
     path: Path
@@ -49,7 +49,7 @@ class SaveResult:
 
 
 class Saver:
-    """Writes the checkpoints of a run, one at a time, in the background. Collective, like all its methods but poll."""
+    """Writes the checkpoints of a run in the background, one at a time. All methods but `poll` are collective."""
 
     def __init__(
         self,
@@ -58,10 +58,10 @@ class Saver:
         keep: int,
         timeout: float,
         background: bool = True,
-        alive: Callable[[], object] = lambda: None,
+        on_wait: Callable[[], object] = lambda: None,
     ):
-        """alive: called once a second by whoever waits for a save, which may take as long as the disk does."""
-        self.run, self.model, self.keep, self.background, self.alive = run, model, keep, background, alive
+        """background: if False, `start` waits for the save. on_wait: called every second while waiting for the disk."""
+        self.run, self.model, self.keep, self.background, self.on_wait = run, model, keep, background, on_wait
         group = create_group(backend="gloo", timeout=timeout)
         assert group is not None
         self._group = group
@@ -73,7 +73,7 @@ class Saver:
         return self._pending is not None and not self._pending.done()
 
     def start(self, step: int, state: Mapping[str, Tensor], extra: Mapping[str, bytes] | None = None) -> None:
-        """Copy `state` and write the copy as the checkpoint after `step` updates. Call `wait` or `poll` before."""
+        """Start saving a copy of `state` as the checkpoint of `step`. First call `wait` or `poll` for the last save."""
         assert self._pending is None
         if self.background:
             state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
@@ -82,7 +82,7 @@ class Saver:
             self._finish(self._pending)
 
     def wait(self) -> SaveResult | None:
-        """How the save ended that was started, once it has; None when there is none that was not told of already."""
+        """Wait for the last save and return its result, once; None if it was returned before."""
         pending, self._pending = self._pending, None
         if pending is None:
             return None
@@ -91,14 +91,14 @@ class Saver:
 
     def _finish(self, pending: Future[SaveResult]) -> None:
         while futures.wait([pending], timeout=1.0).not_done:
-            self.alive()
+            self.on_wait()
 
     def poll(self) -> SaveResult | None:
-        """As `wait`, but None also while a save is on its way."""
+        """Like `wait`, but returns None while a save is running."""
         return None if self.busy else self.wait()
 
     def close(self) -> None:
-        """Finish what was started. Raises nothing even if that fails, as an error is often why it is called."""
+        """Finish the last save. Never raises, because it often runs while another error is handled."""
         with suppress(Exception):
             saved = self.wait()
             if saved and saved.error and dist.get_rank() == 0:
@@ -126,25 +126,25 @@ def save_checkpoint(
     keep: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Save `state`, by global names, as the checkpoint after `step` updates. Collective over `group`.
+    """Save `state` (global name -> tensor) as the checkpoint after `step` updates. Collective over `group`.
 
-    extra: more files for the checkpoint's folder, name -> contents; rank 0's are taken. keep: remove all but the last
-    so many checkpoints, this one included, once it is complete; 0: none. Raises SaveError on all ranks alike if any
-    could not write; then the checkpoints from before are all there, and nothing else.
+    extra: more files for the folder, name -> contents; those of rank 0 are written. keep: afterwards remove all but the
+    last `keep` checkpoints, counting this one; 0 keeps all. Raises SaveError on all ranks if any rank could not write;
+    then the earlier checkpoints are unchanged and nothing is left of this one.
     """
     final = checkpoint_folder(run, step)
     unfinished = _unfinished(final)
-    leader, files = dist.get_rank(group) == 0, _SummedFiles()
+    leader, files = dist.get_rank(group) == 0, _ChecksumFiles()
     try:
-        _alike(lambda: _make_room(unfinished) if leader else None, group)
+        _run_on_all(lambda: _make_folder(unfinished) if leader else None, group)
         writer = _Writer(unfinished, files)
         dcp.save(dict(state), storage_writer=writer, process_group=group)
-        sums = {name: sum for of_rank in _alike(lambda: files.sums, group) for name, sum in of_rank.items()}
-        manifest = Manifest(step, dataclasses.asdict(model), sums)
-        _alike(
-            lambda: _complete(final, manifest, {**(extra or {}), TENSORS_FILE: writer.tensors}) if leader else None,
-            group,
-        )
+        checksums: dict[str, FileChecksum] = {}
+        for of_rank in _run_on_all(lambda: files.checksums, group):
+            checksums |= of_rank
+        manifest = Manifest(step, dataclasses.asdict(model), checksums)
+        more = {**(extra or {}), TENSORS_FILE: writer.tensors}
+        _run_on_all(lambda: _complete(final, manifest, more) if leader else None, group)
     except (dcp.CheckpointException, SaveError) as error:
         if leader:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -156,18 +156,18 @@ def save_checkpoint(
     return final
 
 
-def _alike(part: Callable[[], Result], group: dist.ProcessGroup | None) -> list[Result]:
-    """`part()` of every rank. Raises SaveError on all of them if it raised anything on any."""
+def _run_on_all(action: Callable[[], Result], group: dist.ProcessGroup | None) -> list[Result]:
+    """Run `action` and return the results of all ranks. Raises SaveError on all ranks if it raised on any."""
     mine: tuple[Any, str]
     try:
-        mine = part(), ""
+        mine = action(), ""
     except Exception as error:
         mine = None, str(error) or type(error).__name__
-    everyones: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyones, mine, group=group)
-    if failed := [f"rank {rank}: {error}" for rank, (_, error) in enumerate(everyones) if error]:
+    outcomes: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(outcomes, mine, group=group)
+    if failed := [f"rank {rank}: {error}" for rank, (_, error) in enumerate(outcomes) if error]:
         raise SaveError("; ".join(failed))
-    return [result for result, _ in everyones]
+    return [result for result, _ in outcomes]
 
 
 def _reasons(error: BaseException) -> str:
@@ -176,29 +176,29 @@ def _reasons(error: BaseException) -> str:
     return str(error)
 
 
-# ---- What the leader does with folders ----
+# ---- Folders: only rank 0 of the group calls these ----
 
 
 def _unfinished(final: Path) -> Path:
     return final.with_name(f".{final.name}.unfinished")
 
 
-def _make_room(unfinished: Path) -> None:
+def _make_folder(unfinished: Path) -> None:
     unfinished.parent.mkdir(parents=True, exist_ok=True)
-    for remnant in unfinished.parent.glob(".step-*"):  # of this run, when it was killed
+    for remnant in unfinished.parent.glob(".step-*"):  # left behind if the run was killed
         shutil.rmtree(remnant, ignore_errors=True)
     unfinished.mkdir()
 
 
 def _complete(final: Path, manifest: Manifest, contents: Mapping[str, bytes]) -> None:
-    """Write the last files, run.json last of all, and give the folder its name when all is on the disk."""
+    """Write the last files, ending with run.json. Rename the folder when everything is on disk."""
     unfinished = _unfinished(final)
     for name, data in contents.items():
         _write_synced(unfinished / name, data)
-    sums = {**manifest.files, **{name: FileChecksum.of(data) for name, data in contents.items()}}
-    _write_synced(unfinished / RUN_FILE, dataclasses.replace(manifest, files=sums).encode())
+    checksums = {**manifest.files, **{name: FileChecksum.of(data) for name, data in contents.items()}}
+    _write_synced(unfinished / RUN_FILE, dataclasses.replace(manifest, files=checksums).encode())
     _sync_folder(unfinished)
-    if final.exists():  # saved again: a name cannot be taken over by a folder in one move
+    if final.exists():  # saved before: a rename cannot replace a folder that is not empty
         final.rename(removed := final.with_name(f".{final.name}.removed"))
         unfinished.rename(final)
         shutil.rmtree(removed, ignore_errors=True)
@@ -208,11 +208,13 @@ def _complete(final: Path, manifest: Manifest, contents: Mapping[str, bytes]) ->
 
 
 def _remove_old(newest: Path, keep: int) -> None:
-    """Keep `newest` and the `keep - 1` checkpoints before it; later ones, of a run that went on elsewhere, stay too."""
+    """Keep `newest`, the `keep - 1` checkpoints before it, and later ones, which belong to another run."""
     steps = {int(match[1]): path for path in newest.parent.iterdir() if (match := STEP_FOLDER.fullmatch(path.name))}
-    upto = int(newest.name.removeprefix("step-"))
-    for step in sorted(step for step in steps if step <= upto)[:-keep]:
-        removed = steps[step].with_name(f".{steps[step].name}.removed")  # half a checkpoint must not look like one
+    last = int(newest.name.removeprefix("step-"))
+    for step in sorted(step for step in steps if step <= last)[:-keep]:
+        removed = steps[step].with_name(
+            f".{steps[step].name}.removed"
+        )  # never leave part of a checkpoint under its name
         with suppress(OSError):
             steps[step].rename(removed)
             shutil.rmtree(removed, ignore_errors=True)
@@ -233,11 +235,11 @@ def _sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-# ---- Files that know their checksums ----
+# ---- Files that compute their checksums ----
 
 
-class _SummedFile(io.BufferedWriter):
-    """A file that sums what is written, and remembers why it could not be: torch.save hides that."""
+class _ChecksumFile(io.BufferedWriter):
+    """A file that computes its checksum while it is written, and keeps the OSError that torch.save would hide."""
 
     length: int = 0
     crc32: int = 0
@@ -253,32 +255,32 @@ class _SummedFile(io.BufferedWriter):
         return written
 
 
-class _SummedFiles(FileSystem):
-    """What a rank writes, and the sums of that, by file name."""
+class _ChecksumFiles(FileSystem):
+    """The files that this rank writes, with their checksums by file name."""
 
     def __init__(self) -> None:
-        self.sums: dict[str, FileChecksum] = {}
+        self.checksums: dict[str, FileChecksum] = {}
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:  # type: ignore[override]
         assert mode == "wb"
-        with _SummedFile(io.FileIO(path, "w")) as stream:
+        with _ChecksumFile(io.FileIO(path, "w")) as stream:
             try:
                 yield stream
             except RuntimeError as error:
                 raise stream.error or error from None
-            self.sums[Path(path).name] = FileChecksum(stream.length, stream.crc32)
+            self.checksums[Path(path).name] = FileChecksum(stream.length, stream.crc32)
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
         super().rename(path, new_path)
-        self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
+        self.checksums[Path(new_path).name] = self.checksums.pop(Path(path).name)
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Writes through `files`; on the leader `tensors` becomes the contents of tensors.json."""
+    """Writes through `files`. On rank 0, `tensors` becomes the contents of tensors.json."""
 
-    def __init__(self, folder: Path, files: _SummedFiles):
-        # No copying ahead: it would use the current device of this thread, which is always the first GPU.
+    def __init__(self, folder: Path, files: _ChecksumFiles):
+        # No copy-ahead: it would use the current device of this thread, which is always the first GPU.
         super().__init__(folder, per_thread_copy_ahead=0, sync_files=True)
         self.fs = files
         self.tensors = b""

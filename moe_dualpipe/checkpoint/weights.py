@@ -1,12 +1,12 @@
-"""Weights without their run: a checkpoint's as a model, and as safetensors, which can be given away.
+"""The weights of a checkpoint without its run: as a model, or exported as safetensors to share.
 
-A checkpoint holds moments and masters, and is divided among files. An exported folder holds the fp32 weights alone,
+A checkpoint also holds optimizer moments and master weights, and is split among files. An exported folder holds only
 
-    model.safetensors    the weights, by the checkpoint's global names
-    config.json          what the model is, with `model_type` "moe-dualpipe"
-    tokenizer.json       if it has one other than bytes
+    model.safetensors    the fp32 weights, under the checkpoint's global names
+    config.json          the model, with `model_type` "moe-dualpipe"
+    tokenizer.json       unless the tokenizer is bytes
 
-and neither format can do anything but hold numbers, whoever wrote it.
+Neither format can run code when it is loaded.
 """
 
 import dataclasses
@@ -16,24 +16,23 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..data import TOKENIZER_FILE
 from ..expert_parallel.parameters import expert_ids, global_tensors
 from ..models import ModelConfig, TransformerStage, build_model
-from .load import load_checkpoint, model_differences
+from .load import gather_objects, load_checkpoint, model_differences
 from .manifest import read_manifest
 
 WEIGHTS_FILE, CONFIG_FILE, MODEL_TYPE = "model.safetensors", "config.json", "moe-dualpipe"
-_MODEL = "model."  # what weights are called in a checkpoint begins with it
+_PREFIX = "model."  # of the names of weights in a checkpoint
 
 
 def load_model(checkpoint: Path, experts: str = "swiglu") -> TransformerStage:
-    """The model of a checkpoint, whole, in fp32.
+    """Build the whole model of a checkpoint in fp32.
 
-    Raises ValueError for one that cannot be read, or has experts other than `experts`: a class that a checkpoint names
-    is not imported unless the user names it, too.
+    Raises ValueError if the checkpoint is unreadable or has experts other than `experts`. A checkpoint never decides
+    which class is imported: the user must name it.
     """
     try:
         config = ModelConfig(**read_manifest(checkpoint).model)
@@ -42,15 +41,15 @@ def load_model(checkpoint: Path, experts: str = "swiglu") -> TransformerStage:
     if config.experts != experts:
         raise ValueError(
             f"{checkpoint} has experts {config.experts!r}, not {experts!r}: "
-            f"if you trust them, say so with --experts {config.experts}"
+            f"if you trust this class, use --experts {config.experts}"
         )
     model = build_model(config)
-    load_checkpoint(checkpoint, {_MODEL + name: tensor for name, tensor in global_weights(model).items()})
+    load_checkpoint(checkpoint, {_PREFIX + name: tensor for name, tensor in global_weights(model).items()})
     return model
 
 
 def global_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The weights of a whole model by global names, as views."""
+    """The weights of a whole model by global name, as views."""
     ids = expert_ids(model)
     return {
         global_name: view
@@ -60,14 +59,14 @@ def global_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def export_weights(checkpoint: Path, folder: Path, experts: str = "swiglu") -> int:
-    """Write the weights of a checkpoint into a new folder; returns how many numbers. Needs memory for all of them.
+    """Write the weights of a checkpoint into a new folder; returns their number of elements. Needs twice their memory.
 
-    Raises ValueError for a checkpoint that cannot be read, and where the folder exists.
+    Raises ValueError if the checkpoint is unreadable or if `folder` exists.
     """
     from safetensors.torch import save_file
 
     if folder.exists():
-        raise ValueError(f"{folder} exists already: choose a folder that does not")
+        raise ValueError(f"{folder} already exists: choose another folder")
     model = load_model(checkpoint, experts)
     weights = {name: tensor.contiguous().clone() for name, tensor in global_weights(model).items()}
     folder.mkdir(parents=True)
@@ -80,7 +79,7 @@ def export_weights(checkpoint: Path, folder: Path, experts: str = "swiglu") -> i
 
 
 def check_weights(folder: Path, model: ModelConfig) -> None:
-    """Raises ValueError unless `folder` is an exported one, of `model`."""
+    """Raise ValueError unless `folder` is an export of `model`."""
     if not (folder / WEIGHTS_FILE).is_file() or not (folder / CONFIG_FILE).is_file():
         raise ValueError(f"--weights {folder} must hold {WEIGHTS_FILE} and {CONFIG_FILE} from moe-dualpipe export")
     try:
@@ -88,43 +87,38 @@ def check_weights(folder: Path, model: ModelConfig) -> None:
     except (ValueError, OSError) as error:
         raise ValueError(f"cannot read {folder / CONFIG_FILE}: {error}") from None
     if not isinstance(saved, dict) or saved.pop("model_type", None) != MODEL_TYPE:
-        raise ValueError(f"{folder / CONFIG_FILE} is not of a model that moe-dualpipe export wrote")
+        raise ValueError(f"{folder / CONFIG_FILE} was not written by moe-dualpipe export")
     if differences := model_differences(saved, model):
         raise ValueError(f"{folder} holds another model: {'; '.join(differences)}")
 
 
 def load_weights(folder: Path, state: Mapping[str, Tensor]) -> None:
-    """Load into what of `state` are weights, in place, reading no more of the file than that. Collective.
+    """Load the weights among `state` in place; reads only these from the file. Collective.
 
-    Raises ValueError, on all ranks alike, for a file that is broken, lacks one of them, or has it in another shape.
+    Raises ValueError on all ranks if the file is broken, or if on any rank a weight is missing or has another shape.
     """
     fault = ""
     try:
-        _load(folder, state)
+        _load(folder, {name.removeprefix(_PREFIX): t for name, t in state.items() if name.startswith(_PREFIX)})
     except ValueError as error:
         fault = str(error)
-    faults = [fault]
-    if dist.is_initialized():  # one rank alone may miss a weight
-        faults *= dist.get_world_size()
-        dist.all_gather_object(faults, fault)
-    if found := [fault for fault in faults if fault]:
-        raise ValueError(found[0])
+    if faults := [fault for fault in gather_objects(fault) if fault]:  # a weight may be missing on one rank only
+        raise ValueError(faults[0])
 
 
 @torch.no_grad()
-def _load(folder: Path, state: Mapping[str, Tensor]) -> None:
+def _load(folder: Path, weights: Mapping[str, Tensor]) -> None:
     from safetensors import SafetensorError, safe_open
 
-    wanted = {name.removeprefix(_MODEL): tensor for name, tensor in state.items() if name.startswith(_MODEL)}
+    path = folder / WEIGHTS_FILE
     try:
-        with safe_open(folder / WEIGHTS_FILE, "pt") as file:
-            there = set(file.keys())
-            if lacking := sorted(set(wanted) - there):
-                raise ValueError(f"{folder / WEIGHTS_FILE} lacks {lacking[0]}, and {len(lacking) - 1} more")
-            for name, tensor in wanted.items():
+        with safe_open(path, "pt") as file:
+            if missing := sorted(set(weights) - set(file.keys())):
+                raise ValueError(f"{path} has no {missing[0]}{f', and {len(missing) - 1} more' * (len(missing) > 1)}")
+            for name, tensor in weights.items():
                 shape = file.get_slice(name).get_shape()
                 if shape != [*tensor.shape]:
-                    raise ValueError(f"{folder / WEIGHTS_FILE} has {name} as {shape}, not as {[*tensor.shape]}")
+                    raise ValueError(f"{path}: {name} has shape {shape}, expected {[*tensor.shape]}")
                 tensor.copy_(file.get_tensor(name))
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"cannot read {folder / WEIGHTS_FILE}: {error}") from None
+        raise ValueError(f"cannot read {path}: {error}") from None

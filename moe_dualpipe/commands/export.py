@@ -1,4 +1,4 @@
-"""`moe-dualpipe export`: the weights of a run, without what only training needs."""
+"""`moe-dualpipe export`: write the weights of a run as safetensors."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,14 +8,14 @@ from tyro.conf import Positional
 
 @dataclass(frozen=True)
 class Export:
-    """Write the weights of a checkpoint as safetensors: to start other runs from (train.py --weights), to give away."""
+    """Write the weights of a checkpoint as safetensors, to share or to start another run (train.py --weights)."""
 
     run_or_checkpoint: Positional[str]
-    """A run's folder, for its newest checkpoint, or one checkpoint in it."""
+    """Folder of a run (its newest checkpoint is used) or of a checkpoint."""
     out: Path
     """Folder to write; it must not exist."""
     experts: str = "swiglu"
-    """Expert layer of your own, "module:Class": a checkpoint that has one cannot choose what is imported."""
+    """Custom expert layer of the checkpoint, "module:Class". Required, so that a checkpoint cannot import code."""
 
     def run(self) -> None:
         from ..checkpoint import WEIGHTS_FILE, export_weights, find_checkpoint
@@ -23,4 +23,4 @@ class Export:
         found = find_checkpoint(self.run_or_checkpoint)
         count = export_weights(found, self.out, self.experts)
         size = (self.out / WEIGHTS_FILE).stat().st_size
-        print(f"{found} -> {self.out}: {count / 1e6:.2f} M numbers in fp32, {size / 1e6:.1f} MB")
+        print(f"{found} -> {self.out}: {count / 1e6:.2f} M parameters in fp32, {size / 1e6:.1f} MB")

@@ -136,7 +136,7 @@ def truncate(path):
 DAMAGES = {
     "truncated": (lambda c: truncate(c / "__1_0.distcp"), "__1_0.distcp has 3,"),
     "longer": (lambda c: (c / "__0_0.distcp").open("ab").write(b"x"), "__0_0.distcp has "),
-    "flipped": (lambda c: flip_bit(c / "__1_0.distcp", 1000), "__1_0.distcp is not as it was written"),
+    "flipped": (lambda c: flip_bit(c / "__1_0.distcp", 1000), "__1_0.distcp does not match its checksum"),
     "lost": (lambda c: (c / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
     "a lost file beside": (lambda c: (c / "tokens.txt").unlink(), "tokens.txt is missing"),
     "a folder": (lambda c: [(c / "tokens.txt").unlink(), (c / "tokens.txt").mkdir()], "tokens.txt is missing"),
@@ -144,7 +144,7 @@ DAMAGES = {
     "an empty run.json": (lambda c: (c / "run.json").write_bytes(b""), "cannot read run.json: Expecting value"),
     "another step": (
         lambda c: (c / "run.json").write_text((c / "run.json").read_text().replace('"step": 9', '"step": 8')),
-        "cannot read run.json: it is not as it was written",
+        "cannot read run.json: its checksum does not match",
     ),
     "garbage": (lambda c: [path.unlink() for path in c.iterdir()], "cannot read run.json: No such file"),
 }  # fmt: skip
@@ -158,19 +158,21 @@ def test_a_broken_checkpoint_is_named_and_the_newest_good_one_is_used(run, damag
     found = find_checkpoint(str(run), told.append)
     assert contents(found) == 5
     (line,) = told
-    assert line.startswith(f"passed over {newest(run)}: {reason}")
+    assert line.startswith(f"skipped broken checkpoint {newest(run)}: {reason}")
     with pytest.raises(ValueError) as error:
         find_checkpoint(str(newest(run)))
     assert str(error.value).startswith(f"{newest(run)} is broken: {reason}")
-    assert str(error.value).endswith(f"; the newest good one beside it is {found}")
+    assert str(error.value).endswith(f"; the newest intact checkpoint of this run is {found}")
 
 
 def test_no_good_checkpoint_is_an_error_that_names_all(run):
     for path in (run / "checkpoints").iterdir():
         truncate(path / "__0_0.distcp")
-    with pytest.raises(ValueError, match=r"no good checkpoint in .*step-000009: __0_0.*step-000005: .*step-000003: "):
+    with pytest.raises(
+        ValueError, match=r"all checkpoints in .* are broken: .*step-000009: __0_0.*step-000005: .*step-000003: "
+    ):
         find_checkpoint(str(run))
-    with pytest.raises(ValueError, match=r"is broken: .*; there is no good one beside it"):
+    with pytest.raises(ValueError, match=r"is broken: .*; this run has no intact checkpoint"):
         find_checkpoint(str(newest(run)))
 
 
@@ -180,19 +182,19 @@ def test_every_flipped_bit_is_found(run):
         whole = path.read_bytes()
         for _ in range(12):
             flip_bit(path, chance.randrange(len(whole)), chance.randrange(8))
-            with pytest.raises(ValueError, match=r"run\.json|is not as it was written"):
+            with pytest.raises(ValueError, match=r"run\.json|does not match its checksum"):
                 verify_checkpoint(newest(run))
             path.write_bytes(whole)
     assert verify_checkpoint(newest(run)).step == 9
 
 
 def load_own(rank, folders):
-    with pytest.raises(ValueError, match="the ranks see different checkpoints"):
+    with pytest.raises(ValueError, match="the ranks found different checkpoints"):
         load_checkpoint(folders[rank], state_of(rank, 0))
     lacking = {f"missing{rank}": torch.zeros(1)} if rank else {}
-    with pytest.raises(ValueError, match="lacks missing1"):  # on the rank that misses nothing, too
+    with pytest.raises(ValueError, match="has no missing1"):  # on the rank that misses nothing, too
         load_checkpoint(folders[0], state_of(rank, 0) | lacking)
-    with pytest.raises(ValueError, match=r"has rank1 as \[1, 8\], not as \[2, 4\]"):
+    with pytest.raises(ValueError, match=r": rank1 has shape \[1, 8\], expected \[2, 4\]"):
         load_checkpoint(folders[0], {"rank1": torch.zeros(2, 4)})
     load_checkpoint(folders[0], state := state_of(rank, 0))
     return int(state["both"][0, 0, 0])
@@ -304,22 +306,22 @@ def test_a_name_beside_is_fine_and_no_checksum_stops_the_bombs(run):
 
 
 def test_a_huge_run_json_is_not_read(run, monkeypatch):
-    monkeypatch.setattr(manifest, "_MOST_BYTES", 1000)
+    monkeypatch.setattr(manifest, "_MAX_JSON_BYTES", 1000)
     with pytest.raises(ValueError, match=r"run\.json: it has more than 1,000 bytes"):
         read_manifest(newest(run))
 
 
 @pytest.mark.parametrize("change,message", [
-    ({"file": "../step-000005/__0_0.distcp"}, "is no name of a file beside it"),
-    ({"file": "/etc/passwd"}, "is no name of a file beside it"),
-    ({"file": 3}, "is no name of a file beside it"),
-    ({"dtype": "save"}, "'save' is no dtype"),
-    ({"dtype": "nn.Module"}, "is no dtype"),
-    ({"shape": [-1]}, "is no count"),
+    ({"file": "../step-000005/__0_0.distcp"}, "is not a valid file name"),
+    ({"file": "/etc/passwd"}, "is not a valid file name"),
+    ({"file": 3}, "is not a valid file name"),
+    ({"dtype": "save"}, "'save' is not a dtype"),
+    ({"dtype": "nn.Module"}, "is not a dtype"),
+    ({"shape": [-1]}, "is not a valid count"),
     ({"shape": [2**40, 2**40]}, "bytes cannot hold"),
     ({"shape": 5}, "not iterable"),
     ({"length": 1}, "1 bytes cannot hold"),
-    ({"offset": None}, "is no count"),
+    ({"offset": None}, "is not a valid count"),
 ], ids=str)  # fmt: skip
 def test_a_hostile_table_of_tensors_is_refused(run, change, message):
     write_json(newest(run) / "tensors.json", lambda saved: {**saved, "both": {**saved["both"], **change}}, False)
@@ -336,7 +338,7 @@ class FullDisk:
 
     def __init__(self, monkeypatch):
         self.room = 0
-        write = save_module._SummedFile.write
+        write = save_module._ChecksumFile.write
 
         def limited(file, data):
             self.room -= memoryview(data).nbytes
@@ -345,7 +347,7 @@ class FullDisk:
                 raise file.error
             return write(file, data)
 
-        monkeypatch.setattr(save_module._SummedFile, "write", limited)
+        monkeypatch.setattr(save_module._ChecksumFile, "write", limited)
 
 
 def fail_in_the_end(rank, run):
@@ -393,13 +395,13 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_leaves_nothing(run):
 def save_forever(store, rank, run, first):
     """A rank that saves again and again, slowly."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    write = save_module._SummedFile.write
+    write = save_module._ChecksumFile.write
 
     def slow(file, data):
         time.sleep(0.002)
         return write(file, data)
 
-    setattr(save_module._SummedFile, "write", slow)  # noqa: B010
+    setattr(save_module._ChecksumFile, "write", slow)  # noqa: B010
     for step in range(first, 10**6):
         save_checkpoint(run, step, state_of(rank, step), ModelConfig(), keep=2)
 

@@ -41,7 +41,7 @@ def test_what_is_exported_is_the_checkpoint_s_model_and_nothing_else(exported, c
     assert not torch.equal(given["layers.1.mlp.experts.gate_up.3"], fresh["layers.1.mlp.experts.gate_up.3"])
     assert main(["export", str(exported / "run"), "--out", str(exported / "again")]) == 0
     count = sum(tensor.numel() for tensor in given.values())
-    assert f": {count / 1e6:.2f} M numbers in fp32, " in capsys.readouterr().out
+    assert f": {count / 1e6:.2f} M parameters in fp32, " in capsys.readouterr().out
     assert (exported / "again" / "config.json").read_text() == (exported / "given" / "config.json").read_text()
 
 
@@ -58,7 +58,7 @@ def planned(tmp_path, **changes):
 
 
 def test_another_model_and_other_files_are_refused(exported, tmp_path):
-    with pytest.raises(ValueError, match=r"given holds another model: router_bias is True there and False here; mtp_"):
+    with pytest.raises(ValueError, match=r"given holds another model: router_bias was True, now False; mtp_"):
         planned(tmp_path, weights=str(exported / "given"))
     with pytest.raises(ValueError, match=r"--weights .* must hold model.safetensors and config.json from moe-d"):
         planned(tmp_path, weights=str(exported / "run"))
@@ -78,7 +78,7 @@ def test_another_model_and_other_files_are_refused(exported, tmp_path):
         (foreign / "config.json").write_text(config)
         with pytest.raises(
             ValueError,
-            match=r"cannot read .*config.json: |config.json is not of a model that",
+            match=r"cannot read .*config.json: |config.json was not written by moe-dualpipe export",
         ):
             planned(tmp_path, weights=str(foreign))
 
@@ -87,9 +87,12 @@ def test_broken_and_unfit_tensors_are_named(exported, tmp_path):
     state = {f"model.{name}": tensor for name, tensor in global_weights(build_model(BALANCED)).items()}
     good = load_file(exported / "given" / "model.safetensors")
     for change, problem in [
-        (lambda d: d.pop("head.weight"), "lacks head.weight"),
-        (lambda d: d.update({"head.weight": torch.zeros(3)}), r"has head.weight as \[3\], not as \[256, 32\]"),
-        (lambda d: d.update({"head.weight": torch.zeros(1, 32)}), r"has head.weight as \[1, 32\], not as \[256, 32\]"),
+        (lambda d: d.pop("head.weight"), "has no head.weight"),
+        (lambda d: d.update({"head.weight": torch.zeros(3)}), r": head.weight has shape \[3\], expected \[256, 32\]"),
+        (
+            lambda d: d.update({"head.weight": torch.zeros(1, 32)}),
+            r": head.weight has shape \[1, 32\], expected \[256, 32\]",
+        ),
     ]:
         tensors = dict(good)
         change(tensors)
@@ -117,7 +120,7 @@ def test_a_weight_that_one_rank_lacks_is_told_by_all(exported, tmp_path):
     config = settings(tmp_path / "run", model=BALANCED, schedule="1f1b", weights=str(tmp_path))
     first, second = run_ranks(2, refused, config)
     assert first == second
-    assert "model.safetensors lacks layers.0.attention.qkv.weight" in first
+    assert "model.safetensors has no layers.0.attention.qkv.weight" in first
 
 
 def test_weights_that_know_other_tokens_are_refused(exported, tmp_path):
@@ -145,7 +148,7 @@ def test_only_this_rank_s_weights_are_read(exported, monkeypatch):
 
 def test_export_refuses_what_it_would_overwrite_and_experts_nobody_named(exported, capsys):
     assert main(["export", str(exported / "run"), "--out", str(exported / "given")]) == 2
-    assert "exists already: choose a folder that does not" in capsys.readouterr().err
+    assert "already exists: choose another folder" in capsys.readouterr().err
     checkpoint = find_checkpoint(str(exported / "run"))
     with pytest.raises(ValueError, match=r"has experts 'swiglu'"):
         load_model(checkpoint, "somebody.elses:Experts")

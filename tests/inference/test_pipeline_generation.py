@@ -89,7 +89,7 @@ def test_generate_loads_the_newest_checkpoint_of_a_run(tmp_path, capsys):
     )
     assert main(["generate", str(saved)]) == 2
     assert (
-        "has experts 'antigravity:Class', not 'swiglu': if you trust them, say so with --experts antigrav"
+        "has experts 'antigravity:Class', not 'swiglu': if you trust this class, use --experts antigrav"
         in capsys.readouterr().err
     )
     (saved / "run.json").write_bytes(dataclasses.replace(kept, model={"sides": 3}).encode())
