@@ -27,7 +27,7 @@ from torch.nn import functional
 from .backend import Kernels, check_contiguous, check_contiguous_rows, forbid_double_backward, use_triton
 from .grouped_gemm import GroupedGemmOptions, grouped_linear
 from .linear import apply_autocast, compute_or_defer, grad_dtype
-from .permute import check_weights, permute, unpermute
+from .permute import check_routing_weights, permute, unpermute
 from .routing import ExpertOrder
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def experts(
     options = GroupedGemmOptions(weight_grads, accumulate, num_sms, kernels)
     (x_ND, gate_up_EGD), (_, down_EDF) = apply_autocast(x_ND, gate_up_EGD), apply_autocast(x_ND, down_EDF)
     _check(x_ND, gate_up_EGD, down_EDF, order)
-    check_weights(weights_NK, order)
+    check_routing_weights(weights_NK, order)
     options.check(gate_up=gate_up_EGD, down=down_EDF)
     if not use_triton(kernels, x_ND, gate_up_EGD, down_EDF, order.gather_idx_M, weights_NK):
         return experts_reference(x_ND, gate_up_EGD, down_EDF, order, weights_NK, weight_inside, options)

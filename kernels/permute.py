@@ -130,7 +130,7 @@ def unpermute(
     Example: order.positions_NK = [[1, 0], [2, -1]] gives w[0, 0] rows[1] + w[0, 1] rows[0] and w[1, 0] rows[2].
     """
     _check_rows("rows", rows_MD, len(order.gather_idx_M))
-    check_weights(weights_NK, order)
+    check_routing_weights(weights_NK, order)
     return _UnpermuteFunction.apply(rows_MD, weights_NK, order, kernels)  # type: ignore[return-value]
 
 
@@ -139,7 +139,7 @@ def _check_rows(name: str, x: Tensor, num_rows: int) -> None:
         raise ValueError(f"this order needs {name} [{num_rows}, D]: got {[*x.shape]}")
 
 
-def check_weights(weights_NK: Tensor | None, order: ExpertOrder) -> None:
+def check_routing_weights(weights_NK: Tensor | None, order: ExpertOrder) -> None:
     """Raise ValueError unless the routing weights have the shape of the choices."""
     if weights_NK is not None and weights_NK.shape != order.positions_NK.shape:
         raise ValueError(f"weights must be [N, K] = {[*order.positions_NK.shape]}: got {[*weights_NK.shape]}")

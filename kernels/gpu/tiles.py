@@ -102,7 +102,7 @@ def tile_rows(index, first, end, GATHER: tl.constexpr, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def load_weights(
+def load_weight_tile(
     w, e, n0, k0, N: tl.constexpr, K: tl.constexpr,
     TRANSPOSED: tl.constexpr, PAIRED: tl.constexpr, TMA: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -152,7 +152,7 @@ def tile_product(
             a = tl.load(a_rows[:, None] + k[None, :])
         else:
             a = tl.load(a_rows[:, None] + k[None, :], mask=(k < K)[None, :], other=0.0)
-        b = load_weights(w, e, n0, k0, N, K, TRANSPOSED, PAIRED, TMA, BLOCK_N, BLOCK_K)
+        b = load_weight_tile(w, e, n0, k0, N, K, TRANSPOSED, PAIRED, TMA, BLOCK_N, BLOCK_K)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
     return acc
 

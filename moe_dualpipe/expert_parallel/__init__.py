@@ -1,4 +1,7 @@
-"""Expert parallelism: one protocol, one backend a file."""
+"""Expert parallelism: send tokens to the ranks that hold their experts, and bring the results back.
+
+`ExpertParallel` (protocol.py) is the interface; each backend is one file. modelled/ has backends with simulated links.
+"""
 
 from .all_to_all import AllToAll
 from .autograd import combine, dispatch

@@ -1,4 +1,4 @@
-"""The backend on torch.distributed: variable-sized all-to-all over NCCL or gloo, started and waited for later."""
+"""The backend on torch.distributed: asynchronous all-to-alls of variable size over NCCL or gloo."""
 
 import torch
 import torch.distributed as dist
@@ -9,10 +9,11 @@ from .exchange import AsyncResult, Exchange, start_copy_to_host
 
 
 class AllToAll(Exchange):
-    """Experts divided evenly over the ranks of `group`, in order.
+    """Experts are divided evenly over the ranks of `group`, in order.
 
-    Raises ValueError when the experts cannot be divided evenly, or the kernels cannot be had. Every rank must call the
-    same operations in the same order. Give it a process group of its own: transfers of one group wait for each other.
+    Every rank must call the same operations in the same order. Use a process group for this backend only, because
+    transfers in one group wait for each other.
+    Raises ValueError if the experts cannot be divided evenly, or if the kernels are not available.
     """
 
     def __init__(self, num_experts: int, group: dist.ProcessGroup, kernels: Kernels = "auto"):
@@ -21,19 +22,19 @@ class AllToAll(Exchange):
 
     def all_to_all_counts(self, counts_R2: Tensor) -> AsyncResult[Tensor]:
         counts_in_R2 = torch.empty_like(counts_R2)
-        work = _started(dist.all_to_all_single(counts_in_R2, counts_R2, group=self.group, async_op=True))
+        work = _not_none(dist.all_to_all_single(counts_in_R2, counts_R2, group=self.group, async_op=True))
         if not counts_R2.is_cuda:
             return AsyncResult([work], lambda: torch.stack([counts_R2, counts_in_R2]))
-        work.wait()  # on the stream
+        work.wait()  # a stream wait, not a host block
         return AsyncResult([], start_copy_to_host(torch.stack([counts_R2, counts_in_R2])))
 
     def all_to_all(self, rows: Tensor, rows_out: list[int], rows_in: list[int]) -> AsyncResult[Tensor]:
         received = rows.new_empty(sum(rows_in), *rows.shape[1:])
-        work = _started(dist.all_to_all_single(received, rows, rows_in, rows_out, group=self.group, async_op=True))
-        # The backends do not copy what is sent: it must stay until then.
+        work = _not_none(dist.all_to_all_single(received, rows, rows_in, rows_out, group=self.group, async_op=True))
+        # The lambda keeps `rows` alive until the transfer ends: torch.distributed does not copy its input.
         return AsyncResult([work], lambda _sent=rows: received)
 
 
-def _started(work: dist.Work | None) -> dist.Work:
+def _not_none(work: dist.Work | None) -> dist.Work:
     assert work is not None, "this process is not a member of the group"
     return work

@@ -1,6 +1,6 @@
-"""Dispatch and combine as differentiable operators, for layers in plain autograd: each is the other's backward.
+"""Dispatch and combine as differentiable operators, for layers in plain autograd. Each is the backward of the other.
 
-They wait at once. A layer that is to hide its communication is written as segments instead (overlap/segment.py).
+They block until the transfer ends. To overlap communication, write the layer as segments (overlap/segment.py).
 """
 
 from typing import Any
@@ -39,10 +39,10 @@ class _CombineFunction(torch.autograd.Function):
 
 
 def dispatch(x_TD: Tensor, weights_TK: Tensor, route: Route, ep: ExpertParallel) -> tuple[Tensor, Tensor]:
-    """Send tokens and routing weights along `route`: returns x_ND and weights_NK."""
+    """Send tokens and their routing weights to the ranks of their experts. Returns x_ND and weights_NK."""
     return _DispatchFunction.apply(x_TD, weights_TK, route, ep)  # type: ignore[return-value]
 
 
 def combine(y_ND: Tensor, route: Route, ep: ExpertParallel) -> Tensor:
-    """Bring one row back per row received and add up over ranks: returns y_TD."""
+    """Send back one row per received row and sum over ranks. Returns y_TD."""
     return _CombineFunction.apply(y_ND, route, ep)  # type: ignore[return-value]

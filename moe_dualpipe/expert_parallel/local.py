@@ -1,4 +1,4 @@
-"""The backend of one rank: every expert is here, nothing travels."""
+"""The backend for a single rank that holds all experts. Nothing is sent."""
 
 from torch import Tensor
 
@@ -7,9 +7,9 @@ from .protocol import Combined, Completed, Received, Route
 
 
 class Local:
-    """Expert parallelism over one rank: the rows received are the tokens themselves.
+    """Expert parallelism over one rank: the received rows are the tokens themselves.
 
-    Raises ValueError when the kernels (kernels/backend.py) cannot be had.
+    Raises ValueError if the kernels (kernels/backend.py) are not available.
     """
 
     def __init__(self, num_experts: int, kernels: Kernels = "auto"):

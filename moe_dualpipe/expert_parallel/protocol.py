@@ -1,10 +1,10 @@
-"""What every expert-parallel backend does, and the values that pass through it.
+"""The interface of an expert-parallel backend, and the values that it takes and returns.
 
-A token travels once to each rank that holds any of its experts. `prepare` finds out who sends what to whom, `dispatch`
-moves the tokens there, `combine` brings the results back and adds them up. There is no autograd inside: the backward of
-dispatch is combine and the backward of combine is dispatch, on the same route.
+A token is sent once to each rank that holds any of its experts. `prepare` starts to exchange the sizes, `dispatch`
+sends the tokens, `combine` sends the results back and sums them. A backend does no autograd: the backward of dispatch
+is combine and the backward of combine is dispatch, on the same route.
 
-T tokens on this rank, D model dim, K experts per token, N rows received, M choices of local experts, R ranks.
+T tokens on this rank, D model dim, K experts per token, N received rows, M choices of local experts, R ranks.
 """
 
 from dataclasses import dataclass, field
@@ -19,14 +19,14 @@ V = TypeVar("V", covariant=True)
 
 
 class Pending(Protocol[V]):
-    """A result on its way. `wait` may be called again; it waits on the stream on CUDA, and blocks on CPU."""
+    """A result of an asynchronous operation. `wait` is a stream wait on CUDA and blocks on CPU; it may be repeated."""
 
     def wait(self) -> V: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Completed(Generic[V]):
-    """A result that is there already."""
+    """A result that is available immediately."""
 
     completed: ClassVar[bool] = True
     value: V
@@ -37,12 +37,12 @@ class Completed(Generic[V]):
 
 @dataclass(slots=True, eq=False)
 class Route:
-    """Who sends what to whom, for one set of routing decisions; used by forward and backward alike.
+    """Which rows go to which ranks, for one set of routing decisions. Forward and backward use the same route.
 
-    num_local_experts: E_local. kernels: what sorts the rows (kernels/backend.py). local_ids_NK: for each row received,
-    its choices among this rank's experts, -1 for those that live elsewhere. num_rows, num_choices: N and M. These are
-    known once the first dispatch has been waited for.
-    backend_state: whatever the backend needs besides.
+    num_local_experts: number of experts on this rank. kernels: the implementation that sorts rows (kernels/backend.py).
+    local_ids_NK: local expert ids of each received row, -1 for experts on other ranks. num_rows, num_choices: N and M.
+    local_ids_NK, N and M are set when the first dispatch has been waited for.
+    backend_state: private data of the backend.
     """
 
     num_local_experts: int
@@ -55,36 +55,36 @@ class Route:
 
     @property
     def order(self) -> ExpertOrder:
-        """The expert-major order of the received rows over the local experts, which the expert MLP consumes."""
+        """The order of the received rows by local expert, which the expert MLP takes. Computed on first use."""
         if self._order is None:
             if self.local_ids_NK is None:
-                raise RuntimeError("this route has no order yet: wait for its first dispatch")
+                raise RuntimeError("the order of a route is not known yet: wait for its first dispatch")
             self._order = expert_order(
                 self.local_ids_NK, self.num_local_experts, self.num_choices, self.kernels, check_ids=False
             )
-            self.local_ids_NK = self.local_ids_NK.clone()  # they came in one message with the rows, which may go now
+            self.local_ids_NK = self.local_ids_NK.clone()  # frees the message that it is a view of, with all rows
         return self._order
 
 
 class Received(NamedTuple):
-    """x_ND: the rows that arrived. weights_NK: the routing weights of their choices, where asked for."""
+    """x_ND: received rows. weights_NK: routing weights of their choices; None if dispatch was called without."""
 
     x_ND: Tensor
     weights_NK: Tensor | None
 
 
 class Combined(NamedTuple):
-    """y_TD: the sum, over ranks, of what came back for each token. weight_grads_TK: likewise, one per choice."""
+    """y_TD: results of each token, summed over ranks. weight_grads_TK: the same for the weights' gradients, if any."""
 
     y_TD: Tensor
     weight_grads_TK: Tensor | None
 
 
 class ExpertParallel(Protocol):
-    """A backend. `num_experts` in total, of which this rank holds `local_experts`, a range of consecutive ids.
+    """A backend for `num_experts` experts, of which this rank holds `local_experts`, a range of consecutive ids.
 
-    `dispatch` and `combine` may be called any number of times on a route, the first time with dispatch. Inputs must not
-    change until what they returned has been waited for.
+    The first call on a route must be `dispatch`; after that, both may be called any number of times. Inputs must not be
+    modified until the returned result has been waited for.
     """
 
     num_experts: int

@@ -521,7 +521,7 @@ def test_float64_is_left_to_plain_torch():
     wide = given(kernels="auto")
     wide = {name: value.double() if isinstance(value, torch.Tensor) else value for name, value in wide.items()}
     assert experts(**wide).dtype == torch.float64
-    with pytest.raises(ValueError, match=r"supports bfloat16, float16 and float32: got torch\.float64"):
+    with pytest.raises(ValueError, match=r'"triton" supports bfloat16, float16 and float32: got torch\.float64'):
         experts(**{**wide, "kernels": "triton"})
 
 

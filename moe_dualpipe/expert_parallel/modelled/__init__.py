@@ -1,4 +1,4 @@
-"""Links that are not there: backends whose transfers take the time of a modelled network."""
+"""Backends with a simulated network: their transfers take the time of a modelled link."""
 
 from .delayed import Delayed
 from .link import Link

@@ -1,4 +1,4 @@
-"""A backend that takes longer: for tests, and to see what a slower network would do to a real one."""
+"""A wrapper that adds latency to a backend: for tests, and to measure the effect of a slower network."""
 
 from typing import TypeVar
 
@@ -12,9 +12,10 @@ V = TypeVar("V")
 
 
 class Delayed:
-    """`backend`, with the time of a modelled link added beside it: a transfer is there when both say so.
+    """`backend` with a modelled link: a transfer is complete when both the backend and the link have completed it.
 
-    The link carries [T, D] and [N, D] as they are given, one after another. Raises ValueError for CUDA tensors.
+    The modelled size of a transfer is that of its input, [T, D] or [N, D]. Transfers of the link run one after another.
+    Raises ValueError for CUDA tensors.
     """
 
     def __init__(self, backend: ExpertParallel, link: Link):
@@ -32,5 +33,5 @@ class Delayed:
 
     def _delay(self, pending: Pending[V], rows: Tensor) -> Pending[V]:
         if rows.is_cuda:
-            raise ValueError("Delayed models time on a CPU thread: it cannot delay CUDA tensors")
+            raise ValueError("Delayed measures time on a CPU thread: it cannot delay CUDA tensors")
         return AsyncResult([self.timer.transfer(self.link.seconds(rows.nbytes))], pending.wait)

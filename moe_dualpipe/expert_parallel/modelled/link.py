@@ -1,7 +1,7 @@
-"""A link that is only modelled: what it carries takes the time that bandwidth and latency ask for, one after another.
+"""A modelled link: transfers take the time given by bandwidth and latency, one after another.
 
-On a CPU that time passes on a thread, which sleeps, so that it costs no processor. A profiler that records all threads
-sees each transfer as "link:carry", and where it was asked for as "link::carry".
+On a CPU a thread sleeps for that time, which uses no processor. In a profile of all threads, a transfer is labelled
+LINK_TRANSFER and the call that started it LINK_CALL (overlap/labels.py).
 """
 
 import time
@@ -17,10 +17,10 @@ from ...overlap.labels import LINK_CALL, LINK_TRANSFER
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One rank's link. gb_per_s: 1e9 bytes a second, in each direction. latency_us: for each message, whatever its
-    size. sms: the streaming multiprocessors that communication takes from the computation, on CUDA.
+    """The link of one rank. gb_per_s: bandwidth in each direction, in 1e9 bytes per second. latency_us: per message,
+    in microseconds. sms: number of multiprocessors that communication takes from computation on CUDA.
 
-    Raises ValueError for numbers that no link has.
+    Raises ValueError for invalid numbers.
     """
 
     gb_per_s: float = inf
@@ -36,11 +36,12 @@ class Link:
             raise ValueError(f"a link needs at least 1 SM: got {self.sms}")
 
     def seconds(self, num_bytes: int) -> float:
+        """Duration of a transfer."""
         return self.latency_us * 1e-6 + num_bytes / (self.gb_per_s * 1e9)
 
 
 class LinkTimer:
-    """The time of a link passing, transfer after transfer. `busy` is the total so far, in seconds."""
+    """Times transfers over a link, one after another. `busy_seconds` is their total duration so far."""
 
     def __init__(self) -> None:
         self.busy_seconds = 0.0
@@ -48,10 +49,10 @@ class LinkTimer:
         self._free_at = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_thread": None}  # so that a model can be copied
+        return self.__dict__ | {"_thread": None}  # a thread cannot be copied, and models are
 
     def transfer(self, seconds: float) -> "ModelledTransfer":
-        """A transfer that starts now, or when those before it are through."""
+        """Start a transfer of this duration. It begins when earlier transfers have ended."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="link")
         with record_function(LINK_CALL):
@@ -62,7 +63,7 @@ class LinkTimer:
 
 @dataclass(frozen=True, slots=True)
 class ModelledTransfer:
-    """`wait` blocks until a transfer is through."""
+    """A transfer over a modelled link; `wait` blocks until it ends."""
 
     future: "Future[None]"
 

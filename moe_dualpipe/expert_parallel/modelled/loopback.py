@@ -1,10 +1,10 @@
-"""Many ranks in one process: this one is real, the others do what it does, and the link between them is modelled.
+"""One rank of many in a single process: the other ranks are virtual and the link to them is modelled.
 
-What this rank sends to rank r is what rank r, in the same situation, sends to it: the rows come back as if received,
-their experts folded onto the local ones. So one process holds the experts and does the work of one rank of R, and its
-communication takes the time of a modelled link. It is how one GPU, or one CPU, measures the overlap of a job of 64.
+All ranks are assumed to send alike: the rows that this rank sends to rank r are returned as the rows received from rank
+r, with their experts mapped to the local ones. So one process does the work of one rank of R, and its communication
+takes the time of a modelled link. One GPU or CPU can thus measure the overlap of a job of 64 ranks.
 
-As a function it is a model whose experts are the same on all ranks: expert e of rank r is expert e of rank 0.
+Mathematically this is a model with the same experts on all ranks: expert e of rank r equals expert e of rank 0.
 """
 
 from collections.abc import Mapping
@@ -19,9 +19,10 @@ from .link import Link, LinkTimer
 
 
 class Loopback(Exchange):
-    """Rank 0 of `num_ranks` virtual ranks over `link`; rows to itself do not travel. On CUDA rows are copied, slowly.
+    """Rank 0 of `num_ranks` virtual ranks over `link`. Rows to itself take no time. On CUDA, rows are copied at the
+    speed of the link (paced_copy.py).
 
-    Raises ValueError when the experts cannot be divided evenly, or the kernels cannot be had.
+    Raises ValueError if the experts cannot be divided evenly, or if the kernels are not available.
     """
 
     def __init__(self, num_experts: int, num_ranks: int, link: Link | None = None, kernels: Kernels = "auto"):
@@ -29,31 +30,31 @@ class Loopback(Exchange):
         self.link = link or Link()
         self.timer = LinkTimer()
         self.bytes_sent = 0
-        """What has been sent to other ranks so far, without the counts."""
+        """Bytes of rows sent to other ranks so far."""
 
     def all_to_all_counts(self, counts_R2: Tensor) -> Pending[Tensor]:
         counts_2R2 = self._transfer(counts_R2.expand(2, *counts_R2.shape), self.link.seconds(0))
         return AsyncResult([], start_copy_to_host(counts_2R2.wait())) if counts_R2.is_cuda else counts_2R2
 
     def all_to_all(self, rows: Tensor, rows_out: list[int], rows_in: list[int]) -> Pending[Tensor]:
-        travelling = (len(rows) - rows_out[0]) * rows.shape[1] * rows.element_size()
-        self.bytes_sent += travelling
-        return self._transfer(rows, self.link.seconds(travelling))
+        num_bytes = (len(rows) - rows_out[0]) * rows.shape[1] * rows.element_size()
+        self.bytes_sent += num_bytes
+        return self._transfer(rows, self.link.seconds(num_bytes))
 
     def _transfer(self, rows: Tensor, seconds: float) -> Pending[Tensor]:
         if not rows.is_cuda:
             return AsyncResult([self.timer.transfer(seconds)], lambda: rows)
-        from .paced_copy import paced_copy  # Triton, which a CPU does without
+        from .paced_copy import paced_copy  # imports triton, which a CPU does not need
 
         return Completed(paced_copy(rows, seconds, self.link.sms))
 
 
 class Replay(Loopback):
-    """Loopback whose transfers take the times of another job, whatever they carry.
+    """Loopback whose transfers take the durations measured in another job, regardless of their size.
 
-    seconds: by kind of transfer, "dispatch(F)", "combine(F)", "dispatch(B)", "combine(B)"; they are told apart by the
-    routing weights, which travel with a dispatch and whose gradients come back with its backward, a combine. sms: as
-    of a Link.
+    seconds: duration of each kind of transfer: "dispatch(F)", "combine(F)", "dispatch(B)" and "combine(B)". A dispatch
+    with routing weights is dispatch(F), without is combine(B). A combine with gradients of routing weights is
+    dispatch(B), without is combine(F). sms: as in Link.
     """
 
     def __init__(

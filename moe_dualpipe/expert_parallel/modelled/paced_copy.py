@@ -1,10 +1,9 @@
-"""Copy rows in no less than a given time, on a given number of streaming multiprocessors: a modelled link on a GPU.
+"""Copy rows in at least a given time, on a given number of multiprocessors: a modelled link on a GPU.
 
-A transfer costs a GPU more than time: its blocks hold SMs that computing could use, and its bytes take memory
-bandwidth. So the copy is real, one block on each SM it is to occupy, and each block waits before every piece until the
-clock says that a link of that speed would have got so far.
+A transfer costs a GPU more than time: it occupies SMs and memory bandwidth that computation could use. So the copy is
+real, with one block per SM. Before each piece, a block waits until a link of that speed would have transferred it.
 
-The Triton kernel for NVIDIA GPUs (%globaltimer); the plain-torch operator is `clone`, which knows no time.
+A Triton kernel for NVIDIA GPUs (%globaltimer). In the interpreter it copies without waiting.
 """
 
 import torch
@@ -13,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
-BLOCK = 4096  # bytes in a piece
+BLOCK = 4096  # bytes per piece
 
 
 @triton.jit(do_not_specialize=["num_bytes", "duration_ns", "pieces_each"])
@@ -32,9 +31,9 @@ def _paced_copy(source, target, num_bytes, duration_ns, pieces_each, BLOCK: tl.c
 
 
 def paced_copy(rows: Tensor, seconds: float, sms: int) -> Tensor:
-    """A copy of `rows`, which is there `seconds` after the kernel starts, or later if copying takes longer.
+    """Return a copy of `rows` that takes `seconds`, or more if copying is slower. Queued on the current stream.
 
-    sms: how many blocks copy, each on an SM of its own as long as there are so many free. Queued on the current stream.
+    sms: number of blocks, each on one SM if enough SMs are free.
     """
     source = rows.contiguous()
     target = torch.empty_like(source)
