@@ -1,36 +1,50 @@
-"""A trace as a picture: what computed, above what communicated, in the manner of DeepSeek's published profile.
+"""Draw a trace as two lanes, computation above communication, in the manner of DeepSeek's published profiles.
 
-A block is what one annotation launched; its colour says whether that belongs to a forward (F), a backward (B) or a
-weight gradient (W), by the letter in brackets at the end of its name. DeviceEvent without an annotation is grey.
+A block is the work that one annotation launched. Its colour shows the letter at the end of the annotation's name: (F)
+forward, (B) backward, (I) input gradient, (W) weight gradient. All other work is grey. Where the whole time is too long
+for names to fit into the blocks, a second pair of lanes below shows a part of it with names.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from ..overlap.labels import letter_of
 from ..profiler.blocks import LANES, LaneBlock
+from ..profiler.intervals import total
 from .figures import new_figure, save_figure
 from .overlap_report import hidden_sentence
-from .page import write_page
+from .page import close_gaps, write_page
 from .timeline_boxes import COLOURS, LABELS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
 
     from ..profiler.files import TraceFiles
     from ..profiler.measure import Measurement
 
 SUFFIXES = (".png", ".svg", ".html")
 OTHER = "#c8c8c8"
-_MOST_LABELS = 400
+WIDTH, FONT_SIZE = 9.0, 9
+"""Inches and points: shown 800 pixels wide, the text is 11 pixels high."""
+_LANE_INCHES, _LETTER_INCHES = 7.7, 0.55 * FONT_SIZE / 72
+_NAMED_SHARE = 0.9
+"""In the detail, names fit into blocks with this share of the time of all named blocks."""
+
+Window = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Picture:
-    """Two lanes and what stands above them. shift_us: how much later than the first picture's it begins."""
+    """Two lanes and their title. shift_us: the start of the lanes, after the start of the first picture."""
 
     title: str
     blocks: Sequence[LaneBlock]
@@ -42,14 +56,13 @@ class Picture:
 
     @staticmethod
     def colour(block: LaneBlock) -> str:
-        """By the letter in brackets at the end of its name."""
         letter = letter_of(block.name)
         return COLOURS[letter] if letter else OTHER
 
 
 def trace_pictures(files: "TraceFiles") -> list[Picture]:
     """A picture of each device, on one time axis; where the ranks' clocks cannot be compared, each starts at 0."""
-    known = [other.shift_us for other in files.skews if other.shift_us is not None]
+    known = [skew.shift_us for skew in files.skews if skew.shift_us is not None]
     shifts = [shift - min(known) for shift in known] if len(known) == len(files.skews) else [0.0] * len(files.skews)
     names = files.names if len(files.devices) > 1 else [files.devices[0].analysis.name]
     return [
@@ -58,19 +71,19 @@ def trace_pictures(files: "TraceFiles") -> list[Picture]:
     ]
 
 
-def measurement_pictures(measured: "Measurement") -> list[Picture]:
-    """The lanes of rank 0, run in sequence and overlapped."""
-    rank = "rank 0, " if len(measured.runs["overlapped"].devices) > 1 else ""
-    devices = {way: files.devices[0] for way, files in measured.runs.items()}
+def measurement_pictures(measurement: "Measurement") -> list[Picture]:
+    """The lanes of this rank in both runs."""
+    rank = "rank 0, " if len(measurement.runs["overlapped"].devices) > 1 else ""
+    devices = {run: files.devices[0] for run, files in measurement.runs.items()}
     return [
-        Picture(f"{rank}{way}: {d.analysis.window_us / 1e3:,.1f} ms, {hidden_sentence(d.analysis)}", d.blocks)
-        for way, d in devices.items()
+        Picture(f"{rank}{run}: {d.analysis.window_us / 1e3:,.1f} ms, {hidden_sentence(d.analysis)}", d.blocks)
+        for run, d in devices.items()
     ]
 
 
-def save_measurement(measured: "Measurement", folder: Path) -> list[str]:
-    """Draw both ways into `folder`. Returns the names of the files; without matplotlib, only the page is drawn."""
-    names, pictures = ["timeline.html"], measurement_pictures(measured)
+def save_measurement(measurement: "Measurement", folder: Path) -> list[str]:
+    """Draw both runs into `folder`. Returns the names of the files; without matplotlib, only the page is drawn."""
+    names, pictures = ["timeline.html"], measurement_pictures(measurement)
     save_lanes(pictures, folder / names[0])
     with suppress(ImportError):
         save_lanes(pictures, folder / "timeline.png")
@@ -79,59 +92,89 @@ def save_measurement(measured: "Measurement", folder: Path) -> list[str]:
 
 
 def save_lanes(pictures: Sequence[Picture], path: Path) -> None:
-    """Draw them one above the other, on one axis of time, into a .png or .svg, or a page to zoom into (.html).
+    """Draw the pictures below each other on one time axis: a .png, an .svg, or a page to zoom into (.html).
 
-    Raises ImportError where matplotlib is needed and not installed.
+    Raises ImportError for an image if matplotlib is not installed.
     """
     if path.suffix.lower() == ".html":
         write_page(pictures, path)
         return
-    end = max(picture.end_us for picture in pictures)
-    figure = new_figure(16, 0.7 + 1.9 * len(pictures))
-    rows = figure.subplots(len(pictures), sharex=True, squeeze=False)[:, 0]
-    for axes, picture in zip(rows, pictures, strict=True):
-        _draw(axes, picture, end)
-    rows[-1].set_xlabel("ms", fontsize=8, loc="right", labelpad=1)
-    _add_legend(rows[-1])
+    windows = _windows(pictures)
+    count = len(pictures) * len(windows)
+    figure = new_figure(WIDTH, 0.4 + 1.2 * count)
+    rows = figure.subplots(count, squeeze=False)[:, 0].reshape(len(pictures), len(windows))
+    for (whole, *details), picture in zip(rows, pictures, strict=True):
+        _draw(whole, picture, windows[0], names=not details)
+        whole.set_title(fill(picture.title, 115), fontsize=FONT_SIZE, loc="left")
+        for axes, window in zip(details, windows[1:], strict=True):
+            _draw(axes, picture, window, names=True)
+            start, end = (time / 1e3 for time in window)
+            axes.set_title(f"the part in the frame, {end - start:,.3g} ms", fontsize=FONT_SIZE, loc="left")
+            whole.add_patch(_frame(start, end))
+    _add_legend(figure, pictures)
     save_figure(figure, path)
 
 
-def _add_legend(axes: "Axes") -> None:
-    from matplotlib.patches import Patch
+def _windows(pictures: Sequence[Picture]) -> list[Window]:
+    """The whole time and, where names would not fit into it, a part from the middle of what all pictures have."""
+    end = max(picture.end_us for picture in pictures)
+    named = [(block.name, _longest(block, 0, end)) for picture in pictures for block in picture.blocks if block.name]
+    lengths = np.array([stop - start for _, (start, stop) in named])
+    if not lengths.sum():
+        return [(0.0, end)]
+    per_inch = lengths / [_LETTER_INCHES * (1 + len(name)) for name, _ in named]  # in a window this fine, the name fits
+    order = np.argsort(-per_inch)
+    enough = np.searchsorted(np.cumsum(lengths[order]), _NAMED_SHARE * lengths.sum())
+    length = float(_LANE_INCHES * per_inch[order][min(enough, len(order) - 1)])
+    if length > 0.8 * end:
+        return [(0.0, end)]
+    middle = (max(picture.shift_us for picture in pictures) + min(picture.end_us for picture in pictures)) / 2
+    start = min(max(middle - length / 2, 0.0), end - length)
+    return [(0.0, end), (start, start + length)]
 
-    entries = [Patch(facecolor=COLOURS[letter], label=LABELS[letter]) for letter in "FBW"]
-    entries.append(Patch(facecolor=OTHER, label="other"))
-    axes.legend(handles=entries, loc="upper left", bbox_to_anchor=(0, -0.12), ncols=4, fontsize=7, frameon=False)
+
+def _longest(block: LaneBlock, start: float, end: float) -> Window:
+    """The longest piece of a block between two moments, across gaps that are too short to be seen."""
+    pieces = close_gaps(block.intervals, (end - start) / 400).clip(start, end)
+    longest = pieces[np.argmax(pieces[:, 1] - pieces[:, 0])]
+    return float(longest[0]), float(longest[1])
 
 
-def _draw(axes: "Axes", picture: Picture, end: float) -> None:
+def _draw(axes: "Axes", picture: Picture, window: Window, names: bool) -> None:
+    start, end = window[0] - picture.shift_us, window[1] - picture.shift_us
+    inch = (end - start) / _LANE_INCHES
     for block in picture.blocks:
-        spans = [((start + picture.shift_us) / 1e3, (stop - start) / 1e3) for start, stop in block.intervals.tolist()]
-        axes.broken_barh(spans, (-block.lane - 0.43, 0.86), facecolors=picture.colour(block), edgecolors="none")
-    for block, (start, stop) in _labelled(picture.blocks, end):
-        middle = ((start + stop) / 2 + picture.shift_us) / 1e3
-        axes.text(middle, -block.lane, _label(block.name), ha="center", va="center", fontsize=6, rotation=90)
-        begins = (block.intervals[0, 0] + picture.shift_us) / 1e3
-        axes.vlines(begins, -block.lane - 0.43, -block.lane + 0.43, "white", linewidth=0.5)
-    axes.set_xlim(0, end / 1e3)
+        bottom = -block.lane - 0.43
+        spans = [((a + picture.shift_us) / 1e3, (b - a) / 1e3) for a, b in block.intervals.tolist()]
+        axes.broken_barh(spans, (bottom, 0.86), facecolors=picture.colour(block), edgecolors="none")
+        piece = _longest(block, start, end)
+        if names and block.name and piece[1] - piece[0] > 0.1 * inch:
+            axes.vlines((piece[0] + picture.shift_us) / 1e3, bottom, bottom + 0.86, "white", linewidth=0.8)
+        if names and block.name and piece[1] - piece[0] >= _LETTER_INCHES * len(block.name) * inch:
+            middle = (sum(piece) / 2 + picture.shift_us) / 1e3
+            axes.text(middle, -block.lane, block.name, ha="center", va="center", fontsize=FONT_SIZE)
+    axes.set_xlim(window[0] / 1e3, window[1] / 1e3)
     axes.set_ylim(-1.5, 0.5)
     axes.set_yticks([0, -1], LANES)
     axes.set_frame_on(False)
-    axes.tick_params(length=0, labelsize=8)
-    axes.set_title(picture.title, fontsize=9, loc="left")
+    axes.tick_params(length=0, labelsize=FONT_SIZE)
+    axes.xaxis.set_major_formatter("{x:g} ms")
 
 
-def _labelled(blocks: Sequence[LaneBlock], end: float) -> list[tuple[LaneBlock, tuple[float, float]]]:
-    """Blocks with a piece, the longest one, that is wide enough to be read in; none if there are too many."""
-    longest = [
-        (block, max(map(tuple, block.intervals.tolist()), key=lambda piece: piece[1] - piece[0]))
-        for block in blocks
-        if block.name
-    ]
-    wide = [(block, piece) for block, piece in longest if piece[1] - piece[0] > end / 160]
-    return wide if len(wide) <= _MOST_LABELS else []
+def _frame(start: float, end: float) -> "Rectangle":
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((start, -1.47), end - start, 1.94, fill=False, linewidth=1.2, zorder=3)
 
 
-def _label(name: str) -> str:
-    """What fits into a lane from bottom to top."""
-    return name if len(name) <= 17 else name[:16] + "\u2026"
+def _add_legend(figure: "Figure", pictures: Sequence[Picture]) -> None:
+    """An entry for each colour that covers enough of the time to be seen."""
+    from matplotlib.patches import Patch
+
+    end, times = max(picture.end_us for picture in pictures), defaultdict[str, float](float)
+    for picture in pictures:
+        for block in picture.blocks:
+            times[picture.colour(block)] += total(block.intervals)
+    labels = {COLOURS[letter]: LABELS[letter] for letter in COLOURS} | {OTHER: "other"}
+    entries = [Patch(facecolor=colour, label=labels[colour]) for colour in labels if times[colour] > end / 400]
+    figure.legend(handles=entries, loc="outside lower left", ncols=5, fontsize=FONT_SIZE, frameon=False)

@@ -1,6 +1,6 @@
 // Draws the lanes of page.py.
 const { end, rows } = JSON.parse(document.getElementById("data").textContent);
-const canvas = document.getElementById("lanes"), told = document.getElementById("told");
+const canvas = document.getElementById("lanes"), status = document.getElementById("status");
 const HEIGHT = 44, TITLE = 26, LEFT = 110, AXIS = 26, LANES = ["computation", "communication"];
 let from = 0, to = end, drag = null;
 
@@ -49,12 +49,12 @@ function draw() {
 function tell(event) {
   const time = timeAt(event.offsetX), row = rows.findIndex((_, r) => event.offsetY < y(r + 1, 0) - TITLE);
   const lane = row < 0 ? -1 : Math.floor((event.offsetY - y(row, 0)) / HEIGHT);
-  told.textContent = (time / 1000).toFixed(3) + " ms";
+  status.textContent = (time / 1000).toFixed(3) + " ms";
   for (const [l, name, , spans] of row < 0 ? [] : rows[row].blocks) {
     const span = l === lane && spans.find(([start, stop]) => start <= time && time < stop);
     if (span) {
       const all = spans.reduce((sum, [start, stop]) => sum + stop - start, 0);
-      told.textContent += `   ${name || "(no annotation)"}: ${all.toFixed(1)} us in ${spans.length} piece`
+      status.textContent += `   ${name || "(no annotation)"}: ${all.toFixed(1)} us in ${spans.length} piece`
         + (spans.length > 1 ? "s" : "") + `, this one ${(span[1] - span[0]).toFixed(1)} us`;
     }
   }

@@ -1,7 +1,7 @@
-"""Lanes as a web page that needs nothing else: zoom with the wheel, move with the mouse, point at a block for its name.
+"""Write lanes as a self-contained web page: zoom with the wheel, drag to move, point at a block for its name.
 
-The page holds the intervals as JSON and draws them itself. Of more than MOST pieces, gaps inside a block that are far
-too short to be seen are closed, and the page says so: a trace of a million kernels stays a page.
+The page holds all intervals as JSON and draws them itself. To keep pages of large traces small, gaps inside a block
+that are too short to be seen are closed if there are more than MAX_PIECES intervals; the page then says so.
 """
 
 import json
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from .lanes import Picture
 
 SCRIPT = Path(__file__).with_name("page.js")
-MOST = 100_000
+MAX_PIECES = 100_000
 RESOLUTION = 20_000
-"""A gap shorter than this part of the whole is closed, where there are more than MOST pieces."""
+"""Gaps shorter than the whole time divided by this are closed."""
 
 
 def write_page(pictures: Sequence["Picture"], path: Path) -> None:
     end = max(picture.end_us for picture in pictures)
     pieces = sum(len(block.intervals) for picture in pictures for block in picture.blocks)
-    gap = end / RESOLUTION if pieces > MOST else 0.0
+    gap = end / RESOLUTION if pieces > MAX_PIECES else 0.0
     rows = [_row(picture, gap) for picture in pictures]
-    note = f"; gaps inside of a block below {gap:,.1f} us are closed" if gap else ""
+    note = f"; gaps of less than {gap:,.1f} us inside a block are closed" if gap else ""
     data = json.dumps({"end": end, "rows": rows}, separators=(",", ":")).replace("<", "\\u003c")
     names = " &middot; ".join(escape(picture.title) for picture in pictures)
     path.write_text(_PAGE.substitute(names=names, note=note, data=data, script=SCRIPT.read_text("utf-8")), "utf-8")
@@ -38,16 +38,14 @@ def write_page(pictures: Sequence["Picture"], path: Path) -> None:
 def _row(picture: "Picture", gap: float) -> dict[str, Any]:
     blocks = []
     for block in picture.blocks:
-        intervals = _closed(block.intervals, gap) + picture.shift_us
+        intervals = close_gaps(block.intervals, gap) + picture.shift_us
         blocks.append([block.lane, block.name, picture.colour(block), intervals.round(2).tolist()])
     return {"title": picture.title, "blocks": blocks}
 
 
-def _closed(intervals: Intervals, gap: float) -> Intervals:
-    if not gap:
-        return intervals
-    widened = union(intervals + np.array([0.0, gap]))
-    return widened - np.array([0.0, gap])
+def close_gaps(intervals: Intervals, gap: float) -> Intervals:
+    """Join intervals that are at most `gap` apart."""
+    return union(intervals + np.array([0.0, gap])) - np.array([0.0, gap]) if gap else intervals
 
 
 _PAGE = Template("""<!doctype html>
@@ -56,10 +54,10 @@ _PAGE = Template("""<!doctype html>
 <style>
   body { font: 14px system-ui, sans-serif; margin: 1em; color: #222; background: #fff }
   canvas { width: 100%; display: block; cursor: grab }
-  #told { height: 1.5em; margin-top: .5em; white-space: pre }
+  #status { height: 1.5em; margin-top: .5em; white-space: pre }
 </style>
 <canvas id="lanes"></canvas>
-<div id="told">wheel: zoom &nbsp; drag: move &nbsp; double click: everything$note</div>
+<div id="status">wheel: zoom &nbsp; drag: move &nbsp; double click: show all$note</div>
 <script type="application/json" id="data">$data</script>
 <script>
 $script

@@ -52,11 +52,11 @@ def test_the_data_are_the_blocks(tmp_path):
 
 def test_gaps_too_short_to_be_seen_are_closed_where_there_are_many_pieces(tmp_path, monkeypatch):
     """Of 200 ms, 10 us are 1 / RESOLUTION."""
-    monkeypatch.setattr("moe_dualpipe.drawing.page.MOST", 6)
+    monkeypatch.setattr("moe_dualpipe.drawing.page.MAX_PIECES", 6)
     end = 10.0 * RESOLUTION
     spans = [(0, 10), (19, 20), (31, 40), (50, 60), (end - 5, end)]
     text, data = page_of(tmp_path, Picture("", [block("a", *spans), block("b", (70, 71), (72, 80))]))
-    assert "gaps inside of a block below 10.0 us are closed" in text
+    assert "gaps of less than 10.0 us inside a block are closed" in text
     assert data["rows"][0]["blocks"][0][3] == [[0, 20], [31, 60], [end - 5, end]]
     assert data["rows"][0]["blocks"][1][3] == [[70, 80]]
     text, data = page_of(tmp_path, Picture("", [block("a", *spans), block("b", (70, 80))]))
@@ -71,7 +71,7 @@ def test_closing_adds_only_short_gaps(tmp_path_factory, drawn, gap):
     pictures = Picture("", [LaneBlock(0, "", spans)]), other
     allowed = max(picture.end_us for picture in pictures) / RESOLUTION
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("moe_dualpipe.drawing.page.MOST", 0)
+        patch.setattr("moe_dualpipe.drawing.page.MAX_PIECES", 0)
         page = page_of(tmp_path_factory.getbasetemp(), *pictures)
     found = page[1]["rows"][0]["blocks"][0][3]
     expected = [spans[0].tolist()]
@@ -104,14 +104,14 @@ const pen = {
   fillRect: (x, y, w, h) => drawn.push([x, y, w, h, pen.fillStyle]),
 };
 const canvas = { clientWidth: 1110, style: {}, getContext: () => pen, addEventListener: on };
-const elements = { lanes: canvas, told: {}, data: { textContent: data } };
+const elements = { lanes: canvas, status: {}, data: { textContent: data } };
 globalThis.document = { getElementById: (id) => elements[id] };
 globalThis.window = { addEventListener: on, devicePixelRatio: 2 };
 // As in a browser, where no script can declare these names.
 for (const name of ["document", "window", "top", "location"])
   Object.defineProperty(globalThis, name, { value: globalThis[name] ?? {}, configurable: false });
 const shoot = () => {
-  out.push({ drawn, texts, told: elements.told.textContent, size: [canvas.width, canvas.height] });
+  out.push({ drawn, texts, status: elements.status.textContent, size: [canvas.width, canvas.height] });
   drawn = []; texts = [];
 };
 require("vm").runInThisContext(script);
@@ -173,7 +173,7 @@ def test_the_wheel_zooms_the_mouse_moves_and_a_double_click_shows_all(tmp_path):
     np.testing.assert_allclose(moved[:2], [[110, 28, left - 110, 40], [left, 72, 1110 - left, 40]])
     assert idle == []  # nobody holds the mouse
     assert out == again == whole
-    assert shots[-2]["told"] == "0.500 ms"
+    assert shots[-2]["status"] == "0.500 ms"
     assert len(deep) == 4  # 0.1 us, at most: the lanes at 500 us, of which one block ends and one begins
     assert all(width <= 1000 for _, _, width, _ in deep)
 
@@ -182,7 +182,7 @@ def test_the_block_under_the_mouse_is_told(tmp_path):
     points = [(210, 50), (710, 40), (560, 50), (560, 80), (150, 150)]
     points += [(160, 190), (400, 190), (400, 10), (400, 250), (50, 50)]
     shots = shown(tmp_path, TWO, *(["mousemove", {"offsetX": x, "offsetY": y}] for x, y in points))
-    assert [shot["told"] for shot in shots[1:]] == [
+    assert [shot["status"] for shot in shots[1:]] == [
         "0.100 ms   attn(F): 600.0 us in 2 pieces, this one 400.0 us",
         "0.600 ms   attn(F): 600.0 us in 2 pieces, this one 200.0 us",
         "0.450 ms",
@@ -195,7 +195,7 @@ def test_the_block_under_the_mouse_is_told(tmp_path):
         "-0.060 ms",
     ]
     (shot,) = shown(tmp_path, TWO, ["mousemove", {"offsetX": 400, "offsetY": 150}])[1:]
-    assert shot["told"] == "0.290 ms   (no annotation): 900.0 us in 1 piece, this one 900.0 us"
+    assert shot["status"] == "0.290 ms   (no annotation): 900.0 us in 1 piece, this one 900.0 us"
 
 
 def test_a_page_of_nothing(tmp_path):

@@ -7,11 +7,8 @@ from pathlib import Path
 import pytest
 
 from moe_dualpipe.cli import main
-from moe_dualpipe.drawing import lanes
-from moe_dualpipe.drawing.lanes import Picture
 from moe_dualpipe.drawing.overlap_report import analysis_text, hidden_sentence
 from moe_dualpipe.profiler import TraceError, analyze, kind_of, read_trace
-from moe_dualpipe.profiler.blocks import lane_blocks
 from moe_dualpipe.profiler.trace import DeviceEvent
 from tests.support.traces import annotation, kernel, launch, write
 
@@ -294,47 +291,6 @@ def test_a_trace_without_device_work(tmp_path, capsys):
     assert capsys.readouterr().err == (
         f"moe-dualpipe: error: {path}: no work among 1 events: neither kernels on a device nor operators on a CPU\n"
     )
-
-
-# ---- The picture ----
-
-
-def test_blocks_are_what_an_annotation_launched(tmp_path):
-    trace = read_trace(write(tmp_path / "trace.json", [
-        annotation("attn(F)", 0, 10), annotation("dispatch(B)", 10, 10), annotation("attn(F)", 20, 10),
-        launch(1, 5), launch(2, 15), launch(3, 25), launch(4, 6),
-        kernel("gemm", 100, 5, correlation=1), kernel("gemm", 107, 3, correlation=4),
-        kernel("ncclX", 103, 9, correlation=2), kernel("gemm", 120, 4, correlation=3), kernel("gemm", 130, 1),
-        kernel("gemm", 0, 1000, device=1),
-    ]))  # fmt: skip
-    assert [(b.lane, b.name, Picture.colour(b), b.intervals.tolist()) for b in lane_blocks(trace, "0")] == [
-        (0, "attn(F)", "#f6b26b", [[0, 5], [7, 10]]), (0, "attn(F)", "#f6b26b", [[20, 24]]),
-        (0, "", "#c8c8c8", [[30, 31]]), (1, "dispatch(B)", "#93c47d", [[3, 12]]),
-    ]  # fmt: skip
-
-
-def test_the_command_draws(tmp_path, capsys):
-    path = write(
-        tmp_path / "trace.json", [annotation("mlp(W)", 0, 10), launch(1, 5), kernel("gemm", 10, 30, correlation=1)]
-    )
-    for suffix in ("svg", "png"):
-        assert main(["profile", "analyze", str(path), "--out", str(tmp_path / f"lanes.{suffix}")]) == 0
-    drawn = (tmp_path / "lanes.svg").read_text()
-    assert ">mlp(W)</text>" in drawn
-    assert all(f">{kind}</text>" in drawn for kind in ("forward", "backward", "weight gradient", "other"))
-    (folder := tmp_path / "folder.svg").mkdir()
-    capsys.readouterr()
-    for arguments, problem in (
-        ([str(path), "--out", str(folder)], "it is a folder"),
-        ([str(path), "--out", "lanes.pdf"], "cannot write 'lanes.pdf': use one of .png, .svg, .html"),
-    ):
-        assert main(["profile", "analyze", *arguments]) == 2
-        assert problem in capsys.readouterr().err
-
-
-def test_a_label_is_no_longer_than_its_lane_is_high():
-    assert lanes._label("prepare dispatch(") == "prepare dispatch("
-    assert lanes._label("prepare dispatch(F)") == "prepare dispatch\u2026"
 
 
 def test_a_phase_is_told_for_each_of_its_annotations(tmp_path):
