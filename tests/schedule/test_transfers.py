@@ -1,0 +1,213 @@
+"""`add_comms` derives transfers that cannot deadlock, and `validate_transfers` refuses every other order."""
+
+import itertools
+import sys
+
+import pytest
+
+from moe_dualpipe.schedule import (
+    Backward,
+    Flow,
+    Forward,
+    Overlap,
+    Part,
+    Recv,
+    ScheduleError,
+    Send,
+    add_comms,
+    build,
+    halves,
+    receive_early,
+    validate,
+    validate_transfers,
+)
+from tests.support.schedules import SIZES
+
+
+@pytest.mark.parametrize("name,ranks,micro_batches", SIZES)
+def test_transfers_match_in_order_and_do_not_deadlock(name, ranks, micro_batches):
+    schedule = build(name, ranks, micro_batches)
+    lists = add_comms(schedule)
+    assert [tuple(s for s in steps if not isinstance(s, Send | Recv)) for steps in lists] == list(schedule.actions)
+    assert_links_are_fifo(schedule, lists)
+    assert runs_with_blocking_transfers(schedule, lists)
+    early = [receive_early(steps) for steps in lists]
+    assert_links_are_fifo(schedule, early)
+    for steps, before in zip(early, lists, strict=True):
+        assert sorted(map(str, steps)) == sorted(map(str, before))
+        for recv in (step for step in steps if isinstance(step, Recv)):
+            computed = [i for i, step in enumerate(before) if not isinstance(step, Send | Recv)]
+            first = computed[0] if computed else 0
+            assert steps.index(recv) <= max(before.index(recv), first)
+
+
+def peer(schedule, step):
+    """The other rank of a transfer, and its stage."""
+    there = step.stage + (1 if (step.flow is Flow.ACTIVATION) == isinstance(step, Send) else -1)
+    return schedule.rank_of(there, step.micro_batch), there
+
+
+def assert_links_are_fifo(schedule, lists):
+    """On every link, the receives are in the order of the sends."""
+    sent, received = {}, {}
+    for rank, steps in enumerate(lists):
+        for step in steps:
+            if isinstance(step, Send):
+                to, stage = peer(schedule, step)
+                sent.setdefault((rank, to), []).append(Recv(stage, step.micro_batch, step.flow))
+            elif isinstance(step, Recv):
+                received.setdefault((peer(schedule, step)[0], rank), []).append(step)
+    assert sent == received
+    assert all(a != b for a, b in sent)
+
+
+def runs_with_blocking_transfers(schedule, lists):
+    """Whether all ranks finish if a send and its receive happen together or not at all (rendezvous)."""
+    position = [0] * len(lists)
+
+    def head(rank):
+        return lists[rank][position[rank]] if position[rank] < len(lists[rank]) else None
+
+    progress = True
+    while progress:
+        progress = False
+        for rank in range(len(lists)):
+            step = head(rank)
+            if isinstance(step, Send):
+                to, stage = peer(schedule, step)
+                if head(to) == Recv(stage, step.micro_batch, step.flow):
+                    position[rank] += 1
+                    position[to] += 1
+                    progress = True
+            elif step is not None and not isinstance(step, Recv):
+                position[rank] += 1
+                progress = True
+    return position == [len(steps) for steps in lists]
+
+
+LOWERED = [("1f1b", 3, 4), ("dualpipe", 4, 8), ("dualpipev", 2, 5), ("interleaved_1f1b", 2, 4), ("chimera", 4, 8)]
+
+
+def is_transfer(step):
+    return isinstance(step, Send | Recv)
+
+
+@pytest.mark.parametrize("size", LOWERED, ids=str)
+def test_a_missing_or_repeated_transfer_is_refused(size):
+    schedule = build(*size)
+    lists = add_comms(schedule)
+    validate_transfers(schedule, lists)
+    for rank, steps in enumerate(lists):
+        for i, step in enumerate(steps):
+            if is_transfer(step):
+                fewer = (*lists[:rank], (*steps[:i], *steps[i + 1 :]), *lists[rank + 1 :])
+                lost = (
+                    f"rank {rank} never sends " if isinstance(step, Send) else f"rank {rank} runs .* before it has rec"
+                )
+                with pytest.raises(ScheduleError, match=f"{lost}(.|\\n)*>"):
+                    validate_transfers(schedule, fewer)
+                more = (*lists[:rank], (*steps, step), *lists[rank + 1 :])
+                with pytest.raises(ScheduleError, match=f"rank {rank} runs {step} twice"):
+                    validate_transfers(schedule, more)
+
+
+@pytest.mark.parametrize("size", LOWERED, ids=str)
+def test_a_moved_transfer_is_refused_if_and_only_if_it_deadlocks_or_is_in_the_wrong_place(size):
+    schedule = build(*size)
+    lists = add_comms(schedule)
+    outcomes = set()
+    for rank, steps in enumerate(lists):
+        for i, j in itertools.product(range(len(steps)), range(len(steps))):
+            if not is_transfer(steps[i]) or abs(i - j) > 6:
+                continue
+            without = steps[:i] + steps[i + 1 :]
+            row = (*without[:j], steps[i], *without[j:])
+            moved = (*lists[:rank], row, *lists[rank + 1 :])
+            possible = is_in_place(row, j) and runs_with_blocking_transfers(schedule, moved)
+            outcomes.add(possible)
+            if possible:
+                validate_transfers(schedule, moved)
+            else:
+                with pytest.raises(ScheduleError, match=r"before it has (computed|received)|deadlock"):
+                    validate_transfers(schedule, moved)
+    assert outcomes == {True, False}
+
+
+def is_in_place(row, i):
+    """Whether the send at `i` follows the action with its data, or the receive precedes the action that uses it."""
+    kind = Forward if row[i].flow is Flow.ACTIVATION else Backward
+    (action,) = (
+        k
+        for k, step in enumerate(row)
+        if not is_transfer(step)
+        for half in halves(step)
+        if isinstance(half, kind)
+        and (half.stage, half.micro_batch) == (row[i].stage, row[i].micro_batch)
+        and getattr(half, "part", None) is not Part.WEIGHT
+    )
+    return action < i if isinstance(row[i], Send) else i < action
+
+
+def test_two_ranks_that_both_send_first_are_refused():
+    schedule = build("dualpipe", 2, 4)
+    lists = tuple(tuple(step for step in steps if step not in crossing) for steps in add_comms(schedule))
+    first = {Send(0, 0, Flow.ACTIVATION), Send(0, 2, Flow.ACTIVATION)}
+    assert {step for steps in lists for step in steps} & first == set()
+    swapped = []
+    for rank, steps in enumerate(lists):
+        own = 0 if rank == 0 else 2
+        at = steps.index(Forward(0, own)) + 1
+        swapped.append((*steps[:at], Send(0, own, Flow.ACTIVATION), Recv(1, 2 - own, Flow.ACTIVATION), *steps[at:]))
+    with pytest.raises(ScheduleError, match="blocking transfers deadlock: rank 0 at 0SEND_F0; rank 1 at 0SEND_F2"):
+        validate_transfers(schedule, tuple(swapped))
+
+
+crossing = {
+    kind(stage, micro_batch, Flow.ACTIVATION) for kind, stage in ((Send, 0), (Recv, 1)) for micro_batch in (0, 2)
+}
+
+
+def test_other_compute_actions_are_refused():
+    schedule = build("1f1b", 2, 2)
+    lists = add_comms(schedule)
+    with pytest.raises(ScheduleError, match="the compute actions of rank 1 are not those of the schedule"):
+        validate_transfers(schedule, (lists[0], lists[1][:-2]))
+
+
+def test_another_number_of_ranks_is_refused():
+    schedule = build("1f1b", 2, 2)
+    lists = add_comms(schedule)
+    for other in (lists[:1], (*lists, (Forward(0, 0),))):
+        with pytest.raises(ScheduleError, match=f"lists for {len(other)} ranks, but 1f1b has 2"):
+            validate_transfers(schedule, other)
+
+
+def test_validate_also_checks_the_transfers(monkeypatch):
+    schedule = build("1f1b", 2, 2)
+    lists = add_comms(schedule)
+    module = sys.modules["moe_dualpipe.schedule.validate"]
+    monkeypatch.setattr(module, "add_comms", lambda _: (lists[0][:1] + lists[0][2:], lists[1]))
+    with pytest.raises(ScheduleError, match="rank 0 never sends 0F0\nrank 0  >0F0<"):
+        validate(schedule)
+
+
+def test_order_of_transfers():
+    """The gradient of a pair is sent before its activation. A receive moves before the preceding action."""
+    lists = add_comms(build("dualpipe", 2, 4))
+    assert " ".join(map(str, lists[0])) == (
+        "0F0 0SEND_F0 1RECV_F2 1F2 0F1 0SEND_F1 1RECV_F3 1B2 1SEND_B2 0RECV_B0 (1F3;0B0)OVERLAP_F_B 1B3 1SEND_B3 "
+        "0RECV_B1 0I1 0W1"
+    )
+    pair = add_comms(build("dualpipe", 4, 8))[1]
+    at = next(i for i, step in enumerate(pair) if isinstance(step, Overlap))
+    sends = [str(step) for step in pair[at:] if isinstance(step, Send)]
+    assert (str(pair[at]), sends[:2]) == ("(2F6;1B0)OVERLAP_F_B", ["1SEND_B0", "2SEND_F6"])
+    recv, first, send, back = Recv(0, 0, Flow.GRADIENT), Forward(0, 0), Send(0, 0, Flow.ACTIVATION), Backward(0, 0)
+    assert receive_early((first, send, recv, back)) == (recv, first, send, back)
+
+
+def test_a_transfer_on_the_wrong_rank_is_refused():
+    schedule = build("1f1b", 3, 3)
+    lists = add_comms(schedule)
+    with pytest.raises(ScheduleError, match="0SEND_F0 does not belong on rank 2"):
+        validate_transfers(schedule, (*lists[:2], (*lists[2], Send(0, 0, Flow.ACTIVATION))))

@@ -1,0 +1,151 @@
+"""`validate` refuses invalid schedules, and its error shows where they are invalid."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from moe_dualpipe.schedule import (
+    Backward,
+    Forward,
+    Overlap,
+    Part,
+    ScheduleError,
+    build,
+    grid,
+    halves,
+    validate,
+)
+
+MUTATED = [("1f1b", 3, 5), ("dualpipe", 4, 10), ("dualpipev", 2, 5), ("dualpipev", 1, 2)]
+
+
+def with_row(schedule, rank, row):
+    """The schedule with other actions on one rank."""
+    return replace(schedule, actions=(*schedule.actions[:rank], tuple(row), *schedule.actions[rank + 1 :]))
+
+
+@pytest.mark.parametrize("size", MUTATED, ids=str)
+def test_a_missing_or_repeated_action_is_refused(size):
+    schedule = build(*size)
+    for rank, actions in enumerate(schedule.actions):
+        for i, action in enumerate(actions):
+            with pytest.raises(ScheduleError):
+                validate(with_row(schedule, rank, actions[:i] + actions[i + 1 :]))
+            with pytest.raises(ScheduleError, match=">"):
+                validate(with_row(schedule, rank, (*actions, action)))
+            for half in halves(action) if isinstance(action, Overlap) else ():
+                with pytest.raises(ScheduleError):
+                    validate(with_row(schedule, rank, (*actions[:i], half, *actions[i + 1 :])))
+
+
+@pytest.mark.parametrize("size", MUTATED, ids=str)
+def test_an_action_before_its_inputs_on_the_same_rank_is_refused(size):
+    """A backward needs its forward, a W its I, and at the fold the second stage needs the first."""
+    schedule = build(*size)
+    moved = 0
+    for rank, actions in enumerate(schedule.actions):
+        for i, action in enumerate(actions):
+            for half in halves(action):
+                needed = [
+                    j
+                    for j, earlier in enumerate(actions[:i])
+                    for other in halves(earlier)
+                    if is_input_on_the_rank(other, half)
+                ]
+                if needed:
+                    j = max(needed)
+                    with pytest.raises(ScheduleError, match=r"deadlocks: .*needs .* before"):
+                        validate(with_row(schedule, rank, (*actions[:j], action, *actions[j:i], *actions[i + 1 :])))
+                    moved += 1
+    assert moved > schedule.num_micro_batches
+
+
+def is_input_on_the_rank(other, half):
+    if isinstance(half, Forward):
+        return isinstance(other, Forward) and other == Forward(half.stage - 1, half.micro_batch)
+    if half.part is Part.WEIGHT:
+        return other == Backward(half.stage, half.micro_batch, Part.INPUT)
+    return other == Forward(half.stage, half.micro_batch)
+
+
+def test_a_deadlock_between_two_ranks_is_refused():
+    schedule = build("1f1b", 2, 3)
+    first = schedule.actions[0]
+    # Rank 0 waits for the gradient of micro-batch 0 before its forward, so rank 1 cannot compute that gradient.
+    backward = next(i for i, action in enumerate(first) if action == Backward(0, 0))
+    with pytest.raises(
+        ScheduleError, match="deadlocks: rank 0 needs 0F0 and 1B0 before 0B0; rank 1 needs 0F0 before 1F0"
+    ):
+        validate(with_row(schedule, 0, (first[backward], *first[:backward], *first[backward + 1 :])))
+
+
+def test_an_action_on_the_wrong_rank_or_out_of_range_is_refused():
+    schedule = build("1f1b", 2, 2)
+    swapped = replace(schedule, actions=schedule.actions[::-1])
+    with pytest.raises(ScheduleError, match="1F0 is on rank 0, but rank 1 holds stage 1 for that micro-batch"):
+        validate(swapped)
+    with pytest.raises(ScheduleError, match="outside"):
+        validate(with_row(schedule, 0, (*schedule.actions[0], Forward(0, 9))))
+    with pytest.raises(ScheduleError, match="outside"):
+        validate(with_row(schedule, 0, (*schedule.actions[0], Forward(0, -1))))
+    with pytest.raises(ScheduleError, match="2F0 is outside the schedule's 2 stages and 2 micro-batches"):
+        validate(with_row(schedule, 0, (*schedule.actions[0], Forward(2, 0))))
+    with pytest.raises(ScheduleError, match="actions for 1 ranks, but a placement on 2"):
+        validate(replace(schedule, actions=schedule.actions[:1]))
+
+
+def test_a_deadlock_error_lists_only_missing_results():
+    schedule = build("1f1b", 2, 2)
+    forward, backward, *rest = schedule.actions[1]
+    with pytest.raises(ScheduleError, match=r"deadlocks: rank 0 needs 1B0 before 0B0; rank 1 needs 1F0 before 1B0\n"):
+        validate(with_row(schedule, 1, (backward, forward, *rest)))
+
+
+def test_the_error_shows_the_grid_with_the_invalid_cells_marked():
+    schedule = build("1f1b", 2, 2)
+    with pytest.raises(ScheduleError) as error:
+        validate(with_row(schedule, 1, (*schedule.actions[1], Backward(1, 1))))
+    assert str(error.value).splitlines() == [
+        "1f1b: stage 1 runs micro-batch 1 with 2 B, 0 I and 0 W instead of one B, or one I and one W",
+        "rank 0  0F0 0F1 0B0 0B1  ",
+        "rank 1  1F0 1B0 1F1 >1B1< >1B1<",
+    ]
+    with pytest.raises(ScheduleError) as error:
+        validate(with_row(schedule, 1, (*schedule.actions[1], Forward(1, 0))))
+    assert str(error.value).splitlines()[2] == "rank 1  >1F0< 1B0 1F1 1B1 >1F0<"
+    with pytest.raises(ScheduleError) as error:  # a missing action: the forward is marked
+        validate(with_row(schedule, 1, schedule.actions[1][:-1]))
+    assert str(error.value).splitlines()[2] == "rank 1  1F0 1B0 >1F1<"
+
+
+def test_a_deadlock_error_lists_results_that_no_rank_has_computed():
+    schedule = build("dualpipe", 4, 10)
+    first = schedule.actions[0]
+    with pytest.raises(ScheduleError) as error:
+        validate(with_row(schedule, 0, (*first[:3], first[4], first[3], *first[5:])))
+    assert "rank 0 needs 3F5 before 3I5" in str(error.value)
+    stuck = re.findall(r"rank (\d) needs (.*?) before (\S+)[;\n]", str(error.value))
+    assert len(stuck) == 4
+    ran = {name for line in str(error.value).splitlines()[1:] for name in line.partition(">")[0].split()[2:]}
+    assert not any(wanted in ran for _, needs, _ in stuck for wanted in needs.split(" and "))
+
+
+def test_a_long_grid_is_cut_to_the_columns_near_the_marked_cells():
+    schedule = build("1f1b", 2, 30)
+    row = schedule.actions[1]
+    with pytest.raises(ScheduleError) as error:
+        validate(with_row(schedule, 1, (*row[:40], Forward(1, 3), *row[40:])))
+    lines = str(error.value).splitlines()
+    assert "2 forwards" in lines[0]
+    assert lines[1] == "steps 1 to 45 of 61:"  # the first 1F3 is at step 6
+    assert ">1F3<" in lines[3]
+    assert all(len(line.split()) == 2 + 45 for line in lines[2:])
+
+
+def test_labels_of_many_ranks_are_aligned():
+    assert grid([[Forward(0, 0)]] * 101).splitlines()[::100] == ["rank 0   0F0", "rank 100 0F0"]
+
+
+def test_a_short_grid_is_complete():
+    assert grid(build("1f1b", 2, 2).actions) == "rank 0  0F0 0F1 0B0 0B1\nrank 1  1F0 1B0 1F1 1B1"
