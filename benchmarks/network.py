@@ -41,10 +41,16 @@ from moe_dualpipe.models import PRESETS
 from moe_dualpipe.runtime.executor import StepResult
 from moe_dualpipe.runtime.groups import init_world
 from moe_dualpipe.runtime.launch import Launch
-from moe_dualpipe.training.config import TrainConfig
-from moe_dualpipe.training.loop import Trainer
-from moe_dualpipe.training.plan import Plan
-from moe_dualpipe.training.resolve import resolve
+from moe_dualpipe.training.config import (
+    BatchConfig,
+    CheckpointConfig,
+    ComputeConfig,
+    HealthConfig,
+    ParallelConfig,
+    TrainConfig,
+)
+from moe_dualpipe.training.plan import plan_run
+from moe_dualpipe.training.trainer import Trainer
 
 ADDRESSES, PORT = ("10.213.77.1", "10.213.77.2"), "29400"
 BURST = "20kb"  # small: a bucket that fills up while the link is idle carries the next message for nothing
@@ -174,15 +180,14 @@ def rank_main() -> None:
     model = dataclasses.replace(PRESETS["tiny"], num_layers=max(PRESETS["tiny"].num_layers, 2 * options.pp))
     config = TrainConfig(
         model=model,
-        pp=options.pp,
-        ep=2,
-        micro_batches=max(8, 2 * options.pp),
-        device="cpu",
-        out=str(folder),
-        timeout=60.0,
+        parallel=ParallelConfig(pp=options.pp, ep=2),
+        batch=BatchConfig(micro_batches=max(8, 2 * options.pp)),
+        compute=ComputeConfig(device="cpu"),
+        checkpoint=CheckpointConfig(out=str(folder)),
+        health=HealthConfig(timeout=60.0),
     )
-    init_world(torch.device("cpu"), launch, config.timeout)
-    trainer = Trainer(Plan.make(resolve(config, launch)), launch)
+    init_world(torch.device("cpu"), launch, config.health.timeout)
+    trainer = Trainer(plan_run(config, launch))
     rows = measure_links(trainer, options, device)
     if launch.rank == 0:
         (folder / "rows.json").write_text(json.dumps([dataclasses.asdict(row) for row in rows]))

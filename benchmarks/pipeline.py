@@ -21,10 +21,10 @@ import tyro
 
 from moe_dualpipe.models import PRESETS, ModelConfig
 from moe_dualpipe.runtime.launch import Launch
-from moe_dualpipe.training.config import TrainConfig
-from moe_dualpipe.training.loop import Trainer
-from moe_dualpipe.training.plan import Plan
-from moe_dualpipe.training.resolve import default_micro_batches, resolve
+from moe_dualpipe.schedule import default_micro_batches
+from moe_dualpipe.training.config import BatchConfig, CheckpointConfig, ComputeConfig, ParallelConfig, TrainConfig
+from moe_dualpipe.training.plan import plan_run
+from moe_dualpipe.training.trainer import Trainer
 
 WARM_UP = 2
 
@@ -48,8 +48,7 @@ class Options:
 def _measure(rank: int, config: TrainConfig, world_size: int, threads: int, steps: int, store: str, results) -> None:
     torch.set_num_threads(threads)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    launch = Launch(rank, rank, world_size, world_size)
-    trainer = Trainer(Plan.make(resolve(config, launch)), launch)
+    trainer = Trainer(plan_run(config, Launch(rank, rank, world_size, world_size)))
     seconds = [trainer.train_step(step)["seconds"] for step in range(WARM_UP + steps)]
     if rank == 0:
         results.put(seconds[WARM_UP:])
@@ -60,7 +59,7 @@ def one_round(config: TrainConfig, world_size: int, threads: int, steps: int) ->
     """Seconds of each timed step of one configuration, in fresh processes."""
     with tempfile.TemporaryDirectory() as folder:
         results = mp.get_context("spawn").SimpleQueue()
-        config = dataclasses.replace(config, out=folder)
+        config = dataclasses.replace(config, checkpoint=CheckpointConfig(out=folder))
         arguments = (config, world_size, threads, steps, f"{folder}/store", results)
         mp.start_processes(_measure, arguments, nprocs=world_size, start_method="spawn")
         return results.get()
@@ -72,11 +71,24 @@ def main() -> None:
     base = PRESETS[options.preset]
     model: ModelConfig = dataclasses.replace(base, num_layers=max(base.num_layers, 2 * options.ranks))
     micro_batches = default_micro_batches(options.ranks)  # also of the one process
-    config = TrainConfig(preset=options.preset, model=model, micro_batches=micro_batches, device="cpu")
+    config = TrainConfig(
+        preset=options.preset,
+        model=model,
+        batch=BatchConfig(micro_batches=micro_batches),
+        compute=ComputeConfig(device="cpu"),
+    )
     cases = {
-        f"one process, {options.ranks} threads": (dataclasses.replace(config, schedule="1f1b"), 1, options.ranks),
+        f"one process, {options.ranks} threads": (
+            dataclasses.replace(config, parallel=ParallelConfig(schedule="1f1b")),
+            1,
+            options.ranks,
+        ),
         **{
-            f"{schedule}, {options.ranks} ranks": (dataclasses.replace(config, schedule=schedule), options.ranks, 1)
+            f"{schedule}, {options.ranks} ranks": (
+                dataclasses.replace(config, parallel=ParallelConfig(schedule=schedule)),
+                options.ranks,
+                1,
+            )
             for schedule in options.schedules
             if schedule not in ("dualpipe", "chimera") or options.ranks % 2 == 0
         },
@@ -85,7 +97,7 @@ def main() -> None:
     for _ in range(options.rounds):
         for name, (case, world_size, threads) in cases.items():
             rounds[name].append(one_round(case, world_size, threads, options.steps))
-    tokens = config.micro_batches * config.micro_batch_size * config.seq_len
+    tokens = micro_batches * config.batch.micro_batch_size * config.batch.seq_len
     baseline = None
     print(f"{os.cpu_count()} cores, torch {torch.__version__}, {model.num_layers} layers, {tokens:,} tokens a step")
     print("| configuration | ms a step | range of rounds | tokens/s | step time / one process |")

@@ -15,7 +15,7 @@ from moe_dualpipe import cli
 from moe_dualpipe.drawing.timeline_boxes import format_number
 from moe_dualpipe.schedule import Costs, build, simulate
 from moe_dualpipe.schedule.compare import compare
-from moe_dualpipe.training.config import parse
+from moe_dualpipe.training.command_line import parse_arguments
 
 ROOT = Path(__file__).parent.parent
 PUBLISHED = ROOT.parent / "shared" / "data" / "deepseek_v3_train_trace.json.gz"
@@ -69,7 +69,7 @@ def check_command(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return
     script = next(i for i, word in enumerate(words) if word.endswith(".py") or word == "-m")
     if words[script] == "train.py":
-        parse(words[script + 1 :])
+        parse_arguments(words[script + 1 :])
     elif words[script] == "-m":
         module = ROOT / words[script + 1].replace(".", "/")
         assert module.with_suffix(".py").exists() or (module / "__main__.py").exists() or words[script + 1] == "pytest"

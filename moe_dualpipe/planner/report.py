@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..drawing.tables import markdown
 from ..models import PRESETS, ModelConfig, preset, split
-from ..schedule import build
-from ..training.resolve import default_micro_batches
+from ..schedule import build, default_micro_batches
 from .activations import MicroBatch
 from .flops import forward_flops, score_flops, train_flops_per_token
 from .memory import Parameters, RankMemory, count, rank_memory

@@ -7,7 +7,7 @@
 """
 
 from .actions import Action, Backward, Flow, Forward, Overlap, Part, Recv, Send, Step, halves, parse
-from .build import NAMES, build, placement_of
+from .build import NAMES, build, default_micro_batches, placement_of
 from .comms import add_comms, counterpart, receive_early
 from .grid import ScheduleError, grid
 from .placement import Placement
@@ -39,6 +39,7 @@ __all__ = [
     "add_comms",
     "build",
     "counterpart",
+    "default_micro_batches",
     "grid",
     "halves",
     "parse",

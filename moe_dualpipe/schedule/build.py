@@ -90,3 +90,8 @@ def _chunks(name: str, method: _Method, num_chunks: int | None) -> tuple[int, ..
     if num_chunks is not None and num_chunks < 2:
         raise ValueError(f"{name} needs at least 2 chunks per rank: got {num_chunks}; use 2, or 1f1b, which has one")
     return (method.num_chunks if num_chunks is None else num_chunks,)
+
+
+def default_micro_batches(num_ranks: int) -> int:
+    """The least number of micro-batches, from 8 on, that every schedule accepts for `num_ranks` pipeline ranks."""
+    return -(-max(8, 2 * num_ranks) // num_ranks) * num_ranks

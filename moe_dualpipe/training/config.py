@@ -1,182 +1,212 @@
-"""The configuration of a training run, and the command line that makes it."""
+"""The options of a training run, grouped by subject. A field is a flag of train.py, and its docstring the help text.
 
-import os
-import shlex
-import shutil
-import sys
-from collections.abc import Sequence
+Where a default depends on other options, or None means "no limit", the field is optional and its default is None.
+`resolve.py` replaces None by a value; `checks.py` says which values are valid.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-import tyro
+from tyro.conf import OmitArgPrefixes, arg
+from tyro.constructors import PrimitiveConstructorSpec
 
 from ..inference.sampling import Sampling
 from ..kernels.backend import Kernels
-from ..models import PRESETS, ModelConfig, preset
+from ..models import PRESETS, ModelConfig
 from ..models.recompute import Recompute
-from ..runtime.launch import Launch
-from .optimizer import OptimizerConfig
+
+
+def _optional(kind: Callable[[str], Any], metavar: str) -> PrimitiveConstructorSpec:
+    """A value that may be None; on the command line 0 and the empty string mean None, too."""
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=metavar,
+        instance_from_str=lambda words: None if words[0] == "None" else kind(words[0]) or None,
+        is_instance=lambda value: value is None or isinstance(value, int | float | str),
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+OptionalInt = Annotated[int | None, _optional(int, "INT")]
+OptionalFloat = Annotated[float | None, _optional(float, "FLOAT")]
+OptionalStr = Annotated[str | None, _optional(str, "STR")]
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """How the work is divided over processes: pipeline x data-parallel ranks."""
+
+    pp: OptionalInt = None
+    """Number of pipeline ranks. None: processes / ep."""
+    ep: int = 1
+    """Number of ranks that share the experts of a layer; divides the experts and the data-parallel ranks."""
+    schedule: str = "auto"
+    """Pipeline schedule (docs/schedules.md). auto: dualpipe for an even number of pipeline ranks, else dualpipev."""
+    num_chunks: OptionalInt = None
+    """Stages per rank, for schedules with a choice (interleaved_1f1b). None: the schedule's default."""
+    overlap: bool = True
+    """Run the communication of one micro-batch during the computation of another, where the schedule pairs them."""
+    max_deferred: OptionalInt = None
+    """Maximum number of chunks with deferred weight gradients; a limit saves activation memory. None: no limit."""
+    zero: bool = True
+    """Divide the optimizer state among the ranks that hold the same weights (ZeRO-1). Results are bit-identical."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeConfig:
+    """Devices, number format, kernels and memory."""
+
+    device: str = "auto"
+    """cpu, cuda, or auto: GPUs if there is one for each process, else CPU."""
+    dtype: str = "auto"
+    """float32, bfloat16, or auto: bfloat16 on GPUs. Master weights and gradients are always float32."""
+    kernels: Kernels = "auto"
+    """triton, reference (plain torch), or auto: Triton on GPUs."""
+    recompute: Recompute = "none"
+    """What the backward recomputes instead of saving it for backward."""
+    fused_loss: bool = False
+    """Compute head and loss together in blocks of tokens, without storing all logits. For large vocabularies."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchConfig:
+    """The training data and the size of a step."""
+
+    data: tuple[str, ...] = ("stdlib",)
+    """Training data: one or more SOURCE or SOURCE=WEIGHT (docs/training.md).
+    A source is a text file, a folder, a glob, a .jsonl file, a .bin file of token ids, a folder written by
+    `moe-dualpipe data prepare`, or "stdlib": the source code of Python's standard library."""
+    data_field: str = "text"
+    """Field of a .jsonl line that holds the text."""
+    data_dtype: Literal["uint8", "uint16", "uint32"] = "uint16"
+    """Integer type of a .bin file without a description file (little-endian)."""
+    seq_len: int = 256
+    """Tokens per sequence."""
+    document_mask: bool = False
+    """Restrict attention to tokens of the same document."""
+    micro_batch_size: int = 2
+    """Sequences per micro-batch."""
+    micro_batches: OptionalInt = None
+    """Micro-batches per step on each data-parallel rank. None: 8, or more if the schedule needs them."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointConfig:
+    """Where a run is saved, and what it starts from."""
+
+    out: OptionalStr = None
+    """Folder for checkpoints and metrics. None: the folder of the resumed run, or a new runs/<preset>[-2, -3 ...]."""
+    resume: OptionalStr = None
+    """Resume from the newest checkpoint of this run, or from this checkpoint."""
+    weights: OptionalStr = None
+    """Start a new run from the weights in this folder, written by `moe-dualpipe export`."""
+    save_every: OptionalInt = None
+    """Steps between checkpoints. None: save only at the end."""
+    keep: OptionalInt = 3
+    """Number of checkpoints to keep. None: all."""
+    save_async: bool = True
+    """Continue training while a checkpoint is written. Needs main memory for a copy of weights and moments."""
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsConfig:
+    """What is measured and recorded."""
+
+    eval_sequences: int = 64
+    """Number of held-out sequences for the validation loss, rounded up to whole batches."""
+    tensorboard: bool = False
+    """Write the metrics for TensorBoard as well."""
+    peak_tflops: OptionalFloat = None
+    """Peak TFLOP/s of one device, for the metric mfu (model FLOPs utilization). None: known for common GPUs."""
+    profile: Annotated[int, arg(metavar="STEPS")] = 0
+    """Number of steps to profile on every rank, after two warm-up steps (docs/profiling.md)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleConfig:
+    """The text that is generated at the end of a run."""
+
+    sample_tokens: int = 160
+    """Number of tokens to generate. 0: no sample."""
+    prompt: str = "class "
+    """Text that the sample continues."""
+    temperature: float = 0.8
+    """Sampling temperature. Lower is more predictable; 0 is greedy decoding."""
+    top_k: OptionalInt = None
+    """Sample from the k most likely tokens. None: no limit."""
+    top_p: float = 1.0
+    """Sample from the most likely tokens with this total probability. 1: no limit."""
+
+    def sampling(self) -> Sampling:
+        """Raises ValueError for values out of range."""
+        return Sampling(self.temperature, self.top_k or 0, self.top_p)
+
+
+@dataclass(frozen=True, slots=True)
+class HealthConfig:
+    """When a run stops because something is wrong."""
+
+    timeout: Annotated[float, arg(metavar="SECONDS")] = 600.0
+    """Seconds that a rank waits for another one before the run fails. A rank that dies is detected sooner."""
+    max_skipped: int = 10
+    """Stop after this many consecutive steps with a non-finite loss or gradient. Such steps are skipped."""
+    check_replicas_every: OptionalInt = 100
+    """Steps between checks that replicas are bit-equal. None: check only at the start and the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerConfig:
+    """Optimizer and learning rate."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """adamw, or muon: Muon for the matrices inside the blocks, AdamW for all other parameters."""
+    lr: float = 3e-3
+    """Peak learning rate."""
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    """Learning rate after the warm-up. cosine: cosine decay; wsd: constant, then 1 - sqrt decay over decay_steps."""
+    warmup_steps: int = 20
+    """Steps of linear warm-up."""
+    decay_steps: OptionalInt = None
+    """wsd: steps of the decay at the end. None: a fifth of all steps."""
+    final_lr: float = 0.1
+    """Learning rate of the last step, as a fraction of the peak."""
+    beta1: float = 0.9
+    """adamw: decay rate of the first moment."""
+    beta2: float = 0.95
+    """adamw: decay rate of the second moment."""
+    momentum: float = 0.95
+    """muon: decay rate of the momentum."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay, on matrices only."""
+    clip: OptionalFloat = 1.0
+    """Maximum gradient norm over all ranks; larger gradients are scaled down. None: no limit."""
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Train a Mixture-of-Experts transformer under a pipeline schedule.
+    """Train a Mixture-of-Experts transformer with pipeline parallelism.
 
     $ python train.py                                  (one process)
     $ torchrun --nproc-per-node 2 train.py             (two pipeline ranks, DualPipe)
     $ torchrun --nproc-per-node 4 train.py --ep 2      (two pipeline ranks, experts spread over two)
-
-    The number of processes is pp x data-parallel ranks; ep spreads the experts over data-parallel ranks.
     """
 
     preset: str = "tiny"
-    """Model size to start from; --model.* changes single choices."""
-    model: ModelConfig = field(default_factory=lambda: PRESETS["tiny"])
-
-    pp: int = 0
-    """Pipeline ranks. 0: all processes, divided by ep."""
-    ep: int = 1
-    """Ranks over which the experts of a layer are spread; divides the experts and the data-parallel ranks."""
-    overlap: bool = True
-    """Hide the communication of one micro-batch behind the computation of another, where the schedule pairs them."""
-    recompute: Recompute = "none"
-    """What to compute again in the backward instead of keeping it: none, norms, attention or full."""
-    kernels: Kernels = "auto"
-    """triton, reference (plain torch), or auto: Triton on GPUs."""
-    fused_loss: bool = False
-    """Compute the head and the loss together, a chunk of tokens at a time, so that the logits never exist whole. Saves
-    memory where the vocabulary is large; a vocabulary of bytes gains nothing."""
-    max_deferred: int = 0
-    """Most chunks whose weight gradients may be put off at a time, which bounds the activations held. 0: no bound."""
-    schedule: str = "auto"
-    """Pipeline schedule (docs/schedules.md). auto: dualpipe for an even number of ranks, else dualpipev."""
-    num_chunks: int = 0
-    """Stages on each rank, where the schedule leaves the choice (interleaved_1f1b). 0: as many as it has by default."""
-
-    data: tuple[str, ...] = ("stdlib",)
-    """What to train on, each a SOURCE or SOURCE=WEIGHT: text (a file, a folder, a glob; "stdlib" is the Python standard
-    library's own source), .jsonl, token ids (.bin), or a folder of `moe-dualpipe data prepare` (docs/training.md)."""
-    data_field: str = "text"
-    """The field of a .jsonl line that holds the text."""
-    data_dtype: Literal["uint8", "uint16", "uint32"] = "uint16"
-    """Width of the little-endian token ids in a .bin file that nothing describes."""
-    seq_len: int = 256
-    """Tokens in a sequence."""
-    document_mask: bool = False
-    """Attend within documents only: a sequence may hold the end of one and the start of others."""
-    micro_batch_size: int = 2
-    """Sequences in a micro-batch."""
-    micro_batches: int = 0
-    """Micro-batches a step, on each data-parallel rank. 0: 8, or more where the schedule needs them."""
+    """Model size. --model.* options override single values."""
     steps: int = 320
-    """Optimizer steps in the whole run; the learning rate follows from it."""
+    """Total number of optimizer steps, including those before a resume."""
     seed: int = 0
-    """Fixes the initial weights and the order of the data."""
-    optim: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """Seed of the initial weights and of the order of the data."""
     bias_rate: float = 3e-3
-    """How far a step moves each bias of a router (--model.router-bias); a long run needs less. 0: they stay."""
-    zero: bool = True
-    """Divide the optimizer's state among the ranks that hold the same weights (ZeRO-1); changes no bit of a run."""
+    """Change of a router's biases per step (--model.router-bias); use less for long runs. 0: biases do not change."""
 
-    device: str = "auto"
-    """cpu, cuda, or auto: the GPUs if there is one for each process."""
-    dtype: str = "auto"
-    """float32, bfloat16, or auto: bfloat16 on GPUs. Master weights and gradients are float32 in any case."""
-
-    out: str = ""
-    """Folder for checkpoints and metrics. Default: the resumed run, or a new runs/<preset>[-2, -3 ...]."""
-    resume: str = ""
-    """A run's folder, or one checkpoint in it, to go on from."""
-    weights: str = ""
-    """Folder of `moe-dualpipe export` whose weights a new run starts from."""
-    save_every: int = 0
-    """Steps between checkpoints; one is always saved at the end. 0: only that one."""
-    keep: int = 3
-    """Checkpoints to keep; older ones are removed when a newer one is complete. 0: all."""
-    save_async: bool = True
-    """Train on while a checkpoint is written; needs main memory for a copy of weights and moments."""
-    eval_sequences: int = 64
-    """Held-out sequences for the validation loss; rounded up to whole batches."""
-    sample_tokens: int = 160
-    """Length of the sample that is generated at the end; 0: none."""
-    prompt: str = "class "
-    """What the sample starts with."""
-    temperature: float = 0.8
-    """Of the sample: less is more of the same, 0 takes the likeliest token each time."""
-    top_k: int = 0
-    """Choose each token of the sample among so many, the likeliest. 0: among all."""
-    top_p: float = 1.0
-    """Choose each token of the sample among the likeliest that have this probability together. 1: among all."""
-    check_replicas_every: int = 100
-    """Steps between checks that replicas are bit-equal; they are checked at the end, too. 0: only then."""
-    max_skipped: int = 10
-    """Steps in a row whose loss or gradient is not finite, which are skipped, until the run stops."""
-    profile: Annotated[int, tyro.conf.arg(metavar="STEPS")] = 0
-    """Record so many steps on every rank, after two, and say at the end where their time went (docs/profiling.md)."""
-    tensorboard: bool = False
-    """Write the metrics for TensorBoard as well."""
-    peak_tflops: float = 0.0
-    """What one device can do at best, in 10^12 FLOPs a second, for the utilisation in the metrics (mfu). 0: known for
-    common GPUs by their names."""
-    timeout: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 600.0
-    """How long a rank waits for another before it gives up. One that dies is noticed sooner."""
-
-    def sampling(self) -> Sampling:
-        """How the sample is drawn. Raises ValueError for choices that mean nothing."""
-        return Sampling(self.temperature, self.top_k, self.top_p)
-
-
-def parse(arguments: Sequence[str], quiet: bool = False) -> TrainConfig:
-    """Read the command line; `--preset` chooses the defaults of `--model.*`.
-
-    quiet: print no help and no usage errors (for all but one process of many). Raises ValueError for an unknown preset.
-    """
-    name = _value_of("--preset", arguments) or TrainConfig.preset
-    default = TrainConfig(preset=name, model=preset(name))
-    return tyro.cli(
-        TrainConfig,
-        args=arguments,
-        default=default,
-        prog="train.py",
-        console_outputs=not quiet,
-    )
-
-
-def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
-    for i, argument in enumerate(arguments):
-        if argument == flag and i + 1 < len(arguments):
-            return arguments[i + 1]
-        if argument.startswith(flag + "="):
-            return argument[len(flag) + 1 :]
-    return None
-
-
-def resume_command(arguments: Sequence[str], run: str, steps: int) -> str:
-    """The command that goes on with the run that was started with `arguments`, up to `steps`."""
-    launch = Launch.from_environment()
-    program = [_program("python")]
-    if launch.world_size > 1:
-        program = [_program("torchrun"), "--nproc-per-node", str(launch.local_world_size)]
-    script = os.path.relpath(sys.argv[0])
-    kept = list(arguments)
-    for flag in ("--steps", "--resume", "--profile", "--weights"):
-        kept = _without(flag, kept)
-    return shlex.join([*program, script, *kept, "--resume", run, "--steps", str(steps)])
-
-
-def _program(name: str) -> str:
-    """`name` if the shell would find the one beside this interpreter, otherwise its path."""
-    beside = Path(sys.executable).with_name(name)
-    if not beside.exists() or shutil.which(name) == str(beside):
-        return name
-    return os.path.relpath(beside)
-
-
-def _without(flag: str, arguments: Sequence[str]) -> list[str]:
-    kept, skip = [], False
-    for argument in arguments:
-        if not (skip or argument == flag or argument.startswith(flag + "=")):
-            kept.append(argument)
-        skip = argument == flag
-    return kept
+    parallel: OmitArgPrefixes[ParallelConfig] = ParallelConfig()
+    compute: OmitArgPrefixes[ComputeConfig] = ComputeConfig()
+    batch: OmitArgPrefixes[BatchConfig] = BatchConfig()
+    checkpoint: OmitArgPrefixes[CheckpointConfig] = CheckpointConfig()
+    metrics: OmitArgPrefixes[MetricsConfig] = MetricsConfig()
+    sample: OmitArgPrefixes[SampleConfig] = SampleConfig()
+    health: OmitArgPrefixes[HealthConfig] = HealthConfig()
+    optim: OptimizerConfig = OptimizerConfig()
+    model: ModelConfig = field(default_factory=lambda: PRESETS["tiny"])

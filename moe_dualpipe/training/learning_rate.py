@@ -7,7 +7,7 @@ wsd      warm-up, stable, decay (arXiv 2404.06395): stays at the peak until the 
 
 import math
 
-from .optimizer import OptimizerConfig
+from .config import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:

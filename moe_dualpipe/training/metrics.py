@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from ..models import ModelConfig
 from ..planner.flops import peak_flops, train_flops_per_token
-from .config import TrainConfig
 
 FILE = "metrics.jsonl"
 
@@ -114,15 +114,23 @@ def load_statistics(load_LE: Tensor) -> dict[str, float]:
     }
 
 
-def utilisation(config: TrainConfig, device: torch.device, num_devices: int) -> float | None:
-    """Model FLOPs utilisation at one token a second over all devices; None where nobody knows what a device can do.
+def utilisation(
+    model: ModelConfig,
+    seq_len: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    num_devices: int,
+    peak_tflops: float | None = None,
+) -> float | None:
+    """Model FLOPs utilization (MFU) per token/s of all devices together. None if the peak of a device is unknown.
 
-    Of a `resolve`d configuration; planner/flops.py has what is counted. On a CPU, a process counts as a device.
+    planner/flops.py says which FLOPs count. peak_tflops: of one device; None: known for common GPUs. On CPUs, each
+    process counts as a device.
     """
-    peak = config.peak_tflops * 1e12
-    if not peak and device.type == "cuda":
-        peak = peak_flops(torch.cuda.get_device_name(device), getattr(torch, config.dtype))
-    return train_flops_per_token(config.model, config.seq_len) / (peak * num_devices) if peak else None
+    peak = peak_tflops * 1e12 if peak_tflops else None
+    if peak is None and device.type == "cuda":
+        peak = peak_flops(torch.cuda.get_device_name(device), dtype)
+    return train_flops_per_token(model, seq_len) / (peak * num_devices) if peak else None
 
 
 def peak_memory_mb(device: torch.device) -> float:

@@ -12,10 +12,8 @@ Embedding, head, norms and routers, which are heads over experts, remain with Ad
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,33 +22,7 @@ from ..checkpoint import read_tensor_metadata
 from ..expert_parallel.parameters import global_tensors
 from ..runtime.replicas import ReplicaSet
 from ..runtime.zero import OwnedTensor, Shards
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerConfig:
-    """AdamW or Muon, and the course of the learning rate."""
-
-    name: Literal["adamw", "muon"] = "adamw"
-    """adamw, or muon: for the matrices inside of the blocks, with adamw for all other parameters."""
-    lr: float = 3e-3
-    """Peak learning rate."""
-    schedule: Literal["cosine", "wsd"] = "cosine"
-    """After the warm-up: cosine, or wsd: the peak until the last decay_steps, which fall as 1 - sqrt."""
-    warmup_steps: int = 20
-    """Steps of linear warm-up."""
-    decay_steps: int = 0
-    """wsd: steps of the decay at the end. 0: a fifth of all steps."""
-    final_lr: float = 0.1
-    """Learning rate at the end, as a fraction of the peak."""
-    beta1: float = 0.9
-    beta2: float = 0.95
-    momentum: float = 0.95
-    """muon: how much of the momentum remains after a step."""
-    weight_decay: float = 0.1
-    """Decoupled weight decay, on matrices only."""
-    clip: float = 1.0
-    """Largest gradient norm over all ranks; larger gradients are scaled down. 0: no limit."""
-
+from .config import OptimizerConfig
 
 Rows = slice | EllipsisType
 ALWAYS_ADAMW = {"embedding", "head", "router"}  # parts of names

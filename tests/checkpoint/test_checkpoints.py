@@ -35,12 +35,11 @@ from moe_dualpipe.checkpoint import (
 from moe_dualpipe.checkpoint import save as save_module
 from moe_dualpipe.checkpoint.manifest import FileChecksum, Manifest
 from moe_dualpipe.models import ModelConfig
-from moe_dualpipe.runtime.launch import Launch
-from moe_dualpipe.training.config import parse
-from moe_dualpipe.training.resolve import resolve
+from moe_dualpipe.training.command_line import parse_arguments
+from moe_dualpipe.training.loop import Run
 from tests.support import ranks
 from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL, losses, make_trainer, records, settings, train, train_each
+from tests.support.runs import MODEL, losses, make_trainer, records, resolve, settings, train, train_each
 
 
 def state_of(rank, step):
@@ -567,11 +566,11 @@ def train_on_a_disk_that_fills(rank, runs):
 
             patch.setattr(save_module, "save_checkpoint", fail_at)
             try:
-                trainer.run()
+                Run(trainer).run()
             except SystemExit as exit_:
                 code = exit_.code
         told = [line for line in err.getvalue().splitlines() if line.startswith("train.py: error: ")]
-        ends.append((code, names(config.out), told))
+        ends.append((code, names(config.checkpoint.out), told))
     return ends
 
 
@@ -583,17 +582,20 @@ def test_training_goes_on_when_a_disk_is_full_and_ends_with_an_error_if_the_last
     for config, full_at, (code, left, told), (code1, _, told1) in zip(configs, failing, *ends, strict=True):
         assert code == code1 == (1 if 3 in full_at else 0)
         assert left == [f"step-00000{step}" for step in (1, 2, 3) if step not in full_at]
-        folder = f"{config.out}/checkpoints"
+        folder = f"{config.checkpoint.out}/checkpoints"
         assert told == [f"train.py: error: {folder}/step-00000{i} could not be written: {reason}" for i in full_at]
         assert told1 == []
-        assert list(losses(records(config.out))) == [1, 2, 3]
-        assert losses(records(config.out), "save_error") == dict.fromkeys(full_at, reason)
+        assert list(losses(records(config.checkpoint.out))) == [1, 2, 3]
+        assert losses(records(config.checkpoint.out), "save_error") == dict.fromkeys(full_at, reason)
 
 
 def test_the_number_to_keep_is_checked():
-    assert (parse([]).keep, parse([]).save_async, parse(["--no-save-async"]).save_async) == (3, True, False)
-    with pytest.raises(ValueError, match="--keep cannot be negative: got -1"):
-        resolve(parse(["--keep", "-1"]), Launch(0, 0, 1, 1))
+    default = parse_arguments([]).checkpoint
+    assert (default.keep, default.save_async) == (3, True)
+    assert not parse_arguments(["--no-save-async"]).checkpoint.save_async
+    assert parse_arguments(["--keep", "0"]).checkpoint.keep is None
+    with pytest.raises(ValueError, match="--keep must be at least 1: got -1"):
+        resolve(["--keep", "-1"])
 
 
 # ---- Other divisions of the work ----
@@ -612,7 +614,7 @@ LONG = {"steps": 22, "seq_len": 16, "eval_sequences": 1}
 
 
 def test_a_pipeline_resumes_with_more_and_fewer_ranks_and_other_schedules(tmp_path):
-    whole = run_ranks(2, train, settings(tmp_path / "whole", save_every=2, keep=0, **LONG))[0]
+    whole = run_ranks(2, train, settings(tmp_path / "whole", save_every=2, keep=None, **LONG))[0]
     resume = tmp_path / "whole" / "checkpoints" / "step-000002"
     follow(tmp_path, "pp4", 4, resume, losses(whole), schedule="1f1b", **LONG)
     follow(tmp_path, "pp1", 1, resume, losses(whole), schedule="dualpipev", **LONG)
@@ -620,7 +622,7 @@ def test_a_pipeline_resumes_with_more_and_fewer_ranks_and_other_schedules(tmp_pa
 
 def test_experts_spread_over_ranks_and_gather_again(tmp_path):
     """Two data-parallel ranks throughout, so that steps take the same tokens; the experts move out and back."""
-    long = {**LONG, "model": dataclasses.replace(MODEL, num_layers=2), "pp": 1, "micro_batches": 2, "keep": 0}
+    long = {**LONG, "model": dataclasses.replace(MODEL, num_layers=2), "pp": 1, "micro_batches": 2, "keep": None}
     divisions = [{"ep": 1, "save_every": 2}, {"ep": 2, "save_every": 10}, {"ep": 1}]
     folder = "{}/{}/checkpoints/step-0000{}".format
     resumes = ["", folder(tmp_path, 0, "02"), folder(tmp_path, 1, 10)]

@@ -13,11 +13,8 @@ from moe_dualpipe.checkpoint import find_checkpoint, load_model, load_weights
 from moe_dualpipe.checkpoint.weights import global_weights
 from moe_dualpipe.cli import main
 from moe_dualpipe.models import build_model
-from moe_dualpipe.runtime.launch import Launch
-from moe_dualpipe.training.plan import Plan
-from moe_dualpipe.training.resolve import resolve
 from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL, losses, make_trainer, records, settings, train
+from tests.support.runs import MODEL, losses, make_plan, make_trainer, records, settings, train
 
 BALANCED = dataclasses.replace(MODEL, router_bias=True, mtp_layers=1)
 
@@ -54,7 +51,7 @@ def test_a_run_starts_where_the_exported_one_ended_with_moments_anew(exported, t
 
 
 def planned(tmp_path, **changes):
-    return Plan.make(resolve(settings(tmp_path / "run", **changes), Launch(0, 0, 1, 1)))
+    return make_plan(settings(tmp_path / "run", **changes))
 
 
 def test_another_model_and_other_files_are_refused(exported, tmp_path):
@@ -62,7 +59,7 @@ def test_another_model_and_other_files_are_refused(exported, tmp_path):
         planned(tmp_path, weights=str(exported / "given"))
     with pytest.raises(ValueError, match=r"--weights .* must hold model.safetensors and config.json from moe-d"):
         planned(tmp_path, weights=str(exported / "run"))
-    with pytest.raises(ValueError, match="give one"):
+    with pytest.raises(ValueError, match="--weights starts a new run and --resume continues an old one: use one"):
         planned(tmp_path, weights=str(exported / "given"), resume=str(exported / "run"))
     other = shutil.copytree(find_checkpoint(str(exported / "run")), tmp_path / "step-000003")
     (other / "tokenizer.json").write_bytes(b'{"tokenizer": "ids", "vocab_size": 256}')

@@ -12,7 +12,7 @@ import torch
 from moe_dualpipe.data import Source, TextData, documents, load_data, tokenizer_files
 from moe_dualpipe.data.documents import Documents
 from moe_dualpipe.data.sources import split_weight
-from moe_dualpipe.training.config import parse
+from moe_dualpipe.training.command_line import parse_arguments
 from tests.support.texts import TEXTS, corrupted
 
 
@@ -228,7 +228,7 @@ def test_a_name_with_an_equals_sign(tmp_path):
     (tmp_path / "lr=3").write_text("x" * 99)
     assert split_weight(f"{tmp_path}/lr=3") == (f"{tmp_path}/lr=3", 1.0)
     assert split_weight(f"{tmp_path}/lr=3=2.5") == (f"{tmp_path}/lr=3", 2.5)
-    assert parse(["--data", "a=3", "b", "--steps", "2"]).data == ("a=3", "b")
+    assert parse_arguments(["--data", "a=3", "b", "--steps", "2"]).batch.data == ("a=3", "b")
     assert load_data([f"{tmp_path}/lr=3=2"], 8).sources[0].weight == 2
 
 

@@ -24,11 +24,8 @@ from moe_dualpipe.data import (
     tokenizer_files,
 )
 from moe_dualpipe.data.tokenizer import BPETokenizer, UnknownTokenizer, digest, num_bytes, tokenizer_from_json
-from moe_dualpipe.runtime.launch import Launch
-from moe_dualpipe.training.plan import Plan
-from moe_dualpipe.training.resolve import resolve
 from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL, ROOT, losses, records, settings, train, train_and_listen
+from tests.support.runs import MODEL, ROOT, change, losses, make_plan, records, settings, train, train_and_listen
 from tests.support.texts import TEXTS, corrupted
 
 
@@ -289,9 +286,11 @@ def test_a_file_without_a_description_has_the_dtype_that_is_said(tmp_path):
 def test_a_prompt_past_the_vocabulary_is_told_before_the_run(tmp_path):
     (np.arange(3000) % 256).astype("<u2").tofile(tmp_path / "some.bin")
     config = settings(tmp_path / "run", data=(str(tmp_path / "some.bin"),), sample_tokens=2, prompt="17 256")
-    with pytest.raises(ValueError, match="--prompt '17 256' has token 256, and the model's are below 256: use another"):
-        Plan.make(resolve(config, Launch(0, 0, 1, 1)))
-    Plan.make(resolve(dataclasses.replace(config, sample_tokens=0), Launch(0, 0, 1, 1)))
+    with pytest.raises(
+        ValueError, match=r"--prompt '17 256' has token 256, but --model.vocab-size is 256: use another"
+    ):
+        make_plan(config)
+    make_plan(change(config, sample_tokens=0))
 
 
 def write(folder, files):
@@ -366,7 +365,7 @@ def bpe_settings(prepared, out, **changes):
 def test_a_run_on_prepared_and_mixed_data_keeps_its_tokenizer_and_resumes(prepared, tmp_path):
     config = bpe_settings(prepared, tmp_path / "whole", save_every=2, sample_tokens=3, prompt="\U0001f701")
     printed = run_ranks(1, train_and_listen, config)[0]
-    whole = records(config.out)
+    whole = records(config.checkpoint.out)
     assert f"data {prepared}/bpe (75.0% of the sequences): " in printed
     assert re.search(r"tokenizer: BPE of 320 tokens, \d\.\d\d bytes per token\n", printed)
     assert re.search(
@@ -380,4 +379,4 @@ def test_a_run_on_prepared_and_mixed_data_keeps_its_tokenizer_and_resumes(prepar
     with pytest.raises(
         ValueError, match="step-000002 was trained with another tokenizer: BPE of 320 tokens; --data has bytes"
     ):
-        Plan.make(resolve(dataclasses.replace(other, data=("LICENSE",)), Launch(0, 0, 1, 1)))
+        make_plan(change(other, data=("LICENSE",)))

@@ -1,6 +1,5 @@
 """Ranks that are killed, hang, fail or are asked to stop: the others end soon, name the rank, and the run goes on."""
 
-import dataclasses
 import json
 import os
 import random
@@ -18,16 +17,14 @@ import torch.distributed as dist
 
 from moe_dualpipe.health.signals import Stop
 from moe_dualpipe.health.watch import watching
-from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.training import restart
-from moe_dualpipe.training.config import TrainConfig, parse
-from moe_dualpipe.training.loop import Trainer
-from moe_dualpipe.training.plan import Plan
-from moe_dualpipe.training.resolve import resolve
+from moe_dualpipe.training.command_line import parse_arguments
+from moe_dualpipe.training.loop import Run
+from moe_dualpipe.training.trainer import Trainer
 from tests.support import ranks
 from tests.support.checkpoints import write_manifest
 from tests.support.ranks import run_ranks
-from tests.support.runs import ROOT, SMALL, losses, records, settings, train
+from tests.support.runs import ROOT, SMALL, change, losses, make_plan, options, records, resolve, settings, train
 
 
 def ranked_run(rank, size, port, config, patience, log, sabotage):
@@ -35,36 +32,38 @@ def ranked_run(rank, size, port, config, patience, log, sabotage):
     torch.set_num_threads(1)
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-    store, wait = dist.TCPStore("127.0.0.1", port, size, is_master=False), timedelta(seconds=config.timeout)
+    store, wait = dist.TCPStore("127.0.0.1", port, size, is_master=False), timedelta(seconds=config.health.timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
-    launch, stop = Launch(rank, rank, size, size), Stop()
-    with stop.on_signals(), watching(config.timeout, patience) as progress:
-        trainer = Trainer(Plan.make(resolve(config, launch)), launch, progress, stop)
+    stop = Stop()
+    with stop.on_signals(), watching(config.health.timeout, patience) as progress:
+        trainer = Trainer(make_plan(config, rank, size), progress, stop)
         if sabotage is not None:
             sabotage(trainer)
-        trainer.run()
+        Run(trainer).run()
     dist.destroy_process_group()
 
 
-class Run:
+class Processes:
     """Processes of one run; like torchrun, the test keeps the store that they meet at."""
 
     def __init__(self, size, config, patience=10.0, sabotage=None):
         self.config = config
-        path = Path(config.out, "metrics.jsonl")
+        path = Path(config.checkpoint.out, "metrics.jsonl")
         if path.exists():  # what an earlier attempt did after its last checkpoint says nothing about this one
             kept = [
                 line for line in path.open() if line.endswith("}\n") and json.loads(line)["step"] <= self.first_step()
             ]
             path.write_text("".join(kept))
         self.store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-        folder = Path(config.out).parent
-        self.logs = [folder / f"{Path(config.out).name}-rank{rank}-{self.store.port}.log" for rank in range(size)]
+        folder = Path(config.checkpoint.out).parent
+        self.logs = [
+            folder / f"{Path(config.checkpoint.out).name}-rank{rank}-{self.store.port}.log" for rank in range(size)
+        ]
         arguments = [(r, size, self.store.port, config, patience, self.logs[r], sabotage) for r in range(size)]
         self.processes = [ranks._context.Process(target=ranked_run, args=a, daemon=True) for a in arguments]
 
     def records(self):
-        path = Path(self.config.out, "metrics.jsonl")
+        path = Path(self.config.checkpoint.out, "metrics.jsonl")
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         return [line for line in lines if '"loss"' in line and line.endswith("\n")]
 
@@ -87,7 +86,9 @@ class Run:
             time.sleep(0.002)
 
     def first_step(self):
-        return int(Path(self.config.resume).name.removeprefix("step-")) if self.config.resume else 0
+        return (
+            int(Path(self.config.checkpoint.resume).name.removeprefix("step-")) if self.config.checkpoint.resume else 0
+        )
 
     def kill(self, rank, number=signal.SIGKILL):
         os.kill(self.processes[rank].pid, number)
@@ -103,7 +104,7 @@ class Run:
 
 def newest(out):
     found = sorted(Path(out, "checkpoints").glob("step-*"))
-    return str(found[-1]) if found else ""
+    return str(found[-1]) if found else None
 
 
 def test_a_run_killed_at_ten_random_moments_ends_as_if_nothing_had_happened(tmp_path):
@@ -113,7 +114,7 @@ def test_a_run_killed_at_ten_random_moments_ends_as_if_nothing_had_happened(tmp_
     config = settings(tmp_path / "killed", **small)
     for _ in range(10):
         victim = chance.randrange(2)
-        with Run(2, dataclasses.replace(config, resume=newest(config.out))) as run:
+        with Processes(2, change(config, resume=newest(config.checkpoint.out))) as run:
             run.wait_for_steps(chance.randint(1, 2))
             time.sleep(chance.uniform(0, 0.1))
             run.kill(victim)
@@ -121,7 +122,7 @@ def test_a_run_killed_at_ten_random_moments_ends_as_if_nothing_had_happened(tmp_
             assert f"train.py: rank {1 - victim} stops: rank {victim} vanished, last seen in " in run.said(1 - victim)
             assert f": its process {run.processes[victim].pid} is gone\n" in run.said(1 - victim)
             assert "Traceback" not in run.said(1 - victim)
-    last = run_ranks(2, train, dataclasses.replace(config, resume=newest(config.out)))[0]
+    last = run_ranks(2, train, change(config, resume=newest(config.checkpoint.out)))[0]
     whole = run_ranks(2, train, settings(tmp_path / "whole", **small))[0]
     for kind in ("loss", "grad_norm"):
         assert losses(last, kind) == losses(whole, kind)
@@ -129,7 +130,7 @@ def test_a_run_killed_at_ten_random_moments_ends_as_if_nothing_had_happened(tmp_
 
 
 def test_all_of_four_ranks_name_the_one_that_was_killed(tmp_path):
-    with Run(4, settings(tmp_path / "run", steps=1000, pp=2, ep=2, seq_len=16)) as run:
+    with Processes(4, settings(tmp_path / "run", steps=1000, pp=2, ep=2, seq_len=16)) as run:
         run.wait_for_steps(1)
         run.kill(2)
         assert run.exit_codes(0, 1, 3) == [1, 1, 1]
@@ -139,7 +140,7 @@ def test_all_of_four_ranks_name_the_one_that_was_killed(tmp_path):
 
 def test_a_rank_that_is_stopped_gives_no_sign_of_life(tmp_path):
     """The connections stay open, so that the other rank's main thread is stuck in C++."""
-    with Run(2, settings(tmp_path / "run", steps=1000, seq_len=16), patience=3.0) as run:
+    with Processes(2, settings(tmp_path / "run", steps=1000, seq_len=16), patience=3.0) as run:
         run.wait_for_steps(1)
         run.kill(1, signal.SIGSTOP)
         assert run.exit_codes(0) == [1]
@@ -148,14 +149,14 @@ def test_a_rank_that_is_stopped_gives_no_sign_of_life(tmp_path):
 
 
 def on_rank_1_in_step_3(trainer, action):
-    pipeline_step = trainer._pipeline_step
+    pipeline_step = trainer.pipeline_step
 
     def step(*batch):
         if trainer.layout.rank == 1 and trainer.progress.step == 3:
             action()
         return pipeline_step(*batch)
 
-    trainer._pipeline_step = step
+    trainer.pipeline_step = step
 
 
 def fall_asleep():
@@ -167,7 +168,7 @@ def hanging(trainer):
 
 
 def test_a_rank_that_hangs_is_found_within_the_timeout(tmp_path):
-    with Run(2, settings(tmp_path / "run", seq_len=16, timeout=8.0), sabotage=hanging) as run:
+    with Processes(2, settings(tmp_path / "run", seq_len=16, timeout=8.0), sabotage=hanging) as run:
         assert run.exit_codes(0, 1) == [1, 1]
         for rank in (0, 1):
             assert f"train.py: rank {rank} stops: rank 1 hangs in step 3 (test_faults.py:" in run.said(rank)
@@ -183,7 +184,7 @@ def failing(trainer):
 
 
 def test_a_rank_that_fails_shows_its_traceback_and_the_others_its_reason(tmp_path):
-    with Run(2, settings(tmp_path / "run", seq_len=16), sabotage=failing) as run:
+    with Processes(2, settings(tmp_path / "run", seq_len=16), sabotage=failing) as run:
         assert run.exit_codes(0, 1) == [1, 1]
         assert "in refuse\n" in run.said(1) and "ValueError: no such shard: 7\nmore of it" in run.said(1)
         assert "train.py: rank 0 stops: rank 1 failed in step 3: ValueError: no such shard: 7\n" in run.said(0)
@@ -199,7 +200,7 @@ def leaving(trainer):
 
 
 def test_a_rank_that_leaves_without_an_error_is_named_by_those_who_wait_for_it(tmp_path):
-    with Run(2, settings(tmp_path / "run", seq_len=16), patience=3.0, sabotage=leaving) as run:
+    with Processes(2, settings(tmp_path / "run", seq_len=16), patience=3.0, sabotage=leaving) as run:
         assert run.exit_codes(0, 1) == [1, 2]
         assert "train.py: rank 0 stops: rank 1 left in step 3 " in run.said(0)
 
@@ -211,20 +212,20 @@ def test_a_rank_that_leaves_without_an_error_is_named_by_those_who_wait_for_it(t
 def test_a_signal_to_any_rank_stops_all_after_the_same_step_and_loses_nothing(tmp_path, number, signalled):
     steps = 12
     config = settings(tmp_path / "run", steps=steps, seq_len=16, eval_sequences=1)
-    with Run(2, dataclasses.replace(config, steps=steps)) as run:
+    with Processes(2, change(config, steps=steps)) as run:
         run.wait_for_steps(2)
         for rank in signalled:
             run.kill(rank, number)
         assert run.exit_codes(0, 1) == [0, 0]
-        done = int(newest(config.out)[-6:])
-        assert list(losses(records(config.out))) == list(range(1, done + 1))
-        assert f"stopped after step {done}, saved {newest(config.out)}, to resume: " in run.said(0)
-        assert f" --resume {config.out} --steps {steps}\n" in run.said(0)
+        done = int(newest(config.checkpoint.out)[-6:])
+        assert list(losses(records(config.checkpoint.out))) == list(range(1, done + 1))
+        assert f"stopped after step {done}, saved {newest(config.checkpoint.out)}, to resume: " in run.said(0)
+        assert f" --resume {config.checkpoint.out} --steps {steps}\n" in run.said(0)
         assert "this step will be finished and saved; once more: stop at once" in run.said(signalled[0])
     assert done < steps
     if number == signal.SIGTERM:
-        last = run_ranks(2, train, dataclasses.replace(config, resume=str(config.out)))[0]
-        whole = run_ranks(2, train, dataclasses.replace(config, out=str(tmp_path / "whole")))[0]
+        last = run_ranks(2, train, change(config, resume=str(config.checkpoint.out)))[0]
+        whole = run_ranks(2, train, change(config, out=str(tmp_path / "whole")))[0]
         assert losses(last) == losses(whole)
 
 
@@ -273,7 +274,8 @@ def test_signals_mean_again_what_they_meant_before(request):
 
 KILLS_ITSELF = """
 import os, signal
-from moe_dualpipe.training.loop import Trainer, main
+from moe_dualpipe.training.loop import main
+from moe_dualpipe.training.trainer import Trainer
 
 train_step = Trainer.train_step
 
@@ -288,8 +290,7 @@ main()
 
 
 def train_as_typed(rank, arguments):
-    launch = Launch(rank, rank, 2, 2)
-    return train(rank, resolve(parse(arguments), launch))
+    return train(rank, parse_arguments(arguments))
 
 
 def test_torchrun_restarts_a_run_that_was_killed_and_it_picks_itself_up(tmp_path):
@@ -342,7 +343,7 @@ def checkpoint_in(out, step, age=0.0):
 
 def test_only_a_restart_takes_the_folder_that_its_own_launcher_marked(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    launch, out = Launch(0, 0, 1, 1), "runs/tiny"
+    out, new, named = "runs/tiny", options(device="cpu"), options(device="cpu", out="runs/tiny")
     Path(out).mkdir(parents=True)
     restart.mark(Path(out), 0)
     assert not Path(out, "launchers").exists()  # nobody would come back
@@ -352,14 +353,14 @@ def test_only_a_restart_takes_the_folder_that_its_own_launcher_marked(tmp_path, 
     restart.mark(Path(out), 0)
     assert len(list(Path(out, "launchers").iterdir())) == 1
     checkpoint_in(out, 3)
-    assert resolve(TrainConfig(device="cpu"), launch).out == "runs/tiny-2"
-    with pytest.raises(ValueError, match="holds a run already"):
-        resolve(TrainConfig(device="cpu", out=out), launch)
+    assert resolve(new).folder == Path("runs/tiny-2")
+    with pytest.raises(ValueError, match="already holds a run"):
+        resolve(named)
     torchrun_says(monkeypatch, 1)
-    assert resolve(TrainConfig(device="cpu"), launch).out == out
-    assert resolve(TrainConfig(device="cpu", out=out), launch).out == out
+    assert resolve(new).folder == Path(out)
+    assert resolve(named).folder == Path(out)
     monkeypatch.setattr(os, "getppid", lambda: 1)  # another launcher
-    assert resolve(TrainConfig(device="cpu"), launch).out == "runs/tiny-2"
+    assert resolve(new).folder == Path("runs/tiny-2")
     assert restart.newest(out) is None
 
 
@@ -397,17 +398,16 @@ def test_steps_are_compared_as_numbers(tmp_path, monkeypatch):
 def test_a_restart_after_the_last_step_only_finishes(tmp_path, monkeypatch):
     config = settings(tmp_path / "run", steps=2)
     torchrun_says(monkeypatch, 1)
-    Path(config.out).mkdir()
-    restart.mark(Path(config.out), 0)
+    Path(config.checkpoint.out).mkdir()
+    restart.mark(Path(config.checkpoint.out), 0)
     first = run_ranks(1, train, config)[0]
-    launch = Launch(0, 0, 1, 1)
-    assert Plan.make(resolve(config, launch)).first_step == 2
-    again = run_ranks(1, restarted, dataclasses.replace(config, profile=1))[0]  # too late to record anything
+    assert make_plan(config).first_step == 2
+    again = run_ranks(1, restarted, change(config, profile=1))[0]  # too late to record anything
     assert losses(again) == losses(first)
 
 
 def restarted(rank, config):
     os.environ |= {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "1"}
-    (mark,) = Path(config.out, "launchers").iterdir()
+    (mark,) = Path(config.checkpoint.out, "launchers").iterdir()
     restart._mark = lambda folder: folder / "launchers" / mark.name  # as if it had the same parent
     return train(rank, config)

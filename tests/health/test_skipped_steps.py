@@ -1,23 +1,21 @@
 """A loss or gradient that is not finite, on whichever rank: all ranks skip the step, and it leaves no trace."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 
 from moe_dualpipe.health.skipped_steps import Skips
-from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.runtime.replicas import check_equal
-from moe_dualpipe.training.config import parse
-from moe_dualpipe.training.resolve import resolve
+from moe_dualpipe.training.command_line import parse_arguments
+from moe_dualpipe.training.loop import Run
 from tests.support.ranks import run_ranks
-from tests.support.runs import losses, make_trainer, records, settings, train
+from tests.support.runs import change, losses, make_trainer, records, resolve, settings, train
 
 
 def poison(trainer, rank, kind, value, steps):
     """In `steps`, one rank alone has `value` in its loss, or in one element of one gradient."""
-    pipeline_step = trainer._pipeline_step
+    pipeline_step = trainer.pipeline_step
 
     def step(*batch):
         found = pipeline_step(*batch)
@@ -31,7 +29,7 @@ def poison(trainer, rank, kind, value, steps):
                 chosen.grad.view(-1)[-1] = value
         return found
 
-    trainer._pipeline_step = step
+    trainer.pipeline_step = step
 
 
 def snapshot(trainer):
@@ -72,8 +70,8 @@ def test_all_ranks_skip_what_is_not_finite_on_one(tmp_path, rank, kind, value, c
 def poisoned_run(rank, config, steps):
     trainer = make_trainer(rank, config)
     poison(trainer, 1, "attention", NAN, steps)
-    trainer.run()
-    return records(config.out)
+    Run(trainer).run()
+    return records(config.checkpoint.out)
 
 
 def test_a_run_resumed_after_a_skipped_step_repeats_the_uninterrupted_one_bit_for_bit(tmp_path):
@@ -81,7 +79,7 @@ def test_a_run_resumed_after_a_skipped_step_repeats_the_uninterrupted_one_bit_fo
     whole = run_ranks(2, poisoned_run, config, {2, 5})[0]
     assert [record["skipped"] for record in whole if "loss" in record] == [0, 1, 1, 1, 2, 2]
     half = str(tmp_path / "whole" / "checkpoints" / "step-000003")
-    rest = run_ranks(2, poisoned_run, dataclasses.replace(config, out=str(tmp_path / "rest"), resume=half), {5})[0]
+    rest = run_ranks(2, poisoned_run, change(config, out=str(tmp_path / "rest"), resume=half), {5})[0]
     for kind in ("loss", "skipped", "lr"):
         assert losses(rest, kind) == {step: x for step, x in losses(whole, kind).items() if step > 3}
     clean = run_ranks(2, train, settings(tmp_path / "clean", seq_len=16))[0]
@@ -93,14 +91,14 @@ def too_many(rank, config, steps):
     trainer = make_trainer(rank, config)
     poison(trainer, 1, "attention", INF, steps)
     with pytest.raises(SystemExit) as exit_:
-        trainer.run()
+        Run(trainer).run()
     assert exit_.value.code == 1
 
 
 def test_too_many_skipped_steps_in_a_row_stop_the_run_and_save_nothing(tmp_path):
     config = settings(tmp_path / "run", steps=9, seq_len=16, save_every=1, max_skipped=3)
     run_ranks(2, too_many, config, {2, 3, 5, 6, 7, 8})
-    assert sorted(path.name for path in Path(config.out, "checkpoints").iterdir())[-1] == "step-000006"
+    assert sorted(path.name for path in Path(config.checkpoint.out, "checkpoints").iterdir())[-1] == "step-000006"
 
 
 def test_what_is_said_of_skipped_steps(capsys):
@@ -120,6 +118,6 @@ def test_what_is_said_of_skipped_steps(capsys):
 
 
 def test_the_flag():
-    assert parse([]).max_skipped == 10
+    assert parse_arguments([]).health.max_skipped == 10
     with pytest.raises(ValueError, match="--max-skipped must be at least 1: got 0"):
-        resolve(parse(["--max-skipped", "0"]), Launch(0, 0, 1, 1))
+        resolve(["--max-skipped", "0"])

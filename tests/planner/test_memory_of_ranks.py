@@ -72,7 +72,7 @@ def test_replicas_share_the_state_as_a_run_does(tmp_path, ranks, changes):
     config = settings(tmp_path, model=dataclasses.replace(MODEL, vocab_size=3000), **changes)
     held = run_ranks(ranks, state_of_a_run, config)
     pp, ep = changes.get("pp", ranks), changes.get("ep", 1)
-    schedule = build(changes.get("schedule", "dualpipe" if pp > 1 else "1f1b"), pp, config.micro_batches)
+    schedule = build(changes.get("schedule", "dualpipe" if pp > 1 else "1f1b"), pp, config.batch.micro_batches)
     batch = MicroBatch(1, 32, 2 if "dtype" in changes else 4, ep)
     reckoned = [r.optimizer_sharded for r in rank_memory(config.model, schedule, batch, ranks // pp)]
     per_rank = [held[i : i + ranks // pp] for i in range(0, ranks, ranks // pp)]

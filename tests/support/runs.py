@@ -12,12 +12,15 @@ from pathlib import Path
 
 import torch
 
+from moe_dualpipe.checkpoint import Saver
 from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.runtime.launch import Launch
+from moe_dualpipe.training.command_line import parse_arguments
 from moe_dualpipe.training.config import OptimizerConfig, TrainConfig
-from moe_dualpipe.training.loop import Trainer
-from moe_dualpipe.training.plan import Plan
-from moe_dualpipe.training.resolve import resolve
+from moe_dualpipe.training.loop import Run
+from moe_dualpipe.training.plan import RunPlan, plan_run
+from moe_dualpipe.training.resolve import RunSetup, resolve_options
+from moe_dualpipe.training.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,20 +32,58 @@ MODEL = ModelConfig(
 )  # fmt: skip
 
 
-def settings(out, **changes):
-    config = TrainConfig(
-        model=MODEL, steps=6, seq_len=32, micro_batch_size=1, micro_batches=4, eval_sequences=8, sample_tokens=0,
-        data=(TEXT,), optim=OptimizerConfig(warmup_steps=2), out=str(out),
-    )  # fmt: skip
-    return dataclasses.replace(config, **changes)
+def settings(out, **changes) -> TrainConfig:
+    """The options of a small run in the folder `out`. Changes are named as their flags, without groups."""
+    small = TrainConfig(model=MODEL, steps=6, optim=OptimizerConfig(warmup_steps=2))
+    default = {
+        "seq_len": 32, "micro_batch_size": 1, "micro_batches": 4, "eval_sequences": 8, "sample_tokens": 0,
+        "data": (TEXT,), "out": str(out),
+    }  # fmt: skip
+    return change(small, **{**default, **changes})
+
+
+def change(config: TrainConfig, **changes) -> TrainConfig:
+    """`config` with other values for some options, named as their flags."""
+    groups = ("parallel", "compute", "batch", "checkpoint", "metrics", "sample", "health")
+    for name, value in changes.items():
+        group = next((group for group in groups if hasattr(getattr(config, group), name)), None)
+        new = {name: value} if group is None else {group: dataclasses.replace(getattr(config, group), **{name: value})}
+        config = dataclasses.replace(config, **new)
+    return config
+
+
+def options(**changes) -> TrainConfig:
+    """The default options, with changes named as their flags."""
+    return change(TrainConfig(), **changes)
+
+
+def resolve(config: TrainConfig | list[str], processes=1) -> RunSetup:
+    """The first rank's values for options, or for a command line."""
+    config = parse_arguments(config) if isinstance(config, list) else config
+    return resolve_options(config, Launch(0, 0, processes, processes))
+
+
+def make_plan(config, rank=0, world_size=1) -> RunPlan:
+    return plan_run(config, Launch(rank, rank, world_size, world_size))
+
+
+def make_trainer(rank, config) -> Trainer:
+    return Trainer(make_plan(config, rank, torch.distributed.get_world_size()))
+
+
+def save(trainer, step) -> Path:
+    """Write a checkpoint after `step` updates and wait for it."""
+    with contextlib.closing(Saver(trainer.plan.setup.folder, trainer.config.model, 0, 60.0)) as saver:
+        saver.start(step, trainer.state())
+        result = saver.wait()
+    assert result is not None and not result.error
+    return result.path
 
 
 def train(rank, config):
     """A whole run on this rank; returns the records that rank 0 wrote."""
-    world_size = torch.distributed.get_world_size()
-    launch = Launch(rank, rank, world_size, world_size)
-    Trainer(Plan.make(resolve(config, launch)), launch).run()
-    return records(config.out)
+    Run(make_trainer(rank, config)).run()
+    return records(config.checkpoint.out)
 
 
 def train_and_listen(rank, config):
@@ -64,16 +105,11 @@ def train_each(rank, configs):
     return [train(rank, config) for config in configs]
 
 
-def make_trainer(rank, config):
-    world_size = torch.distributed.get_world_size()
-    launch = Launch(rank, rank, world_size, world_size)
-    return Trainer(Plan.make(resolve(config, launch)), launch)
-
-
 def introduction(rank, config):
+    """What a run prints about its parameters before it starts."""
     trainer = make_trainer(rank, config)
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        trainer._introduce()
+        Run(trainer).reporter.introduce(*trainer.count_parameters(), 0.0)
     return out.getvalue()
 
 

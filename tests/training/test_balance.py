@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from moe_dualpipe.models.router import Router
-from moe_dualpipe.runtime.launch import Launch
-from moe_dualpipe.training.config import parse
-from moe_dualpipe.training.resolve import resolve
+from moe_dualpipe.training.command_line import parse_arguments
 from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL, losses, make_trainer, settings, train_each
+from tests.support.runs import MODEL, losses, make_trainer, resolve, settings, train_each
 
 BALANCED = dataclasses.replace(MODEL, router_bias=True, sequence_loss=0.02, z_loss=0.003)
 OFTEN = {"model": BALANCED, "bias_rate": 0.01, "steps": 4, "seq_len": 16, "eval_sequences": 1}
@@ -24,7 +22,7 @@ def biased_steps(rank, config):
     load, loads = trainer.balance.loads, []
     trainer.balance.loads = lambda device: loads.append(load(device)) or loads[-1]  # type: ignore[method-assign]
     records = [trainer.train_step(step) for step in range(3)]
-    tokens = config.micro_batches * config.micro_batch_size * config.seq_len * trainer.layout.dp
+    tokens = config.batch.micro_batches * config.batch.micro_batch_size * config.batch.seq_len * trainer.layout.dp
     assert trainer.balance.biases
     for name, bias in trainer.balance.biases.items():
         expected = torch.zeros(MODEL.num_experts)
@@ -41,13 +39,13 @@ def biased_steps(rank, config):
 
 
 def check_that_a_drift_is_found(rank, trainer):
-    trainer._check_replicas()
+    trainer.check_replicas()
     if trainer.balance.replicas.group is None:
         return
     name = next(iter(sorted(trainer.balance.biases)))
     trainer.balance.biases[name][1] += 1e-6 * rank
     with pytest.raises(RuntimeError, match=f"disagree in {re.escape(name)}: replicas must stay bit-equal"):
-        trainer._check_replicas()
+        trainer.check_replicas()
 
 
 def biased_steps_each(rank, configs):
@@ -130,7 +128,7 @@ def test_losses_of_no_router_are_not_reported(tmp_path):
 
 
 def test_the_rate_is_a_choice():
-    assert parse([]).bias_rate == 3e-3
-    assert parse(["--bias-rate", "0.02"]).bias_rate == 0.02
-    with pytest.raises(ValueError, match=r"--bias-rate cannot be negative: got -0\.1"):
-        resolve(parse(["--bias-rate", "-0.1"]), Launch(0, 0, 1, 1))
+    assert parse_arguments([]).bias_rate == 3e-3
+    assert parse_arguments(["--bias-rate", "0.02"]).bias_rate == 0.02
+    with pytest.raises(ValueError, match=r"--bias-rate must be finite and not negative: got -0\.1"):
+        resolve(["--bias-rate", "-0.1"])

@@ -1,6 +1,5 @@
 """What a run records, and the curves that are drawn of it."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -12,8 +11,8 @@ from matplotlib.figure import Figure
 from moe_dualpipe.cli import main
 from moe_dualpipe.drawing import curves
 from moe_dualpipe.drawing.curves import PANELS, _draw, positions, run_summary, running_mean, save_curves
+from moe_dualpipe.models import PRESETS
 from moe_dualpipe.planner.flops import train_flops_per_token
-from moe_dualpipe.training.config import TrainConfig
 from moe_dualpipe.training.metrics import Metrics, load_statistics, read_records, utilisation
 
 
@@ -49,17 +48,15 @@ def test_tensorboard_gets_every_number_at_its_step(tmp_path):
 
 
 def test_utilisation_is_flops_over_those_of_all_devices(monkeypatch):
-    config = TrainConfig(dtype="bfloat16", peak_tflops=2.0)
-    flops = train_flops_per_token(config.model, 256)
-    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
-    assert utilisation(config, cpu, 3) == flops / 6e12
-    config = dataclasses.replace(config, peak_tflops=0.0)
-    assert utilisation(config, cpu, 3) is None
+    model, cpu, cuda = PRESETS["tiny"], torch.device("cpu"), torch.device("cuda", 0)
+    flops = train_flops_per_token(model, 256)
+    assert utilisation(model, 256, cpu, torch.bfloat16, 3, peak_tflops=2.0) == flops / 6e12
+    assert utilisation(model, 256, cpu, torch.bfloat16, 3) is None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
-    assert utilisation(config, cuda, 2) == pytest.approx(flops / (2 * 989.4e12))
-    assert utilisation(dataclasses.replace(config, dtype="float32"), cuda, 2) is None
+    assert utilisation(model, 256, cuda, torch.bfloat16, 2) == pytest.approx(flops / (2 * 989.4e12))
+    assert utilisation(model, 256, cuda, torch.float32, 2) is None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Unheard-of")
-    assert utilisation(config, cuda, 2) is None
+    assert utilisation(model, 256, cuda, torch.bfloat16, 2) is None
 
 
 def recorded(folder, steps=range(1, 5), **more):

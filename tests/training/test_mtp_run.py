@@ -6,12 +6,9 @@ import pytest
 import torch
 
 from moe_dualpipe.models import build_model, expert_loads
-from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.runtime.replicas import differing
-from moe_dualpipe.training.plan import Plan
-from moe_dualpipe.training.resolve import resolve
 from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL, introduction, losses, make_trainer, settings, train_each
+from tests.support.runs import MODEL, introduction, losses, make_trainer, resolve, settings, train_each
 
 AHEAD = dataclasses.replace(MODEL, mtp_layers=1)
 CLOCKS = ("seconds", "tokens_per_s", "peak_memory_mb")
@@ -69,8 +66,8 @@ def accounts(rank, config):
     """What is said of the parameters, whose loads are whose, and whether two embeddings that differ are found."""
     printed = introduction(rank, config)
     trainer = make_trainer(rank, config)
-    x_BS, y_BS = trainer.plan.text.batch(0, 0, 0, 4, config.seq_len)
-    trainer._pipeline_step(x_BS, y_BS)
+    x_BS, y_BS = trainer.plan.text.batch(0, 0, 0, 4, config.batch.seq_len)
+    trainer.pipeline_step(x_BS, y_BS)
     model = build_model(config.model)
     model.loss(model(x_BS), y_BS)
     assert torch.equal(trainer.balance.loads(trainer.device), expert_loads(model))
@@ -105,12 +102,14 @@ def test_in_bf16_the_embedding_stays_one_parameter(tmp_path):
 
 
 def test_sequences_too_short_to_look_ahead_are_told_before_the_run(tmp_path):
-    config = resolve(settings(tmp_path, model=dataclasses.replace(MODEL, mtp_layers=32)), Launch(0, 0, 1, 1))
+    config = settings(tmp_path, model=dataclasses.replace(MODEL, mtp_layers=32))
     with pytest.raises(ValueError, match=r"--model.mtp-layers 32 needs --seq-len 33 or more: got 32"):
-        Plan.make(config)
+        resolve(config)
 
 
 def test_a_document_mask_is_refused_before_the_run(tmp_path):
-    config = resolve(settings(tmp_path, model=AHEAD, document_mask=True), Launch(0, 0, 1, 1))
-    with pytest.raises(ValueError, match=r"--document-mask: .* leave it out, or use --model.mtp-layers 0: got [12]"):
-        Plan.make(config)
+    config = settings(tmp_path, model=AHEAD, document_mask=True)
+    with pytest.raises(
+        ValueError, match=r"--document-mask does not support multi-token prediction: use --model.mtp-layers 0: got 1"
+    ):
+        resolve(config)

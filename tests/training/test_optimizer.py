@@ -12,16 +12,14 @@ from torch import nn
 
 from moe_dualpipe.models import build_model, stacked_matrices
 from moe_dualpipe.runtime.groups import Groups
-from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.runtime.replicas import ReplicaSet, replica_sets
 from moe_dualpipe.runtime.zero import assign_owners
-from moe_dualpipe.training.config import OptimizerConfig, TrainConfig, parse
+from moe_dualpipe.training.command_line import parse_arguments
+from moe_dualpipe.training.config import OptimizerConfig
 from moe_dualpipe.training.learning_rate import learning_rate
 from moe_dualpipe.training.optimizer import Optimizer
-from moe_dualpipe.training.plan import Plan
-from moe_dualpipe.training.resolve import resolve
 from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL, losses, settings, train, train_each
+from tests.support.runs import MODEL, change, losses, make_plan, options, resolve, settings, train, train_each
 
 OPTIM = OptimizerConfig(lr=0.1, warmup_steps=4, final_lr=0.2, weight_decay=0.5)
 WSD = dataclasses.replace(OPTIM, schedule="wsd", decay_steps=9)
@@ -55,35 +53,34 @@ def test_a_longer_wsd_run_goes_on_where_a_shorter_one_was_before_its_decay():
 
 
 def test_wsd_decays_over_a_fifth_of_the_run_unless_told():
-    by_default = dataclasses.replace(WSD, decay_steps=0)
+    by_default = dataclasses.replace(WSD, decay_steps=None)
     rates = [learning_rate(by_default, step, 31) for step in range(31)]
     assert [step for step in range(4, 31) if rates[step] < 0.1] == [*range(24, 31)]
 
 
 @pytest.mark.parametrize("arguments,message", [
-    (["--optim.decay-steps", "5"], "--optim.decay-steps 5 is for --optim.schedule wsd: a cosine decays in all steps"),
+    (["--optim.decay-steps", "5"], "--optim.decay-steps 5 is for --optim.schedule wsd: cosine decays in all steps"),
     (["--optim.schedule", "wsd", "--steps", "24"],
-     "20 steps of warm-up and 5 of decay do not fit into --steps 24: use fewer --optim.warmup-steps or"),
-    (["--optim.schedule", "wsd", "--optim.decay-steps", "301"], "20 steps of warm-up and 301 of decay do not fit"),
-    (["--optim.schedule", "wsd", "--optim.decay-steps", "-1"], "--optim.decay-steps cannot be negative: got -1"),
-    (["--optim.momentum", "1"], "--optim.momentum must be from 0 to 1: got 1.0"),
+     "20 warm-up and 5 decay steps do not fit into --steps 24: use fewer --optim.warmup-steps or"),
+    (["--optim.schedule", "wsd", "--optim.decay-steps", "301"], "20 warm-up and 301 decay steps do not fit"),
+    (["--optim.schedule", "wsd", "--optim.decay-steps", "-1"], "--optim.decay-steps must be at least 1: got -1"),
+    (["--optim.momentum", "1"], "--optim.momentum must be at least 0 and below 1: got 1.0"),
 ], ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "")  # fmt: skip
 def test_contradictions_are_told_before_the_run(arguments, message):
     with pytest.raises(ValueError) as error:
-        resolve(parse(["--device", "cpu", *arguments]), Launch(0, 0, 1, 1))
+        resolve(["--device", "cpu", *arguments])
     assert str(error.value).startswith(message)
 
 
 def test_names_and_schedules_are_checked_and_what_fits_is_taken():
-    launch = Launch(0, 0, 1, 1)
     for field in ("name", "schedule"):
         optim = dataclasses.replace(OPTIM, **{field: "sgd"})
         with pytest.raises(ValueError, match=rf"--optim.{field} must be \w+ or \w+: got 'sgd'"):
-            resolve(TrainConfig(device="cpu", optim=optim), launch)
-    resolve(parse(["--device", "cpu", "--optim.schedule", "wsd", "--steps", "25"]), launch)
-    resolve(parse(["--device", "cpu", "--optim.schedule", "wsd", "--optim.decay-steps", "300"]), launch)
-    assert parse([]).zero
-    assert not parse(["--no-zero"]).zero
+            resolve(options(device="cpu", optim=optim))
+    resolve(["--device", "cpu", "--optim.schedule", "wsd", "--steps", "25"])
+    resolve(["--device", "cpu", "--optim.schedule", "wsd", "--optim.decay-steps", "300"])
+    assert parse_arguments([]).parallel.zero
+    assert not parse_arguments(["--no-zero"]).parallel.zero
 
 
 # ---- AdamW ----
@@ -352,9 +349,9 @@ def test_dividing_the_state_changes_no_bit_of_a_run(tmp_path, ranks, changes):
 
 def resumed(rank, first, *others):
     """Save half of a run; the losses of all of it, and those of the others from there."""
-    whole = train(rank, dataclasses.replace(first, save_every=2))
-    half = f"{first.out}/checkpoints/step-000002"
-    return [losses(run) for run in (whole, *train_each(rank, [dataclasses.replace(c, resume=half) for c in others]))]
+    whole = train(rank, change(first, save_every=2))
+    half = f"{first.checkpoint.out}/checkpoints/step-000002"
+    return [losses(run) for run in (whole, *train_each(rank, [change(c, resume=half) for c in others]))]
 
 
 @pytest.mark.parametrize("zero,changes,division,rel", [
@@ -364,8 +361,8 @@ def resumed(rank, first, *others):
 def test_runs_resume_with_and_without_divided_state(tmp_path, zero, changes, division, rel):
     """Bit for bit where the work is divided alike; other divisions round differently, and Muon rounds to bf16."""
     first = settings(tmp_path / "first", steps=4, seq_len=16, eval_sequences=1, zero=zero, **changes)
-    second = dataclasses.replace(first, zero=not zero, out=str(tmp_path / "second"))
-    moved = dataclasses.replace(second, out=str(tmp_path / "moved"), **division)
+    second = change(first, zero=not zero, out=str(tmp_path / "second"))
+    moved = change(second, out=str(tmp_path / "moved"), **division)
     whole, same, near = run_ranks(2, resumed, first, second, moved)[0]
     assert same == {step: loss for step, loss in whole.items() if step > 2}
     assert near == pytest.approx(same, rel=rel)
@@ -373,7 +370,6 @@ def test_runs_resume_with_and_without_divided_state(tmp_path, zero, changes, div
 
 def test_another_optimizer_cannot_use_the_state(tmp_path):
     run_ranks(1, train, settings(tmp_path, steps=1, optim=dataclasses.replace(MUON, warmup_steps=0, decay_steps=1)))
-    launch = Launch(0, 0, 1, 1)
     with pytest.raises(ValueError, match=r"step-000001 holds the state of muon, which adamw cannot use: go on with"):
-        Plan.make(resolve(settings(tmp_path, resume=str(tmp_path)), launch))
-    Plan.make(resolve(settings(tmp_path, resume=str(tmp_path), optim=MUON), launch))
+        make_plan(settings(tmp_path, resume=str(tmp_path)))
+    make_plan(settings(tmp_path, resume=str(tmp_path), optim=MUON))

@@ -17,44 +17,48 @@ from moe_dualpipe.training.metrics import load_statistics
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, settings, train
 
-OPTIM = OptimizerConfig(lr=0.01, warmup_steps=2, final_lr=0.3, beta1=0.8, beta2=0.9, weight_decay=0.4, clip=0.3)
+CLIP = 0.3
+OPTIM = OptimizerConfig(lr=0.01, warmup_steps=2, final_lr=0.3, beta1=0.8, beta2=0.9, weight_decay=0.4, clip=CLIP)
 
 
 def plain_run(config, dp):
     """The records of a run with `dp` data-parallel ranks, computed as simply as possible."""
-    model, text = build_model(config.model, options=StageOptions(config.seed)), load_data(config.data, config.seq_len)
+    model = build_model(config.model, options=StageOptions(config.seed))
+    text = load_data(config.batch.data, config.batch.seq_len)
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim <= 1]
     adamw = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": OPTIM.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
         betas=(OPTIM.beta1, OPTIM.beta2),
     )
-    count = config.micro_batches * config.micro_batch_size
+    count = config.batch.micro_batches * config.batch.micro_batch_size
 
     @torch.no_grad()
     def validation():
-        total = math.ceil(config.eval_sequences / (count * dp)) * count * dp
-        x, y = text.held_out_batch(0, total, total, config.seq_len)
+        total = math.ceil(config.metrics.eval_sequences / (count * dp)) * count * dp
+        x, y = text.held_out_batch(0, total, total, config.batch.seq_len)
         return next_token_loss(model(x), y).item()
 
     records, before = [], validation()
     for step in range(config.steps):
         losses = []
         for rank in range(dp):
-            x, y = text.batch(config.seed, step, rank, count, config.seq_len)
-            for piece, labels in zip(x.split(config.micro_batch_size), y.split(config.micro_batch_size), strict=True):
+            x, y = text.batch(config.seed, step, rank, count, config.batch.seq_len)
+            for piece, labels in zip(
+                x.split(config.batch.micro_batch_size), y.split(config.batch.micro_batch_size), strict=True
+            ):
                 loss = next_token_loss(model(piece), labels)
-                (loss / (config.micro_batches * dp)).backward()
+                (loss / (config.batch.micro_batches * dp)).backward()
                 losses.append(loss.item())
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIM.clip).item()
-        assert norm > OPTIM.clip  # or the test would not see clipping
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item()
+        assert norm > CLIP  # or the test would not see clipping
         lr = OPTIM.lr * [0.5, 1.0, 1.0, 0.3 + 0.7 * 0.75, 0.3 + 0.7 * 0.25, 0.3][step]
         for group in adamw.param_groups:
             group["lr"] = lr
         adamw.step()
         adamw.zero_grad()
         load = load_statistics(expert_loads(model))
-        tokens = dp * count * config.seq_len
+        tokens = dp * count * config.batch.seq_len
         records.append({"loss": sum(losses) / len(losses), "grad_norm": norm, "lr": lr, "tokens": tokens, **load})
     return records, [before, validation()]
 

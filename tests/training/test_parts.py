@@ -12,12 +12,12 @@ from moe_dualpipe.checkpoint import check_model, find_checkpoint
 from moe_dualpipe.expert_parallel.parameters import global_tensors
 from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.runtime.groups import Layout, build_groups
-from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.schedule import Placement
-from moe_dualpipe.training.config import TrainConfig, parse, resume_command
-from moe_dualpipe.training.resolve import resolve
+from moe_dualpipe.training.command_line import parse_arguments, resume_command
+from moe_dualpipe.training.config import TrainConfig
 from tests.support.checkpoints import write_manifest
 from tests.support.ranks import run_ranks
+from tests.support.runs import options, resolve
 
 # ---- Checkpoint names ----
 
@@ -104,40 +104,45 @@ def test_neighbours_exchange_tokens_and_equal_experts_are_replicas():
 # ---- Configuration ----
 
 
-def launch(processes):
-    return Launch(0, 0, processes, processes)
-
-
 def test_the_device_is_the_gpus_if_there_is_one_for_each_process(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    for processes, device, dtype in [(1, "cuda", "bfloat16"), (2, "cuda", "bfloat16"), (4, "cpu", "float32")]:
-        config = resolve(TrainConfig(), launch(processes))
-        assert (config.device, config.dtype) == (device, dtype)
+    for processes, device, dtype in [
+        (1, "cuda", torch.bfloat16),
+        (2, "cuda", torch.bfloat16),
+        (4, "cpu", torch.float32),
+    ]:
+        setup = resolve(TrainConfig(), processes)
+        assert (setup.device.type, setup.dtype) == (device, dtype)
     with pytest.raises(ValueError, match="4 processes and 2 GPUs here: start at most 2 processes, or use --device cpu"):
-        resolve(TrainConfig(device="cuda"), launch(4))
+        resolve(options(device="cuda"), 4)
+
+
+def layout_and_schedule(arguments, processes):
+    setup = resolve(arguments, processes)
+    return setup.layout.pp, setup.schedule.name, setup.schedule.num_micro_batches
 
 
 def test_defaults_follow_from_the_number_of_processes():
-    one = resolve(parse(["--device", "cpu"]), launch(1))
-    assert (one.pp, one.schedule, one.micro_batches, one.device, one.dtype) == (1, "dualpipev", 8, "cpu", "float32")
-    four = resolve(parse(["--ep", "2"]), launch(4))
-    assert (four.pp, four.schedule, four.micro_batches) == (2, "dualpipe", 8)
-    assert resolve(parse([]), launch(6)).micro_batches == 12
-    assert resolve(parse(["--pp", "3"]), launch(3)).schedule == "dualpipev"
-    assert resolve(parse(["--pp", "3", "--schedule", "interleaved_1f1b"]), launch(3)).micro_batches == 9
+    one = resolve(["--device", "cpu"])
+    assert (one.device.type, one.dtype, one.kernels) == ("cpu", torch.float32, "reference")
+    assert layout_and_schedule(["--device", "cpu"], 1) == (1, "dualpipev", 8)
+    assert layout_and_schedule(["--ep", "2"], 4) == (2, "dualpipe", 8)
+    assert layout_and_schedule([], 6) == (6, "dualpipe", 12)
+    assert layout_and_schedule(["--pp", "3"], 3) == (3, "dualpipev", 9)
+    assert layout_and_schedule(["--pp", "3", "--schedule", "interleaved_1f1b"], 3) == (3, "interleaved_1f1b", 9)
     with pytest.raises(ValueError, match="dualpipe does not take a number of chunks: got 2"):
-        resolve(parse(["--num-chunks", "2"]), launch(2))
+        resolve(["--num-chunks", "2"], 2)
     with pytest.raises(ValueError, match="needs at least 2 chunks per rank: got 1; use 2, or 1f1b"):
-        resolve(parse(["--num-chunks", "1", "--schedule", "interleaved_1f1b"]), launch(2))
-    with pytest.raises(ValueError, match="--num-chunks cannot be negative: got -1"):
-        resolve(parse(["--num-chunks", "-1"]), launch(2))
+        resolve(["--num-chunks", "1", "--schedule", "interleaved_1f1b"], 2)
+    with pytest.raises(ValueError, match="--num-chunks must be at least 1: got -1"):
+        resolve(["--num-chunks", "-1"], 2)
 
 
 def test_a_resumed_run_goes_on_in_its_own_folder():
     inner = "runs/mine/checkpoints"
-    outs = {"runs/mine": "runs/mine", inner: "runs/mine", f"{inner}/step-000004": "runs/mine"}
-    assert {resume: resolve(TrainConfig(resume=resume), launch(1)).out for resume in outs} == outs
-    assert resolve(TrainConfig(resume="runs/mine", out="x"), launch(1)).out == "x"
+    for resume in ("runs/mine", inner, f"{inner}/step-000004"):
+        assert resolve(options(resume=resume)).folder == Path("runs/mine")
+    assert resolve(options(resume="runs/mine", out="x")).folder == Path("x")
 
 
 def test_the_resume_command_repeats_what_was_asked(monkeypatch):
@@ -154,7 +159,7 @@ def test_the_resume_command_repeats_what_was_asked(monkeypatch):
 
 
 def test_a_preset_gives_the_defaults_of_the_model():
-    config = parse(["--preset", "small", "--model.num-layers", "3", "--optim.lr", "0.5"])
+    config = parse_arguments(["--preset", "small", "--model.num-layers", "3", "--optim.lr", "0.5"])
     assert (config.model.num_layers, config.model.hidden_size, config.optim.lr) == (3, 768, 0.5)
-    assert parse(["--preset=small"]).model.hidden_size == 768
-    assert parse([]) == TrainConfig()
+    assert parse_arguments(["--preset=small"]).model.hidden_size == 768
+    assert parse_arguments([]) == TrainConfig()

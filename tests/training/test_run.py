@@ -6,6 +6,7 @@ import io
 import json
 import re
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,21 +21,27 @@ from moe_dualpipe.profiler import analyze, read_trace
 from moe_dualpipe.runtime.groups import init_world
 from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.schedule import build
-from moe_dualpipe.training import loop
-from moe_dualpipe.training.config import TrainConfig, parse
-from moe_dualpipe.training.loop import Trainer, main
-from moe_dualpipe.training.plan import Plan
-from moe_dualpipe.training.resolve import resolve
+from moe_dualpipe.training import trainer as trainer_module
+from moe_dualpipe.training.checks import option_values
+from moe_dualpipe.training.command_line import parse_arguments
+from moe_dualpipe.training.config import TrainConfig
+from moe_dualpipe.training.loop import Run, main
+from moe_dualpipe.training.trainer import Trainer
 from tests.support.ranks import run_ranks
 from tests.support.runs import (
     MODEL,
     ROOT,
     SMALL,
+    change,
     command,
     introduction,
     losses,
+    make_plan,
     make_trainer,
+    options,
     records,
+    resolve,
+    save,
     settings,
     train,
     train_each,
@@ -81,11 +88,9 @@ def said(rank, config):
 def test_a_run_resumed_from_the_middle_is_resumed_itself(tmp_path):
     """Not the later checkpoint that its folder still has, of the run before."""
     config = settings(tmp_path / "run", seq_len=16, steps=3, save_every=1)
-    assert f" --resume {config.out} --steps 6\n" in run_ranks(1, said, config)[0]
+    assert f" --resume {config.checkpoint.out} --steps 6\n" in run_ranks(1, said, config)[0]
     first, second = (str(tmp_path / "run" / "checkpoints" / f"step-00000{step}") for step in (1, 2))
-    assert (
-        f" --resume {second} --steps 4\n" in run_ranks(1, said, dataclasses.replace(config, steps=2, resume=first))[0]
-    )
+    assert f" --resume {second} --steps 4\n" in run_ranks(1, said, change(config, steps=2, resume=first))[0]
 
 
 CHOICES = [
@@ -122,7 +127,7 @@ def test_a_fused_loss_trains_alike_and_its_checkpoints_are_the_same(tmp_path, ra
     assert losses(seen, "grad_norm") == pytest.approx(losses(expected, "grad_norm"), rel=1e-4)
     assert losses(seen, "validation_loss") == pytest.approx(losses(expected, "validation_loss"), rel=1e-5)
     half = str(tmp_path / "fused" / "checkpoints" / "step-000003")
-    rest = run_ranks(ranks, train, dataclasses.replace(plain, out=str(tmp_path / "rest"), resume=half))[0]
+    rest = run_ranks(ranks, train, change(plain, out=str(tmp_path / "rest"), resume=half))[0]
     assert losses(rest) == pytest.approx({s: loss for s, loss in losses(seen).items() if s > 3}, rel=1e-5)
 
 
@@ -158,23 +163,22 @@ def test_a_profile_changes_no_bit_and_says_where_the_time_went(tmp_path, ranks, 
 
 
 def test_a_profile_that_does_not_fit_is_told_before_the_run(tmp_path):
-    launch = Launch(0, 0, 1, 1)
-    with pytest.raises(ValueError, match="--profile 5 needs 7 steps, 2 of them to warm up, but the run has 6"):
-        Plan.make(resolve(settings(tmp_path / "run", profile=5), launch))
-    Plan.make(resolve(settings(tmp_path / "run", profile=4), launch))
-    with pytest.raises(ValueError, match="--profile cannot be negative: got -1"):
-        resolve(parse(["--profile", "-1"]), launch)
+    with pytest.raises(ValueError, match="--profile 5 needs 7 steps, including 2 to warm up, but the run has 6"):
+        make_plan(settings(tmp_path / "run", profile=5))
+    make_plan(settings(tmp_path / "run", profile=4))
+    with pytest.raises(ValueError, match="--profile must be finite and not negative: got -1"):
+        resolve(["--profile", "-1"])
 
 
 def test_flags_of_the_overlap():
-    assert parse([]).overlap
-    assert not parse(["--no-overlap"]).overlap
-    assert parse(["--recompute", "norms"]).recompute == "norms"
-    assert parse(["--max-deferred", "2"]).max_deferred == 2
-    assert parse(["--fused-loss"]).fused_loss
-    assert not parse([]).fused_loss
-    with pytest.raises(ValueError, match="--max-deferred cannot be negative: got -1"):
-        resolve(parse(["--max-deferred", "-1"]), Launch(0, 0, 1, 1))
+    assert parse_arguments([]).parallel.overlap
+    assert not parse_arguments(["--no-overlap"]).parallel.overlap
+    assert parse_arguments(["--recompute", "norms"]).compute.recompute == "norms"
+    assert parse_arguments(["--max-deferred", "2"]).parallel.max_deferred == 2
+    assert parse_arguments(["--fused-loss"]).compute.fused_loss
+    assert not parse_arguments([]).compute.fused_loss
+    with pytest.raises(ValueError, match="--max-deferred must be at least 1: got -1"):
+        resolve(["--max-deferred", "-1"])
 
 
 def test_experts_move_between_ranks_through_a_checkpoint(tmp_path):
@@ -183,7 +187,7 @@ def test_experts_move_between_ranks_through_a_checkpoint(tmp_path):
     checkpoint = str(tmp_path / "ep2" / "checkpoints" / "step-000003")
     # Two data-parallel ranks in both cases, so the batches are the same; only the experts' places differ.
     together = run_ranks(2, train, settings(tmp_path / "ep1", pp=1, ep=1, resume=checkpoint))[0]
-    expected = {step: loss for step, loss in losses(records(spread.out)).items() if step > 3}
+    expected = {step: loss for step, loss in losses(records(spread.checkpoint.out)).items() if step > 3}
     assert losses(together) == pytest.approx(expected, rel=1e-5)
 
 
@@ -224,11 +228,11 @@ def drifting_run(rank, config, when):
 
     trainer.train_step = drift  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="must stay bit-equal"):
-        trainer.run()
-    return len(losses(records(config.out)))
+        Run(trainer).run()
+    return len(losses(records(config.checkpoint.out)))
 
 
-@pytest.mark.parametrize("every,when,recorded", [(0, 5, 6), (3, 1, 3)])
+@pytest.mark.parametrize("every,when,recorded", [(None, 5, 6), (3, 1, 3)])
 def test_replicas_that_drift_stop_the_run_at_the_next_check(tmp_path, every, when, recorded):
     # With divided state, the next step would send the owner's weights to all: replicas cannot differ for long.
     config = settings(tmp_path, pp=1, check_replicas_every=every, zero=False)
@@ -237,9 +241,9 @@ def test_replicas_that_drift_stop_the_run_at_the_next_check(tmp_path, every, whe
 
 def save_twice(rank, config):
     trainer = make_trainer(rank, config)
-    first = trainer.save(3)
+    first = save(trainer, 3)
     trainer.train_step(0)
-    assert trainer.save(3) == first
+    assert save(trainer, 3) == first
     return [path.name for path in first.parent.iterdir()]
 
 
@@ -270,8 +274,8 @@ def test_parameters_are_counted_once(tmp_path, changes):
 
 def loads_by_layer(rank, config):
     trainer = make_trainer(rank, config)
-    batch = trainer.plan.text.batch(0, 0, 0, 4, config.seq_len)
-    trainer._pipeline_step(*batch)
+    batch = trainer.plan.text.batch(0, 0, 0, 4, config.batch.seq_len)
+    trainer.pipeline_step(*batch)
     model = build_model(MODEL)
     model(batch[0])
     assert torch.equal(trainer.balance.loads(trainer.device), expert_loads(model))
@@ -288,7 +292,7 @@ def test_the_sample_follows_the_seed_and_the_timeout_reaches_torch(tmp_path, mon
     trainer.config, trainer.dtype = settings(tmp_path, seed=5), torch.float32
     trainer.executor = trainer.groups = trainer.schedule = SimpleNamespace(placement=None, pipeline=None)
     trainer.plan = SimpleNamespace(text=SimpleNamespace(tokenizer=BYTES))
-    monkeypatch.setattr(loop, "generate", lambda *how: asked.extend(how[-2:]) or torch.tensor([[72, 105]]))
+    monkeypatch.setattr(trainer_module, "generate", lambda *how: asked.extend(how[-2:]) or torch.tensor([[72, 105]]))
     assert trainer.sample() == "Hi"
     assert asked.pop(0) == Sampling(0.8, 0, 1.0)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, timeout, **__: asked.append(timeout))
@@ -299,12 +303,11 @@ def test_the_sample_follows_the_seed_and_the_timeout_reaches_torch(tmp_path, mon
 
 def test_a_finished_run_and_a_broken_checkpoint_are_not_resumed(tmp_path):
     run_ranks(1, train, settings(tmp_path, steps=1))
-    launch = Launch(0, 0, 1, 1)
     with pytest.raises(ValueError, match="is at step 1 already: use --steps larger than that"):
-        Plan.make(resolve(settings(tmp_path, steps=1, resume=str(tmp_path)), launch))
+        make_plan(settings(tmp_path, steps=1, resume=str(tmp_path)))
     (tmp_path / "checkpoints" / "step-000001" / ".metadata").write_bytes(b"")
     with pytest.raises(ValueError, match=r"step-000001: .metadata has 0 bytes, expected [\d,]+"):
-        Plan.make(resolve(settings(tmp_path, resume=str(tmp_path)), launch))
+        make_plan(settings(tmp_path, resume=str(tmp_path)))
 
 
 # ---- From the command line ----
@@ -382,10 +385,10 @@ def test_the_example_of_own_stages_gives_the_same_under_any_schedule_of_the_same
     (1, ["--data", ""], "--data is empty: name a file, a folder, a glob"),
     (1, ["--out", "LICENSE"], "cannot write to --out LICENSE: File exists"),
     (1, ["--out", "LICENSE/below"], "cannot write to --out LICENSE/below: Not a directory"),
-    (1, ["--optim.lr", "-1"], "--optim.lr must be positive: got -1.0"),
-    (1, ["--optim.warmup-steps", "-1"], "--optim.warmup-steps cannot be negative: got -1"),
-    (1, ["--optim.clip", "nan"], "--optim.clip cannot be negative: got nan"),
-    (1, ["--optim.beta2", "1"], "--optim.beta2 must be from 0 to 1: got 1.0"),
+    (1, ["--optim.lr", "-1"], "--optim.lr must be positive and finite: got -1.0"),
+    (1, ["--optim.warmup-steps", "-1"], "--optim.warmup-steps must be finite and not negative: got -1"),
+    (1, ["--optim.clip", "nan"], "--optim.clip must be positive and finite: got nan"),
+    (1, ["--optim.beta2", "1"], "--optim.beta2 must be at least 0 and below 1: got 1.0"),
     (1, ["--model.experts", "json:loads"], "the expert layer 'json:loads' is no nn.Module class"),
     (1, ["--ep", "3"], "--ep 3 does not divide the 8 experts: use --ep 1 or 2 or 4 or 8"),
     (1, ["--steps", "0"], "--steps must be at least 1: got 0"),
@@ -408,21 +411,21 @@ def test_a_mistake_is_one_line_and_exit_code_2(monkeypatch, capsys, world_size, 
 
 def test_a_new_run_never_mixes_with_an_old_one(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    launch = Launch(0, 0, 1, 1)
-    assert resolve(TrainConfig(device="cpu"), launch).out == "runs/tiny"
+    assert resolve(options(device="cpu")).folder == Path("runs/tiny")
     (tmp_path / "runs" / "tiny" / "checkpoints").mkdir(parents=True)
-    assert resolve(TrainConfig(device="cpu"), launch).out == "runs/tiny-2"
-    assert resolve(TrainConfig(device="cpu", out="runs/tiny"), launch).out == "runs/tiny"  # it was killed too early
+    assert resolve(options(device="cpu")).folder == Path("runs/tiny-2")
+    assert resolve(options(device="cpu", out="runs/tiny")).folder == Path("runs/tiny")  # it was killed too early
     (tmp_path / "runs" / "tiny" / "checkpoints" / "step-000002").mkdir()
-    resumed = TrainConfig(device="cpu", resume="runs/tiny/checkpoints/step-000002", out="runs/tiny")
-    assert resolve(resumed, launch).out == "runs/tiny"
-    with pytest.raises(ValueError, match="--out runs/tiny holds a run already"):
-        resolve(dataclasses.replace(resumed, resume="runs/other"), launch)
+    resumed = options(device="cpu", resume="runs/tiny/checkpoints/step-000002", out="runs/tiny")
+    assert resolve(resumed).folder == Path("runs/tiny")
+    with pytest.raises(ValueError, match="--out runs/tiny already holds a run"):
+        resolve(change(resumed, resume="runs/other"))
     with pytest.raises(SystemExit) as exit_:
         main(["--out", "runs/tiny"])
     assert exit_.value.code == 2
     assert capsys.readouterr().err == (
-        "train.py: error: --out runs/tiny holds a run already: go on with --resume runs/tiny, or use another --out\n"
+        "train.py: error: --out runs/tiny already holds a run: continue it with --resume runs/tiny, "
+        "or use another --out\n"
     )
 
 
@@ -440,10 +443,8 @@ class UnstackedExperts(torch.nn.Module):
 
 
 def resumed_where_it_does_not_fit(rank, config):
-    world_size = torch.distributed.get_world_size()
-    launch = Launch(rank, rank, world_size, world_size)
     with pytest.raises(ValueError, match=r"has no .*experts.*can change their number of ranks only if"):
-        Trainer(Plan.make(resolve(config, launch)), launch)
+        make_trainer(rank, config)
 
 
 def test_your_own_unstacked_experts_resume_where_they_were_and_are_refused_elsewhere(tmp_path):
@@ -461,7 +462,7 @@ def test_a_checkpoint_that_lost_a_file_is_refused(tmp_path):
     for path in checkpoint.glob("*.distcp"):
         path.unlink()
     with pytest.raises(ValueError, match=r"step-000001 is broken: __0_0.distcp is missing"):
-        Plan.make(resolve(settings(tmp_path / "b", resume=str(checkpoint)), Launch(0, 0, 1, 1)))
+        make_plan(settings(tmp_path / "b", resume=str(checkpoint)))
 
 
 def test_a_record_that_is_none_is_told_before_the_ranks_meet(tmp_path):
@@ -469,17 +470,17 @@ def test_a_record_that_is_none_is_told_before_the_ranks_meet(tmp_path):
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write("oops\n")
     with pytest.raises(ValueError, match=r"metrics.jsonl, line 4: not a record with a step: 'oops'"):
-        Plan.make(resolve(settings(tmp_path, resume=str(tmp_path)), Launch(0, 0, 1, 1)))
+        make_plan(settings(tmp_path, resume=str(tmp_path)))
 
 
 def test_metrics_of_repeated_steps_are_dropped(tmp_path):
     config = settings(tmp_path / "a", steps=4, save_every=2)
     run_ranks(1, train, config)
     checkpoint = str(tmp_path / "a" / "checkpoints" / "step-000002")
-    before = records(config.out)
+    before = records(config.checkpoint.out)
     with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')  # as a process that was killed leaves it
-    after = run_ranks(1, train, dataclasses.replace(config, resume=checkpoint))[0]
+    after = run_ranks(1, train, change(config, resume=checkpoint))[0]
     assert [record["step"] for record in after if "loss" in record] == [1, 2, 3, 4]
     assert losses(after) == losses(before)
 
@@ -514,7 +515,6 @@ def test_a_mistake_under_torchrun_is_no_hang():
 def test_help_names_every_choice():
     done = command("--help")
     assert done.returncode == 0
-    for field in dataclasses.fields(TrainConfig):
-        assert field.name in ("model", "optim") or f"--{field.name.replace('_', '-')}" in done.stdout, field.name
-    assert "--model.experts" in done.stdout
+    for flag in option_values(TrainConfig()):
+        assert f"--{flag}" in done.stdout
     assert "Folder for checkpoints and metrics" in done.stdout

@@ -1,0 +1,67 @@
+"""What a run prints and records: the introduction, progress, metrics, results of saves, and how to resume."""
+
+import sys
+from pathlib import Path
+
+from tqdm import tqdm
+
+from ..checkpoint import SaveResult, list_checkpoints
+from ..inference.pipeline import printable
+from .command_line import resume_command
+from .metrics import Metrics
+from .plan import RunPlan
+
+
+class Reporter:
+    """Reports on the run of `plan`. Only the first rank prints and writes; the others keep quiet."""
+
+    def __init__(self, plan: RunPlan):
+        self.plan, self.config, self.setup = plan, plan.config, plan.setup
+        self.enabled = self.setup.layout.rank == 0
+        self.metrics = Metrics(self.setup.folder, self.enabled, plan.first_step, self.config.metrics.tensorboard)
+
+    def say(self, text: str) -> None:
+        if self.enabled:
+            print(text, flush=True)
+
+    def introduce(self, dense: float, experts: float, state_mb: float) -> None:
+        """dense, experts: numbers of parameters. state_mb: optimizer state of the rank that has most."""
+        config, model, layout, schedule = self.config, self.config.model, self.setup.layout, self.setup.schedule
+        active = dense + experts * model.experts_per_token / model.num_experts
+        tokens = schedule.num_micro_batches * config.batch.micro_batch_size * config.batch.seq_len * layout.dp
+        lines = [
+            f"model {config.preset}: {(dense + experts) / 1e6:.2f} M parameters, {active / 1e6:.2f} M active",
+            f"{schedule.name} over {layout.pp} pipeline x {layout.dp} data-parallel ranks"
+            f"{f', experts over {layout.ep}' if layout.ep > 1 else ''}, on {self.setup.device.type} "
+            f"in {str(self.setup.dtype).removeprefix('torch.')}"
+            f"{', Triton kernels' if self.setup.kernels == 'triton' else ''}",
+            f"{config.optim.name}: {state_mb:,.1f} MB of optimizer state on the fullest rank",
+        ]
+        for index, stage in enumerate(self.plan.stages):
+            holders = schedule.placement.holders(index)
+            where = f"rank{'s' * (len(holders) > 1)} {' and '.join(map(str, holders))}"
+            lines.append(f"  stage {index} on pipeline {where}: {stage}")
+        start = f"resumed from {self.plan.resume}, " if self.plan.resume else ""
+        steps = f"steps {self.plan.first_step + 1} to {config.steps}"
+        of = f"{schedule.num_micro_batches * layout.dp} micro-batches, {tokens:,} tokens each"
+        self.say("\n".join([*lines, self.plan.text.description, f"{start}{steps} of {of}"]))
+
+    def step(self, record: dict[str, float], bar: tqdm) -> None:
+        """Report a training step."""
+        self.metrics.write(**record)
+        bar.set_postfix_str(f"loss {record['loss']:.3f}, {record['tokens_per_s']:,.0f} tokens/s", refresh=False)
+        bar.update()
+
+    def saved(self, result: SaveResult) -> None:
+        """Report a save that failed."""
+        if result.error and self.enabled:
+            sys.stderr.write(f"\ntrain.py: error: {result.path} could not be written: {result.error}\n")
+            self.metrics.write(step=result.step, save_error=result.error)
+
+    def sample(self, text: str) -> None:
+        self.say("sample:\n" + "\n".join(f"    | {line}" for line in printable(text).split("\n")))
+
+    def resume_command(self, checkpoint: Path, steps: int) -> str:
+        """Names the run, or `checkpoint` if the run has later ones, from before it was resumed in the middle."""
+        newer = checkpoint in list_checkpoints(checkpoint.parent)[1:]
+        return resume_command(self.plan.arguments, str(checkpoint if newer else self.setup.folder), steps)

@@ -1,0 +1,199 @@
+"""One rank of a training run: its model, its optimizer, and one training step.
+
+B sequences, S positions, L layers, E experts.
+"""
+
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
+
+from ..checkpoint import load_checkpoint, load_weights
+from ..expert_parallel import AllToAll, Local
+from ..health.heartbeat import Progress
+from ..health.signals import Stop
+from ..health.skipped_steps import Skips
+from ..inference.pipeline import generate
+from ..models import StageOptions, TransformerStage, share_embedding, stacked_matrices
+from ..overlap import WeightGrads
+from ..overlap.labels import GRADIENTS, OPTIMIZER
+from ..runtime import P2P, Executor, TensorSpec
+from ..runtime.groups import build_groups
+from ..runtime.replicas import check_equal, gradient_norm, replica_sets, sum_gradients
+from .balance import Balance
+from .learning_rate import learning_rate
+from .metrics import load_statistics, peak_memory_mb, utilisation
+from .optimizer import Optimizer
+from .plan import RunPlan
+
+
+class Trainer:
+    """One rank of a run. All methods are collective, except `state`."""
+
+    def __init__(self, plan: RunPlan, progress: Progress | None = None, stop: Stop | None = None):
+        self.plan, self.config, self.schedule = plan, plan.config, plan.setup.schedule
+        self.layout, self.device, self.dtype = plan.setup.layout, plan.setup.device, plan.setup.dtype
+        config, model, kernels = plan.config, plan.config.model, plan.setup.kernels
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        placement = self.schedule.placement
+        timeout = config.health.timeout
+        self.groups = build_groups(self.layout, placement, timeout, shared_embedding=model.mtp_layers > 0)
+        group = self.groups.experts
+        experts = AllToAll(model.num_experts, group, kernels) if group else Local(model.num_experts, kernels)
+        options = StageOptions(
+            config.seed,
+            config.compute.recompute,
+            kernels,
+            config.compute.fused_loss,
+            plan.text.tokenizer.end_id if config.batch.document_mask else None,
+        )
+        self.stages = {
+            index: TransformerStage(model, plan.stages[index], experts, options).to(self.device, self.dtype)
+            for index in placement.stages[self.layout.pp_rank]
+        }
+        embedding = share_embedding(self.stages.values())
+        hidden = TensorSpec((config.batch.micro_batch_size, config.batch.seq_len, model.hidden_size), self.dtype)
+        documents = [TensorSpec(hidden.shape[:2], torch.int32)] * config.batch.document_mask
+        links = P2P.connect(self.groups.pipeline, [hidden, *documents], self.device, timeout=timeout)
+        weight_grads = WeightGrads(config.parallel.max_deferred)
+        self.progress = progress or Progress()
+        self.executor = Executor(self.stages, links, weight_grads, config.parallel.overlap, self.progress.note)
+
+        self.replicas = replica_sets(self.stages.values(), self.groups, embedding)
+        self.balance = Balance(model, self.stages, config.bias_rate, self.groups.dense)
+        stacked = stacked_matrices(self.stages.values())
+        self.optimizer = Optimizer(self.replicas, config.optim, config.parallel.zero, stacked)
+        self.skips = Skips(config.health.max_skipped, announce=self.layout.rank == 0)
+        self.stop, self.stopping = stop or Stop(), False
+        if plan.resume:
+            load_checkpoint(plan.resume, self.state())
+            self.optimizer.loaded(plan.first_step - int(self.skips.total))
+        elif config.checkpoint.weights:
+            load_weights(Path(config.checkpoint.weights), self.state())
+            self.optimizer.loaded(0)
+        self.utilisation = utilisation(
+            model, config.batch.seq_len, self.device, self.dtype, dist.get_world_size(), config.metrics.peak_tflops
+        )
+
+    def state(self) -> dict[str, Tensor]:
+        """This rank's part of a checkpoint, by global name. Loading into these tensors restores the run."""
+        return self.optimizer.tensors() | self.balance.state() | {"skipped": self.skips.total}
+
+    def train_step(self, step: int) -> dict[str, float]:
+        """Do one update and return its metrics. `step` is the number of steps before it."""
+        config, layout = self.config, self.layout
+        self.progress.step = step + 1
+        start = time.perf_counter()
+        count, seq_len = self._sequences_per_rank, config.batch.seq_len
+        losses = self.pipeline_step(*self.plan.text.batch(config.seed, step, layout.dp_rank, count, seq_len))
+        mean = 1 / (self.schedule.num_micro_batches * layout.dp)  # losses of micro-batches are averaged, not summed
+        with record_function(GRADIENTS):
+            for replicas in self.replicas:
+                sum_gradients(replicas)
+            norm = gradient_norm(self.replicas, self.device) * mean
+        clip = config.optim.clip
+        lr = learning_rate(config.optim, step, config.steps)
+        # The host waits for the device before the update, not after it: the next step starts without a wait.
+        load_LE = self.balance.loads(self.device)
+        loss, norm_value = self._mean(losses), norm.item()
+        mtp_loss = {"mtp_loss": self._mtp_loss()} if config.model.mtp_layers else {}
+        finite = self.skips.finite(step + 1, loss, norm_value)
+        balance = self.balance.after_step(load_LE, self.device, move=finite)
+        with record_function(OPTIMIZER):
+            if finite:
+                self.optimizer.step(lr, mean * (clip / norm.clamp(min=clip) if clip else 1.0))
+            else:
+                self.optimizer.drop_gradients()
+        seconds = time.perf_counter() - start
+        tokens = count * layout.dp * seq_len
+        mfu = {"mfu": round(self.utilisation * tokens / seconds, 4)} if self.utilisation else {}
+        return {
+            "step": step + 1, "loss": loss, "grad_norm": norm_value, "lr": lr, "skipped": int(self.skips.total),
+            "seconds": round(seconds, 4), "tokens": tokens, "tokens_per_s": round(tokens / seconds, 1), **mfu,
+            "peak_memory_mb": round(peak_memory_mb(self.device), 1), **load_statistics(load_LE), **mtp_loss, **balance,
+        }  # fmt: skip
+
+    @torch.no_grad()
+    def validation_loss(self) -> float:
+        """The mean loss of the held-out sequences in nats per token, the same on all ranks."""
+        layout, count = self.layout, self._sequences_per_rank
+        batches = -(-self.config.metrics.eval_sequences // (count * layout.dp))
+        losses: list[Tensor] = []
+        for i in range(batches):
+            first = (i * layout.dp + layout.dp_rank) * count
+            total = batches * layout.dp * count
+            losses += self.pipeline_step(*self.plan.text.held_out_batch(first, count, total, self.config.batch.seq_len))
+        return self._mean(losses)
+
+    def sample(self) -> str:
+        """The text with which the model continues the prompt."""
+        config, model, tokenizer = self.config, self.config.model, self.plan.text.tokenizer
+        prompt = torch.tensor(tokenizer.encode(config.sample.prompt or "\n"))
+        tokens = generate(
+            self.executor, self.schedule.placement, self.groups.pipeline, [prompt], config.sample.sample_tokens,
+            (model.hidden_size, self.dtype), config.batch.seq_len, model.vocab_size, config.sample.sampling(),
+            config.seed,
+        )  # fmt: skip
+        return tokenizer.decode(tokens[0].tolist())
+
+    def check_replicas(self) -> None:
+        """Raise RuntimeError if replicas of a parameter or of a router's bias differ."""
+        for replicas in (*self.replicas, self.balance.replicas):
+            check_equal(replicas)
+
+    def count_parameters(self) -> tuple[float, float]:
+        """The numbers of dense and expert parameters of the whole model."""
+        counts = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for replicas in self.replicas:
+            number = sum(p.numel() for p in replicas.parameters.values())
+            counts[int(replicas.local_experts is not None)] += number / replicas.num_replicas
+        dist.all_reduce(counts)
+        dense, experts = counts.tolist()
+        return dense, experts
+
+    def largest(self, value: float) -> float:
+        """The maximum of the ranks' values."""
+        tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor.item()
+
+    @property
+    def _sequences_per_rank(self) -> int:
+        """Sequences of a step on each data-parallel rank."""
+        return self.schedule.num_micro_batches * self.config.batch.micro_batch_size
+
+    def pipeline_step(self, inputs_BS: Tensor, labels_BS: Tensor) -> list[Tensor]:
+        """Run the schedule on one batch. Returns the losses of the micro-batches that end on this rank."""
+        schedule, pp_rank = self.schedule, self.layout.pp_rank
+        inputs, labels = {}, {}
+        size = self.config.batch.micro_batch_size
+        for m, (x, y) in enumerate(zip(inputs_BS.split(size), labels_BS.split(size), strict=True)):
+            if schedule.rank_of(0, m) == pp_rank:
+                inputs[m] = (x.to(self.device),)
+            if schedule.rank_of(schedule.num_stages - 1, m) == pp_rank:
+                labels[m] = (y.to(self.device),)
+        last = self.stages.get(schedule.num_stages - 1)
+        criterion = last.loss if last is not None else None
+        losses = list(self.executor.step(schedule, inputs, labels, criterion).losses.values())
+        self.progress.note(None)
+        return losses
+
+    def _mean(self, losses: list[Tensor]) -> float:
+        """The mean loss over all ranks. The same all-reduce tells all ranks whether one was asked to stop."""
+        total = torch.zeros(3, dtype=torch.float64, device=self.device)
+        if losses:
+            total[0], total[1] = torch.stack(losses).double().sum(), len(losses)
+        total[2] = self.stop.requested
+        dist.all_reduce(total)
+        loss, count, stop_requests = total.tolist()
+        self.stopping = stop_requests > 0
+        return loss / count
+
+    def _mtp_loss(self) -> float:
+        """The mean loss of multi-token prediction (MTP) in this step. The training loss does not include it."""
+        last = self.stages.get(self.schedule.num_stages - 1)
+        return self._mean([last.mtp.take_loss()] if last is not None and last.mtp is not None else [])
