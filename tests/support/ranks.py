@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 
 _context: Any = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "tests.support.ranks", "moe_dualpipe.training.loop"])
+# torch.optim imports torch._dynamo when the first optimizer is built: seconds for every rank, unless the server has it.
+_PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "tests.support.ranks", "moe_dualpipe.training.loop"]
+_context.set_forkserver_preload(_PRELOAD)
 
 
 def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
