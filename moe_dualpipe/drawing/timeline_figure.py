@@ -27,10 +27,10 @@ _MOST_INCHES = 60
 
 def timeline_figure(timeline: Timeline) -> "Figure":
     """Return a figure that is wide enough for the numbers in its boxes (at most 60 inches)."""
-    width = max(6.5, float(timeline.makespan) * _inches(timeline) + 1)
-    figure = new_figure(min(width, _MOST_INCHES), 1.3 + 0.3 * timeline.schedule.num_ranks)
+    width, font_size = size_for_numbers(timeline, width=6.5, font_size=7)
+    figure = new_figure(width, 1.3 + 0.3 * timeline.schedule.num_ranks)
     axes = figure.add_subplot()
-    draw_timeline(axes, timeline, font_size=7 * min(1, _MOST_INCHES / width))
+    draw_timeline(axes, timeline, font_size)
     axes.set_title(f"{timeline_title(timeline)}\n{timeline_summary(timeline)}", fontsize=9, loc="left")
     add_timeline_legend(axes, timeline)
     return figure
@@ -63,10 +63,11 @@ def draw_timeline(axes: "Axes", timeline: Timeline, font_size: float = 7) -> Non
     axes.set_xlabel("time", fontsize=8, loc="right", labelpad=1)
 
 
-def _inches(timeline: Timeline) -> float:
-    """The width of a unit of time, in inches, with which every number fits into its box."""
+def size_for_numbers(timeline: Timeline, width: float, font_size: float) -> tuple[float, float]:
+    """Return the width in inches (at least `width`) and the font size with which every number fits into its box."""
     digits = len(str(timeline.schedule.num_micro_batches - 1))
-    return (0.05 + 0.065 * digits) / shortest(timeline)
+    needed = float(timeline.makespan) * (0.05 + 0.065 * digits) / shortest(timeline) + 1
+    return min(max(width, needed), _MOST_INCHES), font_size * min(1, _MOST_INCHES / needed)
 
 
 def add_timeline_legend(axes: "Axes", timeline: Timeline) -> None:

@@ -1,4 +1,4 @@
-"""Record some steps of a run on every rank, and say at its end where their time went."""
+"""Record some training steps on every rank, and report at the end of the run where their time went."""
 
 import json
 import socket
@@ -25,11 +25,11 @@ from ..runtime.groups import Layout
 from ..schedule import Schedule
 
 WARM_UP = 2
-"""Steps before the first one that is recorded."""
+"""Number of steps before the first recorded step."""
 
 
 class StepProfiler:
-    """Records steps of this rank into `folder`: as many as `steps`, behind the first ones after `first_step`."""
+    """Record `steps` steps of this rank into `folder`, after WARM_UP steps that follow `first_step`."""
 
     def __init__(
         self, folder: Path, steps: int, first_step: int, schedule: Schedule, layout: Layout, device: torch.device
@@ -37,67 +37,65 @@ class StepProfiler:
         self.folder, self.schedule, self.layout, self.device = folder, schedule, layout, device
         self.recorded = range(first_step + WARM_UP, first_step + WARM_UP + steps)
         self.path = folder / f"rank{layout.rank}.json.gz"
-        self._moment = 0.0
+        self._barrier_us = 0.0
         self._open = ExitStack()
 
     @contextmanager
     def step(self, index: int) -> Iterator[None]:
-        """Around the step after `index` others. Collective."""
+        """Wrap the training step with this index, counted from 0. Collective."""
         if self.recorded and index == self.recorded.start:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._open.enter_context(capture(self.path, self.device))
             dist.barrier()
-            self._moment = time.time_ns() / 1e3
+            self._barrier_us = time.time_ns() / 1e3
         with record_function(training_step(index + 1)):
             yield
             if index in self.recorded:
-                synchronize(self.device)  # a step does not wait for its own update; a recorded one has to hold it
+                synchronize(self.device)  # the recording of a step must include its update
         if index + 1 == self.recorded.stop:
             self._open.close()
 
     def report(self) -> str:
-        """Where the recorded steps' time went, and how much communication was hidden, with the files to look at.
+        """Write the report and the figure, and return the report as text on rank 0. Collective.
 
-        Collective; the text is the first rank's. Empty where nothing was recorded.
+        The text is empty on other ranks, and if no step was recorded.
         """
         if not self.recorded:
             return ""
         trace = host_as_device(read_trace(self.path), COMMUNICATION)
         steps = recorded_steps(trace, self.schedule.actions[self.layout.pp_rank])
         found = analyze_devices(self.path, only_expert_transfers(trace), pictures=False)
-        device = max(found, key=lambda device: device.analysis.compute_us)  # should work on another one have strayed in
-        own = steps, socket.gethostname(), self._moment, device
-        everyone = [own] * dist.get_world_size() if self.layout.rank == 0 else None
-        dist.gather_object(own, everyone, dst=0)
-        return self._text(everyone) if everyone else ""
+        device = max(found, key=lambda device: device.analysis.compute_us)  # a few kernels may run on other devices
+        own = steps, socket.gethostname(), self._barrier_us, device
+        ranks = [own] * dist.get_world_size() if self.layout.rank == 0 else None
+        dist.gather_object(own, ranks, dst=0)
+        return self._report(ranks) if ranks else ""
 
-    def _text(self, everyone: list[tuple[list[Step], str, float, TracedDevice]]) -> str:
-        steps, hosts, moments, devices = (list(column) for column in zip(*everyone, strict=True))
-        steps = align_clocks(steps, hosts, moments)
+    def _report(self, ranks: list[tuple[list[Step], str, float, TracedDevice]]) -> str:
+        """The report of all ranks: of each its steps, host name, time of the barrier and analyzed device."""
+        steps, hosts, barriers, devices = (list(column) for column in zip(*ranks, strict=True))
+        steps = align_clocks(steps, hosts, barriers)
         layout = self.layout
         pipelines = [
             RecordedPipeline(self.schedule, [steps[layout.world_rank(p, d)] for p in range(layout.pp)])
             for d in range(layout.dp)
         ]
         groups = (devices[first : first + layout.ep] for first in range(0, len(devices), layout.ep))
-        joint = [other for group in groups for other in rank_skews([device.transfers for device in group])]
+        skews = [skew for group in groups for skew in rank_skews([device.transfers for device in group])]
         names = [rank_name(rank // layout.dp, rank % layout.dp, layout.dp) for rank in range(len(devices))]
         overlap = [
-            {"rank": rank, "waited_us": other.waited_us, **device.analysis.as_object()}
-            for rank, (device, other) in enumerate(zip(devices, joint, strict=True))
+            {"rank": rank, "waited_us": skew.waited_us, **device.analysis.as_object()}
+            for rank, (device, skew) in enumerate(zip(devices, skews, strict=True))
         ]
         report = {"pipelines": pipeline_objects(pipelines), "overlap": overlap}
         (self.folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-        written = [*(device.path.name for device in devices), "report.json"]
-        with suppress(ImportError):  # no matplotlib: no picture
+        files = [*(device.path.name for device in devices), "report.json"]
+        with suppress(ImportError):  # without matplotlib, there is no figure
             save_pipeline_figure(pipelines, self.folder / "steps.png")
-            written.append("steps.png")
+            files.append("steps.png")
         count = len(self.recorded)
-        parts = [
-            f"profile of {count} step{'s' * (count > 1)}, and of them the one of median length:",
-            pipeline_text(pipelines),
-        ]
+        parts = [f"{count} step{'s' * (count > 1)} recorded. The step of median length:", pipeline_text(pipelines)]
         if layout.ep > 1:
-            compared = compare_ranks(TraceFiles(devices, joint), names)
-            parts += ["communication between experts, in all steps recorded:", compared]
-        return "\n\n".join([*parts, f"in {self.folder}: {', '.join(written)}"])
+            compared = compare_ranks(TraceFiles(devices, skews), names)
+            parts += ["communication between experts, in all recorded steps:", compared]
+        return "\n\n".join([*parts, f"in {self.folder}: {', '.join(files)}"])

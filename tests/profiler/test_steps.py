@@ -223,7 +223,7 @@ def test_measured_and_predicted_are_told_apart(tmp_path):
     headings, _, *rows, _, line = pipeline_text([pipeline]).splitlines()
     table = [dict(zip(headings.split("|"), row.split("|"), strict=True)) for row in rows]
     table = [{key.strip(): value.strip() for key, value in row.items() if key.strip()} for row in table]
-    same = {"step, ms": "257.0", "weights": "0.0", "pairs": "0.0", "of these waiting": "2.0"}
+    same = {"step, ms": "257.0", "weights": "0.0", "pairs": "0.0", "idle inside": "2.0"}
     assert table == [
         same | {"forward": "20.0", "backward": "40.0", "bubble": "185.0", "predicted": "110.0", "gradients": "4.0",
                 "optimizer": "2.0", "rest": "6.0"},
@@ -231,7 +231,7 @@ def test_measured_and_predicted_are_told_apart(tmp_path):
                 "optimizer": "0.0", "rest": "12.0"},
     ]  # fmt: skip
     assert line == (
-        "1f1b: 245.0 ms, 59.2% of it bubble; predicted from the measured F 10 to 20, B 20 to 50 ms: 170.0 ms, 41.2%"
+        "1f1b: 245.0 ms, bubble 59.2%; predicted from the measured F 10 to 20, B 20 to 50 ms: 170.0 ms, bubble 41.2%"
     )
     (found,) = pipeline_objects([pipeline])
     assert (found["step"], found["makespan_ms"], found["predicted_makespan_ms"]) == (12, 245, 170)
@@ -258,14 +258,14 @@ def test_the_report_and_the_picture(tmp_path):
     heading, _, *rows = pipeline_text([pipeline]).splitlines()
     cells = [cell.strip() for cell in heading.split("|")[2:-1]]
     assert cells == [
-        "step, ms", "forward", "backward", "weights", "pairs", "of these waiting", "bubble", "predicted", "gradients",
+        "step, ms", "forward", "backward", "weights", "pairs", "idle inside", "bubble", "predicted", "gradients",
         "optimizer", "rest",
     ]  # fmt: skip
     assert [row.split("|")[1].strip() for row in rows[:4]] == [f"pipeline rank {rank}" for rank in range(4)]
     share = f"{timeline.bubble_share:.1%}"
     assert rows[-1] == (
-        f"dualpipe: {timeline.makespan / 1e3:.1f} ms, {share} of it bubble; predicted from the measured F 0.02, "
-        f"B 0.05, W 0.015, FB 0.06 ms: {timeline.makespan / 1e3:.1f} ms, {share}"
+        f"dualpipe: {timeline.makespan / 1e3:.1f} ms, bubble {share}; predicted from the measured F 0.02, "
+        f"B 0.05, W 0.015, FB 0.06 ms: {timeline.makespan / 1e3:.1f} ms, bubble {share}"
     )
     assert "pipeline rank 3, data rank 1" in pipeline_text([pipeline, pipeline])
     save_pipeline_figure([pipeline, pipeline], tmp_path / "steps.svg")

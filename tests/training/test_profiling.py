@@ -40,16 +40,16 @@ def test_ranks_of_two_hosts(tmp_path, ep):
     layout = Layout(2, 2, ep, 0)
     (tmp_path / "rank7.json.gz").touch()  # of an earlier run
     profiler = StepProfiler(tmp_path, 1, 0, schedule, layout, torch.device("cpu"))
-    text = profiler._text([recorded(schedule, rank, tmp_path) for rank in range(4)])
+    text = profiler._report([recorded(schedule, rank, tmp_path) for rank in range(4)])
     parts = text.split("\n\n")
-    assert parts[0] == "profile of 1 step, and of them the one of median length:"
+    assert parts[0] == "1 step recorded. The step of median length:"
     rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in parts[1].splitlines()[2:]]
     assert [row[0] for row in rows] == [f"pipeline rank {p}, data rank {d}" for d in range(2) for p in range(2)]
     assert [row[1:4] for row in rows] == [["176.0", "20.0", "40.0"], ["176.0", "40.0", "100.0"]] * 2
     assert (
         parts[-1] == f"in {tmp_path}: {', '.join(f'rank{rank}.json.gz' for rank in range(4))}, report.json, steps.png"
     )
-    assert ("communication between experts, in all steps recorded:" in parts) == (ep == 2)
+    assert ("communication between experts, in all recorded steps:" in parts) == (ep == 2)
     if ep == 2:
         rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in parts[-2].splitlines()[2:]]
         assert [(row[0], row[3], row[-1]) for row in rows] == [
@@ -79,7 +79,7 @@ def test_the_steps_behind_two_are_recorded_from_a_barrier_on(tmp_path, monkeypat
         with profiler.step(index):
             done.append(str(index))
     assert done == ["5", "6", "open rank1.json.gz", "barrier", "7", "8", "close", "9", "10"]
-    assert profiler._moment == 1_700_000_000_000_000.5
+    assert profiler._barrier_us == 1_700_000_000_000_000.5
     done.clear()
     profiler = StepProfiler(tmp_path / "none", 0, 0, build("1f1b", 2, 2), Layout(2, 1, 1, 1), torch.device("cpu"))
     for index in range(4):
