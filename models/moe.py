@@ -82,14 +82,16 @@ class MoE(Segmented):
         if torch.is_grad_enabled():
             self.router.count(ids_TK, losses_L)
         route = yield PrepareComm(DISPATCH, ep.prepare, ids_TK)
-        received = yield Comm(DISPATCH, partial(dispatch, ep, route), partial(combine, ep, route), x_TD, weights_TK)
+        received = yield Comm(
+            DISPATCH, partial(start_dispatch, ep, route), partial(start_combine, ep, route), x_TD, weights_TK
+        )
         # The shared experts need nothing from other ranks: they hide the dispatch.
         shared = None
         if self.shared is not None:
             shared = yield Compute("mlp", partial(self.run_shared, recompute_x), x_TD, recompute=self.recompute)
         out_ND = yield Compute("mlp", partial(self.run_experts, route=route), received, recompute=self.recompute)
         combined = yield Comm(
-            COMBINE, partial(combine, ep, route), partial(dispatch, ep, route), out_ND, weights_first=True
+            COMBINE, partial(start_combine, ep, route), partial(start_dispatch, ep, route), out_ND, weights_first=True
         )
         return (combined,) if shared is None else (combined, shared)
 
@@ -121,11 +123,15 @@ class MoE(Segmented):
         return self.router.take_load()
 
 
-def dispatch(ep: ExpertParallel, route: Route, x_TD: Tensor, weights_TK: Tensor | None = None) -> Pending[Received]:
+def start_dispatch(
+    ep: ExpertParallel, route: Route, x_TD: Tensor, weights_TK: Tensor | None = None
+) -> Pending[Received]:
     return ep.dispatch(x_TD, route, weights_TK)
 
 
-def combine(ep: ExpertParallel, route: Route, y_ND: Tensor, weight_grads_NK: Tensor | None = None) -> Pending[Combined]:
+def start_combine(
+    ep: ExpertParallel, route: Route, y_ND: Tensor, weight_grads_NK: Tensor | None = None
+) -> Pending[Combined]:
     return ep.combine(y_ND, route, weight_grads_NK)
 
 

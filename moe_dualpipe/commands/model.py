@@ -1,6 +1,7 @@
-"""`moe-dualpipe model`: how large the models are, and what each rank of a division of one holds."""
+"""`moe-dualpipe model`: the sizes of models, and the memory of each rank that trains one."""
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 from typing import Annotated, Literal
 
 import tyro
@@ -9,52 +10,87 @@ from tyro.conf import Positional, subcommand
 
 @dataclass(frozen=True)
 class ShowModel:
-    """How large a model is, and what each pipeline rank holds of it while it trains."""
+    """Show the size of a model, and the memory of each pipeline rank during training."""
 
     preset: Positional[str]
     """Name of the model, such as tiny or deepseek-v3."""
     pp: int = 1
-    """Pipeline ranks."""
+    """Number of pipeline ranks."""
     ep: int = 1
-    """Ranks over which the experts of a layer are spread."""
-    dp: int = 0
-    """Data-parallel ranks, of which ep share the experts. 0: as many as ep."""
+    """Number of ranks that share the experts of a layer."""
+    dp: int | None = None
+    """Number of data-parallel ranks, a multiple of ep. None: ep."""
     seq: int = 4096
     """Tokens in a sequence."""
     micro_batch_size: int = 1
     """Sequences in a micro-batch."""
-    micro_batches: int = 0
-    """Micro-batches a step, on each data-parallel rank. 0: 8, or more where the schedule needs them."""
+    micro_batches: int | None = None
+    """Micro-batches per step on each data-parallel rank. None: 8, or more if the schedule needs more."""
     schedule: str = "auto"
     """Pipeline schedule. auto: dualpipe, or 1f1b on a single rank."""
     recompute: Literal["none", "norms", "attention", "full"] = "none"
-    """What to compute again in the backward instead of keeping it: none, norms, attention or full."""
+    """What to recompute in backward instead of saving it."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Of weights and activations; gradients and the optimizer's state are float32."""
+    """Type of weights and activations. Gradients and optimizer state are float32."""
     fused_loss: bool = False
-    """The head and the loss as one, without logits as a whole."""
+    """Compute head and loss together, without the whole logits."""
     json: bool = False
-    """Print JSON: bytes, for each rank."""
+    """Print JSON with the bytes of each rank."""
 
     def run(self) -> None:
-        from ..planner.report import show  # torch, which the other commands start without
+        """Raises ValueError for numbers that do not fit together."""
+        from ..drawing.model_tables import memory_table, size_summary
+        from ..models import preset  # imports torch, which the other commands do not need
+        from ..planner import MicroBatch, ModelSize, rank_memory
+        from ..schedule import build, default_micro_batches
 
-        print(show(self))
+        config = preset(self.preset)
+        for name in ("pp", "ep", "seq", "micro_batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1: got {getattr(self, name)}")
+        for name in ("dp", "micro_batches"):
+            if (getattr(self, name) or 0) < 0:
+                raise ValueError(f"--{name.replace('_', '-')} cannot be negative: got {getattr(self, name)}")
+        element = {"bfloat16": 2, "float32": 4}[self.dtype]
+        batch = MicroBatch(self.micro_batch_size, self.seq, element, self.ep, self.recompute, self.fused_loss)
+        name = self.schedule if self.schedule != "auto" else ("dualpipe" if self.pp > 1 else "1f1b")
+        schedule = build(name, self.pp, self.micro_batches or default_micro_batches(self.pp))
+        dp = self.dp or self.ep
+        ranks, size = rank_memory(config, schedule, batch, dp), ModelSize.of(config, self.seq)
+        if self.json:
+            report = {
+                "parameters": size.parameters,
+                "active_parameters": size.active,
+                "embedding_parameters": size.embedding,
+                "forward_flops": size.forward_flops,
+                "train_flops": size.train_flops,
+                "ranks": [asdict(r) | {"total": r.total, "total_sharded": r.total_sharded} for r in ranks],
+            }
+            print(json.dumps(report, indent=1))
+            return
+        print(
+            f"{size_summary(self.preset, size)}\n\n"
+            f"{name} over {self.pp} pipeline x {dp} data-parallel ranks, experts over {self.ep}, in {self.dtype}\n"
+            f"{schedule.num_micro_batches} micro-batches of {batch.tokens:,} tokens, recompute {self.recompute}\n\n"
+            f"{memory_table(ranks)}"
+        )
 
 
 @dataclass(frozen=True)
 class ListModels:
-    """The named models and their sizes."""
+    """List the named models and their sizes."""
 
     def run(self) -> None:
-        from ..planner.report import presets
+        from ..drawing.model_tables import sizes_table
+        from ..models import PRESETS
+        from ..planner import ModelSize
 
-        print(presets())
+        print(sizes_table({name: ModelSize.of(config) for name, config in PRESETS.items()}))
 
 
 @dataclass(frozen=True)
 class ModelCommands:
-    """Models: their size, and the memory that training them takes."""
+    """Sizes of models, and the memory that training takes."""
 
     command: Annotated[
         Annotated[ListModels, subcommand("list")] | Annotated[ShowModel, subcommand("show")],

@@ -1,13 +1,12 @@
-"""Bytes that a micro-batch keeps on a stage: between its forward and its backward, and between I and W of a split one.
+"""Bytes that a micro-batch holds on a stage: between forward and backward, and between I and W of a split backward.
 
-Activations are most of what training holds, and depend on the model, on what is recomputed and on how the experts are
-spread. This adds up the tensors that the layers keep, by formula, so that it costs nothing for a model of any size;
-tests/gpu/test_memory.py holds it against the tensors that are really there.
+Activations are most of the memory of training. They depend on the model, on what is recomputed, and on how the experts
+are spread. The formulas here add up the tensors that layers save, so they cost nothing for a model of any size.
+tests/gpu/test_memory.py compares them with the tensors that are alive in real stages.
 
-Assumed is what runs on a GPU: fused experts (x and z are kept), fused RMSNorm (its input, one number a row), flash
-attention (q, k, v, their result, one number a row and head). The plain operators keep more. Chosen experts are taken to
-be equally loaded and independent of each other, which says how many rows arrive. Tables of a few bytes an expert are
-left out.
+They assume GPU kernels: fused experts (which save x and z), fused RMSNorm (its input and one number a row), flash
+attention (q, k, v, the result, and one number a row and head). Plain operators save more. The number of received rows
+assumes that tokens choose experts evenly and independently. Tables of a few bytes an expert are left out.
 
 T tokens, D model dim, K experts per token, N rows received, M = T K rows in expert-major order, F inner width.
 """
@@ -23,7 +22,7 @@ from ..models.recompute import Recompute
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One micro-batch of a rank; `element`: bytes of an activation, `ep`: ranks that the experts are spread over."""
+    """One micro-batch of a rank. element: bytes of an activation. ep: ranks over which experts are spread."""
 
     sequences: int
     seq_len: int
@@ -38,7 +37,7 @@ class MicroBatch:
 
 
 def rows_received(config: ModelConfig, batch: MicroBatch) -> int:
-    """N: a token goes once to each rank that has any of its experts, and as many come as go.
+    """N: a token is sent once to each rank that holds any of its experts; a rank receives as many rows as it sends.
 
     Example: 2 of 4 experts on 2 ranks: both are on one rank in 2 of 6 cases, so 100 tokens make 167 rows.
     """
@@ -47,89 +46,89 @@ def rows_received(config: ModelConfig, batch: MicroBatch) -> int:
     return round(batch.tokens * batch.ep * (1 - missed))
 
 
-def kept_for_backward(config: ModelConfig, spec: StageSpec, batch: MicroBatch) -> int:
-    """Bytes from the forward of a micro-batch on a stage until its backward, input and output included.
+def saved_bytes(config: ModelConfig, spec: StageSpec, batch: MicroBatch) -> int:
+    """Bytes from the forward of a micro-batch on a stage until its backward, with input and output.
 
-    Raises ValueError for a stage that predicts further ahead, whose criterion is not reckoned with.
+    Raises ValueError for a stage with multi-token prediction: its criterion is not modelled.
     """
     if spec.mtp:
-        raise ValueError(f"memory is not reckoned with mtp_layers: got {len(spec.mtp)}; use 0")
+        raise ValueError(f"memory cannot be predicted with mtp_layers: got {len(spec.mtp)}; use 0")
     row = batch.tokens * config.hidden_size * batch.element
-    kept = row + 8 * batch.tokens * spec.embedding
-    kept += sum(_block(config, spec, layer, batch) for layer in spec.layers)
+    saved = row + 8 * batch.tokens * spec.embedding
+    saved += sum(_block(config, spec, layer, batch) for layer in spec.layers)
     if not spec.head:
-        return kept + row
-    kept += 2 * row + 4 * batch.tokens  # the sum of the parts, normalised
-    per_token = 4 if batch.fused_loss else 4 * config.vocab_size  # the logarithms of probabilities, or of their sum
-    return kept + batch.tokens * (per_token + 8)
+        return saved + row
+    saved += 2 * row + 4 * batch.tokens  # the sum of the parts, and its normalized copy
+    per_token = 4 if batch.fused_loss else 4 * config.vocab_size  # the log-sum-exp, or all log-probabilities
+    return saved + batch.tokens * (per_token + 8)
 
 
 def _block(config: ModelConfig, spec: StageSpec, layer: int, batch: MicroBatch) -> int:
     tokens, row = batch.tokens, batch.tokens * config.hidden_size * batch.element
     first, last, dense = layer == spec.layers[0], layer == spec.layers[-1], config.is_dense(layer)
     shared = not dense and config.num_shared_experts > 0
-    again = batch.recompute in ("attention", "full")
-    # An attention that runs again keeps the parts of its input; otherwise it is their sum that is kept.
-    kept = row * (1 + shared) * (not last) if again else row * (not first)
-    if not again or not last or dense or (shared and batch.recompute == "attention"):
-        kept += row  # the stream between attention and MLP
-    if not again:
-        kept += ATTENTION[config.attention].saved_bytes(config, tokens, batch.seq_len, batch.element)
+    recompute = batch.recompute in ("attention", "full")
+    # Recomputed attention saves the parts of its input; otherwise their sum is saved.
+    saved = row * (1 + shared) * (not last) if recompute else row * (not first)
+    if not recompute or not last or dense or (shared and batch.recompute == "attention"):
+        saved += row  # the stream between attention and MLP
+    if not recompute:
+        saved += ATTENTION[config.attention].saved_bytes(config, tokens, batch.seq_len, batch.element)
     if batch.recompute == "none":
-        kept += 2 * (row + 4 * tokens)  # normalised, twice
+        saved += 2 * (row + 4 * tokens)  # two normalized copies
     if dense:
-        return kept + (0 if batch.recompute == "full" else _swiglu(config.dense_size, batch))
-    if not again:
-        kept += tokens * (config.num_experts * batch.element + 8 * config.experts_per_token)  # logits and choices
+        return saved + (0 if batch.recompute == "full" else _swiglu(config.dense_size, batch))
+    if not recompute:
+        saved += tokens * (config.num_experts * batch.element + 8 * config.experts_per_token)  # logits and choices
     if batch.recompute == "full" and shared:
-        kept += row  # what the shared experts start from
+        saved += row  # the input of the shared experts
     if batch.recompute != "full":
-        kept += _swiglu(config.num_shared_experts * config.expert_size, batch)
-    return kept + _experts(config, batch, copied=batch.recompute == "none" or (batch.recompute == "full" and shared))
+        saved += _swiglu(config.num_shared_experts * config.expert_size, batch)
+    has_input = batch.recompute == "none" or (batch.recompute == "full" and shared)
+    return saved + _experts(config, batch, has_input)
 
 
 def _swiglu(inner: int, batch: MicroBatch) -> int:
-    """Gate and up, silu(gate), and the product of it with up: not the fused one."""
+    """Gate and up, silu(gate), and silu(gate) * up, in the plain implementation."""
     return 4 * inner * batch.tokens * batch.element
 
 
-def _experts(config: ModelConfig, batch: MicroBatch, copied: bool) -> int:
-    """Rows that came, z of the experts, and indices. copied: the rows are kept anyhow where none of them travelled."""
+def _experts(config: ModelConfig, batch: MicroBatch, has_input: bool) -> int:
+    """Received rows, z of the experts, and indices. has_input: the rows are already saved if none is sent (ep 1)."""
     tokens, k, rows = batch.tokens, config.experts_per_token, rows_received(config, batch)
     choices = tokens * k
-    kept = 16 * choices + 8 * rows * k  # the expert-major order
+    saved = 16 * choices + 8 * rows * k  # the expert-major order
     if batch.ep == 1:
-        kept += 8 * choices + 4 * choices  # ids and weights
-        kept += 0 if copied else tokens * config.hidden_size * batch.element
+        saved += 8 * choices + 4 * choices  # ids and weights
+        saved += 0 if has_input else tokens * config.hidden_size * batch.element
     else:
-        kept += rows * (_aligned(config.hidden_size * batch.element) + 2 * _aligned(4 * k) + 4 * k + 4 * k)
-        kept += 8 * tokens * (min(k, batch.ep) + k)  # where rows go, and where they come back to
-        kept += 0 if batch.recompute == "full" else 4 * rows * k  # weights, out of the message
-    return kept + (0 if batch.recompute == "full" else 2 * config.expert_size * choices * batch.element)
+        saved += rows * (_aligned(config.hidden_size * batch.element) + 2 * _aligned(4 * k) + 4 * k + 4 * k)
+        saved += 8 * tokens * (min(k, batch.ep) + k)  # the destinations of rows, and their places after combine
+        saved += 0 if batch.recompute == "full" else 4 * rows * k  # weights, unpacked from the message
+    return saved + (0 if batch.recompute == "full" else 2 * config.expert_size * choices * batch.element)
 
 
 def _aligned(size: int) -> int:
     return -(-size // 16) * 16
 
 
-def kept_for_weights(config: ModelConfig, spec: StageSpec, batch: MicroBatch) -> int:
-    """Bytes from the input half of a split backward until its weight half: inputs and output gradients of products."""
-    numbers = sum(_products(config, layer, batch) for layer in spec.layers)
+def deferred_bytes(config: ModelConfig, spec: StageSpec, batch: MicroBatch) -> int:
+    """Bytes from I to W of a split backward: the inputs and output gradients of the matrix products."""
+    numbers = sum(_deferred_numbers(config, layer, batch) for layer in spec.layers)
     if spec.head:
         numbers += batch.tokens * (config.hidden_size + config.vocab_size)
     indices = 16 * batch.tokens * config.experts_per_token + 8 * rows_received(config, batch) * config.experts_per_token
     return numbers * batch.element + indices * sum(not config.is_dense(layer) for layer in spec.layers)
 
 
-def _products(config: ModelConfig, layer: int, batch: MicroBatch) -> int:
-    """Numbers, not bytes."""
+def _deferred_numbers(config: ModelConfig, layer: int, batch: MicroBatch) -> int:
     tokens, hidden = batch.tokens, config.hidden_size
     width = ATTENTION[config.attention].deferred_width(config)
-    numbers = tokens * (width + 2 * hidden)  # the input, and the gradient of the result
+    numbers = tokens * (width + 2 * hidden)  # with the layer's input and output gradient
     if config.is_dense(layer):
         return numbers + tokens * (2 * hidden + 3 * config.dense_size)
     rows = rows_received(config, batch) * (batch.ep > 1)
     numbers += tokens * (2 * hidden + 3 * config.num_shared_experts * config.expert_size + config.num_experts)
-    # Where the router runs again, its input is not that of the experts.
+    # A recomputed router has its own input, apart from that of the experts.
     numbers += tokens * hidden * (batch.recompute in ("attention", "full"))
     return numbers + 2 * rows * hidden + 3 * config.expert_size * tokens * config.experts_per_token

@@ -1,11 +1,11 @@
-"""How much a token costs to compute, and how much a device can: the two sides of model FLOPs utilisation.
+"""The FLOPs of a token, and the peak FLOP/s of a device: the two sides of model FLOPs utilization (MFU).
 
-Model FLOPs are those of the matrix products that the mathematics needs, two for each multiply-add, however they are
-computed: what is recomputed does not count (arXiv 2204.02311, appendix B), nor do norms, the softmax and the lookup in
-the embedding. Of the experts a token is multiplied with K and the shared ones. A backward is two forwards.
+Model FLOPs are those of the necessary matrix products, two for each multiply-add (arXiv 2204.02311, appendix B).
+Recomputation does not count, nor do norms, the softmax and the embedding lookup. Of the experts, a token's K and the
+shared ones count. A backward is two forwards.
 
-Attention is counted causal: a position meets itself and those before it, (S + 1) / 2 of S on average. The paper counts
-all S, as if half of the work were not masked out; the lower count gives the lower utilisation.
+Attention counts as causal: a position attends to (S + 1) / 2 of S positions on average. The paper counts all S, as if
+half of them were not masked. The lower count gives the lower utilization.
 """
 
 import re
@@ -16,8 +16,8 @@ from ..models.attention import ATTENTION
 from ..models.config import ModelConfig
 from ..models.partition import head_flops, layer_flops, mtp_module_flops
 
-# Dense bf16, with sums in fp32, in FLOP/s: from the makers' data sheets, whose number for sparse matrices is halved.
-# A device is the first of these whose words are all in its name.
+# Dense bf16 with fp32 sums, in FLOP/s, from the makers' data sheets; numbers for sparse matrices are halved.
+# A device is the first entry of which all words are in its name.
 PEAKS = {
     "gb200": 2500e12, "b200": 2250e12,
     "gh200": 989.4e12, "h200 nvl": 835.5e12, "h200": 989.4e12,
@@ -25,41 +25,39 @@ PEAKS = {
     "a100": 312e12, "a800": 312e12, "l40s": 362e12, "l4": 121e12, "a10": 125e12, "rtx 4090": 165.2e12,
     "mi300x": 1307.4e12, "mi325x": 1307.4e12,
 }  # fmt: skip
-PARTIAL = {"mig", "laptop", "d"}  # a slice of a device, or a smaller one of the same name
+PARTIAL = {"mig", "laptop", "d"}  # a slice of a device, or a smaller device of the same name
 
 
 def forward_flops(config: ModelConfig, seq_len: int) -> int:
-    """FLOPs of a forward, per token of a sequence of `seq_len`: the average over its positions.
+    """FLOPs of a forward, per token: the average over the positions of a sequence of `seq_len`.
 
     Example: the preset `tiny` has 2 x 822,272 for its weights; at 256 tokens attention adds 4 layers x 257 x 256.
     """
     layers = sum(layer_flops(config, layer) for layer in range(config.num_layers))
-    return layers + head_flops(config) + score_flops(config, seq_len) * config.num_layers
+    return layers + head_flops(config) + score_flops(config, seq_len)
 
 
 def train_flops_per_token(config: ModelConfig, seq_len: int) -> int:
-    """FLOPs of a forward and a backward, per token: three forwards, with what predicts further ahead."""
+    """FLOPs of a forward and a backward, per token: three forwards, multi-token prediction (MTP) included."""
     return 3 * (forward_flops(config, seq_len) + mtp_flops(config, seq_len) // seq_len)
 
 
 def mtp_flops(config: ModelConfig, seq_len: int) -> int:
-    """FLOPs of predicting further ahead than the next token, forward, for a whole sequence, as training does it.
-
-    The k-th module meets k positions less than there are.
-    """
+    """FLOPs of multi-token prediction, forward, for a whole sequence. The k-th module sees k positions fewer."""
+    scores = ATTENTION[config.attention].score_flops
     modules = [(seq_len - k, block) for k, block in enumerate(config.mtp_blocks, start=1)]
-    return sum(n * (mtp_module_flops(config, block) + score_flops(config, n)) for n, block in modules)
+    return sum(n * (mtp_module_flops(config, block) + scores(config, n)) for n, block in modules)
 
 
 def score_flops(config: ModelConfig, seq_len: int) -> int:
-    """FLOPs of the attention scores, and of the sums of values, of one layer: per token, forward."""
-    return ATTENTION[config.attention].score_flops(config, seq_len)
+    """FLOPs of the attention scores, and of the sums of values, of all layers: per token, forward."""
+    return config.num_layers * ATTENTION[config.attention].score_flops(config, seq_len)
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
-    """FLOP/s that a device promises for dense products of `dtype`; None where that is not known, as for CPUs.
+    """Peak FLOP/s of a device for dense products of bfloat16 or float16, which are equally fast.
 
-    device_name: as `torch.cuda.get_device_name()` has it. Known are bfloat16 and float16, which are equally fast.
+    device_name: the result of `torch.cuda.get_device_name()`. Returns None for unknown devices and other dtypes.
     """
     words = set(re.findall(r"[a-z0-9]+", device_name.lower()))
     if dtype not in (torch.bfloat16, torch.float16) or words & PARTIAL:

@@ -1,13 +1,14 @@
-"""Will it fit? The memory of every pipeline rank, reckoned before anything is started.
+"""The memory of every pipeline rank, computed before a run starts: does the model fit?
 
-Weights, gradients and the optimizer's state follow from the parameters of the stages that a rank holds, which are
-counted on stages as a run builds them, only without numbers. Activations follow from the schedule, which says how many
-micro-batches a rank holds at a time, and from what each keeps (activations.py). What a kernel needs in passing, the
-buffers of communication, and the allocator's gaps are not counted: leave some room.
+Weights, gradients and optimizer state follow from the parameters of the stages on a rank. They are counted on real
+stages on the meta device. Activations follow from the schedule, which says how many micro-batches a rank holds at a
+time, and from the bytes of each (activations.py). Not counted: temporary buffers of kernels, communication buffers, and
+fragmentation of the allocator.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -15,32 +16,16 @@ from ..expert_parallel import Loopback
 from ..expert_parallel.parameters import expert_ids, global_tensors
 from ..models import ModelConfig, StageSpec, TransformerStage, split
 from ..runtime.zero import elements_per_owner
-from ..schedule import Schedule
-from ..schedule.actions import Forward, Part, halves
-from .activations import MicroBatch, kept_for_backward, kept_for_weights
-
-
-@dataclass(frozen=True, slots=True)
-class Parameters:
-    """How many a rank holds; `dense` are those that are not routed experts."""
-
-    dense: int
-    experts: int
-
-    @property
-    def all(self) -> int:
-        return self.dense + self.experts
-
-    def active(self, config: ModelConfig) -> int:
-        """Those that a token meets, if these are a whole model's."""
-        return self.dense + self.experts * config.experts_per_token // config.num_experts
+from ..schedule import Costs, Schedule, simulate
+from .activations import MicroBatch, deferred_bytes, saved_bytes
+from .flops import forward_flops, score_flops, train_flops_per_token
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """What a pipeline rank holds, in bytes; of the data-parallel ranks that are this pipeline rank, the fullest one.
+    """Memory of a pipeline rank in bytes: of the data-parallel rank that holds most.
 
-    `optimizer_sharded`: where replicas share the optimizer's state (ZeRO-1).
+    `optimizer_sharded`: the optimizer state if replicas share it (ZeRO-1).
     """
 
     rank: int
@@ -62,14 +47,36 @@ class RankMemory:
         return self.total - self.optimizer + self.optimizer_sharded
 
 
-def count(config: ModelConfig, spec: StageSpec, ep: int = 1) -> Parameters:
-    """The parameters of a stage on one of `ep` ranks. Raises ValueError when those do not divide the experts."""
-    dense, experts = pieces(config, spec, ep)
-    return Parameters(sum(dense.values()), sum(experts.values()))
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """The size of a whole model, and its FLOPs per token in sequences of `seq_len`."""
+
+    config: ModelConfig
+    seq_len: int
+    parameters: int
+    active: int
+    """The parameters that one token uses, the embedding included."""
+    forward_flops: int
+    score_flops: int
+    train_flops: int
+
+    @classmethod
+    def of(cls, config: ModelConfig, seq_len: int = 4096) -> Self:
+        dense, experts = (sum(sizes.values()) for sizes in parameter_sizes(config, split(config, 1)[0]))
+        active = dense + experts * config.experts_per_token // config.num_experts
+        flops = (count(config, seq_len) for count in (forward_flops, score_flops, train_flops_per_token))
+        return cls(config, seq_len, dense + experts, active, *flops)
+
+    @property
+    def embedding(self) -> int:
+        return self.config.vocab_size * self.config.hidden_size
 
 
-def pieces(config: ModelConfig, spec: StageSpec, ep: int = 1) -> tuple[dict[str, int], dict[str, int]]:
-    """The same as the pieces that ZeRO-1 gives to owners (zero.py), by global name: dense ones, and experts."""
+def parameter_sizes(config: ModelConfig, spec: StageSpec, ep: int = 1) -> tuple[dict[str, int], dict[str, int]]:
+    """Sizes of a stage's tensors on one of `ep` ranks, by global name: dense ones, and those of routed experts.
+
+    These are the units that ZeRO-1 assigns to owners (zero.py).
+    """
     with torch.device("meta"):
         stage = TransformerStage(config, spec, Loopback(config.num_experts, ep))
     dense, experts = {}, {}
@@ -80,25 +87,10 @@ def pieces(config: ModelConfig, spec: StageSpec, ep: int = 1) -> tuple[dict[str,
     return dense, experts
 
 
-def peak_activations(schedule: Schedule, rank: int, kept: Sequence[int], owed: Sequence[int]) -> int:
-    """The most bytes that `rank` holds at a time, for kept[s] from F to B or I, and owed[s] from I to W, of stage s."""
-    now = peak = 0
-    for action in schedule.actions[rank]:
-        parts = halves(action)
-        now += sum(kept[half.stage] for half in parts if isinstance(half, Forward))
-        peak = max(peak, now)
-        for half in parts:
-            if not isinstance(half, Forward):
-                now -= 0 if half.part is Part.WEIGHT else kept[half.stage]
-                now += {Part.FULL: 0, Part.INPUT: owed[half.stage], Part.WEIGHT: -owed[half.stage]}[half.part]
-        peak = max(peak, now)
-    return peak
-
-
 def rank_memory(config: ModelConfig, schedule: Schedule, batch: MicroBatch, dp: int) -> tuple[RankMemory, ...]:
-    """What each rank of a pipeline holds, of `dp` pipelines over which experts are spread `batch.ep` ways.
+    """The memory of each rank of a pipeline. There are `dp` pipelines; `batch.ep` of them share the experts of a layer.
 
-    Raises ValueError for a model with fewer layers than stages, and ranks that cannot be divided.
+    Raises ValueError for a model with fewer layers than stages, and if `batch.ep` does not divide `dp` or the experts.
     """
     if dp % batch.ep:
         raise ValueError(f"--ep {batch.ep} does not divide the {dp} data-parallel ranks: use --dp {batch.ep}")
@@ -108,10 +100,11 @@ def rank_memory(config: ModelConfig, schedule: Schedule, batch: MicroBatch, dp: 
             f"--ep {batch.ep} does not divide the {config.num_experts} experts: use --ep {' or '.join(fitting)}"
         )
     specs = split(config, schedule.num_stages)
-    divided = [pieces(config, spec, batch.ep) for spec in specs]
-    kept = [kept_for_backward(config, spec, batch) for spec in specs]
-    owed = [kept_for_weights(config, spec, batch) for spec in specs]
-    state = 12 if batch.element < 4 else 8  # moments in fp32, and master weights if the weights are narrower
+    divided = [parameter_sizes(config, spec, batch.ep) for spec in specs]
+    saved = [saved_bytes(config, spec, batch) for spec in specs]
+    deferred = [deferred_bytes(config, spec, batch) for spec in specs]
+    activations = simulate(schedule, Costs()).peak_bytes(saved, deferred)  # the order matters, not the times
+    state = 12 if batch.element < 4 else 8  # two moments in fp32, and master weights for narrower weights
     ranks = []
     for rank, stages in enumerate(schedule.placement.stages):
         dense, experts = ({n: size for s in stages for n, size in divided[s][kind].items()} for kind in (0, 1))
@@ -121,7 +114,7 @@ def rank_memory(config: ModelConfig, schedule: Schedule, batch: MicroBatch, dp: 
         ranks.append(
             RankMemory(
                 rank, stages, sum(dense.values()), sum(experts.values()), batch.element * number, 4 * number,
-                state * number, sharded, peak_activations(schedule, rank, kept, owed),
+                state * number, sharded, activations[rank],
             )
         )  # fmt: skip
     return tuple(ranks)
@@ -130,10 +123,9 @@ def rank_memory(config: ModelConfig, schedule: Schedule, batch: MicroBatch, dp: 
 def _largest_share(
     dense: Mapping[str, int], experts: Mapping[str, int], dp: int, ep: int, place: int, holders: int
 ) -> int:
-    """The most that a data-parallel rank owns of what `holders` pipeline ranks hold, on the one at `place` of them.
+    """The most numbers that a data-parallel rank owns, on pipeline rank `place` of the `holders` of the same stages.
 
-    In the groups of runtime/groups.py: the dense parameters are all replicas', the experts are those of every
-    ep-th data-parallel rank.
+    Dense parameters are shared by all replicas, experts by every ep-th data-parallel rank (runtime/groups.py).
     """
     of_dense, of_experts = elements_per_owner(dense, holders * dp), elements_per_owner(experts, holders * dp // ep)
     return max(of_dense[place * dp + d] + of_experts[(place * dp + d) // ep] for d in range(dp))

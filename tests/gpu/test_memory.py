@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from moe_dualpipe.expert_parallel import Loopback
 from moe_dualpipe.kernels.weight_grads import WeightGrads, bind
 from moe_dualpipe.models import ModelConfig, StageOptions, StageSpec, TransformerStage
-from moe_dualpipe.planner.activations import MicroBatch, kept_for_backward, kept_for_weights
+from moe_dualpipe.planner.activations import MicroBatch, deferred_bytes, saved_bytes
 from tests.support.kernels import DEVICE
 
 B, S, D, V = 2, 16, 24, 20
@@ -110,14 +110,14 @@ def tables(config, spec):
 def test_what_is_kept_for_the_backward(spec, choices, recompute):
     config = ModelConfig(**SIZES, **choices)
     there = kept(config, spec, recompute)
-    formula = kept_for_backward(config, spec, MicroBatch(B, S, element=4, recompute=recompute))
+    formula = saved_bytes(config, spec, MicroBatch(B, S, element=4, recompute=recompute))
     assert 0 <= there - formula <= tables(config, spec)
 
 
 def test_a_fused_loss_keeps_no_logits():
     config = ModelConfig(**SIZES | {"vocab_size": 200})
     there = kept(config, LAST, "full", fused_loss=True)
-    formula = kept_for_backward(config, LAST, MicroBatch(B, S, element=4, recompute="full", fused_loss=True))
+    formula = saved_bytes(config, LAST, MicroBatch(B, S, element=4, recompute="full", fused_loss=True))
     assert 0 <= there - formula <= tables(config, LAST)
 
 
@@ -125,7 +125,7 @@ def test_a_fused_loss_keeps_no_logits():
 def test_what_is_kept_where_rows_travel(recompute):
     config, spec = ModelConfig(**SIZES), MIDDLE
     there = kept(config, spec, recompute, Loopback(config.num_experts, 3, kernels="triton"))
-    formula = kept_for_backward(config, spec, MicroBatch(B, S, element=4, ep=3, recompute=recompute))
+    formula = saved_bytes(config, spec, MicroBatch(B, S, element=4, ep=3, recompute=recompute))
     assert there == pytest.approx(formula, rel=0.03)  # how many rows travel is random
 
 
@@ -141,5 +141,5 @@ def test_what_is_kept_for_the_weights(spec, choices, recompute):
     known = [t.grad for t in (x, *stage.parameters()) if t.grad is not None]
     there = made.alive() - sum(grad.nbytes for grad in known)
     assert there == pytest.approx(
-        kept_for_weights(config, spec, MicroBatch(B, S, element=4, recompute=recompute)), rel=0.05
+        deferred_bytes(config, spec, MicroBatch(B, S, element=4, recompute=recompute)), rel=0.05
     )

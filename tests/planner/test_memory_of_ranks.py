@@ -10,18 +10,33 @@ import torch
 from moe_dualpipe.cli import main
 from moe_dualpipe.expert_parallel import Loopback
 from moe_dualpipe.models import ModelConfig, TransformerStage, split
-from moe_dualpipe.planner.activations import MicroBatch, kept_for_backward, kept_for_weights, rows_received
-from moe_dualpipe.planner.memory import peak_activations, rank_memory
-from moe_dualpipe.schedule import Costs, build, simulate
+from moe_dualpipe.planner.activations import MicroBatch, deferred_bytes, rows_received, saved_bytes
+from moe_dualpipe.planner.memory import rank_memory
+from moe_dualpipe.schedule import Costs, Forward, Part, build, halves, simulate
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, make_trainer, settings
 
 CONFIG = ModelConfig(vocab_size=40, hidden_size=12, num_layers=5, num_experts=6, experts_per_token=4)
 
 
+def peak_activations(schedule, rank, saved, deferred):
+    """The peak bytes of `rank` in the order of its actions: saved[s] from F to B or I, deferred[s] from I to W."""
+    now = peak = 0
+    for action in schedule.actions[rank]:
+        parts = halves(action)
+        now += sum(saved[half.stage] for half in parts if isinstance(half, Forward))
+        peak = max(peak, now)
+        for half in parts:
+            if not isinstance(half, Forward):
+                now -= 0 if half.part is Part.WEIGHT else saved[half.stage]
+                now += {Part.FULL: 0, Part.INPUT: 1, Part.WEIGHT: -1}[half.part] * deferred[half.stage]
+        peak = max(peak, now)
+    return peak
+
+
 @pytest.mark.parametrize("name", ["dualpipe", "dualpipev", "zb1p", "1f1b"])
-def test_the_peak_is_that_of_the_timeline(name):
-    """With one byte a micro-batch; and what is owed counts from I to W, whatever the times are."""
+def test_peak_bytes_of_the_order_equal_those_of_the_timeline(name):
+    """With one byte per micro-batch the peaks are those of the timeline's micro-batches, for any costs."""
     schedule = build(name, 4, 8)
     stages, timeline = range(schedule.num_stages), simulate(schedule, Costs(2, 5, 3, 6))
     for rank in range(4):
@@ -30,8 +45,10 @@ def test_the_peak_is_that_of_the_timeline(name):
         assert peak_activations(schedule, rank, none, ones) == timeline.peak_deferred[rank]
         together = max(held.activations + held.deferred for held in timeline.held(rank))
         assert peak_activations(schedule, rank, ones, ones) == together
-    weighed = [10**s for s in stages]  # a digit for each stage
-    first = str(peak_activations(schedule, 0, weighed, none))
+    powers, primes = [10**s for s in stages], [2, 3, 5, 7, 11, 13, 17, 19]
+    expected = tuple(peak_activations(schedule, rank, powers, primes) for rank in range(4))
+    assert timeline.peak_bytes(powers, primes) == expected
+    first = str(peak_activations(schedule, 0, powers, none))  # one digit for each stage
     assert all(len(first) - 1 - i in schedule.placement.stages[0] for i, digit in enumerate(first) if digit != "0")
 
 
@@ -49,8 +66,8 @@ def test_ranks_hold_what_their_stages_hold(element, state):
         number = held[False] + held[True]
         assert (r.dense_parameters, r.expert_parameters) == (held[False], held[True])
         assert (r.weights, r.gradients, r.optimizer) == (element * number, 4 * number, state * number)
-        kept = [kept_for_backward(CONFIG, spec, batch) for spec in specs]
-        owed = [kept_for_weights(CONFIG, spec, batch) for spec in specs]
+        kept = [saved_bytes(CONFIG, spec, batch) for spec in specs]
+        owed = [deferred_bytes(CONFIG, spec, batch) for spec in specs]
         assert r.activations == peak_activations(schedule, r.rank, kept, owed)
         assert r.total == r.weights + r.gradients + r.optimizer + r.activations
         assert r.total - r.total_sharded == r.optimizer - r.optimizer_sharded
@@ -74,9 +91,9 @@ def test_replicas_share_the_state_as_a_run_does(tmp_path, ranks, changes):
     pp, ep = changes.get("pp", ranks), changes.get("ep", 1)
     schedule = build(changes.get("schedule", "dualpipe" if pp > 1 else "1f1b"), pp, config.batch.micro_batches)
     batch = MicroBatch(1, 32, 2 if "dtype" in changes else 4, ep)
-    reckoned = [r.optimizer_sharded for r in rank_memory(config.model, schedule, batch, ranks // pp)]
+    predicted = [r.optimizer_sharded for r in rank_memory(config.model, schedule, batch, ranks // pp)]
     per_rank = [held[i : i + ranks // pp] for i in range(0, ranks, ranks // pp)]
-    assert reckoned == [max(replicas) for replicas in per_rank]
+    assert predicted == [max(replicas) for replicas in per_rank]
 
 
 @pytest.mark.parametrize("ep", [1, 2, 3, 6])
@@ -111,7 +128,7 @@ def test_the_command(capsys):
     ("tiny --pp 0", "--pp must be at least 1: got 0"),
     ("tiny --micro-batches -1", "--micro-batches cannot be negative: got -1"),
 ])  # fmt: skip
-def test_a_mistake_is_one_line(arguments, problem, capsys):
+def test_invalid_options_print_one_line(arguments, problem, capsys):
     assert main(["model", "show", *arguments.split()]) == 2
     err = capsys.readouterr().err
     assert err.startswith("moe-dualpipe: error: ")

@@ -1,0 +1,67 @@
+"""The size of models, and the memory of each rank, in Markdown tables and sentences."""
+
+from collections.abc import Mapping, Sequence
+
+from ..planner import ModelSize, RankMemory
+from .tables import markdown
+
+HEADINGS = (
+    "rank", "stages", "dense, M", "experts, M", "weights", "gradients", "optimizer", "(ZeRO-1)", "activations",
+    "total", "(ZeRO-1)",
+)  # fmt: skip
+NOTES = (
+    "All sizes are in GiB. (ZeRO-1): replicas share the optimizer state. Not counted: temporary buffers of kernels,\n"
+    "communication buffers, fragmentation. Triton kernels and flash attention are assumed."
+)
+
+
+def sizes_table(sizes: Mapping[str, ModelSize]) -> str:
+    """Return a table with one row per model."""
+    rows = [["preset", "layers", "experts", "per token", "shared", "vocabulary", "parameters", "active"]]
+    for name, size in sizes.items():
+        config = size.config
+        numbers = config.num_layers, config.num_experts, config.experts_per_token, config.num_shared_experts
+        counts = format_count(size.parameters), format_count(size.active)
+        rows.append([name, *map(str, numbers), f"{config.vocab_size:,}", *counts])
+    return markdown(rows)
+
+
+def size_summary(name: str, size: ModelSize) -> str:
+    """Return layers, experts, parameters and FLOPs of one model in sentences."""
+    config, forward = size.config, size.forward_flops
+    return (
+        f"{name}: {config.num_layers} layers, {config.num_dense_layers} of them dense; {config.num_experts} experts, "
+        f"{config.experts_per_token} per token, and {config.num_shared_experts} shared\n"
+        f"{format_count(size.parameters)} parameters, {format_count(size.active)} active "
+        f"({format_count(size.active - size.embedding)} without the embedding, which is only looked up)\n"
+        f"FLOPs per token at {size.seq_len:,} tokens: {forward / 1e9:,.2f} G forward, "
+        f"{size.score_flops / forward:.0%} of it causal attention; {size.train_flops / 1e9:,.2f} G in training"
+    )
+
+
+def memory_table(ranks: Sequence[RankMemory]) -> str:
+    """Return a table with one row per rank, the fullest rank, and what the numbers mean."""
+    rows = [
+        [
+            str(r.rank), ", ".join(map(str, r.stages)), f"{r.dense_parameters / 1e6:,.1f}",
+            f"{r.expert_parameters / 1e6:,.1f}",
+            *map(_gib, (r.weights, r.gradients, r.optimizer, r.optimizer_sharded, r.activations, r.total)),
+            _gib(r.total_sharded),
+        ]
+        for r in ranks
+    ]  # fmt: skip
+    fullest, sharded = max(ranks, key=lambda rank: rank.total), max(ranks, key=lambda rank: rank.total_sharded)
+    return (
+        f"{markdown([list(HEADINGS), *rows])}\n\n"
+        f"The fullest is rank {fullest.rank} with {_gib(fullest.total)}; "
+        f"with ZeRO-1, rank {sharded.rank} with {_gib(sharded.total_sharded)}.\n"
+        f"{NOTES}"
+    )
+
+
+def format_count(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f} B" if parameters >= 1e9 else f"{parameters / 1e6:.2f} M"
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f}"
