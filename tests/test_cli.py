@@ -1,4 +1,4 @@
-"""The console script prints what the library computes, and answers a mistake with one line."""
+"""The console script prints what the library computes, and one line for an invalid option."""
 
 import json
 import subprocess
@@ -33,7 +33,7 @@ def test_show_defaults(capsys):
     assert "step 32, bubble 2 per rank (6.2%)" in run(capsys, *SHOW)[1]  # F=1, B=2, W=1, FB=3
 
 
-def test_show_with_costs_of_each_stage_and_chunks(capsys):
+def test_show_with_per_stage_costs_and_chunks(capsys):
     arguments = ["schedule", "show", "interleaved_1f1b", "--ranks", 2, "--micro-batches", 4, "--num-chunks", 3]
     per_stage = [1, 2, 3, 4, 5, 6]
     code, out, _ = run(capsys, *arguments, "--cost.F", *per_stage, "--cost.B", 7, "--width", 90)
@@ -60,7 +60,7 @@ def test_show_and_check_read_a_file(capsys, tmp_path):
     )  # fmt: skip
 
 
-def test_check_reads_transfers_too(capsys, tmp_path):
+def test_check_validates_transfers(capsys, tmp_path):
     path = tmp_path / "lowered.csv"
     lists = add_comms(build("1f1b", 2, 2))
     path.write_text("\n".join(",".join(map(str, steps)) for steps in lists))
@@ -79,7 +79,7 @@ def test_check_reads_transfers_too(capsys, tmp_path):
     ]
 
 
-def test_check_draws_what_is_wrong(capsys, tmp_path):
+def test_check_shows_where_a_schedule_is_invalid(capsys, tmp_path):
     path = tmp_path / "order.csv"
     path.write_text("0F0,0F1,0B0,0B1\n1B0,1F0,1F1,1B1\n")
     code, out, err = run(capsys, "schedule", "check", path)
@@ -142,14 +142,14 @@ def test_compare(capsys):
         ),
     ],
 )
-def test_a_mistake_is_one_line_and_code_2(capsys, arguments, message):
+def test_an_invalid_option_prints_one_line_and_exits_with_code_2(capsys, arguments, message):
     code, out, err = run(capsys, "schedule", *arguments.split())
     assert (code, out) == (2, "")
     assert err.startswith("moe-dualpipe: error: ") and err.count("\n") == 1
     assert message in err
 
 
-def test_a_file_that_is_no_schedule_is_one_line_and_code_2(capsys, tmp_path):
+def test_a_file_of_other_content_prints_one_line_and_exits_with_code_2(capsys, tmp_path):
     path = tmp_path / "order.csv"
     path.write_text("0F0,hello")
     code, out, err = run(capsys, "schedule", "check", path)
@@ -168,7 +168,7 @@ def test_a_file_that_is_no_schedule_is_one_line_and_code_2(capsys, tmp_path):
         ("0F0,0W0,0I0", "order.csv: the order deadlocks: rank 0 needs 0I0 before 0W0"),
     ],
 )
-def test_an_incomplete_schedule_is_code_1(capsys, tmp_path, content, error):
+def test_an_incomplete_schedule_exits_with_code_1(capsys, tmp_path, content, error):
     path = tmp_path / "order.csv"
     path.write_text(content)
     code, out, err = run(capsys, "schedule", "check", path)
@@ -177,14 +177,14 @@ def test_an_incomplete_schedule_is_code_1(capsys, tmp_path, content, error):
     assert [line.split()[:2] for line in err.splitlines()[1:]] == [["rank", str(i)] for i in range(content.count("F0"))]
 
 
-def test_a_file_of_a_spreadsheet_and_one_without_a_suffix(capsys, tmp_path):
+def test_a_file_from_a_spreadsheet_without_a_suffix(capsys, tmp_path):
     path = tmp_path / "order"
     path.write_bytes(b"\xef\xbb\xbf" + build("zbv", 2, 4).to_csv().replace("\n", "\r\n").encode())
     assert run(capsys, "schedule", "check", path)[0] == 0
     assert run(capsys, "schedule", "show", path)[1].startswith("order: 2 ranks, 4 stages, 4 micro-batches\n")
 
 
-def test_a_reader_that_has_had_enough_is_no_error():
+def test_a_closed_pipe_is_not_an_error():
     command = f"{sys.executable} -m moe_dualpipe.cli schedule compare --stages 8 --micro-batches 32"
     done = subprocess.run(f"{command} | head -1; exit ${{PIPESTATUS[0]}}", shell=True, executable="/bin/bash",
                           capture_output=True, text=True)  # fmt: skip
@@ -193,13 +193,13 @@ def test_a_reader_that_has_had_enough_is_no_error():
 
 
 @pytest.mark.parametrize("arguments", ["schedule", "schedule shwo", "schedule show dualpipe --rank 4", "shcedule"])
-def test_unknown_words_are_code_2(arguments):
+def test_unknown_commands_and_options_exit_with_code_2(arguments):
     with pytest.raises(SystemExit) as ended:
         main(arguments.split())
     assert ended.value.code == 2
 
 
-def test_help_names_every_choice(capsys):
+def test_help_lists_every_option(capsys):
     for command, words in (
         ("show", ["--ranks", "--micro-batches", "--num-chunks", "--cost.F", "--cost.FB", "--cost.comm", "--out"]),
         ("compare", ["--stages", "--micro-batches", "--cost.W", "--json"]),
@@ -220,14 +220,14 @@ def test_the_installed_script_starts_without_torch():
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
-def test_a_schedule_read_back_is_the_one_written(tmp_path, capsys):
+def test_a_saved_schedule_reads_back_equal(tmp_path, capsys):
     for name in ("gpipe", "chimera", "zbv"):
         path = tmp_path / f"{name}.csv"
         run(capsys, "schedule", "show", name, "--ranks", 4, "--micro-batches", 8, "--out", path)
         assert Schedule.from_csv(path.read_text()) == build(name, 4, 8)
 
 
-def test_colour_is_for_terminals_that_want_it(capsys, monkeypatch):
+def test_colour_only_on_terminals_without_no_color(capsys, monkeypatch):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     for value, colourful in ((None, True), ("1", False), ("", True)):
         monkeypatch.delenv("NO_COLOR", raising=False)
@@ -237,29 +237,36 @@ def test_colour_is_for_terminals_that_want_it(capsys, monkeypatch):
     assert "\x1b" not in run(capsys, *SHOW, "--color", "never")[1]
 
 
-def test_the_terminals_width_is_used(capsys, monkeypatch):
+def test_the_default_width_is_that_of_the_terminal(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     assert run(capsys, *SHOW)[1] == run(capsys, *SHOW, "--width", 120)[1] != run(capsys, *SHOW, "--width", 80)[1]
     assert run(capsys, *SHOW, "--width", 40)[0] == 0
 
 
-def test_figures_without_matplotlib(capsys, monkeypatch, tmp_path):
+def test_zero_means_the_default(capsys):
+    zeros = ["--num-chunks", 0, "--width", 0]
+    assert run(capsys, *SHOW, *zeros) == run(capsys, *SHOW)
+    vpp = ["schedule", "show", "interleaved_1f1b", "--ranks", 2, "--micro-batches", 4]
+    assert run(capsys, *vpp, "--num-chunks", 0) == run(capsys, *vpp, "--num-chunks", 2)
+
+
+def test_a_figure_without_matplotlib_is_an_error(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     code, _, err = run(capsys, *SHOW, "--out", tmp_path / "fig.svg")
     assert (code, err) == (2, "moe-dualpipe: error: figures need matplotlib: pip install 'moe-dualpipe[viz]'\n")
 
 
-def test_suffixes_in_capitals(capsys, tmp_path):
+def test_uppercase_suffixes(capsys, tmp_path):
     assert run(capsys, *SHOW, "--out", tmp_path / "ORDER.CSV")[0] == 0
     assert run(capsys, "schedule", "show", tmp_path / "ORDER.CSV")[0] == 0
 
 
-def test_compare_takes_a_number_of_chunks(capsys):
+def test_compare_with_a_number_of_chunks(capsys):
     arguments = ["schedule", "compare", "--stages", 8, "--micro-batches", 32, "--num-chunks", 4]
     assert run(capsys, *arguments)[1] == comparison_table(compare(8, 32, Costs(), 4)) + "\n"
 
 
-def test_costs_beyond_all_numbers(capsys):
+def test_costs_that_overflow_or_underflow(capsys):
     for cost in ("5e-324", "1e308"):
         code, _, err = run(
             capsys, *SHOW, "--cost.F", cost, "--cost.B", cost, "--cost.W", 0.1 if "308" in cost else 4e-324
@@ -267,7 +274,7 @@ def test_costs_beyond_all_numbers(capsys):
         assert code == 2 and err.count("\n") == 1, cost
 
 
-def test_a_file_with_faulty_transfers_is_not_drawn(capsys, tmp_path):
+def test_a_file_with_invalid_transfers_is_refused(capsys, tmp_path):
     path = tmp_path / "order.csv"
     path.write_text("0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n")
     for command in ("check", "show"):

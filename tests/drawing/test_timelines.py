@@ -1,6 +1,7 @@
-"""What is drawn is what is in the timeline: every action, where it runs, in its colour, in files others can open."""
+"""Text, figures and traces show every action of a timeline at its time and in its colour."""
 
 import io
+import itertools
 import json
 import re
 import xml.etree.ElementTree
@@ -39,7 +40,7 @@ def plain(line):
 
 
 @timelines
-def test_every_action_has_its_boxes_where_it_runs(timeline):
+def test_boxes_equal_the_actions_and_their_times(timeline):
     for rank, spans in enumerate(timeline.spans):
         row = iter(boxes(timeline, rank))
         for span in spans:
@@ -56,16 +57,15 @@ def test_every_action_has_its_boxes_where_it_runs(timeline):
 
 
 @timelines
-@pytest.mark.parametrize("width", [40, 60, 80, 133, 1000])
-def test_lines_fit_the_terminal_and_differ_in_colour_only(timeline, width):
-    for colour in (False, True):
-        lines = [plain(line) for line in timeline_text(timeline, width, colour).splitlines()]
-        assert max(map(len, lines)) <= width
-        assert ("\x1b" in timeline_text(timeline, width, colour)) == colour
+def test_lines_fit_the_width(timeline):
+    for width, colour in itertools.product((40, 60, 80, 133, 1000), (False, True)):
+        text = timeline_text(timeline, width, colour)
+        assert max(len(plain(line)) for line in text.splitlines()) <= width
+        assert ("\x1b" in text) == colour
 
 
 @timelines
-def test_text_holds_every_box_once(timeline):
+def test_text_has_every_box_once(timeline):
     lines = timeline_text(timeline, 2000, colour=False).splitlines()
     assert lines[1].split() == ["time", "0"]
     for rank, stages in enumerate(timeline.schedule.placement.stages):
@@ -78,7 +78,7 @@ def test_text_holds_every_box_once(timeline):
         assert line.count("[") == line.count("]") == sum(box.framed for box in boxes(timeline, rank)) / 2
 
 
-def test_the_text_of_a_small_schedule():
+def test_text_of_a_small_schedule():
     lines = timeline_text(simulate(build("1f1b", 2, 2), Costs(F=2, B=4)), 80, colour=False).splitlines()
     assert lines == [
         "1f1b: 2 ranks, 2 stages, 2 micro-batches",
@@ -92,7 +92,7 @@ def test_the_text_of_a_small_schedule():
     ]
 
 
-def test_what_runs_on_in_the_next_band_is_named_once():
+def test_a_box_that_spans_two_bands_has_one_label():
     timeline = simulate(build("dualpipe", 4, 10), COSTS)
     for width in range(40, 140, 7):
         lines = [line for line in timeline_text(timeline, width, colour=False).splitlines() if line.startswith("rank")]
@@ -102,18 +102,18 @@ def test_what_runs_on_in_the_next_band_is_named_once():
         assert 2 * "".join(lines).count("[") == 2 * "".join(lines).count("]") == sum(box.framed for box in every)
 
 
-def test_numbers_are_no_ranges_of_rounding_errors_and_large_ones_keep_their_digits():
+def test_format_of_numbers_and_ranges():
     assert format_range((0.1 + 0.2, 0.3)) == "0.3"
     assert format_range((11, 12, 13)) == "11 to 13"
     assert format_range((39382712, 39382712)) == "39382712"
     assert "bubble 10.2 per rank" in timeline_summary(simulate(build("1f1b", 4, 8), Costs(F=1.1, B=2.3)))
 
 
-def test_one_of_many_is_named_as_one():
+def test_singular_nouns():
     assert timeline_text(simulate(build("1f1b", 1, 1), COSTS)).startswith("1f1b: 1 rank, 1 stage, 1 micro-batch\n")
 
 
-def test_time_goes_on_in_the_next_band():
+def test_a_narrow_text_has_several_bands():
     timeline = simulate(build("dualpipe", 4, 10), COSTS)
     lines = timeline_text(timeline, 80, colour=False).splitlines()
     bands = [float(line.split()[1]) for line in lines if line.startswith("time")]
@@ -123,7 +123,7 @@ def test_time_goes_on_in_the_next_band():
     assert sum(line.startswith("rank 3") for line in lines) == len(bands)
 
 
-def test_colours_are_those_of_the_actions():
+def test_text_uses_the_colours_of_the_actions():
     timeline = simulate(build("zb1p", 1, 1), COSTS)
     line = timeline_text(timeline, 80, colour=True).splitlines()[2]
     for letter in "FIW":
@@ -131,7 +131,7 @@ def test_colours_are_those_of_the_actions():
         assert f"\x1b[48;2;{rgb}m" in line
 
 
-def test_actions_of_very_unequal_length_do_not_fill_the_screen():
+def test_text_of_actions_with_very_different_durations_stays_short():
     lines = timeline_text(simulate(build("1f1b", 2, 4), Costs(F=0.001, B=500)), 80, colour=False).splitlines()
     assert len(lines) < 250
     assert max(map(len, lines)) == 80
@@ -139,7 +139,7 @@ def test_actions_of_very_unequal_length_do_not_fill_the_screen():
     assert re.findall(r"B\d", row) == ["B0", "B1", "B2", "B3"]
 
 
-def test_the_summary_names_the_range_where_ranks_differ():
+def test_the_summary_shows_a_range_if_ranks_differ():
     assert "bubble 11 to 13 per rank (8.6%)" in timeline_summary(simulate(build("dualpipe", 8, 20), COSTS))
 
 
@@ -147,7 +147,7 @@ def test_the_summary_names_the_range_where_ranks_differ():
 
 
 @timelines
-def test_a_figure_shows_every_box_in_its_place_and_colour(timeline):
+def test_a_figure_shows_every_box_at_its_place_and_in_its_colour(timeline):
     from matplotlib.colors import to_hex
     from matplotlib.figure import Figure
 
@@ -172,9 +172,9 @@ def test_a_figure_shows_every_box_in_its_place_and_colour(timeline):
         assert [(e.x0, e.x1) for e in edges] == [(s.start, s.end) for s in pairs]
 
 
-def test_numbers_fit_into_their_boxes():
-    """The narrowest box of a figure is wider than its number, as drawn."""
-    for size in (("dualpipe", 8, 40), ("zbv", 4, 24), ("1f1b", 2, 120)):
+def test_numbers_in_a_figure_fit_into_their_boxes():
+    """The narrowest box is wider than the widest number, as rendered."""
+    for size in (("dualpipe", 4, 16), ("zbv", 2, 12), ("1f1b", 1, 101)):
         figure = timeline_figure(simulate(build(*size), COSTS))
         figure.draw_without_rendering()
         axes = figure.axes[0]
@@ -184,11 +184,11 @@ def test_numbers_fit_into_their_boxes():
         assert figure.get_figwidth() <= 60
 
 
-def test_a_figure_too_long_for_numbers_has_none():
-    assert not timeline_figure(simulate(build("zbv", 4, 1000), COSTS)).axes[0].texts
+def test_a_very_long_figure_has_no_numbers():
+    assert not timeline_figure(simulate(build("zbv", 2, 200), COSTS)).axes[0].texts
 
 
-def test_files(tmp_path):
+def test_saved_files(tmp_path):
     timeline = simulate(build("dualpipev", 2, 6), COSTS)
     for name in ("a.svg", "a.PNG", "a.json", "a.csv"):
         save_timeline(timeline, tmp_path / name)
@@ -208,7 +208,7 @@ def test_files(tmp_path):
 
 
 @timelines
-def test_a_trace_has_every_action_arrow_and_count(timeline):
+def test_a_trace_has_every_action_transfer_and_count(timeline):
     events = json.loads(json.dumps(chrome_trace(timeline, microseconds=10)))["traceEvents"]
     by_kind = {kind: [event for event in events if event["ph"] == kind] for kind in "MXsfC"}
     assert sum(map(len, by_kind.values())) == len(events)
@@ -238,7 +238,7 @@ def test_a_trace_has_every_action_arrow_and_count(timeline):
         assert max(c["deferred weight gradients"] for c in counts) == timeline.peak_deferred[rank]
 
 
-def test_a_trace_starts_at_zero_and_names_what_it_shows():
+def test_a_pair_in_a_trace():
     event = next(
         e for e in chrome_trace(simulate(build("dualpipe", 2, 4), COSTS))["traceEvents"] if "OVER" in e["name"]
     )
@@ -248,7 +248,7 @@ def test_a_trace_starts_at_zero_and_names_what_it_shows():
     }  # fmt: skip
 
 
-# ---- Literally ----
+# ---- Exact output ----
 
 PAIR = simulate(build("dualpipe", 2, 4), COSTS)
 
@@ -258,7 +258,7 @@ def shifted(timeline, by):
     return Timeline(timeline.schedule, tuple(spans))
 
 
-def test_a_text_with_pairs_literally():
+def test_text_with_pairs():
     assert timeline_text(PAIR, 80, colour=False).splitlines() == [
         "dualpipe: 2 ranks, 2 stages, 4 micro-batches",
         "time    0",
@@ -272,7 +272,7 @@ def test_a_text_with_pairs_literally():
     ]
 
 
-def test_a_coloured_row_literally():
+def test_a_coloured_row():
     def box(red, green, blue, inside):
         return f"\x1b[38;2;0;0;0m\x1b[48;2;{red};{green};{blue}m{inside}\x1b[0m "
 
@@ -286,7 +286,7 @@ def test_a_coloured_row_literally():
     assert waits.startswith("rank 1  \x1b[2m....\x1b[0m\x1b[38;2;0;0;0m")
 
 
-def test_a_text_that_starts_later():
+def test_text_of_a_timeline_that_starts_later():
     rows, moved = timeline_text(PAIR, 40, colour=False), timeline_text(shifted(PAIR, 100), 40, colour=False)
     times = [line.split()[1] for line in rows.splitlines() if line.startswith("time")]
     assert [line.split()[1] for line in moved.splitlines() if line.startswith("time")] == [
@@ -298,13 +298,13 @@ def test_a_text_that_starts_later():
     assert timeline_text(PAIR, 10, colour=False) == rows
 
 
-def test_summaries_literally():
+def test_summary():
     assert timeline_summary(simulate(build("zb1p", 4, 8), Costs(2, 5, 2))) == (
         "step 65, bubble 9 per rank (13.8%)\npeak: activations of 4 micro-batches, 4 deferred W, parameters of 1 stage"
     )
 
 
-def test_a_figure_literally():
+def test_titles_labels_and_legend_of_a_figure():
     axes: Any = timeline_figure(shifted(PAIR, 100)).axes[0]
     assert (
         axes.get_title(loc="left").splitlines()
@@ -327,7 +327,7 @@ def test_a_figure_literally():
     assert heights[1] > 2 * heights[0]
 
 
-def test_further_stages_are_paler_one_after_the_other():
+def test_each_further_stage_is_paler():
     timeline = simulate(build("interleaved_1f1b", 1, 1, 3), COSTS)
     axes: Any = timeline_figure(timeline).axes[0]
     forwards = axes.collections[0].get_facecolors()[:3, :3]
@@ -336,7 +336,7 @@ def test_further_stages_are_paler_one_after_the_other():
     assert white[2] == pytest.approx(white[0] * 0.5, abs=0.005)
 
 
-def test_a_long_busy_timeline_is_not_white():
+def test_a_long_busy_figure_is_not_white():
     from PIL import Image
 
     figure = timeline_figure(simulate(build("1f1b", 2, 3000), Costs()))
@@ -347,7 +347,7 @@ def test_a_long_busy_timeline_is_not_white():
     assert sum(min(pixel) > 230 for pixel in row) < 0.05 * len(row)
 
 
-def test_exact_fractions_can_be_drawn():
+def test_a_timeline_of_fractions_can_be_drawn():
     third = Fraction(1, 3)
     timeline = simulate(build("dualpipe", 2, 4), Costs(third, 2 * third, third))
     assert "step 4, bubble 0 per rank (0.0%)" in timeline_text(timeline)
@@ -355,7 +355,7 @@ def test_exact_fractions_can_be_drawn():
     json.dumps(chrome_trace(timeline))
 
 
-def test_a_trace_literally():
+def test_events_of_a_trace():
     trace = chrome_trace(shifted(simulate(build("zb1p", 2, 2), Costs(2, 5, 2, comm=1)), 100), microseconds=10)
     events = [event for event in trace["traceEvents"] if event["pid"] == 1]
     assert [event["args"] for event in events if event["ph"] == "M"] == [
@@ -373,4 +373,4 @@ def test_a_trace_literally():
         (30, 1, 0), (80, 0, 1), (80, 1, 1), (130, 0, 2), (150, 0, 1), (170, 0, 0),
     ]  # fmt: skip
     assert [(e["ts"], e["bp"]) for e in events if e["ph"] == "f"] == [(30, "e"), (80, "e")]
-    assert [e["ts"] for e in events if e["ph"] == "s"] == [65, 115]  # in the middle of 1I0 and 1I1
+    assert [e["ts"] for e in events if e["ph"] == "s"] == [65, 115]  # the middle of 1I0 and 1I1

@@ -1,4 +1,4 @@
-"""Every schedule does the same work on the same ranks, and says so in a table and in JSON."""
+"""`compare` gives all schedules the same work on the same ranks, and reports it as a table and as JSON."""
 
 import json
 from fractions import Fraction
@@ -12,7 +12,7 @@ from moe_dualpipe.schedule.compare import compare
 COSTS = Costs(F=2, B=5, W=2, FB=6)
 
 
-def test_all_schedules_do_the_same_work_on_as_many_ranks():
+def test_all_schedules_do_the_same_work_on_the_same_ranks():
     entries = compare(8, 32, Costs(F=2, B=6, W=2))
     assert [(entry.num_ranks, entry.name) for entry in entries] == [(r, name) for r in (8, 4) for name in NAMES]
     for entry in entries:
@@ -20,7 +20,7 @@ def test_all_schedules_do_the_same_work_on_as_many_ranks():
         assert entry.timeline.schedule.num_ranks == entry.num_ranks
 
 
-def test_the_rows_with_as_many_stages_are_deepseeks_table():
+def test_schedules_with_eight_stages_equal_deepseeks_table():
     """PP = 8 stages: 1F1B (PP-1)(F+B), ZB1P (PP-1)(F+B-2W), DualPipe(V) (PP/2-1)(FB+B-3W) where B = F + W."""
     F, B, W, FB = 3, 5, 2, 7
     by_name = {}
@@ -50,7 +50,7 @@ def test_memory_is_counted_in_stages_of_the_model():
     assert on_four["1f1b"]["step_time"] == simulate(build("1f1b", 4, 32), Costs(4, 10, 4)).makespan
 
 
-def test_virtual_stages():
+def test_interleaved_1f1b_with_more_chunks():
     (entry,) = (e for e in compare(8, 32, COSTS, num_chunks=4) if e.name == "interleaved_1f1b" and e.num_ranks == 8)
     assert entry.timeline.schedule.num_stages == 32
     assert entry.timeline.bubble == (7 * (2 + 5) / 4,) * 8
@@ -71,20 +71,20 @@ def test_the_table():
     assert rows["dualpipe"] == ["8", "214", "11 to 13", "5.7%", "9", "4", "2"]
 
 
-def test_what_cannot_run_is_said_below_the_table():
+def test_reasons_why_a_schedule_cannot_run_are_below_the_table():
     text = comparison_table(compare(4, 6, COSTS))
     assert "- dualpipe needs an even number of micro-batches >= 2 x ranks: got 6 for 4 ranks; use 8" in text
     entry = next(e for e in compare(4, 6, COSTS) if e.name == "dualpipe")
     assert entry.as_object() == {"schedule": "dualpipe", "ranks": 4, "problem": entry.problem}
 
 
-def test_an_odd_number_of_stages_is_compared_on_as_many_ranks():
+def test_an_odd_number_of_stages_is_compared_only_once():
     entries = compare(3, 12, COSTS)
     assert {entry.num_ranks for entry in entries} == {3}
     assert [entry.name for entry in entries if entry.timeline is None] == ["chimera", "dualpipe"]
 
 
-def test_costs_of_each_stage_move_with_the_stages():
+def test_per_stage_costs_are_merged_and_split_with_the_stages():
     costs = Costs(F=(1, 1, 1, 5), B=(2, 2, 2, 10))
     for entry in compare(4, 8, costs):
         assert sum(entry.timeline.busy) == 8 * 24
@@ -100,24 +100,24 @@ def test_costs_of_each_stage_move_with_the_stages():
         ((8, 32, Costs(F=(1, 2))), "cost F has 2 numbers for 8 stages: give 1 or 8"),
     ],
 )
-def test_what_cannot_be_compared(arguments, message):
+def test_invalid_numbers_are_refused(arguments, message):
     with pytest.raises(ValueError) as error:
         compare(*arguments)
     assert message in str(error.value)
 
 
-def test_as_few_micro_batches_as_half_the_ranks_give_the_second_table():
+def test_few_micro_batches_run_only_on_half_of_the_ranks():
     entries = compare(8, 4, COSTS)
     assert all(entry.timeline is None for entry in entries if entry.num_ranks == 8)
     assert next(entry for entry in entries if (entry.name, entry.num_ranks) == ("1f1b", 4)).timeline is not None
 
 
-def test_one_rank():
+def test_the_table_for_one_rank():
     lines = comparison_table(compare(1, 2, COSTS)).splitlines()
     assert lines[0].startswith("| on 1 rank  ")
 
 
-def test_an_object_literally():
+def test_the_json_object():
     (entry,) = (e for e in compare(2, 4, COSTS) if (e.name, e.num_ranks) == ("zbv", 2))
     timeline = simulate(build("zbv", 2, 4), Costs(1, 2.5, 1, 3))
     assert entry.as_object() == {

@@ -1,4 +1,4 @@
-"""Simulated times obey the published formulas where those hold, our exact ones everywhere, and physics always."""
+"""Simulated times equal the published formulas, or our exact ones, and obey general laws."""
 
 import doctest
 import sys
@@ -33,7 +33,7 @@ MANY = settings(max_examples=150, deadline=None)
 
 @st.composite
 def sizes(draw, names=NAMES, most_ranks=6):
-    """(name, ranks, micro-batches) that build."""
+    """Valid (name, ranks, micro-batches)."""
     name, ranks = draw(st.sampled_from(names)), draw(st.integers(1, most_ranks))
     if name in ("chimera", "dualpipe"):
         ranks += ranks % 2
@@ -47,13 +47,13 @@ small = st.integers(1, 9)
 
 @st.composite
 def costs(draw):
-    """F, I, W and a pair that takes at least its longer half and at most both."""
+    """Random F, B, W and FB with max(F, B) <= FB <= F + B."""
     f, i, w = draw(small), draw(small), draw(small)
     return Costs(f, i + w, w, draw(st.integers(max(f, i + w), f + i + w)))
 
 
 def parts(c):
-    """F, I, W, FB of costs that are the same for all stages."""
+    """F, I, W and FB of costs with one number for all stages."""
     return c.F, c.B - c.W, c.W, c.FB
 
 
@@ -62,7 +62,7 @@ def parts(c):
 
 @MANY
 @given(sizes(["gpipe", "1f1b", "interleaved_1f1b"]), costs())
-def test_1f1b_waits_for_a_forward_and_a_backward_of_every_other_rank(size, c):
+def test_bubble_of_gpipe_and_1f1b(size, c):
     name, ranks, micro_batches = size
     chunks = 3 if name == "interleaved_1f1b" else None
     timeline = simulate(build(name, ranks, micro_batches, chunks), c)
@@ -71,7 +71,7 @@ def test_1f1b_waits_for_a_forward_and_a_backward_of_every_other_rank(size, c):
 
 @MANY
 @given(sizes(["zb1p"]), costs())
-def test_zb1p(size, c):
+def test_bubble_of_zb1p(size, c):
     _, ranks, micro_batches = size
     F, I, W, _ = parts(c)
     timeline = simulate(build("zb1p", ranks, micro_batches), c)
@@ -82,11 +82,11 @@ def test_zb1p(size, c):
 
 @MANY
 @given(sizes(["dualpipe", "dualpipev"]), costs())
-def test_dualpipe(size, c):
-    """The published bubble, (PP/2 - 1)(FB + B - 3W), is exact at the fold where B = F + W and W <= F.
+def test_bubble_of_dualpipe(size, c):
+    """The published bubble, (PP/2 - 1)(FB + B - 3W), is exact at the fold if B = F + W and W <= F.
 
-    Elsewhere a long I (I > F) does better, once: it hides one forward of the fill. A short one, or W > I, does worse.
-    Outer ranks run fewer pairs, and so compute longer and wait less, where a pair is faster than its halves.
+    The bubble is shorter if I > F, because one forward hides in it, and longer if I < F or W > I. Outer ranks run fewer
+    pairs. If FB < F + B, they therefore compute longer and have a shorter bubble.
     """
     name, ranks, micro_batches = size
     F, I, W, FB = parts(c)
@@ -104,8 +104,8 @@ def test_dualpipe(size, c):
     assert (at_fold < published) == (others > 0 and I > F and others * max(0, W - I) < min(others * (I - F), F))
 
 
-def test_where_the_simulated_bubble_beats_the_published_one():
-    """F=2, B=5, W=2: I = 3 > F, and one forward of the fill fits beside the longer input gradients."""
+def test_a_simulated_bubble_shorter_than_the_published_one():
+    """F=2, B=5, W=2: I = 3 > F, and one forward hides in the bubble."""
     for ranks, published, simulated in ((4, 5, 4), (8, 15, 13)):
         timeline = simulate(build("dualpipe", ranks, 20), Costs(F=2, B=5, W=2, FB=6))
         assert (ranks // 2 - 1) * (6 + 5 - 3 * 2) == published
@@ -114,8 +114,8 @@ def test_where_the_simulated_bubble_beats_the_published_one():
 
 @MANY
 @given(st.integers(1, 5), st.integers(1, 4), small, st.integers(0, 9))
-def test_chimera_waits_again_in_every_unit(half, units, F, more):
-    """(PP - 2) B for one unit; each further one adds (PP - 2)(B - F), for a backward does not fit a forward's place."""
+def test_bubble_of_chimera_grows_with_every_unit(half, units, F, more):
+    """(PP - 2) B for one unit. Each further unit adds (PP - 2)(B - F), because backwards take longer than forwards."""
     ranks, B = 2 * half, F + more
     assume(B > 0.5)
     timeline = simulate(build("chimera", ranks, units * ranks), Costs(F, B))
@@ -124,8 +124,8 @@ def test_chimera_waits_again_in_every_unit(half, units, F, more):
 
 @MANY
 @given(sizes(["zbv"]), costs())
-def test_zbv_waits_for_the_first_forward_only(size, c):
-    """Where F = I = W, the costs it is made for; more where W is under half of them and cannot fill the gaps."""
+def test_bubble_of_zbv(size, c):
+    """Only the first forward if F = I = W. More if W is shorter than half of F and cannot fill the gaps."""
     _, ranks, micro_batches = size
     assume(micro_batches >= 2 * ranks - 1)
     F, W = max(c.F, c.W), min(c.F, c.W)
@@ -138,7 +138,7 @@ def test_zbv_waits_for_the_first_forward_only(size, c):
 
 @MANY
 @given(sizes())
-def test_peak_activations_are_those_of_the_papers(size):
+def test_peak_activations_equal_the_papers(size):
     name, p, m = size
     timeline = simulate(build(*size), Costs())
     full = 2 * p - 1 <= m
@@ -159,26 +159,26 @@ def test_peak_activations_are_those_of_the_papers(size):
 
 @MANY
 @given(sizes(["zb1p", "zbv"]))
-def test_what_waits_for_its_weight_gradients_fits_in_what_1f1b_would_hold(size):
+def test_activations_and_deferred_weight_gradients_never_exceed_1f1b(size):
     name, p, _ = size
     timeline = simulate(build(*size), Costs(2, 5, 2, 7))
     for rank in range(p):
         together = max(held.activations + held.deferred for held in timeline.held(rank))
         assert together <= (p if name == "zb1p" else 2 * p)
     if name == "zb1p":
-        assert timeline.peak_deferred == tuple(r + 1 for r in range(p))  # one more while its W runs
+        assert timeline.peak_deferred == tuple(r + 1 for r in range(p))  # r deferred, and one whose W runs
 
 
 @MANY
 @given(sizes(["zbv", "dualpipe", "dualpipev"]))
-def test_how_many_weight_gradients_are_put_off(size):
+def test_peak_deferred_weight_gradients(size):
     name, p, m = size
     assume(m >= 2 * p - 1)
     most = {"zbv": 2 * p - 1, "dualpipe": p // 2, "dualpipev": p}[name]
     assert max(simulate(build(*size), Costs(2, 5, 2, 7)).peak_deferred) == most
 
 
-def test_held_over_time():
+def test_held_after_each_change():
     timeline = simulate(build("dualpipev", 1, 2), Costs(2, 5, 3, 6))
     assert timeline.schedule.to_csv() == "0F0,1F0,0F1,1B0,(1F1;0B0)OVERLAP_F_B,1B1,0I1,0W1\n"
     assert [(held.time, held.activations, held.deferred) for held in timeline.held(0)] == [
@@ -196,12 +196,12 @@ def test_peak_bytes_count_each_stage_with_its_own_size():
     assert timeline.peak_bytes([1, 10], [5, 50]) == (12,)
 
 
-# ---- Physics ----
+# ---- General laws ----
 
 
 @MANY
 @given(sizes(), costs(), st.integers(0, 3))
-def test_work_is_conserved_and_no_step_beats_its_critical_path(size, c, comm):
+def test_work_is_conserved_and_steps_respect_the_critical_path(size, c, comm):
     c = replace(c, comm=comm)
     schedule = build(*size)
     timeline = simulate(schedule, c)
@@ -216,7 +216,7 @@ def test_work_is_conserved_and_no_step_beats_its_critical_path(size, c, comm):
 
 
 def lower_bound(schedule, c):
-    """What no rank order can beat: the longest chain of one micro-batch, and each rank's work after its first wait."""
+    """A bound for any order: the longest chain of a micro-batch, and a rank's work after its first input."""
     takes = {half: c.of(action) for actions in schedule.actions for action in actions for half in halves(action)}
     last = schedule.num_stages - 1
     chains = []
@@ -239,8 +239,8 @@ def lower_bound(schedule, c):
 
 @settings(max_examples=60, deadline=None)
 @given(sizes(most_ranks=4), costs(), st.integers(0, 3), st.data())
-def test_times_are_those_of_ranks_that_look_at_the_clock(size, c, comm, data):
-    """Against another way to simulate: tick by tick, each idle rank starts its next action if all it needs is there."""
+def test_times_equal_a_tick_by_tick_simulation(size, c, comm, data):
+    """In the reference, each idle rank starts its next action at the first tick at which all inputs have arrived."""
     schedule = build(*size)
     per_stage = st.lists(small, min_size=schedule.num_stages, max_size=schedule.num_stages).map(tuple)
     f, i, w, fb = (data.draw(per_stage) for _ in range(4))
@@ -248,7 +248,7 @@ def test_times_are_those_of_ranks_that_look_at_the_clock(size, c, comm, data):
     c = replace(c, comm=comm)
     timeline = simulate(schedule, c)
 
-    there, busy, position = {}, [0] * schedule.num_ranks, [0] * schedule.num_ranks
+    results, busy, position = {}, [0] * schedule.num_ranks, [0] * schedule.num_ranks
     got = [[] for _ in schedule.actions]
     tick = 0
     while any(p < len(actions) for p, actions in zip(position, schedule.actions, strict=True)):
@@ -257,21 +257,21 @@ def test_times_are_those_of_ranks_that_look_at_the_clock(size, c, comm, data):
             if position[rank] == len(actions) or busy[rank] > tick:
                 continue
             action = actions[position[rank]]
-            if all(arrival(there, half, rank, schedule, comm) <= tick for half in halves(action)):
+            if all(arrival(results, half, rank, schedule, comm) <= tick for half in halves(action)):
                 busy[rank] = tick + c.of(action)
                 got[rank].append(Span(action, tick, busy[rank]))
                 position[rank] += 1
                 for half in halves(action):
                     if not isinstance(half, Backward) or half.part is not Part.WEIGHT:
-                        there[type(half), half.stage, half.micro_batch] = busy[rank], rank
-                    there[half] = busy[rank], rank
+                        results[type(half), half.stage, half.micro_batch] = busy[rank], rank
+                    results[half] = busy[rank], rank
         tick += 1
     assert timeline.spans == tuple(map(tuple, got))
 
 
-def arrival(there, half, rank, schedule, comm):
+def arrival(results, half, rank, schedule, comm):
     def known(key):
-        end, where = there.get(key, (float("inf"), rank))
+        end, where = results.get(key, (float("inf"), rank))
         return end + (comm if where != rank else 0)
 
     m = half.micro_batch
@@ -285,7 +285,7 @@ def arrival(there, half, rank, schedule, comm):
 
 @MANY
 @given(sizes(), costs(), st.integers(0, 3), st.integers(2, 5))
-def test_the_unit_of_time_does_not_matter(size, c, comm, factor):
+def test_times_scale_with_the_costs(size, c, comm, factor):
     c = replace(c, comm=comm)
     scaled = Costs(*(factor * cost for cost in (c.F, c.B, c.W, c.FB, c.comm)))
     assert simulate(build(*size), scaled).makespan == factor * simulate(build(*size), c).makespan
@@ -293,14 +293,14 @@ def test_the_unit_of_time_does_not_matter(size, c, comm, factor):
 
 @MANY
 @given(sizes(), costs())
-def test_neither_longer_actions_nor_slower_links_make_a_step_shorter(size, c):
+def test_higher_costs_never_shorten_a_step(size, c):
     schedule = build(*size)
     before = simulate(schedule, c).makespan
     for longer in (replace(c, F=c.F + 1), replace(c, B=c.B + 1), replace(c, FB=c.FB + 1), replace(c, comm=1)):
         assert simulate(schedule, longer).makespan >= before
 
 
-def test_numbers_stay_what_they_are():
+def test_integers_and_fractions_stay_exact():
     timeline = simulate(build("dualpipe", 4, 8), Costs(2, 5, 2, 6))
     assert all(type(span.start) is int and type(span.end) is int for spans in timeline.spans for span in spans)
     third = Fraction(1, 3)
@@ -308,7 +308,7 @@ def test_numbers_stay_what_they_are():
     assert exact.bubble == (3,) * 4 and all(type(bubble) is Fraction for bubble in exact.bubble)
 
 
-def test_a_transfer_delays_the_other_rank_only():
+def test_a_transfer_delays_only_its_receiver():
     timeline = simulate(build("1f1b", 2, 2), Costs(F=2, B=5, W=2, comm=3))
     assert [(str(span.action), span.start, span.end) for spans in timeline.spans for span in spans] == [
         ("0F0", 0, 2), ("0F1", 2, 4), ("0B0", 15, 20), ("0B1", 22, 27),
@@ -326,7 +326,7 @@ def test_costs_of_actions():
     c = Costs(F=(1, 2), B=(5, 7), W=(2, 3), FB=(6, 8))
     f, b = Forward(1, 0), Backward(0, 4)
     assert [c.of(a) for a in (f, b, Backward(0, 1, Part.INPUT), Backward(1, 1, Part.WEIGHT))] == [2, 5, 3, 3]
-    assert c.of(Overlap(f, b)) == 8  # of the forward's stage
+    assert c.of(Overlap(f, b)) == 8  # FB of the stage of the forward
     assert Costs(F=(1, 2), B=(5, 7)).of(Overlap(f, b)) == 2 + 5
     assert Costs(F=1, B=5).of(Backward(0, 0, Part.WEIGHT)) == 2.5
     assert Costs(F=[1, 2], B=[5, 7]) == Costs(F=(1, 2), B=(5, 7))
@@ -347,18 +347,18 @@ def test_costs_of_actions():
         ({"F": (1, 2), "B": (2, 2, 2)}, "costs per stage must have one length: got 2 for F, 3 for B"),
     ],
 )
-def test_costs_that_cannot_be(arguments, message):
+def test_invalid_costs_are_refused(arguments, message):
     with pytest.raises(ValueError) as error:
         Costs(**arguments)
     assert message in str(error.value)
 
 
-def test_costs_of_another_number_of_stages():
+def test_costs_for_another_number_of_stages_are_refused():
     with pytest.raises(ValueError, match="cost F has 3 numbers for 4 stages: give 1 or 4"):
         simulate(build("1f1b", 4, 8), Costs(F=(1, 2, 3)))
 
 
-def test_a_model_cut_into_other_stages_costs_the_same():
+def test_costs_of_merged_and_split_stages():
     c = Costs(F=(1, 2, 3, 4), B=(2, 4, 6, 8), W=1, comm=5)
     assert c.divided(4, 2) == Costs(F=(3, 7), B=(6, 14), W=2, comm=5)
     assert c.divided(4, 8) == Costs(F=(0.5, 0.5, 1, 1, 1.5, 1.5, 2, 2), B=(1, 1, 2, 2, 3, 3, 4, 4), W=0.5, comm=5)
@@ -373,7 +373,7 @@ def test_a_model_cut_into_other_stages_costs_the_same():
 # ---- Timelines ----
 
 
-def test_an_order_that_cannot_run_has_no_times():
+def test_simulating_a_deadlock_raises():
     schedule = build("1f1b", 2, 2)
     first, second, *rest = schedule.actions[0]
     with pytest.raises(DeadlockError) as error:
@@ -391,7 +391,7 @@ def test_a_timeline_may_start_at_any_time():
     assert (moved.start, moved.makespan, moved.bubble) == (100, timeline.makespan, timeline.bubble)
 
 
-def test_spans_that_are_no_timeline():
+def test_a_timeline_refuses_inconsistent_spans():
     schedule = build("1f1b", 1, 1)
     forward, backward = schedule.actions[0]
     Timeline(schedule, ((Span(forward, 0, 1), Span(backward, 1, 2)),))
@@ -405,7 +405,7 @@ def test_spans_that_are_no_timeline():
         Timeline(schedule, ((Span(backward, 0, 1), Span(forward, 1, 2)),))
 
 
-def test_validity_and_times_over_random_sizes():
+def test_every_name_validates_and_simulates():
     for name in NAMES:
         schedule = validate(build(name, 4, 16))
         assert simulate(schedule, Costs(2, 5, 2, 6)).makespan > 0
@@ -418,19 +418,19 @@ def test_the_examples_in_docstrings():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_walk_looks_at_every_action_a_bounded_number_of_times(name, monkeypatch):
-    """At most once, and once again for each result that it waited for: the cost is linear in the actions."""
-    looked = 0
+def test_the_walk_is_linear_in_the_number_of_actions(name, monkeypatch):
+    """Each action is examined at most once, and once more for each result that it waited for."""
+    examined = 0
 
     def counted(half, num_stages):
-        nonlocal looked
-        looked += 1
+        nonlocal examined
+        examined += 1
         return needs(half, num_stages)
 
     monkeypatch.setattr("moe_dualpipe.schedule.walk.needs", counted)
     for ranks in (4, 16):
         schedule = build(name, ranks, 4 * ranks)
         wanted = sum(1 + len(needs(h, schedule.num_stages)) for row in schedule.actions for a in row for h in halves(a))
-        looked = 0
+        examined = 0
         simulate(schedule, Costs(2, 5, 2, 6))
-        assert sum(len(halves(action)) for row in schedule.actions for action in row) <= looked <= wanted
+        assert sum(len(halves(action)) for row in schedule.actions for action in row) <= examined <= wanted

@@ -1,4 +1,4 @@
-"""Our schedules, as CSV, run in PyTorch's own pipeline runtime and train a model; its CSV is read back here."""
+"""PyTorch's own pipeline runtime trains a model with our CSV, and we read its CSV."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from moe_dualpipe.schedule.schedule import steps_from_csv
 from tests.support.ranks import cosine_distance, run_ranks
 
 RANKS, MICRO_BATCHES, SIZE, WIDTH = 2, 6, 3, 8
-# A stage of torch's lives on one rank, so it cannot run mirrored schedules.
+# torch holds each stage on one rank, so it cannot run mirrored schedules.
 NAMES = ["gpipe", "1f1b", "interleaved_1f1b", "zb1p", "zbv", "dualpipev"]
 
 
@@ -26,8 +26,8 @@ def batch():
     return (torch.randn(MICRO_BATCHES * SIZE, WIDTH, generator=generator) for _ in range(2))
 
 
-def plain(num_stages):
-    """The model trained in one process: losses by micro-batch, and parameters with their gradients, by stage."""
+def train_in_one_process(num_stages):
+    """Train in one process. Returns the modules with their gradients, and the loss of each micro-batch."""
     modules = make_modules(num_stages)
     losses = []
     for x, y in zip(*(t.split(SIZE) for t in batch()), strict=True):
@@ -38,7 +38,7 @@ def plain(num_stages):
 
 
 def torch_runtime(rank, schedule, path, format):
-    """torch's runtime over the stages that `schedule` puts on this rank, with its order from the file."""
+    """torch's runtime with the stages of this rank and the actions from the file."""
     modules = make_modules(schedule.num_stages)
     example = torch.zeros(SIZE, WIDTH)
     stages = [
@@ -53,7 +53,7 @@ def torch_runtime(rank, schedule, path, format):
     return runtime, modules
 
 
-def trains_alike(rank, folder):
+def check_training(rank, folder):
     for name in NAMES:
         schedule = build(name, RANKS, MICRO_BATCHES)
         lowered = "\n".join(",".join(map(str, steps)) for steps in add_comms(schedule))
@@ -66,7 +66,7 @@ def trains_alike(rank, folder):
             own, last = schedule.placement.stages[rank], schedule.num_stages - 1
             losses = []
             runtime.step(*((x,) if 0 in own else ()), target=y if last in own else None, losses=losses)
-            expected, expected_losses = plain(schedule.num_stages)
+            expected, expected_losses = train_in_one_process(schedule.num_stages)
             if last in own:
                 assert [loss.item() for loss in losses] == expected_losses, (name, format)
             for stage in own:
@@ -74,12 +74,12 @@ def trains_alike(rank, folder):
                     assert p.grad is not None, (name, format, stage, key)
                     assert cosine_distance(p.grad, q.grad) < 1e-13, (name, format, stage, key)
             if rank == 0 and format == "compute_only":
-                reads_back(runtime, schedule, folder)
+                check_csv_of_torch(runtime, schedule, folder)
             dist.barrier()
 
 
-def reads_back(runtime, schedule, folder):
-    """What torch writes, without transfers and with those that it derives."""
+def check_csv_of_torch(runtime, schedule, folder):
+    """Read the CSV of torch, with and without the transfers that torch derives."""
     for format in ("compute_only", "compute_comms"):
         path = f"{folder}/dumped.csv"
         runtime._dump_csv(path, format=format)
@@ -93,17 +93,18 @@ def reads_back(runtime, schedule, folder):
     validate_transfers(schedule, steps)
 
 
-def test_our_schedules_train_in_torchs_runtime_and_come_back(tmp_path):
-    run_ranks(RANKS, trains_alike, str(tmp_path))
-
-
-def test_a_mirrored_schedule_is_refused_by_torch(tmp_path):
-    run_ranks(2, refused, str(tmp_path))
-
-
-def refused(rank, folder):
+def check_refusal(rank, folder):
     schedule = build("dualpipe", 2, MICRO_BATCHES)
     with open(f"{folder}/{rank}.csv", "w") as file:
         file.write(schedule.to_csv())
     with pytest.raises((ValueError, AssertionError)):
         torch_runtime(rank, schedule, f"{folder}/{rank}.csv", "compute_only")
+
+
+def check(rank, folder):
+    check_training(rank, folder)
+    check_refusal(rank, folder)
+
+
+def test_torchs_runtime_trains_with_our_schedules_and_refuses_mirrored_ones(tmp_path):
+    run_ranks(RANKS, check, str(tmp_path))
