@@ -1,12 +1,13 @@
-"""Every check and benchmark that needs a GPU, in one command and a limited time.
+"""Run all GPU tests and benchmarks in one command, within a time limit.
 
     python -m benchmarks.gpu --out runs/h200                         everything: 8 minutes on one GPU
-    python -m benchmarks.gpu --out runs/h200 --only experts          one section, or several
-    python -m benchmarks.gpu --out runs/h200 --contestants triton liger my_module:prepare
-    python -m benchmarks.gpu --out /tmp/smoke --smoke                without a GPU: does the suite itself work?
+    python -m benchmarks.gpu --out runs/h200 --only experts          some sections only
+    python -m benchmarks.gpu --out runs/h200 --contestants triton liger my_module:my_function
+    python -m benchmarks.gpu --out /tmp/smoke --smoke                try the suite without a GPU
 
-Writes results.json (after every measurement), results.md and, with matplotlib, figures. Peers are timed if they are
-importable and agree with fp64. Exits with 1 if GPU tests failed, and 2 for arguments that make no sense.
+Writes results.json (after each measurement), results.md and, if matplotlib is installed, figures. Other libraries are
+timed if they are installed and agree with fp64. Exit code 1: GPU tests or a section failed, or this project's operators
+are wrong. Exit code 2: invalid options.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-# name -> (module, share of the whole time after which it must end)
+# name -> (module, fraction of --minutes by which the section must end)
 SECTIONS = {
     "tests": ("gpu_tests", 0.35),
     "experts": ("experts", 0.62),
@@ -39,18 +40,19 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder for results")
-    parser.add_argument("--minutes", type=float, default=8.0, help="what does not fit is skipped (default: 8)")
-    parser.add_argument("--only", choices=SECTIONS, nargs="+", default=list(SECTIONS), help="sections")
-    parser.add_argument("--contestants", nargs="+", help="of the experts section; your own as module:function")
-    parser.add_argument("--tuning-shapes", type=int, default=2, help="shapes for peers that tune themselves")
-    parser.add_argument("--training-seconds", type=float, default=60.0, help="of each training run")
-    parser.add_argument("--smoke", action="store_true", help="tiny shapes on a CPU, in Triton's interpreter")
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="output folder")
+    add("--minutes", type=float, default=8.0, help="time limit; work that does not fit is skipped (default: 8)")
+    add("--only", choices=SECTIONS, nargs="+", default=list(SECTIONS), help="sections to run (default: all)")
+    add("--contestants", nargs="+", help="implementations in the experts section, by name or as module:function")
+    add("--tuning-shapes", type=int, default=2, help="number of shapes at which autotuned libraries run (default: 2)")
+    add("--training-seconds", type=float, default=60.0, help="length of each training run (default: 60)")
+    add("--smoke", action="store_true", help="use a CPU, tiny shapes and Triton's interpreter")
     return parser.parse_args(arguments)
 
 
 def validate_options(options: argparse.Namespace) -> None:
-    """Raises ValueError for numbers that make no sense."""
+    """Raise ValueError for values out of range."""
     for name in ("minutes", "training_seconds"):
         if not 0 < getattr(options, name) < math.inf:
             flag = name.replace("_", "-")
@@ -61,7 +63,7 @@ def validate_options(options: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    if options.smoke:  # read when a kernel's module is imported: before any of those below
+    if options.smoke:  # Triton reads this when kernels are imported, so set it before the imports below
         os.environ["TRITON_INTERPRET"] = "1"
         os.environ.setdefault("LIGER_FUSED_MOE_AUTOTUNE", "0")
     import torch
@@ -76,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in names:
             find_implementation(name)
         if not options.smoke and not torch.cuda.is_available():
-            raise ValueError("there is no GPU here: --smoke tries the suite out on a CPU")
+            raise ValueError("no GPU found: use --smoke to try the suite on a CPU")
         options.out.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
         sys.stderr.write(f"benchmarks.gpu: error: {error}\n")
@@ -95,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_sections(context: Any, options: argparse.Namespace) -> None:
-    """One after the other, each to its share of the time; one that fails is reported, and the next begins."""
+    """Run the selected sections in order. A section that raises is reported as failed; the next one still runs."""
     from .measure import error_summary, measure_ceilings
 
     start, total = time.monotonic(), 60 * options.minutes
@@ -106,29 +108,29 @@ def run_sections(context: Any, options: argparse.Namespace) -> None:
         if name not in options.only:
             continue
         module, share = SECTIONS[name]
-        # A section that comes last, or alone, has all the time that is left.
+        # The last selected section may use all remaining time.
         context.deadline = start + total * (1.0 if name == last else share)
-        print(f"\n{name}: {context.seconds_left():.0f} s", flush=True)
+        print(f"\n{name}: {context.seconds_left():.0f} s left", flush=True)
         record: dict[str, Any] = {}
         context.results[name] = record
         if context.seconds_left() < 5:
-            record.update(status="skipped", reason=f"skipped, --minutes {options.minutes:g} were spent before")
+            record.update(status="skipped", reason=f"skipped, --minutes {options.minutes:g} was used up")
             print(f"  {record['reason']}")
             continue
-        begun = time.monotonic()
+        section_start = time.monotonic()
         try:
             importlib.import_module(f".{module}", __package__).run(context, record)
         except Exception as error:
             record.update(status="failed", reason=f"failed, {error_summary(error)}")
             print(f"  {record['reason']}", flush=True)
-        record["wall_seconds"] = round(time.monotonic() - begun, 1)
+        record["wall_seconds"] = round(time.monotonic() - section_start, 1)
         context.save()
     context.results["wall_seconds"] = round(time.monotonic() - start, 1)
     context.save()
 
 
 def environment(context: Any) -> dict[str, Any]:
-    """What the numbers depend on besides the code."""
+    """Return what the results depend on besides the code."""
     import torch
 
     from moe_dualpipe.kernels.gpu.configs import user_table_path
@@ -141,7 +143,7 @@ def environment(context: Any) -> dict[str, Any]:
         "cuda": torch.version.cuda, "python": platform.python_version(), "versions": listed,
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), "smoke": context.smoke,
         "kernel_table": "tuned here, then the shipped table" if user_table_path().exists() else "the shipped table",
-        "random_data": "standard normal, bf16-exact; experts drawn evenly without replacement",
+        "random_data": "standard normal, exact in bf16; experts drawn uniformly without replacement",
     }  # fmt: skip
 
 
@@ -157,13 +159,13 @@ def draw_figures(context: Any) -> None:
 
     try:
         for path in figures.draw(context.results, context.out):
-            print(f"drew {path}")
+            print(f"wrote {path}")
     except ImportError as error:
         print(f"no figures: {error}")
 
 
 def exit_code(context: Any, options: argparse.Namespace) -> int:
-    """1 if the GPU tests were asked for and did not pass, a section failed, or our own operators were wrong."""
+    """Return 1 if selected GPU tests did not pass, a section failed, or this project's operators are wrong; else 0."""
     from .gpu_tests import is_acceptable
     from .implementations import OURS
 

@@ -1,7 +1,7 @@
-"""What every section of the GPU suite is given: the device, its share of the time, and where results go.
+"""What each section of the GPU suite receives: the device, the options, its deadline and the results so far.
 
-A lease on a GPU ends when it ends. So results are written after each line of a table, each section has a deadline, and
-what no longer fits is skipped by name rather than begun.
+Time on a rented GPU can end at any moment. Therefore results are written after each measurement, each section has a
+deadline, and work that no longer fits is skipped and reported as skipped.
 """
 
 import json
@@ -19,7 +19,7 @@ from .measure import Clock
 
 @dataclass(slots=True)
 class Context:
-    """`results` is the whole of results.json; a section fills its own part of it and calls `save`."""
+    """Options and results of one run. `results` becomes results.json; a section fills its record and calls `save`."""
 
     device: torch.device
     smoke: bool
@@ -37,24 +37,24 @@ class Context:
 
     @property
     def dtype(self) -> torch.dtype:
-        """bf16; fp32 in Triton's interpreter, which computes bf16 wrongly."""
+        """bf16 on a GPU. fp32 in smoke mode, because Triton's interpreter computes bf16 incorrectly."""
         return torch.float32 if self.smoke else torch.bfloat16
 
     @property
     def rounds_and_repeats(self) -> tuple[int, int]:
-        """Rounds, and repeats in a turn."""
+        """The last two arguments of `time_interleaved`."""
         return (1, 1) if self.smoke else (3, 7)
 
     def seconds_left(self) -> float:
-        """Seconds until this section's deadline."""
+        """Seconds until the deadline of this section."""
         return self.deadline - self.now()
 
     def log(self, text: str) -> None:
         print(text, flush=True)
 
     def save(self) -> None:
-        """Write results.json; a reader never sees half of it."""
+        """Write results.json atomically."""
         path = self.out / "results.json"
-        fresh = path.with_suffix(".new")
-        fresh.write_text(json.dumps(self.results, indent=1) + "\n")
-        os.replace(fresh, path)
+        temporary = path.with_suffix(".new")
+        temporary.write_text(json.dumps(self.results, indent=1) + "\n")
+        os.replace(temporary, path)

@@ -1,11 +1,11 @@
-"""Whether a contestant computes the right thing, at the full size it will be timed at.
+"""Compare an implementation with fp64 at the full size at which it will be timed.
 
-Computing all of a large layer again in fp64 would take longer than the benchmark. But the output, the input gradient
-and the routing weights' gradient of a token depend on that token alone, and the weight gradients of an expert on that
-expert's rows alone. So a few tokens (the first and the last) and a few experts (the first, the last, the busiest) are
-compared, in full, after a run at full size: an index that overflows at the far end shows, too.
+Recomputing a whole large layer in fp64 would take longer than the benchmark. But the output, the input gradient and the
+routing-weight gradient of a token depend on that token only, and the weight gradients of an expert depend on that
+expert's rows only. So the implementation runs at full size, and then a few tokens (the first and last) and a few
+experts (the first, last and busiest) are compared in full. Index overflows at the far end are still found.
 
-N tokens, D model dim, F inner width, E experts, K choices a token; M rows of one expert.
+N tokens, D model dim, F expert hidden size, E experts, K experts per token; M rows of one expert.
 """
 
 from dataclasses import dataclass
@@ -17,15 +17,15 @@ from torch.nn import functional as F
 from .implementations import Implementation, Problem
 from .measure import relative_error
 
-# Relative norm error against fp64. What rounding gives: tf32 3e-4; bf16 operands, with z and the activations rounded
-# once more, 3e-3 to 8e-3.
+# Relative norm error against fp64. Expected from rounding: 3e-4 with tf32; 3e-3 to 8e-3 with bf16 operands where z and
+# the activations are rounded once more.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 NUM_CHECKED_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceValues:
-    """In fp64: y, x and weights of `tokens`, gate_up and down of `experts`, each stacked in their order."""
+    """fp64 values by name: y, x and weights for each of `tokens`, gate_up and down for each of `experts`."""
 
     tokens: Tensor
     experts: Tensor
@@ -33,7 +33,7 @@ class ReferenceValues:
 
 
 def relative_errors(problem: Problem, implementation: Implementation, expected: ReferenceValues) -> dict[str, float]:
-    """Run forward and backward once; the relative error of the output y and of each gradient, by name."""
+    """Run forward and backward once. Return the relative error of the output y and of each gradient, by name."""
     y_ND = implementation.forward()
     if y_ND.shape != problem.x_ND.shape:
         raise ValueError(f"the output must have the shape of x, {[*problem.x_ND.shape]}: got {[*y_ND.shape]}")
@@ -44,13 +44,13 @@ def relative_errors(problem: Problem, implementation: Implementation, expected: 
     return {name: relative_error(found[name], expected.values[name]) for name in found}
 
 
-def tolerance_violations(found: dict[str, float], dtype: torch.dtype) -> str | None:
-    """What is wrong, in words; None where every error is within the tolerance."""
+def tolerance_violations(errors: dict[str, float], dtype: torch.dtype) -> str | None:
+    """Describe the errors above the tolerance of `dtype`; None if there are none. NaN is above any tolerance."""
     allowed = TOLERANCE[dtype]
-    worst = {name: error for name, error in found.items() if not error <= allowed}  # NaN is not
-    if not worst:
+    too_large = {name: error for name, error in errors.items() if not error <= allowed}
+    if not too_large:
         return None
-    listed = ", ".join(f"{name} {error:.2g}" for name, error in worst.items())
+    listed = ", ".join(f"{name} {error:.2g}" for name, error in too_large.items())
     return f"relative error above {allowed:g}: {listed}"
 
 
@@ -63,14 +63,14 @@ def _checked_tokens_and_experts(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def compute_reference(problem: Problem) -> ReferenceValues:
-    """What every contestant is compared with."""
+    """Compute in fp64 the values that implementations are compared with."""
     device, shape = problem.x_ND.device, problem.shape
     tokens, experts = _checked_tokens_and_experts(problem)
-    wanted_N = torch.zeros(shape.T, dtype=torch.bool, device=device).index_fill(0, tokens, True)
+    checked_N = torch.zeros(shape.T, dtype=torch.bool, device=device).index_fill(0, tokens, True)
     y_ND, dx_ND = torch.zeros(2, shape.T, shape.D, dtype=torch.float64, device=device)
     dweights_NK = torch.zeros(shape.T, shape.K, dtype=torch.float64, device=device)
     for e in range(shape.E):
-        n_M, k_M = ((problem.ids_NK == e) & wanted_N[:, None]).nonzero(as_tuple=True)
+        n_M, k_M = ((problem.ids_NK == e) & checked_N[:, None]).nonzero(as_tuple=True)
         y_MD, dx_MD, dweights_M, _, _ = _expert_in_fp64(problem, e, n_M, k_M)
         y_ND.index_add_(0, n_M, y_MD)
         dx_ND.index_add_(0, n_M, dx_MD)
@@ -82,7 +82,7 @@ def compute_reference(problem: Problem) -> ReferenceValues:
 
 
 def _expert_in_fp64(problem: Problem, e: int, n_M: Tensor, k_M: Tensor) -> tuple[Tensor, ...]:
-    """What expert e adds to y, and the gradients of x, weights, gate_up and down, from the choices (n, k) given."""
+    """For the choices (n, k) of expert e: its part of y, and the gradients of x, weights, gate_up and down."""
     inputs = problem.x_ND[n_M], problem.weights_NK[n_M, k_M], problem.gate_up[e], problem.down[e]
     leaves = [t.double().requires_grad_() for t in inputs]
     x_MD, weights_M, gate_up, down = leaves

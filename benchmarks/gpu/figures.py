@@ -1,4 +1,4 @@
-"""Figures of a run of the GPU suite, from its results: bars of the experts, curves of the training."""
+"""Draw the results of the GPU suite: expert MLP rates as bars, training losses as curves."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ COLOURS = ("#d1495b", "#2e4057", "#66a182", "#edae49", "#8d96a3", "#00798c", "#7
 
 
 def draw(results: dict[str, Any], out: Path) -> list[Path]:
-    """Write what can be drawn; raises ImportError without matplotlib."""
+    """Write a PNG for each section that has results; return the paths. Raises ImportError without matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -22,7 +22,7 @@ def draw(results: dict[str, Any], out: Path) -> list[Path]:
 
 
 def _experts(record: dict[str, Any], path: Path) -> Path:
-    """A panel for forward and one for forward + backward; a group of bars a shape, a dash where a product is."""
+    """Draw one panel for forward and one for forward + backward: bars per shape, the dense matmul dashed."""
     from matplotlib import pyplot as plt
 
     shapes = record["shapes"]
@@ -31,16 +31,17 @@ def _experts(record: dict[str, Any], path: Path) -> Path:
     width = 0.8 / max(1, len(names))
     for axis, phase in zip(axes, ("forward", "both"), strict=True):
         for i, name in enumerate(names):
-            bars = [(x, e["contestants"][name][phase]) for x, e in enumerate(shapes) if _timed(e, name, phase)]
+            timed = [(x, e["contestants"].get(name, {})) for x, e in enumerate(shapes)]
+            bars = [(x, outcome[phase]) for x, outcome in timed if phase in outcome]
             at = [x + (i - (len(names) - 1) / 2) * width for x, _ in bars]
             heights = [m["median"] for _, m in bars]
             errors = [[m["median"] - m["low"] for _, m in bars], [m["high"] - m["median"] for _, m in bars]]
-            drawn = axis.bar(at, heights, width * 0.92, yerr=errors, label=title_of(name), color=COLOURS[i % 7],
-                             error_kw={"lw": 1})  # fmt: skip
+            style = {"label": title_of(name), "color": COLOURS[i % 7], "error_kw": {"lw": 1}}
+            drawn = axis.bar(at, heights, width * 0.92, yerr=errors, **style)
             axis.bar_label(drawn, fmt=lambda v: f"{v:.3g}", fontsize=7, padding=2)
         for x, entry in enumerate(shapes):
             if "dense" in entry:
-                label = "dense product" if x == 0 else None
+                label = "dense matmul" if x == 0 else None
                 axis.hlines(entry["dense"]["median"], x - 0.45, x + 0.45, "black", "dashed", lw=1, label=label)
         axis.margins(x=0.01)
         axis.set_ylabel("TFLOP/s")
@@ -54,12 +55,8 @@ def _experts(record: dict[str, Any], path: Path) -> Path:
     return path
 
 
-def _timed(entry: dict[str, Any], name: str, phase: str) -> bool:
-    return phase in entry["contestants"].get(name, {})
-
-
 def _label(shape: dict[str, Any]) -> str:
-    """Sizes, and under them where they come from, short."""
+    """Return the sizes and, on a second line, the first words of the note."""
     note = shape.get("note", "").partition(",")[0]
     sizes = shape_name({**shape, "note": ""})
     return f"{sizes}\n{note}" if note else sizes

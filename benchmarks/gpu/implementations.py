@@ -1,12 +1,12 @@
-"""Implementations of the same operator, each called through its own public functions.
+"""The expert MLP as each library implements it, called through the library's public functions.
 
     y[n] = sum over k of weights[n, k] * down_e(silu(gate_e x[n]) * up_e x[n])       with e = ids[n, k]
 
-From tokens, expert ids and routing weights to the output: sorting by expert is part of what is timed, as each of them
-does it. Weights are brought into a peer's layout once, before; gradients are brought back for comparison, after. A peer
-that is not installed raises ImportError here, and is listed as such.
+Each implementation goes from tokens, expert ids and routing weights to the output, so sorting by expert is timed too.
+Weights are converted to a library's layout once, before timing; gradients are converted back for the comparison.
+Building an implementation raises ImportError if its library is not installed.
 
-N tokens, D model dim, F inner width, E experts, K choices a token.
+N tokens, D model dim, F expert hidden size, E experts, K experts per token.
 """
 
 import importlib
@@ -25,7 +25,7 @@ from .shapes import Shape
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One layer's inputs and the gradient of its output. Every value is exact in `x.dtype`, also the fp32 weights."""
+    """The inputs of one layer and the gradient of its output. All values, fp32 weights too, are exact in `x.dtype`."""
 
     shape: Shape
     x_ND: Tensor
@@ -37,7 +37,7 @@ class Problem:
 
     @classmethod
     def random(cls, shape: Shape, dtype: torch.dtype, device: torch.device, seed: int = 0) -> "Problem":
-        """Activations of unit variance everywhere; experts drawn without replacement, all alike."""
+        """Draw inputs such that activations have unit variance; each token draws K distinct experts uniformly."""
         generator = torch.Generator(device).manual_seed(seed)
         draw = partial(torch.randn, generator=generator, device=device)
         scores_NE = draw(shape.T, shape.E)
@@ -57,7 +57,7 @@ class Problem:
 class Implementation:
     """`forward` computes y from `leaves` (x, gate_up, down, weights), which require gradients.
 
-    ours: how a leaf's gradient is brought into the layout of `Problem`, for those leaves that have another.
+    to_problem_layout: functions that convert a gradient to the layout of `Problem`, for leaves in another layout.
     """
 
     forward: Callable[[], Tensor]
@@ -65,7 +65,7 @@ class Implementation:
     to_problem_layout: dict[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
 
     def gradients(self, y_ND: Tensor, dy_ND: Tensor) -> dict[str, Tensor]:
-        """By name, each in the layout of the leaf."""
+        """Return gradients by name, each in the layout of its leaf."""
         return dict(zip(self.leaves, torch.autograd.grad(y_ND, list(self.leaves.values()), dy_ND), strict=True))
 
     def in_problem_layout(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -80,7 +80,7 @@ def _leaves(problem: Problem, **changed: Tensor) -> dict[str, Tensor]:
     return {name: tensor.detach().requires_grad_() for name, tensor in (tensors | changed).items()}
 
 
-# ---- Ours ----
+# ---- This project ----
 
 
 def _build_ours(problem: Problem, kernels: Any) -> Implementation:
@@ -90,7 +90,7 @@ def _build_ours(problem: Problem, kernels: Any) -> Implementation:
     shape, leaves = problem.shape, _leaves(problem)
 
     def forward() -> Tensor:
-        # As in the model: what a router chose needs no check.
+        # check_ids=False as in the model: ids from a router are always valid.
         order = expert_order(problem.ids_NK, shape.E, shape.rows, kernels, check_ids=False)
         return experts(leaves["x"], leaves["gate_up"], leaves["down"], order, leaves["weights"], kernels=kernels)
 
@@ -103,15 +103,15 @@ def build_triton(problem: Problem) -> Implementation:
 
 
 def build_grouped_mm(problem: Problem) -> Implementation:
-    """The same operator in plain torch, on `torch.nn.functional.grouped_mm` where it can be used; nothing is fused."""
+    """The same operator in plain torch: `torch.nn.functional.grouped_mm` where supported, nothing fused."""
     return _build_ours(problem, "reference")
 
 
-# ---- Others ----
+# ---- Other libraries ----
 
 
 def build_liger(problem: Problem) -> Implementation:
-    """Liger kernel (0.8.5). Same layout: gate_up_proj [E, 2F, D] with the gate first, down_proj [E, D, F]."""
+    """Liger Kernel (0.8.5). Same layout as `Problem`: gate_up_proj [E, 2F, D], gate first; down_proj [E, D, F]."""
     from liger_kernel.ops import LigerFusedMoEFunction  # type: ignore[import-not-found]
 
     leaves, ids_NK = _leaves(problem), problem.ids_NK.int()
@@ -120,7 +120,7 @@ def build_liger(problem: Problem) -> Implementation:
 
 
 def build_scattermoe(problem: Problem) -> Implementation:
-    """ScatterMoE (0.3). Its GLUMLP has the gate in the second half, and weights tokens in the dtype of the model."""
+    """ScatterMoE (0.3). GLUMLP stores the gate in the second half and takes routing weights in the model's dtype."""
     from scattermoe.mlp import GLUMLP  # type: ignore[import-not-found]
 
     shape = problem.shape
@@ -128,12 +128,11 @@ def build_scattermoe(problem: Problem) -> Implementation:
     def swapped(gate_up: Tensor) -> Tensor:
         return torch.cat([gate_up[:, shape.F :], gate_up[:, : shape.F]], dim=1)
 
-    leaves = _leaves(
-        problem, gate_up=swapped(problem.gate_up), weights=problem.weights_NK.to(problem.x_ND.dtype)
-    )  # fmt: skip
+    weights_NK = problem.weights_NK.to(problem.x_ND.dtype)
+    leaves = _leaves(problem, gate_up=swapped(problem.gate_up), weights=weights_NK)
     with torch.device("meta"):
         mlp = GLUMLP(shape.D, shape.F, shape.E, shape.K)
-    # A module only takes a Parameter for its own; these share memory and, through the list, the gradient's identity.
+    # A module accepts only Parameters. These share memory with the leaves and replace them, to receive the gradients.
     parameters = {name: torch.nn.Parameter(leaves[name]) for name in ("gate_up", "down")}
     mlp.experts.weight, mlp.output_experts.weight = parameters["gate_up"], parameters["down"]
     leaves |= parameters
@@ -141,7 +140,7 @@ def build_scattermoe(problem: Problem) -> Implementation:
 
 
 def build_sonicmoe(problem: Problem) -> Implementation:
-    """SonicMoE. Gate and up rows alternate, and the experts are the last dimension of a permuted view."""
+    """SonicMoE. Rows of gate and up alternate; weights are passed as permuted views with experts last."""
     from sonicmoe.enums import ActivationType  # type: ignore[import-not-found]
     from sonicmoe.functional import moe_general_routing_inputs  # type: ignore[import-not-found]
 
@@ -159,9 +158,7 @@ def build_sonicmoe(problem: Problem) -> Implementation:
         )
         return y_ND
 
-    return Implementation(
-        forward, leaves, {"gate_up": lambda g: rearrange(g, "e (f two) d -> e (two f) d", two=2)}
-    )  # fmt: skip
+    return Implementation(forward, leaves, {"gate_up": lambda g: rearrange(g, "e (f two) d -> e (two f) d", two=2)})
 
 
 BUILT_IN: dict[str, BuildImplementation] = {
@@ -177,25 +174,23 @@ TITLES = {
     "sonicmoe": "SonicMoE",
 }  # fmt: skip
 PACKAGES = {"liger": "liger_kernel", "scattermoe": "scattermoe", "sonicmoe": "sonicmoe"}
-# These try hundreds of configurations per shape the first time they run: minutes, most of it compiling.
+# These autotune over hundreds of configurations on the first call at each shape, which takes minutes of compilation.
 AUTOTUNED = {"liger"}
 
 
 def is_installed(name: str) -> bool:
-    """Whether the package that a contestant needs is there, without importing it."""
+    """Return whether the package that an implementation needs is installed, without importing it."""
     return name not in PACKAGES or importlib.util.find_spec(PACKAGES[name]) is not None
 
 
 def find_implementation(name: str) -> BuildImplementation:
-    """A contestant by name, or your own as "module:function". Raises ValueError when there is none."""
+    """Return a built-in implementation by name, or another as "module:function". Raises ValueError if not found."""
     if name in BUILT_IN:
         return BUILT_IN[name]
     module, _, attribute = name.partition(":")
     if not attribute:
-        raise ValueError(
-            f"unknown contestant {name!r}: there are {', '.join(BUILT_IN)}, or your own as module:function"
-        )
+        raise ValueError(f"unknown implementation {name!r}: use one of {', '.join(BUILT_IN)}, or module:function")
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"cannot find the contestant {name!r}: {error}") from error
+        raise ValueError(f"cannot import implementation {name!r}: {error}") from error

@@ -1,8 +1,8 @@
-"""Experts as one would first write them: a Python loop, one small MLP after the other. What grouped kernels replace.
+"""Experts as a plain Python loop over small MLPs: the baseline for grouped kernels.
 
     python train.py --model.experts benchmarks.gpu.loop_experts:LoopExperts
 
-M rows, D model dim, F inner width, E experts on this rank.
+M rows, D model dim, F expert hidden size, E experts on this rank.
 """
 
 import torch
@@ -13,7 +13,7 @@ from moe_dualpipe.models import ModelConfig
 
 
 class LoopExperts(nn.Module):
-    """The same parameters, initial weights and function as the built-in SwiGLU experts."""
+    """Has the parameters and initial weights of the built-in SwiGLU experts and computes the same function."""
 
     def __init__(self, config: ModelConfig, num_local_experts: int):
         super().__init__()
@@ -27,7 +27,7 @@ class LoopExperts(nn.Module):
         self.down[e].normal_(std=self.out_std)
 
     def forward(self, x_MD: Tensor, expert_offsets: Tensor) -> Tensor:
-        counts_E = expert_offsets.diff().tolist()  # the host must know the sizes: a sync in every layer
+        counts_E = expert_offsets.diff().tolist()  # the host needs the sizes: one device sync per layer
         outputs = []
         for rows, gate_up, down in zip(x_MD.split(counts_E), self.gate_up, self.down, strict=True):
             gate, up = F.linear(rows, gate_up).chunk(2, dim=-1)

@@ -1,9 +1,9 @@
-"""Clocks, turns and ceilings: how the GPU suite arrives at a number.
+"""Timing for the GPU suite: clocks, interleaved measurements and reference rates.
 
-A GPU works behind the program's back, runs slower when it is warm, and faster on zeros. So time is taken by events on
-the device, data is random, everything that is compared takes turns within one run, and what a number is compared with
-(a dense matrix product, a copy) takes its turn among them. On a CPU, for trying the suite out, the clock on the wall
-stands in for the events.
+GPU launches are asynchronous, clock rates drop as the GPU warms up, and matmuls on zeros run faster than on real data.
+Therefore times come from device events, inputs are random, and everything that is compared runs interleaved in one
+process. So do the references that results are divided by: a dense matmul and a device-to-device copy.
+On a CPU (smoke mode), `time.perf_counter` replaces the events.
 """
 
 import statistics
@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK_NUMEL = 2**26  # numbers that are compared at a time
+BLOCK_NUMEL = 2**26  # elements converted to fp64 at a time when tensors are compared
 
 EndPhase = Callable[[], None]
-Case = Callable[[EndPhase], None]  # does its work, and calls `lap` at the end of each part of it
+Case = Callable[[EndPhase], None]  # runs the timed work; calls its argument at the end of each phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Quartiles:
 
 
 class Clock:
-    """Marks in time: device events on a GPU, the clock on the wall elsewhere."""
+    """Timestamps: CUDA events on a GPU, `time.perf_counter` elsewhere."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -53,7 +53,7 @@ class Clock:
         return event
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Between two marks, after `wait`."""
+        """Seconds between two marks. Call `wait` first."""
         return start.elapsed_time(end) / 1e3 if self.device.type == "cuda" else end - start
 
     def wait(self) -> None:
@@ -63,17 +63,17 @@ class Clock:
 
 @dataclass(slots=True)
 class PhaseTimes:
-    """What came of it: seconds[name][part][sample], and why a case was given up."""
+    """Results of `time_interleaved`: seconds[name][phase][sample], and one error message for each case that raised."""
 
     seconds: dict[str, list[list[float]]]
     failures: dict[str, str]
 
 
 def time_interleaved(clock: Clock, cases: dict[str, Case], rounds: int, repeats: int) -> PhaseTimes:
-    """Each case `repeats` times in a row, then the next one, and all of that `rounds` times.
+    """Time all cases in turn, `repeats` times each, in each of `rounds` rounds.
 
-    The call before the repeats of a turn is not counted: it fills the device's queue, so that the first counted one
-    does not begin on an idle device. A case that raises loses its turns and is reported.
+    Each turn starts with one call that is not timed: it fills the device's queue, so that the first timed call does not
+    start on an idle device. A case that raises is dropped and its error reported.
     """
     marks: dict[str, list[list[Any]]] = {name: [] for name in cases}
     failures: dict[str, str] = {}
@@ -82,15 +82,15 @@ def time_interleaved(clock: Clock, cases: dict[str, Case], rounds: int, repeats:
             if name in failures:
                 continue
             try:
-                turn = [_run_and_mark(clock, case) for _ in range(repeats + 1)]
+                calls = [_run_and_mark(clock, case) for _ in range(repeats + 1)]
                 clock.wait()
             except Exception as error:
                 failures[name] = error_summary(error)
                 continue
-            marks[name] += turn[1:]
+            marks[name] += calls[1:]
     seconds = {
-        name: [list(part) for part in zip(*(_phase_seconds(clock, laps) for laps in taken), strict=True)]
-        for name, taken in marks.items()
+        name: [list(phase) for phase in zip(*(_phase_seconds(clock, call) for call in calls), strict=True)]
+        for name, calls in marks.items()
         if name not in failures
     }
     return PhaseTimes(seconds, failures)
@@ -107,7 +107,7 @@ def _phase_seconds(clock: Clock, marks: list[Any]) -> list[float]:
 
 
 def single_phase(run: Callable[[], Any]) -> Case:
-    """A case of one part."""
+    """Return a case that times `run` as one phase."""
 
     def case(end_phase: EndPhase) -> None:
         run()
@@ -117,16 +117,16 @@ def single_phase(run: Callable[[], Any]) -> Case:
 
 
 def error_summary(error: BaseException) -> str:
-    """One line for a report."""
+    """Return the error's type and the first line of its message, at most 200 characters."""
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}"[:200]
 
 
-# ---- What is compared with ----
+# ---- Reference rates ----
 
 
 def dense_matmul(device: torch.device, smoke: bool) -> tuple[Callable[[], Tensor], int]:
-    """A large square bf16 product on random data, and its operations."""
+    """Return a large square bf16 matmul on random data, and its FLOPs."""
     size = 64 if smoke else 8192
     a, b = torch.randn(2, size, size, device=device).to(torch.bfloat16)
     out = torch.empty_like(a)
@@ -134,18 +134,18 @@ def dense_matmul(device: torch.device, smoke: bool) -> tuple[Callable[[], Tensor
 
 
 def device_copy(device: torch.device, smoke: bool) -> tuple[Callable[[], Tensor], int]:
-    """A copy from device memory to device memory, and the bytes it reads and writes."""
+    """Return a device-to-device copy, and the bytes it reads and writes."""
     source = torch.empty((1 if smoke else 2048) * 2**20, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
     return lambda: target.copy_(source), 2 * source.nbytes
 
 
 def measure_ceilings(clock: Clock, smoke: bool) -> dict[str, Any]:
-    """{"dense": TFLOP/s, "copy": GB/s} of this device, each with quartiles."""
-    gemm, flops = dense_matmul(clock.device, smoke)
+    """Measure {"dense": TFLOP/s, "copy": GB/s} of this device, each with quartiles."""
+    matmul, flops = dense_matmul(clock.device, smoke)
     copy, num_bytes = device_copy(clock.device, smoke)
     rounds, repeats = (1, 2) if smoke else (3, 10)
-    times = time_interleaved(clock, {"dense": single_phase(gemm), "copy": single_phase(copy)}, rounds, repeats)
+    times = time_interleaved(clock, {"dense": single_phase(matmul), "copy": single_phase(copy)}, rounds, repeats)
     return {
         "dense": rate_statistics(times.seconds["dense"][0], flops / 1e12, "TFLOP/s"),
         "copy": rate_statistics(times.seconds["copy"][0], num_bytes / 1e9, "GB/s"),
@@ -153,32 +153,35 @@ def measure_ceilings(clock: Clock, smoke: bool) -> dict[str, Any]:
 
 
 def rate_statistics(seconds: list[float], amount: float, unit: str) -> dict[str, Any]:
-    """`amount` a second: median and quartiles of the rate, as a report keeps them."""
+    """Return median and quartiles of `amount` per second, as they are written to results.json."""
     q = Quartiles.of([amount / s for s in seconds])
     return {"unit": unit, "median": q.median, "low": q.low, "high": q.high, "samples": q.samples}
 
 
 def microsecond_statistics(seconds: list[float]) -> dict[str, Any]:
-    """Microseconds: median and quartiles, as a report keeps them."""
+    """Return median and quartiles in microseconds, as they are written to results.json."""
     return rate_statistics([1 / s for s in seconds], 1e6, "us")
 
 
-# ---- Right before fast ----
+# ---- Correctness before speed ----
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """|found - expected| / |expected| in fp64, as norms; NaN stays NaN. Piece by piece: fp64 copies would be large."""
-    apart = size = torch.zeros((), dtype=torch.float64, device=expected.device)
+    """Return |found - expected| / |expected| (2-norms, fp64). NaN if either has a NaN.
+
+    Works block by block, because fp64 copies of whole tensors would take too much memory.
+    """
+    difference = size = torch.zeros((), dtype=torch.float64, device=expected.device)
     for f, e in zip(found.flatten().split(BLOCK_NUMEL), expected.flatten().split(BLOCK_NUMEL), strict=True):
-        apart = apart + (f.double() - e.double()).square().sum()
+        difference = difference + (f.double() - e.double()).square().sum()
         size = size + e.double().square().sum()
-    return (apart / size).sqrt().item()
+    return (difference / size).sqrt().item()
 
 
 def fill_free_memory_with_nan(device: torch.device, num_bytes: int) -> None:
-    """Fill memory that will be allocated next with NaN, so that what a kernel does not write shows.
+    """Write NaN into up to `num_bytes` of free GPU memory, so that an output that a kernel leaves unwritten is NaN.
 
-    An output that was never written would else hold what the last contestant left there: the right numbers.
+    Otherwise such an output could still hold the correct values of the previous implementation.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()

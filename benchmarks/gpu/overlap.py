@@ -1,7 +1,8 @@
-"""How much of a job of 64 ranks one GPU hides: pairs of chunks over a modelled link, recorded and analyzed.
+"""Section "overlap": how much communication of a 64-rank job is hidden, measured on one GPU over a modelled link.
 
-The first run gives the link the times of the transfers in DeepSeek's published training trace, so that the computation
-is ours and the communication theirs: 4 layers of DeepSeek-V3, experts over 64 ranks, 4,096 tokens, balanced routing.
+Each run profiles a pair of chunks, sequential and overlapped. In the first run, transfers take as long as in DeepSeek's
+published training trace: 4 layers of DeepSeek-V3, experts over 64 ranks, 4,096 tokens, balanced routing. Computation is
+this project's.
 """
 
 from typing import Any
@@ -11,7 +12,7 @@ from moe_dualpipe.profiler.pair import Mode, Workload
 
 from .context import Context
 
-# name -> (mode, replay)
+# name -> (mode, whether transfers take the times in DeepSeek's trace)
 RUNS: dict[str, tuple[Mode, bool]] = {
     "train, DeepSeek's transfers": ("train", True),
     "train, 400 Gb/s": ("train", False),
@@ -20,13 +21,13 @@ RUNS: dict[str, tuple[Mode, bool]] = {
 }
 REPLAY_RUN = next(iter(RUNS))
 DEEPSEEK_TRACE = {"window_us": 129_012, "compute_us": 124_338, "comm_us": 113_440, "hidden_fraction": 109_263 / 113_440}
-"""What `moe-dualpipe profile analyze` finds in the trace itself; four layers on an H800."""
+"""What `moe-dualpipe profile analyze` reports for DeepSeek's trace: four layers on an H800."""
 KEYS = ("window_us", "compute_us", "comm_us", "exposed_comm_us", "idle_us", "hidden_fraction")
-MIN_SECONDS_PER_RUN = 45.0  # for a run, at least
+MIN_SECONDS_PER_RUN = 45.0
 
 
 def run(context: Context, record: dict[str, Any]) -> None:
-    """Fill record["runs"]: by name, both ways of the pair, and the bound."""
+    """Fill record["runs"]: by name, the sequential and overlapped measurements and the lower bound."""
     preset, layers, ranks, length = ("tiny", 1, 4, 16) if context.smoke else ("deepseek-v3", 4, 64, 4096)
     record.update(preset=preset, runs={})
     for name, (mode, replay) in RUNS.items():
@@ -38,8 +39,8 @@ def run(context: Context, record: dict[str, Any]) -> None:
         tokens = 16 if context.smoke else 128 if mode == "decode" else length
         work = Workload.from_preset(mode, preset, layers, length, tokens, device=context.device)
         found = measure(work, out, ranks, replay=replay, rounds=1 if context.smoke else 3).as_object()
-        ways = {way: {key: found[way][key] for key in KEYS} for way in ("sequential", "overlapped")}
-        record["runs"][name] = {"status": "timed", "link": found["link"], "bound_us": found["bound_us"], **ways}
-        both = ways["overlapped"]
-        context.log(f"  {name}: {both['hidden_fraction']:.1%} hidden, {both['window_us'] / 1e3:.1f} ms")
+        orders = {order: {key: found[order][key] for key in KEYS} for order in ("sequential", "overlapped")}
+        record["runs"][name] = {"status": "timed", "link": found["link"], "bound_us": found["bound_us"], **orders}
+        pair = orders["overlapped"]
+        context.log(f"  {name}: {pair['hidden_fraction']:.1%} hidden, {pair['window_us'] / 1e3:.1f} ms")
         context.save()

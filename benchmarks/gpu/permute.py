@@ -1,7 +1,7 @@
-"""Copying rows into expert-major order and summing them back, against a plain copy of device memory.
+"""Section "permute": rates of permute and unpermute, compared with a device-to-device copy.
 
-Neither computes anything worth mentioning, so the rate is bytes that must move over time, and its ceiling is what a
-device-to-device copy reaches, which takes its turn beside them.
+Permute copies rows into expert-major order; unpermute sums them back. Both do almost no arithmetic, so the rate is the
+bytes that must move per second, and the upper limit is the rate of a copy, which is timed interleaved with them.
 
 T tokens, D model dim, E experts, K experts per token, M = TK rows.
 """
@@ -32,7 +32,7 @@ KERNELS = ("triton", "reference")
 
 
 def run(context: Context, record: dict[str, Any]) -> None:
-    """Fill record["shapes"]: GB/s of "permute" and "unpermute" by kernels, and the copy's."""
+    """Fill record["shapes"]: GB/s of "permute" and "unpermute" for each kernel backend, and of the copy."""
     record["shapes"] = []
     for shape in SMOKE_SHAPES if context.smoke else (GOAL_SHAPE, SHAPES[1]):
         entry: dict[str, Any] = {"shape": {name: getattr(shape, name) for name in "TDFEK"}}
@@ -53,38 +53,38 @@ def measure_shape(context: Context, shape: Shape, entry: dict[str, Any]) -> None
         runs["permute", kernels] = lambda k=kernels: permute(x_TD, order, k)
         runs["unpermute", kernels] = lambda k=kernels: unpermute(rows_MD, order, weights_TK, k)
     element = x_TD.element_size()
-    moved = {"permute": shape.permute_bytes(element), "unpermute": shape.unpermute_bytes(element)}
-    exact = {
+    num_bytes = {"permute": shape.permute_bytes(element), "unpermute": shape.unpermute_bytes(element)}
+    references = {
         "permute": lambda: x_TD[order.gather_idx_M],
         "unpermute": lambda: reference_unpermute(rows_MD, order, weights_TK),
     }
-    copy, copied = device_copy(context.device, context.smoke)
-    agreeing = {}
-    for (what, kernels), call in runs.items():
-        outcome = entry.setdefault(what, {}).setdefault(kernels, {})
-        if check_operator(context, call, exact[what], outcome):
-            agreeing[f"{what}/{kernels}"] = single_phase(call)
-    times = time_interleaved(context.clock, {"copy": single_phase(copy)} | agreeing, *context.rounds_and_repeats)
-    entry["copy"] = rate_statistics(times.seconds["copy"][0], copied / 1e9, "GB/s")
-    for what, kernels in runs:
-        outcome, name = entry[what][kernels], f"{what}/{kernels}"
-        if name in times.failures:
-            outcome.update(status="failed", reason=times.failures[name])
-        elif name in times.seconds:
-            outcome |= rate_statistics(times.seconds[name][0], moved[what] / 1e9, "GB/s")
+    copy, copy_bytes = device_copy(context.device, context.smoke)
+    correct = {}
+    for (name, kernels), call in runs.items():
+        outcome = entry.setdefault(name, {}).setdefault(kernels, {})
+        if check_operator(context, call, references[name], outcome):
+            correct[f"{name}/{kernels}"] = single_phase(call)
+    times = time_interleaved(context.clock, {"copy": single_phase(copy)} | correct, *context.rounds_and_repeats)
+    entry["copy"] = rate_statistics(times.seconds["copy"][0], copy_bytes / 1e9, "GB/s")
+    for name, kernels in runs:
+        outcome, case = entry[name][kernels], f"{name}/{kernels}"
+        if case in times.failures:
+            outcome.update(status="failed", reason=times.failures[case])
+        elif case in times.seconds:
+            outcome |= rate_statistics(times.seconds[case][0], num_bytes[name] / 1e9, "GB/s")
             outcome.update(status="timed", share=outcome["median"] / entry["copy"]["median"])
-        context.log(f"  {what}, {kernels}, {shape}: {outcome['status']} {outcome.get('reason', '')}")
+        context.log(f"  {name}, {kernels}, {shape}: {outcome['status']} {outcome.get('reason', '')}")
 
 
 def check_operator(
-    context: Context, call: Callable[[], Tensor], exact: Callable[[], Tensor], outcome: dict[str, Any]
+    context: Context, call: Callable[[], Tensor], reference: Callable[[], Tensor], outcome: dict[str, Any]
 ) -> bool:  # fmt: skip
-    """Whether the operator agrees with `exact`; `outcome` says why if not."""
+    """Return whether the operator agrees with `reference`; otherwise write the reason to `outcome`."""
     try:
-        expected = exact()
+        expected = reference()
         fill_free_memory_with_nan(context.device, 8 * 2**30)
         outcome["error"] = relative_error(call(), expected)
-    except Exception as error:  # one that fails must not end the run
+    except Exception as error:  # an operator that fails must not end the run
         outcome.update(status="failed", reason=error_summary(error))
         return False
     if outcome["error"] <= TOLERANCE[context.dtype]:
@@ -94,7 +94,7 @@ def check_operator(
 
 
 def reference_unpermute(rows_MD: Tensor, order: ExpertOrder, weights_TK: Tensor) -> Tensor:
-    """What `unpermute` is, in fp32, one choice after the other."""
+    """Compute `unpermute` in fp32, one choice at a time."""
     y_TD = torch.zeros(len(weights_TK), rows_MD.shape[1], device=rows_MD.device)
     for positions_T, weights_T in zip(order.positions_NK.unbind(1), weights_TK.unbind(1), strict=True):
         y_TD += weights_T[:, None] * rows_MD[positions_T]

@@ -1,13 +1,13 @@
-"""Compiling ahead, on all cores: what a GPU suite would else spend most of its minutes on.
+"""Compile kernels ahead of the benchmark, on all CPU cores.
 
-Triton compiles a kernel when it is first launched, for each configuration and set of sizes, on one core; a library that
-tunes itself compiles hundreds. Its disk cache is shared by processes, though. So worker processes run every contestant
-once at each shape, with few tokens, and an autotuned kernel is only compiled there, each worker taking its part of the
-configurations. The suite then finds everything in the cache.
+Triton compiles a kernel at its first launch, once per configuration and set of sizes, on one core; a library that
+autotunes compiles hundreds. This would take most of the suite's time. But processes share Triton's disk cache. So
+worker processes run each implementation once at each shape, with few tokens, before anything is timed. Workers compile
+autotuned kernels without launching them, each worker a share of the configurations.
 
-    python -m benchmarks.gpu.precompile liger 0 2 4      part 2 of 4 of Liger's configurations at the first shape
+    python -m benchmarks.gpu.precompile liger 0 2 4      share 2 of 4 of Liger's configurations at the first shape
 
-Autotuning itself is kept, but times each configuration three times instead of for a tenth of a second.
+Autotuning still runs in the benchmark, but times each configuration with three launches instead of for 0.1 seconds.
 """
 
 import dataclasses
@@ -27,14 +27,14 @@ from .implementations import AUTOTUNED, Problem, find_implementation, is_install
 from .measure import error_summary
 from .shapes import SHAPES, TRAINING_SHAPE, Shape
 
-NUM_PARTS = 4  # workers among which the configurations of one contestant at one shape are divided
+NUM_SHARES = 4  # worker processes for the configurations of one autotuned implementation at one shape
 NUM_TOKENS = 64
 ALL_SHAPES = (*SHAPES, TRAINING_SHAPE)
-Job = tuple[str, int, int, int]  # contestant, index into ALL_SHAPES, part, parts
+Job = tuple[str, int, int, int]  # implementation, index into ALL_SHAPES, share, number of shares
 
 
 def precompile(context: Context, shapes: Sequence[Shape]) -> None:
-    """Fill Triton's cache for all contestants at `shapes`; at most half of the time that the section has left."""
+    """Fill Triton's cache for all implementations at `shapes`. Takes at most half of the section's remaining time."""
     jobs: list[Job] = []
     for index in [ALL_SHAPES.index(shape) for shape in (*shapes, TRAINING_SHAPE)]:
         for name in context.implementations:
@@ -43,50 +43,50 @@ def precompile(context: Context, shapes: Sequence[Shape]) -> None:
             if name not in AUTOTUNED:
                 jobs.append((name, index, 0, 1))
             elif index < context.tuning_shapes:
-                jobs += [(name, index, part, NUM_PARTS) for part in range(NUM_PARTS)]
+                jobs += [(name, index, share, NUM_SHARES) for share in range(NUM_SHARES)]
     start = time.monotonic()
     commands = [[sys.executable, "-m", "benchmarks.gpu.precompile", *map(str, job)] for job in jobs]
     unfinished = run_commands(commands, max(1, (os.cpu_count() or 2) - 1), 0.5 * context.seconds_left())
-    context.log(f"  compiled ahead in {time.monotonic() - start:.0f} s: {len(jobs) - unfinished} of {len(jobs)} jobs")
+    context.log(f"  precompiled {len(jobs) - unfinished} of {len(jobs)} jobs in {time.monotonic() - start:.0f} s")
 
 
 def run_commands(commands: Sequence[Sequence[str]], workers: int, seconds: float) -> int:
-    """Run commands, so many at a time and quietly; how many were not begun or not finished in time."""
-    waiting, running = list(commands), list[subprocess.Popen[bytes]]()
+    """Run commands without output, at most `workers` at a time. Return how many did not finish within `seconds`."""
+    pending, running = list(commands), list[subprocess.Popen[bytes]]()
     end = time.monotonic() + seconds
-    while (waiting or running) and time.monotonic() < end:
+    while (pending or running) and time.monotonic() < end:
         running = [process for process in running if process.poll() is None]
-        while waiting and len(running) < workers:
-            running.append(subprocess.Popen(waiting.pop(0), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+        while pending and len(running) < workers:
+            running.append(subprocess.Popen(pending.pop(0), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
         time.sleep(0.05)
     for process in running:
         process.kill()
         process.wait()
-    return len(waiting) + len(running)
+    return len(pending) + len(running)
 
 
-# ---- A worker ----
+# ---- Worker process ----
 
 
 def main(arguments: Sequence[str]) -> None:
-    name, index, part, parts = arguments[0], *map(int, arguments[1:])
+    name, index, share, num_shares = arguments[0], *map(int, arguments[1:])
     shape = dataclasses.replace(ALL_SHAPES[index], T=NUM_TOKENS)
-    with compile_without_launching(part, parts):
+    with compile_without_launching(share, num_shares):
         problem = Problem.random(shape, torch.bfloat16, torch.device("cuda"))
         implementation = find_implementation(name)(problem)
         implementation.gradients(implementation.forward(), problem.dy_ND)
 
 
 @contextmanager
-def compile_without_launching(part: int, parts: int) -> Iterator[None]:
-    """Autotuned kernels are compiled, every `parts`-th configuration from `part` on, and not launched."""
+def compile_without_launching(share: int, num_shares: int) -> Iterator[None]:
+    """In this context, autotuned kernels compile configurations share, share + num_shares, ... and do not launch."""
     from triton.runtime.autotuner import Autotuner
 
     def compile_only(self: Any, *args: Any, **kwargs: Any) -> None:
-        for config in self.configs[part::parts]:
+        for config in self.configs[share::num_shares]:
             try:
                 self.fn.run(*args, **{**kwargs, **config.all_kwargs(), "warmup": True})
-            except Exception as error:  # too much shared memory, say: the autotuner will find out, too
+            except Exception as error:  # e.g. too much shared memory; the autotuner skips it later, too
                 print(f"{self.base_fn.__name__} {config}: {error_summary(error)}", file=sys.stderr)
 
     with _patched(Autotuner, "run", compile_only):
@@ -95,7 +95,7 @@ def compile_without_launching(part: int, parts: int) -> Iterator[None]:
 
 @contextmanager
 def quick_autotuning() -> Iterator[None]:
-    """Triton's autotuners time a configuration by the median of three launches, after one that is not counted."""
+    """In this context, Triton autotuners take the median of three launches per configuration, after one untimed."""
     if not torch.cuda.is_available():
         yield
         return

@@ -1,6 +1,6 @@
-"""results.json as tables: results.md for a README, and a short table for the terminal. No measuring here.
+"""Format results.json as Markdown: results.md, and a short summary for the terminal.
 
-Numbers are medians; where a spread is shown it is the quartiles of the repeats within the run.
+Numbers are medians; ranges are first to third quartile over the repeats of the run.
 """
 
 from collections.abc import Callable
@@ -16,9 +16,9 @@ UNTIMED = {"not installed": "not installed", "skipped": "skipped", "wrong": "WRO
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table.
+    """Return a Markdown table.
 
-    Example: table(["a", "b"], [["1", "2"]]) is "| a | b |", "|---|---|", "| 1 | 2 |", line by line.
+    Example: table(["a", "b"], [["1", "2"]]) has the lines "| a | b |", "|---|---|" and "| 1 | 2 |".
     """
     lines = [header, *rows]
     marked = ["| " + " | ".join(line) + " |" for line in lines]
@@ -26,13 +26,13 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def markdown(results: Results) -> str:
-    """The whole report."""
+    """Return the whole report."""
     parts = [introduction(results)]
-    for name, (section, needed) in SECTIONS.items():
+    for name, (section, required_key) in SECTIONS.items():
         record = results.get(name, {})
-        if needed in record:
+        if required_key in record:
             parts.append(section(record))
-        if "reason" in record:  # also of a section that failed half-way
+        if "reason" in record:  # a section that failed midway has both
             parts.append(f"{name.capitalize()}: {record['reason']}")
     parts.append(goals_section(results))
     return "\n\n".join(parts) + "\n"
@@ -43,10 +43,10 @@ def introduction(results: Results) -> str:
     head = f"# GPU benchmarks: {about['device']}\n\n{about['date']}; {about['versions']}."
     head += f" Kernel configurations: {about['kernel_table']}."
     if about["smoke"]:
-        head += "\n\nA smoke run, on a CPU and tiny shapes: it shows that the suite works. Its numbers mean nothing."
+        head += "\n\nA smoke run on a CPU with tiny shapes: it shows that the suite works. Its timings are meaningless."
     if ceilings := results.get("ceilings"):
         dense, copy = (format_measurement(ceilings[name]) for name in ("dense", "copy"))
-        head += f"\n\nCeilings, measured in this run: {dense} dense, {copy} copy."
+        head += f"\n\nMeasured in this run: dense matmul {dense}, device-to-device copy {copy}."
     return head
 
 
@@ -60,7 +60,7 @@ def format_quartiles(measured: dict[str, Any]) -> str:
 
 
 def format_number(value: float) -> str:
-    """Three digits or more, as a person would write them."""
+    """Format with at least three significant digits. Example: 4321.6 is "4,322"."""
     if value >= 100:
         return f"{value:,.0f}"
     return f"{value:.3g}"
@@ -74,21 +74,21 @@ def tests_section(record: dict[str, Any]) -> str:
 
 
 def experts_section(record: dict[str, Any]) -> str:
-    text = "## Expert MLP\n\nTFLOP/s (share of a dense bf16 product that took its turn in the same minute)."
+    text = "## Expert MLP\n\nTFLOP/s (share of a dense bf16 matmul timed interleaved with the implementations)."
     for phase, title in PHASES.items():
         text += f"\n\n### {title.capitalize()}\n\n{experts_table(record, phase)}"
     text += f"\n\n### Quartiles, forward + backward, TFLOP/s\n\n{experts_quartiles(record)}"
-    text += f"\n\n### Kept for backward, bytes a token\n\n{saved_bytes_table(record)}"
+    text += f"\n\n### Saved for backward, bytes per token\n\n{saved_bytes_table(record)}"
     text += f"\n\n### Relative error against fp64\n\n{errors_table(record)}"
     if skipped := record.get("skipped"):
-        text += f"\n\nNot measured, for want of time: {'; '.join(skipped)}."
+        text += f"\n\nSkipped, because time ran out: {'; '.join(skipped)}."
     if notes := reasons_not_timed(record):
         text += "\n\nNot timed:\n\n" + "\n".join(f"- {note}" for note in notes)
     return text
 
 
 def implementation_names(record: dict[str, Any]) -> list[str]:
-    """All that appear, in the order of their first appearance."""
+    """Return the names of all implementations in the record, in order of first appearance."""
     return list(dict.fromkeys(name for entry in record["shapes"] for name in entry["contestants"]))
 
 
@@ -102,7 +102,7 @@ def title_of(name: str) -> str:
 
 
 def experts_table(record: dict[str, Any], phase: str) -> str:
-    """shape | each contestant | ours over the best of the others."""
+    """Columns: shape, one per implementation, ours over the best other one."""
     names = implementation_names(record)
     rows = []
     for entry in record["shapes"]:
@@ -119,7 +119,7 @@ def rate_cell(outcome: dict[str, Any], phase: str) -> str:
 
 
 def best_ratio(outcomes: dict[str, Any], phase: str) -> str:
-    """Ours over the fastest other one, and which that is."""
+    """Return our rate over that of the fastest other implementation, and its name."""
     others = {n: o[phase]["median"] for n, o in outcomes.items() if n != "triton" and phase in o}
     if not others or phase not in outcomes.get("triton", {}):
         return "-"
@@ -135,7 +135,7 @@ def experts_quartiles(record: dict[str, Any]) -> str:
         cells = [format_quartiles(outcome["both"]) if "both" in outcome else "-" for outcome in outcomes]
         dense = format_quartiles(entry["dense"]) if "dense" in entry else "-"
         rows.append([shape_name(entry["shape"]), dense, *cells])
-    return table(["T, D, F, E, K", "dense product", *map(title_of, names)], rows)
+    return table(["T, D, F, E, K", "dense matmul", *map(title_of, names)], rows)
 
 
 def saved_bytes_table(record: dict[str, Any]) -> str:
@@ -149,7 +149,7 @@ def saved_bytes_table(record: dict[str, Any]) -> str:
 
 
 def errors_table(record: dict[str, Any]) -> str:
-    """The largest over the shapes, by contestant."""
+    """Columns: implementation, and for each tensor its largest error over the shapes."""
     columns = {"y": "y", "x": "dx", "weights": "d weights", "gate_up": "d gate, up", "down": "d down"}
     rows = []
     for name in implementation_names(record):
@@ -161,13 +161,13 @@ def errors_table(record: dict[str, Any]) -> str:
 
 
 def format_largest_error(errors: list[float | None]) -> str:
-    """The largest; one that was no number is worse than any."""
+    """Return the largest error, or "not finite" if any was NaN or infinite (stored as None)."""
     finite = [error for error in errors if error is not None]
     return f"{max(finite):.1e}" if len(finite) == len(errors) else "not finite"
 
 
 def reasons_not_timed(record: dict[str, Any]) -> list[str]:
-    """Why a contestant has no number; the same reason once, whatever the shape."""
+    """Return why implementations were not timed, without repeating a reason that is the same at several shapes."""
     notes: dict[str, None] = {}
     for entry in record["shapes"]:
         for name, outcome in entry["contestants"].items():
@@ -183,7 +183,7 @@ def permute_section(record: dict[str, Any]) -> str:
             cells = [gb_cell(entry[what][kernels]) for kernels in ("triton", "reference")]
             rows.append([shape_name(entry["shape"]), title, *cells, format_measurement(entry["copy"])])
     header = ["T, D, F, E, K", "", "ours, GB/s (share of a copy)", "torch, GB/s (share)", "copy"]
-    return f"## Permute and unpermute\n\nBytes that must move, over time.\n\n{table(header, rows)}"
+    return f"## Permute and unpermute\n\nRate: the bytes that must move, per second.\n\n{table(header, rows)}"
 
 
 def gb_cell(outcome: dict[str, Any]) -> str:
@@ -198,7 +198,7 @@ def routing_section(record: dict[str, Any]) -> str:
         for what, title in (("route", "choose experts"), ("order", "sort by expert")):
             cells = [us_cell(entry[what][kernels]) for kernels in ("triton", "reference")]
             rows.append([f"{entry['T']}, {entry['E']}, {entry['K']}", title, *cells])
-    header = ["T, E, K", "", "ours, us called / as a CUDA graph", "torch, us called / as a CUDA graph"]
+    header = ["T, E, K", "", "ours, us: eager / CUDA graph", "torch, us: eager / CUDA graph"]
     return f"## Routing\n\n{table(header, rows)}"
 
 
@@ -224,9 +224,9 @@ def training_section(record: dict[str, Any]) -> str:
         ])  # fmt: skip
     header = ["experts", "tokens/s", "quartiles", "utilisation", "peak, GB", "steps", "validation loss, nats per byte"]
     return (
-        f"## Training\n\n{record['seconds']:.0f} s a run, {record['tokens_per_step']:,} tokens a step. Model FLOPs "
-        "a token: 6 x active parameters + 6 x layers x heads x head_dim x length; share of the dense product.\n\n"
-        f"{table(header, rows)}"
+        f"## Training\n\n{record['seconds']:.0f} s per run, {record['tokens_per_step']:,} tokens per step. "
+        "Utilisation: model FLOPs per second / the dense matmul's. Model FLOPs per token: 6 x active parameters + "
+        f"6 x layers x heads x head_dim x length.\n\n{table(header, rows)}"
     )
 
 
@@ -236,7 +236,7 @@ def goals_section(results: Results) -> str:
 
 
 def terminal_summary(results: Results) -> str:
-    """What the terminal shows last."""
+    """Return the summary that is printed at the end."""
     lines = []
     if tests := results.get("tests"):
         lines.append(f"tests: {tests['outcome']}: {tests['summary']}\n")
@@ -246,29 +246,23 @@ def terminal_summary(results: Results) -> str:
     return "\n".join(lines)
 
 
-# name -> what writes it, and the key that its record has once there is something to write
 def overlap_section(record: dict[str, Any]) -> str:
-    """Milliseconds of a pair, sequential -> overlapped, and DeepSeek's own trace below."""
+    """Columns: milliseconds of a pair, sequential and overlapped. The last row is DeepSeek's trace."""
     rows = []
     for name, found in record["runs"].items():
         if found["status"] != "timed":
             rows.append([name, found["reason"], *[""] * 5])
             continue
-        both = found["overlapped"]
-        times = (
-            found["sequential"]["window_us"],
-            both["window_us"],
-            found["bound_us"],
-            both["compute_us"],
-            both["comm_us"],
-        )
-        rows.append([name, *(f"{us / 1e3:,.1f}" for us in times), f"{both['hidden_fraction']:.1%}"])
+        sequential, pair = found["sequential"], found["overlapped"]
+        times = (sequential["window_us"], pair["window_us"], found["bound_us"], pair["compute_us"], pair["comm_us"])
+        rows.append([name, *(f"{us / 1e3:,.1f}" for us in times), f"{pair['hidden_fraction']:.1%}"])
     window, compute, comm = (f"{DEEPSEEK_TRACE[key] / 1e3:,.1f}" for key in ("window_us", "compute_us", "comm_us"))
     rows.append(["DeepSeek's trace (H800)", "", window, "", compute, comm, f"{DEEPSEEK_TRACE['hidden_fraction']:.1%}"])
     header = ["", "sequential, ms", "overlapped", "bound", "computation", "communication", "hidden"]
     return "## Overlap of a pair of chunks, experts over 64 ranks\n\n" + table(header, rows)
 
 
+# name -> (function that formats the section, key that its record has once there are results)
 SECTIONS: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
     "tests": (tests_section, "outcome"),
     "experts": (experts_section, "shapes"),

@@ -1,12 +1,11 @@
-"""What a GPU could do at best, on paper: the floor under each time that the suite measures.
+"""The minimum time of each layer shape from a GPU's data sheet (roofline model). Nothing is measured.
 
     python -m benchmarks.gpu.roofline
     python -m benchmarks.gpu.roofline --tflops 989 --tb-per-s 4.8
 
-Operations over the rate of the matrix units, and bytes over the bandwidth of the memory, are two times; no program can
-be faster than the larger one, and kernels that run one after another not faster than the sum of their larger ones.
-Bytes are those that the fused graph must move: each input of a kernel once, each output once. What is read again
-because it left the cache comes on top.
+A kernel launch takes at least its FLOPs over the matmul rate, and at least its bytes over the memory bandwidth. The
+larger of the two is its minimum time. Launches run one after another, so their minimum times add up. Bytes are those of
+the fused graph: each input and each output of a launch once. Re-reads after cache misses are not counted.
 """
 
 import argparse
@@ -15,13 +14,12 @@ from dataclasses import dataclass
 
 from .shapes import SHAPES, Shape
 
-# NVIDIA's data sheet of the H200 (SXM): dense bf16, and memory bandwidth.
-H200 = (989.0, 4.8)
+H200 = (989.0, 4.8)  # NVIDIA's data sheet of the H200 SXM: dense bf16 TFLOP/s, memory bandwidth in TB/s
 
 
 @dataclass(frozen=True, slots=True)
 class KernelLaunch:
-    """flops and bytes of one launch, in bf16."""
+    """FLOPs and bytes of one kernel launch in bf16."""
 
     name: str
     flops: int
@@ -32,11 +30,10 @@ class KernelLaunch:
 
 
 def launches_of(shape: Shape) -> dict[str, list[KernelLaunch]]:
-    """The launches of forward and backward. gathered: rows of tokens that are read through an index, counted once."""
+    """Return the launches of forward and backward. Token rows gathered through an index count once per token."""
     m, d, f, tokens = shape.rows, shape.D, shape.F, 2 * shape.T * shape.D
-    matmul_flops = 2 * m * d * f  # the operations of one [M, D] x [D, F]
-    gate_up, down = 4 * shape.E * f * d, 2 * shape.E * f * d  # bytes
-    rows_f, rows_d = 2 * m * f, 2 * m * d
+    matmul_flops = 2 * m * d * f  # [M, D] x [D, F]
+    gate_up, down, rows_f, rows_d = 4 * shape.E * f * d, 2 * shape.E * f * d, 2 * m * f, 2 * m * d  # bytes
     return {
         "forward": [
             KernelLaunch("up", 2 * matmul_flops, tokens + gate_up + 3 * rows_f),
@@ -70,10 +67,8 @@ def roofline_table(tflops: float, tb_per_s: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tflops", type=float, default=H200[0], help="dense bf16 (default: the H200's data sheet)")
-    parser.add_argument(
-        "--tb-per-s", type=float, default=H200[1], help="of the memory (default: the H200's data sheet)"
-    )
+    parser.add_argument("--tflops", type=float, default=H200[0], help="dense bf16 rate (default: H200 data sheet)")
+    parser.add_argument("--tb-per-s", type=float, default=H200[1], help="memory bandwidth (default: H200 data sheet)")
     options = parser.parse_args()
     for name, rate in (("--tflops", options.tflops), ("--tb-per-s", options.tb_per_s)):
         if not 0 < rate < math.inf:

@@ -1,7 +1,7 @@
-"""Microseconds to choose experts and to sort the choices by expert, against the plain-torch operators.
+"""Section "routing": microseconds to choose experts and to sort the choices by expert, against plain torch.
 
-Such work is many small launches. Called from Python it may take as long as the host needs to launch it, so each is also
-timed as a replayed CUDA graph, where it can be captured: that is the device's part.
+These operators are many small launches, so launching them from Python can take longer than running them. Where
+possible, each is also timed as a CUDA graph, which measures the device alone.
 
 T tokens, E experts, K experts per token.
 """
@@ -23,7 +23,7 @@ SMOKE_SIZES = ((40, 8, 2),)
 
 
 def run(context: Context, record: dict[str, Any]) -> None:
-    """Fill record["sizes"]: microseconds of "route" and "order" by kernels."""
+    """Fill record["sizes"]: microseconds of "route" and "order" for each kernel backend."""
     record["sizes"] = []
     for size in SMOKE_SIZES if context.smoke else SIZES:
         entry: dict[str, Any] = dict(zip("TEK", size, strict=True))
@@ -40,27 +40,26 @@ def measure_size(context: Context, T: int, E: int, K: int, entry: dict[str, Any]
         "route": lambda kernels: route(logits_TE, K, kernels=kernels),
         "order": lambda kernels: order_tensors(expert_order(ids_TK, E, T * K, kernels, check_ids=False)),
     }
-    agreeing: dict[str, Callable[[], Any]] = {}
+    correct: dict[str, Callable[[], Any]] = {}
     with torch.no_grad():
-        for what, operator in operators.items():
+        for name, operator in operators.items():
             expected = operator("reference")
             for kernels in KERNELS:
-                outcome = entry.setdefault(what, {}).setdefault(kernels, {})
+                outcome = entry.setdefault(name, {}).setdefault(kernels, {})
                 call = lambda operator=operator, kernels=kernels: operator(kernels)  # noqa: E731
                 if check_operator(call, expected, outcome):
-                    agreeing[f"{what}/{kernels}"] = call
-        times = time_interleaved(
-            context.clock, {name: single_phase(call) for name, call in agreeing.items()}, *context.rounds_and_repeats
-        )
-        for name, call in agreeing.items():
-            what, kernels = name.split("/")
-            outcome = entry[what][kernels]
-            if name in times.failures:
-                outcome.update(status="failed", reason=times.failures[name])
+                    correct[f"{name}/{kernels}"] = call
+        cases = {case: single_phase(call) for case, call in correct.items()}
+        times = time_interleaved(context.clock, cases, *context.rounds_and_repeats)
+        for case, call in correct.items():
+            name, kernels = case.split("/")
+            outcome = entry[name][kernels]
+            if case in times.failures:
+                outcome.update(status="failed", reason=times.failures[case])
             else:
-                outcome.update(status="timed", called=microsecond_statistics(times.seconds[name][0]))
+                outcome.update(status="timed", called=microsecond_statistics(times.seconds[case][0]))
                 outcome["graph"] = time_cuda_graph(context, call)
-            context.log(f"  {what}, {kernels}, T={T} E={E} K={K}: {outcome['status']} {outcome.get('reason', '')}")
+            context.log(f"  {name}, {kernels}, T={T} E={E} K={K}: {outcome['status']} {outcome.get('reason', '')}")
 
 
 def order_tensors(order: Any) -> tuple[Tensor, ...]:
@@ -68,28 +67,28 @@ def order_tensors(order: Any) -> tuple[Tensor, ...]:
 
 
 def check_operator(call: Callable[[], Any], expected: Any, outcome: dict[str, Any]) -> bool:
-    """Whether ids and order are equal and weights close; `outcome` says why if not."""
+    """Return whether ids and order are equal and weights close; otherwise write the reason to `outcome`."""
     try:
-        for found, wanted in zip(call(), expected, strict=True):
-            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+        for found, value in zip(call(), expected, strict=True):
+            torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-6)
     except AssertionError as error:
         outcome.update(status="wrong", reason=error_summary(error))
         return False
-    except Exception as error:  # one that fails must not end the run
+    except Exception as error:  # an operator that fails must not end the run
         outcome.update(status="failed", reason=error_summary(error))
         return False
     return True
 
 
 def time_cuda_graph(context: Context, call: Callable[[], Any]) -> dict[str, Any] | None:
-    """Microseconds as a CUDA graph; None where there are no graphs, or the call waits for the device."""
+    """Time a CUDA graph of `call`. Return None on a CPU, or if `call` cannot be captured because it syncs."""
     if context.device.type != "cuda":
         return None
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
             call()
-    except Exception as error:  # a host sync cannot be captured
+    except Exception as error:  # for example, a host sync cannot be captured
         context.log(f"    no graph: {error_summary(error)}")
         return None
     finally:

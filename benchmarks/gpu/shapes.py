@@ -1,24 +1,23 @@
-"""The sizes at which the GPU suite measures, and what must be computed and moved at each: formulas, nothing measured.
+"""The layer shapes that the GPU suite measures, and formulas for the FLOPs and bytes of each.
 
-A rate is only as honest as what is counted. Operations are those of the three matrices of SwiGLU, two for each
-multiply-add, forward once and backward twice as many (input and weight gradients); the router, the activation and
-whatever an implementation computes again do not count. Bytes are those that must move: each input once, each output
-once.
+FLOPs count the three matrices of SwiGLU, two FLOPs per multiply-add. Backward counts twice forward (input and weight
+gradients). The router, the activation and recomputation are not counted.
+Bytes count each input and each output once.
 
 T tokens, D model dim, F expert hidden size, E experts, K experts per token.
 """
 
 from dataclasses import dataclass
 
-INDEX_BYTES = 40  # for each choice: three int64 of the expert order, a routing weight, and as much again for tables
+INDEX_BYTES = 40  # per choice: three int64 of the expert order, an fp32 routing weight, and 12 bytes for tables
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One Mixture-of-Experts layer. `note` says where it comes from.
+    """The sizes of one Mixture-of-Experts layer. `note` says where they come from.
 
-    Example: Shape(32768, 4096, 512, 128, 8) has 262,144 rows, 3.30 TFLOP forward, 6.60 TFLOP backward, and keeps
-    24,576 bytes a token in bf16.
+    Example: Shape(32768, 4096, 512, 128, 8) has 262,144 rows, 3.30 TFLOP forward, 6.60 TFLOP backward, and saves
+    24,576 bytes per token for backward in bf16.
     """
 
     T: int
@@ -33,7 +32,7 @@ class Shape:
 
     @property
     def rows(self) -> int:
-        """Rows in expert-major order: one for each choice."""
+        """Rows in expert-major order: K per token."""
         return self.T * self.K
 
     @property
@@ -45,21 +44,21 @@ class Shape:
         return 12 * self.rows * self.D * self.F
 
     def saved_bytes(self, element: int = 2) -> int:
-        """Bytes a token that backward cannot do without: x and z = [gate; up] of each choice. 2D + 4KF in bf16."""
+        """Bytes per token that must be saved for backward: x, and z = [gate; up] of each choice. 2D + 4KF in bf16."""
         return element * (self.D + 2 * self.K * self.F)
 
     def permute_bytes(self, element: int = 2) -> int:
-        """Tokens read once, rows written once, and the row index (int64) of each."""
+        """Bytes of permute: tokens read once, rows written once, and one int64 index per row."""
         return element * self.D * (self.T + self.rows) + 8 * self.rows
 
     def unpermute_bytes(self, element: int = 2) -> int:
-        """Rows read once, tokens written once, and position (int64) and weight (fp32) of each choice."""
+        """Bytes of unpermute: rows read once, tokens written once; an int64 position and fp32 weight per choice."""
         return element * self.D * (self.rows + self.T) + (8 + 4) * self.rows
 
 
 GOAL_SHAPE = Shape(32768, 4096, 512, 128, 8, "the goals are set here")
 
-# Most telling first: where time runs out, the last ones are left out.
+# Most informative first: when time runs out, the last ones are skipped.
 SHAPES = (
     GOAL_SHAPE,
     Shape(32768, 2048, 768, 128, 8, "Qwen3-30B-A3B"),
@@ -72,5 +71,5 @@ SHAPES = (
 )
 TRAINING_SHAPE = Shape(16384, 768, 512, 32, 4, "the preset `small`")
 
-# Awkward on purpose; small enough for Triton's interpreter on a CPU.
+# Small enough for Triton's interpreter on a CPU; T is not a multiple of any tile.
 SMOKE_SHAPES = (Shape(40, 32, 16, 4, 2, "smoke"),)

@@ -1,9 +1,9 @@
-"""Training steps of a whole model on one GPU, with different experts in it: how fast, and how far in a given time.
+"""Section "training": train a whole model on one GPU with different expert layers; compare speed and loss.
 
-The runs differ in the experts only: the same initial weights, the same batches in the same order, real text (the
-standard library's own source), AdamW as train.py does it. The first steps compile and are not on the clock.
+The runs differ only in the experts. They share the initial weights, the batches and their order, real text (the source
+of Python's standard library), and AdamW as in train.py. The first steps compile kernels and are not timed.
 
-Utilisation is the model FLOPs of a token (planner/flops.py), times tokens per second, over the dense product's rate.
+Utilisation is model FLOPs per token (planner/flops.py) x tokens per second / the rate of a dense matmul.
 """
 
 import dataclasses
@@ -26,10 +26,10 @@ from moe_dualpipe.training.optimizer import Optimizer
 from .context import Context
 from .measure import Quartiles, error_summary, measure_ceilings, rate_statistics
 
-NUM_SEQUENCES, SEQUENCE_LENGTH = 16, 1024  # a step
-WARM_UP_STEPS = 5  # steps that are not on the clock
-SETUP_SECONDS = 12.0  # seconds to build a model and compile its kernels
-CLIP = 1.0
+NUM_SEQUENCES, SEQUENCE_LENGTH = 16, 1024  # per step
+WARM_UP_STEPS = 5  # steps before timing starts
+SETUP_SECONDS = 12.0  # per run, to build the model and compile its kernels
+CLIP = 1.0  # maximum gradient norm
 OPTIMIZER = OptimizerConfig(lr=1e-3, warmup_steps=100)
 # name -> (kernels, expert layer)
 RUNS = {
@@ -41,7 +41,7 @@ RUNS = {
 
 @dataclass(frozen=True, slots=True)
 class TrainingSetup:
-    """What every run has in common."""
+    """What all runs share."""
 
     config: ModelConfig
     text: TextData
@@ -57,14 +57,14 @@ class TrainingSetup:
 
 @dataclass(slots=True)
 class TrainingHistory:
-    """Seconds of each step on the clock, and the loss of every step."""
+    """Seconds of each timed step, and the loss of every step."""
 
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 
 
 def run(context: Context, record: dict[str, Any]) -> None:
-    """Fill record["runs"]: by name, tokens/s, utilisation, peak memory, losses."""
+    """Fill record["runs"]: by name, tokens/s, utilisation, peak memory and losses."""
     wanted = 0.0 if context.smoke else context.training_seconds
     seconds = min(wanted, context.seconds_left() / len(RUNS) - SETUP_SECONDS) if not context.smoke else 0.0
     if wanted and seconds < 5:
@@ -72,7 +72,7 @@ def run(context: Context, record: dict[str, Any]) -> None:
         record.update(status="skipped", reason=f"skipped, {context.seconds_left():.0f} s were left")
         return
     if seconds < wanted:
-        context.log(f"  {seconds:.0f} s a run instead of {wanted:.0f}, to stay within the time")
+        context.log(f"  {seconds:.0f} s per run instead of {wanted:.0f}, to finish in time")
     setup = build_setup(context, seconds)
     dense = context.results.get("ceilings") or measure_ceilings(context.clock, context.smoke)
     record.update(seconds=seconds, tokens_per_step=setup.tokens, sequence_length=setup.length, runs={})
@@ -97,7 +97,7 @@ def build_setup(context: Context, seconds: float) -> TrainingSetup:
 def try_train(context: Context, setup: TrainingSetup, kernels: str, experts: str, dense: float) -> dict[str, Any]:
     try:
         return train(context, setup, kernels, experts, dense)
-    except Exception as error:  # one run that fails must not end the others
+    except Exception as error:  # a run that fails must not end the others
         return {"status": "failed", "reason": error_summary(error)}
     finally:
         gc.collect()
@@ -123,7 +123,7 @@ def train(context: Context, setup: TrainingSetup, kernels: Any, experts: str, de
 
 
 def train_for(context: Context, setup: TrainingSetup, model: TransformerStage) -> TrainingHistory:
-    """Steps for `plan.seconds` after the warm-up, two at least."""
+    """Train for `setup.seconds` after the warm-up, at least two timed steps."""
     optimizer = Optimizer(replica_sets([model], Groups()), OPTIMIZER)
     history, used = TrainingHistory(), 0.0
     for step, (x_BS, y_BS) in enumerate(device_batches(context, setup)):
@@ -153,7 +153,7 @@ def device_batches(context: Context, setup: TrainingSetup) -> Iterator[tuple[tor
 
 @torch.no_grad()
 def validation_loss(context: Context, setup: TrainingSetup, model: TransformerStage) -> float:
-    """Nats per byte, over held-out text."""
+    """Return the mean loss on held-out text, in nats per byte."""
     count = 2 if context.smoke else 64
     losses = []
     for first in range(0, count, setup.sequences):
@@ -163,7 +163,7 @@ def validation_loss(context: Context, setup: TrainingSetup, model: TransformerSt
 
 
 def loss_curve(setup: TrainingSetup, history: TrainingHistory, points: int = 40) -> list[tuple[float, float]]:
-    """(seconds on the clock, training loss averaged since the last point), for a figure."""
+    """Return points (training seconds, training loss averaged since the previous point) for a figure."""
     losses = history.losses[setup.warm_up :]
     every = max(1, len(losses) // points)
     ends = range(every, len(losses) + 1, every)

@@ -1,6 +1,6 @@
-"""What is tuned, and with what: the products of an expert MLP one by one, and the configurations worth trying.
+"""The GEMMs of an expert MLP that `benchmarks.tune` tunes, and the tile configurations it tries.
 
-M rows in expert-major order, E experts, D model dim, F inner width; N, K columns and length of the sum of a product.
+M rows in expert-major order, E experts, D model dim, F expert hidden size; N columns and K reduction size of a GEMM.
 """
 
 import dataclasses
@@ -22,11 +22,11 @@ from moe_dualpipe.kernels.routing import expert_order
 from .implementations import Problem
 from .measure import relative_error
 
-# ---- What can be tried ----
+# ---- Candidates ----
 
 
 def candidate_configs(kernel: str, element: int, shared_bytes: int, tma: bool) -> list[TileConfig]:
-    """Configurations that have a chance: 64 to 128 sums in each thread's registers, all stages in shared memory."""
+    """Return configurations with 64 to 128 accumulators per thread whose pipeline stages fit in shared memory."""
     tiles = [(64, 128), (64, 256), (128, 64), (128, 128), (128, 256), (256, 64), (256, 128)]
     found = []
     for block_m, block_n in tiles:
@@ -40,7 +40,7 @@ def candidate_configs(kernel: str, element: int, shared_bytes: int, tma: bool) -
 
 
 def with_other_group_m(config: TileConfig) -> list[TileConfig]:
-    """The same with other numbers of row tiles that go over the columns together."""
+    """Return copies with other values of group_m, the number of row tiles that traverse the columns together."""
     return [dataclasses.replace(config, group_m=group_m) for group_m in (1, 4, 16) if group_m != config.group_m]
 
 
@@ -51,14 +51,14 @@ def smoke_configs() -> list[TileConfig]:
     return [TileConfig(*tile, warps=4, stages=1, group_m=8) for tile in SMOKE_TILES]
 
 
-# ---- The products ----
+# ---- GEMMs ----
 
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """One launch of `kernel`, of N columns and sums over K; `expected` is what plain torch makes of it.
+    """One launch of `kernel` with N columns and reduction size K; `expected` is the result of plain torch.
 
-    launch: returns tensors, in the order of `expected`; a partial sum, [., M] for [M], is still to be added up.
+    launch: returns tensors in the order of `expected`. Partial sums ([P, M] where `expected` is [M]) are added.
     """
 
     kernel: str
@@ -71,7 +71,7 @@ class Gemm:
         return f"{self.kernel} n={self.n} k={self.k}"
 
     def error(self) -> float:
-        """The largest relative error of the tensors that a launch returns."""
+        """Launch once; return the largest relative error of the results, or NaN if any error is NaN."""
         found = [t for t in self.launch() if t is not None]
         whole = [f.sum(0) if f.ndim > e.ndim else f for f, e in zip(found, self.expected, strict=True)]
         errors = [relative_error(f, e) for f, e in zip(whole, self.expected, strict=True)]
@@ -79,7 +79,7 @@ class Gemm:
 
 
 def gemms(problem: Problem) -> Iterator[Gemm]:
-    """The launches of one forward and backward, each on inputs that plain torch computed."""
+    """Yield the launches of one forward and backward, with inputs computed by plain torch."""
     shape, x, dy, gate_up, down = problem.shape, problem.x_ND, problem.dy_ND, problem.gate_up, problem.down
     order = expert_order(problem.ids_NK, shape.E, shape.rows)
     index, choice, offsets = order.gather_idx_M, order.choice_idx_M, order.expert_offsets

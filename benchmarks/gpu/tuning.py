@@ -1,6 +1,7 @@
-"""Trying configurations: each product by itself, checked before it is timed, the fastest ones in turns at the end.
+"""Search for the fastest tile configuration of each GEMM of an expert MLP.
 
-N, K columns and length of the sum of a product, as in the tables.
+A configuration is timed only if its result is correct. The fastest few are then timed again, interleaved.
+N columns and K reduction size of a GEMM, as in the tables of configurations.
 """
 
 import dataclasses
@@ -28,14 +29,14 @@ from .precompile import NUM_TOKENS, run_commands
 from .shapes import Shape
 from .tuned_gemms import Gemm, candidate_configs, gemms, smoke_configs, with_other_group_m
 
-MIN_SPEEDUP = 1.02  # a configuration that wins by less may have been lucky
+MIN_SPEEDUP = 1.02  # a smaller gain may be noise
 NUM_FINALISTS = 3
-NUM_PARTS = 4  # workers among which the configurations of one product are divided
+NUM_SHARES = 4  # worker processes for the configurations of one GEMM
 
 
 @dataclass(frozen=True, slots=True)
 class TuningResult:
-    """The fastest configuration of a product, its microseconds, and those of the one in use before."""
+    """The chosen configuration of a GEMM, its microseconds, and those of the configuration in use before."""
 
     config: TileConfig
     us: float
@@ -45,21 +46,21 @@ class TuningResult:
 
 
 def tune_gemm(gemm: Gemm, device: torch.device, current: TileConfig, tried: Sequence[TileConfig]) -> TuningResult:
-    """The fastest of `tried` that agrees, if it is clearly faster than `current` or that one does not work."""
+    """Return the fastest correct configuration of `tried`, or `current` if that works and none is clearly faster."""
     dropped: dict[str, str] = {}
-    rough: dict[TileConfig, float] = {}
+    quick_us: dict[TileConfig, float] = {}
 
     def attempt(several: Sequence[TileConfig]) -> None:
         for config in several:
-            if config not in rough and (us := quick_time_us(gemm, device, config, dropped)) is not None:
-                rough[config] = us
+            if config not in quick_us and (us := quick_time_us(gemm, device, config, dropped)) is not None:
+                quick_us[config] = us
 
     attempt([current, *tried])
-    if not rough:
+    if not quick_us:
         raise ValueError(f"no configuration of {gemm} works on this GPU: {dropped}")
-    attempt(with_other_group_m(min(rough, key=lambda config: rough[config])))
-    best = sorted(rough, key=lambda config: rough[config])[:NUM_FINALISTS]
-    us = final_times_us(gemm, device, {*best, current} & rough.keys())
+    attempt(with_other_group_m(min(quick_us, key=lambda config: quick_us[config])))
+    best = sorted(quick_us, key=lambda config: quick_us[config])[:NUM_FINALISTS]
+    us = final_times_us(gemm, device, {*best, current} & quick_us.keys())
     winner = min(us, key=lambda config: us[config])
     before = us.get(current, math.inf)
     if us[winner] * MIN_SPEEDUP > before:
@@ -68,12 +69,12 @@ def tune_gemm(gemm: Gemm, device: torch.device, current: TileConfig, tried: Sequ
 
 
 def quick_time_us(gemm: Gemm, device: torch.device, config: TileConfig, dropped: dict[str, str]) -> float | None:
-    """Microseconds of three launches' median; None, and why in `dropped`, for one that is wrong or does not run."""
+    """Return the median microseconds of three launches; None, with the reason in `dropped`, if wrong or failing."""
     with override_config(gemm.kernel, config):
         try:
             fill_free_memory_with_nan(device, 4 * 2**30)
             error = gemm.error()
-        except Exception as failure:  # too much shared memory, say
+        except Exception as failure:  # for example, too much shared memory
             dropped[str(config)] = error_summary(failure)
             return None
         if not error <= TOLERANCE[gemm.expected[0].dtype]:
@@ -84,8 +85,8 @@ def quick_time_us(gemm: Gemm, device: torch.device, config: TileConfig, dropped:
     return 1e6 * Quartiles.of(times.seconds["it"][0]).median
 
 
-def final_times_us(gemm: Gemm, device: torch.device, entrants: Collection[TileConfig]) -> dict[TileConfig, float]:
-    """Microseconds of each, taken in turns."""
+def final_times_us(gemm: Gemm, device: torch.device, finalists: Collection[TileConfig]) -> dict[TileConfig, float]:
+    """Return the median microseconds of each configuration, timed interleaved."""
 
     def case(config: TileConfig) -> Callable[[], Any]:
         def run() -> None:
@@ -94,18 +95,18 @@ def final_times_us(gemm: Gemm, device: torch.device, entrants: Collection[TileCo
 
         return run
 
-    named = {str(config): config for config in entrants}
+    named = {str(config): config for config in finalists}
     rounds, repeats = (1, 1) if device.type == "cpu" else (3, 5)
     cases = {name: single_phase(case(config)) for name, config in named.items()}
     times = time_interleaved(Clock(device), cases, rounds, repeats)
-    return {named[name]: 1e6 * Quartiles.of(parts[0]).median for name, parts in times.seconds.items()}
+    return {named[name]: 1e6 * Quartiles.of(phases[0]).median for name, phases in times.seconds.items()}
 
 
-# ---- A whole layer ----
+# ---- One layer ----
 
 
 def tune_shape(shape: Shape, device: torch.device, out: Path) -> None:
-    """Tune every product of one layer; the table is written after each."""
+    """Tune every GEMM of one layer, and write the table to `out` after each."""
     problem = make_problem(shape, device)
     element, arch = problem.x_ND.element_size(), arch_of(device)
     print(f"{shape} on {arch}", flush=True)
@@ -121,7 +122,7 @@ def tune_shape(shape: Shape, device: torch.device, out: Path) -> None:
 
 
 def make_problem(shape: Shape, device: torch.device) -> Problem:
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16  # the interpreter computes bf16 wrongly
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16  # the interpreter computes bf16 incorrectly
     return Problem.random(shape, dtype, device)
 
 
@@ -135,7 +136,7 @@ def configs_to_try(kernel: str, element: int, device: torch.device) -> list[Tile
 
 
 def merged_entries(path: Path, entry: TunedKernel) -> list[TunedKernel]:
-    """What the table at `path` says already, with `entry` in the place of one for the same sizes."""
+    """Return the entries of the table at `path`, with `entry` replacing one for the same kernel, GPU and sizes."""
 
     def key(e: TunedKernel) -> tuple[Any, ...]:
         return e.kernel, e.arch, e.dtype_bytes, e.n, e.k
@@ -151,22 +152,22 @@ def gpu_and_versions(device: torch.device) -> dict[str, str]:
 
 
 def precompile_gemms(shape: Shape) -> None:
-    """Fill Triton's disk cache on all cores."""
+    """Fill Triton's disk cache, on all CPU cores."""
     start = time.monotonic()
     sizes = ",".join(str(getattr(shape, name)) for name in "TDFEK")
     command = [sys.executable, "-m", "benchmarks.tune", "--shapes", sizes, "--worker"]
-    commands = [[*command, str(i), str(part), str(NUM_PARTS)] for i in range(6) for part in range(NUM_PARTS)]
+    commands = [[*command, str(i), str(share), str(NUM_SHARES)] for i in range(6) for share in range(NUM_SHARES)]
     unfinished = run_commands(commands, max(1, (os.cpu_count() or 2) - 1), 600)
-    print(f"  compiled ahead in {time.monotonic() - start:.0f} s, {unfinished} parts left over", flush=True)
+    print(f"  precompiled in {time.monotonic() - start:.0f} s, {unfinished} jobs unfinished", flush=True)
 
 
-def compile_share(shape: Shape, device: torch.device, number: int, part: int, parts: int) -> None:
-    """Launch product `number` once with every `parts`-th configuration, on few tokens."""
+def compile_share(shape: Shape, device: torch.device, number: int, share: int, num_shares: int) -> None:
+    """Launch GEMM `number` once on few tokens with configurations share, share + num_shares, ..."""
     problem = make_problem(dataclasses.replace(shape, T=NUM_TOKENS), device)
     gemm = list(gemms(problem))[number]
-    for config in configs_to_try(gemm.kernel, problem.x_ND.element_size(), device)[part::parts]:
+    for config in configs_to_try(gemm.kernel, problem.x_ND.element_size(), device)[share::num_shares]:
         try:
             with override_config(gemm.kernel, config):
                 gemm.launch()
-        except Exception as failure:  # found again, and reported, when it is timed
+        except Exception as failure:  # reported when it is timed
             sys.stderr.write(f"{gemm} {config}: {error_summary(failure)}\n")
