@@ -1,4 +1,4 @@
-"""The floor on paper, against numbers worked out by hand."""
+"""Minimum times of the roofline model, against numbers computed by hand."""
 
 import pytest
 
@@ -6,8 +6,8 @@ from benchmarks.gpu import roofline
 from benchmarks.gpu.shapes import SHAPES, Shape
 
 
-def test_operations_and_bytes_of_a_layer_worked_out_by_hand():
-    """T=2, D=3, F=5, E=7, K=4: M=8 rows; a product of [8, 3] and [3, 5] is 240 operations."""
+def test_flops_and_bytes_of_each_launch_computed_by_hand():
+    """T=2, D=3, F=5, E=7, K=4: M=8 rows; [8, 3] x [3, 5] takes 240 FLOPs."""
     launches = roofline.launches_of(Shape(2, 3, 5, 7, 4))
     forward = {k.name: (k.flops, k.bytes) for k in launches["forward"]}
     assert forward == {
@@ -25,18 +25,18 @@ def test_operations_and_bytes_of_a_layer_worked_out_by_hand():
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_operations_are_those_that_the_suite_counts(shape):
+def test_flops_equal_those_of_the_shape(shape):
     launches = roofline.launches_of(shape)
     assert sum(k.flops for k in launches["forward"]) == shape.forward_flops
     assert sum(k.flops for k in launches["backward"]) == shape.backward_flops
 
 
-def test_a_floor_is_the_longer_of_two_times():
+def test_minimum_time_is_the_longer_of_compute_and_memory_time():
     kernel = roofline.KernelLaunch("", flops=10**12, bytes=10**9)
     assert kernel.min_ms(1000, 1) == 1.0  # a TFLOP at 1000 TFLOP/s; a GB at 1 TB/s takes as long
     assert kernel.min_ms(500, 1) == 2.0
     assert kernel.min_ms(1000, 0.25) == 4.0
 
 
-def test_the_table_has_a_line_for_each_shape():
+def test_the_table_has_a_row_per_shape():
     assert roofline.roofline_table(989, 4.8).count("\n") == 1 + len(SHAPES)

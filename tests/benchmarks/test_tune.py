@@ -1,10 +1,6 @@
-"""Tuning: what is tried, that a wrong configuration cannot win, and that the package reads what was written."""
+"""Tuning: which configurations are tried, that only correct ones win, and that the package uses the new table."""
 
-import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,15 +13,15 @@ from benchmarks.gpu.shapes import Shape
 from benchmarks.gpu.tuned_gemms import SMOKE_TILES, Gemm, candidate_configs
 from moe_dualpipe.kernels.gpu import configs
 from moe_dualpipe.kernels.gpu.configs import TileConfig, TunedKernel
+from tests.support.interpreted import run_main
 
-ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
-H100, A100, MI300 = 232_448, 166_912, 65_536  # bytes of shared memory that a block can have
+H100, A100, MI300 = 232_448, 166_912, 65_536  # maximum shared memory of a block, in bytes
 
 
 @pytest.mark.parametrize("shared", [H100, A100, MI300])
 @pytest.mark.parametrize("kernel", configs.KERNEL_NAMES)
-def test_candidates_are_few_and_fit(kernel, shared):
+def test_candidates_are_few_and_fit_in_registers_and_shared_memory(kernel, shared):
     found = candidate_configs(kernel, 2, shared, tma=shared == H100)
     assert 4 < len(found) <= 80
     assert len(set(found)) == len(found)
@@ -39,8 +35,8 @@ def never(_config):
     return False
 
 
-def gemm_that(milliseconds, wrong=never, fails=never):
-    """A launch whose time, result and fate depend on the configuration it looks up."""
+def make_gemm(milliseconds, wrong=never, fails=never):
+    """Return a GEMM whose time, result and failure depend on the configuration in use."""
     expected = torch.arange(1.0, 9.0)
 
     def launch():
@@ -57,43 +53,43 @@ SLOW, MIDDLE, FAST = (TileConfig(m, 64, 32, 4, 2) for m in (16, 32, 64))
 TIMES = {16: 12.0, 32: 6.0, 64: 2.0}
 
 
-def test_the_fastest_that_agrees_wins():
-    gemm = gemm_that(lambda c: TIMES[c.block_m])
+def test_the_fastest_correct_configuration_wins():
+    gemm = make_gemm(lambda c: TIMES[c.block_m])
     found = tuning.tune_gemm(gemm, CPU, SLOW, [MIDDLE, FAST])
     assert found.config.block_m == 64
     assert found.us < found.before_us
     assert (found.tried, found.dropped) == (2, {})
 
 
-def test_a_wrong_one_and_one_that_fails_cannot_win():
-    gemm = gemm_that(lambda c: TIMES[c.block_m], wrong=lambda c: c.block_m == 64, fails=lambda c: c.block_m == 32)
+def test_configurations_that_are_wrong_or_fail_cannot_win():
+    gemm = make_gemm(lambda c: TIMES[c.block_m], wrong=lambda c: c.block_m == 64, fails=lambda c: c.block_m == 32)
     found = tuning.tune_gemm(gemm, CPU, SLOW, [MIDDLE, FAST])
     assert found.config.block_m == 16
     assert found.dropped[str(FAST)] == "relative error 0.1"
     assert found.dropped[str(MIDDLE)] == "RuntimeError: out of resources: shared memory"
 
 
-def test_a_current_one_that_is_wrong_is_replaced_even_by_a_slower_one():
-    gemm = gemm_that(lambda c: TIMES[c.block_m], wrong=lambda c: c.block_m == 64)
+def test_a_wrong_current_configuration_is_replaced_by_a_slower_correct_one():
+    gemm = make_gemm(lambda c: TIMES[c.block_m], wrong=lambda c: c.block_m == 64)
     assert tuning.tune_gemm(gemm, CPU, FAST, [MIDDLE]).config.block_m == 32
 
 
-def test_the_current_one_stays_unless_another_is_clearly_faster(monkeypatch):
+def test_the_current_configuration_stays_unless_another_is_clearly_faster(monkeypatch):
     us = {SLOW: 100.0, FAST: 99.0}
     monkeypatch.setattr(tuning, "final_times_us", lambda _gemm, _device, _entrants: us)
-    gemm = gemm_that(lambda _: 0)
+    gemm = make_gemm(lambda _: 0)
     assert tuning.tune_gemm(gemm, CPU, SLOW, [FAST]).config == SLOW
     us[FAST] = 90.0
     assert tuning.tune_gemm(gemm, CPU, SLOW, [FAST]).config == FAST
 
 
-def test_nothing_that_works_is_an_error():
-    gemm = gemm_that(lambda _: 0, fails=lambda _: True)
+def test_an_error_is_raised_if_no_configuration_works():
+    gemm = make_gemm(lambda _: 0, fails=lambda _: True)
     with pytest.raises(ValueError, match=r"no configuration of up n=32 k=32 works on this GPU: .*out of resources"):
         tuning.tune_gemm(gemm, CPU, SLOW, [FAST])
 
 
-def test_other_entries_of_a_table_are_kept(tmp_path):
+def test_other_entries_of_a_table_are_preserved(tmp_path):
     path = tmp_path / "tuned.json"
     old, other = TunedKernel("up", "sm_90", 2, 64, 32, SLOW), TunedKernel("up", "sm_90", 2, 64, 128, MIDDLE)
     configs.save_table(path, [old, other])
@@ -102,17 +98,9 @@ def test_other_entries_of_a_table_are_kept(tmp_path):
     assert tuning.merged_entries(tmp_path / "none.json", new) == [new]
 
 
-def command(*arguments, **environment):
-    environment = os.environ | {"PYTHONPATH": str(ROOT)} | environment
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks.tune", *arguments], env=environment, capture_output=True, text=True,
-        timeout=200, check=False,
-    )  # fmt: skip
-
-
-def test_the_command_tunes_every_kernel_and_the_package_reads_it(tmp_path):
+def test_the_command_tunes_every_kernel_and_the_package_uses_the_table(tmp_path, monkeypatch):
     path = tmp_path / "moe-dualpipe" / "tuned.json"
-    done = command("--smoke", "--shapes", "20,16,16,3,2", "--out", str(path))
+    done = run_main("benchmarks.tune", "--smoke", "--shapes", "7,16,16,2,1", "--out", str(path))
     assert done.returncode == 0, done.stderr
     assert [line.split(":")[0] for line in done.stdout.splitlines() if line.startswith("  ")] == [
         "  up n=16 k=16", "  down n=16 k=16", "  down_backward n=16 k=16", "  up_backward n=16 k=32",
@@ -121,32 +109,28 @@ def test_the_command_tunes_every_kernel_and_the_package_reads_it(tmp_path):
     assert "0 dropped" in done.stdout
     entries = configs.load_table(path)
     assert {entry.kernel for entry in entries} == set(configs.KERNEL_NAMES) - {"any"}
-    code = (
-        "from moe_dualpipe.kernels.gpu import configs; "
-        "print(*[configs.lookup(k, 'interpreter', 4, 16, 16).block_m for k in configs.KERNEL_NAMES])"
-    )
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)}
-    read = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=True
-    )  # fmt: skip
-    tiles = {tile[0] for tile in SMOKE_TILES}
-    assert {int(word) for word in read.stdout.split()} <= tiles
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    configs.clear_caches()
+    found = {configs.lookup(kernel, "interpreter", 4, 16, 16).block_m for kernel in configs.KERNEL_NAMES}
+    monkeypatch.undo()
+    configs.clear_caches()
+    assert found <= {tile[0] for tile in SMOKE_TILES}
 
 
-def test_a_file_that_cannot_be_written_is_an_error_before_anything_is_timed(tmp_path, capsys):
+def test_an_output_that_cannot_be_written_is_reported_before_tuning(tmp_path, capsys):
     broken = tmp_path / "broken.json"
     broken.write_text("{")
-    for out, words in (
+    for out, message in (
         (tmp_path, "Is a directory"), (broken, "is not a table of tuned kernels"), (broken / "a.json", "File exists"),
     ):  # fmt: skip
         assert tune.main(["--smoke", "--out", str(out)]) == 2
         error = capsys.readouterr().err
-        assert words in error
+        assert message in error
         assert error.count("\n") == 1
 
 
-def test_arguments_that_make_no_sense_end_in_one_line(capsys):
-    for arguments, words in (
+def test_invalid_options_print_one_line_and_exit_with_2(capsys):
+    for arguments, message in (
         (["--smoke"], "--smoke needs --out"),
         (["--smoke", "--shapes", "1,2,3"], "a shape is five numbers, T,D,F,E,K: got '1,2,3'"),
         (["--smoke", "--shapes", "8,8,8,2,3"], "K at most E"),
@@ -154,7 +138,7 @@ def test_arguments_that_make_no_sense_end_in_one_line(capsys):
     ):
         assert tune.main(arguments) == 2
         error = capsys.readouterr().err
-        assert words in error
+        assert message in error
         assert error.count("\n") == 1
     options = tune.parse(["--smoke", "--shapes", "5,16,8,2,1"])
     assert tune.shapes_of(options) == (Shape(5, 16, 8, 2, 1),)

@@ -1,0 +1,76 @@
+"""What the GPU suite counts, and how it times."""
+
+import pytest
+import torch
+
+from benchmarks.gpu.measure import Clock, Quartiles, rate_statistics, relative_error, time_interleaved
+from benchmarks.gpu.shapes import GOAL_SHAPE, SHAPES, Shape
+
+
+def test_flops_and_saved_bytes_at_the_goal_shape():
+    assert str(GOAL_SHAPE) == "T=32768 D=4096 F=512 E=128 K=8"
+    assert GOAL_SHAPE.rows == 262_144
+    assert GOAL_SHAPE.forward_flops == 3_298_534_883_328  # 6 x 262144 x 4096 x 512
+    assert GOAL_SHAPE.backward_flops == 2 * GOAL_SHAPE.forward_flops
+    assert GOAL_SHAPE.saved_bytes() == 24_576  # 2 x 4096 + 4 x 8 x 512
+    assert SHAPES[1].saved_bytes() == 28 * 1024  # the Qwen3-30B-A3B layer: 28 KiB
+
+
+def test_bytes_of_permute_and_unpermute():
+    shape = Shape(T=3, D=8, F=5, E=4, K=2)
+    assert shape.permute_bytes() == 2 * 8 * 3 + 2 * 8 * 6 + 8 * 6  # x, rows, an int64 per row
+    assert shape.unpermute_bytes() == 2 * 8 * 6 + 2 * 8 * 3 + (8 + 4) * 6  # rows, y, a position and a weight per choice
+    assert shape.unpermute_bytes(4) == 4 * 8 * 9 + 72
+
+
+# ---- Timing ----
+
+
+class TickingClock(Clock):
+    """Every mark is one second after the previous one."""
+
+    def __init__(self):
+        super().__init__(torch.device("cpu"))
+        self.now = 0.0
+
+    def mark(self):
+        self.now += 1
+        return self.now
+
+
+def test_cases_are_interleaved_and_the_first_call_of_each_turn_is_not_timed():
+    calls = []
+
+    def case(name, phases):
+        def run(end_phase):
+            calls.append(name)
+            for _ in range(phases):
+                end_phase()
+
+        return run
+
+    times = time_interleaved(TickingClock(), {"a": case("a", 1), "b": case("b", 3)}, rounds=2, repeats=2)
+    assert "".join(calls) == "aaabbb" * 2
+    assert times.seconds == {"a": [[1.0] * 4], "b": [[1.0] * 4] * 3}
+    assert times.failures == {}
+
+
+def test_a_case_that_raises_does_not_stop_the_others():
+    def bad(_lap):
+        raise ValueError("first line\nsecond line")
+
+    times = time_interleaved(TickingClock(), {"bad": bad, "good": lambda end_phase: end_phase()}, rounds=3, repeats=1)
+    assert times.failures == {"bad": "ValueError: first line"}
+    assert times.seconds == {"good": [[1.0] * 3]}
+
+
+def test_quartiles_and_rates():
+    assert Quartiles.of([4.0, 1.0, 2.0, 3.0, 5.0]) == Quartiles(3.0, 2.0, 4.0, 5)
+    assert Quartiles.of([2.0]) == Quartiles(2.0, 2.0, 2.0, 1)
+    assert rate_statistics([0.5, 0.25, 1.0], 10, "GB/s") == {
+        "unit": "GB/s", "median": 20.0, "low": 15.0, "high": 30.0, "samples": 3
+    }  # fmt: skip
+
+
+def test_relative_error_is_a_ratio_of_norms():
+    assert relative_error(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0])) == pytest.approx(0.1)
