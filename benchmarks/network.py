@@ -38,7 +38,7 @@ import torch.distributed as dist
 import tyro
 
 from moe_dualpipe.models import PRESETS
-from moe_dualpipe.runtime.executor import StepResult
+from moe_dualpipe.runtime import StepResult
 from moe_dualpipe.runtime.groups import init_world
 from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.training.config import (

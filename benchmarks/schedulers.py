@@ -42,8 +42,8 @@ from moe_dualpipe.kernels.weight_grads import accumulate
 from moe_dualpipe.models import PRESETS, TransformerStage, next_token_loss, split
 from moe_dualpipe.overlap import WeightGrads, bind
 from moe_dualpipe.runtime import P2P, Executor, TensorSpec
-from moe_dualpipe.runtime.executor import _Run
 from moe_dualpipe.runtime.p2p import Receiving, Sending
+from moe_dualpipe.runtime.rank_step import RankStep
 from moe_dualpipe.runtime.stage import Stage
 from moe_dualpipe.schedule import Backward, Flow, Forward, Part, Recv, Schedule, Send, Step, build, halves
 
@@ -124,18 +124,20 @@ class Waiting(Executor):
 
     def step(self, schedule: Schedule, inputs: Any, labels: Any = None, criterion: Any = None, return_outputs=False):
         stages = {index: Stage(index, module, self.weight_grads) for index, module in self.modules.items()}
-        run = _WaitingRun(schedule, self.p2p, stages, frozenset(), inputs, labels, criterion, return_outputs)
+        run = _WaitingStep(schedule, self.p2p, stages, frozenset(), labels, criterion, return_outputs)
         with self.p2p.step():
-            return run.all(waiting_order(schedule, self.p2p.rank))
+            return run.run(waiting_order(schedule, self.p2p.rank), inputs)
 
 
-class _WaitingRun(_Run):
-    def all(self, steps: tuple[Step, ...]):
+class _WaitingStep(RankStep):
+    def run(self, steps: tuple[Step, ...], inputs: Any):
+        for micro_batch, tensors in inputs.items():
+            self.receiving[Flow.ACTIVATION][0, micro_batch] = Receiving(tuple(tensors))
         batch: list[Callable[[], object]] = []
         for step in steps:
             match step:
                 case Recv():
-                    self.recv(step)
+                    self.post_receive(step)
                     batch.append(partial(self._arrive, step))
                 case Send():
                     batch.append(self.send(step).wait)
@@ -151,8 +153,8 @@ class _WaitingRun(_Run):
         batch.clear()
 
     def _arrive(self, step: Recv) -> None:
-        arriving, key = self.arriving[step.flow], (step.stage, step.micro_batch)
-        arriving[key] = Receiving(arriving[key].wait())  # gloo's receives can be waited for once only
+        receiving, key = self.receiving[step.flow], (step.stage, step.micro_batch)
+        receiving[key] = Receiving(receiving[key].wait())  # gloo's receives can be waited for once only
 
 
 # ---- A link that takes its time ----

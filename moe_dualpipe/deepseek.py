@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .kernels.weight_grads import WeightGrads
-from .runtime import P2P, Executor, TensorSpec, accumulate_gradients
+from .runtime import P2P, Executor, OverlappedModule, TensorSpec, accumulate_gradients
 from .schedule import Schedule, build, placement_of
 
 __all__ = ["DualPipe", "DualPipeV", "WeightGradStore", "run_backward", "set_p2p_tensor_dtype", "set_p2p_tensor_shapes"]
@@ -124,8 +124,8 @@ class _Pipe(nn.Module):
         if len(modules) != 2:
             raise ValueError(f"{type(self).__name__} needs two modules on every rank: got {len(modules)}")
         self.module = nn.ModuleList(modules)
-        kind = type(self.module[0])
-        self.overlapped_forward_backward = kind is type(self.module[1]) and hasattr(kind, "overlapped_forward_backward")
+        same_class = type(self.module[0]) is type(self.module[1])
+        self.overlapped_forward_backward = same_class and isinstance(self.module[0], OverlappedModule)
         self.batch_dim = batch_dim
         self.group = process_group or dist.group.WORLD
         if self.group is None:

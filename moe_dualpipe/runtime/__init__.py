@@ -1,7 +1,9 @@
-"""Run schedules on torch.distributed: links between ranks, stages, and the executor that joins them."""
+"""Run schedules on torch.distributed: process groups, links between ranks, stages, replicas, and the executor."""
 
-from .executor import Executor, StepResult
+from .executor import Executor
 from .p2p import P2P, TensorSpec
-from .stage import Criterion, Stage, accumulate_gradients
+from .rank_step import StepResult
+from .stage import Criterion, OverlappedModule, Stage, accumulate_gradients
 
-__all__ = ["P2P", "Criterion", "Executor", "Stage", "StepResult", "TensorSpec", "accumulate_gradients"]
+__all__ = ["P2P", "Criterion", "Executor", "OverlappedModule", "Stage", "StepResult", "TensorSpec"]
+__all__ += ["accumulate_gradients"]

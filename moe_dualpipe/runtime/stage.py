@@ -1,14 +1,15 @@
-"""One pipeline stage during one step: what a forward must keep so that its backward can run later.
+"""One pipeline stage during one step: what a forward saves until its backward runs.
 
-A stage is any module that maps tensors to a tensor or a sequence of tensors. What is kept per micro-batch is small:
-the inputs, whose gradients the previous stage wants, and the roots of the autograd graph. The outputs themselves are
-dropped once they are sent (the graph keeps what it needs), unless `overlapped_forward_backward` is to do the backward,
-whose contract is to be given them.
+A stage is any module that maps tensors to a tensor or a sequence of tensors. Little is saved per micro-batch: the
+inputs, which receive the gradients for the previous stage, and the roots of the autograd graph. The outputs are dropped
+once they are sent (the graph holds what it needs), except where `overlapped_forward_backward` runs the backward: it
+gets them as an argument.
 """
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from inspect import signature
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +21,32 @@ Criterion = Callable[..., Tensor]
 Tensors = tuple[Tensor, ...]
 
 
+@runtime_checkable
+class OverlappedModule(Protocol):
+    """A module class that runs the forward of one micro-batch and the backward of another in one call.
+
+    The arguments are DeepSeek's: (module0, inputs0, criterion0, labels0, module1, loss1, outputs1, output_grads1). The
+    method returns the outputs and the loss of the forward; the loss is None without `criterion0`.
+
+    It may also have a keyword argument `on_input_grads`. Then it must call `on_input_grads()` once, as soon as the
+    gradients of module1's inputs are complete: they are sent while it computes the last weight gradients.
+    """
+
+    @classmethod
+    def overlapped_forward_backward(cls, *arguments: Any, **options: Any) -> tuple[Any, Tensor | None]: ...
+
+
+def accepts_on_input_grads(method: Callable[..., Any]) -> bool:
+    """Whether an `overlapped_forward_backward` has the keyword argument `on_input_grads`."""
+    return "on_input_grads" in signature(method).parameters
+
+
 def as_tuple(outputs: Tensor | Sequence[Tensor]) -> Tensors:
     return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
 
 
 def accumulate_gradients(roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor]) -> None:
-    """Accumulate gradients from `roots`; like `torch.autograd.backward`, but inputs that no root reaches are fine."""
+    """Accumulate gradients from `roots`. Unlike `torch.autograd.backward`, allow inputs that no root depends on."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.run_backward(
         tuple(roots), tuple(grads), keep_graph=False, create_graph=False, allow_unreachable=True, accumulate_grad=True
@@ -36,8 +57,8 @@ def accumulate_gradients(roots: Sequence[Tensor | GradientEdge], grads: Sequence
 class Chunk:
     """One micro-batch between its forward and its backward on this stage.
 
-    `roots` has one entry for each output that can have a gradient, `outputs` the outputs themselves if they are to be
-    handed to an overlapped backward; both are empty on the last stage, whose root is the loss.
+    roots: one entry for each output that can have a gradient. outputs: the outputs, if an overlapped backward needs
+    them. Both are empty on the last stage, where the backward starts from the loss.
     """
 
     inputs: Tensors
@@ -50,7 +71,7 @@ class Stage:
     """Forward and backward of one stage's micro-batches, in any order that respects their dependences."""
 
     def __init__(self, index: int, module: nn.Module, weight_grads: WeightGrads, overlapped: Collection[int] = ()):
-        """overlapped: the micro-batches whose backward is handed to the module's `overlapped_forward_backward`."""
+        """overlapped: the micro-batches whose backward is run by the module's `overlapped_forward_backward`."""
         self.index = index
         self.module = module
         self.weight_grads = weight_grads
@@ -67,7 +88,7 @@ class Stage:
         return outputs, loss
 
     def save_for_backward(self, micro_batch: int, inputs: Tensors, outputs: Tensors, loss: Tensor | None) -> None:
-        """Remember what the backward of `micro_batch` needs: nothing when there will be none."""
+        """Save what the backward of `micro_batch` needs; without autograd, nothing."""
         if not torch.is_grad_enabled():
             return
         outputs = () if loss is not None else tuple(output for output in outputs if output.is_floating_point())
@@ -92,7 +113,7 @@ class Stage:
             accumulate_gradients([root for root, _ in pairs], [grad for _, grad in pairs])
 
     def finish_backward(self, micro_batch: int) -> Tensors:
-        """Let go of the graph; return the input gradients (none on the first stage), zero where an input is unused."""
+        """Drop the graph; return the input gradients (none on the first stage), zeros for an unused input."""
         chunk = self.chunks.pop(micro_batch)
         if self.index == 0:
             return ()
@@ -103,5 +124,5 @@ class Stage:
         )
 
     def backward_weights(self, micro_batch: int) -> None:
-        """The weight gradients that a split backward left."""
+        """Compute the weight gradients that a split backward deferred."""
         self.weight_grads.run_deferred((self.index, micro_batch))

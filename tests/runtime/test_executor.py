@@ -320,6 +320,40 @@ def test_a_pair_of_different_classes_is_not_overlapped(classes):
     assert all(p.grad is not None for stage in stages.values() for p in stage.parameters())
 
 
+class Announcing(nn.Linear):
+    """Calls `on_input_grads` as many times as it is told."""
+
+    calls = 1
+
+    @classmethod
+    def overlapped_forward_backward(
+        cls, module0, inputs0, criterion0, labels0, _module1, loss1, outputs1, output_grads1, *, on_input_grads
+    ):
+        outputs0 = module0(*inputs0)
+        loss1.backward() if loss1 is not None else torch.autograd.backward(outputs1, output_grads1)
+        for _ in range(cls.calls):
+            on_input_grads()
+        return outputs0, criterion0(outputs0, *labels0) if criterion0 else None
+
+
+@pytest.mark.parametrize("calls", [0, 1, 2])
+def test_on_input_grads_is_called_once(monkeypatch, calls):
+    monkeypatch.setattr(Announcing, "calls", calls)
+    stages = {s: Announcing(WIDTH, WIDTH) for s in range(2)}
+    inputs = {m: (torch.ones(2, WIDTH),) for m in range(3)}
+    if calls != 1:
+        with pytest.raises(RuntimeError, match=f"must call on_input_grads once: it made {calls} calls"):
+            one_rank(stages).step(build("dualpipev", 1, 3), inputs, None, torch.sum)
+        return
+    one_rank(stages).step(build("dualpipev", 1, 3), inputs, None, torch.sum)
+    gradients = [p.grad.clone() for stage in stages.values() for p in stage.parameters()]
+    for stage in stages.values():
+        stage.zero_grad()
+    for (x,) in inputs.values():
+        stages[1](stages[0](x)).sum().backward()
+    torch.testing.assert_close(gradients, [p.grad for stage in stages.values() for p in stage.parameters()])
+
+
 class Transposed(nn.Module):
     def forward(self, x):
         return (x.T.contiguous() + 1).T

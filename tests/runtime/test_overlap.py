@@ -117,36 +117,6 @@ def test_overlap_changes_no_bit_of_a_step(name, pp, ep, slow, fused_loss):
     run_ranks(pp * ep, step_is_sequential, name, pp, ep, slow, fused_loss)
 
 
-class Mine(TransformerStage):
-    """A user's own method, with DeepSeek's signature and no more."""
-
-    @classmethod
-    def overlapped_forward_backward(  # type: ignore[override]
-        cls, module0, inputs0, criterion0, labels0, _module1, loss1, outputs1, output_grads1
-    ):
-        CALLS.append(cls)
-        outputs0 = module0(*inputs0)
-        loss0 = criterion0(outputs0, *labels0) if criterion0 else None
-        loss1.backward() if loss1 is not None else torch.autograd.backward(outputs1, output_grads1)
-        return outputs0, loss0
-
-
-CALLS: list[type] = []
-
-
-def own_method(rank):
-    schedule, layout, executor, _, _ = make_pipeline(rank, "dualpipev", 1)
-    for stage in executor.modules.values():
-        stage.__class__ = Mine
-    run_step(schedule, layout, executor)
-    return len(CALLS), sum(isinstance(action, Overlap) for action in schedule.actions[0])
-
-
-def test_a_method_of_ones_own_with_deepseeks_signature_is_called_as_deepseek_calls_it():
-    ((calls, pairs),) = run_ranks(1, own_method)
-    assert calls == pairs > 0
-
-
 # ---- Memory ----
 
 
@@ -198,8 +168,42 @@ def test_no_more_chunks_are_alive_than_the_schedule_says(name, pp):
 # ---- Transfers of the pipeline ----
 
 
-def sends_early(rank, pp):
-    schedule, layout, executor, _, _ = make_pipeline(rank, "dualpipe", pp)
+CALLS: list[str] = []
+
+
+class DeepSeekStyle(TransformerStage):
+    """A user's method with DeepSeek's signature: it does not accept `on_input_grads`."""
+
+    @classmethod
+    def overlapped_forward_backward(  # type: ignore[override]
+        cls, module0, inputs0, criterion0, labels0, _module1, loss1, outputs1, output_grads1
+    ):
+        CALLS.append("pair")
+        outputs0 = module0(*inputs0)
+        loss0 = criterion0(outputs0, *labels0) if criterion0 else None
+        loss1.backward() if loss1 is not None else torch.autograd.backward(outputs1, output_grads1)
+        return outputs0, loss0
+
+
+class Overriding(TransformerStage):
+    """A subclass that overrides the method and accepts `on_input_grads`."""
+
+    @classmethod
+    def overlapped_forward_backward(cls, *arguments, on_input_grads=None, engine=None):
+        CALLS.append("pair")
+
+        def called():
+            CALLS.append("input gradients")
+            on_input_grads()
+
+        return super().overlapped_forward_backward(*arguments, on_input_grads=called, engine=engine)
+
+
+def sends_of_a_step(rank, kind):
+    """Gradients sent before the last weight gradients of their pair, such gradients in all, sends, pairs, CALLS."""
+    schedule, layout, executor, _, _ = make_pipeline(rank, "dualpipe", 2)
+    for stage in executor.modules.values():
+        stage.__class__ = kind
     log = engine_for(torch.device("cpu")).log = []
     send = P2P.send
 
@@ -211,19 +215,29 @@ def sends_early(rank, pp):
         patch.setattr(P2P, "send", watched)
         run_step(schedule, layout, executor)
     engine_for(torch.device("cpu")).log = None
-    gradients = [
-        action.backward
-        for action in schedule.actions[rank]
-        if isinstance(action, Overlap) and action.backward.stage > 0
-    ]
-    # A send that is followed by a weight gradient was issued inside a pair, before it.
+    assert log.count("send") == sum(isinstance(step, Send) for step in add_comms(schedule)[rank])
+    pairs = [action for action in schedule.actions[rank] if isinstance(action, Overlap)]
+    gradients = sum(pair.backward.stage > 0 for pair in pairs)
+    # A send that is followed by a weight gradient was started inside a pair, before it.
     early = [i for i, label in enumerate(log) if label == "send" and log[i + 1 : i + 2] == ["attn(W)"]]
-    return len(early), len(gradients)
+    return len(early), gradients, len(pairs), CALLS
 
 
 def test_the_gradient_of_a_pair_is_sent_before_its_last_weight_gradients():
-    for early, expected in run_ranks(2, sends_early, 2):
-        assert early == expected > 0
+    for early, gradients, _, _ in run_ranks(2, sends_of_a_step, TransformerStage):
+        assert early == gradients > 0
+
+
+def test_a_subclass_that_accepts_on_input_grads_gets_one_call_for_each_pair():
+    for early, gradients, pairs, calls in run_ranks(2, sends_of_a_step, Overriding):
+        assert early == gradients > 0
+        assert calls == ["pair", "input gradients"] * pairs
+
+
+def test_a_method_with_deepseeks_signature_gets_deepseeks_arguments_and_its_gradients_are_sent_after_it():
+    for early, _, pairs, calls in run_ranks(2, sends_of_a_step, DeepSeekStyle):
+        assert early == 0
+        assert calls == ["pair"] * pairs
 
 
 def test_gradients_of_a_pair_travel_before_its_activations():

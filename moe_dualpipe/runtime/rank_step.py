@@ -1,0 +1,229 @@
+"""One step on one rank: runs the rank's list of actions and transfers.
+
+All state of a step is in one object, which is dropped when the step ends.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
+
+from ..schedule import Action, Backward, Flow, Forward, Overlap, Part, Recv, Schedule, Send, Step, counterpart, halves
+from .p2p import P2P, Receiving, Sending
+from .stage import Criterion, Stage, Tensors, accepts_on_input_grads, as_tuple
+
+SENDS_IN_FLIGHT = 2  # wait for a send, to free its buffer, after this many more compute actions
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Losses and outputs of the last stage, by micro-batch; empty on ranks that do not hold the last stage."""
+
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[int, Tensors] = field(default_factory=dict)
+
+
+class RankStep:
+    """The state of one step on one rank; see `Executor.step` for the arguments."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        p2p: P2P,
+        stages: dict[int, Stage],
+        overlapped: frozenset[Overlap],
+        labels: Mapping[int, Sequence[Tensor]],
+        criterion: Criterion | None,
+        return_outputs: bool,
+        on_action: Callable[[Action], None] | None = None,
+    ):
+        self.schedule, self.p2p, self.stages, self.overlapped = schedule, p2p, stages, overlapped
+        self.labels, self.criterion, self.return_outputs = labels, criterion, return_outputs
+        self.last, self.on_action = schedule.num_stages - 1, on_action
+        # Inputs of a stage, and gradients of its outputs, by (stage, micro-batch).
+        self.receiving: dict[Flow, dict[tuple[int, int], Receiving]] = {Flow.ACTIVATION: {}, Flow.GRADIENT: {}}
+        self.sends: deque[Send] = deque()  # not yet started, in the order of the list
+        self.to_send: dict[Send, Tensors] = {}
+        self.sending: deque[tuple[int, Sending]] = deque()  # with the number of the action that made the data
+        self.num_actions = 0
+        self.result = StepResult()
+
+    def run(self, steps: tuple[Step, ...], inputs: Mapping[int, Sequence[Tensor]]) -> StepResult:
+        for micro_batch, tensors in inputs.items():
+            self.receiving[Flow.ACTIVATION][0, micro_batch] = Receiving(tuple(tensors))
+        self.sends.extend(step for step in steps if isinstance(step, Send))
+        for step in steps:
+            try:
+                match step:
+                    case Recv():
+                        self.post_receive(step)
+                    case Send():
+                        self.start_sends()
+                    case _:
+                        while self.sending and self.sending[0][0] <= self.num_actions - SENDS_IN_FLIGHT:
+                            self.sending.popleft()[1].wait()
+                        self.num_actions += 1
+                        if self.on_action:
+                            self.on_action(step)
+                        with record_function(str(step)):
+                            self.compute(step)
+            except Exception as error:
+                rank = dist.get_rank() if dist.is_initialized() else 0
+                where = f"rank {rank} (pipeline rank {self.p2p.rank})"
+                error.add_note(f"while {where} ran {_describe(step)} of {self.schedule.name}")
+                raise
+        for _, sending in self.sending:
+            sending.wait()
+        return self.result
+
+    # ---- Compute ----
+
+    def compute(self, action: Forward | Backward | Overlap) -> None:
+        match action:
+            case Forward(stage, micro_batch):
+                self.forward(self.stages[stage], micro_batch)
+            case Backward(stage, micro_batch, Part.WEIGHT):
+                self.stages[stage].backward_weights(micro_batch)
+            case Backward(stage, micro_batch, part):
+                grads = self.output_grads(stage, micro_batch)
+                input_grads = self.stages[stage].backward(micro_batch, grads, split=part is Part.INPUT)
+                self.send_gradient(stage, micro_batch, input_grads)
+            case Overlap(forward, backward) if action in self.overlapped:
+                first, second = self.stages[forward.stage], self.stages[backward.stage]
+                self.overlap(first, forward.micro_batch, second, backward.micro_batch)
+            case Overlap(forward, backward):
+                self.compute(forward)
+                self.compute(backward)
+
+    def forward(self, stage: Stage, micro_batch: int) -> None:
+        inputs = self.receive(Flow.ACTIVATION, stage.index, micro_batch)
+        criterion, labels = self.loss_arguments(stage, micro_batch)
+        self.send_activation(stage.index, micro_batch, *stage.forward(micro_batch, inputs, criterion, labels))
+
+    def overlap(self, first: Stage, micro_batch0: int, second: Stage, micro_batch1: int) -> None:
+        """Run a forward and a backward in one call of the modules' `overlapped_forward_backward`."""
+        inputs0 = self.receive(Flow.ACTIVATION, first.index, micro_batch0)
+        criterion0, labels0 = self.loss_arguments(first, micro_batch0)
+        chunk1 = second.chunks[micro_batch1]
+        grads1 = self.output_grads(second.index, micro_batch1)
+        pairs = [(o, g) for o, g in zip(chunk1.outputs, grads1, strict=True) if o.requires_grad]
+        method: Any = type(first.module).overlapped_forward_backward  # type: ignore[attr-defined]
+        calls = 0
+
+        def on_input_grads() -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 1:
+                self.send_gradient(second.index, micro_batch1, second.finish_backward(micro_batch1))
+                self.start_sends()
+
+        outputs0, loss0 = method(
+            first.module,
+            list(inputs0),
+            criterion0,
+            list(labels0),
+            second.module,
+            chunk1.loss,
+            [output for output, _ in pairs],
+            [grad for _, grad in pairs],
+            **({"on_input_grads": on_input_grads} if (early := accepts_on_input_grads(method)) else {}),
+        )
+        outputs0 = as_tuple(outputs0)
+        first.save_for_backward(micro_batch0, inputs0, outputs0, loss0)
+        self.send_activation(first.index, micro_batch0, outputs0, loss0)
+        if not early:
+            self.send_gradient(second.index, micro_batch1, second.finish_backward(micro_batch1))
+        elif calls != 1:
+            name = f"{type(first.module).__name__}.overlapped_forward_backward"
+            raise RuntimeError(f"{name} must call on_input_grads once: it made {calls} calls")
+
+    def loss_arguments(self, stage: Stage, micro_batch: int) -> tuple[Criterion | None, Tensors]:
+        """The criterion and its labels; None and nothing before the last stage."""
+        if stage.index < self.last or self.criterion is None:
+            return None, ()
+        return self.criterion, tuple(self.labels.get(micro_batch, ()))
+
+    # ---- Inputs and results of stages ----
+
+    def receive(self, flow: Flow, stage: int, micro_batch: int) -> Tensors:
+        """Wait for the inputs (ACTIVATION) or output gradients (GRADIENT) of a stage and return them."""
+        tensors = self.receiving[flow].pop((stage, micro_batch)).wait()
+        if flow is Flow.ACTIVATION and stage > 0 and torch.is_grad_enabled():
+            for tensor in tensors:
+                tensor.requires_grad_(tensor.is_floating_point())
+        return tensors
+
+    def output_grads(self, stage: int, micro_batch: int) -> Tensors:
+        return self.receive(Flow.GRADIENT, stage, micro_batch) if stage < self.last else ()
+
+    def send_activation(self, stage: int, micro_batch: int, outputs: Tensors, loss: Tensor | None) -> None:
+        """After a forward: pass the outputs to the next stage, or store the loss and outputs of the last stage."""
+        if stage < self.last:
+            self._pass_on(stage, micro_batch, Flow.ACTIVATION, outputs)
+            return
+        if loss is not None:
+            self.result.losses[micro_batch] = loss.detach()
+        if self.return_outputs:
+            self.result.outputs[micro_batch] = tuple(_detached(output) for output in outputs)
+
+    def send_gradient(self, stage: int, micro_batch: int, input_grads: Tensors) -> None:
+        """After a backward: pass the input gradients to the previous stage."""
+        if stage > 0:
+            self._pass_on(stage, micro_batch, Flow.GRADIENT, input_grads)
+
+    def _pass_on(self, stage: int, micro_batch: int, flow: Flow, tensors: Tensors) -> None:
+        neighbour = stage + 1 if flow is Flow.ACTIVATION else stage - 1
+        # In inference a stage may also return None, which is not sent.
+        tensors = tuple(tensor.detach() for tensor in tensors if tensor is not None)
+        if self.schedule.rank_of(neighbour, micro_batch) == self.p2p.rank:
+            self.receiving[flow][neighbour, micro_batch] = Receiving(tensors)
+            return
+        self._check_specs(stage, flow, tensors)
+        if not torch.is_grad_enabled():
+            # Without autograd a module may reuse its output buffer while it is still being sent.
+            tensors = tuple(tensor.clone() for tensor in tensors)
+        self.to_send[Send(stage, micro_batch, flow)] = tensors
+
+    # ---- Transfers ----
+
+    def start_sends(self) -> None:
+        """Start the sends that come next in the list and have their data."""
+        while self.sends and self.sends[0] in self.to_send:
+            self.sending.append((self.num_actions, self.send(self.sends.popleft())))
+
+    def send(self, step: Send) -> Sending:
+        return self.p2p.send(self.to_send.pop(step), self._peer(step))
+
+    def post_receive(self, step: Recv) -> None:
+        received = self.p2p.recv(self._specs(step.flow), self._peer(step))
+        self.receiving[step.flow][step.stage, step.micro_batch] = received
+
+    def _peer(self, step: Send | Recv) -> int:
+        other = counterpart(step)
+        return self.schedule.rank_of(other.stage, other.micro_batch)
+
+    def _specs(self, flow: Flow):
+        specs = self.p2p.specs
+        return specs if flow is Flow.ACTIVATION else tuple(spec for spec in specs if spec.has_gradient)
+
+    def _check_specs(self, stage: int, flow: Flow, tensors: Tensors) -> None:
+        got = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+        expected = [(spec.shape, spec.dtype) for spec in self._specs(flow)]
+        if got != expected:
+            what = "outputs" if flow is Flow.ACTIVATION else "input gradients"
+            raise ValueError(f"stage {stage} produced {what} {got}, but the pipeline carries {expected}")
+
+
+def _describe(step: Step) -> str:
+    """The step in the schedule's notation, and in words: `0F3 (stage 0, micro-batch 3)`."""
+    acts = halves(step) if isinstance(step, Forward | Backward | Overlap) else (step,)
+    return f"{step} ({'; '.join(f'stage {act.stage}, micro-batch {act.micro_batch}' for act in acts)})"
+
+
+def _detached(tensor: Tensor | None) -> Any:
+    return None if tensor is None else tensor.detach()
