@@ -189,7 +189,7 @@ class Overriding(TransformerStage):
     """A subclass that overrides the method and accepts `on_input_grads`."""
 
     @classmethod
-    def overlapped_forward_backward(cls, *arguments, on_input_grads=None, engine=None):
+    def overlapped_forward_backward(cls, *arguments, on_input_grads, engine=None):
         CALLS.append("pair")
 
         def called():
