@@ -52,15 +52,15 @@ def launches_of(shape: Shape) -> dict[str, list[KernelLaunch]]:
 
 def roofline_table(tflops: float, tb_per_s: float) -> str:
     lines = [
-        "| shape | forward, TFLOP | GB | floor, ms | at most, TFLOP/s | backward, TFLOP | GB | floor, ms | at most |",
+        "| shape | forward, TFLOP | GB | min ms | max TFLOP/s | backward, TFLOP | GB | min ms | max TFLOP/s |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for shape in SHAPES:
         cells = [str(shape)]
         for launches in launches_of(shape).values():
-            flops, moved = sum(k.flops for k in launches), sum(k.bytes for k in launches)
-            floor = sum(k.min_ms(tflops, tb_per_s) for k in launches)
-            cells += [f"{flops / 1e12:.2f}", f"{moved / 1e9:.1f}", f"{floor:.2f}", f"{flops / floor / 1e9:.0f}"]
+            flops, num_bytes = sum(k.flops for k in launches), sum(k.bytes for k in launches)
+            min_ms = sum(k.min_ms(tflops, tb_per_s) for k in launches)
+            cells += [f"{flops / 1e12:.2f}", f"{num_bytes / 1e9:.1f}", f"{min_ms:.2f}", f"{flops / min_ms / 1e9:.0f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
