@@ -128,8 +128,8 @@ def launch_experts(d: int, f: int, dtype: torch.dtype) -> None:
     wgrad.weight_gradients(z, x, tiling.offsets, dtype)
 
 
-def launch_others(dtype: torch.dtype) -> None:
-    """Everything else: routing, orders, moved rows."""
+def launch_others(dtype: torch.dtype, brief: bool = False) -> None:
+    """Launch routing, sorting and permutation. brief: for one number of experts instead of three."""
     x, index, weights = torch.empty(64, 4096, dtype=dtype), torch.zeros(64, dtype=torch.int64), torch.empty(64, 8)
     positions = torch.zeros(64, 8, dtype=torch.int64)
     permute.gather_rows(x, index)
@@ -138,7 +138,7 @@ def launch_others(dtype: torch.dtype) -> None:
         permute.sum_rows(x, positions, given)
     permute.dot_rows(x, x, positions)
     permute.sum_partials(torch.empty(4, 64), positions)
-    for num_experts, groups in ((8, 1), (256, 8), (512, 1)):
+    for num_experts, groups in ((256, 8),) if brief else ((8, 1), (256, 8), (512, 1)):
         logits, bias = torch.empty(64, num_experts, dtype=dtype), torch.empty(num_experts)
         for softmax in (True, False):
             routing.top_k_experts(logits, bias, 8, groups, max(1, groups // 2), softmax, True, 1.0)
@@ -150,8 +150,8 @@ def launch_others(dtype: torch.dtype) -> None:
         paced_copy.paced_copy(x, 0.0, 4)
 
 
-def check(arch: str, dtype: str) -> list[Compiled]:
-    """Compile all there is for one GPU and dtype."""
+def check(arch: str, dtype: str, brief: bool = False) -> list[Compiled]:
+    """Compile all kernels for one GPU and dtype. brief: only the tuned sizes, and one number of experts."""
     size = DTYPES[dtype].itemsize
     shipped = {
         (max(e.n, e.k), min(e.n, e.k))
@@ -159,8 +159,9 @@ def check(arch: str, dtype: str) -> list[Compiled]:
         if e.arch == arch and e.dtype_bytes == size
     }
     found: dict[str, Compiled] = {}  # by what Triton knows a compiled kernel by
-    experts = {f"{d}x{f}": partial(launch_experts, d, f) for d, f in [*sorted(shipped), (1000, 200), (1001, 203)]}
-    for sizes, launch in {**experts, "": launch_others}.items():
+    untuned = [] if brief else [(1000, 200), (1001, 203)]
+    experts = {f"{d}x{f}": partial(launch_experts, d, f) for d, f in [*sorted(shipped), *untuned]}
+    for sizes, launch in {**experts, "": partial(launch_others, brief=brief)}.items():
         with compiling(arch) as compiled:
             launch(DTYPES[dtype])
         for name, kernel in compiled:
@@ -224,11 +225,12 @@ def main() -> None:
     )
     parser.add_argument("--arch", nargs="+", choices=TARGETS, default=list(TARGETS), help="GPUs to compile for")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bf16", "fp32"], help="dtypes of the rows")
+    parser.add_argument("--brief", action="store_true", help="only the tuned sizes and one number of experts")
     parser.add_argument("--quiet", action="store_true", help="print only what is amiss")
     options = parser.parse_args()
     if interpreter_enabled():
         parser.error("TRITON_INTERPRET is set, so nothing is compiled: unset it")
-    jobs = [(arch, dtype) for arch in options.arch for dtype in options.dtype]
+    jobs = [(arch, dtype, options.brief) for arch in options.arch for dtype in options.dtype]
     with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
         found = [c for part in pool.map(check, *zip(*jobs, strict=True)) for c in part]
     amiss = [c for c in found if c.amiss()]

@@ -1,4 +1,7 @@
-"""The kernels as they are shipped, compiled for GPUs that are not there."""
+"""Compiles the kernels with the shipped tile sizes for GPUs that this machine need not have.
+
+All sizes are compiled for sm_90 only. The other GPUs compile the tuned sizes; `make codegen` compiles everything.
+"""
 
 import os
 import subprocess
@@ -10,27 +13,20 @@ pytest.importorskip("triton")
 
 
 def codegen(*arguments):
-    # A process of its own: here Triton interprets.
+    # In another process, because Triton interprets in this one.
     command = [sys.executable, "-m", "benchmarks.codegen", *arguments]
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=230, check=False)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "gfx942"])
-def test_every_kernel_compiles_without_spills_and_warnings(arch):
-    done = codegen("--arch", arch, "--dtype", "bf16")
+@pytest.mark.parametrize("arch,brief", [("sm_80", True), ("sm_90", False), ("sm_100", True), ("gfx942", True)])
+def test_every_kernel_compiles_without_spills_and_warnings(arch, brief):
+    done = codegen("--arch", arch, "--dtype", "bf16", *(["--brief"] if brief else []))
     assert done.returncode == 0, done.stdout + done.stderr
     lines = {line.split()[0]: line for line in done.stdout.splitlines()}
     assert {"swiglu_up", "swiglu_down_backward", "rows_times_weights", "weight_gradients"} <= lines.keys()
-    assert {
-        "top_k_experts",
-        "top_k_experts_backward",
-        "count",
-        "scatter",
-        "sum_rows",
-        "gather_rows",
-        "tile_table",
-    } <= lines.keys()
+    assert {"top_k_experts", "top_k_experts_backward", "count", "scatter", "tile_table"} <= lines.keys()
+    assert {"sum_rows", "gather_rows", "dot_rows", "sum_partials", "paced_copy"} <= lines.keys()
     assert " 0 amiss" in done.stdout
 
 
