@@ -2,7 +2,7 @@
 
 Activations are most of the memory of training. They depend on the model, on what is recomputed, and on how the experts
 are spread. The formulas here add up the tensors that layers save, so they cost nothing for a model of any size.
-tests/gpu/test_memory.py compares them with the tensors that are alive in real stages.
+tests/gpu/test_saved_bytes.py compares them with the tensors that are alive in real stages.
 
 They assume GPU kernels: fused experts (which save x and z), fused RMSNorm (its input and one number a row), flash
 attention (q, k, v, the result, and one number a row and head). Plain operators save more. The number of received rows

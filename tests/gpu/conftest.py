@@ -1,7 +1,7 @@
-"""The Triton kernels: on a GPU where there is one, and in Triton's interpreter where there is none.
+"""Tests of the Triton kernels: on a GPU if there is one, else in Triton's interpreter.
 
-Every tensor that a launcher allocates is poisoned, and lies between two guards: what a kernel does not write stays NaN,
-and what it writes outside is found.
+Every tensor that a launcher allocates is filled with NaN and lies between two guards. So elements that a kernel does
+not write stay NaN, and writes out of bounds are detected.
 """
 
 import pytest
@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-PAD = 64  # elements before and after, which keeps 16-byte alignment
+PAD = 64  # guard elements on each side; a multiple of 16 bytes, which keeps the alignment
 
 
 class _Guarded:
@@ -46,7 +46,7 @@ def poison(dtype):
 
 @pytest.fixture
 def guards(monkeypatch):
-    """Launchers allocate poisoned memory between guards, which are checked at the end."""
+    """Make launchers allocate poisoned memory between guards, which are checked after the test."""
     guarded = _Guarded()
     monkeypatch.setattr(torch, "empty", guarded.empty)
     monkeypatch.setattr(torch, "empty_like", guarded.empty_like)

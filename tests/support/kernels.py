@@ -1,4 +1,4 @@
-"""What the tests of the kernels share: where they run, in which dtypes, and how close is close enough."""
+"""Helpers for the tests of kernels: device, dtypes, tolerances and custom experts."""
 
 import contextlib
 
@@ -12,13 +12,13 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter computes wrong numbers in bfloat16.
 DTYPES = [torch.float32, torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float32, torch.float16]
 
-# (in fp64, kernels): what is exact, what plain torch makes of it, ours, and ours once more. The interpreter runs
-# programs one after another, so that the last two cannot differ there: it has test_twice_is_the_same.
+# (in fp64, kernels): the exact result, plain torch, Triton, and on a GPU Triton again. The interpreter runs programs
+# one after another, so a second run cannot differ there; test_two_runs_are_bit_identical covers it.
 RUNS = [(True, "reference"), (False, "reference"), (False, "triton")]
 if DEVICE == "cuda":
     RUNS.append((False, "triton"))
 
-# Relative error, |ours - exact| / |exact| in the 2-norm, that is never too much: a few roundings to the dtype.
+# Relative error |ours - exact| / |exact| in the 2-norm that is always allowed: a few roundings to the dtype.
 FLOOR = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
@@ -30,9 +30,9 @@ def error(ours, exact):
 
 
 def assert_as_good_as(ours, reference, exact, dtype, what=""):
-    """`ours` is as close to the fp64 result as plain torch in the same dtype, up to a factor of two."""
+    """Assert that `ours` is as close to the fp64 result as plain torch in the same dtype, up to a factor of two."""
     allowed = max(2 * error(reference, exact), FLOOR[dtype])
-    assert error(ours, exact) <= allowed, f"{what}: {error(ours, exact):.2e} where {allowed:.2e} is allowed"
+    assert error(ours, exact) <= allowed, f"{what}: error {error(ours, exact):.2e}, allowed {allowed:.2e}"
 
 
 def offsets_of(counts):
@@ -40,7 +40,7 @@ def offsets_of(counts):
 
 
 class LinearExperts(nn.Module):
-    """Somebody's own experts, who asks for the kernels that the model runs with."""
+    """Custom experts with the attribute `kernels`, which the model sets to its own choice."""
 
     kernels = "auto"
 
@@ -54,7 +54,7 @@ class LinearExperts(nn.Module):
 
 @contextlib.contextmanager
 def all_kernels(config):
-    """Every product with this configuration."""
+    """Run every product with this configuration."""
     with contextlib.ExitStack() as stack:
         for kernel in configs.KERNEL_NAMES:
             stack.enter_context(configs.override_config(kernel, config))

@@ -1,11 +1,11 @@
-"""See every operation that torch runs, in forward and backward alike."""
+"""Statistics of the operations that torch runs, in forward and backward."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class OperationStats(TorchDispatchMode):
-    """The most elements in any tensor that an operation returns, and the number of matrix products."""
+    """Records the largest number of elements that any operation returns, and the number of matrix products."""
 
     max_numel = num_matmuls = 0
 

@@ -1,4 +1,4 @@
-"""The grouped products and the fused experts: against plain torch in the same dtype, and in fp64."""
+"""Compares the grouped products and the fused experts with plain torch in the same dtype and in fp64."""
 
 import itertools
 
@@ -22,10 +22,14 @@ pytestmark = pytest.mark.usefixtures("guards")
 GPU = DEVICE == "cuda"
 POINTERS = TileConfig(32, 64, 32, 4, 2, 2) if GPU else TileConfig(16, 32, 16, 4, 1, 2)
 TMA = TileConfig(64, 64, 32, 4, 2, 2, True) if GPU else TileConfig(16, 32, 16, 4, 1, 2, True)
-# (rows per expert); the second has empty experts at both ends, the third one expert with everything, the last no rows
-COUNTS = [[3, 1, 20, 2], [0, 5, 0, 33, 0], [0, 40, 0], [0, 0]]
-# Input and output. The second cannot take the fast path; the third is whole tiles only.
-WIDTHS = [(24, 40), (37, 13), (64, 128) if GPU else (32, 64), (8, 8)]
+PATHS = [(POINTERS, DTYPES[0]), *((TMA, dtype) for dtype in DTYPES[1:])]
+# Rows per expert, input width, output width: empty experts at both ends, one expert with all rows, no rows at all;
+# widths that TMA cannot load, and widths that are whole tiles.
+SIZES = [
+    ([3, 1, 20, 2], 24, 40), ([0, 5, 0, 33, 0], 24, 40), ([0, 40, 0], 24, 40), ([0, 0], 24, 40),
+    ([3, 1, 20, 2], 37, 13), ([0, 5, 0, 33, 0], 37, 13),
+    ([0, 5, 0, 33, 0], *((64, 128) if GPU else (32, 64))), ([3, 1, 20, 2], 8, 8),
+]  # fmt: skip
 
 
 def normal(*shape, dtype):
@@ -35,11 +39,9 @@ def normal(*shape, dtype):
 # ---- grouped products ----
 
 
-@pytest.mark.parametrize("config", [POINTERS, TMA], ids=["pointers", "tma"])
-@pytest.mark.parametrize("counts", COUNTS, ids=str)
-@pytest.mark.parametrize("inputs,outputs", WIDTHS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_grouped_linear_and_its_backward(counts, inputs, outputs, dtype, config):
+@pytest.mark.parametrize("config,dtype", PATHS)
+@pytest.mark.parametrize("counts,inputs,outputs", SIZES)
+def test_grouped_linear_and_its_gradients(counts, inputs, outputs, dtype, config):
     offsets = offsets_of(counts)
     x, w = normal(sum(counts), inputs, dtype=dtype), normal(len(counts), outputs, inputs, dtype=dtype)
     dy = normal(sum(counts), outputs, dtype=dtype)
@@ -56,11 +58,11 @@ def test_grouped_linear_and_its_backward(counts, inputs, outputs, dtype, config)
         assert_as_good_as(ours, reference, exact, dtype)
         assert all(torch.equal(ours, other) for other in again)
     for e, count in enumerate(counts):
-        assert count or not results[2][2][e].any()  # zeros, not garbage, for the experts without rows
+        assert count or not results[2][2][e].any()  # zeros for experts without rows
 
 
 @pytest.mark.parametrize("config", [POINTERS, TMA], ids=["pointers", "tma"])
-def test_a_few_multiprocessors_do_the_same(config):
+def test_num_sms_does_not_change_grouped_products(config):
     counts = [0, 30, 7]
     x, w, dy = (normal(*shape, dtype=torch.float32) for shape in ((37, 24), (3, 40, 24), (37, 40)))
     offsets = offsets_of(counts)
@@ -75,12 +77,12 @@ def test_a_few_multiprocessors_do_the_same(config):
                 assert torch.equal(product(sms), expected)
 
 
-@pytest.mark.parametrize("newer", [False, True])
-def test_tf32_is_used_where_torch_was_told_so_by_either_of_its_settings(newer):
+@pytest.mark.parametrize("attribute", [False, True])
+def test_tf32_is_used_if_either_torch_setting_allows_it(attribute):
     assert dot_precision(torch.float32) == dot_precision(torch.bfloat16) == "ieee"
     before = torch.backends.cuda.matmul.fp32_precision
     try:
-        if newer:
+        if attribute:
             torch.backends.cuda.matmul.fp32_precision = "tf32"
         else:
             torch.set_float32_matmul_precision("high")
@@ -91,7 +93,7 @@ def test_tf32_is_used_where_torch_was_told_so_by_either_of_its_settings(newer):
         torch.set_float32_matmul_precision("highest")
 
 
-def test_one_expert_whose_weights_have_a_stride_of_nothing():
+def test_weights_of_one_expert_may_have_any_expert_stride():
     x, w = normal(5, 16, dtype=torch.float32), normal(16, 16, 1, dtype=torch.float32).permute(2, 0, 1)
     assert w.is_contiguous()
     assert w.stride(0) == 1
@@ -100,37 +102,37 @@ def test_one_expert_whose_weights_have_a_stride_of_nothing():
     torch.testing.assert_close(y, x @ w[0].T)
 
 
-def test_weight_gradients_are_added_in_fp32_to_what_is_there():
+def test_wgrad_adds_to_an_existing_gradient_in_fp32():
     dtype = DTYPES[-1]
     dy, x, offsets = normal(30, 24, dtype=dtype), normal(30, 40, dtype=dtype), offsets_of([10, 0, 20])
-    there = torch.randn(3, 24, 40, device=DEVICE)
-    expected = there + grouped_wgrad(dy, x, offsets, torch.float32, kernels="triton")
-    given = there.clone()
-    assert grouped_wgrad(dy, x, offsets, add_to=given, kernels="triton") is given
-    torch.testing.assert_close(given, expected)
-    assert torch.equal(given[1], there[1])
+    before = torch.randn(3, 24, 40, device=DEVICE)
+    expected = before + grouped_wgrad(dy, x, offsets, torch.float32, kernels="triton")
+    grad = before.clone()
+    assert grouped_wgrad(dy, x, offsets, add_to=grad, kernels="triton") is grad
+    torch.testing.assert_close(grad, expected)
+    assert torch.equal(grad[1], before[1])
 
 
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
-def test_no_rows_have_no_layout(kernels):
+def test_zero_rows_forward_and_backward(kernels):
     x, w = (normal(*shape, dtype=torch.float32).requires_grad_() for shape in ((0, 8), (2, 4, 8)))
     order = expert_order(torch.empty(0, 2, dtype=torch.int64, device=DEVICE), 2, kernels=kernels)
     y = unpermute(
         grouped_linear(permute(x, order, kernels), w, order.expert_offsets, kernels=kernels), order, None, kernels
     )
-    y.sum().backward()  # the gradient of a sum is expanded, and of no rows it stays that
+    y.sum().backward()  # the gradient of a sum is expanded; with no rows, contiguous() leaves it so
     assert x.grad.shape == (0, 8)
     assert not w.grad.any()
 
 
-def test_weights_that_begin_anywhere_in_memory():
+def test_weights_that_are_not_16_byte_aligned():
     x, w = normal(6, 16, dtype=torch.float32), normal(2 * 8 * 16 + 1, dtype=torch.float32)[1:].view(2, 8, 16)
-    with all_kernels(TMA):  # which wants multiples of 16 bytes
+    with all_kernels(TMA):  # TMA needs 16-byte alignment
         y = grouped_mm(x, w, offsets_of([4, 2]), kernels="triton")
     torch.testing.assert_close(y, torch.cat([x[:4] @ w[0].T, x[4:] @ w[1].T]), rtol=1e-4, atol=1e-5)
 
 
-def test_rows_may_be_part_of_wider_ones():
+def test_rows_may_be_slices_of_wider_rows():
     x, dy = (normal(6, 40, dtype=torch.float32)[:, 8:columns] for columns in (24, 16))
     w, offsets = normal(2, 8, 16, dtype=torch.float32), offsets_of([4, 2])
     results = []
@@ -151,7 +153,7 @@ def test_offsets_need_not_be_contiguous():
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
-def test_a_gradient_that_is_not_contiguous_is_refused_not_destroyed():
+def test_accumulating_into_a_non_contiguous_gradient_raises():
     x, gate_up, down, weights, order, dy = moe(20, 2, 4, 24, 16, torch.float32)
     down.requires_grad_()
     down.grad = torch.zeros(4, 16, 24, device=DEVICE).mT
@@ -161,8 +163,8 @@ def test_a_gradient_that_is_not_contiguous_is_refused_not_destroyed():
         grouped_wgrad(dy, dy, offsets_of([20]), add_to=torch.zeros(1, 24, 24).mT.to(DEVICE), kernels="triton")
 
 
-def test_rows_beyond_the_last_offset_are_left_alone():
-    """Buffers may be longer than what is in them, where only the device knows how much that is."""
+def test_rows_past_the_last_offset_are_neither_read_nor_written():
+    """Buffers can be longer than their content, because only the device knows the number of rows."""
     x, w = normal(40, 24, dtype=torch.float32), normal(2, 16, 24, dtype=torch.float32)
     x[30:] = float("nan")
     offsets = offsets_of([12, 18])
@@ -173,13 +175,13 @@ def test_rows_beyond_the_last_offset_are_left_alone():
     torch.testing.assert_close(dw, grouped_wgrad(y[:30], x[:30], offsets, kernels="reference"), rtol=1e-4, atol=1e-3)
 
 
-def test_the_tiles_of_the_docstring():
+def test_tiling_docstring_example():
     tiles = Tiling(offsets_of([3, 0, 5]), 8)(2)
     assert tiles[:5].tolist() == [[0, 0], [0, 2], [2, 3], [2, 5], [2, 7]]
     assert tiles[5:, 0].tolist() == [-1, -1]
 
 
-def test_every_height_has_tiles_of_its_own():
+def test_tiling_builds_a_table_for_each_tile_height():
     tiling = Tiling(offsets_of([3, 0, 5]), 8)
     assert tiling(4)[:3].tolist() == [[0, 0], [2, 3], [2, 7]]
     assert tiling(8)[:2].tolist() == [[0, 0], [2, 3]]
@@ -194,11 +196,11 @@ def test_tiles_cover_every_row_once(counts, block):
     assert (tiles[len(expected) :, 0] == -1).all()
 
 
-# ---- the fused experts ----
+# ---- fused experts ----
 
 
 def moe(rows, choices, num_experts, d, f, dtype, ids=None):
-    """x, gate_up, down, weights, order and dy of a layer, with sizes of weights that keep activations near one."""
+    """x, gate_up, down, weights, order and dy of a layer. The scale of the weights keeps activations near one."""
     ids = torch.randint(-1, num_experts, (rows, choices)) if ids is None else ids
     order = expert_order(ids.to(DEVICE), num_experts, int((ids >= 0).sum()), kernels="reference")
     x, dy = normal(rows, d, dtype=dtype), normal(rows, d, dtype=dtype)
@@ -217,19 +219,18 @@ LAYERS = {
     "even": (33, 2, 4, 32, 48, None),
     "one row": (1, 1, 1, 8, 8, None),
     "hot expert": (50, 1, 3, 24, 8, torch.full((50, 1), 1)),
-    "nothing chosen": (5, 2, 3, 16, 8, torch.full((5, 2), -1)),
+    "no valid choice": (5, 2, 3, 16, 8, torch.full((5, 2), -1)),
     "the same expert twice": (6, 2, 3, 16, 8, torch.tensor([[0, 0], [2, 2], [1, 0]] * 2)),
     "no rows": (0, 2, 3, 16, 8, torch.empty(0, 2, dtype=torch.int64)),
 }
 
 
-WEIGHTINGS = [(name, "outside") for name in LAYERS] + [("awkward", how) for how in ("inside", "none")]
+WEIGHTINGS = [(name, "outside") for name in LAYERS] + [("awkward", "inside"), ("even", "inside"), ("awkward", "none")]
 
 
-@pytest.mark.parametrize("config", [POINTERS, TMA], ids=["pointers", "tma"])
+@pytest.mark.parametrize("config,dtype", PATHS)
 @pytest.mark.parametrize("name,weighting", WEIGHTINGS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_experts_and_every_gradient(name, dtype, config, weighting):
+def test_experts_and_all_gradients(name, dtype, config, weighting):
     rows, choices, num_experts, d, f, ids = LAYERS[name]
     *tensors, order, dy = moe(rows, choices, num_experts, d, f, dtype, ids)
     results = []
@@ -251,7 +252,7 @@ def test_experts_and_every_gradient(name, dtype, config, weighting):
         assert ours.dtype == reference.dtype
 
 
-def test_twice_is_the_same():
+def test_two_runs_are_bit_identical():
     *tensors, order, dy = moe(9, 2, 3, 24, 16, DTYPES[-1])
     runs = []
     for _ in range(2):
@@ -262,27 +263,27 @@ def test_twice_is_the_same():
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
 
 
-def test_experts_of_512():
+def test_512_experts():
     x, gate_up, down, weights, order, _ = moe(20, 8, 512, 16, 8, torch.float32)
     ours = experts(x, gate_up, down, order, weights, kernels="triton")
     torch.testing.assert_close(ours, experts(x, gate_up, down, order, weights, kernels="reference"))
 
 
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
-def test_experts_take_weights_and_gradients_in_any_layout(kernels):
+def test_experts_accept_weights_and_gradients_in_any_layout(kernels):
     x, gate_up, down, weights, order, _ = moe(9, 3, 4, 16, 8, torch.float32)
     narrow = weights.T.half().contiguous().T.requires_grad_()
     assert not narrow.is_contiguous()
     exact = [t.double().requires_grad_() for t in (x, gate_up, down, narrow.detach())]
     layer(exact, order, kernels="reference").sum().backward()
     ours = [x.requires_grad_(), gate_up.requires_grad_(), down.requires_grad_(), narrow]
-    layer(ours, order, kernels=kernels).sum().backward()  # the gradient of a sum is one number, expanded
+    layer(ours, order, kernels=kernels).sum().backward()  # the gradient of a sum is expanded
     for leaf, other in zip(ours, exact, strict=True):
         assert leaf.grad.dtype == leaf.dtype
         torch.testing.assert_close(leaf.grad.double(), other.grad, rtol=2e-3, atol=1e-4)
 
 
-def test_experts_example():
+def test_experts_docstring_example():
     one = torch.ones(1, 1, 1, device=DEVICE)
     order = expert_order(torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), 1)
     for kernels in ("reference", "triton"):
@@ -290,7 +291,7 @@ def test_experts_example():
         assert round(float(y), 4) == 1.7616
 
 
-def test_only_what_is_wanted_is_computed():
+def test_only_requested_gradients_are_computed():
     *tensors, order, dy = moe(9, 2, 3, 16, 8, torch.float32)
     with all_kernels(POINTERS):
         for wanted in range(4):
@@ -307,29 +308,29 @@ def test_only_what_is_wanted_is_computed():
             )
 
 
-def saved(function):
-    """What autograd keeps of a call, in bytes, and the number of elements of each tensor."""
-    kept = {}
+def saved_tensors(function):
+    """The tensors that autograd saves for backward during a call."""
+    saved = {}
 
     def pack(t):
-        kept[t.data_ptr()] = t
+        saved[t.data_ptr()] = t
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         function()
-    return list(kept.values())
+    return list(saved.values())
 
 
-def test_only_x_and_the_preactivation_are_kept():
+def test_only_x_and_the_preactivation_are_saved_for_backward():
     n, k, d, f = 40, 2, 64, 32
     x, gate_up, down, weights, order, _ = moe(n, k, 4, d, f, torch.float16, torch.randint(0, 4, (n, k)))
     leaves = [t.requires_grad_() for t in (x, gate_up, down, weights)]
-    kept = saved(lambda: layer(leaves, order, kernels="triton"))
-    activations = [t for t in kept if t.data_ptr() not in {gate_up.data_ptr(), down.data_ptr(), weights.data_ptr()}]
+    saved = saved_tensors(lambda: layer(leaves, order, kernels="triton"))
+    activations = [t for t in saved if t.data_ptr() not in {gate_up.data_ptr(), down.data_ptr(), weights.data_ptr()}]
     assert sum(t.nbytes for t in activations) == n * (2 * d + 4 * k * f)
 
 
-def test_nothing_is_kept_where_nobody_will_ask_for_gradients(guards):
+def test_the_preactivation_is_not_stored_without_gradients(guards):
     n, k, f = 10, 2, 24
     x, gate_up, down, weights, order, _ = moe(n, k, 4, 16, f, torch.float32, torch.randint(0, 4, (n, k)))
     leaves = [t.requires_grad_() for t in (x, gate_up, down, weights)]
@@ -362,7 +363,7 @@ def test_accumulated_gradients_are_fp32_and_add_up(kernels):
 
 
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
-def test_accumulated_gradients_do_not_pass_through_autograd(kernels):
+def test_accumulated_gradients_bypass_autograd_unless_there_are_hooks(kernels):
     x, gate_up, down, weights, order, _ = moe(9, 2, 3, 16, 8, torch.float32)
     rows = permute(x, order, kernels)
     for leaf in (gate_up, down):
@@ -380,24 +381,24 @@ def test_accumulated_gradients_do_not_pass_through_autograd(kernels):
         assert down.grad is not None
         return gate_up.grad, down.grad
 
-    (handed_on,) = torch.autograd.grad(forward(), gate_up, allow_unused=True)
-    assert handed_on is None
+    (returned,) = torch.autograd.grad(forward(), gate_up, allow_unused=True)
+    assert returned is None
     assert gate_up.grad.any()
     expected = backward()
-    # A weight whose gradient somebody waits for is left to autograd.
+    # The gradient of a weight with hooks goes through autograd.
     gate_up.register_hook(lambda grad: 2 * grad)
     down.register_hook(lambda grad: 3 * grad)
     torch.testing.assert_close(backward(), (2 * expected[0], 3 * expected[1]))
 
 
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
-@pytest.mark.parametrize("there", [False, True])
-def test_weight_gradients_can_be_put_off(kernels, there):
+@pytest.mark.parametrize("has_grad", [False, True])
+def test_weight_gradients_can_be_deferred(kernels, has_grad):
     *tensors, order, dy = moe(20, 2, 4, 24, 16, torch.float32)
     expected, ours = ([t.clone().requires_grad_() for t in tensors] for _ in range(2))
     layer(expected, order, kernels=kernels).backward(dy)
     weight_grads = WeightGrads()
-    if there:
+    if has_grad:
         for leaf in ours[1:3]:
             leaf.grad = torch.ones_like(leaf)
     before = [None if leaf.grad is None else leaf.grad.clone() for leaf in ours]
@@ -405,14 +406,14 @@ def test_weight_gradients_can_be_put_off(kernels, there):
         layer(ours, order, weight_grads=weight_grads, kernels=kernels).backward(dy)
     assert torch.equal(ours[0].grad, expected[0].grad)
     assert torch.equal(ours[3].grad, expected[3].grad)
-    for leaf, was in zip(ours[1:3], before[1:3], strict=True):
-        assert leaf.grad is None if was is None else torch.equal(leaf.grad, was)
+    for leaf, grad in zip(ours[1:3], before[1:3], strict=True):
+        assert leaf.grad is None if grad is None else torch.equal(leaf.grad, grad)
     weight_grads.run_deferred("W")
     for leaf, other in zip(ours[1:3], expected[1:3], strict=True):
-        torch.testing.assert_close(leaf.grad, other.grad + there)
+        torch.testing.assert_close(leaf.grad, other.grad + has_grad)
 
 
-def test_a_few_multiprocessors_compute_the_same_experts():
+def test_num_sms_does_not_change_the_experts():
     *tensors, order, dy = moe(24, 2, 3, 40, 24, torch.float32)
     results = []
     for num_sms in (None, 3):
@@ -425,8 +426,8 @@ def test_a_few_multiprocessors_compute_the_same_experts():
         assert torch.equal(ours, expected)
 
 
-def test_gradients_of_gradients_are_refused():
-    """A kernel leaves no trace in the graph: what goes through it once more would be silently incomplete."""
+def test_double_backward_raises():
+    """Kernels record no graph, so second derivatives would be silently incomplete."""
     x, gate_up, down, weights, order, _ = moe(6, 2, 3, 8, 8, torch.float32)
     rows = x[order.gather_idx_M]
     for function, leaf in (
@@ -442,8 +443,8 @@ def test_gradients_of_gradients_are_refused():
             torch.autograd.grad(function(given).sum(), given, create_graph=True)
 
 
-class Watched:
-    """A kernel, and how many programs each launch had."""
+class GridRecorder:
+    """Wraps a kernel and records the number of programs of each launch."""
 
     def __init__(self, kernel, programs):
         self.kernel, self.programs = kernel, programs
@@ -453,7 +454,7 @@ class Watched:
         return self.kernel[grid]
 
 
-def test_no_product_has_more_programs_than_multiprocessors_were_given(monkeypatch):
+def test_num_sms_limits_the_programs_of_each_product(monkeypatch):
     from moe_dualpipe.kernels.gpu import gemm, swiglu, wgrad
 
     programs = []
@@ -461,23 +462,23 @@ def test_no_product_has_more_programs_than_multiprocessors_were_given(monkeypatc
         (gemm, "rows_times_weights_kernel"), (swiglu, "swiglu_up_kernel"), (swiglu, "swiglu_down_backward_kernel"),
         (wgrad, "weight_gradients_kernel"),
     ):  # fmt: skip
-        monkeypatch.setattr(module, name, Watched(getattr(module, name), programs))
+        monkeypatch.setattr(module, name, GridRecorder(getattr(module, name), programs))
     *tensors, order, dy = moe(20, 2, 3, 40, 40, torch.float32)
     leaves = [t.requires_grad_() for t in tensors]
     with all_kernels(POINTERS):
         layer(leaves, order, num_sms=3, kernels="triton").backward(dy)
-        assert programs == [3] * 6  # up, down, and in the backward down, up, and two gradients of weights
+        assert programs == [3] * 6  # forward: up, down; backward: down, up, two weight gradients
         programs.clear()
         rows = permute(leaves[0], order, "triton")
         grouped_linear(rows, leaves[1], order.expert_offsets, num_sms=2, kernels="triton").sum().backward()
         assert programs == [2] * 3
 
 
-# ---- what is refused ----
+# ---- errors ----
 
 
 def given(**changes):
-    """Valid arguments of `experts`, but for the changes."""
+    """Valid arguments of `experts`, updated with `changes`."""
     x, gate_up, down, weights, order, _ = moe(6, 2, 3, 16, 8, torch.float32, torch.randint(0, 3, (6, 2)))
     arguments = {"x_ND": x, "gate_up_EGD": gate_up, "down_EDF": down, "order": order, "weights_NK": weights}
     return {**arguments, "kernels": "triton", **changes}
@@ -500,12 +501,12 @@ def zeros(*shape, **options):
     ({"num_sms": 0}, "num_sms must be at least 1, or None for all: got 0"),
     ({"kernels": "fast"}, "kernels must be one of auto, triton, reference: got 'fast'"),
 ])  # fmt: skip
-def test_experts_refuse(changes, problem):
+def test_experts_reject_invalid_arguments(changes, problem):
     with pytest.raises(ValueError, match=problem):
         experts(**given(**changes))
 
 
-def test_only_fp32_gradients_of_parameters_are_accumulated():
+def test_accumulate_needs_leaf_weights_with_fp32_gradients():
     half = given()
     for name in ("x_ND", "gate_up_EGD", "down_EDF"):
         half[name] = half[name].half().requires_grad_()
@@ -517,7 +518,7 @@ def test_only_fp32_gradients_of_parameters_are_accumulated():
         experts(**computed, accumulate=True)
 
 
-def test_float64_is_left_to_plain_torch():
+def test_float64_uses_plain_torch():
     wide = given(kernels="auto")
     wide = {name: value.double() if isinstance(value, torch.Tensor) else value for name, value in wide.items()}
     assert experts(**wide).dtype == torch.float64
@@ -525,8 +526,8 @@ def test_float64_is_left_to_plain_torch():
         experts(**{**wide, "kernels": "triton"})
 
 
-@pytest.mark.skipif(GPU, reason="what a CPU cannot do")
-def test_what_the_interpreter_would_get_wrong_is_refused():
+@pytest.mark.skipif(GPU, reason="a limit of the interpreter")
+def test_bfloat16_raises_in_the_interpreter():
     narrow = {name: value.bfloat16() if isinstance(value, torch.Tensor) else value for name, value in given().items()}
     with pytest.raises(ValueError, match="interpreter gives wrong results in bfloat16"):
         experts(**narrow)
@@ -537,20 +538,20 @@ def test_what_the_interpreter_would_get_wrong_is_refused():
     ((zeros(4, 8), zeros(4, 6, dtype=torch.float16)), r"of the same dtype: got .* and \[4, 6\] in torch\.float16"),
     ((zeros(8, 4).T, zeros(4, 6)), "dy must be .* with contiguous rows"),
 ])  # fmt: skip
-def test_grouped_wgrad_refuses(arguments, problem):
+def test_grouped_wgrad_rejects_invalid_arguments(arguments, problem):
     dy, x = arguments
     with pytest.raises(ValueError, match=problem):
         grouped_wgrad(dy, x, offsets_of([3, 1]), kernels="triton")
 
 
-def test_grouped_wgrad_refuses_what_it_cannot_add_to():
+def test_grouped_wgrad_rejects_an_invalid_add_to():
     with pytest.raises(ValueError, match=r"add_to must be \[2, 8, 6\]: got \[2, 6, 8\]"):
         grouped_wgrad(zeros(4, 8), zeros(4, 6), offsets_of([3, 1]), add_to=zeros(2, 6, 8), kernels="triton")
     with pytest.raises(ValueError, match="add_to must be contiguous"):
         grouped_wgrad(zeros(4, 8), zeros(4, 6), offsets_of([3, 1]), add_to=zeros(2, 6, 8).mT, kernels="triton")
 
 
-def test_grouped_products_refuse():
+def test_grouped_linear_rejects_invalid_arguments():
     with pytest.raises(ValueError, match=r"x and w of the same dtype: got torch\.float32 and torch\.float16"):
         grouped_linear(zeros(4, 8), zeros(2, 6, 8).half(), offsets_of([3, 1]), kernels="triton")
     with pytest.raises(ValueError, match="2 experts need 3 offsets in int32"):
@@ -559,7 +560,7 @@ def test_grouped_products_refuse():
         grouped_linear(zeros(4, 8), zeros(2, 8, 6).mT, offsets_of([3, 1]), kernels="triton")
 
 
-def test_weights_may_be_computed_where_nobody_accumulates():
+def test_accumulate_is_ignored_without_gradients():
     x, w = zeros(4, 8), zeros(2, 6, 8, requires_grad=True)
     with torch.no_grad():
         grouped_linear(x, w * 1, offsets_of([3, 1]), accumulate=True, kernels="triton")

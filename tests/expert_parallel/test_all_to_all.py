@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed import group
 
 from moe_dualpipe.expert_parallel import AllToAll, Local, combine, dispatch
+from moe_dualpipe.expert_parallel.exchange import ALIGNMENT, pack, unpack
 from moe_dualpipe.kernels.permute import permute, unpermute
 from tests.support.ranks import run_ranks
 
@@ -114,3 +117,67 @@ def transposed_rows(_rank):
 
 def test_rows_need_not_be_contiguous():
     run_ranks(2, transposed_rows)
+
+
+# ---- Waiting later ----
+
+
+def returns_before_its_peer_has_called(rank):
+    """Rank 0 starts its transfers before rank 1 does; only the first dispatch needs an answer, the counts."""
+    ep = AllToAll(8, group.WORLD)
+    ids = torch.tensor([[0, 7], [3, 4]])
+    store = torch.distributed.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["prepared"])
+    route = ep.prepare(ids)
+    if rank == 0:
+        store.set("prepared", "")
+    x = torch.full((2, 5), float(rank + 1))
+    first = ep.dispatch(x, route, torch.ones(2, 2))
+    x_ND = first.wait().x_ND
+    assert first.wait().x_ND is x_ND
+    assert x_ND[:, 0].tolist() == [1, 1, 2, 2]
+    # The route is known: another dispatch and a combine can be on their way together, and waited for in any order.
+    if rank == 1:
+        store.wait(["sent"])
+    again, back = ep.dispatch(10 * x, route), ep.combine(x_ND, route, torch.ones(4, 2))
+    if rank == 0:
+        store.set("sent", "")
+    combined = back.wait()
+    assert combined.y_TD[:, 0].tolist() == [2.0 * (rank + 1)] * 2
+    assert combined.weight_grads_TK is not None
+    assert again.wait().x_ND[:, 0].tolist() == [10, 10, 20, 20]
+
+
+def test_transfers_are_started_without_waiting_for_the_other_rank():
+    run_ranks(2, returns_before_its_peer_has_called)
+
+
+# ---- Messages ----
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(
+    rows=st.integers(0, 5),
+    widths=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    dtypes=st.lists(
+        st.sampled_from([torch.bfloat16, torch.float32, torch.float64, torch.int32]), min_size=3, max_size=3
+    ),
+)
+def test_a_message_carries_its_fields(rows, widths, dtypes):
+    fields = [torch.randint(-99, 99, (rows, w)).to(dtype) for w, dtype in zip(widths, dtypes, strict=False)]
+    message = pack(fields)
+    assert len(message) == rows
+    assert message.is_contiguous()
+    for ours, field in zip(unpack(message.clone(), fields), fields, strict=True):
+        assert ours.dtype == field.dtype
+        assert torch.equal(ours, field)
+        assert ours.data_ptr() % min(ALIGNMENT, 16) == 0 or rows == 0
+
+
+def test_a_message_of_one_field_is_that_field():
+    x = torch.randn(4, 6).T
+    assert torch.equal(pack([x]), x)
+    assert pack([x]).is_contiguous()
+    y = torch.randn(3, 5)
+    assert pack([y]) is y
