@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from moe_dualpipe import cli
-from moe_dualpipe.drawing.timeline_boxes import format_number
+from moe_dualpipe.drawing.captions import format_number
 from moe_dualpipe.schedule import Costs, build, simulate
 from moe_dualpipe.schedule.compare import compare
 from moe_dualpipe.training.command_line import parse_arguments

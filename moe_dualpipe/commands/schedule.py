@@ -11,9 +11,9 @@ from typing import Annotated, Literal
 import tyro
 from tyro.conf import Positional, subcommand
 
+from ..drawing.captions import schedule_sizes
 from ..drawing.output import check_output
 from ..drawing.tables import comparison_table
-from ..drawing.timeline_boxes import schedule_sizes
 from ..drawing.timeline_file import TIMELINE_SUFFIXES, save_timeline
 from ..drawing.timeline_text import timeline_text
 from ..schedule import (

@@ -49,12 +49,12 @@ def save_curves(runs: Mapping[str, Sequence[Record]], path: Path, along: Along =
 
     along: the x axis: steps, tokens, or hours of training. Raises ImportError if matplotlib is not installed.
     """
-    from matplotlib.ticker import EngFormatter
-
     panels = [panel for panel in PANELS if any(panel.key in record for records in runs.values() for record in records)]
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
     figure = new_figure(4.6 * columns, 2.7 * rows + 0.4)
+    from matplotlib.ticker import EngFormatter  # after new_figure, which reports a missing matplotlib
+
     grid = figure.subplots(rows, columns, squeeze=False).flatten()
     for axes, panel in zip(grid, panels, strict=False):
         for i, records in enumerate(runs.values()):

@@ -1,7 +1,7 @@
 """Markdown tables."""
 
 from ..schedule.compare import ComparedSchedule
-from .timeline_boxes import format_number, format_range
+from .captions import format_number, format_range
 
 HEADINGS = ("stages", "step time", "bubble per rank", "share", "activations", "deferred W", "parameters")
 

@@ -1,4 +1,4 @@
-"""The boxes, colours and captions that the text and the figure of a timeline share.
+"""The boxes and colours that the text and the figure of a timeline share.
 
 As in DeepSeek's figure, forwards are orange, backwards green, and separate weight gradients blue. All stages of a rank
 but its first have paler colours.
@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..schedule.actions import Backward, Forward, Overlap
-from ..schedule.schedule import Schedule
 from ..schedule.timeline import Timeline
 
 COLOURS = {"F": "#f6b26b", "B": "#93c47d", "I": "#bcd86a", "W": "#6fa8dc"}
@@ -43,43 +42,6 @@ def boxes(timeline: Timeline, rank: int) -> Iterator[Box]:
                 yield Box(start, end, "F", stage, micro_batch)
             case Backward(stage, micro_batch, part):
                 yield Box(start, end, part.value, stage, micro_batch)
-
-
-def timeline_summary(timeline: Timeline) -> str:
-    """Return two lines: the step time and its bubble; the peaks over all ranks, in stages of the schedule."""
-    deferred = max(timeline.peak_deferred)
-    bubble = f"{format_range(timeline.bubble)} per rank ({timeline.bubble_share:.1%})"
-    return (
-        f"step {format_number(timeline.makespan)}, bubble {bubble}\n"
-        f"peak: activations of {_count(max(timeline.peak_activations), 'micro-batch', 'es')}, "
-        + (f"{deferred} deferred W, " if deferred else "")
-        + f"parameters of {_count(max(timeline.parameters), 'stage')}"
-    )
-
-
-def timeline_title(timeline: Timeline) -> str:
-    return f"{timeline.schedule.name}: {schedule_sizes(timeline.schedule)}"
-
-
-def schedule_sizes(schedule: Schedule) -> str:
-    """Return a text such as `4 ranks, 8 stages, 16 micro-batches`."""
-    micro_batches = _count(schedule.num_micro_batches, "micro-batch", "es")
-    return f"{_count(schedule.num_ranks, 'rank')}, {_count(schedule.num_stages, 'stage')}, {micro_batches}"
-
-
-def _count(number: int, noun: str, ending: str = "s") -> str:
-    return f"{number} {noun}{ending if number != 1 else ''}"
-
-
-def format_number(value: float) -> str:
-    """Format with six digits, or with all digits of a larger number."""
-    return f"{float(value):.0f}" if abs(value) >= 1e6 else f"{float(value):g}"
-
-
-def format_range(values: tuple[float, ...]) -> str:
-    """Return `4 to 5`, or `5` if all values are equal up to rounding."""
-    least, most = format_number(min(values)), format_number(max(values))
-    return least if least == most else f"{least} to {most}"
 
 
 def letters(timeline: Timeline) -> list[str]:

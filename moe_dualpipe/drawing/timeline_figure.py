@@ -4,19 +4,9 @@ from typing import TYPE_CHECKING
 
 from ..schedule.actions import Overlap
 from ..schedule.timeline import Timeline
+from .captions import timeline_summary, timeline_title
 from .figures import new_figure
-from .timeline_boxes import (
-    COLOURS,
-    LABELS,
-    boxes,
-    has_pairs,
-    letters,
-    paler,
-    shade,
-    shortest,
-    timeline_summary,
-    timeline_title,
-)  # fmt: skip
+from .timeline_boxes import COLOURS, LABELS, boxes, has_pairs, letters, paler, shade, shortest
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -80,12 +70,6 @@ def add_timeline_legend(axes: "Axes", timeline: Timeline) -> None:
         entries.append(Patch(facecolor=paler(COLOURS["F"], 0.5), label="paler: other stages"))
     below = (0, -0.25 / len(timeline.spans))
     axes.legend(
-        handles=entries,
-        loc="upper left",
-        bbox_to_anchor=below,
-        ncols=len(entries),
-        fontsize=8,
-        frameon=False,
-        handlelength=1.2,
-        columnspacing=1.2,
-    )
+        handles=entries, loc="upper left", bbox_to_anchor=below, ncols=len(entries), fontsize=8, frameon=False,
+        handlelength=1.2, columnspacing=1.2,
+    )  # fmt: skip

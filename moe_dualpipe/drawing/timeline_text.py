@@ -6,19 +6,8 @@ from operator import itemgetter
 from textwrap import wrap
 
 from ..schedule.timeline import Timeline
-from .timeline_boxes import (
-    COLOURS,
-    LABELS,
-    Box,
-    boxes,
-    format_number,
-    has_pairs,
-    letters,
-    shade,
-    shortest,
-    timeline_summary,
-    timeline_title,
-)  # fmt: skip
+from .captions import format_number, timeline_summary, timeline_title
+from .timeline_boxes import COLOURS, LABELS, Box, boxes, has_pairs, letters, shade, shortest
 
 _MOST_BANDS = 60
 

@@ -52,7 +52,7 @@ def interleaved_one_f_one_b(num_ranks: int, num_micro_batches: int, num_chunks: 
         chunks = range(num_chunks)
         forwards = [Forward(chunk * num_ranks + rank, i) for chunk, i in visits(chunks)]
         backwards = [Backward(chunk * num_ranks + rank, i) for chunk, i in visits(chunks[::-1])]
-        # The first group must reach the last chunk. Each rank further from the end runs two more forwards first.
+        # Before its first backward, a rank runs one group on every chunk but the last, and two forwards per later rank.
         return _alternate(forwards, backwards, (num_chunks - 1) * num_ranks + 2 * (num_ranks - 1 - rank))
 
     return tuple(tuple(actions(rank)) for rank in range(num_ranks))
@@ -67,9 +67,9 @@ def zb1p(num_ranks: int, num_micro_batches: int) -> Actions:
 
     def actions(rank: int) -> Iterator[Action]:
         ids = range(num_micro_batches)
-        forwards, inputs = [Forward(rank, i) for i in ids], [Backward(rank, i, Part.INPUT) for i in ids]
+        forwards, input_grads = [Forward(rank, i) for i in ids], [Backward(rank, i, Part.INPUT) for i in ids]
         deferred: deque[Action] = deque()
-        for action in _alternate(forwards, inputs, num_ranks - 1 - rank):
+        for action in _alternate(forwards, input_grads, num_ranks - 1 - rank):
             yield action
             if isinstance(action, Backward):
                 deferred.append(Backward(rank, action.micro_batch, Part.WEIGHT))
@@ -135,9 +135,9 @@ def chimera(num_ranks: int, num_micro_batches: int) -> Actions:
     def slots(stage: int, ids: range) -> Iterator[tuple[int, Forward | Backward]]:
         for i, micro_batch in enumerate(ids):
             unit, j = divmod(i, num_ranks // 2)
-            enters = 2 * num_ranks * unit + 2 * j
-            yield enters + stage, Forward(stage, micro_batch)
-            yield enters + 2 * num_ranks - 1 - stage, Backward(stage, micro_batch)
+            first_slot = 2 * num_ranks * unit + 2 * j
+            yield first_slot + stage, Forward(stage, micro_batch)
+            yield first_slot + 2 * num_ranks - 1 - stage, Backward(stage, micro_batch)
 
     def actions(rank: int) -> Iterator[Action]:
         both = [*slots(rank, range(half)), *slots(last - rank, range(half, num_micro_batches))]

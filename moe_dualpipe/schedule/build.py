@@ -65,7 +65,7 @@ def build(name: str, num_ranks: int, num_micro_batches: int, num_chunks: int | N
 
     Raises ValueError for any other number, with the nearest valid one, and for an unknown name.
     """
-    where = placement_of(name, num_ranks, num_chunks)
+    placement = placement_of(name, num_ranks, num_chunks)
     method = _METHODS[name]
     multiple = num_ranks if method.in_groups else 2 if method.even else 1
     least = method.min_micro_batches_per_rank * num_ranks
@@ -78,14 +78,14 @@ def build(name: str, num_ranks: int, num_micro_batches: int, num_chunks: int | N
             f"{name} needs {kind} micro-batches {which}: got {num_micro_batches} for {num_ranks} ranks; use {use}"
         )
     chunks = _chunks(name, method, num_chunks)
-    return Schedule(name, where, num_micro_batches, method.actions(num_ranks, num_micro_batches, *chunks))
+    return Schedule(name, placement, num_micro_batches, method.actions(num_ranks, num_micro_batches, *chunks))
 
 
 def _chunks(name: str, method: _Method, num_chunks: int | None) -> tuple[int, ...]:
     if method.num_chunks is None:
         if num_chunks is not None:
-            having = ", ".join(other for other, m in _METHODS.items() if m.num_chunks is not None)
-            raise ValueError(f"{name} does not take a number of chunks: got {num_chunks}; use it with {having}")
+            others = ", ".join(other for other, m in _METHODS.items() if m.num_chunks is not None)
+            raise ValueError(f"{name} does not take a number of chunks: got {num_chunks}; use it with {others}")
         return ()
     if num_chunks is not None and num_chunks < 2:
         raise ValueError(f"{name} needs at least 2 chunks per rank: got {num_chunks}; use 2, or 1f1b, which has one")
@@ -93,5 +93,5 @@ def _chunks(name: str, method: _Method, num_chunks: int | None) -> tuple[int, ..
 
 
 def default_micro_batches(num_ranks: int) -> int:
-    """The least number of micro-batches, from 8 on, that every schedule accepts for `num_ranks` pipeline ranks."""
+    """Return the smallest number of micro-batches, at least 8, that every schedule accepts on `num_ranks` ranks."""
     return -(-max(8, 2 * num_ranks) // num_ranks) * num_ranks

@@ -45,14 +45,14 @@ def destination(schedule: Schedule, half: Forward | Backward) -> int | None:
     if isinstance(half, Backward) and half.part is Part.WEIGHT:
         return None
     route = schedule.route_of(half.micro_batch)
-    there = half.stage + (1 if isinstance(half, Forward) else -1)
-    if not 0 <= there < len(route) or route[there] == route[half.stage]:
+    target = half.stage + (1 if isinstance(half, Forward) else -1)
+    if not 0 <= target < len(route) or route[target] == route[half.stage]:
         return None
-    return route[there]
+    return route[target]
 
 
 def carried(transfer: Transfer) -> Result:
-    """Return the result that `transfer` carries, as the stage that computed it names it."""
+    """Return the result that `transfer` carries."""
     up = transfer.flow is Flow.ACTIVATION
     from_stage = transfer.stage if isinstance(transfer, Send) else transfer.stage - (1 if up else -1)
     return from_stage, transfer.micro_batch, "F" if up else "B"

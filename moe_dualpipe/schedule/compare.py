@@ -61,20 +61,20 @@ def compare(num_stages: int, num_micro_batches: int, costs: Costs, num_chunks: i
         raise ValueError(f"a model has at least one stage: got {num_stages}; use 1 or more")
     placement_of("interleaved_1f1b", num_stages, num_chunks)  # raises for an invalid num_chunks
     costs.check_stages(num_stages)
-    several = (num_stages,) if num_stages % 2 else (num_stages, num_stages // 2)
-    if num_micro_batches < several[-1]:
+    rank_counts = (num_stages,) if num_stages % 2 else (num_stages, num_stages // 2)
+    if num_micro_batches < (least := rank_counts[-1]):
         raise ValueError(
-            f"no schedule runs with fewer micro-batches than ranks: got {num_micro_batches} for {several[-1]} ranks; "
-            f"use at least {several[-1]}"
+            f"no schedule runs with fewer micro-batches than ranks: got {num_micro_batches} for {least} ranks; "
+            f"use at least {least}"
         )
     return tuple(
-        _entry(name, num_ranks, num_stages, num_micro_batches, costs, num_chunks)
-        for num_ranks in several
+        _compare_one(name, num_ranks, num_stages, num_micro_batches, costs, num_chunks)
+        for num_ranks in rank_counts
         for name in NAMES
     )
 
 
-def _entry(
+def _compare_one(
     name: str, num_ranks: int, num_stages: int, num_micro_batches: int, costs: Costs, num_chunks: int
 ) -> ComparedSchedule:
     try:

@@ -33,7 +33,7 @@ class Costs:
     W: Cost | None = None
     """The weight gradient of a backward. None: B / 2."""
     FB: Cost | None = None
-    """An overlapped pair. A list has one number per stage of the forward. None: F + B, no gain from overlap."""
+    """An overlapped pair, by the stage of its forward. None: F + B, no gain from overlap."""
     comm: float = 0
     """The transfer of a tensor to another rank. Transfers do not slow down compute or each other."""
 
@@ -45,7 +45,8 @@ class Costs:
             _check(field.name, cost)
         lengths = {f.name: len(c) for f in fields(self) if isinstance(c := getattr(self, f.name), tuple)}
         if len(set(lengths.values())) > 1:
-            raise ValueError(f"costs per stage must have one length: got {_listed(lengths)}")
+            got = ", ".join(f"{length} for {name}" for name, length in lengths.items())
+            raise ValueError(f"per-stage costs must have the same length: got {got}")
         for stage in range(max(lengths.values(), default=1)):
             if not self.weight(stage) < _at(self.B, stage):
                 raise ValueError(
@@ -125,10 +126,6 @@ def _ratio(number: float, by: int) -> float:
 
 def _half(number: float) -> float:
     return _ratio(number, 2)
-
-
-def _listed(lengths: dict[str, int]) -> str:
-    return ", ".join(f"{length} for {name}" for name, length in lengths.items())
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:

@@ -32,7 +32,7 @@ def validate(schedule: Schedule) -> Schedule:
             for rank, i in deadlock.waiting.items()
         ]
         problem = "the order deadlocks: " + "; ".join(stuck)
-        raise ScheduleError(_drawn(schedule, problem, list(deadlock.waiting.items()))) from None
+        raise ScheduleError(_with_grid(schedule, problem, list(deadlock.waiting.items()))) from None
     validate_transfers(schedule, steps)
     return schedule
 
@@ -42,20 +42,20 @@ def validate_transfers(schedule: Schedule, steps: Steps) -> None:
     # Only transfers can block: `_check_transfers` ensures that the inputs of an action are received before it.
     queues = _check_transfers(schedule, steps)
     done = [0] * schedule.num_ranks
-    able = deque(range(schedule.num_ranks))
-    while able:
-        rank = able.popleft()
+    ready = deque(range(schedule.num_ranks))
+    while ready:
+        rank = ready.popleft()
         while done[rank] < len(queues[rank]):
             _, result, peer = queues[rank][done[rank]]
             if done[peer] == len(queues[peer]) or queues[peer][done[peer]][1:] != (result, rank):
                 break  # the other rank has not reached this transfer
             done[rank] += 1
             done[peer] += 1
-            able.append(peer)
+            ready.append(peer)
     stuck = [(rank, queues[rank][i][0]) for rank, i in enumerate(done) if i < len(queues[rank])]
     if stuck:
         waits = [f"rank {rank} at {steps[rank][i]}" for rank, i in stuck]
-        raise ScheduleError(_drawn(schedule, f"blocking transfers deadlock: {'; '.join(waits)}", stuck, steps))
+        raise ScheduleError(_with_grid(schedule, f"blocking transfers deadlock: {'; '.join(waits)}", stuck, steps))
 
 
 def _check_cells(schedule: Schedule) -> None:
@@ -75,7 +75,7 @@ def _check_cells(schedule: Schedule) -> None:
                     problem = f"{half} is on rank {rank}, but rank {home} holds stage {half.stage} for that micro-batch"
                 else:
                     continue
-                raise ScheduleError(_drawn(schedule, problem, [(rank, step)]))
+                raise ScheduleError(_with_grid(schedule, problem, [(rank, step)]))
 
 
 def _check_counts(schedule: Schedule) -> None:
@@ -96,11 +96,10 @@ def _check_counts(schedule: Schedule) -> None:
             else:
                 continue
             marked = [cell for letter in letters for cell in cells[letter]]
-            marked = marked or [
-                cell for others in cells.values() for cell in others
-            ]  # a missing action: mark the others
+            # A missing action has no cell: mark the other actions of this stage and micro-batch.
+            marked = marked or [cell for others in cells.values() for cell in others]
             problem = f"stage {stage} runs micro-batch {micro_batch} with {problem}"
-            raise ScheduleError(_drawn(schedule, problem, marked))
+            raise ScheduleError(_with_grid(schedule, problem, marked))
 
 
 def _check_transfers(schedule: Schedule, steps: Steps) -> list[list[tuple[int, Result, int]]]:
@@ -110,17 +109,17 @@ def _check_transfers(schedule: Schedule, steps: Steps) -> list[list[tuple[int, R
     """
 
     def refuse(problem: str, *cells: Cell) -> NoReturn:
-        raise ScheduleError(_drawn(schedule, problem, list(cells), steps))
+        raise ScheduleError(_with_grid(schedule, problem, list(cells), steps))
 
     if len(steps) != schedule.num_ranks:
         raise ScheduleError(f"lists for {len(steps)} ranks, but {schedule.name} has {schedule.num_ranks}")
-    ends: dict[Result, tuple[int, int]] = {}  # the sender and the receiver of each transferred result
+    endpoints: dict[Result, tuple[int, int]] = {}  # the sender and the receiver of each transferred result
     for rank, actions in enumerate(schedule.actions):
         if tuple(step for step in steps[rank] if not isinstance(step, _TRANSFERS)) != actions:
             refuse(f"the compute actions of rank {rank} are not those of the schedule")
         for half in (half for action in actions for half in halves(action)):
             if (peer := destination(schedule, half)) is not None:
-                ends[produces(half)] = rank, peer
+                endpoints[produces(half)] = rank, peer
 
     queues: list[list[tuple[int, Result, int]]] = [[] for _ in steps]
     sent: set[Result] = set()
@@ -130,7 +129,7 @@ def _check_transfers(schedule: Schedule, steps: Steps) -> list[list[tuple[int, R
         for i, step in enumerate(row):
             if isinstance(step, _TRANSFERS):
                 result, sends = carried(step), isinstance(step, Send)
-                source, target = ends.get(result, (-1, -1))
+                source, target = endpoints.get(result, (-1, -1))
                 if rank != (source if sends else target):
                     refuse(f"{step} does not belong on rank {rank}", (rank, i))
                 if result in (sent if sends else received):
@@ -146,7 +145,7 @@ def _check_transfers(schedule: Schedule, steps: Steps) -> list[list[tuple[int, R
                     if need not in known:
                         refuse(f"rank {rank} runs {half} before it has received {result_name(need)}", (rank, i))
             known.update(map(produces, halves(step)))
-    for result, (rank, _) in ends.items():
+    for result, (rank, _) in endpoints.items():
         if result not in sent:
             for i, step in enumerate(steps[rank]):
                 if not isinstance(step, Send | Recv) and result in map(produces, halves(step)):
@@ -172,5 +171,5 @@ def _missing(schedule: Schedule, rank: int, waiting: dict[int, int]) -> str:
     return " and ".join(wanted)
 
 
-def _drawn(schedule: Schedule, problem: str, marked: list[Cell], steps: Steps | None = None) -> str:
+def _with_grid(schedule: Schedule, problem: str, marked: list[Cell], steps: Steps | None = None) -> str:
     return f"{schedule.name}: {problem}\n{grid(schedule.actions if steps is None else steps, marked)}"

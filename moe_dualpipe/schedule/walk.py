@@ -1,7 +1,7 @@
 """Compute the start and end of every action when each rank runs its list as early as possible.
 
-Only this module knows what an action depends on. Three others call it: `comms` derives the transfers, `validate` checks
-that the order can run, and `simulate` predicts times.
+Only this module knows what an action depends on. Three others use it: `comms` to derive the transfers, `validate` to
+check that the order can run, and `simulate` to predict times.
 
 A rank runs its actions until one needs a result that does not exist yet. It continues when another rank produces that
 result. So the cost is linear in the number of actions, and no event queue is needed.
@@ -75,7 +75,7 @@ def walk(schedule: Schedule, duration: Callable[[Action], float], comm: float = 
     spans: list[list[Span]] = [[] for _ in schedule.actions]
     known: dict[Result, tuple[float, int]] = {}  # the time of computation, and the rank
     waiting: defaultdict[Result, list[int]] = defaultdict(list)  # ranks that wait for a result
-    able = deque(range(schedule.num_ranks))
+    ready = deque(range(schedule.num_ranks))
 
     def start(rank: int, action: Action) -> float | None:
         """The earliest start of `action` on `rank`, or None if a result that it depends on does not exist yet."""
@@ -89,8 +89,8 @@ def walk(schedule: Schedule, duration: Callable[[Action], float], comm: float = 
                 time = max(time, computed if where == rank else computed + comm)
         return time
 
-    while able:
-        rank = able.popleft()
+    while ready:
+        rank = ready.popleft()
         while len(spans[rank]) < len(schedule.actions[rank]):
             action = schedule.actions[rank][len(spans[rank])]
             if (begin := start(rank, action)) is None:
@@ -99,7 +99,7 @@ def walk(schedule: Schedule, duration: Callable[[Action], float], comm: float = 
             spans[rank].append(Span(action, begin, end))
             for half in halves(action):
                 known[produces(half)] = end, rank
-                able.extend(waiting.pop(produces(half), ()))
+                ready.extend(waiting.pop(produces(half), ()))
 
     stuck = {r: len(done) for r, done in enumerate(spans) if len(done) < len(schedule.actions[r])}
     if stuck:

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from moe_dualpipe.drawing.timeline_boxes import COLOURS, boxes, format_range, timeline_summary
+from moe_dualpipe.drawing.captions import format_range, timeline_summary
+from moe_dualpipe.drawing.timeline_boxes import COLOURS, boxes
 from moe_dualpipe.drawing.timeline_figure import draw_timeline, timeline_figure
 from moe_dualpipe.drawing.timeline_file import save_timeline
 from moe_dualpipe.drawing.timeline_text import timeline_text

@@ -344,7 +344,7 @@ def test_costs_of_actions():
         ({"F": []}, "cost F is empty: give one number, or one per stage"),
         ({"W": 2}, "cost W is part of B and must be smaller: got W=2 and B=2; use W=1, or a larger B"),
         ({"B": (4, 3), "W": (2, 3)}, "got W=3 and B=3; use W=1.5, or a larger B"),
-        ({"F": (1, 2), "B": (2, 2, 2)}, "costs per stage must have one length: got 2 for F, 3 for B"),
+        ({"F": (1, 2), "B": (2, 2, 2)}, "per-stage costs must have the same length: got 2 for F, 3 for B"),
     ],
 )
 def test_invalid_costs_are_refused(arguments, message):
