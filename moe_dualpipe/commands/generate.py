@@ -7,28 +7,28 @@ from tyro.conf import Positional
 
 @dataclass(frozen=True)
 class Generate:
-    """Continue a text with what a run has learned; it may go on meanwhile."""
+    """Continue a prompt with the model of a run, which may still be training."""
 
     run_or_checkpoint: Positional[str]
-    """A run's folder, for its newest checkpoint, or one checkpoint in it."""
+    """Folder of a run, for its newest checkpoint, or of one checkpoint."""
     prompt: str = "\n"
-    """What the text starts with."""
+    """Start of the text."""
     tokens: int = 200
-    """The most tokens that follow; a text ends before that where the document does."""
+    """Maximum number of tokens to generate; a text also ends at the end of a document."""
     num: int = 1
-    """How many texts, made as one batch."""
+    """Number of texts, generated as one batch."""
     temperature: float = 0.8
-    """Less is more of the same, 0 takes the likeliest token each time."""
-    top_k: int = 0
-    """Choose each token among so many, the likeliest. 0: among all."""
+    """Sampling temperature. Lower is more predictable; 0 is greedy decoding."""
+    top_k: int | None = None
+    """Sample from the k most likely tokens. None: no limit."""
     top_p: float = 1.0
-    """Choose each token among the likeliest that have this probability together. 1: among all."""
+    """Sample from the fewest most likely tokens with this total probability. 1: no limit."""
     max_length: int = 256
-    """The most tokens that the model sees at a time: the --seq-len that it was trained with."""
+    """Maximum number of tokens the model sees at a time: the --seq-len of training."""
     seed: int = 0
-    """The same seed gives the same texts."""
+    """Random seed. The same seed gives the same texts."""
     experts: str = "swiglu"
-    """Expert layer of your own, "module:Class": a checkpoint that has one cannot choose what is imported."""
+    """Your own expert layer, "module:Class". Must be named here: a checkpoint cannot choose what is imported."""
     device: str = "auto"
     """cpu, cuda (in bfloat16), or auto: the GPU if there is one."""
 
@@ -37,8 +37,7 @@ class Generate:
 
         from ..checkpoint import find_checkpoint, load_model
         from ..data import find_tokenizer
-        from ..inference.generate import generate
-        from ..inference.pipeline import printable
+        from ..inference import generate, printable_text
         from ..runtime.launch import choose_device
 
         if self.num < 1:
@@ -48,14 +47,14 @@ class Generate:
         tokenizer = find_tokenizer(found)
         end, prompt = tokenizer.end_id, tokenizer.encode(self.prompt)
         if not prompt:
-            raise ValueError("--prompt is empty: give what the texts start with, or leave it out")
+            raise ValueError("--prompt is empty: use at least one character, or leave it out")
         prompts = torch.tensor([prompt] * self.num, device=device)
         model = load_model(found, self.experts).to(device, torch.float32 if device.type == "cpu" else torch.bfloat16)
         texts = generate(
-            model, prompts, self.tokens, self.max_length, self.temperature, self.top_k,
-            self.top_p, self.seed, end,
+            model, prompts, self.tokens, self.max_length, self.temperature,
+            self.top_k or None, self.top_p, self.seed, end,
         )  # fmt: skip
         for i, tokens in enumerate(texts.tolist(), 1):
             if self.num > 1:
                 print(f"--- {i} of {self.num}")
-            print(printable(tokenizer.decode(prompt + tokens[: tokens.index(end) if end in tokens else None])))
+            print(printable_text(tokenizer.decode(prompt + tokens[: tokens.index(end) if end in tokens else None])))

@@ -1,1 +1,7 @@
 """Text generation with a key/value cache, in one process or through a pipeline."""
+
+from .generation import generate, prefill, printable_text
+from .pipeline import generate_through_pipeline
+from .sampling import Sampling
+
+__all__ = ["Sampling", "generate", "generate_through_pipeline", "prefill", "printable_text"]

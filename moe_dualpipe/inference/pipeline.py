@@ -1,7 +1,7 @@
-"""Text from a model that is spread over a pipeline: each token is one forward through the stages.
+"""Generation with a model that is spread over a pipeline: each token is one forward through all stages.
 
-Every stage keeps the keys and values of its own layers, so that what travels is one position of each sequence. One
-micro-batch is under way at a time, and ranks wait for each other: right for a sample, not for serving.
+Every stage caches keys and values of its layers, so a message holds one position of each sequence. There is one
+micro-batch at a time, and ranks wait for each other: suitable for a sample, not for serving.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from ..models import KVCache
 from ..runtime import Executor, TensorSpec
 from ..schedule import Forward, Placement, Schedule
-from .generate import decode
+from .generation import decode
 from .sampling import Sampling
 
 
-def wave(placement: Placement) -> Schedule:
-    """One micro-batch, forward through every stage along the placement's first route."""
+def forward_schedule(placement: Placement) -> Schedule:
+    """The forward of one micro-batch through every stage, along the first route of `placement`."""
     route = placement.routes[0]
     actions = tuple(
         tuple(Forward(stage, 0) for stage, holder in enumerate(route) if holder == rank)
@@ -28,8 +28,8 @@ def wave(placement: Placement) -> Schedule:
     return Schedule("generate", Placement((route,)), 1, actions)
 
 
-class _Cached(nn.Module):
-    """A stage, and what it keeps of the positions that it has seen."""
+class _CachedStage(nn.Module):
+    """A stage and its key/value cache."""
 
     def __init__(self, stage: nn.Module):
         super().__init__()
@@ -40,7 +40,7 @@ class _Cached(nn.Module):
 
 
 @torch.no_grad()
-def generate(
+def generate_through_pipeline(
     executor: Executor,
     placement: Placement,
     group: dist.ProcessGroup | None,
@@ -54,14 +54,14 @@ def generate(
 ) -> Tensor:
     """Return the `num_tokens` tokens that follow each prompt, [B, N], on all ranks of the pipeline `group`. Collective.
 
-    The stages are called as `stage(x, cache=cache)`; the last one has a method `logits` (models/transformer.py), which
-    gets its output at the last position. prompts: [B, S], or B of [S], the same on all ranks. hidden: width and
-    dtype of what passes between stages. max_length: the most positions the model sees (inference/generate.py). Raises
-    ValueError for prompts that are empty or hold what is no token of the model.
+    Stages are called as `stage(x, cache=cache)`; the last one has a method `logits` (models/transformer.py), which gets
+    its output at the last position. prompts: [B, S], or B of [S], the same on all ranks. hidden: width and dtype of the
+    hidden states between stages. max_length: the most positions the model sees. Raises ValueError for prompts that are
+    empty or have invalid token ids.
     """
-    schedule, last_rank = wave(placement), placement.routes[0][-1]
+    schedule, last_rank = forward_schedule(placement), placement.routes[0][-1]
     random = torch.Generator().manual_seed(seed)
-    cached = {index: _Cached(stage) for index, stage in executor.modules.items()}
+    cached = {index: _CachedStage(stage) for index, stage in executor.modules.items()}
     pipeline = Executor(cached, executor.p2p, executor.weight_grads)
 
     def step(new_BS: Tensor, past: int) -> Tensor:
@@ -78,8 +78,3 @@ def generate(
         return next_B
 
     return decode(step, [prompt.to(executor.p2p.device) for prompt in prompts], num_tokens, max_length, vocab_size)
-
-
-def printable(text: str) -> str:
-    """Fit for a terminal: control characters, which a young model likes, are replaced."""
-    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text.expandtabs(4))

@@ -6,7 +6,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from ..checkpoint import SaveResult, list_checkpoints
-from ..inference.pipeline import printable
+from ..inference import printable_text
 from .command_line import resume_command
 from .metrics import Metrics
 from .plan import RunPlan
@@ -59,7 +59,7 @@ class Reporter:
             self.metrics.write(step=result.step, save_error=result.error)
 
     def sample(self, text: str) -> None:
-        self.say("sample:\n" + "\n".join(f"    | {line}" for line in printable(text).split("\n")))
+        self.say("sample:\n" + "\n".join(f"    | {line}" for line in printable_text(text).split("\n")))
 
     def resume_command(self, checkpoint: Path, steps: int) -> str:
         """Names the run, or `checkpoint` if the run has later ones, from before it was resumed in the middle."""

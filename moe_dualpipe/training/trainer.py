@@ -16,7 +16,7 @@ from ..expert_parallel import AllToAll, Local
 from ..health.heartbeat import Progress
 from ..health.signals import Stop
 from ..health.skipped_steps import Skips
-from ..inference.pipeline import generate
+from ..inference import generate_through_pipeline
 from ..models import StageOptions, TransformerStage, share_embedding, stacked_matrices
 from ..overlap import WeightGrads
 from ..overlap.labels import GRADIENTS, OPTIMIZER
@@ -133,7 +133,7 @@ class Trainer:
         """The text with which the model continues the prompt."""
         config, model, tokenizer = self.config, self.config.model, self.plan.text.tokenizer
         prompt = torch.tensor(tokenizer.encode(config.sample.prompt or "\n"))
-        tokens = generate(
+        tokens = generate_through_pipeline(
             self.executor, self.schedule.placement, self.groups.pipeline, [prompt], config.sample.sample_tokens,
             (model.hidden_size, self.dtype), config.batch.seq_len, model.vocab_size, config.sample.sampling(),
             config.seed,

@@ -7,7 +7,7 @@ import torch
 from torch.distributed import group
 
 from moe_dualpipe.expert_parallel import AllToAll, Loopback
-from moe_dualpipe.inference.generate import generate, prefill
+from moe_dualpipe.inference import generate, prefill
 from moe_dualpipe.inference.sampling import Sampling
 from moe_dualpipe.models import (
     KVCache,
@@ -152,7 +152,7 @@ def test_what_cannot_generate():
         with pytest.raises(ValueError, match=r"prompts, each \[S\] with at least one token: got \["):
             generate(model, empty, 1, 8)
     for token in (31, -1):
-        with pytest.raises(ValueError, match=f"tokens are 0 to 30: got {token} in a prompt"):
+        with pytest.raises(ValueError, match=f"token ids must be from 0 to 30: got {token} in a prompt"):
             generate(model, [prompts[0], prompts[0, :2] + token], 1, 8)
     for numbers in ((-1, 8), (1, 0)):
         with pytest.raises(ValueError, match=rf"at least 1: got {numbers[0]}, {numbers[1]}"):

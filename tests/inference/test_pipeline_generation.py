@@ -6,11 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_dualpipe import inference
 from moe_dualpipe.checkpoint import read_manifest
 from moe_dualpipe.cli import main
-from moe_dualpipe.inference import generate as inference
-from moe_dualpipe.inference.pipeline import generate
-from moe_dualpipe.inference.sampling import Sampling
+from moe_dualpipe.inference import Sampling, generate, generate_through_pipeline
 from moe_dualpipe.models import StageOptions, TransformerStage, build_model, split
 from moe_dualpipe.runtime import P2P, Executor
 from moe_dualpipe.schedule import build
@@ -39,9 +38,9 @@ def generates_like_the_model(rank, ranks, name, fused_loss):
         (Sampling(0.8), 40, PROMPTS[:1]),
         (Sampling(1.5, 9, 0.9), 8, PROMPTS[:1]),  # the window moves from the first token on
     ):
-        got = generate(*parts, prompts, 7, HIDDEN, window, MODEL.vocab_size, sampling, seed=9)
+        got = generate_through_pipeline(*parts, prompts, 7, HIDDEN, window, MODEL.vocab_size, sampling, seed=9)
         choices = sampling.temperature, sampling.top_k, sampling.top_p
-        assert torch.equal(got, inference.generate(model, prompts, 7, window, *choices, seed=9))
+        assert torch.equal(got, generate(model, prompts, 7, window, *choices, seed=9))
 
 
 @pytest.mark.parametrize("fused_loss,ranks,name", [
@@ -53,8 +52,8 @@ def test_a_pipeline_generates_what_the_model_does(fused_loss, ranks, name):
 
 def test_a_pipeline_refuses_a_prompt_that_is_no_text():
     parts = pipeline(0, 1, "1f1b")
-    with pytest.raises(ValueError, match="tokens are 0 to 255: got 256 in a prompt"):
-        generate(*parts, [torch.tensor([256])], 1, HIDDEN, 8, MODEL.vocab_size, Sampling())
+    with pytest.raises(ValueError, match="token ids must be from 0 to 255: got 256 in a prompt"):
+        generate_through_pipeline(*parts, [torch.tensor([256])], 1, HIDDEN, 8, MODEL.vocab_size, Sampling())
 
 
 def test_generate_loads_the_newest_checkpoint_of_a_run(tmp_path, capsys):
@@ -75,7 +74,7 @@ def test_generate_loads_the_newest_checkpoint_of_a_run(tmp_path, capsys):
     for wrong, message in (
         (["--num", "0"], "--num must be at least 1: got 0"),
         (["--prompt", ""], "--prompt is empty"),
-        (["--top-k", "-1"], "top_k cannot be negative: got -1"),
+        (["--top-k", "-1"], "top_k must be at least 1: got -1"),
         (["--tokens", "-1"], "num_tokens cannot be negative"),
     ):
         assert main(["generate", str(tmp_path), *wrong]) == 2
@@ -99,6 +98,8 @@ def test_generate_loads_the_newest_checkpoint_of_a_run(tmp_path, capsys):
 
 def test_a_text_ends_with_its_document(tmp_path, capsys, monkeypatch):
     run_ranks(1, train, settings(tmp_path, steps=1))
-    monkeypatch.setattr(inference, "generate", lambda *_: torch.tensor([[72, 105, 7, 0, 0]]))
-    assert main(["generate", str(tmp_path), "--prompt", ">"]) == 0
+    calls = []
+    monkeypatch.setattr(inference, "generate", lambda *a: calls.append(a) or torch.tensor([[72, 105, 7, 0, 0]]))
+    assert main(["generate", str(tmp_path), "--prompt", ">", "--top-k", "0"]) == 0
+    assert calls[0][5] is None  # 0 is no limit, as None
     assert capsys.readouterr().out == ">Hi\ufffd\n"

@@ -11,7 +11,7 @@ from moe_dualpipe.inference.sampling import Sampling, filtered
 def expected(probabilities, top_k, top_p):
     """The distribution that is left of one row, in words: sort, cut, cut again, share out."""
     likeliest = sorted(range(len(probabilities)), key=lambda token: -probabilities[token])
-    likeliest = likeliest[: top_k or None]
+    likeliest = likeliest[:top_k]
     total, nucleus, covered = sum(probabilities[t] for t in likeliest), [], 0.0
     for token in likeliest:
         if covered < top_p * total:
@@ -21,10 +21,10 @@ def expected(probabilities, top_k, top_p):
     return [probabilities[t] / share if t in nucleus else 0.0 for t in range(len(probabilities))]
 
 
-@pytest.mark.parametrize("top_k", [0, 1, 3, 50])
+@pytest.mark.parametrize("top_k", [None, 1, 3, 50])
 @pytest.mark.parametrize("top_p", [1e-9, 0.3, 0.77, 1.0])
 def test_what_is_left_is_what_the_words_say(top_k, top_p):
-    logits = 2 * torch.randn(7, 23, dtype=torch.float64, generator=torch.Generator().manual_seed(top_k))
+    logits = 2 * torch.randn(7, 23, dtype=torch.float64, generator=torch.Generator().manual_seed(top_k or 0))
     left = filtered(logits, top_k, top_p)
     for row, kept in zip(logits.softmax(-1).tolist(), left.softmax(-1), strict=True):
         torch.testing.assert_close(kept, torch.tensor(expected(row, top_k, top_p), dtype=torch.float64))
@@ -57,7 +57,7 @@ def test_one_token_to_choose_from_is_the_likeliest(sampling):
 
 
 @pytest.mark.parametrize(
-    "sampling", [Sampling(0.5), Sampling(0.5, 3), Sampling(2.0, 0, 0.8), Sampling(2.0, 3, 0.7)], ids=str
+    "sampling", [Sampling(0.5), Sampling(0.5, 3), Sampling(2.0, None, 0.8), Sampling(2.0, 3, 0.7)], ids=str
 )
 def test_tokens_come_as_often_as_they_should(sampling):
     logits, count = torch.tensor([0.3, 1.0, -0.4, 2.0, 0.9]), 20_000
@@ -72,7 +72,8 @@ def test_tokens_come_as_often_as_they_should(sampling):
 @pytest.mark.parametrize("wrong,message", [
     ({"temperature": -0.1}, "temperature cannot be negative: got -0.1"),
     ({"temperature": math.nan}, "temperature cannot be negative: got nan"),
-    ({"top_k": -1}, "top_k cannot be negative: got -1"),
+    ({"top_k": -1}, "top_k must be at least 1: got -1"),
+    ({"top_k": 0}, "top_k must be at least 1: got 0"),
     ({"top_p": 0.0}, "top_p must be above 0, and at most 1: got 0.0"),
     ({"top_p": 1.01}, "top_p must be above 0, and at most 1: got 1.01"),
     ({"top_p": math.nan}, "top_p must be above 0, and at most 1: got nan"),

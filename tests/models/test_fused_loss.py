@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from moe_dualpipe.inference.generate import generate
+from moe_dualpipe.inference import generate
 from moe_dualpipe.kernels.cross_entropy import linear_cross_entropy
 from moe_dualpipe.kernels.weight_grads import WeightGrads, bind
 from moe_dualpipe.models import ModelConfig, StageOptions, TransformerStage, build_model, split, transformer

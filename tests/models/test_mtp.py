@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from moe_dualpipe.inference.generate import generate, prefill
+from moe_dualpipe.inference import generate, prefill
 from moe_dualpipe.kernels.cross_entropy import linear_cross_entropy
 from moe_dualpipe.kernels.weight_grads import bind
 from moe_dualpipe.models import (

@@ -112,7 +112,8 @@ def test_the_command(capsys):
     dense = sum(r["dense_parameters"] for r in found["ranks"])
     experts = sum(r["expert_parameters"] for r in found["ranks"])
     assert dense + 16 * experts == 2 * found["parameters"]
-    assert main(["model", "show", "tiny", "--dtype", "float32", "--json"]) == 0
+    zeros = ["--dp", "0", "--micro-batches", "0"]  # as None
+    assert main(["model", "show", "tiny", "--dtype", "float32", "--json", *zeros]) == 0
     (rank,) = (found := json.loads(capsys.readouterr().out))["ranks"]
     assert (rank["weights"], rank["optimizer"]) == (4 * found["parameters"], 8 * found["parameters"])
     assert main(["model", "show", "tiny", "--pp", "2", "--schedule", "1f1b", "--recompute", "full"]) == 0
