@@ -33,6 +33,7 @@ from .manifest import RUN_FILE, TENSORS_FILE, FileChecksum, Manifest, encode_ten
 Result = TypeVar("Result")
 
 STEP_FOLDER = re.compile(r"step-(\d+)")
+_WAIT_SECONDS = 1.0
 
 
 class SaveError(OSError):
@@ -90,7 +91,7 @@ class Saver:
         return pending.result()
 
     def _finish(self, pending: Future[SaveResult]) -> None:
-        while futures.wait([pending], timeout=1.0).not_done:
+        while futures.wait([pending], timeout=_WAIT_SECONDS).not_done:
             self.on_wait()
 
     def poll(self) -> SaveResult | None:

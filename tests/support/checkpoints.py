@@ -1,11 +1,70 @@
-"""Checkpoints on disk, made by hand."""
+"""Small checkpoints on disk: written by hand or by `save_checkpoint`, and read back."""
 
+import errno
+from pathlib import Path
+
+import torch
+
+from moe_dualpipe.checkpoint import load_checkpoint, save_checkpoint
+from moe_dualpipe.checkpoint import save as save_module
 from moe_dualpipe.checkpoint.manifest import FileChecksum, Manifest
+from moe_dualpipe.models import ModelConfig
 
 
 def write_manifest(folder, step=3, model=None):
-    """A checkpoint of no tensors at all."""
+    """Write a checkpoint without tensors."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tensors.json").write_bytes(b"{}")
     files = {"tensors.json": FileChecksum.of(b"{}")}
     (folder / "run.json").write_bytes(Manifest(step, model or {}, files).encode())
+
+
+def state_of(rank, step):
+    """A tensor that both ranks hold and two of this rank alone, in awkward shapes. All values depend on the step."""
+    return {
+        "both": torch.full((3, 1, 5), float(step)),
+        f"rank{rank}": torch.full((1, 7 + rank), step + rank / 2),
+        f"scalar{rank}": torch.tensor(step, dtype=torch.int64),
+    }
+
+
+def loaded_step(folder):
+    """Load the state of both ranks in this process, check that all of it is from one step, and return that step."""
+    loaded = {name: torch.full_like(t, -1) for rank in (0, 1) for name, t in state_of(rank, 0).items()}
+    load_checkpoint(folder, loaded)
+    step = int(loaded["both"][0, 0, 0])
+    for rank in (0, 1):
+        for name, expected in state_of(rank, step).items():
+            assert torch.equal(loaded[name], expected), name
+    return step
+
+
+def checkpoint_names(run):
+    return sorted(path.name for path in (Path(run) / "checkpoints").iterdir())
+
+
+def save_steps(rank, run, steps, keep=0):
+    for step in steps:
+        save_checkpoint(run, step, state_of(rank, step), ModelConfig(), {"tokens.txt": b"a b c"}, keep)
+    return checkpoint_names(run)
+
+
+def newest(run):
+    return run / "checkpoints" / "step-000009"
+
+
+class FullDisk:
+    """Makes writes fail once `room` bytes have been written."""
+
+    def __init__(self, monkeypatch):
+        self.room = 0
+        write = save_module._ChecksumFile.write
+
+        def limited(file, data):
+            self.room -= memoryview(data).nbytes
+            if self.room < 0:
+                file.error = OSError(errno.ENOSPC, "No space left on device")
+                raise file.error
+            return write(file, data)
+
+        monkeypatch.setattr(save_module._ChecksumFile, "write", limited)

@@ -1,0 +1,240 @@
+"""Loading checkpoints: broken ones are detected, hostile ones run no code, and all ranks agree."""
+
+import io
+import json
+import os
+import pickle
+import random
+
+import pytest
+import torch
+
+from moe_dualpipe.checkpoint import (
+    check_model,
+    find_checkpoint,
+    load_checkpoint,
+    manifest,
+    read_manifest,
+    verify_checkpoint,
+)
+from moe_dualpipe.checkpoint.manifest import FileChecksum, Manifest
+from moe_dualpipe.models import ModelConfig
+from tests.support.checkpoints import loaded_step, newest, state_of
+from tests.support.ranks import run_ranks
+
+
+def update_checksums(folder):
+    """Rewrite run.json so that it matches the files, as an attacker would."""
+    old = json.loads((folder / "run.json").read_text())
+    files = {path.name: FileChecksum.of(path.read_bytes()) for path in folder.iterdir() if path.name != "run.json"}
+    (folder / "run.json").write_bytes(Manifest(old["step"], old["model"], files).encode())
+
+
+# ---- Broken checkpoints ----
+
+
+def flip_bit(path, byte, bit=3):
+    data = bytearray(path.read_bytes())
+    data[byte] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def truncate(path):
+    os.truncate(path, path.stat().st_size - 1)
+
+
+DAMAGES = {
+    "truncated": (lambda c: truncate(c / "__1_0.distcp"), "__1_0.distcp has 3,"),
+    "longer": (lambda c: (c / "__0_0.distcp").open("ab").write(b"x"), "__0_0.distcp has "),
+    "flipped": (lambda c: flip_bit(c / "__1_0.distcp", 1000), "__1_0.distcp does not match its checksum"),
+    "missing": (lambda c: (c / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
+    "a missing extra file": (lambda c: (c / "tokens.txt").unlink(), "tokens.txt is missing"),
+    "a folder in place of a file": (lambda c: [(c / "tokens.txt").unlink(), (c / "tokens.txt").mkdir()], "tokens.txt is missing"),
+    "no run.json": (lambda c: (c / "run.json").unlink(), "cannot read run.json: No such file"),
+    "an empty run.json": (lambda c: (c / "run.json").write_bytes(b""), "cannot read run.json: Expecting value"),
+    "another step": (
+        lambda c: (c / "run.json").write_text((c / "run.json").read_text().replace('"step": 9', '"step": 8')),
+        "cannot read run.json: its checksum does not match",
+    ),
+    "empty folder": (lambda c: [path.unlink() for path in c.iterdir()], "cannot read run.json: No such file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_find_reports_a_broken_checkpoint_and_returns_the_newest_intact_one(run, damage):
+    damage_checkpoint, reason = DAMAGES[damage]
+    damage_checkpoint(newest(run))
+    messages = []
+    found = find_checkpoint(str(run), messages.append)
+    assert loaded_step(found) == 5
+    (line,) = messages
+    assert line.startswith(f"skipped broken checkpoint {newest(run)}: {reason}")
+    with pytest.raises(ValueError) as error:
+        find_checkpoint(str(newest(run)))
+    assert str(error.value).startswith(f"{newest(run)} is broken: {reason}")
+    assert str(error.value).endswith(f"; the newest intact checkpoint of this run is {found}")
+
+
+def test_find_names_every_checkpoint_if_all_are_broken(run):
+    for path in (run / "checkpoints").iterdir():
+        truncate(path / "__0_0.distcp")
+    with pytest.raises(
+        ValueError, match=r"all checkpoints in .* are broken: .*step-000009: __0_0.*step-000005: .*step-000003: "
+    ):
+        find_checkpoint(str(run))
+    with pytest.raises(ValueError, match=r"is broken: .*; this run has no intact checkpoint"):
+        find_checkpoint(str(newest(run)))
+
+
+def test_verify_detects_every_flipped_bit(run):
+    rng = random.Random(0)
+    for path in sorted(newest(run).iterdir()):
+        original = path.read_bytes()
+        for _ in range(12):
+            flip_bit(path, rng.randrange(len(original)), rng.randrange(8))
+            with pytest.raises(ValueError, match=r"run\.json|does not match its checksum"):
+                verify_checkpoint(newest(run))
+            path.write_bytes(original)
+    assert verify_checkpoint(newest(run)).step == 9
+
+
+def load_on_two_ranks(rank, folders):
+    with pytest.raises(ValueError, match="the ranks found different checkpoints"):
+        load_checkpoint(folders[rank], state_of(rank, 0))
+    missing = {f"missing{rank}": torch.zeros(1)} if rank else {}
+    with pytest.raises(ValueError, match="has no missing1"):  # also on rank 0, which finds all its tensors
+        load_checkpoint(folders[0], state_of(rank, 0) | missing)
+    with pytest.raises(ValueError, match=r": rank1 has shape \[1, 8\], expected \[2, 4\]"):
+        load_checkpoint(folders[0], {"rank1": torch.zeros(2, 4)})
+    load_checkpoint(folders[0], state := state_of(rank, 0))
+    return int(state["both"][0, 0, 0])
+
+
+def test_a_load_that_fails_on_one_rank_fails_on_all(run):
+    folders = [run / "checkpoints" / f"step-00000{step}" for step in (5, 9)]
+    assert run_ranks(2, load_on_two_ranks, folders) == [5, 5]
+
+
+# ---- Hostile checkpoints ----
+
+
+class Attack:
+    """Creates a marker file when it is unpickled."""
+
+    def __init__(self, marker):
+        self.marker = str(marker)
+
+    def __reduce__(self):
+        return os.system, (f"touch '{self.marker}'",)
+
+
+def test_the_attack_works_on_a_plain_unpickler(tmp_path):
+    buffer = io.BytesIO()
+    torch.save(Attack(tmp_path / "marker"), buffer)
+    buffer.seek(0)
+    torch.load(buffer, weights_only=False)
+    assert (tmp_path / "marker").exists()
+
+
+def test_the_metadata_pickle_is_never_opened(run):
+    marker = run / "marker"
+    (newest(run) / ".metadata").write_bytes(pickle.dumps(Attack(marker)))
+    update_checksums(newest(run))
+    assert loaded_step(find_checkpoint(str(run))) == 9
+    assert not marker.exists()
+
+
+def make_payload(kind, marker):
+    if kind == "pickle":
+        return pickle.dumps(Attack(marker))
+    buffer = io.BytesIO()
+    torch.save(Attack(marker) if kind == "saved" else {"x": torch.zeros(1)}, buffer)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["pickle", "saved", "no tensor"])
+def test_a_payload_that_is_not_a_tensor_is_rejected(run, kind):
+    marker = run / "marker"
+    payload = make_payload(kind, marker).ljust(600, b"\0") if kind == "pickle" else make_payload(kind, marker)
+    (newest(run) / "__0_0.distcp").write_bytes(payload)
+    table = json.loads((newest(run) / "tensors.json").read_text())
+    for place in table.values():
+        place.update(file="__0_0.distcp", offset=0, length=len(payload))
+    (newest(run) / "tensors.json").write_text(json.dumps(table))
+    update_checksums(newest(run))
+    with pytest.raises(ValueError, match=r"cannot load .*step-000009: rank 0: "):
+        loaded_step(find_checkpoint(str(run)))
+    assert not marker.exists()
+
+
+def with_field(key, value):
+    return lambda saved: {**saved, key: value}
+
+
+def with_file(name, length=1):
+    return lambda saved: {**saved, "files": {**saved["files"], name: {"length": length, "crc32": 0}}}
+
+
+INVALID_MANIFESTS = {
+    "a list": lambda _: [1, 2],
+    "deep": lambda _: b"[" * 200_000,
+    "binary": lambda _: b"\x80\x04\x95",
+    "a negative step": with_field("step", -1),
+    "a step that is text": with_field("step", "3"),
+    "a step that is true": with_field("step", True),
+    "a huge step": lambda _: b'{"step": ' + b"9" * 10_000 + b"}",
+    "a model that is a number": with_field("model", 7),
+    "files that are a list": with_field("files", ["tensors.json"]),
+    "no files": with_field("files", {}),
+    "a path upwards": with_file("../../secret"),
+    "a path from the root": with_file("/etc/passwd"),
+    "the folder above": with_file(".."),
+    "a length that is text": with_file("x", "1"),
+}
+
+
+def write_json(path, change, checksum=True):
+    saved = change(json.loads(path.read_text()))
+    if checksum and isinstance(saved, dict):
+        rest = {key: value for key, value in saved.items() if key != "checksum"}
+        saved["checksum"] = manifest.zlib.crc32(json.dumps(rest, sort_keys=True).encode())
+    path.write_bytes(saved if isinstance(saved, bytes) else json.dumps(saved).encode())
+
+
+@pytest.mark.parametrize("case", INVALID_MANIFESTS)
+def test_an_invalid_run_json_is_rejected(run, case):
+    write_json(newest(run) / "run.json", INVALID_MANIFESTS[case])
+    with pytest.raises(ValueError, match=r"step-000009 is broken: cannot read run.json: .{5,}"):
+        find_checkpoint(str(newest(run)))
+    with pytest.raises(ValueError, match=r"cannot read .*run.json: .{5,}"):
+        check_model(newest(run), ModelConfig())
+
+
+def test_a_valid_run_json_passes_with_the_checksum_of_the_cases_above(run):
+    write_json(newest(run) / "run.json", with_file("notes"))
+    assert read_manifest(newest(run)).files["notes"] == FileChecksum(1, 0)
+
+
+def test_a_run_json_that_is_too_large_is_not_read(run, monkeypatch):
+    monkeypatch.setattr(manifest, "_MAX_JSON_BYTES", 1000)
+    with pytest.raises(ValueError, match=r"run\.json: it has more than 1,000 bytes"):
+        read_manifest(newest(run))
+
+
+@pytest.mark.parametrize("change,message", [
+    ({"file": "../step-000005/__0_0.distcp"}, "is not a valid file name"),
+    ({"file": "/etc/passwd"}, "is not a valid file name"),
+    ({"file": 3}, "is not a valid file name"),
+    ({"dtype": "save"}, "'save' is not a dtype"),
+    ({"dtype": "nn.Module"}, "is not a dtype"),
+    ({"shape": [-1]}, "is not a valid count"),
+    ({"shape": [2**40, 2**40]}, "bytes cannot hold"),
+    ({"shape": 5}, "not iterable"),
+    ({"length": 1}, "1 bytes cannot hold"),
+    ({"offset": None}, "is not a valid count"),
+], ids=str)  # fmt: skip
+def test_an_invalid_tensors_json_is_rejected(run, change, message):
+    write_json(newest(run) / "tensors.json", lambda saved: {**saved, "both": {**saved["both"], **change}}, False)
+    update_checksums(newest(run))
+    with pytest.raises(ValueError, match=rf"cannot read .*tensors.json: .*{message}"):
+        loaded_step(find_checkpoint(str(run)))

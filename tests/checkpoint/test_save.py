@@ -1,0 +1,226 @@
+"""Saving checkpoints: complete or not at all, with full disks, killed ranks and saves in the background."""
+
+import contextlib
+import errno
+import io
+import os
+import random
+import signal
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from moe_dualpipe.checkpoint import SaveError, Saver, find_checkpoint, save_checkpoint, verify_checkpoint
+from moe_dualpipe.checkpoint import save as save_module
+from moe_dualpipe.models import ModelConfig
+from tests.support import ranks
+from tests.support.checkpoints import FullDisk, checkpoint_names, loaded_step, newest, save_steps, state_of
+from tests.support.ranks import run_ranks
+
+
+def test_a_checkpoint_holds_the_state_of_every_rank_and_the_extra_files(run):
+    assert loaded_step(find_checkpoint(str(run))) == 9
+    assert (newest(run) / "tokens.txt").read_bytes() == b"a b c"
+    assert "tokens.txt" in verify_checkpoint(newest(run)).files
+
+
+def save_and_remove(rank, run, saves):
+    return [save_steps(rank, run, steps, keep) for steps, keep in saves]
+
+
+def test_saving_removes_old_checkpoints_and_unfinished_folders(run):
+    for remnant in (".step-000009.unfinished", ".step-000003.removed"):
+        (run / "checkpoints" / remnant / "below").mkdir(parents=True)
+    # Later steps belong to another run, so they are never removed.
+    left = run_ranks(1, save_and_remove, run, [([7], 2), ([10], 1), ([11, 11, 12], 0)])[0]
+    assert left == [
+        ["step-000005", "step-000007", "step-000009"], ["step-000010"], ["step-000010", "step-000011", "step-000012"],
+    ]  # fmt: skip
+
+
+# ---- Failed and killed saves ----
+
+
+def fail_to_write_run_json(rank, run):
+    with pytest.MonkeyPatch.context() as patch:
+        write_synced, before = save_module._write_synced, checkpoint_names(run)
+        dist.barrier()
+
+        def full(path, data):
+            if path.name == "run.json":
+                raise OSError(errno.ENOSPC, "No space left on device", str(path))
+            write_synced(path, data)
+
+        patch.setattr(save_module, "_write_synced", full)
+        with pytest.raises(SaveError, match=r"rank 0: \[Errno 28\] No space left on device: .*run.json"):
+            save_checkpoint(run, 20, state_of(rank, 0), ModelConfig(), keep=1)
+    assert checkpoint_names(run) == before
+    dist.barrier()
+
+
+def save_on_full_disks(rank, run):
+    with pytest.MonkeyPatch.context() as patch:
+        fail_to_write_run_json(rank, run)
+        disk = FullDisk(patch)
+        rng = random.Random(1)
+        before = checkpoint_names(run)
+        dist.barrier()
+        for attempt in range(8):
+            full, room = rng.randrange(2), rng.randrange(3000)
+            disk.room = room if rank == full else 10**9
+            reason = rf"rank {full}: \[Errno 28\] No space left on device$"
+            with pytest.raises(SaveError, match=reason):
+                save_checkpoint(run, 20 + attempt, state_of(rank, 0), ModelConfig(), keep=1)
+            assert checkpoint_names(run) == before, (full, room)
+            dist.barrier()
+        disk.room = 10**9
+        save_checkpoint(run, 40, state_of(rank, 40), ModelConfig(), keep=1)
+    return checkpoint_names(run)
+
+
+def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_leaves_no_files(run):
+    assert run_ranks(2, save_on_full_disks, run) == [["step-000040"]] * 2
+    assert loaded_step(find_checkpoint(str(run))) == 40
+
+
+def save_forever(store, rank, run, first):
+    """Save in a loop on one rank, slowly."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    write = save_module._ChecksumFile.write
+
+    def slow(file, data):
+        time.sleep(0.002)
+        return write(file, data)
+
+    setattr(save_module._ChecksumFile, "write", slow)  # noqa: B010
+    for step in range(first, 10**6):
+        save_checkpoint(run, step, state_of(rank, step), ModelConfig(), keep=2)
+
+
+def fork(function, *args):
+    pid = os.fork()
+    if not pid:
+        try:
+            function(*args)
+        finally:
+            os._exit(1)
+    return pid
+
+
+def wait_for(path):
+    """Wait until `path` exists and return the time."""
+    begun = time.monotonic()
+    while not path.exists():
+        assert time.monotonic() < begun + 60, path
+        time.sleep(0.001)
+    return time.monotonic()
+
+
+def kill_ten_times(results, run, scratch):
+    """Kill two saving ranks ten times. Reports for each: was a save running, the warnings of `find`, the step found."""
+    rng, step = random.Random(2), 9
+    for kill in range(10):
+        pids = [fork(save_forever, scratch / f"store{kill}", rank, run, step + 1) for rank in (0, 1)]
+        begun = wait_for(run / "checkpoints" / f".step-{step + 1:06d}.unfinished")
+        one_save = wait_for(run / "checkpoints" / f"step-{step + 1:06d}") - begun
+        time.sleep(rng.uniform(0, 2 * one_save))
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        in_a_save, messages = any((run / "checkpoints").glob(".step-*.unfinished")), []
+        found = find_checkpoint(str(run), messages.append)
+        step = loaded_step(found)
+        results.put((in_a_save, messages, step, found.name))
+
+
+def test_killing_the_ranks_during_a_save_leaves_the_previous_checkpoint_intact(run, tmp_path):
+    """Two ranks save in a loop and are killed, ten times. Each attempt starts with the files that the last one left."""
+    results = ranks._context.SimpleQueue()
+    process = ranks._context.Process(target=kill_ten_times, args=(results, run, tmp_path))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    reports = [results.get() for _ in range(10)]
+    assert sum(in_a_save for in_a_save, *_ in reports) >= 6
+    steps = [step for *_, step, _ in reports]
+    assert steps == sorted(set(steps)) and steps[0] > 9
+    for _, messages, step, name in reports:
+        assert not messages, "an incomplete checkpoint has the name of a complete one"
+        assert name == f"step-{step:06d}"
+    assert run_ranks(1, save_steps, run, [steps[-1] + 1], 1)[0] == [f"step-{steps[-1] + 1:06d}"]
+
+
+# ---- The background saver ----
+
+
+def save_while_changing(rank, run, background):
+    """Change the state before the save can write it. Returns what was visible meanwhile, and the result."""
+    may_write, write = threading.Event(), save_module.save_checkpoint
+
+    def blocked(*arguments):
+        assert may_write.wait(60)
+        return write(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(save_module, "save_checkpoint", blocked)
+        if not background:
+            may_write.set()
+        saver = Saver(run, ModelConfig(), keep=2, timeout=60, background=background)
+        saver.start(4, state := state_of(rank, 4))
+        for tensor in state.values():
+            tensor.fill_(-7)
+        early = (saver.busy, checkpoint_names(run) if run.joinpath("checkpoints").exists() else [])
+        if background:
+            assert saver.poll() is None
+        dist.barrier()
+        may_write.set()
+        saved = saver.wait()
+        assert saver.wait() is None
+        saver.close()
+    assert saved is not None
+    return early, saved.path.name, saved.error
+
+
+def save_in_each_way(rank, run):
+    ends = [save_while_changing(rank, run / str(background), background) for background in (True, False)]
+    closed = Saver(run / "closed", ModelConfig(), keep=2, timeout=60)
+    closed.start(4, state_of(rank, 4))
+    closed.close()
+    failing = Saver(run / "failing", ModelConfig(), keep=2, timeout=60)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as err:
+        FullDisk(patch)
+        failing.start(4, state_of(rank, 4))
+        failing.close()
+    messages = ["No space left on device" in err.getvalue(), err.getvalue().count("could not be written")]
+    return *ends, checkpoint_names(run / "closed"), messages
+
+
+def test_a_save_holds_the_state_at_start_and_close_finishes_it(tmp_path):
+    background, synchronous = ((True, []), "step-000004", ""), ((False, ["step-000004"]), "step-000004", "")
+    first, second = run_ranks(2, save_in_each_way, tmp_path)
+    assert first == (background, synchronous, ["step-000004"], [True, 1])
+    assert second == (background, synchronous, ["step-000004"], [False, 0])
+    for way in ("True", "False", "closed"):
+        assert loaded_step(find_checkpoint(str(tmp_path / way))) == 4
+
+
+def save_slowly(rank, run):
+    """Return how often `on_wait` was called during a slow save, in the background and synchronously."""
+    calls, write = [], save_module._write_synced
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(save_module, "_WAIT_SECONDS", 0.05)
+        patch.setattr(save_module, "_write_synced", lambda *args: (time.sleep(0.1), write(*args)))
+        for background in (True, False):
+            count = []
+            saver = Saver(run / str(background), ModelConfig(), 2, 60, background, lambda c=count: c.append(0))
+            saver.start(4, state_of(rank, 4))
+            saver.wait()
+            saver.close()
+            calls.append(len(count))
+    return calls
+
+
+def test_on_wait_is_called_while_the_disk_is_slow(tmp_path):
+    assert all(1 <= calls <= 30 for of_rank in run_ranks(2, save_slowly, tmp_path) for calls in of_rank)
