@@ -49,7 +49,7 @@ DAMAGES = {
     "flipped": (lambda c: flip_bit(c / "__1_0.distcp", 1000), "__1_0.distcp does not match its checksum"),
     "missing": (lambda c: (c / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
     "a missing extra file": (lambda c: (c / "tokens.txt").unlink(), "tokens.txt is missing"),
-    "a folder in place of a file": (lambda c: [(c / "tokens.txt").unlink(), (c / "tokens.txt").mkdir()], "tokens.txt is missing"),
+    "a folder": (lambda c: [(c / "tokens.txt").unlink(), (c / "tokens.txt").mkdir()], "tokens.txt is missing"),
     "no run.json": (lambda c: (c / "run.json").unlink(), "cannot read run.json: No such file"),
     "an empty run.json": (lambda c: (c / "run.json").write_bytes(b""), "cannot read run.json: Expecting value"),
     "another step": (
