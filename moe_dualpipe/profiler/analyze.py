@@ -1,8 +1,9 @@
-"""How much communication was hidden? The arithmetic of a trace.
+"""Compute from a trace how much communication was hidden behind computation.
 
-Device work is communication if its name says so, and computation otherwise, copies and fills included; a trace
-without a device is that of a CPU (host.py). All times are lengths of unions of intervals: a moment in which two kernels
-of a kind run counts once. Communication is hidden where anything computes at the same time, else exposed.
+A device event is communication if its name matches a pattern. All other events are computation, including copies and
+fills. In a trace without device events, the CPU is the device (see host.py). Times are lengths of unions of intervals,
+so two kernels that run at the same moment count once. Communication is hidden while any computation runs on the same
+device, and exposed otherwise.
 """
 
 import re
@@ -25,26 +26,28 @@ COMMUNICATION = re.compile(
     r"|all_?to_?all|all_?gather|all_?reduce|reduce_?scatter|send_?recv|_shot_",
     re.IGNORECASE,
 )
-"""Kernels of NCCL, NVSHMEM, DeepEP (also as part of another package), torch's symmetric memory, and our own. On a CPU,
-annotations besides the transfers of backends."""
+"""Kernel names of NCCL, NVSHMEM, DeepEP (also as part of another package), torch's symmetric memory and this project.
+On a CPU, annotations that match are communication too, in addition to the transfers of backends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """The device work that was launched inside annotations of one name: sums of kernels' times, not unions."""
+    """The device events that were launched inside annotations of one name. Times are sums over events, not unions."""
 
     name: str
     times: int
-    """How many annotations there are, those of waits not counted."""
+    """Number of annotations, without the annotations of waits."""
     compute_us: float
     comm_us: float
     copy_us: float
     exposed_comm_us: float
-    """How long its communication was exposed; this one is a union."""
+    """Exposed time of its communication. This time is a union."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
+    """All device events of one name and kind."""
+
     name: str
     kind: str
     """compute, comm or copy."""
@@ -55,33 +58,34 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Analysis:
-    """Of one device. Microseconds."""
+    """The result for one device. Times are in microseconds."""
 
     device: str
     window_us: float
-    """From the first start of any work to the last end."""
+    """From the start of the first event to the end of the last one."""
     busy_us: float
     compute_us: float
     comm_us: float
     copy_us: float
-    """The part of the computation's time in which something was copied or filled."""
+    """Time of copies and fills, a part of `compute_us`."""
     overlapped_us: float
-    """Communication while something computes."""
+    """Hidden communication."""
     exposed_comm_us: float
-    """Communication while nothing computes."""
+    """Communication that is not hidden."""
     idle_us: float
+    """Neither computation nor communication."""
     num_comm: int
     comm_blocks: int
-    """The most thread blocks of a communication kernel: as many SMs can it occupy, if the GPU has more."""
+    """The most thread blocks of any communication kernel: an upper limit on the SMs that it occupies."""
     num_sms: int
-    """Of the GPU; 0 where the trace does not say."""
+    """SMs of the GPU; 0 if unknown."""
     phases: tuple[Phase, ...]
     waits: tuple[Wait, ...]
-    """Every moment in which nothing computed: together `exposed_comm_us` and `idle_us`."""
+    """All time without computation; the sum is `exposed_comm_us` + `idle_us`."""
     streams: dict[str, float]
-    """Busy time by stream; on a CPU by thread."""
+    """Busy time of each stream; on a CPU, of each thread."""
     kernels: tuple[Kernel, ...]
-    """The longest first."""
+    """Sorted by total time, longest first."""
 
     @property
     def name(self) -> str:
@@ -89,54 +93,56 @@ class Analysis:
 
     @property
     def hidden_fraction(self) -> float | None:
-        """The hidden share of the communication; None where there is none."""
+        """Hidden share of the communication; None without communication."""
         return self.overlapped_us / self.comm_us if self.comm_us else None
 
     def as_object(self) -> dict[str, Any]:
-        """For `json`."""
+        """A JSON object."""
         return {**asdict(self), "hidden_fraction": self.hidden_fraction}
 
 
 def analyze(trace: Trace, comm_pattern: str | re.Pattern[str] = COMMUNICATION) -> tuple[Analysis, ...]:
-    """An analysis for each device on which `trace` has work, in order of their names."""
+    """Return an analysis for each device that has events, sorted by name. Events that match `comm_pattern` are
+    communication."""
     pattern = re.compile(comm_pattern) if isinstance(comm_pattern, str) else comm_pattern
     trace = host_as_device(trace, pattern)
-    by_device = _grouped(trace.device_events, attrgetter("device"))
+    by_device = _group(trace.device_events, attrgetter("device"))
     return tuple(_analyze(device, by_device[device], trace, pattern) for device in sorted(by_device))
 
 
-def _analyze(device: str, works: Sequence[DeviceEvent], trace: Trace, pattern: re.Pattern[str]) -> Analysis:
-    by_kind = {"compute": [], "comm": [], "copy": []} | _grouped(works, lambda work: kind_of(work, pattern))
-    compute = union(intervals_of([*by_kind["compute"], *by_kind["copy"]]))
+def _analyze(device: str, events: Sequence[DeviceEvent], trace: Trace, pattern: re.Pattern[str]) -> Analysis:
+    by_kind = {"compute": [], "comm": [], "copy": []} | _group(events, lambda event: kind_of(event, pattern))
+    computing = [*by_kind["compute"], *by_kind["copy"]]
+    compute = union(intervals_of(computing))
     comm, copies = (union(intervals_of(by_kind[kind])) for kind in ("comm", "copy"))
-    every = union(intervals_of(works))
+    busy = union(intervals_of(events))
     exposed = difference(comm, compute)
-    extent = np.array([[every[0, 0], every[-1, 1]]]) if len(every) else EMPTY
+    extent = np.array([[busy[0, 0], busy[-1, 1]]]) if len(busy) else EMPTY
     window = total(extent)
-    streams = _grouped(works, attrgetter("stream"))
+    streams = _group(events, attrgetter("stream"))
     return Analysis(
         device=device,
         window_us=window,
-        busy_us=total(every),
+        busy_us=total(busy),
         compute_us=total(compute),
         comm_us=total(comm),
         copy_us=total(copies),
         overlapped_us=total(intersection(comm, compute)),
         exposed_comm_us=total(exposed),
-        idle_us=window - total(every),
+        idle_us=window - total(busy),
         num_comm=len(by_kind["comm"]),
-        comm_blocks=max((work.blocks for work in by_kind["comm"]), default=0),
+        comm_blocks=max((event.blocks for event in by_kind["comm"]), default=0),
         num_sms=trace.num_sms,
         phases=_phases(by_kind, trace, exposed),
-        waits=find_waits(trace, difference(extent, compute), [*by_kind["compute"], *by_kind["copy"]], by_kind["comm"]),
+        waits=find_waits(trace, difference(extent, compute), computing, by_kind["comm"]),
         streams={stream: total(union(intervals_of(streams[stream]))) for stream in sorted(streams)},
         kernels=_kernels(by_kind),
     )
 
 
-def kind_of(work: DeviceEvent, pattern: re.Pattern[str] = COMMUNICATION) -> str:
-    """compute, comm or copy. A kernel on a communication stream is not communication because of that."""
-    return _kind(work.name, work.category, pattern)
+def kind_of(event: DeviceEvent, pattern: re.Pattern[str] = COMMUNICATION) -> str:
+    """Return compute, comm or copy. Only the name and the category count, not the stream."""
+    return _kind(event.name, event.category, pattern)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -146,20 +152,20 @@ def _kind(name: str, category: str, pattern: re.Pattern[str]) -> str:
     return "compute" if category in ("kernel", "operator") else "copy"
 
 
-def intervals_of(works: Iterable[DeviceEvent]) -> Intervals:
-    """When each of them ran."""
-    return as_intervals((work.start, work.end) for work in works)
+def intervals_of(events: Iterable[DeviceEvent]) -> Intervals:
+    """The intervals in which the events ran, not merged."""
+    return as_intervals((event.start, event.end) for event in events)
 
 
 def _phases(by_kind: dict[str, list[DeviceEvent]], trace: Trace, exposed: Intervals) -> tuple[Phase, ...]:
     launched: dict[str, dict[str, list[DeviceEvent]]] = defaultdict(lambda: {kind: [] for kind in by_kind})
-    for kind, works in by_kind.items():
-        for work in works:
-            if (mark := trace.annotation_of(work)) is not None:
-                launched[mark.name][kind].append(work)
+    for kind, events in by_kind.items():
+        for event in events:
+            if (annotation := trace.annotation_of(event)) is not None:
+                launched[annotation.name][kind].append(event)
     phases = []
-    times = Counter(mark.name for mark in trace.annotations)
-    waits = Counter(phase_of_wait(mark) for mark in trace.waits)
+    times = Counter(annotation.name for annotation in trace.annotations)
+    waits = Counter(phase_of_wait(wait) for wait in trace.waits)
     for name in times:
         if name in launched:
             compute, comm, copies = launched[name].values()
@@ -170,22 +176,22 @@ def _phases(by_kind: dict[str, list[DeviceEvent]], trace: Trace, exposed: Interv
     return tuple(phases)
 
 
-def _grouped(works: Iterable[DeviceEvent], key: Callable[[DeviceEvent], str]) -> dict[str, list[DeviceEvent]]:
+def _group(events: Iterable[DeviceEvent], key: Callable[[DeviceEvent], str]) -> dict[str, list[DeviceEvent]]:
     groups: dict[str, list[DeviceEvent]] = defaultdict(list)
-    for work in works:
-        groups[key(work)].append(work)
+    for event in events:
+        groups[key(event)].append(event)
     return groups
 
 
-def _sum(works: Iterable[DeviceEvent]) -> float:
-    return sum(work.end - work.start for work in works)
+def _sum(events: Iterable[DeviceEvent]) -> float:
+    return sum(event.end - event.start for event in events)
 
 
 def _kernels(by_kind: dict[str, list[DeviceEvent]]) -> tuple[Kernel, ...]:
     kernels = []
-    for kind, works in by_kind.items():
+    for kind, events in by_kind.items():
         kernels += [
-            Kernel(name, kind, len(same), _sum(same), max(w.blocks for w in same))
-            for name, same in _grouped(works, attrgetter("name")).items()
+            Kernel(name, kind, len(same), _sum(same), max(event.blocks for event in same))
+            for name, same in _group(events, attrgetter("name")).items()
         ]
     return tuple(sorted(kernels, key=lambda kernel: -kernel.total_us))

@@ -1,4 +1,4 @@
-"""The lanes of a device: what computed and what communicated, and which annotation launched it."""
+"""Divide the computation and the communication of a device into blocks, by the annotation that launched the work."""
 
 import re
 from collections import defaultdict
@@ -18,24 +18,24 @@ class LaneBlock(NamedTuple):
     lane: int
     """Index in LANES."""
     name: str
-    """Of the annotation; "" for work that was launched outside of annotations."""
+    """The annotation; "" for all work that was launched outside of annotations."""
     intervals: Intervals
-    """Microseconds from the start of the device's first work."""
+    """In microseconds, from the start of the device's first event."""
 
 
 def lane_blocks(trace: Trace, device: str, pattern: re.Pattern[str] = COMMUNICATION) -> list[LaneBlock]:
-    """The blocks of `device`, ordered by lane and start time."""
+    """Return the blocks of `device`, sorted by lane and start."""
     trace = host_as_device(trace, pattern)
-    works: dict[tuple[int, HostEvent | None], list[DeviceEvent]] = defaultdict(list)
-    for work in trace.device_events:
-        if work.device == device:
-            lane = int(kind_of(work, pattern) == "comm")
-            works[lane, trace.annotation_of(work)].append(work)
-    start = min((work.start for same in works.values() for work in same), default=0.0)
-    found = [
-        LaneBlock(lane, mark.name if mark else "", union(intervals_of(same)) - start)
-        for (lane, mark), same in works.items()
+    grouped: dict[tuple[int, HostEvent | None], list[DeviceEvent]] = defaultdict(list)
+    for event in trace.device_events:
+        if event.device == device:
+            lane = int(kind_of(event, pattern) == "comm")
+            grouped[lane, trace.annotation_of(event)].append(event)
+    start = min((event.start for events in grouped.values() for event in events), default=0.0)
+    blocks = [
+        LaneBlock(lane, annotation.name if annotation else "", union(intervals_of(events)) - start)
+        for (lane, annotation), events in grouped.items()
     ]
     return sorted(
-        (block for block in found if len(block.intervals)), key=lambda block: (block.lane, *block.intervals[0])
+        (block for block in blocks if len(block.intervals)), key=lambda block: (block.lane, *block.intervals[0])
     )

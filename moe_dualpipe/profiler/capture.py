@@ -1,4 +1,4 @@
-"""Record what this process does as a Chrome trace, so that `analyze` finds everything it needs in it."""
+"""Record this process with torch.profiler, as a Chrome trace that `analyze` can read."""
 
 import os
 from collections.abc import Iterator
@@ -12,11 +12,11 @@ from torch.profiler import ProfilerActivity, profile
 
 @contextmanager
 def capture(path: Path, device: torch.device) -> Iterator[None]:
-    """What happens inside goes to `path` (.json or .json.gz), with its work on `device`, until that is done.
+    """Record the body, with all its work on `device`, into `path` (.json or .json.gz).
 
-    On a CPU all threads are recorded: a modelled link's time passes on one of its own.
+    On a CPU all threads are recorded, because a modelled link runs on a thread.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or torch's profiler says on stderr when it starts and stops
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no messages on stderr at start and stop
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     threads = _ExperimentalConfig(profile_all_threads=device.type == "cpu")
     with profile(activities=activities, experimental_config=threads) as profiler:
@@ -26,6 +26,6 @@ def capture(path: Path, device: torch.device) -> Iterator[None]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until everything queued on `device` is done; a CPU queues nothing."""
+    """Wait for all queued work on a CUDA device. Does nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

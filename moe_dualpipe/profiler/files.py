@@ -1,4 +1,4 @@
-"""The files of one measurement: each analyzed, several compared, one report and one picture of all."""
+"""Analyze the trace files of one measurement together: one file per rank, each with one or more devices."""
 
 import re
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class TracedDevice:
 
     path: Path
     truncated: int
-    """How many events there were before the end of a file that was cut off; 0 for a whole one."""
+    """Number of events that could be read from an incomplete file; 0 for a complete file."""
     rank: int | None
     analysis: Analysis
     blocks: Sequence[LaneBlock]
@@ -28,14 +28,14 @@ class TracedDevice:
 
 @dataclass(frozen=True)
 class TraceFiles:
-    """What was found in all of them; `joint` has an entry for each device."""
+    """The devices of all files, with the skew of each."""
 
     devices: Sequence[TracedDevice]
     skews: Sequence[RankSkew]
 
     @property
     def names(self) -> list[str]:
-        """Short and different: by rank if the files say so, else by file, and by device where one has several."""
+        """Short, distinct names: the ranks if all files have different ones, otherwise file and device."""
         numbers = [device.rank for device in self.devices]
         by_rank = None not in numbers and len(set(numbers)) == len(numbers)
         names = [f"rank {d.rank}" if by_rank else f"{d.path}, {d.analysis.name}" for d in self.devices]
@@ -43,22 +43,25 @@ class TraceFiles:
 
     @property
     def truncated(self) -> dict[Path, int]:
-        """Files that were cut off, and how many events were there before that."""
+        """The incomplete files, with the number of events that could be read."""
         return {device.path: device.truncated for device in self.devices if device.truncated}
 
     def as_objects(self) -> list[dict[str, Any]]:
-        """For `json`: one for each device."""
+        """A JSON object for each device."""
         return [
             {
                 "trace": str(device.path), "truncated": bool(device.truncated), "rank": device.rank,
-                "waited_us": other.waited_us, "shift_us": other.shift_us, **device.analysis.as_object(),
+                "waited_us": skew.waited_us, "shift_us": skew.shift_us, **device.analysis.as_object(),
             }
-            for device, other in zip(self.devices, self.skews, strict=True)
+            for device, skew in zip(self.devices, self.skews, strict=True)
         ]  # fmt: skip
 
 
 def analyze_files(paths: Sequence[Path], pattern: re.Pattern[str] = COMMUNICATION, pictures: bool = True) -> TraceFiles:
-    """Read and analyze them, one after another. Raises TraceError for a file that is none, or has no work in it."""
+    """Read and analyze trace files. Raises TraceError for a file that is not a trace or has no device events.
+
+    pictures: also collect the lane blocks that a picture needs.
+    """
     devices = [device for path in paths for device in analyze_devices(path, read_trace(path), pattern, pictures)]
     return TraceFiles(devices, rank_skews([device.transfers for device in devices]))
 
@@ -66,18 +69,18 @@ def analyze_files(paths: Sequence[Path], pattern: re.Pattern[str] = COMMUNICATIO
 def analyze_devices(
     path: Path, trace: Trace, pattern: re.Pattern[str] = COMMUNICATION, pictures: bool = True
 ) -> list[TracedDevice]:
-    """The devices of a trace that was read_trace from `path`. Raises TraceError where there is no work on any."""
+    """Analyze the devices of a trace that was read from `path`. Raises TraceError if it has no device events."""
     trace = host_as_device(trace, pattern)
     if not trace.device_events:
         raise TraceError(
-            f"{path}: no work among {trace.num_events:,} events: neither kernels on a device nor operators on a CPU"
+            f"{path}: none of the {trace.num_events:,} events is a kernel on a device or an operator on a CPU"
         )
     devices = []
     for analysis in analyze(trace, pattern):
-        works = [work for work in trace.device_events if work.device == analysis.device]
-        transfers = [work for work in works if kind_of(work, pattern) == "comm"]
-        rank = RankTransfers(transfers, min(work.start for work in works), trace.base_us, trace.host)
+        events = [event for event in trace.device_events if event.device == analysis.device]
+        comm = [event for event in events if kind_of(event, pattern) == "comm"]
+        transfers = RankTransfers(comm, min(event.start for event in events), trace.base_us, trace.host)
         blocks = lane_blocks(trace, analysis.device, pattern) if pictures else ()
         truncated = trace.num_events if trace.truncated else 0
-        devices.append(TracedDevice(path, truncated, trace.rank, analysis, blocks, rank))
+        devices.append(TracedDevice(path, truncated, trace.rank, analysis, blocks, transfers))
     return devices

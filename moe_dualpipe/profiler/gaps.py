@@ -1,8 +1,7 @@
-"""What happened while nothing computed?
+"""Explain the time without computation: what was in flight, what computed next, and whether the host was late.
 
-Every such moment has something that was on its way, or nothing, and something that computed next and had waited for it.
-Either that was queued already, so its data was late; or the host had not launched it yet, so the host was late, perhaps
-because it sat in a call that waits for the device.
+If the next computation was already queued, it waited for data. If the host had not launched it yet, the host was late,
+possibly because it was inside a call that waits for the device.
 """
 
 import re
@@ -16,52 +15,52 @@ from .intervals import Intervals, as_intervals, length_before, union
 from .trace import DeviceEvent, HostEvent, Trace
 
 _NEARBY = 64
-"""Among so many works an annotation is looked for."""
+"""Look for the next annotation among this many events."""
 _SYNCHRONISES = re.compile(r"Synchronize|Memcpy(?!.*Async)")
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Moments in which nothing computed, by what was on its way and what computed next. Microseconds."""
+    """All time without computation that has the same `during` and `before`. Times are in microseconds."""
 
     during: str
-    """The annotation of the communication, or its own name where it has none; "" where nothing was on its way."""
+    """The communication in flight: its annotation or, without one, its own name; "" if there was none."""
     before: str
-    """The next annotation in which something computed, other than `during`, which unpacks what came. Where there is
-    none nearby, the name of what computed next; "" at the end."""
+    """The next annotation with computation, other than `during`, which only unpacks the received rows. Without one
+    nearby, the name of the next computation; "" at the end of the trace."""
     times: int
     total_us: float
     host_us: float
-    """The part in which the host had not launched what computed next; on a CPU, in which the trace names no wait."""
+    """The part before the host launched the next computation; on a CPU, the part outside of known waits."""
     sync_us: float
-    """The part of that in which the host waited for the device."""
+    """The part of `host_us` in which the host waited for the device."""
 
 
 def find_waits(
     trace: Trace, gaps: Intervals, compute: Iterable[DeviceEvent], comm: Iterable[DeviceEvent]
 ) -> tuple[Wait, ...]:
-    """All moments of the `gaps` in `compute`; where several transfers are on their way, the first one counts."""
-    by_start = sorted(compute, key=lambda work: work.start)
-    pieces = list(_pieces(gaps.tolist(), list(_first_of(sorted(comm, key=lambda work: work.start)))))
+    """Explain all `gaps` between the events of `compute`. If several transfers are in flight, the first one counts."""
+    by_start = sorted(compute, key=lambda event: event.start)
+    pieces = list(_pieces(gaps.tolist(), list(_first_of(sorted(comm, key=lambda event: event.start)))))
     if not pieces:
         return ()
     starts, ends = np.array([piece[:2] for piece in pieces]).T
-    nexts = np.searchsorted(np.array([work.start for work in by_start]), ends)
+    nexts = np.searchsorted(np.array([event.start for event in by_start]), ends)
     keys: dict[tuple[str, str], int] = {}
-    of = np.empty(len(pieces), dtype=np.int64)
+    key_of = np.empty(len(pieces), dtype=np.int64)
     launched = np.array(ends)
     for i, (piece, following) in enumerate(zip(pieces, nexts.tolist(), strict=True)):
         follower = by_start[following] if following < len(by_start) else None
         during = _name(trace, piece[2])
         key = during, _next(trace, by_start[following : following + _NEARBY], during)
-        of[i] = keys.setdefault(key, len(keys))
+        key_of[i] = keys.setdefault(key, len(keys))
         launched[i] = _launched(trace, follower, starts[i])
     late = np.clip(launched, starts, ends)
-    in_call = length_before(_union(mark for mark in trace.launches.values() if _SYNCHRONISES.search(mark.name)))
+    in_call = length_before(_union(event for event in trace.launches.values() if _SYNCHRONISES.search(event.name)))
     waited = length_before(_union(trace.waits))
 
     def sums(weights: Intervals) -> list[float]:
-        return np.bincount(of, weights, minlength=len(keys)).tolist()
+        return np.bincount(key_of, weights, minlength=len(keys)).tolist()
 
     found = [
         Wait(*key, int(times), total, host, sync)
@@ -77,57 +76,57 @@ def find_waits(
     return tuple(sorted(found, key=lambda wait: -wait.total_us))
 
 
-def _next(trace: Trace, works: Sequence[DeviceEvent], during: str) -> str:
-    annotations = (trace.annotation_of(work) for work in works)
-    named = (mark.name for mark in annotations if mark is not None and mark.name != during)
-    return next(named, works[0].name if works else "")
+def _next(trace: Trace, events: Sequence[DeviceEvent], during: str) -> str:
+    annotations = (trace.annotation_of(event) for event in events)
+    named = (other.name for other in annotations if other is not None and other.name != during)
+    return next(named, events[0].name if events else "")
 
 
-def _launched(trace: Trace, work: DeviceEvent | None, unknown: float) -> float:
-    """When the device had what it needed to start `work`. The call of a copy may last until the copy is through."""
-    launch = trace.launches.get(work.correlation) if work and work.correlation is not None else None
-    if work is None or launch is None:
+def _launched(trace: Trace, event: DeviceEvent | None, unknown: float) -> float:
+    """The time at which `event` was queued: the end of its launch, or the start for copies, whose calls can block."""
+    launch = trace.launches.get(event.correlation) if event and event.correlation is not None else None
+    if event is None or launch is None:
         return unknown
-    return launch.start if "memcpy" in work.category else launch.end
+    return launch.start if "memcpy" in event.category else launch.end
 
 
-def _union(marks: Iterable[HostEvent]) -> Intervals:
-    return union(as_intervals((mark.start, mark.end) for mark in marks))
+def _union(events: Iterable[HostEvent]) -> Intervals:
+    return union(as_intervals((event.start, event.end) for event in events))
 
 
-def _name(trace: Trace, work: DeviceEvent | None) -> str:
-    if work is None:
+def _name(trace: Trace, event: DeviceEvent | None) -> str:
+    if event is None:
         return ""
-    annotation = trace.annotation_of(work)
-    if annotation is not None and work.category == "transfer" and not is_phase(annotation):
-        return f"{work.name} in {annotation.name}"  # what is around a transfer need not be named after it
-    return annotation.name if annotation else work.name
+    annotation = trace.annotation_of(event)
+    if annotation is not None and event.category == "transfer" and not is_phase(annotation):
+        return f"{event.name} in {annotation.name}"  # other annotations do not describe the transfer
+    return annotation.name if annotation else event.name
 
 
 _Piece = tuple[float, float, DeviceEvent | None]
 
 
-def _first_of(works: Sequence[DeviceEvent]) -> Iterator[_Piece]:
-    """Divide the time of works, sorted by start, so that each moment belongs to the one that started first."""
+def _first_of(events: Sequence[DeviceEvent]) -> Iterator[_Piece]:
+    """Cut events, sorted by start, so that they do not overlap. Each moment belongs to the event that started first."""
     cursor = -np.inf
-    for work in works:
-        if work.end > max(work.start, cursor):
-            yield max(work.start, cursor), work.end, work
-            cursor = work.end
+    for event in events:
+        if event.end > max(event.start, cursor):
+            yield max(event.start, cursor), event.end, event
+            cursor = event.end
 
 
 def _pieces(gaps: Iterable[tuple[float, float]], owned: Sequence[_Piece]) -> Iterator[_Piece]:
-    """The gaps, cut where another owner begins; both are sorted and disjoint."""
+    """Cut the gaps where an owner starts or ends. Both lists are sorted and disjoint."""
     first = 0
     for cursor, end in gaps:
         while first < len(owned) and owned[first][1] <= cursor:
             first += 1
         at = first
         while at < len(owned) and owned[at][0] < end:
-            start, stop, work = owned[at]
+            start, stop, event = owned[at]
             if start > cursor:
                 yield cursor, start, None
             begin, cursor, at = max(start, cursor), min(stop, end), at + 1
-            yield begin, cursor, work
+            yield begin, cursor, event
         if cursor < end:
             yield cursor, end, None

@@ -1,7 +1,7 @@
-"""Sets of points in time, as arrays of disjoint intervals: how long was anything of a kind running?
+"""Arithmetic on sets of time intervals: union, intersection, difference, and total length.
 
-Sums over events count a moment twice in which two of them run; unions do not. An array has the shape [n, 2], a row is
-[start, end), sorted and disjoint once `union` has made it so.
+A set is an array of shape [n, 2] whose rows are [start, end). The result of `union` is sorted and disjoint, so a moment
+in which two events run counts once in its `total`.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,13 +15,13 @@ EMPTY: Intervals = np.empty((0, 2))
 
 
 def union(intervals: Intervals) -> Intervals:
-    """All points that are in any of the intervals, which may touch, overlap, be nested or empty, in any order."""
+    """Return the union of intervals that may touch, overlap or be empty, in any order."""
     intervals = intervals[intervals[:, 1] > intervals[:, 0]]
     if not len(intervals):
         return EMPTY
     intervals = intervals[np.argsort(intervals[:, 0], kind="stable")]
     reach = np.maximum.accumulate(intervals[:, 1])
-    first = np.concatenate([[True], intervals[1:, 0] > reach[:-1]])  # starts where nothing before it reaches
+    first = np.concatenate([[True], intervals[1:, 0] > reach[:-1]])  # no earlier interval reaches this one
     last = np.concatenate([first[1:], [True]])
     return np.stack([intervals[first, 0], reach[last]], axis=1)
 
@@ -32,21 +32,21 @@ def total(intervals: Intervals) -> float:
 
 
 def intersection(a: Intervals, b: Intervals) -> Intervals:
-    """The points that are in both of two unions."""
+    """Return the points that are in both unions."""
     return _where(a, b, lambda in_a, in_b: in_a & in_b)
 
 
 def difference(a: Intervals, b: Intervals) -> Intervals:
-    """The points that are in the union `a` and not in `b`."""
+    """Return the points of the union `a` that are not in the union `b`."""
     return _where(a, b, lambda in_a, in_b: in_a & ~in_b)
 
 
 def _where(a: Intervals, b: Intervals, wanted: Callable[[Mask, Mask], Mask]) -> Intervals:
-    """The points for which `wanted` holds, given whether they are in `a` and in `b`; it is False outside of both."""
+    """Return the points for which `wanted(in_a, in_b)` is true. It must be False outside both unions."""
     points = np.concatenate([a.ravel(), b.ravel()])
     order = np.argsort(points, kind="stable")
     edges = np.ones(len(points), dtype=np.int64)
-    edges[1::2] = -1  # starts are even in both
+    edges[1::2] = -1  # the points alternate between starts and ends
     own = np.arange(len(points)) < a.size
     in_a = np.cumsum(np.where(own, edges, 0)[order]) > 0
     in_b = np.cumsum(np.where(own, 0, edges)[order]) > 0
@@ -56,13 +56,13 @@ def _where(a: Intervals, b: Intervals, wanted: Callable[[Mask, Mask], Mask]) -> 
 
 
 def as_intervals(pairs: Iterable[tuple[float, float]]) -> Intervals:
-    """[n, 2] from starts and ends, also where there are none."""
+    """Return pairs of (start, end) as an array of shape [n, 2]."""
     rows = list(pairs)
     return np.array(rows) if rows else EMPTY
 
 
 def length_before(a: Intervals) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:
-    """A function of points: how much of the union `a` lies before each. Its difference is what lies between two."""
+    """Return a function that maps points to the length of the union `a` before each point."""
     if not len(a):
         return np.zeros_like
     lengths = np.cumsum(a[:, 1] - a[:, 0])

@@ -1,7 +1,7 @@
-"""Where the time of a pipeline's training step went, and where it should have gone.
+"""Compare a pipeline's recorded training step with its simulation.
 
-The recordings of all ranks together are a Timeline, as a simulation makes one; the simulation from the measured times
-of F, B, W and FB stands beside it. What is longer in the measured one is waiting that the schedule does not ask for.
+The recordings of all ranks form a Timeline, like the result of a simulation. The schedule is simulated with the
+measured costs of F, B, W and FB. Extra time in the measured timeline is waiting that the schedule does not cause.
 """
 
 import statistics
@@ -19,10 +19,11 @@ from .steps import Step
 
 
 def measured_costs(schedule: Schedule, spans: Iterable[Span]) -> Costs:
-    """The means of what was measured, for each stage: so what is predicted computes as much as what was measured.
+    """Return the mean measured cost of each kind of action and stage.
 
-    A stage that lacks a kind takes the mean of the others. Where a schedule has only pairs, a forward is a third of
-    one; W is what was measured as such, else half of B.
+    With means, the simulation computes as long as the recording. A stage without a kind of action takes the mean of the
+    other stages. In a schedule of pairs only, F is a third of FB and B two thirds. W is None (half of B) if no weight
+    gradient was measured alone.
     """
     found: dict[str, dict[int, list[float]]] = {kind: defaultdict(list) for kind in ("F", "B", "I", "W", "FB")}
     for span in spans:
@@ -56,13 +57,13 @@ def measured_costs(schedule: Schedule, spans: Iterable[Span]) -> Costs:
 
 @dataclass(frozen=True)
 class RecordedPipeline:
-    """The recorded steps of the ranks of one pipeline: `steps[rank]`, on one clock."""
+    """The recorded steps of the ranks of one pipeline, `steps[rank]`, on one clock."""
 
     schedule: Schedule
     steps: Sequence[Sequence[Step]]
 
     def timeline(self, index: int) -> Timeline:
-        """Of the step with that index, in milliseconds from its first computation."""
+        """The timeline of the step with this index, in milliseconds from its first computation."""
         first = min(steps[index].spans[0].start for steps in self.steps if steps[index].spans)
         return Timeline(
             self.schedule,
@@ -74,13 +75,13 @@ class RecordedPipeline:
 
     @cached_property
     def typical(self) -> int:
-        """The index of the step whose pipeline took the median time."""
+        """The index of the step whose timeline has the median length."""
         times = [self.timeline(index).makespan for index in range(len(self.steps[0]))]
         return times.index(statistics.median_low(times))
 
     @cached_property
     def costs(self) -> Costs:
-        """In milliseconds, of the typical step."""
+        """The measured costs of the typical step, in milliseconds."""
         return measured_costs(self.schedule, [span for row in self.timeline(self.typical).spans for span in row])
 
     @cached_property
@@ -90,27 +91,28 @@ class RecordedPipeline:
 
 @dataclass(frozen=True)
 class StepBreakdown:
-    """Where one rank's step went, in milliseconds; together, `rest` included, they are `step`."""
+    """Where the time of one rank's step went, in milliseconds. `step` is the sum of forward, backward, weights, pairs,
+    bubble, gradients, optimizer and rest."""
 
     step: float
-    """From when the first rank began it to when the last one was done."""
+    """From the start on the first rank to the end on the last one."""
     forward: float
     backward: float
     weights: float
     pairs: float
     bubble: float
     gradients: float
-    """From the end of the pipeline on, which the ranks that are done earlier wait for."""
+    """Time after the end of the pipeline on all ranks."""
     optimizer: float
     rest: float
-    """What is left: data, the metrics, and Python before and after the pipeline."""
+    """Data loading, metrics, and Python before and after the pipeline."""
     waiting: float
-    """The part of forward, backward, weights and pairs in which nothing computed."""
+    """The part of forward, backward, weights and pairs without computation."""
     predicted_bubble: float
 
 
 def step_breakdowns(pipeline: RecordedPipeline) -> tuple[StepBreakdown, ...]:
-    """Of each rank, in the typical step."""
+    """Return where the time of the typical step went on each rank."""
     index, predicted = pipeline.typical, pipeline.predicted
     timeline = pipeline.timeline(index)
     same = [steps[index] for steps in pipeline.steps]
@@ -121,18 +123,20 @@ def step_breakdowns(pipeline: RecordedPipeline) -> tuple[StepBreakdown, ...]:
         sums = dict.fromkeys(("forward", "backward", "weights", "pairs"), 0.0)
         for span in timeline.spans[rank]:
             sums[_column(span.action)] += span.duration
-        parts = {part: _behind(step.parts.get(part), end) for part in STEP_PARTS}
-        bubble, foreseen = timeline.bubble[rank], predicted.bubble[rank]
+        parts = {part: _after(step.parts.get(part), end) for part in STEP_PARTS}
+        bubble, predicted_bubble = timeline.bubble[rank], predicted.bubble[rank]
         rest = whole - bubble - sum(sums.values()) - sum(parts.values())
         waiting = step.waiting / 1e3
         found.append(
-            StepBreakdown(whole, bubble=bubble, rest=rest, waiting=waiting, predicted_bubble=foreseen, **sums, **parts)
+            StepBreakdown(
+                whole, bubble=bubble, rest=rest, waiting=waiting, predicted_bubble=predicted_bubble, **sums, **parts
+            )
         )
     return tuple(found)
 
 
-def _behind(extent: tuple[float, float] | None, moment: float) -> float:
-    """How much of it lies behind the moment, in milliseconds."""
+def _after(extent: tuple[float, float] | None, moment: float) -> float:
+    """The length of the extent after a moment, in milliseconds."""
     return max(0.0, extent[1] - max(extent[0], moment)) / 1e3 if extent else 0.0
 
 

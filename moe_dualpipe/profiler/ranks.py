@@ -1,8 +1,8 @@
-"""Several ranks' traces together: who waited for whom, and how far their clocks are apart.
+"""Compare the traces of several ranks: how long each waited for the others, and the offsets between their clocks.
 
-Collective kernels run until the last rank has come: of the k-th on every rank, the one of the last to come is the
-shortest, and what the others take beyond it they waited. That needs no clock. They end together, and that sets the
-clocks. Both need ranks that communicate alike: the same collectives in the same order.
+A collective runs until the last rank has joined. Among the k-th collectives of all ranks, the one of the last rank to
+join is the shortest; the extra time of the others is waiting time. This needs no common clock. A collective ends on all
+ranks at the same moment, which gives the clock offsets. Both need the same collectives in the same order on all ranks.
 """
 
 import re
@@ -13,56 +13,52 @@ import numpy as np
 
 from .trace import DeviceEvent
 
-_POINT_TO_POINT = re.compile(r":(send|recv)")  # of gloo; NCCL's kernels do not say
+_POINT_TO_POINT = re.compile(r":(send|recv)")  # names of gloo; the names of NCCL's kernels do not tell
 
 
 @dataclass(frozen=True, slots=True)
 class RankTransfers:
-    """What is to be compared of a rank's trace. Microseconds."""
+    """The transfers of one rank, in microseconds."""
 
     transfers: Sequence[DeviceEvent]
     start_us: float
-    """When its first work started."""
+    """Start of its first event."""
     base_us: float = 0.0
-    """What its times are counted from."""
+    """The origin of its times."""
     host: str = ""
-    """Ranks of one host have one clock."""
+    """Ranks on the same host share a clock; "" if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankSkew:
-    """Of one rank among others. Microseconds."""
+    """One rank compared with the others, in microseconds. None: unknown."""
 
     waited_us: float | None
-    """How much longer its transfers took than those of the rank that came last to each; a sum. None: unknown."""
+    """Total time by which its collectives were longer than those of the last rank to join."""
     shift_us: float | None
-    """How much later than the first rank's its first work started, on the first rank's clock. None: unknown."""
+    """Start of its first event, after the start of rank 0's first event, on the clock of rank 0."""
 
 
 def rank_skews(ranks: Sequence[RankTransfers]) -> tuple[RankSkew, ...]:
-    """What the ranks' transfers say of each other; of clocks, also what the hosts say.
+    """Return the skew of each rank.
 
-    The k-th collectives of all ranks are taken for one and the same if they have the same names, and if there is a
-    moment at which all ranks are in them, as there must be: for 9 of 10, as clocks are never quite the same.
+    The collectives are comparable if their names are the same on all ranks and if at least 9 of 10 have a moment at
+    which all ranks are inside; clocks are never exact enough to require this of all.
     """
     first = ranks[0]
     shifts = np.array([rank.base_us - first.base_us + rank.start_us - first.start_us for rank in ranks])
     one_clock = bool(first.host) and all(rank.host == first.host for rank in ranks)
     unknown = tuple(RankSkew(None, float(shift) if one_clock or len(ranks) == 1 else None) for shift in shifts)
     ordered = [
-        sorted((work for work in rank.transfers if not _POINT_TO_POINT.search(work.name)), key=lambda work: work.start)
+        sorted((event for event in rank.transfers if not _POINT_TO_POINT.search(event.name)), key=lambda e: e.start)
         for rank in ranks
     ]
-    names = [[work.name for work in works] for works in ordered]
+    names = [[event.name for event in events] for events in ordered]
     if len(ranks) == 1 or not names[0] or any(other != names[0] for other in names):
         return unknown
+    matched = [*zip(ranks, ordered, strict=True)]
     starts, ends = (
-        np.array(
-            [
-                [getattr(work, edge) - rank.start_us for work in works]
-                for rank, works in zip(ranks, ordered, strict=True)
-            ]
-        )
+        np.array([[getattr(event, edge) - rank.start_us for event in events] for rank, events in matched])
         for edge in ("start", "end")
     )
     if not one_clock:

@@ -1,6 +1,7 @@
-"""When each action of a pipeline's training step ran, from a rank's recording.
+"""Find the training steps in a rank's recording, and when each action of the pipeline ran.
 
-Annotations: of steps and STEP_PARTS by the training loop, of actions ("0F3") by the executor. Times are microseconds.
+The training loop annotates steps and STEP_PARTS; the executor annotates actions, such as "0F3". Times are in
+microseconds.
 """
 
 import statistics
@@ -20,59 +21,53 @@ from .trace import DeviceEvent, HostEvent, Trace, TraceError
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of one rank; times since the epoch, on the clock of its host."""
+    """One step of one rank. Times count from the Unix epoch, on the clock of the host."""
 
     number: int
     start: float
     end: float
     spans: tuple[Span, ...]
-    """From the first to the last computation of each action."""
+    """Each action, from the start of its first computation to the end of its last one."""
     waiting: float
-    """How long nothing computed inside of the spans: exposed communication with experts, and Python."""
+    """Time without computation inside the spans: exposed expert communication, and Python."""
     parts: Mapping[str, tuple[float, float]]
-    """From when to when work of each of STEP_PARTS ran; those that had none are not there."""
+    """Start and end of each of STEP_PARTS that launched work."""
 
 
 def recorded_steps(trace: Trace, actions: Sequence[Action]) -> list[Step]:
-    """The steps of a rank that runs `actions` in each. Raises TraceError when the recording lacks some of them."""
+    """Return the steps of a rank that runs `actions` in each step. Raises TraceError if the trace lacks an action."""
     trace = host_as_device(trace, COMMUNICATION)
     texts = {str(action): action for action in actions}
-    marks = [mark for mark in trace.annotations if mark.name in texts or mark.name in STEP_PARTS]
-    around = trace.around(marks)
-    works: dict[HostEvent, list[DeviceEvent]] = defaultdict(list)
-    for work in trace.device_events:
-        if work.correlation in around:
-            works[around[work.correlation]].append(work)
+    annotations = [event for event in trace.annotations if event.name in texts or event.name in STEP_PARTS]
+    around = trace.innermost_around(annotations)
+    launched: dict[HostEvent, list[DeviceEvent]] = defaultdict(list)
+    for event in trace.device_events:
+        if event.correlation in around:
+            launched[around[event.correlation]].append(event)
     steps = []
-    found = (mark for mark in trace.annotations if step_number(mark.name) is not None)
-    for step in sorted(found, key=lambda mark: mark.start):
-        inside = sorted((mark for mark in marks if step.start <= mark.start < step.end), key=lambda mark: mark.start)
-        computed = {mark: [w for w in works[mark] if kind_of(w) != "comm"] for mark in inside if mark.name in texts}
-        if [texts[mark.name] for mark in computed] != list(actions) or not all(computed.values()):
+    found = (event for event in trace.annotations if step_number(event.name) is not None)
+    for step in sorted(found, key=lambda event: event.start):
+        inside = sorted((a for a in annotations if step.start <= a.start < step.end), key=lambda a: a.start)
+        computed = {a: [e for e in launched[a] if kind_of(e) != "comm"] for a in inside if a.name in texts}
+        if [texts[annotation.name] for annotation in computed] != list(actions) or not all(computed.values()):
             raise TraceError(f"the recording of {step.name} lacks actions of the schedule")
-        extents = _in_turns((min(w.start for w in same), max(w.end for w in same)) for same in computed.values())
-        busy = union(as_intervals(extents))
-        compute = union(intervals_of(work for same in computed.values() for work in same))
-        parts = {
-            mark.name: (
-                min(work.start for work in works[mark]) + trace.base_us,
-                max(work.end for work in works[mark]) + trace.base_us,
-            )
-            for mark in inside
-            if mark.name in STEP_PARTS and works[mark]
-        }
-        spans = tuple(
-            Span(action, start + trace.base_us, end + trace.base_us)
-            for action, (start, end) in zip(actions, extents, strict=True)
-        )
-        waiting = total(busy) - total(compute)
-        number = step_number(step.name) or 0
-        steps.append(Step(number, step.start + trace.base_us, step.end + trace.base_us, spans, waiting, parts))
+        extents = _in_turns(map(_extent, computed.values()))
+        compute = union(intervals_of(event for events in computed.values() for event in events))
+        waiting = total(union(as_intervals(extents))) - total(compute)
+        spans = tuple(Span(action, *extent) for action, extent in zip(actions, extents, strict=True))
+        parts = {a.name: _extent(launched[a]) for a in inside if a.name in STEP_PARTS and launched[a]}
+        recorded = Step(step_number(step.name) or 0, step.start, step.end, spans, waiting, parts)
+        steps.append(_shifted(recorded, trace.base_us))
     return steps
 
 
+def _extent(events: Sequence[DeviceEvent]) -> tuple[float, float]:
+    return min(event.start for event in events), max(event.end for event in events)
+
+
 def _in_turns(extents: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Each begins when those before it are through: on a GPU, a side stream may still pack what one of them sends."""
+    """Let each extent start after the previous one ends: on a GPU, a side stream can still pack the rows of an action
+    when the next action starts."""
     turns, free = [], -inf
     for start, end in extents:
         start = max(start, free)
@@ -82,35 +77,36 @@ def _in_turns(extents: Iterable[tuple[float, float]]) -> list[tuple[float, float
 
 
 def only_expert_transfers(trace: Trace) -> Trace:
-    """Without the communication that no dispatch or combine asked for.
+    """Return the trace without the communication that no dispatch or combine launched.
 
-    The transfers of a pipeline are on their way from when a rank is ready to when the other one is: they measure the
-    schedule, not the overlap.
+    Pipeline transfers last from the moment one rank is ready until the other one is: they measure the schedule, not the
+    overlap.
     """
     trace = host_as_device(trace, COMMUNICATION)
 
-    def wanted(work: DeviceEvent) -> bool:
-        if kind_of(work) != "comm":
-            return True
-        mark = trace.annotation_of(work)
-        return mark is not None and is_for_experts(mark.name)
+    def wanted(event: DeviceEvent) -> bool:
+        annotation = trace.annotation_of(event)
+        return kind_of(event) != "comm" or (annotation is not None and is_for_experts(annotation.name))
 
-    return replace(trace, device_events=[work for work in trace.device_events if wanted(work)])
+    return replace(trace, device_events=[event for event in trace.device_events if wanted(event)])
 
 
-def align_clocks(steps: Sequence[Sequence[Step]], hosts: Sequence[str], moments: Sequence[float]) -> list[list[Step]]:
-    """The steps of ranks on several hosts, with the clocks of the other hosts set by the first rank's.
+def align_clocks(steps: Sequence[Sequence[Step]], hosts: Sequence[str], barriers: Sequence[float]) -> list[list[Step]]:
+    """Return the steps of all ranks on the clock of rank 0.
 
-    moments: the time at which each rank left one and the same barrier, by its own clock. Ranks of one host share it.
+    barriers: the time at which each rank left the same barrier, on its own clock. Ranks on the same host share a clock.
     """
     by_host: dict[str, list[float]] = defaultdict(list)
-    for host, moment in zip(hosts, moments, strict=True):
-        by_host[host].append(moment)
-    ahead = {host: statistics.median(times) - statistics.median(by_host[hosts[0]]) for host, times in by_host.items()}
-    return [[_earlier(step, ahead[host]) for step in same] for same, host in zip(steps, hosts, strict=True)]
+    for host, barrier in zip(hosts, barriers, strict=True):
+        by_host[host].append(barrier)
+    medians = {host: statistics.median(times) for host, times in by_host.items()}
+    return [
+        [_shifted(step, medians[hosts[0]] - medians[host]) for step in same]
+        for same, host in zip(steps, hosts, strict=True)
+    ]
 
 
-def _earlier(step: Step, by: float) -> Step:
-    spans = tuple(Span(span.action, span.start - by, span.end - by) for span in step.spans)
-    parts = {part: (start - by, end - by) for part, (start, end) in step.parts.items()}
-    return replace(step, start=step.start - by, end=step.end - by, spans=spans, parts=parts)
+def _shifted(step: Step, by: float) -> Step:
+    spans = tuple(Span(span.action, span.start + by, span.end + by) for span in step.spans)
+    parts = {part: (start + by, end + by) for part, (start, end) in step.parts.items()}
+    return replace(step, start=step.start + by, end=step.end + by, spans=spans, parts=parts)

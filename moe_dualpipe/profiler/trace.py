@@ -91,9 +91,9 @@ class Trace:
 
     @cached_property
     def _annotations_of_launches(self) -> dict[int, HostEvent]:
-        return self.around(self.annotations)
+        return self.innermost_around(self.annotations)
 
-    def around(self, marks: Sequence[HostEvent]) -> dict[int, HostEvent]:
+    def innermost_around(self, marks: Sequence[HostEvent]) -> dict[int, HostEvent]:
         """The innermost of `marks` around each launch, by correlation id.
 
         It is one of the launch's own thread; where there is none, of any: the thread of a backward has no annotations,
