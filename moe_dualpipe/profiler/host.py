@@ -1,16 +1,16 @@
-"""A CPU as the device: what it computed, where it waited, and what was on its way meanwhile.
+"""Turn a trace without device events into one whose device is the CPU.
 
-A CPU has no queue and no kernels; its trace holds nested operators, annotations, and the transfers of a backend, each
-from its start to its end. From them follows work like a GPU's, so that everything else here need not know:
+A CPU has neither a queue nor kernels. Its trace has nested operators, annotations, and the transfers of a backend. This
+module converts them into device events, so that the other modules need not know about CPUs:
 
-    computation     operators, and the rest of annotations that end in (F), (B), (I) or (W), such as attn(F), which is
-                    Python between operators; without the moments in which they wait or talk to a backend. Operators
-                    inside of "wait for x" compute: they unpack what came, and belong to the phase x
-    communication   transfers, from their start to their end: gloo's, a modelled link's, or annotations of any name that
-                    fits the pattern of communication; but not receives, which wait for a sender from when they are
-                    posted: the send tells when something travels
+    computation     operators. In annotations that end in (F), (B), (I) or (W), such as attn(F), also the Python code
+                    between operators. Waits and calls of a backend do not compute; operators inside "wait for x"
+                    compute, because they unpack what was received, and belong to phase x
+    communication   transfers, from start to end: those of gloo or of a modelled link, and annotations that match the
+                    communication pattern. Receives are left out: they last from when they are posted, so the send
+                    shows when data is in flight
 
-Nested operators are one piece of work, named after the outermost of them inside the innermost such annotation.
+Nested operators become one event with the name of the outermost operator inside the innermost such annotation.
 """
 
 import re
@@ -25,54 +25,58 @@ from .trace import DeviceEvent, HostEvent, Trace
 
 _CALLS = re.compile(rf"c10d::|_?c10d_functional::|{LINK}::")
 _RECEIVES = re.compile(r":recv")
-_ISSUES = re.compile(rf"(?:c10d|{LINK})::(\w+)")
+_LAUNCHES = re.compile(rf"(?:c10d|{LINK})::(\w+)")
 
 
 def host_as_device(trace: Trace, pattern: re.Pattern[str]) -> Trace:
-    """`trace` with its host as the device "cpu", if it has no work on any other; otherwise `trace` itself."""
+    """Return a trace whose device is "cpu" if `trace` has no device events, otherwise `trace` itself.
+
+    Annotations whose name matches `pattern` become transfers.
+    """
     if trace.device_events or not (trace.operators or trace.transfers):
         return trace
-    matching = {mark.name for mark in trace.annotations if pattern.search(mark.name) and not _waits(mark.name)}
-    annotations = [mark for mark in trace.annotations if mark.name not in matching]
-    transfers = [mark for mark in trace.transfers if not _RECEIVES.search(mark.name)]
-    transfers += [mark for mark in trace.annotations if mark.name in matching]
-    transfers.sort(key=lambda mark: mark.start)
-    waits = [mark for marks in (annotations, trace.operators) for mark in marks if _waits(mark.name)]
+    matching = {event.name for event in trace.annotations if pattern.search(event.name) and not _waits(event.name)}
+    annotations = [event for event in trace.annotations if event.name not in matching]
+    transfers = [event for event in trace.transfers if not _RECEIVES.search(event.name)]
+    transfers += [event for event in trace.annotations if event.name in matching]
+    transfers.sort(key=lambda event: event.start)
+    waits = [event for events in (annotations, trace.operators) for event in events if _waits(event.name)]
     threads: dict[tuple[str, str], list[tuple[HostEvent, bool]]] = defaultdict(list)
-    for mark in trace.operators:
-        threads[mark.thread].append((mark, True))
-    for mark in annotations:
-        if is_phase(mark) or _waits(mark.name):
-            threads[mark.thread].append((mark, False))
+    for event in trace.operators:
+        threads[event.thread].append((event, True))
+    for event in annotations:
+        if is_phase(event) or _waits(event.name):
+            threads[event.thread].append((event, False))
 
-    work: list[DeviceEvent] = []
+    device_events: list[DeviceEvent] = []
     launches: dict[int, HostEvent] = {}
 
-    def add(mark: HostEvent, category: str, launch: HostEvent) -> None:
-        launches[len(work)] = launch
-        work.append(DeviceEvent(mark.name, category, mark.start, mark.end, "cpu", mark.thread[1], len(work), 0))
+    def add(event: HostEvent, category: str, launch: HostEvent) -> None:
+        launches[correlation := len(device_events)] = launch
+        stream = event.thread[1]
+        device_events.append(DeviceEvent(event.name, category, event.start, event.end, "cpu", stream, correlation, 0))
 
-    for marks in threads.values():
-        for piece in _pieces(marks):
+    for events in threads.values():
+        for piece in _pieces(events):
             add(piece, "operator", piece)
     free = 0.0
-    for transfer, issue in zip(transfers, _issues(transfers, trace.operators), strict=True):
-        if transfer.name.startswith(f"{LINK}:"):  # it is on its way before the thread that waits for it has woken up
-            transfer = transfer._replace(start=min(transfer.start, max(issue.start, free)))
+    for transfer, launch in zip(transfers, _launches_of(transfers, trace.operators), strict=True):
+        if transfer.name.startswith(f"{LINK}:"):  # the recorded start is late: the thread must wake up first
+            transfer = transfer._replace(start=min(transfer.start, max(launch.start, free)))
             free = transfer.end
-        add(transfer, "transfer", issue)
-    phases = [mark._replace(name=phase_of_wait(mark)) for mark in annotations]
-    return replace(trace, device_events=work, launches=launches, annotations=phases, waits=waits)
+        add(transfer, "transfer", launch)
+    phases = [event._replace(name=phase_of_wait(event)) for event in annotations]
+    return replace(trace, device_events=device_events, launches=launches, annotations=phases, waits=waits)
 
 
-def is_phase(mark: HostEvent) -> bool:
-    """Whether its name says that it is a part of a forward, a backward, an input or a weight gradient."""
-    return letter_of(mark.name) is not None
+def is_phase(event: HostEvent) -> bool:
+    """Whether the annotation is a segment of a forward or a backward, such as attn(F)."""
+    return letter_of(event.name) is not None
 
 
-def phase_of_wait(mark: HostEvent) -> str:
-    """The phase to which what computes in it belongs: x for "wait for x", and for x itself."""
-    return without_wait(mark.name)
+def phase_of_wait(event: HostEvent) -> str:
+    """The phase to which computation inside the annotation belongs: x for "wait for x" and for x."""
+    return without_wait(event.name)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -81,32 +85,32 @@ def _waits(name: str) -> bool:
 
 
 class _Open:
-    """A mark that has begun and not ended."""
+    """An event that has started and not ended."""
 
-    __slots__ = ("end", "operator", "outlasting", "owner", "shuts")
+    __slots__ = ("end", "in_call", "operator", "outlasting", "owner")
 
-    def __init__(self, mark: HostEvent, operator: bool, around: "_Open | None"):
-        self.end, self.operator = mark.end, operator
+    def __init__(self, event: HostEvent, operator: bool, around: "_Open | None"):
+        self.end, self.operator = event.end, operator
         self.outlasting: tuple[tuple[HostEvent, bool], ...] = ()
-        """What began in it and ends after it, as coarse clocks tell."""
-        if around is not None and mark.end > around.end:
+        """Events that start inside this one and end after it, which coarse clocks can cause."""
+        if around is not None and event.end > around.end:
             self.end = around.end
-            around.outlasting += ((mark, operator),)
-        called = "" if _waits(mark.name) else mark.name if operator else "Python"
-        inside = around is not None and around.shuts
-        self.shuts = inside or (operator and not called)
-        """A call of a backend: nothing in it computes."""
-        if around is not None and (inside or (operator and called and around.operator)):
+            around.outlasting += ((event, operator),)
+        name = "" if _waits(event.name) else event.name if operator else "Python"
+        inside = around is not None and around.in_call
+        self.in_call = inside or (operator and not name)
+        """Inside a call of a backend, where nothing computes."""
+        if around is not None and (inside or (operator and name and around.operator)):
             self.owner = around.owner
         else:
-            self.owner = HostEvent(called, mark.start, mark.end, mark.thread)
-        """Whose its own time is; without a name if that waits."""
+            self.owner = HostEvent(name, event.start, event.end, event.thread)
+        """The event that its own time counts for; without a name if it waits."""
 
 
-def _pieces(marks: Iterable[tuple[HostEvent, bool]]) -> list[HostEvent]:
-    """Cut marks of one thread, each with whether it is an operator, into pieces that do not overlap, in order.
+def _pieces(events: Iterable[tuple[HostEvent, bool]]) -> list[HostEvent]:
+    """Cut nested events of one thread into pieces that do not overlap, sorted by time.
 
-    A moment belongs to the mark that began last of those around it.
+    events: each with whether it is an operator. A moment belongs to the event that started last.
     """
     pieces: list[HostEvent] = []
     stack: list[_Open] = []
@@ -125,34 +129,35 @@ def _pieces(marks: Iterable[tuple[HostEvent, bool]]) -> list[HostEvent]:
 
     def close() -> None:
         until(stack[-1].end)
-        for mark, operator in stack.pop().outlasting:
-            stack.append(_Open(mark, operator, stack[-1] if stack else None))
+        for event, operator in stack.pop().outlasting:
+            stack.append(_Open(event, operator, stack[-1] if stack else None))
 
-    for mark, operator in sorted(marks, key=lambda item: (item[0].start, -item[0].end)):
-        while stack and stack[-1].end <= mark.start:
+    for event, operator in sorted(events, key=lambda item: (item[0].start, -item[0].end)):
+        while stack and stack[-1].end <= event.start:
             close()
-        until(mark.start)
-        stack.append(_Open(mark, operator, stack[-1] if stack else None))
+        until(event.start)
+        stack.append(_Open(event, operator, stack[-1] if stack else None))
     while stack:
         close()
     until(inf)
     return pieces
 
 
-def _issues(transfers: Sequence[HostEvent], operators: Iterable[HostEvent]) -> Iterator[HostEvent]:
-    """For each transfer, in order of their starts, the call that asked for it: they start in the order of the calls.
+def _launches_of(transfers: Sequence[HostEvent], operators: Iterable[HostEvent]) -> Iterator[HostEvent]:
+    """Yield for each transfer the call that launched it, or the transfer itself if no call is found.
 
-    c10d::alltoall_base_ asks for gloo:all_to_all. A transfer that nobody seems to have asked for stands for itself.
+    transfers: sorted by start. Transfers of one kind start in the order of their calls. The kinds are matched by name:
+    c10d::alltoall_base_ launches gloo:all_to_all.
     """
     kinds = {transfer.name: _letters(transfer.name.rpartition(":")[2]) for transfer in transfers}
-    calls = [mark for mark in operators if _waits(mark.name) and _ISSUES.match(mark.name)]
-    asked: dict[str, deque[HostEvent]] = defaultdict(deque)
-    for mark in sorted(calls, key=lambda mark: mark.start):
-        letters = _letters(mark.name.rpartition(":")[2])
+    calls = [event for event in operators if _waits(event.name) and _LAUNCHES.match(event.name)]
+    launches: dict[str, deque[HostEvent]] = defaultdict(deque)
+    for event in sorted(calls, key=lambda event: event.start):
+        letters = _letters(event.name.rpartition(":")[2])
         if fitting := [kind for kind in kinds.values() if kind and letters.startswith(kind)]:
-            asked[max(fitting, key=len)].append(mark)
+            launches[max(fitting, key=len)].append(event)
     for transfer in transfers:
-        waiting = asked[kinds[transfer.name]]
+        waiting = launches[kinds[transfer.name]]
         yield waiting.popleft() if waiting and waiting[0].start <= transfer.start else transfer
 
 

@@ -1,9 +1,7 @@
-"""Read the Chrome trace that torch.profiler writes: what ran on the device, who launched it, and in which annotation.
+"""Read the Chrome traces of torch.profiler: the events on devices, their launches, and the annotations around these.
 
-The files are large and often cut off. So events are decoded one after the other from the stream, only what the analysis
-needs is kept, in a few words each, and what was read before the end of a truncated file is a result.
-
-Where nothing was recorded on a device, the host is the device: host.py makes work of its operators and transfers.
+Traces are large and often incomplete. Events are therefore decoded one by one from the stream, only the fields that the
+analysis needs are kept, and an incomplete file yields the events that it has.
 """
 
 import codecs
@@ -22,38 +20,38 @@ from typing import Any, NamedTuple
 from ..overlap.labels import LINK
 
 TRANSFER = re.compile(rf"(nccl|gloo|ucc|mpi|xccl|{LINK}):(?!:)")
-"""How torch's backends, and modelled links, name a transfer from its start to its end. It is no scope of other work."""
+"""Names of transfers, from start to end, of torch's backends and of modelled links. They are not annotations."""
 
 _SPACE = re.compile(r"[\s,]*")
 _OPENING = re.compile(r'"traceEvents"\s*:\s*\[')
 _CHUNK = 1 << 20
 _LONGEST_EVENT = 1 << 24
 MOST_EVENTS = 4_000_000
-"""More are not read: they would need more than 2 to 3 GB."""
+"""Later events are not read: more events would need more than 2 to 3 GB."""
 _LONGEST_HEADER = 1 << 22
 
 
 class TraceError(ValueError):
-    """The file holds no trace; the message is one line and names it."""
+    """The file is not a usable trace. The message is one line that names the file."""
 
 
 class DeviceEvent(NamedTuple):
-    """A kernel, copy or fill on a device; or of a CPU, a piece of an operator or a transfer. Times in microseconds."""
+    """A kernel, copy or fill on a device; on a CPU, a piece of an operator or a transfer. Times in microseconds."""
 
     name: str
     category: str
-    """As in the file, in lower case; or "operator" or "transfer"."""
+    """The category in the file, in lower case; on a CPU, "operator" or "transfer"."""
     start: float
     end: float
     device: str
     stream: str
     correlation: int | None
     blocks: int
-    """Of its launch grid; 0 where the trace does not say."""
+    """Thread blocks of the launch grid; 0 if unknown."""
 
 
 class HostEvent(NamedTuple):
-    """An annotation, operator, transfer, or the launch of some work, on a thread of the host. Times in microseconds."""
+    """An annotation, operator, transfer or launch on a thread of the host. Times in microseconds."""
 
     name: str
     start: float
@@ -63,76 +61,76 @@ class HostEvent(NamedTuple):
 
 @dataclass
 class Trace:
-    """What one file says."""
+    """The contents of one file."""
 
     device_events: list[DeviceEvent] = field(default_factory=list)
     launches: dict[int, HostEvent] = field(default_factory=dict)
-    """By correlation id."""
+    """Launches of device events, by correlation id."""
     annotations: list[HostEvent] = field(default_factory=list)
     operators: list[HostEvent] = field(default_factory=list)
-    """Of the host, nested in each other."""
+    """Nested operators of the host."""
     transfers: list[HostEvent] = field(default_factory=list)
-    """What a backend says was on its way."""
+    """Transfers as recorded by a backend on the host."""
     waits: list[HostEvent] = field(default_factory=list)
-    """Where a CPU, as a device, waited."""
+    """Waits of a CPU that acts as the device (see host.py)."""
     num_events: int = 0
     truncated: bool = False
-    """There is more, which could not be read or was too much."""
+    """The file is incomplete or too long: there are events that were not read."""
     rank: int | None = None
     host: str = ""
     base_us: float = 0.0
-    """What all times of the file are counted from, on the clock of the host."""
+    """The origin of the file's times, on the clock of the host."""
     num_sms: int = 0
-    """Of the first GPU that the file describes; 0 where it describes none."""
+    """SMs of the first GPU in the file; 0 if unknown."""
 
-    def annotation_of(self, work: DeviceEvent) -> HostEvent | None:
-        """The innermost annotation around the launch of `work`, if the trace says both."""
-        return None if work.correlation is None else self._annotations_of_launches.get(work.correlation)
+    def annotation_of(self, event: DeviceEvent) -> HostEvent | None:
+        """The innermost annotation around the launch of `event`, if both are in the trace."""
+        return None if event.correlation is None else self._annotations_of_launches.get(event.correlation)
 
     @cached_property
     def _annotations_of_launches(self) -> dict[int, HostEvent]:
         return self.innermost_around(self.annotations)
 
-    def innermost_around(self, marks: Sequence[HostEvent]) -> dict[int, HostEvent]:
-        """The innermost of `marks` around each launch, by correlation id.
+    def innermost_around(self, events: Sequence[HostEvent]) -> dict[int, HostEvent]:
+        """Return the innermost of `events` around each launch, by correlation id.
 
-        It is one of the launch's own thread; where there is none, of any: the thread of a backward has no annotations,
-        and works while the one that called it waits inside of one.
+        An event of the launching thread comes first, then one of any thread: autograd's thread has no annotations, and
+        the thread that called it waits inside one.
         """
         threads: dict[tuple[str, str], list[HostEvent]] = defaultdict(list)
-        for mark in marks:
-            threads[mark.thread].append(mark)
+        for event in events:
+            threads[event.thread].append(event)
         launches: dict[tuple[str, str], list[tuple[float, int]]] = defaultdict(list)
-        for correlation, mark in self.launches.items():
-            launches[mark.thread].append((mark.start, correlation))
+        for correlation, launch in self.launches.items():
+            launches[launch.thread].append((launch.start, correlation))
         found: dict[int, HostEvent] = {}
         for thread in threads:
             found |= _innermost(threads[thread], launches[thread])
         others = [launch for starts in launches.values() for launch in starts if launch[1] not in found]
-        return found | _innermost(marks, others)
+        return found | _innermost(events, others)
 
 
-def _innermost(marks: Iterable[HostEvent], launches: Iterable[tuple[float, int]]) -> dict[int, HostEvent]:
-    """The mark that started last of those around each launch, which is a time and a correlation id."""
-    waiting = deque(sorted(marks, key=lambda mark: (mark.start, -mark.end)))
+def _innermost(events: Iterable[HostEvent], launches: Iterable[tuple[float, int]]) -> dict[int, HostEvent]:
+    """Return the last started event around each launch. A launch is a time and a correlation id."""
+    later = deque(sorted(events, key=lambda event: (event.start, -event.end)))
     around: list[HostEvent] = []
     found: dict[int, HostEvent] = {}
     for time, correlation in sorted(launches):
-        while waiting and waiting[0].start <= time:
-            around.append(waiting.popleft())
-        around = [mark for mark in around if mark.end > time]
+        while later and later[0].start <= time:
+            around.append(later.popleft())
+        around = [event for event in around if event.end > time]
         if around:
             found[correlation] = around[-1]
     return found
 
 
-_WORK = {"kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset"}
+_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset"}
 _LAUNCHES = {"cuda_runtime", "cuda_driver", "runtime", "hip_runtime"}
-_MARKS = {"user_annotation", "cpu_op"}
+_HOST = {"user_annotation", "cpu_op"}
 
 
 def read_trace(path: str | Path) -> Trace:
-    """Read `path`, .json or .json.gz. Raises TraceError for a file that is missing, empty or no trace."""
+    """Read a .json or .json.gz file. Raises TraceError if it is missing, empty or not a trace."""
     path, trace = Path(path), Trace()
     try:
         for event in _events(_pieces(path), path, trace):
@@ -140,7 +138,7 @@ def read_trace(path: str | Path) -> Trace:
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror or error}") from None
     except (UnicodeDecodeError, zlib.error):
-        raise TraceError(f"{path}: neither text nor gzip; a trace is .json or .json.gz") from None
+        raise TraceError(f"{path}: not a trace: neither text nor gzip") from None
     except RecursionError:
         raise TraceError(f"{path}: not a trace: its lists are nested too deeply") from None
     if not trace.num_events:
@@ -151,10 +149,10 @@ def read_trace(path: str | Path) -> Trace:
 def _keep(event: dict[str, Any], trace: Trace) -> None:
     if event.get("ph") != "X":
         return
-    # Interned: one string for each name, not one for each event.
+    # interned, so that there is one string per name and not one per event
     category, name = sys.intern(str(event.get("cat", "")).lower()), sys.intern(str(event.get("name", "")))
-    if category not in _MARKS and category not in _WORK and category not in _LAUNCHES:
-        return  # as the many of Python's functions
+    if category not in _HOST and category not in _DEVICE and category not in _LAUNCHES:
+        return  # such as python_function, of which there are many
     arguments = event.get("args")
     arguments = arguments if isinstance(arguments, dict) else {}
     try:
@@ -167,25 +165,25 @@ def _keep(event: dict[str, Any], trace: Trace) -> None:
     thread = sys.intern(str(event.get("pid"))), sys.intern(str(event.get("tid")))
     correlation = arguments.get("correlation")
     correlation = correlation if isinstance(correlation, int) else None
-    if category in _WORK:
+    if category in _DEVICE:
         grid = arguments.get("grid")
         blocks = math.prod(grid) if isinstance(grid, list) and all(isinstance(n, int) for n in grid) else 0
         device, stream = str(arguments.get("device", thread[0])), str(arguments.get("stream", thread[1]))
         trace.device_events.append(DeviceEvent(name, category, start, end, device, stream, correlation, blocks))
     elif category in _LAUNCHES and correlation is not None:
         trace.launches[correlation] = HostEvent(name, start, end, thread)
-    elif category in _MARKS:
-        mark = HostEvent(name, start, end, thread)
+    elif category in _HOST:
+        host_event = HostEvent(name, start, end, thread)
         if TRANSFER.match(name):
-            trace.transfers.append(mark)
+            trace.transfers.append(host_event)
         elif category == "cpu_op" or name.startswith(f"{LINK}::"):
-            trace.operators.append(mark)
+            trace.operators.append(host_event)
         else:
-            trace.annotations.append(mark)
+            trace.annotations.append(host_event)
 
 
 def _pieces(path: Path) -> Iterator[str]:
-    """The text of the file, piece by piece; of a compressed one as much as there is, if it was cut off."""
+    """Yield the text of the file in pieces, for an incomplete compressed file up to its end."""
     decode = codecs.getincrementaldecoder("utf-8")().decode
     with path.open("rb") as file:
         compressed = file.read(2) == b"\x1f\x8b"
@@ -197,7 +195,7 @@ def _pieces(path: Path) -> Iterator[str]:
 
 
 def _events(pieces: Iterator[str], path: Path, trace: Trace) -> Iterator[dict[str, Any]]:
-    """The objects in the list "traceEvents", or in a file that is a list; sets `trace.truncated`."""
+    """Yield the objects of the list "traceEvents", or of a file that is a list. Sets `trace.truncated`."""
     decode = json.JSONDecoder().raw_decode
     header, text = _opened(pieces, path)
     _describe(header, trace)
@@ -227,7 +225,7 @@ def _events(pieces: Iterator[str], path: Path, trace: Trace) -> Iterator[dict[st
 
 
 def _opened(pieces: Iterator[str], path: Path) -> tuple[str, str]:
-    """The text before the list of events, as far as it is short, and the text behind the bracket that opens it."""
+    """Return the text before the list of events, "" if it is too long, and the text after its opening bracket."""
     text = next(pieces, "").lstrip()
     if text.startswith("["):
         return "", text[1:]
@@ -247,7 +245,7 @@ def _opened(pieces: Iterator[str], path: Path) -> tuple[str, str]:
 
 
 def _describe(header: str, trace: Trace) -> None:
-    """Keep what the file says of the rank, its clock and its GPU, if it says so before the events."""
+    """Read the rank, the clock and the GPU from the text before the events."""
     try:
         found = json.loads(header + '"traceEvents": []}')
     except (json.JSONDecodeError, RecursionError):

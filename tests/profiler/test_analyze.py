@@ -196,8 +196,8 @@ def test_events_that_are_incomplete_are_passed_over(tmp_path):
     (b'{"traceEvents": []}', "a trace without events"),
     (b'{"traceEvents": [1, 2]}', "not a trace: event 0 is '1', not an object"),
     (b"[" * 200_000, "not a trace: its lists are nested too deeply"),
-    (b"\x89PNG\r\n\x1a\n\xff", "neither text nor gzip; a trace is .json or .json.gz"),
-    (b"\x1f\x8bnonsense", "neither text nor gzip; a trace is .json or .json.gz"),
+    (b"\x89PNG\r\n\x1a\n\xff", "not a trace: neither text nor gzip"),
+    (b"\x1f\x8bnonsense", "not a trace: neither text nor gzip"),
 ])  # fmt: skip
 def test_files_that_are_no_traces(tmp_path, content, problem, capsys):
     path = tmp_path / "trace.json"
