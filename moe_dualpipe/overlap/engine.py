@@ -1,16 +1,16 @@
-"""The engine: interleaves two chunks in one fixed order, and is the only place with CUDA streams and events.
+"""The engine: interleaves two chunks in one fixed order. It is the only place with CUDA streams and events.
 
-A lane is one chunk's coroutine. The rule is: run one lane until it asks for a transfer, then the other; weight
-gradients fill in. For a forward F and a backward B of Mixture-of-Experts layers that gives the order of DeepSeek's
-published training trace, layer by layer:
+A lane runs one chunk's generator. The rule: run one lane until its next segment is a transfer, then the other lane;
+deferred weight gradients fill the time in between. For a forward F and a backward B of Mixture-of-Experts layers this
+gives the order of DeepSeek's published training trace, layer by layer:
 
     combine(B) | attn(F), mlp(B), dispatch(F), dispatch(B), mlp(W), mlp(F), attn(B), attn(W), combine(F), combine(B) |
 
-That is the order in which a device is queued for (`queued`): the transfers there wait for events, not for their place
-in the queue, and where a dispatch must read sizes on the host, mlp(B) is queued already. On a CPU work is done when its
-call returns, so a transfer starts as soon as its data is there, and only then does the other lane go on; one that is
-there at once hides nothing, and its lane stays on. Otherwise the order within compute, and within communication, is the
-same.
+A GPU executes a queue: this is the order in which the host queues the work (`queued`). Each transfer waits on the GPU
+for the event of its input. Where a dispatch must read sizes on the host, mlp(B) is queued by then. On a CPU a call
+returns when its work is done, so a transfer starts as soon as its input exists, and the other lane runs meanwhile. A
+transfer that is complete at once hides nothing, so its lane continues. The order of the computations and the order of
+the transfers are the same on both devices.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,11 @@ from .segment import Comm, CommResult, Compute, PrepareComm, Segments, Tensors
 
 
 class Engine:
-    """Runs lanes on a device. `queued`: see above, by default True on CUDA. `log` collects what was run, in order."""
+    """Runs chunks on a device.
+
+    queued: whether the host queues work for the device; by default, True on CUDA. log: receives the labels of the
+    segments, in the order in which they ran.
+    """
 
     def __init__(self, device: torch.device, queued: bool | None = None, log: list[str] | None = None):
         self.queued = device.type == "cuda" if queued is None else queued
@@ -36,7 +40,7 @@ class Engine:
         self.log = log
 
     def run(self, segments: Segments, kind: str) -> Any:
-        """Run one chunk alone and return what it returns."""
+        """Run one chunk alone and return its result."""
         lane = Lane(self, segments, kind)
         while lane.active:
             lane.advance()
@@ -65,7 +69,7 @@ class Engine:
 
     @contextmanager
     def annotate(self, text: str, layer: int | None, log: bool = True) -> Iterator[None]:
-        """Name a piece of work: for profilers, the log, and whoever reads the traceback."""
+        """Name what runs inside, for profilers, the log and tracebacks."""
         if log and self.log is not None:
             self.log.append(text)
         try:
@@ -89,7 +93,7 @@ class Lane:
         self._deferred: list[tuple[Compute, object]] = []
 
     def advance(self) -> None:
-        """Compute until a transfer is asked for (queued) or on its way (not queued), or to the end."""
+        """Compute until the next segment is a transfer. If not `queued`, also start transfers, until one is pending."""
         while self.active and self.next_comm is None:
             try:
                 segment = self.segments.send(self._reply)
@@ -113,17 +117,17 @@ class Lane:
                         self.run_deferred()
 
     def launch(self) -> bool:
-        """Start the transfer that was asked for, if one was. Returns whether there is nothing to hide: it is there."""
+        """Start the next transfer, if there is one. Returns whether it is already complete."""
         if self.next_comm is None:
             return False
         comm, side, self.next_comm = self.next_comm, self.engine.side, None
         with self.engine.annotate(text := label(comm.name, self.kind), comm.layer):
-            pending = side.start(comm, self._inputs_ready) if side else comm.fn()
-        self._reply = CommResult(partial(self._wait, pending, wait_for(text), comm.layer))
-        return getattr(pending, "completed", False)
+            transfer = side.start(comm, self._inputs_ready) if side else comm.fn()
+        self._reply = CommResult(partial(self._wait, transfer, wait_for(text), comm.layer))
+        return getattr(transfer, "completed", False)
 
     def run_deferred(self) -> None:
-        """Compute the weight gradients that were put off."""
+        """Compute the deferred weight gradients."""
         for segment, key in self._deferred:
             with self.engine.annotate(label(segment.name, WEIGHTS), segment.layer):
                 assert self.weight_grads is not None
@@ -131,7 +135,7 @@ class Lane:
         self._deferred.clear()
 
     def drop_deferred(self) -> None:
-        """After a failure: nothing is owed."""
+        """Drop the deferred weight gradients, after a failure."""
         for _, key in self._deferred:
             assert self.weight_grads is not None
             self.weight_grads.drop(key)
@@ -142,24 +146,24 @@ class Lane:
                 return segment.fn()
             key = object()
             with self.weight_grads.defer_to(key):
-                answer = segment.fn()
+                outputs = segment.fn()
         if self.weight_grads.has_deferred(key):
             self._deferred.append((segment, key))
         else:
             self.weight_grads.run_deferred(key)
-        return answer
+        return outputs
 
-    def _wait(self, pending: Any, text: str, layer: int | None) -> Tensors:
+    def _wait(self, transfer: Any, text: str, layer: int | None) -> Tensors:
         with self.engine.annotate(text, layer, log=False):
-            return pending.wait()
+            return transfer.wait()
 
 
 class _SideStream:
-    """Where communication is queued on CUDA, and who keeps its memory.
+    """The CUDA stream of communication. It also keeps the memory of transfers alive.
 
-    What a transfer brings is allocated for this stream, so the allocator would give it to the next transfer as soon as
-    the last reference is gone, while work that reads it may still be queued. So each is held here as well, until an
-    event that came after everybody else let go of it has been waited for.
+    The result of a transfer is allocated on this stream. When the last reference is dropped, the allocator would give
+    the memory to the next transfer, though the compute stream may not have read it yet. So this object holds a
+    reference as well, until this stream has waited for an event recorded after all other references were dropped.
     """
 
     def __init__(self, device: torch.device):
@@ -167,26 +171,27 @@ class _SideStream:
         self.held: list[torch.UntypedStorage] = []
 
     def mark(self) -> tuple[Any, list[torch.UntypedStorage]]:
-        """This point of the compute stream, and the memory that nobody will use beyond it."""
+        """An event on the compute stream, and the held memory that only this object still references."""
         free = [s for s in self.held if torch._C._storage_Use_Count(s._cdata) == 1]
         return torch.cuda.current_stream(self.stream.device).record_event(), free
 
     def run(self, fn: Any, mark: tuple[Any, list[torch.UntypedStorage]]) -> tuple[Any, Any]:
+        """Run `fn` on this stream after `mark`. Returns its result, and an event that follows it."""
         with torch.cuda.stream(self.stream):
             self.stream.wait_event(mark[0])
             self.held = [s for s in self.held if all(s is not other for other in mark[1])]
             mark[1].clear()
             return fn(), self.stream.record_event()
 
-    def start(self, comm: Comm, mark: Any) -> "_Queued":
+    def start(self, comm: Comm, mark: Any) -> "_SideStreamTransfer":
         value, done = self.run(lambda: comm.fn().wait(), mark)
         self.held += [t.untyped_storage() for t in value if t is not None]
-        return _Queued(value, done, comm)
+        return _SideStreamTransfer(value, done, comm)
 
 
 @dataclass(frozen=True, slots=True)
-class _Queued:
-    """A transfer on the side stream, with the Comm and so its inputs, which it is still reading."""
+class _SideStreamTransfer:
+    """A transfer on the side stream. `comm` keeps the inputs alive while the transfer reads them."""
 
     value: Tensors
     done: Any

@@ -1,16 +1,16 @@
-"""What a chunk yields: a layer is written once, as a generator that stops where it communicates.
+"""Segments: what a layer's generator yields. A layer is written once, as a generator that yields where it communicates.
 
     def segments(self, x_TD):
         h_TD, rows_TD, weights_TK, ids_TK = yield Compute("attn", self.attend, x_TD)
         route = yield PrepareComm("dispatch", ep.prepare, ids_TK)
-        received = yield Comm("dispatch", send, send_backward, rows_TD, weights_TK)    # comes back at once ...
-        out_ND = yield Compute("mlp", partial(self.experts, route=route), received)     # ... and is waited for here
-        combined = yield Comm("combine", bring, bring_backward, out_ND)
+        received = yield Comm("dispatch", dispatch, dispatch_backward, rows_TD, weights_TK)  # returns immediately
+        out_ND = yield Compute("mlp", partial(self.experts, route=route), received)          # waits for `received`
+        combined = yield Comm("combine", combine, combine_backward, out_ND)
         return (yield Compute("add", torch.add, h_TD, combined))
 
-Whoever drives the generator decides what runs meanwhile: nothing in a plain forward, another chunk in the engine. Two
-rules follow. Tensors that need gradients are computed with inside a Compute only, and reach it as its inputs; and a
-generator never yields inside a `with` block, whose effect would leak into the other chunk.
+Between two yields the driver may run other work: in a plain forward there is none, in the engine it is another chunk's.
+Two rules follow. Compute with tensors that need gradients only inside a Compute, and pass them as its inputs. Never
+yield inside a `with` block: its effect would leak into the other chunk.
 """
 
 from collections.abc import Callable, Generator
@@ -23,16 +23,16 @@ Tensors = tuple[Tensor, ...]
 
 
 class Transfer(Protocol):
-    """A transfer on its way; `wait` returns its tensors (or None for one that does not travel).
+    """A transfer that has started. `wait` returns its tensors; one that was not sent is None.
 
-    It waits on the stream on CUDA, and blocks on CPU. Its attribute `completed` is true if no wait is needed.
+    `wait` waits on the stream on CUDA, and blocks on CPU. If the attribute `completed` is true, no wait is needed.
     """
 
     def wait(self) -> tuple[Tensor | None, ...]: ...
 
 
 class _Segment:
-    """`fn`, what to call it with, and two things for people: a name, and the layer (set by `in_layer`)."""
+    """A function with its inputs. `name` and `layer` (set by `in_layer`) appear in profiles and errors."""
 
     __slots__ = ("fn", "inputs", "layer", "name")
 
@@ -41,22 +41,26 @@ class _Segment:
         self.layer: int | None = None
 
     def with_fn(self, fn: Callable[..., Any]) -> Self:
-        """The same segment for an engine, which only calls `fn()`."""
+        """A copy that calls `fn()`, without inputs: this is what an engine runs."""
         other = copy(self)
         other.fn, other.inputs = fn, ()
         return other
 
 
 class PrepareComm(_Segment):
-    """Run `fn(*inputs)` at once where communication runs, before the Comm of that name; it returns anything. Tensors in
-    it are for that Comm, and for what uses the Comm's result."""
+    """Run `fn(*inputs)` on the communication stream, before the Comm of the same name, and return its result.
+
+    Only that Comm, and segments that use the Comm's result, may use tensors in the result.
+    """
 
     __slots__ = ()
 
 
 class Compute(_Segment):
-    """Run `fn(*inputs)`, which returns a tensor or a tuple of tensors. `recompute`: keep only the inputs for its
-    backward, and run it again just before."""
+    """Run `fn(*inputs)`, which returns a tensor or a tuple of tensors.
+
+    recompute: save only the inputs for backward, and run `fn` again just before the backward.
+    """
 
     __slots__ = ("recompute",)
 
@@ -66,10 +70,10 @@ class Compute(_Segment):
 
 
 class Comm(_Segment):
-    """Start a transfer, `fn(*inputs) -> Transfer`; the generator goes on at once, with an `CommResult`.
+    """Start a transfer, `fn(*inputs) -> Transfer`. The generator continues immediately, with a `CommResult`.
 
-    `back(*output_grads) -> Transfer` starts the transfer of the gradients back to the inputs. Both are autograd-free.
-    `weights_first`: on a device that is queued for, weight gradients are queued before this is started.
+    back: `back(*output_grads) -> Transfer` sends the gradients back to the inputs. Neither uses autograd.
+    weights_first: on a device with a queue, queue the deferred weight gradients before this transfer.
     """
 
     __slots__ = ("back", "weights_first")
@@ -87,7 +91,7 @@ class Comm(_Segment):
 
 
 class CommResult:
-    """Stands for the tensors of a Comm until they are there. As an input it becomes all of them, in order."""
+    """The future result of a Comm. As an input of a segment, it is replaced by all its tensors, in order."""
 
     __slots__ = ("_tensors", "_wait")
 
@@ -105,17 +109,17 @@ Segments = Generator[PrepareComm | Compute | Comm, Any, Any]
 
 
 def wait_for_inputs(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Wait for what is arriving among the inputs, and put its tensors in its place."""
+    """Replace each CommResult among the inputs by its tensors."""
     return tuple(t for i in inputs for t in (i.wait() if isinstance(i, CommResult) else (i,)))
 
 
 def in_layer(layer: int, segments: Segments) -> Segments:
-    """The same segments, known to belong to `layer` of the model."""
-    answer = None
+    """The same segments, each labelled with the layer that it belongs to."""
+    reply = None
     while True:
         try:
-            segment = segments.send(answer)
+            segment = segments.send(reply)
         except StopIteration as stop:
             return stop.value
         segment.layer = layer
-        answer = yield segment
+        reply = yield segment

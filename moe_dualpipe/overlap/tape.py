@@ -1,12 +1,11 @@
-"""The tape: what a chunk's forward leaves so that its backward can be walked segment by segment, with another chunk
-between.
+"""The tape: records a chunk's forward so that its backward can run segment by segment, interleaved with another chunk.
 
-Each Compute builds an autograd graph of its own. What it hands to later segments is cut off from that graph by a slot,
-an autograd node without data that collects the gradient. Backward takes the segments that nothing waits for, last one
-first: a Compute is `torch.autograd.backward` from the gradients in its slots, a Comm is the transfer the other way.
-Only graphs and slots are kept: activations live as long as autograd wants them, and no longer.
+Each Compute has its own autograd graph. Its outputs are detached from that graph before later segments use them; a
+slot, an autograd node without data, collects the gradient of each. Backward runs the segments whose users have all run,
+the last one first: for a Compute, `torch.autograd.backward` from the gradients in its slots; for a Comm, the transfer
+back. The tape keeps only graphs and slots, so autograd alone decides how long an activation lives.
 
-While a gradient travels, a Compute that does not depend on it runs first (the shared expert, behind the combine).
+While a gradient is being transferred, a Compute that does not depend on it runs first (the shared experts).
 """
 
 from collections import deque
@@ -23,7 +22,7 @@ from .segment import Comm, CommResult, Compute, Segments, Tensors, wait_for_inpu
 
 
 class Slot:
-    """The gradient of one tensor that passed between segments; `entry` is the index of its producer."""
+    """Collects the gradient of one tensor between segments; `entry` is the index of the segment that produced it."""
 
     __slots__ = ("closed", "entry", "grad", "like")
 
@@ -42,13 +41,13 @@ class Slot:
             self.grad = grad if self.grad is None else self.grad + grad
 
     def close(self, dense: bool = False) -> Tensor | None:
-        """The gradient, once it is complete; `dense`: zeros where nothing arrived."""
+        """Return the complete gradient and accept no more. dense: return zeros if there is none."""
         grad, self.grad, self.closed = self.grad, None, True
         return torch.zeros(self.like[0], dtype=self.like[1], device=self.like[2]) if dense and grad is None else grad
 
 
-class _Cut(torch.autograd.Function):
-    """Data without its past, and a node that puts the gradient into a slot."""
+class _Detach(torch.autograd.Function):
+    """Returns `data`, detached; backward adds the gradient to a slot."""
 
     @staticmethod
     def forward(ctx: Any, data: Tensor, slot: Slot, _anchor: Tensor) -> Tensor:
@@ -62,9 +61,10 @@ class _Cut(torch.autograd.Function):
 
 
 class _TapeEntry:
-    """One segment on the tape: the segment that goes `back`, the roots of a Compute's graph, and the slots of inputs
-    and outputs. `used` are the entries whose outputs it uses; `users` counts those that use its own and have not handed
-    back their gradients. Inputs and functions are not here: they hold activations.
+    """One segment on the tape. It holds neither inputs nor functions, because they hold activations.
+
+    back: the segment that runs in the backward. roots: of a Compute's graph. input_slots, slots: of its inputs and
+    outputs. used: the entries whose outputs it uses. users: how many entries that use its outputs have yet to run.
     """
 
     __slots__ = ("back", "input_slots", "roots", "slots", "used", "users")
@@ -79,31 +79,29 @@ class _TapeEntry:
 
 
 class Tape:
-    """One chunk: `forward` records, where gradients are enabled, and `backward` may be walked once.
+    """The tape of one chunk. `forward` records it if gradients are enabled; `backward` may run once.
 
-    Both are segments without inputs, ready to be run in the order in which they come.
+    Both are generators of segments without inputs, to be run in this order.
     """
 
     def __init__(self, inputs: Sequence[Any]):
         self.inputs = tuple(inputs)
         self.recording = torch.is_grad_enabled()
-        self.entries = [_TapeEntry()]  # the first stands for the inputs
+        self.entries = [_TapeEntry()]  # the first has the slots of the chunk's inputs
         self.remaining: set[int] = set()
         self.in_flight: dict[object, CommResult] = {}
-        self.anchor = torch.empty(0, requires_grad=True)  # makes autograd see a node whose inputs need no gradient
+        self.anchor = torch.empty(0, requires_grad=True)  # so that autograd calls nodes whose inputs need no gradient
         self.output_slots: list[Slot | None] = []
 
     # ---- Forward ----
 
     def forward(self, segments: Callable[..., Segments]) -> Segments:
-        """Drive the chunk's generator; returns its outputs as a tuple, and whether it was a single tensor."""
-        chunk, answer = (
-            segments(*(self._cut(0, i) if self.recording and _needs_grad(i) else i for i in self.inputs)),
-            None,
-        )
+        """Run the chunk's generator. Returns its outputs as a tuple, and whether it returned a single tensor."""
+        chunk = segments(*(self._detach(0, i) if self.recording and _needs_grad(i) else i for i in self.inputs))
+        reply = None
         while True:
             try:
-                segment = chunk.send(answer)
+                segment = chunk.send(reply)
             except StopIteration as stop:
                 single = not isinstance(stop.value, tuple | list)
                 outputs = wait_for_inputs((stop.value,) if single else tuple(stop.value))
@@ -117,11 +115,11 @@ class Tape:
                 return outputs, single
             match segment:
                 case Compute():
-                    answer = yield segment.with_fn(partial(self._compute, segment))
+                    reply = yield segment.with_fn(partial(self._compute, segment))
                 case Comm():
-                    answer = yield from self._comm(segment)
+                    reply = yield from self._comm(segment)
                 case _:
-                    answer = yield segment
+                    reply = yield segment
 
     def _compute(self, segment: Compute) -> Any:
         inputs = wait_for_inputs(segment.inputs)
@@ -130,29 +128,29 @@ class Tape:
         index = self._append(_TapeEntry(segment, inputs))
         fn = partial(checkpoint, segment.fn, use_reentrant=False) if segment.recompute else segment.fn
         outputs = fn(*inputs)
-        handed = []
+        results = []
         for output in (outputs,) if isinstance(outputs, Tensor) else outputs:
             if output.requires_grad:
                 self.entries[index].roots.append(get_gradient_edge(output))
-                output = self._cut(index, output)
-            handed.append(output)
-        return handed[0] if isinstance(outputs, Tensor) else tuple(handed)
+                output = self._detach(index, output)
+            results.append(output)
+        return results[0] if isinstance(outputs, Tensor) else tuple(results)
 
     def _comm(self, segment: Comm) -> Segments:
         inputs = wait_for_inputs(segment.inputs)
-        # One whose inputs need no gradient has no way back.
+        # If no input needs a gradient, there is no transfer back.
         index = self._append(_TapeEntry(segment, inputs)) if self.recording and any(map(_needs_grad, inputs)) else 0
-        arriving: CommResult = yield segment.with_fn(partial(segment.fn, *(t.detach() for t in inputs)))
+        transfer: CommResult = yield segment.with_fn(partial(segment.fn, *(t.detach() for t in inputs)))
         del segment, inputs
         key = object()
-        self.in_flight[key] = there = CommResult(lambda: self._arrived(index, arriving.wait(), key))
-        return there
+        self.in_flight[key] = result = CommResult(lambda: self._received(index, transfer.wait(), key))
+        return result
 
-    def _arrived(self, index: int, tensors: tuple[Tensor | None, ...], key: object) -> Tensors:
-        """What came for a Comm needs gradients if an input of it does."""
+    def _received(self, index: int, tensors: tuple[Tensor | None, ...], key: object) -> Tensors:
+        """The outputs of a Comm; they need gradients if one of its inputs does."""
         del self.in_flight[key]
-        here = [t for t in tensors if t is not None]
-        return tuple(self._cut(index, t) if index and (t.is_floating_point() or t.is_complex()) else t for t in here)
+        sent = [t for t in tensors if t is not None]
+        return tuple(self._detach(index, t) if index and (t.is_floating_point() or t.is_complex()) else t for t in sent)
 
     def _append(self, entry: _TapeEntry) -> int:
         for used in entry.used:
@@ -161,26 +159,26 @@ class Tape:
         self.remaining.add(len(self.entries) - 1)
         return len(self.entries) - 1
 
-    def _cut(self, index: int, output: Tensor) -> Tensor:
+    def _detach(self, index: int, output: Tensor) -> Tensor:
         slot = Slot(index, output)
         self.entries[index].slots.append(slot)
-        return _Cut.apply(output.detach(), slot, self.anchor)  # type: ignore[return-value]
+        return _Detach.apply(output.detach(), slot, self.anchor)  # type: ignore[return-value]
 
     # ---- Backward ----
 
     def backward(self, output_grads: Sequence[Tensor | None]) -> Segments:
-        """Walk back from the gradients of the outputs; returns those of the inputs that need one, in order."""
+        """Run backward from the gradients of the outputs. Returns those of the inputs that need one, in order."""
         if not self.remaining:
-            raise RuntimeError("the backward of this chunk has run already; what it needed is gone")
+            raise RuntimeError("the backward of this chunk has already run, and its saved tensors have been freed")
         self._release(max(self.remaining), output_grads)
         in_flight: deque[tuple[int, CommResult]] = deque()
         while self.remaining or in_flight:
             free = [i for i in self.remaining if not self.entries[i].users]
             if not free:
-                index, arriving = in_flight.popleft()
-                grads, expected = arriving.wait(), len(self.entries[index].input_slots)
+                index, result = in_flight.popleft()
+                grads, expected = result.wait(), len(self.entries[index].input_slots)
                 if len(grads) < expected:
-                    raise ValueError(f"a transfer back returned {len(grads)} gradients for {expected} inputs")
+                    raise ValueError(f"the backward of a Comm returned {len(grads)} gradients for {expected} inputs")
                 self._release(index, grads)
                 continue
             index = max(free)
@@ -199,7 +197,7 @@ class Tape:
         return tuple(slot.close() for slot in self.entries[0].slots)
 
     def _release(self, index: int, input_grads: Sequence[Tensor | None] = ()) -> None:
-        """The entry has handed back all its gradients: let go of it."""
+        """Pass the gradients of the entry's inputs on, and drop the entry."""
         entry, self.entries[index] = self.entries[index], _TapeEntry()
         for slot, grad in zip(entry.input_slots, input_grads, strict=False):
             if slot is not None:
@@ -220,12 +218,12 @@ def _needs_grad(value: Any) -> bool:
 
 
 def _slot_of(value: Any) -> Slot | None:
-    """The slot behind a segment's input; None if it needs no gradient."""
+    """The slot of a segment's input; None if the input needs no gradient."""
     if not _needs_grad(value):
         return None
     if not isinstance(slot := getattr(value.grad_fn, "slot", None), Slot):
         raise TypeError(
-            "a segment got a tensor that needs a gradient but is no output of a segment: between two yields tensors "
-            "may be passed on, not computed with"
+            "an input of a segment needs a gradient but is not the output of a segment: between two yields, pass "
+            "tensors on, but do not compute with them"
         )
     return slot

@@ -138,7 +138,7 @@ def test_computing_between_yields_is_refused():
         y = yield Compute("lin", self.lin, x)
         return (yield Compute("add", torch.add, y * 2, y))
 
-    with pytest.raises(TypeError, match="between two yields tensors may be passed on, not computed with"):
+    with pytest.raises(TypeError, match="between two yields, pass tensors on, but do not compute"):
         chunk(segments)(torch.randn(2, 3))
 
 
@@ -149,7 +149,7 @@ def test_a_tensor_from_outside_is_refused(kind):
             return (yield Comm("double", doubled, doubled, self.lin(x)))
         return (yield Compute("lin", torch.sin, self.lin(x)))
 
-    with pytest.raises(TypeError, match="is no output of a segment"):
+    with pytest.raises(TypeError, match="is not the output of a segment"):
         chunk(segments)(torch.randn(2, 3))
 
 
