@@ -33,7 +33,7 @@ class Costs:
     W: Cost | None = None
     """The weight gradient of a backward. None: B / 2."""
     FB: Cost | None = None
-    """An overlapped pair, by the stage of its forward. None: F + B, no gain from overlap."""
+    """An overlapped pair; one number per stage of its forward. None: F + B, no gain from overlap."""
     comm: float = 0
     """The transfer of a tensor to another rank. Transfers do not slow down compute or each other."""
 
