@@ -1,146 +1,142 @@
-"""Draws docs/images/kernels.png: what the fused experts launch, what is kept, and how much that is.
+"""Draws docs/images/kernels.png: the launches of the fused experts, and the bytes that they save for backward.
 
     PYTHONPATH=. python docs/draw_kernels.py
 
-The bytes are measured: what autograd keeps between forward and backward, with the Triton kernels (interpreted, if there
-is no GPU) and with the chain of plain-torch operators, at the sizes of a Qwen3-30B-A3B layer and few tokens.
+The bytes are measured: what autograd saves between forward and backward, with the Triton kernels (interpreted without a
+GPU) and with the chain of plain-torch operators, for a layer of the size of Qwen3-30B-A3B with few tokens.
 """
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
 import matplotlib.pyplot as plt
-from matplotlib.patches import FancyBboxPatch
+from matplotlib.patches import FancyBboxPatch, Patch
 
 from moe_dualpipe.kernels.experts import experts
 from moe_dualpipe.kernels.gpu.configs import KERNEL_NAMES, TileConfig, override_config
 from moe_dualpipe.kernels.routing import expert_order
 
 OUT = Path(__file__).parent / "images" / "kernels.png"
-FORWARD, BACKWARD, KEPT, PLAIN = "#f0a860", "#7fbf7f", "#4c78a8", "#b0b0b0"
+FORWARD, BACKWARD, SAVED, TENSOR = "#f5b878", "#9ad19a", "#4c78a8", "white"
+COLORS = {"x": SAVED, "z": "#72a0cf", "rows of F": "#d8b070", "rows of D": "#b0b0b0", "routing weights": "black"}
 T, D, F, E, K = 32, 2048, 768, 8, 8
+COLUMN = (1.1, 3.7, 6.85, 9.6)  # centers
+WIDTH, HEIGHT = 1.9, 0.9
 
 
-def kept_bytes(kernels) -> dict[str, int]:
-    """Bytes a token that autograd keeps, by the kind of tensor."""
+def saved_bytes(kernels) -> dict[str, int]:
+    """Bytes per token that autograd saves, by kind of tensor."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.float16
     x, gate_up, down = (
-        (torch.randn(*shape, device=device) / D**0.5).to(dtype).requires_grad_()
+        (torch.randn(*shape, device=device) / D**0.5).half().requires_grad_()
         for shape in ((T, D), (E, 2 * F, D), (E, D, F))
     )
     weights = torch.rand(T, K, device=device, requires_grad=True)
     ids = torch.stack([torch.randperm(E, device=device)[:K] for _ in range(T)])
     order = expert_order(ids, E, kernels=kernels)
-    kept: dict[int, torch.Tensor] = {}
+    saved: dict[int, torch.UntypedStorage] = {}
 
-    def keep(t: torch.Tensor) -> torch.Tensor:
-        kept[t.untyped_storage().data_ptr()] = t
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        saved[t.untyped_storage().data_ptr()] = t.untyped_storage()
         return t
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         experts(x, gate_up, down, order, weights, kernels=kernels)
-    kinds = {D * T: "x", D * T * K: "rows of D", 2 * F * T * K: "pre-activation z", F * T * K: "rows of F"}
+    kinds = {D * T: "x", D * T * K: "rows of D", 2 * F * T * K: "z", F * T * K: "rows of F"}
     found: dict[str, int] = {}
-    for t in kept.values():
-        if t.untyped_storage().data_ptr() not in {
-            gate_up.untyped_storage().data_ptr(),
-            down.untyped_storage().data_ptr(),
-        }:
-            name = kinds.get(t.untyped_storage().nbytes() // t.element_size(), "routing weights")
-            found[name] = found.get(name, 0) + t.untyped_storage().nbytes() // T
+    for pointer, storage in saved.items():
+        if pointer not in (gate_up.data_ptr(), down.data_ptr()):
+            name = kinds.get(storage.nbytes() // x.element_size(), "routing weights")
+            found[name] = found.get(name, 0) + storage.nbytes() // T
     return found
 
 
-def box(ax, x, y, text, color, width=1.9, height=0.62) -> None:
-    style = "round,pad=0.02,rounding_size=0.08"
-    ax.add_patch(
-        FancyBboxPatch((x - width / 2, y - height / 2), width, height, boxstyle=style, fc=color, ec="black", lw=0.8)
-    )
-    ax.text(x, y, text, ha="center", va="center", fontsize=8, color="white" if color == KEPT else "black")
+def box(ax, column, y, text, color, width=WIDTH) -> None:
+    corner = (COLUMN[column] - width / 2, y - HEIGHT / 2)
+    style = "round,pad=0,rounding_size=0.1"
+    ax.add_patch(FancyBboxPatch(corner, width, HEIGHT, boxstyle=style, fc=color, ec="black", lw=0.8, zorder=2))
+    ax.text(COLUMN[column], y, text, ha="center", va="center", fontsize=9, color="white" if color == SAVED else "black")
 
 
-def arrow(ax, start, end, text="", dashed=False) -> None:
-    ax.annotate("", end, start, arrowprops={"arrowstyle": "->", "lw": 0.9, "ls": "--" if dashed else "-"})
-    if text:
-        ax.text((start[0] + end[0]) / 2 + 0.06, (start[1] + end[1]) / 2, text, fontsize=7.5, va="center")
+def arrow(ax, *points, label="", at=(0.0, 0.0)) -> None:
+    """A line of horizontal and vertical pieces with a head at its last point."""
+    ax.plot(*zip(*points[:-1], strict=True), color="black", lw=1, zorder=1)
+    ax.annotate("", points[-1], points[-2], arrowprops={"arrowstyle": "-|>", "lw": 1, "fc": "black", "shrinkA": 0})
+    ax.text(*at, label, fontsize=9, ha="center", va="center")
 
 
 def graph(ax) -> None:
-    ax.set_xlim(0, 10)
-    ax.set_ylim(0.2, 6.2)
+    ax.set_xlim(-0.3, 10.6)
+    ax.set_ylim(0.1, 6.7)
     ax.axis("off")
-    ax.set_title("one launch a box, two small ones left out; T tokens, M = T K rows in expert-major order", fontsize=9)
-    box(ax, 1.1, 5.5, "x [T, D]", KEPT)
-    box(ax, 3.9, 5.5, "up: gather, GEMM,\nSwiGLU", FORWARD)
-    box(ax, 6.4, 5.5, "down: GEMM", FORWARD)
-    box(ax, 8.9, 5.5, "gather-sum by\nrouting weight", FORWARD)
-    box(ax, 3.9, 4.1, "z [M, 2F]", KEPT)
-    box(ax, 8.9, 2.8, "dy [T, D]", "white")
-    box(ax, 6.05, 2.8, "down_backward: gather, GEMM,\nSwiGLU again, d weights", BACKWARD, 3.1, 0.7)
-    box(ax, 3.1, 1.7, "up_backward:\nGEMM", BACKWARD)
-    box(ax, 1.1, 2.8, "gather-sum: dx", BACKWARD)
-    box(ax, 6.2, 0.75, "wgrad: d gate_up", BACKWARD)
-    box(ax, 8.9, 0.75, "wgrad: d down", BACKWARD)
-    arrow(ax, (2.05, 5.5), (2.95, 5.5))
-    arrow(ax, (4.85, 5.5), (5.45, 5.5), "")
-    ax.text(5.15, 5.68, "h", fontsize=8, ha="center")
-    arrow(ax, (7.35, 5.5), (7.95, 5.5))
-    arrow(ax, (3.9, 5.19), (3.9, 4.41))
-    arrow(ax, (4.5, 3.79), (5.4, 3.15))
-    arrow(ax, (7.95, 2.8), (7.62, 2.8))
-    arrow(ax, (5.3, 2.45), (4.05, 1.8))
-    ax.text(4.95, 2.0, "dz", fontsize=7.5, va="center")
-    arrow(ax, (2.5, 2.01), (1.5, 2.49))
-    arrow(ax, (6.2, 2.45), (6.2, 1.06), "dz")
-    arrow(ax, (6.9, 2.45), (8.5, 1.06))
-    ax.text(7.95, 1.75, "w h", fontsize=7.5, va="center")
-    arrow(ax, (8.9, 2.49), (8.9, 1.06), "dy")
-    arrow(ax, (1.1, 5.19), (5.25, 0.85), "", True)
+    ax.set_title("One orange or green box per launch. T tokens, M = T K rows in expert-major order", fontsize=10)
+    a, b, c, d = COLUMN
+    half, wide = WIDTH / 2, 2.75
+    forward, saved, backward, weights = 5.6, 4.3, 2.8, 1.0
+    box(ax, 0, forward, "x [T, D]", SAVED)
+    box(ax, 1, forward, "up: gather,\nGEMM, SwiGLU", FORWARD)
+    box(ax, 2, forward, "down: GEMM", FORWARD)
+    box(ax, 3, forward, "gather-sum\n→ y [T, D]", FORWARD)
+    box(ax, 1, saved, "z [M, 2F]", SAVED)
+    box(ax, 3, backward, "dy [T, D]", TENSOR)
+    box(ax, 2, backward, "down_backward: gather,\nGEMM, SwiGLU backward,\nd weights", BACKWARD, wide)
+    box(ax, 1, backward, "up_backward:\nGEMM", BACKWARD)
+    box(ax, 0, backward, "gather-sum\n→ dx [T, D]", BACKWARD)
+    box(ax, 1, weights, "wgrad:\nd gate_up", BACKWARD)
+    box(ax, 2, weights, "wgrad:\nd down", BACKWARD)
+    arrow(ax, (a + half, forward), (b - half, forward))
+    arrow(ax, (b + half, forward), (c - half, forward), label="h", at=((b + c) / 2, forward + 0.25))
+    arrow(ax, (c + half, forward), (d - half, forward))
+    arrow(ax, (b, forward - HEIGHT / 2), (b, saved + HEIGHT / 2))
+    arrow(ax, (b + half, saved), (c, saved), (c, backward + HEIGHT / 2))
+    arrow(ax, (d - half, backward), (c + wide / 2, backward))
+    arrow(ax, (c - wide / 2, backward), (b + half, backward), label="dz", at=(b + half + 0.25, backward + 0.25))
+    arrow(ax, (b - half, backward), (a + half, backward))
+    middle = (b + half + c - wide / 2) / 2 + 0.1
+    arrow(ax, (middle, backward), (middle, weights), (b + half, weights), label="dz", at=(middle + 0.3, 1.85))
+    arrow(ax, (c, backward - HEIGHT / 2), (c, weights + HEIGHT / 2), label="weighted h", at=(c + 0.75, 1.9))
+    arrow(ax, (d, backward - HEIGHT / 2), (d, weights), (c + half, weights), label="dy", at=(d - 1.0, weights + 0.25))
+    left = a - half - 0.25
+    arrow(ax, (a - half, forward), (left, forward), (left, weights), (b - half, weights), label="x", at=(1.6, 1.25))
+    kinds = {"forward": FORWARD, "backward": BACKWARD, "saved for backward": SAVED}
+    handles = [Patch(fc=color, ec="black", lw=0.8, label=name) for name, color in kinds.items()]
+    ax.legend(handles=handles, fontsize=9, ncols=3, loc="lower center", frameon=False, bbox_to_anchor=(0.5, -0.08))
 
 
 def bars(ax) -> None:
-    with_triton, plain = {}, {}
-    config = TileConfig(64, 128, 128, 4, 1)
-    if torch.cuda.is_available():
-        with_triton = kept_bytes("triton")
-    else:
-        from contextlib import ExitStack
-
-        with ExitStack() as stack:
+    with ExitStack() as stack:
+        if not torch.cuda.is_available():  # large tiles: the interpreter's time is per program
             for kernel in KERNEL_NAMES:
-                stack.enter_context(override_config(kernel, config))
-            with_triton = kept_bytes("triton")
-    plain = kept_bytes("reference")
-    names = ["x", "pre-activation z", "rows of F", "rows of D", "routing weights"]
-    colors = [KEPT, "#72a0cf", "#d8b070", "#b0b0b0", "black"]
-    for column, found in enumerate((with_triton, plain)):
-        bottom = 0.0
-        for name, color in zip(names, colors, strict=True):
+                stack.enter_context(override_config(kernel, TileConfig(64, 128, 128, 4, 1)))
+        measured = {"Triton\nkernels": saved_bytes("triton"), "plain-torch\noperators": saved_bytes("reference")}
+    for row, (implementation, found) in enumerate(measured.items()):
+        left = 0.0
+        for name, color in COLORS.items():
             kib = found.get(name, 0) / 1024
-            ax.bar(column, kib, bottom=bottom, color=color, width=0.55, label=name if column else None)
-            bottom += kib
-        ax.text(column, bottom + 1, f"{bottom:.1f} KiB", ha="center", fontsize=8)
-        print(("triton", "reference")[column], {k: round(v / 1024, 2) for k, v in found.items()}, round(bottom, 2))
-    ax.set_xticks([0, 1], ["Triton kernels", "chain of\nplain-torch operators"], fontsize=8)
-    ax.set_ylabel("kept for the backward, KiB a token", fontsize=8)
-    ax.set_ylim(0, 150)
-    ax.legend(fontsize=7, loc="upper left", frameon=False)
-    ax.set_title(f"D={D}, F={F}, K={K}, 16 bits", fontsize=9)
+            ax.barh(row, kib, left=left, color=color, height=0.6, label=name if row else None)
+            left += kib
+        ax.text(left + 1, row, f"{left:.1f} KiB", va="center", fontsize=9)
+        print(implementation.replace("\n", " "), {k: round(v / 1024, 2) for k, v in found.items()}, round(left, 2))
+    ax.set_yticks(range(len(measured)), measured, fontsize=9)
+    ax.set_xlim(0, 130)
+    ax.invert_yaxis()
+    ax.tick_params(axis="x", labelsize=9)
+    ax.set_xlabel(f"saved for backward, KiB per token (D={D}, F={F}, K={K}, 16 bits)", fontsize=9)
+    ax.legend(fontsize=9, ncols=5, loc="lower center", frameon=False, bbox_to_anchor=(0.45, 0.92), columnspacing=1)
     ax.spines[["top", "right"]].set_visible(False)
 
 
 def main() -> None:
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), width_ratios=(2.4, 1))
-    graph(left)
-    bars(right)
-    figure.tight_layout()
-    figure.savefig(OUT, dpi=150)
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 6.4), height_ratios=(3, 1), layout="constrained")
+    graph(top)
+    bars(bottom)
+    figure.savefig(OUT, dpi=200)
     print(f"wrote {OUT}")
 
 
