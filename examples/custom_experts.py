@@ -1,10 +1,10 @@
-"""Your own expert layer in the pipeline, without touching either: experts with a squared ReLU instead of SwiGLU.
+"""Train with a custom expert layer: experts with a squared ReLU instead of SwiGLU.
 
     python examples/custom_experts.py --steps 100
     torchrun --nproc-per-node 2 train.py --model.experts examples.custom_experts:SquaredReLUExperts
 
-An expert layer is an nn.Module that maps rows grouped by expert to rows. Parameters that stack the experts along their
-first dimension are saved expert by expert, so that a checkpoint fits any number of ranks.
+An expert layer is an nn.Module that maps rows sorted by expert to rows. Parameters that stack the experts along their
+first dimension are saved expert by expert, so that a checkpoint can be loaded with any number of ranks.
 
 M rows, D model dim, F inner width, E experts on this rank.
 """
@@ -25,10 +25,10 @@ class SquaredReLUExperts(nn.Module):
 
     def __init__(self, config: ModelConfig, num_local_experts: int):
         super().__init__()
-        inner = config.expert_size * 3 // 2  # as many parameters as SwiGLU, which has three matrices
+        inner = config.expert_size * 3 // 2  # the same number of parameters as SwiGLU's three matrices
         self.up = nn.Parameter(torch.randn(num_local_experts, inner, config.hidden_size) * config.init_std)
         self.down = nn.Parameter(torch.randn(num_local_experts, config.hidden_size, inner) * config.init_std)
-        self.weight_grads = None  # set by the pipeline; lets it compute weight gradients later than input gradients
+        self.weight_grads = None  # set by the pipeline, which may defer weight gradients
         self.kernels = "auto"  # set by the model: Triton or plain torch
 
     def forward(self, x_MD: Tensor, expert_offsets: Tensor) -> Tensor:

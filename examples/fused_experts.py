@@ -1,9 +1,9 @@
-"""The expert kernels by themselves: what they compute, how close it is, and what they keep for the backward.
+"""Run the expert kernels alone: compare their accuracy, saved bytes and time with plain torch.
 
     python examples/fused_experts.py
     python examples/fused_experts.py --tokens 4096 --hidden 2048 --inner 768 --experts 64        (on a GPU)
 
-Without a GPU, Triton interprets the kernels on the CPU: slow, but the same program.
+Without a GPU, Triton interprets the same kernels on the CPU, which is slow.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from moe_dualpipe.kernels.experts import experts
 from moe_dualpipe.kernels.routing import expert_order, route
 
 
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
     a, b = a.detach().double(), b.detach().double()
     return float((a - b).norm() / b.norm())
 
@@ -48,36 +48,37 @@ def main() -> None:
     logits, dy = normal(sizes.tokens, sizes.experts), normal(sizes.tokens, sizes.hidden)
 
     def run(kernels, dtype=dtype):
-        """The output, the gradients of everything, and the bytes a token that are kept in between."""
+        """Return the output and all gradients, the bytes per token that are saved for backward, and the seconds."""
         leaves = [t.to(dtype, copy=True).requires_grad_() for t in (x, gate_up, down)]
         scores = logits.to(torch.promote_types(dtype, torch.float32), copy=True).requires_grad_()
-        kept: dict[int, int] = {}
+        saved: dict[int, int] = {}
 
-        def keep(t: torch.Tensor) -> torch.Tensor:
-            kept[t.untyped_storage().data_ptr()] = t.nbytes
+        def pack(t: torch.Tensor) -> torch.Tensor:
+            saved[t.untyped_storage().data_ptr()] = t.nbytes
             return t
 
         started = time.perf_counter()
         weights, ids = route(scores, sizes.top_k, kernels=kernels)
         order = expert_order(ids, sizes.experts, kernels=kernels)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             y = experts(leaves[0], leaves[1], leaves[2], order, weights, kernels=kernels)
         parameters = {t.untyped_storage().data_ptr() for t in leaves[1:]}
-        held = sum(size for pointer, size in kept.items() if pointer not in parameters)
+        activations = sum(size for pointer, size in saved.items() if pointer not in parameters)
         y.backward(dy.to(y.dtype))
         if device == "cuda":
             torch.cuda.synchronize()
-        return [y, scores.grad, *(t.grad for t in leaves)], held / sizes.tokens, time.perf_counter() - started
+        return [y, scores.grad, *(t.grad for t in leaves)], activations / sizes.tokens, time.perf_counter() - started
 
     exact, _, _ = run("reference", torch.float64)
     print(f"{dtype} on {device}; relative error against float64:")
-    print(f"{'':10}" + "".join(f"{name:>11}" for name in ("y", "d logits", "d x", "d gate_up", "d down", "kept/token")))
+    names = ("y", "d logits", "d x", "d gate_up", "d down")
+    print(f"{'':10}" + "".join(f"{name:>11}" for name in names) + " saved/token")
     for kernels in ("reference", "triton"):
-        results, kept, seconds = run(kernels)
-        errors = "".join(f"{relative(ours, truth):11.1e}" for ours, truth in zip(results, exact, strict=True))
-        print(f"{kernels:10}{errors}{kept:9,.0f} B   {seconds:.2f} s")
+        results, saved, seconds = run(kernels)
+        errors = "".join(f"{relative_error(ours, truth):11.1e}" for ours, truth in zip(results, exact, strict=True))
+        print(f"{kernels:10}{errors}{saved:10,.0f} B   {seconds:.2f} s")
     formula = x.element_size() * (sizes.hidden + 2 * sizes.top_k * sizes.inner)
-    print(f"x and the pre-activations alone are {formula:,} B a token")
+    print(f"x and the pre-activations alone (formula): {formula:,} B per token")
 
 
 if __name__ == "__main__":
