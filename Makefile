@@ -1,7 +1,7 @@
 # make train   train a small model on this machine       make test   lint and tests
 # make bench   measure                                    make lint   ruff and pyright
 # make docs    build the documentation in build/site
-# make codegen   compile the kernels for GPUs that are not there, with both versions of Triton
+# make codegen   compile the kernels for GPUs, without one, with both versions of Triton
 
 SHELL := /bin/bash
 PYTHON ?= python3

@@ -1,10 +1,10 @@
 """Train a Mixture-of-Experts transformer under DualPipe.
 
-    python train.py                                        one process, on whatever is here
+    python train.py                                        one process, on a GPU or the CPU
     torchrun --nproc-per-node 2 train.py --preset tiny     two processes, DualPipe
-    python train.py --help                                 every choice
+    python train.py --help                                 all options
 
-The work is in moe_dualpipe/training/loop.py.
+The code is in moe_dualpipe/training/loop.py.
 """
 
 from moe_dualpipe.training.loop import main

@@ -1,4 +1,4 @@
-"""The console script `moe-dualpipe`: schedules to look at, the overlap to measure, runs to compare and to try.
+"""The console script `moe-dualpipe`: show schedules, measure the overlap, and use trained models.
 
     moe-dualpipe schedule show dualpipe --ranks 8 --micro-batches 20 --out dualpipe.svg
     moe-dualpipe schedule compare --stages 8 --micro-batches 32 --cost.F 2 --cost.B 5 --cost.W 2 --cost.FB 6
@@ -10,7 +10,7 @@
     moe-dualpipe generate runs/tiny --prompt "def "
     moe-dualpipe model show deepseek-v3 --pp 16 --ep 64
 
-A mistake in what was asked for is one line, and exit code 2; a schedule that breaks a law is exit code 1.
+Invalid options exit with code 2, invalid schedules with code 1.
 """
 
 import os
@@ -50,16 +50,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         getattr(chosen, "command", chosen).run()
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader of our output, as `head`, has had enough
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except ScheduleError as error:
         print(error, file=sys.stderr)
         return 1
     except OverflowError as error:
-        print(f"moe-dualpipe: error: costs so small or large cannot be reckoned with: {error}", file=sys.stderr)
+        print(f"moe-dualpipe: error: the costs are too small or too large: {error}", file=sys.stderr)
         return 2
     except (ValueError, OSError, ImportError) as error:
-        if os.environ.get("RANK", "0") == "0":  # of the processes that torchrun started, one speaks for all
+        if os.environ.get("RANK", "0") == "0":  # print once, not on every process of torchrun
             print(f"moe-dualpipe: error: {error}", file=sys.stderr)
         return 2
     return 0

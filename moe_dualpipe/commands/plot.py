@@ -1,4 +1,4 @@
-"""`moe-dualpipe plot`: the curves of one run, or of several to compare."""
+"""`moe-dualpipe plot`: curves of one or several runs."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,24 +11,24 @@ from ..drawing.output import check_output
 
 @dataclass(frozen=True)
 class Plot:
-    """Draw the curves of a run, or of several in one figure: loss, speed, expert load, whatever they recorded."""
+    """Draw the metrics of one or several runs into one figure: loss, speed, expert load and others."""
 
     runs: Positional[list[Path]]
     """Folders of runs."""
     out: Path | None = None
-    """File to draw into (.png, .svg, .pdf). Default: curves.png in the folder of the first run."""
+    """Output file (.png, .svg, .pdf). None: curves.png in the folder of the first run."""
     along: Literal["step", "tokens", "hours"] = "step"
-    """What goes to the right: steps, tokens trained on, or hours of training."""
+    """The x axis: steps, training tokens, or hours of training."""
 
     def run(self) -> None:
         from ..drawing.curves import run_summary, save_curves
         from ..training.metrics import read_records
 
         if not self.runs:
-            raise ValueError("no run to plot: name at least one folder, as runs/tiny")
+            raise ValueError("no run to plot: name at least one folder, for example runs/tiny")
         runs = {str(folder): read_records(folder) for folder in self.runs}
         if not any("loss" in record for records in runs.values() for record in records):
-            raise ValueError(f"nothing to plot yet: no step recorded in {', '.join(runs)}")
+            raise ValueError(f"nothing to plot: no step recorded in {', '.join(runs)}")
         out = self.out if self.out is not None else self.runs[0] / "curves.png"
         check_output(out, (".png", ".svg", ".pdf"))
         save_curves(runs, out, self.along)

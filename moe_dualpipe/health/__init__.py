@@ -1,1 +1,1 @@
-"""What a run does when something fails: dead or hanging ranks, signals, steps without a finite loss."""
+"""Failures of a run: dead or hanging ranks, signals, steps with a non-finite loss."""

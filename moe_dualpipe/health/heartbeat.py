@@ -1,7 +1,7 @@
-"""What a rank says of itself while it works: where its main thread is, whether it waits, which process it is.
+"""What a rank reports about itself: the position of its main thread, whether it waits, and its process id.
 
-The main thread must not pay for being watched, so it only assigns: the step, and the action of the schedule. All else
-is read off its Python stack from another thread, once a second.
+Reporting must not slow down the main thread, so it only assigns the current step and action. Another thread reads the
+rest from the main thread's Python stack once a second.
 """
 
 import json
@@ -21,14 +21,14 @@ _COLLECTIVES = str(Path(_TORCH, "distributed")) + os.sep
 
 @dataclass(slots=True)
 class Progress:
-    """Where the main thread is; `step` counts from 1, 0 before the first. Written by it, read by the watch."""
+    """The step and action of the main thread, which writes them; `step` counts from 1 and is 0 before the first."""
 
     step: int = 0
     action: object = None
     count: int = 0
 
     def note(self, action: object) -> None:
-        """`action` begins; None: something between actions."""
+        """Call when `action` begins; None: between actions."""
         self.action = action
         self.count += 1
 
@@ -38,17 +38,17 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """The main thread's place in the code, torch's own left out."""
+class CodePosition:
+    """The line that the main thread executes, outside of torch."""
 
     text: str
     waiting: bool
-    """For other ranks. On CUDA the host waits for the device, which may wait for other ranks: not seen here."""
-    exact: tuple[int, int]
-    """Differs when the thread has moved."""
+    """Whether it waits for other ranks. On CUDA this is unknown: the host waits for the device, not for ranks."""
+    instruction: tuple[int, int]
+    """Changes when the thread moves."""
 
     @classmethod
-    def now(cls) -> "Place":
+    def of_main_thread(cls) -> "CodePosition":
         frames = list(_frames(sys._current_frames().get(threading.main_thread().ident or 0)))
         if not frames:
             return cls("its end", False, (0, 0))
@@ -60,37 +60,37 @@ class Place:
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """From the innermost outwards."""
+    """The frames from the innermost to the outermost."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
-    """One sign of life. `home` says which processes can see this one's /proc entry; "" where there is none."""
+class Heartbeat:
+    """One sign of life. `pid_namespace` identifies the processes that can see this one; "" if unknown."""
 
     count: int
-    where: str
+    position: str
     waiting: bool
     ended: bool
-    home: str
+    pid_namespace: str
     pid: int
 
     def dumps(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
-    def loads(cls, text: bytes) -> "Beat":
+    def loads(cls, text: bytes) -> "Heartbeat":
         return cls(**json.loads(text))
 
     def process_is_gone(self) -> bool:
-        """Known for certain, because the process would be visible from here."""
-        return bool(self.home) and self.home == home() and not _runs(self.pid)
+        """True only if this process would see the other one."""
+        return bool(self.pid_namespace) and self.pid_namespace == pid_namespace() and not _runs(self.pid)
 
 
-def home() -> str:
-    """The same for two processes exactly if they see each other under the same process ids (Linux; elsewhere "")."""
+def pid_namespace() -> str:
+    """Equal for two processes exactly if they see each other's process ids. Linux only; elsewhere ""."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:

@@ -1,7 +1,7 @@
-"""A first SIGTERM or SIGINT lets the run end in order; a second one ends the process at once.
+"""The first SIGTERM or SIGINT stops the run in order; the second one ends the process immediately.
 
-Python runs a signal's handler when the main thread comes back to it, and from a collective operation that may be never.
-So a thread listens for the byte that C writes for every signal, and the handlers do nothing.
+Python calls a signal handler when the main thread executes Python code again, which may be never if it is in a
+collective operation. So the handlers do nothing, and a thread reads the byte that C code writes for each signal.
 """
 
 import os
@@ -11,11 +11,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-STOPPING = (signal.SIGTERM, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stop:
-    """Whether this process was asked to stop."""
+    """Whether this process was asked to stop. announce: print a message when it is."""
 
     requested = False
 
@@ -24,31 +24,31 @@ class Stop:
 
     @contextmanager
     def on_signals(self) -> Iterator[None]:
-        """Listen to signals meanwhile. Only in the main thread."""
+        """Handle signals inside this context. Main thread only."""
         reader, writer = socket.socketpair()
         writer.setblocking(False)
-        before = {number: signal.signal(number, lambda *_: None) for number in STOPPING}
-        waker = signal.set_wakeup_fd(writer.fileno())
+        handlers = {number: signal.signal(number, lambda *_: None) for number in STOP_SIGNALS}
+        wakeup_fd = signal.set_wakeup_fd(writer.fileno())
         listener = threading.Thread(target=self._listen, args=(reader,), name="signals", daemon=True)
         listener.start()
         try:
             yield
         finally:
-            signal.set_wakeup_fd(waker)
-            for number, handler in before.items():
+            signal.set_wakeup_fd(wakeup_fd)
+            for number, handler in handlers.items():
                 signal.signal(number, handler)
-            writer.close()  # which ends the listener
+            writer.close()  # ends the listener
             listener.join()
             reader.close()
 
     def _listen(self, reader: socket.socket) -> None:
         while received := reader.recv(1):
             number = received[0]
-            if number not in STOPPING:
+            if number not in STOP_SIGNALS:
                 continue
             if self.requested:
-                os._exit(128 + number)  # as a shell reports a process that a signal ended
+                os._exit(128 + number)  # the exit code that shells use for signals
             self.requested = True
             if self.announce:
                 name = signal.Signals(number).name
-                os.write(2, f"\n{name}: this step will be finished and saved; once more: stop at once\n".encode())
+                os.write(2, f"\n{name}: stopping after this step and a checkpoint; repeat to stop now\n".encode())

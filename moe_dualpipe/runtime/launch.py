@@ -1,4 +1,4 @@
-"""What torchrun tells a process, and the device that it uses."""
+"""The ranks that torchrun gives a process, and the choice of its device."""
 
 import os
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What torchrun tells a process; a process on its own is rank 0 of 1."""
+    """The environment that torchrun sets. A process without torchrun is rank 0 of 1."""
 
     rank: int
     local_rank: int
@@ -24,11 +24,11 @@ class Launch:
 
 
 def choose_device(wanted: str, gpus: int, processes: int) -> str:
-    """cpu or cuda. Raises ValueError where `wanted` cannot be had: of auto there is always one."""
+    """Return cpu or cuda. Raises ValueError if there are fewer GPUs than `processes` on this machine."""
     if wanted not in ("cpu", "cuda", "auto"):
         raise ValueError(f"--device must be cpu, cuda or auto: got {wanted!r}")
     if wanted == "cuda" and not gpus:
-        raise ValueError("--device cuda, but torch finds no GPU on this machine; use --device cpu")
+        raise ValueError("--device cuda: torch finds no GPU on this machine; use --device cpu")
     if wanted == "cuda" and gpus < processes:
         raise ValueError(
             f"--device cuda needs a GPU for each process, but there are {processes} processes and {gpus} GPUs here: "

@@ -1,1 +1,1 @@
-"""Train a model under a schedule: configuration, data, optimizer, checkpoints, and the loop that joins them."""
+"""A training run: options, checks, trainer, optimizer, metrics, and the loop that joins them."""

@@ -1,7 +1,9 @@
-"""Keeping the experts evenly used: what a run reads of its routers after a step, and the biases that it moves.
+"""Expert load balancing: the loads of the routers, the update of their biases, and the mean of the auxiliary losses.
 
-A router on this rank has seen this rank's tokens only. The loads are those of all ranks, so all replicas of a layer
-move its bias alike, and stay bit-equal, whatever the schedule.
+A router counts only the tokens of its own rank. Biases are updated from the sum over all ranks, so all replicas of a
+layer make the same update and stay bit-equal, under any schedule.
+
+L layers with experts, E experts.
 """
 
 from collections.abc import Mapping
@@ -18,7 +20,7 @@ from ..runtime.replicas import ReplicaSet
 
 
 class Balance:
-    """The routers of this rank's stages. `group`: the ranks that hold replicas of them; None: this rank alone."""
+    """The routers of this rank's stages. group: the ranks that hold replicas of them; None: only this rank."""
 
     def __init__(
         self, model: ModelConfig, stages: Mapping[int, TransformerStage], rate: float, group: dist.ProcessGroup | None
@@ -38,7 +40,7 @@ class Balance:
         self.replicas = ReplicaSet(self.biases, group)  # type: ignore[arg-type]
 
     def loads(self, device: torch.device) -> Tensor:
-        """Tokens per expert since the last call, over all ranks: [Mixture-of-Experts layers, experts]. Collective."""
+        """Tokens per expert since the last call, summed over all ranks, [L, E]. Collective."""
         load_LE = torch.zeros(self.shape, dtype=torch.int64, device=device)
         for layer, router in self.routers.items():
             load_LE[layer - self.first_layer] += router.take_load()
@@ -46,10 +48,9 @@ class Balance:
         return load_LE.cpu()
 
     def after_step(self, load_LE: Tensor, device: torch.device, move: bool = True) -> dict[str, float]:
-        """Move the biases; returns the mean of each loss that is on, for the metrics. Collective.
+        """Update the biases from `loads()` of this step. Returns the mean of each auxiliary loss. Collective.
 
-        load_LE: the tokens of this step, of all ranks, for each Mixture-of-Experts layer of the model. move: False
-        after a step that changes nothing.
+        move: False for a skipped step, which changes no bias.
         """
         if move and self.biases and self.rate:
             load_LE = load_LE.to(device)
@@ -58,7 +59,7 @@ class Balance:
         return self._mean_losses(device) if self.losses else {}
 
     def _mean_losses(self, device: torch.device) -> dict[str, float]:
-        """Over layers, micro-batches and ranks; without their factors."""
+        """Mean over layers, micro-batches and ranks, without the factors."""
         totals = torch.zeros(len(self.losses) + 1, dtype=torch.float64, device=device)
         for router in self.routers.values():
             losses_L, decisions = router.take_losses()
@@ -71,5 +72,5 @@ class Balance:
         return {name: round(total / decisions, 6) for name, total in zip(self.losses, sums, strict=True)}
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of it, by global names, to be loaded in place."""
+        """The biases by global name, for checkpoints."""
         return {f"model.{name}": bias_E for name, bias_E in self.biases.items()}

@@ -1,8 +1,8 @@
-"""The learning rate of each step: a linear warm-up, then one of two ways down to a fraction of the peak.
+"""The learning rate of each step: linear warm-up, then one of two schedules down to a fraction of the peak.
 
-cosine   falls all the time, on a course that only a run of this length has
-wsd      warm-up, stable, decay (arXiv 2404.06395): stays at the peak until the last steps, so that a checkpoint from
-         before them belongs to a run of any length; the decay is 1 - sqrt (arXiv 2405.18392)
+cosine   cosine decay, which depends on the length of the run
+wsd      warm-up, stable, decay (arXiv 2404.06395): constant until the last steps, so that a run can be continued to any
+         length from a checkpoint before the decay; the decay is 1 - sqrt (arXiv 2405.18392)
 """
 
 import math
@@ -11,7 +11,7 @@ from .config import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """The rate of step `step` of 0 to `total_steps` - 1; the last one has `final_lr` times the peak."""
+    """The learning rate of `step`, from 0 to `total_steps` - 1. The last step has `final_lr` times the peak."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     shape = _cosine if config.schedule == "cosine" else _stable_decay
@@ -19,7 +19,7 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 
 
 def decay_steps(config: OptimizerConfig, total_steps: int) -> int:
-    """How many steps the decay of `wsd` takes."""
+    """The number of decay steps of `wsd`."""
     return config.decay_steps or -(-total_steps // 5)
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ..checkpoint import Saver, SaveResult
 from ..data import tokenizer_files
 from ..health.signals import Stop
-from ..health.watch import watching
+from ..health.watch import watch_ranks
 from ..runtime.groups import init_world
 from ..runtime.launch import Launch
 from . import restart
@@ -33,14 +33,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with _one_line_errors(launch):
         config = parse_arguments(arguments, quiet=launch.local_rank > 0)
         plan = plan_run(config, launch, arguments)
-        restart.mark(plan.setup.folder, launch.local_rank)
+        restart.mark_folder(plan.setup.folder, launch.local_rank)
     init_world(plan.setup.device, launch, config.health.timeout)
     try:
         stop = Stop(announce=launch.rank == 0)
-        with stop.on_signals(), watching(config.health.timeout) as progress:
+        with stop.on_signals(), watch_ranks(config.health.timeout) as progress:
             with _one_line_errors(launch):
                 trainer = Trainer(plan, progress, stop)
-            Run(trainer).run()
+            TrainingRun(trainer).run()
     finally:
         dist.destroy_process_group()
 
@@ -55,7 +55,7 @@ def _one_line_errors(launch: Launch) -> Iterator[None]:
         raise SystemExit(2) from None
 
 
-class Run:
+class TrainingRun:
     """Training steps, checkpoints and reports, in order. Collective."""
 
     def __init__(self, trainer: Trainer):

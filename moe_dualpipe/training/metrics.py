@@ -1,4 +1,4 @@
-"""What a run reports: one JSON object a line, and a progress bar for a person."""
+"""The metrics of a run: a file with one JSON object per line, TensorBoard, and a progress bar."""
 
 import importlib.util
 import json
@@ -19,10 +19,10 @@ FILE = "metrics.jsonl"
 
 
 class Metrics:
-    """Appends records to `<run>/metrics.jsonl`; does nothing on ranks that are not `enabled`.
+    """Appends records to `<run>/metrics.jsonl`, and to `<run>/tensorboard/` with `tensorboard`.
 
-    With `tensorboard`, their numbers go to `<run>/tensorboard/`, too. A run that resumes after `first_step` steps drops
-    the records of later ones, which it is about to repeat.
+    enabled: False on all ranks but one, which then do nothing. first_step: records of later steps are removed; a
+    resumed run repeats them.
     """
 
     def __init__(self, run: Path, enabled: bool, first_step: int = 0, tensorboard: bool = False):
@@ -31,9 +31,9 @@ class Metrics:
             return
         run.mkdir(parents=True, exist_ok=True)
         path = run / FILE
-        kept = [line for line in _lines(path) if json.loads(line)["step"] <= first_step]
+        previous = [line for line in _lines(path) if json.loads(line)["step"] <= first_step]
         fresh = path.with_suffix(".new")
-        fresh.write_text("".join(kept))
+        fresh.write_text("".join(previous))
         fresh.replace(path)
         self._file = path.open("a", buffering=1)
         if tensorboard:
@@ -42,7 +42,7 @@ class Metrics:
             self._board = SummaryWriter(str(run / "tensorboard"), purge_step=first_step + 1)
 
     def write(self, **record: Any) -> None:
-        """Append a record. A disk that is full is no reason to stop training: the file's buffer tries again later."""
+        """Append a record. If the disk is full, training continues, and the file's buffer tries again later."""
         if self._file is not None:
             with suppress(OSError):
                 self._file.write(json.dumps(record) + "\n")
@@ -60,13 +60,13 @@ class Metrics:
 
 
 def check_tensorboard() -> None:
-    """Raises ValueError where TensorBoard is not installed."""
+    """Raise ValueError if TensorBoard is not installed."""
     if importlib.util.find_spec("tensorboard") is None:
-        raise ValueError("--tensorboard needs the package: pip install 'moe-dualpipe[tensorboard]'")
+        raise ValueError("--tensorboard needs TensorBoard: pip install 'moe-dualpipe[tensorboard]'")
 
 
 def read_records(run: Path) -> list[dict[str, Any]]:
-    """What the run in this folder has recorded, in order. Raises ValueError for a folder or a line that is not such."""
+    """The records of the run in this folder. Raises ValueError if there are none or a line is invalid."""
     path = run / FILE
     if not path.is_file():
         raise ValueError(f"{run} is not the folder of a run: it has no metrics.jsonl")
@@ -82,7 +82,7 @@ def read_records(run: Path) -> list[dict[str, Any]]:
 
 
 def _lines(path: Path) -> list[str]:
-    """The complete lines of a file; a process that was killed may have left half a line."""
+    """The complete lines of a file: a process that was killed may have left part of a line."""
     if not path.exists():
         return []
     try:
@@ -92,7 +92,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def progress_bar(steps: int, first: int, enabled: bool) -> tqdm:
-    """Loss, tokens/s and time left; quiet between updates where the output is not a terminal."""
+    """Shows loss, tokens/s and time left; updates less often if stderr is not a terminal."""
     interval = 0.2 if sys.stderr.isatty() else 5.0
     return tqdm(
         total=steps, initial=first, disable=not enabled, mininterval=interval, unit="step", dynamic_ncols=True,
@@ -101,9 +101,9 @@ def progress_bar(steps: int, first: int, enabled: bool) -> tqdm:
 
 
 def load_statistics(load_LE: Tensor) -> dict[str, float]:
-    """How evenly the experts were used: [layers, experts] token counts -> worst imbalance and share of idle experts.
+    """The load of the busiest expert over the mean, in the worst layer, and the share of experts without a token.
 
-    Example: [[4, 0, 2, 2]] has mean 2, so max/mean is 2.0, and one of four experts got no token: 0.25.
+    load_LE: tokens per layer and expert. Example: [[4, 0, 2, 2]] has a mean of 2, so these are 2.0 and 0.25.
     """
     if not load_LE.sum():
         return {}
@@ -134,7 +134,7 @@ def utilisation(
 
 
 def peak_memory_mb(device: torch.device) -> float:
-    """The most memory this process has held: on its GPU, or in main memory (resident, with torch itself)."""
+    """Peak memory of this process in MiB: on its GPU, or resident main memory, including torch itself."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,14 +1,13 @@
-"""AdamW or Muon on fp32 master weights, each rank for its share of the model.
+"""AdamW or Muon on fp32 master weights, with the state divided among the ranks (ZeRO-1).
 
-Gradients arrive in `parameter.grad`, in fp32 whatever the parameter's dtype (`grad_dtype`). Where the model is bf16,
-the optimizer keeps the real weights in fp32 and rounds them into the model after each step; where it is fp32, the
-model's own parameters are the master weights. All state is kept by piece (zero.py), whether it is divided or not: so
-each number comes from the same operation on the same shape in either case, and is the same to the last bit.
+Gradients are fp32 for parameters of any dtype (`grad_dtype`). For a bf16 model the optimizer keeps fp32 master weights
+and rounds them into the model after each step; for an fp32 model the parameters are the master weights. State is
+stored per owned tensor (runtime/zero.py) whether it is divided or not, so both cases do the same operations on the same
+shapes and give bit-identical results.
 
-Muon (arXiv 2502.16982) makes the momentum of a matrix orthogonal before it is added, and scales it so that it is as
-large as an update of AdamW's: one learning rate and weight decay serve both. It is for matrices between hidden states,
-each by itself: query, key, value, gate, up and down are taken apart where they are stacked (models/layers.py).
-Embedding, head, norms and routers, which are heads over experts, remain with AdamW.
+Muon (arXiv 2502.16982) orthogonalizes the momentum of a matrix and scales it to the size of an AdamW update, so both
+use the same learning rate and weight decay. It updates the matrices between hidden states, each separately: stacked
+ones (query, key, value; gate, up; models/layers.py) are split. AdamW updates embedding, head, norms and routers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,15 +24,15 @@ from ..runtime.zero import OwnedTensor, Shards
 from .config import OptimizerConfig
 
 Rows = slice | EllipsisType
-ALWAYS_ADAMW = {"embedding", "head", "router"}  # parts of names
+ALWAYS_ADAMW = {"embedding", "head", "router"}
+"""Modules with these names have parameters that Muon does not update."""
 
 
 class Optimizer:
     """Master weights and moments of this rank's share of the parameters, by global name.
 
-    replicas: the parameters, in sets of those that the same ranks hold. zero: divide the state among the ranks of a
-    set. stacked: the rows of each matrix in the parameters that stack some.
-    Raises ValueError for `stacked` rows that a parameter does not have.
+    replicas: the parameters, in sets that the same ranks hold. zero: divide the state among the ranks of a set.
+    stacked: for parameters that stack matrices, the rows of each; ValueError if they do not add up.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class Optimizer:
         self.owned = {name: piece for shards in self.shards for name, piece in shards.owned.items()}
         self.master = {name: piece.weight.float() for name, piece in self.owned.items()}  # fp32: the weight itself
         self.moments: dict[str, dict[str, Tensor]] = {}
-        self.parts: dict[str, list[tuple[Tensor, Rows]]] = {}  # what the torch optimizers know of each master weight
+        self.parts: dict[str, list[tuple[Tensor, Rows]]] = {}  # what torch's optimizers update
 
         for_muon = [
             name for name in self.master if config.name == "muon" and _is_hidden_matrix(name, self.master[name])
@@ -71,7 +70,7 @@ class Optimizer:
             weight_decay=config.weight_decay,
             fused=fused,
         )
-        for name in names:  # state is present from the start, so that a checkpoint can be loaded into it
+        for name in names:  # create the state now: a checkpoint is loaded into it
             weight = self.master[name]
             self.moments[name] = {kind: torch.zeros_like(weight) for kind in ("exp_avg", "exp_avg_sq")}
             step = torch.zeros((), dtype=torch.float32, device=weight.device if fused else "cpu")
@@ -99,7 +98,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr: float, grad_scale: Tensor | float) -> None:
-        """One update from `grad * grad_scale`; the gradients are dropped. Collective where state is divided."""
+        """Update from `grad * grad_scale` and drop the gradients. Collective if the state is divided."""
         for group in self.adamw.param_groups + self.muon.param_groups:
             group["lr"] = lr
         for name, parameter in self.parameters.items():
@@ -114,33 +113,33 @@ class Optimizer:
                 weight.grad = None
         for parameter in self.parameters.values():
             parameter.grad = None
-        self._publish()
+        self._update_model()
 
     def drop_gradients(self) -> None:
-        """Instead of a step: nothing changes."""
+        """Skip a step: drop the gradients and change nothing else."""
         for parameter in self.parameters.values():
             parameter.grad = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """This rank's share of the state by global names, to be saved or loaded in place."""
+        """This rank's share of the state by global name, to be saved or loaded in place."""
         moments = {f"{kind}.{name}": t for name, kinds in self.moments.items() for kind, t in kinds.items()}
         return {f"model.{name}": weight for name, weight in self.master.items()} | moments
 
     @torch.no_grad()
-    def loaded(self, step: int) -> None:
-        """Call after `tensors()` were loaded in place, after `step` updates. Collective where state is divided."""
+    def after_load(self, step: int) -> None:
+        """Call after loading into `tensors()`, with the number of updates. Collective if the state is divided."""
         for state in self.adamw.state.values():
             state["step"].fill_(step)
-        self._publish()
+        self._update_model()
 
     @property
     def state_bytes(self) -> int:
-        """What this rank keeps beside the model: moments, and master weights that are not the model's own."""
+        """Bytes of moments and of master weights that are separate from the model's."""
         copies = [weight for name, weight in self.master.items() if weight is not self.owned[name].weight]
         return sum(t.nbytes for t in copies) + sum(t.nbytes for kinds in self.moments.values() for t in kinds.values())
 
-    def _publish(self) -> None:
-        """From the master weights into the model, on all ranks that hold it."""
+    def _update_model(self) -> None:
+        """Copy the master weights into the model on all ranks that hold it."""
         for name, piece in self.owned.items():
             if piece.weight.dtype != self.master[name].dtype:
                 piece.weight.copy_(self.master[name])
@@ -161,10 +160,10 @@ def _matrices(piece: OwnedTensor, stacked: Mapping[str, Sequence[int]]) -> list[
 
 
 def check_saved(checkpoint: Path, config: OptimizerConfig) -> None:
-    """Raise ValueError unless the optimizer that `checkpoint` was saved with is the one to go on with."""
+    """Raise ValueError if `checkpoint` was saved with another optimizer."""
     names = read_tensor_metadata(checkpoint).state_dict_metadata
     saved = "muon" if any(name.startswith("momentum.") for name in names) else "adamw"
     if saved != config.name:
         raise ValueError(
-            f"{checkpoint} holds the state of {saved}, which {config.name} cannot use: go on with --optim.name {saved}"
+            f"{checkpoint} holds the state of {saved}, which {config.name} cannot use: use --optim.name {saved}"
         )

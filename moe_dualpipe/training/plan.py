@@ -39,7 +39,7 @@ def plan_run(config: TrainConfig, launch: Launch, arguments: Sequence[str] = ())
     setup = resolve_options(config, launch)
     expert_class(config.model.experts)  # for its errors
     stages = split(config.model, setup.schedule.num_stages)
-    restarted = restart.newest(setup.folder)
+    restarted = restart.newest_checkpoint(setup.folder)
     resume = restarted or (find_checkpoint(config.checkpoint.resume) if config.checkpoint.resume else None)
     weights = Path(config.checkpoint.weights) if config.checkpoint.weights else None
     first_step = 0

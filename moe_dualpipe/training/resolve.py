@@ -100,7 +100,7 @@ def _run_folder(options: CheckpointConfig, preset: str) -> Path:
             return out or run
     if out is None:
         folders = (Path(f"runs/{preset}" + (f"-{i}" if i > 1 else "")) for i in itertools.count(1))
-        return next(path for path in folders if restart.is_ours(path) or not Path(path, "checkpoints").exists())
-    if any(Path(out, "checkpoints").glob("step-*")) and not restart.is_ours(out):
+        return next(path for path in folders if restart.is_own_folder(path) or not Path(path, "checkpoints").exists())
+    if any(Path(out, "checkpoints").glob("step-*")) and not restart.is_own_folder(out):
         raise ValueError(f"--out {out} already holds a run: continue it with --resume {out}, or use another --out")
     return out

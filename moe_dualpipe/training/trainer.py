@@ -15,7 +15,7 @@ from ..checkpoint import load_checkpoint, load_weights
 from ..expert_parallel import AllToAll, Local
 from ..health.heartbeat import Progress
 from ..health.signals import Stop
-from ..health.skipped_steps import Skips
+from ..health.skipped_steps import SkippedSteps
 from ..inference import generate_through_pipeline
 from ..models import StageOptions, TransformerStage, share_embedding, stacked_matrices
 from ..overlap import WeightGrads
@@ -67,21 +67,21 @@ class Trainer:
         self.balance = Balance(model, self.stages, config.bias_rate, self.groups.dense)
         stacked = stacked_matrices(self.stages.values())
         self.optimizer = Optimizer(self.replicas, config.optim, config.parallel.zero, stacked)
-        self.skips = Skips(config.health.max_skipped, announce=self.layout.rank == 0)
+        self.skipped = SkippedSteps(config.health.max_skipped, announce=self.layout.rank == 0)
         self.stop, self.stopping = stop or Stop(), False
         if plan.resume:
             load_checkpoint(plan.resume, self.state())
-            self.optimizer.loaded(plan.first_step - int(self.skips.total))
+            self.optimizer.after_load(plan.first_step - int(self.skipped.total))
         elif config.checkpoint.weights:
             load_weights(Path(config.checkpoint.weights), self.state())
-            self.optimizer.loaded(0)
+            self.optimizer.after_load(0)
         self.utilisation = utilisation(
             model, config.batch.seq_len, self.device, self.dtype, dist.get_world_size(), config.metrics.peak_tflops
         )
 
     def state(self) -> dict[str, Tensor]:
         """This rank's part of a checkpoint, by global name. Loading into these tensors restores the run."""
-        return self.optimizer.tensors() | self.balance.state() | {"skipped": self.skips.total}
+        return self.optimizer.tensors() | self.balance.state() | {"skipped": self.skipped.total}
 
     def train_step(self, step: int) -> dict[str, float]:
         """Do one update and return its metrics. `step` is the number of steps before it."""
@@ -101,7 +101,7 @@ class Trainer:
         load_LE = self.balance.loads(self.device)
         loss, norm_value = self._mean(losses), norm.item()
         mtp_loss = {"mtp_loss": self._mtp_loss()} if config.model.mtp_layers else {}
-        finite = self.skips.finite(step + 1, loss, norm_value)
+        finite = self.skipped.finite(step + 1, loss, norm_value)
         balance = self.balance.after_step(load_LE, self.device, move=finite)
         with record_function(OPTIMIZER):
             if finite:
@@ -112,7 +112,7 @@ class Trainer:
         tokens = count * layout.dp * seq_len
         mfu = {"mfu": round(self.utilisation * tokens / seconds, 4)} if self.utilisation else {}
         return {
-            "step": step + 1, "loss": loss, "grad_norm": norm_value, "lr": lr, "skipped": int(self.skips.total),
+            "step": step + 1, "loss": loss, "grad_norm": norm_value, "lr": lr, "skipped": int(self.skipped.total),
             "seconds": round(seconds, 4), "tokens": tokens, "tokens_per_s": round(tokens / seconds, 1), **mfu,
             "peak_memory_mb": round(peak_memory_mb(self.device), 1), **load_statistics(load_LE), **mtp_loss, **balance,
         }  # fmt: skip

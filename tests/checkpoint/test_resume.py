@@ -12,7 +12,7 @@ from moe_dualpipe.checkpoint import (
     verify_checkpoint,
 )
 from moe_dualpipe.training.command_line import parse_arguments
-from moe_dualpipe.training.loop import Run
+from moe_dualpipe.training.loop import TrainingRun
 from tests.support.checkpoints import FullDisk, checkpoint_names
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, losses, make_trainer, records, resolve, settings, train, train_each
@@ -52,7 +52,7 @@ def train_on_a_disk_that_fills(rank, runs):
 
             patch.setattr(save_module, "save_checkpoint", fail_at)
             try:
-                Run(trainer).run()
+                TrainingRun(trainer).run()
             except SystemExit as exit_:
                 code = exit_.code
         messages = [line for line in err.getvalue().splitlines() if line.startswith("train.py: error: ")]

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from moe_dualpipe.health.signals import Stop
-from moe_dualpipe.health.watch import watching
+from moe_dualpipe.health.watch import watch_ranks
 from moe_dualpipe.training import restart
 from moe_dualpipe.training.command_line import parse_arguments
-from moe_dualpipe.training.loop import Run
+from moe_dualpipe.training.loop import TrainingRun
 from moe_dualpipe.training.trainer import Trainer
 from tests.support import ranks
 from tests.support.checkpoints import write_manifest
@@ -35,11 +35,11 @@ def ranked_run(rank, size, port, config, patience, log, sabotage):
     store, wait = dist.TCPStore("127.0.0.1", port, size, is_master=False), timedelta(seconds=config.health.timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
     stop = Stop()
-    with stop.on_signals(), watching(config.health.timeout, patience) as progress:
+    with stop.on_signals(), watch_ranks(config.health.timeout, patience) as progress:
         trainer = Trainer(make_plan(config, rank, size), progress, stop)
         if sabotage is not None:
             sabotage(trainer)
-        Run(trainer).run()
+        TrainingRun(trainer).run()
     dist.destroy_process_group()
 
 
@@ -202,7 +202,7 @@ def leaving(trainer):
 def test_a_rank_that_leaves_without_an_error_is_named_by_those_who_wait_for_it(tmp_path):
     with Processes(2, settings(tmp_path / "run", seq_len=16), patience=3.0, sabotage=leaving) as run:
         assert run.exit_codes(0, 1) == [1, 2]
-        assert "train.py: rank 0 stops: rank 1 left in step 3 " in run.said(0)
+        assert "train.py: rank 0 stops: rank 1 exited in step 3 " in run.said(0)
 
 
 # ---- Signals ----
@@ -221,7 +221,7 @@ def test_a_signal_to_any_rank_stops_all_after_the_same_step_and_loses_nothing(tm
         assert list(losses(records(config.checkpoint.out))) == list(range(1, done + 1))
         assert f"stopped after step {done}, saved {newest(config.checkpoint.out)}, to resume: " in run.said(0)
         assert f" --resume {config.checkpoint.out} --steps {steps}\n" in run.said(0)
-        assert "this step will be finished and saved; once more: stop at once" in run.said(signalled[0])
+        assert "stopping after this step and a checkpoint; repeat to stop now" in run.said(signalled[0])
     assert done < steps
     if number == signal.SIGTERM:
         last = run_ranks(2, train, change(config, resume=str(config.checkpoint.out)))[0]
@@ -345,12 +345,12 @@ def test_only_a_restart_takes_the_folder_that_its_own_launcher_marked(tmp_path, 
     monkeypatch.chdir(tmp_path)
     out, new, named = "runs/tiny", options(device="cpu"), options(device="cpu", out="runs/tiny")
     Path(out).mkdir(parents=True)
-    restart.mark(Path(out), 0)
+    restart.mark_folder(Path(out), 0)
     assert not Path(out, "launchers").exists()  # nobody would come back
     torchrun_says(monkeypatch, 0)
-    restart.mark(Path(out), 1)
+    restart.mark_folder(Path(out), 1)
     assert not Path(out, "launchers").exists()  # one rank of each machine is enough
-    restart.mark(Path(out), 0)
+    restart.mark_folder(Path(out), 0)
     assert len(list(Path(out, "launchers").iterdir())) == 1
     checkpoint_in(out, 3)
     assert resolve(new).folder == Path("runs/tiny-2")
@@ -361,7 +361,7 @@ def test_only_a_restart_takes_the_folder_that_its_own_launcher_marked(tmp_path, 
     assert resolve(named).folder == Path(out)
     monkeypatch.setattr(os, "getppid", lambda: 1)  # another launcher
     assert resolve(new).folder == Path("runs/tiny-2")
-    assert restart.newest(out) is None
+    assert restart.newest_checkpoint(Path(out)) is None
 
 
 def if_complete(path):
@@ -373,33 +373,33 @@ def if_complete(path):
 def test_a_restart_takes_the_newest_checkpoint_of_its_own_attempts(tmp_path, monkeypatch):
     monkeypatch.setattr(restart, "find_checkpoint", if_complete)
     torchrun_says(monkeypatch, 1)
-    restart.mark(tmp_path, 0)
-    assert restart.newest(tmp_path) is None
+    restart.mark_folder(tmp_path, 0)
+    assert restart.newest_checkpoint(tmp_path) is None
     checkpoint_in(tmp_path, 9, age=1000)  # the run was resumed from an earlier step than this
-    assert restart.newest(tmp_path) is None
+    assert restart.newest_checkpoint(tmp_path) is None
     second = checkpoint_in(tmp_path, 2, age=-1)
     unreadable = checkpoint_in(tmp_path, 4, age=-1)
     (unreadable / "run.json").unlink()
     os.utime(unreadable, (time.time() + 1,) * 2)
-    assert restart.newest(tmp_path) == second
+    assert restart.newest_checkpoint(tmp_path) == second
     (mark,) = (tmp_path / "launchers").iterdir()
     before = mark.stat().st_mtime_ns
-    restart.mark(tmp_path, 0)
+    restart.mark_folder(tmp_path, 0)
     assert mark.stat().st_mtime_ns == before  # or the third attempt would not know the first one's checkpoints
 
 
 def test_steps_are_compared_as_numbers(tmp_path, monkeypatch):
     torchrun_says(monkeypatch, 1)
-    restart.mark(tmp_path, 0)
+    restart.mark_folder(tmp_path, 0)
     found = {step: checkpoint_in(tmp_path, step, age=-1) for step in (999_998, 1_000_000)}
-    assert restart.newest(tmp_path) == found[1_000_000]
+    assert restart.newest_checkpoint(tmp_path) == found[1_000_000]
 
 
 def test_a_restart_after_the_last_step_only_finishes(tmp_path, monkeypatch):
     config = settings(tmp_path / "run", steps=2)
     torchrun_says(monkeypatch, 1)
     Path(config.checkpoint.out).mkdir()
-    restart.mark(Path(config.checkpoint.out), 0)
+    restart.mark_folder(Path(config.checkpoint.out), 0)
     first = run_ranks(1, train, config)[0]
     assert make_plan(config).first_step == 2
     again = run_ranks(1, restarted, change(config, profile=1))[0]  # too late to record anything
@@ -409,5 +409,5 @@ def test_a_restart_after_the_last_step_only_finishes(tmp_path, monkeypatch):
 def restarted(rank, config):
     os.environ |= {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "1"}
     (mark,) = Path(config.checkpoint.out, "launchers").iterdir()
-    restart._mark = lambda folder: folder / "launchers" / mark.name  # as if it had the same parent
+    restart._launcher_file = lambda folder: folder / "launchers" / mark.name  # as if it had the same parent
     return train(rank, config)

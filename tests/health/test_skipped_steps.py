@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_dualpipe.health.skipped_steps import Skips
+from moe_dualpipe.health.skipped_steps import SkippedSteps
 from moe_dualpipe.runtime.replicas import check_equal
 from moe_dualpipe.training.command_line import parse_arguments
-from moe_dualpipe.training.loop import Run
+from moe_dualpipe.training.loop import TrainingRun
 from tests.support.ranks import run_ranks
 from tests.support.runs import change, losses, make_trainer, records, resolve, settings, train
 
@@ -70,7 +70,7 @@ def test_all_ranks_skip_what_is_not_finite_on_one(tmp_path, rank, kind, value, c
 def poisoned_run(rank, config, steps):
     trainer = make_trainer(rank, config)
     poison(trainer, 1, "attention", NAN, steps)
-    Run(trainer).run()
+    TrainingRun(trainer).run()
     return records(config.checkpoint.out)
 
 
@@ -91,7 +91,7 @@ def too_many(rank, config, steps):
     trainer = make_trainer(rank, config)
     poison(trainer, 1, "attention", INF, steps)
     with pytest.raises(SystemExit) as exit_:
-        Run(trainer).run()
+        TrainingRun(trainer).run()
     assert exit_.value.code == 1
 
 
@@ -102,7 +102,7 @@ def test_too_many_skipped_steps_in_a_row_stop_the_run_and_save_nothing(tmp_path)
 
 
 def test_what_is_said_of_skipped_steps(capsys):
-    skips, quiet = Skips(2), Skips(2, announce=False)
+    skips, quiet = SkippedSteps(2), SkippedSteps(2, announce=False)
     for each in (skips, quiet):
         assert not each.finite(3, NAN, 1.5)
         assert each.finite(4, 2.0, 1.0)
@@ -114,7 +114,7 @@ def test_what_is_said_of_skipped_steps(capsys):
     assert first == "train.py: step 3 is skipped: its loss is nan, its gradient norm 1.5 (1 so far)"
     assert second == "train.py: step 5 is skipped: its loss is 2.0, its gradient norm inf (2 so far)"
     assert third.endswith("(3 so far)")
-    assert stop.startswith("train.py: error: 2 steps in a row had no finite loss and gradient: the run stops")
+    assert stop.startswith("train.py: error: 2 consecutive steps had a non-finite loss or gradient: the run stops")
 
 
 def test_the_flag():

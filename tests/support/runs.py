@@ -17,7 +17,7 @@ from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.training.command_line import parse_arguments
 from moe_dualpipe.training.config import OptimizerConfig, TrainConfig
-from moe_dualpipe.training.loop import Run
+from moe_dualpipe.training.loop import TrainingRun
 from moe_dualpipe.training.plan import RunPlan, plan_run
 from moe_dualpipe.training.resolve import RunSetup, resolve_options
 from moe_dualpipe.training.trainer import Trainer
@@ -82,7 +82,7 @@ def save(trainer, step) -> Path:
 
 def train(rank, config):
     """A whole run on this rank; returns the records that rank 0 wrote."""
-    Run(make_trainer(rank, config)).run()
+    TrainingRun(make_trainer(rank, config)).run()
     return records(config.checkpoint.out)
 
 
@@ -109,7 +109,7 @@ def introduction(rank, config):
     """What a run prints about its parameters before it starts."""
     trainer = make_trainer(rank, config)
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        Run(trainer).reporter.introduce(*trainer.count_parameters(), 0.0)
+        TrainingRun(trainer).reporter.introduce(*trainer.count_parameters(), 0.0)
     return out.getvalue()
 
 

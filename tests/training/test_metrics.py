@@ -143,9 +143,9 @@ def test_plot_of_one_run_lies_beside_its_records(tmp_path, capsys):
     "content,problem",
     [
         (None, "is not the folder of a run: it has no metrics.jsonl"),
-        ("", "nothing to plot yet: no step recorded in"),
-        ('{"step": 1}\n', "nothing to plot yet: no step recorded in"),
-        ('{"step": 1, "lo', "nothing to plot yet: no step recorded in"),
+        ("", "nothing to plot: no step recorded in"),
+        ('{"step": 1}\n', "nothing to plot: no step recorded in"),
+        ('{"step": 1, "lo', "nothing to plot: no step recorded in"),
         ('{"step": 1}\n{"loss": 2}\n', "metrics.jsonl, line 2: not a record with a step: '{\"loss\": 2}'"),
         ("[1]\n", "metrics.jsonl, line 1: not a record"),
         ("garbage\n", "metrics.jsonl, line 1: not a record with a step: 'garbage'"),

@@ -145,7 +145,7 @@ def test_stacked_experts_decay_and_the_moments_follow_the_betas():
 def test_loading_rounds_the_master_weights_into_a_bf16_model():
     parameters, optimizer = make_pair(torch.bfloat16)
     optimizer.tensors()["model.matrix"].fill_(3.0)
-    optimizer.loaded(7)
+    optimizer.after_load(7)
     assert (parameters["matrix"] == 3).all()
     assert optimizer.adamw.state[optimizer.master["matrix"]]["step"] == 7
 
@@ -370,6 +370,8 @@ def test_runs_resume_with_and_without_divided_state(tmp_path, zero, changes, div
 
 def test_another_optimizer_cannot_use_the_state(tmp_path):
     run_ranks(1, train, settings(tmp_path, steps=1, optim=dataclasses.replace(MUON, warmup_steps=0, decay_steps=1)))
-    with pytest.raises(ValueError, match=r"step-000001 holds the state of muon, which adamw cannot use: go on with"):
+    with pytest.raises(
+        ValueError, match=r"step-000001 holds the state of muon, which adamw cannot use: use --optim.name"
+    ):
         make_plan(settings(tmp_path, resume=str(tmp_path)))
     make_plan(settings(tmp_path, resume=str(tmp_path), optim=MUON))

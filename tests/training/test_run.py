@@ -25,7 +25,7 @@ from moe_dualpipe.training import trainer as trainer_module
 from moe_dualpipe.training.checks import option_values
 from moe_dualpipe.training.command_line import parse_arguments
 from moe_dualpipe.training.config import TrainConfig
-from moe_dualpipe.training.loop import Run, main
+from moe_dualpipe.training.loop import TrainingRun, main
 from moe_dualpipe.training.trainer import Trainer
 from tests.support.ranks import run_ranks
 from tests.support.runs import (
@@ -228,7 +228,7 @@ def drifting_run(rank, config, when):
 
     trainer.train_step = drift  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="must stay bit-equal"):
-        Run(trainer).run()
+        TrainingRun(trainer).run()
     return len(losses(records(config.checkpoint.out)))
 
 
@@ -376,7 +376,7 @@ def test_the_example_of_own_stages_gives_the_same_under_any_schedule_of_the_same
     (1, ["--data", "/nowhere"], "--data /nowhere: no such file or folder"),
     (1, ["--data", "/dev/null"], "--data /dev/null: no such file or folder"),
     (1, ["--data", "LICENSE", "--seq-len", "4096"], "too little text in --data LICENSE"),
-    (1, ["--device", "cuda"], "--device cuda, but torch finds no GPU on this machine; use --device cpu"),
+    (1, ["--device", "cuda"], "--device cuda: torch finds no GPU on this machine; use --device cpu"),
     (1, ["--device", "tpu"], "--device must be cpu, cuda or auto: got 'tpu'"),
     (1, ["--dtype", "int8"], "--dtype must be float32, bfloat16 or auto: got 'int8'"),
     (1, ["--preset", "tinny"], "unknown preset 'tinny'; did you mean 'tiny'?"),
@@ -389,7 +389,7 @@ def test_the_example_of_own_stages_gives_the_same_under_any_schedule_of_the_same
     (1, ["--optim.warmup-steps", "-1"], "--optim.warmup-steps must be finite and not negative: got -1"),
     (1, ["--optim.clip", "nan"], "--optim.clip must be positive and finite: got nan"),
     (1, ["--optim.beta2", "1"], "--optim.beta2 must be at least 0 and below 1: got 1.0"),
-    (1, ["--model.experts", "json:loads"], "the expert layer 'json:loads' is no nn.Module class"),
+    (1, ["--model.experts", "json:loads"], "the expert layer 'json:loads' must be an nn.Module class"),
     (1, ["--ep", "3"], "--ep 3 does not divide the 8 experts: use --ep 1 or 2 or 4 or 8"),
     (1, ["--steps", "0"], "--steps must be at least 1: got 0"),
     (1, ["--timeout", "0"], "--timeout must be positive and finite: got 0.0"),
