@@ -1,4 +1,4 @@
-"""Multi-head latent attention against a loop, against itself behind a cache, and in a model."""
+"""Multi-head latent attention against a loop, with a cache, and in a model."""
 
 import dataclasses
 import math
@@ -22,6 +22,7 @@ from moe_dualpipe.models import (
 from moe_dualpipe.models.attention import Attention
 from moe_dualpipe.models.latent_attention import LatentAttention
 from tests.support.caches import check_that_a_cached_forward_is_the_forward, piecewise
+from tests.support.oracles import uneven_norms
 
 CONFIG = ModelConfig(
     vocab_size=31, hidden_size=16, num_layers=3, num_dense_layers=1, attention="mla", num_heads=3, head_dim=5,
@@ -35,27 +36,18 @@ def with_choices(**choices):
     return dataclasses.replace(CONFIG, **choices)
 
 
-def uneven_norms(module):
-    """`module`, in which no norm is as good as none, or as another."""
-    with torch.no_grad():
-        for norm in module.modules():
-            if isinstance(norm, nn.RMSNorm):
-                norm.weight.uniform_(0.5, 2)
-    return module
-
-
 def attention(dtype=torch.float64, **choices):
-    return uneven_norms(LatentAttention(with_choices(**choices), out_std=0.3).to(dtype))
+    return uneven_norms(LatentAttention(with_choices(**choices), out_std=0.3)).to(dtype)
 
 
 # ---- The layer ----
 
 
-def normalised(x, norm):
+def normalized(x, norm):
     return x / (x.square().mean() + CONFIG.norm_eps).sqrt() * norm.weight
 
 
-def turned(x, position):
+def rotated(x, position):
     """A rotation is a complex multiplication; channel i goes with channel i + P/2."""
     angles = torch.tensor([position * CONFIG.rope_theta ** (-2 * i / P) for i in range(P // 2)], dtype=torch.float64)
     pairs = torch.complex(x[: P // 2], x[P // 2 :]) * torch.polar(torch.ones_like(angles), angles)
@@ -72,16 +64,16 @@ def oracle(layer: LatentAttention, x_BSD: torch.Tensor) -> torch.Tensor:
             down = torch.einsum("od,d->o", layer.down.weight, x)
             q = down[: -R - P]
             if layer.q_width == Q:
-                q = torch.einsum("oq,q->o", layer.q_up.weight, normalised(q, layer.q_norm))
+                q = torch.einsum("oq,q->o", layer.q_up.weight, normalized(q, layer.q_norm))
             queries.append(q.view(H, C + P))
-            latents.append(normalised(down[-R - P : -P], layer.kv_norm))
-            shared.append(turned(down[-P:], s))
+            latents.append(normalized(down[-R - P : -P], layer.kv_norm))
+            shared.append(rotated(down[-P:], s))
         for s in range(len(x_SD)):
             values = []
             for h in range(H):
-                q, q_turned = queries[s][h, :C], turned(queries[s][h, C:], s)
+                q, q_rotated = queries[s][h, :C], rotated(queries[s][h, C:], s)
                 scores = torch.stack(
-                    [(q @ ups[h, :C] @ latents[t] + q_turned @ shared[t]) / math.sqrt(C + P) for t in range(s + 1)]
+                    [(q @ ups[h, :C] @ latents[t] + q_rotated @ shared[t]) / math.sqrt(C + P) for t in range(s + 1)]
                 )
                 values.append(sum(p * (ups[h, C:] @ latents[t]) for t, p in enumerate(scores.softmax(0))))
             rows.append(layer.out.weight @ torch.cat(values))
@@ -89,7 +81,7 @@ def oracle(layer: LatentAttention, x_BSD: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("q_rank", [0, Q])
-def test_it_equals_a_loop(q_rank):
+def test_latent_attention_equals_a_loop(q_rank):
     layer = attention(q_rank=q_rank)
     x = torch.randn(2, 7, D, dtype=torch.float64)
     torch.testing.assert_close(layer(x), oracle(layer, x), atol=1e-12, rtol=1e-12)
@@ -108,7 +100,7 @@ def test_gradients_against_finite_differences(q_rank):
     assert torch.autograd.gradcheck(function, (x, *layer.parameters()))
 
 
-def test_it_sees_no_later_position():
+def test_latent_attention_is_causal():
     layer, x = attention(), torch.randn(1, 9, D, dtype=torch.float64)
     changed = x.clone()
     changed[:, 5:] += 1
@@ -124,19 +116,19 @@ def test_angles_are_fp32_in_a_bf16_model():
     assert (layer(x).float() - exact(x.float())).norm() / exact(x.float()).norm() < 0.02
 
 
-# ---- Behind a cache ----
+# ---- With a cache ----
 
 
-@pytest.mark.parametrize("room", [3, 256])  # memory that grows on the way, or does not
+@pytest.mark.parametrize("room", [3, 256])  # the cache grows during the test, or not
 @pytest.mark.parametrize("sequences", [1, 3])
 @pytest.mark.parametrize("q_rank", [0, Q])
-def test_absorbed_is_expanded(monkeypatch, q_rank, sequences, room):
+def test_absorbed_attention_equals_expanded_attention(monkeypatch, q_rank, sequences, room):
     monkeypatch.setattr(KVCache, "STEP", room)
-    model = uneven_norms(build_model(with_choices(q_rank=q_rank)).double())
+    model = uneven_norms(build_model(with_choices(q_rank=q_rank)))
     check_that_a_cached_forward_is_the_forward(model, sequences)
 
 
-def test_absorbed_in_bf16_is_as_close_as_expanded():
+def test_absorbed_attention_in_bf16_is_close_to_fp32():
     layer, exact = attention(torch.bfloat16), attention(torch.float32)
     exact.load_state_dict(layer.state_dict())
     x = torch.randn(2, 40, D).bfloat16()
@@ -149,30 +141,30 @@ def test_absorbed_in_bf16_is_as_close_as_expanded():
 
 
 @torch.no_grad()
-def test_a_cache_keeps_latents_and_shared_keys_only():
+def test_a_cache_holds_only_latents_and_shared_keys():
     layer, x, cache = attention(), torch.randn(2, 5, D, dtype=torch.float64), KVCache()
     layer(x, cache)
     cache.length = 5
     nothing = x.new_empty(2, 1, 0, R + P)
-    (kept,) = cache.append(0, nothing)
-    assert kept.shape == (2, 1, 5, R + P)
+    (stored,) = cache.append(0, nothing)
+    assert stored.shape == (2, 1, 5, R + P)
     down = x @ layer.down.weight[-R - P :].T
     for b in range(2):
         for s in range(5):
-            expected = torch.cat([normalised(down[b, s, :R], layer.kv_norm), turned(down[b, s, R:], s)])
-            torch.testing.assert_close(kept[b, 0, s], expected)
+            expected = torch.cat([normalized(down[b, s, :R], layer.kv_norm), rotated(down[b, s, R:], s)])
+            torch.testing.assert_close(stored[b, 0, s], expected)
 
 
 @pytest.mark.parametrize("length", [0, 5, 300])
-def test_a_filled_cache_is_a_past(length):
+def test_a_filled_cache_works_as_a_past(length):
     stage = TransformerStage(CONFIG, StageSpec(range(1, 3), False, False, 0.5)).double()
     x = torch.randn(3, 4, D, dtype=torch.float64)
     cache = filled_cache(CONFIG, stage.spec.layers, 3, length, "cpu", torch.float64)
-    behind = piecewise(stage, x, [1, 1, 2], cache)
+    after_past = piecewise(stage, x, [1, 1, 2], cache)
     assert cache.length == length + 4
     cache.length = length
-    torch.testing.assert_close(piecewise(stage, x, [4], cache), behind, atol=1e-12, rtol=1e-12)
-    assert torch.allclose(behind, piecewise(stage, x, [4], KVCache())) == (length == 0)
+    torch.testing.assert_close(piecewise(stage, x, [4], cache), after_past, atol=1e-12, rtol=1e-12)
+    assert torch.allclose(after_past, piecewise(stage, x, [4], KVCache())) == (length == 0)
 
 
 def test_a_cache_of_other_attention_is_refused():
@@ -185,7 +177,7 @@ def test_a_cache_of_other_attention_is_refused():
 # ---- In a model ----
 
 
-def test_the_configuration_chooses_and_reaches_it():
+def test_the_configuration_selects_it_and_reaches_every_layer():
     model = build_model(with_choices(norm_eps=0.5, rope_theta=7.0, hidden_size=64, kv_rank=60))
     layers = [m for m in model.modules() if isinstance(m, LatentAttention)]
     assert [layer.layer for layer in layers] == [0, 1, 2]
@@ -203,7 +195,7 @@ def test_the_configuration_chooses_and_reaches_it():
     (0, {"down.weight": (H * (C + P) + R + P, D)}),
     (Q, {"down.weight": (Q + R + P, D), "q_norm.weight": (Q,), "q_up.weight": (H * (C + P), Q)}),
 ])  # fmt: skip
-def test_what_a_checkpoint_calls_its_weights(q_rank, more):
+def test_names_and_shapes_of_its_weights_in_a_checkpoint(q_rank, more):
     state = {
         name.removeprefix("layers.2.attention."): tuple(tensor.shape)
         for name, tensor in build_model(with_choices(q_rank=q_rank)).state_dict().items()
@@ -234,8 +226,8 @@ def test_deferred_weight_gradients_equal_immediate_ones(recompute):
 
 
 @pytest.mark.parametrize("q_rank", [0, Q])
-def test_it_trains_under_the_overlapped_pair_bit_for_bit(q_rank):
-    """Each step is the forward of one batch beside the backward of another, then its own backward."""
+def test_training_with_overlapped_pairs_is_bit_equal(q_rank):
+    """Each step overlaps the forward of one batch with the backward of another."""
     runs = []
     for overlapped in (False, True):
         model, losses = build_model(with_choices(q_rank=q_rank), Loopback(8, 4), options=StageOptions(seed=3)), []

@@ -1,6 +1,7 @@
-"""Layers as plain loops, to compare with."""
+"""Layers written as plain loops, to compare with."""
 
 import torch
+from torch import nn
 
 from moe_dualpipe.models import MoE
 
@@ -21,3 +22,12 @@ def moe_oracle(layer: MoE, x_TD: torch.Tensor) -> torch.Tensor:
             y = y + swiglu_oracle(x, layer.shared.gate_up.weight, layer.shared.down.weight)
         rows.append(y)
     return torch.stack(rows)
+
+
+def uneven_norms(module):
+    """`module` in fp64 with random weights in every norm, so a missing or exchanged norm changes the result."""
+    with torch.no_grad():
+        for norm in module.modules():
+            if isinstance(norm, nn.RMSNorm):
+                norm.weight.uniform_(0.5, 2)
+    return module.double()

@@ -1,0 +1,100 @@
+"""Grouped-query attention against a loop."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from moe_dualpipe.models import ModelConfig, build_model
+from moe_dualpipe.models.attention import Attention
+from moe_dualpipe.models.router import Router
+from tests.support.caches import check_that_a_cached_forward_is_the_forward
+from tests.support.oracles import uneven_norms
+
+CONFIG = ModelConfig(
+    vocab_size=31, hidden_size=16, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=6, dense_size=20,
+    expert_size=8, num_experts=5, experts_per_token=2, init_std=0.3,
+)  # fmt: skip
+
+
+def with_choices(**choices):
+    return dataclasses.replace(CONFIG, **choices)
+
+
+def attention_oracle(layer: Attention, x_BSD: torch.Tensor) -> torch.Tensor:
+    """Head by head, position by position; a rotation is a complex multiplication."""
+    heads, kv_heads, width = layer.num_heads, layer.num_kv_heads, layer.head_dim
+    batch, length, _ = x_BSD.shape
+    projected = normalized_heads(layer, x_BSD @ layer.qkv.weight.T)
+    frequencies = torch.tensor([layer.rope_theta ** (-2 * i / width) for i in range(width // 2)], dtype=torch.float64)
+
+    def head(index):
+        return projected[:, :, index * width : (index + 1) * width]
+
+    def rotate(v):
+        pairs = torch.complex(v[..., : width // 2], v[..., width // 2 :])
+        rotated = pairs * torch.polar(torch.ones(()).double(), torch.arange(length)[:, None] * frequencies)
+        return torch.cat([rotated.real, rotated.imag], -1)
+
+    outputs = []
+    for h in range(heads):
+        group = h // (heads // kv_heads)
+        q, k, v = rotate(head(h)), rotate(head(heads + group)), head(heads + kv_heads + group)
+        out = torch.zeros_like(v)
+        for b in range(batch):
+            for s in range(length):
+                scores = torch.stack([q[b, s] @ k[b, t] / math.sqrt(width) for t in range(s + 1)])
+                out[b, s] = sum(p * v[b, t] for t, p in enumerate(scores.softmax(0)))
+        outputs.append(out)
+    return torch.cat(outputs, -1) @ layer.out.weight.T
+
+
+def normalized_heads(layer: Attention, projected_BSW: torch.Tensor) -> torch.Tensor:
+    """Queries and keys after QK-norm: each normalized group of channels has a root mean square of 1."""
+    norms = {name: p for name, p in layer.named_parameters() if "norm" in name}
+    pieces, start = [], 0
+    for name, heads in (("q_norm.weight", layer.num_heads), ("k_norm.weight", layer.num_kv_heads)) if norms else ():
+        for _ in range(heads * layer.head_dim // len(norms[name])):
+            x = projected_BSW[..., start : start + len(norms[name])]
+            pieces.append(x / (x.square().mean(-1, keepdim=True) + 0.1).sqrt() * norms[name])
+            start += len(norms[name])
+    return torch.cat([*pieces, projected_BSW[..., start:]], -1)
+
+
+@pytest.mark.parametrize("qk_norm", ["none", "head", "full"])
+@pytest.mark.parametrize("heads,kv_heads", [(4, 4), (4, 2), (4, 1)])
+def test_attention_equals_a_loop(heads, kv_heads, qk_norm):
+    config = with_choices(num_heads=heads, num_kv_heads=kv_heads, qk_norm=qk_norm, norm_eps=0.1)
+    layer = uneven_norms(Attention(config, out_std=0.3))
+    widths = {"none": [], "head": [6, 6], "full": [6 * heads, 6 * kv_heads]}[qk_norm]
+    assert [p.numel() for name, p in layer.named_parameters() if "norm" in name] == widths
+    x = torch.randn(2, 7, CONFIG.hidden_size, dtype=torch.float64)
+    torch.testing.assert_close(layer(x), attention_oracle(layer, x))
+
+
+@pytest.mark.parametrize("qk_norm", ["head", "full"])
+def test_a_cache_holds_normalized_keys(qk_norm):
+    model = uneven_norms(build_model(with_choices(qk_norm=qk_norm)))
+    check_that_a_cached_forward_is_the_forward(model, 2)
+
+
+def test_attention_is_causal():
+    layer = Attention(CONFIG, out_std=0.3)
+    x = torch.randn(1, 9, CONFIG.hidden_size)
+    changed = x.clone()
+    changed[:, 5:] += 1
+    torch.testing.assert_close(layer(x)[:, :5], layer(changed)[:, :5])
+    assert not torch.allclose(layer(x)[:, 5:], layer(changed)[:, 5:])
+
+
+def test_scores_and_angles_are_fp32_in_a_bf16_model():
+    weights, _ = Router(CONFIG).bfloat16()(torch.randn(3, CONFIG.hidden_size).bfloat16())
+    assert weights.dtype == torch.float32
+    # Angles in bf16 would be wrong by whole turns at position 999. The reference is the same layer in fp32.
+    layer = Attention(CONFIG, out_std=0.3).bfloat16()
+    x = torch.randn(1, 1000, CONFIG.hidden_size).bfloat16()
+    exact = Attention(CONFIG, out_std=0.3)
+    exact.load_state_dict(layer.state_dict())
+    error = (layer(x).float() - exact(x.float())).norm() / exact(x.float()).norm()
+    assert error < 0.02

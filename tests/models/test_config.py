@@ -1,0 +1,47 @@
+"""Invalid configurations are refused."""
+
+import dataclasses
+
+import pytest
+
+from moe_dualpipe.models import PRESETS, ModelConfig, preset
+
+CONFIG = ModelConfig(
+    vocab_size=31, hidden_size=16, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=6, dense_size=20,
+    expert_size=8, num_experts=5, experts_per_token=2, init_std=0.3,
+)  # fmt: skip
+
+
+def with_choices(**choices):
+    return dataclasses.replace(CONFIG, **choices)
+
+
+@pytest.mark.parametrize("choices,problem", [
+    ({"num_heads": 3}, "num_heads must be a multiple of num_kv_heads: got 3, 2"),
+    ({"head_dim": 5}, "head_dim must be even: got 5"),
+    ({"attention": "mha"}, "attention must be gqa or mla: got 'mha'"),
+    ({"attention": "mla", "rope_dim": 5}, "rope_dim must be even, because channels form pairs: got 5; use 6"),
+    ({"qk_norm": "both"}, "qk_norm must be none, head or full: got 'both'"),
+    ({"attention": "mla", "qk_norm": "head"}, "qk_norm is only for gqa attention: got 'head' with mla; use none"),
+    ({"q_rank": -1}, "q_rank cannot be negative: got -1; use 0 for queries without a latent"),
+    ({"kv_rank": 0}, "kv_rank must be at least 1: got 0"),
+    ({"experts_per_token": 9}, "experts_per_token must be at most num_experts: got 9 of 5"),
+    ({"num_layers": 0}, "num_layers must be at least 1: got 0"),
+    ({"num_shared_experts": -1}, "cannot be negative"),
+    ({"router_score": "relu"}, "router_score must be softmax or sigmoid: got 'relu'"),
+    ({"experts": "mine"}, 'experts must be "swiglu" or "module:Class": got \'mine\''),
+])  # fmt: skip
+def test_invalid_values_are_refused(choices, problem):
+    with pytest.raises(ValueError, match=problem):
+        with_choices(**choices)
+
+
+def test_each_kind_of_attention_ignores_the_fields_of_the_other():
+    with_choices(attention="mla", num_heads=3, head_dim=5)
+    with_choices(rope_dim=5)
+
+
+def test_an_unknown_preset_is_refused_with_the_nearest_name():
+    assert preset("tiny") is PRESETS["tiny"]
+    with pytest.raises(ValueError, match="unknown preset 'tinny'; did you mean 'tiny'"):
+        preset("tinny")

@@ -1,0 +1,56 @@
+"""Which stage holds which layers, and the FLOPs of layers."""
+
+import dataclasses
+
+import pytest
+
+from moe_dualpipe.models import ModelConfig, build_model, split
+from moe_dualpipe.models.partition import layer_flops
+
+CONFIG = ModelConfig(
+    vocab_size=31, hidden_size=16, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=6, dense_size=20,
+    expert_size=8, num_experts=5, experts_per_token=2, init_std=0.3,
+)  # fmt: skip
+
+
+def with_choices(**choices):
+    return dataclasses.replace(CONFIG, **choices)
+
+
+def test_split_covers_all_layers_and_describes_stages():
+    for num_stages in range(1, 5):
+        specs = split(CONFIG, num_stages)
+        assert [layer for spec in specs for layer in spec.layers] == list(range(4))
+        assert [spec.embedding for spec in specs] == [True] + [False] * (num_stages - 1)
+        assert [spec.head for spec in specs] == [False] * (num_stages - 1) + [True]
+        assert sum(spec.share for spec in specs) == pytest.approx(1)
+    assert str(split(CONFIG, 1)[0]) == "embedding + layers 0-3 + head (100% of the work)"
+    with pytest.raises(ValueError, match="4 layers cannot be divided over 5 pipeline stages: use at least 5 layers"):
+        split(CONFIG, 5)
+
+
+@pytest.mark.parametrize("vocab,stages", [(31, 2), (31, 3), (4000, 2), (4000, 3)])
+def test_split_is_the_best_of_all_divisions(vocab, stages):
+    config = with_choices(vocab_size=vocab, num_layers=7, num_dense_layers=3)
+    costs = [layer_flops(config, layer) for layer in range(7)]
+    costs[-1] += config.hidden_size * vocab
+    slowest = max(sum(costs[layer] for layer in spec.layers) for spec in split(config, stages))
+
+    def divisions(start, left):
+        if left == 1:
+            return [[range(start, 7)]]
+        return [[range(start, cut), *rest] for cut in range(start + 1, 7) for rest in divisions(cut, left - 1)]
+
+    assert slowest == min(max(sum(costs[i] for i in part) for part in parts) for parts in divisions(0, stages))
+
+
+@pytest.mark.parametrize("choices", [{}, {"attention": "mla"}, {"attention": "mla", "q_rank": 7}])
+def test_layer_flops_are_two_per_weight_that_a_token_uses(choices):
+    config = with_choices(**choices)
+    for name, block in build_model(config).layers.items():
+        active = sum(
+            p.numel() * (CONFIG.experts_per_token / CONFIG.num_experts if ".experts." in key else 1)
+            for key, p in block.named_parameters()
+            if p.ndim > 1
+        )
+        assert layer_flops(config, int(name)) == 2 * active

@@ -1,0 +1,114 @@
+"""Stages together give the whole model; initial weights depend on seed and name only."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from moe_dualpipe.models import ModelConfig, StageOptions, TransformerStage, build_model, next_token_loss, split
+from moe_dualpipe.models.attention import Attention
+from moe_dualpipe.models.layers import seeded
+
+CONFIG = ModelConfig(
+    vocab_size=31, hidden_size=16, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=6, dense_size=20,
+    expert_size=8, num_experts=5, experts_per_token=2, init_std=0.3,
+)  # fmt: skip
+
+
+def with_choices(**choices):
+    return dataclasses.replace(CONFIG, **choices)
+
+
+def test_stages_chain_to_the_whole_model_and_hold_its_weights():
+    model = build_model(CONFIG, options=StageOptions(seed=4))
+    x = torch.randint(CONFIG.vocab_size, (2, 5))
+    for num_stages in (2, 4):
+        stages = [TransformerStage(CONFIG, spec, options=StageOptions(seed=4)) for spec in split(CONFIG, num_stages)]
+        y = x
+        for stage in stages:
+            y = stage(y)
+        assert torch.equal(y, model(x))
+        names = [name for stage in stages for name in stage.state_dict()]
+        assert sorted(names) == sorted(model.state_dict())
+
+
+def test_weights_depend_on_seed_and_name_only():
+    torch.manual_seed(1)
+    first = build_model(CONFIG, options=StageOptions(seed=4)).state_dict()
+    before = torch.random.get_rng_state()
+    second = build_model(CONFIG, options=StageOptions(seed=4)).state_dict()
+    assert torch.equal(before, torch.random.get_rng_state())  # the caller's generator does not change
+    other = build_model(CONFIG, options=StageOptions(seed=5)).state_dict()
+    for name, value in first.items():
+        assert torch.equal(value, second[name])
+        assert value.ndim == 1 or not torch.equal(value, other[name]), name
+    with seeded(0, "a"):
+        a = torch.rand(3)
+    with seeded(0, "b"):
+        assert not torch.equal(a, torch.rand(3))
+    values = first["layers.1.mlp.experts.gate_up"]
+    assert not torch.equal(values[0], values[1])
+
+
+def test_a_model_on_the_meta_device_draws_no_random_numbers():
+    before = torch.random.get_rng_state()
+    with torch.device("meta"):
+        model = build_model(CONFIG)
+    assert model.head.weight.is_meta
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_the_configuration_reaches_every_layer():
+    config = with_choices(norm_eps=0.5, rope_theta=7.0, num_shared_experts=2, hidden_size=64, dense_size=128)
+    model = build_model(config)
+    assert {norm.eps for norm in model.modules() if isinstance(norm, nn.RMSNorm)} == {0.5}
+    assert {layer.rope_theta for layer in model.modules() if isinstance(layer, Attention)} == {7.0}
+    assert model.get_parameter("layers.1.mlp.shared.down.weight").shape == (64, 2 * config.expert_size)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1:  # projections into the residual stream start smaller
+            smaller = (2 * config.num_layers) ** 0.5 if "out." in name or "down" in name else 1
+            assert parameter.std().item() == pytest.approx(config.init_std / smaller, rel=0.2), name
+
+
+def test_the_input_of_the_head_is_normalized():
+    model = build_model(CONFIG).double()
+    tokens = torch.tensor([[3, 1, 2]])
+    with torch.no_grad():
+        model.norm.weight.uniform_(1, 2)
+        h = model.embedding(tokens)
+        for block in model.layers.values():
+            h = block(h)
+        h = h / (h.square().mean(-1, keepdim=True) + CONFIG.norm_eps).sqrt() * model.norm.weight
+        torch.testing.assert_close(model(tokens), h @ model.head.weight.T)
+
+
+def test_loss_is_in_nats():
+    logits = torch.zeros(2, 3, 256, dtype=torch.bfloat16)
+    loss = next_token_loss(logits, torch.zeros(2, 3, dtype=torch.int64))
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(math.log(256))
+
+
+def test_gradients_against_finite_differences():
+    """Along a random direction of each parameter, in fp64."""
+    model = build_model(with_choices(num_layers=2, router_score="sigmoid", qk_norm="head")).double()
+    tokens = torch.randint(CONFIG.vocab_size, (1, 6))
+    labels = torch.randint(CONFIG.vocab_size, (1, 6))
+
+    def loss():
+        return next_token_loss(model(tokens), labels)
+
+    loss().backward()
+    for name, parameter in model.named_parameters():
+        direction = torch.randn_like(parameter)
+        slope = (parameter.grad * direction).sum().item()
+        values, step = [], 1e-6
+        for sign in (1, -1):
+            with torch.no_grad():
+                parameter += sign * step * direction
+                values.append(loss().item())
+                parameter -= sign * step * direction
+        measured = (values[0] - values[1]) / (2 * step)
+        assert measured == pytest.approx(slope, rel=1e-6, abs=1e-8), name
