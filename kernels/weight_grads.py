@@ -1,10 +1,9 @@
-"""Weight gradients that are computed later than input gradients.
+"""Deferred weight gradients: compute them later than the input gradients.
 
-A split backward (I, then W) sends the input gradient to the previous stage as soon as it exists, and fills a bubble
-with the weight gradients afterwards. A layer's autograd function owns both, so it must be told: it hands the weight
-half to a `WeightGrads`, as a closure, whenever that object asks for it (`defers`). The object is passed to the layers
-that can use it (`bind`); there is no global. A layer that knows nothing of it computes both halves at once and stays
-correct.
+A split backward (I, then W) sends the input gradient to the previous stage as soon as it exists, and computes the
+weight gradients later, in a bubble. One autograd function of a layer computes both. While a `WeightGrads` defers, the
+function gives it a closure that computes the weight gradient. `bind` passes the object to the layers that support it;
+there is no global. Other layers compute both gradients in I, which is correct, too.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -16,11 +15,11 @@ from torch import Tensor, nn
 
 
 class WeightGrads:
-    """The weight gradients that are owed, keyed as the caller likes: (stage, micro-batch) in the executor."""
+    """Deferred weight gradients, by a key that the caller chooses: (stage, micro-batch) in the executor."""
 
     def __init__(self, max_deferred: int | None = None) -> None:
-        """max_deferred: the largest number of keys that may be owed. One more, and the oldest is computed at once,
-        which bounds the activations that are held for it. Raises ValueError below 1."""
+        """max_deferred: how many keys may be deferred; one more, and the oldest is computed. This bounds the memory of
+        the activations that they need. None: no bound. Raises ValueError below 1."""
         if max_deferred is not None and max_deferred < 1:
             raise ValueError(f"max_deferred must be at least 1, or None for no bound: got {max_deferred}")
         self.max_deferred = max_deferred
@@ -29,16 +28,15 @@ class WeightGrads:
         self._deferred: dict[Hashable, list[tuple[Tensor, Callable[[], Tensor], Callable[[Tensor], Any] | None]]] = {}
 
     def defers(self, parameter: Tensor) -> bool:
-        """Whether to `defer` the gradient of `parameter`: a split backward is running, and nobody would notice.
+        """Whether to `defer` the gradient of `parameter`: only inside `defer_to`, and not if the parameter has hooks.
 
-        A hook on the parameter would see a gradient without the deferred part, and a computed weight has no gradient
-        to add to; both are left to autograd.
+        A hook would see a gradient without the deferred part. A weight that is not a leaf has no `.grad` to add to.
         """
         return self._key is not None and parameter.is_leaf and not has_hooks(parameter)
 
     @contextmanager
     def defer_to(self, key: Hashable) -> Iterator[None]:
-        """Within this context, layers defer their weight gradients; `run_deferred(key)` computes them."""
+        """Inside this context, layers defer their weight gradients; `run_deferred(key)` computes them."""
         if self._key is not None or key in self._deferred:
             raise RuntimeError(f"weight gradients for {key} are already being deferred")
         if self.max_deferred is not None and len(self._deferred) >= self.max_deferred:
@@ -57,15 +55,15 @@ class WeightGrads:
     def defer(
         self, parameter: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tensor], Any] | None = None
     ) -> None:
-        """Called by a layer's backward: `compute` will return what is to be added to the gradient of `parameter`.
+        """Called by a layer's backward. `compute()` returns the tensor to add to the gradient of `parameter`.
 
-        add_to: adds it to a gradient that is there, for layers that can do that faster.
+        add_to: adds it in place to an existing gradient, for layers that have a faster way.
         """
         assert self._key is not None, "defer() outside a split backward"
         self._deferred[self._key].append((parameter, compute, add_to))
 
     def run_deferred(self, key: Hashable) -> None:
-        """Compute all that was deferred to `key`, in the order in which it was deferred."""
+        """Compute the weight gradients that were deferred to `key`, in the same order."""
         if key in self._already_run:
             self._already_run.remove(key)
             return
@@ -74,15 +72,15 @@ class WeightGrads:
                 accumulate(parameter, compute, add_to)
 
     def has_deferred(self, key: Hashable) -> bool:
-        """Whether anything was deferred to `key`."""
+        """Whether `key` has deferred weight gradients."""
         return bool(self._deferred.get(key))
 
     def drop(self, key: Hashable) -> None:
-        """Drop what is owed to `key`, after a failure."""
+        """Drop the weight gradients of `key`, after a failure."""
         self._deferred.pop(key, None)
 
     def clear(self) -> None:
-        """Forget what is owed, after a step that failed."""
+        """Drop all deferred weight gradients, after a failed step."""
         self._key = None
         self._already_run.clear()
         self._deferred.clear()
@@ -92,22 +90,22 @@ class WeightGrads:
 
 
 def bind(module: nn.Module, weight_grads: WeightGrads | None) -> None:
-    """Give `weight_grads` to every layer inside `module` that can defer: those with an attribute of that name."""
+    """Set `weight_grads` on every layer inside `module` that can defer: those with an attribute of that name."""
     for layer in module.modules():
-        current = getattr(layer, "weight_grads", bind)  # whatever else somebody calls by that name is left alone
+        current = getattr(layer, "weight_grads", bind)  # leave other attributes of that name alone
         if current is None or isinstance(current, WeightGrads):
             setattr(layer, "weight_grads", weight_grads)  # noqa: B010 - nn.Module declares no such attribute
 
 
 def has_hooks(parameter: Tensor) -> bool:
-    """Whether somebody watches, or changes, the gradients that autograd brings to `parameter`."""
+    """Whether hooks see, or change, the gradients that autograd accumulates into `parameter`."""
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def accumulate(parameter: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tensor], Any] | None = None) -> None:
     """Add the result of `compute` to `parameter.grad` as autograd would, in `parameter.grad_dtype`.
 
-    A gradient that is there already is given to `add_to` instead, if there is one.
+    If there is a gradient already, and `add_to` is given, call `add_to(gradient)` instead.
     """
     if parameter.grad is not None and add_to is not None:
         add_to(parameter.grad)

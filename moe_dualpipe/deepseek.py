@@ -1,12 +1,12 @@
-"""DeepSeek's package (github.com/deepseek-ai/DualPipe), name for name: change the import and keep the program.
+"""The interface of DeepSeek's package (github.com/deepseek-ai/DualPipe): change the import and keep the program.
 
     from moe_dualpipe.deepseek import DualPipe, DualPipeV, set_p2p_tensor_shapes, set_p2p_tensor_dtype
     from moe_dualpipe.deepseek import WeightGradStore, run_backward
 
-The same order of work, the same losses and outputs in the same places, `overlapped_forward_backward` of your own module
-class called with the same arguments. Added: CPU tensors (gloo), transfers that do not hold up the computation, and
-errors that say what to change. Their interface has globals - shapes, dtype, the store - so this one has them; nothing
-else in this project reads them.
+Actions run in the same order, losses and outputs are returned on the same ranks, and `overlapped_forward_backward` of
+your module class gets the same arguments. New: CPU tensors (gloo), transfers that overlap with computation, and errors
+that say what to change. The globals for shapes, dtype and the store belong to DeepSeek's interface; only this module
+reads them.
 """
 
 import queue
@@ -29,7 +29,7 @@ TENSOR_DTYPE: torch.dtype | None = None
 
 
 def set_p2p_tensor_shapes(shapes: list[tuple[int, ...]]) -> None:
-    """Set the shapes of the tensors that pass between stages, one per output of a stage, for one micro-batch."""
+    """Set the shapes of the tensors sent between stages, one per output of a stage, for one micro-batch."""
     global TENSOR_SHAPES
     if not all(isinstance(shape, Sequence) for shape in shapes):
         raise ValueError(f"set_p2p_tensor_shapes takes a list of shapes, one per tensor: got {shapes}")
@@ -37,18 +37,18 @@ def set_p2p_tensor_shapes(shapes: list[tuple[int, ...]]) -> None:
 
 
 def set_p2p_tensor_dtype(dtype: torch.dtype) -> None:
-    """Set the dtype of the tensors that pass between stages."""
+    """Set the dtype of the tensors sent between stages."""
     global TENSOR_DTYPE
     TENSOR_DTYPE = dtype
 
 
 def run_backward(tensors: Sequence[Tensor], grad_tensors: Sequence[Tensor]) -> None:
-    """Backward from `tensors`, accumulating into `.grad`; inputs that no tensor reaches are left alone."""
+    """Accumulate gradients from `tensors` into `.grad`. Inputs that no tensor depends on keep theirs."""
     accumulate_gradients(tensors, grad_tensors)
 
 
 class WeightGradStore:
-    """Deferred weight gradients: while `enabled`, a layer's backward may `put` a function instead of computing it."""
+    """Deferred weight gradients: while `enabled`, a layer's backward may `put` a function that computes one later."""
 
     enabled: ClassVar[bool] = False
     cache: ClassVar[list[Callable[[], None]]] = []
@@ -60,13 +60,13 @@ class WeightGradStore:
 
     @classmethod
     def flush(cls) -> None:
-        """Close the current chunk: what was put since the last flush is popped together."""
+        """End the current chunk: one `pop` runs all functions put since the last flush."""
         cls.funcs_queue.put(cls.cache)
         cls.cache = []
 
     @classmethod
     def pop(cls) -> None:
-        """Run the oldest chunk's functions."""
+        """Run the functions of the oldest chunk."""
         if cls.funcs_queue.empty():
             raise RuntimeError("WeightGradStore.pop() on an empty queue")
         for func in cls.funcs_queue.get():
@@ -79,9 +79,9 @@ class WeightGradStore:
 
 
 class _StoreBacked(WeightGrads):
-    """Deferral for both kinds of layer: those that know a `WeightGrads`, and those that use the global store.
+    """Deferral for layers with a `weight_grads` attribute and for layers that use the global store.
 
-    The store is first in, first out, and so is the order of weight actions in both schedules; the keys agree.
+    The store is first in, first out, as are the weight actions of both schedules, so one key fits both.
     """
 
     @contextmanager
@@ -104,7 +104,7 @@ class _StoreBacked(WeightGrads):
 
 
 class _Pipe(nn.Module):
-    """What the two schedules share: everything but who is first, who is last, and how the batch is divided."""
+    """The common part of DualPipe and DualPipeV."""
 
     schedule_name: ClassVar[str]
 
@@ -115,10 +115,10 @@ class _Pipe(nn.Module):
         process_group: dist.ProcessGroup | None = None,
         rank_mapping: list[int] | None = None,
     ) -> None:
-        """modules: this rank's two stages. batch_dim: where inputs, labels and outputs are cut into micro-batches.
+        """modules: this rank's two stages. batch_dim: the dimension that is divided into micro-batches.
 
         process_group: the pipeline (default: all ranks). rank_mapping: pipeline rank of each rank of that group.
-        Raises ValueError for a wrong number of modules or ranks, or a mapping that is no permutation.
+        Raises ValueError for a wrong number of modules or ranks, or a mapping that is not a permutation.
         """
         super().__init__()
         if len(modules) != 2:
@@ -138,7 +138,7 @@ class _Pipe(nn.Module):
         self.rank = self._p2p.rank
         self.is_first_rank = self.rank == 0
         self.is_last_rank = self.rank == self.num_ranks - 1
-        # Neighbours in the pipeline, as ranks of the group; None beyond its ends.
+        # Neighbours in the pipeline, as ranks of the group; None at the ends of the pipeline.
         order = list(range(self.num_ranks)) if rank_mapping is None else list(rank_mapping)
         self.first_rank, self.last_rank = order.index(0), order.index(self.num_ranks - 1)
         self.prev_rank = None if self.is_first_rank else order.index(self.rank - 1)
@@ -152,15 +152,16 @@ class _Pipe(nn.Module):
         labels: Sequence[Tensor | None] | Tensor | None = (),
         return_outputs: bool = False,
     ) -> tuple[Tensor | None, Tensor | tuple[Tensor | None, ...] | None]:
-        """Run a training step, or under `torch.no_grad()` an inference step.
+        """Run a training step; under `torch.no_grad()`, an inference step.
 
-        inputs: the module's inputs, on the ranks where the pipeline starts. num_chunks: micro-batches.
-        criterion: `criterion(*outputs, *labels)`; labels: its further arguments, on the ranks where it ends.
-        return_outputs: also return the last stage's outputs.
+        inputs: the inputs of the first stage, on the ranks that hold it. num_chunks: the number of micro-batches.
+        criterion: `criterion(*outputs, *labels)` returns the loss. labels: on the ranks that hold the last stage.
+        return_outputs: also return the outputs of the last stage.
 
-        Returns (loss, outputs): the losses of the micro-batches that end on this rank, stacked, and their outputs
-        concatenated (a tuple if there are several); None elsewhere, or when not asked for.
-        Raises ValueError for micro-batches that do not fit the schedule or a missing input, criterion or shape.
+        Returns (loss, outputs). loss: the losses of the micro-batches that end on this rank, stacked. outputs: their
+        outputs, concatenated (a tuple if the stage has several). None on other ranks, and without `return_outputs`.
+        Raises ValueError for a number of micro-batches that does not fit the schedule, or a missing input, criterion or
+        shape.
         """
         if TENSOR_SHAPES is None or TENSOR_DTYPE is None:
             raise ValueError("call set_p2p_tensor_shapes and set_p2p_tensor_dtype before step()")
@@ -169,9 +170,7 @@ class _Pipe(nn.Module):
         specs = [TensorSpec(tuple(shape), TENSOR_DTYPE) for shape in TENSOR_SHAPES]
         schedule = build(self.schedule_name, self.num_ranks, num_chunks)
         entering, ending = self._own_micro_batches(schedule)
-        if ending and criterion is None and torch.is_grad_enabled():
-            raise ValueError(f"rank {self.rank} holds the last stage and needs a criterion to train")
-        # module[0] is the stage of the flow that goes down: DeepSeek's order, on the second half of the ranks too.
+        # As in DeepSeek's package, module[0] is the stage of the flow that starts on rank 0, on all ranks.
         modules = dict(zip(self._placement.stages[self.rank], self.module, strict=True))
         p2p = self._p2p.with_specs(specs)
         executor = Executor(modules, p2p, self._weight_grads, overlap=self.overlapped_forward_backward)
@@ -191,7 +190,7 @@ class _Pipe(nn.Module):
         return loss, outputs
 
     def _scatter(self, tensors: Sequence[Tensor | None], micro_batches: list[int]) -> Mapping[int, tuple]:
-        """Cut each tensor into as many pieces as there are micro-batches; None stays None in every piece."""
+        """Divide each tensor into one piece for each micro-batch; a None gives None for each."""
         count = len(micro_batches)
         pieces = []
         for t in tensors if micro_batches else ():
@@ -201,20 +200,18 @@ class _Pipe(nn.Module):
         return {m: tuple(piece[i] for piece in pieces) for i, m in enumerate(micro_batches)}
 
     def _own_micro_batches(self, schedule: Schedule) -> tuple[list[int], list[int]]:
-        """The micro-batches that enter the pipeline on this rank, and those that end here."""
-        everything = range(schedule.num_micro_batches)
-        last = schedule.num_stages - 1
-        return (
-            [m for m in everything if schedule.rank_of(0, m) == self.rank],
-            [m for m in everything if schedule.rank_of(last, m) == self.rank],
-        )
+        """The micro-batches that enter the pipeline on this rank, and those that end on it."""
+        micro_batches = range(schedule.num_micro_batches)
+        ends = (0, schedule.num_stages - 1)
+        entering, ending = ([m for m in micro_batches if schedule.rank_of(end, m) == self.rank] for end in ends)
+        return entering, ending
 
 
 class DualPipe(_Pipe):
-    """DualPipe: rank r holds stages r and R-1-r, for the two flows; an even number of ranks and micro-batches.
+    """DualPipe: rank r of R holds stage r for one flow and stage R-1-r for the other. R and micro-batches are even.
 
-    Inputs and labels go to the first and the last rank. The loss on the first rank belongs to the inputs of the last
-    rank, and the other way round. Each stage exists on two ranks: sum their gradients before the optimizer step.
+    Pass inputs and labels on the first and the last rank. The loss on the first rank belongs to the inputs of the last
+    rank, and vice versa. Each stage is on two ranks: sum their gradients before the optimizer step.
     """
 
     schedule_name = "dualpipe"
@@ -227,6 +224,6 @@ class DualPipe(_Pipe):
 
 
 class DualPipeV(_Pipe):
-    """DualPipeV: rank r holds stages r and 2R-1-r; any number of ranks. Inputs, labels and losses are on rank 0."""
+    """DualPipeV: rank r of R holds stages r and 2R-1-r. Inputs, labels and losses are on rank 0."""
 
     schedule_name = "dualpipev"

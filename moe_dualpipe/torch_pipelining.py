@@ -1,20 +1,20 @@
-"""DualPipeV in the pipeline runtime of PyTorch itself, for people whose training loop is built on it.
+"""DualPipeV in PyTorch's own pipeline runtime, for training loops that are built on it.
 
-`torch.distributed.pipelining` has the schedule, but runs an overlapped pair one half after the other, and splits a
-backward into I and W by surgery on the autograd graph, in which a `Segmented` module is a single node: all of its
-backward would run in I. The runtime lets a function of ours take over an action:
+`torch.distributed.pipelining` has the schedule, but runs an overlapped pair as a forward and then a backward. It also
+splits a backward into I and W by editing the autograd graph, where a `Segmented` module is a single node: the whole
+backward would run in I. The runtime accepts functions that replace an action:
 
     stage = PipelineStage(module, index, num_stages, device, input_args=..., output_args=...)
     schedule = ScheduleDualPipeV(stages, num_micro_batches, loss_fn)
     register(schedule)
 
-These functions keep the runtime's own bookkeeping and change the computation only: a pair is one call of
-`overlapped_forward_backward`, and I puts off weight gradients to W. `input_args` and `output_args` are needed (floating
-ones with requires_grad=True): to find shapes out, torch would differentiate the module on made-up numbers, and leave
-the weight gradients in the first step.
+These functions keep the runtime's bookkeeping and change only the computation: a pair is one call of
+`overlapped_forward_backward`, and I defers weight gradients to W. Pass `input_args` and `output_args` (floating-point
+ones with requires_grad=True): to infer shapes, torch would run a backward on uninitialised numbers and leave the weight
+gradients in the first step.
 
-The price is a few private names of torch, and that torch tells such a function less than it knows: `loss_kwargs` of
-`step` do not reach the loss of an overlapped forward. FSDP and DDP are not supported.
+Limits: the functions use a few private names of torch; `loss_kwargs` of `step` do not reach the loss of an overlapped
+forward; FSDP and DDP are not supported.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,17 +38,17 @@ from .overlap import Segmented
 
 
 def register(schedule: Any) -> None:
-    """Run the overlapped pairs and the split backwards of `schedule`, whose stages are all Segmented, as ours."""
+    """Let the functions below run overlapped pairs and split backwards of `schedule`. All stages must be Segmented."""
     schedule.register_custom_function(OVERLAP_F_B, overlap_f_b)
     schedule.register_custom_function(BACKWARD_INPUT, backward_input)
     schedule.register_custom_function(BACKWARD_WEIGHT, backward_weight)
 
 
 def overlap_f_b(action: _Action, ctx: _PipelineContext) -> None:
-    """An OVERLAP_F_B: both halves in one call of the modules' `overlapped_forward_backward`.
+    """Run an OVERLAP_F_B as one call of the modules' `overlapped_forward_backward`.
 
-    Raises TypeError for a module that is not a plain `Segmented` and for keyword inputs, ValueError for an action that
-    is not a forward and a full backward, and for stages without `input_args` and `output_args`.
+    Raises TypeError for a module other than a plain `Segmented` and for keyword inputs; ValueError for an action other
+    than a forward and a full backward, and for stages without `input_args` and `output_args`.
     """
     halves = action.sub_actions or ()
     if [half.computation_type for half in halves] != [FORWARD, FULL_BACKWARD]:
@@ -60,7 +60,7 @@ def overlap_f_b(action: _Action, ctx: _PipelineContext) -> None:
     output: Any = None
 
     def backward(_kind: str, chunk: Mapping[str, Any], **_last: bool) -> tuple[tuple[Tensor | None, ...], None]:
-        """In the place of the second stage's computation, and around all that the first one does for a forward."""
+        """Replaces the backward of the second stage; calls what the first stage does for a forward."""
         nonlocal output
         root, grads = chunk["stage_output"], chunk["output_grads"]
         loss, outputs = (root, None) if isinstance(root, Tensor) else (None, root)
@@ -78,15 +78,15 @@ def overlap_f_b(action: _Action, ctx: _PipelineContext) -> None:
         second.backward(full=True)
     first.schedule._maybe_compute_loss(first.stage, output, ctx.target_mbs, first.micro_batch)
     if len(first.stage.output_chunks) < len(first.schedule._internal_losses):
-        first.stage.output_chunks.clear()  # with step(return_outputs=False), other forwards have not kept theirs
+        first.stage.output_chunks.clear()  # step(return_outputs=False) does not store outputs
     if following := first.stages.get(first.index + 1):
         following.set_local_fwd_input(output, first.micro_batch)
 
 
 def backward_input(action: _Action, ctx: _PipelineContext) -> None:
-    """A BACKWARD_INPUT that leaves to BACKWARD_WEIGHT the weight gradients of all layers that can put them off.
+    """Run a BACKWARD_INPUT; layers that can defer their weight gradients leave them to BACKWARD_WEIGHT.
 
-    The others come with it, and torch finds none left for its W: it would compute those of the loss a second time.
+    Other layers compute theirs here. No parameters are left to torch's W, which would compute those of the loss twice.
     """
     work = _StageAction(action, ctx)
     plain = work.stage.backward_maybe_with_nosync
@@ -100,18 +100,18 @@ def backward_input(action: _Action, ctx: _PipelineContext) -> None:
         _replaced(work.stage, "backward_maybe_with_nosync", backward),
         work.module.weight_grads.defer_to((work.index, work.micro_batch)),
     ):
-        work.backward(full=False)  # torch leaves all of the first stage's backward to its W
+        work.backward(full=False)  # on the first stage, torch runs the whole backward in W
 
 
 def backward_weight(action: _Action, ctx: _PipelineContext) -> None:
-    """The BACKWARD_WEIGHT to `backward_input`."""
+    """Run the BACKWARD_WEIGHT that belongs to a `backward_input`."""
     work = _StageAction(action, ctx)
     work.stage.backward_weight_one_chunk(work.micro_batch, last_backward=work.count())
     work.module.weight_grads.run_deferred((work.index, work.micro_batch))
 
 
 class _StageAction:
-    """What is to be done with one micro-batch on one stage, and what torch's runtime does around a computation."""
+    """One micro-batch on one stage, with what torch's runtime does before and after its computation."""
 
     def __init__(self, action: _Action, ctx: _PipelineContext):
         self.index: int = action.stage_index
@@ -130,12 +130,12 @@ class _StageAction:
             )
         if getattr(getattr(self.stage, "_inference_mode", None), "name", None) == "DYNAMIC":
             raise ValueError(
-                f"{where}; to find its shapes out, torch has differentiated it on made-up numbers, which are in its "
-                "gradients now: give every PipelineStage its input_args and output_args"
+                f"{where}; to infer its shapes, torch has run a backward on uninitialised numbers, which are now in "
+                "its gradients: give every PipelineStage its input_args and output_args"
             )
 
     def wait(self, received: dict[tuple[int, Any], Sequence[Any]], source: int) -> None:
-        """Wait for what comes from stage `source`, if there is one and it is on another rank."""
+        """Wait for the tensors of stage `source`, if that stage exists and is on another rank."""
         if 0 <= source < self.stage.num_stages and source not in self.stages:
             for transfer in received.pop((self.index, self.micro_batch)):
                 transfer.wait()
@@ -149,13 +149,13 @@ class _StageAction:
             previous.set_local_bwd_input(self.stage.get_local_bwd_output(self.micro_batch), self.micro_batch)
 
     def count(self) -> bool:
-        """Count a completed backward; returns whether it is the stage's last in this step."""
+        """Count a completed backward. Returns whether it is the last one of the stage in this step."""
         self.schedule.backward_counter[self.index] += 1
         return self.schedule.backward_counter[self.index] == self.schedule._n_microbatches
 
 
 def _pop_grads(inputs: Sequence[Any]) -> tuple[Tensor | None, ...]:
-    """The gradients of a chunk's inputs, which are to be sent and not to be accumulated."""
+    """Take the gradients of a chunk's inputs out of `.grad`, so that they are sent but not accumulated."""
     grads = tuple(value.grad if isinstance(value, Tensor) else None for value in inputs)
     for value in inputs:
         if isinstance(value, Tensor):
@@ -165,7 +165,7 @@ def _pop_grads(inputs: Sequence[Any]) -> tuple[Tensor | None, ...]:
 
 @contextmanager
 def _replaced(stage: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """The stage with another method for a while."""
+    """Replace a method of the stage inside this context."""
     setattr(stage, name, function)
     try:
         yield

@@ -1,8 +1,8 @@
-"""Modules written as segments: a plain forward and backward for any framework, and the overlapped pair.
+"""Modules written as segments: they run alone, in any framework, or as an overlapped pair.
 
-`forward` records a tape and returns tensors whose autograd node walks it, so `loss.backward()` works as ever. The
-overlapped path finds that node below the loss or the outputs and walks the same tape itself, beside another chunk's
-forward.
+`forward` records a tape and returns tensors whose autograd node runs the tape's backward, so `loss.backward()` works as
+for any module. An overlapped pair finds this node in the graph of the loss or the outputs, and runs the same backward
+interleaved with another chunk's forward.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,9 +23,9 @@ from .tape import Tape
 class Segmented(nn.Module):
     """A module whose forward is the generator `segments(*inputs)` (see segment.py), which returns its outputs.
 
-    As with reentrant checkpointing, gradients are accumulated by `backward()`: `torch.autograd.grad` reaches the
-    inputs, adds to the parameters' `.grad` on its way, and cannot be differentiated again. A parameter that several
-    segments use gets its gradient in as many parts, and so do its hooks. Forward hooks do not run in a pair.
+    Backward works as with reentrant checkpointing: it accumulates into the parameters' `.grad`, also under
+    `torch.autograd.grad`, and cannot be differentiated again. If several segments use a parameter, its gradient is
+    added in several parts, and its hooks run for each part. Forward hooks of this module do not run in a pair.
     """
 
     weight_grads: WeightGrads | None = None
@@ -51,12 +51,12 @@ class Segmented(nn.Module):
         on_input_grads: Callable[[], None] | None = None,
         engine: Engine | None = None,
     ) -> tuple[Any, Tensor | None]:
-        """Forward of one chunk and backward of another, each hiding the other's communication.
+        """Run the forward of one chunk and the backward of another, each hiding the other's communication.
 
-        The signature is DeepSeek's: returns (outputs0, loss0), the loss if `criterion0` is given; the backward starts
-        from `loss1`, or from `outputs1` with `output_grads1`, and accumulates into parameters and inputs as
-        `backward()` does. `on_input_grads` is called when the gradients of the inputs are complete, before the last
-        weight gradients: the time to send them on. Raises TypeError when the second chunk was not made by `module1`.
+        The positional arguments are DeepSeek's. Returns (outputs0, loss0); loss0 is None without `criterion0`. The
+        backward starts from `loss1`, or from `outputs1` with `output_grads1`, and accumulates gradients of parameters
+        and inputs as `backward()` does. on_input_grads: called once, when the gradients of the inputs are complete,
+        before the last weight gradients. Raises TypeError if `module1` did not produce the second chunk.
         """
         engine = engine or _engine_of(inputs0)
         lane0 = Lane(engine, _forward(module0, inputs0, criterion0, labels0), FORWARD)
@@ -68,18 +68,16 @@ class Segmented(nn.Module):
     def interleaved_forward(
         cls, module0: "Segmented", inputs0: Sequence[Any], module1: "Segmented", inputs1: Sequence[Any]
     ) -> tuple[Any, Any]:
-        """Forward of two chunks, each hiding the other's communication, as for inference; returns both outputs."""
+        """Run the forwards of two chunks, each hiding the other's communication. Returns both outputs."""
         engine = _engine_of(inputs0)
-        lane0, lane1 = (
-            Lane(engine, _forward(module0, inputs0), FORWARD),
-            Lane(engine, _forward(module1, inputs1), FORWARD),
-        )
+        lane0 = Lane(engine, _forward(module0, inputs0), FORWARD)
+        lane1 = Lane(engine, _forward(module1, inputs1), FORWARD)
         engine.interleave(lane1, lane0)
         return lane0.result[0], lane1.result[0]
 
 
 class _ChunkNode(torch.autograd.Function):
-    """A chunk as one autograd node. With a list to put them into, it only hands over the gradients that reach it."""
+    """A chunk as one autograd node. If `intercepted` is a list, backward only appends the output gradients to it."""
 
     @staticmethod
     def forward(ctx: Any, tape: Tape, module: Segmented, outputs: list[Any], *_inputs: Any) -> tuple[Any, ...]:
@@ -107,8 +105,8 @@ def _forward(
     criterion: Callable[..., Tensor] | None = None,
     labels: Sequence[Any] | None = None,
 ) -> Segments:
-    """The segments of a forward; returns the module's outputs, in autograd's graph, and the loss."""
-    if module.weight_grads is None:  # layers find out during the forward who may put off their weight gradients
+    """The segments of a forward. Returns the module's outputs, connected to the autograd graph, and the loss."""
+    if module.weight_grads is None:  # layers read this attribute in the forward
         bind(module, WeightGrads())
     tape = Tape(inputs)
     outputs, single = yield from tape.forward(module.segments)
@@ -126,15 +124,15 @@ def _backward(
     grads: Sequence[Tensor | None],
     on_input_grads: Callable[[], None] | None,
 ) -> Segments:
-    """The segments of a backward, into the inputs' `.grad`."""
+    """The segments of a backward; accumulates into the inputs' `.grad`, too."""
     roots = [(loss, torch.ones_like(loss))] if loss is not None else zip(outputs, grads, strict=True)
     pairs = [(root, grad) for root, grad in roots if root.requires_grad and grad is not None]
     if pairs:
-        down = partial(_intercept_gradients, module, pairs)
-        tape, output_grads = (yield Compute(LOSS, down)) if loss is not None else down()
+        intercept = partial(_intercept_gradients, module, pairs)
+        tape, output_grads = (yield Compute(LOSS, intercept)) if loss is not None else intercept()
         input_grads = yield from tape.backward(output_grads)
-        needy = [i for i in tape.inputs if isinstance(i, Tensor) and i.requires_grad]
-        reached = [(i, grad) for i, grad in zip(needy, input_grads, strict=True) if grad is not None]
+        inputs = [i for i in tape.inputs if isinstance(i, Tensor) and i.requires_grad]
+        reached = [(i, grad) for i, grad in zip(inputs, input_grads, strict=True) if grad is not None]
         if reached:
             torch.autograd.backward([i for i, _ in reached], [grad for _, grad in reached])
     if on_input_grads is not None:
@@ -142,28 +140,28 @@ def _backward(
 
 
 def _intercept_gradients(module: Segmented, pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tape, Sequence[Tensor | None]]:
-    """The tape of `module` that the roots came from, and the gradients that reach it: autograd runs down to it only."""
+    """Find the tape of `module` in the graph of the roots; run autograd down to it; return both tape and gradients."""
     nodes: list[Any] = [root.grad_fn for root, _ in pairs]
-    seen, leaves, drive = set(nodes), [], None
+    seen, leaves, chunk = set(nodes), [], None
     while nodes:
         node = nodes.pop()
-        if drive is None and getattr(node, "module", None) is module:
-            drive = node
+        if chunk is None and getattr(node, "module", None) is module:
+            chunk = node
             continue
         if hasattr(node, "variable"):
             leaves.append(node.variable)
         below = [n for n, _ in getattr(node, "next_functions", ()) if n is not None and n not in seen]
         seen.update(below)
         nodes += below
-    if drive is None:
+    if chunk is None:
         name = type(module).__name__
-        raise TypeError(f"the chunk to go backward is not what this {name}'s forward made with gradients enabled")
-    drive.intercepted = []
-    # What is below the chunk's inputs must not run yet, nor see that nothing came.
+        raise TypeError(f"backward of a chunk that the forward of this {name} did not produce with gradients enabled")
+    chunk.intercepted = []
+    # `inputs`: what produced the chunk's inputs must not run yet, because their gradients are computed later.
     roots, grads = zip(*pairs, strict=True)
-    torch.autograd.backward(roots, grads, inputs=[drive.tape.anchor, *leaves])
-    reached, drive.intercepted = drive.intercepted, None
-    return drive.tape, reached[0] if reached else [None] * len(drive.tape.output_slots)
+    torch.autograd.backward(roots, grads, inputs=[chunk.tape.anchor, *leaves])
+    reached, chunk.intercepted = chunk.intercepted, None
+    return chunk.tape, reached[0] if reached else [None] * len(chunk.tape.output_slots)
 
 
 def _engine_of(inputs: Sequence[Any]) -> Engine:

@@ -337,7 +337,7 @@ def test_two_forwards_side_by_side():
 def test_a_backward_that_the_stage_did_not_make_is_refused():
     model = stage()
     x = torch.ones(3, requires_grad=True)
-    with pytest.raises(TypeError, match=r"is not what this TransformerStage's forward made with gradients"):
+    with pytest.raises(TypeError, match="forward of this TransformerStage did not produce with gradients"):
         OVERLAPPED(model, [tokens(1)], None, None, model, (x * 2).sum(), None, None)
 
 

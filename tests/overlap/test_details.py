@@ -354,7 +354,7 @@ def test_chunks_that_follow_each_other_in_one_graph():
 def test_the_chunk_must_be_the_modules_own():
     one, other = stage(1, 0), stage(1, 0)
     loss = next_token_loss(one(tokens(1)), tokens(1))
-    with pytest.raises(TypeError, match="is not what this TransformerStage's forward made"):
+    with pytest.raises(TypeError, match="the forward of this TransformerStage did not produce"):
         PAIR(other, [tokens(1)], None, None, other, loss, None, None)
 
 
