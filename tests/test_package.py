@@ -1,4 +1,4 @@
-"""The package as others get it: an installed wheel, an editable install and a bare checkout see the same names."""
+"""Packaging: a wheel, an editable install and a bare checkout give the same package."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ IMPORTS = (
 
 
 def python(code, cwd, **environment):
-    # -P: the working directory is not on the path, as for a user elsewhere.
+    # -P: do not put the working directory on the path, as for a user in another folder.
     return subprocess.run(
         [sys.executable, "-P", "-c", code], cwd=cwd, env=os.environ | environment, capture_output=True, text=True,
         timeout=120, check=True,
@@ -33,7 +33,7 @@ def wheel(tmp_path_factory) -> Path:
     return found
 
 
-def test_the_wheel_holds_everything_under_one_name(wheel):
+def test_the_wheel_contains_all_files_in_one_package(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"moe_dualpipe"}
@@ -45,26 +45,26 @@ def test_the_wheel_holds_everything_under_one_name(wheel):
     assert any(name.endswith("LICENSE") for name in names)
 
 
-def test_an_installed_wheel_imports_by_itself(wheel, tmp_path):
+def test_an_installed_wheel_can_be_imported(wheel, tmp_path):
     site = tmp_path / "site"
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site)]
     subprocess.run([*install, str(wheel)], check=True, timeout=120)
     assert python(IMPORTS, tmp_path, PYTHONPATH=str(site)).startswith(str(site))
 
 
-def test_the_editable_install_and_a_bare_checkout_import_from_here(tmp_path):
+def test_an_editable_install_and_a_checkout_import_from_the_repository(tmp_path):
     for environment in ({"PYTHONPATH": ""}, {"PYTHONPATH": str(ROOT)}):
         assert python(IMPORTS, tmp_path, **environment) == str(ROOT / "moe_dualpipe" / "training" / "loop.py")
 
 
-def test_the_links_are_relative_so_that_a_clone_works_anywhere():
+def test_the_symbolic_links_are_relative():
     for name in ("kernels", "models"):
         link = ROOT / "moe_dualpipe" / name
         assert link.is_symlink()
         assert os.readlink(link) == f"../{name}"
 
 
-def test_schedules_need_no_torch(tmp_path):
+def test_the_schedule_package_works_without_torch(tmp_path):
     code = (
         "import sys; sys.modules['torch'] = None; from moe_dualpipe.schedule import build, validate; "
         "print(validate(build('dualpipe', 4, 8)).num_stages)"

@@ -12,13 +12,15 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from .token_files import vocabulary_error
 from .tokenizer import BYTES, Tokenizer, digest, find_tokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class TextData:
     sources: tuple[Source, ...]
     tokenizer: Tokenizer = BYTES
 
-    def batch(self, seed: int, step: int, rank: int, count: int, seq_len: int) -> tuple[Tensor, Tensor]:
+    def batch(self, seed: int, step: int, rank: int, count: int, seq_len: int) -> "tuple[Tensor, Tensor]":
         """Draw `count` training sequences for data-parallel rank `rank`: inputs and labels, each [B, S] int64."""
         random = np.random.Generator(np.random.Philox(key=[seed, (step << 20) + rank]))
         streams = [source.train for source in self.sources]
@@ -52,7 +54,7 @@ class TextData:
             streams, starts = streams * count, random.integers(0, len(streams[0]) - seq_len, count)
         return self._windows(zip(streams, starts.tolist(), strict=True), seq_len)
 
-    def held_out_batch(self, first: int, count: int, total: int, seq_len: int) -> tuple[Tensor, Tensor]:
+    def held_out_batch(self, first: int, count: int, total: int, seq_len: int) -> "tuple[Tensor, Tensor]":
         """Return sequences `first` to `first + count` of `total`, spaced evenly over the held-out text.
 
         Each source gets its share of `total`, rounded, so the mean loss has the same weights as the training loss.
@@ -105,7 +107,9 @@ class TextData:
         if digest(saved) != digest(self.tokenizer):
             raise ValueError(f"{checkpoint} was trained with another tokenizer: {saved}; --data has {self.tokenizer}")
 
-    def _windows(self, windows: Iterable[tuple[np.ndarray, int]], seq_len: int) -> tuple[Tensor, Tensor]:
+    def _windows(self, windows: Iterable[tuple[np.ndarray, int]], seq_len: int) -> "tuple[Tensor, Tensor]":
+        import torch  # not at the top: `moe-dualpipe data` starts faster without it
+
         windows = list(windows)
         rows = np.stack([stream[start : start + seq_len + 1] for stream, start in windows]).astype(np.int64)
         if rows.max() >= self.tokenizer.vocab_size:  # the file was too large to scan, or has changed since

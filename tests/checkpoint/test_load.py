@@ -177,7 +177,7 @@ def with_file(name, length=1):
 
 INVALID_MANIFESTS = {
     "a list": lambda _: [1, 2],
-    "deep": lambda _: b"[" * 200_000,
+    "deeply nested": lambda _: b"[" * 200_000,
     "binary": lambda _: b"\x80\x04\x95",
     "a negative step": with_field("step", -1),
     "a step that is text": with_field("step", "3"),

@@ -1,4 +1,4 @@
-"""Weights without their run: exported, started from, and refused where they do not fit."""
+"""Exported weights: their contents, starting a run from them, and errors if they do not fit."""
 
 import dataclasses
 import json
@@ -21,14 +21,14 @@ BALANCED = dataclasses.replace(MODEL, router_bias=True, mtp_layers=1)
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """A run of two pipeline ranks, and its weights."""
+    """A run of two pipeline ranks, and its exported weights."""
     base = tmp_path_factory.mktemp("weights")
     run_ranks(2, train, settings(base / "run", model=BALANCED, steps=3))
     assert main(["export", str(base / "run"), "--out", str(base / "given")]) == 0
     return base
 
 
-def test_what_is_exported_is_the_checkpoint_s_model_and_nothing_else(exported, capsys):
+def test_an_export_holds_exactly_the_weights_of_the_checkpoint(exported, capsys):
     model = load_model(find_checkpoint(str(exported / "run")))
     expected = {name: tensor.shape for name, tensor in global_weights(model).items()}
     given = load_file(exported / "given" / "model.safetensors")
@@ -43,31 +43,31 @@ def test_what_is_exported_is_the_checkpoint_s_model_and_nothing_else(exported, c
 
 
 @pytest.mark.parametrize("ranks,changes", [(1, {}), (2, {"ep": 2, "zero": True})], ids=str)
-def test_a_run_starts_where_the_exported_one_ended_with_moments_anew(exported, tmp_path, ranks, changes):
+def test_a_run_starts_from_exported_weights_with_the_same_validation_loss(exported, tmp_path, ranks, changes):
     out = tmp_path / "started"
     run_ranks(ranks, train, settings(out, model=BALANCED, steps=1, weights=str(exported / "given"), **changes))
     ended = losses(records(exported / "run"), "validation_loss")[3]
     assert losses(records(out), "validation_loss")[0] == pytest.approx(ended, rel=1e-5)
 
 
-def planned(tmp_path, **changes):
+def plan_run(tmp_path, **changes):
     return make_plan(settings(tmp_path / "run", **changes))
 
 
-def test_another_model_and_other_files_are_refused(exported, tmp_path):
+def test_weights_of_another_model_and_other_files_are_rejected(exported, tmp_path):
     with pytest.raises(ValueError, match=r"given holds another model: router_bias was True, now False; mtp_"):
-        planned(tmp_path, weights=str(exported / "given"))
+        plan_run(tmp_path, weights=str(exported / "given"))
     with pytest.raises(ValueError, match=r"--weights .* must hold model.safetensors and config.json from moe-d"):
-        planned(tmp_path, weights=str(exported / "run"))
+        plan_run(tmp_path, weights=str(exported / "run"))
     with pytest.raises(ValueError, match="--weights starts a new run and --resume continues an old one: use one"):
-        planned(tmp_path, weights=str(exported / "given"), resume=str(exported / "run"))
+        plan_run(tmp_path, weights=str(exported / "given"), resume=str(exported / "run"))
     other = shutil.copytree(find_checkpoint(str(exported / "run")), tmp_path / "step-000003")
     (other / "tokenizer.json").write_bytes(b'{"tokenizer": "ids", "vocab_size": 256}')
     assert main(["export", str(other), "--out", str(tmp_path / "ids")]) == 0
     with pytest.raises(
         ValueError, match="ids was trained with another tokenizer: 256 token ids without a tokenizer; --"
     ):
-        planned(tmp_path, weights=str(tmp_path / "ids"), model=BALANCED)
+        plan_run(tmp_path, weights=str(tmp_path / "ids"), model=BALANCED)
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "model.safetensors").write_bytes(b"")
@@ -77,10 +77,10 @@ def test_another_model_and_other_files_are_refused(exported, tmp_path):
             ValueError,
             match=r"cannot read .*config.json: |config.json was not written by moe-dualpipe export",
         ):
-            planned(tmp_path, weights=str(foreign))
+            plan_run(tmp_path, weights=str(foreign))
 
 
-def test_broken_and_unfit_tensors_are_named(exported, tmp_path):
+def test_errors_name_missing_and_mismatched_tensors(exported, tmp_path):
     state = {f"model.{name}": tensor for name, tensor in global_weights(build_model(BALANCED)).items()}
     good = load_file(exported / "given" / "model.safetensors")
     for change, problem in [
@@ -103,31 +103,31 @@ def test_broken_and_unfit_tensors_are_named(exported, tmp_path):
             load_weights(tmp_path, state)
 
 
-def refused(rank, config):
+def load_error(rank, config):
     with pytest.raises(ValueError) as error:
         make_trainer(rank, config)
     return str(error.value)
 
 
-def test_a_weight_that_one_rank_lacks_is_told_by_all(exported, tmp_path):
+def test_a_weight_missing_on_one_rank_is_an_error_on_all(exported, tmp_path):
     tensors = load_file(exported / "given" / "model.safetensors")
     del tensors["layers.0.attention.qkv.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
     shutil.copyfile(exported / "given" / "config.json", tmp_path / "config.json")
     config = settings(tmp_path / "run", model=BALANCED, schedule="1f1b", weights=str(tmp_path))
-    first, second = run_ranks(2, refused, config)
+    first, second = run_ranks(2, load_error, config)
     assert first == second
     assert "model.safetensors has no layers.0.attention.qkv.weight" in first
 
 
-def test_weights_that_know_other_tokens_are_refused(exported, tmp_path):
+def test_weights_with_another_tokenizer_are_rejected(exported, tmp_path):
     given = shutil.copytree(exported / "given", tmp_path / "given")
     (given / "tokenizer.json").write_text('{"tokenizer": "ids", "vocab_size": 256}')
     with pytest.raises(ValueError, match=r"given was trained with another tokenizer: 256 token ids wi"):
-        planned(tmp_path, model=BALANCED, weights=str(given))
+        plan_run(tmp_path, model=BALANCED, weights=str(given))
 
 
-def test_only_this_rank_s_weights_are_read(exported, monkeypatch):
+def test_only_requested_weights_are_read(exported, monkeypatch):
     read = []
     file = safe_open(exported / "given" / "model.safetensors", "pt")
     spy = type("Spy", (), {
@@ -143,7 +143,7 @@ def test_only_this_rank_s_weights_are_read(exported, monkeypatch):
     assert not state["exp_avg.head.weight"].any()
 
 
-def test_export_refuses_what_it_would_overwrite_and_experts_nobody_named(exported, capsys):
+def test_export_does_not_overwrite_and_requires_experts_to_be_named(exported, capsys):
     assert main(["export", str(exported / "run"), "--out", str(exported / "given")]) == 2
     assert "already exists: choose another folder" in capsys.readouterr().err
     checkpoint = find_checkpoint(str(exported / "run"))

@@ -1,4 +1,4 @@
-"""Data: batches are a pure function, shares follow the weights, and text that is none is named with its line."""
+"""Sources and batches: reproducible batches, shares by weight, and errors that name file and line."""
 
 import itertools
 import json
@@ -13,7 +13,7 @@ from moe_dualpipe.data import Source, TextData, documents, load_data, tokenizer_
 from moe_dualpipe.data.documents import Documents
 from moe_dualpipe.data.sources import split_weight
 from moe_dualpipe.training.command_line import parse_arguments
-from tests.support.texts import TEXTS, corrupted
+from tests.support.texts import TEXTS, corrupt
 
 
 @pytest.fixture
@@ -45,20 +45,20 @@ def test_batches_are_a_pure_function_of_seed_step_and_rank(folder):
         x, y = text.batch(seed=1, step=7, rank=2, count=5, seq_len=16)
         assert x.shape == y.shape == (5, 16)
         assert torch.equal(x[:, 1:], y[:, :-1])
-        again = load_data(sources, 16)
-        again.batch(seed=1, step=3, rank=0, count=9, seq_len=16)  # what was asked before does not matter
-        assert torch.equal(x, again.batch(seed=1, step=7, rank=2, count=5, seq_len=16)[0])
-        others = [text.batch(*key, count=5, seq_len=16)[0] for key in [(2, 7, 2), (1, 8, 2), (1, 7, 3)]]
-        assert not any(torch.equal(x, other) for other in others)
+        other = load_data(sources, 16)
+        other.batch(seed=1, step=3, rank=0, count=9, seq_len=16)  # earlier batches do not matter
+        assert torch.equal(x, other.batch(seed=1, step=7, rank=2, count=5, seq_len=16)[0])
+        different = [text.batch(*key, count=5, seq_len=16)[0] for key in [(2, 7, 2), (1, 8, 2), (1, 7, 3)]]
+        assert not any(torch.equal(x, batch) for batch in different)
 
 
-def test_the_batches_of_one_source_are_those_of_every_version():
-    """Written down once: whoever resumes an old run gets the batches that it would have had."""
+def test_batches_of_one_source_never_change_between_versions():
+    """Golden values: resuming an old run must continue with the same batches."""
     text = TextData((source_of(np.arange(1000) % 251),))
     assert text.batch(3, 5, 2, 4, 8)[0][:, 0].tolist() == [93, 212, 141, 15]
 
 
-def test_steps_and_ranks_never_share_a_batch_and_windows_stay_inside():
+def test_steps_and_ranks_get_different_batches_and_windows_stay_inside_the_stream():
     long = TextData((source_of(np.arange(256).repeat(20)),))
     batches = [long.batch(0, step, rank, 4, 8)[0] for step in range(4) for rank in range(4)]
     assert all(not torch.equal(a, b) for a, b in itertools.combinations(batches, 2))
@@ -70,7 +70,7 @@ def test_steps_and_ranks_never_share_a_batch_and_windows_stay_inside():
     }
 
 
-def test_shares_converge_to_the_weights_also_of_sources_of_other_sizes():
+def test_shares_converge_to_the_weights_for_sources_of_different_sizes():
     sources = [source_of([i] * size, weight=w) for i, (size, w) in enumerate([(90, 3), (9, 1.5), (400, 0.5)])]
     text = TextData(tuple(sources))
     drawn = torch.cat([text.batch(1, step, step % 3, 40, 8)[0][:, 0] for step in range(100)])
@@ -96,7 +96,7 @@ def test_held_out_batches_cover_the_held_out_text_evenly(folder, total):
 # ---- Text ----
 
 
-def test_held_out_files_are_never_trained_on_and_what_is_no_text_is_named(folder):
+def test_held_out_files_are_not_trained_on_and_skipped_files_are_reported(folder):
     text = load_data(str(folder), 16)
     (source,) = text.sources
     kept, held_out = (bytes_of(stream).decode() for stream in (source.train, source.held_out))
@@ -116,14 +116,14 @@ def test_held_out_files_are_never_trained_on_and_what_is_no_text_is_named(folder
     assert load_data(str(folder), 16).description.endswith(f"(zero byte in line 1), {more}, and 2 more")
 
 
-def test_one_file_or_a_glob_will_do(folder):
+def test_a_source_may_be_one_file_or_a_glob(folder):
     (single,) = load_data(str(folder / "07.txt"), 8).sources
     assert bytes_of(single.train) + bytes_of(single.held_out) == b"<07>" * 20 + b"\0"
     (several,) = load_data(f"{folder}/1*.txt", 8).sources
     assert "".join(sorted(set(bytes_of(several.train).decode()))) == "\0" + "0123456789<>"
 
 
-def test_the_standard_library_is_there():
+def test_the_standard_library_as_a_source():
     (source,) = (text := load_data("stdlib", 256, vocab_size=256)).sources
     assert len(source.train) > 5_000_000
     assert len(source.held_out) > 100_000
@@ -132,7 +132,7 @@ def test_the_standard_library_is_there():
     assert tokenizer_files(text.tokenizer) == {}
 
 
-def test_lines_of_a_jsonl_are_documents(tmp_path):
+def test_each_line_of_a_jsonl_file_is_a_document(tmp_path):
     lines = [
         '{"text": "one\\u2028two"}',
         "",
@@ -165,7 +165,7 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize("line,problem", BAD_LINES.items(), ids=[str(i) for i in range(len(BAD_LINES))])
-def test_a_bad_line_of_a_jsonl_is_named(tmp_path, line, problem):
+def test_an_error_names_the_invalid_line_of_a_jsonl_file(tmp_path, line, problem):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "fine"}\n' * 40 + line + b'\n{"text": "fine"}\n')
     for source in (tmp_path / "a.jsonl", tmp_path):
         with pytest.raises(ValueError, match=re.escape(f"{tmp_path}/a.jsonl:41: {problem}")):
@@ -178,7 +178,7 @@ def test_a_bad_line_of_a_jsonl_is_named(tmp_path, line, problem):
     (b"line\nend \xe2\x82", "not UTF-8 in line 2: unexpected end of data"),
     (b"\xff\xfea\0b\0", "zero byte in line 1"),
 ], ids=["utf8", "zero", "cut", "utf16"])  # fmt: skip
-def test_a_file_that_is_not_text_is_named_with_its_line(tmp_path, content, problem):
+def test_an_error_names_the_line_where_a_file_is_not_text(tmp_path, content, problem):
     (tmp_path / "a.txt").write_bytes(content)
     with pytest.raises(ValueError, match=re.escape(f"--data {tmp_path}/a.txt is not text: {problem}")):
         load_data(str(tmp_path / "a.txt"), 8)
@@ -188,16 +188,16 @@ def test_a_file_that_is_not_text_is_named_with_its_line(tmp_path, content, probl
         load_data(str(tmp_path), 8)
 
 
-@pytest.mark.parametrize("piece", [1, 2, 7, 1 << 20])
-def test_files_read_in_pieces_are_whole(tmp_path, monkeypatch, piece):
-    monkeypatch.setattr(documents, "BLOCK_BYTES", piece)
+@pytest.mark.parametrize("block_bytes", [1, 2, 7, 1 << 20])
+def test_files_read_in_blocks_are_complete(tmp_path, monkeypatch, block_bytes):
+    monkeypatch.setattr(documents, "BLOCK_BYTES", block_bytes)
     text = "grün\n\n🜁🜁🜁 ohne Zeilenende \r\n" * 3 + "你"
     (tmp_path / "a").write_bytes(text.encode())
     (tmp_path / "b").touch()
     (tmp_path / "c").write_text("x")
-    pieces = list(Documents.find(str(tmp_path)))
-    assert "".join(p.text + "|" * p.ends_document for p in pieces) == f"{text}|x|"
-    assert len(pieces) > 5 or piece > 100
+    chunks = list(Documents.find(str(tmp_path)))
+    assert "".join(p.text + "|" * p.ends_document for p in chunks) == f"{text}|x|"
+    assert len(chunks) > 5 or block_bytes > 100
 
 
 @pytest.mark.parametrize("make,seq_len,problem", [
@@ -213,7 +213,7 @@ def test_files_read_in_pieces_are_whole(tmp_path, monkeypatch, piece):
     (lambda p: f"{p}/empty=inf", 8, "the weight must be a positive number: got inf"),
     (lambda _: "=2", 8, "--data is empty"),
 ])  # fmt: skip
-def test_data_that_cannot_be_used(tmp_path, make, seq_len, problem):
+def test_unusable_sources_raise_an_error(tmp_path, make, seq_len, problem):
     path = make(tmp_path)
     (tmp_path / "empty").touch()
     if problem.startswith("too"):
@@ -224,7 +224,7 @@ def test_data_that_cannot_be_used(tmp_path, make, seq_len, problem):
         load_data([], seq_len)
 
 
-def test_a_name_with_an_equals_sign(tmp_path):
+def test_a_source_name_may_contain_an_equals_sign(tmp_path):
     (tmp_path / "lr=3").write_text("x" * 99)
     assert split_weight(f"{tmp_path}/lr=3") == (f"{tmp_path}/lr=3", 1.0)
     assert split_weight(f"{tmp_path}/lr=3=2.5") == (f"{tmp_path}/lr=3", 2.5)
@@ -232,32 +232,32 @@ def test_a_name_with_an_equals_sign(tmp_path):
     assert load_data([f"{tmp_path}/lr=3=2"], 8).sources[0].weight == 2
 
 
-# ---- Whatever happens to a file, its documents are right or the line is named ----
+# ---- Fuzzing ----
 
 
-def test_fuzzed_jsonl_gives_its_documents_or_names_a_line(tmp_path):
-    """The oracle reads the corrupted file line by line, with nothing but the json module."""
+def test_a_corrupt_jsonl_file_gives_correct_documents_or_an_error_with_the_line(tmp_path):
+    """Compared with a reader that uses only the json module, line by line."""
     random = np.random.default_rng(0)
     lines = [json.dumps({"text": TEXTS[i % 5], "n": i}, ensure_ascii=i % 2 == 0) for i in range(8)]
     path = tmp_path / "a.jsonl"
     outcomes = [0, 0]
     for _ in range(400):
-        content = corrupted("\n".join(lines).encode(), random)
+        content = corrupt("\n".join(lines).encode(), random)
         path.write_bytes(content)
-        expected, wrong = [], 0
+        expected, bad_line = [], 0
         for number, line in enumerate(content.split(b"\n"), 1):
             try:
                 text = json.loads(line.decode())["text"] if line.strip() else ""
                 assert isinstance(text, str) and "\0" not in text
                 expected.append(text.encode())
             except (ValueError, TypeError, KeyError, AssertionError):
-                wrong = number
+                bad_line = number
                 break
         found = Documents.find(str(path))
-        if wrong:
-            with pytest.raises(ValueError, match=re.escape(f"{path}:{wrong}: ")):
+        if bad_line:
+            with pytest.raises(ValueError, match=re.escape(f"{path}:{bad_line}: ")):
                 list(found)
         else:
-            assert [piece.text.encode() for piece in found] == [text for text in expected if text]
-        outcomes[bool(wrong)] += 1
+            assert [chunk.text.encode() for chunk in found] == [text for text in expected if text]
+        outcomes[bool(bad_line)] += 1
     assert min(outcomes) > 40, outcomes

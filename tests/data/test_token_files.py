@@ -1,4 +1,4 @@
-"""Tokenizers and token ids on disk: every text comes back, and a file that is not what it should be is refused."""
+"""Tokenizers and token files: text survives a round trip, and invalid files are rejected."""
 
 import dataclasses
 import json
@@ -26,12 +26,12 @@ from moe_dualpipe.data import (
 from moe_dualpipe.data.tokenizer import BPETokenizer, UnknownTokenizer, digest, num_bytes, tokenizer_from_json
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, ROOT, change, losses, make_plan, records, settings, train, train_and_listen
-from tests.support.texts import TEXTS, corrupted
+from tests.support.texts import TEXTS, corrupt
 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory) -> Path:
-    """Two folders of the same 30 documents, as BPE and as bytes, and the documents."""
+    """30 documents in a .jsonl file, and two folders with their token ids: BPE and bytes."""
     root = tmp_path_factory.mktemp("prepared")
     lines = [{"text": "".join(TEXTS[(i + j) % 5] * (j + 1) for j in range(9)), "id": i} for i in range(30)]
     (root / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -43,13 +43,13 @@ def prepared(tmp_path_factory) -> Path:
 # ---- Tokenizers ----
 
 
-def test_bytes_round_trip():
+def test_the_byte_tokenizer_decodes_what_it_encodes():
     assert BYTES.decode(BYTES.encode("grün → ok")) == "grün → ok"
     assert BYTES.decode([0xFF, 65]) == "\ufffdA"
     assert BYTES.decode([65, 300]) == "A\ufffd"  # a model may have a larger vocabulary than its tokenizer
 
 
-def test_bpe_gives_every_text_back_and_never_the_end_of_a_document(prepared):
+def test_bpe_decodes_what_it_encodes_and_never_encodes_text_to_the_end_token(prepared):
     tokenizer = find_tokenizer(prepared / "bpe")
     assert (tokenizer.vocab_size, tokenizer.end_id, str(tokenizer)) == (320, 0, "BPE of 320 tokens")
     for text in [*TEXTS, "".join(map(chr, range(1, 900))), "", "<|endoftext|>" * 3]:
@@ -63,10 +63,10 @@ def test_bpe_gives_every_text_back_and_never_the_end_of_a_document(prepared):
     assert len(tokenizer.encode(TEXTS[0] * 9)) < len(TEXTS[0] * 9) / 2
 
 
-def test_a_tokenizer_is_its_json(prepared, tmp_path):
+def test_tokenizers_are_restored_from_their_json(prepared, tmp_path):
     for tokenizer in (find_tokenizer(prepared / "bpe"), BYTES, UnknownTokenizer(77)):
-        again = tokenizer_from_json(tokenizer.to_json(), "here")
-        assert (digest(again), again.vocab_size, again.end_id) == (
+        restored = tokenizer_from_json(tokenizer.to_json(), "here")
+        assert (digest(restored), restored.vocab_size, restored.end_id) == (
             digest(tokenizer),
             tokenizer.vocab_size,
             tokenizer.end_id,
@@ -86,7 +86,7 @@ def test_a_tokenizer_is_its_json(prepared, tmp_path):
             tokenizer_from_json(broken.encode(), "here")
 
 
-def test_without_the_library_bpe_says_what_to_install(monkeypatch, prepared):
+def test_bpe_without_the_tokenizers_library_says_what_to_install(monkeypatch, prepared):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ValueError, match=r"BPE needs the tokenizers library: pip install 'moe-dualpipe\[bpe\]'"):
         load_data(str(prepared / "bpe"), 8)
@@ -104,7 +104,7 @@ def documents_in(path, tokenizer):
 
 
 @pytest.mark.parametrize("kind,dtype", [("bpe", "uint16"), ("bytes", "uint8")])
-def test_prepared_documents_are_the_documents(prepared, kind, dtype):
+def test_prepared_token_ids_decode_to_the_documents(prepared, kind, dtype):
     tokenizer = find_tokenizer(prepared / kind)
     texts = [json.loads(line)["text"] for line in (prepared / "a.jsonl").read_text().splitlines()]
     held_out = [texts.pop(i) for i in (10,)]
@@ -116,7 +116,7 @@ def test_prepared_documents_are_the_documents(prepared, kind, dtype):
     mapped = load_data(str(prepared / kind), 8)
     assert isinstance(mapped.sources[0].train, np.memmap)
     assert (mapped.tokenizer.end_id, mapped.tokenizer.vocab_size) == (0, 320 if kind == "bpe" else 256)
-    both = load_data([str(prepared / kind), str(prepared / "a.jsonl")], 8)  # the same text, encoded when it is read
+    both = load_data([str(prepared / kind), str(prepared / "a.jsonl")], 8)  # the same text, encoded at load time
     for stream in ("train", "held_out"):
         first, second = (getattr(source, stream) for source in both.sources)
         assert first.dtype == second.dtype
@@ -125,7 +125,7 @@ def test_prepared_documents_are_the_documents(prepared, kind, dtype):
     assert first == pytest.approx(second) == pytest.approx(both.bytes_per_token)
 
 
-def test_few_documents_hold_out_their_end(tmp_path):
+def test_the_end_of_the_text_is_held_out_if_there_are_few_documents(tmp_path):
     text = "".join(TEXTS) * 40
     (tmp_path / "a.txt").write_text(text)
     tokenizer, sidecars = prepare_data([str(tmp_path / "a.txt")], tmp_path / "out", "bpe", 280, "text")
@@ -144,7 +144,7 @@ prepare_data([sys.argv[1]], Path(sys.argv[2]), "bpe", 300, "text")
 """
 
 
-def test_preparing_is_deterministic_and_needs_no_more_than_a_piece_of_the_text(prepared, tmp_path, monkeypatch):
+def test_prepare_is_deterministic_and_holds_only_a_few_documents_in_memory(prepared, tmp_path, monkeypatch):
     source = str(prepared / "a.jsonl")
     environment = os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     subprocess.run([sys.executable, "-c", PREPARE, source, str(tmp_path / "a")], check=True, env=environment)
@@ -173,25 +173,25 @@ def test_preparing_is_deterministic_and_needs_no_more_than_a_piece_of_the_text(p
     assert not list(tmp_path.glob(".*"))
 
 
-def test_the_commands_print_the_numbers_and_a_mistake_is_one_line(prepared, tmp_path, capsys):
+def test_the_data_commands_print_counts_and_report_errors_in_one_line(prepared, tmp_path, capsys):
     out, source = tmp_path / "out", str(prepared / "a.jsonl")
     given = str(prepared / "bpe" / "tokenizer.json")
     assert main(["data", "prepare", source, "--out", str(out), "--tokenizer", given]) == 0
     sidecars = [TokenFile.open(out / f"{name}.bin", "uint8").sidecar for name in ("train", "held_out")]
-    words = [
+    descriptions = [
         f"{s.documents} documents, {s.tokens:,} tokens of uint16, {s.bytes / s.tokens:.3f} bytes per token"
         for s in sidecars
     ]
     assert capsys.readouterr().out.splitlines() == [
         f"{out}/tokenizer.json: BPE of 320 tokens, 0 ends a document",
-        f"{out}/train.bin: {words[0]}", f"{out}/held_out.bin: {words[1]}",
+        f"{out}/train.bin: {descriptions[0]}", f"{out}/held_out.bin: {descriptions[1]}",
         f"to train: python train.py --data {out} --model.vocab-size 320",
     ]  # fmt: skip
     assert all(
         (out / name).read_bytes() == (prepared / "bpe" / name).read_bytes() for name in ("train.bin", "tokenizer.json")
     )
     assert main(["data", "check", str(out / "train.bin")]) == 0
-    assert capsys.readouterr().out == f"{out}/train.bin: OK; {words[0]}\n"
+    assert capsys.readouterr().out == f"{out}/train.bin: OK; {descriptions[0]}\n"
     (tmp_path / "x.bin").write_bytes(b"1234")
     (tmp_path / "one").write_text("a")
     for arguments, problem in [
@@ -211,7 +211,7 @@ def test_the_commands_print_the_numbers_and_a_mistake_is_one_line(prepared, tmp_
     assert not list(tmp_path.glob(".*"))
 
 
-def test_preparing_that_fails_leaves_nothing(tmp_path, monkeypatch):
+def test_a_failed_prepare_leaves_no_files(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("text" * 9)
 
     def full(*_):
@@ -223,7 +223,7 @@ def test_preparing_that_fails_leaves_nothing(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
-# ---- Token ids that are not what they should be ----
+# ---- Invalid token files ----
 
 
 def copy_of(prepared, tmp_path, kind="bpe"):
@@ -255,13 +255,13 @@ def describe(folder, **changes):
     (lambda p: (p / "held_out.bin.json").unlink() or (p / "held_out.bin").write_bytes(b"\xff" * 600),
      "held_out.bin: token 0 is 65535, outside the vocabulary of 320"),
 ], ids=map(str, range(15)))  # fmt: skip
-def test_a_prepared_folder_that_was_tampered_with_is_refused(prepared, tmp_path, change, problem):
+def test_a_modified_folder_is_rejected(prepared, tmp_path, change, problem):
     change(copy_of(prepared, tmp_path))
     with pytest.raises(ValueError, match=problem):
         load_data(str(tmp_path), 8)
 
 
-def test_a_file_without_a_description_has_the_dtype_that_is_said(tmp_path):
+def test_a_bare_token_file_has_the_given_dtype(tmp_path):
     tokens = np.arange(3000) * 7 % 1000
     tokens.astype("<u2").tofile(tmp_path / "train.bin")
     (tokens[::-1] + 1).astype("<u2").tofile(tmp_path / "val.bin")  # as nanoGPT names them
@@ -283,7 +283,7 @@ def test_a_file_without_a_description_has_the_dtype_that_is_said(tmp_path):
         load_data([str(tmp_path), "LICENSE"], 8, 1001)
 
 
-def test_a_prompt_past_the_vocabulary_is_told_before_the_run(tmp_path):
+def test_a_prompt_outside_the_vocabulary_is_an_error_before_the_run(tmp_path):
     (np.arange(3000) % 256).astype("<u2").tofile(tmp_path / "some.bin")
     config = settings(tmp_path / "run", data=(str(tmp_path / "some.bin"),), sample_tokens=2, prompt="17 256")
     with pytest.raises(
@@ -300,26 +300,26 @@ def write(folder, files):
     return folder
 
 
-def test_a_file_too_large_to_scan_is_checked_when_it_is_drawn(tmp_path, monkeypatch):
+def test_sequences_of_a_file_too_large_to_scan_are_checked_when_drawn(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "SCAN_LIMIT", 100)
     tokens = np.zeros(400, "<u2")
     tokens[150] = 300
     tokens.tofile(tmp_path / "a.bin")
     text = load_data(str(tmp_path / "a.bin"), 8, vocab_size=300)
-    fed = failed = 0
+    valid = rejected = 0
     for step in range(60):
         try:
             x, y = text.batch(0, step, 0, 1, 8)
             assert max(x.max(), y.max()) < 300
-            fed += 1
+            valid += 1
         except ValueError as error:
             assert re.match(r".*a.bin: token 150 is 300, outside the vocabulary of 300: ", str(error))
-            failed += 1
-    assert fed and failed
+            rejected += 1
+    assert valid and rejected
     text.held_out_batch(0, 4, 4, 8)
 
 
-def test_two_tokenizers_are_one_too_many_and_the_model_needs_the_vocabulary(prepared):
+def test_sources_with_two_tokenizers_and_a_vocabulary_that_is_too_small_are_errors(prepared):
     with pytest.raises(
         ValueError,
         match=r"must have the same tokenizer: .*bin has BPE of 320 tokens, .* has bytes; ",
@@ -332,14 +332,14 @@ def test_two_tokenizers_are_one_too_many_and_the_model_needs_the_vocabulary(prep
         load_data("stdlib", 8, vocab_size=64)
 
 
-def test_fuzzed_token_ids_are_right_or_refused(prepared, tmp_path, monkeypatch):
+def test_corrupt_token_files_are_rejected(prepared, tmp_path, monkeypatch):
     random = np.random.default_rng(1)
     monkeypatch.setattr(token_files, "CHUNK", 64)
     prepare_data([str(prepared / "a.jsonl")], tmp_path / "a", "bytes", 1, "text")
     path = tmp_path / "a" / "train.bin"
     right, kinds = path.read_bytes(), set()
     for _ in range(200):
-        content = corrupted(right, random)
+        content = corrupt(right, random)
         path.write_bytes(content)
         if content == right:
             assert load_data(str(tmp_path / "a"), 8).sources[0].train.tobytes() == right
@@ -362,7 +362,7 @@ def bpe_settings(prepared, out, **changes):
     return settings(out, data=sources, model=small, steps=4, seq_len=16, eval_sequences=4, **changes)
 
 
-def test_a_run_on_prepared_and_mixed_data_keeps_its_tokenizer_and_resumes(prepared, tmp_path):
+def test_a_run_on_mixed_sources_saves_its_tokenizer_and_resumes(prepared, tmp_path):
     config = bpe_settings(prepared, tmp_path / "whole", save_every=2, sample_tokens=3, prompt="\U0001f701")
     printed = run_ranks(1, train_and_listen, config)[0]
     whole = records(config.checkpoint.out)

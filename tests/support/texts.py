@@ -1,10 +1,10 @@
-"""Awkward text, and damage to it."""
+"""Texts that are hard to encode, and random damage to bytes."""
 
 TEXTS = ["grün ist die Wiese, ", "def f(x):\n    return x\n\n\n", "你好 <|endoftext|> ", "🜁", "a\tb  c\r\n"]
 
 
-def corrupted(content: bytes, random) -> bytes:
-    """Cut, flipped, repeated, or with some bytes of anything in between."""
+def corrupt(content: bytes, random) -> bytes:
+    """Truncate `content`, flip one bit, repeat a part, or insert random bytes."""
     at, end = sorted(random.integers(0, len(content) + 1, 2).tolist())
     match random.integers(4):
         case 0:
