@@ -65,7 +65,8 @@ def test_the_table():
     lines = comparison_table(compare(8, 32, COSTS)).splitlines()
     assert len({len(line) for line in lines if line}) == 1
     assert lines[0].split("|")[1].strip() == "on 8 ranks"
-    rows = {cells[1]: cells[2:-1] for line in lines[2 : 2 + len(NAMES)] if (cells := [c.strip() for c in line.split("|")])}
+    cells = [[cell.strip() for cell in line.split("|")] for line in lines[2 : 2 + len(NAMES)]]
+    rows = {name: values for _, name, *values, _ in cells}
     assert list(rows) == list(NAMES)
     assert rows["1f1b"] == ["8", "273", "49", "17.9%", "8", "0", "1"]
     assert rows["dualpipe"] == ["8", "214", "11 to 13", "5.7%", "9", "4", "2"]
