@@ -1,4 +1,4 @@
-"""Two micro-batches side by side give what one batch gives."""
+"""Generation in one process: prefill in two halves, key/value caches, and the tokens of plain forwards."""
 
 import dataclasses
 
@@ -30,7 +30,7 @@ CONFIG = ModelConfig(
 
 
 @pytest.mark.parametrize("sequences", [1, 2, 5])
-def test_prefill_is_the_forward_of_all_sequences(sequences):
+def test_prefill_equals_the_forward_of_all_sequences(sequences):
     model = build_model(CONFIG, Loopback(8, 4))
     x = torch.randint(31, (sequences, 7))
     log = engine_for(torch.device("cpu")).log = []
@@ -38,7 +38,7 @@ def test_prefill_is_the_forward_of_all_sequences(sequences):
     engine_for(torch.device("cpu")).log = None
     assert not logits.requires_grad
     assert log.count("head(F)") == (2 if sequences > 1 else 1)
-    if sequences > 1:  # the transfers of the one beside the computation of the other
+    if sequences > 1:  # the transfer of one half overlaps computation of the other
         start = log.index("dispatch(F)")
         assert log[start : start + 4] == ["dispatch(F)", "embed(F)", "attn(F)", "mlp(F)"]
     with torch.no_grad():
@@ -53,9 +53,9 @@ VARIANTS = {
 
 @pytest.mark.parametrize("fused_loss", [False, True], ids=["logits", "fused_loss"])
 @pytest.mark.parametrize("attention", VARIANTS)
-def test_generate_continues_every_prompt(attention, fused_loss):
-    """Within the window, and where it is full, several times."""
-    spread = Loopback(8, 4) if fused_loss else None  # in two halves, or as one
+def test_generate_equals_generation_without_a_cache(attention, fused_loss):
+    """With windows that are never full, and full several times."""
+    spread = Loopback(8, 4) if fused_loss else None  # two halves, or one batch
     model = build_model(VARIANTS[attention], spread, options=StageOptions(fused_loss=fused_loss)).double()
     prompts = torch.randint(31, (3, 4))
     for window in (30, 7, 1):
@@ -80,7 +80,7 @@ def test_prompts_may_have_different_lengths(attention):
 
 @pytest.mark.parametrize("sequences", [1, 3])
 @pytest.mark.parametrize("attention", VARIANTS)
-def test_what_is_chosen_from_are_the_logits_of_the_whole_text(monkeypatch, attention, sequences):
+def test_logits_equal_those_of_the_whole_text(monkeypatch, attention, sequences):
     model = build_model(VARIANTS[attention])
     prompts, seen = torch.randint(31, (sequences, 4)), []
     draw = Sampling.draw
@@ -93,7 +93,7 @@ def test_what_is_chosen_from_are_the_logits_of_the_whole_text(monkeypatch, atten
     torch.testing.assert_close(torch.stack(seen, dim=1), logits, atol=1e-5, rtol=1e-5)
 
 
-def test_each_token_is_a_forward_of_one_position(monkeypatch):
+def test_each_token_takes_a_forward_of_one_position(monkeypatch):
     model, shapes = build_model(CONFIG), []
     segments = type(model).segments
     monkeypatch.setattr(type(model), "segments", lambda self, x, *c: shapes.append([*x.shape]) or segments(self, x, *c))
@@ -101,7 +101,7 @@ def test_each_token_is_a_forward_of_one_position(monkeypatch):
     assert shapes == [[1, 5], *[[1, 1]] * 4, [1, 4], *[[1, 1]] * 2]
 
 
-def test_a_seed_fixes_the_text():
+def test_the_same_seed_gives_the_same_text():
     model = build_model(CONFIG)
     prompts = torch.randint(31, (2, 4))
     runs = [generate(model, prompts, 8, max_length=9, temperature=2.0, seed=seed).tolist() for seed in (1, 1, 2)]
@@ -109,17 +109,17 @@ def test_a_seed_fixes_the_text():
 
 
 def test_a_text_ends_at_its_stop_token():
-    """Sequences that have ended are filled up, and nothing is computed when all have."""
+    """Ended sequences are filled with the stop token; when all have ended, computation stops."""
     model, count = build_model(CONFIG), []
     prompts = torch.randint(31, (3, 4))
     free = generate(model, prompts, 40, 50, temperature=2.0)
     stop = int(free[1, 3])
-    prompts[0, 1] = stop  # one in a prompt ends nothing
+    prompts[0, 1] = stop  # a stop token in a prompt does not end the sequence
     free = generate(model, prompts, 40, 50, temperature=2.0)
     ended = generate(model, prompts, 40, 50, temperature=2.0, stop=stop)
     for row, whole in zip(ended.tolist(), free.tolist(), strict=True):
-        kept = whole.index(stop) + 1 if stop in whole else len(whole)
-        assert row == whole[:kept] + [stop] * (40 - kept)
+        length = whole.index(stop) + 1 if stop in whole else len(whole)
+        assert row == whole[:length] + [stop] * (40 - length)
 
     model.register_forward_pre_hook(lambda *_: count.append(1))
     one = generate(model, prompts[:1], 40, 50, temperature=0).tolist()[0]
@@ -134,7 +134,7 @@ def generates_together(rank):
     prompts = torch.randint(31, (2, 3 + rank), generator=torch.Generator().manual_seed(rank))
     ours = generate(spread, prompts, 5, max_length=6, temperature=0)
     assert ours.tolist() == generate(whole, prompts, 5, max_length=6, temperature=0).tolist()
-    stop = int(ours[0, 0]) if rank else 30  # one rank is through at once, and still serves the other
+    stop = int(ours[0, 0]) if rank else 30  # one rank ends early, and its experts still serve the other
     ended = generate(spread, prompts[:1], 5, max_length=6, temperature=0, stop=stop)
     assert ended.tolist() == generate(whole, prompts[:1], 5, max_length=6, temperature=0, stop=stop).tolist()
 
@@ -143,7 +143,7 @@ def test_generate_over_expert_parallel_ranks():
     run_ranks(2, generates_together)
 
 
-def test_what_cannot_generate():
+def test_generate_refuses_partial_models_and_invalid_prompts():
     middle = TransformerStage(dataclasses.replace(CONFIG), StageSpec(range(1, 3), False, False, 0.5))
     with pytest.raises(ValueError, match="needs a whole model, from embedding to head: got a stage with layers 1-2"):
         generate(middle, torch.zeros(1, 1, dtype=torch.int64), 1, 8)
@@ -162,16 +162,16 @@ def test_what_cannot_generate():
 # ---- The cache ----
 
 
-@pytest.mark.parametrize("room", [3, 256])  # memory that grows on the way, or does not
+@pytest.mark.parametrize("room", [3, 256])  # the cache grows during the test, or not
 @pytest.mark.parametrize("sequences", [1, 3])
 @pytest.mark.parametrize("heads,kv_heads", [(4, 4), (4, 2), (6, 1)])
-def test_a_cached_forward_is_the_forward(monkeypatch, heads, kv_heads, sequences, room):
+def test_a_cached_forward_equals_the_plain_forward(monkeypatch, heads, kv_heads, sequences, room):
     monkeypatch.setattr(KVCache, "STEP", room)
     model = build_model(dataclasses.replace(CONFIG, num_heads=heads, num_kv_heads=kv_heads)).double()
     check_that_a_cached_forward_is_the_forward(model, sequences)
 
 
-def test_each_stage_has_a_cache_of_its_own():
+def test_each_stage_has_its_cache():
     stages = [TransformerStage(CONFIG, spec).double() for spec in split(CONFIG, 2)]
     pieces = x = torch.randint(31, (2, 9))
     for stage in stages:
@@ -180,7 +180,7 @@ def test_each_stage_has_a_cache_of_its_own():
         torch.testing.assert_close(pieces, stages[1](stages[0](x)), atol=1e-12, rtol=1e-12)
 
 
-def test_two_caches_side_by_side():
+def test_two_interleaved_forwards_have_separate_caches():
     model = build_model(CONFIG, Loopback(8, 4))
     inputs = torch.randint(31, (2, 9)), torch.randint(31, (3, 8))
     sizes = [4, 1, 3, 1], [2, 1, 1, 4]
@@ -197,7 +197,7 @@ def test_two_caches_side_by_side():
         assert cache.length == x.shape[1]
 
 
-def test_positions_can_be_forgotten():
+def test_positions_can_be_dropped():
     model, cache, x = build_model(CONFIG), KVCache(), torch.randint(31, (2, 7))
     first = piecewise(model, x, [4, 3], cache)
     cache.length = 4
@@ -207,19 +207,19 @@ def test_positions_can_be_forgotten():
 
 
 @pytest.mark.parametrize("length", [0, 5, 300])
-def test_a_filled_cache_is_a_past(length):
+def test_a_filled_cache_works_as_a_past(length):
     stage = TransformerStage(CONFIG, StageSpec(range(1, 3), False, False, 0.5)).double()
     x = torch.randn(3, 4, 16, dtype=torch.float64)
     cache = filled_cache(CONFIG, stage.spec.layers, 3, length, "cpu", torch.float64)
     assert cache.length == length
-    behind = piecewise(stage, x, [1, 1, 2], cache)
+    after_past = piecewise(stage, x, [1, 1, 2], cache)
     assert cache.length == length + 4
     cache.length = length
-    torch.testing.assert_close(piecewise(stage, x, [4], cache), behind, atol=1e-12, rtol=1e-12)
-    assert torch.allclose(behind, piecewise(stage, x, [4], KVCache())) == (length == 0)
+    torch.testing.assert_close(piecewise(stage, x, [4], cache), after_past, atol=1e-12, rtol=1e-12)
+    assert torch.allclose(after_past, piecewise(stage, x, [4], KVCache())) == (length == 0)
 
 
-def test_a_filled_cache_holds_normal_numbers():
+def test_a_filled_cache_holds_random_normal_numbers():
     cache, none = filled_cache(CONFIG, [2], 3, 500), torch.empty(3, 2, 0, 4)
     with torch.no_grad():
         keys, values = cache.append(2, none, none)
@@ -228,7 +228,7 @@ def test_a_filled_cache_holds_normal_numbers():
         assert abs(numbers.mean()) < 0.1 and 0.9 < numbers.std() < 1.6
 
 
-def test_what_a_cache_refuses():
+def test_a_cache_refuses_gradients_and_other_shapes():
     model, x = build_model(CONFIG), torch.randint(31, (2, 3))
     cache = filled_cache(CONFIG, range(3), 2, 5)
     with pytest.raises(ValueError, match=r"has no gradients: call the stage under torch.no_grad\(\)"):

@@ -1,4 +1,4 @@
-"""A pipeline generates what the whole model, run plainly, generates; a run's checkpoint goes on with a text."""
+"""A pipeline generates the same tokens as the whole model; the command generates from a checkpoint."""
 
 import dataclasses
 
@@ -31,12 +31,12 @@ def pipeline(rank, ranks, name, fused_loss=False):
     return Executor(stages, P2P.connect(group, [], torch.device("cpu"))), schedule.placement, group
 
 
-def generates_like_the_model(rank, ranks, name, fused_loss):
+def generates_like_the_whole_model(rank, ranks, name, fused_loss):
     parts, model = pipeline(rank, ranks, name, fused_loss), build_model(MODEL, options=StageOptions(seed=5))
     for sampling, window, prompts in (
         (Sampling(0), 40, PROMPTS),
         (Sampling(0.8), 40, PROMPTS[:1]),
-        (Sampling(1.5, 9, 0.9), 8, PROMPTS[:1]),  # the window moves from the first token on
+        (Sampling(1.5, 9, 0.9), 8, PROMPTS[:1]),  # the window is full from the start
     ):
         got = generate_through_pipeline(*parts, prompts, 7, HIDDEN, window, MODEL.vocab_size, sampling, seed=9)
         choices = sampling.temperature, sampling.top_k, sampling.top_p
@@ -46,17 +46,17 @@ def generates_like_the_model(rank, ranks, name, fused_loss):
 @pytest.mark.parametrize("fused_loss,ranks,name", [
     (False, 1, "dualpipev"), (True, 2, "dualpipe"), (False, 2, "dualpipev"), (False, 2, "1f1b"),
 ])  # fmt: skip
-def test_a_pipeline_generates_what_the_model_does(fused_loss, ranks, name):
-    run_ranks(ranks, generates_like_the_model, ranks, name, fused_loss)
+def test_a_pipeline_generates_the_tokens_of_the_whole_model(fused_loss, ranks, name):
+    run_ranks(ranks, generates_like_the_whole_model, ranks, name, fused_loss)
 
 
-def test_a_pipeline_refuses_a_prompt_that_is_no_text():
+def test_a_pipeline_refuses_invalid_token_ids():
     parts = pipeline(0, 1, "1f1b")
     with pytest.raises(ValueError, match="token ids must be from 0 to 255: got 256 in a prompt"):
         generate_through_pipeline(*parts, [torch.tensor([256])], 1, HIDDEN, 8, MODEL.vocab_size, Sampling())
 
 
-def test_generate_loads_the_newest_checkpoint_of_a_run(tmp_path, capsys):
+def test_the_command_uses_the_newest_checkpoint_of_a_run(tmp_path, capsys):
     """SaveResult by a pipeline, it continues the text as the pipeline itself does at the end of the run."""
     changes = {"steps": 2, "save_every": 1, "sample_tokens": 30, "prompt": "de\u00e9", "top_k": 5, "seed": 4}
     how = ["--prompt", "de\u00e9", "--tokens", "30", "--top-k", "5", "--seed", "4", "--max-length", "32"]

@@ -1,4 +1,4 @@
-"""Tokens are drawn from the softmax, or from exactly what top-k and top-p leave of it."""
+"""Tokens are drawn from the softmax of the tokens that top-k and top-p leave."""
 
 import math
 
@@ -9,7 +9,7 @@ from moe_dualpipe.inference.sampling import Sampling, filtered
 
 
 def expected(probabilities, top_k, top_p):
-    """The distribution that is left of one row, in words: sort, cut, cut again, share out."""
+    """The distribution of one row after top-k and top-p: sort, cut twice, renormalize."""
     likeliest = sorted(range(len(probabilities)), key=lambda token: -probabilities[token])
     likeliest = likeliest[:top_k]
     total, nucleus, covered = sum(probabilities[t] for t in likeliest), [], 0.0
@@ -23,7 +23,7 @@ def expected(probabilities, top_k, top_p):
 
 @pytest.mark.parametrize("top_k", [None, 1, 3, 50])
 @pytest.mark.parametrize("top_p", [1e-9, 0.3, 0.77, 1.0])
-def test_what_is_left_is_what_the_words_say(top_k, top_p):
+def test_top_k_and_top_p_equal_a_loop(top_k, top_p):
     logits = 2 * torch.randn(7, 23, dtype=torch.float64, generator=torch.Generator().manual_seed(top_k or 0))
     left = filtered(logits, top_k, top_p)
     for row, kept in zip(logits.softmax(-1).tolist(), left.softmax(-1), strict=True):
@@ -31,14 +31,14 @@ def test_what_is_left_is_what_the_words_say(top_k, top_p):
     assert torch.equal(left[left > -math.inf], logits[left > -math.inf])
 
 
-def test_top_p_counts_what_top_k_leaves():
+def test_top_p_applies_after_top_k():
     logits = torch.tensor([[0.3, 0.5, 0.2]]).log()
     assert filtered(logits, top_p=0.6).exp().tolist()[0] == pytest.approx([0.3, 0.5, 0])
     assert filtered(logits, top_k=2, top_p=0.6).exp().tolist()[0] == pytest.approx([0, 0.5, 0])
 
 
 @pytest.mark.parametrize("temperature", [1e-320, 1e-40, 1e-9])
-def test_a_temperature_near_0_takes_the_likeliest(temperature):
+def test_a_temperature_near_0_is_greedy(temperature):
     logits = 100 * torch.randn(5, 11, generator=torch.Generator().manual_seed(0))
     drawn = Sampling(temperature, top_p=0.9).draw(logits, torch.Generator().manual_seed(1))
     assert torch.equal(drawn, logits.argmax(-1))
@@ -50,7 +50,7 @@ def test_of_equal_tokens_the_first_are_kept():
 
 
 @pytest.mark.parametrize("sampling", [Sampling(0.7, top_k=1), Sampling(3.0, top_p=1e-6)], ids=["top_k", "top_p"])
-def test_one_token_to_choose_from_is_the_likeliest(sampling):
+def test_a_single_candidate_is_the_most_likely_token(sampling):
     logits = torch.randn(200, 31).round(decimals=1)  # with ties
     random = torch.Generator().manual_seed(0)
     assert torch.equal(sampling.draw(logits, random), Sampling(0).draw(logits, random))
@@ -59,7 +59,7 @@ def test_one_token_to_choose_from_is_the_likeliest(sampling):
 @pytest.mark.parametrize(
     "sampling", [Sampling(0.5), Sampling(0.5, 3), Sampling(2.0, None, 0.8), Sampling(2.0, 3, 0.7)], ids=str
 )
-def test_tokens_come_as_often_as_they_should(sampling):
+def test_tokens_are_drawn_with_their_probabilities(sampling):
     logits, count = torch.tensor([0.3, 1.0, -0.4, 2.0, 0.9]), 20_000
     counts = sampling.draw(logits.expand(count, 5), torch.Generator().manual_seed(0)).bincount(minlength=5)
     likely = torch.tensor(
@@ -78,6 +78,6 @@ def test_tokens_come_as_often_as_they_should(sampling):
     ({"top_p": 1.01}, "top_p must be above 0, and at most 1: got 1.01"),
     ({"top_p": math.nan}, "top_p must be above 0, and at most 1: got nan"),
 ], ids=str)  # fmt: skip
-def test_what_no_token_can_be_drawn_by(wrong, message):
+def test_invalid_values_are_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         Sampling(**wrong)

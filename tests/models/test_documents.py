@@ -1,4 +1,4 @@
-"""With a separator, a document in a packed window is what it is alone."""
+"""With a document mask, a document in a packed window gives the same result as alone."""
 
 import dataclasses
 
@@ -21,11 +21,11 @@ VARIANTS = {
     "mla": dataclasses.replace(CONFIG, attention="mla", kv_rank=8, rope_dim=4, value_dim=6),
 }
 END = 30
-LENGTHS = 5, 1, 7, 2, 4  # separators included, but for the last, which is cut off
+LENGTHS = 5, 1, 7, 2, 4  # end tokens included; the last document is cut off
 
 
 def packed(rows=2):
-    """Windows [B, S] of documents of those lengths, in another order in each row."""
+    """Windows [B, S] of documents of those lengths, in a different order in each row."""
     orders = [LENGTHS, LENGTHS[:4][::-1] + LENGTHS[4:], (*LENGTHS[1:4], LENGTHS[0], LENGTHS[4])]
     tokens = torch.randint(END, (rows, sum(LENGTHS)))
     for row, order in zip(tokens, orders, strict=False):
@@ -33,19 +33,19 @@ def packed(rows=2):
     return tokens, orders[:rows]
 
 
-def test_documents_are_counted_by_their_ends():
+def test_document_numbers_and_their_mask():
     numbers = document_numbers(torch.tensor([[5, 0, 7, 0, 0, 8], [0, 1, 2, 3, 4, 0]]), 0)
     assert numbers.tolist() == [[0, 0, 1, 1, 2, 3], [0, 1, 1, 1, 1, 1]]
     assert numbers.dtype == torch.int32
     mask = document_mask(numbers)
-    seen = [[i for i in range(6) if row[i]] for row in mask[0, 0]]
+    visible = [[i for i in range(6) if row[i]] for row in mask[0, 0]]
     assert mask.shape == (2, 1, 6, 6)
-    assert seen == [[0], [0, 1], [2], [2, 3], [4], [5]]
+    assert visible == [[0], [0, 1], [2], [2, 3], [4], [5]]
 
 
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("attention", VARIANTS)
-def test_a_document_in_a_window_is_what_it_is_alone(attention, stages):
+def test_a_document_in_a_window_gives_the_same_result_as_alone(attention, stages):
     config = VARIANTS[attention]
     plain = build_model(config, options=StageOptions(seed=3)).double()
     pipeline = [
@@ -66,14 +66,14 @@ def test_a_document_in_a_window_is_what_it_is_alone(attention, stages):
 
 
 @pytest.mark.parametrize("attention", VARIANTS)
-def test_a_documents_loss_moves_no_other_document(attention):
+def test_the_loss_of_a_document_has_no_gradient_for_other_documents(attention):
     model = build_model(VARIANTS[attention], options=StageOptions(document_end_id=END))
     tokens = torch.tensor([[1, 2, 3, END, 5, 6, END, 8, 9]])
     logits = model(tokens)
     F.cross_entropy(logits[0, 4:7], torch.tensor([6, END, 8])).backward()
-    moved = model.embedding.weight.grad.abs().sum(1)
-    assert moved.nonzero().flatten().tolist() == [5, 6, END]
-    assert torch.isfinite(moved).all()
+    gradients = model.embedding.weight.grad.abs().sum(1)
+    assert gradients.nonzero().flatten().tolist() == [5, 6, END]
+    assert torch.isfinite(gradients).all()
 
 
 def trained(config, recompute):
@@ -86,14 +86,14 @@ def trained(config, recompute):
 
 
 @pytest.mark.parametrize("attention", VARIANTS)
-def test_recomputing_attends_within_documents_too(attention):
-    kept = trained(VARIANTS[attention], "none")
+def test_recompute_uses_the_document_mask(attention):
+    expected = trained(VARIANTS[attention], "none")
     for recompute in ("norms", "attention", "full"):
-        assert all(map(torch.equal, kept, trained(VARIANTS[attention], recompute))), recompute
+        assert all(map(torch.equal, expected, trained(VARIANTS[attention], recompute))), recompute
 
 
 @pytest.mark.parametrize("attention", VARIANTS)
-def test_without_a_separator_attention_is_told_to_be_causal_and_nothing_else(monkeypatch, attention):
+def test_without_document_end_id_attention_is_causal_and_has_no_mask(monkeypatch, attention):
     masks, attend = [], F.scaled_dot_product_attention
 
     def spy(q, k, v, mask=None, **options):
@@ -105,11 +105,11 @@ def test_without_a_separator_attention_is_told_to_be_causal_and_nothing_else(mon
     assert masks == [(None, True)] * 4
     masks.clear()
     build_model(VARIANTS[attention], options=StageOptions(document_end_id=END))(packed()[0])
-    assert len({id(mask) for mask, _ in masks}) == 1  # made once
+    assert len({id(mask) for mask, _ in masks}) == 1  # made once for all layers
     assert masks[0][0].dtype == torch.bool
 
 
-def trains_like_the_model(rank, names):
+def trains_like_the_whole_model(rank, names):
     torch.manual_seed(1)
     batches = [packed(3)[0] for _ in range(4)]
     inputs, labels = ({m: (x[:, part],) for m, x in enumerate(batches)} for part in (slice(-1), slice(1, None)))
@@ -123,8 +123,8 @@ def trains_like_the_model(rank, names):
             s: TransformerStage(CONFIG, specs[s], options=StageOptions(document_end_id=END))
             for s in schedule.placement.stages[rank]
         }
-        travelling = [TensorSpec((3, 18, 16), torch.float32), TensorSpec((3, 18), torch.int32)]
-        links = P2P.connect(torch.distributed.group.WORLD, travelling, torch.device("cpu"))
+        sent = [TensorSpec((3, 18, 16), torch.float32), TensorSpec((3, 18), torch.int32)]
+        links = P2P.connect(torch.distributed.group.WORLD, sent, torch.device("cpu"))
         last = stages.get(schedule.num_stages - 1)
         criterion = last.loss if last is not None else None
         for overlap in (False, True):
@@ -133,15 +133,15 @@ def trains_like_the_model(rank, names):
             losses = Executor(stages, links, overlap=overlap).step(schedule, inputs, labels, criterion).losses
             assert losses == {m: expected[m] for m in losses}, name
             grads = {n: p.grad for stage in stages.values() for n, p in stage.named_parameters()}
-            if name != "dualpipe":  # whose replicas have seen half of the micro-batches each
+            if name != "dualpipe":  # each of its replicas has half of the micro-batches
                 for n, p in whole.named_parameters():
                     assert n not in grads or cosine_distance(grads[n], p.grad) < 1e-13, (name, n)
 
 
-def test_document_numbers_travel_through_every_pipeline():
-    run_ranks(2, trains_like_the_model, ["dualpipe", "dualpipev", "zb1p", "1f1b"])
+def test_pipelines_send_document_numbers():
+    run_ranks(2, trains_like_the_whole_model, ["dualpipe", "dualpipev", "zb1p", "1f1b"])
 
 
-def test_what_predicts_further_ahead_has_no_mask():
+def test_mtp_refuses_a_document_mask():
     with pytest.raises(ValueError, match="has no document mask: use no document_end_id, or mtp_layers 0"):
         build_model(dataclasses.replace(CONFIG, mtp_layers=1), options=StageOptions(document_end_id=END))

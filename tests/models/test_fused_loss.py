@@ -1,4 +1,4 @@
-"""The model with head and loss in one: the same training, the same text, and no logits in memory."""
+"""A model with a fused head and loss trains and generates like the plain model, without logits in memory."""
 
 from functools import partial
 
@@ -36,12 +36,12 @@ def trained(dtype, fused_loss):
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
-# Relative for the loss, cosine distance for gradients. In bf16 the two sum up gradients rounded at different places.
+# Relative for the loss, cosine distance for gradients. In bf16 the two round gradients in different places.
 @pytest.mark.parametrize(
     "dtype,of_loss,of_grads",
     [(torch.float64, 1e-14, 1e-14), (torch.float32, 1e-6, 1e-11), (torch.bfloat16, 1e-6, 1e-4)],
 )
-def test_it_is_the_plain_loss_of_the_same_model(dtype, of_loss, of_grads):
+def test_loss_and_gradients_equal_those_of_the_plain_loss(dtype, of_loss, of_grads):
     (loss, grads), (expected, plain_grads) = trained(dtype, True), trained(dtype, False)
     assert loss.dtype == expected.dtype == torch.promote_types(dtype, torch.float32)
     torch.testing.assert_close(loss, expected, rtol=of_loss, atol=0)
@@ -52,17 +52,17 @@ def test_it_is_the_plain_loss_of_the_same_model(dtype, of_loss, of_grads):
 
 
 @pytest.mark.parametrize("fused_loss", [True, False])
-def test_no_tensor_of_a_step_has_the_size_of_the_logits(fused_loss):
+def test_only_the_plain_loss_makes_a_tensor_of_the_size_of_the_logits(fused_loss):
     model, (x, y) = build_model(CONFIG, options=StageOptions(fused_loss=fused_loss)), batch()
     with OperationStats() as seen:
         model.loss(model(x), y).backward()
         with torch.no_grad():
             model.loss(model(x), y)
-    # Without logits the largest is the head's weight, or its gradient.
+    # Without logits the largest tensor is the head's weight, or its gradient.
     assert seen.max_numel == max(CONFIG.hidden_size, B * S * (not fused_loss)) * CONFIG.vocab_size
 
 
-def test_the_heads_weight_gradient_can_be_put_off():
+def test_the_weight_gradient_of_the_head_can_be_deferred():
     model, (x, y) = build_model(CONFIG, options=StageOptions(seed=3, fused_loss=True)), batch()
     weight_grads = WeightGrads()
     bind(model, weight_grads)
@@ -75,7 +75,7 @@ def test_the_heads_weight_gradient_can_be_put_off():
         assert torch.equal(model.get_parameter(name).grad, grad), name
 
 
-def test_what_it_ends_in_becomes_logits_and_text():
+def test_its_output_gives_the_same_logits_and_text():
     plain, fused = (build_model(CONFIG, options=StageOptions(seed=3, fused_loss=on)) for on in (False, True))
     assert plain.state_dict().keys() == fused.state_dict().keys()
     x, _ = batch()
@@ -88,7 +88,7 @@ def test_what_it_ends_in_becomes_logits_and_text():
 
 
 @pytest.mark.parametrize("fused_loss", [True, False])
-def test_a_stage_without_the_head_has_neither_logits_nor_a_loss(fused_loss):
+def test_a_stage_without_the_head_refuses_logits_and_loss(fused_loss):
     first = TransformerStage(CONFIG, split(CONFIG, 2)[0], options=StageOptions(fused_loss=fused_loss))
     hidden = first(batch()[0])
     assert hidden.shape == (B, S, CONFIG.hidden_size)

@@ -16,7 +16,7 @@ from tests.support.routers import KINDS, D, E, K, made, with_choices
 def slope_and_difference(module: nn.Module, value, tensors: dict[str, Tensor]) -> None:
     """Gradients of `value(False)` are the slopes of `value(True)`, along a random direction of each tensor.
 
-    The argument says whether to add the losses that a router attaches, and only tells.
+    The argument: whether to add the losses that a router attaches only to the gradients.
     """
     module.zero_grad()
     value(False).backward()
@@ -32,8 +32,8 @@ def slope_and_difference(module: nn.Module, value, tensors: dict[str, Tensor]) -
         assert (values[0] - values[1]) / (2 * step) == pytest.approx(slope, rel=2e-6, abs=1e-8), name
 
 
-def told(routers: list[Router]) -> Tensor:
-    """The sum of the losses since the last call, times their factors."""
+def recorded_losses(routers: list[Router]) -> Tensor:
+    """The sum of the router losses since the last call, times their factors."""
     total = torch.zeros((), dtype=torch.float64)
     for router in routers:
         losses, decisions = router.take_losses()
@@ -52,7 +52,7 @@ def test_gradients_of_router_and_losses_against_finite_differences(choices):
     def value(with_losses):
         weights, ids, losses = router(x)
         router.count(ids, losses)
-        attached = told([router])
+        attached = recorded_losses([router])
         return (weights * into).sum() + (attached if with_losses else 0)
 
     slope_and_difference(router, value, {"x": x, "logits": router.logits.weight})
@@ -81,7 +81,7 @@ def test_gradients_of_grouped_query_attention(heads, kv_heads, qk_norm):
 
 
 @pytest.mark.parametrize("attention", ["gqa", "mla", None])  # None: the MoE layer alone
-def test_gradients_of_a_layer_and_of_a_block_against_finite_differences(attention):
+def test_gradients_of_moe_layer_and_block_against_finite_differences(attention):
     torch.manual_seed(6)
     config = with_choices(attention=attention or "gqa", router_bias=True, kv_rank=5, rope_dim=2, value_dim=3, q_rank=7)
     if attention:
@@ -95,7 +95,7 @@ def test_gradients_of_a_layer_and_of_a_block_against_finite_differences(attentio
 
     def value(with_losses):
         y = module(x)
-        attached = told([router])
+        attached = recorded_losses([router])
         return (y * into).sum() + (attached if with_losses else 0)
 
     slope_and_difference(module, value, {"x": x, **dict(module.named_parameters())})

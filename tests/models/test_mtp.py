@@ -1,4 +1,4 @@
-"""Predicting further ahead: an oracle of plain loops, and what must not change by it."""
+"""Multi-token prediction (MTP) against plain loops; the rest of the model must not change."""
 
 from dataclasses import replace
 from functools import partial
@@ -52,7 +52,7 @@ def trained(config=CONFIG, dtype=torch.float32, **choices):
     model = build_model(config, options=StageOptions(seed=3, **choices)).to(dtype)
     with torch.no_grad():
         for p in model.parameters():
-            if p.ndim == 1:  # norms start as ones, which would hide that one is left out, or taken for another
+            if p.ndim == 1:  # norms start as ones, which would hide a missing or exchanged norm
                 p.copy_(torch.linspace(0.5, 1.5, p.numel()) * (1 + len(p) % 3))
         for i, p in enumerate(p for n, p in model.named_parameters() if n.startswith("mtp") and p.ndim == 1):
             p.mul_(1 + 0.1 * i)
@@ -62,35 +62,35 @@ def trained(config=CONFIG, dtype=torch.float32, **choices):
 # ---- The oracle ----
 
 
-def normalised(x_D, norm):
+def normalized(x_D, norm):
     return x_D / (x_D.square().mean() + CONFIG.norm_eps).sqrt() * norm.weight
 
 
-def surprise(model, x_D, norm, token):
-    """-log p(token), of a state that is yet to be normalised where there is a `norm`."""
-    x_D = normalised(x_D, norm) if norm is not None else x_D
+def nll(model, x_D, norm, token):
+    """-log p(token) of a hidden state, which is normalized first if `norm` is given."""
+    x_D = normalized(x_D, norm) if norm is not None else x_D
     logits_V = model.head.weight @ x_D
     return logits_V.exp().sum().log() - logits_V[token]
 
 
 def oracle(model, tokens_BL):
-    """The losses 1, 2 ... tokens ahead, from the sequence itself, position by position."""
+    """The losses of the tokens 1, 2 ... positions after each position, position by position."""
     weight, length = model.embedding.weight, tokens_BL.shape[1]
     h_BSD = model(tokens_BL[:, :-1])
     losses = [
         torch.stack([
-            surprise(model, h_BSD[b, i], None, tokens_BL[b, i + 1]) for b in range(B) for i in range(length - 1)
+            nll(model, h_BSD[b, i], None, tokens_BL[b, i + 1]) for b in range(B) for i in range(length - 1)
         ]).mean()
     ]  # fmt: skip
     for k, module in enumerate(model.mtp.children(), start=1):
         positions = [(b, i) for b in range(B) for i in range(length - 1 - k)]
         pairs = [
-            (normalised(h_BSD[b, i], module.hidden_norm), normalised(weight[tokens_BL[b, i + k]], module.token_norm))
+            (normalized(h_BSD[b, i], module.hidden_norm), normalized(weight[tokens_BL[b, i + k]], module.token_norm))
             for b, i in positions
         ]
         rows_TD = torch.stack([module.join.weight @ torch.cat(pair) for pair in pairs])
         h_BSD = module.block(rows_TD.view(B, length - 1 - k, -1))
-        ahead = [surprise(model, h_BSD[b, i], module.norm, tokens_BL[b, i + k + 1]) for b, i in positions]
+        ahead = [nll(model, h_BSD[b, i], module.norm, tokens_BL[b, i + k + 1]) for b, i in positions]
         losses.append(torch.stack(ahead).mean())
     return losses
 
@@ -111,10 +111,10 @@ def test_losses_and_gradients_are_those_of_an_oracle(monkeypatch, mtp_layers, nu
         torch.testing.assert_close(grad.norm(), other.norm(), rtol=1e-10, atol=0)
 
 
-# ---- What it must not change ----
+# ---- The rest of the model ----
 
 
-def test_without_it_nothing_changes_and_with_it_neither_value_nor_weights_nor_text_of_the_model():
+def test_mtp_changes_neither_weights_nor_loss_nor_text_of_the_model():
     model, plain = build_model(CONFIG, options=StageOptions(seed=3)), build_model(OFF, options=StageOptions(seed=3))
     assert {n for n, _ in plain.named_parameters()} == {
         n for n, _ in model.named_parameters() if not n.startswith("mtp.")
@@ -128,7 +128,7 @@ def test_without_it_nothing_changes_and_with_it_neither_value_nor_weights_nor_te
     assert torch.equal(generate(model, tokens_BL, 3, 9, seed=1), generate(plain, tokens_BL, 3, 9, seed=1))
 
 
-def test_without_gradients_nothing_of_it_runs(monkeypatch):
+def test_mtp_does_not_run_without_gradients(monkeypatch):
     model, tokens_BL = build_model(CONFIG, options=StageOptions(seed=3)), batch()
     expected = step(model, tokens_BL)
     model.mtp.take_loss()
@@ -138,7 +138,7 @@ def test_without_gradients_nothing_of_it_runs(monkeypatch):
     assert model.mtp.take_loss().isnan()
 
 
-def test_a_weight_of_zero_trains_the_model_as_if_it_were_alone():
+def test_a_weight_of_zero_trains_the_model_as_without_mtp():
     model, plain = (
         build_model(replace(CONFIG, mtp_weight=0.0), options=StageOptions(seed=3)),
         build_model(OFF, options=StageOptions(seed=3)),
@@ -150,17 +150,17 @@ def test_a_weight_of_zero_trains_the_model_as_if_it_were_alone():
 
 
 @pytest.mark.parametrize("fused_loss", [False, True])
-def test_overlapped_sequential_recomputed_and_put_off_are_the_same_to_the_bit(fused_loss):
-    """Two micro-batches: the forward of the second beside the backward of the first, then the other backward."""
+def test_overlap_recompute_and_deferral_are_bit_equal(fused_loss):
+    """Two micro-batches: the second forward overlaps the first backward; then comes the second backward."""
 
-    def sequential(recompute, put_off):
+    def sequential(recompute, deferred):
         model, weight_grads = (
             build_model(CONFIG, options=StageOptions(seed=3, recompute=recompute, fused_loss=fused_loss)),
             WeightGrads(),
         )
         bind(model, weight_grads)
         for seed in (1, 2):
-            if put_off:
+            if deferred:
                 with weight_grads.defer_to(seed):
                     step(model, batch(seed))
                 weight_grads.run_deferred(seed)
@@ -179,23 +179,23 @@ def test_overlapped_sequential_recomputed_and_put_off_are_the_same_to_the_bit(fu
 
     reference = sequential("none", False)
     load_LE, mtp_loss = expert_loads(reference), reference.mtp.take_loss()
-    assert len(load_LE) == 4  # layers 1 and 2, and two blocks beyond, which are shown 1 and 2 positions less
+    assert len(load_LE) == 4  # layers 1 and 2, and two MTP blocks, which have 1 and 2 positions fewer
     assert load_LE.sum(1).tolist() == [2 * B * n * CONFIG.experts_per_token for n in (S, S, S - 1, S - 2)]
     for recompute in RECOMPUTE:
         for model in (sequential(recompute, False), sequential(recompute, True), overlapped(recompute)):
             for name, grad in grads_of(reference).items():
                 assert torch.equal(model.get_parameter(name).grad, grad), (recompute, name)
-            if model.mtp.count == 2:  # in the pairs, the first micro-batch went forward twice
+            if model.mtp.count == 2:  # the overlapped runs have three forwards
                 assert torch.equal(model.mtp.take_loss(), mtp_loss)
 
 
-def test_weight_gradients_are_put_off_and_the_head_counts_all_its_uses_once():
+def test_weight_gradients_are_deferred_for_each_use_of_the_head():
     model, weight_grads = build_model(CONFIG, options=StageOptions(seed=3)), WeightGrads()
     bind(model, weight_grads)
     with weight_grads.defer_to("later"):
         step(model, batch())
-    at_once = {name for name, grad in grads_of(model).items() if grad is not None and name.startswith("mtp.1.")}
-    assert at_once == {f"mtp.1.{n}.weight" for n in (
+    immediate = {name for name, grad in grads_of(model).items() if grad is not None and name.startswith("mtp.1.")}
+    assert immediate == {f"mtp.1.{n}.weight" for n in (
         "hidden_norm", "token_norm", "norm", "block.attention_norm", "block.mlp_norm"
     )}  # fmt: skip
     assert model.head.weight.grad is None
@@ -205,7 +205,7 @@ def test_weight_gradients_are_put_off_and_the_head_counts_all_its_uses_once():
 # ---- Sharing ----
 
 
-def test_the_two_ends_of_a_rank_share_one_embedding_that_survives_a_conversion():
+def test_first_and_last_stage_share_one_embedding_also_after_to():
     stages = {
         i: TransformerStage(CONFIG, spec, options=StageOptions(seed=3))
         for i, spec in enumerate(split(CONFIG, 3))
@@ -226,29 +226,29 @@ def test_the_two_ends_of_a_rank_share_one_embedding_that_survives_a_conversion()
 # ---- Size and cost ----
 
 
-def test_deepseek_v3_with_it_has_the_published_size():
-    """DeepSeek's README.md: 685 B = 671 B + 14 B. README_WEIGHTS.md: of those 14 B, embedding and head are 0.9 B each,
-    again, and 11.5 B unique; which is the block, without its M. The first count includes a scale per 128 x 128."""
+def test_deepseek_v3_with_mtp_has_the_published_size():
+    """DeepSeek's README.md: 685 B = 671 B + 14 B. README_WEIGHTS.md: of those 14 B, 11.5 B are unique (the block,
+    without M), and embedding and head are repeated, 0.9 B each. The 685 B include one scale per 128 x 128 weights."""
     with torch.device("meta"):
         model = build_model(replace(preset("deepseek-v3"), num_layers=4, mtp_layers=1))
     sizes = {name: p.numel() for name, p in model.named_parameters()}
-    ahead = sum(size for name, size in sizes.items() if name.startswith("mtp."))
-    again = sizes["embedding.weight"] + sizes["head.weight"]
+    mtp = sum(size for name, size in sizes.items() if name.startswith("mtp."))
+    repeated = sizes["embedding.weight"] + sizes["head.weight"]
     others = 57 * sum(size for name, size in sizes.items() if name.startswith("layers.3."))
     total = sum(sizes.values()) + others
-    assert round((total - ahead) / 1e9) == 671
-    assert round((total + again) * (1 + 1 / 128**2) / 1e9) == 685
-    assert 11.45e9 < ahead - sizes["mtp.0.join.weight"] < 11.55e9
+    assert round((total - mtp) / 1e9) == 671
+    assert round((total + repeated) * (1 + 1 / 128**2) / 1e9) == 685
+    assert 11.45e9 < mtp - sizes["mtp.0.join.weight"] < 11.55e9
     assert preset("deepseek-v3").mtp_layers == 0
 
 
-def test_the_last_stage_pays_for_it():
+def test_the_last_stage_counts_the_flops_of_mtp():
     model = build_model(replace(CONFIG, mtp_layers=1))
     weights = {name: p.numel() for name, p in model.named_parameters() if p.ndim > 1}
     used = CONFIG.experts_per_token / CONFIG.num_experts
     active = {name: size * (used if ".experts." in name else 1) for name, size in weights.items()}
     active.pop("embedding.weight")  # looked up, not multiplied by
-    cost = sum(active.values()) + active["head.weight"]  # which is used twice
+    cost = sum(active.values()) + active["head.weight"]  # the head is used twice
     last = sum(active[n] for n in active if n.startswith(("mtp.", "layers.2."))) + 2 * active["head.weight"]
     stages = split(replace(CONFIG, mtp_layers=1), 3)
     assert stages[-1].share == pytest.approx(last / cost)
@@ -257,7 +257,7 @@ def test_the_last_stage_pays_for_it():
     assert [stage.blocks for stage in split(OFF, 3)] == [[0], [1], [2]]
 
 
-def test_it_moves_the_border_between_stages():
+def test_mtp_leaves_fewer_layers_to_the_last_stage():
     config = replace(CONFIG, num_layers=8, num_dense_layers=0, vocab_size=1, mtp_layers=3)
     assert [len(stage.layers) for stage in split(replace(config, mtp_layers=0), 2)] == [4, 4]
     assert len(split(config, 2)[0].layers) > 4
@@ -266,17 +266,17 @@ def test_it_moves_the_border_between_stages():
     assert not CONFIG.is_dense(4)
 
 
-# ---- Mistakes ----
+# ---- Errors ----
 
 
 @pytest.mark.parametrize("choice", [{"mtp_layers": -1}, {"mtp_weight": -0.5}, {"mtp_weight": float("nan")}], ids=str)
-def test_negative_choices(choice):
+def test_negative_options_are_refused(choice):
     ((name, value),) = choice.items()
     with pytest.raises(ValueError, match=f"{name} cannot be negative: got {value}; 0 switches it off"):
         replace(CONFIG, **choice)
 
 
-def test_sequences_that_are_too_short_and_labels_of_no_token():
+def test_short_sequences_and_labels_without_a_token_are_refused():
     model, tokens_BL = build_model(CONFIG), batch()[:, :3]
     with pytest.raises(ValueError, match="mtp_layers 2 needs sequences of at least 3 tokens: got 2; use longer ones"):
         step(model, tokens_BL)

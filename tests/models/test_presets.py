@@ -1,12 +1,12 @@
-"""The published models have the published sizes."""
+"""Presets of published models have the published sizes."""
 
 import pytest
 import torch
 
 from moe_dualpipe.models import PRESETS, build_model, preset
 
-# All parameters, and those that a token meets: K of E experts, and the embedding, though it is only looked up, which
-# some of the published numbers contain and others do not.
+# All parameters, and those that one token uses: K of E experts, and the embedding, which only some of the published
+# numbers count.
 TABLE = [
     # name, all, active, the embedding's, published: all, active, with the embedding
     ("small", 467_823_360, 104_491_776, 196_608, 468e6, 104e6, True),
@@ -19,9 +19,9 @@ TABLE = [
 
 
 @pytest.mark.parametrize("row", TABLE, ids=[row[0] for row in TABLE])
-def test_parameters(row, monkeypatch):
+def test_parameter_counts(row, monkeypatch):
     name, total, active, embedding, all_published, active_published, with_embedding = row
-    monkeypatch.setattr(torch, "manual_seed", None)  # nobody seeds 15,000 experts that have no numbers
+    monkeypatch.setattr(torch, "manual_seed", None)  # 15,000 experts on the meta device must not be seeded
     config = preset(name)
     with torch.device("meta"):
         model = build_model(config)
@@ -31,8 +31,8 @@ def test_parameters(row, monkeypatch):
     assert sum(sizes.values()) == total == pytest.approx(all_published, rel=0.002)
     assert sizes["embedding.weight"] == embedding
     assert total - experts + experts * config.experts_per_token // config.num_experts == active
-    met = active if with_embedding else active - embedding
-    assert met == pytest.approx(active_published, rel=0.025)  # published with two or three digits
+    used = active if with_embedding else active - embedding
+    assert used == pytest.approx(active_published, rel=0.025)  # published with two or three digits
 
 
 def test_all_but_tiny_are_in_the_table():

@@ -1,4 +1,4 @@
-"""The router's choices and weights against loops, and the bias that evens the load."""
+"""The router's choices and weights against loops, and the bias that balances the load."""
 
 import math
 
@@ -46,7 +46,7 @@ def test_the_router_equals_a_loop(choices):
         assert weights[t].tolist() == pytest.approx(expected, rel=1e-12)
 
 
-def test_choices_are_counted_until_the_count_is_taken():
+def test_counts_accumulate_until_they_are_taken():
     router = Router(CONFIG)
     _, ids, losses = router(torch.randn(11, D))
     router.count(ids, losses)
@@ -60,7 +60,7 @@ def test_choices_are_counted_until_the_count_is_taken():
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_scores_of_zero_give_finite_weights_losses_and_gradients(score):
+def test_underflowing_scores_give_finite_weights_losses_and_gradients(score):
     router = Router(with_choices(router_score=score))
     with torch.no_grad():
         router.logits.weight.fill_(-1e4)
@@ -70,7 +70,7 @@ def test_scores_of_zero_give_finite_weights_losses_and_gradients(score):
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_a_bias_moves_the_choice_and_never_the_weights(score):
+def test_a_bias_changes_the_choice_and_not_the_weights(score):
     router = Router(with_choices(router_score=score, router_bias=True, normalize_weights=False, z_loss=0.0)).double()
     x = torch.randn(50, D, dtype=torch.float64)
     scores = router.logits(x).softmax(-1) if score == "softmax" else router.logits(x).sigmoid()
@@ -85,7 +85,7 @@ def test_a_bias_moves_the_choice_and_never_the_weights(score):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_token_never_leaves_its_groups(bias):
+def test_a_token_chooses_experts_from_top_groups_only(bias):
     config = with_choices(num_experts=12, experts_per_token=4, expert_groups=4, top_groups=2, router_bias=bias)
     router = made(Router(config))
     groups = router(torch.randn(300, D, dtype=torch.float64))[1] // 3
@@ -99,7 +99,7 @@ def test_a_token_never_leaves_its_groups(bias):
 
 def test_a_bias_stays_in_fp32_and_is_saved():
     router = Router(with_choices(router_bias=True))
-    router.bias_E[0] = 0.5 + 2**-12  # no number of bf16
+    router.bias_E[0] = 0.5 + 2**-12  # not a bf16 number
     for move in (nn.Module.bfloat16, nn.Module.double, nn.Module.half, lambda m: m.to("cpu", torch.bfloat16)):
         move(router)
         assert router.bias_E.dtype == torch.float32
@@ -112,20 +112,20 @@ def test_a_bias_stays_in_fp32_and_is_saved():
     assert (empty.bias_E.dtype, empty.bias_E.device.type) == (torch.float32, "cpu")
 
 
-def test_a_bias_moves_by_its_rate_against_the_load():
+def test_a_bias_moves_by_its_rate_opposite_to_the_load():
     router = Router(with_choices(num_experts=3, router_bias=True))
     router.move_bias(torch.tensor([3, 1, 2]), 0.1)
     torch.testing.assert_close(router.bias_E, torch.tensor([-0.1, 0.1, 0.0]))
-    router.move_bias(torch.tensor([0, 1, 1]), 0.25)  # the mean is no integer
+    router.move_bias(torch.tensor([0, 1, 1]), 0.25)  # the mean is not an integer
     torch.testing.assert_close(router.bias_E, torch.tensor([0.15, -0.15, -0.25]))
 
 
 @pytest.mark.parametrize("choices", [{}, {"router_score": "sigmoid", "expert_groups": 4, "top_groups": 2}], ids=str)
 @pytest.mark.parametrize("rate,lowest,highest", [(0.0, 2.0, 8.0), (0.003, 1.0, 1.15)])
-def test_the_bias_evens_a_skewed_load(choices, rate, lowest, highest):
+def test_the_bias_balances_a_skewed_load(choices, rate, lowest, highest):
     torch.manual_seed(3)
     router = Router(with_choices(router_bias=True, **choices))
-    skew = torch.randn(D)  # what all tokens have in common
+    skew = torch.randn(D)  # a direction that all tokens share
     loads = []
     with torch.no_grad():
         for _ in range(250):
@@ -136,10 +136,10 @@ def test_the_bias_evens_a_skewed_load(choices, rate, lowest, highest):
     assert lowest < late.max() / late.float().mean() < highest
 
 
-# ---- Balanced by decree ----
+# ---- The balanced router ----
 
 
-def test_a_balanced_router_stays_balanced_under_any_bias_and_takes_the_losses():
+def test_a_balanced_router_ignores_the_bias_and_keeps_the_losses():
     router = made(BalancedRouter(with_choices(router_bias=True)))
     x = torch.randn(2, 8, D, dtype=torch.float64)
     weights, ids, _ = router(x)

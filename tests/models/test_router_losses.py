@@ -1,4 +1,4 @@
-"""The router's losses: their values against loops, and their gradients against a plain model that adds them up."""
+"""Router losses: values against loops, gradients against a plain model that adds the losses to its loss."""
 
 import dataclasses
 import math
@@ -48,7 +48,7 @@ def test_docstring_examples_of_the_losses():
 
 
 @pytest.mark.parametrize("choices", [*KINDS[:5], {"sequence_loss": 0.0}, {"z_loss": 0.0}], ids=str)
-def test_the_losses_equal_loops_and_change_no_value(choices):
+def test_losses_equal_loops_and_change_no_output(choices):
     config = with_choices(**choices)
     router = made(Router(config))
     x = torch.randn(2, 7, D, dtype=torch.float64)
@@ -66,8 +66,8 @@ def test_the_losses_equal_loops_and_change_no_value(choices):
         assert len(router(x)) == 2
 
 
-def test_what_a_sequence_is_to_a_layer_of_its_own():
-    """The last dimension but one; all tokens, where there are no others."""
+def test_the_last_dimension_but_one_is_the_sequence():
+    """An input [T, D] is one sequence."""
     layer = MoE(CONFIG, Local(E), "layers.1").double()
     x = torch.randn(2, 3, 5, D, dtype=torch.float64)
     for shape, sequences in [((2, 3, 5, D), 6), ((6, 5, D), 6), ((2, 15, D), 2), ((30, D), 1)]:
@@ -78,7 +78,7 @@ def test_what_a_sequence_is_to_a_layer_of_its_own():
 
 
 @pytest.mark.parametrize("name", ["sequence_loss", "z_loss"])
-def test_factors_are_checked(name):
+def test_negative_factors_are_refused(name):
     for wrong in (-0.1, math.nan):
         with pytest.raises(ValueError, match=f"{name} cannot be negative: got {wrong}; 0 switches it off"):
             with_choices(**{name: wrong})
@@ -108,7 +108,7 @@ def plain_loss(model, x_BS: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def oracle_of(config: ModelConfig, seeds: tuple[int, ...]) -> tuple[dict[str, Tensor | None], Tensor]:
-    """Gradients and losses by layer of the same model with nothing attached, over some batches."""
+    """Gradients, and losses by layer, of the same model without attached losses, over several batches."""
     model, values = oracle_model(dataclasses.replace(config, sequence_loss=0.0, z_loss=0.0)), []
     model.config = config
     for seed in seeds:
@@ -142,8 +142,8 @@ def check(model, expected: dict[str, Tensor | None], values_LL: Tensor, chunks: 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("choices", [KINDS[0], KINDS[3]], ids=str)
-def test_gradients_are_those_of_a_plain_model_that_adds_the_losses(choices, recompute):
-    """One chunk alone, then the forward of one beside the backward of another."""
+def test_gradients_equal_those_of_a_plain_model_that_adds_the_losses(choices, recompute):
+    """One chunk alone, then a forward overlapped with the backward of another chunk."""
     config = with_choices(**choices)
     expected, values = oracle_of(config, (1,))
     model = oracle_model(config, Local(E), recompute=recompute)
@@ -167,7 +167,7 @@ def spread_gradients(rank):
     return {name: p.grad.numpy() for name, p in model.named_parameters()}, losses.numpy()
 
 
-def test_expert_parallel_ranks_add_up_to_the_plain_model():
+def test_gradients_of_expert_parallel_ranks_add_up_to_those_of_the_plain_model():
     (expected, values), ranks = oracle_of(CONFIG, (0, 1)), run_ranks(2, spread_gradients)
     for name, grad in expected.items():
         parts = [torch.from_numpy(grads[name]) for grads, _ in ranks]
@@ -178,7 +178,7 @@ def test_expert_parallel_ranks_add_up_to_the_plain_model():
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
-def test_losses_change_no_value_of_a_model_and_nothing_without_gradients(recompute):
+def test_losses_change_no_output_and_do_not_run_without_gradients(recompute):
     (x, _), outputs = batch(3), []
     for factors in ({}, {"sequence_loss": 0.0, "z_loss": 0.0}):
         model = build_model(with_choices(**factors), options=StageOptions(recompute=recompute))
@@ -191,7 +191,7 @@ def test_losses_change_no_value_of_a_model_and_nothing_without_gradients(recompu
 
 
 def test_losses_of_a_bf16_router_are_computed_in_fp32():
-    """Of logits near 50 bf16 keeps steps of 0.25, and a gradient of the mean over tokens is a small number."""
+    """Near 50, bf16 has steps of 0.25, and the gradient of a mean over tokens is small."""
     router = Router(with_choices(sequence_loss=0.5, z_loss=0.01)).bfloat16()
     x = torch.randn(4, 33, D).bfloat16()
     weights, _, losses = router(x)
@@ -201,6 +201,6 @@ def test_losses_of_a_bf16_router_are_computed_in_fp32():
     (values * torch.tensor([0.5, 0.01])).sum().backward()
     assert losses.dtype == torch.float32
     torch.testing.assert_close(losses, values.float(), rtol=1e-5, atol=0)
-    # What reaches the weight was rounded to bf16 once for each logit.
+    # The gradient of each logit is rounded to bf16 once.
     expected = torch.einsum("bse,bsd->ed", logits.grad, x.double())
     assert (router.logits.weight.grad - expected).norm() < 2**-8 * expected.norm()

@@ -1,4 +1,4 @@
-"""FLOPs against those that torch counts while a model runs, and the devices that are known."""
+"""FLOPs against torch's FlopCounterMode, and peak FLOP/s of devices."""
 
 import pytest
 import torch
@@ -20,8 +20,8 @@ SIZES = {
     ({"attention": "mla", "kv_rank": 7, "rope_dim": 2, "value_dim": 5}, 13),
     ({"attention": "mla", "kv_rank": 7, "rope_dim": 2, "value_dim": 5, "q_rank": 3}, 13),
 ], ids=["gqa", "mla", "mla with q_rank"])  # fmt: skip
-def test_they_are_what_torch_counts_less_what_a_causal_mask_saves(choices, widths):
-    """Plain products see no mask: they compute all S scores of a position, of which (S + 1) / 2 count."""
+def test_flops_equal_those_of_torch_without_masked_scores(choices, widths):
+    """The math backend computes all S scores of a position; (S + 1) / 2 of them count."""
     config = ModelConfig(**SIZES, **choices)
     model = build_model(config).double()
     tokens = torch.randint(11, (BATCH, LENGTH))
@@ -37,7 +37,7 @@ def test_they_are_what_torch_counts_less_what_a_causal_mask_saves(choices, width
     assert train_flops_per_token(config, LENGTH) == 3 * forward_flops(config, LENGTH)
 
 
-def test_what_predicts_further_ahead_meets_fewer_positions():
+def test_mtp_flops_equal_those_of_torch():
     config = ModelConfig(**SIZES, num_kv_heads=2, mtp_layers=2)
     model, tokens = build_model(config).double(), torch.randint(11, (BATCH, LENGTH))
     output = model(tokens).detach().requires_grad_()
@@ -50,7 +50,7 @@ def test_what_predicts_further_ahead_meets_fewer_positions():
     assert 0 <= train - LENGTH * train_flops_per_token(config, LENGTH) < 3 * LENGTH
 
 
-def test_the_example_of_the_docstring():
+def test_the_docstring_example():
     assert forward_flops(preset("tiny"), 256) == 2 * 822_272 + 4 * 257 * 256
 
 
@@ -58,11 +58,11 @@ def test_the_example_of_the_docstring():
     ("NVIDIA H100 80GB HBM3", 989.4), ("NVIDIA H100 PCIe", 756), ("NVIDIA H200 NVL", 835.5), ("NVIDIA H200", 989.4),
     ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA GH200 480GB", 989.4), ("NVIDIA GB200", 2500), ("NVIDIA L40S", 362),
     ("AMD Instinct MI300X", 1307.4), ("NVIDIA GeForce RTX 4090", 165.2), ("NVIDIA L4", 121), ("NVIDIA H800", 989.4),
-    # slices, smaller ones of the same name, unknown ones
+    # slices, smaller devices of the same name, unknown devices
     ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None), ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA L40", None),
     ("NVIDIA GeForce RTX 4090 D", None), ("cpu", None), ("", None), ("AMD EPYC 9654", None),
 ])  # fmt: skip
-def test_the_peak_of_a_device(name, tflops):
+def test_peak_flops_of_devices(name, tflops):
     expected = None if tflops is None else pytest.approx(tflops * 1e12)
     assert peak_flops(name, torch.bfloat16) == expected
     assert peak_flops(name, torch.float16) == expected

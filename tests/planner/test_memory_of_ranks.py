@@ -1,4 +1,4 @@
-"""The memory of ranks: parameters of real stages, activations of a real order, and how replicas share."""
+"""Memory of ranks: parameters of real stages, peak activations of schedules, shared optimizer state."""
 
 import dataclasses
 import json
@@ -53,7 +53,7 @@ def test_peak_bytes_of_the_order_equal_those_of_the_timeline(name):
 
 
 @pytest.mark.parametrize("element,state", [(2, 12), (4, 8)])
-def test_ranks_hold_what_their_stages_hold(element, state):
+def test_ranks_hold_the_parameters_of_their_stages(element, state):
     schedule, batch = build("dualpipe", 4, 8), MicroBatch(2, 16, element, ep=3)
     specs = split(CONFIG, 4)
     ranks = rank_memory(CONFIG, schedule, batch, dp=6)
@@ -66,9 +66,9 @@ def test_ranks_hold_what_their_stages_hold(element, state):
         number = held[False] + held[True]
         assert (r.dense_parameters, r.expert_parameters) == (held[False], held[True])
         assert (r.weights, r.gradients, r.optimizer) == (element * number, 4 * number, state * number)
-        kept = [saved_bytes(CONFIG, spec, batch) for spec in specs]
-        owed = [deferred_bytes(CONFIG, spec, batch) for spec in specs]
-        assert r.activations == peak_activations(schedule, r.rank, kept, owed)
+        saved = [saved_bytes(CONFIG, spec, batch) for spec in specs]
+        deferred = [deferred_bytes(CONFIG, spec, batch) for spec in specs]
+        assert r.activations == peak_activations(schedule, r.rank, saved, deferred)
         assert r.total == r.weights + r.gradients + r.optimizer + r.activations
         assert r.total - r.total_sharded == r.optimizer - r.optimizer_sharded
         # Two mirrored ranks x 6 pipelines hold the same dense parameters, a third of them the same experts.
@@ -84,8 +84,8 @@ def state_of_a_run(rank, config):
 @pytest.mark.parametrize("ranks,changes", [
     (4, {"pp": 2, "ep": 2, "dtype": "bfloat16"}), (4, {"pp": 1}), (2, {"schedule": "1f1b"}),
 ], ids=str)  # fmt: skip
-def test_replicas_share_the_state_as_a_run_does(tmp_path, ranks, changes):
-    """Whole pieces go to owners: the vocabulary of 3,000 makes two that are larger than an even share."""
+def test_shared_optimizer_state_equals_that_of_a_run(tmp_path, ranks, changes):
+    """Owners get whole tensors; with 3,000 tokens two of them are larger than an even share."""
     config = settings(tmp_path, model=dataclasses.replace(MODEL, vocab_size=3000), **changes)
     held = run_ranks(ranks, state_of_a_run, config)
     pp, ep = changes.get("pp", ranks), changes.get("ep", 1)
@@ -97,7 +97,7 @@ def test_replicas_share_the_state_as_a_run_does(tmp_path, ranks, changes):
 
 
 @pytest.mark.parametrize("ep", [1, 2, 3, 6])
-def test_rows_received_are_those_of_random_choices(ep):
+def test_rows_received_equal_those_of_random_choices(ep):
     ids = torch.stack([torch.randperm(6)[:4] for _ in range(4000)])
     rows = sum(len(set((row // (6 // ep)).tolist())) for row in ids)
     assert rows_received(CONFIG, MicroBatch(4, 1000, ep=ep)) == pytest.approx(rows, rel=0.03)

@@ -1,4 +1,4 @@
-"""What the tests of every attention with a cache have in common."""
+"""Helpers for tests of attention with a cache."""
 
 import torch
 
@@ -21,7 +21,7 @@ def check_that_a_cached_forward_is_the_forward(model, sequences):
 
 @torch.no_grad()
 def continued(model, prompt, count, window, choose=torch.argmax):
-    """One sequence without a cache: each token is a forward of all that is in sight, and `choose` of its logits [V]."""
+    """Generation without a cache: each token is `choose` of the logits [V] of a forward of the whole window."""
     tokens, start = prompt.tolist(), max(0, len(prompt) - window)
     for _ in range(count):
         if len(tokens) - start > window:

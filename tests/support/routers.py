@@ -1,4 +1,4 @@
-"""Routers of every kind."""
+"""Configurations of routers."""
 
 import dataclasses
 
@@ -31,7 +31,7 @@ def with_choices(**choices) -> ModelConfig:
 
 
 def made(router: Router) -> Router:
-    """`router` in fp64, with a bias, if it is to have one, as large as the scores."""
+    """`router` in fp64; its bias, if it has one, is about as large as the scores."""
     if router.bias_E is not None:
         router.bias_E.uniform_(-0.3, 0.3, generator=torch.Generator().manual_seed(8))
     return router.double()
