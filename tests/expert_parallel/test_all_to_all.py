@@ -1,4 +1,4 @@
-"""Backends against what they mean: every backend computes what one rank with all experts computes."""
+"""AllToAll computes what a single rank with all experts computes, and its transfers are asynchronous."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def routing(kind, rank, ranks):
     ids = ids[:tokens].long()
     if kind == "one expert":
         return torch.full((tokens, 1), 5)
-    if kind == "neighbours":  # both experts of a token live on the same rank
+    if kind == "neighbours":  # both experts of a token are on the same rank
         return ids[:, :1] // 2 * 2 + torch.tensor([[0, 1]])
     if kind == "to the last rank":
         return EXPERTS - 1 - ids % (EXPERTS // ranks)
@@ -30,7 +30,7 @@ def routing(kind, rank, ranks):
 
 
 def layer(x, weights, ids, ep, expert_scale):
-    """A layer whose expert e multiplies by row e of `expert_scale`, weighted, through the real operators."""
+    """A layer whose expert e multiplies by row e of `expert_scale`, weighted, with the real operators."""
     route = ep.prepare(ids)
     x_ND, weights_NK = dispatch(x, weights, route, ep)
     order = route.order
@@ -61,7 +61,7 @@ def backends_agree(rank, kind, ranks):
         y.backward(direction)
         total = local_scale.grad.clone()
         if isinstance(ep, Local):
-            torch.distributed.all_reduce(total)  # every rank's tokens reach the experts
+            torch.distributed.all_reduce(total)  # experts get the tokens of all ranks
             total = total[rank * EXPERTS // ranks : (rank + 1) * EXPERTS // ranks]
         else:
             total = total[ep.local_experts.start : ep.local_experts.stop]
@@ -79,12 +79,12 @@ def backends_agree(rank, kind, ranks):
 @pytest.mark.parametrize("kind", ["random", "even", "one expert", "neighbours", "to the last rank"])
 def test_all_to_all_equals_one_rank_with_all_experts(kind, ranks):
     seen = run_ranks(ranks, backends_agree, kind, ranks)
-    # A token travels once to each rank that holds any of its experts, and to no other.
+    # A token is sent once to each rank that holds any of its experts, and to no other rank.
     for rank, (rows, _) in enumerate(seen):
         assert rows == sum(sends[rank] for _, sends in seen)
 
 
-def test_experts_are_divided_evenly_or_not_at_all():
+def test_experts_that_cannot_be_divided_evenly_raise():
     run_ranks(2, uneven)
 
 
@@ -94,7 +94,7 @@ def uneven(rank):
         AllToAll(7, group.WORLD)
 
 
-def test_pending_results_can_be_waited_for_twice():
+def test_wait_can_be_repeated():
     ep = Local(EXPERTS)
     route = ep.prepare(torch.tensor([[0, 3], [3, 1]]))
     pending = ep.dispatch(torch.ones(2, WIDTH), route, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
@@ -119,11 +119,11 @@ def test_rows_need_not_be_contiguous():
     run_ranks(2, transposed_rows)
 
 
-# ---- Waiting later ----
+# ---- asynchronous transfers ----
 
 
-def returns_before_its_peer_has_called(rank):
-    """Rank 0 starts its transfers before rank 1 does; only the first dispatch needs an answer, the counts."""
+def transfers_in_flight(rank):
+    """Rank 0 starts its transfers before rank 1 does. Only the first dispatch must wait, for the counts."""
     ep = AllToAll(8, group.WORLD)
     ids = torch.tensor([[0, 7], [3, 4]])
     store = torch.distributed.distributed_c10d._get_default_store()
@@ -137,23 +137,23 @@ def returns_before_its_peer_has_called(rank):
     x_ND = first.wait().x_ND
     assert first.wait().x_ND is x_ND
     assert x_ND[:, 0].tolist() == [1, 1, 2, 2]
-    # The route is known: another dispatch and a combine can be on their way together, and waited for in any order.
+    # Sizes are known now: a dispatch and a combine can be in flight together and be waited for in any order.
     if rank == 1:
         store.wait(["sent"])
-    again, back = ep.dispatch(10 * x, route), ep.combine(x_ND, route, torch.ones(4, 2))
+    second, back = ep.dispatch(10 * x, route), ep.combine(x_ND, route, torch.ones(4, 2))
     if rank == 0:
         store.set("sent", "")
     combined = back.wait()
     assert combined.y_TD[:, 0].tolist() == [2.0 * (rank + 1)] * 2
     assert combined.weight_grads_TK is not None
-    assert again.wait().x_ND[:, 0].tolist() == [10, 10, 20, 20]
+    assert second.wait().x_ND[:, 0].tolist() == [10, 10, 20, 20]
 
 
-def test_transfers_are_started_without_waiting_for_the_other_rank():
-    run_ranks(2, returns_before_its_peer_has_called)
+def test_transfers_start_without_waiting_for_the_other_rank():
+    run_ranks(2, transfers_in_flight)
 
 
-# ---- Messages ----
+# ---- messages ----
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
@@ -164,7 +164,7 @@ def test_transfers_are_started_without_waiting_for_the_other_rank():
         st.sampled_from([torch.bfloat16, torch.float32, torch.float64, torch.int32]), min_size=3, max_size=3
     ),
 )
-def test_a_message_carries_its_fields(rows, widths, dtypes):
+def test_unpack_returns_the_packed_fields(rows, widths, dtypes):
     fields = [torch.randint(-99, 99, (rows, w)).to(dtype) for w, dtype in zip(widths, dtypes, strict=False)]
     message = pack(fields)
     assert len(message) == rows

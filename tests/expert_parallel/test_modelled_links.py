@@ -1,4 +1,4 @@
-"""Backends with a modelled link: Loopback, Replay's base, Delayed, and the link itself."""
+"""Backends with a modelled link: Loopback, Delayed, and the link itself."""
 
 import copy
 import time
@@ -13,12 +13,12 @@ from moe_dualpipe.models import ModelConfig, MoE, StageOptions
 CONFIG = ModelConfig(hidden_size=16, expert_size=12, num_experts=8, experts_per_token=3, init_std=0.3, head_dim=4)
 
 
-# ---- Loopback ----
+# ---- loopback ----
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
-def test_loopback_is_a_layer_whose_experts_are_the_same_on_every_rank(ranks):
-    """Against one rank that holds all experts, those of the other ranks being copies: outputs and all gradients."""
+def test_loopback_equals_one_rank_with_copies_of_the_experts(ranks):
+    """Outputs and all gradients equal those of one rank that holds all experts, with copies for the other ranks."""
     local = MoE(CONFIG, Local(8), "layers.0", StageOptions(seed=1)).double()
     looped = MoE(CONFIG, Loopback(8, ranks), "layers.0", StageOptions(seed=1)).double()
     looped.router.load_state_dict(local.router.state_dict())
@@ -42,7 +42,7 @@ def test_loopback_is_a_layer_whose_experts_are_the_same_on_every_rank(ranks):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
-def test_loopback_counts_each_row_once_for_each_other_rank():
+def test_loopback_counts_a_row_once_per_destination_rank():
     link = Link(gb_per_s=1.0, latency_us=7.0)
     ep = Loopback(8, 4, link)
     ids = torch.tensor([[0, 1], [2, 3], [0, 7], [6, 7]])  # ranks: 0 | 1 | 0 and 3 | 3
@@ -59,7 +59,7 @@ def test_loopback_counts_each_row_once_for_each_other_rank():
     assert route.local_ids_NK.tolist() == [[0, 1], [0, -1], [0, 1], [-1, 1], [0, 1]]
 
 
-def test_who_waits_for_sizes_says_so_to_profilers():
+def test_the_wait_for_sizes_has_a_label_in_profiles():
     ep = Loopback(8, 4)
     route = ep.prepare(torch.tensor([[0, 1], [2, 7]]))
     with torch.profiler.profile() as profile:
@@ -68,16 +68,16 @@ def test_who_waits_for_sizes_says_so_to_profilers():
     assert [event.key for event in profile.key_averages()].count("wait for sizes") == 1
 
 
-def test_a_route_has_no_order_before_its_first_dispatch():
+def test_the_order_of_a_route_needs_a_dispatch():
     route = Loopback(8, 4).prepare(torch.tensor([[0, 1]]))
     with pytest.raises(RuntimeError, match="wait for its first dispatch"):
         _ = route.order
 
 
-# ---- Links ----
+# ---- links ----
 
 
-def test_transfers_pass_one_after_another_and_not_before_their_time():
+def test_transfers_of_a_link_run_one_after_another():
     timer, start = LinkTimer(), time.perf_counter()
     first, second = timer.transfer(0.02), timer.transfer(0.03)
     second.wait()
@@ -87,7 +87,7 @@ def test_transfers_pass_one_after_another_and_not_before_their_time():
     assert timer.busy_seconds == pytest.approx(0.05)
 
 
-def test_a_link_has_numbers_that_make_sense():
+def test_link_durations_and_invalid_numbers():
     assert Link(gb_per_s=2, latency_us=5).seconds(4_000_000_000) == pytest.approx(2.000005)
     assert Link().seconds(10**12) == 0
     with pytest.raises(ValueError, match="positive bandwidth: got 0 GB/s"):
@@ -107,20 +107,20 @@ def test_a_model_with_a_link_can_be_copied():
     assert torch.equal(copy.deepcopy(layer)(x), y)
 
 
-def test_delayed_is_the_backend_only_later():
+def test_delayed_returns_the_results_of_its_backend_later():
     ids, x, weights = torch.tensor([[0, 3], [3, 1]]), torch.randn(2, 5), torch.rand(2, 2)
-    plain, late = Local(8), Delayed(Local(8), Link(latency_us=20_000))
-    assert late.local_experts == plain.local_experts
-    route = late.prepare(ids)
+    plain, delayed = Local(8), Delayed(Local(8), Link(latency_us=20_000))
+    assert delayed.local_experts == plain.local_experts
+    route = delayed.prepare(ids)
     start = time.perf_counter()
-    pending = late.dispatch(x, route, weights)
+    pending = delayed.dispatch(x, route, weights)
     received = pending.wait()
     assert time.perf_counter() - start >= 0.02
     assert pending.wait() is received
     assert torch.equal(received.x_ND, x)
-    assert torch.equal(late.combine(x, route).wait().y_TD, x)
+    assert torch.equal(delayed.combine(x, route).wait().y_TD, x)
     with pytest.raises(ValueError, match="cannot delay CUDA tensors"):
-        late._delay(pending, FakeCuda())  # type: ignore[arg-type]
+        delayed._delay(pending, FakeCuda())  # type: ignore[arg-type]
 
 
 class FakeCuda:

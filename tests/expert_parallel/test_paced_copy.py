@@ -1,6 +1,6 @@
-"""The copy that models a link: right under the interpreter, and compiled for a GPU that is not there.
+"""The copy that models a link: interpreted, and compiled for GPUs that this machine need not have.
 
-Both run in a process of their own, because Triton reads TRITON_INTERPRET when a kernel's module is imported.
+Each runs in its own process, because Triton reads TRITON_INTERPRET when a kernel's module is imported.
 """
 
 import os
@@ -34,9 +34,9 @@ for arch in (80, 90, 100):
     source = ASTSource(_paced_copy, signature, {"BLOCK": BLOCK, "PACED": True})
     kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32))
     ptx = kernel.asm["ptx"]
-    assert len(re.findall("globaltimer", ptx)) >= 2, ptx  # at the start, and in the loop that waits
+    assert len(re.findall("globaltimer", ptx)) >= 2, ptx  # at the start, and in the waiting loop
     assert "st.global" in ptx
-    assert re.search(r"extsi %duration_ns", kernel.asm["ttir"])  # nanoseconds times pieces do not fit 32 bits
+    assert re.search(r"extsi %duration_ns", kernel.asm["ttir"])  # nanoseconds times pieces need 64 bits
 """
 
 
@@ -52,9 +52,9 @@ def run(code, **environment):
     assert done.returncode == 0, done.stderr
 
 
-def test_the_copy_is_a_copy():
+def test_it_copies_all_bytes():
     run(INTERPRETED, TRITON_INTERPRET="1")
 
 
-def test_it_compiles_and_asks_the_clock():
+def test_it_compiles_and_reads_the_clock():
     run(COMPILED, TRITON_INTERPRET="0")

@@ -1,7 +1,7 @@
-"""Tensors of more than 2^31 elements, of which hardly any is ever touched: where an index in 32 bits would wrap.
+"""Tensors with more than 2^31 elements, where 32-bit offsets would overflow.
 
-What lies far away is a few rows at the end of a buffer that is reserved, but never written: on a CPU such memory costs
-nothing. The same rows, near, say what is right.
+The buffers are reserved but not written, except for a few rows at the end, so they take almost no memory on a CPU. The
+expected result comes from the same rows in a small tensor.
 """
 
 import itertools
@@ -22,7 +22,7 @@ CONFIG = TileConfig(16, 16, 16, 4, 1, 2)
 
 
 class LastRows:
-    """The tiling of three rows of one expert at the end of `num_rows`."""
+    """A tiling with one tile: the last three of `num_rows` rows, of one expert."""
 
     def __init__(self, num_rows):
         self.num_rows = num_rows
@@ -33,7 +33,7 @@ class LastRows:
 
 
 def at_the_end(num_rows, near):
-    """`near`, as the last rows of a tensor that has so many."""
+    """A tensor of `num_rows` rows that ends with the rows `near`. The others are uninitialised."""
     t = torch.empty(num_rows, *near.shape[1:], dtype=near.dtype, device=DEVICE)
     t[num_rows - len(near) :] = near
     return t
@@ -43,7 +43,7 @@ def random(*shape):
     return torch.randn(*shape, device=DEVICE).half()
 
 
-def test_rows_of_products():
+def test_rows_of_grouped_products():
     a, w = random(3, WIDTH), random(1, WIDTH, WIDTH)
     with all_kernels(CONFIG):
         for transposed in (False, True):
@@ -53,7 +53,7 @@ def test_rows_of_products():
             assert torch.equal(far[-3:], near)
 
 
-def test_rows_behind_an_index():
+def test_gathered_rows_of_grouped_products():
     a, w = random(3, WIDTH), random(1, WIDTH, WIDTH)
     with all_kernels(CONFIG):
         near, far = (
@@ -87,7 +87,7 @@ def test_weights_of_the_last_expert():
         assert all(torch.equal(*pair) for pair in zip(far, near, strict=True))
 
 
-def test_rows_of_the_fused_products():
+def test_rows_of_the_swiglu_products():
     x, gate_up, down, weights = random(3, WIDTH), random(1, 2 * WIDTH, WIDTH), random(1, WIDTH, WIDTH), None
     results = []
     for rows in (3, FAR):
@@ -120,7 +120,7 @@ def test_rows_of_weight_gradients():
         assert torch.equal(far, near)
 
 
-def test_rows_that_are_moved_and_summed():
+def test_rows_that_are_gathered_and_summed():
     rows = random(3, WIDTH)
     far = at_the_end(FAR, rows)
     index = torch.tensor([FAR - 1, FAR - 3], device=DEVICE)
@@ -130,12 +130,12 @@ def test_rows_that_are_moved_and_summed():
     near = torch.tensor([[2, 1], [-1, 0]], device=DEVICE)
     assert torch.equal(sum_rows(far, positions), sum_rows(rows, near))
     assert torch.equal(dot_rows(rows[:2], far, positions), dot_rows(rows[:2], rows, near))
-    wide = torch.empty(2, 2**31 + WIDTH, dtype=torch.uint8, device=DEVICE)[:, :WIDTH]  # rows far from each other
+    wide = torch.empty(2, 2**31 + WIDTH, dtype=torch.uint8, device=DEVICE)[:, :WIDTH]  # a row stride above 2^31
     gather_rows(rows.view(torch.uint8), index - (FAR - 3), wide)
     assert torch.equal(wide, rows.view(torch.uint8)[[2, 0], :WIDTH])
 
 
-def test_rows_far_from_each_other():
+def test_large_row_strides():
     rows = random(3, WIDTH)
     far = torch.empty(3, 2**30 + WIDTH, dtype=rows.dtype, device=DEVICE)[:, :WIDTH]
     far[:] = rows
@@ -149,7 +149,7 @@ def test_rows_far_from_each_other():
         assert torch.equal(ours, expected)
 
 
-def test_parts_that_are_summed():
+def test_partial_sums():
     parts = torch.empty(2, 2**30 + 3, device=DEVICE)
     parts[:, -3:] = torch.arange(6.0, device=DEVICE).view(2, 3)
     positions = torch.tensor([[2**30 + 2, -1], [2**30, 2**30 + 1]], device=DEVICE)

@@ -1,4 +1,4 @@
-"""The model with Triton kernels is the model: same losses and gradients as with plain torch, however it is run."""
+"""The model has the same losses and gradients with Triton kernels as with plain torch."""
 
 import pytest
 import torch
@@ -50,8 +50,8 @@ def test_forward_and_backward(recompute, changes):
     assert_same(ours, expected)
 
 
-def test_an_overlapped_pair_equals_one_after_the_other_to_the_last_bit():
-    """Triton's order of additions does not depend on what runs beside it."""
+def test_an_overlapped_pair_is_bit_identical_to_sequential_execution():
+    """The order of additions in the kernels does not depend on the execution order."""
     results = []
     for overlapped in (False, True):
         module = model("triton", Loopback(4, 2, kernels="triton"))
@@ -76,7 +76,7 @@ def test_an_overlapped_pair_equals_one_after_the_other_to_the_last_bit():
 
 
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
-def test_a_gradient_that_is_one_number_for_all_is_dispatched(kernels):
+def test_an_expanded_gradient_is_dispatched(kernels):
     ep = Loopback(4, 2, kernels=kernels)
     x, ids = torch.randn(5, 8, device=DEVICE, requires_grad=True), torch.tensor([[0, 1], [0, 3], [2, 3]] * 2)[:5]
     route = ep.prepare(ids.to(DEVICE))
@@ -85,7 +85,7 @@ def test_a_gradient_that_is_one_number_for_all_is_dispatched(kernels):
     assert x.grad.tolist() == [[ranks] * 8 for ranks in (1, 2, 1, 1, 2)]
 
 
-def test_experts_of_ones_own_take_the_same_rows():
+def test_custom_experts_get_the_same_rows():
     results = []
     for kernels in ("reference", "triton"):
         module = model(kernels, experts="tests.support.kernels:LinearExperts")
@@ -109,12 +109,12 @@ def two_ranks(rank):
     assert_same(ours, expected)
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="two ranks on one GPU")
+@pytest.mark.skipif(DEVICE == "cuda", reason="needs two GPUs")
 def test_expert_parallel_ranks():
     run_ranks(2, two_ranks)
 
 
-def test_the_choice_is_made_and_checked_when_the_model_is_built():
+def test_an_invalid_kernels_option_raises_when_the_model_is_built():
     for build in (lambda: model("cuda"), lambda: Local(4, kernels="cuda"), lambda: Loopback(4, 2, kernels="cuda")):
         with pytest.raises(ValueError, match="kernels must be one of auto, triton, reference: got 'cuda'"):
             build()

@@ -1,7 +1,7 @@
-"""Whether kernels read where nothing is: every tensor ends at the end of a page, and behind it is no memory.
+"""Kernels must not read out of bounds. Every tensor ends at the end of a memory page, and the next page is protected.
 
-What a kernel reads past the end and then throws away shows in no result, and on a GPU only sometimes, as an illegal
-access. Here it ends the process; on a GPU, that is the work of compute-sanitizer.
+A value that is read past the end and then masked changes no result, and causes an illegal access on a GPU only
+sometimes. Here it kills the process. On a GPU, compute-sanitizer does this.
 """
 
 import ctypes
@@ -19,13 +19,13 @@ from moe_dualpipe.kernels.permute import gather, permute, unpermute
 from moe_dualpipe.kernels.routing import ExpertOrder, expert_order, rank_order, route
 from tests.support.kernels import DEVICE, all_kernels, offsets_of
 
-pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="about memory of the host")
+pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="protects pages of host memory")
 libc = ctypes.CDLL(None, use_errno=True)
-maps = []  # for the life of the process
+maps = []  # kept alive until the process ends
 
 
 def empty(*shape, dtype=None, device=None, **options):
-    """torch.empty, up to the last byte before a page that cannot be touched."""
+    """torch.empty, with memory that ends at a protected page."""
     shape = torch.Size(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
     dtype = dtype or torch.float32
     size = shape.numel() * dtype.itemsize
@@ -93,29 +93,29 @@ def whole_experts():
             y.backward(fenced(torch.randn(y.shape)))
 
 
-def beyond():
-    faulthandler.disable()  # pytest's, which would print where
+def read_past_the_end():
+    faulthandler.disable()  # pytest's would print a traceback
     gather(leaf(3, 5).detach(), fenced(torch.tensor([0, 3])), kernels="triton")
 
 
-def within_fences(function):
+def run_fenced(function):
     torch.empty = empty
     torch.empty_like = lambda t: empty(t.shape, dtype=t.dtype)
     torch.Tensor.new_empty = lambda t, *shape, **options: empty(*shape, **{"dtype": t.dtype, **options})  # type: ignore
     function()
 
 
-def status(function):
-    process = multiprocessing.get_context("fork").Process(target=within_fences, args=(function,))
+def exit_code(function):
+    process = multiprocessing.get_context("fork").Process(target=run_fenced, args=(function,))
     process.start()
     process.join(120)
     return process.exitcode
 
 
 @pytest.mark.parametrize("function", [routing, moved_rows, products, whole_experts])
-def test_nothing_is_read_past_the_end(function):
-    assert status(function) == 0
+def test_kernels_do_not_read_past_the_end(function):
+    assert exit_code(function) == 0
 
 
-def test_a_read_past_the_end_would_be_seen():
-    assert status(beyond) < 0
+def test_a_read_past_the_end_is_detected():
+    assert exit_code(read_past_the_end) < 0

@@ -1,4 +1,4 @@
-"""Moving rows and summing them: against the plain-torch operators."""
+"""Compares permute, unpermute, gather and gather_sum in Triton with plain torch."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def test_permute_and_its_backward(rows, columns, choices, dtype):
     assert torch.equal(y, x[order.gather_idx_M])
     dy = torch.randn(y.shape, device=DEVICE).to(dtype)
     (grad,) = torch.autograd.grad(y, x, dy)
-    assert torch.equal(grad, gather_sum(dy, order.positions_NK, kernels="reference"))  # the same sums in the same order
+    assert torch.equal(grad, gather_sum(dy, order.positions_NK, kernels="reference"))  # same order of sums
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -48,11 +48,11 @@ def test_unpermute_and_its_backward(rows, columns, choices, dtype, weighted):
     for exact, reference, ours, *again in zip(*results, strict=True):
         assert_as_good_as(ours, reference, exact, dtype)
         assert all(torch.equal(ours, other) for other in again)
-    assert torch.equal(results[2][1], results[1][1])  # one product, rounded once
+    assert torch.equal(results[2][1], results[1][1])  # bit-identical: one product, rounded once
     assert not weighted or results[2][2].dtype == torch.float32
 
 
-def test_rows_of_a_wider_message_are_read_and_written_in_place():
+def test_slices_of_wider_rows_are_read_and_written_in_place():
     message = torch.arange(6 * 64, device=DEVICE, dtype=torch.float32).view(6, 64)
     out = torch.full((4, 64), -1.0, device=DEVICE)
     index = torch.tensor([5, 0, 0, 3], device=DEVICE)
@@ -82,7 +82,7 @@ def test_weights_and_gradients_may_have_any_layout():
     torch.testing.assert_close(*results)
 
 
-def test_columns_of_one_may_have_any_stride():
+def test_a_single_column_may_have_any_stride():
     x, index = torch.randn(1, 6, device=DEVICE).T, torch.tensor([5, 0], device=DEVICE)
     x = x.as_strided((6, 1), (1, 7))
     assert torch.equal(gather(x, index, kernels="triton"), x[[5, 0]])
@@ -97,13 +97,13 @@ def test_an_index_need_not_be_contiguous():
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8])
-def test_rows_of_whole_numbers_are_moved_exactly(dtype):
+def test_integer_rows_are_gathered_exactly(dtype):
     x = torch.randint(0, 200, (9, 5), device=DEVICE).to(dtype)
     index = torch.tensor([8, 0, 4], device=DEVICE)
     assert torch.equal(gather(x, index, kernels="triton"), x[index])
 
 
-def test_tensors_on_another_gpu_than_the_current_one_are_refused(monkeypatch):
+def test_tensors_on_a_gpu_that_is_not_current_raise(monkeypatch):
     class OnSecondGPU:
         device, is_cuda, dtype = torch.device("cuda:1"), True, torch.float32
         is_floating_point = is_complex = staticmethod(lambda: True)
@@ -119,7 +119,7 @@ def test_tensors_on_another_gpu_than_the_current_one_are_refused(monkeypatch):
     assert not use_triton("auto", OnSecondGPU())
 
 
-def test_what_does_not_fit_is_refused():
+def test_invalid_arguments_raise():
     order = order_of(6, 2)
     x = torch.zeros(6, 8, device=DEVICE)
     rows = torch.zeros(len(order.gather_idx_M), 8, device=DEVICE)

@@ -1,4 +1,4 @@
-"""Choosing experts, and ordering what they get: against the plain-torch operators, and a loop."""
+"""Compares route, expert_order and rank_order in Triton with plain torch and with loops."""
 
 import pytest
 import torch
@@ -10,11 +10,11 @@ pytestmark = pytest.mark.usefixtures("guards")
 
 CHOICES = {
     "softmax": {},
-    "softmax as it is": {"normalize": False, "scale": 2.5},
+    "softmax, not normalised": {"normalize": False, "scale": 2.5},
     "sigmoid": {"score": "sigmoid", "scale": 1.5},
-    "sigmoid as it is": {"score": "sigmoid", "normalize": False},
+    "sigmoid, not normalised": {"score": "sigmoid", "normalize": False},
     "groups": {"num_groups": 4, "top_groups": 2},
-    "groups of sigmoids": {"score": "sigmoid", "num_groups": 4, "top_groups": 3},
+    "groups, sigmoid": {"score": "sigmoid", "num_groups": 4, "top_groups": 3},
     "all groups": {"num_groups": 2, "top_groups": 2},
 }
 
@@ -40,7 +40,7 @@ def test_route_equals_the_reference(choice, tokens, experts, k, biased):
     torch.testing.assert_close(our_grad, grad, rtol=1e-4, atol=1e-6)
 
 
-def test_route_of_many_experts_in_groups_that_are_no_power_of_two():
+def test_route_with_a_number_of_groups_that_is_not_a_power_of_two():
     logits = torch.randn(9, 504, device=DEVICE)  # 7 groups of 72
     expected = route(logits, 8, num_groups=7, top_groups=3, score="sigmoid", kernels="reference")
     ours = route(logits, 8, num_groups=7, top_groups=3, score="sigmoid", kernels="triton")
@@ -48,8 +48,8 @@ def test_route_of_many_experts_in_groups_that_are_no_power_of_two():
     torch.testing.assert_close(ours[0], expected[0])
 
 
-def test_groups_are_as_good_as_their_two_best_experts():
-    # Group 0 has the best expert, group 1 the best two together, group 2 the best three.
+def test_the_score_of_a_group_is_the_sum_of_its_two_best():
+    # Group 0 has the highest score, group 1 the highest sum of two, group 2 the highest sum of three.
     scores = torch.tensor([[0.9, 0.0, 0.0, 0.6, 0.6, 0.0, 0.5, 0.5, 0.5]], device=DEVICE)
     logits = scores.logit(eps=1e-4)
     for kernels in ("reference", "triton"):
@@ -58,7 +58,7 @@ def test_groups_are_as_good_as_their_two_best_experts():
 
 
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
-def test_equal_scores_go_to_the_smaller_id(kernels):
+def test_ties_go_to_the_lower_id(kernels):
     _, ids = route(torch.zeros(3, 6, device=DEVICE), 4, kernels=kernels)
     assert ids.tolist() == [[0, 1, 2, 3]] * 3
     logits = torch.tensor([[0.0, 1, 0, 1, 0, 1]], device=DEVICE)
@@ -68,7 +68,7 @@ def test_equal_scores_go_to_the_smaller_id(kernels):
 
 
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
-def test_a_gradient_that_is_one_number_for_all(kernels):
+def test_an_expanded_gradient(kernels):
     logits = torch.randn(5, 8, device=DEVICE)
     leaf, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
     route(leaf, 3, normalize=False, kernels=kernels)[0].sum().backward()
@@ -77,7 +77,7 @@ def test_a_gradient_that_is_one_number_for_all(kernels):
 
 
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
-def test_scores_that_underflow_give_no_weight_and_no_gradient(kernels):
+def test_scores_that_underflow_have_zero_weight_and_gradient(kernels):
     logits = torch.full((2, 4), -200.0, device=DEVICE, requires_grad=True)
     weights, _ = route(logits, 2, score="sigmoid", kernels=kernels)
     weights.sum().backward()
@@ -88,8 +88,8 @@ def test_scores_that_underflow_give_no_weight_and_no_gradient(kernels):
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("groups", [(1, 1), (3, 2)])
-def test_ids_are_experts_whatever_the_logits_are(kernels, broken, groups):
-    """What is not a number shows in the loss; an id that is no expert would be a read of foreign memory."""
+def test_ids_are_valid_for_nan_and_inf_logits(kernels, broken, groups):
+    """NaN logits show in the loss, but an invalid id would read out of bounds."""
     logits = torch.randn(5, 12, device=DEVICE)
     logits[0], logits[1, ::2], logits[2, 7] = broken, broken, broken
     for score in ("softmax", "sigmoid"):
@@ -99,7 +99,7 @@ def test_ids_are_experts_whatever_the_logits_are(kernels, broken, groups):
 
 
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
-def test_experts_that_a_bias_forbids_are_chosen_last_and_once(kernels):
+def test_experts_with_a_bias_of_minus_infinity_are_chosen_last(kernels):
     bias = torch.tensor([-torch.inf, 0.0, -torch.inf, -torch.inf], device=DEVICE)
     _, ids = route(torch.zeros(2, 4, device=DEVICE), 3, bias_E=bias, kernels=kernels)
     assert ids.tolist() == [[1, 0, 2]] * 2
@@ -114,7 +114,7 @@ def test_route_example():
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_logits_may_be_rows_of_something_wider_and_narrower_and_large(dtype, score):
+def test_logits_may_be_slices_in_half_precision_and_large(dtype, score):
     wide = (200 * torch.randn(6, 20, device=DEVICE)).to(dtype)
     results = []
     for kernels in ("reference", "triton"):
@@ -128,9 +128,9 @@ def test_logits_may_be_rows_of_something_wider_and_narrower_and_large(dtype, sco
 
 ORDERS = {
     "random": lambda: torch.randint(0, 5, (61, 3)),
-    "some are none": lambda: torch.randint(-1, 5, (150, 2)),
-    "all to one": lambda: torch.full((129, 1), 3),
-    "none at all": lambda: torch.full((4, 2), -1),
+    "some invalid": lambda: torch.randint(-1, 5, (150, 2)),
+    "one expert": lambda: torch.full((129, 1), 3),
+    "all invalid": lambda: torch.full((4, 2), -1),
     "no rows": lambda: torch.empty(0, 2, dtype=torch.int64),
     "not contiguous": lambda: torch.randint(0, 5, (3, 61)).T,
     "one block exactly": lambda: torch.randint(0, 5, (128, 1)),
@@ -170,8 +170,8 @@ def test_rank_order_sends_a_token_once_to_each_of_its_ranks(tokens, k, ranks, pe
         assert order.expert_offsets.diff().tolist() == [len(rows) for rows in expected]
         assert order.gather_idx_M[: len(sent)].tolist() == sent
         for t, row in enumerate(order.positions_NK.tolist()):
-            there = [p for p in row if p >= 0]
-            assert sorted(there) == [p for p, token in enumerate(sent) if token == t]
+            valid = [p for p in row if p >= 0]
+            assert sorted(valid) == [p for p, token in enumerate(sent) if token == t]
 
 
 def test_rank_order_example():
@@ -192,12 +192,12 @@ def test_rank_order_example():
     ({"k": 2, "kernels": "cuda"}, "kernels must be one of auto, triton, reference: got 'cuda'"),
     ({"k": 2, "bias_E": torch.zeros(8, device="meta")}, "all tensors must be on one device"),
 ])  # fmt: skip
-def test_route_refuses(options, problem):
+def test_route_rejects_invalid_options(options, problem):
     with pytest.raises(ValueError, match=problem):
         route(torch.zeros(2, 8, device=DEVICE), **{"kernels": "triton", **options})
 
 
-def test_route_refuses_tensors_that_kernels_cannot_read():
+def test_route_rejects_unsupported_tensors():
     with pytest.raises(ValueError, match=r"route needs logits \[T, E\]: got \[8\]"):
         route(torch.zeros(8, device=DEVICE), 2, kernels="triton")
     with pytest.raises(ValueError, match="bias_E must be contiguous"):
@@ -211,31 +211,31 @@ def test_route_refuses_tensors_that_kernels_cannot_read():
 @pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU it is a device-side assertion, which ends the process")
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
 @pytest.mark.parametrize("bad", [-2, 5])
-def test_ids_out_of_range_are_an_error_before_anything_is_launched(kernels, bad):
+def test_ids_out_of_range_raise_before_a_launch(kernels, bad):
     with pytest.raises(ValueError, match=rf"expert ids must be from -1 to 4: got {min(bad, 0)} to {max(bad, 0)}"):
         expert_order(torch.tensor([[0, bad]]), 5, 2, kernels=kernels)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU it is a device-side assertion, which ends the process")
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
-def test_choices_of_nothing_must_be_counted(kernels):
-    """The indices would be longer than what there is to write to them."""
+def test_invalid_choices_need_num_choices(kernels):
+    """Otherwise the indices would be longer than the number of valid choices."""
     with pytest.raises(ValueError, match=r"from 0 to 4: got -1 to 3; if -1 marks invalid choices, pass num_choices"):
         expert_order(torch.tensor([[3, -1]]), 5, kernels=kernels)
 
 
-def test_ids_out_of_range_touch_no_foreign_memory():
+def test_unchecked_invalid_input_writes_nothing_out_of_bounds():
     order = expert_order(torch.tensor([[0, 9], [-7, 1]], device=DEVICE), 2, 2, "triton", check_ids=False)
     assert order.expert_offsets.tolist() == [0, 1, 2]
     assert order.positions_NK.tolist() == [[0, -1], [-1, 1]]
     for kernels in ("reference", "triton"):
-        order = expert_order(torch.tensor([[0, 1], [1, 0]], device=DEVICE), 2, 3, kernels)  # one more than was counted
+        order = expert_order(torch.tensor([[0, 1], [1, 0]], device=DEVICE), 2, 3, kernels)  # one more than num_choices
         assert order.positions_NK.tolist() == [[0, 2], [-1, 1]]
         assert order.gather_idx_M.tolist() == [0, 1, 0]
-        assert order.expert_offsets.tolist() == [0, 2, 3]  # no row beyond the three
+        assert order.expert_offsets.tolist() == [0, 2, 3]  # at most num_choices rows
 
 
-def test_expert_order_refuses():
+def test_expert_order_rejects_invalid_arguments():
     with pytest.raises(ValueError, match=r"expert ids must be \[N, K\] integers: got \[3\]"):
         expert_order(torch.zeros(3, dtype=torch.int64), 2)
     with pytest.raises(ValueError, match=r"got \[3, 2\] in torch\.float32"):

@@ -1,4 +1,4 @@
-"""The formulas of what is kept against the tensors that are there after a real forward, with the Triton kernels."""
+"""Compares the formulas for saved bytes with the tensors that are alive after a forward with the Triton kernels."""
 
 import gc
 
@@ -20,19 +20,19 @@ SIZES = {
     "vocab_size": V, "hidden_size": D, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8,
     "dense_size": 56, "expert_size": 16, "num_experts": 6, "experts_per_token": 3,
 }  # fmt: skip
-# Values as wide as keys: for others a CPU has no flash attention.
+# Values as wide as keys: flash attention on a CPU supports no other width.
 LATENT = {"attention": "mla", "kv_rank": 12, "rope_dim": 4, "value_dim": 12}
 FIRST = StageSpec(range(2), True, False, 0.4)
-MIDDLE = StageSpec(range(3), False, False, 0.5)  # of a model whose embedding is elsewhere
+MIDDLE = StageSpec(range(3), False, False, 0.5)  # without embedding and head
 LAST = StageSpec(range(2, 4), False, True, 0.4)
 
 
-class Made(TorchDispatchMode):
-    """Every storage that is made in it."""
+class AllocationTracker(TorchDispatchMode):
+    """Tracks every storage that is allocated within it."""
 
     def __init__(self, *known):
         super().__init__()
-        self.kept = known  # whose addresses must not be used again
+        self.known_tensors = known  # kept alive, so that their addresses are not reused
         self.known = {t.untyped_storage()._cdata for t in known}
         self.found = {}
 
@@ -42,17 +42,17 @@ class Made(TorchDispatchMode):
             if isinstance(t, torch.Tensor):
                 storage = t.untyped_storage()
                 key = storage._cdata
-                if key not in self.found or self.found[key][0].expired():  # addresses are used again
+                if key not in self.found or self.found[key][0].expired():  # addresses are reused
                     self.found[key] = StorageWeakRef(storage), storage.nbytes() * (key not in self.known)
         return result
 
     def alive(self):
-        gc.collect()  # Triton's interpreter leaves cycles
+        gc.collect()  # Triton's interpreter leaves reference cycles
         return sum(size for ref, size in self.found.values() if not ref.expired())
 
 
 class FusedNorm(torch.autograd.Function):
-    """What RMSNorm keeps on a GPU; on a CPU it is a chain of operators that keeps more."""
+    """Saves what RMSNorm saves on a GPU. On a CPU, torch's RMSNorm is a chain of operators that saves more."""
 
     @staticmethod
     def forward(ctx, x, weight, eps):
@@ -75,27 +75,27 @@ def fused_norms(monkeypatch):
 
 
 def forward(config, spec, recompute, ep=None, fused_loss=False):
-    """(what was made in a forward, the stage, its input, its loss or output)."""
+    """Return (allocations of a forward, the stage, its input, its loss or output)."""
     stage = TransformerStage(
         config, spec, ep, options=StageOptions(recompute=recompute, kernels="triton", fused_loss=fused_loss)
     ).to(DEVICE)
     bind(stage, WeightGrads())
     x = torch.randint(V, (B, S)) if spec.embedding else torch.randn(B, S, D)
     x, labels = x.to(DEVICE).requires_grad_(not spec.embedding), torch.randint(V, (B, S)).to(DEVICE)
-    with Made(x, labels, *stage.parameters(), *stage.buffers()) as made:
+    with AllocationTracker(x, labels, *stage.parameters(), *stage.buffers()) as allocations:
         y = stage(x)
         y = stage.loss(y, labels) if spec.head else y
-    return made, stage, x, y
+    return allocations, stage, x, y
 
 
-def kept(config, spec, recompute, ep=None, fused_loss=False):
-    """Bytes after a forward."""
-    made, _stage, x, _y = forward(config, spec, recompute, ep, fused_loss)
-    return made.alive() + x.nbytes + 8 * B * S * spec.head  # labels
+def bytes_after_forward(config, spec, recompute, ep=None, fused_loss=False):
+    """Bytes that are alive after a forward."""
+    allocations, _stage, x, _y = forward(config, spec, recompute, ep, fused_loss)
+    return allocations.alive() + x.nbytes + 8 * B * S * spec.head  # labels
 
 
-def tables(config, spec):
-    """What the formula leaves out: tables with an entry an expert, and a loss."""
+def omitted_bytes(config, spec):
+    """Bytes that the formula omits: tables with one entry per expert, and the loss."""
     layers = sum(not config.is_dense(layer) for layer in spec.layers)
     return layers * 64 * (config.num_experts + 1) + 16 * spec.head
 
@@ -107,39 +107,39 @@ def tables(config, spec):
     (LAST, {"qk_norm": "head"}, "none"),
     (LAST, {}, "full"),
 ], ids=["attention", "norms", "mla", "last", "full"])  # fmt: skip
-def test_what_is_kept_for_the_backward(spec, choices, recompute):
+def test_bytes_saved_for_backward(spec, choices, recompute):
     config = ModelConfig(**SIZES, **choices)
-    there = kept(config, spec, recompute)
+    measured = bytes_after_forward(config, spec, recompute)
     formula = saved_bytes(config, spec, MicroBatch(B, S, element=4, recompute=recompute))
-    assert 0 <= there - formula <= tables(config, spec)
+    assert 0 <= measured - formula <= omitted_bytes(config, spec)
 
 
-def test_a_fused_loss_keeps_no_logits():
+def test_a_fused_loss_saves_no_logits():
     config = ModelConfig(**SIZES | {"vocab_size": 200})
-    there = kept(config, LAST, "full", fused_loss=True)
+    measured = bytes_after_forward(config, LAST, "full", fused_loss=True)
     formula = saved_bytes(config, LAST, MicroBatch(B, S, element=4, recompute="full", fused_loss=True))
-    assert 0 <= there - formula <= tables(config, LAST)
+    assert 0 <= measured - formula <= omitted_bytes(config, LAST)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_what_is_kept_where_rows_travel(recompute):
+def test_bytes_saved_with_expert_parallelism(recompute):
     config, spec = ModelConfig(**SIZES), MIDDLE
-    there = kept(config, spec, recompute, Loopback(config.num_experts, 3, kernels="triton"))
+    measured = bytes_after_forward(config, spec, recompute, Loopback(config.num_experts, 3, kernels="triton"))
     formula = saved_bytes(config, spec, MicroBatch(B, S, element=4, ep=3, recompute=recompute))
-    assert there == pytest.approx(formula, rel=0.03)  # how many rows travel is random
+    assert measured == pytest.approx(formula, rel=0.03)  # the number of sent rows is random
 
 
 @pytest.mark.parametrize("spec,choices,recompute", [
     (MIDDLE, LATENT | {"q_rank": 20}, "none"), (LAST, {"vocab_size": 200}, "full"),
 ], ids=["mla", "last"])  # fmt: skip
-def test_what_is_kept_for_the_weights(spec, choices, recompute):
+def test_bytes_saved_for_deferred_weight_gradients(spec, choices, recompute):
     config = ModelConfig(**SIZES | choices)
-    made, stage, x, y = forward(config, spec, recompute)
-    with made, stage.weight_grads.defer_to("later"):
+    allocations, stage, x, y = forward(config, spec, recompute)
+    with allocations, stage.weight_grads.defer_to("later"):
         y.backward(torch.ones_like(y))
     del y
     known = [t.grad for t in (x, *stage.parameters()) if t.grad is not None]
-    there = made.alive() - sum(grad.nbytes for grad in known)
-    assert there == pytest.approx(
+    measured = allocations.alive() - sum(grad.nbytes for grad in known)
+    assert measured == pytest.approx(
         deferred_bytes(config, spec, MicroBatch(B, S, element=4, recompute=recompute)), rel=0.05
     )

@@ -1,4 +1,4 @@
-"""The fused head and loss against torch's two steps, and that the logits never exist whole."""
+"""Compares linear_cross_entropy with torch's linear and cross_entropy, and checks its memory."""
 
 import math
 
@@ -12,7 +12,7 @@ from moe_dualpipe.kernels.weight_grads import WeightGrads
 from tests.support.tensors import OperationStats
 
 V, D = 31, 5
-# Of gradients, |ours - torch's| / |torch's|: a few roundings (2^-53, 2^-24, 2^-9).
+# Relative error of gradients in the 2-norm: a few roundings (2^-53, 2^-24, 2^-9).
 TOLERANCES = {torch.float64: 1e-15, torch.float32: 5e-7, torch.bfloat16: 1e-2}
 
 
@@ -33,7 +33,7 @@ def plain(x, w, labels):
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("tokens,chunk", [(1, 1), (1, 8), (7, 1), (7, 3), (7, 7), (300, 64), (300, 299), (300, 1024)])
-def test_it_is_torchs_linear_and_cross_entropy(tokens, chunk, dtype):
+def test_it_equals_torch_linear_and_cross_entropy(tokens, chunk, dtype):
     x, w, labels = problem(tokens, dtype, ignored=range(2, tokens, 3))
     loss, expected = linear_cross_entropy(x, w, labels, chunk_tokens=chunk), plain(x, w, labels)
     assert loss.shape == ()
@@ -45,7 +45,7 @@ def test_it_is_torchs_linear_and_cross_entropy(tokens, chunk, dtype):
         assert distance(a, b) < TOLERANCES[dtype]
 
 
-def test_the_example_of_the_docstring():
+def test_docstring_example():
     x, w = torch.tensor([[1.0]], requires_grad=True), torch.tensor([[0.0], [math.log(3)]], requires_grad=True)
     loss = linear_cross_entropy(x, w, torch.tensor([1]))
     loss.backward()
@@ -60,7 +60,7 @@ def test_gradients_against_finite_differences(chunk):
 
 
 @pytest.mark.parametrize("tokens", [0, 4])
-def test_without_a_token_that_counts_the_loss_is_nan_and_the_gradients_zero_as_in_torch(tokens):
+def test_if_all_tokens_are_ignored_the_loss_is_nan_and_gradients_are_zero(tokens):
     x, w, labels = problem(tokens, ignored=range(tokens))
     for loss in (linear_cross_entropy(x, w, labels, chunk_tokens=3), plain(x, w, labels)):
         assert loss.isnan()
@@ -68,7 +68,7 @@ def test_without_a_token_that_counts_the_loss_is_nan_and_the_gradients_zero_as_i
             assert torch.equal(grad, torch.zeros_like(of))
 
 
-def test_logits_as_large_as_they_come_do_not_overflow():
+def test_large_logits_do_not_overflow():
     x, w, labels = problem(7, torch.float32)
     loss, expected = (f(1e4 * x, w, labels) for f in (linear_cross_entropy, plain))
     assert expected.isfinite()
@@ -88,27 +88,27 @@ def test_inputs_of_any_layout():
             torch.testing.assert_close(a, b)
 
 
-# ---- The weight gradient ----
+# ---- weight gradient ----
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-def test_the_deferred_weight_gradient_has_the_same_bits_later(dtype):
+def test_the_deferred_weight_gradient_is_bit_identical(dtype):
     weight_grads = WeightGrads()
     x, w, labels = problem(300, dtype, ignored=[0, 64, 299])
     wide = w.grad_dtype = torch.promote_types(dtype, torch.float32)
     linear_cross_entropy(x, w, labels, chunk_tokens=64, weight_grads=weight_grads).backward()
-    (at_once_x, at_once_w), x.grad, w.grad = (x.grad, w.grad), None, None
+    (expected_x, expected_w), x.grad, w.grad = (x.grad, w.grad), None, None
     loss = linear_cross_entropy(x, w, labels, chunk_tokens=64, weight_grads=weight_grads)
     with weight_grads.defer_to("later"):
         loss.backward()
-    assert torch.equal(x.grad, at_once_x)
+    assert torch.equal(x.grad, expected_x)
     assert w.grad is None
     weight_grads.run_deferred("later")
-    assert w.grad.dtype == at_once_w.dtype == wide  # type: ignore[union-attr]
-    assert torch.equal(w.grad, at_once_w)
+    assert w.grad.dtype == expected_w.dtype == wide  # type: ignore[union-attr]
+    assert torch.equal(w.grad, expected_w)
 
 
-def test_deferral_is_left_alone_where_nobody_wants_the_weight_gradient_or_only_that():
+def test_deferral_with_frozen_or_computed_inputs():
     weight_grads = WeightGrads()
     x, w, labels = problem(7)
     with weight_grads.defer_to(0):
@@ -126,7 +126,7 @@ def test_deferral_is_left_alone_where_nobody_wants_the_weight_gradient_or_only_t
 
 
 def test_the_sum_over_chunks_is_in_fp32():
-    """1024 equal rows in bf16: a sum in bf16 would stop growing, where its last bit outweighs a chunk's share."""
+    """1024 equal rows in bf16: a bf16 sum would stop growing once a chunk's share is below half of its last bit."""
     x = torch.ones(1024, 1, dtype=torch.bfloat16)
     w = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
     w.grad_dtype = torch.float32
@@ -152,11 +152,11 @@ def test_checkpointing_and_autocast():
         torch.testing.assert_close(grad, exact, rtol=3e-2, atol=3e-3)
 
 
-# ---- Memory, and the same numbers every time ----
+# ---- memory and determinism ----
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nothing_is_larger_than_the_logits_of_one_chunk(dtype):
+def test_no_tensor_is_larger_than_the_logits_of_one_chunk(dtype):
     tokens, chunk = 300, 64
     x, w, labels = problem(tokens, dtype)
     weight_grads = WeightGrads()
@@ -182,7 +182,7 @@ def products_of_a_backward(loss):
     return stats.num_matmuls
 
 
-def test_the_number_of_products_is_the_documented_one():
+def test_the_number_of_matrix_products_is_as_documented():
     weight_grads = WeightGrads()
     x, w, labels = problem(7)
     with OperationStats() as forward:
@@ -198,7 +198,7 @@ def test_the_number_of_products_is_the_documented_one():
     assert products_of_a_backward(linear_cross_entropy(x, w.detach(), labels)) == 2
 
 
-def test_between_forward_and_backward_it_keeps_one_number_a_token():
+def test_it_saves_one_number_per_token():
     kept = []
     x, w, labels = problem(300)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -208,7 +208,7 @@ def test_between_forward_and_backward_it_keeps_one_number_a_token():
     assert all(t.numel() <= 300 for t in own)
 
 
-def test_it_computes_the_same_bits_every_time():
+def test_runs_are_bit_identical():
     def once():
         x, w, labels = problem(300, torch.float32)
         loss = linear_cross_entropy(x, w, labels, chunk_tokens=64)
@@ -222,7 +222,7 @@ def test_it_computes_the_same_bits_every_time():
         assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
 
 
-# ---- What it refuses ----
+# ---- errors ----
 
 
 def test_it_cannot_be_differentiated_twice():
@@ -233,7 +233,7 @@ def test_it_cannot_be_differentiated_twice():
         grad.sum().backward()
 
 
-@pytest.mark.parametrize("change,problem_", [
+@pytest.mark.parametrize("change,message", [
     ({"x_TD": torch.zeros(2, 3, D)}, r"x \[T, D\] and w \[V, D\]: got \[2, 3, 5\] and \[31, 5\]; flatten"),
     ({"w_VD": torch.zeros(V, 4)}, r"got \[7, 5\] and \[31, 4\]"),
     ({"w_VD": torch.zeros(V)}, r"got \[7, 5\] and \[31\]"),
@@ -247,8 +247,8 @@ def test_it_cannot_be_differentiated_twice():
     ({"labels_T": torch.tensor([0, 30, -100, 31, 0, 0, 99])}, "from 0 to 30, or -100 to ignore a token: got 31"),
     ({"labels_T": torch.tensor([0, 30, -100, 0, -1, 0, 0])}, "got -1"),
 ])  # fmt: skip
-def test_it_refuses_what_does_not_fit(change, problem_):
+def test_invalid_arguments_raise(change, message):
     good = {"x_TD": torch.zeros(7, D), "w_VD": torch.zeros(V, D), "labels_T": torch.zeros(7, dtype=torch.int64)}
     linear_cross_entropy(**good)
-    with pytest.raises(ValueError, match=problem_):
+    with pytest.raises(ValueError, match=message):
         linear_cross_entropy(**good | change)

@@ -1,4 +1,4 @@
-"""Every operator against a loop that anyone can check, with awkward sizes, empty experts, and one with everything."""
+"""Compares the plain-torch operators with simple loops, and tests deferred weight gradients."""
 
 import itertools
 
@@ -14,7 +14,7 @@ from moe_dualpipe.kernels.permute import gather_sum, permute, unpermute
 from moe_dualpipe.kernels.routing import expert_order
 from moe_dualpipe.kernels.weight_grads import WeightGrads, accumulate, bind
 
-# (rows per expert); the third has empty experts at both ends, the fourth one expert with everything, the last no rows
+# Rows per expert. The third has empty experts at both ends, the fourth one expert with all rows, the last no rows.
 COUNTS = [[3, 1, 4, 2], [1], [0, 5, 0, 2, 0], [0, 7, 0], [300, 7], [0, 0]]
 
 
@@ -30,7 +30,7 @@ def leaf(*shape, dtype=torch.float64):
 
 
 @pytest.mark.parametrize("leading", [(), (1,), (7,), (2, 3), (0,)])
-def test_linear_equals_torchs(leading):
+def test_linear_equals_torch(leading):
     x, w = leaf(*leading, 5), leaf(4, 5)
     y = linear(x, w)
     expected = torch.nn.functional.linear(x, w)
@@ -46,7 +46,7 @@ def test_linear_gradients_against_finite_differences():
     assert torch.autograd.gradcheck(linear, (leaf(3, 5), leaf(4, 5)))
 
 
-def test_linear_skips_gradients_nobody_wants():
+def test_linear_computes_only_requested_gradients():
     x, w = leaf(3, 5), leaf(4, 5)
     linear(x.detach(), w).sum().backward()
     assert x.grad is None
@@ -58,7 +58,7 @@ def test_linear_skips_gradients_nobody_wants():
 # ---- deferral ----
 
 
-def test_deferred_gradients_wait_for_their_key_and_come_in_any_order_of_keys():
+def test_deferred_gradients_run_per_key_in_any_order():
     weight_grads = WeightGrads()
     x, w = leaf(3, 5), leaf(4, 5)
     expected = torch.autograd.grad(linear(x, w).sum(), [w])[0]
@@ -77,7 +77,7 @@ def test_deferred_gradients_wait_for_their_key_and_come_in_any_order_of_keys():
         weight_grads.run_deferred("a")
 
 
-def test_deferral_refuses_to_nest_and_forgets_after_clear():
+def test_deferral_does_not_nest_and_clear_drops_everything():
     weight_grads = WeightGrads()
     with weight_grads.defer_to(1):
         assert weight_grads.defers(leaf(2))
@@ -90,7 +90,7 @@ def test_deferral_refuses_to_nest_and_forgets_after_clear():
     assert len(weight_grads) == 0
 
 
-def test_a_weight_that_somebody_watches_or_computes_is_not_deferred():
+def test_a_weight_with_hooks_or_a_computed_weight_is_not_deferred():
     weight_grads = WeightGrads()
     x, watched, seen = leaf(3, 5), leaf(4, 5), []
     watched.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
@@ -127,7 +127,7 @@ def test_deferred_gradients_survive_activation_checkpointing():
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-def test_autocast_computes_in_its_dtype_and_returns_gradients_in_the_weights(grouped):
+def test_autocast_dtype_of_outputs_and_gradients(grouped):
     x, w = leaf(5, 8, dtype=torch.float32), leaf(2, 4, 8, dtype=torch.float32)
     weight_grads = WeightGrads()
     with torch.autocast("cpu", torch.bfloat16):
@@ -141,20 +141,20 @@ def test_autocast_computes_in_its_dtype_and_returns_gradients_in_the_weights(gro
     torch.testing.assert_close(w.grad[0], rows.sum(0).expand(4, 8), rtol=2e-2, atol=2e-2)
 
 
-def test_bind_reaches_every_layer_that_can_defer_and_no_other():
+def test_bind_sets_weight_grads_on_layers_that_can_defer():
     class Deferring(torch.nn.Module):
         def __init__(self):
             super().__init__()
             self.weight_grads = None
 
     other = torch.nn.Linear(2, 2)
-    other.weight_grads = ["somebody's own"]  # type: ignore[assignment]
+    other.weight_grads = ["unrelated"]  # type: ignore[assignment]
     module = torch.nn.Sequential(Deferring(), torch.nn.Sequential(Deferring(), torch.nn.Linear(2, 2)), other)
     weight_grads = WeightGrads()
     bind(module, weight_grads)
     bound = [layer for layer in module.modules() if getattr(layer, "weight_grads", None) is weight_grads]
     assert [type(layer).__name__ for layer in bound] == ["Deferring", "Deferring"]
-    assert other.weight_grads == ["somebody's own"]
+    assert other.weight_grads == ["unrelated"]
 
 
 def test_accumulate_follows_grad_dtype():
@@ -189,12 +189,12 @@ def test_grouped_linear_equals_a_loop(counts, deferred, widths, dtype):
     else:
         y.backward(direction)
     torch.testing.assert_close(x.grad, expected_x)
-    torch.testing.assert_close(w.grad, expected_w)  # zeros, not garbage, for the experts without rows
+    torch.testing.assert_close(w.grad, expected_w)  # zeros for experts without rows
     for e, count in enumerate(counts):
         assert count or not w.grad[e].any()
 
 
-def test_grouped_linear_takes_a_gradient_that_is_not_contiguous():
+def test_grouped_linear_accepts_a_non_contiguous_gradient():
     x, w = leaf(6, 5, dtype=torch.float32), leaf(2, 4, 5, dtype=torch.float32)
     grouped_linear(x, w, offsets_of([4, 2])).sum().backward()  # sum's gradient is an expanded scalar
     torch.testing.assert_close(w.grad[0], torch.ones(4, 1) * x[:4].sum(0))
@@ -206,17 +206,17 @@ def test_grouped_linear_takes_a_gradient_that_is_not_contiguous():
     ((6, 5), (2, 4, 5), 2, r"2 experts need 3 offsets in int32: got \[2\]"),
     ((6, 5), (2, 4, 5), 3, "the last offset must be the number of rows: got 0 of 6"),
 ])  # fmt: skip
-def test_grouped_linear_refuses_shapes_that_do_not_fit(x, w, offsets, problem):
+def test_grouped_linear_rejects_wrong_shapes(x, w, offsets, problem):
     with pytest.raises(ValueError, match=problem):
         grouped_linear(torch.zeros(x), torch.zeros(w), torch.zeros(offsets, dtype=torch.int32))
 
 
-def test_grouped_linear_refuses_rows_that_belong_to_no_expert():
+def test_grouped_linear_rejects_offsets_that_do_not_start_at_0():
     with pytest.raises(ValueError, match="the first offset must be 0: got 2"):
         grouped_linear(torch.zeros(6, 8), torch.zeros(2, 4, 8), torch.tensor([2, 4, 6], dtype=torch.int32))
 
 
-def test_grouped_linear_refuses_offsets_of_another_dtype():
+def test_grouped_linear_rejects_offsets_of_another_dtype():
     with pytest.raises(ValueError, match=r"in int32: got \[3\] in torch.int64"):
         grouped_linear(torch.zeros(6, 8), torch.zeros(2, 4, 8), torch.tensor([0, 2, 6]))
 
@@ -226,7 +226,7 @@ def test_grouped_linear_refuses_offsets_of_another_dtype():
     lambda: torch.randn(5, 40)[:, 3:11],
 ])  # fmt: skip
 @pytest.mark.parametrize("outputs", [1, 4, 5])
-def test_grouped_linear_takes_rows_in_any_layout(make, outputs):
+def test_grouped_linear_accepts_rows_in_any_layout(make, outputs):
     x, w, offsets = make(), torch.randn(2, outputs, 8, requires_grad=True), offsets_of([3, 2])
     y = grouped_linear(x, w, offsets)
     torch.testing.assert_close(y, torch.cat([x[:3] @ w[0].T, x[3:] @ w[1].T]))
@@ -234,7 +234,7 @@ def test_grouped_linear_takes_rows_in_any_layout(make, outputs):
     torch.testing.assert_close(w.grad[1], x[3:].sum(0).expand(outputs, 8))
 
 
-# ---- expert order, gather and sum ----
+# ---- expert order, permute and unpermute ----
 
 
 @st.composite
@@ -247,7 +247,7 @@ def choices(draw):
 
 
 def loop_order(ids, experts):
-    """The same thing as a loop: for each expert, in order of rows, the choices that named it."""
+    """expert_order as a loop: for each expert, its choices in the order of rows."""
     order = [(row, k) for e in range(experts) for row, line in enumerate(ids) for k, i in enumerate(line) if i == e]
     counts = [sum(i == e for line in ids for i in line) for e in range(experts)]
     return order, counts
@@ -278,7 +278,7 @@ def test_expert_order_docstring_example():
 
 @settings(max_examples=60, deadline=None)
 @given(choices())
-def test_gather_and_sum_are_each_others_backward(drawn):
+def test_permute_and_unpermute_are_each_others_backward(drawn):
     ids_NK, experts = drawn
     valid = int((ids_NK >= 0).sum())
     order = expert_order(ids_NK, experts, valid)
@@ -314,7 +314,7 @@ def test_weighted_unpermute_and_both_gradients(drawn):
         torch.testing.assert_close(a, b)
 
 
-def test_sums_of_bf16_rows_are_rounded_once():
+def test_gather_sum_of_bf16_rows_rounds_once():
     rows, weights = torch.randn(8, 16).bfloat16(), torch.rand(1, 8)
     positions = torch.arange(8)[None]
     expected = rows.float().sum(0).bfloat16()
@@ -323,7 +323,7 @@ def test_sums_of_bf16_rows_are_rounded_once():
     torch.testing.assert_close(gather_sum(rows, positions, weights)[0], expected, rtol=0, atol=0)
 
 
-def test_deferred_gradients_carry_no_graph():
+def test_deferred_gradients_have_no_graph():
     weight_grads, w = WeightGrads(), leaf(4, 5)
     with weight_grads.defer_to(0):
         linear(leaf(3, 5) * 2, w, weight_grads).sum().backward()

@@ -1,4 +1,4 @@
-"""The tables of tile sizes: what ships, what the user tuned, and what is taken when."""
+"""The tables of tile sizes: the shipped one, the user's, and the lookup in both."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ def home(tmp_path, monkeypatch):
     configs.clear_caches()
 
 
-def test_what_ships_has_every_kernel_on_every_gpu():
+def test_the_shipped_table_has_every_kernel_for_every_gpu():
     shipped = configs.load_table(SHIPPED)
     for arch in ("sm_80", "sm_90", "sm_100", "gfx942", "interpreter"):
         for size in (2, 4):
@@ -29,13 +29,13 @@ def test_what_ships_has_every_kernel_on_every_gpu():
 
 
 @pytest.mark.usefixtures("home")
-def test_a_gpu_without_a_table_takes_one_that_it_can_run():
+def test_an_unknown_gpu_uses_the_entries_of_a_similar_one():
     for arch, like in (("sm_86", "sm_80"), ("sm_120", "sm_80"), ("gfx90a", "gfx942"), ("gfx1100", "gfx942")):
         assert configs.lookup("up", arch, 2, 512, 2048) == configs.lookup("up", like, 2, 512, 2048)
     assert configs.lookup("up", "sm_90", 2, 512, 2048) != configs.lookup("up", "sm_80", 2, 512, 2048)
 
 
-def test_the_users_table_comes_first_and_the_nearest_sizes_win(home):
+def test_the_users_table_has_priority_and_the_nearest_sizes_are_used(home):
     assert configs.user_table_path() == home
     entries = [
         TunedKernel("up", "sm_90", 2, 512, 2048, A),
@@ -49,13 +49,13 @@ def test_the_users_table_comes_first_and_the_nearest_sizes_win(home):
     shipped = next(
         e.config for e in configs.load_table(SHIPPED) if (e.kernel, e.arch, e.dtype_bytes) == ("down", "sm_90", 2)
     )
-    assert configs.lookup("down", "sm_90", 2, 512, 2048) == shipped  # another size of elements
+    assert configs.lookup("down", "sm_90", 2, 512, 2048) == shipped  # the user's entry has another element size
     configs.save_table(home, [TunedKernel("down", "sm_90", 2, 512, 2048, C)])
     assert configs.lookup("down", "sm_90", 2, 512, 2048) == C
 
 
 @pytest.mark.usefixtures("home")
-def test_rows_that_no_wide_load_can_read_take_tiles_of_their_own():
+def test_rows_that_are_not_16_byte_multiples_use_the_any_entries():
     odd = configs.lookup("any", "sm_90", 2, 512, 2048)
     assert configs.lookup("up", "sm_90", 2, 513, 2048) == odd
     assert configs.lookup("wgrad", "sm_90", 2, 512, 2044) == odd
@@ -63,7 +63,7 @@ def test_rows_that_no_wide_load_can_read_take_tiles_of_their_own():
     assert configs.lookup("up", "sm_90", 2, 520, 2048) != odd
 
 
-def test_what_is_saved_is_loaded(home):
+def test_a_saved_table_can_be_loaded(home):
     entries = (TunedKernel("wgrad", "gfx942", 2, 3, 5, dataclasses.replace(A, tma=True, group_m=3)),)
     configs.save_table(home, entries, gpu="MI300X", date="today")
     assert configs.load_table(home) == entries
@@ -77,7 +77,7 @@ def test_what_is_saved_is_loaded(home):
      '{"block_m": 1, "block_n": 1, "block_k": 1, "warps": 1, "stages": 1}}]}',
      "unknown kernel 'sideways'; the kernels are up"),
 ])  # fmt: skip
-def test_a_file_that_is_no_table(home, text, problem):
+def test_an_invalid_table_raises(home, text, problem):
     home.parent.mkdir()
     home.write_text(text)
     with pytest.raises(ValueError, match=problem) as error:
@@ -85,7 +85,7 @@ def test_a_file_that_is_no_table(home, text, problem):
     assert str(home) in str(error.value)
 
 
-def test_overrides_end_and_nest():
+def test_overrides_nest_and_end():
     before = configs.lookup("up", "sm_90", 2, 512, 2048)
     with configs.override_config("up", A):
         with configs.override_config("up", B):
@@ -96,6 +96,6 @@ def test_overrides_end_and_nest():
         pass
 
 
-def test_sizes_that_no_table_knows():
+def test_an_element_size_without_entries_raises():
     with pytest.raises(ValueError, match="no configuration of kernel 'up' for sm_90 with elements of 8 bytes"):
         configs.lookup("up", "sm_90", 8, 512, 2048)
