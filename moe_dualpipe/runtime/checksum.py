@@ -1,8 +1,8 @@
-"""A 64-bit checksum of a tensor's bits, computed where the tensor is: eight bytes to compare instead of all of them.
+"""A 64-bit checksum of a tensor's bits, computed on the tensor's device: replicas compare it instead of the tensor.
 
-A sum of the 64-bit words, each times an odd number of its own, modulo 2^64. Odd numbers have inverses there, so a
-change of one word, be it of one bit, always changes the sum; one of several words goes unseen with a probability of
-about 2^-64.
+The checksum is the sum of the 64-bit words modulo 2^64, each multiplied by a different odd number. Odd numbers have
+inverses modulo 2^64, so a change of a single word always changes the sum. A change of several words is missed with a
+probability of about 2^-64.
 """
 
 from functools import lru_cache
@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-BLOCK = 2**12  # words in a row; every row has an odd factor of its own, too
-ROWS = 2**10  # rows at a time, which bounds the memory: 8 bytes a word
+BLOCK = 2**12  # words in a row; every row has an odd factor, too
+ROWS = 2**10  # rows at a time; this bounds the memory, 8 bytes a word
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """The checksum of a tensor of any dtype: int64, a scalar on the same device. Does not block the host.
+    """The checksum of a tensor of any dtype: an int64 scalar on the same device. Does not block the host.
 
-    Equal bits give equal sums on all devices; -0.0 differs from 0.0, and one NaN from another. Of elements smaller than
-    8 bytes, the last word is filled up with zeros.
+    Equal bits give equal sums on all devices; -0.0 differs from 0.0, and NaNs with different bits differ. The last word
+    is padded with zeros if elements are smaller than 8 bytes.
     """
     flat = tensor.detach().contiguous().flatten()
     in_word = 8 // flat.element_size()
@@ -40,6 +40,6 @@ def checksum(tensor: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _odd(count: int, seed: int, device: torch.device) -> Tensor:
-    """Odd 64-bit numbers without a pattern, the same on all ranks."""
+    """Pseudo-random odd 64-bit numbers, the same on all ranks."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.randint(-(2**62), 2**62, (count,), generator=generator) * 2 + 1).to(device)

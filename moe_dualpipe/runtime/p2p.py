@@ -1,10 +1,10 @@
 """Point-to-point transfers between pipeline ranks.
 
-Nothing here blocks the host on CUDA, and on CPU only `Receiving.wait` and `Sending.wait` do. Messages on one directed
-link arrive in the order in which they were sent; the executor posts receives in that order.
+On CUDA nothing here blocks the host; on CPU, `Receiving.wait` and `Sending.wait` do. Messages of one sender to one
+receiver arrive in the order in which they were sent, and the executor posts receives in that order.
 
-NCCL serialises all transfers that share a communicator and a pair of ranks, so a send could wait behind a receive that
-was posted early. Therefore each direction (to a higher rank, to a lower rank) has a process group of its own there.
+NCCL serializes all transfers of a pair of ranks in one communicator, so a send could wait for a receive that was posted
+early. Therefore, on CUDA, each direction (to a higher rank, to a lower rank) has a separate process group.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from .groups import create_group
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape and dtype of one tensor that passes between stages; the same for every boundary and micro-batch."""
+    """Shape and dtype of one tensor sent between stages; the same for all stages and micro-batches."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -34,7 +34,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Receiving:
-    """Tensors on their way; `wait`, called once, makes them usable on the current stream."""
+    """Tensors that are being received. Call `wait` once; then the current stream may use them."""
 
     tensors: tuple[torch.Tensor, ...]
     works: tuple[dist.Work, ...] = ()
@@ -47,7 +47,7 @@ class Receiving:
 
 @dataclass(frozen=True, slots=True)
 class Sending:
-    """Keeps what is being sent alive and untouched until `wait`."""
+    """Tensors that are being sent: keeps them alive until `wait`."""
 
     tensors: tuple[torch.Tensor, ...]
     works: tuple[dist.Work, ...]
@@ -59,7 +59,7 @@ class Sending:
 
 @dataclass(slots=True)
 class _Steps:
-    """How many steps the links have seen, and whether one of them failed."""
+    """The number of steps so far, and whether one failed."""
 
     count: int = 0
     failed: bool = False
@@ -67,9 +67,9 @@ class _Steps:
 
 @dataclass(frozen=True)
 class P2P:
-    """The links of one pipeline. Build it with `connect`, on every rank of the group.
+    """The links of one pipeline. Create it with `connect`, on every rank of the group.
 
-    Transfers belong to a step (`step()`): what a step that failed left on its way never reaches the next one.
+    Transfers belong to a step (`step()`): the next step never receives messages that a failed step has sent.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -90,11 +90,11 @@ class P2P:
         pipeline_ranks: Sequence[int] | None = None,
         timeout: float | None = None,
     ) -> "P2P":
-        """Set up the links of the pipeline that `group` forms (None: a pipeline of one rank, without a group).
+        """Create the links of the pipeline that `group` forms (None: a pipeline of one rank).
 
-        `pipeline_ranks[i]` is the pipeline rank of the group's rank `i`; by default they are the same.
-        `timeout`: how long a transfer on CUDA, which gets groups of its own, waits; None: torch's own.
-        Collective over `group` on CUDA. Raises ValueError if `pipeline_ranks` is no permutation.
+        pipeline_ranks: `pipeline_ranks[i]` is the pipeline rank of the group's rank i; by default i. timeout: seconds
+        that a transfer waits on CUDA, where this creates groups; None: torch's default. On CUDA, collective over
+        `group`. Raises ValueError if `pipeline_ranks` is not a permutation.
         """
         specs = tuple(specs)
         if group is None:
@@ -115,18 +115,18 @@ class P2P:
         return p2p
 
     def with_specs(self, specs: Sequence[TensorSpec]) -> "P2P":
-        """The same links, for tensors of other shapes."""
+        """The same links for tensors of other shapes."""
         return replace(self, specs=tuple(specs))
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Within this context, transfers belong to one step. Every rank must take part in the same steps.
+        """Inside this context, transfers belong to one step. Every rank must enter the same steps.
 
-        After a step that failed, gloo goes on with the next one: messages carry the number of their step. NCCL cannot
-        tell messages apart, so there this raises RuntimeError.
+        After a failed step, gloo can continue, because its messages are tagged with the number of their step. NCCL has
+        no tags, so on CUDA this raises RuntimeError.
         """
         if self.steps.failed and self.device.type != "cpu":
-            raise RuntimeError("an earlier step failed with transfers on their way; restart the processes")
+            raise RuntimeError("an earlier step failed and left transfers unfinished; restart the processes")
         self.steps.count += 1
         try:
             yield
@@ -154,7 +154,7 @@ class P2P:
         return self.upward if to > source else self.downward
 
     def _open_links(self) -> None:
-        """NCCL connects a pair of ranks on its first message and blocks the host meanwhile: do it now, in one order."""
+        """Connect all pairs of neighbours. NCCL does so on the first message, blocking the host."""
         token = torch.zeros(1, device=self.device)
         for source, to in self._neighbours():
             if self.rank in (source, to):

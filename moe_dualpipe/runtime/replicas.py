@@ -1,7 +1,7 @@
-"""Replicas of the same parameters on several ranks: summing their gradients, and proving that they stay equal.
+"""Replicas of parameters on several ranks: sum their gradients, and check that the parameters stay equal.
 
-Data parallelism makes replicas, and so does DualPipe, which keeps every stage on two mirrored ranks. Both are the same
-thing here: a set of parameters, and the process group of the ranks that hold them.
+Data parallelism creates replicas, and so does DualPipe, which keeps every stage on two mirrored ranks. Both are treated
+alike: a replica set is a set of parameters with the process group of the ranks that hold them.
 """
 
 from collections import Counter
@@ -16,20 +16,20 @@ from ..expert_parallel.parameters import expert_ids
 from .checksum import checksum
 from .groups import Groups
 
-BUCKET_ELEMENTS = 16 * 2**20  # gradients are summed in pieces of at most this many elements, or one parameter
+BUCKET_ELEMENTS = 16 * 2**20  # gradients are summed in buckets of at most this many elements, or of one parameter
 
 
 @dataclass(frozen=True)
 class ReplicaSet:
-    """Parameters, by global name, that every rank of `group` holds a copy of. None: this rank alone.
+    """Parameters, by global name, of which every rank of `group` (None: only this rank) holds a copy.
 
-    They are kept in order of their names, because the ranks of a group build their stages in different orders.
+    They are sorted by name, because the ranks of a group build their stages in different orders.
     """
 
     parameters: Mapping[str, nn.Parameter]
     group: dist.ProcessGroup | None
     local_experts: range | None = None
-    """The experts that each of these parameters holds; None: they belong to no expert."""
+    """The experts in each of these parameters; None for other parameters."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parameters", dict(sorted(self.parameters.items())))
@@ -42,7 +42,7 @@ class ReplicaSet:
 def replica_sets(
     stages: Iterable[nn.Module], groups: Groups, shared: Collection[nn.Parameter] = ()
 ) -> list[ReplicaSet]:
-    """The parameters of this rank's stages, in sets with the same holders: dense, experts, and `shared`.
+    """Divide the parameters of this rank's stages into sets with the same holders: dense, experts, and `shared`.
 
     Parameter names must be global. shared: the parameters that the ranks of `groups.embedding` hold.
     """
@@ -58,7 +58,7 @@ def replica_sets(
 
 
 def sum_gradients(replicas: ReplicaSet) -> None:
-    """Replace every gradient by the sum over the replicas; a missing gradient counts as zero. Collective."""
+    """Replace every gradient by its sum over the replicas; a missing gradient counts as zero. Collective."""
     for parameter in replicas.parameters.values():
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
@@ -73,9 +73,9 @@ def sum_gradients(replicas: ReplicaSet) -> None:
 
 
 def gradient_norm(sets: list[ReplicaSet], device: torch.device) -> Tensor:
-    """The 2-norm of all gradients of the model, every parameter counted once; fp64, the same on all ranks. Collective.
+    """The 2-norm of all gradients of the model in fp64, the same on all ranks. Collective.
 
-    Call it after `sum_gradients`: a replica contributes its share, so the sum over the world counts each once.
+    Call it after `sum_gradients`. Each of n replicas contributes 1/n, so every parameter counts once.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for replicas in sets:
@@ -88,10 +88,10 @@ def gradient_norm(sets: list[ReplicaSet], device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def differing(replicas: ReplicaSet) -> dict[str, list[int]]:
-    """Which parameters are not bit-equal on all replicas, and on which global ranks; the same on all ranks. Collective.
+    """The parameters that are not bit-equal on all replicas, with the global ranks that deviate. Collective.
 
-    Checksums travel, not parameters. The ranks are those that deviate from what more than half of the replicas hold;
-    all of them where no value has such a majority, as with two replicas.
+    Returns the same on all ranks. Ranks exchange checksums, not parameters. A rank deviates if its value differs from
+    that of more than half of the replicas; if there is no such majority, as with two replicas, all ranks deviate.
     """
     if replicas.group is None or not replicas.parameters:
         return {}
@@ -107,14 +107,14 @@ def differing(replicas: ReplicaSet) -> dict[str, list[int]]:
 
 
 def _minority(values: Sequence[int]) -> list[int]:
-    """The places of all values but the one that more than half have: [5, 7, 5] -> [1], [5, 7] -> [0, 1]."""
+    """The indices of all values except a majority's: [5, 7, 5] -> [1], [5, 7] -> [0, 1], [5, 5] -> []."""
     value, count = Counter(values).most_common(1)[0]
     majority = value if 2 * count > len(values) else None
     return [i for i, v in enumerate(values) if v != majority]
 
 
 def check_equal(replicas: ReplicaSet) -> None:
-    """Raise RuntimeError, naming parameters and ranks, unless all replicas are bit-equal. Collective."""
+    """Raise RuntimeError with parameters and ranks unless all replicas are bit-equal. Collective."""
     if found := differing(replicas):
         assert replicas.group is not None
         names, ranks = list(found), sorted(set().union(*found.values()))
@@ -127,7 +127,7 @@ def check_equal(replicas: ReplicaSet) -> None:
 
 
 def buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors in order, in lists of at most `BUCKET_ELEMENTS` elements or one tensor: to be sent as one."""
+    """Divide the tensors, in order, into lists of at most `BUCKET_ELEMENTS` elements, or of one tensor."""
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:

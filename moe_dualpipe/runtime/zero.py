@@ -1,11 +1,11 @@
-"""ZeRO-1 (arXiv 1910.02054): each replica keeps the optimizer state of its share of the weights, and updates only that.
+"""ZeRO-1 (arXiv 1910.02054): each replica stores optimizer state for a part of the weights, and updates only that part.
 
-A owned is a tensor as a checkpoint names it: a dense parameter, or one expert of a stack. Whole pieces go to owners,
-so that every update, and every file of a checkpoint, is the same whoever owns what; the price is that one very large
-owned, such as an embedding, cannot be divided.
+The unit is a tensor as named in a checkpoint: a dense parameter, or one expert of a stack. Each has one owner. So
+updates and checkpoint files do not depend on who owns what; but one very large tensor, such as the embedding, is not
+divided.
 
 torch's ZeroRedundancyOptimizer divides the state of the tensors that it sends; the fp32 master weights of a bf16 model
-would remain whole on every rank. It also divides stacked experts only as a whole, and gathers state to save it.
+would remain on every rank. It also treats stacked experts as one tensor, and gathers all state to save it.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ class OwnedTensor:
 
 
 class Shards:
-    """The pieces of a replica set by global name, and whose they are: this rank's alone unless `divide`d."""
+    """The tensors of a replica set with their owners, by global name. Without `divide`, this rank owns all."""
 
     def __init__(self, replicas: ReplicaSet, divide: bool):
         self.group = replicas.group if divide else None
@@ -46,15 +46,15 @@ class Shards:
 
     @property
     def owned(self) -> dict[str, OwnedTensor]:
-        return {name: owned for name, owned in self.tensors.items() if owned.owner == self.rank}
+        return {name: tensor for name, tensor in self.tensors.items() if tensor.owner == self.rank}
 
     @torch.no_grad()
     def broadcast_weights(self) -> None:
-        """Give every replica the weights that their owners updated. Collective."""
+        """Send the updated weights from their owners to all replicas. Collective."""
         if self.group is None:
             return
         for owner in range(self.group.size()):
-            weights = [owned.weight for owned in self.tensors.values() if owned.owner == owner]
+            weights = [tensor.weight for tensor in self.tensors.values() if tensor.owner == owner]
             for bucket in buckets(weights):
                 flat = torch.cat([weight.flatten() for weight in bucket])
                 dist.broadcast(flat, group=self.group, group_src=owner)
@@ -64,9 +64,9 @@ class Shards:
 
 
 def assign_owners(sizes: Mapping[str, int], num_owners: int) -> dict[str, int]:
-    """An owner for every name, the same on all ranks: the largest first, each to whoever has least so far.
+    """Assign an owner to every name, the same on all ranks: the largest first, each to the owner that has least so far.
 
-    So nobody has more than another by more than one owned. Example: {"a": 5, "b": 3, "c": 3} over two owners ->
+    Two owners differ by at most one tensor. Example: {"a": 5, "b": 3, "c": 3} over two owners ->
     {"a": 0, "b": 1, "c": 1}.
     """
     loads, owners = [0] * num_owners, {}
@@ -77,7 +77,7 @@ def assign_owners(sizes: Mapping[str, int], num_owners: int) -> dict[str, int]:
 
 
 def elements_per_owner(sizes: Mapping[str, int], num_owners: int) -> list[int]:
-    """How much each owner has then. Example: {"a": 5, "b": 3, "c": 3} over two owners -> [5, 6]."""
+    """The number of elements that each owner gets. Example: {"a": 5, "b": 3, "c": 3} over two owners -> [5, 6]."""
     totals = [0] * num_owners
     for name, owner in assign_owners(sizes, num_owners).items():
         totals[owner] += sizes[name]
