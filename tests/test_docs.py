@@ -135,9 +135,8 @@ def test_the_tables_that_no_single_command_prints():
 def test_the_tables_of_the_published_trace(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.json.gz").symlink_to(PUBLISHED)
-    for options in ([], ["--phases"]):
-        assert cli.main(["profile", "analyze", "train.json.gz", *options]) == 0
-        assert f"```\n{capsys.readouterr().out}```" in (ROOT / "docs" / "profiling.md").read_text(), options
+    assert cli.main(["profile", "analyze", "train.json.gz", "--phases"]) == 0
+    assert f"```\n{capsys.readouterr().out}```" in (ROOT / "docs" / "profiling.md").read_text()
 
 
 # ---- Links ----

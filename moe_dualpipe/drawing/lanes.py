@@ -176,5 +176,5 @@ def _add_legend(figure: "Figure", pictures: Sequence[Picture]) -> None:
         for block in picture.blocks:
             times[picture.colour(block)] += total(block.intervals)
     labels = {COLOURS[letter]: LABELS[letter] for letter in COLOURS} | {OTHER: "other"}
-    entries = [Patch(facecolor=colour, label=labels[colour]) for colour in labels if times[colour] > end / 400]
+    entries = [Patch(facecolor=colour, label=labels[colour]) for colour in labels if times[colour] > end / 100]
     figure.legend(handles=entries, loc="outside lower left", ncols=5, fontsize=FONT_SIZE, frameon=False)

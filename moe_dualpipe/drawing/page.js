@@ -1,6 +1,6 @@
-// Draws the lanes of page.py.
+// Draws the lanes of page.py on a canvas, and zooms and moves them.
 const { end, rows } = JSON.parse(document.getElementById("data").textContent);
-const canvas = document.getElementById("lanes"), status = document.getElementById("status");
+const canvas = document.getElementById("lanes"), info = document.getElementById("info");
 const HEIGHT = 44, TITLE = 26, LEFT = 110, AXIS = 26, LANES = ["computation", "communication"];
 let from = 0, to = end, drag = null;
 
@@ -46,15 +46,15 @@ function draw() {
   }
 }
 
-function tell(event) {
+function showInfo(event) {
   const time = timeAt(event.offsetX), row = rows.findIndex((_, r) => event.offsetY < y(r + 1, 0) - TITLE);
   const lane = row < 0 ? -1 : Math.floor((event.offsetY - y(row, 0)) / HEIGHT);
-  status.textContent = (time / 1000).toFixed(3) + " ms";
+  info.textContent = (time / 1000).toFixed(3) + " ms";
   for (const [l, name, , spans] of row < 0 ? [] : rows[row].blocks) {
     const span = l === lane && spans.find(([start, stop]) => start <= time && time < stop);
     if (span) {
       const all = spans.reduce((sum, [start, stop]) => sum + stop - start, 0);
-      status.textContent += `   ${name || "(no annotation)"}: ${all.toFixed(1)} us in ${spans.length} piece`
+      info.textContent += `   ${name || "(no annotation)"}: ${all.toFixed(1)} us in ${spans.length} piece`
         + (spans.length > 1 ? "s" : "") + `, this one ${(span[1] - span[0]).toFixed(1)} us`;
     }
   }
@@ -79,7 +79,7 @@ canvas.addEventListener("mousemove", (event) => {
     const moved = (event.offsetX - drag.at) / width() * (drag.to - drag.from);
     show(drag.from - moved, drag.to - moved);
   }
-  tell(event);
+  showInfo(event);
 });
 canvas.addEventListener("dblclick", () => show(0, end));
 window.addEventListener("resize", draw);

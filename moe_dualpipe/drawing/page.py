@@ -54,10 +54,10 @@ _PAGE = Template("""<!doctype html>
 <style>
   body { font: 14px system-ui, sans-serif; margin: 1em; color: #222; background: #fff }
   canvas { width: 100%; display: block; cursor: grab }
-  #status { height: 1.5em; margin-top: .5em; white-space: pre }
+  #info { height: 1.5em; margin-top: .5em; white-space: pre }
 </style>
 <canvas id="lanes"></canvas>
-<div id="status">wheel: zoom &nbsp; drag: move &nbsp; double click: show all$note</div>
+<div id="info">wheel: zoom &nbsp; drag: move &nbsp; double click: show all$note</div>
 <script type="application/json" id="data">$data</script>
 <script>
 $script

@@ -104,14 +104,14 @@ const pen = {
   fillRect: (x, y, w, h) => drawn.push([x, y, w, h, pen.fillStyle]),
 };
 const canvas = { clientWidth: 1110, style: {}, getContext: () => pen, addEventListener: on };
-const elements = { lanes: canvas, status: {}, data: { textContent: data } };
+const elements = { lanes: canvas, info: {}, data: { textContent: data } };
 globalThis.document = { getElementById: (id) => elements[id] };
 globalThis.window = { addEventListener: on, devicePixelRatio: 2 };
 // As in a browser, where no script can declare these names.
 for (const name of ["document", "window", "top", "location"])
   Object.defineProperty(globalThis, name, { value: globalThis[name] ?? {}, configurable: false });
 const shoot = () => {
-  out.push({ drawn, texts, status: elements.status.textContent, size: [canvas.width, canvas.height] });
+  out.push({ drawn, texts, info: elements.info.textContent, size: [canvas.width, canvas.height] });
   drawn = []; texts = [];
 };
 require("vm").runInThisContext(script);
@@ -173,7 +173,7 @@ def test_the_wheel_zooms_the_mouse_moves_and_a_double_click_shows_all(tmp_path):
     np.testing.assert_allclose(moved[:2], [[110, 28, left - 110, 40], [left, 72, 1110 - left, 40]])
     assert idle == []  # nobody holds the mouse
     assert out == again == whole
-    assert shots[-2]["status"] == "0.500 ms"
+    assert shots[-2]["info"] == "0.500 ms"
     assert len(deep) == 4  # 0.1 us, at most: the lanes at 500 us, of which one block ends and one begins
     assert all(width <= 1000 for _, _, width, _ in deep)
 
@@ -182,7 +182,7 @@ def test_the_block_under_the_mouse_is_told(tmp_path):
     points = [(210, 50), (710, 40), (560, 50), (560, 80), (150, 150)]
     points += [(160, 190), (400, 190), (400, 10), (400, 250), (50, 50)]
     shots = shown(tmp_path, TWO, *(["mousemove", {"offsetX": x, "offsetY": y}] for x, y in points))
-    assert [shot["status"] for shot in shots[1:]] == [
+    assert [shot["info"] for shot in shots[1:]] == [
         "0.100 ms   attn(F): 600.0 us in 2 pieces, this one 400.0 us",
         "0.600 ms   attn(F): 600.0 us in 2 pieces, this one 200.0 us",
         "0.450 ms",
@@ -195,7 +195,7 @@ def test_the_block_under_the_mouse_is_told(tmp_path):
         "-0.060 ms",
     ]
     (shot,) = shown(tmp_path, TWO, ["mousemove", {"offsetX": 400, "offsetY": 150}])[1:]
-    assert shot["status"] == "0.290 ms   (no annotation): 900.0 us in 1 piece, this one 900.0 us"
+    assert shot["info"] == "0.290 ms   (no annotation): 900.0 us in 1 piece, this one 900.0 us"
 
 
 def test_a_page_of_nothing(tmp_path):
