@@ -1,20 +1,22 @@
-"""What hiding the all-to-all is worth on a real network: four processes in two network namespaces.
+"""Measure how much step time overlap saves on a slow network, emulated by two network namespaces on one machine.
 
     sudo .venv/bin/python -m benchmarks.network                        a minute and a half on two cores
     sudo .venv/bin/python -m benchmarks.network --mbit 800 100 --rounds 12
-    sudo .venv/bin/python -m benchmarks.network --pp 1                 two processes, each with a core of its own
+    sudo .venv/bin/python -m benchmarks.network --pp 1                 two processes, one core each
 
-Namespaces a and b are joined by a pair of virtual Ethernet devices, and each end lets through so many bits a second
-(`tc`, a token bucket). Data-parallel rank 0 of a pipeline under DualPipe lives in a, rank 1 in b, and the experts of
-each layer are spread over both: the all-to-all and the sum of gradients cross the link, transfers between pipeline
-ranks do not. Steps are the Trainer's, with all that belongs to them.
+A pair of virtual Ethernet devices joins namespaces a and b; a token bucket (`tc`) limits the rate of each end.
+Data-parallel rank 0 of a DualPipe pipeline runs in a, rank 1 in b, and the experts of each layer are spread over both.
+So the all-to-all and the gradient reduction cross the link; transfers between pipeline ranks do not. The timed steps
+are complete trainer steps.
 
-The same processes train on while links (one of them without a limit) and overlap (off, on) take turns, round by round.
-The link time is what the bytes of the pipeline's part of a step, counted by the kernel, need at that rate: all of it is
-the all-to-all. What that part takes longer than without a limit was not hidden; the rest was. Processes that share
-cores hide some by themselves, without overlap: while one waits, another computes.
+The same processes keep training while the configurations take turns, round by round: each link rate (one of them
+unlimited), without and with overlap. The link time is the time that the bytes of the pipeline's part of a step, counted
+by the kernel, need at the given rate; all of them belong to the all-to-all. The time by which that part is slower than
+on the unlimited link was not hidden; the rest was. Processes that share a core hide some communication even without
+overlap, because one computes while another waits.
 
-It needs root and iproute2, and does nothing where it may not. What it makes carries its process id and goes with it.
+Requires root and iproute2; otherwise the benchmark is skipped. The namespaces carry the process id in their names and
+are removed at the end.
 """
 
 import dataclasses
@@ -37,6 +39,7 @@ import torch
 import torch.distributed as dist
 import tyro
 
+from benchmarks.common import exit_on_signals, ignore_signals, quartiles
 from moe_dualpipe.models import PRESETS
 from moe_dualpipe.runtime import StepResult
 from moe_dualpipe.runtime.groups import init_world
@@ -53,29 +56,31 @@ from moe_dualpipe.training.plan import plan_run
 from moe_dualpipe.training.trainer import Trainer
 
 ADDRESSES, PORT = ("10.213.77.1", "10.213.77.2"), "29400"
-BURST = "20kb"  # small: a bucket that fills up while the link is idle carries the next message for nothing
-MTU = 16000  # large: cutting into small packets takes processor time, which is to be spent on the model
+BURST = "20kb"  # bytes; small, because a bucket that fills while the link is idle sends the next message for free
+MTU = 16000  # large, because splitting into small packets costs processor time that the model needs
 WARM_UP = 1
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure."""
+    """Options of the benchmark."""
 
     mbit: tuple[float, ...] = (400.0, 200.0)
-    """Link rates in megabits a second, each way; a link without a limit is measured besides."""
+    """Link rates in Mbit/s, each way. An unlimited link is always measured too."""
     pp: int = 2
-    """Pipeline ranks on either side of the link."""
+    """Pipeline ranks on each side of the link."""
     rounds: int = 8
-    """How often each link has its turn: a step without and a step with overlap."""
+    """Rounds. In each, every link runs one step without and one with overlap."""
     limit_s: float = 480.0
-    """When to give up, in seconds."""
+    """Time limit in seconds."""
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Steps, by round. seconds: of each whole step; pipeline: of its forwards and backwards; megabytes: what crossed
-    the link in each step, each way; pipeline_megabytes: during the forwards and backwards."""
+    """Measured steps by round. seconds: whole step; pipeline: its forwards and backwards, also seconds.
+
+    megabytes: sent over the link in each step, each way; pipeline_megabytes: during the forwards and backwards.
+    """
 
     seconds: list[float]
     pipeline: list[float]
@@ -85,7 +90,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class Row:
-    """One link, without and with overlap; 0 Mbit/s is a link without a limit."""
+    """Steps over one link, without and with overlap. 0 Mbit/s means unlimited."""
 
     mbit: float
     plain: Steps
@@ -93,12 +98,12 @@ class Row:
 
     @property
     def link_seconds(self) -> float:
-        """What the all-to-all of one step takes at that rate; 0 without a limit."""
+        """Seconds that the all-to-all of one step needs at this rate; 0 if unlimited."""
         return 8 * self.plain.pipeline_megabytes / self.mbit if self.mbit else 0.0
 
 
 class UnavailableError(Exception):
-    """This machine or user cannot have the network; the message says why."""
+    """The network cannot be created on this machine; the message says why."""
 
 
 # ---- The network ----
@@ -109,7 +114,7 @@ def _run(command: str) -> None:
 
 
 def set_rate(device: str, mbit: float) -> None:
-    """Let `device`, in the namespace of this process, send `mbit` megabits a second; 0: no limit."""
+    """Limit `device`, in the namespace of this process, to `mbit` Mbit/s; 0: unlimited."""
     subprocess.run(f"tc qdisc delete dev {device} root".split(), capture_output=True, timeout=20)
     if mbit:
         _run(f"tc qdisc add dev {device} root tbf rate {round(mbit * 1e6)}bit burst {BURST} latency 300ms")
@@ -117,9 +122,9 @@ def set_rate(device: str, mbit: float) -> None:
 
 @contextmanager
 def network() -> Iterator[tuple[str, str]]:
-    """Two namespaces joined by a link; yields their names, which are those of the devices in them as well.
+    """Create two namespaces joined by a link; yields their names, which are also those of the devices.
 
-    Raises UnavailableError where that cannot be had.
+    Raises UnavailableError if the user or machine does not allow it.
     """
     if os.geteuid() != 0:
         raise UnavailableError("network namespaces need root")
@@ -131,7 +136,7 @@ def network() -> Iterator[tuple[str, str]]:
             for name in names:
                 made.callback(subprocess.run, ["ip", "netns", "delete", name], capture_output=True, timeout=20)
                 _run(f"ip netns add {name}")
-            # Both ends are made where they belong: nothing appears among the machine's own devices.
+            # Create both ends inside their namespaces, not among the devices of the machine.
             _run(f"ip link add {first} netns {first} type veth peer name {second} netns {second}")
             for name, address in zip(names, ADDRESSES, strict=True):
                 _run(f"ip -n {name} address add {address}/30 dev {name}")
@@ -143,38 +148,13 @@ def network() -> Iterator[tuple[str, str]]:
         yield names
 
 
-SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-
-
-@contextmanager
-def ending_in_order() -> Iterator[None]:
-    """Signals end the program as an exception does, through its clean-up."""
-    before = [signal.signal(number, _leave) for number in SIGNALS]
-    try:
-        yield
-    finally:
-        for number, handler in zip(SIGNALS, before, strict=True):
-            signal.signal(number, handler)
-
-
-def _leave(number: int, _frame: object) -> None:
-    ignore_signals()
-    sys.exit(128 + number)
-
-
-def ignore_signals() -> None:
-    """Until the end of `ending_in_order`: the clean-up is not to be interrupted."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-
-
-# ---- One process ----
+# ---- One rank ----
 
 
 def rank_main() -> None:
-    """One rank; its environment says which, its arguments what to measure. Rank 0 leaves the rows in a file."""
+    """Run one rank, given by the environment, with options from the command line. Rank 0 writes the rows to a file."""
     options, device, folder = Options(**json.loads(sys.argv[1])), sys.argv[2], Path(sys.argv[3])
-    signal.alarm(int(options.limit_s))  # the end, should the parent not be there to see to it
+    signal.alarm(int(options.limit_s))  # in case the parent dies
     torch.set_num_threads(1)
     launch = Launch.from_environment()
     model = dataclasses.replace(PRESETS["tiny"], num_layers=max(PRESETS["tiny"].num_layers, 2 * options.pp))
@@ -195,7 +175,7 @@ def rank_main() -> None:
 
 
 def measure_links(trainer: Trainer, options: Options, device: str) -> list[Row]:
-    """Links and overlap take turns. Collective."""
+    """Time one step of each link and overlap setting in turn, for all rounds. Collective."""
     links, steps = (0.0, *options.mbit), iter(range(sys.maxsize))
     inside = _watch_pipeline(trainer, device)
     measured: dict[tuple[float, bool], list[_Step]] = {(mbit, o): [] for mbit in links for o in (False, True)}
@@ -210,11 +190,11 @@ def measure_links(trainer: Trainer, options: Options, device: str) -> list[Row]:
             seconds = trainer.train_step(next(steps))["seconds"]
             if i >= WARM_UP:
                 seen.append(_Step(seconds, inside[-1][0], _bytes_sent(device) - start, inside[-1][1]))
-    return [Row(mbit, _together(measured[mbit, False]), _together(measured[mbit, True])) for mbit in links]
+    return [Row(mbit, _combine(measured[mbit, False]), _combine(measured[mbit, True])) for mbit in links]
 
 
 class _Step(NamedTuple):
-    """What one rank saw of a step: seconds of the whole and of its pipeline, and bytes sent meanwhile."""
+    """One step on one rank: seconds of the step and of its pipeline, and bytes sent during each."""
 
     seconds: float
     pipeline: float
@@ -222,8 +202,8 @@ class _Step(NamedTuple):
     pipeline_sent: int
 
 
-def _together(seen: list[_Step]) -> Steps:
-    """What all ranks saw: the slowest one's times, and the mean of what the two namespaces sent. Collective."""
+def _combine(seen: list[_Step]) -> Steps:
+    """Combine the ranks: the times of the slowest, and the mean bytes sent by the two namespaces. Collective."""
     by_round = torch.tensor(seen, dtype=torch.float64)
     seconds, sent = by_round[:, :2].contiguous(), by_round[:, 2:].mean(0)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
@@ -233,7 +213,7 @@ def _together(seen: list[_Step]) -> Steps:
 
 
 def _watch_pipeline(trainer: Trainer, device: str) -> list[tuple[float, int]]:
-    """From now on the list gets, for each step, the seconds of its pipeline and the bytes sent meanwhile."""
+    """Return a list that grows with each step: seconds of its pipeline, and bytes sent during it."""
     seen: list[tuple[float, int]] = []
     step = trainer.executor.step
 
@@ -251,16 +231,16 @@ def _bytes_sent(device: str) -> int:
     return int(Path(f"/sys/class/net/{device}/statistics/tx_bytes").read_text())
 
 
-# ---- All of them ----
+# ---- All ranks ----
 
 
 def measure(options: Options) -> list[Row]:
-    """The rows, the link without a limit first.
+    """Start the ranks and return their rows, the unlimited link first.
 
-    Raises UnavailableError where there can be no such network, TimeoutError and RuntimeError when the ranks fail.
+    Raises UnavailableError if the network cannot be created, TimeoutError or RuntimeError if the ranks fail.
     """
     deadline = time.monotonic() + options.limit_s
-    with ending_in_order(), tempfile.TemporaryDirectory() as folder, network() as names:
+    with exit_on_signals(), tempfile.TemporaryDirectory() as folder, network() as names:
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(2 * options.pp):
@@ -282,7 +262,7 @@ def measure(options: Options) -> list[Row]:
 
 
 def _start(rank: int, namespace: str, options: Options, folder: Path) -> "subprocess.Popen[bytes]":
-    """Start a rank. With pipeline rank x 2 + data rank as its number, every second one lives in a namespace."""
+    """Start a rank. Ranks are numbered pipeline rank x 2 + data rank, so they alternate between the namespaces."""
     world = str(2 * options.pp)
     environment = os.environ | {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world,
@@ -298,9 +278,9 @@ def _start(rank: int, namespace: str, options: Options, folder: Path) -> "subpro
 
 
 def table(rows: list[Row]) -> str:
-    """Medians and quartiles over the rounds; a ratio is that of two steps of the same round."""
+    """Format medians and quartiles over the rounds. Each ratio compares two steps of the same round."""
     lines = [
-        "| link | link time, ms | ms a step, no overlap | quartiles | ms a step, overlap | quartiles "
+        "| link | link time, ms | ms per step, no overlap | quartiles | ms per step, overlap | quartiles "
         "| overlap / none | quartiles | hidden, no overlap | hidden, overlap |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -309,11 +289,9 @@ def table(rows: list[Row]) -> str:
         cells = [f"{row.mbit:g} Mbit/s" if row.mbit else "no limit"]
         cells.append(f"{1e3 * row.link_seconds:.0f}" if row.mbit else "-")
         for steps in (row.plain, row.overlapped):
-            low, middle, high = statistics.quantiles([1e3 * s for s in steps.seconds], method="inclusive")
-            cells += [f"{middle:.0f}", f"{low:.0f} to {high:.0f}"]
+            cells += quartiles([1e3 * second for second in steps.seconds], ".0f")
         ratios = [a / b for a, b in zip(row.overlapped.seconds, row.plain.seconds, strict=True)]
-        low, middle, high = statistics.quantiles(ratios, method="inclusive")
-        cells += [f"{middle:.2f}", f"{low:.2f} to {high:.2f}"]
+        cells += quartiles(ratios, ".2f")
         for limited, unlimited in ((row.plain, free.plain), (row.overlapped, free.overlapped)):
             shown = statistics.median(limited.pipeline) - statistics.median(unlimited.pipeline)
             cells.append(f"{1 - shown / row.link_seconds:.0%}" if row.mbit else "-")
@@ -322,7 +300,7 @@ def table(rows: list[Row]) -> str:
 
 
 def report(options: Options) -> None:
-    """Measure and print, or say in one line why that cannot be done here."""
+    """Measure and print, or print one line that says why this machine cannot."""
     try:
         rows = measure(options)
     except UnavailableError as error:
@@ -332,7 +310,7 @@ def report(options: Options) -> None:
     print(
         f"{2 * options.pp} processes on {os.cpu_count()} cores, 1 thread each, pp={options.pp} ep=2, preset tiny; "
         f"torch {torch.__version__}, gloo\n"
-        f"{options.rounds} rounds; {sent.megabytes:.1f} MB a step cross the link each way, "
+        f"{options.rounds} rounds; {sent.megabytes:.1f} MB per step cross the link each way, "
         f"{sent.pipeline_megabytes:.1f} MB of them in the all-to-all"
     )
     print(table(rows))

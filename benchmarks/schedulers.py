@@ -1,26 +1,25 @@
-"""One DualPipeV, three executors: ours, one that waits before it computes, and torch's.
+"""Compare three executors of the same DualPipeV schedule: ours, one that waits before computing, and PyTorch's.
 
     python -m benchmarks.schedulers                      about two minutes on two cores
     python -m benchmarks.schedulers --ranks 2 --delay-ms 0 5 10
 
-All run the same list of actions per rank, on the same stages (a small Mixture-of-Experts, every expert on its rank),
-micro-batches and processes; only the pipeline's transfers differ, and who asks for them when:
+All run the same actions on the same ranks, stages (a small Mixture-of-Experts, all experts local) and micro-batches.
+They differ only in when the pipeline's transfers are started and waited for:
 
-    ours       receives are posted one action ahead, sends are waited for later. With overlap, the pairs of a forward
-               and a backward run interleaved; without, one after the other as in the others.
-    waiting    sends and receives in the order of DeepSeek's DualPipeV: those since the last action are one batch, and
-               all of it is waited for before the next action. Our own code, in their order.
-    torch      ScheduleDualPipeV of torch.distributed.pipelining. Weight gradients are put off by our layers, through
-               its `dw_builder`; it runs an overlapped pair one after the other.
+    ours       receives are posted one action ahead, sends are waited for later. With overlap, the forward and the
+               backward of a pair run interleaved; without, one after the other as in the other executors.
+    waiting    the order of DeepSeek's DualPipeV: transfers since the last action form one batch, and all of it is
+               waited for before the next action. Our code, with their order.
+    torch      ScheduleDualPipeV of torch.distributed.pipelining. Our layers defer weight gradients through its
+               `dw_builder`. It runs the two parts of an overlapped pair one after the other.
 
-They take turns, round by round; losses and gradients must agree. Between processes of one machine a transfer takes
-next to no time, so a link is emulated besides: a transfer is there, and its sender done, `delay` after it was sent.
-Who waits sleeps: that costs no processor, and with more ranks than cores another rank computes meanwhile.
+The executors take turns, round by round; their losses and gradients must agree. Transfers between processes of one
+machine take almost no time, so a link is emulated too: a transfer completes, on both sides, no earlier than `delay`
+after it was sent. Waiting ranks sleep, so with more ranks than cores another rank can compute meanwhile.
 """
 
 import os
 import signal
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -37,7 +36,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
-from benchmarks.network import ending_in_order, ignore_signals
+from benchmarks.common import exit_on_signals, ignore_signals, quartiles
 from moe_dualpipe.kernels.weight_grads import accumulate
 from moe_dualpipe.models import PRESETS, TransformerStage, next_token_loss, split
 from moe_dualpipe.overlap import WeightGrads, bind
@@ -49,33 +48,33 @@ from moe_dualpipe.schedule import Backward, Flow, Forward, Part, Recv, Schedule,
 
 SEQ_LEN = 256
 CLOCK = TensorSpec((1,), torch.float64)
-Losses = list[Tensor]  # by micro-batch; empty where the last stage is not
+Losses = list[Tensor]  # by micro-batch; empty on ranks without the last stage
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure."""
+    """Options of the benchmark."""
 
     ranks: int = 4
     """Pipeline ranks, each with two stages of one layer."""
     micro_batches: int = 16
-    """Micro-batches in a step, of one sequence each; at least two for each rank."""
+    """Micro-batches in a step, one sequence each; at least two per rank."""
     delay_ms: tuple[float, ...] = (0.0, 20.0)
-    """Emulated times of a transfer between ranks; 0: only the real one."""
+    """Emulated transfer times between ranks, in ms; 0: only the real transfer."""
     rounds: int = 12
-    """How often each executor has its turn: one step."""
+    """Rounds. In each, every executor runs one step."""
     limit_s: float = 480.0
-    """When to give up, in seconds."""
+    """Time limit in seconds."""
 
 
-# ---- An executor that waits ----
+# ---- The waiting executor ----
 
 
 def waiting_order(schedule: Schedule, rank: int) -> tuple[Step, ...]:
-    """The actions of `rank` under DualPipeV, with the transfers where DeepSeek's DualPipeV has them.
+    """The actions of `rank` under DualPipeV, with the transfers in the order of DeepSeek's DualPipeV.
 
-    Receives stand right before the action that needs them, sends right behind the one that made what they carry, but
-    for four exceptions, which are theirs as well.
+    A receive is right before the action that needs it, and a send right after the action that produces it, with four
+    exceptions that DeepSeek's code has too.
     """
     actions, middle, last = schedule.actions[rank], schedule.num_ranks, schedule.num_stages - 1
 
@@ -97,10 +96,10 @@ def waiting_order(schedule: Schedule, rank: int) -> tuple[Step, ...]:
 
     warm_up = next(i for i, action in enumerate(actions) if not isinstance(action, Forward))
     if rank == schedule.num_ranks - 1:
-        warm_up -= 1  # the first forward of the steady state, which stands alone here
+        warm_up -= 1  # the first forward of the steady state, which is not in a pair here
     far = [i for i in range(warm_up) if any(half.stage >= middle for half in halves(actions[i]))]
     for i in far:
-        # A forward on both stages: the next input of the first is received, and its output sent, with the second's.
+        # Forwards on both stages: receive the first stage's next input, and send its output, with those of the second.
         coming = next(j for j in range(i + 1, len(actions)) if _starts(actions[j], middle))
         before[i] = before[coming][:1] + before[i]
         before[coming] = before[coming][1:]
@@ -108,19 +107,19 @@ def waiting_order(schedule: Schedule, rank: int) -> tuple[Step, ...]:
     if rank == schedule.num_ranks - 1:
         after[warm_up], after[warm_up - 1] = after[warm_up - 1] + after[warm_up], []
     for i, action in enumerate(actions[:-1]):
-        # Weight gradients wait for the input of the forward behind them.
+        # A weight gradient waits for the input of the forward that follows it.
         if isinstance(action, Backward) and action.part is Part.WEIGHT and isinstance(actions[i + 1], Forward):
             before[i], before[i + 1] = before[i + 1], []
     return tuple(step for i, action in enumerate(actions) for step in (*before[i], action, *after[i]))
 
 
 def _starts(action: Any, middle: int) -> bool:
-    """Whether a forward on the first of a rank's two stages is in it."""
+    """Whether `action` contains a forward on the first of the rank's two stages."""
     return any(isinstance(half, Forward) and half.stage < middle for half in halves(action))
 
 
 class Waiting(Executor):
-    """Waits for all transfers before each action."""
+    """An executor that waits for all pending transfers before each action."""
 
     def step(self, schedule: Schedule, inputs: Any, labels: Any = None, criterion: Any = None, return_outputs=False):
         stages = {index: Stage(index, module, self.weight_grads) for index, module in self.modules.items()}
@@ -154,15 +153,15 @@ class _WaitingStep(RankStep):
 
     def _arrive(self, step: Recv) -> None:
         receiving, key = self.receiving[step.flow], (step.stage, step.micro_batch)
-        receiving[key] = Receiving(receiving[key].wait())  # gloo's receives can be waited for once only
+        receiving[key] = Receiving(receiving[key].wait())  # gloo allows only one wait for each receive
 
 
-# ---- A link that takes its time ----
+# ---- An emulated slow link ----
 
 
 @dataclass(frozen=True)
 class Until:
-    """`wait` sleeps until `delay` seconds after `sent_1`, a clock that all processes of a machine share."""
+    """`wait` sleeps until `delay` seconds after `sent_1`, on the clock that all processes of a machine share."""
 
     sent_1: Tensor
     delay: float
@@ -178,7 +177,7 @@ def _now() -> Tensor:
 
 @dataclass(frozen=True)
 class SlowP2P(P2P):
-    """Every transfer takes `delay` seconds at least; the time at which it was sent goes with it."""
+    """Transfers take at least `delay` seconds. Each carries the time at which it was sent."""
 
     delay: float = 0.0
 
@@ -195,7 +194,7 @@ class SlowP2P(P2P):
 
 
 class SlowStage(PipelineStage):
-    """The same for torch's stages. Their sends are waited for at the end of a step only, when all have arrived."""
+    """The same for PyTorch's stages, which wait for sends only at the end of a step, when all have arrived."""
 
     def __init__(self, *args: Any, delay: float, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -236,11 +235,11 @@ class SlowStage(PipelineStage):
             late.wait()
 
 
-# ---- The contenders ----
+# ---- The executors ----
 
 
-class PutOff(WeightGrads):
-    """Puts off every weight gradient until torch wants it: `due` is its `dw_builder`, called after each backward."""
+class DeferredUntilAsked(WeightGrads):
+    """Defers every weight gradient until PyTorch runs it. `take` is its `dw_builder`, called after each backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,18 +251,18 @@ class PutOff(WeightGrads):
     def defer(self, parameter: Tensor, compute: Callable[[], Tensor], add_to: object = None) -> None:
         self.latest.append((parameter, compute))
 
-    def due(self) -> Callable[[], None]:
-        owed, self.latest = self.latest, []
-        return partial(self._run_all, owed)
+    def take(self) -> Callable[[], None]:
+        deferred, self.latest = self.latest, []
+        return partial(self._run_all, deferred)
 
     @torch.no_grad()
-    def _run_all(self, owed: list[tuple[Tensor, Callable[[], Tensor]]]) -> None:
-        for parameter, compute in owed:
+    def _run_all(self, deferred: list[tuple[Tensor, Callable[[], Tensor]]]) -> None:
+        for parameter, compute in deferred:
             accumulate(parameter, compute)
 
 
-def contenders(options: Options, delay: float) -> tuple[dict[str, Callable[[], Losses]], list[TransformerStage]]:
-    """One step of each, by name, all on the stages that are returned as well. Collective."""
+def make_steps(options: Options, delay: float) -> tuple[dict[str, Callable[[], Losses]], list[TransformerStage]]:
+    """Return a function for one step of each executor, by name, and the stages they share. Collective."""
     rank, ranks, count = dist.get_rank(), options.ranks, options.micro_batches
     model = replace(PRESETS["tiny"], num_layers=2 * ranks)
     schedule = build("dualpipev", ranks, count)
@@ -272,7 +271,7 @@ def contenders(options: Options, delay: float) -> tuple[dict[str, Callable[[], L
     torch.manual_seed(0)
     tokens = torch.randint(model.vocab_size, (count, SEQ_LEN + 1))
     x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    ends = rank == 0  # of the V: it holds the first stage and the last
+    ends = rank == 0  # of the V: rank 0 holds the first and the last stage
 
     hidden = TensorSpec((1, SEQ_LEN, model.hidden_size), torch.float32)
     group = dist.group.WORLD
@@ -280,17 +279,17 @@ def contenders(options: Options, delay: float) -> tuple[dict[str, Callable[[], L
     if delay:
         p2p = SlowP2P(**{f.name: getattr(p2p, f.name) for f in fields(p2p)}, delay=delay)
 
-    def ours(executor: Executor) -> Losses:
+    def our_step(executor: Executor) -> Losses:
         _bind(stages, executor.weight_grads)
         inputs = {m: (x[m : m + 1],) for m in range(count)} if ends else {}
         labels = {m: (y[m : m + 1],) for m in range(count)} if ends else {}
         losses = executor.step(schedule, inputs, labels, next_token_loss).losses
         return [losses[m] for m in sorted(losses)]
 
-    put_off = PutOff()
+    deferred = DeferredUntilAsked()
 
-    def torchs(runner: ScheduleDualPipeV) -> Losses:
-        _bind(stages, put_off)
+    def torch_step(runner: ScheduleDualPipeV) -> Losses:
+        _bind(stages, deferred)
         losses: Losses = []
         if ends:
             runner.step(x, target=y, losses=losses, return_outputs=False)
@@ -298,22 +297,22 @@ def contenders(options: Options, delay: float) -> tuple[dict[str, Callable[[], L
             runner.step(return_outputs=False)
         return [loss.detach() for loss in losses]
 
-    def their_stage(index: int) -> SlowStage:
+    def torch_stage(index: int) -> SlowStage:
         first, last = x[:1], torch.empty(1, SEQ_LEN, model.vocab_size, requires_grad=True)
         between = torch.empty(hidden.shape, requires_grad=True)
         return SlowStage(
             stages[index], index, schedule.num_stages, torch.device("cpu"),
             input_args=between if index else first,
             output_args=between if index < schedule.num_stages - 1 else last,
-            group=group, dw_builder=put_off.due, delay=delay,
+            group=group, dw_builder=deferred.take, delay=delay,
         )  # fmt: skip
 
-    theirs = ScheduleDualPipeV([their_stage(i) for i in stages], count, next_token_loss, scale_grads=False)
+    torch_schedule = ScheduleDualPipeV([torch_stage(i) for i in stages], count, next_token_loss, scale_grads=False)
     runners = {
-        "ours": partial(ours, Executor(stages, p2p)),
-        "ours, no overlap": partial(ours, Executor(stages, p2p, overlap=False)),
-        "waiting": partial(ours, Waiting(stages, p2p)),
-        "torch": partial(torchs, theirs),
+        "ours": partial(our_step, Executor(stages, p2p)),
+        "ours, no overlap": partial(our_step, Executor(stages, p2p, overlap=False)),
+        "waiting": partial(our_step, Waiting(stages, p2p)),
+        "torch": partial(torch_step, torch_schedule),
     }
     return runners, list(stages.values())
 
@@ -327,11 +326,11 @@ def _bind(stages: dict[int, TransformerStage], weight_grads: WeightGrads) -> Non
 
 
 def _measure(rank: int, options: Options, store: str, results: Any) -> None:
-    signal.alarm(int(options.limit_s))  # the end, should the parent not be there to see to it
+    signal.alarm(int(options.limit_s))  # in case the parent dies
     torch.set_num_threads(1)
     wait = timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=options.ranks, timeout=wait)
-    every = [contenders(options, delay / 1e3) for delay in options.delay_ms]
+    every = [make_steps(options, delay / 1e3) for delay in options.delay_ms]
     for runners, stages in every:
         _check_agreement([_outcome(runner, stages) for runner in runners.values()], list(runners))
     seconds = [
@@ -346,26 +345,26 @@ def _measure(rank: int, options: Options, store: str, results: Any) -> None:
 
 
 def _timed(runner: Callable[[], Losses], stages: list[TransformerStage]) -> float:
-    _forget(stages)
+    _zero_grad(stages)
     dist.barrier()
     start = time.perf_counter()
     runner()
     return time.perf_counter() - start
 
 
-def _forget(stages: list[TransformerStage]) -> None:
+def _zero_grad(stages: list[TransformerStage]) -> None:
     for stage in stages:
         stage.zero_grad()
 
 
 def _outcome(runner: Callable[[], Losses], stages: list[TransformerStage]) -> tuple[Losses, list[Tensor]]:
-    _forget(stages)
+    _zero_grad(stages)
     losses = runner()
     return losses, [p.grad for stage in stages for p in stage.parameters() if p.grad is not None]
 
 
 def _check_agreement(outcomes: list[tuple[Losses, list[Tensor]]], names: list[str]) -> None:
-    """Raise AssertionError unless all made the same losses, and gradients that differ in rounding at most."""
+    """Raise AssertionError unless all losses are equal and all gradients agree up to rounding."""
     losses, grads = outcomes[0]
     for name, (other_losses, other_grads) in zip(names, outcomes, strict=True):
         torch.testing.assert_close(other_losses, losses, rtol=0, atol=0, msg=lambda m, n=name: f"losses of {n}: {m}")
@@ -373,9 +372,9 @@ def _check_agreement(outcomes: list[tuple[Losses, list[Tensor]]], names: list[st
 
 
 def measure(options: Options) -> list["Row"]:
-    """Raises TimeoutError when it takes too long, and what a rank raised when one fails."""
+    """Start the ranks and return their rows. Raises TimeoutError, or the error of a rank that fails."""
     deadline = time.monotonic() + options.limit_s
-    with ending_in_order(), tempfile.TemporaryDirectory() as folder:
+    with exit_on_signals(), tempfile.TemporaryDirectory() as folder:
         results = mp.get_context("spawn").SimpleQueue()
         arguments = (options, f"{folder}/store", results)
         processes: Any = mp.start_processes(
@@ -399,7 +398,7 @@ def measure(options: Options) -> list["Row"]:
 
 @dataclass(frozen=True)
 class Row:
-    """One executor over one link. seconds: of a step of the slowest rank, by round."""
+    """Steps of one executor over one link. seconds: of the slowest rank, by round."""
 
     delay_ms: float
     name: str
@@ -407,27 +406,21 @@ class Row:
 
 
 def table(rows: list[Row]) -> str:
-    """Medians over the rounds, with their quartiles; a ratio is that of two steps of the same round."""
+    """Format medians and quartiles over the rounds. Each ratio compares two steps of the same round."""
     lines = [
-        "| emulated transfer | executor | ms a step | quartiles | ours / this | quartiles | ours, no overlap / this "
+        "| emulated transfer | executor | ms per step | quartiles | ours / this | quartiles | ours, no overlap / this "
         "| quartiles |",
         "|---|---|---|---|---|---|---|---|",
     ]
     by_name = {(row.delay_ms, row.name): row for row in rows}
     for row in rows:
         delay = f"{row.delay_ms:g} ms" if row.delay_ms else "none"
-        cells = [delay, row.name, *_quartiles([1e3 * second for second in row.seconds], ".0f")]
+        cells = [delay, row.name, *quartiles([1e3 * second for second in row.seconds], ".0f")]
         for name in ("ours", "ours, no overlap"):
             ours = by_name[row.delay_ms, name]
-            cells += _quartiles([a / b for a, b in zip(ours.seconds, row.seconds, strict=True)], ".2f")
+            cells += quartiles([a / b for a, b in zip(ours.seconds, row.seconds, strict=True)], ".2f")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def _quartiles(values: list[float], form: str) -> tuple[str, str]:
-    """The median, and the range from the first quartile to the third."""
-    low, middle, high = statistics.quantiles(values, method="inclusive")
-    return f"{middle:{form}}", f"{low:{form}} to {high:{form}}"
 
 
 def report(options: Options) -> None:
@@ -439,7 +432,7 @@ def report(options: Options) -> None:
         f"{options.micro_batches} micro-batches of {SEQ_LEN} tokens, {2 * options.ranks} layers, Local experts; "
         f"torch {torch.__version__}, gloo\n"
         f"{options.rounds} rounds; losses are equal, gradients agree. Emulated transfer: "
-        "data is there, and its sender done, that long after it was sent at the earliest; the rest is real."
+        "the minimum time from send to completion, on both sides; everything else is real."
     )
     print(table(rows))
 
