@@ -5,16 +5,16 @@ import difflib
 from .config import ModelConfig
 
 PRESETS: dict[str, ModelConfig] = {
-    # Learns Python source, byte by byte, on two CPU cores within two minutes.
+    # Learns Python source code as bytes on two CPU cores within two minutes.
     "tiny": ModelConfig(router_bias=True),
-    # The same shape, larger: for one GPU. 468 M parameters, 104 M active.
+    # For one GPU. 468 M parameters, 104 M active.
     "small": ModelConfig(
         hidden_size=768, num_layers=12, num_heads=12, num_kv_heads=4, head_dim=64,
         dense_size=3072, expert_size=512, num_experts=32, experts_per_token=4, num_shared_experts=2, router_bias=True,
     ),
-    # Published models, as their config.json has them. What is there besides is a choice of training: the coefficient of
-    # the loss that balances experts (router_aux_loss_coef: OLMoE 0.01, Qwen3 0.001, Mixtral 0.02) and OLMoE's z-loss.
-    # 6.92 B parameters, 1.28 B active (arXiv 2409.02060). It starts from a normal distribution cut at 3 x init_std.
+    # Published models, from their config.json. Not included are options of training: the coefficient of the balancing
+    # loss (router_aux_loss_coef: OLMoE 0.01, Qwen3 0.001, Mixtral 0.02) and OLMoE's z-loss.
+    # 6.92 B parameters, 1.28 B active (arXiv 2409.02060). Its initial weights are truncated at 3 x init_std.
     "olmoe-1b-7b": ModelConfig(
         vocab_size=50304, hidden_size=2048, num_layers=16, num_dense_layers=0, num_heads=16, num_kv_heads=16,
         head_dim=128, qk_norm="full", expert_size=1024, num_experts=64, experts_per_token=8, num_shared_experts=0,
@@ -32,9 +32,9 @@ PRESETS: dict[str, ModelConfig] = {
         head_dim=128, expert_size=14336, num_experts=8, experts_per_token=2, num_shared_experts=0,
         rope_theta=1e6, norm_eps=1e-5,
     ),
-    # DeepSeek's published models, as their config.json has them, without the block with which V3 predicts one token
-    # further ahead (mtp_layers=1: 11.6 B more), and without YaRN, the stretching of positions for contexts beyond the
-    # 4,096 tokens of pre-training. How experts are balanced is from their papers.
+    # DeepSeek's published models, from their config.json; the balancing of experts is from their papers. Not included:
+    # V3's multi-token prediction (mtp_layers=1: 11.6 B more), and YaRN, which extends positions beyond the 4,096 tokens
+    # of pre-training.
     # 15.7 B parameters, 2.4 B active (arXiv 2405.04434).
     "deepseek-v2-lite": ModelConfig(
         vocab_size=102400, hidden_size=2048, num_layers=27, num_dense_layers=1, attention="mla", num_heads=16,
@@ -52,7 +52,7 @@ PRESETS: dict[str, ModelConfig] = {
 
 
 def preset(name: str) -> ModelConfig:
-    """The model called `name`. Raises ValueError, with the nearest name, if there is none."""
+    """The configuration called `name`. Raises ValueError, with the nearest name, for an unknown name."""
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.0)[0]
         raise ValueError(f"unknown preset {name!r}; did you mean {near!r}? There are: {', '.join(PRESETS)}")

@@ -57,7 +57,7 @@ def test_a_pipeline_refuses_invalid_token_ids():
 
 
 def test_the_command_uses_the_newest_checkpoint_of_a_run(tmp_path, capsys):
-    """SaveResult by a pipeline, it continues the text as the pipeline itself does at the end of the run."""
+    """Its text equals the sample that the pipeline generated at the end of the run."""
     changes = {"steps": 2, "save_every": 1, "sample_tokens": 30, "prompt": "de\u00e9", "top_k": 5, "seed": 4}
     how = ["--prompt", "de\u00e9", "--tokens", "30", "--top-k", "5", "--seed", "4", "--max-length", "32"]
     said = run_ranks(2, train_and_listen, settings(tmp_path, **changes))[0]
