@@ -40,9 +40,9 @@ for d, f, aligned in ((1000, 200, True), (1001, 203, False)):
     with compiling("sm_90") as compiled:
         launch_experts(d, f, torch.bfloat16)
     found = [describe(name, kernel, "sm_90", "bf16", "") for name, kernel in compiled]
-    products = [c for c in found if c.kernel in ("swiglu_up", "rows_times_weights", "swiglu_down_backward")]
-    assert len(products) == 5
-    assert all(c.matrix and c.tma == aligned for c in products)
+    matmuls = [c for c in found if c.kernel in ("swiglu_up", "rows_times_weights", "swiglu_down_backward")]
+    assert len(matmuls) == 5
+    assert all(c.matrix and c.tma == aligned for c in matmuls)
 
 def amiss(config):
     a, w = torch.empty(8, 256, dtype=torch.bfloat16), torch.empty(2, 512, 256, dtype=torch.bfloat16)
@@ -52,12 +52,12 @@ def amiss(config):
     return describe(name, kernel, "sm_90", "bf16", "").amiss()
 
 assert not amiss(TileConfig(128, 128, 64, 8, 3, 8, True))
-assert "spilled" in amiss(TileConfig(128, 256, 64, 4, 3, 8, True))[0]       # half the registers a tile needs
+assert "spilled" in amiss(TileConfig(128, 256, 64, 4, 3, 8, True))[0]       # a tile needs twice the registers
 assert "shared memory" in amiss(TileConfig(128, 256, 64, 8, 6, 8, True))[0]
 """
 
 
-def test_what_is_amiss_would_be_seen():
+def test_spills_and_excess_shared_memory_are_reported():
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run(
         [sys.executable, "-c", DESCRIBED], env=environment, capture_output=True, text=True, timeout=200, check=False
@@ -65,7 +65,7 @@ def test_what_is_amiss_would_be_seen():
     assert done.returncode == 0, done.stderr
 
 
-def test_an_interpreter_compiles_nothing():
+def test_the_command_fails_if_the_interpreter_is_enabled():
     command = [sys.executable, "-m", "benchmarks.codegen"]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)

@@ -76,7 +76,7 @@ def test_a_wrong_current_configuration_is_replaced_by_a_slower_correct_one():
 
 def test_the_current_configuration_stays_unless_another_is_clearly_faster(monkeypatch):
     us = {SLOW: 100.0, FAST: 99.0}
-    monkeypatch.setattr(tuning, "final_times_us", lambda _gemm, _device, _entrants: us)
+    monkeypatch.setattr(tuning, "final_times_us", lambda _gemm, _device, _finalists: us)
     gemm = make_gemm(lambda _: 0)
     assert tuning.tune_gemm(gemm, CPU, SLOW, [FAST]).config == SLOW
     us[FAST] = 90.0
