@@ -17,7 +17,7 @@ T tokens, C tokens in a chunk, V vocabulary, D model dim.
 """
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,9 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from .linear import apply_autocast
-
-if TYPE_CHECKING:
-    from .weight_grads import WeightGrads
+from .weight_grads import WeightGrads
 
 IGNORED = -100  # label of a token to ignore, as in torch
 
@@ -35,28 +33,23 @@ IGNORED = -100  # label of a token to ignore, as in torch
 class _LinearCrossEntropyFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x_TD: Tensor,
-        w_VD: Tensor,
-        labels_T: Tensor,
-        chunk_tokens: int,
-        weight_grads: "WeightGrads | None",
+        ctx: Any, x_TD: Tensor, w_VD: Tensor, labels_T: Tensor, chunk_tokens: int, weight_grads: WeightGrads | None
     ) -> Tensor:
-        counts_T = labels_T != IGNORED
-        labels_T = labels_T.masked_fill(~counts_T, 0)
+        valid_T = labels_T != IGNORED
+        labels_T = labels_T.masked_fill(~valid_T, 0)
         chunks = zip(x_TD.split(chunk_tokens), labels_T.split(chunk_tokens), strict=True)
         rows = [_lse_and_label_logit(x_CD, w_VD, labels_C) for x_CD, labels_C in chunks]
         lse_T, label_logits_T = (torch.cat(parts) for parts in zip(*rows, strict=True))
-        count = counts_T.sum()
-        ctx.save_for_backward(x_TD, w_VD, labels_T, counts_T, count, lse_T)
+        count = valid_T.sum()
+        ctx.save_for_backward(x_TD, w_VD, labels_T, valid_T, count, lse_T)
         ctx.parameter, ctx.weight_grads, ctx.chunk_tokens = w_VD, weight_grads, chunk_tokens
-        return (lse_T - label_logits_T).masked_fill(~counts_T, 0).sum() / count
+        return (lse_T - label_logits_T).masked_fill(~valid_T, 0).sum() / count
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        x_TD, w_VD, labels_T, counts_T, count, lse_T = ctx.saved_tensors
-        scale_T = torch.where(counts_T, grads[0] / count, 0)
+        x_TD, w_VD, labels_T, valid_T, count, lse_T = ctx.saved_tensors
+        scale_T = torch.where(valid_T, grads[0] / count, 0)
         gradients = partial(_gradients, x_TD, w_VD, labels_T, lse_T, scale_T, ctx.chunk_tokens)
         wants_x, wants_w, *_ = ctx.needs_input_grad
         weight_grads = ctx.weight_grads
@@ -113,12 +106,7 @@ def _grad_logits(x_CD: Tensor, w_VD: Tensor, labels_C1: Tensor, lse_C1: Tensor, 
 
 
 def linear_cross_entropy(
-    x_TD: Tensor,
-    w_VD: Tensor,
-    labels_T: Tensor,
-    *,
-    chunk_tokens: int = 1024,
-    weight_grads: "WeightGrads | None" = None,
+    x_TD: Tensor, w_VD: Tensor, labels_T: Tensor, *, chunk_tokens: int = 1024, weight_grads: WeightGrads | None = None
 ) -> Tensor:
     """Return the mean cross-entropy of softmax(x W^T), a scalar in nats per token, in fp32 or wider.
 

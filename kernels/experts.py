@@ -18,7 +18,7 @@ graph of SonicMoE (arXiv 2512.14080), but without atomics, so that two runs are 
 N rows, K choices per row, M choices in expert-major order, E experts, D model dim, F inner width.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,9 +29,7 @@ from .grouped_gemm import GroupedGemmOptions, grouped_linear
 from .linear import apply_autocast, compute_or_defer, grad_dtype
 from .permute import check_routing_weights, permute, unpermute
 from .routing import ExpertOrder
-
-if TYPE_CHECKING:
-    from .weight_grads import WeightGrads
+from .weight_grads import WeightGrads
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -136,7 +134,7 @@ def experts(
     weight_inside: bool = False,
     accumulate: bool = False,
     num_sms: int | None = None,
-    weight_grads: "WeightGrads | None" = None,
+    weight_grads: WeightGrads | None = None,
     kernels: Kernels = "auto",
 ) -> Tensor:
     """Apply each row's experts, a SwiGLU MLP each, and return the weighted sum of their outputs: [N, D].

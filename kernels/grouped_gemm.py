@@ -16,7 +16,7 @@ M rows, I input width, O output width, E experts.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,10 +24,7 @@ from torch.nn import functional as F
 
 from .backend import Kernels, check_contiguous, check_contiguous_rows, forbid_double_backward, use_triton
 from .linear import apply_autocast, check_can_accumulate, compute_or_defer, grad_dtype
-
-if TYPE_CHECKING:
-    from .weight_grads import WeightGrads
-
+from .weight_grads import WeightGrads
 
 _GROUPED_MM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -36,7 +33,7 @@ _GROUPED_MM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class GroupedGemmOptions:
     """Options of the operators with expert weights. `grouped_linear` documents the fields."""
 
-    weight_grads: "WeightGrads | None" = None
+    weight_grads: WeightGrads | None = None
     accumulate: bool = False
     num_sms: int | None = None
     kernels: Kernels = "auto"
@@ -165,7 +162,7 @@ def grouped_linear(
     x_MI: Tensor,
     w_EOI: Tensor,
     expert_offsets: Tensor,
-    weight_grads: "WeightGrads | None" = None,
+    weight_grads: WeightGrads | None = None,
     *,
     accumulate: bool = False,
     num_sms: int | None = None,

@@ -7,21 +7,18 @@ D_in, D_out: input and output width; ...: any leading dimensions.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .weight_grads import accumulate, has_hooks
-
-if TYPE_CHECKING:
-    from .weight_grads import WeightGrads
+from .weight_grads import WeightGrads, accumulate, has_hooks
 
 
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, weight_grads: "WeightGrads | None") -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, weight_grads: WeightGrads | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         # With checkpointing, the saved weight may be unpacked as another tensor. Gradients belong to the parameter.
         ctx.parameter = weight
@@ -44,7 +41,7 @@ class _LinearFunction(torch.autograd.Function):
 
 
 def compute_or_defer(
-    weight_grads: "WeightGrads | None",
+    weight_grads: WeightGrads | None,
     parameter: Tensor,
     compute: Callable[[], Tensor],
     add_to: Callable[[Tensor], Any] | None = None,
@@ -89,7 +86,7 @@ def apply_autocast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return x.to(dtype), weight.to(dtype)
 
 
-def linear(x: Tensor, weight: Tensor, weight_grads: "WeightGrads | None" = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, weight_grads: WeightGrads | None = None) -> Tensor:
     """Return x W^T.
 
     x: [..., D_in]; weight: [D_out, D_in]; returns [..., D_out]. weight_grads: defers the weight gradient during a split
