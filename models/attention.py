@@ -68,7 +68,7 @@ class Attention(nn.Module):
     def saved_bytes(config: ModelConfig, tokens: int, seq_len: int, element: int) -> int:
         """Bytes saved for backward, without the input of the layer. element: bytes of an activation."""
         heads = config.num_heads
-        # The output of the qkv projection, of which values are a view; rotated queries and keys; the result.
+        # The output of the qkv projection (values are a view of it); rotated queries and keys; the result.
         width = (2 * heads + 3 * config.num_kv_heads + heads) * config.head_dim
         norms = {"none": 0, "head": heads + config.num_kv_heads, "full": 2}[config.qk_norm]
         angles = 2 * 4 * seq_len * config.head_dim

@@ -86,36 +86,31 @@ class ModelConfig:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1: got {getattr(self, name)}")
+        for name, choices in (
+            ("attention", "gqa or mla"), ("qk_norm", "none, head or full"), ("router_score", "softmax or sigmoid"),
+        ):  # fmt: skip
+            if getattr(self, name) not in choices.replace(" or", ",").split(", "):
+                raise ValueError(f"{name} must be {choices}: got {getattr(self, name)!r}")
         self._check_attention()
         if self.experts_per_token > self.num_experts:
             raise ValueError(
                 f"experts_per_token must be at most num_experts: got {self.experts_per_token} of {self.num_experts}"
             )
-        if self.router_score not in ("softmax", "sigmoid"):
-            raise ValueError(f"router_score must be softmax or sigmoid: got {self.router_score!r}")
         RoutingOptions(
             self.experts_per_token, self.router_score, self.expert_groups, self.top_groups
         ).check(self.num_experts)  # fmt: skip
-        for name in ("sequence_loss", "z_loss", "mtp_weight"):
+        for name in ("sequence_loss", "z_loss", "mtp_layers", "mtp_weight"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} cannot be negative: got {getattr(self, name)}; 0 switches it off")
-        for name in ("init_std", "norm_eps"):
+        for name in ("init_std", "norm_eps", "num_dense_layers", "num_shared_experts"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} cannot be negative: got {getattr(self, name)}")
-        if self.num_dense_layers < 0 or self.num_shared_experts < 0:
-            raise ValueError("num_dense_layers and num_shared_experts cannot be negative")
-        if self.mtp_layers < 0:
-            raise ValueError(f"mtp_layers cannot be negative: got {self.mtp_layers}; 0 switches it off")
         if self.experts != "swiglu" and not all(self.experts.partition(":")):
             raise ValueError(f'experts must be "swiglu" or "module:Class": got {self.experts!r}')
 
     def _check_attention(self) -> None:
-        if self.attention not in ("gqa", "mla"):
-            raise ValueError(f"attention must be gqa or mla: got {self.attention!r}")
         if self.q_rank < 0:
             raise ValueError(f"q_rank cannot be negative: got {self.q_rank}; use 0 for queries without a latent")
-        if self.qk_norm not in ("none", "head", "full"):
-            raise ValueError(f"qk_norm must be none, head or full: got {self.qk_norm!r}")
         if self.attention == "mla":
             if self.qk_norm != "none":
                 raise ValueError(f"qk_norm is only for gqa attention: got {self.qk_norm!r} with mla; use none")

@@ -29,11 +29,7 @@ class MoE(Segmented):
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        expert_parallel: ExpertParallel,
-        name: str,
-        options: StageOptions = DEFAULT_OPTIONS,
+        self, config: ModelConfig, expert_parallel: ExpertParallel, name: str, options: StageOptions = DEFAULT_OPTIONS
     ):
         super().__init__()
         seed, kernels = options.seed, options.kernels
@@ -82,17 +78,14 @@ class MoE(Segmented):
         if torch.is_grad_enabled():
             self.router.count(ids_TK, losses_L)
         route = yield PrepareComm(DISPATCH, ep.prepare, ids_TK)
-        received = yield Comm(
-            DISPATCH, partial(start_dispatch, ep, route), partial(start_combine, ep, route), x_TD, weights_TK
-        )
+        dispatch, combine = partial(start_dispatch, ep, route), partial(start_combine, ep, route)
+        received = yield Comm(DISPATCH, dispatch, combine, x_TD, weights_TK)
         # The shared experts need nothing from other ranks: they hide the dispatch.
         shared = None
         if self.shared is not None:
             shared = yield Compute("mlp", partial(self.run_shared, recompute_x), x_TD, recompute=self.recompute)
         out_ND = yield Compute("mlp", partial(self.run_experts, route=route), received, recompute=self.recompute)
-        combined = yield Comm(
-            COMBINE, partial(start_combine, ep, route), partial(start_dispatch, ep, route), out_ND, weights_first=True
-        )
+        combined = yield Comm(COMBINE, combine, dispatch, out_ND, weights_first=True)
         return (combined,) if shared is None else (combined, shared)
 
     def run_shared(self, recompute_x: RecomputeTensor | None, x_TD: Tensor) -> Tensor:

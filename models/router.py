@@ -58,7 +58,6 @@ class Router(nn.Module):
         return weights_TK, ids_TK, torch.stack([loss.detach() for loss in losses.values()])
 
     def choose(self, logits_TE: Tensor, bias_E: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Weights and ids [T, K]."""
         config = self.config
         return route(
             logits_TE, config.experts_per_token, score=config.router_score, bias_E=bias_E,

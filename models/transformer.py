@@ -54,8 +54,7 @@ class TransformerStage(Segmented):
             raise ValueError("multi-token prediction has no document mask: use no document_end_id, or mtp_layers 0")
         self.config, self.spec, self.options = config, spec, options
         self.head_in_loss = options.fused_loss or bool(spec.mtp)
-        if expert_parallel is None:
-            expert_parallel = Local(config.num_experts, options.kernels)
+        expert_parallel = expert_parallel or Local(config.num_experts, options.kernels)
         if spec.embedding or spec.mtp:
             with seeded(options.seed, "embedding"):
                 self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)

@@ -17,7 +17,7 @@ from ..models.config import ModelConfig
 from ..models.partition import head_flops, layer_flops, mtp_module_flops
 
 # Dense bf16 with fp32 sums, in FLOP/s, from the makers' data sheets; numbers for sparse matrices are halved.
-# A device is the first entry of which all words are in its name.
+# A device matches the first entry whose words are all in its name.
 PEAKS = {
     "gb200": 2500e12, "b200": 2250e12,
     "gh200": 989.4e12, "h200 nvl": 835.5e12, "h200": 989.4e12,

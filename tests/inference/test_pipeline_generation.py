@@ -82,16 +82,16 @@ def test_the_command_uses_the_newest_checkpoint_of_a_run(tmp_path, capsys):
     assert main(["generate", str(tmp_path / "nothing")]) == 2
     assert "no checkpoint in" in capsys.readouterr().err
     saved = tmp_path / "checkpoints" / "step-000002"
-    kept = read_manifest(saved)
+    manifest = read_manifest(saved)
     (saved / "run.json").write_bytes(
-        dataclasses.replace(kept, model={**kept.model, "experts": "antigravity:Class"}).encode()
+        dataclasses.replace(manifest, model={**manifest.model, "experts": "antigravity:Class"}).encode()
     )
     assert main(["generate", str(saved)]) == 2
     assert (
         "has experts 'antigravity:Class', not 'swiglu': if you trust this class, use --experts antigrav"
         in capsys.readouterr().err
     )
-    (saved / "run.json").write_bytes(dataclasses.replace(kept, model={"sides": 3}).encode())
+    (saved / "run.json").write_bytes(dataclasses.replace(manifest, model={"sides": 3}).encode())
     assert main(["generate", str(saved)]) == 2
     assert "cannot read the model of" in capsys.readouterr().err
 

@@ -10,10 +10,10 @@ from moe_dualpipe.inference.sampling import Sampling, filtered
 
 def expected(probabilities, top_k, top_p):
     """The distribution of one row after top-k and top-p: sort, cut twice, renormalize."""
-    likeliest = sorted(range(len(probabilities)), key=lambda token: -probabilities[token])
-    likeliest = likeliest[:top_k]
-    total, nucleus, covered = sum(probabilities[t] for t in likeliest), [], 0.0
-    for token in likeliest:
+    most_likely = sorted(range(len(probabilities)), key=lambda token: -probabilities[token])
+    most_likely = most_likely[:top_k]
+    total, nucleus, covered = sum(probabilities[t] for t in most_likely), [], 0.0
+    for token in most_likely:
         if covered < top_p * total:
             nucleus.append(token)
         covered += probabilities[token]

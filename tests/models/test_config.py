@@ -27,7 +27,8 @@ def with_choices(**choices):
     ({"kv_rank": 0}, "kv_rank must be at least 1: got 0"),
     ({"experts_per_token": 9}, "experts_per_token must be at most num_experts: got 9 of 5"),
     ({"num_layers": 0}, "num_layers must be at least 1: got 0"),
-    ({"num_shared_experts": -1}, "cannot be negative"),
+    ({"num_shared_experts": -1}, "num_shared_experts cannot be negative: got -1"),
+    ({"num_dense_layers": -1}, "num_dense_layers cannot be negative: got -1"),
     ({"router_score": "relu"}, "router_score must be softmax or sigmoid: got 'relu'"),
     ({"experts": "mine"}, 'experts must be "swiglu" or "module:Class": got \'mine\''),
 ])  # fmt: skip
