@@ -1,11 +1,12 @@
-"""Compile every kernel for GPUs that are not there, and see whether the compiler did what the tuned tiles count on.
+"""Compile every kernel for GPUs that this machine does not have, and check the generated code.
 
-    python -m benchmarks.codegen                         all GPUs, all dtypes; exit code 1 if anything is amiss
+    python -m benchmarks.codegen                         all GPUs, bf16 and fp32; exit code 1 if a check fails
     python -m benchmarks.codegen --arch sm_90 gfx942 --dtype bf16
 
-The launchers run as they would, on tensors that nobody reads; where they start a kernel, it is compiled instead, for
-each size of the shipped table and for sizes that no fast path takes. Amiss is: registers spilled to memory, more shared
-memory than the GPU has, ptxas warnings C75xx (it serialises matrix products), and on Hopper a product without wgmma.
+The launchers run as usual on uninitialized tensors, but compile each kernel instead of launching it: for every size of
+the shipped table, and for sizes that no fast path accepts. A kernel fails if it spills registers to memory, needs more
+shared memory than the GPU has, or causes ptxas warnings C75xx (serialized matrix products); on Hopper, also if a
+product does not use wgmma.
 """
 
 import argparse
@@ -39,7 +40,7 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-SHARED_LIMIT = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}  # bytes a block may have
+SHARED_LIMIT = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}  # bytes per block
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PRODUCTS = {"rows_times_weights", "swiglu_up", "swiglu_down_backward", "weight_gradients"}
 NVIDIA_BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -47,7 +48,7 @@ NVIDIA_BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What came out. sizes: of the experts. matrix: matrix instructions; spills: bytes on NVIDIA, registers on AMD."""
+    """A compiled kernel. sizes: D x F. matrix: count of matrix instructions. spills: bytes (NVIDIA), registers (AMD)."""
 
     kernel: str
     arch: str
@@ -60,7 +61,7 @@ class Compiled:
     matrix: int
     warnings: tuple[str, ...]
 
-    def amiss(self) -> list[str]:
+    def problems(self) -> list[str]:
         found = [f"{self.spills} spilled"] if self.spills else []
         if self.shared > SHARED_LIMIT[self.arch]:
             found.append(f"{self.shared:,} bytes of shared memory of {SHARED_LIMIT[self.arch]:,}")
@@ -70,13 +71,13 @@ class Compiled:
 
 
 class _NoGPU:
-    """What compilation asks of Triton's driver, answered without a device."""
+    """Stands in for Triton's driver: answers what compilation needs, without a device."""
 
     utils = None
 
     def __init__(self, arch: str):
         self.get_current_target = lambda: TARGETS[arch]
-        # Triton keeps what it compiled by the number of the device: each GPU has one of its own.
+        # Triton caches compiled kernels by device number, so each architecture gets its own number.
         self.get_current_device = lambda: list(TARGETS).index(arch)
 
     get_current_stream = staticmethod(lambda _device=0: 0)
@@ -88,7 +89,7 @@ class _NoGPU:
 
 @contextlib.contextmanager
 def compiling(arch: str) -> Iterator[list[tuple[str, Any]]]:
-    """Within this context, launchers compile for `arch` instead of launching; yields (name, kernel) as they come."""
+    """Make launchers compile for `arch` instead of launching. Yields a list that collects (name, kernel)."""
     compiled: list[tuple[str, Any]] = []
     run = JITFunction.run
 
@@ -97,7 +98,7 @@ def compiling(arch: str) -> Iterator[list[tuple[str, Any]]]:
             (self.__name__.removesuffix("_kernel").strip("_"), run(self, *args, **{**options, "warmup": True}))
         )
 
-    before = driver._active  # None on a machine without a GPU, where asking for it would raise
+    before = driver._active  # read directly: on a machine without a GPU the accessor raises
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(JITFunction, "run", compile_only))
         for module in (gemm, swiglu, wgrad):
@@ -110,7 +111,7 @@ def compiling(arch: str) -> Iterator[list[tuple[str, Any]]]:
 
 
 def launch_experts(d: int, f: int, dtype: torch.dtype) -> None:
-    """Everything that `experts` and `grouped_linear` launch, forward and backward, for experts of [D, F]."""
+    """Launch all kernels of `experts` and `grouped_linear`, forward and backward, for experts of [D, F]."""
     rows, num_experts = 8, 4
     x, index = torch.empty(rows, d, dtype=dtype), torch.zeros(rows, dtype=torch.int64)
     gate_up, down = torch.empty(num_experts, 2 * f, d, dtype=dtype), torch.empty(num_experts, d, f, dtype=dtype)
@@ -158,7 +159,7 @@ def check(arch: str, dtype: str, brief: bool = False) -> list[Compiled]:
         for e in configs.load_table(configs.SHIPPED)
         if e.arch == arch and e.dtype_bytes == size
     }
-    found: dict[str, Compiled] = {}  # by what Triton knows a compiled kernel by
+    found: dict[str, Compiled] = {}  # by the hash that Triton gives a compiled kernel
     untuned = [] if brief else [(1000, 200), (1001, 203)]
     experts = {f"{d}x{f}": partial(launch_experts, d, f) for d, f in [*sorted(shipped), *untuned]}
     for sizes, launch in {**experts, "": partial(launch_others, brief=brief)}.items():
@@ -190,7 +191,7 @@ def describe(name: str, kernel: Any, arch: str, dtype: str, sizes: str) -> Compi
 def _number(pattern: str, text: str) -> int:
     found = re.search(pattern, text)
     if not found:
-        raise RuntimeError(f"the assembler says nothing of {pattern!r}:\n{text[-2000:]}")
+        raise RuntimeError(f"the assembler output has no match for {pattern!r}:\n{text[-2000:]}")
     return int(found[1])
 
 
@@ -198,7 +199,7 @@ def _ptxas(ptx: str) -> str:
     found = re.search(r"\.target (sm_(\d+)\w*)", ptx)
     assert found
     arch, number = found[1], int(found[2])
-    blackwell = NVIDIA_BIN / "ptxas-blackwell"  # Triton brings a second assembler for what the first does not know
+    blackwell = NVIDIA_BIN / "ptxas-blackwell"  # Triton ships a second assembler for Blackwell
     program = blackwell if number >= 100 and blackwell.exists() else NVIDIA_BIN / "ptxas"
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
@@ -209,11 +210,11 @@ def _ptxas(ptx: str) -> str:
 
 def table(found: list[Compiled]) -> str:
     lines = [
-        f"{'kernel':22} {'GPU':7} {'dtype':5} {'D x F':>9} {'TMA':3} {'regs':>4} {'shared':>7} {'matrix':>6}  amiss"
+        f"{'kernel':22} {'GPU':7} {'dtype':5} {'D x F':>9} {'TMA':3} {'regs':>4} {'shared':>7} {'matrix':>6}  problems"
     ]
     lines += [
         f"{c.kernel:22} {c.arch:7} {c.dtype:5} {c.sizes:>9} {'yes' if c.tma else '-':3} {c.registers:4} {c.shared:7,} "
-        f"{c.matrix:6}  {', '.join(c.amiss()) or '-'}"
+        f"{c.matrix:6}  {', '.join(c.problems()) or '-'}"
         for c in found
     ]
     return "\n".join(lines)
@@ -221,24 +222,26 @@ def table(found: list[Compiled]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Compile every kernel for GPUs that are not there, and check the code."
+        description="Compile every kernel for GPUs that this machine does not have, and check the code."
     )
-    parser.add_argument("--arch", nargs="+", choices=TARGETS, default=list(TARGETS), help="GPUs to compile for")
+    parser.add_argument(
+        "--arch", nargs="+", choices=TARGETS, default=list(TARGETS), help="GPU architectures to compile for"
+    )
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bf16", "fp32"], help="dtypes of the rows")
     parser.add_argument("--brief", action="store_true", help="only the tuned sizes and one number of experts")
-    parser.add_argument("--quiet", action="store_true", help="print only what is amiss")
+    parser.add_argument("--quiet", action="store_true", help="print only kernels that fail a check")
     options = parser.parse_args()
     if interpreter_enabled():
-        parser.error("TRITON_INTERPRET is set, so nothing is compiled: unset it")
+        parser.error("TRITON_INTERPRET is set, which disables compilation: unset it")
     jobs = [(arch, dtype, options.brief) for arch in options.arch for dtype in options.dtype]
     with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
         found = [c for part in pool.map(check, *zip(*jobs, strict=True)) for c in part]
-    amiss = [c for c in found if c.amiss()]
-    shown = amiss if options.quiet else found
+    failed = [c for c in found if c.problems()]
+    shown = failed if options.quiet else found
     if shown:
         print(table(shown))
-    print(f"triton {triton.__version__}: {len(found)} kernels compiled, {len(amiss)} amiss")
-    sys.exit(bool(amiss))
+    print(f"triton {triton.__version__}: {len(found)} kernels compiled, {len(failed)} failed")
+    sys.exit(bool(failed))
 
 
 if __name__ == "__main__":

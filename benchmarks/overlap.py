@@ -1,14 +1,14 @@
-"""How much communication an overlapped pair hides, and what the engine costs.
+"""Measure how much communication an overlapped pair hides, and the overhead of the overlap engine.
 
-    python -m benchmarks.overlap                 everything that runs on this machine, about seven minutes
+    python -m benchmarks.overlap                 all parts, about seven minutes
     python -m benchmarks.overlap --only link     one part: link, overhead, recompute, schedulers, network
 
-One process plays one rank of 16 over a modelled link (modelled/loopback.py). Its bandwidth is set so that the
-transfers of a pair take a given share of the time that the pair computes, which is measured first, in the same run.
-Everything that is compared takes turns, round by round; tables give medians, and the range of the ratio over rounds.
+One process plays one rank of 16 over a modelled link (modelled/loopback.py). The computation of a pair is timed first;
+then the bandwidth is set so that the transfers of the pair take a given share of that time. All cases take turns, round
+by round. Tables give medians, and the range of the ratio over the rounds.
 
-The bound is what the pair would take if nothing cost time but its segments, in their fixed order, and the link: two
-clocks, one for computing and one for the link, replayed from the durations of the segments (docs/overlap.md).
+The bound is the time of the pair if only its segments, in their fixed order, and the link took time. It is replayed
+from the measured durations of the segments with two clocks, one for computation and one for the link (docs/overlap.md).
 """
 
 import os
@@ -42,14 +42,14 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure."""
+    """Options of the benchmark."""
 
     only: Literal["all", "link", "overhead", "recompute", "schedulers", "network"] = "all"
-    """Which part."""
+    """The part to run."""
     rounds: int = 9
-    """How often everything that is compared has its turn."""
+    """Rounds. In each, every case runs once."""
     ratios: tuple[float, ...] = (0.25, 0.5, 0.7, 1.0, 2.0, 4.0)
-    """Communication / computation."""
+    """Ratios of communication to computation time."""
 
 
 # ---- The bound ----
@@ -57,13 +57,13 @@ class Options:
 
 @dataclass
 class Trace:
-    """What an engine did, in order: ("compute", seconds), ("start", transfer), ("wait", transfer)."""
+    """The events of an engine in order: ("compute", seconds), ("start", transfer), ("wait", transfer)."""
 
     events: list[tuple[str, Any]] = field(default_factory=list)
 
 
-class Watched(Engine):
-    """An engine that writes down how long each segment took."""
+class TracingEngine(Engine):
+    """An engine that records the duration of each segment."""
 
     def __init__(self) -> None:
         super().__init__(CPU)
@@ -86,15 +86,15 @@ class Watched(Engine):
                 self.trace.events.append(("start", text))
 
     def _mark(self) -> None:
-        """Time since the last mark belongs to a segment, unless it was outside of any."""
+        """Record the time since the last mark if it was inside a segment."""
         now = time.perf_counter()
         if self._depth:
             self.trace.events.append(("compute", now - self._since))
         self._since = now
 
 
-def typical(traces: list[Trace]) -> Trace:
-    """The same events with the median of each duration."""
+def median_trace(traces: list[Trace]) -> Trace:
+    """The same events, each with its median duration."""
     events: list[tuple[str, Any]] = []
     for same in zip(*(trace.events for trace in traces), strict=True):
         kind, what = same[0]
@@ -103,17 +103,17 @@ def typical(traces: list[Trace]) -> Trace:
     return Trace(events)
 
 
-def bound(trace: Trace, transfers: list[float]) -> float:
-    """Seconds of the pair when transfer i takes transfers[i], one after another, and computing waits only for them."""
+def lower_bound(trace: Trace, transfers: list[float]) -> float:
+    """The least seconds of the pair if transfer i takes transfers[i] and transfers run one after another."""
     clock = link = 0.0
     arrives: dict[str, deque[float]] = {}
-    left = deque(transfers)
+    remaining = deque(transfers)
     for kind, what in trace.events:
         match kind:
             case "compute":
                 clock += what
             case "start":
-                link = max(link, clock) + left.popleft()
+                link = max(link, clock) + remaining.popleft()
                 arrives.setdefault(what, deque()).append(link)
             case "wait":
                 clock = max(clock, arrives[what].popleft())
@@ -124,7 +124,7 @@ def bound(trace: Trace, transfers: list[float]) -> float:
 
 
 class Pair:
-    """The forward of one micro-batch and the backward of another, on one stage, over a modelled link."""
+    """The forward of one micro-batch and the backward of another on one stage, over a modelled link."""
 
     def __init__(self) -> None:
         self.ep = Loopback(MODEL.num_experts, RANKS)
@@ -145,28 +145,28 @@ class Pair:
         return time.perf_counter() - start
 
     def _before(self) -> tuple[Tensor, float]:
-        """A forward over an infinitely fast link, whose backward is then measured."""
+        """Run the forward of the backward to be measured, over an infinitely fast link."""
         link, self.ep.link = self.ep.link, Link()
         loss = next_token_loss(self.model(self.x), self.x)
         self.ep.link = link
         return loss, time.perf_counter()
 
     def transfers(self) -> list[float]:
-        """Seconds of each transfer of a pair, in order, at 1 GB/s."""
+        """The seconds of each transfer of a pair, in order, at 1 GB/s."""
         seconds: list[float] = []
-        carry, self.ep.link = self.ep.timer.transfer, Link(gb_per_s=1.0)
+        transfer, self.ep.link = self.ep.timer.transfer, Link(gb_per_s=1.0)
         loss, _ = self._before()
         self.ep.link = Link(gb_per_s=1.0)
-        self.ep.timer.transfer = lambda s: (seconds.append(s), carry(0))[1]  # type: ignore[method-assign]
+        self.ep.timer.transfer = lambda s: (seconds.append(s), transfer(0))[1]  # type: ignore[method-assign]
         TransformerStage.overlapped_forward_backward(
             self.model, [self.y], next_token_loss, [self.y], self.model, loss, None, None
         )
-        self.ep.timer.transfer, self.ep.link = carry, Link()  # type: ignore[method-assign]
-        return [s for s in seconds if s]  # the counts take no time
+        self.ep.timer.transfer, self.ep.link = transfer, Link()  # type: ignore[method-assign]
+        return [s for s in seconds if s]  # exchanging the counts takes no time
 
 
 def take_turns(rounds: int, cases: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
-    """Each case once for warming up, then once a round."""
+    """Run each case once to warm up, then once per round. Returns the seconds of each case by round."""
     for case in cases.values():
         case()
     seconds: dict[str, list[float]] = {name: [] for name in cases}
@@ -181,10 +181,10 @@ def spread(ratios: list[float]) -> str:
 
 
 def link_part(options: Options) -> None:
-    """The modelled link, from fast to slow."""
-    pair, engine = Pair(), Watched()
+    """Step time over the modelled link, from fast to slow."""
+    pair, engine = Pair(), TracingEngine()
     tokens = SEQUENCES * LENGTH
-    print(f"## Modelled link: one of {RANKS} ranks, {MODEL.num_layers} MoE layers, {tokens} tokens a micro-batch\n")
+    print(f"## Modelled link: one of {RANKS} ranks, {MODEL.num_layers} MoE layers, {tokens} tokens per micro-batch\n")
     traces: list[Trace] = []
 
     def free() -> float:
@@ -204,7 +204,7 @@ def link_part(options: Options) -> None:
     share = [t / sum(transfers) for t in transfers]
     free()
     print(
-        "| communication / computation: wanted (was) | sequential, ms | overlapped, ms | bound, ms "
+        "| communication / computation: requested (measured) | sequential, ms | overlapped, ms | bound, ms "
         "| overlapped / bound (range) | overlapped / sequential (range) | hidden |"
     )
     print("|---|---|---|---|---|---|---|")
@@ -218,14 +218,14 @@ def link_part(options: Options) -> None:
             "sequential": over(slow, pair.sequential),
         })  # fmt: skip
         middle = {name: statistics.median(measured) for name, measured in seconds.items()}
-        taking = [total * s for s in share]
-        least = bound(typical(traces[1:]), taking)
-        to_bound = [o / bound(t, taking) for o, t in zip(seconds["overlapped"], traces[1:], strict=True)]
+        durations = [total * s for s in share]
+        bound = lower_bound(median_trace(traces[1:]), durations)
+        to_bound = [o / lower_bound(t, durations) for o, t in zip(seconds["overlapped"], traces[1:], strict=True)]
         to_sequential = [o / s for o, s in zip(seconds["overlapped"], seconds["sequential"], strict=True)]
         print(
             f"| {ratio} ({total / middle['free']:.2f}) "
-            f"| {1e3 * middle['sequential']:.0f} | {1e3 * middle['overlapped']:.0f} | {1e3 * least:.0f} "
-            f"| {middle['overlapped'] / least:.2f} ({spread(to_bound)}) "
+            f"| {1e3 * middle['sequential']:.0f} | {1e3 * middle['overlapped']:.0f} | {1e3 * bound:.0f} "
+            f"| {middle['overlapped'] / bound:.2f} ({spread(to_bound)}) "
             f"| {middle['overlapped'] / middle['sequential']:.2f} ({spread(to_sequential)}) "
             f"| {1 - max(middle['overlapped'] - middle['free'], 0) / total:.0%} |"
         )
@@ -233,7 +233,7 @@ def link_part(options: Options) -> None:
 
 
 def overhead_part(options: Options) -> None:
-    """No communication at all: what the tape and the engine cost."""
+    """The cost of the tape and the engine, without communication."""
     model = build_model(MODEL, Local(MODEL.num_experts))
     x, y = torch.randint(MODEL.vocab_size, (2, SEQUENCES, LENGTH))
 
@@ -276,9 +276,9 @@ def overhead_part(options: Options) -> None:
 
 
 def recompute_part(options: Options) -> None:
-    """What each level of recomputation keeps, and what it costs."""
+    """The memory that each recomputation level saves for backward, and its time."""
     x, y = torch.randint(MODEL.vocab_size, (2, SEQUENCES, LENGTH))
-    kept: dict[str, float] = {}
+    saved: dict[str, float] = {}
     cases: dict[str, Callable[[], float]] = {}
     for level in RECOMPUTE:
         model = build_model(MODEL, Loopback(MODEL.num_experts, RANKS), options=StageOptions(recompute=level))  # type: ignore[arg-type]
@@ -292,17 +292,17 @@ def recompute_part(options: Options) -> None:
         pair()
         with torch.profiler.profile(profile_memory=True) as profile:
             loss = next_token_loss(model(x), x)
-        kept[level] = sum(event.self_cpu_memory_usage for event in profile.key_averages()) / 2**20
+        saved[level] = sum(event.self_cpu_memory_usage for event in profile.key_averages()) / 2**20
         del loss
         cases[level] = pair
     seconds = take_turns(options.rounds, cases)
-    print("## Recompute: kept between forward and backward of a chunk, and time of an overlapped pair\n")
-    print("| recompute | MiB kept | / none | ms a pair | / none (range over rounds) |")
+    print("## Recompute: memory saved for the backward of a chunk, and time of an overlapped pair\n")
+    print("| recompute | MiB saved | / none | ms per pair | / none (range over rounds) |")
     print("|---|---|---|---|---|")
     for level, measured in seconds.items():
         ratios = [m / b for m, b in zip(measured, seconds["none"], strict=True)]
         print(
-            f"| {level} | {kept[level]:.1f} | {kept[level] / kept['none']:.2f} "
+            f"| {level} | {saved[level]:.1f} | {saved[level] / saved['none']:.2f} "
             f"| {1e3 * statistics.median(measured):.0f} "
             f"| {statistics.median(measured) / statistics.median(seconds['none']):.2f} ({spread(ratios)}) |"
         )
@@ -310,8 +310,8 @@ def recompute_part(options: Options) -> None:
 
 
 def schedulers_part(_options: Options) -> None:
-    """The executor against others, in processes of their own."""
-    print("## Executors of a pipeline\n", flush=True)
+    """Our executor against others, in separate processes."""
+    print("## Pipeline executors\n", flush=True)
     schedulers.report(schedulers.Options())
     print()
 

@@ -1,11 +1,11 @@
-"""Step time of a whole training step under each schedule, on this machine, against one process.
+"""Compare the training step time of pipeline schedules with that of one process, on this machine.
 
     python -m benchmarks.pipeline                      about a minute and a half on two cores
     python -m benchmarks.pipeline --ranks 4 --rounds 5
 
-Every configuration trains the same model on the same batches (4,096 tokens a step). Configurations take turns, round
-by round, so that a busy machine disturbs all of them alike; the table gives the median step over all rounds, the range
-of the rounds' medians, and the ratio to one process using as many threads as there are ranks.
+All configurations train the same model on the same batches (4,096 tokens per step). They take turns, round by round, so
+that a busy machine slows all of them alike. The table gives the median step over all rounds, the range of the rounds'
+medians, and the ratio to one process with as many threads as there are ranks.
 """
 
 import dataclasses
@@ -31,18 +31,18 @@ WARM_UP = 2
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure."""
+    """Options of the benchmark."""
 
     ranks: int = 2
     """Pipeline ranks."""
     steps: int = 6
-    """Timed steps in each round."""
+    """Timed steps per round."""
     rounds: int = 3
-    """How often each configuration has its turn."""
+    """Rounds. In each, every configuration runs once."""
     preset: str = "tiny"
-    """Model size; it gets two layers a rank, if it has fewer."""
+    """Model preset; it gets at least two layers per rank."""
     schedules: tuple[str, ...] = ("1f1b", "dualpipe", "dualpipev")
-    """What to run; those that need an even number of ranks are left out where it is odd."""
+    """Schedules to run. Those that need an even number of ranks are skipped if it is odd."""
 
 
 def _measure(rank: int, config: TrainConfig, world_size: int, threads: int, steps: int, store: str, results) -> None:
@@ -56,7 +56,7 @@ def _measure(rank: int, config: TrainConfig, world_size: int, threads: int, step
 
 
 def one_round(config: TrainConfig, world_size: int, threads: int, steps: int) -> list[float]:
-    """Seconds of each timed step of one configuration, in fresh processes."""
+    """Time the steps of one configuration in new processes; returns their seconds."""
     with tempfile.TemporaryDirectory() as folder:
         results = mp.get_context("spawn").SimpleQueue()
         config = dataclasses.replace(config, checkpoint=CheckpointConfig(out=folder))
@@ -70,7 +70,7 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     base = PRESETS[options.preset]
     model: ModelConfig = dataclasses.replace(base, num_layers=max(base.num_layers, 2 * options.ranks))
-    micro_batches = default_micro_batches(options.ranks)  # also of the one process
+    micro_batches = default_micro_batches(options.ranks)  # the single process uses as many
     config = TrainConfig(
         preset=options.preset,
         model=model,
@@ -99,8 +99,8 @@ def main() -> None:
             rounds[name].append(one_round(case, world_size, threads, options.steps))
     tokens = micro_batches * config.batch.micro_batch_size * config.batch.seq_len
     baseline = None
-    print(f"{os.cpu_count()} cores, torch {torch.__version__}, {model.num_layers} layers, {tokens:,} tokens a step")
-    print("| configuration | ms a step | range of rounds | tokens/s | step time / one process |")
+    print(f"{os.cpu_count()} cores, torch {torch.__version__}, {model.num_layers} layers, {tokens:,} tokens per step")
+    print("| configuration | ms per step | range of rounds | tokens/s | step time / one process |")
     print("|---|---|---|---|---|")
     for name, measured in rounds.items():
         median = statistics.median(second for seconds in measured for second in seconds)

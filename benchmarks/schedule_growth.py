@@ -1,10 +1,10 @@
-"""What it costs to build, validate and simulate a schedule, as it grows.
+"""Measure how the time to build, validate and simulate a schedule grows with its size.
 
     python -m benchmarks.schedule_growth                      half a minute
     python -m benchmarks.schedule_growth --schedule zbv --ranks 8 16
 
-The number of actions grows with ranks x micro-batches, and there are 16 micro-batches for each rank: twice the ranks
-are four times the actions. If the cost is linear in them, the last column stays the same. Sizes take turns, round by
+The number of actions grows with ranks x micro-batches, and there are 16 micro-batches per rank, so twice the ranks give
+four times the actions. If the cost is linear in the actions, the last column is constant. Sizes take turns, round by
 round.
 """
 
@@ -22,22 +22,22 @@ STEPS = ("build", "validate", "simulate")
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure."""
+    """Options of the benchmark."""
 
     schedule: str = "dualpipe"
-    """Its name."""
+    """Name of the schedule."""
     ranks: tuple[int, ...] = (8, 16, 32, 64)
     """Pipeline ranks."""
     micro_batches_per_rank: int = 16
-    """Micro-batches for each rank."""
+    """Micro-batches per rank."""
     rounds: int = 5
-    """How often each size has its turn."""
+    """Rounds. In each, every size runs once."""
 
 
 def one_round(name: str, ranks: int, micro_batches: int) -> tuple[int, list[float]]:
-    """The number of actions, and the seconds of each of STEPS."""
+    """Return the number of actions and the seconds of each of STEPS."""
     times = [time.perf_counter()]
-    schedule = build.__wrapped__(name, ranks, micro_batches)  # not the one that the last round built
+    schedule = build.__wrapped__(name, ranks, micro_batches)  # bypass the cache
     times.append(time.perf_counter())
     validate(schedule)
     times.append(time.perf_counter())

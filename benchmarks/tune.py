@@ -1,15 +1,15 @@
-"""Tune the Triton kernels for the GPU at hand: the package then reads what was found.
+"""Tune the Triton kernels for this machine's GPU. The package then uses the configurations that were found.
 
     python -m benchmarks.tune                                   two large layers, a few minutes
     python -m benchmarks.tune --shapes 16384,2048,768,128,8     T, D, F, E, K of your own layer
-    python -m benchmarks.tune --out mine.json                   to look at it first
+    python -m benchmarks.tune --out mine.json                   write to another file, to look at it first
 
-Each of the products of an expert MLP runs by itself, with every configuration of a bounded list: those that fit the
-registers and the shared memory. One that disagrees with plain torch is dropped; the fastest three meet again, with the
-configuration in use so far, in turns; and that one is only replaced by one that is clearly faster. Entries of other
-kernels, sizes and GPUs in the file are kept. Worker processes compile ahead, as in precompile.py.
+Each product of an expert MLP is timed with every configuration that fits the registers and the shared memory, from a
+bounded list. Configurations whose result differs from plain torch are dropped. The fastest three then take turns with
+the current configuration, which is replaced only by one that is clearly faster. Entries of other kernels, sizes and
+GPUs in the file are kept. Worker processes compile ahead, as in precompile.py.
 
-M rows in expert-major order; N, K columns and length of the sum of a product, as in the tables.
+M rows in expert-major order; N, K: columns and inner dimension of a product, as in the tables.
 """
 
 import argparse
@@ -28,15 +28,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="benchmarks.tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shapes", nargs="+", help="layers, each as T,D,F,E,K")
-    parser.add_argument("--out", type=Path, help="the table to write (default: the one that the package reads)")
-    parser.add_argument("--smoke", action="store_true", help="on a CPU, in Triton's interpreter: does it work?")
+    parser.add_argument("--shapes", nargs="+", help="layers to tune, each as T,D,F,E,K")
+    parser.add_argument("--out", type=Path, help="file to write (default: the table that the package reads)")
+    parser.add_argument(
+        "--smoke", action="store_true", help="tiny run on a CPU in Triton's interpreter, to test this command"
+    )
     parser.add_argument("--worker", nargs=3, type=int, help=argparse.SUPPRESS)  # product, part, parts
     return parser.parse_args(arguments)
 
 
 def shapes_of(options: argparse.Namespace) -> tuple[Shape, ...]:
-    """Raises ValueError for what is no shape."""
+    """The shapes to tune. Raises ValueError for an invalid --shapes."""
     if not options.shapes:
         return SMOKE_SHAPES if options.smoke else SHAPES[:2]
     found = []
@@ -44,17 +46,19 @@ def shapes_of(options: argparse.Namespace) -> tuple[Shape, ...]:
         try:
             T, D, F, E, K = (int(number) for number in text.split(","))
         except ValueError:
-            raise ValueError(f"a shape is five numbers, T,D,F,E,K: got {text!r}") from None
+            raise ValueError(f"--shapes needs five integers each, T,D,F,E,K: got {text!r}") from None
         if min(T, D, F, E, K) < 1 or K > E:
-            raise ValueError(f"sizes must be at least 1, and K at most E: got {text!r}")
+            raise ValueError(f"--shapes: sizes must be at least 1, and K at most E: got {text!r}")
         if D % 8 or F % 8:
-            raise ValueError(f"D and F must be multiples of 8, other sizes take tiles that are not tuned: got {text!r}")
+            raise ValueError(
+                f"--shapes: D and F must be multiples of 8, because only these use tuned tiles: got {text!r}"
+            )
         found.append(Shape(T, D, F, E, K))
     return tuple(found)
 
 
 def table(out: Path | None) -> Path:
-    """Where to write, before minutes are spent. Raises OSError or ValueError for what cannot be, or is no table."""
+    """Check the output file before the long run. Raises OSError or ValueError if it is not writable or not a table."""
     from moe_dualpipe.kernels.gpu.configs import load_table, user_table_path
 
     path = out or user_table_path()
@@ -66,14 +70,14 @@ def table(out: Path | None) -> Path:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    if options.smoke:  # read when a kernel's module is imported: before any of those is
+    if options.smoke:  # must be set before the first kernel module is imported
         os.environ["TRITON_INTERPRET"] = "1"
     try:
         shapes = shapes_of(options)
         if not options.smoke and not torch.cuda.is_available():
-            raise ValueError("there is no GPU here to tune for: --smoke tries the command out on a CPU")
+            raise ValueError("no GPU found: use --smoke to test the command on a CPU")
         if options.smoke and not options.out:
-            raise ValueError("--smoke needs --out: what it finds is for nobody's table")
+            raise ValueError("--smoke needs --out, because its results must not enter the table of the package")
         out = table(options.out)
     except (ValueError, OSError) as error:
         sys.stderr.write(f"benchmarks.tune: error: {error}\n")
@@ -86,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     for shape in shapes:
         tuning.tune_shape(shape, device, out)
-    print(f"\nwritten to {out}{'' if options.out else ', which the package reads from now on'}")
+    print(f"\nwritten to {out}{'' if options.out else ', which the package now uses'}")
     return 0
 
 

@@ -132,9 +132,9 @@ def test_an_output_that_cannot_be_written_is_reported_before_tuning(tmp_path, ca
 def test_invalid_options_print_one_line_and_exit_with_2(capsys):
     for arguments, message in (
         (["--smoke"], "--smoke needs --out"),
-        (["--smoke", "--shapes", "1,2,3"], "a shape is five numbers, T,D,F,E,K: got '1,2,3'"),
+        (["--smoke", "--shapes", "1,2,3"], "--shapes needs five integers each, T,D,F,E,K: got '1,2,3'"),
         (["--smoke", "--shapes", "8,8,8,2,3"], "K at most E"),
-        (["--smoke", "--shapes", "8,8,12,2,1"], "D and F must be multiples of 8"),
+        (["--smoke", "--shapes", "8,8,12,2,1"], "--shapes: D and F must be multiples of 8"),
     ):
         assert tune.main(arguments) == 2
         error = capsys.readouterr().err
