@@ -48,7 +48,7 @@ NVIDIA_BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A compiled kernel. sizes: D x F. matrix: count of matrix instructions. spills: bytes (NVIDIA), registers (AMD)."""
+    """A compiled kernel. sizes: D x F. matrix: matrix instructions. spills: bytes (NVIDIA), registers (AMD)."""
 
     kernel: str
     arch: str
