@@ -27,7 +27,7 @@ def validate_kernels(kernels: str) -> Kernels:
 
 
 def use_triton(kernels: Kernels, *tensors: Tensor | None) -> bool:
-    """Whether to run the Triton kernels on these tensors. The first tensor is the one whose dtype must be supported.
+    """Whether to run the Triton kernels on these tensors. Only the first tensor's dtype is checked.
 
     Raises ValueError if the tensors are on different devices, or on a GPU that is not the current one. With "triton",
     also raises ValueError for an unsupported dtype, and for CPU tensors unless Triton interprets.

@@ -76,10 +76,10 @@ def top_k_experts_kernel(
     chosen = tl.zeros((BLOCK_T, K_PADDED), tl.float32)
     for k in range(K):
         best = tl.argmax(choice, 1)  # the first of equals
-        here = column[None, :] == best[:, None]
-        value = tl.sum(tl.where(here, scores, 0.0), 1)
+        is_best = column[None, :] == best[:, None]
+        value = tl.sum(tl.where(is_best, scores, 0.0), 1)
         chosen = tl.where(ks[None, :] == k, value[:, None], chosen)
-        choice = tl.where(here, float("-inf"), choice)
+        choice = tl.where(is_best, float("-inf"), choice)
         expert = best // PADDED * PER_GROUP + best % PADDED
         tl.store(ids + t.to(tl.int64) * K + k, expert.to(tl.int64), mask=t < T)
     if NORMALIZE:
@@ -102,17 +102,17 @@ def top_k_experts_backward_kernel(
     dot = tl.zeros((BLOCK_T,), tl.float32)
     if NORMALIZE:
         for k in range(K):
-            here = e[None, :] == tl.load(ids + first + k, mask=inside, other=0)[:, None]
-            s = tl.sum(tl.where(here, scores, 0.0), 1)
+            is_chosen = e[None, :] == tl.load(ids + first + k, mask=inside, other=0)[:, None]
+            s = tl.sum(tl.where(is_chosen, scores, 0.0), 1)
             total += s
             dot += s * tl.load(dweights + first + k, mask=inside, other=0.0)
     dscores = tl.zeros((BLOCK_T, E_PADDED), tl.float32)
     for k in range(K):
-        here = e[None, :] == tl.load(ids + first + k, mask=inside, other=0)[:, None]
+        is_chosen = e[None, :] == tl.load(ids + first + k, mask=inside, other=0)[:, None]
         ds = tl.load(dweights + first + k, mask=inside, other=0.0)
         if NORMALIZE:
             ds = (ds - dot / total) / total
-        dscores += tl.where(here, (ds * scale)[:, None], 0.0)
+        dscores += tl.where(is_chosen, (ds * scale)[:, None], 0.0)
     if SOFTMAX:
         dscores = scores * (dscores - tl.sum(dscores * scores, 1)[:, None])
     else:

@@ -35,10 +35,10 @@ def _tile_table_kernel(
     tiles_E = (ends - starts + BLOCK_M - 1) // BLOCK_M
     last_E = tl.cumsum(tiles_E, 0)
     slot = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
-    done = slot[:, None] >= last_E[None, :]  # experts with all tiles before this slot
-    expert = tl.sum(tl.where(done, 1, 0), 1)  # E or more for slots after the last tile
-    mine = e[None, :] == expert[:, None]
-    row = tl.sum(tl.where(mine, (starts - (last_E - tiles_E) * BLOCK_M)[None, :], 0), 1) + slot * BLOCK_M
+    passed = slot[:, None] >= last_E[None, :]  # experts with all tiles before this slot
+    expert = tl.sum(tl.where(passed, 1, 0), 1)  # E or more for slots after the last tile
+    is_expert = e[None, :] == expert[:, None]
+    row = tl.sum(tl.where(is_expert, (starts - (last_E - tiles_E) * BLOCK_M)[None, :], 0), 1) + slot * BLOCK_M
     inside = slot < slots
     tl.store(tiles + slot * 2, tl.where(expert < E, expert, -1), mask=inside)
     tl.store(tiles + slot * 2 + 1, row, mask=inside)
@@ -167,7 +167,7 @@ def split_columns(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def store_tile(out, x, m, n0, end, STRIDE: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr):
     """Write a tile to out[m, n0 : n0 + COLUMNS] where m < end and the column is below N. Rows are STRIDE apart.
 
-    TILE: width of the whole tile of which these COLUMNS are a part. If it divides N, columns need no mask.
+    TILE: width of the whole tile; these COLUMNS are a part of it. If TILE divides N, columns need no mask.
     """
     n = n0 + tl.arange(0, COLUMNS)
     pointers = out + m.to(tl.int64)[:, None] * STRIDE + n[None, :]

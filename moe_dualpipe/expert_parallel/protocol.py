@@ -81,7 +81,7 @@ class Combined(NamedTuple):
 
 
 class ExpertParallel(Protocol):
-    """A backend for `num_experts` experts, of which this rank holds `local_experts`, a range of consecutive ids.
+    """A backend for `num_experts` experts. This rank holds `local_experts`, a range of consecutive ids.
 
     The first call on a route must be `dispatch`; after that, both may be called any number of times. Inputs must not be
     modified until the returned result has been waited for.

@@ -199,12 +199,12 @@ def test_the_number_of_matrix_products_is_as_documented():
 
 
 def test_it_saves_one_number_per_token():
-    kept = []
+    saved = []
     x, w, labels = problem(300)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         linear_cross_entropy(x, w, labels, chunk_tokens=64)
-    own = [t for t in kept if t.data_ptr() not in (x.data_ptr(), w.data_ptr())]
-    assert len(own) == len(kept) - 2
+    own = [t for t in saved if t.data_ptr() not in (x.data_ptr(), w.data_ptr())]
+    assert len(own) == len(saved) - 2
     assert all(t.numel() <= 300 for t in own)
 
 
