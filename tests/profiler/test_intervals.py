@@ -1,4 +1,4 @@
-"""The interval arithmetic agrees with a timeline of single points."""
+"""Interval arithmetic, compared with sets of integer points."""
 
 from itertools import pairwise
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from moe_dualpipe.profiler.intervals import EMPTY, difference, intersection, total, union
 
 MANY = settings(max_examples=300, deadline=None)
-# Touching, nested, equal and empty ones are frequent among so few points.
+# With so few points, adjacent, nested, equal and empty intervals are frequent.
 some = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 6)).map(lambda p: (p[0], p[0] + p[1])), max_size=12)
 
 
@@ -29,7 +29,7 @@ def is_union(intervals):
 
 @MANY
 @given(some, some)
-def test_against_single_points(a, b):
+def test_operations_agree_with_sets_of_points(a, b):
     a, b = union(array(a)), union(array(b))
     for result, expected in (
         (a, points(a)),
@@ -43,13 +43,13 @@ def test_against_single_points(a, b):
 
 @MANY
 @given(some)
-def test_a_union_has_all_points_and_is_its_own_union(intervals):
+def test_a_union_has_all_points_and_is_idempotent(intervals):
     merged = union(array(intervals))
     assert points(merged) == points(array(intervals))
     assert np.array_equal(union(merged), merged)
 
 
-def test_literally():
+def test_examples():
     intervals = array([(5, 7), (0, 2), (2, 3), (6, 6), (5, 6), (9, 9)])
     assert union(intervals).tolist() == [[0, 3], [5, 7]]
     assert intersection(array([(0, 3), (5, 7)]), array([(2, 6)])).tolist() == [[2, 3], [5, 6]]

@@ -1,4 +1,4 @@
-"""The measurement around the pair: what is printed of it, which recordings are kept, and what a link is given."""
+"""`profile run`: the report, the recordings that are kept, the link, and the defaults."""
 
 import contextlib
 from dataclasses import replace
@@ -20,11 +20,11 @@ from moe_dualpipe.profiler.pair import Workload
 from tests.support.traces import annotation, kernel, launch, write
 
 CPU = torch.device("cpu")
-WORK = Workload("train", "some", ModelConfig(num_experts=8), 2, 1024, 4096, "balanced", CPU, torch.float32)
+WORKLOAD = Workload("train", "some", ModelConfig(num_experts=8), 2, 1024, 4096, "balanced", CPU, torch.float32)
 
 
 def recording(path, hidden, rank=0):
-    """1,000 us of computation, and 600 of communication, of which so many are before the end of the first."""
+    """1,000 us of computation and 600 us of communication, `hidden` of them before the end of the computation."""
     return write(
         path,
         [
@@ -42,10 +42,10 @@ def measured(folder, ranks=1):
         way: analyze_files([recording(folder / f"{way}-rank{rank}.json", early, rank) for rank in range(ranks)])
         for way, early in ways.items()
     }
-    return measure.Measurement(WORK, ranks, "a link", files)
+    return measure.Measurement(WORKLOAD, ranks, "a link", files)
 
 
-def test_what_is_printed_of_both_ways(tmp_path):
+def test_text_of_both_runs(tmp_path):
     text = measurement_text(measured(tmp_path))
     assert (
         text
@@ -74,7 +74,7 @@ hidden communication: 75.0% overlapped, 0.0% sequential"""
     )
 
 
-def test_ranks_are_compared_between_the_phases_and_the_bound(tmp_path):
+def test_text_of_several_ranks(tmp_path):
     parts = measurement_text(measured(tmp_path, ranks=2)).split("\n\n")
     assert [part.split("\n")[0][:20] for part in parts[2:]] == [
         "| us per layer and m", "overlapped, by rank:", "|        | window, u", "lower bound (computa",
@@ -82,7 +82,7 @@ def test_ranks_are_compared_between_the_phases_and_the_bound(tmp_path):
     assert [row.split("|")[1].strip() for row in parts[4].split("\n")[2:]] == ["rank 0", "rank 1"]
 
 
-def test_what_is_drawn_and_written(tmp_path):
+def test_pictures_and_file_names(tmp_path):
     found = measured(tmp_path, ranks=2)
     (tmp_path / "of an earlier measure.txt").touch()
     assert [picture.title for picture in lanes.measurement_pictures(found)] == [
@@ -90,10 +90,10 @@ def test_what_is_drawn_and_written(tmp_path):
         "rank 0, overlapped: 1.1 ms, 75.0% of the communication is hidden (1 kernel, on up to 1 thread blocks).",
     ]
     assert lanes.save_measurement(found, tmp_path) == ["timeline.html", "timeline.png"]
-    assert found.recordings == [f"{way}-rank{rank}.json" for way in measure.RUNS for rank in range(2)]
+    assert found.recordings == [f"{run}-rank{rank}.json" for run in measure.RUNS for rank in range(2)]
 
 
-def test_the_first_rank_gets_everyones_without_their_pictures(tmp_path, monkeypatch):
+def test_rank_0_gathers_the_devices_of_all_ranks_without_blocks(tmp_path, monkeypatch):
     own = [analyze_files([recording(tmp_path / f"{rank}.json", 0, rank)]) for rank in range(2)]
     sent: list[list[TracedDevice]] = []
 
@@ -112,7 +112,7 @@ def test_the_first_rank_gets_everyones_without_their_pictures(tmp_path, monkeypa
     assert len(found.skews) == 2
 
 
-def test_a_failure_of_one_rank_among_several_is_its_own_to_tell(monkeypatch):
+def test_errors_of_a_rank_name_the_rank(monkeypatch):
     with pytest.raises(OSError, match="disk full"), measure._named_failures(1):
         raise OSError("disk full")
     monkeypatch.setattr(dist, "get_rank", lambda: 3)
@@ -121,7 +121,7 @@ def test_a_failure_of_one_rank_among_several_is_its_own_to_tell(monkeypatch):
 
 
 @pytest.mark.parametrize("windows,kept", [((1, 5, 3, 4), 3), ((4, 9, 3, 4), 3), ((1, 2, 1, 1), 2), ((9, 7), 1)])
-def test_the_recording_of_median_length_is_kept_and_the_first_is_not_counted(tmp_path, monkeypatch, windows, kept):
+def test_the_recording_of_median_length_is_kept_without_the_warm_up(tmp_path, monkeypatch, windows, kept):
     done: list[str] = []
 
     @contextlib.contextmanager
@@ -136,24 +136,24 @@ def test_the_recording_of_median_length_is_kept_and_the_first_is_not_counted(tmp
     monkeypatch.setattr(measure, "capture", capture)
     monkeypatch.setattr(measure, "analyze_files", analyze)
     pair = SimpleNamespace(
-        workload=WORK, prepare=lambda: done.append("prepare"), sequential=lambda: done.append("sequential"),
+        workload=WORKLOAD, prepare=lambda: done.append("prepare"), sequential=lambda: done.append("sequential"),
         overlapped=lambda: done.append("overlapped"),
     )  # fmt: skip
     found = measure._record(pair, tmp_path, len(windows) - 1, "")  # type: ignore[arg-type]
-    assert found == {way: tmp_path / f"{way}.json.gz" for way in measure.RUNS}
-    assert [path.read_text() for path in found.values()] == [f"{way}-{kept}.json.gz" for way in measure.RUNS]
+    assert found == {run: tmp_path / f"{run}.json.gz" for run in measure.RUNS}
+    assert [path.read_text() for path in found.values()] == [f"{run}-{kept}.json.gz" for run in measure.RUNS]
     assert len([*tmp_path.iterdir()]) == 2
     assert done == ["prepare", "sequential", "prepare", "overlapped"] * len(windows)
 
 
-def test_a_link_fits_what_was_computed(monkeypatch):
-    """35 MB in 0.7 of 2 s are 25 MB a second."""
-    backend, pair = Loopback(8, 4), SimpleNamespace(workload=WORK)
+def test_the_default_link_depends_on_the_computation_time(monkeypatch):
+    """35 MB in 0.7 of 2 s are 25 MB per second."""
+    backend, pair = Loopback(8, 4), SimpleNamespace(workload=WORKLOAD)
     monkeypatch.setattr(measure, "_time_computation", lambda *_: (2.0, 35_000_000))
     words = measure._set_link(pair, backend, None, 3)  # type: ignore[arg-type]
     assert backend.link.gb_per_s == pytest.approx(0.025) and not backend.link.latency_us
     assert words == ("modelled link: 0.2 Gb/s, latency 0 us: 35.0 MB take 0.7 of the computation time, 2,000 ms")
-    pair.workload = replace(WORK, device=torch.device("cuda"))
+    pair.workload = replace(WORKLOAD, device=torch.device("cuda"))
     assert measure._set_link(pair, backend, None, 3) == "modelled link: 400 Gb/s, latency 10 us"  # type: ignore[arg-type]
     monkeypatch.setattr(measure, "_time_computation", lambda *_: (2.0, 0))
     assert measure._set_link(pair, backend, None, 3) == "modelled link: unused, there is only one rank"  # type: ignore[arg-type]
@@ -163,14 +163,14 @@ def test_a_link_fits_what_was_computed(monkeypatch):
     (Link(gb_per_s=1e-6), "the link is too slow: 90.0 kB in 8 transfers would take 90 s; use a faster link"),
     (Link(gb_per_s=1, latency_us=8e6), "in 8 transfers would take 64 s;"),
 ])  # fmt: skip
-def test_a_link_that_nobody_would_wait_for_is_refused(monkeypatch, link, problem):
+def test_a_slow_link_is_refused(monkeypatch, link, problem):
     monkeypatch.setattr(measure, "_time_computation", lambda *_: (2.0, 90_000))
-    pair = SimpleNamespace(workload=WORK)
+    pair = SimpleNamespace(workload=WORKLOAD)
     with pytest.raises(ValueError, match=problem):
         measure._set_link(pair, Loopback(8, 4), link, 3)  # type: ignore[arg-type]
 
 
-def test_what_is_computed_is_a_median_behind_a_first_one_and_sends_one_pair(monkeypatch):
+def test_computation_time_is_the_median_after_a_warm_up(monkeypatch):
     backend, now = Loopback(8, 4), iter([0, 90, 100, 103, 200, 208, 300, 304])
     monkeypatch.setattr(measure.time, "perf_counter", lambda: next(now))
 
@@ -209,7 +209,7 @@ def test_options_of_zero_or_none_choose_the_defaults(monkeypatch, tmp_path, opti
     assert given == [(1024, 4096, None, None)]
 
 
-def test_ranks_without_a_gpu_each_are_told_or_run_on_the_cpu(monkeypatch):
+def test_the_device_with_fewer_gpus_than_processes(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for processes, device in (("2", "cuda:1"), ("3", "cpu")):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
@@ -221,7 +221,7 @@ def test_ranks_without_a_gpu_each_are_told_or_run_on_the_cpu(monkeypatch):
         _device("cuda")
 
 
-def test_too_much_memory_is_one_line(monkeypatch, capsys, tmp_path):
+def test_out_of_memory_is_one_line(monkeypatch, capsys, tmp_path):
     def fail(*_):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 99 bytes\nand a long story")
 

@@ -1,10 +1,11 @@
-"""What is measured: the same work both ways, balanced routing, and the measurement as a whole."""
+"""The pair of chunks: equal results of both runs, balanced routing, modelled links, and the command."""
 
 import json
 import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from moe_dualpipe.cli import main
 from moe_dualpipe.expert_parallel import Link, Loopback, Replay
 from moe_dualpipe.models import ModelConfig, MoE
 from moe_dualpipe.models.router import BalancedRouter, Router, balanced_ids
-from moe_dualpipe.profiler import TraceError, read_trace
+from moe_dualpipe.profiler import TraceError, measure, read_trace
 from moe_dualpipe.profiler.pair import Pair, Workload
 
 MODEL = ModelConfig(
@@ -22,27 +23,28 @@ MODEL = ModelConfig(
 )  # fmt: skip
 LATENT = replace(MODEL, attention="mla", num_heads=3, head_dim=5, q_rank=9, kv_rank=6, rope_dim=4, value_dim=7)
 CPU = torch.device("cpu")
-WORK = Workload("train", "a small one", MODEL, 2, 8, 24, "balanced", CPU, torch.float32)
+WORKLOAD = Workload("train", "a small one", MODEL, 2, 8, 24, "balanced", CPU, torch.float32)
 SMALL = ["profile", "run", "--layers", "2", "--seq", "16", "--tokens", "32", "--ep", "4"]
 
 
-@pytest.mark.parametrize("model", [MODEL, LATENT], ids=["gqa", "mla"])
-@pytest.mark.parametrize("routing", ["balanced", "real"])
-@pytest.mark.parametrize("mode,sequences", [("train", 3), ("prefill", 3), ("decode", 24)])
-def test_both_ways_do_the_same_work(mode, sequences, routing, model):
-    pair = Pair(replace(WORK, mode=mode, routing=routing, model=model), Loopback(8, 4))
+@pytest.mark.parametrize("mode,sequences,routing,model", [
+    ("train", 3, "balanced", MODEL), ("train", 3, "real", LATENT), ("prefill", 3, "real", MODEL),
+    ("prefill", 3, "balanced", LATENT), ("decode", 24, "balanced", MODEL), ("decode", 24, "real", LATENT),
+], ids=lambda value: f"attention {value.attention}" if isinstance(value, ModelConfig) else None)  # fmt: skip
+def test_both_runs_give_equal_outputs_and_gradients(mode, sequences, routing, model):
+    pair = Pair(replace(WORKLOAD, mode=mode, routing=routing, model=model), Loopback(8, 4))
     assert pair.workload.num_sequences == sequences
     results: list[list[torch.Tensor]] = []
     inputs: list[torch.Tensor] = []
     pair.stage.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
-    for way in (pair.sequential, pair.overlapped):
-        torch.manual_seed(1)  # of the cached keys and values
+    for run in (pair.sequential, pair.overlapped):
+        torch.manual_seed(1)  # for the cached keys and values
         pair.prepare()
-        if mode == "train":  # a stage in the middle of a pipeline: it has gradients to send
+        if mode == "train":  # a stage in the middle of a pipeline sends the gradient of its input
             assert pair._chunks[1][0].requires_grad
         if mode == "decode":
             assert [cache.length for _, _, cache in pair._chunks] == [8, 8]
-        output = way()
+        output = run()
         if mode == "train":
             assert inputs[0].grad is not None
             inputs.clear()
@@ -54,8 +56,8 @@ def test_both_ways_do_the_same_work(mode, sequences, routing, model):
         assert torch.equal(sequential, overlapped)
 
 
-def test_a_stage_has_experts_in_every_layer_and_neither_end():
-    stage = Pair(WORK, Loopback(8, 4)).stage
+def test_the_stage_has_moe_layers_only():
+    stage = Pair(WORKLOAD, Loopback(8, 4)).stage
     names = {name.split(".")[2] for name, _ in stage.named_parameters() if name.startswith("layers.1.")}
     assert names == {"attention_norm", "attention", "mlp_norm", "mlp"}
     assert {name.split(".")[0] for name, _ in stage.named_parameters()} == {"layers"}
@@ -80,7 +82,7 @@ def test_balanced_routing(experts, k, groups, top):
     torch.testing.assert_close(weights, logits.softmax(1))
 
 
-def test_balanced_choices_of_a_token_lie_far_apart():
+def test_balanced_experts_of_a_token_are_far_apart():
     config = replace(MODEL, num_experts=4, experts_per_token=2)
     assert balanced_ids(config, 4, CPU).tolist() == [[0, 2], [1, 3], [2, 0], [3, 1]]
     config = replace(MODEL, num_experts=256, experts_per_token=8, expert_groups=8, top_groups=4)
@@ -90,47 +92,49 @@ def test_balanced_choices_of_a_token_lie_far_apart():
     ]
 
 
-def test_a_micro_batch_in_words():
-    assert WORK.description == (
+def test_description_of_a_workload():
+    assert WORKLOAD.description == (
         "train on cpu in float32: 2 layers of a small one, 24 tokens in sequences of 8, balanced routing"
     )
-    assert ", 24 tokens with 8 cached tokens each, real " in replace(WORK, mode="decode", routing="real").description
+    assert (
+        ", 24 tokens with 8 cached tokens each, real " in replace(WORKLOAD, mode="decode", routing="real").description
+    )
 
 
-def test_balanced_routing_sends_a_token_to_as_many_ranks_as_it_has_choices():
+def test_balanced_routing_sends_each_choice_of_a_token_to_another_rank():
     config = replace(MODEL, num_experts=256, experts_per_token=8, expert_groups=8, top_groups=4)
     ranks = balanced_ids(config, 300, CPU) // 4
     assert all(len(set(row)) == 8 for row in ranks.tolist())
 
 
-def test_balanced_choices_are_copied_to_a_device_once():
-    """Such a copy waits for the device, and with it everything that the host had not launched yet."""
+def test_balanced_choices_are_cached_per_device():
+    """Such a copy waits for the device, and delays all later launches."""
     assert balanced_ids(MODEL, 24, CPU) is balanced_ids(MODEL, 24, CPU)
     assert balanced_ids(MODEL, 24, torch.device("meta")).is_meta
 
 
-def test_the_routers_differ_in_their_choice_only():
+def test_both_routers_have_the_same_weights():
     assert {*Router(MODEL).state_dict()} == {*BalancedRouter(MODEL).state_dict()}
     torch.manual_seed(1)
-    real = Pair(replace(WORK, routing="real"), Loopback(8, 4)).stage.state_dict()
-    balanced = Pair(WORK, Loopback(8, 4)).stage.state_dict()
+    real = Pair(replace(WORKLOAD, routing="real"), Loopback(8, 4)).stage.state_dict()
+    balanced = Pair(WORKLOAD, Loopback(8, 4)).stage.state_dict()
     assert all(torch.equal(real[name], balanced[name]) for name in real)
 
 
-def test_a_replayed_link_takes_the_times_that_it_is_given():
-    """Twice the counts (which take nothing), and each kind of transfer once in each layer."""
+def test_replayed_transfers_take_the_given_times():
+    """Each kind of transfer once per layer, and two transfers of sizes, which take no time."""
     seconds = {"dispatch(F)": 0.001, "combine(F)": 0.002, "dispatch(B)": 0.004, "combine(B)": 0.008}
     backend = Replay(8, 4, seconds, sms=3)
-    pair = Pair(WORK, backend)
-    for way in (pair.sequential, pair.overlapped):
+    pair = Pair(WORKLOAD, backend)
+    for run in (pair.sequential, pair.overlapped):
         pair.prepare()
         before = backend.timer.busy_seconds
-        way()
+        run()
         assert backend.timer.busy_seconds - before == pytest.approx(2 * 0.015)
         assert backend.link.sms == 3
 
 
-def test_a_dispatch_without_weights_is_replayed_as_the_backward_of_a_combine():
+def test_a_dispatch_without_weights_takes_the_time_of_a_combine_backward():
     seconds = {"dispatch(F)": 0.001, "combine(F)": 0.002, "dispatch(B)": 0.004, "combine(B)": 0.008}
     backend, x = Replay(8, 4, seconds, sms=3), torch.zeros(2, 4)
     route = backend.prepare(torch.tensor([[0, 2], [4, 6]]))
@@ -142,7 +146,7 @@ def test_a_dispatch_without_weights_is_replayed_as_the_backward_of_a_combine():
 
 def test_loopback_counts_what_it_sends():
     backend = Loopback(8, 4, Link(gb_per_s=1.0))
-    pair = Pair(WORK, backend)
+    pair = Pair(WORKLOAD, backend)
     pair.prepare()
     sent, busy = backend.bytes_sent, backend.timer.busy_seconds
     pair.overlapped()
@@ -153,8 +157,16 @@ def test_loopback_counts_what_it_sends():
 # ---- The command ----
 
 
+@pytest.fixture
+def one_round(monkeypatch):
+    """Record each run once instead of three times, which takes half the time."""
+    monkeypatch.setattr(measure, "measure", partial(measure.measure, rounds=1))
+
+
 @pytest.mark.parametrize("mode", ["train", "prefill", "decode"])
-def test_run_writes_a_report_recordings_and_pictures(mode, tmp_path, capsys):
+def test_run_writes_a_report_recordings_and_pictures(mode, tmp_path, capsys, request):
+    if mode != "train":
+        request.getfixturevalue("one_round")
     assert main([*SMALL, "--mode", mode, "--link-gbps", "0.1", "--link-latency-us", "50", "--out", str(tmp_path)]) == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -166,17 +178,17 @@ def test_run_writes_a_report_recordings_and_pictures(mode, tmp_path, capsys):
     assert lines[-1] == f"in {tmp_path}: {', '.join(files)}"
     assert sorted(path.name for path in tmp_path.iterdir()) == files
     report = json.loads((tmp_path / "report.json").read_text())
-    alone, both = report["sequential"], report["overlapped"]
-    assert report["bound_us"] == max(min(alone[key], both[key]) for key in ("compute_us", "comm_us"))
-    assert both["window_us"] >= report["bound_us"]
+    sequential, overlapped = report["sequential"], report["overlapped"]
+    assert report["bound_us"] == max(min(sequential[key], overlapped[key]) for key in ("compute_us", "comm_us"))
+    assert overlapped["window_us"] >= report["bound_us"]
     transfers = (4 if mode == "train" else 2) * 2 * (1 if mode == "train" else 2)
     counts = 2 if mode == "train" else 4
-    assert alone["num_comm"] == both["num_comm"] == transfers + counts
-    phases = {phase["name"] for phase in both["phases"]}
+    assert sequential["num_comm"] == overlapped["num_comm"] == transfers + counts
+    phases = {phase["name"] for phase in overlapped["phases"]}
     assert {"attn(F)", "dispatch(F)", "mlp(F)", "combine(F)"} <= phases
     assert ({"attn(B)", "mlp(B)", "attn(W)", "mlp(W)", "dispatch(B)", "combine(B)"} <= phases) == (mode == "train")
-    for analysis, way in ((alone, "sequential"), (both, "overlapped")):
-        assert analysis["trace"] == str(tmp_path / f"{way}.json.gz")
+    for analysis, run in ((sequential, "sequential"), (overlapped, "overlapped")):
+        assert analysis["trace"] == str(tmp_path / f"{run}.json.gz")
         assert read_trace(analysis["trace"]).num_events > 100
         assert analysis["comm_us"] >= transfers * 50
         assert analysis["overlapped_us"] + analysis["exposed_comm_us"] == pytest.approx(analysis["comm_us"])
@@ -184,26 +196,26 @@ def test_run_writes_a_report_recordings_and_pictures(mode, tmp_path, capsys):
     assert "attn(F)" in page and "combine(F)" in page
 
 
-def test_a_link_that_nobody_described_is_chosen_by_the_computation(tmp_path, capsys):
+def test_run_without_a_link(tmp_path, capsys, one_round):
     assert main([*SMALL, "--out", str(tmp_path), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report == json.loads((tmp_path / "report.json").read_text())
-    # 32 tokens go to 2 of 4 ranks each, 48 rows travel: 512 B each way and back, forward and backward, in 2 layers,
-    # with 16 B of ids once, and 16 B of weights, or their gradients, twice.
+    # 32 tokens go to 2 of 4 ranks each, so 48 rows are sent to other ranks. In each of 2 layers a row is sent 4 times,
+    # with 512 B of activations or gradients, and three times with 16 B of ids, weights or weight gradients.
     assert round(48 * 2 * (4 * 512 + 3 * 16) / 1e6, 1) == 0.2
     assert ": 0.2 MB take 0.7 of the computation time, " in report["link"]
     assert (report["mode"], report["num_ranks"], report["tokens"], report["seq"]) == ("train", 4, 32, 16)
     assert {"sequential", "overlapped", "bound_us"} <= report.keys()
 
 
-def test_a_replay_of_deepseeks_times(tmp_path, capsys):
+def test_run_with_deepseeks_transfer_times(tmp_path, capsys, one_round):
     assert main([*SMALL, "--out", str(tmp_path), "--replay", "deepseek", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["link"] == "modelled link: transfers take as long as in DeepSeek's training trace"
     assert report["sequential"]["comm_us"] >= 2 * (6690 + 8680 + 7490 + 5500)
 
 
-def test_under_torchrun_the_ranks_are_real(tmp_path):
+def test_run_under_torchrun(tmp_path):
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*program, "-m", "moe_dualpipe.cli", *SMALL[:-2], "--out", str(tmp_path)]
     done = subprocess.run(
@@ -214,7 +226,7 @@ def test_under_torchrun_the_ranks_are_real(tmp_path):
     assert done.stdout.count("hidden communication: ") == 1  # only rank 0 prints
     assert "\n| rank 0 |" in done.stdout and "\n| rank 1 |" in done.stdout
     assert {path.name for path in tmp_path.iterdir()} >= {
-        f"{way}-rank{rank}.json.gz" for way in ("sequential", "overlapped") for rank in range(2)
+        f"{run}-rank{rank}.json.gz" for run in ("sequential", "overlapped") for rank in range(2)
     }
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["overlapped"]["num_comm"] == report["sequential"]["num_comm"] == 2 * 4 + 2
@@ -233,14 +245,14 @@ def test_under_torchrun_the_ranks_are_real(tmp_path):
     (["--link-gbps", "9", "--replay", "deepseek"], "--replay sets the transfer times: leave out --link-gbps"),
     (["--out", "/dev/null/x"], "cannot write to --out /dev/null/x: Not a directory"),
 ])  # fmt: skip
-def test_mistakes(options, problem, capsys, tmp_path):
+def test_invalid_run_options(options, problem, capsys, tmp_path):
     assert main([*SMALL, "--out", str(tmp_path), *options]) == 2
     err = capsys.readouterr().err
     assert problem in err and err.count("\n") == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_no_gpu(capsys, tmp_path):
+def test_run_without_a_gpu(capsys, tmp_path):
     assert main([*SMALL, "--out", str(tmp_path), "--device", "cuda"]) == 2
     assert "torch finds no GPU on this machine; use --device cpu" in capsys.readouterr().err
 
@@ -250,7 +262,7 @@ def test_no_gpu(capsys, tmp_path):
     (["--replay", "deepseek"], "links are modelled in one process, but there are 2"),
     (["--ep", "4"], "torchrun started 2 processes, which are the ranks: leave out --ep 4"),
 ])  # fmt: skip
-def test_mistakes_under_torchrun(options, problem, capsys, tmp_path, monkeypatch):
+def test_invalid_run_options_under_torchrun(options, problem, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank, lines in (("0", 1), ("1", 0)):
         monkeypatch.setenv("RANK", rank)
@@ -259,7 +271,7 @@ def test_mistakes_under_torchrun(options, problem, capsys, tmp_path, monkeypatch
         assert err.count("\n") == lines and (problem in err or not lines)
 
 
-def test_a_recording_without_work_is_an_error(tmp_path):
+def test_a_recording_without_device_events_is_an_error(tmp_path):
     (tmp_path / "t.json").write_text('{"traceEvents": [{"ph": "M", "name": "nothing"}]}')
     from moe_dualpipe.profiler.files import analyze_files
 

@@ -1,4 +1,4 @@
-"""Several ranks' traces: ranks that come late, on clocks that are apart, by construction."""
+"""Traces of several ranks that join collectives late, on clocks with known offsets."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from moe_dualpipe.profiler.trace import DeviceEvent
 from tests.support.traces import kernel, write
 
 ARRIVALS = [[10, 50, 90, 130], [13, 50, 97, 130], [10, 61, 90, 132]]
-"""When each of three ranks comes to each of four collectives, on one clock; each ends 5 after the last has come."""
+"""When each of three ranks joins each of four collectives, on one clock. Each ends 5 after the last rank joined."""
 ENDS = [18, 66, 102, 137]
 WAITED = [3 + 11 + 7 + 2, 0 + 11 + 0 + 2, 3 + 0 + 7 + 0]
 
@@ -23,7 +23,7 @@ def transfer(name, start, end):
 
 
 def ranks(offsets, started=(0, 400, -200), names=("ncclA", "ncclB", "ncclA", "ncclB"), **more):
-    """Their clocks show `offsets` more than the first one's; their first works started at `started`."""
+    """Three ranks whose clocks are `offsets` ahead and whose first events started at `started`."""
     found = []
     for arrivals, offset, start in zip(ARRIVALS, offsets, started, strict=True):
         times = zip(names, [a + offset for a in arrivals], [e + offset for e in ENDS], strict=True)
@@ -32,14 +32,14 @@ def ranks(offsets, started=(0, 400, -200), names=("ncclA", "ncclB", "ncclA", "nc
 
 
 @pytest.mark.parametrize("offsets", [(0, 0, 0), (0, 1_000, -250), (5e9, -7, 123.5)])
-def test_clocks_are_set_by_the_ends_of_collectives(offsets):
+def test_clocks_are_aligned_by_the_ends_of_collectives(offsets):
     for host in ("", "a"):
         given = ranks(offsets, host=host)
         given[2:] = [RankTransfers(given[2].transfers, given[2].start_us, host="b" if host else "")]
         assert rank_skews(given) == tuple(RankSkew(w, s) for w, s in zip(WAITED, (0, 400, -200), strict=True))
 
 
-def test_an_end_that_is_off_does_not_set_the_clock():
+def test_one_wrong_end_does_not_change_the_clock():
     given = ranks((0, 500, 0))
     late = given[1].transfers[3]
     works = [*given[1].transfers[:3], late._replace(start=late.start + 4, end=late.end + 4)]
@@ -50,7 +50,7 @@ def test_an_end_that_is_off_does_not_set_the_clock():
     ]
 
 
-def test_of_one_host_the_clock_is_believed():
+def test_ranks_of_one_host_share_a_clock():
     given = ranks((0, 0, 0), host="a")
     assert [other.shift_us for other in rank_skews(given)] == [0, 400, -200]
     assert [other.waited_us for other in rank_skews(given)] == WAITED
@@ -59,8 +59,8 @@ def test_of_one_host_the_clock_is_believed():
     assert [other.waited_us for other in rank_skews(given)] == WAITED
 
 
-def test_collectives_that_do_not_meet_are_not_one_and_the_same():
-    """Of 10 one may not, as clocks are never quite the same."""
+def test_collectives_that_do_not_overlap_cannot_be_compared():
+    """One of 10 may fail to overlap, because clocks are not exact."""
     names = ["ncclA"] * 10
     first = [transfer(name, 100 * i, 100 * i + 10) for i, name in enumerate(names)]
     for apart, waited in ((0, 0), (1, 0), (2, None)):
@@ -71,7 +71,7 @@ def test_collectives_that_do_not_meet_are_not_one_and_the_same():
             assert found == (RankSkew(waited, None if unknown else 0),) * 2
 
 
-def test_the_order_of_transfers_is_that_of_their_starts():
+def test_transfers_are_ordered_by_start():
     given = ranks((0, 100, 0))
     mixed = [RankTransfers(rank.transfers[::-1], rank.start_us) for rank in given]
     assert rank_skews(mixed) == rank_skews(given)
@@ -81,7 +81,7 @@ def test_the_order_of_transfers_is_that_of_their_starts():
 
 
 @pytest.mark.parametrize("host,shifts", [("", [None] * 3), ("a", [0, 400, -200])])
-def test_ranks_that_communicate_differently_cannot_be_compared(host, shifts):
+def test_ranks_with_different_collectives_cannot_be_compared(host, shifts):
     alike = ranks((0, 0, 0), host=host)
     for other in (
         RankTransfers(alike[1].transfers[:3], 400, host=host), RankTransfers([], 400, host=host),
@@ -92,11 +92,11 @@ def test_ranks_that_communicate_differently_cannot_be_compared(host, shifts):
     assert [one.shift_us for one in rank_skews([alike[0], RankTransfers([], 400, host=host), alike[2]])] == shifts
     assert rank_skews([RankTransfers([], 7), RankTransfers([], 9)]) == (RankSkew(None, None),) * 2
     assert rank_skews([RankTransfers([], 7, host="a"), RankTransfers([], 9, host="b")]) == (RankSkew(None, None),) * 2
-    for alone in (RankTransfers([], 7, host="a"), RankTransfers([], 7), alike[0]):  # has nothing to be compared with
+    for alone in (RankTransfers([], 7, host="a"), RankTransfers([], 7), alike[0]):  # a single rank
         assert rank_skews([alone]) == (RankSkew(None, 0),)
 
 
-def test_transfers_between_two_are_left_out():
+def test_point_to_point_transfers_are_left_out():
     given = ranks((0, 30, 0))
     sends = [transfer("gloo:send", 1, 40), transfer("gloo:recv", 2, 90), transfer("gloo:recvAnySource", 3, 9)]
     extra = [RankTransfers([*rank.transfers, *sends[:n]], rank.start_us) for n, rank in enumerate(given, 1)]
@@ -108,7 +108,7 @@ def test_transfers_between_two_are_left_out():
 
 
 def files(tmp_path, offset=0, base=0, hosts=("a", "b"), numbers=(0, 1), names=("ncclA", "ncclA")):
-    """Of two ranks. The second starts 30 before the first, and comes 20 late to the only collective."""
+    """Files of two ranks. The second rank starts 30 before the first, and joins the only collective 20 late."""
     first = [kernel("gemm", 1000, 40), kernel(names[0], 1020, 50, stream=20), kernel("gemm", 1070, 30)]
     second = [kernel("gemm", 970, 60), kernel(names[1], 1040, 30, stream=20), kernel("gemm", 1070, 30)]
     for event in second:
@@ -122,7 +122,7 @@ def files(tmp_path, offset=0, base=0, hosts=("a", "b"), numbers=(0, 1), names=("
 
 @pytest.mark.parametrize("offset,base,hosts", [
     (0, 0, ("a", "a")),
-    (-5_000, 5_000, ("a", "a")),  # counted from another time of one clock
+    (-5_000, 5_000, ("a", "a")),  # another origin, the same clock
     (700, 0, ("a", "b")), (700, 9_999, ("a", "b")), (-5_000, 0, ("", "")),  # another clock
 ])  # fmt: skip
 def test_the_command_compares_ranks(tmp_path, capsys, offset, base, hosts):
@@ -139,8 +139,8 @@ def test_the_command_compares_ranks(tmp_path, capsys, offset, base, hosts):
     assert (second["rank"], second["waited_us"], second["shift_us"]) == (1, 0, -30)
 
 
-def test_the_picture_begins_with_the_first_of_all(tmp_path):
-    """Both collectives end at one place, 100 after the start of the second rank."""
+def test_pictures_share_a_time_axis(tmp_path):
+    """Both collectives end at the same place, 100 after the start of the second rank."""
     first, second = trace_pictures(analyze_files([*map(tmp_path.joinpath, files(tmp_path, offset=700))]))
     assert (first.shift_us, second.shift_us) == (30, 0)
     assert (first.end_us, second.end_us) == (130, 130)
@@ -150,7 +150,7 @@ def test_the_picture_begins_with_the_first_of_all(tmp_path):
     assert ends == [100, 100]
 
 
-def test_each_begins_at_its_own_start_where_nothing_is_known(tmp_path, capsys):
+def test_pictures_start_at_0_without_a_common_clock(tmp_path, capsys):
     paths = files(tmp_path, names=("ncclA", "ncclB"))
     pictures = trace_pictures(analyze_files([*map(tmp_path.joinpath, paths)]))
     assert [picture.shift_us for picture in pictures] == [0, 0]
@@ -160,18 +160,18 @@ def test_each_begins_at_its_own_start_where_nothing_is_known(tmp_path, capsys):
     assert [row.split("|")[-2].strip() for row in capsys.readouterr().out.splitlines()[-2:]] == ["-", "-"]
 
 
-def test_the_shift_of_the_first_is_not_negative_zero(tmp_path):
+def test_the_first_shift_is_not_negative_zero(tmp_path):
     paths = files(tmp_path, offset=700)
     assert [str(other.shift_us) for other in analyze_files([*map(tmp_path.joinpath, paths)]).skews] == ["0.0", "-30.0"]
 
 
-def test_names_tell_the_devices_apart(tmp_path):
+def test_names_of_devices_are_distinct(tmp_path):
     def names(*numbers):
         paths = [tmp_path.joinpath(path) for path in files(tmp_path, numbers=numbers)]
         return paths, analyze_files(paths).names
 
     assert names(3, 1)[1] == ["rank 3", "rank 1"]
-    paths, found = names(None, 1)  # one of them does not say
+    paths, found = names(None, 1)  # one file has no rank
     assert found == [f"{path}, device 0" for path in paths]
     paths, found = names(2, 2)
     assert found == [f"{i}: {path}, device 0" for i, path in enumerate(paths)]
@@ -183,7 +183,7 @@ def test_names_tell_the_devices_apart(tmp_path):
     assert [picture.title.split(":")[0] for picture in trace_pictures(analyze_files([paths[0]]))] == ["device 0"]
 
 
-def test_of_several_files_the_one_that_was_cut_off_is_named(tmp_path, capsys):
+def test_an_incomplete_file_among_several_is_named(tmp_path, capsys):
     paths = files(tmp_path)
     whole = tmp_path.joinpath(paths[1]).read_text()
     tmp_path.joinpath(paths[1]).write_text(whole[: whole.rindex('{"ph"')])
@@ -194,7 +194,7 @@ def test_of_several_files_the_one_that_was_cut_off_is_named(tmp_path, capsys):
     assert analyze_files([*map(tmp_path.joinpath, paths)], pictures=False).devices[0].blocks == ()
 
 
-def test_each_device_of_a_trace_has_its_own_transfers_and_lanes_by_the_pattern(tmp_path):
+def test_each_device_has_its_own_transfers_and_blocks(tmp_path):
     events = [
         kernel("gemm", 500, 40), kernel("mine", 520, 70, stream=9), kernel("nccl", 600, 5),
         kernel("gemm", 300, 10, device=1), kernel("mine", 290, 30, device=1, stream=9),

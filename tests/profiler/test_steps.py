@@ -1,4 +1,4 @@
-"""A recording is turned back into the timeline it was made of, and its costs predict it."""
+"""Recordings that are made from a timeline give back this timeline, and their costs predict it."""
 
 import json
 import statistics
@@ -20,7 +20,7 @@ EPOCH = 1_700_000_000_000_000
 
 
 def events_of(timeline, rank, number=1, begin=1000.0, tail=()):
-    """What a CPU records of a step: operators inside of annotations named after the actions, and waiting before."""
+    """The events of a step on a CPU: an annotation for each action, with a wait and then operators inside."""
 
     def event(name, start, end, cat="user_annotation"):
         return {"ph": "X", "cat": cat, "name": name, "ts": begin + start, "dur": end - start, "pid": 1, "tid": 1}
@@ -29,13 +29,13 @@ def events_of(timeline, rank, number=1, begin=1000.0, tail=()):
     yield event(f"step {number}", -5, end + 7)
     before = 0.0
     for span in timeline.spans[rank]:
-        yield event(str(span.action), before, span.end)  # it waits first
+        yield event(str(span.action), before, span.end)  # starts with a wait
         yield event("wait for it(F)", before, span.start)
         yield event("aten::mm", span.start, (span.start + span.end) / 2 - 1, "cpu_op")
         yield event("aten::mm", (span.start + span.end) / 2 + 1, span.end, "cpu_op")  # 2 us between them
         before = span.end
     done = timeline.makespan
-    for part, length in tail:  # the first begins when this rank is done, the others when all are
+    for part, length in tail:  # the first part starts when this rank is done, the others when all ranks are
         done += length
         yield event(part, before, done)
         yield event("aten::add", before, done, "cpu_op")
@@ -43,7 +43,7 @@ def events_of(timeline, rank, number=1, begin=1000.0, tail=()):
 
 
 def recorded(tmp_path, timelines, rank, base=EPOCH, tail=()):
-    """The steps of a rank from a file that holds one step for each of the timelines."""
+    """The steps of a rank, read from a file with one step for each timeline."""
     begins = [1000.0 + 10_000 * i for i in range(len(timelines))]
     events = [
         event
@@ -66,7 +66,7 @@ def pipeline_of(tmp_path, timelines, **options):
     ("dualpipe", 4, 10), ("dualpipev", 2, 6), ("1f1b", 3, 5), ("zb1p", 2, 4), ("gpipe", 2, 3), ("zbv", 2, 4),
     ("interleaved_1f1b", 2, 4), ("chimera", 4, 8),
 ])  # fmt: skip
-def test_a_recording_gives_back_the_timeline_and_the_costs(tmp_path, name, ranks, micro_batches):
+def test_a_recording_gives_the_timeline_and_the_costs_that_made_it(tmp_path, name, ranks, micro_batches):
     schedule = build(name, ranks, micro_batches)
     simulated = simulate(schedule, COSTS)
     pipeline = pipeline_of(tmp_path, [simulated])
@@ -81,8 +81,8 @@ def test_a_recording_gives_back_the_timeline_and_the_costs(tmp_path, name, ranks
         assert account.waiting == pytest.approx(2e-3 * len(schedule.actions[rank]), abs=1e-3)
 
 
-def test_where_a_step_went(tmp_path):
-    """The pipeline, then 30 us of gradients and 40 of the optimizer, and 12 us around it."""
+def test_breakdown_of_a_step(tmp_path):
+    """The pipeline, then 30 us of gradients and 40 us of the optimizer, and 12 us around them."""
     timeline = simulate(build("dualpipe", 2, 4), COSTS)
     pipeline = pipeline_of(tmp_path, [timeline], tail=(("gradients", 30), ("optimizer", 40)))
     for rank, account in enumerate(step_breakdowns(pipeline)):
@@ -101,7 +101,7 @@ def test_where_a_step_went(tmp_path):
         assert sum(getattr(account, part) for part in parts) == pytest.approx(account.step)
 
 
-def test_the_typical_step_is_the_one_of_median_length(tmp_path):
+def test_the_typical_step_has_the_median_length(tmp_path):
     schedule = build("1f1b", 2, 3)
     timelines = [simulate(schedule, Costs(F=f, B=2 * f)) for f in (30, 10, 20)]
     pipeline = pipeline_of(tmp_path, timelines)
@@ -125,7 +125,7 @@ def test_costs_of_each_stage_are_means():
     assert measured_costs(schedule, spans) == Costs(F=(6, 2), B=(15, 17 / 3))
 
 
-def test_costs_from_halves_and_from_pairs_alone():
+def test_costs_from_split_backwards_and_from_pairs_only():
     zero_bubble = build("zb1p", 2, 4)
     spans = [span for row in simulate(zero_bubble, Costs(F=2, B=(7, 5), W=(3, 2))).spans for span in row]
     assert measured_costs(zero_bubble, spans) == Costs(F=(2, 2), B=(7, 5), W=(3, 2))
@@ -134,7 +134,7 @@ def test_costs_from_halves_and_from_pairs_alone():
     assert (costs.FB, costs.F, costs.B, costs.W) == ((60, 60), (20, 20), (40, 40), None)
 
 
-def test_weights_that_take_longer_than_their_backward_are_bounded():
+def test_weight_gradients_cost_less_than_their_backward():
     spans = [*spans_of("zb1p", 2, 4, Costs(F=2, B=5, W=4)), *spans_of("1f1b", 2, 4, Costs(F=2, B=3))]
     costs = measured_costs(build("zb1p", 2, 4), spans)
     assert costs.B == (3, 3) and pytest.approx((2.7, 2.7)) == costs.W
@@ -144,7 +144,7 @@ def spans_of(name, ranks, micro_batches, costs):
     return [span for row in simulate(build(name, ranks, micro_batches), costs).spans for span in row]
 
 
-def test_clocks_of_other_hosts_are_set_by_a_barrier(tmp_path):
+def test_clocks_of_hosts_are_aligned_by_a_barrier(tmp_path):
     timeline = simulate(build("1f1b", 4, 4), COSTS)
     ahead = [0, 0, 700, 700]
     steps = [
@@ -152,14 +152,14 @@ def test_clocks_of_other_hosts_are_set_by_a_barrier(tmp_path):
     ]
     with pytest.raises(AssertionError):
         assert RecordedPipeline(timeline.schedule, steps).timeline(0).makespan == pytest.approx(timeline.makespan / 1e3)
-    moments = [EPOCH + 1, EPOCH + 3, EPOCH + 700 + 2, EPOCH + 700 + 2]  # they leave the barrier within 2 us
+    moments = [EPOCH + 1, EPOCH + 3, EPOCH + 700 + 2, EPOCH + 700 + 2]  # all ranks leave the barrier within 2 us
     together = align_clocks(steps, ["a", "a", "b", "b"], moments)
     pipeline = RecordedPipeline(timeline.schedule, together)
     assert pipeline.timeline(0).makespan == pytest.approx(timeline.makespan / 1e3, abs=1e-3)
     ours, theirs = together[2][0], steps[2][0]
     times = (ours.start, ours.end, *ours.parts["gradients"])
     expected = [time - 700 for time in (theirs.start, theirs.end, *theirs.parts["gradients"])]
-    assert times == pytest.approx(expected, rel=0, abs=1)  # of 1.7e15
+    assert times == pytest.approx(expected, rel=0, abs=1)  # the times are about 1.7e15
     assert align_clocks(steps, ["a"] * 4, moments) == steps
 
 
@@ -171,7 +171,7 @@ def test_a_recording_without_all_actions_is_an_error(tmp_path):
         recorded_steps(read_trace(tmp_path / "t.json"), timeline.schedule.actions[0])
 
 
-def test_an_action_in_which_nothing_computed_is_lacking(tmp_path):
+def test_an_action_without_computation_is_an_error(tmp_path):
     timeline = simulate(build("1f1b", 2, 3), COSTS)
     events = [*events_of(timeline, 0)]
     inside = next(event for event in events if event["name"] == "0F2")
@@ -192,7 +192,7 @@ def test_events_may_come_in_any_order(tmp_path):
     assert found[0] == found[1] and [step.number for step in found[0]] == [1, 2]
 
 
-def test_costs_of_pairs_are_the_stages_own_and_what_a_stage_lacks_is_the_mean_of_the_others():
+def test_a_stage_without_a_kind_of_action_takes_the_mean_of_the_others():
     uneven = Costs(F=(20, 22, 24, 29), B=(50, 52, 54, 56), W=(15, 16, 17, 18), FB=(60, 64, 68, 77))
     spans = spans_of("dualpipe", 4, 10, uneven)
     schedule = build("dualpipe", 4, 10)
@@ -202,7 +202,7 @@ def test_costs_of_pairs_are_the_stages_own_and_what_a_stage_lacks_is_the_mean_of
 
 
 def stretched():
-    """A step in which every action began half as late again as it could; rank 1 has nothing behind the pipeline."""
+    """A step whose actions start at 1.5 times the simulated times. Rank 1 has no optimizer."""
     timeline = simulate(build("1f1b", 2, 2), Costs(F=(10, 20), B=(20, 50)))
     spans = [
         tuple(Span(s.action, 1500 * s.start, 1500 * s.start + 1000 * s.duration) for s in row) for row in timeline.spans
@@ -218,7 +218,7 @@ def stretched():
     )
 
 
-def test_measured_and_predicted_are_told_apart(tmp_path):
+def test_text_and_figure_of_a_stretched_step(tmp_path):
     pipeline = stretched()
     headings, _, *rows, _, line = pipeline_text([pipeline]).splitlines()
     table = [dict(zip(headings.split("|"), row.split("|"), strict=True)) for row in rows]
@@ -240,7 +240,7 @@ def test_measured_and_predicted_are_told_apart(tmp_path):
     assert "step 12 measured: 245.0 ms, 59.2% bubble" in drawn and "predicted: 170.0 ms, 41.2% bubble" in drawn
 
 
-def test_communication_with_experts_is_what_dispatch_and_combine_asked_for(tmp_path):
+def test_only_dispatch_and_combine_transfers_remain(tmp_path):
     events = []
     marks = ("prepare dispatch(F)", "dispatch(F)", "combine(B)", "attn(F)", "0F1", "gradients")
     for i, name in enumerate(marks):
@@ -252,7 +252,7 @@ def test_communication_with_experts_is_what_dispatch_and_combine_asked_for(tmp_p
     assert [work.name for work in kept] == [*(f"nccl {name}" for name in marks[:3]), "gemm"]
 
 
-def test_the_report_and_the_picture(tmp_path):
+def test_text_and_figure_of_a_pipeline(tmp_path):
     timeline = simulate(build("dualpipe", 4, 10), COSTS)
     pipeline = pipeline_of(tmp_path, [timeline], tail=(("gradients", 30), ("optimizer", 40)))
     heading, _, *rows = pipeline_text([pipeline]).splitlines()
@@ -274,8 +274,8 @@ def test_the_report_and_the_picture(tmp_path):
     assert statistics.mean(pipeline.timeline(0).bubble) > 0
 
 
-def test_on_a_gpu_an_action_runs_when_its_kernels_do(tmp_path):
-    """Launched early, run later; a copy of the gradients on another stream computes nothing of it."""
+def test_on_a_gpu_an_action_runs_when_its_kernels_run(tmp_path):
+    """Kernels run long after their launch. A transfer on another stream is not part of the action."""
     timeline = simulate(build("1f1b", 2, 3), COSTS)
 
     def device(name, start, end, correlation, stream=7):
@@ -311,7 +311,7 @@ def test_on_a_gpu_an_action_runs_when_its_kernels_do(tmp_path):
     assert [step.parts for (step,) in steps] == [{"gradients": (2000 + rank, 2300)} for rank in range(2)]
 
 
-def test_work_on_a_side_stream_that_outlasts_its_action_delays_the_next_one(tmp_path):
+def test_an_action_starts_after_the_side_stream_of_the_previous_one(tmp_path):
     schedule = build("gpipe", 1, 2)
     actions = schedule.actions[0]
     events = [{"ph": "X", "cat": "user_annotation", "name": "step 1", "ts": 0, "dur": 500, "pid": 1, "tid": 1}]

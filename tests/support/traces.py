@@ -1,4 +1,4 @@
-"""Events of traces, and files of them."""
+"""Build events of Chrome traces, and write them to files."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What is said of recorded steps, of ranks on two hosts; that they are recorded is tested in test_run.py."""
+"""The report of recorded steps of ranks on two hosts. The recording itself is tested in test_run.py."""
 
 import json
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from moe_dualpipe.training import profiling
 from moe_dualpipe.training.profiling import StepProfiler
 
 TRANSFERS = (600, 400, 500, 850)
-"""How long that of each rank took: those of ranks 0 and 1 are one collective, those of ranks 2 and 3 another."""
+"""The length of each rank's transfer: ranks 0 and 1 share a collective, and so do ranks 2 and 3."""
 
 
 def recorded(schedule, rank, folder):
@@ -35,7 +35,7 @@ def recorded(schedule, rank, folder):
 
 
 @pytest.mark.parametrize("ep", [1, 2])
-def test_ranks_of_two_hosts(tmp_path, ep):
+def test_report_of_ranks_on_two_hosts(tmp_path, ep):
     schedule = build("1f1b", 2, 2)
     layout = Layout(2, 2, ep, 0)
     (tmp_path / "rank7.json.gz").touch()  # of an earlier run
@@ -62,7 +62,7 @@ def test_ranks_of_two_hosts(tmp_path, ep):
     assert [found["makespan_ms"] for found in report["pipelines"]] == pytest.approx([170, 170])
 
 
-def test_the_steps_behind_two_are_recorded_from_a_barrier_on(tmp_path, monkeypatch):
+def test_steps_are_recorded_after_a_warm_up_and_a_barrier(tmp_path, monkeypatch):
     done: list[str] = []
 
     @contextmanager
