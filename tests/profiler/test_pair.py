@@ -196,7 +196,8 @@ def test_run_writes_a_report_recordings_and_pictures(mode, tmp_path, capsys, req
     assert "attn(F)" in page and "combine(F)" in page
 
 
-def test_run_without_a_link(tmp_path, capsys, one_round):
+@pytest.mark.usefixtures("one_round")
+def test_run_without_a_link(tmp_path, capsys):
     assert main([*SMALL, "--out", str(tmp_path), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report == json.loads((tmp_path / "report.json").read_text())
@@ -208,7 +209,8 @@ def test_run_without_a_link(tmp_path, capsys, one_round):
     assert {"sequential", "overlapped", "bound_us"} <= report.keys()
 
 
-def test_run_with_deepseeks_transfer_times(tmp_path, capsys, one_round):
+@pytest.mark.usefixtures("one_round")
+def test_run_with_deepseeks_transfer_times(tmp_path, capsys):
     assert main([*SMALL, "--out", str(tmp_path), "--replay", "deepseek", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["link"] == "modelled link: transfers take as long as in DeepSeek's training trace"
