@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from moe_dualpipe.expert_parallel import Delayed, Link, Local, Loopback
 from moe_dualpipe.expert_parallel.modelled.link import LinkTimer
@@ -125,3 +126,40 @@ def test_delayed_returns_the_results_of_its_backend_later():
 
 class FakeCuda:
     is_cuda = True
+
+
+# ---- Lifetimes and waits ----
+
+
+def test_delayed_starts_without_waiting_for_its_backend():
+    log = []
+
+    class Backend(Local):
+        def dispatch(self, x_TD, route, weights_TK=None):
+            return WaitedFor(log, super().dispatch(x_TD, route, weights_TK))
+
+    late = Delayed(Backend(8), Link(gb_per_s=1.0))
+    pending = late.dispatch(torch.ones(4, 250), late.prepare(torch.zeros(4, 1, dtype=torch.int64)))
+    assert late.timer.busy_seconds == pytest.approx(4e-6)
+    assert log == []
+    pending.wait()
+    assert log == ["waited"]
+
+
+class WaitedFor:
+    def __init__(self, log, pending):
+        self.log, self.pending = log, pending
+
+    def wait(self):
+        self.log.append("waited")
+        return self.pending.wait()
+
+
+def test_received_rows_are_freed_though_their_expert_ids_are_in_use():
+    ep = Loopback(8, 4)
+    route = ep.prepare(torch.tensor([[0, 5], [3, 1]]))
+    received = ep.dispatch(torch.randn(2, 6), route, torch.rand(2, 2)).wait()
+    rows = StorageWeakRef(received.x_ND.untyped_storage())
+    assert route.order.expert_offsets.tolist() == [0, 1, 4]
+    del received
+    assert rows.expired()

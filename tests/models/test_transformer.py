@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from moe_dualpipe.models import ModelConfig, StageOptions, TransformerStage, build_model, next_token_loss, split
 from moe_dualpipe.models.attention import Attention
+from moe_dualpipe.models.block import add_up
 from moe_dualpipe.models.layers import seeded
 
 CONFIG = ModelConfig(
@@ -112,3 +114,15 @@ def test_gradients_against_finite_differences():
                 parameter -= sign * step * direction
         measured = (values[0] - values[1]) / (2 * step)
         assert measured == pytest.approx(slope, rel=1e-6, abs=1e-8), name
+
+
+def test_expert_loads_are_counted_in_training_only():
+    model = build_model(CONFIG)
+    with torch.no_grad():
+        model(torch.arange(6)[None])
+    moe: Any = model.layers["2"].mlp
+    assert moe.take_load().sum() == 0
+
+
+def test_add_up_adds_the_residual_stream_last():
+    assert add_up(torch.tensor([1.0]), torch.tensor([1e8]), torch.tensor([-1e8])).item() == 1

@@ -1,30 +1,12 @@
-"""Modules of one's own, written as segments: what they may do, and what they are told when they do something else."""
+"""User modules written as segments, and the errors that they get."""
 
 import pytest
 import torch
 from torch import nn
 
 from moe_dualpipe.expert_parallel import Completed
-from moe_dualpipe.models.layers import Linear
-from moe_dualpipe.overlap import Comm, Compute, Engine, PrepareComm, Segmented, WeightGrads, bind, in_layer
-
-
-def doubled(x):
-    return Completed((2 * x,))
-
-
-class Twice(Segmented):
-    """x -> 2 * a(x) + b(x), a(x) doubled on the way: a transfer whose backward doubles the gradient."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def segments(self, x):
-        y = yield Compute("a", self.a, x)
-        arriving = yield Comm("double", doubled, doubled, y)
-        z = yield Compute("b", self.b, x)
-        return (yield Compute("add", torch.add, arriving, z))
+from moe_dualpipe.overlap import Comm, Compute, PrepareComm, Segmented, in_layer
+from tests.support.segments import Twice, doubled, module_of
 
 
 def both(module, expected, *inputs):
@@ -41,7 +23,7 @@ def both(module, expected, *inputs):
         torch.testing.assert_close(ours, theirs)
 
 
-def test_a_module_of_ones_own():
+def test_a_user_module():
     module = Twice()
     both(module, lambda x: 2 * module.a(x) + module.b(x), torch.randn(4, 3))
 
@@ -83,7 +65,7 @@ def test_several_inputs_and_outputs():
     both(module, plain, torch.randn(2, 3), torch.randn(2, 3), torch.arange(2))
 
 
-def test_a_frozen_module_gives_plain_tensors():
+def test_the_outputs_of_a_frozen_module_need_no_gradient():
     module = Twice().requires_grad_(False)
     assert not module(torch.randn(1, 3)).requires_grad
     x = torch.randn(1, 3, requires_grad=True)
@@ -91,7 +73,7 @@ def test_a_frozen_module_gives_plain_tensors():
     torch.testing.assert_close(x.grad, (2 * module.a.weight + module.b.weight).sum(0)[None])
 
 
-def test_no_gradients_no_tape():
+def test_no_grad_records_no_tape():
     module = Twice()
     with torch.no_grad():
         y = module(torch.randn(2, 3))
@@ -107,7 +89,7 @@ def test_outputs_that_the_loss_does_not_use():
     torch.testing.assert_close(x.grad, module.w.detach().expand(2, 3))
 
 
-def test_half_of_a_transfer_may_need_no_gradient():
+def test_a_comm_with_an_input_that_needs_no_gradient():
     class Pair(Segmented):
         def __init__(self):
             super().__init__()
@@ -122,38 +104,30 @@ def test_half_of_a_transfer_may_need_no_gradient():
     both(module, lambda x: x * module.w * torch.arange(3.0), torch.randn(2, 3))
 
 
-# ---- Mistakes ----
+# ---- Errors ----
 
 
-def chunk(body):
-    """A module whose `segments(self, x)` is `body`."""
-    kind = type("Mine", (Segmented,), {"segments": body})
-    module = kind()
-    module.lin = nn.Linear(3, 3)
-    return module
-
-
-def test_computing_between_yields_is_refused():
+def test_computing_between_yields_is_an_error():
     def segments(self, x):
         y = yield Compute("lin", self.lin, x)
         return (yield Compute("add", torch.add, y * 2, y))
 
     with pytest.raises(TypeError, match="between two yields, pass tensors on, but do not compute"):
-        chunk(segments)(torch.randn(2, 3))
+        module_of(segments, lin=nn.Linear(3, 3))(torch.randn(2, 3))
 
 
 @pytest.mark.parametrize("kind", ["compute", "comm"])
-def test_a_tensor_from_outside_is_refused(kind):
+def test_an_input_from_outside_a_segment_is_an_error(kind):
     def segments(self, x):
         if kind == "comm":
             return (yield Comm("double", doubled, doubled, self.lin(x)))
         return (yield Compute("lin", torch.sin, self.lin(x)))
 
     with pytest.raises(TypeError, match="is not the output of a segment"):
-        chunk(segments)(torch.randn(2, 3))
+        module_of(segments, lin=nn.Linear(3, 3))(torch.randn(2, 3))
 
 
-def test_a_captured_tensor_is_found_out():
+def test_a_captured_tensor_is_an_error():
     """Taken from around the Compute, its gradient would come after its producer's backward, and be lost."""
 
     def segments(self, x):
@@ -164,10 +138,10 @@ def test_a_captured_tensor_is_found_out():
         return (yield Compute("add", torch.add, moved, w))
 
     with pytest.raises(RuntimeError, match="a segment used a tensor that is not among its inputs"):
-        chunk(segments)(torch.randn(2, 3)).sum().backward()
+        module_of(segments, lin=nn.Linear(3, 3))(torch.randn(2, 3)).sum().backward()
 
 
-def test_a_module_without_segments_is_told():
+def test_a_module_without_segments_is_an_error():
     with pytest.raises(NotImplementedError, match=r"Mine must define segments\(\)"):
         type("Mine", (Segmented,), {})()(torch.ones(1))
 
@@ -214,107 +188,5 @@ def test_an_error_names_segment_and_layer(where):
         return (yield from in_layer(7, FAILURES[where](y)))
 
     with pytest.raises(ArithmeticError, match="boom") as error:
-        chunk(segments)(torch.randn(2, 3)).sum().backward()
+        module_of(segments, lin=nn.Linear(3, 3))(torch.randn(2, 3)).sum().backward()
     assert where in error.value.__notes__
-
-
-# ---- Weight gradients ----
-
-
-class Tied(Segmented):
-    """One matrix as embedding and as head, as models tie them."""
-
-    def __init__(self):
-        super().__init__()
-        self.head = Linear(4, 6, 1.0)
-        self.embedding = nn.Embedding(6, 4)
-        self.embedding.weight = self.head.weight
-
-    def segments(self, ids):
-        x = yield Compute("embed", self.embedding, ids)
-        moved = yield Comm("double", doubled, doubled, x)
-        return (yield Compute("head", self.head, moved))
-
-
-def test_tied_weights_are_counted_once():
-    """Their two gradients are added up, also where one of them is computed later."""
-    model, ids = Tied(), torch.tensor([[1, 2, 5]])
-    expected = torch.nn.functional.linear(2 * model.embedding(ids), model.head.weight).square().sum()
-    expected.backward()
-    plain, model.head.weight.grad = model.head.weight.grad, None
-    loss = model(ids).square().sum()
-    Tied.overlapped_forward_backward(model, [ids], None, None, model, loss, None, None)
-    torch.testing.assert_close(model.head.weight.grad, plain)
-    assert len(model.weight_grads) == 0
-    model.head.weight.grad = None
-    grads = WeightGrads()
-    bind(model, grads)
-    loss = model(ids).square().sum()
-    with grads.defer_to("later"):
-        loss.backward()
-    assert not torch.allclose(model.head.weight.grad, plain)  # a part is owed
-    grads.run_deferred("later")
-    torch.testing.assert_close(model.head.weight.grad, plain)
-
-
-def test_deferral_is_bounded():
-    layer, grads = Linear(3, 3, 1.0), WeightGrads(max_deferred=2)
-    layer.weight_grads = grads
-    ran = []
-    for key in range(4):
-        with grads.defer_to(key):
-            layer(torch.randn(2, 3)).sum().backward()
-            grads.defer(layer.weight, lambda key=key: ran.append(key) or torch.zeros(3, 3))
-        assert len(grads) <= 2
-    assert ran == [0, 1]
-    for key in range(4):
-        grads.run_deferred(key)  # those that were computed early are not computed again
-    assert ran == [0, 1, 2, 3]
-    assert len(grads) == 0
-    with pytest.raises(KeyError):
-        grads.run_deferred(0)
-    with pytest.raises(ValueError, match="max_deferred must be at least 1, or None for no bound: got 0"):
-        WeightGrads(max_deferred=0)
-
-
-def test_layers_that_cannot_defer_compute_their_weight_gradients_with_the_backward():
-    module, log = Twice(), []
-    x = torch.randn(2, 3)
-    loss = module(x).sum()
-    engine = Engine(torch.device("cpu"), log=log)
-    Twice.overlapped_forward_backward(module, [x], None, None, module, loss, None, None, engine=engine)
-    assert not [label for label in log if label.endswith("(W)")]
-    ours = [p.grad for p in module.parameters()]
-    module.zero_grad()
-    module(x).sum().backward()
-    for one, other in zip(ours, module.parameters(), strict=True):
-        assert torch.equal(one, other.grad)
-
-
-def test_input_gradients_are_announced_before_the_last_weight_gradients():
-    log = []
-
-    class Hidden(Segmented):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = Linear(4, 4, 1.0), Linear(4, 4, 1.0)
-
-        def segments(self, x):
-            y = yield Compute("first", self.first, x)
-            moved = yield Comm("move", doubled, doubled, y)
-            return (yield Compute("second", self.second, moved))
-
-    module = Hidden()
-    x = torch.randn(2, 4, requires_grad=True)
-    loss = module(x).sum()
-
-    def announced():
-        assert x.grad is not None
-        log.append("announced")
-
-    engine = Engine(torch.device("cpu"), queued=True, log=log)
-    Hidden.overlapped_forward_backward(
-        module, [x.detach()], None, None, module, loss, None, None, on_input_grads=announced, engine=engine
-    )
-    assert log.index("announced") == log.index("first(B)") + 1
-    assert log.index("announced") < log.index("first(W)")

@@ -1,0 +1,151 @@
+"""The order in which the engine runs the segments of two chunks."""
+
+import pytest
+import torch
+
+from moe_dualpipe.expert_parallel import Completed, Local, Loopback
+from moe_dualpipe.models.layers import Linear
+from moe_dualpipe.overlap import Comm, Compute, Engine
+from tests.support.pairs import OVERLAPPED, run_pair, stage, tokens
+from tests.support.segments import module_of
+
+LAYER = "attn(F) mlp(B) dispatch(F) dispatch(B) mlp(W) mlp(F) attn(B) attn(W) combine(F)"
+
+
+EAGER_LAYER = "attn(F) dispatch(F) mlp(B) dispatch(B) mlp(W) mlp(F) combine(F) attn(B)"
+
+
+def order(first, second, queued):
+    log = []
+    hidden = torch.randn(1, 4, 16)
+    x0, x1 = (tokens(1) if module.spec.embedding else hidden for module in (first, second))
+    run_pair(first, second, x0, x1, True, queued, log)
+    return " ".join(log)
+
+
+def bare(layers, ep=None):
+    return stage(layers, 0, ep or Loopback(8, 2), embedding=False, head=False, num_shared_experts=0)
+
+
+def test_the_order_is_deepseeks():
+    """Layer by layer, as the annotations of their published training trace have it."""
+    assert order(bare(3), bare(3), queued=True) == (
+        f"add(B) combine(B) {LAYER} combine(B) {LAYER} combine(B) {LAYER} add(F)"
+    )
+
+
+def test_on_a_cpu_transfers_start_as_soon_as_their_input_exists():
+    assert order(bare(2), bare(2), queued=False) == (
+        f"add(B) combine(B) {EAGER_LAYER} combine(B) attn(W) {EAGER_LAYER} attn(W) add(F)"
+    )
+
+
+def test_with_completed_transfers_the_backward_runs_first():
+    """Without expert parallelism the backward goes first, so that its gradient can leave, then the forward."""
+    assert order(bare(2, Local(8)), bare(1, Local(8)), queued=False) == (
+        "add(B) combine(B) mlp(B) dispatch(B) mlp(W) attn(B) attn(W) "
+        "attn(F) dispatch(F) mlp(F) combine(F) attn(F) dispatch(F) mlp(F) combine(F) add(F)"
+    )
+
+
+@pytest.mark.parametrize("layers", [(1, 1), (2, 3), (3, 1), (4, 4)])
+def test_cpu_and_gpu_order_agree_on_computations_and_on_transfers(layers):
+    lanes = []
+    for queued in (True, False):
+        log = order(bare(layers[0]), bare(layers[1]), queued).split()
+        transfers = [label for label in log if label.startswith(("dispatch", "combine"))]
+        lanes.append((transfers, [label for label in log if label not in transfers]))
+    assert lanes[0] == lanes[1]
+
+
+def test_the_longer_chunk_continues_alone():
+    assert order(bare(1), bare(2), queued=True) == (
+        f"add(B) combine(B) {LAYER} combine(B) add(F) mlp(B) dispatch(B) mlp(W) attn(B) attn(W)"
+    )
+    assert order(bare(2), bare(1), queued=True) == (
+        f"add(B) combine(B) {LAYER} attn(F) dispatch(F) mlp(F) combine(F) add(F)"
+    )
+
+
+class Watched(Local):
+    """Says when a transfer is started and when it is waited for."""
+
+    def __init__(self, seen, name=""):
+        super().__init__(8)
+        self.seen, self.name = seen, name
+
+    def dispatch(self, *arguments):
+        return self._watch("dispatch", super().dispatch(*arguments))
+
+    def combine(self, *arguments):
+        return self._watch("combine", super().combine(*arguments))
+
+    def _watch(self, name, pending):
+        seen, name = self.seen, self.name + name
+        seen.append(f"{name} sent")
+
+        class Pending:
+            def wait(self):
+                seen.append(f"{name} arrived")
+                return pending.wait()
+
+        return Pending()
+
+
+def test_shared_experts_run_during_the_transfers():
+    model = stage(1, 0, embedding=False, head=False)
+    assert order(model, model, queued=True) == (
+        "add(B) combine(B) attn(F) mlp(B) mlp(B) dispatch(F) dispatch(B) mlp(W) mlp(W) mlp(F) mlp(F) attn(B) attn(W) "
+        "combine(F) add(F)"
+    )
+    moe, order_seen = model.layers["0"].mlp, []
+    moe.expert_parallel = Watched(order_seen)
+    moe.shared.register_forward_hook(lambda *_: order_seen.append("shared"))
+    with torch.no_grad():
+        model(torch.randn(1, 3, 16))
+    assert order_seen == ["dispatch sent", "shared", "dispatch arrived", "combine sent", "combine arrived"]
+
+
+def test_the_other_chunk_computes_between_the_start_and_the_wait_of_each_transfer():
+    """Between the start of each transfer and the wait for it, the other chunk computes."""
+    seen = []
+    first, second = bare(2, ep=Watched(seen, "F ")), bare(2, ep=Watched(seen, "B "))
+    for module in (first, second):
+        for block in module.layers.values():
+            block.attention.register_forward_hook(lambda *_: seen.append("computed"))
+            block.attention.register_full_backward_hook(lambda *_: seen.append("computed"))
+            block.mlp.experts.register_forward_hook(lambda *_: seen.append("computed"))
+            block.mlp.experts.register_full_backward_hook(lambda *_: seen.append("computed"))
+    hidden = torch.randn(1, 4, 16)
+    outputs = second(hidden)
+    seen.clear()
+    OVERLAPPED(first, [hidden], None, None, second, None, [outputs], [outputs.detach()])
+    starts = [i for i, event in enumerate(seen) if event.endswith("sent")]
+    assert len(starts) == 8
+    for i in starts:
+        kind = seen[i].removesuffix(" sent")
+        j = seen.index(f"{kind} arrived", i)
+        assert "computed" in seen[i:j], seen
+
+
+def test_the_first_weight_gradients_run_during_the_first_transfer():
+    def segments(self, x):
+        y = yield Compute("first", self.a, x)
+        z = yield Comm("move", lambda t: Completed((t,)), lambda g: Completed((g,)), y)
+        return (yield Compute("last", self.b, z))
+
+    module, log = module_of(segments, a=Linear(3, 3, 1.0), b=Linear(3, 3, 1.0)), []
+    x = torch.randn(2, 3)
+    loss = module(x).sum()
+    engine = Engine(torch.device("cpu"), queued=True, log=log)
+    OVERLAPPED(module, [x], None, None, module, loss, None, None, engine=engine)
+    assert log[:5] == ["loss(B)", "last(B)", "move(B)", "last(W)", "first(F)"]
+
+
+def test_segments_are_labelled_for_profilers():
+    model = stage()
+    with torch.profiler.profile() as profile:
+        run_pair(model, model, tokens(1), tokens(2), True)
+    names = {event.name for event in profile.events() or ()}
+    assert names >= {f"{name}({kind})" for name in ("attn", "mlp", "dispatch", "combine") for kind in "FB"}
+    assert {"mlp(W)", "attn(W)"} <= names

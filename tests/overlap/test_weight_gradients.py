@@ -1,0 +1,135 @@
+"""Deferred weight gradients."""
+
+import pytest
+import torch
+from torch import nn
+
+from moe_dualpipe.models.layers import Linear
+from moe_dualpipe.overlap import Comm, Compute, Engine, Segmented, WeightGrads, bind
+from tests.support.segments import Twice, doubled
+
+
+class Tied(Segmented):
+    """One matrix as embedding and as head, as models tie them."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = Linear(4, 6, 1.0)
+        self.embedding = nn.Embedding(6, 4)
+        self.embedding.weight = self.head.weight
+
+    def segments(self, ids):
+        x = yield Compute("embed", self.embedding, ids)
+        moved = yield Comm("double", doubled, doubled, x)
+        return (yield Compute("head", self.head, moved))
+
+
+def test_both_gradients_of_a_tied_weight_are_added():
+    """Their two gradients are added up, also where one of them is computed later."""
+    model, ids = Tied(), torch.tensor([[1, 2, 5]])
+    expected = torch.nn.functional.linear(2 * model.embedding(ids), model.head.weight).square().sum()
+    expected.backward()
+    plain, model.head.weight.grad = model.head.weight.grad, None
+    loss = model(ids).square().sum()
+    Tied.overlapped_forward_backward(model, [ids], None, None, model, loss, None, None)
+    torch.testing.assert_close(model.head.weight.grad, plain)
+    assert len(model.weight_grads) == 0
+    model.head.weight.grad = None
+    grads = WeightGrads()
+    bind(model, grads)
+    loss = model(ids).square().sum()
+    with grads.defer_to("later"):
+        loss.backward()
+    assert not torch.allclose(model.head.weight.grad, plain)  # a part is owed
+    grads.run_deferred("later")
+    torch.testing.assert_close(model.head.weight.grad, plain)
+
+
+def test_max_deferred_bounds_the_deferred_keys():
+    layer, grads = Linear(3, 3, 1.0), WeightGrads(max_deferred=2)
+    layer.weight_grads = grads
+    ran = []
+    for key in range(4):
+        with grads.defer_to(key):
+            layer(torch.randn(2, 3)).sum().backward()
+            grads.defer(layer.weight, lambda key=key: ran.append(key) or torch.zeros(3, 3))
+        assert len(grads) <= 2
+    assert ran == [0, 1]
+    for key in range(4):
+        grads.run_deferred(key)  # those that were computed early are not computed again
+    assert ran == [0, 1, 2, 3]
+    assert len(grads) == 0
+    with pytest.raises(KeyError):
+        grads.run_deferred(0)
+    with pytest.raises(ValueError, match="max_deferred must be at least 1, or None for no bound: got 0"):
+        WeightGrads(max_deferred=0)
+
+
+def test_clear_drops_the_keys_that_were_computed_early():
+    layer, grads = Linear(3, 3, 1.0), WeightGrads(max_deferred=1)
+    layer.weight_grads = grads
+    for key in range(2):
+        with grads.defer_to(key):
+            layer(torch.randn(2, 3)).sum().backward()
+    grads.clear()
+    with pytest.raises(KeyError):
+        grads.run_deferred(0)
+
+
+def test_a_key_cannot_be_deferred_to_twice():
+    grads = WeightGrads()
+    with grads.defer_to(1):
+        pass
+    with pytest.raises(RuntimeError, match="weight gradients for 1 are already being deferred"), grads.defer_to(1):
+        pass
+
+
+def test_bind_leaves_other_attributes_alone():
+    module = nn.Sequential(nn.Linear(1, 1), Linear(1, 1, 1.0))
+    module[0].weight_grads = "mine"
+    bind(module, WeightGrads())
+    assert module[0].weight_grads == "mine"
+    assert isinstance(module[1].weight_grads, WeightGrads)
+
+
+def test_layers_without_deferral_compute_their_weight_gradients_in_the_backward():
+    module, log = Twice(), []
+    x = torch.randn(2, 3)
+    loss = module(x).sum()
+    engine = Engine(torch.device("cpu"), log=log)
+    Twice.overlapped_forward_backward(module, [x], None, None, module, loss, None, None, engine=engine)
+    assert not [label for label in log if label.endswith("(W)")]
+    ours = [p.grad for p in module.parameters()]
+    module.zero_grad()
+    module(x).sum().backward()
+    for one, other in zip(ours, module.parameters(), strict=True):
+        assert torch.equal(one, other.grad)
+
+
+def test_on_input_grads_is_called_before_the_last_weight_gradients():
+    log = []
+
+    class Hidden(Segmented):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = Linear(4, 4, 1.0), Linear(4, 4, 1.0)
+
+        def segments(self, x):
+            y = yield Compute("first", self.first, x)
+            moved = yield Comm("move", doubled, doubled, y)
+            return (yield Compute("second", self.second, moved))
+
+    module = Hidden()
+    x = torch.randn(2, 4, requires_grad=True)
+    loss = module(x).sum()
+
+    def announced():
+        assert x.grad is not None
+        log.append("announced")
+
+    engine = Engine(torch.device("cpu"), queued=True, log=log)
+    Hidden.overlapped_forward_backward(
+        module, [x.detach()], None, None, module, loss, None, None, on_input_grads=announced, engine=engine
+    )
+    assert log.index("announced") == log.index("first(B)") + 1
+    assert log.index("announced") < log.index("first(W)")
