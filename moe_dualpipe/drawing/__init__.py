@@ -1,1 +1,1 @@
-"""Every picture and table: timelines, traces, curves, markdown. Imports values, never the rooms that use it."""
+"""Text, figures, traces and web pages of schedules, runs and profiles. training/ and commands/ import this package."""

@@ -5,7 +5,7 @@ from ..schedule.timeline import Timeline
 
 
 def timeline_summary(timeline: Timeline) -> str:
-    """Return two lines: the step time and its bubble; the peaks over all ranks, in stages of the schedule."""
+    """Return two lines: the step time and the bubble, then the peak memory of any rank, in stages of the schedule."""
     deferred = max(timeline.peak_deferred)
     bubble = f"{format_range(timeline.bubble)} per rank ({timeline.bubble_share:.1%})"
     return (
@@ -31,7 +31,7 @@ def _count(number: int, noun: str, ending: str = "s") -> str:
 
 
 def format_number(value: float) -> str:
-    """Format with six digits, or with all digits of a larger number."""
+    """Format with six significant digits, or as an integer from one million on."""
     return f"{float(value):.0f}" if abs(value) >= 1e6 else f"{float(value):g}"
 
 

@@ -7,6 +7,7 @@ running mean on top.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,7 +22,7 @@ Along = Literal["step", "tokens", "hours"]
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A quantity of the records. `title` includes the unit; `smooth` adds a running mean on top of pale values."""
+    """A quantity of the records. `title` includes the unit. `smooth`: pale values with a running mean on top."""
 
     key: str
     title: str
@@ -45,9 +46,9 @@ PANELS = (
 
 
 def save_curves(runs: Mapping[str, Sequence[Record]], path: Path, along: Along = "step") -> None:
-    """Draw the curves of the named runs into a file in the format of its suffix.
+    """Draw the curves of the named runs. The suffix of `path` is the file format, `along` is the x axis.
 
-    along: the x axis: steps, tokens, or hours of training. Raises ImportError if matplotlib is not installed.
+    Raises ImportError if matplotlib is not installed.
     """
     panels = [panel for panel in PANELS if any(panel.key in record for records in runs.values() for record in records)]
     columns = min(3, len(panels))
@@ -78,21 +79,20 @@ def save_curves(runs: Mapping[str, Sequence[Record]], path: Path, along: Along =
 
 
 def positions(records: Sequence[Record], along: Along) -> dict[int, float]:
-    """Return the x position of each recorded step.
+    """Return the x position of each recorded step. Tokens and hours are counted from the first record.
 
-    Example: for two steps of 8 tokens that are recorded as steps 3 and 4, the positions in tokens are 8 and 16.
+    Example: if steps 3 and 4 are recorded, with 8 tokens each, their positions in tokens are 8 and 16.
     """
-    steps = [record for record in records if "loss" in record]
     if along == "step":
         return {record["step"]: record["step"] for record in records}
     key, unit = ("tokens", 1) if along == "tokens" else ("seconds", 3600)
+    steps = [record for record in records if "loss" in record]
     done = accumulate(record[key] / unit for record in steps)
-    first = {record["step"]: 0.0 for record in records[:1]}
-    return first | dict(zip((record["step"] for record in steps), done, strict=True))
+    return {r["step"]: 0.0 for r in records[:1]} | {r["step"]: x for r, x in zip(steps, done, strict=True)}
 
 
 def running_mean(values: Sequence[float], share: float = 0.04) -> list[float]:
-    """Return the mean of each value and the values before it. The window is `share` of the number of values.
+    """Return the mean of each value and the values before it, in a window of `share` of the number of values.
 
     Example: [1, 2, 3, 4] with a window of two gives [1, 1.5, 2.5, 3.5].
     """
@@ -103,18 +103,18 @@ def running_mean(values: Sequence[float], share: float = 0.04) -> list[float]:
 
 
 def _draw(axes: "Axes", panel: Panel, records: Sequence[Record], where: Mapping[int, float], colour: str) -> None:
-    points = [(where[r["step"]], r[panel.key]) for r in records if panel.key in r and r["step"] in where]
-    # A NaN or an infinity would spoil every later mean.
-    points = [(x, y) for x, y in points if y is not None and abs(y) < float("inf")]
-    x, y = [x for x, _ in points], [y for _, y in points]
+    placed = [(where[r["step"]], r) for r in records if r["step"] in where]
+    # A NaN or an infinity would make every later mean a NaN.
+    finite = [(x, r) for x, r in placed if r.get(panel.key) is not None and isfinite(r[panel.key])]
+    x, y = [x for x, _ in finite], [r[panel.key] for _, r in finite]
     if panel.smooth:
         axes.plot(x, y, color=colour, alpha=0.25, linewidth=0.8)
     marker = "." if len(x) == 1 else None  # a line needs two points
     axes.plot(x, running_mean(y) if panel.smooth else y, color=colour, linewidth=1.4, marker=marker)
     if panel.key == "loss":
-        held_out = [r for r in records if "validation_loss" in r and r["step"] in where]
-        marks = [(where[r["step"]], r["validation_loss"]) for r in held_out]
-        axes.plot(*zip(*marks, strict=True), "o", color=colour, markersize=4) if marks else None
+        validated = [(x, r["validation_loss"]) for x, r in placed if "validation_loss" in r]
+        if validated:
+            axes.plot(*zip(*validated, strict=True), "o", color=colour, markersize=4)
 
 
 def run_summary(name: str, records: Sequence[Record]) -> str:

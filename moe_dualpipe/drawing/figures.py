@@ -17,7 +17,7 @@ def new_figure(width: float, height: float) -> "Figure":
 
 
 def save_figure(figure: "Figure", path: Path) -> None:
-    """Save a figure in the format of its suffix. An SVG holds text as text, and equal figures give equal files."""
+    """Save a figure in the format of the suffix. In an SVG, text stays text; equal figures give equal files."""
     from matplotlib import rc_context
 
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "moe-dualpipe"}):

@@ -9,10 +9,6 @@ HEADINGS = (
     "rank", "stages", "dense, M", "experts, M", "weights", "gradients", "optimizer", "(ZeRO-1)", "activations",
     "total", "(ZeRO-1)",
 )  # fmt: skip
-NOTES = (
-    "All sizes are in GiB. (ZeRO-1): replicas share the optimizer state. Not counted: temporary buffers of kernels,\n"
-    "communication buffers, fragmentation. Triton kernels and flash attention are assumed."
-)
 
 
 def sizes_table(sizes: Mapping[str, ModelSize]) -> str:
@@ -40,22 +36,19 @@ def size_summary(name: str, size: ModelSize) -> str:
 
 
 def memory_table(ranks: Sequence[RankMemory]) -> str:
-    """Return a table with one row per rank, the fullest rank, and what the numbers mean."""
-    rows = [
-        [
-            str(r.rank), ", ".join(map(str, r.stages)), f"{r.dense_parameters / 1e6:,.1f}",
-            f"{r.expert_parameters / 1e6:,.1f}",
-            *map(_gib, (r.weights, r.gradients, r.optimizer, r.optimizer_sharded, r.activations, r.total)),
-            _gib(r.total_sharded),
-        ]
-        for r in ranks
-    ]  # fmt: skip
+    """Return a table with one row per rank, the rank with the most memory, and what the sizes include."""
+    rows: list[list[str]] = [[*HEADINGS]]
+    for r in ranks:
+        sizes = (r.weights, r.gradients, r.optimizer, r.optimizer_sharded, r.activations, r.total, r.total_sharded)
+        millions = (f"{count / 1e6:,.1f}" for count in (r.dense_parameters, r.expert_parameters))
+        rows.append([str(r.rank), ", ".join(map(str, r.stages)), *millions, *map(_gib, sizes)])
     fullest, sharded = max(ranks, key=lambda rank: rank.total), max(ranks, key=lambda rank: rank.total_sharded)
     return (
-        f"{markdown([list(HEADINGS), *rows])}\n\n"
+        f"{markdown(rows)}\n\n"
         f"The fullest is rank {fullest.rank} with {_gib(fullest.total)}; "
         f"with ZeRO-1, rank {sharded.rank} with {_gib(sharded.total_sharded)}.\n"
-        f"{NOTES}"
+        "All sizes are in GiB. (ZeRO-1): replicas share the optimizer state. Not counted: temporary buffers of kernels,"
+        "\ncommunication buffers, fragmentation. Triton kernels and flash attention are assumed."
     )
 
 

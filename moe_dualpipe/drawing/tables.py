@@ -24,21 +24,17 @@ def _cells(entry: ComparedSchedule) -> list[str]:
         return ["-"] * len(HEADINGS)
     memory = (timeline.peak_activations, timeline.peak_deferred, timeline.parameters)
     return [
-        str(timeline.schedule.num_stages),
-        format_number(timeline.makespan),
-        format_range(timeline.bubble),
-        f"{timeline.bubble_share:.1%}",
-        *(format_number(max(entry.in_model_stages(counts))) for counts in memory),
-    ]
+        str(timeline.schedule.num_stages), format_number(timeline.makespan), format_range(timeline.bubble),
+        f"{timeline.bubble_share:.1%}", *(format_number(max(entry.in_model_stages(counts))) for counts in memory),
+    ]  # fmt: skip
 
 
 def markdown(rows: list[list[str]]) -> str:
     """Return a table. The first row is the heading. The first column is left-aligned, the others right-aligned."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "| " + " | ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-        + " |"
-        for row in rows
-    ]  # fmt: skip
-    rule = "|" + "|".join(["-" * (widths[0] + 2), *("-" * (w + 1) + ":" for w in widths[1:])]) + "|"
-    return "\n".join([lines[0], rule, *lines[1:]])
+    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+    lines = []
+    for name, *numbers in rows:
+        cells = [name.ljust(first), *(cell.rjust(width) for cell, width in zip(numbers, others, strict=True))]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines.insert(1, "|" + "|".join(["-" * (first + 2), *("-" * (width + 1) + ":" for width in others)]) + "|")
+    return "\n".join(lines)

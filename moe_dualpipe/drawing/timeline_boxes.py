@@ -7,14 +7,13 @@ but its first have paler colours.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..schedule.actions import Backward, Forward, Overlap
+from ..schedule.actions import Forward, Overlap, halves
 from ..schedule.timeline import Timeline
 
 COLOURS = {"F": "#f6b26b", "B": "#93c47d", "I": "#bcd86a", "W": "#6fa8dc"}
 LABELS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
-_FORWARD_SHARE = 1 / 3
-"""The forward's share of the frame of a pair. The timeline does not say how the pair divides its time."""
+_FORWARD_SHARE = 1 / 3  # of the frame of a pair; the timeline does not say how the pair divides its time
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,20 +31,15 @@ class Box:
 def boxes(timeline: Timeline, rank: int) -> Iterator[Box]:
     """Yield the boxes of `rank` from left to right: two adjacent ones for a pair, one for any other action."""
     for span in timeline.spans[rank]:
-        start, end = float(span.start), float(span.end)
-        match span.action:
-            case Overlap(forward, backward):
-                middle = start + (end - start) * _FORWARD_SHARE
-                yield Box(start, middle, "F", forward.stage, forward.micro_batch, framed=True)
-                yield Box(middle, end, "B", backward.stage, backward.micro_batch, framed=True)
-            case Forward(stage, micro_batch):
-                yield Box(start, end, "F", stage, micro_batch)
-            case Backward(stage, micro_batch, part):
-                yield Box(start, end, part.value, stage, micro_batch)
+        start, end, pair = float(span.start), float(span.end), isinstance(span.action, Overlap)
+        middle = start + (end - start) * _FORWARD_SHARE if pair else end
+        for half, left, right in zip(halves(span.action), (start, middle), (middle, end), strict=False):
+            letter = "F" if isinstance(half, Forward) else half.part.value
+            yield Box(left, right, letter, half.stage, half.micro_batch, framed=pair)
 
 
 def letters(timeline: Timeline) -> list[str]:
-    """The letters of all boxes, in the order of COLOURS."""
+    """Return the letters of all boxes, in the order of COLOURS."""
     present = {box.letter for rank in range(timeline.schedule.num_ranks) for box in boxes(timeline, rank)}
     return [letter for letter in COLOURS if letter in present]
 
@@ -55,18 +49,17 @@ def has_pairs(timeline: Timeline) -> bool:
 
 
 def shortest(timeline: Timeline) -> float:
-    """The length of the shortest box that must fit its number: at least a quarter of the median length."""
+    """Return the length of the shortest box that must fit its number: at least a quarter of the median length."""
     every = (box.end - box.start for rank in range(timeline.schedule.num_ranks) for box in boxes(timeline, rank))
     durations = sorted(duration for duration in every if duration > 0)
     return max(durations[0], durations[len(durations) // 2] / 4)
 
 
 def shade(timeline: Timeline, rank: int, box: Box) -> str:
-    """The colour of a box. It is paler for each further stage of the rank."""
+    """Return the colour of a box: paler for each further stage of the rank."""
     stages = timeline.schedule.placement.stages[rank]
     return paler(COLOURS[box.letter], 0.5 * stages.index(box.stage) / max(1, len(stages) - 1))
 
 
 def paler(colour: str, towards_white: float) -> str:
-    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return "#" + "".join(f"{round(part + (255 - part) * towards_white):02x}" for part in parts)
+    return "#" + "".join(f"{round(part + (255 - part) * towards_white):02x}" for part in bytes.fromhex(colour[1:]))

@@ -1,4 +1,4 @@
-"""A timeline as a figure, in the style of DeepSeek's. A box holds the number of its micro-batch, a frame is a pair."""
+"""A timeline as a figure, like those of DeepSeek: the number in a box is its micro-batch, a frame is a pair."""
 
 from typing import TYPE_CHECKING
 
@@ -54,7 +54,7 @@ def draw_timeline(axes: "Axes", timeline: Timeline, font_size: float = 7) -> Non
 
 
 def size_for_numbers(timeline: Timeline, width: float, font_size: float) -> tuple[float, float]:
-    """Return the width in inches (at least `width`) and the font size with which every number fits into its box."""
+    """Return a width in inches (at least `width`) and a font size, so that every number fits into its box."""
     digits = len(str(timeline.schedule.num_micro_batches - 1))
     needed = float(timeline.makespan) * (0.05 + 0.065 * digits) / shortest(timeline) + 1
     return min(max(width, needed), _MOST_INCHES), font_size * min(1, _MOST_INCHES / needed)

@@ -13,11 +13,11 @@ _MOST_BANDS = 60
 
 
 def timeline_text(timeline: Timeline, width: int = 80, colour: bool = True) -> str:
-    """Return the timeline in bands of lines of at most `width` (at least 40) characters.
+    """Return the timeline in lines of at most `width` (at least 40) characters. A long one has several bands.
 
     With `colour`, a box is coloured (24-bit ANSI) and holds the number of its micro-batch. Otherwise a letter precedes
     the number, as in `F3`: lowercase for all stages of the rank but its first. Brackets enclose a pair, dots are idle
-    time. A box that spans two bands has its label in the middle.
+    time. A box that spans two bands has one label, in its middle.
     """
     ranks = range(timeline.schedule.num_ranks)
     label = len(f"rank {ranks[-1]}  ")
@@ -54,7 +54,7 @@ def timeline_text(timeline: Timeline, width: int = 80, colour: bool = True) -> s
 
 
 def _marks(timeline: Timeline, rank: int, box: Box, whole: range, shown: range, colour: bool) -> str:
-    """Return the columns `shown` of a box with the columns `whole`. The last of `whole` is a blank."""
+    """Return the text of a box that fills the columns `whole`, cut to `shown`. Its last column is a blank."""
     first_stage = box.stage == timeline.schedule.placement.stages[rank][0]
     letter = "" if colour else box.letter if first_stage else box.letter.lower()
     opening = "[" if box.framed and box.letter == "F" and shown.start == whole.start else ""
@@ -76,21 +76,18 @@ def _legend(timeline: Timeline, width: int, colour: bool) -> list[str]:
     entries = []  # visible length, text with ANSI codes
     for letter in letters(timeline):
         mark = f" {letter} " if colour else letter
-        length = len(f"{mark} {LABELS[letter]}")
-        entries.append((length, f"{_painted(mark, COLOURS[letter]) if colour else mark} {LABELS[letter]}"))
+        painted = _painted(mark, COLOURS[letter]) if colour else mark
+        entries.append((len(f"{mark} {LABELS[letter]}"), f"{painted} {LABELS[letter]}"))
     others = ["lowercase: other stages"] if not colour and max(timeline.parameters) > 1 else []
     others += ["[ ] pair"] if has_pairs(timeline) else []
-    entries += [(len(other), other) for other in [*others, ". idle"]]
     lines, used = [""], 0
-    for length, written in entries:
+    for length, written in [*entries, *((len(other), other) for other in [*others, ". idle"])]:
         if used and used + 3 + length > width:
-            lines.append("")
-            used = 0
+            lines, used = [*lines, ""], 0
         lines[-1] += ("   " if used else "") + written
         used += (3 if used else 0) + length
     return lines
 
 
 def _painted(text: str, colour: str) -> str:
-    rgb = ";".join(str(int(colour[i : i + 2], 16)) for i in (1, 3, 5))
-    return f"\x1b[38;2;0;0;0m\x1b[48;2;{rgb}m{text}\x1b[0m"
+    return f"\x1b[38;2;0;0;0m\x1b[48;2;{';'.join(map(str, bytes.fromhex(colour[1:])))}m{text}\x1b[0m"

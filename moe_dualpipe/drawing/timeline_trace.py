@@ -12,7 +12,7 @@ from ..schedule.walk import Result, needs, produces
 
 
 def chrome_trace(timeline: Timeline, microseconds: float = 1000) -> dict[str, Any]:
-    """Return the trace as a JSON object. One unit of the timeline's time is shown as `microseconds`."""
+    """Return the trace as a JSON object. microseconds: the length of one unit of the timeline's time in the trace."""
     events: list[dict[str, Any]] = []
     computed: dict[Result, tuple[int, float]] = {}  # the rank, and a time inside the action
 
@@ -27,8 +27,8 @@ def chrome_trace(timeline: Timeline, microseconds: float = 1000) -> dict[str, An
         ]
         for span in spans:
             events.append({
-                "ph": "X", "pid": rank, "tid": 0, "name": str(span.action), "cat": _category(span.action),
-                "ts": at(span.start), "dur": float(span.duration) * microseconds, "args": _arguments(span.action),
+                "ph": "X", "pid": rank, "tid": 0, "name": str(span.action), **_describe(span.action),
+                "ts": at(span.start), "dur": float(span.duration) * microseconds,
             })  # fmt: skip
             for half in halves(span.action):
                 computed[produces(half)] = rank, at((span.start + span.end) / 2)
@@ -49,22 +49,14 @@ def chrome_trace(timeline: Timeline, microseconds: float = 1000) -> dict[str, An
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"schedule": timeline.schedule.name}}
 
 
-def _category(action: Action) -> str:
-    match action:
-        case Overlap():
-            return "overlapped pair"
-        case Forward():
-            return "forward"
-        case Backward(part=Part.WEIGHT):
-            return "weight gradient"
-        case Backward():
-            return "backward"
-
-
-def _arguments(action: Action) -> dict[str, int]:
+def _describe(action: Action) -> dict[str, Any]:
+    """Return the category and the arguments of the event of `action`."""
     if isinstance(action, Overlap):
-        return {
-            "forward stage": action.forward.stage, "forward micro-batch": action.forward.micro_batch,
-            "backward stage": action.backward.stage, "backward micro-batch": action.backward.micro_batch,
-        }  # fmt: skip
-    return {"stage": action.stage, "micro-batch": action.micro_batch}
+        forward, backward = action.forward, action.backward
+        return {"cat": "overlapped pair", "args": {
+            "forward stage": forward.stage, "forward micro-batch": forward.micro_batch,
+            "backward stage": backward.stage, "backward micro-batch": backward.micro_batch,
+        }}  # fmt: skip
+    weight = isinstance(action, Backward) and action.part is Part.WEIGHT
+    category = "forward" if isinstance(action, Forward) else "weight gradient" if weight else "backward"
+    return {"cat": category, "args": {"stage": action.stage, "micro-batch": action.micro_batch}}

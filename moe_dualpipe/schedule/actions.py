@@ -93,10 +93,7 @@ _OVERLAP = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 
 
 def parse(text: str) -> Step:
-    """Read one action or transfer from its text form. The inverse of `str`.
-
-    Raises ValueError with the text if it is not an action.
-    """
+    """Read one action or transfer from its text form, as `str` writes it. Raises ValueError for any other text."""
     text = text.strip()
     if pair := _OVERLAP.fullmatch(text):
         match parse(pair[1]), parse(pair[2]):
@@ -107,17 +104,13 @@ def parse(text: str) -> Step:
         stage, letter, micro_batch = int(single[1]), single[2], int(single[3])
         if letter == "F":
             return Forward(stage, micro_batch)
-        if letter.startswith("SEND_"):
-            return Send(stage, micro_batch, Flow(letter[-1]))
-        if letter.startswith("RECV_"):
-            return Recv(stage, micro_batch, Flow(letter[-1]))
-        return Backward(stage, micro_batch, Part(letter))
+        if letter in "BIW":
+            return Backward(stage, micro_batch, Part(letter))
+        kind = Send if letter.startswith("SEND") else Recv
+        return kind(stage, micro_batch, Flow(letter[-1]))
     raise ValueError(f"not an action: {text!r}; expected forms such as 0F3, 7B1, 7I1, 7W1, (0F5;7B1)OVERLAP_F_B")
 
 
 def halves(action: Action) -> tuple[Forward | Backward, ...]:
-    """Return the forward and the backward of a pair, in the order in which they run without overlap.
-
-    Any other action is returned as a tuple of one.
-    """
+    """Return (forward, backward) for an overlapped pair, and (action,) for any other action."""
     return (action.forward, action.backward) if isinstance(action, Overlap) else (action,)

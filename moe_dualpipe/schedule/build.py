@@ -1,11 +1,12 @@
 """Build a schedule by name. An error for invalid numbers suggests valid ones."""
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from .baselines import Actions, chimera, gpipe, interleaved_one_f_one_b, one_f_one_b, zb1p, zbv
+from .actions import Action
+from .baselines import chimera, gpipe, interleaved_one_f_one_b, one_f_one_b, zb1p, zbv
 from .dualpipe import dualpipe, dualpipev
 from .placement import Placement
 from .schedule import Schedule
@@ -13,20 +14,20 @@ from .schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class _Method:
-    """How to build one schedule. If `num_chunks` (a default) is set, `placement` and `actions` take it as well."""
+    """How to build one schedule. `actions` yields the actions of a rank."""
 
     placement: Callable[..., Placement]
-    actions: Callable[..., Actions]
+    actions: Callable[..., Iterator[Action]]
     min_micro_batches_per_rank: int = 1
     even: bool = False  # the numbers of ranks and of micro-batches must be even: two flows, mirrored ranks
     in_groups: bool = False  # the number of micro-batches must be a multiple of the number of ranks
-    num_chunks: int | None = None
+    default_chunks: int | None = None  # if set, `placement` and `actions` take the number of chunks as well
 
 
 _METHODS = {
     "gpipe": _Method(Placement.straight, gpipe),
     "1f1b": _Method(Placement.straight, one_f_one_b),
-    "interleaved_1f1b": _Method(Placement.interleaved, interleaved_one_f_one_b, in_groups=True, num_chunks=2),
+    "interleaved_1f1b": _Method(Placement.interleaved, interleaved_one_f_one_b, in_groups=True, default_chunks=2),
     "zb1p": _Method(Placement.straight, zb1p),
     "zbv": _Method(Placement.vee, zbv),
     "chimera": _Method(Placement.mirrored, chimera, even=True),
@@ -39,19 +40,18 @@ _ALIASES = {"vpp": "interleaved_1f1b", "pipedream-flush": "1f1b", "zb-h1": "zb1p
 
 def placement_of(name: str, num_ranks: int, num_chunks: int | None = None) -> Placement:
     """Return the placement of schedule `name` on `num_ranks` ranks. Raises ValueError as `build` does."""
-    method = _METHODS.get(name)
-    if method is None:
+    if name not in _METHODS:
         near = difflib.get_close_matches(name.lower(), [*NAMES, *_ALIASES], n=1, cutoff=0.0)[0]
         meant = _ALIASES.get(near, near)
         raise ValueError(f"unknown schedule {name!r}; did you mean {meant!r}? Choose from: {', '.join(NAMES)}")
     if num_ranks < 1:
         raise ValueError(f"{name} needs at least one pipeline rank: got {num_ranks}; use 1 or more")
-    if method.even and num_ranks % 2:
+    if _METHODS[name].even and num_ranks % 2:
         raise ValueError(
             f"{name} needs an even number of pipeline ranks: got {num_ranks}; "
             f"use {num_ranks + 1}, or dualpipev, which takes any number"
         )
-    return method.placement(num_ranks, *_chunks(name, method, num_chunks))
+    return _METHODS[name].placement(num_ranks, *_chunks(name, num_chunks))
 
 
 @lru_cache(maxsize=32)
@@ -63,7 +63,7 @@ def build(name: str, num_ranks: int, num_micro_batches: int, num_chunks: int | N
         even for chimera and dualpipe; a multiple of `num_ranks` for interleaved_1f1b.
     num_chunks: stages per rank, at least 2. Only for interleaved_1f1b. None: 2.
 
-    Raises ValueError for any other number, with the nearest valid one, and for an unknown name.
+    Raises ValueError for an unknown name, and for invalid numbers. The message suggests the nearest valid ones.
     """
     placement = placement_of(name, num_ranks, num_chunks)
     method = _METHODS[name]
@@ -77,21 +77,23 @@ def build(name: str, num_ranks: int, num_micro_batches: int, num_chunks: int | N
         raise ValueError(
             f"{name} needs {kind} micro-batches {which}: got {num_micro_batches} for {num_ranks} ranks; use {use}"
         )
-    chunks = _chunks(name, method, num_chunks)
-    return Schedule(name, placement, num_micro_batches, method.actions(num_ranks, num_micro_batches, *chunks))
+    numbers = (num_ranks, num_micro_batches, *_chunks(name, num_chunks))
+    actions = tuple(tuple(method.actions(rank, *numbers)) for rank in range(num_ranks))
+    return Schedule(name, placement, num_micro_batches, actions)
 
 
-def _chunks(name: str, method: _Method, num_chunks: int | None) -> tuple[int, ...]:
-    if method.num_chunks is None:
-        if num_chunks is not None:
-            others = ", ".join(other for other, m in _METHODS.items() if m.num_chunks is not None)
-            raise ValueError(f"{name} does not take a number of chunks: got {num_chunks}; use it with {others}")
-        return ()
+def _chunks(name: str, num_chunks: int | None) -> tuple[int, ...]:
+    """Return the number of chunks as a tuple of one, or () for a schedule without chunks."""
+    default = _METHODS[name].default_chunks
+    if default is None and num_chunks is not None:
+        others = ", ".join(other for other, method in _METHODS.items() if method.default_chunks is not None)
+        raise ValueError(f"{name} does not take a number of chunks: got {num_chunks}; use it with {others}")
     if num_chunks is not None and num_chunks < 2:
         raise ValueError(f"{name} needs at least 2 chunks per rank: got {num_chunks}; use 2, or 1f1b, which has one")
-    return (method.num_chunks if num_chunks is None else num_chunks,)
+    chunks = default if num_chunks is None else num_chunks
+    return () if chunks is None else (chunks,)
 
 
 def default_micro_batches(num_ranks: int) -> int:
-    """Return the smallest number of micro-batches, at least 8, that every schedule accepts on `num_ranks` ranks."""
+    """Return the smallest number of micro-batches, at least 8, for any schedule that can run on `num_ranks` ranks."""
     return -(-max(8, 2 * num_ranks) // num_ranks) * num_ranks

@@ -6,9 +6,9 @@ All lists then follow one global order of transfers. They cannot deadlock, even 
 the receives are in the order of the sends.
 """
 
-from itertools import groupby
+from collections import defaultdict
 
-from .actions import Backward, Flow, Forward, Overlap, Part, Recv, Send, Step, Transfer, halves
+from .actions import Action, Backward, Flow, Forward, Overlap, Part, Recv, Send, Step, Transfer, halves
 from .schedule import Schedule
 from .walk import Result, walk
 
@@ -16,17 +16,14 @@ from .walk import Result, walk
 def add_comms(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
     """Return the steps of each rank: its actions, and its sends and receives.
 
-    A send directly follows the action that computes its data. Raises DeadlockError if the actions cannot run in their
-    order.
+    A send directly follows the action that computes its data. Raises DeadlockError if the order cannot run.
     """
     steps: list[list[Step]] = [[] for _ in schedule.actions]
-    ran = [
-        (span.start, rank, span.action)
-        for rank, spans in enumerate(walk(schedule, duration=lambda _: 1))
-        for span in spans
-    ]
-    for _, together in groupby(sorted(ran, key=lambda event: event[:2]), key=lambda event: event[0]):
-        running = [(rank, action) for _, rank, action in together]  # these run at the same time, then send results
+    by_start: defaultdict[float, list[tuple[int, Action]]] = defaultdict(list)
+    for rank, spans in enumerate(walk(schedule, duration=lambda _: 1)):
+        for span in spans:
+            by_start[span.start].append((rank, span.action))
+    for _, running in sorted(by_start.items()):  # these actions run at the same time; then their results are sent
         for rank, action in running:
             steps[rank].append(action)
         for rank, action in running:
@@ -46,9 +43,7 @@ def destination(schedule: Schedule, half: Forward | Backward) -> int | None:
         return None
     route = schedule.route_of(half.micro_batch)
     target = half.stage + (1 if isinstance(half, Forward) else -1)
-    if not 0 <= target < len(route) or route[target] == route[half.stage]:
-        return None
-    return route[target]
+    return route[target] if 0 <= target < len(route) and route[target] != route[half.stage] else None
 
 
 def carried(transfer: Transfer) -> Result:
@@ -68,7 +63,7 @@ def counterpart(transfer: Transfer) -> Transfer:
 def receive_early(steps: tuple[Step, ...]) -> tuple[Step, ...]:
     """Move every receive before the preceding compute action, so that the data arrives while that action runs.
 
-    Receives keep their order. They must be asynchronous: an early receive must not block.
+    Receives keep their order. They must be asynchronous: a receive that is posted early must not block.
 
     Example: `0F0 0SEND_F0 0RECV_B0 0B0` becomes `0RECV_B0 0F0 0SEND_F0 0B0`.
     """

@@ -2,8 +2,8 @@
 
 Problem: a schedule with two stages per rank needs half as many ranks for the same stages, so it is not fair to fix only
 the number of ranks or only the number of stages. The schedules are therefore compared twice: on as many ranks as the
-model has stages, and on half as many. Neighbouring stages of the model are merged or split, with their costs, for a
-schedule with another number of stages. Memory is always counted in stages of the model.
+model has stages, and on half as many. If a schedule has another number of stages, neighbouring stages of the model are
+merged or split, with their costs. Memory is always counted in stages of the model.
 """
 
 from dataclasses import dataclass
@@ -30,9 +30,8 @@ class ComparedSchedule:
         """Return a JSON object. Times are in the unit of the costs, memory is in stages of the model."""
         identity = {"schedule": self.name, "ranks": self.num_ranks}
         if (timeline := self.timeline) is None:
-            return {**identity, "problem": self.problem}
-        return {
-            **identity,
+            return identity | {"problem": self.problem}
+        return identity | {
             "stages": timeline.schedule.num_stages,
             "step_time": _plain(timeline.makespan),
             "bubble": [_plain(bubble) for bubble in timeline.bubble],
@@ -55,7 +54,7 @@ def compare(num_stages: int, num_micro_batches: int, costs: Costs, num_chunks: i
     """Simulate every schedule on `num_stages` ranks, then on half as many if `num_stages` is even.
 
     num_chunks: stages per rank of interleaved_1f1b. Raises ValueError for fewer than one stage or two chunks, for costs
-    of another number of stages, and for too few micro-batches for any schedule.
+    of another number of stages, and if no schedule can run with so few micro-batches.
     """
     if num_stages < 1:
         raise ValueError(f"a model has at least one stage: got {num_stages}; use 1 or more")
@@ -67,20 +66,15 @@ def compare(num_stages: int, num_micro_batches: int, costs: Costs, num_chunks: i
             f"no schedule runs with fewer micro-batches than ranks: got {num_micro_batches} for {least} ranks; "
             f"use at least {least}"
         )
-    return tuple(
-        _compare_one(name, num_ranks, num_stages, num_micro_batches, costs, num_chunks)
-        for num_ranks in rank_counts
-        for name in NAMES
-    )
 
+    def compared(name: str, num_ranks: int) -> ComparedSchedule:
+        try:
+            schedule = build(name, num_ranks, num_micro_batches, num_chunks if name == "interleaved_1f1b" else None)
+            timeline = simulate(schedule, costs.divided(num_stages, schedule.num_stages))
+        except ValueError as error:
+            problem = str(error)
+            problem = problem if problem.startswith(name) else f"{name}: {problem}"
+            return ComparedSchedule(name, num_ranks, None, problem)
+        return ComparedSchedule(name, num_ranks, timeline, stage_size=Fraction(num_stages, schedule.num_stages))
 
-def _compare_one(
-    name: str, num_ranks: int, num_stages: int, num_micro_batches: int, costs: Costs, num_chunks: int
-) -> ComparedSchedule:
-    try:
-        schedule = build(name, num_ranks, num_micro_batches, num_chunks if name == "interleaved_1f1b" else None)
-        timeline = simulate(schedule, costs.divided(num_stages, schedule.num_stages))
-    except ValueError as error:
-        problem = str(error)
-        return ComparedSchedule(name, num_ranks, None, problem if problem.startswith(name) else f"{name}: {problem}")
-    return ComparedSchedule(name, num_ranks, timeline, stage_size=Fraction(num_stages, schedule.num_stages))
+    return tuple(compared(name, num_ranks) for num_ranks in rank_counts for name in NAMES)

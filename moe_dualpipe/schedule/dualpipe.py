@@ -20,26 +20,25 @@ from .actions import Action, Backward, Overlap
 from .stage_actions import StageActions
 
 
-def dualpipe(num_ranks: int, num_micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    """Return the actions of every rank of DualPipe. Both numbers must be even; there are `num_ranks` stages."""
-    half, depth, last = num_micro_batches // 2, num_ranks // 2, num_ranks - 1
+def dualpipe(rank: int, num_ranks: int, num_micro_batches: int) -> Iterator[Action]:
+    """Yield the actions of one rank of DualPipe. Both numbers must be even; there are `num_ranks` stages."""
+    half = num_micro_batches // 2
     down, up = range(half), range(half, num_micro_batches)
-    upper = [_actions(r, down, last - r, up, r, depth) for r in range(depth)]
-    lower = [_actions(last - r, up, r, down, last - r, depth) for r in range(depth, num_ranks)]
-    return tuple(map(tuple, upper + lower))
+    near_ids, far_ids = (down, up) if rank < num_ranks // 2 else (up, down)
+    return _actions(min(rank, num_ranks - 1 - rank), num_ranks // 2, near_ids, far_ids)
 
 
-def dualpipev(num_ranks: int, num_micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    """Return the actions of every rank of DualPipeV: two stages per rank, folded into a V."""
-    ids, last = range(num_micro_batches), 2 * num_ranks - 1
-    return tuple(tuple(_actions(r, ids, last - r, ids, r, num_ranks)) for r in range(num_ranks))
+def dualpipev(rank: int, num_ranks: int, num_micro_batches: int) -> Iterator[Action]:
+    """Yield the actions of one rank of DualPipeV: two stages per rank, folded into a V."""
+    ids = range(num_micro_batches)
+    return _actions(rank, num_ranks, ids, ids)
 
 
-def _actions(near_stage: int, near_ids: range, far_stage: int, far_ids: range, d: int, depth: int) -> Iterator[Action]:
-    """Yield the actions of the rank at depth `d` of `depth`: eight phases, named by the actions that they repeat."""
+def _actions(d: int, depth: int, near_ids: range, far_ids: range) -> Iterator[Action]:
+    """Yield the actions of a rank at depth `d` of `depth`: eight phases, named by the actions that they repeat."""
     inner = depth - 1 - d  # ranks between this one and the fold
     deferred: deque[Backward] = deque()  # shared: the W of one stage may follow an I of the other
-    near, far = StageActions(near_stage, near_ids, deferred), StageActions(far_stage, far_ids, deferred)
+    near, far = StageActions(d, near_ids, deferred), StageActions(2 * depth - 1 - d, far_ids, deferred)
 
     for _ in range(2 * inner):  # 1: F
         yield near.forward()

@@ -7,8 +7,7 @@ from .actions import Step
 Cell = tuple[int, int]
 """A position in the grid: the rank, and the index in its list."""
 
-_AROUND = 5
-"""Number of steps of a long grid that are shown before and after the marked cells."""
+_AROUND = 5  # steps of a long grid that are shown before and after the marked cells
 
 
 class ScheduleError(ValueError):
@@ -28,10 +27,8 @@ def grid(rows: Sequence[Sequence[Step]], marked: Collection[Cell] = ()) -> str:
         for rank, row in enumerate(rows)
     ]
     widths = [max((len(row[i]) for row in cells if i < len(row)), default=0) for i in range(last - first)]
-    lines = [
-        f"rank {rank}".ljust(label) + " ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False))
-        for rank, row in enumerate(cells)
-    ]
-    if (first, last) != (0, length):
-        lines.insert(0, f"steps {first} to {last - 1} of {length}:")
+    lines = [] if (first, last) == (0, length) else [f"steps {first} to {last - 1} of {length}:"]
+    for rank, row in enumerate(cells):
+        padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=False))
+        lines.append(f"rank {rank}".ljust(label) + " ".join(padded))
     return "\n".join(lines)

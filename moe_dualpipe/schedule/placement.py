@@ -49,11 +49,11 @@ class Placement:
     @cached_property
     def stages(self) -> tuple[tuple[int, ...], ...]:
         """`stages[r]`: the stages that rank `r` holds, in the order of the routes."""
-        held = [
-            {s: None for route in self.routes for s, r in enumerate(route) if r == rank}
-            for rank in range(self.num_ranks)
-        ]
-        return tuple(tuple(stages) for stages in held)
+        held: list[dict[int, None]] = [{} for _ in range(self.num_ranks)]  # ordered sets
+        for route in self.routes:
+            for stage, rank in enumerate(route):
+                held[rank][stage] = None
+        return tuple(map(tuple, held))
 
     def holders(self, stage: int) -> tuple[int, ...]:
         """The ranks that hold a replica of `stage`, in increasing order: two if mirrored, otherwise one."""

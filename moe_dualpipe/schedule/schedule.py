@@ -15,7 +15,7 @@ _DATA_PARALLEL = re.compile(r"\s*\d+(UNSHARD|RESHARD|REDUCE_GRAD)\s*")  # torch'
 
 @dataclass(frozen=True)
 class Schedule:
-    """`actions[r]` are the compute actions of rank `r` in order. `add_comms` derives the transfers from them."""
+    """`actions[r]` are the compute actions of rank `r`, in order. `add_comms` derives the transfers from them."""
 
     name: str = field(compare=False)
     placement: Placement
@@ -68,7 +68,7 @@ class Schedule:
         try:
             placement, num_micro_batches = _infer_placement(actions)
         except ValueError as error:
-            raise ScheduleError("\n".join([f"{name}: {error}", *grid(actions).splitlines()])) from None
+            raise ScheduleError(f"{name}: {error}\n{grid(actions)}".rstrip("\n")) from None
         return cls(name, placement, num_micro_batches, actions)
 
 
@@ -97,6 +97,7 @@ def steps_from_csv(text: str) -> tuple[tuple[Step, ...], ...]:
 
 
 def _infer_placement(rows: Sequence[tuple[Action, ...]]) -> tuple[Placement, int]:
+    """Return the placement and the number of micro-batches."""
     forwards = {
         (half.micro_batch, half.stage): rank
         for rank, actions in enumerate(rows)
@@ -108,14 +109,14 @@ def _infer_placement(rows: Sequence[tuple[Action, ...]]) -> tuple[Placement, int
         raise ValueError("the schedule has no forward action")
     num_micro_batches = 1 + max(micro_batch for micro_batch, _ in forwards)
     num_stages = 1 + max(stage for _, stage in forwards)
-    by_micro_batch = []
+    routes = []
     for micro_batch in range(num_micro_batches):
-        missing = next((stage for stage in range(num_stages) if (micro_batch, stage) not in forwards), None)
-        if missing is not None:
-            raise ValueError(f"micro-batch {micro_batch} has no forward on stage {missing} of {num_stages}")
-        by_micro_batch.append(tuple(forwards[micro_batch, stage] for stage in range(num_stages)))
-    placement = Placement(tuple(dict.fromkeys(by_micro_batch)))
-    for micro_batch, route in enumerate(by_micro_batch):
+        for stage in range(num_stages):
+            if (micro_batch, stage) not in forwards:
+                raise ValueError(f"micro-batch {micro_batch} has no forward on stage {stage} of {num_stages}")
+        routes.append(tuple(forwards[micro_batch, stage] for stage in range(num_stages)))
+    placement = Placement(tuple(dict.fromkeys(routes)))
+    for micro_batch, route in enumerate(routes):
         if placement.route_of(micro_batch, num_micro_batches) != route:
             raise ValueError(
                 f"micro-batch {micro_batch} takes the route {route}, but micro-batches must be divided evenly, "

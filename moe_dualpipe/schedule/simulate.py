@@ -23,7 +23,7 @@ Cost = float | tuple[float, ...]
 class Costs:
     """Durations of the actions of one micro-batch on one stage, in any unit: one number, or one per stage.
 
-    Raises ValueError unless all costs are positive and W < B.
+    Raises ValueError unless all costs are positive (`comm` may be 0) and W < B.
     """
 
     F: Cost = 1
@@ -33,40 +33,43 @@ class Costs:
     W: Cost | None = None
     """The weight gradient of a backward. None: B / 2."""
     FB: Cost | None = None
-    """An overlapped pair; one number per stage of its forward. None: F + B, no gain from overlap."""
+    """An overlapped pair. A number per stage is looked up by the stage of the forward. None: F + B, no gain."""
     comm: float = 0
     """The transfer of a tensor to another rank. Transfers do not slow down compute or each other."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            cost = getattr(self, field.name)
-            if isinstance(cost, list):
-                object.__setattr__(self, field.name, tuple(cost))
-            _check(field.name, cost)
-        lengths = {f.name: len(c) for f in fields(self) if isinstance(c := getattr(self, f.name), tuple)}
+        lengths: dict[str, int] = {}
+        for name in (field.name for field in fields(self)):
+            numbers = () if (cost := getattr(self, name)) is None else (cost,)
+            if isinstance(cost, list | tuple):
+                numbers = tuple(cost)
+                object.__setattr__(self, name, numbers)
+                lengths[name] = len(numbers)
+                if not numbers:
+                    raise ValueError(f"cost {name} is empty: give one number, or one per stage")
+            least, nearest = ("at least 0", 0) if name == "comm" else ("greater than 0", 1)
+            for number in numbers:
+                if not (math.isfinite(number) and (number > 0 or (number == 0 and name == "comm"))):
+                    raise ValueError(f"cost {name} must be a finite number {least}: got {number:g}; use {nearest}")
         if len(set(lengths.values())) > 1:
             got = ", ".join(f"{length} for {name}" for name, length in lengths.items())
             raise ValueError(f"per-stage costs must have the same length: got {got}")
         for stage in range(max(lengths.values(), default=1)):
-            if not self.weight(stage) < _at(self.B, stage):
+            if not self.weight(stage) < (full := _at(self.B, stage)):
                 raise ValueError(
-                    f"cost W is part of B and must be smaller: got W={self.weight(stage)} and "
-                    f"B={_at(self.B, stage)}; use W={_half(_at(self.B, stage))}, or a larger B"
+                    f"cost W is part of B and must be smaller: got W={self.weight(stage)} and B={full}; "
+                    f"use W={_ratio(full, 2)}, or a larger B"
                 )
 
     def weight(self, stage: int) -> float:
-        return _half(_at(self.B, stage)) if self.W is None else _at(self.W, stage)
-
-    def pair(self, forward: Forward, backward: Backward) -> float:
-        if self.FB is None:
-            return _at(self.F, forward.stage) + _at(self.B, backward.stage)
-        return _at(self.FB, forward.stage)
+        """The duration of a weight gradient on `stage`."""
+        return _ratio(_at(self.B, stage), 2) if self.W is None else _at(self.W, stage)
 
     def of(self, action: Action) -> float:
         """The duration of `action`."""
         match action:
             case Overlap(forward, backward):
-                return self.pair(forward, backward)
+                return self.of(forward) + self.of(backward) if self.FB is None else _at(self.FB, forward.stage)
             case Forward(stage):
                 return _at(self.F, stage)
             case Backward(stage, _, Part.FULL):
@@ -106,15 +109,6 @@ class Costs:
                 )
 
 
-def _check(name: str, cost: Cost | list[float] | None) -> None:
-    if isinstance(cost, list | tuple) and not cost:
-        raise ValueError(f"cost {name} is empty: give one number, or one per stage")
-    least, nearest = ("at least 0", 0) if name == "comm" else ("greater than 0", 1)
-    for number in () if cost is None else cost if isinstance(cost, list | tuple) else (cost,):
-        if not (math.isfinite(number) and (number > 0 or (number == 0 and name == "comm"))):
-            raise ValueError(f"cost {name} must be a finite number {least}: got {number:g}; use {nearest}")
-
-
 def _at(cost: Cost, stage: int) -> float:
     return cost[stage] if isinstance(cost, tuple) else cost
 
@@ -122,10 +116,6 @@ def _at(cost: Cost, stage: int) -> float:
 def _ratio(number: float, by: int) -> float:
     """Return number / by, as an integer if possible."""
     return number // by if number % by == 0 else number / by
-
-
-def _half(number: float) -> float:
-    return _ratio(number, 2)
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:

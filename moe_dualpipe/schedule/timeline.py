@@ -3,7 +3,7 @@
 Simulated and measured times have the same type, so that the same code draws, compares and exports both.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from .actions import Forward, Part, halves
@@ -13,13 +13,13 @@ from .walk import Span
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a rank holds at one moment: numbers of micro-batches of one stage, or bytes."""
+    """What a rank holds at one moment: the number of micro-batches, summed over its stages, or bytes."""
 
     time: float
     activations: int
-    """Activations from the start of a forward to the end of its B or I."""
+    """Activations: held from the start of a forward to the end of its B or I."""
     deferred: int
-    """Inputs and gradients from the end of an I to the end of its W. Not counted in `activations`."""
+    """What a deferred W needs: held from the end of its I to its own end. Not counted in `activations`."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ class Timeline:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Compute time of each rank."""
+        """The compute time of each rank."""
         return tuple(sum(span.duration for span in spans) for spans in self.spans)
 
     @property
     def bubble(self) -> tuple[float, ...]:
-        """Idle time of each rank: makespan - busy."""
+        """The idle time of each rank: makespan - busy."""
         makespan = self.makespan
         return tuple(makespan - busy for busy in self.busy)
 
@@ -80,36 +80,32 @@ class Timeline:
     @property
     def peak_activations(self) -> tuple[int, ...]:
         """The largest number of `Held.activations` on each rank."""
-        return tuple(max((held.activations for held in self.held(rank)), default=0) for rank in self._ranks)
+        return self._peaks(lambda held: held.activations)
 
     @property
     def peak_deferred(self) -> tuple[int, ...]:
         """The largest number of `Held.deferred` on each rank."""
-        return tuple(max((held.deferred for held in self.held(rank)), default=0) for rank in self._ranks)
+        return self._peaks(lambda held: held.deferred)
 
     def peak_bytes(self, activations: Sequence[int], deferred: Sequence[int]) -> tuple[int, ...]:
         """The peak of activations and deferred weight gradients together on each rank, from bytes per stage."""
-        return tuple(
-            max((held.activations + held.deferred for held in self.held(rank, activations, deferred)), default=0)
-            for rank in self._ranks
-        )
+        return self._peaks(lambda held: held.activations + held.deferred, activations, deferred)
+
+    def _peaks(self, amount: Callable[[Held], int], *sizes: Sequence[int]) -> tuple[int, ...]:
+        return tuple(max(map(amount, self.held(rank, *sizes)), default=0) for rank in range(self.schedule.num_ranks))
 
     @property
     def parameters(self) -> tuple[int, ...]:
         """The number of stages on each rank."""
         return tuple(len(stages) for stages in self.schedule.placement.stages)
 
-    @property
-    def _ranks(self) -> range:
-        return range(self.schedule.num_ranks)
-
     def held(
         self, rank: int, activations: Sequence[int] | None = None, deferred: Sequence[int] | None = None
     ) -> Iterator[Held]:
-        """What `rank` holds after each change. A forward allocates when it starts, a backward frees when it ends.
+        """Yield what `rank` holds after each change. A forward allocates when it starts, a backward frees when it ends.
 
         activations, deferred: the size of each stage's activations, and of what its deferred weight gradients need.
-            None: 1 for every stage, so that sizes are counted in micro-batches.
+            None: 1 for every stage, so that micro-batches are counted.
         """
         ones = (1,) * self.schedule.num_stages
         activations, deferred = activations or ones, deferred or ones
@@ -119,7 +115,7 @@ class Timeline:
                 if isinstance(half, Forward):
                     alive += activations[half.stage]
                     yield Held(span.start, alive, waiting)
-                    continue
-                alive -= 0 if half.part is Part.WEIGHT else activations[half.stage]
-                waiting += {Part.INPUT: 1, Part.WEIGHT: -1, Part.FULL: 0}[half.part] * deferred[half.stage]
-                yield Held(span.end, alive, waiting)
+                else:
+                    alive -= 0 if half.part is Part.WEIGHT else activations[half.stage]
+                    waiting += {Part.INPUT: 1, Part.WEIGHT: -1, Part.FULL: 0}[half.part] * deferred[half.stage]
+                    yield Held(span.end, alive, waiting)

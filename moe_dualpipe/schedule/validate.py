@@ -2,9 +2,9 @@
 
 1. The rank, stage and micro-batch of every action exist, and the action is on the rank that holds its stage.
 2. Every stage runs every micro-batch forward exactly once and backward exactly once: B, or I and W.
-3. The order can run: no action precedes a result that it depends on, so no rank waits forever.
-4. The order with sends and receives can run, even if they block: every result that another rank needs is sent once,
-   after it is computed, and received once, before it is used; and no transfers wait for each other in a cycle.
+3. The order can run: no rank waits forever for a result.
+4. The order with sends and receives can run, even if they block. Every result that another rank needs is sent once,
+   after it is computed, and received once, before it is used. No transfers wait for each other in a cycle.
 """
 
 from collections import deque
@@ -17,6 +17,8 @@ from .schedule import Schedule
 from .walk import DeadlockError, Result, needs, produces, result_name
 
 Steps = tuple[tuple[Step, ...], ...]
+Queue = list[tuple[int, Result, int]]
+"""The transfers of a rank: the index in its list, the result, and the other rank."""
 _TRANSFERS = (Send, Recv)  # isinstance is faster with a tuple than with a union
 
 
@@ -32,7 +34,7 @@ def validate(schedule: Schedule) -> Schedule:
             for rank, i in deadlock.waiting.items()
         ]
         problem = "the order deadlocks: " + "; ".join(stuck)
-        raise ScheduleError(_with_grid(schedule, problem, list(deadlock.waiting.items()))) from None
+        raise _error(schedule, problem, list(deadlock.waiting.items())) from None
     validate_transfers(schedule, steps)
     return schedule
 
@@ -55,7 +57,7 @@ def validate_transfers(schedule: Schedule, steps: Steps) -> None:
     stuck = [(rank, queues[rank][i][0]) for rank, i in enumerate(done) if i < len(queues[rank])]
     if stuck:
         waits = [f"rank {rank} at {steps[rank][i]}" for rank, i in stuck]
-        raise ScheduleError(_with_grid(schedule, f"blocking transfers deadlock: {'; '.join(waits)}", stuck, steps))
+        raise _error(schedule, f"blocking transfers deadlock: {'; '.join(waits)}", stuck, steps)
 
 
 def _check_cells(schedule: Schedule) -> None:
@@ -75,7 +77,7 @@ def _check_cells(schedule: Schedule) -> None:
                     problem = f"{half} is on rank {rank}, but rank {home} holds stage {half.stage} for that micro-batch"
                 else:
                     continue
-                raise ScheduleError(_with_grid(schedule, problem, [(rank, step)]))
+                raise _error(schedule, problem, [(rank, step)])
 
 
 def _check_counts(schedule: Schedule) -> None:
@@ -99,17 +101,14 @@ def _check_counts(schedule: Schedule) -> None:
             # A missing action has no cell: mark the other actions of this stage and micro-batch.
             marked = marked or [cell for others in cells.values() for cell in others]
             problem = f"stage {stage} runs micro-batch {micro_batch} with {problem}"
-            raise ScheduleError(_with_grid(schedule, problem, marked))
+            raise _error(schedule, problem, marked)
 
 
-def _check_transfers(schedule: Schedule, steps: Steps) -> list[list[tuple[int, Result, int]]]:
-    """Check that every result for another rank is sent once and received once, in the right place.
-
-    Returns the transfers of each rank: the index in its list, the result, and the other rank.
-    """
+def _check_transfers(schedule: Schedule, steps: Steps) -> list[Queue]:
+    """Check that every result for another rank is sent once and received once, in the right place."""
 
     def refuse(problem: str, *cells: Cell) -> NoReturn:
-        raise ScheduleError(_with_grid(schedule, problem, list(cells), steps))
+        raise _error(schedule, problem, list(cells), steps)
 
     if len(steps) != schedule.num_ranks:
         raise ScheduleError(f"lists for {len(steps)} ranks, but {schedule.name} has {schedule.num_ranks}")
@@ -121,24 +120,24 @@ def _check_transfers(schedule: Schedule, steps: Steps) -> list[list[tuple[int, R
             if (peer := destination(schedule, half)) is not None:
                 endpoints[produces(half)] = rank, peer
 
-    queues: list[list[tuple[int, Result, int]]] = [[] for _ in steps]
-    sent: set[Result] = set()
-    received: set[Result] = set()
+    queues: list[Queue] = [[] for _ in steps]
+    sent, received = set[Result](), set[Result]()
     for rank, row in enumerate(steps):
         known: set[Result] = set()
         for i, step in enumerate(row):
             if isinstance(step, _TRANSFERS):
                 result, sends = carried(step), isinstance(step, Send)
                 source, target = endpoints.get(result, (-1, -1))
-                if rank != (source if sends else target):
+                own, other, done = (source, target, sent) if sends else (target, source, received)
+                if rank != own:
                     refuse(f"{step} does not belong on rank {rank}", (rank, i))
-                if result in (sent if sends else received):
+                if result in done:
                     refuse(f"rank {rank} runs {step} twice", (rank, i))
                 if sends and result not in known:
                     refuse(f"rank {rank} sends {result_name(result)} before it has computed it", (rank, i))
                 known.add(result)
-                (sent if sends else received).add(result)
-                queues[rank].append((i, result, target if sends else source))
+                done.add(result)
+                queues[rank].append((i, result, other))
                 continue
             for half in halves(step):
                 for need in needs(half, schedule.num_stages):
@@ -148,7 +147,7 @@ def _check_transfers(schedule: Schedule, steps: Steps) -> list[list[tuple[int, R
     for result, (rank, _) in endpoints.items():
         if result not in sent:
             for i, step in enumerate(steps[rank]):
-                if not isinstance(step, Send | Recv) and result in map(produces, halves(step)):
+                if not isinstance(step, _TRANSFERS) and result in map(produces, halves(step)):
                     refuse(f"rank {rank} never sends {result_name(result)}", (rank, i))
     return queues
 
@@ -171,5 +170,5 @@ def _missing(schedule: Schedule, rank: int, waiting: dict[int, int]) -> str:
     return " and ".join(wanted)
 
 
-def _with_grid(schedule: Schedule, problem: str, marked: list[Cell], steps: Steps | None = None) -> str:
-    return f"{schedule.name}: {problem}\n{grid(schedule.actions if steps is None else steps, marked)}"
+def _error(schedule: Schedule, problem: str, marked: list[Cell], steps: Steps | None = None) -> ScheduleError:
+    return ScheduleError(f"{schedule.name}: {problem}\n{grid(schedule.actions if steps is None else steps, marked)}")

@@ -1,7 +1,7 @@
 """Compute the start and end of every action when each rank runs its list as early as possible.
 
-Only this module knows what an action depends on. Three others use it: `comms` to derive the transfers, `validate` to
-check that the order can run, and `simulate` to predict times.
+Only this module knows what an action depends on. `comms` derives the transfers from it, `validate` checks that the
+order can run, and `simulate` predicts times.
 
 A rank runs its actions until one needs a result that does not exist yet. It continues when another rank produces that
 result. So the cost is linear in the number of actions, and no event queue is needed.
@@ -52,33 +52,32 @@ def needs(half: Forward | Backward, num_stages: int) -> tuple[Result, ...]:
 
 def produces(half: Forward | Backward) -> Result:
     """Return the result of `half`."""
-    letter = "F" if isinstance(half, Forward) else "W" if half.part is Part.WEIGHT else "B"
+    letter = "F" if isinstance(half, Forward) else "W" if half.part is Part.WEIGHT else "B"  # an I produces a B
     return half.stage, half.micro_batch, letter
 
 
 def result_name(result: Result) -> str:
     """Return `3B7` for the input gradient of stage 3, micro-batch 7, even if an I computes it."""
-    stage, micro_batch, letter = result
-    return f"{stage}{letter}{micro_batch}"
+    return f"{result[0]}{result[2]}{result[1]}"
 
 
 def walk(schedule: Schedule, duration: Callable[[Action], float], comm: float = 0) -> tuple[tuple[Span, ...], ...]:
     """Return the span of every action, per rank.
 
     duration: returns the duration of an action. A rank runs one action at a time.
-    comm: the time to transfer a result to another rank. Transfers do not slow down each other.
+    comm: the time to transfer a result to another rank. Transfers do not slow each other down.
 
     An overlapped pair starts when the inputs of both halves exist, and its results exist when it ends. Times start at 0
     and are exact for integers and fractions. Raises DeadlockError if the order cannot run.
     """
     num_stages = schedule.num_stages
     spans: list[list[Span]] = [[] for _ in schedule.actions]
-    known: dict[Result, tuple[float, int]] = {}  # the time of computation, and the rank
+    known: dict[Result, tuple[float, int]] = {}  # when each result was computed, and on which rank
     waiting: defaultdict[Result, list[int]] = defaultdict(list)  # ranks that wait for a result
     ready = deque(range(schedule.num_ranks))
 
     def start(rank: int, action: Action) -> float | None:
-        """The earliest start of `action` on `rank`, or None if a result that it depends on does not exist yet."""
+        """Return the earliest start of `action` on `rank`, or None if it needs a result that does not exist yet."""
         time = spans[rank][-1].end if spans[rank] else 0
         for half in halves(action):
             for need in needs(half, num_stages):
