@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +72,10 @@ def _parse(kind: type, arguments: Sequence[str], **options: Any) -> Any:
 
 
 def _one_line(box: str) -> str:
-    """The message in the box that tyro prints: its first paragraph, without frame and colours."""
-    lines = [line.strip("│ ") for line in re.sub(r"\x1b\[[\d;]*m", "", box).splitlines()[1:]]
-    message = " ".join(takewhile(lambda line: line and line[0] not in "─╰", lines))
-    return message.removeprefix("Error parsing model: ")
+    """The message in the box that tyro prints: the first paragraph below the title, without frame and colours."""
+    lines = [line.strip("│╭╮╰╯ ") for line in re.sub(r"\x1b\[[\d;]*m", "", box).splitlines()]
+    paragraphs = ([*group] for text, group in groupby(lines[1:], lambda line: bool(line.strip("─-"))) if text)
+    return " ".join(next(paragraphs, [])).removeprefix("Error parsing model: ")
 
 
 def _program(name: str) -> str:

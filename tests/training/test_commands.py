@@ -1,0 +1,76 @@
+"""train.py and an example as processes, with and without torchrun."""
+
+import re
+
+from moe_dualpipe.schedule import build
+from moe_dualpipe.training.command_line import parse_arguments
+from moe_dualpipe.training.loop import main
+from tests.support.ranks import run_ranks
+from tests.support.runs import (
+    SMALL,
+    command,
+    losses,
+    records,
+    train_and_listen,
+)
+
+
+def test_torchrun_trains_and_prints_the_command_that_resumes_the_run(tmp_path):
+    out = tmp_path / "run"
+    done = command("--steps", 3, "--out", out, *SMALL, processes=2)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert re.fullmatch(r"validation loss \d\.\d+ -> \d\.\d+ nats per byte", lines[-1])
+    assert "dualpipe over 2 pipeline x 1 data-parallel ranks, on cpu in float32" in lines
+    assert any(
+        re.fullmatch(r"  stage 1 on pipeline ranks 0 and 1: layer 1 \+ head \(\d\d% of the work\)", s) for s in lines
+    )
+    assert f"saved {out}/checkpoints/step-000003" in lines
+    assert "    | class " in done.stdout
+    assert "loss" in done.stderr
+    assert "tokens/s" in done.stderr
+    (resume,) = [line.removeprefix("to resume: ") for line in lines if line.startswith("to resume: ")]
+    assert re.match(r"\S*torchrun --nproc-per-node 2 train.py ", resume)
+    config = parse_arguments(resume.split("train.py ")[1].split())
+    assert f"resumed from {out}/checkpoints/step-000003, steps 4 to 6" in run_ranks(2, train_and_listen, config)[0]
+    assert list(losses(records(out))) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_single_process_trains_with_custom_experts_and_a_fused_loss(tmp_path, capsys):
+    own = "examples.custom_experts:SquaredReLUExperts"
+    main(
+        [
+            *map(str, ("--steps", 2, "--out", tmp_path, *SMALL)),
+            "--device",
+            "cpu",
+            "--model.experts",
+            own,
+            "--fused-loss",
+        ]
+    )
+    assert "dualpipev over 1 pipeline x 1 data-parallel ranks" in capsys.readouterr().out
+    assert list(losses(records(tmp_path))) == [1, 2]
+
+
+def test_an_invalid_option_under_torchrun_prints_one_line_and_does_not_hang():
+    done = command("--micro-batches", 3, processes=2)
+    assert done.returncode != 0
+    errors = [line for line in done.stderr.splitlines() if line.startswith("train.py: error:")]
+    assert errors == [
+        "train.py: error: dualpipe needs an even number of micro-batches >= 2 x ranks: got 3 for 2 ranks; use 4"
+    ]
+    assert "exitcode  : 2" in done.stderr
+
+
+def test_the_own_stages_example_gives_the_same_results_under_two_schedules(tmp_path):
+    printed = {}
+    order = tmp_path / "order.csv"
+    order.write_text(build("1f1b", 2, 8).to_csv())
+    for name in ("dualpipe", str(order)):
+        done = command(name, processes=2, script="examples/own_stages.py")
+        assert done.returncode == 0, done.stderr
+        printed[name] = set(
+            re.findall(r"stage \d has a gradient of norm \d\.\d{4}|micro-batch \d has a loss of \d\.\d{4}", done.stdout)
+        )
+    assert len(printed[str(order)]) == 2 + 8
+    assert printed["dualpipe"] == printed[str(order)]

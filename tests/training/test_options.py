@@ -1,0 +1,230 @@
+"""The options of train.py: flags and defaults, invalid values, and the values chosen for a launch."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_dualpipe.training.checks import option_values
+from moe_dualpipe.training.command_line import parse_arguments, resume_command
+from moe_dualpipe.training.config import TrainConfig
+from moe_dualpipe.training.loop import main
+from tests.support.runs import ROOT, change, options, resolve
+
+# ---- Flags ----
+
+DEFAULTS = {
+    "preset": "tiny", "steps": 320, "seed": 0, "bias-rate": 0.003, "pp": None, "ep": 1, "schedule": "auto",
+    "num-chunks": None, "overlap": True, "max-deferred": None, "zero": True, "device": "auto", "dtype": "auto",
+    "kernels": "auto", "recompute": "none", "fused-loss": False, "data": ("stdlib",), "data-field": "text",
+    "data-dtype": "uint16", "seq-len": 256, "document-mask": False, "micro-batch-size": 2, "micro-batches": None,
+    "out": None, "resume": None, "weights": None, "save-every": None, "keep": 3, "save-async": True,
+    "eval-sequences": 64, "tensorboard": False, "peak-tflops": None, "profile": 0, "sample-tokens": 160,
+    "prompt": "class ", "temperature": 0.8, "top-k": None, "top-p": 1.0, "timeout": 600.0, "max-skipped": 10,
+    "check-replicas-every": 100, "optim.name": "adamw", "optim.lr": 0.003, "optim.schedule": "cosine",
+    "optim.warmup-steps": 20, "optim.decay-steps": None, "optim.final-lr": 0.1, "optim.beta1": 0.9, "optim.beta2": 0.95,
+    "optim.momentum": 0.95, "optim.weight-decay": 0.1, "optim.clip": 1.0,
+}  # fmt: skip
+
+
+def as_arguments(values):
+    for flag, value in values.items():
+        if isinstance(value, bool):
+            yield f"--{flag}" if value else f"--no-{flag}"
+        else:
+            yield from (f"--{flag}", *(value if isinstance(value, tuple) else [str(value)]))
+
+
+def test_every_flag_has_its_name_and_default():
+    values = option_values(TrainConfig())
+    assert {flag: value for flag, value in values.items() if not flag.startswith("model.")} == DEFAULTS
+    assert parse_arguments([]) == parse_arguments([*as_arguments(DEFAULTS)]) == TrainConfig()
+
+
+def test_every_flag_sets_its_option():
+    changed = {
+        "steps": 7, "seed": 3, "bias-rate": 0.0, "pp": 4, "ep": 2, "num-chunks": 3, "overlap": False, "max-deferred": 2,
+        "zero": False, "recompute": "norms", "fused-loss": True, "data": ("a=3", "b"), "seq-len": 8, "out": "x",
+        "document-mask": True, "micro-batches": 6, "resume": "y", "weights": "z", "save-every": 5, "keep": None,
+        "save-async": False, "peak-tflops": 1.5, "profile": 1, "top-k": 9, "check-replicas-every": None,
+        "optim.decay-steps": 4, "optim.clip": None, "model.num-layers": 6,
+    }  # fmt: skip
+    values = option_values(parse_arguments([*as_arguments(changed)]))
+    assert {flag: values[flag] for flag in changed} == changed
+
+
+def test_zero_and_the_empty_string_mean_none():
+    zeros = [
+        *("pp", "num-chunks", "max-deferred", "micro-batches", "save-every", "keep", "top-k", "peak-tflops"),
+        *("check-replicas-every", "optim.decay-steps", "optim.clip"),
+    ]
+    empty = ["out", "resume", "weights"]
+    values = option_values(parse_arguments([*as_arguments({**dict.fromkeys(zeros, 0), **dict.fromkeys(empty, "")})]))
+    assert {flag: values[flag] for flag in zeros + empty} == dict.fromkeys(zeros + empty)
+
+
+def test_help_lists_every_flag_by_group(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["--help"])
+    assert exit_.value.code == 0
+    printed = capsys.readouterr().out
+    for flag in option_values(TrainConfig()):
+        assert f"--{flag}" in printed
+    for group in ("parallel", "compute", "batch", "checkpoint", "metrics", "sample", "health", "optim", "model"):
+        assert f"{group} options" in printed
+    assert "Folder for checkpoints and metrics" in printed
+
+
+# ---- Invalid options ----
+
+
+@pytest.mark.parametrize("world_size,arguments,message", [
+    (2, ["--micro-batches", "5"],
+     "dualpipe needs an even number of micro-batches >= 2 x ranks: got 5 for 2 ranks; use 6"),
+    (2, ["--micro-batches", "2"],
+     "dualpipe needs an even number of micro-batches >= 2 x ranks: got 2 for 2 ranks; use 4"),
+    (3, ["--schedule", "dualpipe"], "dualpipe needs an even number of pipeline ranks: got 3; use 4, or dualpipev"),
+    (8, [], "4 layers cannot be divided over 8 pipeline stages: use at least 8 layers, fewer pipeline ranks, or"),
+    (4, ["--ep", "4", "--model.num-experts", "6"],
+     "--ep 4 does not divide the 6 experts: use --ep 1 or 2 or 3 or 6"),
+    (4, ["--pp", "2", "--ep", "4"],
+     "--ep 4 does not divide the 2 data-parallel ranks (4 processes / 2 pipeline ranks): use --ep 1 or 2"),
+    (3, ["--ep", "2"], "--ep 2 does not divide the 3 processes: start a multiple of 2 processes"),
+    (4, ["--pp", "3"],
+     "4 processes cannot be divided into pipelines of 3 ranks: use --pp 1, 2, 4, or start a multiple of 3 processes"),
+    (1, ["--data", "/nowhere"], "--data /nowhere: no such file or folder"),
+    (1, ["--data", "/dev/null"], "--data /dev/null: no such file or folder"),
+    (1, ["--data", "LICENSE", "--seq-len", "4096"], "too little text in --data LICENSE"),
+    (1, ["--device", "cuda"], "--device cuda: torch finds no GPU on this machine; use --device cpu"),
+    (1, ["--device", "tpu"], "--device must be cpu, cuda or auto: got 'tpu'"),
+    (1, ["--dtype", "int8"], "--dtype must be float32, bfloat16 or auto: got 'int8'"),
+    (1, ["--preset", "tinny"], "unknown preset 'tinny'; did you mean 'tiny'?"),
+    (1, ["--schedule", "dualpip"], "unknown schedule 'dualpip'; did you mean 'dualpipe'?"),
+    (1, ["--resume", "/nowhere"], "no checkpoint in /nowhere: give the folder of a run or of a checkpoint"),
+    (1, ["--data", ""], "--data is empty: name a file, a folder, a glob"),
+    (1, ["--out", "LICENSE"], "cannot write to --out LICENSE: File exists"),
+    (1, ["--out", "LICENSE/below"], "cannot write to --out LICENSE/below: Not a directory"),
+    (1, ["--optim.lr", "-1"], "--optim.lr must be positive and finite: got -1.0"),
+    (1, ["--optim.warmup-steps", "-1"], "--optim.warmup-steps must be finite and not negative: got -1"),
+    (1, ["--optim.clip", "nan"], "--optim.clip must be positive and finite: got nan"),
+    (1, ["--optim.beta2", "1"], "--optim.beta2 must be at least 0 and below 1: got 1.0"),
+    (1, ["--model.experts", "json:loads"], "the expert layer 'json:loads' must be an nn.Module class"),
+    (1, ["--ep", "3"], "--ep 3 does not divide the 8 experts: use --ep 1 or 2 or 4 or 8"),
+    (1, ["--steps", "0"], "--steps must be at least 1: got 0"),
+    (1, ["--timeout", "0"], "--timeout must be positive and finite: got 0.0"),
+    (1, ["--model.vocab-size", "64"], "--data (bytes) needs --model.vocab-size 256: got 64"),
+    (1, ["--model.experts", "nowhere:Experts"], "cannot import the expert layer 'nowhere:Experts'"),
+    (1, ["--model.head-dim", "7"], "head_dim must be even: got 7"),
+    (1, ["--model.hidden-size", "x"], "Error parsing --model.hidden-size: invalid literal for int() with base 10: 'x'"),
+    (1, ["--pp", "x"], "Error parsing --pp: invalid literal for int() with base 10: 'x'"),
+    (1, ["--kernels", "cuda"], "invalid choice 'cuda' for argument '--kernels'. Expected one of ('auto', 'triton', "),
+    (1, ["--no-such-option"], "Unrecognized options: --no-such-option"),
+    (1, ["--preset"], "Missing value for argument '--preset'."),
+    (1, ["--max-deferred", "-1"], "--max-deferred must be at least 1: got -1"),
+])  # fmt: skip
+def test_an_invalid_option_prints_one_line_and_exits_with_code_2(monkeypatch, capsys, world_size, arguments, message):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert printed.err.startswith(f"train.py: error: {message}")
+
+
+def test_only_the_first_rank_prints_errors(monkeypatch, capsys):
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    for arguments in (["--micro-batches", "3"], ["--no-such-option"], ["--model.head-dim", "7"]):
+        with pytest.raises(SystemExit) as exit_:
+            main(["--device", "cpu", *arguments])
+        assert exit_.value.code == 2
+        assert capsys.readouterr() == ("", "")
+
+
+def test_a_new_run_does_not_use_the_folder_of_an_old_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert resolve(options(device="cpu")).folder == Path("runs/tiny")
+    (tmp_path / "runs" / "tiny" / "checkpoints").mkdir(parents=True)
+    assert resolve(options(device="cpu")).folder == Path("runs/tiny-2")
+    assert resolve(options(device="cpu", out="runs/tiny")).folder == Path("runs/tiny")  # it has no checkpoint
+    (tmp_path / "runs" / "tiny" / "checkpoints" / "step-000002").mkdir()
+    resumed = options(device="cpu", resume="runs/tiny/checkpoints/step-000002", out="runs/tiny")
+    assert resolve(resumed).folder == Path("runs/tiny")
+    with pytest.raises(ValueError, match="--out runs/tiny already holds a run"):
+        resolve(change(resumed, resume="runs/other"))
+    with pytest.raises(SystemExit) as exit_:
+        main(["--out", "runs/tiny"])
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err == (
+        "train.py: error: --out runs/tiny already holds a run: continue it with --resume runs/tiny, "
+        "or use another --out\n"
+    )
+
+
+# ---- Values for a launch ----
+
+
+def test_auto_uses_gpus_if_there_is_one_per_process(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for processes, device, dtype in [
+        (1, "cuda", torch.bfloat16),
+        (2, "cuda", torch.bfloat16),
+        (4, "cpu", torch.float32),
+    ]:
+        setup = resolve(TrainConfig(), processes)
+        assert (setup.device.type, setup.dtype) == (device, dtype)
+    with pytest.raises(ValueError, match="4 processes and 2 GPUs here: start at most 2 processes, or use --device cpu"):
+        resolve(options(device="cuda"), 4)
+
+
+def layout_and_schedule(arguments, processes):
+    setup = resolve(arguments, processes)
+    return setup.layout.pp, setup.schedule.name, setup.schedule.num_micro_batches
+
+
+def test_ranks_schedule_and_micro_batches_follow_from_the_number_of_processes():
+    one = resolve(["--device", "cpu"])
+    assert (one.device.type, one.dtype, one.kernels) == ("cpu", torch.float32, "reference")
+    assert layout_and_schedule(["--device", "cpu"], 1) == (1, "dualpipev", 8)
+    assert layout_and_schedule(["--ep", "2"], 4) == (2, "dualpipe", 8)
+    assert layout_and_schedule([], 6) == (6, "dualpipe", 12)
+    assert layout_and_schedule(["--pp", "3"], 3) == (3, "dualpipev", 9)
+    assert layout_and_schedule(["--pp", "3", "--schedule", "interleaved_1f1b"], 3) == (3, "interleaved_1f1b", 9)
+    with pytest.raises(ValueError, match="dualpipe does not take a number of chunks: got 2"):
+        resolve(["--num-chunks", "2"], 2)
+    with pytest.raises(ValueError, match="needs at least 2 chunks per rank: got 1; use 2, or 1f1b"):
+        resolve(["--num-chunks", "1", "--schedule", "interleaved_1f1b"], 2)
+    with pytest.raises(ValueError, match="--num-chunks must be at least 1: got -1"):
+        resolve(["--num-chunks", "-1"], 2)
+
+
+def test_a_resumed_run_uses_its_old_folder():
+    inner = "runs/mine/checkpoints"
+    for resume in ("runs/mine", inner, f"{inner}/step-000004"):
+        assert resolve(options(resume=resume)).folder == Path("runs/mine")
+    assert resolve(options(resume="runs/mine", out="x")).folder == Path("x")
+
+
+def test_the_resume_command_repeats_all_other_options(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
+    arguments = ["--steps", "5", "--model.num-layers=6", "--resume=old", "--prompt", "a b", "--weights", "given"]
+    expected = "python train.py --model.num-layers=6 --prompt 'a b' --resume runs/x --steps 10"
+    assert resume_command(arguments, "runs/x", 10) == expected
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert resume_command([], "runs/x", 10) == "torchrun --nproc-per-node 4 train.py --resume runs/x --steps 10"
+    monkeypatch.setenv("PATH", "/elsewhere")  # without an activated environment, the command has the program's path
+    assert resume_command([], "runs/x", 10).split()[0] == os.path.relpath(Path(sys.executable).with_name("torchrun"))
+
+
+def test_a_preset_sets_the_defaults_of_model_options():
+    config = parse_arguments(["--preset", "small", "--model.num-layers", "3", "--optim.lr", "0.5"])
+    assert (config.model.num_layers, config.model.hidden_size, config.optim.lr) == (3, 768, 0.5)
+    assert parse_arguments(["--preset=small"]).model.hidden_size == 768

@@ -1,0 +1,54 @@
+"""A run with --profile: same losses, a recording of every rank, and a report."""
+
+import json
+
+import pytest
+
+from moe_dualpipe.profiler import analyze, read_trace
+from tests.support.ranks import run_ranks
+from tests.support.runs import (
+    losses,
+    make_plan,
+    resolve,
+    settings,
+    train_each,
+)
+
+
+@pytest.mark.parametrize("ranks,changes", [(2, {"schedule": "1f1b"}), (2, {"pp": 1, "ep": 2})])
+def test_a_profile_reports_every_rank_and_does_not_change_the_run(tmp_path, ranks, changes):
+    small = {"steps": 4, "seq_len": 16, "eval_sequences": 1, **changes}
+    plain, profiled = (
+        settings(tmp_path / name, profile=steps, **small) for name, steps in (("plain", 0), ("profiled", 2))
+    )
+    runs = run_ranks(ranks, train_each, [plain, profiled])[0]
+    assert losses(runs[1]) == losses(runs[0])
+    assert not (tmp_path / "plain" / "profile").exists()
+    folder = tmp_path / "profiled" / "profile"
+    recordings = {f"rank{rank}.json.gz" for rank in range(ranks)}
+    assert {path.name for path in folder.iterdir()} == {*recordings, "report.json", "steps.png"}
+    report = json.loads((folder / "report.json").read_text())
+    pp, dp = changes.get("pp", ranks), 2 if "ep" in changes else 1
+    assert len(report["pipelines"]) == dp
+    assert [one["rank"] for one in report["overlap"]] == list(range(ranks))
+    for pipeline in report["pipelines"]:
+        assert pipeline["step"] in (3, 4)
+        assert len(pipeline["ranks_ms"]) == pp
+        for account in pipeline["ranks_ms"]:
+            assert account["forward"] > 0 and account["backward"] > 0 and account["optimizer"] > 0
+            assert account["rest"] >= 0
+        assert pipeline["makespan_ms"] <= pipeline["ranks_ms"][0]["step"]
+    for rank in range(ranks):
+        (analysis,) = analyze(read_trace(folder / f"rank{rank}.json.gz"))
+        assert {"attn(F)", "mlp(F)", "attn(B)", "optimizer"} <= {phase.name for phase in analysis.phases}
+    # 3 layers with experts, 4 micro-batches, 2 steps; 4 transfers (2 in forward, 2 in backward) and one of the counts.
+    transfers = 3 * 4 * 2 * (4 + 1) if "ep" in changes else 0
+    assert [one["num_comm"] for one in report["overlap"]] == [transfers] * ranks
+
+
+def test_a_profile_needs_enough_steps(tmp_path):
+    with pytest.raises(ValueError, match="--profile 5 needs 7 steps, including 2 to warm up, but the run has 6"):
+        make_plan(settings(tmp_path / "run", profile=5))
+    make_plan(settings(tmp_path / "run", profile=4))
+    with pytest.raises(ValueError, match="--profile must be finite and not negative: got -1"):
+        resolve(["--profile", "-1"])

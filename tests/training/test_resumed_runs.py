@@ -1,0 +1,114 @@
+"""Runs resumed from a checkpoint: bit-identical results, other layouts, and what cannot be resumed."""
+
+import dataclasses
+
+import pytest
+
+from tests.support.ranks import run_ranks
+from tests.support.runs import (
+    MODEL,
+    change,
+    losses,
+    make_plan,
+    make_trainer,
+    records,
+    save,
+    settings,
+    train,
+    train_and_listen,
+)
+
+
+@pytest.mark.parametrize("ranks,changes", [(1, {}), (2, {}), (2, {"ep": 2})], ids=str)
+def test_a_resumed_run_is_bit_identical_to_an_uninterrupted_one(tmp_path, ranks, changes):
+    whole = run_ranks(ranks, train, settings(tmp_path / "whole", save_every=3, **changes))[0]
+    assert list(losses(whole)) == [1, 2, 3, 4, 5, 6]
+    saved = sorted(path.name for path in (tmp_path / "whole" / "checkpoints").iterdir())
+    assert saved == ["step-000003", "step-000006"]
+    checkpoint = tmp_path / "whole" / "checkpoints" / "step-000003"
+    rest = run_ranks(ranks, train, settings(tmp_path / "rest", resume=str(checkpoint), **changes))[0]
+    assert losses(rest) == {step: loss for step, loss in losses(whole).items() if step > 3}
+    assert losses(rest, "grad_norm") == {s: norm for s, norm in losses(whole, "grad_norm").items() if s > 3}
+    assert losses(rest, "validation_loss")[6] == losses(whole, "validation_loss")[6]
+
+
+def test_the_resume_command_of_a_run_that_was_resumed_in_the_middle_names_its_own_checkpoint(tmp_path):
+    """The folder still holds a later checkpoint of the first run."""
+    config = settings(tmp_path / "run", seq_len=16, steps=3, save_every=1)
+    assert f" --resume {config.checkpoint.out} --steps 6\n" in run_ranks(1, train_and_listen, config)[0]
+    first, second = (str(tmp_path / "run" / "checkpoints" / f"step-00000{step}") for step in (1, 2))
+    assert f" --resume {second} --steps 4\n" in run_ranks(1, train_and_listen, change(config, steps=2, resume=first))[0]
+
+
+def test_a_checkpoint_resumes_with_another_number_of_expert_parallel_ranks(tmp_path):
+    spread = settings(tmp_path / "ep2", ep=2, save_every=3)
+    run_ranks(2, train, spread)
+    checkpoint = str(tmp_path / "ep2" / "checkpoints" / "step-000003")
+    # Both have two data-parallel ranks, hence the same batches.
+    together = run_ranks(2, train, settings(tmp_path / "ep1", pp=1, ep=1, resume=checkpoint))[0]
+    expected = {step: loss for step, loss in losses(records(spread.checkpoint.out)).items() if step > 3}
+    assert losses(together) == pytest.approx(expected, rel=1e-5)
+
+
+def resume_on_one_rank(rank, config):
+    with pytest.raises(ValueError, match=r"has no .*experts.*can change their number of ranks only if"):
+        make_trainer(rank, config)
+
+
+def test_custom_unstacked_experts_resume_only_with_the_same_number_of_ranks(tmp_path):
+    model = dataclasses.replace(MODEL, experts="tests.support.unstacked_experts:UnstackedExperts")
+    run_ranks(2, train, settings(tmp_path / "a", model=model, pp=1, ep=2, steps=4, save_every=2))
+    checkpoint = str(tmp_path / "a" / "checkpoints" / "step-000002")
+    again = run_ranks(2, train, settings(tmp_path / "b", model=model, pp=1, ep=2, steps=4, resume=checkpoint))[0]
+    assert losses(again) == {s: loss for s, loss in losses(records(tmp_path / "a")).items() if s > 2}
+    run_ranks(1, resume_on_one_rank, settings(tmp_path / "c", model=model, resume=checkpoint))
+
+
+def save_twice(rank, config):
+    trainer = make_trainer(rank, config)
+    first = save(trainer, 3)
+    trainer.train_step(0)
+    assert save(trainer, 3) == first
+    return [path.name for path in first.parent.iterdir()]
+
+
+def test_saving_a_step_again_replaces_its_checkpoint(tmp_path):
+    assert run_ranks(1, save_twice, settings(tmp_path)) == [["step-000003"]]
+
+
+def test_resuming_drops_the_metrics_of_steps_that_it_repeats(tmp_path):
+    config = settings(tmp_path / "a", steps=4, save_every=2)
+    run_ranks(1, train, config)
+    checkpoint = str(tmp_path / "a" / "checkpoints" / "step-000002")
+    before = records(config.checkpoint.out)
+    with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')  # a line that a killed process did not finish
+    after = run_ranks(1, train, change(config, resume=checkpoint))[0]
+    assert [record["step"] for record in after if "loss" in record] == [1, 2, 3, 4]
+    assert losses(after) == losses(before)
+
+
+def test_resuming_rejects_a_finished_run_and_a_broken_checkpoint(tmp_path):
+    run_ranks(1, train, settings(tmp_path, steps=1))
+    with pytest.raises(ValueError, match="is at step 1 already: use --steps larger than that"):
+        make_plan(settings(tmp_path, steps=1, resume=str(tmp_path)))
+    (tmp_path / "checkpoints" / "step-000001" / ".metadata").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"step-000001: .metadata has 0 bytes, expected [\d,]+"):
+        make_plan(settings(tmp_path, resume=str(tmp_path)))
+
+
+def test_resuming_rejects_a_checkpoint_without_one_of_its_files(tmp_path):
+    run_ranks(1, train, settings(tmp_path / "a", steps=1))
+    checkpoint = tmp_path / "a" / "checkpoints" / "step-000001"
+    for path in checkpoint.glob("*.distcp"):
+        path.unlink()
+    with pytest.raises(ValueError, match=r"step-000001 is broken: __0_0.distcp is missing"):
+        make_plan(settings(tmp_path / "b", resume=str(checkpoint)))
+
+
+def test_resuming_rejects_an_invalid_line_in_the_metrics(tmp_path):
+    run_ranks(1, train, settings(tmp_path, steps=1))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write("oops\n")
+    with pytest.raises(ValueError, match=r"metrics.jsonl, line 4: not a record with a step: 'oops'"):
+        make_plan(settings(tmp_path, resume=str(tmp_path)))
