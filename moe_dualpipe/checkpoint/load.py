@@ -25,7 +25,6 @@ from .manifest import RUN_FILE, read_manifest, read_tensor_metadata, verify_chec
 from .save import STEP_FOLDER
 
 _TRAINING_OPTIONS = {"init_std", "sequence_loss", "z_loss", "mtp_weight"}  # no effect on the forward pass
-_UNKNOWN = "unknown"
 
 Value = TypeVar("Value")
 
@@ -96,7 +95,7 @@ def model_differences(saved: Mapping[str, Any], model: ModelConfig) -> list[str]
     """The options in which a saved model differs from `model`, one message each."""
     here, defaults = dataclasses.asdict(model), {field.name: field.default for field in dataclasses.fields(model)}
     pairs = {
-        key: (saved.get(key, defaults.get(key, _UNKNOWN)), here.get(key, _UNKNOWN))
+        key: (saved.get(key, defaults.get(key, "unknown")), here.get(key, "unknown"))
         for key in [*here, *sorted(set(saved) - set(here))]
         if key not in _TRAINING_OPTIONS
     }

@@ -107,11 +107,10 @@ class Saver:
         self._threads.shutdown()
 
     def _write(self, step: int, state: Mapping[str, Tensor], extra: Mapping[str, bytes]) -> SaveResult:
-        final = checkpoint_folder(self.run, step)
         try:
             return SaveResult(step, save_checkpoint(self.run, step, state, self.model, extra, self.keep, self._group))
         except SaveError as error:
-            return SaveResult(step, final, str(error))
+            return SaveResult(step, checkpoint_folder(self.run, step), str(error))
 
 
 def checkpoint_folder(run: Path, step: int) -> Path:

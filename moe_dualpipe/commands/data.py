@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import tyro
 from tyro.conf import Positional, subcommand
 
-if TYPE_CHECKING:
-    from ..data import Sidecar
+from ..data import HELD_OUT_FILES, TOKENIZER_FILE, TRAIN_FILE, Sidecar, TokenFile, prepare_data
 
 
 @dataclass(frozen=True)
@@ -27,8 +26,6 @@ class PrepareData:
     """Key of the text in each .jsonl line."""
 
     def run(self) -> None:
-        from ..data import HELD_OUT_FILES, TOKENIZER_FILE, TRAIN_FILE, prepare_data
-
         tokenizer, sidecars = prepare_data(list(self.sources), self.out, self.tokenizer, self.vocab_size, self.field)
         print(f"{self.out / TOKENIZER_FILE}: {tokenizer}, {tokenizer.end_id} ends a document")
         for name, sidecar in zip((TRAIN_FILE, HELD_OUT_FILES[0]), sidecars, strict=True):
@@ -44,8 +41,6 @@ class CheckData:
     """Files that `prepare` wrote."""
 
     def run(self) -> None:
-        from ..data import TokenFile
-
         for path in self.files:
             file = TokenFile.open(path, "uint16")
             if file.sidecar is None:
@@ -64,7 +59,7 @@ class DataCommands:
     ]
 
 
-def _describe(sidecar: "Sidecar") -> str:
+def _describe(sidecar: Sidecar) -> str:
     return (
         f"{sidecar.documents:,} documents, {sidecar.tokens:,} tokens of {sidecar.dtype}, "
         f"{sidecar.bytes / sidecar.tokens:.3f} bytes per token"

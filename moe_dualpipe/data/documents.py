@@ -56,7 +56,7 @@ class Documents:
 
     @property
     def unit(self) -> str:
-        """ "documents" or "files", for messages."""
+        """What to call the documents in messages."""
         return "documents" if any(path.suffix == JSONL for path in self.files) else "files"
 
     def empty_error(self) -> ValueError:
@@ -78,10 +78,7 @@ def is_held_out(document: int, num_documents: int) -> bool:
 
 
 def held_out_tail(num_tokens: int, seq_len: int = 0) -> int:
-    """The number of tokens to hold out at the end of a stream of few documents.
-
-    At least one sequence and its label, but at most half of the stream.
-    """
+    """Tokens to hold out at the end of a stream of few documents: at least a sequence, at most half of the stream."""
     return max(num_tokens // HELD_OUT, min(seq_len + 1, num_tokens // 2))
 
 
