@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -117,7 +118,7 @@ class ProfileRun:
         out = self.out or Path("runs") / f"profile-{self.mode}"
         make_folder(out)
 
-        from ..drawing.lanes import save_measurement
+        from ..drawing.lanes import measurement_pictures, save_lanes
         from ..drawing.overlap_report import measurement_text
         from ..expert_parallel import Link
         from ..profiler.measure import measure
@@ -136,8 +137,12 @@ class ProfileRun:
             return
         text = json.dumps(measurement.as_object(), indent=1)
         (out / "report.json").write_text(text + "\n")
-        files = sorted([*measurement.recordings, "report.json", *save_measurement(measurement, out)])
-        print(text if self.json else f"{measurement_text(measurement)}\n\nin {out}: {', '.join(files)}")
+        files = [*measurement.recordings, "report.json"]
+        for name in ("timeline.html", "timeline.png"):
+            with suppress(ImportError):  # without matplotlib, there is no .png
+                save_lanes(measurement_pictures(measurement), out / name)
+                files.append(name)
+        print(text if self.json else f"{measurement_text(measurement)}\n\nin {out}: {', '.join(sorted(files))}")
 
 
 def _device(wanted: str) -> "torch.device":

@@ -7,7 +7,6 @@ for names to fit into the blocks, a second pair of lanes below shows a part of i
 
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..overlap.labels import letter_of
-from ..profiler.blocks import LANES, LaneBlock
+from ..profiler.files import LANES, LaneBlock
 from ..profiler.intervals import total
 from .figures import new_figure, save_figure
 from .overlap_report import hidden_sentence
@@ -26,7 +25,6 @@ from .timeline_boxes import COLOURS, LABELS
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.patches import Rectangle
 
     from ..profiler.files import TraceFiles
     from ..profiler.measure import Measurement
@@ -81,16 +79,6 @@ def measurement_pictures(measurement: "Measurement") -> list[Picture]:
     ]
 
 
-def save_measurement(measurement: "Measurement", folder: Path) -> list[str]:
-    """Draw both runs into `folder`. Returns the names of the files; without matplotlib, only the page is drawn."""
-    names, pictures = ["timeline.html"], measurement_pictures(measurement)
-    save_lanes(pictures, folder / names[0])
-    with suppress(ImportError):
-        save_lanes(pictures, folder / "timeline.png")
-        names.append("timeline.png")
-    return names
-
-
 def save_lanes(pictures: Sequence[Picture], path: Path) -> None:
     """Draw the pictures below each other on one time axis: a .png, an .svg, or a page to zoom into (.html).
 
@@ -110,7 +98,7 @@ def save_lanes(pictures: Sequence[Picture], path: Path) -> None:
             _draw(axes, picture, window, names=True)
             start, end = (time / 1e3 for time in window)
             axes.set_title(f"the part in the frame, {end - start:,.3g} ms", fontsize=FONT_SIZE, loc="left")
-            whole.add_patch(_frame(start, end))
+            whole.broken_barh([(start, end - start)], (-1.47, 1.94), facecolors="none", edgecolors="black", zorder=3)
     _add_legend(figure, pictures)
     save_figure(figure, path)
 
@@ -122,7 +110,7 @@ def _windows(pictures: Sequence[Picture]) -> list[Window]:
     lengths = np.array([stop - start for _, (start, stop) in named])
     if not lengths.sum():
         return [(0.0, end)]
-    per_inch = lengths / [_LETTER_INCHES * (1 + len(name)) for name, _ in named]  # in a window this fine, the name fits
+    per_inch = lengths / [_LETTER_INCHES * (1 + len(name)) for name, _ in named]  # us/inch at which it fits
     order = np.argsort(-per_inch)
     enough = np.searchsorted(np.cumsum(lengths[order]), _NAMED_SHARE * lengths.sum())
     length = float(_LANE_INCHES * per_inch[order][min(enough, len(order) - 1)])
@@ -145,7 +133,8 @@ def _draw(axes: "Axes", picture: Picture, window: Window, names: bool) -> None:
     inch = (end - start) / _LANE_INCHES
     for block in picture.blocks:
         bottom = -block.lane - 0.43
-        spans = [((a + picture.shift_us) / 1e3, (b - a) / 1e3) for a, b in block.intervals.tolist()]
+        shown = block.intervals[(block.intervals[:, 1] > start) & (block.intervals[:, 0] < end)].tolist()
+        spans = [((a + picture.shift_us) / 1e3, (b - a) / 1e3) for a, b in shown]
         axes.broken_barh(spans, (bottom, 0.86), facecolors=picture.colour(block), edgecolors="none")
         piece = _longest(block, start, end)
         if names and block.name and piece[1] - piece[0] > 0.1 * inch:
@@ -159,12 +148,6 @@ def _draw(axes: "Axes", picture: Picture, window: Window, names: bool) -> None:
     axes.set_frame_on(False)
     axes.tick_params(length=0, labelsize=FONT_SIZE)
     axes.xaxis.set_major_formatter("{x:g} ms")
-
-
-def _frame(start: float, end: float) -> "Rectangle":
-    from matplotlib.patches import Rectangle
-
-    return Rectangle((start, -1.47), end - start, 1.94, fill=False, linewidth=1.2, zorder=3)
 
 
 def _add_legend(figure: "Figure", pictures: Sequence[Picture]) -> None:

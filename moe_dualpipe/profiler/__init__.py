@@ -9,13 +9,5 @@ from .analyze import COMMUNICATION, Analysis, Kernel, Phase, analyze, kind_of
 from .trace import Trace, TraceError, read_trace
 
 __all__ = [
-    "COMMUNICATION",
-    "Analysis",
-    "Kernel",
-    "Phase",
-    "Trace",
-    "TraceError",
-    "analyze",
-    "kind_of",
-    "read_trace",
-]
+    "COMMUNICATION", "Analysis", "Kernel", "Phase", "Trace", "TraceError", "analyze", "kind_of", "read_trace",
+]  # fmt: skip

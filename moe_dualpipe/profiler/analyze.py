@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from ..overlap.labels import without_wait
 from .gaps import Wait, find_waits
-from .host import host_as_device, phase_of_wait
-from .intervals import EMPTY, Intervals, as_intervals, difference, intersection, total, union
+from .host import host_as_device
+from .intervals import EMPTY, Intervals, difference, intersection, intervals_of, total, union
 from .trace import DeviceEvent, Trace
 
 COMMUNICATION = re.compile(
@@ -46,8 +47,6 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """All device events of one name and kind."""
-
     name: str
     kind: str
     """compute, comm or copy."""
@@ -152,11 +151,6 @@ def _kind(name: str, category: str, pattern: re.Pattern[str]) -> str:
     return "compute" if category in ("kernel", "operator") else "copy"
 
 
-def intervals_of(events: Iterable[DeviceEvent]) -> Intervals:
-    """The intervals in which the events ran, not merged."""
-    return as_intervals((event.start, event.end) for event in events)
-
-
 def _phases(by_kind: dict[str, list[DeviceEvent]], trace: Trace, exposed: Intervals) -> tuple[Phase, ...]:
     launched: dict[str, dict[str, list[DeviceEvent]]] = defaultdict(lambda: {kind: [] for kind in by_kind})
     for kind, events in by_kind.items():
@@ -165,7 +159,7 @@ def _phases(by_kind: dict[str, list[DeviceEvent]], trace: Trace, exposed: Interv
                 launched[annotation.name][kind].append(event)
     phases = []
     times = Counter(annotation.name for annotation in trace.annotations)
-    waits = Counter(phase_of_wait(wait) for wait in trace.waits)
+    waits = Counter(without_wait(wait.name) for wait in trace.waits)
     for name in times:
         if name in launched:
             compute, comm, copies = launched[name].values()
@@ -188,10 +182,9 @@ def _sum(events: Iterable[DeviceEvent]) -> float:
 
 
 def _kernels(by_kind: dict[str, list[DeviceEvent]]) -> tuple[Kernel, ...]:
-    kernels = []
-    for kind, events in by_kind.items():
-        kernels += [
-            Kernel(name, kind, len(same), _sum(same), max(event.blocks for event in same))
-            for name, same in _group(events, attrgetter("name")).items()
-        ]
+    kernels = [
+        Kernel(name, kind, len(same), _sum(same), max(event.blocks for event in same))
+        for kind, events in by_kind.items()
+        for name, same in _group(events, attrgetter("name")).items()
+    ]
     return tuple(sorted(kernels, key=lambda kernel: -kernel.total_us))

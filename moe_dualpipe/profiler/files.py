@@ -1,16 +1,30 @@
 """Analyze the trace files of one measurement together: one file per rank, each with one or more devices."""
 
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .analyze import COMMUNICATION, Analysis, analyze, kind_of
-from .blocks import LaneBlock, lane_blocks
 from .host import host_as_device
+from .intervals import Intervals, intervals_of, union
 from .ranks import RankSkew, RankTransfers, rank_skews
-from .trace import Trace, TraceError, read_trace
+from .trace import DeviceEvent, HostEvent, Trace, TraceError, read_trace
+
+LANES = ("computation", "communication")
+
+
+class LaneBlock(NamedTuple):
+    """The work on one lane that one annotation launched."""
+
+    lane: int
+    """Index in LANES."""
+    name: str
+    """The annotation; "" for all work that was launched outside of annotations."""
+    intervals: Intervals
+    """In microseconds, from the start of the device's first event."""
 
 
 @dataclass(frozen=True)
@@ -84,3 +98,21 @@ def analyze_devices(
         truncated = trace.num_events if trace.truncated else 0
         devices.append(TracedDevice(path, truncated, trace.rank, analysis, blocks, transfers))
     return devices
+
+
+def lane_blocks(trace: Trace, device: str, pattern: re.Pattern[str] = COMMUNICATION) -> list[LaneBlock]:
+    """Return the blocks of `device`, sorted by lane and start."""
+    trace = host_as_device(trace, pattern)
+    grouped: dict[tuple[int, HostEvent | None], list[DeviceEvent]] = defaultdict(list)
+    for event in trace.device_events:
+        if event.device == device:
+            lane = int(kind_of(event, pattern) == "comm")
+            grouped[lane, trace.annotation_of(event)].append(event)
+    start = min((event.start for events in grouped.values() for event in events), default=0.0)
+    blocks = [
+        LaneBlock(lane, annotation.name if annotation else "", union(intervals_of(events)) - start)
+        for (lane, annotation), events in grouped.items()
+    ]
+    return sorted(
+        (block for block in blocks if len(block.intervals)), key=lambda block: (block.lane, *block.intervals[0])
+    )

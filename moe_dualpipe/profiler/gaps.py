@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .host import is_phase
-from .intervals import Intervals, as_intervals, length_before, union
-from .trace import DeviceEvent, HostEvent, Trace
+from ..overlap.labels import letter_of
+from .intervals import Intervals, intervals_of, length_before, union
+from .trace import DeviceEvent, Trace
 
 _NEARBY = 64
 """Look for the next annotation among this many events."""
@@ -56,8 +56,8 @@ def find_waits(
         key_of[i] = keys.setdefault(key, len(keys))
         launched[i] = _launched(trace, follower, starts[i])
     late = np.clip(launched, starts, ends)
-    in_call = length_before(_union(event for event in trace.launches.values() if _SYNCHRONISES.search(event.name)))
-    waited = length_before(_union(trace.waits))
+    in_call = length_before(union(intervals_of(e for e in trace.launches.values() if _SYNCHRONISES.search(e.name))))
+    waited = length_before(union(intervals_of(trace.waits)))
 
     def sums(weights: Intervals) -> list[float]:
         return np.bincount(key_of, weights, minlength=len(keys)).tolist()
@@ -90,15 +90,11 @@ def _launched(trace: Trace, event: DeviceEvent | None, unknown: float) -> float:
     return launch.start if "memcpy" in event.category else launch.end
 
 
-def _union(events: Iterable[HostEvent]) -> Intervals:
-    return union(as_intervals((event.start, event.end) for event in events))
-
-
 def _name(trace: Trace, event: DeviceEvent | None) -> str:
     if event is None:
         return ""
     annotation = trace.annotation_of(event)
-    if annotation is not None and event.category == "transfer" and not is_phase(annotation):
+    if annotation is not None and event.category == "transfer" and not letter_of(annotation.name):
         return f"{event.name} in {annotation.name}"  # other annotations do not describe the transfer
     return annotation.name if annotation else event.name
 

@@ -45,7 +45,7 @@ def host_as_device(trace: Trace, pattern: re.Pattern[str]) -> Trace:
     for event in trace.operators:
         threads[event.thread].append((event, True))
     for event in annotations:
-        if is_phase(event) or _waits(event.name):
+        if letter_of(event.name) or _waits(event.name):
             threads[event.thread].append((event, False))
 
     device_events: list[DeviceEvent] = []
@@ -65,18 +65,8 @@ def host_as_device(trace: Trace, pattern: re.Pattern[str]) -> Trace:
             transfer = transfer._replace(start=min(transfer.start, max(launch.start, free)))
             free = transfer.end
         add(transfer, "transfer", launch)
-    phases = [event._replace(name=phase_of_wait(event)) for event in annotations]
+    phases = [event._replace(name=without_wait(event.name)) for event in annotations]
     return replace(trace, device_events=device_events, launches=launches, annotations=phases, waits=waits)
-
-
-def is_phase(event: HostEvent) -> bool:
-    """Whether the annotation is a segment of a forward or a backward, such as attn(F)."""
-    return letter_of(event.name) is not None
-
-
-def phase_of_wait(event: HostEvent) -> str:
-    """The phase to which computation inside the annotation belongs: x for "wait for x" and for x."""
-    return without_wait(event.name)
 
 
 @lru_cache(maxsize=1 << 16)

@@ -5,9 +5,13 @@ in which two events run counts once in its `total`.
 """
 
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from .trace import DeviceEvent, HostEvent
 
 Intervals = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -59,6 +63,11 @@ def as_intervals(pairs: Iterable[tuple[float, float]]) -> Intervals:
     """Return pairs of (start, end) as an array of shape [n, 2]."""
     rows = list(pairs)
     return np.array(rows) if rows else EMPTY
+
+
+def intervals_of(events: "Iterable[DeviceEvent | HostEvent]") -> Intervals:
+    """Return the intervals of the events, not merged."""
+    return as_intervals((event.start, event.end) for event in events)
 
 
 def length_before(a: Intervals) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:

@@ -61,10 +61,8 @@ class Measurement:
 
     def as_object(self) -> dict[str, Any]:
         """A JSON object: both runs of this rank and, where there are several, the overlapped run of all `ranks`."""
-        workload = asdict(self.workload) | {
-            "device": str(self.workload.device),
-            "dtype": str(self.workload.dtype).removeprefix("torch."),
-        }
+        dtype = str(self.workload.dtype).removeprefix("torch.")
+        workload = asdict(self.workload) | {"device": str(self.workload.device), "dtype": dtype}
         runs = {run: self.runs[run].as_objects() for run in RUNS}
         own = {run: objects[0] for run, objects in runs.items()}
         ranks = {"ranks": runs["overlapped"]} if len(runs["overlapped"]) > 1 else {}

@@ -50,15 +50,12 @@ class Workload:
         Raises ValueError for an unknown preset and for sizes that do not fit together.
         """
         model = preset(name)
-        if layers < 1:
-            raise ValueError(f"--layers must be at least 1: got {layers}")
         seq = (4096 if device.type == "cuda" else 1024) if seq is None else seq
-        if seq < 1:
-            raise ValueError(f"--seq must be at least 1: got {seq}")
+        for flag, number in (("layers", layers), ("seq", seq), ("tokens", 1 if tokens is None else tokens)):
+            if number < 1:
+                raise ValueError(f"--{flag} must be at least 1: got {number}")
         if tokens is None:
             tokens = 128 if mode == "decode" else 4096 if 4096 % seq == 0 else seq
-        if tokens < 1:
-            raise ValueError(f"--tokens must be at least 1: got {tokens}")
         if mode != "decode" and tokens % seq:
             raise ValueError(
                 f"--tokens {tokens} must be a multiple of --seq {seq}: use --tokens {-(-tokens // seq) * seq}"

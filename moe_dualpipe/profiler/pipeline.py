@@ -126,12 +126,8 @@ def step_breakdowns(pipeline: RecordedPipeline) -> tuple[StepBreakdown, ...]:
         parts = {part: _after(step.parts.get(part), end) for part in STEP_PARTS}
         bubble, predicted_bubble = timeline.bubble[rank], predicted.bubble[rank]
         rest = whole - bubble - sum(sums.values()) - sum(parts.values())
-        waiting = step.waiting / 1e3
-        found.append(
-            StepBreakdown(
-                whole, bubble=bubble, rest=rest, waiting=waiting, predicted_bubble=predicted_bubble, **sums, **parts
-            )
-        )
+        idle = {"waiting": step.waiting / 1e3, "bubble": bubble, "predicted_bubble": predicted_bubble}
+        found.append(StepBreakdown(step=whole, rest=rest, **idle, **sums, **parts))
     return tuple(found)
 
 

@@ -13,9 +13,9 @@ from math import inf
 from ..overlap.labels import STEP_PARTS, is_for_experts, step_number
 from ..schedule.actions import Action
 from ..schedule.walk import Span
-from .analyze import COMMUNICATION, intervals_of, kind_of
+from .analyze import COMMUNICATION, kind_of
 from .host import host_as_device
-from .intervals import as_intervals, total, union
+from .intervals import as_intervals, intervals_of, total, union
 from .trace import DeviceEvent, HostEvent, Trace, TraceError
 
 

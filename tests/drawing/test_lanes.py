@@ -9,7 +9,7 @@ from moe_dualpipe.cli import main
 from moe_dualpipe.drawing.lanes import Picture, _windows, save_lanes
 from moe_dualpipe.drawing.timeline_boxes import LABELS
 from moe_dualpipe.profiler import read_trace
-from moe_dualpipe.profiler.blocks import LaneBlock, lane_blocks
+from moe_dualpipe.profiler.files import LaneBlock, lane_blocks
 from tests.support.traces import annotation, kernel, launch, write
 
 

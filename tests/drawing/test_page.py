@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moe_dualpipe.cli import main
 from moe_dualpipe.drawing.lanes import Picture, save_lanes
 from moe_dualpipe.drawing.page import RESOLUTION, SCRIPT
-from moe_dualpipe.profiler.blocks import LaneBlock
+from moe_dualpipe.profiler.files import LaneBlock
 from moe_dualpipe.profiler.intervals import EMPTY, union
 from tests.support.traces import annotation, kernel, launch, write
 
