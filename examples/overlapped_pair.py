@@ -1,9 +1,9 @@
-"""See the overlap at work: the same two chunks one after the other, and interleaved, over a modelled link.
+"""Run two chunks in sequence and overlapped, over a modelled link, and compare the times.
 
 python examples/overlapped_pair.py
 python examples/overlapped_pair.py --gb-per-s 0.02 --ranks 8
 
-One process plays one of many expert-parallel ranks; the link's time passes without costing any processor.
+One process acts as one of many expert-parallel ranks. A transfer takes time, but no processor.
 """
 
 import time
@@ -24,12 +24,12 @@ MODEL = ModelConfig(
 
 @dataclass
 class Options:
-    """What the link is like."""
+    """The modelled link."""
 
     gb_per_s: float = 0.05
-    """Its bandwidth."""
+    """Bandwidth of the link in GB/s."""
     ranks: int = 16
-    """Over how many ranks the experts are spread; divides 32."""
+    """Number of ranks that share the 32 experts; must divide 32."""
 
 
 def main() -> None:

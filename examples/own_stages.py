@@ -1,4 +1,4 @@
-"""Any modules, under any schedule: a pipeline of your own without the rest of this project.
+"""Your own modules in a pipeline, under any schedule.
 
 torchrun --nproc-per-node 2 examples/own_stages.py dualpipe
 torchrun --nproc-per-node 2 examples/own_stages.py zbv
@@ -25,7 +25,7 @@ def main(name: str) -> None:
     schedule = Schedule.from_csv(Path(name).read_text()) if name.endswith(".csv") else build(name, ranks, 8)
     micro_batches, last = schedule.num_micro_batches, schedule.num_stages - 1
 
-    # Every rank makes all the weights, so that replicas start equal, and keeps the stages that the schedule gives it.
+    # Every rank creates all weights, so that replicas start equal, and keeps the stages that it is assigned.
     torch.manual_seed(0)
     every = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(schedule.num_stages)]
     stages = {stage: every[stage] for stage in schedule.placement.stages[rank]}
@@ -37,7 +37,7 @@ def main(name: str) -> None:
     labels = {m: (y[m],) for m in range(micro_batches) if schedule.rank_of(last, m) == rank}
     result = executor.step(schedule, inputs, labels, nn.functional.mse_loss)
 
-    # DualPipe holds each stage on two ranks, and each of them saw half of the micro-batches.
+    # DualPipe holds each stage on two ranks, and each rank ran half of its micro-batches: sum their gradients.
     if len(schedule.placement.holders(0)) > 1:
         named = {f"{s}.{key}": p for s, stage in stages.items() for key, p in stage.named_parameters()}
         pair = [dist.new_group([r, ranks - 1 - r]) for r in range(ranks // 2)][min(rank, ranks - 1 - rank)]

@@ -1,4 +1,4 @@
-"""Under torch's own ScheduleDualPipeV, our stages train like the single-process model, and pairs really overlap."""
+"""Under torch's ScheduleDualPipeV, our stages train like the single-process model, and pairs are overlapped."""
 
 from types import SimpleNamespace
 
@@ -79,11 +79,11 @@ def trains_like_the_whole_model(rank, pp, fused_loss):
     modules = make_modules(rank, pp, fused_loss=fused_loss)
     schedule = make_schedule(modules)
     register(schedule)
-    put_off = {}
+    deferred = {}
 
     def watched(action, ctx):
         grads = modules[action.stage_index].weight_grads
-        put_off[action.stage_index] = grads.has_deferred((action.stage_index, action.microbatch_index))
+        deferred[action.stage_index] = grads.has_deferred((action.stage_index, action.microbatch_index))
         backward_weight(action, ctx)
 
     schedule.register_custom_function(BACKWARD_WEIGHT, watched)
@@ -116,14 +116,14 @@ def trains_like_the_whole_model(rank, pp, fused_loss):
             assert all(torch.equal(p, whole[key]) for key, p in module.named_parameters())
         assert schedule.backward_counter == dict.fromkeys(modules, MICRO_BATCHES)
         assert not any(name.endswith("_maybe_with_nosync") for stage in schedule._stages for name in vars(stage))
-    return put_off
+    return deferred
 
 
 @pytest.mark.parametrize("fused_loss", [False, True])
-@pytest.mark.parametrize("pp,put_off", [(1, [{0: False}]), (2, [{0: False, 3: True}, {1: True, 2: True}])])
-def test_training_is_bit_equal_to_the_single_process_model(pp, put_off, fused_loss):
+@pytest.mark.parametrize("pp,deferred", [(1, [{0: False}]), (2, [{0: False, 3: True}, {1: True, 2: True}])])
+def test_training_is_bit_equal_to_the_single_process_model(pp, deferred, fused_loss):
     """And a W computes what its I put off, except in the first stage, where the whole backward is in W."""
-    assert run_ranks(pp, trains_like_the_whole_model, pp, fused_loss) == put_off
+    assert run_ranks(pp, trains_like_the_whole_model, pp, fused_loss) == deferred
 
 
 def expert_parallel_agrees(rank):
@@ -202,5 +202,5 @@ def wrong_usage(rank):
         schedule.step(x, target=y)
 
 
-def test_wrong_usage_is_told():
+def test_wrong_usage_is_an_error():
     run_ranks(1, wrong_usage)

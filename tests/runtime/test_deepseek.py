@@ -1,7 +1,7 @@
-"""Programs written against DeepSeek's package run after changing only the import.
+"""Programs written for DeepSeek's package run after changing only the import.
 
-Each test is such a program: modules that know `WeightGradStore`, a criterion, inputs on the outer ranks, losses and
-outputs compared with a single process. What is expected of them is DeepSeek's documented behaviour.
+Each test is such a program: modules that use `WeightGradStore`, a criterion, inputs on the outer ranks, and losses and
+outputs compared with a single process. The expectations are DeepSeek's documented behaviour.
 """
 
 import pytest
@@ -276,7 +276,7 @@ def inference_with_none(rank):
         assert outputs[1] is None
 
 
-def test_none_beside_tensors_does_not_travel():
+def test_a_none_among_the_outputs_is_not_sent():
     run_ranks(2, inference_with_none)
 
 
@@ -297,7 +297,7 @@ def changed_after_construction(_rank):
     assert torch.equal(loss, expected)
 
 
-def test_what_is_changed_after_construction_counts():
+def test_modules_and_flags_may_change_after_construction():
     run_ranks(1, changed_after_construction)
 
 
@@ -331,7 +331,7 @@ def other_batch_dim(rank):
             model.step(torch.randn(3, 9), num_chunks=4, criterion=torch.sum)
 
 
-def test_micro_batches_may_be_cut_along_another_dimension():
+def test_micro_batches_along_another_dimension():
     run_ranks(2, other_batch_dim)
 
 
@@ -361,7 +361,7 @@ def store_after_a_failure(_rank):
     assert WeightGradStore.funcs_queue.empty()
 
 
-def test_the_store_starts_empty_and_is_left_empty_also_by_a_failure():
+def test_the_store_is_empty_before_and_after_a_step_even_a_failed_one():
     run_ranks(1, store_after_a_failure)
 
 

@@ -1,4 +1,4 @@
-"""The executor on stages of its own: what may pass between stages, what is kept, and what a mistake is told."""
+"""The executor with small modules: what may be sent between stages, how long it is kept, and errors."""
 
 import contextlib
 import gc
@@ -85,7 +85,7 @@ class Counting(nn.Module):
         return sum(r() is not None for r in self.made)
 
 
-def test_nothing_of_a_step_outlives_it_and_outputs_do_not_wait_for_backward():
+def test_a_step_frees_outputs_once_they_are_sent_and_everything_at_its_end():
     schedule = build("dualpipev", 1, 6)
     stages = {0: Counting(), 1: Counting()}
     executor = Executor(stages, P2P.connect(None, [], torch.device("cpu")))
@@ -105,7 +105,7 @@ def one_rank(modules: Any = None):
 X = {0: (torch.ones(2, WIDTH),)}
 
 
-def test_mistakes_are_named():
+def test_invalid_arguments_of_a_step():
     schedule = build("1f1b", 1, 1)
     with pytest.raises(ValueError, match="1f1b is for 2 ranks, the pipeline has 1"):
         one_rank().step(build("1f1b", 2, 2), X)
@@ -124,7 +124,7 @@ class Failing(nn.Module):
         raise ArithmeticError("boom")
 
 
-def test_an_error_in_a_stage_says_where():
+def test_an_error_in_a_stage_has_a_note_with_rank_and_action():
     with pytest.raises(ArithmeticError, match="boom") as error:
         one_rank({0: Failing()}).step(build("1f1b", 1, 1), X, {0: ()}, torch.sum)
     where = "while rank 0 (pipeline rank 0) ran 0F0 (stage 0, micro-batch 0) of 1f1b"
@@ -140,7 +140,7 @@ def wrong_shape(rank):
             executor.step(build("1f1b", 2, 2), {0: X[0], 1: X[0]})
 
 
-def test_a_stage_that_returns_the_wrong_shape_is_named():
+def test_a_wrong_output_shape_is_an_error_with_the_stage():
     run_ranks(2, wrong_shape)
 
 
@@ -151,7 +151,7 @@ def test_outputs_without_criterion_under_no_grad():
     assert result.outputs[0][0].shape == (2, WIDTH)
 
 
-def test_an_invalid_schedule_is_refused_before_it_runs():
+def test_an_invalid_schedule_is_an_error():
     placement = Placement.straight(1)
     with pytest.raises(ValueError, match="0 B, 0 I and 0 W instead of one B"):
         one_rank().step(Schedule("mine", placement, 1, ((Forward(0, 0),),)), X, {0: ()}, torch.sum)
@@ -186,11 +186,11 @@ def step_after_a_failed_one(_rank):
     return len(result.losses)
 
 
-def test_a_step_after_a_failed_one_is_not_served_its_messages():
+def test_a_step_does_not_receive_messages_of_a_failed_step():
     assert run_ranks(2, step_after_a_failed_one, timeout=60) == [2, 2]
 
 
-def test_a_failed_step_on_a_gpu_is_the_last():
+def test_on_a_gpu_no_step_runs_after_a_failed_one():
     p2p = P2P((), torch.device("cuda"), 0, 1, (0,), None, None)
     with pytest.raises(ArithmeticError), p2p.step():
         raise ArithmeticError
@@ -267,7 +267,7 @@ class Logging(nn.Module):
         return self.linear(x)
 
 
-def test_receives_are_posted_before_the_compute_they_can_hide_behind():
+def test_receives_are_posted_one_compute_action_before_their_data_is_used():
     links: Any = Recorder()
     executor = Executor({0: Logging(links.log)}, links)
     executor.step(build("1f1b", 2, 3), dict.fromkeys(range(3), X[0]))
@@ -282,7 +282,7 @@ def test_receives_are_posted_before_the_compute_they_can_hide_behind():
     ]  # fmt: skip
 
 
-class Owing(nn.Module):
+class Deferring(nn.Module):
     def __init__(self):
         super().__init__()
         self.weight, self.weight_grads = nn.Parameter(torch.ones(WIDTH, WIDTH)), None
@@ -291,8 +291,8 @@ class Owing(nn.Module):
         return linear(x, self.weight, self.weight_grads)
 
 
-def test_a_failed_step_owes_nothing_to_the_next(monkeypatch):
-    stages = {0: Owing(), 1: Owing()}
+def test_a_failed_step_drops_its_deferred_weight_gradients(monkeypatch):
+    stages = {0: Deferring(), 1: Deferring()}
     executor = one_rank(stages)
     schedule, inputs = build("dualpipev", 1, 2), {m: (torch.ones(2, WIDTH),) for m in range(2)}
     labels = dict.fromkeys(inputs, ())

@@ -1,7 +1,7 @@
-"""Predicting further ahead in a pipeline: the law of test_equivalence.py, for an embedding at both of its ends.
+"""Multi-token prediction (MTP) in a pipeline equals the single-process model; the last stage has the embedding, too.
 
-Where one rank holds both ends the embedding is one parameter, otherwise its two holders are replicas; it must get the
-gradient of both uses once, and be counted once.
+If one rank holds both ends, the embedding is one parameter; otherwise its two holders are replicas. It must get the
+gradients of both uses once, and count once in the norm.
 """
 
 from dataclasses import replace
@@ -25,7 +25,7 @@ def sizes_of_sets(rank, name, pp, dp):
 
 
 def every_one(rank, names, pp, fused_loss):
-    seen = law.every_one_equals_reference(rank, names, pp, fused_loss)
+    seen = law.all_schedules_equal_reference(rank, names, pp, fused_loss)
     return seen, {name: sizes_of_sets(rank, name, pp, 1) for name in names}
 
 

@@ -1,4 +1,4 @@
-"""The overlap in the pipeline, with real processes: the same bits, one order everywhere, an end when one fails."""
+"""Overlapped pairs in real pipelines: bit-equal results, one order on all ranks, memory, sends, and failures."""
 
 import os
 import re
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from moe_dualpipe.expert_parallel import AllToAll, Delayed, Link, Loopback
-from moe_dualpipe.models import TransformerStage, build_model, next_token_loss
+from moe_dualpipe.models import StageOptions, TransformerStage, build_model, next_token_loss
 from moe_dualpipe.overlap import Engine
 from moe_dualpipe.overlap.segmented import engine_for
 from moe_dualpipe.overlap.tape import Tape
@@ -51,7 +51,7 @@ def pair_is_sequential(rank, experts):
 
     dist.all_to_all_single = watched
     try:
-        model = build_model(config, AllToAll(config.num_experts, dist.group.WORLD), SEED)
+        model = build_model(config, AllToAll(config.num_experts, dist.group.WORLD), StageOptions(seed=SEED))
         x0, x1 = tokens(rank, 1 + rank % 2, 3 + rank), tokens(9 + rank, 2, 4)
         expected = pair(model, x0, x1)
         count, logs = len(issued), []
@@ -70,7 +70,7 @@ def vars_of(config):
 
 
 @pytest.mark.parametrize("ranks,experts", [(2, 6), (4, 8)])
-def test_a_pair_over_all_to_all_is_the_sequential_one_in_one_order_on_all_ranks(ranks, experts):
+def test_a_pair_over_all_to_all_equals_the_sequential_one_and_all_ranks_issue_one_order(ranks, experts):
     seen = run_ranks(ranks, pair_is_sequential, experts)
     moe_layers = CONFIG.num_layers - CONFIG.num_dense_layers
     for issued, logs in seen:
@@ -158,7 +158,7 @@ def counts_live_tapes(rank, name, pp):
 
 
 @pytest.mark.parametrize("name,pp", [("dualpipe", 2), ("dualpipev", 2), ("dualpipev", 1), ("1f1b", 2)])
-def test_no_more_chunks_are_alive_than_the_schedule_says(name, pp):
+def test_the_number_of_live_chunks_is_the_schedule_s(name, pp):
     for peak, expected in run_ranks(pp, counts_live_tapes, name, pp):
         assert peak == expected
         if name == "dualpipe":
@@ -240,7 +240,7 @@ def test_a_method_with_deepseeks_signature_gets_deepseeks_arguments_and_its_grad
         assert calls == ["pair"] * pairs
 
 
-def test_gradients_of_a_pair_travel_before_its_activations():
+def test_the_gradient_of_a_pair_is_sent_before_its_activation():
     both = 0
     for steps in add_comms(build("dualpipe", 4, 16)):
         sends: list[Flow] | None = None  # since the last pair
@@ -281,10 +281,11 @@ def fails(rank, name, pp, ep, how, where):
     run_step(schedule, layout, executor)
 
 
-@pytest.mark.parametrize("how", ["raises", "dies"])
-@pytest.mark.parametrize("where", ["F", "B"])
-@pytest.mark.parametrize("name,pp,ep", [("dualpipev", 1, 2), ("dualpipe", 2, 1)])
-def test_a_rank_that_fails_ends_the_step_everywhere(name, pp, ep, how, where):
+@pytest.mark.parametrize("name,pp,ep,how,where", [
+    ("dualpipev", 1, 2, "raises", "F"), ("dualpipev", 1, 2, "raises", "B"), ("dualpipev", 1, 2, "dies", "B"),
+    ("dualpipe", 2, 1, "raises", "F"), ("dualpipe", 2, 1, "raises", "B"), ("dualpipe", 2, 1, "dies", "F"),
+])  # fmt: skip
+def test_a_failed_rank_ends_the_step_on_all_ranks(name, pp, ep, how, where):
     survivor, failed = run_failing_ranks(2, fails, name, pp, ep, how, where)
     if how == "raises":
         assert "ArithmeticError: boom" in failed

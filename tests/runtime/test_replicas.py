@@ -1,4 +1,4 @@
-"""Sums over replicas reach every gradient, and comparisons every bit."""
+"""Sums of gradients over replicas, and checks that replicas are equal."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def sums(rank):
     return [parameter.grad.unique().tolist() for parameter in parameters.values()]
 
 
-def test_every_gradient_is_summed_whatever_bucket_it_is_in():
+def test_gradients_in_all_buckets_are_summed():
     expected = [[10.0], [12.0], [14.0], [16.0], [14.0], [0.0]]
     assert run_ranks(2, sums) == [expected, expected]
 
@@ -64,13 +64,13 @@ def deviations(rank, changes):
     (2, [(2, "scale", 31)], "ranks 1, 2 disagree in scale: replicas must stay bit-equal"),
     (4, [(1, "w", 3), (2, "w", 3)], "ranks 1, 2, 3, 4 disagree in w: replicas must stay bit-equal"),
 ], ids=str)  # fmt: skip
-def test_the_ranks_that_deviate_from_most_are_named(replicas_, changes, message):
+def test_the_error_names_the_ranks_that_deviate_from_the_majority(replicas_, changes, message):
     assert run_ranks(1 + replicas_, deviations, changes) == [None] + [message] * replicas_
 
 
 @pytest.mark.parametrize("dtype,bits", [(torch.float32, torch.int32), (torch.bfloat16, torch.int16)])
 @pytest.mark.parametrize("size", [1, 3, 300, 2 * BLOCK, 4 * BLOCK * ROWS // 1000 + 7])
-def test_every_bit_counts(size, dtype, bits):
+def test_a_flip_of_any_bit_changes_the_checksum(size, dtype, bits):
     x = torch.randn(size).to(dtype)
     before = checksum(x)
     assert torch.equal(checksum(x.clone()), before)
@@ -82,7 +82,7 @@ def test_every_bit_counts(size, dtype, bits):
             assert not torch.equal(checksum(flipped), before), (place, bit)
 
 
-def test_changes_alike_do_not_cancel_and_order_counts():
+def test_equal_changes_do_not_cancel_and_order_matters():
     """As where all of a norm's weights, which are equal, drift by the same."""
     rows = 3 * ROWS
     ones = torch.ones(2 * BLOCK * rows)

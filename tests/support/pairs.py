@@ -28,7 +28,7 @@ def engine(queued=False, log=None):
 
 
 def gradients(*modules):
-    """Every gradient; a parameter that has none stays without."""
+    """The gradients of all parameters; None for a parameter without one."""
     return [p.grad for module in modules for p in module.parameters()]
 
 
@@ -48,9 +48,10 @@ def stage(layers=4, dense=1, ep=None, embedding=True, head=True, recompute="none
 
 
 def run_pair(first, second, x0, x1, overlapped, queued=False, log=None):
-    """Forward of `first` on x0 beside the backward of `second` on x1: outputs, losses, gradients of weights and inputs.
+    """Run the forward of `first` on x0 and the backward of `second` on x1, overlapped or in sequence.
 
-    A stage with a head gets a loss; one without a head gets gradients for its outputs.
+    A stage with a head has a loss; for a stage without one, gradients of its outputs are given. Returns outputs,
+    losses, and gradients of weights and inputs.
     """
     for module in {first, second}:
         module.zero_grad()
@@ -60,11 +61,11 @@ def run_pair(first, second, x0, x1, overlapped, queued=False, log=None):
     def criterion(module):
         return next_token_loss if module.spec.head else None
 
-    def goal(module, outputs, x):
+    def loss_of(module, outputs, x):
         return next_token_loss(outputs, tokens(98, *x.shape[:2])) if module.spec.head else None
 
     outputs1 = second(x1)
-    loss1 = goal(second, outputs1, x1)
+    loss1 = loss_of(second, outputs1, x1)
     grads1 = torch.randn(outputs1.shape, generator=torch.Generator().manual_seed(5))
     if overlapped:
         end = (loss1, None, None) if loss1 is not None else (None, [outputs1], [grads1])
@@ -73,15 +74,15 @@ def run_pair(first, second, x0, x1, overlapped, queued=False, log=None):
         outputs0 = first(x0)
         loss0 = next_token_loss(outputs0, labels) if first.spec.head else None
         loss1.backward() if loss1 is not None else outputs1.backward(grads1)
-    between = gradients(first, second)
-    # The forward's own backward, afterwards: what it recorded must be as good as ever.
+    after_pair = gradients(first, second)
+    # Then the backward of the first chunk, which tests what the overlapped forward recorded.
     loss0.backward() if loss0 is not None else outputs0.backward(torch.ones_like(outputs0))
     losses = [loss.detach() for loss in (loss0, loss1) if loss is not None]
-    return [outputs0.detach(), *losses, *between, *gradients(first, second), x0.grad, x1.grad]
+    return [outputs0.detach(), *losses, *after_pair, *gradients(first, second), x0.grad, x1.grad]
 
 
 def saved_bytes(recompute):
-    """What a forward leaves allocated."""
+    """The bytes that a forward leaves allocated."""
     model = stage(4, 1, Loopback(8, 4), recompute=recompute)
     for _ in range(2):
         next_token_loss(model(tokens(1, 4, 32)), tokens(1, 4, 32)).backward()

@@ -1,4 +1,4 @@
-"""Pipelines of a small model, and the single-process model that they must equal."""
+"""Pipelines of a small model, compared with the same model in a single process."""
 
 import torch
 
@@ -27,7 +27,7 @@ def batch(data_rank=0):
 
 
 def reference(data_ranks=1, fused_loss=False):
-    """Losses of every data rank's micro-batches, and the gradients summed over all of them."""
+    """A model with the gradients summed over all data ranks' micro-batches, and the losses of these."""
     model = build_model(CONFIG, options=StageOptions(seed=SEED, fused_loss=fused_loss))
     losses = []
     for data_rank in range(data_ranks):
@@ -68,7 +68,7 @@ def run_step(schedule, layout, executor, return_outputs=False):
 
 
 def assert_norm_of_all_gradients(sets, grads):
-    """Every parameter counts once, however many replicas it has and however its experts are divided."""
+    """`gradient_norm` counts every parameter once, however it is replicated or divided."""
     expected = torch.stack([grad.double().square().sum() for grad in grads.values()]).sum().sqrt()
     torch.testing.assert_close(gradient_norm(sets, torch.device("cpu")), expected, rtol=1e-6, atol=0)
 
@@ -102,7 +102,7 @@ def equals_reference(rank, name, pp, model, losses):
     return sorted(result.losses), sorted(again.outputs)
 
 
-def every_one_equals_reference(rank, names, pp, fused_loss):
+def all_schedules_equal_reference(rank, names, pp, fused_loss):
     model, losses = reference(fused_loss=fused_loss)
     seen = {}
     for name in names:
@@ -115,7 +115,8 @@ def every_one_equals_reference(rank, names, pp, fused_loss):
 
 
 def agrees(rank, name, pp, dp, ep, fused_loss=False):
-    """With the plain model, but not to the bit: experts' rows come from several ranks, a fused loss sums in chunks."""
+    """Compare with the single-process model within a tolerance: experts get rows of several ranks in one product, and a
+    fused loss is summed in chunks."""
     schedule, layout, executor, experts, sets = make_pipeline(rank, name, pp, dp, ep, fused_loss)
     model, losses = reference(dp)
     result = run_step(schedule, layout, executor)
