@@ -101,6 +101,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         try:
+            self._send_heartbeat(ended=False)  # now, so that a rank that dies early has left its process id
             while not self._closing.wait(self.interval):
                 self._send_heartbeat(ended=False)
                 if failure := self._published() or self._detect():
@@ -143,7 +144,7 @@ class Watchdog:
         if failure := self._check_next():
             return failure
         self._disconnected += self._lost_connection is not None
-        if self._still > self.max_still or self._disconnected > self.max_silent:
+        if self._still > self.max_still or self._disconnected > self.max_silent + 1:  # after a silent rank is named
             return self._diagnose_hang()
         return None
 

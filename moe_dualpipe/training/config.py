@@ -140,7 +140,7 @@ class SampleConfig:
 
     def sampling(self) -> Sampling:
         """Raises ValueError for values out of range."""
-        return Sampling(self.temperature, self.top_k or None, self.top_p)
+        return Sampling(self.temperature, self.top_k, self.top_p)
 
 
 @dataclass(frozen=True, slots=True)

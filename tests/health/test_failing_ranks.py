@@ -1,0 +1,108 @@
+"""Ranks that are killed, hang, fail or exit: the others end soon and name the rank."""
+
+import random
+import re
+import signal
+import time
+
+from tests.support.killed_runs import Processes, newest
+from tests.support.ranks import run_ranks
+from tests.support.runs import change, losses, settings, train
+
+
+def test_a_run_that_is_killed_at_random_moments_gives_the_same_results(tmp_path):
+    """Each time the other rank exits and names the killed one, and the run resumes from its newest checkpoint."""
+    chance = random.Random(5)
+    small = {"steps": 10, "seq_len": 16, "eval_sequences": 1, "save_every": 1}
+    config = settings(tmp_path / "killed", **small)
+    for _ in range(3):
+        victim = chance.randrange(2)
+        with Processes(2, change(config, resume=newest(config.checkpoint.out))) as run:
+            run.wait_for_steps(chance.randint(1, 2))
+            time.sleep(chance.uniform(0, 0.1))
+            run.kill(victim)
+            assert run.exit_codes(victim, 1 - victim) == [-signal.SIGKILL, 1]
+            assert f"train.py: rank {1 - victim} stops: rank {victim} vanished, last seen in " in run.output(1 - victim)
+            assert f": its process {run.processes[victim].pid} is gone\n" in run.output(1 - victim)
+            assert "Traceback" not in run.output(1 - victim)
+    last = run_ranks(2, train, change(config, resume=newest(config.checkpoint.out)))[0]
+    whole = run_ranks(2, train, settings(tmp_path / "whole", **small))[0]
+    for kind in ("loss", "grad_norm"):
+        assert losses(last, kind) == losses(whole, kind)
+    assert losses(last, "validation_loss")[10] == losses(whole, "validation_loss")[10]
+
+
+def test_four_ranks_name_the_one_that_was_killed(tmp_path):
+    with Processes(4, settings(tmp_path / "run", steps=1000, pp=2, ep=2, seq_len=16)) as run:
+        run.wait_for_steps(1)
+        run.kill(2)
+        assert run.exit_codes(0, 1, 3) == [1, 1, 1]
+        for rank in (0, 1, 3):
+            assert f"train.py: rank {rank} stops: rank 2 vanished, last seen in " in run.output(rank)
+
+
+def test_a_suspended_rank_counts_as_dead(tmp_path):
+    """Its connections stay open, so the main thread of the other rank is stuck in C++."""
+    with Processes(2, settings(tmp_path / "run", steps=1000, seq_len=16), patience=3.0) as run:
+        run.wait_for_steps(1)
+        run.kill(1, signal.SIGSTOP)
+        assert run.exit_codes(0) == [1]
+        seen = r"rank 1 vanished: no sign of life for 3 s, last seen in (step \d+|the start of the run)"
+        assert re.search(seen, run.output(0))
+
+
+def on_rank_1_in_step_3(trainer, action):
+    pipeline_step = trainer.pipeline_step
+
+    def step(*batch):
+        if trainer.layout.rank == 1 and trainer.progress.step == 3:
+            action()
+        return pipeline_step(*batch)
+
+    trainer.pipeline_step = step
+
+
+def fall_asleep():
+    time.sleep(1000)
+
+
+def hanging(trainer):
+    on_rank_1_in_step_3(trainer, fall_asleep)
+
+
+def test_a_rank_that_hangs_is_named_within_the_timeout(tmp_path):
+    with Processes(2, settings(tmp_path / "run", seq_len=16, timeout=8.0), sabotage=hanging) as run:
+        assert run.exit_codes(0, 1) == [1, 1]
+        for rank in (0, 1):
+            assert f"train.py: rank {rank} stops: rank 1 hangs in step 3 (test_failing_ranks.py:" in run.output(rank)
+            assert "in fall_asleep), and others wait for it" in run.output(rank)
+
+
+def raise_error():
+    raise ValueError("no such shard: 7\nmore of it")
+
+
+def failing(trainer):
+    on_rank_1_in_step_3(trainer, raise_error)
+
+
+def test_a_rank_that_fails_prints_its_traceback_and_the_others_the_error(tmp_path):
+    with Processes(2, settings(tmp_path / "run", seq_len=16), sabotage=failing) as run:
+        assert run.exit_codes(0, 1) == [1, 1]
+        assert "in raise_error\n" in run.output(1) and "ValueError: no such shard: 7\nmore of it" in run.output(1)
+        assert "train.py: rank 0 stops: rank 1 failed in step 3: ValueError: no such shard: 7\n" in run.output(0)
+        assert "Traceback" not in run.output(0)
+
+
+def exit_process():
+    raise SystemExit(2)
+
+
+def exiting(trainer):
+    on_rank_1_in_step_3(trainer, exit_process)
+
+
+def test_a_rank_that_exits_without_an_error_is_named_by_the_others(tmp_path):
+    with Processes(2, settings(tmp_path / "run", seq_len=16), patience=3.0, sabotage=exiting) as run:
+        assert run.exit_codes(0, 1) == [1, 2]
+        assert "train.py: rank 0 stops: rank 1 exited in step 3 " in run.output(0)

@@ -1,0 +1,156 @@
+"""Restarts by torchrun."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from moe_dualpipe.training import restart
+from moe_dualpipe.training.command_line import parse_arguments
+from tests.support.checkpoints import write_manifest
+from tests.support.ranks import run_ranks
+from tests.support.runs import ROOT, SMALL, change, losses, make_plan, options, records, resolve, settings, train
+
+KILLS_ITSELF = """
+import os, signal
+from moe_dualpipe.training.loop import main
+from moe_dualpipe.training.trainer import Trainer
+
+train_step = Trainer.train_step
+
+def until_killed(self, step):
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and step == 4 and self.layout.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return train_step(self, step)
+
+Trainer.train_step = until_killed
+main()
+"""
+
+
+def train_as_typed(rank, arguments):
+    return train(rank, parse_arguments(arguments))
+
+
+def test_torchrun_restarts_a_killed_run_which_resumes_in_its_folder(tmp_path):
+    """Without --out, beside another run: the second attempt finds the folder of the first."""
+    script = tmp_path / "kills_itself.py"
+    script.write_text(KILLS_ITSELF)
+    (tmp_path / "runs" / "tiny" / "checkpoints").mkdir(parents=True)
+    small = [str(a) for a in SMALL]
+    arguments = [
+        *small,
+        "--steps",
+        "7",
+        "--save-every",
+        "2",
+        "--no-save-async",
+        "--sample-tokens",
+        "0",
+        "--device",
+        "cpu",
+    ]
+    torchrun = ["--nproc-per-node", "2", "--max-restarts", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", *torchrun, str(script), *arguments],
+        cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, capture_output=True,
+        text=True, timeout=120, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "train.py: rank 0 stops: rank 1 vanished" in done.stderr
+    # The rank was killed while step 4 was being saved, so that checkpoint may be complete or not.
+    assert re.search(r"resumed from runs/tiny-2/checkpoints/step-00000(2, steps 3|4, steps 5) to 7", done.stdout)
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"tiny", "tiny-2"}
+    whole = run_ranks(2, train_as_typed, [*arguments, "--out", str(tmp_path / "whole")])[0]
+    again = records(tmp_path / "runs" / "tiny-2")
+    assert losses(again) == losses(whole)
+    assert losses(again, "validation_loss")[7] == losses(whole, "validation_loss")[7]
+
+
+def torchrun_says(monkeypatch, restarts, run_id="none"):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+
+
+def checkpoint_in(out, step, age=0.0):
+    folder = Path(out, "checkpoints", f"step-{step:06d}")
+    write_manifest(folder, step)
+    now = time.time()
+    os.utime(folder, (now - age, now - age))
+    return folder
+
+
+def test_only_a_restart_uses_the_folder_of_its_launcher(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    out, new, named = "runs/tiny", options(device="cpu"), options(device="cpu", out="runs/tiny")
+    Path(out).mkdir(parents=True)
+    restart.mark_folder(Path(out), 0)
+    assert not Path(out, "launchers").exists()  # no launcher
+    torchrun_says(monkeypatch, 0)
+    restart.mark_folder(Path(out), 1)
+    assert not Path(out, "launchers").exists()  # only one rank per machine writes it
+    restart.mark_folder(Path(out), 0)
+    assert len(list(Path(out, "launchers").iterdir())) == 1
+    checkpoint_in(out, 3)
+    assert resolve(new).folder == Path("runs/tiny-2")
+    with pytest.raises(ValueError, match="already holds a run"):
+        resolve(named)
+    torchrun_says(monkeypatch, 1)
+    assert resolve(new).folder == Path(out)
+    assert resolve(named).folder == Path(out)
+    monkeypatch.setattr(os, "getppid", lambda: 1)  # another launcher
+    assert resolve(new).folder == Path("runs/tiny-2")
+    assert restart.newest_checkpoint(Path(out)) is None
+
+
+def if_complete(path):
+    if not Path(path, "run.json").exists():
+        raise ValueError
+    return Path(path)
+
+
+def test_a_restart_uses_the_newest_checkpoint_of_its_earlier_attempts(tmp_path, monkeypatch):
+    monkeypatch.setattr(restart, "find_checkpoint", if_complete)
+    torchrun_says(monkeypatch, 1)
+    restart.mark_folder(tmp_path, 0)
+    assert restart.newest_checkpoint(tmp_path) is None
+    checkpoint_in(tmp_path, 9, age=1000)  # from before the run was resumed at an earlier step
+    assert restart.newest_checkpoint(tmp_path) is None
+    second = checkpoint_in(tmp_path, 2, age=-1)
+    unreadable = checkpoint_in(tmp_path, 4, age=-1)
+    (unreadable / "run.json").unlink()
+    os.utime(unreadable, (time.time() + 1,) * 2)
+    assert restart.newest_checkpoint(tmp_path) == second
+    (mark,) = (tmp_path / "launchers").iterdir()
+    before = mark.stat().st_mtime_ns
+    restart.mark_folder(tmp_path, 0)
+    assert mark.stat().st_mtime_ns == before  # so the third attempt uses checkpoints of the first one
+
+
+def test_the_newest_checkpoint_is_the_one_with_the_largest_number(tmp_path, monkeypatch):
+    torchrun_says(monkeypatch, 1)
+    restart.mark_folder(tmp_path, 0)
+    found = {step: checkpoint_in(tmp_path, step, age=-1) for step in (999_998, 1_000_000)}
+    assert restart.newest_checkpoint(tmp_path) == found[1_000_000]
+
+
+def test_a_restart_after_the_last_step_does_no_step(tmp_path, monkeypatch):
+    config = settings(tmp_path / "run", steps=2)
+    torchrun_says(monkeypatch, 1)
+    Path(config.checkpoint.out).mkdir()
+    restart.mark_folder(Path(config.checkpoint.out), 0)
+    first = run_ranks(1, train, config)[0]
+    assert make_plan(config).first_step == 2
+    again = run_ranks(1, restarted, change(config, profile=1))[0]  # no step is left to record
+    assert losses(again) == losses(first)
+
+
+def restarted(rank, config):
+    os.environ |= {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "1"}
+    (mark,) = Path(config.checkpoint.out, "launchers").iterdir()
+    restart._launcher_file = lambda folder: folder / "launchers" / mark.name  # as if the parent were the same
+    return train(rank, config)
