@@ -1,4 +1,4 @@
-"""A loss or gradient that is not finite, on whichever rank: all ranks skip the step, and it leaves no trace."""
+"""A non-finite loss or gradient on any rank: all ranks skip the step, which changes nothing."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from tests.support.runs import change, losses, make_trainer, records, resolve, s
 
 
 def poison(trainer, rank, kind, value, steps):
-    """In `steps`, one rank alone has `value` in its loss, or in one element of one gradient."""
+    """In `steps`, put `value` into the loss of one rank, or into one element of one gradient."""
     pipeline_step = trainer.pipeline_step
 
     def step(*batch):
@@ -61,7 +61,7 @@ NAN, INF = float("nan"), float("inf")
     (0, "head", -INF, {"schedule": "dualpipe"}),
     (1, ".experts.", NAN, {"pp": 1, "ep": 2}),
 ])  # fmt: skip
-def test_all_ranks_skip_what_is_not_finite_on_one(tmp_path, rank, kind, value, changes):
+def test_all_ranks_skip_a_step_that_is_not_finite_on_one(tmp_path, rank, kind, value, changes):
     finite = run_ranks(2, one_skipped_step, settings(tmp_path, seq_len=16, **changes), rank, kind, value)
     expected = (value == value if kind == "loss" else True, value == value or kind == "loss")
     assert finite == [expected] * 2
@@ -74,7 +74,7 @@ def poisoned_run(rank, config, steps):
     return records(config.checkpoint.out)
 
 
-def test_a_run_resumed_after_a_skipped_step_repeats_the_uninterrupted_one_bit_for_bit(tmp_path):
+def test_a_run_resumed_after_a_skipped_step_is_bit_identical_to_an_uninterrupted_one(tmp_path):
     config = settings(tmp_path / "whole", seq_len=16, save_every=3)
     whole = run_ranks(2, poisoned_run, config, {2, 5})[0]
     assert [record["skipped"] for record in whole if "loss" in record] == [0, 1, 1, 1, 2, 2]
@@ -95,13 +95,13 @@ def too_many(rank, config, steps):
     assert exit_.value.code == 1
 
 
-def test_too_many_skipped_steps_in_a_row_stop_the_run_and_save_nothing(tmp_path):
+def test_too_many_skipped_steps_in_a_row_stop_the_run_without_a_checkpoint(tmp_path):
     config = settings(tmp_path / "run", steps=9, seq_len=16, save_every=1, max_skipped=3)
     run_ranks(2, too_many, config, {2, 3, 5, 6, 7, 8})
     assert sorted(path.name for path in Path(config.checkpoint.out, "checkpoints").iterdir())[-1] == "step-000006"
 
 
-def test_what_is_said_of_skipped_steps(capsys):
+def test_messages_about_skipped_steps(capsys):
     skips, quiet = SkippedSteps(2), SkippedSteps(2, announce=False)
     for each in (skips, quiet):
         assert not each.finite(3, NAN, 1.5)
@@ -117,7 +117,7 @@ def test_what_is_said_of_skipped_steps(capsys):
     assert stop.startswith("train.py: error: 2 consecutive steps had a non-finite loss or gradient: the run stops")
 
 
-def test_the_flag():
+def test_max_skipped_is_checked():
     assert parse_arguments([]).health.max_skipped == 10
     with pytest.raises(ValueError, match="--max-skipped must be at least 1: got 0"):
         resolve(["--max-skipped", "0"])

@@ -1,4 +1,4 @@
-"""Whole training runs of a small model, for tests: their settings, and what they recorded."""
+"""Training runs of a small model: options, runs in this process or as commands, and their records."""
 
 import contextlib
 import dataclasses
@@ -25,7 +25,7 @@ from moe_dualpipe.training.trainer import Trainer
 ROOT = Path(__file__).parents[2]
 
 
-TEXT = str(Path(email.__file__).parent)  # the same whatever this project changes
+TEXT = str(Path(email.__file__).parent)  # does not change with this project
 MODEL = ModelConfig(
     hidden_size=32, num_layers=4, num_heads=2, num_kv_heads=1, head_dim=16, dense_size=64, expert_size=32,
     num_experts=4, init_std=0.1,
@@ -58,7 +58,7 @@ def options(**changes) -> TrainConfig:
 
 
 def resolve(config: TrainConfig | list[str], processes=1) -> RunSetup:
-    """The first rank's values for options, or for a command line."""
+    """The values that the first rank chooses for `config`, or for a command line."""
     config = parse_arguments(config) if isinstance(config, list) else config
     return resolve_options(config, Launch(0, 0, processes, processes))
 
@@ -81,7 +81,7 @@ def save(trainer, step) -> Path:
 
 
 def train(rank, config):
-    """A whole run on this rank; returns the records that rank 0 wrote."""
+    """Do a run on this rank. Returns the records that rank 0 wrote."""
     TrainingRun(make_trainer(rank, config)).run()
     return records(config.checkpoint.out)
 

@@ -1,4 +1,4 @@
-"""Balanced routers in whole runs: biases that move alike everywhere and survive a stop, and the losses' records."""
+"""Expert load balancing in runs: equal biases on all ranks, resumed biases, and recorded auxiliary losses."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ OFTEN = {"model": BALANCED, "bias_rate": 0.01, "steps": 4, "seq_len": 16, "eval_
 
 
 def biased_steps(rank, config):
-    """Three steps, after which biases are what the loads of all ranks say: those, and the records of the steps."""
+    """Do three steps and check the biases against the loads of all ranks. Returns biases and records."""
     trainer = make_trainer(rank, config)
     load, loads = trainer.balance.loads, []
     trainer.balance.loads = lambda device: loads.append(load(device)) or loads[-1]  # type: ignore[method-assign]
@@ -34,11 +34,11 @@ def biased_steps(rank, config):
         assert torch.equal(bias, expected)
         assert torch.equal(trainer.state()[f"model.{name}"], bias)
     biases = {name: bias.tolist() for name, bias in trainer.balance.biases.items()}
-    check_that_a_drift_is_found(rank, trainer)
+    check_that_a_difference_is_found(rank, trainer)
     return biases, records
 
 
-def check_that_a_drift_is_found(rank, trainer):
+def check_that_a_difference_is_found(rank, trainer):
     trainer.check_replicas()
     if trainer.balance.replicas.group is None:
         return
@@ -52,7 +52,7 @@ def biased_steps_each(rank, configs):
     return [biased_steps(rank, config) for config in configs]
 
 
-def test_biases_follow_the_loads_of_all_ranks_and_losses_do_not_depend_on_the_division(tmp_path):
+def test_biases_follow_the_loads_of_all_ranks_and_losses_are_the_same_in_every_layout(tmp_path):
     divisions = [{}, {"schedule": "1f1b", "recompute": "full"}, {"ep": 2}]
     configs = [settings(tmp_path / str(i), **{**OFTEN, **changes}) for i, changes in enumerate(divisions)]
     ranks = run_ranks(2, biased_steps_each, configs)
@@ -75,7 +75,7 @@ def test_biases_follow_the_loads_of_all_ranks_and_losses_do_not_depend_on_the_di
 CHOICES = [{}, {"overlap": False}, {"recompute": "norms"}, {"recompute": "attention"}, {"recompute": "full"}]
 
 
-def test_overlap_and_recompute_change_no_bit_and_a_resumed_run_repeats_them(tmp_path):
+def test_overlap_recompute_and_resuming_are_bit_identical(tmp_path):
     configs = [settings(tmp_path / str(i), **OFTEN, save_every=2, **choice) for i, choice in enumerate(CHOICES)]
     resume = str(tmp_path / "0" / "checkpoints" / "step-000002")
     configs.append(settings(tmp_path / "rest", **OFTEN, resume=resume))
@@ -90,8 +90,8 @@ def test_overlap_and_recompute_change_no_bit_and_a_resumed_run_repeats_them(tmp_
     assert rest[1:] == whole[3:]
 
 
-def still_steps(rank, configs):
-    """Of a step of each: the losses in its record, the biases, and what a checkpoint holds."""
+def one_step_each(rank, configs):
+    """Do one step of each run. Returns its recorded losses, its biases, and the names in its checkpoint."""
     seen = []
     for config in configs:
         trainer = make_trainer(rank, config)
@@ -103,14 +103,14 @@ def still_steps(rank, configs):
     return seen
 
 
-def test_what_is_off_stays_off(tmp_path):
+def test_losses_and_biases_that_are_off_are_not_recorded_or_changed(tmp_path):
     model, still = dataclasses.replace(BALANCED, z_loss=0.0), {**OFTEN, "bias_rate": 0.0}
     configs = [
         settings(tmp_path / "a", **{**still, "model": model}),
         settings(tmp_path / "b", **{**still, "model": model}, dtype="bfloat16"),
         settings(tmp_path / "c", **{**still, "model": MODEL}),
     ]
-    (seen,) = run_ranks(1, still_steps, configs)
+    (seen,) = run_ranks(1, one_step_each, configs)
     for reported, biases, names in seen[:2]:
         assert reported == {"sequence_loss"}
         assert biases == [[0.0] * 4] * 3
@@ -121,13 +121,13 @@ def test_what_is_off_stays_off(tmp_path):
     assert not any("bias" in name for name in names)
 
 
-def test_losses_of_no_router_are_not_reported(tmp_path):
+def test_a_model_without_routers_records_no_losses(tmp_path):
     dense = dataclasses.replace(BALANCED, num_dense_layers=BALANCED.num_layers)
-    ((reported, biases, _),) = run_ranks(1, still_steps, [settings(tmp_path, **{**OFTEN, "model": dense})])[0]
+    ((reported, biases, _),) = run_ranks(1, one_step_each, [settings(tmp_path, **{**OFTEN, "model": dense})])[0]
     assert (reported, biases) == (set(), [])
 
 
-def test_the_rate_is_a_choice():
+def test_bias_rate_is_checked():
     assert parse_arguments([]).bias_rate == 3e-3
     assert parse_arguments(["--bias-rate", "0.02"]).bias_rate == 0.02
     with pytest.raises(ValueError, match=r"--bias-rate must be finite and not negative: got -0\.1"):

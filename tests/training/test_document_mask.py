@@ -1,4 +1,4 @@
-"""Whole runs with attention inside documents: however the work is divided, the same one, and not that without."""
+"""Runs with a document mask: equal losses in every layout, and other losses than without the mask."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import losses, settings, train_each
 
 
-def test_runs_with_a_document_mask_are_alike(tmp_path):
+def test_every_layout_trains_alike_with_a_document_mask(tmp_path):
     text = tmp_path / "text"
     text.mkdir()
     for i in range(200):

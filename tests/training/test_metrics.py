@@ -1,4 +1,4 @@
-"""What a run records, and the curves that are drawn of it."""
+"""The metrics of a run, and the curves drawn from them."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def test_load_statistics_docstring_example():
     assert load_statistics(uneven_and_even) == {"expert_load_max_over_mean": 2.0, "dead_experts": 0.125}
 
 
-def test_metrics_append_and_only_where_enabled(tmp_path):
+def test_metrics_are_appended_only_if_enabled(tmp_path):
     for value in (1, 2):
         writer = Metrics(tmp_path / "run", enabled=True, first_step=value - 1)
         writer.write(step=value, loss=np.float64(0.5).item())
@@ -37,7 +37,7 @@ def test_metrics_append_and_only_where_enabled(tmp_path):
 
 def test_tensorboard_gets_every_number_at_its_step(tmp_path):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    for first in (0, 2):  # the second run repeats step 3, as one that resumes does
+    for first in (0, 2):  # the second run repeats step 3, like a resumed run
         writer = Metrics(tmp_path, enabled=True, first_step=first, tensorboard=True)
         for step in range(first + 1, 4):
             writer.write(step=step, loss=step + first / 10, note="words")
@@ -47,7 +47,7 @@ def test_tensorboard_gets_every_number_at_its_step(tmp_path):
     assert [(event.step, round(event.value, 3)) for event in found.Scalars("loss")] == [(1, 1), (2, 2), (3, 3.2)]
 
 
-def test_utilisation_is_flops_over_those_of_all_devices(monkeypatch):
+def test_utilisation_is_model_flops_over_the_peak_of_all_devices(monkeypatch):
     model, cpu, cuda = PRESETS["tiny"], torch.device("cpu"), torch.device("cuda", 0)
     flops = train_flops_per_token(model, 256)
     assert utilisation(model, 256, cpu, torch.bfloat16, 3, peak_tflops=2.0) == flops / 6e12
@@ -70,14 +70,14 @@ def recorded(folder, steps=range(1, 5), **more):
     return records
 
 
-def test_steps_stand_where_their_tokens_and_hours_add_up(tmp_path):
+def test_positions_are_cumulative_tokens_and_hours(tmp_path):
     records = recorded(tmp_path / "run", range(3, 6))
     assert positions(records, "step") == {2: 2, 3: 3, 4: 4, 5: 5}
     assert positions(records, "tokens") == {2: 0, 3: 8, 4: 16, 5: 24}
     assert positions(records, "hours") == {2: 0, 3: 0.5, 4: 1.0, 5: 1.5}
 
 
-def test_the_running_mean_is_of_the_latest_values():
+def test_the_running_mean_covers_the_latest_values():
     assert running_mean([1, 2, 3, 4], 0.5) == [1, 1.5, 2.5, 3.5]
     assert running_mean([4, 2], 0.01) == [4, 2]
     assert running_mean([]) == []
@@ -86,7 +86,7 @@ def test_the_running_mean_is_of_the_latest_values():
     assert running_mean(values.tolist()) == pytest.approx(expected)
 
 
-def test_a_run_in_one_line(tmp_path):
+def test_run_summary(tmp_path):
     assert (
         run_summary("a", recorded(tmp_path / "a")) == "a: step 4, loss 1.0000, validation 1.2500, 300 tokens/s (median)"
     )
@@ -94,7 +94,7 @@ def test_a_run_in_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("along", ["step", "tokens", "hours"])
-def test_plot_draws_what_runs_recorded_and_nothing_else(tmp_path, capsys, along):
+def test_plot_draws_only_recorded_quantities(tmp_path, capsys, along):
     recorded(tmp_path / "a")
     recorded(tmp_path / "b", range(3, 9), grad_norm=float("nan"), dead_experts=0.125)
     out = tmp_path / "curves.svg"
@@ -109,14 +109,14 @@ def test_plot_draws_what_runs_recorded_and_nothing_else(tmp_path, capsys, along)
     assert f"wrote {out}" in printed
 
 
-def test_a_single_step_is_seen(tmp_path):
+def test_a_single_step_is_drawn_as_a_dot(tmp_path):
     for steps, marker in ((range(1, 2), "."), (range(1, 3), "None")):
         axes, records = Figure().add_subplot(), recorded(tmp_path / f"{len(steps)}", steps)
         _draw(axes, PANELS[0], records, positions(records, "step"), "C0")
         assert axes.lines[1].get_marker() == marker
 
 
-def test_what_is_no_number_is_not_drawn_and_spoils_no_mean(tmp_path):
+def test_nan_is_not_drawn_and_not_in_the_mean(tmp_path):
     axes, records = Figure().add_subplot(), recorded(tmp_path / "a", range(1, 4))
     records[2]["loss"] = float("nan")
     _draw(axes, PANELS[0], records, positions(records, "tokens"), "C0")
@@ -125,14 +125,14 @@ def test_what_is_no_number_is_not_drawn_and_spoils_no_mean(tmp_path):
 
 
 @pytest.mark.parametrize("along", ["step", "tokens", "hours"])
-def test_the_curves_stand_where_the_positions_are(tmp_path, monkeypatch, along):
+def test_curves_are_drawn_at_their_positions(tmp_path, monkeypatch, along):
     records, drawn = recorded(tmp_path / "a"), []
     monkeypatch.setattr(curves, "_draw", lambda _axes, _panel, _records, where, _colour: drawn.append(where))
     save_curves({"a": records}, tmp_path / "a.svg", along)
     assert drawn == [positions(records, along)] * 2
 
 
-def test_plot_of_one_run_lies_beside_its_records(tmp_path, capsys):
+def test_plot_writes_into_the_run_by_default(tmp_path, capsys):
     recorded(tmp_path / "a")
     assert main(["plot", str(tmp_path / "a")]) == 0
     assert (tmp_path / "a" / "curves.png").read_bytes().startswith(b"\x89PNG")
@@ -152,7 +152,7 @@ def test_plot_of_one_run_lies_beside_its_records(tmp_path, capsys):
         (b"\xff\xfe\n", "metrics.jsonl is not text: invalid start byte at byte 0"),
     ],
 )
-def test_a_folder_that_cannot_be_plotted(tmp_path, capsys, content, problem):
+def test_plot_rejects_a_folder_without_valid_records(tmp_path, capsys, content, problem):
     if content is not None:
         (tmp_path / "metrics.jsonl").write_bytes(content if isinstance(content, bytes) else content.encode())
     assert main(["plot", str(tmp_path)]) == 2
@@ -161,7 +161,7 @@ def test_a_folder_that_cannot_be_plotted(tmp_path, capsys, content, problem):
     assert error.count("\n") == 1
 
 
-def test_a_plot_that_cannot_be_written_is_told_first(tmp_path, capsys):
+def test_plot_rejects_an_output_file_that_it_cannot_write(tmp_path, capsys):
     recorded(tmp_path / "a")
     assert main(["plot", str(tmp_path / "a"), "--out", str(tmp_path / "x.txt")]) == 2
     assert "cannot write 'x.txt': use one of .png, .svg, .pdf" in capsys.readouterr().err
@@ -169,7 +169,7 @@ def test_a_plot_that_cannot_be_written_is_told_first(tmp_path, capsys):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_does_not_stop_the_metrics(tmp_path):
+def test_a_full_disk_does_not_raise(tmp_path):
     writer = Metrics(tmp_path, enabled=True)
     writer.close()
     writer._file = Path("/dev/full").open("a", buffering=1)  # noqa: SIM115

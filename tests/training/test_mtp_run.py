@@ -1,4 +1,4 @@
-"""Runs that predict further ahead: what is reported, resumed, counted, and the same however the work is divided."""
+"""Runs with multi-token prediction (MTP): metrics, resuming, parameter counts, and equal results in every layout."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from moe_dualpipe.runtime.replicas import differing
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, introduction, losses, make_trainer, resolve, settings, train_each
 
-AHEAD = dataclasses.replace(MODEL, mtp_layers=1)
+MTP = dataclasses.replace(MODEL, mtp_layers=1)
 CLOCKS = ("seconds", "tokens_per_s", "peak_memory_mb")
 
 
@@ -18,21 +18,21 @@ def without_clocks(run):
     return [{key: value for key, value in record.items() if key not in CLOCKS} for record in run]
 
 
-def test_the_loss_ahead_falls_beside_a_loss_that_does_not_contain_it(tmp_path):
-    plain, ahead = settings(tmp_path / "plain", steps=1), settings(tmp_path / "ahead", model=AHEAD, steps=20)
+def test_the_mtp_loss_falls_and_is_not_part_of_the_loss(tmp_path):
+    plain, ahead = settings(tmp_path / "plain", steps=1), settings(tmp_path / "ahead", model=MTP, steps=20)
     without, with_it = run_ranks(1, train_each, [plain, ahead])[0]
     assert losses(with_it)[1] == losses(without)[1]
     assert losses(with_it, "validation_loss")[0] == losses(without, "validation_loss")[0]
     assert losses(without, "mtp_loss") == {}
     mtp = losses(with_it, "mtp_loss")
-    assert mtp[1] == pytest.approx(losses(with_it)[1], rel=0.05)  # nothing is known yet
+    assert mtp[1] == pytest.approx(losses(with_it)[1], rel=0.05)  # before any training
     assert mtp[20] < mtp[1] - 1
     assert losses(with_it, "validation_loss")[20] < losses(with_it, "validation_loss")[0] - 1
 
 
-def test_divisions_train_alike_and_a_run_goes_on_under_another(tmp_path):
-    """Under 1f1b two ranks hold an embedding each, under dualpipe each rank holds both ends of the pipeline."""
-    common = {"model": AHEAD, "save_every": 3}
+def test_every_schedule_trains_alike_and_resumes_in_another_layout(tmp_path):
+    """With 1f1b two ranks hold an embedding each; with dualpipe each rank holds both ends of the pipeline."""
+    common = {"model": MTP, "save_every": 3}
     names = ["1f1b", "dualpipe"]
     two = [settings(tmp_path / name, schedule=name, **common) for name in names]
     checkpoint = str(tmp_path / "1f1b" / "checkpoints" / "step-000003")
@@ -40,7 +40,7 @@ def test_divisions_train_alike_and_a_run_goes_on_under_another(tmp_path):
     runs = run_ranks(2, train_each, [*two, again])[0]
     one, moved = run_ranks(
         1, train_each,
-        [settings(tmp_path / "one", **common), settings(tmp_path / "moved", model=AHEAD, resume=checkpoint)],
+        [settings(tmp_path / "one", **common), settings(tmp_path / "moved", model=MTP, resume=checkpoint)],
     )[0]  # fmt: skip
     for run, name in zip(runs, names, strict=False):
         for kind in ("loss", "mtp_loss", "grad_norm", "validation_loss"):
@@ -51,8 +51,8 @@ def test_divisions_train_alike_and_a_run_goes_on_under_another(tmp_path):
     assert losses(moved) == pytest.approx(rest, rel=1e-5)
 
 
-def test_overlap_and_recompute_change_no_bit_with_expert_parallelism(tmp_path):
-    model = dataclasses.replace(AHEAD, mtp_layers=2)
+def test_overlap_and_recompute_are_bit_identical_with_expert_parallelism(tmp_path):
+    model = dataclasses.replace(MTP, mtp_layers=2)
     small = {"model": model, "steps": 2, "seq_len": 16, "eval_sequences": 1, "pp": 1, "ep": 2}
     choices = [{}, {"overlap": False}, {"recompute": "full"}]
     configs = [settings(tmp_path / str(i), **small, **choice) for i, choice in enumerate(choices)]
@@ -63,7 +63,7 @@ def test_overlap_and_recompute_change_no_bit_with_expert_parallelism(tmp_path):
 
 
 def accounts(rank, config):
-    """What is said of the parameters, whose loads are whose, and whether two embeddings that differ are found."""
+    """Check the loads. Returns the introduction and the replicas that differ, before and after changing one."""
     printed = introduction(rank, config)
     trainer = make_trainer(rank, config)
     x_BS, y_BS = trainer.plan.text.batch(0, 0, 0, 4, config.batch.seq_len)
@@ -77,10 +77,10 @@ def accounts(rank, config):
     return printed, names, [name for replicas in trainer.replicas for name in differing(replicas)]
 
 
-def test_the_embedding_of_two_ranks_is_counted_once_and_compared(tmp_path):
-    config = settings(tmp_path, model=AHEAD, schedule="1f1b")
+def test_an_embedding_on_two_ranks_is_counted_once_and_compared(tmp_path):
+    config = settings(tmp_path, model=MTP, schedule="1f1b")
     (printed, *found), (_, *found_there) = run_ranks(2, accounts, config)
-    sizes = {name: p.numel() for name, p in build_model(AHEAD).named_parameters()}
+    sizes = {name: p.numel() for name, p in build_model(MTP).named_parameters()}
     assert f": {sum(sizes.values()) / 1e6:.2f} M parameters" in printed
     assert "+ head + 1 MTP module (" in printed
     assert found == found_there == [[], ["embedding.weight"]]
@@ -96,19 +96,19 @@ def one_step(rank, config):
     return record
 
 
-def test_in_bf16_the_embedding_stays_one_parameter(tmp_path):
-    record = run_ranks(1, one_step, settings(tmp_path, model=AHEAD, dtype="bfloat16", fused_loss=True))[0]
+def test_the_shared_embedding_is_one_parameter_in_bf16(tmp_path):
+    record = run_ranks(1, one_step, settings(tmp_path, model=MTP, dtype="bfloat16", fused_loss=True))[0]
     assert 0 < record["mtp_loss"] < 20
 
 
-def test_sequences_too_short_to_look_ahead_are_told_before_the_run(tmp_path):
+def test_mtp_needs_longer_sequences(tmp_path):
     config = settings(tmp_path, model=dataclasses.replace(MODEL, mtp_layers=32))
     with pytest.raises(ValueError, match=r"--model.mtp-layers 32 needs --seq-len 33 or more: got 32"):
         resolve(config)
 
 
-def test_a_document_mask_is_refused_before_the_run(tmp_path):
-    config = settings(tmp_path, model=AHEAD, document_mask=True)
+def test_mtp_rejects_a_document_mask(tmp_path):
+    config = settings(tmp_path, model=MTP, document_mask=True)
     with pytest.raises(
         ValueError, match=r"--document-mask does not support multi-token prediction: use --model.mtp-layers 0: got 1"
     ):

@@ -1,4 +1,4 @@
-"""The report of recorded steps of ranks on two hosts. The recording itself is tested in test_run.py."""
+"""The report of recorded steps of ranks on two hosts. The recording itself is tested in test_profiled_run.py."""
 
 import json
 from contextlib import contextmanager

@@ -1,7 +1,7 @@
-"""A run against the same training written plainly: one process, torch's own AdamW and clipping, no pipeline.
+"""Runs compared with plain training: one process, torch.optim.AdamW and torch's gradient clipping, no pipeline.
 
-What the trainer reports of every step - loss, gradient norm, learning rate, load of the experts - and the validation
-loss must be those numbers, however the work was divided.
+Loss, gradient norm, learning rate and expert load of every step, and the validation loss, must be equal in every
+parallel layout.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ OPTIM = OptimizerConfig(lr=0.01, warmup_steps=2, final_lr=0.3, beta1=0.8, beta2=
 
 
 def plain_run(config, dp):
-    """The records of a run with `dp` data-parallel ranks, computed as simply as possible."""
+    """The records of a run with `dp` data-parallel ranks."""
     model = build_model(config.model, options=StageOptions(config.seed))
     text = load_data(config.batch.data, config.batch.seq_len)
     matrices = [p for p in model.parameters() if p.ndim > 1]
@@ -51,7 +51,7 @@ def plain_run(config, dp):
                 (loss / (config.batch.micro_batches * dp)).backward()
                 losses.append(loss.item())
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item()
-        assert norm > CLIP  # or the test would not see clipping
+        assert norm > CLIP  # so that clipping is tested
         lr = OPTIM.lr * [0.5, 1.0, 1.0, 0.3 + 0.7 * 0.75, 0.3 + 0.7 * 0.25, 0.3][step]
         for group in adamw.param_groups:
             group["lr"] = lr
@@ -66,7 +66,7 @@ def plain_run(config, dp):
 @pytest.mark.parametrize("ranks,changes", [
     (1, {}), (2, {}), (2, {"schedule": "1f1b"}), (2, {"pp": 1}), (2, {"pp": 1, "ep": 2}), (4, {"pp": 2, "ep": 2}),
 ], ids=str)  # fmt: skip
-def test_a_run_is_plain_training(tmp_path, ranks, changes):
+def test_a_run_equals_plain_training(tmp_path, ranks, changes):
     dp = ranks // changes.get("pp", ranks)
     model = dataclasses.replace(MODEL, init_std=0.2)
     config = settings(tmp_path, model=model, seed=7, micro_batch_size=2, eval_sequences=9, optim=OPTIM, **changes)
