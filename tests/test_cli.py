@@ -131,7 +131,7 @@ def test_compare(capsys):
         ("show vpp", "unknown schedule 'vpp'; did you mean 'interleaved_1f1b'?"),
         (
             "show order.csv --ranks 4",
-            "order.csv defines these numbers: remove --ranks, --micro-batches and --num-chunks",
+            "order.csv defines the sizes: remove --ranks, --micro-batches and --num-chunks",
         ),
         ("show nothing.csv", "No such file or directory: 'nothing.csv'"),
         ("check nothing.csv", "No such file or directory: 'nothing.csv'"),

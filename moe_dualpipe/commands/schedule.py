@@ -19,7 +19,9 @@ from ..drawing.timeline_text import timeline_text
 from ..schedule import (
     NAMES,
     Costs,
+    Recv,
     Schedule,
+    Send,
     build,
     placement_of,
     simulate,
@@ -27,7 +29,6 @@ from ..schedule import (
     validate,
     validate_transfers,
 )
-from ..schedule.actions import Recv, Send
 from ..schedule.compare import compare
 
 
@@ -36,7 +37,7 @@ class CostOptions(Costs):
     """Durations for one micro-batch on one stage: one number for all stages, or one per stage."""
 
     def __post_init__(self) -> None:
-        """Do nothing: `checked` validates. tyro would print an error in a box."""
+        """Do nothing: tyro would print an error in a box. `checked` validates instead."""
 
     def checked(self) -> Costs:
         return Costs(*astuple(self))
@@ -81,10 +82,10 @@ class ShowSchedule:
         path = Path(self.schedule)
         if path.suffix.lower() == ".csv" or (self.schedule not in NAMES and path.is_file()):
             if self.ranks or self.micro_batches or self.num_chunks:
-                raise ValueError(f"{path} defines these numbers: remove --ranks, --micro-batches and --num-chunks")
+                raise ValueError(f"{path} defines the sizes: remove --ranks, --micro-batches and --num-chunks")
             return _read(path)[0]
         if not (self.ranks and self.micro_batches):
-            placement_of(self.schedule, self.ranks or 2)  # first report an unknown name
+            placement_of(self.schedule, self.ranks or 2)  # reports an unknown name first
             raise ValueError(f"{self.schedule} needs --ranks and --micro-batches, as in --ranks 4 --micro-batches 8")
         return build(self.schedule, self.ranks, self.micro_batches, self.num_chunks or None)
 
@@ -94,7 +95,7 @@ class CompareSchedules:
     """Compare all schedules for the same model. Memory is the maximum over the ranks, in stages of the model."""
 
     stages: int
-    """Number of stages of the model; the costs are for these. Some schedules merge or split them."""
+    """Number of stages of the model. The costs are for these stages, which some schedules merge or split."""
     micro_batches: int
     """Number of micro-batches in a step."""
     num_chunks: int = 2

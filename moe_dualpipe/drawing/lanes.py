@@ -1,8 +1,8 @@
-"""Draw a trace as two lanes, computation above communication, in the manner of DeepSeek's published profiles.
+"""Draw a trace as two lanes, computation above communication, like DeepSeek's published profiles.
 
 A block is the work that one annotation launched. Its colour shows the letter at the end of the annotation's name: (F)
-forward, (B) backward, (I) input gradient, (W) weight gradient. All other work is grey. Where the whole time is too long
-for names to fit into the blocks, a second pair of lanes below shows a part of it with names.
+forward, (B) backward, (I) input gradient, (W) weight gradient. All other work is grey. If the trace is too long for
+names to fit into the blocks, a second pair of lanes below shows a part of it with names.
 """
 
 from collections import defaultdict
@@ -31,18 +31,16 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".png", ".svg", ".html")
 OTHER = "#c8c8c8"
-WIDTH, FONT_SIZE = 9.0, 9
-"""Inches and points: shown 800 pixels wide, the text is 11 pixels high."""
+WIDTH, FONT_SIZE = 9.0, 9  # inches and points: the text is 11 pixels high in an image 800 pixels wide
 _LANE_INCHES, _LETTER_INCHES = 7.7, 0.55 * FONT_SIZE / 72
-_NAMED_SHARE = 0.9
-"""In the detail, names fit into blocks with this share of the time of all named blocks."""
+_NAMED_SHARE = 0.9  # the detail is so short that names fit into blocks with this share of the named time
 
 Window = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Picture:
-    """Two lanes and their title. shift_us: the start of the lanes, after the start of the first picture."""
+    """Two lanes and their title. shift_us: how much later the lanes start than those of the first picture."""
 
     title: str
     blocks: Sequence[LaneBlock]
@@ -54,12 +52,11 @@ class Picture:
 
     @staticmethod
     def colour(block: LaneBlock) -> str:
-        letter = letter_of(block.name)
-        return COLOURS[letter] if letter else OTHER
+        return COLOURS[letter] if (letter := letter_of(block.name)) else OTHER
 
 
 def trace_pictures(files: "TraceFiles") -> list[Picture]:
-    """A picture of each device, on one time axis; where the ranks' clocks cannot be compared, each starts at 0."""
+    """Return one picture per device, on one time axis. If the ranks' clocks cannot be compared, each starts at 0."""
     known = [skew.shift_us for skew in files.skews if skew.shift_us is not None]
     shifts = [shift - min(known) for shift in known] if len(known) == len(files.skews) else [0.0] * len(files.skews)
     names = files.names if len(files.devices) > 1 else [files.devices[0].analysis.name]
@@ -70,12 +67,12 @@ def trace_pictures(files: "TraceFiles") -> list[Picture]:
 
 
 def measurement_pictures(measurement: "Measurement") -> list[Picture]:
-    """The lanes of this rank in both runs."""
+    """Return the lanes of this rank in both runs."""
     rank = "rank 0, " if len(measurement.runs["overlapped"].devices) > 1 else ""
-    devices = {run: files.devices[0] for run, files in measurement.runs.items()}
     return [
         Picture(f"{rank}{run}: {d.analysis.window_us / 1e3:,.1f} ms, {hidden_sentence(d.analysis)}", d.blocks)
-        for run, d in devices.items()
+        for run, files in measurement.runs.items()
+        for d in files.devices[:1]
     ]
 
 
@@ -104,13 +101,13 @@ def save_lanes(pictures: Sequence[Picture], path: Path) -> None:
 
 
 def _windows(pictures: Sequence[Picture]) -> list[Window]:
-    """The whole time and, where names would not fit into it, a part from the middle of what all pictures have."""
+    """Return the whole time and, if names do not fit there, a detail from the middle of the time all pictures cover."""
     end = max(picture.end_us for picture in pictures)
     named = [(block.name, _longest(block, 0, end)) for picture in pictures for block in picture.blocks if block.name]
     lengths = np.array([stop - start for _, (start, stop) in named])
     if not lengths.sum():
         return [(0.0, end)]
-    per_inch = lengths / [_LETTER_INCHES * (1 + len(name)) for name, _ in named]  # us/inch at which it fits
+    per_inch = lengths / [_LETTER_INCHES * (1 + len(name)) for name, _ in named]  # at most this many us per inch
     order = np.argsort(-per_inch)
     enough = np.searchsorted(np.cumsum(lengths[order]), _NAMED_SHARE * lengths.sum())
     length = float(_LANE_INCHES * per_inch[order][min(enough, len(order) - 1)])
@@ -122,10 +119,10 @@ def _windows(pictures: Sequence[Picture]) -> list[Window]:
 
 
 def _longest(block: LaneBlock, start: float, end: float) -> Window:
-    """The longest piece of a block between two moments, across gaps that are too short to be seen."""
+    """Return the longest piece of a block between `start` and `end`. Gaps too short to be seen do not end a piece."""
     pieces = close_gaps(block.intervals, (end - start) / 400).clip(start, end)
-    longest = pieces[np.argmax(pieces[:, 1] - pieces[:, 0])]
-    return float(longest[0]), float(longest[1])
+    left, right = pieces[np.argmax(pieces[:, 1] - pieces[:, 0])].tolist()
+    return left, right
 
 
 def _draw(axes: "Axes", picture: Picture, window: Window, names: bool) -> None:
@@ -136,11 +133,13 @@ def _draw(axes: "Axes", picture: Picture, window: Window, names: bool) -> None:
         shown = block.intervals[(block.intervals[:, 1] > start) & (block.intervals[:, 0] < end)].tolist()
         spans = [((a + picture.shift_us) / 1e3, (b - a) / 1e3) for a, b in shown]
         axes.broken_barh(spans, (bottom, 0.86), facecolors=picture.colour(block), edgecolors="none")
-        piece = _longest(block, start, end)
-        if names and block.name and piece[1] - piece[0] > 0.1 * inch:
-            axes.vlines((piece[0] + picture.shift_us) / 1e3, bottom, bottom + 0.86, "white", linewidth=0.8)
-        if names and block.name and piece[1] - piece[0] >= _LETTER_INCHES * len(block.name) * inch:
-            middle = (sum(piece) / 2 + picture.shift_us) / 1e3
+        if not (names and block.name):
+            continue
+        left, right = _longest(block, start, end)
+        if right - left > 0.1 * inch:
+            axes.vlines((left + picture.shift_us) / 1e3, bottom, bottom + 0.86, "white", linewidth=0.8)
+        if right - left >= _LETTER_INCHES * len(block.name) * inch:
+            middle = ((left + right) / 2 + picture.shift_us) / 1e3
             axes.text(middle, -block.lane, block.name, ha="center", va="center", fontsize=FONT_SIZE)
     axes.set_xlim(window[0] / 1e3, window[1] / 1e3)
     axes.set_ylim(-1.5, 0.5)
@@ -151,7 +150,7 @@ def _draw(axes: "Axes", picture: Picture, window: Window, names: bool) -> None:
 
 
 def _add_legend(figure: "Figure", pictures: Sequence[Picture]) -> None:
-    """An entry for each colour that covers enough of the time to be seen."""
+    """Add a legend entry for each colour that covers enough of the time to be seen."""
     from matplotlib.patches import Patch
 
     end, times = max(picture.end_us for picture in pictures), defaultdict[str, float](float)

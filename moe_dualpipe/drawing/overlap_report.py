@@ -10,14 +10,13 @@ if TYPE_CHECKING:
     from ..profiler.files import TraceFiles
     from ..profiler.measure import Measurement
 
-MAX_WAITS = 8
-"""Rows of the table of waits; one more row sums up the rest."""
+MAX_WAITS = 8  # rows of the table of waits; one more row sums up the rest
 
 
 def analysis_text(analysis: Analysis, phases: bool = False, kernels: int = 0, streams: bool = False) -> str:
-    """The report of one device: busy times, the waits in which nothing computed, and the hidden share.
+    """Return the report of one device: busy times, the waits in which nothing computed, and the hidden share.
 
-    phases, streams: add a table of them. kernels: add a table of this many kernels, those with the longest total time.
+    phases, streams: add a table of each. kernels: add a table of this many kernels, those with the longest total time.
     """
     tables = [overview_rows({analysis.name: analysis}, in_window=True)]
     if analysis.waits:
@@ -36,20 +35,15 @@ def analysis_text(analysis: Analysis, phases: bool = False, kernels: int = 0, st
 
 
 def overview_rows(analyses: dict[str, Analysis], in_window: bool = False) -> list[list[str]]:
-    """Table rows with the busy times of each analysis in a column.
+    """Return table rows with one column of busy times per analysis.
 
-    in_window: add a column with the times of the only analysis as shares of its window.
+    in_window: add a column with these times as shares of the window. `analyses` must then have one entry.
     """
     rows = [["", *(f"{name}, us" for name in analyses), *(["of the window"] * in_window)]]
     for what, key in (
-        ("window", "window_us"),
-        ("busy", "busy_us"),
-        ("computation", "compute_us"),
-        ("communication", "comm_us"),
-        ("- hidden behind computation", "overlapped_us"),
-        ("- exposed", "exposed_comm_us"),
-        ("idle", "idle_us"),
-    ):
+        ("window", "window_us"), ("busy", "busy_us"), ("computation", "compute_us"), ("communication", "comm_us"),
+        ("- hidden behind computation", "overlapped_us"), ("- exposed", "exposed_comm_us"), ("idle", "idle_us"),
+    ):  # fmt: skip
         times = [getattr(analysis, key) for analysis in analyses.values()]
         rows.append([what, *(f"{time:,.0f}" for time in times)])
         if in_window:
@@ -59,24 +53,23 @@ def overview_rows(analyses: dict[str, Analysis], in_window: bool = False) -> lis
 
 
 def traces_text(files: "TraceFiles", phases: bool = False, kernels: int = 0, streams: bool = False) -> str:
-    """The report of each device and, if there are several, a table that compares them."""
+    """Return the report of each device and, if there are several, a table that compares them."""
     parts = [f"{d.path}\n{analysis_text(d.analysis, phases, kernels, streams)}" for d in files.devices]
     return "\n\n".join([*parts, *([compare_ranks(files)] if len(files.devices) > 1 else [])])
 
 
 def compare_ranks(files: "TraceFiles", names: Sequence[str] | None = None) -> str:
-    """A table with a row for each device, and the time that it waited for other ranks ("-" if unknown)."""
+    """Return a table with one row per device, with the time that it waited for other ranks ("-" if unknown)."""
     rows = [["", "window, us", "computation", "communication", "exposed", "hidden", "waited for others"]]
     for name, device, skew in zip(names or files.names, files.devices, files.skews, strict=True):
-        a = device.analysis
+        a, waited = device.analysis, "-" if skew.waited_us is None else f"{skew.waited_us:,.0f}"
         times = (a.window_us, a.compute_us, a.comm_us, a.exposed_comm_us)
-        waited = "-" if skew.waited_us is None else f"{skew.waited_us:,.0f}"
         rows.append([name, *(f"{time:,.0f}" for time in times), percent(a.hidden_fraction), waited])
     return markdown(rows)
 
 
 def measurement_text(measurement: "Measurement") -> str:
-    """Both runs of this rank side by side, compared with the lower bound; under torchrun, also a table of all ranks."""
+    """Return both runs of this rank beside each other and the lower bound; under torchrun, also a table of ranks."""
     analyses = {run: files.devices[0].analysis for run, files in measurement.runs.items()}
     sequential, overlapped = analyses["sequential"], analyses["overlapped"]
     workload, ranks, bound = measurement.workload, measurement.num_ranks, measurement.bound_us
@@ -98,22 +91,20 @@ def measurement_text(measurement: "Measurement") -> str:
 
 
 def _wait_rows(analysis: Analysis) -> list[list[str]]:
-    shown, rest = analysis.waits[:MAX_WAITS], analysis.waits[MAX_WAITS:]
-    cpu = analysis.device == "cpu"
-    rows = [["nothing computed during", "until", "times", "us", "not traced" if cpu else "not launched yet"]]
-    for wait in shown:
-        during = wait.during or "(nothing)"
+    cause = "not traced" if analysis.device == "cpu" else "not launched yet"
+    rows = [["nothing computed during", "until", "times", "us", cause]]
+    for wait in analysis.waits[:MAX_WAITS]:
+        names = [_short(wait.during or "(nothing)"), _short(wait.before or "the end")]
         sync = f" ({wait.sync_us:,.0f} in a sync)" if wait.sync_us >= 0.5 else ""
-        rows.append([_short(during), _short(wait.before or "the end"), str(wait.times), f"{wait.total_us:,.0f}"])
-        rows[-1].append(f"{wait.host_us:,.0f}{sync}")
-    if rest:
+        rows.append([*names, str(wait.times), f"{wait.total_us:,.0f}", f"{wait.host_us:,.0f}{sync}"])
+    if rest := analysis.waits[MAX_WAITS:]:
         sums = [sum(getattr(wait, key) for wait in rest) for key in ("times", "total_us", "host_us")]
         rows.append([f"{len(rest)} more", "", *(f"{number:,.0f}" for number in sums)])
     return rows
 
 
 def _short(name: str) -> str:
-    """At most 40 characters, without autograd's prefix."""
+    """Return at most 40 characters of `name`, without autograd's prefix."""
     return name.removeprefix("autograd::engine::evaluate_function: ")[:40]
 
 
@@ -127,9 +118,9 @@ def _phase_rows(analysis: Analysis) -> list[list[str]]:
 
 
 def compare_phases(analyses: dict[str, Analysis], times: int) -> str:
-    """A table of each phase's time in each of the named analyses, in microseconds.
+    """Return a table of each phase's time in each analysis: microseconds per layer and micro-batch.
 
-    times: how often a micro-batch went through a layer; the table shows the time of one.
+    times: the number of passes of a micro-batch through a layer. All times are divided by it.
     """
     by_name = {run: {phase.name: phase for phase in analysis.phases} for run, analysis in analyses.items()}
     columns = ("computation", "compute_us"), ("communication", "comm_us"), ("exposed", "exposed_comm_us")
@@ -146,13 +137,11 @@ def percent(fraction: float | None) -> str:
 
 
 def hidden_sentence(analysis: Analysis) -> str:
-    """How much of the communication is hidden, with the number of transfers and the thread blocks they occupy."""
+    """Say how much communication is hidden, in how many transfers, and how many thread blocks they occupy."""
     if analysis.hidden_fraction is None:
         return "There is no communication."
-    kind = "transfer" if analysis.device == "cpu" else "kernel"
+    kind = ("transfer" if analysis.device == "cpu" else "kernel") + ("s" if analysis.num_comm != 1 else "")
     blocks = f", on up to {analysis.comm_blocks} thread blocks" if analysis.comm_blocks else ""
     blocks += f" of a GPU of {analysis.num_sms} SMs" if blocks and analysis.num_sms else ""
-    return (
-        f"{percent(analysis.hidden_fraction)} of the communication is hidden "
-        f"({analysis.num_comm} {kind}{'s' if analysis.num_comm != 1 else ''}{blocks})."
-    )
+    hidden = percent(analysis.hidden_fraction)
+    return f"{hidden} of the communication is hidden ({analysis.num_comm} {kind}{blocks})."

@@ -1,7 +1,7 @@
 """Write lanes as a self-contained web page: zoom with the wheel, drag to move, point at a block for its name.
 
-The page holds all intervals as JSON and draws them itself. To keep pages of large traces small, gaps inside a block
-that are too short to be seen are closed if there are more than MAX_PIECES intervals; the page then says so.
+The page holds all intervals as JSON, and its script draws them. With more than MAX_PIECES intervals, gaps inside a block
+that are too short to be seen are closed to keep the page small. The page then says so.
 """
 
 import json
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 SCRIPT = Path(__file__).with_name("page.js")
 MAX_PIECES = 100_000
-RESOLUTION = 20_000
-"""Gaps shorter than the whole time divided by this are closed."""
+RESOLUTION = 20_000  # gaps of at most the whole time divided by this are closed
 
 
 def write_page(pictures: Sequence["Picture"], path: Path) -> None:

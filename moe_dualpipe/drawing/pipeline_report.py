@@ -20,14 +20,13 @@ HEADINGS = {
 
 
 def rank_name(rank: int, data_rank: int, data_ranks: int) -> str:
-    """`pipeline rank 0`, followed by `, data rank 1` if there are several data ranks."""
+    """Return `pipeline rank 0`, followed by `, data rank 1` if there are several data ranks."""
     return f"pipeline rank {rank}" + (f", data rank {data_rank}" if data_ranks > 1 else "")
 
 
 def pipeline_text(pipelines: Sequence[RecordedPipeline]) -> str:
-    """A table of where the step of median length went on each rank, and its bubble, measured and predicted."""
-    rows = [["", *HEADINGS.values()]]
-    lines = []
+    """Return a table of how each rank spent the step of median length, and its bubble, measured and predicted."""
+    rows, lines = [["", *HEADINGS.values()]], []
     for data_rank, pipeline in enumerate(pipelines):
         for rank, breakdown in enumerate(step_breakdowns(pipeline)):
             name = rank_name(rank, data_rank, len(pipelines))
@@ -43,18 +42,17 @@ def pipeline_text(pipelines: Sequence[RecordedPipeline]) -> str:
 
 
 def _costs_text(costs: Costs) -> str:
-    """The range over the stages of each cost: `F 21 to 24, B 45, W 12, FB 60 ms`."""
+    """Return the range of each cost over the stages: `F 21 to 24, B 45, W 12, FB 60 ms`."""
     parts = []
     for kind in ("F", "B", "W", "FB"):
-        cost = getattr(costs, kind)
-        if isinstance(cost, tuple):
+        if isinstance(cost := getattr(costs, kind), tuple):
             least, most = f"{min(cost):,.3g}", f"{max(cost):,.3g}"
             parts.append(f"{kind} {least}" + (f" to {most}" if most != least else ""))
     return ", ".join(parts) + " ms"
 
 
 def pipeline_objects(pipelines: Sequence[RecordedPipeline]) -> list[dict[str, Any]]:
-    """A JSON object for each pipeline. Times are in milliseconds."""
+    """Return one JSON object per pipeline. Times are in milliseconds."""
     return [
         {
             "schedule": pipeline.schedule.name,
@@ -76,9 +74,8 @@ def save_pipeline_figure(pipelines: Sequence[RecordedPipeline], path: Path) -> N
     rows: list[tuple[str, Timeline]] = []
     for data_rank, pipeline in enumerate(pipelines):
         which = f", data rank {data_rank}" if len(pipelines) > 1 else ""
-        measured = pipeline.timeline(pipeline.typical)
-        number = pipeline.steps[0][pipeline.typical].number
-        rows += [(f"step {number} measured{which}", measured), (f"predicted{which}", pipeline.predicted)]
+        measured = f"step {pipeline.steps[0][pipeline.typical].number} measured{which}"
+        rows += [(measured, pipeline.timeline(pipeline.typical)), (f"predicted{which}", pipeline.predicted)]
     end = max(float(timeline.makespan) for _, timeline in rows)
     longest = max((pipeline.predicted for pipeline in pipelines), key=lambda timeline: timeline.makespan)
     width, font_size = size_for_numbers(longest, width=9, font_size=8)
@@ -89,8 +86,7 @@ def save_pipeline_figure(pipelines: Sequence[RecordedPipeline], path: Path) -> N
         draw_timeline(axes, timeline, font_size)
         axes.set_xlim(0, end)
         axes.set_xlabel("ms", fontsize=8, loc="right", labelpad=1)
-        axes.set_title(
-            f"{title}: {float(timeline.makespan):,.1f} ms, {timeline.bubble_share:.1%} bubble", fontsize=10, loc="left"
-        )
+        title += f": {float(timeline.makespan):,.1f} ms, {timeline.bubble_share:.1%} bubble"
+        axes.set_title(title, fontsize=10, loc="left")
     add_timeline_legend(grid[-1], rows[-1][1])
     save_figure(figure, path)

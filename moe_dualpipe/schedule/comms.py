@@ -48,9 +48,8 @@ def destination(schedule: Schedule, half: Forward | Backward) -> int | None:
 
 def carried(transfer: Transfer) -> Result:
     """Return the result that `transfer` carries."""
-    up = transfer.flow is Flow.ACTIVATION
-    from_stage = transfer.stage if isinstance(transfer, Send) else transfer.stage - (1 if up else -1)
-    return from_stage, transfer.micro_batch, "F" if up else "B"
+    send = transfer if isinstance(transfer, Send) else counterpart(transfer)
+    return send.stage, send.micro_batch, send.flow.value
 
 
 def counterpart(transfer: Transfer) -> Transfer:

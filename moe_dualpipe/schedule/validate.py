@@ -100,8 +100,7 @@ def _check_counts(schedule: Schedule) -> None:
             marked = [cell for letter in letters for cell in cells[letter]]
             # A missing action has no cell: mark the other actions of this stage and micro-batch.
             marked = marked or [cell for others in cells.values() for cell in others]
-            problem = f"stage {stage} runs micro-batch {micro_batch} with {problem}"
-            raise _error(schedule, problem, marked)
+            raise _error(schedule, f"stage {stage} runs micro-batch {micro_batch} with {problem}", marked)
 
 
 def _check_transfers(schedule: Schedule, steps: Steps) -> list[Queue]:
@@ -153,7 +152,7 @@ def _check_transfers(schedule: Schedule, steps: Steps) -> list[Queue]:
 
 
 def _missing(schedule: Schedule, rank: int, waiting: dict[int, int]) -> str:
-    """The results that the next action of `rank` depends on and that no rank has computed."""
+    """Name the results that the next action of `rank` needs and that no rank has computed."""
     known = {
         produces(half)
         for other, actions in enumerate(schedule.actions)

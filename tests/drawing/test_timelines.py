@@ -36,7 +36,7 @@ SIZES = [("dualpipe", 4, 10), ("zbv", 3, 6), ("interleaved_1f1b", 2, 4), ("1f1b"
 timelines = pytest.mark.parametrize("timeline", [simulate(build(*size), COSTS) for size in SIZES], ids=map(str, SIZES))
 
 
-def plain(line):
+def without_ansi(line):
     return re.sub(r"\x1b\[[0-9;]*m", "", line)
 
 
@@ -61,7 +61,7 @@ def test_boxes_equal_the_actions_and_their_times(timeline):
 def test_lines_fit_the_width(timeline):
     for width, colour in itertools.product((40, 60, 80, 133, 1000), (False, True)):
         text = timeline_text(timeline, width, colour)
-        assert max(len(plain(line)) for line in text.splitlines()) <= width
+        assert max(len(without_ansi(line)) for line in text.splitlines()) <= width
         assert ("\x1b" in text) == colour
 
 

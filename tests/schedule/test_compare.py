@@ -1,4 +1,4 @@
-"""`compare` gives all schedules the same work on the same ranks, and reports it as a table and as JSON."""
+"""`compare` simulates all schedules for the same model on the same ranks, and returns a table and JSON."""
 
 import json
 from fractions import Fraction

@@ -1,4 +1,4 @@
-"""Actions and schedules as text and CSV: they round-trip, and agree with torch's."""
+"""Actions and schedules round-trip through text and CSV, and the text is that of torch."""
 
 import itertools
 

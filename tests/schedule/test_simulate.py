@@ -1,4 +1,4 @@
-"""Simulated times equal the published formulas, or our exact ones, and obey general laws."""
+"""Simulated times equal the published formulas, or exact ones where those do not hold, and obey general laws."""
 
 import doctest
 import sys
@@ -125,7 +125,7 @@ def test_bubble_of_chimera_grows_with_every_unit(half, units, F, more):
 @MANY
 @given(sizes(["zbv"]), costs())
 def test_bubble_of_zbv(size, c):
-    """Only the first forward if F = I = W. More if W is shorter than half of F and cannot fill the gaps."""
+    """If F = I = W, ranks wait only for the first forward. The bubble is longer if W < F / 2: gaps remain."""
     _, ranks, micro_batches = size
     assume(micro_batches >= 2 * ranks - 1)
     F, W = max(c.F, c.W), min(c.F, c.W)
@@ -166,7 +166,7 @@ def test_activations_and_deferred_weight_gradients_never_exceed_1f1b(size):
         together = max(held.activations + held.deferred for held in timeline.held(rank))
         assert together <= (p if name == "zb1p" else 2 * p)
     if name == "zb1p":
-        assert timeline.peak_deferred == tuple(r + 1 for r in range(p))  # r deferred, and one whose W runs
+        assert timeline.peak_deferred == tuple(r + 1 for r in range(p))  # r deferred, and one between I and W
 
 
 @MANY
@@ -216,7 +216,7 @@ def test_work_is_conserved_and_steps_respect_the_critical_path(size, c, comm):
 
 
 def lower_bound(schedule, c):
-    """A bound for any order: the longest chain of a micro-batch, and a rank's work after its first input."""
+    """A lower bound for any order: the longest chain of a micro-batch, or a rank's work after its first input."""
     takes = {half: c.of(action) for actions in schedule.actions for action in actions for half in halves(action)}
     last = schedule.num_stages - 1
     chains = []
@@ -419,7 +419,7 @@ def test_the_examples_in_docstrings():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_walk_is_linear_in_the_number_of_actions(name, monkeypatch):
-    """Each action is examined at most once, and once more for each result that it waited for."""
+    """The walk examines an action once, and at most once more for each result that it waited for."""
     examined = 0
 
     def counted(half, num_stages):

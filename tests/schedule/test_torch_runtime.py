@@ -38,7 +38,7 @@ def train_in_one_process(num_stages):
 
 
 def torch_runtime(rank, schedule, path, format):
-    """torch's runtime with the stages of this rank and the actions from the file."""
+    """Return torch's runtime, with the stages of this rank and the actions in the file, and the modules."""
     modules = make_modules(schedule.num_stages)
     example = torch.zeros(SIZE, WIDTH)
     stages = [
@@ -56,8 +56,8 @@ def torch_runtime(rank, schedule, path, format):
 def check_training(rank, folder):
     for name in NAMES:
         schedule = build(name, RANKS, MICRO_BATCHES)
-        lowered = "\n".join(",".join(map(str, steps)) for steps in add_comms(schedule))
-        for format, text in (("compute_only", schedule.to_csv()), ("compute_comms", lowered)):
+        with_transfers = "\n".join(",".join(map(str, steps)) for steps in add_comms(schedule))
+        for format, text in (("compute_only", schedule.to_csv()), ("compute_comms", with_transfers)):
             path = f"{folder}/{name}-{format}-{rank}.csv"
             with open(path, "w") as file:
                 file.write(text)
