@@ -1,7 +1,7 @@
 """Write lanes as a self-contained web page: zoom with the wheel, drag to move, point at a block for its name.
 
-The page holds all intervals as JSON, and its script draws them. With more than MAX_PIECES intervals, gaps inside a block
-that are too short to be seen are closed to keep the page small. The page then says so.
+The page holds all intervals as JSON, and its script draws them. With more than MAX_PIECES intervals, gaps inside a
+block that are too short to be seen are closed to keep the page small. The page then says so.
 """
 
 import json

@@ -14,7 +14,7 @@ from tests.support.traces import annotation, kernel, launch, write
 
 
 def picture(blocks, shift=0.0):
-    """Of a name, a start and an end for each block, in milliseconds."""
+    """Return a picture of these blocks: (name, start, end) in milliseconds."""
     return Picture("title", [LaneBlock(0, n, np.array([[a, b]]) * 1e3) for n, a, b in blocks], shift * 1e3)
 
 
