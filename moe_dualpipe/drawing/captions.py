@@ -6,13 +6,12 @@ from ..schedule.timeline import Timeline
 
 def timeline_summary(timeline: Timeline) -> str:
     """Return two lines: the step time and the bubble, then the peak memory of any rank, in stages of the schedule."""
-    deferred = max(timeline.peak_deferred)
+    deferred = f", {max(timeline.peak_deferred)} deferred W" if max(timeline.peak_deferred) else ""
+    activations = _count(max(timeline.peak_activations), "micro-batch", "es")
     bubble = f"{format_range(timeline.bubble)} per rank ({timeline.bubble_share:.1%})"
     return (
         f"step {format_number(timeline.makespan)}, bubble {bubble}\n"
-        f"peak: activations of {_count(max(timeline.peak_activations), 'micro-batch', 'es')}, "
-        + (f"{deferred} deferred W, " if deferred else "")
-        + f"parameters of {_count(max(timeline.parameters), 'stage')}"
+        f"peak: activations of {activations}{deferred}, parameters of {_count(max(timeline.parameters), 'stage')}"
     )
 
 

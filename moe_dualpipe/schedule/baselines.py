@@ -4,11 +4,10 @@ Each function yields the actions of one rank. F is a forward, B a full backward,
 gradient. p is `num_ranks`.
 """
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
-from .actions import Action, Backward, Forward, Part
+from .actions import Action, Backward, Forward
 from .stage_actions import StageActions
 
 
@@ -56,16 +55,16 @@ def zb1p(rank: int, num_ranks: int, num_micro_batches: int) -> Iterator[Action]:
     Rank r defers the weight gradients of r micro-batches and has p - r micro-batches in flight. No rank holds more than
     the first rank of 1F1B.
     """
-    ids = range(num_micro_batches)
-    forwards, input_grads = [Forward(rank, i) for i in ids], [Backward(rank, i, Part.INPUT) for i in ids]
-    deferred: deque[Action] = deque()
-    for action in _alternate(forwards, input_grads, num_ranks - 1 - rank):
-        yield action
-        if isinstance(action, Backward):
-            deferred.append(Backward(rank, action.micro_batch, Part.WEIGHT))
-        if len(deferred) > rank:
-            yield deferred.popleft()
-    yield from deferred
+    stage, warm_up = StageActions(rank, range(num_micro_batches)), num_ranks - 1 - rank
+    for _ in range(warm_up):
+        yield stage.forward()
+    for i in range(num_micro_batches):
+        if i < num_micro_batches - warm_up:
+            yield stage.forward()
+        yield stage.input_grad()
+        if len(stage.deferred) > rank:
+            yield stage.weight_grad()
+    yield from stage.deferred
 
 
 def zbv(rank: int, num_ranks: int, num_micro_batches: int) -> Iterator[Action]:

@@ -23,8 +23,7 @@ class ComparedSchedule:
     num_ranks: int
     timeline: Timeline | None
     problem: str = ""
-    stage_size: Fraction = Fraction(1)
-    """Stages of the model per stage of the schedule."""
+    stage_size: Fraction = Fraction(1)  # stages of the model per stage of the schedule
 
     def as_object(self) -> dict[str, Any]:
         """Return a JSON object. Times are in the unit of the costs, memory is in stages of the model."""

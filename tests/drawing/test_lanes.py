@@ -19,7 +19,7 @@ def picture(blocks, shift=0.0):
 
 
 def texts(tmp_path, *pictures):
-    """The texts of an image."""
+    """Draw the pictures as an image and return its texts."""
     save_lanes(pictures, tmp_path / "lanes.svg")
     return re.findall(r"<text[^>]*>([^<]*)</text>", (tmp_path / "lanes.svg").read_text())
 
@@ -70,7 +70,7 @@ def test_names_are_drawn_where_they_fit(tmp_path):
 
 
 def test_a_detail_shows_names_where_the_whole_is_too_long(tmp_path):
-    """100 blocks of 10 ms: a name of 6 letters takes 7 letters' width, of which about 120 fit into a lane."""
+    """A lane is 112 letters wide and each name takes 8 of them, so that 14 of the 100 blocks of 10 ms fit."""
     long = picture([(f"mlp{i % 2}(F)", 10 * i, 10 * i + 10) for i in range(100)])
     whole, (start, end) = _windows([long])
     assert whole == (0, 1e6)
@@ -82,7 +82,7 @@ def test_a_detail_shows_names_where_the_whole_is_too_long(tmp_path):
 
 
 def test_the_detail_lies_in_the_middle_of_what_all_pictures_have():
-    """The second one has 200 to 400 ms."""
+    """The first picture covers 0 to 1,000 ms, the second 200 to 400 ms."""
     blocks = [("mlp(F)", 10 * i, 10 * i + 10) for i in range(100)]
     _, (start, end) = _windows([picture(blocks), picture(blocks[:20], shift=200)])
     assert start + end == pytest.approx(600e3)
