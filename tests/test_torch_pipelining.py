@@ -122,7 +122,7 @@ def trains_like_the_whole_model(rank, pp, fused_loss):
 @pytest.mark.parametrize("fused_loss", [False, True])
 @pytest.mark.parametrize("pp,deferred", [(1, [{0: False}]), (2, [{0: False, 3: True}, {1: True, 2: True}])])
 def test_training_is_bit_equal_to_the_single_process_model(pp, deferred, fused_loss):
-    """And a W computes what its I put off, except in the first stage, where the whole backward is in W."""
+    """Also: a W computes what its I deferred, except in the first stage, where the whole backward is in W."""
     assert run_ranks(pp, trains_like_the_whole_model, pp, fused_loss) == deferred
 
 
@@ -153,7 +153,7 @@ def test_expert_parallel_agrees():
 
 
 def one_step_like_torch(rank, fused_loss):
-    """With our functions and without, gradients are those of the whole model, divided as torch is asked to."""
+    """With and without our functions, gradients are those of the whole model, scaled by torch's `scale_grads`."""
     model = build_model(CONFIG, options=StageOptions(seed=SEED, fused_loss=fused_loss))
     plain_step(model, 0)
     whole = dict(model.named_parameters())

@@ -28,23 +28,21 @@ class StepResult:
     outputs: dict[int, Tensors] = field(default_factory=dict)
 
 
+@dataclass
 class RankStep:
     """The state of one step on one rank; see `Executor.step` for the arguments."""
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        p2p: P2P,
-        stages: dict[int, Stage],
-        overlapped: frozenset[Overlap],
-        labels: Mapping[int, Sequence[Tensor]],
-        criterion: Criterion | None,
-        return_outputs: bool,
-        on_action: Callable[[Action], None] | None = None,
-    ):
-        self.schedule, self.p2p, self.stages, self.overlapped = schedule, p2p, stages, overlapped
-        self.labels, self.criterion, self.return_outputs = labels, criterion, return_outputs
-        self.last, self.on_action = schedule.num_stages - 1, on_action
+    schedule: Schedule
+    p2p: P2P
+    stages: dict[int, Stage]
+    overlapped: frozenset[Overlap]
+    labels: Mapping[int, Sequence[Tensor]]
+    criterion: Criterion | None
+    return_outputs: bool
+    on_action: Callable[[Action], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.last = self.schedule.num_stages - 1
         # Inputs of a stage, and gradients of its outputs, by (stage, micro-batch).
         self.receiving: dict[Flow, dict[tuple[int, int], Receiving]] = {Flow.ACTIVATION: {}, Flow.GRADIENT: {}}
         self.sends: deque[Send] = deque()  # not yet started, in the order of the list
@@ -122,17 +120,11 @@ class RankStep:
                 self.send_gradient(second.index, micro_batch1, second.finish_backward(micro_batch1))
                 self.start_sends()
 
-        outputs0, loss0 = method(
-            first.module,
-            list(inputs0),
-            criterion0,
-            list(labels0),
-            second.module,
-            chunk1.loss,
-            [output for output, _ in pairs],
-            [grad for _, grad in pairs],
-            **({"on_input_grads": on_input_grads} if (early := accepts_on_input_grads(method)) else {}),
-        )
+        forward = first.module, list(inputs0), criterion0, list(labels0)
+        backward = second.module, chunk1.loss, [output for output, _ in pairs], [grad for _, grad in pairs]
+        early = accepts_on_input_grads(method)
+        outputs0, loss0 = method(*forward, *backward, **({"on_input_grads": on_input_grads} if early else {}))
+        del forward, backward, pairs, grads1
         outputs0 = as_tuple(outputs0)
         first.save_for_backward(micro_batch0, inputs0, outputs0, loss0)
         self.send_activation(first.index, micro_batch0, outputs0, loss0)

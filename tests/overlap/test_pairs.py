@@ -238,7 +238,7 @@ def test_a_pair_with_nothing_to_differentiate_is_a_forward():
 
 
 def test_layers_before_and_after_the_chunk_get_their_gradients():
-    """Inputs that were computed, and a criterion with parameters of its own; in one backward, or beside a forward."""
+    """Computed inputs and a criterion with parameters, in a plain backward and in a pair."""
     model = stage(2, 0, Loopback(8, 2), embedding=False, head=False)
     before, after = nn.Linear(16, 16), nn.Linear(16, 1)
     x, results = torch.randn(1, 3, 16), []

@@ -40,7 +40,7 @@ def test_inputs_that_need_no_gradient():
 
 
 class Several(Segmented):
-    """Several inputs and outputs, one of them an integer, one straight from an input, one that nobody uses."""
+    """Several inputs and outputs, one of them an integer, one an input, and an unused one."""
 
     def __init__(self):
         super().__init__()

@@ -43,7 +43,7 @@ def test_the_arguments_of_a_comm_and_of_its_backward():
 
     module = module_of(segments, w=nn.Parameter(torch.ones(3)))
     module(torch.ones(3)).sum().backward()
-    assert seen == [[[0, 1, 2], [0, 0, 0]]]  # zeros where nothing came, nothing for what is no float
+    assert seen == [[[0, 1, 2], [0, 0, 0]]]  # zeros without a gradient; integer outputs have none
     assert module.w.grad.tolist() == [0, 1, 2]
 
 

@@ -40,7 +40,7 @@ def test_both_gradients_of_a_tied_weight_are_added():
     loss = model(ids).square().sum()
     with grads.defer_to("later"):
         loss.backward()
-    assert not torch.allclose(model.head.weight.grad, plain)  # a part is owed
+    assert not torch.allclose(model.head.weight.grad, plain)  # a part is deferred
     grads.run_deferred("later")
     torch.testing.assert_close(model.head.weight.grad, plain)
 

@@ -200,7 +200,7 @@ def test_a_dualpipe_program_on_a_process_subgroup():
 
 
 class TwoTensorStage(nn.Module):
-    """Several inputs and outputs, one of which is not always used."""
+    """Several inputs and outputs; one output is not always used."""
 
     def __init__(self):
         super().__init__()
@@ -392,7 +392,7 @@ def wrong_programs(_rank):
     assert outputs is not None
 
 
-def test_wrong_programs_are_told_what_to_change():
+def test_errors_of_wrong_programs_say_what_to_change():
     run_ranks(1, wrong_programs)
 
 

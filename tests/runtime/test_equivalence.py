@@ -73,7 +73,7 @@ def test_one_bit_of_drift_between_replicas_is_an_error():
 
 
 def test_the_split_backward_is_used_and_changes_nothing():
-    """Input gradients first, weight gradients later: the same numbers as at once, and really later."""
+    """Deferred weight gradients are computed later, and equal those of one backward."""
     model = build_model(CONFIG, options=StageOptions(seed=SEED))
     executor = Executor({0: model}, P2P.connect(None, [], torch.device("cpu")))
     weight_grads: WeightGrads = executor.weight_grads

@@ -321,7 +321,7 @@ def test_a_pair_of_different_classes_is_not_overlapped(classes):
 
 
 class Announcing(nn.Linear):
-    """Calls `on_input_grads` as many times as it is told."""
+    """Calls `on_input_grads` `calls` times."""
 
     calls = 1
 
