@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -50,6 +51,16 @@ def change(config: TrainConfig, **changes) -> TrainConfig:
         new = {name: value} if group is None else {group: dataclasses.replace(getattr(config, group), **{name: value})}
         config = dataclasses.replace(config, **new)
     return config
+
+
+def option_values(config: TrainConfig) -> dict[str, Any]:
+    """The value of every option, by its flag without the dashes."""
+    values = {}
+    for group, value in vars(config).items():
+        inner = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else {group: value}
+        prefix = f"{group}." if group in ("optim", "model") else ""
+        values |= {f"{prefix}{name}".replace("_", "-"): value for name, value in inner.items()}
+    return values
 
 
 def options(**changes) -> TrainConfig:

@@ -109,7 +109,5 @@ def test_mtp_needs_longer_sequences(tmp_path):
 
 def test_mtp_rejects_a_document_mask(tmp_path):
     config = settings(tmp_path, model=MTP, document_mask=True)
-    with pytest.raises(
-        ValueError, match=r"--document-mask does not support multi-token prediction: use --model.mtp-layers 0: got 1"
-    ):
+    with pytest.raises(ValueError, match=r"--document-mask needs --model.mtp-layers 0: got 1"):
         resolve(config)

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_dualpipe.training.checks import option_values
 from moe_dualpipe.training.command_line import parse_arguments, resume_command
 from moe_dualpipe.training.config import TrainConfig
 from moe_dualpipe.training.loop import main
-from tests.support.runs import ROOT, change, options, resolve
+from tests.support.runs import ROOT, change, option_values, options, resolve
 
 # ---- Flags ----
 
