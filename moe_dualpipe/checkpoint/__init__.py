@@ -3,9 +3,9 @@
 A checkpoint does not depend on the parallel layout of its run: any number of ranks can load it.
 """
 
-from .load import check_model, find_checkpoint, list_checkpoints, load_checkpoint
+from .load import check_model, find_checkpoint, load_checkpoint
 from .manifest import Manifest, read_manifest, read_tensor_metadata, verify_checkpoint
-from .save import SaveError, Saver, SaveResult, save_checkpoint
+from .save import SaveError, Saver, SaveResult, list_checkpoints, save_checkpoint
 from .weights import WEIGHTS_FILE, check_weights, export_weights, load_model, load_weights
 
 __all__ = [

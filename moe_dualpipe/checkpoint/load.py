@@ -4,17 +4,16 @@ Every tensor is saved once under its global name, however many ranks hold a repl
 
     <run>/checkpoints/step-000320/    the tensors, run.json and tensors.json (manifest.py)
 
-that gets this name only when it is complete (save.py). Loading trusts nothing in it: the author may be anyone.
+that gets this name only when it is complete (save.py). A checkpoint may come from anyone, so loading checks all of it.
 """
 
 import dataclasses
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -22,11 +21,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from ..models import ModelConfig
 from ..runtime.launch import Launch
 from .manifest import RUN_FILE, read_manifest, read_tensor_metadata, verify_checkpoint
-from .save import STEP_FOLDER
+from .save import STEP_FOLDER, gather_objects, list_checkpoints
 
 _TRAINING_OPTIONS = {"init_std", "sequence_loss", "z_loss", "mtp_weight"}  # no effect on the forward pass
 
-Value = TypeVar("Value")
+_EXPERT_HINT = "custom experts can change --ep only if the first dimension of each of their parameters is the expert"
 
 
 def find_checkpoint(path: str, warn: Callable[[str], None] | None = None) -> Path:
@@ -53,12 +52,6 @@ def find_checkpoint(path: str, warn: Callable[[str], None] | None = None) -> Pat
     raise ValueError(f"no checkpoint in {path}: give the folder of a run or of a checkpoint")
 
 
-def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, newest first, broken ones included."""
-    found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := STEP_FOLDER.fullmatch(path.name))]
-    return [path for _, path in sorted(found, reverse=True)]
-
-
 def _find_fault(checkpoint: Path) -> str:
     try:
         verify_checkpoint(checkpoint)
@@ -82,7 +75,7 @@ def _warn(text: str) -> None:
 def check_model(checkpoint: Path, model: ModelConfig) -> int:
     """Return the step of `checkpoint`. Raises ValueError if it is unreadable or holds a model other than `model`.
 
-    An option that did not exist when the checkpoint was saved counts as its default. Options that only affect
+    An option that did not exist when the checkpoint was saved has its default value. Options that only affect
     initialization or the loss may differ.
     """
     saved = read_manifest(checkpoint)
@@ -93,25 +86,27 @@ def check_model(checkpoint: Path, model: ModelConfig) -> int:
 
 def model_differences(saved: Mapping[str, Any], model: ModelConfig) -> list[str]:
     """The options in which a saved model differs from `model`, one message each."""
-    here, defaults = dataclasses.asdict(model), {field.name: field.default for field in dataclasses.fields(model)}
-    pairs = {
-        key: (saved.get(key, defaults.get(key, "unknown")), here.get(key, "unknown"))
-        for key in [*here, *sorted(set(saved) - set(here))]
-        if key not in _TRAINING_OPTIONS
-    }
-    return [f"{key} was {then!r}, now {now!r}" for key, (then, now) in pairs.items() if then != now]
+    options = {field.name: (field.default, getattr(model, field.name)) for field in dataclasses.fields(model)}
+    options |= dict.fromkeys(sorted(set(saved) - set(options)), ("unknown", "unknown"))
+    return [
+        f"{key} was {saved.get(key, default)!r}, now {now!r}"
+        for key, (default, now) in options.items()
+        if key not in _TRAINING_OPTIONS and saved.get(key, default) != now
+    ]
 
 
 def load_checkpoint(checkpoint: Path, state: Mapping[str, Tensor]) -> None:
     """Load into the tensors of `state` in place. Collective if torch.distributed is initialized.
 
-    Raises ValueError on all ranks if on any rank a tensor is missing, has another shape or is in a file that holds more
-    than tensors, or if the ranks found different checkpoints.
+    Raises ValueError on all ranks if on any rank a tensor is missing, has another shape, or is in a file that contains
+    other objects than tensors, or if the ranks found different checkpoints.
     """
     metadata, fault, checksum = None, "", 0
     try:
         checksum, metadata = read_manifest(checkpoint).checksum, read_tensor_metadata(checkpoint)
-        _check_fit(checkpoint, state, metadata)
+        saved = metadata.state_dict_metadata.items()
+        shapes = {name: entry.size for name, entry in saved if isinstance(entry, TensorStorageMetadata)}
+        check_shapes(checkpoint, state, shapes, f"; {_EXPERT_HINT}")
     except ValueError as error:
         fault = str(error)
     verdicts = gather_objects((fault, checksum))
@@ -129,27 +124,14 @@ def load_checkpoint(checkpoint: Path, state: Mapping[str, Tensor]) -> None:
         raise ValueError(f"cannot load {checkpoint}: rank {rank}: {str(reason).strip().splitlines()[0]}") from None
 
 
-def gather_objects(mine: Value) -> list[Value]:
-    """`mine` of every rank; of this process alone if torch.distributed is not initialized."""
-    gathered = [mine]
-    if dist.is_initialized():
-        gathered *= dist.get_world_size()
-        dist.all_gather_object(gathered, mine)
-    return gathered
-
-
-def _check_fit(checkpoint: Path, state: Mapping[str, Tensor], metadata: dcp.Metadata) -> None:
-    saved = metadata.state_dict_metadata
+def check_shapes(where: Path, state: Mapping[str, Tensor], saved: Mapping[str, Sequence[int]], hint: str = "") -> None:
+    """Raise ValueError unless `saved`, the shapes in `where`, has every tensor of `state`. hint: if one is missing."""
     if missing := sorted(set(state) - set(saved)):
-        raise ValueError(
-            f"{checkpoint} has no {missing[0]}{f', and {len(missing) - 1} more' if len(missing) > 1 else ''}; custom "
-            "experts can change their number of ranks only if the first dimension of their parameters is the expert"
-        )
+        more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ValueError(f"{where} has no {missing[0]}{more}{hint}")
     for name, tensor in state.items():
-        described = saved[name]
-        assert isinstance(described, TensorStorageMetadata)
-        if described.size != tensor.shape:
-            raise ValueError(f"{checkpoint}: {name} has shape {list(described.size)}, expected {list(tensor.shape)}")
+        if (shape := [*saved[name]]) != [*tensor.shape]:
+            raise ValueError(f"{where}: {name} has shape {shape}, expected {[*tensor.shape]}")
 
 
 class _Reader(dcp.FileSystemReader):

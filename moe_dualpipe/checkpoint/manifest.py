@@ -2,7 +2,7 @@
 
 torch.distributed.checkpoint describes its tensors in a pickle, `.metadata`. Loading a pickle runs any code that its
 author put there, so a checkpoint repeats the description in JSON. This project reads only the JSON, checking every
-field, and writes `.metadata` for other tools. The checksums detect damage, not forgery; no safety depends on them.
+field, and writes `.metadata` for other tools. The checksums detect damage, not forgery: safety never depends on them.
 
     run.json        step, model, size and CRC-32 of every other file, and a CRC-32 of all of these fields
     tensors.json    global name -> dtype, shape, and the position of the bytes: file, offset, length
@@ -12,7 +12,8 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -67,22 +68,17 @@ class Manifest:
 
 def read_manifest(checkpoint: Path) -> Manifest:
     """Read run.json of a checkpoint. Raises ValueError if it is missing, invalid or damaged."""
-    saved = _read_json(checkpoint / RUN_FILE)
-    try:
+    with _reading(path := checkpoint / RUN_FILE):
+        saved = _read_json(path)
         files = {
-            name: FileChecksum(_count(entry["length"]), _count(entry["crc32"]))
+            _file_name(name): FileChecksum(_count(entry["length"]), _count(entry["crc32"]))
             for name, entry in saved["files"].items()
         }
         manifest = Manifest(_count(saved["step"]), dict(saved["model"]), files)
-        checksum = saved["checksum"]
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(f"cannot read {checkpoint / RUN_FILE}: {_reason(error)}") from None
-    if bad := [name for name in files if not _is_file_name(name)]:
-        raise ValueError(f"cannot read {checkpoint / RUN_FILE}: {bad[0][:200]!r} is not a valid file name")
-    if TENSORS_FILE not in files:
-        raise ValueError(f"cannot read {checkpoint / RUN_FILE}: it does not list {TENSORS_FILE}")
-    if checksum != manifest.checksum:
-        raise ValueError(f"cannot read {checkpoint / RUN_FILE}: its checksum does not match")
+        if TENSORS_FILE not in files:
+            raise ValueError(f"it does not list {TENSORS_FILE}")
+        if saved["checksum"] != manifest.checksum:
+            raise ValueError("its checksum does not match")
     return manifest
 
 
@@ -108,16 +104,13 @@ def verify_checkpoint(checkpoint: Path) -> Manifest:
 
 def read_tensor_metadata(checkpoint: Path) -> dcp.Metadata:
     """Read tensors.json: the position of each tensor. Raises ValueError if an entry is not a tensor in this folder."""
-    saved = _read_json(checkpoint / TENSORS_FILE)
-    try:
-        entries = {name: _parse_entry(entry) for name, entry in saved.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(f"cannot read {checkpoint / TENSORS_FILE}: {_reason(error)}") from None
     described, stored = {}, {}
-    for name, (dtype, shape, place) in entries.items():
-        start = torch.Size([0] * len(shape))
-        described[name] = TensorStorageMetadata(TensorProperties(dtype), shape, [ChunkStorageMetadata(start, shape)])
-        stored[MetadataIndex(name, start)] = place
+    with _reading(path := checkpoint / TENSORS_FILE):
+        for name, entry in _read_json(path).items():
+            dtype, shape, stored_at = _parse_entry(entry)
+            chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
+            described[name] = TensorStorageMetadata(TensorProperties(dtype), shape, [chunk])
+            stored[MetadataIndex(name, chunk.offsets)] = stored_at
     return dcp.Metadata(described, storage_data=stored)
 
 
@@ -126,16 +119,16 @@ def _parse_entry(saved: Any) -> tuple[torch.dtype, torch.Size, _StorageInfo]:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{str(saved['dtype'])[:200]!r} is not a dtype")
     shape = torch.Size([_count(size) for size in saved["shape"]])
-    file, offset, length = saved["file"], _count(saved["offset"]), _count(saved["length"])
-    if not _is_file_name(file):
-        raise ValueError(f"{str(file)[:200]!r} is not a valid file name")
+    file, offset, length = _file_name(saved["file"]), _count(saved["offset"]), _count(saved["length"])
     if length < math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{length} bytes cannot hold shape {list(shape)} in {dtype}")
     return dtype, shape, _StorageInfo(file, offset, length)
 
 
-def _is_file_name(name: Any) -> bool:
-    return isinstance(name, str) and _FILE_NAME.fullmatch(name) is not None and name.strip(".") != ""
+def _file_name(value: Any) -> str:
+    if not isinstance(value, str) or not _FILE_NAME.fullmatch(value) or not value.strip("."):
+        raise ValueError(f"{str(value)[:200]!r} is not a valid file name")
+    return value
 
 
 def _count(value: Any) -> int:
@@ -145,22 +138,25 @@ def _count(value: Any) -> int:
 
 
 def _read_json(path: Path) -> Any:
+    if path.exists() and not path.is_file():
+        raise ValueError("it is not a file")
+    with path.open("rb") as file:
+        data = file.read(_MAX_JSON_BYTES + 1)
+    if len(data) > _MAX_JSON_BYTES:
+        raise ValueError(f"it has more than {_MAX_JSON_BYTES:,} bytes")
+    return json.loads(data)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turn the errors of reading an invalid file into ValueError("cannot read {path}: ...")."""
     try:
-        if path.exists() and not path.is_file():
-            raise ValueError("it is not a file")
-        with path.open("rb") as file:
-            data = file.read(_MAX_JSON_BYTES + 1)
-        if len(data) > _MAX_JSON_BYTES:
-            raise ValueError(f"it has more than {_MAX_JSON_BYTES:,} bytes")
-        return json.loads(data)
-    except (ValueError, RecursionError, OSError) as error:
-        raise ValueError(f"cannot read {path}: {_reason(error)}") from None
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, OSError):
-        return error.strerror or type(error).__name__
-    return f"{error} is missing" if isinstance(error, KeyError) else f"{error}"[:300]
+        yield
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror or type(error).__name__}") from None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else f"{error}"[:300]
+        raise ValueError(f"cannot read {path}: {reason}") from None
 
 
 def _crc32(path: Path) -> int:
@@ -182,10 +178,7 @@ def encode_tensors(metadata: dcp.Metadata, places: Mapping[MetadataIndex, _Stora
         (chunk,) = described.chunks
         place = places[MetadataIndex(name, chunk.offsets)]
         table[name] = {
-            "dtype": str(described.properties.dtype).removeprefix("torch."),
-            "shape": list(described.size),
-            "file": place.relative_path,
-            "offset": place.offset,
-            "length": place.length,
-        }
+            "dtype": str(described.properties.dtype).removeprefix("torch."), "shape": list(described.size),
+            "file": place.relative_path, "offset": place.offset, "length": place.length,
+        }  # fmt: skip
     return json.dumps(table, indent=1).encode()

@@ -15,7 +15,6 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -53,28 +52,23 @@ class Saver:
     """Writes the checkpoints of a run in the background, one at a time. All methods but `poll` are collective."""
 
     def __init__(
-        self,
-        run: Path,
-        model: ModelConfig,
-        keep: int,
-        timeout: float,
-        background: bool = True,
+        self, run: Path, model: ModelConfig, keep: int, timeout: float, background: bool = True,
         on_wait: Callable[[], object] = lambda: None,
-    ):
+    ):  # fmt: skip
         """background: if False, `start` waits for the save. on_wait: called every second while waiting for the disk."""
         self.run, self.model, self.keep, self.background, self.on_wait = run, model, keep, background, on_wait
         group = create_group(backend="gloo", timeout=timeout)
         assert group is not None
         self._group = group
-        self._threads = ThreadPoolExecutor(1, "checkpoint")
-        self._pending: Future[SaveResult] | None = None
+        self._threads = futures.ThreadPoolExecutor(1, "checkpoint")
+        self._pending: futures.Future[SaveResult] | None = None
 
     @property
     def busy(self) -> bool:
         return self._pending is not None and not self._pending.done()
 
     def start(self, step: int, state: Mapping[str, Tensor], extra: Mapping[str, bytes] | None = None) -> None:
-        """Start saving a copy of `state` as the checkpoint of `step`. First call `wait` or `poll` for the last save."""
+        """Start saving a copy of `state` as the checkpoint of `step`. First call `wait` for the last save."""
         assert self._pending is None
         if self.background:
             state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
@@ -83,14 +77,14 @@ class Saver:
             self._finish(self._pending)
 
     def wait(self) -> SaveResult | None:
-        """Wait for the last save and return its result, once; None if it was returned before."""
+        """Wait for the last save and return its result, or None if that was already returned."""
         pending, self._pending = self._pending, None
         if pending is None:
             return None
         self._finish(pending)
         return pending.result()
 
-    def _finish(self, pending: Future[SaveResult]) -> None:
+    def _finish(self, pending: futures.Future[SaveResult]) -> None:
         while futures.wait([pending], timeout=_WAIT_SECONDS).not_done:
             self.on_wait()
 
@@ -99,7 +93,7 @@ class Saver:
         return None if self.busy else self.wait()
 
     def close(self) -> None:
-        """Finish the last save. Never raises, because it often runs while another error is handled."""
+        """Finish the last save. Never raises, because another error is often being handled."""
         with suppress(Exception):
             saved = self.wait()
             if saved and saved.error and dist.get_rank() == 0:
@@ -117,23 +111,24 @@ def checkpoint_folder(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step:06d}"
 
 
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, newest first, including broken ones."""
+    found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := STEP_FOLDER.fullmatch(path.name))]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
 def save_checkpoint(
-    run: Path,
-    step: int,
-    state: Mapping[str, Tensor],
-    model: ModelConfig,
-    extra: Mapping[str, bytes] | None = None,
-    keep: int = 0,
-    group: dist.ProcessGroup | None = None,
-) -> Path:
+    run: Path, step: int, state: Mapping[str, Tensor], model: ModelConfig, extra: Mapping[str, bytes] | None = None,
+    keep: int = 0, group: dist.ProcessGroup | None = None,
+) -> Path:  # fmt: skip
     """Save `state` (global name -> tensor) as the checkpoint after `step` updates. Collective over `group`.
 
-    extra: more files for the folder, name -> contents; those of rank 0 are written. keep: afterwards remove all but the
-    last `keep` checkpoints, counting this one; 0 keeps all. Raises SaveError on all ranks if any rank could not write;
-    then the earlier checkpoints are unchanged and nothing is left of this one.
+    extra: more files, name -> contents, which rank 0 writes. keep: number of checkpoints to keep, counting this one;
+    older ones are removed; 0 keeps all. Raises SaveError on all ranks if any rank could not write; then the earlier
+    checkpoints are unchanged and nothing is left of this one.
     """
     final = checkpoint_folder(run, step)
-    unfinished = _unfinished(final)
+    unfinished = _hidden(final, "unfinished")
     leader, files = dist.get_rank(group) == 0, _ChecksumFiles()
     try:
         _run_on_all(lambda: _make_folder(unfinished) if leader else None, group)
@@ -149,11 +144,23 @@ def save_checkpoint(
         if leader:
             shutil.rmtree(unfinished, ignore_errors=True)
         dist.barrier(group)
-        raise SaveError(_reasons(error)) from None
+        if isinstance(error, SaveError):
+            raise
+        failures = sorted(error.failures.items())
+        raise SaveError("; ".join(f"rank {rank}: {reason}" for rank, (reason, _) in failures)) from None
     if leader and keep:
         _remove_old(final, keep)
     dist.barrier(group)
     return final
+
+
+def gather_objects(mine: Result, group: dist.ProcessGroup | None = None) -> list[Result]:
+    """Return the `mine` of every rank of `group`, or [mine] if torch.distributed is not initialized."""
+    gathered = [mine]
+    if dist.is_initialized():
+        gathered *= dist.get_world_size(group)
+        dist.all_gather_object(gathered, mine, group)
+    return gathered
 
 
 def _run_on_all(action: Callable[[], Result], group: dist.ProcessGroup | None) -> list[Result]:
@@ -163,60 +170,48 @@ def _run_on_all(action: Callable[[], Result], group: dist.ProcessGroup | None) -
         mine = action(), ""
     except Exception as error:
         mine = None, str(error) or type(error).__name__
-    outcomes: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(outcomes, mine, group=group)
+    outcomes = gather_objects(mine, group)
     if failed := [f"rank {rank}: {error}" for rank, (_, error) in enumerate(outcomes) if error]:
         raise SaveError("; ".join(failed))
     return [result for result, _ in outcomes]
 
 
-def _reasons(error: BaseException) -> str:
-    if isinstance(error, dcp.CheckpointException):
-        return "; ".join(f"rank {rank}: {reason}" for rank, (reason, _) in sorted(error.failures.items()))
-    return str(error)
-
-
 # ---- Folders: only rank 0 of the group calls these ----
 
 
-def _unfinished(final: Path) -> Path:
-    return final.with_name(f".{final.name}.unfinished")
+def _hidden(folder: Path, suffix: str) -> Path:
+    return folder.with_name(f".{folder.name}.{suffix}")
 
 
 def _make_folder(unfinished: Path) -> None:
     unfinished.parent.mkdir(parents=True, exist_ok=True)
-    for remnant in unfinished.parent.glob(".step-*"):  # left behind if the run was killed
+    for remnant in unfinished.parent.glob(".step-*"):  # from a run that was killed
         shutil.rmtree(remnant, ignore_errors=True)
     unfinished.mkdir()
 
 
 def _complete(final: Path, manifest: Manifest, contents: Mapping[str, bytes]) -> None:
     """Write the last files, ending with run.json. Rename the folder when everything is on disk."""
-    unfinished = _unfinished(final)
+    unfinished, removed = _hidden(final, "unfinished"), _hidden(final, "removed")
     for name, data in contents.items():
         _write_synced(unfinished / name, data)
     checksums = {**manifest.files, **{name: FileChecksum.of(data) for name, data in contents.items()}}
     _write_synced(unfinished / RUN_FILE, dataclasses.replace(manifest, files=checksums).encode())
     _sync_folder(unfinished)
     if final.exists():  # saved before: a rename cannot replace a folder that is not empty
-        final.rename(removed := final.with_name(f".{final.name}.removed"))
-        unfinished.rename(final)
-        shutil.rmtree(removed, ignore_errors=True)
-    else:
-        unfinished.rename(final)
+        final.rename(removed)
+    unfinished.rename(final)
+    shutil.rmtree(removed, ignore_errors=True)
     _sync_folder(final.parent)
 
 
 def _remove_old(newest: Path, keep: int) -> None:
-    """Keep `newest`, the `keep - 1` checkpoints before it, and later ones, which belong to another run."""
-    steps = {int(match[1]): path for path in newest.parent.iterdir() if (match := STEP_FOLDER.fullmatch(path.name))}
-    last = int(newest.name.removeprefix("step-"))
-    for step in sorted(step for step in steps if step <= last)[:-keep]:
-        removed = steps[step].with_name(
-            f".{steps[step].name}.removed"
-        )  # never leave part of a checkpoint under its name
+    """Remove the checkpoints before `newest`, except the last `keep - 1`. Later ones belong to another run."""
+    checkpoints = list_checkpoints(newest.parent)
+    for old in checkpoints[checkpoints.index(newest) + keep :]:
+        removed = _hidden(old, "removed")  # renamed first, so that its name never stands for part of a checkpoint
         with suppress(OSError):
-            steps[step].rename(removed)
+            old.rename(removed)
             shutil.rmtree(removed, ignore_errors=True)
 
 
@@ -239,7 +234,7 @@ def _sync_folder(path: Path) -> None:
 
 
 class _ChecksumFile(io.BufferedWriter):
-    """A file that computes its checksum while it is written, and keeps the OSError that torch.save would hide."""
+    """A file that computes its checksum while it is written. `error` is the OSError that torch.save would hide."""
 
     length: int = 0
     crc32: int = 0

@@ -1,6 +1,6 @@
-"""The weights of a checkpoint without its run: as a model, or exported as safetensors to share.
+"""The weights of a checkpoint: as a model, or exported as safetensors to share.
 
-A checkpoint also holds optimizer moments and master weights, and is split among files. An exported folder holds only
+A checkpoint has several files, which also hold optimizer moments and master weights. An exported folder holds only
 
     model.safetensors    the fp32 weights, under the checkpoint's global names
     config.json          the model, with `model_type` "moe-dualpipe"
@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from ..data import TOKENIZER_FILE
 from ..expert_parallel.parameters import expert_ids, global_tensors
 from ..models import ModelConfig, TransformerStage, build_model
-from .load import gather_objects, load_checkpoint, model_differences
+from .load import check_shapes, load_checkpoint, model_differences
 from .manifest import read_manifest
+from .save import gather_objects
 
 WEIGHTS_FILE, CONFIG_FILE, MODEL_TYPE = "model.safetensors", "config.json", "moe-dualpipe"
-_PREFIX = "model."  # of the names of weights in a checkpoint
+_PREFIX = "model."  # a checkpoint puts it before the names of weights
 
 
 def load_model(checkpoint: Path, experts: str = "swiglu") -> TransformerStage:
@@ -59,9 +60,9 @@ def global_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def export_weights(checkpoint: Path, folder: Path, experts: str = "swiglu") -> int:
-    """Write the weights of a checkpoint into a new folder; returns their number of elements. Needs twice their memory.
+    """Write the weights of a checkpoint into a new folder and return the number of parameters.
 
-    Raises ValueError if the checkpoint is unreadable or if `folder` exists.
+    Holds two copies of the weights in memory. Raises ValueError if the checkpoint is unreadable or `folder` exists.
     """
     from safetensors.torch import save_file
 
@@ -93,7 +94,7 @@ def check_weights(folder: Path, model: ModelConfig) -> None:
 
 
 def load_weights(folder: Path, state: Mapping[str, Tensor]) -> None:
-    """Load the weights among `state` in place; reads only these from the file. Collective.
+    """Load the weights in `state` in place, and read no others from the file. Collective.
 
     Raises ValueError on all ranks if the file is broken, or if on any rank a weight is missing or has another shape.
     """
@@ -113,12 +114,9 @@ def _load(folder: Path, weights: Mapping[str, Tensor]) -> None:
     path = folder / WEIGHTS_FILE
     try:
         with safe_open(path, "pt") as file:
-            if missing := sorted(set(weights) - set(file.keys())):
-                raise ValueError(f"{path} has no {missing[0]}{f', and {len(missing) - 1} more' * (len(missing) > 1)}")
+            found = set(weights) & set(file.keys())
+            check_shapes(path, weights, {name: file.get_slice(name).get_shape() for name in found})
             for name, tensor in weights.items():
-                shape = file.get_slice(name).get_shape()
-                if shape != [*tensor.shape]:
-                    raise ValueError(f"{path}: {name} has shape {shape}, expected {[*tensor.shape]}")
                 tensor.copy_(file.get_tensor(name))
     except (SafetensorError, OSError) as error:
         raise ValueError(f"cannot read {path}: {error}") from None

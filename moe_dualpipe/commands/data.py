@@ -21,7 +21,7 @@ class PrepareData:
     tokenizer: str = "bpe"
     """bpe (trained on this text), bytes, or the path of a tokenizer.json."""
     vocab_size: int = 4096
-    """Maximum vocabulary size of a trained bpe."""
+    """Maximum vocabulary size of the trained BPE."""
     field: str = "text"
     """Key of the text in each .jsonl line."""
 
@@ -35,7 +35,7 @@ class PrepareData:
 
 @dataclass(frozen=True)
 class CheckData:
-    """Check whole files of token ids, of any size: checksums, and that every id is in the vocabulary."""
+    """Read whole files of token ids. Check their checksums, and that every id is in the vocabulary."""
 
     files: Positional[tuple[Path, ...]]
     """Files that `prepare` wrote."""

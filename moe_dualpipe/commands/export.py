@@ -15,7 +15,7 @@ class Export:
     out: Path
     """Folder to write; it must not exist."""
     experts: str = "swiglu"
-    """Custom expert layer of the checkpoint, "module:Class". Required, so that a checkpoint cannot import code."""
+    """Your own expert layer, "module:Class". Must be named here: a checkpoint cannot choose what is imported."""
 
     def run(self) -> None:
         from ..checkpoint import WEIGHTS_FILE, export_weights, find_checkpoint

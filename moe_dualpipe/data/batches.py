@@ -9,7 +9,6 @@ B sequences, S positions.
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,12 +51,12 @@ class TextData:
             starts = random.integers(0, [len(stream) - seq_len for stream in streams])
         else:
             streams, starts = streams * count, random.integers(0, len(streams[0]) - seq_len, count)
-        return self._windows(zip(streams, starts.tolist(), strict=True), seq_len)
+        return self._windows(list(zip(streams, starts.tolist(), strict=True)), seq_len)
 
     def held_out_batch(self, first: int, count: int, total: int, seq_len: int) -> "tuple[Tensor, Tensor]":
         """Return sequences `first` to `first + count` of `total`, spaced evenly over the held-out text.
 
-        Each source gets its share of `total`, rounded, so the mean loss has the same weights as the training loss.
+        Each source gets its share of `total`, rounded, so its weight is the same in the validation and training losses.
         """
         bounds = np.rint(np.cumsum([0.0, *self.shares]) * total).astype(int)
         windows = [
@@ -76,11 +75,10 @@ class TextData:
     @property
     def description(self) -> str:
         """One line for each source, and one for the tokenizer unless it is bytes."""
-        lines = [
-            f"data {source.name}{f' ({share:.1%} of the sequences)' if len(self.sources) > 1 else ''}: "
-            f"{source.description}"
-            for source, share in zip(self.sources, self.shares, strict=True)
-        ]
+        lines = []
+        for source, share in zip(self.sources, self.shares, strict=True):
+            of_sequences = f" ({share:.1%} of the sequences)" if len(self.sources) > 1 else ""
+            lines.append(f"data {source.name}{of_sequences}: {source.description}")
         if self.tokenizer is not BYTES:
             size = self.bytes_per_token
             lines.append(f"tokenizer: {self.tokenizer}{f', {size:.2f} bytes per token' if size else ''}")
@@ -107,10 +105,9 @@ class TextData:
         if digest(saved) != digest(self.tokenizer):
             raise ValueError(f"{checkpoint} was trained with another tokenizer: {saved}; --data has {self.tokenizer}")
 
-    def _windows(self, windows: Iterable[tuple[np.ndarray, int]], seq_len: int) -> "tuple[Tensor, Tensor]":
+    def _windows(self, windows: list[tuple[np.ndarray, int]], seq_len: int) -> "tuple[Tensor, Tensor]":
         import torch  # not at the top: `moe-dualpipe data` starts faster without it
 
-        windows = list(windows)
         rows = np.stack([stream[start : start + seq_len + 1] for stream, start in windows]).astype(np.int64)
         if rows.max() >= self.tokenizer.vocab_size:  # the file was too large to scan, or has changed since
             row = int(np.argmax(rows.max(1) >= self.tokenizer.vocab_size))

@@ -1,8 +1,8 @@
 """Documents from files: find them, check that they are text, read them.
 
-Training on a binary or broken file would fail silently, so every file is checked, and errors give file, line and
-defect. A file that the user names must be text. A folder or glob may contain other files (images): these are skipped
-and reported. Files are read in blocks, once to check and once to use, so they may be larger than memory.
+Training on a binary or broken file would give a useless model without an error, so every file is checked. Errors give
+the file, the line and the problem. A file that the user names must be text. A folder or glob may contain other files,
+such as images: they are skipped and reported. Files are read in blocks or lines, so they may be larger than memory.
 """
 
 import codecs
@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-HELD_OUT = 20  # hold out one document in 20 for validation; with fewer documents, the last 1/20 of the tokens
+HELD_OUT = 20  # one document in 20 is held out for validation; of fewer documents, the last 1/20 of the tokens
 BLOCK_BYTES = 1 << 20  # read and encode long files in blocks of this size
-JSONL = ".jsonl"
+JSONL, NEWLINE = ".jsonl", b"\n"
 
 
 @dataclass(frozen=True, slots=True)
 class TextChunk:
-    """Part of a document: whole lines, unless a line is longer than a block."""
+    """Part of a document, in whole lines; a line longer than a block is split."""
 
     text: str
     ends_document: bool
@@ -33,8 +33,7 @@ class Documents:
     source: str
     files: tuple[Path, ...]
     field: str = "text"
-    skipped: tuple[str, ...] = ()
-    """Files that are not text, each with the reason in parentheses."""
+    skipped: tuple[str, ...] = ()  # files that are not text, each with the reason in parentheses
 
     @classmethod
     def find(cls, source: str, field: str = "text") -> "Documents":
@@ -50,14 +49,9 @@ class Documents:
         return cls(source, tuple(path for path in paths if path not in problems), field, skipped)
 
     def __iter__(self) -> Iterator[TextChunk]:
-        """Raises ValueError, with file and line, for a .jsonl line without text."""
+        """Raises ValueError, with file and line, for an invalid line of a .jsonl file."""
         for path in self.files:
             yield from _read_jsonl(path, self.field) if path.suffix == JSONL else _read_text(path)
-
-    @property
-    def unit(self) -> str:
-        """What to call the documents in messages."""
-        return "documents" if any(path.suffix == JSONL for path in self.files) else "files"
 
     def empty_error(self) -> ValueError:
         """The error for a source without any text."""
@@ -73,12 +67,12 @@ class Documents:
 
 
 def is_held_out(document: int, num_documents: int) -> bool:
-    """Whether document number `document` is held out. With few documents none is: see `held_out_tail`."""
+    """Whether document number `document` is held out. If there are few documents, no whole document is held out."""
     return num_documents >= HELD_OUT and document % HELD_OUT == HELD_OUT // 2
 
 
 def held_out_tail(num_tokens: int, seq_len: int = 0) -> int:
-    """Tokens to hold out at the end of a stream of few documents: at least a sequence, at most half of the stream."""
+    """Number of tokens to hold out at the end of a few documents: at least one sequence, at most half of the tokens."""
     return max(num_tokens // HELD_OUT, min(seq_len + 1, num_tokens // 2))
 
 
@@ -101,12 +95,12 @@ def _find(source: str) -> list[Path]:
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
-    """Yield the file in blocks that end at a line end, unless a line is longer than a block."""
+    """Yield the file in blocks of whole lines; a line longer than a block is split."""
     try:
         with path.open("rb") as file:
             rest = b""
             while block := file.read(BLOCK_BYTES):
-                cut = block.rfind(b"\n") + 1
+                cut = block.rfind(NEWLINE) + 1
                 if cut or len(rest) >= BLOCK_BYTES:
                     yield rest + block[:cut]
                     rest = b""
@@ -118,19 +112,17 @@ def _blocks(path: Path) -> Iterator[bytes]:
 
 
 def _problem(path: Path) -> str:
-    """Why a file is not text (UTF-8 without zero bytes), with the line; "" if it is."""
+    """Why a file is not text (UTF-8 without zero bytes), with the line number; "" if it is text."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     line = 1
     for block in (*_blocks(path), b""):
         if (zero := block.find(b"\0")) >= 0:
-            line += block.count(b"\n", 0, zero)
-            return f"zero byte in line {line}"
+            return f"zero byte in line {line + block[:zero].count(NEWLINE)}"
         try:
             decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
-            line += error.object.count(b"\n", 0, error.start)
-            return f"not UTF-8 in line {line}: {error.reason}"
-        line += block.count(b"\n")
+            return f"not UTF-8 in line {line + error.object[: error.start].count(NEWLINE)}: {error.reason}"
+        line += block.count(NEWLINE)
     return ""
 
 
@@ -146,17 +138,16 @@ def _read_text(path: Path) -> Iterator[TextChunk]:
 
 
 def _read_jsonl(path: Path, field: str) -> Iterator[TextChunk]:
+    number = 0
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    text = _field(line, field) if line.strip() else ""
-                except ValueError as error:
-                    raise ValueError(f"{path}:{number}: {error}") from None
-                if text:
+            for number, line in enumerate(file, 1):  # noqa: B007 - the error below gives the number
+                if line.strip() and (text := _field(line, field)):
                     yield TextChunk(text, ends_document=True)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}:{number}: {error}") from None
 
 
 def _field(line: bytes, field: str) -> str:

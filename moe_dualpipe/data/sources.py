@@ -11,45 +11,38 @@ from pathlib import Path
 import numpy as np
 
 from .batches import Source, TextData
-from .documents import Documents, held_out_tail, is_held_out
+from .documents import JSONL, Documents, held_out_tail, is_held_out
 from .token_files import HELD_OUT_FILES, SCAN_LIMIT, TRAIN_FILE, TokenFile
 from .tokenizer import BYTES, TOKENIZER_FILE, Tokenizer, UnknownTokenizer, digest, num_bytes
 
 
 def load_data(
-    sources: str | Sequence[str],
-    seq_len: int,
-    vocab_size: int | None = None,
-    field: str = "text",
-    dtype: str = "uint16",
-) -> TextData:
+    sources: str | Sequence[str], seq_len: int, vocab_size: int | None = None,
+    field: str = "text", dtype: str = "uint16",
+) -> TextData:  # fmt: skip
     """Open `sources`, each "SOURCE" or "SOURCE=WEIGHT".
 
     A source is text (a file, a folder, a glob, or "stdlib"), a folder that `prepare_data` wrote, or a .bin file.
-    field: the key of the text in .jsonl lines. dtype: of .bin files without a description. vocab_size: of the model;
-    None accepts any. Raises ValueError if a source is empty, broken or shorter than one sequence of `seq_len`, if the
-    sources have different tokenizers, or if `vocab_size` is too small.
+    field: the key of the text in .jsonl lines. dtype: of .bin files without a sidecar. vocab_size: of the model; None
+    accepts every tokenizer. Raises ValueError if a source is empty, broken or shorter than one sequence of `seq_len`,
+    if the sources have different tokenizers, or if `vocab_size` is too small.
     """
-    entries = [split_weight(entry) for entry in ([sources] if isinstance(sources, str) else sources)]
-    if not entries:
-        raise ValueError('--data is empty: name a file, a folder, a glob, or "stdlib"')
+    entries = [split_weight(entry) for entry in ([sources] if isinstance(sources, str) else sources or [""])]
     opened = {name: list(_open_token_files(name, dtype)) for name, _ in entries}
     tokenizer = _common_tokenizer(opened, vocab_size or np.iinfo(dtype).max + 1)
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         raise ValueError(f"--data ({tokenizer}) needs --model.vocab-size {tokenizer.vocab_size}: got {vocab_size}")
-    return TextData(
-        tuple(
-            _map_tokens(name, weight, opened[name], tokenizer, seq_len)
-            if opened[name]
-            else _encode_text(name, weight, Documents.find(name, field), tokenizer, seq_len)
-            for name, weight in entries
-        ),
-        tokenizer,
+    loaded = (
+        _map_tokens(name, weight, opened[name], tokenizer, seq_len)
+        if opened[name]
+        else _encode_text(name, weight, Documents.find(name, field), tokenizer, seq_len)
+        for name, weight in entries
     )
+    return TextData(tuple(loaded), tokenizer)
 
 
 def split_weight(entry: str) -> tuple[str, float]:
-    """Split "notes=2.5" into ("notes", 2.5). The weight is 1 if there is none, or if a file has the whole name."""
+    """Split "notes=2.5" into ("notes", 2.5). An entry without a weight, or with the name of a file, has weight 1."""
     name, equals, weight = entry.rpartition("=")
     if not equals or Path(entry).exists():
         name, weight = entry, "1"
@@ -65,7 +58,7 @@ def split_weight(entry: str) -> tuple[str, float]:
 
 
 def _open_token_files(name: str, dtype: str) -> Iterator[TokenFile]:
-    """Yield the training file and then the held-out file, if `name` is token ids and if they exist."""
+    """If `name` is token ids, yield the training file, and then the held-out file if there is one."""
     path = Path(name) / TRAIN_FILE if (Path(name) / TRAIN_FILE).is_file() else Path(name)
     if path.suffix == ".bin" and path.is_file():
         yield TokenFile.open(path, dtype)
@@ -96,32 +89,33 @@ def _map_tokens(name: str, weight: float, files: list[TokenFile], tokenizer: Tok
             file.scan(tokenizer.vocab_size)
     streams = [file.tokens_N for file in files]
     train, held_out = streams if len(streams) == 2 else _split_tail(streams[0], seq_len)
-    size, sidecar = None, files[-1].sidecar
-    if sidecar:
-        size = sidecar.bytes / sidecar.tokens
+    _check_length(name, train, held_out, seq_len, "tokens")
+    bytes_per_token = None
+    if sidecar := files[-1].sidecar:
+        bytes_per_token = sidecar.bytes / sidecar.tokens
     elif not isinstance(tokenizer, UnknownTokenizer):
         sample = held_out[: 1 << 20]
-        size = num_bytes(tokenizer, sample) / len(sample)
-    _check_length(name, train, held_out, seq_len, "tokens")
+        bytes_per_token = num_bytes(tokenizer, sample) / len(sample)
     description = f"{len(train):,} tokens, {len(held_out):,} held out"
-    return Source(name, weight, train, held_out, description, size)
+    return Source(name, weight, train, held_out, description, bytes_per_token)
 
 
 def _encode_text(name: str, weight: float, documents: Documents, tokenizer: Tokenizer, seq_len: int) -> Source:
     encoded = list(_encode_documents(documents, tokenizer))
     if not encoded:
         raise documents.empty_error()
-    unit, skipped = documents.unit, documents.describe_skipped()
-    kept, held = ([d for i, d in enumerate(encoded) if is_held_out(i, len(encoded)) == out] for out in (False, True))
-    stream, token = np.concatenate(kept), "bytes" if tokenizer is BYTES else "tokens"
+    training = [tokens for i, tokens in enumerate(encoded) if not is_held_out(i, len(encoded))]
+    validation = [tokens for i, tokens in enumerate(encoded) if is_held_out(i, len(encoded))]
+    stream, unit = np.concatenate(training), "bytes" if tokenizer is BYTES else "tokens"
     amount = f"{len(stream) / 1e6:.1f} MB" if tokenizer is BYTES else f"{len(stream):,} tokens"
-    if held:
-        train, held_out = stream, np.concatenate(held)
-        description = f"{len(kept)} {unit} ({amount}), {len(held)} held out{skipped}"
+    if validation:
+        train, held_out, last = stream, np.concatenate(validation), f"{len(validation)}"
     else:
         train, held_out = _split_tail(stream, seq_len)
-        description = f"{len(kept)} {unit} ({amount}), the last {len(held_out)} {token} held out{skipped}"
-    _check_length(name, train, held_out, seq_len, token)
+        last = f"the last {len(held_out)} {unit}"
+    _check_length(name, train, held_out, seq_len, unit)
+    what = "documents" if any(path.suffix == JSONL for path in documents.files) else "files"
+    description = f"{len(training)} {what} ({amount}), {last} held out{documents.describe_skipped()}"
     return Source(name, weight, train, held_out, description, num_bytes(tokenizer, held_out) / len(held_out))
 
 

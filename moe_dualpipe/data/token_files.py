@@ -1,9 +1,9 @@
 """Token ids in memory-mapped files: write them, describe them, and check them.
 
-`name.bin` is a flat array of little-endian integers, as in nanoGPT (uint16 by default). Nothing in it says how to read
-it, so `prepare_data` writes a sidecar file, `name.bin.json`: dtype, counts, tokenizer, and a checksum of every chunk.
-Files up to SCAN_LIMIT are checked completely before a run. Larger ones would take too long: there every sequence is
-checked when it is drawn (batches.py). Either way no id outside the vocabulary is trained on.
+`name.bin` is a flat array of little-endian integers, as in nanoGPT (uint16 by default). It does not say how to read it,
+so `prepare_data` writes a sidecar file, `name.bin.json`: dtype, counts, tokenizer, and a checksum of every chunk. Files
+up to SCAN_LIMIT are checked completely before a run. For larger files this would take too long, so their sequences are
+only checked when they are drawn (batches.py). Neither way can train on an id outside the vocabulary.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -41,7 +41,10 @@ ENCODE_BATCH = 64  # text chunks encoded at a time
 
 @dataclass(frozen=True, slots=True)
 class Sidecar:
-    """The contents of `name.bin.json`, which describes `name.bin`."""
+    """The contents of `name.bin.json`, which describes `name.bin`.
+
+    bytes: of the text, counting each end of a document as one. tokenizer: its `digest`. crc32: one per CHUNK tokens.
+    """
 
     dtype: str
     vocab_size: int
@@ -49,11 +52,8 @@ class Sidecar:
     tokens: int
     documents: int
     bytes: int
-    """Bytes of text, counting the end of a document as one byte."""
     tokenizer: str
-    """`digest` of the tokenizer."""
     crc32: list[int]
-    """One checksum for every CHUNK tokens."""
 
     @classmethod
     def read(cls, path: Path) -> "Sidecar":
@@ -84,40 +84,37 @@ class TokenFile:
 
     @classmethod
     def open(cls, path: Path, dtype: str) -> "TokenFile":
-        """Map a file. dtype: if it has no sidecar. Raises ValueError if the size does not fit the description."""
+        """Map a file. dtype: of a file without a sidecar. Raises ValueError if the file's size does not fit."""
         described = path.with_name(path.name + ".json")
         sidecar = Sidecar.read(described) if described.exists() else None
         kind = np.dtype(sidecar.dtype if sidecar else dtype).newbyteorder("<")
-        size = path.stat().st_size
+        count, rest = divmod(size := path.stat().st_size, kind.itemsize)
         if not size:
             raise ValueError(f"{path} is empty")
-        if size % kind.itemsize:
+        if rest:
             raise ValueError(
                 f"{path} has {size} bytes, not a multiple of {kind.itemsize}, the size of {kind.name}: the file is "
                 "truncated, or has another dtype (--data-dtype)"
             )
-        if sidecar and sidecar.tokens != (count := size // kind.itemsize):
+        if sidecar and sidecar.tokens != count:
             raise ValueError(f"{path} has {count} {kind.name} token ids, but {described.name} says {sidecar.tokens}")
         return cls(path, np.memmap(path, kind, mode="r"), sidecar)
 
     def tokenizer(self, vocab_size: int) -> Tokenizer:
-        """The tokenizer in the same folder; without any, an UnknownTokenizer of `vocab_size` ids.
+        """Read the tokenizer.json in the same folder. Raises ValueError if it differs from the one in the sidecar.
 
-        Raises ValueError if it is not the one that the sidecar names.
+        Without a tokenizer.json, a file with a sidecar holds bytes, and one without holds `vocab_size` unknown tokens.
         """
-        folder, sidecar = self.path.parent, self.sidecar
-        where = folder / TOKENIZER_FILE
+        sidecar, where = self.sidecar, self.path.with_name(TOKENIZER_FILE)
         if sidecar is None:
             return read_tokenizer(where) if where.exists() else UnknownTokenizer(vocab_size)
-        found = find_tokenizer(folder)
+        found = find_tokenizer(self.path.parent)
         if digest(found) != sidecar.tokenizer:
-            raise ValueError(
-                f"{self.path} was not encoded with {found}, the tokenizer "
-                f"{f'in {where}' if where.exists() else f'that applies because there is no {where}'}"
-            )
+            place = f"the tokenizer in {where}" if where.exists() else f"and there is no {where}"
+            raise ValueError(f"{self.path} was not encoded with {found}, {place}")
         if (found.vocab_size, found.end_id) != (sidecar.vocab_size, sidecar.end_id):
             raise ValueError(
-                f"{self.path}.json gives the tokenizer {sidecar.vocab_size} tokens and end-of-document id "
+                f"{self.path}.json describes a tokenizer with {sidecar.vocab_size} tokens and end-of-document id "
                 f"{sidecar.end_id}, but {found} has {found.vocab_size} and {found.end_id}"
             )
         return found
@@ -130,10 +127,8 @@ class TokenFile:
         for i, chunk in enumerate(_chunks(self.tokens_N)):
             first = i * CHUNK
             if sums is not None and zlib.crc32(chunk.data) != sums[i]:
-                raise ValueError(
-                    f"{self.path} has changed since it was written, in tokens {first} to {first + len(chunk) - 1}: "
-                    "prepare it again"
-                )
+                last = first + len(chunk) - 1
+                raise ValueError(f"{self.path} has changed in tokens {first} to {last}: prepare it again")
             if chunk.max() >= vocab_size:
                 raise vocabulary_error(self.path, first, chunk, vocab_size)
 
@@ -159,9 +154,8 @@ def prepare_data(
         raise ValueError(f"--out {out} already exists and is not empty: choose another folder")
     found = [Documents.find(source, field) for source in sources]
     counts = [sum(chunk.ends_document for chunk in documents) for documents in found]
-    for documents, count in zip(found, counts, strict=True):
-        if not count:
-            raise documents.empty_error()
+    if 0 in counts:
+        raise found[counts.index(0)].empty_error()
     if tokenizer == "bpe":
         chosen: Tokenizer = BPETokenizer.train((chunk.text for documents in found for chunk in documents), vocab_size)
     else:
@@ -179,12 +173,12 @@ def prepare_data(
     return chosen, sidecars
 
 
-def _write(chunks: Iterable[TextChunk], num_documents: int, tokenizer: Tokenizer, folder: Path) -> list[Sidecar]:
+def _write(chunks: Iterator[TextChunk], num_documents: int, tokenizer: Tokenizer, folder: Path) -> list[Sidecar]:
     dtype, paths = dtype_for(tokenizer.vocab_size), [folder / TRAIN_FILE, folder / HELD_OUT_FILES[0]]
     end = np.array([tokenizer.end_id], dtype).tobytes()
-    document, documents, size = 0, [0, 0], [0, 0]  # counts of train.bin and held_out.bin
+    document, documents, size = 0, [0, 0], [0, 0]  # number of the next document; documents and bytes of each file
     with paths[0].open("wb") as train, paths[1].open("wb") as held_out:
-        for batch in _batches(chunks, ENCODE_BATCH):
+        while batch := list(islice(chunks, ENCODE_BATCH)):
             for chunk, tokens_N in zip(batch, tokenizer.encode_batch([c.text for c in batch]), strict=True):
                 held = is_held_out(document, num_documents)
                 (held_out if held else train).write(tokens_N.tobytes() + end * chunk.ends_document)
@@ -199,26 +193,19 @@ def _write(chunks: Iterable[TextChunk], num_documents: int, tokenizer: Tokenizer
         size[1], documents[1] = num_bytes(tokenizer, tail_N), int((tail_N == tokenizer.end_id).sum())
         size[0], documents[0] = size[0] - size[1], documents[0] - documents[1]
         os.truncate(paths[0], cut * dtype.itemsize)
-    return [_describe(*each, tokenizer, dtype) for each in zip(paths, documents, size, strict=True)]
+    return [_write_sidecar(*each, tokenizer, dtype) for each in zip(paths, documents, size, strict=True)]
 
 
-def _describe(path: Path, documents: int, size: int, tokenizer: Tokenizer, dtype: np.dtype) -> Sidecar:
-    """Write the sidecar of a complete file."""
+def _write_sidecar(path: Path, documents: int, size: int, tokenizer: Tokenizer, dtype: np.dtype) -> Sidecar:
     if not path.stat().st_size:
         raise ValueError("too little text to hold out some for validation: add more")
     tokens_N = np.memmap(path, dtype, mode="r")
     sums = [zlib.crc32(chunk.data) for chunk in _chunks(tokens_N)]
-    counts = (tokenizer.vocab_size, tokenizer.end_id, len(tokens_N), documents, size)
-    sidecar = Sidecar(dtype.name, *counts, digest(tokenizer), sums)
+    vocab_size, end_id = tokenizer.vocab_size, tokenizer.end_id
+    sidecar = Sidecar(dtype.name, vocab_size, end_id, len(tokens_N), documents, size, digest(tokenizer), sums)
     path.with_name(path.name + ".json").write_text(json.dumps(dataclasses.asdict(sidecar)) + "\n")
     return sidecar
 
 
 def _chunks(tokens_N: np.ndarray) -> Iterator[np.ndarray]:
     return (tokens_N[i : i + CHUNK] for i in range(0, len(tokens_N), CHUNK))
-
-
-def _batches(chunks: Iterable[TextChunk], size: int) -> Iterator[list[TextChunk]]:
-    chunks = iter(chunks)
-    while batch := list(islice(chunks, size)):
-        yield batch

@@ -65,7 +65,7 @@ class ByteTokenizer:
 
 
 class UnknownTokenizer:
-    """Stands in for an unknown tokenizer: a token's text is its number. "17 4" is [17, 4]; other text is [0]."""
+    """Used if the tokenizer is unknown. The text of a token is its number: "17 4" is [17, 4]. No number gives [0]."""
 
     end_id = -1
 
@@ -106,11 +106,10 @@ class BPETokenizer:
         ends = [special[name] for name in ENDS if name in special]
         if not ends:
             raise ValueError(
-                f"{where} has no end-of-document token: its added_tokens must contain one of {', '.join(ENDS)}, with "
-                f"special true; its special tokens are {', '.join(list(special)[:8]) or 'none'}"
+                f"{where} has no end-of-document token: its added_tokens must contain one of {', '.join(ENDS)} with "
+                f'"special": true; its special tokens are {", ".join(list(special)[:8]) or "none"}'
             )
         self.end_id = ends[0]
-        self._dtype = dtype_for(self.vocab_size)
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "BPETokenizer":
@@ -119,21 +118,16 @@ class BPETokenizer:
         Memory holds the distinct words, not the texts. A short text may give fewer tokens than `vocab_size`.
         """
         if vocab_size < 257:
-            raise ValueError(
-                f"--vocab-size must be at least 257 (256 bytes and the end of a document): got {vocab_size}"
-            )
+            raise ValueError(f"--vocab-size must be at least 257 (256 bytes and end of document): got {vocab_size}")
         library = _library()
         from tokenizers import decoders, models, pre_tokenizers, trainers
 
         tokenizer = library.Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
-        trainer: Any = trainers.BpeTrainer
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-        tokenizer.train_from_iterator(
-            texts,
-            trainer(vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False),
-        )
+        options: Any = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
+        trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[END], **options)
+        tokenizer.train_from_iterator(texts, trainer)
         return cls(tokenizer.to_str(pretty=True).encode(), "the trained tokenizer")
 
     def encode(self, text: str) -> list[int]:
@@ -144,7 +138,7 @@ class BPETokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(one.ids, self._dtype) for one in encoded]
+        return [np.array(one.ids, dtype_for(self.vocab_size)) for one in encoded]
 
     def to_json(self) -> bytes:
         return self._content
@@ -169,7 +163,7 @@ def tokenizer_from_json(content: bytes, where: str) -> Tokenizer:
             return UnknownTokenizer(size)
         case {"model": dict()}:
             return BPETokenizer(content, where)
-    raise ValueError(f"{where} is not a tokenizer: neither of the tokenizers library nor of moe-dualpipe")
+    raise ValueError(f"{where} is not a tokenizer: neither the tokenizers library nor moe-dualpipe wrote it")
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
@@ -181,12 +175,12 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def find_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a folder of token ids or of a checkpoint; bytes if the folder has no tokenizer.json."""
+    """The tokenizer of a folder of token ids or of a checkpoint; BYTES if the folder has no tokenizer.json."""
     return read_tokenizer(folder / TOKENIZER_FILE) if (folder / TOKENIZER_FILE).is_file() else BYTES
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """The files that a folder needs so that `find_tokenizer` finds `tokenizer`: file name -> content."""
+    """The files that make `find_tokenizer` find `tokenizer` in a folder: file name -> content."""
     return {} if isinstance(tokenizer, ByteTokenizer) else {TOKENIZER_FILE: tokenizer.to_json()}
 
 

@@ -78,7 +78,7 @@ def test_tokenizers_are_restored_from_their_json(prepared, tmp_path):
     for broken, problem in [
         (json.dumps(content), "here has no end-of-document token: .*; its special tokens are <|ENDOFTEXT|>$"),
         ("{", "here is not a tokenizer: Expecting"), ("[" * 100_000, "here is not a tokenizer"),
-        ("[]", "here is not a tokenizer: neither"),
+        ("[]", "here is not a tokenizer: neither the tokenizers library nor moe-dualpipe wrote it$"),
         ('{"tokenizer": "ids", "vocab_size": -1}', "here is not a tokenizer"),
         ('{"model": {}}', "here is not a tokenizer"),
     ]:  # fmt: skip
@@ -217,7 +217,7 @@ def test_a_failed_prepare_leaves_no_files(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(token_files, "_describe", full)
+    monkeypatch.setattr(token_files, "_write_sidecar", full)
     with pytest.raises(OSError, match="No space left"):
         prepare_data([str(tmp_path / "a.txt")], tmp_path / "out", "bytes", 1, "text")
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
@@ -243,13 +243,13 @@ def describe(folder, **changes):
     (lambda p: describe(p, tokens=17), "train.bin has [0-9]+ uint16 token ids, but train.bin.json says 17"),
     (lambda p: describe(p, tokens="17"), "train.bin.json does not describe token ids: tokens is '17'"),
     (lambda p: describe(p, crc32=[]), "train.bin.json has 0 checksums"),
-    (lambda p: describe(p, vocab_size=400), "gives the tokenizer 400 tokens and .*, but BPE of 320 tokens has 320"),
+    (lambda p: describe(p, vocab_size=400), "a tokenizer with 400 tokens and .*, but BPE of 320 tokens has 320"),
     (lambda p: describe(p, end_id=3), "end-of-document id 3, but BPE of 320 tokens has 320 and 0"),
     (lambda p: (p / "train.bin.json").write_text("[]"), "train.bin.json does not describe .*: it is not a JSON object"),
     (lambda p: (p / "train.bin.json").write_text("{"), "cannot read .*train.bin.json: Expecting"),
     (lambda p: (p / "train.bin").write_bytes(b""), "train.bin is empty"),
     (lambda p: (p / "train.bin").write_bytes(b"123"), "train.bin has 3 bytes, not a multiple of 2, the size of uint16"),
-    (lambda p: (p / "tokenizer.json").unlink(), "bytes, the tokenizer that applies because there is no"),
+    (lambda p: (p / "tokenizer.json").unlink(), "not encoded with bytes, and there is no .*tokenizer.json$"),
     (lambda p: (p / "tokenizer.json").write_bytes(BYTES.to_json()), "not encoded with bytes, the tokenizer in"),
     (lambda p: (p / "tokenizer.json").write_text("{}"), "tokenizer.json is not a tokenizer"),
     (lambda p: (p / "held_out.bin.json").unlink() or (p / "held_out.bin").write_bytes(b"\xff" * 600),
