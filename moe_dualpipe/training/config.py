@@ -1,7 +1,6 @@
 """The options of a training run, grouped by subject. A field is a flag of train.py, and its docstring the help text.
 
-Where a default depends on other options, or None means "no limit", the field is optional and its default is None.
-`resolve.py` replaces None by a value; `checks.py` says which values are valid.
+None means no limit, or a value that `resolve.py` chooses from the other options. `checks.py` has the valid values.
 """
 
 from collections.abc import Callable

@@ -53,7 +53,7 @@ def plan_run(config: TrainConfig, launch: Launch, arguments: Sequence[str] = ())
     if restarted:
         profiled_steps = profiled_steps if last_profiled <= config.steps else 0
     elif first_step >= config.steps:
-        raise ValueError(f"{resume} is at step {first_step} already: use --steps larger than that to go on")
+        raise ValueError(f"{resume} is already at step {first_step}: use a larger --steps")
     elif profiled_steps and last_profiled > config.steps:
         raise ValueError(
             f"--profile {profiled_steps} needs {WARM_UP + profiled_steps} steps, including {WARM_UP} to warm up, but "

@@ -90,7 +90,7 @@ def test_resuming_drops_the_metrics_of_steps_that_it_repeats(tmp_path):
 
 def test_resuming_rejects_a_finished_run_and_a_broken_checkpoint(tmp_path):
     run_ranks(1, train, settings(tmp_path, steps=1))
-    with pytest.raises(ValueError, match="is at step 1 already: use --steps larger than that"):
+    with pytest.raises(ValueError, match="is already at step 1: use a larger --steps"):
         make_plan(settings(tmp_path, steps=1, resume=str(tmp_path)))
     (tmp_path / "checkpoints" / "step-000001" / ".metadata").write_bytes(b"")
     with pytest.raises(ValueError, match=r"step-000001: .metadata has 0 bytes, expected [\d,]+"):
