@@ -1,6 +1,6 @@
 """A decoder-only Mixture-of-Experts transformer, built as pipeline stages.
 
-`build_model(preset("tiny"))` is a whole model; `TransformerStage(config, spec)` is one stage, a spec is from `split`.
+`build_model(preset("tiny"))` is a whole model. `TransformerStage(config, spec)` is one stage; `split` returns specs.
 """
 
 from .attention import filled_cache
@@ -15,20 +15,7 @@ from .recompute import RECOMPUTE
 from .transformer import TransformerStage, build_model, next_token_loss
 
 __all__ = [
-    "PRESETS",
-    "RECOMPUTE",
-    "KVCache",
-    "MoE",
-    "ModelConfig",
-    "StageOptions",
-    "StageSpec",
-    "TransformerStage",
-    "build_model",
-    "expert_loads",
-    "filled_cache",
-    "next_token_loss",
-    "preset",
-    "share_embedding",
-    "split",
+    "PRESETS", "RECOMPUTE", "KVCache", "MoE", "ModelConfig", "StageOptions", "StageSpec", "TransformerStage",
+    "build_model", "expert_loads", "filled_cache", "next_token_loss", "preset", "share_embedding", "split",
     "stacked_matrices",
-]
+]  # fmt: skip

@@ -1,10 +1,10 @@
 """Causal grouped-query attention with rotary positions, the table of all kinds of attention, and masks for documents.
 
-Each kind of attention is a class in the table `ATTENTION`. Beside its forward it has static methods that say what it
-costs: FLOPs, saved bytes, and the shape of its key/value cache.
+Each kind of attention is a class in the table `ATTENTION`. Its static methods return its costs: FLOPs, saved bytes, and
+the shape of its key/value cache.
 
-B sequences, S positions, D model dim, H query heads, G key/value heads, C head width. With a cache, S are the new
-positions and L all positions including past ones.
+B sequences, S positions, D model dim, H query heads, G key/value heads, C head width. With a cache, S counts the new
+positions, and L all positions.
 """
 
 from collections.abc import Iterable
@@ -31,12 +31,11 @@ class Attention(nn.Module):
         self.layer = layer
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.rope_theta = config.rope_theta
-        widths = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        self.qkv = Linear(config.hidden_size, widths, config.init_std)
-        keys = config.num_kv_heads * config.head_dim
-        self.stacked = {"qkv.weight": (widths - 2 * keys, keys, keys)}
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.qkv = Linear(config.hidden_size, queries + 2 * keys, config.init_std)
+        self.stacked = {"qkv.weight": (queries, keys, keys)}
         self.q_norm, self.k_norm = (_head_norm(config, heads) for heads in (config.num_heads, config.num_kv_heads))
-        self.out = Linear(config.num_heads * config.head_dim, config.hidden_size, out_std)
+        self.out = Linear(queries, config.hidden_size, out_std)
 
     def forward(self, x_BSD: Tensor, cache: KVCache | None = None, mask_B1SS: Tensor | None = None) -> Tensor:
         past, new = cache.length if cache is not None else 0, x_BSD.shape[1]
@@ -61,12 +60,12 @@ class Attention(nn.Module):
 
     @staticmethod
     def score_flops(config: ModelConfig, seq_len: int) -> int:
-        """FLOPs of scores and of the sums of values, per token, forward; a position sees (seq_len + 1) / 2."""
+        """FLOPs of scores and sums of values, per token, forward. On average, (seq_len + 1) / 2 positions are seen."""
         return config.num_heads * 2 * config.head_dim * (seq_len + 1)
 
     @staticmethod
     def saved_bytes(config: ModelConfig, tokens: int, seq_len: int, element: int) -> int:
-        """Bytes saved for backward, without the input of the layer. element: bytes of an activation."""
+        """Bytes saved for backward, without the layer's input. element: bytes of one number of an activation."""
         heads = config.num_heads
         # The output of the qkv projection (values are a view of it); rotated queries and keys; the result.
         width = (2 * heads + 3 * config.num_kv_heads + heads) * config.head_dim
@@ -76,12 +75,12 @@ class Attention(nn.Module):
 
     @staticmethod
     def deferred_width(config: ModelConfig) -> int:
-        """Numbers per token that deferred weight gradients need, without the layer's input and output gradient."""
+        """Numbers per token saved for deferred weight gradients, without the layer's input and output gradient."""
         return (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
 
     @staticmethod
     def kv_cache_shape(config: ModelConfig) -> tuple[int, int, int]:
-        """What a cache stores of a position in a layer: number of tensors, heads, and width."""
+        """What a cache stores for a position in a layer: number of tensors, heads, and width."""
         return 2, config.num_kv_heads, config.head_dim
 
 
@@ -91,13 +90,9 @@ ATTENTION: dict[str, type[Attention] | type[LatentAttention]] = {"gqa": Attentio
 
 @torch.no_grad()
 def filled_cache(
-    config: ModelConfig,
-    layers: Iterable[int],
-    batch: int,
-    length: int,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-) -> KVCache:
+    config: ModelConfig, layers: Iterable[int], batch: int, length: int,
+    device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+) -> KVCache:  # fmt: skip
     """A cache of `length` positions of random normal numbers, for measurements."""
     cache = KVCache()
     tensors, heads, width = ATTENTION[config.attention].kv_cache_shape(config)
@@ -116,7 +111,7 @@ class JointNorm(nn.RMSNorm):
 
 
 def _head_norm(config: ModelConfig, heads: int) -> nn.Module:
-    """The norm of `heads` query heads, or key heads, that `ModelConfig.qk_norm` selects."""
+    """The norm that `ModelConfig.qk_norm` selects, for `heads` query heads or key heads."""
     if config.qk_norm == "none":
         return nn.Identity()
     if config.qk_norm == "head":
@@ -127,9 +122,9 @@ def _head_norm(config: ModelConfig, heads: int) -> nn.Module:
 def document_numbers(tokens_BS: Tensor, end_id: int) -> Tensor:
     """The number of documents that end before each position, [B, S] int32. `end_id` belongs to the document it ends.
 
-    A training window is cut from a stream of documents. Only the first stage sees the tokens, so these numbers are sent
-    from stage to stage beside the hidden states, four bytes a token; each stage makes the mask, which has S^2 entries.
-    Rotary positions are relative, so a document in the middle of a window looks like one at the start.
+    A training window is cut from a stream of documents. Only the first stage gets the tokens, so these numbers are sent
+    from stage to stage with the hidden states, four bytes a token. Each stage makes the mask, which has S^2 entries.
+    Rotary positions are relative, so attention does not depend on where in the window a document starts.
 
     Example: end_id=0, [5, 0, 7, 0, 0, 8] -> [0, 0, 1, 1, 2, 3].
     """

@@ -1,13 +1,13 @@
-"""Auxiliary losses: how they train a part of the model, and the two that keep a router's choices balanced.
+"""Auxiliary losses: add a term to the loss on any stage (`attach`), and the two losses of a router.
 
-A router, or a multi-token prediction module, adds a term to the loss. Sending that term to the last stage would take
-room in every message between stages. It is not necessary: the loss is a sum, so its gradient with respect to each term
-is 1, on every stage. `attach` starts that gradient in the backward of a tensor that the loss depends on anyway.
+A router, or a multi-token prediction module, adds a term to the loss. Sending the term to the last stage would enlarge
+every message between stages. It is not necessary: the loss is a sum, so its gradient with respect to each term is 1, on
+every stage. `attach` starts that gradient in the backward of a tensor that the loss depends on.
 
 Experts that are chosen often learn more and are chosen more often, until the others are idle. The sequence-wise loss
 lowers the scores of the experts that a sequence prefers; the z-loss keeps the logits small. Both are means over whole
-sequences, so their gradients do not depend on how a batch is divided. A third way to balance experts is a bias
-(router.py), which has no gradient.
+sequences, so their gradients do not depend on how a batch is divided. A bias (router.py), which has no gradient, also
+balances experts.
 
 B sequences, S positions, E experts, K experts per token.
 """
@@ -36,8 +36,8 @@ class _Attach(torch.autograd.Function):
 def attach(x: Tensor, *losses: Tensor) -> Tensor:
     """Return `x`; its backward also runs the backward of the scalar `losses`, as if they were added to the loss.
 
-    `backward()` must start from the unscaled loss, with gradient 1. If you scale the loss, scale these losses too;
-    scaling the gradients afterwards scales all of them alike. The idea is from Megatron-LM's auxiliary loss scaler.
+    `backward()` must start from the loss itself, with gradient 1. If you scale the loss, scale these losses too.
+    Scaling the gradients after backward scales all of them alike. The idea is from Megatron-LM's auxiliary loss scaler.
 
     Example: y = attach(x, 3 * w); (2 * y).backward() gives x.grad = 2 and w.grad = 3.
     """
@@ -45,12 +45,12 @@ def attach(x: Tensor, *losses: Tensor) -> Tensor:
 
 
 def loss_factors(config: ModelConfig) -> dict[str, float]:
-    """The factors of the router losses that are switched on, by their names in the configuration."""
+    """The factors of the enabled router losses, by their names in the configuration."""
     return {name: factor for name in ("sequence_loss", "z_loss") if (factor := getattr(config, name))}
 
 
 def router_losses(config: ModelConfig, logits_BSE: Tensor, ids_BSK: Tensor) -> dict[str, Tensor]:
-    """The router losses that are switched on, without their factors, in fp32 at least."""
+    """The enabled router losses, without their factors, in fp32 at least."""
     logits_BSE, losses = at_least_fp32(logits_BSE), {}
     if config.sequence_loss:
         losses["sequence_loss"] = sequence_loss(shares(logits_BSE, config), best(logits_BSE, ids_BSK, config))
@@ -62,16 +62,15 @@ def router_losses(config: ModelConfig, logits_BSE: Tensor, ids_BSK: Tensor) -> d
 def sequence_loss(shares_BSE: Tensor, ids_BSK: Tensor) -> Tensor:
     """The mean over sequences of sum_E f_E P_E (arXiv 2412.19437, equations 17 to 20).
 
-    P_E is the mean of an expert's share of the scores. f_E is the number of tokens that have the expert among their K
-    best, divided by the mean of that number. The loss is 1 if all experts are used equally, and at most E/K.
+    P_E is the mean share of expert E in the scores. f_E is the number of tokens with expert E among their K best,
+    divided by the mean of this number over experts. The loss is 1 if all experts are used equally, and at most E/K.
 
     Example: shares [[[0.8, 0.2], [0.6, 0.4]]], ids [[[0], [0]]]: f = [2, 0], P = [0.7, 0.3], so the loss is 1.4.
     """
     _, length, num_experts = shares_BSE.shape
     chosen_BC = ids_BSK.flatten(1)
-    counts_BE = torch.zeros_like(shares_BSE[:, 0]).scatter_add_(
-        1, chosen_BC, torch.ones_like(chosen_BC, dtype=shares_BSE.dtype)
-    )
+    ones_BC = torch.ones_like(chosen_BC, dtype=shares_BSE.dtype)
+    counts_BE = torch.zeros_like(shares_BSE[:, 0]).scatter_add_(1, chosen_BC, ones_BC)
     frequencies_BE = counts_BE * (num_experts / (ids_BSK.shape[2] * length))
     return (frequencies_BE * shares_BSE.mean(1)).sum(1).mean()
 
@@ -89,11 +88,11 @@ def shares(logits_BSE: Tensor, config: ModelConfig) -> Tensor:
     if config.router_score == "softmax":
         return logits_BSE.softmax(-1)
     scores_BSE = logits_BSE.sigmoid()
-    return scores_BSE / (scores_BSE.sum(-1, keepdim=True) + 1e-20)  # all may underflow, as in kernels/routing.py
+    return scores_BSE / (scores_BSE.sum(-1, keepdim=True) + 1e-20)  # in case all underflow, as in kernels/routing.py
 
 
 def best(logits_BSE: Tensor, ids_BSK: Tensor, config: ModelConfig) -> Tensor:
-    """The experts with a token's K best scores: `ids_BSK`, unless a bias or groups changed the choice."""
+    """The experts with each token's K best scores: `ids_BSK`, unless a bias or groups changed the choice."""
     if config.router_bias or config.top_groups < config.expert_groups:
         return logits_BSE.detach().topk(config.experts_per_token, dim=-1).indices
     return ids_BSK

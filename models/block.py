@@ -29,7 +29,7 @@ class Block(Segmented):
         recompute = options.recompute
         self.recompute_attention = recompute in ("attention", "full")
         self.recompute_mlp = recompute == "full"
-        # Norms inside a segment that is recomputed as a whole need no recomputation of their own.
+        # If a whole segment is recomputed, its norms are not recomputed separately.
         self.recompute_attention_norms = recompute == "norms"
         self.recompute_mlp_norm = recompute in ("norms", "attention")
         out_std = config.residual_std
@@ -48,22 +48,19 @@ class Block(Segmented):
     def parts(
         self, *parts: Tensor | CommResult, cache: KVCache | None = None, mask_B1SS: Tensor | None = None
     ) -> Segments:
-        """The block's segments, with the residual stream given and returned as parts to add up.
+        """The block's segments. They take and return the residual stream as parts; the stream is their sum.
 
-        The sum is left to the next layer, so that no segment waits for the last part earlier than necessary.
-        mask_B1SS: which positions each position attends to. None: all before it.
+        The next layer adds them up, so no segment waits for the last part earlier than necessary.
+        mask_B1SS: which positions each position attends to. None: itself and all before it.
         """
-        recompute = self.recompute_attention
-        if isinstance(self.mlp, MoE):
-            attend = partial(self.attend_and_route, cache=cache, mask_B1SS=mask_B1SS)
-            h_BSD, x_TD, *decision = yield Compute("attn", attend, *parts, recompute=recompute)
-            recompute_x = partial(self.mlp_norm, h_BSD.detach()) if self.recompute_mlp_norm else None
-            more = yield from self.mlp.exchange(x_TD, *decision, recompute_x=recompute_x)
-            return h_BSD, *more
-        attend = partial(self.attend, cache=cache, mask_B1SS=mask_B1SS)
-        h_BSD = yield Compute("attn", attend, *parts, recompute=recompute)
-        y_BSD = yield Compute("mlp", self.dense_mlp, h_BSD, recompute=self.recompute_mlp)
-        return h_BSD, y_BSD
+        attend = self.attend_and_route if isinstance(self.mlp, MoE) else self.attend
+        attend = partial(attend, cache=cache, mask_B1SS=mask_B1SS)
+        attended = yield Compute("attn", attend, *parts, recompute=self.recompute_attention)
+        if not isinstance(self.mlp, MoE):
+            return attended, (yield Compute("mlp", self.dense_mlp, attended, recompute=self.recompute_mlp))
+        h_BSD, x_TD, *decision = attended
+        recompute_x = partial(self.mlp_norm, h_BSD.detach()) if self.recompute_mlp_norm else None
+        return h_BSD, *(yield from self.mlp.exchange(x_TD, *decision, recompute_x=recompute_x))
 
     def attend(self, *parts: Tensor, **context: Any) -> Tensor:
         x_BSD = add_up(*parts)
@@ -84,5 +81,5 @@ class Block(Segmented):
 
 
 def add_up(x_BSD: Tensor, *more: Tensor) -> Tensor:
-    """The residual stream from its parts, which may be flattened to [T, D]; the first is added last."""
+    """The residual stream: the sum of its parts. All but the first may be [T, D]; the first is added last."""
     return x_BSD + functools.reduce(torch.add, more).view_as(x_BSD) if more else x_BSD

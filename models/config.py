@@ -20,7 +20,7 @@ class ModelConfig:
     num_layers: int = 4
     """Number of transformer blocks, dense and Mixture-of-Experts."""
     num_dense_layers: int = 1
-    """Number of first blocks with a dense MLP instead of experts."""
+    """Number of blocks, from the first, with a dense MLP instead of experts."""
     attention: Literal["gqa", "mla"] = "gqa"
     """gqa: grouped-query attention. mla: multi-head latent attention, as in DeepSeek-V2 and V3."""
     num_heads: int = 4
@@ -52,15 +52,15 @@ class ModelConfig:
     router_score: Literal["softmax", "sigmoid"] = "softmax"
     """Function from router logits to scores."""
     expert_groups: int = 1
-    """Number of groups of consecutive experts. A token chooses experts from its best top_groups groups."""
+    """Number of groups of consecutive experts. A token's experts come from its best top_groups groups."""
     top_groups: int = 1
-    """Number of groups from which a token chooses its experts."""
+    """Number of groups that a token's experts come from."""
     normalize_weights: bool = True
     """Scale the routing weights of a token to sum to routed_scale."""
     routed_scale: float = 1.0
     """Factor on the routing weights."""
     router_bias: bool = False
-    """Balance experts with a bias on the scores for the choice of experts; it is updated each step (--bias-rate)."""
+    """Balance experts with a bias per expert, which affects only the choice; it is updated each step (--bias-rate)."""
     sequence_loss: float = 0.0
     """Factor of the sequence-wise loss that balances experts. 0: off."""
     z_loss: float = 0.0
@@ -75,7 +75,7 @@ class ModelConfig:
     """Standard deviation of initial weights; divided by sqrt(2 layers) for projections into the residual stream."""
 
     mtp_layers: int = 0
-    """Tokens after the next one that training predicts too (multi-token prediction, MTP), with one block each."""
+    """Multi-token prediction (MTP): number of tokens after the next one to predict in training, with one block each."""
     mtp_weight: float = 0.3
     """Factor of the mean MTP loss."""
 
@@ -96,9 +96,8 @@ class ModelConfig:
             raise ValueError(
                 f"experts_per_token must be at most num_experts: got {self.experts_per_token} of {self.num_experts}"
             )
-        RoutingOptions(
-            self.experts_per_token, self.router_score, self.expert_groups, self.top_groups
-        ).check(self.num_experts)  # fmt: skip
+        routing = RoutingOptions(self.experts_per_token, self.router_score, self.expert_groups, self.top_groups)
+        routing.check(self.num_experts)
         for name in ("sequence_loss", "z_loss", "mtp_layers", "mtp_weight"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} cannot be negative: got {getattr(self, name)}; 0 switches it off")
@@ -115,9 +114,7 @@ class ModelConfig:
             if self.qk_norm != "none":
                 raise ValueError(f"qk_norm is only for gqa attention: got {self.qk_norm!r} with mla; use none")
             if self.rope_dim % 2:
-                raise ValueError(
-                    f"rope_dim must be even, because channels form pairs: got {self.rope_dim}; use {self.rope_dim + 1}"
-                )
+                raise ValueError(f"rope_dim must be even: got {self.rope_dim}; use {self.rope_dim + 1}")
             return
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads: got {self.num_heads}, {self.num_kv_heads}")
@@ -151,7 +148,7 @@ class StageOptions:
     fused_loss: bool = False
     """Compute head and loss together, without the whole logits (kernels/cross_entropy.py)."""
     document_end_id: int | None = None
-    """The token that ends a document: positions attend only within their document. None: to all previous positions."""
+    """The token that ends a document, to attend only within a document. None: attend to all previous positions."""
 
     def __post_init__(self) -> None:
         if self.recompute not in RECOMPUTE:

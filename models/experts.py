@@ -1,27 +1,21 @@
-"""The expert layer: many small MLPs over rows that are grouped by expert. It can be replaced by your own class.
+"""The expert layer: many small MLPs over rows that are grouped by expert. You can replace it by your own class.
 
 The interface of an expert layer, which `ModelConfig.experts = "module:Class"` selects:
 
-    Class(config: ModelConfig, num_local_experts: int)       an nn.Module with the parameters of this rank's experts
-    forward(x_MD, expert_offsets) -> y_MD                    row m belongs to the expert e with
-                                                             expert_offsets[e] <= m < expert_offsets[e + 1];
-                                                             expert_offsets: [E + 1] in int32, from 0 to M
-    reset_expert(e)                 (optional)               draw the weights of local expert e; called under a seed
-                                                             for that expert, so weights do not depend on the number of
-                                                             ranks
-    weight_grads = None             (optional)               an attribute that the pipeline sets; pass it to the
-                                                             operators of moe_dualpipe.kernels to let them defer
-                                                             weight gradients
-    kernels = "auto"                (optional)               an attribute that the model sets; pass it to the same
-                                                             operators to let them choose Triton or plain torch
-    stacked = {"gate_up": (F, F)}   (optional)               the rows of each matrix in an expert's parameter, for
-                                                             optimizers (see `stacked_matrices` in layers.py)
-    takes_order = True              (optional)               forward(x_ND, order, weights_NK) -> y_ND instead: from
-                                                             received rows to the weighted sums of their experts, for
-                                                             experts that read rows through the indices of an
-                                                             ExpertOrder (kernels/routing.py), in which choices of
-                                                             experts on other ranks have position -1; weights_NK:
-                                                             [N, K] in fp32
+    Class(config: ModelConfig, num_local_experts: int)   an nn.Module with the parameters of this rank's experts
+    forward(x_MD, expert_offsets) -> y_MD   row m belongs to the expert e with expert_offsets[e] <= m <
+                                            expert_offsets[e + 1]; expert_offsets: [E + 1] in int32, from 0 to M
+
+Optional:
+
+    reset_expert(e)       draw the weights of local expert e; called with a seed for that expert, so that weights do not
+                          depend on the number of ranks
+    weight_grads = None   set by the pipeline; pass it to the operators of moe_dualpipe.kernels: defers weight gradients
+    kernels = "auto"      set by the model; pass it to the same operators: selects Triton or plain torch
+    stacked = {"gate_up": (F, F)}   the rows of each matrix in an expert's parameter, for optimizers (see layers.py)
+    takes_order = True    forward is called as forward(x_ND, order, weights_NK) -> y_ND: from received rows to weighted
+                          sums of expert outputs. `order` is an ExpertOrder (kernels/routing.py): indices to read rows
+                          by. Choices of experts on other ranks have position -1. weights_NK is in fp32.
 
 Parameters that stack the local experts along their first dimension are saved expert by expert, and load on any number
 of ranks. Other parameters are saved whole, and load only on the same number of ranks.
@@ -71,7 +65,7 @@ class SwiGLUExperts(nn.Module):
 
 
 def expert_class(name: str) -> Callable[[ModelConfig, int], nn.Module]:
-    """The expert layer called `name`: "swiglu" or "module:Class". Raises ValueError if it cannot be imported."""
+    """The expert layer called `name`: "swiglu" or "module:Class". Raises ValueError if there is no such layer."""
     if name == "swiglu":
         return SwiGLUExperts
     module, _, attribute = name.partition(":")

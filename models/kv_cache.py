@@ -1,7 +1,6 @@
 """The key/value cache: what attention stores of past positions during generation.
 
-B sequences, S new positions, L all positions including past ones, N positions that memory is allocated for, G heads,
-C width.
+B sequences, S new positions, L all positions, N allocated positions, G heads, C width.
 """
 
 import torch
@@ -9,17 +8,17 @@ from torch import Tensor
 
 
 class KVCache:
-    """Rotated keys, and values, of all past positions: of one micro-batch, for the layers of one stage.
+    """Rotated keys and values of all past positions of one micro-batch, for the layers of one stage.
 
-    Each kind of attention says what it stores (`kv_cache_shape`): grouped-query attention two tensors, latent attention
+    Each kind of attention stores what its `kv_cache_shape` says: grouped-query attention two tensors, latent attention
     one tensor with one head.
 
-    `length` is the number of past positions. The stage advances it after a forward, so that all layers of a forward see
-    the same past. Set it back to drop the latest positions, or to 0 to start other sequences.
+    `length` is the number of past positions. The stage increases it after a forward, so that all layers of a forward
+    see the same past. Reduce it to drop the latest positions, or set it to 0 to start other sequences.
 
     New positions are written in place. Memory grows by `STEP` positions, so token by token only one forward in `STEP`
-    copies the past. A forward of one position needs no mask; one of several positions after a past builds a mask
-    [S, L], which rules out the fastest kernels.
+    copies the past. One new position needs no mask. Several new positions after a past need a mask [S, L], which the
+    fastest kernels do not support.
     """
 
     STEP = 256
@@ -29,7 +28,7 @@ class KVCache:
         self._layers: dict[int, Tensor] = {}  # [2, B, G, N, C] for keys and values
 
     def append(self, layer: int, *new_BGSC: Tensor) -> tuple[Tensor, ...]:
-        """Write a layer's new keys and values after the first `length`; returns each with the past, [B, G, L, C].
+        """Write a layer's new keys and values after the first `length` positions. Returns all of each, [B, G, L, C].
 
         Raises ValueError if gradients are enabled, or if the layer or the shape differs from the past.
         """

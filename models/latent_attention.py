@@ -1,16 +1,16 @@
-"""Multi-head latent attention: keys and values are made from a narrow latent, which is all that a cache stores.
+"""Multi-head latent attention: keys and values are computed from a narrow latent. A cache stores it and a rotated key.
 
 Every head has its own keys and values, but all are linear maps of one normalized latent. A rotation by position does
 not commute with such a map, so queries and keys have a second part that is rotated; all heads share the rotated key.
 
-    expanded   make keys and values of each head from the latent, then attend: best if each serves many queries
-    absorbed   map queries into the latent space and attend to the latents; afterwards map the sums of latents to
-               values: best for a few queries after a long past, whose keys and values are never made
+    expanded   compute keys and values of each head from the latent, then attend. Best if each key serves many queries.
+    absorbed   map queries into the latent space, attend to the latents, and map the sums of latents to values. Best
+               for a few queries after a long past: the keys and values of the past are never computed.
 
-Both compute the same sum in a different order. New positions after a past are absorbed, all others are expanded.
+Both compute the same sum in a different order. `absorbed` is used for new positions after a past, `expanded` otherwise.
 
 B sequences, S positions, D model dim, H heads, C width of a head's unrotated part, P of the rotated part, V of a head's
-values, R of the latent, M = R + P, W = C + V. After a past, S are the new positions and L all of them.
+values, R of the latent, M = R + P, W = C + V. With a cache, S counts the new positions, and L all positions.
 """
 
 import torch
@@ -24,9 +24,9 @@ from .layers import Linear, at_least_fp32, rotary_table, rotate
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention (arXiv 2405.04434). A cache stores M numbers of a position: latent, rotated key.
+    """Multi-head latent attention (arXiv 2405.04434). Arguments and static methods are those of `Attention`.
 
-    out_std: the initial scale of the output projection. layer: the index of this layer in a cache.
+    A cache stores M numbers of a position: the latent and the rotated key.
     """
 
     def __init__(self, config: ModelConfig, out_std: float, layer: int = 0):
@@ -37,7 +37,7 @@ class LatentAttention(nn.Module):
         self.scale = (config.head_dim + config.rope_dim) ** -0.5
         queries = config.num_heads * (config.head_dim + config.rope_dim)
         self.q_width = config.q_rank or queries
-        # One product gives the latent of queries (or queries), the latent of keys and values, and the shared key.
+        # One product gives the latent of queries (or the queries), the latent of keys and values, and the shared key.
         self.down = Linear(config.hidden_size, self.q_width + config.kv_rank + config.rope_dim, config.init_std)
         self.stacked = {"down.weight": (self.q_width, config.kv_rank, config.rope_dim)}
         self.q_norm = nn.RMSNorm(config.q_rank, config.norm_eps) if config.q_rank else nn.Identity()
@@ -53,9 +53,7 @@ class LatentAttention(nn.Module):
         q_BHSC, q_BHSP = heads.split([self.head_dim, self.rope_dim], dim=-1)
         angles = rotary_table(at_least_fp32(x_BSD.new_empty(new)), self.rope_dim, self.rope_theta, past)
         latent_BSR, k_BSP, q_BHSP = self.kv_norm(latent_BSR), rotate(k_BSP, *angles), rotate(q_BHSP, *angles)
-        cached = ()
-        if cache is not None:
-            cached = cache.append(self.layer, torch.cat([latent_BSR, k_BSP], dim=-1)[:, None])
+        cached = cache.append(self.layer, torch.cat([latent_BSR, k_BSP], dim=-1)[:, None]) if cache is not None else ()
         if past:
             y_BHSV = self.absorbed(q_BHSC, q_BHSP, *cached)
         else:
@@ -90,7 +88,6 @@ class LatentAttention(nn.Module):
 
     @staticmethod
     def weight_flops(config: ModelConfig) -> int:
-        """FLOPs of the projections, per token, forward."""
         hidden, heads = config.hidden_size, config.num_heads
         queries = heads * (config.head_dim + config.rope_dim)
         numbers = config.q_rank * (hidden + queries) if config.q_rank else hidden * queries
@@ -100,12 +97,11 @@ class LatentAttention(nn.Module):
 
     @staticmethod
     def score_flops(config: ModelConfig, seq_len: int) -> int:
-        """FLOPs of scores and of the sums of values, per token, forward, expanded."""
+        """As in `Attention`, for expanded keys and values."""
         return config.num_heads * (config.head_dim + config.rope_dim + config.value_dim) * (seq_len + 1)
 
     @staticmethod
     def saved_bytes(config: ModelConfig, tokens: int, seq_len: int, element: int) -> int:
-        """Bytes saved for backward, without the input of the layer. element: bytes of an activation."""
         heads = config.num_heads
         query = heads * (config.head_dim + config.rope_dim)
         # The latents before and after their norms; keys and values; queries and keys; the result in both layouts.
@@ -117,7 +113,6 @@ class LatentAttention(nn.Module):
 
     @staticmethod
     def deferred_width(config: ModelConfig) -> int:
-        """Numbers per token that deferred weight gradients need, without the layer's input and output gradient."""
         heads = config.num_heads
         query = heads * (config.head_dim + config.rope_dim)
         width = (config.q_rank or query) + config.kv_rank + config.rope_dim + config.kv_rank
@@ -126,5 +121,4 @@ class LatentAttention(nn.Module):
 
     @staticmethod
     def kv_cache_shape(config: ModelConfig) -> tuple[int, int, int]:
-        """What a cache stores of a position in a layer: number of tensors, heads, and width."""
         return 1, 1, config.kv_rank + config.rope_dim

@@ -1,6 +1,6 @@
-"""Small parts that the whole model shares: linear layer, SwiGLU MLP, rotary embedding, seeding of initial weights.
+"""Parts that the whole model shares: linear layer, SwiGLU MLP, rotary embedding, seeding of initial weights.
 
-D model dim, F inner width, S positions, C head width, ...: any leading dimensions.
+S positions, C head width.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from moe_dualpipe.kernels.weight_grads import WeightGrads
 
 
 class Linear(nn.Module):
-    """y = x W^T, without a bias. Its weight gradient can be deferred: the pipeline sets `weight_grads`."""
+    """y = x W^T, without a bias. The pipeline sets `weight_grads` to defer the weight gradient."""
 
     def __init__(self, in_features: int, out_features: int, std: float):
         super().__init__()
@@ -28,7 +28,7 @@ class Linear(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate x) * up x), arXiv 2002.05202. Gate and up are one matrix product."""
+    """down(silu(gate(x)) * up(x)), arXiv 2002.05202. Gate and up are one matrix product."""
 
     def __init__(self, hidden_size: int, inner_size: int, std: float, out_std: float):
         super().__init__()
@@ -41,11 +41,11 @@ class SwiGLU(nn.Module):
 
 
 def stacked_matrices(stages: Iterable[nn.Module]) -> dict[str, tuple[int, ...]]:
-    """The rows of each matrix in every parameter that stacks several, by the parameter's global name.
+    """For each parameter that stacks several matrices, by its global name: the number of rows of each matrix.
 
-    One product with several stacked matrices is faster than one product each, but some optimizers need to know where a
-    matrix ends. A module declares its stacks in an attribute, `self.stacked = {"qkv.weight": (128, 64, 64)}`: the name
-    of a parameter in it -> the rows of each matrix. For stacked experts these are the rows in each expert.
+    One product with stacked matrices is faster than one product each, but some optimizers need to know where a matrix
+    ends. A module declares its stacks in an attribute: `self.stacked = {"qkv.weight": (128, 64, 64)}` maps the name of
+    a parameter to the rows of each matrix. If a parameter also stacks experts, these are the rows within one expert.
     """
     return {
         f"{prefix}.{name}": tuple(rows)
@@ -61,9 +61,9 @@ def at_least_fp32(x: Tensor) -> Tensor:
 
 
 def rotary_table(like_S: Tensor, head_dim: int, theta: float, start: int = 0) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * theta^(-2i / head_dim), each [S, C], the C/2 angles repeated twice.
+    """cos and sin of position * theta^(-2i / head_dim) for i in [0, C/2), each [S, C]: the C/2 angles twice.
 
-    `like_S` gives the length, device and dtype; positions count from `start`.
+    `like_S` gives the length, device and dtype. The first position is `start`.
     """
     positions_S = torch.arange(start, start + len(like_S), device=like_S.device, dtype=like_S.dtype)
     frequencies = theta ** -(torch.arange(0, head_dim, 2, device=like_S.device, dtype=like_S.dtype) / head_dim)
@@ -80,10 +80,10 @@ def rotate(x: Tensor, cos_SC: Tensor, sin_SC: Tensor) -> Tensor:
 
 @contextmanager
 def seeded(seed: int, name: str) -> Iterator[None]:
-    """Within this context, torch's CPU generator is seeded by `seed` and `name`; afterwards it is as before.
+    """Within this context, torch's CPU generator is seeded by `seed` and `name`. Afterwards its state is restored.
 
-    So initial weights depend on nothing else: a layer starts from the same weights on any rank, and so do two replicas
-    of a stage. On the meta device no numbers are drawn, and seeding is skipped: a large model has thousands of experts.
+    Initial weights then depend on nothing else: a layer has the same weights on any rank, and so do replicas of a
+    stage. On the meta device no numbers are drawn, so seeding is skipped: a large model has thousands of experts.
     """
     if torch.get_default_device().type == "meta":
         yield

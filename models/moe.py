@@ -25,27 +25,26 @@ from .router import Router
 class MoE(Segmented):
     """Routed experts, spread over ranks by `expert_parallel`, plus shared experts on every rank.
 
-    `name` and the seed fix the initial weights of each expert, on whichever rank it is.
+    The initial weights of an expert depend only on `name`, its index and the seed, not on its rank.
     """
 
     def __init__(
         self, config: ModelConfig, expert_parallel: ExpertParallel, name: str, options: StageOptions = DEFAULT_OPTIONS
     ):
         super().__init__()
-        seed, kernels = options.seed, options.kernels
         self.recompute = options.recompute == "full"
         self.expert_parallel = expert_parallel
-        self.kernels: Kernels = kernels
-        self.router = Router(config, kernels)
+        self.kernels: Kernels = options.kernels
+        self.router = Router(config, self.kernels)
         local = expert_parallel.local_experts
-        with seeded(seed, f"{name}.experts.{local.start}"):
+        with seeded(options.seed, f"{name}.experts.{local.start}"):
             self.experts = expert_class(config.experts)(config, len(local))
         setattr(self.experts, "local_experts", local)  # noqa: B010 - read by expert_parallel/parameters.py
         if hasattr(self.experts, "kernels"):
-            setattr(self.experts, "kernels", kernels)  # noqa: B010 - nn.Module declares no such attribute
+            setattr(self.experts, "kernels", self.kernels)  # noqa: B010 - nn.Module declares no such attribute
         if reset := getattr(self.experts, "reset_expert", None):
             for e, expert in enumerate(local):
-                with seeded(seed, f"{name}.experts.{expert}"):
+                with seeded(options.seed, f"{name}.experts.{expert}"):
                     reset(e)
         self.shared = None
         if config.num_shared_experts:
@@ -62,17 +61,12 @@ class MoE(Segmented):
         return x.flatten(0, -2), *self.router(x)
 
     def exchange(
-        self,
-        x_TD: Tensor,
-        weights_TK: Tensor,
-        ids_TK: Tensor,
-        losses_L: Tensor | None = None,
+        self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, losses_L: Tensor | None = None,
         recompute_x: RecomputeTensor | None = None,
-    ) -> Segments:
-        """Dispatch, experts and combine. Returns the parts to add up: routed experts [T, D], shared experts [T, D].
+    ) -> Segments:  # fmt: skip
+        """Dispatch, experts and combine. Returns the outputs of routed and of shared experts, each [T, D], to add up.
 
-        losses_L: the router's losses, to be recorded. recompute_x: computes `x_TD` again, so that it is not saved for
-        backward.
+        losses_L: the router's losses, to record. recompute_x: computes `x_TD` in backward, instead of saving it.
         """
         ep = self.expert_parallel
         if torch.is_grad_enabled():
@@ -80,7 +74,7 @@ class MoE(Segmented):
         route = yield PrepareComm(DISPATCH, ep.prepare, ids_TK)
         dispatch, combine = partial(start_dispatch, ep, route), partial(start_combine, ep, route)
         received = yield Comm(DISPATCH, dispatch, combine, x_TD, weights_TK)
-        # The shared experts need nothing from other ranks: they hide the dispatch.
+        # Shared experts need no data from other ranks: they hide the dispatch.
         shared = None
         if self.shared is not None:
             shared = yield Compute("mlp", partial(self.run_shared, recompute_x), x_TD, recompute=self.recompute)
@@ -94,7 +88,7 @@ class MoE(Segmented):
             return self.shared(x_TD)
 
     def run_experts(self, x_ND: Tensor, weights_NK: Tensor, route: Route) -> Tensor:
-        """For each received row [N, D] the weighted sum of the outputs of this rank's experts, [N, D]."""
+        """The weighted sum of the outputs of this rank's experts for each received row, [N, D]."""
         order = route.order
         if getattr(self.experts, "takes_order", False):
             return self.same_shape(x_ND, self.experts(x_ND, order, weights_NK))
@@ -103,32 +97,22 @@ class MoE(Segmented):
         return unpermute(out_MD, order, weights_NK, self.kernels)
 
     def same_shape(self, rows: Tensor, out: Tensor) -> Tensor:
-        """Returns `out`. Raises ValueError if its shape is not that of `rows`."""
+        """Return `out`. Raises ValueError if its shape is not that of `rows`."""
         if out.shape != rows.shape:
-            raise ValueError(
-                f"{type(self.experts).__name__} must map rows {[*rows.shape]} to rows of the same shape: "
-                f"got {[*out.shape]}"
-            )
+            name, shape = type(self.experts).__name__, [*rows.shape]
+            raise ValueError(f"{name} must map rows {shape} to rows of the same shape: got {[*out.shape]}")
         return out
 
-    def take_load(self) -> Tensor:
-        """Number of this rank's tokens per expert, [E], since the last call."""
-        return self.router.take_load()
+
+def start_dispatch(ep: ExpertParallel, route: Route, x_TD: Tensor, w_TK: Tensor | None = None) -> Pending[Received]:
+    return ep.dispatch(x_TD, route, w_TK)
 
 
-def start_dispatch(
-    ep: ExpertParallel, route: Route, x_TD: Tensor, weights_TK: Tensor | None = None
-) -> Pending[Received]:
-    return ep.dispatch(x_TD, route, weights_TK)
-
-
-def start_combine(
-    ep: ExpertParallel, route: Route, y_ND: Tensor, weight_grads_NK: Tensor | None = None
-) -> Pending[Combined]:
-    return ep.combine(y_ND, route, weight_grads_NK)
+def start_combine(ep: ExpertParallel, route: Route, y_ND: Tensor, grads_NK: Tensor | None = None) -> Pending[Combined]:
+    return ep.combine(y_ND, route, grads_NK)
 
 
 def expert_loads(module: nn.Module) -> Tensor | None:
-    """Tokens per expert since the last call, [MoE layers, E]; None for a module without Mixture-of-Experts layers."""
-    loads = [layer.take_load() for layer in module.modules() if isinstance(layer, MoE)]
+    """Tokens of this rank per expert since the last call, [MoE layers, E]. None for a module without MoE layers."""
+    loads = [layer.router.take_load() for layer in module.modules() if isinstance(layer, MoE)]
     return torch.stack(loads) if loads else None

@@ -1,14 +1,14 @@
-"""Multi-token prediction (MTP): position i predicts t_{i+2}, t_{i+3} ... beside t_{i+1}, with one module for each.
+"""Multi-token prediction (MTP): position i predicts t_{i+1} and also t_{i+2}, t_{i+3} ..., with one module for each.
 
-It trains on more targets, and the modules can draft tokens for speculative decoding, as in DeepSeek-V3 (arXiv
+Each position has more targets, and the modules can draft tokens for speculative decoding, as in DeepSeek-V3 (arXiv
 2412.19437, section 2.2). Module k = 1, 2 ... combines the hidden states of the previous module with one more token:
 
     h^k_i = Block_k(M_k [norm(h^{k-1}_i) ; norm(Emb(t_{i+k}))])        loss_k: norm(h^k_i), head, against t_{i+k+1}
 
-h^0 is the main model's final hidden state, normalized. Embedding and head are the main model's. All modules run in the
-criterion of the last stage, which has the tokens: t_{i+1} = labels_i. So the pipeline sends nothing more. The price:
-for the overlap engine the criterion is one segment, so the modules' expert communication is not hidden; and the last
-stage holds the embedding too.
+h^0 is the main model's final hidden state, normalized. The modules use the main model's embedding and head. They run in
+the criterion of the last stage, which has the tokens: t_{i+1} = labels_i. So stages send nothing more. The costs: the
+overlap engine does not divide the criterion, so the modules' expert communication is not hidden; and the last stage
+also holds the embedding.
 
 B sequences, S positions, D model dim.
 """
@@ -56,9 +56,9 @@ class MTPModule(nn.Module):
 
 
 class MTP(Segmented):
-    """`config.mtp_layers` modules, called "0", "1" ...; returns the term that they add to the loss, a scalar.
+    """`config.mtp_layers` modules, called "0", "1" ... Returns the term that they add to the loss, a scalar.
 
-    Each use of the head is a separate segment, so its weight gradients are summed in one order, deferred or not.
+    Each use of the head is a separate segment, so its weight gradients are summed in the same order, deferred or not.
     """
 
     def __init__(self, config: ModelConfig, expert_parallel: ExpertParallel, options: StageOptions):
@@ -68,7 +68,7 @@ class MTP(Segmented):
             self.add_module(str(i), MTPModule(config, layer, expert_parallel, options))
 
     def segments(self, h_BSD: Tensor, labels_BS: Tensor, embedding: nn.Module, cross_entropy: CrossEntropy) -> Segments:
-        """From h^0 and the labels. Positions whose target lies after the last label do not count."""
+        """h_BSD: h^0. Positions whose target comes after the last label do not count."""
         self.check(labels_BS)
         losses: list[Tensor] = []
         for k, module in enumerate(self.children(), start=1):
@@ -87,7 +87,7 @@ class MTP(Segmented):
         return self.weight * mean
 
     def take_loss(self) -> Tensor:
-        """The mean loss of the micro-batches since the last call, in nats per token, without its factor; nan if none.
+        """The mean loss of the micro-batches since the last call, in nats per token, without `mtp_weight`; nan if none.
 
         Example: losses of 2.0 and 4.0 -> 3.0.
         """
@@ -96,24 +96,24 @@ class MTP(Segmented):
         return mean
 
     def check(self, labels_BS: Tensor) -> None:
-        """Raises ValueError for sequences that are too short and, on the CPU, for negative labels."""
+        """Raise ValueError for sequences that are too short and, on the CPU, for negative labels."""
         modules, length = len(self._modules), labels_BS.shape[1]
         if length <= modules:
             raise ValueError(
                 f"mtp_layers {modules} needs sequences of at least {modules + 1} tokens: got {length}; "
                 "use longer ones, or fewer mtp_layers"
             )
-        if labels_BS.device.type == "cpu" and (labels_BS < 0).any():  # on a GPU this would wait for the device
+        if labels_BS.device.type == "cpu" and (labels_BS < 0).any():  # on a GPU the host would wait for the result
             raise ValueError(
                 f"mtp_layers embeds the labels, which must be token ids: got {labels_BS.min().item()}; use mtp_layers 0"
             )
 
 
 def share_embedding(stages: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """Make the first and the last stage share one embedding parameter, if this rank holds both; returns it.
+    """Make the first and the last stage share one embedding parameter, if this rank holds both.
 
-    With MTP the last stage needs the embedding too. On two ranks the embeddings are replicas, and their gradients are
-    summed (runtime/replicas.py). Returns an empty list on a rank without an embedding.
+    Returns the rank's embedding parameter in a list, which is empty without one. With MTP the last stage needs the
+    embedding too. On two ranks the embeddings are replicas, and their gradients are summed (runtime/replicas.py).
     """
     holders = [stage for stage in stages if hasattr(stage, "embedding")]
     for other in holders[1:]:

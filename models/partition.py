@@ -1,4 +1,4 @@
-"""Which stage holds which layers, and the FLOPs of each layer, by which stages are balanced."""
+"""Divide the layers over stages so that all stages have about the same FLOPs."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ class StageSpec:
 
     @property
     def blocks(self) -> list[int]:
-        """All blocks, in the order in which the stage holds them."""
+        """The indices of all blocks of the stage, in order."""
         return [*self.layers, *self.mtp]
 
     def __str__(self) -> str:
@@ -34,7 +34,7 @@ class StageSpec:
 
 
 def layer_flops(config: ModelConfig, layer: int) -> int:
-    """FLOPs of a block's weights per token, forward. Attention scores, which depend on the length, are not counted."""
+    """FLOPs of a block per token, forward, without attention scores, which depend on the length."""
     attention = ATTENTION[config.attention].weight_flops(config)
     if config.is_dense(layer):
         return attention + 6 * config.hidden_size * config.dense_size
@@ -48,14 +48,14 @@ def head_flops(config: ModelConfig) -> int:
 
 
 def mtp_module_flops(config: ModelConfig, block: int) -> int:
-    """FLOPs per token, forward, of one multi-token prediction module: its projection, its block, and the head."""
+    """FLOPs of an MTP module per token, forward: its projection, its block, and the head."""
     return layer_flops(config, block) + 4 * config.hidden_size**2 + head_flops(config)
 
 
 def split(config: ModelConfig, num_stages: int) -> tuple[StageSpec, ...]:
-    """Divide the blocks over `num_stages` consecutive stages so that the slowest stage is as fast as possible.
+    """Divide the blocks over `num_stages` stages so that the slowest stage is as fast as possible.
 
-    Raises ValueError when there are fewer blocks than stages.
+    Raises ValueError if there are fewer blocks than stages.
     """
     if config.num_layers < num_stages:
         raise ValueError(

@@ -12,8 +12,8 @@ PRESETS: dict[str, ModelConfig] = {
         hidden_size=768, num_layers=12, num_heads=12, num_kv_heads=4, head_dim=64,
         dense_size=3072, expert_size=512, num_experts=32, experts_per_token=4, num_shared_experts=2, router_bias=True,
     ),
-    # Published models, from their config.json. Not included are options of training: the coefficient of the balancing
-    # loss (router_aux_loss_coef: OLMoE 0.01, Qwen3 0.001, Mixtral 0.02) and OLMoE's z-loss.
+    # Published models, from their config.json, without options of training: the factor of the balancing loss
+    # (router_aux_loss_coef: OLMoE 0.01, Qwen3 0.001, Mixtral 0.02) and OLMoE's z-loss.
     # 6.92 B parameters, 1.28 B active (arXiv 2409.02060). Its initial weights are truncated at 3 x init_std.
     "olmoe-1b-7b": ModelConfig(
         vocab_size=50304, hidden_size=2048, num_layers=16, num_dense_layers=0, num_heads=16, num_kv_heads=16,
@@ -32,9 +32,9 @@ PRESETS: dict[str, ModelConfig] = {
         head_dim=128, expert_size=14336, num_experts=8, experts_per_token=2, num_shared_experts=0,
         rope_theta=1e6, norm_eps=1e-5,
     ),
-    # DeepSeek's published models, from their config.json; the balancing of experts is from their papers. Not included:
-    # V3's multi-token prediction (mtp_layers=1: 11.6 B more), and YaRN, which extends positions beyond the 4,096 tokens
-    # of pre-training.
+    # DeepSeek's published models, from their config.json; options that balance experts are from their papers. Not
+    # included: V3's multi-token prediction (mtp_layers=1, 11.6 B more parameters), and YaRN, which extends positions
+    # beyond the 4,096 tokens of pre-training.
     # 15.7 B parameters, 2.4 B active (arXiv 2405.04434).
     "deepseek-v2-lite": ModelConfig(
         vocab_size=102400, hidden_size=2048, num_layers=27, num_dense_layers=1, attention="mla", num_heads=16,
@@ -52,7 +52,7 @@ PRESETS: dict[str, ModelConfig] = {
 
 
 def preset(name: str) -> ModelConfig:
-    """The configuration called `name`. Raises ValueError, with the nearest name, for an unknown name."""
+    """The configuration called `name`. Raises ValueError with the nearest name if it is unknown."""
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.0)[0]
         raise ValueError(f"unknown preset {name!r}; did you mean {near!r}? There are: {', '.join(PRESETS)}")

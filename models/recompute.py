@@ -1,11 +1,11 @@
 """Recomputation: what a block computes again in its backward, instead of saving it.
 
     none        save everything that autograd needs
-    norms       recompute the normalized copies of the residual stream from the stream
-    attention   run the whole attention segment (norms, attention, router) again just before its backward
-    full        run the MLP segments again too; only what passes between segments is saved, received rows included
+    norms       recompute the normalized copies of the residual stream
+    attention   also run the whole attention segment (norms, attention, router) again just before its backward
+    full        also run the MLP segments again; save only what passes between segments, received rows included
 
-Results are bit-equal, and no communication is repeated.
+Results are bit-equal. No communication is repeated.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,12 +25,12 @@ RecomputeTensor = Callable[[], Tensor]
 
 @contextmanager
 def recompute_saved(y: Tensor, recompute: RecomputeTensor | None) -> Iterator[None]:
-    """Within this context, autograd saves `recompute` instead of `y`, and calls it in backward. None: save `y`."""
+    """In this context, autograd saves `recompute` instead of `y`, and calls it in backward. None: it saves `y`."""
     if recompute is None:
         yield
         return
 
-    recomputed = _identity(y)  # not `y`: autograd holds `pack` and what it refers to
+    recomputed = _identity(y)  # autograd keeps `pack` and all it refers to: it must not refer to `y`
 
     def pack(t: Tensor) -> Any:
         return (recompute, t.shape) if _identity(t) == recomputed else t
@@ -52,7 +52,7 @@ def _identity(t: Tensor) -> tuple[Any, ...]:
 
 
 def normalize(norm: nn.Module, x: Tensor, recompute: bool) -> tuple[Tensor, RecomputeTensor | None]:
-    """Return norm(x), and a function that computes it again; None if it is to be saved."""
+    """Return norm(x), and a function that computes it again; None if norm(x) is saved instead."""
     if not (recompute and torch.is_grad_enabled()):
         return norm(x), None
     saved = x.detach()

@@ -1,10 +1,11 @@
 """The router: which experts each token is sent to, with what weight, and how the choices are kept balanced.
 
-Balance comes mostly from a bias for each expert, which is added to the scores for the choice, and not for the weights
-(arXiv 2408.15664). After a step it rises a little for experts with less than the mean load and falls for the others. It
-has no gradient, so balancing does not change the direction of training. auxiliary_losses.py has losses for balance.
+A bias for each expert balances the load. It is added to the scores to choose experts, but does not change the weights
+(arXiv 2408.15664). After a step it rises a little for experts with less than the mean load and falls for those with
+more. It has no gradient, so balancing does not change the direction of training. auxiliary_losses.py has losses that
+also balance the load.
 
-T tokens, S positions of a sequence, D model dim, E experts, K experts per token, L losses that are switched on.
+T tokens, S positions of a sequence, D model dim, E experts, K experts per token, L enabled losses.
 """
 
 from collections.abc import Callable
@@ -24,8 +25,8 @@ from .layers import Linear
 class Router(nn.Module):
     """Top-k of softmax or sigmoid scores, computed in fp32 (kernels/routing.py).
 
-    `bias_E`, if configured, is added to the scores for the choice of experts; it is fp32 in a model of any dtype.
-    `load_E` counts the tokens of each expert in training, until `take_load`.
+    `bias_E`, if configured, is added to the scores to choose experts; it is fp32 in a model of any dtype.
+    `load_E` counts the tokens of each expert in training since the last `take_load`.
     """
 
     load_E: Tensor
@@ -40,13 +41,13 @@ class Router(nn.Module):
         bias_E = torch.zeros(config.num_experts, dtype=torch.float32) if config.router_bias else None
         self.register_buffer("bias_E", bias_E)
         self.factors = loss_factors(config)
-        self._losses: tuple[Tensor | float, int] = 0.0, 0  # their sum [L], and the number of batches in it
+        self._losses: tuple[Tensor | float, int] = 0.0, 0  # the sum of the losses [L], and the number of batches
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the weights [T, K], which carry the gradient, and the expert ids [T, K], best first.
 
-        x: [..., S, D]; for the losses, the last two dimensions are one sequence. If there are losses and gradients are
-        enabled, the backward of the weights includes theirs, and their values [L] are a third output.
+        x: [..., S, D]. For the losses, the last two dimensions are one sequence. If losses and gradients are enabled,
+        the backward of the weights runs that of the losses too, and a third output has the values of the losses [L].
         """
         logits_TE = self.logits(x.flatten(0, -2))
         weights_TK, ids_TK = self.choose(logits_TE, self.bias_E)
@@ -66,14 +67,14 @@ class Router(nn.Module):
         )  # fmt: skip
 
     def count(self, ids_TK: Tensor, losses_L: Tensor | None = None) -> None:
-        """Add to the counts: once for each batch, even if routing is recomputed in backward."""
+        """Add a batch to the load and the losses. Call it once per batch, also if routing is recomputed in backward."""
         self.load_E.scatter_add_(0, ids_TK.flatten(), torch.ones_like(ids_TK.flatten()))
         if losses_L is not None:
             total, batches = self._losses
             self._losses = total + losses_L, batches + 1
 
     def take_load(self) -> Tensor:
-        """Return the counts [E] since the last call, and reset them."""
+        """Return the number of this rank's tokens per expert [E] since the last call, and reset it."""
         load_E = self.load_E.clone()
         self.load_E.zero_()
         return load_E
@@ -85,9 +86,9 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def move_bias(self, load_E: Tensor, rate: float) -> None:
-        """Move each bias by `rate`: up where the load is below its mean, down where above.
+        """Move each bias by `rate`: up if its expert's load is below the mean, down if above.
 
-        load_E: the tokens of all ranks for each expert, since the last move.
+        load_E: the number of tokens per expert on all ranks, since the last call.
 
         Example: loads [3, 1, 2] and rate 0.1: the biases move by [-0.1, 0.1, 0].
         """
@@ -96,7 +97,7 @@ class Router(nn.Module):
         self.bias_E.add_(missing_E.sign(), alpha=rate)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
-        """What `.to(...)` and similar methods call. The bias stays fp32: near 0.5, bf16 has no step of 0.001."""
+        """Called by `.to(...)` and similar methods. Keeps the bias in fp32: near 0.5, bf16 has no step of 0.001."""
         bias_E = self.bias_E
         super()._apply(fn, recurse)
         if bias_E is not None and self.bias_E is not None and self.bias_E.dtype != bias_E.dtype:
@@ -105,9 +106,9 @@ class Router(nn.Module):
 
 
 class BalancedRouter(Router):
-    """A router for measurements: chooses every expert equally often; the logits only give the weights.
+    """A router for measurements that chooses every expert equally often. The logits only give the weights.
 
-    A token's experts lie as far apart as possible, so on as many ranks as possible, in `top_groups` of the groups.
+    A token's experts are in `top_groups` groups and as far apart as possible, so on as many ranks as possible.
     """
 
     def choose(self, logits_TE: Tensor, bias_E: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -116,7 +117,7 @@ class BalancedRouter(Router):
         return super().choose(logits_TE.masked_fill(others_TE, -torch.inf), None)
 
 
-@lru_cache(maxsize=8)  # the host would wait for a copy to the GPU in every layer
+@lru_cache(maxsize=8)  # without it, the host would wait for a copy to the GPU in every layer
 def balanced_ids(config: ModelConfig, num_tokens: int, device: torch.device) -> Tensor:
     """Expert ids [T, K], round-robin: over E tokens each expert is chosen K times.
 

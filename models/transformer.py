@@ -1,11 +1,11 @@
-"""The model as pipeline stages: embedding in the first, head in the last, blocks divided by partition.py.
+"""The model as pipeline stages: the embedding in the first, the head in the last, blocks divided by partition.py.
 
-The output of the last stage is logits. With `fused_loss` or `mtp_layers` it is the normalized hidden states instead,
-and the criterion applies the head: a chunk at a time (kernels/cross_entropy.py), or also for multi-token prediction
-(mtp.py). The methods `loss` and `logits` take the output of the last stage in either case.
+The last stage returns logits. With `fused_loss` or `mtp_layers` it returns normalized hidden states instead, and the
+criterion applies the head: a chunk at a time (kernels/cross_entropy.py), or also for multi-token prediction (mtp.py).
+The methods `loss` and `logits` take the output of the last stage in either case.
 
-Parameter names are global (`layers.3.attention.qkv.weight`), whichever stage holds the layer, and so are the initial
-weights: a stage of a pipeline has exactly the weights that the whole model has under those names.
+Parameter names (`layers.3.attention.qkv.weight`) and initial weights do not depend on the split: a stage has the same
+names and weights as the whole model.
 
 B sequences, S positions, D model dim, V vocabulary.
 """
@@ -33,22 +33,19 @@ from .partition import StageSpec, split
 class TransformerStage(Segmented):
     """One stage. The first maps token ids [B, S] to hidden states [B, S, D], the last returns logits [B, S, V].
 
-    With a `cache` (kv_cache.py), x continues after its positions and is added to it; without gradients only.
+    With a `cache` (kv_cache.py), x follows the cached positions and is added to the cache; only without gradients.
 
-    With `options.document_end_id`, positions attend only within their document: each stage but the last also returns
+    With `options.document_end_id`, positions attend only within their document. Each stage but the last also returns
     the document numbers [B, S], the second argument of the next stage. With a cache there is only one document.
 
-    With `options.fused_loss` or `mtp_layers` the last stage returns normalized hidden states [B, S, D] instead. In
-    either case the criterion is its method `loss`. Raises ValueError for `mtp_layers` with `document_end_id`.
+    With `options.fused_loss` or `mtp_layers`, the last stage returns normalized hidden states [B, S, D] instead.
+    Raises ValueError for `mtp_layers` with `document_end_id`.
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        spec: StageSpec,
-        expert_parallel: ExpertParallel | None = None,
+        self, config: ModelConfig, spec: StageSpec, expert_parallel: ExpertParallel | None = None,
         options: StageOptions = DEFAULT_OPTIONS,
-    ):
+    ):  # fmt: skip
         super().__init__()
         if options.document_end_id is not None and config.mtp_layers:
             raise ValueError("multi-token prediction has no document mask: use no document_end_id, or mtp_layers 0")
@@ -101,7 +98,7 @@ class TransformerStage(Segmented):
     def loss(self, output: Tensor, labels_BS: Tensor) -> Tensor:
         """The criterion of the last stage: mean cross-entropy of its output in nats per token, in fp32 at least.
 
-        With `mtp_layers` the gradients include those of the MTP loss; the value does not (auxiliary_losses.py).
+        With `mtp_layers` the gradients include those of the MTP loss; the value does not include it.
         Raises ValueError for a stage without the head.
         """
         self._check_head()

@@ -20,7 +20,7 @@ def with_choices(**choices):
     ({"num_heads": 3}, "num_heads must be a multiple of num_kv_heads: got 3, 2"),
     ({"head_dim": 5}, "head_dim must be even: got 5"),
     ({"attention": "mha"}, "attention must be gqa or mla: got 'mha'"),
-    ({"attention": "mla", "rope_dim": 5}, "rope_dim must be even, because channels form pairs: got 5; use 6"),
+    ({"attention": "mla", "rope_dim": 5}, "rope_dim must be even: got 5; use 6"),
     ({"qk_norm": "both"}, "qk_norm must be none, head or full: got 'both'"),
     ({"attention": "mla", "qk_norm": "head"}, "qk_norm is only for gqa attention: got 'head' with mla; use none"),
     ({"q_rank": -1}, "q_rank cannot be negative: got -1; use 0 for queries without a latent"),
