@@ -55,5 +55,5 @@ def preset(name: str) -> ModelConfig:
     """The configuration called `name`. Raises ValueError with the nearest name if it is unknown."""
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.0)[0]
-        raise ValueError(f"unknown preset {name!r}; did you mean {near!r}? There are: {', '.join(PRESETS)}")
+        raise ValueError(f"unknown preset {name!r}; did you mean {near!r}? Choose from: {', '.join(PRESETS)}")
     return PRESETS[name]

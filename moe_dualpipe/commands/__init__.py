@@ -1,1 +1,1 @@
-"""The commands of the console script, one group a file; a mistake is a ValueError of one line."""
+"""The commands of the console script, one group per file. Invalid values raise ValueError with a one-line message."""

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from tyro.conf import Positional, subcommand
+from tyro.conf import Positional, arg, subcommand
 
 from ..data import HELD_OUT_FILES, TOKENIZER_FILE, TRAIN_FILE, Sidecar, TokenFile, prepare_data
 
@@ -14,10 +14,10 @@ from ..data import HELD_OUT_FILES, TOKENIZER_FILE, TRAIN_FILE, Sidecar, TokenFil
 class PrepareData:
     """Encode text into a folder of token ids, for `train.py --data FOLDER`."""
 
-    sources: Positional[tuple[str, ...]]
+    sources: Positional[Annotated[tuple[str, ...], arg(metavar="SOURCE [SOURCE ...]")]]
     """Text: files, folders, globs, .jsonl files, or "stdlib"."""
     out: Path
-    """Folder to write; it must not exist or be empty."""
+    """Folder to write: a new or an empty one."""
     tokenizer: str = "bpe"
     """bpe (trained on this text), bytes, or the path of a tokenizer.json."""
     vocab_size: int = 4096
@@ -37,7 +37,7 @@ class PrepareData:
 class CheckData:
     """Read whole files of token ids. Check their checksums, and that every id is in the vocabulary."""
 
-    files: Positional[tuple[Path, ...]]
+    files: Positional[Annotated[tuple[Path, ...], arg(metavar="FILE [FILE ...]")]]
     """Files that `prepare` wrote."""
 
     def run(self) -> None:

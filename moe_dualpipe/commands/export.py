@@ -2,15 +2,16 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 
 @dataclass(frozen=True)
 class Export:
     """Write the weights of a checkpoint as safetensors, to share or to start another run (train.py --weights)."""
 
-    run_or_checkpoint: Positional[str]
+    run_or_checkpoint: Positional[Annotated[str, arg(metavar="RUN")]]
     """Folder of a run (its newest checkpoint is used) or of a checkpoint."""
     out: Path
     """Folder to write; it must not exist."""

@@ -1,15 +1,16 @@
 """`moe-dualpipe generate`: text from the newest checkpoint of a run, in one process."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 
 @dataclass(frozen=True)
 class Generate:
     """Continue a prompt with the model of a run, which may still be training."""
 
-    run_or_checkpoint: Positional[str]
+    run_or_checkpoint: Positional[Annotated[str, arg(metavar="RUN")]]
     """Folder of a run, for its newest checkpoint, or of one checkpoint."""
     prompt: str = "\n"
     """Start of the text."""

@@ -5,14 +5,14 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Literal
 
 import tyro
-from tyro.conf import Positional, subcommand
+from tyro.conf import Positional, arg, subcommand
 
 
 @dataclass(frozen=True)
 class ShowModel:
     """Show the size of a model, and the memory of each pipeline rank during training."""
 
-    preset: Positional[str]
+    preset: Positional[Annotated[str, arg(metavar="PRESET")]]
     """Name of the model, such as tiny or deepseek-v3."""
     pp: int = 1
     """Number of pipeline ranks."""

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 from ..drawing.output import check_output
 
@@ -13,7 +13,7 @@ from ..drawing.output import check_output
 class Plot:
     """Draw the metrics of one or several runs into one figure: loss, speed, expert load and others."""
 
-    runs: Positional[list[Path]]
+    runs: Positional[Annotated[list[Path], arg(metavar="RUN [RUN ...]")]]
     """Folders of runs."""
     out: Path | None = None
     """Output file (.png, .svg, .pdf). None: curves.png in the folder of the first run."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
-from tyro.conf import Positional, subcommand
+from tyro.conf import Positional, arg, subcommand
 
 from ..drawing.output import check_output, make_folder
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class ProfileAnalyze:
     """Analyze traces of torch.profiler, from GPUs or a CPU: how much of the communication was hidden."""
 
-    traces: Positional[list[Path]]
+    traces: Positional[Annotated[list[Path], arg(metavar="TRACE [TRACE ...]")]]
     """Chrome traces (.json or .json.gz). Several traces are analyzed one by one and then compared."""
     comm_pattern: str | None = None
     """Regular expression that finds communication kernels by name (on a CPU, annotations). None: NCCL, NVSHMEM, DeepEP
@@ -78,8 +78,7 @@ class ProfileRun:
     """
 
     mode: Literal["train", "prefill", "decode"] = "train"
-    """train: a forward and a backward. prefill: two forwards of whole sequences. decode: two forwards of one new token
-    per sequence, with a KV cache."""
+    """train: a forward and a backward. prefill: two forwards of whole sequences. decode: two of one token each."""
     preset: str = "tiny"
     """Size of the model. Only its MoE layers are used, without embedding and head."""
     layers: int = 4

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
-from tyro.conf import Positional, subcommand
+from tyro.conf import Positional, arg, subcommand
 
 from ..drawing.captions import schedule_sizes
 from ..drawing.output import check_output
@@ -47,7 +47,7 @@ class CostOptions(Costs):
 class ShowSchedule:
     """Show the timeline of a schedule as text, or save it to a file."""
 
-    schedule: Positional[str]
+    schedule: Positional[Annotated[str, arg(metavar="SCHEDULE")]]
     """gpipe, 1f1b, interleaved_1f1b, zb1p, zbv, chimera, dualpipe, dualpipev, or a CSV file with one line per rank."""
     ranks: int | None = None
     """Number of pipeline ranks. Required with a name."""
@@ -115,7 +115,7 @@ class CompareSchedules:
 class CheckSchedule:
     """Validate a schedule from a file, with its sends and receives if it lists them."""
 
-    file: Positional[Path]
+    file: Positional[Annotated[Path, arg(metavar="FILE")]]
     """CSV with one line per rank, in the format of torch.distributed.pipelining (compute_only or compute_comms)."""
 
     def run(self) -> None:

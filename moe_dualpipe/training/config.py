@@ -63,7 +63,7 @@ class ComputeConfig:
     kernels: Kernels = "auto"
     """triton, reference (plain torch), or auto: Triton on GPUs."""
     recompute: Recompute = "none"
-    """What the backward recomputes instead of saving it for backward."""
+    """What to recompute in backward instead of saving it."""
     fused_loss: bool = False
     """Compute head and loss together in blocks of tokens, without storing all logits. For large vocabularies."""
 

@@ -69,7 +69,7 @@ def _layout(config: TrainConfig, launch: Launch) -> Layout:
         pp = world_size // ep
     if world_size % pp:
         raise ValueError(
-            f"{world_size} processes cannot be divided into pipelines of {pp} ranks: "
+            f"--pp {pp} does not divide the number of processes, {world_size}: "
             f"use --pp {', '.join(map(str, _divisors(world_size)))}, or start a multiple of {pp} processes"
         )
     dp = world_size // pp

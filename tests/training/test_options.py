@@ -92,7 +92,7 @@ def test_help_lists_every_flag_by_group(capsys):
      "--ep 4 does not divide the 2 data-parallel ranks (4 processes / 2 pipeline ranks): use --ep 1 or 2"),
     (3, ["--ep", "2"], "--ep 2 does not divide the 3 processes: start a multiple of 2 processes"),
     (4, ["--pp", "3"],
-     "4 processes cannot be divided into pipelines of 3 ranks: use --pp 1, 2, 4, or start a multiple of 3 processes"),
+     "--pp 3 does not divide the number of processes, 4: use --pp 1, 2, 4, or start a multiple of 3 processes"),
     (1, ["--data", "/nowhere"], "--data /nowhere: no such file or folder"),
     (1, ["--data", "/dev/null"], "--data /dev/null: no such file or folder"),
     (1, ["--data", "LICENSE", "--seq-len", "4096"], "too little text in --data LICENSE"),
