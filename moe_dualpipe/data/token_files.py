@@ -94,7 +94,7 @@ class TokenFile:
         if rest:
             raise ValueError(
                 f"{path} has {size} bytes, not a multiple of {kind.itemsize}, the size of {kind.name}: the file is "
-                "truncated, or has another dtype (--data-dtype)"
+                "truncated, or has another dtype (train.py --data-dtype)"
             )
         if sidecar and sidecar.tokens != count:
             raise ValueError(f"{path} has {count} {kind.name} token ids, but {described.name} says {sidecar.tokens}")
