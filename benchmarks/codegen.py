@@ -21,7 +21,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from unittest import mock
 
 import torch
@@ -32,7 +32,8 @@ from triton.runtime.jit import JITFunction
 
 from moe_dualpipe.expert_parallel.modelled import paced_copy
 from moe_dualpipe.kernels.gpu import configs, gemm, permute, routing, swiglu, tiles, wgrad
-from moe_dualpipe.kernels.gpu.device import interpreter_enabled
+from moe_dualpipe.kernels.gpu.launch import interpreter_enabled
+from moe_dualpipe.kernels.routing import RoutingOptions, Score
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -141,9 +142,10 @@ def launch_others(dtype: torch.dtype, brief: bool = False) -> None:
     permute.sum_partials(torch.empty(4, 64), positions)
     for num_experts, groups in ((256, 8),) if brief else ((8, 1), (256, 8), (512, 1)):
         logits, bias = torch.empty(64, num_experts, dtype=dtype), torch.empty(num_experts)
-        for softmax in (True, False):
-            routing.top_k_experts(logits, bias, 8, groups, max(1, groups // 2), softmax, True, 1.0)
-            routing.top_k_experts_backward(logits, positions, weights, softmax, True, 1.0)
+        for score in get_args(Score):
+            options = RoutingOptions(8, score, groups, max(1, groups // 2))
+            routing.top_k_experts(logits, bias, options)
+            routing.top_k_experts_backward(logits, positions, weights, options)
         tiles.Tiling(torch.zeros(num_experts + 1, dtype=torch.int32), 64)(128)
         routing.order_by_expert(positions, num_experts, 512)
     routing.order_by_expert(positions, 8, 512, 32, True)

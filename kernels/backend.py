@@ -1,8 +1,8 @@
 """Choose the implementation of an operator: Triton kernels or plain torch.
 
-A model is built with `kernels="auto"`, `"triton"` or `"reference"` and passes it to its layers. "auto" uses Triton for
-tensors on a GPU in a dtype that the kernels support, and plain torch otherwise. "triton" raises an error instead of
-falling back. "reference" always uses plain torch.
+A model is built with `kernels="auto"`, `"triton"` or `"reference"` and passes the choice to its layers. "auto" uses
+Triton for tensors on a GPU in a dtype that the kernels support, and plain torch otherwise. "triton" raises an error
+where "auto" uses plain torch. "reference" always uses plain torch.
 """
 
 import functools
@@ -30,7 +30,7 @@ def use_triton(kernels: Kernels, *tensors: Tensor | None) -> bool:
     """Whether to run the Triton kernels on these tensors. Only the first tensor's dtype is checked.
 
     Raises ValueError if the tensors are on different devices, or on a GPU that is not the current one. With "triton",
-    also raises ValueError for an unsupported dtype, and for CPU tensors unless Triton interprets.
+    also raises ValueError for an unsupported dtype, and for CPU tensors unless Triton's interpreter is enabled.
     """
     first, *others = (t for t in tensors if t is not None)
     for other in others:
@@ -41,29 +41,25 @@ def use_triton(kernels: Kernels, *tensors: Tensor | None) -> bool:
     supported = first.dtype in _SUPPORTED or not (first.is_floating_point() or first.is_complex())
     if kernels == "auto" and not (first.is_cuda and supported and _has_triton()):
         return False
-    if first.is_cuda and first.device.index != torch.cuda.current_device():
-        raise ValueError(
-            f"Triton launches kernels on the current GPU, cuda:{torch.cuda.current_device()}, but these tensors are on "
-            f"{first.device}: call torch.cuda.set_device({first.device.index}) first"
-        )
+    if first.is_cuda and first.device.index != (current := torch.cuda.current_device()):
+        problem = f"these tensors are on {first.device}: call torch.cuda.set_device({first.device.index}) first"
+        raise ValueError(f"Triton launches kernels on the current GPU, cuda:{current}, but {problem}")
     if kernels == "auto":
         return True
     if not supported:
         raise ValueError(f'kernels="triton" supports bfloat16, float16 and float32: got {first.dtype}')
-    from .gpu.device import interpreter_enabled
+    from .gpu.launch import interpreter_enabled
 
     if interpreter_enabled() and first.dtype == torch.bfloat16:
         raise ValueError("Triton's interpreter gives wrong results in bfloat16: use float16 or float32")
     if not (first.is_cuda or interpreter_enabled()):
-        raise ValueError(
-            f'kernels="triton" needs tensors on a GPU, or TRITON_INTERPRET=1 set before triton is imported: '
-            f'got {first.device}; kernels="auto" uses plain torch on it'
-        )
+        needs = "tensors on a GPU, or TRITON_INTERPRET=1 set before triton is imported"
+        raise ValueError(f'kernels="triton" needs {needs}: got {first.device}; kernels="auto" uses plain torch there')
     return True
 
 
 def forbid_double_backward() -> None:
-    """Raise RuntimeError if backward runs with create_graph: the kernels record no graph, so it would be incomplete."""
+    """Raise RuntimeError in a backward with create_graph=True: Triton kernels record no graph to differentiate."""
     if torch.is_grad_enabled():
         raise RuntimeError('the Triton kernels cannot be differentiated twice (create_graph): use kernels="reference"')
 
@@ -71,9 +67,8 @@ def forbid_double_backward() -> None:
 def check_contiguous_rows(name: str, x: Tensor) -> Tensor:
     """Return `x` if it is [rows, columns] with contiguous rows. Raises ValueError otherwise."""
     if x.ndim != 2 or (x.stride(1) != 1 and x.shape[1] > 1 and len(x)):
-        raise ValueError(
-            f"{name} must be [rows, columns] with contiguous rows: got {[*x.shape]} with strides {x.stride()}"
-        )
+        got = f"{[*x.shape]} with strides {x.stride()}"
+        raise ValueError(f"{name} must be [rows, columns] with contiguous rows: got {got}")
     return x
 
 

@@ -1,17 +1,17 @@
 """`linear_cross_entropy`: the language-model head and its loss as one operator that never holds all logits.
 
 The logits of T tokens over V words are the largest tensor of a step: 4 GiB in fp32 for 8192 tokens and 131072 words. A
-plain loss holds three tensors of that size (logits, log-probabilities, gradient). But the loss of a token depends on
-its row only. So rows are processed in chunks. Forward saves one number per token, the log-sum-exp of the row (lse).
+plain loss holds three tensors of that size (logits, log-probabilities, gradient). But the loss of a token depends only
+on its row, so rows are processed in chunks. Forward saves one number per token, the log-sum-exp of the row (lse).
 Backward recomputes the logits of a chunk, and d logit = exp(logit - lse) - [label]:
 
     x = [[1]], W = [[0], [ln 3]], label 1:   logits = [0, ln 3], lse = ln 4, loss = ln 4 - ln 3 = 0.288 nats,
                                              d logits = [1/4, 3/4] - [0, 1] = [1/4, -1/4]
 
-The cost is one more product of T x V x D: four instead of three. With a deferred weight gradient it is five, because
-that recomputes the logits once more. Recomputing logits from the lse is the idea of Cut Cross-Entropy (arXiv
-2411.09009). Liger Kernel (arXiv 2410.10989) and F.linear_cross_entropy of newer torch versions compute the gradients in
-the forward instead. That takes three products, but the gradient of W exists from then on and cannot be deferred.
+The cost is one more product of T x V x D: four instead of three. A deferred weight gradient recomputes the logits once
+more, which makes five. The method is that of Cut Cross-Entropy (arXiv 2411.09009). Liger Kernel (arXiv 2410.10989) and
+F.linear_cross_entropy of newer torch versions compute the gradients in the forward instead. That takes three products,
+but the gradient of W occupies memory from the forward on and cannot be deferred.
 
 T tokens, C tokens in a chunk, V vocabulary, D model dim.
 """
@@ -71,15 +71,9 @@ def _lse_and_label_logit(x_CD: Tensor, w_VD: Tensor, labels_C: Tensor) -> tuple[
 
 
 def _gradients(
-    x_TD: Tensor,
-    w_VD: Tensor,
-    labels_T: Tensor,
-    lse_T: Tensor,
-    scale_T: Tensor,
-    chunk_tokens: int,
-    wants_x: bool,
-    wants_w: bool,
-) -> tuple[Tensor | None, Tensor | None]:
+    x_TD: Tensor, w_VD: Tensor, labels_T: Tensor, lse_T: Tensor, scale_T: Tensor, chunk_tokens: int,
+    wants_x: bool, wants_w: bool,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Return the gradients of x, [T, D], and of w, [V, D] in fp32 or wider; None if not wanted."""
     if not (wants_x or wants_w):
         return None, None
@@ -93,8 +87,8 @@ def _gradients(
         if grad_w_VD is not None and grad_w_VD.dtype == grad_CV.dtype:
             grad_w_VD.addmm_(grad_CV.T, x_TD[rows])
         elif grad_w_VD is not None:
-            grad_w_VD += grad_CV.T @ x_TD[rows]  # rounded once per chunk, as a plain layer rounds once per backward
-        del grad_CV  # free it before the next chunk allocates its own
+            grad_w_VD += grad_CV.T @ x_TD[rows]  # this product is rounded to the dtype of x once per chunk
+        del grad_CV  # before the next chunk allocates it
     return grad_x_TD, grad_w_VD
 
 
@@ -113,15 +107,14 @@ def linear_cross_entropy(
     x_TD: [T, D]. w_VD: [V, D], in the dtype of x unless autocast is enabled. labels_T: [T] int64, from 0 to V - 1, or
     -100 to ignore a token. As in torch, the mean is over tokens that are not ignored. If all are, the loss is nan and
     the gradients are zero.
-    chunk_tokens: number of rows of logits in memory at a time. A row takes 4 V bytes in fp32, and about as much again
-    temporarily. Each chunk reads W and updates the whole gradient of W, so small chunks are bound by memory bandwidth.
-    The result depends on chunk_tokens only by rounding, and is the same in every run.
+    chunk_tokens: number of rows of logits in memory at a time. A row takes 4 V bytes in fp32, and temporarily about
+    twice that. Each chunk reads W and updates the whole gradient of W, so small chunks are bound by memory bandwidth.
+    Results for different chunk_tokens differ only by rounding. Every run has the same result.
     weight_grads: defers the gradient of W during a split backward, with bit-identical results; None: never deferred.
-    The gradient of W is summed over chunks in fp32 or wider, in a tensor of its own. The result cannot be
-    differentiated twice.
-
+    The gradient of W is summed over chunks in fp32 or wider, in a separate tensor. The result cannot be differentiated
+    twice.
     Raises ValueError if shapes, dtypes or devices do not match, for chunk_tokens below 1, and on a CPU for labels out
-    of range. On a GPU that check would be a host sync; there an assertion of the torch kernel fails instead.
+    of range. On a GPU, where that check would be a host sync, torch's device-side assertion fails instead.
     """
     x_TD, w_VD = apply_autocast(x_TD, w_VD)
     _check(x_TD, w_VD, labels_T, chunk_tokens)
@@ -130,27 +123,21 @@ def linear_cross_entropy(
 
 def _check(x_TD: Tensor, w_VD: Tensor, labels_T: Tensor, chunk_tokens: int) -> None:
     if x_TD.ndim != 2 or w_VD.ndim != 2 or x_TD.shape[1] != w_VD.shape[1]:
-        raise ValueError(
-            f"linear_cross_entropy needs x [T, D] and w [V, D]: got {[*x_TD.shape]} and {[*w_VD.shape]}; "
-            "flatten the leading dimensions of x"
-        )
+        got = f"{[*x_TD.shape]} and {[*w_VD.shape]}; flatten the leading dimensions of x"
+        raise ValueError(f"linear_cross_entropy needs x [T, D] and w [V, D]: got {got}")
     if labels_T.shape != x_TD.shape[:1] or labels_T.dtype != torch.int64:
-        raise ValueError(
-            f"{len(x_TD)} tokens need {len(x_TD)} labels in int64: got {[*labels_T.shape]} in {labels_T.dtype}"
-        )
+        got = f"{[*labels_T.shape]} in {labels_T.dtype}"
+        raise ValueError(f"{len(x_TD)} tokens need {len(x_TD)} labels in int64: got {got}")
     if x_TD.dtype != w_VD.dtype or not x_TD.is_floating_point():
-        raise ValueError(
-            f"x and w must have the same floating-point dtype: got {x_TD.dtype} and {w_VD.dtype}; convert one of them"
-        )
+        got = f"{x_TD.dtype} and {w_VD.dtype}; convert one of them"
+        raise ValueError(f"x and w must have the same floating-point dtype: got {got}")
     if not x_TD.device == w_VD.device == labels_T.device:
-        raise ValueError(
-            f"x, w and labels must be on one device: got {x_TD.device}, {w_VD.device} and {labels_T.device}"
-        )
+        got = f"{x_TD.device}, {w_VD.device} and {labels_T.device}"
+        raise ValueError(f"x, w and labels must be on one device: got {got}")
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1: got {chunk_tokens}")
     if labels_T.device.type == "cpu":
         wrong = labels_T[(labels_T != IGNORED) & ((labels_T < 0) | (labels_T >= len(w_VD)))]
         if len(wrong):
-            raise ValueError(
-                f"labels must be from 0 to {len(w_VD) - 1}, or {IGNORED} to ignore a token: got {wrong[0].item()}"
-            )
+            allowed = f"from 0 to {len(w_VD) - 1}, or {IGNORED} to ignore a token"
+            raise ValueError(f"labels must be {allowed}: got {wrong[0].item()}")

@@ -6,18 +6,19 @@ The plain-torch version (`experts_reference`) is a chain of operators. It alloca
 pre-activation, an activation and an output for each choice, and saves most of them for backward.
 
 The Triton version reads tokens through an index, applies SwiGLU to a tile in registers, and saves only x and the
-pre-activation z: 2 D + 4 K F bytes per token in 16 bits, plus indices. Backward recomputes the activation from z, and
-computes the gradient of the routing weights without the experts' outputs: <dy, down h> = <down^T dy, h>. This is the
-graph of SonicMoE (arXiv 2512.14080), but without atomics, so that two runs are bit-identical.
+pre-activation z: 2 D + 4 K F bytes per token in 16-bit dtypes, plus indices. Backward recomputes the activation from z,
+and computes the gradient of the routing weights without the experts' outputs: <dy, down h> = <down^T dy, h>. The
+products are those of SonicMoE (arXiv 2512.14080), but without atomics, so every run has bit-identical results.
 
     forward   z, h = up(x[gather_idx]);   o = down(h);   y = sum over k of w o[positions]
     backward  dz, wh, dw = backward of SwiGLU, from down^T(dy[gather_idx]) and z
               dx = sum over k of (up^T dz)[positions]
               d down = dy[gather_idx]^T wh;   d up = dz^T x[gather_idx]            (both can be deferred)
 
-N rows, K choices per row, M choices in expert-major order, E experts, D model dim, F inner width.
+N rows, K choices per row, M choices in expert-major order, E experts, D model dim, F inner width, G = 2F.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from torch.nn import functional
 from .backend import Kernels, check_contiguous, check_contiguous_rows, forbid_double_backward, use_triton
 from .grouped_gemm import GroupedGemmOptions, grouped_linear
 from .linear import apply_autocast, compute_or_defer, grad_dtype
-from .permute import check_routing_weights, permute, unpermute
+from .permute import check_routing_weights, check_rows, permute, unpermute
 from .routing import ExpertOrder
 from .weight_grads import WeightGrads
 
@@ -39,38 +40,27 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def experts_reference(
-    x_ND: Tensor,
-    gate_up_EGD: Tensor,
-    down_EDF: Tensor,
-    order: ExpertOrder,
-    weights_NK: Tensor | None,
-    weight_inside: bool,
-    options: GroupedGemmOptions,
-) -> Tensor:
+    x_ND: Tensor, gate_up_EGD: Tensor, down_EDF: Tensor, order: ExpertOrder, weights_NK: Tensor | None,
+    weight_inside: bool, options: GroupedGemmOptions,
+) -> Tensor:  # fmt: skip
     """`experts` as a chain of plain operators."""
-    named = {"accumulate": options.accumulate, "num_sms": options.num_sms, "kernels": options.kernels}
-    rows_MD = permute(x_ND, order, options.kernels)
-    h_MF = swiglu(grouped_linear(rows_MD, gate_up_EGD, order.expert_offsets, options.weight_grads, **named))
+    product = partial(
+        grouped_linear, expert_offsets=order.expert_offsets, weight_grads=options.weight_grads,
+        accumulate=options.accumulate, num_sms=options.num_sms, kernels=options.kernels,
+    )  # fmt: skip
+    h_MF = swiglu(product(permute(x_ND, order, options.kernels), gate_up_EGD))
     if weight_inside and weights_NK is not None:
         h_MF = (h_MF * weights_NK.flatten()[order.choice_idx_M, None]).to(h_MF.dtype)
         weights_NK = None
-    out_MD = grouped_linear(h_MF, down_EDF, order.expert_offsets, options.weight_grads, **named)
-    return unpermute(out_MD, order, weights_NK, options.kernels)
+    return unpermute(product(h_MF, down_EDF), order, weights_NK, options.kernels)
 
 
 class _ExpertsFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x_ND: Tensor,
-        gate_up_EGD: Tensor,
-        down_EDF: Tensor,
-        weights_NK: Tensor | None,
-        order: ExpertOrder,
-        weight_inside: bool,
-        options: GroupedGemmOptions,
-        store_z: bool,
-    ) -> Tensor:
+        ctx: Any, x_ND: Tensor, gate_up_EGD: Tensor, down_EDF: Tensor, weights_NK: Tensor | None, order: ExpertOrder,
+        weight_inside: bool, options: GroupedGemmOptions, store_z: bool,
+    ) -> Tensor:  # fmt: skip
         from .gpu.gemm import rows_times_weights
         from .gpu.permute import sum_rows
         from .gpu.swiglu import swiglu_up
@@ -93,62 +83,43 @@ class _ExpertsFunction(torch.autograd.Function):
         from .gpu.wgrad import weight_gradients
 
         forbid_double_backward()
-        dy_ND, order, options = grads[0].contiguous(), ctx.order, ctx.options
+        dy_ND, order, options, num_sms = grads[0].contiguous(), ctx.order, ctx.options, ctx.options.num_sms
         x_ND, gate_up_EGD, down_EDF, weights_NK, z_MG = ctx.saved_tensors
         index_M, offsets = order.gather_idx_M, order.expert_offsets
         dz_MG, h_MF, sums = swiglu_down_backward(
-            dy_ND, index_M, down_EDF, z_MG, ctx.tiling, weights_NK, order.choice_idx_M, options.num_sms
+            dy_ND, index_M, down_EDF, z_MG, ctx.tiling, weights_NK, order.choice_idx_M, num_sms
         )
-
-        def down_grad(add_to: Tensor | None = None) -> Tensor:
-            return weight_gradients(dy_ND, h_MF, offsets, grad_dtype(ctx.down), index_M, None, add_to, options.num_sms)
-
-        def gate_up_grad(add_to: Tensor | None = None) -> Tensor:
-            return weight_gradients(
-                dz_MG, x_ND, offsets, grad_dtype(ctx.gate_up), None, index_M, add_to, options.num_sms
-            )
-
         dx = d_gate_up = d_down = d_weights = None
         wants_x, wants_gate_up, wants_down, wants_weights = ctx.needs_input_grad[:4]
         if wants_x:
-            dx_MD = rows_times_weights("up_backward", dz_MG, gate_up_EGD, ctx.tiling, True, num_sms=options.num_sms)
+            dx_MD = rows_times_weights("up_backward", dz_MG, gate_up_EGD, ctx.tiling, True, num_sms=num_sms)
             dx = sum_rows(dx_MD, order.positions_NK)
         if wants_weights and sums is not None:
             d_weights = sum_partials(sums, order.positions_NK).to(weights_NK.dtype)
         if wants_down:
-            d_down = compute_or_defer(options.weight_grads, ctx.down, down_grad, down_grad, options.accumulate)
+            dtype = grad_dtype(ctx.down)
+            d_weight = partial(weight_gradients, dy_ND, h_MF, offsets, dtype, index_M, None, num_sms=num_sms)
+            d_down = compute_or_defer(options.weight_grads, ctx.down, d_weight, d_weight, options.accumulate)
         if wants_gate_up:
-            d_gate_up = compute_or_defer(
-                options.weight_grads, ctx.gate_up, gate_up_grad, gate_up_grad, options.accumulate
-            )
+            dtype = grad_dtype(ctx.gate_up)
+            d_weight = partial(weight_gradients, dz_MG, x_ND, offsets, dtype, None, index_M, num_sms=num_sms)
+            d_gate_up = compute_or_defer(options.weight_grads, ctx.gate_up, d_weight, d_weight, options.accumulate)
         return dx, d_gate_up, d_down, d_weights, None, None, None, None
 
 
 def experts(
-    x_ND: Tensor,
-    gate_up_EGD: Tensor,
-    down_EDF: Tensor,
-    order: ExpertOrder,
-    weights_NK: Tensor | None = None,
-    *,
-    weight_inside: bool = False,
-    accumulate: bool = False,
-    num_sms: int | None = None,
-    weight_grads: WeightGrads | None = None,
-    kernels: Kernels = "auto",
-) -> Tensor:
+    x_ND: Tensor, gate_up_EGD: Tensor, down_EDF: Tensor, order: ExpertOrder, weights_NK: Tensor | None = None, *,
+    weight_inside: bool = False, accumulate: bool = False, num_sms: int | None = None,
+    weight_grads: WeightGrads | None = None, kernels: Kernels = "auto",
+) -> Tensor:  # fmt: skip
     """Apply each row's experts, a SwiGLU MLP each, and return the weighted sum of their outputs: [N, D].
 
-    x_ND: [N, D]. gate_up_EGD: [E, 2F, D], rows of the gate before rows of up. down_EDF: [E, D, F].
+    x_ND: [N, D]. gate_up_EGD: [E, 2F, D], the rows of gate before the rows of up. down_EDF: [E, D, F].
     order: the result of `expert_order` for N rows and E experts.
     weights_NK: routing weights, [N, K] in fp32; None: all 1.
-    weight_inside: apply the routing weight before the down projection instead of after it. Equal except for rounding.
-    accumulate: backward adds the gradients of gate_up and down to their `.grad` in fp32 instead of returning them to
-    autograd, unless they have hooks.
-    num_sms: maximum number of multiprocessors that the Triton products use, which leaves the others to communication.
-    weight_grads: defers the gradients of gate_up and down during a split backward; None: never deferred.
-    kernels: see backend.py. Triton needs contiguous gate_up and down and contiguous rows of x, and cannot be
-    differentiated twice.
+    weight_inside: apply the routing weight before the down projection, not after it. Results differ only by rounding.
+    accumulate, num_sms, weight_grads, kernels: as in `grouped_linear`, for the weights gate_up and down. Triton also
+    needs contiguous rows of x.
     Raises ValueError if shapes, dtypes or devices do not match.
 
     Example: one expert with gate = up = down = [[1]] and x = [[2]], weight 0.5: y = 0.5 * silu(2) * 2 = 1.7616.
@@ -170,18 +141,14 @@ def experts(
 
 
 def _check(x: Tensor, gate_up: Tensor, down: Tensor, order: ExpertOrder) -> None:
-    num_experts, num_rows = len(order.expert_offsets) - 1, len(order.positions_NK)
-    if x.ndim != 2 or len(x) != num_rows:
-        raise ValueError(f"this order needs x [{num_rows}, D]: got {[*x.shape]}")
+    check_rows("x", x, len(order.positions_NK))
     if gate_up.ndim != 3 or down.ndim != 3 or gate_up.shape != (down.shape[0], 2 * down.shape[2], down.shape[1]):
-        raise ValueError(
-            f"experts need gate_up [E, 2F, D] and down [E, D, F]: got {[*gate_up.shape]} and {[*down.shape]}"
-        )
+        got = f"{[*gate_up.shape]} and {[*down.shape]}"
+        raise ValueError(f"experts need gate_up [E, 2F, D] and down [E, D, F]: got {got}")
+    num_experts = len(order.expert_offsets) - 1
     if len(down) != num_experts or down.shape[1] != x.shape[1]:
-        raise ValueError(
-            f"x [N, {x.shape[1]}] and an order of {num_experts} experts do not match down [E, D, F] = {[*down.shape]}"
-        )
+        given = f"x [N, {x.shape[1]}] and an order of {num_experts} experts"
+        raise ValueError(f"{given} do not match down [E, D, F] = {[*down.shape]}")
     if not x.dtype == gate_up.dtype == down.dtype or not x.is_floating_point():
-        raise ValueError(
-            f"x, gate_up and down must have one floating-point dtype: got {x.dtype}, {gate_up.dtype} and {down.dtype}"
-        )
+        got = f"{x.dtype}, {gate_up.dtype} and {down.dtype}"
+        raise ValueError(f"x, gate_up and down must have one floating-point dtype: got {got}")

@@ -1,9 +1,9 @@
-"""Grouped matrix products: one product per expert, over rows sorted by expert. For writing your own experts.
+"""Grouped matrix products: one product per expert, over rows sorted by expert. Use them to write your own experts.
 
 The expert MLP of a Mixture-of-Experts layer consists of many small products with sizes that depend on the router. With
 the rows in expert-major order they are one grouped product:
 
-    offsets = [0, 2, 2, 3]          expert 0 has rows 0-1, expert 1 none, expert 2 row 2
+    offsets = [0, 2, 2, 3]          expert 0 has rows 0-1, expert 1 has no rows, expert 2 has row 2
     y[0:2] = x[0:2] W[0]^T,         y[2:3] = x[2:3] W[2]^T
 
 `grouped_linear` is the differentiable layer. `grouped_mm` (forward and input gradient) and `grouped_wgrad` (weight
@@ -16,6 +16,7 @@ M rows, I input width, O output width, E experts.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,10 +24,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .backend import Kernels, check_contiguous, check_contiguous_rows, forbid_double_backward, use_triton
-from .linear import apply_autocast, check_can_accumulate, compute_or_defer, grad_dtype
+from .linear import apply_autocast, compute_or_defer, grad_dtype
 from .weight_grads import WeightGrads
-
-_GROUPED_MM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +42,21 @@ class GroupedGemmOptions:
         if self.num_sms is not None and self.num_sms < 1:
             raise ValueError(f"num_sms must be at least 1, or None for all: got {self.num_sms}")
         for name, parameter in parameters.items() if self.accumulate and torch.is_grad_enabled() else ():
-            check_can_accumulate(name, parameter)
+            if not parameter.is_leaf:
+                problem = f"{name} must be a leaf, not computed from other tensors"
+                raise ValueError(f"accumulate=True adds to {name}.grad: {problem}")
+            if (dtype := grad_dtype(parameter)) not in (torch.float32, torch.float64):
+                problem = f"the gradient of {name} is {dtype}: set {name}.grad_dtype = torch.float32"
+                raise ValueError(f"accumulate=True adds in float32, but {problem}")
 
 
 # ---- the three products ----
 
 
 def grouped_mm(
-    x_MI: Tensor,
-    w_EOI: Tensor,
-    expert_offsets: Tensor,
-    transposed: bool = False,
-    num_sms: int | None = None,
+    x_MI: Tensor, w_EOI: Tensor, expert_offsets: Tensor, transposed: bool = False, num_sms: int | None = None,
     kernels: Kernels = "auto",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return y[m] = W[e] x[m], [M, O] from [M, I]; if `transposed`, W[e]^T x[m], [M, I] from [M, O].
 
     Arguments and errors are those of `grouped_linear`. Not differentiable.
@@ -74,24 +74,17 @@ def grouped_mm(
 
 
 def grouped_wgrad(
-    dy_MO: Tensor,
-    x_MI: Tensor,
-    expert_offsets: Tensor,
-    dtype: torch.dtype | None = None,
-    add_to: Tensor | None = None,
-    num_sms: int | None = None,
-    kernels: Kernels = "auto",
-) -> Tensor:
-    """Return dW [E, O, I], with dW[e] = the sum of dy[m] x[m]^T over the rows m of expert e; zeros if it has none.
+    dy_MO: Tensor, x_MI: Tensor, expert_offsets: Tensor, dtype: torch.dtype | None = None,
+    add_to: Tensor | None = None, num_sms: int | None = None, kernels: Kernels = "auto",
+) -> Tensor:  # fmt: skip
+    """Return dW [E, O, I], with dW[e] = the sum of dy[m] x[m]^T over the rows m of expert e, or zeros without rows.
 
-    dtype: of the result; default: that of x. add_to: add dW to this tensor in place, in its dtype, and return it. Sums
-    are taken in fp32. Not differentiable.
+    dtype: of the result; None: that of x. add_to: add dW to this tensor in place, in its dtype, and return it. Sums are
+    taken in fp32. Not differentiable.
     """
     if dy_MO.ndim != 2 or x_MI.ndim != 2 or len(dy_MO) != len(x_MI) or dy_MO.dtype != x_MI.dtype:
-        raise ValueError(
-            f"grouped_wgrad needs dy [M, O] and x [M, I] of the same dtype: "
-            f"got {[*dy_MO.shape]} in {dy_MO.dtype} and {[*x_MI.shape]} in {x_MI.dtype}"
-        )
+        got = f"{[*dy_MO.shape]} in {dy_MO.dtype} and {[*x_MI.shape]} in {x_MI.dtype}"
+        raise ValueError(f"grouped_wgrad needs dy [M, O] and x [M, I] of the same dtype: got {got}")
     shape = (len(expert_offsets) - 1, dy_MO.shape[1], x_MI.shape[1])
     _check_offsets(expert_offsets, shape[0], len(x_MI))
     GroupedGemmOptions(num_sms=num_sms).check()
@@ -110,10 +103,9 @@ def grouped_wgrad(
 def _grouped_mm_reference(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
     """One product per expert e, over the rows from ends_E[e - 1] to ends_E[e].
 
-    For b [E, I, O], a is [M, I] and the result is [M, O]. For b [M, O], a is [I, M] and the result is [E, I, O], zero
-    for an expert without rows.
+    a [M, I] and b [E, I, O] give [M, O]. a [I, M] and b [M, O] give [E, I, O], which is zero for experts without rows.
     """
-    if a.dtype in _GROUPED_MM_DTYPES and _fits_grouped_mm(a) and _fits_grouped_mm(b):
+    if a.dtype in (torch.bfloat16, torch.float16, torch.float32) and _fits_grouped_mm(a) and _fits_grouped_mm(b):
         return F.grouped_mm(a, b, offs=ends_E)
     ends = ends_E.tolist()
     ranges = list(zip([0, *ends], ends, strict=False))
@@ -149,26 +141,19 @@ class _GroupedLinearFunction(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = grouped_mm(dy_MO, w_EOI, expert_offsets, True, options.num_sms, options.kernels)
         if ctx.needs_input_grad[1]:
-
-            def weight_grad(add_to: Tensor | None = None) -> Tensor:
-                dtype = grad_dtype(ctx.parameter)
-                return grouped_wgrad(dy_MO, x_MI, expert_offsets, dtype, add_to, options.num_sms, options.kernels)
-
+            weight_grad = partial(
+                grouped_wgrad, dy_MO, x_MI, expert_offsets, grad_dtype(ctx.parameter), num_sms=options.num_sms,
+                kernels=options.kernels,
+            )  # fmt: skip
             grad_w = compute_or_defer(options.weight_grads, ctx.parameter, weight_grad, weight_grad, options.accumulate)
         return grad_x, grad_w, None, None
 
 
 def grouped_linear(
-    x_MI: Tensor,
-    w_EOI: Tensor,
-    expert_offsets: Tensor,
-    weight_grads: WeightGrads | None = None,
-    *,
-    accumulate: bool = False,
-    num_sms: int | None = None,
-    kernels: Kernels = "auto",
-) -> Tensor:
-    """Return y_MO with y[m] = W[e] x[m] for the rows m of each expert e.
+    x_MI: Tensor, w_EOI: Tensor, expert_offsets: Tensor, weight_grads: WeightGrads | None = None, *,
+    accumulate: bool = False, num_sms: int | None = None, kernels: Kernels = "auto",
+) -> Tensor:  # fmt: skip
+    """Return y_MO with y[m] = W[e] x[m] for the rows m of each expert e. The module docstring has an example.
 
     x_MI: [M, I], rows sorted by expert. w_EOI: [E, O, I]. expert_offsets: [E + 1] int32, from 0 to M.
     weight_grads: defers the weight gradient during a split backward; None: never deferred.
@@ -177,8 +162,6 @@ def grouped_linear(
     num_sms: maximum number of multiprocessors that the Triton products use, which leaves the others to communication.
     kernels: see backend.py. Triton needs a contiguous w and cannot be differentiated twice.
     Raises ValueError if shapes, dtypes or devices do not match.
-
-    Example: with offsets [0, 2, 2, 3], y[0:2] = x[0:2] W[0]^T, expert 1 has no rows, and y[2:3] = x[2:3] W[2]^T.
     """
     options = GroupedGemmOptions(weight_grads, accumulate, num_sms, kernels)
     x_MI, w_EOI = apply_autocast(x_MI, w_EOI)
@@ -197,10 +180,8 @@ def _check(x: Tensor, w: Tensor, expert_offsets: Tensor, width: int) -> None:
 
 def _check_offsets(expert_offsets: Tensor, num_experts: int, num_rows: int) -> None:
     if expert_offsets.shape != (num_experts + 1,) or expert_offsets.dtype != torch.int32:
-        raise ValueError(
-            f"{num_experts} experts need {num_experts + 1} offsets in int32: "
-            f"got {[*expert_offsets.shape]} in {expert_offsets.dtype}"
-        )
+        got = f"{[*expert_offsets.shape]} in {expert_offsets.dtype}"
+        raise ValueError(f"{num_experts} experts need {num_experts + 1} offsets in int32: got {got}")
     if expert_offsets.is_cuda:  # reading the values would be a host sync
         return
     if expert_offsets[0] != 0:

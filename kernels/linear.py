@@ -20,7 +20,7 @@ class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, weight_grads: WeightGrads | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        # With checkpointing, the saved weight may be unpacked as another tensor. Gradients belong to the parameter.
+        # With checkpointing, ctx.saved_tensors may return another tensor than the parameter, which gets the gradient.
         ctx.parameter = weight
         ctx.weight_grads = weight_grads
         return F.linear(x, weight)
@@ -33,11 +33,9 @@ class _LinearFunction(torch.autograd.Function):
         def weight_grad() -> Tensor:
             return grad.reshape(-1, grad.shape[-1]).T @ x.reshape(-1, x.shape[-1])
 
-        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
-        grad_weight = (
-            compute_or_defer(ctx.weight_grads, ctx.parameter, weight_grad) if ctx.needs_input_grad[1] else None
-        )
-        return grad_x, grad_weight, None
+        wants_x, wants_weight, _ = ctx.needs_input_grad
+        grad_x = grad @ weight if wants_x else None
+        return grad_x, compute_or_defer(ctx.weight_grads, ctx.parameter, weight_grad) if wants_weight else None, None
 
 
 def compute_or_defer(
@@ -49,8 +47,8 @@ def compute_or_defer(
 ) -> Tensor | None:
     """Return the weight gradient for autograd, or None if it is deferred or already added to `parameter.grad`.
 
-    compute: computes the gradient. add_to: adds the gradient to an existing one. in_place: add to `parameter.grad` here
-    and return None, unless the parameter has hooks.
+    compute: returns the gradient. add_to: adds the gradient to an existing one in place. in_place: add the gradient to
+    `parameter.grad` and return None, unless the parameter has hooks.
     """
     if weight_grads is not None and weight_grads.defers(parameter):
         weight_grads.defer(parameter, compute, add_to)
@@ -62,19 +60,8 @@ def compute_or_defer(
 
 
 def grad_dtype(parameter: Tensor) -> torch.dtype:
-    """The dtype of the gradient of `parameter`: fp32 for the bf16 weights of a model in training."""
+    """The dtype of the gradient of `parameter`. It is fp32 for the bf16 weights of a model in training."""
     return (parameter.grad_dtype if parameter.is_leaf else None) or parameter.dtype
-
-
-def check_can_accumulate(name: str, parameter: Tensor) -> None:
-    """Raise ValueError if gradients of `parameter` cannot be accumulated in fp32 in its `.grad`."""
-    if not parameter.is_leaf:
-        raise ValueError(f"accumulate=True adds to {name}.grad: {name} must be a leaf, not computed from other tensors")
-    if grad_dtype(parameter) not in (torch.float32, torch.float64):
-        raise ValueError(
-            f"accumulate=True adds in float32, but the gradient of {name} is {grad_dtype(parameter)}: "
-            f"set {name}.grad_dtype = torch.float32"
-        )
 
 
 def apply_autocast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

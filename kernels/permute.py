@@ -1,7 +1,7 @@
 """`permute` rows into expert-major order, and `unpermute` them back as weighted sums over each row's choices.
 
 Each is the backward of the other. `ExpertOrder` (routing.py) has both the row of each position and the positions of
-each row. So both directions are gathers: no atomics, and the same result in every run.
+each row. So both directions are gathers, which need no atomics and have the same result in every run.
 
 `gather` and `gather_sum` are the same operations without autograd. expert_parallel/ uses them to pack the rows for each
 rank and to sum the rows that come back. The Triton kernels are in gpu/permute.py.
@@ -32,7 +32,7 @@ def gather(x_ND: Tensor, index_M: Tensor, out_MD: Tensor | None = None, kernels:
 def gather_sum(
     rows_MD: Tensor, positions_NK: Tensor, weights_NK: Tensor | None = None, kernels: Kernels = "auto"
 ) -> Tensor:
-    """Return y [N, D], y[n] = the sum over k of weights[n, k] rows[positions[n, k]], skipping positions of -1.
+    """Return y [N, D], with y[n] = the sum over k of weights[n, k] rows[positions[n, k]]. Positions of -1 are skipped.
 
     Sums are taken in the order of k, in fp32 or wider, and rounded once.
     """
@@ -101,13 +101,12 @@ class _UnpermuteFunction(torch.autograd.Function):
         if not saved:
             return gather(dy_ND, order.gather_idx_M, kernels=ctx.kernels), None, None, None
         rows_MD, weights_NK = saved
-        wants_rows, wants_weights = ctx.needs_input_grad[:2]
-        return (
-            _rows_grad(dy_ND, order, weights_NK, triton) if wants_rows else None,
-            _weights_grad(dy_ND, rows_MD, order.positions_NK, triton).to(weights_NK.dtype) if wants_weights else None,
-            None,
-            None,
-        )
+        d_rows = d_weights = None
+        if ctx.needs_input_grad[0]:
+            d_rows = _rows_grad(dy_ND, order, weights_NK, triton)
+        if ctx.needs_input_grad[1]:
+            d_weights = _weights_grad(dy_ND, rows_MD, order.positions_NK, triton).to(weights_NK.dtype)
+        return d_rows, d_weights, None, None
 
 
 def permute(x_ND: Tensor, order: ExpertOrder, kernels: Kernels = "auto") -> Tensor:
@@ -115,7 +114,7 @@ def permute(x_ND: Tensor, order: ExpertOrder, kernels: Kernels = "auto") -> Tens
 
     Example: order.gather_idx_M = [0, 0, 1] gives rows x[0], x[0], x[1].
     """
-    _check_rows("x", x_ND, len(order.positions_NK))
+    check_rows("x", x_ND, len(order.positions_NK))
     return _PermuteFunction.apply(x_ND, order, kernels)  # type: ignore[return-value]
 
 
@@ -129,12 +128,13 @@ def unpermute(
 
     Example: order.positions_NK = [[1, 0], [2, -1]] gives w[0, 0] rows[1] + w[0, 1] rows[0] and w[1, 0] rows[2].
     """
-    _check_rows("rows", rows_MD, len(order.gather_idx_M))
+    check_rows("rows", rows_MD, len(order.gather_idx_M))
     check_routing_weights(weights_NK, order)
     return _UnpermuteFunction.apply(rows_MD, weights_NK, order, kernels)  # type: ignore[return-value]
 
 
-def _check_rows(name: str, x: Tensor, num_rows: int) -> None:
+def check_rows(name: str, x: Tensor, num_rows: int) -> None:
+    """Raise ValueError unless `x` is [num_rows, D]."""
     if x.ndim != 2 or len(x) != num_rows:
         raise ValueError(f"this order needs {name} [{num_rows}, D]: got {[*x.shape]}")
 

@@ -1,9 +1,8 @@
 """Routing: choose the experts of each token and their weights, and sort the choices by expert or by rank.
 
 `route` chooses. `expert_order` sorts the choices by expert, without a loop over experts. `rank_order` sorts them by the
-rank that holds the expert, and counts a token once per rank even if several of its experts are there.
-
-The Triton kernels are in gpu/routing.py.
+rank that holds the expert, and counts a token once per rank even if the rank holds several of its experts. The Triton
+kernels are in gpu/routing.py.
 
 T or N rows, E experts, K choices per row, M valid choices in total, R ranks, G groups.
 """
@@ -73,10 +72,7 @@ class _RouteFunction(torch.autograd.Function):
     def forward(ctx: Any, logits_TE: Tensor, bias_E: Tensor | None, options: RoutingOptions) -> tuple[Tensor, Tensor]:
         from .gpu.routing import top_k_experts
 
-        weights_TK, ids_TK = top_k_experts(
-            logits_TE, bias_E, options.k, options.num_groups, options.top_groups, options.score == "softmax",
-            options.normalize, options.scale,
-        )  # fmt: skip
+        weights_TK, ids_TK = top_k_experts(logits_TE, bias_E, options)
         ctx.save_for_backward(logits_TE, ids_TK)
         ctx.options = options
         ctx.mark_non_differentiable(ids_TK)
@@ -88,36 +84,22 @@ class _RouteFunction(torch.autograd.Function):
 
         forbid_double_backward()
         logits_TE, ids_TK = ctx.saved_tensors
-        options: RoutingOptions = ctx.options
-        softmax = options.score == "softmax"
-        return (
-            top_k_experts_backward(logits_TE, ids_TK, grads[0].contiguous(), softmax, options.normalize, options.scale),
-            None,
-            None,
-        )
+        return top_k_experts_backward(logits_TE, ids_TK, grads[0].contiguous(), ctx.options), None, None
 
 
 def route(
-    logits_TE: Tensor,
-    k: int,
-    *,
-    score: Score = "softmax",
-    bias_E: Tensor | None = None,
-    num_groups: int = 1,
-    top_groups: int = 1,
-    normalize: bool = True,
-    scale: float = 1.0,
-    kernels: Kernels = "auto",
-) -> tuple[Tensor, Tensor]:
+    logits_TE: Tensor, k: int, *, score: Score = "softmax", bias_E: Tensor | None = None, num_groups: int = 1,
+    top_groups: int = 1, normalize: bool = True, scale: float = 1.0, kernels: Kernels = "auto",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Choose k experts for each token. Return weights [T, K] in fp32 or wider and ids [T, K] in int64, best first.
 
-    logits_TE: [T, E]. score: how logits become scores, "softmax" (arXiv 1701.06538) or "sigmoid".
-    bias_E: [E] in fp32, added to the scores for the choice only; not part of the weights, no gradient (arXiv
-    2408.15664).
-    num_groups, top_groups: experts form num_groups groups of consecutive ids. Only experts in the best top_groups are
-    eligible. The score of a group is the sum of its two best scores (arXiv 2412.19437).
-    normalize: divide the weights, which are the scores, by their sum over k. scale: multiplies the weights.
-    kernels: see backend.py. Ties go to the lower id. Raises ValueError for invalid options or shapes.
+    logits_TE: [T, E]. score: the function from logits to scores, "softmax" (arXiv 1701.06538) or "sigmoid".
+    bias_E: [E] in fp32, added to the scores to choose experts. It is not in the weights and has no gradient (arXiv
+    2408.15664). Ties go to the lower id.
+    num_groups, top_groups: experts form num_groups groups of consecutive ids. Only experts in the top_groups best
+    groups are eligible. The score of a group is the sum of its two best scores (arXiv 2412.19437).
+    normalize: divide the weights, which are the chosen scores, by their sum over k. scale: their final factor.
+    kernels: see backend.py. Raises ValueError for invalid options or shapes.
 
     Example: logits [[0, 2, 1]], k=2, sigmoid: ids [[1, 2]], weights [[0.8808, 0.7311]] / 1.6119 = [[0.546, 0.454]].
     """
@@ -161,18 +143,15 @@ class ExpertOrder:
 
 
 def expert_order(
-    expert_ids_NK: Tensor,
-    num_experts: int,
-    num_choices: int | None = None,
-    kernels: Kernels = "auto",
+    expert_ids_NK: Tensor, num_experts: int, num_choices: int | None = None, kernels: Kernels = "auto",
     check_ids: bool = True,
-) -> ExpertOrder:
+) -> ExpertOrder:  # fmt: skip
     """Sort choices by expert. See ExpertOrder for the result and an example.
 
     expert_ids_NK: [N, K] integers; -1 is an invalid choice. num_choices: M, the number of valid choices; None: all are
     valid. It is not checked, because counting would be a host sync. kernels: see backend.py.
-    check_ids: raise ValueError for ids that are not below num_experts and at least -1 (0 without num_choices). On a
-    GPU, a device-side assertion fails instead, which needs no host sync.
+    check_ids: raise ValueError for ids of num_experts or more, and for ids below -1 (below 0 if num_choices is None).
+    On a GPU, a device-side assertion fails instead, which needs no host sync.
     """
     if expert_ids_NK.ndim != 2 or expert_ids_NK.is_floating_point():
         raise ValueError(f"expert ids must be [N, K] integers: got {[*expert_ids_NK.shape]} in {expert_ids_NK.dtype}")
@@ -218,7 +197,8 @@ def _sort_by_key(
     counts = torch.zeros(num_keys + 1, dtype=torch.int64, device=keys.device)
     counts.scatter_add_(0, keys.long(), torch.ones_like(keys, dtype=torch.int64))
     offsets = torch.zeros(num_keys + 1, dtype=torch.int32, device=keys.device)
-    offsets[1:] = counts[:num_keys].cumsum(0).clamp(max=max_choices)  # products write this many rows
+    # Grouped products write the rows up to the last offset, so it must not exceed the length of the indices.
+    offsets[1:] = counts[:num_keys].cumsum(0).clamp(max=max_choices)
     return ExpertOrder(choice_idx_M // max(ids_NK.shape[1], 1), choice_idx_M, positions_NK, offsets)
 
 

@@ -1,9 +1,9 @@
 """Deferred weight gradients: compute them later than the input gradients.
 
 A split backward (I, then W) sends the input gradient to the previous stage as soon as it exists, and computes the
-weight gradients later, in a bubble. One autograd function of a layer computes both. While a `WeightGrads` defers, the
-function gives it a closure that computes the weight gradient. `bind` passes the object to the layers that support it;
-there is no global. Other layers compute both gradients in I, which is correct, too.
+weight gradients later, in a bubble. Inside `WeightGrads.defer_to`, the autograd function of a layer computes only its
+input gradient, and calls `defer` with a function that computes the weight gradient. `bind` gives a `WeightGrads` to the
+layers that can defer. Other layers compute both gradients in I, which is also correct.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -15,11 +15,13 @@ from torch import Tensor, nn
 
 
 class WeightGrads:
-    """Deferred weight gradients, by a key that the caller chooses: (stage, micro-batch) in the executor."""
+    """Deferred weight gradients, by a key that the caller chooses, such as (stage, micro-batch).
+
+    max_deferred: maximum number of deferred keys, which bounds the memory of saved activations; None: no bound. At the
+    maximum, `defer_to` first computes the gradients of the oldest key. Raises ValueError below 1.
+    """
 
     def __init__(self, max_deferred: int | None = None) -> None:
-        """max_deferred: how many keys may be deferred; one more, and the oldest is computed. This bounds the memory of
-        the activations that they need. None: no bound. Raises ValueError below 1."""
         if max_deferred is not None and max_deferred < 1:
             raise ValueError(f"max_deferred must be at least 1, or None for no bound: got {max_deferred}")
         self.max_deferred = max_deferred
@@ -28,9 +30,9 @@ class WeightGrads:
         self._deferred: dict[Hashable, list[tuple[Tensor, Callable[[], Tensor], Callable[[Tensor], Any] | None]]] = {}
 
     def defers(self, parameter: Tensor) -> bool:
-        """Whether to `defer` the gradient of `parameter`: only inside `defer_to`, and not if the parameter has hooks.
+        """Whether to `defer` the gradient of `parameter`: only inside `defer_to`, if it is a leaf without hooks.
 
-        A hook would see a gradient without the deferred part. A weight that is not a leaf has no `.grad` to add to.
+        A hook would get a gradient without the deferred part. A weight that is not a leaf has no `.grad` to add to.
         """
         return self._key is not None and parameter.is_leaf and not has_hooks(parameter)
 
@@ -55,9 +57,9 @@ class WeightGrads:
     def defer(
         self, parameter: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tensor], Any] | None = None
     ) -> None:
-        """Called by a layer's backward. `compute()` returns the tensor to add to the gradient of `parameter`.
+        """Defer a weight gradient; layers call this in backward. `compute()` returns the gradient of `parameter`.
 
-        add_to: adds it in place to an existing gradient, for layers that have a faster way.
+        add_to: adds the gradient to an existing one in place, if the layer can do that faster.
         """
         assert self._key is not None, "defer() outside a split backward"
         self._deferred[self._key].append((parameter, compute, add_to))
@@ -76,11 +78,11 @@ class WeightGrads:
         return bool(self._deferred.get(key))
 
     def drop(self, key: Hashable) -> None:
-        """Drop the weight gradients of `key`, after a failure."""
+        """Drop the weight gradients of `key`, for use after a failure."""
         self._deferred.pop(key, None)
 
     def clear(self) -> None:
-        """Drop all deferred weight gradients, after a failed step."""
+        """Drop all deferred weight gradients, for use after a failed step."""
         self._key = None
         self._already_run.clear()
         self._deferred.clear()
@@ -90,15 +92,15 @@ class WeightGrads:
 
 
 def bind(module: nn.Module, weight_grads: WeightGrads | None) -> None:
-    """Set `weight_grads` on every layer inside `module` that can defer: those with an attribute of that name."""
+    """Set the attribute `weight_grads` of every layer in `module` that has it, with a WeightGrads or None as value."""
     for layer in module.modules():
-        current = getattr(layer, "weight_grads", bind)  # leave other attributes of that name alone
+        current = getattr(layer, "weight_grads", "no attribute")
         if current is None or isinstance(current, WeightGrads):
             setattr(layer, "weight_grads", weight_grads)  # noqa: B010 - nn.Module declares no such attribute
 
 
 def has_hooks(parameter: Tensor) -> bool:
-    """Whether hooks see, or change, the gradients that autograd accumulates into `parameter`."""
+    """Whether `parameter` has hooks that read or change the gradients that autograd accumulates."""
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 

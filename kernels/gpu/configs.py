@@ -1,10 +1,10 @@
 """Tile sizes of the kernels, from a table that ships with the package and a table that the user has tuned.
 
-Autotuning in the first training step would cost minutes on every rank. These tables are made beforehand
-(`python -m benchmarks.tune`), and a lookup is a dictionary access. The user's table has priority over the shipped one.
-In each table, the entry for the same kernel, GPU and element size with the nearest N and K is used.
+Autotuning in the first training step would cost minutes on every rank. Instead, `python -m benchmarks.tune` writes a
+table beforehand, and lookups are cached. The user's table has priority over the shipped one. Among the entries of a
+table for a kernel, GPU and element size, the one with the nearest N and K is used.
 
-N, K: columns of the output and length of the sum, of one expert's product. For "up", N counts pairs of gate and up. For
+N: number of output columns of one expert's product; for "up", of pairs of gate and up. K: length of its sum. For
 "wgrad", which sums over rows, N and K are the two widths.
 """
 
@@ -67,25 +67,18 @@ def lookup(kernel: str, arch: str, dtype_bytes: int, n: int, k: int) -> TileConf
 
 @functools.cache
 def _nearest(kernel: str, arch: str, dtype_bytes: int, n: int, k: int) -> TileConfig:
+    similar = "gfx942" if arch.startswith("gfx") else "sm_80"  # the shipped table has both
     for table in (_load_user_table(), load_table(SHIPPED)):
-        for family in (arch, _fallback(arch)):
+        for family in (arch, similar):
             entries = [e for e in table if (e.kernel, e.arch, e.dtype_bytes) == (kernel, family, dtype_bytes)]
             if entries:
                 return min(entries, key=lambda e: abs(math.log(e.n / n)) + abs(math.log(e.k / k))).config
     raise ValueError(f"no configuration of kernel {kernel!r} for {arch} with elements of {dtype_bytes} bytes")
 
 
-def _fallback(arch: str) -> str:
-    """The architecture to use instead of one without entries. The shipped table has it."""
-    if arch.startswith("gfx"):
-        return "gfx942"
-    return "sm_80"
-
-
 def user_table_path() -> Path:
     """Path of the user's table, which `python -m benchmarks.tune` writes."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "moe-dualpipe" / "tuned.json"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe-dualpipe" / "tuned.json"
 
 
 @functools.cache
@@ -110,8 +103,7 @@ def load_table(path: Path) -> tuple[TunedKernel, ...]:
 def save_table(path: Path, entries: Sequence[TunedKernel], **about: str) -> None:
     """Write a table. about: its origin (GPU, versions, date), for people who read the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(dataclasses.asdict(entry)) for entry in entries]
-    body = ",\n    ".join(lines)
+    body = ",\n    ".join(json.dumps(dataclasses.asdict(entry)) for entry in entries)
     path.write_text(f'{{\n  "about": {json.dumps(about)},\n  "entries": [\n    {body}\n  ]\n}}\n')
     clear_caches()
 
@@ -124,7 +116,7 @@ def clear_caches() -> None:
 
 @contextmanager
 def override_config(kernel: str, config: TileConfig) -> Iterator[None]:
-    """Context manager in which `kernel` runs with `config` instead of the table's. For tuning and tests."""
+    """Inside this context, `kernel` runs with `config` instead of the tables' configuration. For tuning and tests."""
     if kernel not in KERNEL_NAMES:
         raise ValueError(f"unknown kernel {kernel!r}; the kernels are {', '.join(KERNEL_NAMES)}")
     before = _overrides.get(kernel)

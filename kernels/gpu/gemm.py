@@ -3,8 +3,8 @@
     y[m] = W[e] a[m], or W[e]^T a[m], for the rows m of expert e          forward and input gradients
 
 Rows are read through an index if one is given, so no sorted copy of the tokens is made. Products that are fused with
-SwiGLU are in swiglu.py, weight gradients in wgrad.py. The parts that all of them share are in tiles.py. Together they
-are the graph of SonicMoE (arXiv 2512.14080), without its atomics.
+SwiGLU are in swiglu.py, weight gradients in wgrad.py, and shared parts in tiles.py. The products are those of SonicMoE
+(arXiv 2512.14080), but without atomics.
 
 M rows in expert-major order, E experts, N columns of a product, K length of the sum.
 """
@@ -14,18 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .configs import lookup
-from .device import arch_of
-from .tiles import (
-    Tiling,
-    launch_grid,
-    launch_settings,
-    locate_tile,
-    split_columns,
-    store_tile,
-    tile_product,
-    tile_rows,
-    weights_argument,
-)
+from .launch import arch_of, launch_grid, launch_settings, weights_argument
+from .tiles import Tiling, locate_tile, split_columns, store_tile, tile_product, tile_rows
 
 
 @triton.jit(do_not_specialize=["slots"])

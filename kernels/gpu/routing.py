@@ -3,9 +3,9 @@
     top_k_experts     scores, top-k and weights: one kernel forward, one backward
     order_by_expert   stable sort of choices by expert: two kernels and a cumulative sum between them
 
-The sort is a counting sort. Each block of choices counts the choices of each expert. A cumulative sum over
-[expert, block], in that order, gives the position where the choices of each expert in each block begin. Each block then
-writes its choices. No atomics, no host sync, and the same result in every run.
+The sort is a counting sort. Each block of choices counts its choices of each expert. A cumulative sum over experts, and
+over blocks within an expert, gives each block its first position for each expert. Each block then writes its choices.
+There are no atomics and no host sync, and every run has the same result.
 
 T tokens, E experts, G groups of experts, K experts per token.
 """
@@ -15,12 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..routing import RoutingOptions
+
 # ---- choosing experts ----
 
 
 @triton.jit
 def _scores(logits, t, STRIDE: tl.constexpr, T, e, exists, SOFTMAX: tl.constexpr):
-    """Scores [tokens, columns] of the experts e. Columns without an expert are masked."""
+    """Scores [tokens, columns] of the experts e. Columns without an expert have score 0."""
     mask = (t < T)[:, None] & exists[None, :]
     values = tl.load(logits + t.to(tl.int64)[:, None] * STRIDE + e[None, :], mask=mask, other=float("-inf"))
     values = values.to(tl.float32)
@@ -75,7 +77,7 @@ def top_k_experts_kernel(
     ks = tl.arange(0, K_PADDED)
     chosen = tl.zeros((BLOCK_T, K_PADDED), tl.float32)
     for k in range(K):
-        best = tl.argmax(choice, 1)  # the first of equals
+        best = tl.argmax(choice, 1)  # on a tie the lower id
         is_best = column[None, :] == best[:, None]
         value = tl.sum(tl.where(is_best, scores, 0.0), 1)
         chosen = tl.where(ks[None, :] == k, value[:, None], chosen)
@@ -125,28 +127,24 @@ def _block_t(columns: int) -> int:
     return max(1, min(64, 2048 // columns))
 
 
-def top_k_experts(
-    logits: Tensor, bias: Tensor | None, k: int, num_groups: int, top_groups: int, softmax: bool, normalize: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def top_k_experts(logits: Tensor, bias: Tensor | None, options: RoutingOptions) -> tuple[Tensor, Tensor]:
     """Return weights [T, K] in fp32 and ids [T, K] in int64 from logits [T, E] with contiguous rows."""
-    num_tokens, num_experts = logits.shape
+    (num_tokens, num_experts), k, groups = logits.shape, options.k, options.num_groups
     weights = torch.empty(num_tokens, k, dtype=torch.float32, device=logits.device)
     ids = torch.empty(num_tokens, k, dtype=torch.int64, device=logits.device)
-    per_group = num_experts // num_groups
-    padded, groups_padded = triton.next_power_of_2(per_group), triton.next_power_of_2(num_groups)
+    per_group = num_experts // groups
+    padded, groups_padded = triton.next_power_of_2(per_group), triton.next_power_of_2(groups)
     block_t = _block_t(padded * groups_padded)
     if num_tokens:
         top_k_experts_kernel[(triton.cdiv(num_tokens, block_t),)](
-            logits, bias, weights, ids, num_tokens, scale, logits.stride(0), k, triton.next_power_of_2(k), num_groups,
-            groups_padded, per_group, padded, top_groups, softmax, bias is not None, normalize, block_t,
+            logits, bias, weights, ids, num_tokens, options.scale, logits.stride(0), k, triton.next_power_of_2(k),
+            groups, groups_padded, per_group, padded, options.top_groups, options.score == "softmax", bias is not None,
+            options.normalize, block_t,
         )  # fmt: skip
     return weights, ids
 
 
-def top_k_experts_backward(
-    logits: Tensor, ids: Tensor, dweights: Tensor, softmax: bool, normalize: bool, scale: float
-) -> Tensor:
+def top_k_experts_backward(logits: Tensor, ids: Tensor, dweights: Tensor, options: RoutingOptions) -> Tensor:
     """Return the gradient of the logits, [T, E], from the contiguous gradient of the weights, [T, K]."""
     num_tokens, num_experts = logits.shape
     dlogits = torch.empty(num_tokens, num_experts, dtype=logits.dtype, device=logits.device)
@@ -154,8 +152,8 @@ def top_k_experts_backward(
     block_t = _block_t(padded)
     if num_tokens:
         top_k_experts_backward_kernel[(triton.cdiv(num_tokens, block_t),)](
-            logits, ids, dweights, dlogits, num_tokens, scale, logits.stride(0), ids.shape[1], num_experts, padded,
-            softmax, normalize, block_t,
+            logits, ids, dweights, dlogits, num_tokens, options.scale, logits.stride(0), ids.shape[1], num_experts,
+            padded, options.score == "softmax", options.normalize, block_t,
         )  # fmt: skip
     return dlogits
 
@@ -211,7 +209,8 @@ def scatter_kernel(
     if tl.program_id(0) == 0:
         e = tl.arange(0, E_PADDED)
         end = tl.load(ends + (e.to(tl.int64) + 1) * blocks - 1, mask=e < E, other=0)
-        tl.store(offsets + e + 1, tl.minimum(end, max_choices), mask=e < E)  # products write this many rows
+        # Grouped products write the rows up to the last offset, so it must not exceed the length of the indices.
+        tl.store(offsets + e + 1, tl.minimum(end, max_choices), mask=e < E)
         tl.store(offsets, 0)
 
 
@@ -221,7 +220,7 @@ def order_by_expert(
     """Return gather_idx [M], choice_idx [M], positions [N, K] and offsets [E + 1] (int32) for contiguous ids [N, K].
 
     The sort key is id // ids_per_key. Ids outside range(num_keys * ids_per_key) are skipped. max_choices: M, at least
-    the number of valid choices; entries beyond that number are left unwritten. once: use each key at most once per row.
+    the number of valid choices; entries beyond that number are not written. once: use each key at most once per row.
     """
     num_choices, device = ids.numel(), ids.device
     gather_idx = torch.empty(max_choices, dtype=torch.int64, device=device)

@@ -15,18 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .configs import lookup
-from .device import arch_of
-from .tiles import (
-    Tiling,
-    launch_grid,
-    launch_settings,
-    locate_tile,
-    split_columns,
-    store_tile,
-    tile_product,
-    tile_rows,
-    weights_argument,
-)
+from .launch import arch_of, launch_grid, launch_settings, weights_argument
+from .tiles import Tiling, locate_tile, split_columns, store_tile, tile_product, tile_rows
 
 
 @triton.jit

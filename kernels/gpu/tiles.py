@@ -1,28 +1,23 @@
-"""Parts that the grouped products share: which tile has which rows, loading and storing a tile, launch arguments.
+"""Device code that the grouped products share: the table of tiles, and functions that load and store a tile.
 
 The number of rows of each expert is known only on the device, and reading it on the host would be a sync. So the grid
 is sized for the largest possible number of tiles, floor(M / block_m) + E. `Tiling` builds a table on the device that
 maps each slot of the grid to an expert and its first row; unused slots do nothing.
 
-A kernel loops over tiles with a stride of num_programs. With `num_sms` the grid is limited to that many programs,
-which leaves the other multiprocessors to communication.
+Each program starts at the tile of its own number and advances by the number of programs. A grid of `num_sms` programs
+leaves the other multiprocessors to communication.
 
 M rows in expert-major order, E experts; N columns of a product, K length of the sum.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .configs import TileConfig
-from .device import dot_precision
-
-# ---- which tile has which rows ----
+# ---- the table of tiles ----
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -35,7 +30,7 @@ def _tile_table_kernel(
     tiles_E = (ends - starts + BLOCK_M - 1) // BLOCK_M
     last_E = tl.cumsum(tiles_E, 0)
     slot = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
-    passed = slot[:, None] >= last_E[None, :]  # experts with all tiles before this slot
+    passed = slot[:, None] >= last_E[None, :]  # experts whose tiles are all before this slot
     expert = tl.sum(tl.where(passed, 1, 0), 1)  # E or more for slots after the last tile
     is_expert = e[None, :] == expert[:, None]
     row = tl.sum(tl.where(is_expert, (starts - (last_E - tiles_E) * BLOCK_M)[None, :], 0), 1) + slot * BLOCK_M
@@ -71,7 +66,7 @@ class Tiling:
         return self._tables[block_m]
 
 
-# ---- inside a kernel ----
+# ---- parts of kernels ----
 
 
 @triton.jit
@@ -167,7 +162,7 @@ def split_columns(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def store_tile(out, x, m, n0, end, STRIDE: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr):
     """Write a tile to out[m, n0 : n0 + COLUMNS] where m < end and the column is below N. Rows are STRIDE apart.
 
-    TILE: width of the whole tile; these COLUMNS are a part of it. If TILE divides N, columns need no mask.
+    TILE: width of the whole tile, which may be split into parts of COLUMNS. If TILE divides N, columns need no mask.
     """
     n = n0 + tl.arange(0, COLUMNS)
     pointers = out + m.to(tl.int64)[:, None] * STRIDE + n[None, :]
@@ -175,35 +170,3 @@ def store_tile(out, x, m, n0, end, STRIDE: tl.constexpr, N: tl.constexpr, COLUMN
         tl.store(pointers, x.to(out.dtype.element_ty), mask=(m < end)[:, None])
     else:
         tl.store(pointers, x.to(out.dtype.element_ty), mask=(m < end)[:, None] & (n < N)[None, :])
-
-
-# ---- launch arguments ----
-
-
-def launch_grid(slots: int, columns: int, block_n: int, num_sms: int | None) -> tuple[int]:
-    """One program per tile, but at most `num_sms`."""
-    tiles = slots * triton.cdiv(columns, block_n)
-    return (tiles if num_sms is None else min(tiles, num_sms),)
-
-
-def uses_tma(w: Tensor, config: TileConfig) -> bool:
-    """Whether weights are loaded by the tensor memory accelerator, which needs rows a multiple of 16 bytes apart."""
-    return config.tma and w.shape[-1] * w.element_size() % 16 == 0 and w.data_ptr() % 16 == 0
-
-
-def weights_argument(w: Tensor, box: tuple[int, int, int], config: TileConfig) -> Tensor | TensorDescriptor:
-    """The weights as a kernel argument: a TMA descriptor that loads `box` at a time, or the plain tensor."""
-    if not uses_tma(w, config):
-        return w
-    _, rows, columns = w.shape
-    # Not w.stride(): the stride of a dimension of size 1 is arbitrary, and a descriptor needs multiples of 16 bytes.
-    return TensorDescriptor(w, [*w.shape], [rows * columns, columns, 1], [*box])
-
-
-def launch_settings(config: TileConfig, w: Tensor) -> dict[str, Any]:
-    """The keyword arguments that all products with weights take at launch."""
-    return {
-        "TMA": uses_tma(w, config), "PRECISION": dot_precision(w.dtype), "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP_M": config.group_m,
-        "num_warps": config.warps, "num_stages": config.stages,
-    }  # fmt: skip

@@ -16,18 +16,18 @@ from torch import Tensor
 
 from ..backend import check_contiguous
 from .configs import lookup
-from .device import arch_of, dot_precision
-from .tiles import grouped_order, launch_grid, split_columns
+from .launch import arch_of, dot_precision, launch_grid
+from .tiles import grouped_order, split_columns
 
 
 @triton.jit
 def _columns(tile, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Columns of a tile. Past the end they repeat the first ones, so that loads need no mask; those are not stored."""
+    """Columns of a tile. Past the end, they repeat the first columns: loads need no mask, and stores mask them."""
     i = tile * COLUMNS + tl.arange(0, COLUMNS)
     if WIDTH % COLUMNS != 0:
         VECTOR: tl.constexpr = 8 if WIDTH % 8 == 0 else 1
         i = tl.where(i < WIDTH, i, i % VECTOR)
-        i = tl.max_contiguous(tl.multiple_of(i, VECTOR), VECTOR)  # so that eight columns stay one load
+        i = tl.max_contiguous(tl.multiple_of(i, VECTOR), VECTOR)  # VECTOR columns are one load
     return i
 
 
@@ -90,14 +90,13 @@ def weight_gradients(
     """Return dW [E, I, J] in `dtype` from a [M, I] and b [M, J]; or add it to `add_to` in place and return that.
 
     index_a, index_b: [M], the row of a or b for each m; a or b may then have any number of rows. Raises ValueError if
-    `add_to` is not contiguous: it may be a `.grad` that the user has set.
+    `add_to`, which may be a `.grad` that the user has set, is not contiguous.
     """
     num_experts, i, j = len(offsets) - 1, a.shape[1], b.shape[1]
-    out = (
-        check_contiguous("add_to", add_to)
-        if add_to is not None
-        else torch.empty(num_experts, i, j, dtype=dtype, device=a.device)
-    )
+    if add_to is not None:
+        out = check_contiguous("add_to", add_to)
+    else:
+        out = torch.empty(num_experts, i, j, dtype=dtype, device=a.device)
     config = lookup("wgrad", arch_of(a.device), a.element_size(), j, i)
     row_tiles = num_experts * triton.cdiv(i, config.block_m)
     weight_gradients_kernel[launch_grid(row_tiles, j, config.block_n, num_sms)](
