@@ -12,18 +12,6 @@ from .modelled.loopback import Loopback, Replay
 from .protocol import Combined, Completed, ExpertParallel, Pending, Received, Route
 
 __all__ = [
-    "AllToAll",
-    "Combined",
-    "Completed",
-    "Delayed",
-    "ExpertParallel",
-    "Link",
-    "Local",
-    "Loopback",
-    "Pending",
-    "Received",
-    "Replay",
-    "Route",
-    "combine",
-    "dispatch",
-]
+    "AllToAll", "Combined", "Completed", "Delayed", "ExpertParallel", "Link", "Local", "Loopback", "Pending",
+    "Received", "Replay", "Route", "combine", "dispatch",
+]  # fmt: skip

@@ -11,7 +11,7 @@ from .exchange import AsyncResult, Exchange, start_copy_to_host
 class AllToAll(Exchange):
     """Experts are divided evenly over the ranks of `group`, in order.
 
-    Every rank must call the same operations in the same order. Use a process group for this backend only, because
+    Every rank must call the same operations in the same order. Give the backend a process group of its own, because
     transfers in one group wait for each other.
     Raises ValueError if the experts cannot be divided evenly, or if the kernels are not available.
     """

@@ -39,10 +39,10 @@ class _CombineFunction(torch.autograd.Function):
 
 
 def dispatch(x_TD: Tensor, weights_TK: Tensor, route: Route, ep: ExpertParallel) -> tuple[Tensor, Tensor]:
-    """Send tokens and their routing weights to the ranks of their experts. Returns x_ND and weights_NK."""
+    """Send tokens and routing weights to the ranks of their experts. Returns the received x_ND and weights_NK."""
     return _DispatchFunction.apply(x_TD, weights_TK, route, ep)  # type: ignore[return-value]
 
 
 def combine(y_ND: Tensor, route: Route, ep: ExpertParallel) -> Tensor:
-    """Send back one row per received row and sum over ranks. Returns y_TD."""
+    """Send back one row per received row, and sum the rows of each token over ranks. Returns y_TD."""
     return _CombineFunction.apply(y_ND, route, ep)  # type: ignore[return-value]

@@ -2,14 +2,15 @@
 
 A token is sent once to each rank that holds any of its experts:
 
-    prepare   the number of rows and choices for each rank                              2 numbers per rank
-    dispatch  rows, with routing weights if given; on the first call also expert ids    [T, D] -> [N, D]
-    combine   one row back per received row; the source sums over ranks                 [N, D] -> [T, D]
+    prepare   sends the number of rows and choices for each rank                       2 numbers per rank
+    dispatch  sends rows, with routing weights if given; the first also expert ids     [T, D] -> [N, D]
+    combine   sends back one row per received row; the source sums them over ranks     [N, D] -> [T, D]
 
-The host must know the sizes before it can post a dispatch. `prepare` starts to exchange them without waiting, and the
-first dispatch reads them. Work that is queued in between hides that latency.
+The host must know the sizes before it can start a dispatch. `prepare` starts to exchange them without waiting, and the
+first dispatch waits for them. Work that is queued in between hides that latency.
 """
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ ALIGNMENT = 16  # bytes; each field of a message starts at a multiple of it
 
 
 class AsyncResult(Generic[V]):
-    """A result that `finish` computes after all of `works` have been waited for."""
+    """The result of `finish`, which the first `wait` calls after it has waited for all of `works`."""
 
     def __init__(self, works: Sequence[Any], finish: Callable[[], V]):
         self._works: Sequence[Any] = works
@@ -59,9 +60,9 @@ class _PendingCounts:
 class _SendPlan:
     """State of a route after its first dispatch: the rows that this rank sends.
 
-    sent_S: the token of each of the S sent rows, which are sorted by destination rank. slots_TC: the rows that token t
-    is sent in, -1 for unused entries; C = min(K, R). rows_out, rows_in: number of rows sent to and received from each
-    rank. ids_SK: expert ids of the sent rows, local to the destination; -1 for experts on other ranks.
+    sent_S: the token of each of the S sent rows, which are sorted by destination rank. slots_TC: the sent rows of each
+    token, -1 for unused entries; C = min(K, R). rows_out, rows_in: number of rows sent to and received from each rank.
+    ids_SK: expert ids of the sent rows, local to the destination; -1 for experts on other ranks.
     """
 
     sent_S: Tensor
@@ -72,8 +73,9 @@ class _SendPlan:
 
 
 class Exchange(ABC):
-    """Experts are divided evenly over `num_ranks` ranks, in order. `kernels` gather and sum rows (kernels/backend.py).
+    """Expert parallelism by all-to-alls. Experts are divided evenly over `num_ranks` ranks, in order.
 
+    kernels: the implementation that gathers and sums rows (kernels/backend.py).
     Raises ValueError if the experts cannot be divided evenly, or if the kernels are not available.
     """
 
@@ -87,11 +89,11 @@ class Exchange(ABC):
 
     @abstractmethod
     def all_to_all_counts(self, counts_R2: Tensor) -> Pending[Tensor]:
-        """Start to send row r to rank r. Returns the received counts, stacked below the sent ones, on the host."""
+        """Start to send row r to rank r. Returns the sent and the received counts, [2, R, 2], on the host."""
 
     @abstractmethod
     def all_to_all(self, rows: Tensor, rows_out: list[int], rows_in: list[int]) -> Pending[Tensor]:
-        """Start to send the first rows_out[0] of the contiguous `rows` to rank 0, and so on. Returns received rows."""
+        """Start to send contiguous `rows`: the first rows_out[0] to rank 0, and so on. Returns the received rows."""
 
     def prepare(self, expert_ids_TK: Tensor) -> Route:
         order = rank_order(expert_ids_TK, self.experts_per_rank, self.num_ranks, self.kernels)
@@ -106,7 +108,7 @@ class Exchange(ABC):
         plan = self._send_plan(route)
         fields = [x_TD] if weights_TK is None else [x_TD, weights_TK]
         indices: list[Tensor | None] = [plan.sent_S] * len(fields)
-        if first := route.local_ids_NK is None:
+        if first_dispatch := route.local_ids_NK is None:
             fields.append(plan.ids_SK)
             indices.append(None)
         message = pack(fields, indices, self.kernels)
@@ -114,7 +116,7 @@ class Exchange(ABC):
 
         def finish() -> Received:
             x_ND, *more = unpack(exchanged.wait(), fields)
-            if first:
+            if first_dispatch:
                 route.local_ids_NK = more.pop()
             return Received(x_ND, more[0] if more else None)
 
@@ -126,7 +128,7 @@ class Exchange(ABC):
         exchanged = self.all_to_all(pack(fields), plan.rows_in, plan.rows_out)
 
         def finish() -> Combined:
-            # Each choice has its expert on one rank; the other ranks return zero for it.
+            # The expert of a choice is on one rank. The other ranks return a zero gradient for its routing weight.
             rows = unpack(exchanged.wait(), fields)
             y_TD, *more = (gather_sum(field, plan.slots_TC, kernels=self.kernels) for field in rows)
             return Combined(y_TD, more[0] if more else None)
@@ -153,7 +155,7 @@ class Exchange(ABC):
 
 
 def start_copy_to_host(counts: Tensor) -> Callable[[], Tensor]:
-    """Start a copy to the host. The returned function waits for this copy only, not for work that is queued later."""
+    """Start a copy to the host. The returned function waits for the copy, but not for work that is queued later."""
     host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
     host.copy_(counts, non_blocking=True)
     copied = torch.cuda.current_stream().record_event()
@@ -166,14 +168,14 @@ def start_copy_to_host(counts: Tensor) -> Callable[[], Tensor]:
 
 
 def pack(fields: Sequence[Tensor], indices: Sequence[Tensor | None] | None = None, kernels: Kernels = "auto") -> Tensor:
-    """Concatenate the rows of several tensors into one message: [S, c] each -> bytes [S, W]. One field stays as it is.
+    """Concatenate the rows of several tensors [S, c] into one message of bytes [S, W]. A single field is not converted.
 
     indices: for each field, the rows to take, [S]; None: all rows.
 
     Example: rows [S, 5] in bfloat16 and weights [S, 2] in float32 become 16 + 16 bytes per row.
     """
     indices = indices or [None] * len(fields)
-    # A gradient can be expanded from one number, but rows that are gathered must exist in memory.
+    # The rows of an expanded gradient (stride 0) do not exist in memory and cannot be gathered.
     fields = [t if t.stride(1) == 1 else t.contiguous() for t in fields]
     if len(fields) == 1:
         (field,), (index,) = fields, indices
@@ -188,7 +190,7 @@ def pack(fields: Sequence[Tensor], indices: Sequence[Tensor | None] | None = Non
 
 
 def unpack(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Return views of the fields of a message from `pack`. `like` has their widths and dtypes."""
+    """Return views of the fields of a message from `pack`. like: tensors with the widths and dtypes of the fields."""
     if len(like) == 1:
         return [message]
     *starts, _ = _field_offsets(like)
@@ -198,7 +200,5 @@ def unpack(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 def _field_offsets(fields: Sequence[Tensor]) -> list[int]:
     """Byte offset of each field in a row, and the length of the row."""
-    edges = [0]
-    for t in fields:
-        edges.append(edges[-1] + -(-t.shape[1] * t.element_size() // ALIGNMENT) * ALIGNMENT)
-    return edges
+    sizes = (-(-t.shape[1] * t.element_size() // ALIGNMENT) * ALIGNMENT for t in fields)
+    return [*itertools.accumulate(sizes, initial=0)]

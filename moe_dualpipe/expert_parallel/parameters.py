@@ -1,8 +1,8 @@
-"""Which parameters belong to routed experts, and the names of tensors that do not depend on the parallel layout.
+"""Which parameters belong to routed experts, and names of their tensors that are the same in every parallel layout.
 
-An expert layer holds the parameters of this rank's experts. `MoE` records which experts these are in the layer's
-attribute `local_experts`, and everything that treats expert parameters differently (gradient sums, optimizer state,
-checkpoints) reads it from there.
+An expert layer holds the parameters of this rank's experts. `MoE` sets the ids of these experts as the attribute
+`local_experts` of the layer. Code that treats expert parameters differently (gradient sums, optimizer state,
+checkpoints) reads this attribute.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 def expert_ids(module: nn.Module) -> dict[str, range]:
-    """The names of the expert parameters inside `module`, with the ids of the experts that each one holds."""
+    """Map the name of each expert parameter in `module` to the ids of the experts that it holds."""
     layers = ((prefix, layer, getattr(layer, "local_experts", None)) for prefix, layer in module.named_modules())
     return {
         ".".join(filter(None, (prefix, name))): ids
@@ -22,13 +22,13 @@ def expert_ids(module: nn.Module) -> dict[str, range]:
 
 
 def global_tensors(name: str, tensor: Tensor, local_experts: range | None) -> Iterator[tuple[str, Tensor]]:
-    """The global names under which a tensor of a parameter's shape is saved, each with a view of `tensor`.
+    """The global names under which a tensor with the shape of a parameter is saved, each with a view of `tensor`.
 
-    local_experts: the experts that the parameter holds; None for a parameter that belongs to no expert.
+    local_experts: the experts that the parameter holds; None for other parameters.
 
     Example: `mlp.experts.up` of shape [2, F, D] with experts 4 and 5 -> `mlp.experts.up.4` and `mlp.experts.up.5`,
-    each [F, D]. A parameter of a custom layer that does not stack its experts is saved whole, as `NAME.4-5`, and fits
-    only this number of expert-parallel ranks.
+    each [F, D]. A parameter of a custom layer that does not stack its experts is saved whole, as `NAME.4-5`. It can be
+    loaded only with the same number of expert-parallel ranks.
     """
     if local_experts is None:
         yield name, tensor

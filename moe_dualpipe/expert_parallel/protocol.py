@@ -1,8 +1,8 @@
 """The interface of an expert-parallel backend, and the values that it takes and returns.
 
 A token is sent once to each rank that holds any of its experts. `prepare` starts to exchange the sizes, `dispatch`
-sends the tokens, `combine` sends the results back and sums them. A backend does no autograd: the backward of dispatch
-is combine and the backward of combine is dispatch, on the same route.
+sends the tokens, and `combine` sends the results back and sums them. Backends record no autograd graph: the backward of
+dispatch is combine, and the backward of combine is dispatch, with the same route.
 
 T tokens on this rank, D model dim, K experts per token, N received rows, M choices of local experts, R ranks.
 """
@@ -41,7 +41,7 @@ class Route:
 
     num_local_experts: number of experts on this rank. kernels: the implementation that sorts rows (kernels/backend.py).
     local_ids_NK: local expert ids of each received row, -1 for experts on other ranks. num_rows, num_choices: N and M.
-    local_ids_NK, N and M are set when the first dispatch has been waited for.
+    These three are known once the first dispatch has been waited for.
     backend_state: private data of the backend.
     """
 
@@ -55,26 +55,26 @@ class Route:
 
     @property
     def order(self) -> ExpertOrder:
-        """The order of the received rows by local expert, which the expert MLP takes. Computed on first use."""
+        """The received rows sorted by local expert, the input order of the expert MLP. Computed on first use."""
         if self._order is None:
             if self.local_ids_NK is None:
                 raise RuntimeError("the order of a route is not known yet: wait for its first dispatch")
             self._order = expert_order(
                 self.local_ids_NK, self.num_local_experts, self.num_choices, self.kernels, check_ids=False
             )
-            self.local_ids_NK = self.local_ids_NK.clone()  # frees the message that it is a view of, with all rows
+            self.local_ids_NK = self.local_ids_NK.clone()  # it is a view of the received message, which is freed
         return self._order
 
 
 class Received(NamedTuple):
-    """x_ND: received rows. weights_NK: routing weights of their choices; None if dispatch was called without."""
+    """x_ND: received rows. weights_NK: routing weights of their choices; None if dispatch sent no weights."""
 
     x_ND: Tensor
     weights_NK: Tensor | None
 
 
 class Combined(NamedTuple):
-    """y_TD: results of each token, summed over ranks. weight_grads_TK: the same for the weights' gradients, if any."""
+    """y_TD: results of each token, summed over ranks. weight_grads_TK: gradients of routing weights, if sent."""
 
     y_TD: Tensor
     weight_grads_TK: Tensor | None
@@ -83,8 +83,8 @@ class Combined(NamedTuple):
 class ExpertParallel(Protocol):
     """A backend for `num_experts` experts. This rank holds `local_experts`, a range of consecutive ids.
 
-    The first call on a route must be `dispatch`; after that, both may be called any number of times. Inputs must not be
-    modified until the returned result has been waited for.
+    The first call with a route must be `dispatch`. Then `dispatch` and `combine` may be called any number of times.
+    Inputs must not be modified until the returned result has been waited for.
     """
 
     num_experts: int

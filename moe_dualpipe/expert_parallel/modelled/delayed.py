@@ -1,4 +1,4 @@
-"""A wrapper that adds latency to a backend: for tests, and to measure the effect of a slower network."""
+"""A wrapper that delays the transfers of a backend, for tests and to measure the effect of a slower network."""
 
 from typing import TypeVar
 
@@ -12,10 +12,10 @@ V = TypeVar("V")
 
 
 class Delayed:
-    """`backend` with a modelled link: a transfer is complete when both the backend and the link have completed it.
+    """`backend` with a modelled link. A transfer ends when both the backend and the link have completed it.
 
-    The modelled size of a transfer is that of its input, [T, D] or [N, D]. Transfers of the link run one after another.
-    Raises ValueError for CUDA tensors.
+    The link transfers the bytes of the input, [T, D] or [N, D], one transfer after another. Raises ValueError for CUDA
+    tensors.
     """
 
     def __init__(self, backend: ExpertParallel, link: Link):

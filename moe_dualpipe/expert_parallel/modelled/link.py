@@ -1,11 +1,11 @@
 """A modelled link: transfers take the time given by bandwidth and latency, one after another.
 
-On a CPU a thread sleeps for that time, which uses no processor. In a profile of all threads, a transfer is labelled
-LINK_TRANSFER and the call that started it LINK_CALL (overlap/labels.py).
+On a CPU, a transfer is a sleeping thread, which uses no processor time. In a profile of all threads, it is labelled
+LINK_TRANSFER and the call that starts it LINK_CALL (overlap/labels.py).
 """
 
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -13,14 +13,15 @@ from typing import Any
 from torch.profiler import record_function
 
 from ...overlap.labels import LINK_CALL, LINK_TRANSFER
+from ..exchange import AsyncResult
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The link of one rank. gb_per_s: bandwidth in each direction, in 1e9 bytes per second. latency_us: per message,
-    in microseconds. sms: number of multiprocessors that communication takes from computation on CUDA.
+    """The link of one rank. Raises ValueError for invalid numbers.
 
-    Raises ValueError for invalid numbers.
+    gb_per_s: bandwidth in each direction, in 1e9 bytes per second. latency_us: latency of a message, in microseconds.
+    sms: number of multiprocessors that communication occupies on CUDA.
     """
 
     gb_per_s: float = inf
@@ -41,7 +42,7 @@ class Link:
 
 
 class LinkTimer:
-    """Times transfers over a link, one after another. `busy_seconds` is their total duration so far."""
+    """Runs the transfers of a link one after another. `busy_seconds` is their total duration so far."""
 
     def __init__(self) -> None:
         self.busy_seconds = 0.0
@@ -49,26 +50,16 @@ class LinkTimer:
         self._free_at = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_thread": None}  # a thread cannot be copied, and models are
+        return self.__dict__ | {"_thread": None}  # models are copied, and a thread cannot be
 
-    def transfer(self, seconds: float) -> "ModelledTransfer":
-        """Start a transfer of this duration. It begins when earlier transfers have ended."""
+    def transfer(self, seconds: float) -> AsyncResult[None]:
+        """Start a transfer of this duration. It begins when all earlier transfers have ended."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="link")
         with record_function(LINK_CALL):
             self.busy_seconds += seconds
             self._free_at = max(self._free_at, time.perf_counter()) + seconds
-            return ModelledTransfer(self._thread.submit(_sleep_until, self._free_at))
-
-
-@dataclass(frozen=True, slots=True)
-class ModelledTransfer:
-    """A transfer over a modelled link; `wait` blocks until it ends."""
-
-    future: "Future[None]"
-
-    def wait(self) -> None:
-        self.future.result()
+            return AsyncResult([], self._thread.submit(_sleep_until, self._free_at).result)
 
 
 def _sleep_until(moment: float) -> None:

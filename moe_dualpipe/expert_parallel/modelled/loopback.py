@@ -1,10 +1,10 @@
 """One rank of many in a single process: the other ranks are virtual and the link to them is modelled.
 
-All ranks are assumed to send alike: the rows that this rank sends to rank r are returned as the rows received from rank
-r, with their experts mapped to the local ones. So one process does the work of one rank of R, and its communication
-takes the time of a modelled link. One GPU or CPU can thus measure the overlap of a job of 64 ranks.
+All ranks are assumed to send the same rows. So the rows that this rank sends to rank r are also the rows that it
+receives from rank r, with their experts mapped to the local ones. One process does the work of one rank of R, and its
+communication takes the time of a modelled link. One GPU or CPU can thus measure the overlap of a job of 64 ranks.
 
-Mathematically this is a model with the same experts on all ranks: expert e of rank r equals expert e of rank 0.
+The result is that of a model with the same experts on all ranks: expert e of rank r equals expert e of rank 0.
 """
 
 from collections.abc import Mapping
@@ -19,9 +19,9 @@ from .link import Link, LinkTimer
 
 
 class Loopback(Exchange):
-    """Rank 0 of `num_ranks` virtual ranks over `link`. Rows to itself take no time. On CUDA, rows are copied at the
-    speed of the link (paced_copy.py).
+    """Rank 0 of `num_ranks` virtual ranks over `link`. Rows that it sends to itself take no time.
 
+    On CUDA, rows are copied at the speed of the link (paced_copy.py). `bytes_sent` counts the rows sent to other ranks.
     Raises ValueError if the experts cannot be divided evenly, or if the kernels are not available.
     """
 
@@ -30,7 +30,6 @@ class Loopback(Exchange):
         self.link = link or Link()
         self.timer = LinkTimer()
         self.bytes_sent = 0
-        """Bytes of rows sent to other ranks so far."""
 
     def all_to_all_counts(self, counts_R2: Tensor) -> Pending[Tensor]:
         counts_2R2 = self._transfer(counts_R2.expand(2, *counts_R2.shape), self.link.seconds(0))
@@ -52,9 +51,10 @@ class Loopback(Exchange):
 class Replay(Loopback):
     """Loopback whose transfers take the durations measured in another job, regardless of their size.
 
-    seconds: duration of each kind of transfer: "dispatch(F)", "combine(F)", "dispatch(B)" and "combine(B)". A dispatch
-    with routing weights is dispatch(F), without is combine(B). A combine with gradients of routing weights is
-    dispatch(B), without is combine(F). sms: as in Link.
+    sms: as in Link. seconds: the duration of each kind of transfer:
+
+        "dispatch(F)"   dispatch with routing weights         "combine(F)"   combine without their gradients
+        "combine(B)"    dispatch without routing weights      "dispatch(B)"  combine with their gradients
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class Replay(Loopback):
         return super().prepare(expert_ids_TK)
 
     def dispatch(self, x_TD: Tensor, route: Route, weights_TK: Tensor | None = None) -> Pending[Received]:
-        self._set_transfer_time(label(COMBINE, BACKWARD) if weights_TK is None else label(DISPATCH, FORWARD))
+        self._set_duration(label(COMBINE, BACKWARD) if weights_TK is None else label(DISPATCH, FORWARD))
         return super().dispatch(x_TD, route, weights_TK)
 
     def combine(self, y_ND: Tensor, route: Route, weight_grads_NK: Tensor | None = None) -> Pending[Combined]:
-        self._set_transfer_time(label(COMBINE, FORWARD) if weight_grads_NK is None else label(DISPATCH, BACKWARD))
+        self._set_duration(label(COMBINE, FORWARD) if weight_grads_NK is None else label(DISPATCH, BACKWARD))
         return super().combine(y_ND, route, weight_grads_NK)
 
-    def _set_transfer_time(self, kind: str) -> None:
+    def _set_duration(self, kind: str) -> None:
         self.link = Link(latency_us=1e6 * self.seconds[kind], sms=self.sms)

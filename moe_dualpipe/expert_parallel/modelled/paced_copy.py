@@ -1,10 +1,12 @@
 """Copy rows in at least a given time, on a given number of multiprocessors: a modelled link on a GPU.
 
-A transfer costs a GPU more than time: it occupies SMs and memory bandwidth that computation could use. So the copy is
-real, with one block per SM. Before each piece, a block waits until a link of that speed would have transferred it.
+A transfer takes more than time from a GPU: it also occupies SMs and memory bandwidth. So the rows are really copied, by
+one block per SM. Before it copies a piece, a block waits until a link of that speed would have transferred the piece.
 
-A Triton kernel for NVIDIA GPUs (%globaltimer). In the interpreter it copies without waiting.
+The Triton kernel needs an NVIDIA GPU (%globaltimer). In the interpreter it copies without waiting.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -31,7 +33,7 @@ def _paced_copy(source, target, num_bytes, duration_ns, pieces_each, BLOCK: tl.c
 
 
 def paced_copy(rows: Tensor, seconds: float, sms: int) -> Tensor:
-    """Return a copy of `rows` that takes `seconds`, or more if copying is slower. Queued on the current stream.
+    """Copy `rows` on the current stream in `seconds`, or more if copying is slower. Return the copy.
 
     sms: number of blocks, each on one SM if enough SMs are free.
     """
@@ -39,13 +41,7 @@ def paced_copy(rows: Tensor, seconds: float, sms: int) -> Tensor:
     target = torch.empty_like(source)
     num_bytes = source.nbytes
     pieces_each = max(1, triton.cdiv(triton.cdiv(num_bytes, BLOCK), sms))
-    _paced_copy[(sms,)](
-        source.view(-1).view(torch.uint8) if num_bytes else source,
-        target.view(-1).view(torch.uint8) if num_bytes else target,
-        num_bytes,
-        round(seconds * 1e9),
-        pieces_each,
-        BLOCK=BLOCK,  # type: ignore[arg-type]
-        PACED=rows.is_cuda,  # type: ignore[arg-type]
-    )
+    constants: dict[str, Any] = {"BLOCK": BLOCK, "PACED": rows.is_cuda}
+    a, b = (t.view(-1).view(torch.uint8) if num_bytes else t for t in (source, target))
+    _paced_copy[(sms,)](a, b, num_bytes, round(seconds * 1e9), pieces_each, **constants)
     return target
