@@ -3,8 +3,8 @@
     python -m benchmarks.codegen                         all GPUs, bf16 and fp32; exit code 1 if a check fails
     python -m benchmarks.codegen --arch sm_90 gfx942 --dtype bf16
 
-The launchers run as usual on uninitialized tensors, but compile each kernel instead of launching it: for every size of
-the shipped table, and for sizes that no fast path accepts. A kernel fails if it spills registers to memory, needs more
+The launchers run as usual, on uninitialized tensors, but compile each kernel instead of launching it. The sizes are all
+of the shipped table, and some that no fast path accepts. A kernel fails if it spills registers to memory, needs more
 shared memory than the GPU has, or causes ptxas warnings C75xx (serialized matrix products); on Hopper, also if a
 product does not use wgmma.
 """
@@ -36,11 +36,9 @@ from moe_dualpipe.kernels.gpu.launch import interpreter_enabled
 from moe_dualpipe.kernels.routing import RoutingOptions, Score
 
 TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32), "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
-}
+}  # fmt: skip
 SHARED_LIMIT = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}  # bytes per block
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PRODUCTS = {"rows_times_weights", "swiglu_up", "swiglu_down_backward", "weight_gradients"}
@@ -49,7 +47,7 @@ NVIDIA_BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A compiled kernel. sizes: D x F. matrix: matrix instructions. spills: bytes (NVIDIA), registers (AMD)."""
+    """A compiled kernel. sizes: D x F. matrix: number of matrix instructions. spills: bytes, or registers on AMD."""
 
     kernel: str
     arch: str
@@ -95,9 +93,8 @@ def compiling(arch: str) -> Iterator[list[tuple[str, Any]]]:
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, **options: Any) -> None:
-        compiled.append(
-            (self.__name__.removesuffix("_kernel").strip("_"), run(self, *args, **{**options, "warmup": True}))
-        )
+        name = self.__name__.removesuffix("_kernel").strip("_")
+        compiled.append((name, run(self, *args, **{**options, "warmup": True})))
 
     before = driver._active  # read directly: on a machine without a GPU the accessor raises
     with contextlib.ExitStack() as stack:
@@ -156,11 +153,8 @@ def launch_others(dtype: torch.dtype, brief: bool = False) -> None:
 def check(arch: str, dtype: str, brief: bool = False) -> list[Compiled]:
     """Compile all kernels for one GPU and dtype. brief: only the tuned sizes, and one number of experts."""
     size = DTYPES[dtype].itemsize
-    shipped = {
-        (max(e.n, e.k), min(e.n, e.k))
-        for e in configs.load_table(configs.SHIPPED)
-        if e.arch == arch and e.dtype_bytes == size
-    }
+    tuned = (e for e in configs.load_table(configs.SHIPPED) if e.arch == arch and e.dtype_bytes == size)
+    shipped = {(max(e.n, e.k), min(e.n, e.k)) for e in tuned}
     found: dict[str, Compiled] = {}  # by the hash that Triton gives a compiled kernel
     untuned = [] if brief else [(1000, 200), (1001, 203)]
     experts = {f"{d}x{f}": partial(launch_experts, d, f) for d, f in [*sorted(shipped), *untuned]}
@@ -184,10 +178,8 @@ def describe(name: str, kernel: Any, arch: str, dtype: str, sizes: str) -> Compi
     registers = _number(r"Used (\d+) registers", log)
     spills = _number(r"(\d+) bytes spill stores", log) + _number(r"(\d+) bytes spill loads", log)
     matrix = len(re.findall(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync", ptx))
-    warnings = tuple(sorted(set(re.findall(r"C75\d\d", log))))
-    return Compiled(
-        name, arch, dtype, sizes, "cp.async.bulk.tensor" in ptx, registers, spills, shared, matrix, warnings
-    )
+    warnings, tma = tuple(sorted(set(re.findall(r"C75\d\d", log)))), "cp.async.bulk.tensor" in ptx
+    return Compiled(name, arch, dtype, sizes, tma, registers, spills, shared, matrix, warnings)
 
 
 def _number(pattern: str, text: str) -> int:
@@ -223,12 +215,8 @@ def table(found: list[Compiled]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Compile every kernel for GPUs that this machine does not have, and check the code."
-    )
-    parser.add_argument(
-        "--arch", nargs="+", choices=TARGETS, default=list(TARGETS), help="GPU architectures to compile for"
-    )
+    parser = argparse.ArgumentParser(description="Compile every kernel without a GPU, and check the generated code.")
+    parser.add_argument("--arch", nargs="+", choices=TARGETS, default=list(TARGETS), help="GPU architectures")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bf16", "fp32"], help="dtypes of the rows")
     parser.add_argument("--brief", action="store_true", help="only the tuned sizes and one number of experts")
     parser.add_argument("--quiet", action="store_true", help="print only kernels that fail a check")
@@ -239,8 +227,7 @@ def main() -> None:
     with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
         found = [c for part in pool.map(check, *zip(*jobs, strict=True)) for c in part]
     failed = [c for c in found if c.problems()]
-    shown = failed if options.quiet else found
-    if shown:
+    if shown := failed if options.quiet else found:
         print(table(shown))
     print(f"triton {triton.__version__}: {len(found)} kernels compiled, {len(failed)} failed")
     sys.exit(bool(failed))

@@ -9,17 +9,18 @@ Data-parallel rank 0 of a DualPipe pipeline runs in a, rank 1 in b, and the expe
 So the all-to-all and the gradient reduction cross the link; transfers between pipeline ranks do not. The timed steps
 are complete trainer steps.
 
-The same processes keep training while the configurations take turns, round by round: each link rate (one of them
-unlimited), without and with overlap. The link time is the time that the bytes of the pipeline's part of a step, counted
-by the kernel, need at the given rate; all of them belong to the all-to-all. The time by which that part is slower than
-on the unlimited link was not hidden; the rest was. Processes that share a core hide some communication even without
-overlap, because one computes while another waits.
+One set of processes keeps training. In each round, each link (one of them unlimited) runs one step without overlap and
+one with overlap. The link time is the time that the all-to-all of a step needs at the given rate: the bytes that the
+kernel counts during the forwards and backwards. If these take longer than over the unlimited link, the difference is
+the part of the link time that was not hidden. Processes that share a core hide some communication even without overlap,
+because one computes while another waits.
 
-Requires root and iproute2; otherwise the benchmark is skipped. The namespaces carry the process id in their names and
+Requires root and iproute2; otherwise the benchmark is skipped. The names of the namespaces contain the process id. They
 are removed at the end.
 """
 
 import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -32,6 +33,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,25 +41,17 @@ import torch
 import torch.distributed as dist
 import tyro
 
-from benchmarks.common import exit_on_signals, ignore_signals, quartiles
-from moe_dualpipe.models import PRESETS
+from benchmarks.common import exit_on_signals, ignore_signals, quartiles, ratios, run_options, table, take_turns
 from moe_dualpipe.runtime import StepResult
 from moe_dualpipe.runtime.groups import init_world
 from moe_dualpipe.runtime.launch import Launch
-from moe_dualpipe.training.config import (
-    BatchConfig,
-    CheckpointConfig,
-    ComputeConfig,
-    HealthConfig,
-    ParallelConfig,
-    TrainConfig,
-)
+from moe_dualpipe.training.config import ParallelConfig
 from moe_dualpipe.training.plan import plan_run
 from moe_dualpipe.training.trainer import Trainer
 
 ADDRESSES, PORT = ("10.213.77.1", "10.213.77.2"), "29400"
-BURST = "20kb"  # bytes; small, because a bucket that fills while the link is idle sends the next message for free
-MTU = 16000  # large, because splitting into small packets costs processor time that the model needs
+BURST = "20kb"  # small: after an idle time, this much is sent without a limit
+MTU = 16000  # large: small packets would take processor time from the model
 WARM_UP = 1
 
 
@@ -70,16 +64,16 @@ class Options:
     pp: int = 2
     """Pipeline ranks on each side of the link."""
     rounds: int = 8
-    """Rounds. In each, every link runs one step without and one with overlap."""
+    """Rounds. In each, every link runs one step without overlap and one with overlap."""
     limit_s: float = 480.0
     """Time limit in seconds."""
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Measured steps by round. seconds: whole step; pipeline: its forwards and backwards, also seconds.
+    """Measured steps. seconds: of each whole step. pipeline: seconds of its forwards and backwards.
 
-    megabytes: sent over the link in each step, each way; pipeline_megabytes: during the forwards and backwards.
+    megabytes: sent over the link per step, each way. pipeline_megabytes: those sent during the forwards and backwards.
     """
 
     seconds: list[float]
@@ -157,15 +151,7 @@ def rank_main() -> None:
     signal.alarm(int(options.limit_s))  # in case the parent dies
     torch.set_num_threads(1)
     launch = Launch.from_environment()
-    model = dataclasses.replace(PRESETS["tiny"], num_layers=max(PRESETS["tiny"].num_layers, 2 * options.pp))
-    config = TrainConfig(
-        model=model,
-        parallel=ParallelConfig(pp=options.pp, ep=2),
-        batch=BatchConfig(micro_batches=max(8, 2 * options.pp)),
-        compute=ComputeConfig(device="cpu"),
-        checkpoint=CheckpointConfig(out=str(folder)),
-        health=HealthConfig(timeout=60.0),
-    )
+    config = run_options(options.pp, ParallelConfig(pp=options.pp, ep=2), str(folder))
     init_world(torch.device("cpu"), launch, config.health.timeout)
     trainer = Trainer(plan_run(config, launch))
     rows = measure_links(trainer, options, device)
@@ -176,20 +162,21 @@ def rank_main() -> None:
 
 def measure_links(trainer: Trainer, options: Options, device: str) -> list[Row]:
     """Time one step of each link and overlap setting in turn, for all rounds. Collective."""
-    links, steps = (0.0, *options.mbit), iter(range(sys.maxsize))
+    links, steps = (0.0, *options.mbit), itertools.count()
     inside = _watch_pipeline(trainer, device)
-    measured: dict[tuple[float, bool], list[_Step]] = {(mbit, o): [] for mbit in links for o in (False, True)}
-    for i in range(WARM_UP + options.rounds):
-        for (mbit, overlap), seen in measured.items():
-            dist.barrier()
-            if trainer.layout.pp_rank == 0:  # one process in each namespace
-                set_rate(device, mbit)
-            dist.barrier()
-            trainer.executor.overlap = overlap
-            start = _bytes_sent(device)
-            seconds = trainer.train_step(next(steps))["seconds"]
-            if i >= WARM_UP:
-                seen.append(_Step(seconds, inside[-1][0], _bytes_sent(device) - start, inside[-1][1]))
+
+    def one_step(mbit: float, overlap: bool) -> _Step:
+        dist.barrier()
+        if trainer.layout.pp_rank == 0:  # one process in each namespace
+            set_rate(device, mbit)
+        dist.barrier()
+        trainer.executor.overlap = overlap
+        start = _bytes_sent(device)
+        seconds = trainer.train_step(next(steps))["seconds"]
+        return _Step(seconds, inside[-1][0], _bytes_sent(device) - start, inside[-1][1])
+
+    cases = {(mbit, overlap): partial(one_step, mbit, overlap) for mbit in links for overlap in (False, True)}
+    measured = take_turns(options.rounds, cases, WARM_UP)
     return [Row(mbit, _combine(measured[mbit, False]), _combine(measured[mbit, True])) for mbit in links]
 
 
@@ -203,7 +190,7 @@ class _Step(NamedTuple):
 
 
 def _combine(seen: list[_Step]) -> Steps:
-    """Combine the ranks: the times of the slowest, and the mean bytes sent by the two namespaces. Collective."""
+    """Combine the ranks: the times of the slowest rank, and the mean bytes of all ranks. Collective."""
     by_round = torch.tensor(seen, dtype=torch.float64)
     seconds, sent = by_round[:, :2].contiguous(), by_round[:, 2:].mean(0)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
@@ -262,7 +249,7 @@ def measure(options: Options) -> list[Row]:
 
 
 def _start(rank: int, namespace: str, options: Options, folder: Path) -> "subprocess.Popen[bytes]":
-    """Start a rank. Ranks are numbered pipeline rank x 2 + data rank, so they alternate between the namespaces."""
+    """Start a rank. Its number is pipeline rank x 2 + data rank, so ranks alternate between the namespaces."""
     world = str(2 * options.pp)
     environment = os.environ | {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world,
@@ -277,30 +264,27 @@ def _start(rank: int, namespace: str, options: Options, folder: Path) -> "subpro
         )  # fmt: skip
 
 
-def table(rows: list[Row]) -> str:
+def format_rows(rows: list[Row]) -> str:
     """Format medians and quartiles over the rounds. Each ratio compares two steps of the same round."""
-    lines = [
-        "| link | link time, ms | ms per step, no overlap | quartiles | ms per step, overlap | quartiles "
-        "| overlap / none | quartiles | hidden, no overlap | hidden, overlap |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    free = rows[0]
+    columns = (
+        "link | link time, ms | ms per step, no overlap | quartiles | ms per step, overlap | quartiles "
+        "| overlap / none | quartiles | hidden, no overlap | hidden, overlap"
+    )
+    cells, free = [], rows[0]
     for row in rows:
-        cells = [f"{row.mbit:g} Mbit/s" if row.mbit else "no limit"]
-        cells.append(f"{1e3 * row.link_seconds:.0f}" if row.mbit else "-")
-        for steps in (row.plain, row.overlapped):
-            cells += quartiles([1e3 * second for second in steps.seconds], ".0f")
-        ratios = [a / b for a, b in zip(row.overlapped.seconds, row.plain.seconds, strict=True)]
-        cells += quartiles(ratios, ".2f")
+        limit = (f"{row.mbit:g} Mbit/s", f"{1e3 * row.link_seconds:.0f}") if row.mbit else ("no limit", "-")
+        steps = (quartiles([1e3 * second for second in steps.seconds], ".0f") for steps in (row.plain, row.overlapped))
+        ratio = quartiles(ratios(row.overlapped.seconds, row.plain.seconds), ".2f")
+        hidden = []
         for limited, unlimited in ((row.plain, free.plain), (row.overlapped, free.overlapped)):
             shown = statistics.median(limited.pipeline) - statistics.median(unlimited.pipeline)
-            cells.append(f"{1 - shown / row.link_seconds:.0%}" if row.mbit else "-")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+            hidden.append(f"{1 - shown / row.link_seconds:.0%}" if row.mbit else "-")
+        cells.append([*limit, *itertools.chain(*steps), *ratio, *hidden])
+    return table(columns, cells)
 
 
 def report(options: Options) -> None:
-    """Measure and print, or print one line that says why this machine cannot."""
+    """Measure and print, or print why this machine cannot."""
     try:
         rows = measure(options)
     except UnavailableError as error:
@@ -313,7 +297,7 @@ def report(options: Options) -> None:
         f"{options.rounds} rounds; {sent.megabytes:.1f} MB per step cross the link each way, "
         f"{sent.pipeline_megabytes:.1f} MB of them in the all-to-all"
     )
-    print(table(rows))
+    print(format_rows(rows))
 
 
 def main() -> None:

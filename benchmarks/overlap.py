@@ -3,12 +3,12 @@
     python -m benchmarks.overlap                 all parts, about seven minutes
     python -m benchmarks.overlap --only link     one part: link, overhead, recompute, schedulers, network
 
-One process plays one rank of 16 over a modelled link (modelled/loopback.py). The computation of a pair is timed first;
-then the bandwidth is set so that the transfers of the pair take a given share of that time. All cases take turns, round
-by round. Tables give medians, and the range of the ratio over the rounds.
+One process plays one rank of 16 over a modelled link (modelled/loopback.py). The computation of a pair is timed first.
+Then the bandwidth is set so that the transfers of the pair take the given multiple of that time. All cases take turns,
+round by round. Tables give medians, and the range of the ratio over the rounds.
 
-The bound is the time of the pair if only its segments, in their fixed order, and the link took time. It is replayed
-from the measured durations of the segments with two clocks, one for computation and one for the link (docs/overlap.md).
+The bound is the shortest time in which the pair can run with its segments in their fixed order. It is computed from the
+measured durations of the segments with two clocks, one for computation and one for the link (docs/overlap.md).
 """
 
 import os
@@ -17,7 +17,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -31,12 +32,14 @@ from moe_dualpipe.overlap.labels import COMBINE, DISPATCH, is_wait, without_wait
 from tests.support.plain_model import plain_forward
 
 from . import network, schedulers
+from .common import full_range, ratios, table, take_turns
 
 MODEL = ModelConfig(
     vocab_size=256, hidden_size=256, num_layers=4, num_dense_layers=0, num_heads=8, num_kv_heads=8, head_dim=32,
     expert_size=192, num_experts=32, experts_per_token=2, num_shared_experts=1,
 )  # fmt: skip
 RANKS, SEQUENCES, LENGTH = 16, 2, 512
+WARM_UP = 1
 CPU = torch.device("cpu")
 
 
@@ -55,11 +58,7 @@ class Options:
 # ---- The bound ----
 
 
-@dataclass
-class Trace:
-    """The events of an engine in order: ("compute", seconds), ("start", transfer), ("wait", transfer)."""
-
-    events: list[tuple[str, Any]] = field(default_factory=list)
+Trace = list[tuple[str, Any]]  # the events of an engine in order: ("compute", seconds), ("start" or "wait", transfer)
 
 
 class TracingEngine(Engine):
@@ -67,7 +66,7 @@ class TracingEngine(Engine):
 
     def __init__(self) -> None:
         super().__init__(CPU)
-        self.trace = Trace()
+        self.trace: Trace = []
         self._depth, self._since = 0, 0.0
 
     @contextmanager
@@ -78,37 +77,37 @@ class TracingEngine(Engine):
             with super().annotate(text, layer, log):
                 yield
                 if is_wait(text):
-                    self.trace.events.append(("wait", without_wait(text)))
+                    self.trace.append(("wait", without_wait(text)))
         finally:
             self._mark()
             self._depth -= 1
             if log and text.startswith((DISPATCH, COMBINE)):
-                self.trace.events.append(("start", text))
+                self.trace.append(("start", text))
 
     def _mark(self) -> None:
         """Record the time since the last mark if it was inside a segment."""
         now = time.perf_counter()
         if self._depth:
-            self.trace.events.append(("compute", now - self._since))
+            self.trace.append(("compute", now - self._since))
         self._since = now
 
 
 def median_trace(traces: list[Trace]) -> Trace:
     """The same events, each with its median duration."""
-    events: list[tuple[str, Any]] = []
-    for same in zip(*(trace.events for trace in traces), strict=True):
+    events: Trace = []
+    for same in zip(*traces, strict=True):
         kind, what = same[0]
         assert all(event[0] == kind for event in same), "the order is fixed"
         events.append((kind, statistics.median(event[1] for event in same) if kind == "compute" else what))
-    return Trace(events)
+    return events
 
 
 def lower_bound(trace: Trace, transfers: list[float]) -> float:
-    """The least seconds of the pair if transfer i takes transfers[i] and transfers run one after another."""
+    """The shortest seconds of the pair if transfer i takes transfers[i], and transfers run one after another."""
     clock = link = 0.0
     arrives: dict[str, deque[float]] = {}
     remaining = deque(transfers)
-    for kind, what in trace.events:
+    for kind, what in trace:
         match kind:
             case "compute":
                 clock += what
@@ -123,205 +122,161 @@ def lower_bound(trace: Trace, transfers: list[float]) -> float:
 # ---- Parts ----
 
 
+def pair_step(model: TransformerStage, x: Tensor, loss: Tensor, engine: Engine | None = None) -> Tensor:
+    """The forward of `x` overlapped with the backward of `loss`. Returns the loss of `x`."""
+    step = TransformerStage.overlapped_forward_backward
+    result = step(model, [x], next_token_loss, [x], model, loss, None, None, engine=engine)[1]
+    assert result is not None
+    return result
+
+
+def two_micro_batches() -> Tensor:
+    return torch.randint(MODEL.vocab_size, (2, SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
 class Pair:
     """The forward of one micro-batch and the backward of another on one stage, over a modelled link."""
 
-    def __init__(self) -> None:
+    def __init__(self, recompute: Any = "none") -> None:
         self.ep = Loopback(MODEL.num_experts, RANKS)
-        self.model = build_model(MODEL, self.ep)
-        self.x, self.y = torch.randint(MODEL.vocab_size, (2, SEQUENCES, LENGTH))
+        self.model = build_model(MODEL, self.ep, options=StageOptions(recompute=recompute))
+        self.x, self.y = two_micro_batches()
 
-    def sequential(self) -> float:
-        loss, start = self._before()
+    def sequential(self, link: Link) -> float:
+        loss, start = self._forward(link), time.perf_counter()
         next_token_loss(self.model(self.y), self.y)
         loss.backward()
         return time.perf_counter() - start
 
-    def overlapped(self, engine: Engine | None = None) -> float:
-        loss, start = self._before()
-        TransformerStage.overlapped_forward_backward(
-            self.model, [self.y], next_token_loss, [self.y], self.model, loss, None, None, engine=engine
-        )
+    def overlapped(self, link: Link, engine: Engine | None = None) -> float:
+        loss, start = self._forward(link), time.perf_counter()
+        pair_step(self.model, self.y, loss, engine)
         return time.perf_counter() - start
 
-    def _before(self) -> tuple[Tensor, float]:
-        """Run the forward of the backward to be measured, over an infinitely fast link."""
-        link, self.ep.link = self.ep.link, Link()
+    def _forward(self, link: Link) -> Tensor:
+        """Run the forward whose backward is measured, over an infinitely fast link. Then set the link."""
+        self.ep.link = Link()
         loss = next_token_loss(self.model(self.x), self.x)
         self.ep.link = link
-        return loss, time.perf_counter()
+        return loss
 
     def transfers(self) -> list[float]:
         """The seconds of each transfer of a pair, in order, at 1 GB/s."""
         seconds: list[float] = []
-        transfer, self.ep.link = self.ep.timer.transfer, Link(gb_per_s=1.0)
-        loss, _ = self._before()
-        self.ep.link = Link(gb_per_s=1.0)
+        transfer = self.ep.timer.transfer
+        loss = self._forward(Link(gb_per_s=1.0))
         self.ep.timer.transfer = lambda s: (seconds.append(s), transfer(0))[1]  # type: ignore[method-assign]
-        TransformerStage.overlapped_forward_backward(
-            self.model, [self.y], next_token_loss, [self.y], self.model, loss, None, None
-        )
-        self.ep.timer.transfer, self.ep.link = transfer, Link()  # type: ignore[method-assign]
+        pair_step(self.model, self.y, loss)
+        self.ep.timer.transfer = transfer  # type: ignore[method-assign]
         return [s for s in seconds if s]  # exchanging the counts takes no time
 
 
-def take_turns(rounds: int, cases: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
-    """Run each case once to warm up, then once per round. Returns the seconds of each case by round."""
-    for case in cases.values():
-        case()
-    seconds: dict[str, list[float]] = {name: [] for name in cases}
-    for _ in range(rounds):
-        for name, case in cases.items():
-            seconds[name].append(case())
-    return seconds
-
-
-def spread(ratios: list[float]) -> str:
-    return f"{min(ratios):.2f} to {max(ratios):.2f}"
+def ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.0f}"
 
 
 def link_part(options: Options) -> None:
     """Step time over the modelled link, from fast to slow."""
-    pair, engine = Pair(), TracingEngine()
     tokens = SEQUENCES * LENGTH
     print(f"## Modelled link: one of {RANKS} ranks, {MODEL.num_layers} MoE layers, {tokens} tokens per micro-batch\n")
-    traces: list[Trace] = []
+    pair, engine, traces, rows = Pair(), TracingEngine(), list[Trace](), list[list[str]]()
 
     def free() -> float:
-        engine.trace = Trace()
+        engine.trace = []
         traces.append(engine.trace)
-        pair.ep.link = Link()
-        return pair.overlapped(engine)
-
-    def over(link: Link, run: Callable[[], float]) -> Callable[[], float]:
-        def case() -> float:
-            pair.ep.link = link
-            return run()
-
-        return case
+        return pair.overlapped(Link(), engine)
 
     transfers = pair.transfers()
-    share = [t / sum(transfers) for t in transfers]
     free()
-    print(
-        "| communication / computation: requested (measured) | sequential, ms | overlapped, ms | bound, ms "
-        "| overlapped / bound (range) | overlapped / sequential (range) | hidden |"
-    )
-    print("|---|---|---|---|---|---|---|")
     for ratio in options.ratios:
         total = ratio * statistics.median(free() for _ in range(5))
+        durations = [total * transfer / sum(transfers) for transfer in transfers]
         slow = Link(gb_per_s=sum(transfers) / total)
         traces.clear()
-        seconds = take_turns(options.rounds, {
-            "free": free,
-            "overlapped": over(slow, pair.overlapped),
-            "sequential": over(slow, pair.sequential),
-        })  # fmt: skip
-        middle = {name: statistics.median(measured) for name, measured in seconds.items()}
-        durations = [total * s for s in share]
-        bound = lower_bound(median_trace(traces[1:]), durations)
-        to_bound = [o / lower_bound(t, durations) for o, t in zip(seconds["overlapped"], traces[1:], strict=True)]
-        to_sequential = [o / s for o, s in zip(seconds["overlapped"], seconds["sequential"], strict=True)]
-        print(
-            f"| {ratio} ({total / middle['free']:.2f}) "
-            f"| {1e3 * middle['sequential']:.0f} | {1e3 * middle['overlapped']:.0f} | {1e3 * bound:.0f} "
-            f"| {middle['overlapped'] / bound:.2f} ({spread(to_bound)}) "
-            f"| {middle['overlapped'] / middle['sequential']:.2f} ({spread(to_sequential)}) "
-            f"| {1 - max(middle['overlapped'] - middle['free'], 0) / total:.0%} |"
-        )
-    print()
+        cases = {
+            "free": free, "overlapped": partial(pair.overlapped, slow), "sequential": partial(pair.sequential, slow),
+        }  # fmt: skip
+        seconds = take_turns(options.rounds, cases, WARM_UP)
+        unlimited, overlapped, sequential = (statistics.median(seconds[name]) for name in cases)
+        bounds = [lower_bound(trace, durations) for trace in traces[WARM_UP:]]
+        bound = lower_bound(median_trace(traces[WARM_UP:]), durations)
+        to_bound = full_range(ratios(seconds["overlapped"], bounds))
+        to_sequential = full_range(ratios(seconds["overlapped"], seconds["sequential"]))
+        rows.append([
+            f"{ratio} ({total / unlimited:.2f})", ms(sequential), ms(overlapped), ms(bound),
+            f"{overlapped / bound:.2f} ({to_bound})", f"{overlapped / sequential:.2f} ({to_sequential})",
+            f"{1 - max(overlapped - unlimited, 0) / total:.0%}",
+        ])  # fmt: skip
+    columns = (
+        "communication / computation: target (actual) | sequential, ms | overlapped, ms | bound, ms "
+        "| overlapped / bound (range) | overlapped / sequential (range) | hidden"
+    )
+    print(table(columns, rows))
 
 
 def overhead_part(options: Options) -> None:
     """The cost of the tape and the engine, without communication."""
-    model = build_model(MODEL, Local(MODEL.num_experts))
-    x, y = torch.randint(MODEL.vocab_size, (2, SEQUENCES, LENGTH))
-
-    def timed(run: Callable[[], None]) -> Callable[[], float]:
-        def case() -> float:
-            model.zero_grad()
-            start = time.perf_counter()
-            run()
-            return time.perf_counter() - start
-
-        return case
-
-    def plain() -> None:
-        for tokens in (x, y):
-            next_token_loss(plain_forward(model, tokens), tokens).backward()
-
-    def tape() -> None:
-        for tokens in (x, y):
-            next_token_loss(model(tokens), tokens).backward()
-
-    def overlapped() -> None:
-        loss = next_token_loss(model(x), x)
-        step = TransformerStage.overlapped_forward_backward
-        last = step(model, [y], next_token_loss, [y], model, loss, None, None)[1]
-        assert last is not None
-        last.backward()
-
-    seconds = take_turns(
-        options.rounds, {"plain autograd": timed(plain), "tape": timed(tape), "overlapped": timed(overlapped)}
-    )
     print("## Overhead: forward and backward of two chunks, no communication\n")
-    print("| | ms for both chunks | / plain autograd (range over rounds) |")
-    print("|---|---|---|")
-    base = seconds["plain autograd"]
+    model = build_model(MODEL, Local(MODEL.num_experts))
+    x, y = two_micro_batches()
+
+    def timed(run: Callable[[], None]) -> float:
+        model.zero_grad()
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+
+    def one_by_one(forward: Callable[[Tensor], Tensor]) -> None:
+        for tokens in (x, y):
+            next_token_loss(forward(tokens), tokens).backward()
+
+    cases = {
+        "plain autograd": lambda: one_by_one(partial(plain_forward, model)),
+        "tape": lambda: one_by_one(model),
+        "overlapped": lambda: pair_step(model, y, next_token_loss(model(x), x)).backward(),
+    }
+    seconds = take_turns(options.rounds, {name: partial(timed, run) for name, run in cases.items()}, WARM_UP)
+    print(table(" | ms for both chunks | / plain autograd (range over rounds)", compared(seconds, ".3f")))
+
+
+def compared(seconds: dict[str, list[float]], form: str) -> list[list[str]]:
+    """A row for each case: name, ms, and the ratio to the first case."""
+    base, rows = next(iter(seconds.values())), []
     for name, measured in seconds.items():
-        ratios = [m / b for m, b in zip(measured, base, strict=True)]
-        print(f"| {name} | {1e3 * statistics.median(measured):.0f} "
-              f"| {statistics.median(measured) / statistics.median(base):.3f} ({spread(ratios)}) |")  # fmt: skip
-    print()
+        ratio = statistics.median(measured) / statistics.median(base)
+        rows.append([name, ms(statistics.median(measured)), f"{ratio:{form}} ({full_range(ratios(measured, base))})"])
+    return rows
 
 
 def recompute_part(options: Options) -> None:
     """The memory that each recomputation level saves for backward, and its time."""
-    x, y = torch.randint(MODEL.vocab_size, (2, SEQUENCES, LENGTH))
+    print("## Recompute: memory saved for the backward of a chunk, and time of an overlapped pair\n")
     saved: dict[str, float] = {}
     cases: dict[str, Callable[[], float]] = {}
     for level in RECOMPUTE:
-        model = build_model(MODEL, Loopback(MODEL.num_experts, RANKS), options=StageOptions(recompute=level))  # type: ignore[arg-type]
-
-        def pair(model: TransformerStage = model) -> float:
-            loss = next_token_loss(model(x), x)
-            start = time.perf_counter()
-            TransformerStage.overlapped_forward_backward(model, [y], next_token_loss, [y], model, loss, None, None)
-            return time.perf_counter() - start
-
-        pair()
+        pair = Pair(level)
+        cases[level] = partial(pair.overlapped, Link())
+        cases[level]()
         with torch.profiler.profile(profile_memory=True) as profile:
-            loss = next_token_loss(model(x), x)
+            loss = next_token_loss(pair.model(pair.x), pair.x)
         saved[level] = sum(event.self_cpu_memory_usage for event in profile.key_averages()) / 2**20
         del loss
-        cases[level] = pair
-    seconds = take_turns(options.rounds, cases)
-    print("## Recompute: memory saved for the backward of a chunk, and time of an overlapped pair\n")
-    print("| recompute | MiB saved | / none | ms per pair | / none (range over rounds) |")
-    print("|---|---|---|---|---|")
-    for level, measured in seconds.items():
-        ratios = [m / b for m, b in zip(measured, seconds["none"], strict=True)]
-        print(
-            f"| {level} | {saved[level]:.1f} | {saved[level] / saved['none']:.2f} "
-            f"| {1e3 * statistics.median(measured):.0f} "
-            f"| {statistics.median(measured) / statistics.median(seconds['none']):.2f} ({spread(ratios)}) |"
-        )
-    print()
+    times = compared(take_turns(options.rounds, cases, WARM_UP), ".2f")
+    rows = [[name, f"{saved[name]:.1f}", f"{saved[name] / saved['none']:.2f}", *rest] for name, *rest in times]
+    print(table("recompute | MiB saved | / none | ms per pair | / none (range over rounds)", rows))
 
 
 def schedulers_part(_options: Options) -> None:
     """Our executor against others, in separate processes."""
     print("## Pipeline executors\n", flush=True)
     schedulers.report(schedulers.Options())
-    print()
 
 
 def network_part(_options: Options) -> None:
     """Real processes over a network with a limited rate."""
-    print("## Network with a limited rate\n", flush=True)
     for pp in (1, 2):
+        print(f"## Network with a limited rate, {pp} pipeline ranks\n", flush=True)
         network.report(network.Options(pp=pp))
-        print()
 
 
 def main() -> None:
@@ -335,6 +290,7 @@ def main() -> None:
     for name, part in parts.items():
         if options.only in ("all", name):
             part(options)
+            print()
 
 
 if __name__ == "__main__":

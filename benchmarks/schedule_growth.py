@@ -11,13 +11,13 @@ round.
 import statistics
 import time
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import tyro
 
+from benchmarks.common import full_range, table, take_turns
 from moe_dualpipe.schedule import Costs, build, simulate, validate
-
-STEPS = ("build", "validate", "simulate")
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Options:
 
 
 def one_round(name: str, ranks: int, micro_batches: int) -> tuple[int, list[float]]:
-    """Return the number of actions and the seconds of each of STEPS."""
+    """Return the number of actions and the seconds to build, validate and simulate them."""
     times = [time.perf_counter()]
     schedule = build.__wrapped__(name, ranks, micro_batches)  # bypass the cache
     times.append(time.perf_counter())
@@ -49,23 +49,18 @@ def one_round(name: str, ranks: int, micro_batches: int) -> tuple[int, list[floa
 def main() -> None:
     options = tyro.cli(Options, description=__doc__)
     sizes = [(ranks, ranks * options.micro_batches_per_rank) for ranks in options.ranks]
-    actions: dict[int, int] = {}
-    rounds: dict[int, list[list[float]]] = {ranks: [] for ranks in options.ranks}
-    for _ in range(options.rounds):
-        for ranks, micro_batches in sizes:
-            actions[ranks], seconds = one_round(options.schedule, ranks, micro_batches)
-            rounds[ranks].append(seconds)
-    print(f"{options.schedule}: seconds, median of {options.rounds} rounds (range of their sums)\n")
-    print("| ranks | micro-batches | actions | build | validate | simulate | together | us for each action |")
-    print("|" + "---|" * 8)
-    for ranks, micro_batches in sizes:
-        medians = [statistics.median(column) for column in zip(*rounds[ranks], strict=True)]
-        sums = [sum(seconds) for seconds in rounds[ranks]]
+    rounds = take_turns(options.rounds, {size: partial(one_round, options.schedule, *size) for size in sizes})
+    rows = []
+    for (ranks, micro_batches), measured in rounds.items():
+        actions, sums = measured[0][0], [sum(seconds) for _, seconds in measured]
+        medians = [statistics.median(column) for column in zip(*(seconds for _, seconds in measured), strict=True)]
         together = statistics.median(sums)
-        print(
-            f"| {ranks} | {micro_batches:,} | {actions[ranks]:,} | {' | '.join(f'{m:.3f}' for m in medians)} | "
-            f"{together:.2f} ({min(sums):.2f} to {max(sums):.2f}) | {1e6 * together / actions[ranks]:.0f} |"
-        )
+        rows.append([
+            f"{ranks}", f"{micro_batches:,}", f"{actions:,}", *(f"{median:.3f}" for median in medians),
+            f"{together:.2f} ({full_range(sums)})", f"{1e6 * together / actions:.0f}",
+        ])  # fmt: skip
+    print(f"{options.schedule}: seconds, median of {options.rounds} rounds (range of their sums)\n")
+    print(table("ranks | micro-batches | actions | build | validate | simulate | together | us for each action", rows))
 
 
 if __name__ == "__main__":

@@ -8,14 +8,14 @@ They differ only in when the pipeline's transfers are started and waited for:
 
     ours       receives are posted one action ahead, sends are waited for later. With overlap, the forward and the
                backward of a pair run interleaved; without, one after the other as in the other executors.
-    waiting    the order of DeepSeek's DualPipeV: transfers since the last action form one batch, and all of it is
-               waited for before the next action. Our code, with their order.
+    waiting    our code with the order of DeepSeek's DualPipeV: the transfers since the last action form one batch,
+               and the next action waits for the whole batch.
     torch      ScheduleDualPipeV of torch.distributed.pipelining. Our layers defer weight gradients through its
                `dw_builder`. It runs the two parts of an overlapped pair one after the other.
 
 The executors take turns, round by round; their losses and gradients must agree. Transfers between processes of one
-machine take almost no time, so a link is emulated too: a transfer completes, on both sides, no earlier than `delay`
-after it was sent. Waiting ranks sleep, so with more ranks than cores another rank can compute meanwhile.
+machine take almost no time, so slow links are emulated too: on both sides, a transfer completes no earlier than `delay`
+after it was sent. Waiting ranks sleep, so that another rank can compute if there are more ranks than cores.
 """
 
 import os
@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
-from benchmarks.common import exit_on_signals, ignore_signals, quartiles
+from benchmarks.common import exit_on_signals, ignore_signals, quartiles, ratios, table, take_turns
 from moe_dualpipe.kernels.weight_grads import accumulate
 from moe_dualpipe.models import PRESETS, TransformerStage, next_token_loss, split
 from moe_dualpipe.overlap import WeightGrads, bind
@@ -60,7 +60,7 @@ class Options:
     micro_batches: int = 16
     """Micro-batches in a step, one sequence each; at least two per rank."""
     delay_ms: tuple[float, ...] = (0.0, 20.0)
-    """Emulated transfer times between ranks, in ms; 0: only the real transfer."""
+    """Emulated transfer times between ranks, in ms. 0: no emulation."""
     rounds: int = 12
     """Rounds. In each, every executor runs one step."""
     limit_s: float = 480.0
@@ -73,8 +73,8 @@ class Options:
 def waiting_order(schedule: Schedule, rank: int) -> tuple[Step, ...]:
     """The actions of `rank` under DualPipeV, with the transfers in the order of DeepSeek's DualPipeV.
 
-    A receive is right before the action that needs it, and a send right after the action that produces it, with four
-    exceptions that DeepSeek's code has too.
+    A receive is right before the action that needs it, and a send right after the action that produces it. The
+    exceptions below are those of DeepSeek's code.
     """
     actions, middle, last = schedule.actions[rank], schedule.num_ranks, schedule.num_stages - 1
 
@@ -98,9 +98,10 @@ def waiting_order(schedule: Schedule, rank: int) -> tuple[Step, ...]:
     if rank == schedule.num_ranks - 1:
         warm_up -= 1  # the first forward of the steady state, which is not in a pair here
     far = [i for i in range(warm_up) if any(half.stage >= middle for half in halves(actions[i]))]
+    near = [j for j, act in enumerate(actions) if any(isinstance(h, Forward) and h.stage < middle for h in halves(act))]
     for i in far:
         # Forwards on both stages: receive the first stage's next input, and send its output, with those of the second.
-        coming = next(j for j in range(i + 1, len(actions)) if _starts(actions[j], middle))
+        coming = next(j for j in near if j > i)
         before[i] = before[coming][:1] + before[i]
         before[coming] = before[coming][1:]
         after[i], after[i - 1] = after[i] + after[i - 1], []
@@ -111,11 +112,6 @@ def waiting_order(schedule: Schedule, rank: int) -> tuple[Step, ...]:
         if isinstance(action, Backward) and action.part is Part.WEIGHT and isinstance(actions[i + 1], Forward):
             before[i], before[i + 1] = before[i + 1], []
     return tuple(step for i, action in enumerate(actions) for step in (*before[i], action, *after[i]))
-
-
-def _starts(action: Any, middle: int) -> bool:
-    """Whether `action` contains a forward on the first of the rank's two stages."""
-    return any(isinstance(half, Forward) and half.stage < middle for half in halves(action))
 
 
 class Waiting(Executor):
@@ -194,7 +190,7 @@ class SlowP2P(P2P):
 
 
 class SlowStage(PipelineStage):
-    """The same for PyTorch's stages, which wait for sends only at the end of a step, when all have arrived."""
+    """The same for PyTorch's stages. They need no delay for sends, which they wait for only at the end of a step."""
 
     def __init__(self, *args: Any, delay: float, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -238,8 +234,8 @@ class SlowStage(PipelineStage):
 # ---- The executors ----
 
 
-class DeferredUntilAsked(WeightGrads):
-    """Defers every weight gradient until PyTorch runs it. `take` is its `dw_builder`, called after each backward."""
+class TorchWeightGrads(WeightGrads):
+    """Defers every weight gradient until PyTorch runs it. PyTorch calls `take` after each backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -286,7 +282,7 @@ def make_steps(options: Options, delay: float) -> tuple[dict[str, Callable[[], L
         losses = executor.step(schedule, inputs, labels, next_token_loss).losses
         return [losses[m] for m in sorted(losses)]
 
-    deferred = DeferredUntilAsked()
+    deferred = TorchWeightGrads()
 
     def torch_step(runner: ScheduleDualPipeV) -> Losses:
         _bind(stages, deferred)
@@ -325,22 +321,29 @@ def _bind(stages: dict[int, TransformerStage], weight_grads: WeightGrads) -> Non
 # ---- Measuring ----
 
 
+@dataclass(frozen=True)
+class Row:
+    """Steps of one executor over one link. seconds: of the slowest rank, by round."""
+
+    delay_ms: float
+    name: str
+    seconds: list[float]
+
+
 def _measure(rank: int, options: Options, store: str, results: Any) -> None:
     signal.alarm(int(options.limit_s))  # in case the parent dies
     torch.set_num_threads(1)
     wait = timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=options.ranks, timeout=wait)
-    every = [make_steps(options, delay / 1e3) for delay in options.delay_ms]
-    for runners, stages in every:
-        _check_agreement([_outcome(runner, stages) for runner in runners.values()], list(runners))
-    seconds = [
-        [[_timed(runner, stages) for runner in runners.values()] for runners, stages in every]
-        for _ in range(options.rounds)
-    ]
-    slowest = torch.tensor(seconds, dtype=torch.float64)
+    cases: dict[tuple[float, str], Callable[[], float]] = {}
+    for delay in options.delay_ms:
+        runners, stages = make_steps(options, delay / 1e3)
+        _check_agreement({name: _outcome(runner, stages) for name, runner in runners.items()})
+        cases |= {(delay, name): partial(_timed, runner, stages) for name, runner in runners.items()}
+    slowest = torch.tensor(list(take_turns(options.rounds, cases).values()), dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     if rank == 0:
-        results.put((list(every[0][0]), slowest.tolist()))
+        results.put([Row(*case, seconds) for case, seconds in zip(cases, slowest.tolist(), strict=True)])
     dist.destroy_process_group()
 
 
@@ -363,68 +366,49 @@ def _outcome(runner: Callable[[], Losses], stages: list[TransformerStage]) -> tu
     return losses, [p.grad for stage in stages for p in stage.parameters() if p.grad is not None]
 
 
-def _check_agreement(outcomes: list[tuple[Losses, list[Tensor]]], names: list[str]) -> None:
+def _check_agreement(outcomes: dict[str, tuple[Losses, list[Tensor]]]) -> None:
     """Raise AssertionError unless all losses are equal and all gradients agree up to rounding."""
-    losses, grads = outcomes[0]
-    for name, (other_losses, other_grads) in zip(names, outcomes, strict=True):
+    losses, grads = outcomes["ours"]
+    for name, (other_losses, other_grads) in outcomes.items():
         torch.testing.assert_close(other_losses, losses, rtol=0, atol=0, msg=lambda m, n=name: f"losses of {n}: {m}")
         torch.testing.assert_close(other_grads, grads, msg=lambda m, n=name: f"gradients of {n}: {m}")
 
 
-def measure(options: Options) -> list["Row"]:
+def measure(options: Options) -> list[Row]:
     """Start the ranks and return their rows. Raises TimeoutError, or the error of a rank that fails."""
     deadline = time.monotonic() + options.limit_s
     with exit_on_signals(), tempfile.TemporaryDirectory() as folder:
         results = mp.get_context("spawn").SimpleQueue()
         arguments = (options, f"{folder}/store", results)
-        processes: Any = mp.start_processes(
-            _measure, arguments, nprocs=options.ranks, join=False, daemon=True, start_method="spawn"
-        )
+        how: Any = {"join": False, "daemon": True, "start_method": "spawn"}
+        processes: Any = mp.start_processes(_measure, arguments, nprocs=options.ranks, **how)
         try:
             while not processes.join(timeout=1):
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"the ranks did not finish within {options.limit_s:g} s")
-            names, seconds = results.get()
+            return results.get()
         finally:
             ignore_signals()
             for process in processes.processes:
                 process.kill()
-    return [
-        Row(delay, name, [one_round[d][c] for one_round in seconds])
-        for d, delay in enumerate(options.delay_ms)
-        for c, name in enumerate(names)
-    ]
 
 
-@dataclass(frozen=True)
-class Row:
-    """Steps of one executor over one link. seconds: of the slowest rank, by round."""
-
-    delay_ms: float
-    name: str
-    seconds: list[float]
-
-
-def table(rows: list[Row]) -> str:
+def format_rows(rows: list[Row]) -> str:
     """Format medians and quartiles over the rounds. Each ratio compares two steps of the same round."""
-    lines = [
-        "| emulated transfer | executor | ms per step | quartiles | ours / this | quartiles | ours, no overlap / this "
-        "| quartiles |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    by_name = {(row.delay_ms, row.name): row for row in rows}
+    columns = (
+        "emulated transfer | executor | ms per step | quartiles | ours / this | quartiles | ours, no overlap / this "
+        "| quartiles"
+    )
+    by_name, cells = {(row.delay_ms, row.name): row.seconds for row in rows}, []
     for row in rows:
+        ours, plain = (ratios(by_name[row.delay_ms, name], row.seconds) for name in ("ours", "ours, no overlap"))
+        middle = quartiles([1e3 * second for second in row.seconds], ".0f")
         delay = f"{row.delay_ms:g} ms" if row.delay_ms else "none"
-        cells = [delay, row.name, *quartiles([1e3 * second for second in row.seconds], ".0f")]
-        for name in ("ours", "ours, no overlap"):
-            ours = by_name[row.delay_ms, name]
-            cells += quartiles([a / b for a, b in zip(ours.seconds, row.seconds, strict=True)], ".2f")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        cells.append([delay, row.name, *middle, *quartiles(ours, ".2f"), *quartiles(plain, ".2f")])
+    return table(columns, cells)
 
 
 def report(options: Options) -> None:
-    """Measure and print."""
     os.environ["OMP_NUM_THREADS"] = "1"
     rows = measure(options)
     print(
@@ -434,7 +418,7 @@ def report(options: Options) -> None:
         f"{options.rounds} rounds; losses are equal, gradients agree. Emulated transfer: "
         "the minimum time from send to completion, on both sides; everything else is real."
     )
-    print(table(rows))
+    print(format_rows(rows))
 
 
 def main() -> None:

@@ -4,12 +4,10 @@
     python -m benchmarks.tune --shapes 16384,2048,768,128,8     T, D, F, E, K of your own layer
     python -m benchmarks.tune --out mine.json                   write to another file, to look at it first
 
-Each product of an expert MLP is timed with every configuration that fits the registers and the shared memory, from a
-bounded list. Configurations whose result differs from plain torch are dropped. The fastest three then take turns with
-the current configuration, which is replaced only by one that is clearly faster. Entries of other kernels, sizes and
-GPUs in the file are kept. Worker processes compile ahead, as in precompile.py.
-
-M rows in expert-major order; N, K: columns and inner dimension of a product, as in the tables.
+Each product of an expert MLP is timed with a list of configurations that fit the registers and the shared memory. Those
+whose result differs from plain torch are dropped. The fastest three then take turns with the current configuration,
+which is replaced only by one that is clearly faster. The file keeps its entries for other kernels, sizes and GPUs.
+Worker processes compile ahead, as in precompile.py.
 """
 
 import argparse
@@ -24,15 +22,11 @@ from .gpu.shapes import SHAPES, SMOKE_SHAPES, Shape
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="benchmarks.tune", description=__doc__, formatter_class=raw)
     parser.add_argument("--shapes", nargs="+", help="layers to tune, each as T,D,F,E,K")
     parser.add_argument("--out", type=Path, help="file to write (default: the table that the package reads)")
-    parser.add_argument(
-        "--smoke", action="store_true", help="tiny run on a CPU in Triton's interpreter, to test this command"
-    )
+    parser.add_argument("--smoke", action="store_true", help="test this command on a CPU, in Triton's interpreter")
     parser.add_argument("--worker", nargs=3, type=int, help=argparse.SUPPRESS)  # product, part, parts
     return parser.parse_args(arguments)
 
@@ -50,9 +44,7 @@ def shapes_of(options: argparse.Namespace) -> tuple[Shape, ...]:
         if min(T, D, F, E, K) < 1 or K > E:
             raise ValueError(f"--shapes: sizes must be at least 1, and K at most E: got {text!r}")
         if D % 8 or F % 8:
-            raise ValueError(
-                f"--shapes: D and F must be multiples of 8, because only these use tuned tiles: got {text!r}"
-            )
+            raise ValueError(f"--shapes: D and F must be multiples of 8, as only these are tuned: got {text!r}")
         found.append(Shape(T, D, F, E, K))
     return tuple(found)
 

@@ -41,12 +41,11 @@ def find_checkpoint(path: str, warn: Callable[[str], None] | None = None) -> Pat
         return given
     faults = []
     for candidate in list_checkpoints(given / "checkpoints") or list_checkpoints(given):
-        if fault := _find_fault(candidate):
-            faults.append(f"{candidate}: {fault}")
-            continue
-        for fault in faults:
-            (warn or _warn)(f"skipped broken checkpoint {fault}")
-        return candidate
+        if not (fault := _find_fault(candidate)):
+            for skipped in faults:
+                (warn or _warn)(f"skipped broken checkpoint {skipped}")
+            return candidate
+        faults.append(f"{candidate}: {fault}")
     if faults:
         raise ValueError(f"all checkpoints in {path} are broken: {'; '.join(faults)}")
     raise ValueError(f"no checkpoint in {path}: give the folder of a run or of a checkpoint")

@@ -74,8 +74,8 @@ def export_weights(checkpoint: Path, folder: Path, experts: str = "swiglu") -> i
     save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     config = {"model_type": MODEL_TYPE, **dataclasses.asdict(model.config)}
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
-    if (checkpoint / TOKENIZER_FILE).is_file():
-        shutil.copyfile(checkpoint / TOKENIZER_FILE, folder / TOKENIZER_FILE)
+    if (tokenizer := checkpoint / TOKENIZER_FILE).is_file():
+        shutil.copyfile(tokenizer, folder / TOKENIZER_FILE)
     return sum(tensor.numel() for tensor in weights.values())
 
 

@@ -11,7 +11,7 @@ def piecewise(module, x, sizes, cache):
 
 
 def check_that_a_cached_forward_is_the_forward(model, sequences):
-    """A prompt, then one position at a time, then several."""
+    """Check a prompt, then single positions, then several at once."""
     x, cache = torch.randint(31, (sequences, 14)), KVCache()
     pieces = piecewise(model, x, [5, 1, 1, 4, 3], cache)
     assert cache.length == 14
@@ -21,7 +21,7 @@ def check_that_a_cached_forward_is_the_forward(model, sequences):
 
 @torch.no_grad()
 def continued(model, prompt, count, window, choose=torch.argmax):
-    """Generation without a cache: each token is `choose` of the logits [V] of a forward of the whole window."""
+    """Generate without a cache: `choose` gets the logits [V] of the last position, from a forward of the window."""
     tokens, start = prompt.tolist(), max(0, len(prompt) - window)
     for _ in range(count):
         if len(tokens) - start > window:

@@ -1,4 +1,4 @@
-"""The reference model in ordinary autograd, without segments or a tape: what the engine is compared with."""
+"""The reference model in plain autograd, without segments or a tape, to compare the engine with."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from moe_dualpipe.models import MoE, TransformerStage
 
 
 def plain_forward(model: TransformerStage, x: Tensor) -> Tensor:
-    """What `model(x)` computes, for a whole model; every transfer is waited for where it is started."""
+    """Compute `model(x)` for a whole model. Every transfer is waited for where it is started."""
     x = model.embedding(x)
     for block in model.layers.values():
         x = _plain_block(block, x)

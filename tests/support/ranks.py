@@ -1,7 +1,7 @@
-"""Run a function on several ranks: real processes, real torch.distributed (gloo), results brought back.
+"""Run a function on several ranks, in real processes with real torch.distributed (gloo), and collect the results.
 
-Processes are forked from a server that has everything heavy imported already, so a launch takes a fraction of a second.
-A rank that fails fails the test with its own traceback; ranks that do not finish in time are killed.
+Processes are forked from a server that has already imported torch, so a launch takes a fraction of a second. If a rank
+fails, the test fails with the traceback of that rank. Ranks that do not finish in time are killed.
 """
 
 import multiprocessing
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 _context: Any = multiprocessing.get_context("forkserver")
-# torch.optim imports torch._dynamo when the first optimizer is built: seconds for every rank, unless the server has it.
+# The first optimizer imports torch._dynamo, which takes seconds in every rank unless the server has imported it.
 _PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "tests.support.ranks", "moe_dualpipe.training.loop"]
 _context.set_forkserver_preload(_PRELOAD)
 
@@ -41,9 +41,9 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout:
 
 
 def run_failing_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[str]:
-    """The traceback with which `function` ended on each rank, "" where it died without one.
+    """Return the traceback of `function` on each rank; "" for a rank that died without a traceback.
 
-    Fails the test when a rank finishes without an error, or does not end in time.
+    The test fails if a rank finishes without an error or does not end in time.
     """
     results = _context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:

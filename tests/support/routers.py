@@ -31,7 +31,7 @@ def with_choices(**choices) -> ModelConfig:
 
 
 def made(router: Router) -> Router:
-    """`router` in fp64; its bias, if it has one, is about as large as the scores."""
+    """Return `router` in fp64. Its bias, if any, becomes about as large as the scores."""
     if router.bias_E is not None:
         router.bias_E.uniform_(-0.3, 0.3, generator=torch.Generator().manual_seed(8))
     return router.double()

@@ -34,7 +34,7 @@ MODEL = ModelConfig(
 
 
 def settings(out, **changes) -> TrainConfig:
-    """The options of a small run in the folder `out`. Changes are named as their flags, without groups."""
+    """The options of a small run in the folder `out`. Changes have the names of the flags, without groups."""
     small = TrainConfig(model=MODEL, steps=6, optim=OptimizerConfig(warmup_steps=2))
     default = {
         "seq_len": 32, "micro_batch_size": 1, "micro_batches": 4, "eval_sequences": 8, "sample_tokens": 0,
@@ -44,7 +44,7 @@ def settings(out, **changes) -> TrainConfig:
 
 
 def change(config: TrainConfig, **changes) -> TrainConfig:
-    """`config` with other values for some options, named as their flags."""
+    """Replace some options of `config`. Changes have the names of the flags."""
     groups = ("parallel", "compute", "batch", "checkpoint", "metrics", "sample", "health")
     for name, value in changes.items():
         group = next((group for group in groups if hasattr(getattr(config, group), name)), None)
@@ -64,7 +64,7 @@ def option_values(config: TrainConfig) -> dict[str, Any]:
 
 
 def options(**changes) -> TrainConfig:
-    """The default options, with changes named as their flags."""
+    """The default options with changes, which have the names of the flags."""
     return change(TrainConfig(), **changes)
 
 

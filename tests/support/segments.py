@@ -22,7 +22,7 @@ def doubled(x):
 
 
 class Twice(Segmented):
-    """x -> 2 * a(x) + b(x), a(x) doubled on the way: a transfer whose backward doubles the gradient."""
+    """x -> 2 * a(x) + b(x). A transfer doubles a(x), and its backward doubles the gradient."""
 
     def __init__(self):
         super().__init__()
