@@ -10,7 +10,7 @@
     moe-dualpipe generate runs/tiny --prompt "def "
     moe-dualpipe model show deepseek-v3 --pp 16 --ep 64
 
-Invalid options exit with code 2, invalid schedules with code 1.
+Invalid options print one line and exit with code 2. An invalid schedule exits with code 1.
 """
 
 import os
@@ -28,26 +28,22 @@ from .commands.model import ModelCommands
 from .commands.plot import Plot
 from .commands.profile import ProfileCommands
 from .commands.schedule import ScheduleCommands
+from .option_errors import one_line_errors
 from .schedule import ScheduleError
+
+COMMANDS = {
+    "schedule": ScheduleCommands, "profile": ProfileCommands, "data": DataCommands, "plot": Plot, "generate": Generate,
+    "export": Export, "model": ModelCommands,
+}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
-    chosen: Any = tyro.extras.subcommand_cli_from_dict(
-        {
-            "schedule": ScheduleCommands,
-            "profile": ProfileCommands,
-            "data": DataCommands,
-            "plot": Plot,
-            "generate": Generate,
-            "export": Export,
-            "model": ModelCommands,
-        },
-        args=arguments,
-        prog="moe-dualpipe",
-        config=(OmitSubcommandPrefixes,),
-    )
     try:
+        with one_line_errors():
+            chosen: Any = tyro.extras.subcommand_cli_from_dict(
+                COMMANDS, args=arguments, prog="moe-dualpipe", config=(OmitSubcommandPrefixes,)
+            )
         getattr(chosen, "command", chosen).run()
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe

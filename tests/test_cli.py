@@ -192,11 +192,25 @@ def test_a_closed_pipe_is_not_an_error():
     assert done.stdout.startswith("| on 8 ranks")
 
 
-@pytest.mark.parametrize("arguments", ["schedule", "schedule shwo", "schedule show dualpipe --rank 4", "shcedule"])
-def test_unknown_commands_and_options_exit_with_code_2(arguments):
-    with pytest.raises(SystemExit) as ended:
-        main(arguments.split())
-    assert ended.value.code == 2
+@pytest.mark.parametrize("arguments,message", [
+    ("", "Missing subcommand: expected one of {schedule, profile, data, plot, generate, export, model}."),
+    ("schedule", "Missing subcommand: expected one of {show, compare, check}."),
+    ("shcedule", "Unrecognized options: shcedule. Available subcommands: schedule, profile, data, plot, generate, "
+     "export, model"),
+    ("schedule shwo", "Unrecognized options: shwo. Available subcommands: show, compare, check"),
+    ("schedule show dualpipe --rank 4", "Unrecognized options: --rank, 4. Perhaps you meant: --ranks {None}|INT"),
+    ("schedule compare", "Missing from moe-dualpipe schedule compare: --stages INT --micro-batches INT"),
+    ("generate", "Missing from moe-dualpipe generate: STR Folder of a run, for its newest checkpoint, or of one "
+     "checkpoint. (required)"),
+    ("schedule compare --stages x --micro-batches 3",
+     "Error parsing --stages: invalid literal for int() with base 10: 'x'"),
+    ("profile run --mode test", "invalid choice 'test' for argument '--mode'. Expected one of ('train', 'prefill', "
+     "'decode')."),
+    ("profile analyze --kernels", "Missing value for argument '--kernels'. Expected 1 values."),
+])  # fmt: skip
+def test_an_unknown_or_missing_option_prints_one_line_and_exits_with_code_2(capsys, monkeypatch, arguments, message):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(capsys, *arguments.split()) == (2, "", f"moe-dualpipe: error: {message}\n")
 
 
 def test_help_lists_every_option(capsys):

@@ -1,21 +1,18 @@
 """The command line of train.py: options from arguments, and the command that resumes a run."""
 
-import io
 import os
-import re
 import shlex
 import shutil
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stderr
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import tyro
 
 from ..models import preset
+from ..option_errors import one_line_errors
 from ..runtime.launch import Launch
 from .config import TrainConfig
 
@@ -42,7 +39,8 @@ def parse_arguments(arguments: Sequence[str], quiet: bool = False) -> TrainConfi
     """
     chosen, _ = _parse_known(_Preset, arguments)
     default = TrainConfig(preset=chosen.preset, model=preset(chosen.preset))
-    return _parse(TrainConfig, arguments, default=default, console_outputs=not quiet)
+    with one_line_errors():
+        return tyro.cli(TrainConfig, args=arguments, prog="train.py", default=default, console_outputs=not quiet)
 
 
 def resume_command(arguments: Sequence[str], run: str, steps: int) -> str:
@@ -57,25 +55,8 @@ def resume_command(arguments: Sequence[str], run: str, steps: int) -> str:
 
 def _parse_known(kind: type, arguments: Sequence[str]) -> tuple[Any, list[str]]:
     """The options of `kind`, and all other arguments."""
-    return _parse(kind, arguments, return_unknown_args=True, add_help=False)
-
-
-def _parse(kind: type, arguments: Sequence[str], **options: Any) -> Any:
-    errors = io.StringIO()
-    try:
-        with redirect_stderr(errors):
-            return tyro.cli(kind, args=arguments, prog="train.py", **options)
-    except SystemExit as exit_:
-        if not exit_.code:
-            raise
-        raise ValueError(_one_line(errors.getvalue())) from None
-
-
-def _one_line(box: str) -> str:
-    """The message in the box that tyro prints: the first paragraph below the title, without frame and colours."""
-    lines = [line.strip("│╭╮╰╯ ") for line in re.sub(r"\x1b\[[\d;]*m", "", box).splitlines()]
-    paragraphs = ([*group] for text, group in groupby(lines[1:], lambda line: bool(line.strip("─-"))) if text)
-    return " ".join(next(paragraphs, [])).removeprefix("Error parsing model: ")
+    with one_line_errors():
+        return tyro.cli(kind, args=arguments, return_unknown_args=True, add_help=False)
 
 
 def _program(name: str) -> str:
