@@ -78,7 +78,8 @@ class ProfileRun:
     """
 
     mode: Literal["train", "prefill", "decode"] = "train"
-    """train: a forward and a backward. prefill: two forwards of whole sequences. decode: two of one token each."""
+    """train: a forward and a backward. prefill: two forwards of whole sequences. decode: two of one
+    token each, with a KV cache."""
     preset: str = "tiny"
     """Size of the model. Only its MoE layers are used, without embedding and head."""
     layers: int = 4
