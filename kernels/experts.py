@@ -11,9 +11,9 @@ and computes the gradient of the routing weights without the experts' outputs: <
 products are those of SonicMoE (arXiv 2512.14080), but without atomics, so every run has bit-identical results.
 
     forward   z, h = up(x[gather_idx]);   o = down(h);   y = sum over k of w o[positions]
-    backward  dz, wh, dw = backward of SwiGLU, from down^T(dy[gather_idx]) and z
+    backward  dz, wh, dw = backward of SwiGLU, from down^T(dy[gather_idx]) and z;   wh = w h
               dx = sum over k of (up^T dz)[positions]
-              d down = dy[gather_idx]^T wh;   d up = dz^T x[gather_idx]            (both can be deferred)
+              d down = dy[gather_idx]^T wh;   d up = dz^T x[gather_idx]            (can be deferred)
 
 N rows, K choices per row, M choices in expert-major order, E experts, D model dim, F inner width, G = 2F.
 """

@@ -1,10 +1,10 @@
 """`permute` rows into expert-major order, and `unpermute` them back as weighted sums over each row's choices.
 
-Each is the backward of the other. `ExpertOrder` (routing.py) has both the row of each position and the positions of
-each row. So both directions are gathers, which need no atomics and have the same result in every run.
+Without weights, each is the backward of the other. `ExpertOrder` (routing.py) has both the row of each position and
+the positions of each row. So both directions are gathers, which need no atomics and have the same result in every run.
 
 `gather` and `gather_sum` are the same operations without autograd. expert_parallel/ uses them to pack the rows for each
-rank and to sum the rows that come back. The Triton kernels are in gpu/permute.py.
+rank and to sum the rows that the ranks return. The Triton kernels are in gpu/permute.py.
 
 N rows, D model dim, K choices per row, M positions.
 """
@@ -19,7 +19,7 @@ from .routing import ExpertOrder
 
 
 def gather(x_ND: Tensor, index_M: Tensor, out_MD: Tensor | None = None, kernels: Kernels = "auto") -> Tensor:
-    """Return x[index], [M, D], written to `out_MD` if given. Any dtype."""
+    """Return x[index], [M, D], written to `out_MD` if given. x may have an integer dtype."""
     if use_triton(kernels, x_ND, index_M, out_MD):
         from .gpu.permute import gather_rows
 
@@ -50,7 +50,7 @@ def gather_sum(
 
 
 def _rows_grad(dy_ND: Tensor, order: ExpertOrder, weights_NK: Tensor, triton: bool) -> Tensor:
-    """Gradient of a weighted sum with respect to its rows: dy[gather_idx] times the weight of each choice, [M, D]."""
+    """Gradient of `gather_sum` with respect to its rows: dy[gather_idx] times the weight of each choice, [M, D]."""
     if triton:
         from .gpu.permute import gather_rows
 
@@ -60,7 +60,7 @@ def _rows_grad(dy_ND: Tensor, order: ExpertOrder, weights_NK: Tensor, triton: bo
 
 
 def _weights_grad(dy_ND: Tensor, rows_MD: Tensor, positions_NK: Tensor, triton: bool) -> Tensor:
-    """Gradient of a weighted sum with respect to its weights: <dy[n], rows[positions[n, k]]>, [N, K]."""
+    """Gradient of `gather_sum` with respect to its weights: <dy[n], rows[positions[n, k]]>, [N, K]."""
     if triton:
         from .gpu.permute import dot_rows
 

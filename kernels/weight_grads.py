@@ -38,7 +38,10 @@ class WeightGrads:
 
     @contextmanager
     def defer_to(self, key: Hashable) -> Iterator[None]:
-        """Inside this context, layers defer their weight gradients; `run_deferred(key)` computes them."""
+        """Inside this context, layers defer their weight gradients. `run_deferred(key)` computes them.
+
+        Raises RuntimeError inside another such context, and if `key` has deferred gradients already.
+        """
         if self._key is not None or key in self._deferred:
             raise RuntimeError(f"weight gradients for {key} are already being deferred")
         if self.max_deferred is not None and len(self._deferred) >= self.max_deferred:
@@ -65,7 +68,7 @@ class WeightGrads:
         self._deferred[self._key].append((parameter, compute, add_to))
 
     def run_deferred(self, key: Hashable) -> None:
-        """Compute the weight gradients that were deferred to `key`, in the same order."""
+        """Compute the weight gradients of `key`, in the order of deferral, unless `max_deferred` already caused it."""
         if key in self._already_run:
             self._already_run.remove(key)
             return

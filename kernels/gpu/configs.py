@@ -4,8 +4,8 @@ Autotuning in the first training step would cost minutes on every rank. Instead,
 table beforehand, and lookups are cached. The user's table has priority over the shipped one. Among the entries of a
 table for a kernel, GPU and element size, the one with the nearest N and K is used.
 
-N: number of output columns of one expert's product; for "up", of pairs of gate and up. K: length of its sum. For
-"wgrad", which sums over rows, N and K are the two widths.
+N: number of output columns of one expert's product; for "up", number of pairs of gate and up. K: number of terms of
+its sums. For "wgrad", which sums over rows, N and K are the two widths.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ _overrides: dict[str, TileConfig] = {}
 def lookup(kernel: str, arch: str, dtype_bytes: int, n: int, k: int) -> TileConfig:
     """Return the configuration for one launch. arch: "sm_90", "gfx942", ..., or "interpreter".
 
-    If a row is not a multiple of 16 bytes, wide loads are impossible, and every kernel uses the entries named "any".
+    If N or K elements are not a multiple of 16 bytes, loads cannot be wide, and all kernels use the entries "any".
     """
     if kernel in _overrides:
         return _overrides[kernel]

@@ -5,7 +5,8 @@
     dot_rows        w[n, k] = <dy[n], rows[positions[n, k]]>, zero where the position is -1
     sum_partials    w[n, k] = sum over i of sums[i, positions[n, k]], zero where the position is -1
 
-A program handles a block of whole rows, or a part of one long row, so that its loads are 16 bytes wide.
+A program handles a block of whole rows, or a part of one long row. A thread has eight elements, which is one load of 16
+bytes in 16-bit dtypes.
 
 N rows, K choices per row, M rows in another order, D width of a row.
 """

@@ -1,4 +1,4 @@
-"""The two products of a SwiGLU expert that are fused with SwiGLU, which is applied while the tile is in registers.
+"""The two products of a SwiGLU expert that are fused with SwiGLU: it is applied while the tile is in registers.
 
     swiglu_up              z[m] = W1[e] x[m] = [gate; up];   h[m] = silu(gate) * up, optionally weighted
     swiglu_down_backward   dh[m] = W2[e]^T dy[m]; then from z: the gradients of gate and up, the weighted h (needed for
@@ -6,7 +6,7 @@
 
 Only z is saved for backward. h is recomputed, and the experts' outputs are not needed.
 
-M rows in expert-major order, E experts, D model dim, F inner width.
+M rows in expert-major order, E experts, D model dim, F inner width; W1 = gate_up, W2 = down.
 """
 
 import torch
@@ -21,7 +21,7 @@ from .tiles import Tiling, locate_tile, split_columns, store_tile, tile_product,
 
 @triton.jit
 def _routing_weight(weights, choice, m, end, WEIGHTED: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The routing weight of each row; 1 without weights."""
+    """The routing weight of each row, or 1 if the kernel has no weights."""
     if WEIGHTED:
         inside = m < end
         s = tl.load(weights + tl.load(choice + m, mask=inside, other=0), mask=inside, other=0.0)

@@ -1,4 +1,4 @@
-"""AllToAll computes what a single rank with all experts computes, and its transfers are asynchronous."""
+"""AllToAll gives the results of a single rank with all experts, and its transfers are asynchronous."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def routing(kind, rank, ranks):
     ids = ids[:tokens].long()
     if kind == "one expert":
         return torch.full((tokens, 1), 5)
-    if kind == "neighbours":  # both experts of a token are on the same rank
+    if kind == "same rank":  # both experts of a token are on one rank
         return ids[:, :1] // 2 * 2 + torch.tensor([[0, 1]])
     if kind == "to the last rank":
         return EXPERTS - 1 - ids % (EXPERTS // ranks)
@@ -30,7 +30,7 @@ def routing(kind, rank, ranks):
 
 
 def layer(x, weights, ids, ep, expert_scale):
-    """A layer whose expert e multiplies by row e of `expert_scale`, weighted, with the real operators."""
+    """A Mixture-of-Experts layer in which expert e multiplies by row e of `expert_scale`."""
     route = ep.prepare(ids)
     x_ND, weights_NK = dispatch(x, weights, route, ep)
     order = route.order
@@ -76,7 +76,7 @@ def backends_agree(rank, kind, ranks):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("kind", ["random", "even", "one expert", "neighbours", "to the last rank"])
+@pytest.mark.parametrize("kind", ["random", "even", "one expert", "same rank", "to the last rank"])
 def test_all_to_all_equals_one_rank_with_all_experts(kind, ranks):
     seen = run_ranks(ranks, backends_agree, kind, ranks)
     # A token is sent once to each rank that holds any of its experts, and to no other rank.
@@ -123,7 +123,7 @@ def test_rows_need_not_be_contiguous():
 
 
 def transfers_in_flight(rank):
-    """Rank 0 starts its transfers before rank 1 does. Only the first dispatch must wait, for the counts."""
+    """Rank 0 starts its transfers before rank 1 does. Only the first dispatch waits for the other rank's counts."""
     ep = AllToAll(8, group.WORLD)
     ids = torch.tensor([[0, 7], [3, 4]])
     store = torch.distributed.distributed_c10d._get_default_store()
@@ -137,7 +137,7 @@ def transfers_in_flight(rank):
     x_ND = first.wait().x_ND
     assert first.wait().x_ND is x_ND
     assert x_ND[:, 0].tolist() == [1, 1, 2, 2]
-    # Sizes are known now: a dispatch and a combine can be in flight together and be waited for in any order.
+    # Now that sizes are known, a dispatch and a combine can be in flight together and be waited for in any order.
     if rank == 1:
         store.wait(["sent"])
     second, back = ep.dispatch(10 * x, route), ep.combine(x_ND, route, torch.ones(4, 2))

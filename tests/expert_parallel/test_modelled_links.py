@@ -19,7 +19,7 @@ CONFIG = ModelConfig(hidden_size=16, expert_size=12, num_experts=8, experts_per_
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_loopback_equals_one_rank_with_copies_of_the_experts(ranks):
-    """Outputs and all gradients equal those of one rank that holds all experts, with copies for the other ranks."""
+    """The single rank holds all experts. Those of rank 0 are repeated for every virtual rank."""
     local = MoE(CONFIG, Local(8), "layers.0", StageOptions(seed=1)).double()
     looped = MoE(CONFIG, Loopback(8, ranks), "layers.0", StageOptions(seed=1)).double()
     looped.router.load_state_dict(local.router.state_dict())
@@ -52,7 +52,7 @@ def test_loopback_counts_a_row_once_per_destination_rank():
     x_ND, weights_NK = ep.dispatch(torch.randn(4, 6), route, torch.rand(4, 2)).wait()
     assert x_ND.shape == (5, 6)
     assert weights_NK is not None
-    message = 3 * (32 + 16 + 16)  # three rows leave: 6 floats, 2 weights, 2 ids, each field in multiples of 16 bytes
+    message = 3 * (32 + 16 + 16)  # three sent rows: 6 floats, 2 weights and 2 ids, each padded to multiples of 16 bytes
     assert ep.timer.busy_seconds == pytest.approx(2 * 7e-6 + message * 1e-9)
     ep.combine(x_ND, route).wait()
     assert ep.timer.busy_seconds == pytest.approx(3 * 7e-6 + (message + 3 * 24) * 1e-9)
@@ -128,7 +128,7 @@ class FakeCuda:
     is_cuda = True
 
 
-# ---- Lifetimes and waits ----
+# ---- lifetimes and waits ----
 
 
 def test_delayed_starts_without_waiting_for_its_backend():
@@ -136,17 +136,19 @@ def test_delayed_starts_without_waiting_for_its_backend():
 
     class Backend(Local):
         def dispatch(self, x_TD, route, weights_TK=None):
-            return WaitedFor(log, super().dispatch(x_TD, route, weights_TK))
+            return RecordWait(log, super().dispatch(x_TD, route, weights_TK))
 
-    late = Delayed(Backend(8), Link(gb_per_s=1.0))
-    pending = late.dispatch(torch.ones(4, 250), late.prepare(torch.zeros(4, 1, dtype=torch.int64)))
-    assert late.timer.busy_seconds == pytest.approx(4e-6)
+    delayed = Delayed(Backend(8), Link(gb_per_s=1.0))
+    pending = delayed.dispatch(torch.ones(4, 250), delayed.prepare(torch.zeros(4, 1, dtype=torch.int64)))
+    assert delayed.timer.busy_seconds == pytest.approx(4e-6)
     assert log == []
     pending.wait()
     assert log == ["waited"]
 
 
-class WaitedFor:
+class RecordWait:
+    """Records in `log` that a pending result was waited for."""
+
     def __init__(self, log, pending):
         self.log, self.pending = log, pending
 
@@ -155,7 +157,7 @@ class WaitedFor:
         return self.pending.wait()
 
 
-def test_received_rows_are_freed_though_their_expert_ids_are_in_use():
+def test_received_rows_are_freed_while_their_expert_ids_are_in_use():
     ep = Loopback(8, 4)
     route = ep.prepare(torch.tensor([[0, 5], [3, 1]]))
     received = ep.dispatch(torch.randn(2, 6), route, torch.rand(2, 2)).wait()

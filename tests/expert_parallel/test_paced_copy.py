@@ -1,6 +1,6 @@
-"""The copy that models a link: interpreted, and compiled for GPUs that this machine need not have.
+"""The copy that models a link: run in the interpreter, and compiled for several GPUs, which needs no GPU.
 
-Each runs in its own process, because Triton reads TRITON_INTERPRET when a kernel's module is imported.
+Each test runs in its own process, because Triton reads TRITON_INTERPRET when the module of a kernel is imported.
 """
 
 import os

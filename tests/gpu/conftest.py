@@ -1,7 +1,7 @@
 """Tests of the Triton kernels: on a GPU if there is one, else in Triton's interpreter.
 
-Every tensor that a launcher allocates is filled with NaN and lies between two guards. So elements that a kernel does
-not write stay NaN, and writes out of bounds are detected.
+With `guards`, every tensor that a launcher allocates is filled with NaN (integers: the largest value) and lies between
+two guard areas with the same values. This detects elements that a kernel does not write, and writes out of bounds.
 """
 
 import pytest

@@ -23,8 +23,8 @@ GPU = DEVICE == "cuda"
 POINTERS = TileConfig(32, 64, 32, 4, 2, 2) if GPU else TileConfig(16, 32, 16, 4, 1, 2)
 TMA = TileConfig(64, 64, 32, 4, 2, 2, True) if GPU else TileConfig(16, 32, 16, 4, 1, 2, True)
 PATHS = [(POINTERS, DTYPES[0]), *((TMA, dtype) for dtype in DTYPES[1:])]
-# Rows per expert, input width, output width: empty experts at both ends, one expert with all rows, no rows at all;
-# widths that TMA cannot load, and widths that are whole tiles.
+# (rows per expert, input width, output width), among them: empty experts at both ends, one expert with all rows, no
+# rows at all, widths that TMA cannot load, and widths that are multiples of a tile.
 SIZES = [
     ([3, 1, 20, 2], 24, 40), ([0, 5, 0, 33, 0], 24, 40), ([0, 40, 0], 24, 40), ([0, 0], 24, 40),
     ([3, 1, 20, 2], 37, 13), ([0, 5, 0, 33, 0], 37, 13),
@@ -120,7 +120,7 @@ def test_zero_rows_forward_and_backward(kernels):
     y = unpermute(
         grouped_linear(permute(x, order, kernels), w, order.expert_offsets, kernels=kernels), order, None, kernels
     )
-    y.sum().backward()  # the gradient of a sum is expanded; with no rows, contiguous() leaves it so
+    y.sum().backward()  # the gradient of a sum is expanded; contiguous() does not copy it if it has no rows
     assert x.grad.shape == (0, 8)
     assert not w.grad.any()
 
@@ -200,7 +200,7 @@ def test_tiles_cover_every_row_once(counts, block):
 
 
 def moe(rows, choices, num_experts, d, f, dtype, ids=None):
-    """x, gate_up, down, weights, order and dy of a layer. The scale of the weights keeps activations near one."""
+    """x, gate_up, down, weights, order and dy of a layer. Activations have a standard deviation near 1."""
     ids = torch.randint(-1, num_experts, (rows, choices)) if ids is None else ids
     order = expert_order(ids.to(DEVICE), num_experts, int((ids >= 0).sum()), kernels="reference")
     x, dy = normal(rows, d, dtype=dtype), normal(rows, d, dtype=dtype)
@@ -302,10 +302,7 @@ def test_only_requested_gradients_are_computed():
             assert [leaf.grad is not None for leaf in leaves] == [i == wanted for i in range(4)]
             torch.testing.assert_close(leaves[wanted].grad.double(), exact[wanted].grad, rtol=1e-4, atol=1e-5)
         with torch.no_grad():
-            assert torch.equal(
-                layer(tensors, order, kernels="triton"),
-                layer(leaves, order, kernels="triton"),
-            )
+            assert torch.equal(layer(tensors, order, kernels="triton"), layer(leaves, order, kernels="triton"))
 
 
 def saved_tensors(function):
@@ -427,7 +424,7 @@ def test_num_sms_does_not_change_the_experts():
 
 
 def test_double_backward_raises():
-    """Kernels record no graph, so second derivatives would be silently incomplete."""
+    """Kernels record no graph, so second derivatives would be wrong without an error."""
     x, gate_up, down, weights, order, _ = moe(6, 2, 3, 8, 8, torch.float32)
     rows = x[order.gather_idx_M]
     for function, leaf in (

@@ -1,7 +1,7 @@
 """Tensors with more than 2^31 elements, where 32-bit offsets would overflow.
 
-The buffers are reserved but not written, except for a few rows at the end, so they take almost no memory on a CPU. The
-expected result comes from the same rows in a small tensor.
+Only a few rows at the end of a buffer are written, so it takes almost no memory on a CPU. The expected result comes
+from the same rows in a small tensor.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from moe_dualpipe.kernels.routing import RoutingOptions
 from tests.support.kernels import DEVICE, all_kernels
 
 WIDTH = 16
-FAR = 2**31 // WIDTH + 5  # rows of WIDTH
+FAR = 2**31 // WIDTH + 5  # number of rows of WIDTH elements
 CONFIG = TileConfig(16, 16, 16, 4, 1, 2)
 
 

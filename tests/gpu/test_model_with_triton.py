@@ -51,7 +51,7 @@ def test_forward_and_backward(recompute, changes):
 
 
 def test_an_overlapped_pair_is_bit_identical_to_sequential_execution():
-    """The order of additions in the kernels does not depend on the execution order."""
+    """The kernels add in a fixed order, so overlapping does not change results."""
     results = []
     for overlapped in (False, True):
         module = model("triton", Loopback(4, 2, kernels="triton"))
@@ -81,7 +81,7 @@ def test_an_expanded_gradient_is_dispatched(kernels):
     x, ids = torch.randn(5, 8, device=DEVICE, requires_grad=True), torch.tensor([[0, 1], [0, 3], [2, 3]] * 2)[:5]
     route = ep.prepare(ids.to(DEVICE))
     x_ND, _ = dispatch(x, torch.ones(5, 2, device=DEVICE), route, ep)
-    combine(x_ND, route, ep).sum().backward()  # the gradient of a sum is expanded: it has no rows in memory
+    combine(x_ND, route, ep).sum().backward()  # the gradient of a sum is expanded and has stride 0
     assert x.grad.tolist() == [[ranks] * 8 for ranks in (1, 2, 1, 1, 2)]
 
 

@@ -1,7 +1,7 @@
 """Kernels must not read out of bounds. Every tensor ends at the end of a memory page, and the next page is protected.
 
-A value that is read past the end and then masked changes no result, and causes an illegal access on a GPU only
-sometimes. Here it kills the process. On a GPU, compute-sanitizer does this.
+A value that is read past the end and then discarded changes no result, and on a GPU it is not always an illegal access.
+Here such a read kills the process. On a GPU, compute-sanitizer finds such reads.
 """
 
 import ctypes

@@ -27,7 +27,7 @@ def test_permute_and_its_backward(rows, columns, choices, dtype):
     assert torch.equal(y, x[order.gather_idx_M])
     dy = torch.randn(y.shape, device=DEVICE).to(dtype)
     (grad,) = torch.autograd.grad(y, x, dy)
-    assert torch.equal(grad, gather_sum(dy, order.positions_NK, kernels="reference"))  # same order of sums
+    assert torch.equal(grad, gather_sum(dy, order.positions_NK, kernels="reference"))  # both add in the order of k
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -48,7 +48,7 @@ def test_unpermute_and_its_backward(rows, columns, choices, dtype, weighted):
     for exact, reference, ours, *again in zip(*results, strict=True):
         assert_as_good_as(ours, reference, exact, dtype)
         assert all(torch.equal(ours, other) for other in again)
-    assert torch.equal(results[2][1], results[1][1])  # bit-identical: one product, rounded once
+    assert torch.equal(results[2][1], results[1][1])  # bit-identical, because each element is one product, rounded once
     assert not weighted or results[2][2].dtype == torch.float32
 
 

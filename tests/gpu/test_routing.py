@@ -89,7 +89,7 @@ def test_scores_that_underflow_have_zero_weight_and_gradient(kernels):
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("groups", [(1, 1), (3, 2)])
 def test_ids_are_valid_for_nan_and_inf_logits(kernels, broken, groups):
-    """NaN logits show in the loss, but an invalid id would read out of bounds."""
+    """NaN logits make the loss NaN, which is reported. An invalid id would cause reads out of bounds."""
     logits = torch.randn(5, 12, device=DEVICE)
     logits[0], logits[1, ::2], logits[2, 7] = broken, broken, broken
     for score in ("softmax", "sigmoid"):
@@ -219,7 +219,7 @@ def test_ids_out_of_range_raise_before_a_launch(kernels, bad):
 @pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU it is a device-side assertion, which ends the process")
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
 def test_invalid_choices_need_num_choices(kernels):
-    """Otherwise the indices would be longer than the number of valid choices."""
+    """Without num_choices, the indices would be longer than the number of valid choices."""
     with pytest.raises(ValueError, match=r"from 0 to 4: got -1 to 3; if -1 marks invalid choices, pass num_choices"):
         expert_order(torch.tensor([[3, -1]]), 5, kernels=kernels)
 
@@ -229,7 +229,8 @@ def test_unchecked_invalid_input_writes_nothing_out_of_bounds():
     assert order.expert_offsets.tolist() == [0, 1, 2]
     assert order.positions_NK.tolist() == [[0, -1], [-1, 1]]
     for kernels in ("reference", "triton"):
-        order = expert_order(torch.tensor([[0, 1], [1, 0]], device=DEVICE), 2, 3, kernels)  # one more than num_choices
+        # num_choices is 3, but there are four valid choices.
+        order = expert_order(torch.tensor([[0, 1], [1, 0]], device=DEVICE), 2, 3, kernels)
         assert order.positions_NK.tolist() == [[0, 2], [-1, 1]]
         assert order.gather_idx_M.tolist() == [0, 1, 0]
         assert order.expert_offsets.tolist() == [0, 2, 3]  # at most num_choices rows

@@ -20,7 +20,7 @@ SIZES = {
     "vocab_size": V, "hidden_size": D, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8,
     "dense_size": 56, "expert_size": 16, "num_experts": 6, "experts_per_token": 3,
 }  # fmt: skip
-# Values as wide as keys: flash attention on a CPU supports no other width.
+# Values have the width of keys, because flash attention on a CPU needs equal widths.
 LATENT = {"attention": "mla", "kv_rank": 12, "rope_dim": 4, "value_dim": 12}
 FIRST = StageSpec(range(2), True, False, 0.4)
 MIDDLE = StageSpec(range(3), False, False, 0.5)  # without embedding and head
@@ -28,7 +28,7 @@ LAST = StageSpec(range(2, 4), False, True, 0.4)
 
 
 class AllocationTracker(TorchDispatchMode):
-    """Tracks every storage that is allocated within it."""
+    """Tracks every storage that is allocated inside this context."""
 
     def __init__(self, *known):
         super().__init__()
@@ -52,7 +52,7 @@ class AllocationTracker(TorchDispatchMode):
 
 
 class FusedNorm(torch.autograd.Function):
-    """Saves what RMSNorm saves on a GPU. On a CPU, torch's RMSNorm is a chain of operators that saves more."""
+    """RMSNorm that saves the tensors of torch's GPU kernel. On a CPU, torch's RMSNorm saves more."""
 
     @staticmethod
     def forward(ctx, x, weight, eps):

@@ -12,7 +12,7 @@ from moe_dualpipe.kernels.weight_grads import WeightGrads
 from tests.support.tensors import OperationStats
 
 V, D = 31, 5
-# Relative error of gradients in the 2-norm: a few roundings (2^-53, 2^-24, 2^-9).
+# Relative error of gradients in the 2-norm: a few roundings of 2^-53, 2^-24 and 2^-9.
 TOLERANCES = {torch.float64: 1e-15, torch.float32: 5e-7, torch.bfloat16: 1e-2}
 
 
@@ -126,7 +126,7 @@ def test_deferral_with_frozen_or_computed_inputs():
 
 
 def test_the_sum_over_chunks_is_in_fp32():
-    """1024 equal rows in bf16: a bf16 sum would stop growing once a chunk's share is below half of its last bit."""
+    """1024 chunks of one row. A bf16 sum would stop growing when a term is less than half of its last bit."""
     x = torch.ones(1024, 1, dtype=torch.bfloat16)
     w = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
     w.grad_dtype = torch.float32
@@ -173,7 +173,7 @@ def test_no_tensor_is_larger_than_the_logits_of_one_chunk(dtype):
         assert seen.max_numel == chunk * V
     with OperationStats() as seen:
         plain(x, w, labels)
-    assert seen.max_numel == tokens * V  # what it would have seen
+    assert seen.max_numel == tokens * V  # plain torch holds all logits
 
 
 def products_of_a_backward(loss):

@@ -14,7 +14,7 @@ from moe_dualpipe.kernels.permute import gather_sum, permute, unpermute
 from moe_dualpipe.kernels.routing import expert_order
 from moe_dualpipe.kernels.weight_grads import WeightGrads, accumulate, bind
 
-# Rows per expert. The third has empty experts at both ends, the fourth one expert with all rows, the last no rows.
+# Rows per expert, among them: empty experts at both ends, one expert with all rows, and no rows at all.
 COUNTS = [[3, 1, 4, 2], [1], [0, 5, 0, 2, 0], [0, 7, 0], [300, 7], [0, 0]]
 
 

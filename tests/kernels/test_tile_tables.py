@@ -1,4 +1,4 @@
-"""The tables of tile sizes: the shipped one, the user's, and the lookup in both."""
+"""Tables of tile sizes: the shipped one, the user's, and lookups in both."""
 
 import dataclasses
 
@@ -13,7 +13,8 @@ A, B, C = TileConfig(16, 32, 16, 4, 1), TileConfig(32, 32, 16, 4, 1), TileConfig
 
 
 @pytest.fixture
-def home(tmp_path, monkeypatch):
+def user_table(tmp_path, monkeypatch):
+    """Path of the user's table, which does not exist yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     configs.clear_caches()
     yield tmp_path / "moe-dualpipe" / "tuned.json"
@@ -28,21 +29,21 @@ def test_the_shipped_table_has_every_kernel_for_every_gpu():
             assert {e.kernel for e in shipped if (e.arch, e.dtype_bytes) == (arch, size)} == set(KERNEL_NAMES)
 
 
-@pytest.mark.usefixtures("home")
+@pytest.mark.usefixtures("user_table")
 def test_an_unknown_gpu_uses_the_entries_of_a_similar_one():
     for arch, like in (("sm_86", "sm_80"), ("sm_120", "sm_80"), ("gfx90a", "gfx942"), ("gfx1100", "gfx942")):
         assert configs.lookup("up", arch, 2, 512, 2048) == configs.lookup("up", like, 2, 512, 2048)
     assert configs.lookup("up", "sm_90", 2, 512, 2048) != configs.lookup("up", "sm_80", 2, 512, 2048)
 
 
-def test_the_users_table_has_priority_and_the_nearest_sizes_are_used(home):
-    assert configs.user_table_path() == home
+def test_the_users_table_has_priority_and_the_nearest_sizes_are_used(user_table):
+    assert configs.user_table_path() == user_table
     entries = [
         TunedKernel("up", "sm_90", 2, 512, 2048, A),
         TunedKernel("up", "sm_90", 2, 4096, 2048, B),
         TunedKernel("down", "sm_90", 4, 1, 1, C),
     ]
-    configs.save_table(home, entries, gpu="a test")
+    configs.save_table(user_table, entries, gpu="a test")
     assert configs.lookup("up", "sm_90", 2, 512, 2048) == A
     assert configs.lookup("up", "sm_90", 2, 768, 2048) == A
     assert configs.lookup("up", "sm_90", 2, 2048, 2048) == B
@@ -50,11 +51,11 @@ def test_the_users_table_has_priority_and_the_nearest_sizes_are_used(home):
         e.config for e in configs.load_table(SHIPPED) if (e.kernel, e.arch, e.dtype_bytes) == ("down", "sm_90", 2)
     )
     assert configs.lookup("down", "sm_90", 2, 512, 2048) == shipped  # the user's entry has another element size
-    configs.save_table(home, [TunedKernel("down", "sm_90", 2, 512, 2048, C)])
+    configs.save_table(user_table, [TunedKernel("down", "sm_90", 2, 512, 2048, C)])
     assert configs.lookup("down", "sm_90", 2, 512, 2048) == C
 
 
-@pytest.mark.usefixtures("home")
+@pytest.mark.usefixtures("user_table")
 def test_rows_that_are_not_16_byte_multiples_use_the_any_entries():
     odd = configs.lookup("any", "sm_90", 2, 512, 2048)
     assert configs.lookup("up", "sm_90", 2, 513, 2048) == odd
@@ -63,11 +64,11 @@ def test_rows_that_are_not_16_byte_multiples_use_the_any_entries():
     assert configs.lookup("up", "sm_90", 2, 520, 2048) != odd
 
 
-def test_a_saved_table_can_be_loaded(home):
+def test_a_saved_table_can_be_loaded(user_table):
     entries = (TunedKernel("wgrad", "gfx942", 2, 3, 5, dataclasses.replace(A, tma=True, group_m=3)),)
-    configs.save_table(home, entries, gpu="MI300X", date="today")
-    assert configs.load_table(home) == entries
-    assert '"gpu": "MI300X"' in home.read_text()
+    configs.save_table(user_table, entries, gpu="MI300X", date="today")
+    assert configs.load_table(user_table) == entries
+    assert '"gpu": "MI300X"' in user_table.read_text()
 
 
 @pytest.mark.parametrize("text,problem", [
@@ -77,12 +78,12 @@ def test_a_saved_table_can_be_loaded(home):
      '{"block_m": 1, "block_n": 1, "block_k": 1, "warps": 1, "stages": 1}}]}',
      "unknown kernel 'sideways'; the kernels are up"),
 ])  # fmt: skip
-def test_an_invalid_table_raises(home, text, problem):
-    home.parent.mkdir()
-    home.write_text(text)
+def test_an_invalid_table_raises(user_table, text, problem):
+    user_table.parent.mkdir()
+    user_table.write_text(text)
     with pytest.raises(ValueError, match=problem) as error:
         configs.lookup("up", "sm_90", 2, 512, 2048)
-    assert str(home) in str(error.value)
+    assert str(user_table) in str(error.value)
 
 
 def test_overrides_nest_and_end():

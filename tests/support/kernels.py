@@ -9,16 +9,16 @@ from moe_dualpipe.kernels.gpu import configs
 from moe_dualpipe.kernels.grouped_gemm import grouped_linear
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# The interpreter computes wrong numbers in bfloat16.
+# No bfloat16 in the interpreter, which computes wrong numbers in it.
 DTYPES = [torch.float32, torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float32, torch.float16]
 
-# (in fp64, kernels): the exact result, plain torch, Triton, and on a GPU Triton again. The interpreter runs programs
-# one after another, so a second run cannot differ there; test_two_runs_are_bit_identical covers it.
+# Runs to compare, as (in fp64, kernels): the exact result, plain torch, and Triton. On a GPU, Triton runs twice: its
+# programs may run in another order the second time. In the interpreter, the order is always the same.
 RUNS = [(True, "reference"), (False, "reference"), (False, "triton")]
 if DEVICE == "cuda":
     RUNS.append((False, "triton"))
 
-# Relative error |ours - exact| / |exact| in the 2-norm that is always allowed: a few roundings to the dtype.
+# A relative error |ours - exact| / |exact| in the 2-norm that is always allowed: a few roundings to the dtype.
 FLOOR = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
@@ -40,7 +40,7 @@ def offsets_of(counts):
 
 
 class LinearExperts(nn.Module):
-    """Custom experts with the attribute `kernels`, which the model sets to its own choice."""
+    """Custom experts with the attribute `kernels`, which the model sets to its own option of that name."""
 
     kernels = "auto"
 
