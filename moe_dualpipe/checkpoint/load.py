@@ -97,8 +97,8 @@ def model_differences(saved: Mapping[str, Any], model: ModelConfig) -> list[str]
 def load_checkpoint(checkpoint: Path, state: Mapping[str, Tensor]) -> None:
     """Load into the tensors of `state` in place. Collective if torch.distributed is initialized.
 
-    Raises ValueError on all ranks if on any rank a tensor is missing, has another shape, or is in a file that contains
-    other objects than tensors, or if the ranks found different checkpoints.
+    Raises ValueError on all ranks if on any rank a tensor is missing, has another shape, or is in a file with
+    objects other than tensors, or if the ranks found different checkpoints.
     """
     metadata, fault, checksum = None, "", 0
     try:

@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 
 from moe_dualpipe.checkpoint import save as save_module
-from moe_dualpipe.checkpoint import (
-    verify_checkpoint,
-)
+from moe_dualpipe.checkpoint import verify_checkpoint
 from moe_dualpipe.training.command_line import parse_arguments
 from moe_dualpipe.training.loop import TrainingRun
 from tests.support.checkpoints import FullDisk, checkpoint_names
@@ -39,7 +37,7 @@ def test_background_saves_are_bit_identical_to_synchronous_ones(tmp_path):
 
 
 def train_on_a_disk_that_fills(rank, runs):
-    """Saves fail on rank 1 at the given steps. Returns the exit code, checkpoints and error lines of each run."""
+    """Make saves fail on rank 1 at the given steps. Returns the exit code, checkpoints and error lines of each run."""
     ends = []
     for config, full_at in runs:
         trainer, code = make_trainer(rank, config), 0

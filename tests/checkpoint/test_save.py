@@ -119,7 +119,10 @@ def wait_for(path):
 
 
 def kill_ten_times(results, run, scratch):
-    """Kill two saving ranks ten times. Reports for each: was a save running, the warnings of `find`, the step found."""
+    """Kill two saving ranks ten times.
+
+    Reports each time whether a save was running, the warnings of `find_checkpoint`, and the step and name that it found.
+    """
     rng, step = random.Random(2), 9
     for kill in range(10):
         pids = [fork(save_forever, scratch / f"store{kill}", rank, run, step + 1) for rank in (0, 1)]
@@ -136,7 +139,7 @@ def kill_ten_times(results, run, scratch):
 
 
 def test_killing_the_ranks_during_a_save_leaves_the_previous_checkpoint_intact(run, tmp_path):
-    """Two ranks save in a loop and are killed, ten times. Each attempt starts with the files that the last one left."""
+    """Ten times, two ranks save in a loop and are killed. They start with the files that the previous ranks left."""
     results = ranks._context.SimpleQueue()
     process = ranks._context.Process(target=kill_ten_times, args=(results, run, tmp_path))
     process.start()
@@ -156,7 +159,7 @@ def test_killing_the_ranks_during_a_save_leaves_the_previous_checkpoint_intact(r
 
 
 def save_while_changing(rank, run, background):
-    """Change the state before the save can write it. Returns what was visible meanwhile, and the result."""
+    """Change the state before the save can write it. Returns what was visible before the write, and the result."""
     may_write, write = threading.Event(), save_module.save_checkpoint
 
     def blocked(*arguments):
