@@ -121,7 +121,7 @@ def wait_for(path):
 def kill_ten_times(results, run, scratch):
     """Kill two saving ranks ten times.
 
-    Reports each time whether a save was running, the warnings of `find_checkpoint`, and the step and name that it found.
+    Reports whether a save was running, the warnings of `find_checkpoint`, and its step and name.
     """
     rng, step = random.Random(2), 9
     for kill in range(10):
