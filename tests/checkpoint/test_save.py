@@ -121,7 +121,7 @@ def wait_for(path):
 def kill_ten_times(results, run, scratch):
     """Kill two saving ranks ten times.
 
-    Reports whether a save was running, the warnings of `find_checkpoint`, and its step and name.
+    Reports whether a save was running, what `find_checkpoint` warned, and the step and name of what it found.
     """
     rng, step = random.Random(2), 9
     for kill in range(10):
