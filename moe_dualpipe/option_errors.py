@@ -21,10 +21,14 @@ def one_line_errors() -> Iterator[None]:
 
 
 def _one_line(box: str) -> str:
-    """The text in the box, without frame, colours, help texts of flags, and the last paragraph, which names --help."""
-    lines = [line.strip("│").rstrip() for line in re.sub(r"\x1b\[[\d;]*m", "", box).splitlines()[1:-1]]
-    paragraphs = ["\n".join(group) for text, group in groupby(lines, lambda line: bool(line.strip("─- "))) if text]
-    shown = [text for text in paragraphs[:-1] if not text.startswith(" Argument helptext:")] or paragraphs
-    flags = (re.sub(r"(\n {5}-.*)(\n {9}.*)+", r"\1", text) for text in shown)  # flags are indented, help texts more
+    """The text in the box, without frame, colours, help texts of flags, and the reference to --help.
+
+    Only a terminal with UTF-8 gets a frame. Other output is indented like the text inside the frame.
+    """
+    lines = re.sub(r"\x1b\[[\d;]*m", "", box).replace("\n│", "\n ").splitlines()[1:]  # without the title
+    lines = [line.rstrip("│╰─╯ ") for line in lines]
+    paragraphs = ["\n".join(group) for text, group in groupby(lines, lambda line: bool(line.strip("- "))) if text]
+    shown = [text for text in paragraphs if not text.startswith(("  Argument helptext", "  For full helptext"))]
+    flags = (re.sub(r"(\n {6}-.*)(\n {10}.*)+", r"\1", text) for text in shown)  # flags are indented, help texts more
     message = ". ".join(" ".join(text.split()) for text in flags).removeprefix("Error parsing model: ")
     return re.sub("^Expected one of", "Missing subcommand: expected one of", message)

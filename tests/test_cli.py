@@ -200,7 +200,7 @@ def test_a_closed_pipe_is_not_an_error():
     ("schedule shwo", "Unrecognized options: shwo. Available subcommands: show, compare, check"),
     ("schedule show dualpipe --rank 4", "Unrecognized options: --rank, 4. Perhaps you meant: --ranks {None}|INT"),
     ("schedule compare", "Missing from moe-dualpipe schedule compare: --stages INT --micro-batches INT"),
-    ("generate", "Missing from moe-dualpipe generate: STR Folder of a run, for its newest checkpoint, or of one "
+    ("generate", "Missing from moe-dualpipe generate: RUN Folder of a run, for its newest checkpoint, or of one "
      "checkpoint. (required)"),
     ("schedule compare --stages x --micro-batches 3",
      "Error parsing --stages: invalid literal for int() with base 10: 'x'"),
@@ -208,7 +208,11 @@ def test_a_closed_pipe_is_not_an_error():
      "'decode')."),
     ("profile analyze --kernels", "Missing value for argument '--kernels'. Expected 1 values."),
 ])  # fmt: skip
-def test_an_unknown_or_missing_option_prints_one_line_and_exits_with_code_2(capsys, monkeypatch, arguments, message):
+@pytest.mark.parametrize("framed", [True, False])
+def test_an_unknown_or_missing_option_prints_one_line_and_exits_with_code_2(
+    capsys, monkeypatch, framed, arguments, message
+):
+    monkeypatch.setattr("tyro._fmtlib._should_use_utf8_drawing_chars", lambda: framed)
     monkeypatch.setenv("COLUMNS", "80")
     assert run(capsys, *arguments.split()) == (2, "", f"moe-dualpipe: error: {message}\n")
 
