@@ -88,7 +88,7 @@ def _gradients(
             grad_w_VD.addmm_(grad_CV.T, x_TD[rows])
         elif grad_w_VD is not None:
             grad_w_VD += grad_CV.T @ x_TD[rows]  # this product is rounded to the dtype of x once per chunk
-        del grad_CV  # before the next chunk allocates it
+        del grad_CV  # free it before the next chunk is allocated
     return grad_x_TD, grad_w_VD
 
 

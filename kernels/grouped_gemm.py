@@ -50,7 +50,7 @@ class GroupedGemmOptions:
                 raise ValueError(f"accumulate=True adds in float32, but {problem}")
 
 
-# ---- the three products ----
+# ---- the products ----
 
 
 def grouped_mm(

@@ -20,7 +20,7 @@ class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, weight_grads: WeightGrads | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        # With checkpointing, ctx.saved_tensors may return another tensor than the parameter, which gets the gradient.
+        # The gradient belongs to this parameter. With checkpointing, ctx.saved_tensors may have another tensor.
         ctx.parameter = weight
         ctx.weight_grads = weight_grads
         return F.linear(x, weight)
@@ -35,16 +35,14 @@ class _LinearFunction(torch.autograd.Function):
 
         wants_x, wants_weight, _ = ctx.needs_input_grad
         grad_x = grad @ weight if wants_x else None
-        return grad_x, compute_or_defer(ctx.weight_grads, ctx.parameter, weight_grad) if wants_weight else None, None
+        grad_weight = compute_or_defer(ctx.weight_grads, ctx.parameter, weight_grad) if wants_weight else None
+        return grad_x, grad_weight, None
 
 
 def compute_or_defer(
-    weight_grads: WeightGrads | None,
-    parameter: Tensor,
-    compute: Callable[[], Tensor],
-    add_to: Callable[[Tensor], Any] | None = None,
-    in_place: bool = False,
-) -> Tensor | None:
+    weight_grads: WeightGrads | None, parameter: Tensor, compute: Callable[[], Tensor],
+    add_to: Callable[[Tensor], Any] | None = None, in_place: bool = False,
+) -> Tensor | None:  # fmt: skip
     """Return the weight gradient for autograd, or None if it is deferred or already added to `parameter.grad`.
 
     compute: returns the gradient. add_to: adds the gradient to an existing one in place. in_place: add the gradient to

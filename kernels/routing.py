@@ -98,7 +98,7 @@ def route(
     2408.15664). Ties go to the lower id.
     num_groups, top_groups: experts form num_groups groups of consecutive ids. Only experts in the top_groups best
     groups are eligible. The score of a group is the sum of its two best scores (arXiv 2412.19437).
-    normalize: divide the weights, which are the chosen scores, by their sum over k. scale: their final factor.
+    normalize, scale: the weights are the chosen scores, divided by their sum over k if `normalize`, times `scale`.
     kernels: see backend.py. Raises ValueError for invalid options or shapes.
 
     Example: logits [[0, 2, 1]], k=2, sigmoid: ids [[1, 2]], weights [[0.8808, 0.7311]] / 1.6119 = [[0.546, 0.454]].

@@ -4,8 +4,8 @@ The number of rows of each expert is known only on the device, and reading it on
 is sized for the largest possible number of tiles, floor(M / block_m) + E. `Tiling` builds a table on the device that
 maps each slot of the grid to an expert and its first row; unused slots do nothing.
 
-Each program starts at the tile of its own number and advances by the number of programs. A grid of `num_sms` programs
-leaves the other multiprocessors to communication.
+Program i of P computes the tiles i, i + P, i + 2P, ... With `num_sms`, P is at most that number, which leaves the other
+multiprocessors to communication.
 
 M rows in expert-major order, E experts; N columns of a product, K length of the sum.
 """
