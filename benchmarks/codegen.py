@@ -32,7 +32,7 @@ from triton.runtime.jit import JITFunction
 
 from moe_dualpipe.expert_parallel.modelled import paced_copy
 from moe_dualpipe.kernels.gpu import configs, gemm, permute, routing, swiglu, tiles, wgrad
-from moe_dualpipe.kernels.gpu.launch import interpreter_enabled
+from moe_dualpipe.kernels.gpu.launch_args import interpreter_enabled
 from moe_dualpipe.kernels.routing import RoutingOptions, Score
 
 TARGETS = {

@@ -48,7 +48,7 @@ def use_triton(kernels: Kernels, *tensors: Tensor | None) -> bool:
         return True
     if not supported:
         raise ValueError(f'kernels="triton" supports bfloat16, float16 and float32: got {first.dtype}')
-    from .gpu.launch import interpreter_enabled
+    from .gpu.launch_args import interpreter_enabled
 
     if interpreter_enabled() and first.dtype == torch.bfloat16:
         raise ValueError("Triton's interpreter gives wrong results in bfloat16: use float16 or float32")

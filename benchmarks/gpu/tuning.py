@@ -20,7 +20,7 @@ import triton
 
 from moe_dualpipe.kernels.gpu import configs
 from moe_dualpipe.kernels.gpu.configs import TileConfig, TunedKernel, override_config
-from moe_dualpipe.kernels.gpu.launch import arch_of
+from moe_dualpipe.kernels.gpu.launch_args import arch_of
 
 from .correctness import TOLERANCE
 from .implementations import Problem

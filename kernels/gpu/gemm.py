@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .configs import lookup
-from .launch import arch_of, launch_grid, launch_settings, weights_argument
+from .launch_args import arch_of, launch_grid, launch_settings, weights_argument
 from .tiles import Tiling, locate_tile, split_columns, store_tile, tile_product, tile_rows
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..backend import check_contiguous
 from .configs import lookup
-from .launch import arch_of, dot_precision, launch_grid
+from .launch_args import arch_of, dot_precision, launch_grid
 from .tiles import grouped_order, split_columns
 
 

@@ -8,7 +8,7 @@ import torch
 from moe_dualpipe.kernels.experts import experts
 from moe_dualpipe.kernels.gpu.configs import TileConfig
 from moe_dualpipe.kernels.gpu.gemm import rows_times_weights
-from moe_dualpipe.kernels.gpu.launch import dot_precision
+from moe_dualpipe.kernels.gpu.launch_args import dot_precision
 from moe_dualpipe.kernels.gpu.tiles import Tiling
 from moe_dualpipe.kernels.gpu.wgrad import weight_gradients
 from moe_dualpipe.kernels.grouped_gemm import grouped_linear, grouped_mm, grouped_wgrad
