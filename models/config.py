@@ -146,7 +146,7 @@ class StageOptions:
     kernels: Kernels = "auto"
     """Triton kernels or plain torch (kernels/backend.py)."""
     fused_loss: bool = False
-    """Compute head and loss together, without the whole logits (kernels/cross_entropy.py)."""
+    """Compute head and loss together in blocks of tokens, without storing all logits (kernels/cross_entropy.py)."""
     document_end_id: int | None = None
     """The token that ends a document, to attend only within a document. None: attend to all previous positions."""
 

@@ -11,11 +11,11 @@ class Generate:
     """Continue a prompt with the model of a run, which may still be training."""
 
     run_or_checkpoint: Positional[Annotated[str, arg(metavar="RUN")]]
-    """Folder of a run, for its newest checkpoint, or of one checkpoint."""
+    """Folder of a run (its newest checkpoint is used) or of a checkpoint."""
     prompt: str = "\n"
     """Start of the text."""
     tokens: int = 200
-    """Maximum number of tokens to generate; a text also ends at the end of a document."""
+    """Maximum number of new tokens. A text ends earlier if the model ends the document."""
     num: int = 1
     """Number of texts, generated as one batch."""
     temperature: float = 0.8
@@ -25,13 +25,13 @@ class Generate:
     top_p: float = 1.0
     """Sample from the fewest most likely tokens with this total probability. 1: no limit."""
     max_length: int = 256
-    """Maximum number of tokens the model sees at a time: the --seq-len of training."""
+    """Maximum number of tokens that the model attends to. Use the --seq-len of training."""
     seed: int = 0
     """Random seed. The same seed gives the same texts."""
     experts: str = "swiglu"
-    """Your own expert layer, "module:Class". Must be named here: a checkpoint cannot choose what is imported."""
+    """The model's own expert layer, "module:Class". Required, because a checkpoint cannot choose what is imported."""
     device: str = "auto"
-    """cpu, cuda (in bfloat16), or auto: the GPU if there is one."""
+    """cpu, cuda (in bfloat16), or auto: cuda if there is a GPU, otherwise cpu."""
 
     def run(self) -> None:
         import torch

@@ -29,16 +29,16 @@ class ShowModel:
     schedule: str = "auto"
     """Pipeline schedule. auto: dualpipe, or 1f1b on a single rank."""
     recompute: Literal["none", "norms", "attention", "full"] = "none"
-    """What to recompute in backward instead of saving it."""
+    """What to recompute in backward instead of saving."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of weights and activations. Gradients and optimizer state are float32."""
     fused_loss: bool = False
-    """Compute head and loss together, without the whole logits."""
+    """Compute head and loss together in blocks of tokens, without storing all logits."""
     json: bool = False
-    """Print JSON with the bytes of each rank."""
+    """Print JSON instead, with the bytes of each rank."""
 
     def run(self) -> None:
-        """Raises ValueError for numbers that do not fit together."""
+        """Raises ValueError for invalid or conflicting options."""
         from ..drawing.model_tables import memory_table, size_summary
         from ..models import preset  # imports torch, which the other commands do not need
         from ..planner import MicroBatch, ModelSize, rank_memory
@@ -90,7 +90,7 @@ class ListModels:
 
 @dataclass(frozen=True)
 class ModelCommands:
-    """Sizes of models, and the memory that training takes."""
+    """Sizes of models, and the memory that training needs."""
 
     command: Annotated[
         Annotated[ListModels, subcommand("list")] | Annotated[ShowModel, subcommand("show")],

@@ -36,7 +36,7 @@ def size_summary(name: str, size: ModelSize) -> str:
 
 
 def memory_table(ranks: Sequence[RankMemory]) -> str:
-    """Return a table with one row per rank, the rank with the most memory, and what the sizes include."""
+    """Return a table with one row per rank, the rank with the most memory, and what is not counted."""
     rows: list[list[str]] = [[*HEADINGS]]
     for r in ranks:
         sizes = (r.weights, r.gradients, r.optimizer, r.optimizer_sharded, r.activations, r.total, r.total_sharded)
@@ -45,10 +45,10 @@ def memory_table(ranks: Sequence[RankMemory]) -> str:
     fullest, sharded = max(ranks, key=lambda rank: rank.total), max(ranks, key=lambda rank: rank.total_sharded)
     return (
         f"{markdown(rows)}\n\n"
-        f"The fullest is rank {fullest.rank} with {_gib(fullest.total)}; "
-        f"with ZeRO-1, rank {sharded.rank} with {_gib(sharded.total_sharded)}.\n"
-        "All sizes are in GiB. (ZeRO-1): replicas share the optimizer state. Not counted: temporary buffers of kernels,"
-        "\ncommunication buffers, fragmentation. Triton kernels and flash attention are assumed."
+        f"Rank {fullest.rank} needs the most memory, {_gib(fullest.total)} GiB; "
+        f"with ZeRO-1, rank {sharded.rank} does, {_gib(sharded.total_sharded)} GiB.\n"
+        "All sizes are in GiB. (ZeRO-1): optimizer state divided over replicas. Not counted: temporary buffers of\n"
+        "kernels, communication buffers, fragmentation. Triton kernels and flash attention are assumed."
     )
 
 

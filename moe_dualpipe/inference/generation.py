@@ -3,8 +3,8 @@
 If experts are spread over ranks, a batch is divided into two micro-batches, for prefill and for decoding. Each hides
 the other's communication, as in DeepSeek's published inference profiles.
 
-A cache cannot slide: what it stores of a position was computed from all positions before it. When it holds as many
-positions as the model may see, the newer half is prefilled again and the older half is dropped. Until then a token is
+A cache cannot drop only its first positions: what it stores of a position was computed from all positions before it.
+When it holds `max_length` positions, the newer half is read again and the older half is dropped. Until then a token is
 the same as with a forward of the whole text.
 
 B sequences, S positions, N tokens to generate, V vocabulary.
@@ -19,15 +19,15 @@ from ..models import KVCache, MoE, TransformerStage
 from .sampling import Sampling
 
 Step = Callable[[Tensor, int], Tensor]
-"""From the tokens [B, S] that follow `past` cached positions to the next token of each sequence, [B]."""
+"""(tokens [B, S] that follow the cached positions, number of cached positions) -> the next token of each, [B]."""
 
 
 @torch.no_grad()
 def prefill(stage: TransformerStage, x: Tensor, caches: Sequence[KVCache] = ()) -> Tensor:
-    """The outputs of `stage(x)` for all sequences, [B, S] or [B, S, D], computed as two interleaved halves.
+    """The outputs of `stage(x)` for all sequences x, [B, S] or [B, S, D], computed as two interleaved halves.
 
     caches: one for each half, or none. A single sequence is not interleaved. With expert parallelism the order of
-    communication must be the same on all ranks: each has at least two sequences, or each has one.
+    communication must be the same on all ranks: either each has at least two sequences, or each has one.
     """
     if len(x) < 2:
         return stage(x, None, *caches[:1])
@@ -38,22 +38,15 @@ def prefill(stage: TransformerStage, x: Tensor, caches: Sequence[KVCache] = ()) 
 
 @torch.no_grad()
 def generate(
-    model: TransformerStage,
-    prompts: Tensor | Sequence[Tensor],
-    num_tokens: int,
-    max_length: int,
-    temperature: float = 0.8,
-    top_k: int | None = None,
-    top_p: float = 1.0,
-    seed: int = 0,
-    stop: int | None = None,
-) -> Tensor:
+    model: TransformerStage, prompts: Tensor | Sequence[Tensor], num_tokens: int, max_length: int,
+    temperature: float = 0.8, top_k: int | None = None, top_p: float = 1.0, seed: int = 0, stop: int | None = None,
+) -> Tensor:  # fmt: skip
     """Return the `num_tokens` tokens that follow each prompt: [B, N].
 
-    model: a whole model in one stage. prompts: [B, S], or B of [S] of any lengths. max_length: the most positions the
-    model sees. temperature, top_k, top_p: see `Sampling`. stop: a token that ends a sequence; the rest of the row is
-    filled with it. Ranks that share experts must pass the same `num_tokens`, and prompts with the same minimum and
-    maximum length.
+    model: a whole model in one stage. prompts: [B, S], or B tensors [S] of any length. max_length: the most positions
+    that the model attends to. temperature, top_k, top_p: see `Sampling`. stop: a token that ends a sequence; the rest
+    of the row is filled with it. Ranks that share experts must pass the same `num_tokens`, and prompts with the same
+    minimum and maximum length.
 
     Raises ValueError for a stage that is not a whole model, for prompts that are empty or have invalid token ids, and
     for invalid numbers.
@@ -75,19 +68,14 @@ def generate(
 
 
 def decode(
-    step: Step,
-    prompts: Tensor | Sequence[Tensor],
-    num_tokens: int,
-    max_length: int,
-    vocab_size: int,
-    stop: int | None = None,
-    stop_early: bool = True,
-) -> Tensor:
-    """Call `step` for one token after another; returns [B, N]. Arguments and errors are those of `generate`.
+    step: Step, prompts: Tensor | Sequence[Tensor], num_tokens: int, max_length: int, vocab_size: int,
+    stop: int | None = None, stop_early: bool = True,
+) -> Tensor:  # fmt: skip
+    """Call `step` once per token; returns [B, N]. Arguments and errors are those of `generate`.
 
-    The rest of longer prompts is read together with the first new tokens of shorter ones: all sequences have the same
-    positions, and no mask is needed. stop_early: return when all sequences have ended; only if no other rank needs the
-    steps of this one.
+    All sequences advance together: while a longer prompt supplies its next token, a shorter one already gets a new one.
+    So all have the same positions, and no mask is needed. stop_early: return when all sequences have ended; True only
+    if no other rank takes part in the steps.
     """
     tokens_BS, lengths_B = _token_buffer(prompts, num_tokens, max_length, vocab_size)
     end = int(lengths_B.min())

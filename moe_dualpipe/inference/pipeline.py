@@ -1,7 +1,7 @@
-"""Generation with a model that is spread over a pipeline: each token is one forward through all stages.
+"""Generation with a model that is divided over a pipeline: each token takes one forward through all stages.
 
-Every stage caches keys and values of its layers, so a message holds one position of each sequence. There is one
-micro-batch at a time, and ranks wait for each other: suitable for a sample, not for serving.
+Every stage caches keys and values of its layers, so stages send one position of each sequence. There is one micro-batch
+at a time, and ranks wait for each other. This is suitable for samples, not for serving.
 """
 
 from collections.abc import Sequence
@@ -41,23 +41,16 @@ class _CachedStage(nn.Module):
 
 @torch.no_grad()
 def generate_through_pipeline(
-    executor: Executor,
-    placement: Placement,
-    group: dist.ProcessGroup | None,
-    prompts: Tensor | Sequence[Tensor],
-    num_tokens: int,
-    hidden: tuple[int, torch.dtype],
-    max_length: int,
-    vocab_size: int,
-    sampling: Sampling,
+    executor: Executor, placement: Placement, group: dist.ProcessGroup | None, prompts: Tensor | Sequence[Tensor],
+    num_tokens: int, hidden: tuple[int, torch.dtype], max_length: int, vocab_size: int, sampling: Sampling,
     seed: int = 0,
-) -> Tensor:
-    """Return the `num_tokens` tokens that follow each prompt, [B, N], on all ranks of the pipeline `group`. Collective.
+) -> Tensor:  # fmt: skip
+    """Return the `num_tokens` tokens that follow each prompt, [B, N]. All ranks of the pipeline `group` must call this.
 
-    Stages are called as `stage(x, cache=cache)`; the last one has a method `logits` (models/transformer.py), which gets
-    its output at the last position. prompts: [B, S], or B of [S], the same on all ranks. hidden: width and dtype of the
-    hidden states between stages. max_length: the most positions the model sees. Raises ValueError for prompts that are
-    empty or have invalid token ids.
+    Stages are called as `stage(x, cache=cache)`; the last one needs a method `logits` (models/transformer.py), which
+    gets its output at the last position. prompts: [B, S], or B tensors [S], the same on all ranks. hidden: width and
+    dtype of the hidden states between stages. max_length: the most positions that the model attends to. Raises
+    ValueError for prompts that are empty or have invalid token ids.
     """
     schedule, last_rank = forward_schedule(placement), placement.routes[0][-1]
     random = torch.Generator().manual_seed(seed)

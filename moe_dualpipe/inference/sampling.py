@@ -1,6 +1,6 @@
 """Sampling: draw the next token from the model's distribution, optionally without its unlikely tokens.
 
-Each unlikely token is rarely drawn, but there are many of them, and one can derail a text. Top-k keeps the k most
+Each unlikely token is rarely drawn, but there are many, and a single one can spoil a text. Top-k keeps the k most
 likely tokens. Top-p (nucleus sampling, arXiv 1904.09751) keeps the smallest set of most likely tokens with a total
 probability of at least p.
 
@@ -34,7 +34,7 @@ class Sampling:
             raise ValueError(f"top_p must be above 0, and at most 1: got {self.top_p}; 1 is no limit")
 
     def draw(self, logits_BV: Tensor, random: torch.Generator) -> Tensor:
-        """One token for each row, [B]. `random` is on the CPU, so a seed gives the same tokens on every device."""
+        """Draw one token for each row, [B]. `random` is on the CPU, so a seed draws the same tokens on any device."""
         if self.temperature == 0:
             return logits_BV.argmax(-1)
         fp32_BV = logits_BV.float().cpu()
@@ -45,10 +45,10 @@ class Sampling:
 
 
 def filtered(logits_BV: Tensor, top_k: int | None = None, top_p: float = 1.0) -> Tensor:
-    """The logits of the tokens that remain, and -inf for all others, [B, V]. Of equal tokens the first ones remain.
+    """The logits, with -inf for tokens that top-k or top-p removes, [B, V]. Of equally likely tokens, the first stay.
 
-    Example: with probabilities 0.5, 0.3, 0.2 a top_p of 0.6 keeps two tokens; after top_k=2, which leaves them 0.625
-    and 0.375, it keeps one.
+    Example: with probabilities 0.5, 0.3, 0.2, top_p=0.6 keeps two tokens. With top_k=2 it keeps one: the probabilities
+    that top-p sees are then 0.625 and 0.375.
     """
     if top_k is None and top_p == 1:
         return logits_BV

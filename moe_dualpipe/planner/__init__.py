@@ -5,11 +5,5 @@ from .flops import forward_flops, peak_flops, train_flops_per_token
 from .memory import ModelSize, RankMemory, rank_memory
 
 __all__ = [
-    "MicroBatch",
-    "ModelSize",
-    "RankMemory",
-    "forward_flops",
-    "peak_flops",
-    "rank_memory",
-    "train_flops_per_token",
-]
+    "MicroBatch", "ModelSize", "RankMemory", "forward_flops", "peak_flops", "rank_memory", "train_flops_per_token",
+]  # fmt: skip

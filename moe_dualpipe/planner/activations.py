@@ -1,12 +1,12 @@
-"""Bytes that a micro-batch holds on a stage: between forward and backward, and between I and W of a split backward.
+"""Bytes saved for a micro-batch on a stage: from forward to backward, and from I to W of a split backward.
 
 Activations are most of the memory of training. They depend on the model, on what is recomputed, and on how the experts
-are spread. The formulas here add up the tensors that layers save, so they cost nothing for a model of any size.
+are spread. The formulas here add up the sizes of the tensors that layers save, so no model is built.
 tests/gpu/test_saved_bytes.py compares them with the tensors that are alive in real stages.
 
-They assume GPU kernels: fused experts (which save x and z), fused RMSNorm (its input and one number a row), flash
-attention (q, k, v, the result, and one number a row and head). Plain operators save more. The number of received rows
-assumes that tokens choose experts evenly and independently. Tables of a few bytes an expert are left out.
+They assume GPU kernels: fused experts (which save x and z), fused RMSNorm (its input and one number per row), flash
+attention (q, k, v, the result, and one number per row and head). Plain operators save more. The number of received rows
+assumes that tokens choose experts evenly and independently. Tables of a few bytes per expert are not counted.
 
 T tokens, D model dim, K experts per token, N rows received, M = T K rows in expert-major order, F inner width.
 """
@@ -22,7 +22,7 @@ from ..models.recompute import Recompute
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One micro-batch of a rank. element: bytes of an activation. ep: ranks over which experts are spread."""
+    """One micro-batch of a rank. element: bytes of one number of an activation. ep: ranks that share the experts."""
 
     sequences: int
     seq_len: int
@@ -47,7 +47,7 @@ def rows_received(config: ModelConfig, batch: MicroBatch) -> int:
 
 
 def saved_bytes(config: ModelConfig, spec: StageSpec, batch: MicroBatch) -> int:
-    """Bytes from the forward of a micro-batch on a stage until its backward, with input and output.
+    """Bytes saved from a micro-batch's forward on a stage until its backward, with the stage's input and output.
 
     Raises ValueError for a stage with multi-token prediction: its criterion is not modelled.
     """
@@ -60,7 +60,7 @@ def saved_bytes(config: ModelConfig, spec: StageSpec, batch: MicroBatch) -> int:
         return saved + row
     saved += 2 * row + 4 * batch.tokens  # the sum of the parts, and its normalized copy
     per_token = 4 if batch.fused_loss else 4 * config.vocab_size  # the log-sum-exp, or all log-probabilities
-    return saved + batch.tokens * (per_token + 8)
+    return saved + batch.tokens * (per_token + 8)  # and the labels
 
 
 def _block(config: ModelConfig, spec: StageSpec, layer: int, batch: MicroBatch) -> int:
@@ -68,10 +68,10 @@ def _block(config: ModelConfig, spec: StageSpec, layer: int, batch: MicroBatch) 
     first, last, dense = layer == spec.layers[0], layer == spec.layers[-1], config.is_dense(layer)
     shared = not dense and config.num_shared_experts > 0
     recompute = batch.recompute in ("attention", "full")
-    # Recomputed attention saves the parts of its input; otherwise their sum is saved.
+    # Recomputed attention saves the parts of its input, other attention their sum.
     saved = row * (1 + shared) * (not last) if recompute else row * (not first)
     if not recompute or not last or dense or (shared and batch.recompute == "attention"):
-        saved += row  # the stream between attention and MLP
+        saved += row  # the residual stream between attention and MLP
     if not recompute:
         saved += ATTENTION[config.attention].saved_bytes(config, tokens, batch.seq_len, batch.element)
     if batch.recompute == "none":
@@ -94,7 +94,7 @@ def _swiglu(inner: int, batch: MicroBatch) -> int:
 
 
 def _experts(config: ModelConfig, batch: MicroBatch, has_input: bool) -> int:
-    """Received rows, z of the experts, and indices. has_input: the rows are already saved if none is sent (ep 1)."""
+    """Received rows, z of the experts, and indices. has_input: with ep 1, the rows are already counted."""
     tokens, k, rows = batch.tokens, config.experts_per_token, rows_received(config, batch)
     choices = tokens * k
     saved = 16 * choices + 8 * rows * k  # the expert-major order
@@ -113,11 +113,11 @@ def _aligned(size: int) -> int:
 
 
 def deferred_bytes(config: ModelConfig, spec: StageSpec, batch: MicroBatch) -> int:
-    """Bytes from I to W of a split backward: the inputs and output gradients of the matrix products."""
+    """Bytes saved from I to W of a split backward: the inputs and output gradients of the matrix products."""
     numbers = sum(_deferred_numbers(config, layer, batch) for layer in spec.layers)
     if spec.head:
         numbers += batch.tokens * (config.hidden_size + config.vocab_size)
-    indices = 16 * batch.tokens * config.experts_per_token + 8 * rows_received(config, batch) * config.experts_per_token
+    indices = config.experts_per_token * (16 * batch.tokens + 8 * rows_received(config, batch))
     return numbers * batch.element + indices * sum(not config.is_dense(layer) for layer in spec.layers)
 
 
@@ -129,6 +129,6 @@ def _deferred_numbers(config: ModelConfig, layer: int, batch: MicroBatch) -> int
         return numbers + tokens * (2 * hidden + 3 * config.dense_size)
     rows = rows_received(config, batch) * (batch.ep > 1)
     numbers += tokens * (2 * hidden + 3 * config.num_shared_experts * config.expert_size + config.num_experts)
-    # A recomputed router has its own input, apart from that of the experts.
+    # A recomputed router has a separate input: not the tensor that the experts get.
     numbers += tokens * hidden * (batch.recompute in ("attention", "full"))
     return numbers + 2 * rows * hidden + 3 * config.expert_size * tokens * config.experts_per_token

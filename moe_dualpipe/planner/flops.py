@@ -1,11 +1,11 @@
-"""The FLOPs of a token, and the peak FLOP/s of a device: the two sides of model FLOPs utilization (MFU).
+"""The FLOPs of a token, and the peak FLOP/s of a device. Their ratio gives the model FLOPs utilization (MFU).
 
 Model FLOPs are those of the necessary matrix products, two for each multiply-add (arXiv 2204.02311, appendix B).
-Recomputation does not count, nor do norms, the softmax and the embedding lookup. Of the experts, a token's K and the
-shared ones count. A backward is two forwards.
+Recomputation, norms, the softmax and the embedding lookup do not count. A token's K experts and the shared experts
+count. A backward counts as two forwards.
 
-Attention counts as causal: a position attends to (S + 1) / 2 of S positions on average. The paper counts all S, as if
-half of them were not masked. The lower count gives the lower utilization.
+Attention counts as causal: on average, a position attends to (S + 1) / 2 of S positions. The paper counts all S,
+including the masked half. The lower count used here gives a lower utilization.
 """
 
 import re
@@ -16,8 +16,8 @@ from ..models.attention import ATTENTION
 from ..models.config import ModelConfig
 from ..models.partition import head_flops, layer_flops, mtp_module_flops
 
-# Dense bf16 with fp32 sums, in FLOP/s, from the makers' data sheets; numbers for sparse matrices are halved.
-# A device matches the first entry whose words are all in its name.
+# Dense bf16 with fp32 sums, in FLOP/s, from the data sheets; numbers for sparse matrices are halved.
+# A device has the peak of the first entry whose words are all in its name.
 PEAKS = {
     "gb200": 2500e12, "b200": 2250e12,
     "gh200": 989.4e12, "h200 nvl": 835.5e12, "h200": 989.4e12,
@@ -25,32 +25,32 @@ PEAKS = {
     "a100": 312e12, "a800": 312e12, "l40s": 362e12, "l4": 121e12, "a10": 125e12, "rtx 4090": 165.2e12,
     "mi300x": 1307.4e12, "mi325x": 1307.4e12,
 }  # fmt: skip
-PARTIAL = {"mig", "laptop", "d"}  # a slice of a device, or a smaller device of the same name
+PARTIAL = {"mig", "laptop", "d"}  # these words mark a slice of a device, or a smaller device of the same name
 
 
 def forward_flops(config: ModelConfig, seq_len: int) -> int:
-    """FLOPs of a forward, per token: the average over the positions of a sequence of `seq_len`.
+    """FLOPs of a forward per token: the average over the positions of a sequence of `seq_len`.
 
-    Example: the preset `tiny` has 2 x 822,272 for its weights; at 256 tokens attention adds 4 layers x 257 x 256.
+    Example: the preset `tiny` needs 2 x 822,272 for its weights. At 256 tokens attention adds 4 layers x 257 x 256.
     """
     layers = sum(layer_flops(config, layer) for layer in range(config.num_layers))
     return layers + head_flops(config) + score_flops(config, seq_len)
 
 
 def train_flops_per_token(config: ModelConfig, seq_len: int) -> int:
-    """FLOPs of a forward and a backward, per token: three forwards, multi-token prediction (MTP) included."""
+    """FLOPs of a forward and a backward per token: three forwards, multi-token prediction (MTP) included."""
     return 3 * (forward_flops(config, seq_len) + mtp_flops(config, seq_len) // seq_len)
 
 
 def mtp_flops(config: ModelConfig, seq_len: int) -> int:
-    """FLOPs of multi-token prediction, forward, for a whole sequence. The k-th module sees k positions fewer."""
+    """FLOPs of multi-token prediction, forward, for a whole sequence. Module k computes seq_len - k positions."""
     scores = ATTENTION[config.attention].score_flops
     modules = [(seq_len - k, block) for k, block in enumerate(config.mtp_blocks, start=1)]
     return sum(n * (mtp_module_flops(config, block) + scores(config, n)) for n, block in modules)
 
 
 def score_flops(config: ModelConfig, seq_len: int) -> int:
-    """FLOPs of the attention scores, and of the sums of values, of all layers: per token, forward."""
+    """FLOPs of the attention scores and sums of values of all layers, per token, forward."""
     return config.num_layers * ATTENTION[config.attention].score_flops(config, seq_len)
 
 

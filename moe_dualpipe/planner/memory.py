@@ -1,12 +1,11 @@
 """The memory of every pipeline rank, computed before a run starts: does the model fit?
 
-Weights, gradients and optimizer state follow from the parameters of the stages on a rank. They are counted on real
-stages on the meta device. Activations follow from the schedule, which says how many micro-batches a rank holds at a
-time, and from the bytes of each (activations.py). Not counted: temporary buffers of kernels, communication buffers, and
+Weights, gradients and optimizer state are computed from the parameters of a rank's stages, which are built on the meta
+device. Activations are computed from the schedule, which gives the number of micro-batches that a rank holds at a time,
+and from the bytes of each (activations.py). Not counted: temporary buffers of kernels, communication buffers, and
 fragmentation of the allocator.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -23,9 +22,9 @@ from .flops import forward_flops, score_flops, train_flops_per_token
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Memory of a pipeline rank in bytes: of the data-parallel rank that holds most.
+    """Memory of a pipeline rank in bytes: the maximum over its data-parallel ranks.
 
-    `optimizer_sharded`: the optimizer state if replicas share it (ZeRO-1).
+    `optimizer_sharded`: the optimizer state if it is divided over replicas (ZeRO-1).
     """
 
     rank: int
@@ -73,9 +72,9 @@ class ModelSize:
 
 
 def parameter_sizes(config: ModelConfig, spec: StageSpec, ep: int = 1) -> tuple[dict[str, int], dict[str, int]]:
-    """Sizes of a stage's tensors on one of `ep` ranks, by global name: dense ones, and those of routed experts.
+    """Sizes of a stage's dense tensors, and of its routed experts' tensors, on one of `ep` ranks, by global name.
 
-    These are the units that ZeRO-1 assigns to owners (zero.py).
+    ZeRO-1 divides the optimizer state by these tensors (runtime/zero.py).
     """
     with torch.device("meta"):
         stage = TransformerStage(config, spec, Loopback(config.num_experts, ep))
@@ -103,29 +102,23 @@ def rank_memory(config: ModelConfig, schedule: Schedule, batch: MicroBatch, dp: 
     divided = [parameter_sizes(config, spec, batch.ep) for spec in specs]
     saved = [saved_bytes(config, spec, batch) for spec in specs]
     deferred = [deferred_bytes(config, spec, batch) for spec in specs]
-    activations = simulate(schedule, Costs()).peak_bytes(saved, deferred)  # the order matters, not the times
-    state = 12 if batch.element < 4 else 8  # two moments in fp32, and master weights for narrower weights
+    activations = simulate(schedule, Costs()).peak_bytes(saved, deferred)  # only the order matters, not the times
+    state = 12 if batch.element < 4 else 8  # two moments in fp32; fp32 weights too if the weights are narrower
     ranks = []
     for rank, stages in enumerate(schedule.placement.stages):
         dense, experts = ({n: size for s in stages for n, size in divided[s][kind].items()} for kind in (0, 1))
-        number = sum(dense.values()) + sum(experts.values())
+        counts = sum(dense.values()), sum(experts.values())
         holders = schedule.placement.holders(stages[0])
         sharded = state * _largest_share(dense, experts, dp, batch.ep, holders.index(rank), len(holders))
-        ranks.append(
-            RankMemory(
-                rank, stages, sum(dense.values()), sum(experts.values()), batch.element * number, 4 * number,
-                state * number, sharded, activations[rank],
-            )
-        )  # fmt: skip
+        weights, gradients, optimizer = (factor * sum(counts) for factor in (batch.element, 4, state))
+        ranks.append(RankMemory(rank, stages, *counts, weights, gradients, optimizer, sharded, activations[rank]))
     return tuple(ranks)
 
 
-def _largest_share(
-    dense: Mapping[str, int], experts: Mapping[str, int], dp: int, ep: int, place: int, holders: int
-) -> int:
+def _largest_share(dense: dict[str, int], experts: dict[str, int], dp: int, ep: int, place: int, holders: int) -> int:
     """The most numbers that a data-parallel rank owns, on pipeline rank `place` of the `holders` of the same stages.
 
-    Dense parameters are shared by all replicas, experts by every ep-th data-parallel rank (runtime/groups.py).
+    All data-parallel ranks have replicas of dense parameters; of an expert, every ep-th one (runtime/groups.py).
     """
     of_dense, of_experts = elements_per_owner(dense, holders * dp), elements_per_owner(experts, holders * dp // ep)
     return max(of_dense[place * dp + d] + of_experts[(place * dp + d) // ep] for d in range(dp))

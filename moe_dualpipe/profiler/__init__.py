@@ -1,4 +1,4 @@
-"""Read and record traces of torch.profiler, and measure how much communication is hidden behind computation.
+"""Record and read traces of torch.profiler, and measure how much communication is hidden behind computation.
 
 >>> from moe_dualpipe.profiler import analyze, read_trace
 >>> for analysis in analyze(read_trace("trace.json.gz")):  # one for each device   # doctest: +SKIP

@@ -27,8 +27,8 @@ COMMUNICATION = re.compile(
     r"|all_?to_?all|all_?gather|all_?reduce|reduce_?scatter|send_?recv|_shot_",
     re.IGNORECASE,
 )
-"""Kernel names of NCCL, NVSHMEM, DeepEP (also as part of another package), torch's symmetric memory and this project.
-On a CPU, annotations that match are communication too, in addition to the transfers of backends."""
+"""Kernel names of NCCL, NVSHMEM, DeepEP (also inside other packages), torch's symmetric memory and this project. On a
+CPU, annotations with such names are communication too, in addition to the transfers of backends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,12 @@ class Phase:
 
     name: str
     times: int
-    """Number of annotations, without the annotations of waits."""
+    """Number of annotations, not counting those of waits."""
     compute_us: float
     comm_us: float
     copy_us: float
     exposed_comm_us: float
-    """Exposed time of its communication. This time is a union."""
+    """Exposed time of the communication. Unlike the other times, the length of a union."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +75,12 @@ class Analysis:
     """Neither computation nor communication."""
     num_comm: int
     comm_blocks: int
-    """The most thread blocks of any communication kernel: an upper limit on the SMs that it occupies."""
+    """Thread blocks of the largest communication kernel: an upper limit on the SMs that it occupies."""
     num_sms: int
     """SMs of the GPU; 0 if unknown."""
     phases: tuple[Phase, ...]
     waits: tuple[Wait, ...]
-    """All time without computation; the sum is `exposed_comm_us` + `idle_us`."""
+    """All time without computation: `exposed_comm_us` + `idle_us` in total."""
     streams: dict[str, float]
     """Busy time of each stream; on a CPU, of each thread."""
     kernels: tuple[Kernel, ...]
@@ -101,8 +101,7 @@ class Analysis:
 
 
 def analyze(trace: Trace, comm_pattern: str | re.Pattern[str] = COMMUNICATION) -> tuple[Analysis, ...]:
-    """Return an analysis for each device that has events, sorted by name. Events that match `comm_pattern` are
-    communication."""
+    """Return an analysis of each device with events, sorted by name. Names with `comm_pattern` are communication."""
     pattern = re.compile(comm_pattern) if isinstance(comm_pattern, str) else comm_pattern
     trace = host_as_device(trace, pattern)
     by_device = _group(trace.device_events, attrgetter("device"))
@@ -120,23 +119,16 @@ def _analyze(device: str, events: Sequence[DeviceEvent], trace: Trace, pattern: 
     window = total(extent)
     streams = _group(events, attrgetter("stream"))
     return Analysis(
-        device=device,
-        window_us=window,
-        busy_us=total(busy),
-        compute_us=total(compute),
-        comm_us=total(comm),
-        copy_us=total(copies),
-        overlapped_us=total(intersection(comm, compute)),
-        exposed_comm_us=total(exposed),
-        idle_us=window - total(busy),
-        num_comm=len(by_kind["comm"]),
+        device=device, window_us=window, busy_us=total(busy), idle_us=window - total(busy),
+        compute_us=total(compute), comm_us=total(comm), copy_us=total(copies),
+        overlapped_us=total(intersection(comm, compute)), exposed_comm_us=total(exposed),
+        num_comm=len(by_kind["comm"]), num_sms=trace.num_sms,
         comm_blocks=max((event.blocks for event in by_kind["comm"]), default=0),
-        num_sms=trace.num_sms,
         phases=_phases(by_kind, trace, exposed),
         waits=find_waits(trace, difference(extent, compute), computing, by_kind["comm"]),
         streams={stream: total(union(intervals_of(streams[stream]))) for stream in sorted(streams)},
         kernels=_kernels(by_kind),
-    )
+    )  # fmt: skip
 
 
 def kind_of(event: DeviceEvent, pattern: re.Pattern[str] = COMMUNICATION) -> str:
@@ -159,14 +151,11 @@ def _phases(by_kind: dict[str, list[DeviceEvent]], trace: Trace, exposed: Interv
                 launched[annotation.name][kind].append(event)
     phases = []
     times = Counter(annotation.name for annotation in trace.annotations)
-    waits = Counter(without_wait(wait.name) for wait in trace.waits)
-    for name in times:
-        if name in launched:
-            compute, comm, copies = launched[name].values()
-            exposed_here = total(intersection(union(intervals_of(comm)), exposed))
-            phases.append(
-                Phase(name, max(times[name] - waits[name], 1), _sum(compute), _sum(comm), _sum(copies), exposed_here)
-            )
+    times_waited = Counter(without_wait(wait.name) for wait in trace.waits)
+    for name in (name for name in times if name in launched):
+        comm_exposed = total(intersection(union(intervals_of(launched[name]["comm"])), exposed))
+        compute, comm, copies = (_sum(events) for events in launched[name].values())
+        phases.append(Phase(name, max(times[name] - times_waited[name], 1), compute, comm, copies, comm_exposed))
     return tuple(phases)
 
 

@@ -1,4 +1,4 @@
-"""Analyze the trace files of one measurement together: one file per rank, each with one or more devices."""
+"""Analyze the trace files of one measurement together: one file per rank, with one or more devices each."""
 
 import re
 from collections import defaultdict
@@ -22,7 +22,7 @@ class LaneBlock(NamedTuple):
     lane: int
     """Index in LANES."""
     name: str
-    """The annotation; "" for all work that was launched outside of annotations."""
+    """Name of the annotation; "" for all work launched outside annotations."""
     intervals: Intervals
     """In microseconds, from the start of the device's first event."""
 
@@ -33,7 +33,7 @@ class TracedDevice:
 
     path: Path
     truncated: int
-    """Number of events that could be read from an incomplete file; 0 for a complete file."""
+    """Number of events read from an incomplete file; 0 for a complete file."""
     rank: int | None
     analysis: Analysis
     blocks: Sequence[LaneBlock]
@@ -42,14 +42,14 @@ class TracedDevice:
 
 @dataclass(frozen=True)
 class TraceFiles:
-    """The devices of all files, with the skew of each."""
+    """The devices of all files, and the skew of each device."""
 
     devices: Sequence[TracedDevice]
     skews: Sequence[RankSkew]
 
     @property
     def names(self) -> list[str]:
-        """Short, distinct names: the ranks if all files have different ones, otherwise file and device."""
+        """Short, distinct names: the ranks if all devices have different ones, otherwise file and device."""
         numbers = [device.rank for device in self.devices]
         by_rank = None not in numbers and len(set(numbers)) == len(numbers)
         names = [f"rank {d.rank}" if by_rank else f"{d.path}, {d.analysis.name}" for d in self.devices]
@@ -57,7 +57,7 @@ class TraceFiles:
 
     @property
     def truncated(self) -> dict[Path, int]:
-        """The incomplete files, with the number of events that could be read."""
+        """The incomplete files, with the number of events read from each."""
         return {device.path: device.truncated for device in self.devices if device.truncated}
 
     def as_objects(self) -> list[dict[str, Any]]:
@@ -74,7 +74,7 @@ class TraceFiles:
 def analyze_files(paths: Sequence[Path], pattern: re.Pattern[str] = COMMUNICATION, pictures: bool = True) -> TraceFiles:
     """Read and analyze trace files. Raises TraceError for a file that is not a trace or has no device events.
 
-    pictures: also collect the lane blocks that a picture needs.
+    pictures: also collect the lane blocks, which pictures need.
     """
     devices = [device for path in paths for device in analyze_devices(path, read_trace(path), pattern, pictures)]
     return TraceFiles(devices, rank_skews([device.transfers for device in devices]))

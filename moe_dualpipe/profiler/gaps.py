@@ -1,4 +1,4 @@
-"""Explain the time without computation: what was in flight, what computed next, and whether the host was late.
+"""Explain the time without computation: which communication ran, what computed next, and whether the host was late.
 
 If the next computation was already queued, it waited for data. If the host had not launched it yet, the host was late,
 possibly because it was inside a call that waits for the device.
@@ -15,23 +15,23 @@ from .intervals import Intervals, intervals_of, length_before, union
 from .trace import DeviceEvent, Trace
 
 _NEARBY = 64
-"""Look for the next annotation among this many events."""
+"""The next annotation is searched among this many events."""
 _SYNCHRONISES = re.compile(r"Synchronize|Memcpy(?!.*Async)")
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """All time without computation that has the same `during` and `before`. Times are in microseconds."""
+    """All time without computation with the same `during` and `before`. Times are in microseconds."""
 
     during: str
-    """The communication in flight: its annotation or, without one, its own name; "" if there was none."""
+    """The annotation of the communication in flight. Without one, the name of the communication; "" for none."""
     before: str
-    """The next annotation with computation, other than `during`, which only unpacks the received rows. Without one
+    """The next annotation with computation; not `during`, whose computation only unpacks the received rows. Without one
     nearby, the name of the next computation; "" at the end of the trace."""
     times: int
     total_us: float
     host_us: float
-    """The part before the host launched the next computation; on a CPU, the part outside of known waits."""
+    """The part before the host launched the next computation. On a CPU, the part outside known waits."""
     sync_us: float
     """The part of `host_us` in which the host waited for the device."""
 
@@ -39,7 +39,7 @@ class Wait:
 def find_waits(
     trace: Trace, gaps: Intervals, compute: Iterable[DeviceEvent], comm: Iterable[DeviceEvent]
 ) -> tuple[Wait, ...]:
-    """Explain all `gaps` between the events of `compute`. If several transfers are in flight, the first one counts."""
+    """Explain all `gaps` between the events of `compute`. Of several transfers in flight, the first one counts."""
     by_start = sorted(compute, key=lambda event: event.start)
     pieces = list(_pieces(gaps.tolist(), list(_first_of(sorted(comm, key=lambda event: event.start)))))
     if not pieces:
@@ -62,17 +62,9 @@ def find_waits(
     def sums(weights: Intervals) -> list[float]:
         return np.bincount(key_of, weights, minlength=len(keys)).tolist()
 
-    found = [
-        Wait(*key, int(times), total, host, sync)
-        for key, times, total, host, sync in zip(
-            keys,
-            sums(np.ones(len(pieces))),
-            sums(ends - starts),
-            sums((late - starts) - (waited(late) - waited(starts))),
-            sums(in_call(late) - in_call(starts)),
-            strict=True,
-        )
-    ]
+    host = sums((late - starts) - (waited(late) - waited(starts)))
+    columns = sums(np.ones(len(pieces))), sums(ends - starts), host, sums(in_call(late) - in_call(starts))
+    found = [Wait(*key, int(times), *us) for key, times, *us in zip(keys, *columns, strict=True)]
     return tuple(sorted(found, key=lambda wait: -wait.total_us))
 
 
@@ -83,7 +75,7 @@ def _next(trace: Trace, events: Sequence[DeviceEvent], during: str) -> str:
 
 
 def _launched(trace: Trace, event: DeviceEvent | None, unknown: float) -> float:
-    """The time at which `event` was queued: the end of its launch, or the start for copies, whose calls can block."""
+    """The time at which `event` was queued: the end of its launch; for copies, whose calls can block, the start."""
     launch = trace.launches.get(event.correlation) if event and event.correlation is not None else None
     if event is None or launch is None:
         return unknown

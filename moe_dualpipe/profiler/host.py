@@ -1,14 +1,14 @@
 """Turn a trace without device events into one whose device is the CPU.
 
 A CPU has neither a queue nor kernels. Its trace has nested operators, annotations, and the transfers of a backend. This
-module converts them into device events, so that the other modules need not know about CPUs:
+module converts them into device events, so that the other modules treat CPUs and GPUs alike:
 
     computation     operators. In annotations that end in (F), (B), (I) or (W), such as attn(F), also the Python code
-                    between operators. Waits and calls of a backend do not compute; operators inside "wait for x"
-                    compute, because they unpack what was received, and belong to phase x
-    communication   transfers, from start to end: those of gloo or of a modelled link, and annotations that match the
-                    communication pattern. Receives are left out: they last from when they are posted, so the send
-                    shows when data is in flight
+                    between operators. Waits and calls of a backend are not computation. Operators inside "wait for x"
+                    are, because they unpack received data; they belong to phase x.
+    communication   transfers of gloo or of a modelled link, from start to end, and annotations that match the
+                    communication pattern. Receives are left out: a receive starts when it is posted, so only the send
+                    shows when data is in flight.
 
 Nested operators become one event with the name of the outermost operator inside the innermost such annotation.
 """
@@ -61,7 +61,7 @@ def host_as_device(trace: Trace, pattern: re.Pattern[str]) -> Trace:
             add(piece, "operator", piece)
     free = 0.0
     for transfer, launch in zip(transfers, _launches_of(transfers, trace.operators), strict=True):
-        if transfer.name.startswith(f"{LINK}:"):  # the recorded start is late: the thread must wake up first
+        if transfer.name.startswith(f"{LINK}:"):  # the recorded start is too late: the link's thread wakes up first
             transfer = transfer._replace(start=min(transfer.start, max(launch.start, free)))
             free = transfer.end
         add(transfer, "transfer", launch)
@@ -82,25 +82,25 @@ class _Open:
     def __init__(self, event: HostEvent, operator: bool, around: "_Open | None"):
         self.end, self.operator = event.end, operator
         self.outlasting: tuple[tuple[HostEvent, bool], ...] = ()
-        """Events that start inside this one and end after it, which coarse clocks can cause."""
+        """Events that start inside this one and end after it, because clocks are coarse."""
         if around is not None and event.end > around.end:
             self.end = around.end
             around.outlasting += ((event, operator),)
         name = "" if _waits(event.name) else event.name if operator else "Python"
         inside = around is not None and around.in_call
         self.in_call = inside or (operator and not name)
-        """Inside a call of a backend, where nothing computes."""
+        """Whether this is, or is inside, a call of a backend, where nothing computes."""
         if around is not None and (inside or (operator and name and around.operator)):
             self.owner = around.owner
         else:
             self.owner = HostEvent(name, event.start, event.end, event.thread)
-        """The event that its own time counts for; without a name if it waits."""
+        """The event to which its time outside nested events belongs; without a name if it waits."""
 
 
 def _pieces(events: Iterable[tuple[HostEvent, bool]]) -> list[HostEvent]:
     """Cut nested events of one thread into pieces that do not overlap, sorted by time.
 
-    events: each with whether it is an operator. A moment belongs to the event that started last.
+    events: pairs of an event and whether it is an operator. A moment belongs to the event that started last.
     """
     pieces: list[HostEvent] = []
     stack: list[_Open] = []
@@ -136,8 +136,8 @@ def _pieces(events: Iterable[tuple[HostEvent, bool]]) -> list[HostEvent]:
 def _launches_of(transfers: Sequence[HostEvent], operators: Iterable[HostEvent]) -> Iterator[HostEvent]:
     """Yield for each transfer the call that launched it, or the transfer itself if no call is found.
 
-    transfers: sorted by start. Transfers of one kind start in the order of their calls. The kinds are matched by name:
-    c10d::alltoall_base_ launches gloo:all_to_all.
+    transfers: sorted by start. Transfers of one kind start in the order of their calls. Names tell which calls launch a
+    kind: c10d::alltoall_base_ launches gloo:all_to_all.
     """
     kinds = {transfer.name: _letters(transfer.name.rpartition(":")[2]) for transfer in transfers}
     calls = [event for event in operators if _waits(event.name) and _LAUNCHES.match(event.name)]

@@ -1,7 +1,7 @@
 """Arithmetic on sets of time intervals: union, intersection, difference, and total length.
 
-A set is an array of shape [n, 2] whose rows are [start, end). The result of `union` is sorted and disjoint, so a moment
-in which two events run counts once in its `total`.
+A set is an array of shape [n, 2] with rows [start, end). The rows of a `union` are sorted and disjoint, so a moment in
+which two events run counts once in its `total`.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,13 +19,13 @@ EMPTY: Intervals = np.empty((0, 2))
 
 
 def union(intervals: Intervals) -> Intervals:
-    """Return the union of intervals that may touch, overlap or be empty, in any order."""
+    """Return the union of intervals in any order, which may touch, overlap or be empty."""
     intervals = intervals[intervals[:, 1] > intervals[:, 0]]
     if not len(intervals):
         return EMPTY
     intervals = intervals[np.argsort(intervals[:, 0], kind="stable")]
     reach = np.maximum.accumulate(intervals[:, 1])
-    first = np.concatenate([[True], intervals[1:, 0] > reach[:-1]])  # no earlier interval reaches this one
+    first = np.concatenate([[True], intervals[1:, 0] > reach[:-1]])  # all earlier intervals end before it
     last = np.concatenate([first[1:], [True]])
     return np.stack([intervals[first, 0], reach[last]], axis=1)
 

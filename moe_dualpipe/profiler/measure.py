@@ -1,7 +1,7 @@
 """Measure the overlap on this machine: record and analyze a pair of chunks, run in sequence and overlapped.
 
-A single process acts as one of many ranks over a modelled link; under torchrun, the ranks are real. The two kinds of
-run alternate for a few rounds, and the recording of median length of each is kept.
+A single process acts as one of many ranks over a modelled link. Under torchrun, the ranks are real. Sequential and
+overlapped runs alternate for a few rounds; of each, the recording with the median length is kept.
 """
 
 import gc
@@ -28,7 +28,7 @@ from .pair import Pair, Workload
 from .ranks import rank_skews
 
 COMM_SHARE = 0.7
-"""The default link of a CPU is chosen so that communication takes this share of the computation time."""
+"""With a CPU's default link, communication takes this share of the computation time."""
 GPU_LINK = Link(gb_per_s=50.0, latency_us=10.0)
 """The default link of a GPU: a port of 400 Gb/s."""
 DEEPSEEK = {
@@ -37,13 +37,13 @@ DEEPSEEK = {
 }  # fmt: skip
 """Seconds per layer and transfer in DeepSeek's published training trace (64 ranks, 4,096 tokens, hidden size 7,168)."""
 MAX_COMM_SECONDS = 60.0
-"""A slower link is refused."""
+"""A link that takes longer is an error."""
 RUNS = "sequential", "overlapped"
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """The traces of both runs, of all ranks. link: a description of the link."""
+    """The traces of both runs on all ranks. link: a description of the link."""
 
     workload: Workload
     num_ranks: int
@@ -52,15 +52,15 @@ class Measurement:
 
     @property
     def bound_us(self) -> float:
-        """The lower bound of a run: this rank's computation alone or its communication alone, whichever is longer.
+        """The lower bound of a run: the longer of this rank's computation alone and its communication alone.
 
-        Each is the shorter time of the two runs, because the runs disturb it differently.
+        Both differ between the runs; the shorter time counts.
         """
         both = [self.runs[run].devices[0].analysis for run in RUNS]
         return max(min(analysis.compute_us for analysis in both), min(analysis.comm_us for analysis in both))
 
     def as_object(self) -> dict[str, Any]:
-        """A JSON object: both runs of this rank and, where there are several, the overlapped run of all `ranks`."""
+        """A JSON object: both runs of this rank and, with several ranks, the overlapped run of all `ranks`."""
         dtype = str(self.workload.dtype).removeprefix("torch.")
         workload = asdict(self.workload) | {"device": str(self.workload.device), "dtype": dtype}
         runs = {run: self.runs[run].as_objects() for run in RUNS}
@@ -75,19 +75,15 @@ class Measurement:
 
 
 def measure(
-    workload: Workload,
-    out: Path,
-    ep: int | None = None,
-    link: Link | None = None,
-    replay: bool = False,
+    workload: Workload, out: Path, ep: int | None = None, link: Link | None = None, replay: bool = False,
     rounds: int = 3,
-) -> Measurement:
+) -> Measurement:  # fmt: skip
     """Record both runs `rounds` times and analyze them. The recordings of median length stay in `out`.
 
-    ep: number of expert-parallel ranks; None: the most that divide the experts, up to 64. link: the modelled link;
-    None: a default for the device. replay: transfers take as long as in DeepSeek's trace. Under torchrun the processes
-    are the ranks: all must call this, and the result of rank 0 has every rank. Raises ValueError for arguments that
-    exclude each other, and for a link that is too slow.
+    ep: number of expert-parallel ranks. None: the largest divisor of the number of experts, up to 64. link: the
+    modelled link. None: a default for the device. replay: transfers take as long as in DeepSeek's trace. Under torchrun
+    the processes are the ranks: all must call this, and the result on rank 0 has all ranks. Raises ValueError for
+    conflicting arguments, and for a link that is too slow.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1 and (link is not None or replay):
@@ -105,7 +101,7 @@ def measure(
 def _record_pair(
     workload: Workload, num_ranks: int, world: int, out: Path, link: Link | None, replay: bool, rounds: int
 ) -> tuple[str, dict[str, Path]]:
-    """The description of the link, and the recordings. Objects that hold the process group end with this call."""
+    """The description of the link, and the recordings. Objects that refer to the process group are freed on return."""
     backend = _backend(workload, num_ranks, world, replay)
     pair = Pair(workload, backend)
     description = _set_link(pair, backend, link, rounds)
@@ -134,7 +130,7 @@ def _process_group(device: torch.device, world: int) -> Iterator[None]:
 
 @contextmanager
 def _named_failures(world: int) -> Iterator[None]:
-    """With several ranks, name the rank in errors that can happen on a single one, such as a full disk."""
+    """With several ranks, name the rank in errors that may occur on only one, such as a full disk."""
     try:
         yield
     except (ValueError, OSError, ImportError) as error:
@@ -183,7 +179,7 @@ def _format_bytes(num_bytes: int) -> str:
 
 
 def _time_computation(pair: Pair, backend: Loopback, rounds: int) -> tuple[float, int]:
-    """Median seconds of an overlapped run with instant transfers, after a warm-up, and the bytes that it sends."""
+    """Median seconds of an overlapped run without transfer times, after a warm-up, and the bytes that it sends."""
     backend.link, times, num_bytes = Link(), [], 0
     for _ in range(1 + rounds):
         pair.prepare()
@@ -195,7 +191,7 @@ def _time_computation(pair: Pair, backend: Loopback, rounds: int) -> tuple[float
 
 
 def _record(pair: Pair, out: Path, rounds: int, suffix: str) -> dict[str, Path]:
-    """Record both runs in turn, after a warm-up. Keeps and returns the recording of median length of each."""
+    """Record both runs alternately, after a warm-up. Keeps and returns the recording of median length of each."""
     device, distributed = pair.workload.device, dist.is_initialized()
     windows: dict[str, list[float]] = {run: [] for run in RUNS}
     leader = not distributed or dist.get_rank() == 0
@@ -208,11 +204,11 @@ def _record(pair: Pair, out: Path, rounds: int, suffix: str) -> dict[str, Path]:
             path = out / f"{run}{suffix}-{i}.json.gz"
             with capture(path, device):
                 if distributed and device.type == "cuda":
-                    dist.barrier()  # profilers start slowly; this barrier uses gloo, so it adds no device work
+                    dist.barrier()  # profilers take time to start. This barrier uses gloo, so it adds no device work
                 getattr(pair, run)()
             windows[run].append(analyze_files([path], pictures=False).devices[0].analysis.window_us)
     median = {run: times.index(statistics.median_low(times[1:]), 1) for run, times in windows.items()}
-    if distributed:  # all ranks keep the round that rank 0 chose
+    if distributed:  # all ranks keep the rounds that rank 0 chose
         chosen = [median]
         dist.broadcast_object_list(chosen, src=0)
         median = chosen[0]
@@ -224,7 +220,7 @@ def _record(pair: Pair, out: Path, rounds: int, suffix: str) -> dict[str, Path]:
 
 
 def _gather(files: TraceFiles, world: int) -> TraceFiles:
-    """On rank 0, the devices of all ranks, those of the others without lane blocks; on other ranks, their own."""
+    """On rank 0, the devices of all ranks, without lane blocks of other ranks. On other ranks, `files`."""
     if world == 1:
         return files
     gathered: list[list[TracedDevice]] | None = [[] for _ in range(world)] if dist.get_rank() == 0 else None

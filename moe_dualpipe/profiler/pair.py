@@ -1,4 +1,4 @@
-"""The measured work: two chunks on a stage in the middle of a pipeline, run in sequence or overlapped.
+"""The measured workload: two chunks on a stage in the middle of a pipeline, run in sequence or overlapped.
 
     train     the forward of one micro-batch and the backward of another
     prefill   the forwards of two micro-batches of whole sequences
@@ -24,10 +24,10 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Workload:
-    """The micro-batches and the layers that they go through.
+    """The sizes of the micro-batches and of the stage.
 
     tokens: tokens per micro-batch. seq: tokens per sequence. In decode, a micro-batch has one new token for each of
-    `tokens` sequences, and `seq` tokens of each are cached. layers: number of MoE layers of `model`.
+    `tokens` sequences, and each sequence has `seq` cached tokens. layers: number of MoE layers of `model` in the stage.
     """
 
     mode: Mode
@@ -45,9 +45,9 @@ class Workload:
         cls, mode: Mode, name: str, layers: int = 4, seq: int | None = None, tokens: int | None = None,
         routing: Routing = "balanced", device: torch.device = CPU,
     ) -> "Workload":  # fmt: skip
-        """A workload on the preset model `name`, with the defaults of `profile run` where a size is None.
+        """A workload on the preset `name`. A size that is None gets the default of `profile run`.
 
-        Raises ValueError for an unknown preset and for sizes that do not fit together.
+        Raises ValueError for an unknown preset and for invalid or conflicting sizes.
         """
         model = preset(name)
         seq = (4096 if device.type == "cuda" else 1024) if seq is None else seq
@@ -57,9 +57,7 @@ class Workload:
         if tokens is None:
             tokens = 128 if mode == "decode" else 4096 if 4096 % seq == 0 else seq
         if mode != "decode" and tokens % seq:
-            raise ValueError(
-                f"--tokens {tokens} must be a multiple of --seq {seq}: use --tokens {-(-tokens // seq) * seq}"
-            )
+            raise ValueError(f"--tokens {tokens} must be a multiple of --seq {seq}: use {-(-tokens // seq) * seq}")
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         return cls(mode, name, model, layers, seq, tokens, routing, device, dtype)
 
@@ -89,7 +87,7 @@ class Pair:
             for module in self.stage.modules():
                 if isinstance(module, MoE):
                     router = BalancedRouter(config, module.kernels)
-                    router.load_state_dict(module.router.state_dict())  # the weights made from the seed
+                    router.load_state_dict(module.router.state_dict())  # weights that depend only on the seed
                     module.router = router
         self.stage.to(workload.device, workload.dtype)
         length = 1 if workload.mode == "decode" else workload.seq
@@ -101,23 +99,21 @@ class Pair:
         self._chunks: tuple[Any, Any] = (), ()
 
     def prepare(self) -> None:
-        """Create the inputs of one run, which is not measured: a finished forward (train) or filled caches (decode)."""
+        """Create the inputs of one run. Not measured: the forward for the backward (train), filled caches (decode)."""
         workload, stage = self.workload, self.stage
         if workload.mode == "train":
             stage.zero_grad()
             x = self.x.clone().requires_grad_()
             self._chunks = ([stage(x)], [self.dx]), [self.y.clone().requires_grad_()]
         elif workload.mode == "decode":
-            layers, sizes = range(workload.layers), (workload.num_sequences, workload.seq)
-            first, second = (
-                filled_cache(stage.config, layers, *sizes, workload.device, workload.dtype) for _ in range(2)
-            )
+            sizes = range(workload.layers), workload.num_sequences, workload.seq
+            first, second = (filled_cache(stage.config, *sizes, workload.device, workload.dtype) for _ in range(2))
             self._chunks = [self.x, None, first], [self.y, None, second]
         else:
             self._chunks = [self.x], [self.y]
 
     def sequential(self) -> Tensor:
-        """Run one chunk after the other. Returns the output of the second chunk (train: of the forward)."""
+        """Run the chunks one after the other. Returns the output of the second chunk (train: of the forward)."""
         first, second = self._chunks
         if self.workload.mode == "train":
             y = self.stage(*second)

@@ -1,7 +1,7 @@
 """Compare a pipeline's recorded training step with its simulation.
 
-The recordings of all ranks form a Timeline, like the result of a simulation. The schedule is simulated with the
-measured costs of F, B, W and FB. Extra time in the measured timeline is waiting that the schedule does not cause.
+The recordings of all ranks form a Timeline, as a simulation returns. The schedule is simulated with the measured costs
+of F, B, W and FB. If the measured timeline is longer, the rest is waiting time that the schedule does not cause.
 """
 
 import statistics
@@ -19,11 +19,11 @@ from .steps import Step
 
 
 def measured_costs(schedule: Schedule, spans: Iterable[Span]) -> Costs:
-    """Return the mean measured cost of each kind of action and stage.
+    """Return the mean measured cost of each kind of action on each stage.
 
-    With means, the simulation computes as long as the recording. A stage without a kind of action takes the mean of the
-    other stages. In a schedule of pairs only, F is a third of FB and B two thirds. W is None (half of B) if no weight
-    gradient was measured alone.
+    With means, the computation time of the simulation equals that of the recording. If a stage has no action of a kind,
+    its cost is the mean of the other stages. In a schedule of pairs only, F is a third of FB and B two thirds. W is
+    None (half of B) if no weight gradient was measured alone.
     """
     found: dict[str, dict[int, list[float]]] = {kind: defaultdict(list) for kind in ("F", "B", "I", "W", "FB")}
     for span in spans:
@@ -57,7 +57,7 @@ def measured_costs(schedule: Schedule, spans: Iterable[Span]) -> Costs:
 
 @dataclass(frozen=True)
 class RecordedPipeline:
-    """The recorded steps of the ranks of one pipeline, `steps[rank]`, on one clock."""
+    """The recorded steps of each rank of one pipeline, `steps[rank]`, on the same clock."""
 
     schedule: Schedule
     steps: Sequence[Sequence[Step]]
@@ -65,13 +65,11 @@ class RecordedPipeline:
     def timeline(self, index: int) -> Timeline:
         """The timeline of the step with this index, in milliseconds from its first computation."""
         first = min(steps[index].spans[0].start for steps in self.steps if steps[index].spans)
-        return Timeline(
-            self.schedule,
-            tuple(
-                tuple(Span(s.action, (s.start - first) / 1e3, (s.end - first) / 1e3) for s in steps[index].spans)
-                for steps in self.steps
-            ),
+        spans = (
+            tuple(Span(s.action, (s.start - first) / 1e3, (s.end - first) / 1e3) for s in steps[index].spans)
+            for steps in self.steps
         )
+        return Timeline(self.schedule, tuple(spans))
 
     @cached_property
     def typical(self) -> int:
@@ -91,28 +89,28 @@ class RecordedPipeline:
 
 @dataclass(frozen=True)
 class StepBreakdown:
-    """Where the time of one rank's step went, in milliseconds. `step` is the sum of forward, backward, weights, pairs,
+    """The parts of one rank's step time, in milliseconds. `step` is the sum of forward, backward, weights, pairs,
     bubble, gradients, optimizer and rest."""
 
     step: float
-    """From the start on the first rank to the end on the last one."""
+    """From the earliest start to the latest end on any rank."""
     forward: float
     backward: float
     weights: float
     pairs: float
     bubble: float
     gradients: float
-    """Time after the end of the pipeline on all ranks."""
+    """The part after all ranks have finished the pipeline."""
     optimizer: float
     rest: float
     """Data loading, metrics, and Python before and after the pipeline."""
     waiting: float
-    """The part of forward, backward, weights and pairs without computation."""
+    """Time without computation inside forward, backward, weights and pairs."""
     predicted_bubble: float
 
 
 def step_breakdowns(pipeline: RecordedPipeline) -> tuple[StepBreakdown, ...]:
-    """Return where the time of the typical step went on each rank."""
+    """Return the parts of the typical step's time on each rank."""
     index, predicted = pipeline.typical, pipeline.predicted
     timeline = pipeline.timeline(index)
     same = [steps[index] for steps in pipeline.steps]

@@ -1,8 +1,8 @@
 """Compare the traces of several ranks: how long each waited for the others, and the offsets between their clocks.
 
-A collective runs until the last rank has joined. Among the k-th collectives of all ranks, the one of the last rank to
-join is the shortest; the extra time of the others is waiting time. This needs no common clock. A collective ends on all
-ranks at the same moment, which gives the clock offsets. Both need the same collectives in the same order on all ranks.
+A collective ends on all ranks at the same moment, after the last rank has joined. So the k-th collective is shortest on
+the last rank to join; on other ranks, the extra time is waiting time. This needs no common clock. The ends give the
+offsets between the clocks. Both need the same collectives in the same order on all ranks.
 """
 
 import re
@@ -13,7 +13,7 @@ import numpy as np
 
 from .trace import DeviceEvent
 
-_POINT_TO_POINT = re.compile(r":(send|recv)")  # names of gloo; the names of NCCL's kernels do not tell
+_POINT_TO_POINT = re.compile(r":(send|recv)")  # names of gloo; NCCL's kernel names do not distinguish them
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class RankTransfers:
     base_us: float = 0.0
     """The origin of its times."""
     host: str = ""
-    """Ranks on the same host share a clock; "" if unknown."""
+    """Name of the host; ranks on the same host share a clock. "" if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +36,14 @@ class RankSkew:
     waited_us: float | None
     """Total time by which its collectives were longer than those of the last rank to join."""
     shift_us: float | None
-    """Start of its first event, after the start of rank 0's first event, on the clock of rank 0."""
+    """Start of its first event minus the start of rank 0's first event, on the clock of rank 0."""
 
 
 def rank_skews(ranks: Sequence[RankTransfers]) -> tuple[RankSkew, ...]:
     """Return the skew of each rank.
 
-    The collectives are comparable if their names are the same on all ranks and if at least 9 of 10 have a moment at
-    which all ranks are inside; clocks are never exact enough to require this of all.
+    The collectives are comparable if their names are the same on all ranks, and if at least 9 of 10 have a moment when
+    all ranks are inside. Clocks are not exact enough to require this of all collectives.
     """
     first = ranks[0]
     shifts = np.array([rank.base_us - first.base_us + rank.start_us - first.start_us for rank in ranks])

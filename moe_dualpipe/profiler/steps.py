@@ -1,4 +1,4 @@
-"""Find the training steps in a rank's recording, and when each action of the pipeline ran.
+"""Find the training steps in a rank's recording, and the time of each action of the pipeline.
 
 The training loop annotates steps and STEP_PARTS; the executor annotates actions, such as "0F3". Times are in
 microseconds.
@@ -21,7 +21,7 @@ from .trace import DeviceEvent, HostEvent, Trace, TraceError
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of one rank. Times count from the Unix epoch, on the clock of the host."""
+    """One step of one rank. Times are since the Unix epoch, on the clock of the host."""
 
     number: int
     start: float
@@ -66,8 +66,8 @@ def _extent(events: Sequence[DeviceEvent]) -> tuple[float, float]:
 
 
 def _in_turns(extents: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Let each extent start after the previous one ends: on a GPU, a side stream can still pack the rows of an action
-    when the next action starts."""
+    """Move the start of each extent after the end of the previous one. On a GPU they can overlap: a side stream can
+    still pack the rows of an action when the next action starts."""
     turns, free = [], -inf
     for start, end in extents:
         start = max(start, free)
@@ -77,9 +77,9 @@ def _in_turns(extents: Iterable[tuple[float, float]]) -> list[tuple[float, float
 
 
 def only_expert_transfers(trace: Trace) -> Trace:
-    """Return the trace without the communication that no dispatch or combine launched.
+    """Return the trace without communication other than dispatch and combine.
 
-    Pipeline transfers last from the moment one rank is ready until the other one is: they measure the schedule, not the
+    A pipeline transfer starts when one rank is ready and ends after the other one is: it measures the schedule, not the
     overlap.
     """
     trace = host_as_device(trace, COMMUNICATION)

@@ -1,7 +1,7 @@
 """Read the Chrome traces of torch.profiler: the events on devices, their launches, and the annotations around these.
 
-Traces are large and often incomplete. Events are therefore decoded one by one from the stream, only the fields that the
-analysis needs are kept, and an incomplete file yields the events that it has.
+Traces are large and often incomplete. So events are decoded one by one from the stream, only the fields that the
+analysis needs are kept, and of an incomplete file all complete events are read.
 """
 
 import codecs
@@ -20,14 +20,14 @@ from typing import Any, NamedTuple
 from ..overlap.labels import LINK
 
 TRANSFER = re.compile(rf"(nccl|gloo|ucc|mpi|xccl|{LINK}):(?!:)")
-"""Names of transfers, from start to end, of torch's backends and of modelled links. They are not annotations."""
+"""Names of events for whole transfers, by torch's backends and modelled links. They are not annotations."""
 
 _SPACE = re.compile(r"[\s,]*")
 _OPENING = re.compile(r'"traceEvents"\s*:\s*\[')
 _CHUNK = 1 << 20
 _LONGEST_EVENT = 1 << 24
 MOST_EVENTS = 4_000_000
-"""Later events are not read: more events would need more than 2 to 3 GB."""
+"""Later events are not read. So many events need 2 to 3 GB."""
 _LONGEST_HEADER = 1 << 22
 
 
@@ -111,7 +111,7 @@ class Trace:
 
 
 def _innermost(events: Iterable[HostEvent], launches: Iterable[tuple[float, int]]) -> dict[int, HostEvent]:
-    """Return the last started event around each launch. A launch is a time and a correlation id."""
+    """Return, of the events around each launch, the one that started last. A launch is a time and a correlation id."""
     later = deque(sorted(events, key=lambda event: (event.start, -event.end)))
     around: list[HostEvent] = []
     found: dict[int, HostEvent] = {}
@@ -183,7 +183,7 @@ def _keep(event: dict[str, Any], trace: Trace) -> None:
 
 
 def _pieces(path: Path) -> Iterator[str]:
-    """Yield the text of the file in pieces, for an incomplete compressed file up to its end."""
+    """Yield the text of the file in pieces, also of an incomplete compressed file."""
     decode = codecs.getincrementaldecoder("utf-8")().decode
     with path.open("rb") as file:
         compressed = file.read(2) == b"\x1f\x8b"
@@ -225,7 +225,7 @@ def _events(pieces: Iterator[str], path: Path, trace: Trace) -> Iterator[dict[st
 
 
 def _opened(pieces: Iterator[str], path: Path) -> tuple[str, str]:
-    """Return the text before the list of events, "" if it is too long, and the text after its opening bracket."""
+    """Return the text before the list of events ("" if it is too long), and the text after its opening bracket."""
     text = next(pieces, "").lstrip()
     if text.startswith("["):
         return "", text[1:]

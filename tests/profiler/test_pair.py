@@ -240,7 +240,7 @@ def test_run_under_torchrun(tmp_path):
     (["--preset", "huge"], "unknown preset 'huge'; did you mean"),
     (["--ep", "3"], "8 experts cannot be divided evenly over 3 ranks"),
     (["--layers", "0"], "--layers must be at least 1: got 0"),
-    (["--tokens", "33"], "--tokens 33 must be a multiple of --seq 16: use --tokens 48"),
+    (["--tokens", "33"], "--tokens 33 must be a multiple of --seq 16: use 48"),
     (["--seq", "-4"], "--seq must be at least 1: got -4"),
     (["--link-gbps", "-1"], "--link-gbps must be positive: got -1.0"),
     (["--link-latency-us", "9"], "--link-latency-us needs --link-gbps"),
