@@ -32,7 +32,7 @@ class ProfileAnalyze:
     streams: bool = False
     """Print the busy time of each stream (on a CPU, of each thread)."""
     kernels: int = 0
-    """Print a table of this many kernels (on a CPU, operators), those with the longest total time."""
+    """Print a table of this many kernels (on a CPU, operators) with the longest total time."""
     out: Path | None = None
     """Draw computation above communication into this file (.png, .svg or .html)."""
     json: bool = False
@@ -85,7 +85,8 @@ class ProfileRun:
     layers: int = 4
     """Number of MoE layers."""
     ep: int | None = None
-    """Number of expert-parallel ranks. None: the most that divide the experts evenly, up to 64."""
+    """Number of expert-parallel ranks. None: the largest number up to 64 that divides
+    the experts evenly."""
     seq: int | None = None
     """Tokens per sequence; in decode, cached tokens per sequence. None: 1024 on a CPU, 4096 on a GPU."""
     tokens: int | None = None

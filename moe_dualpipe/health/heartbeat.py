@@ -8,10 +8,8 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 
 import torch
 
@@ -21,7 +19,7 @@ _COLLECTIVES = str(Path(_TORCH, "distributed")) + os.sep
 
 @dataclass(slots=True)
 class Progress:
-    """The step and action of the main thread, which writes them; `step` counts from 1 and is 0 before the first."""
+    """What the main thread does; only the main thread writes it. `step` counts from 1; 0: before the first step."""
 
     step: int = 0
     action: object = None
@@ -49,7 +47,10 @@ class CodePosition:
 
     @classmethod
     def of_main_thread(cls) -> "CodePosition":
-        frames = list(_frames(sys._current_frames().get(threading.main_thread().ident or 0)))
+        frame, frames = sys._current_frames().get(threading.main_thread().ident or 0), []
+        while frame is not None:  # from the innermost to the outermost
+            frames.append(frame)
+            frame = frame.f_back
         if not frames:
             return cls("its end", False, (0, 0))
         own = next((f for f in frames if not f.f_code.co_filename.startswith(_TORCH)), frames[-1])
@@ -57,13 +58,6 @@ class CodePosition:
         waiting = own.f_code.co_name == "wait" or any(f.f_code.co_filename.startswith(_COLLECTIVES) for f in called)
         text = f"{Path(own.f_code.co_filename).name}:{own.f_lineno} in {own.f_code.co_name}"
         return cls(text, waiting, (id(frames[0].f_code), frames[0].f_lasti))
-
-
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """The frames from the innermost to the outermost."""
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +79,12 @@ class Heartbeat:
         return cls(**json.loads(text))
 
     def process_is_gone(self) -> bool:
-        """True only if this process would see the other one."""
+        """Whether the process has ended. False if this process cannot see it."""
         return bool(self.pid_namespace) and self.pid_namespace == pid_namespace() and not _runs(self.pid)
 
 
 def pid_namespace() -> str:
-    """Equal for two processes exactly if they see each other's process ids. Linux only; elsewhere ""."""
+    """A text that two processes share if they see each other's process ids. Linux only; elsewhere ""."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:

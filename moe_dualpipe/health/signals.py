@@ -1,7 +1,7 @@
-"""The first SIGTERM or SIGINT stops the run in order; the second one ends the process immediately.
+"""The first SIGTERM or SIGINT stops the run after a checkpoint; the second one ends the process immediately.
 
-Python calls a signal handler when the main thread executes Python code again, which may be never if it is in a
-collective operation. So the handlers do nothing, and a thread reads the byte that C code writes for each signal.
+Python runs a signal handler only when the main thread executes Python code. During a collective operation that may be
+never. So the handlers do nothing, and a thread reads the byte that C code writes for each signal.
 """
 
 import os

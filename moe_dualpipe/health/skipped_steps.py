@@ -1,7 +1,7 @@
 """A step with a non-finite loss or gradient changes nothing; too many of them in a row end the run.
 
 Loss and norm are sums over all ranks, so a NaN on one rank is a NaN on all, and all ranks skip the same steps without
-communication. A skipped step changes no weight, no moment and not the optimizer's count; data and learning rate go on.
+communication. A skipped step changes no weight, no moment and no optimizer step count; data and learning rate advance.
 """
 
 import math
@@ -11,7 +11,7 @@ import torch
 
 
 class SkippedSteps:
-    """Counts skipped steps. `total` is part of a checkpoint: the optimizer's count is steps minus `total`."""
+    """Counts skipped steps. `total` is part of a checkpoint: the optimizer has done steps - total updates."""
 
     def __init__(self, max_in_a_row: int, announce: bool = True):
         self.max_in_a_row, self.announce = max_in_a_row, announce

@@ -63,7 +63,7 @@ class Watchdog:
         self.progress, self.patience = progress, patience
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.interval = min(1.0, patience / 20)
-        # Time is counted in checks: a machine that was suspended for an hour has not missed any.
+        # Time is counted in checks, so the time during which a machine was suspended does not count.
         self.max_silent, self.max_still = patience / self.interval, 0.9 * timeout / self.interval
         self._checks = self._silent = self._still = self._disconnected = 0
         self._next, self._last_count, self._last_position = (self.rank + 1) % self.size, -1, (0, 0, 0)
@@ -72,10 +72,8 @@ class Watchdog:
         self._pid_namespace = pid_namespace()
         store, attempt = dist.distributed_c10d._get_default_store(), _attempt_id()
         # One client per thread. Not the default client: it blocks while a process group is created.
-        self._main_store, self._store = (
-            dist.PrefixStore(f"watch/{attempt}", store.clone())  # type: ignore[attr-defined]
-            for _ in range(2)
-        )
+        clients = [store.clone() for _ in range(2)]  # type: ignore[attr-defined]
+        self._main_store, self._store = (dist.PrefixStore(f"watch/{attempt}", client) for client in clients)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         self._thread.start()
@@ -101,7 +99,9 @@ class Watchdog:
 
     def _watch(self) -> None:
         try:
-            self._send_heartbeat(ended=False)  # now, so that a rank that dies early has left its process id
+            self._send_heartbeat(
+                ended=False
+            )  # before the first wait: others need the process id if this rank dies early
             while not self._closing.wait(self.interval):
                 self._send_heartbeat(ended=False)
                 if failure := self._published() or self._detect():
@@ -117,9 +117,8 @@ class Watchdog:
         self._still = self._still + 1 if position == self._last_position else 0
         self._checks, self._last_position = self._checks + 1, position
         waiting = code.waiting or self._lost_connection is not None
-        beat = Heartbeat(
-            self._checks, f"{self.progress} ({code.text})", waiting, ended, self._pid_namespace, os.getpid()
-        )
+        text = f"{self.progress} ({code.text})"
+        beat = Heartbeat(self._checks, text, waiting, ended, self._pid_namespace, os.getpid())
         self._store.set(str(self.rank), beat.dumps())
 
     def _published(self) -> Failure | None:
@@ -144,7 +143,9 @@ class Watchdog:
         if failure := self._check_next():
             return failure
         self._disconnected += self._lost_connection is not None
-        if self._still > self.max_still or self._disconnected > self.max_silent + 1:  # after a silent rank is named
+        if (
+            self._still > self.max_still or self._disconnected > self.max_silent + 1
+        ):  # + 1: _check_next names a silent rank first
             return self._diagnose_hang()
         return None
 

@@ -1,4 +1,4 @@
-"""The values that options may have. Programs that build a TrainConfig themselves are checked by the same rules."""
+"""The valid values of options, for the command line and for programs that build a TrainConfig themselves."""
 
 from collections.abc import Callable
 from math import inf
@@ -34,16 +34,15 @@ def check_options(config: TrainConfig) -> None:
                 flag = option if option.startswith("optim.") else option.split(".")[-1]
                 got = repr(value) if isinstance(value, str) else value
                 raise ValueError(f"--{flag.replace('_', '-')} must be {requirement}: got {got}")
-    config.sample.sampling()  # for its errors
+    config.sample.sampling()  # raises ValueError
     optim, mtp_layers, seq_len = config.optim, config.model.mtp_layers, config.batch.seq_len
     if config.checkpoint.weights and config.checkpoint.resume:
         raise ValueError("--weights starts a new run and --resume continues an old one: use one of them")
     if config.metrics.tensorboard:
         check_tensorboard()
     if optim.schedule == "cosine" and optim.decay_steps:
-        raise ValueError(
-            f"--optim.decay-steps {optim.decay_steps} is for --optim.schedule wsd: cosine decays in all steps"
-        )
+        what = f"--optim.decay-steps {optim.decay_steps}"
+        raise ValueError(f"{what} is for --optim.schedule wsd: cosine decays in all steps")
     decay = decay_steps(optim, config.steps)
     if optim.schedule == "wsd" and optim.warmup_steps + decay > config.steps:
         raise ValueError(

@@ -43,7 +43,7 @@ class ParallelConfig:
     schedule: str = "auto"
     """Pipeline schedule (docs/schedules.md). auto: dualpipe for an even number of pipeline ranks, else dualpipev."""
     num_chunks: OptionalInt = None
-    """Stages per rank, for schedules with a choice (interleaved_1f1b). None: the schedule's default."""
+    """Stages per rank, for schedules that allow a choice (interleaved_1f1b). None: the schedule's default."""
     overlap: bool = True
     """Run the communication of one micro-batch during the computation of another, where the schedule pairs them."""
     max_deferred: OptionalInt = None

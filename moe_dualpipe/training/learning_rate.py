@@ -14,20 +14,15 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
     """The learning rate of `step`, from 0 to `total_steps` - 1. The last step has `final_lr` times the peak."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
-    shape = _cosine if config.schedule == "cosine" else _stable_decay
-    return config.lr * (config.final_lr + (1 - config.final_lr) * shape(config, step, total_steps))
+    if config.schedule == "cosine":
+        progress = (step - config.warmup_steps) / max(1, total_steps - 1 - config.warmup_steps)
+        shape = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+    else:
+        steps = decay_steps(config, total_steps)
+        shape = 1 - math.sqrt(max(0, step + 1 - (total_steps - steps)) / steps)
+    return config.lr * (config.final_lr + (1 - config.final_lr) * shape)
 
 
 def decay_steps(config: OptimizerConfig, total_steps: int) -> int:
     """The number of decay steps of `wsd`."""
     return config.decay_steps or -(-total_steps // 5)
-
-
-def _cosine(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    progress = (step - config.warmup_steps) / max(1, total_steps - 1 - config.warmup_steps)
-    return 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
-
-
-def _stable_decay(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    steps = decay_steps(config, total_steps)
-    return 1 - math.sqrt(max(0, step + 1 - (total_steps - steps)) / steps)

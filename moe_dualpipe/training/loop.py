@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run train.py. Invalid options print one line and exit with code 2."""
     launch = Launch.from_environment()
     arguments = sys.argv[1:] if arguments is None else arguments
-    with _one_line_errors(launch):
+    with _exit_on_invalid_option(launch):
         config = parse_arguments(arguments, quiet=launch.local_rank > 0)
         plan = plan_run(config, launch, arguments)
         restart.mark_folder(plan.setup.folder, launch.local_rank)
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         stop = Stop(announce=launch.rank == 0)
         with stop.on_signals(), watch_ranks(config.health.timeout) as progress:
-            with _one_line_errors(launch):
+            with _exit_on_invalid_option(launch):
                 trainer = Trainer(plan, progress, stop)
             TrainingRun(trainer).run()
     finally:
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 @contextmanager
-def _one_line_errors(launch: Launch) -> Iterator[None]:
+def _exit_on_invalid_option(launch: Launch) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
@@ -126,7 +126,7 @@ class TrainingRun:
         reporter.say(f"validation loss {text.format_losses(before, after)}")
 
     def _start_save(self, step: int) -> None:
-        """Start to write the checkpoint after `step` updates, once the last one is written."""
+        """Wait until the last checkpoint is written, then start to write the one of `step`."""
         if self.saver.busy:
             self.reporter.say(f"step {step}: waiting for the last checkpoint, which is still being written")
         self._note(self.saver.wait())
@@ -140,7 +140,7 @@ class TrainingRun:
     def _last_checkpoint(self) -> Path:
         """Wait for the last save and return its folder. Exits with code 1 if it failed."""
         self._note(self.saver.wait())
-        if self.last_save is None:  # no step was left to do
+        if self.last_save is None:  # a restart after the last step
             assert self.plan.resume is not None
             return self.plan.resume
         if self.last_save.error:

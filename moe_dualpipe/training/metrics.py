@@ -19,10 +19,10 @@ FILE = "metrics.jsonl"
 
 
 class Metrics:
-    """Appends records to `<run>/metrics.jsonl`, and to `<run>/tensorboard/` with `tensorboard`.
+    """Appends records to `<run>/metrics.jsonl`. tensorboard: also writes them to `<run>/tensorboard/`.
 
-    enabled: False on all ranks but one, which then do nothing. first_step: records of later steps are removed; a
-    resumed run repeats them.
+    enabled: True on one rank; the others write nothing. first_step: removes the records of later steps, which a resumed
+    run repeats.
     """
 
     def __init__(self, run: Path, enabled: bool, first_step: int = 0, tensorboard: bool = False):
@@ -101,7 +101,7 @@ def progress_bar(steps: int, first: int, enabled: bool) -> tqdm:
 
 
 def load_statistics(load_LE: Tensor) -> dict[str, float]:
-    """The load of the busiest expert over the mean, in the worst layer, and the share of experts without a token.
+    """The maximum load of an expert over the mean, in the worst layer, and the fraction of experts without a token.
 
     load_LE: tokens per layer and expert. Example: [[4, 0, 2, 2]] has a mean of 2, so these are 2.0 and 0.25.
     """
@@ -115,17 +115,13 @@ def load_statistics(load_LE: Tensor) -> dict[str, float]:
 
 
 def utilisation(
-    model: ModelConfig,
-    seq_len: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    num_devices: int,
+    model: ModelConfig, seq_len: int, device: torch.device, dtype: torch.dtype, num_devices: int,
     peak_tflops: float | None = None,
-) -> float | None:
-    """Model FLOPs utilization (MFU) per token/s of all devices together. None if the peak of a device is unknown.
+) -> float | None:  # fmt: skip
+    """Model FLOPs utilization (MFU) = this factor x tokens/s of all devices. None if the peak of a device is unknown.
 
-    planner/flops.py says which FLOPs count. peak_tflops: of one device; None: known for common GPUs. On CPUs, each
-    process counts as a device.
+    planner/flops.py counts the FLOPs. peak_tflops: of one device; None: known for common GPUs. On CPUs, each process
+    counts as a device.
     """
     peak = peak_tflops * 1e12 if peak_tflops else None
     if peak is None and device.type == "cuda":

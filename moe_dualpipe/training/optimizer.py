@@ -32,16 +32,13 @@ class Optimizer:
     """Master weights and moments of this rank's share of the parameters, by global name.
 
     replicas: the parameters, in sets that the same ranks hold. zero: divide the state among the ranks of a set.
-    stacked: for parameters that stack matrices, the rows of each; ValueError if they do not add up.
+    stacked: the rows of each matrix, for parameters that stack several. Raises ValueError if the sum is not all rows.
     """
 
     def __init__(
-        self,
-        replicas: Sequence[ReplicaSet],
-        config: OptimizerConfig,
-        zero: bool = True,
+        self, replicas: Sequence[ReplicaSet], config: OptimizerConfig, zero: bool = True,
         stacked: Mapping[str, Sequence[int]] | None = None,
-    ):
+    ):  # fmt: skip
         self.parameters = {name: p for one in replicas for name, p in one.parameters.items()}
         self.local_experts = {name: one.local_experts for one in replicas for name in one.parameters}
         for parameter in self.parameters.values():
@@ -52,24 +49,17 @@ class Optimizer:
         self.moments: dict[str, dict[str, Tensor]] = {}
         self.parts: dict[str, list[tuple[Tensor, Rows]]] = {}  # what torch's optimizers update
 
-        for_muon = [
-            name for name in self.master if config.name == "muon" and _is_hidden_matrix(name, self.master[name])
-        ]
+        hidden = (name for name, w in self.master.items() if w.ndim == 2 and ALWAYS_ADAMW.isdisjoint(name.split(".")))
+        for_muon = [*hidden] if config.name == "muon" else []
         self.adamw = self._adamw([name for name in self.master if name not in for_muon], config)
         self.muon = self._muon(for_muon, config, stacked or {})
 
     def _adamw(self, names: Sequence[str], config: OptimizerConfig) -> torch.optim.AdamW:
         fused = all(parameter.is_cuda for parameter in self.parameters.values())
-        adamw = torch.optim.AdamW(
-            [
-                {"params": [self.master[name] for name in names if self.master[name].ndim > 1]},
-                {"params": [self.master[name] for name in names if self.master[name].ndim <= 1], "weight_decay": 0.0},
-            ],
-            lr=config.lr,
-            betas=(config.beta1, config.beta2),
-            weight_decay=config.weight_decay,
-            fused=fused,
-        )
+        matrices = {"params": [self.master[name] for name in names if self.master[name].ndim > 1]}
+        vectors = {"params": [self.master[name] for name in names if self.master[name].ndim <= 1], "weight_decay": 0.0}
+        betas, decay = (config.beta1, config.beta2), config.weight_decay
+        adamw = torch.optim.AdamW([matrices, vectors], lr=config.lr, betas=betas, weight_decay=decay, fused=fused)
         for name in names:  # create the state now: a checkpoint is loaded into it
             weight = self.master[name]
             self.moments[name] = {kind: torch.zeros_like(weight) for kind in ("exp_avg", "exp_avg_sq")}
@@ -85,11 +75,8 @@ class Optimizer:
             self.parts[name] = [(self.master[name][rows], rows) for rows in _matrices(self.owned[name], stacked)]
         muon = torch.optim.Muon(
             [{"params": [matrix for name in names for matrix, _ in self.parts[name]]}],
-            lr=config.lr,
-            momentum=config.momentum,
-            weight_decay=config.weight_decay,
-            adjust_lr_fn="match_rms_adamw",
-        )
+            lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw",
+        )  # fmt: skip
         for name in names:
             self.moments[name] = {"momentum": torch.zeros_like(self.master[name])}
             for matrix, rows in self.parts[name]:
@@ -111,8 +98,7 @@ class Optimizer:
         for parts in self.parts.values():
             for weight, _ in parts:
                 weight.grad = None
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        self.drop_gradients()
         self._update_model()
 
     def drop_gradients(self) -> None:
@@ -134,7 +120,7 @@ class Optimizer:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of moments and of master weights that are separate from the model's."""
+        """Bytes of the moments, and of the master weights that are not the model's own parameters."""
         copies = [weight for name, weight in self.master.items() if weight is not self.owned[name].weight]
         return sum(t.nbytes for t in copies) + sum(t.nbytes for kinds in self.moments.values() for t in kinds.values())
 
@@ -145,10 +131,6 @@ class Optimizer:
                 piece.weight.copy_(self.master[name])
         for shards in self.shards:
             shards.broadcast_weights()
-
-
-def _is_hidden_matrix(name: str, weight: Tensor) -> bool:
-    return weight.ndim == 2 and ALWAYS_ADAMW.isdisjoint(name.split("."))
 
 
 def _matrices(piece: OwnedTensor, stacked: Mapping[str, Sequence[int]]) -> list[slice]:
@@ -164,6 +146,5 @@ def check_saved(checkpoint: Path, config: OptimizerConfig) -> None:
     names = read_tensor_metadata(checkpoint).state_dict_metadata
     saved = "muon" if any(name.startswith("momentum.") for name in names) else "adamw"
     if saved != config.name:
-        raise ValueError(
-            f"{checkpoint} holds the state of {saved}, which {config.name} cannot use: use --optim.name {saved}"
-        )
+        what = f"{checkpoint} holds the state of {saved}, which {config.name} cannot use"
+        raise ValueError(f"{what}: use --optim.name {saved}")

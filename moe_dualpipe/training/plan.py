@@ -35,9 +35,9 @@ class RunPlan:
 
 
 def plan_run(config: TrainConfig, launch: Launch, arguments: Sequence[str] = ()) -> RunPlan:
-    """Check the options and everything they name: text, checkpoint, folders. Raises ValueError."""
+    """Check the options, the text, the checkpoint and the folders. Raises ValueError."""
     setup = resolve_options(config, launch)
-    expert_class(config.model.experts)  # for its errors
+    expert_class(config.model.experts)  # raises ValueError
     stages = split(config.model, setup.schedule.num_stages)
     restarted = restart.newest_checkpoint(setup.folder)
     resume = restarted or (find_checkpoint(config.checkpoint.resume) if config.checkpoint.resume else None)
@@ -62,7 +62,7 @@ def plan_run(config: TrainConfig, launch: Launch, arguments: Sequence[str] = ())
     text = _load_text(config, resume or weights)
     make_folder(setup.folder)
     if Path(setup.folder, metrics.FILE).exists():
-        metrics.read_records(setup.folder)  # for its errors
+        metrics.read_records(setup.folder)  # raises ValueError
     return RunPlan(config, setup, arguments, stages, text, resume, first_step, profiled_steps)
 
 

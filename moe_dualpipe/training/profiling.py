@@ -72,7 +72,7 @@ class StepProfiler:
         return self._report(ranks) if ranks else ""
 
     def _report(self, ranks: list[tuple[list[Step], str, float, TracedDevice]]) -> str:
-        """The report of all ranks: of each its steps, host name, time of the barrier and analyzed device."""
+        """The report as text. ranks: the steps, host name, time of the barrier and analyzed device of each rank."""
         steps, hosts, barriers, devices = (list(column) for column in zip(*ranks, strict=True))
         steps = align_clocks(steps, hosts, barriers)
         layout = self.layout

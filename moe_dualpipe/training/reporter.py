@@ -13,7 +13,7 @@ from .plan import RunPlan
 
 
 class Reporter:
-    """Reports on the run of `plan`. Only the first rank prints and writes; the others keep quiet."""
+    """Reports on the run of `plan`. Only the first rank prints and writes."""
 
     def __init__(self, plan: RunPlan):
         self.plan, self.config, self.setup = plan, plan.config, plan.setup
@@ -25,7 +25,7 @@ class Reporter:
             print(text, flush=True)
 
     def introduce(self, dense: float, experts: float, state_mb: float) -> None:
-        """dense, experts: numbers of parameters. state_mb: optimizer state of the rank that has most."""
+        """dense, experts: numbers of parameters. state_mb: optimizer state of the fullest rank in MB."""
         config, model, layout, schedule = self.config, self.config.model, self.setup.layout, self.setup.schedule
         active = dense + experts * model.experts_per_token / model.num_experts
         tokens = schedule.num_micro_batches * config.batch.micro_batch_size * config.batch.seq_len * layout.dp
@@ -62,6 +62,6 @@ class Reporter:
         self.say("sample:\n" + "\n".join(f"    | {line}" for line in printable_text(text).split("\n")))
 
     def resume_command(self, checkpoint: Path, steps: int) -> str:
-        """Names the run, or `checkpoint` if the run has later ones, from before it was resumed in the middle."""
+        """Names the run, or `checkpoint` if the folder has later ones, from before a resume at an earlier step."""
         newer = checkpoint in list_checkpoints(checkpoint.parent)[1:]
         return resume_command(self.plan.arguments, str(checkpoint if newer else self.setup.folder), steps)

@@ -1,4 +1,4 @@
-"""From options to the values of this launch: ranks, schedule, device, dtype, kernels and folder."""
+"""Choose the values of this launch from the options: ranks, schedule, device, dtype, kernels and folder."""
 
 import itertools
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from .config import CheckpointConfig, ComputeConfig, TrainConfig
 
 @dataclass(frozen=True, slots=True)
 class RunSetup:
-    """What a run uses where its options leave a choice."""
+    """The values of a run that depend on the launch."""
 
     layout: Layout
     schedule: Schedule
@@ -29,7 +29,7 @@ class RunSetup:
 
 
 def resolve_options(config: TrainConfig, launch: Launch) -> RunSetup:
-    """Check all options and choose the values they leave open. Raises ValueError with the numbers and what to use."""
+    """Check all options and choose the values of this launch. Raises ValueError with the numbers and what to use."""
     check_options(config)
     device, kernels = _device(config.compute, launch)
     dtype = config.compute.dtype

@@ -1,8 +1,8 @@
 """After `torchrun --max-restarts`, a run finds the folder of its own earlier attempt and resumes there.
 
-Before the ranks first meet, every launcher writes a file named after itself into the run's folder. A checkpoint is
-written later, so where there is one, the files of all launchers exist and no longer change. Ranks on any number of
-machines therefore reach the same decision without communication.
+Before the ranks connect, every launcher writes a file named after itself into the run's folder. Checkpoints are written
+later. So if there is a checkpoint, the files of all launchers exist, and ranks on any number of machines make the same
+decision without communication.
 """
 
 import json
@@ -32,7 +32,7 @@ def is_own_folder(folder: Path) -> bool:
 def newest_checkpoint(folder: Path) -> Path | None:
     """The newest complete checkpoint that earlier attempts of this launcher wrote into `folder`.
 
-    Older files are ignored: if the run was resumed in the middle, they may belong to a run with other steps.
+    Ignores older checkpoints: those of a run that was resumed at an earlier step may be of later steps.
     """
     path = _launcher_file(folder)
     if path is None or not is_own_folder(folder):
@@ -52,7 +52,7 @@ def _launcher_file(folder: Path) -> Path | None:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     launcher = os.getppid()
-    try:  # with the start time: a process id may be used again
+    try:  # the start time: process ids are reused
         since = Path(f"/proc/{launcher}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         since = ""

@@ -39,18 +39,13 @@ class Trainer:
         config, model, kernels = plan.config, plan.config.model, plan.setup.kernels
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        placement = self.schedule.placement
-        timeout = config.health.timeout
+        self._sequences_per_rank = self.schedule.num_micro_batches * config.batch.micro_batch_size  # in a step
+        placement, timeout = self.schedule.placement, config.health.timeout
         self.groups = build_groups(self.layout, placement, timeout, shared_embedding=model.mtp_layers > 0)
         group = self.groups.experts
         experts = AllToAll(model.num_experts, group, kernels) if group else Local(model.num_experts, kernels)
-        options = StageOptions(
-            config.seed,
-            config.compute.recompute,
-            kernels,
-            config.compute.fused_loss,
-            plan.text.tokenizer.end_id if config.batch.document_mask else None,
-        )
+        end_id = plan.text.tokenizer.end_id if config.batch.document_mask else None
+        options = StageOptions(config.seed, config.compute.recompute, kernels, config.compute.fused_loss, end_id)
         self.stages = {
             index: TransformerStage(model, plan.stages[index], experts, options).to(self.device, self.dtype)
             for index in placement.stages[self.layout.pp_rank]
@@ -95,8 +90,7 @@ class Trainer:
             for replicas in self.replicas:
                 sum_gradients(replicas)
             norm = gradient_norm(self.replicas, self.device) * mean
-        clip = config.optim.clip
-        lr = learning_rate(config.optim, step, config.steps)
+        clip, lr = config.optim.clip, learning_rate(config.optim, step, config.steps)
         # The host waits for the device before the update, not after it: the next step starts without a wait.
         load_LE = self.balance.loads(self.device)
         loss, norm_value = self._mean(losses), norm.item()
@@ -122,15 +116,14 @@ class Trainer:
         """The mean loss of the held-out sequences in nats per token, the same on all ranks."""
         layout, count = self.layout, self._sequences_per_rank
         batches = -(-self.config.metrics.eval_sequences // (count * layout.dp))
-        losses: list[Tensor] = []
+        losses, total = [], batches * layout.dp * count
         for i in range(batches):
             first = (i * layout.dp + layout.dp_rank) * count
-            total = batches * layout.dp * count
             losses += self.pipeline_step(*self.plan.text.held_out_batch(first, count, total, self.config.batch.seq_len))
         return self._mean(losses)
 
     def sample(self) -> str:
-        """The text with which the model continues the prompt."""
+        """The model's continuation of the prompt."""
         config, model, tokenizer = self.config, self.config.model, self.plan.text.tokenizer
         prompt = torch.tensor(tokenizer.encode(config.sample.prompt or "\n"))
         tokens = generate_through_pipeline(
@@ -152,19 +145,13 @@ class Trainer:
             number = sum(p.numel() for p in replicas.parameters.values())
             counts[int(replicas.local_experts is not None)] += number / replicas.num_replicas
         dist.all_reduce(counts)
-        dense, experts = counts.tolist()
-        return dense, experts
+        return counts[0].item(), counts[1].item()
 
     def largest(self, value: float) -> float:
         """The maximum of the ranks' values."""
         tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor.item()
-
-    @property
-    def _sequences_per_rank(self) -> int:
-        """Sequences of a step on each data-parallel rank."""
-        return self.schedule.num_micro_batches * self.config.batch.micro_batch_size
 
     def pipeline_step(self, inputs_BS: Tensor, labels_BS: Tensor) -> list[Tensor]:
         """Run the schedule on one batch. Returns the losses of the micro-batches that end on this rank."""
