@@ -66,10 +66,8 @@ class TrainingRun:
             setup.folder, self.config.model, options.keep or 0, self.config.health.timeout, options.save_async,
             lambda: trainer.progress.note("saving"),
         )  # fmt: skip
-        self.profiler = StepProfiler(
-            setup.folder / "profile", self.plan.profiled_steps, self.plan.first_step, setup.schedule, setup.layout,
-            setup.device,
-        )  # fmt: skip
+        folder, steps = setup.folder / "profile", (self.plan.profiled_steps, self.plan.first_step)
+        self.profiler = StepProfiler(folder, *steps, setup.schedule, setup.layout, setup.device)
         self.last_save: SaveResult | None = None
 
     def run(self) -> None:

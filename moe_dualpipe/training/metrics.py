@@ -31,9 +31,8 @@ class Metrics:
             return
         run.mkdir(parents=True, exist_ok=True)
         path = run / FILE
-        previous = [line for line in _lines(path) if json.loads(line)["step"] <= first_step]
         fresh = path.with_suffix(".new")
-        fresh.write_text("".join(previous))
+        fresh.write_text("".join(line for line in _lines(path) if json.loads(line)["step"] <= first_step))
         fresh.replace(path)
         self._file = path.open("a", buffering=1)
         if tensorboard:

@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from ..checkpoint import find_checkpoint, list_checkpoints
@@ -40,10 +41,8 @@ def newest_checkpoint(folder: Path) -> Path | None:
     since = path.stat().st_mtime
     for candidate in list_checkpoints(Path(folder, "checkpoints")):
         if candidate.stat().st_mtime >= since:
-            try:
+            with suppress(ValueError):
                 return find_checkpoint(str(candidate))
-            except ValueError:
-                continue
     return None
 
 

@@ -37,7 +37,7 @@ def train_as_typed(rank, arguments):
 
 
 def test_torchrun_restarts_a_killed_run_which_resumes_in_its_folder(tmp_path):
-    """Without --out, beside another run: the second attempt finds the folder of the first."""
+    """The second attempt finds the folder of the first, without --out and with another run next to it."""
     script = tmp_path / "kills_itself.py"
     script.write_text(KILLS_ITSELF)
     (tmp_path / "runs" / "tiny" / "checkpoints").mkdir(parents=True)
@@ -71,7 +71,7 @@ def test_torchrun_restarts_a_killed_run_which_resumes_in_its_folder(tmp_path):
     assert losses(again, "validation_loss")[7] == losses(whole, "validation_loss")[7]
 
 
-def torchrun_says(monkeypatch, restarts, run_id="none"):
+def set_torchrun_environment(monkeypatch, restarts, run_id="none"):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
 
@@ -90,7 +90,7 @@ def test_only_a_restart_uses_the_folder_of_its_launcher(tmp_path, monkeypatch):
     Path(out).mkdir(parents=True)
     restart.mark_folder(Path(out), 0)
     assert not Path(out, "launchers").exists()  # no launcher
-    torchrun_says(monkeypatch, 0)
+    set_torchrun_environment(monkeypatch, 0)
     restart.mark_folder(Path(out), 1)
     assert not Path(out, "launchers").exists()  # only one rank per machine writes it
     restart.mark_folder(Path(out), 0)
@@ -99,7 +99,7 @@ def test_only_a_restart_uses_the_folder_of_its_launcher(tmp_path, monkeypatch):
     assert resolve(new).folder == Path("runs/tiny-2")
     with pytest.raises(ValueError, match="already holds a run"):
         resolve(named)
-    torchrun_says(monkeypatch, 1)
+    set_torchrun_environment(monkeypatch, 1)
     assert resolve(new).folder == Path(out)
     assert resolve(named).folder == Path(out)
     monkeypatch.setattr(os, "getppid", lambda: 1)  # another launcher
@@ -115,7 +115,7 @@ def if_complete(path):
 
 def test_a_restart_uses_the_newest_checkpoint_of_its_earlier_attempts(tmp_path, monkeypatch):
     monkeypatch.setattr(restart, "find_checkpoint", if_complete)
-    torchrun_says(monkeypatch, 1)
+    set_torchrun_environment(monkeypatch, 1)
     restart.mark_folder(tmp_path, 0)
     assert restart.newest_checkpoint(tmp_path) is None
     checkpoint_in(tmp_path, 9, age=1000)  # from before the run was resumed at an earlier step
@@ -132,7 +132,7 @@ def test_a_restart_uses_the_newest_checkpoint_of_its_earlier_attempts(tmp_path, 
 
 
 def test_the_newest_checkpoint_is_the_one_with_the_largest_number(tmp_path, monkeypatch):
-    torchrun_says(monkeypatch, 1)
+    set_torchrun_environment(monkeypatch, 1)
     restart.mark_folder(tmp_path, 0)
     found = {step: checkpoint_in(tmp_path, step, age=-1) for step in (999_998, 1_000_000)}
     assert restart.newest_checkpoint(tmp_path) == found[1_000_000]
@@ -140,7 +140,7 @@ def test_the_newest_checkpoint_is_the_one_with_the_largest_number(tmp_path, monk
 
 def test_a_restart_after_the_last_step_does_no_step(tmp_path, monkeypatch):
     config = settings(tmp_path / "run", steps=2)
-    torchrun_says(monkeypatch, 1)
+    set_torchrun_environment(monkeypatch, 1)
     Path(config.checkpoint.out).mkdir()
     restart.mark_folder(Path(config.checkpoint.out), 0)
     first = run_ranks(1, train, config)[0]
@@ -152,5 +152,5 @@ def test_a_restart_after_the_last_step_does_no_step(tmp_path, monkeypatch):
 def restarted(rank, config):
     os.environ |= {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "1"}
     (mark,) = Path(config.checkpoint.out, "launchers").iterdir()
-    restart._launcher_file = lambda folder: folder / "launchers" / mark.name  # as if the parent were the same
+    restart._launcher_file = lambda folder: folder / "launchers" / mark.name  # as if the launcher were the same
     return train(rank, config)

@@ -6,13 +6,7 @@ from moe_dualpipe.schedule import build
 from moe_dualpipe.training.command_line import parse_arguments
 from moe_dualpipe.training.loop import main
 from tests.support.ranks import run_ranks
-from tests.support.runs import (
-    SMALL,
-    command,
-    losses,
-    records,
-    train_and_listen,
-)
+from tests.support.runs import SMALL, command, losses, records, train_and_listen
 
 
 def test_torchrun_trains_and_prints_the_command_that_resumes_the_run(tmp_path):

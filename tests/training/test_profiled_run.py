@@ -6,13 +6,7 @@ import pytest
 
 from moe_dualpipe.profiler import analyze, read_trace
 from tests.support.ranks import run_ranks
-from tests.support.runs import (
-    losses,
-    make_plan,
-    resolve,
-    settings,
-    train_each,
-)
+from tests.support.runs import losses, make_plan, resolve, settings, train_each
 
 
 @pytest.mark.parametrize("ranks,changes", [(2, {"schedule": "1f1b"}), (2, {"pp": 1, "ep": 2})])

@@ -15,17 +15,7 @@ from moe_dualpipe.training import trainer as trainer_module
 from moe_dualpipe.training.loop import TrainingRun
 from moe_dualpipe.training.trainer import Trainer
 from tests.support.ranks import run_ranks
-from tests.support.runs import (
-    MODEL,
-    change,
-    introduction,
-    losses,
-    make_trainer,
-    records,
-    settings,
-    train,
-    train_each,
-)
+from tests.support.runs import MODEL, change, introduction, losses, make_trainer, records, settings, train, train_each
 
 
 def test_training_reduces_the_loss_and_records_metrics(tmp_path):
@@ -43,7 +33,7 @@ def test_training_reduces_the_loss_and_records_metrics(tmp_path):
 
 
 def test_every_parallel_layout_and_schedule_trains_alike(tmp_path):
-    """And a checkpoint of one layout resumes in another."""
+    """Losses are equal, and a checkpoint of one layout resumes in another."""
     divisions = {
         "one": (1, {}),
         "dualpipe": (2, {"save_every": 3}),
