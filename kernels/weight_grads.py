@@ -117,7 +117,4 @@ def accumulate(parameter: Tensor, compute: Callable[[], Tensor], add_to: Callabl
         return
     grad = compute()
     grad = grad.to(parameter.grad_dtype or grad.dtype)
-    if parameter.grad is None:
-        parameter.grad = grad
-    else:
-        parameter.grad += grad
+    parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)

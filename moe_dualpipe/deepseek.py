@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .kernels.weight_grads import WeightGrads
-from .runtime import P2P, Executor, OverlappedModule, TensorSpec, accumulate_gradients
+from .runtime import P2P, Executor, OverlappedModule, TensorSpec
 from .schedule import Schedule, build, placement_of
 
 __all__ = ["DualPipe", "DualPipeV", "WeightGradStore", "run_backward", "set_p2p_tensor_dtype", "set_p2p_tensor_shapes"]
@@ -43,8 +43,8 @@ def set_p2p_tensor_dtype(dtype: torch.dtype) -> None:
 
 
 def run_backward(tensors: Sequence[Tensor], grad_tensors: Sequence[Tensor]) -> None:
-    """Accumulate gradients from `tensors` into `.grad`. Inputs that no tensor depends on keep theirs."""
-    accumulate_gradients(tensors, grad_tensors)
+    """Accumulate gradients from `tensors`, as `torch.autograd.backward` does."""
+    torch.autograd.backward(tensors, grad_tensors)
 
 
 class WeightGradStore:
@@ -79,9 +79,10 @@ class WeightGradStore:
 
 
 class _StoreBacked(WeightGrads):
-    """Deferral for layers with a `weight_grads` attribute and for layers that use the global store.
+    """Defers weight gradients of layers with a `weight_grads` attribute and of layers that use the global store.
 
-    The store is first in, first out, as are the weight actions of both schedules, so one key fits both.
+    The store runs its chunks in the order in which they were put. Both schedules run their W actions in the same order,
+    so the chunk of a key is always the oldest one in the store.
     """
 
     @contextmanager
@@ -109,15 +110,12 @@ class _Pipe(nn.Module):
     schedule_name: ClassVar[str]
 
     def __init__(
-        self,
-        modules: tuple[nn.Module, nn.Module] | nn.Sequential,
-        batch_dim: int = 0,
-        process_group: dist.ProcessGroup | None = None,
-        rank_mapping: list[int] | None = None,
-    ) -> None:
+        self, modules: tuple[nn.Module, nn.Module] | nn.Sequential, batch_dim: int = 0,
+        process_group: dist.ProcessGroup | None = None, rank_mapping: list[int] | None = None,
+    ) -> None:  # fmt: skip
         """modules: this rank's two stages. batch_dim: the dimension that is divided into micro-batches.
 
-        process_group: the pipeline (default: all ranks). rank_mapping: pipeline rank of each rank of that group.
+        process_group: the ranks of the pipeline (default: all). rank_mapping: pipeline rank of each rank of that group.
         Raises ValueError for a wrong number of modules or ranks, or a mapping that is not a permutation.
         """
         super().__init__()
@@ -132,12 +130,11 @@ class _Pipe(nn.Module):
             raise RuntimeError("call torch.distributed.init_process_group() first")
         self.num_ranks = self.group.size()
         self._placement = placement_of(self.schedule_name, self.num_ranks)
-        tensor = next((t for t in [*self.parameters(), *self.buffers()]), torch.empty(0))
+        tensor = next(iter([*self.parameters(), *self.buffers()]), torch.empty(0))
         self._p2p = P2P.connect(self.group, (), tensor.device, rank_mapping)
         self._weight_grads = _StoreBacked()
         self.rank = self._p2p.rank
-        self.is_first_rank = self.rank == 0
-        self.is_last_rank = self.rank == self.num_ranks - 1
+        self.is_first_rank, self.is_last_rank = self.rank == 0, self.rank == self.num_ranks - 1
         # Neighbours in the pipeline, as ranks of the group; None at the ends of the pipeline.
         order = list(range(self.num_ranks)) if rank_mapping is None else list(rank_mapping)
         self.first_rank, self.last_rank = order.index(0), order.index(self.num_ranks - 1)
@@ -145,13 +142,9 @@ class _Pipe(nn.Module):
         self.next_rank = None if self.is_last_rank else order.index(self.rank + 1)
 
     def step(
-        self,
-        *inputs: Tensor | None,
-        num_chunks: int = 0,
-        criterion: Callable[..., Tensor] | None = None,
-        labels: Sequence[Tensor | None] | Tensor | None = (),
-        return_outputs: bool = False,
-    ) -> tuple[Tensor | None, Tensor | tuple[Tensor | None, ...] | None]:
+        self, *inputs: Tensor | None, num_chunks: int = 0, criterion: Callable[..., Tensor] | None = None,
+        labels: Sequence[Tensor | None] | Tensor | None = (), return_outputs: bool = False,
+    ) -> tuple[Tensor | None, Tensor | tuple[Tensor | None, ...] | None]:  # fmt: skip
         """Run a training step; under `torch.no_grad()`, an inference step.
 
         inputs: the inputs of the first stage, on the ranks that hold it. num_chunks: the number of micro-batches.
@@ -160,8 +153,7 @@ class _Pipe(nn.Module):
 
         Returns (loss, outputs). loss: the losses of the micro-batches that end on this rank, stacked. outputs: their
         outputs, concatenated (a tuple if the stage has several). None on other ranks, and without `return_outputs`.
-        Raises ValueError for a number of micro-batches that does not fit the schedule, or a missing input, criterion or
-        shape.
+        Raises ValueError if the schedule does not fit `num_chunks`, or an input, the criterion or a shape is missing.
         """
         if TENSOR_SHAPES is None or TENSOR_DTYPE is None:
             raise ValueError("call set_p2p_tensor_shapes and set_p2p_tensor_dtype before step()")
@@ -170,17 +162,13 @@ class _Pipe(nn.Module):
         specs = [TensorSpec(tuple(shape), TENSOR_DTYPE) for shape in TENSOR_SHAPES]
         schedule = build(self.schedule_name, self.num_ranks, num_chunks)
         entering, ending = self._own_micro_batches(schedule)
-        # As in DeepSeek's package, module[0] is the stage of the flow that starts on rank 0, on all ranks.
+        # On all ranks, module[0] is the stage of the flow that starts on rank 0, as in DeepSeek's package.
         modules = dict(zip(self._placement.stages[self.rank], self.module, strict=True))
         p2p = self._p2p.with_specs(specs)
         executor = Executor(modules, p2p, self._weight_grads, overlap=self.overlapped_forward_backward)
-        result = executor.step(
-            schedule,
-            self._scatter(inputs, entering),
-            self._scatter((labels,) if isinstance(labels, Tensor) else labels or (), ending),
-            criterion,
-            return_outputs,
-        )
+        inputs_of = self._scatter(inputs, entering)
+        labels_of = self._scatter((labels,) if isinstance(labels, Tensor) else labels or (), ending)
+        result = executor.step(schedule, inputs_of, labels_of, criterion, return_outputs)
         loss = torch.stack([result.losses[m] for m in ending]) if result.losses else None
         outputs = None
         if return_outputs and ending:
@@ -190,7 +178,7 @@ class _Pipe(nn.Module):
         return loss, outputs
 
     def _scatter(self, tensors: Sequence[Tensor | None], micro_batches: list[int]) -> Mapping[int, tuple]:
-        """Divide each tensor into one piece for each micro-batch; a None gives None for each."""
+        """Divide each tensor into one piece for each micro-batch. In place of a tensor, None stands for all pieces."""
         count = len(micro_batches)
         pieces = []
         for t in tensors if micro_batches else ():
@@ -208,10 +196,11 @@ class _Pipe(nn.Module):
 
 
 class DualPipe(_Pipe):
-    """DualPipe: rank r of R holds stage r for one flow and stage R-1-r for the other. R and micro-batches are even.
+    """DualPipe: rank r of R holds stage r for one flow and stage R-1-r for the other.
 
-    Pass inputs and labels on the first and the last rank. The loss on the first rank belongs to the inputs of the last
-    rank, and vice versa. Each stage is on two ranks: sum their gradients before the optimizer step.
+    The numbers of ranks and of micro-batches must be even. Pass inputs and labels on the first and the last rank. The
+    loss on the first rank belongs to the inputs of the last rank, and vice versa. Each stage is on two ranks: sum their
+    gradients before the optimizer step.
     """
 
     schedule_name = "dualpipe"

@@ -1,7 +1,7 @@
 """DualPipeV in PyTorch's own pipeline runtime, for training loops that are built on it.
 
 `torch.distributed.pipelining` has the schedule, but runs an overlapped pair as a forward and then a backward. It also
-splits a backward into I and W by editing the autograd graph, where a `Segmented` module is a single node: the whole
+splits a backward into I and W between nodes of the autograd graph. A `Segmented` module is a single node, so its whole
 backward would run in I. The runtime accepts functions that replace an action:
 
     stage = PipelineStage(module, index, num_stages, device, input_args=..., output_args=...)
@@ -10,8 +10,8 @@ backward would run in I. The runtime accepts functions that replace an action:
 
 These functions keep the runtime's bookkeeping and change only the computation: a pair is one call of
 `overlapped_forward_backward`, and I defers weight gradients to W. Pass `input_args` and `output_args` (floating-point
-ones with requires_grad=True): to infer shapes, torch would run a backward on uninitialised numbers and leave the weight
-gradients in the first step.
+ones with requires_grad=True). Otherwise torch infers shapes by running a backward on uninitialised numbers, and the
+first step starts with those weight gradients.
 
 Limits: the functions use a few private names of torch; `loss_kwargs` of `step` do not reach the loss of an overlapped
 forward; FSDP and DDP are not supported.
@@ -23,25 +23,18 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining.schedules import (
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    FORWARD,
-    FULL_BACKWARD,
-    OVERLAP_F_B,
-    _Action,
-    _PipelineContext,
-)
+from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining.schedules import _Action, _PipelineContext
 from torch.nn.parallel import DistributedDataParallel
 
 from .overlap import Segmented
 
 
 def register(schedule: Any) -> None:
-    """Let the functions below run overlapped pairs and split backwards of `schedule`. All stages must be Segmented."""
-    schedule.register_custom_function(OVERLAP_F_B, overlap_f_b)
-    schedule.register_custom_function(BACKWARD_INPUT, backward_input)
-    schedule.register_custom_function(BACKWARD_WEIGHT, backward_weight)
+    """Register the functions below for `schedule`, whose stages must all be Segmented."""
+    schedule.register_custom_function(schedules.OVERLAP_F_B, overlap_f_b)
+    schedule.register_custom_function(schedules.BACKWARD_INPUT, backward_input)
+    schedule.register_custom_function(schedules.BACKWARD_WEIGHT, backward_weight)
 
 
 def overlap_f_b(action: _Action, ctx: _PipelineContext) -> None:
@@ -51,7 +44,7 @@ def overlap_f_b(action: _Action, ctx: _PipelineContext) -> None:
     than a forward and a full backward, and for stages without `input_args` and `output_args`.
     """
     halves = action.sub_actions or ()
-    if [half.computation_type for half in halves] != [FORWARD, FULL_BACKWARD]:
+    if [half.computation_type for half in halves] != [schedules.FORWARD, schedules.FULL_BACKWARD]:
         raise ValueError(f"{action} needs two sub_actions, a forward and a full backward: got {action.sub_actions}")
     first, second = (_StageAction(half, ctx) for half in halves)
     if kwargs := ctx.kwarg_mbs[first.micro_batch] if ctx.kwarg_mbs else {}:
@@ -60,7 +53,7 @@ def overlap_f_b(action: _Action, ctx: _PipelineContext) -> None:
     output: Any = None
 
     def backward(_kind: str, chunk: Mapping[str, Any], **_last: bool) -> tuple[tuple[Tensor | None, ...], None]:
-        """Replaces the backward of the second stage; calls what the first stage does for a forward."""
+        """Replaces the second stage's backward. It runs the pair in place of the first stage's forward."""
         nonlocal output
         root, grads = chunk["stage_output"], chunk["output_grads"]
         loss, outputs = (root, None) if isinstance(root, Tensor) else (None, root)
@@ -84,9 +77,9 @@ def overlap_f_b(action: _Action, ctx: _PipelineContext) -> None:
 
 
 def backward_input(action: _Action, ctx: _PipelineContext) -> None:
-    """Run a BACKWARD_INPUT; layers that can defer their weight gradients leave them to BACKWARD_WEIGHT.
+    """Run a BACKWARD_INPUT. Layers that can defer their weight gradients compute them in BACKWARD_WEIGHT, others here.
 
-    Other layers compute theirs here. No parameters are left to torch's W, which would compute those of the loss twice.
+    Torch's own W gets no parameters: it would compute the gradients of those in the loss twice.
     """
     work = _StageAction(action, ctx)
     plain = work.stage.backward_maybe_with_nosync
@@ -106,12 +99,12 @@ def backward_input(action: _Action, ctx: _PipelineContext) -> None:
 def backward_weight(action: _Action, ctx: _PipelineContext) -> None:
     """Run the BACKWARD_WEIGHT that belongs to a `backward_input`."""
     work = _StageAction(action, ctx)
-    work.stage.backward_weight_one_chunk(work.micro_batch, last_backward=work.count())
+    work.stage.backward_weight_one_chunk(work.micro_batch, last_backward=work.count_backward())
     work.module.weight_grads.run_deferred((work.index, work.micro_batch))
 
 
 class _StageAction:
-    """One micro-batch on one stage, with what torch's runtime does before and after its computation."""
+    """An action of one stage and micro-batch, with what torch's runtime does before and after its computation."""
 
     def __init__(self, action: _Action, ctx: _PipelineContext):
         self.index: int = action.stage_index
@@ -124,14 +117,12 @@ class _StageAction:
         if isinstance(self.module, FSDPModule | DistributedDataParallel):
             raise TypeError(f"{where}: modules inside FSDP or DDP are not supported")
         if not isinstance(self.module, Segmented):
-            raise TypeError(
-                f"{where}, which is not Segmented: write it as a subclass of moe_dualpipe.overlap.Segmented, or do not "
-                "register this function"
-            )
+            way_out = "write it as a subclass of moe_dualpipe.overlap.Segmented, or do not register this function"
+            raise TypeError(f"{where}, which is not Segmented: {way_out}")
         if getattr(getattr(self.stage, "_inference_mode", None), "name", None) == "DYNAMIC":
             raise ValueError(
-                f"{where}; to infer its shapes, torch has run a backward on uninitialised numbers, which are now in "
-                "its gradients: give every PipelineStage its input_args and output_args"
+                f"{where}; torch inferred its shapes by running a backward on uninitialised numbers, so its gradients "
+                "are wrong: give every PipelineStage its input_args and output_args"
             )
 
     def wait(self, received: dict[tuple[int, Any], Sequence[Any]], source: int) -> None:
@@ -143,12 +134,12 @@ class _StageAction:
     def backward(self, full: bool) -> None:
         self.wait(self.schedule.bwd_recv_ops, self.index + 1)
         loss = self.schedule._maybe_get_loss(self.stage, self.micro_batch)
-        last = full and self.count()
+        last = full and self.count_backward()
         self.stage.backward_one_chunk(self.micro_batch, loss=loss, full_backward=full, last_backward=last)
         if previous := self.stages.get(self.index - 1):
             previous.set_local_bwd_input(self.stage.get_local_bwd_output(self.micro_batch), self.micro_batch)
 
-    def count(self) -> bool:
+    def count_backward(self) -> bool:
         """Count a completed backward. Returns whether it is the last one of the stage in this step."""
         self.schedule.backward_counter[self.index] += 1
         return self.schedule.backward_counter[self.index] == self.schedule._n_microbatches

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 class Counting(TransformerStage):
-    """A stage that tells how often a pair was overlapped."""
+    """A stage that counts overlapped pairs."""
 
     overlapped = 0
 

@@ -1,9 +1,8 @@
 """Run one chunk's computation while another chunk's data is being transferred.
 
-Exports are loaded on first use: labels.py is also read where torch is not imported.
+Exports are imported on first use, so that programs without torch can import labels.py.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,7 +15,8 @@ __all__ = ["Comm", "Compute", "Engine", "PrepareComm", "Segmented", "Segments", 
 
 
 def __getattr__(name: str) -> Any:
-    for module in (".segment", ".segmented"):
-        if name in __all__ and hasattr(found := import_module(module, __name__), name):
-            return getattr(found, name)
-    raise AttributeError(f"module {__name__} has no attribute {name}")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    from . import segment, segmented
+
+    return getattr(segment if hasattr(segment, name) else segmented, name)

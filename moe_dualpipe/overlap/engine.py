@@ -1,16 +1,16 @@
-"""The engine: interleaves two chunks in one fixed order. It is the only place with CUDA streams and events.
+"""The engine: interleaves two chunks in one fixed order, and runs their transfers on a separate CUDA stream.
 
-A lane runs one chunk's generator. The rule: run one lane until its next segment is a transfer, then the other lane;
-deferred weight gradients fill the time in between. For a forward F and a backward B of Mixture-of-Experts layers this
-gives the order of DeepSeek's published training trace, layer by layer:
+A lane runs one chunk's generator. The engine runs one lane until its next segment is a transfer, then the other lane;
+deferred weight gradients run in between. For a forward F and a backward B of Mixture-of-Experts layers this gives the
+order of DeepSeek's published training trace, layer by layer:
 
     combine(B) | attn(F), mlp(B), dispatch(F), dispatch(B), mlp(W), mlp(F), attn(B), attn(W), combine(F), combine(B) |
 
-A GPU executes a queue: this is the order in which the host queues the work (`queued`). Each transfer waits on the GPU
-for the event of its input. Where a dispatch must read sizes on the host, mlp(B) is queued by then. On a CPU a call
-returns when its work is done, so a transfer starts as soon as its input exists, and the other lane runs meanwhile. A
-transfer that is complete at once hides nothing, so its lane continues. The order of the computations and the order of
-the transfers are the same on both devices.
+On a GPU, this is the order in which the host queues the work (`queued`). Each transfer waits on the GPU until its input
+is computed. If a dispatch must read sizes on the host, mlp(B) is already in the queue. On a CPU, a call returns when
+its work is done. So a transfer starts as soon as its input exists, and then the other lane runs. If a transfer is
+complete at once, there is nothing to hide, and its lane continues. Computations run in the same order on both devices,
+and so do transfers.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ import torch
 from torch.profiler import record_function
 
 from ..kernels.weight_grads import WeightGrads
-from .labels import WEIGHTS, label, prepare, wait_for
+from .labels import PREPARE, WAIT_FOR, WEIGHTS, label
 from .segment import Comm, CommResult, Compute, PrepareComm, Segments, Tensors
 
 
@@ -48,7 +48,7 @@ class Engine:
         return lane.result
 
     def interleave(self, first: "Lane", second: "Lane") -> None:
-        """Run two chunks, a forward and a backward or two forwards, each hiding the other's communication."""
+        """Run two chunks, each hiding the other's communication. Only `second` may defer weight gradients."""
         try:
             second.advance()
             second.launch()
@@ -63,13 +63,12 @@ class Engine:
                 second.launch()
                 second.run_deferred()
         except BaseException:
-            first.drop_deferred()
             second.drop_deferred()
             raise
 
     @contextmanager
     def annotate(self, text: str, layer: int | None, log: bool = True) -> Iterator[None]:
-        """Name what runs inside, for profilers, the log and tracebacks."""
+        """Name what runs in this context, for profilers, the log and tracebacks."""
         if log and self.log is not None:
             self.log.append(text)
         try:
@@ -90,10 +89,10 @@ class Lane:
         self.result: Any = None
         self._reply: Any = None
         self._inputs_ready: Any = None
-        self._deferred: list[tuple[Compute, object]] = []
+        self._deferred: list[tuple[Compute, WeightGrads, object]] = []
 
     def advance(self) -> None:
-        """Compute until the next segment is a transfer. If not `queued`, also start transfers, until one is pending."""
+        """Run segments until the next one is a transfer. Unless `queued`, start it; if it is complete, continue."""
         while self.active and self.next_comm is None:
             try:
                 segment = self.segments.send(self._reply)
@@ -106,7 +105,7 @@ class Lane:
                     self._reply = self._compute(segment)
                 case PrepareComm():
                     run = partial(segment.fn, *segment.inputs)
-                    with self.engine.annotate(prepare(label(segment.name, self.kind)), segment.layer, log=False):
+                    with self.engine.annotate(PREPARE + label(segment.name, self.kind), segment.layer, log=False):
                         self._reply = side.run(run, side.mark())[0] if side else run()
                 case Comm():
                     self.next_comm, self._reply = segment, None
@@ -123,22 +122,18 @@ class Lane:
         comm, side, self.next_comm = self.next_comm, self.engine.side, None
         with self.engine.annotate(text := label(comm.name, self.kind), comm.layer):
             transfer = side.start(comm, self._inputs_ready) if side else comm.fn()
-        self._reply = CommResult(partial(self._wait, transfer, wait_for(text), comm.layer))
+        self._reply = CommResult(partial(self._wait, transfer, WAIT_FOR + text, comm.layer))
         return getattr(transfer, "completed", False)
 
     def run_deferred(self) -> None:
-        """Compute the deferred weight gradients."""
-        for segment, key in self._deferred:
+        for segment, weight_grads, key in self._deferred:
             with self.engine.annotate(label(segment.name, WEIGHTS), segment.layer):
-                assert self.weight_grads is not None
-                self.weight_grads.run_deferred(key)
+                weight_grads.run_deferred(key)
         self._deferred.clear()
 
     def drop_deferred(self) -> None:
-        """Drop the deferred weight gradients, after a failure."""
-        for _, key in self._deferred:
-            assert self.weight_grads is not None
-            self.weight_grads.drop(key)
+        for _, weight_grads, key in self._deferred:
+            weight_grads.drop(key)
 
     def _compute(self, segment: Compute) -> Any:
         with self.engine.annotate(label(segment.name, self.kind), segment.layer):
@@ -148,7 +143,7 @@ class Lane:
             with self.weight_grads.defer_to(key):
                 outputs = segment.fn()
         if self.weight_grads.has_deferred(key):
-            self._deferred.append((segment, key))
+            self._deferred.append((segment, self.weight_grads, key))
         else:
             self.weight_grads.run_deferred(key)
         return outputs
@@ -159,11 +154,11 @@ class Lane:
 
 
 class _SideStream:
-    """The CUDA stream of communication. It also keeps the memory of transfers alive.
+    """The CUDA stream for communication. It also keeps the results of transfers allocated for long enough.
 
-    The result of a transfer is allocated on this stream. When the last reference is dropped, the allocator would give
-    the memory to the next transfer, though the compute stream may not have read it yet. So this object holds a
-    reference as well, until this stream has waited for an event recorded after all other references were dropped.
+    A result is allocated on this stream and read on the compute stream. When its last reference is dropped, the
+    allocator may reuse the memory for the next transfer before the compute stream has read it. So this object holds a
+    reference, too, until this stream has waited for a compute event that follows the end of all other references.
     """
 
     def __init__(self, device: torch.device):
@@ -171,12 +166,12 @@ class _SideStream:
         self.held: list[torch.UntypedStorage] = []
 
     def mark(self) -> tuple[Any, list[torch.UntypedStorage]]:
-        """An event on the compute stream, and the held memory that only this object still references."""
+        """Record an event on the compute stream. Returns it, with the storages that only this object still holds."""
         free = [s for s in self.held if torch._C._storage_Use_Count(s._cdata) == 1]
         return torch.cuda.current_stream(self.stream.device).record_event(), free
 
     def run(self, fn: Any, mark: tuple[Any, list[torch.UntypedStorage]]) -> tuple[Any, Any]:
-        """Run `fn` on this stream after `mark`. Returns its result, and an event that follows it."""
+        """Run `fn` on this stream after `mark`. Returns its result, and an event recorded after it."""
         with torch.cuda.stream(self.stream):
             self.stream.wait_event(mark[0])
             self.held = [s for s in self.held if all(s is not other for other in mark[1])]
@@ -202,7 +197,4 @@ class _SideStreamTransfer:
         return self.value
 
 
-@lru_cache
-def engine_for(device: torch.device) -> Engine:
-    """The engine of this process for `device`."""
-    return Engine(device)
+engine_for = lru_cache(Engine)  # the engine of this process for a device

@@ -8,9 +8,9 @@
         combined = yield Comm("combine", combine, combine_backward, out_ND)
         return (yield Compute("add", torch.add, h_TD, combined))
 
-Between two yields the driver may run other work: in a plain forward there is none, in the engine it is another chunk's.
-Two rules follow. Compute with tensors that need gradients only inside a Compute, and pass them as its inputs. Never
-yield inside a `with` block: its effect would leak into the other chunk.
+At each yield, the engine may run segments of another chunk. There are two rules. Compute with tensors that need
+gradients only inside a Compute, and pass them as its inputs. Never yield inside a `with` block: it would also apply to
+the other chunk.
 """
 
 from collections.abc import Callable, Generator
@@ -23,9 +23,10 @@ Tensors = tuple[Tensor, ...]
 
 
 class Transfer(Protocol):
-    """A transfer that has started. `wait` returns its tensors; one that was not sent is None.
+    """A transfer that has started. `wait` returns the received tensors, and None for one that was not sent.
 
-    `wait` waits on the stream on CUDA, and blocks on CPU. If the attribute `completed` is true, no wait is needed.
+    On CUDA, `wait` makes the current stream wait; on CPU, it blocks. If the attribute `completed` is true, the transfer
+    is complete.
     """
 
     def wait(self) -> tuple[Tensor | None, ...]: ...
@@ -41,16 +42,16 @@ class _Segment:
         self.layer: int | None = None
 
     def with_fn(self, fn: Callable[..., Any]) -> Self:
-        """A copy that calls `fn()`, without inputs: this is what an engine runs."""
+        """A copy without inputs, which calls `fn()`. The engine runs such segments."""
         other = copy(self)
         other.fn, other.inputs = fn, ()
         return other
 
 
 class PrepareComm(_Segment):
-    """Run `fn(*inputs)` on the communication stream, before the Comm of the same name, and return its result.
+    """Run `fn(*inputs)` on the communication stream, before the Comm of the same name. The yield returns its result.
 
-    Only that Comm, and segments that use the Comm's result, may use tensors in the result.
+    Only that Comm, and segments that use the Comm's result, may use tensors in the result of `fn`.
     """
 
     __slots__ = ()
@@ -72,20 +73,16 @@ class Compute(_Segment):
 class Comm(_Segment):
     """Start a transfer, `fn(*inputs) -> Transfer`. The generator continues immediately, with a `CommResult`.
 
-    back: `back(*output_grads) -> Transfer` sends the gradients back to the inputs. Neither uses autograd.
-    weights_first: on a device with a queue, queue the deferred weight gradients before this transfer.
+    back: `back(*output_grads) -> Transfer` returns the gradients of the inputs. Both functions run without autograd.
+    weights_first: on a GPU, queue the deferred weight gradients before this transfer.
     """
 
     __slots__ = ("back", "weights_first")
 
     def __init__(
-        self,
-        name: str,
-        fn: Callable[..., Transfer],
-        back: Callable[..., Transfer],
-        *inputs: "Tensor | CommResult",
+        self, name: str, fn: Callable[..., Transfer], back: Callable[..., Transfer], *inputs: "Tensor | CommResult",
         weights_first: bool = False,
-    ):
+    ):  # fmt: skip
         super().__init__(name, fn, *inputs)
         self.back, self.weights_first = back, weights_first
 
@@ -114,7 +111,7 @@ def wait_for_inputs(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def in_layer(layer: int, segments: Segments) -> Segments:
-    """The same segments, each labelled with the layer that it belongs to."""
+    """Yields the same segments, with `layer` set."""
     reply = None
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Modules written as segments: they run alone, in any framework, or as an overlapped pair.
+"""Modules written as segments. They run like any other module, or in an overlapped pair.
 
 `forward` records a tape and returns tensors whose autograd node runs the tape's backward, so `loss.backward()` works as
 for any module. An overlapped pair finds this node in the graph of the loss or the outputs, and runs the same backward
@@ -17,15 +17,15 @@ from ..kernels.weight_grads import WeightGrads, bind
 from .engine import Engine, Lane, engine_for
 from .labels import BACKWARD, FORWARD, LOSS
 from .segment import Compute, Segments
-from .tape import Tape
+from .tape import Tape, needs_grad
 
 
 class Segmented(nn.Module):
     """A module whose forward is the generator `segments(*inputs)` (see segment.py), which returns its outputs.
 
-    Backward works as with reentrant checkpointing: it accumulates into the parameters' `.grad`, also under
-    `torch.autograd.grad`, and cannot be differentiated again. If several segments use a parameter, its gradient is
-    added in several parts, and its hooks run for each part. Forward hooks of this module do not run in a pair.
+    Gradients work as with reentrant checkpointing: `torch.autograd.grad` also accumulates into the parameters' `.grad`,
+    and double backward is not supported. If several segments use a parameter, its gradient is added in several parts,
+    and its hooks run for each part. Forward hooks of this module do not run in a pair.
     """
 
     weight_grads: WeightGrads | None = None
@@ -38,25 +38,17 @@ class Segmented(nn.Module):
 
     @classmethod
     def overlapped_forward_backward(
-        cls,
-        module0: "Segmented",
-        inputs0: Sequence[Any],
-        criterion0: Callable[..., Tensor] | None,
-        labels0: Sequence[Any] | None,
-        module1: "Segmented",
-        loss1: Tensor | None,
-        outputs1: Sequence[Tensor] | None,
-        output_grads1: Sequence[Tensor | None] | None,
-        *,
-        on_input_grads: Callable[[], None] | None = None,
-        engine: Engine | None = None,
-    ) -> tuple[Any, Tensor | None]:
+        cls, module0: "Segmented", inputs0: Sequence[Any], criterion0: Callable[..., Tensor] | None,
+        labels0: Sequence[Any] | None, module1: "Segmented", loss1: Tensor | None, outputs1: Sequence[Tensor] | None,
+        output_grads1: Sequence[Tensor | None] | None, *,
+        on_input_grads: Callable[[], None] | None = None, engine: Engine | None = None,
+    ) -> tuple[Any, Tensor | None]:  # fmt: skip
         """Run the forward of one chunk and the backward of another, each hiding the other's communication.
 
         The positional arguments are DeepSeek's. Returns (outputs0, loss0); loss0 is None without `criterion0`. The
         backward starts from `loss1`, or from `outputs1` with `output_grads1`, and accumulates gradients of parameters
         and inputs as `backward()` does. on_input_grads: called once, when the gradients of the inputs are complete,
-        before the last weight gradients. Raises TypeError if `module1` did not produce the second chunk.
+        before the last weight gradients. Raises TypeError if `module1` did not produce `loss1` or `outputs1`.
         """
         engine = engine or _engine_of(inputs0)
         lane0 = Lane(engine, _forward(module0, inputs0, criterion0, labels0), FORWARD)
@@ -70,8 +62,7 @@ class Segmented(nn.Module):
     ) -> tuple[Any, Any]:
         """Run the forwards of two chunks, each hiding the other's communication. Returns both outputs."""
         engine = _engine_of(inputs0)
-        lane0 = Lane(engine, _forward(module0, inputs0), FORWARD)
-        lane1 = Lane(engine, _forward(module1, inputs1), FORWARD)
+        lane0, lane1 = (Lane(engine, _forward(m, i), FORWARD) for m, i in ((module0, inputs0), (module1, inputs1)))
         engine.interleave(lane1, lane0)
         return lane0.result[0], lane1.result[0]
 
@@ -100,11 +91,9 @@ class _ChunkNode(torch.autograd.Function):
 
 
 def _forward(
-    module: Segmented,
-    inputs: Sequence[Any],
-    criterion: Callable[..., Tensor] | None = None,
+    module: Segmented, inputs: Sequence[Any], criterion: Callable[..., Tensor] | None = None,
     labels: Sequence[Any] | None = None,
-) -> Segments:
+) -> Segments:  # fmt: skip
     """The segments of a forward. Returns the module's outputs, connected to the autograd graph, and the loss."""
     if module.weight_grads is None:  # layers read this attribute in the forward
         bind(module, WeightGrads())
@@ -118,20 +107,17 @@ def _forward(
 
 
 def _backward(
-    module: Segmented,
-    loss: Tensor | None,
-    outputs: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
+    module: Segmented, loss: Tensor | None, outputs: Sequence[Tensor], grads: Sequence[Tensor | None],
     on_input_grads: Callable[[], None] | None,
-) -> Segments:
-    """The segments of a backward; accumulates into the inputs' `.grad`, too."""
+) -> Segments:  # fmt: skip
+    """The segments of a backward. It accumulates gradients of parameters and of inputs."""
     roots = [(loss, torch.ones_like(loss))] if loss is not None else zip(outputs, grads, strict=True)
     pairs = [(root, grad) for root, grad in roots if root.requires_grad and grad is not None]
     if pairs:
         intercept = partial(_intercept_gradients, module, pairs)
         tape, output_grads = (yield Compute(LOSS, intercept)) if loss is not None else intercept()
         input_grads = yield from tape.backward(output_grads)
-        inputs = [i for i in tape.inputs if isinstance(i, Tensor) and i.requires_grad]
+        inputs = [i for i in tape.inputs if needs_grad(i)]
         reached = [(i, grad) for i, grad in zip(inputs, input_grads, strict=True) if grad is not None]
         if reached:
             torch.autograd.backward([i for i, _ in reached], [grad for _, grad in reached])
@@ -140,7 +126,10 @@ def _backward(
 
 
 def _intercept_gradients(module: Segmented, pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tape, Sequence[Tensor | None]]:
-    """Find the tape of `module` in the graph of the roots; run autograd down to it; return both tape and gradients."""
+    """Find the chunk of `module` in the graph of the roots, and run autograd from the roots to the chunk's outputs.
+
+    Returns the chunk's tape and the gradients of its outputs.
+    """
     nodes: list[Any] = [root.grad_fn for root, _ in pairs]
     seen, leaves, chunk = set(nodes), [], None
     while nodes:
@@ -157,7 +146,7 @@ def _intercept_gradients(module: Segmented, pairs: list[tuple[Tensor, Tensor]]) 
         name = type(module).__name__
         raise TypeError(f"backward of a chunk that the forward of this {name} did not produce with gradients enabled")
     chunk.intercepted = []
-    # `inputs`: what produced the chunk's inputs must not run yet, because their gradients are computed later.
+    # With `inputs`, autograd does not run what produced the chunk's inputs: their gradients do not exist yet.
     roots, grads = zip(*pairs, strict=True)
     torch.autograd.backward(roots, grads, inputs=[chunk.tape.anchor, *leaves])
     reached, chunk.intercepted = chunk.intercepted, None

@@ -1,11 +1,12 @@
 """The tape: records a chunk's forward so that its backward can run segment by segment, interleaved with another chunk.
 
-Each Compute has its own autograd graph. Its outputs are detached from that graph before later segments use them; a
-slot, an autograd node without data, collects the gradient of each. Backward runs the segments whose users have all run,
-the last one first: for a Compute, `torch.autograd.backward` from the gradients in its slots; for a Comm, the transfer
-back. The tape keeps only graphs and slots, so autograd alone decides how long an activation lives.
+Each Compute has its own autograd graph. Its outputs are detached from that graph before later segments use them. For
+each output, a slot collects the gradient. The backward of a segment may run when it has run for all segments that use
+its outputs; the last such segment runs first. A Compute runs `torch.autograd.backward` with the gradients in its slots;
+a Comm starts its function `back`. The tape keeps only graphs and slots, so autograd decides how long an activation
+lives.
 
-While a gradient is being transferred, a Compute that does not depend on it runs first (the shared experts).
+While a gradient is being transferred, a Compute that does not depend on it runs first, such as the shared experts.
 """
 
 from collections import deque
@@ -61,10 +62,11 @@ class _Detach(torch.autograd.Function):
 
 
 class _TapeEntry:
-    """One segment on the tape. It holds neither inputs nor functions, because they hold activations.
+    """One segment on the tape. It does not refer to the segment's inputs or function, because they hold activations.
 
-    back: the segment that runs in the backward. roots: of a Compute's graph. input_slots, slots: of its inputs and
-    outputs. used: the entries whose outputs it uses. users: how many entries that use its outputs have yet to run.
+    back: the segment to run in backward. roots: the outputs in the Compute's graph. input_slots, slots: for its inputs
+    and outputs. used: the entries whose outputs it uses. users: the number of entries that use its outputs and whose
+    backward has not yet run.
     """
 
     __slots__ = ("back", "input_slots", "roots", "slots", "used", "users")
@@ -81,7 +83,7 @@ class _TapeEntry:
 class Tape:
     """The tape of one chunk. `forward` records it if gradients are enabled; `backward` may run once.
 
-    Both are generators of segments without inputs, to be run in this order.
+    Both yield segments without inputs, to be run in this order.
     """
 
     def __init__(self, inputs: Sequence[Any]):
@@ -90,14 +92,14 @@ class Tape:
         self.entries = [_TapeEntry()]  # the first has the slots of the chunk's inputs
         self.remaining: set[int] = set()
         self.in_flight: dict[object, CommResult] = {}
-        self.anchor = torch.empty(0, requires_grad=True)  # so that autograd calls nodes whose inputs need no gradient
+        self.anchor = torch.empty(0, requires_grad=True)  # an input of every node: its outputs then require gradients
         self.output_slots: list[Slot | None] = []
 
     # ---- Forward ----
 
     def forward(self, segments: Callable[..., Segments]) -> Segments:
         """Run the chunk's generator. Returns its outputs as a tuple, and whether it returned a single tensor."""
-        chunk = segments(*(self._detach(0, i) if self.recording and _needs_grad(i) else i for i in self.inputs))
+        chunk = segments(*(self._detach(0, i) if self.recording and needs_grad(i) else i for i in self.inputs))
         reply = None
         while True:
             try:
@@ -139,7 +141,7 @@ class Tape:
     def _comm(self, segment: Comm) -> Segments:
         inputs = wait_for_inputs(segment.inputs)
         # If no input needs a gradient, there is no transfer back.
-        index = self._append(_TapeEntry(segment, inputs)) if self.recording and any(map(_needs_grad, inputs)) else 0
+        index = self._append(_TapeEntry(segment, inputs)) if self.recording and any(map(needs_grad, inputs)) else 0
         transfer: CommResult = yield segment.with_fn(partial(segment.fn, *(t.detach() for t in inputs)))
         del segment, inputs
         key = object()
@@ -167,7 +169,7 @@ class Tape:
     # ---- Backward ----
 
     def backward(self, output_grads: Sequence[Tensor | None]) -> Segments:
-        """Run backward from the gradients of the outputs. Returns those of the inputs that need one, in order."""
+        """Run backward from the gradients of the outputs. Returns the gradients of the inputs that need one."""
         if not self.remaining:
             raise RuntimeError("the backward of this chunk has already run, and its saved tensors have been freed")
         self._release(max(self.remaining), output_grads)
@@ -197,7 +199,7 @@ class Tape:
         return tuple(slot.close() for slot in self.entries[0].slots)
 
     def _release(self, index: int, input_grads: Sequence[Tensor | None] = ()) -> None:
-        """Pass the gradients of the entry's inputs on, and drop the entry."""
+        """Add the gradients of the entry's inputs to their slots, and drop the entry."""
         entry, self.entries[index] = self.entries[index], _TapeEntry()
         for slot, grad in zip(entry.input_slots, input_grads, strict=False):
             if slot is not None:
@@ -213,13 +215,13 @@ def _run(pairs: list[tuple[GradientEdge, Tensor]]) -> None:
     torch.autograd.backward(roots, grads)
 
 
-def _needs_grad(value: Any) -> bool:
+def needs_grad(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
 def _slot_of(value: Any) -> Slot | None:
     """The slot of a segment's input; None if the input needs no gradient."""
-    if not _needs_grad(value):
+    if not needs_grad(value):
         return None
     if not isinstance(slot := getattr(value.grad_fn, "slot", None), Slot):
         raise TypeError(

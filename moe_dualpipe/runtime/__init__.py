@@ -3,7 +3,6 @@
 from .executor import Executor
 from .p2p import P2P, TensorSpec
 from .rank_step import StepResult
-from .stage import Criterion, OverlappedModule, Stage, accumulate_gradients
+from .stage import Criterion, OverlappedModule, Stage
 
 __all__ = ["P2P", "Criterion", "Executor", "OverlappedModule", "Stage", "StepResult", "TensorSpec"]
-__all__ += ["accumulate_gradients"]

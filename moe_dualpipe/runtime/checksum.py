@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-BLOCK = 2**12  # words in a row; every row has an odd factor, too
-ROWS = 2**10  # rows at a time; this bounds the memory, 8 bytes a word
+BLOCK = 2**12  # words in a row; each row is also multiplied by an odd number
+ROWS = 2**10  # rows that are summed at a time, to bound the memory
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -29,9 +29,8 @@ def checksum(tensor: Tensor) -> Tensor:
     whole, rest = divmod(len(words_N), BLOCK)
     factors_B, factors_J = _odd(BLOCK, 0, tensor.device), _odd(whole + 1, 1, tensor.device)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for rows_JB, some_J in zip(
-        words_N[: whole * BLOCK].view(whole, BLOCK).split(ROWS), factors_J[:whole].split(ROWS), strict=True
-    ):
+    rows_WB = words_N[: whole * BLOCK].view(whole, BLOCK)
+    for rows_JB, some_J in zip(rows_WB.split(ROWS), factors_J[:whole].split(ROWS), strict=True):
         total += ((rows_JB * factors_B).sum(1) * some_J).sum()
     if rest:
         total += (words_N[whole * BLOCK :] * factors_B[:rest]).sum() * factors_J[whole]

@@ -34,29 +34,19 @@ class Executor:
     """
 
     def __init__(
-        self,
-        modules: Mapping[int, nn.Module],
-        p2p: P2P,
-        weight_grads: WeightGrads | None = None,
-        overlap: bool = True,
-        on_action: Callable[[Action], None] | None = None,
-    ):
-        self.modules = dict(modules)
-        self.on_action = on_action
-        self.p2p = p2p
-        self.overlap = overlap
+        self, modules: Mapping[int, nn.Module], p2p: P2P, weight_grads: WeightGrads | None = None,
+        overlap: bool = True, on_action: Callable[[Action], None] | None = None,
+    ):  # fmt: skip
+        self.modules, self.p2p, self.overlap, self.on_action = dict(modules), p2p, overlap, on_action
         self.weight_grads = weight_grads if weight_grads is not None else WeightGrads()
         for module in self.modules.values():
             bind(module, self.weight_grads)
 
     def step(
-        self,
-        schedule: Schedule,
-        inputs: Mapping[int, Sequence[Tensor]],
-        labels: Mapping[int, Sequence[Tensor]] | None = None,
-        criterion: Criterion | None = None,
+        self, schedule: Schedule, inputs: Mapping[int, Sequence[Tensor]],
+        labels: Mapping[int, Sequence[Tensor]] | None = None, criterion: Criterion | None = None,
         return_outputs: bool = False,
-    ) -> StepResult:
+    ) -> StepResult:  # fmt: skip
         """Run one step; under `torch.no_grad()`, run only its forwards.
 
         inputs: micro-batch -> arguments of the first stage, on the rank that holds the first stage for it.
@@ -84,7 +74,7 @@ class Executor:
             raise
 
     def _overlapped_pairs(self, schedule: Schedule) -> frozenset[Overlap]:
-        """The pairs on this rank that `overlapped_forward_backward` runs; the others run forward, then backward."""
+        """The pairs of this rank that `overlapped_forward_backward` runs; others run as a forward, then a backward."""
 
         def has_method(pair: Overlap) -> bool:
             first, second = (self.modules[half.stage] for half in halves(pair))
@@ -94,22 +84,18 @@ class Executor:
         return frozenset(action for action in actions if isinstance(action, Overlap) and has_method(action))
 
     def _check(
-        self,
-        schedule: Schedule,
-        inputs: Mapping[int, Sequence[Tensor]],
-        labels: Mapping[int, Sequence[Tensor]] | None,
-        criterion: Criterion | None,
-    ) -> None:
+        self, schedule: Schedule, inputs: Mapping[int, Sequence[Tensor]],
+        labels: Mapping[int, Sequence[Tensor]] | None, criterion: Criterion | None,
+    ) -> None:  # fmt: skip
         rank = self.p2p.rank
         if schedule.num_ranks != self.p2p.num_ranks:
-            raise ValueError(
-                f"{schedule.name} is for {schedule.num_ranks} ranks, the pipeline has {self.p2p.num_ranks}"
-            )
+            ranks = self.p2p.num_ranks
+            raise ValueError(f"{schedule.name} is for {schedule.num_ranks} ranks, but the pipeline has {ranks}")
         for half in (half for action in schedule.actions[rank] for half in halves(action)):
             stage, micro_batch = half.stage, half.micro_batch
             if stage not in self.modules:
                 held = ", ".join(map(str, self.modules)) or "none"
-                raise ValueError(f"rank {rank} is to run {half} but holds stages: {held}")
+                raise ValueError(f"rank {rank} must run {half}, but it holds these stages: {held}")
             if isinstance(half, Forward) and stage == 0 and micro_batch not in inputs:
                 raise ValueError(f"no input for micro-batch {micro_batch}, which enters at rank {rank}")
             if stage == schedule.num_stages - 1:

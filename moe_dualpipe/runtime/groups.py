@@ -1,8 +1,8 @@
 """Every process group of a run: the world, and the groups for pipeline, data and expert parallelism.
 
-With pp pipeline ranks, the world is pp x dp and rank = pipeline rank x dp + data rank. Ranks that exchange tokens of
-experts are neighbours in `dp`, so they are neighbours in the world, too. Experts are spread over ep consecutive data
-ranks. All groups of this package are created here, so that their options are set in one place.
+The world has pp x dp ranks, and rank = pipeline rank x dp + data rank. Experts are spread over ep consecutive data
+ranks, which are also consecutive in the world. All groups of this package are created here, so that their options are
+set in one place.
 """
 
 from collections.abc import Iterable, Sequence
@@ -35,11 +35,9 @@ def init_world(device: torch.device, launch: Launch, timeout: float | None = Non
 
 
 def create_group(
-    ranks: Sequence[int] | None = None,
-    timeout: float | None = None,
-    backend: str | None = None,
+    ranks: Sequence[int] | None = None, timeout: float | None = None, backend: str | None = None,
     members_only: bool = False,
-) -> dist.ProcessGroup | None:
+) -> dist.ProcessGroup | None:  # fmt: skip
     """Create the group of `ranks` (None: all); returns None on a rank outside it.
 
     timeout: seconds that an operation waits; a group does not inherit the world's. None: torch's default.
@@ -95,30 +93,24 @@ def build_groups(
     timeout: seconds that an operation waits. shared_embedding: the last stage holds the embedding, too (models/mtp.py).
     """
     pps, dps, eps = range(layout.pp), range(layout.dp), range(layout.ep)
+    at = layout.world_rank
+
+    def create(memberships: Iterable[list[int]]) -> dist.ProcessGroup | None:
+        """Create a group for each list of more than one rank; return the group of this rank."""
+        mine = None
+        for members in memberships:
+            if len(members) > 1:
+                group = create_group(members, timeout)
+                mine = group if layout.rank in members else mine
+        return mine
+
     # Stages with the same holders share a group.
     peers = sorted({tuple(sorted({r for s in stages for r in placement.holders(s)})) for stages in placement.stages})
-    pipeline = _group([[layout.world_rank(p, d) for p in pps] for d in dps], layout.rank, timeout)
-    experts = _group(
-        [[layout.world_rank(p, d + e) for e in eps] for p in pps for d in range(0, layout.dp, layout.ep)],
-        layout.rank,
-        timeout,
-    )
-    dense = _group([[layout.world_rank(p, d) for p in held for d in dps] for held in peers], layout.rank, timeout)
-    expert_replicas = _group(
-        [[layout.world_rank(p, d) for p in held for d in dps if d % layout.ep == e] for held in peers for e in eps],
-        layout.rank,
-        timeout,
-    )
     ends = sorted({*placement.holders(0), *placement.holders(placement.num_stages - 1)}) if shared_embedding else []
-    embedding = _group([[layout.world_rank(p, d) for p in ends for d in dps]], layout.rank, timeout)
-    return Groups(pipeline, experts, dense, expert_replicas, embedding)
-
-
-def _group(memberships: Iterable[list[int]], rank: int, timeout: float | None) -> dist.ProcessGroup | None:
-    """Create a group for each list of more than one rank; return the one that `rank` belongs to."""
-    mine = None
-    for members in memberships:
-        if len(members) > 1:
-            group = create_group(members, timeout)
-            mine = group if rank in members else mine
-    return mine
+    return Groups(
+        pipeline=create([at(p, d) for p in pps] for d in dps),
+        experts=create([at(p, d + e) for e in eps] for p in pps for d in dps[:: layout.ep]),
+        dense=create([at(p, d) for p in held for d in dps] for held in peers),
+        expert_replicas=create([at(p, d) for p in held for d in dps[e :: layout.ep]] for held in peers for e in eps),
+        embedding=create([[at(p, d) for p in ends for d in dps]]),
+    )

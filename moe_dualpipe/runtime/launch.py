@@ -1,4 +1,4 @@
-"""The ranks that torchrun gives a process, and the choice of its device."""
+"""The environment variables of torchrun, and the choice between CPU and GPU."""
 
 import os
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The environment that torchrun sets. A process without torchrun is rank 0 of 1."""
+    """The place of this process, as set by torchrun. Without torchrun, the process is rank 0 of 1."""
 
     rank: int
     local_rank: int
@@ -24,7 +24,10 @@ class Launch:
 
 
 def choose_device(wanted: str, gpus: int, processes: int) -> str:
-    """Return cpu or cuda. Raises ValueError if there are fewer GPUs than `processes` on this machine."""
+    """Return cpu or cuda for `wanted`: cpu, cuda, or auto (cuda if this machine has a GPU for each process).
+
+    Raises ValueError for another `wanted`, and for cuda with fewer GPUs than processes.
+    """
     if wanted not in ("cpu", "cuda", "auto"):
         raise ValueError(f"--device must be cpu, cuda or auto: got {wanted!r}")
     if wanted == "cuda" and not gpus:

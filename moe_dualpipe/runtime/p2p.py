@@ -1,15 +1,16 @@
 """Point-to-point transfers between pipeline ranks.
 
-On CUDA nothing here blocks the host; on CPU, `Receiving.wait` and `Sending.wait` do. Messages of one sender to one
-receiver arrive in the order in which they were sent, and the executor posts receives in that order.
+On CUDA nothing here blocks the host; on CPU, `Transfer.wait` does. Messages from one sender to one receiver arrive in
+the order in which they were sent, and the executor posts receives in that order.
 
-NCCL serializes all transfers of a pair of ranks in one communicator, so a send could wait for a receive that was posted
+NCCL serializes all transfers between two ranks in one communicator, so a send could wait for a receive that was posted
 early. Therefore, on CUDA, each direction (to a higher rank, to a lower rank) has a separate process group.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,8 +34,8 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Receiving:
-    """Tensors that are being received. Call `wait` once; then the current stream may use them."""
+class Transfer:
+    """Tensors that are being sent or received. Call `wait` once; then the current stream may use or change them."""
 
     tensors: tuple[torch.Tensor, ...]
     works: tuple[dist.Work, ...] = ()
@@ -43,18 +44,6 @@ class Receiving:
         for work in self.works:
             work.wait()
         return self.tensors
-
-
-@dataclass(frozen=True, slots=True)
-class Sending:
-    """Tensors that are being sent: keeps them alive until `wait`."""
-
-    tensors: tuple[torch.Tensor, ...]
-    works: tuple[dist.Work, ...]
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
 
 
 @dataclass(slots=True)
@@ -83,18 +72,14 @@ class P2P:
 
     @classmethod
     def connect(
-        cls,
-        group: dist.ProcessGroup | None,
-        specs: Sequence[TensorSpec],
-        device: torch.device,
-        pipeline_ranks: Sequence[int] | None = None,
-        timeout: float | None = None,
-    ) -> "P2P":
+        cls, group: dist.ProcessGroup | None, specs: Sequence[TensorSpec], device: torch.device,
+        pipeline_ranks: Sequence[int] | None = None, timeout: float | None = None,
+    ) -> "P2P":  # fmt: skip
         """Create the links of the pipeline that `group` forms (None: a pipeline of one rank).
 
-        pipeline_ranks: `pipeline_ranks[i]` is the pipeline rank of the group's rank i; by default i. timeout: seconds
-        that a transfer waits on CUDA, where this creates groups; None: torch's default. On CUDA, collective over
-        `group`. Raises ValueError if `pipeline_ranks` is not a permutation.
+        pipeline_ranks: `pipeline_ranks[i]` is the pipeline rank of the group's rank i; by default i. Raises ValueError
+        if it is not a permutation. On CUDA this creates process groups, collectively over `group`. timeout: seconds
+        that their transfers wait; None: torch's default.
         """
         specs = tuple(specs)
         if group is None:
@@ -105,13 +90,12 @@ class P2P:
             raise ValueError(f"the pipeline ranks must be a permutation of 0..{size - 1}: got {order}")
         members = dist.get_process_group_ranks(group)
         global_ranks = tuple(members[order.index(rank)] for rank in range(size))
+        rank = order[group.rank()]
         if device.type == "cpu":
-            upward = downward = group
-        else:
-            upward, downward = (create_group(members, timeout, members_only=True) for _ in range(2))
-        p2p = cls(specs, device, order[group.rank()], size, global_ranks, upward, downward)
-        if device.type != "cpu":
-            p2p._open_links()
+            return cls(specs, device, rank, size, global_ranks, group, group)
+        upward, downward = (create_group(members, timeout, members_only=True) for _ in range(2))
+        p2p = cls(specs, device, rank, size, global_ranks, upward, downward)
+        p2p._open_links()
         return p2p
 
     def with_specs(self, specs: Sequence[TensorSpec]) -> "P2P":
@@ -134,41 +118,28 @@ class P2P:
             self.steps.failed = True
             raise
 
-    def send(self, tensors: Sequence[torch.Tensor], to: int) -> Sending:
+    def send(self, tensors: Sequence[torch.Tensor], to: int) -> Transfer:
         """Start sending to pipeline rank `to`; the tensors must not change before `wait`."""
-        held = tuple(tensor.contiguous() for tensor in tensors)
-        group = self._link(self.rank, to)
-        return Sending(
-            held, tuple(_started(dist.isend(t, self.global_ranks[to], group, self.steps.count)) for t in held)
-        )
+        group = self.upward if to > self.rank else self.downward
+        return self._start(dist.isend, [tensor.contiguous() for tensor in tensors], to, group)
 
-    def recv(self, specs: Sequence[TensorSpec], source: int) -> Receiving:
+    def recv(self, specs: Sequence[TensorSpec], source: int) -> Transfer:
         """Start receiving tensors of these `specs` from pipeline rank `source`."""
-        held = tuple(spec.empty(self.device) for spec in specs)
-        group = self._link(source, self.rank)
-        return Receiving(
-            held, tuple(_started(dist.irecv(t, self.global_ranks[source], group, self.steps.count)) for t in held)
-        )
+        group = self.upward if self.rank > source else self.downward
+        return self._start(dist.irecv, [spec.empty(self.device) for spec in specs], source, group)
 
-    def _link(self, source: int, to: int) -> dist.ProcessGroup | None:
-        return self.upward if to > source else self.downward
+    def _start(self, operation: Any, tensors: list[torch.Tensor], peer: int, group: Any) -> Transfer:
+        works = tuple(operation(t, self.global_ranks[peer], group, self.steps.count) for t in tensors)
+        assert None not in works, "this process is not a member of the pipeline's group"
+        return Transfer(tuple(tensors), works)
 
     def _open_links(self) -> None:
-        """Connect all pairs of neighbours. NCCL does so on the first message, blocking the host."""
-        token = torch.zeros(1, device=self.device)
-        for source, to in self._neighbours():
-            if self.rank in (source, to):
-                group = self._link(source, to)
-                peer = self.global_ranks[to if self.rank == source else source]
-                _started((dist.isend if self.rank == source else dist.irecv)(token, peer, group)).wait()
-        torch.cuda.synchronize(self.device)
-
-    def _neighbours(self) -> Iterator[tuple[int, int]]:
+        """Connect all pairs of neighbours now. Otherwise NCCL does it on the first message, blocking the host."""
+        token = TensorSpec((1,), torch.float32)
         for low in range(self.num_ranks - 1):
-            yield low, low + 1
-            yield low + 1, low
-
-
-def _started(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "this process is not a member of the pipeline's group"
-    return work
+            for source, to in ((low, low + 1), (low + 1, low)):
+                if self.rank == source:
+                    self.send([token.empty(self.device)], to).wait()
+                elif self.rank == to:
+                    self.recv([token], source).wait()
+        torch.cuda.synchronize(self.device)

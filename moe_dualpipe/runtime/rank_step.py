@@ -6,6 +6,7 @@ All state of a step is in one object, which is dropped when the step ends.
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
@@ -14,10 +15,10 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ..schedule import Action, Backward, Flow, Forward, Overlap, Part, Recv, Schedule, Send, Step, counterpart, halves
-from .p2p import P2P, Receiving, Sending
-from .stage import Criterion, Stage, Tensors, accepts_on_input_grads, as_tuple
+from .p2p import P2P, TensorSpec, Transfer
+from .stage import Criterion, Stage, Tensors, as_tuple
 
-SENDS_IN_FLIGHT = 2  # wait for a send, to free its buffer, after this many more compute actions
+SENDS_IN_FLIGHT = 2  # after this many more compute actions, wait for a send, to free its buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +44,17 @@ class RankStep:
 
     def __post_init__(self) -> None:
         self.last = self.schedule.num_stages - 1
-        # Inputs of a stage, and gradients of its outputs, by (stage, micro-batch).
-        self.receiving: dict[Flow, dict[tuple[int, int], Receiving]] = {Flow.ACTIVATION: {}, Flow.GRADIENT: {}}
+        # Inputs (ACTIVATION) and output gradients (GRADIENT), by (stage, micro-batch).
+        self.receiving: dict[Flow, dict[tuple[int, int], Transfer]] = {Flow.ACTIVATION: {}, Flow.GRADIENT: {}}
         self.sends: deque[Send] = deque()  # not yet started, in the order of the list
         self.to_send: dict[Send, Tensors] = {}
-        self.sending: deque[tuple[int, Sending]] = deque()  # with the number of the action that made the data
+        self.sending: deque[tuple[int, Transfer]] = deque()  # with `num_actions` at its start
         self.num_actions = 0
         self.result = StepResult()
 
     def run(self, steps: tuple[Step, ...], inputs: Mapping[int, Sequence[Tensor]]) -> StepResult:
         for micro_batch, tensors in inputs.items():
-            self.receiving[Flow.ACTIVATION][0, micro_batch] = Receiving(tuple(tensors))
+            self.receiving[Flow.ACTIVATION][0, micro_batch] = Transfer(tuple(tensors))
         self.sends.extend(step for step in steps if isinstance(step, Send))
         for step in steps:
             try:
@@ -122,7 +123,7 @@ class RankStep:
 
         forward = first.module, list(inputs0), criterion0, list(labels0)
         backward = second.module, chunk1.loss, [output for output, _ in pairs], [grad for _, grad in pairs]
-        early = accepts_on_input_grads(method)
+        early = "on_input_grads" in signature(method).parameters
         outputs0, loss0 = method(*forward, *backward, **({"on_input_grads": on_input_grads} if early else {}))
         del forward, backward, pairs, grads1
         outputs0 = as_tuple(outputs0)
@@ -135,7 +136,7 @@ class RankStep:
             raise RuntimeError(f"{name} must call on_input_grads once: it made {calls} calls")
 
     def loss_arguments(self, stage: Stage, micro_batch: int) -> tuple[Criterion | None, Tensors]:
-        """The criterion and its labels; None and nothing before the last stage."""
+        """The criterion and its labels on the last stage, if there is a criterion; (None, ()) otherwise."""
         if stage.index < self.last or self.criterion is None:
             return None, ()
         return self.criterion, tuple(self.labels.get(micro_batch, ()))
@@ -154,26 +155,26 @@ class RankStep:
         return self.receive(Flow.GRADIENT, stage, micro_batch) if stage < self.last else ()
 
     def send_activation(self, stage: int, micro_batch: int, outputs: Tensors, loss: Tensor | None) -> None:
-        """After a forward: pass the outputs to the next stage, or store the loss and outputs of the last stage."""
+        """After a forward: send the outputs to the next stage, or store the loss and outputs of the last stage."""
         if stage < self.last:
-            self._pass_on(stage, micro_batch, Flow.ACTIVATION, outputs)
+            self._send_to_neighbour(stage, micro_batch, Flow.ACTIVATION, outputs)
             return
         if loss is not None:
             self.result.losses[micro_batch] = loss.detach()
         if self.return_outputs:
-            self.result.outputs[micro_batch] = tuple(_detached(output) for output in outputs)
+            self.result.outputs[micro_batch] = tuple(o if o is None else o.detach() for o in outputs)
 
     def send_gradient(self, stage: int, micro_batch: int, input_grads: Tensors) -> None:
-        """After a backward: pass the input gradients to the previous stage."""
+        """After a backward: send the input gradients to the previous stage."""
         if stage > 0:
-            self._pass_on(stage, micro_batch, Flow.GRADIENT, input_grads)
+            self._send_to_neighbour(stage, micro_batch, Flow.GRADIENT, input_grads)
 
-    def _pass_on(self, stage: int, micro_batch: int, flow: Flow, tensors: Tensors) -> None:
+    def _send_to_neighbour(self, stage: int, micro_batch: int, flow: Flow, tensors: Tensors) -> None:
         neighbour = stage + 1 if flow is Flow.ACTIVATION else stage - 1
         # In inference a stage may also return None, which is not sent.
         tensors = tuple(tensor.detach() for tensor in tensors if tensor is not None)
         if self.schedule.rank_of(neighbour, micro_batch) == self.p2p.rank:
-            self.receiving[flow][neighbour, micro_batch] = Receiving(tensors)
+            self.receiving[flow][neighbour, micro_batch] = Transfer(tensors)
             return
         self._check_specs(stage, flow, tensors)
         if not torch.is_grad_enabled():
@@ -188,18 +189,18 @@ class RankStep:
         while self.sends and self.sends[0] in self.to_send:
             self.sending.append((self.num_actions, self.send(self.sends.popleft())))
 
-    def send(self, step: Send) -> Sending:
+    def send(self, step: Send) -> Transfer:
         return self.p2p.send(self.to_send.pop(step), self._peer(step))
 
     def post_receive(self, step: Recv) -> None:
-        received = self.p2p.recv(self._specs(step.flow), self._peer(step))
-        self.receiving[step.flow][step.stage, step.micro_batch] = received
+        transfer = self.p2p.recv(self._specs(step.flow), self._peer(step))
+        self.receiving[step.flow][step.stage, step.micro_batch] = transfer
 
     def _peer(self, step: Send | Recv) -> int:
         other = counterpart(step)
         return self.schedule.rank_of(other.stage, other.micro_batch)
 
-    def _specs(self, flow: Flow):
+    def _specs(self, flow: Flow) -> tuple[TensorSpec, ...]:
         specs = self.p2p.specs
         return specs if flow is Flow.ACTIVATION else tuple(spec for spec in specs if spec.has_gradient)
 
@@ -212,10 +213,6 @@ class RankStep:
 
 
 def _describe(step: Step) -> str:
-    """The step in the schedule's notation, and in words: `0F3 (stage 0, micro-batch 3)`."""
+    """The step in the schedule's notation and in words: `0F3 (stage 0, micro-batch 3)`."""
     acts = halves(step) if isinstance(step, Forward | Backward | Overlap) else (step,)
     return f"{step} ({'; '.join(f'stage {act.stage}, micro-batch {act.micro_batch}' for act in acts)})"
-
-
-def _detached(tensor: Tensor | None) -> Any:
-    return None if tensor is None else tensor.detach()

@@ -5,7 +5,7 @@ alike: a replica set is a set of parameters with the process group of the ranks 
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ BUCKET_ELEMENTS = 16 * 2**20  # gradients are summed in buckets of at most this 
 
 @dataclass(frozen=True)
 class ReplicaSet:
-    """Parameters, by global name, of which every rank of `group` (None: only this rank) holds a copy.
+    """Parameters by global name. Every rank of `group` holds a copy; None: only this rank.
 
     They are sorted by name, because the ranks of a group build their stages in different orders.
     """
@@ -29,7 +29,7 @@ class ReplicaSet:
     parameters: Mapping[str, nn.Parameter]
     group: dist.ProcessGroup | None
     local_experts: range | None = None
-    """The experts in each of these parameters; None for other parameters."""
+    """The experts in each of these parameters; None if they are not experts."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parameters", dict(sorted(self.parameters.items())))
@@ -42,9 +42,9 @@ class ReplicaSet:
 def replica_sets(
     stages: Iterable[nn.Module], groups: Groups, shared: Collection[nn.Parameter] = ()
 ) -> list[ReplicaSet]:
-    """Divide the parameters of this rank's stages into sets with the same holders: dense, experts, and `shared`.
+    """Divide the parameters of this rank's stages into three sets: dense, experts, and `shared`.
 
-    Parameter names must be global. shared: the parameters that the ranks of `groups.embedding` hold.
+    Parameter names must be global. shared: the parameters that all ranks of `groups.embedding` hold.
     """
     experts = {name: ids for stage in stages for name, ids in expert_ids(stage).items()}
     named = {name: p for stage in stages for name, p in stage.named_parameters()}
@@ -101,29 +101,26 @@ def differing(replicas: ReplicaSet) -> dict[str, list[int]]:
     ranks = dist.get_process_group_ranks(replicas.group)
     found = {}
     for name, sums_R in zip(replicas.parameters, sums_RP.T.tolist(), strict=True):
-        if deviating := _minority(sums_R):
-            found[name] = [ranks[i] for i in deviating]
+        value, count = Counter(sums_R).most_common(1)[0]
+        majority = value if 2 * count > len(sums_R) else None
+        if deviating := [rank for rank, value in zip(ranks, sums_R, strict=True) if value != majority]:
+            found[name] = deviating
     return found
-
-
-def _minority(values: Sequence[int]) -> list[int]:
-    """The indices of all values except a majority's: [5, 7, 5] -> [1], [5, 7] -> [0, 1], [5, 5] -> []."""
-    value, count = Counter(values).most_common(1)[0]
-    majority = value if 2 * count > len(values) else None
-    return [i for i, v in enumerate(values) if v != majority]
 
 
 def check_equal(replicas: ReplicaSet) -> None:
     """Raise RuntimeError with parameters and ranks unless all replicas are bit-equal. Collective."""
+
+    def listed(ranks: list[int]) -> str:
+        return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
     if found := differing(replicas):
         assert replicas.group is not None
         names, ranks = list(found), sorted(set().union(*found.values()))
-        who = f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
         others = sorted(set(dist.get_process_group_ranks(replicas.group)) - set(ranks))
-        verb = "deviates" if len(ranks) == 1 else "deviate"
-        what = f"{verb} from rank{'s' * (len(others) > 1)} {', '.join(map(str, others))}" if others else "disagree"
+        what = f"deviate{'s' * (len(ranks) == 1)} from {listed(others)}" if others else "disagree"
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        raise RuntimeError(f"{who} {what} in {', '.join(names[:3])}{more}: replicas must stay bit-equal")
+        raise RuntimeError(f"{listed(ranks)} {what} in {', '.join(names[:3])}{more}: replicas must stay bit-equal")
 
 
 def buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -1,11 +1,10 @@
 """ZeRO-1 (arXiv 1910.02054): each replica stores optimizer state for a part of the weights, and updates only that part.
 
-The unit is a tensor as named in a checkpoint: a dense parameter, or one expert of a stack. Each has one owner. So
-updates and checkpoint files do not depend on who owns what; but one very large tensor, such as the embedding, is not
-divided.
+Each tensor that has a name in a checkpoint (a dense parameter, or one expert of a stack) has one owner. So updates and
+checkpoint files do not depend on who owns what, but one very large tensor, such as the embedding, is not divided.
 
-torch's ZeroRedundancyOptimizer divides the state of the tensors that it sends; the fp32 master weights of a bf16 model
-would remain on every rank. It also treats stacked experts as one tensor, and gathers all state to save it.
+torch's ZeroRedundancyOptimizer divides the state of the tensors that it sends. With it, the fp32 master weights of a
+bf16 model would remain on every rank. It also treats stacked experts as one tensor, and gathers all state to save it.
 """
 
 from collections.abc import Mapping
@@ -38,9 +37,8 @@ class Shards:
             for parameter, tensor in replicas.parameters.items()
             for name, view in global_tensors(parameter, tensor.detach(), replicas.local_experts)
         }
-        owners = assign_owners(
-            {name: view.numel() for name, (_, view) in weights.items()}, self.group.size() if self.group else 1
-        )
+        num_owners = self.group.size() if self.group else 1
+        owners = assign_owners({name: view.numel() for name, (_, view) in weights.items()}, num_owners)
         self.rank = dist.get_rank(self.group) if self.group else 0
         self.tensors = {name: OwnedTensor(parameter, view, owners[name]) for name, (parameter, view) in weights.items()}
 
@@ -64,10 +62,9 @@ class Shards:
 
 
 def assign_owners(sizes: Mapping[str, int], num_owners: int) -> dict[str, int]:
-    """Assign an owner to every name, the same on all ranks: the largest first, each to the owner that has least so far.
+    """Assign an owner to every name, the same on all ranks: the largest first, each to the owner with the least so far.
 
-    Two owners differ by at most one tensor. Example: {"a": 5, "b": 3, "c": 3} over two owners ->
-    {"a": 0, "b": 1, "c": 1}.
+    Two owners differ by at most one tensor. Example for 2 owners: {"a": 5, "b": 3, "c": 3} -> {"a": 0, "b": 1, "c": 1}.
     """
     loads, owners = [0] * num_owners, {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
@@ -77,7 +74,7 @@ def assign_owners(sizes: Mapping[str, int], num_owners: int) -> dict[str, int]:
 
 
 def elements_per_owner(sizes: Mapping[str, int], num_owners: int) -> list[int]:
-    """The number of elements that each owner gets. Example: {"a": 5, "b": 3, "c": 3} over two owners -> [5, 6]."""
+    """The number of elements of each owner. Example for 2 owners: {"a": 5, "b": 3, "c": 3} -> [5, 6]."""
     totals = [0] * num_owners
     for name, owner in assign_owners(sizes, num_owners).items():
         totals[owner] += sizes[name]

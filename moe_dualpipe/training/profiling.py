@@ -13,7 +13,7 @@ from torch.profiler import record_function
 
 from ..drawing.overlap_report import compare_ranks
 from ..drawing.pipeline_report import pipeline_objects, pipeline_text, rank_name, save_pipeline_figure
-from ..overlap.labels import training_step
+from ..overlap.labels import STEP
 from ..profiler import COMMUNICATION, read_trace
 from ..profiler.capture import capture, synchronize
 from ..profiler.files import TracedDevice, TraceFiles, analyze_devices
@@ -48,7 +48,7 @@ class StepProfiler:
             self._open.enter_context(capture(self.path, self.device))
             dist.barrier()
             self._barrier_us = time.time_ns() / 1e3
-        with record_function(training_step(index + 1)):
+        with record_function(f"{STEP}{index + 1}"):
             yield
             if index in self.recorded:
                 synchronize(self.device)  # the recording of a step must include its update

@@ -28,7 +28,7 @@ def bare(layers, ep=None):
 
 
 def test_the_order_is_deepseeks():
-    """Layer by layer, as the annotations of their published training trace have it."""
+    """Layer by layer, as in the annotations of DeepSeek's published training trace."""
     assert order(bare(3), bare(3), queued=True) == (
         f"add(B) combine(B) {LAYER} combine(B) {LAYER} combine(B) {LAYER} add(F)"
     )
@@ -41,7 +41,7 @@ def test_on_a_cpu_transfers_start_as_soon_as_their_input_exists():
 
 
 def test_with_completed_transfers_the_backward_runs_first():
-    """Without expert parallelism the backward goes first, so that its gradient can leave, then the forward."""
+    """Without expert parallelism, the backward runs before the forward, so that its gradient can be sent."""
     assert order(bare(2, Local(8)), bare(1, Local(8)), queued=False) == (
         "add(B) combine(B) mlp(B) dispatch(B) mlp(W) attn(B) attn(W) "
         "attn(F) dispatch(F) mlp(F) combine(F) attn(F) dispatch(F) mlp(F) combine(F) add(F)"
@@ -68,7 +68,7 @@ def test_the_longer_chunk_continues_alone():
 
 
 class Watched(Local):
-    """Says when a transfer is started and when it is waited for."""
+    """Records when a transfer is started and when it is waited for."""
 
     def __init__(self, seen, name=""):
         super().__init__(8)
@@ -107,7 +107,6 @@ def test_shared_experts_run_during_the_transfers():
 
 
 def test_the_other_chunk_computes_between_the_start_and_the_wait_of_each_transfer():
-    """Between the start of each transfer and the wait for it, the other chunk computes."""
     seen = []
     first, second = bare(2, ep=Watched(seen, "F ")), bare(2, ep=Watched(seen, "B "))
     for module in (first, second):

@@ -71,7 +71,7 @@ def test_one_expert_gets_all_tokens(queued):
     model = stage(2, 0, Loopback(8, 4), experts_per_token=1)
     with torch.no_grad():
         for block in model.layers.values():
-            block.mlp.router.logits.weight.zero_()  # ties: all tokens choose alike
+            block.mlp.router.logits.weight.zero_()  # equal logits: all tokens choose the same experts
     expected = run_pair(model, model, tokens(1), tokens(2), overlapped=False)
     assert_same(run_pair(model, model, tokens(1), tokens(2), True, queued), expected)
     loads = model.layers["0"].mlp.router.take_load()
@@ -143,7 +143,7 @@ def test_a_pair_frees_all_activations_without_the_garbage_collector(recompute):
             )
         )
     gc.collect()
-    gc.disable()  # a cycle would be found below
+    gc.disable()  # so that a reference cycle would keep activations alive, and fail below
     try:
         loss1 = next_token_loss(model(tokens(1)), tokens(1))
         first, made = made, []

@@ -10,7 +10,7 @@ from tests.support.segments import Twice, doubled, module_of
 
 
 def both(module, expected, *inputs):
-    """The module and a plain function of the same parameters: outputs, gradients of parameters and inputs."""
+    """Assert that the module and a plain function of its parameters have equal outputs and gradients."""
     results = []
     for function in (module, expected):
         module.zero_grad()
@@ -128,7 +128,7 @@ def test_an_input_from_outside_a_segment_is_an_error(kind):
 
 
 def test_a_captured_tensor_is_an_error():
-    """Taken from around the Compute, its gradient would come after its producer's backward, and be lost."""
+    """Its gradient would be computed after the backward of the segment that produced it, and would be lost."""
 
     def segments(self, x):
         y = yield Compute("lin", self.lin, x)

@@ -15,7 +15,7 @@ from tests.support.segments import module_of
 
 
 class Waited:
-    """A transfer that says when it is waited for."""
+    """A transfer that records when it is waited for."""
 
     def __init__(self, log, name, *tensors):
         self.log, self.name, self.tensors = log, name, tensors
@@ -129,7 +129,7 @@ def test_the_backward_frees_the_route():
 
     loss = module_of(segments, lin=nn.Linear(3, 3))(torch.randn(2, 3)).sum()
     loss.backward()
-    assert made[0]() is None  # though the loss is still there
+    assert made[0]() is None  # although the loss still exists
 
 
 def test_an_output_that_needs_no_gradient_has_requires_grad_false():
@@ -172,7 +172,7 @@ def test_a_second_backward_is_an_error():
 
 
 def test_activations_that_no_backward_needs_are_freed_in_the_forward():
-    """What the experts return is needed by the combine only, and what it returns by the next sum only."""
+    """The output of the experts is used only by the combine, and is not needed in backward."""
     model = stage(2, 0, ep=Loopback(8, 4))
     made = []
     for block in model.layers.values():

@@ -10,7 +10,7 @@ from tests.support.segments import Twice, doubled
 
 
 class Tied(Segmented):
-    """One matrix as embedding and as head, as models tie them."""
+    """One weight as embedding and as head."""
 
     def __init__(self):
         super().__init__()
@@ -25,7 +25,7 @@ class Tied(Segmented):
 
 
 def test_both_gradients_of_a_tied_weight_are_added():
-    """Their two gradients are added up, also where one of them is computed later."""
+    """Also if one of them is deferred."""
     model, ids = Tied(), torch.tensor([[1, 2, 5]])
     expected = torch.nn.functional.linear(2 * model.embedding(ids), model.head.weight).square().sum()
     expected.backward()

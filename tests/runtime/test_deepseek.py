@@ -288,7 +288,7 @@ def changed_after_construction(_rank):
     x = torch.randn(4 * SIZE, WIDTH)
     LOG.clear()
     model.overlapped_forward_backward = False
-    model.step(x, num_chunks=4, criterion=criterion, labels=x)  # a lone tensor will do
+    model.step(x, num_chunks=4, criterion=criterion, labels=x)  # a single tensor instead of a sequence
     assert "overlap" not in LOG
     assert not model.forward_only
     model.module[0] = PlainStage()
@@ -351,7 +351,7 @@ def store_after_a_failure(_rank):
     set_p2p_tensor_shapes([(SIZE, WIDTH)])
     set_p2p_tensor_dtype(torch.float32)
     x = torch.randn(2 * SIZE, WIDTH)
-    WeightGradStore.put(lambda: pytest.fail("left by somebody else's step"))
+    WeightGradStore.put(lambda: pytest.fail("left by an earlier step"))
     WeightGradStore.flush()
     DualPipeV((StoreStage(), StoreStage())).step(x, num_chunks=2, criterion=criterion, labels=(x,))
     with pytest.raises(ArithmeticError, match="boom"):
@@ -403,7 +403,7 @@ TINY = ModelConfig(
 
 
 def our_transformer_in_dualpipe(rank, num_chunks, fused_loss):
-    """Stages that overlap for real, under DeepSeek's interface: their pairs are interleaved, and nothing changes."""
+    """Our stages under DeepSeek's interface: pairs are interleaved; losses and gradients are those of one process."""
     specs, x = split(TINY, 2), torch.randint(19, (num_chunks, 7), generator=torch.Generator().manual_seed(3))
     model = build_model(TINY, options=StageOptions(seed=4, fused_loss=fused_loss))
     losses = [model.loss(model(piece), piece) for piece in x.split(1)]

@@ -11,7 +11,7 @@ from torch import nn
 
 from moe_dualpipe.kernels.linear import linear
 from moe_dualpipe.runtime import P2P, Executor, TensorSpec
-from moe_dualpipe.runtime.p2p import Receiving
+from moe_dualpipe.runtime.p2p import Transfer
 from moe_dualpipe.schedule import Forward, Placement, Schedule, build
 from tests.support.ranks import run_ranks
 
@@ -67,7 +67,7 @@ def test_integer_tensors_and_unused_inputs_pass_between_stages(name, ranks):
 
 
 class Counting(nn.Module):
-    """Keeps a weak reference to every output it makes, and knows how many are alive."""
+    """Counts how many of its outputs are alive."""
 
     def __init__(self):
         super().__init__()
@@ -107,9 +107,9 @@ X = {0: (torch.ones(2, WIDTH),)}
 
 def test_invalid_arguments_of_a_step():
     schedule = build("1f1b", 1, 1)
-    with pytest.raises(ValueError, match="1f1b is for 2 ranks, the pipeline has 1"):
+    with pytest.raises(ValueError, match="1f1b is for 2 ranks, but the pipeline has 1"):
         one_rank().step(build("1f1b", 2, 2), X)
-    with pytest.raises(ValueError, match=r"is to run 0F0 but holds stages: 3"):
+    with pytest.raises(ValueError, match=r"rank 0 must run 0F0, but it holds these stages: 3"):
         one_rank({3: nn.Identity()}).step(schedule, X, {}, torch.sum)
     with pytest.raises(ValueError, match="no input for micro-batch 0, which enters at rank 0"):
         one_rank().step(schedule, {}, {0: ()}, torch.sum)
@@ -178,7 +178,7 @@ def step_after_a_failed_one(_rank):
     labels = dict.fromkeys(range(4), ())
     Sometimes.fail = True
     with pytest.raises(ArithmeticError):
-        executor.step(schedule, batch, labels, torch.sum)  # receives were posted and will never be served
+        executor.step(schedule, batch, labels, torch.sum)  # leaves receives that get no message
     Sometimes.fail = False
     result = executor.step(schedule, batch, labels, torch.sum)
     for micro_batch, loss in result.losses.items():
@@ -223,7 +223,7 @@ def test_a_module_may_reuse_its_output_buffer_when_nothing_is_trained():
 
 
 class Recorder:
-    """Stands in for the links of rank 0 of 2 and records in which order the executor uses them."""
+    """Replaces the links of rank 0 of 2, and records in which order the executor uses them."""
 
     rank, num_ranks, device, specs = 0, 2, torch.device("cpu"), (TensorSpec((2, WIDTH), torch.float32),)
 
@@ -248,7 +248,7 @@ class Recorder:
         self.log.append(f"post receive from {source}")
         recorder = self
 
-        class Arriving(Receiving):
+        class Arriving(Transfer):
             def wait(self):
                 recorder.log.append("wait for receive")
                 return self.tensors
@@ -303,7 +303,7 @@ def test_a_failed_step_drops_its_deferred_weight_gradients(monkeypatch):
     result = executor.step(schedule, inputs, labels, torch.sum, return_outputs=True)
     assert not any(output.requires_grad for outputs in result.outputs.values() for output in outputs)
     again = one_rank(stages)
-    assert stages[0].weight_grads is again.weight_grads  # a second executor takes the layers over
+    assert stages[0].weight_grads is again.weight_grads  # a second executor binds the layers to its own WeightGrads
 
 
 class NeverOverlapped(nn.Linear):

@@ -8,24 +8,24 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support import pipelines as law
+from tests.support import pipelines
 from tests.support.ranks import run_ranks
 
-CONFIG = replace(law.CONFIG, num_layers=4, num_dense_layers=1, mtp_layers=2, mtp_weight=0.7)
+CONFIG = replace(pipelines.CONFIG, num_layers=4, num_dense_layers=1, mtp_layers=2, mtp_weight=0.7)
 
 
 def with_mtp(rank, function, *args):
-    law.CONFIG, law.MICRO_BATCHES = CONFIG, 4
+    pipelines.CONFIG, pipelines.MICRO_BATCHES = CONFIG, 4
     return function(rank, *args)
 
 
 def sizes_of_sets(rank, name, pp, dp):
-    *_, sets = law.make_pipeline(rank, name, pp, dp)
+    *_, sets = pipelines.make_pipeline(rank, name, pp, dp)
     return [replicas.num_replicas if "embedding.weight" in replicas.parameters else 0 for replicas in sets]
 
 
-def every_one(rank, names, pp, fused_loss):
-    seen = law.all_schedules_equal_reference(rank, names, pp, fused_loss)
+def results_and_set_sizes(rank, names, pp, fused_loss):
+    seen = pipelines.all_schedules_equal_reference(rank, names, pp, fused_loss)
     return seen, {name: sizes_of_sets(rank, name, pp, 1) for name in names}
 
 
@@ -35,7 +35,7 @@ def every_one(rank, names, pp, fused_loss):
     (4, ["chimera", "1f1b"], False),
 ])  # fmt: skip
 def test_a_pipeline_equals_the_single_process_model(pp, names, fused_loss):
-    seen = run_ranks(pp, with_mtp, every_one, names, pp, fused_loss)
+    seen = run_ranks(pp, with_mtp, results_and_set_sizes, names, pp, fused_loss)
     for name in names:
         assert sorted(m for on_rank, _ in seen for m in on_rank[name][0]) == list(range(4)), name
         holders = [sizes[name] for _, sizes in seen]
@@ -45,5 +45,5 @@ def test_a_pipeline_equals_the_single_process_model(pp, names, fused_loss):
 
 
 def test_with_expert_parallelism_it_agrees_with_the_single_process_model():
-    seen = run_ranks(2, with_mtp, law.agrees, "dualpipev", 1, 2, 2)
+    seen = run_ranks(2, with_mtp, pipelines.agrees, "dualpipev", 1, 2, 2)
     assert sum(count for count, _ in seen) == 2 * 4

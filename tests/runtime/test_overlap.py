@@ -40,7 +40,7 @@ def pair(model, x0, x1, engine=None):
 
 
 def pair_is_sequential(rank, experts):
-    """Ranks have different numbers of tokens, and routing is as uneven as it comes."""
+    """Ranks have different numbers of tokens, and routing is not balanced."""
     config = CONFIG if experts is None else CONFIG.__class__(**{**vars_of(CONFIG), "num_experts": experts})
     issued: list[str] = []
     original = dist.all_to_all_single
@@ -75,7 +75,7 @@ def test_a_pair_over_all_to_all_equals_the_sequential_one_and_all_ranks_issue_on
     moe_layers = CONFIG.num_layers - CONFIG.num_dense_layers
     for issued, logs in seen:
         assert (issued, logs) == seen[0]
-        # For two chunks, forward and backward, three times: counts, dispatch and combine, then combine and dispatch.
+        # Three runs of two chunks. Forward: counts, dispatch, combine; backward: combine, dispatch.
         assert len(issued) == 3 * 2 * moe_layers * 5
 
 
@@ -121,7 +121,7 @@ def test_overlap_changes_no_bit_of_a_step(name, pp, ep, slow, fused_loss):
 
 
 def live_chunks(actions) -> int:
-    """The most forwards whose backward has not ended, as the schedule has it; a pair's forward comes first."""
+    """The maximum number of forwards whose backward has not ended; in a pair, the forward comes first."""
     live = peak = 0
     for action in actions:
         for half in halves(action):
@@ -136,7 +136,7 @@ def live_chunks(actions) -> int:
 
 def counts_live_tapes(rank, name, pp):
     schedule, layout, executor, _, _ = make_pipeline(rank, name, pp)
-    for stage in executor.modules.values():  # all experts are here, but rows take their time: pairs are interleaved
+    for stage in executor.modules.values():  # Loopback transfers take time, so pairs are interleaved
         for module in stage.modules():
             if hasattr(module, "expert_parallel"):
                 module.expert_parallel = Loopback(CONFIG.num_experts, 1)
@@ -158,11 +158,11 @@ def counts_live_tapes(rank, name, pp):
 
 
 @pytest.mark.parametrize("name,pp", [("dualpipe", 2), ("dualpipev", 2), ("dualpipev", 1), ("1f1b", 2)])
-def test_the_number_of_live_chunks_is_the_schedule_s(name, pp):
+def test_the_number_of_live_chunks_is_that_of_the_schedule(name, pp):
     for peak, expected in run_ranks(pp, counts_live_tapes, name, pp):
         assert peak == expected
         if name == "dualpipe":
-            assert peak == pp + 1  # as DeepSeek's table of schedules has it
+            assert peak == pp + 1  # as in DeepSeek's table of schedules
 
 
 # ---- Transfers of the pipeline ----
@@ -200,7 +200,8 @@ class Overriding(TransformerStage):
 
 
 def sends_of_a_step(rank, kind):
-    """Gradients sent before the last weight gradients of their pair, such gradients in all, sends, pairs, CALLS."""
+    """Returns the number of pairs that sent their gradient before their last weight gradients, of pairs that sent one,
+    and of all pairs, and CALLS."""
     schedule, layout, executor, _, _ = make_pipeline(rank, "dualpipe", 2)
     for stage in executor.modules.values():
         stage.__class__ = kind

@@ -12,7 +12,7 @@ from tests.support.ranks import run_ranks
 
 
 def sums(rank):
-    replicas.BUCKET_ELEMENTS = 5  # so that every bucket is full after one tensor of three, and one is larger than it
+    replicas.BUCKET_ELEMENTS = 5  # a bucket holds one tensor of 3 elements; the tensor of 7 exceeds a bucket
     shapes = {"a": (3,), "b": (3, 1), "c": (7,), "d": (), "missing on 0": (3,), "missing everywhere": (2,)}
     parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
     for i, (name, parameter) in enumerate(parameters.items()):
@@ -39,7 +39,7 @@ def test_one_bit_of_bf16_is_a_difference():
 
 
 def deviations(rank, changes):
-    """changes: (rank, parameter, bit of its last element); the ranks hold the world's places 1, 2, ... as a group."""
+    """changes: (rank, parameter, bit of its last element). The group has all ranks of the world but rank 0."""
     group = dist.new_group(list(range(1, dist.get_world_size())))
     if rank == 0:
         return None
@@ -83,7 +83,7 @@ def test_a_flip_of_any_bit_changes_the_checksum(size, dtype, bits):
 
 
 def test_equal_changes_do_not_cancel_and_order_matters():
-    """As where all of a norm's weights, which are equal, drift by the same."""
+    """For example, the weights of a norm are equal, and all of them may drift by the same amount."""
     rows = 3 * ROWS
     ones = torch.ones(2 * BLOCK * rows)
     twos = 2 * ones
