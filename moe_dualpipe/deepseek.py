@@ -178,7 +178,7 @@ class _Pipe(nn.Module):
         return loss, outputs
 
     def _scatter(self, tensors: Sequence[Tensor | None], micro_batches: list[int]) -> Mapping[int, tuple]:
-        """Divide each tensor into one piece for each micro-batch. In place of a tensor, None stands for all pieces."""
+        """Divide each tensor into one piece for each micro-batch. If a tensor is None, so are its pieces."""
         count = len(micro_batches)
         pieces = []
         for t in tensors if micro_batches else ():

@@ -25,8 +25,8 @@ Tensors = tuple[Tensor, ...]
 class Transfer(Protocol):
     """A transfer that has started. `wait` returns the received tensors, and None for one that was not sent.
 
-    On CUDA, `wait` makes the current stream wait; on CPU, it blocks. If the attribute `completed` is true, the transfer
-    is complete.
+    On CUDA, `wait` makes the current stream wait; on CPU, it blocks. An attribute `completed` may tell that no wait is
+    needed.
     """
 
     def wait(self) -> tuple[Tensor | None, ...]: ...
@@ -111,7 +111,7 @@ def wait_for_inputs(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def in_layer(layer: int, segments: Segments) -> Segments:
-    """Yields the same segments, with `layer` set."""
+    """Yields the segments with `layer` set, and returns their result."""
     reply = None
     while True:
         try:

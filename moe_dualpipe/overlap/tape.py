@@ -92,7 +92,7 @@ class Tape:
         self.entries = [_TapeEntry()]  # the first has the slots of the chunk's inputs
         self.remaining: set[int] = set()
         self.in_flight: dict[object, CommResult] = {}
-        self.anchor = torch.empty(0, requires_grad=True)  # an input of every node: its outputs then require gradients
+        self.anchor = torch.empty(0, requires_grad=True)  # so that outputs of _Detach and _ChunkNode require gradients
         self.output_slots: list[Slot | None] = []
 
     # ---- Forward ----
