@@ -1,4 +1,4 @@
-"""The first SIGTERM or SIGINT stops the run after a checkpoint; the second one ends the process immediately.
+"""The first SIGTERM or SIGINT ends the run after its step and a checkpoint; the second ends the process now.
 
 Python runs a signal handler only when the main thread executes Python code. During a collective operation that may be
 never. So the handlers do nothing, and a thread reads the byte that C code writes for each signal.

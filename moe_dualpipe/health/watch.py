@@ -99,9 +99,8 @@ class Watchdog:
 
     def _watch(self) -> None:
         try:
-            self._send_heartbeat(
-                ended=False
-            )  # before the first wait: others need the process id if this rank dies early
+            # Before the first wait: other ranks need the process id if this rank dies early.
+            self._send_heartbeat(ended=False)
             while not self._closing.wait(self.interval):
                 self._send_heartbeat(ended=False)
                 if failure := self._published() or self._detect():
@@ -143,9 +142,8 @@ class Watchdog:
         if failure := self._check_next():
             return failure
         self._disconnected += self._lost_connection is not None
-        if (
-            self._still > self.max_still or self._disconnected > self.max_silent + 1
-        ):  # + 1: _check_next names a silent rank first
+        # + 1: _check_next names a silent rank first
+        if self._still > self.max_still or self._disconnected > self.max_silent + 1:
             return self._diagnose_hang()
         return None
 
