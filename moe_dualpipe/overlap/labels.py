@@ -22,7 +22,7 @@ LINK_CALL, LINK_TRANSFER = f"{LINK}::carry", f"{LINK}:carry"
 STEP_PARTS = GRADIENTS, OPTIMIZER = "gradients", "optimizer"
 """The parts of a step after the pipeline: gradients are summed over replicas; the optimizer updates the weights."""
 
-PREPARE, WAIT_FOR, STEP = "prepare ", "wait for ", "step "  # what follows is a label or a number
+PREPARE, WAIT_FOR, STEP = "prepare ", "wait for ", "step "  # prefixes of a label or a number
 SIZES_WAIT = f"{WAIT_FOR}sizes"
 _KIND = re.compile(r"\(([FBIW])\)$")
 _EXPERTS = re.compile(rf"({PREPARE})?({DISPATCH}|{COMBINE})\(")
