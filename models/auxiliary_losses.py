@@ -53,7 +53,9 @@ def router_losses(config: ModelConfig, logits_BSE: Tensor, ids_BSK: Tensor) -> d
     """The enabled router losses, without their factors, in fp32 at least."""
     logits_BSE, losses = at_least_fp32(logits_BSE), {}
     if config.sequence_loss:
-        losses["sequence_loss"] = sequence_loss(shares(logits_BSE, config), best(logits_BSE, ids_BSK, config))
+        if config.router_bias or config.top_groups < config.expert_groups:  # the K chosen experts are not the K best
+            ids_BSK = logits_BSE.detach().topk(config.experts_per_token, dim=-1).indices
+        losses["sequence_loss"] = sequence_loss(shares(logits_BSE, config), ids_BSK)
     if config.z_loss:
         losses["z_loss"] = z_loss(logits_BSE)
     return losses
@@ -76,10 +78,7 @@ def sequence_loss(shares_BSE: Tensor, ids_BSK: Tensor) -> Tensor:
 
 
 def z_loss(logits_BSE: Tensor) -> Tensor:
-    """The mean over tokens of logsumexp(logits)^2 (arXiv 2202.08906, equation 5).
-
-    Example: two logits of zero: log(2)^2 = 0.48.
-    """
+    """The mean over tokens of logsumexp(logits)^2 (arXiv 2202.08906, equation 5). Logits [0, 0] -> log(2)^2 = 0.48."""
     return logits_BSE.logsumexp(-1).square().mean()
 
 
@@ -89,10 +88,3 @@ def shares(logits_BSE: Tensor, config: ModelConfig) -> Tensor:
         return logits_BSE.softmax(-1)
     scores_BSE = logits_BSE.sigmoid()
     return scores_BSE / (scores_BSE.sum(-1, keepdim=True) + 1e-20)  # in case all underflow, as in kernels/routing.py
-
-
-def best(logits_BSE: Tensor, ids_BSK: Tensor, config: ModelConfig) -> Tensor:
-    """The experts with each token's K best scores: `ids_BSK`, unless a bias or groups changed the choice."""
-    if config.router_bias or config.top_groups < config.expert_groups:
-        return logits_BSE.detach().topk(config.experts_per_token, dim=-1).indices
-    return ids_BSK

@@ -27,8 +27,7 @@ class Block(Segmented):
     ):
         super().__init__()
         recompute = options.recompute
-        self.recompute_attention = recompute in ("attention", "full")
-        self.recompute_mlp = recompute == "full"
+        self.recompute_attention, self.recompute_mlp = recompute in ("attention", "full"), recompute == "full"
         # If a whole segment is recomputed, its norms are not recomputed separately.
         self.recompute_attention_norms = recompute == "norms"
         self.recompute_mlp_norm = recompute in ("norms", "attention")

@@ -73,7 +73,6 @@ class ModelConfig:
     """Epsilon of RMSNorm."""
     init_std: float = 0.02
     """Standard deviation of initial weights; divided by sqrt(2 layers) for projections into the residual stream."""
-
     mtp_layers: int = 0
     """Multi-token prediction (MTP): number of tokens after the next one to predict in training, with one block each."""
     mtp_weight: float = 0.3

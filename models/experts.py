@@ -54,10 +54,9 @@ class SwiGLUExperts(nn.Module):
 
     @torch.no_grad()
     def reset_expert(self, e: int) -> None:
-        if self.gate_up.is_meta:
-            return
-        self.gate_up[e].normal_(std=self.std)
-        self.down[e].normal_(std=self.out_std)
+        if not self.gate_up.is_meta:
+            self.gate_up[e].normal_(std=self.std)
+            self.down[e].normal_(std=self.out_std)
 
     def forward(self, x_ND: Tensor, order: ExpertOrder, weights_NK: Tensor) -> Tensor:
         options = {"weight_grads": self.weight_grads, "kernels": self.kernels}

@@ -10,9 +10,6 @@ from torch import Tensor
 class KVCache:
     """Rotated keys and values of all past positions of one micro-batch, for the layers of one stage.
 
-    Each kind of attention stores what its `kv_cache_shape` says: grouped-query attention two tensors, latent attention
-    one tensor with one head.
-
     `length` is the number of past positions. The stage increases it after a forward, so that all layers of a forward
     see the same past. Reduce it to drop the latest positions, or set it to 0 to start other sequences.
 
@@ -25,7 +22,7 @@ class KVCache:
 
     def __init__(self):
         self.length = 0
-        self._layers: dict[int, Tensor] = {}  # [2, B, G, N, C] for keys and values
+        self._layers: dict[int, Tensor] = {}  # [tensors, B, G, N, C]: two for keys and values, one for latents
 
     def append(self, layer: int, *new_BGSC: Tensor) -> tuple[Tensor, ...]:
         """Write a layer's new keys and values after the first `length` positions. Returns all of each, [B, G, L, C].

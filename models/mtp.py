@@ -87,10 +87,7 @@ class MTP(Segmented):
         return self.weight * mean
 
     def take_loss(self) -> Tensor:
-        """The mean loss of the micro-batches since the last call, in nats per token, without `mtp_weight`; nan if none.
-
-        Example: losses of 2.0 and 4.0 -> 3.0.
-        """
+        """The mean loss of the micro-batches since the last call, in nats per token, without `mtp_weight`, or nan."""
         mean = self.total / self.count if self.count else self.total.new_tensor(torch.nan)
         self.total, self.count = torch.zeros_like(self.total), 0
         return mean

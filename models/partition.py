@@ -74,10 +74,8 @@ def split(config: ModelConfig, num_stages: int) -> tuple[StageSpec, ...]:
                 if (stages - 1, start) in best
             )
     ends = best[num_stages, config.num_layers][1]
-    ranges = [range(start, end) for start, end in zip((0, *ends), ends, strict=False)]
-    shares = [sum(costs[r.start : r.stop]) / sum(costs) for r in ranges]
-    mtp = [range(0)] * (num_stages - 1) + [config.mtp_blocks]
-    return tuple(
-        StageSpec(r, r.start == 0, r.stop == config.num_layers, share, blocks)
-        for r, share, blocks in zip(ranges, shares, mtp, strict=True)
-    )
+    specs = []
+    for start, end in zip((0, *ends), ends, strict=False):
+        last, share = end == config.num_layers, sum(costs[start:end]) / sum(costs)
+        specs.append(StageSpec(range(start, end), start == 0, last, share, config.mtp_blocks if last else range(0)))
+    return tuple(specs)

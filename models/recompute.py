@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 Recompute = Literal["none", "norms", "attention", "full"]
 RECOMPUTE: tuple[str, ...] = get_args(Recompute)
-
 RecomputeTensor = Callable[[], Tensor]
 """Computes a tensor again."""
 
@@ -29,7 +28,6 @@ def recompute_saved(y: Tensor, recompute: RecomputeTensor | None) -> Iterator[No
     if recompute is None:
         yield
         return
-
     recomputed = _identity(y)  # autograd keeps `pack` and all it refers to: it must not refer to `y`
 
     def pack(t: Tensor) -> Any:

@@ -1,8 +1,8 @@
 """The model as pipeline stages: the embedding in the first, the head in the last, blocks divided by partition.py.
 
-The last stage returns logits. With `fused_loss` or `mtp_layers` it returns normalized hidden states instead, and the
-criterion applies the head: a chunk at a time (kernels/cross_entropy.py), or also for multi-token prediction (mtp.py).
-The methods `loss` and `logits` take the output of the last stage in either case.
+The last stage returns logits. With `fused_loss` or `mtp_layers` it returns normalized hidden states [B, S, D] instead,
+and the criterion applies the head: a chunk at a time (kernels/cross_entropy.py), or also for multi-token prediction
+(mtp.py). The methods `loss` and `logits` take the output of the last stage in either case.
 
 Parameter names (`layers.3.attention.qkv.weight`) and initial weights do not depend on the split: a stage has the same
 names and weights as the whole model.
@@ -38,7 +38,6 @@ class TransformerStage(Segmented):
     With `options.document_end_id`, positions attend only within their document. Each stage but the last also returns
     the document numbers [B, S], the second argument of the next stage. With a cache there is only one document.
 
-    With `options.fused_loss` or `mtp_layers`, the last stage returns normalized hidden states [B, S, D] instead.
     Raises ValueError for `mtp_layers` with `document_end_id`.
     """
 

@@ -31,9 +31,8 @@ def prefill(stage: TransformerStage, x: Tensor, caches: Sequence[KVCache] = ()) 
     """
     if len(x) < 2:
         return stage(x, None, *caches[:1])
-    halves = x.tensor_split(2)
-    inputs = [[half, None, *caches[i : i + 1]] for i, half in enumerate(halves)]
-    return torch.cat(stage.interleaved_forward(stage, inputs[0], stage, inputs[1]))
+    first, second = ([half, None, *caches[i : i + 1]] for i, half in enumerate(x.tensor_split(2)))
+    return torch.cat(stage.interleaved_forward(stage, first, stage, second))
 
 
 @torch.no_grad()

@@ -20,12 +20,9 @@ from .sampling import Sampling
 
 def forward_schedule(placement: Placement) -> Schedule:
     """The forward of one micro-batch through every stage, along the first route of `placement`."""
-    route = placement.routes[0]
-    actions = tuple(
-        tuple(Forward(stage, 0) for stage, holder in enumerate(route) if holder == rank)
-        for rank in range(placement.num_ranks)
-    )
-    return Schedule("generate", Placement((route,)), 1, actions)
+    route = Placement((placement.routes[0],))
+    actions = tuple(tuple(Forward(stage, 0) for stage in stages) for stages in route.stages)
+    return Schedule("generate", route, 1, actions)
 
 
 class _CachedStage(nn.Module):

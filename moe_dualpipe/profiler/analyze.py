@@ -96,7 +96,6 @@ class Analysis:
         return self.overlapped_us / self.comm_us if self.comm_us else None
 
     def as_object(self) -> dict[str, Any]:
-        """A JSON object."""
         return {**asdict(self), "hidden_fraction": self.hidden_fraction}
 
 

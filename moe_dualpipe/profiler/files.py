@@ -109,10 +109,8 @@ def lane_blocks(trace: Trace, device: str, pattern: re.Pattern[str] = COMMUNICAT
             lane = int(kind_of(event, pattern) == "comm")
             grouped[lane, trace.annotation_of(event)].append(event)
     start = min((event.start for events in grouped.values() for event in events), default=0.0)
-    blocks = [
-        LaneBlock(lane, annotation.name if annotation else "", union(intervals_of(events)) - start)
-        for (lane, annotation), events in grouped.items()
-    ]
-    return sorted(
-        (block for block in blocks if len(block.intervals)), key=lambda block: (block.lane, *block.intervals[0])
-    )
+    blocks = []
+    for (lane, annotation), events in grouped.items():
+        if len(intervals := union(intervals_of(events))):
+            blocks.append(LaneBlock(lane, annotation.name if annotation else "", intervals - start))
+    return sorted(blocks, key=lambda block: (block.lane, *block.intervals[0]))

@@ -24,7 +24,6 @@ from ..overlap.labels import LINK, is_wait, letter_of, without_wait
 from .trace import DeviceEvent, HostEvent, Trace
 
 _CALLS = re.compile(rf"c10d::|_?c10d_functional::|{LINK}::")
-_RECEIVES = re.compile(r":recv")
 _LAUNCHES = re.compile(rf"(?:c10d|{LINK})::(\w+)")
 
 
@@ -37,7 +36,7 @@ def host_as_device(trace: Trace, pattern: re.Pattern[str]) -> Trace:
         return trace
     matching = {event.name for event in trace.annotations if pattern.search(event.name) and not _waits(event.name)}
     annotations = [event for event in trace.annotations if event.name not in matching]
-    transfers = [event for event in trace.transfers if not _RECEIVES.search(event.name)]
+    transfers = [event for event in trace.transfers if ":recv" not in event.name]
     transfers += [event for event in trace.annotations if event.name in matching]
     transfers.sort(key=lambda event: event.start)
     waits = [event for events in (annotations, trace.operators) for event in events if _waits(event.name)]

@@ -5,13 +5,11 @@ which two events run counts once in its `total`.
 """
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from .trace import DeviceEvent, HostEvent
+from .trace import DeviceEvent, HostEvent
 
 Intervals = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -65,7 +63,7 @@ def as_intervals(pairs: Iterable[tuple[float, float]]) -> Intervals:
     return np.array(rows) if rows else EMPTY
 
 
-def intervals_of(events: "Iterable[DeviceEvent | HostEvent]") -> Intervals:
+def intervals_of(events: Iterable[DeviceEvent | HostEvent]) -> Intervals:
     """Return the intervals of the events, not merged."""
     return as_intervals((event.start, event.end) for event in events)
 

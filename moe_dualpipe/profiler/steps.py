@@ -100,10 +100,8 @@ def align_clocks(steps: Sequence[Sequence[Step]], hosts: Sequence[str], barriers
     for host, barrier in zip(hosts, barriers, strict=True):
         by_host[host].append(barrier)
     medians = {host: statistics.median(times) for host, times in by_host.items()}
-    return [
-        [_shifted(step, medians[hosts[0]] - medians[host]) for step in same]
-        for same, host in zip(steps, hosts, strict=True)
-    ]
+    offsets = [medians[hosts[0]] - medians[host] for host in hosts]
+    return [[_shifted(step, offset) for step in same] for same, offset in zip(steps, offsets, strict=True)]
 
 
 def _shifted(step: Step, by: float) -> Step:
