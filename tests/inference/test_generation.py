@@ -54,8 +54,8 @@ VARIANTS = {
 @pytest.mark.parametrize("fused_loss", [False, True], ids=["logits", "fused_loss"])
 @pytest.mark.parametrize("attention", VARIANTS)
 def test_generate_equals_generation_without_a_cache(attention, fused_loss):
-    """With windows that are never full, and full several times."""
-    spread = Loopback(8, 4) if fused_loss else None  # two halves, or one batch
+    """With a maximum length that the text never reaches, and one that it reaches several times."""
+    spread = Loopback(8, 4) if fused_loss else None  # Loopback: two halves, None: one batch
     model = build_model(VARIANTS[attention], spread, options=StageOptions(fused_loss=fused_loss)).double()
     prompts = torch.randint(31, (3, 4))
     for window in (30, 7, 1):
@@ -134,7 +134,7 @@ def generates_together(rank):
     prompts = torch.randint(31, (2, 3 + rank), generator=torch.Generator().manual_seed(rank))
     ours = generate(spread, prompts, 5, max_length=6, temperature=0)
     assert ours.tolist() == generate(whole, prompts, 5, max_length=6, temperature=0).tolist()
-    stop = int(ours[0, 0]) if rank else 30  # one rank ends early, and its experts still serve the other
+    stop = int(ours[0, 0]) if rank else 30  # one rank ends early, but the other still needs its experts
     ended = generate(spread, prompts[:1], 5, max_length=6, temperature=0, stop=stop)
     assert ended.tolist() == generate(whole, prompts[:1], 5, max_length=6, temperature=0, stop=stop).tolist()
 
@@ -162,7 +162,7 @@ def test_generate_refuses_partial_models_and_invalid_prompts():
 # ---- The cache ----
 
 
-@pytest.mark.parametrize("room", [3, 256])  # the cache grows during the test, or not
+@pytest.mark.parametrize("room", [3, 256])  # the cache grows during the test only with 3
 @pytest.mark.parametrize("sequences", [1, 3])
 @pytest.mark.parametrize("heads,kv_heads", [(4, 4), (4, 2), (6, 1)])
 def test_a_cached_forward_equals_the_plain_forward(monkeypatch, heads, kv_heads, sequences, room):

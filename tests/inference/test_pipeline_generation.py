@@ -36,7 +36,7 @@ def generates_like_the_whole_model(rank, ranks, name, fused_loss):
     for sampling, window, prompts in (
         (Sampling(0), 40, PROMPTS),
         (Sampling(0.8), 40, PROMPTS[:1]),
-        (Sampling(1.5, 9, 0.9), 8, PROMPTS[:1]),  # the window is full from the start
+        (Sampling(1.5, 9, 0.9), 8, PROMPTS[:1]),  # the prompt is longer than max_length
     ):
         got = generate_through_pipeline(*parts, prompts, 7, HIDDEN, window, MODEL.vocab_size, sampling, seed=9)
         choices = sampling.temperature, sampling.top_k, sampling.top_p
@@ -57,7 +57,7 @@ def test_a_pipeline_refuses_invalid_token_ids():
 
 
 def test_the_command_uses_the_newest_checkpoint_of_a_run(tmp_path, capsys):
-    """Its text equals the sample that the pipeline generated at the end of the run."""
+    """The command prints the sample that the pipeline generated at the end of the run."""
     changes = {"steps": 2, "save_every": 1, "sample_tokens": 30, "prompt": "de\u00e9", "top_k": 5, "seed": 4}
     how = ["--prompt", "de\u00e9", "--tokens", "30", "--top-k", "5", "--seed", "4", "--max-length", "32"]
     said = run_ranks(2, train_and_listen, settings(tmp_path, **changes))[0]
@@ -101,5 +101,5 @@ def test_a_text_ends_with_its_document(tmp_path, capsys, monkeypatch):
     calls = []
     monkeypatch.setattr(inference, "generate", lambda *a: calls.append(a) or torch.tensor([[72, 105, 7, 0, 0]]))
     assert main(["generate", str(tmp_path), "--prompt", ">", "--top-k", "0"]) == 0
-    assert calls[0][5] is None  # 0 is no limit, as None
+    assert calls[0][5] is None  # --top-k 0 is no limit, as None
     assert capsys.readouterr().out == ">Hi\ufffd\n"

@@ -1,4 +1,4 @@
-"""Tokens are drawn from the softmax of the tokens that top-k and top-p leave."""
+"""Tokens are drawn from the softmax over the tokens that remain after top-k and top-p."""
 
 import math
 

@@ -23,7 +23,7 @@ def with_choices(**choices):
 
 
 def attention_oracle(layer: Attention, x_BSD: torch.Tensor) -> torch.Tensor:
-    """Head by head, position by position; a rotation is a complex multiplication."""
+    """A loop over heads and positions. A rotation is a complex multiplication."""
     heads, kv_heads, width = layer.num_heads, layer.num_kv_heads, layer.head_dim
     batch, length, _ = x_BSD.shape
     projected = normalized_heads(layer, x_BSD @ layer.qkv.weight.T)
@@ -51,7 +51,7 @@ def attention_oracle(layer: Attention, x_BSD: torch.Tensor) -> torch.Tensor:
 
 
 def normalized_heads(layer: Attention, projected_BSW: torch.Tensor) -> torch.Tensor:
-    """Queries and keys after QK-norm: each normalized group of channels has a root mean square of 1."""
+    """Queries and keys after QK-norm: the root mean square of each normalized group of channels is 1."""
     norms = {name: p for name, p in layer.named_parameters() if "norm" in name}
     pieces, start = [], 0
     for name, heads in (("q_norm.weight", layer.num_heads), ("k_norm.weight", layer.num_kv_heads)) if norms else ():
@@ -91,7 +91,7 @@ def test_attention_is_causal():
 def test_scores_and_angles_are_fp32_in_a_bf16_model():
     weights, _ = Router(CONFIG).bfloat16()(torch.randn(3, CONFIG.hidden_size).bfloat16())
     assert weights.dtype == torch.float32
-    # Angles in bf16 would be wrong by whole turns at position 999. The reference is the same layer in fp32.
+    # In bf16, angles at position 999 would be wrong by whole turns. The reference is the same layer in fp32.
     layer = Attention(CONFIG, out_std=0.3).bfloat16()
     x = torch.randn(1, 1000, CONFIG.hidden_size).bfloat16()
     exact = Attention(CONFIG, out_std=0.3)

@@ -1,4 +1,4 @@
-"""Invalid configurations are refused."""
+"""Invalid configurations raise ValueError."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""With a document mask, a document in a packed window gives the same result as alone."""
+"""With a document mask, a document in a packed window gives the same result as it does alone."""
 
 import dataclasses
 
@@ -25,7 +25,7 @@ LENGTHS = 5, 1, 7, 2, 4  # end tokens included; the last document is cut off
 
 
 def packed(rows=2):
-    """Windows [B, S] of documents of those lengths, in a different order in each row."""
+    """Windows [B, S] of documents with these lengths, in a different order in each row."""
     orders = [LENGTHS, LENGTHS[:4][::-1] + LENGTHS[4:], (*LENGTHS[1:4], LENGTHS[0], LENGTHS[4])]
     tokens = torch.randint(END, (rows, sum(LENGTHS)))
     for row, order in zip(tokens, orders, strict=False):
@@ -133,7 +133,7 @@ def trains_like_the_whole_model(rank, names):
             losses = Executor(stages, links, overlap=overlap).step(schedule, inputs, labels, criterion).losses
             assert losses == {m: expected[m] for m in losses}, name
             grads = {n: p.grad for stage in stages.values() for n, p in stage.named_parameters()}
-            if name != "dualpipe":  # each of its replicas has half of the micro-batches
+            if name != "dualpipe":  # each of its two replicas gets half of the micro-batches
                 for n, p in whole.named_parameters():
                     assert n not in grads or cosine_distance(grads[n], p.grad) < 1e-13, (name, n)
 

@@ -36,7 +36,7 @@ def trained(dtype, fused_loss):
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
-# Relative for the loss, cosine distance for gradients. In bf16 the two round gradients in different places.
+# Relative for the loss, cosine distance for gradients. In bf16 the two losses round gradients at different points.
 @pytest.mark.parametrize(
     "dtype,of_loss,of_grads",
     [(torch.float64, 1e-14, 1e-14), (torch.float32, 1e-6, 1e-11), (torch.bfloat16, 1e-6, 1e-4)],
@@ -58,7 +58,7 @@ def test_only_the_plain_loss_makes_a_tensor_of_the_size_of_the_logits(fused_loss
         model.loss(model(x), y).backward()
         with torch.no_grad():
             model.loss(model(x), y)
-    # Without logits the largest tensor is the head's weight, or its gradient.
+    # Without logits, the largest tensor is the head's weight or its gradient.
     assert seen.max_numel == max(CONFIG.hidden_size, B * S * (not fused_loss)) * CONFIG.vocab_size
 
 

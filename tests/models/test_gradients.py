@@ -14,7 +14,7 @@ from tests.support.routers import KINDS, D, E, K, made, with_choices
 
 
 def slope_and_difference(module: nn.Module, value, tensors: dict[str, Tensor]) -> None:
-    """Gradients of `value(False)` are the slopes of `value(True)`, along a random direction of each tensor.
+    """Check gradients of `value(False)` against slopes of `value(True)`, along a random direction of each tensor.
 
     The argument: whether to add the losses that a router attaches only to the gradients.
     """

@@ -48,14 +48,14 @@ def normalized(x, norm):
 
 
 def rotated(x, position):
-    """A rotation is a complex multiplication; channel i goes with channel i + P/2."""
+    """A rotation is a complex multiplication of channels i and i + P/2."""
     angles = torch.tensor([position * CONFIG.rope_theta ** (-2 * i / P) for i in range(P // 2)], dtype=torch.float64)
     pairs = torch.complex(x[: P // 2], x[P // 2 :]) * torch.polar(torch.ones_like(angles), angles)
     return torch.cat([pairs.real, pairs.imag])
 
 
 def oracle(layer: LatentAttention, x_BSD: torch.Tensor) -> torch.Tensor:
-    """Sequence by sequence, position by position, head by head."""
+    """A loop over sequences, positions and heads."""
     ups = layer.kv_up.weight.view(H, C + V, R)
     rows = []
     for x_SD in x_BSD:
@@ -119,7 +119,7 @@ def test_angles_are_fp32_in_a_bf16_model():
 # ---- With a cache ----
 
 
-@pytest.mark.parametrize("room", [3, 256])  # the cache grows during the test, or not
+@pytest.mark.parametrize("room", [3, 256])  # the cache grows during the test only with 3
 @pytest.mark.parametrize("sequences", [1, 3])
 @pytest.mark.parametrize("q_rank", [0, Q])
 def test_absorbed_attention_equals_expanded_attention(monkeypatch, q_rank, sequences, room):
@@ -184,7 +184,7 @@ def test_the_configuration_selects_it_and_reaches_every_layer():
     assert {layer.rope_theta for layer in layers} == {7.0}
     assert {norm.eps for norm in model.modules() if isinstance(norm, nn.RMSNorm)} == {0.5}
     for name, parameter in model.named_parameters():
-        if "attention." in name and parameter.ndim > 1:  # the projection into the residual stream starts smaller
+        if "attention." in name and parameter.ndim > 1:  # projections into the residual stream start smaller
             std = CONFIG.init_std / (6**0.5 if "out." in name else 1)
             assert parameter.std().item() == pytest.approx(std, rel=0.2), name
     plain = build_model(with_choices(attention="gqa", num_kv_heads=1, head_dim=4))

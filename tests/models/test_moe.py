@@ -1,4 +1,4 @@
-"""The Mixture-of-Experts layer against a loop, and expert layers of your own."""
+"""The Mixture-of-Experts layer against a loop, and custom expert layers."""
 
 import dataclasses
 

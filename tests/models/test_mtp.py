@@ -1,4 +1,4 @@
-"""Multi-token prediction (MTP) against plain loops; the rest of the model must not change."""
+"""Multi-token prediction (MTP) against plain loops. It must not change the rest of the model."""
 
 from dataclasses import replace
 from functools import partial
@@ -52,7 +52,7 @@ def trained(config=CONFIG, dtype=torch.float32, **choices):
     model = build_model(config, options=StageOptions(seed=3, **choices)).to(dtype)
     with torch.no_grad():
         for p in model.parameters():
-            if p.ndim == 1:  # norms start as ones, which would hide a missing or exchanged norm
+            if p.ndim == 1:  # norms are initialized to ones, which would hide a missing or exchanged norm
                 p.copy_(torch.linspace(0.5, 1.5, p.numel()) * (1 + len(p) % 3))
         for i, p in enumerate(p for n, p in model.named_parameters() if n.startswith("mtp") and p.ndim == 1):
             p.mul_(1 + 0.1 * i)
@@ -74,7 +74,7 @@ def nll(model, x_D, norm, token):
 
 
 def oracle(model, tokens_BL):
-    """The losses of the tokens 1, 2 ... positions after each position, position by position."""
+    """The losses of the tokens 1, 2 ... positions after each position, in a loop over positions."""
     weight, length = model.embedding.weight, tokens_BL.shape[1]
     h_BSD = model(tokens_BL[:, :-1])
     losses = [
@@ -151,7 +151,7 @@ def test_a_weight_of_zero_trains_the_model_as_without_mtp():
 
 @pytest.mark.parametrize("fused_loss", [False, True])
 def test_overlap_recompute_and_deferral_are_bit_equal(fused_loss):
-    """Two micro-batches: the second forward overlaps the first backward; then comes the second backward."""
+    """Two micro-batches: the second forward overlaps the first backward; the second backward runs alone."""
 
     def sequential(recompute, deferred):
         model, weight_grads = (
@@ -179,7 +179,7 @@ def test_overlap_recompute_and_deferral_are_bit_equal(fused_loss):
 
     reference = sequential("none", False)
     load_LE, mtp_loss = expert_loads(reference), reference.mtp.take_loss()
-    assert len(load_LE) == 4  # layers 1 and 2, and two MTP blocks, which have 1 and 2 positions fewer
+    assert len(load_LE) == 4  # layers 1 and 2, and two MTP blocks, with 1 and 2 fewer positions
     assert load_LE.sum(1).tolist() == [2 * B * n * CONFIG.experts_per_token for n in (S, S, S - 1, S - 2)]
     for recompute in RECOMPUTE:
         for model in (sequential(recompute, False), sequential(recompute, True), overlapped(recompute)):

@@ -1,4 +1,4 @@
-"""Which stage holds which layers, and the FLOPs of layers."""
+"""The split of layers over stages, and the FLOPs of layers."""
 
 import dataclasses
 

@@ -5,10 +5,10 @@ import torch
 
 from moe_dualpipe.models import PRESETS, build_model, preset
 
-# All parameters, and those that one token uses: K of E experts, and the embedding, which only some of the published
-# numbers count.
+# All parameters, and the active ones: those that one token uses, including K of E experts and the embedding. Only some
+# of the published numbers include the embedding.
 TABLE = [
-    # name, all, active, the embedding's, published: all, active, with the embedding
+    # name, all, active, the embedding's, published all, published active, whether that includes the embedding
     ("small", 467_823_360, 104_491_776, 196_608, 468e6, 104e6, True),
     ("olmoe-1b-7b", 6_919_161_856, 1_282_017_280, 103_022_592, 6.92e9, 1.28e9, True),
     ("qwen3-30b-a3b", 30_532_122_624, 3_353_032_704, 311_164_928, 30.5e9, 3.3e9, True),
@@ -32,7 +32,7 @@ def test_parameter_counts(row, monkeypatch):
     assert sizes["embedding.weight"] == embedding
     assert total - experts + experts * config.experts_per_token // config.num_experts == active
     used = active if with_embedding else active - embedding
-    assert used == pytest.approx(active_published, rel=0.025)  # published with two or three digits
+    assert used == pytest.approx(active_published, rel=0.025)  # published numbers have two or three digits
 
 
 def test_all_but_tiny_are_in_the_table():

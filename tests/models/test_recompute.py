@@ -11,7 +11,7 @@ from tests.support.pairs import CONFIG, saved_bytes, stage, tokens
 
 
 @pytest.mark.parametrize("recompute", ["none", "norms", "attention", "full"])
-def test_normalised_copies_are_not_saved(recompute):
+def test_normalized_copies_are_not_saved(recompute):
     model = stage(2, 1, Loopback(8, 4), recompute=recompute)
     made = []
     for block in model.layers.values():
@@ -25,14 +25,14 @@ def test_normalised_copies_are_not_saved(recompute):
             norm.forward = watched
     loss = next_token_loss(model(tokens(1)), tokens(1))
     kept = [not t.expired() for t in made]
-    # In "full" the shared experts run again as a whole, so what they keep is their input.
+    # With "full" the shared experts run again as a whole, so only their input is saved.
     assert kept == {"none": [True] * 4, "full": [False] * 3 + [True]}.get(recompute, [False] * 4)
     loss.backward()
 
 
-def test_norms_saves_neither_the_copy_nor_the_norm_s_tensors():
+def test_level_norms_saves_neither_copies_nor_tensors_of_norms():
     copy = 4 * 32 * CONFIG.hidden_size * 4
-    assert saved_bytes("none") - saved_bytes("norms") > 10 * copy  # 8 norms: what they return, and what they save
+    assert saved_bytes("none") - saved_bytes("norms") > 10 * copy  # 8 norms: the tensors that they return and save
 
 
 @pytest.mark.parametrize("part", [lambda y: y[:1], lambda y: y.T, lambda y: y.view(2, 8)])

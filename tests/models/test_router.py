@@ -20,7 +20,7 @@ def scores_of(logits: list[float], config: ModelConfig) -> list[float]:
 
 
 def decision_of(logits: list[float], bias: list[float], config: ModelConfig) -> tuple[list[int], list[float]]:
-    """Ids, best first, and weights of one token."""
+    """Expert ids, best first, and weights of one token."""
     scores = scores_of(logits, config)
     choice = [s + b for s, b in zip(scores, bias, strict=True)]
     size = config.num_experts // config.expert_groups
@@ -99,7 +99,7 @@ def test_a_token_chooses_experts_from_top_groups_only(bias):
 
 def test_a_bias_stays_in_fp32_and_is_saved():
     router = Router(with_choices(router_bias=True))
-    router.bias_E[0] = 0.5 + 2**-12  # not a bf16 number
+    router.bias_E[0] = 0.5 + 2**-12  # not representable in bf16
     for move in (nn.Module.bfloat16, nn.Module.double, nn.Module.half, lambda m: m.to("cpu", torch.bfloat16)):
         move(router)
         assert router.bias_E.dtype == torch.float32

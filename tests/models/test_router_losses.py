@@ -24,7 +24,7 @@ def total_of(tensors: list[Tensor]) -> Tensor:
 
 
 def loss_values(logits_BSE: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """The sequence-wise loss and the z-loss, without their factors: sequence by sequence, token by token."""
+    """The sequence-wise loss and the z-loss, without their factors, in a loop over sequences and tokens."""
     balance, squares = [], []
     k, num_experts = config.experts_per_token, config.num_experts
     for logits_SE in logits_BSE:
@@ -66,7 +66,7 @@ def test_losses_equal_loops_and_change_no_output(choices):
         assert len(router(x)) == 2
 
 
-def test_the_last_dimension_but_one_is_the_sequence():
+def test_the_second_last_dimension_is_the_sequence():
     """An input [T, D] is one sequence."""
     layer = MoE(CONFIG, Local(E), "layers.1").double()
     x = torch.randn(2, 3, 5, D, dtype=torch.float64)
@@ -93,7 +93,7 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def plain_loss(model, x_BS: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy plus all losses of all routers, in ordinary autograd; and the losses by layer, without factors."""
+    """Cross-entropy plus all router losses, with plain autograd, and the losses by layer, without factors."""
     x, config, total, values = model.embedding(x_BS), model.config, 0.0, []
     for block in model.layers.values():
         h = x + block.attention(block.attention_norm(x))
@@ -108,7 +108,7 @@ def plain_loss(model, x_BS: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def oracle_of(config: ModelConfig, seeds: tuple[int, ...]) -> tuple[dict[str, Tensor | None], Tensor]:
-    """Gradients, and losses by layer, of the same model without attached losses, over several batches."""
+    """Gradients and losses by layer of the same model over several batches, without `attach`."""
     model, values = oracle_model(dataclasses.replace(config, sequence_loss=0.0, z_loss=0.0)), []
     model.config = config
     for seed in seeds:

@@ -1,4 +1,4 @@
-"""Stages together give the whole model; initial weights depend on seed and name only."""
+"""Stages together equal the whole model. Initial weights depend on seed and name only."""
 
 import dataclasses
 import math
@@ -94,7 +94,7 @@ def test_loss_is_in_nats():
 
 
 def test_gradients_against_finite_differences():
-    """Along a random direction of each parameter, in fp64."""
+    """In fp64, along a random direction of each parameter."""
     model = build_model(with_choices(num_layers=2, router_score="sigmoid", qk_norm="head")).double()
     tokens = torch.randint(CONFIG.vocab_size, (1, 6))
     labels = torch.randint(CONFIG.vocab_size, (1, 6))

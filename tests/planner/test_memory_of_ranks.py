@@ -36,7 +36,7 @@ def peak_activations(schedule, rank, saved, deferred):
 
 @pytest.mark.parametrize("name", ["dualpipe", "dualpipev", "zb1p", "1f1b"])
 def test_peak_bytes_of_the_order_equal_those_of_the_timeline(name):
-    """With one byte per micro-batch the peaks are those of the timeline's micro-batches, for any costs."""
+    """With one byte per micro-batch, peak bytes equal the timeline's peak micro-batches, for any costs."""
     schedule = build(name, 4, 8)
     stages, timeline = range(schedule.num_stages), simulate(schedule, Costs(2, 5, 3, 6))
     for rank in range(4):
@@ -71,7 +71,7 @@ def test_ranks_hold_the_parameters_of_their_stages(element, state):
         assert r.activations == peak_activations(schedule, r.rank, saved, deferred)
         assert r.total == r.weights + r.gradients + r.optimizer + r.activations
         assert r.total - r.total_sharded == r.optimizer - r.optimizer_sharded
-        # Two mirrored ranks x 6 pipelines hold the same dense parameters, a third of them the same experts.
+        # 2 mirrored ranks x 6 pipelines hold the same dense parameters; a third of these ranks hold the same experts.
         fullest = max(ranks[r.rank].optimizer_sharded, ranks[3 - r.rank].optimizer_sharded)
         assert fullest >= state * (held[False] / 12 + held[True] / 4)
     assert ranks[0].activations == ranks[3].activations
@@ -85,7 +85,7 @@ def state_of_a_run(rank, config):
     (4, {"pp": 2, "ep": 2, "dtype": "bfloat16"}), (4, {"pp": 1}), (2, {"schedule": "1f1b"}),
 ], ids=str)  # fmt: skip
 def test_shared_optimizer_state_equals_that_of_a_run(tmp_path, ranks, changes):
-    """Owners get whole tensors; with 3,000 tokens two of them are larger than an even share."""
+    """Owners get whole tensors. With a vocabulary of 3,000, two tensors are larger than an even share."""
     config = settings(tmp_path, model=dataclasses.replace(MODEL, vocab_size=3000), **changes)
     held = run_ranks(ranks, state_of_a_run, config)
     pp, ep = changes.get("pp", ranks), changes.get("ep", 1)
@@ -108,11 +108,11 @@ def test_the_command(capsys):
     found = json.loads(capsys.readouterr().out)
     assert (found["parameters"], found["active_parameters"]) == (15_706_484_224, 2_661_150_208)
     assert len(found["ranks"]) == 4
-    # Both replicas of all stages, each with one of 16 parts of the experts.
+    # Both replicas of each stage, with a 16th of the experts each.
     dense = sum(r["dense_parameters"] for r in found["ranks"])
     experts = sum(r["expert_parameters"] for r in found["ranks"])
     assert dense + 16 * experts == 2 * found["parameters"]
-    zeros = ["--dp", "0", "--micro-batches", "0"]  # as None
+    zeros = ["--dp", "0", "--micro-batches", "0"]  # the same as None
     assert main(["model", "show", "tiny", "--dtype", "float32", "--json", *zeros]) == 0
     (rank,) = (found := json.loads(capsys.readouterr().out))["ranks"]
     assert (rank["weights"], rank["optimizer"]) == (4 * found["parameters"], 8 * found["parameters"])

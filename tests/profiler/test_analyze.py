@@ -35,7 +35,7 @@ def test_overlapping_events_count_once(tmp_path):
     assert a.window_us == 90
     assert a.busy_us == 60 + 20
     assert a.idle_us == 10
-    assert a.compute_us == 40 + 12  # the memset ends 2 later
+    assert a.compute_us == 40 + 12  # the memset ends 2 us after the last kernel
     assert a.copy_us == 4
     assert a.comm_us == 30 + 15
     assert a.overlapped_us == 10 + 7

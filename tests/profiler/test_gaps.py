@@ -1,4 +1,4 @@
-"""Waits: all time without computation is explained, and each moment exactly once."""
+"""Waits: all time without computation is explained, each moment exactly once."""
 
 from collections import Counter
 from itertools import count
@@ -43,7 +43,7 @@ def test_gaps_with_the_same_annotations_are_one_wait(tmp_path):
 
 
 def test_time_before_the_launch_counts_for_the_host(tmp_path):
-    """From 20 to 60, a transfer ends at 40 and the launch at 50. The wait from 60 to 80 follows an early launch."""
+    """Gap 20 to 60: a transfer ends at 40, and the next launch at 50. Gap 60 to 80: the launch was early."""
     assert waits(tmp_path, [
         launch(1, 45, duration=5), launch(2, 51, duration=1),
         kernel("gemm", 0, 20), kernel("ncclA", 10, 30, stream=20), kernel("norm", 60, 5, correlation=1),
@@ -71,7 +71,7 @@ def test_calls_that_wait_for_the_device_count_as_sync(tmp_path, name, waits_for_
 
 
 def test_a_copy_is_queued_when_its_call_starts(tmp_path):
-    """The call of a copy to the host can block until the copy ends, but the host was not late."""
+    """The call of a copy to the host can block until the copy ends. Then the host was not late."""
     events = [
         launch(1, 2, name="cudaMemcpyAsync", duration=60), kernel("gemm", 0, 10), kernel("ncclA", 5, 45, stream=20),
         kernel("Memcpy DtoH (Device -> Pageable)", 50, 10, correlation=1, cat="gpu_memcpy"),
@@ -92,7 +92,7 @@ def test_known_waits_of_a_cpu_do_not_count_for_the_host(tmp_path):
 
 
 def test_unpacking_is_not_the_next_computation(tmp_path):
-    """A lone operator is not the next computation either, if an annotation follows soon."""
+    """An operator without annotation is not the next computation either, if an annotation follows soon."""
     events = [
         annotation("mlp(B)", 0, 10), annotation("dispatch(B)", 10, 5), operator("c10d::alltoall_base_", 11, 1),
         annotation("gloo:all_to_all", 12, 38, thread=5), annotation("wait for dispatch(B)", 15, 45),

@@ -49,7 +49,7 @@ def test_python_computes_inside_annotations_of_segments(tmp_path):
 
 
 def test_an_operator_around_annotations_and_a_wait(tmp_path):
-    """Such as the backward of an autograd function, on a thread without annotations around it."""
+    """For example the backward of an autograd function, on a thread without annotations."""
     assert pieces(tmp_path, [
         operator("PairBackward", 0, 100, thread=2), operator("aten::empty", 5, 1, thread=2),
         annotation("attn(B)", 10, 20, thread=2), operator("aten::mm", 12, 8, thread=2),
@@ -123,7 +123,7 @@ def evaluated(open_marks):
     [("aten::a", 0, 10, 1), ("aten::b", 5, 10, 1), ("aten::a", 6, 8, 1), ("attn(F)", 4, 9, 1), ("aten::b", 0, 9, 1)]
 )
 def test_pieces_agree_with_a_stack_at_every_moment(drawn):
-    """Events can overlap without being nested. Then the last started one counts."""
+    """Events can overlap without being nested. Then the event that started last counts."""
     every = [HostEvent(name, start, start + length, ("9", str(thread))) for name, start, length, thread in drawn]
     operators = [event for event in every if "::" in event.name]
     annotations = [event for event in every if "::" not in event.name]
@@ -183,7 +183,7 @@ def test_a_call_matches_the_longest_transfer_name_that_it_starts_with(tmp_path):
 
 
 def test_a_link_transfer_starts_when_it_is_called_and_the_link_is_free(tmp_path):
-    """The recorded start is when the thread woke up. The first transfer was launched before the recording."""
+    """The recorded start is later: the link's thread wakes up first. The first launch was before the recording."""
     assert transfers(tmp_path, [
         annotation("link:carry", 5, 5, thread=5), annotation("link::carry", 20, 1), annotation("link::carry", 25, 1),
         annotation("link:carry", 23, 17, thread=5), annotation("link:carry", 41, 9, thread=5),
@@ -213,7 +213,7 @@ def test_a_transfer_belongs_to_the_annotation_around_its_call(tmp_path):
 
 
 def test_annotations_that_match_the_pattern_are_transfers(tmp_path):
-    """Waits for them are not transfers. Their Python is not computation."""
+    """Waits for matching annotations are not transfers. Python inside them is not computation."""
     events = [
         annotation("push(F)", 0, 10), operator("aten::mm", 2, 3), annotation("wait for push(F)", 20, 10),
         operator("aten::mm", 22, 3), operator("c10d::send", 1, 1),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from moe_dualpipe.profiler.intervals import EMPTY, difference, intersection, total, union
 
 MANY = settings(max_examples=300, deadline=None)
-# With so few points, adjacent, nested, equal and empty intervals are frequent.
+# Few points, so that adjacent, nested, equal and empty intervals are frequent.
 some = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 6)).map(lambda p: (p[0], p[0] + p[1])), max_size=12)
 
 

@@ -108,7 +108,7 @@ def test_balanced_routing_sends_each_choice_of_a_token_to_another_rank():
 
 
 def test_balanced_choices_are_cached_per_device():
-    """Such a copy waits for the device, and delays all later launches."""
+    """A copy to the device makes the host wait, and delays all later launches."""
     assert balanced_ids(MODEL, 24, CPU) is balanced_ids(MODEL, 24, CPU)
     assert balanced_ids(MODEL, 24, torch.device("meta")).is_meta
 
@@ -122,7 +122,7 @@ def test_both_routers_have_the_same_weights():
 
 
 def test_replayed_transfers_take_the_given_times():
-    """Each kind of transfer once per layer, and two transfers of sizes, which take no time."""
+    """Each kind of transfer runs once per layer. Two transfers of sizes take no time."""
     seconds = {"dispatch(F)": 0.001, "combine(F)": 0.002, "dispatch(B)": 0.004, "combine(B)": 0.008}
     backend = Replay(8, 4, seconds, sms=3)
     pair = Pair(WORKLOAD, backend)

@@ -60,7 +60,7 @@ def test_ranks_of_one_host_share_a_clock():
 
 
 def test_collectives_that_do_not_overlap_cannot_be_compared():
-    """One of 10 may fail to overlap, because clocks are not exact."""
+    """Of 10 collectives, one may not overlap, because clocks are not exact."""
     names = ["ncclA"] * 10
     first = [transfer(name, 100 * i, 100 * i + 10) for i, name in enumerate(names)]
     for apart, waited in ((0, 0), (1, 0), (2, None)):
@@ -140,7 +140,7 @@ def test_the_command_compares_ranks(tmp_path, capsys, offset, base, hosts):
 
 
 def test_pictures_share_a_time_axis(tmp_path):
-    """Both collectives end at the same place, 100 after the start of the second rank."""
+    """In both pictures the collective ends at the same place, 100 after the start of the second rank."""
     first, second = trace_pictures(analyze_files([*map(tmp_path.joinpath, files(tmp_path, offset=700))]))
     assert (first.shift_us, second.shift_us) == (30, 0)
     assert (first.end_us, second.end_us) == (130, 130)

@@ -1,4 +1,4 @@
-"""Recordings that are made from a timeline give back this timeline, and their costs predict it."""
+"""Recordings made from a timeline: reading them returns this timeline, and simulating their costs does too."""
 
 import json
 import statistics
@@ -35,7 +35,7 @@ def events_of(timeline, rank, number=1, begin=1000.0, tail=()):
         yield event("aten::mm", (span.start + span.end) / 2 + 1, span.end, "cpu_op")  # 2 us between them
         before = span.end
     done = timeline.makespan
-    for part, length in tail:  # the first part starts when this rank is done, the others when all ranks are
+    for part, length in tail:  # the first part starts when this rank has finished, the others when all ranks have
         done += length
         yield event(part, before, done)
         yield event("aten::add", before, done, "cpu_op")
@@ -275,7 +275,7 @@ def test_text_and_figure_of_a_pipeline(tmp_path):
 
 
 def test_on_a_gpu_an_action_runs_when_its_kernels_run(tmp_path):
-    """Kernels run long after their launch. A transfer on another stream is not part of the action."""
+    """Kernels run long after their launch. Transfers on another stream are not part of an action."""
     timeline = simulate(build("1f1b", 2, 3), COSTS)
 
     def device(name, start, end, correlation, stream=7):
