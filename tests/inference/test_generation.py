@@ -20,7 +20,12 @@ from moe_dualpipe.models import (
     split,
 )
 from moe_dualpipe.overlap.segmented import engine_for
-from tests.support.caches import check_that_a_cached_forward_is_the_forward, continued, piecewise
+from tests.support.caches import (
+    check_that_a_cached_forward_is_the_forward,
+    check_that_a_filled_cache_works_as_a_past,
+    continued,
+    piecewise,
+)
 from tests.support.ranks import run_ranks
 
 CONFIG = ModelConfig(
@@ -208,15 +213,7 @@ def test_positions_can_be_dropped():
 
 @pytest.mark.parametrize("length", [0, 5, 300])
 def test_a_filled_cache_works_as_a_past(length):
-    stage = TransformerStage(CONFIG, StageSpec(range(1, 3), False, False, 0.5)).double()
-    x = torch.randn(3, 4, 16, dtype=torch.float64)
-    cache = filled_cache(CONFIG, stage.spec.layers, 3, length, "cpu", torch.float64)
-    assert cache.length == length
-    after_past = piecewise(stage, x, [1, 1, 2], cache)
-    assert cache.length == length + 4
-    cache.length = length
-    torch.testing.assert_close(piecewise(stage, x, [4], cache), after_past, atol=1e-12, rtol=1e-12)
-    assert torch.allclose(after_past, piecewise(stage, x, [4], KVCache())) == (length == 0)
+    check_that_a_filled_cache_works_as_a_past(CONFIG, length)
 
 
 def test_a_filled_cache_holds_random_normal_numbers():

@@ -1,25 +1,16 @@
 """Grouped-query attention against a loop."""
 
-import dataclasses
 import math
 
 import pytest
 import torch
 
-from moe_dualpipe.models import ModelConfig, build_model
+from moe_dualpipe.models import build_model
 from moe_dualpipe.models.attention import Attention
 from moe_dualpipe.models.router import Router
 from tests.support.caches import check_that_a_cached_forward_is_the_forward
+from tests.support.models import CONFIG, with_choices
 from tests.support.oracles import uneven_norms
-
-CONFIG = ModelConfig(
-    vocab_size=31, hidden_size=16, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=6, dense_size=20,
-    expert_size=8, num_experts=5, experts_per_token=2, init_std=0.3,
-)  # fmt: skip
-
-
-def with_choices(**choices):
-    return dataclasses.replace(CONFIG, **choices)
 
 
 def attention_oracle(layer: Attention, x_BSD: torch.Tensor) -> torch.Tensor:

@@ -1,19 +1,9 @@
 """Invalid configurations raise ValueError."""
 
-import dataclasses
-
 import pytest
 
-from moe_dualpipe.models import PRESETS, ModelConfig, preset
-
-CONFIG = ModelConfig(
-    vocab_size=31, hidden_size=16, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=6, dense_size=20,
-    expert_size=8, num_experts=5, experts_per_token=2, init_std=0.3,
-)  # fmt: skip
-
-
-def with_choices(**choices):
-    return dataclasses.replace(CONFIG, **choices)
+from moe_dualpipe.models import PRESETS, preset
+from tests.support.models import with_choices
 
 
 @pytest.mark.parametrize("choices,problem", [

@@ -13,15 +13,17 @@ from moe_dualpipe.models import (
     KVCache,
     ModelConfig,
     StageOptions,
-    StageSpec,
-    TransformerStage,
     build_model,
     filled_cache,
     next_token_loss,
 )
 from moe_dualpipe.models.attention import Attention
 from moe_dualpipe.models.latent_attention import LatentAttention
-from tests.support.caches import check_that_a_cached_forward_is_the_forward, piecewise
+from tests.support.caches import (
+    check_that_a_cached_forward_is_the_forward,
+    check_that_a_filled_cache_works_as_a_past,
+    piecewise,
+)
 from tests.support.oracles import uneven_norms
 
 CONFIG = ModelConfig(
@@ -157,14 +159,7 @@ def test_a_cache_holds_only_latents_and_shared_keys():
 
 @pytest.mark.parametrize("length", [0, 5, 300])
 def test_a_filled_cache_works_as_a_past(length):
-    stage = TransformerStage(CONFIG, StageSpec(range(1, 3), False, False, 0.5)).double()
-    x = torch.randn(3, 4, D, dtype=torch.float64)
-    cache = filled_cache(CONFIG, stage.spec.layers, 3, length, "cpu", torch.float64)
-    after_past = piecewise(stage, x, [1, 1, 2], cache)
-    assert cache.length == length + 4
-    cache.length = length
-    torch.testing.assert_close(piecewise(stage, x, [4], cache), after_past, atol=1e-12, rtol=1e-12)
-    assert torch.allclose(after_past, piecewise(stage, x, [4], KVCache())) == (length == 0)
+    check_that_a_filled_cache_works_as_a_past(CONFIG, length)
 
 
 def test_a_cache_of_other_attention_is_refused():

@@ -1,25 +1,15 @@
 """The Mixture-of-Experts layer against a loop, and custom expert layers."""
 
-import dataclasses
-
 import pytest
 import torch
 from torch import nn
 
 from moe_dualpipe.expert_parallel import Local
 from moe_dualpipe.kernels.permute import permute
-from moe_dualpipe.models import ModelConfig, MoE, StageOptions, build_model, expert_loads, next_token_loss
+from moe_dualpipe.models import MoE, StageOptions, build_model, expert_loads, next_token_loss
 from moe_dualpipe.models.experts import expert_class
+from tests.support.models import CONFIG, with_choices
 from tests.support.oracles import moe_oracle
-
-CONFIG = ModelConfig(
-    vocab_size=31, hidden_size=16, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=6, dense_size=20,
-    expert_size=8, num_experts=5, experts_per_token=2, init_std=0.3,
-)  # fmt: skip
-
-
-def with_choices(**choices):
-    return dataclasses.replace(CONFIG, **choices)
 
 
 @pytest.mark.parametrize("tokens,choices", [

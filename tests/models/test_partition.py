@@ -1,20 +1,10 @@
 """The split of layers over stages, and the FLOPs of layers."""
 
-import dataclasses
-
 import pytest
 
-from moe_dualpipe.models import ModelConfig, build_model, split
+from moe_dualpipe.models import build_model, split
 from moe_dualpipe.models.partition import layer_flops
-
-CONFIG = ModelConfig(
-    vocab_size=31, hidden_size=16, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=6, dense_size=20,
-    expert_size=8, num_experts=5, experts_per_token=2, init_std=0.3,
-)  # fmt: skip
-
-
-def with_choices(**choices):
-    return dataclasses.replace(CONFIG, **choices)
+from tests.support.models import CONFIG, with_choices
 
 
 def test_split_covers_all_layers_and_describes_stages():

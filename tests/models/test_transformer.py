@@ -1,6 +1,5 @@
 """Stages together equal the whole model. Initial weights depend on seed and name only."""
 
-import dataclasses
 import math
 from typing import Any
 
@@ -8,19 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from moe_dualpipe.models import ModelConfig, StageOptions, TransformerStage, build_model, next_token_loss, split
+from moe_dualpipe.models import StageOptions, TransformerStage, build_model, next_token_loss, split
 from moe_dualpipe.models.attention import Attention
 from moe_dualpipe.models.block import add_up
 from moe_dualpipe.models.layers import seeded
-
-CONFIG = ModelConfig(
-    vocab_size=31, hidden_size=16, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=6, dense_size=20,
-    expert_size=8, num_experts=5, experts_per_token=2, init_std=0.3,
-)  # fmt: skip
-
-
-def with_choices(**choices):
-    return dataclasses.replace(CONFIG, **choices)
+from tests.support.models import CONFIG, with_choices
 
 
 def test_stages_chain_to_the_whole_model_and_hold_its_weights():
