@@ -139,6 +139,7 @@ def test_parameters_are_counted_once(tmp_path, changes):
     idle = sum(size for name, size in sizes.items() if ".experts." in name) / 2  # two of four experts a token
     printed, nothing = run_ranks(2, introduction, settings(tmp_path, **changes))
     assert f"{total / 1e6:.2f} M parameters, {(total - idle) / 1e6:.2f} M active" in printed
+    assert (", experts over 2, on cpu in float32\n" in printed) == ("ep" in changes)
     assert nothing == ""
 
 
