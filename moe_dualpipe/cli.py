@@ -28,6 +28,7 @@ from .commands.model import ModelCommands
 from .commands.plot import Plot
 from .commands.profile import ProfileCommands
 from .commands.schedule import ScheduleCommands
+from .messages import describe
 from .option_errors import one_line_errors
 from .schedule import ScheduleError
 
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except (ValueError, OSError, ImportError) as error:
         if os.environ.get("RANK", "0") == "0":  # print once, not on every process of torchrun
-            print(f"moe-dualpipe: error: {error}", file=sys.stderr)
+            print(f"moe-dualpipe: error: {describe(error)}", file=sys.stderr)
         return 2
     return 0
 

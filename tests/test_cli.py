@@ -133,8 +133,8 @@ def test_compare(capsys):
             "show order.csv --ranks 4",
             "order.csv defines the sizes: remove --ranks, --micro-batches and --num-chunks",
         ),
-        ("show nothing.csv", "No such file or directory: 'nothing.csv'"),
-        ("check nothing.csv", "No such file or directory: 'nothing.csv'"),
+        ("show nothing.csv", "nothing.csv: No such file or directory"),
+        ("check nothing.csv", "nothing.csv: No such file or directory"),
         ("compare --stages 8 --micro-batches 1", "no schedule runs with fewer micro-batches than ranks"),
         (
             "compare --stages 8 --micro-batches 8 --cost.FB 0",

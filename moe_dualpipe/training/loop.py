@@ -15,6 +15,7 @@ from ..checkpoint import Saver, SaveResult
 from ..data import tokenizer_files
 from ..health.signals import Stop
 from ..health.watch import watch_ranks
+from ..messages import describe
 from ..runtime.groups import init_world
 from ..runtime.launch import Launch
 from . import restart
@@ -51,7 +52,7 @@ def _exit_on_invalid_option(launch: Launch) -> Iterator[None]:
         yield
     except ValueError as error:
         if launch.local_rank == 0:
-            sys.stderr.write(f"train.py: error: {error}\n")  # one write: other processes write to stderr, too
+            sys.stderr.write(f"train.py: error: {describe(error)}\n")  # one write: other processes write to stderr, too
         raise SystemExit(2) from None
 
 

@@ -1,0 +1,62 @@
+"""Messages show text from files on one line, without characters that change a terminal."""
+
+import subprocess
+import sys
+
+import pytest
+
+from moe_dualpipe import cli
+from moe_dualpipe.messages import describe, printable, quoted
+
+CASES = {
+    "plain": "plain", "grün π 🙂": "grün π 🙂", "a\nb\r\tc": r"a\nb\r\tc", "\x1b[31mred\x07": r"\x1b[31mred\x07",
+    "a\u202eb\u2028\ufeff": r"a\u202eb\u2028\ufeff", "\udc80.txt": r"\udc80.txt", "back\\slash": "back\\slash",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", CASES)
+def test_unprintable_characters_are_escaped(text):
+    assert printable(text) == CASES[text]
+    assert printable(printable(text)) == CASES[text]
+    printable(text).encode()
+
+
+def test_a_long_value_is_cut():
+    assert printable("x" * 200) == "x" * 200
+    assert printable("x" * 201) == "x" * 200 + "…"
+    assert printable([1] * 1000, limit=5) == "[1, 1…"
+
+
+def test_quoted_strings_have_quotes():
+    assert quoted("a'b\n") == '"a\'b\\n"'
+    assert quoted({"a": "\x1b"}) == r"{'a': '\x1b'}"
+    assert quoted("x" * 9, limit=3) == "'xx…"
+
+
+def test_a_value_without_text_is_named():
+    nested: list = []
+    for _ in range(100_000):
+        nested = [nested]
+    assert printable(nested) == quoted(nested) == "<unprintable list>"
+    assert printable(10**5000) == "<unprintable int>"
+
+
+def test_messages_need_no_torch():
+    code = "import sys, moe_dualpipe.messages; assert not {'torch', 'numpy'} & {*sys.modules}"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_errors_of_files_give_the_name_and_the_reason(tmp_path):
+    with pytest.raises(OSError) as missing:
+        (tmp_path / "a\nb").open()
+    assert describe(missing.value) == f"{tmp_path}/a\\nb: No such file or directory"
+    assert describe(OSError(b"\x1b", "no")) == "[Errno b'\\x1b'] no"
+    assert describe(ValueError("a\nb" + "c" * 5000)) == "a\\nb" + "c" * 3997 + "…"
+
+
+@pytest.mark.parametrize("name", ["a\nb\x1b[31m.csv", "\udc80\u202e.csv", "n" * 5000 + ".csv"])
+def test_errors_of_commands_are_one_short_line(name, capsys):
+    assert cli.main(["schedule", "check", name]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("moe-dualpipe: error: ") and error.endswith("\n")
+    assert error[:-1].isprintable() and len(error) < 1000
