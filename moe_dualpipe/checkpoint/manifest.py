@@ -6,6 +6,8 @@ field, and writes `.metadata` for other tools. The checksums detect damage, not 
 
     run.json        step, model, size and CRC-32 of every other file, and a CRC-32 of all of these fields
     tensors.json    global name -> dtype, shape, and the position of the bytes: file, offset, length
+
+An export (weights.py) has size and CRC-32 of its files in checksums.json, protected in the same way.
 """
 
 import json
@@ -28,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-RUN_FILE, TENSORS_FILE = "run.json", "tensors.json"
+RUN_FILE, TENSORS_FILE, EXPORT_FILE = "run.json", "tensors.json", "checksums.json"
 
 _FILE_NAME = re.compile(r"[\w.-]{1,200}", re.ASCII)  # no path separator: stays in the checkpoint's folder
 _MAX_JSON_BYTES = 2**28  # a million tensors need a fifth of this
@@ -46,21 +48,35 @@ class FileChecksum:
     def of(cls, data: bytes) -> "FileChecksum":
         return cls(len(data), zlib.crc32(data))
 
+    @classmethod
+    def of_file(cls, path: Path) -> "FileChecksum":
+        return cls(path.stat().st_size, _crc32(path))
+
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
-    """The contents of run.json. Equal checksums mean equal checkpoints."""
-
-    step: int
-    model: dict[str, Any]
-    files: dict[str, FileChecksum]
-
+class _Description:
     @property
     def checksum(self) -> int:
         return zlib.crc32(json.dumps(asdict(self), sort_keys=True).encode())
 
     def encode(self) -> bytes:
         return json.dumps({**asdict(self), "checksum": self.checksum}, indent=2).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest(_Description):
+    """The contents of run.json. Equal checksums mean equal checkpoints."""
+
+    step: int
+    model: dict[str, Any]
+    files: dict[str, FileChecksum]
+
+
+@dataclass(frozen=True, slots=True)
+class ExportManifest(_Description):
+    """The contents of checksums.json. Equal checksums mean equal exports."""
+
+    files: dict[str, FileChecksum]
 
 
 # ---- Reading: no field is trusted ----
@@ -70,16 +86,37 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """Read run.json of a checkpoint. Raises ValueError if it is missing, invalid or damaged."""
     with _reading(path := checkpoint / RUN_FILE):
         saved = _read_json(path)
-        files = {
-            _file_name(name): FileChecksum(_count(entry["length"]), _count(entry["crc32"]))
-            for name, entry in saved["files"].items()
-        }
-        manifest = Manifest(_count(saved["step"]), dict(saved["model"]), files)
-        if TENSORS_FILE not in files:
-            raise ValueError(f"it does not list {TENSORS_FILE}")
-        if saved["checksum"] != manifest.checksum:
-            raise ValueError("its checksum does not match")
+        manifest = Manifest(_count(saved["step"]), dict(saved["model"]), _files(saved))
+        _check_description(saved, manifest, TENSORS_FILE)
     return manifest
+
+
+def verify_export(folder: Path, *required: str) -> int:
+    """Compare every file of an export with checksums.json, and return the checksum of that file.
+
+    Returns 0 for a folder without checksums.json: an older export, or one from elsewhere. Raises ValueError, naming the
+    first file that differs, and if checksums.json is damaged or does not list all of `required`.
+    """
+    if not (path := folder / EXPORT_FILE).exists():
+        return 0
+    with _reading(path):
+        saved = _read_json(path)
+        manifest = ExportManifest(_files(saved))
+        _check_description(saved, manifest, *required)
+    _verify_files(folder, manifest.files)
+    return manifest.checksum
+
+
+def _files(saved: Mapping[str, Any]) -> dict[str, FileChecksum]:
+    entries = saved["files"].items()
+    return {_file_name(name): FileChecksum(_count(e["length"]), _count(e["crc32"])) for name, e in entries}
+
+
+def _check_description(saved: Mapping[str, Any], manifest: Manifest | ExportManifest, *required: str) -> None:
+    if saved["checksum"] != manifest.checksum:
+        raise ValueError("its checksum does not match")
+    if missing := [name for name in required if name not in manifest.files]:
+        raise ValueError(f"it does not list {missing[0]}")
 
 
 def verify_checkpoint(checkpoint: Path) -> Manifest:
@@ -88,9 +125,14 @@ def verify_checkpoint(checkpoint: Path) -> Manifest:
     Reads all files once, at the speed of the disk or of CRC-32 (1 GB/s or more), whichever is slower.
     """
     manifest = read_manifest(checkpoint)
+    _verify_files(checkpoint, manifest.files)
+    return manifest
+
+
+def _verify_files(folder: Path, files: Mapping[str, FileChecksum]) -> None:
     try:
-        for name, expected in manifest.files.items():
-            path = checkpoint / name
+        for name, expected in files.items():
+            path = folder / name
             if not path.is_file():
                 raise ValueError(f"{name} is missing")
             if (length := path.stat().st_size) != expected.length:
@@ -99,7 +141,6 @@ def verify_checkpoint(checkpoint: Path) -> Manifest:
                 raise ValueError(f"{name} does not match its checksum")
     except OSError as error:
         raise ValueError(f"{error.filename}: {error.strerror}") from None
-    return manifest
 
 
 def read_tensor_metadata(checkpoint: Path) -> dcp.Metadata:

@@ -128,7 +128,7 @@ def save_checkpoint(
     checkpoints are unchanged and nothing is left of this one.
     """
     final = checkpoint_folder(run, step)
-    unfinished = _hidden(final, "unfinished")
+    unfinished = hidden(final, "unfinished")
     leader, files = dist.get_rank(group) == 0, _ChecksumFiles()
     try:
         _run_on_all(lambda: _make_folder(unfinished) if leader else None, group)
@@ -179,7 +179,8 @@ def _run_on_all(action: Callable[[], Result], group: dist.ProcessGroup | None) -
 # ---- Folders: only rank 0 of the group calls these ----
 
 
-def _hidden(folder: Path, suffix: str) -> Path:
+def hidden(folder: Path, suffix: str) -> Path:
+    """A name beside `folder` for something that is not, or no longer, complete."""
     return folder.with_name(f".{folder.name}.{suffix}")
 
 
@@ -192,37 +193,38 @@ def _make_folder(unfinished: Path) -> None:
 
 def _complete(final: Path, manifest: Manifest, contents: Mapping[str, bytes]) -> None:
     """Write the last files, ending with run.json. Rename the folder when everything is on disk."""
-    unfinished, removed = _hidden(final, "unfinished"), _hidden(final, "removed")
+    unfinished, removed = hidden(final, "unfinished"), hidden(final, "removed")
     for name, data in contents.items():
-        _write_synced(unfinished / name, data)
+        write_synced(unfinished / name, data)
     checksums = {**manifest.files, **{name: FileChecksum.of(data) for name, data in contents.items()}}
-    _write_synced(unfinished / RUN_FILE, dataclasses.replace(manifest, files=checksums).encode())
-    _sync_folder(unfinished)
+    write_synced(unfinished / RUN_FILE, dataclasses.replace(manifest, files=checksums).encode())
+    sync(unfinished)
     if final.exists():  # saved before: a rename cannot replace a folder that is not empty
         final.rename(removed)
     unfinished.rename(final)
     shutil.rmtree(removed, ignore_errors=True)
-    _sync_folder(final.parent)
+    sync(final.parent)
 
 
 def _remove_old(newest: Path, keep: int) -> None:
     """Remove the checkpoints before `newest`, except the last `keep - 1`. Later ones belong to another run."""
     checkpoints = list_checkpoints(newest.parent)
     for old in checkpoints[checkpoints.index(newest) + keep :]:
-        removed = _hidden(old, "removed")  # renamed first, so that its name never stands for part of a checkpoint
+        removed = hidden(old, "removed")  # renamed first, so that its name never stands for part of a checkpoint
         with suppress(OSError):
             old.rename(removed)
             shutil.rmtree(removed, ignore_errors=True)
 
 
-def _write_synced(path: Path, data: bytes) -> None:
+def write_synced(path: Path, data: bytes) -> None:
     with path.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _sync_folder(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Write a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -5,6 +5,7 @@ A checkpoint has several files, which also hold optimizer moments and master wei
     model.safetensors    the fp32 weights, under the checkpoint's global names
     config.json          the model, with `model_type` "moe-dualpipe"
     tokenizer.json       unless the tokenizer is bytes
+    checksums.json       size and CRC-32 of the other files, which are compared when the folder is read
 
 Neither format can run code when it is loaded.
 """
@@ -12,7 +13,8 @@ Neither format can run code when it is loaded.
 import dataclasses
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -22,8 +24,8 @@ from ..data import TOKENIZER_FILE
 from ..expert_parallel.parameters import expert_ids, global_tensors
 from ..models import ModelConfig, TransformerStage, build_model
 from .load import check_shapes, load_checkpoint, model_differences
-from .manifest import read_manifest
-from .save import gather_objects
+from .manifest import EXPORT_FILE, ExportManifest, FileChecksum, read_manifest, verify_export
+from .save import gather_objects, hidden, sync, write_synced
 
 WEIGHTS_FILE, CONFIG_FILE, MODEL_TYPE = "model.safetensors", "config.json", "moe-dualpipe"
 _PREFIX = "model."  # a checkpoint puts it before the names of weights
@@ -62,25 +64,54 @@ def global_weights(model: nn.Module) -> dict[str, Tensor]:
 def export_weights(checkpoint: Path, folder: Path, experts: str = "swiglu") -> int:
     """Write the weights of a checkpoint into a new folder and return the number of parameters.
 
-    Holds two copies of the weights in memory. Raises ValueError if the checkpoint is unreadable or `folder` exists.
+    Holds two copies of the weights in memory. Raises ValueError if the checkpoint is unreadable or `folder` exists, and
+    OSError if it could not be written; then nothing is left of it.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     if folder.exists():
         raise ValueError(f"{folder} already exists: choose another folder")
     model = load_model(checkpoint, experts)
     weights = {name: tensor.contiguous().clone() for name, tensor in global_weights(model).items()}
-    folder.mkdir(parents=True)
-    save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     config = {"model_type": MODEL_TYPE, **dataclasses.asdict(model.config)}
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
-    if (tokenizer := checkpoint / TOKENIZER_FILE).is_file():
-        shutil.copyfile(tokenizer, folder / TOKENIZER_FILE)
+    try:
+        with _new_folder(folder) as unfinished:
+            save_file(weights, unfinished / WEIGHTS_FILE, metadata={"format": "pt"})
+            (unfinished / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+            if (tokenizer := checkpoint / TOKENIZER_FILE).is_file():
+                shutil.copyfile(tokenizer, unfinished / TOKENIZER_FILE)
+    except (SafetensorError, OSError) as error:
+        raise OSError(f"{folder} could not be written: {error}") from None
     return sum(tensor.numel() for tensor in weights.values())
 
 
+@contextmanager
+def _new_folder(folder: Path) -> Iterator[Path]:
+    """Yield a hidden folder for files. Afterwards add their checksums, and rename it to `folder` once all is on disk.
+
+    After an error it is removed. If the process is killed, the hidden folder remains until the next call.
+    """
+    unfinished = hidden(folder, "unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+        files = {path.name: FileChecksum.of_file(path) for path in sorted(unfinished.iterdir())}
+        for name in files:
+            sync(unfinished / name)
+        write_synced(unfinished / EXPORT_FILE, ExportManifest(files).encode())
+        sync(unfinished)
+        unfinished.rename(folder)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    sync(folder.parent)
+
+
 def check_weights(folder: Path, model: ModelConfig) -> None:
-    """Raise ValueError unless `folder` is an export of `model`."""
+    """Raise ValueError unless `folder` is an intact export of `model`."""
+    _verify(folder)
     if not (folder / WEIGHTS_FILE).is_file() or not (folder / CONFIG_FILE).is_file():
         raise ValueError(f"--weights {folder} must hold {WEIGHTS_FILE} and {CONFIG_FILE} from moe-dualpipe export")
     try:
@@ -96,15 +127,31 @@ def check_weights(folder: Path, model: ModelConfig) -> None:
 def load_weights(folder: Path, state: Mapping[str, Tensor]) -> None:
     """Load the weights in `state` in place, and read no others from the file. Collective.
 
-    Raises ValueError on all ranks if the file is broken, or if on any rank a weight is missing or has another shape.
+    Raises ValueError on all ranks if the folder is broken, if on any rank a weight is missing or has another shape, or if
+    the ranks found different exports.
     """
-    fault = ""
+    fault, checksum = "", 0
     try:
+        checksum = _verify(folder)
         _load(folder, {name.removeprefix(_PREFIX): t for name, t in state.items() if name.startswith(_PREFIX)})
     except ValueError as error:
         fault = str(error)
-    if faults := [fault for fault in gather_objects(fault) if fault]:  # a weight may be missing on one rank only
+    verdicts = gather_objects((fault, checksum))  # a weight may be missing on one rank only
+    if faults := [fault for fault, _ in verdicts if fault]:
         raise ValueError(faults[0])
+    if len(set(verdicts)) > 1:
+        raise ValueError(
+            f"the ranks found different weights at {folder}: --weights needs a shared path, or equal copies"
+        )
+
+
+def _verify(folder: Path) -> int:
+    try:
+        return verify_export(folder, WEIGHTS_FILE, CONFIG_FILE)
+    except ValueError as error:
+        raise ValueError(
+            f"{folder} is broken: {str(error).replace(f'{folder}/', '')}; export or copy it again"
+        ) from None
 
 
 @torch.no_grad()

@@ -45,7 +45,7 @@ def test_saving_removes_old_checkpoints_and_unfinished_folders(run):
 
 def fail_to_write_run_json(rank, run):
     with pytest.MonkeyPatch.context() as patch:
-        write_synced, before = save_module._write_synced, checkpoint_names(run)
+        write_synced, before = save_module.write_synced, checkpoint_names(run)
         dist.barrier()
 
         def full(path, data):
@@ -53,7 +53,7 @@ def fail_to_write_run_json(rank, run):
                 raise OSError(errno.ENOSPC, "No space left on device", str(path))
             write_synced(path, data)
 
-        patch.setattr(save_module, "_write_synced", full)
+        patch.setattr(save_module, "write_synced", full)
         with pytest.raises(SaveError, match=r"rank 0: \[Errno 28\] No space left on device: .*run.json"):
             save_checkpoint(run, 20, state_of(rank, 0), ModelConfig(), keep=1)
     assert checkpoint_names(run) == before
@@ -211,10 +211,10 @@ def test_a_save_holds_the_state_at_start_and_close_finishes_it(tmp_path):
 
 def save_slowly(rank, run):
     """Return how often `on_wait` was called during a slow save, in the background and synchronously."""
-    calls, write = [], save_module._write_synced
+    calls, write = [], save_module.write_synced
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(save_module, "_WAIT_SECONDS", 0.05)
-        patch.setattr(save_module, "_write_synced", lambda *args: (time.sleep(0.1), write(*args)))
+        patch.setattr(save_module, "write_synced", lambda *args: (time.sleep(0.1), write(*args)))
         for background in (True, False):
             count = []
             saver = Saver(run / str(background), ModelConfig(), 2, 60, background, lambda c=count: c.append(0))

@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import os
+import random
+import resource
 import shutil
 
 import pytest
@@ -9,11 +12,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from moe_dualpipe.checkpoint import find_checkpoint, load_model, load_weights
+from moe_dualpipe.checkpoint import check_weights, export_weights, find_checkpoint, load_model, load_weights
+from moe_dualpipe.checkpoint import weights as weights_module
 from moe_dualpipe.checkpoint.weights import global_weights
 from moe_dualpipe.cli import main
 from moe_dualpipe.models import build_model
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_failing_ranks, run_ranks
 from tests.support.runs import MODEL, losses, make_plan, make_trainer, records, settings, train
 
 BALANCED = dataclasses.replace(MODEL, router_bias=True, mtp_layers=1)
@@ -151,3 +155,85 @@ def test_export_does_not_overwrite_and_requires_experts_to_be_named(exported, ca
         load_model(checkpoint, "somebody.elses:Experts")
     config = json.loads((exported / "given" / "config.json").read_text())
     assert config["model_type"] == "moe-dualpipe"
+
+
+FILES = ["checksums.json", "config.json", "model.safetensors"]
+
+
+def test_a_flip_of_any_bit_of_any_file_is_refused_with_the_name_of_the_file(exported, tmp_path):
+    given = shutil.copytree(exported / "given", tmp_path / "given")
+    assert sorted(path.name for path in given.iterdir()) == FILES
+    draw = random.Random(7)
+    for path in given.iterdir():
+        intact = path.read_bytes()
+        for _ in range(100):
+            bit = draw.randrange(8 * len(intact))
+            path.write_bytes(intact[: bit // 8] + bytes([intact[bit // 8] ^ 1 << bit % 8]) + intact[bit // 8 + 1 :])
+            with pytest.raises(ValueError, match=f"given is broken: .*{path.name}.*; export or copy it again$"):
+                check_weights(given, BALANCED)
+        path.write_bytes(intact)
+    check_weights(given, BALANCED)
+
+
+def test_missing_and_shortened_files_are_refused(exported, tmp_path):
+    given = shutil.copytree(exported / "given", tmp_path / "given")
+    state = {"model.head.weight": torch.zeros(256, 32)}
+    weights = given / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(
+        ValueError, match=r"^\S*given is broken: model.safetensors has [\d,]+ bytes, expected [\d,]+; ex"
+    ):
+        load_weights(given, state)
+    weights.unlink()
+    for read in (lambda: check_weights(given, BALANCED), lambda: load_weights(given, state)):
+        with pytest.raises(ValueError, match="given is broken: model.safetensors is missing; export or copy it again"):
+            read()
+    assert not state["model.head.weight"].any()
+
+
+def test_exports_without_checksums_load_as_before(exported, tmp_path):
+    older = shutil.copytree(exported / "given", tmp_path / "older")
+    (older / "checksums.json").unlink()
+    check_weights(older, BALANCED)
+    state = {"model.head.weight": torch.zeros(256, 32)}
+    load_weights(older, state)
+    assert state["model.head.weight"].any()
+
+
+def load_from_own_folder(rank, folders):
+    with pytest.raises(ValueError) as error:
+        load_weights(folders[rank], {"model.head.weight": torch.zeros(256, 32)})
+    return str(error.value).replace(str(folders[rank]), "FOLDER")
+
+
+def test_ranks_with_different_exports_stop(exported, tmp_path):
+    run_ranks(1, train, settings(tmp_path / "run", model=BALANCED, steps=1))
+    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "other")]) == 0
+    errors = run_ranks(2, load_from_own_folder, [exported / "given", tmp_path / "other"])
+    expected = "the ranks found different weights at FOLDER: --weights needs a shared path, or equal copies"
+    assert errors == [expected] * 2
+
+
+def export_to_full_disk(rank, run, out):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))  # bytes of a file
+    return main(["export", str(run), "--out", str(out)])
+
+
+def export_and_die(rank, checkpoint, out, step):
+    def die(*_):
+        os._exit(9)
+
+    setattr(weights_module, step, die)
+    export_weights(checkpoint, out)
+
+
+def test_a_failed_export_leaves_nothing_under_its_name(exported, tmp_path):
+    out = tmp_path / "out"
+    assert run_ranks(1, export_to_full_disk, exported / "run", out) == [2]
+    assert not [*tmp_path.iterdir()]
+    for step in ("write_synced", "sync"):
+        assert run_failing_ranks(1, export_and_die, find_checkpoint(str(exported / "run")), out, step) == [""]
+        assert [path.name for path in tmp_path.iterdir()] == [".out.unfinished"]
+    assert main(["export", str(exported / "run"), "--out", str(out)]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert sorted(path.name for path in out.iterdir()) == FILES
