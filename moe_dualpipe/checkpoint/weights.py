@@ -127,8 +127,8 @@ def check_weights(folder: Path, model: ModelConfig) -> None:
 def load_weights(folder: Path, state: Mapping[str, Tensor]) -> None:
     """Load the weights in `state` in place, and read no others from the file. Collective.
 
-    Raises ValueError on all ranks if the folder is broken, if on any rank a weight is missing or has another shape, or if
-    the ranks found different exports.
+    Raises ValueError on all ranks if on any rank the folder is broken, or a weight is missing or has another shape, and
+    if the ranks found different exports.
     """
     fault, checksum = "", 0
     try:

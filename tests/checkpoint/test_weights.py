@@ -186,7 +186,7 @@ def test_missing_and_shortened_files_are_refused(exported, tmp_path):
         load_weights(given, state)
     weights.unlink()
     for read in (lambda: check_weights(given, BALANCED), lambda: load_weights(given, state)):
-        with pytest.raises(ValueError, match="given is broken: model.safetensors is missing; export or copy it again"):
+        with pytest.raises(ValueError, match=r"given is broken: model.safetensors is missing; export or copy it again"):
             read()
     assert not state["model.head.weight"].any()
 
@@ -214,12 +214,12 @@ def test_ranks_with_different_exports_stop(exported, tmp_path):
     assert errors == [expected] * 2
 
 
-def export_to_full_disk(rank, run, out):
+def export_to_full_disk(_rank, run, out):
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))  # bytes of a file
     return main(["export", str(run), "--out", str(out)])
 
 
-def export_and_die(rank, checkpoint, out, step):
+def export_and_die(_rank, checkpoint, out, step):
     def die(*_):
         os._exit(9)
 
