@@ -78,6 +78,11 @@ def rotate(x: Tensor, cos_SC: Tensor, sin_SC: Tensor) -> Tensor:
     return (at_least_fp32(x) * cos_SC + rotated * sin_SC).to(x.dtype)
 
 
+def seed_of(seed: int, name: str) -> int:
+    """A seed that depends on `seed` and `name`."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little")
+
+
 @contextmanager
 def seeded(seed: int, name: str) -> Iterator[None]:
     """Within this context, torch's CPU generator is seeded by `seed` and `name`. Afterwards its state is restored.
@@ -88,7 +93,6 @@ def seeded(seed: int, name: str) -> Iterator[None]:
     if torch.get_default_device().type == "meta":
         yield
         return
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int.from_bytes(digest[:8], "little"))
+        torch.manual_seed(seed_of(seed, name))
         yield

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..models import KVCache, MoE, TransformerStage
+from .eval_mode import eval_mode
 from .sampling import Sampling
 
 Step = Callable[[Tensor, int], Tensor]
@@ -42,10 +43,10 @@ def generate(
 ) -> Tensor:  # fmt: skip
     """Return the `num_tokens` tokens that follow each prompt: [B, N].
 
-    model: a whole model in one stage. prompts: [B, S], or B tensors [S] of any length. max_length: the most positions
-    that the model attends to. temperature, top_k, top_p: see `Sampling`. stop: a token that ends a sequence; the rest
-    of the row is filled with it. Ranks that share experts must pass the same `num_tokens`, and prompts with the same
-    minimum and maximum length.
+    model: a whole model in one stage, which runs in evaluation mode. prompts: [B, S], or B tensors [S] of any length.
+    max_length: the most positions that the model attends to. temperature, top_k, top_p: see `Sampling`. stop: a token
+    that ends a sequence; the rest of the row is filled with it. Ranks that share experts must pass the same
+    `num_tokens`, and prompts with the same minimum and maximum length.
 
     Raises ValueError for a stage that is not a whole model, for prompts that are empty or have invalid token ids, and
     for invalid numbers.
@@ -63,7 +64,8 @@ def generate(
         output = model(new_BS, cache=caches[0]) if all_local else prefill(model, new_BS, caches)
         return sampling.draw(model.logits(output[:, -1]), random)
 
-    return decode(step, prompts, num_tokens, max_length, model.config.vocab_size, stop, stop_early=all_local)
+    with eval_mode([model]):
+        return decode(step, prompts, num_tokens, max_length, model.config.vocab_size, stop, stop_early=all_local)
 
 
 def decode(

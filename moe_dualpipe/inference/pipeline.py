@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..models import KVCache
 from ..runtime import Executor, TensorSpec
 from ..schedule import Forward, Placement, Schedule
+from .eval_mode import eval_mode
 from .generation import decode
 from .sampling import Sampling
 
@@ -44,10 +45,10 @@ def generate_through_pipeline(
 ) -> Tensor:  # fmt: skip
     """Return the `num_tokens` tokens that follow each prompt, [B, N]. All ranks of the pipeline `group` must call this.
 
-    Stages are called as `stage(x, cache=cache)`; the last one needs a method `logits` (models/transformer.py), which
-    gets its output at the last position. prompts: [B, S], or B tensors [S], the same on all ranks. hidden: width and
-    dtype of the hidden states between stages. max_length: the most positions that the model attends to. Raises
-    ValueError for prompts that are empty or have invalid token ids.
+    Stages run in evaluation mode. They are called as `stage(x, cache=cache)`; the last one needs a method `logits`
+    (models/transformer.py), which gets its output at the last position. prompts: [B, S], or B tensors [S], the same on
+    all ranks. hidden: width and dtype of the hidden states between stages. max_length: the most positions that the
+    model attends to. Raises ValueError for prompts that are empty or have invalid token ids.
     """
     schedule, last_rank = forward_schedule(placement), placement.routes[0][-1]
     random = torch.Generator().manual_seed(seed)
@@ -67,4 +68,6 @@ def generate_through_pipeline(
             dist.broadcast(next_B, executor.p2p.global_ranks[last_rank], group=group)
         return next_B
 
-    return decode(step, [prompt.to(executor.p2p.device) for prompt in prompts], num_tokens, max_length, vocab_size)
+    prompts = [prompt.to(executor.p2p.device) for prompt in prompts]
+    with eval_mode(executor.modules.values()):
+        return decode(step, prompts, num_tokens, max_length, vocab_size)

@@ -16,8 +16,9 @@ from ..expert_parallel import AllToAll, Local
 from ..health.heartbeat import Progress
 from ..health.signals import Stop
 from ..health.skipped_steps import SkippedSteps
-from ..inference import generate_through_pipeline
+from ..inference import eval_mode, generate_through_pipeline
 from ..models import StageOptions, TransformerStage, share_embedding, stacked_matrices
+from ..models.layers import seed_of
 from ..overlap import WeightGrads
 from ..overlap.labels import GRADIENTS, OPTIMIZER
 from ..runtime import P2P, Executor, TensorSpec
@@ -82,6 +83,7 @@ class Trainer:
         """Do one update and return its metrics. `step` is the number of steps before it."""
         config, layout = self.config, self.layout
         self.progress.step = step + 1
+        torch.manual_seed(seed_of(config.seed, f"step {step} of rank {layout.rank}"))  # for dropout
         start = time.perf_counter()
         count, seq_len = self._sequences_per_rank, config.batch.seq_len
         losses = self.pipeline_step(*self.plan.text.batch(config.seed, step, layout.dp_rank, count, seq_len))
@@ -119,7 +121,9 @@ class Trainer:
         losses, total = [], batches * layout.dp * count
         for i in range(batches):
             first = (i * layout.dp + layout.dp_rank) * count
-            losses += self.pipeline_step(*self.plan.text.held_out_batch(first, count, total, self.config.batch.seq_len))
+            batch = self.plan.text.held_out_batch(first, count, total, self.config.batch.seq_len)
+            with eval_mode(self.stages.values()):
+                losses += self.pipeline_step(*batch)
         return self._mean(losses)
 
     def sample(self) -> str:

@@ -1,0 +1,66 @@
+"""Dropout: on in training steps, off in validation and samples, and the same in a resumed run."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from moe_dualpipe.inference import generate
+from moe_dualpipe.models import build_model
+from tests.support.ranks import run_ranks
+from tests.support.runs import MODEL, losses, make_trainer, settings, train_each
+from tests.support.special_experts import DropoutExperts, named
+
+DROPOUT = dataclasses.replace(MODEL, experts=named(DropoutExperts))
+SMALL = {"seq_len": 16, "eval_sequences": 1}
+
+
+def modes(stages):
+    return [module.training for stage in stages for module in stage.modules()]
+
+
+def fail(*_args, **_options):
+    raise RuntimeError("no loss")
+
+
+def validate_and_sample(rank, config):
+    trainer = make_trainer(rank, config)
+    stages = [*trainer.stages.values()]
+    stages[0].get_submodule("layers.0.attention").eval()  # modes of the user stay
+    before = modes(stages)
+    assert not all(before)
+    assert trainer.validation_loss() == trainer.validation_loss()
+    assert modes(stages) == before
+    assert trainer.sample() == trainer.sample()
+    assert modes(stages) == before
+
+    random = torch.random.get_rng_state()
+    trainer.train_step(0)
+    assert not torch.equal(torch.random.get_rng_state(), random), "a training step has dropout"
+    for stage in stages:
+        stage.forward = fail
+    for evaluate in (trainer.validation_loss, trainer.sample):
+        with pytest.raises(RuntimeError, match="no loss"):
+            evaluate()
+        assert modes(stages) == before
+
+
+def test_validation_and_samples_have_no_dropout_and_restore_the_modes(tmp_path):
+    run_ranks(1, validate_and_sample, settings(tmp_path, model=DROPOUT, **SMALL, sample_tokens=8))
+
+
+def test_generate_has_no_dropout():
+    model = build_model(DROPOUT)
+    prompts = torch.arange(6).view(2, 3)
+    first, second = (generate(model, prompts, 6, 16, temperature=0) for _ in range(2))
+    assert torch.equal(first, second)
+    assert all(modes([model]))
+
+
+def test_dropout_of_a_resumed_run_is_that_of_an_uninterrupted_one(tmp_path):
+    """Each step and rank draws from its own seed."""
+    small = {"model": DROPOUT, "steps": 4, **SMALL}
+    first = settings(tmp_path / "first", save_every=2, **small)
+    resumed = settings(tmp_path / "rest", resume=str(tmp_path / "first" / "checkpoints" / "step-000002"), **small)
+    whole, rest = run_ranks(2, train_each, [first, resumed])[0]
+    assert losses(rest) == {step: loss for step, loss in losses(whole).items() if step > 2}
