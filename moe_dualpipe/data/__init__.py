@@ -4,8 +4,9 @@
 """
 
 from .batches import Source, TextData
+from .prepare import prepare_data
 from .sources import load_data
-from .token_files import HELD_OUT_FILES, TRAIN_FILE, Sidecar, TokenFile, prepare_data
+from .token_files import HELD_OUT_FILES, TRAIN_FILE, Sidecar, TokenFile
 from .tokenizer import BYTES, TOKENIZER_FILE, Tokenizer, find_tokenizer, tokenizer_files
 
 __all__ = [

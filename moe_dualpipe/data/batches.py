@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .token_files import vocabulary_error
+from .token_files import TokensOnDisk, vocabulary_error
 from .tokenizer import BYTES, Tokenizer, digest, find_tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+TokenStream = np.ndarray | TokensOnDisk
 
 
 @dataclass(frozen=True)
@@ -28,8 +31,8 @@ class Source:
 
     name: str
     weight: float
-    train: np.ndarray
-    held_out: np.ndarray
+    train: TokenStream
+    held_out: TokenStream
     description: str
     bytes_per_token: float | None = 1.0
     """Mean over the held-out text, counting the end of a document as one byte. None if the tokenizer is unknown."""
@@ -105,13 +108,16 @@ class TextData:
         if digest(saved) != digest(self.tokenizer):
             raise ValueError(f"{checkpoint} was trained with another tokenizer: {saved}; --data has {self.tokenizer}")
 
-    def _windows(self, windows: list[tuple[np.ndarray, int]], seq_len: int) -> "tuple[Tensor, Tensor]":
+    def _windows(self, windows: list[tuple[TokenStream, int]], seq_len: int) -> "tuple[Tensor, Tensor]":
         import torch  # not at the top: `moe-dualpipe data` starts faster without it
 
         rows = np.stack([stream[start : start + seq_len + 1] for stream, start in windows]).astype(np.int64)
-        if rows.max() >= self.tokenizer.vocab_size:  # the file was too large to scan, or has changed since
+        for file in {stream.file for stream, _ in windows if isinstance(stream, TokensOnDisk)}:
+            file.check_unchanged()  # after reading: what was read is what the file had when the run started
+        if rows.max() >= self.tokenizer.vocab_size:  # the file was too large to scan
             row = int(np.argmax(rows.max(1) >= self.tokenizer.vocab_size))
             stream, start = windows[row]
-            raise vocabulary_error(getattr(stream, "filename", "the text"), start, rows[row], self.tokenizer.vocab_size)
+            name, first = (stream.file.path, stream.first) if isinstance(stream, TokensOnDisk) else ("the text", 0)
+            raise vocabulary_error(name, first + start, rows[row], self.tokenizer.vocab_size)
         tokens = torch.from_numpy(rows)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

@@ -1,18 +1,19 @@
 """Open what --data names: text, folders of token ids that `moe-dualpipe data prepare` wrote, or bare .bin files.
 
 All sources of a run share one tokenizer. It comes from the token ids among the sources; without any, text is bytes.
-Text is read into memory and encoded at the start; token ids are mapped, so they may be larger than memory.
+Text is read into memory and encoded at the start. Token ids stay on disk, so they may be larger than memory.
 """
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from .batches import Source, TextData
+from .batches import Source, TextData, TokenStream
 from .documents import JSONL, Documents, held_out_tail, is_held_out
-from .token_files import HELD_OUT_FILES, SCAN_LIMIT, TRAIN_FILE, TokenFile
+from .token_files import HELD_OUT_FILES, SCAN_LIMIT, TRAIN_FILE, TokenFile, TokensOnDisk
 from .tokenizer import BYTES, TOKENIZER_FILE, Tokenizer, UnknownTokenizer, digest, num_bytes
 
 
@@ -33,7 +34,7 @@ def load_data(
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         raise ValueError(f"--data ({tokenizer}) needs --model.vocab-size {tokenizer.vocab_size}: got {vocab_size}")
     loaded = (
-        _map_tokens(name, weight, opened[name], tokenizer, seq_len)
+        _open_tokens(name, weight, opened[name], tokenizer, seq_len)
         if opened[name]
         else _encode_text(name, weight, Documents.find(name, field), tokenizer, seq_len)
         for name, weight in entries
@@ -59,10 +60,10 @@ def split_weight(entry: str) -> tuple[str, float]:
 
 def _open_token_files(name: str, dtype: str) -> Iterator[TokenFile]:
     """If `name` is token ids, yield the training file, and then the held-out file if there is one."""
-    path = Path(name) / TRAIN_FILE if (Path(name) / TRAIN_FILE).is_file() else Path(name)
-    if path.suffix == ".bin" and path.is_file():
+    path = Path(name) / TRAIN_FILE if os.path.isfile(Path(name) / TRAIN_FILE) else Path(name)
+    if path.suffix == ".bin" and os.path.isfile(path):
         yield TokenFile.open(path, dtype)
-        held_out = [other for name in HELD_OUT_FILES if (other := path.with_name(name)).is_file()]
+        held_out = [other for name in HELD_OUT_FILES if os.path.isfile(other := path.with_name(name))]
         if path.name == TRAIN_FILE and held_out:
             yield TokenFile.open(held_out[0], dtype)
 
@@ -83,9 +84,9 @@ def _common_tokenizer(opened: dict[str, list[TokenFile]], vocab_size: int) -> To
     return chosen
 
 
-def _map_tokens(name: str, weight: float, files: list[TokenFile], tokenizer: Tokenizer, seq_len: int) -> Source:
+def _open_tokens(name: str, weight: float, files: list[TokenFile], tokenizer: Tokenizer, seq_len: int) -> Source:
     for file in files:
-        if file.tokens_N.nbytes <= SCAN_LIMIT:
+        if file.tokens_N.file.size <= SCAN_LIMIT:
             file.scan(tokenizer.vocab_size)
     streams = [file.tokens_N for file in files]
     train, held_out = streams if len(streams) == 2 else _split_tail(streams[0], seq_len)
@@ -116,7 +117,7 @@ def _encode_text(name: str, weight: float, documents: Documents, tokenizer: Toke
     _check_length(name, train, held_out, seq_len, unit)
     what = "documents" if any(path.suffix == JSONL for path in documents.files) else "files"
     description = f"{len(training)} {what} ({amount}), {last} held out{documents.describe_skipped()}"
-    return Source(name, weight, train, held_out, description, num_bytes(tokenizer, held_out) / len(held_out))
+    return Source(name, weight, train, held_out, description, num_bytes(tokenizer, held_out[:]) / len(held_out))
 
 
 def _encode_documents(documents: Documents, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
@@ -129,12 +130,12 @@ def _encode_documents(documents: Documents, tokenizer: Tokenizer) -> Iterator[np
             chunks = []
 
 
-def _split_tail(stream: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+def _split_tail(stream: TokenStream, seq_len: int) -> tuple[TokenStream, TokenStream]:
     cut = len(stream) - held_out_tail(len(stream), seq_len)
-    return stream[:cut], stream[cut:]
+    return stream.split(cut) if isinstance(stream, TokensOnDisk) else (stream[:cut], stream[cut:])
 
 
-def _check_length(name: str, train: np.ndarray, held_out: np.ndarray, seq_len: int, unit: str) -> None:
+def _check_length(name: str, train: TokenStream, held_out: TokenStream, seq_len: int, unit: str) -> None:
     shortest = min(len(train), len(held_out))
     if shortest < seq_len + 1:
         raise ValueError(

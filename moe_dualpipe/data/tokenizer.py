@@ -14,6 +14,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ..messages import printable
+from .files import read_whole
+
 TOKENIZER_FILE = "tokenizer.json"
 END = "<|endoftext|>"
 # End-of-document tokens of published tokenizers: GPT-2 and others, Llama 3, DeepSeek, Llama 2 and Mixtral, Gemma.
@@ -168,10 +171,7 @@ def tokenizer_from_json(content: bytes, where: str) -> Tokenizer:
 
 def read_tokenizer(path: Path) -> Tokenizer:
     """Read a tokenizer.json. Raises ValueError if it is missing or not a tokenizer."""
-    try:
-        return tokenizer_from_json(path.read_bytes(), str(path))
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    return tokenizer_from_json(read_whole(path), printable(path))
 
 
 def find_tokenizer(folder: Path) -> Tokenizer:

@@ -18,6 +18,7 @@ from moe_dualpipe.data import (
     documents,
     find_tokenizer,
     load_data,
+    prepare,
     prepare_data,
     sources,
     token_files,
@@ -97,7 +98,7 @@ def test_bpe_without_the_tokenizers_library_says_what_to_install(monkeypatch, pr
 
 
 def documents_in(path, tokenizer):
-    stream = TokenFile.open(path, "uint16").tokens_N
+    stream = TokenFile.open(path, "uint16").tokens_N[:]
     ends = np.flatnonzero(stream == tokenizer.end_id)
     assert ends[-1] == len(stream) - 1
     return [tokenizer.decode(part[:-1].tolist()) for part in np.split(stream, ends[:-1] + 1)]
@@ -113,12 +114,11 @@ def test_prepared_token_ids_decode_to_the_documents(prepared, kind, dtype):
     sidecar = TokenFile.open(prepared / kind / "train.bin", "uint32").sidecar
     assert sidecar is not None
     assert (sidecar.dtype, sidecar.documents, sidecar.bytes) == (dtype, 29, sum(len(t.encode()) + 1 for t in texts))
-    mapped = load_data(str(prepared / kind), 8)
-    assert isinstance(mapped.sources[0].train, np.memmap)
-    assert (mapped.tokenizer.end_id, mapped.tokenizer.vocab_size) == (0, 320 if kind == "bpe" else 256)
+    opened = load_data(str(prepared / kind), 8)
+    assert (opened.tokenizer.end_id, opened.tokenizer.vocab_size) == (0, 320 if kind == "bpe" else 256)
     both = load_data([str(prepared / kind), str(prepared / "a.jsonl")], 8)  # the same text, encoded at load time
     for stream in ("train", "held_out"):
-        first, second = (getattr(source, stream) for source in both.sources)
+        first, second = (getattr(source, stream)[:] for source in both.sources)
         assert first.dtype == second.dtype
         assert np.array_equal(first, second)
     first, second = (source.bytes_per_token for source in both.sources)
@@ -129,7 +129,7 @@ def test_the_end_of_the_text_is_held_out_if_there_are_few_documents(tmp_path):
     text = "".join(TEXTS) * 40
     (tmp_path / "a.txt").write_text(text)
     tokenizer, sidecars = prepare_data([str(tmp_path / "a.txt")], tmp_path / "out", "bpe", 280, "text")
-    streams = [TokenFile.open(tmp_path / "out" / f"{name}.bin", "uint8").tokens_N for name in ("train", "held_out")]
+    streams = [TokenFile.open(tmp_path / "out" / f"{name}.bin", "uint8").tokens_N[:] for name in ("train", "held_out")]
     whole = np.concatenate(streams)
     assert tokenizer.decode(whole[:-1].tolist()) == text
     assert len(streams[1]) == len(whole) // 20
@@ -162,7 +162,7 @@ def test_prepare_is_deterministic_and_holds_only_a_few_documents_in_memory(prepa
 
     field = documents._field
     monkeypatch.setattr(documents, "_field", lambda *arguments: Counted(field(*arguments)))
-    monkeypatch.setattr(token_files, "ENCODE_BATCH", 2)
+    monkeypatch.setattr(prepare, "ENCODE_BATCH", 2)
     train = BPETokenizer.train
     monkeypatch.setattr(BPETokenizer, "train", lambda texts, size: train((str.__str__(text) for text in texts), size))
     prepare_data([source], tmp_path / "b", "bpe", 300, "text")
@@ -217,7 +217,7 @@ def test_a_failed_prepare_leaves_no_files(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(token_files, "_write_sidecar", full)
+    monkeypatch.setattr(prepare, "_write_sidecar", full)
     with pytest.raises(OSError, match="No space left"):
         prepare_data([str(tmp_path / "a.txt")], tmp_path / "out", "bytes", 1, "text")
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
@@ -266,8 +266,8 @@ def test_a_bare_token_file_has_the_given_dtype(tmp_path):
     tokens.astype("<u2").tofile(tmp_path / "train.bin")
     (tokens[::-1] + 1).astype("<u2").tofile(tmp_path / "val.bin")  # as nanoGPT names them
     text = load_data(str(tmp_path), 8, vocab_size=1001)
-    assert text.sources[0].train.tolist() == tokens.tolist()
-    assert text.sources[0].held_out.tolist() == (tokens[::-1] + 1).tolist()
+    assert text.sources[0].train[:].tolist() == tokens.tolist()
+    assert text.sources[0].held_out[:].tolist() == (tokens[::-1] + 1).tolist()
     assert (text.tokenizer.end_id, str(text.tokenizer)) == (-1, "1,001 token ids without a tokenizer")
     assert text.format_losses(2.5) == "2.5000 nats per token"
     assert find_tokenizer(write(tmp_path / "run", tokenizer_files(text.tokenizer))).decode([7, 1000]) == " 7 1000"
@@ -342,7 +342,7 @@ def test_corrupt_token_files_are_rejected(prepared, tmp_path, monkeypatch):
         content = corrupt(right, random)
         path.write_bytes(content)
         if content == right:
-            assert load_data(str(tmp_path / "a"), 8).sources[0].train.tobytes() == right
+            assert load_data(str(tmp_path / "a"), 8).sources[0].train[:].tobytes() == right
             continue
         with pytest.raises(ValueError, match=re.escape(str(path))) as error:
             load_data(str(tmp_path / "a"), 8)

@@ -1,0 +1,112 @@
+"""Files of training data that are written to, replaced or removed while they are read, and what is no file of data."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from moe_dualpipe.data import files, load_data
+from moe_dualpipe.data.files import DataFile, read_whole
+from moe_dualpipe.training.loop import TrainingRun
+from tests.support.ranks import run_failing_ranks
+from tests.support.runs import make_trainer, settings
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    """A folder with 40,000 token ids for training and 4,000 held out, 10 pages and one."""
+    (np.arange(40_000) % 251).astype("<u2").tofile(tmp_path / "train.bin")
+    (np.arange(4_000) % 241).astype("<u2").tofile(tmp_path / "held_out.bin")
+    return tmp_path
+
+
+def rewrite(path: Path):
+    """Change the content in place. The clock of files has ticks of some milliseconds: set the time."""
+    path.write_bytes(b"\1\0" * (path.stat().st_size // 2))
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+
+
+CHANGES = {
+    "truncated": (lambda path: os.truncate(path, 4096), r"\(%d bytes then, 4096 now\)"),
+    "emptied": (lambda path: os.truncate(path, 0), r"\(%d bytes then, 0 now\)"),
+    "longer": (lambda path: path.open("ab").write(b"\0\0"), r"\(%d bytes then, \d+ now\)"),
+    "rewritten": (rewrite, r"\(%d bytes\)"),
+}
+
+
+@pytest.mark.parametrize("file", ["train.bin", "held_out.bin"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_token_file_that_changes_in_place_is_named_when_a_batch_is_read(tokens, file, change):
+    text = load_data(str(tokens), 8)
+    path, (apply, sizes) = tokens / file, CHANGES[change]
+    size = path.stat().st_size
+    apply(path)
+    read = {"train.bin": lambda: text.batch(0, 0, 0, 4, 8), "held_out.bin": lambda: text.held_out_batch(0, 4, 4, 8)}
+    with pytest.raises(ValueError, match=f"{path} was written to while it was in use {sizes % size}"):
+        read.pop(file)()
+    read.popitem()[1]()  # the other file is as it was
+
+
+def test_a_token_file_that_is_replaced_or_removed_stays_open(tokens):
+    text, before = load_data(str(tokens), 8), load_data(str(tokens), 8).batch(0, 5, 0, 64, 8)[0]
+    (tokens / "new").write_bytes(b"\7\0" * 9)
+    (tokens / "new").replace(tokens / "train.bin")
+    assert text.batch(0, 5, 0, 64, 8)[0].equal(before)
+    (tokens / "train.bin").unlink()
+    assert text.batch(0, 5, 0, 64, 8)[0].equal(before)
+
+
+def test_reads_are_complete_or_an_error_that_names_the_file(tmp_path, monkeypatch):
+    path, pread = tmp_path / "a", os.pread
+    path.write_bytes(bytes(range(100)))
+    with DataFile(path) as file:
+        monkeypatch.setattr(files.os, "pread", lambda descriptor, size, first: pread(descriptor, min(size, 7), first))
+        assert file.read(3, 50) == bytes(range(3, 53))
+        with pytest.raises(ValueError, match=f"cannot read {path}: it ends at byte 100"):
+            file.read(90, 20)
+
+        def fail(descriptor, size, first):
+            if first > 30:
+                raise OSError(5, "Input/output error")
+            return pread(descriptor, min(size, 7), first)
+
+        monkeypatch.setattr(files.os, "pread", fail)
+        with pytest.raises(ValueError, match=f"cannot read {path} at byte 31: Input/output error"):
+            file.read(3, 50)
+        with pytest.raises(ValueError, match=f"cannot read {path}: it has 100 bytes, and at most 99 fit"):
+            read_whole(path, limit=99)
+
+
+def test_files_are_closed(tokens):
+    def descriptors():
+        return len(os.listdir("/proc/self/fd"))
+
+    before = descriptors()
+    text = load_data(str(tokens), 8)
+    assert descriptors() == before + 2
+    del text
+    read_whole(tokens / "train.bin")
+    assert descriptors() == before
+
+
+def truncated_run(rank, config, path):
+    trainer = make_trainer(rank, config)
+    train_step = trainer.train_step
+
+    def truncate_before_step_3(step):
+        if step == 2:
+            if rank == 0:
+                os.truncate(path, 4096)
+            dist.barrier()
+        return train_step(step)
+
+    trainer.train_step = truncate_before_step_3
+    TrainingRun(trainer).run()
+
+
+def test_a_run_whose_data_is_truncated_ends_with_an_error_on_each_rank(tokens, tmp_path):
+    config = settings(tmp_path / "run", data=(str(tokens),), pp=2)
+    for traceback in run_failing_ranks(2, truncated_run, config, tokens / "train.bin"):
+        assert traceback.splitlines()[-1].startswith(f"ValueError: {tokens}/train.bin was written to while")
