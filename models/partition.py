@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from moe_dualpipe.messages import plural
+
 from .attention import ATTENTION
 from .config import ModelConfig
 
@@ -29,7 +31,7 @@ class StageSpec:
         parts = ["embedding"] * self.embedding
         parts += [f"layer {first}" if first == last else f"layers {first}-{last}"]
         parts += ["head"] * self.head
-        parts += [f"{len(self.mtp)} MTP module{'s' * (len(self.mtp) > 1)}"] * bool(self.mtp)
+        parts += [plural(len(self.mtp), "MTP module")] * bool(self.mtp)
         return f"{' + '.join(parts)} ({self.share:.0%} of the work)"
 
 
@@ -59,7 +61,7 @@ def split(config: ModelConfig, num_stages: int) -> tuple[StageSpec, ...]:
     """
     if config.num_layers < num_stages:
         raise ValueError(
-            f"{config.num_layers} layers cannot be divided over {num_stages} pipeline stages: "
+            f"{plural(config.num_layers, 'layer')} cannot be divided over {plural(num_stages, 'pipeline stage')}: "
             f"use at least {num_stages} layers, fewer pipeline ranks, or a schedule with fewer stages (1f1b)"
         )
     costs = [layer_flops(config, layer) for layer in range(config.num_layers)]

@@ -1,6 +1,6 @@
 """Named model sizes."""
 
-import difflib
+from moe_dualpipe.messages import unknown_name
 
 from .config import ModelConfig
 
@@ -54,6 +54,5 @@ PRESETS: dict[str, ModelConfig] = {
 def preset(name: str) -> ModelConfig:
     """The configuration called `name`. Raises ValueError with the nearest name if it is unknown."""
     if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.0)[0]
-        raise ValueError(f"unknown preset {name!r}; did you mean {near!r}? Choose from: {', '.join(PRESETS)}")
+        raise unknown_name("preset", name, [*PRESETS])
     return PRESETS[name]

@@ -4,8 +4,10 @@ A file may come from anyone. In a message, a newline in a name would look like a
 could change the terminal, and a long value would hide the rest. So messages never repeat such text unchanged.
 """
 
+import difflib
 import os
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 
 
 def printable(value: object, limit: int = 200) -> str:
@@ -27,6 +29,31 @@ def describe(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{printable(os.fsdecode(error.filename))}: {printable(error.strerror)}"
     return printable(error, limit=4000)
+
+
+def unknown_name(kind: str, name: str, names: Sequence[str], aliases: Mapping[str, str] | None = None) -> ValueError:
+    """Return the error for a `name` that is not in `names`. It suggests a similar one, if there is one.
+
+    aliases: other names of some `names`, which are only suggested.
+    """
+    meant, given = {**{known: known for known in names}, **(aliases or {})}, name.lower()[:100]
+    longer = [known for known in meant if len(given) > 1 and known.startswith(given)]
+    near = [*longer, *difflib.get_close_matches(given, meant, n=1)]
+    suggestion = f"; did you mean {meant[near[0]]!r}? Choose" if near else "; choose"
+    return ValueError(f"unknown {kind} {quoted(name, 60)}{suggestion} from: {', '.join(names)}")
+
+
+def plural(number: int, noun: str, ending: str = "s") -> str:
+    """Return a text such as "1 rank", "2 ranks" or, with the ending "es", "1,000 micro-batches"."""
+    return f"{number:,} {noun}{ending if number != 1 else ''}"
+
+
+def shell_word(word: str) -> str:
+    r"""Return `word` quoted for a shell, on one line: bash and zsh read $'a\x0ab' as two lines."""
+    if word.isprintable():
+        return shlex.quote(word)
+    shown = (chr(b) if 32 <= b < 127 and b not in b"\\'" else f"\\x{b:02x}" for b in os.fsencode(word))
+    return f"$'{''.join(shown)}'"
 
 
 def _shown(convert: Callable[[object], str], value: object, limit: int) -> str:

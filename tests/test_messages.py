@@ -1,12 +1,13 @@
 """Messages show text from files on one line, without characters that change a terminal."""
 
+import os
 import subprocess
 import sys
 
 import pytest
 
 from moe_dualpipe import cli
-from moe_dualpipe.messages import describe, printable, quoted
+from moe_dualpipe.messages import describe, plural, printable, quoted, shell_word, unknown_name
 
 CASES = {
     "plain": "plain", "grün π 🙂": "grün π 🙂", "a\nb\r\tc": r"a\nb\r\tc", "\x1b[31mred\x07": r"\x1b[31mred\x07",
@@ -39,6 +40,28 @@ def test_a_value_without_text_is_named():
         nested = [nested]
     assert printable(nested) == quoted(nested) == "<unprintable list>"
     assert printable(10**5000) == "<unprintable int>"
+
+
+def test_an_unknown_name_suggests_a_similar_one():
+    names, aliases = ("tiny", "olmoe-1b-7b", "qwen3-30b-a3b"), {"vpp": "tiny"}
+    listed = "from: tiny, olmoe-1b-7b, qwen3-30b-a3b"
+    for name, meant in {"tinny": "tiny", "TINY": "tiny", "vpp": "tiny", "qw": "qwen3-30b-a3b"}.items():
+        error = str(unknown_name("preset", name, names, aliases))
+        assert error == f"unknown preset '{name}'; did you mean '{meant}'? Choose {listed}"
+    for name in ("huge", "", "q", "\x1b" * 1000):
+        assert str(unknown_name("preset", name, names)) == f"unknown preset {quoted(name, 60)}; choose {listed}"
+
+
+def test_plurals():
+    counts = [plural(number, "process", "es") for number in (0, 1, 2, 1000)]
+    assert counts == ["0 processes", "1 process", "2 processes", "1,000 processes"]
+
+
+@pytest.mark.parametrize("word", ["plain", "two words", "it's", "a\nb", "\x1b[31m\udcff'\\ü", ""])
+def test_a_shell_reads_the_word_that_was_quoted(word):
+    command = f"printf %s {shell_word(word)}"
+    assert command.isprintable()
+    assert subprocess.run(["bash", "-c", command], capture_output=True, check=True).stdout == os.fsencode(word)
 
 
 def test_messages_need_no_torch():

@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from ..messages import printable, quoted
 from ..models import ModelConfig
 from ..runtime.launch import Launch
 from .manifest import RUN_FILE, read_manifest, read_tensor_metadata, verify_checkpoint
@@ -68,7 +69,7 @@ def _suggest_other(broken: Path) -> str:
 
 def _warn(text: str) -> None:
     if Launch.from_environment().local_rank == 0:
-        sys.stderr.write(f"{Path(sys.argv[0]).name}: warning: {text}\n")
+        sys.stderr.write(f"{Path(sys.argv[0]).name}: warning: {printable(text, 1000)}\n")
 
 
 def check_model(checkpoint: Path, model: ModelConfig) -> int:
@@ -88,7 +89,7 @@ def model_differences(saved: Mapping[str, Any], model: ModelConfig) -> list[str]
     options = {field.name: (field.default, getattr(model, field.name)) for field in dataclasses.fields(model)}
     options |= dict.fromkeys(sorted(set(saved) - set(options)), ("unknown", "unknown"))
     return [
-        f"{key} was {saved.get(key, default)!r}, now {now!r}"
+        f"{printable(key, 60)} was {quoted(saved.get(key, default), 60)}, now {now!r}"
         for key, (default, now) in options.items()
         if key not in _TRAINING_OPTIONS and saved.get(key, default) != now
     ]
@@ -130,7 +131,7 @@ def check_shapes(where: Path, state: Mapping[str, Tensor], saved: Mapping[str, S
         raise ValueError(f"{where} has no {missing[0]}{more}{hint}")
     for name, tensor in state.items():
         if (shape := [*saved[name]]) != [*tensor.shape]:
-            raise ValueError(f"{where}: {name} has shape {shape}, expected {[*tensor.shape]}")
+            raise ValueError(f"{where}: {name} has shape {quoted(shape, 60)}, expected {[*tensor.shape]}")
 
 
 class _Reader(dcp.FileSystemReader):

@@ -30,6 +30,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ..messages import printable, quoted
+
 RUN_FILE, TENSORS_FILE, EXPORT_FILE = "run.json", "tensors.json", "checksums.json"
 
 _FILE_NAME = re.compile(r"[\w.-]{1,200}", re.ASCII)  # no path separator: stays in the checkpoint's folder
@@ -158,23 +160,23 @@ def read_tensor_metadata(checkpoint: Path) -> dcp.Metadata:
 def _parse_entry(saved: Any) -> tuple[torch.dtype, torch.Size, _StorageInfo]:
     dtype = getattr(torch, str(saved["dtype"]), None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{str(saved['dtype'])[:200]!r} is not a dtype")
+        raise ValueError(f"{quoted(saved['dtype'], 60)} is not a dtype")
     shape = torch.Size([_count(size) for size in saved["shape"]])
     file, offset, length = _file_name(saved["file"]), _count(saved["offset"]), _count(saved["length"])
     if length < math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{length} bytes cannot hold shape {list(shape)} in {dtype}")
+        raise ValueError(f"{length} bytes cannot hold shape {quoted(list(shape), 60)} in {dtype}")
     return dtype, shape, _StorageInfo(file, offset, length)
 
 
 def _file_name(value: Any) -> str:
     if not isinstance(value, str) or not _FILE_NAME.fullmatch(value) or not value.strip("."):
-        raise ValueError(f"{str(value)[:200]!r} is not a valid file name")
+        raise ValueError(f"{quoted(value, 60)} is not a valid file name")
     return value
 
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**62:
-        raise ValueError(f"{str(value)[:200]!r} is not a valid count")
+        raise ValueError(f"{quoted(value, 60)} is not a valid count")
     return value
 
 
@@ -196,7 +198,7 @@ def _reading(path: Path) -> Iterator[None]:
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror or type(error).__name__}") from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        reason = f"{error} is missing" if isinstance(error, KeyError) else f"{error}"[:300]
+        reason = f"{error} is missing" if isinstance(error, KeyError) else printable(error)
         raise ValueError(f"cannot read {path}: {reason}") from None
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from ..messages import printable
 from ..models import ModelConfig
 from ..runtime.groups import create_group
 from .manifest import RUN_FILE, TENSORS_FILE, FileChecksum, Manifest, encode_tensors
@@ -97,7 +98,7 @@ class Saver:
         with suppress(Exception):
             saved = self.wait()
             if saved and saved.error and dist.get_rank() == 0:
-                sys.stderr.write(f"{saved.path} could not be written: {saved.error}\n")
+                sys.stderr.write(f"{printable(saved.path)} could not be written: {printable(saved.error, 1000)}\n")
         self._threads.shutdown()
 
     def _write(self, step: int, state: Mapping[str, Tensor], extra: Mapping[str, bytes]) -> SaveResult:

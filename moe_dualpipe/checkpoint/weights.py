@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ..data import TOKENIZER_FILE
 from ..expert_parallel.parameters import expert_ids, global_tensors
+from ..messages import printable, quoted
 from ..models import ModelConfig, TransformerStage, build_model
 from .load import check_shapes, load_checkpoint, model_differences
 from .manifest import EXPORT_FILE, ExportManifest, FileChecksum, read_manifest, verify_export
@@ -40,11 +41,11 @@ def load_model(checkpoint: Path, experts: str = "swiglu") -> TransformerStage:
     try:
         config = ModelConfig(**read_manifest(checkpoint).model)
     except TypeError as error:
-        raise ValueError(f"cannot read the model of {checkpoint}: {error}") from None
+        raise ValueError(f"cannot read the model of {checkpoint}: {printable(error)}") from None
     if config.experts != experts:
         raise ValueError(
-            f"{checkpoint} has experts {config.experts!r}, not {experts!r}: "
-            f"if you trust this class, use --experts {config.experts}"
+            f"{checkpoint} has experts {quoted(config.experts)}, not {experts!r}: "
+            f"if you trust this class, use --experts {printable(config.experts)}"
         )
     model = build_model(config)
     load_checkpoint(checkpoint, {_PREFIX + name: tensor for name, tensor in global_weights(model).items()})

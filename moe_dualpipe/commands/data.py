@@ -8,6 +8,7 @@ import tyro
 from tyro.conf import Positional, arg, subcommand
 
 from ..data import HELD_OUT_FILES, TOKENIZER_FILE, TRAIN_FILE, Sidecar, TokenFile, prepare_data
+from ..messages import plural, printable, shell_word
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,10 @@ class PrepareData:
 
     def run(self) -> None:
         tokenizer, sidecars = prepare_data(list(self.sources), self.out, self.tokenizer, self.vocab_size, self.field)
-        print(f"{self.out / TOKENIZER_FILE}: {tokenizer}, {tokenizer.end_id} ends a document")
+        print(f"{printable(self.out / TOKENIZER_FILE)}: {tokenizer}, {tokenizer.end_id} ends a document")
         for name, sidecar in zip((TRAIN_FILE, HELD_OUT_FILES[0]), sidecars, strict=True):
-            print(f"{self.out / name}: {_describe(sidecar)}")
-        print(f"to train: python train.py --data {self.out} --model.vocab-size {tokenizer.vocab_size}")
+            print(f"{printable(self.out / name)}: {_describe(sidecar)}")
+        print(f"to train: python train.py --data {shell_word(str(self.out))} --model.vocab-size {tokenizer.vocab_size}")
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class CheckData:
             if file.sidecar is None:
                 raise ValueError(f"cannot check {path}: there is no {path.name}.json next to it")
             file.scan(file.tokenizer(file.sidecar.vocab_size).vocab_size)
-            print(f"{path}: OK; {_describe(file.sidecar)}")
+            print(f"{printable(path)}: OK; {_describe(file.sidecar)}")
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,6 @@ class DataCommands:
 
 def _describe(sidecar: Sidecar) -> str:
     return (
-        f"{sidecar.documents:,} documents, {sidecar.tokens:,} tokens of {sidecar.dtype}, "
+        f"{plural(sidecar.documents, 'document')}, {plural(sidecar.tokens, 'token')} of {sidecar.dtype}, "
         f"{sidecar.bytes / sidecar.tokens:.3f} bytes per token"
     )

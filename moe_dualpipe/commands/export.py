@@ -6,6 +6,8 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
+from ..messages import printable
+
 
 @dataclass(frozen=True)
 class Export:
@@ -24,4 +26,5 @@ class Export:
         found = find_checkpoint(self.run_or_checkpoint)
         count = export_weights(found, self.out, self.experts)
         size = (self.out / WEIGHTS_FILE).stat().st_size
-        print(f"{found} -> {self.out}: {count / 1e6:.2f} M parameters in fp32, {size / 1e6:.1f} MB")
+        sizes = f"{count / 1e6:.2f} M parameters in fp32, {size / 1e6:.1f} MB"
+        print(f"{printable(found)} -> {printable(self.out)}: {sizes}")

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 import tyro
 from tyro.conf import Positional, arg, subcommand
 
+from ..messages import plural
+
 
 @dataclass(frozen=True)
 class ShowModel:
@@ -68,10 +70,11 @@ class ShowModel:
             }
             print(json.dumps(report, indent=1))
             return
+        micro_batches = plural(schedule.num_micro_batches, "micro-batch", "es")
         print(
             f"{size_summary(self.preset, size)}\n\n"
             f"{name} over {self.pp} pipeline x {dp} data-parallel ranks, experts over {self.ep}, in {self.dtype}\n"
-            f"{schedule.num_micro_batches} micro-batches of {batch.tokens:,} tokens, recompute {self.recompute}\n\n"
+            f"{micro_batches} of {plural(batch.tokens, 'token')}, recompute {self.recompute}\n\n"
             f"{memory_table(ranks)}"
         )
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, arg
 
 from ..drawing.output import check_output
+from ..messages import printable
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,10 @@ class Plot:
 
         if not self.runs:
             raise ValueError("no run to plot: name at least one folder, for example runs/tiny")
-        runs = {str(folder): read_records(folder) for folder in self.runs}
+        runs = {printable(folder): read_records(folder) for folder in self.runs}
         if not any("loss" in record for records in runs.values() for record in records):
             raise ValueError(f"nothing to plot: no step recorded in {', '.join(runs)}")
         out = self.out if self.out is not None else self.runs[0] / "curves.png"
         check_output(out, (".png", ".svg", ".pdf"))
         save_curves(runs, out, self.along)
-        print("\n".join([*(run_summary(name, records) for name, records in runs.items()), f"wrote {out}"]))
+        print("\n".join([*(run_summary(name, records) for name, records in runs.items()), f"wrote {printable(out)}"]))

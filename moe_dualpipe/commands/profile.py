@@ -13,6 +13,7 @@ import tyro
 from tyro.conf import Positional, arg, subcommand
 
 from ..drawing.output import check_output, make_folder
+from ..messages import printable, quoted
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +49,9 @@ class ProfileAnalyze:
         try:
             pattern = COMMUNICATION if self.comm_pattern is None else re.compile(self.comm_pattern)
         except re.error as error:
-            raise ValueError(f"--comm-pattern {self.comm_pattern!r} is not a regular expression: {error}") from None
+            raise ValueError(
+                f"--comm-pattern {quoted(self.comm_pattern)} is not a regular expression: {error}"
+            ) from None
         if self.kernels < 0:
             raise ValueError(f"--kernels cannot be negative: got {self.kernels}")
         if not self.traces:
@@ -58,7 +61,7 @@ class ProfileAnalyze:
         found = analyze_files(self.traces, pattern, pictures=self.out is not None)
         for file, events in found.truncated.items():
             what = "the file is cut off" if events < MOST_EVENTS else "the file is too long"
-            print(f"{file}: {what}: only the first {events:,} events are analyzed", file=sys.stderr)
+            print(f"{printable(file)}: {what}: only the first {events:,} events are analyzed", file=sys.stderr)
         if self.out is not None:
             save_lanes(trace_pictures(found), self.out)
         if self.json:
@@ -143,7 +146,9 @@ class ProfileRun:
             with suppress(ImportError):  # without matplotlib, there is no .png
                 save_lanes(measurement_pictures(measurement), out / name)
                 files.append(name)
-        print(text if self.json else f"{measurement_text(measurement)}\n\nin {out}: {', '.join(sorted(files))}")
+        print(
+            text if self.json else f"{measurement_text(measurement)}\n\nin {printable(out)}: {', '.join(sorted(files))}"
+        )
 
 
 def _device(wanted: str) -> "torch.device":

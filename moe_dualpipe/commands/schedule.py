@@ -16,6 +16,7 @@ from ..drawing.output import check_output
 from ..drawing.tables import comparison_table
 from ..drawing.timeline_file import TIMELINE_SUFFIXES, save_timeline
 from ..drawing.timeline_text import timeline_text
+from ..messages import plural, printable
 from ..schedule import (
     NAMES,
     Costs,
@@ -72,7 +73,7 @@ class ShowSchedule:
         timeline = simulate(self._schedule(), costs)
         if self.out is not None:
             save_timeline(timeline, self.out)
-            print(self.out)
+            print(printable(self.out))
             return
         width = self.width or shutil.get_terminal_size().columns
         on_terminal = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
@@ -120,9 +121,10 @@ class CheckSchedule:
 
     def run(self) -> None:
         schedule, transfers = _read(self.file)
+        actions = plural(sum(map(len, schedule.actions)), "action")
         print(
-            f"{self.file}: valid; {schedule_sizes(schedule)}, {sum(map(len, schedule.actions))} actions"
-            + (f", {transfers} transfers that cannot deadlock" if transfers else "")
+            f"{printable(self.file)}: valid; {schedule_sizes(schedule)}, {actions}"
+            + (f", {plural(transfers, 'transfer')} that cannot deadlock" if transfers else "")
         )
 
 
@@ -144,7 +146,7 @@ def _read(path: Path) -> tuple[Schedule, int]:
         steps = steps_from_csv(path.read_text(encoding="utf-8-sig"))  # without the byte order mark of spreadsheets
     except ValueError as error:
         raise ValueError(f"{path}: {'not a text file' if isinstance(error, UnicodeDecodeError) else error}") from None
-    schedule = validate(Schedule.from_steps(steps, name=path.name))
+    schedule = validate(Schedule.from_steps(steps, name=printable(path.name)))
     transfers = sum(isinstance(step, Send | Recv) for row in steps for step in row)
     if transfers:
         validate_transfers(schedule, steps)

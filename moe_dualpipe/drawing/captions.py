@@ -1,5 +1,6 @@
 """The captions of timelines, and numbers as text."""
 
+from ..messages import plural
 from ..schedule.schedule import Schedule
 from ..schedule.timeline import Timeline
 
@@ -7,11 +8,11 @@ from ..schedule.timeline import Timeline
 def timeline_summary(timeline: Timeline) -> str:
     """Return two lines: the step time and the bubble, then the peak memory of any rank, in stages of the schedule."""
     deferred = f", {max(timeline.peak_deferred)} deferred W" if max(timeline.peak_deferred) else ""
-    activations = _count(max(timeline.peak_activations), "micro-batch", "es")
+    activations = plural(max(timeline.peak_activations), "micro-batch", "es")
     bubble = f"{format_range(timeline.bubble)} per rank ({timeline.bubble_share:.1%})"
     return (
         f"step {format_number(timeline.makespan)}, bubble {bubble}\n"
-        f"peak: activations of {activations}{deferred}, parameters of {_count(max(timeline.parameters), 'stage')}"
+        f"peak: activations of {activations}{deferred}, parameters of {plural(max(timeline.parameters), 'stage')}"
     )
 
 
@@ -21,12 +22,8 @@ def timeline_title(timeline: Timeline) -> str:
 
 def schedule_sizes(schedule: Schedule) -> str:
     """Return a text such as `4 ranks, 8 stages, 16 micro-batches`."""
-    micro_batches = _count(schedule.num_micro_batches, "micro-batch", "es")
-    return f"{_count(schedule.num_ranks, 'rank')}, {_count(schedule.num_stages, 'stage')}, {micro_batches}"
-
-
-def _count(number: int, noun: str, ending: str = "s") -> str:
-    return f"{number} {noun}{ending if number != 1 else ''}"
+    micro_batches = plural(schedule.num_micro_batches, "micro-batch", "es")
+    return f"{plural(schedule.num_ranks, 'rank')}, {plural(schedule.num_stages, 'stage')}, {micro_batches}"
 
 
 def format_number(value: float) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ..messages import plural, printable
 from ..profiler.analyze import Analysis
 from .tables import markdown
 
@@ -54,7 +55,7 @@ def overview_rows(analyses: dict[str, Analysis], in_window: bool = False) -> lis
 
 def traces_text(files: "TraceFiles", phases: bool = False, kernels: int = 0, streams: bool = False) -> str:
     """Return the report of each device and, if there are several, a table that compares them."""
-    parts = [f"{d.path}\n{analysis_text(d.analysis, phases, kernels, streams)}" for d in files.devices]
+    parts = [f"{printable(d.path)}\n{analysis_text(d.analysis, phases, kernels, streams)}" for d in files.devices]
     return "\n\n".join([*parts, *([compare_ranks(files)] if len(files.devices) > 1 else [])])
 
 
@@ -75,7 +76,7 @@ def measurement_text(measurement: "Measurement") -> str:
     workload, ranks, bound = measurement.workload, measurement.num_ranks, measurement.bound_us
     several = len(measurement.runs["overlapped"].devices) > 1
     parts = [
-        f"{workload.description}; experts over {ranks} rank{'s' if ranks > 1 else ''}"
+        f"{workload.description}; experts over {plural(ranks, 'rank')}"
         f"{', this is rank 0' if several else ''}\n{measurement.link}",
         markdown(overview_rows(analyses)),
         compare_phases(analyses, workload.layers * (1 if workload.mode == "train" else 2)),
@@ -140,8 +141,8 @@ def hidden_sentence(analysis: Analysis) -> str:
     """Say how much communication is hidden, in how many transfers, and how many thread blocks they occupy."""
     if analysis.hidden_fraction is None:
         return "There is no communication."
-    kind = ("transfer" if analysis.device == "cpu" else "kernel") + ("s" if analysis.num_comm != 1 else "")
+    kernels = plural(analysis.num_comm, "transfer" if analysis.device == "cpu" else "kernel")
     blocks = f", on up to {analysis.comm_blocks} thread blocks" if analysis.comm_blocks else ""
     blocks += f" of a GPU of {analysis.num_sms} SMs" if blocks and analysis.num_sms else ""
     hidden = percent(analysis.hidden_fraction)
-    return f"{hidden} of the communication is hidden ({analysis.num_comm} {kind}{blocks})."
+    return f"{hidden} of the communication is hidden ({kernels}{blocks})."

@@ -1,5 +1,6 @@
 """Markdown tables."""
 
+from ..messages import plural, printable
 from ..schedule.compare import ComparedSchedule
 from .captions import format_number, format_range
 
@@ -11,7 +12,7 @@ def comparison_table(entries: tuple[ComparedSchedule, ...]) -> str:
     tables = []
     for num_ranks in dict.fromkeys(entry.num_ranks for entry in entries):
         here = [entry for entry in entries if entry.num_ranks == num_ranks]
-        heading = f"on {num_ranks} rank{'s' if num_ranks > 1 else ''}"
+        heading = f"on {plural(num_ranks, 'rank')}"
         tables.append(markdown([[heading, *HEADINGS], *([entry.name, *_cells(entry)] for entry in here)]))
         if problems := [f"- {entry.problem}" for entry in here if entry.problem]:
             tables.append("\n".join(problems))
@@ -30,7 +31,11 @@ def _cells(entry: ComparedSchedule) -> list[str]:
 
 
 def markdown(rows: list[list[str]]) -> str:
-    """Return a table. The first row is the heading. The first column is left-aligned, the others right-aligned."""
+    """Return a table. The first row is the heading. The first column is left-aligned, the others right-aligned.
+
+    Cells may hold names from files.
+    """
+    rows = [[printable(cell, 100).replace("|", "\\|") for cell in row] for row in rows]
     first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
     lines = []
     for name, *numbers in rows:

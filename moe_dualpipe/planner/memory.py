@@ -13,6 +13,7 @@ import torch
 
 from ..expert_parallel import Loopback
 from ..expert_parallel.parameters import expert_ids, global_tensors
+from ..messages import plural
 from ..models import ModelConfig, StageSpec, TransformerStage, split
 from ..runtime.zero import elements_per_owner
 from ..schedule import Costs, Schedule, simulate
@@ -96,7 +97,8 @@ def rank_memory(config: ModelConfig, schedule: Schedule, batch: MicroBatch, dp: 
     if config.num_experts % batch.ep:
         fitting = [str(e) for e in range(1, config.num_experts + 1) if config.num_experts % e == 0]
         raise ValueError(
-            f"--ep {batch.ep} does not divide the {config.num_experts} experts: use --ep {' or '.join(fitting)}"
+            f"--ep {batch.ep} does not divide the {plural(config.num_experts, 'expert')}: "
+            f"use --ep {' or '.join(fitting)}"
         )
     specs = split(config, schedule.num_stages)
     divided = [parameter_sizes(config, spec, batch.ep) for spec in specs]

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ..messages import printable
 from ..overlap.labels import without_wait
 from .gaps import Wait, find_waits
 from .host import host_as_device
@@ -88,7 +89,7 @@ class Analysis:
 
     @property
     def name(self) -> str:
-        return "cpu" if self.device == "cpu" else f"device {self.device}"
+        return "cpu" if self.device == "cpu" else f"device {printable(self.device, 60)}"
 
     @property
     def hidden_fraction(self) -> float | None:

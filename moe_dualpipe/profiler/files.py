@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..messages import plural, printable
 from .analyze import COMMUNICATION, Analysis, analyze, kind_of
 from .host import host_as_device
 from .intervals import Intervals, intervals_of, union
@@ -52,7 +53,7 @@ class TraceFiles:
         """Short, distinct names: the ranks if all devices have different ones, otherwise file and device."""
         numbers = [device.rank for device in self.devices]
         by_rank = None not in numbers and len(set(numbers)) == len(numbers)
-        names = [f"rank {d.rank}" if by_rank else f"{d.path}, {d.analysis.name}" for d in self.devices]
+        names = [f"rank {d.rank}" if by_rank else f"{printable(d.path)}, {d.analysis.name}" for d in self.devices]
         return names if len(set(names)) == len(names) else [f"{i}: {name}" for i, name in enumerate(names)]
 
     @property
@@ -87,7 +88,7 @@ def analyze_devices(
     trace = host_as_device(trace, pattern)
     if not trace.device_events:
         raise TraceError(
-            f"{path}: none of the {trace.num_events:,} events is a kernel on a device or an operator on a CPU"
+            f"{path}: there is no kernel on a device, and no operator on a CPU, in {plural(trace.num_events, 'event')}"
         )
     devices = []
     for analysis in analyze(trace, pattern):

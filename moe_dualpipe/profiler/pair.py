@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..expert_parallel import ExpertParallel
+from ..messages import plural
 from ..models import ModelConfig, MoE, StageOptions, StageSpec, TransformerStage, filled_cache, preset
 from ..models.router import BalancedRouter
 
@@ -68,7 +69,7 @@ class Workload:
     @property
     def description(self) -> str:
         tokens = f"with {self.seq:,} cached tokens each" if self.mode == "decode" else f"in sequences of {self.seq:,}"
-        dtype, layers = str(self.dtype).removeprefix("torch."), f"{self.layers} layer{'s' if self.layers > 1 else ''}"
+        dtype, layers = str(self.dtype).removeprefix("torch."), plural(self.layers, "layer")
         return (
             f"{self.mode} on {self.device} in {dtype}: {layers} of {self.preset}, {self.tokens:,} tokens {tokens}, "
             f"{self.routing} routing"

@@ -11,6 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
+from ..messages import plural
 from ..overlap import WeightGrads, bind
 from ..schedule import Action, Backward, Forward, Overlap, Schedule, Step, add_comms, halves, receive_early, validate
 from .p2p import P2P
@@ -89,8 +90,8 @@ class Executor:
     ) -> None:  # fmt: skip
         rank = self.p2p.rank
         if schedule.num_ranks != self.p2p.num_ranks:
-            ranks = self.p2p.num_ranks
-            raise ValueError(f"{schedule.name} is for {schedule.num_ranks} ranks, but the pipeline has {ranks}")
+            ranks = plural(schedule.num_ranks, "rank")
+            raise ValueError(f"{schedule.name} is for {ranks}, but the pipeline has {self.p2p.num_ranks}")
         for half in (half for action in schedule.actions[rank] for half in halves(action)):
             stage, micro_batch = half.stage, half.micro_batch
             if stage not in self.modules:

@@ -3,6 +3,8 @@
 import os
 from dataclasses import dataclass
 
+from ..messages import plural
+
 
 @dataclass(frozen=True, slots=True)
 class Launch:
@@ -34,8 +36,8 @@ def choose_device(wanted: str, gpus: int, processes: int) -> str:
         raise ValueError("--device cuda: torch finds no GPU on this machine; use --device cpu")
     if wanted == "cuda" and gpus < processes:
         raise ValueError(
-            f"--device cuda needs a GPU for each process, but there are {processes} processes and {gpus} GPUs here: "
-            f"start at most {gpus} processes, or use --device cpu"
+            f"--device cuda needs a GPU for each process, but there are {plural(processes, 'process', 'es')} and "
+            f"{plural(gpus, 'GPU')} here: start at most {plural(gpus, 'process', 'es')}, or use --device cpu"
         )
     if wanted == "auto":
         return "cuda" if gpus >= processes else "cpu"

@@ -14,6 +14,8 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
+from ..messages import quoted
+
 
 class Part(Enum):
     """The part of a backward that an action computes. `INPUT` and then `WEIGHT` equal one `FULL`."""
@@ -88,7 +90,7 @@ Action = Forward | Backward | Overlap
 Transfer = Send | Recv
 Step = Action | Transfer
 
-_SINGLE = re.compile(r"([0-9]+)(SEND_F|SEND_B|RECV_F|RECV_B|F|B|I|W)([0-9]+)")
+_SINGLE = re.compile(r"([0-9]{1,9})(SEND_F|SEND_B|RECV_F|RECV_B|F|B|I|W)([0-9]{1,9})")
 _OVERLAP = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 
 
@@ -99,7 +101,9 @@ def parse(text: str) -> Step:
         match parse(pair[1]), parse(pair[2]):
             case Forward() as forward, Backward(part=Part.FULL) as backward:
                 return Overlap(forward, backward)
-        raise ValueError(f"an overlap pairs a forward and a full backward, as in (0F5;7B1)OVERLAP_F_B: got {text!r}")
+        raise ValueError(
+            f"an overlap pairs a forward and a full backward, as in (0F5;7B1)OVERLAP_F_B: got {quoted(text, 60)}"
+        )
     if single := _SINGLE.fullmatch(text):
         stage, letter, micro_batch = int(single[1]), single[2], int(single[3])
         if letter == "F":
@@ -108,7 +112,9 @@ def parse(text: str) -> Step:
             return Backward(stage, micro_batch, Part(letter))
         kind = Send if letter.startswith("SEND") else Recv
         return kind(stage, micro_batch, Flow(letter[-1]))
-    raise ValueError(f"not an action: {text!r}; expected forms such as 0F3, 7B1, 7I1, 7W1, (0F5;7B1)OVERLAP_F_B")
+    raise ValueError(
+        f"not an action: {quoted(text, 60)}; expected forms such as 0F3, 7B1, 7I1, 7W1, (0F5;7B1)OVERLAP_F_B"
+    )
 
 
 def halves(action: Action) -> tuple[Forward | Backward, ...]:

@@ -1,10 +1,10 @@
 """Build a schedule by name. An error for invalid numbers suggests valid ones."""
 
-import difflib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+from ..messages import plural, unknown_name
 from .actions import Action
 from .baselines import chimera, gpipe, interleaved_one_f_one_b, one_f_one_b, zb1p, zbv
 from .dualpipe import dualpipe, dualpipev
@@ -41,9 +41,7 @@ _ALIASES = {"vpp": "interleaved_1f1b", "pipedream-flush": "1f1b", "zb-h1": "zb1p
 def placement_of(name: str, num_ranks: int, num_chunks: int | None = None) -> Placement:
     """Return the placement of schedule `name` on `num_ranks` ranks. Raises ValueError as `build` does."""
     if name not in _METHODS:
-        near = difflib.get_close_matches(name.lower(), [*NAMES, *_ALIASES], n=1, cutoff=0.0)[0]
-        meant = _ALIASES.get(near, near)
-        raise ValueError(f"unknown schedule {name!r}; did you mean {meant!r}? Choose from: {', '.join(NAMES)}")
+        raise unknown_name("schedule", name, NAMES, _ALIASES)
     if num_ranks < 1:
         raise ValueError(f"{name} needs at least one pipeline rank: got {num_ranks}; use 1 or more")
     if _METHODS[name].even and num_ranks % 2:
@@ -75,7 +73,8 @@ def build(name: str, num_ranks: int, num_micro_batches: int, num_chunks: int | N
         which = "that is a multiple of the ranks" if method.in_groups else f">= {times}ranks"
         use = max(least, num_micro_batches + -num_micro_batches % multiple)
         raise ValueError(
-            f"{name} needs {kind} micro-batches {which}: got {num_micro_batches} for {num_ranks} ranks; use {use}"
+            f"{name} needs {kind} micro-batches {which}: "
+            f"got {num_micro_batches} for {plural(num_ranks, 'rank')}; use {use}"
         )
     numbers = (num_ranks, num_micro_batches, *_chunks(name, num_chunks))
     actions = tuple(tuple(method.actions(rank, *numbers)) for rank in range(num_ranks))

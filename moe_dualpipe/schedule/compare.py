@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from ..messages import plural
 from .build import NAMES, build, placement_of
 from .simulate import Costs, simulate
 from .timeline import Timeline
@@ -62,8 +63,8 @@ def compare(num_stages: int, num_micro_batches: int, costs: Costs, num_chunks: i
     rank_counts = (num_stages,) if num_stages % 2 else (num_stages, num_stages // 2)
     if num_micro_batches < (least := rank_counts[-1]):
         raise ValueError(
-            f"no schedule runs with fewer micro-batches than ranks: got {num_micro_batches} for {least} ranks; "
-            f"use at least {least}"
+            "no schedule runs with fewer micro-batches than ranks: "
+            f"got {num_micro_batches} for {plural(least, 'rank')}; use at least {least}"
         )
 
     def compared(name: str, num_ranks: int) -> ComparedSchedule:

@@ -11,6 +11,7 @@ Each rank starts each action as early as possible. Nothing is rounded: integer c
 import math
 from dataclasses import dataclass, fields
 
+from ..messages import plural
 from .actions import Action, Backward, Forward, Overlap, Part
 from .schedule import Schedule
 from .timeline import Timeline
@@ -85,7 +86,7 @@ class Costs:
         `comm` stays the same. Raises ValueError if neither number of stages divides the other.
         """
         if num_stages % into and into % num_stages:
-            raise ValueError(f"{num_stages} stages cannot be merged or split evenly into {into}")
+            raise ValueError(f"{plural(num_stages, 'stage')} cannot be merged or split evenly into {into}")
 
         def divide(cost: Cost) -> Cost:
             if not isinstance(cost, tuple):
@@ -105,7 +106,8 @@ class Costs:
             cost = getattr(self, field.name)
             if isinstance(cost, tuple) and len(cost) != num_stages:
                 raise ValueError(
-                    f"cost {field.name} has {len(cost)} numbers for {num_stages} stages: give 1 or {num_stages}"
+                    f"cost {field.name} has {plural(len(cost), 'number')} for {plural(num_stages, 'stage')}: "
+                    f"give 1 or {num_stages}"
                 )
 
 

@@ -6,6 +6,7 @@ Simulated and measured times have the same type, so that the same code draws, co
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from ..messages import plural
 from .actions import Forward, Part, halves
 from .schedule import Schedule
 from .walk import Span
@@ -35,7 +36,7 @@ class Timeline:
     def __post_init__(self) -> None:
         if len(self.spans) != self.schedule.num_ranks:
             raise ValueError(
-                f"spans for {len(self.spans)} ranks, but {self.schedule.name} has {self.schedule.num_ranks}"
+                f"spans for {plural(len(self.spans), 'rank')}, but {self.schedule.name} has {self.schedule.num_ranks}"
             )
         for rank, (spans, actions) in enumerate(zip(self.spans, self.schedule.actions, strict=True)):
             if tuple(span.action for span in spans) != actions:

@@ -10,6 +10,7 @@
 from collections import deque
 from typing import NoReturn
 
+from ..messages import plural
 from .actions import Backward, Forward, Part, Recv, Send, Step, halves
 from .comms import add_comms, carried, destination
 from .grid import Cell, ScheduleError, grid
@@ -63,15 +64,15 @@ def validate_transfers(schedule: Schedule, steps: Steps) -> None:
 def _check_cells(schedule: Schedule) -> None:
     if schedule.num_ranks != schedule.placement.num_ranks:
         raise ScheduleError(
-            f"actions for {schedule.num_ranks} ranks, but a placement on {schedule.placement.num_ranks}"
+            f"actions for {plural(schedule.num_ranks, 'rank')}, but a placement on {schedule.placement.num_ranks}"
         )
     for rank, actions in enumerate(schedule.actions):
         for step, action in enumerate(actions):
             for half in halves(action):
                 if not (0 <= half.stage < schedule.num_stages and 0 <= half.micro_batch < schedule.num_micro_batches):
                     problem = (
-                        f"{half} is outside the schedule's {schedule.num_stages} stages and "
-                        f"{schedule.num_micro_batches} micro-batches"
+                        f"{half} is outside the schedule's {plural(schedule.num_stages, 'stage')} and "
+                        f"{plural(schedule.num_micro_batches, 'micro-batch', 'es')}"
                     )
                 elif (home := schedule.rank_of(half.stage, half.micro_batch)) != rank:
                     problem = f"{half} is on rank {rank}, but rank {home} holds stage {half.stage} for that micro-batch"
@@ -110,7 +111,7 @@ def _check_transfers(schedule: Schedule, steps: Steps) -> list[Queue]:
         raise _error(schedule, problem, list(cells), steps)
 
     if len(steps) != schedule.num_ranks:
-        raise ScheduleError(f"lists for {len(steps)} ranks, but {schedule.name} has {schedule.num_ranks}")
+        raise ScheduleError(f"lists for {plural(len(steps), 'rank')}, but {schedule.name} has {schedule.num_ranks}")
     endpoints: dict[Result, tuple[int, int]] = {}  # the sender and the receiver of each transferred result
     for rank, actions in enumerate(schedule.actions):
         if tuple(step for step in steps[rank] if not isinstance(step, _TRANSFERS)) != actions:

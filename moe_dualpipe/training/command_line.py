@@ -1,7 +1,6 @@
 """The command line of train.py: options from arguments, and the command that resumes a run."""
 
 import os
-import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from typing import Any
 
 import tyro
 
+from ..messages import shell_word
 from ..models import preset
 from ..option_errors import one_line_errors
 from ..runtime.launch import Launch
@@ -50,7 +50,8 @@ def resume_command(arguments: Sequence[str], run: str, steps: int) -> str:
     if launch.world_size > 1:
         program = [_program("torchrun"), "--nproc-per-node", str(launch.local_world_size)]
     _, others = _parse_known(_Replaced, arguments)
-    return shlex.join([*program, os.path.relpath(sys.argv[0]), *others, "--resume", run, "--steps", str(steps)])
+    words = [*program, os.path.relpath(sys.argv[0]), *others, "--resume", run, "--steps", str(steps)]
+    return " ".join(map(shell_word, words))
 
 
 def _parse_known(kind: type, arguments: Sequence[str]) -> tuple[Any, list[str]]:

@@ -15,7 +15,7 @@ from ..checkpoint import Saver, SaveResult
 from ..data import tokenizer_files
 from ..health.signals import Stop
 from ..health.watch import watch_ranks
-from ..messages import describe
+from ..messages import describe, printable
 from ..runtime.groups import init_world
 from ..runtime.launch import Launch
 from . import restart
@@ -85,7 +85,7 @@ class TrainingRun:
             if done < self.config.steps:
                 saved = self._last_checkpoint()
                 resume = reporter.resume_command(saved, self.config.steps)
-                reporter.say(f"stopped after step {done}, saved {saved}, to resume: {resume}")
+                reporter.say(f"stopped after step {done}, saved {printable(saved)}, to resume: {resume}")
             else:
                 self._finish(before)
 
@@ -120,7 +120,7 @@ class TrainingRun:
         if self.config.sample.sample_tokens:
             reporter.sample(self.config.sample.prompt + trainer.sample())
         saved = self._last_checkpoint()
-        reporter.say(f"saved {saved}")
+        reporter.say(f"saved {printable(saved)}")
         reporter.say(f"to resume: {reporter.resume_command(saved, 2 * steps)}")
         reporter.say(f"validation loss {text.format_losses(before, after)}")
 

@@ -13,6 +13,7 @@ from torch.profiler import record_function
 
 from ..drawing.overlap_report import compare_ranks
 from ..drawing.pipeline_report import pipeline_objects, pipeline_text, rank_name, save_pipeline_figure
+from ..messages import plural
 from ..overlap.labels import STEP
 from ..profiler import COMMUNICATION, read_trace
 from ..profiler.capture import capture, synchronize
@@ -93,8 +94,7 @@ class StepProfiler:
         with suppress(ImportError):  # without matplotlib, there is no figure
             save_pipeline_figure(pipelines, self.folder / "steps.png")
             files.append("steps.png")
-        count = len(self.recorded)
-        parts = [f"{count} step{'s' * (count > 1)} recorded. The step of median length:", pipeline_text(pipelines)]
+        parts = [f"{plural(len(self.recorded), 'step')} recorded. The step of median length:", pipeline_text(pipelines)]
         if layout.ep > 1:
             compared = compare_ranks(TraceFiles(devices, skews), names)
             parts += ["communication between experts, in all recorded steps:", compared]

@@ -7,6 +7,7 @@ from tqdm import tqdm
 
 from ..checkpoint import SaveResult, list_checkpoints
 from ..inference import printable_text
+from ..messages import plural, printable
 from .command_line import resume_command
 from .metrics import Metrics
 from .plan import RunPlan
@@ -41,10 +42,11 @@ class Reporter:
             holders = schedule.placement.holders(index)
             where = f"rank{'s' * (len(holders) > 1)} {' and '.join(map(str, holders))}"
             lines.append(f"  stage {index} on pipeline {where}: {stage}")
-        start = f"resumed from {self.plan.resume}, " if self.plan.resume else ""
+        start = f"resumed from {printable(self.plan.resume)}, " if self.plan.resume else ""
         steps = f"steps {self.plan.first_step + 1} to {config.steps}"
-        of = f"{schedule.num_micro_batches * layout.dp} micro-batches, {tokens:,} tokens each"
-        self.say("\n".join([*lines, self.plan.text.description, f"{start}{steps} of {of}"]))
+        of = f"{plural(schedule.num_micro_batches * layout.dp, 'micro-batch', 'es')}, {tokens:,} tokens each"
+        data = (printable(line, 1000) for line in self.plan.text.description.split("\n"))
+        self.say("\n".join([*lines, *data, f"{start}{steps} of {of}"]))
 
     def step(self, record: dict[str, float], bar: tqdm) -> None:
         """Report a training step."""
@@ -55,7 +57,9 @@ class Reporter:
     def saved(self, result: SaveResult) -> None:
         """Report a save that failed."""
         if result.error and self.enabled:
-            sys.stderr.write(f"\ntrain.py: error: {result.path} could not be written: {result.error}\n")
+            sys.stderr.write(
+                f"\ntrain.py: error: {printable(result.path)} could not be written: {printable(result.error, 1000)}\n"
+            )
             self.metrics.write(step=result.step, save_error=result.error)
 
     def sample(self, text: str) -> None:

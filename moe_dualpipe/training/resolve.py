@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from ..kernels.backend import Kernels, validate_kernels
+from ..messages import plural
 from ..runtime.groups import Layout
 from ..runtime.launch import Launch, choose_device
 from ..schedule import Schedule, build, default_micro_batches
@@ -59,12 +60,13 @@ def _device(compute: ComputeConfig, launch: Launch) -> tuple[torch.device, Kerne
 def _layout(config: TrainConfig, launch: Launch) -> Layout:
     world_size, ep, experts = launch.world_size, config.parallel.ep, config.model.num_experts
     if experts % ep:
-        raise ValueError(f"--ep {ep} does not divide the {experts} experts: use --ep {_either(_divisors(experts))}")
+        use = _either(_divisors(experts))
+        raise ValueError(f"--ep {ep} does not divide the {plural(experts, 'expert')}: use --ep {use}")
     pp = config.parallel.pp
     if pp is None:
         if world_size % ep:
             raise ValueError(
-                f"--ep {ep} does not divide the {world_size} processes: start a multiple of {ep} processes"
+                f"--ep {ep} does not divide the {plural(world_size, 'process', 'es')}: start a multiple of {ep} processes"
             )
         pp = world_size // ep
     if world_size % pp:
@@ -74,9 +76,10 @@ def _layout(config: TrainConfig, launch: Launch) -> Layout:
         )
     dp = world_size // pp
     if dp % ep:
+        ranks = f"{plural(world_size, 'process', 'es')} / {plural(pp, 'pipeline rank')}"
         raise ValueError(
-            f"--ep {ep} does not divide the {dp} data-parallel ranks ({world_size} processes / "
-            f"{pp} pipeline ranks): use --ep {_either([e for e in _divisors(dp) if experts % e == 0])}"
+            f"--ep {ep} does not divide the {plural(dp, 'data-parallel rank')} ({ranks}): "
+            f"use --ep {_either([e for e in _divisors(dp) if experts % e == 0])}"
         )
     return Layout(pp, dp, ep, launch.rank)
 

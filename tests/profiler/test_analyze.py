@@ -289,7 +289,7 @@ def test_a_trace_without_device_work(tmp_path, capsys):
     path = write(tmp_path / "trace.json", [annotation("attn(F)", 0, 10)])
     assert main(["profile", "analyze", str(path)]) == 2
     assert capsys.readouterr().err == (
-        f"moe-dualpipe: error: {path}: none of the 1 events is a kernel on a device or an operator on a CPU\n"
+        f"moe-dualpipe: error: {path}: there is no kernel on a device, and no operator on a CPU, in 1 event\n"
     )
 
 

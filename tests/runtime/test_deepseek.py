@@ -372,7 +372,7 @@ def wrong_programs(_rank):
     with pytest.raises(ValueError, match="call set_p2p_tensor_shapes and set_p2p_tensor_dtype"):
         model.step(x, num_chunks=4, criterion=criterion, labels=(x,))
     set_p2p_tensor_dtype(torch.float32)
-    with pytest.raises(ValueError, match="got 1 for 1 ranks; use 2"):
+    with pytest.raises(ValueError, match="got 1 for 1 rank; use 2"):
         model.step(x, num_chunks=1, criterion=criterion, labels=(x,))
     with pytest.raises(ValueError, match="needs a criterion to train"):
         model.step(x, num_chunks=4)

@@ -171,7 +171,7 @@ def test_placements():
         (("dualpipe", 4, 8, 2), "dualpipe does not take a number of chunks: got 2; use it with interleaved_1f1b"),
         (("zbv", 3, -1), "zbv needs a number of micro-batches >= ranks: got -1 for 3 ranks; use 3"),
         (("dualpip", 4, 8), "unknown schedule 'dualpip'; did you mean 'dualpipe'?"),
-        (("", 4, 8), "unknown schedule ''; did you mean"),
+        (("", 4, 8), "unknown schedule ''; choose from: gpipe, 1f1b, interleaved_1f1b"),
     ],
 )
 def test_errors_suggest_the_nearest_valid_numbers(args, message):

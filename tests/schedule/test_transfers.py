@@ -177,7 +177,7 @@ def test_another_number_of_ranks_is_refused():
     schedule = build("1f1b", 2, 2)
     lists = add_comms(schedule)
     for other in (lists[:1], (*lists, (Forward(0, 0),))):
-        with pytest.raises(ScheduleError, match=f"lists for {len(other)} ranks, but 1f1b has 2"):
+        with pytest.raises(ScheduleError, match=f"lists for {len(other)} ranks?, but 1f1b has 2"):
             validate_transfers(schedule, other)
 
 

@@ -91,7 +91,7 @@ def test_an_action_on_the_wrong_rank_or_out_of_range_is_refused():
         validate(with_row(schedule, 0, (*schedule.actions[0], Forward(0, -1))))
     with pytest.raises(ScheduleError, match="2F0 is outside the schedule's 2 stages and 2 micro-batches"):
         validate(with_row(schedule, 0, (*schedule.actions[0], Forward(2, 0))))
-    with pytest.raises(ScheduleError, match="actions for 1 ranks, but a placement on 2"):
+    with pytest.raises(ScheduleError, match="actions for 1 rank, but a placement on 2"):
         validate(replace(schedule, actions=schedule.actions[:1]))
 
 
