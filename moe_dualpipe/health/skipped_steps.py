@@ -11,7 +11,10 @@ import torch
 
 
 class SkippedSteps:
-    """Counts skipped steps. `total` is part of a checkpoint: the optimizer has done steps - total updates."""
+    """Counts skipped steps. `total` is part of a checkpoint: the optimizer has done steps - total updates.
+
+    in_a_row: the number of steps that were skipped since the last update or the start of this process.
+    """
 
     def __init__(self, max_in_a_row: int, announce: bool = True):
         self.max_in_a_row, self.announce = max_in_a_row, announce
@@ -19,21 +22,18 @@ class SkippedSteps:
         self.in_a_row = 0
 
     def finite(self, step: int, loss: float, norm: float) -> bool:
-        """Whether to do the update of `step`. Exits with code 1 after too many skipped steps in a row."""
+        """Whether to do the update of `step`."""
         if math.isfinite(loss) and math.isfinite(norm):
             self.in_a_row = 0
             return True
         self.in_a_row += 1
         self.total += 1
-        self._print(f"step {step} is skipped: its loss is {loss}, its gradient norm {norm} ({int(self.total)} so far)")
-        if self.in_a_row >= self.max_in_a_row:
-            self._print(
-                f"error: {self.in_a_row} consecutive steps had a non-finite loss or gradient: the run stops without a "
-                "checkpoint; resume from an earlier one with a lower --optim.lr, or check the data"
-            )
-            raise SystemExit(1)
+        if self.announce:
+            skipped = f"step {step} is skipped: its loss is {loss}, its gradient norm {norm} ({int(self.total)} so far)"
+            sys.stderr.write(f"train.py: {skipped}\n")
         return False
 
-    def _print(self, text: str) -> None:
-        if self.announce:
-            sys.stderr.write(f"train.py: {text}\n")
+    @property
+    def too_many(self) -> bool:
+        """Whether the run must end."""
+        return self.in_a_row >= self.max_in_a_row

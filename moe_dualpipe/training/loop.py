@@ -4,6 +4,7 @@ Every rank checks all options before the first collective operation, and all com
 option ends the run with one line and exit code 2, and never with a hang.
 """
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -21,10 +22,13 @@ from ..runtime.launch import Launch
 from . import restart
 from .command_line import parse_arguments
 from .metrics import peak_memory_mb, progress_bar
+from .nonfinite import first_nonfinite
 from .plan import plan_run
 from .profiling import StepProfiler
 from .reporter import Reporter
 from .trainer import Trainer
+
+_ADVICE = "resume from an earlier one with a lower --optim.lr, or check the data"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -72,17 +76,24 @@ class TrainingRun:
         self.last_save: SaveResult | None = None
 
     def run(self) -> None:
-        """Train until the last step or a request to stop. Exits with code 1 if the last checkpoint was not written."""
+        """Train until the last step or a request to stop.
+
+        Exits with code 1 if the last checkpoint was not written, or if the run did not give a model with a finite loss.
+        """
         trainer, reporter = self.trainer, self.reporter
         with closing(self.saver), closing(reporter.metrics):
             state_mb = trainer.largest(trainer.optimizer.state_bytes / 2**20)
             reporter.introduce(*trainer.count_parameters(), state_mb)
             trainer.check_replicas()
-            before = trainer.validation_loss()
+            before = self._validation_loss(f"before step {self.plan.first_step + 1}")
             reporter.metrics.write(step=self.plan.first_step, validation_loss=before)
             reporter.say(f"validation loss before: {self.plan.text.format_losses(before)}")
             done = self._train()
+            self._check_skipped(done)
             if done < self.config.steps:
+                if trainer.skipped.in_a_row:  # the weights may be the reason: remove no earlier checkpoint
+                    self.saver.keep = 0
+                self._start_save(done)
                 saved = self._last_checkpoint()
                 resume = reporter.resume_command(saved, self.config.steps)
                 reporter.say(f"stopped after step {done}, saved {printable(saved)}, to resume: {resume}")
@@ -93,7 +104,7 @@ class TrainingRun:
         """Train; returns the number of steps that are done."""
         trainer, steps = self.trainer, self.config.steps
         check_every, save_every = self.config.health.check_replicas_every, self.config.checkpoint.save_every
-        done = self.plan.first_step
+        done, due = self.plan.first_step, False
         with progress_bar(steps, done, self.reporter.enabled) as bar:
             for step in range(done, steps):
                 with self.profiler.step(step):
@@ -102,17 +113,22 @@ class TrainingRun:
                 done = step + 1
                 if check_every and done % check_every == 0:
                     trainer.check_replicas()
-                if trainer.stopping or done == steps or (save_every and done % save_every == 0):
+                due |= bool(save_every and done % save_every == 0)
+                # After a skipped step, the weights are as before and may be the reason: wait for an update.
+                if due and done < steps and not (trainer.stopping or trainer.skipped.in_a_row):
                     self._start_save(done)
+                    due = False
                 self._note(self.saver.poll())
-                if trainer.stopping:
+                if trainer.stopping or trainer.skipped.too_many:
                     break
         return done
 
     def _finish(self, before: float) -> None:
         trainer, reporter, steps, text = self.trainer, self.reporter, self.config.steps, self.plan.text
         trainer.check_replicas()
-        after = trainer.validation_loss()
+        after = self._validation_loss(f"after step {steps}", f"; this step is not saved: {_ADVICE}")
+        if self.plan.first_step < steps:
+            self._start_save(steps)
         reporter.metrics.write(step=steps, validation_loss=after)
         if profile := self.profiler.report():
             reporter.say(profile)
@@ -123,6 +139,27 @@ class TrainingRun:
         reporter.say(f"saved {printable(saved)}")
         reporter.say(f"to resume: {reporter.resume_command(saved, 2 * steps)}")
         reporter.say(f"validation loss {text.format_losses(before, after)}")
+
+    def _validation_loss(self, when: str, consequence: str = "") -> float:
+        loss = self.trainer.validation_loss()
+        if not math.isfinite(loss):
+            cause = first_nonfinite(self.trainer, self.trainer.validation_losses(), backward=False)
+            self.reporter.fail(f"the validation loss {when} is {loss}: {cause}{consequence}")
+        return loss
+
+    def _check_skipped(self, done: int) -> None:
+        """End the run if too many steps were skipped, or all of them."""
+        steps, skipped = done - self.plan.first_step, self.trainer.skipped
+        if skipped.too_many:
+            what = f"{skipped.in_a_row} consecutive steps"
+        elif steps and skipped.in_a_row == steps:
+            what = f"all steps of the run ({steps})"
+        else:
+            return
+        again = (self.trainer.training_losses(step) for step in [done - 1])
+        cause = first_nonfinite(self.trainer, again, backward=True)
+        consequence = f"the run stops without a checkpoint: {_ADVICE}"
+        self.reporter.fail(f"{what} had a non-finite loss or gradient: {cause}; {consequence}")
 
     def _start_save(self, step: int) -> None:
         """Wait until the last checkpoint is written, then start to write the one of `step`."""

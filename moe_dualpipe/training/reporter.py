@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from tqdm import tqdm
 
@@ -61,6 +62,12 @@ class Reporter:
                 f"\ntrain.py: error: {printable(result.path)} could not be written: {printable(result.error, 1000)}\n"
             )
             self.metrics.write(step=result.step, save_error=result.error)
+
+    def fail(self, text: str) -> NoReturn:
+        """Print the error that ends the run, and exit with code 1."""
+        if self.enabled:
+            sys.stderr.write(f"train.py: error: {text}\n")
+        raise SystemExit(1)
 
     def sample(self, text: str) -> None:
         self.say("sample:\n" + "\n".join(f"    | {line}" for line in printable_text(text).split("\n")))

@@ -4,6 +4,7 @@ B sequences, S positions, L layers, E experts.
 """
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -83,10 +84,8 @@ class Trainer:
         """Do one update and return its metrics. `step` is the number of steps before it."""
         config, layout = self.config, self.layout
         self.progress.step = step + 1
-        torch.manual_seed(seed_of(config.seed, f"step {step} of rank {layout.rank}"))  # for dropout
         start = time.perf_counter()
-        count, seq_len = self._sequences_per_rank, config.batch.seq_len
-        losses = self.pipeline_step(*self.plan.text.batch(config.seed, step, layout.dp_rank, count, seq_len))
+        losses = self.training_losses(step)
         mean = 1 / (self.schedule.num_micro_batches * layout.dp)  # losses of micro-batches are averaged, not summed
         with record_function(GRADIENTS):
             for replicas in self.replicas:
@@ -105,7 +104,7 @@ class Trainer:
             else:
                 self.optimizer.drop_gradients()
         seconds = time.perf_counter() - start
-        tokens = count * layout.dp * seq_len
+        tokens = self._sequences_per_rank * layout.dp * config.batch.seq_len
         mfu = {"mfu": round(self.utilisation * tokens / seconds, 4)} if self.utilisation else {}
         return {
             "step": step + 1, "loss": loss, "grad_norm": norm_value, "lr": lr, "skipped": int(self.skipped.total),
@@ -113,18 +112,28 @@ class Trainer:
             "peak_memory_mb": round(peak_memory_mb(self.device), 1), **load_statistics(load_LE), **mtp_loss, **balance,
         }  # fmt: skip
 
-    @torch.no_grad()
     def validation_loss(self) -> float:
         """The mean loss of the held-out sequences in nats per token, the same on all ranks."""
+        return self._mean([loss for losses in self.validation_losses() for loss in losses])
+
+    def training_losses(self, step: int) -> list[Tensor]:
+        """Run forwards and backwards of the step after `step` steps. Returns the losses as `pipeline_step` does."""
+        config, layout, count = self.config, self.layout, self._sequences_per_rank
+        torch.manual_seed(seed_of(config.seed, f"step {step} of rank {layout.rank}"))  # for dropout
+        return self.pipeline_step(*self.plan.text.batch(config.seed, step, layout.dp_rank, count, config.batch.seq_len))
+
+    @torch.no_grad()
+    def validation_losses(self) -> Iterator[list[Tensor]]:
+        """Run one batch of held-out sequences after the other, and yield its losses as `pipeline_step` returns them."""
         layout, count = self.layout, self._sequences_per_rank
         batches = -(-self.config.metrics.eval_sequences // (count * layout.dp))
-        losses, total = [], batches * layout.dp * count
+        total = batches * layout.dp * count
         for i in range(batches):
             first = (i * layout.dp + layout.dp_rank) * count
             batch = self.plan.text.held_out_batch(first, count, total, self.config.batch.seq_len)
             with eval_mode(self.stages.values()):
-                losses += self.pipeline_step(*batch)
-        return self._mean(losses)
+                losses = self.pipeline_step(*batch)
+            yield losses
 
     def sample(self) -> str:
         """The model's continuation of the prompt."""

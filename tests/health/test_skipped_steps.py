@@ -98,7 +98,7 @@ def too_many(rank, config, steps):
 def test_too_many_skipped_steps_in_a_row_stop_the_run_without_a_checkpoint(tmp_path):
     config = settings(tmp_path / "run", steps=9, seq_len=16, save_every=1, max_skipped=3)
     run_ranks(2, too_many, config, {2, 3, 5, 6, 7, 8})
-    assert sorted(path.name for path in Path(config.checkpoint.out, "checkpoints").iterdir())[-1] == "step-000006"
+    assert sorted(path.name for path in Path(config.checkpoint.out, "checkpoints").iterdir())[-1] == "step-000004"
 
 
 def test_messages_about_skipped_steps(capsys):
@@ -107,14 +107,14 @@ def test_messages_about_skipped_steps(capsys):
         assert not each.finite(3, NAN, 1.5)
         assert each.finite(4, 2.0, 1.0)
         assert not each.finite(5, 2.0, INF)
-        with pytest.raises(SystemExit):
-            each.finite(6, 2.0, NAN)
+        assert not each.too_many
+        assert not each.finite(6, 2.0, NAN)
+        assert each.too_many
         assert each.total == 3
-    first, second, third, stop = capsys.readouterr().err.splitlines()
+    first, second, third = capsys.readouterr().err.splitlines()
     assert first == "train.py: step 3 is skipped: its loss is nan, its gradient norm 1.5 (1 so far)"
     assert second == "train.py: step 5 is skipped: its loss is 2.0, its gradient norm inf (2 so far)"
     assert third.endswith("(3 so far)")
-    assert stop.startswith("train.py: error: 2 consecutive steps had a non-finite loss or gradient: the run stops")
 
 
 def test_max_skipped_is_checked():
