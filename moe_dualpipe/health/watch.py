@@ -3,7 +3,8 @@
 A collective operation waits in C++ for a dead rank, and its error names a neighbour rather than the rank that failed.
 So a thread on every rank writes a heartbeat to the rendezvous store and reads that of the next rank: two keys a second,
 for any number of ranks. Under torchrun the store belongs to the launcher and outlives every rank. The first rank that
-detects a failure writes it to the store; every rank reads it, prints it and exits.
+detects a failure writes it to the store; every rank reads it, prints it and exits. A rank that gets no answer from the
+store exits, too: the machine of the store is cut off, or this one is.
 """
 
 import json
@@ -20,6 +21,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from .deadline import Deadline, end_process
 from .heartbeat import CodePosition, Heartbeat, Progress, pid_namespace
 
 PATIENCE = 10.0
@@ -39,13 +41,30 @@ def watch_ranks(timeout: float, patience: float = PATIENCE) -> Iterator[Progress
     if dist.get_world_size() == 1:
         yield progress
         return
-    watchdog = Watchdog(progress, timeout, min(patience, timeout / 2))
-    try:
-        yield progress
-    except Exception as error:
-        watchdog.fail(error)
-    finally:
-        watchdog.close()
+    patience = min(patience, timeout / 2)
+    attempt, address = _attempt_id(), _address(dist.distributed_c10d._get_default_store())
+    silence = f"rank {dist.get_rank()} stops: no answer from the rendezvous store{address} for {patience:g} s"
+    with Deadline(patience, silence) as answers:
+        watchdog = Watchdog(progress, timeout, patience, f"watch/{attempt}", answers)
+        try:
+            yield progress
+        except Exception as error:
+            watchdog.fail(error)
+        finally:
+            watchdog.close()
+
+
+@contextmanager
+def joining(rank: int, timeout: float) -> Iterator[None]:
+    """Inside this context, `rank` joins the others. It exits with code 1 if that takes over `timeout` seconds."""
+    server = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    failed = f"rank {rank} stops: it did not join the other ranks at the rendezvous store on {server}"
+    limit = timeout + min(PATIENCE, timeout / 2)  # the timeout is for torch, which reports what it waited for
+    with Deadline(limit, f"{failed}: no answer for {limit:g} s"):
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            end_process(1, f"train.py: {failed}: {_first_line(error)}\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +76,13 @@ class Failure:
 
 
 class Watchdog:
-    """Watches the next rank from a thread, which starts with the object."""
+    """Watches the next rank from a thread, which starts with the object and renews `answers` as the store answers."""
 
-    def __init__(self, progress: Progress, timeout: float, patience: float):
-        self.progress, self.patience = progress, patience
+    def __init__(self, progress: Progress, timeout: float, patience: float, prefix: str, answers: Deadline):
+        self.progress, self.patience, self._answers = progress, patience, answers
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.interval = min(1.0, patience / 20)
+        self._until_read = 2 * self.interval  # a store on this machine must live until the others have read the failure
         # Time is counted in checks, so the time during which a machine was suspended does not count.
         self.max_silent, self.max_still = patience / self.interval, 0.9 * timeout / self.interval
         self._checks = self._silent = self._still = self._disconnected = 0
@@ -70,10 +90,9 @@ class Watchdog:
         self._failing: BaseException | None = None
         self._lost_connection: BaseException | None = None
         self._pid_namespace = pid_namespace()
-        store, attempt = dist.distributed_c10d._get_default_store(), _attempt_id()
         # One client per thread. Not the default client: it blocks while a process group is created.
-        clients = [store.clone() for _ in range(2)]  # type: ignore[attr-defined]
-        self._main_store, self._store = (dist.PrefixStore(f"watch/{attempt}", client) for client in clients)
+        clients = [dist.distributed_c10d._get_default_store().clone() for _ in range(2)]  # type: ignore[attr-defined]
+        self._main_store, self._store = (dist.PrefixStore(prefix, client) for client in clients)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         self._thread.start()
@@ -89,11 +108,10 @@ class Watchdog:
             self._lost_connection = error
             time.sleep(self.patience + 4 * self.interval)  # the thread ends the process when it knows the cause
         self._failing = error
-        self._publish(self._main_store, Failure(self.rank, f"failed in {self.progress}: {_first_line(error)}"))
         sys.stderr.write("".join(traceback.format_exception(error)))  # one write: other processes write to stderr, too
         sys.stderr.flush()
-        time.sleep(2 * self.interval)  # a store in this process must live until the others have read it
-        os._exit(1)  # without destructors: they may wait for dead ranks
+        self._publish(self._main_store, Failure(self.rank, f"failed in {self.progress}: {_first_line(error)}"))
+        end_process(1, seconds=self._until_read)
 
     # ---- The thread ----
 
@@ -105,6 +123,7 @@ class Watchdog:
                 self._send_heartbeat(ended=False)
                 if failure := self._published() or self._detect():
                     self._exit(self._publish(self._store, failure))
+                self._answers.renew()
             self._send_heartbeat(ended=True)
         except RuntimeError as error:
             if not self._closing.is_set():
@@ -131,8 +150,7 @@ class Watchdog:
     def _exit(self, failure: Failure) -> None:
         if self._failing is None or failure.rank != self.rank:  # else the main thread prints its traceback
             who = "" if failure.rank is None else f"rank {failure.rank} "
-            os.write(2, f"train.py: rank {self.rank} stops: {who}{failure.text}\n".encode())
-            os._exit(1)  # the main thread may be stuck in C++
+            end_process(1, f"train.py: rank {self.rank} stops: {who}{failure.text}\n", self._until_read)
 
     def _heartbeat(self, rank: int) -> Heartbeat | None:
         return Heartbeat.loads(self._store.get(str(rank))) if self._store.check([str(rank)]) else None
@@ -182,6 +200,13 @@ def _attempt_id() -> int:
     number = torch.tensor(int.from_bytes(os.urandom(7)))
     dist.broadcast(number, 0)
     return int(number)
+
+
+def _address(store: dist.Store) -> str:
+    """ " on host:port", or "" for a store without a server."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return f" on {store.host}:{store.port}" if isinstance(store, dist.TCPStore) else ""
 
 
 def _is_lost_connection(error: Exception) -> bool:

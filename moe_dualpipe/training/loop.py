@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from ..checkpoint import Saver, SaveResult
 from ..data import tokenizer_files
+from ..health.deadline import Deadline
 from ..health.signals import Stop
-from ..health.watch import watch_ranks
+from ..health.watch import joining, watch_ranks
 from ..messages import describe, printable
 from ..runtime.groups import init_world
 from ..runtime.launch import Launch
@@ -39,15 +40,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         config = parse_arguments(arguments, quiet=launch.local_rank > 0)
         plan = plan_run(config, launch, arguments)
         restart.mark_folder(plan.setup.folder, launch.local_rank)
-    init_world(plan.setup.device, launch, config.health.timeout)
+    timeout = config.health.timeout
+    with joining(launch.rank, timeout):
+        init_world(plan.setup.device, launch, timeout)
     try:
         stop = Stop(announce=launch.rank == 0)
-        with stop.on_signals(), watch_ranks(config.health.timeout) as progress:
+        with stop.on_signals(), watch_ranks(timeout) as progress:
             with _exit_on_invalid_option(launch):
                 trainer = Trainer(plan, progress, stop)
             TrainingRun(trainer).run()
     finally:
-        dist.destroy_process_group()
+        with Deadline(timeout, f"rank {launch.rank} stops: it cannot leave the process groups"):
+            dist.destroy_process_group()
 
 
 @contextmanager
