@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..messages import printable
 from .token_files import TokensOnDisk, vocabulary_error
 from .tokenizer import BYTES, Tokenizer, digest, find_tokenizer
 
@@ -81,7 +82,7 @@ class TextData:
         lines = []
         for source, share in zip(self.sources, self.shares, strict=True):
             of_sequences = f" ({share:.1%} of the sequences)" if len(self.sources) > 1 else ""
-            lines.append(f"data {source.name}{of_sequences}: {source.description}")
+            lines.append(f"data {printable(source.name)}{of_sequences}: {source.description}")
         if self.tokenizer is not BYTES:
             size = self.bytes_per_token
             lines.append(f"tokenizer: {self.tokenizer}{f', {size:.2f} bytes per token' if size else ''}")
@@ -106,7 +107,9 @@ class TextData:
         """Raise ValueError if `checkpoint`, or an exported folder, was trained with another tokenizer."""
         saved = find_tokenizer(checkpoint)
         if digest(saved) != digest(self.tokenizer):
-            raise ValueError(f"{checkpoint} was trained with another tokenizer: {saved}; --data has {self.tokenizer}")
+            raise ValueError(
+                f"{printable(checkpoint)} was trained with another tokenizer: {saved}; --data has {self.tokenizer}"
+            )
 
     def _windows(self, windows: list[tuple[TokenStream, int]], seq_len: int) -> "tuple[Tensor, Tensor]":
         import torch  # not at the top: `moe-dualpipe data` starts faster without it

@@ -1,4 +1,4 @@
-"""Documents from files: find them, check that they are text, read them.
+"""Documents from files: check that they are text, and read them.
 
 Training on a binary or broken file would give a useless model without an error, so every file is checked. Errors give
 the file, the line and the problem. A file that the user names must be text. A folder or glob may contain other files,
@@ -6,14 +6,16 @@ such as images: they are skipped and reported. Files are read in blocks or lines
 """
 
 import codecs
-import glob
 import json
-import sysconfig
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
-HELD_OUT = 20  # one document in 20 is held out for validation; of fewer documents, the last 1/20 of the tokens
+from ..messages import printable, quoted
+from .files import DataFile, FileStatus
+from .find import find_files
+
 BLOCK_BYTES = 1 << 20  # read and encode long files in blocks of this size
 JSONL, NEWLINE = ".jsonl", b"\n"
 
@@ -28,35 +30,59 @@ class TextChunk:
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """The documents of one source, none of them empty. Each iteration reads the files again."""
+    """The documents of one source, none of them empty. Each iteration reads the files again.
 
-    source: str
-    files: tuple[Path, ...]
+    name: of the source in messages. skipped: files that are not text, each with the reason in parentheses.
+    """
+
+    name: str
+    files: dict[Path, FileStatus]
     field: str = "text"
-    skipped: tuple[str, ...] = ()  # files that are not text, each with the reason in parentheses
+    num_empty: int = 0
+    skipped: tuple[str, ...] = ()
 
     @classmethod
-    def find(cls, source: str, field: str = "text") -> "Documents":
+    def find(cls, source: str, field: str = "text", option: str = "--data ") -> "Documents":
         """Find the documents of a file, a folder (recursively), a glob, or "stdlib".
 
         Raises ValueError if nothing matches, or if `source` is a single file that is not text.
         """
-        paths = _find(source)
-        problems = {path: problem for path in paths if path.suffix != JSONL and (problem := _problem(path))}
-        if problems and paths == [Path(source)]:
-            raise ValueError(f"--data {source} is not text: {problems[paths[0]]}")
-        skipped = tuple(f"{path} ({problem})" for path, problem in problems.items())
-        return cls(source, tuple(path for path in paths if path not in problems), field, skipped)
+        name = f"{option}{printable(source)}"
+        found = find_files(source, name)
+        # Not read: files of size 0, because those of the kernel, as in /proc, may never end.
+        files = {path: status for path, status in found.files.items() if status.size}
+        problems = {path: problem for path in files if path.suffix != JSONL and (problem := _problem(path))}
+        if problems and [*files] == [Path(source)]:
+            raise ValueError(f"{name} is not text: {problems[Path(source)]}")
+        skipped = (*found.skipped, *(f"{printable(path)} ({problem})" for path, problem in problems.items()))
+        kept = {path: status for path, status in files.items() if path not in problems}
+        return cls(name, kept, field, len(found.files) - len(files), tuple(sorted(skipped)))
 
     def __iter__(self) -> Iterator[TextChunk]:
-        """Raises ValueError, with file and line, for an invalid line of a .jsonl file."""
-        for path in self.files:
-            yield from _read_jsonl(path, self.field) if path.suffix == JSONL else _read_text(path)
+        """Raises ValueError, with file and line, for an invalid line of a .jsonl file, and if a file has changed."""
+        for path, status in self.files.items():
+            with DataFile(path, status) as file:
+                yield from _read_jsonl(file, self.field) if path.suffix == JSONL else _read_text(file)
+
+    @property
+    def unit(self) -> str:
+        """What a document is: "file" or "document"."""
+        return "document" if any(path.suffix == JSONL for path in self.files) else "file"
+
+    def shared_with(self, others: "Iterable[Documents]") -> set[Path]:
+        """The files that are also in one of `others`, under any name."""
+        theirs = {(status.device, status.inode) for other in others for status in other.files.values()}
+        return {path for path, status in self.files.items() if (status.device, status.inode) in theirs}
+
+    def without(self, files: Collection[Path]) -> "Documents":
+        """These documents without some files."""
+        return replace(self, files={path: status for path, status in self.files.items() if path not in files})
 
     def empty_error(self) -> ValueError:
         """The error for a source without any text."""
-        count, skipped = len(self.files) + len(self.skipped), self.describe_skipped(": ")
-        return ValueError(f"no text in --data {self.source}: all {count} files are empty or not text{skipped}")
+        count = len(self.files) + self.num_empty + len(self.skipped)
+        what = "the file is" if count == 1 else f"all {count} files are"
+        return ValueError(f"no text in {self.name}: {what} empty or not text{self.describe_skipped(': ')}")
 
     def describe_skipped(self, separator: str = "; ") -> str:
         """The number of skipped files and the names of the first three, or "" if there are none."""
@@ -66,70 +92,58 @@ class Documents:
         return f"{separator}{len(self.skipped)} skipped as not text: {', '.join(self.skipped[:3])}{more}"
 
 
-def is_held_out(document: int, num_documents: int) -> bool:
-    """Whether document number `document` is held out. If there are few documents, no whole document is held out."""
-    return num_documents >= HELD_OUT and document % HELD_OUT == HELD_OUT // 2
+def plural(number: int, noun: str) -> str:
+    """ "1 file", "1,200 files"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-def held_out_tail(num_tokens: int, seq_len: int = 0) -> int:
-    """Number of tokens to hold out at the end of a few documents: at least one sequence, at most half of the tokens."""
-    return max(num_tokens // HELD_OUT, min(seq_len + 1, num_tokens // 2))
-
-
-def _find(source: str) -> list[Path]:
-    if source == "stdlib":
-        root = Path(sysconfig.get_path("stdlib"))
-        skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-        return sorted(p for p in root.rglob("*.py") if skipped.isdisjoint(p.relative_to(root).parts))
-    path = Path(source)
-    if path.is_file():
-        return [path]
-    if path.is_dir():
-        below = (p for p in path.rglob("*") if p.is_file())
-        return sorted(p for p in below if not any(part.startswith(".") for part in p.relative_to(path).parts))
-    found = sorted(Path(match) for match in glob.glob(source, recursive=True) if Path(match).is_file())
-    if not found:
-        hint = "; a weight must be a number, as in notes.jsonl=2" if "=" in source else ""
-        raise ValueError(f"--data {source}: no such file or folder, and no file matches it as a glob{hint}")
-    return found
-
-
-def _blocks(path: Path) -> Iterator[bytes]:
+def _blocks(file: DataFile) -> Iterator[bytes]:
     """Yield the file in blocks of whole lines; a line longer than a block is split."""
-    try:
-        with path.open("rb") as file:
+    rest = b""
+    for first in range(0, file.size, BLOCK_BYTES):
+        block = file.read(first, min(BLOCK_BYTES, file.size - first))
+        cut = block.rfind(NEWLINE) + 1
+        if cut or len(rest) >= BLOCK_BYTES:
+            yield rest + block[:cut]
             rest = b""
-            while block := file.read(BLOCK_BYTES):
-                cut = block.rfind(NEWLINE) + 1
-                if cut or len(rest) >= BLOCK_BYTES:
-                    yield rest + block[:cut]
-                    rest = b""
-                rest += block[cut:]
-            if rest:
-                yield rest
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+        rest += block[cut:]
+    if rest:
+        yield rest
+    file.check_unchanged()
+
+
+def _lines(file: DataFile) -> Iterator[bytes]:
+    """Yield the lines of any length, without their ends."""
+    parts: list[bytes] = []
+    for block in _blocks(file):
+        first, *others = block.split(NEWLINE)
+        parts.append(first)
+        for line in others:
+            yield b"".join(parts)
+            parts = [line]
+    yield b"".join(parts)
 
 
 def _problem(path: Path) -> str:
     """Why a file is not text (UTF-8 without zero bytes), with the line number; "" if it is text."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     line = 1
-    for block in (*_blocks(path), b""):
-        if (zero := block.find(b"\0")) >= 0:
-            return f"zero byte in line {line + block[:zero].count(NEWLINE)}"
-        try:
-            decoder.decode(block, final=not block)
-        except UnicodeDecodeError as error:
-            return f"not UTF-8 in line {line + error.object[: error.start].count(NEWLINE)}: {error.reason}"
-        line += block.count(NEWLINE)
+    with DataFile(path) as file:
+        for block in chain(_blocks(file), [b""]):
+            if (zero := block.find(b"\0")) >= 0:
+                return f"zero byte in line {line + block[:zero].count(NEWLINE)}"
+            try:
+                decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                return f"not UTF-8 in line {line + error.object[: error.start].count(NEWLINE)}: {error.reason}"
+            line += block.count(NEWLINE)
     return ""
 
 
-def _read_text(path: Path) -> Iterator[TextChunk]:
+def _read_text(file: DataFile) -> Iterator[TextChunk]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     before = ""
-    for block in _blocks(path):
+    for block in _blocks(file):
         if before:
             yield TextChunk(before, ends_document=False)
         before = decoder.decode(block)
@@ -137,17 +151,14 @@ def _read_text(path: Path) -> Iterator[TextChunk]:
         yield TextChunk(before, ends_document=True)
 
 
-def _read_jsonl(path: Path, field: str) -> Iterator[TextChunk]:
-    number = 0
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):  # noqa: B007 - the error below gives the number
-                if line.strip() and (text := _field(line, field)):
-                    yield TextChunk(text, ends_document=True)
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"{path}:{number}: {error}") from None
+def _read_jsonl(file: DataFile, field: str) -> Iterator[TextChunk]:
+    for number, line in enumerate(_lines(file), 1):
+        try:
+            text = _field(line, field) if line.strip() else ""
+        except ValueError as error:
+            raise ValueError(f"{printable(file.path)}:{number}: {error}") from None
+        if text:
+            yield TextChunk(text, ends_document=True)
 
 
 def _field(line: bytes, field: str) -> str:
@@ -157,21 +168,21 @@ def _field(line: bytes, field: str) -> str:
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 at byte {error.start}: {error.reason}") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON: {error}") from None
+        raise ValueError(f"not JSON: {printable(error)}") from None
     if not isinstance(value, dict):
         raise ValueError(f"expected an object, got {_kind(value)}")
     if field not in value:
-        found = ", ".join(map(repr, list(value)[:5])) or "none"
-        raise ValueError(f"no field {field!r}; its fields are {found}: choose one with --data-field")
+        found = ", ".join(quoted(key, 50) for key in list(value)[:5]) or "none"
+        raise ValueError(f"no field {quoted(field)}; its fields are {found}: choose one with --data-field")
     text = value[field]
     if not isinstance(text, str):
-        raise ValueError(f"field {field!r} must be a string, got {_kind(text)}")
+        raise ValueError(f"field {quoted(field)} must be a string, got {_kind(text)}")
     if "\0" in text:
-        raise ValueError(f"field {field!r} contains a zero character")
+        raise ValueError(f"field {quoted(field)} contains a zero character")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"field {field!r} has an unpaired surrogate at character {error.start}") from None
+        raise ValueError(f"field {quoted(field)} has an unpaired surrogate at character {error.start}") from None
     return text
 
 

@@ -8,6 +8,7 @@ kills the process by SIGBUS. `pread` reports an error instead, and is faster for
 import os
 import stat
 import weakref
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..messages import printable
@@ -18,14 +19,29 @@ _KINDS = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class FileStatus:
+    """Which file it is, under any name (device, inode), and what shows that it was written to (bytes, nanoseconds)."""
+
+    device: int
+    inode: int
+    size: int
+    modified: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> "FileStatus":
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
 class DataFile:
     """A regular file, open for reading, with the size that it had when it was opened.
 
     It must stay as it is: `check_unchanged` finds whether it was written to. If another file takes its name, this one
-    stays open. Raises ValueError, which names the file, if it cannot be read or is not a regular file.
+    stays open. Raises ValueError, which names the file, if it cannot be read or is not a regular file, or if it has
+    changed since its status was `expected`.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, expected: FileStatus | None = None):
         self.path = path
         try:
             if problem := not_regular(os.stat(path).st_mode):  # opening a device may have effects
@@ -33,10 +49,12 @@ class DataFile:
             # O_NONBLOCK: never wait for the writer of a FIFO that has just taken the name.
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
             self.close = weakref.finalize(self, os.close, descriptor)
-            self._descriptor, opened = descriptor, os.fstat(descriptor)
+            self._descriptor, self.status = descriptor, FileStatus.of(os.fstat(descriptor))
         except OSError as error:
             raise ValueError(f"cannot read {printable(path)}: {error.strerror}") from None
-        self.size, self._written = opened.st_size, opened.st_mtime_ns
+        self.size = self.status.size
+        if expected and self.status != expected:
+            raise self._changed(expected, self.status)
 
     def __enter__(self) -> "DataFile":
         return self
@@ -60,13 +78,17 @@ class DataFile:
 
     def check_unchanged(self) -> None:
         """Raise ValueError if the file was written to since it was opened."""
-        now = os.fstat(self._descriptor)
-        if (now.st_size, now.st_mtime_ns) != (self.size, self._written):
-            sizes = f"{self.size} bytes then, {now.st_size} now" if now.st_size != self.size else f"{self.size} bytes"
-            raise ValueError(
-                f"{printable(self.path)} was written to while it was in use ({sizes}): do not change data in place; "
-                "write another file, then rename it"
-            )
+        now = FileStatus.of(os.fstat(self._descriptor))
+        if now != self.status:
+            raise self._changed(self.status, now)
+
+    def _changed(self, before: FileStatus, now: FileStatus) -> ValueError:
+        size = f"{before.size} bytes"
+        sizes = size if now.size == before.size else f"{size} then, {now.size} now"
+        return ValueError(
+            f"{printable(self.path)} was written to while it was in use ({sizes}): do not change data in place; "
+            "write another file, then rename it"
+        )
 
 
 def not_regular(mode: int) -> str:

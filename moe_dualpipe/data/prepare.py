@@ -6,14 +6,17 @@ import os
 import shutil
 import zlib
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
-from .documents import Documents, TextChunk, held_out_tail, is_held_out
+from ..messages import printable
+from .documents import Documents, TextChunk
 from .files import DataFile
-from .token_files import HELD_OUT_FILES, TRAIN_FILE, Sidecar, TokensOnDisk
+from .held_out import ContentHash, Split
+from .token_files import CHUNK, HELD_OUT_FILES, TRAIN_FILE, Sidecar, TokensOnDisk
 from .tokenizer import BYTES, TOKENIZER_FILE, BPETokenizer, Tokenizer, digest, dtype_for, num_bytes, read_tokenizer
 
 ENCODE_BATCH = 64  # text chunks encoded at a time
@@ -24,15 +27,21 @@ def prepare_data(
 ) -> tuple[Tokenizer, list[Sidecar]]:
     """Encode the documents of `sources` into a new folder `out`, which appears only when it is complete.
 
+    A file that is in several sources is encoded once.
     tokenizer: "bpe" (trained on the text, at most `vocab_size` tokens), "bytes", or the path of a tokenizer.json.
     Returns the tokenizer and the sidecars of train.bin and held_out.bin. Raises ValueError if a source is not text.
     """
+    if not sources:
+        raise ValueError('name at least one SOURCE of text: a file, a folder, a glob, or "stdlib"')
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"--out {out} already exists and is not empty: choose another folder")
-    found = [Documents.find(source, field) for source in sources]
-    counts = [sum(chunk.ends_document for chunk in documents) for documents in found]
-    if 0 in counts:
-        raise found[counts.index(0)].empty_error()
+        raise ValueError(f"--out {printable(out)} already exists and is not empty: choose another folder")
+    found: list[Documents] = []
+    for source in sources:
+        documents = Documents.find(source, field, option="")
+        others = documents.without(documents.shared_with(found))
+        if others.files or not documents.files:
+            found.append(others)
+    split = Split.of([chain.from_iterable(map(_sizes, found))], shortest=1)
     if tokenizer == "bpe":
         chosen: Tokenizer = BPETokenizer.train((chunk.text for documents in found for chunk in documents), vocab_size)
     else:
@@ -42,7 +51,7 @@ def prepare_data(
     unfinished.mkdir(parents=True)
     try:
         (unfinished / TOKENIZER_FILE).write_bytes(chosen.to_json())
-        sidecars = _write((chunk for documents in found for chunk in documents), sum(counts), chosen, unfinished)
+        sidecars = _write(chain.from_iterable(found), split, chosen, unfinished)
         unfinished.replace(out)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -50,27 +59,52 @@ def prepare_data(
     return chosen, sidecars
 
 
-def _write(chunks: Iterator[TextChunk], num_documents: int, tokenizer: Tokenizer, folder: Path) -> list[Sidecar]:
+def _sizes(documents: Documents) -> Iterator[tuple[int, int]]:
+    """The hash and the bytes of each document. Raises ValueError if there are none."""
+    content_hash, size, found = ContentHash(), 0, False
+    for chunk in documents:
+        content_hash.update(text := chunk.text.encode())
+        size += len(text)
+        if chunk.ends_document:
+            yield content_hash.value(), size + 1
+            content_hash, size, found = ContentHash(), 0, True
+    if not found:
+        raise documents.empty_error()
+
+
+def _write(chunks: Iterator[TextChunk], split: Split, tokenizer: Tokenizer, folder: Path) -> list[Sidecar]:
+    """Write each document to the training file, and then move its end, which may be all of it, to the held-out file."""
     dtype, paths = dtype_for(tokenizer.vocab_size), [folder / TRAIN_FILE, folder / HELD_OUT_FILES[0]]
     end = np.array([tokenizer.end_id], dtype).tobytes()
-    document, documents, size = 0, [0, 0], [0, 0]  # number of the next document; documents and bytes of each file
-    with paths[0].open("wb") as train, paths[1].open("wb") as held_out:
+    documents, size = [0, 0], [0, 0]  # of each file; size in bytes of text
+    content_hash, text_bytes, num_tokens = ContentHash(), 1, 1  # of the current document, with its end
+    with paths[0].open("w+b") as train, paths[1].open("wb") as held_out:
         while batch := list(islice(chunks, ENCODE_BATCH)):
             for chunk, tokens_N in zip(batch, tokenizer.encode_batch([c.text for c in batch]), strict=True):
-                held = is_held_out(document, num_documents)
-                (held_out if held else train).write(tokens_N.tobytes() + end * chunk.ends_document)
-                size[held] += len(chunk.text.encode()) + chunk.ends_document
-                documents[held] += chunk.ends_document
-                document += chunk.ends_document
-    if not documents[1]:
-        tokens_N = _tokens(paths[0], dtype)
-        cut = len(tokens_N) - held_out_tail(len(tokens_N))
-        tail_N = tokens_N[cut:]
-        paths[1].write_bytes(tail_N.tobytes())
-        size[1], documents[1] = num_bytes(tokenizer, tail_N), int((tail_N == tokenizer.end_id).sum())
-        size[0], documents[0] = size[0] - size[1], documents[0] - documents[1]
-        os.truncate(paths[0], cut * dtype.itemsize)
+                content_hash.update(text := chunk.text.encode())
+                train.write(tokens_N.tobytes())
+                text_bytes, num_tokens = text_bytes + len(text), num_tokens + len(tokens_N)
+                if not chunk.ends_document:
+                    continue
+                train.write(end)
+                tail = split.tail(content_hash.value(), num_tokens)
+                moved = _move_end(train, held_out, tail, dtype) if tail else ()
+                counted = (0 if tail == num_tokens else num_bytes(tokenizer, part_N) for part_N in moved)
+                tail_bytes = sum(counted) or text_bytes * (tail > 0)
+                documents[tail > 0] += 1
+                size = [size[0] + text_bytes - tail_bytes, size[1] + tail_bytes]
+                content_hash, text_bytes, num_tokens = ContentHash(), 1, 1
     return [_write_sidecar(*each, tokenizer, dtype) for each in zip(paths, documents, size, strict=True)]
+
+
+def _move_end(source: BinaryIO, target: BinaryIO, num_tokens: int, dtype: np.dtype) -> Iterator[np.ndarray]:
+    """Move the last `num_tokens` tokens of `source` to `target`. Yields what was moved, in parts."""
+    first = source.seek(-num_tokens * dtype.itemsize, os.SEEK_CUR)
+    while content := source.read(CHUNK):
+        target.write(content)
+        yield np.frombuffer(content, dtype)
+    source.seek(first)
+    source.truncate()
 
 
 def _write_sidecar(path: Path, documents: int, size: int, tokenizer: Tokenizer, dtype: np.dtype) -> Sidecar:

@@ -7,13 +7,16 @@ Text is read into memory and encoded at the start. Token ids stay on disk, so th
 import math
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from .batches import Source, TextData, TokenStream
-from .documents import JSONL, Documents, held_out_tail, is_held_out
-from .token_files import HELD_OUT_FILES, SCAN_LIMIT, TRAIN_FILE, TokenFile, TokensOnDisk
+from ..messages import printable
+from .batches import Source, TextData
+from .documents import Documents, plural
+from .held_out import ContentHash, Split, held_out_size
+from .token_files import HELD_OUT_FILES, SCAN_LIMIT, TRAIN_FILE, TokenFile
 from .tokenizer import BYTES, TOKENIZER_FILE, Tokenizer, UnknownTokenizer, digest, num_bytes
 
 
@@ -30,29 +33,35 @@ def load_data(
     """
     entries = [split_weight(entry) for entry in ([sources] if isinstance(sources, str) else sources or [""])]
     opened = {name: list(_open_token_files(name, dtype)) for name, _ in entries}
+    _check_roles(opened)
     tokenizer = _common_tokenizer(opened, vocab_size or np.iinfo(dtype).max + 1)
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         raise ValueError(f"--data ({tokenizer}) needs --model.vocab-size {tokenizer.vocab_size}: got {vocab_size}")
-    loaded = (
-        _open_tokens(name, weight, opened[name], tokenizer, seq_len)
-        if opened[name]
-        else _encode_text(name, weight, Documents.find(name, field), tokenizer, seq_len)
-        for name, weight in entries
-    )
+    texts = {name: _Text.read(Documents.find(name, field), tokenizer) for name, files in opened.items() if not files}
+    split = Split.of((text.sizes() for text in texts.values()), seq_len + 1)
+    loaded = []
+    for i, (name, weight) in enumerate(entries):
+        if opened[name]:
+            source = _open_tokens(name, weight, opened[name], tokenizer, seq_len)
+        else:
+            others = [texts[other].documents for j, (other, _) in enumerate(entries) if j != i and other in texts]
+            source = _split_text(name, weight, texts[name], others, split, tokenizer)
+        _check_length(source, seq_len, "bytes" if tokenizer is BYTES else "tokens")
+        loaded.append(source)
     return TextData(tuple(loaded), tokenizer)
 
 
 def split_weight(entry: str) -> tuple[str, float]:
     """Split "notes=2.5" into ("notes", 2.5). An entry without a weight, or with the name of a file, has weight 1."""
     name, equals, weight = entry.rpartition("=")
-    if not equals or Path(entry).exists():
+    if not equals or os.path.lexists(entry):
         name, weight = entry, "1"
     try:
         number = float(weight)
     except ValueError:
         name, number = entry, 1.0  # the "=" is part of the name
     if not 0 < number < math.inf:
-        raise ValueError(f"--data {entry}: the weight must be a positive number: got {weight}")
+        raise ValueError(f"--data {printable(entry)}: the weight must be a positive number: got {printable(weight)}")
     if not name:
         raise ValueError('--data is empty: name a file, a folder, a glob, or "stdlib"')
     return name, number
@@ -76,69 +85,112 @@ def _common_tokenizer(opened: dict[str, list[TokenFile]], vocab_size: int) -> To
     for path, tokenizer in found:
         if digest(tokenizer) != digest(chosen):
             raise ValueError(
-                f"all of --data must have the same tokenizer: {first} has {chosen}, {path} has {tokenizer}; "
-                f"prepare one with the other's {TOKENIZER_FILE}"
+                f"all of --data must have the same tokenizer: {printable(first)} has {chosen}, "
+                f"{printable(path)} has {tokenizer}; prepare one with the other's {TOKENIZER_FILE}"
             )
     if isinstance(chosen, UnknownTokenizer) and not all(opened.values()):
-        raise ValueError(f"cannot encode the text in --data: there is no {TOKENIZER_FILE} next to {first}")
+        raise ValueError(f"cannot encode the text in --data: there is no {TOKENIZER_FILE} next to {printable(first)}")
     return chosen
+
+
+def _check_roles(opened: dict[str, list[TokenFile]]) -> None:
+    """Raise ValueError if a file, under any name, is trained on in one source and held out in another."""
+    found: dict[tuple[int, int], tuple[str, str]] = {}
+    for name, files in opened.items():
+        roles = ("training", "held-out") if len(files) == 2 else ("divided",)
+        for role, file in zip(roles, files, strict=False):  # none, of text
+            status = file.tokens_N.file.status
+            other, its_role = found.setdefault((status.device, status.inode), (name, role))
+            if its_role != role:
+                raise ValueError(
+                    f"{printable(file.path)} is {role} text in --data {printable(name)}, but {its_role} text in --data "
+                    f"{printable(other)}: name it once"
+                )
 
 
 def _open_tokens(name: str, weight: float, files: list[TokenFile], tokenizer: Tokenizer, seq_len: int) -> Source:
     for file in files:
         if file.tokens_N.file.size <= SCAN_LIMIT:
             file.scan(tokenizer.vocab_size)
-    streams = [file.tokens_N for file in files]
-    train, held_out = streams if len(streams) == 2 else _split_tail(streams[0], seq_len)
-    _check_length(name, train, held_out, seq_len, "tokens")
+    if len(files) == 2:
+        train, held_out = (file.tokens_N for file in files)
+    else:
+        (whole_N,) = (file.tokens_N for file in files)
+        train, held_out = whole_N.split(len(whole_N) - held_out_size(len(whole_N), seq_len + 1))
     bytes_per_token = None
     if sidecar := files[-1].sidecar:
         bytes_per_token = sidecar.bytes / sidecar.tokens
     elif not isinstance(tokenizer, UnknownTokenizer):
         sample = held_out[: 1 << 20]
-        bytes_per_token = num_bytes(tokenizer, sample) / len(sample)
-    description = f"{len(train):,} tokens, {len(held_out):,} held out"
+        bytes_per_token = num_bytes(tokenizer, sample) / max(len(sample), 1)
+    description = f"{plural(len(train), 'token')}, {len(held_out):,} held out"
     return Source(name, weight, train, held_out, description, bytes_per_token)
 
 
-def _encode_text(name: str, weight: float, documents: Documents, tokenizer: Tokenizer, seq_len: int) -> Source:
-    encoded = list(_encode_documents(documents, tokenizer))
-    if not encoded:
-        raise documents.empty_error()
-    training = [tokens for i, tokens in enumerate(encoded) if not is_held_out(i, len(encoded))]
-    validation = [tokens for i, tokens in enumerate(encoded) if is_held_out(i, len(encoded))]
-    stream, unit = np.concatenate(training), "bytes" if tokenizer is BYTES else "tokens"
-    amount = f"{len(stream) / 1e6:.1f} MB" if tokenizer is BYTES else f"{len(stream):,} tokens"
-    if validation:
-        train, held_out, last = stream, np.concatenate(validation), f"{len(validation)}"
-    else:
-        train, held_out = _split_tail(stream, seq_len)
-        last = f"the last {len(held_out)} {unit}"
-    _check_length(name, train, held_out, seq_len, unit)
-    what = "documents" if any(path.suffix == JSONL for path in documents.files) else "files"
-    description = f"{len(training)} {what} ({amount}), {last} held out{documents.describe_skipped()}"
-    return Source(name, weight, train, held_out, description, num_bytes(tokenizer, held_out[:]) / len(held_out))
+@dataclass(frozen=True, slots=True)
+class _Document:
+    hash: int
+    tokens_N: np.ndarray  # with the end-of-document id
 
 
-def _encode_documents(documents: Documents, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """Yield the token ids of each document, with the end-of-document id."""
-    chunks: list[np.ndarray] = []
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """A source of text, encoded."""
+
+    documents: Documents
+    encoded: list[_Document]
+
+    @classmethod
+    def read(cls, documents: Documents, tokenizer: Tokenizer) -> "_Text":
+        """Encode the documents. Raises ValueError if there are none."""
+        encoded = list(_encode_documents(documents, tokenizer))
+        if not encoded:
+            raise documents.empty_error()
+        return cls(documents, encoded)
+
+    def sizes(self) -> Iterator[tuple[int, int]]:
+        """The hash of each document, and its number of tokens."""
+        return ((document.hash, len(document.tokens_N)) for document in self.encoded)
+
+
+def _encode_documents(documents: Documents, tokenizer: Tokenizer) -> Iterator[_Document]:
+    content_hash, chunks = ContentHash(), []
     for chunk in documents:
+        content_hash.update(chunk.text.encode())
         chunks += tokenizer.encode_batch([chunk.text])
         if chunk.ends_document:
-            yield np.append(np.concatenate(chunks), chunks[0].dtype.type(tokenizer.end_id))
-            chunks = []
+            chunks.append(np.array([tokenizer.end_id], chunks[0].dtype))
+            yield _Document(content_hash.value(), np.concatenate(chunks))
+            content_hash, chunks = ContentHash(), []
 
 
-def _split_tail(stream: TokenStream, seq_len: int) -> tuple[TokenStream, TokenStream]:
-    cut = len(stream) - held_out_tail(len(stream), seq_len)
-    return stream.split(cut) if isinstance(stream, TokensOnDisk) else (stream[:cut], stream[cut:])
+def _split_text(
+    name: str, weight: float, text: _Text, others: list[Documents], split: Split, tokenizer: Tokenizer
+) -> Source:
+    empty_N = text.encoded[0].tokens_N[:0]
+    training, held_out, whole = [empty_N], [empty_N], True
+    for document in text.encoded:
+        cut = len(document.tokens_N) - split.tail(document.hash, len(document.tokens_N))
+        training += [document.tokens_N[:cut]] * (cut > 0)
+        held_out += [document.tokens_N[cut:]] * (cut < len(document.tokens_N))
+        whole &= cut in (0, len(document.tokens_N))
+    train_N, held_out_N = np.concatenate(training), np.concatenate(held_out)
+    documents = text.documents
+    unit = "byte" if tokenizer is BYTES else "token"
+    amount = f"{len(train_N) / 1e6:.1f} MB" if tokenizer is BYTES else plural(len(train_N), unit)
+    number = plural(len(training) - 1 if whole else len(text.encoded), documents.unit)
+    part = len(held_out) - 1 if whole else plural(len(held_out_N), unit)
+    description = f"{number} ({amount}), {'the last ' * (len(text.encoded) == 1)}{part} held out"
+    if shared := documents.shared_with(others):
+        description += f"; {plural(len(shared), 'file')} also in another source"
+    bytes_per_token = num_bytes(tokenizer, held_out_N) / max(len(held_out_N), 1)
+    return Source(name, weight, train_N, held_out_N, description + documents.describe_skipped(), bytes_per_token)
 
 
-def _check_length(name: str, train: TokenStream, held_out: TokenStream, seq_len: int, unit: str) -> None:
-    shortest = min(len(train), len(held_out))
-    if shortest < seq_len + 1:
+def _check_length(source: Source, seq_len: int, unit: str) -> None:
+    train, held_out = len(source.train), len(source.held_out)
+    if min(train, held_out) < seq_len + 1:
         raise ValueError(
-            f"too little text in --data {name}: {len(train)} {unit} for training and {len(held_out)} held out, "
-            f"but one sequence needs {seq_len + 1}; use more text or --seq-len {max(shortest - 1, 1)}"
+            f"too little text in --data {printable(source.name)}: {train} {unit} for training and {held_out} held out, "
+            f"but one sequence needs {seq_len + 1}; use more text or --seq-len {max(min(train, held_out) - 1, 1)}"
         )

@@ -1,0 +1,83 @@
+"""Which documents are held out for validation: a property of their content, so that copies are never on both sides.
+
+About one document in 20 is held out, by a hash of its text. Its name, its place and the other documents do not matter,
+so a document stays on its side when a source grows. A small source may have no document on one side. Then whole
+documents are too coarse: its documents, in the order of their hashes, are held out until they make up 1/20 of its text,
+and of the last one only the end. Where sources share documents, this applies in all of them.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+
+HELD_OUT = 20  # one document in 20 is held out
+
+
+class ContentHash:
+    """The hash of a document: the first 8 bytes of BLAKE2b of its UTF-8 text, as an unsigned big-endian number."""
+
+    def __init__(self):
+        self._hash = hashlib.blake2b(digest_size=8)
+
+    def update(self, text: bytes) -> None:
+        self._hash.update(text)
+
+    def value(self) -> int:
+        return int.from_bytes(self._hash.digest())
+
+
+def is_held_out(content_hash: int) -> bool:
+    """Whether a document is held out, unless its source is small."""
+    return content_hash % HELD_OUT == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How much of each document is held out. `small` has the documents of small sources: hash -> fraction."""
+
+    small: dict[int, Fraction]
+
+    @classmethod
+    def of(cls, sources: Iterable[Iterable[tuple[int, int]]], shortest: int) -> "Split":
+        """The split of sources, each given as the hashes and sizes of its documents.
+
+        shortest: the size that each side of each source should have. A source is small if it has less than 20 different
+        documents, or less than `shortest` on one side. Sizes may have any unit.
+        """
+        small: dict[int, Fraction] = {}
+        for source in sources:
+            for content_hash, fraction in _fractions_if_small(source, shortest).items():
+                small[content_hash] = max(fraction, small.get(content_hash, fraction))
+        return cls(small)
+
+    def tail(self, content_hash: int, size: int) -> int:
+        """The size, in whole units, of the end of a document that is held out: 0, `size`, or between them."""
+        fraction = self.small.get(content_hash)
+        return size * is_held_out(content_hash) if fraction is None else -int(-size * fraction // 1)
+
+
+def held_out_size(total: int, shortest: int) -> int:
+    """The size to hold out of a small source: 1/20, at least `shortest`, but at most half."""
+    return max(total // HELD_OUT, min(shortest, total // 2))
+
+
+def _fractions_if_small(source: Iterable[tuple[int, int]], shortest: int) -> dict[int, Fraction]:
+    """The fraction of each document that is held out; {} if the source is not small."""
+    sizes: Counter[int] | None = Counter()  # None as soon as the source is known not to be small: it may be very long
+    sides = [0, 0]
+    for content_hash, size in source:
+        if sizes is not None:
+            sides[is_held_out(content_hash)] += size
+            sizes[content_hash] += size  # with its copies
+            if len(sizes) >= HELD_OUT and min(sides) >= shortest:
+                sizes = None
+    if sizes is None:
+        return {}
+    left, fractions = held_out_size(sizes.total(), shortest), {}
+    for content_hash in sorted(sizes):
+        taken = min(left, sizes[content_hash])
+        fractions[content_hash] = Fraction(taken, sizes[content_hash])
+        left -= taken
+    return fractions

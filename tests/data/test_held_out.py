@@ -1,0 +1,164 @@
+"""The held-out text: a property of the content, so that no text is both trained on and held out."""
+
+import hashlib
+import json
+import os
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_dualpipe.data import TokenFile, load_data, prepare_data
+from moe_dualpipe.data.held_out import ContentHash, Split, is_held_out
+
+
+def content_hash(text: str) -> int:
+    value = ContentHash()
+    value.update(text.encode())
+    return value.value()
+
+
+def documents(stream) -> list[str]:
+    return [document for document in stream[:].tobytes().decode().split("\0") if document]
+
+
+def sides(text) -> tuple[list[str], list[str]]:
+    """The documents of all sources that are trained on, and those that are held out."""
+    sources = text.sources
+    train, held_out = ([d for s in sources for d in documents(getattr(s, side))] for side in ("train", "held_out"))
+    return train, held_out
+
+
+def write_files(folder: Path, texts: list[str]) -> Path:
+    folder.mkdir()
+    for i, text in enumerate(texts):
+        (folder / f"{i:03}.txt").write_text(text)
+    return folder
+
+
+# ---- Laws of the split ----
+
+HASHES = st.integers(0, 59).map(lambda n: n if n % 20 else n * 1_000_003 * 20)  # many collisions with 0 modulo 20
+SOURCE = st.lists(st.tuples(HASHES, st.integers(2, 40)), min_size=1, max_size=60).map(
+    lambda documents: [(content_hash, dict(documents)[content_hash]) for content_hash, _ in documents]  # copies
+)
+
+
+@given(st.lists(SOURCE, min_size=1, max_size=3), st.integers(1, 20), st.randoms(use_true_random=False))
+def test_the_split_does_not_depend_on_the_order_of_documents_and_sources(sources, shortest, random):
+    split = Split.of(sources, shortest)
+    shuffled = [random.sample(source, len(source)) for source in random.sample(sources, len(sources))]
+    assert Split.of(shuffled, shortest) == split
+    assert Split.of([*sources, sources[0]], shortest) == split
+
+
+@given(SOURCE, st.integers(1, 20))
+def test_a_source_has_text_on_both_sides(source, shortest):
+    split, total = Split.of([source], shortest), sum(size for _, size in source)
+    held_out = sum(split.tail(*document) for document in source)
+    assert 0 < held_out < total
+    if split.small:
+        wanted = max(total // 20, min(shortest, total // 2))
+        assert wanted <= held_out < wanted + len(source)  # rounded up for each copy of the document that is divided
+        assert sum(0 < fraction < 1 for fraction in split.small.values()) <= 1
+    else:
+        assert held_out == sum(size for content_hash, size in source if is_held_out(content_hash))
+        assert shortest <= min(held_out, total - held_out)
+        assert len(dict(source)) >= 20
+
+
+@given(SOURCE, SOURCE)
+def test_documents_of_a_small_source_are_divided_alike_in_all_sources(small, other):
+    split = Split.of([small[:19], other], 1)
+    assert {content_hash for content_hash, _ in small[:19]} <= {*split.small}
+    for content_hash, size in other:
+        tail = split.tail(content_hash, size)
+        assert 0 <= tail <= size and tail == split.tail(content_hash, size)
+        if content_hash not in split.small:
+            assert tail == (size if is_held_out(content_hash) else 0)
+
+
+def test_about_one_document_in_twenty_is_held_out_by_a_hash_that_never_changes():
+    assert content_hash("grün\n") == int.from_bytes(hashlib.blake2b("grün\n".encode(), digest_size=8).digest(), "big")
+    assert content_hash("") == 0xE4A6A0577479B2B4
+    found = [i for i in range(4000) if is_held_out(content_hash(f"document {i}"))]
+    assert (found[:4], len(found)) == ([3, 15, 23, 28], 199)
+    in_parts = ContentHash()
+    for part in (b"docu", b"", b"ment 7"):
+        in_parts.update(part)
+    assert in_parts.value() == content_hash("document 7")
+
+
+def test_a_small_source_holds_out_documents_in_the_order_of_their_hashes():
+    split = Split.of([[(5, 100), (3, 4), (4, 60), (4, 60), (9, 176)]], 1)  # 400: 20 are held out
+    assert split.small == {3: 1, 4: Fraction(16, 120), 5: 0, 9: 0}
+    assert [split.tail(*document) for document in [(3, 4), (4, 60), (5, 100), (40, 7), (41, 7)]] == [4, 8, 0, 7, 0]
+
+
+# ---- Copies, links and sources ----
+
+TEXTS = [" ".join(f"{i}:{j}" for j in range(30 + i % 4)) for i in range(60)]
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 12, 60])
+def test_copies_are_on_the_same_side_whatever_their_names_and_formats(tmp_path, number):
+    write_files(tmp_path / "a", TEXTS[:number])
+    write_files(tmp_path / "b", TEXTS[number - 1 :: -1] + TEXTS[:1])
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[number // 2 :]))
+    names = [str(tmp_path / name) for name in ("a", "b", "c.jsonl")]
+    for order in ([0], [1], [2, 1, 0], [0, 1, 2]):
+        text = load_data([names[i] for i in order], 8)
+        train, held_out = sides(text)
+        assert held_out and train and not {*train} & {*held_out}
+        assert not any(part in document for part in held_out if len(part) > 8 for document in train)  # of a divided one
+    train, held_out = sides(load_data(names, 8))
+    other = sides(load_data(names[::-1], 8))
+    assert (sorted(other[0]), sorted(other[1])) == (sorted(train), sorted(held_out))
+
+
+@pytest.mark.parametrize("tokenizer,number", [("bytes", 60), ("bytes", 3), ("bpe", 60)])
+def test_prepared_folders_hold_out_the_same_documents(tmp_path, tokenizer, number):
+    write_files(tmp_path / "a", TEXTS[:number])
+    write_files(tmp_path / "b", TEXTS[:number])
+    os.link(tmp_path / "a" / "000.txt", tmp_path / "link.txt")
+    folders = [str(tmp_path / name) for name in ("a", "b", "link.txt")]
+    encoder, sidecars = prepare_data(folders, tmp_path / "out", tokenizer, 300, "text")
+    text = load_data([str(tmp_path / "out"), *folders[:2]], 8)
+    for side in ("train", "held_out"):
+        prepared, *copies = (getattr(source, side)[:] for source in text.sources)
+        if number == 60:  # a small source is divided by bytes when it is prepared, by tokens when a run starts
+            assert np.array_equal(prepared, np.concatenate(copies))
+    assert sum(sidecar.documents for sidecar in sidecars) == 2 * number
+    assert sum(sidecar.bytes for sidecar in sidecars) == 2 * sum(len(text) + 1 for text in TEXTS[:number])
+    for name, sidecar in zip(("train.bin", "held_out.bin"), sidecars, strict=True):
+        whole = encoder.decode(TokenFile.open(tmp_path / "out" / name, "").tokens_N[:].tolist())
+        assert len(whole.replace("<|endoftext|>", "\0").encode()) == sidecar.bytes
+
+
+def test_a_file_in_two_sources_is_announced_and_stays_on_its_side(tmp_path):
+    folder = write_files(tmp_path / "a", TEXTS)
+    (tmp_path / "link").symlink_to(folder / "007.txt")
+    text = load_data([f"{folder}=3", str(tmp_path / "link"), f"{folder}/00?.txt"], 8)
+    descriptions = [source.description.partition("; ")[2] for source in text.sources]
+    assert descriptions == [f"{n} also in another source" for n in ("10 files", "1 file", "10 files")]
+    train, held_out = sides(text)
+    assert not {*train} & {*held_out}
+    head, tail = (bytes(stream).decode() for stream in (text.sources[1].train, text.sources[1].held_out))
+    assert (head + tail == TEXTS[7] + "\0" and head in train) or tail[:-1] in held_out
+
+
+def test_a_token_file_is_not_trained_on_in_one_source_and_held_out_in_another(tmp_path):
+    for i, name in enumerate(("train.bin", "held_out.bin")):
+        (np.arange(4000) % 250 + i).astype("<u2").tofile(tmp_path / name)
+    os.link(tmp_path / "train.bin", tmp_path / "same.bin")
+    assert len(load_data([str(tmp_path), f"{tmp_path}/train.bin"], 8).sources) == 2
+    assert len(load_data(f"{tmp_path}/held_out.bin", 8).sources) == 1
+    for other, role in (("held_out.bin", "held-out"), ("same.bin", "training")):
+        with pytest.raises(
+            ValueError,
+            match=f"{other} is divided text in --data {tmp_path}/{other}, but {role} text in --data {tmp_path}: name ",
+        ):
+            load_data([str(tmp_path), f"{tmp_path}/{other}"], 8)
