@@ -38,7 +38,7 @@ class Block(Segmented):
         if config.is_dense(layer):
             self.mlp = SwiGLU(config.hidden_size, config.dense_size, config.init_std, out_std)
         else:
-            self.mlp = MoE(config, expert_parallel, f"layers.{layer}", options)
+            self.mlp = MoE(config, expert_parallel, layer, options)
 
     def segments(self, x_BSD: Tensor) -> Segments:
         parts = yield from self.parts(x_BSD)

@@ -15,37 +15,30 @@ from moe_dualpipe.kernels.permute import permute, unpermute
 from moe_dualpipe.overlap import Comm, Compute, PrepareComm, Segmented, Segments
 from moe_dualpipe.overlap.labels import COMBINE, DISPATCH
 
+from .build_experts import ExpertBuilder
 from .config import DEFAULT_OPTIONS, ModelConfig, StageOptions
-from .experts import expert_class
-from .layers import SwiGLU, seeded
+from .layers import SwiGLU
 from .recompute import RecomputeTensor, recompute_saved
 from .router import Router
 
 
 class MoE(Segmented):
-    """Routed experts, spread over ranks by `expert_parallel`, plus shared experts on every rank.
+    """Routed experts of block `layer`, spread over ranks by `expert_parallel`, plus shared experts on every rank.
 
-    The initial weights of an expert depend only on `name`, its index and the seed, not on its rank.
+    The initial weights of an expert depend only on `layer`, its id and the seed, not on its rank.
     """
 
     def __init__(
-        self, config: ModelConfig, expert_parallel: ExpertParallel, name: str, options: StageOptions = DEFAULT_OPTIONS
+        self, config: ModelConfig, expert_parallel: ExpertParallel, layer: int, options: StageOptions = DEFAULT_OPTIONS
     ):
         super().__init__()
         self.recompute = options.recompute == "full"
         self.expert_parallel = expert_parallel
         self.kernels: Kernels = options.kernels
         self.router = Router(config, self.kernels)
-        local = expert_parallel.local_experts
-        with seeded(options.seed, f"{name}.experts.{local.start}"):
-            self.experts = expert_class(config.experts)(config, len(local))
-        setattr(self.experts, "local_experts", local)  # noqa: B010 - read by expert_parallel/parameters.py
+        self.experts = ExpertBuilder(config, layer, options.seed).build(expert_parallel.local_experts)
         if hasattr(self.experts, "kernels"):
             setattr(self.experts, "kernels", self.kernels)  # noqa: B010 - nn.Module declares no such attribute
-        if reset := getattr(self.experts, "reset_expert", None):
-            for e, expert in enumerate(local):
-                with seeded(options.seed, f"{name}.experts.{expert}"):
-                    reset(e)
         self.shared = None
         if config.num_shared_experts:
             inner = config.num_shared_experts * config.expert_size
@@ -97,10 +90,19 @@ class MoE(Segmented):
         return unpermute(out_MD, order, weights_NK, self.kernels)
 
     def same_shape(self, rows: Tensor, out: Tensor) -> Tensor:
-        """Return `out`. Raises ValueError if its shape is not that of `rows`."""
+        """Return `out`. Raises ValueError if its shape, dtype or device is not that of `rows`.
+
+        Under autocast, the dtype may be that of autocast.
+        """
+        name, kind = type(self.experts).__name__, rows.device.type
+        if not isinstance(out, Tensor):
+            raise ValueError(f"{name} must return a tensor: got {type(out).__name__}")
         if out.shape != rows.shape:
-            name, shape = type(self.experts).__name__, [*rows.shape]
-            raise ValueError(f"{name} must map rows {shape} to rows of the same shape: got {[*out.shape]}")
+            raise ValueError(f"{name} must map rows {[*rows.shape]} to rows of the same shape: got {[*out.shape]}")
+        dtypes = {rows.dtype, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype}
+        if out.dtype not in dtypes or out.device != rows.device:
+            expected, got = (f"{tensor.dtype} on {tensor.device}" for tensor in (rows, out))
+            raise ValueError(f"{name} must map rows of {expected} to rows of the same dtype and device: got {got}")
         return out
 
 

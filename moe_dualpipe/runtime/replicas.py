@@ -6,13 +6,13 @@ alike: a replica set is a set of parameters with the process group of the ranks 
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..expert_parallel.parameters import expert_ids
+from ..expert_parallel.parameters import ExpertIds, expert_ids
 from .checksum import checksum
 from .groups import Groups
 
@@ -28,8 +28,8 @@ class ReplicaSet:
 
     parameters: Mapping[str, nn.Parameter]
     group: dist.ProcessGroup | None
-    local_experts: range | None = None
-    """The experts in each of these parameters; None if they are not experts."""
+    experts: Mapping[str, ExpertIds] = field(default_factory=dict)
+    """The experts in each of these parameters; empty if they are not experts."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parameters", dict(sorted(self.parameters.items())))
@@ -52,7 +52,7 @@ def replica_sets(
     dense = {name: p for name, p in named.items() if name not in experts and name not in ends}
     return [
         ReplicaSet(dense, groups.dense),
-        ReplicaSet({name: named[name] for name in experts}, groups.expert_replicas, next(iter(experts.values()), None)),
+        ReplicaSet({name: p for name, p in named.items() if name in experts}, groups.expert_replicas, experts),
         ReplicaSet({name: named[name] for name in ends}, groups.embedding),
     ]
 

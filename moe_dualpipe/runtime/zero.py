@@ -35,7 +35,7 @@ class Shards:
         weights = {
             name: (parameter, view)
             for parameter, tensor in replicas.parameters.items()
-            for name, view in global_tensors(parameter, tensor.detach(), replicas.local_experts)
+            for name, view in global_tensors(parameter, tensor.detach(), replicas.experts.get(parameter))
         }
         num_owners = self.group.size() if self.group else 1
         owners = assign_owners({name: view.numel() for name, (_, view) in weights.items()}, num_owners)

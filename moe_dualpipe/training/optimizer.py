@@ -40,7 +40,7 @@ class Optimizer:
         stacked: Mapping[str, Sequence[int]] | None = None,
     ):  # fmt: skip
         self.parameters = {name: p for one in replicas for name, p in one.parameters.items()}
-        self.local_experts = {name: one.local_experts for one in replicas for name in one.parameters}
+        self.experts = {name: held for one in replicas for name, held in one.experts.items()}
         for parameter in self.parameters.values():
             parameter.grad_dtype = torch.float32
         self.shards = [Shards(one, divide=zero) for one in replicas]
@@ -90,7 +90,7 @@ class Optimizer:
             group["lr"] = lr
         for name, parameter in self.parameters.items():
             assert parameter.grad is not None, f"{name} has no gradient"
-            for piece, grad in global_tensors(name, parameter.grad.mul_(grad_scale), self.local_experts[name]):
+            for piece, grad in global_tensors(name, parameter.grad.mul_(grad_scale), self.experts.get(name)):
                 for weight, rows in self.parts.get(piece, ()):
                     weight.grad = grad[rows]
         self.adamw.step()

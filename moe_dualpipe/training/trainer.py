@@ -156,7 +156,7 @@ class Trainer:
         counts = torch.zeros(2, dtype=torch.float64, device=self.device)
         for replicas in self.replicas:
             number = sum(p.numel() for p in replicas.parameters.values())
-            counts[int(replicas.local_experts is not None)] += number / replicas.num_replicas
+            counts[int(bool(replicas.experts))] += number / replicas.num_replicas
         dist.all_reduce(counts)
         return counts[0].item(), counts[1].item()
 

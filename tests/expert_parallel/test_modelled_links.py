@@ -20,8 +20,8 @@ CONFIG = ModelConfig(hidden_size=16, expert_size=12, num_experts=8, experts_per_
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_loopback_equals_one_rank_with_copies_of_the_experts(ranks):
     """The single rank holds all experts. Those of rank 0 are repeated for every virtual rank."""
-    local = MoE(CONFIG, Local(8), "layers.0", StageOptions(seed=1)).double()
-    looped = MoE(CONFIG, Loopback(8, ranks), "layers.0", StageOptions(seed=1)).double()
+    local = MoE(CONFIG, Local(8), 0, StageOptions(seed=1)).double()
+    looped = MoE(CONFIG, Loopback(8, ranks), 0, StageOptions(seed=1)).double()
     looped.router.load_state_dict(local.router.state_dict())
     if local.shared is not None:
         looped.shared.load_state_dict(local.shared.state_dict())  # type: ignore[union-attr]
@@ -102,7 +102,7 @@ def test_link_durations_and_invalid_numbers():
 
 
 def test_a_model_with_a_link_can_be_copied():
-    layer = MoE(CONFIG, Loopback(8, 4, Link(latency_us=1)), "layers.0", StageOptions(seed=1))
+    layer = MoE(CONFIG, Loopback(8, 4, Link(latency_us=1)), 0, StageOptions(seed=1))
     x = torch.randn(3, 16)
     y = layer(x)
     assert torch.equal(copy.deepcopy(layer)(x), y)

@@ -87,7 +87,7 @@ def test_gradients_of_moe_layer_and_block_against_finite_differences(attention):
     if attention:
         module, router = (block := Block(config, 1, Local(E))), block.mlp.router
     else:
-        module, router = (layer := MoE(config, Local(E), "layers.1")), layer.router
+        module, router = (layer := MoE(config, Local(E), 1)), layer.router
     made(router)
     module.double()
     x, into = (torch.randn(2, 5, D, dtype=torch.float64) for _ in range(2))

@@ -18,7 +18,7 @@ from tests.support.oracles import moe_oracle
 ], ids=str)  # fmt: skip
 def test_moe_equals_a_loop_with_all_gradients(tokens, choices):
     config = with_choices(**choices)
-    layer = MoE(config, Local(config.num_experts), "layers.0", StageOptions(seed=1)).double()
+    layer = MoE(config, Local(config.num_experts), 0, StageOptions(seed=1)).double()
     x = torch.randn(tokens, config.hidden_size, dtype=torch.float64, requires_grad=True)
     outcomes = []
     for function in (layer, lambda v: moe_oracle(layer, v)):
@@ -36,9 +36,8 @@ def test_moe_equals_a_loop_with_all_gradients(tokens, choices):
 class Doubling(nn.Module):
     """Experts without parameters that record their inputs."""
 
-    def __init__(self, config, num_local_experts):
+    def __init__(self, _config, _num_local_experts):
         super().__init__()
-        assert config.num_experts == num_local_experts
         self.seen: list[tuple[int, list[int]]] = []
 
     def forward(self, x_MD, expert_offsets):
@@ -60,7 +59,7 @@ class Unsummed(Doubling):
 
 def test_your_own_experts_replace_swiglu():
     config = with_choices(experts="tests.models.test_moe:Doubling", num_shared_experts=0)
-    layer = MoE(config, Local(config.num_experts), "layers.0")
+    layer = MoE(config, Local(config.num_experts), 0)
     x = torch.randn(2, 3, config.hidden_size)
     torch.testing.assert_close(layer(x), 2 * x)  # weights sum to one
     assert isinstance(layer.experts, nn.Module)
@@ -69,9 +68,9 @@ def test_your_own_experts_replace_swiglu():
     with pytest.raises(
         ValueError, match=r"Shrinking must map rows \[12, 16\] to rows of the same shape: got \[12, 1\]"
     ):
-        MoE(with_choices(experts="tests.models.test_moe:Shrinking"), Local(5), "layers.0")(x)
+        MoE(with_choices(experts="tests.models.test_moe:Shrinking"), Local(5), 0)(x)
     with pytest.raises(ValueError, match=r"Unsummed must map rows \[6, 16\] to rows of the same shape: got \[12, 16\]"):
-        MoE(with_choices(experts="tests.models.test_moe:Unsummed"), Local(5), "layers.0")(x)
+        MoE(with_choices(experts="tests.models.test_moe:Unsummed"), Local(5), 0)(x)
 
 
 @pytest.mark.parametrize("name,problem", [

@@ -68,7 +68,7 @@ def test_losses_equal_loops_and_change_no_output(choices):
 
 def test_the_second_last_dimension_is_the_sequence():
     """An input [T, D] is one sequence."""
-    layer = MoE(CONFIG, Local(E), "layers.1").double()
+    layer = MoE(CONFIG, Local(E), 1).double()
     x = torch.randn(2, 3, 5, D, dtype=torch.float64)
     for shape, sequences in [((2, 3, 5, D), 6), ((6, 5, D), 6), ((2, 15, D), 2), ((30, D), 1)]:
         assert layer(x.view(shape)).shape == shape

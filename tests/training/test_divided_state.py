@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from moe_dualpipe.expert_parallel.parameters import ExpertIds
 from moe_dualpipe.runtime.replicas import ReplicaSet
 from moe_dualpipe.runtime.zero import assign_owners
 from moe_dualpipe.training.config import OptimizerConfig
@@ -43,7 +44,8 @@ def make_sets(dtype, seed, groups):
         generator = torch.Generator().manual_seed(salt)
         order = sorted(shapes, reverse=bool(group and dist.get_rank() % 2))  # stages are built in different orders
         values = {name: torch.randn(shapes[name], generator=generator).to(dtype) for name in sorted(shapes)}
-        experts = range(3 * seed, 3 * seed + 3) if shapes is EXPERTS else None
+        ids = range(3 * seed, 3 * seed + 3)
+        experts = {name: ExpertIds(ids, "stacked", f"{name}.*") for name in order if shapes is EXPERTS}
         sets.append(ReplicaSet({name: nn.Parameter(values[name]) for name in order}, group, experts))
     return sets
 

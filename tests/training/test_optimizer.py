@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from moe_dualpipe.expert_parallel.parameters import ExpertIds
 from moe_dualpipe.models import build_model, stacked_matrices
 from moe_dualpipe.runtime.groups import Groups
 from moe_dualpipe.runtime.replicas import ReplicaSet, replica_sets
@@ -18,8 +19,8 @@ OPTIM = OptimizerConfig(lr=0.1, warmup_steps=4, final_lr=0.2, weight_decay=0.5)
 # ---- AdamW ----
 
 
-def alone(parameters, config=OPTIM, local_experts=None, stacked=None):
-    return Optimizer([ReplicaSet(parameters, None, local_experts)], config, stacked=stacked)
+def alone(parameters, config=OPTIM, experts=None, stacked=None):
+    return Optimizer([ReplicaSet(parameters, None, experts or {})], config, stacked=stacked)
 
 
 def make_pair(dtype):
@@ -65,7 +66,8 @@ def test_bf16_weights_keep_small_updates_in_their_fp32_master():
 
 def test_experts_decay_and_the_moments_use_the_betas():
     parameters = {"mlp.experts.up": nn.Parameter(torch.ones(2, 2, 2))}
-    optimizer = alone(parameters, OptimizerConfig(weight_decay=0.5, beta1=0.5), range(3, 5))
+    held = ExpertIds(range(3, 5), "stacked", "mlp.experts.up.*")
+    optimizer = alone(parameters, OptimizerConfig(weight_decay=0.5, beta1=0.5), {"mlp.experts.up": held})
     parameters["mlp.experts.up"].grad = torch.zeros(2, 2, 2)
     optimizer.step(0.1, 1.0)
     assert parameters["mlp.experts.up"][0, 0, 0].item() == pytest.approx(0.95)

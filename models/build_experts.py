@@ -1,0 +1,117 @@
+"""Build the expert layer of a rank, with initial weights that do not depend on how many experts the rank holds.
+
+A constructor that draws the weights of n experts draws other numbers than one that draws those of n / 2. So the weights
+of each expert are drawn with a seed of their own: by the layer's `reset_expert`, or else by the constructor of a layer
+with this expert alone, from which they are copied. Tensors that all experts share come from a layer with expert 0
+alone. Only one such layer exists at a time. A constructor that draws random numbers draws about twice as many.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from moe_dualpipe.expert_parallel.parameters import entries, expert_ids, global_tensors
+
+from .config import ModelConfig
+from .experts import accepted_keywords, describe_error, expert_class
+from .layers import seeded
+
+Weights = dict[str, Tensor]
+"""Views of parameters and persistent buffers by name, in which * stands for the id of an expert."""
+
+
+class ExpertBuilder:
+    """Builds expert layers of block `layer`.
+
+    Raises ValueError for a class whose initial weights would depend on how many experts it holds.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, seed: int):
+        self.config, self.layer, self.seed = config, layer, seed
+        first = self._construct(range(1))
+        # What has one entry per expert has 1 entry with one expert and 2 with two. Other sizes equal these by chance.
+        self.per_expert = entries(first, 1)
+        if config.num_experts > 1:
+            self.per_expert &= entries(self._construct(range(2)), 2)
+        self.shared, _ = self._weights(first, range(1))
+
+    @torch.no_grad()
+    def build(self, local: range) -> nn.Module:
+        """The layer with the experts `local`, and the attributes that parameters.py reads."""
+        experts = self._construct(local)
+        shared, of_experts = self._weights(experts, local)
+        if torch.get_default_device().type == "meta":  # nothing is drawn
+            return experts
+        reset = getattr(experts, "reset_expert", None)
+        if not reset:
+            self._check_shapes(shared, local, self.shared, 0)
+        for name, tensor in self.shared.items():
+            if name in shared and shared[name].shape == tensor.shape:
+                shared[name].copy_(tensor)
+        if not reset:
+            self._copy_experts(of_experts, local)
+            return experts
+        for i, expert in enumerate(local):
+            with seeded(self.seed, self._seed_name(expert)):
+                reset(i)
+        return experts
+
+    def _copy_experts(self, own: dict[int, Weights], local: range) -> None:
+        """Set the weights of each expert to those of a layer with this expert alone."""
+        first, last = own[local[0]], own[local[-1]]
+        varied = [name for name in first if name in last and not torch.equal(first[name], last[name])]
+        for expert in local:
+            ids = range(expert, expert + 1)
+            _, alone = self._weights(self._construct(ids, expert), ids)
+            self._check_shapes(own[expert], local, alone[expert], expert)
+            for name, tensor in alone[expert].items():
+                own[expert][name].copy_(tensor)
+        for name in varied:
+            if torch.equal(first[name], last[name]):
+                raise ValueError(
+                    f"the expert layer {self.config.experts!r}: {name} differs between experts {local[0]} and "
+                    f"{local[-1]} if they are built together, but not if each is built alone: draw it with torch's "
+                    "global generator, compute it from `expert_ids`, or add `reset_expert`"
+                )
+
+    def _construct(self, ids: range, expert: int | None = None) -> nn.Module:
+        """A layer with the experts `ids`, drawn with the seed of one of them; None: of the layer."""
+        found, keywords = expert_class(self.config.experts), {"expert_ids": ids, "layer": self.layer}
+        try:
+            with seeded(self.seed, self._seed_name(expert)):
+                experts = found(self.config, len(ids), **{key: keywords[key] for key in accepted_keywords(found)})
+        except TypeError as error:
+            what = f"cannot build the expert layer {self.config.experts!r}"
+            raise ValueError(f"{what}: {describe_error(error)}") from error
+        setattr(experts, "local_experts", ids)  # noqa: B010 - nn.Module declares no such attribute
+        return experts
+
+    def _seed_name(self, expert: int | None) -> str:
+        return f"layers.{self.layer}.experts" + ("" if expert is None else f".{expert}")
+
+    def _weights(self, experts: nn.Module, ids: range) -> tuple[Weights, dict[int, Weights]]:
+        """The weights that all experts share, and those of each expert by its id. Sets `experts.per_expert`."""
+        setattr(experts, "per_expert", self.per_expert)  # noqa: B010 - nn.Module declares no such attribute
+        held = expert_ids(experts)
+        shared: Weights = {}
+        of_experts: dict[int, Weights] = {expert: {} for expert in ids}
+        for name, tensor in experts.state_dict().items():
+            if name not in held:  # extra state, which is not a tensor
+                continue
+            if held[name].layout == "shared":
+                shared[name] = tensor
+                continue
+            for expert, (_, view) in zip(held[name].ids, global_tensors(name, tensor, held[name]), strict=True):
+                of_experts[expert][held[name].name] = view
+        return shared, of_experts
+
+    def _check_shapes(self, own: Weights, local: range, alone: Weights, expert: int) -> None:
+        shapes = [{name: [*tensor.shape] for name, tensor in weights.items()} for weights in (own, alone)]
+        for name in sorted(own.keys() | alone.keys()):
+            together, single = (f"shape {of[name]}" if name in of else "no tensor" for of in shapes)
+            if together != single:
+                raise ValueError(
+                    f"the expert layer {self.config.experts!r}: {name.replace('*', str(expert))} has {together} in a "
+                    f"layer with experts {local[0]}-{local[-1]}, and {single} in one with expert {expert} alone: stack "
+                    "the experts along the first dimension, keep one module per expert in an nn.ModuleList, or add "
+                    "`reset_expert`"
+                )
