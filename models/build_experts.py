@@ -27,6 +27,7 @@ class ExpertBuilder:
 
     def __init__(self, config: ModelConfig, layer: int, seed: int):
         self.config, self.layer, self.seed = config, layer, seed
+        self.found = expert_class(config.experts)
         first = self._construct(range(1))
         # What has one entry per expert has 1 entry with one expert and 2 with two. Other sizes equal these by chance.
         self.per_expert = entries(first, 1)
@@ -75,10 +76,11 @@ class ExpertBuilder:
 
     def _construct(self, ids: range, expert: int | None = None) -> nn.Module:
         """A layer with the experts `ids`, drawn with the seed of one of them; None: of the layer."""
-        found, keywords = expert_class(self.config.experts), {"expert_ids": ids, "layer": self.layer}
+        keywords = {"expert_ids": ids, "layer": self.layer}
+        given = {name: keywords[name] for name in accepted_keywords(self.found)}
         try:
             with seeded(self.seed, self._seed_name(expert)):
-                experts = found(self.config, len(ids), **{key: keywords[key] for key in accepted_keywords(found)})
+                experts = self.found(self.config, len(ids), **given)
         except TypeError as error:
             what = f"cannot build the expert layer {self.config.experts!r}"
             raise ValueError(f"{what}: {describe_error(error)}") from error

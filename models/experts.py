@@ -44,6 +44,7 @@ from moe_dualpipe.kernels.backend import Kernels
 from moe_dualpipe.kernels.experts import experts
 from moe_dualpipe.kernels.routing import ExpertOrder
 from moe_dualpipe.kernels.weight_grads import WeightGrads
+from moe_dualpipe.messages import describe, printable
 
 from .config import ModelConfig
 
@@ -80,7 +81,7 @@ def expert_class(name: str) -> type[nn.Module]:
     try:
         imported = importlib.import_module(module)
     except ImportError as error:
-        raise ValueError(f"cannot import the expert layer {name!r}: {error}") from error
+        raise ValueError(f"cannot import the expert layer {name!r}: {describe(error)}") from error
     except (Exception, SystemExit) as error:  # the file can do anything, such as call a main function
         raise ValueError(f"cannot import the expert layer {name!r}: {describe_error(error)}") from error
     found = getattr(imported, attribute, None)
@@ -111,9 +112,8 @@ def accepted_keywords(found: type[nn.Module]) -> set[str]:
 def describe_error(error: BaseException) -> str:
     """One line: the type, the place and the message of an error in a file of the user."""
     if isinstance(error, SyntaxError):
-        file, line, message = error.filename, error.lineno, error.msg
+        file, line, message = error.filename or "?", error.lineno, error.msg
     else:
         place = traceback.extract_tb(error.__traceback__)[-1]
-        file, line, message = place.filename, place.lineno, str(error)
-    first_line = message.strip().partition("\n")[0]
-    return f"{type(error).__name__} in {Path(file or '?').name}, line {line}" + f": {first_line}" * bool(first_line)
+        file, line, message = place.filename, place.lineno, error
+    return f"{type(error).__name__} in {Path(file).name}, line {line}: {printable(message)}"

@@ -26,7 +26,7 @@ from .save import STEP_FOLDER, gather_objects, list_checkpoints
 
 _TRAINING_OPTIONS = {"init_std", "sequence_loss", "z_loss", "mtp_weight"}  # no effect on the forward pass
 
-_EXPERT_HINT = "custom experts can change --ep only if the first dimension of each of their parameters is the expert"
+_EXPERT_HINT = "custom experts can change --ep only if they share no parameters (docs/experts.md)"
 
 
 def find_checkpoint(path: str, warn: Callable[[str], None] | None = None) -> Path:

@@ -1,0 +1,49 @@
+"""Custom expert layers: parameters that are stacked, in lists, or shared, with and without `reset_expert`."""
+
+import torch
+from torch import nn
+
+
+class Stacked(nn.Module):
+    """Stacks its experts, and knows nothing about ids. The width of `bias` may equal the number of experts."""
+
+    def __init__(self, config, num_local_experts):
+        super().__init__()
+        width = config.hidden_size
+        self.scale = nn.Parameter(torch.randn(1))
+        self.up = nn.Parameter(torch.randn(num_local_experts, width, width) * 0.1)
+        self.bias = nn.Parameter(torch.randn(width))
+        self.register_buffer("shift", torch.randn(num_local_experts))
+
+    def forward(self, x_MD, expert_offsets):
+        pieces = x_MD.split(expert_offsets.diff().tolist())
+        outs = [piece @ up * self.scale + shift for piece, up, shift in zip(pieces, self.up, self.shift, strict=True)]
+        return torch.cat(outs) + self.bias
+
+
+class WithReset(Stacked):
+    @torch.no_grad()
+    def reset_expert(self, e):
+        self.up[e].normal_(std=0.1)
+        self.shift[e].normal_()
+
+
+class Listed(nn.Module):
+    """One module per expert; experts 0 and 1 are null. Records what its constructor gets."""
+
+    def __init__(self, config, num_local_experts, *, expert_ids, layer):
+        super().__init__()
+        self.ids, self.layer = expert_ids, layer
+        assert len(expert_ids) == num_local_experts
+        self.each = nn.ModuleList(
+            Null() if e < 2 else nn.Linear(config.hidden_size, config.hidden_size) for e in expert_ids
+        )
+
+    def forward(self, x_MD, expert_offsets):
+        pieces = x_MD.split(expert_offsets.diff().tolist())
+        return torch.cat([expert(piece) for expert, piece in zip(self.each, pieces, strict=True)])
+
+
+class Null(nn.Module):
+    def forward(self, x):
+        return torch.zeros_like(x)
