@@ -10,9 +10,11 @@
     moe-dualpipe generate runs/tiny --prompt "def "
     moe-dualpipe model show deepseek-v3 --pp 16 --ep 64
 
-Invalid options print one line and exit with code 2. An invalid schedule exits with code 1.
+Invalid options print one line and exit with code 2. An invalid schedule and a full disk exit with code 1.
 """
 
+import errno
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -31,6 +33,7 @@ from .commands.schedule import ScheduleCommands
 from .messages import describe
 from .option_errors import one_line_errors
 from .schedule import ScheduleError
+from .standard_streams import protect_streams
 
 COMMANDS = {
     "schedule": ScheduleCommands, "profile": ProfileCommands, "data": DataCommands, "plot": Plot, "generate": Generate,
@@ -38,17 +41,25 @@ COMMANDS = {
 }  # fmt: skip
 
 
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
+    protect_streams("stderr")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # generated text may have characters that a terminal lacks
     try:
-        with one_line_errors():
-            chosen: Any = tyro.extras.subcommand_cli_from_dict(
-                COMMANDS, args=arguments, prog="moe-dualpipe", config=(OmitSubcommandPrefixes,)
-            )
-        getattr(chosen, "command", chosen).run()
-        sys.stdout.flush()
+        try:
+            with one_line_errors():
+                chosen: Any = tyro.extras.subcommand_cli_from_dict(
+                    COMMANDS, args=arguments, prog="moe-dualpipe", config=(OmitSubcommandPrefixes,)
+                )
+            getattr(chosen, "command", chosen).run()
+        finally:  # also after --help, which exits
+            _flush_output()
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except ScheduleError as error:
         print(error, file=sys.stderr)
         return 1
@@ -58,8 +69,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, ImportError) as error:
         if os.environ.get("RANK", "0") == "0":  # print once, not on every process of torchrun
             print(f"moe-dualpipe: error: {describe(error)}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, OSError) and error.errno in DISK_ERRORS else 2
     return 0
+
+
+def _flush_output() -> None:
+    """Raises OSError if that fails. The output is then discarded: Python would flush it again at exit, and fail."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        error.filename = "standard output"
+        raise
 
 
 if __name__ == "__main__":

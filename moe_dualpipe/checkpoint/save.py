@@ -210,7 +210,8 @@ def _complete(final: Path, manifest: Manifest, contents: Mapping[str, bytes]) ->
 def _remove_old(newest: Path, keep: int) -> None:
     """Remove the checkpoints before `newest`, except the last `keep - 1`. Later ones belong to another run."""
     checkpoints = list_checkpoints(newest.parent)
-    for old in checkpoints[checkpoints.index(newest) + keep :]:
+    first = checkpoints.index(newest) if newest in checkpoints else len(checkpoints)  # the folder may be removed
+    for old in checkpoints[first + keep :]:
         removed = hidden(old, "removed")  # renamed first, so that its name never stands for part of a checkpoint
         with suppress(OSError):
             old.rename(removed)

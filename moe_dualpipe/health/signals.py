@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -51,4 +51,5 @@ class Stop:
             self.requested = True
             if self.announce:
                 name = signal.Signals(number).name
-                os.write(2, f"\n{name}: stopping after this step and a checkpoint; repeat to stop now\n".encode())
+                with suppress(OSError):  # stderr may be on a full disk
+                    os.write(2, f"\n{name}: stopping after this step and a checkpoint; repeat to stop now\n".encode())

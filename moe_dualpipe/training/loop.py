@@ -20,6 +20,7 @@ from ..health.watch import joining, watch_ranks
 from ..messages import describe, printable
 from ..runtime.groups import init_world
 from ..runtime.launch import Launch
+from ..standard_streams import protect_streams
 from . import restart
 from .command_line import parse_arguments
 from .metrics import peak_memory_mb, progress_bar
@@ -34,6 +35,7 @@ _ADVICE = "resume from an earlier one with a lower --optim.lr, or check the data
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run train.py. Invalid options print one line and exit with code 2."""
+    protect_streams("stdout", "stderr")
     launch = Launch.from_environment()
     arguments = sys.argv[1:] if arguments is None else arguments
     with _exit_on_invalid_option(launch):

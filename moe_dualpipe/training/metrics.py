@@ -4,7 +4,6 @@ import importlib.util
 import json
 import resource
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from tqdm import tqdm
 
 from ..models import ModelConfig
 from ..planner.flops import peak_flops, train_flops_per_token
+from .appended_file import AppendedFile
 
 FILE = "metrics.jsonl"
 
@@ -22,40 +22,44 @@ class Metrics:
     """Appends records to `<run>/metrics.jsonl`. tensorboard: also writes them to `<run>/tensorboard/`.
 
     enabled: True on one rank; the others write nothing. first_step: removes the records of later steps, which a resumed
-    run repeats.
+    run repeats. If a file cannot be written, training continues, and later calls try again (appended_file.py).
     """
 
     def __init__(self, run: Path, enabled: bool, first_step: int = 0, tensorboard: bool = False):
         self._file = self._board = None
-        if not enabled:
-            return
-        run.mkdir(parents=True, exist_ok=True)
-        path = run / FILE
-        fresh = path.with_suffix(".new")
-        fresh.write_text("".join(line for line in _lines(path) if json.loads(line)["step"] <= first_step))
-        fresh.replace(path)
-        self._file = path.open("a", buffering=1)
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+        if enabled:
+            path = run / FILE
+            self._file = AppendedFile(path, lambda: _remove_later(path, first_step))
+        if enabled and tensorboard:
+            from .event_file import EventFile
 
-            self._board = SummaryWriter(str(run / "tensorboard"), purge_step=first_step + 1)
+            self._board = EventFile(run / "tensorboard", first_step + 1)
 
     def write(self, **record: Any) -> None:
-        """Append a record. If the disk is full, training continues, and the file's buffer tries again later."""
+        """Append a record, with the key `step`."""
         if self._file is not None:
-            with suppress(OSError):
-                self._file.write(json.dumps(record) + "\n")
+            self._file.append((json.dumps(record) + "\n").encode())
         if self._board is not None:
-            for name, value in record.items():
-                if name != "step" and isinstance(value, int | float):
-                    self._board.add_scalar(name, value, record["step"])
+            self._board.write(**record)
 
     def close(self) -> None:
-        if self._file is not None:
-            with suppress(OSError):
-                self._file.close()
-        if self._board is not None:
-            self._board.close()
+        for file in (self._file, self._board):
+            if file is not None:
+                file.close()
+
+
+def _remove_later(path: Path, step: int) -> None:
+    """Remove the records of steps after `step`, and part of a line that a killed process left."""
+    if not path.exists():
+        return
+    kept = "".join(line for line in _lines(path) if json.loads(line)["step"] <= step).encode()
+    if path.stat().st_size != len(kept):
+        fresh = path.with_suffix(".new")
+        try:
+            fresh.write_bytes(kept)
+            fresh.replace(path)
+        finally:
+            fresh.unlink(missing_ok=True)
 
 
 def check_tensorboard() -> None:

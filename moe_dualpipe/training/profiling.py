@@ -1,4 +1,7 @@
-"""Record some training steps on every rank, and report at the end of the run where their time went."""
+"""Record some training steps on every rank, and report at the end of the run where their time went.
+
+A recording that cannot be written, as on a full disk, does not end the run: the report says why there is none.
+"""
 
 import json
 import socket
@@ -28,6 +31,8 @@ from ..schedule import Schedule
 WARM_UP = 2
 """Number of steps before the first recorded step."""
 
+RankPart = tuple[list[Step], str, float, TracedDevice]
+
 
 class StepProfiler:
     """Record `steps` steps of this rank into `folder`, after WARM_UP steps that follow `first_step`."""
@@ -40,13 +45,15 @@ class StepProfiler:
         self.path = folder / f"rank{layout.rank}.json.gz"
         self._barrier_us = 0.0
         self._open = ExitStack()
+        self._error = ""
 
     @contextmanager
     def step(self, index: int) -> Iterator[None]:
         """Wrap the training step with this index, counted from 0. Collective."""
         if self.recorded and index == self.recorded.start:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._open.enter_context(capture(self.path, self.device))
+            with self._no_failure():
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._open.enter_context(capture(self.path, self.device))
             dist.barrier()
             self._barrier_us = time.time_ns() / 1e3
         with record_function(f"{STEP}{index + 1}"):
@@ -54,26 +61,51 @@ class StepProfiler:
             if index in self.recorded:
                 synchronize(self.device)  # the recording of a step must include its update
         if index + 1 == self.recorded.stop:
-            self._open.close()
+            with self._no_failure():
+                self._open.close()
+            if self._error:
+                with suppress(OSError):
+                    self.path.unlink(missing_ok=True)  # part of a trace; a full disk needs the space
+
+    @contextmanager
+    def _no_failure(self) -> Iterator[None]:
+        """Note the error of the body, if it raises one."""
+        try:
+            yield
+        except (OSError, RuntimeError, ValueError) as error:  # torch raises RuntimeError, a damaged file ValueError
+            self._error = self._error or f"rank {self.layout.rank}: {error}"
 
     def report(self) -> str:
         """Write the report and the figure, and return the report as text on rank 0. Collective.
 
-        The text is empty on other ranks, and if no step was recorded.
+        The text is empty on other ranks, and if no step was recorded. If a rank could not record or write, it says why.
         """
         if not self.recorded:
             return ""
+        own = None
+        with self._no_failure():
+            own = self._own_part() if not self._error else None
+        ranks = [(own, "")] * dist.get_world_size() if self.layout.rank == 0 else None
+        dist.gather_object((own, self._error), ranks, dst=0)
+        if ranks is None:
+            return ""
+        parts, errors = [part for part, _ in ranks if part], [error for _, error in ranks if error]
+        text = ""
+        if not errors:
+            with self._no_failure():
+                text = self._report(parts)
+        return text or f"no profile: {'; '.join(errors or [self._error])}"
+
+    def _own_part(self) -> RankPart:
+        """This rank's steps, host name, time of the barrier and analyzed device."""
         trace = host_as_device(read_trace(self.path), COMMUNICATION)
         steps = recorded_steps(trace, self.schedule.actions[self.layout.pp_rank])
         found = analyze_devices(self.path, only_expert_transfers(trace), pictures=False)
         device = max(found, key=lambda device: device.analysis.compute_us)  # a few kernels may run on other devices
-        own = steps, socket.gethostname(), self._barrier_us, device
-        ranks = [own] * dist.get_world_size() if self.layout.rank == 0 else None
-        dist.gather_object(own, ranks, dst=0)
-        return self._report(ranks) if ranks else ""
+        return steps, socket.gethostname(), self._barrier_us, device
 
-    def _report(self, ranks: list[tuple[list[Step], str, float, TracedDevice]]) -> str:
-        """The report as text. ranks: the steps, host name, time of the barrier and analyzed device of each rank."""
+    def _report(self, ranks: list[RankPart]) -> str:
+        """Write the report, and return it as text."""
         steps, hosts, barriers, devices = (list(column) for column in zip(*ranks, strict=True))
         steps = align_clocks(steps, hosts, barriers)
         layout = self.layout

@@ -16,12 +16,19 @@ from ..checkpoint import find_checkpoint, list_checkpoints
 
 
 def mark_folder(folder: Path, local_rank: int) -> None:
-    """Write the launcher's file into the run's folder. Does nothing without a launcher."""
+    """Write the launcher's file into the run's folder. Does nothing without a launcher.
+
+    Raises ValueError if there can be no such file: after a restart, the run would not be found.
+    """
     path = _launcher_file(folder)
     if path is not None and local_rank == 0 and not path.exists():
-        path.parent.mkdir(exist_ok=True)
         started = time.strftime("%Y-%m-%d %H:%M:%S%z")
-        path.write_text(json.dumps({"started": started, "run_id": os.environ["TORCHELASTIC_RUN_ID"]}) + "\n")
+        try:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(json.dumps({"started": started, "run_id": os.environ["TORCHELASTIC_RUN_ID"]}) + "\n")
+        except OSError as error:
+            if not path.exists():  # an empty one will do: the contents are for people
+                raise ValueError(f"cannot write {path}: {error.strerror}") from None
 
 
 def is_own_folder(folder: Path) -> bool:

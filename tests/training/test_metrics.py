@@ -1,7 +1,6 @@
 """The metrics of a run, and the curves drawn from them."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -166,13 +165,3 @@ def test_plot_rejects_an_output_file_that_it_cannot_write(tmp_path, capsys):
     assert main(["plot", str(tmp_path / "a"), "--out", str(tmp_path / "x.txt")]) == 2
     assert "cannot write 'x.txt': use one of .png, .svg, .pdf" in capsys.readouterr().err
     assert read_records(tmp_path / "a")[1]["loss"] == 4
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_does_not_raise(tmp_path):
-    writer = Metrics(tmp_path, enabled=True)
-    writer.close()
-    writer._file = Path("/dev/full").open("a", buffering=1)  # noqa: SIM115
-    writer.write(step=1)
-    writer.close()
-    assert writer._file.closed

@@ -1,0 +1,177 @@
+"""A full disk and a removed folder: training continues, and what can be written later is written later."""
+
+import contextlib
+import errno
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from moe_dualpipe.training import profiling, restart
+from moe_dualpipe.training.appended_file import AppendedFile
+from moe_dualpipe.training.loop import TrainingRun, main
+from moe_dualpipe.training.metrics import Metrics, read_records
+from tests.support import ranks
+from tests.support.ranks import run_failing_ranks, run_ranks
+from tests.support.runs import SMALL, losses, make_trainer, records, settings, train, train_and_listen
+
+needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+
+
+def full_disk(*_, **__):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder on a file system of 64 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    with contextlib.ExitStack() as unmount:
+        try:
+            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError):
+            pytest.skip("cannot mount a file system")
+        unmount.callback(subprocess.run, ["umount", "-l", folder], check=True)
+        yield folder
+
+
+def test_records_wait_until_there_is_space(small_disk, capsys):
+    ballast, out = small_disk / "ballast", small_disk / "run"
+    writer = Metrics(out, enabled=True)
+    writer.write(step=1)
+    with contextlib.suppress(OSError):
+        ballast.write_bytes(bytes(1 << 20))
+    for step in range(2, 500):
+        writer.write(step=step, note="x" * 20)
+    found = [record["step"] for record in read_records(out)]
+    assert found == [*range(1, len(found) + 1)]
+    assert 1 < len(found) < 499
+    assert (out / "metrics.jsonl").read_text().endswith("}\n"), "part of a record was left"
+    ballast.unlink()
+    writer.write(step=500)
+    writer.close()
+    assert [record["step"] for record in read_records(out)] == [*range(1, 501)]
+    problem = f"{out}/metrics.jsonl cannot be written: No space left on device; the run continues and tries again"
+    assert capsys.readouterr().err == f"\ntrain.py: warning: {problem}\n"
+
+
+def test_a_resumed_run_removes_repeated_records_as_soon_as_it_can(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "metrics.jsonl"
+    old = '{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st'
+    path.write_text(old)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full_disk)
+        writer = Metrics(tmp_path, enabled=True, first_step=1)
+        writer.write(step=2, again=True)
+        assert path.read_text() == old
+        assert list(tmp_path.iterdir()) == [path]
+    writer.write(step=3, again=True)
+    writer.close()
+    assert path.read_text() == '{"step": 1}\n{"step": 2, "again": true}\n{"step": 3, "again": true}\n'
+    assert capsys.readouterr().err.count("No space left on device") == 1
+
+
+def test_a_removed_folder_is_made_again_and_lost_records_are_counted(tmp_path, capsys):
+    file = AppendedFile(tmp_path / "run" / "records")
+    file.append(b"1\n")
+    shutil.rmtree(tmp_path / "run")
+    file.append(b"2\n")
+    assert (tmp_path / "run" / "records").read_bytes() == b"2\n"
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "run").write_text("not a folder")
+    file.append(b"3\n", b"4\n")
+    file.close()
+    assert capsys.readouterr().err.endswith(f"train.py: warning: {tmp_path}/run/records lacks the last 2 records\n")
+
+
+@needs_dev_full
+def test_tensorboard_gets_all_records_once_there_is_space(tmp_path, capsys):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    writer = Metrics(tmp_path, enabled=True, tensorboard=True)
+    board = writer._board._file
+    real, board.path = board.path, Path("/dev/full")
+    for step in (1, 2, 3):
+        writer.write(step=step, loss=float(step))
+    board.path = real
+    writer.close()
+    found = events.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in found.Scalars("loss")] == [(1, 1), (2, 2), (3, 3)]
+    assert capsys.readouterr().err.count("No space left on device") == 1
+
+
+def train_with_output_to(output, arguments):
+    for stream in (1, 2):
+        os.dup2(os.open(output, os.O_WRONLY), stream)
+    main(arguments)
+
+
+@needs_dev_full
+def test_a_run_with_its_output_on_a_full_disk_trains_and_saves(tmp_path):
+    arguments = [*map(str, ("--steps", 2, "--out", tmp_path, *SMALL, "--eval-sequences", 1, "--sample-tokens", 1))]
+    process = ranks._context.Process(target=train_with_output_to, args=("/dev/full", arguments))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert (tmp_path / "checkpoints" / "step-000002" / "run.json").exists()
+    assert list(losses(records(tmp_path))) == [1, 2]
+
+
+def train_with_a_failing_profile(rank, config, where):
+    if rank == 1 and where == "start":
+        profiling.capture = full_disk
+    if rank == 0 and where == "report":
+        profiling.pipeline_text = full_disk
+    return train_and_listen(rank, config)
+
+
+@pytest.mark.parametrize("where,rank", [("start", 1), ("report", 0)])
+def test_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path, where, rank):
+    config = settings(tmp_path, steps=4, profile=1)
+    printed = run_ranks(2, train_with_a_failing_profile, config, where)[0]
+    assert f"no profile: rank {rank}: [Errno 28] No space left on device\n" in printed
+    assert f"saved {tmp_path}/checkpoints/step-000004" in printed
+
+
+def train_and_remove_the_folder(rank, config):
+    trainer = make_trainer(rank, config)
+    do_step = trainer.train_step
+
+    def train_step(step):
+        if step == 1 and rank == 0:
+            shutil.rmtree(config.checkpoint.out)
+        return do_step(step)
+
+    trainer.train_step = train_step
+    TrainingRun(trainer).run()
+    return list(losses(records(config.checkpoint.out)))
+
+
+def test_a_run_whose_folder_is_removed_continues_in_a_new_one(tmp_path):
+    config = settings(tmp_path / "run", steps=3, profile=1)
+    assert run_ranks(2, train_and_remove_the_folder, config)[0] == [2, 3]
+    assert (tmp_path / "run" / "checkpoints" / "step-000003" / "run.json").exists()
+    assert (tmp_path / "run" / "profile" / "report.json").exists()
+
+
+def test_a_disk_too_small_for_a_checkpoint_still_gets_the_metrics(small_disk):
+    for error in run_failing_ranks(2, train, settings(small_disk, steps=3, save_every=2)):
+        assert error.endswith("SystemExit: 1\n")
+    saved = read_records(small_disk)
+    assert list(losses(saved)) == [1, 2, 3]
+    assert [record["step"] for record in saved if "No space left" in record.get("save_error", "")] == [2, 3]
+
+
+def test_a_launcher_file_is_written_or_refused_before_the_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", full_disk)
+        with pytest.raises(ValueError, match=r"cannot write .*launchers/.*json: No space left on device"):
+            restart.mark_folder(tmp_path, 0)
+    with monkeypatch.context() as patch:  # there is room for a name, but not for contents
+        patch.setattr(Path, "write_text", lambda path, _: (path.touch(), full_disk()))
+        restart.mark_folder(tmp_path, 0)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert restart.is_own_folder(tmp_path)
