@@ -66,7 +66,8 @@ def _layout(config: TrainConfig, launch: Launch) -> Layout:
     if pp is None:
         if world_size % ep:
             raise ValueError(
-                f"--ep {ep} does not divide the {plural(world_size, 'process', 'es')}: start a multiple of {ep} processes"
+                f"--ep {ep} does not divide the {plural(world_size, 'process', 'es')}: "
+                f"start a multiple of {ep} processes"
             )
         pp = world_size // ep
     if world_size % pp:

@@ -277,5 +277,5 @@ def test_a_recording_without_device_events_is_an_error(tmp_path):
     (tmp_path / "t.json").write_text('{"traceEvents": [{"ph": "M", "name": "nothing"}]}')
     from moe_dualpipe.profiler.files import analyze_files
 
-    with pytest.raises(TraceError, match="no kernel on a device, and no operator on a CPU, in 1 event$"):
+    with pytest.raises(TraceError, match=r"no kernel on a device, and no operator on a CPU, in 1 event$"):
         analyze_files([tmp_path / "t.json"])
