@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
@@ -121,7 +122,15 @@ def load_checkpoint(checkpoint: Path, state: Mapping[str, Tensor]) -> None:
             dcp.load(dict(state), storage_reader=_Reader(checkpoint, metadata))
     except dcp.CheckpointException as error:
         rank, (reason, _) = min(error.failures.items())
-        raise ValueError(f"cannot load {checkpoint}: rank {rank}: {str(reason).strip().splitlines()[0]}") from None
+        raise ValueError(f"cannot load {checkpoint}: rank {rank}: {_reason(reason)}") from None
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of an error of torch. Not that of torch.load, which advises to run the code in the file."""
+    if isinstance(error, UnpicklingError):
+        return "a file holds something other than tensors"
+    first, *_ = [*str(error).strip().splitlines(), type(error).__name__]
+    return printable(first)
 
 
 def check_shapes(where: Path, state: Mapping[str, Tensor], saved: Mapping[str, Sequence[int]], hint: str = "") -> None:

@@ -31,11 +31,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ..messages import printable, quoted
+from ..strict_json import check_regular, read_file
 
 RUN_FILE, TENSORS_FILE, EXPORT_FILE = "run.json", "tensors.json", "checksums.json"
 
 _FILE_NAME = re.compile(r"[\w.-]{1,200}", re.ASCII)  # no path separator: stays in the checkpoint's folder
-_MAX_JSON_BYTES = 2**28  # a million tensors need a fifth of this
+_MAX_DIMS = 64  # of a tensor of torch
+_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _BLOCK = 2**22  # bytes read at a time
 
 
@@ -87,8 +89,10 @@ class ExportManifest(_Description):
 def read_manifest(checkpoint: Path) -> Manifest:
     """Read run.json of a checkpoint. Raises ValueError if it is missing, invalid or damaged."""
     with _reading(path := checkpoint / RUN_FILE):
-        saved = _read_json(path)
-        manifest = Manifest(_count(saved["step"]), dict(saved["model"]), _files(saved))
+        saved = read_file(path, follow_links=False)
+        if not isinstance(model := saved["model"], dict):
+            raise ValueError(f"its model is {quoted(model, 60)}")
+        manifest = Manifest(_count(saved["step"]), model, _files(saved))
         _check_description(saved, manifest, TENSORS_FILE)
     return manifest
 
@@ -102,10 +106,10 @@ def verify_export(folder: Path, *required: str) -> int:
     if not (path := folder / EXPORT_FILE).exists():
         return 0
     with _reading(path):
-        saved = _read_json(path)
+        saved = read_file(path)
         manifest = ExportManifest(_files(saved))
         _check_description(saved, manifest, *required)
-    _verify_files(folder, manifest.files)
+    _verify_files(folder, manifest.files, follow_links=True)
     return manifest.checksum
 
 
@@ -127,19 +131,16 @@ def verify_checkpoint(checkpoint: Path) -> Manifest:
     Reads all files once, at the speed of the disk or of CRC-32 (1 GB/s or more), whichever is slower.
     """
     manifest = read_manifest(checkpoint)
-    _verify_files(checkpoint, manifest.files)
+    _verify_files(checkpoint, manifest.files, follow_links=False)
     return manifest
 
 
-def _verify_files(folder: Path, files: Mapping[str, FileChecksum]) -> None:
+def _verify_files(folder: Path, files: Mapping[str, FileChecksum], follow_links: bool) -> None:
     try:
         for name, expected in files.items():
-            path = folder / name
-            if not path.is_file():
-                raise ValueError(f"{name} is missing")
-            if (length := path.stat().st_size) != expected.length:
+            if (length := _size_of(folder, name, follow_links)) != expected.length:
                 raise ValueError(f"{name} has {length:,} bytes, expected {expected.length:,}")
-            if _crc32(path) != expected.crc32:
+            if _crc32(folder / name) != expected.crc32:
                 raise ValueError(f"{name} does not match its checksum")
     except OSError as error:
         raise ValueError(f"{error.filename}: {error.strerror}") from None
@@ -148,9 +149,15 @@ def _verify_files(folder: Path, files: Mapping[str, FileChecksum]) -> None:
 def read_tensor_metadata(checkpoint: Path) -> dcp.Metadata:
     """Read tensors.json: the position of each tensor. Raises ValueError if an entry is not a tensor in this folder."""
     described, stored = {}, {}
+    sizes: dict[str, int] = {}
     with _reading(path := checkpoint / TENSORS_FILE):
-        for name, entry in _read_json(path).items():
+        for name, entry in read_file(path, follow_links=False).items():
             dtype, shape, stored_at = _parse_entry(entry)
+            file, end = stored_at.relative_path, stored_at.offset + stored_at.length
+            if file not in sizes:
+                sizes[file] = _size_of(checkpoint, file)
+            if end > sizes[file]:
+                raise ValueError(f"{quoted(name, 60)} ends at byte {end:,} of {file}, which has {sizes[file]:,}")
             chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
             described[name] = TensorStorageMetadata(TensorProperties(dtype), shape, [chunk])
             stored[MetadataIndex(name, chunk.offsets)] = stored_at
@@ -158,10 +165,11 @@ def read_tensor_metadata(checkpoint: Path) -> dcp.Metadata:
 
 
 def _parse_entry(saved: Any) -> tuple[torch.dtype, torch.Size, _StorageInfo]:
-    dtype = getattr(torch, str(saved["dtype"]), None)
-    if not isinstance(dtype, torch.dtype):
+    if (dtype := _DTYPES.get(str(saved["dtype"]))) is None:
         raise ValueError(f"{quoted(saved['dtype'], 60)} is not a dtype")
-    shape = torch.Size([_count(size) for size in saved["shape"]])
+    if not isinstance(sizes := saved["shape"], list) or len(sizes) > _MAX_DIMS:
+        raise ValueError(f"{quoted(sizes, 60)} is not a shape")
+    shape = torch.Size([_count(size) for size in sizes])
     file, offset, length = _file_name(saved["file"]), _count(saved["offset"]), _count(saved["length"])
     if length < math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{length} bytes cannot hold shape {quoted(list(shape), 60)} in {dtype}")
@@ -174,20 +182,20 @@ def _file_name(value: Any) -> str:
     return value
 
 
+def _size_of(folder: Path, name: str, follow_links: bool = False) -> int:
+    """The size of a file. Raises ValueError if it is missing, not regular, or a link that could lead elsewhere."""
+    try:
+        return check_regular(folder / name, follow_links).st_size
+    except FileNotFoundError:
+        raise ValueError(f"{name} is missing") from None
+    except ValueError as error:
+        raise ValueError(f"{name} is refused: {error}") from None
+
+
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**62:
         raise ValueError(f"{quoted(value, 60)} is not a valid count")
     return value
-
-
-def _read_json(path: Path) -> Any:
-    if path.exists() and not path.is_file():
-        raise ValueError("it is not a file")
-    with path.open("rb") as file:
-        data = file.read(_MAX_JSON_BYTES + 1)
-    if len(data) > _MAX_JSON_BYTES:
-        raise ValueError(f"it has more than {_MAX_JSON_BYTES:,} bytes")
-    return json.loads(data)
 
 
 @contextmanager

@@ -19,13 +19,16 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..data import TOKENIZER_FILE
 from ..expert_parallel.parameters import expert_ids, global_tensors
-from ..messages import printable, quoted
+from ..messages import describe, printable, quoted
 from ..models import ModelConfig, TransformerStage, build_model
+from ..strict_json import read_file
 from .load import check_shapes, load_checkpoint, model_differences
-from .manifest import EXPORT_FILE, ExportManifest, FileChecksum, read_manifest, verify_export
+from .manifest import EXPORT_FILE, ExportManifest, FileChecksum, read_manifest, read_tensor_metadata, verify_export
+from .model_options import check_sizes, model_config
 from .save import gather_objects, hidden, sync, write_synced
 
 WEIGHTS_FILE, CONFIG_FILE, MODEL_TYPE = "model.safetensors", "config.json", "moe-dualpipe"
@@ -38,10 +41,13 @@ def load_model(checkpoint: Path, experts: str = "swiglu") -> TransformerStage:
     Raises ValueError if the checkpoint is unreadable or has experts other than `experts`. A checkpoint never decides
     which class is imported: the user must name it.
     """
+    tensors = read_tensor_metadata(checkpoint).state_dict_metadata.items()
+    shapes = [t.size for name, t in tensors if name.startswith(_PREFIX) and isinstance(t, TensorStorageMetadata)]
     try:
-        config = ModelConfig(**read_manifest(checkpoint).model)
-    except TypeError as error:
-        raise ValueError(f"cannot read the model of {checkpoint}: {printable(error)}") from None
+        config = model_config(read_manifest(checkpoint).model)
+        check_sizes(config, shapes)
+    except ValueError as error:
+        raise ValueError(f"cannot build the model of {checkpoint}: {printable(error)}") from None
     if config.experts != experts:
         raise ValueError(
             f"{checkpoint} has experts {quoted(config.experts)}, not {experts!r}: "
@@ -116,9 +122,9 @@ def check_weights(folder: Path, model: ModelConfig) -> None:
     if not (folder / WEIGHTS_FILE).is_file() or not (folder / CONFIG_FILE).is_file():
         raise ValueError(f"--weights {folder} must hold {WEIGHTS_FILE} and {CONFIG_FILE} from moe-dualpipe export")
     try:
-        saved = json.loads((folder / CONFIG_FILE).read_text())
+        saved = read_file(folder / CONFIG_FILE)
     except (ValueError, OSError) as error:
-        raise ValueError(f"cannot read {folder / CONFIG_FILE}: {error}") from None
+        raise ValueError(f"cannot read {folder / CONFIG_FILE}: {describe(error)}") from None
     if not isinstance(saved, dict) or saved.pop("model_type", None) != MODEL_TYPE:
         raise ValueError(f"{folder / CONFIG_FILE} was not written by moe-dualpipe export")
     if differences := model_differences(saved, model):

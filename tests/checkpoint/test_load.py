@@ -9,6 +9,7 @@ import random
 import pytest
 import torch
 
+from moe_dualpipe import strict_json
 from moe_dualpipe.checkpoint import (
     check_model,
     find_checkpoint,
@@ -20,6 +21,7 @@ from moe_dualpipe.checkpoint import (
 from moe_dualpipe.checkpoint.manifest import FileChecksum, Manifest
 from moe_dualpipe.models import ModelConfig
 from tests.support.checkpoints import loaded_step, newest, state_of
+from tests.support.mutations import check_message
 from tests.support.ranks import run_ranks
 
 
@@ -43,13 +45,38 @@ def truncate(path):
     os.truncate(path, path.stat().st_size - 1)
 
 
+def link(path, target):
+    path.rename(target)
+    path.symlink_to(target)
+    return target
+
+
+def pipe(path, *_):
+    path.unlink()
+    os.mkfifo(path)
+
+
+TOKENS = "tokens.txt"
+
+
 DAMAGES = {
     "truncated": (lambda c: truncate(c / "__1_0.distcp"), "__1_0.distcp has 3,"),
     "longer": (lambda c: (c / "__0_0.distcp").open("ab").write(b"x"), "__0_0.distcp has "),
     "flipped": (lambda c: flip_bit(c / "__1_0.distcp", 1000), "__1_0.distcp does not match its checksum"),
     "missing": (lambda c: (c / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
     "a missing extra file": (lambda c: (c / "tokens.txt").unlink(), "tokens.txt is missing"),
-    "a folder": (lambda c: [(c / "tokens.txt").unlink(), (c / "tokens.txt").mkdir()], "tokens.txt is missing"),
+    "a link": (lambda c: link(c / TOKENS, c.parent / TOKENS), f"{TOKENS} is refused: it is a symbolic link"),
+    "a link inside": (lambda c: link(c / TOKENS, c / "copy"), f"{TOKENS} is refused: it is a symbolic link"),
+    "a dangling link": (lambda c: (c / link(c / TOKENS, c / "x")).unlink(), f"{TOKENS} is refused: it is a symbolic"),
+    "a linked run.json": (lambda c: link(c / "run.json", c.parent / "run"), "cannot read run.json: it is a symbolic"),
+    "a pipe": (lambda c: pipe(c / TOKENS), f"{TOKENS} is refused: it is not a file"),
+    "a pipe as run.json": (lambda c: pipe(c / "run.json"), "cannot read run.json: it is not a file"),
+    "nested": (lambda c: (c / "run.json").write_text("[" * 5000 + "]" * 5000), "cannot read run.json: its objects "),
+    "a nested model": (
+        lambda c: (c / "run.json").write_text('{"step": 9, "model": {"a": ' + "[" * 99 + "]" * 99 + '}, "files": {}}'),
+        "cannot read run.json: its objects and lists are nested more than 32 levels deep",
+    ),
+    "a folder": (lambda c: [(c / TOKENS).unlink(), (c / TOKENS).mkdir()], f"{TOKENS} is refused: it is not a file"),
     "no run.json": (lambda c: (c / "run.json").unlink(), "cannot read run.json: No such file"),
     "an empty run.json": (lambda c: (c / "run.json").write_bytes(b""), "cannot read run.json: Expecting value"),
     "another step": (
@@ -115,6 +142,12 @@ def test_a_load_that_fails_on_one_rank_fails_on_all(run):
     assert run_ranks(2, load_on_two_ranks, folders) == [5, 5]
 
 
+def test_the_folder_of_a_checkpoint_may_be_a_link(run):
+    newest(run).rename(run / "elsewhere")
+    newest(run).symlink_to(run / "elsewhere")
+    assert loaded_step(find_checkpoint(str(run))) == 9
+
+
 # ---- Hostile checkpoints ----
 
 
@@ -162,8 +195,9 @@ def test_a_payload_that_is_not_a_tensor_is_rejected(run, kind):
         place.update(file="__0_0.distcp", offset=0, length=len(payload))
     (newest(run) / "tensors.json").write_text(json.dumps(table))
     update_checksums(newest(run))
-    with pytest.raises(ValueError, match=r"cannot load .*step-000009: rank 0: "):
+    with pytest.raises(ValueError, match=r"cannot load .*step-000009: rank 0: ") as refused:
         loaded_step(find_checkpoint(str(run)))
+    check_message(refused.value)
     assert not marker.exists()
 
 
@@ -216,9 +250,27 @@ def test_a_valid_run_json_passes_with_the_checksum_of_the_cases_above(run):
 
 
 def test_a_run_json_that_is_too_large_is_not_read(run, monkeypatch):
-    monkeypatch.setattr(manifest, "_MAX_JSON_BYTES", 1000)
+    monkeypatch.setattr(strict_json, "MAX_BYTES", 1000)
     with pytest.raises(ValueError, match=r"run\.json: it has more than 1,000 bytes"):
         read_manifest(newest(run))
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "__1_0.distcp"])
+def test_a_file_that_is_shorter_than_its_tensors_is_refused(run, name):
+    truncate(newest(run) / name)
+    update_checksums(newest(run))
+    with pytest.raises(ValueError, match=rf"cannot read .*tensors.json: '\w+' ends at byte .* of {name}, which has "):
+        loaded_step(find_checkpoint(str(run)))
+
+
+@pytest.mark.parametrize("replace", [link, pipe])
+def test_a_file_that_run_json_does_not_list_is_refused_unless_it_is_regular(run, replace):
+    replace(newest(run) / "__1_0.distcp", run / "outside")
+    old = json.loads((newest(run) / "run.json").read_text())
+    files = {"tensors.json": FileChecksum.of((newest(run) / "tensors.json").read_bytes())}
+    (newest(run) / "run.json").write_bytes(Manifest(old["step"], old["model"], files).encode())
+    with pytest.raises(ValueError, match=r"cannot read .*tensors.json: __1_0.distcp is refused: it is "):
+        loaded_step(find_checkpoint(str(run)))
 
 
 @pytest.mark.parametrize("change,message", [
@@ -228,8 +280,13 @@ def test_a_run_json_that_is_too_large_is_not_read(run, monkeypatch):
     ({"dtype": "save"}, "'save' is not a dtype"),
     ({"dtype": "nn.Module"}, "is not a dtype"),
     ({"shape": [-1]}, "is not a valid count"),
+    ({"shape": [1] * 100_000}, "… is not a shape$"),
+    ({"shape": {"3": 1}}, "{'3': 1} is not a shape$"),
+    ({"file": "tokens.txt"}, "'both' ends at byte .* of tokens.txt, which has 5$"),
+    ({"file": "missing"}, "missing is missing"),
+    ({"length": 2**61, "offset": 2**61}, "'both' ends at byte 4,611,686,018,427,387,904 of __0_0.distcp, which has "),
     ({"shape": [2**40, 2**40]}, "bytes cannot hold"),
-    ({"shape": 5}, "not iterable"),
+    ({"shape": 5}, "5 is not a shape"),
     ({"length": 1}, "1 bytes cannot hold"),
     ({"offset": None}, "is not a valid count"),
 ], ids=str)  # fmt: skip

@@ -1,0 +1,112 @@
+"""JSON as the standard has it, and from files that may come from anyone.
+
+Python's json accepts NaN and numbers of any length, takes the last of two values with the same key, and raises
+RecursionError if lists are nested too deep, at a depth that depends on the version. Here all of these are ValueErrors
+with a message of one line. Written JSON has null for numbers that are not finite, because other parsers reject NaN.
+"""
+
+import json
+import math
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .messages import printable, quoted
+
+MAX_DEPTH = 32
+MAX_BYTES = 2**28  # the table of a million tensors needs a fifth of this
+_MAX_DIGITS = 40
+
+
+def parse(text: str | bytes, allow_nan: bool = False) -> Any:
+    """Return the value of a JSON text. Raises ValueError.
+
+    allow_nan: also accept NaN and Infinity.
+    """
+    hooks: Any = {} if allow_nan else {"parse_float": _finite_float, "parse_constant": _refuse_constant}
+    try:
+        value = json.loads(text, object_pairs_hook=_unique_keys, parse_int=_short_int, **hooks)
+    except RecursionError:
+        raise _too_deep() from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not text: {error.reason} at byte {error.start}") from None
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        lists = [item for item in level if isinstance(item, dict | list)]
+        level = [item for inside in lists for item in (inside.values() if isinstance(inside, dict) else inside)]
+        if not level:
+            return value
+    raise _too_deep()
+
+
+def read_file(path: Path, follow_links: bool = True) -> Any:
+    """Return the value in a JSON file. Raises ValueError, which does not name the file, and OSError.
+
+    follow_links: whether `path` may be a symbolic link.
+    """
+    check_regular(path, follow_links)
+    with path.open("rb") as file:
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"it has more than {MAX_BYTES:,} bytes")
+    return parse(data)
+
+
+def check_regular(path: Path, follow_links: bool = True) -> os.stat_result:
+    """Return the status of a file. Raises OSError if there is none, and ValueError if it is not a regular file.
+
+    Reading another kind may block forever (a pipe) or never end (a device).
+    """
+    status = path.stat() if follow_links else path.lstat()
+    if stat.S_ISLNK(status.st_mode):
+        raise ValueError("it is a symbolic link")
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError("it is not a file")
+    return status
+
+
+def write(value: Any, indent: int | None = None) -> str:
+    """Return `value` as JSON, with null for NaN and infinities."""
+    try:
+        return json.dumps(value, indent=indent, allow_nan=False)
+    except ValueError:
+        return json.dumps(finite(value), indent=indent, allow_nan=False)
+
+
+def finite(value: Any) -> Any:
+    """Return a copy of dicts, lists and numbers, with None for numbers that are not finite."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _too_deep() -> ValueError:
+    return ValueError(f"its objects and lists are nested more than {MAX_DEPTH} levels deep")
+
+
+def _unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"it has two values for {quoted(next(key for key in keys if keys.count(key) > 1), 60)}")
+    return found
+
+
+def _short_int(digits: str) -> int:
+    if len(digits) > _MAX_DIGITS:
+        raise ValueError(f"a number has {len(digits):,} digits")
+    return int(digits)
+
+
+def _finite_float(digits: str) -> float:
+    if math.isinf(number := float(digits)):
+        raise ValueError(f"{printable(digits, 20)} is not a finite number")
+    return number
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a finite number")
