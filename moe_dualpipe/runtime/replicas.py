@@ -87,17 +87,29 @@ def gradient_norm(sets: list[ReplicaSet], device: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def differing(replicas: ReplicaSet) -> dict[str, list[int]]:
-    """The parameters that are not bit-equal on all replicas, with the global ranks that deviate. Collective.
+def gather_checksums(replicas: ReplicaSet) -> Tensor | None:
+    """The checksums of all replicas, [replicas, parameters]; None without replicas. Collective.
 
-    Returns the same on all ranks. Ranks exchange checksums, not parameters. A rank deviates if its value differs from
-    that of more than half of the replicas; if there is no such majority, as with two replicas, all ranks deviate.
+    Does not block the host: compute it while the device is busy, and compare it later.
     """
     if replicas.group is None or not replicas.parameters:
-        return {}
+        return None
     own_P = torch.stack([checksum(parameter) for parameter in replicas.parameters.values()])
     sums_RP = own_P.new_empty(replicas.num_replicas, len(own_P))
     dist.all_gather(list(sums_RP.unbind()), own_P, group=replicas.group)
+    return sums_RP
+
+
+def differing(replicas: ReplicaSet, sums_RP: Tensor | None = None) -> dict[str, list[int]]:
+    """The parameters that are not bit-equal on all replicas, with the global ranks that deviate.
+
+    sums_RP: from `gather_checksums`; None: gather them now, which is collective. Returns the same on all ranks. A rank
+    deviates if its value differs from that of more than half of the replicas; if there is no such majority, as with two
+    replicas, all ranks deviate.
+    """
+    sums_RP = gather_checksums(replicas) if sums_RP is None else sums_RP
+    if replicas.group is None or sums_RP is None:
+        return {}
     ranks = dist.get_process_group_ranks(replicas.group)
     found = {}
     for name, sums_R in zip(replicas.parameters, sums_RP.T.tolist(), strict=True):
@@ -108,13 +120,13 @@ def differing(replicas: ReplicaSet) -> dict[str, list[int]]:
     return found
 
 
-def check_equal(replicas: ReplicaSet) -> None:
-    """Raise RuntimeError with parameters and ranks unless all replicas are bit-equal. Collective."""
+def check_equal(replicas: ReplicaSet, sums_RP: Tensor | None = None) -> None:
+    """Raise RuntimeError with parameters and ranks unless all replicas are bit-equal. sums_RP: as for `differing`."""
 
     def listed(ranks: list[int]) -> str:
         return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
-    if found := differing(replicas):
+    if found := differing(replicas, sums_RP):
         assert replicas.group is not None
         names, ranks = list(found), sorted(set().union(*found.values()))
         others = sorted(set(dist.get_process_group_ranks(replicas.group)) - set(ranks))

@@ -150,8 +150,9 @@ class HealthConfig:
     """Seconds that a rank waits for another one before the run fails. A rank that dies is detected sooner."""
     max_skipped: int = 10
     """Stop after this many consecutive steps with a non-finite loss or gradient. Such steps are skipped."""
-    check_replicas_every: OptionalInt = 100
-    """Steps between checks that replicas are bit-equal. None: check only at the start and the end."""
+    check_replicas_every: OptionalInt = 1
+    """Steps between checks that replicas are bit-equal, before the update (docs/training.md).
+    None: check only at the start, before each checkpoint, and at the end."""
 
 
 @dataclass(frozen=True, slots=True)

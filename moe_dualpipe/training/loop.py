@@ -109,7 +109,7 @@ class TrainingRun:
     def _train(self) -> int:
         """Train; returns the number of steps that are done."""
         trainer, steps = self.trainer, self.config.steps
-        check_every, save_every = self.config.health.check_replicas_every, self.config.checkpoint.save_every
+        save_every = self.config.checkpoint.save_every
         done, due = self.plan.first_step, False
         with progress_bar(steps, done, self.reporter.enabled) as bar:
             for step in range(done, steps):
@@ -117,8 +117,6 @@ class TrainingRun:
                     record = trainer.train_step(step)
                 self.reporter.step(record, bar)
                 done = step + 1
-                if check_every and done % check_every == 0:
-                    trainer.check_replicas()
                 due |= bool(save_every and done % save_every == 0)
                 # After a skipped step, the weights are as before and may be the reason: wait for an update.
                 if due and done < steps and not (trainer.stopping or trainer.skipped.in_a_row):
@@ -168,7 +166,11 @@ class TrainingRun:
         self.reporter.fail(f"{what} had a non-finite loss or gradient: {cause}; {consequence}")
 
     def _start_save(self, step: int) -> None:
-        """Wait until the last checkpoint is written, then start to write the one of `step`."""
+        """Wait until the last checkpoint is written, then start to write the one of `step`.
+
+        It stores one replica of each parameter, so they are compared before.
+        """
+        self.trainer.check_replicas()
         if self.saver.busy:
             self.reporter.say(f"step {step}: waiting for the last checkpoint, which is still being written")
         self._note(self.saver.wait())

@@ -4,7 +4,7 @@ B sequences, S positions, L layers, E experts.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ from ..overlap import WeightGrads
 from ..overlap.labels import GRADIENTS, OPTIMIZER
 from ..runtime import P2P, Executor, TensorSpec
 from ..runtime.groups import build_groups
-from ..runtime.replicas import check_equal, gradient_norm, replica_sets, sum_gradients
+from ..runtime.replicas import check_equal, gather_checksums, gradient_norm, replica_sets, sum_gradients
 from .balance import Balance
 from .learning_rate import learning_rate
 from .metrics import load_statistics, peak_memory_mb, utilisation
@@ -87,6 +87,9 @@ class Trainer:
         start = time.perf_counter()
         losses = self.training_losses(step)
         mean = 1 / (self.schedule.num_micro_batches * layout.dp)  # losses of micro-batches are averaged, not summed
+        check_every = config.health.check_replicas_every
+        # Before the update: with ZeRO it overwrites all replicas with that of the owner.
+        checksums = self._gather_checksums() if check_every and (step + 1) % check_every == 0 else None
         with record_function(GRADIENTS):
             for replicas in self.replicas:
                 sum_gradients(replicas)
@@ -96,6 +99,8 @@ class Trainer:
         load_LE = self.balance.loads(self.device)
         loss, norm_value = self._mean(losses), norm.item()
         mtp_loss = {"mtp_loss": self._mtp_loss()} if config.model.mtp_layers else {}
+        if checksums:
+            self.check_replicas(checksums)
         finite = self.skipped.finite(step + 1, loss, norm_value)
         balance = self.balance.after_step(load_LE, self.device, move=finite)
         with record_function(OPTIMIZER):
@@ -146,10 +151,14 @@ class Trainer:
         )  # fmt: skip
         return tokenizer.decode(tokens[0].tolist())
 
-    def check_replicas(self) -> None:
-        """Raise RuntimeError if replicas of a parameter or of a router's bias differ."""
-        for replicas in (*self.replicas, self.balance.replicas):
-            check_equal(replicas)
+    def check_replicas(self, checksums: Sequence[Tensor | None] = ()) -> None:
+        """Raise RuntimeError if replicas of a parameter or of a router's bias differ. checksums: computed before."""
+        compared = (*self.replicas, self.balance.replicas)
+        for replicas, sums_RP in zip(compared, checksums or self._gather_checksums(), strict=True):
+            check_equal(replicas, sums_RP)
+
+    def _gather_checksums(self) -> list[Tensor | None]:
+        return [gather_checksums(replicas) for replicas in (*self.replicas, self.balance.replicas)]
 
     def count_parameters(self) -> tuple[float, float]:
         """The numbers of dense and expert parameters of the whole model."""

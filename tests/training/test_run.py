@@ -114,10 +114,11 @@ def drifting_run(rank, config, when):
     return len(losses(records(config.checkpoint.out)))
 
 
-@pytest.mark.parametrize("every,when,recorded", [(None, 5, 6), (3, 1, 3)])
-def test_replicas_that_differ_stop_the_run_at_the_next_check(tmp_path, every, when, recorded):
-    # Not with ZeRO: the next step would overwrite the replicas with the owner's weights.
-    config = settings(tmp_path, pp=1, check_replicas_every=every, zero=False)
+@pytest.mark.parametrize("every,when,zero,recorded", [
+    (None, 5, False, 6), (3, 1, False, 2), (3, 1, True, 2), (1, 1, True, 2), (3, 3, False, 5),
+])  # fmt: skip
+def test_replicas_that_differ_stop_the_run_at_the_next_check(tmp_path, every, when, zero, recorded):
+    config = settings(tmp_path, pp=1, check_replicas_every=every, zero=zero)
     assert run_ranks(2, drifting_run, config, when)[0] == recorded
 
 
