@@ -41,7 +41,8 @@ class GroupedGemmOptions:
         """Raise ValueError for num_sms below 1, and for `parameters` whose gradients cannot be accumulated in fp32."""
         if self.num_sms is not None and self.num_sms < 1:
             raise ValueError(f"num_sms must be at least 1, or None for all: got {self.num_sms}")
-        for name, parameter in parameters.items() if self.accumulate and torch.is_grad_enabled() else ():
+        trained = {n: p for n, p in parameters.items() if p.requires_grad and torch.is_grad_enabled()}
+        for name, parameter in trained.items() if self.accumulate else ():
             if not parameter.is_leaf:
                 problem = f"{name} must be a leaf, not computed from other tensors"
                 raise ValueError(f"accumulate=True adds to {name}.grad: {problem}")
@@ -127,7 +128,7 @@ def _fits_grouped_mm(t: Tensor) -> bool:
 class _GroupedLinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_MI: Tensor, w_EOI: Tensor, expert_offsets: Tensor, options: GroupedGemmOptions) -> Tensor:
-        ctx.save_for_backward(x_MI, w_EOI, expert_offsets)
+        ctx.save_for_backward(x_MI if ctx.needs_input_grad[1] else None, w_EOI, expert_offsets)
         ctx.parameter, ctx.options = w_EOI, options
         return grouped_mm(x_MI, w_EOI, expert_offsets, num_sms=options.num_sms, kernels=options.kernels)
 

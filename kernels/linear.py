@@ -19,7 +19,7 @@ from .weight_grads import WeightGrads, accumulate, has_hooks
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, weight_grads: WeightGrads | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         # The gradient belongs to this parameter. With checkpointing, ctx.saved_tensors may have another tensor.
         ctx.parameter = weight
         ctx.weight_grads = weight_grads

@@ -28,6 +28,8 @@ share the other parameters. These start equal on all ranks, are not kept equal, 
 same number of ranks. Buffers are treated alike. To tell these cases apart, layers with one and with two experts are
 built, and their shapes compared.
 
+Parameters with `requires_grad=False` are frozen: never changed, without gradient and optimizer state.
+
 N rows received, M rows in expert-major order, K choices a row, D model dim, F inner width, E local experts. Any number
 of rows may be zero.
 """

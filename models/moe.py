@@ -66,13 +66,14 @@ class MoE(Segmented):
             self.router.count(ids_TK, losses_L)
         route = yield PrepareComm(DISPATCH, ep.prepare, ids_TK)
         dispatch, combine = partial(start_dispatch, ep, route), partial(start_combine, ep, route)
-        received = yield Comm(DISPATCH, dispatch, combine, x_TD, weights_TK)
+        spread = len(ep.local_experts) < ep.num_experts
+        received = yield Comm(DISPATCH, dispatch, combine, x_TD, weights_TK, collective=spread)
         # Shared experts need no data from other ranks: they hide the dispatch.
         shared = None
         if self.shared is not None:
             shared = yield Compute("mlp", partial(self.run_shared, recompute_x), x_TD, recompute=self.recompute)
         out_ND = yield Compute("mlp", partial(self.run_experts, route=route), received, recompute=self.recompute)
-        combined = yield Comm(COMBINE, combine, dispatch, out_ND, weights_first=True)
+        combined = yield Comm(COMBINE, combine, dispatch, out_ND, weights_first=True, collective=spread)
         return (combined,) if shared is None else (combined, shared)
 
     def run_shared(self, recompute_x: RecomputeTensor | None, x_TD: Tensor) -> Tensor:

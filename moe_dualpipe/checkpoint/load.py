@@ -8,9 +8,10 @@ that gets this name only when it is complete (save.py). A checkpoint may come fr
 """
 
 import dataclasses
+import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -107,7 +108,7 @@ def load_checkpoint(checkpoint: Path, state: Mapping[str, Tensor]) -> None:
         checksum, metadata = read_manifest(checkpoint).checksum, read_tensor_metadata(checkpoint)
         saved = metadata.state_dict_metadata.items()
         shapes = {name: entry.size for name, entry in saved if isinstance(entry, TensorStorageMetadata)}
-        check_shapes(checkpoint, state, shapes, f"; {_EXPERT_HINT}")
+        check_shapes(checkpoint, state, shapes)
     except ValueError as error:
         fault = str(error)
     verdicts = gather_objects((fault, checksum))
@@ -133,14 +134,24 @@ def _reason(error: BaseException) -> str:
     return printable(first)
 
 
-def check_shapes(where: Path, state: Mapping[str, Tensor], saved: Mapping[str, Sequence[int]], hint: str = "") -> None:
-    """Raise ValueError unless `saved`, the shapes in `where`, has every tensor of `state`. hint: if one is missing."""
+def check_shapes(where: Path, state: Mapping[str, Tensor], saved: Mapping[str, Sequence[int]]) -> None:
+    """Raise ValueError unless `saved`, the shapes in `where`, has every tensor of `state`."""
     if missing := sorted(set(state) - set(saved)):
         more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ValueError(f"{where} has no {missing[0]}{more}{hint}")
+        raise ValueError(f"{where} has no {missing[0]}{more}: {_why_missing(missing[0], saved)}")
     for name, tensor in state.items():
         if (shape := [*saved[name]]) != [*tensor.shape]:
             raise ValueError(f"{where}: {name} has shape {quoted(shape, 60)}, expected {[*tensor.shape]}")
+
+
+def _why_missing(name: str, saved: Collection[str]) -> str:
+    kind, _, weight = name.partition(".")
+    if kind != "model" and f"model.{weight}" in saved:
+        return "the weight was frozen; freeze it again, or start a new run from exported weights (--weights)"
+    stacked = re.sub(r"\.\d+(-\d+)?$", "", name)
+    if any(other.startswith(f"{stacked}.") for other in saved):
+        return _EXPERT_HINT
+    return "the model that was saved had no such tensor"
 
 
 class _Reader(dcp.FileSystemReader):

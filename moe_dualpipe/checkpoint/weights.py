@@ -168,8 +168,7 @@ def _load(folder: Path, weights: Mapping[str, Tensor]) -> None:
     path = folder / WEIGHTS_FILE
     try:
         with safe_open(path, "pt") as file:
-            found = set(weights) & set(file.keys())
-            check_shapes(path, weights, {name: file.get_slice(name).get_shape() for name in found})
+            check_shapes(path, weights, {name: file.get_slice(name).get_shape() for name in [*file.keys()]})
             for name, tensor in weights.items():
                 tensor.copy_(file.get_tensor(name))
     except (SafetensorError, OSError) as error:

@@ -74,17 +74,18 @@ class Comm(_Segment):
     """Start a transfer, `fn(*inputs) -> Transfer`. The generator continues immediately, with a `CommResult`.
 
     back: `back(*output_grads) -> Transfer` returns the gradients of the inputs. Both functions run without autograd.
-    weights_first: on a GPU, queue the deferred weight gradients before this transfer.
+    weights_first: on a GPU, queue the deferred weight gradients before this transfer. collective: other ranks take part
+    in `back`, so it runs even if no input of this rank needs a gradient: what precedes may be frozen only on this rank.
     """
 
-    __slots__ = ("back", "weights_first")
+    __slots__ = ("back", "collective", "weights_first")
 
     def __init__(
         self, name: str, fn: Callable[..., Transfer], back: Callable[..., Transfer], *inputs: "Tensor | CommResult",
-        weights_first: bool = False,
+        weights_first: bool = False, collective: bool = False,
     ):  # fmt: skip
         super().__init__(name, fn, *inputs)
-        self.back, self.weights_first = back, weights_first
+        self.back, self.weights_first, self.collective = back, weights_first, collective
 
 
 class CommResult:

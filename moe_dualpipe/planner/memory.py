@@ -7,7 +7,7 @@ fragmentation of the allocator.
 """
 
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 
@@ -62,7 +62,8 @@ class ModelSize:
 
     @classmethod
     def of(cls, config: ModelConfig, seq_len: int = 4096) -> Self:
-        dense, experts = (sum(sizes.values()) for sizes in parameter_sizes(config, split(config, 1)[0]))
+        sizes = parameter_sizes(config, split(config, 1)[0])
+        dense, experts = sum(sizes.dense.values()), sum(sizes.experts.values())
         active = dense + experts * config.experts_per_token // config.num_experts
         flops = (count(config, seq_len) for count in (forward_flops, score_flops, train_flops_per_token))
         return cls(config, seq_len, dense + experts, active, *flops)
@@ -72,19 +73,28 @@ class ModelSize:
         return self.config.vocab_size * self.config.hidden_size
 
 
-def parameter_sizes(config: ModelConfig, spec: StageSpec, ep: int = 1) -> tuple[dict[str, int], dict[str, int]]:
-    """Sizes of a stage's dense tensors, and of its routed experts' tensors, on one of `ep` ranks, by global name.
+class ParameterSizes(NamedTuple):
+    """Sizes of dense tensors, of routed experts' tensors, and of the tensors among them that are frozen."""
+
+    dense: dict[str, int]
+    experts: dict[str, int]
+    frozen: dict[str, int]
+
+
+def parameter_sizes(config: ModelConfig, spec: StageSpec, ep: int = 1) -> ParameterSizes:
+    """Sizes of a stage's tensors on one of `ep` ranks, by global name.
 
     ZeRO-1 divides the optimizer state by these tensors (runtime/zero.py).
     """
     with torch.device("meta"):
         stage = TransformerStage(config, spec, Loopback(config.num_experts, ep))
-    dense, experts = {}, {}
+    dense, experts, frozen = ParameterSizes({}, {}, {})
     ids = expert_ids(stage)
     for name, parameter in stage.named_parameters():
         sizes = {n: t.numel() for n, t in global_tensors(name, parameter, ids.get(name))}
         (experts if name in ids else dense).update(sizes)
-    return dense, experts
+        frozen.update({} if parameter.requires_grad else sizes)
+    return ParameterSizes(dense, experts, frozen)
 
 
 def rank_memory(config: ModelConfig, schedule: Schedule, batch: MicroBatch, dp: int) -> tuple[RankMemory, ...]:
@@ -108,12 +118,17 @@ def rank_memory(config: ModelConfig, schedule: Schedule, batch: MicroBatch, dp: 
     state = 12 if batch.element < 4 else 8  # two moments in fp32; fp32 weights too if the weights are narrower
     ranks = []
     for rank, stages in enumerate(schedule.placement.stages):
-        dense, experts = ({n: size for s in stages for n, size in divided[s][kind].items()} for kind in (0, 1))
+        dense, experts, frozen = (
+            {n: size for s in stages for n, size in divided[s][kind].items()} for kind in (0, 1, 2)
+        )
         counts = sum(dense.values()), sum(experts.values())
         holders = schedule.placement.holders(stages[0])
-        sharded = state * _largest_share(dense, experts, dp, batch.ep, holders.index(rank), len(holders))
-        weights, gradients, optimizer = (factor * sum(counts) for factor in (batch.element, 4, state))
-        ranks.append(RankMemory(rank, stages, *counts, weights, gradients, optimizer, sharded, activations[rank]))
+        trained, trained_experts = ({n: size for n, size in d.items() if n not in frozen} for d in (dense, experts))
+        share = _largest_share(trained, trained_experts, dp, batch.ep, holders.index(rank), len(holders))
+        weights = batch.element * sum(counts)
+        gradients, optimizer = (factor * (sum(counts) - sum(frozen.values())) for factor in (4, state))
+        memory = weights, gradients, optimizer, state * share, activations[rank]
+        ranks.append(RankMemory(rank, stages, *counts, *memory))
     return tuple(ranks)
 
 

@@ -5,8 +5,8 @@ alike: a replica set is a set of parameters with the process group of the ranks 
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -38,9 +38,13 @@ class ReplicaSet:
     def num_replicas(self) -> int:
         return 1 if self.group is None else self.group.size()
 
+    def only(self, trained: bool) -> "ReplicaSet":
+        """The parameters that are trained, or those that are frozen (`requires_grad=False`)."""
+        return replace(self, parameters={n: p for n, p in self.parameters.items() if p.requires_grad == trained})
+
 
 def replica_sets(
-    stages: Iterable[nn.Module], groups: Groups, shared: Collection[nn.Parameter] = ()
+    stages: Collection[nn.Module], groups: Groups, shared: Collection[nn.Parameter] = ()
 ) -> list[ReplicaSet]:
     """Divide the parameters of this rank's stages into three sets: dense, experts, and `shared`.
 
@@ -58,14 +62,16 @@ def replica_sets(
 
 
 def sum_gradients(replicas: ReplicaSet) -> None:
-    """Replace every gradient by its sum over the replicas; a missing gradient counts as zero. Collective."""
-    for parameter in replicas.parameters.values():
+    """Replace every gradient by its sum over the replicas; a missing gradient counts as zero. Collective.
+
+    Frozen parameters have no gradient.
+    """
+    grads = []
+    for parameter in replicas.only(trained=True).parameters.values():
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
-    if replicas.group is None:
-        return
-    grads = [parameter.grad for parameter in replicas.parameters.values() if parameter.grad is not None]
-    for bucket in buckets(grads):
+        grads.append(parameter.grad)
+    for bucket in buckets(grads) if replicas.group is not None else ():
         flat = torch.cat([grad.flatten() for grad in bucket])
         dist.all_reduce(flat, group=replicas.group)
         for grad, total in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
@@ -84,6 +90,25 @@ def gradient_norm(sets: list[ReplicaSet], device: torch.device) -> Tensor:
                 total += parameter.grad.double().square().sum() / replicas.num_replicas
     dist.all_reduce(total)
     return total.sqrt()
+
+
+def check_frozen(replicas: ReplicaSet) -> None:
+    """Raise ValueError unless every parameter is frozen on all replicas or on none. Collective."""
+    if replicas.group is None or not replicas.parameters:
+        return
+    parameters = replicas.parameters.values()
+    trained_P = torch.tensor(
+        [p.requires_grad for p in parameters], dtype=torch.int64, device=next(iter(parameters)).device
+    )
+    dist.all_reduce(trained_P, group=replicas.group)
+    mixed = [
+        n for n, count in zip(replicas.parameters, trained_P.tolist(), strict=True) if count % replicas.num_replicas
+    ]
+    if mixed:
+        ranks = ", ".join(map(str, dist.get_process_group_ranks(replicas.group)))
+        more = f" and {len(mixed) - 1} more" if len(mixed) > 1 else ""
+        what = f"{mixed[0]}{more}, replicated on ranks {ranks}"
+        raise ValueError(f"{what}: frozen on some ranks and trained on others; set requires_grad alike on all of them")
 
 
 @torch.no_grad()
@@ -136,11 +161,11 @@ def check_equal(replicas: ReplicaSet, sums_RP: Tensor | None = None) -> None:
 
 
 def buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Divide the tensors, in order, into lists of at most `BUCKET_ELEMENTS` elements, or of one tensor."""
+    """Divide the tensors, in order, into lists of at most `BUCKET_ELEMENTS` elements of one dtype, or of one tensor."""
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:
-        if bucket and size + tensor.numel() > BUCKET_ELEMENTS:
+        if bucket and (size + tensor.numel() > BUCKET_ELEMENTS or tensor.dtype != bucket[0].dtype):
             yield bucket
             bucket, size = [], 0
         bucket.append(tensor)

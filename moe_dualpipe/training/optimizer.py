@@ -5,6 +5,8 @@ and rounds them into the model after each step; for an fp32 model the parameters
 stored per owned tensor (runtime/zero.py) whether it is divided or not, so both cases do the same operations on the same
 shapes and give bit-identical results.
 
+Frozen parameters (`requires_grad=False`) have no state and are never updated. They are saved in the dtype of the model.
+
 Muon (arXiv 2502.16982) orthogonalizes the momentum of a matrix and scales it to the size of an AdamW update, so both
 use the same learning rate and weight decay. It updates the matrices between hidden states, each separately: stacked
 ones (query, key, value; gate, up; models/layers.py) are split. AdamW updates embedding, head, norms and routers.
@@ -16,10 +18,11 @@ from types import EllipsisType
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..checkpoint import read_tensor_metadata
 from ..expert_parallel.parameters import global_tensors
-from ..runtime.replicas import ReplicaSet
+from ..runtime.replicas import ReplicaSet, check_frozen
 from ..runtime.zero import OwnedTensor, Shards
 from .config import OptimizerConfig
 
@@ -29,33 +32,39 @@ ALWAYS_ADAMW = {"embedding", "head", "router"}
 
 
 class Optimizer:
-    """Master weights and moments of this rank's share of the parameters, by global name.
+    """Master weights and moments of this rank's share of the trained parameters, by global name.
 
     replicas: the parameters, in sets that the same ranks hold. zero: divide the state among the ranks of a set.
-    stacked: the rows of each matrix, for parameters that stack several. Raises ValueError if the sum is not all rows.
+    stacked: the rows of each matrix, for parameters that stack several. Freeze parameters before, on all replicas.
+    Raises ValueError if `stacked` does not add up to all rows, or if only some replicas are frozen. Collective.
     """
 
     def __init__(
         self, replicas: Sequence[ReplicaSet], config: OptimizerConfig, zero: bool = True,
         stacked: Mapping[str, Sequence[int]] | None = None,
     ):  # fmt: skip
-        self.parameters = {name: p for one in replicas for name, p in one.parameters.items()}
-        self.experts = {name: held for one in replicas for name, held in one.experts.items()}
+        for one in replicas:
+            check_frozen(one)
+        trained, frozen = ([one.only(trained) for one in replicas] for trained in (True, False))
+        self.parameters = {name: p for one in trained for name, p in one.parameters.items()}
+        self.frozen_parameters = {name: p for one in frozen for name, p in one.parameters.items()}
+        self.experts = {name: held for one in trained for name, held in one.experts.items()}
         for parameter in self.parameters.values():
             parameter.grad_dtype = torch.float32
-        self.shards = [Shards(one, divide=zero) for one in replicas]
+        self.shards, self.frozen = ([Shards(one, divide=zero) for one in sets] for sets in (trained, frozen))
         self.owned = {name: piece for shards in self.shards for name, piece in shards.owned.items()}
         self.master = {name: piece.weight.float() for name, piece in self.owned.items()}  # fp32: the weight itself
         self.moments: dict[str, dict[str, Tensor]] = {}
         self.parts: dict[str, list[tuple[Tensor, Rows]]] = {}  # what torch's optimizers update
 
-        hidden = (name for name, w in self.master.items() if w.ndim == 2 and ALWAYS_ADAMW.isdisjoint(name.split(".")))
-        for_muon = [*hidden] if config.name == "muon" else []
+        for_muon = [
+            name for name, w in self.master.items() if config.name == "muon" and _is_hidden_matrix(name, w.ndim)
+        ]
         self.adamw = self._adamw([name for name in self.master if name not in for_muon], config)
         self.muon = self._muon(for_muon, config, stacked or {})
 
     def _adamw(self, names: Sequence[str], config: OptimizerConfig) -> torch.optim.AdamW:
-        fused = all(parameter.is_cuda for parameter in self.parameters.values())
+        fused = bool(names) and all(self.master[name].is_cuda for name in names)
         matrices = {"params": [self.master[name] for name in names if self.master[name].ndim > 1]}
         vectors = {"params": [self.master[name] for name in names if self.master[name].ndim <= 1], "weight_decay": 0.0}
         betas, decay = (config.beta1, config.beta2), config.weight_decay
@@ -85,7 +94,11 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr: float, grad_scale: Tensor | float) -> None:
-        """Update from `grad * grad_scale` and drop the gradients. Collective if the state is divided."""
+        """Update from `grad * grad_scale` and drop the gradients. Collective if the state is divided.
+
+        Raises RuntimeError if a parameter was frozen or unfrozen after the optimizer was built.
+        """
+        self._check_frozen()
         for group in self.adamw.param_groups + self.muon.param_groups:
             group["lr"] = lr
         for name, parameter in self.parameters.items():
@@ -109,7 +122,8 @@ class Optimizer:
     def tensors(self) -> dict[str, Tensor]:
         """This rank's share of the state by global name, to be saved or loaded in place."""
         moments = {f"{kind}.{name}": t for name, kinds in self.moments.items() for kind, t in kinds.items()}
-        return {f"model.{name}": weight for name, weight in self.master.items()} | moments
+        frozen = {name: piece.weight for shards in self.frozen for name, piece in shards.owned.items()}
+        return {f"model.{name}": weight for name, weight in (self.master | frozen).items()} | moments
 
     @torch.no_grad()
     def after_load(self, step: int) -> None:
@@ -117,12 +131,20 @@ class Optimizer:
         for state in self.adamw.state.values():
             state["step"].fill_(step)
         self._update_model()
+        for shards in self.frozen:
+            shards.broadcast_weights()
 
     @property
     def state_bytes(self) -> int:
         """Bytes of the moments, and of the master weights that are not the model's own parameters."""
         copies = [weight for name, weight in self.master.items() if weight is not self.owned[name].weight]
         return sum(t.nbytes for t in copies) + sum(t.nbytes for kinds in self.moments.values() for t in kinds.values())
+
+    def _check_frozen(self) -> None:
+        frozen, trained = self.frozen_parameters.items(), self.parameters.items()
+        changed = [name for name, p in trained if not p.requires_grad] + [n for n, p in frozen if p.requires_grad]
+        if changed:
+            raise RuntimeError(f"requires_grad of {changed[0]} changed after the optimizer was built: set it before")
 
     def _update_model(self) -> None:
         """Copy the master weights into the model on all ranks that hold it."""
@@ -131,6 +153,11 @@ class Optimizer:
                 piece.weight.copy_(self.master[name])
         for shards in self.shards:
             shards.broadcast_weights()
+
+
+def _is_hidden_matrix(name: str, ndim: int) -> bool:
+    """Whether Muon updates this tensor."""
+    return ndim == 2 and ALWAYS_ADAMW.isdisjoint(name.split("."))
 
 
 def _matrices(piece: OwnedTensor, stacked: Mapping[str, Sequence[int]]) -> list[slice]:
@@ -142,9 +169,12 @@ def _matrices(piece: OwnedTensor, stacked: Mapping[str, Sequence[int]]) -> list[
 
 
 def check_saved(checkpoint: Path, config: OptimizerConfig) -> None:
-    """Raise ValueError if `checkpoint` was saved with another optimizer."""
-    names = read_tensor_metadata(checkpoint).state_dict_metadata
-    saved = "muon" if any(name.startswith("momentum.") for name in names) else "adamw"
+    """Raise ValueError if `checkpoint` was saved with another optimizer. Without a trained matrix both are alike."""
+    saved = config.name
+    for name, entry in read_tensor_metadata(checkpoint).state_dict_metadata.items():
+        kind, _, weight = name.partition(".")
+        if isinstance(entry, TensorStorageMetadata) and _is_hidden_matrix(weight, len(entry.size)):
+            saved = {"momentum": "muon", "exp_avg": "adamw"}.get(kind, saved)
     if saved != config.name:
         what = f"{checkpoint} holds the state of {saved}, which {config.name} cannot use"
         raise ValueError(f"{what}: use --optim.name {saved}")

@@ -26,13 +26,14 @@ class Reporter:
         if self.enabled:
             print(text, flush=True)
 
-    def introduce(self, dense: float, experts: float, state_mb: float) -> None:
-        """dense, experts: numbers of parameters. state_mb: optimizer state of the fullest rank in MB."""
+    def introduce(self, dense: float, experts: float, trained: float, state_mb: float) -> None:
+        """dense, experts, trained: numbers of parameters. state_mb: optimizer state of the fullest rank in MB."""
         config, model, layout, schedule = self.config, self.config.model, self.setup.layout, self.setup.schedule
         active = dense + experts * model.experts_per_token / model.num_experts
         tokens = schedule.num_micro_batches * config.batch.micro_batch_size * config.batch.seq_len * layout.dp
         lines = [
-            f"model {config.preset}: {(dense + experts) / 1e6:.2f} M parameters, {active / 1e6:.2f} M active",
+            f"model {config.preset}: {(dense + experts) / 1e6:.2f} M parameters, {active / 1e6:.2f} M active"
+            f"{f', {trained / 1e6:.2f} M trained' if round(trained) < round(dense + experts) else ''}",
             f"{schedule.name} over {layout.pp} pipeline x {layout.dp} data-parallel ranks"
             f"{f', experts over {layout.ep}' if layout.ep > 1 else ''}, on {self.setup.device.type} "
             f"in {str(self.setup.dtype).removeprefix('torch.')}"

@@ -61,6 +61,9 @@ class Trainer:
         self.executor = Executor(self.stages, links, weight_grads, config.parallel.overlap, self.progress.note)
 
         self.replicas = replica_sets(self.stages.values(), self.groups, embedding)
+        *_, trained = self.count_parameters()
+        if not trained:
+            raise ValueError("all parameters of the model are frozen (requires_grad=False): there is nothing to train")
         self.balance = Balance(model, self.stages, config.bias_rate, self.groups.dense)
         stacked = stacked_matrices(self.stages.values())
         self.optimizer = Optimizer(self.replicas, config.optim, config.parallel.zero, stacked)
@@ -160,14 +163,17 @@ class Trainer:
     def _gather_checksums(self) -> list[Tensor | None]:
         return [gather_checksums(replicas) for replicas in (*self.replicas, self.balance.replicas)]
 
-    def count_parameters(self) -> tuple[float, float]:
-        """The numbers of dense and expert parameters of the whole model."""
-        counts = torch.zeros(2, dtype=torch.float64, device=self.device)
+    def count_parameters(self) -> tuple[float, float, float]:
+        """The numbers of dense and of expert parameters of the whole model, and of those that are trained."""
+        counts = torch.zeros(3, dtype=torch.float64, device=self.device)
         for replicas in self.replicas:
-            number = sum(p.numel() for p in replicas.parameters.values())
-            counts[int(bool(replicas.experts))] += number / replicas.num_replicas
+            for parameter in replicas.parameters.values():
+                number = parameter.numel() / replicas.num_replicas
+                counts[int(bool(replicas.experts))] += number
+                counts[2] += number * parameter.requires_grad
         dist.all_reduce(counts)
-        return counts[0].item(), counts[1].item()
+        dense, experts, trained = counts.tolist()
+        return dense, experts, trained
 
     def largest(self, value: float) -> float:
         """The maximum of the ranks' values."""

@@ -1,8 +1,11 @@
 """Pipelines of a small model, compared with the same model in a single process."""
 
+import re
+
 import torch
 
 from moe_dualpipe.expert_parallel import AllToAll, Local
+from moe_dualpipe.expert_parallel.parameters import expert_ids, global_tensors
 from moe_dualpipe.models import ModelConfig, StageOptions, TransformerStage, build_model, share_embedding, split
 from moe_dualpipe.runtime import P2P, Executor, TensorSpec
 from moe_dualpipe.runtime.groups import Layout, build_groups
@@ -38,7 +41,15 @@ def reference(data_ranks=1, fused_loss=False):
     return model, losses
 
 
-def make_pipeline(rank, name, pp, dp=1, ep=1, fused_loss=False):
+def freeze(module, pattern):
+    """Freeze the parameters of which the global names of all tensors match the pattern."""
+    ids = expert_ids(module)
+    for name, parameter in module.named_parameters():
+        tensors = global_tensors(name, parameter, ids.get(name))
+        parameter.requires_grad_(not all(re.search(pattern, tensor) for tensor, _ in tensors))
+
+
+def make_pipeline(rank, name, pp, dp=1, ep=1, fused_loss=False, frozen="nothing"):
     schedule = build(name, pp, MICRO_BATCHES, num_chunks=CONFIG.num_layers // pp if "interleaved" in name else None)
     layout = Layout(pp, dp, ep, rank)
     groups = build_groups(layout, schedule.placement, shared_embedding=CONFIG.mtp_layers > 0)
@@ -48,6 +59,8 @@ def make_pipeline(rank, name, pp, dp=1, ep=1, fused_loss=False):
         s: TransformerStage(CONFIG, specs[s], experts, StageOptions(SEED, fused_loss=fused_loss))
         for s in schedule.placement.stages[layout.pp_rank]
     }
+    for stage in stages.values():
+        freeze(stage, frozen)
     embedding = share_embedding(stages.values())
     hidden = TensorSpec((SIZE, LENGTH, CONFIG.hidden_size), torch.float32)
     executor = Executor(stages, P2P.connect(groups.pipeline, [hidden], torch.device("cpu")))
@@ -73,8 +86,8 @@ def assert_norm_of_all_gradients(sets, grads):
     torch.testing.assert_close(gradient_norm(sets, torch.device("cpu")), expected, rtol=1e-6, atol=0)
 
 
-def equals_reference(rank, name, pp, model, losses):
-    schedule, layout, executor, _, sets = make_pipeline(rank, name, pp, fused_loss=model.options.fused_loss)
+def equals_reference(rank, name, pp, model, losses, frozen="nothing"):
+    schedule, layout, executor, _, sets = make_pipeline(rank, name, pp, 1, 1, model.options.fused_loss, frozen)
     weights = model.state_dict()
     for stage in executor.modules.values():
         for key, value in stage.state_dict().items():
@@ -86,11 +99,12 @@ def equals_reference(rank, name, pp, model, losses):
         assert torch.equal(loss, losses[micro_batch]), f"loss of micro-batch {micro_batch}"
     assert result.outputs == {}
 
-    grads = {n: p.grad for n, p in model.named_parameters()}
+    grads = {n: p.grad for n, p in model.named_parameters() if not re.search(frozen, n)}
     for replicas in sets:
         sum_gradients(replicas)
-        for key, parameter in replicas.parameters.items():
-            assert cosine_distance(parameter.grad, grads[key]) < 1e-13, key
+        assert {key for key, p in replicas.parameters.items() if p.grad is None} == {*replicas.parameters} - {*grads}
+        for key in {*replicas.parameters} & {*grads}:
+            assert cosine_distance(replicas.parameters[key].grad, grads[key]) < 1e-13, key
         check_equal(replicas)
     assert_norm_of_all_gradients(sets, grads)
 
@@ -102,22 +116,22 @@ def equals_reference(rank, name, pp, model, losses):
     return sorted(result.losses), sorted(again.outputs)
 
 
-def all_schedules_equal_reference(rank, names, pp, fused_loss):
+def all_schedules_equal_reference(rank, names, pp, fused_loss, frozen="nothing"):
     model, losses = reference(fused_loss=fused_loss)
     seen = {}
     for name in names:
         try:
-            seen[name] = equals_reference(rank, name, pp, model, losses)
+            seen[name] = equals_reference(rank, name, pp, model, losses, frozen)
         except BaseException as error:
             error.add_note(f"under {name}")
             raise
     return seen
 
 
-def agrees(rank, name, pp, dp, ep, fused_loss=False):
+def agrees(rank, name, pp, dp, ep, fused_loss=False, frozen="nothing"):
     """Compare with the single-process model within a tolerance: experts get rows of several ranks in one product, and a
     fused loss is summed in chunks."""
-    schedule, layout, executor, experts, sets = make_pipeline(rank, name, pp, dp, ep, fused_loss)
+    schedule, layout, executor, experts, sets = make_pipeline(rank, name, pp, dp, ep, fused_loss, frozen)
     model, losses = reference(dp)
     result = run_step(schedule, layout, executor)
     for micro_batch, loss in result.losses.items():
@@ -126,10 +140,12 @@ def agrees(rank, name, pp, dp, ep, fused_loss=False):
     grads = {n: p.grad for n, p in model.named_parameters()}
     for replicas in sets:
         sum_gradients(replicas)
-        for key, parameter in replicas.parameters.items():
+        assert all((p.grad is None) != p.requires_grad for p in replicas.parameters.values())
+        for key, parameter in replicas.only(trained=True).parameters.items():
             part = experts.local_experts if ".experts." in key else range(len(grads[key]))
             expected = grads[key][part.start : part.stop]
             assert parameter.grad.shape == expected.shape
             assert cosine_distance(parameter.grad, expected) < 1e-11, key
-    assert_norm_of_all_gradients(sets, grads)
+    if frozen == "nothing":
+        assert_norm_of_all_gradients(sets, grads)
     return len(result.losses), [set(replicas.parameters) for replicas in sets]

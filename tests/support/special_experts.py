@@ -3,8 +3,11 @@
 M rows, D model dim, F inner width, R rank, E experts on this rank.
 """
 
+import torch
+from torch import nn
 from torch.nn import functional as F
 
+from moe_dualpipe.kernels.grouped_gemm import grouped_linear
 from moe_dualpipe.models.experts import SwiGLUExperts
 
 
@@ -16,3 +19,30 @@ def named(layer):
 class DropoutExperts(SwiGLUExperts):
     def forward(self, x_ND, order, weights_NK):
         return F.dropout(super().forward(x_ND, order, weights_NK), 0.5, self.training)
+
+
+class LowRankExperts(nn.Module):
+    """down relu(up x + b a x): `up` and `down` are frozen, `a` [E, R, D] and `b` [E, F, R] are trained."""
+
+    def __init__(self, config, num_local_experts):
+        super().__init__()
+        outer, inner, rank = config.hidden_size, config.expert_size, 3
+
+        def draw(*shape, trained):
+            return nn.Parameter(torch.empty(num_local_experts, *shape), requires_grad=trained)
+
+        self.up, self.down = draw(inner, outer, trained=False), draw(outer, inner, trained=False)
+        self.a, self.b = draw(rank, outer, trained=True), draw(inner, rank, trained=True)
+        self.weight_grads, self.kernels = None, "auto"
+
+    @torch.no_grad()
+    def reset_expert(self, e):
+        for parameter in self.parameters():
+            parameter[e].normal_(std=0.2)
+
+    def forward(self, x_MD, expert_offsets):
+        options = {"weight_grads": self.weight_grads, "kernels": self.kernels}
+        low_MR = grouped_linear(x_MD, self.a, expert_offsets, **options)
+        up_MF = grouped_linear(x_MD, self.up, expert_offsets, **options)
+        hidden_MF = F.relu(up_MF + grouped_linear(low_MR, self.b, expert_offsets, **options))
+        return grouped_linear(hidden_MF, self.down, expert_offsets, **options)
