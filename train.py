@@ -7,7 +7,10 @@
 The code is in moe_dualpipe/training/loop.py.
 """
 
-from moe_dualpipe.training.loop import main
+from moe_dualpipe.health.signals import Stop
 
 if __name__ == "__main__":
-    main()
+    with Stop().on_signals() as stop:
+        from moe_dualpipe.training.loop import main  # imports torch, which takes seconds
+
+        main(stop=stop)

@@ -60,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _flush_output()
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         return 0
+    except KeyboardInterrupt:
+        return 130
     except ScheduleError as error:
         print(error, file=sys.stderr)
         return 1

@@ -8,6 +8,7 @@ block.
 import os
 import threading
 import time
+from contextlib import suppress
 from typing import NoReturn
 
 _CHECKS = 20
@@ -45,14 +46,24 @@ class Deadline:
                 end_process(1, f"train.py: {self.text}\n")
 
 
+def print_now(text: str) -> None:
+    """Print `text` to stderr, from any thread. Never raises, and never blocks for long."""
+
+    def write() -> None:
+        with suppress(OSError):  # stderr may be on a full disk
+            os.write(2, text.encode())
+
+    # In a thread: stderr may be a full pipe whose reader is frozen.
+    printer = threading.Thread(target=write, daemon=True)
+    printer.start()
+    printer.join(_WRITE_SECONDS)
+
+
 def end_process(code: int, text: str = "", seconds: float = 0.0) -> NoReturn:
     """Print `text` to stderr and exit after `seconds`, without destructors: these may wait for dead ranks.
 
     From any thread.
     """
-    # In a thread: stderr may be a full pipe whose reader is frozen, too.
-    printer = threading.Thread(target=os.write, args=(2, text.encode()), daemon=True)
-    printer.start()
-    printer.join(_WRITE_SECONDS)
+    print_now(text)
     time.sleep(seconds)
     os._exit(code)

@@ -1,4 +1,4 @@
-"""The first SIGTERM or SIGINT ends the run after its step and a checkpoint; the second ends the process now.
+"""SIGTERM and SIGINT end a process at once before training, and after the step and a checkpoint during training.
 
 Python runs a signal handler only when the main thread executes Python code. During a collective operation that may be
 never. So the handlers do nothing, and a thread reads the byte that C code writes for each signal.
@@ -9,7 +9,9 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+
+from .deadline import end_process, print_now
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -18,12 +20,14 @@ class Stop:
     """Whether this process was asked to stop. announce: print a message when it is."""
 
     requested = False
+    completes = ""
+    """What is completed after a signal. While it is "", as before training, a signal ends the process at once."""
 
     def __init__(self, announce: bool = True):
         self.announce = announce
 
     @contextmanager
-    def on_signals(self) -> Iterator[None]:
+    def on_signals(self) -> Iterator["Stop"]:
         """Handle signals inside this context. Main thread only."""
         reader, writer = socket.socketpair()
         writer.setblocking(False)
@@ -32,7 +36,7 @@ class Stop:
         listener = threading.Thread(target=self._listen, args=(reader,), name="signals", daemon=True)
         listener.start()
         try:
-            yield
+            yield self
         finally:
             signal.set_wakeup_fd(wakeup_fd)
             for number, handler in handlers.items():
@@ -46,10 +50,11 @@ class Stop:
             number = received[0]
             if number not in STOP_SIGNALS:
                 continue
+            code, name = 128 + number, signal.Signals(number).name  # the exit code that shells use for signals
             if self.requested:
-                os._exit(128 + number)  # the exit code that shells use for signals
+                end_process(code)
+            if not self.completes:
+                end_process(code, f"train.py: rank {os.environ.get('RANK', '0')} stops: {name} before the first step\n")
             self.requested = True
             if self.announce:
-                name = signal.Signals(number).name
-                with suppress(OSError):  # stderr may be on a full disk
-                    os.write(2, f"\n{name}: stopping after this step and a checkpoint; repeat to stop now\n".encode())
+                print_now(f"\n{name}: stopping after {self.completes}; repeat to stop now\n")

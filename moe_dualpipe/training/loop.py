@@ -33,10 +33,18 @@ from .trainer import Trainer
 _ADVICE = "resume from an earlier one with a lower --optim.lr, or check the data"
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run train.py. Invalid options print one line and exit with code 2."""
+def main(arguments: Sequence[str] | None = None, stop: Stop | None = None) -> None:
+    """Run train.py. Invalid options print one line and exit with code 2.
+
+    stop: receives the signals already. None: receive them from now on.
+    """
+    if stop is None:
+        with Stop().on_signals() as stop:
+            main(arguments, stop)
+            return
     protect_streams("stdout", "stderr")
     launch = Launch.from_environment()
+    stop.announce = launch.rank == 0
     arguments = sys.argv[1:] if arguments is None else arguments
     with _exit_on_invalid_option(launch):
         config = parse_arguments(arguments, quiet=launch.local_rank > 0)
@@ -46,8 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with joining(launch.rank, timeout):
         init_world(plan.setup.device, launch, timeout)
     try:
-        stop = Stop(announce=launch.rank == 0)
-        with stop.on_signals(), watch_ranks(timeout) as progress:
+        with watch_ranks(timeout) as progress:
             with _exit_on_invalid_option(launch):
                 trainer = Trainer(plan, progress, stop)
             TrainingRun(trainer).run()
@@ -96,12 +103,12 @@ class TrainingRun:
             reporter.say(f"validation loss before: {self.plan.text.format_losses(before)}")
             done = self._train()
             self._check_skipped(done)
-            if done < self.config.steps:
+            if done < self.config.steps or trainer.stopping:
                 if trainer.skipped.in_a_row:  # the weights may be the reason: remove no earlier checkpoint
                     self.saver.keep = 0
                 self._start_save(done)
                 saved = self._last_checkpoint()
-                resume = reporter.resume_command(saved, self.config.steps)
+                resume = reporter.resume_command(saved, self.config.steps if done < self.config.steps else 2 * done)
                 reporter.say(f"stopped after step {done}, saved {printable(saved)}, to resume: {resume}")
             else:
                 self._finish(before)
@@ -111,6 +118,7 @@ class TrainingRun:
         trainer, steps = self.trainer, self.config.steps
         save_every = self.config.checkpoint.save_every
         done, due = self.plan.first_step, False
+        trainer.stop.completes = "this step and a checkpoint"
         with progress_bar(steps, done, self.reporter.enabled) as bar:
             for step in range(done, steps):
                 with self.profiler.step(step):
@@ -129,6 +137,7 @@ class TrainingRun:
 
     def _finish(self, before: float) -> None:
         trainer, reporter, steps, text = self.trainer, self.reporter, self.config.steps, self.plan.text
+        trainer.stop.completes = "the last checkpoint"
         trainer.check_replicas()
         after = self._validation_loss(f"after step {steps}", f"; this step is not saved: {_ADVICE}")
         if self.plan.first_step < steps:
@@ -137,7 +146,7 @@ class TrainingRun:
         if profile := self.profiler.report():
             reporter.say(profile)
         reporter.say(f"peak memory: {trainer.largest(peak_memory_mb(trainer.device)):,.0f} MB on the fullest rank")
-        if self.config.sample.sample_tokens:
+        if self.config.sample.sample_tokens and not trainer.stopping:
             reporter.sample(self.config.sample.prompt + trainer.sample())
         saved = self._last_checkpoint()
         reporter.say(f"saved {printable(saved)}")

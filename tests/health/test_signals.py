@@ -1,17 +1,24 @@
 """SIGTERM and SIGINT."""
 
+import io
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
+from contextlib import redirect_stdout
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from moe_dualpipe.health.signals import Stop
+from moe_dualpipe.training.loop import TrainingRun
 from tests.support import ranks
 from tests.support.killed_runs import Processes, newest
 from tests.support.ranks import run_ranks
-from tests.support.runs import change, losses, records, settings, train
+from tests.support.runs import ROOT, change, losses, make_trainer, records, settings, train
 
 
 @pytest.mark.parametrize("number,signalled", [(signal.SIGTERM, [1]), (signal.SIGINT, [0, 1])])
@@ -35,22 +42,25 @@ def test_a_signal_to_any_rank_stops_all_after_the_same_step_and_a_checkpoint(tmp
         assert losses(last) == losses(whole)
 
 
-def stuck_in_cpp(port):
+def stuck_in_cpp(port, completes):
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    with Stop().on_signals():
+    with Stop().on_signals() as stop:
+        stop.completes = completes
         store.set("ready", "yes")
         store.get("never")
 
 
-def test_a_second_signal_ends_a_process_that_is_stuck_in_cpp():
+@pytest.mark.parametrize("completes", ["this step and a checkpoint", ""])
+def test_a_second_signal_ends_a_process_that_is_stuck_in_cpp_and_the_first_one_before_training(completes):
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-    process = ranks._context.Process(target=stuck_in_cpp, args=(store.port,), daemon=True)
+    process = ranks._context.Process(target=stuck_in_cpp, args=(store.port, completes), daemon=True)
     process.start()
     try:
         store.wait(["ready"])
-        os.kill(process.pid, signal.SIGTERM)
-        time.sleep(0.3)
-        assert process.is_alive()
+        if completes:
+            os.kill(process.pid, signal.SIGTERM)
+            time.sleep(0.3)
+            assert process.is_alive()
         os.kill(process.pid, signal.SIGTERM)
         process.join(30)
         assert process.exitcode == 128 + signal.SIGTERM
@@ -64,6 +74,7 @@ def test_the_old_signal_handlers_are_restored(request):
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, outer))
     before = signal.getsignal(signal.SIGINT)
     stop = Stop(announce=False)
+    stop.completes = "this step"
     with stop.on_signals():
         assert not stop.requested
         os.kill(os.getpid(), signal.SIGINT)
@@ -74,3 +85,74 @@ def test_the_old_signal_handlers_are_restored(request):
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(30)
+
+
+def interrupted_by(signals, *arguments):
+    """Send `signals` to train.py as soon as it handles them. Returns its exit code and what it printed to stderr."""
+    program = [sys.executable, "train.py", *arguments]
+    with subprocess.Popen(
+        program, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    ) as process:  # fmt: skip
+        end = time.monotonic() + 30
+        while not handles(process.pid, signal.SIGTERM):
+            assert time.monotonic() < end and process.poll() is None
+        for number in signals:
+            process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+        return process.returncode, errors
+
+
+def handles(pid, number):
+    (mask,) = re.findall(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return int(mask, 16) >> (number - 1) & 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_torch_is_imported_ends_the_process_with_one_line(number):
+    code, errors = interrupted_by([number], "--help")
+    assert (code, errors) == (128 + number, f"train.py: rank 0 stops: {number.name} before the first step\n")
+
+
+def interrupt_itself(trainer):
+    if trainer.layout.rank == 1:
+        os.environ["RANK"] = "1"  # as torchrun does
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+
+def test_a_signal_before_the_first_step_ends_a_rank_and_the_other_names_it(tmp_path):
+    """After the model is built or loaded, and before there is anything to save."""
+    with Processes(2, settings(tmp_path / "run", seq_len=16), sabotage=interrupt_itself) as run:
+        assert run.exit_codes(1, 0) == [128 + signal.SIGTERM, 1]
+        assert "train.py: rank 1 stops: SIGTERM before the first step\n" in run.output(1)
+        assert "train.py: rank 0 stops: rank 1 vanished" in run.output(0)
+    assert newest(tmp_path / "run") is None
+
+
+def stop_in(rank, config, method):
+    """A run of which rank 1 gets a request to stop in the last call of a method. Returns what it printed."""
+    trainer = make_trainer(rank, config)
+    call, calls = getattr(trainer, method), []
+
+    def stopping(*arguments):
+        calls.append(arguments)
+        last = config.steps if method == "train_step" else 2
+        trainer.stop.requested |= rank == 1 and len(calls) == last
+        return call(*arguments)
+
+    setattr(trainer, method, stopping)
+    with redirect_stdout(io.StringIO()) as printed:
+        TrainingRun(trainer).run()
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("method", ["train_step", "validation_loss"])
+def test_a_request_at_the_end_is_followed_by_the_last_checkpoint_and_no_sample(tmp_path, method):
+    config = settings(tmp_path / "run", steps=2, seq_len=16, sample_tokens=4, eval_sequences=1)
+    printed = run_ranks(2, stop_in, config, method)[0]
+    assert newest(tmp_path / "run").endswith("step-000002")
+    assert "sample:" not in printed
+    assert f" --resume {tmp_path}/run --steps 4\n" in printed
+    assert ("stopped after step 2, saved " in printed) == (method == "train_step")
+    assert ("validation loss 5." in printed) == (method == "validation_loss")
