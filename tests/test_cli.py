@@ -155,6 +155,11 @@ def test_a_file_of_other_content_prints_one_line_and_exits_with_code_2(capsys, t
     code, out, err = run(capsys, "schedule", "check", path)
     assert (code, out) == (2, "") and err.count("\n") == 1
     assert err.startswith(f"moe-dualpipe: error: {path}: line 1, cell 2: not an action: 'hello'")
+    for content in ("", ",,\n\n", "0REDUCE_GRAD"):
+        path.write_text(content)
+        code, out, err = run(capsys, "schedule", "check", path)
+        assert (code, out) == (2, "")
+        assert err.startswith(f"moe-dualpipe: error: {path} has no actions: write one line for each rank, such as ")
     path.write_bytes(b"\x89PNG\xff\xfe")
     assert run(capsys, "schedule", "check", path)[::2] == (2, f"moe-dualpipe: error: {path}: not a text file\n")
 
@@ -162,7 +167,7 @@ def test_a_file_of_other_content_prints_one_line_and_exits_with_code_2(capsys, t
 @pytest.mark.parametrize(
     "content,error",
     [
-        ("", "order.csv: the schedule has no forward action"),
+        ("0B0", "order.csv: the schedule has no forward action"),
         ("0F0,0F1,0B0,0B1\n1F0,1B0", "order.csv: micro-batch 1 has no forward on stage 1 of 2"),
         ("0F0,0F1,0B0\n1F0,1B0,1F1,1B1", "order.csv: stage 0 runs micro-batch 1 with 0 B, 0 I and 0 W"),
         ("0F0,0W0,0I0", "order.csv: the order deadlocks: rank 0 needs 0I0 before 0W0"),
@@ -174,7 +179,9 @@ def test_an_incomplete_schedule_exits_with_code_1(capsys, tmp_path, content, err
     code, out, err = run(capsys, "schedule", "check", path)
     assert (code, out) == (1, "")
     assert err.startswith(error)
-    assert [line.split()[:2] for line in err.splitlines()[1:]] == [["rank", str(i)] for i in range(content.count("F0"))]
+    assert [line.split()[:2] for line in err.splitlines()[1:]] == [
+        ["rank", str(i)] for i in range(1 + content.count("\n"))
+    ]
 
 
 def test_a_file_from_a_spreadsheet_without_a_suffix(capsys, tmp_path):

@@ -42,10 +42,12 @@ class CheckData:
     """Files that `prepare` wrote."""
 
     def run(self) -> None:
+        if not self.files:
+            raise ValueError("name at least one FILE of token ids, such as corpus/train.bin")
         for path in self.files:
             file = TokenFile.open(path, "uint16")
             if file.sidecar is None:
-                raise ValueError(f"cannot check {path}: there is no {path.name}.json next to it")
+                raise ValueError(f"cannot check {printable(path)}: there is no {printable(path.name)}.json next to it")
             file.scan(file.tokenizer(file.sidecar.vocab_size).vocab_size)
             print(f"{printable(path)}: OK; {_describe(file.sidecar)}")
 

@@ -145,7 +145,11 @@ def _read(path: Path) -> tuple[Schedule, int]:
     try:
         steps = steps_from_csv(path.read_text(encoding="utf-8-sig"))  # without the byte order mark of spreadsheets
     except ValueError as error:
-        raise ValueError(f"{path}: {'not a text file' if isinstance(error, UnicodeDecodeError) else error}") from None
+        raise ValueError(
+            f"{printable(path)}: {'not a text file' if isinstance(error, UnicodeDecodeError) else error}"
+        ) from None
+    if not any(steps):
+        raise ValueError(f"{printable(path)} has no actions: write one line for each rank, such as 0F0,0F1,0B0,0B1")
     schedule = validate(Schedule.from_steps(steps, name=printable(path.name)))
     transfers = sum(isinstance(step, Send | Recv) for row in steps for step in row)
     if transfers:

@@ -92,11 +92,6 @@ class Documents:
         return f"{separator}{len(self.skipped)} skipped as not text: {', '.join(self.skipped[:3])}{more}"
 
 
-def plural(number: int, noun: str) -> str:
-    """ "1 file", "1,200 files"."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
-
-
 def _blocks(file: DataFile) -> Iterator[bytes]:
     """Yield the file in blocks of whole lines; a line longer than a block is split."""
     rest = b""

@@ -1,11 +1,13 @@
 """Encode text into a folder of token ids, once, instead of at the start of every run."""
 
 import dataclasses
+import fcntl
 import json
 import os
 import shutil
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from itertools import chain, islice
 from pathlib import Path
 from typing import BinaryIO
@@ -31,32 +33,61 @@ def prepare_data(
     tokenizer: "bpe" (trained on the text, at most `vocab_size` tokens), "bytes", or the path of a tokenizer.json.
     Returns the tokenizer and the sidecars of train.bin and held_out.bin. Raises ValueError if a source is not text.
     """
-    if not sources:
+    if not sources or "" in sources:
         raise ValueError('name at least one SOURCE of text: a file, a folder, a glob, or "stdlib"')
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    folder = Path(os.path.realpath(out))
+    if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"--out {printable(out)} already exists and is not empty: choose another folder")
+    if os.path.ismount(folder):  # cannot be replaced
+        raise ValueError(f"--out {printable(out)} is a mount point: choose a folder in it")
     found: list[Documents] = []
     for source in sources:
         documents = Documents.find(source, field, option="")
         others = documents.without(documents.shared_with(found))
         if others.files or not documents.files:
             found.append(others)
-    split = Split.of([chain.from_iterable(map(_sizes, found))], shortest=1)
-    if tokenizer == "bpe":
-        chosen: Tokenizer = BPETokenizer.train((chunk.text for documents in found for chunk in documents), vocab_size)
-    else:
-        chosen = BYTES if tokenizer == "bytes" else read_tokenizer(Path(tokenizer))
-    unfinished = out.with_name(f".{out.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    try:
+    with _unfinished(folder, out) as unfinished:  # before the text is read, which may take hours
+        split = Split.of([chain.from_iterable(map(_sizes, found))], shortest=1)
+        chosen = _choose_tokenizer(tokenizer, found, vocab_size)
         (unfinished / TOKENIZER_FILE).write_bytes(chosen.to_json())
         sidecars = _write(chain.from_iterable(found), split, chosen, unfinished)
-        unfinished.replace(out)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+        unfinished.replace(folder)
     return chosen, sidecars
+
+
+@contextmanager
+def _unfinished(folder: Path, out: Path) -> Iterator[Path]:
+    """Create an empty folder next to `folder`, and lock it. After an error it is removed.
+
+    Raises ValueError, naming `out`, if that fails, or if another process has the lock.
+    """
+    path = folder.with_name(f".{folder.name}.unfinished")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        raise ValueError(f"cannot write to --out {printable(out)}: {error.strerror}") from None
+    try:
+        with suppress(OSError):  # a file system without locks
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(f"--out {printable(out)}: another process prepares this folder") from None
+        try:
+            for name in os.listdir(path):  # of a process that was killed
+                (path / name).unlink()
+            yield path
+        except BaseException:
+            shutil.rmtree(path, ignore_errors=True)
+            raise
+    finally:
+        os.close(lock)
+
+
+def _choose_tokenizer(name: str, found: list[Documents], vocab_size: int) -> Tokenizer:
+    if name == "bpe":
+        return BPETokenizer.train((chunk.text for documents in found for chunk in documents), vocab_size)
+    return BYTES if name == "bytes" else read_tokenizer(Path(name))
 
 
 def _sizes(documents: Documents) -> Iterator[tuple[int, int]]:

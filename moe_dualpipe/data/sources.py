@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ..messages import printable
+from ..messages import plural, printable
 from .batches import Source, TextData
-from .documents import Documents, plural
+from .documents import Documents
 from .held_out import ContentHash, Split, held_out_size
 from .token_files import HELD_OUT_FILES, SCAN_LIMIT, TRAIN_FILE, TokenFile
 from .tokenizer import BYTES, TOKENIZER_FILE, Tokenizer, UnknownTokenizer, digest, num_bytes

@@ -8,13 +8,13 @@ tokenizer.json is only parsed, so loading a file from an untrusted source runs n
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from ..messages import printable
+from ..messages import printable, quoted
 from .files import read_whole
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -95,22 +95,22 @@ class BPETokenizer:
     """A tokenizer.json of the `tokenizers` library. Text is never encoded to special tokens."""
 
     def __init__(self, content: bytes, where: str):
-        library = _library()
-        try:
-            self._tokenizer: Any = library.Tokenizer.from_str(content.decode())
-        except Exception as error:  # the library raises plain Exception
-            raise ValueError(f"{where} is not a tokenizer: {error}") from None
+        library, self._where = _library(), where
+        self._tokenizer: Any = self._call("is not a tokenizer", lambda: library.Tokenizer.from_str(content.decode()))
         self._content = content
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        if hasattr(self._tokenizer.model, "dropout"):
+            self._tokenizer.model.dropout = None  # the same text has the same tokens, on every rank
         self._tokenizer.encode_special_tokens = True  # encode "<|endoftext|>" in a text as ordinary characters
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=0) + 1
         special = {t.content: i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special}
         ends = [special[name] for name in ENDS if name in special]
         if not ends:
+            found = ", ".join(printable(name, 50) for name in list(special)[:8])
             raise ValueError(
                 f"{where} has no end-of-document token: its added_tokens must contain one of {', '.join(ENDS)} with "
-                f'"special": true; its special tokens are {", ".join(list(special)[:8]) or "none"}'
+                f'"special": true; its special tokens are {found or "none"}'
             )
         self.end_id = ends[0]
 
@@ -134,14 +134,35 @@ class BPETokenizer:
         return cls(tokenizer.to_str(pretty=True).encode(), "the trained tokenizer")
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self.encode_batch([text])[0].tolist()
 
     def decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=False)
+        return self._call("cannot decode tokens", self._tokenizer.decode, tokens, skip_special_tokens=False)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(one.ids, dtype_for(self.vocab_size)) for one in encoded]
+        encode = self._tokenizer.encode_batch_fast
+        encoded = [
+            np.array(one.ids, np.int64)
+            for one in self._call("cannot encode text", encode, list(texts), add_special_tokens=False)
+        ]
+        for text, ids in zip(texts, encoded, strict=True):
+            if ids.max(initial=0) >= self.vocab_size or (ids == self.end_id).any():
+                wrong = ids[(ids >= self.vocab_size) | (ids == self.end_id)][0]
+                what = "its end-of-document token" if wrong == self.end_id else f"{wrong}, outside its vocabulary"
+                raise ValueError(
+                    f"{self._where} encodes text to {what}: use another tokenizer; the text starts with "
+                    f"{quoted(text, 60)}"
+                )
+        return [ids.astype(dtype_for(self.vocab_size)) for ids in encoded]
+
+    def _call(self, failure: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Call the library, whose errors are plain Exceptions, and whose bugs derive from BaseException."""
+        try:
+            return function(*arguments, **options)
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:
+            raise ValueError(f"{self._where} {failure}: {printable(error)}") from None
 
     def to_json(self) -> bytes:
         return self._content
@@ -158,7 +179,7 @@ def tokenizer_from_json(content: bytes, where: str) -> Tokenizer:
     try:
         fields = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not a tokenizer: {error or 'nested too deep'}") from None
+        raise ValueError(f"{where} is not a tokenizer: {printable(error) or 'nested too deep'}") from None
     match fields:
         case {"tokenizer": "bytes"}:
             return BYTES

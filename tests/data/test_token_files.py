@@ -25,7 +25,15 @@ from moe_dualpipe.data import (
     token_files,
     tokenizer_files,
 )
-from moe_dualpipe.data.tokenizer import BPETokenizer, UnknownTokenizer, digest, num_bytes, tokenizer_from_json
+from moe_dualpipe.data.tokenizer import (
+    BPETokenizer,
+    UnknownTokenizer,
+    digest,
+    num_bytes,
+    read_tokenizer,
+    tokenizer_from_json,
+)
+from moe_dualpipe.messages import plural
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, ROOT, change, losses, make_plan, records, settings, train, train_and_listen
 from tests.support.texts import TEXTS, corrupt
@@ -86,6 +94,67 @@ def test_tokenizers_are_restored_from_their_json(prepared, tmp_path):
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=problem.replace("|", r"\|")):
             tokenizer_from_json(broken.encode(), "here")
+
+
+def changed(prepared, path, **parts) -> Path:
+    content = json.loads((prepared / "bpe" / "tokenizer.json").read_text())
+    content["model"] |= parts.pop("model", {})
+    path.write_text(json.dumps(content | parts))
+    return path
+
+
+def words(**parts):
+    return {"type": "WordLevel", "vocab": {"<|endoftext|>": 0, "a": 1}, "unk_token": "?", **parts}
+
+
+SPLIT = {"type": "WhitespaceSplit"}
+TOKENIZERS = {
+    "no unknown token": ({"model": words(), "pre_tokenizer": SPLIT}, "cannot encode text: .*Missing"),
+    "unknown is end": ({"model": words(unk_token="<|endoftext|>"), "pre_tokenizer": SPLIT},
+                       r"encodes text to its end-of-document token: .* the text starts with 'b <\|endo"),
+    "end in text": ({"model": words(vocab={"<|endoftext|>": 0, "?": 1}), "pre_tokenizer": SPLIT},
+                    "encodes text to its end-of-document token"),
+    "pattern": ({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated",
+                                   "invert": False}}, "is not a tokenizer: .*parenthesis"),
+    "panic when used": ({"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+                        "(cannot encode text|is not a tokenizer): "),
+    "panic when read": ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+                        "is not a tokenizer: "),
+    "nested": ({"decoder": json.loads('{"a":' * 300 + "0" + "}" * 300)}, "is not a tokenizer: "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_tokenizer_that_fails_is_named_in_one_line(prepared, tmp_path, name):
+    parts, problem = TOKENIZERS[name]
+    path = changed(prepared, tmp_path / "t\n.json", **parts)
+    (tmp_path / "a.txt").write_text("b <|endoftext|> a")
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/t\\n.json {problem}") as error:
+        prepare_data([str(tmp_path / "a.txt")], tmp_path / "out", str(path), 1, "text")
+    assert str(error.value).isprintable() and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("content,problem", [
+    (b"\xff\xfe{\0}\0", "is not a tokenizer: "), (b"[" * 100_000, "is not a tokenizer: "), (None, "it is a FIFO, not"),
+    (1 << 31, "it has 2,147,483,648 bytes, and at most 268,435,456 fit"),
+], ids=["utf-16", "nested", "fifo", "large"])  # fmt: skip
+def test_a_file_that_is_no_tokenizer_is_named(tmp_path, content, problem):
+    path = tmp_path / "tokenizer.json"
+    if content is None:
+        os.mkfifo(path)
+    elif isinstance(content, int):
+        path.touch()
+        os.truncate(path, content)
+    else:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"{path}.* {problem}"):
+        read_tokenizer(path)
+
+
+def test_bpe_with_dropout_encodes_the_same_text_to_the_same_tokens(prepared, tmp_path):
+    tokenizer = read_tokenizer(changed(prepared, tmp_path / "t.json", model={"dropout": 0.5}))
+    expected = find_tokenizer(prepared / "bpe").encode(TEXTS[0] * 20)
+    assert all(tokenizer.encode(TEXTS[0] * 20) == expected for _ in range(5))
 
 
 def test_bpe_without_the_tokenizers_library_says_what_to_install(monkeypatch, prepared):
@@ -180,7 +249,7 @@ def test_the_data_commands_print_counts_and_report_errors_in_one_line(prepared, 
     assert main(["data", "prepare", source, "--out", str(out), "--tokenizer", given]) == 0
     sidecars = [TokenFile.open(out / f"{name}.bin", "uint8").sidecar for name in ("train", "held_out")]
     descriptions = [
-        f"{s.documents} documents, {s.tokens:,} tokens of uint16, {s.bytes / s.tokens:.3f} bytes per token"
+        f"{plural(s.documents, 'document')}, {s.tokens:,} tokens of uint16, {s.bytes / s.tokens:.3f} bytes per token"
         for s in sidecars
     ]
     assert capsys.readouterr().out.splitlines() == [
@@ -203,6 +272,15 @@ def test_the_data_commands_print_counts_and_report_errors_in_one_line(prepared, 
         (["prepare", source, "--out", f"{out}2", "--tokenizer", "gone"], "cannot read gone: No such file"),
         (["prepare", f"{tmp_path}/nothing", "--out", f"{out}2"], f"{tmp_path}/nothing: no such file or folder"),
         (["prepare", f"{tmp_path}/one", "--out", f"{out}2", "--tokenizer", "bytes"], ""),
+        (["prepare", "--out", f"{out}2"], "name at least one SOURCE of text: a file, a folder, a glob, or "),
+        (["prepare", "", "--out", f"{out}2"], "name at least one SOURCE"),
+        (["prepare", source, "--out", f"{tmp_path}/one/x"], f"cannot write to --out {tmp_path}/one/x: Not a directory"),
+        (["prepare", source, "--out", "a" * 5000], f"cannot write to --out {'a' * 200}…: File name too long"),
+        (["prepare", source, "--out", f"{out}/.."], f"--out {out}/.. already exists and is not empty"),
+        (["prepare", source, "--out", "/proc"], "--out /proc already exists and is not empty"),
+        (["check"], "name at least one FILE of token ids, such as corpus/train.bin"),
+        (["check", f"{out}/gone.bin"], f"cannot read {out}/gone.bin: No such file or directory"),
+        (["check", str(out)], f"cannot read {out}: it is a folder, not a regular file"),
         (["check", str(tmp_path / "x.bin")], f"cannot check {tmp_path}/x.bin: there is no x.bin.json next to it"),
     ]:
         assert main(["data", *arguments]) == (2 if problem else 0)
@@ -210,6 +288,34 @@ def test_the_data_commands_print_counts_and_report_errors_in_one_line(prepared, 
         assert printed.startswith(f"moe-dualpipe: error: {problem}" if problem else ""), printed
         assert printed.count("\n") == bool(problem)
     assert not list(tmp_path.glob(".*"))
+
+
+def test_prepare_checks_its_folder_before_it_reads_the_text_and_locks_it(prepared, tmp_path, monkeypatch):
+    source, out = str(prepared / "a.jsonl"), tmp_path / "out"
+    (tmp_path / ".out.unfinished").mkdir()
+    (tmp_path / ".out.unfinished" / "train.bin").write_bytes(b"of a process that was killed")
+    messages = []
+
+    def prepare_again(_):
+        for path in (out, tmp_path / "file" / "out"):
+            with pytest.raises(ValueError) as error:
+                prepare_data([source], path, "bytes", 1, "text")
+            messages.append(str(error.value))
+        return ValueError("no more text")
+
+    (tmp_path / "file").write_text("a")
+    sizes = prepare._sizes
+    monkeypatch.setattr(prepare, "_sizes", lambda documents: (_ for _ in ()).throw(prepare_again(documents)))
+    with pytest.raises(ValueError, match="no more text"):
+        prepare_data([source], out, "bytes", 1, "text")
+    assert messages == [
+        f"--out {out}: another process prepares this folder",
+        f"cannot write to --out {tmp_path}/file/out: Not a directory",
+    ]
+    monkeypatch.setattr(prepare, "_sizes", sizes)
+    out.symlink_to("real")
+    prepare_data([source], out, "bytes", 1, "text")
+    assert (tmp_path / "real" / "train.bin").read_bytes() == (prepared / "bytes" / "train.bin").read_bytes()
 
 
 def test_a_failed_prepare_leaves_no_files(tmp_path, monkeypatch):
