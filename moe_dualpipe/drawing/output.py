@@ -4,15 +4,17 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..messages import printable, quoted
+
 
 def check_output(path: Path, suffixes: Sequence[str]) -> None:
     """Raise ValueError unless a file with one of the suffixes can be created at `path`."""
     if path.suffix.lower() not in suffixes:
-        raise ValueError(f"cannot write {path.name!r}: use one of {', '.join(suffixes)}")
+        raise ValueError(f"cannot write {quoted(path.name)}: use one of {', '.join(suffixes)}")
     if path.is_dir():
-        raise ValueError(f"cannot write {str(path)!r}: it is a folder")
+        raise ValueError(f"cannot write {quoted(str(path))}: it is a folder")
     if not path.parent.is_dir():
-        raise ValueError(f"cannot write {str(path)!r}: the folder {str(path.parent)!r} does not exist")
+        raise ValueError(f"cannot write {quoted(str(path))}: the folder {quoted(str(path.parent))} does not exist")
 
 
 def make_folder(path: Path) -> None:
@@ -20,6 +22,6 @@ def make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"cannot write to --out {path}: {error.strerror}") from None
+        raise ValueError(f"cannot write to --out {printable(path)}: {error.strerror}") from None
     if not os.access(path, os.W_OK):
-        raise ValueError(f"cannot write to --out {path}: permission denied")
+        raise ValueError(f"cannot write to --out {printable(path)}: permission denied")

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None, stop: Stop | None = None) -> No
     launch = Launch.from_environment()
     stop.announce = launch.rank == 0
     arguments = sys.argv[1:] if arguments is None else arguments
-    with _exit_on_invalid_option(launch):
+    with _exit_on_invalid_option(launch, ValueError, OSError):
         config = parse_arguments(arguments, quiet=launch.local_rank > 0)
         plan = plan_run(config, launch, arguments)
         restart.mark_folder(plan.setup.folder, launch.local_rank)
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None, stop: Stop | None = None) -> No
         init_world(plan.setup.device, launch, timeout)
     try:
         with watch_ranks(timeout) as progress:
-            with _exit_on_invalid_option(launch):
+            with _exit_on_invalid_option(launch, ValueError):
                 trainer = Trainer(plan, progress, stop)
             TrainingRun(trainer).run()
     finally:
@@ -64,10 +64,10 @@ def main(arguments: Sequence[str] | None = None, stop: Stop | None = None) -> No
 
 
 @contextmanager
-def _exit_on_invalid_option(launch: Launch) -> Iterator[None]:
+def _exit_on_invalid_option(launch: Launch, *kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
-    except ValueError as error:
+    except kinds as error:
         if launch.local_rank == 0:
             sys.stderr.write(f"train.py: error: {describe(error)}\n")  # one write: other processes write to stderr, too
         raise SystemExit(2) from None

@@ -94,7 +94,10 @@ def test_help_lists_every_flag_by_group(capsys):
     (4, ["--pp", "3"],
      "--pp 3 does not divide the number of processes, 4: use --pp 1, 2, 4, or start a multiple of 3 processes"),
     (1, ["--data", "/nowhere"], "--data /nowhere: no such file or folder"),
-    (1, ["--data", "/dev/null"], "--data /dev/null: no such file or folder"),
+    (1, ["--data", "/dev/null"], "--data /dev/null is a device: name a regular file, a folder or a glob"),
+    *((1, [option, "a\n" + "b" * 5000], f"a\\n{'b' * 198}…: File name too long")
+      for option in ("--out", "--resume", "--weights")),
+    (1, ["--data", "a\n" + "b" * 5000], f"--data a\\n{'b' * 198}…: File name too long"),
     (1, ["--data", "LICENSE", "--seq-len", "4096"], "too little text in --data LICENSE"),
     (1, ["--device", "cuda"], "--device cuda: torch finds no GPU on this machine; use --device cpu"),
     (1, ["--device", "tpu"], "--device must be cpu, cuda or auto: got 'tpu'"),
