@@ -35,9 +35,9 @@ def parse(text: str | bytes, allow_nan: bool = False) -> Any:
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         lists = [item for item in level if isinstance(item, dict | list)]
-        level = [item for inside in lists for item in (inside.values() if isinstance(inside, dict) else inside)]
-        if not level:
+        if not lists:
             return value
+        level = [item for inside in lists for item in (inside.values() if isinstance(inside, dict) else inside)]
     raise _too_deep()
 
 
@@ -67,12 +67,12 @@ def check_regular(path: Path, follow_links: bool = True) -> os.stat_result:
     return status
 
 
-def write(value: Any, indent: int | None = None) -> str:
-    """Return `value` as JSON, with null for NaN and infinities."""
+def write(value: Any, **options: Any) -> str:
+    """Return `value` as JSON, with null for NaN and infinities. options: of json.dumps."""
     try:
-        return json.dumps(value, indent=indent, allow_nan=False)
+        return json.dumps(value, allow_nan=False, **options)
     except ValueError:
-        return json.dumps(finite(value), indent=indent, allow_nan=False)
+        return json.dumps(finite(value), allow_nan=False, **options)
 
 
 def finite(value: Any) -> Any:

@@ -1,12 +1,12 @@
 """`moe-dualpipe model`: the sizes of models, and the memory of each rank that trains one."""
 
-import json
 from dataclasses import asdict, dataclass
 from typing import Annotated, Literal
 
 import tyro
 from tyro.conf import Positional, arg, subcommand
 
+from .. import strict_json
 from ..messages import plural
 
 
@@ -68,7 +68,7 @@ class ShowModel:
                 "train_flops": size.train_flops,
                 "ranks": [asdict(r) | {"total": r.total, "total_sharded": r.total_sharded} for r in ranks],
             }
-            print(json.dumps(report, indent=1))
+            print(strict_json.write(report, indent=1))
             return
         micro_batches = plural(schedule.num_micro_batches, "micro-batch", "es")
         print(

@@ -1,6 +1,5 @@
 """`moe-dualpipe profile`: analyze the overlap in a recorded trace, or measure it on this machine."""
 
-import json
 import os
 import re
 import sys
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 from tyro.conf import Positional, arg, subcommand
 
+from .. import strict_json
 from ..drawing.output import check_output, make_folder
 from ..messages import printable, quoted
 
@@ -66,7 +66,7 @@ class ProfileAnalyze:
             save_lanes(trace_pictures(found), self.out)
         if self.json:
             objects = found.as_objects()
-            print(json.dumps(objects[0] if len(objects) == 1 else objects, indent=1))
+            print(strict_json.write(objects[0] if len(objects) == 1 else objects, indent=1))
         else:
             print(traces_text(found, self.phases, self.kernels, self.streams))
 
@@ -139,7 +139,7 @@ class ProfileRun:
             raise ValueError(f"out of memory: {str(error).splitlines()[0]}") from None
         if os.environ.get("RANK", "0") != "0":
             return
-        text = json.dumps(measurement.as_object(), indent=1)
+        text = strict_json.write(measurement.as_object(), indent=1)
         (out / "report.json").write_text(text + "\n")
         files = [*measurement.recordings, "report.json"]
         for name in ("timeline.html", "timeline.png"):

@@ -1,6 +1,5 @@
 """`moe-dualpipe schedule`: show, compare and check pipeline schedules."""
 
-import json
 import os
 import shutil
 import sys
@@ -11,6 +10,7 @@ from typing import Annotated, Literal
 import tyro
 from tyro.conf import Positional, arg, subcommand
 
+from .. import strict_json
 from ..drawing.captions import schedule_sizes
 from ..drawing.output import check_output
 from ..drawing.tables import comparison_table
@@ -107,9 +107,8 @@ class CompareSchedules:
 
     def run(self) -> None:
         entries = compare(self.stages, self.micro_batches, self.cost.checked(), self.num_chunks)
-        print(
-            json.dumps([entry.as_object() for entry in entries], indent=1) if self.json else comparison_table(entries)
-        )
+        objects = [entry.as_object() for entry in entries]
+        print(strict_json.write(objects, indent=1) if self.json else comparison_table(entries))
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,15 @@ running mean on top.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from .figures import new_figure, save_figure
+from .figures import new_figure, plain_text, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+_MOST = 1e100  # matplotlib cannot draw larger numbers
 Record = Mapping[str, Any]
 Along = Literal["step", "tokens", "hours"]
 
@@ -73,7 +73,7 @@ def save_curves(runs: Mapping[str, Sequence[Record]], path: Path, along: Along =
     if len(runs) > 1:
         from matplotlib.lines import Line2D
 
-        lines = [Line2D([], [], color=f"C{i}", label=name) for i, name in enumerate(runs)]
+        lines = [Line2D([], [], color=f"C{i}", label=plain_text(name)) for i, name in enumerate(runs)]
         figure.legend(handles=lines, loc="outside upper left", ncols=len(lines), fontsize=9, frameon=False)
     save_figure(figure, path)
 
@@ -105,14 +105,14 @@ def running_mean(values: Sequence[float], share: float = 0.04) -> list[float]:
 def _draw(axes: "Axes", panel: Panel, records: Sequence[Record], where: Mapping[int, float], colour: str) -> None:
     placed = [(where[r["step"]], r) for r in records if r["step"] in where]
     # A NaN or an infinity would make every later mean a NaN.
-    finite = [(x, r) for x, r in placed if r.get(panel.key) is not None and isfinite(r[panel.key])]
+    finite = [(x, r) for x, r in placed if r.get(panel.key) is not None and abs(r[panel.key]) < _MOST]
     x, y = [x for x, _ in finite], [r[panel.key] for _, r in finite]
     if panel.smooth:
         axes.plot(x, y, color=colour, alpha=0.25, linewidth=0.8)
     marker = "." if len(x) == 1 else None  # a line needs two points
     axes.plot(x, running_mean(y) if panel.smooth else y, color=colour, linewidth=1.4, marker=marker)
     if panel.key == "loss":
-        validated = [(x, r["validation_loss"]) for x, r in placed if "validation_loss" in r]
+        validated = [(x, r["validation_loss"]) for x, r in placed if r.get("validation_loss") is not None]
         if validated:
             axes.plot(*zip(*validated, strict=True), "o", color=colour, markersize=4)
 
@@ -120,10 +120,14 @@ def _draw(axes: "Axes", panel: Panel, records: Sequence[Record], where: Mapping[
 def run_summary(name: str, records: Sequence[Record]) -> str:
     """Return one line: the last step, its losses, and the median speed."""
     steps = [record for record in records if "loss" in record]
-    validation = [record["validation_loss"] for record in records if "validation_loss" in record]
+    validation = [r["validation_loss"] for r in records if "validation_loss" in r]
     if not steps:
         return f"{name}: no step recorded yet"
     speeds = sorted(record["tokens_per_s"] for record in steps)
-    parts = [f"step {steps[-1]['step']}", f"loss {steps[-1]['loss']:.4f}"]
-    parts += [f"validation {validation[-1]:.4f}"] if validation else []
+    parts = [f"step {steps[-1]['step']}", f"loss {_format(steps[-1]['loss'])}"]
+    parts += [f"validation {_format(validation[-1])}"] if validation else []
     return f"{name}: {', '.join(parts)}, {speeds[len(speeds) // 2]:,.0f} tokens/s (median)"
+
+
+def _format(loss: float | None) -> str:
+    return "not finite" if loss is None else f"{loss:.4f}"

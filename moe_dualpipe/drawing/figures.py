@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..messages import printable
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -14,6 +16,12 @@ def new_figure(width: float, height: float) -> "Figure":
     except ImportError as error:
         raise ImportError("figures need matplotlib: pip install 'moe-dualpipe[viz]'") from error
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def plain_text(name: str) -> str:
+    """Return a name from a file for a figure: "$" begins no formula, and a leading "_" hides no entry of a legend."""
+    text = printable(name).replace("$", r"\$")
+    return f" {text}" if text.startswith("_") else text
 
 
 def save_figure(figure: "Figure", path: Path) -> None:

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import fill
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from ..overlap.labels import letter_of
 from ..profiler.files import LANES, LaneBlock
 from ..profiler.intervals import total
-from .figures import new_figure, save_figure
+from .figures import new_figure, plain_text, save_figure
 from .overlap_report import hidden_sentence
 from .page import close_gaps, write_page
 from .timeline_boxes import COLOURS, LABELS
@@ -90,7 +90,7 @@ def save_lanes(pictures: Sequence[Picture], path: Path) -> None:
     rows = figure.subplots(count, squeeze=False)[:, 0].reshape(len(pictures), len(windows))
     for (whole, *details), picture in zip(rows, pictures, strict=True):
         _draw(whole, picture, windows[0], names=not details)
-        whole.set_title(fill(picture.title, 115), fontsize=FONT_SIZE, loc="left")
+        whole.set_title("\n".join(map(plain_text, wrap(picture.title, 115))), fontsize=FONT_SIZE, loc="left")
         for axes, window in zip(details, windows[1:], strict=True):
             _draw(axes, picture, window, names=True)
             start, end = (time / 1e3 for time in window)
@@ -140,7 +140,7 @@ def _draw(axes: "Axes", picture: Picture, window: Window, names: bool) -> None:
             axes.vlines((left + picture.shift_us) / 1e3, bottom, bottom + 0.86, "white", linewidth=0.8)
         if right - left >= _LETTER_INCHES * len(block.name) * inch:
             middle = ((left + right) / 2 + picture.shift_us) / 1e3
-            axes.text(middle, -block.lane, block.name, ha="center", va="center", fontsize=FONT_SIZE)
+            axes.text(middle, -block.lane, plain_text(block.name), ha="center", va="center", fontsize=FONT_SIZE)
     axes.set_xlim(window[0] / 1e3, window[1] / 1e3)
     axes.set_ylim(-1.5, 0.5)
     axes.set_yticks([0, -1], LANES)

@@ -4,7 +4,6 @@ The page holds all intervals as JSON, and its script draws them. With more than 
 block that are too short to be seen are closed to keep the page small. The page then says so.
 """
 
-import json
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -13,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .. import strict_json
+from ..messages import printable
 from ..profiler.intervals import Intervals, union
 
 if TYPE_CHECKING:
@@ -29,8 +30,8 @@ def write_page(pictures: Sequence["Picture"], path: Path) -> None:
     gap = end / RESOLUTION if pieces > MAX_PIECES else 0.0
     rows = [_row(picture, gap) for picture in pictures]
     note = f"; gaps of less than {gap:,.1f} us inside a block are closed" if gap else ""
-    data = json.dumps({"end": end, "rows": rows}, separators=(",", ":")).replace("<", "\\u003c")
-    names = " &middot; ".join(escape(picture.title) for picture in pictures)
+    data = strict_json.write({"end": end, "rows": rows}, separators=(",", ":")).replace("<", "\\u003c")
+    names = " &middot; ".join(escape(printable(picture.title, 1000)) for picture in pictures)
     path.write_text(_PAGE.substitute(names=names, note=note, data=data, script=SCRIPT.read_text("utf-8")), "utf-8")
 
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from ..schedule.actions import Overlap
 from ..schedule.timeline import Timeline
 from .captions import timeline_summary, timeline_title
-from .figures import new_figure
+from .figures import new_figure, plain_text
 from .timeline_boxes import COLOURS, LABELS, boxes, has_pairs, letters, paler, shade, shortest
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def timeline_figure(timeline: Timeline) -> "Figure":
     figure = new_figure(width, 1.3 + 0.3 * timeline.schedule.num_ranks)
     axes = figure.add_subplot()
     draw_timeline(axes, timeline, font_size)
-    axes.set_title(f"{timeline_title(timeline)}\n{timeline_summary(timeline)}", fontsize=9, loc="left")
+    axes.set_title(f"{plain_text(timeline_title(timeline))}\n{timeline_summary(timeline)}", fontsize=9, loc="left")
     add_timeline_legend(axes, timeline)
     return figure
 

@@ -1,8 +1,8 @@
 """Save a timeline, simulated or measured, to a file."""
 
-import json
 from pathlib import Path
 
+from .. import strict_json
 from ..schedule.timeline import Timeline
 from .figures import save_figure
 from .timeline_figure import timeline_figure
@@ -21,7 +21,7 @@ def save_timeline(timeline: Timeline, path: str | Path) -> None:
         case ".svg" | ".png":
             save_figure(timeline_figure(timeline), path)
         case ".json":
-            path.write_text(json.dumps(chrome_trace(timeline)))
+            path.write_text(strict_json.write(chrome_trace(timeline)))
         case ".csv":
             path.write_text(timeline.schedule.to_csv())
         case _:

@@ -5,6 +5,7 @@ from math import floor
 from operator import itemgetter
 from textwrap import wrap
 
+from ..messages import printable
 from ..schedule.timeline import Timeline
 from .captions import format_number, timeline_summary, timeline_title
 from .timeline_boxes import COLOURS, LABELS, Box, boxes, has_pairs, letters, shade, shortest
@@ -33,7 +34,7 @@ def timeline_text(timeline: Timeline, width: int = 80, colour: bool = True) -> s
 
     end = column(start + makespan)
     rows = [[(column(box.start), column(box.end), box) for box in boxes(timeline, rank)] for rank in ranks]
-    lines = wrap(timeline_title(timeline), width)
+    lines = wrap(printable(timeline_title(timeline)), width)
     for first in range(0, end, columns):
         last = min(first + columns, end)
         lines.append(f"{'time':<{label}}{format_number(start + first / scale)}")

@@ -17,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..messages import quoted
 from ..overlap.labels import LINK
 
 TRANSFER = re.compile(rf"(nccl|gloo|ucc|mpi|xccl|{LINK}):(?!:)")
@@ -29,6 +30,7 @@ _LONGEST_EVENT = 1 << 24
 MOST_EVENTS = 4_000_000
 """Later events are not read. So many events need 2 to 3 GB."""
 _LONGEST_HEADER = 1 << 22
+_LONGEST_TIME = 1e17  # microseconds: 3,000 years
 
 
 class TraceError(ValueError):
@@ -158,16 +160,16 @@ def _keep(event: dict[str, Any], trace: Trace) -> None:
     try:
         start = float(event["ts"])
         end = start + max(float(event.get("dur", 0)), 0.0)
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return
-    if not math.isfinite(end):
+    if not (abs(start) < _LONGEST_TIME and end < _LONGEST_TIME):
         return
     thread = sys.intern(str(event.get("pid"))), sys.intern(str(event.get("tid")))
     correlation = arguments.get("correlation")
-    correlation = correlation if isinstance(correlation, int) else None
+    correlation = correlation if type(correlation) is int else None
     if category in _DEVICE:
         grid = arguments.get("grid")
-        blocks = math.prod(grid) if isinstance(grid, list) and all(isinstance(n, int) for n in grid) else 0
+        blocks = math.prod(map(_number, grid)) if isinstance(grid, list) and len(grid) <= 3 else 0
         device, stream = str(arguments.get("device", thread[0])), str(arguments.get("stream", thread[1]))
         trace.device_events.append(DeviceEvent(name, category, start, end, device, stream, correlation, blocks))
     elif category in _LAUNCHES and correlation is not None:
@@ -180,6 +182,11 @@ def _keep(event: dict[str, Any], trace: Trace) -> None:
             trace.operators.append(host_event)
         else:
             trace.annotations.append(host_event)
+
+
+def _number(value: object) -> int:
+    """A count in a trace; 0 if it is not valid."""
+    return value if type(value) is int and 0 <= value < 2**32 else 0
 
 
 def _pieces(path: Path) -> Iterator[str]:
@@ -215,8 +222,11 @@ def _events(pieces: Iterator[str], path: Path, trace: Trace) -> Iterator[dict[st
                 return
             text += more
             continue
+        except ValueError:
+            what = f"a number with too many digits in event {trace.num_events}"
+            raise TraceError(f"{path}: not a trace: {what}") from None
         if not isinstance(event, dict):
-            raise TraceError(f"{path}: not a trace: event {trace.num_events} is {str(event)[:40]!r}, not an object")
+            raise TraceError(f"{path}: not a trace: event {trace.num_events} is {quoted(event, 40)}, not an object")
         if trace.num_events == MOST_EVENTS:
             trace.truncated = True
             return
@@ -248,13 +258,13 @@ def _describe(header: str, trace: Trace) -> None:
     """Read the rank, the clock and the GPU from the text before the events."""
     try:
         found = json.loads(header + '"traceEvents": []}')
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return
     job, gpus = found.get("distributedInfo"), found.get("deviceProperties")
-    if isinstance(job, dict) and isinstance(rank := job.get("rank"), int):
+    if isinstance(job, dict) and type(rank := job.get("rank")) is int and 0 <= rank < 2**31:
         trace.rank = rank
-    if isinstance(gpus, list) and gpus and isinstance(gpus[0], dict) and isinstance(sms := gpus[0].get("numSms"), int):
-        trace.num_sms = sms
+    if isinstance(gpus, list) and gpus and isinstance(gpus[0], dict):
+        trace.num_sms = _number(gpus[0].get("numSms"))
     trace.host = str(found.get("host_name", ""))
-    if isinstance(base := found.get("baseTimeNanoseconds"), int):
+    if type(base := found.get("baseTimeNanoseconds")) is int and abs(base) < 2**63:
         trace.base_us = base / 1e3

@@ -1,7 +1,6 @@
 """The metrics of a run: a file with one JSON object per line, TensorBoard, and a progress bar."""
 
 import importlib.util
-import json
 import resource
 import sys
 from pathlib import Path
@@ -11,11 +10,15 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from .. import strict_json
+from ..drawing.curves import PANELS
+from ..messages import quoted
 from ..models import ModelConfig
 from ..planner.flops import peak_flops, train_flops_per_token
 from .appended_file import AppendedFile
 
 FILE = "metrics.jsonl"
+_NUMBERS = {*(panel.key for panel in PANELS), "validation_loss", "tokens", "seconds"}
 
 
 class Metrics:
@@ -38,7 +41,7 @@ class Metrics:
     def write(self, **record: Any) -> None:
         """Append a record, with the key `step`."""
         if self._file is not None:
-            self._file.append((json.dumps(record) + "\n").encode())
+            self._file.append((strict_json.write(record) + "\n").encode())  # NaN as null
         if self._board is not None:
             self._board.write(**record)
 
@@ -52,7 +55,7 @@ def _remove_later(path: Path, step: int) -> None:
     """Remove the records of steps after `step`, and part of a line that a killed process left."""
     if not path.exists():
         return
-    kept = "".join(line for line in _lines(path) if json.loads(line)["step"] <= step).encode()
+    kept = "".join(line for line in _lines(path) if strict_json.parse(line, allow_nan=True)["step"] <= step).encode()
     if path.stat().st_size != len(kept):
         fresh = path.with_suffix(".new")
         try:
@@ -69,19 +72,32 @@ def check_tensorboard() -> None:
 
 
 def read_records(run: Path) -> list[dict[str, Any]]:
-    """The records of the run in this folder. Raises ValueError if there are none or a line is invalid."""
+    """The records of the run in this folder. Raises ValueError if there are none or a line is invalid.
+
+    A number that was not finite is None. In files of older runs, it is NaN or Infinity.
+    """
     path = run / FILE
     if not path.is_file():
         raise ValueError(f"{run} is not the folder of a run: it has no metrics.jsonl")
     records = []
     for number, line in enumerate(_lines(path), 1):
         try:
-            record = json.loads(line)
-            record["step"] += 0
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{path}, line {number}: not a record with a step: {line.strip()[:60]!r}") from None
-        records.append(record)
+            records.append(_checked(strict_json.finite(strict_json.parse(line, allow_nan=True))))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}: {quoted(line.strip(), 60)}") from None
     return records
+
+
+def _checked(record: Any) -> dict[str, Any]:
+    if not isinstance(record, dict) or type(record.get("step")) is not int or not 0 <= record["step"] < 2**53:
+        raise ValueError("not a record with a step")
+    for key in _NUMBERS & {*record}:
+        if record[key] is not None and type(record[key]) not in (int, float):
+            raise ValueError(f"{key} is not a number")
+    for key in ("tokens", "seconds", "tokens_per_s") if "loss" in record else ():
+        if record.get(key) is None or not 0 <= record[key] < 1e15:
+            raise ValueError(f"a step without valid {key}")
+    return record
 
 
 def _lines(path: Path) -> list[str]:

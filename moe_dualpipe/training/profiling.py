@@ -3,7 +3,6 @@
 A recording that cannot be written, as on a full disk, does not end the run: the report says why there is none.
 """
 
-import json
 import socket
 import time
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
+from .. import strict_json
 from ..drawing.overlap_report import compare_ranks
 from ..drawing.pipeline_report import pipeline_objects, pipeline_text, rank_name, save_pipeline_figure
 from ..messages import plural
@@ -121,7 +121,7 @@ class StepProfiler:
             for rank, (device, skew) in enumerate(zip(devices, skews, strict=True))
         ]
         report = {"pipelines": pipeline_objects(pipelines), "overlap": overlap}
-        (self.folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+        (self.folder / "report.json").write_text(strict_json.write(report, indent=1) + "\n")
         files = [*(device.path.name for device in devices), "report.json"]
         with suppress(ImportError):  # without matplotlib, there is no figure
             save_pipeline_figure(pipelines, self.folder / "steps.png")

@@ -194,7 +194,7 @@ def test_invalid_events_are_skipped(tmp_path):
     (b'{"a": [1, 2]}', 'not a trace of torch.profiler: it has no list "traceEvents"'),
     (b'{"traceEvents": [', "cut off before the first event"),
     (b'{"traceEvents": []}', "a trace without events"),
-    (b'{"traceEvents": [1, 2]}', "not a trace: event 0 is '1', not an object"),
+    (b'{"traceEvents": [1, 2]}', "not a trace: event 0 is 1, not an object"),
     (b"[" * 200_000, "not a trace: its lists are nested too deeply"),
     (b"\x89PNG\r\n\x1a\n\xff", "not a trace: neither text nor gzip"),
     (b"\x1f\x8bnonsense", "not a trace: neither text nor gzip"),
