@@ -3,6 +3,9 @@
 The backward of `F.linear` computes the input gradient and the weight gradient together. Here they are separate
 products, so a split backward can return the input gradient first and defer the weight gradient (weight_grads.py).
 
+With `fp32`, the products of bf16 tensors are computed in fp32. The tensors are saved for backward in their own dtype,
+and cast again there.
+
 D_in, D_out: input and output width; ...: any leading dimensions.
 """
 
@@ -18,25 +21,30 @@ from .weight_grads import WeightGrads, accumulate, has_hooks
 
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, weight_grads: WeightGrads | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, weight_grads: WeightGrads | None, fp32: bool) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         # The gradient belongs to this parameter. With checkpointing, ctx.saved_tensors may have another tensor.
         ctx.parameter = weight
         ctx.weight_grads = weight_grads
-        return F.linear(x, weight)
+        ctx.x_dtype = x.dtype
+        if not fp32:
+            return F.linear(x, weight)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(_at_least_fp32(x), _at_least_fp32(weight))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        (grad,) = grads
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        (grad,) = grads  # its dtype is that of the product
         x, weight = ctx.saved_tensors
 
         def weight_grad() -> Tensor:
-            return grad.reshape(-1, grad.shape[-1]).T @ x.reshape(-1, x.shape[-1])
+            product = grad.reshape(-1, grad.shape[-1]).T @ x.reshape(-1, x.shape[-1]).to(grad.dtype)
+            return product if grad.dtype == ctx.x_dtype else product.to(grad_dtype(ctx.parameter))
 
-        wants_x, wants_weight, _ = ctx.needs_input_grad
-        grad_x = grad @ weight if wants_x else None
+        wants_x, wants_weight, *_ = ctx.needs_input_grad
+        grad_x = (grad @ weight.to(grad.dtype)).to(ctx.x_dtype) if wants_x else None
         grad_weight = compute_or_defer(ctx.weight_grads, ctx.parameter, weight_grad) if wants_weight else None
-        return grad_x, grad_weight, None
+        return grad_x, grad_weight, None, None
 
 
 def compute_or_defer(
@@ -71,10 +79,17 @@ def apply_autocast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return x.to(dtype), weight.to(dtype)
 
 
-def linear(x: Tensor, weight: Tensor, weight_grads: WeightGrads | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, weight_grads: WeightGrads | None = None, fp32: bool = False) -> Tensor:
     """Return x W^T.
 
     x: [..., D_in]; weight: [D_out, D_in]; returns [..., D_out]. weight_grads: defers the weight gradient during a split
-    backward; None: never deferred.
+    backward; None: never deferred. fp32: compute and return in fp32 (fp64 for fp64 tensors), also under autocast. On a
+    GPU, that is TF32 only if the program allows it (`torch.backends.cuda.matmul.allow_tf32`, False by default).
     """
-    return _LinearFunction.apply(*apply_autocast(x, weight), weight_grads)  # type: ignore[return-value]
+    if not fp32:
+        x, weight = apply_autocast(x, weight)
+    return _LinearFunction.apply(x, weight, weight_grads, fp32)  # type: ignore[return-value]
+
+
+def _at_least_fp32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

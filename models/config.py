@@ -51,6 +51,8 @@ class ModelConfig:
     """Number of shared experts, which process every token."""
     router_score: Literal["softmax", "sigmoid"] = "softmax"
     """Function from router logits to scores."""
+    router_dtype: Literal["model", "float32"] = "model"
+    """Number format of the product that gives router logits. model: that of the model. Scores are always float32."""
     expert_groups: int = 1
     """Number of groups of consecutive experts. A token's experts come from its best top_groups groups."""
     top_groups: int = 1
@@ -87,6 +89,7 @@ class ModelConfig:
                 raise ValueError(f"{name} must be at least 1: got {getattr(self, name)}")
         for name, choices in (
             ("attention", "gqa or mla"), ("qk_norm", "none, head or full"), ("router_score", "softmax or sigmoid"),
+            ("router_dtype", "model or float32"),
         ):  # fmt: skip
             if getattr(self, name) not in choices.replace(" or", ",").split(", "):
                 raise ValueError(f"{name} must be {choices}: got {getattr(self, name)!r}")

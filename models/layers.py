@@ -16,15 +16,19 @@ from moe_dualpipe.kernels.weight_grads import WeightGrads
 
 
 class Linear(nn.Module):
-    """y = x W^T, without a bias. The pipeline sets `weight_grads` to defer the weight gradient."""
+    """y = x W^T, without a bias. The pipeline sets `weight_grads` to defer the weight gradient.
 
-    def __init__(self, in_features: int, out_features: int, std: float):
+    fp32: compute y in fp32 in a model of any dtype.
+    """
+
+    def __init__(self, in_features: int, out_features: int, std: float, fp32: bool = False):
         super().__init__()
+        self.fp32 = fp32
         self.weight = nn.Parameter(torch.empty(out_features, in_features).normal_(std=std))
         self.weight_grads: WeightGrads | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.weight_grads)
+        return linear(x, self.weight, self.weight_grads, self.fp32)
 
 
 class SwiGLU(nn.Module):

@@ -39,14 +39,14 @@ PRESETS: dict[str, ModelConfig] = {
     "deepseek-v2-lite": ModelConfig(
         vocab_size=102400, hidden_size=2048, num_layers=27, num_dense_layers=1, attention="mla", num_heads=16,
         head_dim=128, kv_rank=512, rope_dim=64, value_dim=128, dense_size=10944, expert_size=1408, num_experts=64,
-        experts_per_token=6, num_shared_experts=2, normalize_weights=False, sequence_loss=1e-3,
+        experts_per_token=6, num_shared_experts=2, router_dtype="float32", normalize_weights=False, sequence_loss=1e-3,
     ),
     # 671 B parameters, 37 B active (arXiv 2412.19437).
     "deepseek-v3": ModelConfig(
         vocab_size=129280, hidden_size=7168, num_layers=61, num_dense_layers=3, attention="mla", num_heads=128,
         head_dim=128, q_rank=1536, kv_rank=512, rope_dim=64, value_dim=128, dense_size=18432, expert_size=2048,
-        num_experts=256, experts_per_token=8, num_shared_experts=1, router_score="sigmoid", expert_groups=8,
-        top_groups=4, routed_scale=2.5, router_bias=True, sequence_loss=1e-4,
+        num_experts=256, experts_per_token=8, num_shared_experts=1, router_score="sigmoid", router_dtype="float32",
+        expert_groups=8, top_groups=4, routed_scale=2.5, router_bias=True, sequence_loss=1e-4,
     ),
 }  # fmt: skip
 

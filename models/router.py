@@ -23,7 +23,7 @@ from .layers import Linear
 
 
 class Router(nn.Module):
-    """Top-k of softmax or sigmoid scores, computed in fp32 (kernels/routing.py).
+    """Top-k of softmax or sigmoid scores, computed in fp32 (kernels/routing.py) from logits in `router_dtype`.
 
     `bias_E`, if configured, is added to the scores to choose experts; it is fp32 in a model of any dtype.
     `load_E` counts the tokens of each expert in training since the last `take_load`.
@@ -36,7 +36,8 @@ class Router(nn.Module):
         super().__init__()
         self.config = config
         self.kernels: Kernels = kernels
-        self.logits = Linear(config.hidden_size, config.num_experts, config.init_std)
+        fp32 = config.router_dtype == "float32"
+        self.logits = Linear(config.hidden_size, config.num_experts, config.init_std, fp32)
         self.register_buffer("load_E", torch.zeros(config.num_experts, dtype=torch.int64), persistent=False)
         bias_E = torch.zeros(config.num_experts, dtype=torch.float32) if config.router_bias else None
         self.register_buffer("bias_E", bias_E)

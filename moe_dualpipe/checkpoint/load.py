@@ -26,7 +26,8 @@ from ..runtime.launch import Launch
 from .manifest import RUN_FILE, read_manifest, read_tensor_metadata, verify_checkpoint
 from .save import STEP_FOLDER, gather_objects, list_checkpoints
 
-_TRAINING_OPTIONS = {"init_std", "sequence_loss", "z_loss", "mtp_weight"}  # no effect on the forward pass
+# Not part of what was learned: options of initialization and loss, and of the precision of a product, as --dtype is.
+_MAY_DIFFER = {"init_std", "sequence_loss", "z_loss", "mtp_weight", "router_dtype"}
 
 _EXPERT_HINT = "custom experts can change --ep only if they share no parameters (docs/experts.md)"
 
@@ -78,7 +79,7 @@ def check_model(checkpoint: Path, model: ModelConfig) -> int:
     """Return the step of `checkpoint`. Raises ValueError if it is unreadable or holds a model other than `model`.
 
     An option that did not exist when the checkpoint was saved has its default value. Options that only affect
-    initialization or the loss may differ.
+    initialization, the loss or the precision of a product may differ.
     """
     saved = read_manifest(checkpoint)
     if found := model_differences(saved.model, model):
@@ -93,7 +94,7 @@ def model_differences(saved: Mapping[str, Any], model: ModelConfig) -> list[str]
     return [
         f"{printable(key, 60)} was {quoted(saved.get(key, default), 60)}, now {now!r}"
         for key, (default, now) in options.items()
-        if key not in _TRAINING_OPTIONS and saved.get(key, default) != now
+        if key not in _MAY_DIFFER and saved.get(key, default) != now
     ]
 
 

@@ -79,13 +79,18 @@ def _block(config: ModelConfig, spec: StageSpec, layer: int, batch: MicroBatch) 
     if dense:
         return saved + (0 if batch.recompute == "full" else _swiglu(config.dense_size, batch))
     if not recompute:
-        saved += tokens * (config.num_experts * batch.element + 8 * config.experts_per_token)  # logits and choices
+        saved += tokens * (_logits(config, batch) + 8 * config.experts_per_token)  # logits and choices
     if batch.recompute == "full" and shared:
         saved += row  # the input of the shared experts
     if batch.recompute != "full":
         saved += _swiglu(config.num_shared_experts * config.expert_size, batch)
     has_input = batch.recompute == "none" or (batch.recompute == "full" and shared)
     return saved + _experts(config, batch, has_input)
+
+
+def _logits(config: ModelConfig, batch: MicroBatch) -> int:
+    """Bytes of a token's router logits, or of their gradient."""
+    return config.num_experts * (max(4, batch.element) if config.router_dtype == "float32" else batch.element)
 
 
 def _swiglu(inner: int, batch: MicroBatch) -> int:
@@ -118,7 +123,8 @@ def deferred_bytes(config: ModelConfig, spec: StageSpec, batch: MicroBatch) -> i
     if spec.head:
         numbers += batch.tokens * (config.hidden_size + config.vocab_size)
     indices = config.experts_per_token * (16 * batch.tokens + 8 * rows_received(config, batch))
-    return numbers * batch.element + indices * sum(not config.is_dense(layer) for layer in spec.layers)
+    routed = sum(not config.is_dense(layer) for layer in spec.layers)
+    return numbers * batch.element + routed * (indices + batch.tokens * _logits(config, batch))
 
 
 def _deferred_numbers(config: ModelConfig, layer: int, batch: MicroBatch) -> int:
@@ -128,7 +134,7 @@ def _deferred_numbers(config: ModelConfig, layer: int, batch: MicroBatch) -> int
     if config.is_dense(layer):
         return numbers + tokens * (2 * hidden + 3 * config.dense_size)
     rows = rows_received(config, batch) * (batch.ep > 1)
-    numbers += tokens * (2 * hidden + 3 * config.num_shared_experts * config.expert_size + config.num_experts)
+    numbers += tokens * (2 * hidden + 3 * config.num_shared_experts * config.expert_size)
     # A recomputed router has a separate input: not the tensor that the experts get.
     numbers += tokens * hidden * (batch.recompute in ("attention", "full"))
     return numbers + 2 * rows * hidden + 3 * config.expert_size * tokens * config.experts_per_token
