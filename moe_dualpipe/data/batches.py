@@ -8,6 +8,7 @@ source by weight.
 B sequences, S positions.
 """
 
+import hashlib
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from .tokenizer import BYTES, Tokenizer, digest, find_tokenizer
 if TYPE_CHECKING:
     from torch import Tensor
 
+
+FINGERPRINT_PARTS, FINGERPRINT_TOKENS = 256, 64  # read of a file
 
 TokenStream = np.ndarray | TokensOnDisk
 
@@ -102,6 +105,23 @@ class TextData:
         if (size := self.bytes_per_token) is None:
             return f"{per_token} nats per token"
         return f"{per_token} nats per token, {' -> '.join(f'{loss / size:.4f}' for loss in losses)} nats per byte"
+
+    def fingerprint(self) -> int:
+        """A 63-bit hash of weights, tokenizer and token ids; of a file, of its length and of some of its token ids.
+
+        The names of sources do not matter: machines may store the same text in different places.
+        """
+        content = hashlib.blake2b(digest(self.tokenizer).encode(), digest_size=8)
+        for source in self.sources:
+            content.update(repr(source.weight).encode())
+            for stream in (source.train, source.held_out):
+                content.update(f"{len(stream)} {stream.dtype.str}".encode())
+                if isinstance(stream, np.ndarray):
+                    content.update(np.ascontiguousarray(stream).data)
+                else:
+                    for first in np.linspace(0, len(stream), FINGERPRINT_PARTS, dtype=np.int64).tolist():
+                        content.update(stream[first : first + FINGERPRINT_TOKENS].tobytes())
+        return int.from_bytes(content.digest()) >> 1
 
     def check_tokenizer(self, checkpoint: Path) -> None:
         """Raise ValueError if `checkpoint`, or an exported folder, was trained with another tokenizer."""

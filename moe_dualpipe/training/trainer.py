@@ -30,6 +30,7 @@ from .learning_rate import learning_rate
 from .metrics import load_statistics, peak_memory_mb, utilisation
 from .optimizer import Optimizer
 from .plan import RunPlan
+from .same_text import check_same_text
 
 
 class Trainer:
@@ -41,6 +42,7 @@ class Trainer:
         config, model, kernels = plan.config, plan.config.model, plan.setup.kernels
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        check_same_text(plan.text, self.device)
         self._sequences_per_rank = self.schedule.num_micro_batches * config.batch.micro_batch_size  # in a step
         placement, timeout = self.schedule.placement, config.health.timeout
         self.groups = build_groups(self.layout, placement, timeout, shared_embedding=model.mtp_layers > 0)

@@ -1,0 +1,54 @@
+"""All ranks must have the same text, because the first stage takes the inputs from it and the last one the labels."""
+
+import numpy as np
+import torch
+
+from moe_dualpipe.data import load_data, prepare_data
+from moe_dualpipe.training.same_text import check_same_text
+from tests.support.ranks import run_failing_ranks, run_ranks
+from tests.support.runs import make_trainer, settings
+
+TEXT = "".join(f"line {i}\n" for i in range(400))
+
+
+def trainer_on(rank, config, paths):
+    make_trainer(rank, settings(config, data=(paths[rank],), pp=2))
+
+
+def test_a_run_on_different_texts_ends_before_the_first_step(tmp_path):
+    for rank, text in enumerate((TEXT, TEXT.replace("line 7\n", "line 8\n"))):
+        (tmp_path / f"{rank}.txt").write_text(text)
+    paths = [str(tmp_path / f"{rank}.txt") for rank in range(2)]
+    for traceback in run_failing_ranks(2, trainer_on, tmp_path / "run", paths):
+        assert traceback.splitlines()[-1].startswith(
+            "ValueError: --data is not the same on all ranks: 1 rank (1) read "
+        )
+
+
+def compared(rank, sources):
+    try:
+        check_same_text(load_data(sources[rank], 8), torch.device("cpu"))
+    except ValueError as error:
+        return str(error).partition(": ")[2].partition(";")[0]
+    return "same"
+
+
+def test_the_text_counts_and_its_place_does_not(tmp_path):
+    for name in "abc":
+        (tmp_path / name).write_text(TEXT)
+    (tmp_path / "d").write_text(TEXT[:-1])
+    prepare_data([str(tmp_path / "a")], tmp_path / "tokens", "bytes", 1, "text")
+    tokens = np.fromfile(tmp_path / "tokens" / "train.bin", np.uint8)
+    tokens.tofile(tmp_path / "bare.bin")
+    a, b, d, bare = ([str(tmp_path / name)] for name in ("a", "b", "d", "bare.bin"))
+    assert run_ranks(3, compared, [a, b, a]) == ["same"] * 3
+    assert run_ranks(4, compared, [a, d, b, d]) == ["2 ranks (1, 3) read other text than rank 0"] * 4
+    assert run_ranks(2, compared, [[*a, *d], [*d, *a]]) == ["1 rank (1) read other text than rank 0"] * 2
+    assert run_ranks(2, compared, [[f"{a[0]}=2", *d], [f"{b[0]}=2", *d]]) == ["same"] * 2
+    assert run_ranks(2, compared, [[f"{a[0]}=2", *d], [*b, *d]]) == ["1 rank (1) read other text than rank 0"] * 2
+    before = load_data(bare, 8, dtype="uint8")
+    assert before.fingerprint() == load_data(bare, 8, dtype="uint8").fingerprint() > 0
+    tokens[0] += 1
+    (tmp_path / "new").write_bytes(tokens.tobytes())
+    (tmp_path / "new").replace(bare[0])
+    assert load_data(bare, 8, dtype="uint8").fingerprint() != before.fingerprint()
