@@ -149,10 +149,11 @@ def _why_missing(name: str, saved: Collection[str]) -> str:
     kind, _, weight = name.partition(".")
     if kind != "model" and f"model.{weight}" in saved:
         return "the weight was frozen; freeze it again, or start a new run from exported weights (--weights)"
-    stacked = re.sub(r"\.\d+(-\d+)?$", "", name)
-    if any(other.startswith(f"{stacked}.") for other in saved):
+    tensor = re.escape(re.sub(r"\.\d+(-\d+)?$", "", name))
+    if any(re.fullmatch(tensor + r"(\.\d+)?\.\d+-\d+", other) for other in saved):
         return _EXPERT_HINT
-    return "the model that was saved had no such tensor"
+    problem = "the model that was saved had no such tensor"
+    return f"{problem}; earlier versions saved no buffers of custom layers: persistent=False leaves a buffer out"
 
 
 class _Reader(dcp.FileSystemReader):

@@ -164,6 +164,12 @@ def gather_objects(mine: Result, group: dist.ProcessGroup | None = None) -> list
     return gathered
 
 
+def raise_together(fault: str) -> None:
+    """Raise ValueError on all ranks if one of them has a fault, which is the message. "": this rank has none."""
+    if faults := [fault for fault in gather_objects(fault) if fault]:
+        raise ValueError(faults[0])
+
+
 def _run_on_all(action: Callable[[], Result], group: dist.ProcessGroup | None) -> list[Result]:
     """Run `action` and return the results of all ranks. Raises SaveError on all ranks if it raised on any."""
     mine: tuple[Any, str]

@@ -1,4 +1,4 @@
-"""Replicas of parameters on several ranks: sum their gradients, and check that the parameters stay equal.
+"""Replicas of parameters and buffers on several ranks: sum gradients, and check that the replicas stay equal.
 
 Data parallelism creates replicas, and so does DualPipe, which keeps every stage on two mirrored ranks. Both are treated
 alike: a replica set is a set of parameters with the process group of the ranks that hold them.
@@ -21,15 +21,17 @@ BUCKET_ELEMENTS = 16 * 2**20  # gradients are summed in buckets of at most this 
 
 @dataclass(frozen=True)
 class ReplicaSet:
-    """Parameters by global name. Every rank of `group` holds a copy; None: only this rank.
+    """Parameters or buffers by global name. Every rank of `group` holds a copy; None: only this rank.
 
     They are sorted by name, because the ranks of a group build their stages in different orders.
     """
 
-    parameters: Mapping[str, nn.Parameter]
+    parameters: Mapping[str, Tensor]
     group: dist.ProcessGroup | None
     experts: Mapping[str, ExpertIds] = field(default_factory=dict)
     """The experts in each of these parameters; empty if they are not experts."""
+    rule: str = "replicas must stay bit-equal"
+    """What an error says about replicas that differ."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parameters", dict(sorted(self.parameters.items())))
@@ -71,11 +73,17 @@ def sum_gradients(replicas: ReplicaSet) -> None:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
         grads.append(parameter.grad)
-    for bucket in buckets(grads) if replicas.group is not None else ():
-        flat = torch.cat([grad.flatten() for grad in bucket])
-        dist.all_reduce(flat, group=replicas.group)
-        for grad, total in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
-            grad.copy_(total.view_as(grad))
+    if replicas.group is not None:
+        sum_over_replicas(grads, replicas.group)
+
+
+def sum_over_replicas(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Replace each tensor by its sum over the ranks of `group`. Collective."""
+    for bucket in buckets(tensors):
+        flat = torch.cat([tensor.flatten() for tensor in bucket])
+        dist.all_reduce(flat, group=group)
+        for tensor, total in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+            tensor.copy_(total.view_as(tensor))
 
 
 def gradient_norm(sets: list[ReplicaSet], device: torch.device) -> Tensor:
@@ -157,7 +165,7 @@ def check_equal(replicas: ReplicaSet, sums_RP: Tensor | None = None) -> None:
         others = sorted(set(dist.get_process_group_ranks(replicas.group)) - set(ranks))
         what = f"deviate{'s' * (len(ranks) == 1)} from {listed(others)}" if others else "disagree"
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        raise RuntimeError(f"{listed(ranks)} {what} in {', '.join(names[:3])}{more}: replicas must stay bit-equal")
+        raise RuntimeError(f"{listed(ranks)} {what} in {', '.join(names[:3])}{more}: {replicas.rule}")
 
 
 def buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:

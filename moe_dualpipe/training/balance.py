@@ -16,28 +16,21 @@ from ..models import MoE, TransformerStage
 from ..models.auxiliary_losses import loss_factors
 from ..models.config import ModelConfig
 from ..models.router import Router
-from ..runtime.replicas import ReplicaSet
 
 
 class Balance:
-    """The routers of this rank's stages. group: the ranks that hold replicas of them; None: only this rank."""
+    """The routers of this rank's stages."""
 
-    def __init__(
-        self, model: ModelConfig, stages: Mapping[int, TransformerStage], rate: float, group: dist.ProcessGroup | None
-    ):
+    def __init__(self, model: ModelConfig, stages: Mapping[int, TransformerStage], rate: float):
         self.rate, self.losses, self.first_layer = rate, [*loss_factors(model)], model.num_dense_layers
+        self.has_bias = model.router_bias
         num_blocks = model.num_layers + model.mtp_layers
         self.shape = sum(not model.is_dense(block) for block in range(num_blocks)), model.num_experts
         self.routers: dict[int, Router] = {}
-        self.biases: dict[str, Tensor] = {}
         for stage in stages.values():
             layers = (block for block in stage.spec.blocks if not model.is_dense(block))
-            named = ((name, module) for name, module in stage.named_modules() if isinstance(module, MoE))
-            for layer, (name, moe) in zip(layers, named, strict=True):
-                self.routers[layer] = moe.router
-                if moe.router.bias_E is not None:
-                    self.biases[f"{name}.router.bias_E"] = moe.router.bias_E
-        self.replicas = ReplicaSet(self.biases, group)  # type: ignore[arg-type]
+            routers = (module.router for module in stage.modules() if isinstance(module, MoE))
+            self.routers |= dict(zip(layers, routers, strict=True))
 
     def loads(self, device: torch.device) -> Tensor:
         """Tokens per expert since the last call, summed over all ranks, [L, E]. Collective."""
@@ -52,7 +45,7 @@ class Balance:
 
         move: False for a skipped step, which changes no bias.
         """
-        if move and self.biases and self.rate:
+        if move and self.has_bias and self.rate:
             load_LE = load_LE.to(device)
             for layer, router in self.routers.items():
                 router.move_bias(load_LE[layer - self.first_layer], self.rate)
@@ -70,7 +63,3 @@ class Balance:
         if not decisions:  # all layers are dense
             return {}
         return {name: round(total / decisions, 6) for name, total in zip(self.losses, sums, strict=True)}
-
-    def state(self) -> dict[str, Tensor]:
-        """The biases by global name, for checkpoints."""
-        return {f"model.{name}": bias_E for name, bias_E in self.biases.items()}

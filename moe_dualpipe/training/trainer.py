@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ..checkpoint import load_checkpoint, load_weights
+from ..checkpoint.save import raise_together
 from ..expert_parallel import AllToAll, Local
 from ..health.heartbeat import Progress
 from ..health.signals import Stop
@@ -23,6 +24,7 @@ from ..models.layers import seed_of
 from ..overlap import WeightGrads
 from ..overlap.labels import GRADIENTS, OPTIMIZER
 from ..runtime import P2P, Executor, TensorSpec
+from ..runtime.buffers import Buffers
 from ..runtime.groups import build_groups
 from ..runtime.replicas import check_equal, gather_checksums, gradient_norm, replica_sets, sum_gradients
 from .balance import Balance
@@ -66,7 +68,8 @@ class Trainer:
         *_, trained = self.count_parameters()
         if not trained:
             raise ValueError("all parameters of the model are frozen (requires_grad=False): there is nothing to train")
-        self.balance = Balance(model, self.stages, config.bias_rate, self.groups.dense)
+        self.buffers = self._buffers()
+        self.balance = Balance(model, self.stages, config.bias_rate)
         stacked = stacked_matrices(self.stages.values())
         self.optimizer = Optimizer(self.replicas, config.optim, config.parallel.zero, stacked)
         self.skipped = SkippedSteps(config.health.max_skipped, announce=self.layout.rank == 0)
@@ -83,14 +86,30 @@ class Trainer:
 
     def state(self) -> dict[str, Tensor]:
         """This rank's part of a checkpoint, by global name. Loading into these tensors restores the run."""
-        return self.optimizer.tensors() | self.balance.state() | {"skipped": self.skipped.total}
+        return self.optimizer.tensors() | self.buffers.state() | {"skipped": self.skipped.total}
+
+    def _buffers(self) -> Buffers:
+        """Raises ValueError on all ranks if a layer on any rank has invalid `averaged_buffers`."""
+        buffers, fault = None, ""
+        try:
+            buffers = Buffers(self.stages.values(), self.groups)
+            if buffers.averaged and self.config.compute.recompute == "full":
+                what = f"--recompute full would change {min(buffers.averaged)} twice, once in backward"
+                raise ValueError(f"{what}: use --recompute attention")
+        except ValueError as error:
+            fault = str(error)
+        raise_together(fault)
+        assert buffers is not None
+        return buffers
 
     def train_step(self, step: int) -> dict[str, float]:
         """Do one update and return its metrics. `step` is the number of steps before it."""
         config, layout = self.config, self.layout
         self.progress.step = step + 1
         start = time.perf_counter()
+        before = self.buffers.copies()
         losses = self.training_losses(step)
+        self.buffers.average()
         mean = 1 / (self.schedule.num_micro_batches * layout.dp)  # losses of micro-batches are averaged, not summed
         check_every = config.health.check_replicas_every
         # Before the update: with ZeRO it overwrites all replicas with that of the owner.
@@ -113,6 +132,7 @@ class Trainer:
                 self.optimizer.step(lr, mean * (clip / norm.clamp(min=clip) if clip else 1.0))
             else:
                 self.optimizer.drop_gradients()
+                self.buffers.restore(before)
         seconds = time.perf_counter() - start
         tokens = self._sequences_per_rank * layout.dp * config.batch.seq_len
         mfu = {"mfu": round(self.utilisation * tokens / seconds, 4)} if self.utilisation else {}
@@ -157,13 +177,13 @@ class Trainer:
         return tokenizer.decode(tokens[0].tolist())
 
     def check_replicas(self, checksums: Sequence[Tensor | None] = ()) -> None:
-        """Raise RuntimeError if replicas of a parameter or of a router's bias differ. checksums: computed before."""
-        compared = (*self.replicas, self.balance.replicas)
+        """Raise RuntimeError if replicas of a parameter or of a buffer differ. checksums: computed before."""
+        compared = (*self.replicas, *self.buffers.sets())
         for replicas, sums_RP in zip(compared, checksums or self._gather_checksums(), strict=True):
             check_equal(replicas, sums_RP)
 
     def _gather_checksums(self) -> list[Tensor | None]:
-        return [gather_checksums(replicas) for replicas in (*self.replicas, self.balance.replicas)]
+        return [gather_checksums(replicas) for replicas in (*self.replicas, *self.buffers.sets())]
 
     def count_parameters(self) -> tuple[float, float, float]:
         """The numbers of dense and of expert parameters of the whole model, and of those that are trained."""

@@ -46,3 +46,64 @@ class LowRankExperts(nn.Module):
         up_MF = grouped_linear(x_MD, self.up, expert_offsets, **options)
         hidden_MF = F.relu(up_MF + grouped_linear(low_MR, self.b, expert_offsets, **options))
         return grouped_linear(hidden_MF, self.down, expert_offsets, **options)
+
+
+class RunningExperts(nn.Module):
+    """Subtracts the running mean of each expert's rows [E, D], which is averaged over replicas. With dropout."""
+
+    averaged_buffers: object = ("mean",)
+
+    def __init__(self, config, num_local_experts):
+        super().__init__()
+        width = config.hidden_size
+        self.up = nn.Parameter(torch.empty(num_local_experts, width, width))
+        self.register_buffer("mean", torch.zeros(num_local_experts, width))
+        self.register_buffer("scratch", torch.zeros(num_local_experts), persistent=False)
+
+    @torch.no_grad()
+    def reset_expert(self, e):
+        self.up[e].normal_(std=0.2)
+
+    def forward(self, x_MD, expert_offsets):
+        pieces = x_MD.split(expert_offsets.diff().tolist())
+        if self.training:
+            self.move([piece.detach() for piece in pieces])
+        rows_MD = torch.cat([piece - mean for piece, mean in zip(pieces, self.mean, strict=True)])
+        return F.dropout(grouped_linear(rows_MD, self.up, expert_offsets), 0.1, self.training)
+
+    def move(self, pieces):
+        self.scratch += 1
+        means = [mean.lerp(p.mean(0), 0.3) if len(p) else mean for p, mean in zip(pieces, self.mean, strict=True)]
+        self.mean = torch.stack(means)  # a new tensor, also allowed
+
+
+class CountingExperts(RunningExperts):
+    """Also counts its forwards: equal on all replicas, without averaging. All experts of a rank share the counter."""
+
+    def __init__(self, config, num_local_experts):
+        super().__init__(config, num_local_experts)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def move(self, pieces):
+        super().move(pieces)
+        self.count += 1
+
+
+class DriftingExperts(RunningExperts):
+    averaged_buffers = ()
+
+
+class MisspelledExperts(RunningExperts):
+    averaged_buffers = ("man",)
+
+
+class ScratchExperts(RunningExperts):
+    averaged_buffers = ("mean", "scratch")
+
+
+class IntegerExperts(CountingExperts):
+    averaged_buffers = ("count",)
+
+
+class TextExperts(RunningExperts):
+    averaged_buffers = "mean"

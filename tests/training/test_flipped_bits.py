@@ -23,7 +23,7 @@ def flip_lowest_bit(tensor):
 
 def replicated(trainer):
     """The tensors of this rank that have replicas, by global name."""
-    sets = (*trainer.replicas, trainer.balance.replicas)
+    sets = (*trainer.replicas, *trainer.buffers.sets())
     return {name: tensor for one in sets if one.group for name, tensor in one.parameters.items()}
 
 
