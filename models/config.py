@@ -5,8 +5,23 @@ from typing import Literal
 
 from moe_dualpipe.kernels.backend import Kernels, validate_kernels
 from moe_dualpipe.kernels.routing import RoutingOptions
+from moe_dualpipe.messages import LARGEST, check_range
 
 from .recompute import RECOMPUTE, Recompute
+
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("vocab_size hidden_size num_heads num_kv_heads head_dim kv_rank rope_dim value_dim dense_size expert_size "
+     "num_experts experts_per_token expert_groups top_groups", 1, LARGEST),
+    ("q_rank num_dense_layers num_shared_experts", 0, LARGEST),
+    ("num_layers", 1, 10_000),
+    ("mtp_layers", 0, 10_000),
+    ("routed_scale", 1e-6, 1e6),
+    ("sequence_loss z_loss mtp_weight", 0.0, 1e6),
+    ("rope_theta", 1.0, 1e12),
+    ("norm_eps", 0.0, 1.0),
+    ("init_std", 1e-6, 1e3),
+)  # fmt: skip
+"""The least and the largest valid value of fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +96,9 @@ class ModelConfig:
     """Factor of the mean MTP loss."""
 
     def __post_init__(self) -> None:
-        for name in (
-            *("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "dense_size"),
-            *("expert_size", "num_experts", "experts_per_token", "kv_rank", "rope_dim", "value_dim"),
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1: got {getattr(self, name)}")
+        for names, low, high in _RANGES:
+            for name in names.split():
+                check_range(name, getattr(self, name), low, high)
         for name, choices in (
             ("attention", "gqa or mla"), ("qk_norm", "none, head or full"), ("router_score", "softmax or sigmoid"),
             ("router_dtype", "model or float32"),
@@ -100,18 +112,10 @@ class ModelConfig:
             )
         routing = RoutingOptions(self.experts_per_token, self.router_score, self.expert_groups, self.top_groups)
         routing.check(self.num_experts)
-        for name in ("sequence_loss", "z_loss", "mtp_layers", "mtp_weight"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} cannot be negative: got {getattr(self, name)}; 0 switches it off")
-        for name in ("init_std", "norm_eps", "num_dense_layers", "num_shared_experts"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} cannot be negative: got {getattr(self, name)}")
         if self.experts != "swiglu" and not all(self.experts.partition(":")):
             raise ValueError(f'experts must be "swiglu" or "module:Class": got {self.experts!r}')
 
     def _check_attention(self) -> None:
-        if self.q_rank < 0:
-            raise ValueError(f"q_rank cannot be negative: got {self.q_rank}; use 0 for queries without a latent")
         if self.attention == "mla":
             if self.qk_norm != "none":
                 raise ValueError(f"qk_norm is only for gqa attention: got {self.qk_norm!r} with mla; use none")

@@ -1,6 +1,9 @@
 """Divide the layers over stages so that all stages have about the same FLOPs."""
 
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from moe_dualpipe.messages import plural
 
@@ -67,17 +70,31 @@ def split(config: ModelConfig, num_stages: int) -> tuple[StageSpec, ...]:
     costs = [layer_flops(config, layer) for layer in range(config.num_layers)]
     # The head and the MTP modules are on the stage of the last block.
     costs[-1] += head_flops(config) + sum(mtp_module_flops(config, block) for block in config.mtp_blocks)
-    best: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {(0, 0): (0, ())}  # (stages, layers) -> (max, ends)
-    for stages in range(1, num_stages + 1):
-        for end in range(stages, config.num_layers + 1):
-            best[stages, end] = min(
-                (max(best[stages - 1, start][0], sum(costs[start:end])), (*best[stages - 1, start][1], end))
-                for start in range(stages - 1, end)
-                if (stages - 1, start) in best
-            )
-    ends = best[num_stages, config.num_layers][1]
+    ends = _divide(costs, num_stages)
     specs = []
     for start, end in zip((0, *ends), ends, strict=False):
         last, share = end == config.num_layers, sum(costs[start:end]) / sum(costs)
         specs.append(StageSpec(range(start, end), start == 0, last, share, config.mtp_blocks if last else range(0)))
     return tuple(specs)
+
+
+def _divide(costs: Sequence[int], num_parts: int) -> tuple[int, ...]:
+    """The end of each of `num_parts` consecutive parts of `costs`, so that the largest sum of a part is as small as
+    possible. costs: positive. Example: [1, 1, 1, 3] in 2 parts -> (3, 4).
+
+    For 2, 3 ... parts, finds the best division of the first costs from the divisions into one part less. The later
+    the last part starts, the smaller its sum and the larger those of the others: bisection finds where they cross.
+    """
+    total = [0, *accumulate(costs)]
+    best = {end: (total[end], (end,)) for end in range(1, len(costs) + 1)}  # end -> (largest sum, ends)
+    for parts in range(2, num_parts + 1):
+        shorter, best = best, {}
+        for end in range(parts, len(costs) + 1):
+            starts = range(parts - 1, end)  # of the last part
+            equal = bisect_left(starts, True, key=lambda s: shorter[s][0] >= total[end] - total[s])
+            near = starts[max(0, equal - 1) : equal + 1]
+            largest = min(max(shorter[s][0], total[end] - total[s]) for s in near)
+            first = bisect_left(starts, True, key=lambda s: total[end] - total[s] <= largest)
+            last = bisect_right(starts, False, key=lambda s: shorter[s][0] > largest)
+            best[end] = largest, (*min(shorter[s][1] for s in starts[first:last]), end)
+    return best[len(costs)][1]

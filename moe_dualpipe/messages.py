@@ -43,6 +43,21 @@ def unknown_name(kind: str, name: str, names: Sequence[str], aliases: Mapping[st
     return ValueError(f"unknown {kind} {quoted(name, 60)}{suggestion} from: {', '.join(names)}")
 
 
+LARGEST = 2**31 - 1
+"""The largest valid count or size."""
+
+
+def check_range(name: str, value: float, low: float, high: float = LARGEST, hint: str = "") -> None:
+    """Raise ValueError, "NAME must be at least LOW: got VALUE" or "at most HIGH", unless `low <= value <= high`."""
+    if not low <= value <= high:
+        bound = f"at most {_number(high)}" if value > high else f"at least {_number(low)}"
+        raise ValueError(f"{name} must be {bound}: got {printable(value, 60)}{hint}")
+
+
+def _number(bound: float) -> str:
+    return f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
+
+
 def plural(number: int, noun: str, ending: str = "s") -> str:
     """Return a text such as "1 rank", "2 ranks" or, with the ending "es", "1,000 micro-batches"."""
     return f"{number:,} {noun}{ending if number != 1 else ''}"

@@ -127,7 +127,7 @@ def test_compare(capsys):
         ("show zbv --ranks 2 --micro-batches 4 --num-chunks 2", "zbv does not take a number of chunks"),
         ("show zbv --ranks 2 --micro-batches 4 --out fig.pdf", "cannot write 'fig.pdf': use one of .svg, .png"),
         ("show zbv --ranks 2 --micro-batches 4 --out /nowhere/at/all.svg", "the folder '/nowhere/at' does not exist"),
-        ("show zbv --ranks 2 --micro-batches 4 --width 10", "--width must be at least 40: got 10; use 40"),
+        ("show zbv --ranks 2 --micro-batches 4 --width 10", "--width must be at least 40: got 10"),
         ("show vpp", "unknown schedule 'vpp'; did you mean 'interleaved_1f1b'?"),
         (
             "show order.csv --ranks 4",

@@ -5,6 +5,8 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
+from ..messages import check_range
+
 
 @dataclass(frozen=True)
 class Generate:
@@ -38,11 +40,14 @@ class Generate:
 
         from ..checkpoint import find_checkpoint, load_model
         from ..data import find_tokenizer
-        from ..inference import generate, printable_text
+        from ..inference import Sampling, generate, printable_text
         from ..runtime.launch import choose_device
 
-        if self.num < 1:
-            raise ValueError(f"--num must be at least 1: got {self.num}")
+        check_range("--num", self.num, 1, 1000)
+        check_range("--tokens", self.tokens, 0, 1_000_000)
+        check_range("--max-length", self.max_length, 1)
+        check_range("--seed", self.seed, -(2**63), 2**63 - 1)
+        sampling = Sampling(self.temperature, self.top_k or None, self.top_p)  # raises ValueError
         device = torch.device(choose_device(self.device, torch.cuda.device_count(), 1))
         found = find_checkpoint(self.run_or_checkpoint)
         tokenizer = find_tokenizer(found)
@@ -52,8 +57,8 @@ class Generate:
         prompts = torch.tensor([prompt] * self.num, device=device)
         model = load_model(found, self.experts).to(device, torch.float32 if device.type == "cpu" else torch.bfloat16)
         texts = generate(
-            model, prompts, self.tokens, self.max_length, self.temperature,
-            self.top_k or None, self.top_p, self.seed, end,
+            model, prompts, self.tokens, self.max_length, sampling.temperature, sampling.top_k, sampling.top_p,
+            self.seed, end,
         )  # fmt: skip
         for i, tokens in enumerate(texts.tolist(), 1):
             if self.num > 1:

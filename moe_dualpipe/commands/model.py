@@ -7,7 +7,7 @@ import tyro
 from tyro.conf import Positional, arg, subcommand
 
 from .. import strict_json
-from ..messages import plural
+from ..messages import check_range, plural
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,9 @@ class ShowModel:
         from ..schedule import build, default_micro_batches
 
         config = preset(self.preset)
-        for name in ("pp", "ep", "seq", "micro_batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1: got {getattr(self, name)}")
-        for name in ("dp", "micro_batches"):
-            if (getattr(self, name) or 0) < 0:
-                raise ValueError(f"--{name.replace('_', '-')} cannot be negative: got {getattr(self, name)}")
+        for name in ("pp", "ep", "seq", "micro_batch_size", "dp", "micro_batches"):
+            least = int(name not in ("dp", "micro_batches"))  # 0 means None
+            check_range(f"--{name.replace('_', '-')}", getattr(self, name) or 0, least)
         element = {"bfloat16": 2, "float32": 4}[self.dtype]
         batch = MicroBatch(self.micro_batch_size, self.seq, element, self.ep, self.recompute, self.fused_loss)
         name = self.schedule if self.schedule != "auto" else ("dualpipe" if self.pp > 1 else "1f1b")

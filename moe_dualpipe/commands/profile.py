@@ -13,7 +13,7 @@ from tyro.conf import Positional, arg, subcommand
 
 from .. import strict_json
 from ..drawing.output import check_output, make_folder
-from ..messages import printable, quoted
+from ..messages import check_range, printable, quoted
 
 if TYPE_CHECKING:
     import torch
@@ -52,8 +52,7 @@ class ProfileAnalyze:
             raise ValueError(
                 f"--comm-pattern {quoted(self.comm_pattern)} is not a regular expression: {error}"
             ) from None
-        if self.kernels < 0:
-            raise ValueError(f"--kernels cannot be negative: got {self.kernels}")
+        check_range("--kernels", self.kernels, 0)
         if not self.traces:
             raise ValueError("no trace to analyze: name at least one file")
         if self.out is not None:
@@ -113,8 +112,11 @@ class ProfileRun:
 
     def run(self) -> None:
         gbps = self.link_gbps or None  # 0 also means None, here and below
-        if gbps is not None and gbps < 0:
-            raise ValueError(f"--link-gbps must be positive: got {gbps}")
+        if gbps is not None:
+            check_range("--link-gbps", gbps, 1e-3, 1e6)
+        check_range("--link-latency-us", self.link_latency_us, 0, 1e6)
+        if self.ep is not None:
+            check_range("--ep", self.ep, 0)
         if self.link_latency_us and gbps is None:
             raise ValueError("--link-latency-us needs --link-gbps")
         if gbps is not None and self.replay != "none":

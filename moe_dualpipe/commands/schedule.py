@@ -16,7 +16,7 @@ from ..drawing.output import check_output
 from ..drawing.tables import comparison_table
 from ..drawing.timeline_file import TIMELINE_SUFFIXES, save_timeline
 from ..drawing.timeline_text import timeline_text
-from ..messages import plural, printable
+from ..messages import check_range, plural, printable
 from ..schedule import (
     NAMES,
     Costs,
@@ -68,8 +68,8 @@ class ShowSchedule:
         costs = self.cost.checked()
         if self.out is not None:
             check_output(self.out, TIMELINE_SUFFIXES)
-        if self.width and self.width < 40:
-            raise ValueError(f"--width must be at least 40: got {self.width}; use 40")
+        if self.width:
+            check_range("--width", self.width, 40, 10_000)
         timeline = simulate(self._schedule(), costs)
         if self.out is not None:
             save_timeline(timeline, self.out)

@@ -4,7 +4,6 @@ All sources of a run share one tokenizer. It comes from the token ids among the 
 Text is read into memory and encoded at the start. Token ids stay on disk, so they may be larger than memory.
 """
 
-import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..messages import plural, printable
+from ..messages import check_range, plural, printable
 from .batches import Source, TextData
 from .documents import Documents
 from .held_out import ContentHash, Split, held_out_size
@@ -60,8 +59,7 @@ def split_weight(entry: str) -> tuple[str, float]:
         number = float(weight)
     except ValueError:
         name, number = entry, 1.0  # the "=" is part of the name
-    if not 0 < number < math.inf:
-        raise ValueError(f"--data {printable(entry)}: the weight must be a positive number: got {printable(weight)}")
+    check_range(f"--data {printable(entry)}: the weight", number, 1e-9, 1e9)
     if not name:
         raise ValueError('--data is empty: name a file, a folder, a glob, or "stdlib"')
     return name, number

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..messages import printable, quoted
+from ..messages import check_range, printable, quoted
 from .files import read_whole
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -120,8 +120,7 @@ class BPETokenizer:
 
         Memory holds the distinct words, not the texts. A short text may give fewer tokens than `vocab_size`.
         """
-        if vocab_size < 257:
-            raise ValueError(f"--vocab-size must be at least 257 (256 bytes and end of document): got {vocab_size}")
+        check_range("--vocab-size", vocab_size, 257, hint="; 256 bytes and the end of a document")
         library = _library()
         from tokenizers import decoders, models, pre_tokenizers, trainers
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ..messages import check_range
 from ..models import KVCache, MoE, TransformerStage
 from .eval_mode import eval_mode
 from .sampling import Sampling
@@ -102,10 +103,8 @@ def _token_buffer(
     prompts: Tensor | Sequence[Tensor], num_tokens: int, max_length: int, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
     """The prompts with space for new tokens, [B, longest prompt + N], and their lengths, [B]."""
-    if num_tokens < 0 or max_length < 1:
-        raise ValueError(
-            f"num_tokens cannot be negative, and max_length must be at least 1: got {num_tokens}, {max_length}"
-        )
+    check_range("num_tokens", num_tokens, 0)
+    check_range("max_length", max_length, 1)
     shapes = [[*prompt.shape] for prompt in prompts]
     if not shapes or any(len(shape) != 1 or not shape[0] for shape in shapes):
         raise ValueError(f"generate needs prompts, each [S] with at least one token: got {shapes}")

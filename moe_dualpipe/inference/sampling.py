@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..messages import check_range
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -26,10 +28,9 @@ class Sampling:
     """Sample from the fewest most likely tokens with this total probability. 1: no limit."""
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature cannot be negative: got {self.temperature}; 0 is greedy decoding")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k must be at least 1: got {self.top_k}; None is no limit")
+        check_range("temperature", self.temperature, 0, 1e6, "; 0 is greedy decoding")
+        if self.top_k is not None:
+            check_range("top_k", self.top_k, 1, hint="; None is no limit")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0, and at most 1: got {self.top_p}; 1 is no limit")
 
@@ -56,6 +57,7 @@ def filtered(logits_BV: Tensor, top_k: int | None = None, top_p: float = 1.0) ->
     if top_k is not None:
         sorted_BV[:, top_k:] = -torch.inf
     if top_p < 1:
-        total_before_BV = F.pad(sorted_BV.softmax(-1).cumsum(-1)[:, :-1], (1, 0))  # of all more likely tokens
+        # The total of all more likely tokens. -1: the most likely one always stays, also if top_p rounds to 0.
+        total_before_BV = F.pad(sorted_BV.softmax(-1).cumsum(-1)[:, :-1], (1, 0), value=-1.0)
         sorted_BV = sorted_BV.masked_fill(total_before_BV >= top_p, -torch.inf)
     return torch.empty_like(logits_BV).scatter_(-1, order_BV, sorted_BV)

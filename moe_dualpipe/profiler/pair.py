@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..expert_parallel import ExpertParallel
-from ..messages import plural
+from ..messages import LARGEST, check_range, plural
 from ..models import ModelConfig, MoE, StageOptions, StageSpec, TransformerStage, filled_cache, preset
 from ..models.router import BalancedRouter
 
@@ -53,8 +53,7 @@ class Workload:
         model = preset(name)
         seq = (4096 if device.type == "cuda" else 1024) if seq is None else seq
         for flag, number in (("layers", layers), ("seq", seq), ("tokens", 1 if tokens is None else tokens)):
-            if number < 1:
-                raise ValueError(f"--{flag} must be at least 1: got {number}")
+            check_range(f"--{flag}", number, 1, 10_000 if flag == "layers" else LARGEST)
         if tokens is None:
             tokens = 128 if mode == "decode" else 4096 if 4096 % seq == 0 else seq
         if mode != "decode" and tokens % seq:

@@ -35,6 +35,7 @@ _METHODS = {
     "dualpipev": _Method(Placement.vee, dualpipev, min_micro_batches_per_rank=2),
 }
 NAMES = tuple(_METHODS)
+MOST_CHUNKS = 2**19  # larger schedules take minutes to build and simulate
 _ALIASES = {"vpp": "interleaved_1f1b", "pipedream-flush": "1f1b", "zb-h1": "zb1p", "zero-bubble": "zb1p"}
 
 
@@ -44,12 +45,14 @@ def placement_of(name: str, num_ranks: int, num_chunks: int | None = None) -> Pl
         raise unknown_name("schedule", name, NAMES, _ALIASES)
     if num_ranks < 1:
         raise ValueError(f"{name} needs at least one pipeline rank: got {num_ranks}; use 1 or more")
+    chunks = _chunks(name, num_chunks)
+    check_chunks(1, num_ranks * max(chunks, default=1))
     if _METHODS[name].even and num_ranks % 2:
         raise ValueError(
             f"{name} needs an even number of pipeline ranks: got {num_ranks}; "
             f"use {num_ranks + 1}, or dualpipev, which takes any number"
         )
-    return _METHODS[name].placement(num_ranks, *_chunks(name, num_chunks))
+    return _METHODS[name].placement(num_ranks, *chunks)
 
 
 @lru_cache(maxsize=32)
@@ -76,9 +79,19 @@ def build(name: str, num_ranks: int, num_micro_batches: int, num_chunks: int | N
             f"{name} needs {kind} micro-batches {which}: "
             f"got {num_micro_batches} for {plural(num_ranks, 'rank')}; use {use}"
         )
+    check_chunks(num_micro_batches, placement.num_stages)
     numbers = (num_ranks, num_micro_batches, *_chunks(name, num_chunks))
     actions = tuple(tuple(method.actions(rank, *numbers)) for rank in range(num_ranks))
     return Schedule(name, placement, num_micro_batches, actions)
+
+
+def check_chunks(num_micro_batches: int, num_stages: int) -> None:
+    """Raise ValueError for a schedule that is too large to build."""
+    if num_micro_batches * num_stages > MOST_CHUNKS:
+        raise ValueError(
+            f"a schedule can have at most {MOST_CHUNKS:,} chunks, one for each micro-batch and stage: got "
+            f"{plural(num_micro_batches, 'micro-batch', 'es')} on {plural(num_stages, 'stage')}; use fewer"
+        )
 
 
 def _chunks(name: str, num_chunks: int | None) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 from ..messages import plural
-from .build import NAMES, build, placement_of
+from .build import NAMES, build, check_chunks, placement_of
 from .simulate import Costs, simulate
 from .timeline import Timeline
 
@@ -60,6 +60,7 @@ def compare(num_stages: int, num_micro_batches: int, costs: Costs, num_chunks: i
         raise ValueError(f"a model has at least one stage: got {num_stages}; use 1 or more")
     placement_of("interleaved_1f1b", num_stages, num_chunks)  # raises for an invalid num_chunks
     costs.check_stages(num_stages)
+    check_chunks(num_micro_batches, num_stages)
     rank_counts = (num_stages,) if num_stages % 2 else (num_stages, num_stages // 2)
     if num_micro_batches < (least := rank_counts[-1]):
         raise ValueError(

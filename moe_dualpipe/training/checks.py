@@ -1,39 +1,49 @@
 """The valid values of options, for the command line and for programs that build a TrainConfig themselves."""
 
 from collections.abc import Callable
-from math import inf
 from operator import attrgetter
 from typing import Any
 
+from ..messages import LARGEST, check_range
 from .config import TrainConfig
 from .learning_rate import decay_steps
 from .metrics import check_tensorboard
 
-# Options, test, requirement. None is always valid where the type allows it.
-RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+# Options, the least and the largest valid value. None is always valid where the type allows it.
+RANGES: tuple[tuple[str, float, float], ...] = (
     ("steps parallel.ep parallel.pp parallel.num_chunks parallel.max_deferred batch.seq_len batch.micro_batch_size "
      "batch.micro_batches checkpoint.save_every checkpoint.keep metrics.eval_sequences health.max_skipped "
-     "health.check_replicas_every sample.top_k optim.decay_steps", lambda x: x >= 1, "at least 1"),
-    ("sample.sample_tokens metrics.profile bias_rate optim.warmup_steps optim.weight_decay", lambda x: 0 <= x < inf,
-     "finite and not negative"),
-    ("health.timeout metrics.peak_tflops optim.lr optim.clip", lambda x: 0 < x < inf, "positive and finite"),
-    ("optim.final_lr", lambda x: 0 <= x <= 1, "from 0 to 1"),
+     "health.check_replicas_every optim.decay_steps", 1, LARGEST),
+    ("metrics.profile optim.warmup_steps", 0, LARGEST),
+    ("sample.sample_tokens", 0, 1_000_000),
+    ("seed", -(2**63), 2**63 - 1),
+    ("bias_rate optim.final_lr", 0, 1),
+    ("health.timeout", 1, 1_000_000),
+    ("metrics.peak_tflops optim.clip", 1e-6, 1e6),
+    ("optim.lr", 1e-12, 100.0),
+    ("optim.weight_decay", 0, 1000),
+)  # fmt: skip
+# Options, test, requirement.
+RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("optim.beta1 optim.beta2 optim.momentum", lambda x: 0 <= x < 1, "at least 0 and below 1"),
     ("compute.dtype", ("float32", "bfloat16", "auto").__contains__, "float32, bfloat16 or auto"),
     ("optim.name", ("adamw", "muon").__contains__, "adamw or muon"),
     ("optim.schedule", ("cosine", "wsd").__contains__, "cosine or wsd"),
-)  # fmt: skip
+)
 
 
 def check_options(config: TrainConfig) -> None:
     """Raise ValueError for the first option that is invalid alone or with others."""
+    for options, low, high in RANGES:
+        for option in options.split():
+            if (value := attrgetter(option)(config)) is not None:
+                check_range(_flag(option), value, low, high)
     for options, valid, requirement in RULES:
         for option in options.split():
             value = attrgetter(option)(config)
-            if value is not None and not valid(value):
-                flag = option if option.startswith("optim.") else option.split(".")[-1]
+            if not valid(value):
                 got = repr(value) if isinstance(value, str) else value
-                raise ValueError(f"--{flag.replace('_', '-')} must be {requirement}: got {got}")
+                raise ValueError(f"{_flag(option)} must be {requirement}: got {got}")
     config.sample.sampling()  # raises ValueError
     optim, mtp_layers, seq_len = config.optim, config.model.mtp_layers, config.batch.seq_len
     if config.checkpoint.weights and config.checkpoint.resume:
@@ -53,3 +63,8 @@ def check_options(config: TrainConfig) -> None:
         raise ValueError(f"--model.mtp-layers {mtp_layers} needs --seq-len {mtp_layers + 1} or more: got {seq_len}")
     if config.batch.document_mask and mtp_layers:
         raise ValueError(f"--document-mask needs --model.mtp-layers 0: got {mtp_layers}")
+
+
+def _flag(option: str) -> str:
+    name = option if option.startswith("optim.") else option.split(".")[-1]
+    return f"--{name.replace('_', '-')}"

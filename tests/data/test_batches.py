@@ -206,10 +206,10 @@ def test_files_read_in_blocks_are_complete(tmp_path, monkeypatch, block_bytes):
     (lambda p: p, 8, "no text in --data .*: the file is empty or not text$"),
     (lambda p: p / "short", 8, r"too little text in --data .*: 3 bytes for training and 2 held out, but one sequence "
                                r"needs 9; use more text or --seq-len 1"),
-    (lambda p: f"{p}/empty=0", 8, "the weight must be a positive number: got 0$"),
-    (lambda p: f"{p}/empty=-1.5", 8, "the weight must be a positive number: got -1.5"),
-    (lambda p: f"{p}/empty=nan", 8, "the weight must be a positive number: got nan"),
-    (lambda p: f"{p}/empty=inf", 8, "the weight must be a positive number: got inf"),
+    (lambda p: f"{p}/empty=0", 8, "the weight must be at least 1e-09: got 0.0$"),
+    (lambda p: f"{p}/empty=-1.5", 8, "the weight must be at least 1e-09: got -1.5"),
+    (lambda p: f"{p}/empty=nan", 8, "the weight must be at least 1e-09: got nan"),
+    (lambda p: f"{p}/empty=inf", 8, r"the weight must be at most 1e\+09: got inf"),
     (lambda _: "=2", 8, "--data is empty"),
 ])  # fmt: skip
 def test_unusable_sources_raise_an_error(tmp_path, make, seq_len, problem):

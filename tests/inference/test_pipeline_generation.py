@@ -75,7 +75,7 @@ def test_the_command_uses_the_newest_checkpoint_of_a_run(tmp_path, capsys):
         (["--num", "0"], "--num must be at least 1: got 0"),
         (["--prompt", ""], "--prompt is empty"),
         (["--top-k", "-1"], "top_k must be at least 1: got -1"),
-        (["--tokens", "-1"], "num_tokens cannot be negative"),
+        (["--tokens", "-1"], "--tokens must be at least 0: got -1"),
     ):
         assert main(["generate", str(tmp_path), *wrong]) == 2
         assert message in capsys.readouterr().err

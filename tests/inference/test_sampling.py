@@ -70,8 +70,8 @@ def test_tokens_are_drawn_with_their_probabilities(sampling):
 
 
 @pytest.mark.parametrize("wrong,message", [
-    ({"temperature": -0.1}, "temperature cannot be negative: got -0.1"),
-    ({"temperature": math.nan}, "temperature cannot be negative: got nan"),
+    ({"temperature": -0.1}, "temperature must be at least 0: got -0.1; 0 is greedy decoding"),
+    ({"temperature": math.nan}, "temperature must be at least 0: got nan"),
     ({"top_k": -1}, "top_k must be at least 1: got -1"),
     ({"top_k": 0}, "top_k must be at least 1: got 0"),
     ({"top_p": 0.0}, "top_p must be above 0, and at most 1: got 0.0"),

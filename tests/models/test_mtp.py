@@ -272,7 +272,7 @@ def test_mtp_leaves_fewer_layers_to_the_last_stage():
 @pytest.mark.parametrize("choice", [{"mtp_layers": -1}, {"mtp_weight": -0.5}, {"mtp_weight": float("nan")}], ids=str)
 def test_negative_options_are_refused(choice):
     ((name, value),) = choice.items()
-    with pytest.raises(ValueError, match=f"{name} cannot be negative: got {value}; 0 switches it off"):
+    with pytest.raises(ValueError, match=f"{name} must be at least 0: got {value}"):
         replace(CONFIG, **choice)
 
 

@@ -1,9 +1,11 @@
 """The split of layers over stages, and the FLOPs of layers."""
 
+from random import Random
+
 import pytest
 
 from moe_dualpipe.models import build_model, split
-from moe_dualpipe.models.partition import layer_flops
+from moe_dualpipe.models.partition import _divide, layer_flops
 from tests.support.models import CONFIG, with_choices
 
 
@@ -32,6 +34,35 @@ def test_split_is_the_best_of_all_divisions(vocab, stages):
         return [[range(start, cut), *rest] for cut in range(start + 1, 7) for rest in divisions(cut, left - 1)]
 
     assert slowest == min(max(sum(costs[i] for i in part) for part in parts) for parts in divisions(0, stages))
+
+
+def test_the_largest_model_is_divided_at_once():
+    specs = split(with_choices(num_layers=10_000), 4)
+    assert [len(spec.layers) for spec in specs] == [2500, 2500, 2500, 2500]
+    assert specs[-1].layers[-1] == 9999
+
+
+def by_all_pairs(costs, num_parts):
+    """The division of `costs` by the plain recurrence: of equally good ones, the one whose first parts end earliest."""
+    best = {(0, 0): (0, ())}
+    for parts in range(1, num_parts + 1):
+        for end in range(parts, len(costs) + 1):
+            best[parts, end] = min(
+                (max(best[parts - 1, start][0], sum(costs[start:end])), (*best[parts - 1, start][1], end))
+                for start in range(parts - 1, end)
+                if (parts - 1, start) in best
+            )
+    return best[num_parts, len(costs)][1]
+
+
+@pytest.mark.parametrize("largest", [2, 9, 1000])
+def test_a_division_is_that_of_the_plain_recurrence(largest):
+    random = Random(largest)
+    for _ in range(60):
+        costs = [random.randint(1, largest) for _ in range(random.randint(1, 12))]
+        costs[-1] += random.choice([0, 3 * largest])  # the head
+        for parts in range(1, len(costs) + 1):
+            assert _divide(costs, parts) == by_all_pairs(costs, parts), (costs, parts)
 
 
 @pytest.mark.parametrize("choices", [{}, {"attention": "mla"}, {"attention": "mla", "q_rank": 7}])

@@ -80,7 +80,7 @@ def test_the_second_last_dimension_is_the_sequence():
 @pytest.mark.parametrize("name", ["sequence_loss", "z_loss"])
 def test_negative_factors_are_refused(name):
     for wrong in (-0.1, math.nan):
-        with pytest.raises(ValueError, match=f"{name} cannot be negative: got {wrong}; 0 switches it off"):
+        with pytest.raises(ValueError, match=f"{name} must be at least 0: got {wrong}"):
             with_choices(**{name: wrong})
 
 

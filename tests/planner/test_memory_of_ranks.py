@@ -127,7 +127,7 @@ def test_the_command(capsys):
     ("tiny --pp 6", "4 layers cannot be divided over 6 pipeline stages"),
     ("deepseek-v3 --pp 15", "dualpipe needs an even number of pipeline ranks: got 15; use 16"),
     ("tiny --pp 0", "--pp must be at least 1: got 0"),
-    ("tiny --micro-batches -1", "--micro-batches cannot be negative: got -1"),
+    ("tiny --micro-batches -1", "--micro-batches must be at least 0: got -1"),
 ])  # fmt: skip
 def test_invalid_options_print_one_line(arguments, problem, capsys):
     assert main(["model", "show", *arguments.split()]) == 2

@@ -276,7 +276,7 @@ def test_the_command_prints_tables_or_json(tmp_path, capsys):
 
 @pytest.mark.parametrize("options,problem", [
     (["--comm-pattern", "("], "--comm-pattern '(' is not a regular expression"),
-    (["--kernels", "-1"], "--kernels cannot be negative: got -1"),
+    (["--kernels", "-1"], "--kernels must be at least 0: got -1"),
 ])  # fmt: skip
 def test_invalid_options(tmp_path, capsys, options, problem):
     path = write(tmp_path / "trace.json", [kernel("gemm", 0, 1)])

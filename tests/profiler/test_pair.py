@@ -242,7 +242,7 @@ def test_run_under_torchrun(tmp_path):
     (["--layers", "0"], "--layers must be at least 1: got 0"),
     (["--tokens", "33"], "--tokens 33 must be a multiple of --seq 16: use 48"),
     (["--seq", "-4"], "--seq must be at least 1: got -4"),
-    (["--link-gbps", "-1"], "--link-gbps must be positive: got -1.0"),
+    (["--link-gbps", "-1"], "--link-gbps must be at least 0.001: got -1.0"),
     (["--link-latency-us", "9"], "--link-latency-us needs --link-gbps"),
     (["--link-gbps", "9", "--replay", "deepseek"], "--replay sets the transfer times: leave out --link-gbps"),
     (["--out", "/dev/null/x"], "cannot write to --out /dev/null/x: Not a directory"),

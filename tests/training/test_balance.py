@@ -135,5 +135,5 @@ def test_a_model_without_routers_records_no_losses(tmp_path):
 def test_bias_rate_is_checked():
     assert parse_arguments([]).bias_rate == 3e-3
     assert parse_arguments(["--bias-rate", "0.02"]).bias_rate == 0.02
-    with pytest.raises(ValueError, match=r"--bias-rate must be finite and not negative: got -0\.1"):
+    with pytest.raises(ValueError, match=r"--bias-rate must be at least 0: got -0\.1"):
         resolve(["--bias-rate", "-0.1"])

@@ -44,5 +44,5 @@ def test_a_profile_needs_enough_steps(tmp_path):
     with pytest.raises(ValueError, match="--profile 5 needs 7 steps, including 2 to warm up, but the run has 6"):
         make_plan(settings(tmp_path / "run", profile=5))
     make_plan(settings(tmp_path / "run", profile=4))
-    with pytest.raises(ValueError, match="--profile must be finite and not negative: got -1"):
+    with pytest.raises(ValueError, match="--profile must be at least 0: got -1"):
         resolve(["--profile", "-1"])
