@@ -10,6 +10,7 @@ from moe_dualpipe.training.loop import TrainingRun
 from tests.support.checkpoints import checkpoint_names
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, make_trainer, settings
+from tests.support.special_experts import LowRankExperts, named
 
 SMALL = {"seq_len": 8, "eval_sequences": 2}
 BALANCED = dataclasses.replace(MODEL, router_bias=True)
@@ -137,3 +138,29 @@ def flip_before_a_save(rank, config):
 def test_no_checkpoint_is_saved_of_replicas_that_differ(tmp_path):
     config = settings(tmp_path, **SMALL, pp=1, save_every=2, check_replicas_every=None)
     assert run_ranks(2, flip_before_a_save, config) == [["step-000002"]] * 2
+
+
+def seen_in_third_step(rank, config, frozen):
+    """Flip a bit of a frozen or of a trained weight after the first step. Returns the error of the third, if any."""
+    trainer = make_trainer(rank, config)
+    trainer.train_step(0)
+    parameters = {name: p for name, p in replicated(trainer).items() if p.requires_grad != frozen}
+    owned = trainer.optimizer.owned
+    name = next(name for name in parameters if frozen or (name == DENSE))
+    if rank == 1 if frozen else name not in owned:
+        flip_lowest_bit(parameters[name])
+    trainer.train_step(1)
+    try:
+        trainer.train_step(2)
+    except RuntimeError as error:
+        return name, str(error)
+    return name, None
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_between_checks_zero_overwrites_a_flip_of_a_trained_weight_but_not_of_a_frozen_one(tmp_path, frozen):
+    model = dataclasses.replace(MODEL, experts=named(LowRankExperts))
+    config = settings(tmp_path, **SMALL, pp=1, model=model, check_replicas_every=3)
+    (name, first), (_, second) = run_ranks(2, seen_in_third_step, config, frozen)
+    assert first == second
+    assert first == (f"ranks 0, 1 disagree in {name}: replicas must stay bit-equal" if frozen else None)
