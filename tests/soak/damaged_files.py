@@ -1,0 +1,266 @@
+"""Checkpoints, exports, token files and text with random damage: each is refused in one line, or loads unchanged."""
+
+import functools
+import json
+import os
+import pickle
+import random
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_dualpipe.checkpoint import export_weights, find_checkpoint, load_weights
+from moe_dualpipe.checkpoint.manifest import FileChecksum, Manifest
+from moe_dualpipe.checkpoint.weights import check_weights
+from moe_dualpipe.data import load_data
+from moe_dualpipe.data.token_files import prepare_data
+from tests.support.killed_runs import newest
+from tests.support.ranks import run_ranks
+from tests.support.runs import MODEL, TEXT, settings
+
+from .attack import Attack
+from .failing_runs import tensors_of
+from .random_runs import train_quietly
+
+SECONDS = 10  # that an answer may take
+
+
+@functools.cache
+def originals() -> Path:
+    """A folder with a checkpoint, an export, and prepared token ids."""
+    folder = Path(tempfile.mkdtemp())
+    run_ranks(2, train_quietly, settings(folder / "run", steps=1, seq_len=16, eval_sequences=1))
+    shutil.move(newest(folder / "run"), folder / "checkpoint")
+    export_weights(folder / "checkpoint", folder / "export")
+    (folder / "text").mkdir()
+    for path in Path(TEXT).glob("*.py"):
+        shutil.copy(path, folder / "text")
+    prepare_data([str(folder / "text")], folder / "tokens", "bytes", 256, "text")
+    return folder
+
+
+def refused(load: Callable[[], Any]) -> str:
+    """The message of the ValueError of `load`, checked to be a line; "" if it loads."""
+    signal.signal(signal.SIGALRM, too_slow)
+    signal.alarm(SECONDS)
+    try:
+        load()
+    except ValueError as error:
+        message = str(error)
+        assert message.isprintable() and len(message) < 2000, f"not one readable line: {message[:3000]!r}"
+        assert "weights_only" not in message, message
+        return message
+    finally:
+        signal.alarm(0)
+    return ""
+
+
+def too_slow(*_: Any) -> None:
+    raise AssertionError(f"no answer within {SECONDS} s")
+
+
+def flip_bit(rng: random.Random, path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+
+
+def truncate(rng: random.Random, path: Path) -> None:
+    os.truncate(path, rng.randrange(path.stat().st_size))
+
+
+def extend(rng: random.Random, path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(rng.randbytes(rng.randrange(1, 100)))
+
+
+def overwrite(rng: random.Random, path: Path) -> None:
+    path.write_bytes(rng.randbytes(path.stat().st_size))
+
+
+def remove(_: random.Random, path: Path) -> None:
+    path.unlink()
+
+
+def replace_by_folder(_: random.Random, path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def replace_by_fifo(_: random.Random, path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def replace_by_link(rng: random.Random, path: Path) -> None:
+    path.unlink()
+    path.symlink_to(rng.choice(["/dev/zero", "/etc/hostname", "/nonexistent", str(path)]))
+
+
+DAMAGES = (flip_bit, flip_bit, truncate, extend, overwrite, remove, replace_by_folder, replace_by_fifo, replace_by_link)
+
+
+def damage(rng: random.Random, folder: Path) -> str:
+    """Damage one file of a folder. Returns what was done."""
+    path = rng.choice(sorted(path for path in folder.iterdir() if path.is_file() and path.stat().st_size))
+    how = rng.choice(DAMAGES)
+    how(rng, path)
+    return f"{how.__name__} of {path.name}"
+
+
+def copy(name: str, folder: Path) -> Path:
+    return Path(shutil.copytree(originals() / name, folder / name))
+
+
+def damaged_checkpoint(rng: random.Random, folder: Path) -> None:
+    checkpoint = copy("checkpoint", folder)
+    what = damage(rng, checkpoint)
+    if refused(lambda: find_checkpoint(str(checkpoint))):
+        return
+    expected, loaded = tensors_of(originals() / "checkpoint"), tensors_of(checkpoint)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items()), f"{what} loaded"
+
+
+def damaged_export(rng: random.Random, folder: Path) -> None:
+    export = copy("export", folder)
+    what = damage(rng, export)
+    state = {f"model.{name}": torch.zeros_like(t) for name, t in exported().items()}
+
+    def load() -> None:
+        check_weights(export, MODEL)
+        load_weights(export, state)
+
+    if refused(load):
+        return
+    same = all(torch.equal(state[f"model.{name}"], tensor) for name, tensor in exported().items())
+    assert same, f"{what} loaded"
+
+
+@functools.cache
+def exported() -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(originals() / "export" / "model.safetensors")
+
+
+def damaged_tokens(rng: random.Random, folder: Path) -> None:
+    tokens = copy("tokens", folder)
+    what = damage(rng, tokens)
+    found = []
+    if not refused(lambda: found.append(load_data(str(tokens), 32))):
+        batches = [data.batch(0, 0, 0, 4, 32)[0] for data in (found[0], load_data(str(originals() / "tokens"), 32))]
+        assert torch.equal(*batches), f"{what} loaded"
+
+
+# ---- Files that an attacker wrote: the checksums are right ----
+
+
+class Bomb:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mknod, (str(self.path),)
+
+
+def deep(levels: int) -> bytes:
+    return b"[" * levels + b"]" * levels
+
+
+def random_value(rng: random.Random) -> Any:
+    return rng.choice([
+        *(None, True, 0, -1, 1.5, 1e308, float("nan"), float("inf"), 10**30, 2**62, "", "\x1b[31m\n", [], {}, [[]]),
+        *("a" * 100_000, [0] * 100_000, [2**40] * 2, {"a": [1]}, "../run.json", "/etc/passwd", "nn.Module"),
+    ])  # fmt: skip
+
+
+def change_json(rng: random.Random, value: Any) -> Any:
+    """Replace a random part of a JSON value, or remove it."""
+    if isinstance(value, dict) and value and rng.random() < 0.9:
+        key = rng.choice(sorted(value))
+        rest = {k: v for k, v in value.items() if k != key}
+        return rest if rng.random() < 0.1 else {**rest, key: change_json(rng, value[key])}
+    if isinstance(value, list) and value and rng.random() < 0.7:
+        i = rng.randrange(len(value))
+        return [*value[:i], change_json(rng, value[i]), *value[i + 1 :]]
+    return random_value(rng)
+
+
+def forged_checkpoint(rng: random.Random, folder: Path) -> None:
+    checkpoint, bomb = copy("checkpoint", folder), folder / "exploded"
+    manifest = json.loads((checkpoint / "run.json").read_text())
+    kind = rng.choice(["tensors", "run", "deep", "pickle", "short"])
+    if kind == "tensors":
+        forged = change_json(rng, json.loads((checkpoint / "tensors.json").read_text()))
+        (checkpoint / "tensors.json").write_text(json.dumps(forged))
+    elif kind == "deep":
+        (checkpoint / rng.choice(["tensors.json", "run.json"])).write_bytes(deep(rng.choice([900, 10_000, 1_000_000])))
+    elif kind == "pickle":
+        target = rng.choice(sorted(path for path in checkpoint.iterdir() if path.suffix != ".json"))
+        if rng.random() < 0.5:
+            target.write_bytes(pickle.dumps(Bomb(bomb)))
+        else:
+            torch.save({"model": Bomb(bomb)}, target)
+    elif kind == "short":
+        data = sorted(checkpoint.glob("*.distcp"))[0]
+        os.truncate(data, rng.randrange(data.stat().st_size))
+    if kind == "run":
+        (checkpoint / "run.json").write_text(json.dumps(change_json(rng, manifest)))
+    elif (checkpoint / "run.json").read_bytes()[:1] == b"{":
+        files = {
+            path.name: FileChecksum.of(path.read_bytes()) for path in checkpoint.iterdir() if path.name != "run.json"
+        }
+        (checkpoint / "run.json").write_bytes(Manifest(manifest["step"], manifest["model"], files).encode())
+
+    def load() -> None:
+        tensors_of(find_checkpoint(str(checkpoint)))
+
+    refused(load)
+    assert not bomb.exists(), "loading ran code"
+
+
+def forged_config(rng: random.Random, folder: Path) -> None:
+    export = copy("export", folder)
+    path = export / "config.json"
+    config = json.loads(path.read_text())
+    path.write_bytes(deep(100_000) if rng.random() < 0.1 else json.dumps(change_json(rng, config)).encode())
+    for other in export.iterdir():  # without a manifest, as an export from elsewhere
+        if other.name not in ("config.json", "model.safetensors"):
+            other.unlink()
+    refused(lambda: check_weights(export, MODEL))
+
+
+def random_text(rng: random.Random, folder: Path) -> None:
+    """Random bytes, lines and names are refused, or are text."""
+    for i in range(rng.randrange(1, 4)):
+        suffix = rng.choice([".txt", ".jsonl", ".bin", ".py", ""])
+        data = rng.choice([
+            rng.randbytes(rng.randrange(3000)), b"hello world\n" * 300, b'{"text": "hello"}\n' * 200, deep(100_000),
+            b'{"text": ' + deep(5000) + b"}\n", b'{"text": "\\ud800"}\n', b"\xff\xfe" + "hello".encode("utf-16") * 50,
+        ])  # fmt: skip
+        (folder / f"{rng.choice(['notes', 'a=2', 'b*', chr(10), chr(27) + '[31m'])}{i}{suffix}").write_bytes(data)
+    if rng.random() < 0.3:
+        (folder / "loop").symlink_to(folder)
+    if rng.random() < 0.3:
+        os.mkfifo(folder / "pipe")
+    sources = [str(folder), f"{folder}/**", *map(str, sorted(folder.iterdir()))]
+    found = []
+    if not refused(lambda: found.append(load_data([rng.choice(sources)], 16))):
+        found[0].batch(0, 0, 0, 2, 16)
+
+
+ATTACKS = (
+    Attack("damaged checkpoint", "refused in one line that names the file", 300, damaged_checkpoint),
+    Attack("damaged export", "refused in one line that names the file", 300, damaged_export),
+    Attack("damaged token ids", "refused in one line, or the same batches", 200, damaged_tokens),
+    Attack("forged checkpoint", "no code runs; loads, or is refused in one line within 10 s", 300, forged_checkpoint),
+    Attack("forged config.json", "loads, or is refused in one line within 10 s", 200, forged_config),
+    Attack("random text", "trains, or is refused in one line within 10 s", 200, random_text),
+)  # fmt: skip

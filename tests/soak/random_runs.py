@@ -1,0 +1,113 @@
+"""Runs with random options: their losses do not depend on how they are divided, ordered, or interrupted."""
+
+import contextlib
+import dataclasses
+import io
+import random
+import shutil
+from pathlib import Path
+
+import torch
+
+from moe_dualpipe.models import ModelConfig
+from moe_dualpipe.models.recompute import RECOMPUTE
+from moe_dualpipe.schedule.build import NAMES
+from moe_dualpipe.training.config import OptimizerConfig, TrainConfig
+from tests.support.ranks import run_ranks
+from tests.support.runs import MODEL, change, losses, make_plan, records, settings, train
+
+from .attack import Attack
+from .failing_runs import tensors_of
+
+STEPS = 3
+LOSS, NORM = 2e-6, 2e-5  # relative; other layouts sum in another order
+
+
+def train_quietly(rank: int, config: TrainConfig) -> list[dict[str, float]]:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        return train(rank, config)
+
+
+def random_model(rng: random.Random) -> ModelConfig:
+    groups = rng.choice([1, 1, 2])
+    return dataclasses.replace(
+        MODEL,
+        num_layers=rng.choice([4, 5, 8]), num_dense_layers=rng.choice([0, 1, 2]), num_heads=2, head_dim=16,
+        attention=rng.choice(["gqa", "mla"]), q_rank=rng.choice([0, 8]), kv_rank=8, rope_dim=4, value_dim=8,
+        num_experts=rng.choice([4, 8]), experts_per_token=rng.choice([1, 2, 3]), expert_groups=groups,
+        top_groups=rng.randint(1, groups), num_shared_experts=rng.choice([0, 1, 2]),
+        router_score=rng.choice(["softmax", "sigmoid"]), normalize_weights=rng.random() < 0.5,
+        router_bias=rng.random() < 0.5, sequence_loss=rng.choice([0.0, 0.01]), z_loss=rng.choice([0.0, 0.001]),
+        mtp_layers=rng.choice([0, 0, 0, 1]),
+    )  # fmt: skip
+
+
+def random_config(rng: random.Random, out: Path) -> tuple[TrainConfig, int]:
+    """Options, and the number of processes."""
+    pp, dp = rng.choice([(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (1, 4)])
+    name = rng.choice(["auto", *NAMES])
+    config = settings(
+        out, steps=STEPS, seq_len=16, eval_sequences=1, save_every=1, keep=None, model=random_model(rng), pp=pp,
+        ep=rng.choice([e for e in (1, 2, 4) if dp % e == 0]), schedule=name, micro_batches=rng.choice([4, 8, 9]),
+        num_chunks=rng.choice([None, 2]) if name == "interleaved_1f1b" else None,
+        max_deferred=rng.choice([None, 1, 3]), recompute=rng.choice(list(RECOMPUTE)), fused_loss=rng.random() < 0.3,
+        document_mask=rng.random() < 0.2, zero=rng.random() < 0.7, seed=rng.randrange(1000),
+        save_async=rng.random() < 0.5,
+        optim=OptimizerConfig(name=rng.choice(["adamw", "muon"]), warmup_steps=rng.choice([0, 1])),
+    )  # fmt: skip
+    return config, pp * dp
+
+
+def valid_config(rng: random.Random, out: Path) -> tuple[TrainConfig, int]:
+    """The first random options that fit together. Others are refused in one line."""
+    while True:
+        with contextlib.suppress(ValueError):
+            config, processes = random_config(rng, out)
+            make_plan(config, 0, processes)
+            shutil.rmtree(out, ignore_errors=True)
+            return config, processes
+
+
+def close(a: float, b: float, tolerance: float) -> bool:
+    return abs(a - b) <= tolerance * max(abs(a), abs(b))
+
+
+def random_run(rng: random.Random, folder: Path) -> None:
+    config, processes = valid_config(rng, folder / "run")
+    dp = processes // (config.parallel.pp or 1)
+    run_ranks(processes, train_quietly, config)
+    first = records(folder / "run")
+    expected = losses(first)
+
+    # Without overlap, and with another division of the optimizer state: bit-equal.
+    other = change(config, out=str(folder / "other"), overlap=False, zero=not config.parallel.zero)
+    run_ranks(processes, train_quietly, other)
+    assert losses(records(folder / "other")) == expected, f"without overlap: {config}"
+    tensors, others = (tensors_of(folder / run / f"checkpoints/step-{STEPS:06d}") for run in ("run", "other"))
+    differing = [name for name, tensor in tensors.items() if not torch.equal(tensor, others[name])]
+    assert not differing, f"differ without overlap: {differing}, {config}"
+
+    # Without pipeline and expert parallelism, on the same data: equal up to rounding.
+    plain = change(
+        config, out=str(folder / "plain"), pp=1, ep=1, schedule="1f1b", num_chunks=None, recompute="none",
+        max_deferred=None, steps=1,
+    )  # fmt: skip
+    run_ranks(dp, train_quietly, plain)
+    one = records(folder / "plain")
+    for kind, tolerance in (("loss", LOSS), ("grad_norm", NORM)):
+        a, b = losses(first, kind)[1], losses(one, kind)[1]
+        assert close(a, b, tolerance), f"{kind} of step 1: {a}, without parallelism {b}: {config}"
+
+    # Resumed on the same ranks: bit-equal. On others: the next loss is equal up to rounding.
+    second = str(folder / "run" / "checkpoints" / "step-000002")
+    run_ranks(processes, train_quietly, change(config, out=str(folder / "resumed"), resume=second))
+    assert losses(records(folder / "resumed"))[STEPS] == expected[STEPS], f"resumed: {config}"
+    moved = change(plain, out=str(folder / "moved"), resume=second, steps=STEPS)
+    run_ranks(dp, train_quietly, moved)
+    a, b = expected[STEPS], losses(records(folder / "moved"))[STEPS]
+    assert close(a, b, LOSS), f"loss of step {STEPS}: {a}, resumed without parallelism {b}: {config}"
+
+
+ATTACKS = (
+    Attack("random options", "bit-equal without overlap and resumed; the same loss in any layout", 40, random_run),
+)
