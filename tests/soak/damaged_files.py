@@ -18,7 +18,7 @@ from moe_dualpipe.checkpoint import export_weights, find_checkpoint, load_weight
 from moe_dualpipe.checkpoint.manifest import FileChecksum, Manifest
 from moe_dualpipe.checkpoint.weights import check_weights
 from moe_dualpipe.data import load_data
-from moe_dualpipe.data.token_files import prepare_data
+from moe_dualpipe.data import prepare_data
 from tests.support.killed_runs import newest
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, TEXT, settings
@@ -207,7 +207,8 @@ def forged_checkpoint(rng: random.Random, folder: Path) -> None:
         if rng.random() < 0.5:
             target.write_bytes(pickle.dumps(Bomb(bomb)))
         else:
-            torch.save({"model": Bomb(bomb)}, target)
+            torch.save({"model": Bomb(bomb)}, archive := io.BytesIO())
+            target.write_bytes(archive.getvalue())
     elif kind == "short":
         data = sorted(checkpoint.glob("*.distcp"))[0]
         os.truncate(data, rng.randrange(data.stat().st_size))
