@@ -1,6 +1,7 @@
 """Checkpoints, exports, token files and text with random damage: each is refused in one line, or loads unchanged."""
 
 import functools
+import io
 import json
 import os
 import pickle
