@@ -18,8 +18,7 @@ import torch
 from moe_dualpipe.checkpoint import export_weights, find_checkpoint, load_weights
 from moe_dualpipe.checkpoint.manifest import FileChecksum, Manifest
 from moe_dualpipe.checkpoint.weights import check_weights
-from moe_dualpipe.data import load_data
-from moe_dualpipe.data import prepare_data
+from moe_dualpipe.data import load_data, prepare_data
 from tests.support.killed_runs import newest
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, TEXT, settings
