@@ -66,13 +66,25 @@ def split_weight(entry: str) -> tuple[str, float]:
 
 
 def _open_token_files(name: str, dtype: str) -> Iterator[TokenFile]:
-    """If `name` is token ids, yield the training file, and then the held-out file if there is one."""
-    path = Path(name) / TRAIN_FILE if os.path.isfile(Path(name) / TRAIN_FILE) else Path(name)
-    if path.suffix == ".bin" and os.path.isfile(path):
-        yield TokenFile.open(path, dtype)
-        held_out = [other for name in HELD_OUT_FILES if os.path.isfile(other := path.with_name(name))]
-        if path.name == TRAIN_FILE and held_out:
-            yield TokenFile.open(held_out[0], dtype)
+    """If `name` is token ids, yield the training file, and then the held-out file if there is one.
+
+    Raises ValueError for a folder that has lost one of them: the rest of it is no text to train on.
+    """
+    path = Path(name)
+    if os.path.isdir(path):
+        if not any(map(_is_described, map(path.joinpath, (TRAIN_FILE, *HELD_OUT_FILES)))):
+            return
+        path /= TRAIN_FILE
+    elif path.suffix != ".bin" or not os.path.isfile(path):
+        return
+    yield TokenFile.open(path, dtype)
+    if path.name == TRAIN_FILE and (held_out := [*filter(_is_described, map(path.with_name, HELD_OUT_FILES))]):
+        yield TokenFile.open(held_out[0], dtype)
+
+
+def _is_described(path: Path) -> bool:
+    """Whether there is a file of token ids at `path`, or the description of one."""
+    return os.path.lexists(path) or os.path.lexists(path.with_name(f"{path.name}.json"))
 
 
 def _common_tokenizer(opened: dict[str, list[TokenFile]], vocab_size: int) -> Tokenizer:

@@ -361,7 +361,11 @@ def describe(folder, **changes):
     (lambda p: (p / "tokenizer.json").write_text("{}"), "tokenizer.json is not a tokenizer"),
     (lambda p: (p / "held_out.bin.json").unlink() or (p / "held_out.bin").write_bytes(b"\xff" * 600),
      "held_out.bin: token 0 is 65535, outside the vocabulary of 320"),
-], ids=map(str, range(15)))  # fmt: skip
+    (lambda p: (p / "train.bin").unlink(), "cannot read .*train.bin: No such file"),
+    (lambda p: (p / "held_out.bin").unlink(), "cannot read .*held_out.bin: No such file"),
+    (lambda p: (p / "held_out.bin").unlink() or (p / "held_out.bin").mkdir(), "held_out.bin: it is a folder"),
+    (lambda p: (p / "train.bin").unlink() or os.mkfifo(p / "train.bin"), "train.bin: it is a FIFO"),
+], ids=map(str, range(19)))  # fmt: skip
 def test_a_modified_folder_is_rejected(prepared, tmp_path, change, problem):
     change(copy_of(prepared, tmp_path))
     with pytest.raises(ValueError, match=problem):
