@@ -68,10 +68,11 @@ class ExpertBuilder:
                 own[expert][name].copy_(tensor)
         for name in varied:
             if torch.equal(first[name], last[name]):
+                both = " and ".join(name.replace("*", str(expert)) for expert in (local[0], local[-1]))
                 raise ValueError(
-                    f"the expert layer {self.config.experts!r}: {name} differs between experts {local[0]} and "
-                    f"{local[-1]} if they are built together, but not if each is built alone: draw it with torch's "
-                    "global generator, compute it from `expert_ids`, or add `reset_expert`"
+                    f"the expert layer {self.config.experts!r}: {both} differ if the experts are built together, and "
+                    "are equal if each expert is built alone: draw them with torch's global generator, compute them "
+                    "from `expert_ids`, or add `reset_expert`"
                 )
 
     def _construct(self, ids: range, expert: int | None = None) -> nn.Module:

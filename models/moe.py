@@ -97,13 +97,13 @@ class MoE(Segmented):
         """
         name, kind = type(self.experts).__name__, rows.device.type
         if not isinstance(out, Tensor):
-            raise ValueError(f"{name} must return a tensor: got {type(out).__name__}")
+            raise ValueError(f"{name} must map rows to a tensor: got {type(out).__name__}")
         if out.shape != rows.shape:
             raise ValueError(f"{name} must map rows {[*rows.shape]} to rows of the same shape: got {[*out.shape]}")
         dtypes = {rows.dtype, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype}
         if out.dtype not in dtypes or out.device != rows.device:
             expected, got = (f"{tensor.dtype} on {tensor.device}" for tensor in (rows, out))
-            raise ValueError(f"{name} must map rows of {expected} to rows of the same dtype and device: got {got}")
+            raise ValueError(f"{name} must map rows in {expected} to rows of the same dtype and device: got {got}")
         return out
 
 

@@ -98,8 +98,10 @@ def model_differences(saved: Mapping[str, Any], model: ModelConfig) -> list[str]
     ]
 
 
-def load_checkpoint(checkpoint: Path, state: Mapping[str, Tensor]) -> None:
+def load_checkpoint(checkpoint: Path, state: Mapping[str, Tensor], older: Mapping[str, str] | None = None) -> None:
     """Load into the tensors of `state` in place. Collective if torch.distributed is initialized.
+
+    older: names of weights in older checkpoints, by the names that they have now (parameters.py).
 
     Raises ValueError on all ranks if on any rank a tensor is missing, has another shape, or is in a file with
     objects other than tensors, or if the ranks found different checkpoints.
@@ -109,6 +111,7 @@ def load_checkpoint(checkpoint: Path, state: Mapping[str, Tensor]) -> None:
         checksum, metadata = read_manifest(checkpoint).checksum, read_tensor_metadata(checkpoint)
         saved = metadata.state_dict_metadata.items()
         shapes = {name: entry.size for name, entry in saved if isinstance(entry, TensorStorageMetadata)}
+        state = with_older_names(state, shapes, older or {})
         check_shapes(checkpoint, state, shapes)
     except ValueError as error:
         fault = str(error)
@@ -133,6 +136,19 @@ def _reason(error: BaseException) -> str:
         return "a file holds something other than tensors"
     first, *_ = [*str(error).strip().splitlines(), type(error).__name__]
     return printable(first)
+
+
+def with_older_names(
+    state: Mapping[str, Tensor], saved: Collection[str], older: Mapping[str, str]
+) -> dict[str, Tensor]:
+    """`state` with the older names of those tensors that `saved` has only under these. Names are `kind.weight`."""
+
+    def saved_name(name: str) -> str:
+        kind, _, weight = name.partition(".")
+        old = f"{kind}.{older.get(weight, weight)}"
+        return old if name not in saved and old in saved else name
+
+    return {saved_name(name): tensor for name, tensor in state.items()}
 
 
 def check_shapes(where: Path, state: Mapping[str, Tensor], saved: Mapping[str, Sequence[int]]) -> None:

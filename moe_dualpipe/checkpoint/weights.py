@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..data import TOKENIZER_FILE
-from ..expert_parallel.parameters import expert_ids, global_tensors
+from ..expert_parallel.parameters import expert_ids, global_tensors, older_names
 from ..messages import describe, printable, quoted
 from ..models import ModelConfig, TransformerStage, build_model
 from ..strict_json import read_file
-from .load import check_shapes, load_checkpoint, model_differences
+from .load import check_shapes, load_checkpoint, model_differences, with_older_names
 from .manifest import EXPORT_FILE, ExportManifest, FileChecksum, read_manifest, read_tensor_metadata, verify_export
 from .model_options import check_sizes, model_config
 from .save import gather_objects, hidden, sync, write_synced
@@ -49,12 +49,13 @@ def load_model(checkpoint: Path, experts: str = "swiglu") -> TransformerStage:
     except ValueError as error:
         raise ValueError(f"cannot build the model of {checkpoint}: {printable(error)}") from None
     if config.experts != experts:
-        raise ValueError(
-            f"{checkpoint} has experts {quoted(config.experts)}, not {experts!r}: "
-            f"if you trust this class, use --experts {printable(config.experts)}"
-        )
+        advice = f"if you trust this class, use --experts {printable(config.experts)}"
+        if config.experts == "swiglu":
+            advice = "leave out --experts"
+        raise ValueError(f"{checkpoint} has experts {quoted(config.experts)}, not {quoted(experts)}: {advice}")
     model = build_model(config)
-    load_checkpoint(checkpoint, {_PREFIX + name: tensor for name, tensor in global_weights(model).items()})
+    state = {_PREFIX + name: tensor for name, tensor in global_weights(model).items()}
+    load_checkpoint(checkpoint, state, older_names([model]))
     return model
 
 
@@ -131,8 +132,10 @@ def check_weights(folder: Path, model: ModelConfig) -> None:
         raise ValueError(f"{folder} holds another model: {'; '.join(differences)}")
 
 
-def load_weights(folder: Path, state: Mapping[str, Tensor]) -> None:
+def load_weights(folder: Path, state: Mapping[str, Tensor], older: Mapping[str, str] | None = None) -> None:
     """Load the weights in `state` in place, and read no others from the file. Collective.
+
+    older: as in `load_checkpoint`.
 
     Raises ValueError on all ranks if on any rank the folder is broken, or a weight is missing or has another shape, and
     if the ranks found different exports.
@@ -140,7 +143,7 @@ def load_weights(folder: Path, state: Mapping[str, Tensor]) -> None:
     fault, checksum = "", 0
     try:
         checksum = _verify(folder)
-        _load(folder, {name.removeprefix(_PREFIX): t for name, t in state.items() if name.startswith(_PREFIX)})
+        _load(folder, {name: t for name, t in state.items() if name.startswith(_PREFIX)}, older or {})
     except ValueError as error:
         fault = str(error)
     verdicts = gather_objects((fault, checksum))  # a weight may be missing on one rank only
@@ -162,13 +165,16 @@ def _verify(folder: Path) -> int:
 
 
 @torch.no_grad()
-def _load(folder: Path, weights: Mapping[str, Tensor]) -> None:
+def _load(folder: Path, state: Mapping[str, Tensor], older: Mapping[str, str]) -> None:
     from safetensors import SafetensorError, safe_open
 
     path = folder / WEIGHTS_FILE
     try:
         with safe_open(path, "pt") as file:
-            check_shapes(path, weights, {name: file.get_slice(name).get_shape() for name in [*file.keys()]})
+            saved = set(file.keys())
+            state = with_older_names(state, {_PREFIX + name for name in saved}, older)
+            weights = {name.removeprefix(_PREFIX): tensor for name, tensor in state.items()}
+            check_shapes(path, weights, {name: file.get_slice(name).get_shape() for name in saved})
             for name, tensor in weights.items():
                 tensor.copy_(file.get_tensor(name))
     except (SafetensorError, OSError) as error:

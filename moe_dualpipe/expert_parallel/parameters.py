@@ -9,7 +9,7 @@ sums, optimizer state, checkpoints) reads two attributes of the layer, which `Mo
                      that has as many entries as the rank has experts
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
@@ -58,6 +58,20 @@ def global_tensors(name: str, tensor: Tensor, held: ExpertIds | None) -> Iterato
         yield from ((held.name.replace("*", str(expert)), tensor[i]) for i, expert in enumerate(held.ids))
     else:
         yield held.name.replace("*", str(held.ids.start)), tensor
+
+
+def older_names(modules: Iterable[nn.Module]) -> dict[str, str]:
+    """Map global names to those in older checkpoints, which saved lists whole: `each.5.weight` to `each.1.weight.4-5`.
+
+    They can be loaded only with as many expert-parallel ranks as they were saved with.
+    """
+    return {
+        _join(prefix, held.name.replace("*", str(held.ids.start))): _join(prefix, name, f"{ids.start}-{ids.stop - 1}")
+        for module in modules
+        for prefix, layer, ids in _expert_layers(module)
+        for name, held in expert_ids(layer).items()
+        if held.layout == "listed"
+    }
 
 
 def entries(layer: nn.Module, number: int) -> frozenset[str]:

@@ -14,7 +14,8 @@ from torch.profiler import record_function
 
 from ..checkpoint import load_checkpoint, load_weights
 from ..checkpoint.save import raise_together
-from ..expert_parallel import AllToAll, Local
+from ..expert_parallel import AllToAll, ExpertParallel, Local
+from ..expert_parallel.parameters import older_names
 from ..health.heartbeat import Progress
 from ..health.signals import Stop
 from ..health.skipped_steps import SkippedSteps
@@ -52,10 +53,7 @@ class Trainer:
         experts = AllToAll(model.num_experts, group, kernels) if group else Local(model.num_experts, kernels)
         end_id = plan.text.tokenizer.end_id if config.batch.document_mask else None
         options = StageOptions(config.seed, config.compute.recompute, kernels, config.compute.fused_loss, end_id)
-        self.stages = {
-            index: TransformerStage(model, plan.stages[index], experts, options).to(self.device, self.dtype)
-            for index in placement.stages[self.layout.pp_rank]
-        }
+        self.stages = self._build_stages(experts, options)
         embedding = share_embedding(self.stages.values())
         hidden = TensorSpec((config.batch.micro_batch_size, config.batch.seq_len, model.hidden_size), self.dtype)
         documents = [TensorSpec(hidden.shape[:2], torch.int32)] * config.batch.document_mask
@@ -75,14 +73,26 @@ class Trainer:
         self.skipped = SkippedSteps(config.health.max_skipped, announce=self.layout.rank == 0)
         self.stop, self.stopping = stop or Stop(), False
         if plan.resume:
-            load_checkpoint(plan.resume, self.state())
+            load_checkpoint(plan.resume, self.state(), older_names(self.stages.values()))
             self.optimizer.after_load(plan.first_step - int(self.skipped.total))
         elif config.checkpoint.weights:
-            load_weights(Path(config.checkpoint.weights), self.state())
+            load_weights(Path(config.checkpoint.weights), self.state(), older_names(self.stages.values()))
             self.optimizer.after_load(0)
         self.utilisation = utilisation(
             model, config.batch.seq_len, self.device, self.dtype, dist.get_world_size(), config.metrics.peak_tflops
         )
+
+    def _build_stages(self, experts: ExpertParallel, options: StageOptions) -> dict[int, TransformerStage]:
+        """The stages of this rank. Raises ValueError on all ranks if any rank has experts that cannot be built."""
+        stages, fault = {}, ""
+        try:
+            for index in self.schedule.placement.stages[self.layout.pp_rank]:
+                stage = TransformerStage(self.config.model, self.plan.stages[index], experts, options)
+                stages[index] = stage.to(self.device, self.dtype)
+        except ValueError as error:
+            fault = str(error)
+        raise_together(fault)
+        return stages
 
     def state(self) -> dict[str, Tensor]:
         """This rank's part of a checkpoint, by global name. Loading into these tensors restores the run."""

@@ -73,12 +73,85 @@ def test_your_own_experts_replace_swiglu():
         MoE(with_choices(experts="tests.models.test_moe:Unsummed"), Local(5), 0)(x)
 
 
+class WrongType(Doubling):
+    def forward(self, x_MD, expert_offsets):
+        return super().forward(x_MD, expert_offsets).double()
+
+
+class WrongDevice(Doubling):
+    def forward(self, x_MD, expert_offsets):
+        return super().forward(x_MD, expert_offsets).to("meta")
+
+
+class NoTensor(Doubling):
+    def forward(self, x_MD, expert_offsets):
+        return [super().forward(x_MD, expert_offsets)]
+
+
 @pytest.mark.parametrize("name,problem", [
-    ("nowhere_at_all:Experts", "cannot import the expert layer 'nowhere_at_all:Experts'"),
-    ("tests.models.test_moe:Missing", "tests.models.test_moe has no Missing"),
+    ("WrongType", "rows in torch.float32 on cpu to rows of the same dtype and device: got torch.float64 on cpu"),
+    ("WrongDevice", "rows in torch.float32 on cpu to rows of the same dtype and device: got torch.float32 on meta"),
+    ("NoTensor", "rows to a tensor: got list"),
 ])  # fmt: skip
-def test_expert_layers_that_cannot_be_imported(name, problem):
-    with pytest.raises(ValueError, match=problem):
+def test_an_output_of_another_kind_names_the_expert_layer(name, problem):
+    model = build_model(with_choices(experts=f"tests.models.test_moe:{name}"))
+    with pytest.raises(ValueError, match=rf"^{name} must map {problem}\nduring mlp\(F\) of layer 1$"):
+        model(torch.zeros(2, 4, dtype=torch.int64))
+
+
+def test_under_autocast_an_output_may_have_its_dtype():
+    for experts in ("swiglu", "tests.support.custom_experts:ListsOfStacks"):
+        layer = MoE(with_choices(experts=experts), Local(5), 0)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert layer(torch.randn(4, CONFIG.hidden_size)).shape == (4, CONFIG.hidden_size)
+
+
+FILES = {
+    "broken": ("import torch\n\nclass Y(:\n    pass\n", "SyntaxError in broken.py, line 3: invalid syntax"),
+    "raising": ("\ndef f():\n    return 1 / 0\n\nf()\n", "ZeroDivisionError in raising.py, line 3: division by zero"),
+    "attribute": ("import torch\ntorch.nowhere\n", "AttributeError in .*: module 'torch' has no attribute 'nowhere'"),
+    "exiting": ("import sys\nsys.exit('usage:\\nrun')\n", r"SystemExit in exiting.py, line 2: usage:\\nrun"),
+    "importing": ("import nowhere_at_all\n", "No module named 'nowhere_at_all'"),
+}
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_an_expert_layer_whose_file_cannot_be_imported_is_one_line(module, tmp_path, monkeypatch):
+    text, problem = FILES[module]
+    (tmp_path / f"{module}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=f"^cannot import the expert layer '{module}:Y': {problem}$"):
+        expert_class(f"{module}:Y")
+
+
+class TooFew(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+
+
+class TooMany(nn.Module):
+    def __init__(self, config, num_local_experts, expert_ids, width):
+        super().__init__()
+
+
+class NoConstructor(nn.Module):
+    pass
+
+
+def not_a_class(config, num_local_experts):
+    return Doubling(config, num_local_experts)
+
+
+@pytest.mark.parametrize("name,problem", [
+    ("nowhere_at_all:Y", "cannot import the expert layer 'nowhere_at_all:Y': No module named 'nowhere_at_all'"),
+    ("tests.models.test_moe:Missing", "cannot find the expert layer '.*Missing': tests.models.test_moe has no Missing"),
+    ("tests.models.test_moe:not_a_class", "the expert layer '.*' must be an nn.Module class: got <function not_.*"),
+    ("tests.models.test_moe:TooFew", r".* accept TooFew\(config, num_local_experts\): too many positional arguments"),
+    ("tests.models.test_moe:TooMany", r".* TooMany\(config, num_local_experts\): missing a required argument: 'width'"),
+    ("tests.models.test_moe:NoConstructor", r".* NoConstructor\(config, num_local_experts\): it has no constructor"),
+])  # fmt: skip
+def test_expert_layers_that_cannot_be_used(name, problem):
+    with pytest.raises(ValueError, match=f"^{problem}$"):
         expert_class(name)
 
 

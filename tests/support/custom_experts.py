@@ -47,3 +47,39 @@ class Listed(nn.Module):
 class Null(nn.Module):
     def forward(self, x):
         return torch.zeros_like(x)
+
+
+class ListsOfStacks(nn.Module):
+    """A list of two layers that stack the experts: with two local experts, the list has as many entries as these."""
+
+    def __init__(self, config, num_local_experts):
+        super().__init__()
+        self.stages = nn.ModuleList(Stack(num_local_experts, config.hidden_size) for _ in range(2))
+
+    def forward(self, x_MD, expert_offsets):
+        first, second = self.stages
+        return second(first(x_MD, expert_offsets).relu(), expert_offsets)
+
+
+class Stack(nn.Module):
+    def __init__(self, number, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(number, width, width) * 0.1)
+
+    def forward(self, x_MD, expert_offsets):
+        pieces = x_MD.split(expert_offsets.diff().tolist())
+        return torch.cat([piece @ weight for piece, weight in zip(pieces, self.weight, strict=True)])
+
+
+class FailsFor2(ListsOfStacks):
+    """Cannot be built for expert 2."""
+
+    def __init__(self, config, num_local_experts, expert_ids):
+        super().__init__(config, num_local_experts)
+        if expert_ids == range(2, 3):
+            del self.stages[1]
+
+
+class AlwaysFp64(ListsOfStacks):
+    def forward(self, x_MD, expert_offsets):
+        return super().forward(x_MD, expert_offsets).double()

@@ -1,0 +1,209 @@
+"""Custom expert layers: the ids they get, initial weights that do not depend on the number of ranks, and errors."""
+
+import gc
+import weakref
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from moe_dualpipe.expert_parallel import Loopback
+from moe_dualpipe.expert_parallel.parameters import expert_ids, global_tensors
+from moe_dualpipe.models import MoE, build_model
+from moe_dualpipe.models.build_experts import ExpertBuilder
+from tests.support.models import with_choices
+
+E = 8
+PARTS = [(n, start) for n in (8, 4, 2, 1) for start in range(0, E, n)]
+
+
+def builder(name, layer=1, seed=3, **choices):
+    return ExpertBuilder(with_choices(num_experts=E, experts=name, **choices), layer, seed)
+
+
+def named(layer):
+    """Weights and persistent buffers by global name; shared ones without the range of their experts."""
+    held = expert_ids(layer)
+    return {
+        name if held[name].layout == "shared" else global_name: view
+        for name, tensor in layer.state_dict().items()
+        for global_name, view in global_tensors(name, tensor, held[name])
+    }
+
+
+@pytest.mark.parametrize("hidden", [1, 2, 4, 8])  # equal to the number of local experts, of some ranks
+@pytest.mark.parametrize("name,tensors", [
+    ("Stacked", {"scale", "bias", *(f"{kind}.{e}" for kind in ("up", "shift") for e in range(E))}),
+    ("WithReset", {"scale", "bias", *(f"{kind}.{e}" for kind in ("up", "shift") for e in range(E))}),
+    ("Listed", {f"each.{e}.{kind}" for kind in ("weight", "bias") for e in range(2, E)}),
+    ("ListsOfStacks", {f"stages.{i}.weight.{e}" for i in range(2) for e in range(E)}),
+])  # fmt: skip
+def test_initial_weights_are_the_same_for_any_number_of_ranks(name, tensors, hidden):
+    """Whatever size equals the number of local experts by chance."""
+    of_class = builder(f"tests.support.custom_experts:{name}", hidden_size=hidden)
+    state = torch.random.get_rng_state()
+    whole = named(of_class.build(range(E)))
+    assert set(whole) == tensors
+    found = []
+    for number, start in PARTS:
+        part = named(of_class.build(range(start, start + number)))
+        found += part
+        for key, tensor in part.items():
+            assert torch.equal(tensor, whole[key]), (key, number, start)
+    assert set(found) == tensors
+    assert torch.equal(state, torch.random.get_rng_state())
+    values = [tensor.flatten()[0].item() for tensor in whole.values()]
+    assert len(set(values)) == len(values)  # no two tensors are drawn with one seed
+    other = named(builder(f"tests.support.custom_experts:{name}", layer=2, hidden_size=hidden).build(range(E)))
+    assert not any(torch.equal(tensor, other[key]) for key, tensor in whole.items())
+
+
+def test_layers_get_the_ids_of_their_experts_and_the_number_of_their_block():
+    config = with_choices(num_experts=E, experts="tests.support.custom_experts:Listed", mtp_layers=1)
+    for ranks in (1, 2, 4):
+        model = build_model(config, Loopback(E, ranks))
+        layers = [layer.experts for layer in model.modules() if isinstance(layer, MoE)]
+        assert [(layer.ids, layer.layer) for layer in layers] == [(range(E // ranks), block) for block in (1, 2, 3, 4)]
+        assert all(layer.local_experts == layer.ids for layer in layers)
+
+
+class OnlyIds(nn.Module):
+    def __init__(self, _config, _num_local_experts, *, expert_ids):
+        super().__init__()
+        self.got = {"expert_ids": expert_ids}
+
+
+class OnlyLayer(nn.Module):
+    def __init__(self, _config, _num_local_experts, layer=None):
+        super().__init__()
+        self.got = {"layer": layer}
+
+
+class Anything(nn.Module):
+    def __init__(self, *_arguments, **got):
+        super().__init__()
+        self.got = got
+
+
+@pytest.mark.parametrize("name,keywords", [
+    ("OnlyIds", {"expert_ids"}), ("OnlyLayer", {"layer"}), ("Anything", {"expert_ids", "layer"}),
+])  # fmt: skip
+def test_a_layer_gets_the_keywords_that_it_accepts(name, keywords):
+    layer = builder(f"tests.models.test_build_experts:{name}", layer=5).build(range(2, 4))
+    assert layer.got == {
+        key: value for key, value in {"expert_ids": range(2, 4), "layer": 5}.items() if key in keywords
+    }
+
+
+class Counting(nn.Module):
+    """Knows the layers that exist, and the number of experts in each layer that was built."""
+
+    alive: ClassVar[weakref.WeakSet] = weakref.WeakSet()
+    built: ClassVar[list[int]] = []
+    experts_alive: ClassVar[list[int]] = []
+
+    def __init__(self, _config, num_local_experts):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(num_local_experts, 3))
+        self.alive.add(self)
+        self.built.append(num_local_experts)
+        self.experts_alive.append(sum(len(layer.up) for layer in self.alive))
+
+
+def test_no_second_copy_of_the_experts_is_built():
+    for record in (Counting.built, Counting.experts_alive, Counting.alive):
+        record.clear()
+    gc.collect()
+    experts = builder("tests.models.test_build_experts:Counting").build(range(E))
+    assert Counting.built == [1, 2, E, *[1] * E]
+    assert max(Counting.experts_alive) <= E + 1
+    assert [*Counting.alive] == [experts]
+
+
+def test_on_the_meta_device_only_shapes_are_built():
+    state = torch.random.get_rng_state()
+    Counting.built.clear()
+    with torch.device("meta"):
+        layer = builder("tests.models.test_build_experts:Counting").build(range(E))
+        assert layer.up.is_meta
+        reset = builder("tests.support.custom_experts:WithReset").build(range(4))
+    assert Counting.built == [1, 2, E]
+    assert {held.layout for held in expert_ids(reset).values()} == {"stacked", "shared"}
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+# ---- Layers whose initial weights would depend on the number of ranks ----
+
+
+class SecondDimension(nn.Module):
+    def __init__(self, _config, num_local_experts):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(3, num_local_experts))
+
+
+class SecondDimensionWithReset(SecondDimension):
+    def reset_expert(self, e):
+        with torch.no_grad():
+            self.up[:, e].normal_()
+
+
+class Unequal(nn.Module):
+    """The shape of an expert's bias depends on how many there are."""
+
+    def __init__(self, _config, num_local_experts, expert_ids):
+        super().__init__()
+        self.each = nn.ModuleList(nn.Linear(2, 2, bias=len(expert_ids) == 1) for _ in expert_ids)
+
+
+class OwnSeed(nn.Module):
+    def __init__(self, _config, num_local_experts):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.up = nn.Parameter(torch.randn(num_local_experts, 3, generator=generator))
+
+
+class ByPosition(nn.Module):
+    def __init__(self, _config, num_local_experts):
+        super().__init__()
+        self.register_buffer("rank", torch.arange(num_local_experts))
+
+
+class ById(nn.Module):
+    def __init__(self, _config, _num_local_experts, expert_ids):
+        super().__init__()
+        self.register_buffer("rank", torch.tensor(expert_ids))
+
+
+@pytest.mark.parametrize("name,problem", [
+    ("SecondDimension", r"up has shape \[3, 4\] in a layer with experts 4-7, and shape \[3, 1\] in one with expert 0 "),
+    ("Unequal", r"each.4.bias has no tensor in a layer with experts 4-7, and shape \[2\] in one with expert 4 alone:"),
+    ("OwnSeed", r"up.4 and up.7 differ if the experts are built together, and are equal if each expert is built alon"),
+    ("ByPosition", r"rank.4 and rank.7 differ if the experts are built together, and are equal if each expert is bu"),
+])  # fmt: skip
+def test_weights_that_cannot_be_drawn_expert_by_expert(name, problem):
+    with pytest.raises(ValueError, match=f"the expert layer 'tests.models.test_build_experts:{name}': {problem}"):
+        builder(f"tests.models.test_build_experts:{name}").build(range(4, 8))
+
+
+def test_ids_and_reset_expert_mend_them():
+    by_id = builder("tests.models.test_build_experts:ById").build(range(4, 8))
+    assert torch.equal(by_id.get_buffer("rank"), torch.arange(4, 8))
+    of_class = builder("tests.models.test_build_experts:SecondDimensionWithReset")
+    whole, half = of_class.build(range(8)), of_class.build(range(4, 8))
+    assert torch.equal(whole.up[:, 4:], half.up)
+    assert expert_ids(half)["up"].layout == "shared"
+
+
+class Broken(nn.Module):
+    def __init__(self, config, num_local_experts):
+        super().__init__()
+        self.up = nn.Parameter(num_local_experts + "x")
+
+
+def test_a_type_error_in_a_constructor_is_one_line():
+    with pytest.raises(ValueError, match=(
+        r"cannot build the expert layer 'tests.models.test_build_experts:Broken': "
+        r"TypeError in test_build_experts.py, line \d+: unsupported operand type\(s\) for \+: 'int' and 'str'$"
+    )):  # fmt: skip
+        builder("tests.models.test_build_experts:Broken")
