@@ -29,7 +29,7 @@ class ShowModel:
     micro_batches: int | None = None
     """Micro-batches per step on each data-parallel rank. None: 8, or more if the schedule needs more."""
     schedule: str = "auto"
-    """Pipeline schedule. auto: dualpipe, or 1f1b on a single rank."""
+    """Pipeline schedule. auto: dualpipe for an even number of pipeline ranks, else dualpipev."""
     recompute: Literal["none", "norms", "attention", "full"] = "none"
     """What to recompute in backward instead of saving."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -44,7 +44,7 @@ class ShowModel:
         from ..drawing.model_tables import memory_table, size_summary
         from ..models import preset  # imports torch, which the other commands do not need
         from ..planner import MicroBatch, ModelSize, rank_memory
-        from ..schedule import build, default_micro_batches
+        from ..schedule import build, default_micro_batches, default_schedule
 
         config = preset(self.preset)
         for name in ("pp", "ep", "seq", "micro_batch_size", "dp", "micro_batches"):
@@ -52,7 +52,7 @@ class ShowModel:
             check_range(f"--{name.replace('_', '-')}", getattr(self, name) or 0, least)
         element = {"bfloat16": 2, "float32": 4}[self.dtype]
         batch = MicroBatch(self.micro_batch_size, self.seq, element, self.ep, self.recompute, self.fused_loss)
-        name = self.schedule if self.schedule != "auto" else ("dualpipe" if self.pp > 1 else "1f1b")
+        name = self.schedule if self.schedule != "auto" else default_schedule(self.pp)
         schedule = build(name, self.pp, self.micro_batches or default_micro_batches(self.pp))
         dp = self.dp or self.ep
         ranks, size = rank_memory(config, schedule, batch, dp), ModelSize.of(config, self.seq)

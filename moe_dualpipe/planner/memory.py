@@ -6,6 +6,8 @@ and from the bytes of each (activations.py). Not counted: temporary buffers of k
 fragmentation of the allocator.
 """
 
+import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -13,10 +15,10 @@ import torch
 
 from ..expert_parallel import Loopback
 from ..expert_parallel.parameters import expert_ids, global_tensors
-from ..messages import plural
 from ..models import ModelConfig, StageSpec, TransformerStage, split
+from ..runtime.groups import check_ep_divides_experts, check_ep_divides_ranks
 from ..runtime.zero import elements_per_owner
-from ..schedule import Costs, Schedule, simulate
+from ..schedule import Costs, Placement, Schedule, simulate
 from .activations import MicroBatch, deferred_bytes, saved_bytes
 from .flops import forward_flops, score_flops, train_flops_per_token
 
@@ -80,21 +82,51 @@ class ParameterSizes(NamedTuple):
     experts: dict[str, int]
     frozen: dict[str, int]
 
+    @classmethod
+    def of_rank(cls, stages: Iterable[Self]) -> Self:
+        """The tensors of all stages of a rank. A tensor of two stages, such as a shared embedding, counts once."""
+        return cls(*({n: size for one in kind for n, size in one.items()} for kind in zip(*stages, strict=True)))
+
+    def trained(self) -> tuple[dict[str, int], dict[str, int]]:
+        """The dense tensors, and those of experts, that are not frozen."""
+        dense, experts = ({n: s for n, s in d.items() if n not in self.frozen} for d in (self.dense, self.experts))
+        return dense, experts
+
 
 def parameter_sizes(config: ModelConfig, spec: StageSpec, ep: int = 1) -> ParameterSizes:
     """Sizes of a stage's tensors on one of `ep` ranks, by global name.
 
     ZeRO-1 divides the optimizer state by these tensors (runtime/zero.py).
     """
+    sample = _distinct_layers(config, spec.layers)
     with torch.device("meta"):
-        stage = TransformerStage(config, spec, Loopback(config.num_experts, ep))
+        stage = TransformerStage(config, dataclasses.replace(spec, layers=sample), Loopback(config.num_experts, ep))
     dense, experts, frozen = ParameterSizes({}, {}, {})
     ids = expert_ids(stage)
+    alike = {layer: [] for layer in sample}
+    for layer in spec.layers:
+        alike[min(max(layer, sample[0]), sample[-1])].append(f"layers.{layer}.")
     for name, parameter in stage.named_parameters():
         sizes = {n: t.numel() for n, t in global_tensors(name, parameter, ids.get(name))}
+        parts = name.split(".")
+        if parts[0] == "layers":
+            start = f"layers.{parts[1]}."
+            sizes = {other + n.removeprefix(start): size for other in alike[int(parts[1])] for n, size in sizes.items()}
         (experts if name in ids else dense).update(sizes)
         frozen.update({} if parameter.requires_grad else sizes)
     return ParameterSizes(dense, experts, frozen)
+
+
+def _distinct_layers(config: ModelConfig, layers: range) -> range:
+    """The layers to build: one of each kind is enough, unless a custom expert layer may depend on its position.
+
+    Dense layers come first. So these are the last dense and the first other layer, if there are both.
+    """
+    if config.experts != "swiglu":
+        return layers
+    first, last = layers[0], layers[-1]
+    start = min(max(config.num_dense_layers - 1, first), last)
+    return range(start, min(max(config.num_dense_layers, first), last) + 1)
 
 
 def rank_memory(config: ModelConfig, schedule: Schedule, batch: MicroBatch, dp: int) -> tuple[RankMemory, ...]:
@@ -102,14 +134,8 @@ def rank_memory(config: ModelConfig, schedule: Schedule, batch: MicroBatch, dp: 
 
     Raises ValueError for a model with fewer layers than stages, and if `batch.ep` does not divide `dp` or the experts.
     """
-    if dp % batch.ep:
-        raise ValueError(f"--ep {batch.ep} does not divide the {dp} data-parallel ranks: use --dp {batch.ep}")
-    if config.num_experts % batch.ep:
-        fitting = [str(e) for e in range(1, config.num_experts + 1) if config.num_experts % e == 0]
-        raise ValueError(
-            f"--ep {batch.ep} does not divide the {plural(config.num_experts, 'expert')}: "
-            f"use --ep {' or '.join(fitting)}"
-        )
+    check_ep_divides_experts(batch.ep, config.num_experts)
+    check_ep_divides_ranks(batch.ep, config.num_experts, dp)
     specs = split(config, schedule.num_stages)
     divided = [parameter_sizes(config, spec, batch.ep) for spec in specs]
     saved = [saved_bytes(config, spec, batch) for spec in specs]
@@ -118,24 +144,22 @@ def rank_memory(config: ModelConfig, schedule: Schedule, batch: MicroBatch, dp: 
     state = 12 if batch.element < 4 else 8  # two moments in fp32; fp32 weights too if the weights are narrower
     ranks = []
     for rank, stages in enumerate(schedule.placement.stages):
-        dense, experts, frozen = (
-            {n: size for s in stages for n, size in divided[s][kind].items()} for kind in (0, 1, 2)
-        )
-        counts = sum(dense.values()), sum(experts.values())
-        holders = schedule.placement.holders(stages[0])
-        trained, trained_experts = ({n: size for n, size in d.items() if n not in frozen} for d in (dense, experts))
-        share = _largest_share(trained, trained_experts, dp, batch.ep, holders.index(rank), len(holders))
-        weights = batch.element * sum(counts)
-        gradients, optimizer = (factor * (sum(counts) - sum(frozen.values())) for factor in (4, state))
-        memory = weights, gradients, optimizer, state * share, activations[rank]
+        sizes = ParameterSizes.of_rank(divided[s] for s in stages)
+        counts = sum(sizes.dense.values()), sum(sizes.experts.values())
+        sharded = state * max(owned_numbers(sizes, schedule.placement, rank, dp, batch.ep))
+        weights, trained = batch.element * sum(counts), sum(counts) - sum(sizes.frozen.values())
+        memory = weights, 4 * trained, state * trained, sharded, activations[rank]
         ranks.append(RankMemory(rank, stages, *counts, *memory))
     return tuple(ranks)
 
 
-def _largest_share(dense: dict[str, int], experts: dict[str, int], dp: int, ep: int, place: int, holders: int) -> int:
-    """The most numbers that a data-parallel rank owns, on pipeline rank `place` of the `holders` of the same stages.
+def owned_numbers(sizes: ParameterSizes, placement: Placement, pp_rank: int, dp: int, ep: int) -> list[int]:
+    """How many numbers each data-parallel rank of `pp_rank`, which holds `sizes`, updates under ZeRO-1.
 
     All data-parallel ranks have replicas of dense parameters; of an expert, every ep-th one (runtime/groups.py).
     """
-    of_dense, of_experts = elements_per_owner(dense, holders * dp), elements_per_owner(experts, holders * dp // ep)
-    return max(of_dense[place * dp + d] + of_experts[(place * dp + d) // ep] for d in range(dp))
+    holders = placement.holders(placement.stages[pp_rank][0])
+    first, owners = holders.index(pp_rank) * dp, len(holders) * dp
+    dense, experts = sizes.trained()
+    of_dense, of_experts = elements_per_owner(dense, owners), elements_per_owner(experts, owners // ep)
+    return [of_dense[i] + of_experts[i // ep] for i in range(first, first + dp)]

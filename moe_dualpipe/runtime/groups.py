@@ -5,6 +5,7 @@ ranks, which are also consecutive in the world. All groups of this package are c
 set in one place.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..messages import plural
 from ..schedule import Placement
 from .launch import Launch
 
@@ -67,6 +69,30 @@ class Layout:
 
     def world_rank(self, pp_rank: int, dp_rank: int) -> int:
         return pp_rank * self.dp + dp_rank
+
+
+def check_ep_divides_experts(ep: int, num_experts: int) -> None:
+    """Raise ValueError unless the experts can be divided over `ep` ranks."""
+    if num_experts % ep:
+        use = _either(divisors(num_experts))
+        raise ValueError(f"--ep {ep} does not divide the {plural(num_experts, 'expert')}: use --ep {use}")
+
+
+def check_ep_divides_ranks(ep: int, num_experts: int, dp: int, ranks: str = "") -> None:
+    """Raise ValueError unless `dp` data-parallel ranks are groups of `ep`. ranks: the origin of `dp`, for the error."""
+    if dp % ep:
+        use = _either([e for e in divisors(dp) if num_experts % e == 0])
+        raise ValueError(f"--ep {ep} does not divide the {plural(dp, 'data-parallel rank')}{ranks}: use --ep {use}")
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, in order. Example: 12 -> [1, 2, 3, 4, 6, 12]."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def _either(numbers: list[int]) -> str:
+    return " or ".join(map(str, numbers))
 
 
 @dataclass(frozen=True)

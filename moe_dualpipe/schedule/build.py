@@ -109,3 +109,8 @@ def _chunks(name: str, num_chunks: int | None) -> tuple[int, ...]:
 def default_micro_batches(num_ranks: int) -> int:
     """Return the smallest number of micro-batches, at least 8, for any schedule that can run on `num_ranks` ranks."""
     return -(-max(8, 2 * num_ranks) // num_ranks) * num_ranks
+
+
+def default_schedule(num_ranks: int) -> str:
+    """Return the name of the schedule `auto` for `num_ranks` pipeline ranks."""
+    return "dualpipev" if num_ranks % 2 else "dualpipe"

@@ -148,6 +148,8 @@ class HealthConfig:
 
     timeout: Annotated[float, arg(metavar="SECONDS")] = 600.0
     """Seconds that a rank waits for another one before the run fails. A rank that dies is detected sooner."""
+    check_memory: bool = True
+    """Refuse to start if weights, gradients and optimizer state do not fit into the memory that is free."""
     max_skipped: int = 10
     """Stop after this many consecutive steps with a non-finite loss or gradient. Such steps are skipped."""
     check_replicas_every: OptionalInt = 1

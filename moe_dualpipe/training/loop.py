@@ -23,6 +23,7 @@ from ..runtime.launch import Launch
 from ..standard_streams import protect_streams
 from . import restart
 from .command_line import parse_arguments
+from .memory import check_memory
 from .metrics import peak_memory_mb, progress_bar
 from .nonfinite import first_nonfinite
 from .plan import plan_run
@@ -56,6 +57,7 @@ def main(arguments: Sequence[str] | None = None, stop: Stop | None = None) -> No
     try:
         with watch_ranks(timeout) as progress:
             with _exit_on_invalid_option(launch, ValueError):
+                check_memory(plan, launch)
                 trainer = Trainer(plan, progress, stop)
             TrainingRun(trainer).run()
     finally:

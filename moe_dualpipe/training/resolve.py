@@ -8,9 +8,9 @@ import torch
 
 from ..kernels.backend import Kernels, validate_kernels
 from ..messages import plural
-from ..runtime.groups import Layout
+from ..runtime.groups import Layout, check_ep_divides_experts, check_ep_divides_ranks, divisors
 from ..runtime.launch import Launch, choose_device
-from ..schedule import Schedule, build, default_micro_batches
+from ..schedule import Schedule, build, default_micro_batches, default_schedule
 from . import restart
 from .checks import check_options
 from .config import CheckpointConfig, ComputeConfig, TrainConfig
@@ -39,7 +39,7 @@ def resolve_options(config: TrainConfig, launch: Launch) -> RunSetup:
     layout = _layout(config, launch)
     name = config.parallel.schedule
     if name == "auto":
-        name = "dualpipev" if layout.pp % 2 else "dualpipe"
+        name = default_schedule(layout.pp)
     micro_batches = config.batch.micro_batches or default_micro_batches(layout.pp)
     schedule = build(name, layout.pp, micro_batches, config.parallel.num_chunks)
     folder = _run_folder(config.checkpoint, config.preset)
@@ -59,9 +59,7 @@ def _device(compute: ComputeConfig, launch: Launch) -> tuple[torch.device, Kerne
 
 def _layout(config: TrainConfig, launch: Launch) -> Layout:
     world_size, ep, experts = launch.world_size, config.parallel.ep, config.model.num_experts
-    if experts % ep:
-        use = _either(_divisors(experts))
-        raise ValueError(f"--ep {ep} does not divide the {plural(experts, 'expert')}: use --ep {use}")
+    check_ep_divides_experts(ep, experts)
     pp = config.parallel.pp
     if pp is None:
         if world_size % ep:
@@ -73,24 +71,12 @@ def _layout(config: TrainConfig, launch: Launch) -> Layout:
     if world_size % pp:
         raise ValueError(
             f"--pp {pp} does not divide the number of processes, {world_size}: "
-            f"use --pp {', '.join(map(str, _divisors(world_size)))}, or start a multiple of {pp} processes"
+            f"use --pp {', '.join(map(str, divisors(world_size)))}, or start a multiple of {pp} processes"
         )
     dp = world_size // pp
-    if dp % ep:
-        ranks = f"{plural(world_size, 'process', 'es')} / {plural(pp, 'pipeline rank')}"
-        raise ValueError(
-            f"--ep {ep} does not divide the {plural(dp, 'data-parallel rank')} ({ranks}): "
-            f"use --ep {_either([e for e in _divisors(dp) if experts % e == 0])}"
-        )
+    ranks = f" ({plural(world_size, 'process', 'es')} / {plural(pp, 'pipeline rank')})"
+    check_ep_divides_ranks(ep, experts, dp, ranks)
     return Layout(pp, dp, ep, launch.rank)
-
-
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
-
-
-def _either(numbers: list[int]) -> str:
-    return " or ".join(map(str, numbers))
 
 
 def _run_folder(options: CheckpointConfig, preset: str) -> Path:

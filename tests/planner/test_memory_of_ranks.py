@@ -9,12 +9,13 @@ import torch
 
 from moe_dualpipe.cli import main
 from moe_dualpipe.expert_parallel import Loopback
-from moe_dualpipe.models import ModelConfig, TransformerStage, split
+from moe_dualpipe.expert_parallel.parameters import expert_ids, global_tensors
+from moe_dualpipe.models import ModelConfig, StageSpec, TransformerStage, split
 from moe_dualpipe.planner.activations import MicroBatch, deferred_bytes, rows_received, saved_bytes
-from moe_dualpipe.planner.memory import rank_memory
+from moe_dualpipe.planner.memory import parameter_sizes, rank_memory
 from moe_dualpipe.schedule import Costs, Forward, Part, build, halves, simulate
 from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL, make_trainer, settings
+from tests.support.runs import MODEL, make_trainer, options, resolve, settings
 
 CONFIG = ModelConfig(vocab_size=40, hidden_size=12, num_layers=5, num_experts=6, experts_per_token=4)
 
@@ -103,6 +104,28 @@ def test_rows_received_equal_those_of_random_choices(ep):
     assert rows_received(CONFIG, MicroBatch(4, 1000, ep=ep)) == pytest.approx(rows, rel=0.03)
 
 
+@pytest.mark.parametrize("layers,dense", [(range(5), 2), (range(2, 5), 2), (range(2), 2), (range(1, 4), 9)])
+@pytest.mark.parametrize("experts", ["swiglu", "examples.custom_experts:SquaredReLUExperts"])
+def test_sizes_of_equal_layers_are_those_of_all_layers(layers, dense, experts):
+    config = dataclasses.replace(CONFIG, num_dense_layers=dense, experts=experts)
+    spec = StageSpec(layers, layers.start == 0, layers.stop == 5, 1.0)
+    sizes = parameter_sizes(config, spec, ep=3)
+    real, names = TransformerStage(config, spec, Loopback(6, 3)), {}
+    ids = expert_ids(real)
+    for name, parameter in real.named_parameters():
+        names |= {n: t.numel() for n, t in global_tensors(name, parameter, ids.get(name))}
+    assert sizes.dense | sizes.experts == names
+    assert {n for n in names if ".experts." in n} == {*sizes.experts}
+    assert sizes.frozen == {}
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3, 4])
+def test_auto_chooses_the_schedule_of_a_run(pp, capsys):
+    chosen = resolve(options(pp=pp, model=dataclasses.replace(MODEL, num_layers=8)), pp).schedule.name
+    assert main(["model", "show", "olmoe-1b-7b", "--pp", str(pp)]) == 0
+    assert f"\n{chosen} over {pp} pipeline x 1 data-parallel ranks" in capsys.readouterr().out
+
+
 def test_the_command(capsys):
     assert main(["model", "show", "deepseek-v2-lite", "--pp", "4", "--ep", "16", "--dp", "32", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -123,9 +146,9 @@ def test_the_command(capsys):
 @pytest.mark.parametrize("arguments,problem", [
     ("tinny", "unknown preset 'tinny'; did you mean 'tiny'?"),
     ("tiny --ep 3", "--ep 3 does not divide the 8 experts: use --ep 1 or 2 or 4 or 8"),
-    ("tiny --ep 2 --dp 3", "--ep 2 does not divide the 3 data-parallel ranks: use --dp 2"),
+    ("tiny --ep 2 --dp 3", "--ep 2 does not divide the 3 data-parallel ranks: use --ep 1"),
     ("tiny --pp 6", "4 layers cannot be divided over 6 pipeline stages"),
-    ("deepseek-v3 --pp 15", "dualpipe needs an even number of pipeline ranks: got 15; use 16"),
+    ("deepseek-v3 --pp 15 --schedule dualpipe", "dualpipe needs an even number of pipeline ranks: got 15; use 16"),
     ("tiny --pp 0", "--pp must be at least 1: got 0"),
     ("tiny --micro-batches -1", "--micro-batches must be at least 0: got -1"),
 ])  # fmt: skip

@@ -1,0 +1,59 @@
+"""How much memory this process can still get: of its machine, of its container, of its GPU.
+
+A program that needs more main memory than there is gets no error: the machine swaps until nobody can use it, or the
+kernel kills a process. So the amount must be known beforehand.
+"""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+
+import torch
+
+KB = 1024
+
+
+def free_main_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Bytes that the processes of this machine or container can still get, swap included; None if unknown.
+
+    Memory that the kernel can take back, such as cached files, counts as free. Only Linux says this.
+    """
+    try:
+        lines = (line.split() for line in (proc / "meminfo").read_text().splitlines())
+        sizes = {words[0]: KB * int(words[1]) for words in lines if len(words) > 1}
+        swap = sizes.get("SwapFree:", 0)
+        free = sizes["MemAvailable:"] + swap
+    except (OSError, ValueError, KeyError):
+        return None
+    return max(0, min([free, *(left + swap for left in _left_in_cgroups(proc, cgroups))]))
+
+
+def free_gpu_memory(device: torch.device) -> int:
+    """Bytes of a CUDA device that no process uses."""
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def _left_in_cgroups(proc: Path, cgroups: Path) -> Iterator[int]:
+    """What is left of each limit on this process: of its control groups, version 1 or 2, and of the groups above."""
+    with suppress(OSError):
+        for line in (proc / "self" / "cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            root = cgroups / "memory" if controllers else cgroups
+            limit, usage = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else (
+                "memory.max", "memory.current"
+            )  # fmt: skip
+            # In a container, the path may be that on its host: then only the root is there.
+            for group in (PurePosixPath(path), *PurePosixPath(path).parents):
+                folder = root / group.relative_to("/")
+                with suppress(OSError, ValueError):  # no such file, or "max", which is no limit
+                    left = int((folder / limit).read_text()) - int((folder / usage).read_text())
+                    yield left + _reclaimable(folder / "memory.stat")
+
+
+def _reclaimable(stat: Path) -> int:
+    """Bytes of cached files and kernel caches that a control group contains."""
+    names = {"file", "slab_reclaimable", "total_cache"}  # the last one is of version 1
+    pairs = (line.split() for line in stat.read_text().splitlines())
+    return sum(int(size) for name, size in pairs if name in names)

@@ -1,0 +1,51 @@
+"""Free main memory, from files as Linux writes them."""
+
+import pytest
+
+from moe_dualpipe.runtime.memory import free_main_memory
+
+MEMINFO = "MemTotal: 1000 kB\nMemFree: 10 kB\nMemAvailable: 600 kB\nSwapFree: 100 kB\nHugePages_Total: 0\n"
+KB = 1024
+
+
+def write(root, files):
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(str(content))
+
+
+def free(tmp_path, cgroup, files, meminfo=MEMINFO):
+    write(tmp_path, {"proc/self/cgroup": cgroup, **({"proc/meminfo": meminfo} if meminfo else {})})
+    write(tmp_path / "sys", files)
+    return free_main_memory(tmp_path / "proc", tmp_path / "sys")
+
+
+def group(path, limit, usage, stat, names=("memory.max", "memory.current")):
+    return {f"{path}/{names[0]}": limit, f"{path}/{names[1]}": usage, f"{path}/memory.stat": stat}
+
+
+def test_a_machine_without_limits(tmp_path):
+    assert free(tmp_path, "0::/\n", {}) == 700 * KB
+    assert free(tmp_path, "0::/a\n", group("a", "max", 5, "anon 5\n")) == 700 * KB
+
+
+def test_version_2_limits_of_all_groups_above_count(tmp_path):
+    files = group("a", 300 * KB, 250 * KB, f"anon {50 * KB}\nfile {190 * KB}\nslab_reclaimable {10 * KB}\n")
+    files |= group("a/b", 500 * KB, 20 * KB, "file 0\n")
+    assert free(tmp_path, "0::/a/b\n", files) == (300 - 50 + 100) * KB
+    assert free(tmp_path, "0::/a/b\n", files | group("a/b", 10 * KB, 500 * KB, "file 0\n")) == 0
+
+
+@pytest.mark.parametrize("where", ["memory", "memory/docker/x"], ids=["in a container", "outside"])
+def test_version_1(tmp_path, where):
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    files = group(where, 200 * KB, 80 * KB, f"cache 1\ntotal_cache {30 * KB}\n", names)
+    cgroup = "5:devices:/docker/x\n4:cpu,memory:/docker/x\n0::/\n"
+    assert free(tmp_path, cgroup, files) == (200 - 80 + 30 + 100) * KB
+
+
+def test_unknown_memory(tmp_path):
+    assert free(tmp_path, "0::/\n", {}, meminfo=None) is None
+    assert free(tmp_path, "0::/\n", {}, meminfo="MemTotal: 1000 kB\n") is None
+    assert free_main_memory(tmp_path / "nowhere") is None
