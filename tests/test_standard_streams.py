@@ -52,6 +52,23 @@ def test_an_exception_still_exits_with_code_1(tmp_path):
     assert shell(["-c", SCRIPT], tmp_path / "file", "fail", redirection="> /dev/full 2> /dev/full").returncode == 1
 
 
+RUN = """
+import os, runpy, sys
+file, sys.argv = sys.argv[1], ["train.py", "--help"]
+try:
+    runpy.run_path("train.py", run_name="__main__")
+finally:
+    with open(file, "w") as opened:
+        opened.write(" ".join(os.readlink(f"/proc/self/fd/{number}") for number in range(3)))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux")
+def test_closed_streams_of_train_py_do_not_become_other_files(tmp_path):
+    assert shell(["-c", RUN], tmp_path / "file", redirection="<&- >&- 2>&-").returncode == 0
+    assert (tmp_path / "file").read_text() == "/dev/null /dev/null /dev/null"
+
+
 @pytest.mark.parametrize("arguments,redirection,code,errors", [
     ("schedule show 1f1b --ranks 2 --micro-batches 4", "> /dev/full 2> /dev/full", 1, ""),
     ("--help", "> /dev/full", 1, "moe-dualpipe: error: standard output: No space left on device\n"),

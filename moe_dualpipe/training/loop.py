@@ -39,11 +39,11 @@ def main(arguments: Sequence[str] | None = None, stop: Stop | None = None) -> No
 
     stop: receives the signals already. None: receive them from now on.
     """
+    protect_streams("stdout", "stderr")
     if stop is None:
         with Stop().on_signals() as stop:
             main(arguments, stop)
             return
-    protect_streams("stdout", "stderr")
     launch = Launch.from_environment()
     stop.announce = launch.rank == 0
     arguments = sys.argv[1:] if arguments is None else arguments
