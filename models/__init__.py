@@ -6,7 +6,7 @@
 from .attention import filled_cache
 from .config import ModelConfig, StageOptions
 from .kv_cache import KVCache
-from .layers import stacked_matrices
+from .layers import elementwise_matrices, stacked_matrices
 from .moe import MoE, expert_loads
 from .mtp import share_embedding
 from .partition import StageSpec, split
@@ -15,7 +15,21 @@ from .recompute import RECOMPUTE
 from .transformer import TransformerStage, build_model, next_token_loss
 
 __all__ = [
-    "PRESETS", "RECOMPUTE", "KVCache", "MoE", "ModelConfig", "StageOptions", "StageSpec", "TransformerStage",
-    "build_model", "expert_loads", "filled_cache", "next_token_loss", "preset", "share_embedding", "split",
+    "PRESETS",
+    "RECOMPUTE",
+    "KVCache",
+    "MoE",
+    "ModelConfig",
+    "StageOptions",
+    "StageSpec",
+    "TransformerStage",
+    "build_model",
+    "elementwise_matrices",
+    "expert_loads",
+    "filled_cache",
+    "next_token_loss",
+    "preset",
+    "share_embedding",
+    "split",
     "stacked_matrices",
 ]  # fmt: skip

@@ -18,6 +18,7 @@ Optional:
     weight_grads = None   set by the pipeline; pass it to the operators of moe_dualpipe.kernels: defers weight gradients
     kernels = "auto"      set by the model; pass it to the same operators: selects Triton or plain torch
     stacked = {"gate_up": (F, F)}   the rows of each matrix in an expert's parameter, for optimizers (see layers.py)
+    elementwise = ("gate",)         parameters that Muon leaves to AdamW (see layers.py)
     averaged_buffers = ("running_mean",)   buffers to average over the replicas of the layer after each step
     takes_order = True    forward is called as forward(x_ND, order, weights_NK) -> y_ND: from received rows to weighted
                           sums of expert outputs. `order` is an ExpertOrder (kernels/routing.py): indices to read rows

@@ -59,6 +59,20 @@ def stacked_matrices(stages: Iterable[nn.Module]) -> dict[str, tuple[int, ...]]:
     }
 
 
+def elementwise_matrices(stages: Iterable[nn.Module]) -> set[str]:
+    """The matrices that do not map hidden states to hidden states, by global name: embedding, head, routers.
+
+    Muon leaves them to AdamW. A module declares them in an attribute: `self.elementwise = ("logits.weight",)` has the
+    names of its parameters.
+    """
+    return {
+        ".".join(filter(None, (prefix, name)))
+        for stage in stages
+        for prefix, module in stage.named_modules()
+        for name in getattr(module, "elementwise", ())
+    }
+
+
 def at_least_fp32(x: Tensor) -> Tensor:
     """`x` in fp32, or in fp64 if it is fp64: scores, angles and losses need that precision in a bf16 model."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

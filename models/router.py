@@ -31,6 +31,7 @@ class Router(nn.Module):
 
     load_E: Tensor
     bias_E: Tensor | None
+    elementwise = ("logits.weight",)  # its rows score experts, as those of the head score tokens
 
     def __init__(self, config: ModelConfig, kernels: Kernels = "auto"):
         super().__init__()

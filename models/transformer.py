@@ -63,6 +63,7 @@ class TransformerStage(Segmented):
             self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
             with seeded(options.seed, "head"):
                 self.head = Linear(config.hidden_size, config.vocab_size, config.init_std)
+        self.elementwise = ("embedding.weight", "head.weight")
         self.mtp = MTP(config, expert_parallel, options) if spec.mtp else None
 
     def forward(self, x: Tensor, documents_BS: Tensor | None = None, cache: KVCache | None = None) -> Any:

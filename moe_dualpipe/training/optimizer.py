@@ -9,10 +9,11 @@ Frozen parameters (`requires_grad=False`) have no state and are never updated. T
 
 Muon (arXiv 2502.16982) orthogonalizes the momentum of a matrix and scales it to the size of an AdamW update, so both
 use the same learning rate and weight decay. It updates the matrices between hidden states, each separately: stacked
-ones (query, key, value; gate, up; models/layers.py) are split. AdamW updates embedding, head, norms and routers.
+ones (query, key, value; gate, up; models/layers.py) are split. AdamW updates norms, and the matrices that their modules
+declare: embedding, head and routers (`elementwise_matrices`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import EllipsisType
 
@@ -22,26 +23,26 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..checkpoint import read_tensor_metadata
 from ..expert_parallel.parameters import global_tensors
+from ..models import ModelConfig, build_model, elementwise_matrices
 from ..runtime.replicas import ReplicaSet, check_frozen
 from ..runtime.zero import OwnedTensor, Shards
 from .config import OptimizerConfig
 
 Rows = slice | EllipsisType
-ALWAYS_ADAMW = {"embedding", "head", "router"}
-"""Modules with these names have parameters that Muon does not update."""
 
 
 class Optimizer:
     """Master weights and moments of this rank's share of the trained parameters, by global name.
 
     replicas: the parameters, in sets that the same ranks hold. zero: divide the state among the ranks of a set.
-    stacked: the rows of each matrix, for parameters that stack several. Freeze parameters before, on all replicas.
-    Raises ValueError if `stacked` does not add up to all rows, or if only some replicas are frozen. Collective.
+    stacked: the rows of each matrix, for parameters that stack several. elementwise: the parameters without Muon.
+    Freeze parameters before, on all replicas. Raises ValueError if `stacked` does not add up to all rows, or if only some
+    replicas are frozen. Collective.
     """
 
     def __init__(
         self, replicas: Sequence[ReplicaSet], config: OptimizerConfig, zero: bool = True,
-        stacked: Mapping[str, Sequence[int]] | None = None,
+        stacked: Mapping[str, Sequence[int]] | None = None, elementwise: Collection[str] = (),
     ):  # fmt: skip
         for one in replicas:
             check_frozen(one)
@@ -57,9 +58,8 @@ class Optimizer:
         self.moments: dict[str, dict[str, Tensor]] = {}
         self.parts: dict[str, list[tuple[Tensor, Rows]]] = {}  # what torch's optimizers update
 
-        for_muon = [
-            name for name, w in self.master.items() if config.name == "muon" and _is_hidden_matrix(name, w.ndim)
-        ]
+        hidden = (n for n, w in self.master.items() if w.ndim == 2 and self.owned[n].parameter not in elementwise)
+        for_muon = [*hidden] if config.name == "muon" else []
         self.adamw = self._adamw([name for name in self.master if name not in for_muon], config)
         self.muon = self._muon(for_muon, config, stacked or {})
 
@@ -155,11 +155,6 @@ class Optimizer:
             shards.broadcast_weights()
 
 
-def _is_hidden_matrix(name: str, ndim: int) -> bool:
-    """Whether Muon updates this tensor."""
-    return ndim == 2 and ALWAYS_ADAMW.isdisjoint(name.split("."))
-
-
 def _matrices(piece: OwnedTensor, stacked: Mapping[str, Sequence[int]]) -> list[slice]:
     rows = stacked.get(piece.parameter, [len(piece.weight)])
     if sum(rows) != len(piece.weight):
@@ -168,13 +163,17 @@ def _matrices(piece: OwnedTensor, stacked: Mapping[str, Sequence[int]]) -> list[
     return [slice(end - size, end) for end, size in zip(ends, rows, strict=True)]
 
 
-def check_saved(checkpoint: Path, config: OptimizerConfig) -> None:
+def check_saved(checkpoint: Path, config: OptimizerConfig, model: ModelConfig) -> None:
     """Raise ValueError if `checkpoint` was saved with another optimizer. Without a trained matrix both are alike."""
-    saved = config.name
-    for name, entry in read_tensor_metadata(checkpoint).state_dict_metadata.items():
-        kind, _, weight = name.partition(".")
-        if isinstance(entry, TensorStorageMetadata) and _is_hidden_matrix(weight, len(entry.size)):
-            saved = {"momentum": "muon", "exp_avg": "adamw"}.get(kind, saved)
+    entries, saved = read_tensor_metadata(checkpoint).state_dict_metadata, config.name
+    if any(name.startswith("momentum.") for name in entries):
+        saved = "muon"
+    elif config.name == "muon":
+        with torch.device("meta"):
+            alike = {f"exp_avg.{name}" for name in elementwise_matrices([build_model(model)])}
+        matrices = {n for n, e in entries.items() if isinstance(e, TensorStorageMetadata) and len(e.size) == 2}
+        if any(name.startswith("exp_avg.") for name in matrices - alike):
+            saved = "adamw"
     if saved != config.name:
         what = f"{checkpoint} holds the state of {saved}, which {config.name} cannot use"
         raise ValueError(f"{what}: use --optim.name {saved}")

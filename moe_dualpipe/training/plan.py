@@ -45,7 +45,7 @@ def plan_run(config: TrainConfig, launch: Launch, arguments: Sequence[str] = ())
     first_step = 0
     if resume:
         first_step = check_model(resume, config.model)
-        check_saved(resume, config.optim)
+        check_saved(resume, config.optim, config.model)
     elif weights:
         check_weights(weights, config.model)
     profiled_steps = config.metrics.profile

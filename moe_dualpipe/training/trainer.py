@@ -20,7 +20,7 @@ from ..health.heartbeat import Progress
 from ..health.signals import Stop
 from ..health.skipped_steps import SkippedSteps
 from ..inference import eval_mode, generate_through_pipeline
-from ..models import StageOptions, TransformerStage, share_embedding, stacked_matrices
+from ..models import StageOptions, TransformerStage, elementwise_matrices, share_embedding, stacked_matrices
 from ..models.layers import seed_of
 from ..overlap import WeightGrads
 from ..overlap.labels import GRADIENTS, OPTIMIZER
@@ -68,8 +68,8 @@ class Trainer:
             raise ValueError("all parameters of the model are frozen (requires_grad=False): there is nothing to train")
         self.buffers = self._buffers()
         self.balance = Balance(model, self.stages, config.bias_rate)
-        stacked = stacked_matrices(self.stages.values())
-        self.optimizer = Optimizer(self.replicas, config.optim, config.parallel.zero, stacked)
+        stacked, elementwise = stacked_matrices(self.stages.values()), elementwise_matrices(self.stages.values())
+        self.optimizer = Optimizer(self.replicas, config.optim, config.parallel.zero, stacked, elementwise)
         self.skipped = SkippedSteps(config.health.max_skipped, announce=self.layout.rank == 0)
         self.stop, self.stopping = stop or Stop(), False
         if plan.resume:

@@ -52,7 +52,7 @@ def make_sets(dtype, seed, groups):
 
 def steps(sets, config, zero, seed):
     """Do three updates from random gradients, which are equal on all replicas. Returns the optimizer."""
-    optimizer = Optimizer(sets, config, zero, STACKED)
+    optimizer = Optimizer(sets, config, zero, STACKED, {"embedding"})
     for step in range(3):
         for one, salt in zip(sets, (0, seed, 0), strict=True):
             generator = torch.Generator().manual_seed(100 * step + salt)
@@ -168,3 +168,11 @@ def test_a_checkpoint_of_another_optimizer_is_rejected(tmp_path):
     ):
         make_plan(settings(tmp_path, resume=str(tmp_path)))
     make_plan(settings(tmp_path, resume=str(tmp_path), optim=MUON))
+
+
+def test_a_checkpoint_of_adamw_is_rejected_by_muon(tmp_path):
+    run_ranks(1, train, settings(tmp_path, steps=1, optim=OptimizerConfig(warmup_steps=0)))
+    with pytest.raises(
+        ValueError, match=r"step-000001 holds the state of adamw, which muon cannot use: use --optim.name"
+    ):
+        make_plan(settings(tmp_path, resume=str(tmp_path), optim=MUON))

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from moe_dualpipe.expert_parallel.parameters import ExpertIds
-from moe_dualpipe.models import build_model, stacked_matrices
+from moe_dualpipe.models import build_model, elementwise_matrices, stacked_matrices
 from moe_dualpipe.runtime.groups import Groups
 from moe_dualpipe.runtime.replicas import ReplicaSet, replica_sets
 from moe_dualpipe.training.config import OptimizerConfig
@@ -121,7 +121,8 @@ def test_muon_equals_torch_muon_per_matrix_and_torch_adamw_for_the_rest():
 
     config = OptimizerConfig(name="muon", weight_decay=0.3, momentum=0.8)
     parameters = dict(model.named_parameters())
-    optimizer = Optimizer(replica_sets([model], Groups()), config, stacked=stacked_matrices([model]))
+    declared = {"stacked": stacked_matrices([model]), "elementwise": elementwise_matrices([model])}
+    optimizer = Optimizer(replica_sets([model], Groups()), config, **declared)
     for _ in range(3):
         for name, p in parameters.items():
             p.grad = torch.randn_like(p)
@@ -147,6 +148,16 @@ def test_stacked_rows_of_modules_add_up(attention):
     }
     if attention == "mla":
         assert stacked["layers.2.attention.down.weight"] == (24, 12, 6)
+
+
+def test_muon_leaves_out_what_modules_declare_and_no_module_for_its_name():
+    model = build_model(dataclasses.replace(MODEL, mtp_layers=1))
+    routers = {f"{layer}.mlp.router.logits.weight" for layer in ("layers.1", "layers.2", "layers.3", "mtp.0.block")}
+    assert elementwise_matrices([model]) == {"embedding.weight", "head.weight", *routers}
+    parameters = {name: nn.Parameter(torch.randn(3, 2)) for name in ("head.up", "router.down", "table")}
+    sets = [ReplicaSet(parameters, None)]
+    names = Optimizer(sets, OptimizerConfig(name="muon"), elementwise={"table"}).tensors()
+    assert {n for n in names if n.startswith("momentum.")} == {"momentum.head.up", "momentum.router.down"}
 
 
 def test_stacked_rows_that_do_not_add_up_are_rejected():
