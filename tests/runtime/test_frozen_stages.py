@@ -9,18 +9,17 @@ from tests.support.pipelines import agrees, all_schedules_equal_reference
 from tests.support.ranks import run_ranks
 
 FIRST_HALF = r"^embedding|^layers\.[0-3]\."
-ALL_BUT_THE_HEAD, ALL_BUT_A_ROUTER = r"^(?!head)", r"^(?!layers\.3\.mlp\.router)"
+ALL_BUT_THE_HEAD = r"^(?!head)"
 ALL_BUT_THE_SECOND_RANKS_EXPERTS = r"^(?!.*experts\..*\.[345]$)"
 
 
-@pytest.mark.parametrize("frozen", [FIRST_HALF, ALL_BUT_THE_HEAD, ALL_BUT_A_ROUTER])
+@pytest.mark.parametrize("frozen", [FIRST_HALF, ALL_BUT_THE_HEAD])
 def test_trained_parameters_of_a_partly_frozen_model_get_their_gradients(frozen):
     """With overlapped pairs, and with weight gradients deferred by a split backward."""
-    names = ["zb1p", "dualpipe", "dualpipev"]
+    names = ["zb1p", "dualpipe"]
     run_ranks(2, all_schedules_equal_reference, names, 2, frozen == ALL_BUT_THE_HEAD, frozen)
 
 
-@pytest.mark.parametrize("frozen", [FIRST_HALF, ALL_BUT_THE_SECOND_RANKS_EXPERTS])
-def test_ranks_that_share_experts_agree_on_their_transfers(frozen):
-    """Also if, before an all-to-all, something is trained on one rank and nothing on the other."""
-    run_ranks(2, agrees, "dualpipev", 1, 2, 2, False, frozen)
+def test_ranks_that_share_experts_agree_on_their_transfers():
+    """Before an all-to-all, something is trained on one rank and nothing on the other."""
+    run_ranks(2, agrees, "dualpipev", 1, 2, 2, False, ALL_BUT_THE_SECOND_RANKS_EXPERTS)

@@ -82,11 +82,11 @@ def test_frozen_weights_do_not_change_and_have_no_state(tmp_path, ranks, changes
 # ---- Checkpoints and exports ----
 
 
-def stop_and_resume(rank, first, *others):
-    """Train `first`, then `others` from its checkpoint in the middle. Returns the losses of each."""
-    whole = train(rank, change(first, save_every=2))
-    half = f"{first.checkpoint.out}/checkpoints/step-000002"
-    return [losses(run) for run in (whole, *(train(rank, change(c, resume=half)) for c in others))]
+def stop_and_resume(rank, first, second):
+    """Train `first`, then `second` from its checkpoint after one step. Returns the losses of both."""
+    runs = train(rank, change(first, save_every=1))
+    half = f"{first.checkpoint.out}/checkpoints/step-000001"
+    return losses(runs), losses(train(rank, change(second, resume=half)))
 
 
 def saved_weights(run, experts=LOW_RANK.experts):
@@ -94,16 +94,13 @@ def saved_weights(run, experts=LOW_RANK.experts):
 
 
 def test_frozen_weights_are_saved_and_a_resumed_run_is_bit_identical(tmp_path):
-    first = settings(tmp_path / "first", **SMALL, dtype="bfloat16", pp=1)
-    same = change(first, out=str(tmp_path / "same"))
-    moved = change(first, out=str(tmp_path / "moved"), ep=2, zero=False)
-    whole, rest, near = run_ranks(2, stop_and_resume, first, same, moved)[0]
-    assert rest == {step: loss for step, loss in whole.items() if step > 2}
-    assert near == pytest.approx(rest, rel=1e-3)
+    first = settings(tmp_path / "first", **{**SMALL, "steps": 2}, dtype="bfloat16", pp=1)
+    whole, rest = run_ranks(2, stop_and_resume, first, change(first, out=str(tmp_path / "rest")))[0]
+    assert rest == {2: whole[2]}
     weights = global_weights(build_model(LOW_RANK)).items()
     fresh = {name: weight.bfloat16().float() for name, weight in weights if is_base(name)}
     assert len(fresh) == 2 * 3 * MODEL.num_experts
-    for run in ("first", "same", "moved"):
+    for run in ("first", "rest"):
         saved = saved_weights(tmp_path / run)
         assert all(torch.equal(saved[name], weight) for name, weight in fresh.items()), run
 
@@ -144,10 +141,9 @@ def resume_error(rank, config):
     return str(error.value)
 
 
-@pytest.mark.parametrize("optim", [ADAMW, MUON], ids=["adamw", "muon"])
-def test_what_was_trained_can_be_frozen_later_but_not_the_other_way_round(tmp_path, optim):
-    """The first stage is frozen: under Muon, so are all of its matrices."""
-    config = settings(tmp_path / "run", **{**SMALL, "model": MODEL, "optim": optim, "steps": 1})
+def test_what_was_trained_can_be_frozen_later_but_not_the_other_way_round(tmp_path):
+    """Among what is frozen are all matrices that Muon updates."""
+    config = settings(tmp_path / "run", **{**SMALL, "model": MODEL, "optim": MUON, "steps": 1})
     run_ranks(2, train, config)
     trained = saved_weights(tmp_path / "run", "swiglu")
     frozen = change(config, steps=2, resume=str(tmp_path / "run"))
