@@ -12,7 +12,6 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -23,6 +22,7 @@ import torch.distributed as dist
 
 from .deadline import Deadline, end_process
 from .heartbeat import CodePosition, Heartbeat, Progress, pid_namespace
+from .user_frames import short_tracebacks, user_traceback
 
 PATIENCE = 10.0
 """Seconds without a heartbeat until a rank counts as dead; at most half of the timeout."""
@@ -34,12 +34,13 @@ def watch_ranks(timeout: float, patience: float = PATIENCE) -> Iterator[Progress
     """Watch the ranks of the default group. Yields the Progress in which the main thread notes what it does.
 
     timeout: seconds without progress until the run counts as hanging. patience: see PATIENCE. After an exception the
-    process prints its traceback, or the name of the rank that caused it, and exits with code 1. A single process is not
-    watched.
+    process exits with code 1. The rank that failed first prints its traceback (user_frames.py), the others one line
+    with the name of that rank. A single process is not watched.
     """
     progress = Progress()
     if dist.get_world_size() == 1:
-        yield progress
+        with short_tracebacks():
+            yield progress
         return
     patience = min(patience, timeout / 2)
     attempt, address = _attempt_id(), _address(dist.distributed_c10d._get_default_store())
@@ -108,9 +109,17 @@ class Watchdog:
             self._lost_connection = error
             time.sleep(self.patience + 4 * self.interval)  # the thread ends the process when it knows the cause
         self._failing = error
-        sys.stderr.write("".join(traceback.format_exception(error)))  # one write: other processes write to stderr, too
+        own = Failure(self.rank, f"failed in {self.progress}: {_first_line(error)}")
+        published: list[Failure] = []
+        publisher = threading.Thread(target=lambda: published.append(self._publish(self._main_store, own)), daemon=True)
+        publisher.start()
+        publisher.join(self._until_read)  # the store may not answer
+        first = published[0] if published else own
+        if first.rank not in (None, self.rank):  # that rank prints a traceback
+            end_process(1, f"train.py: rank {self.rank} {own.text}, after rank {first.rank} {first.text}\n")
+        sys.stderr.write(user_traceback(error))  # one write: other processes write to stderr, too
         sys.stderr.flush()
-        self._publish(self._main_store, Failure(self.rank, f"failed in {self.progress}: {_first_line(error)}"))
+        publisher.join()
         end_process(1, seconds=self._until_read)
 
     # ---- The thread ----

@@ -94,6 +94,20 @@ def test_a_rank_that_fails_prints_its_traceback_and_the_others_the_error(tmp_pat
         assert "Traceback" not in run.output(0)
 
 
+def failing_everywhere(trainer):
+    trainer.pipeline_step = lambda *_: raise_error()
+
+
+def test_of_ranks_that_fail_together_one_prints_its_traceback(tmp_path):
+    with Processes(2, settings(tmp_path / "run", seq_len=16), sabotage=failing_everywhere) as run:
+        assert run.exit_codes(0, 1) == [1, 1]
+        outputs = sorted((run.output(rank) for rank in (0, 1)), key=lambda text: "Traceback" in text)
+    assert ["Traceback" in text for text in outputs] == [False, True]
+    assert "in raise_error\n" in outputs[1]
+    lines = [line for line in outputs[0].splitlines() if "no such shard" in line]
+    assert len(lines) == 1 and re.match(r"train.py: rank [01] (stops|failed in)", lines[0]), outputs[0]
+
+
 def exit_process():
     raise SystemExit(2)
 
