@@ -7,7 +7,7 @@ import tyro
 from tyro.conf import Positional, arg, subcommand
 
 from .. import strict_json
-from ..messages import check_range, plural
+from ..messages import LARGEST, check_range, plural
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class ShowModel:
         config = preset(self.preset)
         for name in ("pp", "ep", "seq", "micro_batch_size", "dp", "micro_batches"):
             least = int(name not in ("dp", "micro_batches"))  # 0 means None
-            check_range(f"--{name.replace('_', '-')}", getattr(self, name) or 0, least)
+            most = 1_000_000 if name in ("ep", "dp") else LARGEST
+            check_range(f"--{name.replace('_', '-')}", getattr(self, name) or 0, least, most)
         element = {"bfloat16": 2, "float32": 4}[self.dtype]
         batch = MicroBatch(self.micro_batch_size, self.seq, element, self.ep, self.recompute, self.fused_loss)
         name = self.schedule if self.schedule != "auto" else default_schedule(self.pp)

@@ -35,7 +35,12 @@ class Sampling:
             raise ValueError(f"top_p must be above 0, and at most 1: got {self.top_p}; 1 is no limit")
 
     def draw(self, logits_BV: Tensor, random: torch.Generator) -> Tensor:
-        """Draw one token for each row, [B]. `random` is on the CPU, so a seed draws the same tokens on any device."""
+        """Draw one token for each row, [B]. `random` is on the CPU, so a seed draws the same tokens on any device.
+
+        Raises ValueError if the logits are NaN or infinite.
+        """
+        if not logits_BV.amax(-1).isfinite().all():
+            raise ValueError("the model gives logits that are not finite: its weights may be NaN or too large")
         if self.temperature == 0:
             return logits_BV.argmax(-1)
         fp32_BV = logits_BV.float().cpu()

@@ -9,6 +9,7 @@ bf16 model would remain on every rank. It also treats stacked experts as one ten
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from heapq import heapreplace
 
 import torch
 import torch.distributed as dist
@@ -66,10 +67,10 @@ def assign_owners(sizes: Mapping[str, int], num_owners: int) -> dict[str, int]:
 
     Two owners differ by at most one tensor. Example for 2 owners: {"a": 5, "b": 3, "c": 3} -> {"a": 0, "b": 1, "c": 1}.
     """
-    loads, owners = [0] * num_owners, {}
+    loads, owners = [(0, owner) for owner in range(num_owners)], {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        owners[name] = owner = loads.index(min(loads))
-        loads[owner] += sizes[name]
+        load, owners[name] = loads[0]
+        heapreplace(loads, (load + sizes[name], owners[name]))
     return owners
 
 

@@ -69,6 +69,18 @@ def test_tokens_are_drawn_with_their_probabilities(sampling):
     torch.testing.assert_close(counts / count, likely, atol=0.012, rtol=0)
 
 
+def test_a_very_small_top_p_draws_the_most_likely_token():
+    assert Sampling(2.0, None, 1e-300).draw(torch.tensor([[0.0, 1.0, 0.5]]), torch.Generator()).tolist() == [1]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(0.5), Sampling(0.5, 2, 0.5)], ids=str)
+@pytest.mark.parametrize("logits", [[1.0, math.nan], [1.0, math.inf], [-math.inf, -math.inf]])
+def test_logits_that_are_not_finite_are_an_error(sampling, logits):
+    with pytest.raises(ValueError, match="the model gives logits that are not finite"):
+        sampling.draw(torch.tensor([[0.0, 1.0], logits]), torch.Generator())
+    assert sampling.draw(torch.tensor([[-math.inf, 1.0]]), torch.Generator()).tolist() == [1]  # a banned token
+
+
 @pytest.mark.parametrize("wrong,message", [
     ({"temperature": -0.1}, "temperature must be at least 0: got -0.1; 0 is greedy decoding"),
     ({"temperature": math.nan}, "temperature must be at least 0: got nan"),
