@@ -100,8 +100,10 @@ class MoE(Segmented):
             raise ValueError(f"{name} must map rows to a tensor: got {type(out).__name__}")
         if out.shape != rows.shape:
             raise ValueError(f"{name} must map rows {[*rows.shape]} to rows of the same shape: got {[*out.shape]}")
-        dtypes = {rows.dtype, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype}
-        if out.dtype not in dtypes or out.device != rows.device:
+        cast = (
+            out.dtype != rows.dtype and torch.is_autocast_enabled(kind) and out.dtype == torch.get_autocast_dtype(kind)
+        )
+        if out.device != rows.device or not (cast or out.dtype == rows.dtype):
             expected, got = (f"{tensor.dtype} on {tensor.device}" for tensor in (rows, out))
             raise ValueError(f"{name} must map rows in {expected} to rows of the same dtype and device: got {got}")
         return out

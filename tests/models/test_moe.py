@@ -104,6 +104,8 @@ def test_under_autocast_an_output_may_have_its_dtype():
         layer = MoE(with_choices(experts=experts), Local(5), 0)
         with torch.autocast("cpu", torch.bfloat16):
             assert layer(torch.randn(4, CONFIG.hidden_size)).shape == (4, CONFIG.hidden_size)
+        on_meta = torch.empty(4, CONFIG.hidden_size, device="meta")  # a device without autocast
+        assert layer.same_shape(on_meta, on_meta) is on_meta
 
 
 FILES = {
