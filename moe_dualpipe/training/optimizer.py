@@ -36,8 +36,8 @@ class Optimizer:
 
     replicas: the parameters, in sets that the same ranks hold. zero: divide the state among the ranks of a set.
     stacked: the rows of each matrix, for parameters that stack several. elementwise: the parameters without Muon.
-    Freeze parameters before, on all replicas. Raises ValueError if `stacked` does not add up to all rows, or if only some
-    replicas are frozen. Collective.
+    Freeze parameters before, on all replicas. Raises ValueError if `stacked` does not add up to all rows, or if only
+    some replicas are frozen. Collective.
     """
 
     def __init__(
