@@ -7,6 +7,7 @@ and has, so all of them stop, with the same message.
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -63,7 +64,10 @@ def check_memory(plan: RunPlan, launch: Launch) -> None:
         return
     device = plan.setup.device
     gpu_free = free_gpu_memory(device) if device.type == "cuda" else None
-    own = RankMemory(launch.rank - launch.local_rank, rank_needs(plan), free_main_memory(), gpu_free)
+    needs = RankNeeds(0, 0, 0, 0)
+    with suppress(Exception):  # a custom expert layer that does not work on the meta device
+        needs = rank_needs(plan)
+    own = RankMemory(launch.rank - launch.local_rank, needs, free_main_memory(), gpu_free)
     ranks = [own] * dist.get_world_size()
     dist.all_gather_object(ranks, own)
     if problem := memory_problem(ranks):

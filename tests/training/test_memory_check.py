@@ -3,7 +3,9 @@
 import dataclasses
 
 import pytest
+import torch
 
+from moe_dualpipe.models.experts import SwiGLUExperts
 from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.training import memory
 from moe_dualpipe.training.config import OptimizerConfig
@@ -82,6 +84,22 @@ def check_with_little_memory_on_rank_1(rank, config):
     with pytest.raises(ValueError) as refused:
         check_memory(make_plan(config, rank, 2), launch)
     return str(refused.value)
+
+
+class NotOnMeta(SwiGLUExperts):
+    def __init__(self, config, num_local_experts):
+        super().__init__(config, num_local_experts)
+        assert torch.ones(1).item() == 1  # raises on the meta device
+
+
+def check_without_memory(rank, config):
+    memory.free_main_memory = lambda: 2**10
+    check_memory(make_plan(config, rank, 1), Launch(rank, 0, 1, 1))
+
+
+def test_a_layer_that_cannot_be_counted_is_not_refused(tmp_path):
+    config = settings(tmp_path, model=dataclasses.replace(MODEL, experts=f"{__name__}:NotOnMeta"))
+    run_ranks(1, check_without_memory, config)
 
 
 def test_all_ranks_refuse_if_one_machine_is_too_small(tmp_path):
