@@ -3,37 +3,41 @@
 Training waits only for a copy of the state in host memory. A thread writes the copy and talks to the threads of other
 ranks over a separate gloo group, so its collectives never mix with those of training. The folder gets its final name
 after all bytes are on disk. If one rank cannot write (disk full), the save fails on all ranks, and training goes on.
+Nothing here ends a save that takes long: operations on the disk are announced, and whoever listens notices one that
+hangs.
 The cost is host memory for one copy of the rank's weights and optimizer state.
 """
 
 import dataclasses
-import io
 import os
 import re
 import shutil
 import sys
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent import futures
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.storage import WriteResult
 
 from ..messages import printable
 from ..models import ModelConfig
 from ..runtime.groups import create_group
-from .manifest import RUN_FILE, TENSORS_FILE, FileChecksum, Manifest, encode_tensors
+from .files import Announce, ChecksumFiles, Writer
+from .manifest import RUN_FILE, TENSORS_FILE, FileChecksum, Manifest
 
 Result = TypeVar("Result")
 
 STEP_FOLDER = re.compile(r"step-(\d+)")
-_WAIT_SECONDS = 1.0
+_WAIT_SECONDS = 24 * 3600.0
+"""Seconds that a rank waits for the disks of others, however slow they are."""
+
+
+def _announce_nothing(_operation: str) -> None:
+    pass
 
 
 class SaveError(OSError):
@@ -53,12 +57,11 @@ class Saver:
     """Writes the checkpoints of a run in the background, one at a time. All methods but `poll` are collective."""
 
     def __init__(
-        self, run: Path, model: ModelConfig, keep: int, timeout: float, background: bool = True,
-        on_wait: Callable[[], object] = lambda: None,
+        self, run: Path, model: ModelConfig, keep: int, background: bool = True, announce: Announce = _announce_nothing
     ):  # fmt: skip
-        """background: if False, `start` waits for the save. on_wait: called every second while waiting for the disk."""
-        self.run, self.model, self.keep, self.background, self.on_wait = run, model, keep, background, on_wait
-        group = create_group(backend="gloo", timeout=timeout)
+        """background: if False, `start` waits for the save. announce: see `Announce`; called by a thread."""
+        self.run, self.model, self.keep, self.background, self.announce = run, model, keep, background, announce
+        group = create_group(backend="gloo", timeout=_WAIT_SECONDS)
         assert group is not None
         self._group = group
         self._threads = futures.ThreadPoolExecutor(1, "checkpoint")
@@ -75,19 +78,12 @@ class Saver:
             state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
         self._pending = self._threads.submit(self._write, step, state, extra or {})
         if not self.background:
-            self._finish(self._pending)
+            futures.wait([self._pending])
 
     def wait(self) -> SaveResult | None:
         """Wait for the last save and return its result, or None if that was already returned."""
         pending, self._pending = self._pending, None
-        if pending is None:
-            return None
-        self._finish(pending)
-        return pending.result()
-
-    def _finish(self, pending: futures.Future[SaveResult]) -> None:
-        while futures.wait([pending], timeout=_WAIT_SECONDS).not_done:
-            self.on_wait()
+        return None if pending is None else pending.result()
 
     def poll(self) -> SaveResult | None:
         """Like `wait`, but returns None while a save is running."""
@@ -102,8 +98,12 @@ class Saver:
         self._threads.shutdown()
 
     def _write(self, step: int, state: Mapping[str, Tensor], extra: Mapping[str, bytes]) -> SaveResult:
+        def announce(operation: str) -> None:
+            self.announce(operation and f"step {step}: {operation}")
+
         try:
-            return SaveResult(step, save_checkpoint(self.run, step, state, self.model, extra, self.keep, self._group))
+            path = save_checkpoint(self.run, step, state, self.model, extra, self.keep, self._group, announce)
+            return SaveResult(step, path)
         except SaveError as error:
             return SaveResult(step, checkpoint_folder(self.run, step), str(error))
 
@@ -120,7 +120,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 def save_checkpoint(
     run: Path, step: int, state: Mapping[str, Tensor], model: ModelConfig, extra: Mapping[str, bytes] | None = None,
-    keep: int = 0, group: dist.ProcessGroup | None = None,
+    keep: int = 0, group: dist.ProcessGroup | None = None, announce: Announce = _announce_nothing,
 ) -> Path:  # fmt: skip
     """Save `state` (global name -> tensor) as the checkpoint after `step` updates. Collective over `group`.
 
@@ -130,27 +130,29 @@ def save_checkpoint(
     """
     final = checkpoint_folder(run, step)
     unfinished = hidden(final, "unfinished")
-    leader, files = dist.get_rank(group) == 0, _ChecksumFiles()
+    leader, files = dist.get_rank(group) == 0, ChecksumFiles(announce)
     try:
-        _run_on_all(lambda: _make_folder(unfinished) if leader else None, group)
-        writer = _Writer(unfinished, files)
+        _run_on_all(lambda: _make_folder(unfinished, announce) if leader else None, group, announce)
+        writer = Writer(unfinished, files)
         dcp.save(dict(state), storage_writer=writer, process_group=group)
         checksums: dict[str, FileChecksum] = {}
-        for of_rank in _run_on_all(lambda: files.checksums, group):
+        for of_rank in _run_on_all(lambda: files.checksums, group, announce):
             checksums |= of_rank
         manifest = Manifest(step, dataclasses.asdict(model), checksums)
         more = {**(extra or {}), TENSORS_FILE: writer.tensors}
-        _run_on_all(lambda: _complete(final, manifest, more) if leader else None, group)
+        _run_on_all(lambda: _complete(final, manifest, more, announce) if leader else None, group, announce)
     except (dcp.CheckpointException, SaveError) as error:
         if leader:
-            shutil.rmtree(unfinished, ignore_errors=True)
+            _remove(unfinished, announce)
+        announce("")
         dist.barrier(group)
         if isinstance(error, SaveError):
             raise
         failures = sorted(error.failures.items())
         raise SaveError("; ".join(f"rank {rank}: {reason}" for rank, (reason, _) in failures)) from None
     if leader and keep:
-        _remove_old(final, keep)
+        _remove_old(final, keep, announce)
+    announce("")
     dist.barrier(group)
     return final
 
@@ -170,13 +172,14 @@ def raise_together(fault: str) -> None:
         raise ValueError(faults[0])
 
 
-def _run_on_all(action: Callable[[], Result], group: dist.ProcessGroup | None) -> list[Result]:
+def _run_on_all(action: Callable[[], Result], group: dist.ProcessGroup | None, announce: Announce) -> list[Result]:
     """Run `action` and return the results of all ranks. Raises SaveError on all ranks if it raised on any."""
     mine: tuple[Any, str]
     try:
         mine = action(), ""
     except Exception as error:
         mine = None, str(error) or type(error).__name__
+    announce("")
     outcomes = gather_objects(mine, group)
     if failed := [f"rank {rank}: {error}" for rank, (_, error) in enumerate(outcomes) if error]:
         raise SaveError("; ".join(failed))
@@ -191,29 +194,33 @@ def hidden(folder: Path, suffix: str) -> Path:
     return folder.with_name(f".{folder.name}.{suffix}")
 
 
-def _make_folder(unfinished: Path) -> None:
+def _make_folder(unfinished: Path, announce: Announce) -> None:
+    announce("creating its folder")
     unfinished.parent.mkdir(parents=True, exist_ok=True)
     for remnant in unfinished.parent.glob(".step-*"):  # from a run that was killed
-        shutil.rmtree(remnant, ignore_errors=True)
+        _remove(remnant, announce)
     unfinished.mkdir()
 
 
-def _complete(final: Path, manifest: Manifest, contents: Mapping[str, bytes]) -> None:
+def _complete(final: Path, manifest: Manifest, contents: Mapping[str, bytes], announce: Announce) -> None:
     """Write the last files, ending with run.json. Rename the folder when everything is on disk."""
     unfinished, removed = hidden(final, "unfinished"), hidden(final, "removed")
     for name, data in contents.items():
+        announce(f"writing {name}")
         write_synced(unfinished / name, data)
     checksums = {**manifest.files, **{name: FileChecksum.of(data) for name, data in contents.items()}}
+    announce(f"writing {RUN_FILE}")
     write_synced(unfinished / RUN_FILE, dataclasses.replace(manifest, files=checksums).encode())
+    announce("renaming its folder")
     sync(unfinished)
     if final.exists():  # saved before: a rename cannot replace a folder that is not empty
         final.rename(removed)
     unfinished.rename(final)
-    shutil.rmtree(removed, ignore_errors=True)
+    _remove(removed, announce)
     sync(final.parent)
 
 
-def _remove_old(newest: Path, keep: int) -> None:
+def _remove_old(newest: Path, keep: int, announce: Announce) -> None:
     """Remove the checkpoints before `newest`, except the last `keep - 1`. Later ones belong to another run."""
     checkpoints = list_checkpoints(newest.parent)
     first = checkpoints.index(newest) if newest in checkpoints else len(checkpoints)  # the folder may be removed
@@ -221,7 +228,16 @@ def _remove_old(newest: Path, keep: int) -> None:
         removed = hidden(old, "removed")  # renamed first, so that its name never stands for part of a checkpoint
         with suppress(OSError):
             old.rename(removed)
-            shutil.rmtree(removed, ignore_errors=True)
+            _remove(removed, announce)
+
+
+def _remove(folder: Path, announce: Announce) -> None:
+    """Remove a folder file by file, as far as possible."""
+    for path in folder.glob("*"):
+        announce(f"removing {printable(path.name)}")
+        with suppress(OSError):
+            path.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_synced(path: Path, data: bytes) -> None:
@@ -238,59 +254,3 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-# ---- Files that compute their checksums ----
-
-
-class _ChecksumFile(io.BufferedWriter):
-    """A file that computes its checksum while it is written. `error` is the OSError that torch.save would hide."""
-
-    length: int = 0
-    crc32: int = 0
-    error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        try:
-            written = super().write(data)
-        except OSError as error:
-            self.error = error
-            raise
-        self.length, self.crc32 = self.length + written, zlib.crc32(data, self.crc32)
-        return written
-
-
-class _ChecksumFiles(FileSystem):
-    """The files that this rank writes, with their checksums by file name."""
-
-    def __init__(self) -> None:
-        self.checksums: dict[str, FileChecksum] = {}
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:  # type: ignore[override]
-        assert mode == "wb"
-        with _ChecksumFile(io.FileIO(path, "w")) as stream:
-            try:
-                yield stream
-            except RuntimeError as error:
-                raise stream.error or error from None
-            self.checksums[Path(path).name] = FileChecksum(stream.length, stream.crc32)
-
-    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
-        super().rename(path, new_path)
-        self.checksums[Path(new_path).name] = self.checksums.pop(Path(path).name)
-
-
-class _Writer(dcp.FileSystemWriter):
-    """Writes through `files`. On rank 0, `tensors` becomes the contents of tensors.json."""
-
-    def __init__(self, folder: Path, files: _ChecksumFiles):
-        # No copy-ahead: it would use the current device of this thread, which is always the first GPU.
-        super().__init__(folder, per_thread_copy_ahead=0, sync_files=True)
-        self.fs = files
-        self.tensors = b""
-
-    def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
-        super().finish(metadata, results)
-        places = {written.index: written.storage_data for of_rank in results for written in of_rank}
-        self.tensors = encode_tensors(metadata, places)

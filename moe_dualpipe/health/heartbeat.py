@@ -8,13 +8,31 @@ import json
 import os
 import sys
 import threading
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
-_COLLECTIVES = str(Path(_TORCH, "distributed")) + os.sep
+_COLLECTIVES = dist.distributed_c10d.__file__
+SAVING = "saving"
+"""The action of a main thread that waits for a save."""
+
+
+@dataclass(slots=True)
+class SaveProgress:
+    """What the thread that writes a checkpoint does on the disk, or "" if nothing; only this thread writes it."""
+
+    operation: str = ""
+    count: int = 0
+
+    def note(self, operation: str) -> None:
+        """Call before each operation, and with "" before the thread waits for other ranks."""
+        self.operation = operation
+        self.count += 1
 
 
 @dataclass(slots=True)
@@ -24,11 +42,22 @@ class Progress:
     step: int = 0
     action: object = None
     count: int = 0
+    save: SaveProgress = field(default_factory=SaveProgress)
 
     def note(self, action: object) -> None:
         """Call when `action` begins; None: between actions."""
         self.action = action
         self.count += 1
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Call while the main thread waits for a save."""
+        before = self.action
+        self.note(SAVING)
+        try:
+            yield
+        finally:
+            self.note(before)
 
     def __str__(self) -> str:
         step = f"step {self.step}" if self.step else "the start of the run"
@@ -55,18 +84,22 @@ class CodePosition:
             return cls("its end", False, (0, 0))
         own = next((f for f in frames if not f.f_code.co_filename.startswith(_TORCH)), frames[-1])
         called = frames[: frames.index(own)]
-        waiting = own.f_code.co_name == "wait" or any(f.f_code.co_filename.startswith(_COLLECTIVES) for f in called)
+        waiting = own.f_code.co_name == "wait" or any(f.f_code.co_filename == _COLLECTIVES for f in called)
         text = f"{Path(own.f_code.co_filename).name}:{own.f_lineno} in {own.f_code.co_name}"
         return cls(text, waiting, (id(frames[0].f_code), frames[0].f_lasti))
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """One sign of life. `pid_namespace` identifies the processes that can see this one; "" if unknown."""
+    """One sign of life. `pid_namespace` identifies the processes that can see this one; "" if unknown.
+
+    saving: the main thread waits for a save, which has made progress within the timeout.
+    """
 
     count: int
     position: str
     waiting: bool
+    saving: bool
     ended: bool
     pid_namespace: str
     pid: int

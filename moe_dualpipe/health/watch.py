@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from .deadline import Deadline, end_process
-from .heartbeat import CodePosition, Heartbeat, Progress, pid_namespace
+from .heartbeat import SAVING, CodePosition, Heartbeat, Progress, pid_namespace
 from .user_frames import short_tracebacks, user_traceback
 
 PATIENCE = 10.0
@@ -86,7 +86,7 @@ class Watchdog:
         self._until_read = 2 * self.interval  # a store on this machine must live until the others have read the failure
         # Time is counted in checks, so the time during which a machine was suspended does not count.
         self.max_silent, self.max_still = patience / self.interval, 0.9 * timeout / self.interval
-        self._checks = self._silent = self._still = self._disconnected = 0
+        self._checks = self._silent = self._still = self._save_still = self._disconnected = self._last_save = 0
         self._next, self._last_count, self._last_position = (self.rank + 1) % self.size, -1, (0, 0, 0)
         self._failing: BaseException | None = None
         self._lost_connection: BaseException | None = None
@@ -143,9 +143,13 @@ class Watchdog:
         position = (self.progress.count, *code.instruction)
         self._still = self._still + 1 if position == self._last_position else 0
         self._checks, self._last_position = self._checks + 1, position
+        save = self.progress.save
+        self._save_still = self._save_still + 1 if save.count == self._last_save else 0
+        self._last_save = save.count
         waiting = code.waiting or self._lost_connection is not None
         text = f"{self.progress} ({code.text})"
-        beat = Heartbeat(self._checks, text, waiting, ended, self._pid_namespace, os.getpid())
+        saving = self.progress.action == SAVING and self._save_still <= self.max_still
+        beat = Heartbeat(self._checks, text, waiting, saving, ended, self._pid_namespace, os.getpid())
         self._store.set(str(self.rank), beat.dumps())
 
     def _published(self) -> Failure | None:
@@ -168,6 +172,8 @@ class Watchdog:
         """The failure that this check finds, if any."""
         if failure := self._check_next():
             return failure
+        if self.progress.save.operation and self._save_still > self.max_still:
+            return Failure(self.rank, f"hangs in a checkpoint save, {self.progress.save.operation}")
         self._disconnected += self._lost_connection is not None
         # + 1: _check_next names a silent rank first
         if self._still > self.max_still or self._disconnected > self.max_silent + 1:
@@ -191,9 +197,15 @@ class Watchdog:
             return Failure(rank, f"vanished: no sign of life for {self.patience:g} s{where}")
         return None
 
-    def _diagnose_hang(self) -> Failure:
-        """This rank makes no progress: blame a rank that has ended, or else one that does not wait for others."""
+    def _diagnose_hang(self) -> Failure | None:
+        """This rank makes no progress: blame a rank that has ended, or else one that does not wait for others.
+
+        None: they wait for a checkpoint, which the disk of some rank still writes.
+        """
         beats = {rank: beat for rank in range(self.size) if (beat := self._heartbeat(rank)) is not None}
+        if any(beat.saving for beat in beats.values()) and self._lost_connection is None:
+            self._still //= 2  # look again later
+            return None
         ended = {rank: beat for rank, beat in beats.items() if beat.ended}
         suspects = ended or {rank: beat for rank, beat in beats.items() if not beat.waiting}
         if len(suspects) == 1:

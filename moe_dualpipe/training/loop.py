@@ -83,8 +83,7 @@ class TrainingRun:
         setup, options = trainer.plan.setup, self.config.checkpoint
         self.reporter = Reporter(self.plan)
         self.saver = Saver(
-            setup.folder, self.config.model, options.keep or 0, self.config.health.timeout, options.save_async,
-            lambda: trainer.progress.note("saving"),
+            setup.folder, self.config.model, options.keep or 0, options.save_async, trainer.progress.save.note
         )  # fmt: skip
         folder, steps = setup.folder / "profile", (self.plan.profiled_steps, self.plan.first_step)
         self.profiler = StepProfiler(folder, *steps, setup.schedule, setup.layout, setup.device)
@@ -96,7 +95,7 @@ class TrainingRun:
         Exits with code 1 if the last checkpoint was not written, or if the run did not give a model with a finite loss.
         """
         trainer, reporter = self.trainer, self.reporter
-        with closing(self.saver), closing(reporter.metrics):
+        with closing(self), closing(reporter.metrics):
             state_mb = trainer.largest(trainer.optimizer.state_bytes / 2**20)
             reporter.introduce(*trainer.count_parameters(), state_mb)
             trainer.check_replicas()
@@ -114,6 +113,11 @@ class TrainingRun:
                 reporter.say(f"stopped after step {done}, saved {printable(saved)}, to resume: {resume}")
             else:
                 self._finish(before)
+
+    def close(self) -> None:
+        """Finish the last save."""
+        with self.trainer.progress.saving():
+            self.saver.close()
 
     def _train(self) -> int:
         """Train; returns the number of steps that are done."""
@@ -184,8 +188,9 @@ class TrainingRun:
         self.trainer.check_replicas()
         if self.saver.busy:
             self.reporter.say(f"step {step}: waiting for the last checkpoint, which is still being written")
-        self._note(self.saver.wait())
-        self.saver.start(step, self.trainer.state(), tokenizer_files(self.plan.text.tokenizer))
+        with self.trainer.progress.saving():
+            self._note(self.saver.wait())
+            self.saver.start(step, self.trainer.state(), tokenizer_files(self.plan.text.tokenizer))
 
     def _note(self, result: SaveResult | None) -> None:
         if result:
@@ -194,7 +199,8 @@ class TrainingRun:
 
     def _last_checkpoint(self) -> Path:
         """Wait for the last save and return its folder. Exits with code 1 if it failed."""
-        self._note(self.saver.wait())
+        with self.trainer.progress.saving():
+            self._note(self.saver.wait())
         if self.last_save is None:  # a restart after the last step
             assert self.plan.resume is not None
             return self.plan.resume

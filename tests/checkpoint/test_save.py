@@ -8,11 +8,21 @@ import random
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from moe_dualpipe.checkpoint import SaveError, Saver, find_checkpoint, save_checkpoint, verify_checkpoint
+from moe_dualpipe.checkpoint import (
+    SaveError,
+    Saver,
+    files,
+    find_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+    verify_checkpoint,
+)
 from moe_dualpipe.checkpoint import save as save_module
 from moe_dualpipe.models import ModelConfig
 from tests.support import ranks
@@ -88,13 +98,13 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_leaves_no_files(run):
 def save_forever(store, rank, run, first):
     """Save in a loop on one rank, slowly."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    write = save_module._ChecksumFile.write
+    write = files.ChecksumFile.write
 
     def slow(file, data):
         time.sleep(0.002)
         return write(file, data)
 
-    setattr(save_module._ChecksumFile, "write", slow)  # noqa: B010
+    setattr(files.ChecksumFile, "write", slow)  # noqa: B010
     for step in range(first, 10**6):
         save_checkpoint(run, step, state_of(rank, step), ModelConfig(), keep=2)
 
@@ -170,7 +180,7 @@ def save_while_changing(rank, run, background):
         patch.setattr(save_module, "save_checkpoint", blocked)
         if not background:
             may_write.set()
-        saver = Saver(run, ModelConfig(), keep=2, timeout=60, background=background)
+        saver = Saver(run, ModelConfig(), keep=2, background=background)
         saver.start(4, state := state_of(rank, 4))
         for tensor in state.values():
             tensor.fill_(-7)
@@ -188,10 +198,10 @@ def save_while_changing(rank, run, background):
 
 def save_in_each_way(rank, run):
     ends = [save_while_changing(rank, run / str(background), background) for background in (True, False)]
-    closed = Saver(run / "closed", ModelConfig(), keep=2, timeout=60)
+    closed = Saver(run / "closed", ModelConfig(), keep=2)
     closed.start(4, state_of(rank, 4))
     closed.close()
-    failing = Saver(run / "failing", ModelConfig(), keep=2, timeout=60)
+    failing = Saver(run / "failing", ModelConfig(), keep=2)
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as err:
         FullDisk(patch)
         failing.start(4, state_of(rank, 4))
@@ -209,21 +219,37 @@ def test_a_save_holds_the_state_at_start_and_close_finishes_it(tmp_path):
         assert loaded_step(find_checkpoint(str(tmp_path / way))) == 4
 
 
-def save_slowly(rank, run):
-    """Return how often `on_wait` was called during a slow save, in the background and synchronously."""
-    calls, write = [], save_module.write_synced
+def save_in_pieces(rank, run):
+    """Return the operations that two saves announce, the second in small pieces, and how often this syncs its file."""
+    operations, synced, fsync = [], [], os.fsync
+
+    def sync(descriptor):
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    state = {f"tensor{rank}": torch.arange(25_000, dtype=torch.int32), f"empty{rank}": torch.empty(0)}
+    save_checkpoint(run, 9, state, ModelConfig(), announce=operations.append)
+    operations.append("the second save")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(save_module, "_WAIT_SECONDS", 0.05)
-        patch.setattr(save_module, "write_synced", lambda *args: (time.sleep(0.1), write(*args)))
-        for background in (True, False):
-            count = []
-            saver = Saver(run / str(background), ModelConfig(), 2, 60, background, lambda c=count: c.append(0))
-            saver.start(4, state_of(rank, 4))
-            saver.wait()
-            saver.close()
-            calls.append(len(count))
-    return calls
+        patch.setattr(files, "PIECE", 7000)
+        patch.setattr(files, "SYNC", 20_000)
+        patch.setattr(os, "fsync", sync)
+        save_checkpoint(run, 10, state, ModelConfig(), keep=1, announce=operations.append)
+    i = operations.index("the second save")
+    return operations[:i], operations[i:], synced.count(f"__{rank}_0.distcp")
 
 
-def test_on_wait_is_called_while_the_disk_is_slow(tmp_path):
-    assert all(1 <= calls <= 30 for of_rank in run_ranks(2, save_slowly, tmp_path) for calls in of_rank)
+def test_files_are_written_and_synced_in_pieces_and_each_is_announced(tmp_path):
+    of_leader = {"renaming its folder", "writing .metadata", "writing run.json", "writing tensors.json"}
+    for rank, (whole, pieces, syncs) in enumerate(run_ranks(2, save_in_pieces, tmp_path)):
+        name = f"writing __{rank}_0.distcp"
+        assert pieces.count(name) - whole.count(name) == 100_000 // 7000
+        assert syncs == 100_000 // 20_000 + 1
+        assert whole[-1] == pieces[-1] == ""  # before the last barrier
+        assert of_leader & {*whole} == of_leader & {*pieces} == (of_leader if rank == 0 else set())
+        removed = {operation for operation in pieces if operation.startswith("removing")}
+        of_both = {"__0_0.distcp", "__1_0.distcp", ".metadata", "run.json", "tensors.json"}
+        assert removed == ({f"removing {file}" for file in of_both} if rank == 0 else set())
+    loaded = {f"tensor{rank}": torch.zeros(25_000, dtype=torch.int32) for rank in range(2)}
+    load_checkpoint(find_checkpoint(str(tmp_path)), loaded)
+    assert all(torch.equal(tensor, torch.arange(25_000, dtype=torch.int32)) for tensor in loaded.values())

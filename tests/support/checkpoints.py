@@ -5,8 +5,7 @@ from pathlib import Path
 
 import torch
 
-from moe_dualpipe.checkpoint import load_checkpoint, save_checkpoint
-from moe_dualpipe.checkpoint import save as save_module
+from moe_dualpipe.checkpoint import files, load_checkpoint, save_checkpoint
 from moe_dualpipe.checkpoint.manifest import FileChecksum, Manifest
 from moe_dualpipe.models import ModelConfig
 
@@ -58,7 +57,7 @@ class FullDisk:
 
     def __init__(self, monkeypatch):
         self.room = 0
-        write = save_module._ChecksumFile.write
+        write = files.ChecksumFile.write
 
         def limited(file, data):
             self.room -= memoryview(data).nbytes
@@ -67,4 +66,4 @@ class FullDisk:
                 raise file.error
             return write(file, data)
 
-        monkeypatch.setattr(save_module._ChecksumFile, "write", limited)
+        monkeypatch.setattr(files.ChecksumFile, "write", limited)

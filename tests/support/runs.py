@@ -84,7 +84,7 @@ def make_trainer(rank, config) -> Trainer:
 
 def save(trainer, step) -> Path:
     """Write a checkpoint after `step` updates and wait for it."""
-    with contextlib.closing(Saver(trainer.plan.setup.folder, trainer.config.model, 0, 60.0)) as saver:
+    with contextlib.closing(Saver(trainer.plan.setup.folder, trainer.config.model, 0)) as saver:
         saver.start(step, trainer.state())
         result = saver.wait()
     assert result is not None and not result.error

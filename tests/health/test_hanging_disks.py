@@ -1,0 +1,142 @@
+"""A disk that hangs while a checkpoint is written or read is named with its rank; a slow one is not."""
+
+import io
+import os
+import queue
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from moe_dualpipe.checkpoint import Saver, files, find_checkpoint, load_checkpoint
+from moe_dualpipe.health.heartbeat import CodePosition
+from moe_dualpipe.health.watch import watch_ranks
+from moe_dualpipe.models import ModelConfig
+from moe_dualpipe.training.loop import TrainingRun
+from tests.support import ranks
+from tests.support.checkpoints import loaded_step, state_of
+from tests.support.ranks import run_ranks
+from tests.support.runs import make_trainer, settings
+
+TIMEOUT = 2.0
+
+
+def hang():
+    time.sleep(1000)
+
+
+def be_slow():
+    """In all, the rank is slower than the timeout."""
+    time.sleep(0.05)
+
+
+def saving_rank(rank, port, run, log, disk, background):
+    """Save while the disk of rank 1 calls `disk` before each piece of a file."""
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUT))
+    write, files.PIECE = files.ChecksumFile.write, 500
+
+    def on_disk(file, data):
+        if rank == 1:
+            disk()
+        return write(file, data)
+
+    setattr(files.ChecksumFile, "write", on_disk)  # noqa: B010
+    with watch_ranks(TIMEOUT) as progress:
+        saver = Saver(run, ModelConfig(), 0, background, progress.save.note)
+        with progress.saving():
+            saver.start(9, state_of(rank, 9))
+        while background and saver.busy:  # as a main thread that trains on
+            progress.note("training")
+            time.sleep(0.05)
+        saved = saver.wait()
+        saver.close()
+    dist.destroy_process_group()
+    assert not saved.error
+
+
+def saving_ranks(folder, disk, background):
+    """Return the exit codes of two saving ranks, and what they print."""
+    server = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    logs = [folder / f"{rank}.log" for rank in range(2)]
+    processes = [
+        ranks._context.Process(target=saving_rank, args=(rank, server.port, folder, log, disk, background), daemon=True)
+        for rank, log in enumerate(logs)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        for process in processes:
+            process.join(60)
+        return [process.exitcode for process in processes], [log.read_text() for log in logs]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_rank_whose_disk_hangs_in_a_save_is_named(tmp_path, background):
+    codes, logs = saving_ranks(tmp_path, hang, background)
+    assert codes == [1, 1]
+    hung = "rank 1 hangs in a checkpoint save, step 9: writing __1_0.distcp"
+    assert logs == [f"train.py: rank {rank} stops: {hung}\n" for rank in range(2)]
+
+
+def test_ranks_wait_for_a_slow_disk_longer_than_the_timeout(tmp_path):
+    codes, logs = saving_ranks(tmp_path, be_slow, background=False)
+    assert (codes, logs) == ([0, 0], ["", ""])
+    assert loaded_step(find_checkpoint(str(tmp_path))) == 9
+
+
+def load_from_a_disk_that_hangs(rank, run):
+    saver = Saver(run, ModelConfig(), 0)
+    saver.start(9, state := state_of(rank, 9))
+    checkpoint = saver.wait().path
+    saver.close()
+    positions, data = [], queue.SimpleQueue()
+
+    class Hanging(io.FileIO):
+        """Waits in C, as for a disk."""
+
+    for method in ("read", "readinto"):
+        setattr(Hanging, method, data.get)
+
+    def look():
+        time.sleep(0.3)
+        positions.append(CodePosition.of_main_thread())
+        while not ended.is_set():
+            data.put(None)
+            time.sleep(0.01)
+
+    looker, ended = threading.Thread(target=look), threading.Event()
+    looker.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileSystem, "create_stream", lambda _self, path, _mode: Hanging(path))
+        with pytest.raises(Exception):  # noqa: B017
+            load_checkpoint(checkpoint, {name: torch.zeros_like(tensor) for name, tensor in state.items()})
+    ended.set()
+    looker.join()
+    return positions[0].text, positions[0].waiting
+
+
+def test_a_rank_that_reads_a_checkpoint_does_not_seem_to_wait_for_others(tmp_path):
+    ((text, waiting),) = run_ranks(1, load_from_a_disk_that_hangs, tmp_path)
+    assert text.startswith("load.py:") and not waiting
+
+
+def count_operations(rank, config):
+    trainer = make_trainer(rank, config)
+    TrainingRun(trainer).run()
+    return trainer.progress.save.count, trainer.progress.save.operation
+
+
+def test_the_saves_of_a_run_are_watched(tmp_path):
+    config = settings(tmp_path / "run", steps=2, save_every=1, seq_len=16, eval_sequences=1)
+    for count, operation in run_ranks(2, count_operations, config):
+        assert count > 20 and operation == ""
