@@ -3,7 +3,7 @@
 The interface of an expert layer, which `ModelConfig.experts = "module:Class"` selects:
 
     Class(config: ModelConfig, num_local_experts: int)   an nn.Module with the parameters of this rank's experts. If the
-                                            constructor accepts the keyword `expert_ids`, it gets their global ids, a
+                                            constructor has a parameter `expert_ids`, it gets their global ids, a
                                             range; with `layer`, the number of the block, counted from 0 (MTP blocks
                                             follow the last layer). Afterwards the attribute `local_experts` is set,
                                             which is the same range
@@ -105,10 +105,11 @@ def expert_class(name: str) -> type[nn.Module]:
 
 
 def accepted_keywords(found: type[nn.Module]) -> set[str]:
-    """Which of the optional arguments `expert_ids` and `layer` the constructor of an expert layer accepts."""
+    """Which of the optional arguments `expert_ids` and `layer` the constructor of an expert layer names.
+
+    `**kwargs` does not count: it often leads to the constructor of a parent that does not know them.
+    """
     parameters = inspect.signature(found).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return {"expert_ids", "layer"}
     named = {parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY}
     return named & {"expert_ids", "layer"}
 

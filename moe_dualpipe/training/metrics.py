@@ -1,6 +1,7 @@
 """The metrics of a run: a file with one JSON object per line, TensorBoard, and a progress bar."""
 
 import importlib.util
+import json
 import resource
 import sys
 from pathlib import Path
@@ -84,7 +85,8 @@ def read_records(run: Path) -> list[dict[str, Any]]:
         try:
             records.append(_checked(strict_json.finite(strict_json.parse(line, allow_nan=True))))
         except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error}: {quoted(line.strip(), 60)}") from None
+            problem = "not a record with a step" if isinstance(error, json.JSONDecodeError) else error
+            raise ValueError(f"{path}, line {number}: {problem}: {quoted(line.strip(), 60)}") from None
     return records
 
 

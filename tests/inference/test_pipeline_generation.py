@@ -93,7 +93,7 @@ def test_the_command_uses_the_newest_checkpoint_of_a_run(tmp_path, capsys):
     )
     (saved / "run.json").write_bytes(dataclasses.replace(manifest, model={"sides": 3}).encode())
     assert main(["generate", str(saved)]) == 2
-    assert "cannot read the model of" in capsys.readouterr().err
+    assert "cannot build the model of" in capsys.readouterr().err
 
 
 def test_a_text_ends_with_its_document(tmp_path, capsys, monkeypatch):

@@ -80,16 +80,23 @@ class OnlyLayer(nn.Module):
         self.got = {"layer": layer}
 
 
-class Anything(nn.Module):
-    def __init__(self, *_arguments, **got):
+class Neither(nn.Module):
+    def __init__(self, _config, _num_local_experts):
         super().__init__()
-        self.got = got
+        self.got = {}
+
+
+class PassesAllOn(Neither):
+    """Its `**keywords` lead to a constructor that does not know the optional arguments."""
+
+    def __init__(self, *arguments, **keywords):
+        super().__init__(*arguments, **keywords)
 
 
 @pytest.mark.parametrize("name,keywords", [
-    ("OnlyIds", {"expert_ids"}), ("OnlyLayer", {"layer"}), ("Anything", {"expert_ids", "layer"}),
+    ("OnlyIds", {"expert_ids"}), ("OnlyLayer", {"layer"}), ("Neither", set()), ("PassesAllOn", set()),
 ])  # fmt: skip
-def test_a_layer_gets_the_keywords_that_it_accepts(name, keywords):
+def test_a_layer_gets_the_keywords_that_it_names(name, keywords):
     layer = builder(f"tests.models.test_build_experts:{name}", layer=5).build(range(2, 4))
     assert layer.got == {
         key: value for key, value in {"expert_ids": range(2, 4), "layer": 5}.items() if key in keywords
