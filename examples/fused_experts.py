@@ -8,6 +8,7 @@ Without a GPU, Triton interprets the same kernels on the CPU, which is slow.
 
 import argparse
 import os
+import sys
 import time
 
 import torch
@@ -85,4 +86,5 @@ if __name__ == "__main__":
     try:
         main()
     except ValueError as error:
-        raise SystemExit(f"fused_experts.py: error: {error}") from None
+        print(f"fused_experts.py: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None

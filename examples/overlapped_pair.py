@@ -6,6 +6,7 @@ python examples/overlapped_pair.py --gb-per-s 0.02 --ranks 8
 One process acts as one of many expert-parallel ranks. A transfer takes time, but no processor.
 """
 
+import sys
 import time
 from dataclasses import dataclass
 
@@ -63,4 +64,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ValueError as error:
+        print(f"overlapped_pair.py: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None

@@ -5,6 +5,7 @@ torchrun --nproc-per-node 2 examples/own_stages.py zbv
 torchrun --nproc-per-node 2 examples/own_stages.py order.csv
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from moe_dualpipe.messages import describe
 from moe_dualpipe.runtime import P2P, Executor, TensorSpec
 from moe_dualpipe.runtime.replicas import ReplicaSet, sum_gradients
 from moe_dualpipe.schedule import Schedule, build
@@ -20,6 +22,8 @@ WIDTH, SIZE = 32, 4
 
 
 def main(name: str) -> None:
+    if "RANK" not in os.environ:
+        raise ValueError("each rank is a process: start them with torchrun --nproc-per-node 2 examples/own_stages.py")
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     schedule = Schedule.from_csv(Path(name).read_text()) if name.endswith(".csv") else build(name, ranks, 8)
@@ -51,4 +55,9 @@ def main(name: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "dualpipe")
+    try:
+        main(sys.argv[1] if len(sys.argv) > 1 else "dualpipe")
+    except (ValueError, OSError) as error:
+        if os.environ.get("RANK", "0") == "0":  # every rank has the same error
+            print(f"own_stages.py: error: {describe(error)}", file=sys.stderr)
+        raise SystemExit(2) from None

@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass
 
-from ..messages import plural
+from ..messages import plural, quoted
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +18,18 @@ class Launch:
 
     @classmethod
     def from_environment(cls) -> "Launch":
-        get = os.environ.get
-        world_size = get("WORLD_SIZE", "1")
-        local_world_size = get("LOCAL_WORLD_SIZE", world_size)
-        restarts = int(get("TORCHELASTIC_RESTART_COUNT", "0"))
-        return cls(int(get("RANK", "0")), int(get("LOCAL_RANK", "0")), int(world_size), int(local_world_size), restarts)
+        """Raises ValueError for a variable that is not a number."""
+        world_size = _number("WORLD_SIZE", 1)
+        local_world_size, restarts = _number("LOCAL_WORLD_SIZE", world_size), _number("TORCHELASTIC_RESTART_COUNT", 0)
+        return cls(_number("RANK", 0), _number("LOCAL_RANK", 0), world_size, local_world_size, restarts)
+
+
+def _number(name: str, default: int) -> int:
+    try:
+        return int(os.environ.get(name, default))
+    except ValueError:
+        what = f"the environment variable {name} must be a number"
+        raise ValueError(f"{what}: got {quoted(os.environ[name], 60)}; torchrun sets it") from None
 
 
 def choose_device(wanted: str, gpus: int, processes: int) -> str:

@@ -44,10 +44,11 @@ def main(arguments: Sequence[str] | None = None, stop: Stop | None = None) -> No
         with Stop().on_signals() as stop:
             main(arguments, stop)
             return
-    launch = Launch.from_environment()
+    with _exit_on_invalid_option(True, ValueError):
+        launch = Launch.from_environment()
     stop.announce = launch.rank == 0
     arguments = sys.argv[1:] if arguments is None else arguments
-    with _exit_on_invalid_option(launch, ValueError, OSError):
+    with _exit_on_invalid_option(launch.local_rank == 0, ValueError, OSError):
         config = parse_arguments(arguments, quiet=launch.local_rank > 0)
         plan = plan_run(config, launch, arguments)
         restart.mark_folder(plan.setup.folder, launch.local_rank)
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str] | None = None, stop: Stop | None = None) -> No
         init_world(plan.setup.device, launch, timeout)
     try:
         with watch_ranks(timeout) as progress:
-            with _exit_on_invalid_option(launch, ValueError):
+            with _exit_on_invalid_option(launch.local_rank == 0, ValueError):
                 check_memory(plan, launch)
                 trainer = Trainer(plan, progress, stop)
             TrainingRun(trainer).run()
@@ -66,11 +67,11 @@ def main(arguments: Sequence[str] | None = None, stop: Stop | None = None) -> No
 
 
 @contextmanager
-def _exit_on_invalid_option(launch: Launch, *kinds: type[Exception]) -> Iterator[None]:
+def _exit_on_invalid_option(announce: bool, *kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except kinds as error:
-        if launch.local_rank == 0:
+        if announce:
             sys.stderr.write(f"train.py: error: {describe(error)}\n")  # one write: other processes write to stderr, too
         raise SystemExit(2) from None
 
