@@ -7,7 +7,6 @@ only checked when they are drawn (batches.py). Neither way can train on an id ou
 """
 
 import dataclasses
-import json
 import os
 import zlib
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from .. import strict_json
 from ..messages import printable, quoted
 from .files import DataFile, read_whole
 from .tokenizer import TOKENIZER_FILE, Tokenizer, UnknownTokenizer, digest, find_tokenizer, read_tokenizer
@@ -48,10 +48,9 @@ class Sidecar:
         """Read and check a sidecar. Raises ValueError, naming file and field, if it is not valid."""
         content, name = read_whole(path), printable(path)
         try:
-            fields = json.loads(content)
-        except (ValueError, RecursionError) as error:
-            reason = "nested too deep" if isinstance(error, RecursionError) else printable(error)
-            raise ValueError(f"cannot read {name}: {reason}") from None
+            fields = strict_json.parse(content)
+        except ValueError as error:
+            raise ValueError(f"cannot read {name}: {printable(error)}") from None
         if not isinstance(fields, dict):
             raise ValueError(f"{name} does not describe token ids: it is not a JSON object")
         for field in dataclasses.fields(cls):

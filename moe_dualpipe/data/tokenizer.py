@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from .. import strict_json
 from ..messages import check_range, printable, quoted
 from .files import read_whole
 
@@ -176,13 +177,13 @@ BYTES = ByteTokenizer()
 def tokenizer_from_json(content: bytes, where: str) -> Tokenizer:
     """Build a tokenizer from its JSON. Raises ValueError, naming `where`, if it is not a tokenizer."""
     try:
-        fields = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not a tokenizer: {printable(error) or 'nested too deep'}") from None
+        fields = strict_json.parse(content)
+    except ValueError as error:
+        raise ValueError(f"{where} is not a tokenizer: {printable(error)}") from None
     match fields:
         case {"tokenizer": "bytes"}:
             return BYTES
-        case {"tokenizer": "ids", "vocab_size": int(size)} if size > 0:
+        case {"tokenizer": "ids", "vocab_size": int(size)} if 0 < size < 1 << 32 and size is not True:
             return UnknownTokenizer(size)
         case {"model": dict()}:
             return BPETokenizer(content, where)
