@@ -1,6 +1,7 @@
 # make train   train a small model on this machine       make test   lint and tests
 # make bench   measure                                    make lint   ruff and pyright
 # make docs    build the documentation in build/site
+# make soak    attack runs and files at random, for about 20 minutes
 # make codegen   compile the kernels for GPUs, without one, with both versions of Triton
 
 SHELL := /bin/bash
@@ -8,7 +9,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: venv train test lint bench codegen docs clean
+.PHONY: venv train test soak lint bench codegen docs clean
 
 venv: $(INSTALLED)
 
@@ -25,6 +26,9 @@ train: venv
 
 test: lint
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+soak: venv
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak
 
 lint: venv
 	$(BIN)/ruff check .

@@ -15,9 +15,10 @@ from .attack import Attack, repeat, table
 from .damaged_files import ATTACKS as DAMAGED_FILES
 from .failing_runs import ATTACKS as FAILING_RUNS
 from .full_disks import ATTACKS as FULL_DISKS
+from .network import ATTACKS as NETWORK
 from .random_runs import ATTACKS as RANDOM_RUNS
 
-ATTACKS: tuple[Attack, ...] = (*FAILING_RUNS, *FULL_DISKS, *DAMAGED_FILES, *RANDOM_RUNS)
+ATTACKS: tuple[Attack, ...] = (*FAILING_RUNS, *FULL_DISKS, *NETWORK, *DAMAGED_FILES, *RANDOM_RUNS)
 
 
 def main() -> None:

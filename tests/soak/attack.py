@@ -15,15 +15,16 @@ class UnableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """`run(rng, folder)` attacks once. It raises AssertionError if the promise does not hold.
+    """Each of `runs` attacks once: `run(rng, folder)`. It raises AssertionError if the promise does not hold.
 
-    folder: an empty folder of this try. All random choices come from `rng`, so a seed repeats a try.
+    folder: an empty folder of this try. All random choices come from `rng`, so a seed repeats a try. tries: how often
+    to attack, with the runs in turn.
     """
 
     name: str
     promise: str
     tries: int
-    run: Callable[[random.Random, Path], None]
+    runs: tuple[Callable[[random.Random, Path], None], ...]
 
 
 @dataclass(slots=True)
@@ -49,7 +50,7 @@ def repeat(attack: Attack, seed: int, tries: range, report: Callable[[str], obje
         rng = random.Random(f"{seed}/{attack.name}/{number}")
         try:
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-                attack.run(rng, Path(folder))
+                attack.runs[number % len(attack.runs)](rng, Path(folder))
         except UnableError as error:
             outcome.unable = str(error)
             break

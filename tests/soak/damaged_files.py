@@ -258,10 +258,10 @@ def random_text(rng: random.Random, folder: Path) -> None:
 
 
 ATTACKS = (
-    Attack("damaged checkpoint", "refused in one line that names the file", 300, damaged_checkpoint),
-    Attack("damaged export", "refused in one line that names the file", 300, damaged_export),
-    Attack("damaged token ids", "refused in one line, or the same batches", 200, damaged_tokens),
-    Attack("forged checkpoint", "no code runs; loads, or is refused in one line within 10 s", 300, forged_checkpoint),
-    Attack("forged config.json", "loads, or is refused in one line within 10 s", 200, forged_config),
-    Attack("random text", "trains, or is refused in one line within 10 s", 200, random_text),
+    Attack("damaged checkpoint", "refused in one line that names the file", 300, (damaged_checkpoint,)),
+    Attack("damaged export", "refused in one line that names the file", 300, (damaged_export,)),
+    Attack("damaged token ids", "refused in one line, or the same batches", 200, (damaged_tokens,)),
+    Attack("forged checkpoint", "no code runs; loads, or refused in one line within 10 s", 300, (forged_checkpoint,)),
+    Attack("forged config.json", "loads, or refused in one line within 10 s", 200, (forged_config,)),
+    Attack("random text", "trains, or refused in one line within 10 s", 200, (random_text,)),
 )  # fmt: skip

@@ -2,12 +2,14 @@
 
 import functools
 import json
+import os
 import random
 import re
 import shutil
 import signal
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 
 from moe_dualpipe.checkpoint import find_checkpoint, load_checkpoint, read_tensor_metadata
 from moe_dualpipe.training.config import TrainConfig
+from moe_dualpipe.training.trainer import Trainer
 from tests.support.killed_runs import Processes, newest
 from tests.support.runs import change, losses, records, settings
 
@@ -146,6 +149,37 @@ def freeze(rng: random.Random, folder: Path) -> None:
         check_named(run, rank)
 
 
+def flip_bit(rng: random.Random, folder: Path) -> None:
+    """Flip one bit of one weight on one rank between two steps. No update and no checkpoint is made with it."""
+    setup, step = rng.choice([*SETUPS]), rng.randrange(1, STEPS)
+    config = small_run(folder / "run", setup, zero=rng.random() < 0.7, save_every=rng.choice([None, 1]))
+    spoil = partial(flip_before, step, rng.randrange(2), rng.random(), rng.random(), rng.randrange(8))
+    with Processes(2, config, sabotage=spoil) as run:
+        assert run.exit_codes(0, 1) == [1, 1], run.output(0) + run.output(1)
+        output = run.output(0) + run.output(1)
+    (name,) = re.findall("flipped: (.*)", output)
+    assert re.search(rf"ranks 0, 1 disagree in {re.escape(name)}: replicas must stay bit-equal", output), output
+    saved = newest(config.checkpoint.out)
+    assert saved is None or int(saved[-6:]) <= step, saved
+
+
+def flip_before(flip_step: int, rank: int, which: float, where: float, bit: int, trainer: Trainer) -> None:
+    """After `flip_step` steps, flip bit `bit` of a byte of a replicated parameter. which, where: from 0 to 1."""
+    train_step = trainer.train_step
+
+    def spoiled(step: int) -> dict[str, float]:
+        if step == flip_step and trainer.layout.rank == rank:
+            sets = [replicas for replicas in trainer.replicas if replicas.group is not None]
+            parameters = sorted((name, p) for replicas in sets for name, p in replicas.parameters.items())
+            name, parameter = parameters[int(which * len(parameters))]
+            data = parameter.detach().view(-1).view(torch.uint8)
+            data[int(where * len(data))] ^= 1 << bit
+            os.write(2, f"flipped: {name}\n".encode())
+        return train_step(step)
+
+    trainer.train_step = spoiled
+
+
 def check_named_unless_done(run: Processes, rank: int) -> None:
     """After a kill: the other rank names it, unless the killed rank had done all its work."""
     other = 1 - rank
@@ -180,8 +214,9 @@ def repair_records(config: TrainConfig) -> None:
 
 
 ATTACKS = (
-    Attack("killed rank", "the other rank names it; the resumed run is bit-equal", 20, kill),
-    Attack("killed during a save", "no broken checkpoint counts; the resumed run is bit-equal", 20, kill_in_save),
-    Attack("signal", "a checkpoint and exit code 0; the resumed run is bit-equal", 20, stop),
-    Attack("frozen rank", "the other rank names it and ends", 8, freeze),
+    Attack("killed rank", "the other rank names it; the resumed run is bit-equal", 20, (kill,)),
+    Attack("killed during a save", "no broken checkpoint counts; the resumed run is bit-equal", 20, (kill_in_save,)),
+    Attack("signal", "a checkpoint and exit code 0; the resumed run is bit-equal", 20, (stop,)),
+    Attack("frozen rank", "the other rank names it and ends", 8, (freeze,)),
+    Attack("flipped bit of a replica", "named before the next update; no checkpoint is made of it", 20, (flip_bit,)),
 )

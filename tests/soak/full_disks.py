@@ -80,6 +80,6 @@ def filled_for_a_while(rng: random.Random, folder: Path) -> None:
 
 
 ATTACKS = (
-    Attack("full disk", "training goes on; no broken checkpoint; exit code 1 without the last one", 12, too_small),
-    Attack("disk full for a while", "training goes on and later checkpoints are written", 12, filled_for_a_while),
+    Attack("full disk", "training goes on; no broken checkpoint; exit code 1 without the last one", 12, (too_small,)),
+    Attack("disk full for a while", "training goes on and later checkpoints are written", 12, (filled_for_a_while,)),
 )

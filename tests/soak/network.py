@@ -1,26 +1,25 @@
 """Machines that are cut off, frozen or suspended in the middle of a run: the ranks of all machines must end, or go on.
 
-    sudo .venv/bin/python -m tests.soak.network               all cases, 20 to 60 s each
-    sudo .venv/bin/python -m tests.soak.network --only cut    those whose name contains "cut"
-
 Each machine is a network and a process namespace of this one, with torchrun and one rank in it; a bridge joins them.
 Machine 0 has the rendezvous store. Linux, as root.
 """
 
-import argparse
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tests.support.runs import ROOT, TEXT
+
+from .attack import Attack, UnableError
 
 PORT = 29_500
 LIMIT = 90.0
@@ -235,49 +234,35 @@ CASES = [
 ]
 
 
-def try_case(case: Case) -> str:
-    """Run `case`. Returns "" if it held, otherwise what failed, with the ends of the logs."""
-    with tempfile.TemporaryDirectory() as folder, Machines(case.machines).joined() as machines:
-        run = Run(machines, Path(folder), case.static)
+def attack(case: Case, _: random.Random, folder: Path) -> None:
+    """Run `case`. An error has the ends of the logs."""
+    check_available()
+    with Machines(case.machines).joined() as machines:
+        run = Run(machines, folder, case.static)
         try:
             run.wait_for("the ranks start", lambda: all(run.processes(i, True) for i in range(case.machines)))
             if not case.early:
                 run.wait_for("three steps", lambda: run.steps_done() >= 3)
             case.act(machines, run)
-            return ""
         except AssertionError as error:
             logs = [run.log(i).read_text(errors="replace")[-2000:] for i in range(case.machines)]
-            return "\n".join([str(error), *(f"--- machine {i}:\n{log}" for i, log in enumerate(logs))])
+            ends = "\n".join(f"--- machine {i}:\n{log}" for i, log in enumerate(logs))
+            raise AssertionError(f"{case.name}: {error}\n{ends}") from None
         finally:
             run.close()
 
 
-def unavailable() -> str:
-    """Why this machine cannot have namespaces; "" if it can."""
+def check_available() -> None:
+    """Raise UnableError if this machine cannot have namespaces."""
     if os.geteuid() != 0:
-        return "network namespaces need root"
-    missing = [tool for tool in ("ip", "unshare") if shutil.which(tool) is None]
-    return f"{' and '.join(missing)} not found: install iproute2 and util-linux" if missing else ""
+        raise UnableError("needs root, for network namespaces")
+    if missing := [tool for tool in ("ip", "unshare") if shutil.which(tool) is None]:
+        raise UnableError(f"needs {' and '.join(missing)} (iproute2, util-linux)")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Try all cases and print how many held. Returns the exit code."""
-    parser = argparse.ArgumentParser(description="Cut off, freeze and suspend machines of a run.")
-    parser.add_argument("--only", default="", help="Only the cases whose name contains this text.")
-    only = parser.parse_args(arguments).only
-    if reason := unavailable():
-        print(f"network: not tried: {reason}")
-        return 0
-    cases = [case for case in CASES if only in case.name]
-    failed = 0
-    for case in cases:
-        start = time.monotonic()
-        fault = try_case(case)
-        failed += bool(fault)
-        print(f"{case.name}: {'failed: ' + fault if fault else 'held'} ({time.monotonic() - start:.0f} s)", flush=True)
-    print(f"network: {len(cases)} tried, {len(cases) - failed} held, {failed} failed")
-    return int(failed > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+ATTACKS = (
+    Attack(
+        "machine cut off, frozen or suspended", "the ranks of all machines end, saying why; a short outage ends none",
+        len(CASES), tuple(partial(attack, case) for case in CASES),
+    ),
+)  # fmt: skip
