@@ -153,7 +153,7 @@ class HealthConfig:
     max_skipped: int = 10
     """Stop after this many consecutive steps with a non-finite loss or gradient. Such steps are skipped."""
     check_replicas_every: OptionalInt = 1
-    """Steps between checks that replicas are bit-equal, before the update (docs/training.md).
+    """Steps between checks that replicas are bit-equal, before the update (docs/reliability.md).
     None: check only at the start, before each checkpoint, and at the end."""
 
 

@@ -67,6 +67,6 @@ def table(outcomes: list[Outcome]) -> str:
     lines = ["| attack | promise | tried | held | failed | minutes |", "|---|---|---|---|---|---|"]
     for one in outcomes:
         attack = one.attack
-        counts = f"{one.tried} | {one.held} | {len(one.failures)}" if not one.unable else f"not run: {one.unable} | | "
+        counts = f"{one.tried} | {one.held} | {len(one.failures)}" if not one.unable else f"not run: {one.unable} | |"
         lines.append(f"| {attack.name} | {attack.promise} | {counts} | {one.seconds / 60:.1f} |")
     return "\n".join(lines)

@@ -109,5 +109,5 @@ def random_run(rng: random.Random, folder: Path) -> None:
 
 
 ATTACKS = (
-    Attack("random options", "bit-equal without overlap and resumed; the same loss in any layout", 40, (random_run,)),
+    Attack("random options", "bit-equal without overlap and resumed; the same loss in any layout", 30, (random_run,)),
 )
