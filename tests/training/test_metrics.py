@@ -147,7 +147,7 @@ def test_plot_writes_into_the_run_by_default(tmp_path, capsys):
         ('{"step": 1, "lo', "nothing to plot: no step recorded in"),
         ('{"step": 1}\n{"loss": 2}\n', "metrics.jsonl, line 2: not a record with a step: '{\"loss\": 2}'"),
         ("[1]\n", "metrics.jsonl, line 1: not a record"),
-        ("garbage\n", "metrics.jsonl, line 1: Expecting value: line 1 column 1 (char 0): 'garbage'"),
+        ("garbage\n", "metrics.jsonl, line 1: not a record with a step: 'garbage'"),
         (b"\xff\xfe\n", "metrics.jsonl is not text: invalid start byte at byte 0"),
     ],
 )
