@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from moe_dualpipe.health.signals import Stop
-from moe_dualpipe.health.watch import watch_ranks
+from moe_dualpipe.health.watch import joining, watch_ranks
 from moe_dualpipe.training.loop import TrainingRun
 from moe_dualpipe.training.trainer import Trainer
 from tests.support import ranks
@@ -24,7 +24,8 @@ def ranked_run(rank, size, port, config, patience, log, sabotage):
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     store, wait = dist.TCPStore("127.0.0.1", port, size, is_master=False), timedelta(seconds=config.health.timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
+    with joining(rank, config.health.timeout):
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
     stop = Stop()
     with stop.on_signals(), watch_ranks(config.health.timeout, patience) as progress:
         trainer = Trainer(make_plan(config, rank, size), progress, stop)
