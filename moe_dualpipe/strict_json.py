@@ -1,14 +1,15 @@
-"""JSON as the standard has it, and from files that may come from anyone.
+"""Read and write strict JSON. The files that are read may come from anyone.
 
-Python's json accepts NaN and numbers of any length, takes the last of two values with the same key, and raises
-RecursionError if lists are nested too deep, at a depth that depends on the version. Here all of these are ValueErrors
-with a message of one line. Written JSON has null for numbers that are not finite, because other parsers reject NaN.
+Python's json accepts NaN and numbers of any length. If a key has two values, it takes the last. If lists are nested too
+deep, it raises RecursionError, at a depth that depends on the version. Here, each of these is a ValueError with a
+message of one line. Numbers that are not finite are written as null, because other parsers reject NaN.
 """
 
 import json
 import math
 import os
 import stat
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from .messages import printable, quoted
 
 MAX_DEPTH = 32
-MAX_BYTES = 2**28  # the table of a million tensors needs a fifth of this
+MAX_BYTES = 2**28  # five times the size of a tensors.json with a million tensors
 _MAX_DIGITS = 40
 
 
@@ -42,7 +43,7 @@ def parse(text: str | bytes, allow_nan: bool = False) -> Any:
 
 
 def read_file(path: Path, follow_links: bool = True) -> Any:
-    """Return the value in a JSON file. Raises ValueError, which does not name the file, and OSError.
+    """Return the value in a JSON file. Raises OSError, and ValueError with a message that does not name the file.
 
     follow_links: whether `path` may be a symbolic link.
     """
@@ -55,9 +56,9 @@ def read_file(path: Path, follow_links: bool = True) -> Any:
 
 
 def check_regular(path: Path, follow_links: bool = True) -> os.stat_result:
-    """Return the status of a file. Raises OSError if there is none, and ValueError if it is not a regular file.
+    """Return the status of a file. Raises OSError if it does not exist, and ValueError if it is not a regular file.
 
-    Reading another kind may block forever (a pipe) or never end (a device).
+    Reading other kinds of file may block forever (a pipe) or never end (a device).
     """
     status = path.stat() if follow_links else path.lstat()
     if stat.S_ISLNK(status.st_mode):
@@ -76,7 +77,7 @@ def write(value: Any, **options: Any) -> str:
 
 
 def finite(value: Any) -> Any:
-    """Return a copy of dicts, lists and numbers, with None for numbers that are not finite."""
+    """Return a copy of nested dicts and lists, with None for numbers that are not finite."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -91,8 +92,8 @@ def _too_deep() -> ValueError:
 def _unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"it has two values for {quoted(next(key for key in keys if keys.count(key) > 1), 60)}")
+        [(key, _)] = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"it has two values for {quoted(key, 60)}")
     return found
 
 

@@ -23,10 +23,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from ..messages import printable, quoted
 from ..models import ModelConfig
 from ..runtime.launch import Launch
+from ..runtime.shared_errors import gather_objects
 from .manifest import RUN_FILE, read_manifest, read_tensor_metadata, verify_checkpoint
-from .save import STEP_FOLDER, gather_objects, list_checkpoints
+from .save import STEP_FOLDER, list_checkpoints
 
-# Not part of what was learned: options of initialization and loss, and of the precision of a product, as --dtype is.
+# Options that do not change what the saved weights mean: those of initialization, loss and precision.
 _MAY_DIFFER = {"init_std", "sequence_loss", "z_loss", "mtp_weight", "router_dtype"}
 
 _EXPERT_HINT = "custom experts can change --ep only if they share no parameters (docs/experts.md)"
@@ -101,7 +102,7 @@ def model_differences(saved: Mapping[str, Any], model: ModelConfig) -> list[str]
 def load_checkpoint(checkpoint: Path, state: Mapping[str, Tensor], older: Mapping[str, str] | None = None) -> None:
     """Load into the tensors of `state` in place. Collective if torch.distributed is initialized.
 
-    older: names of weights in older checkpoints, by the names that they have now (parameters.py).
+    older: maps current weight names to those in older checkpoints (parameters.py).
 
     Raises ValueError on all ranks if on any rank a tensor is missing, has another shape, or is in a file with
     objects other than tensors, or if the ranks found different checkpoints.
@@ -115,11 +116,9 @@ def load_checkpoint(checkpoint: Path, state: Mapping[str, Tensor], older: Mappin
         check_shapes(checkpoint, state, shapes)
     except ValueError as error:
         fault = str(error)
-    verdicts = gather_objects((fault, checksum))
-    if faults := [fault for fault, _ in verdicts if fault]:
-        raise ValueError(faults[0])
-    if len(set(verdicts)) > 1:
-        raise ValueError(f"the ranks found different checkpoints at {checkpoint}: --resume needs a shared path")
+    check_on_all_ranks(
+        fault, checksum, f"the ranks found different checkpoints at {checkpoint}: --resume needs a shared path"
+    )
     assert metadata is not None
     try:
         with warnings.catch_warnings():
@@ -130,8 +129,20 @@ def load_checkpoint(checkpoint: Path, state: Mapping[str, Tensor], older: Mappin
         raise ValueError(f"cannot load {checkpoint}: rank {rank}: {_reason(reason)}") from None
 
 
+def check_on_all_ranks(fault: str, checksum: int, different: str) -> None:
+    """Raise ValueError on all ranks if any rank has a fault, or if the checksums differ. Collective.
+
+    fault: a message, or "". different: the message for checksums that differ.
+    """
+    verdicts = gather_objects((fault, checksum))
+    if faults := [fault for fault, _ in verdicts if fault]:
+        raise ValueError(faults[0])
+    if len(set(verdicts)) > 1:
+        raise ValueError(different)
+
+
 def _reason(error: BaseException) -> str:
-    """The first line of an error of torch. Not that of torch.load, which advises to run the code in the file."""
+    """The first line of an error from torch, except for torch.load: its message advises running code from the file."""
     if isinstance(error, UnpicklingError):
         return "a file holds something other than tensors"
     first, *_ = [*str(error).strip().splitlines(), type(error).__name__]
@@ -141,7 +152,7 @@ def _reason(error: BaseException) -> str:
 def with_older_names(
     state: Mapping[str, Tensor], saved: Collection[str], older: Mapping[str, str]
 ) -> dict[str, Tensor]:
-    """`state` with the older names of those tensors that `saved` has only under these. Names are `kind.weight`."""
+    """Rename the tensors of `state` that `saved` has only under their older names. Names are `kind.weight`."""
 
     def saved_name(name: str) -> str:
         kind, _, weight = name.partition(".")

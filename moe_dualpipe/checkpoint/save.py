@@ -3,9 +3,8 @@
 Training waits only for a copy of the state in host memory. A thread writes the copy and talks to the threads of other
 ranks over a separate gloo group, so its collectives never mix with those of training. The folder gets its final name
 after all bytes are on disk. If one rank cannot write (disk full), the save fails on all ranks, and training goes on.
-Nothing here ends a save that takes long: operations on the disk are announced, and whoever listens notices one that
-hangs.
-The cost is host memory for one copy of the rank's weights and optimizer state.
+No timeout ends a slow save. Instead, each operation on the disk is announced, so that the caller can detect one that
+hangs. The cost is host memory for one copy of the rank's weights and optimizer state.
 """
 
 import dataclasses
@@ -17,7 +16,7 @@ from collections.abc import Callable, Mapping
 from concurrent import futures
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -26,10 +25,9 @@ from torch import Tensor
 from ..messages import printable
 from ..models import ModelConfig
 from ..runtime.groups import create_group
+from ..runtime.shared_errors import Result, gather_objects
 from .files import Announce, ChecksumFiles, Writer
 from .manifest import RUN_FILE, TENSORS_FILE, FileChecksum, Manifest
-
-Result = TypeVar("Result")
 
 STEP_FOLDER = re.compile(r"step-(\d+)")
 _WAIT_SECONDS = 24 * 3600.0
@@ -155,21 +153,6 @@ def save_checkpoint(
     announce("")
     dist.barrier(group)
     return final
-
-
-def gather_objects(mine: Result, group: dist.ProcessGroup | None = None) -> list[Result]:
-    """Return the `mine` of every rank of `group`, or [mine] if torch.distributed is not initialized."""
-    gathered = [mine]
-    if dist.is_initialized():
-        gathered *= dist.get_world_size(group)
-        dist.all_gather_object(gathered, mine, group)
-    return gathered
-
-
-def raise_together(fault: str) -> None:
-    """Raise ValueError on all ranks if one of them has a fault, which is the message. "": this rank has none."""
-    if faults := [fault for fault in gather_objects(fault) if fault]:
-        raise ValueError(faults[0])
 
 
 def _run_on_all(action: Callable[[], Result], group: dist.ProcessGroup | None, announce: Announce) -> list[Result]:

@@ -26,10 +26,10 @@ from ..expert_parallel.parameters import expert_ids, global_tensors, older_names
 from ..messages import describe, printable, quoted
 from ..models import ModelConfig, TransformerStage, build_model
 from ..strict_json import read_file
-from .load import check_shapes, load_checkpoint, model_differences, with_older_names
+from .load import check_on_all_ranks, check_shapes, load_checkpoint, model_differences, with_older_names
 from .manifest import EXPORT_FILE, ExportManifest, FileChecksum, read_manifest, read_tensor_metadata, verify_export
 from .model_options import check_sizes, model_config
-from .save import gather_objects, hidden, sync, write_synced
+from .save import hidden, sync, write_synced
 
 WEIGHTS_FILE, CONFIG_FILE, MODEL_TYPE = "model.safetensors", "config.json", "moe-dualpipe"
 _PREFIX = "model."  # a checkpoint puts it before the names of weights
@@ -146,13 +146,8 @@ def load_weights(folder: Path, state: Mapping[str, Tensor], older: Mapping[str, 
         _load(folder, {name: t for name, t in state.items() if name.startswith(_PREFIX)}, older or {})
     except ValueError as error:
         fault = str(error)
-    verdicts = gather_objects((fault, checksum))  # a weight may be missing on one rank only
-    if faults := [fault for fault, _ in verdicts if fault]:
-        raise ValueError(faults[0])
-    if len(set(verdicts)) > 1:
-        raise ValueError(
-            f"the ranks found different weights at {folder}: --weights needs a shared path, or equal copies"
-        )
+    different = f"the ranks found different weights at {folder}: --weights needs a shared path, or equal copies"
+    check_on_all_ranks(fault, checksum, different)  # a weight may be missing on one rank only
 
 
 def _verify(folder: Path) -> int:

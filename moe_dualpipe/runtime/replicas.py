@@ -5,7 +5,7 @@ alike: a replica set is a set of parameters with the process group of the ranks 
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..expert_parallel.parameters import ExpertIds, expert_ids
 from .checksum import checksum
 from .groups import Groups
+from .shared_errors import raise_on_all_ranks
 
 BUCKET_ELEMENTS = 16 * 2**20  # gradients are summed in buckets of at most this many elements, or of one parameter
 
@@ -100,10 +101,17 @@ def gradient_norm(sets: list[ReplicaSet], device: torch.device) -> Tensor:
     return total.sqrt()
 
 
-def check_frozen(replicas: ReplicaSet) -> None:
-    """Raise ValueError unless every parameter is frozen on all replicas or on none. Collective."""
+def check_frozen(sets: Sequence[ReplicaSet]) -> None:
+    """Raise ValueError on all ranks unless every parameter is frozen on all replicas or on none. Collective."""
+    # First check all sets: their groups differ, so a rank that raised after the first would leave others waiting.
+    faults = [_frozen_fault(replicas) for replicas in sets]
+    raise_on_all_ranks(next(filter(None, faults), ""))
+
+
+def _frozen_fault(replicas: ReplicaSet) -> str:
+    """The error for a parameter that is frozen on some replicas only; "" if there is none. Collective."""
     if replicas.group is None or not replicas.parameters:
-        return
+        return ""
     parameters = replicas.parameters.values()
     trained_P = torch.tensor(
         [p.requires_grad for p in parameters], dtype=torch.int64, device=next(iter(parameters)).device
@@ -112,11 +120,12 @@ def check_frozen(replicas: ReplicaSet) -> None:
     mixed = [
         n for n, count in zip(replicas.parameters, trained_P.tolist(), strict=True) if count % replicas.num_replicas
     ]
-    if mixed:
-        ranks = ", ".join(map(str, dist.get_process_group_ranks(replicas.group)))
-        more = f" and {len(mixed) - 1} more" if len(mixed) > 1 else ""
-        what = f"{mixed[0]}{more}, replicated on ranks {ranks}"
-        raise ValueError(f"{what}: frozen on some ranks and trained on others; set requires_grad alike on all of them")
+    if not mixed:
+        return ""
+    ranks = ", ".join(map(str, dist.get_process_group_ranks(replicas.group)))
+    more = f" and {len(mixed) - 1} more" if len(mixed) > 1 else ""
+    what = f"{mixed[0]}{more}, replicated on ranks {ranks}"
+    return f"{what}: frozen on some ranks and trained on others; set requires_grad alike on all of them"
 
 
 @torch.no_grad()

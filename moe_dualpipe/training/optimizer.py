@@ -36,16 +36,15 @@ class Optimizer:
 
     replicas: the parameters, in sets that the same ranks hold. zero: divide the state among the ranks of a set.
     stacked: the rows of each matrix, for parameters that stack several. elementwise: the parameters without Muon.
-    Freeze parameters before, on all replicas. Raises ValueError if `stacked` does not add up to all rows, or if only
-    some replicas are frozen. Collective.
+    Parameters must be frozen before this, on all replicas. Raises ValueError if `stacked` does not add up to all rows,
+    and on all ranks if a parameter is frozen on some replicas only. Collective.
     """
 
     def __init__(
         self, replicas: Sequence[ReplicaSet], config: OptimizerConfig, zero: bool = True,
         stacked: Mapping[str, Sequence[int]] | None = None, elementwise: Collection[str] = (),
     ):  # fmt: skip
-        for one in replicas:
-            check_frozen(one)
+        check_frozen(replicas)
         trained, frozen = ([one.only(trained) for one in replicas] for trained in (True, False))
         self.parameters = {name: p for one in trained for name, p in one.parameters.items()}
         self.frozen_parameters = {name: p for one in frozen for name, p in one.parameters.items()}
@@ -164,7 +163,10 @@ def _matrices(piece: OwnedTensor, stacked: Mapping[str, Sequence[int]]) -> list[
 
 
 def check_saved(checkpoint: Path, config: OptimizerConfig, model: ModelConfig) -> None:
-    """Raise ValueError if `checkpoint` was saved with another optimizer. Without a trained matrix both are alike."""
+    """Raise ValueError if `checkpoint` was saved with another optimizer.
+
+    If Muon has no matrix to update, the states of both optimizers are the same.
+    """
     entries, saved = read_tensor_metadata(checkpoint).state_dict_metadata, config.name
     if any(name.startswith("momentum.") for name in entries):
         saved = "muon"

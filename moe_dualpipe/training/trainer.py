@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ..checkpoint import load_checkpoint, load_weights
-from ..checkpoint.save import raise_together
 from ..expert_parallel import AllToAll, ExpertParallel, Local
 from ..expert_parallel.parameters import older_names
 from ..health.heartbeat import Progress
@@ -28,6 +27,7 @@ from ..runtime import P2P, Executor, TensorSpec
 from ..runtime.buffers import Buffers
 from ..runtime.groups import build_groups
 from ..runtime.replicas import check_equal, gather_checksums, gradient_norm, replica_sets, sum_gradients
+from ..runtime.shared_errors import build_on_all_ranks
 from .balance import Balance
 from .learning_rate import learning_rate
 from .metrics import load_statistics, peak_memory_mb, utilisation
@@ -53,7 +53,7 @@ class Trainer:
         experts = AllToAll(model.num_experts, group, kernels) if group else Local(model.num_experts, kernels)
         end_id = plan.text.tokenizer.end_id if config.batch.document_mask else None
         options = StageOptions(config.seed, config.compute.recompute, kernels, config.compute.fused_loss, end_id)
-        self.stages = self._build_stages(experts, options)
+        self.stages = build_on_all_ranks(lambda: self._build_stages(experts, options))
         embedding = share_embedding(self.stages.values())
         hidden = TensorSpec((config.batch.micro_batch_size, config.batch.seq_len, model.hidden_size), self.dtype)
         documents = [TensorSpec(hidden.shape[:2], torch.int32)] * config.batch.document_mask
@@ -66,10 +66,9 @@ class Trainer:
         *_, trained = self.count_parameters()
         if not trained:
             raise ValueError("all parameters of the model are frozen (requires_grad=False): there is nothing to train")
-        self.buffers = self._buffers()
+        self.buffers = build_on_all_ranks(self._build_buffers)
         self.balance = Balance(model, self.stages, config.bias_rate)
-        stacked, elementwise = stacked_matrices(self.stages.values()), elementwise_matrices(self.stages.values())
-        self.optimizer = Optimizer(self.replicas, config.optim, config.parallel.zero, stacked, elementwise)
+        self.optimizer = build_on_all_ranks(self._build_optimizer)
         self.skipped = SkippedSteps(config.health.max_skipped, announce=self.layout.rank == 0)
         self.stop, self.stopping = stop or Stop(), False
         if plan.resume:
@@ -83,34 +82,30 @@ class Trainer:
         )
 
     def _build_stages(self, experts: ExpertParallel, options: StageOptions) -> dict[int, TransformerStage]:
-        """The stages of this rank. Raises ValueError on all ranks if any rank has experts that cannot be built."""
-        stages, fault = {}, ""
-        try:
-            for index in self.schedule.placement.stages[self.layout.pp_rank]:
-                stage = TransformerStage(self.config.model, self.plan.stages[index], experts, options)
-                stages[index] = stage.to(self.device, self.dtype)
-        except ValueError as error:
-            fault = str(error)
-        raise_together(fault)
+        """The stages of this rank. Raises ValueError for experts that cannot be built."""
+        stages = {}
+        for index in self.schedule.placement.stages[self.layout.pp_rank]:
+            stage = TransformerStage(self.config.model, self.plan.stages[index], experts, options)
+            stages[index] = stage.to(self.device, self.dtype)
         return stages
 
     def state(self) -> dict[str, Tensor]:
         """This rank's part of a checkpoint, by global name. Loading into these tensors restores the run."""
         return self.optimizer.tensors() | self.buffers.state() | {"skipped": self.skipped.total}
 
-    def _buffers(self) -> Buffers:
-        """Raises ValueError on all ranks if a layer on any rank has invalid `averaged_buffers`."""
-        buffers, fault = None, ""
-        try:
-            buffers = Buffers(self.stages.values(), self.groups)
-            if buffers.averaged and self.config.compute.recompute == "full":
-                what = f"--recompute full would change {min(buffers.averaged)} twice, once in backward"
-                raise ValueError(f"{what}: use --recompute attention")
-        except ValueError as error:
-            fault = str(error)
-        raise_together(fault)
-        assert buffers is not None
+    def _build_buffers(self) -> Buffers:
+        """Raises ValueError for a layer with invalid `averaged_buffers`."""
+        buffers = Buffers(self.stages.values(), self.groups)
+        if buffers.averaged and self.config.compute.recompute == "full":
+            what = f"--recompute full would change {min(buffers.averaged)} twice, once in backward"
+            raise ValueError(f"{what}: use --recompute attention")
         return buffers
+
+    def _build_optimizer(self) -> Optimizer:
+        """Raises ValueError for layers with invalid `stacked` or `elementwise`. Collective."""
+        stages, config = self.stages.values(), self.config
+        stacked, elementwise = stacked_matrices(stages), elementwise_matrices(stages)
+        return Optimizer(self.replicas, config.optim, config.parallel.zero, stacked, elementwise)
 
     def train_step(self, step: int) -> dict[str, float]:
         """Do one update and return its metrics. `step` is the number of steps before it."""
@@ -122,7 +117,7 @@ class Trainer:
         self.buffers.average()
         mean = 1 / (self.schedule.num_micro_batches * layout.dp)  # losses of micro-batches are averaged, not summed
         check_every = config.health.check_replicas_every
-        # Before the update: with ZeRO it overwrites all replicas with that of the owner.
+        # Before the update, which with ZeRO overwrites all replicas with the owner's weights.
         checksums = self._gather_checksums() if check_every and (step + 1) % check_every == 0 else None
         with record_function(GRADIENTS):
             for replicas in self.replicas:
@@ -157,14 +152,14 @@ class Trainer:
         return self._mean([loss for losses in self.validation_losses() for loss in losses])
 
     def training_losses(self, step: int) -> list[Tensor]:
-        """Run forwards and backwards of the step after `step` steps. Returns the losses as `pipeline_step` does."""
+        """Run forward and backward of a step, where `step` is the number of steps before it. Returns its losses."""
         config, layout, count = self.config, self.layout, self._sequences_per_rank
         torch.manual_seed(seed_of(config.seed, f"step {step} of rank {layout.rank}"))  # for dropout
         return self.pipeline_step(*self.plan.text.batch(config.seed, step, layout.dp_rank, count, config.batch.seq_len))
 
     @torch.no_grad()
     def validation_losses(self) -> Iterator[list[Tensor]]:
-        """Run one batch of held-out sequences after the other, and yield its losses as `pipeline_step` returns them."""
+        """Run the held-out sequences in batches. Yields the losses of each batch, as from `pipeline_step`."""
         layout, count = self.layout, self._sequences_per_rank
         batches = -(-self.config.metrics.eval_sequences // (count * layout.dp))
         total = batches * layout.dp * count
@@ -187,7 +182,7 @@ class Trainer:
         return tokenizer.decode(tokens[0].tolist())
 
     def check_replicas(self, checksums: Sequence[Tensor | None] = ()) -> None:
-        """Raise RuntimeError if replicas of a parameter or of a buffer differ. checksums: computed before."""
+        """Raise RuntimeError if replicas of a parameter or buffer differ. checksums: from `_gather_checksums`."""
         compared = (*self.replicas, *self.buffers.sets())
         for replicas, sums_RP in zip(compared, checksums or self._gather_checksums(), strict=True):
             check_equal(replicas, sums_RP)
