@@ -82,7 +82,7 @@ class ExpertBuilder:
         try:
             with seeded(self.seed, self._seed_name(expert)):
                 experts = self.found(self.config, len(ids), **given)
-        except TypeError as error:
+        except (TypeError, SystemExit) as error:
             what = f"cannot build the expert layer {self.config.experts!r}"
             raise ValueError(f"{what}: {describe_error(error)}") from error
         setattr(experts, "local_experts", ids)  # noqa: B010 - nn.Module declares no such attribute

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from moe_dualpipe.expert_parallel import Combined, ExpertParallel, Pending, Received, Route
 from moe_dualpipe.kernels.backend import Kernels
 from moe_dualpipe.kernels.permute import permute, unpermute
+from moe_dualpipe.messages import without_frames
 from moe_dualpipe.overlap import Comm, Compute, PrepareComm, Segmented, Segments
 from moe_dualpipe.overlap.labels import COMBINE, DISPATCH
 
@@ -97,15 +98,17 @@ class MoE(Segmented):
         """
         name, kind = type(self.experts).__name__, rows.device.type
         if not isinstance(out, Tensor):
-            raise ValueError(f"{name} must map rows to a tensor: got {type(out).__name__}")
+            raise without_frames(ValueError(f"{name} must map rows to a tensor: got {type(out).__name__}"))
         if out.shape != rows.shape:
-            raise ValueError(f"{name} must map rows {[*rows.shape]} to rows of the same shape: got {[*out.shape]}")
+            shapes = f"{[*rows.shape]} to rows of the same shape: got {[*out.shape]}"
+            raise without_frames(ValueError(f"{name} must map rows {shapes}"))
         cast = (
             out.dtype != rows.dtype and torch.is_autocast_enabled(kind) and out.dtype == torch.get_autocast_dtype(kind)
         )
         if out.device != rows.device or not (cast or out.dtype == rows.dtype):
             expected, got = (f"{tensor.dtype} on {tensor.device}" for tensor in (rows, out))
-            raise ValueError(f"{name} must map rows in {expected} to rows of the same dtype and device: got {got}")
+            what = f"rows in {expected} to rows of the same dtype and device: got {got}"
+            raise without_frames(ValueError(f"{name} must map {what}"))
         return out
 
 

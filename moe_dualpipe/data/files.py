@@ -11,7 +11,7 @@ import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..messages import printable
+from ..messages import printable, without_frames
 
 _KINDS = {
     stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
@@ -82,13 +82,11 @@ class DataFile:
         if now != self.status:
             raise self._changed(self.status, now)
 
-    def _changed(self, before: FileStatus, now: FileStatus) -> ValueError:
+    def _changed(self, before: FileStatus, now: FileStatus) -> Exception:
         size = f"{before.size} bytes"
         sizes = size if now.size == before.size else f"{size} then, {now.size} now"
-        return ValueError(
-            f"{printable(self.path)} was written to while it was in use ({sizes}): do not change data in place; "
-            "write another file, then rename it"
-        )
+        what = f"{printable(self.path)} was written to while it was in use ({sizes})"
+        return without_frames(ValueError(f"{what}: do not change data in place; write another file, then rename it"))
 
 
 def not_regular(mode: int) -> str:

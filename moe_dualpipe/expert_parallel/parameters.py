@@ -76,7 +76,7 @@ def older_names(modules: Iterable[nn.Module]) -> dict[str, str]:
 
 def entries(layer: nn.Module, number: int) -> frozenset[str]:
     """The names of the parameters, buffers, and lists of modules or parameters in `layer` with `number` entries."""
-    tensors = chain(layer.named_parameters(), layer.named_buffers())
+    tensors = chain(layer.named_parameters(remove_duplicate=False), layer.named_buffers(remove_duplicate=False))
     lists = ((n, m) for n, m in layer.named_modules() if isinstance(m, nn.ModuleList | nn.ParameterList))
     sizes = chain(((n, t.shape[0]) for n, t in tensors if t.ndim), ((n, len(m)) for n, m in lists))
     return frozenset(name for name, size in sizes if size == number)

@@ -2,7 +2,8 @@
 
 Between a training loop and a layer are dozens of frames of the engine and of torch, and they are the same for every
 error. What helps is the user's code, and the notes that say which rank, action, layer and segment ran it. An error
-without a frame of the user is one of this package or of its options: then nothing is left out.
+without a frame of the user is one of this package or of its options: then nothing is left out, unless the message says
+it all (messages.without_frames).
 """
 
 import os
@@ -17,6 +18,8 @@ from types import TracebackType
 
 import torch
 
+from moe_dualpipe.messages import needs_no_frames
+
 _LEFT_OUT = "  (calls in torch and moe_dualpipe are left out)\n"
 
 
@@ -26,11 +29,12 @@ def user_traceback(error: BaseException) -> str:
     part: TracebackException | None = shown
     left_out = False
     while part is not None:
-        frames = _user_frames([*part.stack])
+        frames = [] if part is shown and needs_no_frames(error) else _user_frames([*part.stack])
         left_out |= len(frames) < len(part.stack)
         part.stack = StackSummary.from_list(frames)
         part = part.__cause__ or part.__context__
     lines = [*shown.format()]
+    left_out &= lines[0].startswith("Traceback")  # an error without frames and cause has no such line
     return "".join([lines[0], *([_LEFT_OUT] if left_out else []), *lines[1:]])
 
 

@@ -23,6 +23,7 @@ import torch
 from torch.profiler import record_function
 
 from ..kernels.weight_grads import WeightGrads
+from ..messages import quoted, without_frames
 from .labels import PREPARE, WAIT_FOR, WEIGHTS, label
 from .segment import Comm, CommResult, Compute, PrepareComm, Segments, Tensors
 
@@ -74,8 +75,13 @@ class Engine:
         try:
             with record_function(text):
                 yield
-        except Exception as error:
-            error.add_note(f"during {text}" + ("" if layer is None else f" of layer {layer}"))
+        except (Exception, SystemExit) as error:
+            note = f"during {text}" + ("" if layer is None else f" of layer {layer}")
+            if isinstance(error, SystemExit):  # code 0 would say that the run is complete
+                failure = without_frames(RuntimeError(f"a layer called sys.exit({quoted(error.code)})"))
+                failure.add_note(note)
+                raise failure from error
+            error.add_note(note)
             raise
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..expert_parallel.parameters import ExpertIds, expert_ids
+from ..messages import without_frames
 from .checksum import checksum
 from .groups import Groups
 from .shared_errors import raise_on_all_ranks
@@ -174,7 +175,7 @@ def check_equal(replicas: ReplicaSet, sums_RP: Tensor | None = None) -> None:
         others = sorted(set(dist.get_process_group_ranks(replicas.group)) - set(ranks))
         what = f"deviate{'s' * (len(ranks) == 1)} from {listed(others)}" if others else "disagree"
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        raise RuntimeError(f"{listed(ranks)} {what} in {', '.join(names[:3])}{more}: {replicas.rule}")
+        raise without_frames(RuntimeError(f"{listed(ranks)} {what} in {', '.join(names[:3])}{more}: {replicas.rule}"))
 
 
 def buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -19,6 +19,7 @@ from ..health.heartbeat import Progress
 from ..health.signals import Stop
 from ..health.skipped_steps import SkippedSteps
 from ..inference import eval_mode, generate_through_pipeline
+from ..messages import without_frames
 from ..models import StageOptions, TransformerStage, elementwise_matrices, share_embedding, stacked_matrices
 from ..models.layers import seed_of
 from ..overlap import WeightGrads
@@ -119,6 +120,8 @@ class Trainer:
         check_every = config.health.check_replicas_every
         # Before the update, which with ZeRO overwrites all replicas with the owner's weights.
         checksums = self._gather_checksums() if check_every and (step + 1) % check_every == 0 else None
+        if step == self.plan.first_step:
+            self._check_registered()
         with record_function(GRADIENTS):
             for replicas in self.replicas:
                 sum_gradients(replicas)
@@ -180,6 +183,16 @@ class Trainer:
             config.seed,
         )  # fmt: skip
         return tokenizer.decode(tokens[0].tolist())
+
+    def _check_registered(self) -> None:
+        """Raise RuntimeError for a parameter that a layer created in forward: it would be neither trained nor saved."""
+        known = {id(p) for replicas in self.replicas for p in replicas.parameters.values()}
+        for stage in self.stages.values():
+            for name, parameter in stage.named_parameters():
+                if id(parameter) not in known:
+                    raise without_frames(
+                        RuntimeError(f"{name} was created after the optimizer was built: create it in the constructor")
+                    )
 
     def check_replicas(self, checksums: Sequence[Tensor | None] = ()) -> None:
         """Raise RuntimeError if replicas of a parameter or buffer differ. checksums: from `_gather_checksums`."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from moe_dualpipe.health.user_frames import short_tracebacks, user_traceback
+from moe_dualpipe.messages import without_frames
 from moe_dualpipe.overlap import Compute, Segmented
 from moe_dualpipe.schedule import parse
 
@@ -63,6 +64,26 @@ def test_an_error_of_the_package_alone_keeps_all_frames():
     text = user_traceback(error)
     assert frames_of(text)[0] == "error_of"
     assert {"advance", "_call_impl"} <= {*frames_of(text)}
+
+
+def test_an_error_whose_message_says_it_all_has_no_frames():
+    def fail(_x):
+        raise without_frames(ValueError("Wrong must return a tensor"))
+
+    text = user_traceback(error_of(Layer(fail), torch.ones(2, 4)))
+    assert text == "ValueError: Wrong must return a tensor\nduring mlp(F)\n"
+
+
+@pytest.mark.parametrize("code", [0, None, 3])
+def test_a_layer_that_exits_is_an_error(code):
+    """Exit code 0 would say that the run is complete."""
+
+    def leave(_x):
+        sys.exit(code)
+
+    text = user_traceback(error_of(Layer(leave), torch.ones(2, 4)))
+    assert text.endswith(f"\nRuntimeError: a layer called sys.exit({code})\nduring mlp(F)\n")
+    assert frames_of(text) == ["leave"]
 
 
 def test_causes_are_shown_in_the_same_way():

@@ -1,6 +1,7 @@
 """Custom expert layers: the ids they get, initial weights that do not depend on the number of ranks, and errors."""
 
 import gc
+import sys
 import weakref
 from typing import ClassVar
 
@@ -214,3 +215,27 @@ def test_a_type_error_in_a_constructor_is_one_line():
         r"TypeError in test_build_experts.py, line \d+: unsupported operand type\(s\) for \+: 'int' and 'str'$"
     )):  # fmt: skip
         builder("tests.models.test_build_experts:Broken")
+
+
+class Exits(nn.Module):
+    def __init__(self, config, num_local_experts):
+        super().__init__()
+        sys.exit(0)
+
+
+def test_a_constructor_that_exits_is_one_line():
+    with pytest.raises(ValueError, match=r"^cannot build the expert layer '.*Exits': SystemExit in .*, line \d+: 0$"):
+        builder("tests.models.test_build_experts:Exits")
+
+
+class TwoNames(nn.Module):
+    def __init__(self, config, num_local_experts):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(num_local_experts, 3, 5))
+        self.same = self.up
+
+
+def test_a_parameter_may_have_two_names():
+    layer = builder("tests.models.test_build_experts:TwoNames").build(range(4, 8))
+    assert layer.same is layer.up
+    assert {held.layout for held in expert_ids(layer).values()} == {"stacked"}

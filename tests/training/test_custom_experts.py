@@ -6,6 +6,8 @@ import sys
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from moe_dualpipe.checkpoint.save import save_checkpoint
 from moe_dualpipe.models import MoE
@@ -133,3 +135,30 @@ def test_an_expert_that_cannot_be_built_on_one_rank_is_an_error_on_all(tmp_path)
     first, second = run_ranks(2, build_error, config)
     assert first == second
     assert "stages.1.weight.2 has shape [32, 32] in a layer with experts 2-3, and no tensor in one with" in first
+
+
+class Late(nn.Module):
+    """Creates a parameter in its first forward."""
+
+    def __init__(self, config, num_local_experts):
+        super().__init__()
+        self.up = nn.Parameter(torch.ones(num_local_experts, config.hidden_size))
+
+    def forward(self, x_MD, expert_offsets):
+        if not hasattr(self, "late"):
+            self.late = nn.Parameter(torch.ones(1))
+        return x_MD * self.late
+
+
+def step_error(rank, config):
+    trainer = make_trainer(rank, config)
+    with pytest.raises(RuntimeError) as error:
+        trainer.train_step(0)
+    return str(error.value)
+
+
+def test_a_parameter_that_is_created_in_forward_is_an_error(tmp_path):
+    """It would be neither trained nor saved."""
+    model = dataclasses.replace(MODEL, experts="tests.training.test_custom_experts:Late")
+    for error in run_ranks(2, step_error, settings(tmp_path, model=model, data=(f"{TEXT}/message.py",))):
+        assert re.match(r"layers\.\d\.mlp\.experts\.late was created after the optimizer was built: create it", error)
