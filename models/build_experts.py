@@ -1,6 +1,6 @@
 """Build the expert layer of a rank, with initial weights that do not depend on how many experts the rank holds.
 
-A constructor that draws the weights of n experts draws other numbers than one that draws those of n / 2. So the weights
+A constructor draws different numbers for an expert if it also draws those of other experts. So the weights
 of each expert are drawn with a seed of their own: by the layer's `reset_expert`, or else by the constructor of a layer
 with this expert alone, from which they are copied. Tensors that all experts share come from a layer with expert 0
 alone. Only one such layer exists at a time. A constructor that draws random numbers draws about twice as many.

@@ -21,7 +21,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("norm_eps", 0.0, 1.0),
     ("init_std", 1e-6, 1e3),
 )  # fmt: skip
-"""The least and the largest valid value of fields."""
+"""Names of fields, with their smallest and largest valid values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class ModelConfig:
     router_score: Literal["softmax", "sigmoid"] = "softmax"
     """Function from router logits to scores."""
     router_dtype: Literal["model", "float32"] = "model"
-    """Number format of the product that gives router logits. model: that of the model. Scores are always float32."""
+    """The dtype in which router logits are computed; "model": the dtype of the model. Scores are always float32."""
     expert_groups: int = 1
     """Number of groups of consecutive experts. A token's experts come from its best top_groups groups."""
     top_groups: int = 1

@@ -1,7 +1,7 @@
-"""The files that a save writes: with checksums, and in pieces, so that a slow disk can be told from one that hangs.
+"""Write the files of a checkpoint with checksums, and in pieces, to tell a slow disk from one that hangs.
 
-A thread that waits for a disk cannot be asked what it does. So each operation is announced before it begins, and a file
-is written and synced in pieces: a piece takes seconds on any disk that works.
+A thread that waits for a disk cannot report what it does. So each operation is announced before it begins. Files are
+written and synced in pieces, each of which takes at most seconds on a disk that works.
 """
 
 import io
@@ -23,7 +23,7 @@ Announce = Callable[[str], object]
 PIECE = 16 * 2**20
 """Bytes that are written at once."""
 SYNC = 256 * 2**20
-"""Bytes after which a file is synced, so that no sync has more to do."""
+"""A file is synced each time that it has grown by this many bytes, so that no single sync takes long."""
 
 
 class ChecksumFile(io.BufferedWriter):

@@ -1,4 +1,4 @@
-"""The model of a checkpoint, from run.json: no option is trusted.
+"""Read the model options of a checkpoint from run.json, without trusting them.
 
 An option of the wrong type would fail somewhere inside the model, and a huge one would use all memory. A model cannot
 have more parameters than its checkpoint has numbers, so its sizes are compared with those of the tensors first.

@@ -1,8 +1,8 @@
-"""Find the files of a source, each one once, by any number of names.
+"""Find the files of a source, each of them once, even if links give it several names.
 
 Links may lead to a folder or file that is found under another name, or back to a folder above. So files are told apart
-by device and inode, and each folder is searched once for the same rest of a pattern: the search ends, after a time that
-does not depend on the number of paths through the links.
+by device and inode, and a folder is searched only once for the same remaining pattern. The search always ends, and
+its time does not depend on the number of paths through the links.
 """
 
 import errno

@@ -1,8 +1,8 @@
 """End the process when a call does not return, even if it waits in C++.
 
 The rendezvous store answers a `get` or a `check` over TCP. When its machine is cut off or frozen, no packet says so:
-the client waits forever, whatever timeout it was given. So another thread counts the seconds. Nothing that it calls can
-block.
+the client waits forever, whatever timeout it was given. So another thread counts the seconds, and calls nothing that
+can block.
 """
 
 import os
@@ -28,7 +28,7 @@ class Deadline:
         self._thread = threading.Thread(target=self._count, name="deadline", daemon=True)
 
     def renew(self) -> None:
-        """Start again to count, from any thread."""
+        """Restart the count, from any thread."""
         self._checks = 0
 
     def __enter__(self) -> "Deadline":

@@ -24,7 +24,7 @@ SAVING = "saving"
 
 @dataclass(slots=True)
 class SaveProgress:
-    """What the thread that writes a checkpoint does on the disk, or "" if nothing; only this thread writes it."""
+    """The disk operation of the thread that writes a checkpoint; "" means none. Only that thread changes it."""
 
     operation: str = ""
     count: int = 0

@@ -1,4 +1,4 @@
-"""Look at what the segments of a module compute, without a cost for modules that are not probed.
+"""Observe what the segments of a module compute, at no cost for modules that are not probed.
 
 Inside `probe`, the functions of the segments are wrapped as the module yields them. Everything else is unchanged:
 overlapped pairs, deferred weight gradients, recomputation and transfers run as always.
@@ -43,7 +43,7 @@ Observe = Callable[[Observed, Tensor], None]
 def probe(module: nn.Module, observe: Observe) -> Iterator[None]:
     """In this context, `observe` gets every tensor that a Compute of `module` takes or returns, and its gradient.
 
-    Gradients of forwards in this context are also observed after it.
+    If a forward ran in this context, its gradients are observed even if its backward runs later.
     """
     probed = [m for m in module.modules() if isinstance(m, Segmented)]
     for index, segmented in enumerate(probed):

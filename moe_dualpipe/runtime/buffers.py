@@ -1,7 +1,7 @@
 """Persistent buffers, such as running statistics: saved and compared like parameters, and averaged on request.
 
-Each replica of a layer sees other tokens, so a buffer that changes in forward drifts apart, and a checkpoint would hold
-that of any replica. A layer says which of its buffers are to be averaged over the replicas after each step:
+Each replica of a layer sees different tokens. So a buffer that changes in forward differs between replicas, and a
+checkpoint would hold the buffer of an arbitrary one. A layer declares the buffers to average after each step:
 
     averaged_buffers = ("running_mean",)    # an attribute of the layer: names as in its `state_dict`
 
@@ -44,7 +44,7 @@ class Buffers:
                 self.averaged |= {prefix + name for name in self._averaged_buffers(prefix, layer)}
 
     def sets(self) -> list[ReplicaSet]:
-        """All buffers: of dense parts, and of experts."""
+        """All buffers, in two sets: those of dense parts, and those of experts."""
         tensors = {name: getattr(layer, attribute) for name, (layer, attribute) in self.owners.items()}
         dense = {name: tensor for name, tensor in tensors.items() if name not in self.experts}
         of_experts = {name: tensor for name, tensor in tensors.items() if name in self.experts}
@@ -64,7 +64,7 @@ class Buffers:
 
     @torch.no_grad()
     def average(self) -> None:
-        """Replace each buffer to be averaged by its mean over the replicas, taken in fp32 at least. Collective."""
+        """Replace each buffer to be averaged by its mean over the replicas, computed in fp32 or fp64. Collective."""
         for one in self.sets() if self.averaged else ():
             if one.group is None:
                 continue

@@ -1,7 +1,7 @@
-"""How much memory this process can still get: of its machine, of its container, of its GPU.
+"""How much memory this process can still allocate, on its machine or in its container, and on its GPU.
 
-A program that needs more main memory than there is gets no error: the machine swaps until nobody can use it, or the
-kernel kills a process. So the amount must be known beforehand.
+A program that uses too much main memory gets no error: the machine swaps until it no longer responds, or the kernel
+kills a process. So the free amount must be known beforehand.
 """
 
 from collections.abc import Iterator
@@ -14,9 +14,9 @@ KB = 1024
 
 
 def free_main_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes that the processes of this machine or container can still get, swap included; None if unknown.
+    """Bytes that processes of this machine or container can still allocate, swap included; None if unknown.
 
-    Memory that the kernel can take back, such as cached files, counts as free. Only Linux says this.
+    Memory that the kernel can take back, such as cached files, counts as free. Known only on Linux.
     """
     try:
         lines = (line.split() for line in (proc / "meminfo").read_text().splitlines())
@@ -34,7 +34,7 @@ def free_gpu_memory(device: torch.device) -> int:
 
 
 def _left_in_cgroups(proc: Path, cgroups: Path) -> Iterator[int]:
-    """What is left of each limit on this process: of its control groups, version 1 or 2, and of the groups above."""
+    """Bytes left below each limit of this process: of its control groups (version 1 or 2) and of their parents."""
     with suppress(OSError):
         for line in (proc / "self" / "cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -44,7 +44,7 @@ def _left_in_cgroups(proc: Path, cgroups: Path) -> Iterator[int]:
             limit, usage = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else (
                 "memory.max", "memory.current"
             )  # fmt: skip
-            # In a container, the path may be that on its host: then only the root is there.
+            # In a container, this may be the path on the host. Then only the root exists.
             for group in (PurePosixPath(path), *PurePosixPath(path).parents):
                 folder = root / group.relative_to("/")
                 with suppress(OSError, ValueError):  # no such file, or "max", which is no limit

@@ -1,7 +1,7 @@
-"""A file that grows by whole records. What cannot be written waits in memory, and never stops the program.
+"""Append whole records to a file. Records that cannot be written wait in memory; a failed write never ends the run.
 
-The file is opened for each record. So an error of a network disk, which may appear when a file is closed, is seen in
-time, and a folder that was removed during the run is made again.
+The file is opened and closed for each record, because a network disk may report an error only when a file is closed.
+A folder that is removed during the run is created again.
 """
 
 import errno
@@ -12,6 +12,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from ..messages import plural
+
 
 def warn(text: str) -> None:
     """Print a warning on stderr, if that works."""
@@ -20,7 +22,7 @@ def warn(text: str) -> None:
 
 
 class AppendedFile:
-    """Appends records to `path`. prepare: called before the first record, again and again until it succeeds."""
+    """Appends records to `path`. prepare: called before the first record, until it succeeds once."""
 
     def __init__(self, path: Path, prepare: Callable[[], object] = lambda: None):
         self.path = path
@@ -30,7 +32,7 @@ class AppendedFile:
         self.append()
 
     def append(self, *records: bytes) -> None:
-        """Write the records that still wait, then these. If this fails, warn once, and try again in the next call."""
+        """Write the waiting records, then these. After a failure, warn once, and try again in the next call."""
         self._waiting.extend(records)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,10 +48,10 @@ class AppendedFile:
             self._warned = True
 
     def close(self) -> None:
-        """Try a last time to write what waits, and warn if that fails."""
+        """Try one last time to write the waiting records, and warn if that fails."""
         self.append()
         if self._waiting or self._prepare is not None:
-            warn(f"{self.path} lacks the last {len(self._waiting)} records")
+            warn(f"{self.path} lacks the last {plural(len(self._waiting), 'record')}")
 
     def _write(self, record: bytes) -> None:
         """Write all of `record` or nothing."""

@@ -9,7 +9,7 @@ from .config import TrainConfig
 from .learning_rate import decay_steps
 from .metrics import check_tensorboard
 
-# Options, the least and the largest valid value. None is always valid where the type allows it.
+# Options, with their smallest and largest valid values. None is always valid where the type allows it.
 RANGES: tuple[tuple[str, float, float], ...] = (
     ("steps parallel.ep parallel.pp parallel.num_chunks parallel.max_deferred batch.seq_len batch.micro_batch_size "
      "batch.micro_batches checkpoint.save_every checkpoint.keep metrics.eval_sequences health.max_skipped "

@@ -1,7 +1,8 @@
-"""Numbers for TensorBoard, in an event file.
+"""Write scalars for TensorBoard to an event file.
 
 torch's SummaryWriter writes from a thread of the tensorboard package. If the disk is full, that thread ends with a
-traceback, the numbers in its queue are lost, and the next call raises. This file is written like metrics.jsonl instead.
+traceback, the numbers in its queue are lost, and the next call raises. So this module writes the file itself, in the
+same way as metrics.jsonl.
 """
 
 import io

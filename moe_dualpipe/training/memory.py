@@ -1,8 +1,8 @@
 """Refuse a run whose weights, gradients and optimizer state cannot fit, before anything is allocated.
 
-Only what is certainly needed counts, so a run that fits is not refused: no activations, no buffers, and one moment for
-every parameter with Muon. `moe-dualpipe model show` also estimates activations. All ranks know what every rank needs
-and has, so all of them stop, with the same message.
+The estimate is a lower bound, so that a run that fits is never refused. It leaves out activations and buffers, and with
+Muon it counts one moment per parameter. `moe-dualpipe model show` also estimates activations. The ranks exchange what
+they need and have, so all of them stop with the same message.
 """
 
 from collections import defaultdict
@@ -22,7 +22,7 @@ _ADVICE = "use a smaller model or more ranks, or --no-check-memory to start anyw
 
 @dataclass(frozen=True, slots=True)
 class RankNeeds:
-    """Bytes that a rank needs. copy: of the state, in main memory, while a checkpoint is written in the background."""
+    """Bytes that a rank needs. copy: the copy of the state in main memory while a checkpoint is being written."""
 
     weights: int
     gradients: int
@@ -48,7 +48,7 @@ class RankMemory:
     needs: RankNeeds
     main_free: int | None
     gpu_free: int | None
-    """None on a CPU, too."""
+    """Also None on a CPU."""
 
     @property
     def main_parts(self) -> dict[str, int]:
@@ -75,7 +75,7 @@ def check_memory(plan: RunPlan, launch: Launch) -> None:
 
 
 def rank_needs(plan: RunPlan) -> RankNeeds:
-    """What this rank certainly needs."""
+    """The least memory that this rank needs."""
     config, layout, placement = plan.config, plan.setup.layout, plan.setup.schedule.placement
     own = (plan.stages[index] for index in placement.stages[layout.pp_rank])
     sizes = ParameterSizes.of_rank(parameter_sizes(config.model, spec, layout.ep) for spec in own)
@@ -93,7 +93,7 @@ def rank_needs(plan: RunPlan) -> RankNeeds:
 
 
 def memory_problem(ranks: Sequence[RankMemory]) -> str:
-    """What does not fit, with the numbers and what to use; "" if everything fits."""
+    """Describe what does not fit, with the numbers and the options to change; "" if everything fits."""
     for number, rank in enumerate(ranks):
         if rank.gpu_free is not None and sum(rank.needs.training.values()) > rank.gpu_free:
             return f"{_needs(number, rank.needs.training)}, and its GPU has {_gib(rank.gpu_free)} GiB free: {_ADVICE}"

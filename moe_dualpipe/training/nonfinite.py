@@ -1,7 +1,7 @@
-"""Where a non-finite loss or gradient comes from: after the fact, run the batch again and look at every segment.
+"""Find where a non-finite loss or gradient comes from, by running the batch again with checks in every segment.
 
-A normal step checks only its loss and its gradient norm, which costs nothing. They say that something is wrong, but not
-where. So a run that is about to end looks at its weights, and then runs the batch again with a probe in every segment
+A normal step checks only its loss and gradient norm, which costs nothing. They show that something is wrong, but not
+where. So a run that is about to end checks its weights, and then runs the batch again with a probe in every segment
 (overlap/probe.py). Ranks, micro-batches and stages run at the same time; "first" means first in the order of the model.
 """
 
@@ -23,8 +23,8 @@ _WEIGHTS, _FORWARD, _LOSS, _BACKWARD, _WEIGHT_GRADIENTS, _SUMS = range(6)
 def first_nonfinite(trainer: Trainer, runs: Iterable[list[Tensor]], backward: bool) -> str:
     """Describe the first non-finite value: "the first non-finite output is that of layer 2, segment mlp (stage 1 ...".
 
-    runs: runs a batch for each of its elements, and yields the losses of this rank. backward: whether it also runs
-    backwards. Changes gradients and expert loads: only for a run that does not continue. Collective.
+    runs: an iterator that runs one batch per element, and yields this rank's losses. backward: whether it also runs
+    the backward pass. This changes gradients and expert loads, so training cannot continue afterwards. Collective.
     """
     search = _Search(trainer)
     search.check_weights()
@@ -46,7 +46,7 @@ def first_nonfinite(trainer: Trainer, runs: Iterable[list[Tensor]], backward: bo
 
 
 class _Search:
-    """The first non-finite value on this rank, with a key: the smallest key of all ranks is the first value."""
+    """The first non-finite value on this rank. Its key orders values: the smallest key of all ranks comes first."""
 
     def __init__(self, trainer: Trainer):
         self.trainer = trainer

@@ -1,7 +1,7 @@
 """Check that all ranks read the same text.
 
-Every rank reads the text by itself and draws the same batches from it: the first stage takes the inputs, the last one
-the labels. If a machine has another version of a file, inputs and labels do not belong together.
+Every rank reads the text itself and draws the same batches: the first stage takes the inputs, the last stage the
+labels. If a machine has another version of a file, the labels do not match the inputs.
 """
 
 import torch
@@ -16,8 +16,8 @@ def check_same_text(text: TextData, device: torch.device) -> None:
     fingerprint = torch.tensor(text.fingerprint(), device=device)
     gathered = [torch.empty_like(fingerprint) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, fingerprint)
-    first, *_ = fingerprints = torch.stack(gathered).tolist()
-    others = [rank for rank, other in enumerate(fingerprints) if other != first]
+    fingerprints = torch.stack(gathered).tolist()
+    others = [rank for rank, other in enumerate(fingerprints) if other != fingerprints[0]]
     if others:
         ranks = ", ".join(map(str, others[:8])) + ", …" * (len(others) > 8)
         raise ValueError(
