@@ -8,7 +8,7 @@ they need and have, so all of them stop with the same message.
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
@@ -106,7 +106,9 @@ def memory_problem(ranks: Sequence[RankMemory]) -> str:
         if free and needed > min(free):
             _, number, rank = max(members, key=lambda member: member[0])
             together = f", all {len(members)} ranks of its machine {_gib(needed)} GiB" if len(members) > 1 else ""
-            advice = _ADVICE if not rank.needs.copy else f"--no-save-async saves without a copy; otherwise {_ADVICE}"
+            without_copy = [replace(member, needs=replace(member.needs, copy=0)) for _, _, member in members]
+            fits = sum(sum(member.main_parts.values()) for member in without_copy) <= min(free)
+            advice = f"--no-save-async saves without a copy; otherwise {_ADVICE}" if fits else _ADVICE
             return (
                 f"{_needs(number, rank.main_parts, ' of main memory')}{together}, and {_gib(min(free))} GiB are free: "
                 f"{advice}"

@@ -59,6 +59,9 @@ ADVICE = "use a smaller model or more ranks, or --no-check-memory to start anywa
     ([RankMemory(0, NEEDS, 8 * GIB - 1, None)],
      "rank 0 needs 8.0 GiB of main memory (weights 1.0, optimizer 3.0, copy for checkpoints 4.0), and 8.0 GiB are "
      f"free: --no-save-async saves without a copy; otherwise {ADVICE}"),
+    ([RankMemory(0, NEEDS, 5 * GIB, None)],  # too little also without a copy
+     "rank 0 needs 8.0 GiB of main memory (weights 1.0, optimizer 3.0, copy for checkpoints 4.0), and 5.0 GiB are "
+     f"free: {ADVICE}"),
     ([RankMemory(0, dataclasses.replace(NEEDS, copy=0), 5 * GIB, None)],
      "rank 0 needs 6.0 GiB of main memory (weights 1.0, gradients 2.0, optimizer 3.0), and 5.0 GiB are free: "
      f"{ADVICE}"),
