@@ -88,7 +88,7 @@ def shell_word(word: str) -> str:
 def _shown(convert: Callable[[object], str], value: object, limit: int) -> str:
     try:
         text = convert(value)
-    except (RecursionError, ValueError):  # a list that is nested too deep, or a number that is too long
+    except Exception:  # a list that is nested too deep, a number that is too long, a broken __str__
         text = f"<unprintable {type(value).__name__}>"
     short = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:limit])
     return short + "…" * (len(text) > limit)

@@ -34,12 +34,18 @@ def test_quoted_strings_have_quotes():
     assert quoted("x" * 9, limit=3) == "'xx…"
 
 
+class Broken:
+    def __repr__(self):
+        raise OSError
+
+
 def test_a_value_without_text_is_named():
     nested: list = []
     for _ in range(100_000):
         nested = [nested]
     assert printable(nested) == quoted(nested) == "<unprintable list>"
     assert printable(10**5000) == "<unprintable int>"
+    assert printable(Broken()) == quoted(Broken()) == "<unprintable Broken>"
 
 
 def test_an_unknown_name_suggests_a_similar_one():
