@@ -93,7 +93,7 @@ class CodePosition:
 class Heartbeat:
     """One sign of life. `pid_namespace` identifies the processes that can see this one; "" if unknown.
 
-    saving: the main thread waits for a save, which has made progress within the timeout.
+    saving: the main thread waits for a save, which made progress within the timeout or waits for this rank's own disk.
     """
 
     count: int

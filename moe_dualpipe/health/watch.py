@@ -148,7 +148,9 @@ class Watchdog:
         self._last_save = save.count
         waiting = code.waiting or self._lost_connection is not None
         text = f"{self.progress} ({code.text})"
-        saving = self.progress.action == SAVING and self._save_still <= self.max_still
+        # A rank whose own disk hangs still counts as saving: it names itself, and the others leave that to it.
+        moving = self._save_still <= self.max_still or bool(save.operation)
+        saving = self.progress.action == SAVING and moving
         beat = Heartbeat(self._checks, text, waiting, saving, ended, self._pid_namespace, os.getpid())
         self._store.set(str(self.rank), beat.dumps())
 
