@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from .deadline import end_process, print_now
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stop:
@@ -31,8 +31,8 @@ class Stop:
         """Handle signals inside this context. Main thread only."""
         reader, writer = socket.socketpair()
         writer.setblocking(False)
+        wakeup_fd = signal.set_wakeup_fd(writer.fileno())  # before the handlers: no signal is lost in between
         handlers = {number: signal.signal(number, lambda *_: None) for number in STOP_SIGNALS}
-        wakeup_fd = signal.set_wakeup_fd(writer.fileno())
         listener = threading.Thread(target=self._listen, args=(reader,), name="signals", daemon=True)
         listener.start()
         try:
