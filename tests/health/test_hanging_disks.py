@@ -22,7 +22,7 @@ from tests.support.checkpoints import loaded_step, state_of
 from tests.support.ranks import run_ranks
 from tests.support.runs import make_trainer, settings
 
-TIMEOUT = 2.0
+TIMEOUT = 5.0
 
 
 def hang():
@@ -31,7 +31,7 @@ def hang():
 
 def be_slow():
     """In all, the rank is slower than the timeout."""
-    time.sleep(0.05)
+    time.sleep(0.1)
 
 
 def saving_rank(rank, port, run, log, disk, background):
@@ -53,7 +53,7 @@ def saving_rank(rank, port, run, log, disk, background):
             saver.start(9, state_of(rank, 9))
         while background and saver.busy:  # as a main thread that trains on
             progress.note("training")
-            time.sleep(0.05)
+            time.sleep(0.1)
         saved = saver.wait()
         saver.close()
     dist.destroy_process_group()
