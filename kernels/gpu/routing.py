@@ -5,7 +5,7 @@
 
 The sort is a counting sort. Each block of choices counts its choices of each expert. A cumulative sum over experts, and
 over blocks within an expert, gives each block its first position for each expert. Each block then writes its choices.
-There are no atomics and no host sync, and every run has the same result.
+The kernels use neither atomics nor host syncs, so results are deterministic.
 
 T tokens, E experts, G groups of experts, K experts per token.
 """

@@ -136,7 +136,7 @@ class TextData:
 
         rows = np.stack([stream[start : start + seq_len + 1] for stream, start in windows]).astype(np.int64)
         for file in {stream.file for stream, _ in windows if isinstance(stream, TokensOnDisk)}:
-            file.check_unchanged()  # after reading: what was read is what the file had when the run started
+            file.check_unchanged()  # checked after reading, so these tokens are those from the start of the run
         if rows.max() >= self.tokenizer.vocab_size:  # the file was too large to scan
             row = int(np.argmax(rows.max(1) >= self.tokenizer.vocab_size))
             stream, start = windows[row]

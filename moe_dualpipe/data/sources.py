@@ -68,7 +68,7 @@ def split_weight(entry: str) -> tuple[str, float]:
 def _open_token_files(name: str, dtype: str) -> Iterator[TokenFile]:
     """If `name` is token ids, yield the training file, and then the held-out file if there is one.
 
-    Raises ValueError for a folder that has lost one of them: the rest of it is no text to train on.
+    Raises ValueError for a folder in which one of them is missing, rather than train on its JSON files as text.
     """
     path = Path(name)
     if os.path.isdir(path):

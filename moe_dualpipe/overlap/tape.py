@@ -140,7 +140,7 @@ class Tape:
 
     def _comm(self, segment: Comm) -> Segments:
         inputs = wait_for_inputs(segment.inputs)
-        # If no input needs a gradient, there is no transfer back, unless other ranks take part in it.
+        # Skip the transfer back if no input needs a gradient, unless other ranks take part in it.
         back = self.recording and (segment.collective or any(map(needs_grad, inputs)))
         index = self._append(_TapeEntry(segment, inputs)) if back else 0
         transfer: CommResult = yield segment.with_fn(partial(segment.fn, *(t.detach() for t in inputs)))

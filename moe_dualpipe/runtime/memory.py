@@ -47,7 +47,7 @@ def _left_in_cgroups(proc: Path, cgroups: Path) -> Iterator[int]:
             # In a container, this may be the path on the host. Then only the root exists.
             for group in (PurePosixPath(path), *PurePosixPath(path).parents):
                 folder = root / group.relative_to("/")
-                with suppress(OSError, ValueError):  # no such file, or "max", which is no limit
+                with suppress(OSError, ValueError):  # the file is missing, or contains "max": unlimited
                     left = int((folder / limit).read_text()) - int((folder / usage).read_text())
                     yield left + _reclaimable(folder / "memory.stat")
 

@@ -36,7 +36,7 @@ class RankNeeds:
 
     @property
     def saving(self) -> dict[str, int]:
-        """The parts in main memory of a rank on the CPU, during a save. There are no gradients then."""
+        """The parts in main memory of a rank on the CPU, during a save. Gradients have been freed by then."""
         return {"weights": self.weights, "optimizer": self.optimizer, "copy for checkpoints": self.copy}
 
 
