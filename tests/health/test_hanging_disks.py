@@ -17,9 +17,8 @@ from moe_dualpipe.health.heartbeat import CodePosition
 from moe_dualpipe.health.watch import watch_ranks
 from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.training.loop import TrainingRun
-from tests.support import ranks
 from tests.support.checkpoints import loaded_step, state_of
-from tests.support.ranks import run_ranks
+from tests.support.ranks import exits_and_logs, run_ranks
 from tests.support.runs import make_trainer, settings
 
 TIMEOUT = 5.0
@@ -64,20 +63,8 @@ def saving_ranks(folder, disk, background):
     """Return the exit codes of two saving ranks, and what they print."""
     server = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     logs = [folder / f"{rank}.log" for rank in range(2)]
-    processes = [
-        ranks._context.Process(target=saving_rank, args=(rank, server.port, folder, log, disk, background), daemon=True)
-        for rank, log in enumerate(logs)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        for process in processes:
-            process.join(60)
-        return [process.exitcode for process in processes], [log.read_text() for log in logs]
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    arguments = [(rank, server.port, folder, log, disk, background) for rank, log in enumerate(logs)]
+    return exits_and_logs(saving_rank, arguments, logs)
 
 
 @pytest.mark.parametrize("background", [True, False])

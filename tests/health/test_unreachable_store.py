@@ -13,6 +13,7 @@ from moe_dualpipe.health.watch import joining, watch_ranks
 from moe_dualpipe.runtime.groups import init_world
 from moe_dualpipe.runtime.launch import Launch
 from tests.support import ranks
+from tests.support.ranks import exits_and_logs
 
 
 def serve(ports):
@@ -50,22 +51,13 @@ def server():
 def exit_codes(port, folder, action, freeze):
     """Start two ranks, call `freeze` when both are watched, and return their exit codes."""
     logs = [folder / f"{rank}.log" for rank in range(2)]
-    processes = [
-        ranks._context.Process(target=watched_rank, args=(rank, port, logs[rank], action), daemon=True)
-        for rank in range(2)
-    ]
-    for process in processes:
-        process.start()
-    try:
+
+    def freeze_when_watched(processes):
         dist.TCPStore("127.0.0.1", port, None, is_master=False).wait(["watched 0", "watched 1"])
         freeze(processes)
-        for process in processes:
-            process.join(30)
-        return [process.exitcode for process in processes], [log.read_text() for log in logs]
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+
+    arguments = [(rank, port, logs[rank], action) for rank in range(2)]
+    return exits_and_logs(watched_rank, arguments, logs, freeze_when_watched, timeout=30)
 
 
 def test_ranks_that_get_no_answer_from_the_store_end(server, tmp_path):

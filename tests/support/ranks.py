@@ -7,7 +7,8 @@ fails, the test fails with the traceback of that rank. Ranks that do not finish 
 import multiprocessing
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,6 +66,28 @@ def run_failing_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, 
             assert error is not None, f"rank {rank} finished without an error"
             ended[rank] = error
     return [ended[rank] for rank in range(num_ranks)]
+
+
+def exits_and_logs(
+    target: Callable[..., Any], arguments: Sequence[tuple], logs: Sequence[Path],
+    meanwhile: Callable[[list], Any] = lambda _: None, timeout: float = 60,
+) -> tuple[list[int | None], list[str]]:  # fmt: skip
+    """Run `target(*arguments[rank])` in a process for each rank. Returns their exit codes, and what is in their logs.
+
+    meanwhile: called with the processes when they have started. timeout: seconds to wait for each of them.
+    """
+    processes = [_context.Process(target=target, args=args, daemon=True) for args in arguments]
+    for process in processes:
+        process.start()
+    try:
+        meanwhile(processes)
+        for process in processes:
+            process.join(timeout)
+        return [process.exitcode for process in processes], [log.read_text() for log in logs]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
 
 
 class _Collected:
