@@ -26,6 +26,7 @@ ALLOWED = {
         *("health", "inference", "profiler", "drawing"),
     },
 }
+ALLOWED["testing"] = {*ALLOWED}
 ALLOWED["commands"] = {*ALLOWED}
 
 
