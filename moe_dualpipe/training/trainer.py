@@ -13,26 +13,21 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ..checkpoint import load_checkpoint, load_weights
-from ..expert_parallel import AllToAll, ExpertParallel, Local
 from ..expert_parallel.parameters import older_names
 from ..health.heartbeat import Progress
 from ..health.signals import Stop
 from ..health.skipped_steps import SkippedSteps
-from ..inference import eval_mode, generate_through_pipeline
+from ..inference import eval_mode
 from ..messages import without_frames
-from ..models import StageOptions, TransformerStage, elementwise_matrices, share_embedding, stacked_matrices
+from ..models import StageOptions
 from ..models.layers import seed_of
-from ..overlap import WeightGrads
 from ..overlap.labels import GRADIENTS, OPTIMIZER
-from ..runtime import P2P, Executor, TensorSpec
 from ..runtime.buffers import Buffers
-from ..runtime.groups import build_groups
-from ..runtime.replicas import check_equal, gather_checksums, gradient_norm, replica_sets, sum_gradients
+from ..runtime.replicas import check_equal, gather_checksums
 from ..runtime.shared_errors import build_on_all_ranks
-from .balance import Balance
 from .learning_rate import learning_rate
 from .metrics import load_statistics, peak_memory_mb, utilisation
-from .optimizer import Optimizer
+from .pipeline import Pipeline
 from .plan import RunPlan
 from .same_text import check_same_text
 
@@ -47,29 +42,22 @@ class Trainer:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         check_same_text(plan.text, self.device)
-        self._sequences_per_rank = self.schedule.num_micro_batches * config.batch.micro_batch_size  # in a step
-        placement, timeout = self.schedule.placement, config.health.timeout
-        self.groups = build_groups(self.layout, placement, timeout, shared_embedding=model.mtp_layers > 0)
-        group = self.groups.experts
-        experts = AllToAll(model.num_experts, group, kernels) if group else Local(model.num_experts, kernels)
+        self.progress = progress or Progress()
         end_id = plan.text.tokenizer.end_id if config.batch.document_mask else None
         options = StageOptions(config.seed, config.compute.recompute, kernels, config.compute.fused_loss, end_id)
-        self.stages = build_on_all_ranks(lambda: self._build_stages(experts, options))
-        embedding = share_embedding(self.stages.values())
-        hidden = TensorSpec((config.batch.micro_batch_size, config.batch.seq_len, model.hidden_size), self.dtype)
-        documents = [TensorSpec(hidden.shape[:2], torch.int32)] * config.batch.document_mask
-        links = P2P.connect(self.groups.pipeline, [hidden, *documents], self.device, timeout=timeout)
-        weight_grads = WeightGrads(config.parallel.max_deferred)
-        self.progress = progress or Progress()
-        self.executor = Executor(self.stages, links, weight_grads, config.parallel.overlap, self.progress.note)
-
-        self.replicas = replica_sets(self.stages.values(), self.groups, embedding)
+        self.pipeline = Pipeline(
+            model, self.schedule, (config.batch.micro_batch_size, config.batch.seq_len), self.device, self.dtype,
+            ep=config.parallel.ep, options=options, overlap=config.parallel.overlap,
+            max_deferred=config.parallel.max_deferred, timeout=config.health.timeout, on_action=self.progress.note,
+        )  # fmt: skip
+        self.stages, self.groups, self.replicas = self.pipeline.stages, self.pipeline.groups, self.pipeline.replicas
+        self.executor, self.balance = self.pipeline.executor, self.pipeline.balance
+        self.balance.rate = config.bias_rate
         *_, trained = self.count_parameters()
         if not trained:
             raise ValueError("all parameters of the model are frozen (requires_grad=False): there is nothing to train")
         self.buffers = build_on_all_ranks(self._build_buffers)
-        self.balance = Balance(model, self.stages, config.bias_rate)
-        self.optimizer = build_on_all_ranks(self._build_optimizer)
+        self.optimizer = self.pipeline.optimizer(config.optim, config.parallel.zero)
         self.skipped = SkippedSteps(config.health.max_skipped, announce=self.layout.rank == 0)
         self.stop, self.stopping = stop or Stop(), False
         if plan.resume:
@@ -81,14 +69,6 @@ class Trainer:
         self.utilisation = utilisation(
             model, config.batch.seq_len, self.device, self.dtype, dist.get_world_size(), config.metrics.peak_tflops
         )
-
-    def _build_stages(self, experts: ExpertParallel, options: StageOptions) -> dict[int, TransformerStage]:
-        """The stages of this rank. Raises ValueError for experts that cannot be built."""
-        stages = {}
-        for index in self.schedule.placement.stages[self.layout.pp_rank]:
-            stage = TransformerStage(self.config.model, self.plan.stages[index], experts, options)
-            stages[index] = stage.to(self.device, self.dtype)
-        return stages
 
     def state(self) -> dict[str, Tensor]:
         """This rank's part of a checkpoint, by global name. Loading into these tensors restores the run."""
@@ -102,12 +82,6 @@ class Trainer:
             raise ValueError(f"{what}: use --recompute attention")
         return buffers
 
-    def _build_optimizer(self) -> Optimizer:
-        """Raises ValueError for layers with invalid `stacked` or `elementwise`. Collective."""
-        stages, config = self.stages.values(), self.config
-        stacked, elementwise = stacked_matrices(stages), elementwise_matrices(stages)
-        return Optimizer(self.replicas, config.optim, config.parallel.zero, stacked, elementwise)
-
     def train_step(self, step: int) -> dict[str, float]:
         """Do one update and return its metrics. `step` is the number of steps before it."""
         config, layout = self.config, self.layout
@@ -116,16 +90,14 @@ class Trainer:
         before = self.buffers.copies()
         losses = self.training_losses(step)
         self.buffers.average()
-        mean = 1 / (self.schedule.num_micro_batches * layout.dp)  # losses of micro-batches are averaged, not summed
+        mean = 1 / self.pipeline.num_micro_batches  # losses of micro-batches are averaged, not summed
         check_every = config.health.check_replicas_every
         # Before the update, which with ZeRO overwrites all replicas with the owner's weights.
         checksums = self._gather_checksums() if check_every and (step + 1) % check_every == 0 else None
         if step == self.plan.first_step:
             self._check_registered()
         with record_function(GRADIENTS):
-            for replicas in self.replicas:
-                sum_gradients(replicas)
-            norm = gradient_norm(self.replicas, self.device) * mean
+            norm = self.pipeline.sum_gradients() * mean
         clip, lr = config.optim.clip, learning_rate(config.optim, step, config.steps)
         # The host waits for the device before the update, not after it: the next step starts without a wait.
         load_LE = self.balance.loads(self.device)
@@ -142,7 +114,7 @@ class Trainer:
                 self.optimizer.drop_gradients()
                 self.buffers.restore(before)
         seconds = time.perf_counter() - start
-        tokens = self._sequences_per_rank * layout.dp * config.batch.seq_len
+        tokens = self.pipeline.num_sequences * layout.dp * config.batch.seq_len
         mfu = {"mfu": round(self.utilisation * tokens / seconds, 4)} if self.utilisation else {}
         return {
             "step": step + 1, "loss": loss, "grad_norm": norm_value, "lr": lr, "skipped": int(self.skipped.total),
@@ -156,32 +128,28 @@ class Trainer:
 
     def training_losses(self, step: int) -> list[Tensor]:
         """Run forward and backward of a step, where `step` is the number of steps before it. Returns its losses."""
-        config, layout, count = self.config, self.layout, self._sequences_per_rank
+        config, layout, count = self.config, self.layout, self.pipeline.num_sequences
         torch.manual_seed(seed_of(config.seed, f"step {step} of rank {layout.rank}"))  # for dropout
-        return self.pipeline_step(*self.plan.text.batch(config.seed, step, layout.dp_rank, count, config.batch.seq_len))
+        return self.pipeline.step(*self.plan.text.batch(config.seed, step, layout.dp_rank, count, config.batch.seq_len))
 
     @torch.no_grad()
     def validation_losses(self) -> Iterator[list[Tensor]]:
-        """Run the held-out sequences in batches. Yields the losses of each batch, as from `pipeline_step`."""
-        layout, count = self.layout, self._sequences_per_rank
+        """Run the held-out sequences in batches. Yields the losses of each batch, as from `Pipeline.step`."""
+        layout, count = self.layout, self.pipeline.num_sequences
         batches = -(-self.config.metrics.eval_sequences // (count * layout.dp))
         total = batches * layout.dp * count
         for i in range(batches):
             first = (i * layout.dp + layout.dp_rank) * count
             batch = self.plan.text.held_out_batch(first, count, total, self.config.batch.seq_len)
             with eval_mode(self.stages.values()):
-                losses = self.pipeline_step(*batch)
+                losses = self.pipeline.step(*batch)
             yield losses
 
     def sample(self) -> str:
         """The model's continuation of the prompt."""
-        config, model, tokenizer = self.config, self.config.model, self.plan.text.tokenizer
+        config, tokenizer = self.config, self.plan.text.tokenizer
         prompt = torch.tensor(tokenizer.encode(config.sample.prompt or "\n"))
-        tokens = generate_through_pipeline(
-            self.executor, self.schedule.placement, self.groups.pipeline, [prompt], config.sample.sample_tokens,
-            (model.hidden_size, self.dtype), config.batch.seq_len, model.vocab_size, config.sample.sampling(),
-            config.seed,
-        )  # fmt: skip
+        tokens = self.pipeline.generate([prompt], config.sample.sample_tokens, config.sample.sampling(), config.seed)
         return tokenizer.decode(tokens[0].tolist())
 
     def _check_registered(self) -> None:
@@ -220,22 +188,6 @@ class Trainer:
         tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor.item()
-
-    def pipeline_step(self, inputs_BS: Tensor, labels_BS: Tensor) -> list[Tensor]:
-        """Run the schedule on one batch. Returns the losses of the micro-batches that end on this rank."""
-        schedule, pp_rank = self.schedule, self.layout.pp_rank
-        inputs, labels = {}, {}
-        size = self.config.batch.micro_batch_size
-        for m, (x, y) in enumerate(zip(inputs_BS.split(size), labels_BS.split(size), strict=True)):
-            if schedule.rank_of(0, m) == pp_rank:
-                inputs[m] = (x.to(self.device),)
-            if schedule.rank_of(schedule.num_stages - 1, m) == pp_rank:
-                labels[m] = (y.to(self.device),)
-        last = self.stages.get(schedule.num_stages - 1)
-        criterion = last.loss if last is not None else None
-        losses = list(self.executor.step(schedule, inputs, labels, criterion).losses.values())
-        self.progress.note(None)
-        return losses
 
     def _mean(self, losses: list[Tensor]) -> float:
         """The mean loss over all ranks. The same all-reduce tells all ranks whether one was asked to stop."""

@@ -52,14 +52,14 @@ def test_a_suspended_rank_counts_as_dead(tmp_path):
 
 
 def on_rank_1_in_step_3(trainer, action):
-    pipeline_step = trainer.pipeline_step
+    pipeline_step = trainer.pipeline.step
 
     def step(*batch):
         if trainer.layout.rank == 1 and trainer.progress.step == 3:
             action()
         return pipeline_step(*batch)
 
-    trainer.pipeline_step = step
+    trainer.pipeline.step = step
 
 
 def fall_asleep():
@@ -95,7 +95,7 @@ def test_a_rank_that_fails_prints_its_traceback_and_the_others_the_error(tmp_pat
 
 
 def failing_everywhere(trainer):
-    trainer.pipeline_step = lambda *_: raise_error()
+    trainer.pipeline.step = lambda *_: raise_error()
 
 
 def test_of_ranks_that_fail_together_one_prints_its_traceback(tmp_path):

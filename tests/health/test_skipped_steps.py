@@ -15,7 +15,7 @@ from tests.support.runs import change, losses, make_trainer, records, resolve, s
 
 def poison(trainer, rank, kind, value, steps):
     """In `steps`, put `value` into the loss of one rank, or into one element of one gradient."""
-    pipeline_step = trainer.pipeline_step
+    pipeline_step = trainer.pipeline.step
 
     def step(*batch):
         found = pipeline_step(*batch)
@@ -29,7 +29,7 @@ def poison(trainer, rank, kind, value, steps):
                 chosen.grad.view(-1)[-1] = value
         return found
 
-    trainer.pipeline_step = step
+    trainer.pipeline.step = step
 
 
 def snapshot(trainer):

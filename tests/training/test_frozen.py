@@ -17,7 +17,7 @@ from moe_dualpipe.models import TransformerStage, build_model
 from moe_dualpipe.planner import MicroBatch, rank_memory
 from moe_dualpipe.runtime.replicas import ReplicaSet, sum_gradients
 from moe_dualpipe.schedule import build
-from moe_dualpipe.training import trainer as trainer_module
+from moe_dualpipe.training import pipeline as pipeline_module
 from moe_dualpipe.training.config import OptimizerConfig
 from moe_dualpipe.training.loop import TrainingRun
 from moe_dualpipe.training.optimizer import Optimizer
@@ -48,7 +48,7 @@ def low_rank_steps(rank, config):
     trainer.check_replicas()
 
     text = trainer.plan.text
-    trainer.pipeline_step(*text.batch(0, 2, trainer.layout.dp_rank, trainer._sequences_per_rank, 16))
+    trainer.pipeline.step(*text.batch(0, 2, trainer.layout.dp_rank, trainer.pipeline.num_sequences, 16))
     for replicas in trainer.replicas:
         sum_gradients(replicas)
     assert {name for name, p in parameters.items() if p.grad is None} == frozen
@@ -121,7 +121,7 @@ class Freezer:
                 super().__init__(*args)
                 freeze(self, pattern)
 
-        patch.setattr(trainer_module, "TransformerStage", FrozenStage)
+        patch.setattr(pipeline_module, "TransformerStage", FrozenStage)
 
 
 def freeze_and_resume(rank, config, pattern):

@@ -67,7 +67,7 @@ def accounts(rank, config):
     printed = introduction(rank, config)
     trainer = make_trainer(rank, config)
     x_BS, y_BS = trainer.plan.text.batch(0, 0, 0, 4, config.batch.seq_len)
-    trainer.pipeline_step(x_BS, y_BS)
+    trainer.pipeline.step(x_BS, y_BS)
     model = build_model(config.model)
     model.loss(model(x_BS), y_BS)
     assert torch.equal(trainer.balance.loads(trainer.device), expert_loads(model))

@@ -252,7 +252,7 @@ def test_the_layers_of_multi_token_prediction_are_named(tmp_path):
 
 
 def nan_in_steps(trainer, *steps):
-    pipeline_step = trainer.pipeline_step
+    pipeline_step = trainer.pipeline.step
     pending = set(steps)
 
     def once(*batch):
@@ -262,7 +262,7 @@ def nan_in_steps(trainer, *steps):
             losses[-1] = losses[-1] * NAN
         return losses
 
-    trainer.pipeline_step = once
+    trainer.pipeline.step = once
 
 
 def test_a_value_that_was_not_finite_only_once(tmp_path):

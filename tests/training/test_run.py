@@ -11,7 +11,6 @@ from moe_dualpipe.data import BYTES
 from moe_dualpipe.inference.sampling import Sampling
 from moe_dualpipe.models import build_model, expert_loads
 from moe_dualpipe.planner.flops import train_flops_per_token
-from moe_dualpipe.training import trainer as trainer_module
 from moe_dualpipe.training.loop import TrainingRun
 from moe_dualpipe.training.trainer import Trainer
 from tests.support.ranks import run_ranks
@@ -147,7 +146,7 @@ def test_parameters_are_counted_once(tmp_path, changes):
 def loads_by_layer(rank, config):
     trainer = make_trainer(rank, config)
     batch = trainer.plan.text.batch(0, 0, 0, 4, config.batch.seq_len)
-    trainer.pipeline_step(*batch)
+    trainer.pipeline.step(*batch)
     model = build_model(MODEL)
     model(batch[0])
     assert torch.equal(trainer.balance.loads(trainer.device), expert_loads(model))
@@ -158,14 +157,11 @@ def test_expert_loads_are_counted_per_layer(tmp_path, schedule):
     run_ranks(2, loads_by_layer, settings(tmp_path, schedule=schedule))
 
 
-def test_the_sample_uses_the_seed_and_the_sampling_options(tmp_path, monkeypatch):
+def test_the_sample_uses_the_seed_and_the_sampling_options(tmp_path):
     passed = []
     trainer: Any = object.__new__(Trainer)
-    trainer.config, trainer.dtype = settings(tmp_path, seed=5), torch.float32
-    trainer.executor = trainer.groups = trainer.schedule = SimpleNamespace(placement=None, pipeline=None)
+    trainer.config = settings(tmp_path, seed=5)
+    trainer.pipeline = SimpleNamespace(generate=lambda *args: passed.extend(args[-2:]) or torch.tensor([[72, 105]]))
     trainer.plan = SimpleNamespace(text=SimpleNamespace(tokenizer=BYTES))
-    monkeypatch.setattr(
-        trainer_module, "generate_through_pipeline", lambda *args: passed.extend(args[-2:]) or torch.tensor([[72, 105]])
-    )
     assert trainer.sample() == "Hi"
     assert passed == [Sampling(0.8, None, 1.0), 5]

@@ -1,0 +1,188 @@
+"""A model divided over the processes: this rank's stages, joined by process groups, links and an executor.
+
+It does what every training loop needs, and nothing that a loop may want to do in its own way: forward and backward of
+a batch, the sum of the gradients over replicas, expert load balancing, the mean loss, and generation.
+
+B sequences, S positions, L layers, E experts, N tokens to generate.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..expert_parallel import AllToAll, ExpertParallel, Local
+from ..inference import Sampling, generate_through_pipeline
+from ..messages import plural
+from ..models import (
+    ModelConfig,
+    StageOptions,
+    TransformerStage,
+    elementwise_matrices,
+    share_embedding,
+    split,
+    stacked_matrices,
+)  # fmt: skip
+from ..overlap import WeightGrads
+from ..runtime import P2P, Executor, TensorSpec
+from ..runtime.groups import Layout, build_groups, check_ep_divides_experts, check_ep_divides_ranks, divisors
+from ..runtime.replicas import gradient_norm, replica_sets, sum_gradients
+from ..runtime.shared_errors import build_on_all_ranks
+from ..schedule import Action, Schedule
+from .balance import Balance
+from .config import OptimizerConfig
+from .optimizer import Optimizer
+
+
+class Pipeline:
+    """This rank's part of a model that runs under `schedule`. All methods are collective.
+
+    The processes form pipelines of `schedule.num_ranks` ranks; with more processes, there are several pipelines (data
+    parallelism). Without torch.distributed, this process is the only one.
+
+    micro_batch: the shape [B, S] of the token ids of one micro-batch. ep: number of ranks that share the experts of a
+    layer. options: seed, kernels, recomputation. overlap: run the communication of one micro-batch during the
+    computation of another, where the schedule pairs them. max_deferred: maximum number of chunks with deferred weight
+    gradients. timeout: seconds that a collective operation waits. on_action: called with each action when it begins.
+
+    Raises ValueError, on all ranks, if the schedule, `ep` or the model does not fit the number of processes.
+    """
+
+    def __init__(
+        self, model: ModelConfig, schedule: Schedule, micro_batch: tuple[int, int], device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32, *, ep: int = 1, options: StageOptions | None = None, overlap: bool = True,
+        max_deferred: int | None = None, timeout: float | None = None,
+        on_action: Callable[[Action | None], None] | None = None,
+    ):  # fmt: skip
+        self.model, self.schedule, self.micro_batch, self.dtype = model, schedule, micro_batch, dtype
+        self.device, self.options, self._on_action = torch.device(device), options or StageOptions(), on_action
+        self.layout = _layout(schedule, ep, model.num_experts)
+        with_mtp = model.mtp_layers > 0
+        self.groups = build_groups(self.layout, schedule.placement, timeout, shared_embedding=with_mtp)
+        group, kernels = self.groups.experts, self.options.kernels
+        experts = AllToAll(model.num_experts, group, kernels) if group else Local(model.num_experts, kernels)
+        self.stages = build_on_all_ranks(lambda: self._build_stages(experts))
+        embedding = share_embedding(self.stages.values())
+        hidden = TensorSpec((*micro_batch, model.hidden_size), dtype)
+        documents = [TensorSpec(micro_batch, torch.int32)] * (self.options.document_end_id is not None)
+        links = P2P.connect(self.groups.pipeline, [hidden, *documents], self.device, timeout=timeout)
+        self.executor = Executor(self.stages, links, WeightGrads(max_deferred), overlap, on_action)
+        self.replicas = replica_sets(self.stages.values(), self.groups, embedding)
+        self.balance = Balance(model, self.stages, rate=0.0)
+
+    def _build_stages(self, experts: ExpertParallel) -> dict[int, TransformerStage]:
+        """The stages of this rank. Raises ValueError for layers that cannot be built."""
+        specs, stages = split(self.model, self.schedule.num_stages), {}
+        for index in self.schedule.placement.stages[self.layout.pp_rank]:
+            stage = TransformerStage(self.model, specs[index], experts, self.options)
+            stages[index] = stage.to(self.device, self.dtype)
+        return stages
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of one step on each data-parallel rank."""
+        return self.schedule.num_micro_batches * self.micro_batch[0]
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of one step on all data-parallel ranks."""
+        return self.schedule.num_micro_batches * self.layout.dp
+
+    def optimizer(self, config: OptimizerConfig, zero: bool = True) -> Optimizer:
+        """The optimizer of this rank's parameters. zero: divide its state among ranks with the same parameters.
+
+        Raises ValueError, on all ranks, for layers with invalid `stacked` or `elementwise`.
+        """
+        stages = self.stages.values()
+        return build_on_all_ranks(
+            lambda: Optimizer(self.replicas, config, zero, stacked_matrices(stages), elementwise_matrices(stages))
+        )
+
+    def step(self, inputs_BS: Tensor, labels_BS: Tensor) -> list[Tensor]:
+        """Run forward and backward of one batch; under `torch.no_grad()`, only forward.
+
+        The arguments have `num_sequences` sequences, the same on all ranks of a pipeline. Adds the gradients, summed
+        over micro-batches, to those of the parameters. Returns the losses of the micro-batches that end on this rank,
+        in nats per token. Raises ValueError for inputs or labels of another shape.
+        """
+        schedule, pp_rank, last = self.schedule, self.layout.pp_rank, self.schedule.num_stages - 1
+        for name, tensor in (("inputs", inputs_BS), ("labels", labels_BS)):
+            self._check_shape(name, tensor)
+        inputs, labels = {}, {}
+        size = self.micro_batch[0]
+        for m, (x, y) in enumerate(zip(inputs_BS.split(size), labels_BS.split(size), strict=True)):
+            if schedule.rank_of(0, m) == pp_rank:
+                inputs[m] = (x.to(self.device),)
+            if schedule.rank_of(last, m) == pp_rank:
+                labels[m] = (y.to(self.device),)
+        criterion = self.stages[last].loss if last in self.stages else None
+        losses = list(self.executor.step(schedule, inputs, labels, criterion).losses.values())
+        if self._on_action is not None:
+            self._on_action(None)
+        return losses
+
+    def sum_gradients(self) -> Tensor:
+        """Sum all gradients over replicas. Returns the norm of all gradients of the model, the same on all ranks.
+
+        The gradient of the mean loss is the sum divided by `num_micro_batches`.
+        """
+        for replicas in self.replicas:
+            sum_gradients(replicas)
+        return gradient_norm(self.replicas, self.device)
+
+    def balance_experts(self, rate: float) -> Tensor:
+        """After an update: move the biases of the routers (`router_bias`) by `rate`, against the loads of this step.
+
+        Returns the loads: tokens per layer and expert, [L, E].
+        """
+        self.balance.rate = rate
+        load_LE = self.balance.loads(self.device)
+        self.balance.after_step(load_LE, self.device)
+        return load_LE
+
+    def mean_loss(self, losses: Sequence[Tensor]) -> float:
+        """The mean over all ranks of the losses that `step` returned."""
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        if losses:
+            total[0], total[1] = torch.stack([*losses]).double().sum(), len(losses)
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        return (total[0] / total[1]).item()
+
+    def generate(
+        self, prompts: Tensor | Sequence[Tensor], num_tokens: int, sampling: Sampling | None = None, seed: int = 0
+    ) -> Tensor:
+        """Return the `num_tokens` tokens that follow each prompt, [B, N], on all ranks.
+
+        prompts: [B, S], or B tensors [S] of any length, the same on all ranks. The model attends to as many positions
+        as a micro-batch has. Raises ValueError for prompts that are empty or have invalid token ids.
+        """
+        return generate_through_pipeline(
+            self.executor, self.schedule.placement, self.groups.pipeline, prompts, num_tokens,
+            (self.model.hidden_size, self.dtype), self.micro_batch[1], self.model.vocab_size, sampling or Sampling(),
+            seed,
+        )  # fmt: skip
+
+    def _check_shape(self, name: str, tensor: Tensor) -> None:
+        expected = [self.num_sequences, self.micro_batch[1]]
+        if [*tensor.shape] != expected:
+            parts = plural(self.schedule.num_micro_batches, "micro-batch", "es")
+            raise ValueError(f"{name} must be {expected}, {parts} of {[*self.micro_batch]}: got {[*tensor.shape]}")
+
+
+def _layout(schedule: Schedule, ep: int, num_experts: int) -> Layout:
+    """The place of this rank. Raises ValueError if the processes cannot form pipelines of the schedule's ranks."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    pp = schedule.num_ranks
+    if size % pp:
+        use = " or ".join(map(str, divisors(size)))
+        raise ValueError(
+            f"a schedule for {plural(pp, 'rank')} does not fit {plural(size, 'process', 'es')}: "
+            f"build it for {plural(size, 'rank') if size == 1 else f'{use} ranks'}, or start a multiple of {pp} "
+            "processes with torchrun"
+        )
+    dp = size // pp
+    check_ep_divides_experts(ep, num_experts)
+    check_ep_divides_ranks(ep, num_experts, dp, f" ({plural(size, 'process', 'es')} / {plural(pp, 'pipeline rank')})")
+    return Layout(pp, dp, ep, rank)
