@@ -4,7 +4,7 @@ Inside `probe`, the functions of the segments are wrapped as the module yields t
 overlapped pairs, deferred weight gradients, recomputation and transfers run as always.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from .segment import Compute, Segments
+from .segment import Comm, Compute, PrepareComm, Segments, Transfer
 from .segmented import Segmented
 from .tape import needs_grad
 
@@ -21,7 +21,9 @@ class Observed(NamedTuple):
     """What a tensor is to a segment: one of its outputs or inputs, or the gradient of one.
 
     module: the index of the segment's module among the Segmented ones in the probed module. segment: its index in that
-    module, the same for every micro-batch. The gradient of an input is the part that this segment adds.
+    module, the same for every micro-batch. index: which of the inputs or outputs it is. chunk: the number of forwards
+    of the module that began earlier inside `probe`. The gradient of a Compute's input is the part that this Compute
+    adds.
     """
 
     module: int
@@ -30,6 +32,8 @@ class Observed(NamedTuple):
     name: str
     is_output: bool
     is_gradient: bool
+    index: int = 0
+    chunk: int = 0
 
     def __str__(self) -> str:
         kind = ("output" if self.is_output else "input") + " gradient" * self.is_gradient
@@ -41,13 +45,14 @@ Observe = Callable[[Observed, Tensor], None]
 
 @contextmanager
 def probe(module: nn.Module, observe: Observe) -> Iterator[None]:
-    """In this context, `observe` gets every tensor that a Compute of `module` takes or returns, and its gradient.
+    """In this context, `observe` gets every tensor that a segment of `module` takes or returns, and its gradient.
 
-    If a forward ran in this context, its gradients are observed even if its backward runs later.
+    Of a PrepareComm, these are only its inputs. If a forward ran in this context, its gradients are observed even if
+    its backward runs later. A Compute that is recomputed in backward is observed again.
     """
     probed = [m for m in module.modules() if isinstance(m, Segmented)]
     for index, segmented in enumerate(probed):
-        segmented.segments = partial(_probed, segmented.segments, index, observe)  # type: ignore[method-assign]
+        segmented.segments = partial(_probed, segmented.segments, index, count(), observe)  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -55,27 +60,65 @@ def probe(module: nn.Module, observe: Observe) -> Iterator[None]:
             del segmented.segments
 
 
-def _probed(segments: Callable[..., Segments], module: int, observe: Observe, *inputs: Any) -> Segments:
-    chunk, reply = segments(*inputs), None
+def _probed(
+    segments: Callable[..., Segments], module: int, chunks: Iterator[int], observe: Observe, *inputs: Any
+) -> Segments:
+    chunk, number, reply = segments(*inputs), next(chunks), None
     for index in count():
         try:
             segment = chunk.send(reply)
         except StopIteration as stop:
             return stop.value
-        if isinstance(segment, Compute):
-            at = partial(Observed, module, index, segment.layer, segment.name)
-            segment.fn = partial(_run, segment.fn, at, observe)
+        at = Observed(module, index, segment.layer, segment.name, False, False, chunk=number)
+        match segment:
+            case Compute():
+                segment.fn = partial(_run, segment.fn, at, observe)
+            case Comm():
+                segment.fn = partial(_ObservedTransfer, segment.fn, at, observe)
+                segment.back = partial(_ObservedTransfer, segment.back, at._replace(is_gradient=True), observe)
+            case PrepareComm():
+                segment.fn = partial(_run_prepare, segment.fn, at, observe)
         reply = yield segment
 
 
-def _run(fn: Callable[..., Any], at: Callable[[bool, bool], Observed], observe: Observe, *inputs: Any) -> Any:
+def _run(fn: Callable[..., Any], at: Observed, observe: Observe, *inputs: Any) -> Any:
     # A view of each input has its own gradient, also if several segments use the input.
     inputs = tuple(t.view_as(t) if needs_grad(t) else t for t in inputs)
     outputs = fn(*inputs)
-    for tensors, is_output in ((inputs, False), ((outputs,) if isinstance(outputs, Tensor) else outputs, True)):
-        for tensor in tensors:
-            if isinstance(tensor, Tensor):
-                observe(at(is_output, False), tensor)
+    for is_output, tensors in ((False, inputs), (True, (outputs,) if isinstance(outputs, Tensor) else outputs)):
+        _see(tensors, at._replace(is_output=is_output), observe)
+        for index, tensor in enumerate(tensors):
             if needs_grad(tensor):
-                tensor.register_hook(partial(observe, at(is_output, True)))
+                of_tensor = at._replace(is_output=is_output, is_gradient=True, index=index)
+                tensor.register_hook(partial(observe, of_tensor))
     return outputs
+
+
+def _run_prepare(fn: Callable[..., Any], at: Observed, observe: Observe, *inputs: Any) -> Any:
+    _see(inputs, at, observe)
+    return fn(*inputs)
+
+
+class _ObservedTransfer:
+    """A transfer in forward, or one of gradients in backward, where its arguments are the gradients of outputs."""
+
+    def __init__(self, fn: Callable[..., Transfer], at: Observed, observe: Observe, *tensors: Any):
+        _see(tensors, at._replace(is_output=at.is_gradient), observe)
+        self._transfer: Transfer = fn(*tensors)
+        self._see: Callable[[Sequence[Any]], None] | None = partial(
+            _see, at=at._replace(is_output=not at.is_gradient), observe=observe
+        )
+        self.completed: bool = getattr(self._transfer, "completed", False)
+
+    def wait(self) -> tuple[Tensor | None, ...]:
+        tensors = self._transfer.wait()
+        see, self._see = self._see, None
+        if see is not None:
+            see(tensors)
+        return tensors
+
+
+def _see(tensors: Sequence[Any], at: Observed, observe: Observe) -> None:
+    for index, tensor in enumerate(tensors):
+        if isinstance(tensor, Tensor):
+            observe(at._replace(index=index), tensor)

@@ -26,9 +26,12 @@ def test_a_probe_sees_all_tensors_and_gradients_and_changes_no_result(recompute,
     assert_same(results, probed_pair(recompute, overlapped, None))
     segments = {text.split(" is that of ")[1] for text in seen}
     assert segments == {
-        "segment embed", "segment head", *(f"layer {i}, segment {name}" for i in range(3) for name in ("attn", "mlp"))
+        "segment embed", "segment head", *(f"layer {i}, segment {name}" for i in range(3) for name in ("attn", "mlp")),
+        *(f"layer {i}, segment {name}" for i in (1, 2) for name in ("dispatch", "combine")),
     }  # fmt: skip
     kinds = {text.split(": ")[1].split(" is that")[0] for text in seen}
     assert kinds == {"input", "output", "input gradient", "output gradient"}
     # The residual stream is an input of attention and of the experts' sum: each use has its own gradient.
     assert seen["1: input gradient is that of layer 0, segment attn"] == 2  # two micro-batches
+    for kind in ("input", "output", "input gradient", "output gradient"):
+        assert sum(n for text, n in seen.items() if f": {kind} is that of layer 1, segment combine" in text) == 2

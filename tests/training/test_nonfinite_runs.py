@@ -85,11 +85,11 @@ def corrupt_combine(trainer, layer):
         block.mlp.expert_parallel.combine = lambda y_ND, *_: Completed(Combined(y_ND * INF, None))
 
 
-def test_a_transfer_that_corrupts_data_is_seen_in_the_next_segment(tmp_path):
+def test_a_transfer_that_corrupts_data_is_named(tmp_path):
     error = error_of(1, settings(tmp_path, seq_len=16, schedule="1f1b"), corrupt_combine, 2)
     assert error == (
-        "the validation loss before step 1 is nan: the first non-finite input is that of layer 2, segment attn "
-        "(stage 0, rank 0)"
+        "the validation loss before step 1 is nan: the first non-finite output is that of layer 1, segment "
+        "combine (stage 0, rank 0)"
     )
 
 
