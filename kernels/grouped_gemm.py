@@ -111,7 +111,8 @@ def _grouped_mm_reference(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
     ends = ends_E.tolist()
     ranges = list(zip([0, *ends], ends, strict=False))
     if b.ndim == 3:
-        return torch.cat([a[start:end] @ b[e] for e, (start, end) in enumerate(ranges)])
+        unused = a.new_zeros(len(a) - ends[-1], b.shape[2])
+        return torch.cat([*(a[start:end] @ b[e] for e, (start, end) in enumerate(ranges)), unused])
     return torch.stack([a[:, start:end] @ b[start:end] for start, end in ranges])
 
 

@@ -34,7 +34,7 @@ def gather_sum(
 ) -> Tensor:
     """Return y [N, D], with y[n] = the sum over k of weights[n, k] rows[positions[n, k]]. Positions of -1 are skipped.
 
-    Sums are taken in the order of k, in fp32 or wider, and rounded once.
+    The weights of skipped positions are not used: they may be NaN. Sums are taken in the order of k, in fp32 or wider, and rounded once.
     """
     if use_triton(kernels, rows_MD, positions_NK, weights_NK):
         from .gpu.permute import sum_rows
@@ -44,8 +44,11 @@ def gather_sum(
     shape = positions_NK.shape[0], rows_MD.shape[1]
     y_ND = rows_MD.new_zeros(shape, dtype=torch.promote_types(rows_MD.dtype, torch.float32))
     for k, positions_N in enumerate(positions_NK.unbind(1) if len(rows_MD) else ()):
-        row_ND = torch.where(positions_N[:, None] >= 0, rows_MD[positions_N.clamp(min=0)], 0)
-        y_ND = y_ND + (row_ND if weights_NK is None else row_ND * weights_NK[:, k, None])
+        valid_N1 = positions_N[:, None] >= 0
+        row_ND = torch.where(valid_N1, rows_MD[positions_N.clamp(min=0)], 0)
+        if weights_NK is not None:
+            row_ND = row_ND * torch.where(valid_N1, weights_NK[:, k, None], 0)
+        y_ND = y_ND + row_ND
     return y_ND.to(rows_MD.dtype)
 
 

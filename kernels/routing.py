@@ -120,7 +120,7 @@ def route(
 
 @dataclass(frozen=True, slots=True)
 class ExpertOrder:
-    """The valid choices of N rows, stably sorted by expert.
+    """The valid choices of N rows, stably sorted by expert. If M is larger, invalid choices follow the last offset.
 
     gather_idx_M: the row of each position.
     choice_idx_M: the choice of each position, as row * K + k.
@@ -141,6 +141,12 @@ class ExpertOrder:
         for field in dataclasses.fields(self):
             check_contiguous(field.name, getattr(self, field.name))
 
+    def trimmed(self) -> "ExpertOrder":
+        """This order with M equal to the last offset. On a GPU, this waits for the device."""
+        length = int(self.expert_offsets[-1])
+        gather_idx_M, choice_idx_M = self.gather_idx_M[:length], self.choice_idx_M[:length]
+        return dataclasses.replace(self, gather_idx_M=gather_idx_M, choice_idx_M=choice_idx_M)
+
 
 def expert_order(
     expert_ids_NK: Tensor, num_experts: int, num_choices: int | None = None, kernels: Kernels = "auto",
@@ -148,8 +154,8 @@ def expert_order(
 ) -> ExpertOrder:  # fmt: skip
     """Sort choices by expert. See ExpertOrder for the result and an example.
 
-    expert_ids_NK: [N, K] integers; -1 is an invalid choice. num_choices: M, the number of valid choices; None: all are
-    valid. It is not checked, because counting would be a host sync. kernels: see backend.py.
+    expert_ids_NK: [N, K] integers; -1 is an invalid choice. num_choices: M, the number of valid choices or more; None:
+    all are valid. It is not checked, because counting would be a host sync. kernels: see backend.py.
     check_ids: raise ValueError for ids of num_experts or more, and for ids below -1 (below 0 if num_choices is None).
     On a GPU, a device-side assertion fails instead, which needs no host sync.
     """
@@ -166,9 +172,9 @@ def expert_order(
 def rank_order(ids_TK: Tensor, experts_per_rank: int, num_ranks: int, kernels: Kernels = "auto") -> ExpertOrder:
     """Sort tokens by destination rank. A token appears once per rank that holds any of its experts.
 
-    Rank r holds the ids from r * experts_per_rank. The result is an ExpertOrder with ranks in place of experts. The
-    number of rows, expert_offsets[R], is known only on the device. The indices have the largest possible length,
-    T x min(K, R), and are undefined past the last row.
+    Rank r holds the ids from r * experts_per_rank; -1 is an invalid choice. The result is an ExpertOrder with ranks in
+    place of experts. The number of rows, expert_offsets[R], is known only on the device. The indices have the largest
+    possible length, T x min(K, R).
 
     Example: ids [[0, 1], [1, 3]] with 2 experts on each of 2 ranks: token 0 goes to rank 0, token 1 to both ranks, so
     gather_idx [0, 1, 1, .], positions [[0, -1], [1, 2]], expert_offsets [0, 2, 3].
@@ -200,6 +206,27 @@ def _sort_by_key(
     # Grouped products write the rows up to the last offset, so it must not exceed the length of the indices.
     offsets[1:] = counts[:num_keys].cumsum(0).clamp(max=max_choices)
     return ExpertOrder(choice_idx_M // max(ids_NK.shape[1], 1), choice_idx_M, positions_NK, offsets)
+
+
+def count_choices(ids_TK: Tensor, num_experts: int) -> int | None:
+    """The number of choices that are not -1, which means "no expert". None on a GPU, where counting is a host sync.
+
+    Raises ValueError for ids below -1 and for ids of num_experts or more; not on a GPU.
+
+    Example: ids [[0, 2], [-1, 1]] and 3 experts -> 3.
+    """
+    if ids_TK.device.type != "cpu":
+        return None
+    if not ids_TK.numel():
+        return 0
+    low, high = map(int, ids_TK.aminmax())
+    if low < -1 or high >= num_experts:
+        token, choice = ((ids_TK < -1) | (ids_TK >= num_experts)).nonzero()[0].tolist()
+        raise ValueError(
+            f"expert ids must be from 0 to {num_experts - 1}, or -1 for no expert: "
+            f"got {int(ids_TK[token, choice])} for token {token}"
+        )
+    return ids_TK.numel() if low >= 0 else int((ids_TK >= 0).sum())
 
 
 def _check_ids(ids: Tensor, lowest: int, num_experts: int) -> None:

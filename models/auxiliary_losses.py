@@ -66,14 +66,14 @@ def sequence_loss(shares_BSE: Tensor, ids_BSK: Tensor) -> Tensor:
 
     P_E is the mean share of expert E in the scores. f_E is the number of tokens with expert E among their K best,
     divided by the mean of this number over experts. The loss is 1 if all experts are used equally, and at most E/K.
+    Ids of -1, no expert, are not counted.
 
     Example: shares [[[0.8, 0.2], [0.6, 0.4]]], ids [[[0], [0]]]: f = [2, 0], P = [0.7, 0.3], so the loss is 1.4.
     """
-    _, length, num_experts = shares_BSE.shape
     chosen_BC = ids_BSK.flatten(1)
-    ones_BC = torch.ones_like(chosen_BC, dtype=shares_BSE.dtype)
-    counts_BE = torch.zeros_like(shares_BSE[:, 0]).scatter_add_(1, chosen_BC, ones_BC)
-    frequencies_BE = counts_BE * (num_experts / (ids_BSK.shape[2] * length))
+    valid_BC = (chosen_BC >= 0).to(shares_BSE.dtype)
+    counts_BE = torch.zeros_like(shares_BSE[:, 0]).scatter_add_(1, chosen_BC.clamp(min=0), valid_BC)
+    frequencies_BE = counts_BE * (shares_BSE.shape[2] / valid_BC.sum(1, keepdim=True).clamp(min=1))
     return (frequencies_BE * shares_BSE.mean(1)).sum(1).mean()
 
 

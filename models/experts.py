@@ -22,7 +22,8 @@ Optional:
     averaged_buffers = ("running_mean",)   buffers to average over the replicas of the layer after each step
     takes_order = True    forward is called as forward(x_ND, order, weights_NK) -> y_ND: from received rows to weighted
                           sums of expert outputs. `order` is an ExpertOrder (kernels/routing.py): indices to read rows
-                          by. Choices of experts on other ranks have position -1. weights_NK is in fp32.
+                          by. Choices of experts on other ranks, and of no expert, have position -1: ignore their
+                          weights. Indices past the last offset are unused. weights_NK is in fp32.
 
 Each expert is saved separately, and loads on any number of ranks, if parameters stack the local experts along their
 first dimension, or if its parameters are in an nn.ModuleList with one module per local expert. All experts of the rank

@@ -87,6 +87,8 @@ class MoE(Segmented):
         order = route.order
         if getattr(self.experts, "takes_order", False):
             return self.same_shape(x_ND, self.experts(x_ND, order, weights_NK))
+        if not route.exact and getattr(self.router, "skips_choices", True):
+            order = order.trimmed()  # a host sync; other layers may assume that the last offset is the number of rows
         rows_MD = permute(x_ND, order, self.kernels)
         out_MD = self.same_shape(rows_MD, self.experts(rows_MD, order.expert_offsets))
         return unpermute(out_MD, order, weights_NK, self.kernels)

@@ -31,6 +31,7 @@ class Router(nn.Module):
 
     load_E: Tensor
     bias_E: Tensor | None
+    skips_choices = False  # whether ids may be -1, "no expert"
     elementwise = ("logits.weight",)  # its rows score experts, as those of the head score tokens
 
     def __init__(self, config: ModelConfig, kernels: Kernels = "auto"):
@@ -69,8 +70,12 @@ class Router(nn.Module):
         )  # fmt: skip
 
     def count(self, ids_TK: Tensor, losses_L: Tensor | None = None) -> None:
-        """Add a batch to the load and the losses. Call it once per batch, also if routing is recomputed in backward."""
-        self.load_E.scatter_add_(0, ids_TK.flatten(), torch.ones_like(ids_TK.flatten()))
+        """Add a batch to the load and the losses. Call it once per batch, also if routing is recomputed in backward.
+
+        Choices of -1, no expert, are not counted.
+        """
+        ids = ids_TK.flatten()
+        self.load_E.scatter_add_(0, ids.clamp(min=0), (ids >= 0).to(self.load_E.dtype))
         if losses_L is not None:
             total, batches = self._losses
             self._losses = total + losses_L, batches + 1

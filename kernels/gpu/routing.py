@@ -186,7 +186,7 @@ def count_kernel(ids, counts, num_choices, blocks, K: tl.constexpr, E: tl.conste
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     counted = tl.histogram(_keys(ids, i, num_choices, K, E, PER_KEY, ONCE), E_PADDED)
     e = tl.arange(0, E_PADDED)
-    tl.store(counts + e.to(tl.int64) * blocks + tl.program_id(0), counted, mask=e < E)
+    tl.store(counts + e.to(tl.int64) * blocks + tl.program_id(0), counted, mask=e <= E)
 
 
 @triton.jit(do_not_specialize=["num_choices", "max_choices", "blocks"])
@@ -199,13 +199,13 @@ def scatter_kernel(
     within = tl.arange(0, BLOCK)
     before = (key[:, None] == key[None, :]) & (within[None, :] < within[:, None])
     cell = key.to(tl.int64) * blocks + tl.program_id(0)
-    valid = key < E
-    start = tl.load(ends + cell, mask=valid, other=0) - tl.load(counts + cell, mask=valid, other=0)
+    start = tl.load(ends + cell) - tl.load(counts + cell)
     position = (start + tl.sum(before.to(tl.int32), 1)).to(tl.int64)
-    valid = valid & (position < max_choices)
-    tl.store(gather_idx + position, i // K, mask=valid)
-    tl.store(choice_idx + position, i, mask=valid)
-    tl.store(positions + i, tl.where(valid, position, -1), mask=i < num_choices)
+    # Invalid choices are written too, so that indices past the last offset are those of rows.
+    inside = (i < num_choices) & (position < max_choices)
+    tl.store(gather_idx + position, i // K, mask=inside)
+    tl.store(choice_idx + position, i, mask=inside)
+    tl.store(positions + i, tl.where(inside & (key < E), position, -1), mask=i < num_choices)
     if tl.program_id(0) == 0:
         e = tl.arange(0, E_PADDED)
         end = tl.load(ends + (e.to(tl.int64) + 1) * blocks - 1, mask=e < E, other=0)
@@ -219,8 +219,9 @@ def order_by_expert(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return gather_idx [M], choice_idx [M], positions [N, K] and offsets [E + 1] (int32) for contiguous ids [N, K].
 
-    The sort key is id // ids_per_key. Ids outside range(num_keys * ids_per_key) are skipped. max_choices: M, at least
-    the number of valid choices; entries beyond that number are not written. once: use each key at most once per row.
+    The sort key is id // ids_per_key. Ids outside range(num_keys * ids_per_key) are invalid: they sort after all keys,
+    and their positions are -1. max_choices: M, at least the number of valid choices and at most N x K.
+    once: use each key at most once per row.
     """
     num_choices, device = ids.numel(), ids.device
     gather_idx = torch.empty(max_choices, dtype=torch.int64, device=device)
@@ -231,7 +232,7 @@ def order_by_expert(
         return gather_idx, choice_idx, positions, offsets.zero_()
     blocks = triton.cdiv(num_choices, BLOCK)
     sizes = (ids.shape[1], num_keys, triton.next_power_of_2(num_keys + 1), ids_per_key, once, BLOCK)
-    counts = torch.empty(num_keys, blocks, dtype=torch.int32, device=device)
+    counts = torch.empty(num_keys + 1, blocks, dtype=torch.int32, device=device)
     count_kernel[(blocks,)](ids, counts, num_choices, blocks, *sizes)
     ends = counts.view(-1).cumsum(0, dtype=torch.int32)
     scatter_kernel[(blocks,)](

@@ -22,7 +22,7 @@ from torch.profiler import record_function
 
 from ..kernels.backend import Kernels, validate_kernels
 from ..kernels.permute import gather, gather_sum
-from ..kernels.routing import ExpertOrder, rank_order
+from ..kernels.routing import ExpertOrder, count_choices, rank_order
 from ..overlap.labels import SIZES_WAIT
 from .protocol import Combined, Pending, Received, Route
 
@@ -62,7 +62,7 @@ class _SendPlan:
 
     sent_S: the token of each of the S sent rows, which are sorted by destination rank. slots_TC: the sent rows of each
     token, -1 for unused entries; C = min(K, R). rows_out, rows_in: number of rows sent to and received from each rank.
-    ids_SK: expert ids of the sent rows, local to the destination; -1 for experts on other ranks.
+    ids_SK: expert ids of the sent rows, local to the destination; -1 for experts on other ranks and for no expert.
     """
 
     sent_S: Tensor
@@ -96,10 +96,13 @@ class Exchange(ABC):
         """Start to send contiguous `rows`: the first rows_out[0] to rank 0, and so on. Returns the received rows."""
 
     def prepare(self, expert_ids_TK: Tensor) -> Route:
+        count_choices(expert_ids_TK, self.num_experts)  # checks the ids
         order = rank_order(expert_ids_TK, self.experts_per_rank, self.num_ranks, self.kernels)
-        ranks = (expert_ids_TK // self.experts_per_rank).flatten().long()
-        choices_R = torch.zeros(self.num_ranks, dtype=torch.int64, device=ranks.device)
-        choices_R.scatter_add_(0, ranks, torch.ones_like(ranks))
+        # Choices of no expert count for one more rank.
+        ranks_TK = torch.where(expert_ids_TK >= 0, expert_ids_TK // self.experts_per_rank, self.num_ranks)
+        ranks = ranks_TK.flatten().long()
+        choices_R = torch.zeros(self.num_ranks + 1, dtype=torch.int64, device=ranks.device)
+        choices_R = choices_R.scatter_add_(0, ranks, torch.ones_like(ranks))[:-1]
         counts_R2 = torch.stack([order.expert_offsets.diff().long(), choices_R], dim=1)
         counts = _PendingCounts(expert_ids_TK, order, self.all_to_all_counts(counts_R2))
         return Route(self.experts_per_rank, self.kernels, backend_state=counts)

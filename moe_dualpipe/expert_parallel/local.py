@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from ..kernels.backend import Kernels, validate_kernels
+from ..kernels.routing import count_choices
 from .protocol import Combined, Completed, Received, Route
 
 
@@ -18,7 +19,10 @@ class Local:
         self.local_experts = range(num_experts)
 
     def prepare(self, expert_ids_TK: Tensor) -> Route:
-        return Route(self.num_experts, self.kernels, expert_ids_TK, len(expert_ids_TK), expert_ids_TK.numel())
+        counted = count_choices(expert_ids_TK, self.num_experts)
+        num_choices = expert_ids_TK.numel() if counted is None else counted
+        rows = len(expert_ids_TK)
+        return Route(self.num_experts, self.kernels, expert_ids_TK, rows, num_choices, exact=counted is not None)
 
     def dispatch(self, x_TD: Tensor, route: Route, weights_TK: Tensor | None = None) -> Completed[Received]:
         return Completed(Received(x_TD, weights_TK))

@@ -40,8 +40,9 @@ class Route:
     """Which rows go to which ranks, for one set of routing decisions. Forward and backward use the same route.
 
     num_local_experts: number of experts on this rank. kernels: the implementation that sorts rows (kernels/backend.py).
-    local_ids_NK: local expert ids of each received row, -1 for experts on other ranks. num_rows, num_choices: N and M.
-    These three are known once the first dispatch has been waited for.
+    local_ids_NK: local expert ids of each received row, -1 for experts on other ranks and for choices of no expert.
+    num_rows, num_choices: N and M. These three are known once the first dispatch has been waited for.
+    exact: M is the number of local choices. Otherwise M may be larger: a GPU would have to wait for an exact count.
     backend_state: private data of the backend.
     """
 
@@ -50,6 +51,7 @@ class Route:
     local_ids_NK: Tensor | None = None
     num_rows: int = 0
     num_choices: int = 0
+    exact: bool = True
     backend_state: Any = None
     _order: ExpertOrder | None = field(default=None, repr=False)
 
@@ -83,6 +85,9 @@ class Combined(NamedTuple):
 class ExpertParallel(Protocol):
     """A backend for `num_experts` experts. This rank holds `local_experts`, a range of consecutive ids.
 
+    Expert ids are global. Id -1 means no expert: the weight of this choice is not used, and its gradient is zero. A
+    token whose choices are all -1 is not sent, and its combined result is zero. `prepare` raises ValueError for other
+    ids out of range, except on a GPU.
     The first call with a route must be `dispatch`. Then `dispatch` and `combine` may be called any number of times.
     Inputs must not be modified until the returned result has been waited for.
     """

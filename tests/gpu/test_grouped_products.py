@@ -252,6 +252,29 @@ def test_experts_and_all_gradients(name, dtype, config, weighting):
         assert ours.dtype == reference.dtype
 
 
+@pytest.mark.parametrize("bound", [False, True])
+def test_choices_of_no_expert_do_not_use_their_weights(bound):
+    """bound: the order has room for all choices, as on a GPU, where the valid ones are not counted."""
+    ids = torch.randint(-1, 4, (9, 3))
+    *tensors, order, dy = moe(9, 3, 4, 8, 8, DTYPES[0], ids)
+    skipped = (ids < 0).to(DEVICE)
+    assert skipped.any()
+    if bound:
+        order = expert_order(ids.to(DEVICE), 4, ids.numel(), kernels="triton")
+    results = []
+    for kernels, value in (("reference", 0.0), ("triton", torch.nan)):
+        leaves = [t.clone().requires_grad_() for t in (*tensors[:3], tensors[3].masked_fill(skipped, value))]
+        used = order.trimmed() if kernels == "reference" else order
+        with all_kernels(POINTERS):
+            y = layer(leaves, used, kernels=kernels)
+            rows = unpermute(permute(leaves[0], used, kernels), used, leaves[3], kernels)
+            (y + rows).backward(dy)
+        results.append([y, rows, *(leaf.grad for leaf in leaves)])
+    for ours, expected in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(ours, expected)
+    assert (results[1][-1][skipped] == 0).all()
+
+
 def test_two_runs_are_bit_identical():
     *tensors, order, dy = moe(9, 2, 3, 24, 16, DTYPES[-1])
     runs = []

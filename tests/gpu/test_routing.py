@@ -137,6 +137,11 @@ ORDERS = {
 }
 
 
+def assert_equal_orders(ours, expected):
+    for name in ("gather_idx_M", "choice_idx_M", "positions_NK", "expert_offsets"):
+        assert torch.equal(getattr(ours, name), getattr(expected, name)), name
+
+
 @pytest.mark.parametrize("make", ORDERS.values(), ids=ORDERS)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_expert_order_equals_the_reference(make, dtype):
@@ -144,9 +149,13 @@ def test_expert_order_equals_the_reference(make, dtype):
     valid = int((ids >= 0).sum())
     expected = expert_order(ids, 5, valid, kernels="reference")
     for _ in range(2):
-        ours = expert_order(ids, 5, valid, kernels="triton")
-        for name in ("gather_idx_M", "choice_idx_M", "positions_NK", "expert_offsets"):
-            assert torch.equal(getattr(ours, name), getattr(expected, name)), name
+        assert_equal_orders(expert_order(ids, 5, valid, kernels="triton"), expected)
+    # With an upper bound of choices, the invalid ones follow.
+    whole = [expert_order(ids, 5, ids.numel(), kernels=kernels) for kernels in ("triton", "reference")]
+    assert_equal_orders(*whole)
+    assert sorted(whole[0].choice_idx_M.tolist()) == [*range(ids.numel())]
+    for order in whole:
+        assert_equal_orders(order.trimmed(), expected)
 
 
 def test_expert_order_of_512_experts():
@@ -160,7 +169,8 @@ def test_expert_order_of_512_experts():
     "tokens,k,ranks,per_rank", [(1, 1, 1, 4), (7, 3, 2, 4), (90, 4, 4, 2), (50, 8, 3, 5), (0, 2, 2, 2)]
 )
 def test_rank_order_sends_a_token_once_to_each_of_its_ranks(tokens, k, ranks, per_rank):
-    ids = torch.randint(0, ranks * per_rank, (tokens, k), device=DEVICE)
+    ids = torch.randint(-1, ranks * per_rank, (tokens, k), device=DEVICE)
+    ids[3:5] = -1  # tokens without an expert
     expected = [
         [t for t, row in enumerate(ids.tolist()) if rank in {i // per_rank for i in row}] for rank in range(ranks)
     ]

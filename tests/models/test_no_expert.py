@@ -1,0 +1,143 @@
+"""Expert id -1 means "no expert": the result is that of any expert with weight 0, on every backend and rank count."""
+
+import pytest
+import torch
+from torch.distributed import group
+
+from moe_dualpipe.expert_parallel import AllToAll, Delayed, Link, Local, Loopback, Replay
+from moe_dualpipe.models import MoE, StageOptions
+from moe_dualpipe.models.auxiliary_losses import sequence_loss
+from moe_dualpipe.models.router import Router
+from moe_dualpipe.overlap.labels import BACKWARD, COMBINE, DISPATCH, FORWARD, label
+from tests.support.ranks import run_ranks
+from tests.support.routers import D, E, with_choices
+
+SECONDS = {label(kind, phase): 0.0 for kind in (DISPATCH, COMBINE) for phase in (FORWARD, BACKWARD)}
+BACKENDS = {
+    "local": lambda: Local(E),
+    "delayed": lambda: Delayed(Local(E), Link()),
+    "loopback of 2": lambda: Loopback(E, 2),
+    "replay of 4": lambda: Replay(E, 4, SECONDS, sms=1),
+}
+EXPERTS = ("swiglu", "tests.support.kernels:LinearExperts")  # by an order, and by rows
+# Tokens and choices per token; CONFIG has 3 choices.
+KINDS = {"some": (11, 3), "more choices": (7, 5), "one choice": (9, 1), "none": (5, 2), "no tokens": (0, 2)}
+
+
+class Decided(Router):
+    """A router with given decisions."""
+
+    skips_choices = True
+
+    def choose(self, logits_TE, bias_E):
+        return self.weights_TK, self.ids_TK
+
+
+def decision(kind, rank=0):
+    """x [T, D], weights [T, K] and ids [T, K], of which about a third is -1 and one token has no expert."""
+    tokens, k = KINDS[kind]
+    generator = torch.Generator().manual_seed(5 + rank)
+    x = torch.randn(tokens, D, dtype=torch.float64, generator=generator)
+    weights = torch.rand(tokens, k, dtype=torch.float64, generator=generator)
+    ids = torch.randint(E, (tokens, k), generator=generator)
+    ids[torch.rand(tokens, k, generator=generator) < (2 if kind == "none" else 0.3)] = -1
+    ids[2:3] = -1
+    return x, weights, ids
+
+
+def moe(backend, experts="swiglu"):
+    config = with_choices(experts=experts, num_shared_experts=0, sequence_loss=0.0, z_loss=0.0)
+    layer = MoE(config, backend, 0, StageOptions(seed=1)).double()
+    layer.router = Decided(config)
+    return layer.double()
+
+
+def direction(tokens):
+    return torch.randn(tokens, D, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+
+
+def outcome(layer, x, weights, ids, direction_TD=None):
+    """The output, the gradients of x, of the weights and of the experts' parameters, and the load."""
+    x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    layer.zero_grad()
+    layer.router.weights_TK, layer.router.ids_TK = weights, ids
+    y = layer(x)
+    y.backward(direction(len(x)) if direction_TD is None else direction_TD)
+    parameters = [p.grad for p in layer.experts.parameters()]
+    return [y.detach(), x.grad, weights.grad, *parameters], layer.router.take_load()
+
+
+def assert_as_with_weight_zero(layer, x, weights, ids):
+    """Compare choices of -1, whose weights are NaN, with choices of any expert, whose weights are 0."""
+    skipped = ids < 0
+    ours, load = outcome(layer, x, weights.masked_fill(skipped, torch.nan), ids)
+    other_ids = torch.where(skipped, torch.arange(ids.numel()).view(ids.shape) % E, ids)
+    theirs, _ = outcome(layer, x, weights.masked_fill(skipped, 0), other_ids)
+    assert (ours[2][skipped] == 0).all()
+    theirs[2] = theirs[2].masked_fill(skipped, 0)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+    assert (ours[0][skipped.all(1)] == 0).all()
+    assert load.tolist() == torch.bincount(ids[~skipped], minlength=E).tolist()
+    return ours
+
+
+@pytest.mark.parametrize("experts", EXPERTS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_expert_equals_weight_zero(backend, experts):
+    layer = moe(BACKENDS[backend](), experts)
+    for kind in KINDS:
+        assert_as_with_weight_zero(layer, *decision(kind))
+
+
+def ranks_agree(rank):
+    for experts in EXPERTS:
+        spread, whole = moe(AllToAll(E, group.WORLD), experts), moe(Local(E), experts)
+        for kind in KINDS:
+            own = decision(kind, rank)
+            if kind == "more choices" and rank == 1:  # a rank without tokens
+                own = tuple(t[:0] for t in own)
+            everything = [None, None]
+            torch.distributed.all_gather_object(everything, own)
+            ours = assert_as_with_weight_zero(spread, *own)
+            start = 0 if rank == 0 else len(everything[0][0])
+            of_all = [torch.cat(tensors) for tensors in zip(*everything, strict=True)]
+            theirs, _ = outcome(whole, *of_all, torch.cat([direction(len(x)) for x, _, _ in everything]))
+            for a, b in zip(ours[:3], theirs[:3], strict=True):
+                torch.testing.assert_close(a, b[start : start + len(own[0])], rtol=1e-12, atol=1e-13)
+            for a, b in zip(ours[3:], theirs[3:], strict=True):
+                torch.testing.assert_close(a, b[rank * E // 2 : (rank + 1) * E // 2], rtol=1e-12, atol=1e-13)
+
+
+def test_two_ranks_equal_one():
+    run_ranks(2, ranks_agree)
+
+
+@pytest.mark.parametrize("experts", EXPERTS)
+def test_a_route_with_an_upper_bound_of_choices(experts, monkeypatch):
+    """On a GPU, Local does not count the choices. Layers that take rows get as many as the last offset says."""
+    layer = moe(Local(E), experts)
+    expected, _ = outcome(layer, *decision("some"))
+    monkeypatch.setattr("moe_dualpipe.expert_parallel.local.count_choices", lambda *_: None)
+    if experts == "swiglu":  # plain torch on a CPU checks the last offset; tests/gpu has the same for Triton
+        monkeypatch.setattr("moe_dualpipe.kernels.grouped_gemm._check_offsets", lambda *_: None)
+    ours, _ = outcome(layer, *decision("some"))
+    for a, b in zip(ours, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("bad", [-2, E])
+def test_other_ids_out_of_range_raise(bad):
+    ids = torch.zeros(4, 2, dtype=torch.int64)
+    ids[2, 1] = bad
+    for make in BACKENDS.values():
+        with pytest.raises(ValueError, match=f"must be from 0 to {E - 1}, or -1 for no expert: got {bad} for token 2$"):
+            make().prepare(ids)
+
+
+def test_the_sequence_loss_counts_chosen_experts_only():
+    shares = torch.rand(2, 3, 4, dtype=torch.float64)
+    ids = torch.tensor([[[0, 1], [1, -1], [-1, -1]], [[-1, -1]] * 3])
+    frequency = torch.tensor([1, 2, 0, 0], dtype=torch.float64) * 4 / 3
+    expected = (frequency * shares[0].mean(0)).sum() / 2  # the second sequence chooses no expert
+    torch.testing.assert_close(sequence_loss(shares, ids), expected)
