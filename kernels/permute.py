@@ -34,7 +34,8 @@ def gather_sum(
 ) -> Tensor:
     """Return y [N, D], with y[n] = the sum over k of weights[n, k] rows[positions[n, k]]. Positions of -1 are skipped.
 
-    The weights of skipped positions are not used: they may be NaN. Sums are taken in the order of k, in fp32 or wider, and rounded once.
+    The weights of skipped positions are not used: they may be NaN. Sums are taken in the order of k, in fp32 or wider,
+    and rounded once.
     """
     if use_triton(kernels, rows_MD, positions_NK, weights_NK):
         from .gpu.permute import sum_rows
