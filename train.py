@@ -4,15 +4,10 @@
     torchrun --nproc-per-node 2 train.py --preset tiny     two processes, DualPipe
     python train.py --help                                 all options
 
-The code is in moe_dualpipe/training/loop.py.
+`moe-dualpipe train` is the same command. The code is in moe_dualpipe/training/: main.py, loop.py.
 """
 
-from moe_dualpipe.health.signals import Stop
-from moe_dualpipe.standard_streams import protect_streams
+from moe_dualpipe.training.main import main
 
 if __name__ == "__main__":
-    protect_streams("stdout", "stderr")  # first: the next file would get the number of a closed stream
-    with Stop().on_signals() as stop:
-        from moe_dualpipe.training.loop import main  # imports torch, which takes seconds
-
-        main(stop=stop)
+    main()

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from moe_dualpipe.kernels.grouped_gemm import grouped_linear
 from moe_dualpipe.models import ModelConfig
-from moe_dualpipe.training.loop import main
+from moe_dualpipe.training.main import main
 
 
 class SquaredReLUExperts(nn.Module):

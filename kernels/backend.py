@@ -5,25 +5,12 @@ Triton for tensors on a GPU in a dtype that the kernels support, and plain torch
 where "auto" uses plain torch. "reference" always uses plain torch.
 """
 
-import functools
-import importlib.util
-from typing import Literal, get_args
-
 import torch
 from torch import Tensor
 
-Kernels = Literal["auto", "triton", "reference"]
+from .options import Kernels, has_triton, validate_kernels
 
 _SUPPORTED = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def validate_kernels(kernels: str) -> Kernels:
-    """Return `kernels`. Raises ValueError for an unknown value, and for "triton" if triton is not installed."""
-    if kernels not in get_args(Kernels):
-        raise ValueError(f"kernels must be one of {', '.join(get_args(Kernels))}: got {kernels!r}")
-    if kernels == "triton" and not _has_triton():
-        raise ValueError('kernels="triton" needs the triton package, which is not installed: use kernels="reference"')
-    return kernels  # type: ignore[return-value]
 
 
 def use_triton(kernels: Kernels, *tensors: Tensor | None) -> bool:
@@ -39,7 +26,7 @@ def use_triton(kernels: Kernels, *tensors: Tensor | None) -> bool:
     if validate_kernels(kernels) == "reference":
         return False
     supported = first.dtype in _SUPPORTED or not (first.is_floating_point() or first.is_complex())
-    if kernels == "auto" and not (first.is_cuda and supported and _has_triton()):
+    if kernels == "auto" and not (first.is_cuda and supported and has_triton()):
         return False
     if first.is_cuda and first.device.index != (current := torch.cuda.current_device()):
         problem = f"these tensors are on {first.device}: call torch.cuda.set_device({first.device.index}) first"
@@ -77,8 +64,3 @@ def check_contiguous(name: str, x: Tensor) -> Tensor:
     if not x.is_contiguous():
         raise ValueError(f"{name} must be contiguous: got {[*x.shape]} with strides {x.stride()}")
     return x
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None

@@ -9,40 +9,15 @@ T or N rows, E experts, K choices per row, M valid choices in total, R ranks, G 
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .backend import Kernels, check_contiguous, check_contiguous_rows, forbid_double_backward, use_triton
-
-Score = Literal["softmax", "sigmoid"]
+from .backend import check_contiguous, check_contiguous_rows, forbid_double_backward, use_triton
+from .options import Kernels, RoutingOptions, Score
 
 # ---- choosing experts ----
-
-
-@dataclass(frozen=True, slots=True)
-class RoutingOptions:
-    """Options of `route`, which documents them."""
-
-    k: int
-    score: Score = "softmax"
-    num_groups: int = 1
-    top_groups: int = 1
-    normalize: bool = True
-    scale: float = 1.0
-
-    def check(self, num_experts: int) -> None:
-        """Raise ValueError for options that are invalid with this number of experts."""
-        if self.score not in ("softmax", "sigmoid"):
-            raise ValueError(f"score must be softmax or sigmoid: got {self.score!r}")
-        if self.num_groups < 1 or num_experts % self.num_groups:
-            raise ValueError(f"{num_experts} experts cannot be divided evenly into {self.num_groups} groups")
-        if not 1 <= self.top_groups <= self.num_groups:
-            raise ValueError(f"top_groups must be from 1 to {self.num_groups} groups: got {self.top_groups}")
-        eligible = num_experts // self.num_groups * self.top_groups
-        if not 1 <= self.k <= eligible:
-            raise ValueError(f"k must be from 1 to {eligible}, the number of eligible experts: got {self.k}")
 
 
 def route_reference(logits_TE: Tensor, bias_E: Tensor | None, options: RoutingOptions) -> tuple[Tensor, Tensor]:

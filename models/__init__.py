@@ -3,16 +3,20 @@
 `build_model(preset("tiny"))` is a whole model. `TransformerStage(config, spec)` is one stage; `split` returns specs.
 """
 
-from .attention import filled_cache
-from .config import ModelConfig, StageOptions
-from .kv_cache import KVCache
-from .layers import elementwise_matrices, stacked_matrices
-from .moe import MoE, expert_loads
-from .mtp import share_embedding
-from .partition import StageSpec, split
-from .presets import PRESETS, preset
-from .recompute import RECOMPUTE
-from .transformer import TransformerStage, build_model, next_token_loss
+from typing import TYPE_CHECKING
+
+from moe_dualpipe.lazy_exports import on_first_use
+
+if TYPE_CHECKING:
+    from .attention import filled_cache
+    from .config import RECOMPUTE, ModelConfig, StageOptions
+    from .kv_cache import KVCache
+    from .layers import elementwise_matrices, stacked_matrices
+    from .moe import MoE, expert_loads
+    from .mtp import share_embedding
+    from .partition import StageSpec, split
+    from .presets import PRESETS, preset
+    from .transformer import TransformerStage, build_model, next_token_loss
 
 __all__ = [
     "PRESETS",
@@ -33,3 +37,4 @@ __all__ = [
     "split",
     "stacked_matrices",
 ]  # fmt: skip
+__getattr__ = on_first_use(__name__)

@@ -1,13 +1,14 @@
-"""The configuration of a model, and the options with which a stage is built, as frozen values."""
+"""The configuration of a model, and the options with which a stage is built, as frozen values. Imports no torch."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
-from moe_dualpipe.kernels.backend import Kernels, validate_kernels
-from moe_dualpipe.kernels.routing import RoutingOptions
+from moe_dualpipe.kernels.options import Kernels, RoutingOptions, validate_kernels
 from moe_dualpipe.messages import LARGEST, check_range
 
-from .recompute import RECOMPUTE, Recompute
+Recompute = Literal["none", "norms", "attention", "full"]
+"""What a block recomputes in backward instead of saving it; recompute.py describes each."""
+RECOMPUTE: tuple[str, ...] = get_args(Recompute)
 
 _RANGES: tuple[tuple[str, float, float], ...] = (
     ("vocab_size hidden_size num_heads num_kv_heads head_dim kv_rank rope_dim value_dim dense_size expert_size "

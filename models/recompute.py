@@ -10,14 +10,12 @@ Results are bit-equal. No communication is repeated.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-Recompute = Literal["none", "norms", "attention", "full"]
-RECOMPUTE: tuple[str, ...] = get_args(Recompute)
 RecomputeTensor = Callable[[], Tensor]
 """Computes a tensor again."""
 

@@ -1,5 +1,6 @@
-"""The console script `moe-dualpipe`: show schedules, measure the overlap, and use trained models.
+"""The console script `moe-dualpipe`: train, show schedules, measure the overlap, and use trained models.
 
+    moe-dualpipe train --preset tiny
     moe-dualpipe schedule show dualpipe --ranks 8 --micro-batches 20 --out dualpipe.svg
     moe-dualpipe schedule compare --stages 8 --micro-batches 32 --cost.F 2 --cost.B 5 --cost.W 2 --cost.FB 6
     moe-dualpipe schedule check order.csv
@@ -13,76 +14,26 @@
 Invalid options print one line and exit with code 2. An invalid schedule and a full disk exit with code 1.
 """
 
-import errno
-import io
-import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
-import tyro
-from tyro.conf import OmitSubcommandPrefixes
-
-from .commands.data import DataCommands
-from .commands.export import Export
-from .commands.generate import Generate
-from .commands.model import ModelCommands
-from .commands.plot import Plot
-from .commands.profile import ProfileCommands
-from .commands.schedule import ScheduleCommands
-from .messages import describe
-from .option_errors import one_line_errors
-from .schedule import ScheduleError
-from .standard_streams import protect_streams
-
-COMMANDS = {
-    "schedule": ScheduleCommands, "profile": ProfileCommands, "data": DataCommands, "plot": Plot, "generate": Generate,
-    "export": Export, "model": ModelCommands,
-}  # fmt: skip
-
-
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+from . import __version__
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
-    protect_streams("stderr")
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # generated text may have characters that a terminal lacks
-    try:
-        try:
-            with one_line_errors():
-                chosen: Any = tyro.extras.subcommand_cli_from_dict(
-                    COMMANDS, args=arguments, prog="moe-dualpipe", config=(OmitSubcommandPrefixes,)
-                )
-            getattr(chosen, "command", chosen).run()
-        finally:  # also after --help, which exits
-            _flush_output()
-    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
+    """Run the command; returns the exit code, or raises SystemExit."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["train"]:
+        from .training.main import main as train  # handles signals before it imports what takes time
+
+        train(arguments[1:])
         return 0
-    except KeyboardInterrupt:
-        return 130
-    except ScheduleError as error:
-        print(error, file=sys.stderr)
-        return 1
-    except OverflowError as error:
-        print(f"moe-dualpipe: error: the costs are too small or too large: {error}", file=sys.stderr)
-        return 2
-    except (ValueError, OSError, ImportError) as error:
-        if os.environ.get("RANK", "0") == "0":  # print once, not on every process of torchrun
-            print(f"moe-dualpipe: error: {describe(error)}", file=sys.stderr)
-        return 1 if isinstance(error, OSError) and error.errno in DISK_ERRORS else 2
-    return 0
+    if arguments[:1] == ["--version"]:
+        print(f"moe-dualpipe {__version__}")
+        return 0
+    from .commands.main import run_command
 
-
-def _flush_output() -> None:
-    """Raises OSError if that fails. The output is then discarded: Python would flush it again at exit, and fail."""
-    try:
-        sys.stdout.flush()
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        error.filename = "standard output"
-        raise
+    return run_command(arguments)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from moe_dualpipe import cli
+from moe_dualpipe.commands import main as commands_main
 from moe_dualpipe.drawing.captions import format_number
 from moe_dualpipe.schedule import Costs, build, simulate
 from moe_dualpipe.schedule.compare import compare
@@ -53,15 +54,19 @@ def check_command(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), f"no target {words[1]}"
         return
-    if words[0] == "moe-dualpipe" or words[-4:-2] == ["-m", "moe_dualpipe.cli"]:
-        choose = cli.tyro.extras.subcommand_cli_from_dict
+    program = next((i for i, word in enumerate(words) if word in ("moe-dualpipe", "moe_dualpipe.cli")), None)
+    if program is not None:
+        choose = commands_main.tyro.extras.subcommand_cli_from_dict
 
         def parse_only(*args, **options):
             choose(*args, **options)
             raise ParsedError
 
-        monkeypatch.setattr(cli.tyro.extras, "subcommand_cli_from_dict", parse_only)
-        arguments = words[1:] if words[0] == "moe-dualpipe" else words[-2:]
+        monkeypatch.setattr(commands_main.tyro.extras, "subcommand_cli_from_dict", parse_only)
+        arguments = words[program + 1 :]
+        if arguments[0] == "train":
+            parse_arguments(arguments[1:])
+            return
         if len(arguments) <= 2 and not any(word.startswith("-") or "." in word for word in arguments):
             arguments.append("--help")  # a command that the text mentions, without its required options
         with pytest.raises((ParsedError, SystemExit)) as ended, contextlib.redirect_stdout(io.StringIO()):

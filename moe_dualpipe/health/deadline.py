@@ -11,6 +11,8 @@ import time
 from contextlib import suppress
 from typing import NoReturn
 
+from ..program import program_name
+
 _CHECKS = 20
 _WRITE_SECONDS = 5.0
 
@@ -43,7 +45,7 @@ class Deadline:
         while not self._over.wait(self._interval):
             self._checks += 1
             if self._checks > _CHECKS:
-                end_process(1, f"train.py: {self.text}\n")
+                end_process(1, f"{program_name()}: {self.text}\n")
 
 
 def print_now(text: str) -> None:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ..program import program_name
 from .deadline import end_process, print_now
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -54,7 +55,8 @@ class Stop:
             if self.requested:
                 end_process(code)
             if not self.completes:
-                end_process(code, f"train.py: rank {os.environ.get('RANK', '0')} stops: {name} before the first step\n")
+                rank = f"{program_name()}: rank {os.environ.get('RANK', '0')}"
+                end_process(code, f"{rank} stops: {name} before the first step\n")
             self.requested = True
             if self.announce:
                 print_now(f"\n{name}: stopping after {self.completes}; repeat to stop now\n")

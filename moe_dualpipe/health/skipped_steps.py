@@ -9,6 +9,8 @@ import sys
 
 import torch
 
+from ..program import program_name
+
 
 class SkippedSteps:
     """Counts skipped steps. `total` is part of a checkpoint: the optimizer has done steps - total updates.
@@ -30,7 +32,7 @@ class SkippedSteps:
         self.total += 1
         if self.announce:
             skipped = f"step {step} is skipped: its loss is {loss}, its gradient norm {norm} ({int(self.total)} so far)"
-            sys.stderr.write(f"train.py: {skipped}\n")
+            sys.stderr.write(f"{program_name()}: {skipped}\n")
         return False
 
     @property

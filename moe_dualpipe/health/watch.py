@@ -20,6 +20,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from ..program import program_name
 from .deadline import Deadline, end_process
 from .heartbeat import SAVING, CodePosition, Heartbeat, Progress, pid_namespace
 from .user_frames import short_tracebacks, user_traceback
@@ -65,7 +66,7 @@ def joining(rank: int, timeout: float) -> Iterator[None]:
         try:
             yield
         except (RuntimeError, ValueError) as error:
-            end_process(1, f"train.py: {failed}: {_first_line(error)}\n")
+            end_process(1, f"{program_name()}: {failed}: {_first_line(error)}\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ class Watchdog:
         publisher.join(self._until_read)  # the store may not answer
         first = published[0] if published else own
         if first.rank not in (None, self.rank):  # that rank prints a traceback
-            end_process(1, f"train.py: rank {self.rank} {own.text}, after rank {first.rank} {first.text}\n")
+            end_process(1, f"{program_name()}: rank {self.rank} {own.text}, after rank {first.rank} {first.text}\n")
         sys.stderr.write(user_traceback(error))  # one write: other processes write to stderr, too
         sys.stderr.flush()
         publisher.join()
@@ -165,7 +166,7 @@ class Watchdog:
     def _exit(self, failure: Failure) -> None:
         if self._failing is None or failure.rank != self.rank:  # else the main thread prints its traceback
             who = "" if failure.rank is None else f"rank {failure.rank} "
-            end_process(1, f"train.py: rank {self.rank} stops: {who}{failure.text}\n", self._until_read)
+            end_process(1, f"{program_name()}: rank {self.rank} stops: {who}{failure.text}\n", self._until_read)
 
     def _heartbeat(self, rank: int) -> Heartbeat | None:
         return Heartbeat.loads(self._store.get(str(rank))) if self._store.check([str(rank)]) else None

@@ -1,9 +1,11 @@
 """Run one chunk's computation while another chunk's data is being transferred.
 
-Exports are imported on first use, so that programs without torch can import labels.py.
+Exports are imported on first use (lazy_exports.py), so that programs without torch can import labels.py.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..lazy_exports import on_first_use
 
 if TYPE_CHECKING:
     from ..kernels.weight_grads import WeightGrads, bind
@@ -12,11 +14,4 @@ if TYPE_CHECKING:
     from .segmented import Segmented
 
 __all__ = ["Comm", "Compute", "Engine", "PrepareComm", "Segmented", "Segments", "WeightGrads", "bind", "in_layer"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__} has no attribute {name}")
-    from . import segment, segmented
-
-    return getattr(segment if hasattr(segment, name) else segmented, name)
+__getattr__ = on_first_use(__name__)

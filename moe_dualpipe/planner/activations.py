@@ -15,9 +15,8 @@ import math
 from dataclasses import dataclass
 
 from ..models.attention import ATTENTION
-from ..models.config import ModelConfig
+from ..models.config import ModelConfig, Recompute
 from ..models.partition import StageSpec
-from ..models.recompute import Recompute
 
 
 @dataclass(frozen=True, slots=True)

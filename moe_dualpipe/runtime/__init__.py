@@ -1,8 +1,14 @@
 """Run schedules on torch.distributed: process groups, links between ranks, stages, replicas, and the executor."""
 
-from .executor import Executor
-from .p2p import P2P, TensorSpec
-from .rank_step import StepResult
-from .stage import Criterion, OverlappedModule, Stage
+from typing import TYPE_CHECKING
+
+from ..lazy_exports import on_first_use
+
+if TYPE_CHECKING:
+    from .executor import Executor
+    from .p2p import P2P, TensorSpec
+    from .rank_step import StepResult
+    from .stage import Criterion, OverlappedModule, Stage
 
 __all__ = ["P2P", "Criterion", "Executor", "OverlappedModule", "Stage", "StepResult", "TensorSpec"]
+__getattr__ = on_first_use(__name__)

@@ -13,12 +13,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..messages import plural
+from ..program import program_name
 
 
 def warn(text: str) -> None:
     """Print a warning on stderr, if that works."""
     with suppress(OSError):
-        sys.stderr.write(f"\ntrain.py: warning: {text}\n")  # on a line of its own, after the progress bar
+        sys.stderr.write(f"\n{program_name()}: warning: {text}\n")  # on a line of its own, after the progress bar
 
 
 class AppendedFile:

@@ -1,18 +1,17 @@
 """The command line of train.py: options from arguments, and the command that resumes a run."""
 
-import os
-import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import tyro
 
-from ..messages import shell_word
+from ..messages import describe, shell_word
 from ..models import preset
 from ..option_errors import one_line_errors
+from ..program import program_name, training_command
 from ..runtime.launch import Launch
 from .config import TrainConfig
 
@@ -40,17 +39,26 @@ def parse_arguments(arguments: Sequence[str], quiet: bool = False) -> TrainConfi
     chosen, _ = _parse_known(_Preset, arguments)
     default = TrainConfig(preset=chosen.preset, model=preset(chosen.preset))
     with one_line_errors():
-        return tyro.cli(TrainConfig, args=arguments, prog="train.py", default=default, console_outputs=not quiet)
+        return tyro.cli(TrainConfig, args=arguments, prog=program_name(), default=default, console_outputs=not quiet)
+
+
+@contextmanager
+def exit_on_invalid_option(announce: bool, *kinds: type[Exception]) -> Iterator[None]:
+    """In this context, errors of these kinds end the process with code 2. announce: print them, on one line."""
+    try:
+        yield
+    except kinds as error:
+        if announce:  # in one write: other processes write to stderr, too
+            sys.stderr.write(f"{program_name()}: error: {describe(error)}\n")
+        raise SystemExit(2) from None
 
 
 def resume_command(arguments: Sequence[str], run: str, steps: int) -> str:
     """The command that continues, up to `steps`, the run that was started with `arguments`."""
     launch = Launch.from_environment()
-    program = [_program("python")]
-    if launch.world_size > 1:
-        program = [_program("torchrun"), "--nproc-per-node", str(launch.local_world_size)]
+    program = training_command(launch.local_world_size if launch.world_size > 1 else None)
     _, others = _parse_known(_Replaced, arguments)
-    words = [*program, os.path.relpath(sys.argv[0]), *others, "--resume", run, "--steps", str(steps)]
+    words = [*program, *others, "--resume", run, "--steps", str(steps)]
     return " ".join(map(shell_word, words))
 
 
@@ -58,11 +66,3 @@ def _parse_known(kind: type, arguments: Sequence[str]) -> tuple[Any, list[str]]:
     """The options of `kind`, and all other arguments."""
     with one_line_errors():
         return tyro.cli(kind, args=arguments, return_unknown_args=True, add_help=False)
-
-
-def _program(name: str) -> str:
-    """`name` if the shell finds the program next to this interpreter, otherwise its path."""
-    path = Path(sys.executable).with_name(name)
-    if not path.exists() or shutil.which(name) == str(path):
-        return name
-    return os.path.relpath(path)

@@ -5,15 +5,17 @@ None means no limit, or a value that `resolve.py` chooses from the other options
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import OmitArgPrefixes, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
-from ..inference.sampling import Sampling
-from ..kernels.backend import Kernels
+from ..kernels.options import Kernels
 from ..models import PRESETS, ModelConfig
-from ..models.recompute import Recompute
+from ..models.config import Recompute
+
+if TYPE_CHECKING:
+    from ..inference import Sampling
 
 
 def _optional(kind: Callable[[str], Any], metavar: str) -> PrimitiveConstructorSpec:
@@ -137,8 +139,10 @@ class SampleConfig:
     top_p: float = 1.0
     """Sample from the most likely tokens with this total probability. 1: no limit."""
 
-    def sampling(self) -> Sampling:
+    def sampling(self) -> "Sampling":
         """Raises ValueError for values out of range."""
+        from ..inference import Sampling  # imports torch, which --help does not need
+
         return Sampling(self.temperature, self.top_k, self.top_p)
 
 

@@ -1,13 +1,12 @@
-"""A training run, from the command line to the last checkpoint.
+"""A training run, from its options to the last checkpoint.
 
 Every rank checks all options before the first collective operation, and all come to the same result. So an invalid
 option ends the run with one line and exit code 2, and never with a hang.
 """
 
 import math
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import torch.distributed as dist
@@ -17,12 +16,12 @@ from ..data import tokenizer_files
 from ..health.deadline import Deadline
 from ..health.signals import Stop
 from ..health.watch import joining, watch_ranks
-from ..messages import describe, printable
+from ..messages import printable
 from ..runtime.groups import init_world
 from ..runtime.launch import Launch
-from ..standard_streams import protect_streams
 from . import restart
-from .command_line import parse_arguments
+from .command_line import exit_on_invalid_option
+from .config import TrainConfig
 from .memory import check_memory
 from .metrics import peak_memory_mb, progress_bar
 from .nonfinite import first_nonfinite
@@ -34,22 +33,12 @@ from .trainer import Trainer
 _ADVICE = "resume from an earlier one with a lower --optim.lr, or check the data"
 
 
-def main(arguments: Sequence[str] | None = None, stop: Stop | None = None) -> None:
-    """Run train.py. Invalid options print one line and exit with code 2.
+def run(config: TrainConfig, launch: Launch, arguments: Sequence[str], stop: Stop) -> None:
+    """Do the run of `config`. Invalid options print one line and exit with code 2. Collective.
 
-    stop: receives the signals already. None: receive them from now on.
+    arguments: the command line, for the command that resumes the run. stop: receives the signals.
     """
-    protect_streams("stdout", "stderr")
-    if stop is None:
-        with Stop().on_signals() as stop:
-            main(arguments, stop)
-            return
-    with _exit_on_invalid_option(True, ValueError):
-        launch = Launch.from_environment()
-    stop.announce = launch.rank == 0
-    arguments = sys.argv[1:] if arguments is None else arguments
-    with _exit_on_invalid_option(launch.local_rank == 0, ValueError, OSError):
-        config = parse_arguments(arguments, quiet=launch.local_rank > 0)
+    with exit_on_invalid_option(launch.local_rank == 0, ValueError, OSError):
         plan = plan_run(config, launch, arguments)
         restart.mark_folder(plan.setup.folder, launch.local_rank)
     timeout = config.health.timeout
@@ -57,23 +46,13 @@ def main(arguments: Sequence[str] | None = None, stop: Stop | None = None) -> No
         init_world(plan.setup.device, launch, timeout)
     try:
         with watch_ranks(timeout) as progress:
-            with _exit_on_invalid_option(launch.local_rank == 0, ValueError):
+            with exit_on_invalid_option(launch.local_rank == 0, ValueError):
                 check_memory(plan, launch)
                 trainer = Trainer(plan, progress, stop)
             TrainingRun(trainer).run()
     finally:
         with Deadline(timeout, f"rank {launch.rank} stops: it cannot leave the process groups"):
             dist.destroy_process_group()
-
-
-@contextmanager
-def _exit_on_invalid_option(announce: bool, *kinds: type[Exception]) -> Iterator[None]:
-    try:
-        yield
-    except kinds as error:
-        if announce:
-            sys.stderr.write(f"train.py: error: {describe(error)}\n")  # one write: other processes write to stderr, too
-        raise SystemExit(2) from None
 
 
 class TrainingRun:

@@ -9,6 +9,7 @@ from tqdm import tqdm
 from ..checkpoint import SaveResult, list_checkpoints
 from ..inference import printable_text
 from ..messages import plural, printable
+from ..program import program_name
 from .command_line import resume_command
 from .metrics import Metrics
 from .plan import RunPlan
@@ -59,15 +60,14 @@ class Reporter:
     def saved(self, result: SaveResult) -> None:
         """Report a save that failed."""
         if result.error and self.enabled:
-            sys.stderr.write(
-                f"\ntrain.py: error: {printable(result.path)} could not be written: {printable(result.error, 1000)}\n"
-            )
+            failure = f"{printable(result.path)} could not be written: {printable(result.error, 1000)}"
+            sys.stderr.write(f"\n{program_name()}: error: {failure}\n")
             self.metrics.write(step=result.step, save_error=result.error)
 
     def fail(self, text: str) -> NoReturn:
         """Print the error that ends the run, and exit with code 1."""
         if self.enabled:
-            sys.stderr.write(f"train.py: error: {text}\n")
+            sys.stderr.write(f"{program_name()}: error: {text}\n")
         raise SystemExit(1)
 
     def sample(self, text: str) -> None:

@@ -17,7 +17,7 @@ from tests.support.runs import ROOT, SMALL, change, losses, make_plan, options, 
 
 KILLS_ITSELF = """
 import os, signal
-from moe_dualpipe.training.loop import main
+from moe_dualpipe.training.main import main
 from moe_dualpipe.training.trainer import Trainer
 
 train_step = Trainer.train_step

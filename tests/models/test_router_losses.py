@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_dualpipe.expert_parallel import AllToAll, Local
 from moe_dualpipe.models import ModelConfig, MoE, StageOptions, build_model, next_token_loss
 from moe_dualpipe.models.auxiliary_losses import sequence_loss, z_loss
-from moe_dualpipe.models.recompute import RECOMPUTE
+from moe_dualpipe.models.config import RECOMPUTE
 from moe_dualpipe.models.router import Router
 from tests.support.oracles import moe_oracle
 from tests.support.ranks import run_ranks

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from moe_dualpipe.models import ModelConfig
-from moe_dualpipe.models.recompute import RECOMPUTE
+from moe_dualpipe.models.config import RECOMPUTE
 from moe_dualpipe.schedule.build import NAMES
 from moe_dualpipe.training.config import OptimizerConfig, TrainConfig
 from tests.support.ranks import run_ranks

@@ -4,7 +4,7 @@ import re
 
 from moe_dualpipe.schedule import build
 from moe_dualpipe.training.command_line import parse_arguments
-from moe_dualpipe.training.loop import main
+from moe_dualpipe.training.main import main
 from tests.support.ranks import run_ranks
 from tests.support.runs import SMALL, command, losses, records, train_and_listen
 

@@ -10,7 +10,8 @@ import torch
 
 from moe_dualpipe.checkpoint import list_checkpoints
 from moe_dualpipe.expert_parallel import Combined, Completed
-from moe_dualpipe.training.loop import TrainingRun, main
+from moe_dualpipe.training.loop import TrainingRun
+from moe_dualpipe.training.main import main
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, SMALL, change, make_trainer, save, settings
 

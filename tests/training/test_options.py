@@ -9,7 +9,7 @@ import torch
 
 from moe_dualpipe.training.command_line import parse_arguments, resume_command
 from moe_dualpipe.training.config import TrainConfig
-from moe_dualpipe.training.loop import main
+from moe_dualpipe.training.main import main
 from tests.support.runs import ROOT, change, option_values, options, resolve
 
 # ---- Flags ----

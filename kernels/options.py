@@ -1,0 +1,51 @@
+"""The options of operators, as values. This module imports no torch, so that a command line can be read without it."""
+
+import functools
+import importlib.util
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Kernels = Literal["auto", "triton", "reference"]
+"""The implementation of an operator; backend.py chooses by it."""
+
+
+def validate_kernels(kernels: str) -> Kernels:
+    """Return `kernels`. Raises ValueError for an unknown value, and for "triton" if triton is not installed."""
+    if kernels not in get_args(Kernels):
+        raise ValueError(f"kernels must be one of {', '.join(get_args(Kernels))}: got {kernels!r}")
+    if kernels == "triton" and not has_triton():
+        raise ValueError('kernels="triton" needs the triton package, which is not installed: use kernels="reference"')
+    return kernels  # type: ignore[return-value]
+
+
+@functools.cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+Score = Literal["softmax", "sigmoid"]
+"""The function from router logits to scores."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingOptions:
+    """Options of `routing.route`, which documents them."""
+
+    k: int
+    score: Score = "softmax"
+    num_groups: int = 1
+    top_groups: int = 1
+    normalize: bool = True
+    scale: float = 1.0
+
+    def check(self, num_experts: int) -> None:
+        """Raise ValueError for options that are invalid with this number of experts."""
+        if self.score not in ("softmax", "sigmoid"):
+            raise ValueError(f"score must be softmax or sigmoid: got {self.score!r}")
+        if self.num_groups < 1 or num_experts % self.num_groups:
+            raise ValueError(f"{num_experts} experts cannot be divided evenly into {self.num_groups} groups")
+        if not 1 <= self.top_groups <= self.num_groups:
+            raise ValueError(f"top_groups must be from 1 to {self.num_groups} groups: got {self.top_groups}")
+        eligible = num_experts // self.num_groups * self.top_groups
+        if not 1 <= self.k <= eligible:
+            raise ValueError(f"k must be from 1 to {eligible}, the number of eligible experts: got {self.k}")

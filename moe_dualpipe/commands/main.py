@@ -1,0 +1,74 @@
+"""Parse the arguments of `moe-dualpipe`, run the chosen command, and print its errors on one line."""
+
+import errno
+import io
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import tyro
+from tyro.conf import OmitSubcommandPrefixes
+
+from ..messages import describe
+from ..option_errors import one_line_errors
+from ..schedule import ScheduleError
+from ..standard_streams import protect_streams
+from .data import DataCommands
+from .export import Export
+from .generate import Generate
+from .model import ModelCommands
+from .plot import Plot
+from .profile import ProfileCommands
+from .schedule import ScheduleCommands
+from .train import Train
+
+COMMANDS = {
+    "train": Train,
+    "schedule": ScheduleCommands, "profile": ProfileCommands, "data": DataCommands, "plot": Plot, "generate": Generate,
+    "export": Export, "model": ModelCommands,
+}  # fmt: skip
+
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Parse and run a command; returns the exit code."""
+    protect_streams("stderr")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # generated text may have characters that a terminal lacks
+    try:
+        try:
+            with one_line_errors():
+                chosen: Any = tyro.extras.subcommand_cli_from_dict(
+                    COMMANDS, args=arguments, prog="moe-dualpipe", config=(OmitSubcommandPrefixes,)
+                )
+            getattr(chosen, "command", chosen).run()
+        finally:  # also after --help, which exits
+            _flush_output()
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except ScheduleError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except OverflowError as error:
+        print(f"moe-dualpipe: error: the costs are too small or too large: {error}", file=sys.stderr)
+        return 2
+    except (ValueError, OSError, ImportError) as error:
+        if os.environ.get("RANK", "0") == "0":  # print once, not on every process of torchrun
+            print(f"moe-dualpipe: error: {describe(error)}", file=sys.stderr)
+        return 1 if isinstance(error, OSError) and error.errno in DISK_ERRORS else 2
+    return 0
+
+
+def _flush_output() -> None:
+    """Raises OSError if that fails. The output is then discarded: Python would flush it again at exit, and fail."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        error.filename = "standard output"
+        raise

@@ -1,0 +1,48 @@
+"""How this process was started, for messages and for commands to type again.
+
+Training starts as train.py, or another script that calls its `main`, or as `moe-dualpipe train`, which is also
+`python -m moe_dualpipe.cli train`; each of them alone or under torchrun.
+"""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+CONSOLE_SCRIPT = "moe-dualpipe"
+MODULE = "moe_dualpipe.cli"
+
+
+def program_name() -> str:
+    """The program that trains, as messages name it."""
+    return f"{CONSOLE_SCRIPT} train" if _is_module() or _is_console_script() else "train.py"
+
+
+def training_command(processes: int | None) -> list[str]:
+    """The words that start training again as this process was started.
+
+    processes: the number that torchrun starts on this machine. None: without torchrun.
+    """
+    launcher = [_executable("torchrun"), "--nproc-per-node", str(processes)] if processes else []
+    if _is_module():
+        return [*(launcher or [_executable("python")]), "-m", MODULE, "train"]
+    if _is_console_script():
+        return [*launcher, *(["--no-python"] if launcher else []), _executable(CONSOLE_SCRIPT), "train"]
+    return [*(launcher or [_executable("python")]), os.path.relpath(sys.argv[0])]
+
+
+def _is_module() -> bool:
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return spec is not None and spec.name == MODULE
+
+
+def _is_console_script() -> bool:
+    return Path(sys.argv[0]).name == CONSOLE_SCRIPT
+
+
+def _executable(name: str) -> str:
+    """`name` if the shell finds the program next to this interpreter, otherwise its path."""
+    path = Path(sys.executable).with_name(name)
+    if not path.exists() or shutil.which(name) == str(path):
+        return name
+    return os.path.relpath(path)
