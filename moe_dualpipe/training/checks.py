@@ -8,6 +8,7 @@ from ..messages import LARGEST, check_range
 from .config import TrainConfig
 from .learning_rate import decay_steps
 from .metrics import check_tensorboard
+from .wandb_run import check_wandb
 
 # Options, with their smallest and largest valid values. None is always valid where the type allows it.
 RANGES: tuple[tuple[str, float, float], ...] = (
@@ -50,6 +51,8 @@ def check_options(config: TrainConfig) -> None:
         raise ValueError("--weights starts a new run and --resume continues an old one: use one of them")
     if config.metrics.tensorboard:
         check_tensorboard()
+    if config.metrics.wandb:
+        check_wandb()
     if optim.schedule == "cosine" and optim.decay_steps:
         what = f"--optim.decay-steps {optim.decay_steps}"
         raise ValueError(f"{what} is for --optim.schedule wsd: cosine decays in all steps")

@@ -118,6 +118,8 @@ class MetricsConfig:
     """Number of held-out sequences for the validation loss, rounded up to whole batches."""
     tensorboard: bool = False
     """Write the metrics for TensorBoard as well."""
+    wandb: Annotated[str | None, _optional(str, "PROJECT")] = None
+    """Also send the metrics to this project of Weights & Biases (W&B)."""
     peak_tflops: OptionalFloat = None
     """Peak TFLOP/s of one device, for the metric mfu (model FLOPs utilization). None: known for common GPUs."""
     profile: Annotated[int, arg(metavar="STEPS")] = 0

@@ -19,16 +19,19 @@ from ..health.watch import joining, watch_ranks
 from ..messages import printable
 from ..runtime.groups import init_world
 from ..runtime.launch import Launch
+from ..runtime.shared_errors import build_on_all_ranks
 from . import restart
 from .command_line import exit_on_invalid_option
 from .config import TrainConfig
 from .memory import check_memory
 from .metrics import peak_memory_mb, progress_bar
 from .nonfinite import first_nonfinite
-from .plan import plan_run
+from .plan import RunPlan, plan_run
 from .profiling import StepProfiler
 from .reporter import Reporter
+from .sinks import Sink
 from .trainer import Trainer
+from .wandb_run import WandbRun
 
 _ADVICE = "resume from an earlier one with a lower --optim.lr, or check the data"
 
@@ -49,19 +52,27 @@ def run(config: TrainConfig, launch: Launch, arguments: Sequence[str], stop: Sto
             with exit_on_invalid_option(launch.local_rank == 0, ValueError):
                 check_memory(plan, launch)
                 trainer = Trainer(plan, progress, stop)
-            TrainingRun(trainer).run()
+                sinks = build_on_all_ranks(lambda: _chosen_sinks(plan))
+            TrainingRun(trainer, sinks).run()
     finally:
         with Deadline(timeout, f"rank {launch.rank} stops: it cannot leave the process groups"):
             dist.destroy_process_group()
 
 
-class TrainingRun:
-    """Training steps, checkpoints and reports, in order. Collective."""
+def _chosen_sinks(plan: RunPlan) -> list[Sink]:
+    """Raises ValueError for one that cannot start."""
+    if plan.config.metrics.wandb and plan.setup.layout.rank == 0:
+        return [WandbRun(plan.config, plan.setup.folder)]
+    return []
 
-    def __init__(self, trainer: Trainer):
+
+class TrainingRun:
+    """Training steps, checkpoints and reports, in order. Collective. sinks: also get the metrics, on the first rank."""
+
+    def __init__(self, trainer: Trainer, sinks: Sequence[Sink] = ()):
         self.trainer, self.plan, self.config = trainer, trainer.plan, trainer.config
         setup, options = trainer.plan.setup, self.config.checkpoint
-        self.reporter = Reporter(self.plan)
+        self.reporter = Reporter(self.plan, sinks)
         self.saver = Saver(
             setup.folder, self.config.model, options.keep or 0, options.save_async, trainer.progress.save.note
         )  # fmt: skip

@@ -1,9 +1,10 @@
-"""The metrics of a run: a file with one JSON object per line, TensorBoard, and a progress bar."""
+"""The metrics of a run: a file with one JSON object per line, TensorBoard and other sinks, and a progress bar."""
 
 import importlib.util
 import json
 import resource
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ..messages import quoted
 from ..models import ModelConfig
 from ..planner.flops import peak_flops, train_flops_per_token
 from .appended_file import AppendedFile
+from .sinks import GuardedSink, Sink
 
 FILE = "metrics.jsonl"
 _NUMBERS = {*(panel.key for panel in PANELS), "validation_loss", "tokens", "seconds"}
@@ -25,12 +27,16 @@ _NUMBERS = {*(panel.key for panel in PANELS), "validation_loss", "tokens", "seco
 class Metrics:
     """Appends records to `<run>/metrics.jsonl`. tensorboard: also writes them to `<run>/tensorboard/`.
 
-    enabled: True on one rank; the others write nothing. first_step: removes the records of later steps, which a resumed
-    run repeats. If a file cannot be written, training continues, and later calls try again (appended_file.py).
+    sinks: also get the records (sinks.py). enabled: True on one rank; the others write nothing. first_step: removes the
+    records of later steps, which a resumed run repeats. If a file cannot be written, training continues, and later
+    calls try again (appended_file.py).
     """
 
-    def __init__(self, run: Path, enabled: bool, first_step: int = 0, tensorboard: bool = False):
+    def __init__(
+        self, run: Path, enabled: bool, first_step: int = 0, tensorboard: bool = False, sinks: Sequence[Sink] = ()
+    ):
         self._file = self._board = None
+        self._sinks = [GuardedSink(sink) for sink in sinks] if enabled else []
         if enabled:
             path = run / FILE
             self._file = AppendedFile(path, lambda: _remove_later(path, first_step))
@@ -45,9 +51,11 @@ class Metrics:
             self._file.append((strict_json.write(record) + "\n").encode())  # NaN as null
         if self._board is not None:
             self._board.write(**record)
+        for sink in self._sinks:
+            sink.log(record)
 
     def close(self) -> None:
-        for file in (self._file, self._board):
+        for file in (self._file, self._board, *self._sinks):
             if file is not None:
                 file.close()
 

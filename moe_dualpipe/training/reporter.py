@@ -1,6 +1,7 @@
 """What a run prints and records: the introduction, progress, metrics, results of saves, and how to resume."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -13,15 +14,17 @@ from ..program import program_name
 from .command_line import resume_command
 from .metrics import Metrics
 from .plan import RunPlan
+from .sinks import Sink
 
 
 class Reporter:
-    """Reports on the run of `plan`. Only the first rank prints and writes."""
+    """Reports on the run of `plan`. Only the first rank prints and writes. sinks: also get the metrics."""
 
-    def __init__(self, plan: RunPlan):
+    def __init__(self, plan: RunPlan, sinks: Sequence[Sink] = ()):
         self.plan, self.config, self.setup = plan, plan.config, plan.setup
         self.enabled = self.setup.layout.rank == 0
-        self.metrics = Metrics(self.setup.folder, self.enabled, plan.first_step, self.config.metrics.tensorboard)
+        tensorboard = self.config.metrics.tensorboard
+        self.metrics = Metrics(self.setup.folder, self.enabled, plan.first_step, tensorboard, sinks)
 
     def say(self, text: str) -> None:
         if self.enabled:

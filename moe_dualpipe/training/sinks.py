@@ -1,0 +1,49 @@
+"""Where the metrics of a run go besides metrics.jsonl: anything with a method `log(dict)`, such as `--wandb`.
+
+An error while logging never ends a run: it is printed once, and the run continues.
+"""
+
+from contextlib import suppress
+from typing import Any, Protocol
+
+from ..messages import describe
+from .appended_file import warn
+
+
+class Sink(Protocol):
+    """Receives the records of a run, on its first rank. A method `close()`, if there is one, is called at the end."""
+
+    def log(self, record: dict[str, Any]) -> object:
+        """Receive a record: "step", and the numbers of metrics.jsonl, which may be NaN. The sink may change it."""
+        ...
+
+
+class GuardedSink:
+    """Passes records on to `sink`, whose errors are printed once and never raised."""
+
+    def __init__(self, sink: Sink):
+        self._sink, self._warned = sink, False
+
+    def log(self, record: dict[str, Any]) -> None:
+        try:
+            self._sink.log(dict(record))
+        except Exception as error:
+            if not self._warned:
+                what = f"{type(self._sink).__name__} cannot log step {record.get('step')}"
+                warn(f"{what}: {_describe(error)}; the run continues and tries again")
+            self._warned = True
+
+    def close(self) -> None:
+        close = getattr(self._sink, "close", None)
+        try:
+            if close is not None:
+                close()
+        except Exception as error:
+            warn(f"{type(self._sink).__name__} cannot be closed: {_describe(error)}")
+
+
+def _describe(error: Exception) -> str:
+    text = ""
+    with suppress(Exception):
+        text = describe(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

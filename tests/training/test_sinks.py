@@ -1,0 +1,154 @@
+"""Where metrics go besides metrics.jsonl: any sink, and W&B, of which a stand-in is imported here."""
+
+import json
+import sys
+
+import pytest
+
+from moe_dualpipe.training.main import main
+from moe_dualpipe.training.metrics import Metrics
+from moe_dualpipe.training.wandb_run import ID_FILE, check_wandb
+from tests.support.runs import SMALL, records
+
+FAKE_WANDB = """
+import json, pathlib
+
+class Run:
+    def __init__(self, id, calls):
+        self.id, self._calls = id, calls
+        self._logged = 0
+    def define_metric(self, *names, **options):
+        self._write("define", [*names], **options)
+    def log(self, record):
+        self._logged += 1
+        if FAIL and self._logged > 1:
+            raise ConnectionError("no network")
+        self._write("log", record)
+    def finish(self, **options):
+        self._write("finish", **options)
+    def _write(self, *call, **options):
+        with self._calls.open("a") as file:
+            file.write(json.dumps([*call, options]) + "\\n")
+
+def init(**options):
+    if not START:
+        raise RuntimeError("no API key\\nlog in first")
+    run = Run(options["id"] or "abc123", CALLS)
+    run._write("init", **options)
+    return run
+"""
+
+
+@pytest.fixture
+def wandb(tmp_path, monkeypatch):
+    """Installs a stand-in for W&B. Returns a function that reads what was called."""
+    calls = tmp_path / "calls.jsonl"
+
+    def install(start=True, fail=False):
+        text = f"from pathlib import Path\nSTART, FAIL, CALLS = {start}, {fail}, Path({str(calls)!r})\n{FAKE_WANDB}"
+        (tmp_path / "site").mkdir()
+        (tmp_path / "site" / "wandb.py").write_text(text)
+        monkeypatch.syspath_prepend(tmp_path / "site")
+        return lambda: [json.loads(line) for line in calls.read_text().splitlines()]
+
+    yield install
+    sys.modules.pop("wandb", None)
+
+
+def train(*arguments):
+    main([*map(str, ("--device", "cpu", *SMALL, "--sample-tokens", 0, *arguments))])
+
+
+def test_wandb_gets_the_records_of_a_run_and_of_its_continuation(tmp_path, wandb):
+    calls, run = wandb(), tmp_path / "run"
+    train("--steps", 2, "--out", run, "--wandb", "my project", "--optim.lr", 0.001)
+    train("--steps", 3, "--resume", run, "--wandb", "my project")
+    starts = [options for kind, options in (c for c in calls() if c[0] == "init")]
+    assert [(o["project"], o["name"], o["dir"], o["id"], o["resume"]) for o in starts] == [
+        ("my project", "run", str(run), id_, "allow") for id_ in (None, "abc123")
+    ]
+    assert starts[0]["config"]["optim"]["lr"] == 0.001 and starts[0]["config"]["steps"] == 2
+    assert (run / ID_FILE).read_text() == "abc123\n"
+    assert ["define", ["*"], {"step_metric": "step"}] in calls()
+    assert [call[1] for call in calls() if call[0] == "log"] == records(run)
+    assert [call for call in calls() if call[0] == "finish"] == [["finish", {"exit_code": 0}]] * 2
+
+
+def test_a_run_continues_when_wandb_fails_and_says_so_once(tmp_path, wandb, capsys):
+    calls = wandb(fail=True)
+    train("--steps", 3, "--out", tmp_path / "run", "--wandb", "p")
+    assert len(records(tmp_path / "run")) == 5 and len([c for c in calls() if c[0] == "log"]) == 1
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    problem = "WandbRun cannot log step 1: ConnectionError: no network; the run continues and tries again"
+    assert warnings == [f"train.py: warning: {problem}"]
+
+
+def test_a_run_that_fails_is_a_failed_run_in_wandb(tmp_path, wandb, monkeypatch):
+    calls = wandb()
+    monkeypatch.setattr("moe_dualpipe.training.trainer.Trainer.validation_loss", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train("--steps", 2, "--out", tmp_path / "run", "--wandb", "p")
+    assert calls()[-1] == ["finish", {"exit_code": 1}]
+
+
+def test_wandb_that_cannot_start_is_one_line_and_code_2(tmp_path, wandb, capsys):
+    wandb(start=False)
+    with pytest.raises(SystemExit) as ended:
+        train("--steps", 2, "--out", tmp_path / "run", "--wandb", "p")
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith(
+        "train.py: error: --wandb p cannot start: no API key\\nlog in first; use `wandb login`, or set "
+        "WANDB_MODE=offline and upload later with `wandb sync`\n"
+    )
+
+
+def test_wandb_must_be_installed(tmp_path, monkeypatch):
+    (tmp_path / "wandb").mkdir()  # as W&B leaves it in the folder where a run was started
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(ValueError, match=r"--wandb needs W&B: pip install 'moe-dualpipe\[wandb\]'"):
+        check_wandb()
+
+
+class Recorder:
+    """A sink that changes what it gets."""
+
+    def __init__(self):
+        self.got, self.closed = [], False
+
+    def log(self, record):
+        self.got.append(dict(record))
+        record.clear()
+
+    def close(self):
+        self.closed = True
+
+
+class Broken:
+    def log(self, record):
+        raise KeyError
+
+    def close(self):
+        raise OSError("late")
+
+
+def test_every_sink_gets_each_record_whatever_the_others_do(tmp_path, capsys):
+    sinks = first, broken, second = Recorder(), Broken(), Recorder()
+    writer = Metrics(tmp_path, enabled=True, sinks=sinks)
+    writer.write(step=1, loss=float("nan"))
+    writer.write(step=2, loss=0.5)
+    writer.close()
+    for sink in (first, second):
+        assert [record["step"] for record in sink.got] == [1, 2] and sink.got[1]["loss"] == 0.5 and sink.closed
+    assert broken
+    assert capsys.readouterr().err == (
+        "\ntrain.py: warning: Broken cannot log step 1: KeyError; the run continues and tries again\n"
+        "\ntrain.py: warning: Broken cannot be closed: OSError: late\n"
+    )
+
+
+def test_sinks_of_other_ranks_get_nothing(tmp_path):
+    sink = Recorder()
+    writer = Metrics(tmp_path, enabled=False, sinks=[sink])
+    writer.write(step=1)
+    writer.close()
+    assert (sink.got, sink.closed) == ([], False)
