@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from moe_dualpipe.expert_parallel import Combined, ExpertParallel, Pending, Received, Route
 from moe_dualpipe.kernels.backend import Kernels
 from moe_dualpipe.kernels.permute import permute, unpermute
-from moe_dualpipe.messages import without_frames
 from moe_dualpipe.overlap import Comm, Compute, PrepareComm, Segmented, Segments
 from moe_dualpipe.overlap.labels import COMBINE, DISPATCH
+from moe_dualpipe.user_errors import without_frames
 
 from .build_experts import ExpertBuilder
 from .config import DEFAULT_OPTIONS, ModelConfig, StageOptions

@@ -11,7 +11,8 @@
     moe-dualpipe generate runs/tiny --prompt "def "
     moe-dualpipe model show deepseek-v3 --pp 16 --ep 64
 
-Invalid options print one line and exit with code 2. An invalid schedule and a full disk exit with code 1.
+Invalid options print one line and exit with code 2. An invalid schedule, an error in your own layer and a full disk
+exit with code 1.
 """
 
 import sys

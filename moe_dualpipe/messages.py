@@ -31,20 +31,6 @@ def describe(error: BaseException) -> str:
     return printable(error, limit=4000)
 
 
-def without_frames(error: Exception) -> Exception:
-    """Return `error`, marked as one whose message names the user's code that is wrong: a traceback would hide it."""
-    setattr(error, _NO_FRAMES, True)
-    return error
-
-
-def needs_no_frames(error: BaseException) -> bool:
-    """Whether `error` was marked by `without_frames`."""
-    return getattr(error, _NO_FRAMES, False)
-
-
-_NO_FRAMES = "_without_frames"
-
-
 def unknown_name(kind: str, name: str, names: Sequence[str], aliases: Mapping[str, str] | None = None) -> ValueError:
     """Return the error for a `name` that is not in `names`. It suggests a similar one, if there is one.
 

@@ -19,6 +19,8 @@ class Export:
     """Folder to write; it must not exist."""
     experts: str = "swiglu"
     """Your own expert layer, "module:Class". Must be named here: a checkpoint cannot choose what is imported."""
+    traceback: bool = False
+    """Print the whole traceback of an error in your own layer, instead of one line with the place."""
 
     def run(self) -> None:
         from ..checkpoint import WEIGHTS_FILE, export_weights, find_checkpoint

@@ -34,6 +34,8 @@ class Generate:
     """The model's own expert layer, "module:Class". Required, because a checkpoint cannot choose what is imported."""
     device: str = "auto"
     """cpu, cuda (in bfloat16), or auto: cuda if there is a GPU, otherwise cpu."""
+    traceback: bool = False
+    """Print the whole traceback of an error in your own layer, instead of one line with the place."""
 
     def run(self) -> None:
         import torch

@@ -14,6 +14,7 @@ from ..messages import describe
 from ..option_errors import one_line_errors
 from ..schedule import ScheduleError
 from ..standard_streams import protect_streams
+from ..user_errors import error_text, user_error
 from .data import DataCommands
 from .export import Export
 from .generate import Generate
@@ -38,13 +39,15 @@ def run_command(arguments: Sequence[str]) -> int:
     protect_streams("stderr")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # generated text may have characters that a terminal lacks
+    chosen: Any = None
     try:
         try:
             with one_line_errors():
-                chosen: Any = tyro.extras.subcommand_cli_from_dict(
+                chosen = tyro.extras.subcommand_cli_from_dict(
                     COMMANDS, args=arguments, prog="moe-dualpipe", config=(OmitSubcommandPrefixes,)
                 )
-            getattr(chosen, "command", chosen).run()
+            chosen = getattr(chosen, "command", chosen)
+            chosen.run()
         finally:  # also after --help, which exits
             _flush_output()
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
@@ -57,11 +60,28 @@ def run_command(arguments: Sequence[str]) -> int:
     except OverflowError as error:
         print(f"moe-dualpipe: error: the costs are too small or too large: {error}", file=sys.stderr)
         return 2
-    except (ValueError, OSError, ImportError) as error:
-        if os.environ.get("RANK", "0") == "0":  # print once, not on every process of torchrun
-            print(f"moe-dualpipe: error: {describe(error)}", file=sys.stderr)
-        return 1 if isinstance(error, OSError) and error.errno in DISK_ERRORS else 2
+    except Exception as error:
+        return _fail(error, chosen)
     return 0
+
+
+def _fail(error: Exception, command: Any) -> int:
+    """Print an error, and return the exit code. Errors of this package other than invalid options are raised.
+
+    command: what was run; None if the arguments were invalid.
+    """
+    in_layer = command is not None and user_error(error) is not None
+    invalid = isinstance(error, ValueError | OSError | ImportError)
+    if not in_layer and not invalid:
+        raise error
+    if os.environ.get("RANK", "0") == "0":  # print once, not on every process of torchrun
+        # The cause of an invalid option is an error in a user's layer.
+        full_traceback = getattr(command, "traceback", False) and (in_layer or error.__cause__ is not None)
+        if in_layer or full_traceback:
+            sys.stderr.write(error_text(error, "moe-dualpipe", full_traceback))
+        else:
+            print(f"moe-dualpipe: error: {describe(error)}", file=sys.stderr)
+    return 1 if in_layer or (isinstance(error, OSError) and error.errno in DISK_ERRORS) else 2
 
 
 def _flush_output() -> None:

@@ -9,21 +9,23 @@ store exits, too: the machine of the store is cut off, or this one is.
 
 import json
 import os
-import sys
+import signal
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from types import TracebackType
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from ..program import program_name
+from ..user_errors import error_text, fault_of, locate
 from .deadline import Deadline, end_process
 from .heartbeat import SAVING, CodePosition, Heartbeat, Progress, pid_namespace
-from .user_frames import short_tracebacks, user_traceback
+from .report import report_error
 
 PATIENCE = 10.0
 """Seconds without a heartbeat until a rank counts as dead; at most half of the timeout."""
@@ -31,17 +33,23 @@ _FAILURE = "failure"
 
 
 @contextmanager
-def watch_ranks(timeout: float, patience: float = PATIENCE) -> Iterator[Progress]:
+def watch_ranks(timeout: float, patience: float = PATIENCE, full_traceback: bool = False) -> Iterator[Progress]:
     """Watch the ranks of the default group. Yields the Progress in which the main thread notes what it does.
 
     timeout: seconds without progress until the run counts as hanging. patience: see PATIENCE. After an exception the
-    process exits with code 1. The rank that failed first prints its traceback (user_frames.py), the others one line
-    with the name of that rank. A single process is not watched.
+    process exits with code 1. The rank that failed first prints the error (`error_text`); of the others, those that
+    failed at the same line print nothing, and the rest one line with the name of that rank. full_traceback: print
+    tracebacks of a user's errors, too. A single process is not watched.
     """
     progress = Progress()
     if dist.get_world_size() == 1:
-        with short_tracebacks():
+        try:
             yield progress
+        except Exception as error:
+            error.__traceback__ = _without_this_frame(error)
+            locate(error, step=progress.step or None)
+            report_error(error_text(error, program_name(), full_traceback))
+            raise SystemExit(1) from error
         return
     patience = min(patience, timeout / 2)
     attempt, address = _attempt_id(), _address(dist.distributed_c10d._get_default_store())
@@ -51,7 +59,8 @@ def watch_ranks(timeout: float, patience: float = PATIENCE) -> Iterator[Progress
         try:
             yield progress
         except Exception as error:
-            watchdog.fail(error)
+            error.__traceback__ = _without_this_frame(error)
+            watchdog.fail(error, full_traceback)
         finally:
             watchdog.close()
 
@@ -71,10 +80,14 @@ def joining(rank: int, timeout: float) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What ended the run. `rank` is the rank that failed, or None if no single rank did."""
+    """What ended the run. `rank` is the rank that failed, or None if no single rank did.
+
+    fault: equal for ranks of one machine that failed at the same line of the user's code; "" for other failures.
+    """
 
     rank: int | None
     text: str
+    fault: str = ""
 
 
 class Watchdog:
@@ -104,22 +117,26 @@ class Watchdog:
         self._closing.set()
         self._thread.join()
 
-    def fail(self, error: Exception) -> NoReturn:
+    def fail(self, error: Exception, full_traceback: bool = False) -> NoReturn:
         """End this process because of `error`, or because of the failure that broke the connection."""
+        locate(error, step=self.progress.step or None, rank=self.rank)
         if _is_lost_connection(error):
             self._lost_connection = error
             time.sleep(self.patience + 4 * self.interval)  # the thread ends the process when it knows the cause
+        signal.set_wakeup_fd(-1)  # this rank is about to end: a signal of the launcher is no news
         self._failing = error
-        own = Failure(self.rank, f"failed in {self.progress}: {_first_line(error)}")
+        fault = fault_of(error)
+        fault = fault and f"{pid_namespace()} {fault}"
+        own = Failure(self.rank, f"failed in {self.progress}: {_first_line(error)}", fault)
         published: list[Failure] = []
         publisher = threading.Thread(target=lambda: published.append(self._publish(self._main_store, own)), daemon=True)
         publisher.start()
         publisher.join(self._until_read)  # the store may not answer
         first = published[0] if published else own
-        if first.rank not in (None, self.rank):  # that rank prints a traceback
-            end_process(1, f"{program_name()}: rank {self.rank} {own.text}, after rank {first.rank} {first.text}\n")
-        sys.stderr.write(user_traceback(error))  # one write: other processes write to stderr, too
-        sys.stderr.flush()
+        if first.rank not in (None, self.rank) and (first.fault == fault or not fault):  # that rank prints its error
+            after = f"{program_name()}: rank {self.rank} {own.text}, after rank {first.rank} {first.text}\n"
+            end_process(1, "" if fault else after)
+        report_error(error_text(error, program_name(), full_traceback))
         publisher.join()
         end_process(1, seconds=self._until_read)
 
@@ -164,7 +181,10 @@ class Watchdog:
         return Failure(**json.loads(store.compare_set(_FAILURE, "", json.dumps(asdict(failure)))))
 
     def _exit(self, failure: Failure) -> None:
-        if self._failing is None or failure.rank != self.rank:  # else the main thread prints its traceback
+        if failure.fault and self._failing is None:
+            time.sleep(self.interval)  # this rank may come to the same line
+        # Otherwise the main thread prints its error.
+        if self._failing is None or (failure.rank != self.rank and not failure.fault):
             who = "" if failure.rank is None else f"rank {failure.rank} "
             end_process(1, f"{program_name()}: rank {self.rank} stops: {who}{failure.text}\n", self._until_read)
 
@@ -217,6 +237,11 @@ class Watchdog:
         positions = "; ".join(f"rank {rank} is in {beat.position}" for rank, beat in (suspects or beats).items())
         why = f" ({_first_line(self._lost_connection)})" if self._lost_connection is not None else ""
         return Failure(None, f"the ranks wait for each other{why}: {positions}")
+
+
+def _without_this_frame(error: BaseException) -> TracebackType | None:
+    """The traceback without the frame of the context manager that caught `error`: it did not call what failed."""
+    return error.__traceback__ and error.__traceback__.tb_next
 
 
 def _attempt_id() -> int:

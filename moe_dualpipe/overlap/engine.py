@@ -23,8 +23,9 @@ import torch
 from torch.profiler import record_function
 
 from ..kernels.weight_grads import WeightGrads
-from ..messages import quoted, without_frames
-from .labels import PREPARE, WAIT_FOR, WEIGHTS, label
+from ..messages import quoted
+from ..user_errors import locate, user_place
+from .labels import PREPARE, WAIT_FOR, WEIGHTS, label, spoken
 from .segment import Comm, CommResult, Compute, PrepareComm, Segments, Tensors
 
 
@@ -78,10 +79,12 @@ class Engine:
         except (Exception, SystemExit) as error:
             note = f"during {text}" + ("" if layer is None else f" of layer {layer}")
             if isinstance(error, SystemExit):  # code 0 would say that the run is complete
-                failure = without_frames(RuntimeError(f"a layer called sys.exit({quoted(error.code)})"))
+                failure = RuntimeError(f"a layer called sys.exit({quoted(error.code)})")
                 failure.add_note(note)
+                locate(failure, layer=layer, part=spoken(text), place=user_place(error))
                 raise failure from error
             error.add_note(note)
+            locate(error, layer=layer, part=spoken(text))
             raise
 
 

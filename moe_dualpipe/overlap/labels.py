@@ -33,6 +33,12 @@ def label(name: str, kind: str) -> str:
     return f"{name}({kind})"
 
 
+def spoken(text: str) -> str:
+    """A label in words, for errors: "mlp(B)" -> "mlp backward"."""
+    words = {FORWARD: "forward", BACKWARD: "backward", "I": "backward", WEIGHTS: "weight gradients"}
+    return _KIND.sub(lambda found: f" {words[found[1]]}", text)
+
+
 def letter_of(text: str) -> str | None:
     """The letter of a segment's label: F for "attn(F)"; None for any other text."""
     return found[1] if (found := _KIND.search(text)) else None

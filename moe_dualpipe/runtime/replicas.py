@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..expert_parallel.parameters import ExpertIds, expert_ids
-from ..messages import without_frames
+from ..user_errors import without_frames
 from .checksum import checksum
 from .groups import Groups
 from .shared_errors import raise_on_all_ranks

@@ -4,10 +4,13 @@ A rank that raises alone leaves the others waiting in the next collective operat
 because only the first rank of a machine prints invalid options.
 """
 
+import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch.distributed as dist
+
+from ..user_errors import user_error
 
 Result = TypeVar("Result")
 
@@ -28,12 +31,30 @@ def raise_on_all_ranks(fault: str) -> None:
 
 
 def build_on_all_ranks(build: Callable[[], Result]) -> Result:
-    """Return `build()`. Raises ValueError on all ranks if `build` raises it on any rank. Collective."""
+    """Return `build()`. Raises ValueError on all ranks if on any rank `build` raises it, or a user's code fails.
+
+    The error's cause has the text of the first such rank's traceback. Collective.
+    """
     built: list[Result] = []
-    fault = ""
+    fault = RankError("", "")
     try:
         built.append(build())
-    except ValueError as error:
-        fault = str(error) or type(error).__name__
-    raise_on_all_ranks(fault)
+    except Exception as error:
+        line = user_error(error) or (isinstance(error, ValueError) and (str(error) or type(error).__name__))
+        if not line:
+            raise
+        fault = RankError(line, "".join(traceback.format_exception(error)))
+    if faults := [fault for fault in gather_objects(fault) if fault.line]:
+        raise ValueError(faults[0].line) from faults[0]
     return built[0]
+
+
+class RankError(Exception):
+    """An error of some rank, as text: a traceback cannot be sent."""
+
+    def __init__(self, line: str, traceback: str):
+        super().__init__(line, traceback)
+        self.line, self.traceback = line, traceback
+
+    def __str__(self) -> str:
+        return f"\n\n{self.traceback}"

@@ -1,6 +1,6 @@
 """The command line of train.py: options from arguments, and the command that resumes a run."""
 
-import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from typing import Any
 
 import tyro
 
+from ..health.report import report_error
 from ..messages import describe, shell_word
 from ..models import preset
 from ..option_errors import one_line_errors
@@ -43,13 +44,20 @@ def parse_arguments(arguments: Sequence[str], quiet: bool = False) -> TrainConfi
 
 
 @contextmanager
-def exit_on_invalid_option(announce: bool, *kinds: type[Exception]) -> Iterator[None]:
-    """In this context, errors of these kinds end the process with code 2. announce: print them, on one line."""
+def exit_on_invalid_option(
+    announce: bool, *kinds: type[Exception], full_traceback: bool = False
+) -> Iterator[None]:  # fmt: skip
+    """In this context, errors of these kinds end the process with code 2. announce: print them, on one line.
+
+    full_traceback: also print the traceback of an error whose cause is one in a user's layer.
+    """
     try:
         yield
     except kinds as error:
-        if announce:  # in one write: other processes write to stderr, too
-            sys.stderr.write(f"{program_name()}: error: {describe(error)}\n")
+        if announce:
+            if full_traceback and error.__cause__ is not None:
+                report_error("".join(traceback.format_exception(error)))
+            report_error(f"{program_name()}: error: {describe(error)}\n")
         raise SystemExit(2) from None
 
 

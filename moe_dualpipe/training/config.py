@@ -161,6 +161,8 @@ class HealthConfig:
     check_replicas_every: OptionalInt = 1
     """Steps between checks that replicas are bit-equal, before the update (docs/reliability.md).
     None: check only at the start, before each checkpoint, and at the end."""
+    traceback: bool = False
+    """Print the whole traceback of an error in your own layer, instead of one line with the place."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,15 +41,16 @@ def run(config: TrainConfig, launch: Launch, arguments: Sequence[str], stop: Sto
 
     arguments: the command line, for the command that resumes the run. stop: receives the signals.
     """
-    with exit_on_invalid_option(launch.local_rank == 0, ValueError, OSError):
+    first, full_traceback = launch.local_rank == 0, config.health.traceback
+    with exit_on_invalid_option(first, ValueError, OSError, full_traceback=full_traceback):
         plan = plan_run(config, launch, arguments)
         restart.mark_folder(plan.setup.folder, launch.local_rank)
     timeout = config.health.timeout
     with joining(launch.rank, timeout):
         init_world(plan.setup.device, launch, timeout)
     try:
-        with watch_ranks(timeout) as progress:
-            with exit_on_invalid_option(launch.local_rank == 0, ValueError):
+        with watch_ranks(timeout, full_traceback=full_traceback) as progress:
+            with exit_on_invalid_option(first, ValueError, full_traceback=full_traceback):
                 check_memory(plan, launch)
                 trainer = Trainer(plan, progress, stop)
                 sinks = build_on_all_ranks(lambda: _chosen_sinks(plan))

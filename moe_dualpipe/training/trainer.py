@@ -18,13 +18,13 @@ from ..health.heartbeat import Progress
 from ..health.signals import Stop
 from ..health.skipped_steps import SkippedSteps
 from ..inference import eval_mode
-from ..messages import without_frames
 from ..models import StageOptions
 from ..models.layers import seed_of
 from ..overlap.labels import GRADIENTS, OPTIMIZER
 from ..runtime.buffers import Buffers
 from ..runtime.replicas import check_equal, gather_checksums
 from ..runtime.shared_errors import build_on_all_ranks
+from ..user_errors import without_frames
 from .learning_rate import learning_rate
 from .metrics import load_statistics, peak_memory_mb, utilisation
 from .pipeline import Pipeline

@@ -1,9 +1,11 @@
 """Ranks that are killed, hang, fail or exit: the others end soon and name the rank."""
 
+import os
 import random
 import re
 import signal
 import time
+from dataclasses import replace
 
 from tests.support.killed_runs import Processes, newest
 from tests.support.ranks import run_ranks
@@ -78,34 +80,35 @@ def test_a_rank_that_hangs_is_named_within_the_timeout(tmp_path):
             assert "in fall_asleep), and others wait for it" in run.output(rank)
 
 
-def raise_error():
-    raise ValueError("no such shard: 7\nmore of it")
-
-
 def failing(trainer):
-    on_rank_1_in_step_3(trainer, raise_error)
+    """An error of the package itself."""
+    if trainer.layout.rank == 1:
+        trainer.plan = replace(trainer.plan, text=None)
 
 
 def test_a_rank_that_fails_prints_its_traceback_and_the_others_the_error(tmp_path):
     with Processes(2, settings(tmp_path / "run", seq_len=16), sabotage=failing) as run:
         assert run.exit_codes(0, 1) == [1, 1]
-        assert "in raise_error\n" in run.output(1) and "ValueError: no such shard: 7\nmore of it" in run.output(1)
-        assert "train.py: rank 0 stops: rank 1 failed in step 3: ValueError: no such shard: 7\n" in run.output(0)
+        assert "Traceback (most recent call last):\n" in run.output(1) and "\nAttributeError: " in run.output(1)
+        assert "train.py: rank 0 stops: rank 1 failed in the start of the run: AttributeError: " in run.output(0)
         assert "Traceback" not in run.output(0)
+
+
+def raise_error():
+    raise ValueError(f"shard {os.getpid()}\nis missing")
 
 
 def failing_everywhere(trainer):
     trainer.pipeline.step = lambda *_: raise_error()
 
 
-def test_of_ranks_that_fail_together_one_prints_its_traceback(tmp_path):
+def test_of_ranks_that_fail_at_the_same_line_of_the_user_one_prints_it(tmp_path):
     with Processes(2, settings(tmp_path / "run", seq_len=16), sabotage=failing_everywhere) as run:
         assert run.exit_codes(0, 1) == [1, 1]
-        outputs = sorted((run.output(rank) for rank in (0, 1)), key=lambda text: "Traceback" in text)
-    assert ["Traceback" in text for text in outputs] == [False, True]
-    assert "in raise_error\n" in outputs[1]
-    lines = [line for line in outputs[0].splitlines() if "no such shard" in line]
-    assert len(lines) == 1 and re.match(r"train.py: rank [01] (stops|failed in)", lines[0]), outputs[0]
+        errors = [line for rank in (0, 1) for line in run.output(rank).splitlines() if "train.py" in line]
+        assert all("Traceback" not in run.output(rank) for rank in (0, 1))
+    place = r"tests/health/test_failing_ranks.py:\d+ in raise_error \(rank [01]\)"
+    assert len(errors) == 1 and re.fullmatch(rf"train.py: error: {place}: ValueError: shard \d+ is missing", errors[0])
 
 
 def exit_process():

@@ -22,7 +22,7 @@ DEFAULTS = {
     "out": None, "resume": None, "weights": None, "save-every": None, "keep": 3, "save-async": True,
     "eval-sequences": 64, "tensorboard": False, "wandb": None, "peak-tflops": None, "profile": 0, "sample-tokens": 160,
     "prompt": "class ", "temperature": 0.8, "top-k": None, "top-p": 1.0, "timeout": 600.0, "max-skipped": 10,
-    "check-memory": True, "check-replicas-every": 1, "optim.name": "adamw", "optim.lr": 0.003,
+    "check-memory": True, "check-replicas-every": 1, "traceback": False, "optim.name": "adamw", "optim.lr": 0.003,
     "optim.schedule": "cosine",
     "optim.warmup-steps": 20, "optim.decay-steps": None, "optim.final-lr": 0.1, "optim.beta1": 0.9, "optim.beta2": 0.95,
     "optim.momentum": 0.95, "optim.weight-decay": 0.1, "optim.clip": 1.0,

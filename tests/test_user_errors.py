@@ -1,0 +1,216 @@
+"""Errors in a user's code: the line that is to blame, what is known about it, and what commands print."""
+
+import sys
+import sysconfig
+import traceback
+from pathlib import Path
+
+import einops
+import pytest
+import torch
+from torch import nn
+
+from moe_dualpipe.overlap import Compute, Segmented, in_layer
+from moe_dualpipe.schedule import parse
+from moe_dualpipe.user_errors import (
+    Place,
+    describe_user_error,
+    error_text,
+    fault_of,
+    locate,
+    user_error,
+    user_place,
+    without_frames,
+)  # fmt: skip
+
+FILE = str(Path(__file__).relative_to(Path.cwd()))
+
+
+def scale(x):
+    return x @ torch.zeros(3, 3)
+
+
+class Wrong(nn.Module):
+    def forward(self, x):
+        return scale(x)
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx, x):
+        return x * x
+
+    @staticmethod
+    def backward(_ctx, _grad):
+        raise KeyError("saved")
+
+
+class Layer(Segmented):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def segments(self, x):
+        return (yield from in_layer(3, self.own_segments(x)))
+
+    def own_segments(self, x):
+        return (yield Compute("mlp", self.function, x))
+
+
+def error_of(function, *arguments):
+    with pytest.raises(Exception) as caught:
+        function(*arguments)
+    return caught.value
+
+
+def line_of(function, text):
+    """The number of the line with `text` in `function`."""
+    first = function.__code__.co_firstlineno
+    lines = Path(__file__).read_text().splitlines()
+    return next(number for number, line in enumerate(lines[first - 1 :], first) if text in line)
+
+
+def test_the_innermost_line_of_the_user_is_named_with_its_layer():
+    error = error_of(Layer(Wrong()), torch.ones(2, 4))
+    message = "RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x4 and 3x3)"
+    assert user_error(error) == f"{FILE}:{line_of(scale, '@')} in scale (layer 3, mlp forward): {message}"
+    assert error_text(error, "train.py") == f"train.py: error: {user_error(error)}\n"
+    full = error_text(error, "train.py", full=True)
+    assert full == "".join(traceback.format_exception(error)) and "in advance" in full
+
+
+def test_an_error_in_backward_is_named():
+    y = Layer(Square.apply)(torch.ones(2, requires_grad=True))
+    line = line_of(Square.backward, "raise")
+    error = error_of(y.sum().backward)
+    assert user_error(error) == f"{FILE}:{line} in Square.backward (layer 3, mlp backward): KeyError: 'saved'"
+
+
+def test_an_error_in_a_hook_is_named():
+    def hook(_grad):
+        raise ValueError("two\nlines")
+
+    x = torch.ones(2, requires_grad=True)
+    y = Layer(lambda x: (x * 2).register_hook(hook) and x * 3)(x)
+    assert y.requires_grad  # the hook is of a tensor that is not used
+
+    def hooked(x):
+        y = x * 2
+        y.register_hook(hook)
+        return y
+
+    error = error_of(Layer(hooked)(x).sum().backward)
+    place = f"{FILE}:{line_of(hook, 'raise')} in hook"
+    assert user_error(error) == f"{place} (layer 3, mlp backward): ValueError: two lines"
+
+
+def test_the_user_is_to_blame_for_an_error_of_the_package_that_the_user_calls():
+    error = error_of(Layer(lambda x: parse(str(x.sum().item()))), torch.ones(2))
+    place = user_place(error)
+    assert place is not None and (place.file, place.function) == (__file__, "<lambda>")
+
+
+def test_the_user_is_to_blame_for_an_error_of_a_library():
+    error = error_of(Layer(lambda x: einops.rearrange(x, "a b c -> a")), torch.ones(2))
+    line = user_error(error)
+    assert line is not None and line.startswith(f"{FILE}:") and "\n" not in line
+    assert "(layer 3, mlp forward): EinopsError: Error while processing rearrange" in line
+
+
+def test_an_error_of_the_package_keeps_its_traceback():
+    error = error_of(parse, "0X0")
+    assert user_place(error) is None and user_error(error) is None and fault_of(error) == ""
+    assert error_text(error, "train.py") == "".join(traceback.format_exception(error))
+    error = error_of(Layer(nn.Linear(3, 3)), torch.ones(2, 4))
+    assert user_error(error) is None
+    assert "in advance" in error_text(error, "train.py")
+
+
+def test_an_error_without_a_line_of_the_user_is_reported_where_the_running_class_is_defined():
+    """Such as that of a torch module that a user's function returned."""
+    error = error_of(Layer(nn.Linear(3, 3)), torch.ones(2, 4))
+    locate(error, source=Wrong)
+    place = f"{FILE}:{line_of(Wrong.forward, 'def')} in Wrong.forward"
+    assert user_error(error).startswith(f"{place} (layer 3, mlp forward): RuntimeError: ")
+    in_package = error_of(parse, "0X0")
+    locate(in_package, source=Wrong)
+    assert user_error(in_package) is None
+
+
+def test_a_layer_that_is_installed_as_a_package_is_the_users():
+    """`einops` stands for it: an error there is reported at its own line if the layer comes from there."""
+    error = error_of(Layer(lambda x: einops.rearrange(x, "a b c -> a")), torch.ones(2))
+    locate(error, source=einops.rearrange)
+    inside = traceback.extract_tb(error.__traceback__)[-1]
+    assert user_place(error) == Place(inside.filename, inside.lineno, inside.name)
+    assert inside.filename.startswith(sysconfig.get_path("purelib"))
+
+
+def test_a_place_that_is_known_hides_the_type():
+    error = error_of(parse, "0X0")
+    locate(error, place=Place("own.py", 7, "Own.forward"), part="experts", layer=2)
+    locate(error, place=Place("other.py", 1), part="mlp forward", layer=3, rank=1, step=5)  # later: known already
+    assert user_error(error) == f"own.py:7 in Own.forward (step 5, rank 1, layer 2, experts): {error}"
+
+
+def test_an_assertion_without_a_message_shows_its_code():
+    def check(x):
+        assert x.shape == (3,)
+
+    error = AssertionError()
+    with pytest.raises(AssertionError) as caught:
+        Layer(check)(torch.ones(2))
+    error = caught.value
+    error.args = ()  # pytest has written a message
+    assert user_error(error).endswith(" in check (layer 3, mlp forward): AssertionError: assert x.shape == (3,)")
+
+
+@pytest.mark.parametrize("code", [0, None, 3])
+def test_a_layer_that_exits_is_an_error(code):
+    """Exit code 0 would say that the run is complete."""
+
+    def leave(_x):
+        sys.exit(code)
+
+    error = error_of(Layer(leave), torch.ones(2, 4))
+    assert isinstance(error, RuntimeError)
+    line = line_of(leave, "sys.exit")
+    assert user_error(error) == f"{FILE}:{line} in leave (layer 3, mlp forward): a layer called sys.exit({code})"
+
+
+def test_an_error_that_needs_no_frames_is_one_line():
+    error = error_of(parse, "0X0")
+    without_frames(error)
+    assert error_text(error, "train.py") == f"train.py: error: {error}\n"
+    assert fault_of(error) == str(error)
+
+
+def test_errors_at_the_same_line_are_alike_even_if_their_messages_differ():
+    first, second = (error_of(Layer(Wrong()), torch.ones(rows, 4)) for rows in (2, 7))
+    assert str(first) != str(second) and fault_of(first) == fault_of(second) != ""
+    another_type = error_of(Layer(scale), "no tensor")
+    assert user_place(another_type) == user_place(first) and fault_of(another_type) != fault_of(first)
+
+
+@pytest.mark.parametrize("source,name", [(Wrong, "Wrong.forward"), (scale, "scale"), (Square, "Square.forward")])
+def test_the_definition_of_a_class_or_function(source, name):
+    place = Place.of(source)
+    assert place is not None and (place.file, place.function) == (__file__, name)
+    text = Path(__file__).read_text().splitlines()[place.line - 1 :]
+    assert any(f"def {name.rpartition('.')[2]}(" in line for line in text[:2])  # a decorator is part of it
+
+
+def test_a_class_without_forward_of_its_own_is_its_definition():
+    class Own(nn.Linear):
+        pass
+
+    place = Place.of(Own)
+    assert place is not None and (place.file, place.function) == (__file__, "Own")
+    assert "class Own" in Path(__file__).read_text().splitlines()[place.line - 1]
+    assert Place.of(len) is None
+
+
+def test_a_syntax_error_is_in_its_own_line(tmp_path):
+    (tmp_path / "broken.py").write_text("x = 1\ndef f(:\n")
+    error = error_of(compile, (tmp_path / "broken.py").read_text(), str(tmp_path / "broken.py"), "exec")
+    assert describe_user_error(error) == f"{tmp_path}/broken.py:2: SyntaxError: invalid syntax"
