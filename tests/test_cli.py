@@ -200,10 +200,10 @@ def test_a_closed_pipe_is_not_an_error():
 
 
 @pytest.mark.parametrize("arguments,message", [
-    ("", "Missing subcommand: expected one of {train, schedule, profile, data, plot, generate, export, model}."),
+    ("", "Missing subcommand: expected one of {train, schedule, profile, data, plot, generate, export, model, check}."),
     ("schedule", "Missing subcommand: expected one of {show, compare, check}."),
     ("shcedule", "Unrecognized options: shcedule. Available subcommands: train, schedule, profile, data, plot, "
-     "generate, export, model"),
+     "generate, export, model, check"),
     ("schedule shwo", "Unrecognized options: shwo. Available subcommands: show, compare, check"),
     ("schedule show dualpipe --rank 4", "Unrecognized options: --rank, 4. Perhaps you meant: --ranks {None}|INT"),
     ("schedule compare", "Missing from moe-dualpipe schedule compare: --stages INT --micro-batches INT"),

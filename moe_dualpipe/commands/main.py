@@ -15,6 +15,7 @@ from ..option_errors import one_line_errors
 from ..schedule import ScheduleError
 from ..standard_streams import protect_streams
 from ..user_errors import error_text, user_error
+from .check import CheckCommands, CheckParallel
 from .data import DataCommands
 from .export import Export
 from .generate import Generate
@@ -27,7 +28,7 @@ from .train import Train
 COMMANDS = {
     "train": Train,
     "schedule": ScheduleCommands, "profile": ProfileCommands, "data": DataCommands, "plot": Plot, "generate": Generate,
-    "export": Export, "model": ModelCommands,
+    "export": Export, "model": ModelCommands, "check": CheckCommands,
 }  # fmt: skip
 
 
@@ -42,12 +43,9 @@ def run_command(arguments: Sequence[str]) -> int:
     chosen: Any = None
     try:
         try:
-            with one_line_errors():
-                chosen = tyro.extras.subcommand_cli_from_dict(
-                    COMMANDS, args=arguments, prog="moe-dualpipe", config=(OmitSubcommandPrefixes,)
-                )
+            chosen = _parse(arguments)
             chosen = getattr(chosen, "command", chosen)
-            chosen.run()
+            code = chosen.run()
         finally:  # also after --help, which exits
             _flush_output()
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
@@ -62,7 +60,17 @@ def run_command(arguments: Sequence[str]) -> int:
         return 2
     except Exception as error:
         return _fail(error, chosen)
-    return 0
+    return code or 0
+
+
+def _parse(arguments: Sequence[str]) -> Any:
+    """The chosen command, with its options."""
+    if arguments[:2] == ["check", "parallel"]:  # the rest is for the parser of train.py
+        return CheckParallel(tuple(arguments[2:]))
+    with one_line_errors():
+        return tyro.extras.subcommand_cli_from_dict(
+            COMMANDS, args=arguments, prog="moe-dualpipe", config=(OmitSubcommandPrefixes,)
+        )
 
 
 def _fail(error: Exception, command: Any) -> int:

@@ -3,6 +3,15 @@
 A check returns a `Report`: one row per law, with what was measured and, in plain words, what is wrong and where.
 """
 
-from .report import Check, Report
+from typing import TYPE_CHECKING
 
-__all__ = ["Check", "Report"]
+from ..lazy_exports import on_first_use
+
+if TYPE_CHECKING:
+    from .parallel import check_parallel
+    from .report import Check, Report
+    from .variants import Variant
+
+__all__ = ["Check", "Report", "Variant", "check_parallel"]
+
+__getattr__ = on_first_use(__name__)

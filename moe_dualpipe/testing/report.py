@@ -57,8 +57,8 @@ class Report:
                 lines.append(
                     fill(printable(check.problem, 4000), _WIDTH, initial_indent="    ", subsequent_indent="    ")
                 )
-        counts = {status: self.count(status) for status in _ENDINGS}
-        total = [f"{count} {_ENDINGS[status][count != 1]}" for status, count in counts.items() if count]
+        counts = [(self.count(status), endings) for status, endings in _ENDINGS.items()]
+        total = [f"{count} {endings[count != 1]}" for count, endings in counts if count]
         return "\n".join([*lines, ", ".join(total) or plural(0, "check")])
 
 

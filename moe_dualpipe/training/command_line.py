@@ -3,7 +3,7 @@
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tyro
@@ -32,15 +32,21 @@ class _Replaced:
     weights: str = ""
 
 
-def parse_arguments(arguments: Sequence[str], quiet: bool = False) -> TrainConfig:
+def parse_arguments(
+    arguments: Sequence[str], quiet: bool = False, defaults: TrainConfig | None = None, program: str = ""
+) -> TrainConfig:
     """Return the options; `--preset` chooses the defaults of `--model.*`.
 
-    quiet: print no help. Raises ValueError for invalid options, with a message of one line.
+    quiet: print no help. defaults: those of all other options. program: the command in the help; "": as this process
+    was started.
+    Raises ValueError for invalid options, with a message of one line.
     """
     chosen, _ = _parse_known(_Preset, arguments)
-    default = TrainConfig(preset=chosen.preset, model=preset(chosen.preset))
+    default = replace(defaults or TrainConfig(), preset=chosen.preset, model=preset(chosen.preset))
     with one_line_errors():
-        return tyro.cli(TrainConfig, args=arguments, prog=program_name(), default=default, console_outputs=not quiet)
+        return tyro.cli(
+            TrainConfig, args=arguments, prog=program or program_name(), default=default, console_outputs=not quiet
+        )
 
 
 @contextmanager

@@ -1,0 +1,39 @@
+"""`moe-dualpipe check`: whether parallel runs compute what one process computes, and whether a layer is correct."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+from tyro.conf import Positional, arg, subcommand
+
+
+@dataclass(frozen=True)
+class CheckParallel:
+    """Check that losses, logits and gradients are the same in any parallel layout. Takes the options of train.py."""
+
+    options: Positional[Annotated[tuple[str, ...], arg(metavar="[OPTION ...]")]] = ()
+    """Options of train.py; --help lists them."""
+
+    def run(self) -> int:
+        """Print the table. Returns the exit code: 1 if a check failed. Raises ValueError for invalid options."""
+        from ..training.command_line import parse_arguments
+        from ..training.config import BatchConfig, TrainConfig
+
+        defaults = TrainConfig(batch=BatchConfig(seq_len=16))
+        config = parse_arguments(self.options, defaults=defaults, program="moe-dualpipe check parallel")
+
+        from ..testing import check_parallel  # imports torch
+
+        report = check_parallel(config)
+        print(report)
+        return 0 if report.passed else 1
+
+
+@dataclass(frozen=True)
+class CheckCommands:
+    """Check parallel runs against one process."""
+
+    command: Annotated[
+        Annotated[CheckParallel, subcommand("parallel")],
+        tyro.conf.arg(name=""),
+    ]

@@ -1,0 +1,120 @@
+"""Differences between the results of two runs, relative to the size of what is compared.
+
+A token's difference is relative to its own norm or, if that is smaller, to the root mean square of the norms of all
+tokens. So tokens whose gradient happens to vanish do not count.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .run import Results
+from .variants import Tolerance
+
+Kind = Literal["weights", "losses", "logits", "buffers", "gradients"]
+KINDS: tuple[Kind, ...] = ("weights", "losses", "logits", "buffers", "gradients")
+BUFFERS = 1e-5  # buffers may be averaged over ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One rank's results against the reference's.
+
+    largest: for each kind, the largest relative difference and where it is. held: for each kind, what this rank has.
+    expected: for each kind, what all ranks together must have. criterion: for each step and micro-batch, the value of
+    the criterion, and the mean loss of the reference's tokens.
+    """
+
+    largest: dict[Kind, tuple[float, str]]
+    held: dict[Kind, frozenset[Any]]
+    expected: dict[Kind, frozenset[Any]]
+    criterion: dict[tuple[int, tuple[int, ...]], tuple[float, float]]
+
+
+def compare(results: Results, reference: Results) -> Compared:
+    largest: dict[Kind, tuple[float, str]] = {}
+    held: dict[Kind, frozenset[Any]] = {}
+    all_of: dict[Kind, frozenset[Any]] = {}
+    for kind in KINDS:
+        found, expected = getattr(results, kind), getattr(reference, kind)
+        held[kind], all_of[kind] = frozenset(found), frozenset(expected)
+        measure = _tokens if kind in ("losses", "logits") else _whole
+        pairs = [(key, value, expected[key]) for key, value in found.items() if key in expected]
+        largest[kind] = max(measure(pairs), key=lambda pair: pair[0], default=(0.0, ""))
+    criterion = {
+        (step, sequences): (value, float(torch.stack([reference.losses[step, s].mean() for s in sequences]).mean()))
+        for (step, sequences), value in results.criterion.items()
+    }
+    return Compared(largest, held, all_of, criterion)
+
+
+def _whole(pairs: Iterable[tuple[str, Tensor, Tensor]]) -> Iterable[tuple[float, str]]:
+    for name, found, expected in pairs:
+        yield relative(found, expected), name
+
+
+def _tokens(pairs: Iterable[tuple[tuple[int, int], Tensor, Tensor]]) -> Iterable[tuple[float, str]]:
+    """The token with the largest difference in each sequence."""
+    for (step, sequence), found, expected in pairs:
+        errors_S = token_errors(found, expected)
+        position = int(errors_S.argmax())
+        yield float(errors_S[position]), f"position {position} of sequence {sequence} in step {step + 1}"
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    """|found - expected| / |expected|. Infinite if the shapes differ, or one value is not finite."""
+    if found.shape != expected.shape:
+        return float("inf")
+    if torch.equal(found, expected):
+        return 0.0
+    x, y = found.double(), expected.double()
+    ratio = float((x - y).norm() / y.norm().clamp(min=1e-300))
+    return ratio if ratio == ratio else float("inf")
+
+
+def token_errors(found: Tensor, expected: Tensor) -> Tensor:
+    """The relative difference of each row, [S], in double. found, expected: [S, ...]. Integers differ by 0 or 1."""
+    x, y = (t.double().flatten(1) if t.ndim > 1 else t.double()[:, None] for t in (found, expected))
+    if not expected.is_floating_point():
+        return (x != y).any(1).double()
+    norms = y.norm(dim=1)
+    typical = norms.square().mean().sqrt().clamp(min=1e-300)
+    errors = (x - y).norm(dim=1) / norms.clamp(min=float(typical))
+    return torch.where(errors.isnan(), torch.inf, errors)
+
+
+def find_faults(parts: Sequence[Compared], tolerance: Tolerance) -> tuple[str, list[str]]:
+    """What was measured on all ranks, in a few words, and what is not explained by rounding."""
+    limits: dict[Kind, float] = {
+        "weights": 0, "losses": tolerance.tokens, "logits": tolerance.tokens, "buffers": BUFFERS,
+        "gradients": tolerance.parameters,
+    }  # fmt: skip
+    largest: dict[Kind, tuple[float, str]] = {
+        kind: max((part.largest[kind] for part in parts), key=lambda pair: pair[0]) for kind in KINDS
+    }
+    faults = []
+    for kind, (error, where) in largest.items():
+        if error > limits[kind]:
+            faults.append(f"{kind} differ by {error:.1e}, above the tolerance of {limits[kind]:.1e}: {where}")
+        if missing := sorted(parts[0].expected[kind] - frozenset().union(*(part.held[kind] for part in parts))):
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            faults.append(f"{kind}: no rank has {missing[0]}{more}")
+    faults += _criterion_faults(parts)
+    shown: list[Kind] = ["losses", "logits", "gradients"]
+    measured = (
+        f"{kind} {f'{largest[kind][0]:.0e} of {limits[kind]:.0e}' if limits[kind] else 'equal'}" for kind in shown
+    )
+    return ", ".join(measured), faults
+
+
+def _criterion_faults(parts: Sequence[Compared]) -> list[str]:
+    """The criterion's value of each micro-batch must be the mean of its tokens' losses."""
+    for part in parts:
+        for (step, sequences), (value, mean) in part.criterion.items():
+            if not abs(value - mean) <= 1e-5 * abs(mean):
+                where = f"sequences {', '.join(map(str, sequences))} in step {step + 1}"
+                return [f"the loss of a micro-batch is {value:.6g}, and the mean of its tokens {mean:.6g}: {where}"]
+    return []
