@@ -5,11 +5,12 @@ A checkpoint does not depend on the parallel layout of its run: any number of ra
 
 from .load import check_model, find_checkpoint, load_checkpoint
 from .manifest import Manifest, read_manifest, read_tensor_metadata, verify_checkpoint
+from .partial import PartialLoad
 from .save import SaveError, Saver, SaveResult, list_checkpoints, save_checkpoint
-from .weights import WEIGHTS_FILE, check_weights, export_weights, load_model, load_weights
+from .weights import WEIGHTS_FILE, check_weights, export_weights, load_model, load_weights, load_weights_in_part
 
 __all__ = [
-    "WEIGHTS_FILE", "Manifest", "SaveError", "SaveResult", "Saver", "check_model", "check_weights", "export_weights",
-    "find_checkpoint", "list_checkpoints", "load_checkpoint", "load_model", "load_weights", "read_manifest",
-    "read_tensor_metadata", "save_checkpoint", "verify_checkpoint",
+    "WEIGHTS_FILE", "Manifest", "PartialLoad", "SaveError", "SaveResult", "Saver", "check_model", "check_weights",
+    "export_weights", "find_checkpoint", "list_checkpoints", "load_checkpoint", "load_model", "load_weights",
+    "load_weights_in_part", "read_manifest", "read_tensor_metadata", "save_checkpoint", "verify_checkpoint",
 ]  # fmt: skip

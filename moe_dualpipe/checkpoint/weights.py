@@ -25,10 +25,12 @@ from ..data import TOKENIZER_FILE
 from ..expert_parallel.parameters import expert_ids, global_tensors, older_names
 from ..messages import describe, printable, quoted
 from ..models import ModelConfig, TransformerStage, build_model
+from ..runtime.shared_errors import gather_objects
 from ..strict_json import read_file
 from .load import check_on_all_ranks, check_shapes, load_checkpoint, model_differences, with_older_names
 from .manifest import EXPORT_FILE, ExportManifest, FileChecksum, read_manifest, read_tensor_metadata, verify_export
 from .model_options import check_sizes, model_config
+from .partial import PartialLoad, group_names
 from .save import hidden, sync, write_synced
 
 WEIGHTS_FILE, CONFIG_FILE, MODEL_TYPE = "model.safetensors", "config.json", "moe-dualpipe"
@@ -117,8 +119,11 @@ def _new_folder(folder: Path) -> Iterator[Path]:
     sync(folder.parent)
 
 
-def check_weights(folder: Path, model: ModelConfig) -> None:
-    """Raise ValueError unless `folder` is an intact export of `model`."""
+def check_weights(folder: Path, model: ModelConfig, partial: bool = False) -> list[str]:
+    """Return the options in which the exported model in `folder` differs from `model`, one message each.
+
+    Raises ValueError unless `folder` is an intact export, and without `partial` for an export of another model.
+    """
     _verify(folder)
     if not (folder / WEIGHTS_FILE).is_file() or not (folder / CONFIG_FILE).is_file():
         raise ValueError(f"--weights {folder} must hold {WEIGHTS_FILE} and {CONFIG_FILE} from moe-dualpipe export")
@@ -128,8 +133,11 @@ def check_weights(folder: Path, model: ModelConfig) -> None:
         raise ValueError(f"cannot read {folder / CONFIG_FILE}: {describe(error)}") from None
     if not isinstance(saved, dict) or saved.pop("model_type", None) != MODEL_TYPE:
         raise ValueError(f"{folder / CONFIG_FILE} was not written by moe-dualpipe export")
-    if differences := model_differences(saved, model):
-        raise ValueError(f"{folder} holds another model: {'; '.join(differences)}")
+    differences = model_differences(saved, model)
+    if differences and not partial:
+        way_out = "--weights-partial loads the weights that both have"
+        raise ValueError(f"{folder} holds another model: {'; '.join(differences)}; {way_out}")
+    return differences
 
 
 def load_weights(folder: Path, state: Mapping[str, Tensor], older: Mapping[str, str] | None = None) -> None:
@@ -140,14 +148,42 @@ def load_weights(folder: Path, state: Mapping[str, Tensor], older: Mapping[str, 
     Raises ValueError on all ranks if on any rank the folder is broken, or a weight is missing or has another shape, and
     if the ranks found different exports.
     """
-    fault, checksum = "", 0
+    _load_on_all_ranks(folder, state, older or {}, partial=False)
+
+
+def load_weights_in_part(
+    folder: Path, state: Mapping[str, Tensor], older: Mapping[str, str] | None = None
+) -> PartialLoad:
+    """Load those weights of `state` that the file has, in place. Returns the names of all ranks together. Collective.
+
+    older: as in `load_checkpoint`.
+
+    Raises ValueError on all ranks if on any rank the folder is broken or a weight has another shape, if the file has no
+    weight of the model, and if the ranks found different exports.
+    """
+    names = _load_on_all_ranks(folder, state, older or {}, partial=True)
+    parts = gather_objects((names.loaded, names.missing))
+    loaded, missing = ({name for part in parts for name in part[i]} for i in range(2))
+    ignored = {*names.loaded, *names.ignored} - loaded
+    if not loaded:
+        has, wanted = group_names(ignored) or "no tensors", group_names(missing)
+        raise ValueError(f"{folder / WEIGHTS_FILE} has no weight of the model: it has {has}; the model has {wanted}")
+    return PartialLoad(sorted(loaded), sorted(missing), sorted(ignored))
+
+
+def _load_on_all_ranks(
+    folder: Path, state: Mapping[str, Tensor], older: Mapping[str, str], partial: bool
+) -> PartialLoad:
+    """Load the weights of this rank, and raise the error of any rank on all ranks. Returns the names of this rank."""
+    fault, checksum, names = "", 0, PartialLoad((), (), ())
     try:
         checksum = _verify(folder)
-        _load(folder, {name: t for name, t in state.items() if name.startswith(_PREFIX)}, older or {})
+        names = _load(folder, {n: t for n, t in state.items() if n.startswith(_PREFIX)}, older, partial)
     except ValueError as error:
         fault = str(error)
     different = f"the ranks found different weights at {folder}: --weights needs a shared path, or equal copies"
     check_on_all_ranks(fault, checksum, different)  # a weight may be missing on one rank only
+    return names
 
 
 def _verify(folder: Path) -> int:
@@ -160,7 +196,7 @@ def _verify(folder: Path) -> int:
 
 
 @torch.no_grad()
-def _load(folder: Path, state: Mapping[str, Tensor], older: Mapping[str, str]) -> None:
+def _load(folder: Path, state: Mapping[str, Tensor], older: Mapping[str, str], partial: bool) -> PartialLoad:
     from safetensors import SafetensorError, safe_open
 
     path = folder / WEIGHTS_FILE
@@ -169,8 +205,12 @@ def _load(folder: Path, state: Mapping[str, Tensor], older: Mapping[str, str]) -
             saved = set(file.keys())
             state = with_older_names(state, {_PREFIX + name for name in saved}, older)
             weights = {name.removeprefix(_PREFIX): tensor for name, tensor in state.items()}
+            missing = sorted(weights.keys() - saved) if partial else []
+            for name in missing:
+                del weights[name]
             check_shapes(path, weights, {name: file.get_slice(name).get_shape() for name in saved})
             for name, tensor in weights.items():
                 tensor.copy_(file.get_tensor(name))
+            return PartialLoad([*weights], missing, sorted(saved - weights.keys()))
     except (SafetensorError, OSError) as error:
         raise ValueError(f"cannot read {path}: {error}") from None

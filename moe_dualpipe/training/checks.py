@@ -49,6 +49,8 @@ def check_options(config: TrainConfig) -> None:
     optim, mtp_layers, seq_len = config.optim, config.model.mtp_layers, config.batch.seq_len
     if config.checkpoint.weights and config.checkpoint.resume:
         raise ValueError("--weights starts a new run and --resume continues an old one: use one of them")
+    if config.checkpoint.weights_partial and not config.checkpoint.weights:
+        raise ValueError("--weights-partial needs --weights, the folder to load from")
     if config.metrics.tensorboard:
         check_tensorboard()
     if config.metrics.wandb:

@@ -30,6 +30,7 @@ class _Replaced:
     resume: str = ""
     profile: str = ""
     weights: str = ""
+    weights_partial: bool = False
 
 
 def parse_arguments(

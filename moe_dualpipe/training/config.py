@@ -102,6 +102,8 @@ class CheckpointConfig:
     """Resume from the newest checkpoint of this run, or from this checkpoint."""
     weights: OptionalStr = None
     """Start a new run from the weights in this folder, written by `moe-dualpipe export`."""
+    weights_partial: bool = False
+    """With --weights: the model may differ. Weights that are not in the file start from their initial values."""
     save_every: OptionalInt = None
     """Steps between checkpoints. None: save only at the end."""
     keep: OptionalInt = 3

@@ -90,6 +90,8 @@ class TrainingRun:
         with closing(self), closing(reporter.metrics):
             state_mb = trainer.largest(trainer.optimizer.state_bytes / 2**20)
             reporter.introduce(*trainer.count_parameters(), state_mb)
+            if trainer.partial:
+                reporter.loaded(trainer.partial)
             trainer.check_replicas()
             before = self._validation_loss(f"before step {self.plan.first_step + 1}")
             reporter.metrics.write(step=self.plan.first_step, validation_loss=before)

@@ -29,6 +29,8 @@ class RunPlan:
     text: TextData
     resume: Path | None
     """The checkpoint to start from."""
+    differences: Sequence[str]
+    """With --weights-partial: the options in which the model of the weights differs, one message each."""
     first_step: int
     """Number of steps that were done before."""
     profiled_steps: int
@@ -42,12 +44,12 @@ def plan_run(config: TrainConfig, launch: Launch, arguments: Sequence[str] = ())
     restarted = restart.newest_checkpoint(setup.folder)
     resume = restarted or (find_checkpoint(config.checkpoint.resume) if config.checkpoint.resume else None)
     weights = Path(config.checkpoint.weights) if config.checkpoint.weights else None
-    first_step = 0
+    first_step, differences = 0, []
     if resume:
         first_step = check_model(resume, config.model)
         check_saved(resume, config.optim, config.model)
     elif weights:
-        check_weights(weights, config.model)
+        differences = check_weights(weights, config.model, config.checkpoint.weights_partial)
     profiled_steps = config.metrics.profile
     last_profiled = first_step + WARM_UP + profiled_steps
     if restarted:
@@ -63,7 +65,7 @@ def plan_run(config: TrainConfig, launch: Launch, arguments: Sequence[str] = ())
     make_folder(setup.folder)
     if Path(setup.folder, metrics.FILE).exists():
         metrics.read_records(setup.folder)  # raises ValueError
-    return RunPlan(config, setup, arguments, stages, text, resume, first_step, profiled_steps)
+    return RunPlan(config, setup, arguments, stages, text, resume, differences, first_step, profiled_steps)
 
 
 def _load_text(config: TrainConfig, start: Path | None) -> TextData:

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
-from ..checkpoint import SaveResult, list_checkpoints
+from ..checkpoint import PartialLoad, SaveResult, list_checkpoints
 from ..inference import printable_text
 from ..messages import plural, printable
 from ..program import program_name
@@ -53,6 +53,12 @@ class Reporter:
         of = f"{plural(schedule.num_micro_batches * layout.dp, 'micro-batch', 'es')}, {tokens:,} tokens each"
         data = (printable(line, 1000) for line in self.plan.text.description.split("\n"))
         self.say("\n".join([*lines, *data, f"{start}{steps} of {of}"]))
+
+    def loaded(self, partial: PartialLoad) -> None:
+        """Report what --weights-partial loaded, and how the models differ."""
+        differences = "; ".join(self.plan.differences)
+        other = f" of another model ({differences})" if differences else ""
+        self.say(f"weights from {printable(self.config.checkpoint.weights)}{other}: {partial}")
 
     def step(self, record: dict[str, float], bar: tqdm) -> None:
         """Report a training step."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from ..checkpoint import load_checkpoint, load_weights
+from ..checkpoint import PartialLoad, load_checkpoint, load_weights, load_weights_in_part
 from ..expert_parallel.parameters import older_names
 from ..health.heartbeat import Progress
 from ..health.signals import Stop
@@ -60,11 +60,13 @@ class Trainer:
         self.optimizer = self.pipeline.optimizer(config.optim, config.parallel.zero)
         self.skipped = SkippedSteps(config.health.max_skipped, announce=self.layout.rank == 0)
         self.stop, self.stopping = stop or Stop(), False
+        self.partial: PartialLoad | None = None  # what --weights-partial loaded
         if plan.resume:
             load_checkpoint(plan.resume, self.state(), older_names(self.stages.values()))
             self.optimizer.after_load(plan.first_step - int(self.skipped.total))
         elif config.checkpoint.weights:
-            load_weights(Path(config.checkpoint.weights), self.state(), older_names(self.stages.values()))
+            load = load_weights_in_part if config.checkpoint.weights_partial else load_weights
+            self.partial = load(Path(config.checkpoint.weights), self.state(), older_names(self.stages.values()))
             self.optimizer.after_load(0)
         self.utilisation = utilisation(
             model, config.batch.seq_len, self.device, self.dtype, dist.get_world_size(), config.metrics.peak_tflops

@@ -1,5 +1,7 @@
 """Expert id -1 means "no expert": the result is that of any expert with weight 0, on every backend and rank count."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.distributed import group
@@ -97,12 +99,12 @@ def ranks_agree(rank):
             own = decision(kind, rank)
             if kind == "more choices" and rank == 1:  # a rank without tokens
                 own = tuple(t[:0] for t in own)
-            everything = [None, None]
+            everything: list[Any] = [None, None]
             torch.distributed.all_gather_object(everything, own)
             ours = assert_as_with_weight_zero(spread, *own)
             start = 0 if rank == 0 else len(everything[0][0])
-            of_all = [torch.cat(tensors) for tensors in zip(*everything, strict=True)]
-            theirs, _ = outcome(whole, *of_all, torch.cat([direction(len(x)) for x, _, _ in everything]))
+            x, weights, ids = (torch.cat(tensors) for tensors in zip(*everything, strict=True))
+            theirs, _ = outcome(whole, x, weights, ids, torch.cat([direction(len(x)) for x, _, _ in everything]))
             for a, b in zip(ours[:3], theirs[:3], strict=True):
                 torch.testing.assert_close(a, b[start : start + len(own[0])], rtol=1e-12, atol=1e-13)
             for a, b in zip(ours[3:], theirs[3:], strict=True):

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from moe_dualpipe.kernels.grouped_gemm import grouped_linear
+from moe_dualpipe.kernels.permute import permute, unpermute
 from moe_dualpipe.models.experts import SwiGLUExperts
 
 
@@ -46,6 +47,32 @@ class LowRankExperts(nn.Module):
         up_MF = grouped_linear(x_MD, self.up, expert_offsets, **options)
         hidden_MF = F.relu(up_MF + grouped_linear(low_MR, self.b, expert_offsets, **options))
         return grouped_linear(hidden_MF, self.down, expert_offsets, **options)
+
+
+class AdapterExperts(SwiGLUExperts):
+    """Frozen SwiGLU experts plus a trained low-rank product each, which is zero at first."""
+
+    def __init__(self, config, num_local_experts):
+        super().__init__(config, num_local_experts)
+        self.gate_up.requires_grad_(False)
+        self.down.requires_grad_(False)
+        width = config.hidden_size
+        self.adapters = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False))
+            for _ in range(num_local_experts)
+        )
+
+    @torch.no_grad()
+    def reset_expert(self, e):
+        super().reset_expert(e)
+        down, up = self.adapters[e]  # type: ignore[misc]
+        down.weight.normal_(std=0.2)
+        up.weight.zero_()
+
+    def forward(self, x_ND, order, weights_NK):
+        rows = permute(x_ND, order).split(order.expert_offsets.diff().tolist())
+        adapted = torch.cat([adapter(piece) for adapter, piece in zip(self.adapters, rows, strict=True)])
+        return super().forward(x_ND, order, weights_NK) + unpermute(adapted, order, weights_NK)
 
 
 class RunningExperts(nn.Module):

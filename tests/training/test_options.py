@@ -23,7 +23,7 @@ DEFAULTS = {
     "eval-sequences": 64, "tensorboard": False, "wandb": None, "peak-tflops": None, "profile": 0, "sample-tokens": 160,
     "prompt": "class ", "temperature": 0.8, "top-k": None, "top-p": 1.0, "timeout": 600.0, "max-skipped": 10,
     "check-memory": True, "check-replicas-every": 1, "traceback": False, "optim.name": "adamw", "optim.lr": 0.003,
-    "optim.schedule": "cosine",
+    "optim.schedule": "cosine", "weights-partial": False,
     "optim.warmup-steps": 20, "optim.decay-steps": None, "optim.final-lr": 0.1, "optim.beta1": 0.9, "optim.beta2": 0.95,
     "optim.momentum": 0.95, "optim.weight-decay": 0.1, "optim.clip": 1.0,
 }  # fmt: skip
@@ -47,9 +47,9 @@ def test_every_flag_sets_its_option():
     changed = {
         "steps": 7, "seed": 3, "bias-rate": 0.0, "pp": 4, "ep": 2, "num-chunks": 3, "overlap": False, "max-deferred": 2,
         "zero": False, "recompute": "norms", "fused-loss": True, "data": ("a=3", "b"), "seq-len": 8, "out": "x",
-        "document-mask": True, "micro-batches": 6, "resume": "y", "weights": "z", "save-every": 5, "keep": None,
-        "save-async": False, "peak-tflops": 1.5, "profile": 1, "top-k": 9, "check-replicas-every": None,
-        "optim.decay-steps": 4, "optim.clip": None, "model.num-layers": 6,
+        "document-mask": True, "micro-batches": 6, "resume": "y", "weights": "z", "weights-partial": True,
+        "save-every": 5, "keep": None, "save-async": False, "peak-tflops": 1.5, "profile": 1, "top-k": 9,
+        "check-replicas-every": None, "optim.decay-steps": 4, "optim.clip": None, "model.num-layers": 6,
     }  # fmt: skip
     values = option_values(parse_arguments([*as_arguments(changed)]))
     assert {flag: values[flag] for flag in changed} == changed
@@ -219,6 +219,7 @@ def test_the_resume_command_repeats_all_other_options(monkeypatch):
     monkeypatch.setattr("sys.argv", ["train.py"])
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
     arguments = ["--steps", "5", "--model.num-layers=6", "--resume=old", "--prompt", "a b", "--weights", "given"]
+    arguments.append("--weights-partial")
     expected = "python train.py --model.num-layers=6 --prompt 'a b' --resume runs/x --steps 10"
     assert resume_command(arguments, "runs/x", 10) == expected
     monkeypatch.setenv("WORLD_SIZE", "8")
