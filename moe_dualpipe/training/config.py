@@ -116,6 +116,11 @@ class CheckpointConfig:
 class MetricsConfig:
     """What is measured and recorded."""
 
+    log_every: int = 1
+    """Steps in one record of the metrics, which has the mean loss and the speed of these steps.
+    Steps are also recorded at checkpoints, validations and the end, so no step is lost."""
+    eval_every: OptionalInt = None
+    """Steps between validations, which do not change the results of training. None: only before and after the run."""
     eval_sequences: int = 64
     """Number of held-out sequences for the validation loss, rounded up to whole batches."""
     tensorboard: bool = False

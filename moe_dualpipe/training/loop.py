@@ -87,7 +87,7 @@ class TrainingRun:
         Exits with code 1 if the last checkpoint was not written, or if the run did not give a model with a finite loss.
         """
         trainer, reporter = self.trainer, self.reporter
-        with closing(self), closing(reporter.metrics):
+        with closing(self), closing(reporter):
             state_mb = trainer.largest(trainer.optimizer.state_bytes / 2**20)
             reporter.introduce(*trainer.count_parameters(), state_mb)
             if trainer.partial:
@@ -116,8 +116,8 @@ class TrainingRun:
     def _train(self) -> int:
         """Train; returns the number of steps that are done."""
         trainer, steps = self.trainer, self.config.steps
-        save_every = self.config.checkpoint.save_every
-        done, due = self.plan.first_step, False
+        save_every, eval_every = self.config.checkpoint.save_every, self.config.metrics.eval_every
+        done, save_due, eval_due = self.plan.first_step, False, False
         trainer.stop.completes = "this step and a checkpoint"
         with progress_bar(steps, done, self.reporter.enabled) as bar:
             for step in range(done, steps):
@@ -125,14 +125,20 @@ class TrainingRun:
                     record = trainer.train_step(step)
                 self.reporter.step(record, bar)
                 done = step + 1
-                due |= bool(save_every and done % save_every == 0)
+                save_due |= bool(save_every and done % save_every == 0)
+                eval_due |= bool(eval_every and done % eval_every == 0)
                 # After a skipped step, the weights are as before and may be the reason: wait for an update.
-                if due and done < steps and not (trainer.stopping or trainer.skipped.in_a_row):
+                ready = done < steps and not (trainer.stopping or trainer.skipped.in_a_row)
+                if eval_due and ready and not self.profiler.recording(done):
+                    self._record_validation(done)  # before the save: a checkpoint has a finite validation loss
+                    eval_due = False
+                if save_due and ready:
                     self._start_save(done)
-                    due = False
+                    save_due = False
                 self._note(self.saver.poll())
                 if trainer.stopping or trainer.skipped.too_many:
                     break
+        self.reporter.write_steps()
         return done
 
     def _finish(self, before: float) -> None:
@@ -152,6 +158,11 @@ class TrainingRun:
         reporter.say(f"saved {printable(saved)}")
         reporter.say(f"to resume: {reporter.resume_command(saved, 2 * steps)}")
         reporter.say(f"validation loss {text.format_losses(before, after)}")
+
+    def _record_validation(self, done: int) -> None:
+        loss = self._validation_loss(f"after step {done}", f"; this step is not saved: {_ADVICE}")
+        self.reporter.write_steps()
+        self.reporter.metrics.write(step=done, validation_loss=loss)
 
     def _validation_loss(self, when: str, consequence: str = "") -> float:
         loss = self.trainer.validation_loss()
@@ -180,6 +191,7 @@ class TrainingRun:
         It stores one replica of each parameter, so they are compared before.
         """
         self.trainer.check_replicas()
+        self.reporter.write_steps()
         if self.saver.busy:
             self.reporter.say(f"step {step}: waiting for the last checkpoint, which is still being written")
         with self.trainer.progress.saving():

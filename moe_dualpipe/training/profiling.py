@@ -67,6 +67,10 @@ class StepProfiler:
                 with suppress(OSError):
                     self.path.unlink(missing_ok=True)  # part of a trace; a full disk needs the space
 
+    def recording(self, done: int) -> bool:
+        """Whether the recording has begun, and continues after `done` steps: only training belongs into it."""
+        return self.recorded.start < done < self.recorded.stop
+
     @contextmanager
     def _no_failure(self) -> Iterator[None]:
         """Note the error of the body, if it raises one."""

@@ -12,6 +12,7 @@ from ..inference import printable_text
 from ..messages import plural, printable
 from ..program import program_name
 from .command_line import resume_command
+from .interval import merged
 from .metrics import Metrics
 from .plan import RunPlan
 from .sinks import Sink
@@ -25,6 +26,7 @@ class Reporter:
         self.enabled = self.setup.layout.rank == 0
         tensorboard = self.config.metrics.tensorboard
         self.metrics = Metrics(self.setup.folder, self.enabled, plan.first_step, tensorboard, sinks)
+        self._unwritten: list[dict[str, float]] = []
 
     def say(self, text: str) -> None:
         if self.enabled:
@@ -61,10 +63,27 @@ class Reporter:
         self.say(f"weights from {printable(self.config.checkpoint.weights)}{other}: {partial}")
 
     def step(self, record: dict[str, float], bar: tqdm) -> None:
-        """Report a training step."""
-        self.metrics.write(**record)
-        bar.set_postfix_str(f"loss {record['loss']:.3f}, {record['tokens_per_s']:,.0f} tokens/s", refresh=False)
+        """Report a training step: at once, or with others in one record (--log-every)."""
+        self._unwritten.append(record)
+        if record["step"] % self.config.metrics.log_every == 0:
+            shown = self.write_steps()
+            bar.set_postfix_str(f"loss {shown['loss']:.3f}, {shown['tokens_per_s']:,.0f} tokens/s", refresh=False)
         bar.update()
+
+    def write_steps(self) -> dict[str, float]:
+        """Write one record of the steps since the last one, if there are any, and return it.
+
+        A checkpoint needs that: a run that resumes there records only later steps.
+        """
+        record = merged(self._unwritten) if self._unwritten else {}
+        self._unwritten = []
+        if record:
+            self.metrics.write(**record)
+        return record
+
+    def close(self) -> None:
+        self.write_steps()
+        self.metrics.close()
 
     def saved(self, result: SaveResult) -> None:
         """Report a save that failed."""

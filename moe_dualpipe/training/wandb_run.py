@@ -40,7 +40,7 @@ class WandbRun:
             self._run.define_metric("*", step_metric="step")  # W&B's own step cannot go back, as a resumed run may
             id_file.write_text(f"{self._run.id}\n")
         except Exception as error:
-            reason = describe(error) or type(error).__name__
+            reason = describe(error).rstrip(".") or type(error).__name__
             advice = "use `wandb login`, or set WANDB_MODE=offline and upload later with `wandb sync`"
             raise ValueError(f"--wandb {project} cannot start: {reason}; {advice}") from None
 

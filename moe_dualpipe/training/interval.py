@@ -1,0 +1,37 @@
+"""One record for several training steps, for `--log-every`."""
+
+import math
+from collections.abc import Sequence
+
+Record = dict[str, float]
+
+SUMS = ("seconds", "tokens")
+RATES = ("tokens_per_s", "mfu")
+LATEST = ("step", "lr", "skipped", "peak_memory_mb")
+
+
+def merged(records: Sequence[Record]) -> Record:
+    """Return the record of an interval from those of its steps.
+
+    Seconds and tokens are summed. Rates are of the whole interval. The step, the learning rate, the number of skipped
+    steps and the peak memory are those of the last step. Everything else, such as the loss, is the mean over steps,
+    without values that are not finite; it is NaN if none is finite.
+    Example: losses [3, NaN, 1] and seconds [1, 1, 2] give a loss of 2 and 4 seconds.
+    """
+    if len(records) == 1:
+        return records[0]
+    return {key: _merge(key, records) for key in records[-1]}
+
+
+def _merge(key: str, records: Sequence[Record]) -> float:
+    values = [record[key] for record in records if key in record]
+    if key in LATEST:
+        return values[-1]
+    if key in SUMS:
+        return round(sum(values), 4)
+    if key in RATES:
+        weighted = [(record[key] * record["seconds"], record["seconds"]) for record in records if key in record]
+        amounts, seconds = (sum(column) for column in zip(*weighted, strict=True))
+        return round(amounts / max(seconds, 1e-9), 4)
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else math.nan
