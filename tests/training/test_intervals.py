@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -72,9 +73,8 @@ def test_validations_and_intervals_change_no_result(tmp_path):
 
 def fail_in_step_3(rank, config):
     trainer = make_trainer(rank, config)
-    step = trainer.train_step
-    trainer.train_step = lambda index: step(index) if index < 2 else 1 / 0
-    with pytest.raises(ZeroDivisionError):
+    step = Mock(side_effect=[trainer.train_step(0), trainer.train_step(1), ZeroDivisionError])
+    with patch.object(trainer, "train_step", step), pytest.raises(ZeroDivisionError):
         TrainingRun(trainer).run()
 
 
