@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from itertools import groupby
 
+from .messages import unknown_name
+
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
@@ -31,4 +33,7 @@ def _one_line(box: str) -> str:
     shown = [text for text in paragraphs if not text.startswith(("  Argument helptext", "  For full helptext"))]
     flags = (re.sub(r"(\n {6}-.*)(\n {10}.*)+", r"\1", text) for text in shown)  # flags are indented, help texts more
     message = ". ".join(" ".join(text.split()) for text in flags).removeprefix("Error parsing model: ")
+    if found := re.fullmatch(r"invalid choice '(.*)' for argument '(\S+)'\. Expected one of \((.*)\)\.", message):
+        value, option, names = found.groups()
+        return str(unknown_name(option, value, re.findall(r"'([^']*)'", names)))
     return re.sub("^Expected one of", "Missing subcommand: expected one of", message)

@@ -211,8 +211,7 @@ def test_a_closed_pipe_is_not_an_error():
      "checkpoint. (required)"),
     ("schedule compare --stages x --micro-batches 3",
      "Error parsing --stages: invalid literal for int() with base 10: 'x'"),
-    ("profile run --mode test", "invalid choice 'test' for argument '--mode'. Expected one of ('train', 'prefill', "
-     "'decode')."),
+    ("profile run --mode test", "unknown --mode 'test'; choose from: train, prefill, decode"),
     ("profile analyze --kernels", "Missing value for argument '--kernels'. Expected 1 values."),
 ])  # fmt: skip
 @pytest.mark.parametrize("framed", [True, False])

@@ -1,7 +1,7 @@
 """`moe-dualpipe generate`: text from the newest checkpoint of a run, in one process."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
@@ -32,7 +32,7 @@ class Generate:
     """Random seed. The same seed gives the same texts."""
     experts: str = "swiglu"
     """The model's own expert layer, "module:Class". Required, because a checkpoint cannot choose what is imported."""
-    device: str = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     """cpu, cuda (in bfloat16), or auto: cuda if there is a GPU, otherwise cpu."""
     traceback: bool = False
     """Print the whole traceback of an error in your own layer, instead of one line with the place."""

@@ -32,6 +32,11 @@ COMMANDS = {
 }  # fmt: skip
 
 
+_DESCRIPTION = """Train Mixture-of-Experts transformers under DualPipe, and see what it hides.
+
+$ moe-dualpipe COMMAND --help    the options of a command
+$ moe-dualpipe --version
+"""
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
@@ -69,7 +74,7 @@ def _parse(arguments: Sequence[str]) -> Any:
         return CheckParallel(tuple(arguments[2:]))
     with one_line_errors():
         return tyro.extras.subcommand_cli_from_dict(
-            COMMANDS, args=arguments, prog="moe-dualpipe", config=(OmitSubcommandPrefixes,)
+            COMMANDS, args=arguments, prog="moe-dualpipe", description=_DESCRIPTION, config=(OmitSubcommandPrefixes,)
         )
 
 

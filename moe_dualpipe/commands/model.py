@@ -8,14 +8,15 @@ from tyro.conf import Positional, arg, subcommand
 
 from .. import strict_json
 from ..messages import LARGEST, check_range, plural
+from ..models import PRESETS
+from ..option_types import ScheduleName
 
 
 @dataclass(frozen=True)
 class ShowModel:
     """Show the size of a model, and the memory of each pipeline rank during training."""
 
-    preset: Positional[Annotated[str, arg(metavar="PRESET")]]
-    """Name of the model, such as tiny or deepseek-v3."""
+    preset: Positional[Annotated[str, arg(metavar="PRESET", help=f"Name of the model: {', '.join(PRESETS)}.")]]
     pp: int = 1
     """Number of pipeline ranks."""
     ep: int = 1
@@ -28,7 +29,7 @@ class ShowModel:
     """Sequences in a micro-batch."""
     micro_batches: int | None = None
     """Micro-batches per step on each data-parallel rank. None: 8, or more if the schedule needs more."""
-    schedule: str = "auto"
+    schedule: ScheduleName = "auto"
     """Pipeline schedule. auto: dualpipe for an even number of pipeline ranks, else dualpipev."""
     recompute: Literal["none", "norms", "attention", "full"] = "none"
     """What to recompute in backward instead of saving."""
@@ -42,7 +43,7 @@ class ShowModel:
     def run(self) -> None:
         """Raises ValueError for invalid or conflicting options."""
         from ..drawing.model_tables import memory_table, size_summary
-        from ..models import preset  # imports torch, which the other commands do not need
+        from ..models import preset
         from ..planner import MicroBatch, ModelSize, rank_memory
         from ..schedule import build, default_micro_batches, default_schedule
 
@@ -83,7 +84,6 @@ class ListModels:
 
     def run(self) -> None:
         from ..drawing.model_tables import sizes_table
-        from ..models import PRESETS
         from ..planner import ModelSize
 
         print(sizes_table({name: ModelSize.of(config) for name, config in PRESETS.items()}))

@@ -14,6 +14,7 @@ from tyro.conf import Positional, arg, subcommand
 from .. import strict_json
 from ..drawing.output import check_output, make_folder
 from ..messages import check_range, printable, quoted
+from ..option_types import PresetName
 
 if TYPE_CHECKING:
     import torch
@@ -82,7 +83,7 @@ class ProfileRun:
     mode: Literal["train", "prefill", "decode"] = "train"
     """train: a forward and a backward. prefill: two forwards of whole sequences. decode: two of one
     token each, with a KV cache."""
-    preset: str = "tiny"
+    preset: PresetName = "tiny"
     """Size of the model. Only its MoE layers are used, without embedding and head."""
     layers: int = 4
     """Number of MoE layers."""

@@ -13,6 +13,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 from ..kernels.options import Kernels
 from ..models import PRESETS, ModelConfig
 from ..models.config import Recompute
+from ..option_types import PresetName, ScheduleName
 
 if TYPE_CHECKING:
     from ..inference import Sampling
@@ -42,7 +43,7 @@ class ParallelConfig:
     """Number of pipeline ranks. None: processes / ep."""
     ep: int = 1
     """Number of ranks that share the experts of a layer; divides the experts and the data-parallel ranks."""
-    schedule: str = "auto"
+    schedule: ScheduleName = "auto"
     """Pipeline schedule (docs/schedules.md). auto: dualpipe for an even number of pipeline ranks, else dualpipev."""
     num_chunks: OptionalInt = None
     """Stages per rank, for schedules that allow a choice (interleaved_1f1b). None: the schedule's default."""
@@ -58,14 +59,14 @@ class ParallelConfig:
 class ComputeConfig:
     """Devices, number format, kernels and memory."""
 
-    device: str = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     """cpu, cuda, or auto: GPUs if there is one for each process, else CPU."""
-    dtype: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """float32, bfloat16, or auto: bfloat16 on GPUs. Master weights and gradients are always float32."""
     kernels: Kernels = "auto"
     """triton, reference (plain torch), or auto: Triton on GPUs."""
     recompute: Recompute = "none"
-    """What to recompute in backward instead of saving it."""
+    """What to recompute in backward instead of saving it. attention includes norms and router; full also the MLP."""
     fused_loss: bool = False
     """Compute head and loss together in blocks of tokens, without storing all logits. For large vocabularies."""
 
@@ -204,12 +205,14 @@ class OptimizerConfig:
 class TrainConfig:
     """Train a Mixture-of-Experts transformer with pipeline parallelism.
 
-    $ python train.py                                  (one process)
-    $ torchrun --nproc-per-node 2 train.py             (two pipeline ranks, DualPipe)
-    $ torchrun --nproc-per-node 4 train.py --ep 2      (two pipeline ranks, experts spread over two)
+    $ python train.py                                one process
+    $ torchrun --nproc-per-node 2 train.py           two pipeline ranks, DualPipe
+    $ torchrun --nproc-per-node 4 train.py --ep 2    experts spread over two ranks
+    $ moe-dualpipe train                             the same as train.py
+    $ moe-dualpipe --version
     """
 
-    preset: str = "tiny"
+    preset: PresetName = "tiny"
     """Model size. --model.* options override single values."""
     steps: int = 320
     """Total number of optimizer steps, including those before a resume."""

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from moe_dualpipe.training.main import main
+from moe_dualpipe.cli import main
 from moe_dualpipe.training.metrics import Metrics
 from moe_dualpipe.training.wandb_run import ID_FILE, check_wandb
 from tests.support.runs import SMALL, records
@@ -56,7 +56,7 @@ def wandb(tmp_path, monkeypatch):
 
 
 def train(*arguments):
-    main([*map(str, ("--device", "cpu", *SMALL, "--sample-tokens", 0, *arguments))])
+    main(["train", *map(str, ("--device", "cpu", *SMALL, "--sample-tokens", 0, *arguments))])
 
 
 def test_wandb_gets_the_records_of_a_run_and_of_its_continuation(tmp_path, wandb):
