@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from .labels import PREPARE
 from .segment import Comm, Compute, PrepareComm, Segments, Transfer
 from .segmented import Segmented
 from .tape import needs_grad
@@ -77,6 +78,7 @@ def _probed(
                 segment.fn = partial(_ObservedTransfer, segment.fn, at, observe)
                 segment.back = partial(_ObservedTransfer, segment.back, at._replace(is_gradient=True), observe)
             case PrepareComm():
+                at = at._replace(name=PREPARE + segment.name)
                 segment.fn = partial(_run_prepare, segment.fn, at, observe)
         reply = yield segment
 

@@ -103,11 +103,18 @@ def find_faults(parts: Sequence[Compared], tolerance: Tolerance) -> tuple[str, l
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             faults.append(f"{kind}: no rank has {missing[0]}{more}")
     faults += _criterion_faults(parts)
-    shown: list[Kind] = ["losses", "logits", "gradients"]
-    measured = (
-        f"{kind} {f'{largest[kind][0]:.0e} of {limits[kind]:.0e}' if limits[kind] else 'equal'}" for kind in shown
-    )
-    return ", ".join(measured), faults
+    shown: tuple[Kind, ...] = ("losses", "logits", "gradients")
+    return ", ".join(f"{kind} {_shown(largest[kind][0], limits[kind])}" for kind in shown), faults
+
+
+def _shown(error: float, limit: float) -> str:
+    return f"{error:.0e} of {limit:.0e}" if error else "equal"
+
+
+def may_be_rounding(parts: Sequence[Compared]) -> bool:
+    """Whether rounding can explain the differences. It changes no weight and, if logits agree, no gradient by much."""
+    largest = {kind: max(part.largest[kind][0] for part in parts) for kind in KINDS}
+    return largest["weights"] == 0 and (largest["logits"] > 1e-4 or largest["gradients"] < 1e-2)
 
 
 def _criterion_faults(parts: Sequence[Compared]) -> list[str]:

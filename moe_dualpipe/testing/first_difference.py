@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..models.block import add_up
-from ..overlap.labels import DISPATCH
+from ..overlap.labels import DISPATCH, PREPARE
 from .compare import BUFFERS, relative, token_errors
 from .recorder import At, Record
 from .run import STEPS, Results
@@ -137,10 +137,10 @@ class _Tensors:
         return found
 
     def _add_rows(self, found: dict[int, list[Tensor]], rank: int, record: Record, expected: Values) -> None:
-        start = 0
+        tensor, start = _scaled(record), 0
         for source, ids_TK in self._sources(rank, record):
             rows = _local(ids_TK, rank_in_group(self.run.variant, rank), self.run)
-            values = record.tensor[start : start + len(rows)]
+            values = tensor[start : start + len(rows)]
             start += len(rows)
             length = len(ids_TK) // len(source.sequences)
             for i, sequence in enumerate(source.sequences):
@@ -180,7 +180,7 @@ class _Tensors:
 
 def ids_at(at: At) -> At:
     """The expert ids that the layer of `at` gives to `prepare`."""
-    return At(at.module, at.layer, DISPATCH, 0, False, 0)
+    return At(at.module, at.layer, PREPARE + DISPATCH, 0, False, 0)
 
 
 def rank_in_group(variant: Variant, rank: int) -> int:
@@ -193,11 +193,14 @@ def _local(ids_TK: Tensor, rank: int, run: Recorded) -> Tensor:
     return ((ids_TK >= rank * per_rank) & (ids_TK < (rank + 1) * per_rank)).any(1).nonzero()[:, 0]
 
 
+def _scaled(record: Record) -> Tensor:
+    """The tensor; gradients are those of a sequence's loss, of which the loss of a micro-batch is the mean."""
+    return record.tensor * len(record.sequences) if record.at.is_gradient else record.tensor
+
+
 def _by_sequence(record: Record) -> Iterable[tuple[int, Tensor]]:
     """The parts [S, ...] of a tensor [B, S, ...] or [T, ...]; nothing for a tensor of another shape."""
-    tensor, count = record.tensor, len(record.sequences)
-    if record.at.is_gradient:
-        tensor = tensor * count  # the loss is the mean over the sequences of a micro-batch
+    tensor, count = _scaled(record), len(record.sequences)
     if tensor.ndim == 0 or len(tensor) % count:
         return
     if not (tensor.ndim > 1 and len(tensor) == count):
@@ -250,8 +253,8 @@ def _describe(
     sequence = max(errors, key=lambda s: float(errors[s].max()))
     position = int(errors[sequence].argmax())
     largest = float(errors[sequence][position])
-    pairs = [(f[errors[s] > tolerance], expected[s][0][errors[s] > tolerance]) for s in errors for f in found[s][:1]]
-    times = _times(*(torch.cat([pair[i].flatten() for pair in pairs]) for i in (0, 1)))
+    pairs = [(f, expected[s][0], token_errors(f, expected[s][0]) > tolerance) for s in errors for f in found[s]]
+    times = _times(*(torch.cat([pair[i][pair[2]].flatten() for pair in pairs]) for i in (0, 1)))
     wrong, tokens = (
         sum(int((e > tolerance).sum()) for e in errors.values()),
         sum(len(t[0]) for t in expected.values()),
@@ -260,8 +263,8 @@ def _describe(
     uses = f", which uses experts {', '.join(map(str, ids[sequence][0][position].tolist()))}" if sequence in ids else ""
     return (
         f"the first difference is in step {step + 1}, {at}{_stage(at, step, run)}: {wrong} of {tokens} tokens "
-        f"differ{_experts(errors, ids, tolerance, run.run)}, the most position {position} of sequence "
-        f"{sequence}{uses}, by {largest:.1e} (tolerance {tolerance:.1e}){times}"
+        f"differ{_experts(errors, ids, tolerance, run.run)}; the largest difference is {largest:.1e} (tolerance "
+        f"{tolerance:.1e}){times}, at position {position} of sequence {sequence}{uses}"
     )
 
 
@@ -278,7 +281,7 @@ def _times(found: Tensor, expected: Tensor) -> str:
     x, y = found.double(), expected.double()
     factor = float((x @ y) / (y @ y).clamp(min=1e-300))
     if relative(x, factor * y) < 1e-3 and abs(factor - 1) > 1e-2:
-        return f": {factor:.3g} times the reference's"
+        return f", {factor:.3g} times the reference"
     return ""
 
 

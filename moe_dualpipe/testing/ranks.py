@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..messages import describe, plural
+from ..user_errors import user_error
 
 _context: Any = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", __name__, "moe_dualpipe.training.loop"])
@@ -114,6 +115,7 @@ def _main(queue: Any, store: str, rank: int, num_ranks: int, function: Callable[
             dist.barrier()
     except (Exception, SystemExit) as error:
         notes = getattr(error, "__notes__", [])
-        queue.put((rank, None, "; ".join([f"{type(error).__name__}: {describe(error)}", *notes])))
+        text = user_error(error) or "; ".join([f"{type(error).__name__}: {describe(error)}", *notes])
+        queue.put((rank, None, text))
     finally:
         dist.destroy_process_group()

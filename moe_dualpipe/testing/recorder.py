@@ -36,7 +36,8 @@ class At(NamedTuple):
     def __str__(self) -> str:
         kind = ("output" if self.is_output else "input") + " gradient" * self.is_gradient
         layer = "" if self.layer is None else f"layer {self.layer}, "
-        return f"{layer}segment {self.segment}, {'recomputed ' * self.recomputed}{kind} {self.index}"
+        which = f" number {self.occurrence + 1}" if self.occurrence else ""
+        return f"{layer}segment {self.segment}{which}, {'recomputed ' * self.recomputed}{kind} {self.index}"
 
 
 Rows = Literal["tokens", "copies", "parts"]

@@ -103,7 +103,7 @@ def requested_variant(options: ParallelConfig, recompute: Recompute) -> Variant 
 
 
 def micro_batches_for(variants: list[Variant]) -> int:
-    """A number of micro-batches of the reference's size that all variants can run, at least 8."""
+    """A number of micro-batches of the reference's size that all variants can run."""
     multiple = lcm(*(2 * variant.dp for variant in variants))
-    least = max(8, *(2 * variant.processes for variant in variants))
+    least = max(2 * variant.processes for variant in variants)
     return -(-least // multiple) * multiple

@@ -27,7 +27,7 @@ def test_a_probe_sees_all_tensors_and_gradients_and_changes_no_result(recompute,
     segments = {text.split(" is that of ")[1] for text in seen}
     assert segments == {
         "segment embed", "segment head", *(f"layer {i}, segment {name}" for i in range(3) for name in ("attn", "mlp")),
-        *(f"layer {i}, segment {name}" for i in (1, 2) for name in ("dispatch", "combine")),
+        *(f"layer {i}, segment {name}" for i in (1, 2) for name in ("prepare dispatch", "dispatch", "combine")),
     }  # fmt: skip
     kinds = {text.split(": ")[1].split(" is that")[0] for text in seen}
     assert kinds == {"input", "output", "input gradient", "output gradient"}
