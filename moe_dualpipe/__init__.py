@@ -1,3 +1,30 @@
-"""moe-dualpipe: train Mixture-of-Experts transformers under DeepSeek's DualPipe schedule, anywhere."""
+"""moe-dualpipe: train Mixture-of-Experts transformers under DeepSeek's DualPipe schedule, anywhere.
+
+The names that a program or a notebook needs (docs/python_api.md); the packages below have all others. They are imported
+on first use: `import moe_dualpipe` imports no torch.
+
+>>> import moe_dualpipe
+>>> print(*moe_dualpipe.build_schedule("dualpipev", num_ranks=1, num_micro_batches=2).actions[0])
+0F0 1F0 0F1 1B0 (1F1;0B0)OVERLAP_F_B 1B1 0I1 0W1
+"""
+
+from typing import TYPE_CHECKING
+
+from .lazy_exports import on_first_use
+
+if TYPE_CHECKING:
+    from .data import load_data
+    from .inference import generate
+    from .models import ModelConfig, build_model, preset
+    from .runtime import Executor, join_world
+    from .schedule import Costs, simulate
+    from .schedule import build as build_schedule
+    from .training import OptimizerConfig, Pipeline, TrainConfig, Trainer, train
+    from .training.learning_rate import learning_rate
 
 __version__ = "0.1.0"
+__all__ = [
+    "Costs", "Executor", "ModelConfig", "OptimizerConfig", "Pipeline", "TrainConfig", "Trainer", "build_model",
+    "build_schedule", "generate", "join_world", "learning_rate", "load_data", "preset", "simulate", "train",
+]  # fmt: skip
+__getattr__ = on_first_use(__name__)

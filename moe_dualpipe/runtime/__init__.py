@@ -9,6 +9,9 @@ if TYPE_CHECKING:
     from .p2p import P2P, TensorSpec
     from .rank_step import StepResult
     from .stage import Criterion, OverlappedModule, Stage
+    from .world import World, join_world
 
-__all__ = ["P2P", "Criterion", "Executor", "OverlappedModule", "Stage", "StepResult", "TensorSpec"]
+__all__ = [
+    "P2P", "Criterion", "Executor", "OverlappedModule", "Stage", "StepResult", "TensorSpec", "World", "join_world",
+]  # fmt: skip
 __getattr__ = on_first_use(__name__)

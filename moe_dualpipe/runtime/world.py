@@ -72,10 +72,10 @@ def current_launch() -> Launch:
 
 
 def check_backends(device: torch.device) -> None:
-    """Raise ValueError if the default process group cannot use the CPU and `device`."""
-    needed = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    """Raise ValueError if the default process group lacks the backends for the CPU and for `device`."""
+    options = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     backends = dist.get_backend_config()
-    for kind in {"cpu", device.type}:
-        if f"{kind}:" not in backends:
+    for kind, backend in (("cpu", "cpu:"), ("cuda", "cuda:nccl")):
+        if kind in ("cpu", device.type) and backend not in backends:
             what = f"torch.distributed was initialized without a backend for {kind} tensors ({backends})"
-            raise ValueError(f"{what}: use init_process_group({needed!r})")
+            raise ValueError(f"{what}: use init_process_group({options!r})")

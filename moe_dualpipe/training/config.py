@@ -4,14 +4,14 @@ None means no limit, or a value that `resolve.py` chooses from the other options
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from tyro.conf import OmitArgPrefixes, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
 from ..kernels.options import Kernels
-from ..models import PRESETS, ModelConfig
+from ..models import ModelConfig, preset
 from ..models.config import Recompute
 from ..option_types import PresetName, ScheduleName
 
@@ -30,6 +30,7 @@ def _optional(kind: Callable[[str], Any], metavar: str) -> PrimitiveConstructorS
     )
 
 
+_OF_PRESET = cast(ModelConfig, None)
 OptionalInt = Annotated[int | None, _optional(int, "INT")]
 OptionalFloat = Annotated[float | None, _optional(float, "FLOAT")]
 OptionalStr = Annotated[str | None, _optional(str, "STR")]
@@ -229,4 +230,8 @@ class TrainConfig:
     sample: OmitArgPrefixes[SampleConfig] = SampleConfig()
     health: OmitArgPrefixes[HealthConfig] = HealthConfig()
     optim: OptimizerConfig = OptimizerConfig()
-    model: ModelConfig = field(default_factory=lambda: PRESETS["tiny"])
+    model: ModelConfig = _OF_PRESET
+
+    def __post_init__(self) -> None:
+        if self.model is _OF_PRESET:
+            object.__setattr__(self, "model", preset(self.preset))

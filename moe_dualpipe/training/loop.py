@@ -5,8 +5,8 @@ option ends the run with one line and exit code 2, and never with a hang.
 """
 
 import math
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ..checkpoint import Saver, SaveResult
 from ..data import tokenizer_files
 from ..health.deadline import Deadline
+from ..health.heartbeat import Progress
 from ..health.signals import Stop
 from ..health.watch import joining, watch_ranks
 from ..messages import printable
@@ -28,11 +29,12 @@ from .metrics import peak_memory_mb, progress_bar
 from .nonfinite import first_nonfinite
 from .plan import RunPlan, plan_run
 from .profiling import StepProfiler
-from .reporter import Reporter
+from .reporter import Reporter, RunFailed
 from .sinks import Sink
 from .trainer import Trainer
 from .wandb_run import WandbRun
 
+Callback = Callable[[Trainer, dict[str, float]], object]
 _ADVICE = "resume from an earlier one with a lower --optim.lr, or check the data"
 
 
@@ -44,40 +46,65 @@ def run(config: TrainConfig, launch: Launch, arguments: Sequence[str], stop: Sto
     first, full_traceback = launch.local_rank == 0, config.health.traceback
     with exit_on_invalid_option(first, ValueError, OSError, full_traceback=full_traceback):
         plan = plan_run(config, launch, arguments)
+        assert plan.setup.folder is not None
         restart.mark_folder(plan.setup.folder, launch.local_rank)
-    timeout = config.health.timeout
+    with watched_world(plan, launch) as progress:
+        with exit_on_invalid_option(first, ValueError, full_traceback=full_traceback):
+            trainer, sinks = build_run(plan, launch, progress, stop)
+        TrainingRun(trainer, sinks).run()
+
+
+@contextmanager
+def watched_world(plan: RunPlan, launch: Launch) -> Iterator[Progress]:
+    """Join the other ranks, and watch them (health/watch.py). Yields what the main thread notes its progress in."""
+    timeout = plan.config.health.timeout
     with joining(launch.rank, timeout):
         init_world(plan.setup.device, launch, timeout)
     try:
-        with watch_ranks(timeout, full_traceback=full_traceback) as progress:
-            with exit_on_invalid_option(first, ValueError, full_traceback=full_traceback):
-                check_memory(plan, launch)
-                trainer = Trainer(plan, progress, stop)
-                sinks = build_on_all_ranks(lambda: _chosen_sinks(plan))
-            TrainingRun(trainer, sinks).run()
+        with watch_ranks(timeout, full_traceback=plan.config.health.traceback) as progress:
+            yield progress
     finally:
         with Deadline(timeout, f"rank {launch.rank} stops: it cannot leave the process groups"):
             dist.destroy_process_group()
 
 
+def build_run(
+    plan: RunPlan, launch: Launch, progress: Progress, stop: Stop | None = None
+) -> tuple[Trainer, list[Sink]]:
+    """Return the trainer, and the sinks that the options choose. Collective.
+
+    Raises ValueError, on all ranks, for options that cannot work here.
+    """
+    check_memory(plan, launch)
+    trainer = Trainer(plan, progress, stop)
+    return trainer, build_on_all_ranks(lambda: _chosen_sinks(plan))
+
+
 def _chosen_sinks(plan: RunPlan) -> list[Sink]:
     """Raises ValueError for one that cannot start."""
     if plan.config.metrics.wandb and plan.setup.layout.rank == 0:
+        assert plan.setup.folder is not None
         return [WandbRun(plan.config, plan.setup.folder)]
     return []
 
 
 class TrainingRun:
-    """Training steps, checkpoints and reports, in order. Collective. sinks: also get the metrics, on the first rank."""
+    """Training steps, checkpoints and reports, in order. Collective.
 
-    def __init__(self, trainer: Trainer, sinks: Sequence[Sink] = ()):
-        self.trainer, self.plan, self.config = trainer, trainer.plan, trainer.config
+    sinks: also get the metrics, on the first rank. callbacks: called as `callback(trainer, record)` after each step on
+    every rank, before the record is written. verbose: False prints nothing.
+    """
+
+    def __init__(
+        self, trainer: Trainer, sinks: Sequence[Sink] = (), callbacks: Sequence[Callback] = (), verbose: bool = True
+    ):
+        self.trainer, self.plan, self.config, self.callbacks = trainer, trainer.plan, trainer.config, callbacks
         setup, options = trainer.plan.setup, self.config.checkpoint
-        self.reporter = Reporter(self.plan, sinks)
-        self.saver = Saver(
-            setup.folder, self.config.model, options.keep or 0, options.save_async, trainer.progress.save.note
-        )  # fmt: skip
-        folder, steps = setup.folder / "profile", (self.plan.profiled_steps, self.plan.first_step)
+        self.reporter, self.saver = Reporter(self.plan, sinks, verbose), None
+        if setup.folder:
+            keep, announce = options.keep or 0, trainer.progress.save.note
+            self.saver = Saver(setup.folder, self.config.model, keep, options.save_async, announce)
+        folder, steps = (setup.folder or Path()) / "profile", (self.plan.profiled_steps, self.plan.first_step)
         self.profiler = StepProfiler(folder, *steps, setup.schedule, setup.layout, setup.device)
         self.last_save: SaveResult | None = None
 
@@ -99,19 +126,15 @@ class TrainingRun:
             done = self._train()
             self._check_skipped(done)
             if done < self.config.steps or trainer.stopping:
-                if trainer.skipped.in_a_row:  # the weights may be the reason: remove no earlier checkpoint
-                    self.saver.keep = 0
-                self._start_save(done)
-                saved = self._last_checkpoint()
-                resume = reporter.resume_command(saved, self.config.steps if done < self.config.steps else 2 * done)
-                reporter.say(f"stopped after step {done}, saved {printable(saved)}, to resume: {resume}")
+                self._stop(done)
             else:
                 self._finish(before)
 
     def close(self) -> None:
         """Finish the last save."""
-        with self.trainer.progress.saving():
-            self.saver.close()
+        if self.saver:
+            with self.trainer.progress.saving():
+                self.saver.close()
 
     def _train(self) -> int:
         """Train; returns the number of steps that are done."""
@@ -119,10 +142,11 @@ class TrainingRun:
         save_every, eval_every = self.config.checkpoint.save_every, self.config.metrics.eval_every
         done, save_due, eval_due = self.plan.first_step, False, False
         trainer.stop.completes = "this step and a checkpoint"
-        with progress_bar(steps, done, self.reporter.enabled) as bar:
+        with progress_bar(steps, done, self.reporter.verbose) as bar:
             for step in range(done, steps):
                 with self.profiler.step(step):
                     record = trainer.train_step(step)
+                self._call_back(record)
                 self.reporter.step(record, bar)
                 done = step + 1
                 save_due |= bool(save_every and done % save_every == 0)
@@ -135,11 +159,29 @@ class TrainingRun:
                 if save_due and ready:
                     self._start_save(done)
                     save_due = False
-                self._note(self.saver.poll())
+                if self.saver:
+                    self._note(self.saver.poll())
                 if trainer.stopping or trainer.skipped.too_many:
                     break
         self.reporter.write_steps()
         return done
+
+    def _call_back(self, record: dict[str, float]) -> None:
+        for callback in self.callbacks:
+            callback(self.trainer, record)
+        if self.callbacks:
+            self.trainer.agree_to_stop()
+
+    def _stop(self, done: int) -> None:
+        """Save and report a run that was asked to stop after step `done`."""
+        if self.saver and self.trainer.skipped.in_a_row:  # the weights may be the reason: remove no earlier checkpoint
+            self.saver.keep = 0
+        self._start_save(done)
+        text = f"stopped after step {done}"
+        if saved := self._last_checkpoint():
+            resume = self.reporter.how_to_resume(saved, self.config.steps if done < self.config.steps else 2 * done)
+            text += f", saved {printable(saved)}, to resume: {resume}"
+        self.reporter.say(text)
 
     def _finish(self, before: float) -> None:
         trainer, reporter, steps, text = self.trainer, self.reporter, self.config.steps, self.plan.text
@@ -154,9 +196,9 @@ class TrainingRun:
         reporter.say(f"peak memory: {trainer.largest(peak_memory_mb(trainer.device)):,.0f} MB on the fullest rank")
         if self.config.sample.sample_tokens and not trainer.stopping:
             reporter.sample(self.config.sample.prompt + trainer.sample())
-        saved = self._last_checkpoint()
-        reporter.say(f"saved {printable(saved)}")
-        reporter.say(f"to resume: {reporter.resume_command(saved, 2 * steps)}")
+        if saved := self._last_checkpoint():
+            reporter.say(f"saved {printable(saved)}")
+            reporter.say(f"to resume: {reporter.how_to_resume(saved, 2 * steps)}")
         reporter.say(f"validation loss {text.format_losses(before, after)}")
 
     def _record_validation(self, done: int) -> None:
@@ -192,6 +234,8 @@ class TrainingRun:
         """
         self.trainer.check_replicas()
         self.reporter.write_steps()
+        if self.saver is None:
+            return
         if self.saver.busy:
             self.reporter.say(f"step {step}: waiting for the last checkpoint, which is still being written")
         with self.trainer.progress.saving():
@@ -203,13 +247,15 @@ class TrainingRun:
             self.last_save = result
             self.reporter.saved(result)
 
-    def _last_checkpoint(self) -> Path:
-        """Wait for the last save and return its folder. Exits with code 1 if it failed."""
+    def _last_checkpoint(self) -> Path | None:
+        """Wait for the last save and return its folder; None without a folder. Raises RunFailed if it failed."""
+        if self.saver is None:
+            return None
         with self.trainer.progress.saving():
             self._note(self.saver.wait())
         if self.last_save is None:  # a restart after the last step
             assert self.plan.resume is not None
             return self.plan.resume
         if self.last_save.error:
-            raise SystemExit(1)  # the error is reported already
+            raise RunFailed(f"{self.last_save.path} could not be written: {self.last_save.error}")  # reported already
         return self.last_save.path

@@ -27,16 +27,19 @@ _NUMBERS = {*(panel.key for panel in PANELS), "validation_loss", "tokens", "seco
 class Metrics:
     """Appends records to `<run>/metrics.jsonl`. tensorboard: also writes them to `<run>/tensorboard/`.
 
-    sinks: also get the records (sinks.py). enabled: True on one rank; the others write nothing. first_step: removes the
-    records of later steps, which a resumed run repeats. If a file cannot be written, training continues, and later
-    calls try again (appended_file.py).
+    run: None writes no files. sinks: also get the records (sinks.py). enabled: True on one rank; the others write
+    nothing. first_step: removes the records of later steps, which a resumed run repeats. If a file cannot be written,
+    training continues, and later calls try again (appended_file.py).
     """
 
     def __init__(
-        self, run: Path, enabled: bool, first_step: int = 0, tensorboard: bool = False, sinks: Sequence[Sink] = ()
-    ):
+        self, run: Path | None, enabled: bool, first_step: int = 0, tensorboard: bool = False,
+        sinks: Sequence[Sink] = (),
+    ):  # fmt: skip
         self._file = self._board = None
         self._sinks = [GuardedSink(sink) for sink in sinks] if enabled else []
+        if run is None:
+            return
         if enabled:
             path = run / FILE
             self._file = AppendedFile(path, lambda: _remove_later(path, first_step))

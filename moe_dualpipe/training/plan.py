@@ -23,8 +23,8 @@ class RunPlan:
 
     config: TrainConfig
     setup: RunSetup
-    arguments: Sequence[str]
-    """The command line, for the command that resumes the run."""
+    arguments: Sequence[str] | None
+    """The command line, for the command that resumes the run. None: the run was started from Python."""
     stages: Sequence[StageSpec]
     text: TextData
     resume: Path | None
@@ -36,12 +36,15 @@ class RunPlan:
     profiled_steps: int
 
 
-def plan_run(config: TrainConfig, launch: Launch, arguments: Sequence[str] = ()) -> RunPlan:
-    """Check the options, the text, the checkpoint and the folders. Raises ValueError."""
-    setup = resolve_options(config, launch)
+def plan_run(config: TrainConfig, launch: Launch, arguments: Sequence[str] | None = ()) -> RunPlan:
+    """Check the options, the text, the checkpoint and the folders. Raises ValueError.
+
+    arguments: the command line. None: the run is started from Python, and writes only into a folder that is named.
+    """
+    setup = resolve_options(config, launch, new_folder=arguments is not None)
     expert_class(config.model.experts)  # raises ValueError
     stages = split(config.model, setup.schedule.num_stages)
-    restarted = restart.newest_checkpoint(setup.folder)
+    restarted = restart.newest_checkpoint(setup.folder) if setup.folder else None
     resume = restarted or (find_checkpoint(config.checkpoint.resume) if config.checkpoint.resume else None)
     weights = Path(config.checkpoint.weights) if config.checkpoint.weights else None
     first_step, differences = 0, []
@@ -62,9 +65,10 @@ def plan_run(config: TrainConfig, launch: Launch, arguments: Sequence[str] = ())
             f"the run has {config.steps - first_step}: use --steps {last_profiled}"
         )
     text = _load_text(config, resume or weights)
-    make_folder(setup.folder)
-    if Path(setup.folder, metrics.FILE).exists():
-        metrics.read_records(setup.folder)  # raises ValueError
+    if setup.folder:
+        make_folder(setup.folder)
+        if Path(setup.folder, metrics.FILE).exists():
+            metrics.read_records(setup.folder)  # raises ValueError
     return RunPlan(config, setup, arguments, stages, text, resume, differences, first_step, profiled_steps)
 
 

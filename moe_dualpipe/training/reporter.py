@@ -18,18 +18,30 @@ from .plan import RunPlan
 from .sinks import Sink
 
 
-class Reporter:
-    """Reports on the run of `plan`. Only the first rank prints and writes. sinks: also get the metrics."""
+class RunFailed(SystemExit):
+    """Ends a run. The command exits with code 1; for a run from Python, `train` raises RuntimeError with `text`."""
 
-    def __init__(self, plan: RunPlan, sinks: Sequence[Sink] = ()):
+    def __init__(self, text: str):
+        super().__init__(1)
+        self.text = text
+
+
+class Reporter:
+    """Reports on the run of `plan`. Only the first rank prints and writes.
+
+    sinks: also get the metrics. verbose: False prints nothing.
+    """
+
+    def __init__(self, plan: RunPlan, sinks: Sequence[Sink] = (), verbose: bool = True):
         self.plan, self.config, self.setup = plan, plan.config, plan.setup
         self.enabled = self.setup.layout.rank == 0
+        self.verbose = verbose and self.enabled
         tensorboard = self.config.metrics.tensorboard
         self.metrics = Metrics(self.setup.folder, self.enabled, plan.first_step, tensorboard, sinks)
         self._unwritten: list[dict[str, float]] = []
 
     def say(self, text: str) -> None:
-        if self.enabled:
+        if self.verbose:
             print(text, flush=True)
 
     def introduce(self, dense: float, experts: float, trained: float, state_mb: float) -> None:
@@ -93,15 +105,18 @@ class Reporter:
             self.metrics.write(step=result.step, save_error=result.error)
 
     def fail(self, text: str) -> NoReturn:
-        """Print the error that ends the run, and exit with code 1."""
-        if self.enabled:
+        """End the run. A command prints the error; from Python, it is raised."""
+        if self.enabled and self.plan.arguments is not None:
             sys.stderr.write(f"{program_name()}: error: {text}\n")
-        raise SystemExit(1)
+        raise RunFailed(text)
 
     def sample(self, text: str) -> None:
         self.say("sample:\n" + "\n".join(f"    | {line}" for line in printable_text(text).split("\n")))
 
-    def resume_command(self, checkpoint: Path, steps: int) -> str:
+    def how_to_resume(self, checkpoint: Path, steps: int) -> str:
         """Names the run, or `checkpoint` if the folder has later ones, from before a resume at an earlier step."""
         newer = checkpoint in list_checkpoints(checkpoint.parent)[1:]
-        return resume_command(self.plan.arguments, str(checkpoint if newer else self.setup.folder), steps)
+        run = str(checkpoint if newer else self.setup.folder)
+        if self.plan.arguments is None:
+            return f"CheckpointConfig(resume={run!r})"
+        return resume_command(self.plan.arguments, run, steps)

@@ -25,12 +25,15 @@ class RunSetup:
     device: torch.device
     dtype: torch.dtype
     kernels: Kernels
-    folder: Path
-    """The run's folder: checkpoints, metrics, profile."""
+    folder: Path | None
+    """The run's folder: checkpoints, metrics, profile. None: the run writes nothing."""
 
 
-def resolve_options(config: TrainConfig, launch: Launch) -> RunSetup:
-    """Check all options and choose the values of this launch. Raises ValueError with the numbers and what to use."""
+def resolve_options(config: TrainConfig, launch: Launch, new_folder: bool = True) -> RunSetup:
+    """Check all options and choose the values of this launch. Raises ValueError with the numbers and what to use.
+
+    new_folder: without --out and --resume, choose a new folder; False: write nothing.
+    """
     check_options(config)
     device, kernels = _device(config.compute, launch)
     dtype = config.compute.dtype
@@ -42,7 +45,10 @@ def resolve_options(config: TrainConfig, launch: Launch) -> RunSetup:
         name = default_schedule(layout.pp)
     micro_batches = config.batch.micro_batches or default_micro_batches(layout.pp)
     schedule = build(name, layout.pp, micro_batches, config.parallel.num_chunks)
-    folder = _run_folder(config.checkpoint, config.preset)
+    options = config.checkpoint
+    folder = _run_folder(options, config.preset) if new_folder or options.out or options.resume else None
+    if folder is None:
+        _check_writes_nothing(config)
     return RunSetup(layout, schedule, device, getattr(torch, dtype), kernels, folder)
 
 
@@ -77,6 +83,17 @@ def _layout(config: TrainConfig, launch: Launch) -> Layout:
     ranks = f" ({plural(world_size, 'process', 'es')} / {plural(pp, 'pipeline rank')})"
     check_ep_divides_ranks(ep, experts, dp, ranks)
     return Layout(pp, dp, ep, launch.rank)
+
+
+def _check_writes_nothing(config: TrainConfig) -> None:
+    """Raise ValueError for an option that writes files: a run from Python has a folder only if it is named."""
+    wanted = (
+        ("save_every", config.checkpoint.save_every), ("tensorboard", config.metrics.tensorboard),
+        ("profile", config.metrics.profile), ("wandb", config.metrics.wandb),
+    )  # fmt: skip
+    for option, value in wanted:
+        if value:
+            raise ValueError(f"{option}={value!r} writes files: name a folder, CheckpointConfig(out=...)")
 
 
 def _run_folder(options: CheckpointConfig, preset: str) -> Path:

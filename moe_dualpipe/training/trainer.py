@@ -33,7 +33,11 @@ from .same_text import check_same_text
 
 
 class Trainer:
-    """One rank of a run. All methods are collective, except `state`."""
+    """One rank of a run. All methods are collective, except `state` and `request_stop`.
+
+    pipeline: the model, divided over the ranks. optimizer: its state. config: the options. lr_factor: a factor on the
+    learning rate, which a callback may change on all ranks; checkpoints do not store it.
+    """
 
     def __init__(self, plan: RunPlan, progress: Progress | None = None, stop: Stop | None = None):
         self.plan, self.config, self.schedule = plan, plan.config, plan.setup.schedule
@@ -59,7 +63,7 @@ class Trainer:
         self.buffers = build_on_all_ranks(self._build_buffers)
         self.optimizer = self.pipeline.optimizer(config.optim, config.parallel.zero)
         self.skipped = SkippedSteps(config.health.max_skipped, announce=self.layout.rank == 0)
-        self.stop, self.stopping = stop or Stop(), False
+        self.stop, self.stopping, self.lr_factor = stop or Stop(), False, 1.0
         self.partial: PartialLoad | None = None  # what --weights-partial loaded
         if plan.resume:
             load_checkpoint(plan.resume, self.state(), older_names(self.stages.values()))
@@ -100,7 +104,7 @@ class Trainer:
             self._check_registered()
         with record_function(GRADIENTS):
             norm = self.pipeline.sum_gradients() * mean
-        clip, lr = config.optim.clip, learning_rate(config.optim, step, config.steps)
+        clip, lr = config.optim.clip, self.lr_factor * learning_rate(config.optim, step, config.steps)
         # The host waits for the device before the update, not after it: the next step starts without a wait.
         load_LE = self.balance.loads(self.device)
         loss, norm_value = self._mean(losses), norm.item()
@@ -147,11 +151,21 @@ class Trainer:
                 losses = self.pipeline.step(*batch)
             yield losses
 
-    def sample(self) -> str:
-        """The model's continuation of the prompt."""
+    def request_stop(self) -> None:
+        """Stop the run after this step. For callbacks; one rank is enough. Not collective."""
+        self.stop.requested = True
+
+    def agree_to_stop(self) -> None:
+        """If a rank was asked to stop, all ranks stop after this step."""
+        self.stopping |= self.largest(float(self.stop.requested)) > 0
+
+    def sample(self, prompt: str | None = None, num_tokens: int | None = None) -> str:
+        """The model's continuation of the prompt. None: as in `config.sample`."""
         config, tokenizer = self.config, self.plan.text.tokenizer
-        prompt = torch.tensor(tokenizer.encode(config.sample.prompt or "\n"))
-        tokens = self.pipeline.generate([prompt], config.sample.sample_tokens, config.sample.sampling(), config.seed)
+        text = config.sample.prompt if prompt is None else prompt
+        tokens_S = torch.tensor(tokenizer.encode(text or "\n"))
+        number = config.sample.sample_tokens if num_tokens is None else num_tokens
+        tokens = self.pipeline.generate([tokens_S], number, config.sample.sampling(), config.seed)
         return tokenizer.decode(tokens[0].tolist())
 
     def _check_registered(self) -> None:
@@ -197,7 +211,8 @@ class Trainer:
         if losses:
             total[0], total[1] = torch.stack(losses).double().sum(), len(losses)
         total[2] = self.stop.requested
-        dist.all_reduce(total)
+        if self.layout.dp * self.layout.pp > 1 or dist.is_initialized():  # a finished run of one process has no group
+            dist.all_reduce(total)
         loss, count, stop_requests = total.tolist()
         self.stopping = stop_requests > 0
         return loss / count

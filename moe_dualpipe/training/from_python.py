@@ -1,0 +1,68 @@
+"""Train from Python: the run of train.py without a command line, signal handlers, or files that were not asked for."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from ..health.heartbeat import Progress
+from ..runtime.launch import Launch
+from ..runtime.world import check_backends, current_launch
+from . import restart
+from .config import TrainConfig
+from .loop import Callback, TrainingRun, build_run, watched_world
+from .plan import RunPlan, plan_run
+from .reporter import RunFailed
+from .sinks import Sink
+from .trainer import Trainer
+
+
+def train(
+    config: TrainConfig | None = None, callbacks: Sequence[Callback] = (), log: Sequence[Sink] = (),
+    verbose: bool = True,
+) -> Trainer:  # fmt: skip
+    """Train with the options of train.py, and return the trainer with the trained model. Collective under torchrun.
+
+    config: the options; None: all defaults. Without `CheckpointConfig(out=...)`, no file is written.
+    callbacks: each is called as `callback(trainer, record)` after every step, on all ranks. record: the step's metrics,
+    as in metrics.jsonl; what a callback adds is logged, too. A callback may call `trainer.request_stop()`,
+    `trainer.validation_loss()` and `trainer.sample()`, and change `trainer.lr_factor`.
+    log: objects with a method `log(dict)`, which get the same records on the first rank, and the validation losses.
+    verbose: print what train.py prints, and a progress bar.
+
+    The processes of torchrun are joined, and left at the end; a default process group of torch.distributed that exists
+    already is used instead. With several processes, the returned trainer is of use only if the group still exists, as
+    inside `with join_world():`.
+
+    Raises ValueError for invalid options, before the first step. Raises RuntimeError if the run does not give a model
+    with a finite loss, or if its last checkpoint was not written.
+    """
+    config, launch = config or TrainConfig(), current_launch()
+    plan = plan_run(config, launch, arguments=None)
+    if plan.setup.folder:
+        restart.mark_folder(plan.setup.folder, launch.local_rank)
+    invalid: ValueError | None = None
+    try:
+        with _world(plan, launch) as progress:
+            try:
+                trainer, sinks = build_run(plan, launch, progress)
+            except ValueError as error:  # of all ranks: if it left the context, their processes would end
+                invalid = error
+            else:
+                TrainingRun(trainer, [*sinks, *log], callbacks, verbose).run()
+                return trainer
+    except RunFailed as error:
+        raise RuntimeError(error.text) from None
+    assert invalid is not None
+    raise invalid
+
+
+@contextmanager
+def _world(plan: RunPlan, launch: Launch) -> Iterator[Progress]:
+    """Join the other ranks and watch them, or use the process group that the program has created."""
+    if dist.is_initialized():
+        check_backends(plan.setup.device)
+        yield Progress()
+        return
+    with watched_world(plan, launch) as progress:
+        yield progress

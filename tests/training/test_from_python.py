@@ -1,0 +1,171 @@
+"""Training from Python: `train`, its callbacks, and a loop of one's own give the same bits as train.py."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_dualpipe import build_schedule, join_world, preset, train
+from moe_dualpipe.models import ModelConfig
+from moe_dualpipe.runtime.world import check_backends
+from moe_dualpipe.training import (
+    CheckpointConfig,
+    MetricsConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Pipeline,
+    TrainConfig,
+)
+from moe_dualpipe.training.command_line import parse_arguments
+from moe_dualpipe.training.main import main
+from tests.support.programs import run_example
+from tests.support.ranks import run_ranks
+from tests.support.runs import SMALL, TEXT, change, losses, records, settings
+
+CPU = ("--device", "cpu", "--steps", "3", *map(str, SMALL))
+OWN_LOOP = {"STEPS, SEQ_LEN, SIZE, MICRO_BATCHES": "3, 32, 1, 4", "SOURCE": repr(TEXT)}
+
+
+def own_loop_config() -> TrainConfig:
+    """The options of train.py that are those of examples/own_loop.py."""
+    return change(settings("nowhere", steps=3, model=preset("tiny")), out=None, optim=OptimizerConfig(warmup_steps=5))
+
+
+class Log:
+    def __init__(self, found):
+        self.log = found.append
+
+
+def weights(stages) -> dict[str, torch.Tensor]:
+    return {name: tensor for stage in stages.values() for name, tensor in stage.state_dict().items()}
+
+
+def assert_equal_weights(first, second):
+    first, second = weights(first), weights(second)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_runs_from_python_have_the_results_of_the_command_and_write_nothing(tmp_path, monkeypatch, capsys):
+    main([*CPU, "--out", str(tmp_path / "run")])
+    expected = records(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    for _ in range(2):  # in one process
+        found = []
+        trainer = train(parse_arguments(CPU), log=[Log(found)], verbose=False)
+        assert not dist.is_initialized()
+        for kind in ("loss", "grad_norm", "lr"):
+            assert losses(found, kind) == losses(expected, kind)
+        assert trainer.validation_loss() == losses(found, "validation_loss")[3] == expected[-1]["validation_loss"]
+    assert len(trainer.sample("class ", 7)) == 7
+    assert capsys.readouterr() == ("", "")
+    assert os.listdir() == ["run"]
+
+
+def test_a_loop_of_ones_own_has_the_results_of_a_run(capsys):
+    own = run_example("own_loop.py", **OWN_LOOP)
+    assert not dist.is_initialized()
+    printed = capsys.readouterr().out.splitlines()
+    found = []
+    trainer = train(own_loop_config(), [lambda _, record: found.append(record)], verbose=False)
+    assert_equal_weights(own["pipeline"].stages, trainer.stages)
+    expected = [f"step {r['step']}: loss {r['loss']:.4f}, gradient norm {r['grad_norm']:.3f}" for r in found]
+    assert printed == expected and len(printed) == 3
+
+
+def stop_on_rank_1(trainer, record):
+    record["added"] = 2.0 * record["step"]
+    if trainer.layout.rank == 1 and record["step"] == 2:
+        trainer.request_stop()
+
+
+def use_own_group(_rank, config):
+    """`train` and the own loop on two ranks, in the process group of the program."""
+    group = dist.group.WORLD
+    trainer = train(config, [stop_on_rank_1], verbose=False)
+    assert dist.group.WORLD is group
+    reached = trainer.progress.step
+    assert len(trainer.sample("class ", 7)) == 7
+    own = run_example("own_loop.py", **OWN_LOOP)
+    assert dist.group.WORLD is group
+    with_loop = train(own_loop_config(), verbose=False)
+    assert_equal_weights(own["pipeline"].stages, with_loop.stages)
+    return reached, own["schedule"].name
+
+
+def test_two_ranks_use_the_process_group_of_the_program_and_stop_together(tmp_path):
+    config = settings(tmp_path, steps=5)
+    assert run_ranks(2, use_own_group, config) == [(2, "dualpipe")] * 2
+    found = records(tmp_path)
+    assert losses(found, "added") == {1: 2.0, 2: 4.0}
+    assert (tmp_path / "checkpoints" / "step-000002").is_dir()
+
+
+def test_callbacks_change_the_learning_rate():
+    def halve(trainer, _):
+        trainer.lr_factor *= 0.5
+
+    found = []
+    config = change(own_loop_config(), optim=OptimizerConfig(lr=0.5, warmup_steps=0, final_lr=1.0))
+    train(config, [halve, lambda _, record: found.append(record["lr"])], verbose=False)
+    assert found == [0.5, 0.25, 0.125]
+
+
+def test_a_run_without_a_finite_loss_raises():
+    def break_weights(trainer, _):
+        with torch.no_grad():
+            next(iter(trainer.stages.values())).embedding.weight.fill_(torch.nan)
+
+    config = change(own_loop_config(), max_skipped=1)
+    with pytest.raises(RuntimeError, match=r"1 consecutive steps had a non-finite .*: parameter embedding.weight"):
+        train(config, [break_weights], verbose=False)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        ({"parallel": ParallelConfig(ep=2)}, "--ep 2 does not divide the 1 process: start a multiple of 2 processes"),
+        ({"parallel": ParallelConfig(pp=2)}, "--pp 2 does not divide the number of processes, 1: use --pp 1, or start"),
+        ({"checkpoint": CheckpointConfig(save_every=5)}, "save_every=5 writes files: name a folder, CheckpointConfig("),
+        ({"metrics": MetricsConfig(profile=2)}, "profile=2 writes files: name a folder, CheckpointConfig(out=...)"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)  # fmt: skip
+def test_invalid_options(changes, message):
+    with pytest.raises(ValueError) as error:
+        train(TrainConfig(**changes))
+    assert str(error.value).startswith(message)
+    assert not dist.is_initialized()
+
+
+def test_the_model_of_a_config_is_that_of_its_preset():
+    assert TrainConfig(preset="small").model == preset("small")
+    assert TrainConfig(preset="small", model=ModelConfig()).model == ModelConfig()
+    with pytest.raises(ValueError, match="unknown preset 'smal'; did you mean 'small'"):
+        TrainConfig(preset="smal")
+
+
+def test_a_pipeline_that_does_not_fit():
+    model, one, two = ModelConfig(num_layers=2), build_schedule("1f1b", 1, 2), build_schedule("dualpipe", 2, 4)
+    with pytest.raises(ValueError, match="a schedule for 2 ranks does not fit 1 process: build it for 1 rank, or"):
+        Pipeline(model, two, (1, 8))
+    with pytest.raises(ValueError, match="--ep 2 does not divide the 1 data-parallel rank"):
+        Pipeline(model, one, (1, 8), ep=2)
+    tokens = torch.zeros(4, 8, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"inputs must be \[2, 8\], 2 micro-batches of \[1, 8\]: got \[4, 8\]"):
+        Pipeline(model, one, (1, 8)).step(tokens, tokens)
+
+
+def test_a_process_group_without_a_needed_backend():
+    with join_world("cpu") as world:
+        assert (world.rank, world.size, world.device.type) == (0, 1, "cpu")
+        check_backends(torch.device("cpu"))
+        with pytest.raises(ValueError, match=r"without a backend for cuda .*: use init_process_group..cpu:gloo,cu"):
+            check_backends(torch.device("cuda"))
+        with join_world("cpu"):
+            pass
+        assert dist.is_initialized()
+    assert not dist.is_initialized()
