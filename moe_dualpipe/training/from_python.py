@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from ..health.heartbeat import Progress
 from ..runtime.launch import Launch
-from ..runtime.world import check_backends, current_launch
+from ..runtime.world import current_launch, joined
 from . import restart
 from .config import TrainConfig
 from .loop import Callback, TrainingRun, build_run, watched_world
@@ -59,10 +59,10 @@ def train(
 
 @contextmanager
 def _world(plan: RunPlan, launch: Launch) -> Iterator[Progress]:
-    """Join the other ranks and watch them, or use the process group that the program has created."""
-    if dist.is_initialized():
-        check_backends(plan.setup.device)
-        yield Progress()
+    """Join the other ranks and watch them. Errors of a single process, or in a group of the program, are its own."""
+    if dist.is_initialized() or launch.world_size == 1:
+        with joined(plan.setup.device, launch, plan.config.health.timeout):
+            yield Progress()
         return
     with watched_world(plan, launch) as progress:
         yield progress

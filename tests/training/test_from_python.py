@@ -113,6 +113,12 @@ def test_callbacks_change_the_learning_rate():
     assert found == [0.5, 0.25, 0.125]
 
 
+def test_an_error_in_a_callback_is_raised():
+    with pytest.raises(ZeroDivisionError):
+        train(own_loop_config(), [lambda _, record: record["step"] / 0], verbose=False)
+    assert not dist.is_initialized()
+
+
 def test_a_run_without_a_finite_loss_raises():
     def break_weights(trainer, _):
         with torch.no_grad():
