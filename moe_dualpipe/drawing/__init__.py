@@ -1,10 +1,11 @@
 """Text, figures, traces and web pages of schedules, runs and profiles. training/ and commands/ import this package."""
 
-from .lanes import Picture, save_lanes, trace_pictures
+from .lanes import Picture, lanes_figure, measurement_pictures, save_lanes, trace_pictures
 from .overlap_report import analysis_text, hidden_sentence, traces_text
+from .timeline_figure import timeline_figure
 from .timeline_file import save_timeline
 
 __all__ = [
-    "Picture", "analysis_text", "hidden_sentence", "save_lanes", "save_timeline", "trace_pictures",
-    "traces_text",
+    "Picture", "analysis_text", "hidden_sentence", "lanes_figure", "measurement_pictures", "save_lanes",
+    "save_timeline", "timeline_figure", "trace_pictures", "traces_text",
 ]  # fmt: skip

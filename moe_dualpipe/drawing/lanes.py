@@ -77,13 +77,18 @@ def measurement_pictures(measurement: "Measurement") -> list[Picture]:
 
 
 def save_lanes(pictures: Sequence[Picture], path: Path) -> None:
-    """Draw the pictures below each other on one time axis: a .png, an .svg, or a page to zoom into (.html).
+    """Save the pictures as an image (.png, .svg), or as a page to zoom into (.html).
 
     Raises ImportError for an image if matplotlib is not installed.
     """
     if path.suffix.lower() == ".html":
         write_page(pictures, path)
-        return
+    else:
+        save_figure(lanes_figure(pictures), path)
+
+
+def lanes_figure(pictures: Sequence[Picture]) -> "Figure":
+    """Draw the pictures below each other on one time axis. Raises ImportError if matplotlib is not installed."""
     windows = _windows(pictures)
     count = len(pictures) * len(windows)
     figure = new_figure(WIDTH, 0.4 + 1.2 * count)
@@ -97,7 +102,7 @@ def save_lanes(pictures: Sequence[Picture], path: Path) -> None:
             axes.set_title(f"the part in the frame, {end - start:,.3g} ms", fontsize=FONT_SIZE, loc="left")
             whole.broken_barh([(start, end - start)], (-1.47, 1.94), facecolors="none", edgecolors="black", zorder=3)
     _add_legend(figure, pictures)
-    save_figure(figure, path)
+    return figure
 
 
 def _windows(pictures: Sequence[Picture]) -> list[Window]:
