@@ -2,6 +2,7 @@
 
     python -m benchmarks.codegen                         all GPUs, bf16 and fp32; exit code 1 if a check fails
     python -m benchmarks.codegen --arch sm_90 gfx942 --dtype bf16
+    python -m benchmarks.codegen --brief gfx942          only the tuned sizes for this GPU
 
 The launchers run as usual, on uninitialized tensors, but compile each kernel instead of launching it. The sizes are all
 of the shipped table, and some that no fast path accepts. A kernel fails if it spills registers to memory, needs more
@@ -11,6 +12,7 @@ product does not use wgmma.
 
 import argparse
 import contextlib
+import io
 import os
 import re
 import subprocess
@@ -21,11 +23,12 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 from unittest import mock
 
 import torch
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -69,6 +72,14 @@ class Compiled:
         return found + list(self.warnings)
 
 
+class Built(NamedTuple):
+    """A kernel from Triton's compiler. log: the output of ptxas; "" for a kernel from Triton's cache, and on AMD."""
+
+    name: str
+    kernel: Any
+    log: str
+
+
 class _NoGPU:
     """Stands in for Triton's driver: answers what compilation needs, without a device."""
 
@@ -87,14 +98,17 @@ class _NoGPU:
 
 
 @contextlib.contextmanager
-def compiling(arch: str) -> Iterator[list[tuple[str, Any]]]:
-    """Make launchers compile for `arch` instead of launching. Yields a list that collects (name, kernel)."""
-    compiled: list[tuple[str, Any]] = []
+def compiling(arch: str) -> Iterator[list[Built]]:
+    """Make launchers compile for `arch` instead of launching. Yields a list that collects the kernels."""
+    compiled: list[Built] = []
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, **options: Any) -> None:
         name = self.__name__.removesuffix("_kernel").strip("_")
-        compiled.append((name, run(self, *args, **{**options, "warmup": True})))
+        with contextlib.redirect_stdout(io.StringIO()) as log, knobs.nvidia.scope():
+            knobs.nvidia.dump_ptxas_log = True
+            kernel = run(self, *args, **{**options, "warmup": True})
+        compiled.append(Built(name, kernel, log.getvalue()))
 
     before = driver._active  # read directly: on a machine without a GPU the accessor raises
     with contextlib.ExitStack() as stack:
@@ -161,20 +175,21 @@ def check(arch: str, dtype: str, brief: bool = False) -> list[Compiled]:
     for sizes, launch in {**experts, "": partial(launch_others, brief=brief)}.items():
         with compiling(arch) as compiled:
             launch(DTYPES[dtype])
-        for name, kernel in compiled:
-            if kernel.hash not in found:
-                found[kernel.hash] = describe(name, kernel, arch, dtype, sizes)
+        for built in compiled:
+            if built.kernel.hash not in found:
+                found[built.kernel.hash] = describe(built, arch, dtype, sizes)
     return list(found.values())
 
 
-def describe(name: str, kernel: Any, arch: str, dtype: str, sizes: str) -> Compiled:
+def describe(built: Built, arch: str, dtype: str, sizes: str) -> Compiled:
+    name, kernel, log = built
     shared = kernel.metadata.shared
     if "ptx" not in kernel.asm:
         text = kernel.asm["amdgcn"]
         registers, spills = (_number(rf"\.{key}:\s*(\d+)", text) for key in ("vgpr_count", "vgpr_spill_count"))
         return Compiled(name, arch, dtype, sizes, False, registers, spills, shared, text.count("v_mfma"), ())
     ptx = kernel.asm["ptx"]
-    log = _ptxas(ptx)
+    log = log or _ptxas(ptx)
     registers = _number(r"Used (\d+) registers", log)
     spills = _number(r"(\d+) bytes spill stores", log) + _number(r"(\d+) bytes spill loads", log)
     matrix = len(re.findall(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync", ptx))
@@ -218,12 +233,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compile every kernel without a GPU, and check the generated code.")
     parser.add_argument("--arch", nargs="+", choices=TARGETS, default=list(TARGETS), help="GPU architectures")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bf16", "fp32"], help="dtypes of the rows")
-    parser.add_argument("--brief", action="store_true", help="only the tuned sizes and one number of experts")
+    parser.add_argument(
+        "--brief", nargs="+", choices=TARGETS, default=[], metavar="ARCH",
+        help="architectures for which only the tuned sizes and one number of experts are compiled",
+    )  # fmt: skip
     parser.add_argument("--quiet", action="store_true", help="print only kernels that fail a check")
     options = parser.parse_args()
     if interpreter_enabled():
         parser.error("TRITON_INTERPRET is set, which disables compilation: unset it")
-    jobs = [(arch, dtype, options.brief) for arch in options.arch for dtype in options.dtype]
+    jobs = [(arch, dtype, arch in options.brief) for arch in options.arch for dtype in options.dtype]
     with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
         found = [c for part in pool.map(check, *zip(*jobs, strict=True)) for c in part]
     failed = [c for c in found if c.problems()]
