@@ -67,6 +67,9 @@ def check_command(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
         if arguments[0] == "train":
             parse_arguments(arguments[1:])
             return
+        if arguments[:2] == ["check", "parallel"]:
+            parse_arguments(arguments[2:])
+            return
         if len(arguments) <= 2 and not any(word.startswith("-") or "." in word for word in arguments):
             arguments.append("--help")  # a command that the text mentions, without its required options
         with pytest.raises((ParsedError, SystemExit)) as ended, contextlib.redirect_stdout(io.StringIO()):

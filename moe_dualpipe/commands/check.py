@@ -6,6 +6,11 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional, arg, subcommand
 
+_PARALLEL = """Run a model in many parallel layouts on this machine, and compare each with one process.
+
+Takes the options of train.py. The model, the seed, the sizes of sequences and micro-batches, and the layout are used;
+data, optimizer and checkpoints are not."""
+
 
 @dataclass(frozen=True)
 class CheckParallel:
@@ -20,7 +25,9 @@ class CheckParallel:
         from ..training.config import BatchConfig, TrainConfig
 
         defaults = TrainConfig(batch=BatchConfig(seq_len=16))
-        config = parse_arguments(self.options, defaults=defaults, program="moe-dualpipe check parallel")
+        config = parse_arguments(
+            self.options, defaults=defaults, program="moe-dualpipe check parallel", description=_PARALLEL
+        )
 
         from ..testing import check_parallel  # imports torch
 

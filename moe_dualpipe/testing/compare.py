@@ -89,7 +89,7 @@ def token_errors(found: Tensor, expected: Tensor) -> Tensor:
 def find_faults(parts: Sequence[Compared], tolerance: Tolerance) -> tuple[str, list[str]]:
     """What was measured on all ranks, in a few words, and what is not explained by rounding."""
     limits: dict[Kind, float] = {
-        "weights": 0, "losses": tolerance.tokens, "logits": tolerance.tokens, "buffers": BUFFERS,
+        "weights": 0, "losses": tolerance.losses, "logits": tolerance.tokens, "buffers": BUFFERS,
         "gradients": tolerance.parameters,
     }  # fmt: skip
     largest: dict[Kind, tuple[float, str]] = {
@@ -98,17 +98,19 @@ def find_faults(parts: Sequence[Compared], tolerance: Tolerance) -> tuple[str, l
     faults = []
     for kind, (error, where) in largest.items():
         if error > limits[kind]:
-            faults.append(f"{kind} differ by {error:.1e}, above the tolerance of {limits[kind]:.1e}: {where}")
+            faults.append(f"{kind} differ by {error:.2g}, above the tolerance of {limits[kind]:.2g}: {where}")
         if missing := sorted(parts[0].expected[kind] - frozenset().union(*(part.held[kind] for part in parts))):
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            faults.append(f"{kind}: no rank has {missing[0]}{more}")
+            faults.append(
+                f"{kind}: no rank has {missing[0]}{more}, because its name depends on the layout, or it is lost"
+            )
     faults += _criterion_faults(parts)
     shown: tuple[Kind, ...] = ("losses", "logits", "gradients")
     return ", ".join(f"{kind} {_shown(largest[kind][0], limits[kind])}" for kind in shown), faults
 
 
 def _shown(error: float, limit: float) -> str:
-    return f"{error:.0e} of {limit:.0e}" if error else "equal"
+    return f"{error:.2g} of {limit:.2g}" if error else "equal"
 
 
 def may_be_rounding(parts: Sequence[Compared]) -> bool:

@@ -72,6 +72,7 @@ class Comparison:
         self.job, self.folder, self.searched = job, folder, searched
 
     def report(self, variants: Sequence[Variant]) -> Report:
+        """Raises ValueError if the model cannot be built."""
         sequences, length = self.job.tokens.shape[1], self.job.tokens.shape[2] - 1
         sizes = f"{plural(STEPS, 'step')} of {plural(sequences, 'sequence')} of {plural(length, 'token')}"
         subject = f"{sizes}, compared with one process (relative differences)"
@@ -83,6 +84,8 @@ class Comparison:
                 checks[variant] = Check(variant.name, "skipped", problem=str(error))
         done = self._run(_run_reference, [REFERENCE])[REFERENCE]
         if isinstance(done, Failure):
+            if done.invalid:
+                raise ValueError(done.message)
             return Report(subject, (Check(REFERENCE.name, "failed", problem=str(done)),))
         outcomes = self._run(_run_and_compare, [variant for variant in variants if variant not in checks])
         checks |= {variant: _judge(variant, outcome) for variant, outcome in outcomes.items()}

@@ -86,8 +86,8 @@ def _first_gradient(run: Recorded, reference: Recorded, tolerance: float) -> str
     )
     times = _times(run.results[rank].gradients[name].flatten(), expected[name].flatten())
     return (
-        f"the first difference is the gradient of {name} on rank {rank}, by {error:.1e} "
-        f"(tolerance {tolerance:.1e}){times}: {where}{_more(wrong, 'gradient')}"
+        f"the first difference is the gradient of {name} on rank {rank}, by {error:.2g} "
+        f"(tolerance {tolerance:.2g}){times}: {where}{_more(wrong, 'gradient')}"
     )
 
 
@@ -263,8 +263,8 @@ def _describe(
     uses = f", which uses experts {', '.join(map(str, ids[sequence][0][position].tolist()))}" if sequence in ids else ""
     return (
         f"the first difference is in step {step + 1}, {at}{_stage(at, step, run)}: {wrong} of {tokens} tokens "
-        f"differ{_experts(errors, ids, tolerance, run.run)}; the largest difference is {largest:.1e} (tolerance "
-        f"{tolerance:.1e}){times}, at position {position} of sequence {sequence}{uses}"
+        f"differ{_experts(errors, ids, tolerance, run.run)}; the largest difference is {largest:.2g} (tolerance "
+        f"{tolerance:.2g}){times}, at position {position} of sequence {sequence}{uses}"
     )
 
 

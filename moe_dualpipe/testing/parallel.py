@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from ..models import StageOptions
-from ..models.experts import expert_class
 from ..training.checks import check_options
 from ..training.config import TrainConfig
 from .comparison import Comparison, check_runs
@@ -31,7 +30,8 @@ def check_parallel(
     is one of the variants. variants: None means this layout and `default_variants`. on_rank: see `Job`. searched: the
     number of failed variants for which the first difference is found.
 
-    Raises ValueError for invalid options, and for a layout of the config that cannot run.
+    Raises ValueError for invalid options, for a layout of the config that cannot run, and for a model that cannot be
+    built.
     """
     requested = requested_variant(config.parallel, config.compute.recompute)
     if variants is None:
@@ -46,7 +46,6 @@ def check_parallel(
 def make_job(config: TrainConfig, variants: Sequence[Variant], on_rank: Callable[[Run], None] | None = None) -> Job:
     """Raises ValueError for invalid options."""
     check_options(config)
-    expert_class(config.model.experts)
     if config.compute.dtype == "bfloat16":
         raise ValueError(
             "check parallel computes in float32, because rounding in bfloat16 hides faults: use no --dtype"

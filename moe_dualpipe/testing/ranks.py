@@ -23,10 +23,14 @@ _context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A task that failed on a rank: the message of the error, with its notes, on one line."""
+    """A task that failed on a rank: the message of the error, with its notes, on one line.
+
+    invalid: whether an option is invalid, which is a ValueError of this package.
+    """
 
     rank: int
     message: str
+    invalid: bool = False
 
     def __str__(self) -> str:
         return f"rank {self.rank}: {self.message}"
@@ -79,9 +83,9 @@ def _collect(queue: Any, processes: list[Any], num_tasks: int, timeout: float) -
             if not _ready(queue, processes, timeout):
                 yield _silent(processes, values, timeout)
                 return
-            rank, value, error = queue.get()
-            if error is not None:
-                yield Failure(rank, error)
+            rank, value, failure = queue.get()
+            if failure is not None:
+                yield failure
                 return
             values[rank] = value
         yield [values[rank] for rank in range(len(processes))]
@@ -114,8 +118,14 @@ def _main(queue: Any, store: str, rank: int, num_ranks: int, function: Callable[
             queue.put((rank, function(task), None))
             dist.barrier()
     except (Exception, SystemExit) as error:
-        notes = getattr(error, "__notes__", [])
-        text = user_error(error) or "; ".join([f"{type(error).__name__}: {describe(error)}", *notes])
-        queue.put((rank, None, text))
+        queue.put((rank, None, _failure(rank, error)))
     finally:
         dist.destroy_process_group()
+
+
+def _failure(rank: int, error: BaseException) -> Failure:
+    if (line := user_error(error)) is not None:
+        return Failure(rank, line)
+    if isinstance(error, ValueError):
+        return Failure(rank, describe(error), invalid=True)
+    return Failure(rank, "; ".join([f"{type(error).__name__}: {describe(error)}", *getattr(error, "__notes__", [])]))

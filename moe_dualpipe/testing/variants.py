@@ -6,6 +6,8 @@ The reference is the whole model in one process, one micro-batch after the other
 from dataclasses import dataclass, replace
 from math import lcm
 
+import torch
+
 from ..models.config import Recompute
 from ..schedule import NAMES
 from ..training.config import ParallelConfig
@@ -15,22 +17,24 @@ from ..training.config import ParallelConfig
 class Tolerance:
     """The largest relative differences that rounding explains, and why there are any. 0: bit-equal.
 
-    tokens: of the loss, logits or activations of one token, and of their gradients. parameters: of the gradient of one
-    parameter, or of one expert's part of it.
+    losses: of the loss of one token. tokens: of its logits and activations, and of their gradients. parameters: of the
+    gradient of one parameter, or of one expert's part of it.
     """
 
+    losses: float
     tokens: float
     parameters: float
     why: str
 
     def in_float64(self) -> "Tolerance":
-        return replace(self, tokens=self.tokens * 2.0**-29, parameters=self.parameters * 2.0**-29)
+        scale = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+        return replace(self, losses=self.losses * scale, tokens=self.tokens * scale, parameters=self.parameters * scale)
 
 
 # A relative difference r is a cosine distance 1 - 2xy/(xx+yy) of about r^2 / 2.
-SAME_ORDER = Tolerance(0, 0, "the same operations in the same order")
-OTHER_ORDER = Tolerance(0, 4.5e-7, "a token's operations are the same, but gradients are added in another order")
-OTHER_ROWS = Tolerance(2e-5, 2e-5, "a matrix product may round a row differently if it has other rows")
+SAME_ORDER = Tolerance(0, 0, 0, "the same operations in the same order")
+OTHER_ORDER = Tolerance(0, 0, 4.5e-7, "a token's operations are the same, but gradients are added in another order")
+OTHER_ROWS = Tolerance(1e-6, 1e-5, 4.5e-6, "a matrix product may round a row differently if it has other rows")
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,20 +34,22 @@ class _Replaced:
 
 
 def parse_arguments(
-    arguments: Sequence[str], quiet: bool = False, defaults: TrainConfig | None = None, program: str = ""
-) -> TrainConfig:
+    arguments: Sequence[str], quiet: bool = False, defaults: TrainConfig | None = None, program: str = "",
+    description: str | None = None,
+) -> TrainConfig:  # fmt: skip
     """Return the options; `--preset` chooses the defaults of `--model.*`.
 
     quiet: print no help. defaults: those of all other options. program: the command in the help; "": as this process
-    was started.
+    was started. description: the first lines of the help; None: how to train.
     Raises ValueError for invalid options, with a message of one line.
     """
     chosen, _ = _parse_known(_Preset, arguments)
     default = replace(defaults or TrainConfig(), preset=chosen.preset, model=preset(chosen.preset))
     with one_line_errors():
         return tyro.cli(
-            TrainConfig, args=arguments, prog=program or program_name(), default=default, console_outputs=not quiet
-        )
+            TrainConfig, args=arguments, prog=program or program_name(), default=default, console_outputs=not quiet,
+            description=description,
+        )  # fmt: skip
 
 
 @contextmanager
