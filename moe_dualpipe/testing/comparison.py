@@ -1,8 +1,8 @@
 """Run all variants and compare them with the reference, in as few launches of processes as possible.
 
 1. Run the reference. 2. Run all variants. 3. Run those in float64 that differ by more than the tolerance for rounding.
-If they agree there, rounding has changed the choice of an expert, and nothing is wrong. 4. Run what is left again, and
-record all segments.
+If they agree there, it was rounding, which can change the choice of an expert. 4. Run what is left again, and record
+all segments.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -90,8 +90,9 @@ class Comparison:
         outcomes = self._run(_run_and_compare, [variant for variant in variants if variant not in checks])
         checks |= {variant: _judge(variant, outcome) for variant, outcome in outcomes.items()}
         differing = {v: o for v, o in outcomes.items() if checks[v].status == "failed" and isinstance(o, list)}
-        for variant in self._rounded([v for v in differing if v.tolerance.tokens and may_be_rounding(differing[v])]):
-            what = "float32 results differ and float64 results agree: rounding has changed the choice of an expert"
+        rounding = [v for v in differing if v.tolerance.parameters and may_be_rounding(differing[v])]
+        for variant in self._rounded(rounding):
+            what = "float32 results differ and float64 results agree: rounding, which can change the choice of experts"
             checks[variant] = replace(checks[variant], status="warning", problem=f"{what}; {checks[variant].problem}")
             del differing[variant]
         for variant, problem in self._first_differences([*differing][: self.searched]).items():
