@@ -9,26 +9,40 @@ from moe_dualpipe.lazy_exports import on_first_use
 
 if TYPE_CHECKING:
     from .attention import filled_cache
+    from .attention_layer import AttentionLayer
+    from .auxiliary_losses import attach
+    from .block import BlockLayer
     from .config import RECOMPUTE, ModelConfig, StageOptions
+    from .experts import ExpertLayer
     from .kv_cache import KVCache
     from .layers import elementwise_matrices, stacked_matrices
     from .moe import MoE, expert_loads
     from .mtp import share_embedding
+    from .own_layers import check_layers
     from .partition import StageSpec, split
+    from .per_expert import expert_function
     from .presets import PRESETS, preset
+    from .router import RouterLayer
     from .transformer import TransformerStage, build_model, next_token_loss
 
 __all__ = [
     "PRESETS",
     "RECOMPUTE",
+    "AttentionLayer",
+    "BlockLayer",
+    "ExpertLayer",
     "KVCache",
     "MoE",
     "ModelConfig",
+    "RouterLayer",
     "StageOptions",
     "StageSpec",
     "TransformerStage",
+    "attach",
     "build_model",
+    "check_layers",
     "elementwise_matrices",
+    "expert_function",
     "expert_loads",
     "filled_cache",
     "next_token_loss",

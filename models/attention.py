@@ -1,7 +1,7 @@
-"""Causal grouped-query attention with rotary positions, the table of all kinds of attention, and masks for documents.
+"""Causal grouped-query attention with rotary positions, the table of built-in attention, and masks for documents.
 
-Each kind of attention is a class in the table `ATTENTION`. Its static methods return its costs: FLOPs, saved bytes, and
-the shape of its key/value cache.
+Each kind of attention is a class in the table `ATTENTION`, or your own (attention_layer.py). Its static methods return
+its costs: FLOPs, saved bytes, and the shape of its key/value cache.
 
 B sequences, S positions, D model dim, H query heads, G key/value heads, C head width. With a cache, S counts the new
 positions, and L all positions.
@@ -14,19 +14,18 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .attention_layer import AttentionLayer
 from .config import ModelConfig
 from .kv_cache import KVCache
 from .latent_attention import LatentAttention
+from .layer_class import LayerClass, find_layer
 from .layers import Linear, at_least_fp32, rotary_table, rotate
 
 
-class Attention(nn.Module):
-    """Grouped-query attention (arXiv 2305.13245).
+class Attention(AttentionLayer):
+    """Grouped-query attention (arXiv 2305.13245). layer: the index of this layer in a cache."""
 
-    out_std: the initial scale of the output projection. layer: the index of this layer in a cache.
-    """
-
-    def __init__(self, config: ModelConfig, out_std: float, layer: int = 0):
+    def __init__(self, config: ModelConfig, layer: int = 0):
         super().__init__()
         self.layer = layer
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
@@ -35,7 +34,7 @@ class Attention(nn.Module):
         self.qkv = Linear(config.hidden_size, queries + 2 * keys, config.init_std)
         self.stacked = {"qkv.weight": (queries, keys, keys)}
         self.q_norm, self.k_norm = (_head_norm(config, heads) for heads in (config.num_heads, config.num_kv_heads))
-        self.out = Linear(queries, config.hidden_size, out_std)
+        self.out = Linear(queries, config.hidden_size, config.residual_std)
 
     def forward(self, x_BSD: Tensor, cache: KVCache | None = None, mask_B1SS: Tensor | None = None) -> Tensor:
         past, new = cache.length if cache is not None else 0, x_BSD.shape[1]
@@ -84,8 +83,21 @@ class Attention(nn.Module):
         return 2, config.num_kv_heads, config.head_dim
 
 
-ATTENTION: dict[str, type[Attention] | type[LatentAttention]] = {"gqa": Attention, "mla": LatentAttention}
+ATTENTION: dict[str, type[AttentionLayer]] = {"gqa": Attention, "mla": LatentAttention}
 """The kinds of attention, by their names in `ModelConfig.attention`."""
+
+
+def attention_class(config: ModelConfig) -> LayerClass:
+    """The attention that `config` names. Raises ValueError for a class that does not fit."""
+    return find_layer(
+        "attention", str(config.attention), ATTENTION, [("config",)], str(config.attention_options), ["layer"]
+    )
+
+
+def attention_costs(config: ModelConfig) -> type[AttentionLayer]:
+    """The class with the costs of the attention that `config` names. A module that defines none has the defaults."""
+    found = attention_class(config).make
+    return found if isinstance(found, type) and issubclass(found, AttentionLayer) else AttentionLayer
 
 
 @torch.no_grad()
@@ -95,7 +107,7 @@ def filled_cache(
 ) -> KVCache:  # fmt: skip
     """A cache of `length` positions of random normal numbers, for measurements."""
     cache = KVCache()
-    tensors, heads, width = ATTENTION[config.attention].kv_cache_shape(config)
+    tensors, heads, width = attention_costs(config).kv_cache_shape(config)
     for layer in layers:
         cache.append(layer, *torch.randn(tensors, batch, heads, length, width, device=device, dtype=dtype))
     cache.length = length

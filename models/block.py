@@ -1,4 +1,7 @@
-"""One transformer block: attention, then a dense MLP or experts, each on a normalized copy of the residual stream."""
+"""One transformer block: attention, then a dense MLP or experts, each on a normalized copy of the residual stream.
+
+You can replace it by your own class, which `BlockLayer` describes.
+"""
 
 import functools
 from functools import partial
@@ -11,34 +14,59 @@ from moe_dualpipe.expert_parallel import ExpertParallel
 from moe_dualpipe.overlap import Compute, Segmented, Segments
 from moe_dualpipe.overlap.segment import CommResult
 
-from .attention import ATTENTION
+from .attention import attention_class
+from .attention_layer import accepted_context, attend, with_past
 from .config import DEFAULT_OPTIONS, ModelConfig, StageOptions
 from .kv_cache import KVCache
+from .layer_class import LayerClass, find_layer
 from .layers import SwiGLU
 from .moe import MoE
 from .recompute import normalize, recompute_saved
 
 
-class Block(Segmented):
+class BlockLayer(Segmented):
+    """The contract of a transformer block, with its defaults.
+
+        def __init__(self, config, layer, expert_parallel, stage_options): ...
+        def segments(self, x_BSD): ...                  # a generator; returns the new residual stream [B, S, D]
+
+    layer: the number of the block, from 0. expert_parallel: pass it to `MoE(config, expert_parallel, layer,
+    stage_options)`, whose `segments` or `exchange` dispatch tokens to experts. stage_options: kernels, recomputation,
+    seed. A constructor with a parameter `options`, annotated with a dataclass, receives them (layer_options.py).
+
+    `segments` yields Compute and Comm (overlap/segment.py). Between them, the engine runs segments of other chunks,
+    which hides the communication. A plain nn.Module with `forward(x_BSD)` works as well, as a single segment.
+
+    Both may have the parameters `mask_B1SS` and `cache`, as in `AttentionLayer`. With a cache but without this
+    parameter, the cache keeps the block's inputs, and each new token computes all positions again.
+    """
+
+
+class Block(BlockLayer):
     """Block number `layer` of the model."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, expert_parallel: ExpertParallel, options: StageOptions = DEFAULT_OPTIONS
+        self,
+        config: ModelConfig,
+        layer: int,
+        expert_parallel: ExpertParallel,
+        stage_options: StageOptions = DEFAULT_OPTIONS,
     ):
         super().__init__()
-        recompute = options.recompute
+        recompute = stage_options.recompute
         self.recompute_attention, self.recompute_mlp = recompute in ("attention", "full"), recompute == "full"
         # If a whole segment is recomputed, its norms are not recomputed separately.
         self.recompute_attention_norms = recompute == "norms"
         self.recompute_mlp_norm = recompute in ("norms", "attention")
         out_std = config.residual_std
         self.attention_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
-        self.attention = ATTENTION[config.attention](config, out_std, layer)
+        self.layer = layer
+        self.attention = attention_class(config).build(config, layer=layer)
         self.mlp_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
         if config.is_dense(layer):
             self.mlp = SwiGLU(config.hidden_size, config.dense_size, config.init_std, out_std)
         else:
-            self.mlp = MoE(config, expert_parallel, layer, options)
+            self.mlp = MoE(config, expert_parallel, layer, stage_options)
 
     def segments(self, x_BSD: Tensor) -> Segments:
         parts = yield from self.parts(x_BSD)
@@ -65,7 +93,7 @@ class Block(Segmented):
         x_BSD = add_up(*parts)
         y_BSD, recompute_y = normalize(self.attention_norm, x_BSD, self.recompute_attention_norms)
         with recompute_saved(y_BSD, recompute_y):
-            return x_BSD + self.attention(y_BSD, **context)
+            return x_BSD + attend(self.attention, self.layer, y_BSD, **context)
 
     def attend_and_route(self, *parts: Tensor, **context: Any) -> tuple[Tensor, ...]:
         h_BSD = self.attend(*parts, **context)
@@ -77,6 +105,30 @@ class Block(Segmented):
         x_BSD, recompute_x = normalize(self.mlp_norm, h_BSD, self.recompute_mlp_norm)
         with recompute_saved(x_BSD, recompute_x):
             return self.mlp(x_BSD)
+
+
+def block_class(config: ModelConfig) -> LayerClass:
+    """The block that `config` names. Raises ValueError for a class that does not fit."""
+    form = "config", "layer", "expert_parallel", "stage_options"
+    return find_layer("block", str(config.block), {"prenorm": Block}, [form], str(config.block_options))
+
+
+def block_parts(
+    block: nn.Module, layer: int, parts: tuple[Tensor | CommResult, ...], cache: KVCache | None = None,
+    mask_B1SS: Tensor | None = None,
+) -> Segments:  # fmt: skip
+    """The segments of any block. They take and return the residual stream as parts, as `Block.parts`.
+
+    Raises ValueError for a mask that the block does not take.
+    """
+    if isinstance(block, Block):
+        return (yield from block.parts(*parts, cache=cache, mask_B1SS=mask_B1SS))
+    x_BSD = yield Compute("add", add_up, *parts)
+    run = getattr(block, "segments", None)
+    context = accepted_context(block, run or block.forward, mask_B1SS, cache)
+    all_BLD = with_past(cache, layer, x_BSD) if cache is not None and "cache" not in context else x_BSD
+    y_BLD = (yield from run(all_BLD, **context)) if run else (yield Compute("attn", partial(block, **context), all_BLD))
+    return (y_BLD[:, -x_BSD.shape[1] :] if all_BLD is not x_BSD else y_BLD,)
 
 
 def add_up(x_BSD: Tensor, *more: Tensor) -> Tensor:

@@ -12,11 +12,24 @@ from torch import Tensor, nn
 from moe_dualpipe.expert_parallel.parameters import entries, expert_ids, global_tensors
 
 from .config import ModelConfig
-from .experts import accepted_keywords, describe_error, expert_class
+from .experts import SwiGLUExperts
+from .layer_class import LayerClass, find_layer
 from .layers import seeded
+from .per_expert import PerExpert
 
 Weights = dict[str, Tensor]
 """Views of parameters and persistent buffers by name, in which * stands for the id of an expert."""
+
+
+_ONE_EXPERT = ("config",)
+
+
+def expert_class(config: ModelConfig) -> LayerClass:
+    """The class of expert layers or of single experts that `config` names. Raises ValueError if it does not fit."""
+    return find_layer(
+        "expert layer", str(config.experts), {"swiglu": SwiGLUExperts}, [("config", "num_local_experts"), _ONE_EXPERT],
+        str(config.expert_options), ["expert_ids", "expert_id", "layer"],
+    )  # fmt: skip
 
 
 class ExpertBuilder:
@@ -27,7 +40,7 @@ class ExpertBuilder:
 
     def __init__(self, config: ModelConfig, layer: int, seed: int):
         self.config, self.layer, self.seed = config, layer, seed
-        self.found = expert_class(config.experts)
+        self.found = expert_class(config)
         first = self._construct(range(1))
         # What has one entry per expert has 1 entry with one expert and 2 with two. Other sizes equal these by chance.
         self.per_expert = entries(first, 1)
@@ -77,14 +90,20 @@ class ExpertBuilder:
 
     def _construct(self, ids: range, expert: int | None = None) -> nn.Module:
         """A layer with the experts `ids`, drawn with the seed of one of them; None: of the layer."""
-        keywords = {"expert_ids": ids, "layer": self.layer}
-        given = {name: keywords[name] for name in accepted_keywords(self.found)}
-        try:
-            with seeded(self.seed, self._seed_name(expert)):
-                experts = self.found(self.config, len(ids), **given)
-        except (TypeError, SystemExit) as error:
-            what = f"cannot build the expert layer {self.config.experts!r}"
-            raise ValueError(f"{what}: {describe_error(error)}") from error
+        found, config = self.found, self.config
+        with seeded(self.seed, self._seed_name(expert)):
+            if found.arguments == _ONE_EXPERT:
+                each = [found.build(config, expert_id=e, layer=self.layer) for e in ids]
+                experts = PerExpert(nn.ModuleList(each))
+            else:
+                experts = found.build(config, len(ids), expert_ids=ids, layer=self.layer)
+        if isinstance(experts, nn.ModuleList):
+            if len(experts) != len(ids):
+                raise ValueError(
+                    f"the expert layer {config.experts!r} must have one module for each expert: got {len(experts)} for "
+                    f"{len(ids)}"
+                )
+            experts = PerExpert(experts)
         setattr(experts, "local_experts", ids)  # noqa: B010 - nn.Module declares no such attribute
         return experts
 

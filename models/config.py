@@ -1,14 +1,43 @@
 """The configuration of a model, and the options with which a stage is built, as frozen values. Imports no torch."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Any, Literal, get_args
+
+from tyro.constructors import PrimitiveConstructorSpec
 
 from moe_dualpipe.kernels.options import Kernels, RoutingOptions, validate_kernels
-from moe_dualpipe.messages import LARGEST, check_range
+from moe_dualpipe.messages import LARGEST, check_range, printable
+
+from .layer_class import Factory, name_of
+from .layer_options import LayerOptions, options_text
 
 Recompute = Literal["none", "norms", "attention", "full"]
 """What a block recomputes in backward instead of saving it; recompute.py describes each."""
 RECOMPUTE: tuple[str, ...] = get_args(Recompute)
+
+_WORDS = PrimitiveConstructorSpec[Any](
+    nargs="*",
+    metavar="KEY=VALUE",
+    instance_from_str=" ".join,
+    is_instance=lambda value: isinstance(value, str),
+    str_from_instance=lambda value: [value] if value else [],
+)
+_NAME = PrimitiveConstructorSpec[Any](
+    nargs=1,
+    metavar="NAME",
+    instance_from_str=lambda words: words[0],
+    is_instance=lambda value: isinstance(value, str),
+    str_from_instance=lambda value: [value],
+)
+LayerName = Annotated[str | Factory, _NAME]
+"""A layer by its name, or in Python as a class or function (layer_class.py)."""
+OwnOptions = Annotated[LayerOptions, _WORDS]
+"""Options of a layer of one's own (layer_options.py)."""
+
+BUILT_IN: dict[str, tuple[str, ...]] = {
+    "experts": ("swiglu",), "router": ("topk", "balanced"), "attention": ("gqa", "mla"), "block": ("prenorm",),
+}  # fmt: skip
+"""The names of the layers that this package has, by the field that selects one."""
 
 _RANGES: tuple[tuple[str, float, float], ...] = (
     ("vocab_size hidden_size num_heads num_kv_heads head_dim kv_rank rope_dim value_dim dense_size expert_size "
@@ -37,8 +66,11 @@ class ModelConfig:
     """Number of transformer blocks, dense and Mixture-of-Experts."""
     num_dense_layers: int = 1
     """Number of blocks, from the first, with a dense MLP instead of experts."""
-    attention: Literal["gqa", "mla"] = "gqa"
-    """gqa: grouped-query attention. mla: multi-head latent attention, as in DeepSeek-V2 and V3."""
+    attention: LayerName = "gqa"
+    """Attention. gqa: grouped-query attention. mla: multi-head latent attention, as in DeepSeek-V2 and V3. Or your
+    own: FILE.py:CLASS or MODULE:CLASS (docs/custom_layers.md)."""
+    attention_options: OwnOptions = ""
+    """Options of your own attention, such as window=128."""
     num_heads: int = 4
     """Number of query heads."""
     num_kv_heads: int = 2
@@ -65,6 +97,11 @@ class ModelConfig:
     """Number of routed experts for each token (top-k)."""
     num_shared_experts: int = 1
     """Number of shared experts, which process every token."""
+    router: LayerName = "topk"
+    """Router. topk: the experts with the highest scores. balanced: all experts equally often, for measurements. Or
+    your own: FILE.py:CLASS or MODULE:CLASS."""
+    router_options: OwnOptions = ""
+    """Options of your own router."""
     router_score: Literal["softmax", "sigmoid"] = "softmax"
     """Function from router logits to scores."""
     router_dtype: Literal["model", "float32"] = "model"
@@ -83,8 +120,15 @@ class ModelConfig:
     """Factor of the sequence-wise loss that balances experts. 0: off."""
     z_loss: float = 0.0
     """Factor of the loss that keeps router logits small. 0: off."""
-    experts: str = "swiglu"
-    """Expert layer: "swiglu", or your own class, "module:Class" (see examples/custom_experts.py)."""
+    experts: LayerName = "swiglu"
+    """Expert layer. swiglu: SwiGLU experts. Or your own: FILE.py:CLASS or MODULE:CLASS."""
+    expert_options: OwnOptions = ""
+    """Options of your own expert layer, such as rank=8."""
+    block: LayerName = "prenorm"
+    """Transformer block. prenorm: attention, then an MLP or experts, each after a norm. Or your own: FILE.py:CLASS or
+    MODULE:CLASS."""
+    block_options: OwnOptions = ""
+    """Options of your own block."""
     rope_theta: float = 10_000.0
     """Base of the rotary embedding."""
     norm_eps: float = 1e-6
@@ -101,11 +145,12 @@ class ModelConfig:
             for name in names.split():
                 check_range(name, getattr(self, name), low, high)
         for name, choices in (
-            ("attention", "gqa or mla"), ("qk_norm", "none, head or full"), ("router_score", "softmax or sigmoid"),
+            ("qk_norm", "none, head or full"), ("router_score", "softmax or sigmoid"),
             ("router_dtype", "model or float32"),
         ):  # fmt: skip
             if getattr(self, name) not in choices.replace(" or", ",").split(", "):
                 raise ValueError(f"{name} must be {choices}: got {getattr(self, name)!r}")
+        self._name_layers()
         self._check_attention()
         if self.experts_per_token > self.num_experts:
             raise ValueError(
@@ -113,8 +158,19 @@ class ModelConfig:
             )
         routing = RoutingOptions(self.experts_per_token, self.router_score, self.expert_groups, self.top_groups)
         routing.check(self.num_experts)
-        if self.experts != "swiglu" and not all(self.experts.partition(":")):
-            raise ValueError(f'experts must be "swiglu" or "module:Class": got {self.experts!r}')
+
+    def _name_layers(self) -> None:
+        """Replace classes by their names, and options by their text."""
+        for field, built_in in BUILT_IN.items():
+            name = name_of(getattr(self, field))
+            if name not in built_in and not all(name.rpartition(":")):
+                choices = f"{', '.join(built_in)}, FILE.py:CLASS or MODULE:CLASS"
+                raise ValueError(f"{field} must be one of {choices}: got {printable(name, 60)!r}")
+            options = options_text(getattr(self, options_field(field)))
+            if options and name in built_in:
+                raise ValueError(f"{options_field(field)} are for {field} of your own: got {options!r} with {name}")
+            object.__setattr__(self, field, name)
+            object.__setattr__(self, options_field(field), options)
 
     def _check_attention(self) -> None:
         if self.attention == "mla":
@@ -122,11 +178,17 @@ class ModelConfig:
                 raise ValueError(f"qk_norm is only for gqa attention: got {self.qk_norm!r} with mla; use none")
             if self.rope_dim % 2:
                 raise ValueError(f"rope_dim must be even: got {self.rope_dim}; use {self.rope_dim + 1}")
+        if self.attention != "gqa":
             return
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads: got {self.num_heads}, {self.num_kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even: got {self.head_dim}")
+
+    @property
+    def own_layers(self) -> tuple[str, ...]:
+        """The fields that select a layer of one's own, such as "experts"."""
+        return tuple(field for field, built_in in BUILT_IN.items() if getattr(self, field) not in built_in)
 
     @property
     def residual_std(self) -> float:
@@ -140,6 +202,11 @@ class ModelConfig:
 
     def is_dense(self, layer: int) -> bool:
         return min(layer, self.num_layers - 1) < self.num_dense_layers  # MTP blocks are like the last layer
+
+
+def options_field(field: str) -> str:
+    """The field with the options of a layer: "experts" -> "expert_options"."""
+    return f"{field.removesuffix('s')}_options"
 
 
 @dataclass(frozen=True, slots=True)

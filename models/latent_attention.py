@@ -18,18 +18,19 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .attention_layer import AttentionLayer
 from .config import ModelConfig
 from .kv_cache import KVCache
 from .layers import Linear, at_least_fp32, rotary_table, rotate
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(AttentionLayer):
     """Multi-head latent attention (arXiv 2405.04434). Arguments and static methods are those of `Attention`.
 
     A cache stores M numbers of a position: the latent and the rotated key.
     """
 
-    def __init__(self, config: ModelConfig, out_std: float, layer: int = 0):
+    def __init__(self, config: ModelConfig, layer: int = 0):
         super().__init__()
         self.layer = layer
         self.num_heads, self.head_dim, self.value_dim = config.num_heads, config.head_dim, config.value_dim
@@ -44,7 +45,7 @@ class LatentAttention(nn.Module):
         self.q_up = Linear(config.q_rank, queries, config.init_std) if config.q_rank else nn.Identity()
         self.kv_norm = nn.RMSNorm(config.kv_rank, config.norm_eps)
         self.kv_up = Linear(config.kv_rank, config.num_heads * (config.head_dim + config.value_dim), config.init_std)
-        self.out = Linear(config.num_heads * config.value_dim, config.hidden_size, out_std)
+        self.out = Linear(config.num_heads * config.value_dim, config.hidden_size, config.residual_std)
 
     def forward(self, x_BSD: Tensor, cache: KVCache | None = None, mask_B1SS: Tensor | None = None) -> Tensor:
         past, new = cache.length if cache is not None else 0, x_BSD.shape[1]

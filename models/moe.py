@@ -5,6 +5,7 @@ T tokens, D model dim, K experts per token, N received rows, M rows in expert-ma
 
 import functools
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,23 +21,29 @@ from .build_experts import ExpertBuilder
 from .config import DEFAULT_OPTIONS, ModelConfig, StageOptions
 from .layers import SwiGLU
 from .recompute import RecomputeTensor, recompute_saved
-from .router import Router
+from .router import build_router
 
 
 class MoE(Segmented):
     """Routed experts of block `layer`, spread over ranks by `expert_parallel`, plus shared experts on every rank.
 
     The initial weights of an expert depend only on `layer`, its id and the seed, not on its rank.
+    `load_E` counts the tokens of each expert in training since the last `take_load`.
     """
+
+    load_E: Tensor
+    router: Any
 
     def __init__(
         self, config: ModelConfig, expert_parallel: ExpertParallel, layer: int, options: StageOptions = DEFAULT_OPTIONS
     ):
         super().__init__()
         self.recompute = options.recompute == "full"
-        self.expert_parallel = expert_parallel
+        self.expert_parallel, self.layer = expert_parallel, layer
         self.kernels: Kernels = options.kernels
-        self.router = Router(config, self.kernels)
+        self.router = build_router(config, layer, self.kernels)
+        self.register_buffer("load_E", torch.zeros(config.num_experts, dtype=torch.int64), persistent=False)
+        self._losses: tuple[Tensor | float, int] = 0.0, 0  # the sum of the losses [L], and the number of batches
         self.experts = ExpertBuilder(config, layer, options.seed).build(expert_parallel.local_experts)
         if hasattr(self.experts, "kernels"):
             setattr(self.experts, "kernels", self.kernels)  # noqa: B010 - nn.Module declares no such attribute
@@ -64,7 +71,7 @@ class MoE(Segmented):
         """
         ep = self.expert_parallel
         if torch.is_grad_enabled():
-            self.router.count(ids_TK, losses_L)
+            self.count(ids_TK, losses_L)
         route = yield PrepareComm(DISPATCH, ep.prepare, ids_TK)
         dispatch, combine = partial(start_dispatch, ep, route), partial(start_combine, ep, route)
         spread = len(ep.local_experts) < ep.num_experts
@@ -76,6 +83,25 @@ class MoE(Segmented):
         out_ND = yield Compute("mlp", partial(self.run_experts, route=route), received, recompute=self.recompute)
         combined = yield Comm(COMBINE, combine, dispatch, out_ND, weights_first=True, collective=spread)
         return (combined,) if shared is None else (combined, shared)
+
+    def count(self, ids_TK: Tensor, losses_L: Tensor | None = None) -> None:
+        """Add a batch to the load and the losses. Call it once per batch, also if routing is recomputed in backward."""
+        ids = ids_TK.flatten()
+        self.load_E.scatter_add_(0, ids.clamp(min=0), (ids >= 0).long())  # -1 chooses no expert
+        if losses_L is not None:
+            total, batches = self._losses
+            self._losses = total + losses_L, batches + 1
+
+    def take_load(self) -> Tensor:
+        """Return the number of this rank's tokens per expert [E] since the last call, and reset it."""
+        load_E = self.load_E.clone()
+        self.load_E.zero_()
+        return load_E
+
+    def take_losses(self) -> tuple[Tensor | float, int]:
+        """Return the sum of the losses [L], without their factors, and the number of batches, since the last call."""
+        losses, self._losses = self._losses, (0.0, 0)
+        return losses
 
     def run_shared(self, recompute_x: RecomputeTensor | None, x_TD: Tensor) -> Tensor:
         assert self.shared is not None
@@ -124,5 +150,5 @@ def start_combine(ep: ExpertParallel, route: Route, y_ND: Tensor, grads_NK: Tens
 
 def expert_loads(module: nn.Module) -> Tensor | None:
     """Tokens of this rank per expert since the last call, [MoE layers, E]. None for a module without MoE layers."""
-    loads = [layer.router.take_load() for layer in module.modules() if isinstance(layer, MoE)]
+    loads = [layer.take_load() for layer in module.modules() if isinstance(layer, MoE)]
     return torch.stack(loads) if loads else None

@@ -23,7 +23,7 @@ from moe_dualpipe.expert_parallel import ExpertParallel
 from moe_dualpipe.overlap import Compute, Segmented, Segments, in_layer
 from moe_dualpipe.overlap.labels import LOSS
 
-from .block import Block, add_up
+from .block import add_up, block_class, block_parts
 from .config import ModelConfig, StageOptions
 from .layers import Linear, seeded
 
@@ -41,7 +41,7 @@ class MTPModule(nn.Module):
         self.hidden_norm, self.token_norm = nn.RMSNorm(width, eps), nn.RMSNorm(width, eps)
         with seeded(options.seed, f"layers.{layer}"):
             self.join = Linear(2 * width, width, config.init_std)
-            self.block = Block(config, layer, expert_parallel, options)
+            self.block = block_class(config).build(config, layer, expert_parallel, options)
         self.norm = nn.RMSNorm(width, eps)
 
     def input(self, embedding: nn.Module, tokens_BS: Tensor, h_BSD: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class MTP(Segmented):
             # labels_i is t_{i+1}: position i gets the token t_{i+k} = labels_{i+k-1}, and predicts labels_{i+k}.
             tokens_BS, labels_of_k_BS = labels_BS[:, k - 1 : -1], labels_BS[:, k:]
             x_BSD = yield Compute("embed", partial(module.input, embedding, tokens_BS), h_BSD)
-            parts = yield from in_layer(module.layer, module.block.parts(x_BSD))
+            parts = yield from in_layer(module.layer, block_parts(module.block, module.layer, (x_BSD,)))
             h_BSD, loss = yield Compute("head", partial(module.output, cross_entropy, labels_of_k_BS), *parts)
             losses.append(loss)
         return (yield Compute(LOSS, self.weighted, *losses))

@@ -7,8 +7,9 @@ from itertools import accumulate
 
 from moe_dualpipe.messages import plural
 
-from .attention import ATTENTION
+from .attention import attention_costs
 from .config import ModelConfig
+from .costs import layer_flops_of_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,9 @@ class StageSpec:
 
 def layer_flops(config: ModelConfig, layer: int) -> int:
     """FLOPs of a block per token, forward, without attention scores, which depend on the length."""
-    attention = ATTENTION[config.attention].weight_flops(config)
+    if {*config.own_layers} - {"router"}:
+        return layer_flops_of_parameters(config, layer)
+    attention = attention_costs(config).weight_flops(config)
     if config.is_dense(layer):
         return attention + 6 * config.hidden_size * config.dense_size
     experts = config.experts_per_token + config.num_shared_experts

@@ -8,7 +8,7 @@ also balance the load.
 T tokens, S positions of a sequence, D model dim, E experts, K experts per token, L enabled losses.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
@@ -19,19 +19,57 @@ from moe_dualpipe.kernels.routing import route
 
 from .auxiliary_losses import attach, loss_factors, router_losses
 from .config import ModelConfig
+from .layer_class import LayerClass, find_layer
 from .layers import Linear
 
 
-class Router(nn.Module):
+class RouterLayer(nn.Module):
+    """The contract of a router, with its defaults. It chooses experts for each token, and weights for their outputs.
+
+    Define a constructor and `forward`; everything else is optional. A plain nn.Module with these two works as well.
+
+        def __init__(self, config): ...
+        def forward(self, x): ...                       # returns weights_TK, ids_TK
+
+    x: [..., S, D], where S is the length of a sequence; T is the product of all dimensions but D. ids_TK: int64, the
+    global ids of the K experts of each token, from 0 to num_experts - 1, each at most once. -1 chooses no expert, and
+    its weight is ignored; so a token may have fewer than K experts, or none. K need not be `config.experts_per_token`.
+    weights_TK: the factors of the experts' outputs, in fp32 at least. Gradients flow through the weights only.
+
+    All ranks have replicas of a router: its weights stay equal, and its decisions must depend only on `x`, the weights
+    and buffers. A token's choice should not depend on other tokens: at inference they are not there.
+
+    The constructor receives, if it has parameters of these names: `layer`, the number of the block, from 0; `kernels`,
+    to pass to operators of `moe_dualpipe.kernels`; `options`, annotated with a dataclass (layer_options.py).
+
+    A loss of the router's own is added by `attach(weights_TK, factor * loss)` (auxiliary_losses.py).
+    """
+
+    elementwise: Sequence[str] = ()
+    """Parameters that Muon leaves to AdamW (layers.py)."""
+    averaged_buffers: Sequence[str] = ()
+    """Buffers to average over the replicas of the layer after each step."""
+    skips_choices: bool = True
+    """Whether ids may be -1. False saves a wait for the GPU in each layer."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        raise NotImplementedError(f"{type(self).__name__} must define forward(x)")
+
+    def move_bias(self, load_E: Tensor, rate: float) -> None:
+        """Called after each update, with the number of tokens per expert on all ranks in this step. Default: nothing.
+
+        It must do the same on all ranks: change buffers only, and by `load_E`. rate: `--bias-rate`, not 0.
+        """
+
+
+class Router(RouterLayer):
     """Top-k of softmax or sigmoid scores, computed in fp32 (kernels/routing.py) from logits in `router_dtype`.
 
     `bias_E`, if configured, is added to the scores to choose experts; it is fp32 in a model of any dtype.
-    `load_E` counts the tokens of each expert in training since the last `take_load`.
     """
 
-    load_E: Tensor
     bias_E: Tensor | None
-    skips_choices = False  # whether ids may be -1, "no expert"
+    skips_choices = False
     elementwise = ("logits.weight",)  # its rows score experts, as those of the head score tokens
 
     def __init__(self, config: ModelConfig, kernels: Kernels = "auto"):
@@ -40,11 +78,9 @@ class Router(nn.Module):
         self.kernels: Kernels = kernels
         fp32 = config.router_dtype == "float32"
         self.logits = Linear(config.hidden_size, config.num_experts, config.init_std, fp32)
-        self.register_buffer("load_E", torch.zeros(config.num_experts, dtype=torch.int64), persistent=False)
         bias_E = torch.zeros(config.num_experts, dtype=torch.float32) if config.router_bias else None
         self.register_buffer("bias_E", bias_E)
         self.factors = loss_factors(config)
-        self._losses: tuple[Tensor | float, int] = 0.0, 0  # the sum of the losses [L], and the number of batches
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the weights [T, K], which carry the gradient, and the expert ids [T, K], best first.
@@ -69,28 +105,6 @@ class Router(nn.Module):
             scale=config.routed_scale, kernels=self.kernels,
         )  # fmt: skip
 
-    def count(self, ids_TK: Tensor, losses_L: Tensor | None = None) -> None:
-        """Add a batch to the load and the losses. Call it once per batch, also if routing is recomputed in backward.
-
-        Choices of -1, no expert, are not counted.
-        """
-        ids = ids_TK.flatten()
-        self.load_E.scatter_add_(0, ids.clamp(min=0), (ids >= 0).to(self.load_E.dtype))
-        if losses_L is not None:
-            total, batches = self._losses
-            self._losses = total + losses_L, batches + 1
-
-    def take_load(self) -> Tensor:
-        """Return the number of this rank's tokens per expert [E] since the last call, and reset it."""
-        load_E = self.load_E.clone()
-        self.load_E.zero_()
-        return load_E
-
-    def take_losses(self) -> tuple[Tensor | float, int]:
-        """Return the sum of the losses [L], without their factors, and the number of batches, since the last call."""
-        losses, self._losses = self._losses, (0.0, 0)
-        return losses
-
     @torch.no_grad()
     def move_bias(self, load_E: Tensor, rate: float) -> None:
         """Move each bias by `rate`: up if its expert's load is below the mean, down if above.
@@ -99,7 +113,8 @@ class Router(nn.Module):
 
         Example: loads [3, 1, 2] and rate 0.1: the biases move by [-0.1, 0.1, 0].
         """
-        assert self.bias_E is not None
+        if self.bias_E is None:
+            return
         missing_E = load_E.sum() - load_E * len(load_E)  # integers, so that all replicas get the same result
         self.bias_E.add_(missing_E.sign(), alpha=rate)
 
@@ -113,7 +128,7 @@ class Router(nn.Module):
 
 
 class BalancedRouter(Router):
-    """A router for measurements that chooses every expert equally often. The logits only give the weights.
+    """The router "balanced", for measurements, chooses every expert equally often. The logits only give the weights.
 
     A token's experts are in `top_groups` groups and as far apart as possible, so on as many ranks as possible.
     """
@@ -137,3 +152,21 @@ def balanced_ids(config: ModelConfig, num_tokens: int, device: torch.device) -> 
     distance = in_group // -(-k // config.top_groups)
     ids_TK = group_TK * in_group + (token_T1 // groups + choice_K // config.top_groups * distance) % in_group
     return ids_TK.to(device)
+
+
+ROUTERS: dict[str, type[RouterLayer]] = {"topk": Router, "balanced": BalancedRouter}
+
+
+def router_class(config: ModelConfig) -> LayerClass:
+    """The router that `config` names. Raises ValueError for a class that does not fit."""
+    optional = ["layer", "kernels"]
+    return find_layer("router", str(config.router), ROUTERS, [("config",)], str(config.router_options), optional)
+
+
+def build_router(config: ModelConfig, layer: int, kernels: Kernels = "auto") -> nn.Module:
+    """The router of block `layer`. Raises ValueError for a class that does not fit."""
+    router = router_class(config).build(config, layer=layer, kernels=kernels)
+    if loss_factors(config) and not isinstance(router, Router):
+        names = " and ".join(loss_factors(config))
+        raise ValueError(f"{names} are losses of `Router`: derive {type(router).__name__} from it, or use 0")
+    return router

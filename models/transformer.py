@@ -22,7 +22,7 @@ from moe_dualpipe.overlap import Compute, Segmented, Segments, in_layer
 
 from .attention import document_mask, document_numbers
 from .auxiliary_losses import attach
-from .block import Block, add_up
+from .block import add_up, block_class, block_parts
 from .config import DEFAULT_OPTIONS, ModelConfig, StageOptions
 from .kv_cache import KVCache
 from .layers import Linear, at_least_fp32, seeded
@@ -55,10 +55,10 @@ class TransformerStage(Segmented):
             with seeded(options.seed, "embedding"):
                 self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
                 nn.init.normal_(self.embedding.weight, std=config.init_std)
-        self.layers = nn.ModuleDict()
+        self.layers, block = nn.ModuleDict(), block_class(config)
         for layer in spec.layers:
             with seeded(options.seed, f"layers.{layer}"):
-                self.layers[str(layer)] = Block(config, layer, expert_parallel, options)
+                self.layers[str(layer)] = block.build(config, layer, expert_parallel, options)
         if spec.head:
             self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
             with seeded(options.seed, "head"):
@@ -77,7 +77,7 @@ class TransformerStage(Segmented):
         if self.spec.embedding:
             parts = ((yield Compute("embed", self.embedding, x)),)
         for layer, block in zip(self.spec.layers, self.layers.values(), strict=True):
-            parts = yield from in_layer(layer, block.parts(*parts, cache=cache, mask_B1SS=mask_B1SS))  # type: ignore[operator]
+            parts = yield from in_layer(layer, block_parts(block, layer, parts, cache, mask_B1SS))
         output = yield Compute("head", self.finish, *parts) if self.spec.head else Compute("add", add_up, *parts)
         if cache is not None:
             cache.length += x.shape[1]

@@ -22,6 +22,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..messages import printable, quoted
 from ..models import ModelConfig
+from ..models.config import BUILT_IN
+from ..models.layer_class import same_layer
 from ..runtime.launch import Launch
 from ..runtime.shared_errors import gather_objects
 from .manifest import RUN_FILE, read_manifest, read_tensor_metadata, verify_checkpoint
@@ -95,7 +97,9 @@ def model_differences(saved: Mapping[str, Any], model: ModelConfig) -> list[str]
     return [
         f"{printable(key, 60)} was {quoted(saved.get(key, default), 60)}, now {now!r}"
         for key, (default, now) in options.items()
-        if key not in _MAY_DIFFER and saved.get(key, default) != now
+        if key not in _MAY_DIFFER
+        and saved.get(key, default) != now
+        and not (key in BUILT_IN and isinstance(saved.get(key), str) and same_layer(saved[key], now))
     ]
 
 

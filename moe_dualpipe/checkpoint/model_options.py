@@ -9,8 +9,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..messages import plural, quoted
+from ..messages import plural, printable, quoted
 from ..models import ModelConfig
+from ..models.config import BUILT_IN
+from ..models.layer_class import Factory, name_of, same_layer
 
 
 def model_config(saved: Mapping[str, Any]) -> ModelConfig:
@@ -25,6 +27,27 @@ def model_config(saved: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig(**saved)
 
 
+def with_named_layers(model: ModelConfig, named: Mapping[str, str | Factory | None], where: str) -> ModelConfig:
+    """Return the model of the checkpoint `where`, with layers of the user's own as the user has named them.
+
+    named: "experts", "router", "attention" or "block" -> a name or class, or None for built-in layers. A checkpoint
+    never decides what is imported. Raises ValueError if it has other layers than these.
+    """
+    for field, given in named.items():
+        saved, name = getattr(model, field), name_of(given) if given is not None else None
+        if name is None and saved in BUILT_IN[field]:
+            continue
+        if name is None:
+            advice = f"if you trust it, use --{field} {printable(saved)}, or the file where it is now"
+            raise ValueError(f"{where} has its own {field}, {quoted(saved)}: {advice}")
+        if not same_layer(saved, name):
+            advice = f"use --{field} {printable(saved)} if you trust it"
+            advice = f"leave out --{field}" if saved in BUILT_IN[field] else advice
+            raise ValueError(f"{where} has {field} {quoted(saved)}, not {quoted(name)}: {advice}")
+        model = dataclasses.replace(model, **{field: name})
+    return model
+
+
 def check_sizes(model: ModelConfig, shapes: Sequence[Sequence[int]]) -> None:
     """Raise ValueError if the model has more layers or parameters than `shapes`, those of all its tensors."""
     layers = model.num_layers + model.mtp_layers
@@ -33,13 +56,21 @@ def check_sizes(model: ModelConfig, shapes: Sequence[Sequence[int]]) -> None:
     elements = sum(map(math.prod, shapes))
     dense = sum(map(model.is_dense, range(layers)))
     sparse = layers - dense
-    widths = [model.vocab_size, dense * model.dense_size, sparse * model.num_experts, model.mtp_layers]
+    widths = [model.vocab_size, model.mtp_layers]
+    if model.block in BUILT_IN["block"]:
+        widths += _block_widths(model, dense, sparse)
+    if model.hidden_size * max(widths) > elements:
+        raise ValueError(f"its model does not fit into the {elements:,} numbers of its tensors")
+
+
+def _block_widths(model: ModelConfig, dense: int, sparse: int) -> list[int]:
+    """Numbers of the tensors of built-in blocks, in units of the hidden size."""
+    layers, widths = dense + sparse, [dense * model.dense_size, sparse * model.num_experts]
     if model.experts == "swiglu":
         widths.append(sparse * (model.num_experts + model.num_shared_experts) * model.expert_size)
     if model.attention == "mla":
         latents = model.q_rank + model.kv_rank + model.rope_dim + model.num_heads * model.value_dim
         widths += [layers * latents, -(-layers * model.kv_rank * model.num_heads * model.head_dim // model.hidden_size)]
-    else:
+    elif model.attention == "gqa":
         widths.append(layers * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim)
-    if model.hidden_size * max(widths) > elements:
-        raise ValueError(f"its model does not fit into the {elements:,} numbers of its tensors")
+    return widths

@@ -23,26 +23,33 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..data import TOKENIZER_FILE
 from ..expert_parallel.parameters import expert_ids, global_tensors, older_names
-from ..messages import describe, printable, quoted
+from ..messages import describe, printable
 from ..models import ModelConfig, TransformerStage, build_model
+from ..models.layer_class import Factory
 from ..runtime.shared_errors import gather_objects
 from ..strict_json import read_file
 from .load import check_on_all_ranks, check_shapes, load_checkpoint, model_differences, with_older_names
 from .manifest import EXPORT_FILE, ExportManifest, FileChecksum, read_manifest, read_tensor_metadata, verify_export
-from .model_options import check_sizes, model_config
+from .model_options import check_sizes, model_config, with_named_layers
 from .partial import PartialLoad, group_names
 from .save import hidden, sync, write_synced
 
 WEIGHTS_FILE, CONFIG_FILE, MODEL_TYPE = "model.safetensors", "config.json", "moe-dualpipe"
+OwnLayer = str | Factory | None
+"""A layer by its name, a class, or a function; None: built in."""
 _PREFIX = "model."  # a checkpoint puts it before the names of weights
 
 
-def load_model(checkpoint: Path, experts: str = "swiglu") -> TransformerStage:
+def load_model(
+    checkpoint: Path, experts: OwnLayer = None, router: OwnLayer = None, attention: OwnLayer = None,
+    block: OwnLayer = None,
+) -> TransformerStage:  # fmt: skip
     """Build the whole model of a checkpoint in fp32.
 
-    Raises ValueError if the checkpoint is unreadable or has experts other than `experts`. A checkpoint never decides
-    which class is imported: the user must name it.
+    experts, router, attention, block: layers of your own in this model. A checkpoint never decides which class is
+    imported, so they must be named. Raises ValueError if the checkpoint is unreadable or has other layers.
     """
+    named = {"experts": experts, "router": router, "attention": attention, "block": block}
     tensors = read_tensor_metadata(checkpoint).state_dict_metadata.items()
     shapes = [t.size for name, t in tensors if name.startswith(_PREFIX) and isinstance(t, TensorStorageMetadata)]
     try:
@@ -50,11 +57,7 @@ def load_model(checkpoint: Path, experts: str = "swiglu") -> TransformerStage:
         check_sizes(config, shapes)
     except ValueError as error:
         raise ValueError(f"cannot build the model of {checkpoint}: {printable(error)}") from None
-    if config.experts != experts:
-        advice = f"if you trust this class, use --experts {printable(config.experts)}"
-        if config.experts == "swiglu":
-            advice = "leave out --experts"
-        raise ValueError(f"{checkpoint} has experts {quoted(config.experts)}, not {quoted(experts)}: {advice}")
+    config = with_named_layers(config, named, str(checkpoint))
     model = build_model(config)
     state = {_PREFIX + name: tensor for name, tensor in global_weights(model).items()}
     load_checkpoint(checkpoint, state, older_names([model]))
@@ -71,9 +74,10 @@ def global_weights(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def export_weights(checkpoint: Path, folder: Path, experts: str = "swiglu") -> int:
+def export_weights(checkpoint: Path, folder: Path, **own_layers: OwnLayer) -> int:
     """Write the weights of a checkpoint into a new folder and return the number of parameters.
 
+    own_layers: the layers of your own in this model, as in `load_model`.
     Holds two copies of the weights in memory. Raises ValueError if the checkpoint is unreadable or `folder` exists, and
     OSError if it could not be written; then nothing is left of it.
     """
@@ -82,7 +86,7 @@ def export_weights(checkpoint: Path, folder: Path, experts: str = "swiglu") -> i
 
     if folder.exists():
         raise ValueError(f"{folder} already exists: choose another folder")
-    model = load_model(checkpoint, experts)
+    model = load_model(checkpoint, **own_layers)
     weights = {name: tensor.contiguous().clone() for name, tensor in global_weights(model).items()}
     config = {"model_type": MODEL_TYPE, **dataclasses.asdict(model.config)}
     try:

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from tyro.conf import Positional, arg
+from tyro.conf import OmitArgPrefixes, Positional, arg
 
 from ..messages import check_range
+from .own_layers import NO_OWN_LAYERS, OwnLayers
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,7 @@ class Generate:
     """Maximum number of tokens that the model attends to. Use the --seq-len of training."""
     seed: int = 0
     """Random seed. The same seed gives the same texts."""
-    experts: str = "swiglu"
-    """The model's own expert layer, "module:Class". Required, because a checkpoint cannot choose what is imported."""
+    layers: OmitArgPrefixes[OwnLayers] = NO_OWN_LAYERS
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """cpu, cuda (in bfloat16), or auto: cuda if there is a GPU, otherwise cpu."""
     traceback: bool = False
@@ -57,7 +57,8 @@ class Generate:
         if not prompt:
             raise ValueError("--prompt is empty: use at least one character, or leave it out")
         prompts = torch.tensor([prompt] * self.num, device=device)
-        model = load_model(found, self.experts).to(device, torch.float32 if device.type == "cpu" else torch.bfloat16)
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        model = load_model(found, **self.layers.named()).to(device, dtype)
         texts = generate(
             model, prompts, self.tokens, self.max_length, sampling.temperature, sampling.top_k, sampling.top_p,
             self.seed, end,

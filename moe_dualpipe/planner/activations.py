@@ -14,7 +14,7 @@ T tokens, D model dim, K experts per token, N rows received, M = T K rows in exp
 import math
 from dataclasses import dataclass
 
-from ..models.attention import ATTENTION
+from ..models.attention import attention_costs
 from ..models.config import ModelConfig, Recompute
 from ..models.partition import StageSpec
 
@@ -48,8 +48,12 @@ def rows_received(config: ModelConfig, batch: MicroBatch) -> int:
 def saved_bytes(config: ModelConfig, spec: StageSpec, batch: MicroBatch) -> int:
     """Bytes saved from a micro-batch's forward on a stage until its backward, with the stage's input and output.
 
-    Raises ValueError for a stage with multi-token prediction: its criterion is not modelled.
+    Raises ValueError for layers of one's own, and for a stage with multi-token prediction: they are not modelled.
     """
+    if config.own_layers:
+        raise ValueError(
+            f"memory of activations is known only for built-in layers: got your own {config.own_layers[0]}"
+        )
     if spec.mtp:
         raise ValueError(f"memory cannot be predicted with mtp_layers: got {len(spec.mtp)}; use 0")
     row = batch.tokens * config.hidden_size * batch.element
@@ -72,7 +76,7 @@ def _block(config: ModelConfig, spec: StageSpec, layer: int, batch: MicroBatch) 
     if not recompute or not last or dense or (shared and batch.recompute == "attention"):
         saved += row  # the residual stream between attention and MLP
     if not recompute:
-        saved += ATTENTION[config.attention].saved_bytes(config, tokens, batch.seq_len, batch.element)
+        saved += attention_costs(config).saved_bytes(config, tokens, batch.seq_len, batch.element)
     if batch.recompute == "none":
         saved += 2 * (row + 4 * tokens)  # two normalized copies
     if dense:
@@ -128,7 +132,7 @@ def deferred_bytes(config: ModelConfig, spec: StageSpec, batch: MicroBatch) -> i
 
 def _deferred_numbers(config: ModelConfig, layer: int, batch: MicroBatch) -> int:
     tokens, hidden = batch.tokens, config.hidden_size
-    width = ATTENTION[config.attention].deferred_width(config)
+    width = attention_costs(config).deferred_width(config)
     numbers = tokens * (width + 2 * hidden)  # with the layer's input and output gradient
     if config.is_dense(layer):
         return numbers + tokens * (2 * hidden + 3 * config.dense_size)

@@ -12,7 +12,7 @@ import re
 
 import torch
 
-from ..models.attention import ATTENTION
+from ..models.attention import attention_costs
 from ..models.config import ModelConfig
 from ..models.partition import head_flops, layer_flops, mtp_module_flops
 
@@ -44,14 +44,14 @@ def train_flops_per_token(config: ModelConfig, seq_len: int) -> int:
 
 def mtp_flops(config: ModelConfig, seq_len: int) -> int:
     """FLOPs of multi-token prediction, forward, for a whole sequence. Module k computes seq_len - k positions."""
-    scores = ATTENTION[config.attention].score_flops
+    scores = attention_costs(config).score_flops
     modules = [(seq_len - k, block) for k, block in enumerate(config.mtp_blocks, start=1)]
     return sum(n * (mtp_module_flops(config, block) + scores(config, n)) for n, block in modules)
 
 
 def score_flops(config: ModelConfig, seq_len: int) -> int:
     """FLOPs of the attention scores and sums of values of all layers, per token, forward."""
-    return config.num_layers * ATTENTION[config.attention].score_flops(config, seq_len)
+    return config.num_layers * attention_costs(config).score_flops(config, seq_len)
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:

@@ -122,7 +122,7 @@ def _distinct_layers(config: ModelConfig, layers: range) -> range:
 
     Dense layers come first. So these are the last dense and the first other layer, if there are both.
     """
-    if config.experts != "swiglu":
+    if config.own_layers:
         return layers
     first, last = layers[0], layers[-1]
     start = min(max(config.num_dense_layers - 1, first), last)

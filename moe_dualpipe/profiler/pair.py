@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ..expert_parallel import ExpertParallel
 from ..messages import LARGEST, check_range, plural
-from ..models import ModelConfig, MoE, StageOptions, StageSpec, TransformerStage, filled_cache, preset
-from ..models.router import BalancedRouter
+from ..models import ModelConfig, StageOptions, StageSpec, TransformerStage, filled_cache, preset
 
 Mode = Literal["train", "prefill", "decode"]
 Routing = Literal["balanced", "real"]
@@ -80,15 +79,10 @@ class Pair:
 
     def __init__(self, workload: Workload, expert_parallel: ExpertParallel, seed: int = 0):
         self.workload = workload
-        config = replace(workload.model, num_layers=workload.layers, num_dense_layers=0)
+        router = "balanced" if workload.routing == "balanced" else workload.model.router
+        config = replace(workload.model, num_layers=workload.layers, num_dense_layers=0, router=router)
         spec = StageSpec(range(workload.layers), embedding=False, head=False, share=1.0)
         self.stage = TransformerStage(config, spec, expert_parallel, StageOptions(seed))
-        if workload.routing == "balanced":
-            for module in self.stage.modules():
-                if isinstance(module, MoE):
-                    router = BalancedRouter(config, module.kernels)
-                    router.load_state_dict(module.router.state_dict())  # weights that depend only on the seed
-                    module.router = router
         self.stage.to(workload.device, workload.dtype)
         length = 1 if workload.mode == "decode" else workload.seq
         shape = workload.num_sequences, length, config.hidden_size

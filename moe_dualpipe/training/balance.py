@@ -15,28 +15,23 @@ from torch import Tensor
 from ..models import MoE, TransformerStage
 from ..models.auxiliary_losses import loss_factors
 from ..models.config import ModelConfig
-from ..models.router import Router
 
 
 class Balance:
-    """The routers of this rank's stages."""
+    """The Mixture-of-Experts layers of this rank's stages."""
 
     def __init__(self, model: ModelConfig, stages: Mapping[int, TransformerStage], rate: float):
         self.rate, self.losses, self.first_layer = rate, [*loss_factors(model)], model.num_dense_layers
-        self.has_bias = model.router_bias
         num_blocks = model.num_layers + model.mtp_layers
         self.shape = sum(not model.is_dense(block) for block in range(num_blocks)), model.num_experts
-        self.routers: dict[int, Router] = {}
-        for stage in stages.values():
-            layers = (block for block in stage.spec.blocks if not model.is_dense(block))
-            routers = (module.router for module in stage.modules() if isinstance(module, MoE))
-            self.routers |= dict(zip(layers, routers, strict=True))
+        modules = (module for stage in stages.values() for module in stage.modules())
+        self.layers = {module.layer: module for module in modules if isinstance(module, MoE)}
 
     def loads(self, device: torch.device) -> Tensor:
         """Tokens per expert since the last call, summed over all ranks, [L, E]. Collective."""
         load_LE = torch.zeros(self.shape, dtype=torch.int64, device=device)
-        for layer, router in self.routers.items():
-            load_LE[layer - self.first_layer] += router.take_load()
+        for layer, moe in self.layers.items():
+            load_LE[layer - self.first_layer] += moe.take_load()
         dist.all_reduce(load_LE)
         return load_LE.cpu()
 
@@ -45,17 +40,18 @@ class Balance:
 
         move: False for a skipped step, which changes no bias.
         """
-        if move and self.has_bias and self.rate:
+        if move and self.rate:
             load_LE = load_LE.to(device)
-            for layer, router in self.routers.items():
-                router.move_bias(load_LE[layer - self.first_layer], self.rate)
+            for layer, moe in self.layers.items():
+                if move_bias := getattr(moe.router, "move_bias", None):
+                    move_bias(load_LE[layer - self.first_layer], self.rate)
         return self._mean_losses(device) if self.losses else {}
 
     def _mean_losses(self, device: torch.device) -> dict[str, float]:
         """Mean over layers, micro-batches and ranks, without the factors."""
         totals = torch.zeros(len(self.losses) + 1, dtype=torch.float64, device=device)
-        for router in self.routers.values():
-            losses_L, decisions = router.take_losses()
+        for moe in self.layers.values():
+            losses_L, decisions = moe.take_losses()
             totals[:-1] += losses_L
             totals[-1] += decisions
         dist.all_reduce(totals)

@@ -7,8 +7,7 @@ from pathlib import Path
 from ..checkpoint import check_model, check_weights, find_checkpoint
 from ..data import TextData, load_data
 from ..drawing.output import make_folder
-from ..models import StageSpec, split
-from ..models.experts import expert_class
+from ..models import StageSpec, check_layers, split
 from ..runtime.launch import Launch
 from . import metrics, restart
 from .config import TrainConfig
@@ -42,7 +41,7 @@ def plan_run(config: TrainConfig, launch: Launch, arguments: Sequence[str] | Non
     arguments: the command line. None: the run is started from Python, and writes only into a folder that is named.
     """
     setup = resolve_options(config, launch, new_folder=arguments is not None)
-    expert_class(config.model.experts)  # raises ValueError
+    check_layers(config.model)
     stages = split(config.model, setup.schedule.num_stages)
     restarted = restart.newest_checkpoint(setup.folder) if setup.folder else None
     resume = restarted or (find_checkpoint(config.checkpoint.resume) if config.checkpoint.resume else None)

@@ -57,7 +57,7 @@ def normalized_heads(layer: Attention, projected_BSW: torch.Tensor) -> torch.Ten
 @pytest.mark.parametrize("heads,kv_heads", [(4, 4), (4, 2), (4, 1)])
 def test_attention_equals_a_loop(heads, kv_heads, qk_norm):
     config = with_choices(num_heads=heads, num_kv_heads=kv_heads, qk_norm=qk_norm, norm_eps=0.1)
-    layer = uneven_norms(Attention(config, out_std=0.3))
+    layer = uneven_norms(Attention(config))
     widths = {"none": [], "head": [6, 6], "full": [6 * heads, 6 * kv_heads]}[qk_norm]
     assert [p.numel() for name, p in layer.named_parameters() if "norm" in name] == widths
     x = torch.randn(2, 7, CONFIG.hidden_size, dtype=torch.float64)
@@ -71,7 +71,7 @@ def test_a_cache_holds_normalized_keys(qk_norm):
 
 
 def test_attention_is_causal():
-    layer = Attention(CONFIG, out_std=0.3)
+    layer = Attention(CONFIG)
     x = torch.randn(1, 9, CONFIG.hidden_size)
     changed = x.clone()
     changed[:, 5:] += 1
@@ -83,9 +83,9 @@ def test_scores_and_angles_are_fp32_in_a_bf16_model():
     weights, _ = Router(CONFIG).bfloat16()(torch.randn(3, CONFIG.hidden_size).bfloat16())
     assert weights.dtype == torch.float32
     # In bf16, angles at position 999 would be wrong by whole turns. The reference is the same layer in fp32.
-    layer = Attention(CONFIG, out_std=0.3).bfloat16()
+    layer = Attention(CONFIG).bfloat16()
     x = torch.randn(1, 1000, CONFIG.hidden_size).bfloat16()
-    exact = Attention(CONFIG, out_std=0.3)
+    exact = Attention(CONFIG)
     exact.load_state_dict(layer.state_dict())
     error = (layer(x).float() - exact(x.float())).norm() / exact(x.float()).norm()
     assert error < 0.02

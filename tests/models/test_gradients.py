@@ -1,5 +1,7 @@
 """Gradients of router, losses, attention, layer and block against finite differences, in fp64."""
 
+from typing import cast
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -32,14 +34,9 @@ def slope_and_difference(module: nn.Module, value, tensors: dict[str, Tensor]) -
         assert (values[0] - values[1]) / (2 * step) == pytest.approx(slope, rel=2e-6, abs=1e-8), name
 
 
-def recorded_losses(routers: list[Router]) -> Tensor:
-    """The sum of the router losses since the last call, times their factors."""
-    total = torch.zeros((), dtype=torch.float64)
-    for router in routers:
-        losses, decisions = router.take_losses()
-        assert decisions == 1
-        total += (losses * torch.tensor([*router.factors.values()])).sum()
-    return total
+def weighted(router: Router, losses_L: Tensor) -> Tensor:
+    """The sum of the router losses, times their factors."""
+    return (losses_L * torch.tensor([*router.factors.values()])).sum()
 
 
 @pytest.mark.parametrize("choices", KINDS, ids=str)
@@ -50,10 +47,8 @@ def test_gradients_of_router_and_losses_against_finite_differences(choices):
     into = torch.randn(10, router.config.experts_per_token, dtype=torch.float64)
 
     def value(with_losses):
-        weights, ids, losses = router(x)
-        router.count(ids, losses)
-        attached = recorded_losses([router])
-        return (weights * into).sum() + (attached if with_losses else 0)
+        weights, _, losses = router(x)
+        return (weights * into).sum() + (weighted(router, losses) if with_losses else 0)
 
     slope_and_difference(router, value, {"x": x, "logits": router.logits.weight})
 
@@ -70,7 +65,7 @@ def test_gradients_of_the_losses_alone(choices):
 @pytest.mark.parametrize("heads,kv_heads,qk_norm", [(2, 2, "none"), (4, 2, "head"), (2, 1, "full")])
 def test_gradients_of_grouped_query_attention(heads, kv_heads, qk_norm):
     sizes = {"hidden_size": 4, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": 2}
-    layer = Attention(with_choices(**sizes, qk_norm=qk_norm), 0.3).double()
+    layer = Attention(with_choices(**sizes, qk_norm=qk_norm)).double()
     names = [name for name, _ in layer.named_parameters()]
 
     def function(x, *parameters):
@@ -85,17 +80,19 @@ def test_gradients_of_moe_layer_and_block_against_finite_differences(attention):
     torch.manual_seed(6)
     config = with_choices(attention=attention or "gqa", router_bias=True, kv_rank=5, rope_dim=2, value_dim=3, q_rank=7)
     if attention:
-        module, router = (block := Block(config, 1, Local(E))), block.mlp.router
+        module = Block(config, 1, Local(E))
+        layer = cast(MoE, module.mlp)
     else:
-        module, router = (layer := MoE(config, Local(E), 1)), layer.router
-    made(router)
+        module = layer = MoE(config, Local(E), 1)
+    made(layer.router)
     module.double()
     x, into = (torch.randn(2, 5, D, dtype=torch.float64) for _ in range(2))
     x.requires_grad_()
 
     def value(with_losses):
         y = module(x)
-        attached = recorded_losses([router])
-        return (y * into).sum() + (attached if with_losses else 0)
+        losses, decisions = layer.take_losses()
+        assert decisions == 1
+        return (y * into).sum() + (weighted(layer.router, losses) if with_losses else 0)
 
     slope_and_difference(module, value, {"x": x, **dict(module.named_parameters())})

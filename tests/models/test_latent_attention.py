@@ -39,7 +39,7 @@ def with_choices(**choices):
 
 
 def attention(dtype=torch.float64, **choices):
-    return uneven_norms(LatentAttention(with_choices(**choices), out_std=0.3)).to(dtype)
+    return uneven_norms(LatentAttention(with_choices(**choices))).to(dtype)
 
 
 # ---- The layer ----

@@ -7,7 +7,7 @@ from torch import nn
 from moe_dualpipe.expert_parallel import Local
 from moe_dualpipe.kernels.permute import permute
 from moe_dualpipe.models import MoE, StageOptions, build_model, expert_loads, next_token_loss
-from moe_dualpipe.models.experts import expert_class
+from moe_dualpipe.models.build_experts import expert_class
 from tests.support.models import CONFIG, with_choices
 from tests.support.oracles import moe_oracle
 
@@ -123,11 +123,11 @@ def test_an_expert_layer_whose_file_cannot_be_imported_is_one_line(module, tmp_p
     (tmp_path / f"{module}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=f"^cannot import the expert layer '{module}:Y': {problem}$"):
-        expert_class(f"{module}:Y")
+        expert_class(with_choices(experts=f"{module}:Y"))
 
 
 class TooFew(nn.Module):
-    def __init__(self, config):
+    def __init__(self):
         super().__init__()
 
 
@@ -140,21 +140,17 @@ class NoConstructor(nn.Module):
     pass
 
 
-def not_a_class(config, num_local_experts):
-    return Doubling(config, num_local_experts)
-
-
 @pytest.mark.parametrize("name,problem", [
     ("nowhere_at_all:Y", "cannot import the expert layer 'nowhere_at_all:Y': No module named 'nowhere_at_all'"),
     ("tests.models.test_moe:Missing", "cannot find the expert layer '.*Missing': tests.models.test_moe has no Missing"),
-    ("tests.models.test_moe:not_a_class", "the expert layer '.*' must be an nn.Module class: got <function not_.*"),
-    ("tests.models.test_moe:TooFew", r".* accept TooFew\(config, num_local_experts\): too many positional arguments"),
-    ("tests.models.test_moe:TooMany", r".* TooMany\(config, num_local_experts\): missing a required argument: 'width'"),
-    ("tests.models.test_moe:NoConstructor", r".* NoConstructor\(config, num_local_experts\): it has no constructor"),
+    ("math:pi", "the expert layer 'math:pi' must be a class or a function: got float"),
+    ("tests.models.test_moe:TooFew", r".* accept TooFew\(config, num_local_experts\) or .*: too many positional .*"),
+    ("tests.models.test_moe:TooMany", ".* TooMany.config, num_local_experts. or .*: missing a .* argument: 'width'"),
+    ("tests.models.test_moe:NoConstructor", ".* NoConstructor.config, num_local_experts. or .*: it has no constructor"),
 ])  # fmt: skip
 def test_expert_layers_that_cannot_be_used(name, problem):
     with pytest.raises(ValueError, match=f"^{problem}$"):
-        expert_class(name)
+        expert_class(with_choices(experts=name))
 
 
 def test_expert_loads_are_one_row_per_layer():

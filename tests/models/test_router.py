@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from moe_dualpipe.models import ModelConfig
+from moe_dualpipe.expert_parallel import Local
+from moe_dualpipe.models import ModelConfig, MoE
 from moe_dualpipe.models.router import BalancedRouter, Router, balanced_ids
 from tests.support.routers import CONFIG, KINDS, D, E, made, with_choices
 
@@ -47,16 +48,16 @@ def test_the_router_equals_a_loop(choices):
 
 
 def test_counts_accumulate_until_they_are_taken():
-    router = Router(CONFIG)
-    _, ids, losses = router(torch.randn(11, D))
-    router.count(ids, losses)
-    router.count(ids, 2 * losses)
-    assert router.take_load().tolist() == (2 * torch.bincount(ids.flatten(), minlength=E)).tolist()
-    total, decisions = router.take_losses()
+    layer = MoE(CONFIG, Local(E), 1)
+    _, ids, losses = layer.router(torch.randn(11, D))
+    layer.count(ids, losses)
+    layer.count(ids, 2 * losses)
+    assert layer.take_load().tolist() == (2 * torch.bincount(ids.flatten(), minlength=E)).tolist()
+    total, decisions = layer.take_losses()
     assert decisions == 2
     torch.testing.assert_close(total, 3 * losses)
-    assert router.take_load().sum() == 0
-    assert router.take_losses() == (0.0, 0)
+    assert layer.take_load().sum() == 0
+    assert layer.take_losses() == (0.0, 0)
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
@@ -129,8 +130,8 @@ def test_the_bias_balances_a_skewed_load(choices, rate, lowest, highest):
     loads = []
     with torch.no_grad():
         for _ in range(250):
-            router.count(router(torch.randn(256, D) + 2 * skew)[1])
-            loads.append(load := router.take_load())
+            ids = router(torch.randn(256, D) + 2 * skew)[1]
+            loads.append(load := torch.bincount(ids.flatten(), minlength=E))
             router.move_bias(load, rate)
     late = torch.stack(loads[-20:]).sum(0)
     assert lowest < late.max() / late.float().mean() < highest

@@ -72,7 +72,7 @@ def test_the_second_last_dimension_is_the_sequence():
     x = torch.randn(2, 3, 5, D, dtype=torch.float64)
     for shape, sequences in [((2, 3, 5, D), 6), ((6, 5, D), 6), ((2, 15, D), 2), ((30, D), 1)]:
         assert layer(x.view(shape)).shape == shape
-        losses, _ = layer.router.take_losses()
+        losses, _ = layer.take_losses()
         expected = loss_values(layer.router.logits(x).reshape(sequences, -1, E), CONFIG)
         torch.testing.assert_close(losses, torch.stack(expected).detach(), rtol=1e-12, atol=0)
 
@@ -126,18 +126,18 @@ def oracle_model(config: ModelConfig, *args, **options):
     return model
 
 
-def routers_of(model) -> list[Router]:
-    return [module for module in model.modules() if isinstance(module, Router)]
+def moe_layers(model) -> list[MoE]:
+    return [module for module in model.modules() if isinstance(module, MoE)]
 
 
 def check(model, expected: dict[str, Tensor | None], values_LL: Tensor, chunks: int) -> None:
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-9, atol=1e-12, msg=name)
-    for router, values in zip(routers_of(model), values_LL, strict=True):
-        total, decisions = router.take_losses()
+    for layer, values in zip(moe_layers(model), values_LL, strict=True):
+        total, decisions = layer.take_losses()
         assert decisions == chunks
         torch.testing.assert_close(total, values, rtol=1e-12, atol=0)
-        assert router.take_load().sum() == chunks * 10 * K
+        assert layer.take_load().sum() == chunks * 10 * K
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
@@ -163,7 +163,7 @@ def test_gradients_equal_those_of_a_plain_model_that_adds_the_losses(choices, re
 def spread_gradients(rank):
     model = oracle_model(CONFIG, AllToAll(E, torch.distributed.group.WORLD))
     next_token_loss(model(batch(rank)[0]), batch(rank)[1]).backward()
-    losses = torch.stack([torch.as_tensor(router.take_losses()[0]) for router in routers_of(model)])
+    losses = torch.stack([torch.as_tensor(layer.take_losses()[0]) for layer in moe_layers(model)])
     return {name: p.grad.numpy() for name, p in model.named_parameters()}, losses.numpy()
 
 
@@ -183,10 +183,10 @@ def test_losses_change_no_output_and_do_not_run_without_gradients(recompute):
     for factors in ({}, {"sequence_loss": 0.0, "z_loss": 0.0}):
         model = build_model(with_choices(**factors), options=StageOptions(recompute=recompute))
         outputs.append(model(x).detach())
-        [router.take_losses() for router in routers_of(model)]
+        [layer.take_losses() for layer in moe_layers(model)]
         with torch.no_grad():
             outputs.append(model(x))
-        assert all(router.take_losses() == (0.0, 0) for router in routers_of(model))
+        assert all(layer.take_losses() == (0.0, 0) for layer in moe_layers(model))
     assert all(torch.equal(output, outputs[0]) for output in outputs)
 
 

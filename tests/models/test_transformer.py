@@ -112,7 +112,7 @@ def test_expert_loads_are_counted_in_training_only():
     with torch.no_grad():
         model(torch.arange(6)[None])
     moe: Any = model.layers["2"].mlp
-    assert moe.router.take_load().sum() == 0
+    assert moe.take_load().sum() == 0
 
 
 def test_add_up_adds_the_residual_stream_last():

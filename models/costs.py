@@ -1,0 +1,30 @@
+"""The FLOPs of a block with layers of one's own, from its parameters: two for each number of a matrix, per token."""
+
+from functools import lru_cache
+
+import torch
+
+from moe_dualpipe.expert_parallel import Local
+from moe_dualpipe.expert_parallel.parameters import expert_ids
+
+from .config import DEFAULT_OPTIONS, ModelConfig
+
+
+@lru_cache(maxsize=1024)
+def layer_flops_of_parameters(config: ModelConfig, layer: int) -> int:
+    """FLOPs of the matrix products of a block, per token, forward, if each matrix is used once for a token.
+
+    A token uses `experts_per_token` of the routed experts. Builds the block on the meta device, without memory.
+    """
+    from .block import block_class
+
+    with torch.device("meta"):
+        block = block_class(config).build(config, layer, Local(config.num_experts), DEFAULT_OPTIONS)
+    of_experts = expert_ids(block)
+    dense = experts = 0
+    for name, parameter in block.named_parameters():
+        if name in of_experts:
+            experts += parameter.numel()
+        elif parameter.ndim > 1:
+            dense += parameter.numel()
+    return max(1, 2 * (dense + experts * config.experts_per_token // config.num_experts))

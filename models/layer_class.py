@@ -1,0 +1,207 @@
+"""Find the classes of layers that a model is built from: built in, in a module, in a file, or given as objects.
+
+A configuration names its layers with strings, so that it can be saved, compared, and sent to other processes:
+
+    "swiglu"                   built in
+    "my_package.layers:GELU"   a class or function in a module; the current folder is searched last
+    "my_layers.py:GELU"        a class or function in a file; a relative path starts from the current folder
+
+A class or function that Python code passes as an object gets such a name, and is found by it in this process.
+
+A constructor receives the arguments of its contract by position, such as `config`. It receives further ones, such as
+`layer`, only if it has a parameter of that name; `**kwargs` does not count, because it often leads to the constructor
+of a parent that does not know them.
+"""
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from moe_dualpipe.messages import describe, printable
+
+from .layer_options import parse_options
+
+Factory = Callable[..., Any]
+"""A class of layers, or a function that returns a layer."""
+
+_OBJECTS: dict[str, Factory] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerClass:
+    """A class or function that builds layers. kind: what messages call it, such as "router". options: its own options.
+
+    arguments: the positional arguments that it takes, such as ("config",).
+    """
+
+    kind: str
+    name: str
+    make: Factory
+    arguments: tuple[str, ...]
+    options: str
+
+    def build(self, *arguments: Any, **optional: Any) -> Any:
+        """Build a layer, with those of the `optional` arguments that the constructor names.
+
+        Raises ValueError if the constructor raises TypeError or exits, or if the result is not an nn.Module.
+        """
+        from torch import nn
+
+        given = {name: value for name, value in optional.items() if name in named_parameters(self.make)}
+        try:
+            if "options" in named_parameters(self.make):
+                given["options"] = parse_options(self.make, self.options)
+            layer = self.make(*arguments, **given)
+        except (TypeError, SystemExit) as error:
+            raise ValueError(f"cannot build the {self.kind} {self.name!r}: {describe_error(error)}") from error
+        if not isinstance(layer, nn.Module):
+            raise ValueError(f"the {self.kind} {self.name!r} must be an nn.Module: got {type(layer).__name__}")
+        return layer
+
+
+def name_of(layer: str | Factory) -> str:
+    """The name of a class or function, under which `find_layer` finds it in this process. A string is a name itself.
+
+    Raises ValueError for an object without a name, such as an instance.
+    """
+    if isinstance(layer, str):
+        return layer
+    qualified = getattr(layer, "__qualname__", None)
+    if not callable(layer) or qualified is None:
+        raise ValueError(f"a layer must be a class, a function, or the name of one: got {printable(layer, 60)}")
+    module = sys.modules.get(layer.__module__)
+    file = getattr(module, "__file__", None)
+    is_program = layer.__module__ == "__main__" or layer.__module__.startswith(_FILE_MODULE)
+    name = f"{file if file and is_program else layer.__module__}:{qualified}"
+    _OBJECTS[name] = layer
+    return name
+
+
+def same_layer(saved: str, now: str) -> bool:
+    """Whether two names may mean the same layer: files and modules may have moved, so only the last part must agree."""
+    moved = all(saved.rpartition(":")) and all(now.rpartition(":"))
+    return saved == now or (moved and saved.rpartition(":")[2] == now.rpartition(":")[2])
+
+
+def find_layer(
+    kind: str, name: str, built_in: Mapping[str, Factory], forms: Sequence[tuple[str, ...]], options: str = "",
+    optional: Sequence[str] = (),
+) -> LayerClass:  # fmt: skip
+    """Find the class or function called `name`.
+
+    forms: the positional arguments that a constructor may take, in the order of preference. optional: arguments that it
+    gets if it names them. Raises ValueError if there is no such class, if it cannot be called in any of these forms, or
+    if `options` are not those of the class.
+    """
+    found = built_in.get(name) or _OBJECTS.get(name) or _imported(kind, name)
+    if not callable(found):
+        raise ValueError(f"the {kind} {name!r} must be a class or a function: got {type(found).__name__}")
+    named = named_parameters(found)
+    keywords = {*optional, "options"} & named
+    error: TypeError | None = None
+    for form in forms:
+        try:
+            _check_call(found, form, keywords, exact=form != forms[-1])
+        except TypeError as reason:
+            error = error or reason
+            continue
+        if options and "options" not in named:
+            raise ValueError(
+                f"the {kind} {name!r} takes no options: got {options!r}; give its constructor a parameter `options`, "
+                "annotated with a dataclass"
+            )
+        if "options" in named:
+            parse_options(found, options)  # raises ValueError
+        return LayerClass(kind, name, found, form, options)
+    expected = " or ".join(f"{name.rpartition(':')[2]}({', '.join(form)})" for form in forms)
+    raise ValueError(f"the {kind} {name!r} must accept {expected}: {error}")
+
+
+def _check_call(found: Factory, form: tuple[str, ...], keywords: set[str], exact: bool) -> None:
+    """Raise TypeError unless `found` can be called in this form. exact: and requires all of its arguments."""
+    if isinstance(found, type):
+        from torch import nn
+
+        if not issubclass(found, nn.Module):
+            raise TypeError("it is not an nn.Module")
+        if found.__init__ is nn.Module.__init__:
+            raise TypeError("it has no constructor")
+    signature = inspect.signature(found)
+    bound = signature.bind(*form, **dict.fromkeys(keywords))
+    for name in [*bound.arguments][: len(form)]:
+        if exact and signature.parameters[name].default is not inspect.Parameter.empty:
+            raise TypeError(f"its argument {name!r} has a default, and is not {form[-1]}")
+
+
+def named_parameters(make: Factory) -> set[str]:
+    """The names of the parameters that can be given by keyword."""
+    try:
+        parameters = inspect.signature(make).parameters.values()
+    except ValueError:  # a function of C
+        return set()
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    return {parameter.name for parameter in parameters if parameter.kind in kinds}
+
+
+_FILE_MODULE = "moe_dualpipe_layer_"  # starts the names of modules that were imported from a file
+
+
+def _imported(kind: str, name: str) -> Any:
+    place, _, attribute = name.rpartition(":")
+    try:
+        imported = _import_file(place) if place.endswith(".py") else _import_module(place)
+    except ImportError as error:
+        raise ValueError(f"cannot import the {kind} {name!r}: {describe(error)}") from error
+    except (Exception, SystemExit) as error:  # the file can do anything, such as call a main function
+        raise ValueError(f"cannot import the {kind} {name!r}: {describe_error(error)}") from error
+    found: Any = imported
+    for part in attribute.split("."):
+        found = getattr(found, part, None)
+    if found is None:
+        raise ValueError(f"cannot find the {kind} {name!r}: {place} has no {attribute}")
+    return found
+
+
+def _import_module(name: str) -> ModuleType:
+    if not {"", str(Path.cwd())} & {*sys.path}:
+        sys.path.append(str(Path.cwd()))  # the folder of an installed program comes first instead of this one
+    return importlib.import_module(name)
+
+
+def _import_file(path: str) -> ModuleType:
+    """Import a file once, under a name of its own. Its folder is searched last for what it imports."""
+    file = Path(path).resolve()
+    if not file.is_file():
+        raise ImportError(f"{printable(path)} is not a file; the current folder is {printable(Path.cwd())}")
+    name = f"{_FILE_MODULE}{file.stem}_{sha256(str(file).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def describe_error(error: BaseException) -> str:
+    """One line: the type, the place and the message of an error in a file of the user."""
+    if isinstance(error, SyntaxError):
+        file, line, message = error.filename or "?", error.lineno, error.msg
+    else:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        file, line, message = place.filename, place.lineno, error
+    return f"{type(error).__name__} in {Path(file).name}, line {line}: {printable(message)}"

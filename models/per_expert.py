@@ -1,0 +1,96 @@
+"""Experts one at a time: an expert layer from one module per expert, or from a function of rows and weights.
+
+Both loop over the experts, so the host must know how many rows each has: on a GPU it waits once in each layer. The
+products of `moe_dualpipe.kernels` (`grouped_linear`) compute all experts at once, and do not wait.
+
+M rows in expert-major order, D model dim, E experts of this rank.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .config import ModelConfig
+from .experts import ExpertLayer
+
+Size = int | str
+"""A size, or the name of a field of `ModelConfig` that has it, such as "hidden_size"."""
+
+
+class PerExpert(ExpertLayer):
+    """One module for each expert. A module maps rows [m, D] to rows [m, D], and is called only if it has rows."""
+
+    def __init__(self, each: nn.ModuleList):
+        super().__init__()
+        self.each = each
+
+    def forward(self, x_MD: Tensor, expert_offsets: Tensor) -> Tensor:
+        return _each_on_its_rows(self.each, x_MD, expert_offsets)
+
+
+def expert_function(**shapes: Sequence[Size]) -> Callable[[Callable[..., Tensor]], Callable[..., nn.Module]]:
+    """Make an expert layer of a function of rows and the weights of one expert. Use it as a decorator.
+
+    shapes: the shape of each weight of an expert, by the name of the argument that receives it.
+
+        @expert_function(up=("expert_size", "hidden_size"), down=("hidden_size", "expert_size"))
+        def gelu_experts(rows, up, down):
+            return F.linear(F.gelu(F.linear(rows, up)), down)
+
+    Matrices start from a normal distribution with the standard deviation `init_std`, or `residual_std` if their first
+    size is the hidden size; vectors start from 0. Raises TypeError if the names are not those of the arguments.
+    """
+
+    def decorate(function: Callable[..., Tensor]) -> Callable[..., nn.Module]:
+        _, *arguments = inspect.signature(function).parameters
+        if sorted(arguments) != sorted(shapes):
+            got, given = ", ".join(arguments) or "none", ", ".join(shapes) or "none"
+            raise TypeError(f"{function.__name__} must have rows and the weights {given} as arguments: got {got}")
+
+        @functools.wraps(function)
+        def build(config: ModelConfig, num_local_experts: int) -> nn.Module:
+            sizes = {n: [s if isinstance(s, int) else getattr(config, s) for s in shape] for n, shape in shapes.items()}
+            return FunctionExperts(function, config, num_local_experts, sizes)
+
+        del build.__wrapped__  # its arguments are those of `build`
+        return build
+
+    return decorate
+
+
+class FunctionExperts(ExpertLayer):
+    """Calls `function` for each expert that has rows. Weights: [E, ...], with the names of the function's arguments."""
+
+    def __init__(
+        self, function: Callable[..., Tensor], config: ModelConfig, num_local_experts: int,
+        shapes: dict[str, list[int]],
+    ):  # fmt: skip
+        super().__init__()
+        self.function, self.names = function, [*shapes]
+        self.std = {
+            name: 0.0 if len(shape) < 2 else config.residual_std if shape[0] == config.hidden_size else config.init_std
+            for name, shape in shapes.items()
+        }
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(num_local_experts, *shape)))
+
+    @torch.no_grad()
+    def reset_expert(self, e: int) -> None:
+        for name, std in self.std.items():
+            self.get_parameter(name)[e].normal_(std=std)
+
+    def forward(self, x_MD: Tensor, expert_offsets: Tensor) -> Tensor:
+        weights = zip(*(self.get_parameter(name).unbind() for name in self.names), strict=True)
+        experts = [functools.partial(self.function, **dict(zip(self.names, of_one, strict=True))) for of_one in weights]
+        return _each_on_its_rows(experts, x_MD, expert_offsets)
+
+
+def _each_on_its_rows(experts: Sequence[Callable[[Tensor], Tensor]] | nn.ModuleList, x_MD: Tensor, offsets: Tensor):
+    """The outputs of all experts for their rows, [M, D]. Without rows, `x_MD` itself: autograd still reaches it."""
+    bounds = offsets.tolist()
+    pieces = zip(experts, bounds, bounds[1:], strict=False)
+    outputs = [expert(x_MD[start:end]) for expert, start, end in pieces if end > start]
+    return torch.cat(outputs) if outputs else x_MD

@@ -1,0 +1,253 @@
+"""Layers of one's own: how they are found, built, given options, and called."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from moe_dualpipe.expert_parallel import Local
+from moe_dualpipe.inference import generate
+from moe_dualpipe.models import ModelConfig, MoE, StageOptions, build_model, check_layers, expert_function, split
+from moe_dualpipe.models.build_experts import ExpertBuilder
+from moe_dualpipe.models.layer_options import options_text
+from moe_dualpipe.models.partition import layer_flops
+from tests.support import own_layers
+from tests.support.models import CONFIG, with_choices
+from tests.support.oracles import moe_oracle
+
+HERE = "tests.support.own_layers"
+FILE = Path(own_layers.__file__)
+TOKENS = torch.arange(12).view(2, 6) % CONFIG.vocab_size
+
+
+def whole(config: ModelConfig) -> Any:
+    return build_model(config)
+
+
+def model_of(**choices) -> Any:
+    return build_model(with_choices(**choices))
+
+
+# ---- Found ----
+
+
+def test_a_class_can_be_named_by_module_file_or_object(monkeypatch):
+    monkeypatch.chdir(FILE.parents[2])
+    names = [f"{HERE}:Expert", "tests/support/own_layers.py:Expert", str(FILE) + ":Expert", own_layers.Expert]
+    models = [model_of(experts=name) for name in names]
+    assert [model.config.experts for model in models] == [*names[:3], f"{HERE}:Expert"]
+    first, *others = (model.state_dict() for model in models)
+    for other in others:
+        assert all(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_a_class_of_a_function_is_found_by_its_object():
+    class Local(own_layers.Expert):
+        pass
+
+    config = with_choices(experts=Local)
+    assert config.experts.endswith(".<locals>.Local")
+    assert isinstance(whole(config).layers["1"].mlp.experts.each[0], Local)
+
+
+def test_a_file_imports_its_neighbours_once(tmp_path):
+    (tmp_path / "neighbour_of_experts.py").write_text("WIDTH = 5\n")
+    file = tmp_path / "my experts.py"
+    file.write_text(
+        "import torch\nfrom neighbour_of_experts import WIDTH\n\n\nclass Own(torch.nn.Linear):\n"
+        "    def __init__(self, config):\n        super().__init__(config.hidden_size, config.hidden_size)\n"
+        "        self.width = WIDTH\n"
+    )
+    config = with_choices(experts=f"{file}:Own")
+    first, second = (type(whole(config).layers["1"].mlp.experts.each[0]) for _ in range(2))
+    assert first is second
+
+
+@pytest.mark.parametrize("field,name,problem", [
+    ("experts", "nowhere.py:Own", "cannot import the expert layer .*: nowhere.py is not a file; the current folder"),
+    ("router", f"{HERE}:Nothing", f"cannot find the router '{HERE}:Nothing': {HERE} has no Nothing"),
+    ("router", f"{HERE}:Widths", r"the router '.*:Widths' must accept Widths\(config\): it is not an nn.Module"),
+    ("attention", f"{HERE}:ParallelBlock", r"must accept ParallelBlock\(config\): missing a required argument"),
+    ("block", f"{HERE}:Expert", r"must accept Expert\(config, layer, expert_parallel, stage_options\): too many"),
+])  # fmt: skip
+def test_a_class_that_does_not_fit_is_refused(field, name, problem):
+    with pytest.raises(ValueError, match=problem):
+        check_layers(with_choices(**{field: name}))
+
+
+# ---- Options ----
+
+
+def test_options_are_parsed_by_the_types_of_the_dataclass():
+    config = with_choices(
+        experts=own_layers.VariedExpert, expert_options={"factor": 0.5, "widths": [3, 5], "bias": True}
+    )
+    assert config.expert_options == "factor=0.5 widths=3,5 bias=True"
+    assert config == with_choices(experts=own_layers.VariedExpert, expert_options=own_layers.Widths(0.5, (3, 5), True))
+    layer = whole(config).layers["2"].mlp.experts.each
+    assert [expert[0].out_features for expert in layer] == [3, 5, 3, 5, 3]
+    assert [expert.place for expert in layer] == [(2, e) for e in range(5)]
+    assert layer[0].factor == 0.5 and layer[0][0].bias is not None
+    assert model_of(experts=own_layers.VariedExpert).layers["1"].mlp.experts.each[0].factor == 1.0
+
+
+@pytest.mark.parametrize("experts,options,problem", [
+    ("VariedExpert", "depth=3", "Widths has no option 'depth'; choose from: factor, widths, bias"),
+    ("VariedExpert", "factor=much", "--factor: invalid choice|factor.*much"),
+    ("Expert", "rank=8", "the expert layer '.*:Expert' takes no options: got 'rank=8'; give its constructor"),
+])  # fmt: skip
+def test_wrong_options_are_refused(experts, options, problem):
+    with pytest.raises(ValueError, match=problem) as caught:
+        check_layers(with_choices(experts=f"{HERE}:{experts}", expert_options=options))
+    assert "\n" not in str(caught.value)
+
+
+def test_options_as_text_keep_spaces_and_quotes():
+    text = options_text({"name": "it's two words", "n": 3})
+    assert options_text(text) == text == """'name=it'"'"'s two words' n=3"""
+
+
+# ---- Experts ----
+
+
+@pytest.mark.parametrize("name", ["Expert", "expert_list", "ExpertList"])
+def test_single_experts_equal_a_loop_over_them(name):
+    torch.manual_seed(2)
+    layer = MoE(with_choices(experts=f"{HERE}:{name}"), Local(5), 0).double()
+    each: Any = layer.experts.each
+    assert len(each) == 5 and {*layer.experts.state_dict()} >= {"each.4.down.weight"}
+    x = torch.randn(7, CONFIG.hidden_size, dtype=torch.float64)
+    swiglu = MoE(with_choices(expert_size=6), Local(5), 0).double()
+    swiglu.router, swiglu.shared = layer.router, layer.shared
+    for weight in ("gate_up", "down"):
+        stacked = torch.stack([getattr(expert, weight).weight for expert in each])
+        swiglu.experts.get_parameter(weight).data = stacked
+    torch.testing.assert_close(layer(x), moe_oracle(swiglu, x), rtol=1e-10, atol=1e-12)
+
+
+def test_a_function_equals_single_experts_with_its_weights():
+    layer = MoE(with_choices(experts=own_layers.swiglu_function), Local(5), 0)
+    single = MoE(with_choices(experts=own_layers.Expert), Local(5), 0)
+    single.router, single.shared = layer.router, layer.shared
+    for e, expert in enumerate(single.experts.each):
+        expert.gate_up.weight.data, expert.down.weight.data = layer.experts.gate_up[e], layer.experts.down[e]
+    x = torch.randn(9, CONFIG.hidden_size)
+    assert torch.equal(layer(x), single(x))
+    layer(x).sum().backward()
+    assert layer.experts.down.grad.shape == layer.experts.down.shape
+
+
+@pytest.mark.parametrize("name", ["Expert", "swiglu_function", "VariedExpert"])
+def test_the_initial_weights_of_an_expert_do_not_depend_on_its_rank(name):
+    builder = ExpertBuilder(with_choices(experts=f"{HERE}:{name}"), 1, 0)
+    whole, part = builder.build(range(5)), builder.build(range(3, 5))
+    for ours, theirs in zip(whole.parameters(), part.parameters(), strict=False):
+        if ours.ndim == 3:
+            assert torch.equal(ours[3:], theirs)
+    if hasattr(whole, "each"):
+        for ours, theirs in zip(whole.each[3:], part.each, strict=True):
+            assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
+    distinct = {tuple(p.flatten()[:3].tolist()) for p in whole.parameters()}
+    assert len(distinct) == len([*whole.parameters()])
+
+
+def test_expert_functions_name_their_weights():
+    with pytest.raises(TypeError, match="f must have rows and the weights up as arguments: got up, down"):
+
+        @expert_function(up=(3, 3))
+        def f(rows, up, down):  # noqa: ARG001
+            return rows
+
+
+def test_a_list_of_the_wrong_length_is_refused():
+    def two(config, num_local_experts):  # noqa: ARG001
+        return nn.ModuleList(nn.Identity() for _ in range(2))
+
+    with pytest.raises(ValueError, match="must have one module for each expert: got 2 for 1"):
+        model_of(experts=two, num_experts=5)
+
+
+# ---- Routers ----
+
+
+def test_a_router_gets_gradients_loads_and_its_own_loss():
+    model = model_of(router=own_layers.PlainRouter)
+    router = model.layers["1"].mlp.router
+    assert router.layer == 1
+    model(TOKENS).square().mean().backward()
+    with_loss = router.score.weight.grad.clone()
+    assert with_loss.norm() > 0
+    assert model.layers["1"].mlp.take_load().sum() == TOKENS.numel() * CONFIG.experts_per_token
+    with pytest.raises(ValueError, match="z_loss are losses of `Router`: derive PlainRouter from it, or use 0"):
+        model_of(router=own_layers.PlainRouter, z_loss=0.1)
+
+
+# ---- Attention and blocks ----
+
+
+OTHERS = [
+    {"attention": own_layers.WithoutCache}, {"attention": own_layers.WithCache}, {"block": own_layers.ParallelBlock},
+    {"block": own_layers.PlainBlock, "block_options": "factor=0.5"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("choices", OTHERS, ids=lambda choices: next(iter(choices.values())).__name__)
+def test_generation_with_a_cache_equals_the_whole_text_at_once(choices):
+    """Also for layers that take no cache: it keeps their inputs."""
+    model = model_of(**choices).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)  # far from uniform
+    whole = TOKENS
+    for _ in range(5):
+        with torch.no_grad():
+            best_B = model.logits(model(whole))[:, -1].argmax(-1)
+        whole = torch.cat([whole, best_B[:, None]], dim=1)
+    assert torch.equal(generate(model, TOKENS, 5, 64, temperature=0.0), whole[:, TOKENS.shape[1] :])
+
+
+def test_a_wrapped_attention_equals_the_built_in_one():
+    built_in = build_model(CONFIG)
+    for attention in (own_layers.WithoutCache, own_layers.WithCache):
+        model = model_of(attention=attention)
+        weights = {name.replace(".inner.", "."): tensor for name, tensor in model.state_dict().items()}
+        built_in.load_state_dict(weights)
+        assert torch.equal(model(TOKENS), built_in(TOKENS))
+
+
+@pytest.mark.parametrize("choices", [OTHERS[0], OTHERS[3]], ids=["attention", "block"])
+def test_a_layer_without_a_mask_refuses_to_mask_documents(choices):
+    model = build_model(with_choices(**choices), options=StageOptions(document_end_id=0))
+    with pytest.raises(ValueError, match="has no parameter mask_B1SS: it cannot mask documents"):
+        model(TOKENS)
+
+
+def test_blocks_of_ones_own_overlap_bit_for_bit():
+    model = model_of(block=own_layers.ParallelBlock)
+    grads = []
+    for overlapped in (False, True):
+        model.zero_grad()
+        first = model(TOKENS).square().mean()
+        if overlapped:
+            loss = model.overlapped_forward_backward(
+                model, [TOKENS.flip(0)], lambda y: y.square().mean(), [], model, first, None, None
+            )[1]
+        else:
+            first.backward()
+            loss = model(TOKENS.flip(0)).square().mean()
+        loss.backward()
+        grads.append([parameter.grad.clone() for parameter in model.parameters()])
+    assert all(map(torch.equal, *grads))
+
+
+# ---- FLOPs ----
+
+
+def test_flops_of_ones_own_layers_are_two_for_each_number_of_a_matrix():
+    config = with_choices(experts=own_layers.Expert, num_shared_experts=1, expert_size=6)
+    exact = with_choices(expert_size=6)
+    assert layer_flops(config, 1) == layer_flops(exact, 1)
+    assert layer_flops(with_choices(attention=own_layers.WithCache), 0) == layer_flops(CONFIG, 0)
+    assert sum(spec.share for spec in split(config, 2)) == pytest.approx(1)
