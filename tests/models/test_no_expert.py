@@ -66,7 +66,7 @@ def outcome(layer, x, weights, ids, direction_TD=None):
     y = layer(x)
     y.backward(direction(len(x)) if direction_TD is None else direction_TD)
     parameters = [p.grad for p in layer.experts.parameters()]
-    return [y.detach(), x.grad, weights.grad, *parameters], layer.router.take_load()
+    return [y.detach(), x.grad, weights.grad, *parameters], layer.take_load()
 
 
 def assert_as_with_weight_zero(layer, x, weights, ids):
