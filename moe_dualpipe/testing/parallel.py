@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from ..models import StageOptions, check_layers
+from ..models import StageOptions
 from ..training.checks import check_options
 from ..training.config import TrainConfig
 from .comparison import Comparison, check_runs
