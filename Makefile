@@ -2,6 +2,7 @@
 # make bench   measure                                    make lint   ruff and pyright
 # make docs    build the documentation in build/site
 # make soak    attack runs and files at random, for about 20 minutes
+# make kernel-hub   write the kernels for Hugging Face's kernel hub, in build/kernel-hub
 # make codegen   compile the kernels for GPUs, without one, with both versions of Triton
 
 SHELL := /bin/bash
@@ -9,7 +10,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: venv train test soak lint bench codegen docs clean
+.PHONY: venv train test soak lint bench codegen kernel-hub docs clean
 
 venv: $(INSTALLED)
 
@@ -47,6 +48,9 @@ codegen: venv
 	test -d $(OLDER) || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
 		--target $(OLDER) triton==3.6.0
 	PYTHONPATH=$(OLDER) $(BIN)/python -m benchmarks.codegen --quiet
+
+kernel-hub: venv
+	$(BIN)/python -m kernel_hub build/kernel-hub
 
 docs: venv
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

@@ -64,6 +64,12 @@ def grouped_mm(
     """
     _check(x_MI, w_EOI, expert_offsets, w_EOI.shape[1 if transposed else -1])
     GroupedGemmOptions(num_sms=num_sms).check()
+    return _grouped_mm(x_MI, w_EOI, expert_offsets, transposed, num_sms, kernels)
+
+
+def _grouped_mm(
+    x_MI: Tensor, w_EOI: Tensor, expert_offsets: Tensor, transposed: bool, num_sms: int | None, kernels: Kernels
+) -> Tensor:
     if not use_triton(kernels, x_MI, w_EOI, expert_offsets):
         return _grouped_mm_reference(x_MI, w_EOI if transposed else w_EOI.mT, expert_offsets[1:])
     from .gpu.gemm import rows_times_weights
@@ -91,7 +97,13 @@ def grouped_wgrad(
     GroupedGemmOptions(num_sms=num_sms).check()
     if add_to is not None and add_to.shape != shape:
         raise ValueError(f"add_to must be {[*shape]}: got {[*add_to.shape]}")
-    dtype = dtype or x_MI.dtype
+    return _grouped_wgrad(dy_MO, x_MI, expert_offsets, dtype or x_MI.dtype, num_sms, kernels, add_to)
+
+
+def _grouped_wgrad(
+    dy_MO: Tensor, x_MI: Tensor, expert_offsets: Tensor, dtype: torch.dtype, num_sms: int | None, kernels: Kernels,
+    add_to: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     if not use_triton(kernels, x_MI, dy_MO, expert_offsets, add_to):
         grad_EOI = _grouped_mm_reference(dy_MO.mT, x_MI, expert_offsets[1:])
         return grad_EOI.to(dtype) if add_to is None else add_to.add_(grad_EOI)
@@ -131,7 +143,7 @@ class _GroupedLinearFunction(torch.autograd.Function):
     def forward(ctx: Any, x_MI: Tensor, w_EOI: Tensor, expert_offsets: Tensor, options: GroupedGemmOptions) -> Tensor:
         ctx.save_for_backward(x_MI if ctx.needs_input_grad[1] else None, w_EOI, expert_offsets)
         ctx.parameter, ctx.options = w_EOI, options
-        return grouped_mm(x_MI, w_EOI, expert_offsets, num_sms=options.num_sms, kernels=options.kernels)
+        return _grouped_mm(x_MI, w_EOI, expert_offsets, False, options.num_sms, options.kernels)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -141,12 +153,10 @@ class _GroupedLinearFunction(torch.autograd.Function):
         x_MI, w_EOI, expert_offsets = ctx.saved_tensors
         grad_x = grad_w = None
         if ctx.needs_input_grad[0]:
-            grad_x = grouped_mm(dy_MO, w_EOI, expert_offsets, True, options.num_sms, options.kernels)
+            grad_x = _grouped_mm(dy_MO, w_EOI, expert_offsets, True, options.num_sms, options.kernels)
         if ctx.needs_input_grad[1]:
-            weight_grad = partial(
-                grouped_wgrad, dy_MO, x_MI, expert_offsets, grad_dtype(ctx.parameter), num_sms=options.num_sms,
-                kernels=options.kernels,
-            )  # fmt: skip
+            dtype = grad_dtype(ctx.parameter)
+            weight_grad = partial(_grouped_wgrad, dy_MO, x_MI, expert_offsets, dtype, options.num_sms, options.kernels)
             grad_w = compute_or_defer(options.weight_grads, ctx.parameter, weight_grad, weight_grad, options.accumulate)
         return grad_x, grad_w, None, None
 
@@ -186,7 +196,8 @@ def _check_offsets(expert_offsets: Tensor, num_experts: int, num_rows: int) -> N
         raise ValueError(f"{num_experts} experts need {num_experts + 1} offsets in int32: got {got}")
     if expert_offsets.is_cuda:  # reading the values would be a host sync
         return
-    if expert_offsets[0] != 0:
-        raise ValueError(f"the first offset must be 0: got {int(expert_offsets[0])}")
-    if expert_offsets[-1] != num_rows:
-        raise ValueError(f"the last offset must be the number of rows: got {int(expert_offsets[-1])} of {num_rows}")
+    first, last = int(expert_offsets[0]), int(expert_offsets[-1])
+    if first != 0:
+        raise ValueError(f"the first offset must be 0: got {first}")
+    if last != num_rows:
+        raise ValueError(f"the last offset must be the number of rows: got {last} of {num_rows}")

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .backend import Kernels, check_contiguous_rows, forbid_double_backward, use_triton
 from .routing import ExpertOrder
@@ -25,7 +26,7 @@ def gather(x_ND: Tensor, index_M: Tensor, out_MD: Tensor | None = None, kernels:
 
         out_MD = None if out_MD is None else check_contiguous_rows("out", out_MD)
         return gather_rows(check_contiguous_rows("rows", x_ND), index_M.contiguous(), out_MD)
-    rows_MD = x_ND[index_M]
+    rows_MD = x_ND.index_select(0, index_M)  # three times as fast on a CPU as x_ND[index_M]
     return rows_MD if out_MD is None else out_MD.copy_(rows_MD)
 
 
@@ -42,39 +43,50 @@ def gather_sum(
 
         weights_NK = None if weights_NK is None else weights_NK.contiguous()
         return sum_rows(check_contiguous_rows("rows", rows_MD), positions_NK.contiguous(), weights_NK)
-    shape = positions_NK.shape[0], rows_MD.shape[1]
-    y_ND = rows_MD.new_zeros(shape, dtype=torch.promote_types(rows_MD.dtype, torch.float32))
-    for k, positions_N in enumerate(positions_NK.unbind(1) if len(rows_MD) else ()):
-        valid_N1 = positions_N[:, None] >= 0
-        row_ND = torch.where(valid_N1, rows_MD[positions_N.clamp(min=0)], 0)
-        if weights_NK is not None:
-            row_ND = row_ND * torch.where(valid_N1, weights_NK[:, k, None], 0)
-        y_ND = y_ND + row_ND
-    return y_ND.to(rows_MD.dtype)
+    dtype = rows_MD.dtype
+    rows_MD = rows_MD.to(torch.promote_types(rows_MD.dtype, torch.float32))
+    # Reading the positions would be a host sync on a GPU.
+    if positions_NK.is_cuda or (positions_NK < 0).any():
+        valid_NK = positions_NK >= 0
+        weights_NK = None if weights_NK is None else torch.where(valid_NK, weights_NK, 0)
+        positions_NK = torch.where(valid_NK, positions_NK, len(rows_MD))
+        rows_MD = torch.cat([rows_MD, rows_MD.new_zeros(1, rows_MD.shape[1])])
+    weights_NK = None if weights_NK is None else weights_NK.to(rows_MD.dtype)
+    return F.embedding_bag(positions_NK, rows_MD, mode="sum", per_sample_weights=weights_NK).to(dtype)
 
 
-def _rows_grad(dy_ND: Tensor, order: ExpertOrder, weights_NK: Tensor, triton: bool) -> Tensor:
-    """Gradient of `gather_sum` with respect to its rows: dy[gather_idx] times the weight of each choice, [M, D]."""
-    if triton:
-        from .gpu.permute import gather_rows
+def _gradients(
+    dy_ND: Tensor, rows_MD: Tensor, order: ExpertOrder, weights_NK: Tensor, wants_rows: bool, wants_weights: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of `gather_sum` with respect to rows, [M, D], and weights, [N, K], in plain torch.
 
-        return gather_rows(dy_ND, order.gather_idx_M, None, weights_NK.contiguous(), order.choice_idx_M)
-    weights_M = weights_NK.flatten()[order.choice_idx_M]
-    return (dy_ND[order.gather_idx_M] * weights_M[:, None]).to(dy_ND.dtype)
+    They are dy[gather_idx] times the weight of each choice, and <dy[n], rows[positions[n, k]]>.
+    """
+    d_rows = d_weights = None
+    dy_MD = dy_ND.index_select(0, order.gather_idx_M)
+    if wants_weights:
+        wide = torch.promote_types(rows_MD.dtype, torch.float32)
+        # The gradient of an invalid choice comes from the 0 at the end, at its position of -1.
+        dots_M = torch.cat([(dy_MD.to(wide) * rows_MD).sum(-1), dy_MD.new_zeros(1, dtype=wide)])
+        d_weights = dots_M[order.positions_NK].to(weights_NK.dtype)
+    if wants_rows:
+        weights_M = weights_NK.flatten()[order.choice_idx_M]
+        d_rows = (dy_MD * weights_M[:, None]).to(dy_ND.dtype)
+    return d_rows, d_weights
 
 
-def _weights_grad(dy_ND: Tensor, rows_MD: Tensor, positions_NK: Tensor, triton: bool) -> Tensor:
-    """Gradient of `gather_sum` with respect to its weights: <dy[n], rows[positions[n, k]]>, [N, K]."""
-    if triton:
-        from .gpu.permute import dot_rows
+def _gradients_triton(
+    dy_ND: Tensor, rows_MD: Tensor, order: ExpertOrder, weights_NK: Tensor, wants_rows: bool, wants_weights: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """`_gradients` in Triton."""
+    from .gpu.permute import dot_rows, gather_rows
 
-        return dot_rows(dy_ND, rows_MD, positions_NK)
-    wide = torch.promote_types(rows_MD.dtype, torch.float32)
-    dots_NK = torch.zeros(positions_NK.shape, dtype=wide, device=dy_ND.device)
-    for k, positions_N in enumerate(positions_NK.unbind(1) if len(rows_MD) else ()):
-        dots_N = (dy_ND.to(wide) * rows_MD[positions_N.clamp(min=0)]).sum(-1)
-        dots_NK[:, k] = torch.where(positions_N >= 0, dots_N, 0)
-    return dots_NK
+    d_rows = d_weights = None
+    if wants_rows:
+        d_rows = gather_rows(dy_ND, order.gather_idx_M, None, weights_NK.contiguous(), order.choice_idx_M)
+    if wants_weights:
+        d_weights = dot_rows(dy_ND, rows_MD, order.positions_NK).to(weights_NK.dtype)
+    return d_rows, d_weights
 
 
 class _PermuteFunction(torch.autograd.Function):
@@ -105,12 +117,8 @@ class _UnpermuteFunction(torch.autograd.Function):
         if not saved:
             return gather(dy_ND, order.gather_idx_M, kernels=ctx.kernels), None, None, None
         rows_MD, weights_NK = saved
-        d_rows = d_weights = None
-        if ctx.needs_input_grad[0]:
-            d_rows = _rows_grad(dy_ND, order, weights_NK, triton)
-        if ctx.needs_input_grad[1]:
-            d_weights = _weights_grad(dy_ND, rows_MD, order.positions_NK, triton).to(weights_NK.dtype)
-        return d_rows, d_weights, None, None
+        gradients = _gradients_triton if triton else _gradients
+        return *gradients(dy_ND, rows_MD, order, weights_NK, *ctx.needs_input_grad[:2]), None, None
 
 
 def permute(x_ND: Tensor, order: ExpertOrder, kernels: Kernels = "auto") -> Tensor:

@@ -165,21 +165,19 @@ def _sort_by_key(
         from .gpu.routing import order_by_expert
 
         return ExpertOrder(*order_by_expert(ids_NK.contiguous(), num_keys, max_choices, ids_per_key, once))
-    keys_NK = ids_NK // ids_per_key
+    keys_NK = ids_NK if ids_per_key == 1 else ids_NK // ids_per_key
     valid_NK = ids_NK >= 0
     if once:
         valid_NK &= ~(keys_NK[:, :, None] == keys_NK[:, None, :]).tril(-1).any(-1)
     # Invalid choices sort after all experts.
-    keys = torch.where(valid_NK, keys_NK, num_keys).flatten()
-    choice_idx_M = keys.argsort(stable=True)[:max_choices]
-    positions = torch.full_like(keys, -1, dtype=torch.int64)
-    positions[choice_idx_M] = torch.arange(len(choice_idx_M), device=keys.device)
+    keys_M, choice_idx_M = torch.where(valid_NK, keys_NK, num_keys).flatten().sort(stable=True)
+    keys_M, choice_idx_M = keys_M[:max_choices], choice_idx_M[:max_choices]
+    positions = torch.full((ids_NK.numel(),), -1, device=ids_NK.device)
+    positions[choice_idx_M] = torch.arange(len(choice_idx_M), device=ids_NK.device)
     positions_NK = positions.view(ids_NK.shape).masked_fill_(~valid_NK, -1)
-    counts = torch.zeros(num_keys + 1, dtype=torch.int64, device=keys.device)
-    counts.scatter_add_(0, keys.long(), torch.ones_like(keys, dtype=torch.int64))
-    offsets = torch.zeros(num_keys + 1, dtype=torch.int32, device=keys.device)
-    # Grouped products write the rows up to the last offset, so it must not exceed the length of the indices.
-    offsets[1:] = counts[:num_keys].cumsum(0).clamp(max=max_choices)
+    # Expert e starts after the keys below e.
+    first_keys = torch.arange(num_keys + 1, dtype=keys_M.dtype, device=keys_M.device)
+    offsets = torch.searchsorted(keys_M, first_keys, out_int32=True)
     return ExpertOrder(choice_idx_M // max(ids_NK.shape[1], 1), choice_idx_M, positions_NK, offsets)
 
 
@@ -211,9 +209,9 @@ def _check_ids(ids: Tensor, lowest: int, num_experts: int) -> None:
         in_range = ((ids >= lowest) & (ids < num_experts)).all()
         torch._assert_async(in_range, f"expert ids outside {lowest} to {num_experts - 1}")
         return
-    low, high = ids.aminmax()
+    low, high = (int(bound) for bound in ids.aminmax())
     if low < lowest or high >= num_experts:
-        problem = f"expert ids must be from {lowest} to {num_experts - 1}: got {int(low)} to {int(high)}"
+        problem = f"expert ids must be from {lowest} to {num_experts - 1}: got {low} to {high}"
         if lowest == 0 and low == -1:
             problem += "; if -1 marks invalid choices, pass num_choices, the number of valid ones"
         raise ValueError(problem)

@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 IMPORTS = (
     "import moe_dualpipe.kernels.linear, moe_dualpipe.models, moe_dualpipe.deepseek, moe_dualpipe.training.loop as l; "
+    "import moe_dualpipe.integrations.transformers, sys; assert 'transformers' not in sys.modules; "
     "print(l.__file__)"
 )
 
