@@ -1,5 +1,6 @@
 """The configuration of a model, and the options with which a stage is built, as frozen values. Imports no torch."""
 
+import shlex
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
@@ -18,9 +19,9 @@ RECOMPUTE: tuple[str, ...] = get_args(Recompute)
 _WORDS = PrimitiveConstructorSpec[Any](
     nargs="*",
     metavar="KEY=VALUE",
-    instance_from_str=" ".join,
+    instance_from_str=shlex.join,
     is_instance=lambda value: isinstance(value, str),
-    str_from_instance=lambda value: [value] if value else [],
+    str_from_instance=shlex.split,
 )
 _NAME = PrimitiveConstructorSpec[Any](
     nargs=1,

@@ -1,5 +1,6 @@
 """The command line of train.py: options from arguments, and the command that resumes a run."""
 
+import re
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -43,6 +44,7 @@ def parse_arguments(
     was started. description: the first lines of the help; None: how to train.
     Raises ValueError for invalid options, with a message of one line.
     """
+    arguments = join_layer_options(arguments)
     chosen, _ = _parse_known(_Preset, arguments)
     default = replace(defaults or TrainConfig(), preset=chosen.preset, model=preset(chosen.preset))
     with one_line_errors():
@@ -50,6 +52,37 @@ def parse_arguments(
             TrainConfig, args=arguments, prog=program or program_name(), default=default, console_outputs=not quiet,
             description=description,
         )  # fmt: skip
+
+
+def join_layer_options(arguments: Sequence[str]) -> list[str]:
+    """Write options of one's own layers as words: `--model.expert-options.rank 8` as `--model.expert-options rank=8`.
+
+    Their names are known only to the layer, so the parser cannot know these flags. Several values are a list.
+    """
+    others: list[str] = []
+    options: dict[str, list[str]] = {}
+    target: list[str] | None = None  # where the values of the last flag go; None: to the others
+    for word in arguments:
+        if found := _LAYER_OPTION.fullmatch(word):
+            part, name, value = found.groups()
+            target = options.setdefault(f"--model.{part}-options", [])
+            target += [f"{name.replace('-', '_')}={value or ''}"] if name else []
+            takes_values = name is not None and value is None
+        elif word.startswith("--"):
+            target = None
+            others.append(word)
+        elif target is None:
+            others.append(word)
+        elif takes_values:
+            target[-1] += word if target[-1].endswith("=") else f",{word}"
+        else:
+            target.append(word)
+    return others + [word for flag, words in options.items() for word in (flag, *words)]
+
+
+_LAYER_OPTION = re.compile(
+    r"--model\.(expert|router|attention|block)[-_]options(?:\.([a-zA-Z_][\w-]*)(?:=(.*))?)?", re.S
+)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from moe_dualpipe.models import ModelConfig, MoE, StageOptions, build_model, che
 from moe_dualpipe.models.build_experts import ExpertBuilder
 from moe_dualpipe.models.layer_options import options_text
 from moe_dualpipe.models.partition import layer_flops
+from moe_dualpipe.training.command_line import parse_arguments
 from tests.support import own_layers
 from tests.support.models import CONFIG, with_choices
 from tests.support.oracles import moe_oracle
@@ -102,6 +103,19 @@ def test_wrong_options_are_refused(experts, options, problem):
     with pytest.raises(ValueError, match=problem) as caught:
         check_layers(with_choices(experts=f"{HERE}:{experts}", expert_options=options))
     assert "\n" not in str(caught.value)
+
+
+def test_options_on_the_command_line():
+    experts = ["--model.experts", f"{HERE}:VariedExpert"]
+    for words in (
+        ["--model.expert-options", "factor=0.5", "widths=3,5"],
+        ["--model.expert-options.factor", "0.5", "--steps", "3", "--model.expert_options.widths", "3", "5"],
+        ["--model.expert-options.widths=3,5", "--model.expert-options.factor=0.5"],
+    ):
+        config = parse_arguments([*experts, *words, "--model.num-layers", "2"])
+        assert sorted(str(config.model.expert_options).split()) == ["factor=0.5", "widths=3,5"]
+        assert config.model.num_layers == 2
+    assert parse_arguments(experts).model.expert_options == ""
 
 
 def test_options_as_text_keep_spaces_and_quotes():
