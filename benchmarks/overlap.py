@@ -70,11 +70,11 @@ class TracingEngine(Engine):
         self._depth, self._since = 0, 0.0
 
     @contextmanager
-    def annotate(self, text: str, layer: int | None, log: bool = True) -> Iterator[None]:
+    def annotate(self, text: str, layer: int | None, log: bool = True, source: Any = None) -> Iterator[None]:
         self._mark()
         self._depth += 1
         try:
-            with super().annotate(text, layer, log):
+            with super().annotate(text, layer, log, source):
                 yield
                 if is_wait(text):
                     self.trace.append(("wait", without_wait(text)))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .config import ModelConfig
 from .kv_cache import KVCache
+from .own_calls import call_layer
 
 
 class AttentionLayer(nn.Module):
@@ -74,8 +75,8 @@ def attend(attention: nn.Module, layer: int, x_BSD: Tensor, cache: KVCache | Non
     """
     context = accepted_context(attention, attention.forward, mask_B1SS, cache)
     if cache is None or "cache" in context:
-        return attention(x_BSD, **context)
-    return attention(with_past(cache, layer, x_BSD), **context)[:, -x_BSD.shape[1] :]
+        return call_layer("attention", attention, x_BSD, **context)
+    return call_layer("attention", attention, with_past(cache, layer, x_BSD), **context)[:, -x_BSD.shape[1] :]
 
 
 def accepted_context(

@@ -13,14 +13,16 @@ from torch import Tensor, nn
 from moe_dualpipe.expert_parallel import ExpertParallel
 from moe_dualpipe.overlap import Compute, Segmented, Segments
 from moe_dualpipe.overlap.segment import CommResult
+from moe_dualpipe.user_errors import locate
 
 from .attention import attention_class
 from .attention_layer import accepted_context, attend, with_past
 from .config import DEFAULT_OPTIONS, ModelConfig, StageOptions
 from .kv_cache import KVCache
-from .layer_class import LayerClass, find_layer
+from .layer_class import LayerClass, find_layer, own_source
 from .layers import SwiGLU
 from .moe import MoE
+from .own_calls import call_layer, checked_output
 from .recompute import normalize, recompute_saved
 
 
@@ -82,7 +84,9 @@ class Block(BlockLayer):
         """
         attend = self.attend_and_route if isinstance(self.mlp, MoE) else self.attend
         attend = partial(attend, cache=cache, mask_B1SS=mask_B1SS)
-        attended = yield Compute("attn", attend, *parts, recompute=self.recompute_attention)
+        sources = [own_source(layer) for layer in (self.attention, getattr(self.mlp, "router", None))]
+        source = sources[0] or sources[1] if None in sources else None  # of two, either may be wrong
+        attended = yield Compute("attn", attend, *parts, recompute=self.recompute_attention, source=source)
         if not isinstance(self.mlp, MoE):
             return attended, (yield Compute("mlp", self.dense_mlp, attended, recompute=self.recompute_mlp))
         h_BSD, x_TD, *decision = attended
@@ -127,8 +131,21 @@ def block_parts(
     run = getattr(block, "segments", None)
     context = accepted_context(block, run or block.forward, mask_B1SS, cache)
     all_BLD = with_past(cache, layer, x_BSD) if cache is not None and "cache" not in context else x_BSD
-    y_BLD = (yield from run(all_BLD, **context)) if run else (yield Compute("attn", partial(block, **context), all_BLD))
+    if run:
+        try:
+            y_BLD = yield from run(all_BLD, **context)
+        except Exception as error:  # between two segments
+            locate(error, part="block")
+            raise
+        y_BLD = _checked(block, all_BLD, y_BLD)
+    else:
+        y_BLD = yield Compute("attn", partial(call_layer, "block", block, **context), all_BLD)
     return (y_BLD[:, -x_BSD.shape[1] :] if all_BLD is not x_BSD else y_BLD,)
+
+
+def _checked(block: nn.Module, x_BSD: Tensor, y_BSD: Any) -> Any:
+    """`y_BSD`, which is not checked if it is still being received."""
+    return y_BSD if isinstance(y_BSD, CommResult) else checked_output("block", block, x_BSD, y_BSD)
 
 
 def add_up(x_BSD: Tensor, *more: Tensor) -> Tensor:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from moe_dualpipe.expert_parallel.parameters import entries, expert_ids, global_tensors
+from moe_dualpipe.user_errors import locate
 
 from .config import ModelConfig
 from .experts import SwiGLUExperts
-from .layer_class import LayerClass, find_layer
+from .layer_class import LayerClass, find_layer, mark_as_own, own_source
 from .layers import seeded
 from .per_expert import PerExpert
 
@@ -64,9 +65,13 @@ class ExpertBuilder:
         if not reset:
             self._copy_experts(of_experts, local)
             return experts
-        for i, expert in enumerate(local):
-            with seeded(self.seed, self._seed_name(expert)):
-                reset(i)
+        try:
+            for i, expert in enumerate(local):
+                with seeded(self.seed, self._seed_name(expert)):
+                    reset(i)
+        except Exception as error:
+            locate(error, layer=self.layer, part="experts", source=own_source(experts))
+            raise
         return experts
 
     def _copy_experts(self, own: dict[int, Weights], local: range) -> None:
@@ -104,6 +109,8 @@ class ExpertBuilder:
                     f"{len(ids)}"
                 )
             experts = PerExpert(experts)
+        if isinstance(experts, PerExpert):
+            mark_as_own(experts, found.make)
         setattr(experts, "local_experts", ids)  # noqa: B010 - nn.Module declares no such attribute
         return experts
 

@@ -17,7 +17,6 @@ import importlib
 import importlib.util
 import inspect
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -26,6 +25,7 @@ from types import ModuleType
 from typing import Any
 
 from moe_dualpipe.messages import describe, printable
+from moe_dualpipe.user_errors import Place, describe_user_error, user_error
 
 from .layer_options import parse_options
 
@@ -51,19 +51,23 @@ class LayerClass:
     def build(self, *arguments: Any, **optional: Any) -> Any:
         """Build a layer, with those of the `optional` arguments that the constructor names.
 
-        Raises ValueError if the constructor raises TypeError or exits, or if the result is not an nn.Module.
+        Raises ValueError if the constructor of a layer of one's own raises or exits, or gives no nn.Module.
         """
         from torch import nn
 
         given = {name: value for name, value in optional.items() if name in named_parameters(self.make)}
+        if "options" in named_parameters(self.make):
+            given["options"] = parse_options(self.make, self.options)
+        if ":" not in self.name:  # built in
+            return self.make(*arguments, **given)
         try:
-            if "options" in named_parameters(self.make):
-                given["options"] = parse_options(self.make, self.options)
             layer = self.make(*arguments, **given)
-        except (TypeError, SystemExit) as error:
-            raise ValueError(f"cannot build the {self.kind} {self.name!r}: {describe_error(error)}") from error
+        except (Exception, SystemExit) as error:
+            raise ValueError(f"cannot build the {self.kind} {self.name!r}: {describe_user_error(error)}") from error
         if not isinstance(layer, nn.Module):
-            raise ValueError(f"the {self.kind} {self.name!r} must be an nn.Module: got {type(layer).__name__}")
+            what = f"the {self.kind} {self.name!r} must be an nn.Module: got {type(layer).__name__}"
+            raise ValueError(at_definition(self.make, what))
+        mark_as_own(layer, self.make)
         return layer
 
 
@@ -122,7 +126,7 @@ def find_layer(
             parse_options(found, options)  # raises ValueError
         return LayerClass(kind, name, found, form, options)
     expected = " or ".join(f"{name.rpartition(':')[2]}({', '.join(form)})" for form in forms)
-    raise ValueError(f"the {kind} {name!r} must accept {expected}: {error}")
+    raise ValueError(at_definition(found, f"the {kind} {name!r} must accept {expected}: {error}"))
 
 
 def _check_call(found: Factory, form: tuple[str, ...], keywords: set[str], exact: bool) -> None:
@@ -159,9 +163,9 @@ def _imported(kind: str, name: str) -> Any:
     try:
         imported = _import_file(place) if place.endswith(".py") else _import_module(place)
     except ImportError as error:
-        raise ValueError(f"cannot import the {kind} {name!r}: {describe(error)}") from error
+        raise ValueError(f"cannot import the {kind} {name!r}: {user_error(error) or describe(error)}") from error
     except (Exception, SystemExit) as error:  # the file can do anything, such as call a main function
-        raise ValueError(f"cannot import the {kind} {name!r}: {describe_error(error)}") from error
+        raise ValueError(f"cannot import the {kind} {name!r}: {describe_user_error(error)}") from error
     found: Any = imported
     for part in attribute.split("."):
         found = getattr(found, part, None)
@@ -197,11 +201,20 @@ def _import_file(path: str) -> ModuleType:
     return module
 
 
-def describe_error(error: BaseException) -> str:
-    """One line: the type, the place and the message of an error in a file of the user."""
-    if isinstance(error, SyntaxError):
-        file, line, message = error.filename or "?", error.lineno, error.msg
-    else:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        file, line, message = place.filename, place.lineno, error
-    return f"{type(error).__name__} in {Path(file).name}, line {line}: {printable(message)}"
+def mark_as_own(layer: Any, source: Any) -> None:
+    """Note that the module `layer` was made by `source`, a user's class or function."""
+    setattr(layer, _SOURCE, getattr(source, _SOURCE, source))
+
+
+def own_source(layer: Any) -> Any:
+    """The user's class or function that made a module; None for a built-in layer."""
+    return getattr(layer, _SOURCE, None)
+
+
+_SOURCE = "own_source"
+
+
+def at_definition(found: Factory, message: str) -> str:
+    """`message`, after the place where the constructor of a class, or a function, is defined."""
+    place = Place.of(found.__init__ if isinstance(found, type) and "__init__" in vars(found) else found)
+    return f"{place}: {message}" if place is not None else message

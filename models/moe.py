@@ -15,11 +15,12 @@ from moe_dualpipe.kernels.backend import Kernels
 from moe_dualpipe.kernels.permute import permute, unpermute
 from moe_dualpipe.overlap import Comm, Compute, PrepareComm, Segmented, Segments
 from moe_dualpipe.overlap.labels import COMBINE, DISPATCH
-from moe_dualpipe.user_errors import without_frames
 
 from .build_experts import ExpertBuilder
 from .config import DEFAULT_OPTIONS, ModelConfig, StageOptions
+from .layer_class import own_source
 from .layers import SwiGLU
+from .own_calls import call_layer, call_router
 from .recompute import RecomputeTensor, recompute_saved
 from .router import build_router
 
@@ -53,13 +54,13 @@ class MoE(Segmented):
             self.shared = SwiGLU(config.hidden_size, inner, config.init_std, config.residual_std)
 
     def segments(self, x: Tensor) -> Segments:
-        x_TD, *decision = yield Compute("attn", self.route, x)
+        x_TD, *decision = yield Compute("attn", self.route, x, source=own_source(self.router))
         parts = yield from self.exchange(x_TD, *decision)
         return (yield Compute("add", lambda *parts: functools.reduce(torch.add, parts).view(x.shape), *parts))
 
     def route(self, x: Tensor) -> tuple[Tensor, ...]:
         """The tokens [T, D] of `x`, and the outputs of the router for them."""
-        return x.flatten(0, -2), *self.router(x)
+        return x.flatten(0, -2), *call_router(self.router, x, self.expert_parallel.num_experts)
 
     def exchange(
         self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, losses_L: Tensor | None = None,
@@ -80,7 +81,8 @@ class MoE(Segmented):
         shared = None
         if self.shared is not None:
             shared = yield Compute("mlp", partial(self.run_shared, recompute_x), x_TD, recompute=self.recompute)
-        out_ND = yield Compute("mlp", partial(self.run_experts, route=route), received, recompute=self.recompute)
+        run, source = partial(self.run_experts, route=route), own_source(self.experts)
+        out_ND = yield Compute("mlp", run, received, recompute=self.recompute, source=source)
         combined = yield Comm(COMBINE, combine, dispatch, out_ND, weights_first=True, collective=spread)
         return (combined,) if shared is None else (combined, shared)
 
@@ -112,32 +114,12 @@ class MoE(Segmented):
         """The weighted sum of the outputs of this rank's experts for each received row, [N, D]."""
         order = route.order
         if getattr(self.experts, "takes_order", False):
-            return self.same_shape(x_ND, self.experts(x_ND, order, weights_NK))
+            return call_layer("experts", self.experts, x_ND, order, weights_NK)
         if not route.exact and getattr(self.router, "skips_choices", True):
             order = order.trimmed()  # a host sync; other layers may assume that the last offset is the number of rows
         rows_MD = permute(x_ND, order, self.kernels)
-        out_MD = self.same_shape(rows_MD, self.experts(rows_MD, order.expert_offsets))
+        out_MD = call_layer("experts", self.experts, rows_MD, order.expert_offsets)
         return unpermute(out_MD, order, weights_NK, self.kernels)
-
-    def same_shape(self, rows: Tensor, out: Tensor) -> Tensor:
-        """Return `out`. Raises ValueError if its shape, dtype or device is not that of `rows`.
-
-        Under autocast, the dtype may be that of autocast.
-        """
-        name, kind = type(self.experts).__name__, rows.device.type
-        if not isinstance(out, Tensor):
-            raise without_frames(ValueError(f"{name} must map rows to a tensor: got {type(out).__name__}"))
-        if out.shape != rows.shape:
-            shapes = f"{[*rows.shape]} to rows of the same shape: got {[*out.shape]}"
-            raise without_frames(ValueError(f"{name} must map rows {shapes}"))
-        cast = (
-            out.dtype != rows.dtype and torch.is_autocast_enabled(kind) and out.dtype == torch.get_autocast_dtype(kind)
-        )
-        if out.device != rows.device or not (cast or out.dtype == rows.dtype):
-            expected, got = (f"{tensor.dtype} on {tensor.device}" for tensor in (rows, out))
-            what = f"rows in {expected} to rows of the same dtype and device: got {got}"
-            raise without_frames(ValueError(f"{name} must map {what}"))
-        return out
 
 
 def start_dispatch(ep: ExpertParallel, route: Route, x_TD: Tensor, w_TK: Tensor | None = None) -> Pending[Received]:

@@ -25,6 +25,7 @@ from moe_dualpipe.overlap.labels import LOSS
 
 from .block import add_up, block_class, block_parts
 from .config import ModelConfig, StageOptions
+from .layer_class import own_source
 from .layers import Linear, seeded
 
 CrossEntropy = Callable[[Tensor, Tensor], Tensor]
@@ -76,7 +77,8 @@ class MTP(Segmented):
             # labels_i is t_{i+1}: position i gets the token t_{i+k} = labels_{i+k-1}, and predicts labels_{i+k}.
             tokens_BS, labels_of_k_BS = labels_BS[:, k - 1 : -1], labels_BS[:, k:]
             x_BSD = yield Compute("embed", partial(module.input, embedding, tokens_BS), h_BSD)
-            parts = yield from in_layer(module.layer, block_parts(module.block, module.layer, (x_BSD,)))
+            segments = block_parts(module.block, module.layer, (x_BSD,))
+            parts = yield from in_layer(module.layer, segments, own_source(module.block))
             h_BSD, loss = yield Compute("head", partial(module.output, cross_entropy, labels_of_k_BS), *parts)
             losses.append(loss)
         return (yield Compute(LOSS, self.weighted, *losses))

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from .config import ModelConfig
 from .experts import ExpertLayer
+from .layer_class import mark_as_own
+from .own_calls import checked_output
 
 Size = int | str
 """A size, or the name of a field of `ModelConfig` that has it, such as "hidden_size"."""
@@ -28,7 +30,7 @@ class PerExpert(ExpertLayer):
         self.each = each
 
     def forward(self, x_MD: Tensor, expert_offsets: Tensor) -> Tensor:
-        return _each_on_its_rows(self.each, x_MD, expert_offsets)
+        return _each_on_its_rows(self, self.each, x_MD, expert_offsets)
 
 
 def expert_function(**shapes: Sequence[Size]) -> Callable[[Callable[..., Tensor]], Callable[..., nn.Module]]:
@@ -56,6 +58,7 @@ def expert_function(**shapes: Sequence[Size]) -> Callable[[Callable[..., Tensor]
             return FunctionExperts(function, config, num_local_experts, sizes)
 
         del build.__wrapped__  # its arguments are those of `build`
+        mark_as_own(build, function)
         return build
 
     return decorate
@@ -85,12 +88,14 @@ class FunctionExperts(ExpertLayer):
     def forward(self, x_MD: Tensor, expert_offsets: Tensor) -> Tensor:
         weights = zip(*(self.get_parameter(name).unbind() for name in self.names), strict=True)
         experts = [functools.partial(self.function, **dict(zip(self.names, of_one, strict=True))) for of_one in weights]
-        return _each_on_its_rows(experts, x_MD, expert_offsets)
+        return _each_on_its_rows(self, experts, x_MD, expert_offsets)
 
 
-def _each_on_its_rows(experts: Sequence[Callable[[Tensor], Tensor]] | nn.ModuleList, x_MD: Tensor, offsets: Tensor):
+def _each_on_its_rows(
+    layer: nn.Module, experts: Sequence[Callable[[Tensor], Tensor]] | nn.ModuleList, x_MD: Tensor, offsets: Tensor
+) -> Tensor:  # fmt: skip
     """The outputs of all experts for their rows, [M, D]. Without rows, `x_MD` itself: autograd still reaches it."""
     bounds = offsets.tolist()
-    pieces = zip(experts, bounds, bounds[1:], strict=False)
-    outputs = [expert(x_MD[start:end]) for expert, start, end in pieces if end > start]
+    pieces = [(expert, x_MD[start:end]) for expert, start, end in zip(experts, bounds, bounds[1:], strict=False)]
+    outputs = [checked_output("experts", layer, rows, expert(rows)) for expert, rows in pieces if len(rows)]
     return torch.cat(outputs) if outputs else x_MD

@@ -25,6 +25,7 @@ from .auxiliary_losses import attach
 from .block import add_up, block_class, block_parts
 from .config import DEFAULT_OPTIONS, ModelConfig, StageOptions
 from .kv_cache import KVCache
+from .layer_class import own_source
 from .layers import Linear, at_least_fp32, seeded
 from .mtp import MTP
 from .partition import StageSpec, split
@@ -77,7 +78,7 @@ class TransformerStage(Segmented):
         if self.spec.embedding:
             parts = ((yield Compute("embed", self.embedding, x)),)
         for layer, block in zip(self.spec.layers, self.layers.values(), strict=True):
-            parts = yield from in_layer(layer, block_parts(block, layer, parts, cache, mask_B1SS))
+            parts = yield from in_layer(layer, block_parts(block, layer, parts, cache, mask_B1SS), own_source(block))
         output = yield Compute("head", self.finish, *parts) if self.spec.head else Compute("add", add_up, *parts)
         if cache is not None:
             cache.length += x.shape[1]

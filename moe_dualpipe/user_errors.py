@@ -12,6 +12,7 @@ import os
 import sys
 import sysconfig
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -30,11 +31,12 @@ class Place:
 
     @classmethod
     def of(cls, source: Any) -> "Place | None":
-        """Where a class or a function is defined: a class at its `forward`, if that is in the same file."""
+        """Where a class or a function is defined: a class at its `segments` or `forward`, if these are in its file."""
         if inspect.isclass(source):
-            forward = getattr(source, "forward", None)
-            if (place := cls.of(forward)) is not None and _same_file(place.file, _file_of(source)):
-                return place
+            for method in ("segments", "forward"):
+                place = cls.of(getattr(source, method, None))
+                if place is not None and _same_file(place.file, _file_of(source)):
+                    return place
         function = inspect.unwrap(source) if callable(source) else None
         code = getattr(function, "__code__", None)
         if code is not None:
@@ -102,8 +104,12 @@ def user_error(error: BaseException) -> str | None:
 
 
 def describe_user_error(error: BaseException) -> str:
-    """Like `user_error`, for an error that is known to come from the user's code, even where no line of it is left."""
-    return user_error(error) or f"{type(error).__name__}{_message(error, None)}"
+    """Like `user_error`, for an error of code that the user named, which may also be in an installed package."""
+    if line := user_error(error):
+        return line
+    place = _failing_line(error, None, ("user", "installed"))
+    kind = f"{type(error).__name__}{_message(error, place)}"
+    return f"{place}: {kind}" if place is not None else kind
 
 
 def fault_of(error: BaseException) -> str:
@@ -163,7 +169,7 @@ def _syntax_error(error: BaseException) -> Place | None:
     return None
 
 
-def _failing_line(error: BaseException, source: Any) -> Place | None:
+def _failing_line(error: BaseException, source: Any, owners_to_blame: Sequence[str] = ("user",)) -> Place | None:
     """The innermost line of the user below the first frame of this package."""
     frames = [*traceback.walk_tb(error.__traceback__)]
     owners = [_owner(frame.f_code.co_filename) for frame, _ in frames]
@@ -173,7 +179,7 @@ def _failing_line(error: BaseException, source: Any) -> Place | None:
     file = _file_of(source)
     for (frame, line), owner in reversed([*zip(frames[first:], owners[first:], strict=True)]):
         name = frame.f_code.co_filename
-        if owner == "user" or (source is not None and _same_file(name, file)):  # also in an installed package
+        if owner in owners_to_blame or (source is not None and _same_file(name, file)):  # also in an installed package
             return Place(name, line, _function_name(frame.f_code.co_qualname))
     return Place.of(source) if source is not None and owners[-1] != "package" else None
 

@@ -69,8 +69,8 @@ class Engine:
             raise
 
     @contextmanager
-    def annotate(self, text: str, layer: int | None, log: bool = True) -> Iterator[None]:
-        """Name what runs in this context, for profilers, the log and tracebacks."""
+    def annotate(self, text: str, layer: int | None, log: bool = True, source: Any = None) -> Iterator[None]:
+        """Name what runs in this context, for profilers, the log and errors. source: see `Compute`."""
         if log and self.log is not None:
             self.log.append(text)
         try:
@@ -84,7 +84,7 @@ class Engine:
                 locate(failure, layer=layer, part=spoken(text), place=user_place(error))
                 raise failure from error
             error.add_note(note)
-            locate(error, layer=layer, part=spoken(text))
+            locate(error, layer=layer, part=spoken(text), source=source)
             raise
 
 
@@ -145,7 +145,7 @@ class Lane:
             weight_grads.drop(key)
 
     def _compute(self, segment: Compute) -> Any:
-        with self.engine.annotate(label(segment.name, self.kind), segment.layer):
+        with self.engine.annotate(label(segment.name, self.kind), segment.layer, source=segment.source):
             if self.weight_grads is None:
                 return segment.fn()
             key = object()

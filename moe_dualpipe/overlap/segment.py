@@ -19,6 +19,8 @@ from typing import Any, Protocol, Self
 
 from torch import Tensor
 
+from ..user_errors import locate
+
 Tensors = tuple[Tensor, ...]
 
 
@@ -60,14 +62,18 @@ class PrepareComm(_Segment):
 class Compute(_Segment):
     """Run `fn(*inputs)`, which returns a tensor or a tuple of tensors.
 
-    recompute: save only the inputs for backward, and run `fn` again just before the backward.
+    recompute: save only the inputs for backward, and run `fn` again just before the backward. source: the user's class
+    or function that `fn` runs; an error without a line of it, as in backward, is reported at its definition.
     """
 
-    __slots__ = ("recompute",)
+    __slots__ = ("recompute", "source")
 
-    def __init__(self, name: str, fn: Callable[..., Any], *inputs: "Tensor | CommResult", recompute: bool = False):
+    def __init__(
+        self, name: str, fn: Callable[..., Any], *inputs: "Tensor | CommResult", recompute: bool = False,
+        source: Any = None,
+    ):  # fmt: skip
         super().__init__(name, fn, *inputs)
-        self.recompute = recompute
+        self.recompute, self.source = recompute, source
 
 
 class Comm(_Segment):
@@ -111,13 +117,22 @@ def wait_for_inputs(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(t for i in inputs for t in (i.wait() if isinstance(i, CommResult) else (i,)))
 
 
-def in_layer(layer: int, segments: Segments) -> Segments:
-    """Yields the segments with `layer` set, and returns their result."""
+def in_layer(layer: int, segments: Segments, source: Any = None) -> Segments:
+    """Yields the segments with `layer` set, and returns their result.
+
+    source: the user's class of this layer; segments that run another one keep it.
+    """
     reply = None
     while True:
         try:
             segment = segments.send(reply)
         except StopIteration as stop:
             return stop.value
+        except Exception as error:
+            error.add_note(f"between two segments of layer {layer}")
+            locate(error, layer=layer, source=source)
+            raise
         segment.layer = layer
+        if isinstance(segment, Compute):
+            segment.source = segment.source or source
         reply = yield segment

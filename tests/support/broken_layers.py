@@ -1,0 +1,237 @@
+"""Layers with a mistake each. A comment with the name of the class marks the line that an error must name."""
+
+import torch
+from torch import nn
+
+from moe_dualpipe.models import expert_function
+from moe_dualpipe.overlap import Compute
+
+
+class Sound(nn.Module):
+    """Experts without a mistake, to derive from."""
+
+    def __init__(self, config, num_local_experts):
+        super().__init__()
+        self.up = nn.Parameter(torch.ones(num_local_experts, config.hidden_size))
+
+    def forward(self, x_MD, expert_offsets):
+        return x_MD * self.up.sum(0)
+
+
+class Product(Sound):
+    def forward(self, x_MD, expert_offsets):
+        return x_MD @ torch.zeros(3, 3)  # Product
+
+
+class Inner(Sound):
+    def forward(self, x_MD, expert_offsets):
+        return scaled(super().forward(x_MD, expert_offsets))
+
+
+def scaled(_x):
+    raise KeyError("scale")  # Inner
+
+
+class Asserts(Sound):
+    def forward(self, x_MD, expert_offsets):
+        message = None
+        raise AssertionError(*filter(None, [message]))  # Asserts
+
+
+class Tuple(Sound):
+    def forward(self, x_MD, expert_offsets):  # Tuple
+        return super().forward(x_MD, expert_offsets), expert_offsets
+
+
+class Nothing(Sound):
+    def forward(self, x_MD, expert_offsets):  # Nothing
+        super().forward(x_MD, expert_offsets)
+
+
+class Narrow(Sound):
+    def forward(self, x_MD, expert_offsets):  # Narrow
+        return super().forward(x_MD, expert_offsets)[:, 1:]
+
+
+class Double(Sound):
+    def forward(self, x_MD, expert_offsets):  # Double
+        return super().forward(x_MD, expert_offsets).double()
+
+
+class Elsewhere(Sound):
+    def forward(self, x_MD, expert_offsets):  # Elsewhere
+        return super().forward(x_MD, expert_offsets).to("meta")
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(_ctx, grad):
+        raise RuntimeError(f"no gradient of {[*grad.shape][1:]}")  # InBackward
+
+
+class InBackward(Sound):
+    def forward(self, x_MD, expert_offsets):
+        return _Fails.apply(super().forward(x_MD, expert_offsets))
+
+
+class InPlace(Sound):
+    """What backward needs is overwritten: torch raises the error, in backward, without a line of this file."""
+
+    def forward(self, x_MD, expert_offsets):  # InPlace
+        y_MD = super().forward(x_MD, expert_offsets).exp()
+        y_MD.square().sum()
+        return y_MD.mul_(2)
+
+
+class Hook(Sound):
+    def forward(self, x_MD, expert_offsets):
+        y_MD = super().forward(x_MD, expert_offsets)
+        y_MD.register_hook(lambda grad: grad.missing)  # Hook
+        return y_MD
+
+
+class Constructor(Sound):
+    def __init__(self, config, num_local_experts):
+        super().__init__(config, num_local_experts)
+        self.size = config.no_such_size  # Constructor
+
+
+class Signature(Sound):
+    def __init__(self, config, num_local_experts, inner_size):  # Signature
+        super().__init__(config, num_local_experts)
+
+
+class Reset(Sound):
+    def reset_expert(self, e):
+        self.down[e].zero_()  # Reset
+
+
+class NotAModule:
+    def __init__(self, config, num_local_experts):  # NotAModule
+        pass
+
+
+def factory(config):  # factory
+    """An expert of torch's layers only: an error in it has no line of this file."""
+    return nn.Sequential(nn.Linear(config.hidden_size, 3), nn.Linear(4, config.hidden_size))
+
+
+class OneExpert(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.up = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, rows):  # OneExpert
+        return self.up(rows), rows
+
+
+@expert_function(up=("hidden_size", "hidden_size"))
+def function_fails(rows, up):
+    return rows @ up[1:]  # function_fails
+
+
+@expert_function(up=("hidden_size", "hidden_size"))  # function_is_wrong
+def function_is_wrong(rows, up):
+    return (rows @ up).double()
+
+
+class SoundRouter(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.experts = config.num_experts
+        self.scores = nn.Linear(config.hidden_size, config.num_experts)
+
+    def forward(self, x):
+        return self.scores(x.flatten(0, -2)).softmax(-1).topk(2)
+
+
+class RouterFails(SoundRouter):
+    def forward(self, x):
+        return self.scores(x.flatten(0, -2)).topk(99)  # RouterFails
+
+
+class WeightsOnly(SoundRouter):
+    def forward(self, x):  # WeightsOnly
+        return super().forward(x)[0]
+
+
+class FewTokens(SoundRouter):
+    def forward(self, x):  # FewTokens
+        weights, ids = super().forward(x)
+        return weights[1:], ids[1:]
+
+
+class FloatIds(SoundRouter):
+    def forward(self, x):  # FloatIds
+        weights, ids = super().forward(x)
+        return weights, ids.float()
+
+
+class HalfWeights(SoundRouter):
+    def forward(self, x):  # HalfWeights
+        weights, ids = super().forward(x)
+        return weights.bfloat16(), ids
+
+
+class TooManyExperts(SoundRouter):
+    def forward(self, x):  # TooManyExperts
+        weights, ids = super().forward(x)
+        return weights, torch.where(ids == ids[0, 0], self.experts, ids)
+
+
+class Twice(SoundRouter):
+    def forward(self, x):  # Twice
+        weights, ids = super().forward(x)
+        return weights, ids[:, :1].expand(-1, 2)
+
+
+class SoundAttention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.values = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, x_BSD):
+        return self.values(x_BSD)
+
+
+class AttentionFails(SoundAttention):
+    def forward(self, x_BSD):
+        return self.values(x_BSD.transpose(1, 2))  # AttentionFails
+
+
+class AttentionFlattens(SoundAttention):
+    def forward(self, x_BSD):  # AttentionFlattens
+        return self.values(x_BSD).flatten(0, 1)
+
+
+class SoundBlock(nn.Module):
+    def __init__(self, config, layer, expert_parallel, stage_options):
+        super().__init__()
+        self.mlp = nn.Linear(config.hidden_size, config.hidden_size)
+        self.wrong = nn.Linear(3, 3)
+
+
+class BlockFails(SoundBlock):
+    def segments(self, x_BSD):
+        yield Compute("mlp", self.mlp, x_BSD)
+        raise IndexError("between two segments")  # BlockFails
+
+
+class SegmentFails(SoundBlock):
+    def segments(self, x_BSD):  # SegmentFails
+        return (yield Compute("mlp", self.wrong, x_BSD))
+
+
+class BlockNarrows(SoundBlock):
+    def segments(self, x_BSD):  # BlockNarrows
+        y_BSD = yield Compute("mlp", self.mlp, x_BSD)
+        return (yield Compute("add", lambda y_BSD: y_BSD[..., 1:], y_BSD))
+
+
+class ForwardOfBlock(SoundBlock):
+    def forward(self, x_BSD):  # ForwardOfBlock
+        return [self.mlp(x_BSD)]
