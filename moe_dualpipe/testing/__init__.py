@@ -8,10 +8,20 @@ from typing import TYPE_CHECKING
 from ..lazy_exports import on_first_use
 
 if TYPE_CHECKING:
+    from .layers import check_attention, check_block, check_experts, check_router
     from .parallel import check_parallel
     from .report import Check, Report
     from .variants import Variant
 
-__all__ = ["Check", "Report", "Variant", "check_parallel"]
+__all__ = [
+    "Check",
+    "Report",
+    "Variant",
+    "check_attention",
+    "check_block",
+    "check_experts",
+    "check_parallel",
+    "check_router",
+]  # fmt: skip
 
 __getattr__ = on_first_use(__name__)

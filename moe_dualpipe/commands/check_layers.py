@@ -1,0 +1,72 @@
+"""`moe-dualpipe check experts`, and the same for other layers: whether a layer of one's own meets its contract."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from tyro.conf import Positional
+
+if TYPE_CHECKING:
+    from ..models.config import ModelConfig
+
+Kind = Literal["experts", "router", "attention", "block"]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the layer. Small ones check as much as large ones, and faster."""
+
+    hidden_size: int = 16
+    """Width of the residual stream."""
+    expert_size: int = 12
+    """Inner width of one expert."""
+    num_experts: int = 4
+    """Number of experts. An even number includes two expert-parallel ranks."""
+    experts_per_token: int = 2
+    """Number of experts for each token."""
+    num_heads: int = 4
+    """Number of query heads."""
+    num_kv_heads: int = 2
+    """Number of key and value heads."""
+    head_dim: int = 6
+    """Width of one head."""
+
+    def config(self) -> "ModelConfig":
+        """Raises ValueError for sizes that do not fit each other."""
+        from dataclasses import asdict, replace
+
+        from ..testing.layers import SMALL
+
+        return replace(SMALL, **asdict(self))
+
+
+@dataclass(frozen=True)
+class CheckLayer:
+    layer: Positional[str]
+    """The class or function: FILE.py:NAME, MODULE:NAME, or the name of a built-in one."""
+    options: tuple[str, ...] = ()
+    """The layer's own options, as key=value words."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where to run the layer."""
+    traceback: bool = False
+    """Stop at the first exception of the layer, and print its traceback."""
+    sizes: Sizes = field(default_factory=Sizes)
+
+    kind: ClassVar[Kind]
+
+    def run(self) -> int:
+        """Print the table. Returns the exit code: 1 if a check failed. Raises ValueError for invalid options."""
+        import shlex
+
+        from .. import testing
+
+        check: Any = getattr(testing, f"check_{self.kind}")
+        report = check(self.layer, shlex.join(self.options), self.sizes.config(), self.device, self.traceback)
+        print(report)
+        return 0 if report.passed else 1
+
+
+@dataclass(frozen=True)
+class CheckExperts(CheckLayer):
+    """Check an expert layer: gradients, independent rows, any number of rows, expert parallelism, overlap."""
+
+    kind = "experts"

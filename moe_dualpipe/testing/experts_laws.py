@@ -1,0 +1,357 @@
+"""The laws of an expert layer (`ExpertLayer` in models/experts.py).
+
+M rows in expert-major order, E experts, K choices a row.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..expert_parallel import Local
+from ..expert_parallel.parameters import expert_ids, global_tensors
+from ..kernels.routing import expert_order
+from ..messages import plural
+from ..models.moe import MoE
+from . import shared_laws as shared
+from .experts_subject import Experts, call, row_name, starts
+from .laws import Broken, Law, Unchecked
+from .pairs import compare_overlapped
+from .subject import Subject, prepare, random_like, relative, row_errors, worst_row
+
+
+def is_built(experts: Experts) -> str:
+    sizes = sorted({1, max(experts.config.num_experts // 2, 1), experts.config.num_experts}, reverse=True)
+    for size in sizes:
+        experts.built(range(size))
+    return f"with {', '.join(map(str, sizes))} experts"
+
+
+def returns_rows(experts: Experts) -> str:
+    dtypes = torch.float64, torch.float32, torch.bfloat16
+    for dtype in dtypes:
+        layer = copy.deepcopy(experts.module).to(dtype)
+        x = experts.rows(sum(experts.counts), 1, dtype)
+        with torch.no_grad():
+            y = call(layer, x, experts.counts)
+        _check_finite(y, experts.counts, str(dtype))
+    return f"{[*x.shape]} in fp64, fp32, bf16"
+
+
+def _check_finite(y: Tensor, counts: Sequence[int], when: str) -> None:
+    if not (finite := y.isfinite().all(-1)).all():
+        raise Broken(f"the result has NaN or infinity at {row_name(counts, int((~finite).nonzero()[0]))}, with {when}")
+
+
+# ---- rows ----
+
+
+def all_rows_are_used(experts: Experts) -> str:
+    """Each row's result depends on this row, unless its expert has no weights, such as one that returns 0."""
+    subject = experts.whole()
+    x = subject.draw(1)
+    with_weights = {e for ids in subject.held.values() if ids.layout != "shared" for e in ids.ids}
+    y, moved = subject.run(x)[0], subject.run(x + 0.5 * random_like(x, 2))[0]
+    counts, unused = experts.counts, []
+    for e, start in enumerate(starts(counts)):
+        same = [m for m in range(start, start + counts[e]) if torch.equal(y[m], moved[m])]
+        if len(same) < counts[e] or e in with_weights:
+            unused += same
+    if unused:
+        row, value = unused[0], "0" if not y[unused[0]].any() else "a constant"
+        more = f", and of {plural(len(unused) - 1, 'other row')}" if len(unused) > 1 else ""
+        raise Broken(
+            f"the result of {row_name(counts, row)} (of {counts[_expert(counts, row)]}) does not depend on the row"
+            f"{more}: it is {value}. Check the bounds of loops over experts and rows: row m belongs to expert e with "
+            "expert_offsets[e] <= m < expert_offsets[e + 1], and an expert may have any number of rows"
+        )
+    return plural(len(x), "row")
+
+
+def rows_are_independent(experts: Experts) -> str:
+    """Change the rows of one expert, then single rows: all others keep their results."""
+    subject, counts = experts.whole(), experts.counts
+    x = subject.draw(1)
+    y, limit = subject.run(x)[0], subject.tolerance(subject.run(x)[0])
+    groups = [range(s, s + n) for s, n in zip(starts(counts), counts, strict=True)]
+    worst = 0.0
+    for group in [*groups, *(range(m, m + 1) for m in range(len(x)))]:
+        changed = x.clone()
+        changed[group.start : group.stop] = 3 * random_like(changed[group.start : group.stop], 3)
+        errors = row_errors(subject.run(changed)[0], y)
+        errors[group.start : group.stop] = 0
+        (row,), error = worst_row(errors)
+        if error > limit:
+            expert = _expert(counts, group.start)
+            cause = row_name(counts, group.start) if len(group) == 1 else f"the rows of expert {expert}"
+            raise Broken(
+                f"{row_name(counts, row)} changes by {error:.1e} of its size if {cause} change"
+                f"{'s' * (len(group) == 1)}: a token then depends on its neighbours in the batch. Compute each row "
+                "from itself and the weights of its expert; statistics over rows, such as a mean or BatchNorm, mix them"
+            )
+        worst = max(worst, error)
+    return f"largest change of other rows {worst:.0e} of {limit:.0e}"
+
+
+def order_does_not_matter(experts: Experts) -> str:
+    """Reverse the rows of each expert."""
+    subject, counts = experts.whole(), experts.counts
+    x = subject.draw(1)
+    order = [m for s, n in zip(starts(counts), counts, strict=True) for m in reversed(range(s, s + n))]
+    y = subject.run(x)[0]
+    limit = subject.tolerance(y)
+    (row,), error = worst_row(row_errors(subject.run(x[order])[0], y[order]))
+    if error > limit:
+        raise Broken(
+            f"if the rows of each expert are reversed, the results are not just reversed: the row that becomes "
+            f"{row_name(counts, row)} differs by {error:.1e} of its size. The result must not depend on the position "
+            "of a row: check indices and whether results are written back in the order of the rows"
+        )
+    return f"largest difference {error:.0e} of {limit:.0e}"
+
+
+def any_number_of_rows(experts: Experts) -> str:
+    """No rows, one row, an empty expert, all rows to one expert. The expected rows are computed one by one."""
+    counts = experts.counts
+    subject = experts.whole()
+    num_experts, number = len(counts), 7
+    x = experts.rows(number, 4)
+    one = [[int(e == expert) for e in range(num_experts)] for expert in range(num_experts)]
+    with torch.no_grad():
+        alone = [torch.cat([_call(subject.module, x[m : m + 1], c) for m in range(number)]) for c in one]
+    cases = [[0] * num_experts, *one, *([number * n for n in c] for c in one)]
+    cases += [[3] + [0] * (num_experts - 2) + [4]] if num_experts > 1 else []
+    for case in cases:
+        _check_case(subject, x[: sum(case)], case, alone)
+    return plural(len(cases), "division") + " of rows"
+
+
+def _check_case(subject: Subject, x: Tensor, counts: list[int], alone: list[Tensor]) -> None:
+    leaf, when = x.clone().requires_grad_(), _rows_of(counts)
+    y = _call(subject.module, leaf, counts)
+    if y.requires_grad:
+        y.sum().backward()
+    subject.module.zero_grad()
+    expected = torch.cat([alone[e][s : s + n] for e, (s, n) in enumerate(zip(starts(counts), counts, strict=True))])
+    _check_finite(y, counts, when)
+    row, error = worst_row(row_errors(y.detach(), expected))
+    if error > subject.tolerance(expected):
+        raise Broken(
+            f"with {when}, {row_name(counts, row[0])} differs by {error:.1e} of its size from the result of this row "
+            "alone. An expert may have no rows, and may have all: check how forward divides the rows"
+        )
+
+
+def _call(module: Any, x: Tensor, counts: list[int]) -> Tensor:
+    try:
+        return call(module, x, counts)
+    except Broken as fault:
+        raise Broken(f"with {_rows_of(counts)}, {fault}") from None
+    except Exception as error:
+        error.add_note(f"with {_rows_of(counts)}")
+        raise
+
+
+def _rows_of(counts: list[int]) -> str:
+    return f"{counts} rows for the experts"
+
+
+def _expert(counts: Sequence[int], row: int) -> int:
+    return max(e for e, start in enumerate(starts(counts)) if start <= row)
+
+
+# ---- ranks ----
+
+
+def one_expert_at_a_time(experts: Experts) -> str:
+    """The dense oracle: a layer with expert e alone, on the rows of expert e."""
+    whole, counts = experts.whole(), experts.counts
+    x = whole.draw(1)
+    y, worst = whole.run(x)[0], 0.0
+    limit = whole.tolerance(y)
+    for e, (start, number) in enumerate(zip(starts(counts), counts, strict=True)):
+        single = experts.part(range(e, e + 1), [number])
+        found = single.run(x[start : start + number])[0]
+        (row,), error = worst_row(row_errors(found, y[start : start + number]))
+        if error > limit:
+            names = sorted({name for name, ids in whole.held.items() if ids.layout == "shared"})
+            shared_names = f" All experts share {', '.join(names)}." if names else ""
+            raise Broken(
+                f"expert {e} computes something else in a layer with all experts than in a layer of its own: row {row} "
+                f"of expert {e} differs by {error:.1e} of its size.{shared_names} Check that expert_offsets[e] and "
+                "weights[e] belong to the same local expert e, that weights are stacked as [num_local_experts, ...] "
+                "(not config.num_experts), and that nothing depends on how many experts the layer has"
+            )
+        worst = max(worst, error)
+    return f"{plural(len(counts), 'expert')}, largest difference {worst:.0e} of {limit:.0e}"
+
+
+def parts_equal_the_whole(experts: Experts) -> str:
+    """ep=2: two layers with half of the experts each. Compares results, input gradients and weight gradients."""
+    if experts.config.num_experts % 2:
+        raise Unchecked(f"{experts.config.num_experts} experts cannot be divided among 2 ranks")
+    whole, counts, half = experts.whole(), experts.counts, experts.config.num_experts // 2
+    x, first_rows = whole.draw(1), sum(counts[:half])
+    y, v, x_grad = whole.backward(x)
+    expected = {label: grad for label, _, grad in whole.weights()}
+    shared_names = {name for name, ids in whole.held.items() if ids.layout == "shared"}
+    limit, compared = whole.tolerance(y), 0
+    for rank, rows in enumerate((slice(0, first_rows), slice(first_rows, None))):
+        local = range(rank * half, (rank + 1) * half)
+        part = experts.part(local, counts[local.start : local.stop])
+        leaf = x[rows].clone().requires_grad_()
+        found = part.call(part.module, leaf)[0]
+        if found.requires_grad:
+            found.backward(v[rows])
+        pairs = [("the result", found.detach(), y[rows])]
+        pairs += [("the gradient of the input", leaf.grad, x_grad[rows])] if x_grad is not None else []
+        pairs += [
+            (f"the gradient of {label}", grad, expected[label])
+            for label, _, grad in part.weights()
+            if label not in shared_names
+        ]
+        for label, got, wanted in pairs:
+            _compare_parts(label, got, wanted, f"rank {rank} with experts {local[0]}-{local[-1]}", limit)
+        compared += len(pairs)
+    return f"{plural(compared, 'tensor')} within {limit:.0e}"
+
+
+def _compare_parts(label: str, got: Tensor | None, wanted: Tensor | None, where: str, limit: float) -> None:
+    if (got is None or not got.any()) and (wanted is None or not wanted.any()):
+        return
+    error = relative(got, wanted) if got is not None and wanted is not None else float("inf")
+    if error > limit:
+        factor = ""
+        if got is not None and wanted is not None and wanted.any():
+            factor = f", and is about {float((got * wanted).sum() / wanted.square().sum()):.3g} times as large"
+        raise Broken(
+            f"with two expert-parallel ranks, {label} differs by {error:.1e} on {where}{factor}. Nothing may depend on "
+            "how many experts this rank has (num_local_experts)"
+        )
+
+
+def is_saved_for_any_ep(experts: Experts) -> str:
+    """Names and shapes of global tensors are the same however the experts are divided."""
+    subject = experts.whole()
+    saved = shared.checkpoint_is_complete(subject)
+    wanted, whole_only = _global_tensors(subject.module)
+    sizes = [size for size in (2, 4) if experts.config.num_experts % size == 0]
+    for size in sizes:
+        number = experts.config.num_experts // size
+        ranks = [experts.built(range(r * number, (r + 1) * number)) for r in range(size)]
+        found = {name: shape for rank in ranks for name, shape in _global_tensors(rank)[0].items()}
+        for name in sorted({*wanted} ^ {*found}):
+            has, lacks = ("ep=1", f"ep={size}") if name in wanted else (f"ep={size}", "ep=1")
+            raise Broken(
+                f"a checkpoint of {has} has the tensor {name}, and one of {lacks} does not: stack the weights of the "
+                "experts along the first dimension, or keep one module per expert in an nn.ModuleList"
+            )
+        for name, shape in wanted.items():
+            if found[name] != shape:
+                raise Broken(f"{name} has the shape {shape} with ep=1, and {found[name]} with ep={size}")
+    if whole_only:
+        raise Unchecked(
+            f"all experts of a rank share {', '.join(whole_only)}: a checkpoint loads only on as many expert-parallel "
+            "ranks, and each rank trains its own copy. To save them by expert, stack them along the first dimension"
+        )
+    return f"{saved}; ep={', '.join(map(str, [1, *sizes]))}"
+
+
+def _global_tensors(layer: Any) -> tuple[dict[str, list[int]], list[str]]:
+    """The shapes of what each expert has, by global name, and the names of what all share."""
+    held, found, whole_only = expert_ids(layer), {}, []
+    for name, tensor in layer.state_dict().items():
+        if name not in held:
+            continue
+        if held[name].layout == "shared":
+            whole_only.append(name)
+            continue
+        found |= {key: [*view.shape] for key, view in global_tensors(name, tensor, held[name])}
+    return found, whole_only
+
+
+# ---- the pipeline ----
+
+
+def overlapped_equals_sequential(experts: Experts) -> str:
+    """Two micro-batches at a time in an MoE layer, bit for bit."""
+    config = dataclasses.replace(experts.config, experts="swiglu", expert_options="", router="topk", router_options="")
+    moe = prepare(MoE(config, Local(config.num_experts), 0), device=experts.device)
+    moe.experts = experts.module
+    moe.train(experts.module.training)
+    return compare_overlapped(moe, *(experts.rows(9, seed) for seed in (5, 6)), "experts.")
+
+
+# ---- layers that take an order ----
+
+
+def choices_are_weighted(experts: Experts) -> str:
+    """With several choices per row: the weighted sum of the experts' results, and the gradients of the weights."""
+    subject = experts.whole()
+    if not getattr(subject.module, "takes_order", False):
+        raise Unchecked("the model weights and adds the results: takes_order is False")
+    num_experts, module = experts.config.num_experts, subject.module
+    x_ND = experts.rows(6, 8)
+    ids_NK = torch.tensor([[n % num_experts, (n + 1) % num_experts if n % 3 else -1] for n in range(6)]).to(x_ND.device)
+    weights_NK = (0.1 + torch.rand(6, 2, generator=torch.Generator().manual_seed(9), dtype=torch.float64)).to(x_ND)
+    # On a GPU, a model does not wait for the exact number of choices.
+    order = expert_order(ids_NK, num_experts, ids_NK.numel() if ids_NK.is_cuda else int((ids_NK >= 0).sum()))
+    leaf = weights_NK.clone().requires_grad_()
+    y_ND = module(x_ND, order, leaf)
+    v_ND = random_like(y_ND, 10)
+    y_ND.backward(v_ND)
+    module.zero_grad()
+    one = [[int(e == expert) for e in range(num_experts)] for expert in range(num_experts)]
+    expected, grads = torch.zeros_like(y_ND), torch.zeros_like(leaf)
+    with torch.no_grad():
+        for n, k in (ids_NK >= 0).nonzero().tolist():
+            row = call(module, x_ND[n : n + 1], one[int(ids_NK[n, k])])[0]
+            expected[n] += weights_NK[n, k] * row
+            grads[n, k] = (row * v_ND[n]).sum()
+    limit = subject.tolerance(expected)
+    (n,), error = worst_row(row_errors(y_ND.detach(), expected))
+    if error > limit:
+        raise Broken(
+            f"the result of row {n}, with experts {ids_NK[n].tolist()}, differs by {error:.1e} from the sum of their "
+            "results times weights_NK. Position -1 is no expert; indices past expert_offsets[-1] are unused"
+        )
+    if leaf.grad is None or (error := relative(leaf.grad, grads)) > max(limit, 1e-6):
+        got = "missing" if leaf.grad is None else f"wrong by {error:.1e}"
+        raise Broken(f"the gradient of weights_NK is {got}: the router would not learn. Multiply by the weights")
+    return f"{plural(int((ids_NK >= 0).sum()), 'choice')} of {plural(len(x_ND), 'row')}"
+
+
+# ---- all of them ----
+
+BUILT, ROWS, INPUT, SAME, STATE = "constructor", "rows in, rows out", "input not written", "deterministic", "no state"
+USED, ALONE, ORDER, ANY = "all rows used", "rows independent", "row order", "any number of rows"
+ORACLE, SAVED, GRADIENTS, PARAMETERS = "each expert alone", "saved and loaded", "gradients", "parameters get gradients"
+SPLIT, OVERLAPPED = "split backward", "overlapped equals sequential"
+
+
+def experts_laws() -> list[Law]:
+    call_ = [BUILT, ROWS]
+    repeatable = [*call_, INPUT, SAME, STATE]
+    return [
+        Law(BUILT, is_built),
+        Law(ROWS, returns_rows, [BUILT]),
+        Law(INPUT, lambda e: shared.input_is_not_written(e.whole()), call_),
+        Law(SAME, lambda e: shared.is_deterministic(e.whole()), [*call_, INPUT]),
+        Law(STATE, lambda e: shared.has_no_state(e.whole()), [*call_, SAME]),
+        Law(USED, all_rows_are_used, repeatable),
+        Law(ALONE, rows_are_independent, repeatable),
+        Law(ORDER, order_does_not_matter, [*repeatable, USED]),
+        Law(ANY, any_number_of_rows, [*repeatable, USED, ALONE, ORDER]),
+        Law("choices of a row", choices_are_weighted, [*repeatable, ANY]),
+        Law(SAVED, is_saved_for_any_ep, repeatable),
+        Law(ORACLE, one_expert_at_a_time, [*repeatable, USED, ALONE, ORDER, ANY, SAVED]),
+        Law(PARAMETERS, lambda e: shared.parameters_get_gradients(e.whole()), [*repeatable, USED]),
+        Law(GRADIENTS, lambda e: shared.gradients_are_right(e.whole()), repeatable),
+        Law("ep=2 equals ep=1", parts_equal_the_whole, [*repeatable, ORACLE, SAVED, PARAMETERS, GRADIENTS]),
+        Law(SPLIT, lambda e: shared.split_equals_whole(e.whole()), repeatable),
+        Law(OVERLAPPED, overlapped_equals_sequential, [*repeatable, ANY, SPLIT]),
+        Law("no host sync", lambda e: shared.needs_no_host_sync(e.whole(), e.device), repeatable),
+    ]
