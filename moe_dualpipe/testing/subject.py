@@ -26,7 +26,8 @@ class Subject:
     """A layer, and how to use it.
 
     call: runs a module of this kind on an input; the first output carries gradients. draw: an input of a seed. build:
-    the layer with the initial weights of a seed. row_name: names a row of the output by its index.
+    the layer with the initial weights of a seed. row_name: names a row of the output by its index. prefix: of the names
+    of parameters, which messages leave out.
     """
 
     module: nn.Module
@@ -34,6 +35,7 @@ class Subject:
     draw: Callable[[int], Tensor]
     build: Callable[[int], nn.Module]
     row_name: Callable[[tuple[int, ...]], str]
+    prefix: str = ""
     held: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -58,14 +60,17 @@ class Subject:
             listed = held is not None and held.layout == "listed"
             stacked = held is not None and held.layout == "stacked"
             label = global_name if listed else f"{name} of expert {held.ids[i]}" if stacked else name
-            yield label, view, next(grads)[1] if grads is not None else None
+            yield label.removeprefix(self.prefix), view, next(grads)[1] if grads is not None else None
 
-    def backward(self, x: Tensor, seed: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Run forward and backward from a random direction. Returns output, output gradient and input gradient."""
+    def backward(self, x: Tensor, seed: int = 0, factor: float | Tensor = 1.0) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Run forward and backward from a random direction times `factor`.
+
+        Returns the output, its gradient, and the gradient of the input.
+        """
         self.module.zero_grad()
         x = x.clone().requires_grad_()
         y = self.call(self.module, x)[0]
-        v = random_like(y, seed)
+        v = random_like(y, seed) * factor
         if y.requires_grad:
             y.backward(v)
         return y.detach(), v, x.grad
