@@ -76,5 +76,6 @@ def check_block(
 
 
 def _check(found: LayerClass, subject: Any, laws: list[Law], raise_errors: bool) -> Report:
-    where = str(Place.of(found.make) or "")
+    segments = vars(found.make).get("segments") if isinstance(found.make, type) else None
+    where = str(Place.of(segments or found.make) or "")
     return check_laws(f"check of the {found.kind} {found.name}", where, subject, laws, raise_errors)

@@ -10,7 +10,7 @@ from ..messages import plural
 from .laws import Broken
 from .subject import random_like, relative
 
-Way = Literal["one after the other", "two forwards, then two backwards", "overlapped"]
+Way = Literal["one after the other", "forwards, then backwards", "forward with backward", "forward with forward"]
 
 
 def compare_overlapped(module: Any, first: Tensor, second: Tensor, prefix: str = "") -> str:
@@ -19,17 +19,17 @@ def compare_overlapped(module: Any, first: Tensor, second: Tensor, prefix: str =
     Raises Broken at the first difference.
     """
     expected = [*_run(module, first, second, "one after the other", prefix)]
-    ways: tuple[Way, ...] = "two forwards, then two backwards", "overlapped"
+    ways: tuple[Way, ...] = "forwards, then backwards", "forward with backward", "forward with forward"
     for way in ways:
         for (name, wanted), (_, found) in zip(expected, _run(module, first, second, way, prefix), strict=True):
             if wanted is None and found is None:
                 continue
             if wanted is None or found is None or not torch.equal(found, wanted):
-                size = f"by {relative(found, wanted):.1e}" if wanted is not None and found is not None else "in being"
+                size = "" if wanted is None or found is None else f" by {relative(found, wanted):.1e}"
                 raise Broken(
-                    f"{name} differs {size} if two micro-batches are in flight ({way}): forward keeps tensors for "
-                    "backward in `self` or in a global variable, and the other micro-batch overwrites them. Keep them "
-                    "in `ctx` of the autograd function"
+                    f"{name} differs{size} if two micro-batches are in flight ({way}): forward keeps tensors for "
+                    "later in `self` or in a global variable, and the other micro-batch overwrites them. Pass them "
+                    "on as outputs, or keep them in `ctx` of an autograd function"
                 )
     return f"{plural(len(expected), 'tensor')}, bit-equal"
 
@@ -43,19 +43,22 @@ def _run(module: Any, first: Tensor, second: Tensor, way: Way, prefix: str) -> I
     def loss_of(y: Tensor) -> Tensor:
         return (y * v).sum()
 
-    loss = loss_of(module(a))
+    if way == "forward with forward":
+        y_a, y_b = module.interleaved_forward(module, [a], module, [b])
+    else:
+        y_a = module(a)
+    loss = loss_of(y_a)
     if way == "one after the other":
         loss.backward()
-    if way == "overlapped":
-        y, last = module.overlapped_forward_backward(module, [b], loss_of, [], module, loss, None, None)
-        y = y[0] if isinstance(y, tuple) else y
-    else:
-        y = module(b)
-        last = loss_of(y)
-    if way == "two forwards, then two backwards":
+    if way == "forward with backward":
+        y_b = module.overlapped_forward_backward(module, [b], None, None, module, loss, None, None)[0]
+    elif way != "forward with forward":
+        y_b = module(b)
+    if way.endswith(("backwards", "with forward")):
         loss.backward()
-    last.backward()
-    yield "the result of the second micro-batch", y.detach()
+    loss_of(y_b).backward()
+    yield "the result of the first micro-batch", y_a.detach()
+    yield "the result of the second micro-batch", y_b.detach()
     yield "the input gradient of the first micro-batch", a.grad
     yield "the input gradient of the second micro-batch", b.grad
     for name, parameter in module.named_parameters():

@@ -171,6 +171,7 @@ def experts_are_weighted(routers: Routers) -> str:
     return f"largest difference {error:.0e} of 1e-06"
 
 
+PARAMETERS = "parameters get gradients"
 BUILT, SHAPES, IDS = "constructor", "weights and ids", "ids valid"
 INPUT, SAME, STATE = "input not written", "deterministic", "no state"
 
@@ -188,8 +189,8 @@ def router_laws() -> list[Law]:
         Law("tokens independent", tokens_are_independent, [*repeatable, IDS]),
         Law("weighted sum of experts", experts_are_weighted, [*repeatable, IDS]),
         Law("saved and loaded", lambda r: shared.checkpoint_is_complete(r.whole()), repeatable),
-        Law("parameters get gradients", lambda r: shared.parameters_get_gradients(r.whole()), repeatable),
-        Law("gradients", lambda r: shared.gradients_are_right(r.whole()), repeatable),
+        Law(PARAMETERS, lambda r: shared.parameters_get_gradients(r.whole()), repeatable),
+        Law("gradients", lambda r: shared.gradients_are_right(r.whole()), [*repeatable, PARAMETERS]),
         Law("split backward", lambda r: shared.split_equals_whole(r.whole()), repeatable),
         Law(
             "overlapped equals sequential",

@@ -218,6 +218,7 @@ def needs_processes(layer: SequenceLayer) -> str:
     raise Unchecked(f"it needs several processes: run `moe-dualpipe check parallel --model.block {layer.config.block}`")
 
 
+PARAMETERS = "parameters get gradients"
 BUILT, SHAPES = "constructor", "sequences in, sequences out"
 INPUT, SAME, STATE = "input not written", "deterministic", "no state"
 SEQUENCES, CAUSAL, SPLIT = "sequences independent", "causal", "split backward"
@@ -237,8 +238,8 @@ def sequence_laws(kind: str) -> list[Law]:
         Law("generation", cache_equals_all_at_once, [*repeatable, SEQUENCES, CAUSAL]),
         Law("document mask", mask_is_respected, [*repeatable, SEQUENCES, CAUSAL]),
         Law("saved and loaded", lambda s: shared.checkpoint_is_complete(s.whole()), repeatable),
-        Law("parameters get gradients", lambda s: shared.parameters_get_gradients(s.whole()), repeatable),
-        Law("gradients", lambda s: shared.gradients_are_right(s.whole()), repeatable),
+        Law(PARAMETERS, lambda s: shared.parameters_get_gradients(s.whole()), repeatable),
+        Law("gradients", lambda s: shared.gradients_are_right(s.whole()), [*repeatable, PARAMETERS]),
         Law(SPLIT, lambda s: shared.split_equals_whole(s.whole()), repeatable),
         Law(
             "overlapped equals sequential",

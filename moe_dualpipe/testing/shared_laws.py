@@ -134,7 +134,7 @@ def gradients_are_right(subject: Subject) -> str:
                     "the input gets no gradient: autograd is cut off by .detach(), .data or torch.no_grad(), so layers "
                     "below would not learn"
                 )
-            if grad is None or not grad.any():  # of weights: another law
+            if grad is None or not (grad.any() or label == _INPUT):  # of weights: another law
                 continue
             if kept_rows is not None:
                 grad = next(g for name, _, g in _gradients(subject, x, kept_rows, seed) if name == label)
@@ -193,6 +193,8 @@ def _derivative(
 def split_equals_whole(subject: Subject) -> str:
     """Deferred weight gradients (kernels/weight_grads.py), twice, so that gradients also accumulate."""
     x = subject.draw(1)
+    if not subject.call(subject.module, x.clone().requires_grad_())[0].requires_grad:
+        raise Unchecked("it has no gradients")
     _, _, whole_x = subject.backward(x)
     whole = {label: None if grad is None else grad.clone() for label, _, grad in subject.weights()}
     deferred, limit = WeightGrads(), subject.tolerance(subject.run(x)[0])

@@ -30,7 +30,7 @@ BROKEN = [
     ("CutsOffTheInput", "gradients", "the input gets no gradient"),
     ("DoublesAGradientInParts", "ep=2 equals ep=1", "down of expert 0 differs by 1.0e+00 on rank 0"),
     ("DefersTwice", "split backward", "differs by 1.0e+00 (about 2 times as large) if weight gradients are deferred"),
-    ("KeepsItsInput", "overlapped equals sequential", "keeps tensors for backward in `self`"),
+    ("KeepsItsInput", "overlapped equals sequential", "keeps tensors for later in `self`"),
     ("IgnoresTheWeights", "choices of a row", "differs by"),
 ]  # fmt: skip
 
