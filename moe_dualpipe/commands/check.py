@@ -6,6 +6,8 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional, arg, subcommand
 
+from .check_layers import CheckAttention, CheckBlock, CheckExperts, CheckRouter
+
 _PARALLEL = """Run a model in many parallel layouts on this machine, and compare each with one process.
 
 Takes the options of train.py. The model, the seed, the sizes of sequences and micro-batches, and the layout are used;
@@ -38,9 +40,13 @@ class CheckParallel:
 
 @dataclass(frozen=True)
 class CheckCommands:
-    """Check parallel runs against one process."""
+    """Check a layer of your own against its contract, or parallel runs against one process."""
 
     command: Annotated[
-        Annotated[CheckParallel, subcommand("parallel")],
+        Annotated[CheckParallel, subcommand("parallel")]
+        | Annotated[CheckExperts, subcommand("experts")]
+        | Annotated[CheckRouter, subcommand("router")]
+        | Annotated[CheckAttention, subcommand("attention")]
+        | Annotated[CheckBlock, subcommand("block")],
         tyro.conf.arg(name=""),
     ]

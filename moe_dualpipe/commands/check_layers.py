@@ -1,9 +1,10 @@
 """`moe-dualpipe check experts`, and the same for other layers: whether a layer of one's own meets its contract."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from tyro.conf import Positional
+import tyro
+from tyro.conf import OmitArgPrefixes, Positional
 
 if TYPE_CHECKING:
     from ..models.config import ModelConfig
@@ -41,15 +42,15 @@ class Sizes:
 
 @dataclass(frozen=True)
 class CheckLayer:
-    layer: Positional[str]
+    layer: Annotated[Positional[str], tyro.conf.arg(metavar="LAYER")]
     """The class or function: FILE.py:NAME, MODULE:NAME, or the name of a built-in one."""
-    options: tuple[str, ...] = ()
+    options: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[KEY=VALUE ...]")] = ()
     """The layer's own options, as key=value words."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where to run the layer."""
     traceback: bool = False
     """Stop at the first exception of the layer, and print its traceback."""
-    sizes: Sizes = field(default_factory=Sizes)
+    sizes: OmitArgPrefixes[Sizes] = field(default_factory=Sizes)
 
     kind: ClassVar[Kind]
 
@@ -70,3 +71,24 @@ class CheckExperts(CheckLayer):
     """Check an expert layer: gradients, independent rows, any number of rows, expert parallelism, overlap."""
 
     kind = "experts"
+
+
+@dataclass(frozen=True)
+class CheckRouter(CheckLayer):
+    """Check a router: valid ids, independent tokens, gradients, overlap."""
+
+    kind = "router"
+
+
+@dataclass(frozen=True)
+class CheckAttention(CheckLayer):
+    """Check attention: causal, independent sequences, generation with a cache, masks, gradients, overlap."""
+
+    kind = "attention"
+
+
+@dataclass(frozen=True)
+class CheckBlock(CheckLayer):
+    """Check a transformer block: as attention, with the experts and the router in it."""
+
+    kind = "block"

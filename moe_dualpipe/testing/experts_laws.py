@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..expert_parallel import Local
 from ..expert_parallel.parameters import expert_ids, global_tensors
 from ..kernels.routing import expert_order
 from ..messages import plural
@@ -19,7 +18,7 @@ from ..models.moe import MoE
 from . import shared_laws as shared
 from .experts_subject import Experts, call, row_name, starts
 from .laws import Broken, Law, Unchecked
-from .pairs import compare_overlapped
+from .pairs import Interleaved, compare_overlapped
 from .subject import Subject, prepare, random_like, relative, row_errors, worst_row
 
 
@@ -279,10 +278,10 @@ def _global_tensors(layer: Any) -> tuple[dict[str, list[int]], list[str]]:
 def overlapped_equals_sequential(experts: Experts) -> str:
     """Two micro-batches at a time in an MoE layer, bit for bit."""
     config = dataclasses.replace(experts.config, experts="swiglu", expert_options="", router="topk", router_options="")
-    moe = prepare(MoE(config, Local(config.num_experts), 0), device=experts.device)
+    moe = prepare(MoE(config, Interleaved(config.num_experts), 0), device=experts.device)
     moe.experts = experts.module
     moe.train(experts.module.training)
-    return compare_overlapped(moe, *(experts.rows(9, seed) for seed in (5, 6)), "experts.")
+    return compare_overlapped(moe, experts.rows(9, 5), experts.rows(9, 6), "experts.")
 
 
 # ---- layers that take an order ----

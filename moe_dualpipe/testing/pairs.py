@@ -1,16 +1,36 @@
 """Two micro-batches at a time: as in a pipeline, one after the other, both in flight, or overlapped."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from ..expert_parallel import Local, Route
 from ..messages import plural
 from .laws import Broken
 from .subject import random_like, relative
 
 Way = Literal["one after the other", "forwards, then backwards", "forward with backward", "forward with forward"]
+
+
+class Interleaved(Local):
+    """A single rank whose transfers are not complete at once, so that the engine interleaves, as between ranks."""
+
+    def dispatch(self, x_TD: Tensor, route: Route, weights_TK: Tensor | None = None) -> Any:
+        return _Later(super().dispatch(x_TD, route, weights_TK))
+
+    def combine(self, y_ND: Tensor, route: Route, weight_grads_NK: Tensor | None = None) -> Any:
+        return _Later(super().combine(y_ND, route, weight_grads_NK))
+
+
+@dataclass(frozen=True, slots=True)
+class _Later:
+    transfer: Any
+
+    def wait(self) -> Any:
+        return self.transfer.wait()
 
 
 def compare_overlapped(module: Any, first: Tensor, second: Tensor, prefix: str = "") -> str:

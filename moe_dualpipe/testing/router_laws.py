@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..expert_parallel import Local
 from ..messages import plural
 from ..models.config import ModelConfig
 from ..models.layers import seeded
@@ -20,7 +19,7 @@ from ..models.moe import MoE
 from ..models.router import build_router
 from . import shared_laws as shared
 from .laws import Broken, Law, Suspect
-from .pairs import compare_overlapped
+from .pairs import Interleaved, compare_overlapped
 from .subject import Subject, prepare, random_like, relative, row_errors, worst_row
 
 _SEQUENCES, _LENGTH = 4, 6
@@ -141,12 +140,12 @@ def _chosen(ids_K: Tensor) -> Tensor:
     return ids_K[ids_K >= 0].sort().values
 
 
-def _moe(routers: Routers) -> MoE:
+def _moe(routers: Routers) -> Any:
     config = dataclasses.replace(
         routers.config, router="topk", router_options="", experts="swiglu", expert_options="", num_shared_experts=0,
         sequence_loss=0.0, z_loss=0.0,
     )  # fmt: skip
-    moe: Any = prepare(MoE(config, Local(config.num_experts), 0), device=routers.device)
+    moe: Any = prepare(MoE(config, Interleaved(config.num_experts), 0), device=routers.device)
     moe.router = routers.module
     return moe.train(routers.module.training)
 
@@ -158,7 +157,7 @@ def experts_are_weighted(routers: Routers) -> str:
     with torch.no_grad():
         found = moe(x).flatten(0, 1)
         tokens, expected = x.flatten(0, 1), torch.zeros_like(found)
-        gate_up, down = moe.experts.gate_up, moe.experts.down
+        gate_up, down = (moe.experts.get_parameter(name) for name in ("gate_up", "down"))
         for t, k in (ids >= 0).nonzero().tolist():
             gate, up = (gate_up[ids[t, k]] @ tokens[t]).chunk(2)
             expected[t] += weights[t, k] * (down[ids[t, k]] @ (nn.functional.silu(gate) * up))

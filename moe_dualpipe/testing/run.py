@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..expert_parallel import AllToAll, Local
-from ..expert_parallel.parameters import expert_ids, global_tensors
+from ..expert_parallel.parameters import global_tensors
 from ..kernels.backend import Kernels
 from ..models import ModelConfig, StageOptions, TransformerStage, share_embedding, split
 from ..models.layers import seed_of
@@ -25,6 +25,7 @@ from ..runtime.groups import Layout, build_groups
 from ..runtime.replicas import ReplicaSet, replica_sets, sum_gradients
 from ..schedule import Forward, Schedule, build, halves
 from ..training.balance import Balance
+from .subject import prepare
 from .variants import Variant
 
 STEPS = 2
@@ -135,7 +136,7 @@ class Run:
         )
         specs = split(model, placed.num_stages)
         self.stages = {
-            index: _prepare(TransformerStage(model, specs[index], experts, options), options.seed, job.dtype)
+            index: prepare(TransformerStage(model, specs[index], experts, options), options.seed, job.dtype)
             for index in placed.placement.stages[layout.pp_rank]
         }
         self.last = self.stages.get(placed.num_stages - 1)
@@ -227,20 +228,3 @@ def _global_values(replicas: ReplicaSet, value: Callable[[Tensor], Tensor | None
 
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
-
-
-@torch.no_grad()
-def _prepare(stage: TransformerStage, seed: int, dtype: torch.dtype) -> TransformerStage:
-    """Disable dropout, and add noise to constant weights: zeros and ones would hide faults, as in a LoRA adapter."""
-    for module in stage.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
-    held = expert_ids(stage)
-    for name, parameter in stage.named_parameters():
-        ids = held.get(name)
-        for global_name, view in global_tensors(name, parameter, ids):
-            if view.numel() > 1 and bool((view == view.flatten()[0]).all()):
-                seed_name = name if ids is not None and ids.layout == "shared" else global_name
-                generator = torch.Generator().manual_seed(seed_of(seed, f"noise of {seed_name}"))
-                view += 0.05 * torch.randn(view.shape, generator=generator).to(view)
-    return stage.to(dtype)

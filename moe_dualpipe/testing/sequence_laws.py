@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..expert_parallel import Local
 from ..messages import plural
 from ..models.attention import attention_class, document_mask
 from ..models.attention_layer import accepted_context, attend
@@ -23,7 +22,7 @@ from ..models.layers import seeded
 from ..overlap import Compute, Segmented, Segments
 from . import shared_laws as shared
 from .laws import Broken, Law, Unchecked
-from .pairs import compare_overlapped
+from .pairs import Interleaved, compare_overlapped
 from .subject import Subject, prepare, random_like, row_errors, worst_row
 
 _SEQUENCES, _LENGTH = 3, 8
@@ -67,7 +66,7 @@ class SequenceLayer:
             if self.kind == "attention":
                 runner = AttentionRunner(attention_class(self.config).build(self.config, layer=0))
             else:
-                experts, options = Local(self.config.num_experts), StageOptions(seed=seed)
+                experts, options = Interleaved(self.config.num_experts), StageOptions(seed=seed)
                 runner = BlockRunner(block_class(self.config).build(self.config, 0, experts, options))
         return prepare(runner, seed, device=self.device)
 

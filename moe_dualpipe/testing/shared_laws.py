@@ -104,7 +104,7 @@ def parameters_get_gradients(subject: Subject) -> str:
     missing = [(label, view) for label, view, grad in subject.weights() if grad is None or not bool(grad.any())]
     if not missing:
         number = sum(1 for _ in subject.weights())
-        return f"{plural(number, 'weight')}, by expert" if number else "no trained parameters"
+        return plural(number, "weight") if number else "no trained parameters"
     label, view = missing[0]
     kept = view.clone()
     view += random_like(view, 3)

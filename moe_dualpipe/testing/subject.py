@@ -6,7 +6,7 @@ noise: a zero, such as a LoRA matrix, would hide wrong gradients.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..expert_parallel.parameters import expert_ids, global_tensors
 from ..models.layers import seed_of
 
+M = TypeVar("M", bound=nn.Module)
 Outputs = tuple[Tensor, ...]
 EQUAL = 1e-9
 """The largest relative difference that rounding in fp64 explains, where the order of additions may differ."""
@@ -57,9 +58,9 @@ class Subject:
         views = global_tensors(name, tensor, held)
         grads = global_tensors(name, grad, held) if grad is not None else None
         for i, (global_name, view) in enumerate(views):
-            listed = held is not None and held.layout == "listed"
-            stacked = held is not None and held.layout == "stacked"
-            label = global_name if listed else f"{name} of expert {held.ids[i]}" if stacked else name
+            label = global_name if held is not None and held.layout == "listed" else name
+            if held is not None and held.layout == "stacked":
+                label = f"{name} of expert {held.ids[i]}"
             yield label.removeprefix(self.prefix), view, next(grads)[1] if grads is not None else None
 
     def backward(self, x: Tensor, seed: int = 0, factor: float | Tensor = 1.0) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -83,7 +84,7 @@ class Subject:
 
 
 @torch.no_grad()
-def prepare(module: nn.Module, seed: int = 0, dtype: torch.dtype = torch.float64, device: str = "cpu") -> nn.Module:
+def prepare(module: M, seed: int = 0, dtype: torch.dtype = torch.float64, device: str = "cpu") -> M:
     """Turn dropout off, and add noise to constant weights, which does not depend on the number of ranks."""
     for layer in module.modules():
         if isinstance(layer, nn.modules.dropout._DropoutNd):
