@@ -105,7 +105,7 @@ def test_rows_received_equal_those_of_random_choices(ep):
 
 
 @pytest.mark.parametrize("layers,dense", [(range(5), 2), (range(2, 5), 2), (range(2), 2), (range(1, 4), 9)])
-@pytest.mark.parametrize("experts", ["swiglu", "examples.custom_experts:SquaredReLUExperts"])
+@pytest.mark.parametrize("experts", ["swiglu", "examples/layers/squared_relu.py:SquaredReLUExperts"])
 def test_sizes_of_equal_layers_are_those_of_all_layers(layers, dense, experts):
     config = dataclasses.replace(CONFIG, num_dense_layers=dense, experts=experts)
     spec = StageSpec(layers, layers.start == 0, layers.stop == 5, 1.0)

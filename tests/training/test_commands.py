@@ -36,7 +36,7 @@ def test_torchrun_trains_and_prints_the_command_that_resumes_the_run(tmp_path):
 
 
 def test_a_single_process_trains_with_custom_experts_and_a_fused_loss(tmp_path, capsys):
-    own = "examples.custom_experts:SquaredReLUExperts"
+    own = "examples/layers/squared_relu.py:SquaredReLUExperts"
     main(
         [
             *map(str, ("--steps", 2, "--out", tmp_path, *SMALL)),

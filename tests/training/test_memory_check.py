@@ -33,7 +33,9 @@ def needs_and_use(rank, configs):
 def test_needs_equal_what_ranks_allocate(tmp_path):
     base = settings(tmp_path, model=dataclasses.replace(MODEL, vocab_size=3000))
     changes = [{"pp": 2, "ep": 2, "dtype": "bfloat16"}, {"pp": 1}, {"pp": 2, "schedule": "dualpipev", "zero": False}]
-    changes += [{"model": dataclasses.replace(MODEL, experts="examples.custom_experts:SquaredReLUExperts"), "ep": 2}]
+    changes += [
+        {"model": dataclasses.replace(MODEL, experts="examples/layers/squared_relu.py:SquaredReLUExperts"), "ep": 2}
+    ]
     for found in run_ranks(4, needs_and_use, [change(base, **change_) for change_ in changes]):
         for counted, used in found:
             assert counted == used

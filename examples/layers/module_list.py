@@ -1,0 +1,49 @@
+"""Experts from one nn.Module each: a class of one expert, and a function that returns an nn.ModuleList.
+
+    python examples/layers/module_list.py
+    python train.py --steps 40 --model.experts examples/layers/module_list.py:linear_experts
+
+The model calls each module with the rows of its expert. Each expert is saved separately, and its initial weights do not
+depend on the number of ranks. On a GPU, this form waits once in each layer to learn how many rows each expert has.
+"""
+
+import sys
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moe_dualpipe.models import ModelConfig
+from moe_dualpipe.training.main import main
+
+
+class GELUExpert(nn.Module):
+    """One expert: rows [m, D] -> rows [m, D]."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.up = nn.Linear(config.hidden_size, config.expert_size)
+        self.down = nn.Linear(config.expert_size, config.hidden_size)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(rows)))
+
+
+def linear_experts(config: ModelConfig, num_local_experts: int) -> nn.ModuleList:
+    """All experts of a rank, each a single matrix."""
+    return nn.ModuleList(nn.Linear(config.hidden_size, config.hidden_size) for _ in range(num_local_experts))
+
+
+if __name__ == "__main__":
+    main(
+        [
+            "--model.experts",
+            f"{__file__}:GELUExpert",
+            "--steps",
+            "40",
+            "--seq-len",
+            "128",
+            "--micro-batches",
+            "4",
+            *sys.argv[1:],
+        ]
+    )

@@ -1,0 +1,64 @@
+"""Sliding-window attention: each position attends to the last positions only (arXiv 2004.05150).
+
+    python examples/layers/sliding_window.py
+    python train.py --steps 40 --model.attention examples/layers/sliding_window.py:SlidingWindow \\
+        --model.attention-options.window 64
+
+`mask_B1SS` is the mask of `--document-mask`. `forward` has no parameter `cache`: in generation, the model keeps the
+inputs of all positions, and calls `forward` with all of them for each new token. That is correct for any causal layer.
+
+B sequences, S positions, D model dim, H heads, C head width.
+"""
+
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moe_dualpipe.models import AttentionLayer, ModelConfig
+from moe_dualpipe.models.layers import Linear, rotary_table, rotate
+from moe_dualpipe.training.main import main
+
+
+@dataclass
+class Window:
+    window: int = 32
+    """Number of positions that each position attends to, including itself."""
+
+
+class SlidingWindow(AttentionLayer):
+    def __init__(self, config: ModelConfig, options: Window):
+        super().__init__()
+        self.heads, self.head_dim, self.window = config.num_heads, config.head_dim, options.window
+        self.qkv = Linear(config.hidden_size, 3 * self.heads * self.head_dim, config.init_std)
+        self.out = Linear(self.heads * self.head_dim, config.hidden_size, config.residual_std)
+
+    def forward(self, x_BSD: Tensor, mask_B1SS: Tensor | None = None) -> Tensor:
+        batch, length, _ = x_BSD.shape
+        heads_BSHC = self.qkv(x_BSD).view(batch, length, 3 * self.heads, self.head_dim)
+        q_BHSC, k_BHSC, v_BHSC = heads_BSHC.transpose(1, 2).chunk(3, dim=1)
+        cos_SC, sin_SC = rotary_table(x_BSD.new_empty(length, dtype=torch.float32), self.head_dim, 10_000.0)
+        visible_SS = x_BSD.new_ones(length, length, dtype=torch.bool).tril().triu(1 - self.window)
+        mask = visible_SS if mask_B1SS is None else visible_SS & mask_B1SS
+        y_BHSC = F.scaled_dot_product_attention(
+            rotate(q_BHSC, cos_SC, sin_SC), rotate(k_BHSC, cos_SC, sin_SC), v_BHSC, mask
+        )
+        return self.out(y_BHSC.transpose(1, 2).flatten(2))
+
+
+if __name__ == "__main__":
+    main(
+        [
+            "--model.attention",
+            f"{__file__}:SlidingWindow",
+            "--steps",
+            "40",
+            "--seq-len",
+            "128",
+            "--micro-batches",
+            "4",
+            *sys.argv[1:],
+        ]
+    )

@@ -1,0 +1,47 @@
+"""Experts of different widths, chosen by the expert's id and by options (heterogeneous experts: arXiv 2408.10681).
+
+    python examples/layers/widths.py
+    python train.py --steps 40 --model.experts examples/layers/widths.py:WideOrNarrow \\
+        --model.expert-options.widths 32,512
+
+The constructor of one expert receives `expert_id`, the global id, so the model has the same experts on any number of
+ranks. It receives the options because its parameter `options` is annotated with a dataclass.
+"""
+
+import sys
+from dataclasses import dataclass
+
+from torch import nn
+
+from moe_dualpipe.models import ModelConfig
+from moe_dualpipe.training.main import main
+
+
+@dataclass
+class Widths:
+    widths: tuple[int, ...] = (64, 128, 256)
+    """Inner widths. Expert e has the width at position e % len(widths)."""
+
+
+class WideOrNarrow(nn.Sequential):
+    """One expert."""
+
+    def __init__(self, config: ModelConfig, expert_id: int, options: Widths):
+        width = options.widths[expert_id % len(options.widths)]
+        super().__init__(nn.Linear(config.hidden_size, width), nn.SiLU(), nn.Linear(width, config.hidden_size))
+
+
+if __name__ == "__main__":
+    main(
+        [
+            "--model.experts",
+            f"{__file__}:WideOrNarrow",
+            "--steps",
+            "40",
+            "--seq-len",
+            "128",
+            "--micro-batches",
+            "4",
+            *sys.argv[1:],
+        ]
+    )

@@ -1,0 +1,71 @@
+"""MoE++: beside the MLPs, experts that compute almost nothing: zero, copy and constant experts (arXiv 2410.07348).
+
+    python examples/layers/zero_computation.py
+    python train.py --steps 40 --model.experts examples/layers/zero_computation.py:expert --model.expert-options.zeros 2
+
+A function of one expert's id returns the module of this expert. The last ids are those of the special experts. Simple
+tokens can choose them, which leaves the MLPs to others. The paper gives every rank a copy of the special experts; here
+they live on one rank each, so their rows are sent like those of any expert.
+"""
+
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from moe_dualpipe.models import ModelConfig
+from moe_dualpipe.training.main import main
+
+
+@dataclass
+class Special:
+    zeros: int = 1
+    """Number of experts that return 0."""
+    copies: int = 1
+    """Number of experts that return their input."""
+    constants: int = 1
+    """Number of experts that return a mean of their input and a learned vector."""
+
+
+class Zero(nn.Module):
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows * 0
+
+
+class Constant(nn.Module):
+    """a x + (1 - a) v, where a = sigmoid(gate x)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.gate = nn.Linear(config.hidden_size, 1, bias=False)
+        self.v = nn.Parameter(torch.randn(config.hidden_size) * config.init_std)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return torch.lerp(self.v.expand_as(rows), rows, self.gate(rows).sigmoid())
+
+
+def expert(config: ModelConfig, expert_id: int, options: Special) -> nn.Module:
+    special = [Zero() for _ in range(options.zeros)] + [nn.Identity() for _ in range(options.copies)]
+    special += [Constant(config) for _ in range(options.constants)]
+    first = config.num_experts - len(special)
+    if expert_id >= first:
+        return special[expert_id - first]
+    width, inner = config.hidden_size, config.expert_size
+    return nn.Sequential(nn.Linear(width, inner), nn.SiLU(), nn.Linear(inner, width))
+
+
+if __name__ == "__main__":
+    main(
+        [
+            "--model.experts",
+            f"{__file__}:expert",
+            "--steps",
+            "40",
+            "--seq-len",
+            "128",
+            "--micro-batches",
+            "4",
+            *sys.argv[1:],
+        ]
+    )
