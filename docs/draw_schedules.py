@@ -10,7 +10,7 @@ from pathlib import Path
 
 from moe_dualpipe.drawing.captions import timeline_summary
 from moe_dualpipe.drawing.figures import new_figure, save_figure
-from moe_dualpipe.drawing.timeline_figure import add_timeline_legend, draw_timeline
+from moe_dualpipe.drawing.timeline_plot import add_timeline_legend, draw_timeline
 from moe_dualpipe.schedule import Costs
 from moe_dualpipe.schedule.compare import compare
 

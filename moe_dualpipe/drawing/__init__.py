@@ -2,8 +2,8 @@
 
 from .lanes import Picture, lanes_figure, measurement_pictures, save_lanes, trace_pictures
 from .overlap_report import analysis_text, hidden_sentence, traces_text
-from .timeline_figure import timeline_figure
 from .timeline_file import save_timeline
+from .timeline_plot import timeline_figure
 
 __all__ = [
     "Picture", "analysis_text", "hidden_sentence", "lanes_figure", "measurement_pictures", "save_lanes",

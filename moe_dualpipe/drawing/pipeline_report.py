@@ -9,7 +9,7 @@ from ..profiler.pipeline import RecordedPipeline, step_breakdowns
 from ..schedule import Costs, Timeline
 from .figures import new_figure, save_figure
 from .tables import markdown
-from .timeline_figure import add_timeline_legend, draw_timeline, size_for_numbers
+from .timeline_plot import add_timeline_legend, draw_timeline, size_for_numbers
 
 HEADINGS = {
     "step": "step, ms", "forward": "forward", "backward": "backward", "weights": "weights", "pairs": "pairs",

@@ -5,7 +5,7 @@ from pathlib import Path
 from .. import strict_json
 from ..schedule.timeline import Timeline
 from .figures import save_figure
-from .timeline_figure import timeline_figure
+from .timeline_plot import timeline_figure
 from .timeline_trace import chrome_trace
 
 TIMELINE_SUFFIXES = (".svg", ".png", ".json", ".csv")

@@ -13,8 +13,8 @@ import pytest
 
 from moe_dualpipe.drawing.captions import format_range, timeline_summary
 from moe_dualpipe.drawing.timeline_boxes import COLOURS, boxes
-from moe_dualpipe.drawing.timeline_figure import draw_timeline, timeline_figure
 from moe_dualpipe.drawing.timeline_file import save_timeline
+from moe_dualpipe.drawing.timeline_plot import draw_timeline, timeline_figure
 from moe_dualpipe.drawing.timeline_text import timeline_text
 from moe_dualpipe.drawing.timeline_trace import chrome_trace
 from moe_dualpipe.schedule import (
