@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-import sys
 
 import numpy as np
 import pytest
@@ -85,7 +84,6 @@ def test_runs_with_any_number_of_expert_parallel_ranks_start_and_train_alike(tmp
 
 
 def train_the_example(rank, config, folder):
-    sys.path.insert(0, str(folder))
     found = []
     for ep in (1, 2):
         trainer = make_trainer(rank, change(config, out=f"{folder}/{ep}", ep=ep))
@@ -94,9 +92,9 @@ def train_the_example(rank, config, folder):
 
 
 def test_the_example_of_the_documentation_has_two_null_experts_with_any_number_of_ranks(tmp_path):
-    code = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "experts.md").read_text(), re.DOTALL)
-    (tmp_path / "null_experts.py").write_text(next(block for block in code if "class SomeNullExperts" in block))
-    model = dataclasses.replace(MODEL, experts="null_experts:SomeNullExperts")
+    code = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "custom_layers.md").read_text(), re.DOTALL)
+    (tmp_path / "null_experts.py").write_text(next(block for block in code if "def some_null_experts" in block))
+    model = dataclasses.replace(MODEL, experts=f"{tmp_path}/null_experts.py:some_null_experts")
     config = settings(tmp_path, model=model, pp=1, data=(f"{TEXT}/message.py",))
     (count, losses), (count_with_2, losses_with_2) = run_ranks(2, train_the_example, config, tmp_path)[0]
     assert losses == pytest.approx(losses_with_2, rel=1e-6)
