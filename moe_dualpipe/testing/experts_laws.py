@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..expert_parallel.parameters import expert_ids, global_tensors
 from ..kernels.routing import expert_order
 from ..messages import plural
 from ..models.moe import MoE
 from . import shared_laws as shared
+from .experts_ranks import is_saved_for_any_ep, one_expert_at_a_time, parts_equal_the_whole
 from .experts_subject import Experts, call, row_name, starts
 from .laws import Broken, Law, Unchecked
 from .pairs import Interleaved, compare_overlapped
@@ -160,116 +160,6 @@ def _rows_of(counts: list[int]) -> str:
 
 def _expert(counts: Sequence[int], row: int) -> int:
     return max(e for e, start in enumerate(starts(counts)) if start <= row)
-
-
-# ---- ranks ----
-
-
-def one_expert_at_a_time(experts: Experts) -> str:
-    """The dense oracle: a layer with expert e alone, on the rows of expert e."""
-    whole, counts = experts.whole(), experts.counts
-    x = whole.draw(1)
-    y, worst = whole.run(x)[0], 0.0
-    limit = whole.tolerance(y)
-    for e, (start, number) in enumerate(zip(starts(counts), counts, strict=True)):
-        single = experts.part(range(e, e + 1), [number])
-        found = single.run(x[start : start + number])[0]
-        (row,), error = worst_row(row_errors(found, y[start : start + number]))
-        if error > limit:
-            names = sorted({name for name, ids in whole.held.items() if ids.layout == "shared"})
-            shared_names = f" All experts share {', '.join(names)}." if names else ""
-            raise Broken(
-                f"expert {e} computes something else in a layer with all experts than in a layer of its own: row {row} "
-                f"of expert {e} differs by {error:.1e} of its size.{shared_names} Check that expert_offsets[e] and "
-                "weights[e] belong to the same local expert e, that weights are stacked as [num_local_experts, ...] "
-                "(not config.num_experts), and that nothing depends on how many experts the layer has"
-            )
-        worst = max(worst, error)
-    return f"{plural(len(counts), 'expert')}, largest difference {worst:.0e} of {limit:.0e}"
-
-
-def parts_equal_the_whole(experts: Experts) -> str:
-    """ep=2: two layers with half of the experts each. Compares results, input gradients and weight gradients."""
-    if experts.config.num_experts % 2:
-        raise Unchecked(f"{experts.config.num_experts} experts cannot be divided among 2 ranks")
-    whole, counts, half = experts.whole(), experts.counts, experts.config.num_experts // 2
-    x, first_rows = whole.draw(1), sum(counts[:half])
-    y, v, x_grad = whole.backward(x)
-    expected = {label: grad for label, _, grad in whole.weights()}
-    shared_names = {name for name, ids in whole.held.items() if ids.layout == "shared"}
-    limit, compared = whole.tolerance(y), 0
-    for rank, rows in enumerate((slice(0, first_rows), slice(first_rows, None))):
-        local = range(rank * half, (rank + 1) * half)
-        part = experts.part(local, counts[local.start : local.stop])
-        leaf = x[rows].clone().requires_grad_()
-        found = part.call(part.module, leaf)[0]
-        if found.requires_grad:
-            found.backward(v[rows])
-        pairs = [("the result", found.detach(), y[rows])]
-        pairs += [("the gradient of the input", leaf.grad, x_grad[rows])] if x_grad is not None else []
-        pairs += [
-            (f"the gradient of {label}", grad, expected[label])
-            for label, _, grad in part.weights()
-            if label not in shared_names
-        ]
-        for label, got, wanted in pairs:
-            _compare_parts(label, got, wanted, f"rank {rank} with experts {local[0]}-{local[-1]}", limit)
-        compared += len(pairs)
-    return f"{plural(compared, 'tensor')} within {limit:.0e}"
-
-
-def _compare_parts(label: str, got: Tensor | None, wanted: Tensor | None, where: str, limit: float) -> None:
-    if (got is None or not got.any()) and (wanted is None or not wanted.any()):
-        return
-    error = relative(got, wanted) if got is not None and wanted is not None else float("inf")
-    if error > limit:
-        factor = ""
-        if got is not None and wanted is not None and wanted.any():
-            factor = f", and is about {float((got * wanted).sum() / wanted.square().sum()):.3g} times as large"
-        raise Broken(
-            f"with two expert-parallel ranks, {label} differs by {error:.1e} on {where}{factor}. Nothing may depend on "
-            "how many experts this rank has (num_local_experts)"
-        )
-
-
-def is_saved_for_any_ep(experts: Experts) -> str:
-    """Names and shapes of global tensors are the same however the experts are divided."""
-    subject = experts.whole()
-    saved = shared.checkpoint_is_complete(subject)
-    wanted, whole_only = _global_tensors(subject.module)
-    sizes = [size for size in (2, 4) if experts.config.num_experts % size == 0]
-    for size in sizes:
-        number = experts.config.num_experts // size
-        ranks = [experts.built(range(r * number, (r + 1) * number)) for r in range(size)]
-        found = {name: shape for rank in ranks for name, shape in _global_tensors(rank)[0].items()}
-        for name in sorted({*wanted} ^ {*found}):
-            has, lacks = ("ep=1", f"ep={size}") if name in wanted else (f"ep={size}", "ep=1")
-            raise Broken(
-                f"a checkpoint of {has} has the tensor {name}, and one of {lacks} does not: stack the weights of the "
-                "experts along the first dimension, or keep one module per expert in an nn.ModuleList"
-            )
-        for name, shape in wanted.items():
-            if found[name] != shape:
-                raise Broken(f"{name} has the shape {shape} with ep=1, and {found[name]} with ep={size}")
-    if whole_only:
-        raise Unchecked(
-            f"all experts of a rank share {', '.join(whole_only)}: a checkpoint loads only on as many expert-parallel "
-            "ranks, and each rank trains its own copy. To save them by expert, stack them along the first dimension"
-        )
-    return f"{saved}; ep={', '.join(map(str, [1, *sizes]))}"
-
-
-def _global_tensors(layer: Any) -> tuple[dict[str, list[int]], list[str]]:
-    """The shapes of what each expert has, by global name, and the names of what all share."""
-    held, found, whole_only = expert_ids(layer), {}, []
-    for name, tensor in layer.state_dict().items():
-        if name not in held:
-            continue
-        if held[name].layout == "shared":
-            whole_only.append(name)
-            continue
-        found |= {key: [*view.shape] for key, view in global_tensors(name, tensor, held[name])}
-    return found, whole_only
 
 
 # ---- the pipeline ----
