@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from moe_dualpipe import testing
 from moe_dualpipe.expert_parallel import Local
 from moe_dualpipe.models import StageOptions, build_model
 from moe_dualpipe.overlap import Comm, Compute, PrepareComm
@@ -71,6 +72,26 @@ def test_two_ranks_with_half_of_the_experts_have_the_same_losses(tmp_path):
     whole_, halved = run_ranks(2, losses_by_ep, config)[0]
     assert len(whole_) == 2
     assert halved == pytest.approx(whole_, rel=1e-5)
+
+
+LAYERS = {
+    "experts": [
+        ("squared_relu", "SquaredReLUExperts"), ("module_list", "GELUExpert"), ("module_list", "linear_experts"),
+        ("widths", "WideOrNarrow"), ("zero_computation", "expert"), ("lora", "LoRAExperts"), ("fused", "FusedExperts"),
+    ],
+    "router": [("expert_choice", "ExpertChoice"), ("hash_router", "HashRouter"), ("top_p", "TopP")],
+    "attention": [("sliding_window", "SlidingWindow")],
+    "block": [("parallel_block", "ParallelBlock")],
+}  # fmt: skip
+LOOPS = {"GELUExpert", "linear_experts", "WideOrNarrow", "expert"}  # over experts: the host waits for their sizes
+
+
+@pytest.mark.parametrize("kind,name,of", [(kind, *layer) for kind, layers in LAYERS.items() for layer in layers])
+def test_an_example_passes_its_check(kind, name, of):
+    report = getattr(testing, f"check_{kind}")(named(name, of))
+    assert report.passed, report
+    expected = ["no host sync"] if of in LOOPS else ["tokens independent"] if of == "ExpertChoice" else []
+    assert [check.name for check in report.checks if check.status == "warning"] == expected, report
 
 
 # ---- Experts ----
