@@ -3,7 +3,7 @@
     python -m kernel_hub build/kernel-hub          # writes build/kernel-hub/moe-dualpipe-kernels
 
 The hub's loader imports a kernel from a folder that is not on `sys.path`, under a name that is unique to its version.
-That works for packages with relative imports only, which kernels/ is. The repository has:
+So a kernel may import its own modules only relatively, as kernels/ does. The repository has:
 
     build.toml, torch-ext/<package>/      the source, for the hub's own `kernel-builder`
     build/torch-universal/                the same modules, ready to be loaded: they are Python only
@@ -40,7 +40,7 @@ globals().update({{name: getattr(_package, name) for name in __all__}})
 
 
 def build(folder: Path) -> Path:
-    """Write the repository into `folder`, in place of an older one there. Returns its path."""
+    """Write the repository into `folder`, replacing an older one. Returns its path."""
     general = tomllib.loads((HERE / "build.toml").read_text())["general"]
     repository = folder / general["name"]
     shutil.rmtree(repository, ignore_errors=True)
@@ -60,7 +60,7 @@ def build(folder: Path) -> Path:
         "version": general["version"],
         "license": general["license"],
         "python-depends": [],
-        "backend": {"type": "cuda"},  # the format has no "universal": the name of the folder says that
+        "backend": {"type": "cuda"},  # the format has no value for all backends; the name of the folder says it
         "digest": {"algorithm": "sha256", "files": _digests(variant)},
     }
     (variant / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")

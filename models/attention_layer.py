@@ -30,13 +30,16 @@ class AttentionLayer(nn.Module):
 
     `forward` receives, if it has parameters of these names:
 
-    mask_B1SS    which positions each position attends to, bool; None: itself and all before it. Without this parameter,
-                 `--document-mask` is an error.
-    cache        a KVCache (kv_cache.py) in text generation, else None: append the keys and values of the new positions
-                 and attend to all. Without this parameter, the cache keeps the inputs of all positions, and each new
-                 token computes all of them again: correct for any causal layer, but slow for long texts.
+    mask_B1SS    bool, True where a position attends to another; None: each position attends to itself and all before
+                 it. Without this parameter, `--document-mask` is an error.
+    cache        a KVCache (kv_cache.py) in text generation, otherwise None. Append the keys and values of the new
+                 positions, and attend to all positions. Without this parameter, the cache stores the inputs, and each
+                 new token recomputes all positions: correct for any causal layer, but slow for long texts.
 
-    Linear layers of `models.layers` defer their weight gradients; others compute them with the input gradients.
+    `models.layers.Linear` defers its weight gradients; other modules compute them together with the input gradients.
+
+    The static methods return costs. `score_flops` and `kv_cache_shape` are also used for your own attention, the others
+    only for the built-in kinds.
     """
 
     def forward(self, x_BSD: Tensor) -> Tensor:
@@ -44,7 +47,7 @@ class AttentionLayer(nn.Module):
 
     @staticmethod
     def weight_flops(config: ModelConfig) -> int:
-        """FLOPs of the projections, per token, forward. Default: two for each parameter of the block (costs.py)."""
+        """FLOPs of the projections, per token, forward. costs.py replaces it for models with your own layers."""
         raise NotImplementedError
 
     @staticmethod
@@ -54,12 +57,12 @@ class AttentionLayer(nn.Module):
 
     @staticmethod
     def saved_bytes(config: ModelConfig, tokens: int, seq_len: int, element: int) -> int:
-        """Bytes saved for backward, without the layer's input. element: bytes of one number of an activation."""
+        """Bytes saved for backward, except the layer's input. element: bytes of one element of an activation."""
         raise NotImplementedError
 
     @staticmethod
     def deferred_width(config: ModelConfig) -> int:
-        """Numbers per token saved for deferred weight gradients, without the layer's input and output gradient."""
+        """Elements per token saved for deferred weight gradients, except the layer's input and output gradient."""
         raise NotImplementedError
 
     @staticmethod
@@ -69,7 +72,7 @@ class AttentionLayer(nn.Module):
 
 
 def attend(attention: nn.Module, layer: int, x_BSD: Tensor, cache: KVCache | None, mask_B1SS: Tensor | None) -> Tensor:
-    """Call `attention` with the arguments that it has. Without `cache`, a cache keeps the inputs, and all are computed.
+    """Call `attention` with the arguments that it takes. If it takes no cache, the cache stores the inputs instead.
 
     Raises ValueError for a mask that it does not take.
     """
@@ -82,7 +85,7 @@ def attend(attention: nn.Module, layer: int, x_BSD: Tensor, cache: KVCache | Non
 def accepted_context(
     layer: nn.Module, call: Callable[..., Any], mask_B1SS: Tensor | None, cache: KVCache | None
 ) -> dict[str, Any]:
-    """Those of the arguments `mask_B1SS` and `cache` that a method of a layer names.
+    """`mask_B1SS` and `cache` as keyword arguments, each only if the method `call` has a parameter of that name.
 
     Raises ValueError for a mask that it does not take.
     """

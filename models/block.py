@@ -1,6 +1,6 @@
 """One transformer block: attention, then a dense MLP or experts, each on a normalized copy of the residual stream.
 
-You can replace it by your own class, which `BlockLayer` describes.
+Your own class can replace it: `BlockLayer` is its contract.
 """
 
 import functools
@@ -34,13 +34,14 @@ class BlockLayer(Segmented):
 
     layer: the number of the block, from 0. expert_parallel: pass it to `MoE(config, expert_parallel, layer,
     stage_options)`, whose `segments` or `exchange` dispatch tokens to experts. stage_options: kernels, recomputation,
-    seed. A constructor with a parameter `options`, annotated with a dataclass, receives them (layer_options.py).
+    seed. If the constructor has a parameter `options`, annotated with a dataclass, it receives the options of the block
+    (layer_options.py).
 
     `segments` yields Compute and Comm (overlap/segment.py). Between them, the engine runs segments of other chunks,
     which hides the communication. A plain nn.Module with `forward(x_BSD)` works as well, as a single segment.
 
-    Both may have the parameters `mask_B1SS` and `cache`, as in `AttentionLayer`. With a cache but without this
-    parameter, the cache keeps the block's inputs, and each new token computes all positions again.
+    `segments` and `forward` may have the parameters `mask_B1SS` and `cache`, as in `AttentionLayer`. Without the
+    parameter `cache`, the cache stores the block's inputs, and each new token recomputes all positions.
     """
 
 
@@ -85,7 +86,7 @@ class Block(BlockLayer):
         attend = self.attend_and_route if isinstance(self.mlp, MoE) else self.attend
         attend = partial(attend, cache=cache, mask_B1SS=mask_B1SS)
         sources = [own_source(layer) for layer in (self.attention, getattr(self.mlp, "router", None))]
-        source = sources[0] or sources[1] if None in sources else None  # of two, either may be wrong
+        source = sources[0] or sources[1] if None in sources else None  # if both are the user's, either may have failed
         attended = yield Compute("attn", attend, *parts, recompute=self.recompute_attention, source=source)
         if not isinstance(self.mlp, MoE):
             return attended, (yield Compute("mlp", self.dense_mlp, attended, recompute=self.recompute_mlp))
@@ -121,7 +122,7 @@ def block_parts(
     block: nn.Module, layer: int, parts: tuple[Tensor | CommResult, ...], cache: KVCache | None = None,
     mask_B1SS: Tensor | None = None,
 ) -> Segments:  # fmt: skip
-    """The segments of any block. They take and return the residual stream as parts, as `Block.parts`.
+    """The segments of any block. They take and return the residual stream as parts, as `Block.parts` does.
 
     Raises ValueError for a mask that the block does not take.
     """
@@ -144,7 +145,7 @@ def block_parts(
 
 
 def _checked(block: nn.Module, x_BSD: Tensor, y_BSD: Any) -> Any:
-    """`y_BSD`, which is not checked if it is still being received."""
+    """Return `y_BSD`, after a check unless it is still being received."""
     return y_BSD if isinstance(y_BSD, CommResult) else checked_output("block", block, x_BSD, y_BSD)
 
 

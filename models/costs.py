@@ -1,4 +1,4 @@
-"""The FLOPs of a block with layers of one's own, from its parameters: two for each number of a matrix, per token."""
+"""The FLOPs of a block with your own layers, from its parameters: two per token for each element of a matrix."""
 
 from functools import lru_cache
 

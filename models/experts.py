@@ -1,7 +1,7 @@
-"""The expert layer: many small MLPs over rows that are grouped by expert. You can replace it by your own class.
+"""The expert layer: many small MLPs over rows that are grouped by expert. Your own class can replace it.
 
-N rows received, M rows in expert-major order, K choices a row, D model dim, F inner width, E local experts. Any number
-of rows may be zero.
+N rows received, M rows in expert-major order, K choices per row, D model dim, F inner width, E local experts. An
+expert, or all of them, may have no rows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,14 +37,14 @@ class ExpertLayer(nn.Module):
     `expert_id`, `layer` and `options`, that returns an nn.Module from rows to rows; or a function that returns an
     nn.ModuleList of them; or a function of rows and weights (`expert_function` in per_expert.py).
 
-    Weights. Each expert is saved separately, and loads on any number of ranks, if parameters stack the local experts
-    along their first dimension, or if its parameters are in an nn.ModuleList with one module per local expert. All
-    experts of the rank share the other parameters: these start equal on all ranks, are not kept equal, are saved whole,
-    and load only on the same number of ranks. Buffers are treated alike. Parameters with `requires_grad=False` are
-    frozen.
+    Weights. Stack the weights of the local experts along the first dimension of a parameter, or keep one module per
+    local expert in an nn.ModuleList. Each expert is then saved separately, and loads on any number of ranks. All
+    experts of the rank share the other parameters. These start equal on all ranks, but are not kept equal; they are
+    saved whole, and load only on the same number of ranks. The same holds for buffers. Parameters with
+    `requires_grad=False` are frozen.
 
-    The initial weights of an expert do not depend on the number of ranks (build_experts.py). They come from a layer
-    with this expert alone, or from an optional method
+    The initial weights of an expert do not depend on the number of ranks (build_experts.py). They are copied from a
+    layer with this expert alone, or drawn by an optional method
 
         def reset_expert(self, e): ...                  # draw all weights of local expert e; seeded for that expert
     """
@@ -55,9 +55,9 @@ class ExpertLayer(nn.Module):
     """Set by the model. Pass it to the same operators: it selects Triton or plain torch."""
     takes_order: bool = False
     """True: forward is called as `forward(x_ND, order, weights_NK)`, and returns for each received row the weighted sum
-    of the outputs of its experts. `order` is an ExpertOrder (kernels/routing.py): indices to read rows by. Choices of
-    experts on other ranks, and of no expert, have position -1: ignore their weights. Indices past the last offset are
-    unused. weights_NK is in fp32."""
+    of the outputs of its experts. `order`, an ExpertOrder (kernels/routing.py), has the indices that group the rows by
+    expert. Choices of no expert, and of experts on other ranks, have position -1: ignore their weights. Also ignore
+    indices past the last offset. weights_NK is in fp32 or wider."""
     stacked: Mapping[str, Sequence[int]] = {}
     """The rows of each matrix in a parameter that stacks matrices, for optimizers: {"gate_up": (F, F)} (layers.py)."""
     elementwise: Sequence[str] = ()

@@ -6,11 +6,11 @@ A configuration names its layers with strings, so that it can be saved, compared
     "my_package.layers:GELU"   a class or function in a module; the current folder is searched last
     "my_layers.py:GELU"        a class or function in a file; a relative path starts from the current folder
 
-A class or function that Python code passes as an object gets such a name, and is found by it in this process.
+If Python code passes the class or function itself, it gets such a name, under which this process finds it.
 
-A constructor receives the arguments of its contract by position, such as `config`. It receives further ones, such as
-`layer`, only if it has a parameter of that name; `**kwargs` does not count, because it often leads to the constructor
-of a parent that does not know them.
+A constructor receives the arguments of its contract by position, such as `config`. Others, such as `layer`, are passed
+by name, and only to a constructor with a parameter of that name. `**kwargs` does not count: it often passes them on to
+a parent class that does not know them.
 """
 
 import importlib
@@ -49,9 +49,9 @@ class LayerClass:
     options: str
 
     def build(self, *arguments: Any, **optional: Any) -> Any:
-        """Build a layer, with those of the `optional` arguments that the constructor names.
+        """Build a layer. The constructor gets those of the `optional` arguments that it has parameters for.
 
-        Raises ValueError if the constructor of a layer of one's own raises or exits, or gives no nn.Module.
+        Raises ValueError if a user's constructor raises, exits, or returns something other than an nn.Module.
         """
         from torch import nn
 
@@ -72,7 +72,7 @@ class LayerClass:
 
 
 def name_of(layer: str | Factory) -> str:
-    """The name of a class or function, under which `find_layer` finds it in this process. A string is a name itself.
+    """Return a name under which `find_layer` finds a class or function in this process. Strings are returned unchanged.
 
     Raises ValueError for an object without a name, such as an instance.
     """
@@ -101,9 +101,9 @@ def find_layer(
 ) -> LayerClass:  # fmt: skip
     """Find the class or function called `name`.
 
-    forms: the positional arguments that a constructor may take, in the order of preference. optional: arguments that it
-    gets if it names them. Raises ValueError if there is no such class, if it cannot be called in any of these forms, or
-    if `options` are not those of the class.
+    forms: lists of positional arguments; the first that the constructor accepts is used. optional: arguments that are
+    passed only to a constructor with a parameter of that name. Raises ValueError if the class does not exist, accepts
+    none of the forms, or does not have these `options`.
     """
     found = built_in.get(name) or _OBJECTS.get(name) or _imported(kind, name)
     if not callable(found):
@@ -130,7 +130,7 @@ def find_layer(
 
 
 def _check_call(found: Factory, form: tuple[str, ...], keywords: set[str], exact: bool) -> None:
-    """Raise TypeError unless `found` can be called in this form. exact: and requires all of its arguments."""
+    """Raise TypeError unless `found` accepts this form. exact: none of these arguments may have a default."""
     if isinstance(found, type):
         from torch import nn
 
@@ -142,20 +142,20 @@ def _check_call(found: Factory, form: tuple[str, ...], keywords: set[str], exact
     bound = signature.bind(*form, **dict.fromkeys(keywords))
     for name in [*bound.arguments][: len(form)]:
         if exact and signature.parameters[name].default is not inspect.Parameter.empty:
-            raise TypeError(f"its argument {name!r} has a default, and is not {form[-1]}")
+            raise TypeError(f"its argument {name!r} has a default, so it does not receive {form[-1]}")
 
 
 def named_parameters(make: Factory) -> set[str]:
     """The names of the parameters that can be given by keyword."""
     try:
         parameters = inspect.signature(make).parameters.values()
-    except ValueError:  # a function of C
+    except ValueError:  # a function written in C
         return set()
     kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     return {parameter.name for parameter in parameters if parameter.kind in kinds}
 
 
-_FILE_MODULE = "moe_dualpipe_layer_"  # starts the names of modules that were imported from a file
+_FILE_MODULE = "moe_dualpipe_layer_"  # prefix of the names of modules imported from files
 
 
 def _imported(kind: str, name: str) -> Any:
@@ -176,12 +176,12 @@ def _imported(kind: str, name: str) -> Any:
 
 def _import_module(name: str) -> ModuleType:
     if not {"", str(Path.cwd())} & {*sys.path}:
-        sys.path.append(str(Path.cwd()))  # the folder of an installed program comes first instead of this one
+        sys.path.append(str(Path.cwd()))  # sys.path of an installed program starts with another folder
     return importlib.import_module(name)
 
 
 def _import_file(path: str) -> ModuleType:
-    """Import a file once, under a name of its own. Its folder is searched last for what it imports."""
+    """Import a file once, under a unique name. Its folder is searched last for what it imports."""
     file = Path(path).resolve()
     if not file.is_file():
         raise ImportError(f"{printable(path)} is not a file; the current folder is {printable(Path.cwd())}")
@@ -215,6 +215,6 @@ _SOURCE = "own_source"
 
 
 def at_definition(found: Factory, message: str) -> str:
-    """`message`, after the place where the constructor of a class, or a function, is defined."""
+    """`message`, prefixed with the file and line that define the function, or the constructor of the class."""
     place = Place.of(found.__init__ if isinstance(found, type) and "__init__" in vars(found) else found)
     return f"{place}: {message}" if place is not None else message

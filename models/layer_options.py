@@ -1,9 +1,9 @@
-"""Options of a layer of one's own: a dataclass in its file, set by `key=value` words on a command line.
+"""Options of your own layer: a dataclass, whose fields can be set on a command line.
 
     @dataclass
     class LoRAOptions:
         rank: int = 8
-        "Columns of the matrix A."
+        "Number of rows of A and columns of B."
 
     class LoRAExperts(nn.Module):
         def __init__(self, config, num_local_experts, options: LoRAOptions): ...
@@ -11,7 +11,7 @@
     train.py --model.experts lora.py:LoRAExperts --model.expert-options.rank 16
     ModelConfig(experts=LoRAExperts, expert_options=LoRAOptions(rank=16))
 
-A configuration keeps them as text, "rank=16", so that it can be saved and compared without the class.
+A configuration stores them as text, "rank=16", so that it can be saved and compared without the class.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ def options_text(options: LayerOptions) -> str:
 
 @lru_cache(maxsize=256)  # tyro takes milliseconds, and a model has many layers
 def parse_options(make: Callable[..., Any], text: str) -> Any:
-    """An instance of the dataclass with which the constructor `make` annotates its parameter `options`.
+    """Return `text` as an instance of the dataclass that annotates the parameter `options` of `make`.
 
     Raises ValueError for options that the dataclass lacks, and for values of another type.
     """

@@ -1,8 +1,8 @@
-"""Call a layer of one's own: an error says which part of the model it was, and what the layer returns is checked.
+"""Call a layer of a model, and check what it returns. Errors of the layer say which part of the model it is.
 
-What a layer returns wrongly would otherwise fail somewhere else: rows of a wrong dtype in the next attention, expert
-ids out of range in the exchange. A check reads shapes, dtypes and devices; it reads values only on a CPU, because on a
-GPU the host would wait for them. Built-in layers are not checked.
+Without these checks, a wrong result would fail somewhere else: a wrong dtype in the next attention, an expert id out of
+range in the exchange. Shapes, dtypes and devices are checked on all devices. Values are checked only on a CPU, because
+on a GPU the host would wait for them. Decisions of built-in routers are not checked.
 
 T tokens, D model dim, E experts, K choices.
 """
@@ -20,14 +20,17 @@ from .layer_class import own_source
 def call_layer(part: str, layer: nn.Module, x: Tensor, *others: Any, **context: Any) -> Tensor:
     """`layer(x, *others, **context)`, where `layer` is the "experts", "attention" or "block" of a model.
 
-    Raises ValueError if the output has not the shape, dtype and device of `x`. Under autocast, the dtype may be that of
-    autocast.
+    Raises ValueError unless the output has the shape, dtype and device of `x`. Under autocast, the
+    autocast dtype is also valid.
     """
     return checked_output(part, layer, x, _call(part, layer, x, *others, **context))
 
 
 def call_router(router: nn.Module, x: Tensor, num_experts: int) -> tuple[Tensor, ...]:
-    """`router(x)`: weights and expert ids, both [T, K]. Raises ValueError if they are not as in `RouterLayer`."""
+    """`router(x)`: weights and expert ids, both [T, K], and the losses of a router that returns them.
+
+    Raises ValueError if the decision of a user's router breaks the contract of `RouterLayer`.
+    """
     decision = _call("router", router, x)
     if own_source(router) is not None:
         _check_decision(router, x, decision, num_experts)
@@ -35,7 +38,7 @@ def call_router(router: nn.Module, x: Tensor, num_experts: int) -> tuple[Tensor,
 
 
 def checked_output(part: str, layer: nn.Module, x: Tensor, out: Any) -> Tensor:
-    """Return `out`, the output of `layer` for `x`. Raises ValueError as `call_layer`."""
+    """Return `out`, the output of `layer` for `x`. Raises ValueError as `call_layer` does."""
     if not isinstance(out, Tensor) or out.shape != x.shape or out.device != x.device:
         raise _wrong_output(part, layer, _described(x), _described(out))
     if out.dtype != x.dtype:
@@ -84,7 +87,7 @@ def _check_decision(router: nn.Module, x: Tensor, decision: Any, num_experts: in
 
 
 def _wrong_output(part: str, layer: nn.Module, wanted: str, got: str) -> Exception:
-    """The error is at the definition of the layer: none of its lines has failed."""
+    """The error names the definition of the layer, because none of its lines has failed."""
     error = ValueError(f"{_name(layer)} must return {wanted}: got {got}")
     place = Place.of(own_source(layer))
     if place is not None:

@@ -1,4 +1,4 @@
-"""All layers of one's own that a configuration names, found and checked before anything is built."""
+"""Check the layers that a configuration names, before anything is built."""
 
 from .attention import attention_class
 from .block import block_class

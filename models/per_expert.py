@@ -1,7 +1,7 @@
 """Experts one at a time: an expert layer from one module per expert, or from a function of rows and weights.
 
-Both loop over the experts, so the host must know how many rows each has: on a GPU it waits once in each layer. The
-products of `moe_dualpipe.kernels` (`grouped_linear`) compute all experts at once, and do not wait.
+Both loop over the experts, so the host must know how many rows each has: on a GPU it waits once in each layer. Layers
+that use `grouped_linear` (kernels/grouped_gemm.py) compute all experts at once, and do not wait.
 
 M rows in expert-major order, D model dim, E experts of this rank.
 """
@@ -19,7 +19,7 @@ from .layer_class import mark_as_own
 from .own_calls import checked_output
 
 Size = int | str
-"""A size, or the name of a field of `ModelConfig` that has it, such as "hidden_size"."""
+"""An integer, or the name of a field of `ModelConfig`, such as "hidden_size"."""
 
 
 class PerExpert(ExpertLayer):
@@ -34,7 +34,7 @@ class PerExpert(ExpertLayer):
 
 
 def expert_function(**shapes: Sequence[Size]) -> Callable[[Callable[..., Tensor]], Callable[..., nn.Module]]:
-    """Make an expert layer of a function of rows and the weights of one expert. Use it as a decorator.
+    """Decorator: make an expert layer from a function of rows and the weights of one expert.
 
     shapes: the shape of each weight of an expert, by the name of the argument that receives it.
 
@@ -43,7 +43,8 @@ def expert_function(**shapes: Sequence[Size]) -> Callable[[Callable[..., Tensor]
             return F.linear(F.gelu(F.linear(rows, up)), down)
 
     Matrices start from a normal distribution with the standard deviation `init_std`, or `residual_std` if their first
-    size is the hidden size; vectors start from 0. Raises TypeError if the names are not those of the arguments.
+    size is the hidden size; vectors start from 0. Raises TypeError if `shapes` does not
+    name exactly the arguments that follow the rows.
     """
 
     def decorate(function: Callable[..., Tensor]) -> Callable[..., nn.Module]:
@@ -57,7 +58,7 @@ def expert_function(**shapes: Sequence[Size]) -> Callable[[Callable[..., Tensor]
             sizes = {n: [s if isinstance(s, int) else getattr(config, s) for s in shape] for n, shape in shapes.items()}
             return FunctionExperts(function, config, num_local_experts, sizes)
 
-        del build.__wrapped__  # its arguments are those of `build`
+        del build.__wrapped__  # inspect.signature must see the arguments of `build`
         mark_as_own(build, function)
         return build
 
@@ -94,7 +95,7 @@ class FunctionExperts(ExpertLayer):
 def _each_on_its_rows(
     layer: nn.Module, experts: Sequence[Callable[[Tensor], Tensor]] | nn.ModuleList, x_MD: Tensor, offsets: Tensor
 ) -> Tensor:  # fmt: skip
-    """The outputs of all experts for their rows, [M, D]. Without rows, `x_MD` itself: autograd still reaches it."""
+    """The outputs of all experts for their rows, [M, D]. Without rows: `x_MD`, so that autograd reaches it."""
     bounds = offsets.tolist()
     pieces = [(expert, x_MD[start:end]) for expert, start, end in zip(experts, bounds, bounds[1:], strict=False)]
     outputs = [checked_output("experts", layer, rows, expert(rows)) for expert, rows in pieces if len(rows)]

@@ -32,17 +32,17 @@ class RouterLayer(nn.Module):
         def forward(self, x): ...                       # returns weights_TK, ids_TK
 
     x: [..., S, D], where S is the length of a sequence; T is the product of all dimensions but D. ids_TK: int64, the
-    global ids of the K experts of each token, from 0 to num_experts - 1, each at most once. -1 chooses no expert, and
-    its weight is ignored; so a token may have fewer than K experts, or none. K need not be `config.experts_per_token`.
+    global ids of the K experts of each token, from 0 to num_experts - 1, each at most once. -1 means no expert, so a
+    token may have fewer than K experts, or none; its weight is ignored. K need not be `config.experts_per_token`.
     weights_TK: the factors of the experts' outputs, in fp32 at least. Gradients flow through the weights only.
 
-    All ranks have replicas of a router: its weights stay equal, and its decisions must depend only on `x`, the weights
-    and buffers. A token's choice should not depend on other tokens: at inference they are not there.
+    All ranks have replicas of a router, with equal weights. Its decisions must depend only on `x`, the weights and
+    buffers. A token's choice should not depend on other tokens: in generation, later ones do not exist yet.
 
     The constructor receives, if it has parameters of these names: `layer`, the number of the block, from 0; `kernels`,
     to pass to operators of `moe_dualpipe.kernels`; `options`, annotated with a dataclass (layer_options.py).
 
-    A loss of the router's own is added by `attach(weights_TK, factor * loss)` (auxiliary_losses.py).
+    To add a loss of your own, return `attach(weights_TK, factor * loss)` as the weights (auxiliary_losses.py).
     """
 
     elementwise: Sequence[str] = ()
@@ -50,15 +50,16 @@ class RouterLayer(nn.Module):
     averaged_buffers: Sequence[str] = ()
     """Buffers to average over the replicas of the layer after each step."""
     skips_choices: bool = True
-    """Whether ids may be -1. False saves a wait for the GPU in each layer."""
+    """Whether ids may be -1. Set it to False if they never are: this saves a host sync in each layer."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         raise NotImplementedError(f"{type(self).__name__} must define forward(x)")
 
     def move_bias(self, load_E: Tensor, rate: float) -> None:
-        """Called after each update, with the number of tokens per expert on all ranks in this step. Default: nothing.
+        """Called after each update, unless `rate` (--bias-rate) is 0. Default: does nothing.
 
-        It must do the same on all ranks: change buffers only, and by `load_E`. rate: `--bias-rate`, not 0.
+        load_E: the number of tokens per expert on all ranks in this step. All replicas must stay equal: change only
+        buffers, and compute the change only from `load_E`, `rate` and the buffers.
         """
 
 
@@ -70,7 +71,7 @@ class Router(RouterLayer):
 
     bias_E: Tensor | None
     skips_choices = False
-    elementwise = ("logits.weight",)  # its rows score experts, as those of the head score tokens
+    elementwise = ("logits.weight",)  # each row scores an expert, as a row of the head scores a token
 
     def __init__(self, config: ModelConfig, kernels: Kernels = "auto"):
         super().__init__()

@@ -1,7 +1,7 @@
 """How this process was started, for messages and for commands to type again.
 
-Training starts as train.py, or another script that calls its `main`, or as `moe-dualpipe train`, which is also
-`python -m moe_dualpipe.cli train`; each of them alone or under torchrun.
+Training starts as train.py, as another script that calls its `main`, as `moe-dualpipe train`, or as
+`python -m moe_dualpipe.cli train`. Each of them runs alone or under torchrun.
 """
 
 import os
@@ -19,7 +19,7 @@ def program_name() -> str:
 
 
 def training_command(processes: int | None) -> list[str]:
-    """The words that start training again as this process was started.
+    """The words of a command that starts training in the way in which this process was started.
 
     processes: the number that torchrun starts on this machine. None: without torchrun.
     """

@@ -1,9 +1,9 @@
-"""Errors in a user's own layer, as one line: the file, line and function that failed, and which layer of the model.
+"""Errors in a user's own layer, as one line: the file, line and function that failed, and the layer of the model.
 
-Between a command and a layer are dozens of frames of this package and of torch, the same for every error. The line
-that helps is the innermost one that the user wrote. An exception goes up unchanged; what it passes on its way adds
-what it knows (`locate`): which layer, which part of it, which class. A command then prints `error_text`. Errors
-without a line of the user are those of this package, and keep their traceback.
+The traceback of such an error has dozens of frames of this package and of torch. Only the innermost line that the user
+wrote helps. As an exception passes its callers, they add what they know (`locate`): the layer, the part of it, the
+class. The command then prints `error_text`. An error without a line of the user's code is one of this package, and
+keeps its traceback.
 """
 
 import inspect
@@ -31,7 +31,7 @@ class Place:
 
     @classmethod
     def of(cls, source: Any) -> "Place | None":
-        """Where a class or a function is defined: a class at its `segments` or `forward`, if these are in its file."""
+        """Where a function or class is defined; for a class, its `segments` or `forward` if that is in its file."""
         if inspect.isclass(source):
             for method in ("segments", "forward"):
                 place = cls.of(getattr(source, method, None))
@@ -67,9 +67,9 @@ class _Where:
 def locate(error: BaseException, **known: Any) -> None:
     """Add to `error` where it happened, unless that is known already: the innermost caller knows best.
 
-    step, rank, layer: numbers. part: what of the layer, such as "experts". source: the user's class or function that
-    was running; without a failing line in it, the error is reported at its definition. place: the line itself, for
-    errors of this package about what a user's code returned; the message then names no type.
+    step, rank, layer: numbers. part: the part of the layer, such as "experts". source: the user's class or function
+    that was running. If no line of it failed, the error is reported at its definition. place: the line to report, for
+    this package's errors about what a user's code returned; the type of the exception is then not shown.
     """
     where = _where(error)
     for name, value in known.items():
@@ -113,7 +113,7 @@ def describe_user_error(error: BaseException) -> str:
 
 
 def fault_of(error: BaseException) -> str:
-    """A text that is equal for errors of several ranks if they fail alike. "" for errors of this package."""
+    """A text that is equal on all ranks that fail in the same way. "" for errors of this package."""
     if (place := user_place(error)) is not None:
         return f"{type(error).__name__} at {place}"
     return describe(error) if needs_no_frames(error) else ""
@@ -122,7 +122,7 @@ def fault_of(error: BaseException) -> str:
 def error_text(error: BaseException, program: str, full: bool = False) -> str:
     """What a command prints about `error`: a line for the user's errors, a traceback for those of this package.
 
-    full: always a traceback. Errors that need no frames (`without_frames`) are a line, too.
+    full: always a traceback. Errors marked by `without_frames` are one line, too.
     """
     line = user_error(error) or (describe(error) if needs_no_frames(error) else None)
     if full or line is None:
@@ -211,7 +211,7 @@ def _owner(filename: str) -> str:
     real = os.path.realpath(filename)
     installed = bool({"site-packages", "dist-packages"} & {*Path(real).parts})
     if installed:
-        places.pop("python")  # it may be the folder above
+        places.pop("python")  # the folder of the standard library may contain site-packages
     for owner, folders in places.items():
         if any(real.startswith(os.path.realpath(folder) + os.sep) for folder in folders):
             return owner

@@ -3,9 +3,9 @@
     python examples/layers/expert_choice.py
     python train.py --steps 40 --model.router examples/layers/expert_choice.py:ExpertChoice
 
-It breaks a rule of language models: whether an expert takes a token depends on the other tokens of the sequence, also
-on later ones. The loss can use the future, and generation, where later tokens do not exist yet, computes other results
-than training. `moe-dualpipe check router` reports this. Use it where a whole sequence is known, as in an encoder.
+It breaks a rule of language models: whether an expert takes a token also depends on later tokens of the sequence. So
+the loss can use the future. Generation gives other results than training, because later tokens do not exist yet.
+`moe-dualpipe check router` reports this. Use it where a whole sequence is known, as in an encoder.
 
 S positions of a sequence, T tokens, E experts, C tokens of a sequence for each expert.
 """
@@ -27,7 +27,7 @@ class ExpertChoice(RouterLayer):
         self.logits = Linear(config.hidden_size, config.num_experts, config.init_std)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns E columns: expert e, or -1 if it did not choose the token. A token may have any number of experts."""
+        """Returns E columns: column e has the id e, or -1 if expert e did not choose the token."""
         scores_SE = self.logits(x).float().softmax(-1)
         tokens, experts = x.shape[-2], self.config.num_experts
         capacity = min(tokens, max(1, round(tokens * self.config.experts_per_token / experts)))
@@ -38,16 +38,5 @@ class ExpertChoice(RouterLayer):
 
 
 if __name__ == "__main__":
-    main(
-        [
-            "--model.router",
-            f"{__file__}:ExpertChoice",
-            "--steps",
-            "40",
-            "--seq-len",
-            "128",
-            "--micro-batches",
-            "4",
-            *sys.argv[1:],
-        ]
-    )
+    options = ["--steps", "40", "--seq-len", "128", "--micro-batches", "4"]
+    main(["--model.router", f"{__file__}:ExpertChoice", *options, *sys.argv[1:]])

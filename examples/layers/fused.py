@@ -4,8 +4,8 @@
     python train.py --steps 40 --model.experts examples/layers/fused.py:FusedExperts
 
 `grouped_linear` runs the products in Triton on a GPU, and defers their weight gradients into pipeline bubbles. In plain
-torch, the activation relu(gate)^2 * up reads and writes [M, F] tensors three times; the kernels below do it once, and
-save only the pre-activation. On a CPU, the same layer runs in plain torch.
+torch, the activation relu(gate)^2 * up reads and writes [M, F] tensors three times. The kernels below do it once, and
+save only their input for backward. On a CPU, the same layer runs in plain torch.
 
 M rows, D model dim, F inner width, E experts on this rank.
 """
@@ -87,16 +87,5 @@ class FusedExperts(ExpertLayer):
 
 
 if __name__ == "__main__":
-    main(
-        [
-            "--model.experts",
-            f"{__file__}:FusedExperts",
-            "--steps",
-            "40",
-            "--seq-len",
-            "128",
-            "--micro-batches",
-            "4",
-            *sys.argv[1:],
-        ]
-    )
+    options = ["--steps", "40", "--seq-len", "128", "--micro-batches", "4"]
+    main(["--model.experts", f"{__file__}:FusedExperts", *options, *sys.argv[1:]])

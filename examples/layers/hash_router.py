@@ -4,8 +4,8 @@
     python train.py --steps 40 --model.router examples/layers/hash_router.py:HashRouter
 
 The paper hashes the ids of tokens. A router sees hidden states, so this one hashes the signs of random projections:
-similar states have the same experts. The projections are a buffer, saved with the model and equal on all ranks. The
-weights are constant, so the router has no gradient.
+similar states get the same experts. The projections are a buffer, which is saved with the model and equal on all ranks.
+The routing weights are constant, so the router has no gradient.
 
 T tokens, D model dim, K experts per token.
 """
@@ -37,16 +37,5 @@ class HashRouter(RouterLayer):
 
 
 if __name__ == "__main__":
-    main(
-        [
-            "--model.router",
-            f"{__file__}:HashRouter",
-            "--steps",
-            "40",
-            "--seq-len",
-            "128",
-            "--micro-batches",
-            "4",
-            *sys.argv[1:],
-        ]
-    )
+    options = ["--steps", "40", "--seq-len", "128", "--micro-batches", "4"]
+    main(["--model.router", f"{__file__}:HashRouter", *options, *sys.argv[1:]])

@@ -1,12 +1,12 @@
-"""LoRA (arXiv 2106.09685) over frozen SwiGLU experts: a trained model is fine-tuned through low-rank matrices.
+"""LoRA (arXiv 2106.09685): fine-tune a trained model through low-rank matrices beside its frozen SwiGLU experts.
 
     python train.py --steps 40 --out runs/base
     moe-dualpipe export runs/base --out base
     python examples/layers/lora.py --weights base --weights-partial --model.expert-options.rank 16
 
-The frozen matrices have the names of the built-in experts, so `--weights` fills them. `--weights-partial` allows that
-the low-rank matrices are not in the file: they start from A random, B = 0, so the first step has the loss of the base.
-Attention and router are trained as a whole.
+The frozen matrices have the names of the built-in experts, so `--weights` loads them. The file lacks the low-rank
+matrices, which `--weights-partial` allows. A starts random and B from 0, so the first step has the loss of the base
+model. Attention and router are not frozen.
 
 M rows, D model dim, F inner width, R rank, E experts on this rank.
 """
@@ -61,16 +61,5 @@ class LoRAExperts(SwiGLUExperts):
 
 
 if __name__ == "__main__":
-    main(
-        [
-            "--model.experts",
-            f"{__file__}:LoRAExperts",
-            "--steps",
-            "40",
-            "--seq-len",
-            "128",
-            "--micro-batches",
-            "4",
-            *sys.argv[1:],
-        ]
-    )
+    options = ["--steps", "40", "--seq-len", "128", "--micro-batches", "4"]
+    main(["--model.experts", f"{__file__}:LoRAExperts", *options, *sys.argv[1:]])

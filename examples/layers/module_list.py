@@ -4,7 +4,7 @@
     python train.py --steps 40 --model.experts examples/layers/module_list.py:linear_experts
 
 The model calls each module with the rows of its expert. Each expert is saved separately, and its initial weights do not
-depend on the number of ranks. On a GPU, this form waits once in each layer to learn how many rows each expert has.
+depend on the number of ranks. On a GPU, the host waits once in each layer to learn how many rows each expert has.
 """
 
 import sys
@@ -34,16 +34,5 @@ def linear_experts(config: ModelConfig, num_local_experts: int) -> nn.ModuleList
 
 
 if __name__ == "__main__":
-    main(
-        [
-            "--model.experts",
-            f"{__file__}:GELUExpert",
-            "--steps",
-            "40",
-            "--seq-len",
-            "128",
-            "--micro-batches",
-            "4",
-            *sys.argv[1:],
-        ]
-    )
+    options = ["--steps", "40", "--seq-len", "128", "--micro-batches", "4"]
+    main(["--model.experts", f"{__file__}:GELUExpert", *options, *sys.argv[1:]])

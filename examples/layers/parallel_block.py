@@ -1,12 +1,11 @@
-"""A block in which attention and experts read the same input, so that attention hides the dispatch (as in arXiv
-2204.02311, section 2).
+"""A block in which attention and experts read the same input (arXiv 2204.02311, section 2). Attention hides dispatch.
 
     python examples/layers/parallel_block.py
     torchrun --nproc-per-node 2 train.py --pp 1 --ep 2 --model.block examples/layers/parallel_block.py:ParallelBlock
 
 A block is a generator of segments. `moe.exchange` yields those of the experts. After its first Comm, the dispatch, the
-block yields the attention: it needs no data from other ranks, so it runs while the tokens travel. The engine does the
-same in the backward, where the combine is the transfer to hide.
+block yields the attention: it needs no data from other ranks, so it runs while the tokens travel. In backward,
+the attention runs while the gradients of the combine travel.
 
 B sequences, S positions, D model dim, T tokens.
 """
@@ -61,16 +60,5 @@ class ParallelBlock(BlockLayer):
 
 
 if __name__ == "__main__":
-    main(
-        [
-            "--model.block",
-            f"{__file__}:ParallelBlock",
-            "--steps",
-            "40",
-            "--seq-len",
-            "128",
-            "--micro-batches",
-            "4",
-            *sys.argv[1:],
-        ]
-    )
+    options = ["--steps", "40", "--seq-len", "128", "--micro-batches", "4"]
+    main(["--model.block", f"{__file__}:ParallelBlock", *options, *sys.argv[1:]])

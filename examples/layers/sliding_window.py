@@ -1,4 +1,4 @@
-"""Sliding-window attention: each position attends to the last positions only (arXiv 2004.05150).
+"""Sliding-window attention: each position attends only to itself and those just before it (arXiv 2004.05150).
 
     python examples/layers/sliding_window.py
     python train.py --steps 40 --model.attention examples/layers/sliding_window.py:SlidingWindow \\
@@ -49,16 +49,5 @@ class SlidingWindow(AttentionLayer):
 
 
 if __name__ == "__main__":
-    main(
-        [
-            "--model.attention",
-            f"{__file__}:SlidingWindow",
-            "--steps",
-            "40",
-            "--seq-len",
-            "128",
-            "--micro-batches",
-            "4",
-            *sys.argv[1:],
-        ]
-    )
+    options = ["--steps", "40", "--seq-len", "128", "--micro-batches", "4"]
+    main(["--model.attention", f"{__file__}:SlidingWindow", *options, *sys.argv[1:]])

@@ -36,16 +36,5 @@ class SquaredReLUExperts(ExpertLayer):
 
 
 if __name__ == "__main__":
-    main(
-        [
-            "--model.experts",
-            f"{__file__}:SquaredReLUExperts",
-            "--steps",
-            "40",
-            "--seq-len",
-            "128",
-            "--micro-batches",
-            "4",
-            *sys.argv[1:],
-        ]
-    )
+    options = ["--steps", "40", "--seq-len", "128", "--micro-batches", "4"]
+    main(["--model.experts", f"{__file__}:SquaredReLUExperts", *options, *sys.argv[1:]])

@@ -3,8 +3,8 @@
     python examples/layers/top_p.py
     python train.py --steps 40 --model.router examples/layers/top_p.py:TopP --model.router-options.p 0.6
 
-The id -1 means "no expert": its row is not sent, and its weight is ignored. The loss of the entropy is the paper's; it
-keeps the router from spreading the probability over all experts.
+The id -1 means "no expert": its row is not sent, and its weight is ignored. The entropy loss is the paper's: it keeps
+the router from spreading the probability over all experts.
 
 T tokens, E experts, K the largest number of experts per token.
 """
@@ -45,16 +45,5 @@ class TopP(RouterLayer):
 
 
 if __name__ == "__main__":
-    main(
-        [
-            "--model.router",
-            f"{__file__}:TopP",
-            "--steps",
-            "40",
-            "--seq-len",
-            "128",
-            "--micro-batches",
-            "4",
-            *sys.argv[1:],
-        ]
-    )
+    options = ["--steps", "40", "--seq-len", "128", "--micro-batches", "4"]
+    main(["--model.router", f"{__file__}:TopP", *options, *sys.argv[1:]])

@@ -1,10 +1,10 @@
-"""Experts of different widths, chosen by the expert's id and by options (heterogeneous experts: arXiv 2408.10681).
+"""Experts of different widths (arXiv 2408.10681). An expert's width depends on its id and on options.
 
     python examples/layers/widths.py
     python train.py --steps 40 --model.experts examples/layers/widths.py:WideOrNarrow \\
         --model.expert-options.widths 32,512
 
-The constructor of one expert receives `expert_id`, the global id, so the model has the same experts on any number of
+The constructor receives `expert_id`, the global id of the expert, so the model has the same experts on any number of
 ranks. It receives the options because its parameter `options` is annotated with a dataclass.
 """
 
@@ -32,16 +32,5 @@ class WideOrNarrow(nn.Sequential):
 
 
 if __name__ == "__main__":
-    main(
-        [
-            "--model.experts",
-            f"{__file__}:WideOrNarrow",
-            "--steps",
-            "40",
-            "--seq-len",
-            "128",
-            "--micro-batches",
-            "4",
-            *sys.argv[1:],
-        ]
-    )
+    options = ["--steps", "40", "--seq-len", "128", "--micro-batches", "4"]
+    main(["--model.experts", f"{__file__}:WideOrNarrow", *options, *sys.argv[1:]])

@@ -1,10 +1,10 @@
-"""MoE++: beside the MLPs, experts that compute almost nothing: zero, copy and constant experts (arXiv 2410.07348).
+"""MoE++ (arXiv 2410.07348): some experts are not MLPs, but compute almost nothing: zero, copy and constant experts.
 
     python examples/layers/zero_computation.py
     python train.py --steps 40 --model.experts examples/layers/zero_computation.py:expert --model.expert-options.zeros 2
 
-A function of one expert's id returns the module of this expert. The last ids are those of the special experts. Simple
-tokens can choose them, which leaves the MLPs to others. The paper gives every rank a copy of the special experts; here
+The function `expert` returns the module of the expert with this id. The last ids are those of the special experts. If
+simple tokens choose them, the MLPs have fewer rows. The paper gives every rank a copy of the special experts; here
 they live on one rank each, so their rows are sent like those of any expert.
 """
 
@@ -56,16 +56,5 @@ def expert(config: ModelConfig, expert_id: int, options: Special) -> nn.Module:
 
 
 if __name__ == "__main__":
-    main(
-        [
-            "--model.experts",
-            f"{__file__}:expert",
-            "--steps",
-            "40",
-            "--seq-len",
-            "128",
-            "--micro-batches",
-            "4",
-            *sys.argv[1:],
-        ]
-    )
+    options = ["--steps", "40", "--seq-len", "128", "--micro-batches", "4"]
+    main(["--model.experts", f"{__file__}:expert", *options, *sys.argv[1:]])

@@ -1,7 +1,7 @@
 """Which weights a partial load found, and which it did not, in a few lines.
 
-A model has thousands of tensors whose names differ in the number of the layer or expert. Names that differ only in
-numbers are listed together, with the ranges of these numbers.
+A model has thousands of tensors whose names differ only in the number of the layer or expert. Such names are listed
+together, with the ranges of these numbers.
 """
 
 import re
@@ -11,15 +11,12 @@ from dataclasses import dataclass
 from ..messages import plural, printable
 
 _MAX_GROUPS = 20
-_NUMBER = re.compile(
-    r"([0-9]{1,9})(?:-([0-9]{1,9}))?"
-)  # a layer or an expert, or the experts that share a tensor, as in 4-7
+_NUMBER = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")  # a layer, an expert, or experts that share a tensor: 4-7
 
 
 @dataclass(frozen=True, slots=True)
 class PartialLoad:
-    """The names of the tensors of the whole model that were loaded; that the file does not have; and of the tensors in
-    the file that the model does not have."""
+    """Names of tensors. loaded: in the model and the file. missing: only in the model. ignored: only in the file."""
 
     loaded: Sequence[str]
     missing: Sequence[str]

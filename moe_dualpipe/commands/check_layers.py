@@ -1,4 +1,4 @@
-"""`moe-dualpipe check experts`, and the same for other layers: whether a layer of one's own meets its contract."""
+"""`moe-dualpipe check experts`, and the same for other layers: whether your own layer meets its contract."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -21,7 +21,7 @@ class Sizes:
     expert_size: int = 12
     """Inner width of one expert."""
     num_experts: int = 4
-    """Number of experts. An even number includes two expert-parallel ranks."""
+    """Number of experts. Two expert-parallel ranks are checked only if it is even."""
     experts_per_token: int = 2
     """Number of experts for each token."""
     num_heads: int = 4
@@ -89,6 +89,6 @@ class CheckAttention(CheckLayer):
 
 @dataclass(frozen=True)
 class CheckBlock(CheckLayer):
-    """Check a transformer block: as attention, with the experts and the router in it."""
+    """Check a transformer block, with its attention, router and experts: the same laws as for attention."""
 
     kind = "block"

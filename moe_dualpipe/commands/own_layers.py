@@ -1,11 +1,12 @@
-"""The options of commands that load a model with layers of one's own: a checkpoint cannot choose what is imported."""
+"""Options that name your own layers, for commands that load a model: a checkpoint cannot choose what is imported."""
 
 from dataclasses import asdict, dataclass
 
 
 @dataclass(frozen=True)
 class OwnLayers:
-    """The model's own layers, FILE.py:CLASS or MODULE:CLASS. They must be named here: importing a file runs it."""
+    """The model's own layers, FILE.py:CLASS or MODULE:CLASS. They must be named here, because importing a file runs its
+    code."""
 
     experts: str | None = None
     """The model's own expert layer."""

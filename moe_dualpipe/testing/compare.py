@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .run import Results
+from .subject import relative, row_errors
 from .variants import Tolerance
 
 Kind = Literal["weights", "losses", "logits", "buffers", "gradients"]
@@ -23,9 +24,9 @@ BUFFERS = 1e-5  # buffers may be averaged over ranks
 class Compared:
     """One rank's results against the reference's.
 
-    largest: for each kind, the largest relative difference and where it is. held: for each kind, what this rank has.
-    expected: for each kind, what all ranks together must have. criterion: for each step and micro-batch, the value of
-    the criterion, and the mean loss of the reference's tokens.
+    largest: for each kind, the largest relative difference and where it is. held: for each kind, the names that this
+    rank has. expected: for each kind, the names that all ranks together must have. criterion: for each step and
+    micro-batch, the value of the criterion, and the mean loss of the reference's tokens.
     """
 
     largest: dict[Kind, tuple[float, str]]
@@ -64,30 +65,14 @@ def _tokens(pairs: Iterable[tuple[tuple[int, int], Tensor, Tensor]]) -> Iterable
         yield float(errors_S[position]), f"position {position} of sequence {sequence} in step {step + 1}"
 
 
-def relative(found: Tensor, expected: Tensor) -> float:
-    """|found - expected| / |expected|. Infinite if the shapes differ, or one value is not finite."""
-    if found.shape != expected.shape:
-        return float("inf")
-    if torch.equal(found, expected):
-        return 0.0
-    x, y = found.double(), expected.double()
-    ratio = float((x - y).norm() / y.norm().clamp(min=1e-300))
-    return ratio if ratio == ratio else float("inf")
-
-
 def token_errors(found: Tensor, expected: Tensor) -> Tensor:
     """The relative difference of each row, [S], in double. found, expected: [S, ...]. Integers differ by 0 or 1."""
-    x, y = (t.double().flatten(1) if t.ndim > 1 else t.double()[:, None] for t in (found, expected))
-    if not expected.is_floating_point():
-        return (x != y).any(1).double()
-    norms = y.norm(dim=1)
-    typical = norms.square().mean().sqrt().clamp(min=1e-300)
-    errors = (x - y).norm(dim=1) / norms.clamp(min=float(typical))
-    return torch.where(errors.isnan(), torch.inf, errors)
+    x, y = (t.flatten(1) if t.ndim > 1 else t[:, None] for t in (found, expected))
+    return row_errors(x, y) if expected.is_floating_point() else (x != y).any(1).double()
 
 
 def find_faults(parts: Sequence[Compared], tolerance: Tolerance) -> tuple[str, list[str]]:
-    """What was measured on all ranks, in a few words, and what is not explained by rounding."""
+    """Return what was measured on all ranks, in a few words, and the differences that rounding does not explain."""
     limits: dict[Kind, float] = {
         "weights": 0, "losses": tolerance.losses, "logits": tolerance.tokens, "buffers": BUFFERS,
         "gradients": tolerance.parameters,
@@ -114,7 +99,10 @@ def _shown(error: float, limit: float) -> str:
 
 
 def may_be_rounding(parts: Sequence[Compared]) -> bool:
-    """Whether rounding can explain the differences. It changes no weight and, if logits agree, no gradient by much."""
+    """Whether rounding can explain the differences. It changes no weight.
+
+    If the logits agree, it changes no gradient by 1% or more.
+    """
     largest = {kind: max(part.largest[kind][0] for part in parts) for kind in KINDS}
     return largest["weights"] == 0 and (largest["logits"] > 1e-4 or largest["gradients"] < 1e-2)
 

@@ -1,8 +1,8 @@
 """Run all variants and compare them with the reference, in as few launches of processes as possible.
 
-1. Run the reference. 2. Run all variants. 3. Run those in float64 that differ by more than the tolerance for rounding.
-If they agree there, it was rounding, which can change the choice of an expert. 4. Run what is left again, and record
-all segments.
+1. Run the reference. 2. Run all variants. 3. Run variants that differ by more than the tolerance again in float64. If
+they agree there, the difference was rounding, which can change the choice of an expert. 4. Run the others again, and
+record all segments.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,14 +25,14 @@ from .variants import REFERENCE, Variant
 
 
 def check_runs(job: Job, variant: Variant) -> None:
-    """Raise ValueError if the variant cannot run: because of its schedule, or of the model's layers or experts."""
+    """Raise ValueError if the variant cannot run with its schedule, or with the model's layers or experts."""
     check_ep_divides_experts(variant.ep, job.model.num_experts)
     find_place(job, variant, 0)
 
 
 @dataclass(frozen=True)
 class _Task:
-    """What a rank runs. folder: has the results of the reference, by dtype, and of recorded runs."""
+    """What a rank runs. folder: holds the results of the reference, one file per dtype, and of recorded runs."""
 
     job: Job
     variant: Variant
@@ -66,7 +66,7 @@ Outcome = list[Any] | Failure
 
 
 class Comparison:
-    """searched: the number of failed variants for which the first difference is found."""
+    """Compares variants with the reference. searched: the number of failed variants whose first difference is found."""
 
     def __init__(self, job: Job, folder: Path, searched: int):
         self.job, self.folder, self.searched = job, folder, searched
@@ -111,7 +111,7 @@ class Comparison:
         return outcomes
 
     def _rounded(self, variants: Sequence[Variant]) -> list[Variant]:
-        """Those of the variants that agree with the reference in float64. None if the model does not run in float64."""
+        """The variants that agree with the reference in float64; empty if the model does not run in float64."""
         if not variants or isinstance(self._run(_run_reference, [REFERENCE], torch.float64)[REFERENCE], Failure):
             return []
         outcomes = self._run(_run_and_compare, variants, torch.float64)
@@ -119,7 +119,7 @@ class Comparison:
         return [variant for variant, check in in_float64.items() if check.status == "passed"]
 
     def _first_differences(self, variants: Sequence[Variant]) -> Mapping[Variant, str]:
-        """A description for each variant that differs again when it is recorded."""
+        """Describe the first difference of each variant that differs again while it is recorded."""
         if not variants:
             return {}
         outcomes = self._run(_run_and_record, [REFERENCE, *variants])

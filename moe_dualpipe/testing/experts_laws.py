@@ -113,7 +113,7 @@ def order_does_not_matter(experts: Experts) -> str:
 
 
 def any_number_of_rows(experts: Experts) -> str:
-    """No rows, one row, an empty expert, all rows to one expert. The expected rows are computed one by one."""
+    """No rows, one row, experts without rows, all rows in one expert. Expected rows are computed one by one."""
     counts = experts.counts
     subject = experts.whole()
     num_experts, number = len(counts), 7
@@ -166,7 +166,7 @@ def _expert(counts: Sequence[int], row: int) -> int:
 
 
 def overlapped_equals_sequential(experts: Experts) -> str:
-    """Two micro-batches at a time in an MoE layer, bit for bit."""
+    """Two micro-batches at a time in an MoE layer give bit-equal results."""
     config = dataclasses.replace(experts.config, experts="swiglu", expert_options="", router="topk", router_options="")
     moe = prepare(MoE(config, Interleaved(config.num_experts), 0), device=experts.device)
     moe.experts = experts.module

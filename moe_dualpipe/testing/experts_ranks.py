@@ -107,7 +107,7 @@ def is_saved_for_any_ep(experts: Experts) -> str:
 
 
 def _global_tensors(layer: Any) -> tuple[dict[str, list[int]], list[str]]:
-    """The shapes of what each expert has, by global name, and the names of what all share."""
+    """The shapes of the tensors of each expert, by global name, and the names of the tensors that all share."""
     held, found, whole_only = expert_ids(layer), {}, []
     for name, tensor in layer.state_dict().items():
         if name not in held:

@@ -28,12 +28,12 @@ class Experts:
 
     @property
     def module(self) -> nn.Module:
-        """All experts. Laws share it; one that finds random numbers in training leaves it in eval mode."""
+        """The layer with all experts, which laws share. The law "deterministic" may leave it in eval mode."""
         return self.built(range(self.config.num_experts))
 
     @property
     def counts(self) -> list[int]:
-        """Rows of each expert: uneven, none empty. Example: [3, 2, 5, 4]."""
+        """Number of rows of each expert: uneven, and at least 2. Example: [3, 2, 5, 4]."""
         return [2 + (3 * e + 1) % 4 for e in range(self.config.num_experts)]
 
     def build(self, local: range, seed: int = 0) -> nn.Module:
@@ -68,7 +68,7 @@ class Experts:
 
 
 def call(layer: Any, x_MD: Tensor, counts: Sequence[int]) -> Tensor:
-    """Run the experts on rows in expert-major order. A layer that takes an order gets one choice per row of weight 1.
+    """Run the experts on rows in expert-major order. A layer that takes an order gets one choice of weight 1 per row.
 
     Raises Broken if the layer does not return rows of the same shape and dtype.
     """

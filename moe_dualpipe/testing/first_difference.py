@@ -1,8 +1,7 @@
 """Find the first tensor that differs between two recorded runs, and describe it.
 
-First means: first in the order of the model, in the first step. If all forwards of a step agree, it means first in the
-backward, which is last in the order of the model. Rounding differences grow slowly from segment to segment; a fault is
-a jump far above them.
+Tensors are compared step by step: those of the forward in the order of the model, then those of the backward in the
+reverse order. Rounding differences grow slowly from segment to segment; a fault is a jump far above them.
 
 T tokens, S positions, K experts per token.
 """
@@ -16,9 +15,10 @@ from torch import Tensor
 
 from ..models.block import add_up
 from ..overlap.labels import DISPATCH, PREPARE
-from .compare import BUFFERS, relative, token_errors
+from .compare import BUFFERS, token_errors
 from .recorder import At, Record
 from .run import STEPS, Results
+from .subject import relative
 from .variants import Tolerance, Variant
 
 
@@ -110,15 +110,11 @@ class _Tensors:
                 self.by_at[record.step, record.at].append((rank, record))
 
     def order(self, step: int) -> list[At]:
-        """The tensors of a step in forward order, then those of the backward in its order."""
-        ats = [at for (s, at) in self.by_at if s == step]
+        """The tensors of a step: those of the forward, of the backward, and of forwards recomputed in the backward."""
+        ats = dict.fromkeys(at for (s, at) in self.by_at if s == step)
         forward = [at for at in ats if not at.is_gradient and not at.recomputed]
-        recomputed = [at for at in ats if at.recomputed]
-        return (
-            forward
-            + [grad for at in reversed(forward) if (grad := at._replace(is_gradient=True)) in {*ats}]
-            + recomputed
-        )
+        backward = [grad for at in reversed(forward) if (grad := at._replace(is_gradient=True)) in ats]
+        return forward + backward + [at for at in ats if at.recomputed]
 
     def inputs(self, step: int, at: At) -> int:
         """The number of inputs of the segment of `at`."""
@@ -126,7 +122,7 @@ class _Tensors:
         return sum(s == step and other._replace(index=0) == same for s, other in self.by_at)
 
     def values(self, step: int, at: At, expected: Values | None = None) -> Values:
-        """expected: the reference's values, which stand in for tokens without a row on a rank."""
+        """expected: the reference's values, which replace those of tokens without a row on a rank."""
         found: dict[int, list[Tensor]] = defaultdict(list)
         for rank, record in self.by_at.get((step, at), ()):
             if record.rows == "tokens":
@@ -166,7 +162,7 @@ class _Tensors:
         return [(d, d.tensor) for source in range(first, first + variant.ep) for r, d in own if r == source]
 
     def received_rows(self, step: int, at: At) -> str:
-        """Describe a rank that received another number of rows than the routing decisions say; "" if none did."""
+        """Describe a rank whose number of received rows contradicts the routing decisions; "" if there is none."""
         for rank, record in self.by_at.get((step, at), ()):
             if record.rows == "tokens":
                 continue
@@ -194,7 +190,7 @@ def _local(ids_TK: Tensor, rank: int, run: Recorded) -> Tensor:
 
 
 def _scaled(record: Record) -> Tensor:
-    """The tensor; gradients are those of a sequence's loss, of which the loss of a micro-batch is the mean."""
+    """The tensor. Gradients are scaled to those of a sequence's loss; a micro-batch has the mean over its sequences."""
     return record.tensor * len(record.sequences) if record.at.is_gradient else record.tensor
 
 
@@ -210,16 +206,16 @@ def _by_sequence(record: Record) -> Iterable[tuple[int, Tensor]]:
 
 def _first_segment(run: _Tensors, reference: _Tensors, step: int, tolerance: float) -> str:
     for at in reference.order(step):
-        expected, found_at = reference.values(step, at), at
+        expected = reference.values(step, at)
         if not at.is_output and run.inputs(step, at) != reference.inputs(step, at):
             # At the border of a stage, the parts of the residual stream are added up before they are sent.
             if at.index:
                 continue
             if not at.is_gradient:
                 expected = _added(reference, step, at)
-        if problem := run.received_rows(step, found_at):
+        if problem := run.received_rows(step, at):
             return f"the first difference is in step {step + 1}, {at}: {problem}"
-        found = run.values(step, found_at, expected)
+        found = run.values(step, at, expected)
         if errors := _errors(found, expected, tolerance):
             return _describe(at, step, errors, tolerance, found, expected, reference, run)
     return ""
@@ -255,10 +251,8 @@ def _describe(
     largest = float(errors[sequence][position])
     pairs = [(f, expected[s][0], token_errors(f, expected[s][0]) > tolerance) for s in errors for f in found[s]]
     times = _times(*(torch.cat([pair[i][pair[2]].flatten() for pair in pairs]) for i in (0, 1)))
-    wrong, tokens = (
-        sum(int((e > tolerance).sum()) for e in errors.values()),
-        sum(len(t[0]) for t in expected.values()),
-    )
+    wrong = sum(int((e > tolerance).sum()) for e in errors.values())
+    tokens = sum(len(t[0]) for t in expected.values())
     ids = reference.values(step, ids_at(at))
     uses = f", which uses experts {', '.join(map(str, ids[sequence][0][position].tolist()))}" if sequence in ids else ""
     return (
@@ -275,7 +269,7 @@ def _stage(at: At, step: int, run: _Tensors) -> str:
 
 
 def _times(found: Tensor, expected: Tensor) -> str:
-    """ ", which is 2 times the reference's" if one factor explains the difference."""
+    """Return ", 2 times the reference" if a factor such as 2 explains the difference, otherwise ""."""
     if not expected.is_floating_point() or found.shape != expected.shape:
         return ""
     x, y = found.double(), expected.double()
@@ -286,7 +280,7 @@ def _times(found: Tensor, expected: Tensor) -> str:
 
 
 def _experts(errors: dict[int, Tensor], ids: Values, tolerance: float, run: Recorded) -> str:
-    """Name the experts that explain which tokens differ, if there are any."""
+    """Name the experts whose tokens differ, or that all differing tokens use; "" if there are none."""
     if not ids:
         return ""
     wrong = {

@@ -40,7 +40,7 @@ class _Intercept(TorchFunctionMode):
 
 
 def _waits(func: Any, args: Any, kwargs: Any) -> str | None:
-    """What a call is, in words, if a GPU would have to finish first."""
+    """A call in words if it would wait for a GPU; otherwise None."""
     if func in (Tensor.__getitem__, Tensor.__setitem__):
         indices = args[1] if isinstance(args[1], tuple) else (args[1],)
         masked = any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices)
@@ -80,7 +80,8 @@ def host_syncs(device: str) -> Iterator[dict[str, str]]:
 def _add(found: dict[str, str], call: str) -> None:
     """Add a call by the innermost line outside of torch and the standard library.
 
-    This package's kernels do not wait on a GPU, where they are other ones; its checks are not part of the layer.
+    Calls from this package's kernels and checks are left out: on a GPU the kernels are other ones, which do not wait,
+    and checks are not part of the layer.
     """
     frame: Any = sys._getframe(1)
     while frame is not None:

@@ -1,8 +1,8 @@
 """Laws of a layer, and how a list of them becomes a report.
 
 A law is a function of a subject. It returns what it measured, or raises Broken, Suspect or Unchecked, with the reason
-in plain words. A fault often breaks several laws, so a law names those that it relies on: it is skipped if one of them
-fails, and the report points at the cause.
+in plain words. A fault often breaks several laws, so each law names the laws that it relies on. If one of them fails,
+the law is skipped, and the report names the cause.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,7 @@ from .report import Check, Report, Status
 
 
 class Finding(Exception):  # noqa: N818 - a result of a check
-    """The law does not hold, or could not be checked. The message says what is wrong, where, and how to mend it."""
+    """The law does not hold, or could not be checked. The message says what is wrong, where, and how to fix it."""
 
     status: Status = "failed"
 
@@ -34,7 +34,7 @@ class Unchecked(Finding):
 
 @dataclass(frozen=True, slots=True)
 class Law:
-    """name: the law, in a few words. needs: the names of laws without which its result says nothing."""
+    """name: the law, in a few words. needs: names of other laws; if one fails, this law says nothing."""
 
     name: str
     check: Callable[[Any], str]
@@ -44,13 +44,13 @@ class Law:
 def check_laws(title: str, where: str, subject: Any, laws: Sequence[Law], raise_errors: bool = False) -> Report:
     """Check all laws in order. where: the file and line of the layer; each problem starts with it.
 
-    raise_errors: let errors of the layer pass, instead of reporting each as a failed check.
+    raise_errors: raise exceptions of the layer, instead of reporting each as a failed check.
     """
     return Report(title, tuple(_results(where, subject, laws, raise_errors)))
 
 
 def _results(where: str, subject: Any, laws: Sequence[Law], raise_errors: bool) -> Iterator[Check]:
-    without: dict[str, str] = {}  # laws that do not hold, each with the one that was broken first
+    without: dict[str, str] = {}  # each law that does not hold -> the law that failed first
     for law in laws:
         if cause := next((without[name] for name in law.needs if name in without), None):
             without[law.name] = cause

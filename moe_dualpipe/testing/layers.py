@@ -1,4 +1,4 @@
-"""Check a layer of one's own against its contract: `check_experts`, `check_router`, `check_attention`, `check_block`.
+"""Check your own layer against its contract: `check_experts`, `check_router`, `check_attention`, `check_block`.
 
 A check builds small layers on one device and needs a few seconds. The classes are those that `ModelConfig` accepts.
 
@@ -8,8 +8,8 @@ A check builds small layers on one device and needs a few seconds. The classes a
 
 All take the class or function of the layer, or its name, such as "my_file.py:MyExperts"; `options`, the layer's own
 options as text, a mapping or a dataclass; `config`, the sizes of the layer; `device`; and `raise_errors`, to raise
-exceptions of the layer instead of reporting each as a failed check. They raise ValueError if there is no such class, or
-if its arguments or options do not fit.
+exceptions of the layer instead of reporting each as a failed check. They raise ValueError if the class does not exist,
+or if its arguments or options do not fit.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ SMALL = ModelConfig(
     kv_rank=10, rope_dim=4, value_dim=5, dense_size=20, expert_size=12, num_experts=4, experts_per_token=2,
     num_shared_experts=0, init_std=0.3,
 )  # fmt: skip
-"""The sizes of checks, if no configuration is given. They differ from each other, so that mixing them up fails."""
+"""The default sizes of checks. They differ from each other, so that a layer that confuses two of them fails."""
 
 
 def check_experts(
@@ -76,6 +76,5 @@ def check_block(
 
 
 def _check(found: LayerClass, subject: Any, laws: list[Law], raise_errors: bool) -> Report:
-    segments = vars(found.make).get("segments") if isinstance(found.make, type) else None
-    where = str(Place.of(segments or found.make) or "")
+    where = str(Place.of(found.make) or "")
     return check_laws(f"check of the {found.kind} {found.name}", where, subject, laws, raise_errors)

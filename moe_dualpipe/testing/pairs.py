@@ -1,4 +1,4 @@
-"""Two micro-batches at a time: as in a pipeline, one after the other, both in flight, or overlapped."""
+"""Run two micro-batches as a pipeline does: one after the other, both in flight, or overlapped."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class _Later:
 
 
 def compare_overlapped(module: Any, first: Tensor, second: Tensor, prefix: str = "") -> str:
-    """Bit-equality of sequential and other runs of two inputs. prefix: of the parameters that are compared.
+    """Check that all ways to run two inputs are bit-equal. prefix: compare only parameters whose names start with it.
 
     Raises Broken at the first difference.
     """

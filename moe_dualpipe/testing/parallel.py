@@ -28,7 +28,7 @@ def check_parallel(
 
     config: the options of train.py. Its model, seed, sequence length and micro-batch size are used, and its layout
     is one of the variants. variants: None means this layout and `default_variants`. on_rank: see `Job`. searched: the
-    number of failed variants for which the first difference is found.
+    number of failed variants whose first difference is found.
 
     Raises ValueError for invalid options, for a layout of the config that cannot run, and for a model that cannot be
     built.
@@ -44,11 +44,11 @@ def check_parallel(
 
 
 def make_job(config: TrainConfig, variants: Sequence[Variant], on_rank: Callable[[Run], None] | None = None) -> Job:
-    """Raises ValueError for invalid options."""
+    """What all variants run, with random tokens. Raises ValueError for invalid options."""
     check_options(config)
     if config.compute.dtype == "bfloat16":
         raise ValueError(
-            "check parallel computes in float32, because rounding in bfloat16 hides faults: use no --dtype"
+            "check parallel computes in float32, because rounding in bfloat16 hides faults: leave out --dtype"
         )
     size, vocab_size = config.batch.micro_batch_size, config.model.vocab_size
     shape = STEPS, micro_batches_for([*variants]) * size, config.batch.seq_len + 1

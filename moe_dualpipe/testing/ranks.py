@@ -1,6 +1,7 @@
 """Run tasks on several ranks, in processes of this machine that torch.distributed (gloo) connects.
 
-The processes run the tasks one after the other. If a rank fails or hangs, all are ended, and others run the rest.
+The processes run the tasks one after the other. If a rank fails or hangs, all of
+them are ended, and new ones run the remaining tasks.
 Processes are forked from a server that has already imported torch. A program that uses this must be importable: put
 what it runs under `if __name__ == "__main__":`.
 """
@@ -25,7 +26,7 @@ _context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", 
 class Failure:
     """A task that failed on a rank: the message of the error, with its notes, on one line.
 
-    invalid: whether an option is invalid, which is a ValueError of this package.
+    invalid: whether it is a ValueError of this package, which reports invalid options.
     """
 
     rank: int
@@ -39,9 +40,9 @@ class Failure:
 def run_tasks(
     num_ranks: int, function: Callable[[Any], Any], tasks: Sequence[Any], timeout: float = 300
 ) -> list[list[Any] | Failure]:
-    """For each task, `function(task)` of every rank, or the first failure. timeout: seconds for one task.
+    """For each task, return the results of `function(task)` on all ranks, or the first failure.
 
-    Raises ValueError if the task cannot be sent to another process.
+    timeout: seconds per task. Raises ValueError if the task cannot be sent to another process.
     """
     results: list[list[Any] | Failure] = []
     while len(results) < len(tasks):
@@ -52,7 +53,7 @@ def run_tasks(
 def _launch(
     num_ranks: int, function: Callable[[Any], Any], tasks: Sequence[Any], timeout: float
 ) -> list[list[Any] | Failure]:
-    """The results up to the first failure, which is the last."""
+    """The results of the tasks, up to and including the first failure."""
     queue = _context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         arguments = [(queue, f"{folder}/store", rank, num_ranks, function, tasks) for rank in range(num_ranks)]

@@ -1,7 +1,7 @@
 """Record every tensor of every segment of a run (overlap/probe.py), so that two runs can be compared tensor by tensor.
 
-A record says which segment, micro-batch and sequences its tensor belongs to. Tensors between dispatch and combine have
-a row for each received token; first_difference.py finds these tokens.
+A record names the segment, micro-batch and sequences of its tensor. Tensors between dispatch and combine have a row for
+each received token; first_difference.py finds these tokens.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from .run import Place
 
 
 class At(NamedTuple):
-    """A tensor of a segment, the same in every layout.
+    """Identifies a tensor of a segment, in the same way in every layout.
 
     module: the name of the segment's module in the stage; "" is the stage. occurrence: which of the segments of this
     name in the layer. index: which of its inputs or outputs.
@@ -61,7 +61,8 @@ class _Chunk:
     """What is known of one micro-batch's forward in one module.
 
     segments: for each segment, its occurrence. received: the storages of the rows that dispatch returned. computed: the
-    segments that take them. rows: of the inputs and outputs, by segment, is_output and index. seen: all records.
+    segments that take them. rows: the kind of rows of each input and output, by segment, is_output and index. seen: all
+    recorded tensors.
     """
 
     segments: dict[int, tuple[int | None, str, int]] = field(default_factory=dict)

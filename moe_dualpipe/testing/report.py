@@ -54,9 +54,7 @@ class Report:
         for (name, result, measured), check in zip(rows, (heading, *self.checks), strict=True):
             lines.append(f"{name:{first}}  {result:{second}}  {measured}".rstrip())
             if check.problem:
-                lines.append(
-                    fill(printable(check.problem, 4000), _WIDTH, initial_indent="    ", subsequent_indent="    ")
-                )
+                lines.append(_indented(printable(check.problem, 4000)))
         counts = [(self.count(status), endings) for status, endings in _ENDINGS.items()]
         total = [f"{count} {endings[count != 1]}" for count, endings in counts if count]
         return "\n".join([*lines, ", ".join(total) or plural(0, "check")])

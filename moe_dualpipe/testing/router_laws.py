@@ -90,8 +90,8 @@ def returns_weights_and_ids(routers: Routers) -> str:
             if not weights.isfinite().all():
                 token = int((~weights.isfinite()).any(1).nonzero()[0])
                 raise Broken(
-                    f"a weight of token {token} is not finite, with {dtype}: {weights[token].tolist()}. Also weights "
-                    "of no expert (-1) must be finite"
+                    f"a weight of token {token} is not finite, with {dtype}: {weights[token].tolist()}. Weights of "
+                    "no expert (-1) must be finite, too"
                 )
     return f"weights and ids {[*routers.whole().run(x)[1].shape]}, {ids.dtype}"
 

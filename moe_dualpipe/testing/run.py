@@ -1,7 +1,7 @@
 """One rank of one variant: build the model, run two steps, and collect losses, logits, gradients and buffers.
 
-Two steps, because state passes from one to the next: the biases of routers, and the buffers of your own layers.
-Everything is keyed by what does not depend on the layout: the step, the sequence, and the global name of a parameter.
+Two steps are needed because state passes from one to the next: the biases of routers, and the buffers of your own
+layers. The keys of results do not depend on the layout: step, sequence, and global name of a parameter.
 
 N sequences, S positions, V vocabulary.
 """
@@ -102,7 +102,7 @@ def run_variant(job: Job, variant: Variant, observe: Observe | None = None) -> R
 
 
 def find_place(job: Job, variant: Variant, rank: int) -> Place:
-    """Raises ValueError if the variant cannot run: by its schedule, its layers, or its experts."""
+    """Raises ValueError if the variant cannot run with its schedule, or with the model's layers."""
     size, num_sequences = variant.size or job.size, job.tokens.shape[1]
     layout = Layout(variant.pp, variant.dp, variant.ep, rank)
     order = torch.arange(num_sequences)
@@ -119,7 +119,7 @@ def find_place(job: Job, variant: Variant, rank: int) -> Place:
 
 
 class Run:
-    """The parts of this rank's run. `Job.on_rank` gets it before the first step."""
+    """One rank's model and its training steps. `Job.on_rank` receives it before the first step."""
 
     def __init__(self, job: Job, place: Place):
         self.job, self.place, self.schedule = job, place, place.schedule
@@ -213,11 +213,7 @@ class Run:
             yield from _global_values(replicas, value)
 
     def _buffers(self) -> dict[str, Tensor]:
-        return {
-            name: value
-            for one in self.buffers.sets()
-            for name, value in _global_values(one, lambda b: b.detach().clone())
-        }
+        return {name: value for one in self.buffers.sets() for name, value in _global_values(one, _copy)}
 
 
 def _global_values(replicas: ReplicaSet, value: Callable[[Tensor], Tensor | None]) -> Iterator[tuple[str, Tensor]]:

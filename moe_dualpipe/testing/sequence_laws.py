@@ -29,7 +29,7 @@ _SEQUENCES, _LENGTH = 3, 8
 
 
 class Runner(Segmented):
-    """Runs a layer as a model does, with a cache and a mask of documents."""
+    """Runs a layer as a model does, with its cache and document mask."""
 
     def __init__(self, layer: nn.Module):
         super().__init__()
@@ -135,7 +135,7 @@ def sequences_are_independent(layer: SequenceLayer) -> str:
 
 
 def is_causal(layer: SequenceLayer) -> str:
-    """Change the positions from one on: all before it keep their results."""
+    """Change all positions from some position on: those before it keep their results."""
     subject, x = layer.whole(), layer.sequences(1)
     y, worst = subject.run(x)[0], 0.0
     for start in range(1, _LENGTH):
@@ -183,7 +183,7 @@ def cache_equals_all_at_once(layer: SequenceLayer) -> str:
 
 @torch.no_grad()
 def mask_is_respected(layer: SequenceLayer) -> str:
-    """Two documents in a sequence give the same as each alone would, except for absolute positions."""
+    """With two documents in a sequence, the second does not depend on the first."""
     if not layer.takes("mask_B1SS"):
         raise Unchecked("it has no parameter mask_B1SS: --document-mask is an error")
     subject, x, module = layer.whole(), layer.sequences(1), layer.module
@@ -197,7 +197,7 @@ def mask_is_respected(layer: SequenceLayer) -> str:
         if error > max(subject.tolerance(y), 1e-7):
             raise Broken(
                 f"with a mask of one document, {subject.row_name(row)} differs by {error:.1e} from the result without "
-                "a mask: mask_B1SS is True where a position attends to another, and includes the causal mask"
+                "a mask: mask_B1SS is True where a position attends to another, and is already causal"
             )
         module.mask_B1SS = document_mask(documents_BS)
         errors = row_errors(call(module, changed), call(module, x))

@@ -12,7 +12,7 @@ from .host_syncs import host_syncs
 from .laws import Broken, Suspect, Unchecked
 from .subject import Subject, random_like, relative, row_errors, worst_row
 
-_STEP, _GRADIENT = 1e-6, 1e-5  # of finite differences in fp64: the step, and the largest relative error
+_STEP, _GRADIENT = 1e-6, 1e-5  # finite differences in fp64: the step, and the largest valid relative error
 _STEP_FP32, _GRADIENT_FP32 = 1e-2, 5e-2
 _DIRECTIONS = 2
 _INPUT = "the input"
@@ -35,7 +35,7 @@ def input_is_not_written(subject: Subject) -> str:
 
 
 def is_deterministic(subject: Subject) -> str:
-    """Two calls with the same input. A layer with random numbers in training is then checked in eval mode."""
+    """Two calls with the same input. A layer that draws random numbers in training is put into eval mode."""
     x = subject.draw(1)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
@@ -61,7 +61,7 @@ def is_deterministic(subject: Subject) -> str:
 
 
 def has_no_state(subject: Subject) -> str:
-    """A, B, A: both A are equal, and B is that of a new layer."""
+    """Run inputs A, B, A: both results of A are equal, and that of B equals the result of a new layer."""
     a, b = subject.draw(1), subject.draw(2)
     new = subject.build(0).train(subject.module.training)
     with torch.no_grad():
@@ -173,8 +173,8 @@ def _derivative(
 ) -> tuple[float, Tensor | None]:
     """d/dt of sum(v * y) at t = 0, with `tensor` replaced by tensor + t * direction.
 
-    Rows whose decisions (the further outputs, such as expert ids) change between -step and step are left out; then the
-    second result is 1 for rows that count, and 0 for others.
+    Rows whose decisions (other outputs, such as expert ids) differ between -step and step are left out. The second
+    result is then 1 for rows that count and 0 for the others; None if all rows count.
     """
     kept, ends = tensor.clone(), []
     for t in (step, -step):
@@ -242,7 +242,7 @@ def _times(grad: Tensor, expected: Tensor) -> str:
 
 
 def checkpoint_is_complete(subject: Subject) -> str:
-    """The layer with other initial weights gives the same results after it loads the first one's state."""
+    """A layer with other initial weights gives the same results after it loads the state of the first."""
     x = subject.draw(1)
     other = subject.build(1)
     try:

@@ -26,9 +26,9 @@ EQUAL_FP32 = 1e-3
 class Subject:
     """A layer, and how to use it.
 
-    call: runs a module of this kind on an input; the first output carries gradients. draw: an input of a seed. build:
-    the layer with the initial weights of a seed. row_name: names a row of the output by its index. prefix: of the names
-    of parameters, which messages leave out.
+    call: runs a module of this kind on an input; the first output carries gradients. draw: returns the input of a seed.
+    build: returns the layer with the initial weights of a seed. row_name: the name of a row of the output, from its
+    index. prefix: the start of parameter names that messages leave out.
     """
 
     module: nn.Module
@@ -85,7 +85,7 @@ class Subject:
 
 @torch.no_grad()
 def prepare(module: M, seed: int = 0, dtype: torch.dtype = torch.float64, device: str = "cpu") -> M:
-    """Turn dropout off, and add noise to constant weights, which does not depend on the number of ranks."""
+    """Turn dropout off, and add noise to constant weights. The noise does not depend on the number of ranks."""
     for layer in module.modules():
         if isinstance(layer, nn.modules.dropout._DropoutNd):
             layer.p = 0.0
@@ -117,7 +117,9 @@ def row_errors(found: Tensor, expected: Tensor) -> Tensor:
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
-    """|found - expected| / |expected|."""
+    """|found - expected| / |expected|. Infinite if the shapes differ, or a difference is not finite."""
+    if found.shape != expected.shape:
+        return float("inf")
     if torch.equal(found, expected):
         return 0.0
     ratio = float((found.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-300))

@@ -15,7 +15,7 @@ from ..training.config import ParallelConfig
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """The largest relative differences that rounding explains, and why there are any. 0: bit-equal.
+    """The largest relative differences that rounding explains, and the reason for them. 0: bit-equal.
 
     losses: of the loss of one token. tokens: of its logits and activations, and of their gradients. parameters: of the
     gradient of one parameter, or of one expert's part of it.
@@ -67,7 +67,7 @@ REFERENCE = Variant("one process", SAME_ORDER)
 
 
 def default_variants(size: int) -> list[Variant]:
-    """What is checked on 1, 2 and 4 processes. size: sequences per micro-batch of the reference."""
+    """The default variants, on 1, 2 and 4 processes. size: sequences per micro-batch of the reference."""
     one = [
         Variant("repeated", SAME_ORDER),
         *(Variant(f"recompute {name}", SAME_ORDER, recompute=name) for name in _RECOMPUTE),

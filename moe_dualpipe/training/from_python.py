@@ -1,4 +1,4 @@
-"""Train from Python: the run of train.py without a command line, signal handlers, or files that were not asked for."""
+"""Train from Python, as train.py does, but without a command line or signal handlers. Files are written on request."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,15 +27,15 @@ def train(
     callbacks: each is called as `callback(trainer, record)` after every step, on all ranks. record: the step's metrics,
     as in metrics.jsonl; what a callback adds is logged, too. A callback may call `trainer.request_stop()`,
     `trainer.validation_loss()` and `trainer.sample()`, and change `trainer.lr_factor`.
-    log: objects with a method `log(dict)`, which get the same records on the first rank, and the validation losses.
+    log: objects with a method `log(dict)`. On the first rank, they receive the same records and the validation losses.
     verbose: print what train.py prints, and a progress bar.
 
-    The processes of torchrun are joined, and left at the end; a default process group of torch.distributed that exists
-    already is used instead. With several processes, the returned trainer is of use only if the group still exists, as
-    inside `with join_world():`.
+    Under torchrun, `train` creates the default process group of torch.distributed, and destroys it at the end. A group
+    that already exists is used and kept. With several processes, the returned trainer works only while the group
+    exists, as inside `with join_world():`.
 
-    Raises ValueError for invalid options, before the first step. Raises RuntimeError if the run does not give a model
-    with a finite loss, or if its last checkpoint was not written.
+    Raises ValueError for invalid options, before the first step. Raises RuntimeError if the loss does not stay finite,
+    or if the last checkpoint cannot be written.
     """
     config, launch = config or TrainConfig(), current_launch()
     plan = plan_run(config, launch, arguments=None)
@@ -46,7 +46,7 @@ def train(
         with _world(plan, launch) as progress:
             try:
                 trainer, sinks = build_run(plan, launch, progress)
-            except ValueError as error:  # of all ranks: if it left the context, their processes would end
+            except ValueError as error:  # raised on all ranks: if it left the context, the processes would end
                 invalid = error
             else:
                 TrainingRun(trainer, [*sinks, *log], callbacks, verbose).run()
@@ -59,7 +59,7 @@ def train(
 
 @contextmanager
 def _world(plan: RunPlan, launch: Launch) -> Iterator[Progress]:
-    """Join the other ranks and watch them. Errors of a single process, or in a group of the program, are its own."""
+    """Join the other ranks and watch them. A single process, or a group that the program created, is not watched."""
     if dist.is_initialized() or launch.world_size == 1:
         with joined(plan.setup.device, launch, plan.config.health.timeout):
             yield Progress()

@@ -44,7 +44,8 @@ class Pipeline:
     micro_batch: the shape [B, S] of the token ids of one micro-batch. ep: number of ranks that share the experts of a
     layer. options: seed, kernels, recomputation. overlap: run the communication of one micro-batch during the
     computation of another, where the schedule pairs them. max_deferred: maximum number of chunks with deferred weight
-    gradients. timeout: seconds that a collective operation waits. on_action: called with each action when it begins.
+    gradients. timeout: seconds that a collective operation waits. on_action: called with each action when it begins,
+    and with None at the end of a step.
 
     Raises ValueError, on all ranks, if the schedule, `ep` or the model does not fit the number of processes.
     """
@@ -102,9 +103,10 @@ class Pipeline:
     def step(self, inputs_BS: Tensor, labels_BS: Tensor) -> list[Tensor]:
         """Run forward and backward of one batch; under `torch.no_grad()`, only forward.
 
-        The arguments have `num_sequences` sequences, the same on all ranks of a pipeline. Adds the gradients, summed
-        over micro-batches, to those of the parameters. Returns the losses of the micro-batches that end on this rank,
-        in nats per token. Raises ValueError for inputs or labels of another shape.
+        inputs_BS, labels_BS: token ids of `num_sequences` sequences, the same on all ranks of a pipeline. The
+        gradients, summed over micro-batches, are added to those of the parameters. Returns the losses of the
+        micro-batches whose last stage is on this rank, in nats per token. Raises ValueError for inputs or labels of
+        another shape.
         """
         schedule, pp_rank, last = self.schedule, self.layout.pp_rank, self.schedule.num_stages - 1
         for name, tensor in (("inputs", inputs_BS), ("labels", labels_BS)):
@@ -132,9 +134,9 @@ class Pipeline:
         return gradient_norm(self.replicas, self.device)
 
     def balance_experts(self, rate: float) -> Tensor:
-        """After an update: move the biases of the routers (`router_bias`) by `rate`, against the loads of this step.
+        """Move the biases of the routers (`router_bias`) by `rate`, to balance the loads of this step.
 
-        Returns the loads: tokens per layer and expert, [L, E].
+        Call it after the update of the weights. Returns the loads: tokens per layer and expert, [L, E].
         """
         self.balance.rate = rate
         load_LE = self.balance.loads(self.device)
@@ -155,8 +157,8 @@ class Pipeline:
     ) -> Tensor:
         """Return the `num_tokens` tokens that follow each prompt, [B, N], on all ranks.
 
-        prompts: [B, S], or B tensors [S] of any length, the same on all ranks. The model attends to as many positions
-        as a micro-batch has. Raises ValueError for prompts that are empty or have invalid token ids.
+        prompts: [B, S], or B tensors [S] of any length, the same on all ranks. The model attends to at most as
+        many positions as a micro-batch has. Raises ValueError for prompts that are empty or have invalid token ids.
         """
         return generate_through_pipeline(
             self.executor, self.schedule.placement, self.groups.pipeline, prompts, num_tokens,

@@ -1,4 +1,4 @@
-"""Where the metrics of a run go besides metrics.jsonl: anything with a method `log(dict)`, such as `--wandb`.
+"""Send the metrics of a run not only to metrics.jsonl, but to any object with a method `log(dict)`, as `--wandb` does.
 
 An error while logging never ends a run: it is printed once, and the run continues.
 """
@@ -11,10 +11,10 @@ from .appended_file import warn
 
 
 class Sink(Protocol):
-    """Receives the records of a run, on its first rank. A method `close()`, if there is one, is called at the end."""
+    """Receives the records of a run, on its first rank. If it has a method `close()`, this is called at the end."""
 
     def log(self, record: dict[str, Any]) -> object:
-        """Receive a record: "step", and the numbers of metrics.jsonl, which may be NaN. The sink may change it."""
+        """Receive a record: "step", and the numbers of metrics.jsonl, which may be NaN. It is a copy."""
         ...
 
 
