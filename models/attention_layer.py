@@ -47,8 +47,11 @@ class AttentionLayer(nn.Module):
 
     @staticmethod
     def weight_flops(config: ModelConfig) -> int:
-        """FLOPs of the projections, per token, forward. costs.py replaces it for models with your own layers."""
-        raise NotImplementedError
+        """FLOPs of the projections, per token, forward. Default: those of four square matrices.
+
+        Used only if the block cannot be built on the meta device (costs.py), where its parameters are counted.
+        """
+        return 8 * config.hidden_size**2
 
     @staticmethod
     def score_flops(config: ModelConfig, seq_len: int) -> int:  # noqa: ARG004

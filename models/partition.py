@@ -41,8 +41,8 @@ class StageSpec:
 
 def layer_flops(config: ModelConfig, layer: int) -> int:
     """FLOPs of a block per token, forward, without attention scores, which depend on the length."""
-    if {*config.own_layers} - {"router"}:
-        return layer_flops_of_parameters(config, layer)
+    if {*config.own_layers} - {"router"} and (flops := layer_flops_of_parameters(config, layer)) is not None:
+        return flops
     attention = attention_costs(config).weight_flops(config)
     if config.is_dense(layer):
         return attention + 6 * config.hidden_size * config.dense_size

@@ -48,12 +48,11 @@ def rows_received(config: ModelConfig, batch: MicroBatch) -> int:
 def saved_bytes(config: ModelConfig, spec: StageSpec, batch: MicroBatch) -> int:
     """Bytes saved from a micro-batch's forward on a stage until its backward, with the stage's input and output.
 
-    Raises ValueError for layers of one's own, and for a stage with multi-token prediction: they are not modelled.
+    Experts and routers of one's own count like built-in ones. Raises ValueError for attention and blocks of one's own,
+    and for a stage with multi-token prediction: they are not modelled.
     """
-    if config.own_layers:
-        raise ValueError(
-            f"memory of activations is known only for built-in layers: got your own {config.own_layers[0]}"
-        )
+    if unknown := {*config.own_layers} & {"attention", "block"}:
+        raise ValueError(f"memory of activations is known only for built-in layers: got your own {min(unknown)}")
     if spec.mtp:
         raise ValueError(f"memory cannot be predicted with mtp_layers: got {len(spec.mtp)}; use 0")
     row = batch.tokens * config.hidden_size * batch.element
