@@ -69,7 +69,8 @@ def plain_run(config, dp):
 def test_a_run_equals_plain_training(tmp_path, ranks, changes):
     dp = ranks // changes.get("pp", ranks)
     model = dataclasses.replace(MODEL, init_std=0.2)
-    config = settings(tmp_path, model=model, seed=7, micro_batch_size=2, eval_sequences=9, optim=OPTIM, **changes)
+    # With this seed, the scores of chosen and other experts differ by 7e-6 at least: rounding does not change a choice.
+    config = settings(tmp_path, model=model, seed=8, micro_batch_size=2, eval_sequences=9, optim=OPTIM, **changes)
     seen = run_ranks(ranks, train, config)[0]
     torch.set_num_threads(1)
     expected, validation = plain_run(config, dp)
