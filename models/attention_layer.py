@@ -3,14 +3,15 @@
 B sequences, S positions, D model dim. With a cache, S counts the new positions, and L all positions.
 """
 
-import inspect
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor, nn
 
 from .config import ModelConfig
 from .kv_cache import KVCache
+from .layer_class import named_parameters
 from .own_calls import call_layer
 
 
@@ -85,6 +86,9 @@ def attend(attention: nn.Module, layer: int, x_BSD: Tensor, cache: KVCache | Non
     return call_layer("attention", attention, with_past(cache, layer, x_BSD), **context)[:, -x_BSD.shape[1] :]
 
 
+_parameters = lru_cache(maxsize=256)(named_parameters)  # inspecting a signature is slow, and each forward asks
+
+
 def accepted_context(
     layer: nn.Module, call: Callable[..., Any], mask_B1SS: Tensor | None, cache: KVCache | None
 ) -> dict[str, Any]:
@@ -92,7 +96,7 @@ def accepted_context(
 
     Raises ValueError for a mask that it does not take.
     """
-    names = inspect.signature(call).parameters
+    names = _parameters(getattr(call, "__func__", call))
     if mask_B1SS is not None and "mask_B1SS" not in names:
         raise ValueError(f"{type(layer).__name__}.{call.__name__} has no parameter mask_B1SS: it cannot mask documents")
     context = {"mask_B1SS": mask_B1SS, "cache": cache}

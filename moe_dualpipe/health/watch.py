@@ -123,7 +123,7 @@ class Watchdog:
         if _is_lost_connection(error):
             self._lost_connection = error
             time.sleep(self.patience + 4 * self.interval)  # the thread ends the process when it knows the cause
-        signal.set_wakeup_fd(-1)  # this rank is about to end: a signal of the launcher is no news
+        signal.set_wakeup_fd(-1)  # this rank ends now: it need not report a signal of the launcher
         self._failing = error
         fault = fault_of(error)
         fault = fault and f"{pid_namespace()} {fault}"

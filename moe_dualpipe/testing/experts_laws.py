@@ -205,7 +205,7 @@ def choices_are_weighted(experts: Experts) -> str:
     if error > limit:
         raise Broken(
             f"the result of row {n}, with experts {ids_NK[n].tolist()}, differs by {error:.1e} from the sum of their "
-            "results times weights_NK. Position -1 is no expert; indices past expert_offsets[-1] are unused"
+            "results times weights_NK. Position -1 means no expert; indices past expert_offsets[-1] are unused"
         )
     if leaf.grad is None or (error := relative(leaf.grad, grads)) > max(limit, 1e-6):
         got = "missing" if leaf.grad is None else f"wrong by {error:.1e}"

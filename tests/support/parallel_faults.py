@@ -32,7 +32,7 @@ def backend(run, layer):
 
 
 def double_gradients(run):
-    """The backward of combine in layer 2 returns twice the gradient: it adds up copies that are no parts."""
+    """The backward of combine in layer 2 returns twice the gradient: it adds up two copies of the whole gradient."""
     ep = backend(run, 2)
     original = ep.dispatch
 
