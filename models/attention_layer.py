@@ -1,4 +1,4 @@
-"""The contract of attention: what a class must define to replace the built-in kinds, and what it may define.
+"""The contract of attention: what a custom attention class must and may define.
 
 B sequences, S positions, D model dim. With a cache, S counts the new positions, and L all positions.
 """
@@ -39,8 +39,8 @@ class AttentionLayer(nn.Module):
 
     `models.layers.Linear` defers its weight gradients; other modules compute them together with the input gradients.
 
-    The static methods return costs. `score_flops` and `kv_cache_shape` are also used for your own attention, the others
-    only for the built-in kinds.
+    The static methods return costs. For your own attention, only `score_flops`, `kv_cache_shape` and, in one case,
+    `weight_flops` are used.
     """
 
     def forward(self, x_BSD: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class AttentionLayer(nn.Module):
 
 
 def attend(attention: nn.Module, layer: int, x_BSD: Tensor, cache: KVCache | None, mask_B1SS: Tensor | None) -> Tensor:
-    """Call `attention` with the arguments that it takes. If it takes no cache, the cache stores the inputs instead.
+    """Call `attention` with the arguments that it accepts. If it does not accept a cache, the cache stores the inputs.
 
     Raises ValueError for a mask that it does not take.
     """

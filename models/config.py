@@ -33,7 +33,7 @@ _NAME = PrimitiveConstructorSpec[Any](
 LayerName = Annotated[str | Factory, _NAME]
 """A layer by its name, or in Python as a class or function (layer_class.py)."""
 OwnOptions = Annotated[LayerOptions, _WORDS]
-"""Options of a layer of one's own (layer_options.py)."""
+"""Options of a custom layer (layer_options.py)."""
 
 BUILT_IN: dict[str, tuple[str, ...]] = {
     "experts": ("swiglu",), "router": ("topk", "balanced"), "attention": ("gqa", "mla"), "block": ("prenorm",),
@@ -188,7 +188,7 @@ class ModelConfig:
 
     @property
     def own_layers(self) -> tuple[str, ...]:
-        """The fields that select a layer of one's own, such as "experts"."""
+        """The fields that select a custom layer, such as "experts"."""
         return tuple(field for field, built_in in BUILT_IN.items() if getattr(self, field) not in built_in)
 
     @property

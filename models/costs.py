@@ -14,8 +14,8 @@ from .config import DEFAULT_OPTIONS, ModelConfig
 def layer_flops_of_parameters(config: ModelConfig, layer: int) -> int | None:
     """FLOPs of the matrix products of a block, per token, forward, if each matrix is used once for a token.
 
-    A token uses `experts_per_token` of the routed experts. Builds the block on the meta device, without memory. None
-    if that fails, for example because a constructor reads values.
+    A token uses `experts_per_token` of the routed experts. Builds the block on the meta device, which allocates no
+    memory. Returns None if that fails, for example because a constructor reads values.
     """
     from .block import block_class
 

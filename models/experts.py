@@ -56,8 +56,8 @@ class ExpertLayer(nn.Module):
     takes_order: bool = False
     """True: forward is called as `forward(x_ND, order, weights_NK)`, and returns for each received row the weighted sum
     of the outputs of its experts. `order`, an ExpertOrder (kernels/routing.py), has the indices that group the rows by
-    expert. Choices of no expert, and of experts on other ranks, have position -1: ignore their weights. Also ignore
-    indices past the last offset. weights_NK is in fp32 or wider."""
+    expert. Choices without an expert, and those of experts on other ranks, have position -1: ignore their weights. Also
+    ignore indices past the last offset. weights_NK is in fp32 or wider."""
     stacked: Mapping[str, Sequence[int]] = {}
     """The rows of each matrix in a parameter that stacks matrices, for optimizers: {"gate_up": (F, F)} (layers.py)."""
     elementwise: Sequence[str] = ()

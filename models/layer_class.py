@@ -1,4 +1,4 @@
-"""Find the classes of layers that a model is built from: built in, in a module, in a file, or given as objects.
+"""Find the classes of the layers of a model: built in, in a module, in a file, or passed as objects.
 
 A configuration names its layers with strings, so that it can be saved, compared, and sent to other processes:
 
@@ -9,8 +9,8 @@ A configuration names its layers with strings, so that it can be saved, compared
 If Python code passes the class or function itself, it gets such a name, under which this process finds it.
 
 A constructor receives the arguments of its contract by position, such as `config`. Others, such as `layer`, are passed
-by name, and only to a constructor with a parameter of that name. `**kwargs` does not count: it often passes them on to
-a parent class that does not know them.
+by name, and only to a constructor with a parameter of that name. `**kwargs` does not receive them: constructors often
+pass these on to a parent class that does not expect them.
 """
 
 import importlib
@@ -90,7 +90,7 @@ def name_of(layer: str | Factory) -> str:
 
 
 def same_layer(saved: str, now: str) -> bool:
-    """Whether two names may mean the same layer: files and modules may have moved, so only the last part must agree."""
+    """Whether two names may mean the same layer. Only the last parts are compared: files and modules may have moved."""
     moved = all(saved.rpartition(":")) and all(now.rpartition(":"))
     return saved == now or (moved and saved.rpartition(":")[2] == now.rpartition(":")[2])
 
@@ -130,7 +130,7 @@ def find_layer(
 
 
 def _check_call(found: Factory, form: tuple[str, ...], keywords: set[str], exact: bool) -> None:
-    """Raise TypeError unless `found` accepts this form. exact: none of these arguments may have a default."""
+    """Raise TypeError unless `found` accepts this form. exact: none of these parameters may have a default value."""
     if isinstance(found, type):
         from torch import nn
 
@@ -142,7 +142,7 @@ def _check_call(found: Factory, form: tuple[str, ...], keywords: set[str], exact
     bound = signature.bind(*form, **dict.fromkeys(keywords))
     for name in [*bound.arguments][: len(form)]:
         if exact and signature.parameters[name].default is not inspect.Parameter.empty:
-            raise TypeError(f"its argument {name!r} has a default, so it does not receive {form[-1]}")
+            raise TypeError(f"its parameter {name!r} has a default value, so it does not receive {form[-1]}")
 
 
 def named_parameters(make: Factory) -> set[str]:

@@ -61,7 +61,7 @@ def parse_options(make: Callable[..., Any], text: str) -> Any:
     for word in _split(text):
         name, _, value = word.partition("=")
         if name not in fields:
-            known = f"choose from: {', '.join(fields)}" if fields else "it has none"
+            known = f"choose from: {', '.join(fields)}" if fields else "it has no options"
             raise ValueError(f"{kind.__name__} has no option {name!r}; {known}")
         # A list is written with commas; tyro expects separate words.
         is_list = typing.get_origin(typing.get_type_hints(kind)[name]) in (tuple, list)

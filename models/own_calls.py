@@ -1,4 +1,4 @@
-"""Call a layer of a model, and check what it returns. Errors of the layer say which part of the model it is.
+"""Call a layer of a model, and check what it returns. Errors name the part of the model, such as "experts".
 
 Without these checks, a wrong result would fail somewhere else: a wrong dtype in the next attention, an expert id out of
 range in the exchange. Shapes, dtypes and devices are checked on all devices. Values are checked only on a CPU, because
@@ -20,8 +20,8 @@ from .layer_class import own_source
 def call_layer(part: str, layer: nn.Module, x: Tensor, *others: Any, **context: Any) -> Tensor:
     """`layer(x, *others, **context)`, where `layer` is the "experts", "attention" or "block" of a model.
 
-    Raises ValueError unless the output has the shape, dtype and device of `x`. Under autocast, the
-    autocast dtype is also valid.
+    Raises ValueError unless the output has the shape, dtype and device of `x`. Under autocast, the autocast dtype is
+    also valid.
     """
     return checked_output(part, layer, x, _call(part, layer, x, *others, **context))
 

@@ -1,7 +1,7 @@
-"""Experts one at a time: an expert layer from one module per expert, or from a function of rows and weights.
+"""Expert layers from one module per expert, or from a function of the rows and weights of one expert.
 
-Both loop over the experts, so the host must know how many rows each has: on a GPU it waits once in each layer. Layers
-that use `grouped_linear` (kernels/grouped_gemm.py) compute all experts at once, and do not wait.
+Both loop over the experts, so the host must know how many rows each has: on a GPU, this is one host sync per layer. A
+layer that uses `grouped_linear` (kernels/grouped_gemm.py) computes all experts at once, without a host sync.
 
 M rows in expert-major order, D model dim, E experts of this rank.
 """
@@ -43,8 +43,8 @@ def expert_function(**shapes: Sequence[Size]) -> Callable[[Callable[..., Tensor]
             return F.linear(F.gelu(F.linear(rows, up)), down)
 
     Matrices start from a normal distribution with the standard deviation `init_std`, or `residual_std` if their first
-    size is the hidden size; vectors start from 0. Raises TypeError if `shapes` does not
-    name exactly the arguments that follow the rows.
+    size is the hidden size; vectors start from 0. Raises TypeError if `shapes` does not name exactly the arguments that
+    follow the rows.
     """
 
     def decorate(function: Callable[..., Tensor]) -> Callable[..., nn.Module]:

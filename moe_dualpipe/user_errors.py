@@ -1,9 +1,9 @@
 """Errors in a user's own layer, as one line: the file, line and function that failed, and the layer of the model.
 
-The traceback of such an error has dozens of frames of this package and of torch. Only the innermost line that the user
-wrote helps. As an exception passes its callers, they add what they know (`locate`): the layer, the part of it, the
-class. The command then prints `error_text`. An error without a line of the user's code is one of this package, and
-keeps its traceback.
+The traceback of such an error has dozens of frames of this package and of torch. Only the innermost line of the user's
+code helps. As an exception propagates, each caller adds what it knows (`locate`): the layer, the part of it, the class.
+The command then prints `error_text`. An error without a line of the user's code is one of this package, and keeps its
+traceback.
 """
 
 import inspect
@@ -65,7 +65,7 @@ class _Where:
 
 
 def locate(error: BaseException, **known: Any) -> None:
-    """Add to `error` where it happened, unless that is known already: the innermost caller knows best.
+    """Add to `error` where it happened. What is known already is kept: the innermost caller knows best.
 
     step, rank, layer: numbers. part: the part of the layer, such as "experts". source: the user's class or function
     that was running. If no line of it failed, the error is reported at its definition. place: the line to report, for
@@ -79,7 +79,7 @@ def locate(error: BaseException, **known: Any) -> None:
 
 
 def user_place(error: BaseException) -> Place | None:
-    """The line of the user's code that is to blame for `error`. None for errors of this package."""
+    """The line of the user's code that caused `error`. None for errors of this package."""
     where = _where(error)
     if where.place is not None:
         return where.place
@@ -120,9 +120,9 @@ def fault_of(error: BaseException) -> str:
 
 
 def error_text(error: BaseException, program: str, full: bool = False) -> str:
-    """What a command prints about `error`: a line for the user's errors, a traceback for those of this package.
+    """What a command prints about `error`: one line for an error in the user's code, otherwise a traceback.
 
-    full: always a traceback. Errors marked by `without_frames` are one line, too.
+    Errors marked by `without_frames` are also one line. full: always print a traceback.
     """
     line = user_error(error) or (describe(error) if needs_no_frames(error) else None)
     if full or line is None:
@@ -131,7 +131,7 @@ def error_text(error: BaseException, program: str, full: bool = False) -> str:
 
 
 def without_frames(error: Exception) -> Exception:
-    """Return `error`, marked as one whose message says what is wrong and where: a traceback would hide it."""
+    """Return `error`, marked as one that is printed without a traceback, because its message says what and where."""
     setattr(error, _NO_FRAMES, True)
     return error
 

@@ -3,9 +3,9 @@
     python examples/layers/expert_choice.py
     python train.py --steps 40 --model.router examples/layers/expert_choice.py:ExpertChoice
 
-It breaks a rule of language models: whether an expert takes a token also depends on later tokens of the sequence. So
-the loss can use the future. Generation gives other results than training, because later tokens do not exist yet.
-`moe-dualpipe check router` reports this. Use it where a whole sequence is known, as in an encoder.
+It is not causal: whether an expert chooses a token also depends on later tokens of the sequence. So the training loss
+can use the future, and generation differs from training, because later tokens do not exist yet. `moe-dualpipe check
+router` warns about this. Use expert choice where the whole sequence is known, as in an encoder.
 
 S positions of a sequence, T tokens, E experts, C tokens of a sequence for each expert.
 """

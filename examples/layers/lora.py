@@ -5,8 +5,8 @@
     python examples/layers/lora.py --weights base --weights-partial --model.expert-options.rank 16
 
 The frozen matrices have the names of the built-in experts, so `--weights` loads them. The file lacks the low-rank
-matrices, which `--weights-partial` allows. A starts random and B from 0, so the first step has the loss of the base
-model. Attention and router are not frozen.
+matrices, which `--weights-partial` allows. A starts from random numbers and B from 0, so the first loss equals
+that of the base model. Attention and router are not frozen.
 
 M rows, D model dim, F inner width, R rank, E experts on this rank.
 """

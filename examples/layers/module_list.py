@@ -1,10 +1,10 @@
-"""Experts from one nn.Module each: a class of one expert, and a function that returns an nn.ModuleList.
+"""One nn.Module per expert: a class of a single expert, and a function that returns an nn.ModuleList.
 
     python examples/layers/module_list.py
     python train.py --steps 40 --model.experts examples/layers/module_list.py:linear_experts
 
 The model calls each module with the rows of its expert. Each expert is saved separately, and its initial weights do not
-depend on the number of ranks. On a GPU, the host waits once in each layer to learn how many rows each expert has.
+depend on the number of ranks. On a GPU, this needs one host sync per layer, to read the number of rows of each expert.
 """
 
 import sys

@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 train.py --pp 1 --ep 2 --model.block examples/layers/parallel_block.py:ParallelBlock
 
 A block is a generator of segments. `moe.exchange` yields those of the experts. After its first Comm, the dispatch, the
-block yields the attention: it needs no data from other ranks, so it runs while the tokens travel. In backward,
-the attention runs while the gradients of the combine travel.
+block yields the attention, which needs no data from other ranks and so runs during the dispatch. In backward, the
+attention runs during the transfer of the combine's gradients.
 
 B sequences, S positions, D model dim, T tokens.
 """

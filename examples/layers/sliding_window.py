@@ -1,11 +1,11 @@
-"""Sliding-window attention: each position attends only to itself and those just before it (arXiv 2004.05150).
+"""Sliding-window attention: each position attends to itself and the window before it (arXiv 2004.05150).
 
     python examples/layers/sliding_window.py
     python train.py --steps 40 --model.attention examples/layers/sliding_window.py:SlidingWindow \\
         --model.attention-options.window 64
 
-`mask_B1SS` is the mask of `--document-mask`. `forward` has no parameter `cache`: in generation, the model keeps the
-inputs of all positions, and calls `forward` with all of them for each new token. That is correct for any causal layer.
+`mask_B1SS` is the mask of `--document-mask`. `forward` has no parameter `cache`, so in generation the cache stores the
+inputs of all positions, and `forward` runs on all of them for each new token. This is correct for any causal layer.
 
 B sequences, S positions, D model dim, H heads, C head width.
 """

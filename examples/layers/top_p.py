@@ -3,8 +3,8 @@
     python examples/layers/top_p.py
     python train.py --steps 40 --model.router examples/layers/top_p.py:TopP --model.router-options.p 0.6
 
-The id -1 means "no expert": its row is not sent, and its weight is ignored. The entropy loss is the paper's: it keeps
-the router from spreading the probability over all experts.
+The id -1 means "no expert": nothing is sent for this choice, and its weight has no effect. The entropy loss, also from
+the paper, keeps the router from spreading the probability over all experts.
 
 T tokens, E experts, K the largest number of experts per token.
 """

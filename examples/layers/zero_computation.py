@@ -1,11 +1,11 @@
-"""MoE++ (arXiv 2410.07348): some experts are not MLPs, but compute almost nothing: zero, copy and constant experts.
+"""MoE++ (arXiv 2410.07348): some experts compute almost nothing: zero, copy and constant experts.
 
     python examples/layers/zero_computation.py
     python train.py --steps 40 --model.experts examples/layers/zero_computation.py:expert --model.expert-options.zeros 2
 
-The function `expert` returns the module of the expert with this id. The last ids are those of the special experts. If
-simple tokens choose them, the MLPs have fewer rows. The paper gives every rank a copy of the special experts; here
-they live on one rank each, so their rows are sent like those of any expert.
+The function `expert` returns the module of the expert with this id. The special experts have the last ids. A token that
+chooses one of them needs less computation. In the paper, every rank has a copy of the special experts. Here, each is on
+one rank, so its rows are sent like those of any expert.
 """
 
 import sys

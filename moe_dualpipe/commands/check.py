@@ -1,4 +1,4 @@
-"""`moe-dualpipe check`: whether parallel runs compute what one process computes, and whether a layer is correct."""
+"""`moe-dualpipe check`: compare parallel runs with one process, and check a layer against its contract."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -10,8 +10,8 @@ from .check_layers import CheckAttention, CheckBlock, CheckExperts, CheckRouter
 
 _PARALLEL = """Run a model in many parallel layouts on this machine, and compare each with one process.
 
-Takes the options of train.py. The model, the seed, the sizes of sequences and micro-batches, and the layout are used;
-data, optimizer and checkpoints are not."""
+Takes the options of train.py. Uses the model, the seed, the sequence length, the micro-batch size and the layout.
+Ignores data, optimizer and checkpoints."""
 
 
 @dataclass(frozen=True)

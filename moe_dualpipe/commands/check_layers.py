@@ -1,4 +1,4 @@
-"""`moe-dualpipe check experts`, and the same for other layers: whether your own layer meets its contract."""
+"""`moe-dualpipe check experts|router|attention|block`: check your own layer against its contract."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -14,14 +14,14 @@ Kind = Literal["experts", "router", "attention", "block"]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the layer. Small ones check as much as large ones, and faster."""
+    """Sizes of the layer. Small ones are checked as thoroughly as large ones, and faster."""
 
     hidden_size: int = 16
     """Width of the residual stream."""
     expert_size: int = 12
     """Inner width of one expert."""
     num_experts: int = 4
-    """Number of experts. Two expert-parallel ranks are checked only if it is even."""
+    """Number of experts. Expert parallelism is checked only if it is even."""
     experts_per_token: int = 2
     """Number of experts for each token."""
     num_heads: int = 4
@@ -45,9 +45,9 @@ class CheckLayer:
     layer: Annotated[Positional[str], tyro.conf.arg(metavar="LAYER")]
     """The class or function: FILE.py:NAME, MODULE:NAME, or the name of a built-in one."""
     options: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[KEY=VALUE ...]")] = ()
-    """The layer's own options, as key=value words."""
+    """The layer's own options."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where to run the layer."""
+    """Device to run the layer on."""
     traceback: bool = False
     """Stop at the first exception of the layer, and print its traceback."""
     sizes: OmitArgPrefixes[Sizes] = field(default_factory=Sizes)
@@ -89,6 +89,6 @@ class CheckAttention(CheckLayer):
 
 @dataclass(frozen=True)
 class CheckBlock(CheckLayer):
-    """Check a transformer block, with its attention, router and experts: the same laws as for attention."""
+    """Check a transformer block, with its attention, router and experts: the same checks as for attention."""
 
     kind = "block"

@@ -20,7 +20,7 @@ class Export:
     """Folder to write; it must not exist."""
     layers: OmitArgPrefixes[OwnLayers] = NO_OWN_LAYERS
     traceback: bool = False
-    """Print the whole traceback of an error in your own layer, instead of one line with the place."""
+    """Print the whole traceback of an error in your own layer, instead of one line with its file and line number."""
 
     def run(self) -> None:
         from ..checkpoint import WEIGHTS_FILE, export_weights, find_checkpoint

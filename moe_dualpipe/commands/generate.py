@@ -35,7 +35,7 @@ class Generate:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """cpu, cuda (in bfloat16), or auto: cuda if there is a GPU, otherwise cpu."""
     traceback: bool = False
-    """Print the whole traceback of an error in your own layer, instead of one line with the place."""
+    """Print the whole traceback of an error in your own layer, instead of one line with its file and line number."""
 
     def run(self) -> None:
         import torch

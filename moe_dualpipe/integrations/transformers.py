@@ -4,9 +4,9 @@
 
     model = AutoModelForCausalLM.from_pretrained(..., experts_implementation=register())
 
-transformers 5 stores the experts of a layer as two stacked tensors, gate_up_proj [E, 2F, D] and down_proj [E, D, F],
-which is the layout of `kernels.experts`, and looks up the function that computes them by name. This module registers
-such a function. It rejects experts other than a SwiGLU MLP, and turns expert ids into an ExpertOrder.
+transformers 5 stores the experts of a layer as two stacked tensors, gate_up_proj [E, 2F, D] and down_proj [E, D, F], as
+`kernels.experts` does, and selects the function that computes them by name. This module registers such a function. It
+rejects experts other than a SwiGLU MLP, and turns expert ids into an ExpertOrder.
 
 N tokens, K choices per token, E experts of this rank, D model dim, F expert hidden size.
 """
@@ -74,7 +74,7 @@ def experts_forward(
 
 
 def _unsupported(module: Any) -> list[str]:
-    """What these experts do that `experts` does not, by the attributes that transformers sets on them."""
+    """The features of these experts that `experts` lacks, from the attributes that transformers sets."""
     from transformers.integrations.moe import _default_apply_gate
 
     found = [f"{name}={value}: {what}" for name, value, what in _UNSUPPORTED if getattr(module, name, None) is value]

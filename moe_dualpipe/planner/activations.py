@@ -48,7 +48,7 @@ def rows_received(config: ModelConfig, batch: MicroBatch) -> int:
 def saved_bytes(config: ModelConfig, spec: StageSpec, batch: MicroBatch) -> int:
     """Bytes saved from a micro-batch's forward on a stage until its backward, with the stage's input and output.
 
-    Experts and routers of one's own count like built-in ones. Raises ValueError for attention and blocks of one's own,
+    Custom experts and routers count like built-in ones. Raises ValueError for custom attention and blocks,
     and for a stage with multi-token prediction: they are not modelled.
     """
     if unknown := {*config.own_layers} & {"attention", "block"}:

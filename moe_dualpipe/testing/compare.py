@@ -1,7 +1,7 @@
 """Differences between the results of two runs, relative to the size of what is compared.
 
-A token's difference is relative to its own norm or, if that is smaller, to the root mean square of the norms of all
-tokens. So tokens whose gradient happens to vanish do not count.
+A token's difference is relative to its own norm or to the root mean square of the norms in its sequence, whichever is
+larger. So rounding in a token whose gradient is almost 0 does not count.
 """
 
 from collections.abc import Iterable, Sequence
@@ -72,7 +72,7 @@ def token_errors(found: Tensor, expected: Tensor) -> Tensor:
 
 
 def find_faults(parts: Sequence[Compared], tolerance: Tolerance) -> tuple[str, list[str]]:
-    """Return what was measured on all ranks, in a few words, and the differences that rounding does not explain."""
+    """Return a summary of all measured differences, and the differences that exceed the tolerance."""
     limits: dict[Kind, float] = {
         "weights": 0, "losses": tolerance.losses, "logits": tolerance.tokens, "buffers": BUFFERS,
         "gradients": tolerance.parameters,
@@ -87,7 +87,7 @@ def find_faults(parts: Sequence[Compared], tolerance: Tolerance) -> tuple[str, l
         if missing := sorted(parts[0].expected[kind] - frozenset().union(*(part.held[kind] for part in parts))):
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             faults.append(
-                f"{kind}: no rank has {missing[0]}{more}, because its name depends on the layout, or it is lost"
+                f"{kind}: no rank has {missing[0]}{more}: the name depends on the layout, or it was not computed"
             )
     faults += _criterion_faults(parts)
     shown: tuple[Kind, ...] = ("losses", "logits", "gradients")
@@ -113,5 +113,5 @@ def _criterion_faults(parts: Sequence[Compared]) -> list[str]:
         for (step, sequences), (value, mean) in part.criterion.items():
             if not abs(value - mean) <= 1e-5 * abs(mean):
                 where = f"sequences {', '.join(map(str, sequences))} in step {step + 1}"
-                return [f"the loss of a micro-batch is {value:.6g}, and the mean of its tokens {mean:.6g}: {where}"]
+                return [f"the loss of a micro-batch is {value:.6g}, but the mean of its tokens is {mean:.6g}: {where}"]
     return []

@@ -1,8 +1,8 @@
 """Run all variants and compare them with the reference, in as few launches of processes as possible.
 
-1. Run the reference. 2. Run all variants. 3. Run variants that differ by more than the tolerance again in float64. If
-they agree there, the difference was rounding, which can change the choice of an expert. 4. Run the others again, and
-record all segments.
+1. Run the reference. 2. Run all variants. 3. If a variant differs by more than the tolerance, run it again in float64.
+If the results agree there, the difference was rounding, which can change the choice of an expert. 4. Run the other
+variants that differ once more, and record all segments.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -36,20 +36,20 @@ def returns_rows(experts: Experts) -> str:
         x = experts.rows(sum(experts.counts), 1, dtype)
         with torch.no_grad():
             y = call(layer, x, experts.counts)
-        _check_finite(y, experts.counts, str(dtype))
+        _check_finite(y, experts.counts, f"in {dtype}")
     return f"{[*x.shape]} in fp64, fp32, bf16"
 
 
 def _check_finite(y: Tensor, counts: Sequence[int], when: str) -> None:
     if not (finite := y.isfinite().all(-1)).all():
-        raise Broken(f"the result has NaN or infinity at {row_name(counts, int((~finite).nonzero()[0]))}, with {when}")
+        raise Broken(f"the result has NaN or infinity at {row_name(counts, int((~finite).nonzero()[0]))}, {when}")
 
 
 # ---- rows ----
 
 
 def all_rows_are_used(experts: Experts) -> str:
-    """Each row's result depends on this row, unless its expert has no weights, such as one that returns 0."""
+    """The result of a row depends on the row, unless its expert has no weights, such as an expert that returns 0."""
     subject = experts.whole()
     x = subject.draw(1)
     with_weights = {e for ids in subject.held.values() if ids.layout != "shared" for e in ids.ids}
@@ -61,17 +61,17 @@ def all_rows_are_used(experts: Experts) -> str:
             unused += same
     if unused:
         row, value = unused[0], "0" if not y[unused[0]].any() else "a constant"
-        more = f", and of {plural(len(unused) - 1, 'other row')}" if len(unused) > 1 else ""
+        more = f", and so for {plural(len(unused) - 1, 'other row')}" if len(unused) > 1 else ""
         raise Broken(
-            f"the result of {row_name(counts, row)} (of {counts[_expert(counts, row)]}) does not depend on the row"
-            f"{more}: it is {value}. Check the bounds of loops over experts and rows: row m belongs to expert e with "
-            "expert_offsets[e] <= m < expert_offsets[e + 1], and an expert may have any number of rows"
+            f"the result of {row_name(counts, row)} (of {counts[_expert(counts, row)]}) does not depend on the row: it "
+            f"is {value}{more}. Check the bounds of loops over experts and rows: row m belongs to expert e if "
+            "expert_offsets[e] <= m < expert_offsets[e + 1]. An expert may have any number of rows"
         )
     return plural(len(x), "row")
 
 
 def rows_are_independent(experts: Experts) -> str:
-    """Change the rows of one expert, then single rows: all others keep their results."""
+    """If the rows of one expert change, or a single row, the results of all other rows stay the same."""
     subject, counts = experts.whole(), experts.counts
     x = subject.draw(1)
     y, limit = subject.run(x)[0], subject.tolerance(subject.run(x)[0])
@@ -87,9 +87,10 @@ def rows_are_independent(experts: Experts) -> str:
             expert = _expert(counts, group.start)
             cause = row_name(counts, group.start) if len(group) == 1 else f"the rows of expert {expert}"
             raise Broken(
-                f"{row_name(counts, row)} changes by {error:.1e} of its size if {cause} change"
-                f"{'s' * (len(group) == 1)}: a token then depends on its neighbours in the batch. Compute each row "
-                "from itself and the weights of its expert; statistics over rows, such as a mean or BatchNorm, mix them"
+                f"the result of {row_name(counts, row)} changes by {error:.1e} (relative) if {cause} change"
+                f"{'s' * (len(group) == 1)}. The result of a token must not depend on the other tokens in its batch: "
+                "compute each row from this row and the weights of its expert, without statistics over rows, such as "
+                "a mean or BatchNorm"
             )
         worst = max(worst, error)
     return f"largest change of other rows {worst:.0e} of {limit:.0e}"
@@ -105,15 +106,15 @@ def order_does_not_matter(experts: Experts) -> str:
     (row,), error = worst_row(row_errors(subject.run(x[order])[0], y[order]))
     if error > limit:
         raise Broken(
-            f"if the rows of each expert are reversed, the results are not just reversed: the row that becomes "
-            f"{row_name(counts, row)} differs by {error:.1e} of its size. The result must not depend on the position "
-            "of a row: check indices and whether results are written back in the order of the rows"
+            f"if the rows of each expert are reversed, the results are not the same in reverse order: the row moved "
+            f"to {row_name(counts, row)} has a relative difference of {error:.1e}. The result must not depend on the "
+            "position of a row: check indices, and that results are written back in the order of the rows"
         )
     return f"largest difference {error:.0e} of {limit:.0e}"
 
 
 def any_number_of_rows(experts: Experts) -> str:
-    """No rows, one row, experts without rows, all rows in one expert. Expected rows are computed one by one."""
+    """No rows, one row, experts without rows, all rows for one expert. Compared with each row computed alone."""
     counts = experts.counts
     subject = experts.whole()
     num_experts, number = len(counts), 7
@@ -129,7 +130,7 @@ def any_number_of_rows(experts: Experts) -> str:
 
 
 def _check_case(subject: Subject, x: Tensor, counts: list[int], alone: list[Tensor]) -> None:
-    leaf, when = x.clone().requires_grad_(), _rows_of(counts)
+    leaf, when = x.clone().requires_grad_(), f"with {_rows_of(counts)}"
     y = _call(subject.module, leaf, counts)
     if y.requires_grad:
         y.sum().backward()
@@ -139,8 +140,8 @@ def _check_case(subject: Subject, x: Tensor, counts: list[int], alone: list[Tens
     row, error = worst_row(row_errors(y.detach(), expected))
     if error > subject.tolerance(expected):
         raise Broken(
-            f"with {when}, {row_name(counts, row[0])} differs by {error:.1e} of its size from the result of this row "
-            "alone. An expert may have no rows, and may have all: check how forward divides the rows"
+            f"{when}, {row_name(counts, row[0])} has a relative difference of {error:.1e} from the result of this row "
+            "alone. An expert may have no rows, or all of them: check how forward splits the rows"
         )
 
 
@@ -155,7 +156,7 @@ def _call(module: Any, x: Tensor, counts: list[int]) -> Tensor:
 
 
 def _rows_of(counts: list[int]) -> str:
-    return f"{counts} rows for the experts"
+    return f"{counts} rows per expert"
 
 
 def _expert(counts: Sequence[int], row: int) -> int:
@@ -181,7 +182,7 @@ def choices_are_weighted(experts: Experts) -> str:
     """With several choices per row: the weighted sum of the experts' results, and the gradients of the weights."""
     subject = experts.whole()
     if not getattr(subject.module, "takes_order", False):
-        raise Unchecked("the model weights and adds the results: takes_order is False")
+        raise Unchecked("takes_order is False: the model computes the weighted sum of the results")
     num_experts, module = experts.config.num_experts, subject.module
     x_ND = experts.rows(6, 8)
     ids_NK = torch.tensor([[n % num_experts, (n + 1) % num_experts if n % 3 else -1] for n in range(6)]).to(x_ND.device)
@@ -205,11 +206,11 @@ def choices_are_weighted(experts: Experts) -> str:
     if error > limit:
         raise Broken(
             f"the result of row {n}, with experts {ids_NK[n].tolist()}, differs by {error:.1e} from the sum of their "
-            "results times weights_NK. Position -1 means no expert; indices past expert_offsets[-1] are unused"
+            "results, weighted by weights_NK. Skip positions of -1, and indices past expert_offsets[-1]"
         )
     if leaf.grad is None or (error := relative(leaf.grad, grads)) > max(limit, 1e-6):
-        got = "missing" if leaf.grad is None else f"wrong by {error:.1e}"
-        raise Broken(f"the gradient of weights_NK is {got}: the router would not learn. Multiply by the weights")
+        got = "is missing" if leaf.grad is None else f"differs by {error:.1e}"
+        raise Broken(f"the gradient of weights_NK {got}: the router needs it. Multiply the results by weights_NK")
     return f"{plural(int((ids_NK >= 0).sum()), 'choice')} of {plural(len(x_ND), 'row')}"
 
 

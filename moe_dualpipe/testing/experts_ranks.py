@@ -1,4 +1,4 @@
-"""The laws of an expert layer about ranks: its results and its checkpoints do not depend on how experts are divided."""
+"""The laws of an expert layer across ranks: results and checkpoints do not depend on how the experts are divided."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from .subject import relative, row_errors, worst_row
 
 
 def one_expert_at_a_time(experts: Experts) -> str:
-    """The dense oracle: a layer with expert e alone, on the rows of expert e."""
+    """Compare each expert with a layer that has only this expert."""
     whole, counts = experts.whole(), experts.counts
     x = whole.draw(1)
     y, worst = whole.run(x)[0], 0.0
@@ -26,10 +26,11 @@ def one_expert_at_a_time(experts: Experts) -> str:
             names = sorted({name for name, ids in whole.held.items() if ids.layout == "shared"})
             shared_names = f" All experts share {', '.join(names)}." if names else ""
             raise Broken(
-                f"expert {e} computes something else in a layer with all experts than in a layer of its own: row {row} "
-                f"of expert {e} differs by {error:.1e} of its size.{shared_names} Check that expert_offsets[e] and "
-                "weights[e] belong to the same local expert e, that weights are stacked as [num_local_experts, ...] "
-                "(not config.num_experts), and that nothing depends on how many experts the layer has"
+                f"expert {e} gives different results in a layer with all experts and in a layer with this expert "
+                f"alone: row {row} of expert {e} has a relative difference of {error:.1e}.{shared_names} Check that "
+                "expert_offsets[e] and weights[e] belong to the same local expert e, that weights are stacked as "
+                "[num_local_experts, ...] (not config.num_experts), and that results do not depend on the number of "
+                "experts in the layer"
             )
         worst = max(worst, error)
     return f"{plural(len(counts), 'expert')}, largest difference {worst:.0e} of {limit:.0e}"
@@ -74,8 +75,8 @@ def _compare_parts(label: str, got: Tensor | None, wanted: Tensor | None, where:
         if got is not None and wanted is not None and wanted.any():
             factor = f", and is about {float((got * wanted).sum() / wanted.square().sum()):.3g} times as large"
         raise Broken(
-            f"with two expert-parallel ranks, {label} differs by {error:.1e} on {where}{factor}. Nothing may depend on "
-            "how many experts this rank has (num_local_experts)"
+            f"with two expert-parallel ranks, {label} differs by {error:.1e} on {where}{factor}. Results and gradients "
+            "must not depend on the number of experts on this rank (num_local_experts)"
         )
 
 
@@ -92,16 +93,16 @@ def is_saved_for_any_ep(experts: Experts) -> str:
         for name in sorted({*wanted} ^ {*found}):
             has, lacks = ("ep=1", f"ep={size}") if name in wanted else (f"ep={size}", "ep=1")
             raise Broken(
-                f"a checkpoint of {has} has the tensor {name}, and one of {lacks} does not: stack the weights of the "
-                "experts along the first dimension, or keep one module per expert in an nn.ModuleList"
+                f"a checkpoint with {has} has the tensor {name}, but one with {lacks} does not: stack the weights of "
+                "the experts along the first dimension, or use an nn.ModuleList with one module per expert"
             )
         for name, shape in wanted.items():
             if found[name] != shape:
                 raise Broken(f"{name} has the shape {shape} with ep=1, and {found[name]} with ep={size}")
     if whole_only:
         raise Unchecked(
-            f"all experts of a rank share {', '.join(whole_only)}: a checkpoint loads only on as many expert-parallel "
-            "ranks, and each rank trains its own copy. To save them by expert, stack them along the first dimension"
+            f"all experts of a rank share {', '.join(whole_only)}: each rank trains its own copy, and a checkpoint "
+            "loads only with the same --ep. If each expert has its own weights, stack them along the first dimension"
         )
     return f"{saved}; ep={', '.join(map(str, [1, *sizes]))}"
 

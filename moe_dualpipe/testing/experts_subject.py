@@ -1,4 +1,4 @@
-"""An expert layer under test: built for any range of experts, and called with any number of rows for each.
+"""An expert layer under test. It is built for any range of experts, and called with any number of rows per expert.
 
 M rows in expert-major order, E experts, D model dim.
 """
@@ -28,7 +28,7 @@ class Experts:
 
     @property
     def module(self) -> nn.Module:
-        """The layer with all experts, which laws share. The law "deterministic" may leave it in eval mode."""
+        """The layer with all experts. All laws use the same one; the law "deterministic" may set it to eval mode."""
         return self.built(range(self.config.num_experts))
 
     @property
@@ -47,7 +47,7 @@ class Experts:
         return self._built[local]
 
     def whole(self, counts: Sequence[int] | None = None) -> Subject:
-        """All experts, called with `counts` rows each."""
+        """All experts. counts: the number of rows of each."""
         return self._subject(self.module, range(self.config.num_experts), self.counts if counts is None else counts)
 
     def part(self, local: range, counts: Sequence[int]) -> Subject:

@@ -80,9 +80,9 @@ def _first_gradient(run: Recorded, reference: Recorded, tolerance: float) -> str
     parts = [results.local[name] for results in run.results if name in results.local]
     is_sum = len(parts) > 1 and relative(torch.stack(parts).sum(0), expected[name]) <= tolerance
     where = (
-        f"the parts of {len(parts)} ranks are correct, but not their sum"
+        f"the gradients of the {len(parts)} ranks are correct, but their sum is not"
         if is_sum
-        else "the weight gradient, because all tensors between segments agree"
+        else "the fault is in the weight gradient, because all tensors between segments agree"
     )
     times = _times(run.results[rank].gradients[name].flatten(), expected[name].flatten())
     return (
@@ -122,7 +122,7 @@ class _Tensors:
         return sum(s == step and other._replace(index=0) == same for s, other in self.by_at)
 
     def values(self, step: int, at: At, expected: Values | None = None) -> Values:
-        """expected: the reference's values, which replace those of tokens without a row on a rank."""
+        """expected: the reference's values. They stand in for tokens that have no row on a rank."""
         found: dict[int, list[Tensor]] = defaultdict(list)
         for rank, record in self.by_at.get((step, at), ()):
             if record.rows == "tokens":
@@ -162,7 +162,7 @@ class _Tensors:
         return [(d, d.tensor) for source in range(first, first + variant.ep) for r, d in own if r == source]
 
     def received_rows(self, step: int, at: At) -> str:
-        """Describe a rank whose number of received rows contradicts the routing decisions; "" if there is none."""
+        """Describe the first rank that received another number of rows than the router sent it; "" if all are right."""
         for rank, record in self.by_at.get((step, at), ()):
             if record.rows == "tokens":
                 continue
@@ -170,7 +170,7 @@ class _Tensors:
             here = rank_in_group(self.run.variant, rank)
             expected = sum(len(_local(ids_TK, here, self.run)) for _, ids_TK in decisions)
             if len(record.tensor) != expected:
-                return f"rank {rank} has {len(record.tensor)} rows, and the routing decisions give {expected}"
+                return f"rank {rank} received {len(record.tensor)} rows, but the router sent it {expected}"
         return ""
 
 

@@ -1,4 +1,4 @@
-"""Find where a layer makes the host wait for a GPU.
+"""Find host syncs: operations of a layer that make the host wait for the GPU.
 
 On CUDA, torch reports each wait (`torch.cuda.set_sync_debug_mode`). On a CPU nothing waits, so calls that would wait
 on a GPU are intercepted instead.
@@ -80,8 +80,8 @@ def host_syncs(device: str) -> Iterator[dict[str, str]]:
 def _add(found: dict[str, str], call: str) -> None:
     """Add a call by the innermost line outside of torch and the standard library.
 
-    Calls from this package's kernels and checks are left out: on a GPU the kernels are other ones, which do not wait,
-    and checks are not part of the layer.
+    Calls from this package's kernels and checks are left out: on a GPU, other kernels run, which do not wait, and
+    checks are not part of the layer.
     """
     frame: Any = sys._getframe(1)
     while frame is not None:

@@ -34,7 +34,7 @@ class Unchecked(Finding):
 
 @dataclass(frozen=True, slots=True)
 class Law:
-    """name: the law, in a few words. needs: names of other laws; if one fails, this law says nothing."""
+    """name: the law, in a few words. needs: names of other laws; if one of them fails, this law is skipped."""
 
     name: str
     check: Callable[[Any], str]
@@ -50,11 +50,11 @@ def check_laws(title: str, where: str, subject: Any, laws: Sequence[Law], raise_
 
 
 def _results(where: str, subject: Any, laws: Sequence[Law], raise_errors: bool) -> Iterator[Check]:
-    without: dict[str, str] = {}  # each law that does not hold -> the law that failed first
+    without: dict[str, str] = {}  # each law that failed or was skipped -> the law that failed first
     for law in laws:
         if cause := next((without[name] for name in law.needs if name in without), None):
             without[law.name] = cause
-            yield Check(law.name, "skipped", problem=f"it relies on: {cause}")
+            yield Check(law.name, "skipped", problem=f"depends on a failed check: {cause}")
             continue
         try:
             yield Check(law.name, "passed", law.check(subject))

@@ -1,15 +1,19 @@
 """Check your own layer against its contract: `check_experts`, `check_router`, `check_attention`, `check_block`.
 
-A check builds small layers on one device and needs a few seconds. The classes are those that `ModelConfig` accepts.
+A check builds small layers on one device and takes a few seconds. It accepts the same classes as `ModelConfig`.
 
     report = check_experts(MyExperts, options="rank=8")
     print(report)
     assert report.passed
 
-All take the class or function of the layer, or its name, such as "my_file.py:MyExperts"; `options`, the layer's own
-options as text, a mapping or a dataclass; `config`, the sizes of the layer; `device`; and `raise_errors`, to raise
-exceptions of the layer instead of reporting each as a failed check. They raise ValueError if the class does not exist,
-or if its arguments or options do not fit.
+The first argument is the class or function of the layer, or its name, such as "my_file.py:MyExperts". The others:
+
+options         the layer's own options, as text, a mapping or a dataclass
+config          the sizes of the layer
+device          where the layer runs
+raise_errors    raise exceptions of the layer, instead of reporting each as a failed check
+
+They raise ValueError if the class does not exist, or if its arguments or options do not fit.
 """
 
 import dataclasses
@@ -42,7 +46,7 @@ def check_experts(
     experts: str | Factory, options: LayerOptions = "", config: ModelConfig = SMALL, device: str = "cpu",
     raise_errors: bool = False,
 ) -> Report:  # fmt: skip
-    """Check an expert layer (`ExpertLayer`). An even number of experts includes expert parallelism."""
+    """Check an expert layer (`ExpertLayer`). Expert parallelism is checked only with an even number of experts."""
     config = dataclasses.replace(config, experts=experts, expert_options=options)
     return _check(expert_class(config), Experts(config, device), experts_laws(), raise_errors)
 

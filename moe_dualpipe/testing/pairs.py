@@ -1,4 +1,4 @@
-"""Run two micro-batches as a pipeline does: one after the other, both in flight, or overlapped."""
+"""Run two micro-batches as a pipeline does: sequentially, with both in flight, or overlapped."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ Way = Literal["one after the other", "forwards, then backwards", "forward with b
 
 
 class Interleaved(Local):
-    """A single rank whose transfers are not complete at once, so that the engine interleaves, as between ranks."""
+    """A single rank whose transfers are not complete immediately, so the engine interleaves as with several ranks."""
 
     def dispatch(self, x_TD: Tensor, route: Route, weights_TK: Tensor | None = None) -> Any:
         return _Later(super().dispatch(x_TD, route, weights_TK))
@@ -48,8 +48,8 @@ def compare_overlapped(module: Any, first: Tensor, second: Tensor, prefix: str =
                 size = "" if wanted is None or found is None else f" by {relative(found, wanted):.1e}"
                 raise Broken(
                     f"{name} differs{size} if two micro-batches are in flight ({way}): forward keeps tensors for "
-                    "later in `self` or in a global variable, and the other micro-batch overwrites them. Pass them "
-                    "on as outputs, or keep them in `ctx` of an autograd function"
+                    "later in `self` or in a global variable, and the other micro-batch overwrites them. Pass "
+                    "them on as outputs, or save them in `ctx` of an autograd function"
                 )
     return f"{plural(len(expected), 'tensor')}, bit-equal"
 

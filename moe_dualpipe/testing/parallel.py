@@ -1,8 +1,8 @@
 """`moe-dualpipe check parallel`: a token's loss, logits and gradients are the same in any parallel layout.
 
 The whole model runs in one process, one micro-batch after the other. Then the same sequences run again in every variant
-(variants.py), in processes of this machine, and are compared. If results differ by more than rounding explains, both
-run once more, and every tensor of every segment is compared, to name the first one that differs.
+(variants.py), in processes of this machine, and the results are compared. If they differ by more than rounding
+explains, both run once more, and every tensor of every segment is compared, to name the first one that differs.
 """
 
 import tempfile

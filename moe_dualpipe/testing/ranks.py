@@ -1,9 +1,8 @@
 """Run tasks on several ranks, in processes of this machine that torch.distributed (gloo) connects.
 
-The processes run the tasks one after the other. If a rank fails or hangs, all of
-them are ended, and new ones run the remaining tasks.
-Processes are forked from a server that has already imported torch. A program that uses this must be importable: put
-what it runs under `if __name__ == "__main__":`.
+The processes run the tasks one after the other. If a rank fails or hangs, all processes are ended, and new ones run the
+remaining tasks. Processes are forked from a server that has already imported torch. They import the main program, so it
+must be guarded by `if __name__ == "__main__":`.
 """
 
 import multiprocessing
@@ -74,7 +73,7 @@ def _start(process: Any) -> None:
         process.start()
     except (AttributeError, TypeError, ValueError) as error:  # pickle raises any of these, and PicklingError
         what = "a class or function of the model cannot be sent to another process"
-        raise ValueError(f"{what}: define it at the top of a file ({describe(error)})") from None
+        raise ValueError(f"{what}: define it at the top level of a file ({describe(error)})") from None
 
 
 def _collect(queue: Any, processes: list[Any], num_tasks: int, timeout: float) -> Any:

@@ -41,7 +41,7 @@ class Routers:
             return prepare(build_router(self.config, 0), seed, device=self.device)
 
     def whole(self) -> Subject:
-        return Subject(self.module, call, self.tokens, self.build, token_name)
+        return Subject(self.module, _call_for_effect, self.tokens, self.build, token_name)
 
     def tokens(self, seed: int) -> Tensor:
         return random_like(
@@ -71,6 +71,12 @@ def call(router: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
     return tuple(outputs)
 
 
+def _call_for_effect(router: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+    """Like `call`, but weights of id -1 are 0, because they have no effect in a model."""
+    weights, ids, *losses = call(router, x)
+    return weights.masked_fill(ids < 0, 0.0), ids, *losses
+
+
 def token_name(row: tuple[int, ...]) -> str:
     return f"token {row[0] * _LENGTH + row[1] if len(row) == 2 else row[0]}"
 
@@ -90,8 +96,8 @@ def returns_weights_and_ids(routers: Routers) -> str:
             if not weights.isfinite().all():
                 token = int((~weights.isfinite()).any(1).nonzero()[0])
                 raise Broken(
-                    f"a weight of token {token} is not finite, with {dtype}: {weights[token].tolist()}. Weights of "
-                    "no expert (-1) must be finite, too"
+                    f"a weight of token {token} is not finite, in {dtype}: {weights[token].tolist()}. The weight of "
+                    "id -1 must be finite, too: its gradient is 0, and 0 times infinity is NaN in backward"
                 )
     return f"weights and ids {[*routers.whole().run(x)[1].shape]}, {ids.dtype}"
 
@@ -110,30 +116,34 @@ def ids_are_valid(routers: Routers) -> str:
         if len({*chosen}) < len(chosen):
             twice = next(expert for expert in chosen if chosen.count(expert) > 1)
             raise Broken(
-                f"token {token} chooses expert {twice} more than once: {row}. Add up its weights, and use -1 for the "
-                "other choices"
+                f"token {token} chooses expert {twice} more than once: {row}. Add up its weights, and use id -1 for "
+                "the duplicates"
             )
     skipped = int((ids < 0).sum())
     if skipped and not getattr(routers.module, "skips_choices", True):
-        raise Broken(f"{skipped} ids are -1, but skips_choices is False: set it to True")
-    return f"{ids.numel() - skipped} choices of {plural(len(ids), 'token')}, {skipped} of no expert"
+        raise Broken(f"{skipped} ids are -1, but skips_choices is False: set skips_choices = True")
+    return f"{ids.numel() - skipped} choices of {plural(len(ids), 'token')}, {skipped} ids of -1"
 
 
 def tokens_are_independent(routers: Routers) -> str:
-    """Each token alone is routed as in the batch."""
+    """A token gets the same experts and weights alone as in the batch."""
     subject, x = routers.whole(), routers.tokens(1)
     weights, ids, *_ = subject.run(x)
     for token, row in enumerate(x.flatten(0, 1)):
         alone_weights, alone_ids, *_ = subject.run(row[None, None])
         width = min(ids.shape[1], alone_ids.shape[1])
         same = torch.equal(_chosen(ids[token]), _chosen(alone_ids[0]))
-        if not same or relative(alone_weights[0, :width], weights[token, :width]) > subject.tolerance(weights):
+        error = relative(alone_weights[0, :width], weights[token, :width])
+        if not same or error > subject.tolerance(weights):
+            what = f"weights depend on other tokens of the batch: alone, those of token {token} change by {error:.1e}"
+            if not same:
+                experts, alone = ids[token].tolist(), alone_ids[0].tolist()
+                what = f"choices depend on other tokens of the batch: token {token} gets {experts}, but {alone} alone"
             raise Suspect(
-                f"choices depend on other tokens of the batch: token {token} gets the experts {ids[token].tolist()} "
-                f"in the batch and {alone_ids[0].tolist()} alone. In generation the other tokens are not there, and "
-                "with other micro-batches or ranks the losses differ"
+                f"{what}. So generation differs from training, because later tokens do not exist yet, and losses "
+                "depend on the micro-batch size and the number of ranks"
             )
-    return "each token alone is routed as in the batch"
+    return "each token is routed alone as in the batch"
 
 
 def _chosen(ids_K: Tensor) -> Tensor:
@@ -164,8 +174,8 @@ def experts_are_weighted(routers: Routers) -> str:
     (token,), error = worst_row(row_errors(found, expected))
     if error > 1e-6:
         raise Broken(
-            f"in an MoE layer, token {token} with experts {ids[token].tolist()} differs by {error:.1e} from the sum of "
-            "their outputs times the weights"
+            f"in an MoE layer, the result of token {token} with experts {ids[token].tolist()} differs by {error:.1e} "
+            "from the weighted sum of their outputs"
         )
     return f"largest difference {error:.0e} of 1e-06"
 

@@ -1,7 +1,7 @@
 """One rank of one variant: build the model, run two steps, and collect losses, logits, gradients and buffers.
 
-Two steps are needed because state passes from one to the next: the biases of routers, and the buffers of your own
-layers. The keys of results do not depend on the layout: step, sequence, and global name of a parameter.
+Two steps are needed, because router biases and the buffers of custom layers carry state from one to the
+next. The keys of results do not depend on the layout: step, sequence, and global name of a parameter.
 
 N sequences, S positions, V vocabulary.
 """
@@ -52,7 +52,7 @@ class Job:
 class Results:
     """The results of one rank.
 
-    weights: of each parameter and buffer before the first step. logits, losses: of each token, [S, V] and [S], by step
+    weights: each parameter and buffer before the first step. logits, losses: of each token, [S, V] and [S], by step
     and sequence. criterion: the value of the criterion of each micro-batch, by step and sequences. buffers: after the
     first step. local: gradients before their sum over replicas. gradients: after it. All gradients are those of the sum
     over sequences of the mean loss of the sequence.

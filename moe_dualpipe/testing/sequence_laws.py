@@ -115,7 +115,8 @@ def returns_sequences(layer: SequenceLayer) -> str:
                 y = call(module, part.to(dtype))
             if not (finite := y.isfinite().all(-1)).all():
                 sequence, position = (~finite).nonzero()[0].tolist()
-                raise Broken(f"the result has NaN or infinity at position {position} of sequence {sequence}, {dtype}")
+                where = f"position {position} of sequence {sequence}"
+                raise Broken(f"the result has NaN or infinity at {where}, in {dtype}")
     return f"{[*x.shape]}, one sequence, one position, in fp64, fp32, bf16"
 
 
@@ -128,14 +129,14 @@ def sequences_are_independent(layer: SequenceLayer) -> str:
     row, error = worst_row(errors)
     if error > subject.tolerance(y):
         raise Broken(
-            f"{subject.row_name(row)} changes by {error:.1e} of its size if sequence 1 changes: a sequence must not "
-            "depend on its neighbours in the batch. Compute statistics and attention within a sequence"
+            f"the result of {subject.row_name(row)} changes by {error:.1e} (relative) if sequence 1 changes. A "
+            "sequence must not depend on others in its batch: compute attention and statistics within each sequence"
         )
     return f"largest change of other sequences {error:.0e} of {subject.tolerance(y):.0e}"
 
 
 def is_causal(layer: SequenceLayer) -> str:
-    """Change all positions from some position on: those before it keep their results."""
+    """If all positions from some position on change, the results of the earlier positions stay the same."""
     subject, x = layer.whole(), layer.sequences(1)
     y, worst = subject.run(x)[0], 0.0
     for start in range(1, _LENGTH):
@@ -144,9 +145,9 @@ def is_causal(layer: SequenceLayer) -> str:
         row, error = worst_row(row_errors(subject.run(changed)[0], y)[:, :start])
         if error > subject.tolerance(y):
             raise Broken(
-                f"{subject.row_name(row)} changes by {error:.1e} of its size if positions from {start} on change: it "
-                "sees later tokens, which it should predict. Mask them, as with is_causal=True, and compute "
-                "statistics over positions up to each one"
+                f"the result of {subject.row_name(row)} changes by {error:.1e} (relative) if positions from {start} "
+                "on change: it sees later tokens, which the model must predict. Mask them, for example with "
+                "is_causal=True. A statistic over positions may include only earlier ones and the position itself"
             )
         worst = max(worst, error)
     return f"largest change of earlier positions {worst:.0e} of {subject.tolerance(y):.0e}"
@@ -165,27 +166,27 @@ def cache_equals_all_at_once(layer: SequenceLayer) -> str:
             row, error = worst_row(row_errors(found, y[:, start : start + number]))
             if error > max(subject.tolerance(y), 1e-7):
                 hint = (
-                    "Append the new keys and values with cache.append(self.layer, ...), and attend from the new "
-                    "positions, which start at cache.length, to all"
+                    "Append the new keys and values with cache.append(self.layer, ...), and let the new positions, "
+                    "which start at cache.length, attend to all earlier ones"
                     if takes
-                    else "Without a parameter `cache`, it must not depend on later positions"
+                    else "Without a parameter `cache`, forward must be causal for any sequence length"
                 )
                 raise Broken(
                     f"in generation, position {start + row[1]} of sequence {row[0]} differs by {error:.1e} from the "
-                    f"sequence computed all at once, with {plural(number, 'new position')} after {start}. {hint}"
+                    f"result for the whole sequence, with {plural(number, 'new position')} after {start}. {hint}"
                 )
             start += number
             module.cache.length = start
     finally:
         module.cache = None
-    return "with the layer's cache" if takes else "the cache keeps the inputs: no parameter `cache`"
+    return "with the layer's cache" if takes else "no parameter `cache`: the cache stores the inputs"
 
 
 @torch.no_grad()
 def mask_is_respected(layer: SequenceLayer) -> str:
     """With two documents in a sequence, the second does not depend on the first."""
     if not layer.takes("mask_B1SS"):
-        raise Unchecked("it has no parameter mask_B1SS: --document-mask is an error")
+        raise Unchecked("no parameter mask_B1SS: --document-mask is an error with this layer")
     subject, x, module = layer.whole(), layer.sequences(1), layer.module
     y, first = subject.run(x)[0], 3
     documents_BS = (torch.arange(_LENGTH) >= first).int().expand(_SEQUENCES, _LENGTH).to(x.device)
@@ -197,7 +198,7 @@ def mask_is_respected(layer: SequenceLayer) -> str:
         if error > max(subject.tolerance(y), 1e-7):
             raise Broken(
                 f"with a mask of one document, {subject.row_name(row)} differs by {error:.1e} from the result without "
-                "a mask: mask_B1SS is True where a position attends to another, and is already causal"
+                "a mask. mask_B1SS is True where a position may attend to another; it is causal already"
             )
         module.mask_B1SS = document_mask(documents_BS)
         errors = row_errors(call(module, changed), call(module, x))
@@ -207,14 +208,14 @@ def mask_is_respected(layer: SequenceLayer) -> str:
     row, error = worst_row(errors)
     if error > subject.tolerance(y):
         raise Broken(
-            f"{subject.row_name(row)}, in the second document, changes by {error:.1e} if the first document changes: "
+            f"the result of {subject.row_name(row)}, in document 2, changes by {error:.1e} if document 1 changes: "
             "the mask mask_B1SS is not used"
         )
     return "two documents do not see each other"
 
 
 def needs_processes(layer: SequenceLayer) -> str:
-    raise Unchecked(f"it needs several processes: run `moe-dualpipe check parallel --model.block {layer.config.block}`")
+    raise Unchecked(f"this needs several processes: `moe-dualpipe check parallel --model.block {layer.config.block}`")
 
 
 PARAMETERS = "parameters get gradients"

@@ -1,4 +1,4 @@
-"""Laws of every kind of layer: what a call may depend on, gradients, and what a checkpoint holds."""
+"""Laws for all kinds of layers: what a call may depend on, gradients, and checkpoints."""
 
 import copy
 from collections.abc import Sequence
@@ -28,8 +28,8 @@ def input_is_not_written(subject: Subject) -> str:
     error, row = _largest(row_errors(x, before))
     if error:
         raise Broken(
-            f"forward changes its input in place, first at {subject.row_name(row)}: the same tensor is saved for "
-            "backward elsewhere. Replace operations such as `x += y` and `x.mul_(y)` by `x = x + y`, or clone the input"
+            f"forward changes its input in place, first at {subject.row_name(row)}, but other layers use this tensor, "
+            "too. Replace in-place operations such as `x += y` and `x.mul_(y)` with `x = x + y` and `x = x * y`"
         )
     return "unchanged"
 
@@ -46,7 +46,7 @@ def is_deterministic(subject: Subject) -> str:
         if _same(first, subject.run(x)):
             subject.module.eval()
             if _same(subject.run(x), subject.run(x)):
-                raise Unchecked("it uses random numbers in training, such as dropout; other checks run in eval mode")
+                raise Unchecked("forward draws random numbers in training, as for dropout; other checks use eval mode")
             raise Broken(
                 "forward draws random numbers in eval mode, too: two calls with the same input differ. Draw them only "
                 "if `self.training`"
@@ -54,14 +54,14 @@ def is_deterministic(subject: Subject) -> str:
         subject.run(x)
     error, row = _largest(row_errors(subject.run(x)[0], first[0]))
     raise Broken(
-        f"two calls with the same input differ{_at(subject, row, error)}. If forward keeps something in `self` from "
-        "one call to the next, such as a counter or a running mean, remove it; if it reads memory that it did not "
-        "write, such as torch.empty, fill it"
+        f"two calls with the same input differ{_at(subject, row, error)}. Check that forward does not keep state in "
+        "`self` between calls, such as a counter or a running mean, and does not read uninitialized memory, such as "
+        "that of torch.empty"
     )
 
 
 def has_no_state(subject: Subject) -> str:
-    """Run inputs A, B, A: both results of A are equal, and that of B equals the result of a new layer."""
+    """Run inputs A, B, A. Both results of A must be equal, and that of B must equal the result of a new layer."""
     a, b = subject.draw(1), subject.draw(2)
     new = subject.build(0).train(subject.module.training)
     with torch.no_grad():
@@ -72,10 +72,10 @@ def has_no_state(subject: Subject) -> str:
             error, row = _largest(row_errors(found[0], expected[0]))
             raise Broken(
                 f"a call changes the result of a later call with another input{_at(subject, row, error)}: forward "
-                "keeps something in `self`, such as a cache or a running mean. Micro-batches alternate in a pipeline, "
-                "so compute it anew in each call"
+                "keeps state in `self`, such as a cache or a running mean. A pipeline alternates between "
+                "micro-batches, so compute everything anew in each call"
             )
-    return "A, B, A: both A are bit-equal"
+    return "inputs A, B, A: both results of A are bit-equal"
 
 
 def needs_no_host_sync(subject: Subject, device: str) -> str:
@@ -131,8 +131,8 @@ def gradients_are_right(subject: Subject) -> str:
             expected, kept_rows = _derivative(subject, x, tensor, direction, step, seed)
             if grad is None and label == _INPUT and abs(expected) > 1e-12:
                 raise Broken(
-                    "the input gets no gradient: autograd is cut off by .detach(), .data or torch.no_grad(), so layers "
-                    "below would not learn"
+                    "the input gets no gradient: autograd is cut off by .detach(), .data or torch.no_grad(), so "
+                    "earlier layers would not train"
                 )
             if grad is None or not (grad.any() or label == _INPUT):  # of weights: another law
                 continue
@@ -142,10 +142,10 @@ def gradients_are_right(subject: Subject) -> str:
             got = float((grad.double() * direction).sum())
             error = abs(got - expected) / max(abs(expected), 1e-3 * float(grad.norm() * direction.norm()), 1e-300)
             if not error <= limit:
-                times = f", {got / expected:.3g} times as much" if abs(expected) > 1e-12 else ""
+                times = f" ({got / expected:.3g} times as much)" if abs(expected) > 1e-12 else ""
                 raise Broken(
-                    f"the gradient of {label} is wrong: in a random direction backward gives {got:.6g}, and finite "
-                    f"differences give {expected:.6g}{times}. Check the backward of your autograd functions and hooks, "
+                    f"the gradient of {label} is wrong: in a random direction, finite differences give {expected:.6g}, "
+                    f"but backward gives {got:.6g}{times}. Check the backward of your autograd functions and hooks, "
                     "and what forward computes under torch.no_grad() or from .detach()"
                 )
             worst, count = max(worst, error), count + 1
@@ -227,9 +227,9 @@ def _compare_split(label: str, grad: Tensor | None, expected: Tensor | None, lim
         size = "is missing" if grad is None else f"differs by {error:.1e}"
         times = "" if grad is None or expected is None or not expected.any() else _times(grad, expected)
         raise Broken(
-            f"the gradient of {label} {size}{times} if weight gradients are deferred: backward must return None for a "
-            "weight whose gradient it gives to `weight_grads.defer`, once, and compute it at once if "
-            "`weight_grads.defers(weight)` is false"
+            f"the gradient of {label} {size}{times} if weight gradients are deferred. If `weight_grads.defers(weight)` "
+            "is true, backward must call `weight_grads.defer` once for this weight and return None as its gradient; "
+            "otherwise it must return the gradient"
         )
 
 
@@ -256,8 +256,8 @@ def checkpoint_is_complete(subject: Subject) -> str:
     if error > subject.tolerance(expected[0]) or not _same(loaded[1:], expected[1:]):
         raise Broken(
             f"after saving and loading, the result differs{_at(subject, row, error)}: a tensor of the layer is not in "
-            "its state_dict(). Keep tensors as nn.Parameter, or with register_buffer, and not as plain attributes or "
-            "in lists"
+            "its state_dict(). Store tensors as nn.Parameter or with register_buffer, not as plain attributes or in "
+            "lists"
         )
     return plural(len(subject.module.state_dict()), "tensor")
 

@@ -1,7 +1,7 @@
-"""A layer under test: how to call it, and what its tensors are called.
+"""A layer under test: how to build and call it, and how messages name its tensors.
 
 The layer is in fp64, where finite differences are exact to nine digits. Dropout is off. Constant weights get some
-noise: a zero, such as a LoRA matrix, would hide wrong gradients.
+noise, because zeros, as in a LoRA matrix, would hide wrong gradients.
 """
 
 from collections.abc import Callable, Iterator
@@ -48,7 +48,7 @@ class Subject:
             return self.call(self.module, x)
 
     def weights(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-        """Each parameter that is trained, and each expert's part of it: a name in words, a view, and its gradient."""
+        """Each trained parameter, or the part of each expert: its name in messages, a view of it, and its gradient."""
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:
                 yield from self.parts(name, parameter.data, parameter.grad)

@@ -1,4 +1,4 @@
-"""The ways in which `check parallel` runs the same sequences, and how much each may differ from the reference.
+"""The variants of `check parallel`: ways to run the same sequences, and how much each may differ from the reference.
 
 The reference is the whole model in one process, one micro-batch after the other, with a plain forward and backward.
 """

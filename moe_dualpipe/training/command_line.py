@@ -55,7 +55,7 @@ def parse_arguments(
 
 
 def join_layer_options(arguments: Sequence[str]) -> list[str]:
-    """Write options of one's own layers as words: `--model.expert-options.rank 8` as `--model.expert-options rank=8`.
+    """Write options of custom layers as words: `--model.expert-options.rank 8` as `--model.expert-options rank=8`.
 
     Their names are known only to the layer, so the parser cannot know these flags. Several values are a list.
     """

@@ -105,7 +105,7 @@ class CheckpointConfig:
     weights: OptionalStr = None
     """Start a new run from the weights in this folder, written by `moe-dualpipe export`."""
     weights_partial: bool = False
-    """With --weights: the model may differ. Weights that are not in the file start from their initial values."""
+    """With --weights: load the weights that fit the model by name and shape. Others keep their initial values."""
     save_every: OptionalInt = None
     """Steps between checkpoints. None: save only at the end."""
     keep: OptionalInt = 3
@@ -119,16 +119,16 @@ class MetricsConfig:
     """What is measured and recorded."""
 
     log_every: int = 1
-    """Steps in one record of the metrics, which has the mean loss and the speed of these steps.
-    Steps are also recorded at checkpoints, validations and the end, so no step is lost."""
+    """Number of steps per record of the metrics. A record has the mean loss and the speed of these steps.
+    A record also ends at a checkpoint, at a validation, and at the end of the run."""
     eval_every: OptionalInt = None
-    """Steps between validations, which do not change the results of training. None: only before and after the run."""
+    """Steps between validations. They do not change training. None: validate only before and after the run."""
     eval_sequences: int = 64
     """Number of held-out sequences for the validation loss, rounded up to whole batches."""
     tensorboard: bool = False
-    """Write the metrics for TensorBoard as well."""
+    """Also write the metrics for TensorBoard."""
     wandb: Annotated[str | None, _optional(str, "PROJECT")] = None
-    """Also send the metrics to this project of Weights & Biases (W&B)."""
+    """Also log the metrics to this Weights & Biases (W&B) project."""
     peak_tflops: OptionalFloat = None
     """Peak TFLOP/s of one device, for the metric mfu (model FLOPs utilization). None: known for common GPUs."""
     profile: Annotated[int, arg(metavar="STEPS")] = 0
@@ -171,7 +171,7 @@ class HealthConfig:
     """Steps between checks that replicas are bit-equal, before the update (docs/reliability.md).
     None: check only at the start, before each checkpoint, and at the end."""
     traceback: bool = False
-    """Print the whole traceback of an error in your own layer, instead of one line with the place."""
+    """Print the whole traceback of an error in your own layer, instead of one line with its file and line number."""
 
 
 @dataclass(frozen=True, slots=True)

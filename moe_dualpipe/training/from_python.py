@@ -1,4 +1,4 @@
-"""Train from Python, as train.py does, but without a command line or signal handlers. Files are written on request."""
+"""Train from Python as train.py does, but without a command line, signal handlers or, by default, files."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,8 +25,8 @@ def train(
 
     config: the options; None: all defaults. Without `CheckpointConfig(out=...)`, no file is written.
     callbacks: each is called as `callback(trainer, record)` after every step, on all ranks. record: the step's metrics,
-    as in metrics.jsonl; what a callback adds is logged, too. A callback may call `trainer.request_stop()`,
-    `trainer.validation_loss()` and `trainer.sample()`, and change `trainer.lr_factor`.
+    as in metrics.jsonl; entries that a callback adds are logged, too. A callback may call `trainer.request_stop()` on
+    any rank, and `trainer.validation_loss()` and `trainer.sample()` on all ranks; and it may set `trainer.lr_factor`.
     log: objects with a method `log(dict)`. On the first rank, they receive the same records and the validation losses.
     verbose: print what train.py prints, and a progress bar.
 

@@ -13,9 +13,10 @@ LATEST = ("step", "lr", "skipped", "peak_memory_mb")
 def merged(records: Sequence[Record]) -> Record:
     """Return the record of an interval from those of its steps.
 
-    Seconds and tokens are summed. Rates are of the whole interval. The step, the learning rate, the number of skipped
-    steps and the peak memory are those of the last step. Everything else, such as the loss, is the mean of the
-    finite values; it is NaN if none is finite.
+    Seconds and tokens are sums. Rates are those of the whole interval. The step, the learning rate, the number of
+    skipped steps and the peak memory are those of the last step. All other values, such as the loss, are means of the
+    finite values, or NaN if none is finite.
+
     Example: losses [3, NaN, 1] and seconds [1, 1, 2] give a loss of 2 and 4 seconds.
     """
     if len(records) == 1:

@@ -1,7 +1,7 @@
-"""A model divided over the processes: this rank's stages, joined by process groups, links and an executor.
+"""A model divided over the processes: this rank's stages, with their process groups, links and executor.
 
-It does what every training loop needs, and nothing that a loop may want to do in its own way: forward and backward of
-a batch, the sum of the gradients over replicas, expert load balancing, the mean loss, and generation.
+It contains only what every training loop needs: forward and backward of a batch, the sum of the gradients over
+replicas, expert load balancing, the mean loss, and generation. Everything else is left to the loop.
 
 B sequences, S positions, L layers, E experts, N tokens to generate.
 """
@@ -104,8 +104,8 @@ class Pipeline:
         """Run forward and backward of one batch; under `torch.no_grad()`, only forward.
 
         inputs_BS, labels_BS: token ids of `num_sequences` sequences, the same on all ranks of a pipeline. The
-        gradients, summed over micro-batches, are added to those of the parameters. Returns the losses of the
-        micro-batches whose last stage is on this rank, in nats per token. Raises ValueError for inputs or labels of
+        gradients, summed over micro-batches, are added to those of the parameters. Returns the loss, in nats per
+        token, of each micro-batch whose last stage is on this rank. Raises ValueError for inputs or labels of
         another shape.
         """
         schedule, pp_rank, last = self.schedule, self.layout.pp_rank, self.schedule.num_stages - 1

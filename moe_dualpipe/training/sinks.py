@@ -1,6 +1,6 @@
-"""Send the metrics of a run not only to metrics.jsonl, but to any object with a method `log(dict)`, as `--wandb` does.
+"""Send the metrics of a run to any object with a method `log(dict)`, in addition to metrics.jsonl; `--wandb` does so.
 
-An error while logging never ends a run: it is printed once, and the run continues.
+An error while logging does not end the run: it is printed once, as a warning.
 """
 
 from contextlib import suppress
@@ -11,10 +11,10 @@ from .appended_file import warn
 
 
 class Sink(Protocol):
-    """Receives the records of a run, on its first rank. If it has a method `close()`, this is called at the end."""
+    """Receives the records of a run, on its first rank. An optional method `close()` is called at the end."""
 
     def log(self, record: dict[str, Any]) -> object:
-        """Receive a record: "step", and the numbers of metrics.jsonl, which may be NaN. It is a copy."""
+        """Receive a copy of a record: the step and the metrics, as in metrics.jsonl, but with NaN instead of null."""
         ...
 
 

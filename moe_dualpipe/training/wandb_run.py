@@ -16,7 +16,7 @@ ID_FILE = "wandb-id"
 
 
 def check_wandb() -> None:
-    """Raise ValueError if W&B is not installed. A folder named wandb, as W&B writes it, can be imported, too."""
+    """Raise ValueError if W&B is not installed. A folder that W&B has written, named wandb, is not the package."""
     found = importlib.util.find_spec("wandb")
     if found is None or found.origin is None:
         raise ValueError("--wandb needs W&B: pip install 'moe-dualpipe[wandb]'")
@@ -37,7 +37,7 @@ class WandbRun:
                 project=project, name=folder.name, dir=str(folder), config=dataclasses.asdict(config),
                 id=id_file.read_text().strip() if id_file.exists() else None, resume="allow",
             )  # fmt: skip
-            self._run.define_metric("*", step_metric="step")  # W&B's own step cannot go back, as a resumed run may
+            self._run.define_metric("*", step_metric="step")  # a resumed run may repeat steps; W&B's own must grow
             id_file.write_text(f"{self._run.id}\n")
         except Exception as error:
             reason = describe(error).rstrip(".") or type(error).__name__
@@ -48,5 +48,5 @@ class WandbRun:
         self._run.log(record)
 
     def close(self) -> None:
-        """Send what is left. A run that ends with an exception is marked as failed."""
+        """Send the remaining records. A run that ends with an exception is marked as failed."""
         self._run.finish(exit_code=int(sys.exc_info()[0] is not None))

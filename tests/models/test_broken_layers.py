@@ -1,4 +1,4 @@
-"""Each mistake in a layer of one's own is one line, with the file and the line of the layer."""
+"""Each mistake in a custom layer is one line, with the file and line of the layer."""
 
 import dataclasses
 from pathlib import Path

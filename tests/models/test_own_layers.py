@@ -1,4 +1,4 @@
-"""Layers of one's own: how they are found, built, given options, and called."""
+"""Custom layers: how they are found, built, given options, and called."""
 
 from pathlib import Path
 from typing import Any
@@ -238,7 +238,7 @@ def test_a_layer_without_a_mask_refuses_to_mask_documents(choices):
         model(TOKENS)
 
 
-def test_blocks_of_ones_own_overlap_bit_for_bit():
+def test_overlapped_custom_blocks_are_bit_equal():
     model = model_of(block=own_layers.ParallelBlock)
     grads = []
     for overlapped in (False, True):
@@ -259,7 +259,7 @@ def test_blocks_of_ones_own_overlap_bit_for_bit():
 # ---- FLOPs ----
 
 
-def test_flops_of_ones_own_layers_are_two_for_each_number_of_a_matrix():
+def test_custom_layers_have_two_flops_per_element_of_a_matrix():
     config = with_choices(experts=own_layers.Expert, num_shared_experts=1, expert_size=6)
     exact = with_choices(expert_size=6)
     assert layer_flops(config, 1) == layer_flops(exact, 1)

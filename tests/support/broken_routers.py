@@ -59,6 +59,24 @@ class HidesSkips(TopK):
         return weights, ids.masked_fill(weights < 0.3, -1)
 
 
+class SkipsWithInfinity(TopK):
+    """Its weights of id -1 are infinite."""
+
+    def forward(self, x):
+        weights, ids = super().forward(x)
+        skipped = weights < 0.3
+        return weights.masked_fill(skipped, torch.inf), ids.masked_fill(skipped, -1)
+
+
+class SkipsWithConstants(TopK):
+    """Correct: its weights of id -1 are finite. They depend on all tokens and have no gradient, without any effect."""
+
+    def forward(self, x):
+        weights, ids = super().forward(x)
+        skipped = weights < 0.3
+        return torch.where(skipped, weights.detach().mean(), weights), ids.masked_fill(skipped, -1)
+
+
 class DividesByZero(TopK):
     def forward(self, x):
         weights, ids = super().forward(x)

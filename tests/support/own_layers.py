@@ -1,4 +1,4 @@
-"""Layers of one's own in every form, each equal to a layer of this package or to another form."""
+"""Custom layers in every form, each equal to a layer of this package or to another form."""
 
 from dataclasses import dataclass
 

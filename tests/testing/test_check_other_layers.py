@@ -25,6 +25,7 @@ def assert_found(report: Report, law: str, words: str, file: str) -> None:
     ("IdsInInt32", "weights and ids", "ids must be int64: got torch.int32"),
     ("KeepsTheSequences", "weights and ids", "must both be [24, K]: got [4, 6, 2] and [4, 6, 2]"),
     ("DividesByZero", "weights and ids", "is not finite"),
+    ("SkipsWithInfinity", "weights and ids", "The weight of id -1 must be finite, too"),
     ("CountsFromOne", "ids valid", "chooses expert 4: ids are global, from 0 to 3"),
     ("ChoosesTwice", "ids valid", "more than once"),
     ("HidesSkips", "ids valid", "ids are -1, but skips_choices is False"),
@@ -38,7 +39,9 @@ def test_each_mistake_of_a_router_is_found(name, law, words):
     assert_found(check_router(getattr(broken_routers, name)), law, words, "broken_routers.py")
 
 
-@pytest.mark.parametrize("router", ["topk", own_layers.PlainRouter, broken_routers.TopK, broken_routers.Hash])
+@pytest.mark.parametrize("router", [
+    "topk", own_layers.PlainRouter, broken_routers.TopK, broken_routers.Hash, broken_routers.SkipsWithConstants,
+])  # fmt: skip
 def test_correct_routers_pass(router):
     report = check_router(router)
     assert report.passed and not by_status(report, "warning"), str(report)

@@ -28,7 +28,7 @@ FOUND = {
 DETAILS = {
     "double gradients": ", 2 times the reference, at position ",
     "swap experts": "tokens differ; they are the tokens of experts 2, 3 (expert-parallel rank 1); the largest",
-    "forget sum": "the parts of 2 ranks are correct, but not their sum",
+    "forget sum": "the gradients of the 2 ranks are correct, but their sum is not",
     "double weight gradient": "the weight gradient, because all tensors between segments agree",
 }
 

@@ -1,4 +1,4 @@
-"""Training from Python: `train`, its callbacks, and a loop of one's own give the same bits as train.py."""
+"""Training from Python: `train`, its callbacks, and a custom loop give the same bits as train.py."""
 
 import os
 
@@ -64,7 +64,7 @@ def test_runs_from_python_have_the_results_of_the_command_and_write_nothing(tmp_
     assert os.listdir() == ["run"]
 
 
-def test_a_loop_of_ones_own_has_the_results_of_a_run(capsys):
+def test_a_custom_loop_has_the_results_of_a_run(capsys):
     own = run_example("own_loop.py", **OWN_LOOP)
     assert not dist.is_initialized()
     printed = capsys.readouterr().out.splitlines()
