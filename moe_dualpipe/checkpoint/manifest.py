@@ -36,7 +36,7 @@ from ..strict_json import check_regular, read_file
 RUN_FILE, TENSORS_FILE, EXPORT_FILE = "run.json", "tensors.json", "checksums.json"
 
 _FILE_NAME = re.compile(r"[\w.-]{1,200}", re.ASCII)  # no path separator: stays in the checkpoint's folder
-_MAX_DIMS = 64  # of a tensor of torch
+MAX_DIMS = 64  # of a tensor of torch
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _BLOCK = 2**22  # bytes read at a time
 
@@ -88,11 +88,11 @@ class ExportManifest(_Description):
 
 def read_manifest(checkpoint: Path) -> Manifest:
     """Read run.json of a checkpoint. Raises ValueError if it is missing, invalid or damaged."""
-    with _reading(path := checkpoint / RUN_FILE):
+    with reading(path := checkpoint / RUN_FILE):
         saved = read_file(path, follow_links=False)
         if not isinstance(model := saved["model"], dict):
             raise ValueError(f"its model is {quoted(model, 60)}")
-        manifest = Manifest(_count(saved["step"]), model, _files(saved))
+        manifest = Manifest(valid_count(saved["step"]), model, _files(saved))
         _check_description(saved, manifest, TENSORS_FILE)
     return manifest
 
@@ -105,7 +105,7 @@ def verify_export(folder: Path, *required: str) -> int:
     """
     if not (path := folder / EXPORT_FILE).exists():
         return 0
-    with _reading(path):
+    with reading(path):
         saved = read_file(path)
         manifest = ExportManifest(_files(saved))
         _check_description(saved, manifest, *required)
@@ -115,7 +115,9 @@ def verify_export(folder: Path, *required: str) -> int:
 
 def _files(saved: Mapping[str, Any]) -> dict[str, FileChecksum]:
     entries = saved["files"].items()
-    return {_file_name(name): FileChecksum(_count(e["length"]), _count(e["crc32"])) for name, e in entries}
+    return {
+        valid_file_name(name): FileChecksum(valid_count(e["length"]), valid_count(e["crc32"])) for name, e in entries
+    }
 
 
 def _check_description(saved: Mapping[str, Any], manifest: Manifest | ExportManifest, *required: str) -> None:
@@ -150,7 +152,7 @@ def read_tensor_metadata(checkpoint: Path) -> dcp.Metadata:
     """Read tensors.json: the position of each tensor. Raises ValueError if an entry is not a tensor in this folder."""
     described, stored = {}, {}
     sizes: dict[str, int] = {}
-    with _reading(path := checkpoint / TENSORS_FILE):
+    with reading(path := checkpoint / TENSORS_FILE):
         for name, entry in read_file(path, follow_links=False).items():
             dtype, shape, stored_at = _parse_entry(entry)
             file, end = stored_at.relative_path, stored_at.offset + stored_at.length
@@ -167,16 +169,16 @@ def read_tensor_metadata(checkpoint: Path) -> dcp.Metadata:
 def _parse_entry(saved: Any) -> tuple[torch.dtype, torch.Size, _StorageInfo]:
     if (dtype := _DTYPES.get(str(saved["dtype"]))) is None:
         raise ValueError(f"{quoted(saved['dtype'], 60)} is not a dtype")
-    if not isinstance(sizes := saved["shape"], list) or len(sizes) > _MAX_DIMS:
+    if not isinstance(sizes := saved["shape"], list) or len(sizes) > MAX_DIMS:
         raise ValueError(f"{quoted(sizes, 60)} is not a shape")
-    shape = torch.Size([_count(size) for size in sizes])
-    file, offset, length = _file_name(saved["file"]), _count(saved["offset"]), _count(saved["length"])
+    shape = torch.Size([valid_count(size) for size in sizes])
+    file, offset, length = valid_file_name(saved["file"]), valid_count(saved["offset"]), valid_count(saved["length"])
     if length < math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{length} bytes cannot hold shape {quoted(list(shape), 60)} in {dtype}")
     return dtype, shape, _StorageInfo(file, offset, length)
 
 
-def _file_name(value: Any) -> str:
+def valid_file_name(value: Any) -> str:
     if not isinstance(value, str) or not _FILE_NAME.fullmatch(value) or not value.strip("."):
         raise ValueError(f"{quoted(value, 60)} is not a valid file name")
     return value
@@ -192,14 +194,14 @@ def _size_of(folder: Path, name: str, follow_links: bool = False) -> int:
         raise ValueError(f"{name} is refused: {error}") from None
 
 
-def _count(value: Any) -> int:
+def valid_count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**62:
         raise ValueError(f"{quoted(value, 60)} is not a valid count")
     return value
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def reading(path: Path) -> Iterator[None]:
     """Turn the errors of reading an invalid file into ValueError("cannot read {path}: ...")."""
     try:
         yield

@@ -13,8 +13,7 @@ Neither format can run code when it is loaded.
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -28,11 +27,11 @@ from ..models import ModelConfig, TransformerStage, build_model
 from ..models.layer_class import Factory
 from ..runtime.shared_errors import gather_objects
 from ..strict_json import read_file
+from .atomic_folder import new_folder
 from .load import check_on_all_ranks, check_shapes, load_checkpoint, model_differences, with_older_names
-from .manifest import EXPORT_FILE, ExportManifest, FileChecksum, read_manifest, read_tensor_metadata, verify_export
+from .manifest import read_manifest, read_tensor_metadata, verify_export
 from .model_options import check_sizes, model_config, with_named_layers
 from .partial import PartialLoad, group_names
-from .save import hidden, sync, write_synced
 
 WEIGHTS_FILE, CONFIG_FILE, MODEL_TYPE = "model.safetensors", "config.json", "moe-dualpipe"
 OwnLayer = str | Factory | None
@@ -90,7 +89,7 @@ def export_weights(checkpoint: Path, folder: Path, **own_layers: OwnLayer) -> in
     weights = {name: tensor.contiguous().clone() for name, tensor in global_weights(model).items()}
     config = {"model_type": MODEL_TYPE, **dataclasses.asdict(model.config)}
     try:
-        with _new_folder(folder) as unfinished:
+        with new_folder(folder, checksums=True) as unfinished:
             save_file(weights, unfinished / WEIGHTS_FILE, metadata={"format": "pt"})
             (unfinished / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
             if (tokenizer := checkpoint / TOKENIZER_FILE).is_file():
@@ -98,29 +97,6 @@ def export_weights(checkpoint: Path, folder: Path, **own_layers: OwnLayer) -> in
     except (SafetensorError, OSError) as error:
         raise OSError(f"{folder} could not be written: {error}") from None
     return sum(tensor.numel() for tensor in weights.values())
-
-
-@contextmanager
-def _new_folder(folder: Path) -> Iterator[Path]:
-    """Yield a hidden folder for files. Afterwards add their checksums, and rename it to `folder` once all is on disk.
-
-    After an error it is removed. If the process is killed, the hidden folder remains until the next call.
-    """
-    unfinished = hidden(folder, "unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    try:
-        yield unfinished
-        files = {path.name: FileChecksum.of_file(path) for path in sorted(unfinished.iterdir())}
-        for name in files:
-            sync(unfinished / name)
-        write_synced(unfinished / EXPORT_FILE, ExportManifest(files).encode())
-        sync(unfinished)
-        unfinished.rename(folder)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-    sync(folder.parent)
 
 
 def check_weights(folder: Path, model: ModelConfig, partial: bool = False) -> list[str]:

@@ -4,12 +4,13 @@
 """
 
 from .batches import Source, TextData
+from .files import DataFile
 from .prepare import prepare_data
 from .sources import load_data
 from .token_files import HELD_OUT_FILES, TRAIN_FILE, Sidecar, TokenFile
 from .tokenizer import BYTES, TOKENIZER_FILE, Tokenizer, find_tokenizer, tokenizer_files
 
 __all__ = [
-    "BYTES", "HELD_OUT_FILES", "TOKENIZER_FILE", "TRAIN_FILE", "Sidecar", "Source", "TextData", "TokenFile",
-    "Tokenizer", "find_tokenizer", "load_data", "prepare_data", "tokenizer_files",
+    "BYTES", "HELD_OUT_FILES", "TOKENIZER_FILE", "TRAIN_FILE", "DataFile", "Sidecar", "Source", "TextData",
+    "TokenFile", "Tokenizer", "find_tokenizer", "load_data", "prepare_data", "tokenizer_files",
 ]  # fmt: skip

@@ -71,11 +71,27 @@ class DataFile:
                 parts.append(part)
                 first, size = first + len(part), size - len(part)
         except OSError as error:
-            raise ValueError(f"cannot read {printable(self.path)} at byte {first}: {error.strerror}") from None
+            raise self._unreadable(first, error) from None
         if size > 0:
-            self.check_unchanged()
-            raise ValueError(f"cannot read {printable(self.path)}: it ends at byte {first}, before its size")
+            raise self._shortened(first)
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def read_into(self, first: int, buffer: memoryview) -> None:
+        """Fill a buffer of bytes from offset `first`, without a copy. Raises ValueError like `read`."""
+        try:
+            while buffer and (count := os.preadv(self._descriptor, [buffer], first)):
+                first, buffer = first + count, buffer[count:]
+        except OSError as error:
+            raise self._unreadable(first, error) from None
+        if buffer:
+            raise self._shortened(first)
+
+    def _unreadable(self, first: int, error: OSError) -> ValueError:
+        return ValueError(f"cannot read {printable(self.path)} at byte {first}: {error.strerror}")
+
+    def _shortened(self, first: int) -> ValueError:
+        self.check_unchanged()
+        return ValueError(f"cannot read {printable(self.path)}: it ends at byte {first}, before its size")
 
     def check_unchanged(self) -> None:
         """Raise ValueError if the file was written to since it was opened."""

@@ -12,8 +12,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from moe_dualpipe.checkpoint import check_weights, export_weights, find_checkpoint, load_model, load_weights
-from moe_dualpipe.checkpoint import weights as weights_module
+from moe_dualpipe.checkpoint import (
+    atomic_folder,
+    check_weights,
+    export_weights,
+    find_checkpoint,
+    load_model,
+    load_weights,
+)
 from moe_dualpipe.checkpoint.weights import global_weights
 from moe_dualpipe.cli import main
 from moe_dualpipe.models import build_model
@@ -223,7 +229,7 @@ def export_and_die(_rank, checkpoint, out, step):
     def die(*_):
         os._exit(9)
 
-    setattr(weights_module, step, die)
+    setattr(atomic_folder, step, die)
     export_weights(checkpoint, out)
 
 
