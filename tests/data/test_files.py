@@ -79,6 +79,20 @@ def test_reads_are_complete_or_an_error_that_names_the_file(tmp_path, monkeypatc
             read_whole(path, limit=99)
 
 
+def test_a_buffer_is_filled_or_an_error_names_the_file(tmp_path, monkeypatch):
+    path, preadv, buffer = tmp_path / "a", os.preadv, bytearray(50)
+    path.write_bytes(bytes(range(100)))
+    with DataFile(path) as file:
+        monkeypatch.setattr(files.os, "preadv", lambda fd, buffers, first: preadv(fd, [buffers[0][:7]], first))
+        file.read_into(3, memoryview(buffer))
+        assert buffer == bytes(range(3, 53))
+        with pytest.raises(ValueError, match=f"cannot read {path}: it ends at byte 100"):
+            file.read_into(51, memoryview(buffer))
+        os.truncate(path, 60)
+        with pytest.raises(ValueError, match=rf"{path} was written to while it was in use \(100 bytes then, 60 now\)"):
+            file.read_into(50, memoryview(buffer))
+
+
 def test_files_are_closed(tokens):
     def descriptors():
         return len(os.listdir("/proc/self/fd"))
