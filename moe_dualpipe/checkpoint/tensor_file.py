@@ -74,7 +74,7 @@ class TensorFile:
     def read(self, first: int, buffer: Tensor) -> None:
         """Fill `buffer`, a CPU tensor of uint8, with the bytes from offset `first`."""
         with DataFile(self.path, self._status) as file:
-            file.read_into(first, memoryview(buffer.numpy()))
+            file.read_into(first, buffer.numpy().data)
 
 
 def _header_length(path: Path, start: bytes, size: int) -> int:

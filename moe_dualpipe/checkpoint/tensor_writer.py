@@ -131,7 +131,7 @@ class _SyncedFile:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
 def _divide(tensors: Mapping[str, TensorSpec], limit: int) -> list[dict[str, TensorSpec]]:
