@@ -25,6 +25,8 @@ def has_triton() -> bool:
 
 Score = Literal["softmax", "sigmoid"]
 """The function from router logits to scores."""
+GroupScore = Literal["best_two", "best"]
+"""The score of a group of experts: the sum of its two best scores, or its best score."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +39,14 @@ class RoutingOptions:
     top_groups: int = 1
     normalize: bool = True
     scale: float = 1.0
+    group_score: GroupScore = "best_two"
 
     def check(self, num_experts: int) -> None:
         """Raise ValueError for options that are invalid with this number of experts."""
         if self.score not in ("softmax", "sigmoid"):
             raise ValueError(f"score must be softmax or sigmoid: got {self.score!r}")
+        if self.group_score not in ("best_two", "best"):
+            raise ValueError(f"group_score must be best_two or best: got {self.group_score!r}")
         if self.num_groups < 1 or num_experts % self.num_groups:
             raise ValueError(f"{num_experts} experts cannot be divided evenly into {self.num_groups} groups")
         if not 1 <= self.top_groups <= self.num_groups:

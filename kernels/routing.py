@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .backend import check_contiguous, check_contiguous_rows, forbid_double_backward, use_triton
-from .options import Kernels, RoutingOptions, Score
+from .options import GroupScore, Kernels, RoutingOptions, Score
 
 # ---- choosing experts ----
 
@@ -26,7 +26,8 @@ def route_reference(logits_TE: Tensor, bias_E: Tensor | None, options: RoutingOp
     choice_TE = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
     if options.top_groups < options.num_groups:
         choice_TGP = choice_TE.unflatten(1, (options.num_groups, -1))
-        groups_TG = choice_TGP.topk(min(2, choice_TGP.shape[2]), -1).values.sum(-1)
+        counted = min(1 if options.group_score == "best" else 2, choice_TGP.shape[2])
+        groups_TG = choice_TGP.topk(counted, -1).values.sum(-1)
         best_TG = torch.zeros_like(groups_TG, dtype=torch.bool).scatter_(1, _top_k(groups_TG, options.top_groups), True)
         choice_TE = torch.where(best_TG[..., None], choice_TGP, -torch.inf).flatten(1)
     ids_TK = _top_k(choice_TE, options.k)
@@ -65,6 +66,7 @@ class _RouteFunction(torch.autograd.Function):
 def route(
     logits_TE: Tensor, k: int, *, score: Score = "softmax", bias_E: Tensor | None = None, num_groups: int = 1,
     top_groups: int = 1, normalize: bool = True, scale: float = 1.0, kernels: Kernels = "auto",
+    group_score: GroupScore = "best_two",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Choose k experts for each token. Return weights [T, K] in fp32 or wider and ids [T, K] in int64, best first.
 
@@ -72,13 +74,14 @@ def route(
     bias_E: [E] in fp32, added to the scores to choose experts. It is not in the weights and has no gradient (arXiv
     2408.15664). Ties go to the lower id.
     num_groups, top_groups: experts form num_groups groups of consecutive ids. Only experts in the top_groups best
-    groups are eligible. The score of a group is the sum of its two best scores (arXiv 2412.19437).
+    groups are eligible. group_score: the score of a group is the sum of its two best scores, as in DeepSeek-V3 (arXiv
+    2412.19437), or its best score, as in V2 (arXiv 2405.04434).
     normalize, scale: the weights are the chosen scores, divided by their sum over k if `normalize`, times `scale`.
     kernels: see backend.py. Raises ValueError for invalid options or shapes.
 
     Example: logits [[0, 2, 1]], k=2, sigmoid: ids [[1, 2]], weights [[0.8808, 0.7311]] / 1.6119 = [[0.546, 0.454]].
     """
-    options = RoutingOptions(k, score, num_groups, top_groups, normalize, scale)
+    options = RoutingOptions(k, score, num_groups, top_groups, normalize, scale, group_score)
     if logits_TE.ndim != 2:
         raise ValueError(f"route needs logits [T, E]: got {[*logits_TE.shape]}")
     options.check(logits_TE.shape[1])

@@ -17,13 +17,12 @@ if TYPE_CHECKING:
     from .kv_cache import KVCache
     from .layers import elementwise_matrices, stacked_matrices
     from .moe import MoE, expert_loads
-    from .mtp import share_embedding
     from .own_layers import check_layers
     from .partition import StageSpec, split
     from .per_expert import expert_function
     from .presets import PRESETS, preset
     from .router import RouterLayer
-    from .transformer import TransformerStage, build_model, next_token_loss
+    from .transformer import TransformerStage, build_model, next_token_loss, share_embedding
 
 __all__ = [
     "PRESETS",

@@ -19,7 +19,8 @@ from .config import ModelConfig
 from .kv_cache import KVCache
 from .latent_attention import LatentAttention
 from .layer_class import LayerClass, find_layer
-from .layers import Linear, at_least_fp32, rotary_table, rotate
+from .layers import Linear, at_least_fp32
+from .rotary import Rotary, rotate
 
 
 class Attention(AttentionLayer):
@@ -29,9 +30,9 @@ class Attention(AttentionLayer):
         super().__init__()
         self.layer = layer
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.rope_theta = config.rope_theta
+        self.rotary = Rotary(config.rotary_dim, config)
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.qkv = Linear(config.hidden_size, queries + 2 * keys, config.init_std)
+        self.qkv = Linear(config.hidden_size, queries + 2 * keys, config.init_std, bias=config.qkv_bias)
         self.stacked = {"qkv.weight": (queries, keys, keys)}
         self.q_norm, self.k_norm = (_head_norm(config, heads) for heads in (config.num_heads, config.num_kv_heads))
         self.out = Linear(queries, config.hidden_size, config.residual_std)
@@ -40,7 +41,7 @@ class Attention(AttentionLayer):
         past, new = cache.length if cache is not None else 0, x_BSD.shape[1]
         heads = rearrange(self.qkv(x_BSD), "b s (h c) -> b h s c", c=self.head_dim)
         q_BHSC, k_BGSC, v_BGSC = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
-        cos_SC, sin_SC = rotary_table(at_least_fp32(x_BSD.new_empty(new)), self.head_dim, self.rope_theta, past)
+        cos_SC, sin_SC = self.rotary.table(at_least_fp32(x_BSD.new_empty(new)), past)
         q_BHSC, k_BGSC = self.q_norm(q_BHSC), self.k_norm(k_BGSC)
         k_BGLC, v_BGLC = rotate(k_BGSC, cos_SC, sin_SC), v_BGSC
         if cache is not None:
@@ -69,7 +70,7 @@ class Attention(AttentionLayer):
         # The output of the qkv projection (values are a view of it); rotated queries and keys; the result.
         width = (2 * heads + 3 * config.num_kv_heads + heads) * config.head_dim
         norms = {"none": 0, "head": heads + config.num_kv_heads, "full": 2}[config.qk_norm]
-        angles = 2 * 4 * seq_len * config.head_dim
+        angles = 2 * 4 * seq_len * config.rotary_dim
         return tokens * (width * element + 4 * (heads + norms)) + angles
 
     @staticmethod

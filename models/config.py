@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from tyro.constructors import PrimitiveConstructorSpec
 
-from moe_dualpipe.kernels.options import Kernels, RoutingOptions, validate_kernels
+from moe_dualpipe.kernels.options import GroupScore, Kernels, RoutingOptions, validate_kernels
 from moe_dualpipe.messages import LARGEST, check_range, printable
 
 from .layer_class import Factory, name_of
@@ -47,9 +47,14 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("num_layers", 1, 10_000),
     ("mtp_layers", 0, 10_000),
     ("routed_scale", 1e-6, 1e6),
+    ("rotary_fraction", 1e-6, 1.0),
+    ("yarn_factor", 1.0, 1e6),
+    ("yarn_positions", 1, LARGEST),
+    ("yarn_beta_fast yarn_beta_slow", 1e-6, 1e6),
+    ("yarn_mscale yarn_mscale_all_dim", 0.0, 1e3),
     ("sequence_loss z_loss mtp_weight", 0.0, 1e6),
     ("rope_theta", 1.0, 1e12),
-    ("norm_eps", 0.0, 1.0),
+    ("norm_eps latent_norm_eps", 0.0, 1.0),
     ("init_std", 1e-6, 1e3),
 )  # fmt: skip
 """Names of fields, with their smallest and largest valid values."""
@@ -67,6 +72,8 @@ class ModelConfig:
     """Number of transformer blocks, dense and Mixture-of-Experts."""
     num_dense_layers: int = 1
     """Number of blocks, from the first, with a dense MLP instead of experts."""
+    dense_layers: tuple[int, ...] = ()
+    """The numbers of other blocks with a dense MLP, from 0."""
     attention: LayerName = "gqa"
     """Attention. gqa: grouped-query attention. mla: multi-head latent attention, as in DeepSeek-V2 and V3. Or your
     own: FILE.py:CLASS or MODULE:CLASS (docs/custom_layers.md)."""
@@ -80,6 +87,10 @@ class ModelConfig:
     """Width of one head. gqa: must be even, for the rotary embedding. mla: width of the part that is not rotated."""
     qk_norm: Literal["none", "head", "full"] = "none"
     """gqa: RMSNorm of queries and keys before rotation, over each head (head) or over all heads together (full)."""
+    qkv_bias: bool = False
+    """gqa: add a bias to queries, keys and values."""
+    rotary_fraction: float = 1.0
+    """gqa: fraction of each head that is rotated, from its first channel."""
     q_rank: int = 0
     """mla: width of the latent of queries. 0: queries are projected from the hidden state."""
     kv_rank: int = 64
@@ -88,6 +99,8 @@ class ModelConfig:
     """mla: width of the rotated part of queries and keys; must be even. All heads share the rotated key."""
     value_dim: int = 32
     """mla: width of the values of one head."""
+    latent_norm_eps: float = 1e-6
+    """mla: epsilon of the RMSNorm of latents."""
     dense_size: int = 384
     """Inner width of a dense MLP."""
     expert_size: int = 128
@@ -98,6 +111,8 @@ class ModelConfig:
     """Number of routed experts for each token (top-k)."""
     num_shared_experts: int = 1
     """Number of shared experts, which process every token."""
+    shared_gate: bool = False
+    """Multiply the output of the shared experts by the sigmoid of a linear function of the token."""
     router: LayerName = "topk"
     """Router. topk: the experts with the highest scores. balanced: all experts equally often, for measurements. Or
     your own: FILE.py:CLASS or MODULE:CLASS."""
@@ -111,6 +126,8 @@ class ModelConfig:
     """Number of groups of consecutive experts. A token's experts come from its best top_groups groups."""
     top_groups: int = 1
     """Number of groups that a token's experts come from."""
+    group_score: GroupScore = "best_two"
+    """Score of a group: the sum of its two best scores, as in DeepSeek-V3, or its best score, as in DeepSeek-V2."""
     normalize_weights: bool = True
     """Scale the routing weights of a token to sum to routed_scale."""
     routed_scale: float = 1.0
@@ -132,6 +149,20 @@ class ModelConfig:
     """Options of your own block."""
     rope_theta: float = 10_000.0
     """Base of the rotary embedding."""
+    yarn_factor: float = 1.0
+    """YaRN: the context is this many times yarn_positions long. 1: rotary embedding without YaRN."""
+    yarn_positions: int = 4096
+    """YaRN: length of the context in pre-training."""
+    yarn_beta_fast: float = 32.0
+    """YaRN: channels with more rotations than this in pre-training keep their frequency."""
+    yarn_beta_slow: float = 1.0
+    """YaRN: channels with fewer rotations than this have their frequency divided by yarn_factor."""
+    yarn_mscale: float = 0.0
+    """YaRN: factor on the growth of queries and keys with yarn_factor. 0: 1, unless yarn_mscale_all_dim is set."""
+    yarn_mscale_all_dim: float = 0.0
+    """YaRN, mla: factor on the growth of all attention scores with yarn_factor. 0: they do not grow."""
+    tied_embeddings: bool = False
+    """Use the weight of the embedding as the weight of the head."""
     norm_eps: float = 1e-6
     """Epsilon of RMSNorm."""
     init_std: float = 0.02
@@ -147,12 +178,17 @@ class ModelConfig:
                 check_range(name, getattr(self, name), low, high)
         for name, choices in (
             ("qk_norm", "none, head or full"), ("router_score", "softmax or sigmoid"),
-            ("router_dtype", "model or float32"),
+            ("router_dtype", "model or float32"), ("group_score", "best_two or best"),
         ):  # fmt: skip
             if getattr(self, name) not in choices.replace(" or", ",").split(", "):
                 raise ValueError(f"{name} must be {choices}: got {getattr(self, name)!r}")
         self._name_layers()
         self._check_attention()
+        self._check_dense_layers()
+        if self.yarn_factor > 1 and self.rope_theta == 1:
+            raise ValueError("yarn_factor needs a rope_theta above 1: got 1")
+        if self.shared_gate and not self.num_shared_experts:
+            raise ValueError("shared_gate needs shared experts: use num_shared_experts of at least 1, or no gate")
         if self.experts_per_token > self.num_experts:
             raise ValueError(
                 f"experts_per_token must be at most num_experts: got {self.experts_per_token} of {self.num_experts}"
@@ -185,6 +221,26 @@ class ModelConfig:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads: got {self.num_heads}, {self.num_kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even: got {self.head_dim}")
+        if not self.rotary_dim or self.rotary_dim % 2:
+            raise ValueError(
+                f"rotary_fraction must select an even number of channels: got {self.rotary_fraction} of {self.head_dim}"
+            )
+
+    def _check_dense_layers(self) -> None:
+        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
+        for layer in self.dense_layers:
+            if not 0 <= layer < self.num_layers:
+                raise ValueError(f"dense_layers must be from 0 to {self.num_layers - 1}: got {layer}")
+
+    @property
+    def rotary_dim(self) -> int:
+        """The number of rotated channels of a head of gqa."""
+        return int(self.head_dim * self.rotary_fraction)
+
+    @property
+    def last_stage_embeds(self) -> bool:
+        """Whether the last pipeline stage needs the embedding, too: for the head, or for multi-token prediction."""
+        return self.tied_embeddings or self.mtp_layers > 0
 
     @property
     def own_layers(self) -> tuple[str, ...]:
@@ -202,7 +258,12 @@ class ModelConfig:
         return range(self.num_layers, self.num_layers + self.mtp_layers)
 
     def is_dense(self, layer: int) -> bool:
-        return min(layer, self.num_layers - 1) < self.num_dense_layers  # MTP blocks are like the last layer
+        layer = min(layer, self.num_layers - 1)  # MTP blocks are like the last layer
+        return layer < self.num_dense_layers or layer in self.dense_layers
+
+    def routed_blocks(self) -> list[int]:
+        """The blocks with experts, in order, those of multi-token prediction included."""
+        return [block for block in range(self.mtp_blocks.stop) if not self.is_dense(block)]
 
 
 def options_field(field: str) -> str:

@@ -21,7 +21,8 @@ from torch.nn import functional as F
 from .attention_layer import AttentionLayer
 from .config import ModelConfig
 from .kv_cache import KVCache
-from .layers import Linear, at_least_fp32, rotary_table, rotate
+from .layers import Linear, at_least_fp32
+from .rotary import Rotary, growth, rotate
 
 
 class LatentAttention(AttentionLayer):
@@ -34,16 +35,17 @@ class LatentAttention(AttentionLayer):
         super().__init__()
         self.layer = layer
         self.num_heads, self.head_dim, self.value_dim = config.num_heads, config.head_dim, config.value_dim
-        self.kv_rank, self.rope_dim, self.rope_theta = config.kv_rank, config.rope_dim, config.rope_theta
-        self.scale = (config.head_dim + config.rope_dim) ** -0.5
+        self.kv_rank, self.rope_dim = config.kv_rank, config.rope_dim
+        self.rotary, eps = Rotary(config.rope_dim, config), config.latent_norm_eps
+        self.scale = (config.head_dim + config.rope_dim) ** -0.5 * growth(config, config.yarn_mscale_all_dim) ** 2
         queries = config.num_heads * (config.head_dim + config.rope_dim)
         self.q_width = config.q_rank or queries
         # One product gives the latent of queries (or the queries), the latent of keys and values, and the shared key.
         self.down = Linear(config.hidden_size, self.q_width + config.kv_rank + config.rope_dim, config.init_std)
         self.stacked = {"down.weight": (self.q_width, config.kv_rank, config.rope_dim)}
-        self.q_norm = nn.RMSNorm(config.q_rank, config.norm_eps) if config.q_rank else nn.Identity()
+        self.q_norm = nn.RMSNorm(config.q_rank, eps) if config.q_rank else nn.Identity()
         self.q_up = Linear(config.q_rank, queries, config.init_std) if config.q_rank else nn.Identity()
-        self.kv_norm = nn.RMSNorm(config.kv_rank, config.norm_eps)
+        self.kv_norm = nn.RMSNorm(config.kv_rank, eps)
         self.kv_up = Linear(config.kv_rank, config.num_heads * (config.head_dim + config.value_dim), config.init_std)
         self.out = Linear(config.num_heads * config.value_dim, config.hidden_size, config.residual_std)
 
@@ -52,7 +54,7 @@ class LatentAttention(AttentionLayer):
         q, latent_BSR, k_BSP = self.down(x_BSD).split([self.q_width, self.kv_rank, self.rope_dim], dim=-1)
         heads = rearrange(self.q_up(self.q_norm(q)), "b s (h c) -> b h s c", h=self.num_heads)
         q_BHSC, q_BHSP = heads.split([self.head_dim, self.rope_dim], dim=-1)
-        angles = rotary_table(at_least_fp32(x_BSD.new_empty(new)), self.rope_dim, self.rope_theta, past)
+        angles = self.rotary.table(at_least_fp32(x_BSD.new_empty(new)), past)
         latent_BSR, k_BSP, q_BHSP = self.kv_norm(latent_BSR), rotate(k_BSP, *angles), rotate(q_BHSP, *angles)
         cached = cache.append(self.layer, torch.cat([latent_BSR, k_BSP], dim=-1)[:, None]) if cache is not None else ()
         if past:

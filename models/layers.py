@@ -1,7 +1,4 @@
-"""Parts that the whole model shares: linear layer, SwiGLU MLP, rotary embedding, seeding of initial weights.
-
-S positions, C head width.
-"""
+"""Parts that the whole model shares: linear layer, SwiGLU MLP, seeding of initial weights."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -16,19 +13,21 @@ from moe_dualpipe.kernels.weight_grads import WeightGrads
 
 
 class Linear(nn.Module):
-    """y = x W^T, without a bias. The pipeline sets `weight_grads` to defer the weight gradient.
+    """y = x W^T + b. The pipeline sets `weight_grads` to defer the gradient of W.
 
-    fp32: compute y in fp32 in a model of any dtype.
+    fp32: compute y in fp32 in a model of any dtype. bias: add b, initially zero.
     """
 
-    def __init__(self, in_features: int, out_features: int, std: float, fp32: bool = False):
+    def __init__(self, in_features: int, out_features: int, std: float, fp32: bool = False, bias: bool = False):
         super().__init__()
         self.fp32 = fp32
         self.weight = nn.Parameter(torch.empty(out_features, in_features).normal_(std=std))
+        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
         self.weight_grads: WeightGrads | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.weight_grads, self.fp32)
+        y = linear(x, self.weight, self.weight_grads, self.fp32)
+        return y if self.bias is None else y + self.bias
 
 
 class SwiGLU(nn.Module):
@@ -76,24 +75,6 @@ def elementwise_matrices(stages: Iterable[nn.Module]) -> set[str]:
 def at_least_fp32(x: Tensor) -> Tensor:
     """`x` in fp32, or in fp64 if it is fp64: scores, angles and losses need that precision in a bf16 model."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def rotary_table(like_S: Tensor, head_dim: int, theta: float, start: int = 0) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * theta^(-2i / head_dim) for i in [0, C/2), each [S, C]: the C/2 angles twice.
-
-    `like_S` gives the length, device and dtype. The first position is `start`.
-    """
-    positions_S = torch.arange(start, start + len(like_S), device=like_S.device, dtype=like_S.dtype)
-    frequencies = theta ** -(torch.arange(0, head_dim, 2, device=like_S.device, dtype=like_S.dtype) / head_dim)
-    angles_SC = torch.outer(positions_S, frequencies).repeat(1, 2)
-    return angles_SC.cos(), angles_SC.sin()
-
-
-def rotate(x: Tensor, cos_SC: Tensor, sin_SC: Tensor) -> Tensor:
-    """Rotary position embedding (arXiv 2104.09864) of [..., S, C], pairing channel i with i + C/2."""
-    first, second = at_least_fp32(x).chunk(2, dim=-1)
-    rotated = torch.cat([-second, first], dim=-1)
-    return (at_least_fp32(x) * cos_SC + rotated * sin_SC).to(x.dtype)
 
 
 def seed_of(seed: int, name: str) -> int:

@@ -19,7 +19,7 @@ from moe_dualpipe.overlap.labels import COMBINE, DISPATCH
 from .build_experts import ExpertBuilder
 from .config import DEFAULT_OPTIONS, ModelConfig, StageOptions
 from .layer_class import own_source
-from .layers import SwiGLU
+from .layers import Linear, SwiGLU
 from .own_calls import call_layer, call_router
 from .recompute import RecomputeTensor, recompute_saved
 from .router import build_router
@@ -52,6 +52,8 @@ class MoE(Segmented):
         if config.num_shared_experts:
             inner = config.num_shared_experts * config.expert_size
             self.shared = SwiGLU(config.hidden_size, inner, config.init_std, config.residual_std)
+        self.shared_gate = Linear(config.hidden_size, 1, config.init_std) if config.shared_gate else None
+        self.elementwise = ("shared_gate.weight",) if config.shared_gate else ()
 
     def segments(self, x: Tensor) -> Segments:
         x_TD, *decision = yield Compute("attn", self.route, x, source=own_source(self.router))
@@ -108,7 +110,8 @@ class MoE(Segmented):
     def run_shared(self, recompute_x: RecomputeTensor | None, x_TD: Tensor) -> Tensor:
         assert self.shared is not None
         with recompute_saved(x_TD, recompute_x):
-            return self.shared(x_TD)
+            y_TD = self.shared(x_TD)
+            return y_TD if self.shared_gate is None else self.shared_gate(x_TD).sigmoid() * y_TD
 
     def run_experts(self, x_ND: Tensor, weights_NK: Tensor, route: Route) -> Tensor:
         """The weighted sum of the outputs of this rank's experts for each received row, [N, D]."""

@@ -13,7 +13,7 @@ also holds the embedding.
 B sequences, S positions, D model dim.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -106,15 +106,3 @@ class MTP(Segmented):
             raise ValueError(
                 f"mtp_layers embeds the labels, which must be token ids: got {labels_BS.min().item()}; use mtp_layers 0"
             )
-
-
-def share_embedding(stages: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """Make the first and the last stage share one embedding parameter, if this rank holds both.
-
-    Returns the rank's embedding parameter in a list, which is empty without one. With MTP the last stage needs the
-    embedding too. On two ranks the embeddings are replicas, and their gradients are summed (runtime/replicas.py).
-    """
-    holders = [stage for stage in stages if hasattr(stage, "embedding")]
-    for other in holders[1:]:
-        other.embedding = holders[0].embedding
-    return [parameter for stage in holders[:1] for parameter in stage.embedding.parameters()]  # type: ignore[union-attr]

@@ -47,7 +47,8 @@ def layer_flops(config: ModelConfig, layer: int) -> int:
     if config.is_dense(layer):
         return attention + 6 * config.hidden_size * config.dense_size
     experts = config.experts_per_token + config.num_shared_experts
-    return attention + 2 * config.hidden_size * (3 * experts * config.expert_size + config.num_experts)
+    scores = config.num_experts + config.shared_gate
+    return attention + 2 * config.hidden_size * (3 * experts * config.expert_size + scores)
 
 
 def head_flops(config: ModelConfig) -> int:

@@ -105,7 +105,7 @@ class Router(RouterLayer):
         return route(
             logits_TE, config.experts_per_token, score=config.router_score, bias_E=bias_E,
             num_groups=config.expert_groups, top_groups=config.top_groups, normalize=config.normalize_weights,
-            scale=config.routed_scale, kernels=self.kernels,
+            scale=config.routed_scale, kernels=self.kernels, group_score=config.group_score,
         )  # fmt: skip
 
     @torch.no_grad()

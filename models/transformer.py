@@ -10,6 +10,7 @@ names and weights as the whole model.
 B sequences, S positions, D model dim, V vocabulary.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from torch.nn import functional as F
 
 from moe_dualpipe.expert_parallel import ExpertParallel, Local
 from moe_dualpipe.kernels.cross_entropy import linear_cross_entropy
+from moe_dualpipe.kernels.linear import linear
+from moe_dualpipe.kernels.weight_grads import WeightGrads
 from moe_dualpipe.overlap import Compute, Segmented, Segments, in_layer
 
 from .attention import document_mask, document_numbers
@@ -52,7 +55,7 @@ class TransformerStage(Segmented):
         self.config, self.spec, self.options = config, spec, options
         self.head_in_loss = options.fused_loss or bool(spec.mtp)
         expert_parallel = expert_parallel or Local(config.num_experts, options.kernels)
-        if spec.embedding or spec.mtp:
+        if spec.embedding or (spec.head and config.last_stage_embeds):
             with seeded(options.seed, "embedding"):
                 self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
                 nn.init.normal_(self.embedding.weight, std=config.init_std)
@@ -63,9 +66,18 @@ class TransformerStage(Segmented):
         if spec.head:
             self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
             with seeded(options.seed, "head"):
-                self.head = Linear(config.hidden_size, config.vocab_size, config.init_std)
+                self.head = (
+                    TiedHead(self.embedding) if config.tied_embeddings
+                    else Linear(config.hidden_size, config.vocab_size, config.init_std)
+                )  # fmt: skip
         self.elementwise = ("embedding.weight", "head.weight")
         self.mtp = MTP(config, expert_parallel, options) if spec.mtp else None
+
+    def use_embedding(self, embedding: nn.Embedding) -> None:
+        """Replace the embedding, and the weight of a tied head, by that of another stage."""
+        self.embedding = embedding
+        if isinstance(getattr(self, "head", None), TiedHead):
+            self.head = TiedHead(embedding)
 
     def forward(self, x: Tensor, documents_BS: Tensor | None = None, cache: KVCache | None = None) -> Any:
         return super().forward(x, documents_BS, cache)
@@ -118,6 +130,35 @@ class TransformerStage(Segmented):
     def _check_head(self) -> None:
         if not self.spec.head:
             raise ValueError(f"only the last stage, which holds the head, has logits and a loss: this has {self.spec}")
+
+
+class TiedHead(nn.Module):
+    """The head with the weight of an embedding, which is not a parameter of the head, so it has one name only."""
+
+    def __init__(self, embedding: nn.Embedding):
+        super().__init__()
+        self._embedding = [embedding]  # in a list, so that it does not become a submodule
+        self.weight_grads: WeightGrads | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        return self._embedding[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.weight_grads)
+
+
+def share_embedding(stages: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Make the first and the last stage share one embedding parameter, if this rank holds both.
+
+    Returns the rank's embedding parameter in a list, which is empty without one. With a tied head or MTP, the last
+    stage needs the embedding, too. On two ranks the embeddings are replicas, and their gradients are summed
+    (runtime/replicas.py).
+    """
+    holders = [stage for stage in stages if isinstance(stage, TransformerStage) and hasattr(stage, "embedding")]
+    for other in holders[1:]:
+        other.use_embedding(holders[0].embedding)
+    return [parameter for stage in holders[:1] for parameter in stage.embedding.parameters()]
 
 
 def build_model(

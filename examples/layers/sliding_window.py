@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moe_dualpipe.models import AttentionLayer, ModelConfig
-from moe_dualpipe.models.layers import Linear, rotary_table, rotate
+from moe_dualpipe.models.layers import Linear
+from moe_dualpipe.models.rotary import Rotary, rotate
 from moe_dualpipe.training.main import main
 
 
@@ -32,6 +33,7 @@ class SlidingWindow(AttentionLayer):
     def __init__(self, config: ModelConfig, options: Window):
         super().__init__()
         self.heads, self.head_dim, self.window = config.num_heads, config.head_dim, options.window
+        self.rotary = Rotary(config.head_dim, config)
         self.qkv = Linear(config.hidden_size, 3 * self.heads * self.head_dim, config.init_std)
         self.out = Linear(self.heads * self.head_dim, config.hidden_size, config.residual_std)
 
@@ -39,7 +41,7 @@ class SlidingWindow(AttentionLayer):
         batch, length, _ = x_BSD.shape
         heads_BSHC = self.qkv(x_BSD).view(batch, length, 3 * self.heads, self.head_dim)
         q_BHSC, k_BHSC, v_BHSC = heads_BSHC.transpose(1, 2).chunk(3, dim=1)
-        cos_SC, sin_SC = rotary_table(x_BSD.new_empty(length, dtype=torch.float32), self.head_dim, 10_000.0)
+        cos_SC, sin_SC = self.rotary.table(x_BSD.new_empty(length, dtype=torch.float32))
         visible_SS = x_BSD.new_ones(length, length, dtype=torch.bool).tril().triu(1 - self.window)
         mask = visible_SS if mask_B1SS is None else visible_SS & mask_B1SS
         y_BHSC = F.scaled_dot_product_attention(

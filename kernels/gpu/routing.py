@@ -37,11 +37,11 @@ def _scores(logits, t, STRIDE: tl.constexpr, T, e, exists, SOFTMAX: tl.constexpr
 
 @triton.jit
 def _mask_groups(choice, column, G_PADDED: tl.constexpr, PER_GROUP: tl.constexpr, PADDED: tl.constexpr,
-                 TOP_GROUPS: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
-    """Mask experts outside the best groups with -inf. The score of a group is the sum of its two best experts."""
+                 TOP_GROUPS: tl.constexpr, BEST_TWO: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
+    """Mask experts outside the best groups with -inf. The score of a group: its best score, or the sum of two."""
     in_groups = tl.reshape(choice, (BLOCK_T, G_PADDED, PADDED))
     group_score = tl.max(in_groups, 2)
-    if PER_GROUP > 1:
+    if BEST_TWO and PER_GROUP > 1:
         winner = tl.argmax(in_groups, 2)
         others = tl.where(tl.arange(0, PADDED)[None, None, :] == winner[:, :, None], float("-inf"), in_groups)
         group_score += tl.max(others, 2)
@@ -58,7 +58,8 @@ def _mask_groups(choice, column, G_PADDED: tl.constexpr, PER_GROUP: tl.constexpr
 def top_k_experts_kernel(
     logits, bias, weights, ids, T, scale, STRIDE: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr,
     G: tl.constexpr, G_PADDED: tl.constexpr, PER_GROUP: tl.constexpr, PADDED: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    SOFTMAX: tl.constexpr, BIASED: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_T: tl.constexpr,
+    SOFTMAX: tl.constexpr, BIASED: tl.constexpr, NORMALIZE: tl.constexpr, BEST_TWO: tl.constexpr,
+    BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     # Both the columns of a group and the number of groups are padded to powers of two; ids stay in ascending order.
@@ -73,7 +74,7 @@ def top_k_experts_kernel(
     choice = tl.where(choice > -1e38, choice, -1e38)
     choice = tl.where(exists[None, :], choice, float("-inf"))
     if TOP_GROUPS < G:
-        choice = _mask_groups(choice, column, G_PADDED, PER_GROUP, PADDED, TOP_GROUPS, BLOCK_T)
+        choice = _mask_groups(choice, column, G_PADDED, PER_GROUP, PADDED, TOP_GROUPS, BEST_TWO, BLOCK_T)
     ks = tl.arange(0, K_PADDED)
     chosen = tl.zeros((BLOCK_T, K_PADDED), tl.float32)
     for k in range(K):
@@ -139,7 +140,7 @@ def top_k_experts(logits: Tensor, bias: Tensor | None, options: RoutingOptions) 
         top_k_experts_kernel[(triton.cdiv(num_tokens, block_t),)](
             logits, bias, weights, ids, num_tokens, options.scale, logits.stride(0), k, triton.next_power_of_2(k),
             groups, groups_padded, per_group, padded, options.top_groups, options.score == "softmax", bias is not None,
-            options.normalize, block_t,
+            options.normalize, options.group_score == "best_two", block_t,
         )  # fmt: skip
     return weights, ids
 

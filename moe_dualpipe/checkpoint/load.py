@@ -93,6 +93,7 @@ def check_model(checkpoint: Path, model: ModelConfig) -> int:
 def model_differences(saved: Mapping[str, Any], model: ModelConfig) -> list[str]:
     """The options in which a saved model differs from `model`, one message each."""
     options = {field.name: (field.default, getattr(model, field.name)) for field in dataclasses.fields(model)}
+    saved = {key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()}  # as JSON has it
     options |= dict.fromkeys(sorted(set(saved) - set(options)), ("unknown", "unknown"))
     return [
         f"{printable(key, 60)} was {quoted(saved.get(key, default), 60)}, now {now!r}"

@@ -25,8 +25,9 @@ def sizes_table(sizes: Mapping[str, ModelSize]) -> str:
 def size_summary(name: str, size: ModelSize) -> str:
     """Return layers, experts, parameters and FLOPs of one model in sentences."""
     config, forward = size.config, size.forward_flops
+    dense = sum(map(config.is_dense, range(config.num_layers)))
     return (
-        f"{name}: {config.num_layers} layers, {config.num_dense_layers} of them dense; {config.num_experts} experts, "
+        f"{name}: {config.num_layers} layers, {dense} of them dense; {config.num_experts} experts, "
         f"{config.experts_per_token} per token, and {config.num_shared_experts} shared\n"
         f"{format_count(size.parameters)} parameters, {format_count(size.active)} active "
         f"({format_count(size.active - size.embedding)} without the embedding, which is only looked up)\n"

@@ -86,6 +86,7 @@ def _block(config: ModelConfig, spec: StageSpec, layer: int, batch: MicroBatch) 
         saved += row  # the input of the shared experts
     if batch.recompute != "full":
         saved += _swiglu(config.num_shared_experts * config.expert_size, batch)
+        saved += (row + batch.tokens * batch.element) * config.shared_gate  # the output of the experts, and of the gate
     has_input = batch.recompute == "none" or (batch.recompute == "full" and shared)
     return saved + _experts(config, batch, has_input)
 

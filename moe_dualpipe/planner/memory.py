@@ -118,11 +118,11 @@ def parameter_sizes(config: ModelConfig, spec: StageSpec, ep: int = 1) -> Parame
 
 
 def _distinct_layers(config: ModelConfig, layers: range) -> range:
-    """The layers to build: one of each kind is enough, unless a custom expert layer may depend on its position.
+    """The layers to build: one of each kind is enough, unless a layer may depend on its position.
 
-    Dense layers come first. So these are the last dense and the first other layer, if there are both.
+    If dense layers come first, these are the last dense and the first other layer, if there are both.
     """
-    if config.own_layers:
+    if config.own_layers or config.dense_layers:
         return layers
     first, last = layers[0], layers[-1]
     start = min(max(config.num_dense_layers - 1, first), last)

@@ -80,7 +80,7 @@ class Pair:
     def __init__(self, workload: Workload, expert_parallel: ExpertParallel, seed: int = 0):
         self.workload = workload
         router = "balanced" if workload.routing == "balanced" else workload.model.router
-        config = replace(workload.model, num_layers=workload.layers, num_dense_layers=0, router=router)
+        config = replace(workload.model, num_layers=workload.layers, num_dense_layers=0, dense_layers=(), router=router)
         spec = StageSpec(range(workload.layers), embedding=False, head=False, share=1.0)
         self.stage = TransformerStage(config, spec, expert_parallel, StageOptions(seed))
         self.stage.to(workload.device, workload.dtype)

@@ -116,7 +116,8 @@ def build_groups(
 ) -> Groups:
     """Create all process groups. Collective: every rank creates every group, in the same order.
 
-    timeout: seconds that an operation waits. shared_embedding: the last stage holds the embedding, too (models/mtp.py).
+    timeout: seconds that an operation waits. shared_embedding: the last stage holds the embedding, too
+    (`share_embedding` in models/transformer.py).
     """
     pps, dps, eps = range(layout.pp), range(layout.dp), range(layout.ep)
     at = layout.world_rank

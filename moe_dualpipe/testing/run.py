@@ -126,7 +126,7 @@ class Run:
         model, variant, layout = job.model, place.variant, place.layout
         # The placement of the reference: one rank with one stage.
         placed = place.schedule or build("1f1b", 1, len(place.micro_batches))
-        groups = build_groups(layout, placed.placement, shared_embedding=model.mtp_layers > 0)
+        groups = build_groups(layout, placed.placement, shared_embedding=model.last_stage_embeds)
         kernels: Kernels = job.options.kernels
         experts = AllToAll(model.num_experts, groups.experts, kernels) if groups.experts else Local(
             model.num_experts, kernels

@@ -21,9 +21,9 @@ class Balance:
     """The Mixture-of-Experts layers of this rank's stages."""
 
     def __init__(self, model: ModelConfig, stages: Mapping[int, TransformerStage], rate: float):
-        self.rate, self.losses, self.first_layer = rate, [*loss_factors(model)], model.num_dense_layers
-        num_blocks = model.num_layers + model.mtp_layers
-        self.shape = sum(not model.is_dense(block) for block in range(num_blocks)), model.num_experts
+        self.rate, self.losses = rate, [*loss_factors(model)]
+        self.rows = {block: row for row, block in enumerate(model.routed_blocks())}
+        self.shape = len(self.rows), model.num_experts
         modules = (module for stage in stages.values() for module in stage.modules())
         self.layers = {module.layer: module for module in modules if isinstance(module, MoE)}
 
@@ -31,7 +31,7 @@ class Balance:
         """Tokens per expert since the last call, summed over all ranks, [L, E]. Collective."""
         load_LE = torch.zeros(self.shape, dtype=torch.int64, device=device)
         for layer, moe in self.layers.items():
-            load_LE[layer - self.first_layer] += moe.take_load()
+            load_LE[self.rows[layer]] += moe.take_load()
         dist.all_reduce(load_LE)
         return load_LE.cpu()
 
@@ -44,7 +44,7 @@ class Balance:
             load_LE = load_LE.to(device)
             for layer, moe in self.layers.items():
                 if move_bias := getattr(moe.router, "move_bias", None):
-                    move_bias(load_LE[layer - self.first_layer], self.rate)
+                    move_bias(load_LE[self.rows[layer]], self.rate)
         return self._mean_losses(device) if self.losses else {}
 
     def _mean_losses(self, device: torch.device) -> dict[str, float]:

@@ -81,8 +81,9 @@ def rank_needs(plan: RunPlan) -> RankNeeds:
     sizes = ParameterSizes.of_rank(parameter_sizes(config.model, spec, layout.ep) for spec in own)
     trained = owned = sum(sum(kind.values()) for kind in sizes.trained())
     if config.parallel.zero:
-        # With MTP, other ranks hold the embedding, too: here it counts as owned by one of them.
-        divided = {n: size for n, size in sizes.dense.items() if n != "embedding.weight" or not config.model.mtp_layers}
+        # If the last stage embeds, other ranks hold the embedding, too: here it counts as owned by one of them.
+        shared = {"embedding.weight"} if config.model.last_stage_embeds else set()
+        divided = {name: size for name, size in sizes.dense.items() if name not in shared}
         shares = owned_numbers(sizes._replace(dense=divided), placement, layout.pp_rank, layout.dp, layout.ep)
         owned = shares[layout.dp_rank]
     element, moments = plan.setup.dtype.itemsize, 4 if config.optim.name == "muon" else 8

@@ -59,8 +59,7 @@ class Pipeline:
         self.model, self.schedule, self.micro_batch, self.dtype = model, schedule, micro_batch, dtype
         self.device, self.options, self._on_action = torch.device(device), options or StageOptions(), on_action
         self.layout = _layout(schedule, ep, model.num_experts)
-        with_mtp = model.mtp_layers > 0
-        self.groups = build_groups(self.layout, schedule.placement, timeout, shared_embedding=with_mtp)
+        self.groups = build_groups(self.layout, schedule.placement, timeout, model.last_stage_embeds)
         group, kernels = self.groups.experts, self.options.kernels
         experts = AllToAll(model.num_experts, group, kernels) if group else Local(model.num_experts, kernels)
         self.stages = build_on_all_ranks(lambda: self._build_stages(experts))

@@ -15,6 +15,7 @@ CHOICES = {
     "sigmoid, not normalised": {"score": "sigmoid", "normalize": False},
     "groups": {"num_groups": 4, "top_groups": 2},
     "groups, sigmoid": {"score": "sigmoid", "num_groups": 4, "top_groups": 3},
+    "groups by their best expert": {"num_groups": 4, "top_groups": 2, "group_score": "best"},
     "all groups": {"num_groups": 2, "top_groups": 2},
 }
 
@@ -48,13 +49,15 @@ def test_route_with_a_number_of_groups_that_is_not_a_power_of_two():
     torch.testing.assert_close(ours[0], expected[0])
 
 
-def test_the_score_of_a_group_is_the_sum_of_its_two_best():
+def test_the_score_of_a_group_is_the_sum_of_its_two_best_or_its_best():
     # Group 0 has the highest score, group 1 the highest sum of two, group 2 the highest sum of three.
     scores = torch.tensor([[0.9, 0.0, 0.0, 0.6, 0.6, 0.0, 0.5, 0.5, 0.5]], device=DEVICE)
     logits = scores.logit(eps=1e-4)
     for kernels in ("reference", "triton"):
         _, ids = route(logits, 2, score="sigmoid", num_groups=3, top_groups=1, kernels=kernels)
         assert ids.tolist() == [[3, 4]]
+        options = {"num_groups": 3, "top_groups": 1, "group_score": "best"}
+        assert route(logits, 2, score="sigmoid", kernels=kernels, **options)[1].tolist() == [[0, 1]]
 
 
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
@@ -197,6 +200,7 @@ def test_rank_order_example():
     ({"k": 5, "num_groups": 4, "top_groups": 2}, "k must be from 1 to 4, the number of eligible experts: got 5"),
     ({"k": 2, "num_groups": 3}, "8 experts cannot be divided evenly into 3 groups"),
     ({"k": 2, "num_groups": 4, "top_groups": 5}, "top_groups must be from 1 to 4 groups: got 5"),
+    ({"k": 2, "group_score": "worst"}, "group_score must be best_two or best: got 'worst'"),
     ({"k": 2, "score": "relu"}, "score must be softmax or sigmoid: got 'relu'"),
     ({"k": 2, "bias_E": torch.zeros(7)}, r"bias_E must be \[8\], one per expert: got \[7\]"),
     ({"k": 2, "kernels": "cuda"}, "kernels must be one of auto, triton, reference: got 'cuda'"),

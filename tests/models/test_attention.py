@@ -18,7 +18,9 @@ def attention_oracle(layer: Attention, x_BSD: torch.Tensor) -> torch.Tensor:
     heads, kv_heads, width = layer.num_heads, layer.num_kv_heads, layer.head_dim
     batch, length, _ = x_BSD.shape
     projected = normalized_heads(layer, x_BSD @ layer.qkv.weight.T)
-    frequencies = torch.tensor([layer.rope_theta ** (-2 * i / width) for i in range(width // 2)], dtype=torch.float64)
+    frequencies = torch.tensor(
+        [layer.rotary.config.rope_theta ** (-2 * i / width) for i in range(width // 2)], dtype=torch.float64
+    )
 
     def head(index):
         return projected[:, :, index * width : (index + 1) * width]

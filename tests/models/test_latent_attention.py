@@ -29,7 +29,7 @@ from tests.support.oracles import uneven_norms
 CONFIG = ModelConfig(
     vocab_size=31, hidden_size=16, num_layers=3, num_dense_layers=1, attention="mla", num_heads=3, head_dim=5,
     q_rank=9, kv_rank=6, rope_dim=4, value_dim=7, dense_size=24, expert_size=12, num_experts=8, experts_per_token=2,
-    init_std=0.3, norm_eps=0.01, rope_theta=100.0,
+    init_std=0.3, norm_eps=0.01, latent_norm_eps=0.02, rope_theta=100.0,
 )  # fmt: skip
 D, H, C, P, V, R, Q = 16, 3, 5, 4, 7, 6, 9
 
@@ -46,7 +46,7 @@ def attention(dtype=torch.float64, **choices):
 
 
 def normalized(x, norm):
-    return x / (x.square().mean() + CONFIG.norm_eps).sqrt() * norm.weight
+    return x / (x.square().mean() + CONFIG.latent_norm_eps).sqrt() * norm.weight
 
 
 def rotated(x, position):
@@ -173,11 +173,11 @@ def test_a_cache_of_other_attention_is_refused():
 
 
 def test_the_configuration_selects_it_and_reaches_every_layer():
-    model = build_model(with_choices(norm_eps=0.5, rope_theta=7.0, hidden_size=64, kv_rank=60))
+    model = build_model(with_choices(norm_eps=0.5, latent_norm_eps=0.25, rope_theta=7.0, hidden_size=64, kv_rank=60))
     layers = [m for m in model.modules() if isinstance(m, LatentAttention)]
     assert [layer.layer for layer in layers] == [0, 1, 2]
-    assert {layer.rope_theta for layer in layers} == {7.0}
-    assert {norm.eps for norm in model.modules() if isinstance(norm, nn.RMSNorm)} == {0.5}
+    assert {layer.rotary.config.rope_theta for layer in layers} == {7.0}
+    assert {norm.eps for norm in model.modules() if isinstance(norm, nn.RMSNorm)} == {0.5, 0.25}
     for name, parameter in model.named_parameters():
         if "attention." in name and parameter.ndim > 1:  # projections into the residual stream start smaller
             std = CONFIG.init_std / (6**0.5 if "out." in name else 1)

@@ -57,7 +57,7 @@ def test_the_configuration_reaches_every_layer():
     config = with_choices(norm_eps=0.5, rope_theta=7.0, num_shared_experts=2, hidden_size=64, dense_size=128)
     model = build_model(config)
     assert {norm.eps for norm in model.modules() if isinstance(norm, nn.RMSNorm)} == {0.5}
-    assert {layer.rope_theta for layer in model.modules() if isinstance(layer, Attention)} == {7.0}
+    assert {layer.rotary.config.rope_theta for layer in model.modules() if isinstance(layer, Attention)} == {7.0}
     assert model.get_parameter("layers.1.mlp.shared.down.weight").shape == (64, 2 * config.expert_size)
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:  # projections into the residual stream start smaller

@@ -1,0 +1,81 @@
+"""Rotary position embedding (arXiv 2104.09864), and YaRN (arXiv 2309.00071), which extends it to longer contexts.
+
+Channels i and i + C/2 of a query or key are rotated by the angle position * theta^(-2i / C). A model that was trained
+with short contexts has not seen the slow rotations complete. YaRN divides their frequencies by a factor, so that the
+angles at the end of the long context are those of the short one; it keeps the fast ones, and interpolates in between.
+It also lets the attention scores grow with the logarithm of the factor.
+
+S positions, C rotated channels.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .config import ModelConfig
+from .layers import at_least_fp32
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """The rotations of `width` channels, an even number. `config` has theta and the options of YaRN."""
+
+    width: int
+    config: ModelConfig
+
+    def table(self, like_S: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
+        """cos and sin of the angles of S positions from `start`, times the factor of YaRN, each [S, C].
+
+        The C/2 angles of a position stand twice. `like_S` gives the length, device and dtype.
+        """
+        positions_S = torch.arange(start, start + len(like_S), device=like_S.device, dtype=like_S.dtype)
+        channels = torch.arange(0, self.width, 2, device=like_S.device, dtype=like_S.dtype)
+        frequencies = self.config.rope_theta ** -(channels / self.width)
+        if self.config.yarn_factor == 1:
+            angles_SC = torch.outer(positions_S, frequencies).repeat(1, 2)
+            return angles_SC.cos(), angles_SC.sin()
+        slowed = (channels / 2 - self._first_slowed).clamp(0, self._ramp) / self._ramp
+        frequencies = frequencies / self.config.yarn_factor * slowed + frequencies * (1 - slowed)
+        angles_SC, scale = torch.outer(positions_S, frequencies).repeat(1, 2), self.scale
+        return angles_SC.cos() * scale, angles_SC.sin() * scale
+
+    @property
+    def _first_slowed(self) -> int:
+        """The frequencies up to this one are kept."""
+        return max(0, math.floor(self._channel(self.config.yarn_beta_fast)))
+
+    @property
+    def _ramp(self) -> float:
+        """So many frequencies later, all are divided by the full factor."""
+        last = min(self.width - 1, math.ceil(self._channel(self.config.yarn_beta_slow)))
+        return last - self._first_slowed or 0.001
+
+    def _channel(self, rotations: float) -> float:
+        """The index of the frequency that rotates so often within the short context."""
+        angle = self.config.yarn_positions / (rotations * 2 * math.pi)
+        return self.width * math.log(angle) / (2 * math.log(self.config.rope_theta))
+
+    @property
+    def scale(self) -> float:
+        """The factor on rotated queries and keys."""
+        config = self.config
+        if config.yarn_mscale and config.yarn_mscale_all_dim:
+            return growth(config, config.yarn_mscale) / growth(config, config.yarn_mscale_all_dim)
+        return growth(config, 1.0)
+
+
+def growth(config: ModelConfig, mscale: float) -> float:
+    """YaRN's growth with the factor: 1 + 0.1 mscale ln(factor). Example: factor 40, mscale 1 -> 1.369."""
+    return 1 + 0.1 * mscale * math.log(config.yarn_factor)
+
+
+def rotate(x: Tensor, cos_SC: Tensor, sin_SC: Tensor) -> Tensor:
+    """Rotate the first C channels of x, [..., S, W] with W >= C: channel i together with i + C/2."""
+    width = cos_SC.shape[-1]
+    rotated_part, rest = (x, None) if width == x.shape[-1] else x.split([width, x.shape[-1] - width], dim=-1)
+    first, second = at_least_fp32(rotated_part).chunk(2, dim=-1)
+    turned = torch.cat([-second, first], dim=-1)
+    result = (at_least_fp32(rotated_part) * cos_SC + turned * sin_SC).to(x.dtype)
+    return result if rest is None else torch.cat([result, rest], dim=-1)
