@@ -38,7 +38,7 @@ def test_every_wrong_model_option_with_a_matching_checksum_is_refused(run):
     path = newest(run) / "run.json"
     saved = json.loads(path.read_text())
     del saved["checksum"]
-    default = dataclasses.asdict(ModelConfig())
+    default = json.loads(json.dumps(dataclasses.asdict(ModelConfig())))
     for _, text in mutations(saved["model"]):
         try:
             signed = {**saved, "model": json.loads(text)}
@@ -77,7 +77,7 @@ def test_every_wrong_value_in_tensors_json_is_refused_or_loads_the_same(run):
 
 def test_every_wrong_value_in_the_config_json_of_an_export_is_refused(tmp_path):
     model, path = ModelConfig(), tmp_path / "config.json"
-    saved = {"model_type": "moe-dualpipe", **dataclasses.asdict(model)}
+    saved = json.loads(json.dumps({"model_type": "moe-dualpipe", **dataclasses.asdict(model)}))
     (tmp_path / "model.safetensors").write_bytes(b"")  # not read here
     for _, text in mutations(saved):
         path.write_text(text)
