@@ -17,17 +17,22 @@ from ..models.layer_class import Factory, name_of, same_layer
 
 def model_config(saved: Mapping[str, Any]) -> ModelConfig:
     """Return the saved model. An option that is missing has its default. Raises ValueError for invalid options."""
-    saved = {key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()}
-    for field in dataclasses.fields(ModelConfig):
-        value, kind = saved.get(field.name, field.default), type(field.default)
-        if type(value) is not kind and not (kind is float and type(value) is int):
-            raise ValueError(f"{field.name} must be of type {kind.__name__}: got {quoted(value, 60)}")
-        if kind is tuple and any(type(entry) is not int for entry in value):
-            raise ValueError(f"{field.name} must be a list of whole numbers: got {quoted([*value], 60)}")
     known = {field.name for field in dataclasses.fields(ModelConfig)}
     if unknown := [name for name in saved if name not in known]:
         raise ValueError(f"unknown option {quoted(unknown[0], 60)}")
+    saved = {key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()}
+    check_types(saved)
     return ModelConfig(**saved)
+
+
+def check_types(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for an option of `ModelConfig` with a value of another type."""
+    for field in dataclasses.fields(ModelConfig):
+        value, kind = options.get(field.name, field.default), type(field.default)
+        if type(value) is not kind and not (kind is float and type(value) is int):
+            raise ValueError(f"{field.name} must be of type {kind.__name__}: got {quoted(value, 60)}")
+        if isinstance(value, tuple) and any(type(entry) is not int for entry in value):
+            raise ValueError(f"{field.name} must be a list of whole numbers: got {quoted([*value], 60)}")
 
 
 def with_named_layers(model: ModelConfig, named: Mapping[str, str | Factory | None], where: str) -> ModelConfig:
