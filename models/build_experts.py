@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_dualpipe.expert_parallel.parameters import entries, expert_ids, global_tensors
+from moe_dualpipe.messages import plural
 from moe_dualpipe.user_errors import locate
 
 from .config import ModelConfig
@@ -105,8 +106,8 @@ class ExpertBuilder:
         if isinstance(experts, nn.ModuleList):
             if len(experts) != len(ids):
                 raise ValueError(
-                    f"the expert layer {config.experts!r} must have one module for each expert: got {len(experts)} for "
-                    f"{len(ids)}"
+                    f"the expert layer {config.experts!r} must return one module per expert: got "
+                    f"{plural(len(experts), 'module')} for {plural(len(ids), 'expert')}"
                 )
             experts = PerExpert(experts)
         if isinstance(experts, PerExpert):

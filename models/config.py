@@ -205,7 +205,7 @@ class ModelConfig:
                 raise ValueError(f"{field} must be one of {choices}: got {printable(name, 60)!r}")
             options = options_text(getattr(self, options_field(field)))
             if options and name in built_in:
-                raise ValueError(f"{options_field(field)} are for {field} of your own: got {options!r} with {name}")
+                raise ValueError(f"{options_field(field)} need your own {field}: got {options!r} with {name}")
             object.__setattr__(self, field, name)
             object.__setattr__(self, options_field(field), options)
 

@@ -51,7 +51,7 @@ def expert_function(**shapes: Sequence[Size]) -> Callable[[Callable[..., Tensor]
         _, *arguments = inspect.signature(function).parameters
         if sorted(arguments) != sorted(shapes):
             got, given = ", ".join(arguments) or "none", ", ".join(shapes) or "none"
-            raise TypeError(f"{function.__name__} must have rows and the weights {given} as arguments: got {got}")
+            raise TypeError(f"the parameters of {function.__name__} after the rows must be {given}: got {got}")
 
         @functools.wraps(function)
         def build(config: ModelConfig, num_local_experts: int) -> nn.Module:

@@ -44,7 +44,7 @@ class RouterLayer(nn.Module):
     The constructor receives, if it has parameters of these names: `layer`, the number of the block, from 0; `kernels`,
     to pass to operators of `moe_dualpipe.kernels`; `options`, annotated with a dataclass (layer_options.py).
 
-    To add a loss of your own, return `attach(weights_TK, factor * loss)` as the weights (auxiliary_losses.py).
+    To add your own loss, return `attach(weights_TK, factor * loss)` as the weights (auxiliary_losses.py).
     """
 
     elementwise: Sequence[str] = ()

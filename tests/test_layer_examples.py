@@ -1,4 +1,4 @@
-"""The layers in examples/layers: each trains when run, and is what its file says; two ranks compute what one does."""
+"""The layers in examples/layers: each trains, passes its check, and does what its docstring says."""
 
 import dataclasses
 import functools
@@ -151,7 +151,7 @@ def routed(name, x, options=""):
     return router, *router(x)
 
 
-def test_expert_choice_gives_all_experts_as_many_tokens_of_each_sequence():
+def test_expert_choice_gives_all_experts_the_same_number_of_tokens():
     x = torch.randn(3, 10, CONFIG.hidden_size)
     router, weights, ids = routed(("expert_choice", "ExpertChoice"), x)
     assert weights.shape == ids.shape == (30, 5)

@@ -45,7 +45,7 @@ def load_model(
 ) -> TransformerStage:  # fmt: skip
     """Build the whole model of a checkpoint in fp32.
 
-    experts, router, attention, block: layers of your own in this model. A checkpoint never decides which class is
+    experts, router, attention, block: custom layers of this model. A checkpoint never decides which class is
     imported, so they must be named. Raises ValueError if the checkpoint is unreadable or has other layers.
     """
     named = {"experts": experts, "router": router, "attention": attention, "block": block}
@@ -76,7 +76,7 @@ def global_weights(model: nn.Module) -> dict[str, Tensor]:
 def export_weights(checkpoint: Path, folder: Path, **own_layers: OwnLayer) -> int:
     """Write the weights of a checkpoint into a new folder and return the number of parameters.
 
-    own_layers: the layers of your own in this model, as in `load_model`.
+    own_layers: the custom layers of this model, as in `load_model`.
     Holds two copies of the weights in memory. Raises ValueError if the checkpoint is unreadable or `folder` exists, and
     OSError if it could not be written; then nothing is left of it.
     """

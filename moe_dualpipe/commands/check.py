@@ -10,8 +10,8 @@ from .check_layers import CheckAttention, CheckBlock, CheckExperts, CheckRouter
 
 _PARALLEL = """Run a model in many parallel layouts on this machine, and compare each with one process.
 
-Takes the options of train.py. Uses the model, the seed, the sequence length, the micro-batch size and the layout.
-Ignores data, optimizer and checkpoints."""
+Takes the options of train.py. Uses the model, the seed, the sequence length, the micro-batch size and the layout, with
+--pp x --ep processes (--pp 1 by default). Ignores data, optimizer and checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class CheckParallel:
 
 @dataclass(frozen=True)
 class CheckCommands:
-    """Check a layer of your own against its contract, or parallel runs against one process."""
+    """Check your own layer against its contract, or parallel runs against one process."""
 
     command: Annotated[
         Annotated[CheckParallel, subcommand("parallel")]

@@ -1,4 +1,4 @@
-"""Check a model and its layers: parallel runs against one process, and a layer of your own against its contract.
+"""Check a model and its layers: parallel runs against one process, and your own layer against its contract.
 
 A check returns a `Report`: one row per law, with what was measured and, in plain words, what is wrong and where.
 """

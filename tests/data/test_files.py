@@ -1,4 +1,4 @@
-"""Files of training data that are written to, replaced or removed while they are read, and what is no file of data."""
+"""Training data in files that change or disappear while they are read, and in paths other than regular files."""
 
 import os
 from pathlib import Path

@@ -98,7 +98,7 @@ def test_a_folder_with_any_links_has_its_real_files_once(tmp_path_factory, data)
         assert sorted((path.stat().st_dev, path.stat().st_ino) for path in find_files(str(source), "").files) == keys
 
 
-# ---- What is no file of data ----
+# ---- Paths other than regular files ----
 
 
 @pytest.fixture

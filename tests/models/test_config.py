@@ -22,7 +22,7 @@ from tests.support.models import with_choices
     ({"router_score": "relu"}, "router_score must be softmax or sigmoid: got 'relu'"),
     ({"experts": "mine"}, "experts must be one of swiglu, FILE.py:CLASS or MODULE:CLASS: got 'mine'"),
     ({"router": 3}, "a layer must be a class, a function, or the name of one: got 3"),
-    ({"expert_options": "rank=8"}, "expert_options are for experts of your own: got 'rank=8' with swiglu"),
+    ({"expert_options": "rank=8"}, "expert_options need your own experts: got 'rank=8' with swiglu"),
     ({"block": "a:B", "block_options": "rank"}, "an option of a layer must be key=value: got 'rank'"),
 ])  # fmt: skip
 def test_invalid_values_are_refused(choices, problem):

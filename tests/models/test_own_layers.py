@@ -53,7 +53,7 @@ def test_a_class_of_a_function_is_found_by_its_object():
     assert isinstance(whole(config).layers["1"].mlp.experts.each[0], Local)
 
 
-def test_a_file_imports_its_neighbours_once(tmp_path):
+def test_a_file_imports_other_files_of_its_folder_once(tmp_path):
     (tmp_path / "neighbour_of_experts.py").write_text("WIDTH = 5\n")
     file = tmp_path / "my experts.py"
     file.write_text(
@@ -168,7 +168,7 @@ def test_the_initial_weights_of_an_expert_do_not_depend_on_its_rank(name):
 
 
 def test_expert_functions_name_their_weights():
-    with pytest.raises(TypeError, match="f must have rows and the weights up as arguments: got up, down"):
+    with pytest.raises(TypeError, match="the parameters of f after the rows must be up: got up, down"):
 
         @expert_function(up=(3, 3))
         def f(rows, up, down):  # noqa: ARG001
@@ -179,7 +179,7 @@ def test_a_list_of_the_wrong_length_is_refused():
     def two(config, num_local_experts):  # noqa: ARG001
         return nn.ModuleList(nn.Identity() for _ in range(2))
 
-    with pytest.raises(ValueError, match="must have one module for each expert: got 2 for 1"):
+    with pytest.raises(ValueError, match="must return one module per expert: got 2 modules for 1 expert"):
         model_of(experts=two, num_experts=5)
 
 

@@ -32,7 +32,7 @@ def test_invalid_options_are_one_line_and_exit_code_2(capsys, words, problem):
     assert problem in output.err and output.err.count("\n") == 1 and not output.out
 
 
-def test_an_exception_of_a_layer_is_one_line_or_with_traceback_all(capsys):
+def test_an_exception_of_a_layer_is_one_line_and_with_traceback_all_frames(capsys):
     words = ["check", "experts", f"{BROKEN}:NeedsARow"]
     assert run_command(words) == 1
     table = capsys.readouterr()

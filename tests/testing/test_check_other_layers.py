@@ -48,7 +48,7 @@ def test_correct_routers_pass(router):
     assert by_status(report, "skipped") == (["split backward"] if router is broken_routers.Hash else [])
 
 
-def test_routers_that_look_at_other_tokens_are_warned_of():
+def test_routers_that_depend_on_other_tokens_get_a_warning():
     report = check_router(broken_routers.ExpertChoice)
     assert report.passed and by_status(report, "warning") == ["tokens independent"], str(report)
     assert "choices depend on other tokens of the batch: token" in str(report)
@@ -95,6 +95,6 @@ def test_correct_blocks_pass(check):
     assert report.passed and "ep=2 equals ep=1" in by_status(report, "skipped"), str(report)
 
 
-def test_the_sizes_can_be_chosen():
+def test_other_sizes():
     config = ModelConfig(hidden_size=10, num_heads=2, num_kv_heads=1, head_dim=4, num_experts=3)
     assert "of expert 2" not in str(report := check_block("prenorm", config=config)) and report.passed

@@ -15,7 +15,7 @@ from moe_dualpipe.training.config import BatchConfig, TrainConfig
 from tests.support.parallel_faults import MODEL, moe
 
 ALONE = Variant("each sequence alone", OTHER_ROWS, size=1)
-NEIGHBOURS = Variant("other neighbours", OTHER_ROWS, neighbours=1)
+NEIGHBOURS = Variant("shuffled sequences", OTHER_ROWS, neighbours=1)
 RECOMPUTE = Variant("recompute attention", SAME_ORDER, recompute="attention")
 
 

@@ -1,4 +1,4 @@
-"""`check parallel` passes for the model, and finds each of several faults: the first layer, segment and tensor."""
+"""`check parallel` passes for the model, and names the first layer, segment and tensor that a fault changes."""
 
 from dataclasses import replace
 
@@ -75,13 +75,13 @@ OPTIONS = (
 
 
 def test_the_command_checks_the_requested_layout_and_skips_what_cannot_run(capsys, monkeypatch):
-    variants = [Variant("other neighbours", OTHER_ROWS, neighbours=1), EXPERTS, replace(PIPELINE, name="pp=4", pp=4)]
+    variants = [Variant("shuffled sequences", OTHER_ROWS, neighbours=1), EXPERTS, replace(PIPELINE, name="pp=4", pp=4)]
     monkeypatch.setattr("moe_dualpipe.testing.parallel.default_variants", lambda _: variants)
     assert main(["check", "parallel", *OPTIONS.split(), "--pp", "2", "--no-overlap"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("2 steps of 16 sequences of 6 tokens, compared with one process")
     assert [line.split("  ")[0] for line in lines[2:] if line[0] != " "] == [
-        "pp=2 x ep=1, dualpipe, no overlap", "other neighbours", "ep=2", "pp=4", "2 checks passed, 2 skipped",
+        "pp=2 x ep=1, dualpipe, no overlap", "shuffled sequences", "ep=2", "pp=4", "2 checks passed, 2 skipped",
     ]  # fmt: skip
     assert "    --ep 2 does not divide the 3 experts: use --ep 1 or 3" in lines
     assert any(line.startswith("    2 layers cannot be divided over 4 pipeline stages") for line in lines)

@@ -78,7 +78,7 @@ def fail_in_step_3(rank, config):
         TrainingRun(trainer).run()
 
 
-def test_a_run_that_fails_records_the_steps_that_it_did(tmp_path):
+def test_a_failing_run_records_its_finished_steps(tmp_path):
     run_ranks(1, fail_in_step_3, settings(tmp_path, log_every=5, **SMALL))
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["step"] == 2 and json.loads(lines[-1])["tokens"] == 2 * 4 * 16
