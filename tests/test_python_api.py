@@ -65,6 +65,13 @@ def test_the_page_shows_the_example_as_it_is():
     assert f"```python\n{(ROOT / 'examples' / 'own_loop.py').read_text()}```\n" in PAGE
 
 
+def test_the_program_with_its_own_batches_runs():
+    (program,) = [code for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "batches=count" in code]
+    variables = {}
+    exec(program, variables)
+    assert 0 < variables["loss"] < 5.5  # log(256) = 5.55 before
+
+
 def test_the_first_program_of_the_page_runs(capsys):
     program = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[0]
     fewer = program.replace("steps=10", "steps=2").replace("seq_len=64", f"data=({TEXT!r},), seq_len=16")

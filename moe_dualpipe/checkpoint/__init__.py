@@ -7,10 +7,19 @@ from .load import check_model, find_checkpoint, load_checkpoint
 from .manifest import Manifest, read_manifest, read_tensor_metadata, verify_checkpoint
 from .partial import PartialLoad
 from .save import SaveError, Saver, SaveResult, list_checkpoints, save_checkpoint
-from .weights import WEIGHTS_FILE, check_weights, export_weights, load_model, load_weights, load_weights_in_part
+from .weights import (
+    WEIGHTS_FILE,
+    check_weights,
+    export_weights,
+    load_model,
+    load_tensors,
+    load_weights,
+    load_weights_in_part,
+)  # fmt: skip
 
 __all__ = [
     "WEIGHTS_FILE", "Manifest", "PartialLoad", "SaveError", "SaveResult", "Saver", "check_model", "check_weights",
-    "export_weights", "find_checkpoint", "list_checkpoints", "load_checkpoint", "load_model", "load_weights",
-    "load_weights_in_part", "read_manifest", "read_tensor_metadata", "save_checkpoint", "verify_checkpoint",
+    "export_weights", "find_checkpoint", "list_checkpoints", "load_checkpoint", "load_model", "load_tensors",
+    "load_weights", "load_weights_in_part", "read_manifest", "read_tensor_metadata", "save_checkpoint",
+    "verify_checkpoint",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ import hashlib
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -48,6 +48,7 @@ class TextData:
 
     sources: tuple[Source, ...]
     tokenizer: Tokenizer = BYTES
+    has_held_out: ClassVar[bool] = True
 
     def batch(self, seed: int, step: int, rank: int, count: int, seq_len: int) -> "tuple[Tensor, Tensor]":
         """Draw `count` training sequences for data-parallel rank `rank`: inputs and labels, each [B, S] int64."""

@@ -30,6 +30,7 @@ RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("compute.dtype", ("float32", "bfloat16", "auto").__contains__, "float32, bfloat16 or auto"),
     ("optim.name", ("adamw", "muon").__contains__, "adamw or muon"),
     ("optim.schedule", ("cosine", "wsd").__contains__, "cosine or wsd"),
+    ("freeze", lambda patterns: not isinstance(patterns, str), "a tuple of patterns"),
 )
 
 

@@ -44,7 +44,7 @@ def parse_arguments(
     was started. description: the first lines of the help; None: how to train.
     Raises ValueError for invalid options, with a message of one line.
     """
-    arguments = join_layer_options(arguments)
+    arguments = join_repeated("--freeze", join_layer_options(arguments))
     chosen, _ = _parse_known(_Preset, arguments)
     default = replace(defaults or TrainConfig(), preset=chosen.preset, model=preset(chosen.preset))
     with one_line_errors():
@@ -78,6 +78,22 @@ def join_layer_options(arguments: Sequence[str]) -> list[str]:
         else:
             target.append(word)
     return others + [word for flag, words in options.items() for word in (flag, *words)]
+
+
+def join_repeated(flag: str, arguments: Sequence[str]) -> list[str]:
+    """Write a flag that is given several times once, with all values: the parser would use only the last."""
+    others: list[str] = []
+    values: list[str] = []
+    target = others
+    for word in arguments:
+        name, equals, value = word.partition("=")
+        if name == flag:
+            target = values
+            values += [value] * bool(equals)
+        else:
+            target = others if word.startswith("--") else target
+            target.append(word)
+    return [*others, flag, *values] if values else others
 
 
 _LAYER_OPTION = re.compile(

@@ -1,17 +1,19 @@
 """Train from Python as train.py does, but without a command line, signal handlers or, by default, files."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch.distributed as dist
+from torch import Tensor
 
+from ..data import Batches
 from ..health.heartbeat import Progress
 from ..runtime.launch import Launch
 from ..runtime.world import current_launch, joined
 from . import restart
 from .config import TrainConfig
 from .loop import Callback, TrainingRun, build_run, watched_world
-from .plan import RunPlan, plan_run
+from .plan import Given, RunPlan, plan_run
 from .reporter import RunFailed
 from .sinks import Sink
 from .trainer import Trainer
@@ -19,7 +21,8 @@ from .trainer import Trainer
 
 def train(
     config: TrainConfig | None = None, callbacks: Sequence[Callback] = (), log: Sequence[Sink] = (),
-    verbose: bool = True,
+    verbose: bool = True, *, weights: Mapping[str, Tensor] | None = None, batches: Batches | None = None,
+    validation: tuple[Tensor, Tensor] | None = None,
 ) -> Trainer:  # fmt: skip
     """Train with the options of train.py, and return the trainer with the trained model. Collective under torchrun.
 
@@ -29,16 +32,23 @@ def train(
     any rank, and `trainer.validation_loss()` and `trainer.sample()` on all ranks; and it may set `trainer.lr_factor`.
     log: objects with a method `log(dict)`. On the first rank, they receive the same records and the validation losses.
     verbose: print what train.py prints, and a progress bar.
+    weights: the weights to start from: the state dict of a whole model (`build_model(config.model)`), or tensors by the
+    names in checkpoints. Every rank gets all of them, and copies those that it holds.
+    batches: called as `batches(step)` with the number of steps before, on every rank. Returns inputs and labels of the
+    whole step, token ids [B, S] for micro-batches x micro-batch size x data-parallel ranks = B sequences. No text is
+    read then: `config.batch.data` has no effect, and there is no sample at the end. A label of -100 does not count.
+    validation: with `batches`, inputs and labels [N, S] for the validation loss; None: no validation. N is a multiple
+    of B.
 
     Under torchrun, `train` creates the default process group of torch.distributed, and destroys it at the end. A group
     that already exists is used and kept. With several processes, the returned trainer works only while the group
     exists, as inside `with join_world():`.
 
-    Raises ValueError for invalid options, before the first step. Raises RuntimeError if the loss does not stay finite,
-    or if the last checkpoint cannot be written.
+    Raises ValueError for invalid options, before the first step, and for batches of another shape. Raises RuntimeError
+    if the loss does not stay finite, or if the last checkpoint cannot be written.
     """
     config, launch = config or TrainConfig(), current_launch()
-    plan = plan_run(config, launch, arguments=None)
+    plan = plan_run(config, launch, None, Given(weights, batches, validation))
     if plan.setup.folder:
         restart.mark_folder(plan.setup.folder, launch.local_rank)
     invalid: ValueError | None = None

@@ -120,9 +120,11 @@ class TrainingRun:
             if trainer.partial:
                 reporter.loaded(trainer.partial)
             trainer.check_replicas()
-            before = self._validation_loss(f"before step {self.plan.first_step + 1}")
-            reporter.metrics.write(step=self.plan.first_step, validation_loss=before)
-            reporter.say(f"validation loss before: {self.plan.text.format_losses(before)}")
+            before = None
+            if self.plan.text.has_held_out:
+                before = self._validation_loss(f"before step {self.plan.first_step + 1}")
+                reporter.metrics.write(step=self.plan.first_step, validation_loss=before)
+                reporter.say(f"validation loss before: {self.plan.text.format_losses(before)}")
             done = self._train()
             self._check_skipped(done)
             if done < self.config.steps or trainer.stopping:
@@ -183,14 +185,18 @@ class TrainingRun:
             text += f", saved {printable(saved)}, to resume: {resume}"
         self.reporter.say(text)
 
-    def _finish(self, before: float) -> None:
+    def _finish(self, before: float | None) -> None:
+        """before: the validation loss before the run; None without validation."""
         trainer, reporter, steps, text = self.trainer, self.reporter, self.config.steps, self.plan.text
         trainer.stop.completes = "the last checkpoint"
         trainer.check_replicas()
-        after = self._validation_loss(f"after step {steps}", f"; this step is not saved: {_ADVICE}")
+        after = None
+        if before is not None:
+            after = self._validation_loss(f"after step {steps}", f"; this step is not saved: {_ADVICE}")
         if self.plan.first_step < steps:
             self._start_save(steps)
-        reporter.metrics.write(step=steps, validation_loss=after)
+        if after is not None:
+            reporter.metrics.write(step=steps, validation_loss=after)
         if profile := self.profiler.report():
             reporter.say(profile)
         reporter.say(f"peak memory: {trainer.largest(peak_memory_mb(trainer.device)):,.0f} MB on the fullest rank")
@@ -199,7 +205,8 @@ class TrainingRun:
         if saved := self._last_checkpoint():
             reporter.say(f"saved {printable(saved)}")
             reporter.say(f"to resume: {reporter.how_to_resume(saved, 2 * steps)}")
-        reporter.say(f"validation loss {text.format_losses(before, after)}")
+        if before is not None and after is not None:
+            reporter.say(f"validation loss {text.format_losses(before, after)}")
 
     def _record_validation(self, done: int) -> None:
         loss = self._validation_loss(f"after step {done}", f"; this step is not saved: {_ADVICE}")

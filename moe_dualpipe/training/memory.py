@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ..planner.memory import ParameterSizes, owned_numbers, parameter_sizes
 from ..runtime.launch import Launch
 from ..runtime.memory import free_gpu_memory, free_main_memory
+from .freezing import is_frozen
 from .plan import RunPlan
 
 _ADVICE = "use a smaller model or more ranks, or --no-check-memory to start anyway"
@@ -79,6 +80,8 @@ def rank_needs(plan: RunPlan) -> RankNeeds:
     config, layout, placement = plan.config, plan.setup.layout, plan.setup.schedule.placement
     own = (plan.stages[index] for index in placement.stages[layout.pp_rank])
     sizes = ParameterSizes.of_rank(parameter_sizes(config.model, spec, layout.ep) for spec in own)
+    chosen = {n: size for n, size in (sizes.dense | sizes.experts).items() if is_frozen(n, config.freeze)}
+    sizes = sizes._replace(frozen=sizes.frozen | chosen)
     trained = owned = sum(sum(kind.values()) for kind in sizes.trained())
     if config.parallel.zero:
         # If the last stage embeds, other ranks hold the embedding, too: here it counts as owned by one of them.

@@ -1,11 +1,13 @@
 """What a run will do, checked on every rank before the ranks meet: the stages, the text, the checkpoint to resume."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from torch import Tensor
+
 from ..checkpoint import check_model, check_weights, find_checkpoint
-from ..data import TextData, load_data
+from ..data import Batches, GivenBatches, TextData, UnknownTokenizer, find_tokenizer, load_data
 from ..drawing.output import make_folder
 from ..models import StageSpec, check_layers, split
 from ..runtime.launch import Launch
@@ -17,6 +19,18 @@ from .resolve import RunSetup, resolve_options
 
 
 @dataclass(frozen=True, slots=True)
+class Given:
+    """What a program passes to `train` in memory, in place of files."""
+
+    weights: Mapping[str, Tensor] | None = None
+    batches: Batches | None = None
+    validation: tuple[Tensor, Tensor] | None = None
+
+
+NOTHING_GIVEN = Given()
+
+
+@dataclass(frozen=True, slots=True)
 class RunPlan:
     """A checked run."""
 
@@ -25,9 +39,11 @@ class RunPlan:
     arguments: Sequence[str] | None
     """The command line, for the command that resumes the run. None: the run was started from Python."""
     stages: Sequence[StageSpec]
-    text: TextData
+    text: TextData | GivenBatches
     resume: Path | None
     """The checkpoint to start from."""
+    weights: Mapping[str, Tensor] | None
+    """The weights to start from, if they are given in memory."""
     differences: Sequence[str]
     """With --weights-partial: the options in which the model of the weights differs, one message each."""
     first_step: int
@@ -35,11 +51,14 @@ class RunPlan:
     profiled_steps: int
 
 
-def plan_run(config: TrainConfig, launch: Launch, arguments: Sequence[str] | None = ()) -> RunPlan:
+def plan_run(
+    config: TrainConfig, launch: Launch, arguments: Sequence[str] | None = (), given: Given = NOTHING_GIVEN
+) -> RunPlan:
     """Check the options, the text, the checkpoint and the folders. Raises ValueError.
 
     arguments: the command line. None: the run is started from Python, and writes only into a folder that is named.
     """
+    _check_given(given, config)
     setup = resolve_options(config, launch, new_folder=arguments is not None)
     check_layers(config.model)
     stages = split(config.model, setup.schedule.num_stages)
@@ -63,12 +82,52 @@ def plan_run(config: TrainConfig, launch: Launch, arguments: Sequence[str] | Non
             f"--profile {profiled_steps} needs {WARM_UP + profiled_steps} steps, including {WARM_UP} to warm up, but "
             f"the run has {config.steps - first_step}: use --steps {last_profiled}"
         )
-    text = _load_text(config, resume or weights)
+    if given.batches:
+        text = _given_text(config, setup, given, resume or weights, first_step)
+        config = _options_of_given(config, text)
+    else:
+        text = _load_text(config, resume or weights)
+    if config.batch.document_mask and text.tokenizer.end_id < 0:
+        raise ValueError("--document-mask: these token ids do not tell where documents end; prepare them again")
     if setup.folder:
         make_folder(setup.folder)
         if Path(setup.folder, metrics.FILE).exists():
             metrics.read_records(setup.folder)  # raises ValueError
-    return RunPlan(config, setup, arguments, stages, text, resume, differences, first_step, profiled_steps)
+    return RunPlan(
+        config, setup, arguments, stages, text, resume, None if resume else given.weights, differences, first_step,
+        profiled_steps,
+    )  # fmt: skip
+
+
+def _check_given(given: Given, config: TrainConfig) -> None:
+    """Raise ValueError for something given that contradicts an option."""
+    for option in ("weights", "resume"):
+        if given.weights is not None and getattr(config.checkpoint, option):
+            raise ValueError(f"`weights` and CheckpointConfig({option}=...) both say where to start: use one of them")
+    if given.validation is not None and given.batches is None:
+        raise ValueError("`validation` needs `batches`: without them, the held-out text of the data is used")
+    if given.batches is not None and given.validation is None and config.metrics.eval_every:
+        raise ValueError(f"eval_every={config.metrics.eval_every} with `batches` needs `validation`")
+
+
+def _given_text(
+    config: TrainConfig, setup: RunSetup, given: Given, start: Path | None, first_step: int
+) -> GivenBatches:  # fmt: skip
+    assert given.batches is not None
+    sequences = setup.schedule.num_micro_batches * config.batch.micro_batch_size * setup.layout.dp
+    vocab_size = config.model.vocab_size
+    tokenizer = find_tokenizer(start) if start else UnknownTokenizer(vocab_size)
+    shape = sequences, config.batch.seq_len
+    return GivenBatches(given.batches, shape, vocab_size, tokenizer, given.validation, first_step)
+
+
+def _options_of_given(config: TrainConfig, text: GivenBatches) -> TrainConfig:
+    """The options with those that follow from given batches: validate all sequences, and sample only text."""
+    if text.validation is not None:
+        config = replace(config, metrics=replace(config.metrics, eval_sequences=len(text.validation[0])))
+    if isinstance(text.tokenizer, UnknownTokenizer):
+        config = replace(config, sample=replace(config.sample, sample_tokens=0))
+    return config
 
 
 def _load_text(config: TrainConfig, start: Path | None) -> TextData:
@@ -81,6 +140,4 @@ def _load_text(config: TrainConfig, start: Path | None) -> TextData:
         if largest is None or largest >= vocab_size:
             what = "has no token" if largest is None else f"has token {largest}, but --model.vocab-size is {vocab_size}"
             raise ValueError(f"--prompt {config.sample.prompt!r} {what}: use another one, or --sample-tokens 0")
-    if batch.document_mask and text.tokenizer.end_id < 0:
-        raise ValueError("--document-mask: these token ids do not tell where documents end; prepare them again")
     return text

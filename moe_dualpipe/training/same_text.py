@@ -1,26 +1,34 @@
 """Check that all ranks read the same text.
 
 Every rank reads the text itself and draws the same batches: the first stage takes the inputs, the last stage the
-labels. If a machine has another version of a file, the labels do not match the inputs.
+labels. If a machine has another version of a file, the labels do not match the inputs. The same holds for batches that
+a program makes itself.
 """
 
 import torch
 import torch.distributed as dist
 
-from ..data import TextData
+from ..data import GivenBatches, TextData
 from ..messages import plural
+from ..runtime.shared_errors import build_on_all_ranks
 
 
-def check_same_text(text: TextData, device: torch.device) -> None:
+def check_same_text(text: TextData | GivenBatches, device: torch.device) -> None:
     """Raise ValueError, on all ranks, unless all ranks have the same `text`. Collective."""
-    fingerprint = torch.tensor(text.fingerprint(), device=device)
+    fingerprint = torch.tensor(build_on_all_ranks(text.fingerprint), device=device)
     gathered = [torch.empty_like(fingerprint) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, fingerprint)
     fingerprints = torch.stack(gathered).tolist()
     others = [rank for rank, other in enumerate(fingerprints) if other != fingerprints[0]]
     if others:
         ranks = ", ".join(map(str, others[:8])) + ", …" * (len(others) > 8)
+        differ = f"{plural(len(others), 'rank')} ({ranks})"
+        if isinstance(text, GivenBatches):
+            raise ValueError(
+                f"`batches` are not the same on all ranks: those of {differ} differ from those of rank 0; pass the "
+                "sequences of the whole step on every rank"
+            )
         raise ValueError(
-            f"--data is not the same on all ranks: {plural(len(others), 'rank')} ({ranks}) read other text than "
-            "rank 0; give every machine the same files"
+            f"--data is not the same on all ranks: {differ} read other text than rank 0; give every machine the same "
+            "files"
         )

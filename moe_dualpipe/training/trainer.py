@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from ..checkpoint import PartialLoad, load_checkpoint, load_weights, load_weights_in_part
+from ..checkpoint import PartialLoad, load_checkpoint, load_tensors, load_weights, load_weights_in_part
 from ..expert_parallel.parameters import older_names
 from ..health.heartbeat import Progress
 from ..health.signals import Stop
@@ -25,6 +25,7 @@ from ..runtime.buffers import Buffers
 from ..runtime.replicas import check_equal, gather_checksums
 from ..runtime.shared_errors import build_on_all_ranks
 from ..user_errors import without_frames
+from .freezing import freeze
 from .learning_rate import learning_rate
 from .metrics import load_statistics, peak_memory_mb, utilisation
 from .pipeline import Pipeline
@@ -57,6 +58,7 @@ class Trainer:
         self.stages, self.groups, self.replicas = self.pipeline.stages, self.pipeline.groups, self.pipeline.replicas
         self.executor, self.balance = self.pipeline.executor, self.pipeline.balance
         self.balance.rate = config.bias_rate
+        freeze(self.stages.values(), config.freeze, model.num_experts)
         *_, trained = self.count_parameters()
         if not trained:
             raise ValueError("all parameters of the model are frozen (requires_grad=False): there is nothing to train")
@@ -68,6 +70,9 @@ class Trainer:
         if plan.resume:
             load_checkpoint(plan.resume, self.state(), older_names(self.stages.values()))
             self.optimizer.after_load(plan.first_step - int(self.skipped.total))
+        elif plan.weights is not None:
+            load_tensors(plan.weights, model.num_experts, self.state(), self.stages.values())
+            self.optimizer.after_load(0)
         elif config.checkpoint.weights:
             load = load_weights_in_part if config.checkpoint.weights_partial else load_weights
             self.partial = load(Path(config.checkpoint.weights), self.state(), older_names(self.stages.values()))
@@ -129,7 +134,12 @@ class Trainer:
         }  # fmt: skip
 
     def validation_loss(self) -> float:
-        """The mean loss of the held-out sequences in nats per token, the same on all ranks."""
+        """The mean loss of the held-out sequences in nats per token, the same on all ranks.
+
+        Raises ValueError for a run with `batches` and without `validation`.
+        """
+        if not self.plan.text.has_held_out:
+            raise ValueError("validation_loss needs held-out sequences: pass them to `train` as `validation`")
         return self._mean([loss for losses in self.validation_losses() for loss in losses])
 
     def training_losses(self, step: int) -> list[Tensor]:

@@ -13,15 +13,14 @@ from moe_dualpipe.cli import main
 from moe_dualpipe.kernels.grouped_gemm import grouped_linear
 from moe_dualpipe.kernels.linear import linear
 from moe_dualpipe.kernels.weight_grads import WeightGrads
-from moe_dualpipe.models import TransformerStage, build_model
+from moe_dualpipe.models import build_model
 from moe_dualpipe.planner import MicroBatch, rank_memory
 from moe_dualpipe.runtime.replicas import ReplicaSet, sum_gradients
 from moe_dualpipe.schedule import build
-from moe_dualpipe.training import pipeline as pipeline_module
 from moe_dualpipe.training.config import OptimizerConfig
 from moe_dualpipe.training.loop import TrainingRun
 from moe_dualpipe.training.optimizer import Optimizer
-from tests.support.pipelines import freeze
+from tests.support.frozen import Freezer
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, change, introduction, losses, make_trainer, settings, train
 from tests.support.special_experts import LowRankExperts, named
@@ -110,18 +109,6 @@ def test_frozen_weights_are_saved_and_a_resumed_run_is_bit_identical(tmp_path):
     run_ranks(2, train, started)
     saved = saved_weights(tmp_path / "started")
     assert all(torch.equal(saved[name], weight) for name, weight in fresh.items())
-
-
-class Freezer:
-    """Freezes the parameters of the stages that match a pattern, before a Trainer builds its optimizer."""
-
-    def __init__(self, patch, pattern):
-        class FrozenStage(TransformerStage):
-            def __init__(self, *args):
-                super().__init__(*args)
-                freeze(self, pattern)
-
-        patch.setattr(pipeline_module, "TransformerStage", FrozenStage)
 
 
 def freeze_and_resume(rank, config, pattern):
@@ -260,6 +247,6 @@ def test_the_planner_counts_no_gradients_and_no_optimizer_state_for_frozen_weigh
 
 def test_the_introduction_says_how_many_parameters_are_trained(tmp_path):
     model = build_model(LOW_RANK)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
+    trained, frozen = (sum(p.numel() for p in model.parameters() if p.requires_grad == kind) for kind in (True, False))
     printed, _ = run_ranks(2, introduction, settings(tmp_path, **SMALL))
-    assert f" M active, {trained:.2f} M trained\n" in printed
+    assert f" M active, {trained / 1e6:.2f} M trained, {frozen / 1e6:.2f} M frozen\n" in printed

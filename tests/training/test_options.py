@@ -15,12 +15,12 @@ from tests.support.runs import ROOT, change, option_values, options, resolve
 # ---- Flags ----
 
 DEFAULTS = {
-    "preset": "tiny", "steps": 320, "seed": 0, "bias-rate": 0.003, "pp": None, "ep": 1, "schedule": "auto",
-    "num-chunks": None, "overlap": True, "max-deferred": None, "zero": True, "device": "auto", "dtype": "auto",
-    "kernels": "auto", "recompute": "none", "fused-loss": False, "data": ("stdlib",), "data-field": "text",
-    "data-dtype": "uint16", "seq-len": 256, "document-mask": False, "micro-batch-size": 2, "micro-batches": None,
-    "out": None, "resume": None, "weights": None, "save-every": None, "keep": 3, "save-async": True,
-    "log-every": 1, "eval-every": None,
+    "preset": "tiny", "steps": 320, "seed": 0, "bias-rate": 0.003, "freeze": (), "pp": None, "ep": 1,
+    "schedule": "auto", "num-chunks": None, "overlap": True, "max-deferred": None, "zero": True, "device": "auto",
+    "dtype": "auto", "kernels": "auto", "recompute": "none", "fused-loss": False, "data": ("stdlib",),
+    "data-field": "text", "data-dtype": "uint16", "seq-len": 256, "document-mask": False, "micro-batch-size": 2,
+    "micro-batches": None, "out": None, "resume": None, "weights": None, "save-every": None,
+    "keep": 3, "save-async": True, "log-every": 1, "eval-every": None,
     "eval-sequences": 64, "tensorboard": False, "wandb": None, "peak-tflops": None, "profile": 0, "sample-tokens": 160,
     "prompt": "class ", "temperature": 0.8, "top-k": None, "top-p": 1.0, "timeout": 600.0, "max-skipped": 10,
     "check-memory": True, "check-replicas-every": 1, "traceback": False, "optim.name": "adamw", "optim.lr": 0.003,
@@ -46,8 +46,9 @@ def test_every_flag_has_its_name_and_default():
 
 def test_every_flag_sets_its_option():
     changed = {
-        "steps": 7, "seed": 3, "bias-rate": 0.0, "pp": 4, "ep": 2, "num-chunks": 3, "overlap": False, "max-deferred": 2,
-        "zero": False, "recompute": "norms", "fused-loss": True, "data": ("a=3", "b"), "seq-len": 8, "out": "x",
+        "steps": 7, "seed": 3, "bias-rate": 0.0, "freeze": ("head.*", "a"), "pp": 4, "ep": 2, "num-chunks": 3,
+        "overlap": False, "max-deferred": 2, "zero": False, "recompute": "norms", "fused-loss": True,
+        "data": ("a=3", "b"), "seq-len": 8, "out": "x",
         "document-mask": True, "micro-batches": 6, "resume": "y", "weights": "z", "weights-partial": True,
         "save-every": 5, "keep": None, "save-async": False, "peak-tflops": 1.5, "profile": 1, "top-k": 9,
         "check-replicas-every": None, "optim.decay-steps": 4, "optim.clip": None, "model.num-layers": 6,
