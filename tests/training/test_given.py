@@ -124,7 +124,7 @@ def test_given_weights_and_a_folder_start_the_same_run(tmp_path):
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "given")]) == 0
     weights = load_model(find_checkpoint(str(tmp_path / "run"))).state_dict()
     expected, _ = run(change(config, weights=str(tmp_path / "given")))
-    found, trainer = run(config, weights=weights)
+    found, _ = run(config, weights=weights)
     assert losses(found) == losses(expected)
     assert losses(found, "validation_loss") == losses(expected, "validation_loss")
     assert losses(found, "lr") == losses(expected, "lr") == {1: 0.0015, 2: 0.003}  # warm-up, from zero
