@@ -32,6 +32,8 @@ from .load import check_on_all_ranks, check_shapes, load_checkpoint, model_diffe
 from .manifest import read_manifest, read_tensor_metadata, verify_export
 from .model_options import check_sizes, model_config, with_named_layers
 from .partial import PartialLoad, group_names
+from .tensor_folder import TensorFolder
+from .tensor_writer import TensorWriter
 
 WEIGHTS_FILE, CONFIG_FILE, MODEL_TYPE = "model.safetensors", "config.json", "moe-dualpipe"
 OwnLayer = str | Factory | None
@@ -77,24 +79,25 @@ def export_weights(checkpoint: Path, folder: Path, **own_layers: OwnLayer) -> in
     """Write the weights of a checkpoint into a new folder and return the number of parameters.
 
     own_layers: the custom layers of this model, as in `load_model`.
-    Holds two copies of the weights in memory. Raises ValueError if the checkpoint is unreadable or `folder` exists, and
+    Holds one copy of the weights in memory. Raises ValueError if the checkpoint is unreadable or `folder` exists, and
     OSError if it could not be written; then nothing is left of it.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     if folder.exists():
         raise ValueError(f"{folder} already exists: choose another folder")
     model = load_model(checkpoint, **own_layers)
-    weights = {name: tensor.contiguous().clone() for name, tensor in global_weights(model).items()}
+    weights = global_weights(model)
+    total = sum(tensor.nbytes for tensor in weights.values())
     config = {"model_type": MODEL_TYPE, **dataclasses.asdict(model.config)}
     try:
         with new_folder(folder, checksums=True) as unfinished:
-            save_file(weights, unfinished / WEIGHTS_FILE, metadata={"format": "pt"})
+            writer = TensorWriter(unfinished, {name: (t.dtype, t.shape) for name, t in weights.items()}, total)
+            for name, tensor in weights.items():
+                writer.write(name, tensor)
+            writer.close()
             (unfinished / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
             if (tokenizer := checkpoint / TOKENIZER_FILE).is_file():
                 shutil.copyfile(tokenizer, unfinished / TOKENIZER_FILE)
-    except (SafetensorError, OSError) as error:
+    except OSError as error:
         raise OSError(f"{folder} could not be written: {error}") from None
     return sum(tensor.numel() for tensor in weights.values())
 
@@ -232,20 +235,14 @@ def _verify(folder: Path) -> int:
 
 @torch.no_grad()
 def _load(folder: Path, state: Mapping[str, Tensor], older: Mapping[str, str], partial: bool) -> PartialLoad:
-    from safetensors import SafetensorError, safe_open
-
-    path = folder / WEIGHTS_FILE
-    try:
-        with safe_open(path, "pt") as file:
-            saved = set(file.keys())
-            state = with_older_names(state, {_PREFIX + name for name in saved}, older)
-            weights = {name.removeprefix(_PREFIX): tensor for name, tensor in state.items()}
-            missing = sorted(weights.keys() - saved) if partial else []
-            for name in missing:
-                del weights[name]
-            check_shapes(path, weights, {name: file.get_slice(name).get_shape() for name in saved})
-            for name, tensor in weights.items():
-                tensor.copy_(file.get_tensor(name))
-            return PartialLoad([*weights], missing, sorted(saved - weights.keys()))
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"cannot read {path}: {error}") from None
+    file = TensorFolder(folder)
+    saved = file.entries.keys()
+    state = with_older_names(state, {_PREFIX + name for name in saved}, older)
+    weights = {name.removeprefix(_PREFIX): tensor for name, tensor in state.items()}
+    missing = sorted(weights.keys() - saved) if partial else []
+    for name in missing:
+        del weights[name]
+    check_shapes(folder / WEIGHTS_FILE, weights, {name: entry.shape for name, entry in file.entries.items()})
+    for name, tensor in weights.items():
+        tensor.copy_(file.read(name))
+    return PartialLoad([*weights], missing, sorted(saved - weights.keys()))
