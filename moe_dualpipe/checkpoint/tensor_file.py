@@ -138,8 +138,8 @@ def _entry(fields: Any, path: Path, data: int) -> TensorEntry:
 def make_header(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> tuple[bytes, int]:
     """Return the first bytes of a file with these tensors, up to the tensors, and the size of the whole file.
 
-    Tensors with larger elements come first, so that each begins at a multiple of its element size, which readers that
-    map the file need. Raises ValueError for a dtype that the format lacks.
+    Tensors with larger elements come first, as in files of the safetensors library: then each begins at a multiple of
+    its element size, and readers can map it without a copy. Raises ValueError for a dtype that the format lacks.
     """
     header: dict[str, Any] = {_METADATA: {"format": "pt"}}
     end = 0
