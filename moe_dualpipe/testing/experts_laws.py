@@ -61,7 +61,7 @@ def all_rows_are_used(experts: Experts) -> str:
             unused += same
     if unused:
         row, value = unused[0], "0" if not y[unused[0]].any() else "a constant"
-        more = f", and so for {plural(len(unused) - 1, 'other row')}" if len(unused) > 1 else ""
+        more = f", also for {plural(len(unused) - 1, 'other row')}" if len(unused) > 1 else ""
         raise Broken(
             f"the result of {row_name(counts, row)} (of {counts[_expert(counts, row)]}) does not depend on the row: it "
             f"is {value}{more}. Check the bounds of loops over experts and rows: row m belongs to expert e if "

@@ -74,5 +74,7 @@ def _error_line(error: Exception, where: str) -> str:
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()) if note.startswith("with "))
     if line := user_error(error):
         return line + notes
+    if error.__cause__ is not None and user_error(error.__cause__) is not None:  # the message has its place
+        return describe(error) + notes
     text = describe(error) if needs_no_frames(error) else describe_user_error(error)
     return f"{where}: {text}{notes}" if where else text + notes

@@ -65,7 +65,7 @@ def call(router: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
         raise Broken(f"ids must be int64: got {ids.dtype}. Convert them with `ids.long()`")
     if weights.dtype not in (torch.float32, torch.float64):
         raise Broken(
-            f"weights must be in fp32 at least: got {weights.dtype} for x in {x.dtype}. Compute them from "
+            f"weights must be in fp32 or fp64: got {weights.dtype} for x in {x.dtype}. Compute them from "
             "`logits.float()`"
         )
     return tuple(outputs)
@@ -93,12 +93,15 @@ def returns_weights_and_ids(routers: Routers) -> str:
         for shaped in (x, x[0], x[:1, :1]):
             with torch.no_grad():
                 weights, ids, *_ = call(router, shaped.to(dtype))
-            if not weights.isfinite().all():
-                token = int((~weights.isfinite()).any(1).nonzero()[0])
-                raise Broken(
-                    f"a weight of token {token} is not finite, in {dtype}: {weights[token].tolist()}. The weight of "
-                    "id -1 must be finite, too: its gradient is 0, and 0 times infinity is NaN in backward"
-                )
+            if (bad := ~weights.isfinite()).any():
+                token = int(bad.any(1).nonzero()[0])
+                message = f"a weight of token {token} is not finite, in {dtype}: {weights[token].tolist()}"
+                if (ids[token][bad[token]] < 0).all():
+                    message += (
+                        ". The weight of id -1 must be finite, too: its gradient is 0, and 0 times infinity is NaN in "
+                        "backward"
+                    )
+                raise Broken(message)
     return f"weights and ids {[*routers.whole().run(x)[1].shape]}, {ids.dtype}"
 
 

@@ -169,7 +169,7 @@ def cache_equals_all_at_once(layer: SequenceLayer) -> str:
                     "Append the new keys and values with cache.append(self.layer, ...), and let the new positions, "
                     "which start at cache.length, attend to all earlier ones"
                     if takes
-                    else "Without a parameter `cache`, forward must be causal for any sequence length"
+                    else "Without a parameter `cache`, a position must not depend on the length of the sequence"
                 )
                 raise Broken(
                     f"in generation, position {start + row[1]} of sequence {row[0]} differs by {error:.1e} from the "

@@ -110,11 +110,12 @@ def parameters_get_gradients(subject: Subject) -> str:
     view += random_like(view, 3)
     used = not _same(subject.run(x), (y,))
     view.copy_(kept)
-    more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
+    more = f" (like {plural(len(missing) - 1, 'other weight')})" if len(missing) > 1 else ""
     if used:
         raise Broken(
             f"{label} gets no gradient{more}, although the result depends on it: autograd is cut off by .detach(), "
-            ".data, torch.no_grad() or a new torch.tensor. Remove it, or freeze the weight with requires_grad=False"
+            ".data, torch.no_grad() or a new torch.tensor. Remove this call, or freeze the weight with "
+            "requires_grad=False"
         )
     raise Broken(f"{label} gets no gradient{more}: the result does not depend on it. Use it in forward, or remove it")
 
@@ -194,7 +195,7 @@ def split_equals_whole(subject: Subject) -> str:
     """Deferred weight gradients (kernels/weight_grads.py), twice, so that gradients also accumulate."""
     x = subject.draw(1)
     if not subject.call(subject.module, x.clone().requires_grad_())[0].requires_grad:
-        raise Unchecked("it has no gradients")
+        raise Unchecked("the output has no gradients")
     _, _, whole_x = subject.backward(x)
     whole = {label: None if grad is None else grad.clone() for label, _, grad in subject.weights()}
     deferred, limit = WeightGrads(), subject.tolerance(subject.run(x)[0])
@@ -275,4 +276,4 @@ def _largest(errors: Tensor) -> tuple[float, tuple[int, ...]]:
 
 
 def _at(subject: Subject, row: tuple[int, ...], error: float) -> str:
-    return f" by {error:.1e} of its size at {subject.row_name(row)}" if error else ""
+    return f" by {error:.1e} (relative) at {subject.row_name(row)}" if error else ""

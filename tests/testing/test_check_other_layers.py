@@ -8,6 +8,8 @@ from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.testing import Report, check_attention, check_block, check_router
 from tests.support import broken_routers, broken_sequences, own_layers
 
+GRADIENTS = "parameters get gradients"
+
 
 def by_status(report: Report, status: str) -> list[str]:
     return [check.name for check in report.checks if check.status == status]
@@ -21,17 +23,17 @@ def assert_found(report: Report, law: str, words: str, file: str) -> None:
 
 @pytest.mark.parametrize("name,law,words", [
     ("OnlyIds", "weights and ids", "must return weights_TK and ids_TK: got Tensor"),
-    ("WeightsInBf16", "weights and ids", "must be in fp32 at least: got torch.bfloat16"),
+    ("WeightsInBf16", "weights and ids", "must be in fp32 or fp64: got torch.bfloat16"),
     ("IdsInInt32", "weights and ids", "ids must be int64: got torch.int32"),
     ("KeepsTheSequences", "weights and ids", "must both be [24, K]: got [4, 6, 2] and [4, 6, 2]"),
-    ("DividesByZero", "weights and ids", "is not finite"),
+    ("DividesByZero", "weights and ids", "is not finite, in torch.float64: [nan, nan]"),
     ("SkipsWithInfinity", "weights and ids", "The weight of id -1 must be finite, too"),
     ("CountsFromOne", "ids valid", "chooses expert 4: ids are global, from 0 to 3"),
     ("ChoosesTwice", "ids valid", "more than once"),
     ("HidesSkips", "ids valid", "ids are -1, but skips_choices is False"),
     ("DrawsExperts", "deterministic", "forward draws random numbers in eval mode"),
     ("BalancesInForward", "deterministic", "two calls with the same input differ"),
-    ("FixedWeights", "parameters get gradients", "score.weight gets no gradient, and 1 more, although"),
+    ("FixedWeights", GRADIENTS, "score.weight gets no gradient (like 1 other weight), although"),
     ("Straight", "gradients", "the gradient of the input is wrong"),
     ("KeepsAPlainTensor", "saved and loaded", "not in its state_dict()"),
 ], ids=lambda text: text if text.isidentifier() else "")  # fmt: skip
@@ -62,7 +64,7 @@ def test_routers_that_depend_on_other_tokens_get_a_warning():
     ("CountsTheLength", "generation", "with 3 new positions after 0"),
     ("ForgetsThePast", "generation", "with 1 new position after 3. Append the new keys"),
     ("IgnoresTheMask", "document mask", "the mask mask_B1SS is not used"),
-    ("NeverTrains", "parameters get gradients", "gate gets no gradient, although the result depends on it"),
+    ("NeverTrains", GRADIENTS, "gate gets no gradient, although the result depends on it"),
 ], ids=lambda text: text if text.isidentifier() else "")  # fmt: skip
 def test_each_mistake_of_attention_is_found(name, law, words):
     assert_found(check_attention(getattr(broken_sequences, name)), law, words, "broken_sequences.py")
@@ -79,7 +81,7 @@ def test_correct_attention_passes(attention, skipped):
 
 @pytest.mark.parametrize("name,law,words", [
     ("AddsTwiceInPlace", "input not written", "first at position 0 of sequence 0"),
-    ("CutsOffTheResidual", "parameters get gradients", "attention.qkv.weight gets no gradient, and 1 more, although"),
+    ("CutsOffTheResidual", GRADIENTS, "attention.qkv.weight gets no gradient (like 1 other weight), although"),
     ("KeepsItsAttention", "overlapped equals sequential", "overwrites them"),
 ], ids=lambda text: text if text.isidentifier() else "")  # fmt: skip
 def test_each_mistake_of_a_block_is_found(name, law, words):
