@@ -64,7 +64,8 @@ class MTP(Segmented):
 
     def __init__(self, config: ModelConfig, expert_parallel: ExpertParallel, options: StageOptions):
         super().__init__()
-        self.weight, self.total, self.count = config.mtp_weight, torch.zeros(()), 0
+        self.weight, self.count = config.mtp_weight, 0
+        self.total: Tensor | float = 0.0
         for i, layer in enumerate(config.mtp_blocks):
             self.add_module(str(i), MTPModule(config, layer, expert_parallel, options))
 
@@ -85,13 +86,13 @@ class MTP(Segmented):
 
     def weighted(self, *losses: Tensor) -> Tensor:
         mean = torch.stack(losses).mean()
-        self.total, self.count = self.total.to(mean.device) + mean.detach(), self.count + 1
+        self.total, self.count = self.total + mean.detach(), self.count + 1
         return self.weight * mean
 
     def take_loss(self) -> Tensor:
         """The mean loss of the micro-batches since the last call, in nats per token, without `mtp_weight`, or nan."""
-        mean = self.total / self.count if self.count else self.total.new_tensor(torch.nan)
-        self.total, self.count = torch.zeros_like(self.total), 0
+        mean = torch.as_tensor(self.total / self.count if self.count else torch.nan)
+        self.total, self.count = 0.0, 0
         return mean
 
     def check(self, labels_BS: Tensor) -> None:

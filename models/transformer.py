@@ -10,7 +10,7 @@ names and weights as the whole model.
 B sequences, S positions, D model dim, V vocabulary.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -44,6 +44,9 @@ class TransformerStage(Segmented):
 
     Raises ValueError for `mtp_layers` with `document_end_id`.
     """
+
+    companions: Mapping[str, str] = {}
+    """The texts of the files that came with the weights of a published model, by file name."""
 
     def __init__(
         self, config: ModelConfig, spec: StageSpec, expert_parallel: ExpertParallel | None = None,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from .lazy_exports import on_first_use
 
 if TYPE_CHECKING:
+    from .checkpoint.huggingface import from_pretrained, save_pretrained
     from .data import load_data
     from .inference import generate
     from .models import ModelConfig, build_model, preset
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Costs", "Executor", "ModelConfig", "OptimizerConfig", "Pipeline", "TrainConfig", "Trainer", "build_model",
-    "build_schedule", "generate", "join_world", "learning_rate", "load_data", "preset", "simulate", "train",
+    "build_schedule", "from_pretrained", "generate", "join_world", "learning_rate", "load_data", "preset",
+    "save_pretrained", "simulate", "train",
 ]  # fmt: skip
 __getattr__ = on_first_use(__name__)

@@ -16,6 +16,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -132,6 +133,23 @@ def load_checkpoint(checkpoint: Path, state: Mapping[str, Tensor], older: Mappin
     except dcp.CheckpointException as error:
         rank, (reason, _) = min(error.failures.items())
         raise ValueError(f"cannot load {checkpoint}: rank {rank}: {_reason(reason)}") from None
+
+
+def read_tensor(checkpoint: Path, metadata: dcp.Metadata, name: str) -> Tensor:
+    """Return one saved tensor. Reads nothing else, and is not collective.
+
+    Raises ValueError if there is none of this name, or if its file is damaged or has objects other than tensors.
+    """
+    entry = metadata.state_dict_metadata.get(name)
+    if not isinstance(entry, TensorStorageMetadata):
+        raise ValueError(f"{checkpoint} has no {printable(name)}")
+    tensor = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+    try:
+        dcp.load({name: tensor}, storage_reader=_Reader(checkpoint, metadata), no_dist=True)
+    except dcp.CheckpointException as error:
+        (reason, _), *_ = error.failures.values()
+        raise ValueError(f"cannot load {name} of {checkpoint}: {_reason(reason)}") from None
+    return tensor
 
 
 def check_on_all_ranks(fault: str, checksum: int, different: str) -> None:

@@ -51,13 +51,17 @@ class TensorWriter:
 
     tensors: dtype and shape of each, in the order in which they will be written.
     max_shard_size: bytes of tensors in a shard, or a text such as "5GB" or "512MiB". A larger tensor is alone.
-    files: the planned shards.
+    share: (rank, size): of `size` writers, this one writes the shards rank, rank + size, ... The first also writes the
+    index. files: the planned shards. own_files: those that this writer writes.
 
     Raises ValueError for dtypes that the format lacks. Methods raise OSError, with the name of the file, if it cannot
     be written; then incomplete files remain.
     """
 
-    def __init__(self, folder: Path, tensors: Mapping[str, TensorSpec], max_shard_size: int | str = "5GB"):
+    def __init__(
+        self, folder: Path, tensors: Mapping[str, TensorSpec], max_shard_size: int | str = "5GB",
+        share: tuple[int, int] = (0, 1),
+    ):  # fmt: skip
         if not tensors:
             raise ValueError(f"no tensors to write into {folder}")
         self.folder = folder
@@ -65,7 +69,10 @@ class TensorWriter:
         names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
         paths = [folder / name for name in (names if len(shards) > 1 else [SINGLE_FILE])]
         self.files: Sequence[PlannedFile] = [*map(PlannedFile.of, paths, shards)]
-        self._left = deque((file, name) for file in self.files for name in file.names)
+        rank, size = share
+        self.own_files = self.files[rank::size]
+        self._writes_index = rank == 0 and len(self.files) > 1
+        self._left = deque((file, name) for file in self.own_files for name in file.names)
         self._output: _SyncedFile | None = None
 
     def write(self, name: str, tensor: Tensor) -> None:
@@ -93,7 +100,7 @@ class TensorWriter:
         if self._left:
             names = [name for _, name in self._left]
             raise ValueError(f"{len(names):,} planned tensors were not written, the first is {quoted(names[0], 60)}")
-        if len(self.files) > 1:
+        if self._writes_index:
             total = sum(entry.nbytes for file in self.files for entry in file.entries.values())
             listed = {name: file.path.name for file in self.files for name in file.names}
             index = {"metadata": {"total_size": total}, "weight_map": listed}

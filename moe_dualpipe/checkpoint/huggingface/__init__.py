@@ -1,0 +1,17 @@
+"""Published models in and out: the format of Hugging Face, which transformers, vLLM and SGLang read.
+
+A table of architectures (architectures.py) maps config.json to `ModelConfig` (config.py), and published tensors to
+those of this model (tensors.py). Everything else reads and writes by these tables.
+"""
+
+from .architectures import ARCHITECTURES
+from .companions import companion_files, companions_of, read_companions
+from .config import read_config, write_config
+from .load import from_pretrained
+from .published import PublishedModel, read_config_file
+from .save import DTYPES, plan_checkpoint_export, save_pretrained
+
+__all__ = [
+    "ARCHITECTURES", "DTYPES", "PublishedModel", "companion_files", "companions_of", "from_pretrained",
+    "plan_checkpoint_export", "read_companions", "read_config", "read_config_file", "save_pretrained", "write_config",
+]  # fmt: skip

@@ -1,0 +1,130 @@
+"""The published architectures that this model can express: the keys of their config.json, and the names of tensors.
+
+Each architecture is a value of `Architecture`. config.py reads and writes config.json by it, and tensors.py maps the
+names of tensors. So a new architecture of the same kind is one more entry of the table.
+
+Sources: config.json and model code of the published models, and the model code of transformers 5.23.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+REQUIRED = object()
+"""The default of a key that config.json must have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A key of config.json, the option of `ModelConfig` with the same meaning, and its default in transformers.
+
+    also: another name of the key, which other versions of transformers write.
+    """
+
+    key: str
+    option: str
+    default: Any = REQUIRED
+    also: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """How one architecture is written in config.json and named in safetensors files.
+
+    options: options of `ModelConfig` that all its models have. keys: keys with a direct counterpart. fixed: keys with
+    the only value that this model can express, which is also their default.
+    """
+
+    model_type: str
+    class_name: str
+    options: Mapping[str, Any]
+    keys: tuple[Key, ...]
+    fixed: Mapping[str, Any]
+    dense: Literal["none", "first", "listed"] = "none"
+    """Where dense layers are: nowhere, the first ones (first_k_dense_replace), or anywhere (mlp_only_layers)."""
+    shared: Literal["none", "counted", "sized"] = "none"
+    """Shared experts: none, their number (n_shared_experts), or their total width."""
+    groups: Literal["none", "sum", "best"] = "none"
+    """Groups of experts: none, rated by their two best experts (DeepSeek-V3), or by their best one (DeepSeek-V2)."""
+    head_norms: bool = False
+    """Whether use_qk_norm selects a norm of each head of queries and keys."""
+    mtp: bool = False
+    """Whether modules of multi-token prediction (MTP) follow the last layer."""
+    interleaved: bool = False
+    """Whether a rotation pairs channels (2i, 2i + 1), as DeepSeek does, and not (i, i + C/2)."""
+    mlp: str = "mlp"
+    """The name of the part of a layer with the experts."""
+    matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """The names of the gate, up and down projections of an expert."""
+    shared_name: str = "shared_experts"
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Defaults in transformers of keys that config.py reads itself."""
+
+
+_COMMON = (
+    Key("vocab_size", "vocab_size"), Key("hidden_size", "hidden_size"), Key("num_hidden_layers", "num_layers"),
+    Key("num_attention_heads", "num_heads"), Key("num_experts_per_tok", "experts_per_token"),
+    Key("initializer_range", "init_std", 0.02), Key("tie_word_embeddings", "tied_embeddings", False),
+)  # fmt: skip
+_EXPERTS = Key("num_experts", "num_experts", also="num_local_experts")
+_NORMALIZE = Key("norm_topk_prob", "normalize_weights", False)
+_SIZES = Key("moe_intermediate_size", "expert_size"), Key("intermediate_size", "dense_size")
+_EPSILON_6, _EPSILON_5 = (Key("rms_norm_eps", "norm_eps", default) for default in (1e-6, 1e-5))
+_LATENT = (
+    Key("qk_nope_head_dim", "head_dim"), Key("qk_rope_head_dim", "rope_dim"), Key("v_head_dim", "value_dim"),
+    Key("kv_lora_rank", "kv_rank"),
+)  # fmt: skip
+_MLA = {"attention": "mla", "router_dtype": "float32"}
+_FIXED = {"hidden_act": "silu", "attention_dropout": 0.0}
+_DEEPSEEK = {**_FIXED, "attention_bias": False, "moe_layer_freq": 1}
+
+_ALL = (
+    Architecture(
+        "mixtral", "MixtralForCausalLM", {"num_shared_experts": 0, "num_dense_layers": 0},
+        (*_COMMON, _EPSILON_5, Key("num_local_experts", "num_experts", also="num_experts"),
+         Key("intermediate_size", "expert_size")),
+        {**_FIXED, "sliding_window": None, "router_jitter_noise": 0.0}, mlp="block_sparse_moe",
+        matrices=("w1", "w3", "w2"), defaults={"rope_theta": 1e6},
+    ),
+    Architecture(
+        "olmoe", "OlmoeForCausalLM", {"num_shared_experts": 0, "num_dense_layers": 0, "qk_norm": "full"},
+        (*_COMMON, _EPSILON_5, _NORMALIZE, _EXPERTS, Key("intermediate_size", "expert_size")),
+        {**_FIXED, "attention_bias": False, "clip_qkv": None},
+    ),
+    Architecture(
+        "qwen2_moe", "Qwen2MoeForCausalLM", {"shared_gate": True},
+        (*_COMMON, *_SIZES, _EPSILON_6, _NORMALIZE, _EXPERTS,
+         Key("qkv_bias", "qkv_bias", True)),
+        {**_FIXED, "use_sliding_window": False}, dense="listed", shared="sized", shared_name="shared_expert",
+    ),
+    Architecture(
+        "qwen3_moe", "Qwen3MoeForCausalLM", {"num_shared_experts": 0, "qk_norm": "head"},
+        (*_COMMON, *_SIZES, _EPSILON_6, _NORMALIZE, _EXPERTS),
+        {**_FIXED, "attention_bias": False, "use_sliding_window": False}, dense="listed",
+    ),
+    Architecture(
+        "deepseek_v2", "DeepseekV2ForCausalLM", {**_MLA, "normalize_weights": False},
+        (*_COMMON, *_SIZES, *_LATENT, _EPSILON_6, Key("n_routed_experts", "num_experts"),
+         Key("routed_scaling_factor", "routed_scale", 1.0)),
+        # transformers ignores norm_topk_prob here, and DeepSeek's own code does not: so only False is unambiguous.
+        {**_DEEPSEEK, "norm_topk_prob": False, "scoring_func": "softmax", "mlp_bias": False}, dense="first",
+        shared="counted", groups="best", interleaved=True,
+    ),
+    Architecture(
+        "deepseek_v3", "DeepseekV3ForCausalLM", {**_MLA, "router_score": "sigmoid", "router_bias": True},
+        (*_COMMON, *_SIZES, *_LATENT, _EPSILON_6, Key("norm_topk_prob", "normalize_weights", True),
+         Key("n_routed_experts", "num_experts"), Key("routed_scaling_factor", "routed_scale", 2.5)),
+        {**_DEEPSEEK, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}, dense="first", shared="counted",
+        groups="sum", mtp=True, interleaved=True,
+    ),
+    Architecture(
+        "glm4_moe", "Glm4MoeForCausalLM",
+        {"router_score": "sigmoid", "router_bias": True, "router_dtype": "float32"},
+        (*_COMMON, *_SIZES, _EPSILON_5, Key("norm_topk_prob", "normalize_weights", True),
+         Key("n_routed_experts", "num_experts"), Key("routed_scaling_factor", "routed_scale", 1.0),
+         Key("attention_bias", "qkv_bias", False), Key("partial_rotary_factor", "rotary_fraction", 0.5)),
+        _FIXED, dense="first", shared="counted", groups="sum", head_norms=True, mtp=True,
+    ),
+)  # fmt: skip
+ARCHITECTURES: Mapping[str, Architecture] = {one.model_type: one for one in _ALL}
+"""The architectures by `model_type`. A model is exported as the first one that fits."""

@@ -1,0 +1,66 @@
+"""The small files that accompany published weights: kept through a run, so that an export has them again.
+
+They hold what the model does not: how to format a chat, which tokens end a generation, the length of the context. A
+checkpoint has them in one file, published.json: file name -> text.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...messages import describe, printable, quoted
+from ...strict_json import parse, read_file
+
+COMPANIONS_FILE = "published.json"
+NAMES = (
+    "config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja",
+)  # fmt: skip
+LARGEST = 4 * 2**20  # bytes of one file; chat templates and lists of special tokens are much smaller
+
+
+def read_companions(folder: Path) -> dict[str, str]:
+    """The texts of the files of a published model, by file name. Raises ValueError for one that is not a text."""
+    found = {}
+    for name in NAMES:
+        path = folder / name
+        if not path.is_file():
+            continue
+        try:
+            if path.stat().st_size > LARGEST:
+                raise ValueError(f"it has more than {LARGEST:,} bytes")
+            found[name] = path.read_text("utf-8")
+            if path.suffix == ".json":
+                parse(found[name], allow_nan=True)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"cannot read {printable(path)}: {describe(error)}") from None
+    return found
+
+
+def companions_of(checkpoint: Path) -> dict[str, str]:
+    """The texts that `companion_files` put into a checkpoint; none if there are none. Raises ValueError."""
+    path = checkpoint / COMPANIONS_FILE
+    if not path.is_file():
+        return {}
+    try:
+        found = read_file(path)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"cannot read {printable(path)}: {describe(error)}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{printable(path)} must be an object: got {quoted(found, 60)}")
+    for name, text in found.items():
+        if name not in NAMES or not isinstance(text, str):
+            raise ValueError(f"{printable(path)} has {quoted(name, 60)}, which is not the text of a known file")
+    return found
+
+
+def companion_files(companions: Mapping[str, str]) -> dict[str, bytes]:
+    """The file that keeps `companions` in a checkpoint: file name -> content."""
+    return {COMPANIONS_FILE: json.dumps(companions).encode()} if companions else {}
+
+
+def published_config(companions: Mapping[str, str]) -> dict[str, Any]:
+    """The contents of config.json among `companions`; {} without one."""
+    config = parse(companions.get("config.json", "{}"), allow_nan=True)
+    return config if isinstance(config, dict) else {}

@@ -1,0 +1,278 @@
+"""Convert between config.json of a published model and `ModelConfig`.
+
+Whatever the model cannot express is refused by name: a value that were ignored would load a model that computes
+something else. Writing is checked by reading the result again, so one table serves both directions.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ...messages import printable, quoted
+from ...models import ModelConfig
+from ..model_options import check_types
+from .architectures import ARCHITECTURES, REQUIRED, Architecture
+
+_ONLY = {
+    "gqa": {"num_kv_heads", "qk_norm", "qkv_bias", "rotary_fraction"},
+    "mla": {"q_rank", "kv_rank", "rope_dim", "value_dim", "latent_norm_eps"},
+}
+"""Options that only one kind of attention has."""
+_OF_TRAINING = {"init_std", "sequence_loss", "z_loss", "mtp_weight", "router_dtype"}
+"""Options that config.json of a published model does not have, or that do not change what its weights mean."""
+_LENGTHS = "max_position_embeddings"
+
+
+def architecture_of(config: Mapping[str, Any]) -> Architecture:
+    """Raises ValueError for an architecture that is not supported."""
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
+        supported = ", ".join(ARCHITECTURES)
+        raise ValueError(f"model_type {quoted(kind, 60)} is not supported: supported are {supported}")
+    return ARCHITECTURES[kind]
+
+
+def read_config(config: Mapping[str, Any]) -> ModelConfig:
+    """The model that config.json describes. Raises ValueError for what this model cannot express."""
+    architecture = architecture_of(config)
+    options = {**architecture.options}
+    for key in architecture.keys:
+        value = config.get(key.key, config.get(key.also, key.default))
+        if key.also and value != config.get(key.also, value):
+            raise ValueError(f"{key.key} {quoted(value, 60)} contradicts {key.also} {quoted(config[key.also], 60)}")
+        if value is REQUIRED or value is None:
+            raise ValueError(f"it has no {key.key}")
+        options[key.option] = value
+    for key, only in architecture.fixed.items():
+        value = config.get(key, only)
+        if value != only:
+            raise ValueError(f"{key} {quoted(value, 60)} is not supported: only {quoted(only, 60)}")
+    _refuse_windows(config)
+    if architecture.options.get("attention") == "mla":
+        options["q_rank"] = config.get("q_lora_rank") or 0
+    else:
+        options |= _heads(config, options)
+    if architecture.head_norms:
+        options["qk_norm"] = "head" if config.get("use_qk_norm") else "none"
+    options |= _read_rope(config, architecture)
+    options |= _read_dense(config, architecture, options)
+    options |= _read_shared(config, architecture, options)
+    options |= _read_groups(config, architecture)
+    if architecture.mtp:
+        options["mtp_layers"] = _number(config, "num_nextn_predict_layers", 0)
+    check_types(options)
+    return ModelConfig(**options)
+
+
+def write_config(model: ModelConfig, architecture: Architecture) -> dict[str, Any]:
+    """config.json of a model. Raises ValueError, with the options, if the architecture cannot express it."""
+    if found := misfits(model, architecture):
+        raise ValueError(f"{architecture.model_type} cannot express {'; '.join(found)}")
+    return _written(model, architecture)
+
+
+def find_architecture(model: ModelConfig, wanted: str = "") -> Architecture:
+    """The architecture called `wanted`, or the first that can express the model. Raises ValueError if none can."""
+    if wanted:
+        return architecture_of({"model_type": wanted})
+    if model.own_layers:
+        field = model.own_layers[0]
+        raise ValueError(f"published architectures have no layers of your own: this model has {field} "
+                         f"{quoted(getattr(model, field), 60)}")  # fmt: skip
+    found = {name: misfits(model, architecture) for name, architecture in ARCHITECTURES.items()}
+    if fits := [name for name in found if not found[name]]:
+        return ARCHITECTURES[fits[0]]
+    nearest = min(found, key=lambda name: len(found[name]))
+    raise ValueError(
+        f"no published architecture can express this model; the nearest, {nearest}, cannot express "
+        f"{'; '.join(found[nearest])}"
+    )
+
+
+def misfits(model: ModelConfig, architecture: Architecture) -> list[str]:
+    """The options of `model` that `architecture` cannot express, one message each."""
+    try:
+        again = read_config(_written(model, architecture))
+    except ValueError as error:
+        return [str(error)]
+    return differences(again, model)
+
+
+def differences(published: ModelConfig, model: ModelConfig) -> list[str]:
+    """The options that change what the weights mean and differ, one message each."""
+    expected, got = (dataclasses.asdict(canonical(one)) for one in (published, model))
+    return [
+        f"{name} {quoted(got[name], 60)}, only {quoted(expected[name], 60)}"
+        for name in got
+        if name not in _OF_TRAINING and got[name] != expected[name]
+    ]
+
+
+def canonical(model: ModelConfig) -> ModelConfig:
+    """An equal model, with the same text for the same meaning, and defaults for options that have no effect."""
+    dense = [layer for layer in range(model.num_layers) if model.is_dense(layer)]
+    first = next((i for i, layer in enumerate([*dense, -1]) if layer != i), 0)
+    fields = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
+    unused = set().union(*(names for kind, names in _ONLY.items() if kind != model.attention))
+    unused |= {"group_score"} if model.expert_groups == model.top_groups else set()
+    unused |= {"expert_groups", "top_groups"} if model.expert_groups == model.top_groups else set()
+    unused |= {"dense_size"} if not dense else set()
+    if model.yarn_factor == 1:
+        unused |= {name for name in fields if name.startswith("yarn_")}
+    return dataclasses.replace(
+        model, **{name: fields[name] for name in unused}, num_dense_layers=first, dense_layers=tuple(dense[first:])
+    )
+
+
+# ---- Parts of config.json that need more than one key ----
+
+
+def _number(config: Mapping[str, Any], key: str, default: Any = None) -> int:
+    value = config.get(key)
+    value = default if value is None else value
+    if type(value) is not int or value < 0:
+        raise ValueError(f"it has no {key}" if value is None else f"{key} must be a whole number: got {quoted(value)}")
+    return value
+
+
+def _refuse_windows(config: Mapping[str, Any]) -> None:
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list) and (other := [kind for kind in kinds if kind != "full_attention"]):
+        raise ValueError(f"layer_types with {quoted(other[0], 60)} is not supported: only 'full_attention'")
+
+
+def _heads(config: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    heads = options["num_heads"]
+    if type(heads) is not int or heads < 1:
+        raise ValueError(f"num_attention_heads must be a positive whole number: got {quoted(heads)}")
+    width = config.get("head_dim")
+    if width is None:
+        width = _number(config, "hidden_size") // heads
+    return {"num_kv_heads": _number(config, "num_key_value_heads", heads), "head_dim": width}
+
+
+_YARN = (
+    ("factor", "yarn_factor", REQUIRED), ("original_max_position_embeddings", "yarn_positions", REQUIRED),
+    ("beta_fast", "yarn_beta_fast", 32.0), ("beta_slow", "yarn_beta_slow", 1.0), ("mscale", "yarn_mscale", 0.0),
+    ("mscale_all_dim", "yarn_mscale_all_dim", 0.0),
+)  # fmt: skip
+
+
+def _read_rope(config: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
+    """transformers 5 writes `rope_parameters`; older versions and published models `rope_theta` and `rope_scaling`."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise ValueError(f"rope_parameters must be an object: got {quoted(rope, 60)}")
+    theta = rope.get("rope_theta", config.get("rope_theta"))
+    options = {"rope_theta": architecture.defaults.get("rope_theta", 10_000.0) if theta is None else theta}
+    fraction = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if any(key.option == "rotary_fraction" for key in architecture.keys):
+        options |= {"rotary_fraction": fraction} if fraction is not None else {}
+    elif fraction not in (None, 1, 1.0):
+        raise ValueError(f"partial_rotary_factor {quoted(fraction, 60)} is not supported for {architecture.model_type}")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return options
+    if kind != "yarn":
+        raise ValueError(f"the rotary embedding {quoted(kind, 60)} is not supported: only 'default' and 'yarn'")
+    known = {key for key, _, _ in _YARN} | {"rope_type", "type", "rope_theta", "partial_rotary_factor", "truncate"}
+    if unknown := sorted(str(key) for key, value in rope.items() if key not in known and value is not None):
+        raise ValueError(f"{printable(unknown[0], 60)} of the rotary embedding 'yarn' is not supported")
+    if rope.get("truncate", True) is not True:
+        raise ValueError("truncate false of the rotary embedding 'yarn' is not supported")
+    for key, option, default in _YARN:
+        value = rope.get(key)
+        value = default if value is None else value
+        if value is REQUIRED:
+            raise ValueError(f"its rotary embedding 'yarn' has no {key}")
+        options[option] = value
+    return options
+
+
+def _read_dense(config: Mapping[str, Any], architecture: Architecture, options: Mapping[str, Any]) -> dict[str, Any]:
+    if architecture.dense == "none":
+        return {}
+    if architecture.dense == "first":
+        return {"num_dense_layers": _number(config, "first_k_dense_replace", 0)}
+    listed, step = config.get("mlp_only_layers") or [], _number(config, "decoder_sparse_step", 1)
+    layers = _number({"num_hidden_layers": options["num_layers"]}, "num_hidden_layers")
+    if not isinstance(listed, list) or any(type(layer) is not int or not 0 <= layer < layers for layer in listed):
+        raise ValueError(f"mlp_only_layers must be a list of layers from 0 to {layers - 1}: got {quoted(listed, 60)}")
+    if not 1 <= layers <= 10_000:
+        return {}
+    dense = {layer for layer in range(layers) if step == 0 or (layer + 1) % step} | {*listed}
+    return {"num_dense_layers": 0, "dense_layers": tuple(sorted(dense))}
+
+
+def _read_shared(config: Mapping[str, Any], architecture: Architecture, options: Mapping[str, Any]) -> dict[str, Any]:
+    if architecture.shared == "none":
+        return {}
+    if architecture.shared == "counted":
+        count = _number(config, "n_shared_experts")
+    else:
+        key, width = "shared_expert_intermediate_size", _number({"w": options["expert_size"]}, "w")
+        total = _number(config, key)
+        if not width or total % width:
+            raise ValueError(f"{key} must be a multiple of moe_intermediate_size: got {total} and {width}")
+        count = total // width
+    if count < 1:
+        raise ValueError(f"{architecture.model_type} without shared experts is not supported")
+    return {"num_shared_experts": count}
+
+
+def _read_groups(config: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
+    if architecture.groups == "none":
+        return {}
+    if architecture.groups == "best":
+        method = config.get("topk_method") or "greedy"
+        if method == "greedy":
+            return {}
+        if method != "group_limited_greedy":
+            raise ValueError(f"topk_method {quoted(method, 60)} is not supported for {architecture.model_type}")
+    groups, top = (_number(config, key, 1) for key in ("n_group", "topk_group"))
+    return {"expert_groups": groups, "top_groups": top, "group_score": _SCORES[architecture.groups]}
+
+
+_SCORES = {"sum": "best_two", "best": "best"}
+
+
+def _written(model: ModelConfig, architecture: Architecture) -> dict[str, Any]:
+    """config.json with all that the architecture can say about `model`."""
+    model = canonical(model)
+    config: dict[str, Any] = {"architectures": [architecture.class_name], "model_type": architecture.model_type}
+    config |= {key.key: getattr(model, key.option) for key in architecture.keys}
+    config |= architecture.fixed
+    if model.attention == "mla":
+        config |= {"q_lora_rank": model.q_rank or None, "num_key_value_heads": model.num_heads}
+    else:
+        config |= {"num_key_value_heads": model.num_kv_heads, "head_dim": model.head_dim}
+    config |= {"rope_theta": model.rope_theta, "rope_scaling": None, _LENGTHS: model.yarn_positions}
+    if model.yarn_factor > 1:
+        yarn = {key: getattr(model, option) for key, option, _ in _YARN}
+        optional = ("mscale", "mscale_all_dim")
+        yarn = {key: value for key, value in yarn.items() if value or key not in optional}
+        config["rope_scaling"] = {"type": "yarn", "rope_type": "yarn", **yarn}
+        config[_LENGTHS] = round(model.yarn_positions * model.yarn_factor)
+    config |= _WRITE_DENSE[architecture.dense](model)
+    if architecture.shared == "counted":
+        config["n_shared_experts"] = model.num_shared_experts
+    if architecture.shared == "sized":
+        config["shared_expert_intermediate_size"] = model.num_shared_experts * model.expert_size
+    if architecture.groups != "none":
+        config |= {"n_group": model.expert_groups, "topk_group": model.top_groups}
+    if architecture.groups == "best":
+        config["topk_method"] = "group_limited_greedy" if model.top_groups < model.expert_groups else "greedy"
+    if architecture.head_norms:
+        config["use_qk_norm"] = model.qk_norm == "head"
+    if architecture.mtp:
+        config["num_nextn_predict_layers"] = model.mtp_layers
+    return config
+
+
+_WRITE_DENSE: Mapping[str, Callable[[ModelConfig], dict[str, Any]]] = {
+    "none": lambda _: {},
+    "first": lambda model: {"first_k_dense_replace": model.num_dense_layers},
+    "listed": lambda model: {
+        "mlp_only_layers": [*range(model.num_dense_layers), *model.dense_layers], "decoder_sparse_step": 1,
+    },
+}  # fmt: skip

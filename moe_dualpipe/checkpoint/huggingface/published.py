@@ -1,0 +1,189 @@
+"""A folder with the weights of a published model: read any tensor of this model from it.
+
+The folder is checked as a whole before the first tensor is read: every tensor of the model must be in it, with the
+right shape, and every tensor in it must belong to the model. So experts are never dropped silently.
+"""
+
+import dataclasses
+import zlib
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...messages import describe, printable, quoted
+from ...models import ModelConfig
+from ...strict_json import read_file
+from ..partial import group_names
+from ..tensor_folder import TensorFolder
+from .architectures import Architecture
+from .config import architecture_of, differences, read_config
+from .fp8 import BLOCK, dequantize
+from .tensors import EMBEDDING, HEAD, Layout, Part, Target, published_shapes
+
+CONFIG_FILE = "config.json"
+_SCALE = "_scale_inv"
+_DERIVED = ".rotary_emb.inv_freq"  # tables of angles, which old versions of transformers saved
+_PIECE = 2**24  # numbers that are compared at a time
+
+
+class PublishedModel:
+    """A folder with config.json and safetensors files, as transformers, vLLM and SGLang read it.
+
+    config: the model. architecture: its entry in the table of architectures. source: the contents of config.json.
+    dtype: of the weights; bfloat16 for weights in fp8, which are expanded.
+
+    Raises ValueError, in one line, if a file is invalid, if the model is not supported, and if the tensors do not fit
+    the model: the message lists what is missing and what is left over.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.source = read_config_file(folder)
+        try:
+            self.architecture: Architecture = architecture_of(self.source)
+            config = read_config(self.source)
+            self._fp8 = _is_fp8(self.source.get("quantization_config"))
+        except ValueError as error:
+            raise ValueError(f"{printable(folder / CONFIG_FILE)}: {error}") from None
+        self._tensors = TensorFolder(folder)
+        self.layout = self._layout(config)
+        self.config: ModelConfig = self.layout.model
+        self._check()
+        stored = self._tensors.entries[EMBEDDING].dtype
+        self.dtype = stored if stored.itemsize > 1 else torch.bfloat16
+
+    @cached_property
+    def targets(self) -> Mapping[str, Target]:
+        """The tensors of the model that the folder has, by global name."""
+        return {target.name: target for target in self.layout.targets()}
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor of the model, by global name."""
+        return {name: target.shape for name, target in self.targets.items()}
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensors that were read so far."""
+        return self._tensors.bytes_read
+
+    @property
+    def checksum(self) -> int:
+        """A checksum of config.json and of all headers, to tell folders apart; not of the weights."""
+        described = [(name, str(e.dtype), e.shape, e.start) for name, e in sorted(self._tensors.entries.items())]
+        return zlib.crc32(repr((sorted(self.source.items()), described)).encode())
+
+    @torch.no_grad()
+    def read_into(self, name: str, tensor: Tensor) -> None:
+        """Read a tensor of the model, by global name, into `tensor`, which has its shape. Reads nothing else."""
+        first = 0
+        for part in self.targets[name].parts:
+            rows = part.shape[0]
+            tensor[first : first + rows].copy_(part.from_published(self._read(part, tensor.dtype)))
+            first += rows
+
+    def check_copies(self) -> None:
+        """Raise ValueError unless tensors that repeat another one are equal to it. Reads them."""
+        for name, original in self._copies.items():
+            if not self._equal(name, original):
+                raise ValueError(
+                    f"{printable(self.folder)}: {name} differs from {original}, but this model has one tensor for both"
+                )
+
+    def differences(self, model: ModelConfig) -> list[str]:
+        """The options in which `model` differs from that of the folder. Its MTP modules may be left out."""
+        if model.mtp_layers == 0:
+            return [text for text in differences(self.config, model) if not text.startswith("mtp_layers")]
+        return differences(self.config, model)
+
+    def _layout(self, config: ModelConfig) -> Layout:
+        """The layout of this folder, without MTP if their tensors are missing: transformers does not write them."""
+        names = self._tensors.entries.keys()
+        if config.mtp_blocks and f"model.layers.{config.num_layers}.eh_proj.weight" not in names:
+            config = dataclasses.replace(config, mtp_layers=0)
+        stacked = any(name.endswith(".mlp.experts.gate_up_proj") for name in names)
+        interleaved = self.architecture.interleaved and self.source.get("rope_interleave") is not False
+        return Layout(config, self.architecture, stacked, interleaved)
+
+    def _check(self) -> None:
+        """Raise ValueError unless the tensors of the folder are those of the model."""
+        shapes, entries = published_shapes(self.layout), self._tensors.entries
+        copies = {name: shapes[original] for name, original in self._copies.items()}
+        where = printable(self.folder)
+        if missing := shapes.keys() - entries.keys():
+            raise ValueError(
+                f"{where} lacks tensors of the model that its config.json describes: {group_names(missing)}"
+            )
+        scales = {}
+        for name, shape in {**shapes, **copies}.items():
+            if (found := entries[name]).shape != shape:
+                what = f"{printable(name, 100)} has shape {[*found.shape]}"
+                raise ValueError(f"{where}: {what}, but by config.json it must have {[*shape]}")
+            if found.dtype.itemsize == 1:
+                scales[f"{name}{_SCALE}"] = tuple(-(-size // BLOCK) for size in shape)
+            elif not found.dtype.is_floating_point:
+                raise ValueError(f"{where}: {printable(name, 100)} has dtype {found.dtype}, which is not for weights")
+        for name, shape in scales.items():
+            weight = entries[name.removesuffix(_SCALE)]
+            if not self._fp8 or weight.dtype != torch.float8_e4m3fn:
+                raise ValueError(
+                    f"{where}: {printable(name.removesuffix(_SCALE), 100)} has dtype {weight.dtype}, which needs "
+                    "a quantization_config of 'fp8' in config.json"
+                )
+            if name not in entries or entries[name].shape != shape or entries[name].dtype != torch.float32:
+                raise ValueError(
+                    f"{where}: {printable(name, 100)} must be float32 {[*shape]}, one scale for each block"
+                )
+        known = shapes.keys() | copies.keys() | scales.keys()
+        if extra := {name for name in entries.keys() - known if not name.endswith(_DERIVED)}:
+            raise ValueError(
+                f"{where} has tensors that the model of its config.json does not have: {group_names(extra)}"
+            )
+
+    @property
+    def _copies(self) -> dict[str, str]:
+        """The tensors of the folder that repeat another one, and which one."""
+        tied = {HEAD: EMBEDDING} if self.config.tied_embeddings else {}
+        return {name: one for name, one in {**tied, **self.layout.copies()}.items() if name in self._tensors.entries}
+
+    def _read(self, part: Part, dtype: torch.dtype) -> Tensor:
+        tensor = self._tensors.read(part.name, part.index)
+        if tensor.dtype.itemsize > 1:
+            return tensor
+        return dequantize(tensor, self._tensors.read(f"{part.name}{_SCALE}", part.index), dtype)
+
+    def _equal(self, name: str, original: str) -> bool:
+        first, second = (self._tensors.read(one).flatten() for one in (name, original))
+        return all(map(torch.equal, first.split(_PIECE), second.split(_PIECE)))
+
+
+def read_config_file(folder: Path) -> dict[str, Any]:
+    """The contents of config.json. Raises ValueError if it cannot be read or is not an object."""
+    path = folder / CONFIG_FILE
+    try:
+        config = read_file(path)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"cannot read {printable(path)}: {describe(error)}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{printable(path)} must be an object: got {quoted(config, 60)}")
+    return config
+
+
+def _is_fp8(quantization: Any) -> bool:
+    """Whether matrices are in fp8, as DeepSeek publishes them. Raises ValueError for other quantizations."""
+    if quantization is None:
+        return False
+    wanted = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
+    if isinstance(quantization, Mapping):
+        wrong = [key for key, value in wanted.items() if quantization.get(key, "e4m3") != value]
+        if not wrong:
+            return True
+        key = wrong[0]
+        raise ValueError(
+            f"quantization_config with {key} {quoted(quantization.get(key), 60)} is not supported: only {wanted[key]!r}"
+        )
+    raise ValueError(f"quantization_config must be an object: got {quoted(quantization, 60)}")

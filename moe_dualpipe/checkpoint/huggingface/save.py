@@ -1,0 +1,206 @@
+"""Write a model, or a checkpoint of any parallel layout, in the format that transformers, vLLM and SGLang read.
+
+Tensors are written one at a time, in the order of the layers: the memory needed is that of the largest tensor a few
+times, however large the model is. Several ranks divide the shards among themselves. The folder gets its name when all
+of it is on disk.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from ...data.tokenizer import TOKENIZER_FILE
+from ...messages import plural, printable
+from ...models import ModelConfig, TransformerStage
+from ...runtime.shared_errors import gather_objects
+from ..atomic_folder import new_folder
+from ..load import read_tensor
+from ..manifest import read_manifest, read_tensor_metadata
+from ..model_options import model_config
+from ..tensor_writer import TensorWriter
+from ..weights import global_weights
+from .architectures import ARCHITECTURES
+from .companions import companions_of, published_config
+from .config import find_architecture, write_config
+from .published import CONFIG_FILE
+from .tensors import Layout, published_shapes
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_REPLACED = {"quantization_config", "rope_parameters", "auto_map", "transformers_version", "torch_dtype", "dtype"}
+"""Keys of the config.json from which a run started that do not hold for what is written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """A planned export. read: returns a tensor of the model, by global name, in any dtype.
+
+    companions: texts of other files, by name. tokenizer: the path of tokenizer.json, or None.
+    """
+
+    layout: Layout
+    dtype: torch.dtype
+    read: Callable[[str], Tensor]
+    shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    config: Mapping[str, Any]
+    companions: Mapping[str, str]
+    tokenizer: Path | None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(dtype.itemsize * torch.Size(shape).numel() for dtype, shape in self.shapes.values())
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that tensors need at a time: the largest in fp32, as stored and as read."""
+        return 2 * 4 * max(torch.Size(target.shape).numel() for target in self.layout.targets())
+
+    def write(self, folder: Path, max_shard_size: int | str = "5GB") -> None:
+        """Write the files into the new folder `folder`. Collective: ranks write different shards.
+
+        Raises ValueError on all ranks if `folder` exists or a tensor cannot be read, and OSError if it cannot be
+        written; then nothing is left of it.
+        """
+        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        _raise_first(f"{printable(folder)} already exists: choose another folder" if os.path.lexists(folder) else "")
+        unfinished = folder.with_name(f".{folder.name}.unfinished")
+        with new_folder(folder) if rank == 0 else nullcontext():
+            gather_objects(None)  # the folder exists
+            fault: Exception | None = None
+            try:
+                self._write_share(unfinished, max_shard_size, (rank, size))
+            except (ValueError, OSError) as error:
+                fault = error
+            _raise_first(str(fault or ""), type(fault) if fault else ValueError)
+        gather_objects(None)  # it has its name
+
+    def _write_share(self, folder: Path, max_shard_size: int | str, share: tuple[int, int]) -> None:
+        writer = TensorWriter(folder, self.shapes, max_shard_size, share)
+        wanted = {name for file in writer.own_files for name in file.names}
+        for target in self.layout.targets():
+            parts = [part for part in target.parts if part.name in wanted]
+            tensor = self.read(target.name) if parts else torch.empty(0)
+            ends = dict(zip(target.parts, _ends([part.shape[0] for part in target.parts]), strict=True))
+            for part in parts:
+                rows = tensor[ends[part] - part.shape[0] : ends[part]].to(self.shapes[part.name][0])
+                writer.write(part.name, part.to_published(rows))
+        ours = {part.name: target.name for target in self.layout.targets() for part in target.parts}
+        for name, original in self.layout.copies().items():
+            if name in wanted:
+                writer.write(name, self.read(ours[original]).to(self.dtype))
+        writer.close()
+        if share[0] == 0:
+            self._write_companions(folder)
+
+    def _write_companions(self, folder: Path) -> None:
+        (folder / CONFIG_FILE).write_text(json.dumps(self.config, indent=2) + "\n")
+        for name, text in self.companions.items():
+            if name != CONFIG_FILE:
+                (folder / name).write_text(text, "utf-8")
+        if self.tokenizer is not None:
+            shutil.copyfile(self.tokenizer, folder / TOKENIZER_FILE)
+
+
+def _ends(sizes: list[int]) -> list[int]:
+    return [sum(sizes[: i + 1]) for i in range(len(sizes))]
+
+
+def _raise_first(fault: str, kind: type[Exception] = ValueError) -> None:
+    """Raise the first error of any rank on all ranks. Collective."""
+    if faults := [found for found in gather_objects((fault, kind)) if found[0]]:
+        message, first = faults[0]
+        raise (OSError if issubclass(first, OSError) else ValueError)(message)
+
+
+def plan_export(
+    model: ModelConfig, read: Callable[[str], Tensor], *, dtype: torch.dtype | None = None, architecture: str = "",
+    companions: Mapping[str, str] | None = None, tokenizer: Path | None = None,
+) -> Export:  # fmt: skip
+    """Plan to write a model whose tensors `read` returns.
+
+    dtype: None: that of `companions`, the files of the model from which a run started, or float32. architecture: ""
+    is that of `companions`, if it fits, or the first that fits.
+
+    Raises ValueError if no published architecture can express the model.
+    """
+    companions = companions or {}
+    source = published_config(companions)
+    if not architecture and source.get("model_type") in ARCHITECTURES:
+        architecture = source["model_type"]
+    found = find_architecture(model, architecture)
+    config = write_config(model, found)
+    if source.get("model_type") == found.model_type:
+        config = {**{key: value for key, value in source.items() if key not in _REPLACED}, **config}
+        config["max_position_embeddings"] = source.get("max_position_embeddings", config["max_position_embeddings"])
+    stored = DTYPES.get(str(source.get("torch_dtype") or source.get("dtype") or ""))
+    dtype = dtype or stored or torch.float32
+    config["torch_dtype"] = next(name for name, value in DTYPES.items() if value == dtype)
+    interleaved = found.interleaved and config.get("rope_interleave") is not False
+    layout = Layout(model, found, interleaved=interleaved)
+    shapes = published_shapes(layout)
+    shapes |= {name: shapes[original] for name, original in layout.copies().items()}
+    planned = {
+        name: (torch.float32 if name.endswith("e_score_correction_bias") else dtype, shape)
+        for name, shape in shapes.items()
+    }
+    return Export(layout, dtype, read, planned, config, companions, tokenizer)
+
+
+def save_pretrained(
+    model: TransformerStage, folder: str | os.PathLike[str], max_shard_size: int | str = "5GB",
+    dtype: torch.dtype | None = None, architecture: str = "",
+) -> None:  # fmt: skip
+    """Write a whole model into the new folder `folder`: config.json, safetensors files, and the files it came with.
+
+    dtype: of the written weights; None: that of the model. architecture: a `model_type` such as "mixtral"; "": that of
+    the folder from which the model was loaded, or the first that fits.
+
+    Raises ValueError if no published architecture can express the model, or if `folder` exists, and OSError if it
+    cannot be written; then nothing is left of it.
+    """
+    weights = global_weights(model)
+    missing = [part for part in ("embedding", "head") if not getattr(model.spec, part)]
+    if missing or len(model.spec.layers) < model.config.num_layers:
+        raise ValueError(
+            "save_pretrained needs a whole model: this is one pipeline stage; export a checkpoint of the run"
+        )
+    dtype = dtype or next(model.parameters()).dtype
+    companions: Any = getattr(model, "companions", {})
+    plan = plan_export(model.config, lambda name: weights[name].detach().cpu(), dtype=dtype, architecture=architecture,
+                       companions=companions)  # fmt: skip
+    plan.write(Path(folder), max_shard_size)
+
+
+def plan_checkpoint_export(checkpoint: Path, dtype: torch.dtype | None = None, architecture: str = "") -> Export:
+    """Plan to write the weights of a checkpoint, with its tokenizer and the files of the model that it started from.
+
+    Raises ValueError if the checkpoint is unreadable, or if no published architecture can express its model.
+    """
+    try:
+        model = model_config(read_manifest(checkpoint).model)
+    except ValueError as error:
+        raise ValueError(f"cannot read the model of {printable(checkpoint)}: {printable(error)}") from None
+    metadata = read_tensor_metadata(checkpoint)
+    tokenizer = checkpoint / TOKENIZER_FILE
+    plan = plan_export(
+        model, lambda name: read_tensor(checkpoint, metadata, f"model.{name}"), dtype=dtype, architecture=architecture,
+        companions=companions_of(checkpoint), tokenizer=tokenizer if tokenizer.is_file() else None,
+    )  # fmt: skip
+    saved = {n: t for n, t in metadata.state_dict_metadata.items() if isinstance(t, TensorStorageMetadata)}
+    targets = {f"model.{target.name}": target.shape for target in plan.layout.targets()}
+    problems = [name for name, shape in targets.items() if name not in saved or tuple(saved[name].size) != shape]
+    problems += [name for name in saved if name.startswith("model.") and name not in targets]
+    if problems:
+        more = f", and {plural(len(problems) - 1, 'more tensor')}" if len(problems) > 1 else ""
+        raise ValueError(f"{printable(checkpoint)}: {printable(problems[0])} does not fit its model{more}")
+    return plan

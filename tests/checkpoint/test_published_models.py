@@ -1,0 +1,85 @@
+"""Compares imported models with transformers, and exported models with what was imported."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
+
+from moe_dualpipe.checkpoint.huggingface import PublishedModel, from_pretrained, save_pretrained
+from moe_dualpipe.checkpoint.huggingface.tensors import Layout
+from moe_dualpipe.expert_parallel.parameters import expert_ids, global_tensors
+from tests.support.published import CONFIGS, exact, random_model, save, transformers_model
+
+TOKENS_BS = torch.randint(37, (2, 19), generator=torch.Generator().manual_seed(0))
+BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-10}
+"""The largest difference, in units of the largest number, for each dtype."""
+
+
+def assert_near(ours: torch.Tensor, theirs: torch.Tensor, name: str = "") -> None:
+    difference = (ours - theirs).abs().max() / theirs.abs().max()
+    assert difference < BOUNDS[theirs.dtype], (name, difference)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_and_gradients_equal_those_of_transformers(name, dtype, tmp_path):
+    with exact(dtype):
+        theirs = random_model(name, dtype=dtype)
+        their_logits = theirs(TOKENS_BS).logits
+    ours = from_pretrained(save(theirs, tmp_path / "saved"))
+    logits = [their_logits, ours.logits(ours(TOKENS_BS))]
+    for each in logits:
+        F.cross_entropy(each.flatten(0, 1), TOKENS_BS.roll(-1, 1).flatten()).backward()
+    assert_near(logits[1], logits[0])
+    published, ids = PublishedModel(tmp_path / "saved"), expert_ids(ours)
+    layout = Layout(published.config, published.architecture, True, published.layout.interleaved)
+    targets = {target.name: target for target in layout.targets()}
+    expected, compared = dict(theirs.named_parameters()), 0
+    for name_here, parameter in ours.named_parameters():
+        for global_name, grad in global_tensors(name_here, parameter.grad, ids.get(name_here)):
+            parts = []
+            for part in targets[global_name].parts:
+                their_grad = expected[part.name].grad
+                parts.append(part.from_published(their_grad if part.index is None else their_grad[part.index]))
+            scale = max(part.abs().max() for part in parts)
+            if scale > 0:  # an expert without tokens has no gradient
+                assert_near(grad, torch.cat(parts), global_name)
+                compared += 1
+    assert compared > 20
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_an_export_has_the_same_tensors_as_the_import(name, dtype, tmp_path):
+    theirs = random_model(name, dtype=dtype)
+    save(theirs, tmp_path / "saved")
+    save_pretrained(from_pretrained(tmp_path / "saved"), tmp_path / "again")
+    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("saved", "again"))
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        assert after[key].dtype == tensor.dtype, key
+        assert torch.equal(after[key], tensor), key
+    with torch.no_grad():
+        assert torch.equal(transformers_model(tmp_path / "again", dtype)(TOKENS_BS).logits, theirs(TOKENS_BS).logits)
+
+
+def test_experts_may_be_stacked_on_disk(tmp_path):
+    theirs = random_model("mixtral")
+    save(theirs, tmp_path / "stacked", save_original_format=False)
+    assert any("gate_up_proj" in key for key in load_file(tmp_path / "stacked" / "model.safetensors"))
+    save(theirs, tmp_path / "single")
+    stacked, single = (from_pretrained(tmp_path / folder).state_dict() for folder in ("stacked", "single"))
+    assert all(torch.equal(stacked[key], single[key]) for key in single)
+
+
+def test_shards_are_read_and_written(tmp_path: Path):
+    theirs = random_model("deepseek_v3")
+    save(theirs, tmp_path / "shards", max_shard_size="20KB")
+    assert len([*(tmp_path / "shards").glob("*.safetensors")]) > 3
+    model = from_pretrained(tmp_path / "shards")
+    save_pretrained(model, tmp_path / "again", max_shard_size="20KB")
+    assert len([*(tmp_path / "again").glob("*.safetensors")]) > 3
+    again = from_pretrained(tmp_path / "again")
+    assert all(torch.equal(tensor, again.state_dict()[key]) for key, tensor in model.state_dict().items())

@@ -1,0 +1,106 @@
+"""Small random models of transformers, of every architecture that can be imported, with awkward sizes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+
+transformers.utils.logging.disable_progress_bar()
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 37, "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 3, "num_experts_per_tok": 2,
+    "initializer_range": 0.3, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None,
+    "pad_token_id": None, "attn_implementation": "sdpa", "experts_implementation": "eager",
+}  # fmt: skip
+_MLA = {
+    "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "kv_lora_rank": 6, "num_key_value_heads": 3,
+    "moe_intermediate_size": 9, "intermediate_size": 13, "first_k_dense_replace": 1,
+}  # fmt: skip
+_YARN = {
+    "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4,
+    "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": 0.9,
+}  # fmt: skip
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "intermediate_size": 11, "num_key_value_heads": 1}),
+    "olmoe": ("Olmoe", {"num_experts": 5, "intermediate_size": 11, "num_key_value_heads": 3, "rms_norm_eps": 1e-3}),
+    "qwen2_moe": ("Qwen2Moe", {
+        "num_experts": 5, "moe_intermediate_size": 7, "shared_expert_intermediate_size": 14, "intermediate_size": 13,
+        "num_key_value_heads": 1, "mlp_only_layers": [1], "tie_word_embeddings": True,
+    }),
+    "qwen3_moe": ("Qwen3Moe", {
+        "num_experts": 6, "moe_intermediate_size": 7, "intermediate_size": 13, "num_key_value_heads": 1,
+        "head_dim": 10, "decoder_sparse_step": 2, "norm_topk_prob": True,
+    }),
+    "qwen3_moe yarn": ("Qwen3Moe", {
+        "num_experts": 6, "moe_intermediate_size": 7, "intermediate_size": 13, "num_key_value_heads": 3,
+        "head_dim": 10, "norm_topk_prob": True, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16,
+        },
+    }),
+    "deepseek_v2": ("DeepseekV2", {
+        **_MLA, "q_lora_rank": 8, "n_routed_experts": 8, "n_shared_experts": 2, "n_group": 4, "topk_group": 2,
+        "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.7, "rms_norm_eps": 1e-3,
+    }),
+    "deepseek_v2 lite": ("DeepseekV2", {
+        **_MLA, "q_lora_rank": None, "n_routed_experts": 5, "n_shared_experts": 1, "rope_parameters": _YARN,
+    }),
+    "deepseek_v3": ("DeepseekV3", {
+        **_MLA, "q_lora_rank": 8, "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 4, "topk_group": 2,
+        "rope_parameters": _YARN, "rms_norm_eps": 1e-3,
+    }),
+    "deepseek_v3 without q latent": ("DeepseekV3", {
+        **_MLA, "q_lora_rank": None, "n_routed_experts": 8, "n_shared_experts": 2, "n_group": 1, "topk_group": 1,
+        "rope_interleave": False, "norm_topk_prob": False,
+    }),
+    "glm4_moe": ("Glm4Moe", {
+        "moe_intermediate_size": 7, "intermediate_size": 13, "num_key_value_heads": 1, "head_dim": 8,
+        "n_routed_experts": 6, "n_shared_experts": 1, "use_qk_norm": True, "attention_bias": True,
+        "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
+    }),
+}  # fmt: skip
+
+
+def random_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+    """A random model of transformers whose parameters are all different from their initial zeros and ones."""
+    kind, options = CONFIGS[name]
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{kind}Config")(**{**_COMMON, **options})
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).to(dtype).eval()
+    with torch.no_grad():
+        for parameter in (*model.parameters(), *model.buffers()):
+            if parameter.ndim == 1 and parameter.is_floating_point():
+                parameter += 0.3 * torch.randn_like(parameter)
+    for module in model.modules():  # published in fp32
+        if (bias := getattr(module, "e_score_correction_bias", None)) is not None:
+            module.e_score_correction_bias = bias.float()
+    model.model.rotary_emb.__init__(config=model.config)  # its tables have changed, too
+    return model
+
+
+def save(model: Any, folder: Path, **options: Any) -> Path:
+    model.save_pretrained(folder, **options)
+    return folder
+
+
+def transformers_model(folder: Path, dtype: torch.dtype) -> Any:
+    """Load a folder with transformers."""
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    return load(folder, dtype=dtype, experts_implementation="eager", attn_implementation="sdpa").eval()
+
+
+@contextmanager
+def exact(dtype: torch.dtype) -> Iterator[None]:
+    """In this context, models of transformers in fp64 compute all in fp64, also what they compute in fp32 otherwise."""
+    if dtype != torch.float64:
+        yield
+        return
+    with (
+        mock.patch.object(torch, "float", torch.float64),
+        mock.patch.object(torch, "float32", torch.float64),
+        mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
+    ):
+        yield
