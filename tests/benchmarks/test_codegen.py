@@ -1,6 +1,6 @@
 """Compiles the kernels with the shipped tile sizes for GPUs that this machine need not have.
 
-All sizes are compiled for sm_90 only. The other GPUs compile the tuned sizes; `make codegen` compiles everything.
+All GPUs compile the tuned sizes, and sm_90 also matrix products of other sizes; `make codegen` compiles everything.
 """
 
 import os
@@ -22,7 +22,7 @@ def codegen(*arguments):
 @pytest.fixture(scope="module")
 def compiled():
     """The output for all GPUs; one process imports Triton for all of them."""
-    done = codegen("--dtype", "bf16", "--brief", "sm_80", "sm_100", "gfx942")
+    done = codegen("--dtype", "bf16", "--brief", "sm_80", "sm_90", "sm_100", "gfx942")
     assert done.returncode == 0, done.stdout + done.stderr
     assert " 0 failed" in done.stdout
     return [line.split() for line in done.stdout.splitlines()]
@@ -35,7 +35,6 @@ def test_every_kernel_compiles_without_spills_and_warnings(compiled, arch):
     assert {"swiglu_up", "swiglu_down_backward", "rows_times_weights", "weight_gradients"} <= lines
     assert {"top_k_experts", "top_k_experts_backward", "count", "scatter", "tile_table"} <= lines
     assert {"sum_rows", "gather_rows", "dot_rows", "sum_partials", "paced_copy"} <= lines
-    assert any(words[3] == "1001x203" for words in compiled if words[1] == arch) == (arch == "sm_90")
 
 
 DESCRIBED = """
@@ -51,6 +50,7 @@ for d, f, aligned in ((1000, 200, True), (1001, 203, False)):
     matmuls = [describe(built, "sm_90", "bf16", "") for built in matmuls]
     assert len(matmuls) == 5
     assert all(c.matrix and c.tma == aligned for c in matmuls)
+    assert not [problem for built in compiled for problem in describe(built, "sm_90", "bf16", "").problems()]
 
 def find_problems(config):
     a, w = torch.empty(8, 256, dtype=torch.bfloat16), torch.empty(2, 512, 256, dtype=torch.bfloat16)

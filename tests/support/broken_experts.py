@@ -1,4 +1,7 @@
-"""Expert layers that train without a word, or fail late, each with one mistake. `GELUExperts` is correct."""
+"""Expert layers that train without a word, or fail late, each with one mistake.
+
+`GELUExperts` and `SharesAScale` are correct.
+"""
 
 import torch
 from torch import nn
@@ -21,10 +24,28 @@ class GELUExperts(nn.Module):
         return F.linear(F.gelu(F.linear(rows, self.up[e])), self.down[e])
 
 
+class SharesAScale(GELUExperts):
+    """Correct: all experts of a rank share the scale."""
+
+    def __init__(self, config, num_local_experts):
+        super().__init__(config, num_local_experts)
+        self.scale = nn.Parameter(torch.ones(config.hidden_size))
+
+    def expert(self, e, rows):
+        return super().expert(e, rows * self.scale)
+
+
 class OnlyManyExperts(GELUExperts):
     def __init__(self, config, num_local_experts):
         if num_local_experts < 2:
             raise RuntimeError("this layer needs two experts")
+        super().__init__(config, num_local_experts)
+
+
+class NeedsAllExpertsOrOne(GELUExperts):
+    def __init__(self, config, num_local_experts):
+        if num_local_experts not in (1, config.num_experts):
+            raise RuntimeError("this layer cannot be divided")
         super().__init__(config, num_local_experts)
 
 
@@ -36,6 +57,18 @@ class ReturnsATuple(GELUExperts):
 class ReturnsFp32(GELUExperts):
     def forward(self, x_MD, expert_offsets):
         return super().forward(x_MD, expert_offsets).float()
+
+
+class ReturnsFp32InBf16(GELUExperts):
+    """Scales in fp32: the result of bf16 rows is fp32, too."""
+
+    def forward(self, x_MD, expert_offsets):
+        return super().forward(x_MD, expert_offsets) * torch.ones(1)
+
+
+class OverflowsInFp32(GELUExperts):
+    def forward(self, x_MD, expert_offsets):
+        return super().forward(x_MD, expert_offsets) * 1e60 / 1e60
 
 
 class ChangesItsInput(GELUExperts):
@@ -80,6 +113,13 @@ class HasACapacity(GELUExperts):
         return torch.cat([super().expert(e, rows[:4]), 0 * rows[4:]])
 
 
+class HasALargeCapacity(GELUExperts):
+    """Few rows never reach it."""
+
+    def expert(self, e, rows):
+        return torch.cat([super().expert(e, rows[:6]), 0 * rows[6:]])
+
+
 class SubtractsTheMean(GELUExperts):
     def forward(self, x_MD, expert_offsets):
         return super().forward(x_MD - x_MD.mean(0), expert_offsets)
@@ -93,6 +133,15 @@ class DependsOnThePosition(GELUExperts):
 class NeedsARow(GELUExperts):
     def expert(self, e, rows):
         return super().expert(e, rows) * (1 + 0 * rows.max())
+
+
+class NeedsSomeRows(GELUExperts):
+    """Skips experts without rows, and then has nothing to concatenate."""
+
+    def forward(self, x_MD, expert_offsets):
+        ends = expert_offsets.tolist()
+        pieces = [(e, x_MD[ends[e] : ends[e + 1]]) for e in range(self.num_experts)]
+        return torch.cat([self.expert(e, rows) for e, rows in pieces if len(rows)])
 
 
 class UsesTheNextExpert(GELUExperts):
@@ -113,6 +162,32 @@ class PlainTensor(GELUExperts):
 
     def expert(self, e, rows):
         return super().expert(e, rows) * self.scale[e].to(rows)
+
+
+class _WithReset(GELUExperts):
+    """Draws the weights of each expert, so the constructor's shapes are not compared when it is built."""
+
+    def reset_expert(self, e):
+        for parameter in self.parameters():
+            nn.init.normal_(parameter[e], std=0.3)
+
+
+class HasABiasOnTwoRanks(_WithReset):
+    def __init__(self, config, num_local_experts):
+        super().__init__(config, num_local_experts)
+        if self.is_part:
+            self.bias = nn.Parameter(torch.zeros(num_local_experts, config.hidden_size))
+
+    def expert(self, e, rows):
+        return super().expert(e, rows) + (self.bias[e] if self.is_part else 0)
+
+
+class IsWiderOnTwoRanks(_WithReset):
+    def __init__(self, config, num_local_experts):
+        super().__init__(config, num_local_experts)
+        width = 12 * config.num_experts // num_local_experts
+        self.up = nn.Parameter(torch.empty(num_local_experts, width, config.hidden_size))
+        self.down = nn.Parameter(torch.empty(num_local_experts, config.hidden_size, width))
 
 
 class CutsOffAWeight(GELUExperts):
@@ -156,6 +231,11 @@ class DoublesAGradientInParts(GELUExperts):
     def expert(self, e, rows):
         down = _Doubled.apply(self.down[e]) if self.is_part else self.down[e]
         return F.linear(F.gelu(F.linear(rows, self.up[e])), down)
+
+
+class DoublesTheInputGradientInParts(GELUExperts):
+    def forward(self, x_MD, expert_offsets):
+        return super().forward(_Doubled.apply(x_MD) if self.is_part else x_MD, expert_offsets)
 
 
 class _Scale(torch.autograd.Function):
@@ -216,4 +296,15 @@ class IgnoresTheWeights(GELUExperts):
     def forward(self, x_ND, order, weights_NK):
         rows_MD = x_ND[order.gather_idx_M]
         y_MD = super().forward(rows_MD, order.expert_offsets)
+        return torch.zeros_like(x_ND).index_add(0, order.gather_idx_M, y_MD) + 0 * weights_NK.sum()
+
+
+class DetachesTheWeights(GELUExperts):
+    """The weights of the router get a gradient of 0."""
+
+    takes_order = True
+
+    def forward(self, x_ND, order, weights_NK):
+        y_MD = super().forward(x_ND[order.gather_idx_M], order.expert_offsets)
+        y_MD = y_MD * weights_NK.detach().flatten()[order.choice_idx_M, None].to(y_MD)
         return torch.zeros_like(x_ND).index_add(0, order.gather_idx_M, y_MD) + 0 * weights_NK.sum()

@@ -1,7 +1,9 @@
-"""Routers with one mistake each. `TopK` is correct."""
+"""Routers with one mistake each. `TopK`, `WithALoss` and `Hash` are correct."""
 
 import torch
 from torch import nn
+
+from moe_dualpipe.models import attach
 
 
 class TopK(nn.Module):
@@ -16,6 +18,14 @@ class TopK(nn.Module):
     def scores(self, x_TD):
         logits_TE = self.score(x_TD)
         return logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32)).softmax(-1)
+
+
+class WithALoss(TopK):
+    """Correct: the backward of the weights also runs that of the loss."""
+
+    def forward(self, x):
+        weights, ids = super().forward(x)
+        return attach(weights, self.score(x).square().mean()), ids
 
 
 class OnlyIds(TopK):
@@ -37,6 +47,11 @@ class IdsInInt32(TopK):
 class KeepsTheSequences(TopK):
     def forward(self, x):
         return self.scores(x).topk(self.k)
+
+
+class NeedsTwoDimensions(TopK):
+    def forward(self, x):
+        return self.scores(x.flatten(0, 1)).topk(self.k)
 
 
 class CountsFromOne(TopK):

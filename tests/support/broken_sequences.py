@@ -34,6 +34,16 @@ class IgnoresTheMask(WithCache):
         return self.inner(x_BSD, cache)
 
 
+class UsesTheMaskBothWays(WithCache):
+    def forward(self, x_BSD, mask_B1SS=None, cache=None):
+        return self.inner(x_BSD, cache, None if mask_B1SS is None else mask_B1SS | mask_B1SS.mT)
+
+
+class NeedsTwoPositions(WithoutCache):
+    def forward(self, x_BSD):
+        return self.inner(x_BSD) + 0 * x_BSD[:, 1:2]
+
+
 class DropsAPosition(WithoutCache):
     def forward(self, x_BSD):
         return self.inner(x_BSD)[:, 1:]

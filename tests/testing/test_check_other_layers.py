@@ -4,7 +4,8 @@ from functools import partial
 
 import pytest
 
-from moe_dualpipe.models import ModelConfig
+from moe_dualpipe.models import ModelConfig, MoE
+from moe_dualpipe.overlap import Segmented
 from moe_dualpipe.testing import Report, check_attention, check_block, check_router
 from tests.support import broken_routers, broken_sequences, own_layers
 
@@ -27,6 +28,7 @@ def assert_found(report: Report, law: str, words: str, file: str) -> None:
     ("IdsInInt32", "weights and ids", "ids must be int64: got torch.int32"),
     ("KeepsTheSequences", "weights and ids", "must both be [24, K]: got [4, 6, 2] and [4, 6, 2]"),
     ("DividesByZero", "weights and ids", "is not finite, in torch.float64: [nan, nan]"),
+    ("NeedsTwoDimensions", "weights and ids", "shapes cannot be multiplied (1x96 and 16x4)"),
     ("SkipsWithInfinity", "weights and ids", "The weight of id -1 must be finite, too"),
     ("CountsFromOne", "ids valid", "chooses expert 4: ids are global, from 0 to 3"),
     ("ChoosesTwice", "ids valid", "more than once"),
@@ -42,7 +44,8 @@ def test_each_mistake_of_a_router_is_found(name, law, words):
 
 
 @pytest.mark.parametrize("router", [
-    "topk", own_layers.PlainRouter, broken_routers.TopK, broken_routers.Hash, broken_routers.SkipsWithConstants,
+    "topk", own_layers.PlainRouter, broken_routers.TopK, broken_routers.WithALoss, broken_routers.Hash,
+    broken_routers.SkipsWithConstants,
 ])  # fmt: skip
 def test_correct_routers_pass(router):
     report = check_router(router)
@@ -58,6 +61,7 @@ def test_routers_that_depend_on_other_tokens_get_a_warning():
 
 @pytest.mark.parametrize("name,law,words", [
     ("DropsAPosition", "sequences in, sequences out", "got [3, 7, 16]"),
+    ("NeedsTwoPositions", "sequences in, sequences out", "got [3, 0, 16]"),
     ("NormalizesOnAverage", "deterministic", "differ by"),
     ("MixesSequences", "sequences independent", "of sequence 0 changes by"),
     ("SeesTheFuture", "causal", "it sees later tokens"),
@@ -65,6 +69,7 @@ def test_routers_that_depend_on_other_tokens_get_a_warning():
     ("ForgetsThePast", "generation", "with 1 new position after 3. Append the new keys"),
     ("IgnoresTheMask", "document mask", "the mask mask_B1SS is not used"),
     ("NeverTrains", GRADIENTS, "gate gets no gradient, although the result depends on it"),
+    ("UsesTheMaskBothWays", "document mask", "with a mask of one document, position "),
 ], ids=lambda text: text if text.isidentifier() else "")  # fmt: skip
 def test_each_mistake_of_attention_is_found(name, law, words):
     assert_found(check_attention(getattr(broken_sequences, name)), law, words, "broken_sequences.py")
@@ -100,3 +105,20 @@ def test_correct_blocks_pass(check):
 def test_other_sizes():
     config = ModelConfig(hidden_size=10, num_heads=2, num_kv_heads=1, head_dim=4, num_experts=3)
     assert "of expert 2" not in str(report := check_block("prenorm", config=config)) and report.passed
+
+
+def test_both_overlapped_ways_are_compared(monkeypatch):
+    calls = []
+    for name in ("overlapped_forward_backward", "interleaved_forward"):
+        method = getattr(Segmented, name)
+        called = partial(lambda name, method, *args: calls.append(name) or method(*args), name, method)
+        monkeypatch.setattr(Segmented, name, staticmethod(called))
+    assert check_router("topk").passed
+    assert calls == ["overlapped_forward_backward", "interleaved_forward"]
+
+
+def test_a_moe_layer_that_does_not_add_up_its_experts_is_found(monkeypatch):
+    """The law of routers that includes the model's own code."""
+    run_experts = MoE.run_experts
+    monkeypatch.setattr(MoE, "run_experts", lambda *args, **options: 2 * run_experts(*args, **options))
+    assert by_status(check_router("topk"), "failed") == ["weighted sum of experts"]
