@@ -36,7 +36,7 @@ def check_types(options: Mapping[str, Any]) -> None:
 
 
 def with_named_layers(model: ModelConfig, named: Mapping[str, str | Factory | None], where: str) -> ModelConfig:
-    """Return the model of the checkpoint `where`, with layers of the user's own as the user has named them.
+    """Return the model of the checkpoint `where`, with the custom layers that the user has named.
 
     named: "experts", "router", "attention" or "block" -> a name or class, or None for built-in layers. A checkpoint
     never decides what is imported. Raises ValueError if it has other layers than these.
@@ -46,10 +46,10 @@ def with_named_layers(model: ModelConfig, named: Mapping[str, str | Factory | No
         if name is None and saved in BUILT_IN[field]:
             continue
         if name is None:
-            advice = f"if you trust it, use --{field} {printable(saved)}, or the file where it is now"
-            raise ValueError(f"{where} has its own {field}, {quoted(saved)}: {advice}")
+            advice = f"if you trust this code, use --{field} {printable(saved)}, or its new name if it has moved"
+            raise ValueError(f"{where} has custom {field}, {quoted(saved)}: {advice}")
         if not same_layer(saved, name):
-            advice = f"use --{field} {printable(saved)} if you trust it"
+            advice = f"use --{field} {printable(saved)} if you trust this code"
             advice = f"leave out --{field}" if saved in BUILT_IN[field] else advice
             raise ValueError(f"{where} has {field} {quoted(saved)}, not {quoted(name)}: {advice}")
         model = dataclasses.replace(model, **{field: name})

@@ -75,7 +75,7 @@ class Comparison:
         """Raises ValueError if the model cannot be built."""
         sequences, length = self.job.tokens.shape[1], self.job.tokens.shape[2] - 1
         sizes = f"{plural(STEPS, 'step')} of {plural(sequences, 'sequence')} of {plural(length, 'token')}"
-        subject = f"{sizes}, compared with one process (relative differences)"
+        subject = f"{sizes}, compared with one process: relative differences, of their tolerances"
         checks: dict[Variant, Check] = {}
         for variant in variants:
             try:
