@@ -145,7 +145,9 @@ def read_tensor(checkpoint: Path, metadata: dcp.Metadata, name: str) -> Tensor:
         raise ValueError(f"{checkpoint} has no {printable(name)}")
     tensor = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
     try:
-        dcp.load({name: tensor}, storage_reader=_Reader(checkpoint, metadata), no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            dcp.load({name: tensor}, storage_reader=_Reader(checkpoint, metadata), no_dist=True)
     except dcp.CheckpointException as error:
         (reason, _), *_ = error.failures.values()
         raise ValueError(f"cannot load {name} of {checkpoint}: {_reason(reason)}") from None

@@ -1,28 +1,49 @@
-"""`moe-dualpipe export`: write the weights of a run as safetensors."""
+"""`moe-dualpipe export`: write the weights of a run as safetensors, for this project or for Hugging Face."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
-from ..messages import printable
+from ..messages import plural, printable
 from .own_layers import NO_OWN_LAYERS, OwnLayers
+
+if TYPE_CHECKING:
+    from ..checkpoint.huggingface import Export as Plan
+
+GB = 10**9
 
 
 @dataclass(frozen=True)
 class Export:
-    """Write the weights of a checkpoint as safetensors, to share or to start another run (train.py --weights)."""
+    """Write the weights of a checkpoint as safetensors: to start another run (train.py --weights), or for programs that
+    read Hugging Face's format, such as transformers, vLLM and SGLang."""
 
     run_or_checkpoint: Positional[Annotated[str, arg(metavar="RUN")]]
     """Folder of a run (its newest checkpoint is used) or of a checkpoint."""
     out: Path
     """Folder to write; it must not exist."""
+    to: Literal["moe-dualpipe", "huggingface"] = "moe-dualpipe"
+    """Format of the folder."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """huggingface: dtype of the weights. None: that of the published model from which the run started, or float32."""
+    max_shard_size: str = "5GB"
+    """huggingface: largest size of one file, such as 5GB or 512MiB."""
+    architecture: str | None = None
+    """huggingface: architecture to write, such as mixtral. None: that of the published model from which the run
+    started, or the first that can express the model."""
     layers: OmitArgPrefixes[OwnLayers] = NO_OWN_LAYERS
     traceback: bool = False
     """Print the whole traceback of an error in your own layer, instead of one line with its file and line number."""
 
     def run(self) -> None:
+        if self.to == "huggingface":
+            self._export_published()
+            return
+        for name in ("dtype", "architecture"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"--{name} needs --to huggingface: this format has one architecture, in fp32")
         from ..checkpoint import WEIGHTS_FILE, export_weights, find_checkpoint
 
         found = find_checkpoint(self.run_or_checkpoint)
@@ -30,3 +51,36 @@ class Export:
         size = (self.out / WEIGHTS_FILE).stat().st_size
         sizes = f"{count / 1e6:.2f} M parameters in fp32, {size / 1e6:.1f} MB"
         print(f"{printable(found)} -> {printable(self.out)}: {sizes}")
+
+    def _export_published(self) -> None:
+        from ..checkpoint import find_checkpoint
+        from ..checkpoint.huggingface import DTYPES, plan_checkpoint_export
+
+        found = find_checkpoint(self.run_or_checkpoint)
+        dtype = DTYPES[self.dtype] if self.dtype else None
+        plan = plan_checkpoint_export(found, dtype, self.architecture or "")
+        print(f"{printable(found)} -> {printable(self.out)}", _described(plan, self.max_shard_size), sep="\n")
+        plan.write(self.out, self.max_shard_size)
+        files = sorted(self.out.iterdir())
+        size = sum(path.stat().st_size for path in files)
+        print(f"wrote {plural(len(files), 'file')}, {_size(size)}: {_names([path.name for path in files])}")
+
+
+def _described(plan: "Plan", max_shard_size: str) -> str:
+    architecture = plan.layout.architecture
+    return (
+        f"{architecture.model_type} ({architecture.class_name}): {plural(len(plan.shapes), 'tensor')}, "
+        f"{_size(plan.num_bytes)} in {plural(plan.num_files(max_shard_size), 'safetensors file')}; "
+        f"needs {_size(plan.peak_bytes)} of memory for tensors"
+    )
+
+
+def _size(count: int) -> str:
+    return f"{count / GB:,.2f} GB" if count >= GB / 10 else f"{count / 1e6:,.2f} MB"
+
+
+def _names(names: list[str]) -> str:
+    """The names, without the shards between the first and the last."""
+    shards = [name for name in names if name.startswith("model-")]
+    others = [name for name in names if name not in shards]
+    return ", ".join([*others, *([f"{shards[0]} to {shards[-1]}"] if len(shards) > 1 else shards)])

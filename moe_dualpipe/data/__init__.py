@@ -9,10 +9,18 @@ from .given import Batches, GivenBatches
 from .prepare import prepare_data
 from .sources import load_data
 from .token_files import HELD_OUT_FILES, TRAIN_FILE, Sidecar, TokenFile
-from .tokenizer import BYTES, TOKENIZER_FILE, Tokenizer, UnknownTokenizer, find_tokenizer, tokenizer_files
+from .tokenizer import (
+    BYTES,
+    TOKENIZER_FILE,
+    Tokenizer,
+    UnknownTokenizer,
+    find_tokenizer,
+    library_json,
+    tokenizer_files,
+)
 
 __all__ = [
     "BYTES", "HELD_OUT_FILES", "TOKENIZER_FILE", "TRAIN_FILE", "Batches", "DataFile", "GivenBatches", "Sidecar",
-    "Source", "TextData", "TokenFile", "Tokenizer", "UnknownTokenizer", "find_tokenizer", "load_data", "prepare_data",
-    "tokenizer_files",
+    "Source", "TextData", "TokenFile", "Tokenizer", "UnknownTokenizer", "find_tokenizer", "library_json", "load_data",
+    "prepare_data", "tokenizer_files",
 ]  # fmt: skip

@@ -114,6 +114,7 @@ class BPETokenizer:
                 f'"special": true; its special tokens are {found or "none"}'
             )
         self.end_id = ends[0]
+        self.end_text: str = self._tokenizer.id_to_token(self.end_id)
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "BPETokenizer":
@@ -203,6 +204,39 @@ def find_tokenizer(folder: Path) -> Tokenizer:
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     """The files that make `find_tokenizer` find `tokenizer` in a folder: file name -> content."""
     return {} if isinstance(tokenizer, ByteTokenizer) else {TOKENIZER_FILE: tokenizer.to_json()}
+
+
+def library_json(tokenizer: Tokenizer) -> tuple[bytes, str] | None:
+    """The tokenizer.json that other programs read, and the text of its end-of-document token. None: unknown tokenizer.
+
+    They map a text to the same ids, except that they encode the text of the end-of-document token to that token.
+    """
+    match tokenizer:
+        case BPETokenizer():
+            return tokenizer.to_json(), tokenizer.end_text
+        case ByteTokenizer():
+            return json.dumps(_byte_level_json(), ensure_ascii=False).encode() + b"\n", END
+    return None
+
+
+def _byte_level_json() -> dict[str, Any]:
+    """Bytes as a byte-level BPE without merges. It names bytes as GPT-2 does: 65 is "A", and 10 is "\u010a"."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    names = {byte: chr(byte) for byte in shown} | {byte: chr(256 + i) for i, byte in enumerate(hidden)}
+    names[ByteTokenizer.end_id] = END  # also the unknown token, which the name of a zero byte then is
+    end = {"id": ByteTokenizer.end_id, "content": END, "special": True}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
+    return {
+        "version": "1.0", "truncation": None, "padding": None,
+        "added_tokens": [end | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)],
+        "normalizer": None, "pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level,
+        "model": {
+            "type": "BPE", "unk_token": END, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+            "dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
+            "vocab": {names[byte]: byte for byte in range(256)}, "merges": [],
+        },
+    }  # fmt: skip
 
 
 def digest(tokenizer: Tokenizer) -> str:

@@ -9,9 +9,9 @@ from .companions import companion_files, companions_of, read_companions
 from .config import read_config, write_config
 from .load import from_pretrained
 from .published import PublishedModel, read_config_file
-from .save import DTYPES, plan_checkpoint_export, save_pretrained
+from .save import DTYPES, Export, plan_checkpoint_export, save_pretrained
 
 __all__ = [
-    "ARCHITECTURES", "DTYPES", "PublishedModel", "companion_files", "companions_of", "from_pretrained",
+    "ARCHITECTURES", "DTYPES", "Export", "PublishedModel", "companion_files", "companions_of", "from_pretrained",
     "plan_checkpoint_export", "read_companions", "read_config", "read_config_file", "save_pretrained", "write_config",
 ]  # fmt: skip

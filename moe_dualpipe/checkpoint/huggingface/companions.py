@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ...data import TOKENIZER_FILE
 from ...messages import describe, printable, quoted
 from ...strict_json import parse, read_file
 
@@ -18,24 +19,30 @@ NAMES = (
     "chat_template.jinja",
 )  # fmt: skip
 LARGEST = 4 * 2**20  # bytes of one file; chat templates and lists of special tokens are much smaller
+LARGEST_TOKENIZER = 2**28
 
 
 def read_companions(folder: Path) -> dict[str, str]:
     """The texts of the files of a published model, by file name. Raises ValueError for one that is not a text."""
-    found = {}
-    for name in NAMES:
-        path = folder / name
-        if not path.is_file():
-            continue
-        try:
-            if path.stat().st_size > LARGEST:
-                raise ValueError(f"it has more than {LARGEST:,} bytes")
-            found[name] = path.read_text("utf-8")
-            if path.suffix == ".json":
-                parse(found[name], allow_nan=True)
-        except (ValueError, OSError) as error:
-            raise ValueError(f"cannot read {printable(path)}: {describe(error)}") from None
-    return found
+    return {name: _read(folder / name, LARGEST) for name in NAMES if (folder / name).is_file()}
+
+
+def read_tokenizer_text(folder: Path) -> dict[str, str]:
+    """tokenizer.json of a published model: its name -> its text; {} without one. Raises ValueError."""
+    path = folder / TOKENIZER_FILE
+    return {path.name: _read(path, LARGEST_TOKENIZER)} if path.is_file() else {}
+
+
+def _read(path: Path, largest: int) -> str:
+    try:
+        if path.stat().st_size > largest:
+            raise ValueError(f"it has more than {largest:,} bytes")
+        text = path.read_text("utf-8")
+        if path.suffix == ".json":
+            parse(text, allow_nan=True)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"cannot read {printable(path)}: {describe(error)}") from None
+    return text
 
 
 def companions_of(checkpoint: Path) -> dict[str, str]:

@@ -91,6 +91,8 @@ def find_architecture(model: ModelConfig, wanted: str = "") -> Architecture:
 
 def misfits(model: ModelConfig, architecture: Architecture) -> list[str]:
     """The options of `model` that `architecture` cannot express, one message each."""
+    if architecture.shared != "none" and not model.num_shared_experts:
+        return ["num_shared_experts 0, only 1 or more"]
     try:
         again = read_config(_written(model, architecture))
     except ValueError as error:

@@ -9,7 +9,7 @@ from ...expert_parallel import ExpertParallel
 from ...messages import plural
 from ...models import StageOptions, TransformerStage, build_model
 from ..weights import global_weights
-from .companions import read_companions
+from .companions import read_companions, read_tokenizer_text
 from .published import PublishedModel
 
 
@@ -21,13 +21,14 @@ def from_pretrained(
 
     dtype: of the model; None: that of the stored weights. expert_parallel, options: as in `build_model`.
 
-    Memory: the model and one tensor. The model is on the CPU. `model.companions` has the texts of tokenizer_config.json
-    and similar files, which `save_pretrained` writes again.
+    Memory: the model and one tensor. The model is on the CPU. `model.companions` has the texts of tokenizer.json,
+    tokenizer_config.json and similar files, which `save_pretrained` writes again.
 
     Raises ValueError, in one line, for an architecture that is not supported, and for files that are invalid or do not
     fit together (docs/checkpoints.md).
     """
     published = PublishedModel(Path(folder))
+    companions = {**read_companions(published.folder), **read_tokenizer_text(published.folder)}
     published.check_copies()
     with torch.device("meta"):  # no memory, and no random numbers
         model = build_model(published.config, expert_parallel, options or StageOptions())
@@ -39,5 +40,5 @@ def from_pretrained(
         raise ValueError(f"{folder} lacks {plural(len(missing), 'tensor')} of the model, the first is {missing[0]}")
     for name, tensor in weights.items():
         published.read_into(name, tensor)
-    model.companions = read_companions(published.folder)
+    model.companions = companions
     return model

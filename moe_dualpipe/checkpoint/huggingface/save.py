@@ -5,9 +5,9 @@ times, however large the model is. Several ranks divide the shards among themsel
 of it is on disk.
 """
 
+import dataclasses
 import json
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ...data.tokenizer import TOKENIZER_FILE
+from ...data import TOKENIZER_FILE, Tokenizer, find_tokenizer
 from ...messages import plural, printable
 from ...models import ModelConfig, TransformerStage
 from ...runtime.shared_errors import gather_objects
@@ -27,6 +27,7 @@ from ..atomic_folder import new_folder
 from ..load import read_tensor
 from ..manifest import read_manifest, read_tensor_metadata
 from ..model_options import model_config
+from ..save import hidden, write_synced
 from ..tensor_writer import TensorWriter
 from ..weights import global_weights
 from .architectures import ARCHITECTURES
@@ -34,6 +35,7 @@ from .companions import companions_of, published_config
 from .config import find_architecture, write_config
 from .published import CONFIG_FILE
 from .tensors import Layout, published_shapes
+from .tokenizer import special_ids, tokenizer_files
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _REPLACED = {"quantization_config", "rope_parameters", "auto_map", "transformers_version", "torch_dtype", "dtype"}
@@ -44,7 +46,7 @@ _REPLACED = {"quantization_config", "rope_parameters", "auto_map", "transformers
 class Export:
     """A planned export. read: returns a tensor of the model, by global name, in any dtype.
 
-    companions: texts of other files, by name. tokenizer: the path of tokenizer.json, or None.
+    files: contents of other files, by name.
     """
 
     layout: Layout
@@ -52,8 +54,7 @@ class Export:
     read: Callable[[str], Tensor]
     shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
     config: Mapping[str, Any]
-    companions: Mapping[str, str]
-    tokenizer: Path | None
+    files: Mapping[str, bytes]
 
     @property
     def num_bytes(self) -> int:
@@ -65,6 +66,10 @@ class Export:
         """The most memory that tensors need at a time: the largest in fp32, as stored and as read."""
         return 2 * 4 * max(torch.Size(target.shape).numel() for target in self.layout.targets())
 
+    def num_files(self, max_shard_size: int | str = "5GB") -> int:
+        """Safetensors files of an export. Raises ValueError for a size that is invalid."""
+        return len(TensorWriter(Path(), self.shapes, max_shard_size).files)
+
     def write(self, folder: Path, max_shard_size: int | str = "5GB") -> None:
         """Write the files into the new folder `folder`. Collective: ranks write different shards.
 
@@ -73,7 +78,7 @@ class Export:
         """
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         _raise_first(f"{printable(folder)} already exists: choose another folder" if os.path.lexists(folder) else "")
-        unfinished = folder.with_name(f".{folder.name}.unfinished")
+        unfinished = hidden(folder, "unfinished")
         with new_folder(folder) if rank == 0 else nullcontext():
             gather_objects(None)  # the folder exists
             fault: Exception | None = None
@@ -100,15 +105,12 @@ class Export:
                 writer.write(name, self.read(ours[original]).to(self.dtype))
         writer.close()
         if share[0] == 0:
-            self._write_companions(folder)
+            self._write_files(folder)
 
-    def _write_companions(self, folder: Path) -> None:
-        (folder / CONFIG_FILE).write_text(json.dumps(self.config, indent=2) + "\n")
-        for name, text in self.companions.items():
-            if name != CONFIG_FILE:
-                (folder / name).write_text(text, "utf-8")
-        if self.tokenizer is not None:
-            shutil.copyfile(self.tokenizer, folder / TOKENIZER_FILE)
+    def _write_files(self, folder: Path) -> None:
+        config = (json.dumps(self.config, indent=2) + "\n").encode()
+        for name, content in {**self.files, CONFIG_FILE: config}.items():
+            write_synced(folder / name, content)
 
 
 def _ends(sizes: list[int]) -> list[int]:
@@ -124,12 +126,13 @@ def _raise_first(fault: str, kind: type[Exception] = ValueError) -> None:
 
 def plan_export(
     model: ModelConfig, read: Callable[[str], Tensor], *, dtype: torch.dtype | None = None, architecture: str = "",
-    companions: Mapping[str, str] | None = None, tokenizer: Path | None = None,
+    companions: Mapping[str, str] | None = None, tokenizer: Tokenizer | None = None,
 ) -> Export:  # fmt: skip
     """Plan to write a model whose tensors `read` returns.
 
     dtype: None: that of `companions`, the files of the model from which a run started, or float32. architecture: ""
-    is that of `companions`, if it fits, or the first that fits.
+    is that of `companions`, if it fits, or the first that fits. tokenizer: also write its files, except those that
+    `companions` has.
 
     Raises ValueError if no published architecture can express the model.
     """
@@ -142,6 +145,8 @@ def plan_export(
     if source.get("model_type") == found.model_type:
         config = {**{key: value for key, value in source.items() if key not in _REPLACED}, **config}
         config["max_position_embeddings"] = source.get("max_position_embeddings", config["max_position_embeddings"])
+    else:
+        config |= special_ids(tokenizer, source)
     stored = DTYPES.get(str(source.get("torch_dtype") or source.get("dtype") or ""))
     dtype = dtype or stored or torch.float32
     config["torch_dtype"] = next(name for name, value in DTYPES.items() if value == dtype)
@@ -153,17 +158,22 @@ def plan_export(
         name: (torch.float32 if name.endswith("e_score_correction_bias") else dtype, shape)
         for name, shape in shapes.items()
     }
-    return Export(layout, dtype, read, planned, config, companions, tokenizer)
+    files = tokenizer_files(tokenizer)
+    if companions:
+        files = {name: files[name] for name in files if name == TOKENIZER_FILE}
+        files |= {name: text.encode() for name, text in companions.items()}
+    return Export(layout, dtype, read, planned, config, files)
 
 
 def save_pretrained(
     model: TransformerStage, folder: str | os.PathLike[str], max_shard_size: int | str = "5GB",
-    dtype: torch.dtype | None = None, architecture: str = "",
+    dtype: torch.dtype | None = None, architecture: str = "", tokenizer: Tokenizer | None = None,
 ) -> None:  # fmt: skip
     """Write a whole model into the new folder `folder`: config.json, safetensors files, and the files it came with.
 
     dtype: of the written weights; None: that of the model. architecture: a `model_type` such as "mixtral"; "": that of
-    the folder from which the model was loaded, or the first that fits.
+    the folder from which the model was loaded, or the first that fits. tokenizer: also write its files; None: those of
+    the folder from which the model was loaded.
 
     Raises ValueError if no published architecture can express the model, or if `folder` exists, and OSError if it
     cannot be written; then nothing is left of it.
@@ -175,9 +185,14 @@ def save_pretrained(
             "save_pretrained needs a whole model: this is one pipeline stage; export a checkpoint of the run"
         )
     dtype = dtype or next(model.parameters()).dtype
-    companions: Any = getattr(model, "companions", {})
-    plan = plan_export(model.config, lambda name: weights[name].detach().cpu(), dtype=dtype, architecture=architecture,
-                       companions=companions)  # fmt: skip
+    companions = dict(model.companions)
+    own_tokenizer = companions.pop(TOKENIZER_FILE, None)
+    plan = plan_export(
+        model.config, lambda name: weights[name].detach().cpu(), dtype=dtype, architecture=architecture,
+        companions=companions, tokenizer=tokenizer,
+    )  # fmt: skip
+    if tokenizer is None and own_tokenizer is not None:
+        plan = dataclasses.replace(plan, files={**plan.files, TOKENIZER_FILE: own_tokenizer.encode()})
     plan.write(Path(folder), max_shard_size)
 
 
@@ -191,10 +206,9 @@ def plan_checkpoint_export(checkpoint: Path, dtype: torch.dtype | None = None, a
     except ValueError as error:
         raise ValueError(f"cannot read the model of {printable(checkpoint)}: {printable(error)}") from None
     metadata = read_tensor_metadata(checkpoint)
-    tokenizer = checkpoint / TOKENIZER_FILE
     plan = plan_export(
         model, lambda name: read_tensor(checkpoint, metadata, f"model.{name}"), dtype=dtype, architecture=architecture,
-        companions=companions_of(checkpoint), tokenizer=tokenizer if tokenizer.is_file() else None,
+        companions=companions_of(checkpoint), tokenizer=find_tokenizer(checkpoint),
     )  # fmt: skip
     saved = {n: t for n, t in metadata.state_dict_metadata.items() if isinstance(t, TensorStorageMetadata)}
     targets = {f"model.{target.name}": target.shape for target in plan.layout.targets()}

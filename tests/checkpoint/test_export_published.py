@@ -1,0 +1,167 @@
+"""`moe-dualpipe export --to huggingface`: the folder works in transformers, whatever the run was."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+import torch
+
+from moe_dualpipe.checkpoint import find_checkpoint, load_model
+from moe_dualpipe.checkpoint.huggingface import from_pretrained, save_pretrained
+from moe_dualpipe.cli import main
+from moe_dualpipe.data import BYTES, UnknownTokenizer
+from moe_dualpipe.data.tokenizer import BPETokenizer
+from tests.support.published import random_model, save, transformers_model
+from tests.support.ranks import run_ranks
+from tests.support.runs import MODEL, TEXT, settings, train
+
+transformers = pytest.importorskip("transformers")
+PLAIN = dataclasses.replace(MODEL, num_shared_experts=0, num_dense_layers=0)
+DEEPSEEK = dataclasses.replace(
+    MODEL, attention="mla", head_dim=12, rope_dim=4, value_dim=10, kv_rank=14, q_rank=10, router_score="sigmoid",
+    router_bias=True, router_dtype="float32", mtp_layers=1, routed_scale=1.3,
+)  # fmt: skip
+TEXTS = ("def f():\n    return 'ü — 中文'\n", " \t  a\r\n\n\n  b  ", "ĀāĊ Ġ\u00a0\u200b", "<|end", "")
+
+
+def export(run, out, *options):
+    return main(["export", str(run), "--to", "huggingface", "--out", str(out), *options])
+
+
+@pytest.fixture(scope="module")
+def byte_run(tmp_path_factory):
+    run = tmp_path_factory.mktemp("bytes") / "run"
+    run_ranks(2, train, settings(run, model=PLAIN, steps=1))
+    return run
+
+
+@pytest.fixture(scope="module")
+def bpe_run(tmp_path_factory):
+    base = tmp_path_factory.mktemp("bpe")
+    assert main(["data", "prepare", TEXT, "--out", str(base / "corpus"), "--vocab-size", "300"]) == 0
+    model = dataclasses.replace(PLAIN, vocab_size=300)
+    run_ranks(1, train, settings(base / "run", model=model, steps=1, data=(str(base / "corpus"),)))
+    return base / "run"
+
+
+def test_transformers_computes_the_logits_of_a_run(byte_run, tmp_path, capsys):
+    assert export(byte_run, tmp_path / "out", "--max-shard-size", "100KB") == 0
+    model = load_model(find_checkpoint(str(byte_run)))
+    tokens = torch.randint(256, (2, 17))
+    with torch.no_grad():
+        ours, theirs = model.logits(model(tokens)), transformers_model(tmp_path / "out", torch.float32)(tokens).logits
+    assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max()
+    first, plan, result = capsys.readouterr().out.splitlines()[-3:]
+    assert first == f"{byte_run}/checkpoints/step-000001 -> {tmp_path}/out"
+    shards = len([*(tmp_path / "out").glob("model-*")])
+    assert shards > 2
+    assert plan == (
+        f"mixtral (MixtralForCausalLM): 79 tensors, 0.31 MB in {shards} safetensors files; needs 0.07 MB of memory for "
+        "tensors"
+    )
+    assert re.fullmatch(
+        rf"wrote {shards + 5} files, 0.3\d MB: config.json, generation_config.json, model.safetensors.index.json, "
+        rf"tokenizer.json, tokenizer_config.json, model-00001-of-0000{shards}.safetensors to "
+        rf"model-0000{shards}-of-0000{shards}.safetensors",
+        result,
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_weights_are_rounded_once_to_the_chosen_dtype(byte_run, tmp_path, dtype):
+    assert export(byte_run, tmp_path / "out", "--dtype", dtype) == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == dtype
+    model, exported = load_model(find_checkpoint(str(byte_run))), from_pretrained(tmp_path / "out")
+    for name, tensor in exported.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name].to(getattr(torch, dtype))), name
+
+
+@pytest.mark.parametrize("options,problem", [
+    (["--architecture", "deepseek_v3"], "deepseek_v3 cannot express num_shared_experts 0, only 1 or more"),
+    (["--architecture", "gpt5"], "model_type 'gpt5' is not supported: supported are mixtral, olmoe, "),
+    (["--max-shard-size", "5 gallons"], "a shard size is a number of bytes, or a text such as 5GB: got '5 gallons'"),
+])  # fmt: skip
+def test_invalid_options_write_nothing(byte_run, tmp_path, capsys, options, problem):
+    assert export(byte_run, tmp_path / "out", *options) == 2
+    error = capsys.readouterr().err
+    assert problem in error and error.count("\n") == 1
+    assert not [*tmp_path.iterdir()]
+
+
+def test_options_of_the_other_format_are_refused(byte_run, tmp_path, capsys):
+    assert main(["export", str(byte_run), "--out", str(tmp_path / "out"), "--dtype", "bfloat16"]) == 2
+    assert "--dtype needs --to huggingface" in capsys.readouterr().err
+    (tmp_path / "out").mkdir()
+    assert export(byte_run, tmp_path / "out") == 2
+    assert "out already exists: choose another folder" in capsys.readouterr().err
+
+
+def check_tokenizer(folder, tokenizer):
+    """transformers encodes and decodes as the run did, and ends texts with the same token."""
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    for text in TEXTS:
+        ids = theirs.encode(text)
+        assert ids == tokenizer.encode(text), text
+        assert theirs.decode(ids) == text
+    generation = transformers.GenerationConfig.from_pretrained(folder)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    assert theirs.eos_token_id == generation.eos_token_id == config.eos_token_id == tokenizer.end_id
+    assert config.bos_token_id is None and config.pad_token_id is None
+    model = transformers_model(folder, torch.float32)
+    given = theirs("def ", return_tensors="pt")
+    made = model.generate(**given, max_new_tokens=5, do_sample=False)
+    assert made.shape[1] <= given["input_ids"].shape[1] + 5
+
+
+def test_models_of_bytes_get_a_tokenizer_that_transformers_loads(byte_run, tmp_path):
+    assert export(byte_run, tmp_path / "out") == 0
+    check_tokenizer(tmp_path / "out", BYTES)
+
+
+def test_the_tokenizer_of_a_run_is_exported(bpe_run, tmp_path):
+    assert export(bpe_run, tmp_path / "out") == 0
+    content = (tmp_path / "out" / "tokenizer.json").read_bytes()
+    assert content == (find_checkpoint(str(bpe_run)) / "tokenizer.json").read_bytes()
+    check_tokenizer(tmp_path / "out", BPETokenizer(content, ""))
+
+
+def test_zero_bytes_and_special_tokens_of_models_of_bytes(byte_run, tmp_path):
+    assert export(byte_run, tmp_path / "out") == 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    every = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x3000, 0x10000)]))
+    assert tokenizer.encode(every) == BYTES.encode(every)
+    assert tokenizer.encode("a<|endoftext|>b") == [97, 0, 98]
+    assert tokenizer.decode([97, 0, 98], skip_special_tokens=True) == "ab"
+    assert tokenizer.decode([0xC3, 65]) == BYTES.decode([0xC3, 65])
+
+
+def test_a_model_without_a_known_tokenizer_names_no_special_tokens(tmp_path):
+    save(random_model("mixtral"), tmp_path / "saved")
+    model = from_pretrained(tmp_path / "saved")
+    model.companions = {}
+    save_pretrained(model, tmp_path / "ids", tokenizer=UnknownTokenizer(37))
+    config = json.loads((tmp_path / "ids" / "config.json").read_text())
+    assert [config[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [None] * 3
+    assert {path.name for path in (tmp_path / "ids").iterdir()} == {"config.json", "model.safetensors"}
+    save_pretrained(model, tmp_path / "bytes", tokenizer=BYTES)
+    assert json.loads((tmp_path / "bytes" / "config.json").read_text())["eos_token_id"] == 0
+
+
+def test_the_files_of_a_published_model_stay_as_they_are(bpe_run, tmp_path):
+    save(random_model("olmoe"), tmp_path / "saved")
+    texts = {
+        "tokenizer.json": (find_checkpoint(str(bpe_run)) / "tokenizer.json").read_text(),
+        "tokenizer_config.json": '{"eos_token": "<|endoftext|>", "model_max_length": 77, "chat_template": "ü"}',
+        "generation_config.json": '{"eos_token_id": [3, 4], "temperature": 0.6}', "chat_template.jinja": "{{ 中 }}\n",
+    }  # fmt: skip
+    for name, text in texts.items():
+        (tmp_path / "saved" / name).write_text(text, "utf-8")
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    config |= {"eos_token_id": 5, "max_position_embeddings": 1234}
+    del config["pad_token_id"]
+    (tmp_path / "saved" / "config.json").write_text(json.dumps(config))
+    save_pretrained(from_pretrained(tmp_path / "saved"), tmp_path / "again")
+    assert {name: (tmp_path / "again" / name).read_text("utf-8") for name in texts} == texts
+    again = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert again["eos_token_id"] == 5 and again["max_position_embeddings"] == 1234 and "pad_token_id" not in again
