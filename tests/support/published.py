@@ -64,11 +64,14 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def random_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
-    """A random model of transformers whose parameters are all different from their initial zeros and ones."""
+def random_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """A random model of transformers whose parameters are all different from their initial zeros and ones.
+
+    changes: of the options of its config.
+    """
     kind, options = CONFIGS[name]
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{kind}Config")(**{**_COMMON, **options})
+    config = getattr(transformers, f"{kind}Config")(**{**_COMMON, **options, **changes})
     model = getattr(transformers, f"{kind}ForCausalLM")(config).to(dtype).eval()
     with torch.no_grad():
         for parameter in (*model.parameters(), *model.buffers()):
