@@ -9,6 +9,7 @@
     moe-dualpipe plot runs/tiny
     moe-dualpipe data prepare notes.jsonl --out corpus
     moe-dualpipe generate runs/tiny --prompt "def "
+    moe-dualpipe eval runs/tiny --data notes.md
     moe-dualpipe model show deepseek-v3 --pp 16 --ep 64
 
 Invalid options print one line and exit with code 2. An invalid schedule, an error in your own layer and a full disk

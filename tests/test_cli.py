@@ -200,15 +200,16 @@ def test_a_closed_pipe_is_not_an_error():
 
 
 @pytest.mark.parametrize("arguments,message", [
-    ("", "Missing subcommand: expected one of {train, schedule, profile, data, plot, generate, export, model, check}."),
+    ("", "Missing subcommand: expected one of {train, schedule, profile, data, plot, generate, eval, export, "
+     "model, check}."),
     ("schedule", "Missing subcommand: expected one of {show, compare, check}."),
     ("shcedule", "Unrecognized options: shcedule. Available subcommands: train, schedule, profile, data, plot, "
-     "generate, export, model, check"),
+     "generate, eval, export, model, check"),
     ("schedule shwo", "Unrecognized options: shwo. Available subcommands: show, compare, check"),
     ("schedule show dualpipe --rank 4", "Unrecognized options: --rank, 4. Perhaps you meant: --ranks {None}|INT"),
     ("schedule compare", "Missing from moe-dualpipe schedule compare: --stages INT --micro-batches INT"),
-    ("generate", "Missing from moe-dualpipe generate: RUN Folder of a run (its newest checkpoint is used) or of a "
-     "checkpoint. (required)"),
+    ("generate", "Missing from moe-dualpipe generate: RUN Folder of a run (its newest checkpoint is used), of a "
+     "checkpoint, or from `moe-dualpipe export`. (required)"),
     ("schedule compare --stages x --micro-batches 3",
      "Error parsing --stages: invalid literal for int() with base 10: 'x'"),
     ("profile run --mode test", "unknown --mode 'test'; choose from: train, prefill, decode"),

@@ -10,7 +10,7 @@ PACKAGE = ROOT / "moe_dualpipe"
 ALLOWED = {
     "schedule": set(),
     "kernels": set(),
-    "integrations": {"kernels"},
+    "integrations": {"kernels", "checkpoint", "inference"},
     "overlap": {"kernels"},
     "expert_parallel": {"kernels", "overlap"},
     "runtime": {"schedule", "kernels", "overlap", "expert_parallel"},

@@ -5,6 +5,7 @@ A checkpoint does not depend on the parallel layout of its run: any number of ra
 
 from .load import check_model, find_checkpoint, load_checkpoint
 from .manifest import Manifest, read_manifest, read_tensor_metadata, verify_checkpoint
+from .open_model import open_model
 from .partial import PartialLoad
 from .save import SaveError, Saver, SaveResult, list_checkpoints, save_checkpoint
 from .weights import (
@@ -20,6 +21,6 @@ from .weights import (
 __all__ = [
     "WEIGHTS_FILE", "Manifest", "PartialLoad", "SaveError", "SaveResult", "Saver", "check_model", "check_weights",
     "export_weights", "find_checkpoint", "list_checkpoints", "load_checkpoint", "load_model", "load_tensors",
-    "load_weights", "load_weights_in_part", "read_manifest", "read_tensor_metadata", "save_checkpoint",
+    "load_weights", "load_weights_in_part", "open_model", "read_manifest", "read_tensor_metadata", "save_checkpoint",
     "verify_checkpoint",
 ]  # fmt: skip

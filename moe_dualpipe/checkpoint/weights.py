@@ -15,6 +15,7 @@ import json
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +66,27 @@ def load_model(
     return model
 
 
+def load_exported(
+    folder: Path, experts: OwnLayer = None, router: OwnLayer = None, attention: OwnLayer = None, block: OwnLayer = None
+) -> TransformerStage:
+    """Build the whole model of an exported folder in fp32.
+
+    experts, router, attention, block: as for `load_model`. Raises ValueError if the folder is broken or has other
+    layers.
+    """
+    named = {"experts": experts, "router": router, "attention": attention, "block": block}
+    saved = _saved_model(folder)
+    try:
+        config = model_config(saved)
+        check_sizes(config, [*_shapes(folder / WEIGHTS_FILE).values()])
+    except ValueError as error:
+        raise ValueError(f"cannot build the model of {folder}: {printable(error)}") from None
+    model = build_model(with_named_layers(config, named, str(folder)))
+    state = {_PREFIX + name: tensor for name, tensor in global_weights(model).items()}
+    load_weights(folder, state, older_names([model]))
+    return model
+
+
 def global_weights(model: nn.Module) -> dict[str, Tensor]:
     """The weights of a whole model by global name, as views."""
     ids = expert_ids(model)
@@ -110,17 +132,23 @@ def check_weights(folder: Path, model: ModelConfig, partial: bool = False) -> li
     _verify(folder)
     if not (folder / WEIGHTS_FILE).is_file() or not (folder / CONFIG_FILE).is_file():
         raise ValueError(f"--weights {folder} must hold {WEIGHTS_FILE} and {CONFIG_FILE} from moe-dualpipe export")
+    saved = _saved_model(folder)
+    differences = model_differences(saved, model)
+    if differences and not partial:
+        way_out = "--weights-partial loads the weights that both have"
+        raise ValueError(f"{folder} holds another model: {'; '.join(differences)}; {way_out}")
+    return differences
+
+
+def _saved_model(folder: Path) -> dict[str, Any]:
+    """The model's options in an exported folder. Raises ValueError if the file is not such a file."""
     try:
         saved = read_file(folder / CONFIG_FILE)
     except (ValueError, OSError) as error:
         raise ValueError(f"cannot read {folder / CONFIG_FILE}: {describe(error)}") from None
     if not isinstance(saved, dict) or saved.pop("model_type", None) != MODEL_TYPE:
         raise ValueError(f"{folder / CONFIG_FILE} was not written by moe-dualpipe export")
-    differences = model_differences(saved, model)
-    if differences and not partial:
-        way_out = "--weights-partial loads the weights that both have"
-        raise ValueError(f"{folder} holds another model: {'; '.join(differences)}; {way_out}")
-    return differences
+    return saved
 
 
 def load_weights(folder: Path, state: Mapping[str, Tensor], older: Mapping[str, str] | None = None) -> None:
@@ -222,6 +250,17 @@ def _load_on_all_ranks(
     different = f"the ranks found different weights at {folder}: --weights needs a shared path, or equal copies"
     check_on_all_ranks(fault, checksum, different)  # a weight may be missing on one rank only
     return names
+
+
+def _shapes(path: Path) -> dict[str, list[int]]:
+    """The shapes of the tensors in a file. Raises ValueError if it cannot be read."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from None
 
 
 def _verify(folder: Path) -> int:

@@ -1,4 +1,4 @@
-"""`moe-dualpipe generate`: text from the newest checkpoint of a run, in one process."""
+"""`moe-dualpipe generate`: text from a run, a checkpoint or an exported folder, in one process."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -14,7 +14,7 @@ class Generate:
     """Continue a prompt with the model of a run, which may still be training."""
 
     run_or_checkpoint: Positional[Annotated[str, arg(metavar="RUN")]]
-    """Folder of a run (its newest checkpoint is used) or of a checkpoint."""
+    """Folder of a run (its newest checkpoint is used), of a checkpoint, or from `moe-dualpipe export`."""
     prompt: str = "\n"
     """Start of the text."""
     tokens: int = 200
@@ -40,25 +40,19 @@ class Generate:
     def run(self) -> None:
         import torch
 
-        from ..checkpoint import find_checkpoint, load_model
-        from ..data import find_tokenizer
+        from ..checkpoint import open_model
         from ..inference import Sampling, generate, printable_text
-        from ..runtime.launch import choose_device
 
         check_range("--num", self.num, 1, 1000)
         check_range("--tokens", self.tokens, 0, 1_000_000)
         check_range("--max-length", self.max_length, 1)
         check_range("--seed", self.seed, -(2**63), 2**63 - 1)
         sampling = Sampling(self.temperature, self.top_k or None, self.top_p)  # raises ValueError
-        device = torch.device(choose_device(self.device, torch.cuda.device_count(), 1))
-        found = find_checkpoint(self.run_or_checkpoint)
-        tokenizer = find_tokenizer(found)
+        model, tokenizer = open_model(self.run_or_checkpoint, self.layers.named(), self.device)
         end, prompt = tokenizer.end_id, tokenizer.encode(self.prompt)
         if not prompt:
             raise ValueError("--prompt is empty: use at least one character, or leave it out")
-        prompts = torch.tensor([prompt] * self.num, device=device)
-        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-        model = load_model(found, **self.layers.named()).to(device, dtype)
+        prompts = torch.tensor([prompt] * self.num, device=next(model.parameters()).device)
         texts = generate(
             model, prompts, self.tokens, self.max_length, sampling.temperature, sampling.top_k, sampling.top_p,
             self.seed, end,

@@ -17,6 +17,7 @@ from ..standard_streams import protect_streams
 from ..user_errors import error_text, user_error
 from .check import CheckCommands, CheckParallel
 from .data import DataCommands
+from .eval import Eval
 from .export import Export
 from .generate import Generate
 from .model import ModelCommands
@@ -28,7 +29,7 @@ from .train import Train
 COMMANDS = {
     "train": Train,
     "schedule": ScheduleCommands, "profile": ProfileCommands, "data": DataCommands, "plot": Plot, "generate": Generate,
-    "export": Export, "model": ModelCommands, "check": CheckCommands,
+    "eval": Eval, "export": Export, "model": ModelCommands, "check": CheckCommands,
 }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from .batches import Source, TextData
 from .files import DataFile
 from .given import Batches, GivenBatches
 from .prepare import prepare_data
-from .sources import load_data
+from .sources import load_data, read_stream
 from .token_files import HELD_OUT_FILES, TRAIN_FILE, Sidecar, TokenFile
 from .tokenizer import (
     BYTES,
@@ -16,11 +16,12 @@ from .tokenizer import (
     UnknownTokenizer,
     find_tokenizer,
     library_json,
+    num_bytes,
     tokenizer_files,
 )
 
 __all__ = [
     "BYTES", "HELD_OUT_FILES", "TOKENIZER_FILE", "TRAIN_FILE", "Batches", "DataFile", "GivenBatches", "Sidecar",
     "Source", "TextData", "TokenFile", "Tokenizer", "UnknownTokenizer", "find_tokenizer", "library_json", "load_data",
-    "prepare_data", "tokenizer_files",
+    "num_bytes", "prepare_data", "read_stream", "tokenizer_files",
 ]  # fmt: skip

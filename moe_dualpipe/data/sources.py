@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from ..messages import check_range, plural, printable
-from .batches import Source, TextData
+from .batches import Source, TextData, TokenStream
 from .documents import Documents
 from .held_out import ContentHash, Split, held_out_size
 from .token_files import HELD_OUT_FILES, SCAN_LIMIT, TRAIN_FILE, TokenFile
@@ -48,6 +48,26 @@ def load_data(
         _check_length(source, seq_len, "bytes" if tokenizer is BYTES else "tokens")
         loaded.append(source)
     return TextData(tuple(loaded), tokenizer)
+
+
+def read_stream(source: str, tokenizer: Tokenizer, field: str = "text", dtype: str = "uint16") -> TokenStream:
+    """All token ids of one source in order, each document followed by the end token.
+
+    Text is encoded with `tokenizer`. A folder that `prepare_data` wrote gives its held-out tokens. field, dtype: as for
+    `load_data`. Raises ValueError if the source is empty or broken, and for token ids of another tokenizer.
+    """
+    if files := list(_open_token_files(source, dtype)):
+        file = files[-1] if os.path.isdir(source) else files[0]
+        found = file.tokenizer(tokenizer.vocab_size)
+        if digest(found) != digest(tokenizer):
+            raise ValueError(f"{printable(file.path)} has the tokenizer {found}, but the model has {tokenizer}")
+        if file.tokens_N.file.size <= SCAN_LIMIT:
+            file.scan(tokenizer.vocab_size)
+        return file.tokens_N
+    if not source:
+        raise ValueError('--data is empty: name a file, a folder, a glob, or "stdlib"')
+    text = _Text.read(Documents.find(source, field), tokenizer)
+    return np.concatenate([document.tokens_N for document in text.encoded])
 
 
 def split_weight(entry: str) -> tuple[str, float]:

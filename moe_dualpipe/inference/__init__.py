@@ -1,8 +1,12 @@
-"""Text generation with a key/value cache, in one process or through a pipeline."""
+"""Text generation with a key/value cache, in one process or through a pipeline; the loss of given text."""
 
 from .eval_mode import eval_mode
 from .generation import generate, prefill, printable_text
 from .pipeline import generate_through_pipeline
 from .sampling import Sampling
+from .scoring import stream_losses, token_losses
 
-__all__ = ["Sampling", "eval_mode", "generate", "generate_through_pipeline", "prefill", "printable_text"]
+__all__ = [
+    "Sampling", "eval_mode", "generate", "generate_through_pipeline", "prefill", "printable_text", "stream_losses",
+    "token_losses",
+]  # fmt: skip

@@ -1,0 +1,32 @@
+"""The model and the tokenizer of any folder that holds a model: one place decides which kind of folder it is."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from ..data import Tokenizer, find_tokenizer
+from ..models import TransformerStage
+from ..runtime.launch import choose_device
+from .load import find_checkpoint
+from .weights import CONFIG_FILE, OwnLayer, load_exported, load_model
+
+
+def open_model(
+    path: str, own_layers: Mapping[str, OwnLayer] | None = None, device: Literal["auto", "cpu", "cuda"] = "cpu"
+) -> tuple[TransformerStage, Tokenizer]:
+    """Load a model with its tokenizer, on a device, for inference.
+
+    path: the folder of a run (its newest checkpoint is used), of a checkpoint, or from `moe-dualpipe export`.
+    own_layers: the model's own layers, as for `load_model`. device: cpu (in fp32), cuda (in bf16), or auto: cuda if
+    there is a GPU.
+
+    Raises ValueError for a folder without a model, for one that is broken, and for other own layers.
+    """
+    chosen = torch.device(choose_device(device, torch.cuda.device_count(), 1))
+    exported = Path(path, CONFIG_FILE).is_file()
+    folder = Path(path) if exported else find_checkpoint(path)
+    tokenizer = find_tokenizer(folder)
+    model = (load_exported if exported else load_model)(folder, **(own_layers or {}))
+    return model.to(chosen, torch.float32 if chosen.type == "cpu" else torch.bfloat16), tokenizer

@@ -1,0 +1,98 @@
+"""How likely a model finds given tokens: the log-probability of each, and the mean loss of a long text.
+
+A text longer than the model's sequences is cut into windows. Each token but the first of the text is scored once, in
+the first window that predicts it. With a stride below the sequence length, windows overlap: fewer tokens are scored in
+each, but those have at least (sequence length - stride) tokens before them.
+
+B sequences, S positions, N tokens of the text.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..messages import check_range
+from ..models import TransformerStage
+from .eval_mode import eval_mode
+
+
+class Tokens(Protocol):
+    """Token ids with a length and slices: an array, or a file."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: slice, /) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Positions `start` to `stop` of a text, which predict the tokens after them. The first `seen` of these tokens
+    are scored in earlier windows."""
+
+    start: int
+    stop: int
+    seen: int
+
+
+def windows(num_tokens: int, seq_len: int, stride: int) -> Iterator[Window]:
+    """The windows that score all tokens of a text but the first, each once.
+
+    The last window ends with the text and has the full length, if the text is that long.
+    Example: 8 tokens, seq_len 4, stride 3: positions 0-3 (scores tokens 1-4), then 3-6 (seen 1, scores 5-7).
+    """
+    last, done, start = num_tokens - 1, 0, 0
+    while done < last:
+        start = max(0, min(start, last - seq_len))
+        stop = min(start + seq_len, last)
+        yield Window(start, stop, done - start)
+        start, done = start + stride, stop
+
+
+@torch.no_grad()
+def token_losses(model: TransformerStage, inputs_BS: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss of each label in nats, in fp32, and whether it is the most likely token: both [B, S].
+
+    model: a whole model in one stage. The caller sets its evaluation mode.
+    """
+    output_BSX = model(inputs_BS)
+    losses, greedy = [], []
+    for output_SX, labels_S in zip(output_BSX, labels_BS, strict=True):  # logits in fp32 of one sequence at a time
+        logits_SV = model.logits(output_SX[None])[0].float()
+        losses.append(F.cross_entropy(logits_SV, labels_S, reduction="none"))
+        greedy.append(logits_SV.argmax(-1) == labels_S)
+    return torch.stack(losses), torch.stack(greedy)
+
+
+def stream_losses(
+    model: TransformerStage, tokens: Tokens, seq_len: int, stride: int | None = None, batch_size: int = 8
+) -> Iterator[Tensor]:
+    """Yield the losses of the tokens of a text but the first, in order, batch by batch, in nats, fp32.
+
+    tokens: N token ids. seq_len: positions that the model sees. stride: tokens between the starts of windows; None:
+    seq_len, so windows do not overlap. batch_size: windows at a time.
+
+    Raises ValueError for invalid numbers, for fewer than two tokens, and for token ids outside the vocabulary.
+    """
+    stride = seq_len if stride is None else stride
+    check_range("seq_len", seq_len, 1)
+    check_range("stride", stride, 1, seq_len)
+    check_range("batch_size", batch_size, 1)
+    if len(tokens) < 2:
+        raise ValueError(f"a text needs at least two tokens, of which all but the first are scored: got {len(tokens)}")
+    device, vocab_size = next(model.parameters()).device, model.config.vocab_size
+    remaining = windows(len(tokens), seq_len, stride)
+    while some := [*islice(remaining, batch_size)]:
+        ids_BS = np.stack([tokens[window.start : window.stop + 1] for window in some]).astype(np.int64)
+        if ids_BS.max() >= vocab_size or ids_BS.min() < 0:
+            wrong = ids_BS[(ids_BS >= vocab_size) | (ids_BS < 0)][0]
+            raise ValueError(f"token ids must be from 0 to {vocab_size - 1}, the vocabulary of the model: got {wrong}")
+        rows_BS = torch.from_numpy(ids_BS).to(device)
+        with eval_mode([model]):
+            losses_BS, _ = token_losses(model, rows_BS[:, :-1].contiguous(), rows_BS[:, 1:].contiguous())
+        yield torch.cat([losses_S[window.seen :] for losses_S, window in zip(losses_BS, some, strict=True)])

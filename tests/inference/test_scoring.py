@@ -1,0 +1,79 @@
+"""The loss of a long text in windows: every token counts once, with the context that the stride promises."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from moe_dualpipe.inference import stream_losses, token_losses
+from moe_dualpipe.inference.scoring import Window, windows
+from moe_dualpipe.models import StageOptions, build_model
+from tests.support.runs import MODEL
+
+
+@pytest.mark.parametrize("num_tokens", [2, 3, 8, 9, 10, 33])
+@pytest.mark.parametrize("seq_len,stride", [(1, 1), (4, 1), (4, 3), (4, 4), (7, 5), (40, 40)])
+def test_windows_score_every_token_but_the_first_once(num_tokens, seq_len, stride):
+    found = [*windows(num_tokens, seq_len, stride)]
+    scored = [token + 1 for one in found for token in range(one.start + one.seen, one.stop)]
+    assert scored == [*range(1, num_tokens)]
+    assert {one.stop - one.start for one in found} == {min(seq_len, num_tokens - 1)}
+    assert all(one.seen >= seq_len - stride for one in found[1:])
+
+
+def test_windows_of_the_example():
+    assert [*windows(8, 4, 3)] == [Window(0, 4, 0), Window(3, 7, 1)]
+    assert [*windows(10, 4, 4)] == [Window(0, 4, 0), Window(4, 8, 0), Window(5, 9, 3)]
+
+
+def text(number):
+    return np.random.default_rng(0).integers(0, MODEL.vocab_size, number).astype(np.uint8)
+
+
+@pytest.mark.parametrize("seq_len,stride", [(16, None), (16, 5), (16, 1), (200, None)])
+@pytest.mark.parametrize("options", [StageOptions(), StageOptions(fused_loss=True)], ids=["", "fused_loss"])
+def test_losses_are_those_of_the_models_logits(seq_len, stride, options):
+    """Directly: token i after the tokens of its window, one window at a time."""
+    model, tokens = build_model(dataclasses.replace(MODEL, mtp_layers=1), options=options), text(101)
+    found = torch.cat([*stream_losses(model, tokens, seq_len, stride, batch_size=3)])
+    expected = []
+    for one in windows(len(tokens), seq_len, stride or seq_len):
+        ids = torch.from_numpy(tokens[one.start : one.stop + 1].astype(np.int64))
+        with torch.no_grad():
+            log_probs = model.logits(model(ids[None, :-1]))[0].double().log_softmax(-1)
+        expected += [-log_probs[i, ids[i + 1]].item() for i in range(one.seen, one.stop - one.start)]
+    assert found.shape == (100,)
+    assert found.tolist() == pytest.approx(expected, rel=1e-5)
+    assert model.training
+
+
+def test_more_context_gives_the_losses_of_longer_prefixes():
+    """With a stride of 1, every token but the first 15 follows 15 or 16 tokens."""
+    model, tokens = build_model(MODEL), text(40)
+    found = torch.cat([*stream_losses(model, tokens, 16, 1)])
+    ids = torch.from_numpy(tokens.astype(np.int64))
+    for i in (20, 39):
+        losses, greedy = token_losses(model, ids[None, i - 16 : i], ids[None, i - 15 : i + 1])
+        assert losses[0, -1].item() == pytest.approx(found[i - 1].item(), rel=1e-5)
+        assert greedy.shape == (1, 16)
+
+
+def test_an_untrained_model_has_the_loss_of_a_uniform_distribution():
+    model = build_model(dataclasses.replace(MODEL, init_std=1e-6))
+    found = torch.cat([*stream_losses(model, text(50), 16)])
+    assert found.tolist() == pytest.approx([math.log(MODEL.vocab_size)] * 49, rel=1e-4)
+
+
+@pytest.mark.parametrize("tokens,numbers,message", [
+    (text(1), (16, None), "a text needs at least two tokens, of which all but the first are scored: got 1"),
+    (text(9), (0, None), "seq_len must be at least 1: got 0"),
+    (text(9), (4, 5), "stride must be at most 4: got 5"),
+    (text(9), (4, 0), "stride must be at least 1: got 0"),
+    (np.full(9, 256), (4, None), "token ids must be from 0 to 255, the vocabulary of the model: got 256"),
+], ids=str)  # fmt: skip
+def test_texts_that_cannot_be_scored(tokens, numbers, message):
+    with pytest.raises(ValueError) as error:
+        [*stream_losses(build_model(MODEL), tokens, *numbers)]
+    assert str(error.value) == message

@@ -1,0 +1,213 @@
+"""The model in lm-evaluation-harness: log-likelihoods are those of the logits, and a task runs from the command line.
+
+The harness has many dependencies. Without it, these tests use a stand-in, and those that need the real one are skipped.
+"""
+
+import importlib
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from moe_dualpipe import cli
+from moe_dualpipe.checkpoint import open_model
+from moe_dualpipe.inference import generate
+from tests.support import lm_eval_stand_in
+from tests.support.ranks import run_ranks
+from tests.support.runs import ROOT, settings, train
+
+PAGE = (ROOT / "docs" / "evaluation.md").read_text()
+MODULE = "moe_dualpipe.integrations.lm_eval"
+installed = pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-evaluation-harness is not installed")
+LENGTH = 24
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lm_eval") / "run"
+    run_ranks(1, train, settings(folder, steps=3, seq_len=LENGTH, eval_sequences=1))
+    return str(folder)
+
+
+@pytest.fixture(params=["stand-in", pytest.param("lm_eval", marks=installed)])
+def harness(request, monkeypatch):
+    """The module under test, with the harness or its stand-in."""
+    if request.param == "lm_eval":
+        yield importlib.import_module(MODULE)
+        return
+    lm_eval_stand_in.install(monkeypatch)
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    yield importlib.import_module(MODULE)
+    sys.modules.pop(MODULE, None)
+
+
+def requests(*arguments):
+    return [SimpleNamespace(args=args) for args in arguments]
+
+
+def log_probs(model, ids):
+    """log p of each token but the first, and whether it is the most likely one."""
+    with torch.no_grad():
+        all_SV = model.eval()(torch.tensor([ids[:-1]]))[0].double().log_softmax(-1)
+    labels_S = torch.tensor(ids[1:])
+    return all_SV.gather(1, labels_S[:, None])[:, 0], all_SV.argmax(-1) == labels_S
+
+
+def test_log_likelihoods_are_those_of_the_logits(harness, run):
+    model, _ = open_model(run)
+    greedy = generate(model, torch.tensor([[*b"import "]]), 3, LENGTH, temperature=0)[0].tolist()
+    likely = bytes(greedy).decode(errors="replace")
+    pairs = [("def f", "(x)"), ("", "class"), ("a  ", "b"), ("   ", "b"), ("x" * 60, " = 1"), ("de", "f "), ("x", "")]
+    lm = harness.MoEDualPipe(run, LENGTH, batch_size=2, device="cpu")
+    found = lm.loglikelihood(requests(*pairs, *([("import ", likely)] if likely.isascii() else [])))
+    assert found[len(pairs) - 1] == (0.0, True)  # of nothing
+    for (context, continuation), (value, is_greedy) in zip(pairs[:-1], found, strict=False):
+        ids = [*(context.encode() or b"\0"), *continuation.encode()][-LENGTH - 1 :]
+        spaces = len(context) - len(context.rstrip()) if context.strip() else 0
+        number = len(continuation) + spaces
+        expected, most_likely = log_probs(model, ids)
+        assert value == pytest.approx(expected[len(expected) - number :].sum().item(), rel=1e-5, abs=1e-9)
+        assert is_greedy == most_likely[len(expected) - number :].all().item()
+    if likely.isascii():
+        assert found[-1][1] is True
+
+
+def test_the_log_likelihood_of_a_text_counts_every_token(harness, run):
+    model, _ = open_model(run)
+    texts = ["import os\n", "x = [1, 2, 3]\n" * 5, "a", ""]
+    found = harness.MoEDualPipe(run, LENGTH, device="cpu").loglikelihood_rolling(requests(*((text,) for text in texts)))
+    for text, value in zip(texts, found, strict=True):
+        ids, expected, done = [0, *text.encode()], 0.0, 0
+        while done < len(ids) - 1:
+            start = max(0, min(done, len(ids) - 1 - LENGTH))
+            values, _ = log_probs(model, ids[start : start + LENGTH + 1])
+            expected += values[done - start :].sum().item()
+            done = start + len(values)
+        assert value == pytest.approx(expected, rel=1e-5)
+
+
+def test_text_is_generated_up_to_a_stop_string(harness, run):
+    model, tokenizer = open_model(run)
+    lm = harness.MoEDualPipe(run, LENGTH, device="cpu")
+    prompt = torch.tensor([[*b"import "]])
+    whole = tokenizer.decode(generate(model, prompt, 12, LENGTH, temperature=0, stop=0)[0].tolist()).split("\0")[0]
+    stop = whole[4]
+    asked = [
+        ("import ", {"max_gen_toks": 12}),
+        ("import ", {"max_gen_toks": 12, "until": [stop, "never here"], "do_sample": False, "temperature": 0.7}),
+        ("import ", {"max_gen_toks": 12, "until": stop}),
+        ("x" * 99, {"max_gen_toks": 2, "do_sample": True, "temperature": 2.0, "top_k": 5}),
+    ]
+    found = lm.generate_until(requests(*asked))
+    assert found[0] == whole
+    assert found[1] == found[2] == whole[: whole.index(stop)]
+    assert len(found[3]) <= 2
+
+
+@pytest.mark.usefixtures("harness")
+def test_the_harness_creates_the_model_by_its_name_and_caches_results(run):
+    from lm_eval.api.registry import get_model  # type: ignore[import-not-found]
+
+    options = {"path": run, "max_length": LENGTH}
+    created = get_model("moe-dualpipe").create_from_arg_obj(options, {"batch_size": "4", "device": "cpu"})
+    assert (created.max_length, created.batch_size, created.device) == (LENGTH, 4, torch.device("cpu"))
+    added = []
+    created.cache_hook.add_partial = lambda *arguments: added.append(arguments)
+    (result,) = created.loglikelihood(requests(("a", "b")))
+    assert added == [("loglikelihood", ("a", "b"), result)]
+
+
+def test_what_cannot_be_evaluated(harness, run, tmp_path):
+    with pytest.raises(ValueError, match=rf"^a continuation has 25 tokens, more than max_length {LENGTH}$"):
+        harness.MoEDualPipe(run, LENGTH, device="cpu").loglikelihood(requests(("a", "b" * 25)))
+    with pytest.raises(ValueError, match="no checkpoint in"):
+        harness.MoEDualPipe(str(tmp_path))
+    (tmp_path / "ids.bin").write_bytes(b"abcdefgh" * 99)
+    config = settings(tmp_path / "run", steps=1, seq_len=16, data=(str(tmp_path / "ids.bin"),), data_dtype="uint8")
+    run_ranks(1, train, config)
+    with pytest.raises(ValueError, match=r"has 256 token ids without a tokenizer: tasks need its tokenizer\.json$"):
+        harness.MoEDualPipe(str(tmp_path / "run"))
+
+
+def test_without_the_harness_the_command_says_how_to_install_it(run, monkeypatch, capsys):
+    for name in ("lm_eval", "lm_eval.api", "lm_eval.api.model", "lm_eval.api.registry"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    assert cli.main(["eval", run, "--tasks", "arc_easy"]) == 2
+    message = "moe-dualpipe: error: evaluation on tasks needs lm-evaluation-harness: pip install lm-eval\n"
+    assert capsys.readouterr() == ("", message)
+
+
+# ---- With the real harness ----
+
+
+@installed
+def test_the_stand_in_has_the_interface_of_the_harness():
+    from lm_eval.api import model, registry  # type: ignore[import-not-found]
+
+    assert model.LM.__abstractmethods__ == lm_eval_stand_in.LM.__abstractmethods__
+    for name in [*model.LM.__abstractmethods__, "create_from_arg_obj", "__init__"]:
+        real, stand_in = (inspect.signature(getattr(one, name)) for one in (model.LM, lm_eval_stand_in.LM))
+        assert [*real.parameters] == [*stand_in.parameters], name
+    real, stand_in = (inspect.signature(one.add_partial) for one in (model.CacheHook, lm_eval_stand_in.CacheHook))
+    assert [*real.parameters] == [*stand_in.parameters]
+    for name in ("register_model", "get_model"):
+        real, stand_in = (inspect.signature(getattr(one, name)) for one in (registry, lm_eval_stand_in))
+        assert [*real.parameters] == [*stand_in.parameters], name
+
+
+@installed
+def test_the_task_of_the_page_runs_from_the_command_line(run, tmp_path):
+    """Its accuracy is that of choosing the answer with the larger log-probability."""
+    (task,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    (rows,) = re.findall(r"```\n(\{\"question\".*?)```", PAGE, re.DOTALL)
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "colours.yaml").write_text(task)
+    questions = [json.loads(row) for row in rows.splitlines()]
+    questions += [{"question": f"{i} is", "choices": ["even", "odd"], "answer": i % 2} for i in range(6)]
+    (tmp_path / "colours.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+
+    def evaluate(*more):
+        arguments = [sys.executable, "-m", "moe_dualpipe.cli", "eval", run, "--tasks", "colours", "--device", "cpu"]
+        environment = os.environ | {
+            "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+        }  # fmt: skip
+        return subprocess.run(
+            [*arguments, "--include-path", "tasks", *more], cwd=tmp_path, env=environment, capture_output=True,
+            text=True, timeout=200, check=False,
+        )  # fmt: skip
+
+    done = evaluate("--seq-len", str(LENGTH), "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["colours"]
+    model, _ = open_model(run)
+    right = 0
+    for row in questions:
+        values = []
+        for choice in row["choices"]:
+            text = f"{row['question']} {choice}".encode()
+            values.append(log_probs(model, [*text])[0][-len(choice) - 1 :].sum().item())
+        right += values.index(max(values)) == row["answer"]
+    assert found["acc,none"] == pytest.approx(right / len(questions))
+
+    table = evaluate("--limit", "2")
+    assert table.returncode == 0, table.stderr
+    assert re.search(r"^\|colours *\|.*\|acc *\|", table.stdout, re.MULTILINE)
+
+    unknown = evaluate("--tasks", "nowhere")
+    assert unknown.returncode == 2
+    assert unknown.stderr.splitlines()[-1].startswith("moe-dualpipe: error: unknown task 'nowhere'; near names: ")
+
+
+def test_the_page_names_the_module():
+    assert Path(ROOT, *MODULE.split(".")).with_suffix(".py").is_file()
+    assert f"import {MODULE}" in PAGE
