@@ -24,9 +24,9 @@ TEXT = "".join(f"line {i} of é notes: {'do re mi fa so la'[i % 17 :]}\n" for i 
 def folder(tmp_path_factory):
     """A run of a model of bytes, the text that it is evaluated on, and the same text as token ids."""
     folder = tmp_path_factory.mktemp("eval")
-    (folder / "notes.md").write_text(TEXT)
-    run_ranks(1, train, settings(folder / "runs" / "tiny", steps=2, seq_len=64, data=(str(folder / "notes.md"),)))
-    prepare = ["data", "prepare", str(folder / "notes.md"), "--out", str(folder / "ids"), "--tokenizer", "bytes"]
+    (folder / "notes.py").write_text(TEXT)
+    run_ranks(1, train, settings(folder / "runs" / "tiny", steps=2, seq_len=64, data=(str(folder / "notes.py"),)))
+    prepare = ["data", "prepare", str(folder / "notes.py"), "--out", str(folder / "ids"), "--tokenizer", "bytes"]
     assert cli.main(prepare) == 0
     return folder
 
@@ -59,7 +59,7 @@ def direct_loss(tokens, seq_len):
 
 def test_the_numbers_are_those_of_the_models_logits(capsys):
     tokens = [*TEXT.encode(), 0]
-    found = evaluate(capsys, "--data", "notes.md", "--seq-len", "48", "--batch-size", "5")
+    found = evaluate(capsys, "--data", "notes.py", "--seq-len", "48", "--batch-size", "5")
     loss = direct_loss(tokens, 48)
     assert found["loss"] == pytest.approx(loss, rel=1e-5)
     assert found["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
@@ -67,20 +67,20 @@ def test_the_numbers_are_those_of_the_models_logits(capsys):
     assert found["tokens"] == found["bytes"] == len(tokens) - 1
     assert found["tokens_per_second"] > 0
 
-    start = evaluate(capsys, "--data", "notes.md", "--seq-len", "48", "--max-tokens", "100")
+    start = evaluate(capsys, "--data", "notes.py", "--seq-len", "48", "--max-tokens", "100")
     assert start["tokens"] == 100
     assert start["loss"] == pytest.approx(direct_loss(tokens[:101], 48), rel=1e-5)
-    strided = evaluate(capsys, "--data", "notes.md", "--seq-len", "48", "--stride", "12")
+    strided = evaluate(capsys, "--data", "notes.py", "--seq-len", "48", "--stride", "12")
     assert (strided["tokens"], strided["stride"]) == (found["tokens"], 12)
     assert strided["loss"] != found["loss"]
 
 
 def test_text_in_every_form_has_the_same_loss(capsys):
-    expected = evaluate(capsys, "--data", "notes.md", "--max-tokens", "300")["loss"]
+    expected = evaluate(capsys, "--data", "notes.py", "--max-tokens", "300")["loss"]
     Path("notes.jsonl").write_text(json.dumps({"body": TEXT}) + "\n")
     (Path("notes") / "below").mkdir(parents=True)
-    shutil.copyfile("notes.md", "notes/below/notes.md")
-    for data in (["notes.jsonl", "--data-field", "body"], ["notes"], ["note*.md"], ["ids/train.bin"]):
+    shutil.copyfile("notes.py", "notes/below/notes.py")
+    for data in (["notes.jsonl", "--data-field", "body"], ["notes"], ["note*.py"], ["ids/train.bin"]):
         assert evaluate(capsys, "--max-tokens", "300", "--data", *data)["loss"] == expected, data
     held_out = evaluate(capsys, "--data", "ids")
     assert held_out["loss"] == evaluate(capsys, "--data", "ids/held_out.bin")["loss"] != expected
@@ -106,21 +106,21 @@ def test_token_ids_without_a_tokenizer_have_no_bits_per_byte(tmp_path, capsys, m
     run_ranks(1, train, settings(run, steps=1, data=(str(tmp_path / "ids.bin"),), data_dtype="uint8"))
     found = evaluate(capsys, "--data", "ids.bin", "--data-dtype", "uint8", "--max-tokens", "50")
     assert found["bits_per_byte"] is found["bytes"] is None
-    assert cli.main(["eval", "runs/tiny", "--data", "notes.md"]) == 2
+    assert cli.main(["eval", "runs/tiny", "--data", "notes.py"]) == 2
 
 
 @pytest.mark.parametrize("arguments,message", [
     ([], "eval needs --data, the text to evaluate, or --tasks: give one of them"),
-    (["--data", "notes.md", "--tasks", "a"], "eval needs --data, the text to evaluate, or --tasks: give one of them"),
+    (["--data", "notes.py", "--tasks", "a"], "eval needs --data, the text to evaluate, or --tasks: give one of them"),
     (["--data", "nowhere"], "--data nowhere: no such file or folder, and no file matches it as a glob"),
     (["--data", ""], "--data is empty: name a file, a folder, a glob"),
-    (["--data", "notes.md", "--seq-len", "0"], "--seq-len must be at least 1: got 0"),
-    (["--data", "notes.md", "--seq-len", "8", "--stride", "9"],
+    (["--data", "notes.py", "--seq-len", "0"], "--seq-len must be at least 1: got 0"),
+    (["--data", "notes.py", "--seq-len", "8", "--stride", "9"],
      "--stride must be at most 8: got 9; a longer one would leave out tokens"),
-    (["--data", "notes.md", "--stride", "-1"], "--stride must be at least 1: got -1"),
-    (["--data", "notes.md", "--batch-size", "0"], "--batch-size must be at least 1: got 0"),
-    (["--data", "notes.md", "--max-tokens", "-3"], "--max-tokens must be at least 1: got -3"),
-    (["--data", "notes.md", "--experts", "a:b"], "runs/tiny/checkpoints/step-000002 has experts 'swiglu', not 'a:b'"),
+    (["--data", "notes.py", "--stride", "-1"], "--stride must be at least 1: got -1"),
+    (["--data", "notes.py", "--batch-size", "0"], "--batch-size must be at least 1: got 0"),
+    (["--data", "notes.py", "--max-tokens", "-3"], "--max-tokens must be at least 1: got -3"),
+    (["--data", "notes.py", "--experts", "a:b"], "runs/tiny/checkpoints/step-000002 has experts 'swiglu', not 'a:b'"),
 ], ids=lambda value: " ".join(value) if isinstance(value, list) else "")  # fmt: skip
 def test_invalid_options_print_one_line(capsys, arguments, message):
     assert cli.main(["eval", "runs/tiny", *arguments]) == 2
@@ -131,7 +131,7 @@ def test_invalid_options_print_one_line(capsys, arguments, message):
 
 
 def test_text_of_another_tokenizer_is_an_error(capsys, tmp_path):
-    assert cli.main(["data", "prepare", "notes.md", "--out", str(tmp_path / "bpe"), "--vocab-size", "300"]) == 0
+    assert cli.main(["data", "prepare", "notes.py", "--out", str(tmp_path / "bpe"), "--vocab-size", "300"]) == 0
     assert cli.main(["eval", "runs/tiny", "--data", str(tmp_path / "bpe")]) == 2
     error = capsys.readouterr().err
     assert re.search(r"held_out\.bin has the tokenizer BPE of \d+ tokens, but the model has bytes\n$", error)
