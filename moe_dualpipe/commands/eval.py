@@ -61,7 +61,7 @@ class Eval:
     None: --seq-len."""
     max_tokens: int | None = None
     """Evaluate only the start of the text. None: all of it."""
-    tasks: tuple[str, ...] = ()
+    tasks: Annotated[tuple[str, ...], arg(metavar="TASK [TASK ...]")] = ()
     """Names of tasks of lm-evaluation-harness, which must be installed."""
     include_path: str | None = None
     """Folder with more tasks, as YAML files."""

@@ -81,7 +81,9 @@ def test_a_damaged_export_is_an_error(run, tmp_path):
 
 
 def test_an_export_needs_its_own_layers_to_be_named(run):
-    with pytest.raises(ValueError, match=r"has its own experts, .*: if you trust it, use --experts tests\.support"):
+    with pytest.raises(
+        ValueError, match=r"has custom experts, .*: if you trust this code, use --experts tests\.support"
+    ):
         open_model(str(run / "exported"))
     with pytest.raises(ValueError, match="no checkpoint in"):
         open_model(str(run))
