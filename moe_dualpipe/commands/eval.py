@@ -105,8 +105,7 @@ class Eval:
     def _run_tasks(self) -> None:
         from ..integrations.lm_eval import MoEDualPipe, evaluate, results_table
 
-        options = {"batch_size": self.batch_size, "device": self.device, "max_length": self.seq_len}
-        model = MoEDualPipe(self.model, **options, **self.layers.named())
+        model = MoEDualPipe(self.model, self.seq_len, self.batch_size, self.device, self.layers.named())
         found = evaluate(model, self.tasks, self.include_path, self.num_fewshot, self.limit)
         print(strict_json.write(found["results"], indent=2) if self.json else results_table(found))
 

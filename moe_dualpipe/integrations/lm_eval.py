@@ -41,18 +41,16 @@ class MoEDualPipe(LM):
 
     path: the folder of a run, of a checkpoint, or from `moe-dualpipe export`. max_length: the most tokens that the
     model attends to; use the sequence length of training. batch_size: sequences at a time. device: cpu (in fp32), cuda
-    (in bf16), or auto. experts, router, attention, block: the model's own layers. max_batch_size is ignored.
+    (in bf16), or auto. own_layers: as for `open_model`. max_batch_size: ignored.
 
     Raises ValueError for a folder without a model, or with token ids whose tokenizer is unknown.
     """
 
     def __init__(
         self, path: str, max_length: int = 256, batch_size: int | str = 8, device: str = "auto",
-        experts: str | None = None, router: str | None = None, attention: str | None = None, block: str | None = None,
-        max_batch_size: int | None = None,
+        own_layers: Mapping[str, str | None] | None = None, max_batch_size: int | None = None,
     ):  # fmt: skip
         super().__init__()
-        own_layers = {"experts": experts, "router": router, "attention": attention, "block": block}
         kind: Any = str(device).partition(":")[0]
         self.model, self.text = open_model(path, own_layers, kind)
         if self.text.end_id < 0:

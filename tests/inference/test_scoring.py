@@ -75,5 +75,5 @@ def test_an_untrained_model_has_the_loss_of_a_uniform_distribution():
 ], ids=str)  # fmt: skip
 def test_texts_that_cannot_be_scored(tokens, numbers, message):
     with pytest.raises(ValueError) as error:
-        [*stream_losses(build_model(MODEL), tokens, *numbers)]
+        list(stream_losses(build_model(MODEL), tokens, *numbers))
     assert str(error.value) == message
