@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import overlap
-from tests.support.interpreted import run_main, run_module
+from tests.support.interpreted import run_main
 
 CUSTOM = '''
 import dataclasses
@@ -161,10 +161,10 @@ def test_figures_are_written(smoke):
 
 
 def test_sections_are_skipped_when_time_runs_out(tmp_path):
-    arguments = ["--out", str(tmp_path / "out"), "--smoke", "--only", "permute", "routing", "--minutes", "0.01"]
-    done = run_module("benchmarks.gpu", *arguments)
+    arguments = ["--out", str(tmp_path / "out"), "--smoke", "--only", "permute", "routing", "--minutes", "0.001"]
+    done = run_main("benchmarks.gpu.__main__", *arguments)
     assert done.returncode == 0, done.stderr
-    assert "skipped, --minutes 0.01 was used up" in done.stdout
+    assert "skipped, --minutes 0.001 was used up" in done.stdout
     assert json.loads((tmp_path / "out" / "results.json").read_text())["routing"]["status"] == "skipped"
 
 

@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,7 +11,7 @@ from moe_dualpipe.training import restart
 from moe_dualpipe.training.command_line import parse_arguments
 from tests.support.checkpoints import write_manifest
 from tests.support.ranks import run_ranks
-from tests.support.runs import ROOT, SMALL, change, losses, make_plan, options, records, resolve, settings, train
+from tests.support.runs import SMALL, change, losses, make_plan, options, records, resolve, settings, torchrun, train
 
 KILLS_ITSELF = """
 import os, signal
@@ -54,12 +52,8 @@ def test_torchrun_restarts_a_killed_run_which_resumes_in_its_folder(tmp_path):
         "--device",
         "cpu",
     ]
-    torchrun = ["--nproc-per-node", "2", "--max-restarts", "1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", *torchrun, str(script), *arguments],
-        cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, capture_output=True,
-        text=True, timeout=120, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+    launch = "--standalone", "--nproc-per-node", 2, "--max-restarts", 1
+    done = torchrun(*launch, script, *arguments, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "train.py: rank 0 stops: rank 1 vanished" in done.stderr
     # The rank was killed while step 4 was being saved, so that checkpoint may be complete or not.

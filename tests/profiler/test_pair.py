@@ -1,10 +1,7 @@
 """The pair of chunks: equal results of both runs, balanced routing, modelled links, and the command."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 
@@ -17,6 +14,7 @@ from moe_dualpipe.models import ModelConfig, MoE
 from moe_dualpipe.models.router import BalancedRouter, Router, balanced_ids
 from moe_dualpipe.profiler import TraceError, measure, read_trace
 from moe_dualpipe.profiler.pair import Pair, Workload
+from tests.support.runs import ROOT, torchrun
 
 MODEL = ModelConfig(
     hidden_size=16, num_heads=2, num_kv_heads=1, head_dim=8, expert_size=12, num_experts=8, experts_per_token=3,
@@ -219,11 +217,8 @@ def test_run_with_deepseeks_transfer_times(tmp_path, capsys):
 
 
 def test_run_under_torchrun(tmp_path):
-    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*program, "-m", "moe_dualpipe.cli", *SMALL[:-2], "--out", str(tmp_path)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False
-    )
+    launch = "--standalone", "--nproc-per-node", 2, "-m", "moe_dualpipe.cli"
+    done = torchrun(*launch, *SMALL[:-2], "--out", tmp_path, folder=ROOT)
     assert done.returncode == 0, done.stderr
     assert "experts over 2 ranks, this is rank 0\ntorch.distributed, gloo, 2 processes\n" in done.stdout
     assert done.stdout.count("hidden communication: ") == 1  # only rank 0 prints

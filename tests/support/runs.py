@@ -8,10 +8,12 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.run as torch_launcher
 
 from moe_dualpipe.checkpoint import Saver
 from moe_dualpipe.models import ModelConfig
@@ -22,6 +24,7 @@ from moe_dualpipe.training.loop import TrainingRun
 from moe_dualpipe.training.plan import RunPlan, plan_run
 from moe_dualpipe.training.resolve import RunSetup, resolve_options
 from moe_dualpipe.training.trainer import Trainer
+from tests.support import ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -125,14 +128,38 @@ def introduction(rank, config):
 
 
 def command(*arguments, processes=1, script="train.py"):
-    program = [sys.executable]
+    """Run a script in a new process, or in several with torchrun."""
     if processes > 1:
-        program += ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+        return torchrun("--nproc-per-node", processes, script, *arguments, folder=ROOT)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [*program, script, *map(str, arguments)], cwd=ROOT, env=environment, capture_output=True, text=True,
+        [sys.executable, script, *map(str, arguments)], cwd=ROOT, env=environment, capture_output=True, text=True,
         timeout=120, stdin=subprocess.DEVNULL,
     )  # fmt: skip
+
+
+def torchrun(*arguments, folder) -> subprocess.CompletedProcess[str]:
+    """Run torchrun in `folder`. The launcher is forked from a process that has imported torch; the ranks start anew."""
+    with tempfile.TemporaryDirectory() as logs:
+        files = [Path(logs, name) for name in ("stdout", "stderr")]
+        launcher: Any = ranks._context.Process(target=_launch, args=([*map(str, arguments)], folder, *files))
+        launcher.start()
+        try:
+            launcher.join(120)
+            assert launcher.exitcode is not None, "torchrun did not end within 120 s"
+        finally:
+            launcher.terminate()  # ends its processes, too
+            launcher.join()
+        return subprocess.CompletedProcess(arguments, launcher.exitcode, *(file.read_text() for file in files))
+
+
+def _launch(arguments, folder, stdout, stderr):
+    os.chdir(folder)
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for number, file in ((1, stdout), (2, stderr)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
+    torch_launcher.main(arguments)
 
 
 SMALL = [

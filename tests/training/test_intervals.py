@@ -14,7 +14,8 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, change, losses, make_trainer, records, settings
 from tests.support.special_experts import DropoutExperts, named
 
-SMALL = {"seq_len": 16, "eval_sequences": 4, "model": dataclasses.replace(MODEL, experts=named(DropoutExperts))}
+WITH_DROPOUT = dataclasses.replace(MODEL, num_layers=2, experts=named(DropoutExperts))
+SMALL = {"seq_len": 16, "eval_sequences": 4, "model": WITH_DROPOUT}
 
 
 def test_an_interval_has_sums_rates_the_latest_values_and_means_of_finite_values():
