@@ -1,5 +1,6 @@
 """Custom layers: how they are found, built, given options, and called."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ from moe_dualpipe.expert_parallel import Local
 from moe_dualpipe.inference import generate
 from moe_dualpipe.models import ModelConfig, MoE, StageOptions, build_model, check_layers, expert_function, split
 from moe_dualpipe.models.build_experts import ExpertBuilder
+from moe_dualpipe.models.layer_class import name_of
 from moe_dualpipe.models.layer_options import options_text
 from moe_dualpipe.models.partition import layer_flops
+from moe_dualpipe.models.router import router_class
 from moe_dualpipe.training.command_line import parse_arguments
 from tests.support import own_layers
 from tests.support.models import CONFIG, with_choices
@@ -64,6 +67,40 @@ def test_a_file_imports_other_files_of_its_folder_once(tmp_path):
     config = with_choices(experts=f"{file}:Own")
     first, second = (type(whole(config).layers["1"].mlp.experts.each[0]) for _ in range(2))
     assert first is second
+
+
+OWN = """
+from torch import nn
+
+
+class Own(nn.Linear):
+    def __init__(self, config):
+        super().__init__(config.hidden_size, config.hidden_size)
+"""
+
+
+def test_a_file_that_could_not_be_imported_is_read_again(tmp_path):
+    """As in a notebook, after the mistake is corrected."""
+    file = tmp_path / "corrected.py"
+    file.write_text(f"{OWN}\nmistake\n")
+    with pytest.raises(ValueError, match=r"corrected.py:9: NameError: name 'mistake' is not defined"):
+        check_layers(with_choices(experts=f"{file}:Own"))
+    file.write_text(OWN)
+    check_layers(with_choices(experts=f"{file}:Own"))
+
+
+def test_a_module_is_found_in_the_current_folder(tmp_path, monkeypatch):
+    """The first folder of an installed program is that of the program."""
+    (tmp_path / "module_of_own_layers.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    check_layers(with_choices(experts="module_of_own_layers:Own"))
+
+
+def test_the_object_from_a_file_has_the_name_of_the_file():
+    """Other processes cannot import the name that this process gave to the module."""
+    name = f"{FILE}:PlainRouter"
+    assert name_of(router_class(with_choices(router=name)).make) == name
 
 
 @pytest.mark.parametrize("field,name,problem", [

@@ -1,6 +1,6 @@
 """Expert layers that train without a word, or fail late, each with one mistake.
 
-`GELUExperts` and `SharesAScale` are correct.
+`GELUExperts`, `SharesAScale` and `RoundsToFp32` are correct.
 """
 
 import torch
@@ -33,6 +33,13 @@ class SharesAScale(GELUExperts):
 
     def expert(self, e, rows):
         return super().expert(e, rows * self.scale)
+
+
+class RoundsToFp32(GELUExperts):
+    """Correct: it computes in fp32 whatever the dtype of its input."""
+
+    def expert(self, e, rows):
+        return super().expert(e, rows).float().to(rows.dtype)
 
 
 class OnlyManyExperts(GELUExperts):

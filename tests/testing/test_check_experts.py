@@ -65,8 +65,8 @@ def test_each_mistake_is_found_by_one_law(name, law, words):
 
 
 @pytest.mark.parametrize("layer", [
-    "swiglu", broken.GELUExperts, own_layers.Expert, own_layers.VariedExpert, own_layers.expert_list,
-    own_layers.swiglu_function,
+    "swiglu", broken.GELUExperts, broken.RoundsToFp32, own_layers.Expert, own_layers.VariedExpert,
+    own_layers.expert_list, own_layers.swiglu_function,
 ], ids=lambda layer: getattr(layer, "__name__", layer))  # fmt: skip
 def test_correct_layers_pass(layer):
     report = check_experts(layer)

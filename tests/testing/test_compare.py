@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch import nn
 
 from moe_dualpipe.testing.compare import compare, find_faults, may_be_rounding
 from moe_dualpipe.testing.run import Results
+from moe_dualpipe.testing.subject import prepare
 from moe_dualpipe.testing.variants import OTHER_ORDER, OTHER_ROWS, SAME_ORDER
 
 NAN = float("nan")
@@ -84,3 +86,12 @@ def test_tolerances_are_those_of_the_variant():
 ])  # fmt: skip
 def test_rounding_explains_other_choices_of_experts_but_no_other_weights(changes, expected):
     assert may_be_rounding([compare(results(**changes), results())]) is expected
+
+
+def test_a_prepared_module_has_no_dropout_and_no_constant_weights():
+    """The same on all ranks. A weight of zeros would hide wrong gradients."""
+    made = [prepare(nn.Sequential(nn.Dropout(0.5), nn.LayerNorm(4), nn.Linear(4, 1)), seed=3) for _ in range(2)]
+    for module in made:
+        assert module[0].p == 0 and module[1].weight.dtype == torch.float64
+        assert 0 < (module[1].weight - 1).abs().max() < 0.3 and module[1].bias.unique().numel() == 4
+    assert torch.equal(made[0][1].weight, made[1][1].weight)

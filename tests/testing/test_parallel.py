@@ -5,9 +5,17 @@ from dataclasses import replace
 import pytest
 
 from moe_dualpipe.cli import main
+from moe_dualpipe.schedule import NAMES
 from moe_dualpipe.testing import Check, Report, Variant, check_parallel
-from moe_dualpipe.testing.variants import OTHER_ORDER, OTHER_ROWS, default_variants, micro_batches_for
-from moe_dualpipe.training.config import BatchConfig, TrainConfig
+from moe_dualpipe.testing.parallel import make_job
+from moe_dualpipe.testing.variants import (
+    OTHER_ORDER,
+    OTHER_ROWS,
+    default_variants,
+    micro_batches_for,
+    requested_variant,
+)
+from moe_dualpipe.training.config import BatchConfig, ParallelConfig, TrainConfig
 from tests.support.parallel_faults import FAULTS, MODEL, inject
 
 CONFIG = TrainConfig(model=MODEL, batch=BatchConfig(seq_len=6))
@@ -77,7 +85,7 @@ OPTIONS = (
 def test_the_command_checks_the_requested_layout_and_skips_what_cannot_run(capsys, monkeypatch):
     variants = [Variant("shuffled sequences", OTHER_ROWS, neighbours=1), EXPERTS, replace(PIPELINE, name="pp=4", pp=4)]
     monkeypatch.setattr("moe_dualpipe.testing.parallel.default_variants", lambda _: variants)
-    assert main(["check", "parallel", *OPTIONS.split(), "--pp", "2", "--no-overlap"]) == 0
+    assert main(["check", "parallel", *OPTIONS.split(), "--pp", "2", "--no-overlap", "--document-mask"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("2 steps of 16 sequences of 6 tokens, compared with one process")
     assert [line.split("  ")[0] for line in lines[2:] if line[0] != " "] == [
@@ -88,9 +96,12 @@ def test_the_command_checks_the_requested_layout_and_skips_what_cannot_run(capsy
 
 
 def test_a_failed_check_exits_with_code_1(capsys, monkeypatch):
-    report = Report("model", (Check("ep=2", "failed"),))
-    monkeypatch.setattr("moe_dualpipe.testing.check_parallel", lambda *_: report, raising=False)
+    report, configs = Report("model", (Check("ep=2", "failed"),)), []
+    monkeypatch.setattr(
+        "moe_dualpipe.testing.check_parallel", lambda config: configs.append(config) or report, raising=False
+    )
     assert main(["check", "parallel"]) == 1
+    assert configs[0].batch.seq_len == 16
     assert capsys.readouterr().out == f"{report}\n"
 
 
@@ -106,6 +117,33 @@ def test_invalid_options_exit_with_code_2(capsys, options, message):
     assert main(["check", "parallel", *options.split()]) == 2
     error = capsys.readouterr().err
     assert error.startswith("moe-dualpipe: error: ") and error.count("\n") == 1 and message in error
+
+
+def test_the_default_variants_have_every_schedule_and_recomputation_with_and_without_overlap():
+    variants = default_variants(1)
+    assert {v.schedule for v in variants if v.pp == 2} == {*NAMES}
+    assert {v.recompute for v in variants} == {"none", "norms", "attention", "full"}
+    for ep in (1, 2):
+        assert {v.overlap for v in variants if v.ep == ep and v.processes > 1} == {True, False}
+        assert any(v.neighbours for v in variants if v.ep == ep)
+
+
+def test_the_requested_layout_is_that_of_training():
+    found = requested_variant(ParallelConfig(pp=3, ep=2, overlap=False), "full")
+    assert found is not None and (found.pp, found.dp, found.ep, found.schedule) == (3, 2, 2, "dualpipev")
+    assert (found.processes, found.overlap, found.recompute, found.tolerance) == (6, False, "full", OTHER_ROWS)
+    found = requested_variant(ParallelConfig(), "norms")
+    assert found is not None and (found.schedule, found.tolerance) == ("dualpipev", OTHER_ORDER)
+    assert requested_variant(ParallelConfig(), "none") is None
+    assert micro_batches_for([Variant("ep=4", OTHER_ROWS, dp=4, ep=4), Variant("pp=3", OTHER_ORDER, pp=3)]) == 8
+    assert micro_batches_for([Variant("pp=5", OTHER_ORDER, pp=5)]) == 10
+
+
+def test_documents_end_in_the_checked_sequences():
+    config = replace(CONFIG, batch=BatchConfig(seq_len=6, document_mask=True))
+    job = make_job(config, [Variant("pp=2", OTHER_ORDER, pp=2)])
+    assert job.options.document_end_id == MODEL.vocab_size - 1
+    assert 0.05 < (job.tokens == MODEL.vocab_size - 1).double().mean() < 0.3
 
 
 def test_all_variants_run_with_the_same_sequences():
