@@ -14,6 +14,7 @@ from moe_dualpipe.overlap import Compute, Segmented, in_layer
 from moe_dualpipe.schedule import parse
 from moe_dualpipe.user_errors import (
     Place,
+    _owner,
     describe_user_error,
     error_text,
     fault_of,
@@ -214,3 +215,13 @@ def test_a_syntax_error_is_in_its_own_line(tmp_path):
     (tmp_path / "broken.py").write_text("x = 1\ndef f(:\n")
     error = error_of(compile, (tmp_path / "broken.py").read_text(), str(tmp_path / "broken.py"), "exec")
     assert describe_user_error(error) == f"{tmp_path}/broken.py:2: SyntaxError: invalid syntax"
+
+
+@pytest.mark.parametrize("file,owner", [
+    (FILE, "user"), ("<ipython-input-3>", "user"), ("<string>", "python"), ("<frozen importlib>", "python"),
+    (f"{sysconfig.get_path('stdlib')}/json/decoder.py", "python"),
+    (f"{sysconfig.get_path('stdlib')}/site-packages/own/layer.py", "installed"),  # as without a virtual environment
+    (torch.nn.__file__, "torch"), ("models/moe.py", "package"),
+])  # fmt: skip
+def test_whose_code_a_file_has(file, owner):
+    assert _owner(file) == owner

@@ -89,6 +89,29 @@ def test_a_file_that_could_not_be_imported_is_read_again(tmp_path):
     check_layers(with_choices(experts=f"{file}:Own"))
 
 
+def test_a_class_inside_of_another_is_found(tmp_path):
+    file = tmp_path / "nested.py"
+    file.write_text(f"{OWN}\n\nclass Outer:\n    Inner = Own\n")
+    check_layers(with_choices(experts=f"{file}:Outer.Inner"))
+
+
+def test_a_file_that_exits_is_an_error(tmp_path):
+    """As a program without `if __name__ == "__main__":` may do."""
+    file = tmp_path / "program.py"
+    file.write_text("raise SystemExit(0)\n")
+    with pytest.raises(ValueError, match=r"program.py:1: SystemExit: 0$"):
+        check_layers(with_choices(experts=f"{file}:Own"))
+
+
+def no_module(config):  # noqa: ARG001
+    return own_layers.Widths()
+
+
+def test_a_function_must_return_a_module():
+    with pytest.raises(ValueError, match=r"test_own_layers.py:\d+ in no_module: the router .* nn.Module: got Widths"):
+        model_of(router=no_module)
+
+
 def test_a_module_is_found_in_the_current_folder(tmp_path, monkeypatch):
     """The first folder of an installed program is that of the program."""
     (tmp_path / "module_of_own_layers.py").write_text(OWN)
