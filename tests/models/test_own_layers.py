@@ -1,6 +1,7 @@
 """Custom layers: how they are found, built, given options, and called."""
 
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from moe_dualpipe.inference import generate
 from moe_dualpipe.models import ModelConfig, MoE, StageOptions, build_model, check_layers, expert_function, split
 from moe_dualpipe.models.build_experts import ExpertBuilder
 from moe_dualpipe.models.layer_class import name_of
-from moe_dualpipe.models.layer_options import options_text
+from moe_dualpipe.models.layer_options import options_text, parse_options
 from moe_dualpipe.models.partition import layer_flops
 from moe_dualpipe.models.router import router_class
 from moe_dualpipe.training.command_line import parse_arguments
@@ -183,6 +184,35 @@ def test_options_as_text_keep_spaces_and_quotes():
     assert options_text(text) == text == """'name=it'"'"'s two words' n=3"""
 
 
+@dataclass
+class Lists:
+    widths: list[int] = field(default_factory=list)
+
+
+def with_lists(config, options: Lists): ...
+
+
+def with_a_number(config, options: int): ...
+
+
+def test_a_list_of_options_has_commas():
+    assert parse_options(with_lists, "widths=3,5") == Lists([3, 5])
+
+
+@pytest.mark.parametrize("text,problem", [
+    ("rank", "an option of a layer must be key=value: got 'rank'"), ("2x=3", "must be key=value: got '2x=3'"),
+    ("name='it", "cannot split the options"),
+])  # fmt: skip
+def test_options_are_words_with_keys(text, problem):
+    with pytest.raises(ValueError, match=problem):
+        options_text(text)
+
+
+def test_options_need_a_dataclass():
+    with pytest.raises(ValueError, match="with_a_number must annotate its parameter `options` with a dataclass: got"):
+        parse_options(with_a_number, "")
+
+
 # ---- Experts ----
 
 
@@ -225,6 +255,27 @@ def test_the_initial_weights_of_an_expert_do_not_depend_on_its_rank(name):
             assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
     distinct = {tuple(p.flatten()[:3].tolist()) for p in whole.parameters()}
     assert len(distinct) == len([*whole.parameters()])
+
+
+@expert_function(up=("expert_size", "hidden_size"), down=("hidden_size", "expert_size"), bias=("hidden_size",))
+def with_bias(rows, up, down, bias):
+    assert len(rows)
+    return rows @ up.T @ down.T + bias
+
+
+def test_the_weights_of_an_expert_function_start_from_the_deviations_of_the_model():
+    config = with_choices(experts=with_bias, hidden_size=64, expert_size=48)
+    layer: Any = ExpertBuilder(config, 1, 0).build(range(5))
+    assert layer.up.std().item() == pytest.approx(config.init_std, rel=0.05)
+    assert layer.down.std().item() == pytest.approx(config.residual_std, rel=0.05)
+    assert not layer.bias.any()
+
+
+def test_an_expert_without_rows_is_not_called():
+    layer: Any = ExpertBuilder(with_choices(experts=with_bias), 1, 0).build(range(5))
+    x_MD = torch.randn(3, CONFIG.hidden_size)
+    assert layer(x_MD, torch.tensor([0, 0, 2, 2, 3, 3])).shape == x_MD.shape
+    assert layer(x_MD[:0], torch.zeros(6, dtype=torch.int32)).shape == (0, CONFIG.hidden_size)
 
 
 def test_expert_functions_name_their_weights():
