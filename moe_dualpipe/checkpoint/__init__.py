@@ -5,7 +5,7 @@ A checkpoint does not depend on the parallel layout of its run: any number of ra
 
 from .load import check_model, find_checkpoint, load_checkpoint
 from .manifest import Manifest, read_manifest, read_tensor_metadata, verify_checkpoint
-from .open_model import open_model
+from .model_folder import open_model
 from .partial import PartialLoad
 from .save import SaveError, Saver, SaveResult, list_checkpoints, save_checkpoint
 from .weights import (
