@@ -15,4 +15,5 @@ def one_of(names: Iterable[str]) -> Any:
 
 
 PresetName = Annotated[str, one_of(PRESETS)]
+OptionalPreset = Annotated[str | None, one_of(PRESETS)]
 ScheduleName = Annotated[str, one_of(("auto", *NAMES))]

@@ -10,17 +10,15 @@ from .partial import PartialLoad
 from .save import SaveError, Saver, SaveResult, list_checkpoints, save_checkpoint
 from .weights import (
     WEIGHTS_FILE,
-    check_weights,
     export_weights,
     load_model,
     load_tensors,
-    load_weights,
-    load_weights_in_part,
 )  # fmt: skip
+from .weights_folder import check_weights, is_published, load_weights, load_weights_in_part, open_weights
 
 __all__ = [
     "WEIGHTS_FILE", "Manifest", "PartialLoad", "SaveError", "SaveResult", "Saver", "check_model", "check_weights",
-    "export_weights", "find_checkpoint", "list_checkpoints", "load_checkpoint", "load_model", "load_tensors",
-    "load_weights", "load_weights_in_part", "open_model", "read_manifest", "read_tensor_metadata", "save_checkpoint",
-    "verify_checkpoint",
+    "export_weights", "find_checkpoint", "is_published", "list_checkpoints", "load_checkpoint", "load_model",
+    "load_tensors", "load_weights", "load_weights_in_part", "open_model", "open_weights", "read_manifest",
+    "read_tensor_metadata", "save_checkpoint", "verify_checkpoint",
 ]  # fmt: skip

@@ -7,10 +7,13 @@ from typing import Literal
 import torch
 
 from ..data import Tokenizer, find_tokenizer
+from ..messages import printable
 from ..models import TransformerStage
 from ..runtime.launch import choose_device
+from .huggingface import from_pretrained
 from .load import find_checkpoint
-from .weights import CONFIG_FILE, OwnLayer, load_exported, load_model
+from .weights import CONFIG_FILE, OwnLayer, load_model
+from .weights_folder import is_published, load_exported
 
 
 def open_model(
@@ -18,7 +21,8 @@ def open_model(
 ) -> tuple[TransformerStage, Tokenizer]:
     """Load a model with its tokenizer, on a device, for inference.
 
-    path: the folder of a run (its newest checkpoint is used), of a checkpoint, or from `moe-dualpipe export`.
+    path: the folder of a run (its newest checkpoint is used), of a checkpoint, from `moe-dualpipe export`, or of a
+    published model in Hugging Face's format.
     own_layers: the model's own layers, as for `load_model`. device: cpu (in fp32), cuda (in bf16), or auto: cuda if
     there is a GPU.
 
@@ -28,5 +32,12 @@ def open_model(
     exported = Path(path, CONFIG_FILE).is_file()
     folder = Path(path) if exported else find_checkpoint(path)
     tokenizer = find_tokenizer(folder)
+    dtype = torch.float32 if chosen.type == "cpu" else torch.bfloat16
+    if exported and is_published(folder):
+        if named := [field for field, layer in (own_layers or {}).items() if layer is not None]:
+            raise ValueError(
+                f"{printable(folder)} is a published model, without layers of your own: leave out --{named[0]}"
+            )
+        return from_pretrained(folder, dtype).to(chosen), tokenizer
     model = (load_exported if exported else load_model)(folder, **(own_layers or {}))
-    return model.to(chosen, torch.float32 if chosen.type == "cpu" else torch.bfloat16), tokenizer
+    return model.to(chosen, dtype), tokenizer

@@ -15,7 +15,6 @@ import json
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,23 +22,21 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..data import TOKENIZER_FILE
 from ..expert_parallel.parameters import ExpertIds, expert_ids, global_tensors, older_names
-from ..messages import describe, printable
-from ..models import ModelConfig, TransformerStage, build_model
+from ..messages import printable
+from ..models import TransformerStage, build_model
 from ..models.layer_class import Factory
 from ..runtime.shared_errors import gather_objects
-from ..strict_json import read_file
 from .atomic_folder import new_folder
-from .load import check_on_all_ranks, check_shapes, load_checkpoint, model_differences, with_older_names
-from .manifest import read_manifest, read_tensor_metadata, verify_export
+from .load import load_checkpoint
+from .manifest import read_manifest, read_tensor_metadata
 from .model_options import check_sizes, model_config, with_named_layers
-from .partial import PartialLoad, group_names
-from .tensor_folder import TensorFolder
+from .partial import group_names
 from .tensor_writer import TensorWriter
 
 WEIGHTS_FILE, CONFIG_FILE, MODEL_TYPE = "model.safetensors", "config.json", "moe-dualpipe"
 OwnLayer = str | Factory | None
 """A layer by its name, a class, or a function; None: built in."""
-_PREFIX = "model."  # a checkpoint puts it before the names of weights
+PREFIX = "model."  # a checkpoint puts it before the names of weights
 
 
 def load_model(
@@ -53,7 +50,7 @@ def load_model(
     """
     named = {"experts": experts, "router": router, "attention": attention, "block": block}
     tensors = read_tensor_metadata(checkpoint).state_dict_metadata.items()
-    shapes = [t.size for name, t in tensors if name.startswith(_PREFIX) and isinstance(t, TensorStorageMetadata)]
+    shapes = [t.size for name, t in tensors if name.startswith(PREFIX) and isinstance(t, TensorStorageMetadata)]
     try:
         config = model_config(read_manifest(checkpoint).model)
         check_sizes(config, shapes)
@@ -61,29 +58,8 @@ def load_model(
         raise ValueError(f"cannot build the model of {checkpoint}: {printable(error)}") from None
     config = with_named_layers(config, named, str(checkpoint))
     model = build_model(config)
-    state = {_PREFIX + name: tensor for name, tensor in global_weights(model).items()}
+    state = {PREFIX + name: tensor for name, tensor in global_weights(model).items()}
     load_checkpoint(checkpoint, state, older_names([model]))
-    return model
-
-
-def load_exported(
-    folder: Path, experts: OwnLayer = None, router: OwnLayer = None, attention: OwnLayer = None, block: OwnLayer = None
-) -> TransformerStage:
-    """Build the whole model of an exported folder in fp32.
-
-    experts, router, attention, block: as for `load_model`. Raises ValueError if the folder is broken or has other
-    layers.
-    """
-    named = {"experts": experts, "router": router, "attention": attention, "block": block}
-    saved = _saved_model(folder)
-    try:
-        config = model_config(saved)
-        check_sizes(config, [*_shapes(folder / WEIGHTS_FILE).values()])
-    except ValueError as error:
-        raise ValueError(f"cannot build the model of {folder}: {printable(error)}") from None
-    model = build_model(with_named_layers(config, named, str(folder)))
-    state = {_PREFIX + name: tensor for name, tensor in global_weights(model).items()}
-    load_weights(folder, state, older_names([model]))
     return model
 
 
@@ -124,64 +100,6 @@ def export_weights(checkpoint: Path, folder: Path, **own_layers: OwnLayer) -> in
     return sum(tensor.numel() for tensor in weights.values())
 
 
-def check_weights(folder: Path, model: ModelConfig, partial: bool = False) -> list[str]:
-    """Return the options in which the exported model in `folder` differs from `model`, one message each.
-
-    Raises ValueError unless `folder` is an intact export, and without `partial` for an export of another model.
-    """
-    _verify(folder)
-    if not (folder / WEIGHTS_FILE).is_file() or not (folder / CONFIG_FILE).is_file():
-        raise ValueError(f"--weights {folder} must hold {WEIGHTS_FILE} and {CONFIG_FILE} from moe-dualpipe export")
-    saved = _saved_model(folder)
-    differences = model_differences(saved, model)
-    if differences and not partial:
-        way_out = "--weights-partial loads the weights that both have"
-        raise ValueError(f"{folder} holds another model: {'; '.join(differences)}; {way_out}")
-    return differences
-
-
-def _saved_model(folder: Path) -> dict[str, Any]:
-    """The model's options in an exported folder. Raises ValueError if the file is not such a file."""
-    try:
-        saved = read_file(folder / CONFIG_FILE)
-    except (ValueError, OSError) as error:
-        raise ValueError(f"cannot read {folder / CONFIG_FILE}: {describe(error)}") from None
-    if not isinstance(saved, dict) or saved.pop("model_type", None) != MODEL_TYPE:
-        raise ValueError(f"{folder / CONFIG_FILE} was not written by moe-dualpipe export")
-    return saved
-
-
-def load_weights(folder: Path, state: Mapping[str, Tensor], older: Mapping[str, str] | None = None) -> None:
-    """Load the weights in `state` in place, and read no others from the file. Collective.
-
-    older: as in `load_checkpoint`.
-
-    Raises ValueError on all ranks if on any rank the folder is broken, or a weight is missing or has another shape, and
-    if the ranks found different exports.
-    """
-    _load_on_all_ranks(folder, state, older or {}, partial=False)
-
-
-def load_weights_in_part(
-    folder: Path, state: Mapping[str, Tensor], older: Mapping[str, str] | None = None
-) -> PartialLoad:
-    """Load those weights of `state` that the file has, in place. Returns the names of all ranks together. Collective.
-
-    older: as in `load_checkpoint`.
-
-    Raises ValueError on all ranks if on any rank the folder is broken or a weight has another shape, if the file has no
-    weight of the model, and if the ranks found different exports.
-    """
-    names = _load_on_all_ranks(folder, state, older or {}, partial=True)
-    parts = gather_objects((names.loaded, names.missing))
-    loaded, missing = ({name for part in parts for name in part[i]} for i in range(2))
-    ignored = {*names.loaded, *names.ignored} - loaded
-    if not loaded:
-        has, wanted = group_names(ignored) or "no tensors", group_names(missing)
-        raise ValueError(f"{folder / WEIGHTS_FILE} has no weight of the model: it has {has}; the model has {wanted}")
-    return PartialLoad(sorted(loaded), sorted(missing), sorted(ignored))
-
-
 @torch.no_grad()
 def load_tensors(
     weights: Mapping[str, Tensor], num_experts: int, state: Mapping[str, Tensor], stages: Iterable[nn.Module]
@@ -203,7 +121,7 @@ def load_tensors(
             fault, parts = str(error), {}
         given |= parts
         names |= dict.fromkeys(parts, name)
-    own = {name.removeprefix(_PREFIX): tensor for name, tensor in state.items() if name.startswith(_PREFIX)}
+    own = {name.removeprefix(PREFIX): tensor for name, tensor in state.items() if name.startswith(PREFIX)}
     faults = (_fault(name, tensor, given.get(name)) for name, tensor in own.items())
     parts = gather_objects((fault or next(filter(None, faults), ""), {names[name] for name in own if name in names}))
     if faults := [fault for fault, _ in parts if fault]:
@@ -235,53 +153,3 @@ def _fault(name: str, tensor: Tensor, given: object) -> str:
     if given.shape != tensor.shape:
         return f"`weights`: {name} has shape {[*given.shape]}, expected {[*tensor.shape]}"
     return ""
-
-
-def _load_on_all_ranks(
-    folder: Path, state: Mapping[str, Tensor], older: Mapping[str, str], partial: bool
-) -> PartialLoad:
-    """Load the weights of this rank, and raise the error of any rank on all ranks. Returns the names of this rank."""
-    fault, checksum, names = "", 0, PartialLoad((), (), ())
-    try:
-        checksum = _verify(folder)
-        names = _load(folder, {n: t for n, t in state.items() if n.startswith(_PREFIX)}, older, partial)
-    except ValueError as error:
-        fault = str(error)
-    different = f"the ranks found different weights at {folder}: --weights needs a shared path, or equal copies"
-    check_on_all_ranks(fault, checksum, different)  # a weight may be missing on one rank only
-    return names
-
-
-def _shapes(path: Path) -> dict[str, list[int]]:
-    """The shapes of the tensors in a file. Raises ValueError if it cannot be read."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, "pt") as file:
-            return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"cannot read {path}: {error}") from None
-
-
-def _verify(folder: Path) -> int:
-    try:
-        return verify_export(folder, WEIGHTS_FILE, CONFIG_FILE)
-    except ValueError as error:
-        raise ValueError(
-            f"{folder} is broken: {str(error).replace(f'{folder}/', '')}; export or copy it again"
-        ) from None
-
-
-@torch.no_grad()
-def _load(folder: Path, state: Mapping[str, Tensor], older: Mapping[str, str], partial: bool) -> PartialLoad:
-    file = TensorFolder(folder)
-    saved = file.entries.keys()
-    state = with_older_names(state, {_PREFIX + name for name in saved}, older)
-    weights = {name.removeprefix(_PREFIX): tensor for name, tensor in state.items()}
-    missing = sorted(weights.keys() - saved) if partial else []
-    for name in missing:
-        del weights[name]
-    check_shapes(folder / WEIGHTS_FILE, weights, {name: entry.shape for name, entry in file.entries.items()})
-    for name, tensor in weights.items():
-        tensor.copy_(file.read(name))
-    return PartialLoad([*weights], missing, sorted(saved - weights.keys()))

@@ -1,6 +1,7 @@
 """Open what --data names: text, folders of token ids that `moe-dualpipe data prepare` wrote, or bare .bin files.
 
-All sources of a run share one tokenizer. It comes from the token ids among the sources; without any, text is bytes.
+All sources of a run share one tokenizer. It comes from the token ids among the sources; without any, it is that of the
+model from which the run starts, or text is bytes.
 Text is read into memory and encoded at the start. Token ids stay on disk, so they may be larger than memory.
 """
 
@@ -21,19 +22,21 @@ from .tokenizer import BYTES, TOKENIZER_FILE, Tokenizer, UnknownTokenizer, diges
 
 def load_data(
     sources: str | Sequence[str], seq_len: int, vocab_size: int | None = None,
-    field: str = "text", dtype: str = "uint16",
+    field: str = "text", dtype: str = "uint16", tokenizer: Tokenizer = BYTES,
 ) -> TextData:  # fmt: skip
     """Open `sources`, each "SOURCE" or "SOURCE=WEIGHT".
 
     A source is text (a file, a folder, a glob, or "stdlib"), a folder that `prepare_data` wrote, or a .bin file.
     field: the key of the text in .jsonl lines. dtype: of .bin files without a sidecar. vocab_size: of the model; None
-    accepts every tokenizer. Raises ValueError if a source is empty, broken or shorter than one sequence of `seq_len`,
-    if the sources have different tokenizers, or if `vocab_size` is too small.
+    accepts every tokenizer. tokenizer: of text, if no source has token ids.
+
+    Raises ValueError if a source is empty, broken or shorter than one sequence of `seq_len`, if the sources have
+    different tokenizers, or if `vocab_size` is too small.
     """
     entries = [split_weight(entry) for entry in ([sources] if isinstance(sources, str) else sources or [""])]
     opened = {name: list(_open_token_files(name, dtype)) for name, _ in entries}
     _check_roles(opened)
-    tokenizer = _common_tokenizer(opened, vocab_size or np.iinfo(dtype).max + 1)
+    tokenizer = _common_tokenizer(opened, vocab_size or np.iinfo(dtype).max + 1, tokenizer)
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         raise ValueError(f"--data ({tokenizer}) needs --model.vocab-size {tokenizer.vocab_size}: got {vocab_size}")
     texts = {name: _Text.read(Documents.find(name, field), tokenizer) for name, files in opened.items() if not files}
@@ -107,10 +110,10 @@ def _is_described(path: Path) -> bool:
     return os.path.lexists(path) or os.path.lexists(path.with_name(f"{path.name}.json"))
 
 
-def _common_tokenizer(opened: dict[str, list[TokenFile]], vocab_size: int) -> Tokenizer:
+def _common_tokenizer(opened: dict[str, list[TokenFile]], vocab_size: int, of_text: Tokenizer) -> Tokenizer:
     found = [(file.path, file.tokenizer(vocab_size)) for files in opened.values() for file in files]
     if not found:
-        return BYTES
+        return of_text
     first, chosen = found[0]
     for path, tokenizer in found:
         if digest(tokenizer) != digest(chosen):

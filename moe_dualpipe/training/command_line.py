@@ -15,12 +15,16 @@ from ..models import preset
 from ..option_errors import one_line_errors
 from ..program import program_name, training_command
 from ..runtime.launch import Launch
-from .config import TrainConfig
+from .config import CheckpointConfig, TrainConfig
 
 
 @dataclass
-class _Preset:
-    preset: str = TrainConfig.preset
+class _Start:
+    """The options that choose the model, unless --model.* does."""
+
+    preset: str | None = None
+    resume: str | None = None
+    weights: str | None = None
 
 
 @dataclass
@@ -32,21 +36,26 @@ class _Replaced:
     profile: str = ""
     weights: str = ""
     weights_partial: bool = False
+    export: str = ""
 
 
 def parse_arguments(
     arguments: Sequence[str], quiet: bool = False, defaults: TrainConfig | None = None, program: str = "",
     description: str | None = None,
 ) -> TrainConfig:  # fmt: skip
-    """Return the options; `--preset` chooses the defaults of `--model.*`.
+    """Return the options. `--preset`, or else `--resume` or `--weights`, chooses the defaults of `--model.*`.
 
     quiet: print no help. defaults: those of all other options. program: the command in the help; "": as this process
     was started. description: the first lines of the help; None: how to train.
     Raises ValueError for invalid options, with a message of one line.
     """
     arguments = join_repeated("--freeze", join_layer_options(arguments))
-    chosen, _ = _parse_known(_Preset, arguments)
-    default = replace(defaults or TrainConfig(), preset=chosen.preset, model=preset(chosen.preset))
+    chosen, _ = _parse_known(_Start, arguments)
+    if chosen.preset is not None:
+        preset(chosen.preset)  # raises ValueError with the nearest name
+    start = CheckpointConfig(resume=chosen.resume, weights=chosen.weights)
+    model = TrainConfig(preset=chosen.preset, checkpoint=start).model
+    default = replace(defaults or TrainConfig(), preset=chosen.preset, model=model)
     with one_line_errors():
         return tyro.cli(
             TrainConfig, args=arguments, prog=program or program_name(), default=default, console_outputs=not quiet,

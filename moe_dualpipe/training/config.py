@@ -3,8 +3,10 @@
 None means no limit, or a value that `resolve.py` chooses from the other options. `checks.py` has the valid values.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from tyro.conf import OmitArgPrefixes, arg
@@ -13,7 +15,8 @@ from tyro.constructors import PrimitiveConstructorSpec
 from ..kernels.options import Kernels
 from ..models import ModelConfig, preset
 from ..models.config import Recompute
-from ..option_types import PresetName, ScheduleName
+from ..option_types import OptionalPreset, ScheduleName
+from .start_model import start_model
 
 if TYPE_CHECKING:
     from ..inference import Sampling
@@ -30,6 +33,7 @@ def _optional(kind: Callable[[str], Any], metavar: str) -> PrimitiveConstructorS
     )
 
 
+DEFAULT_PRESET = "tiny"
 _OF_PRESET = cast(ModelConfig, None)
 OptionalInt = Annotated[int | None, _optional(int, "INT")]
 OptionalFloat = Annotated[float | None, _optional(float, "FLOAT")]
@@ -103,13 +107,16 @@ class CheckpointConfig:
     resume: OptionalStr = None
     """Resume from the newest checkpoint of this run, or from this checkpoint."""
     weights: OptionalStr = None
-    """Start a new run from the weights in this folder, written by `moe-dualpipe export`."""
+    """Start a new run from the weights in this folder: a published model in Hugging Face's format, or a folder that
+    `moe-dualpipe export` wrote."""
     weights_partial: bool = False
     """With --weights: load the weights that fit the model by name and shape. Others keep their initial values."""
     save_every: OptionalInt = None
     """Steps between checkpoints. None: save only at the end."""
     keep: OptionalInt = 3
     """Number of checkpoints to keep. None: all."""
+    export: OptionalStr = None
+    """At the end, write the model into this new folder in Hugging Face's format (docs/checkpoints.md)."""
     save_async: bool = True
     """Continue training while a checkpoint is written. Needs main memory for a copy of weights and moments."""
 
@@ -213,8 +220,8 @@ class TrainConfig:
     $ moe-dualpipe --version
     """
 
-    preset: PresetName = "tiny"
-    """Model size. --model.* options override single values."""
+    preset: OptionalPreset = None
+    """Model size; --model.* options override single values. None: the model of --resume or --weights, or tiny."""
     steps: int = 320
     """Total number of optimizer steps, including those before a resume."""
     seed: int = 0
@@ -237,4 +244,13 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         if self.model is _OF_PRESET:
-            object.__setattr__(self, "model", preset(self.preset))
+            start = self.checkpoint
+            model = start_model(start.resume, start.weights) if self.preset is None else None
+            object.__setattr__(self, "model", model or preset(self.preset or DEFAULT_PRESET))
+
+    @property
+    def name(self) -> str:
+        """The name of the model and of a new run: the preset, or the folder of the weights or of the resumed run."""
+        folder = Path(self.checkpoint.weights or self.checkpoint.resume or "")
+        parts = [part for part in folder.parts if part != "checkpoints" and not part.startswith("step-")]
+        return self.preset or (re.sub(r"[^\w.-]", "-", parts[-1])[:60] if parts else DEFAULT_PRESET)

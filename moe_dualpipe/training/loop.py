@@ -12,6 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ..checkpoint import Saver, SaveResult
+from ..checkpoint.huggingface import companion_files, plan_checkpoint_export
 from ..data import tokenizer_files
 from ..health.deadline import Deadline
 from ..health.heartbeat import Progress
@@ -204,9 +205,24 @@ class TrainingRun:
             reporter.sample(self.config.sample.prompt + trainer.sample())
         if saved := self._last_checkpoint():
             reporter.say(f"saved {printable(saved)}")
+            self._export(saved)
             reporter.say(f"to resume: {reporter.how_to_resume(saved, 2 * steps)}")
         if before is not None and after is not None:
             reporter.say(f"validation loss {text.format_losses(before, after)}")
+
+    def _export(self, checkpoint: Path) -> None:
+        """Write the model of a checkpoint in Hugging Face's format, if wanted. All ranks write parts of it."""
+        if not (folder := self.config.checkpoint.export):
+            return
+        try:
+            with self.trainer.progress.saving():
+                plan = plan_checkpoint_export(checkpoint)
+                plan.write(Path(folder))
+        except (ValueError, OSError) as error:
+            self.reporter.fail(f"--export {printable(folder)}: {error}")
+        self.reporter.say(
+            f"exported {printable(folder)}: {plan.layout.architecture.model_type}, {plan.num_bytes / 1e6:,.1f} MB"
+        )
 
     def _record_validation(self, done: int) -> None:
         loss = self._validation_loss(f"after step {done}", f"; this step is not saved: {_ADVICE}")
@@ -247,7 +263,8 @@ class TrainingRun:
             self.reporter.say(f"step {step}: waiting for the last checkpoint, which is still being written")
         with self.trainer.progress.saving():
             self._note(self.saver.wait())
-            self.saver.start(step, self.trainer.state(), tokenizer_files(self.plan.text.tokenizer))
+            files = tokenizer_files(self.plan.text.tokenizer) | companion_files(self.plan.companions)
+            self.saver.start(step, self.trainer.state(), files)
 
     def _note(self, result: SaveResult | None) -> None:
         if result:

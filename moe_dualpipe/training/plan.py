@@ -6,9 +6,21 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..checkpoint import check_model, check_weights, find_checkpoint
-from ..data import Batches, GivenBatches, TextData, UnknownTokenizer, find_tokenizer, load_data
+from ..checkpoint import check_model, check_weights, find_checkpoint, is_published
+from ..checkpoint.huggingface import companions_of, find_architecture, read_companions
+from ..data import (
+    BYTES,
+    TOKENIZER_FILE,
+    Batches,
+    GivenBatches,
+    TextData,
+    Tokenizer,
+    UnknownTokenizer,
+    find_tokenizer,
+    load_data,
+)
 from ..drawing.output import make_folder
+from ..messages import printable
 from ..models import StageSpec, check_layers, split
 from ..runtime.launch import Launch
 from . import metrics, restart
@@ -49,6 +61,8 @@ class RunPlan:
     first_step: int
     """Number of steps that were done before."""
     profiled_steps: int
+    companions: Mapping[str, str]
+    """The texts of files that came with the weights of a published model, by file name, for an export."""
 
 
 def plan_run(
@@ -59,6 +73,7 @@ def plan_run(
     arguments: the command line. None: the run is started from Python, and writes only into a folder that is named.
     """
     _check_given(given, config)
+    _check_export(config)
     setup = resolve_options(config, launch, new_folder=arguments is not None)
     check_layers(config.model)
     stages = split(config.model, setup.schedule.num_stages)
@@ -95,8 +110,27 @@ def plan_run(
             metrics.read_records(setup.folder)  # raises ValueError
     return RunPlan(
         config, setup, arguments, stages, text, resume, None if resume else given.weights, differences, first_step,
-        profiled_steps,
+        profiled_steps, _companions(resume, weights),
     )  # fmt: skip
+
+
+def _companions(resume: Path | None, weights: Path | None) -> dict[str, str]:
+    if resume:
+        return companions_of(resume)
+    return read_companions(weights) if weights and is_published(weights) else {}
+
+
+def _check_export(config: TrainConfig) -> None:
+    """Raise ValueError if --export cannot write this model."""
+    folder = config.checkpoint.export
+    if not folder:
+        return
+    if Path(folder).exists():
+        raise ValueError(f"--export {printable(folder)} already exists: choose another folder")
+    try:
+        find_architecture(config.model)
+    except ValueError as error:
+        raise ValueError(f"--export {printable(folder)}: {error}") from None
 
 
 def _check_given(given: Given, config: TrainConfig) -> None:
@@ -116,7 +150,7 @@ def _given_text(
     assert given.batches is not None
     sequences = setup.schedule.num_micro_batches * config.batch.micro_batch_size * setup.layout.dp
     vocab_size = config.model.vocab_size
-    tokenizer = find_tokenizer(start) if start else UnknownTokenizer(vocab_size)
+    tokenizer = _tokenizer(start, vocab_size) if start else UnknownTokenizer(vocab_size)
     shape = sequences, config.batch.seq_len
     return GivenBatches(given.batches, shape, vocab_size, tokenizer, given.validation, first_step)
 
@@ -130,10 +164,21 @@ def _options_of_given(config: TrainConfig, text: GivenBatches) -> TrainConfig:
     return config
 
 
+def _tokenizer(start: Path, vocab_size: int) -> Tokenizer:
+    """The tokenizer of the model from which the run starts. Unknown for a published model without tokenizer.json."""
+    if is_published(start) and not (start / TOKENIZER_FILE).is_file():
+        return UnknownTokenizer(vocab_size)
+    return find_tokenizer(start)
+
+
 def _load_text(config: TrainConfig, start: Path | None) -> TextData:
     batch, vocab_size = config.batch, config.model.vocab_size
-    text = load_data(batch.data, batch.seq_len, vocab_size, batch.data_field, batch.data_dtype)
-    if start:
+    unknown = start is not None and is_published(start) and not (start / TOKENIZER_FILE).is_file()
+    tokenizer = _tokenizer(start, vocab_size) if start else BYTES
+    if isinstance(tokenizer, UnknownTokenizer) and not unknown:
+        tokenizer = BYTES  # `check_tokenizer` says that it is another one
+    text = load_data(batch.data, batch.seq_len, vocab_size, batch.data_field, batch.data_dtype, tokenizer)
+    if start and not unknown:
         text.check_tokenizer(start)
     if config.sample.sample_tokens:
         largest = max(text.tokenizer.encode(config.sample.prompt or "\n"), default=None)

@@ -51,7 +51,7 @@ class Reporter:
         tokens = schedule.num_micro_batches * config.batch.micro_batch_size * config.batch.seq_len * layout.dp
         frozen = round(dense + experts) - round(trained)
         lines = [
-            f"model {config.preset}: {(dense + experts) / 1e6:.2f} M parameters, {active / 1e6:.2f} M active"
+            f"model {printable(config.name)}: {(dense + experts) / 1e6:.2f} M parameters, {active / 1e6:.2f} M active"
             f"{f', {trained / 1e6:.2f} M trained, {frozen / 1e6:.2f} M frozen' if frozen else ''}",
             f"{schedule.name} over {layout.pp} pipeline x {layout.dp} data-parallel ranks"
             f"{f', experts over {layout.ep}' if layout.ep > 1 else ''}, on {self.setup.device.type} "

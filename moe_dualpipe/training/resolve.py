@@ -46,7 +46,7 @@ def resolve_options(config: TrainConfig, launch: Launch, new_folder: bool = True
     micro_batches = config.batch.micro_batches or default_micro_batches(layout.pp)
     schedule = build(name, layout.pp, micro_batches, config.parallel.num_chunks)
     options = config.checkpoint
-    folder = _run_folder(options, config.preset) if new_folder or options.out or options.resume else None
+    folder = _run_folder(options, config.name) if new_folder or options.out or options.resume else None
     if folder is None:
         _check_writes_nothing(config)
     return RunSetup(layout, schedule, device, getattr(torch, dtype), kernels, folder)
@@ -89,7 +89,7 @@ def _check_writes_nothing(config: TrainConfig) -> None:
     """Raise ValueError for an option that writes files: a run from Python has a folder only if it is named."""
     wanted = (
         ("save_every", config.checkpoint.save_every), ("tensorboard", config.metrics.tensorboard),
-        ("profile", config.metrics.profile), ("wandb", config.metrics.wandb),
+        ("profile", config.metrics.profile), ("wandb", config.metrics.wandb), ("export", config.checkpoint.export),
     )  # fmt: skip
     for option, value in wanted:
         if value:

@@ -99,5 +99,5 @@ def test_files_of_an_export_may_be_links_to_regular_files(tmp_path):
     check_weights(snapshot, model)
     (blobs / "1").unlink()
     os.mkfifo(blobs / "1")
-    with pytest.raises(ValueError, match=r"--weights .* must hold model.safetensors and config.json"):
+    with pytest.raises(ValueError, match=r"--weights .* must hold config.json and model.safetensors"):
         check_weights(snapshot, model)

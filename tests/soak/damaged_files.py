@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from moe_dualpipe.checkpoint import export_weights, find_checkpoint, load_weights
+from moe_dualpipe.checkpoint import check_weights, export_weights, find_checkpoint, load_weights
 from moe_dualpipe.checkpoint.manifest import FileChecksum, Manifest
-from moe_dualpipe.checkpoint.weights import check_weights
 from moe_dualpipe.data import load_data, prepare_data
 from tests.support.killed_runs import newest
 from tests.support.ranks import run_ranks

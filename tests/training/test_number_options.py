@@ -61,7 +61,7 @@ def accepting(flags, value):
 def test_every_number_is_tested():
     assert {"seed", "steps", "pp", "top-k", "optim.decay-steps", "model.num-layers"} <= {*INTEGERS}
     assert {"optim.clip", "peak-tflops", "timeout", "temperature", "model.rope-theta"} <= {*FLOATS}
-    assert len(INTEGERS) + len(FLOATS) == 59
+    assert len(INTEGERS) + len(FLOATS) == 67
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1.0, -1e308, 1e308, 1e300, 1e14])
@@ -73,6 +73,7 @@ def test_the_float_options_that_accept_0():
     assert accepting(FLOATS, 0.0) == {
         *("bias-rate", "temperature", "optim.final-lr", "optim.beta1", "optim.beta2", "optim.momentum"),
         *("optim.weight-decay", "model.sequence-loss", "model.z-loss", "model.mtp-weight", "model.norm-eps"),
+        *("model.latent-norm-eps", "model.yarn-mscale", "model.yarn-mscale-all-dim"),
     }  # fmt: skip
 
 

@@ -15,12 +15,12 @@ from tests.support.runs import ROOT, change, option_values, options, resolve
 # ---- Flags ----
 
 DEFAULTS = {
-    "preset": "tiny", "steps": 320, "seed": 0, "bias-rate": 0.003, "freeze": (), "pp": None, "ep": 1,
+    "preset": None, "steps": 320, "seed": 0, "bias-rate": 0.003, "freeze": (), "pp": None, "ep": 1,
     "schedule": "auto", "num-chunks": None, "overlap": True, "max-deferred": None, "zero": True, "device": "auto",
     "dtype": "auto", "kernels": "auto", "recompute": "none", "fused-loss": False, "data": ("stdlib",),
     "data-field": "text", "data-dtype": "uint16", "seq-len": 256, "document-mask": False, "micro-batch-size": 2,
     "micro-batches": None, "out": None, "resume": None, "weights": None, "save-every": None,
-    "keep": 3, "save-async": True, "log-every": 1, "eval-every": None,
+    "keep": 3, "export": None, "save-async": True, "log-every": 1, "eval-every": None,
     "eval-sequences": 64, "tensorboard": False, "wandb": None, "peak-tflops": None, "profile": 0, "sample-tokens": 160,
     "prompt": "class ", "temperature": 0.8, "top-k": None, "top-p": 1.0, "timeout": 600.0, "max-skipped": 10,
     "check-memory": True, "check-replicas-every": 1, "traceback": False, "optim.name": "adamw", "optim.lr": 0.003,

@@ -41,7 +41,7 @@ class PublishedModel:
     """
 
     def __init__(self, folder: Path):
-        self.folder = folder
+        self.folder = self.where = folder
         self.source = read_config_file(folder)
         try:
             self.architecture: Architecture = architecture_of(self.source)
@@ -93,6 +93,9 @@ class PublishedModel:
                 raise ValueError(
                     f"{printable(self.folder)}: {name} differs from {original}, but this model has one tensor for both"
                 )
+
+    def model(self) -> ModelConfig:
+        return self.config
 
     def differences(self, model: ModelConfig) -> list[str]:
         """The options in which `model` differs from that of the folder. Its MTP modules may be left out."""

@@ -1,0 +1,31 @@
+"""The model from which a run starts, if the options name none: that of --resume or --weights."""
+
+import dataclasses
+from contextlib import suppress
+from pathlib import Path
+
+from ..models import ModelConfig
+from ..models.config import BUILT_IN, options_field
+
+
+def start_model(resume: str | None, weights: str | None) -> ModelConfig | None:
+    """The model of a checkpoint or of a folder of weights, without its custom layers: these must be named.
+
+    None without them, and if they cannot be read: the plan of the run then says why.
+    """
+    if not (resume or weights):
+        return None
+    from ..checkpoint import list_checkpoints, open_weights, read_manifest  # imports torch
+    from ..checkpoint.model_options import model_config
+
+    with suppress(ValueError, OSError):
+        if resume:
+            run = Path(resume)
+            found = [*list_checkpoints(run / "checkpoints"), *list_checkpoints(run), run]
+            model = model_config(read_manifest(found[0]).model)
+        else:
+            model = open_weights(Path(weights or "")).model()
+        for field in model.own_layers:
+            model = dataclasses.replace(model, **{field: BUILT_IN[field][0], options_field(field): ""})
+        return model
+    return None
