@@ -8,6 +8,8 @@ from unittest import mock
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
+from transformers.modeling_layers import MtpModel
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -93,6 +95,41 @@ def transformers_model(folder: Path, dtype: torch.dtype) -> Any:
     """Load a folder with transformers."""
     load = transformers.AutoModelForCausalLM.from_pretrained
     return load(folder, dtype=dtype, experts_implementation="eager", attn_implementation="sdpa").eval()
+
+
+def save_with_mtp(model: Any, folder: Path, depth: int = 1, seed: int = 3) -> MtpModel:
+    """Save a model with random modules of multi-token prediction (MTP), by the published names. Returns these."""
+    model.config.num_nextn_predict_layers = depth
+    save(model, folder)
+    torch.manual_seed(seed)
+    mtp = MtpModel(model, depth).to(model.dtype).eval()
+    tensors = load_file(folder / "model.safetensors")
+    head = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+    for k, module in enumerate(mtp.layers):
+        prefix = f"model.layers.{model.config.num_hidden_layers + k}."
+        with torch.no_grad():
+            for tensor in module.state_dict().values():
+                tensor.copy_((tensor.ndim == 1) + 0.3 * torch.randn(tensor.shape))
+        for name, tensor in module.state_dict().items():
+            tensors |= {f"{prefix}{one}": part.contiguous() for one, part in _as_published(name, tensor)}
+        tensors |= {f"{prefix}{name}": tensors[original].clone() for name, original in head.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return mtp
+
+
+def _as_published(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """A tensor of transformers' `MtpLayer` by its published names."""
+    name = name.replace("post_norm", "shared_head.norm") if name.startswith("post_norm") else name
+    name = name.removeprefix("mtp_block.")
+    if not name.startswith("mlp.experts."):
+        yield name, tensor.float() if name.endswith("e_score_correction_bias") else tensor
+        return
+    for expert, matrix in enumerate(tensor):
+        if name.endswith("gate_up_proj"):
+            for part, rows in zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True):
+                yield f"mlp.experts.{expert}.{part}.weight", rows
+        else:
+            yield f"mlp.experts.{expert}.down_proj.weight", matrix
 
 
 @contextmanager

@@ -1,0 +1,118 @@
+"""Multi-token prediction (MTP) of published models: modules stored as the layer after the last one."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+
+from moe_dualpipe.checkpoint.huggingface import PublishedModel, from_pretrained, save_pretrained
+from tests.support.published import exact, random_model, save_with_mtp
+
+TOKENS_BL = torch.randint(37, (2, 12), generator=torch.Generator().manual_seed(4))
+NAMES = "deepseek_v3", "deepseek_v3 without q latent", "glm4_moe"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save_with_mtp(random_model("deepseek_v3"), tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def change(folder, edit):
+    """Edit the dictionary of a folder's tensors."""
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_loss_and_gradients_equal_those_of_transformers(name, tmp_path):
+    inputs_BS, labels_BS = TOKENS_BL[:, :-1], TOKENS_BL[:, 1:]
+    positions_BS = torch.arange(1, inputs_BS.shape[1])[None].expand(2, -1)
+    with exact(torch.float64):
+        theirs = random_model(name, dtype=torch.float64)
+        mtp = save_with_mtp(theirs, tmp_path / "saved")
+        result = theirs(inputs_BS, output_hidden_states=True)
+        h_BSD = mtp.forward_layer(0, result.hidden_states[-1][:, :-1], positions_BS, None, labels_BS[:, :-1])
+        logits_BSV = theirs.lm_head(h_BSD)
+        expected = F.cross_entropy(logits_BSV.flatten(0, 1), labels_BS[:, 1:].flatten())
+    ours = from_pretrained(tmp_path / "saved")
+    assert ours.config.mtp_layers == 1
+    loss = ours.loss(ours(inputs_BS), labels_BS)
+    loss.backward()
+    torch.testing.assert_close(ours.mtp.take_loss(), expected.detach(), rtol=1e-12, atol=0)
+    main = F.cross_entropy(result.logits.flatten(0, 1), labels_BS.flatten())
+    torch.testing.assert_close(loss, main, rtol=1e-12, atol=0)
+    (main + ours.config.mtp_weight * expected).backward()
+    ours, theirs, mtp = (dict(model.named_parameters()) for model in (ours, theirs, mtp))
+    joined = torch.cat(mtp["layers.0.eh_proj.weight"].grad.chunk(2, 1)[::-1], 1)
+    pairs = {
+        "mtp.0.token_norm.weight": mtp["layers.0.enorm.weight"].grad,
+        "mtp.0.hidden_norm.weight": mtp["layers.0.hnorm.weight"].grad,
+        "mtp.0.norm.weight": mtp["layers.0.post_norm.weight"].grad,
+        "mtp.0.join.weight": joined,
+        "mtp.0.block.mlp.experts.gate_up": mtp["layers.0.mtp_block.mlp.experts.gate_up_proj"].grad,
+        "embedding.weight": theirs["model.embed_tokens.weight"].grad,
+        "head.weight": theirs["lm_head.weight"].grad,
+    }
+    for key, grad in pairs.items():
+        torch.testing.assert_close(ours[key].grad, grad, rtol=1e-10, atol=1e-12, msg=lambda m, key=key: f"{key}: {m}")
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("name", NAMES)
+def test_an_export_has_the_same_tensors_as_the_import(name, depth, tmp_path):
+    save_with_mtp(random_model(name, dtype=torch.bfloat16), tmp_path / "saved", depth)
+    model = from_pretrained(tmp_path / "saved")
+    assert model.config.mtp_layers == depth
+    save_pretrained(model, tmp_path / "again")
+    before, after = (load_file(tmp_path / one / "model.safetensors") for one in ("saved", "again"))
+    assert before.keys() == after.keys()
+    assert all(after[key].dtype == tensor.dtype and torch.equal(after[key], tensor) for key, tensor in before.items())
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["num_nextn_predict_layers"] == depth
+
+
+@pytest.mark.parametrize("name,original", [
+    ("embed_tokens", "model.embed_tokens.weight"), ("shared_head.head", "lm_head.weight"),
+])  # fmt: skip
+def test_copies_that_differ_are_refused(folder, name, original):
+    change(folder, lambda tensors: tensors[f"model.layers.3.{name}.weight"][5, 3].neg_())
+    with pytest.raises(ValueError, match=f"model.layers.3.{name}.weight differs from {original}"):
+        from_pretrained(folder)
+
+
+def test_copies_may_be_missing(folder):
+    expected = from_pretrained(folder).state_dict()
+    change(
+        folder,
+        lambda tensors: [tensors.pop(f"model.layers.3.{n}.weight") for n in ("embed_tokens", "shared_head.head")],
+    )
+    model = from_pretrained(folder)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_folder_without_mtp_tensors_loads_without_mtp(folder):
+    model = from_pretrained(folder)
+    change(folder, lambda tensors: [tensors.pop(key) for key in [*tensors] if key.startswith("model.layers.3.")])
+    assert json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    without = from_pretrained(folder)
+    assert without.config == replace(model.config, mtp_layers=0)
+    assert torch.equal(without(TOKENS_BL), model.logits(model(TOKENS_BL)))
+
+
+def test_some_mtp_tensors_without_the_others_are_refused(folder):
+    change(folder, lambda tensors: tensors.pop("model.layers.3.hnorm.weight"))
+    with pytest.raises(ValueError, match=r"lacks tensors of the model .*model\.layers\.3\.hnorm\.weight"):
+        from_pretrained(folder)
+    change(folder, lambda tensors: tensors.pop("model.layers.3.eh_proj.weight"))
+    with pytest.raises(ValueError, match=r"has tensors that the model .* does not have: .*model\.layers\.3"):
+        from_pretrained(folder)
+
+
+def test_a_run_may_leave_out_the_mtp_modules(folder):
+    published = PublishedModel(folder)
+    assert published.differences(replace(published.config, mtp_layers=0)) == []
+    assert published.differences(replace(published.config, mtp_layers=2)) == ["mtp_layers 2, only 1"]
