@@ -22,7 +22,7 @@ from ..tensor_folder import TensorFolder
 from .architectures import Architecture
 from .config import architecture_of, differences, read_config
 from .fp8 import BLOCK, dequantize
-from .tensors import EMBEDDING, HEAD, Layout, Part, Target, published_shapes
+from .tensors import EMBEDDING, HEAD, Layout, Target, published_shapes
 
 CONFIG_FILE = "config.json"
 _SCALE = "_scale_inv"
@@ -83,7 +83,8 @@ class PublishedModel:
         first = 0
         for part in self.targets[name].parts:
             rows = part.shape[0]
-            tensor[first : first + rows].copy_(part.from_published(self._read(part, tensor.dtype)))
+            published = self._read(part.name, tensor.dtype, part.index)
+            tensor[first : first + rows].copy_(part.from_published(published))
             first += rows
 
     def check_copies(self) -> None:
@@ -126,17 +127,20 @@ class PublishedModel:
             if (found := entries[name]).shape != shape:
                 what = f"{printable(name, 100)} has shape {[*found.shape]}"
                 raise ValueError(f"{where}: {what}, but by config.json it must have {[*shape]}")
-            if found.dtype.itemsize == 1:
-                scales[f"{name}{_SCALE}"] = tuple(-(-size // BLOCK) for size in shape)
-            elif not found.dtype.is_floating_point:
-                raise ValueError(f"{where}: {printable(name, 100)} has dtype {found.dtype}, which is not for weights")
+            fp8 = found.dtype.itemsize == 1 and found.dtype.is_floating_point
+            if not found.dtype.is_floating_point or (fp8 and len(shape) == 1):
+                kind = "vectors" if fp8 else "weights"
+                raise ValueError(f"{where}: {printable(name, 100)} has dtype {found.dtype}, which is not for {kind}")
+            if fp8:
+                blocks = (-(-size // BLOCK) for size in shape[-2:])
+                scales[f"{name}{_SCALE}"] = (*shape[:-2], *blocks)  # stacked experts have scales of their own
         for name, shape in scales.items():
-            weight = entries[name.removesuffix(_SCALE)]
-            if not self._fp8 or weight.dtype != torch.float8_e4m3fn:
-                raise ValueError(
-                    f"{where}: {printable(name.removesuffix(_SCALE), 100)} has dtype {weight.dtype}, which needs "
-                    "a quantization_config of 'fp8' in config.json"
-                )
+            weight = name.removesuffix(_SCALE)
+            if (dtype := entries[weight].dtype) != torch.float8_e4m3fn or not self._fp8:
+                wrong = "needs a quantization_config of 'fp8' in config.json"
+                if dtype != torch.float8_e4m3fn:
+                    wrong = f"is not supported: only {torch.float8_e4m3fn}"
+                raise ValueError(f"{where}: {printable(weight, 100)} has dtype {dtype}, which {wrong}")
             if name not in entries or entries[name].shape != shape or entries[name].dtype != torch.float32:
                 raise ValueError(
                     f"{where}: {printable(name, 100)} must be float32 {[*shape]}, one scale for each block"
@@ -153,14 +157,15 @@ class PublishedModel:
         tied = {HEAD: EMBEDDING} if self.config.tied_embeddings else {}
         return {name: one for name, one in {**tied, **self.layout.copies()}.items() if name in self._tensors.entries}
 
-    def _read(self, part: Part, dtype: torch.dtype) -> Tensor:
-        tensor = self._tensors.read(part.name, part.index)
+    def _read(self, name: str, dtype: torch.dtype, index: int | None = None) -> Tensor:
+        """A published tensor, or one entry of it, in its own dtype; expanded into `dtype` if it is in fp8."""
+        tensor = self._tensors.read(name, index)
         if tensor.dtype.itemsize > 1:
             return tensor
-        return dequantize(tensor, self._tensors.read(f"{part.name}{_SCALE}", part.index), dtype)
+        return dequantize(tensor, self._tensors.read(f"{name}{_SCALE}", index), dtype)
 
     def _equal(self, name: str, original: str) -> bool:
-        first, second = (self._tensors.read(one).flatten() for one in (name, original))
+        first, second = (self._read(one, torch.float32).flatten() for one in (name, original))
         return all(map(torch.equal, first.split(_PIECE), second.split(_PIECE)))
 
 
