@@ -5,10 +5,12 @@ Each position has more targets, and the modules can draft tokens for speculative
 
     h^k_i = Block_k(M_k [norm(h^{k-1}_i) ; norm(Emb(t_{i+k}))])        loss_k: norm(h^k_i), head, against t_{i+k+1}
 
-h^0 is the main model's final hidden state, normalized. The modules use the main model's embedding and head. They run in
-the criterion of the last stage, which has the tokens: t_{i+1} = labels_i. So stages send nothing more. The costs: the
-overlap engine does not divide the criterion, so the modules' expert communication is not hidden; and the last stage
-also holds the embedding.
+h^0 is the main model's final hidden state, normalized. h^1, h^2 ... are passed on without the norm, as in the paper;
+transformers 5.23 passes on norm(h^k). With one module, as in published models, both are the same.
+
+The modules use the main model's embedding and head. They run in the criterion of the last stage, which has the tokens:
+t_{i+1} = labels_i. So stages send nothing more. The costs: the overlap engine does not divide the criterion, so the
+modules' expert communication is not hidden; and the last stage also holds the embedding.
 
 B sequences, S positions, D model dim.
 """
