@@ -1,6 +1,6 @@
 """Pipelines that start from published weights. Ranks import this file, so it does not import transformers."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +64,15 @@ def train_under(name: str, folder: Path) -> tuple[list[float], list[float], dict
 
 def train_under_each(_: int, folder: Path) -> dict[str, Any]:
     return {name: train_under(name, folder) for name in LAYOUTS}
+
+
+def bytes_read_under_each(_: int, folders: Mapping[str, Path]) -> dict[tuple[str, str], tuple[int, list[str]]]:
+    """The bytes that this rank reads for its weights, and their names, by layout and folder."""
+    found = {}
+    for name, (schedule, pp, ep) in LAYOUTS.items():
+        for key, folder in folders.items():
+            published = PublishedModel(folder)
+            pipeline = Pipeline(published.config, build_schedule(schedule, pp, MICRO_BATCHES), (1, LENGTH), ep=ep)
+            weights = read_stages(published, pipeline.stages.values())
+            found[name, key] = published.bytes_read, [*weights]
+    return found
