@@ -83,8 +83,8 @@ class Own(nn.Linear):
 def test_a_file_that_could_not_be_imported_is_read_again(tmp_path):
     """As in a notebook, after the mistake is corrected."""
     file = tmp_path / "corrected.py"
-    file.write_text(f"{OWN}\nmistake\n")
-    with pytest.raises(ValueError, match=r"corrected.py:9: NameError: name 'mistake' is not defined"):
+    file.write_text(f"mistake\n{OWN}")
+    with pytest.raises(ValueError, match=r"corrected.py:1: NameError: name 'mistake' is not defined"):
         check_layers(with_choices(experts=f"{file}:Own"))
     file.write_text(OWN)
     check_layers(with_choices(experts=f"{file}:Own"))
