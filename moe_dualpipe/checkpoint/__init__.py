@@ -14,11 +14,18 @@ from .weights import (
     load_model,
     load_tensors,
 )  # fmt: skip
-from .weights_folder import check_weights, is_published, load_weights, load_weights_in_part, open_weights
+from .weights_folder import (
+    check_weights,
+    is_published,
+    load_weights,
+    load_weights_in_part,
+    open_weights,
+    start_tokenizer,
+)
 
 __all__ = [
     "WEIGHTS_FILE", "Manifest", "PartialLoad", "SaveError", "SaveResult", "Saver", "check_model", "check_weights",
     "export_weights", "find_checkpoint", "is_published", "list_checkpoints", "load_checkpoint", "load_model",
     "load_tensors", "load_weights", "load_weights_in_part", "open_model", "open_weights", "read_manifest",
-    "read_tensor_metadata", "save_checkpoint", "verify_checkpoint",
+    "read_tensor_metadata", "save_checkpoint", "start_tokenizer", "verify_checkpoint",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ from ..runtime.launch import choose_device
 from .huggingface import from_pretrained
 from .load import find_checkpoint
 from .weights import CONFIG_FILE, OwnLayer, load_model
-from .weights_folder import is_published, load_exported
+from .weights_folder import is_published, load_exported, start_tokenizer
 
 
 def open_model(
@@ -31,13 +31,13 @@ def open_model(
     chosen = torch.device(choose_device(device, torch.cuda.device_count(), 1))
     exported = Path(path, CONFIG_FILE).is_file()
     folder = Path(path) if exported else find_checkpoint(path)
-    tokenizer = find_tokenizer(folder)
     dtype = torch.float32 if chosen.type == "cpu" else torch.bfloat16
     if exported and is_published(folder):
         if named := [field for field, layer in (own_layers or {}).items() if layer is not None]:
             raise ValueError(
                 f"{printable(folder)} is a published model, without layers of your own: leave out --{named[0]}"
             )
-        return from_pretrained(folder, dtype).to(chosen), tokenizer
+        model = from_pretrained(folder, dtype).to(chosen)
+        return model, start_tokenizer(folder, model.config.vocab_size)
     model = (load_exported if exported else load_model)(folder, **(own_layers or {}))
-    return model.to(chosen, dtype), tokenizer
+    return model.to(chosen, dtype), find_tokenizer(folder)

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..data import TOKENIZER_FILE, Tokenizer, UnknownTokenizer, find_tokenizer
 from ..expert_parallel.parameters import older_names
 from ..messages import describe, printable
 from ..models import ModelConfig, TransformerStage, build_model
@@ -105,6 +106,13 @@ def is_published(folder: Path) -> bool:
     except (ValueError, OSError) as error:
         raise ValueError(f"cannot read {path}: {describe(error)}") from None
     return isinstance(config, dict) and config.get("model_type") not in (None, MODEL_TYPE)
+
+
+def start_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
+    """The tokenizer of the model in a folder or checkpoint. Unknown for a published model without tokenizer.json."""
+    if is_published(folder) and not (folder / TOKENIZER_FILE).is_file():
+        return UnknownTokenizer(vocab_size)
+    return find_tokenizer(folder)
 
 
 def load_exported(

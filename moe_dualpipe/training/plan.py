@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..checkpoint import check_model, check_weights, find_checkpoint, is_published
+from ..checkpoint import check_model, check_weights, find_checkpoint, is_published, start_tokenizer
 from ..checkpoint.huggingface import companions_of, find_architecture, read_companions
 from ..data import (
     BYTES,
@@ -14,9 +14,7 @@ from ..data import (
     Batches,
     GivenBatches,
     TextData,
-    Tokenizer,
     UnknownTokenizer,
-    find_tokenizer,
     load_data,
 )
 from ..drawing.output import make_folder
@@ -150,7 +148,7 @@ def _given_text(
     assert given.batches is not None
     sequences = setup.schedule.num_micro_batches * config.batch.micro_batch_size * setup.layout.dp
     vocab_size = config.model.vocab_size
-    tokenizer = _tokenizer(start, vocab_size) if start else UnknownTokenizer(vocab_size)
+    tokenizer = start_tokenizer(start, vocab_size) if start else UnknownTokenizer(vocab_size)
     shape = sequences, config.batch.seq_len
     return GivenBatches(given.batches, shape, vocab_size, tokenizer, given.validation, first_step)
 
@@ -164,17 +162,10 @@ def _options_of_given(config: TrainConfig, text: GivenBatches) -> TrainConfig:
     return config
 
 
-def _tokenizer(start: Path, vocab_size: int) -> Tokenizer:
-    """The tokenizer of the model from which the run starts. Unknown for a published model without tokenizer.json."""
-    if is_published(start) and not (start / TOKENIZER_FILE).is_file():
-        return UnknownTokenizer(vocab_size)
-    return find_tokenizer(start)
-
-
 def _load_text(config: TrainConfig, start: Path | None) -> TextData:
     batch, vocab_size = config.batch, config.model.vocab_size
     unknown = start is not None and is_published(start) and not (start / TOKENIZER_FILE).is_file()
-    tokenizer = _tokenizer(start, vocab_size) if start else BYTES
+    tokenizer = start_tokenizer(start, vocab_size) if start else BYTES
     if isinstance(tokenizer, UnknownTokenizer) and not unknown:
         tokenizer = BYTES  # `check_tokenizer` says that it is another one
     text = load_data(batch.data, batch.seq_len, vocab_size, batch.data_field, batch.data_dtype, tokenizer)

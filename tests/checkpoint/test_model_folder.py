@@ -55,7 +55,7 @@ def changed(run, tmp_path, **changes):
 
 
 @pytest.mark.parametrize("changes,message", [
-    ({"model_type": "gpt2"}, "was not written by moe-dualpipe export"),
+    ({"model_type": "gpt2"}, "is a published model, without layers of your own: leave out --experts"),
     ({"num_layers": 4000}, "cannot build the model of"),
     ({"num_layers": "4"}, "num_layers must be of type int: got '4'"),
     ({"vocab_size": 128}, "has shape [256, 32], expected [128, 32]"),

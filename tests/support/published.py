@@ -67,10 +67,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def random_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """A random model of transformers whose parameters are all different from their initial zeros and ones.
-
-    changes: of the options of its config.
-    """
+    """A random model of transformers whose parameters are all different from their initial zeros and ones."""
     kind, options = CONFIGS[name]
     torch.manual_seed(seed)
     config = getattr(transformers, f"{kind}Config")(**{**_COMMON, **options, **changes})
