@@ -67,6 +67,7 @@ _COMMON = (
     Key("initializer_range", "init_std", 0.02), Key("tie_word_embeddings", "tied_embeddings", False),
 )  # fmt: skip
 _EXPERTS = Key("num_experts", "num_experts", also="num_local_experts")
+_ROUTED = Key("n_routed_experts", "num_experts", also="num_local_experts")
 _NORMALIZE = Key("norm_topk_prob", "normalize_weights", False)
 _SIZES = Key("moe_intermediate_size", "expert_size"), Key("intermediate_size", "dense_size")
 _EPSILON_6, _EPSILON_5 = (Key("rms_norm_eps", "norm_eps", default) for default in (1e-6, 1e-5))
@@ -104,7 +105,7 @@ _ALL = (
     ),
     Architecture(
         "deepseek_v2", "DeepseekV2ForCausalLM", {**_MLA, "normalize_weights": False},
-        (*_COMMON, *_SIZES, *_LATENT, _EPSILON_6, Key("n_routed_experts", "num_experts"),
+        (*_COMMON, *_SIZES, *_LATENT, _EPSILON_6, Key("n_routed_experts", "num_experts", also="num_experts"),
          Key("routed_scaling_factor", "routed_scale", 1.0)),
         # transformers ignores norm_topk_prob here, and DeepSeek's own code does not: so only False is unambiguous.
         {**_DEEPSEEK, "norm_topk_prob": False, "scoring_func": "softmax", "mlp_bias": False}, dense="first",
@@ -113,7 +114,7 @@ _ALL = (
     Architecture(
         "deepseek_v3", "DeepseekV3ForCausalLM", {**_MLA, "router_score": "sigmoid", "router_bias": True},
         (*_COMMON, *_SIZES, *_LATENT, _EPSILON_6, Key("norm_topk_prob", "normalize_weights", True),
-         Key("n_routed_experts", "num_experts"), Key("routed_scaling_factor", "routed_scale", 2.5)),
+         _ROUTED, Key("routed_scaling_factor", "routed_scale", 2.5)),
         {**_DEEPSEEK, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}, dense="first", shared="counted",
         groups="sum", mtp=True, interleaved=True,
     ),
@@ -121,9 +122,10 @@ _ALL = (
         "glm4_moe", "Glm4MoeForCausalLM",
         {"router_score": "sigmoid", "router_bias": True, "router_dtype": "float32"},
         (*_COMMON, *_SIZES, _EPSILON_5, Key("norm_topk_prob", "normalize_weights", True),
-         Key("n_routed_experts", "num_experts"), Key("routed_scaling_factor", "routed_scale", 1.0),
+         _ROUTED, Key("routed_scaling_factor", "routed_scale", 1.0),
          Key("attention_bias", "qkv_bias", False), Key("partial_rotary_factor", "rotary_fraction", 0.5)),
         _FIXED, dense="first", shared="counted", groups="sum", head_norms=True, mtp=True,
+        defaults={"n_group": 1, "topk_group": 1},
     ),
 )  # fmt: skip
 ARCHITECTURES: Mapping[str, Architecture] = {one.model_type: one for one in _ALL}

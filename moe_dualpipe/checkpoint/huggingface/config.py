@@ -12,6 +12,7 @@ from ...messages import printable, quoted
 from ...models import ModelConfig
 from ..model_options import check_types
 from .architectures import ARCHITECTURES, REQUIRED, Architecture
+from .unknown_keys import ReadKeys
 
 _ONLY = {
     "gqa": {"num_kv_heads", "qk_norm", "qkv_bias", "rotary_fraction"},
@@ -34,11 +35,11 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
     """The model that config.json describes. Raises ValueError for what this model cannot express."""
-    architecture = architecture_of(config)
+    architecture, config = architecture_of(config), ReadKeys(config)
     options = {**architecture.options}
     for key in architecture.keys:
-        value = config.get(key.key, config.get(key.also, key.default))
-        if key.also and value != config.get(key.also, value):
+        value = config.get(key.key, config.get(key.also, key.default) if key.also else key.default)
+        if key.also in config and config.get(key.also) != value:
             raise ValueError(f"{key.key} {quoted(value, 60)} contradicts {key.also} {quoted(config[key.also], 60)}")
         if value is REQUIRED or value is None:
             raise ValueError(f"it has no {key.key}")
@@ -47,19 +48,23 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         value = config.get(key, only)
         if value != only:
             raise ValueError(f"{key} {quoted(value, 60)} is not supported: only {quoted(only, 60)}")
-    _refuse_windows(config)
+    _refuse_windows(config, architecture)
     if architecture.options.get("attention") == "mla":
-        options["q_rank"] = config.get("q_lora_rank") or 0
+        options["q_rank"] = _number(config, "q_lora_rank", 0)
+        _check_derived(config, options)
     else:
         options |= _heads(config, options)
+    if architecture.interleaved:
+        is_interleaved(config)
     if architecture.head_norms:
-        options["qk_norm"] = "head" if config.get("use_qk_norm") else "none"
+        options["qk_norm"] = "head" if _flag(config, "use_qk_norm", False) else "none"
     options |= _read_rope(config, architecture)
     options |= _read_dense(config, architecture, options)
     options |= _read_shared(config, architecture, options)
     options |= _read_groups(config, architecture)
     if architecture.mtp:
         options["mtp_layers"] = _number(config, "num_nextn_predict_layers", 0)
+    config.refuse_others()
     check_types(options)
     return ModelConfig(**options)
 
@@ -137,10 +142,41 @@ def _number(config: Mapping[str, Any], key: str, default: Any = None) -> int:
     return value
 
 
-def _refuse_windows(config: Mapping[str, Any]) -> None:
+def _flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = config.get(key, default)
+    if not isinstance(value, bool):
+        raise ValueError(f"{key} must be true or false: got {quoted(value, 60)}")
+    return value
+
+
+def is_interleaved(config: Mapping[str, Any]) -> bool:
+    """Whether a rotation pairs channels (2i, 2i + 1), in an architecture that can do both."""
+    return _flag(config, "rope_interleave", True)
+
+
+def _refuse_windows(config: Mapping[str, Any], architecture: Architecture) -> None:
+    if "use_sliding_window" in architecture.fixed:
+        config.get("sliding_window")  # has no effect, because use_sliding_window is false
     kinds = config.get("layer_types")
-    if isinstance(kinds, list) and (other := [kind for kind in kinds if kind != "full_attention"]):
+    if kinds is None:
+        return
+    if not isinstance(kinds, list):
+        raise ValueError(f"layer_types must be a list: got {quoted(kinds, 60)}")
+    if other := [kind for kind in kinds if kind != "full_attention"]:
         raise ValueError(f"layer_types with {quoted(other[0], 60)} is not supported: only 'full_attention'")
+
+
+def _check_derived(config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Raise ValueError for sizes of latent attention that contradict those from which they follow."""
+    rotated, unrotated = options["rope_dim"], options["head_dim"]
+    if type(rotated) is not int or type(unrotated) is not int:
+        return  # refused later
+    heads = _number({"num_attention_heads": options["num_heads"]}, "num_attention_heads")
+    derived = {"head_dim": rotated, "qk_head_dim": rotated + unrotated, "num_key_value_heads": heads}
+    for key, expected in derived.items():
+        value = config.get(key)
+        if value is not None and (type(value) is not int or value != expected):
+            raise ValueError(f"{key} {quoted(value, 60)} is not supported for latent attention: only {expected}")
 
 
 def _heads(config: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,24 +198,24 @@ _YARN = (
 
 def _read_rope(config: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
     """transformers 5 writes `rope_parameters`; older versions and published models `rope_theta` and `rope_scaling`."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping):
-        raise ValueError(f"rope_parameters must be an object: got {quoted(rope, 60)}")
-    theta = rope.get("rope_theta", config.get("rope_theta"))
+    rope = _rope_object(config)
+    theta, fraction = (_of_both(rope, config, key) for key in ("rope_theta", "partial_rotary_factor"))
     options = {"rope_theta": architecture.defaults.get("rope_theta", 10_000.0) if theta is None else theta}
-    fraction = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if any(key.option == "rotary_fraction" for key in architecture.keys):
         options |= {"rotary_fraction": fraction} if fraction is not None else {}
     elif fraction not in (None, 1, 1.0):
         raise ValueError(f"partial_rotary_factor {quoted(fraction, 60)} is not supported for {architecture.model_type}")
     kind = rope.get("rope_type", rope.get("type", "default"))
+    if "type" in rope and rope["type"] != kind:
+        raise ValueError(f"rope_type {quoted(kind, 60)} contradicts type {quoted(rope['type'], 60)}")
+    if kind not in ("default", "yarn"):
+        raise ValueError(f"the rotary embedding {quoted(kind, 60)} is not supported: only 'default' and 'yarn'")
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+    known |= {"truncate", *(key for key, _, _ in _YARN)} if kind == "yarn" else set()
+    if unknown := sorted(key for key in rope if key not in known and rope[key] is not None):
+        raise ValueError(f"{printable(unknown[0], 60)} of the rotary embedding {kind!r} is not supported")
     if kind == "default":
         return options
-    if kind != "yarn":
-        raise ValueError(f"the rotary embedding {quoted(kind, 60)} is not supported: only 'default' and 'yarn'")
-    known = {key for key, _, _ in _YARN} | {"rope_type", "type", "rope_theta", "partial_rotary_factor", "truncate"}
-    if unknown := sorted(str(key) for key, value in rope.items() if key not in known and value is not None):
-        raise ValueError(f"{printable(unknown[0], 60)} of the rotary embedding 'yarn' is not supported")
     if rope.get("truncate", True) is not True:
         raise ValueError("truncate false of the rotary embedding 'yarn' is not supported")
     for key, option, default in _YARN:
@@ -191,13 +227,33 @@ def _read_rope(config: Mapping[str, Any], architecture: Architecture) -> dict[st
     return options
 
 
+def _rope_object(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = {key: config.get(key) for key in ("rope_parameters", "rope_scaling")}
+    for key, value in found.items():
+        if value is not None and not isinstance(value, Mapping):
+            raise ValueError(f"{key} must be an object: got {quoted(value, 60)}")
+    new, old = (value or {} for value in found.values())
+    if new and old and new != old:
+        raise ValueError("rope_parameters contradicts rope_scaling")
+    return new or old
+
+
+def _of_both(rope: Mapping[str, Any], config: Mapping[str, Any], key: str) -> Any:
+    """The value of a key that may be in config.json itself, too."""
+    inner, outer = rope.get(key), config.get(key)
+    if inner is not None and outer is not None and inner != outer:
+        raise ValueError(f"{key} {quoted(outer, 60)} contradicts that of rope_parameters, {quoted(inner, 60)}")
+    return outer if inner is None else inner
+
+
 def _read_dense(config: Mapping[str, Any], architecture: Architecture, options: Mapping[str, Any]) -> dict[str, Any]:
     if architecture.dense == "none":
         return {}
     if architecture.dense == "first":
         return {"num_dense_layers": _number(config, "first_k_dense_replace", 0)}
-    listed, step = config.get("mlp_only_layers") or [], _number(config, "decoder_sparse_step", 1)
+    listed, step = config.get("mlp_only_layers"), _number(config, "decoder_sparse_step", 1)
     layers = _number({"num_hidden_layers": options["num_layers"]}, "num_hidden_layers")
+    listed = [] if listed is None else listed
     if not isinstance(listed, list) or any(type(layer) is not int or not 0 <= layer < layers for layer in listed):
         raise ValueError(f"mlp_only_layers must be a list of layers from 0 to {layers - 1}: got {quoted(listed, 60)}")
     if not 1 <= layers <= 10_000:
@@ -226,12 +282,14 @@ def _read_groups(config: Mapping[str, Any], architecture: Architecture) -> dict[
     if architecture.groups == "none":
         return {}
     if architecture.groups == "best":
-        method = config.get("topk_method") or "greedy"
+        method = config.get("topk_method", "greedy")
         if method == "greedy":
+            for key in ("n_group", "topk_group"):  # have no effect
+                _number(config, key, 0)
             return {}
         if method != "group_limited_greedy":
             raise ValueError(f"topk_method {quoted(method, 60)} is not supported for {architecture.model_type}")
-    groups, top = (_number(config, key, 1) for key in ("n_group", "topk_group"))
+    groups, top = (_number(config, key, architecture.defaults.get(key)) for key in ("n_group", "topk_group"))
     return {"expert_groups": groups, "top_groups": top, "group_score": _SCORES[architecture.groups]}
 
 

@@ -5,6 +5,7 @@ right shape, and every tensor in it must belong to the model. So experts are nev
 """
 
 import dataclasses
+import math
 import zlib
 from collections.abc import Mapping
 from functools import cached_property
@@ -14,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...messages import describe, printable, quoted
+from ...messages import describe, plural, printable, quoted
 from ...models import ModelConfig
 from ...strict_json import read_file
 from ..partial import group_names
 from ..tensor_folder import TensorFolder
 from .architectures import Architecture
-from .config import architecture_of, differences, read_config
+from .config import architecture_of, differences, is_interleaved, read_config
 from .fp8 import BLOCK, dequantize
 from .tensors import EMBEDDING, HEAD, Layout, Target, published_shapes
 
@@ -50,6 +51,7 @@ class PublishedModel:
         except ValueError as error:
             raise ValueError(f"{printable(folder / CONFIG_FILE)}: {error}") from None
         self._tensors = TensorFolder(folder)
+        self._check_counts(config)
         self.layout = self._layout(config)
         self.config: ModelConfig = self.layout.model
         self._check()
@@ -110,8 +112,24 @@ class PublishedModel:
         if config.mtp_blocks and f"model.layers.{config.num_layers}.eh_proj.weight" not in names:
             config = dataclasses.replace(config, mtp_layers=0)
         stacked = any(name.endswith(".mlp.experts.gate_up_proj") for name in names)
-        interleaved = self.architecture.interleaved and self.source.get("rope_interleave") is not False
+        interleaved = self.architecture.interleaved and is_interleaved(self.source)
         return Layout(config, self.architecture, stacked, interleaved)
+
+    def _check_counts(self, config: ModelConfig) -> None:
+        """Raise ValueError for a model so much larger than the folder that listing its tensors would take long."""
+        entries = self._tensors.entries
+        stacked = sum(entry.shape[0] for entry in entries.values() if len(entry.shape) == 3)
+        experts = len(config.routed_blocks()) * config.num_experts
+        rows = config.num_heads * config.head_dim
+        if config.attention == "mla":  # tensors.py makes a table of their order
+            rows += config.num_heads * config.rope_dim + config.kv_rank
+        elements = sum(math.prod(entry.shape) for entry in entries.values())
+        if config.num_layers > len(entries) or experts > 2 * (len(entries) + stacked) or rows > elements:
+            raise ValueError(
+                f"{printable(self.folder)}: its config.json describes {plural(config.num_layers, 'layer')} of "
+                f"{plural(config.num_experts, 'expert')} and {plural(config.num_heads, 'head')}, far more than "
+                f"{elements:,} numbers in {plural(len(entries), 'tensor')} can hold"
+            )
 
     def _check(self) -> None:
         """Raise ValueError unless the tensors of the folder are those of the model."""

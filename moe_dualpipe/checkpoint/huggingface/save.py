@@ -32,13 +32,16 @@ from ..tensor_writer import TensorWriter
 from ..weights import global_weights
 from .architectures import ARCHITECTURES
 from .companions import companions_of, published_config
-from .config import find_architecture, write_config
+from .config import find_architecture, is_interleaved, write_config
 from .published import CONFIG_FILE
 from .tensors import Layout, published_shapes
 from .tokenizer import special_ids, tokenizer_files
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_REPLACED = {"quantization_config", "rope_parameters", "auto_map", "transformers_version", "torch_dtype", "dtype"}
+_REPLACED = {
+    "quantization_config", "rope_parameters", "auto_map", "transformers_version", "torch_dtype", "dtype", "layer_types",
+    "head_dim", "qk_head_dim", "num_experts", "num_local_experts",
+}  # fmt: skip
 """Keys of the config.json from which a run started that do not hold for what is written."""
 
 
@@ -150,7 +153,7 @@ def plan_export(
     stored = DTYPES.get(str(source.get("torch_dtype") or source.get("dtype") or ""))
     dtype = dtype or stored or torch.float32
     config["torch_dtype"] = next(name for name, value in DTYPES.items() if value == dtype)
-    interleaved = found.interleaved and config.get("rope_interleave") is not False
+    interleaved = found.interleaved and is_interleaved(config)
     layout = Layout(model, found, interleaved=interleaved)
     shapes = published_shapes(layout)
     shapes |= {name: shapes[original] for name, original in layout.copies().items()}

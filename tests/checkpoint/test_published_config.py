@@ -1,0 +1,210 @@
+"""config.json decides what a model computes: each change of it is refused, or has the effect that it has elsewhere."""
+
+import json
+import logging
+import time
+
+import pytest
+import torch
+
+from moe_dualpipe.checkpoint.huggingface import ARCHITECTURES, PublishedModel, from_pretrained, read_config
+from tests.support.mutations import VALUES, check_message, mutations
+from tests.support.published import CONFIGS, random_model, save
+
+transformers = pytest.importorskip("transformers")
+TOKENS_BS = torch.randint(37, (2, 19), generator=torch.Generator().manual_seed(0))
+CHANGES = ("null", "true", "false", "0", "1", "2", "-1", "0.5", "4.0", '"relu"', '"yarn"', "[]", "[1]", "{}", "64")
+NO_EFFECT = {
+    "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "max_position_embeddings", "output_router_logits",
+    "router_aux_loss_coef", "use_cache", "pretraining_tp", "max_window_layers", "transformers_version", "architectures",
+}  # fmt: skip
+"""Keys that are for programs, and not for the model."""
+PUBLISHED = {
+    "mixtral": {"router_aux_loss_coef": 0.02, "sliding_window": None, "torch_dtype": "bfloat16", "use_cache": True},
+    "olmoe": {"clip_qkv": None, "rope_scaling": None, "rope_theta": 10000.0, "pad_token_id": 1},
+    "qwen2_moe": {"max_window_layers": 21, "sliding_window": 32768, "use_sliding_window": False, "rope_theta": 1e6},
+    "qwen3_moe": {"max_window_layers": 48, "sliding_window": None, "use_sliding_window": False, "rope_scaling": None},
+    "deepseek_v2": {
+        "aux_loss_alpha": 0.001, "auto_map": {"AutoConfig": "x.Y"}, "ep_size": 1, "moe_layer_freq": 1, "seq_aux": True,
+        "pretraining_tp": 1, "scoring_func": "softmax", "norm_topk_prob": False, "num_key_value_heads": 3,
+    },
+    "deepseek_v3": {
+        "aux_loss_alpha": 0.001, "ep_size": 1, "moe_layer_freq": 1, "num_nextn_predict_layers": 1, "seq_aux": True,
+        "scoring_func": "sigmoid", "topk_method": "noaux_tc", "pretraining_tp": 1,
+    },
+    "glm4_moe": {"partial_rotary_factor": 0.5, "eos_token_id": [1, 2], "rope_scaling": None, "use_cache": True},
+}  # fmt: skip
+"""Keys of published config.json files that transformers does not write."""
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def saved(request, tmp_path_factory):
+    """A model of transformers, its folder, and its config.json."""
+    model = random_model(request.param)
+    folder = save(model, tmp_path_factory.mktemp("published") / "saved")
+    return model, folder, json.loads((folder / "config.json").read_text())
+
+
+@pytest.fixture
+def change(saved):
+    """A function that writes a text or value as config.json."""
+    path, text = saved[1] / "config.json", json.dumps(saved[2])
+    yield lambda new: path.write_text(new if isinstance(new, str) else json.dumps(new))
+    path.write_text(text)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.logits(model(TOKENS_BS))
+
+
+def their_logits(model, config):
+    """The logits that transformers computes with the weights of `model` and another config; None if it refuses it."""
+    logging.disable()
+    try:
+        changed = type(model.config).from_dict(json.loads(json.dumps(config)))
+        if changed.num_hidden_layers > 9:
+            return None
+        changed._attn_implementation, changed._experts_implementation = "sdpa", "eager"
+        other = type(model)(changed).eval()
+        other.load_state_dict(model.state_dict())
+        with torch.no_grad():
+            return other(TOKENS_BS).logits
+    except Exception:
+        return None
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def with_fractions(config):
+    """Whole numbers as floats, where transformers insists on floats."""
+    keys = {"rms_norm_eps", "initializer_range", "routed_scaling_factor", "attention_dropout", "router_jitter_noise"}
+    return {key: float(value) if key in keys and type(value) is int else value for key, value in config.items()}
+
+
+def test_a_changed_value_is_refused_or_means_what_it_means_in_transformers(saved, change):
+    model, folder, config = saved
+    before = PublishedModel(folder)
+    expected, counts = logits(from_pretrained(folder)), {"refused": 0, "unchanged": 0, "changed": 0}
+    for what, text in mutations(config, CHANGES):
+        path = what.split("'")[1] if "'" in what else ""
+        change(text)
+        changed = json.loads(text) if "twice" not in what else {}
+        try:
+            published = PublishedModel(folder)
+            same = (published.config, published.layout) == (before.config, before.layout)
+            ours = expected if same else logits(from_pretrained(folder))
+        except ValueError as error:
+            check_message(error, 2500)
+            counts["refused"] += 1
+            continue
+        if path in NO_EFFECT or (path == "sliding_window" and changed.get("use_sliding_window") is False):
+            assert same, what
+            continue
+        theirs = their_logits(model, with_fractions(changed))
+        if theirs is None:  # transformers insists on a type: the value must mean "off", as before, or a default
+            assert same and (what.endswith((" = null", " = 0", " = false", " = []", " = {}", " removed"))), what
+        else:
+            assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max(), what
+        counts["unchanged" if same else "changed"] += 1
+    assert counts["refused"] > 200 and counts["changed"] > 2, counts
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_broken_values_are_refused_in_one_line(name):
+    config = random_model(name).config.to_dict()
+    for what, text in mutations(config, VALUES):
+        try:
+            config = json.loads(text)
+        except (ValueError, RecursionError):
+            continue  # not JSON
+        if isinstance(config, dict):
+            try:
+                read_config(config)
+            except ValueError as error:
+                assert str(error).isprintable() and len(str(error)) < 1000, what
+
+
+def test_published_keys_and_those_of_transformers_load(saved, change):
+    _, folder, config = saved
+    before = PublishedModel(folder)
+    published = PUBLISHED[config["model_type"]]
+    change({**config, **{key: value for key, value in published.items() if key != "rope_theta"}})
+    assert PublishedModel(folder).config == before.config
+    everything = random_model(next(name for name in CONFIGS if CONFIGS[name][0] in type(saved[0]).__name__)).config
+    read_config(json.loads(json.dumps(everything.to_dict(), default=str)))  # also its defaults, which are not written
+
+
+UNKNOWN = {
+    "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 16, "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0, "attention_sink": True, "attention_window": 128, "head_bias": True,
+    "lm_head_bias": True, "mup_width": 4.0, "zero_expert_num": 2, "rotary_pct": 0.5, "index_topk": 2048,
+    "original_max_position_embeddings": 32, "swiglu_limit": 7.0, "residual_dropout": 0.1,
+    "compression_config": {"a": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", UNKNOWN)
+def test_unknown_keys_that_could_change_the_model_are_refused(saved, change, key):
+    change({**saved[2], key: UNKNOWN[key]})
+    with pytest.raises(ValueError, match=key):
+        PublishedModel(saved[1])
+    off = 1.0 if isinstance(UNKNOWN[key], float) and key.endswith(("multiplier", "scaling")) else None
+    change({**saved[2], key: off})
+    PublishedModel(saved[1])
+
+
+def test_other_unknown_keys_have_no_effect(saved, change):
+    before = PublishedModel(saved[1]).config
+    change({**saved[2], "unsloth_version": "2025.1", "_name_or_path": "x/y", "license": "mit", "id2label": {"0": "a"},
+            "tokenizer_class": "T", "model_max_length": 5, "temperature": 0.7, "pruned_heads": {}})  # fmt: skip
+    assert PublishedModel(saved[1]).config == before
+
+
+def test_huge_numbers_fail_at_once(saved, change):
+    model, unused = PublishedModel(saved[1]).config, {*NO_EFFECT, "sliding_window"}
+    if saved[2]["model_type"] not in ("mixtral", "olmoe") and not any(map(model.is_dense, range(model.num_layers))):
+        unused.add("intermediate_size")
+    for key, value in saved[2].items():
+        if type(value) is int and key not in unused:
+            for huge in (10**4, 10**9, 2**31 - 1, 10**30):
+                change({**saved[2], key: huge})
+                start = time.monotonic()
+                with pytest.raises(ValueError) as error:
+                    from_pretrained(saved[1])
+                    pytest.fail(f"{key} {huge} was accepted")
+                assert time.monotonic() - start < 5, key
+                check_message(error.value, 2500)
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("changes,problem", [
+    ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported: only 'silu'"),
+    ({"attention_dropout": 0.1}, "attention_dropout 0.1 is not supported: only 0.0"),
+    ({"sliding_window": 4096, "use_sliding_window": True}, "sliding_window"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types with 'sliding_attention' is not supported"),
+    ({"clip_qkv": 8.0}, "clip_qkv 8.0"),
+    ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "the rotary embedding 'llama3' is not supported"),
+    ({"rope_parameters": {"rope_type": "yarn"}, "rope_scaling": {"type": "default"}},
+     "rope_parameters contradicts rope_scaling"),
+    ({"rope_theta": 3e4, "rope_parameters": {"rope_theta": 2e4}}, "rope_theta 30000.0 contradicts that of rope_param"),
+    ({"model_type": "gpt_oss"}, "model_type 'gpt_oss' is not supported: supported are mixtral, olmoe, qwen2_moe, "),
+])  # fmt: skip
+def test_what_this_model_cannot_express_is_named(kind, changes, problem):
+    name = next(name for name in CONFIGS if name.split()[0] == kind)
+    with pytest.raises(ValueError) as error:
+        read_config({**random_model(name).config.to_dict(), **changes})
+    assert problem in str(error.value)
+
+
+@pytest.mark.parametrize("quantization,problem", [
+    ({"quant_method": "gptq", "bits": 4}, "quantization_config with quant_method 'gptq' is not supported: only 'fp8'"),
+    ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"weight_block_size [64, 64] is not supported"),
+    ({"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": [128, 128]}, "fmt 'e5m2' is not supported"),
+    ("fp8", "quantization_config must be an object: got 'fp8'"),
+])  # fmt: skip
+def test_other_quantizations_are_refused(saved, change, quantization, problem):
+    change({**saved[2], "quantization_config": quantization})
+    with pytest.raises(ValueError) as error:
+        PublishedModel(saved[1])
+    assert problem in str(error.value) and "config.json: " in str(error.value)
