@@ -8,8 +8,8 @@ of it is on disk.
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,8 +66,11 @@ class Export:
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory that tensors need at a time: the largest in fp32, as stored and as read."""
-        return 2 * 4 * max(torch.Size(target.shape).numel() for target in self.layout.targets())
+        """The most memory that tensors need at a time: that of three times the largest in fp32.
+
+        Reading needs two: the stored bytes and the tensor. The allocator may keep one more that was freed.
+        """
+        return 3 * 4 * max(torch.Size(target.shape).numel() for target in self.layout.targets())
 
     def num_files(self, max_shard_size: int | str = "5GB") -> int:
         """Safetensors files of an export. Raises ValueError for a size that is invalid."""
@@ -80,17 +83,17 @@ class Export:
         written; then nothing is left of it.
         """
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        _raise_first(f"{printable(folder)} already exists: choose another folder" if os.path.lexists(folder) else "")
-        unfinished = hidden(folder, "unfinished")
-        with new_folder(folder) if rank == 0 else nullcontext():
-            gather_objects(None)  # the folder exists
-            fault: Exception | None = None
-            try:
-                self._write_share(unfinished, max_shard_size, (rank, size))
-            except (ValueError, OSError) as error:
-                fault = error
-            _raise_first(str(fault or ""), type(fault) if fault else ValueError)
-        gather_objects(None)  # it has its name
+        with ExitStack() as stack:
+            with _on_all_ranks():
+                if os.path.lexists(folder):
+                    raise ValueError(f"{printable(folder)} already exists: choose another folder")
+            with _on_all_ranks():
+                if rank == 0:
+                    stack.enter_context(new_folder(folder))
+            with _on_all_ranks():
+                self._write_share(hidden(folder, "unfinished"), max_shard_size, (rank, size))
+            with _on_all_ranks():
+                stack.close()  # it gets its name
 
     def _write_share(self, folder: Path, max_shard_size: int | str, share: tuple[int, int]) -> None:
         writer = TensorWriter(folder, self.shapes, max_shard_size, share)
@@ -120,11 +123,16 @@ def _ends(sizes: list[int]) -> list[int]:
     return [sum(sizes[: i + 1]) for i in range(len(sizes))]
 
 
-def _raise_first(fault: str, kind: type[Exception] = ValueError) -> None:
-    """Raise the first error of any rank on all ranks. Collective."""
-    if faults := [found for found in gather_objects((fault, kind)) if found[0]]:
-        message, first = faults[0]
-        raise (OSError if issubclass(first, OSError) else ValueError)(message)
+@contextmanager
+def _on_all_ranks() -> Iterator[None]:
+    """Raise an error of any rank in this context on all ranks, after all of them. Collective."""
+    fault: Exception | None = None
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        fault = error
+    if faults := [found for found in gather_objects(fault) if found]:
+        raise faults[0]
 
 
 def plan_export(
