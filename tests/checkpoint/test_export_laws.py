@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -218,8 +219,8 @@ def slow_export(_rank, checkpoint, out, pause):
         write(*arguments)
         time.sleep(pause)
 
-    tensor_writer.TensorWriter.write = slowly
-    plan_checkpoint_export(checkpoint).write(Path(out), "30KB")
+    with mock.patch.object(tensor_writer.TensorWriter, "write", slowly):
+        plan_checkpoint_export(checkpoint).write(Path(out), "30KB")
 
 
 KILLED = """
