@@ -15,8 +15,8 @@ import torch
 
 from ..expert_parallel import Loopback
 from ..expert_parallel.parameters import expert_ids, global_tensors
-from ..models import ModelConfig, StageSpec, TransformerStage, split
-from ..runtime.groups import check_ep_divides_experts, check_ep_divides_ranks
+from ..models import ModelConfig, StageSpec, TransformerStage, share_embedding, split
+from ..runtime.groups import check_ep_divides_experts, check_ep_divides_ranks, end_holders
 from ..runtime.zero import elements_per_owner
 from ..schedule import Costs, Placement, Schedule, simulate
 from .activations import MicroBatch, deferred_bytes, saved_bytes
@@ -76,11 +76,15 @@ class ModelSize:
 
 
 class ParameterSizes(NamedTuple):
-    """Sizes of dense tensors, of routed experts' tensors, and of the tensors among them that are frozen."""
+    """Sizes of dense tensors, of routed experts' tensors, and of the tensors among them that are frozen.
+
+    shared: the dense tensors that the first and the last stage hold (`share_embedding` in models/transformer.py).
+    """
 
     dense: dict[str, int]
     experts: dict[str, int]
     frozen: dict[str, int]
+    shared: dict[str, int]
 
     @classmethod
     def of_rank(cls, stages: Iterable[Self]) -> Self:
@@ -101,7 +105,8 @@ def parameter_sizes(config: ModelConfig, spec: StageSpec, ep: int = 1) -> Parame
     sample = _distinct_layers(config, spec.layers)
     with torch.device("meta"):
         stage = TransformerStage(config, dataclasses.replace(spec, layers=sample), Loopback(config.num_experts, ep))
-    dense, experts, frozen = ParameterSizes({}, {}, {})
+    dense, experts, frozen, shared = ParameterSizes({}, {}, {}, {})
+    ends = share_embedding([stage]) if config.last_stage_embeds else []
     ids = expert_ids(stage)
     alike = {layer: [] for layer in sample}
     for layer in spec.layers:
@@ -114,7 +119,8 @@ def parameter_sizes(config: ModelConfig, spec: StageSpec, ep: int = 1) -> Parame
             sizes = {other + n.removeprefix(start): size for other in alike[int(parts[1])] for n, size in sizes.items()}
         (experts if name in ids else dense).update(sizes)
         frozen.update({} if parameter.requires_grad else sizes)
-    return ParameterSizes(dense, experts, frozen)
+        shared.update(sizes if any(parameter is other for other in ends) else {})
+    return ParameterSizes(dense, experts, frozen, shared)
 
 
 def _distinct_layers(config: ModelConfig, layers: range) -> range:
@@ -156,10 +162,16 @@ def rank_memory(config: ModelConfig, schedule: Schedule, batch: MicroBatch, dp: 
 def owned_numbers(sizes: ParameterSizes, placement: Placement, pp_rank: int, dp: int, ep: int) -> list[int]:
     """How many numbers each data-parallel rank of `pp_rank`, which holds `sizes`, updates under ZeRO-1.
 
-    All data-parallel ranks have replicas of dense parameters; of an expert, every ep-th one (runtime/groups.py).
+    All data-parallel ranks have replicas of dense parameters; of an expert, every ep-th one (runtime/groups.py). What
+    the first and the last stage share is divided among the ranks of both.
     """
-    holders = placement.holders(placement.stages[pp_rank][0])
+    holders, ends = placement.holders(placement.stages[pp_rank][0]), end_holders(placement)
     first, owners = holders.index(pp_rank) * dp, len(holders) * dp
     dense, experts = sizes.trained()
+    shared = {name: dense.pop(name) for name in sizes.shared if name in dense}
     of_dense, of_experts = elements_per_owner(dense, owners), elements_per_owner(experts, owners // ep)
-    return [of_dense[i] + of_experts[i // ep] for i in range(first, first + dp)]
+    numbers = [of_dense[i] + of_experts[i // ep] for i in range(first, first + dp)]
+    if shared:
+        of_shared = elements_per_owner(shared, len(ends) * dp)[ends.index(pp_rank) * dp :]
+        numbers = [number + more for number, more in zip(numbers, of_shared, strict=False)]
+    return numbers

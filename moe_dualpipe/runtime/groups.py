@@ -111,6 +111,11 @@ class Groups:
     embedding: dist.ProcessGroup | None = None
 
 
+def end_holders(placement: Placement) -> list[int]:
+    """The pipeline ranks that hold the first or the last stage, in order."""
+    return sorted({*placement.holders(0), *placement.holders(placement.num_stages - 1)})
+
+
 def build_groups(
     layout: Layout, placement: Placement, timeout: float | None = None, shared_embedding: bool = False
 ) -> Groups:
@@ -133,7 +138,7 @@ def build_groups(
 
     # Stages with the same holders share a group.
     peers = sorted({tuple(sorted({r for s in stages for r in placement.holders(s)})) for stages in placement.stages})
-    ends = sorted({*placement.holders(0), *placement.holders(placement.num_stages - 1)}) if shared_embedding else []
+    ends = end_holders(placement) if shared_embedding else []
     return Groups(
         pipeline=create([at(p, d) for p in pps] for d in dps),
         experts=create([at(p, d + e) for e in eps] for p in pps for d in dps[:: layout.ep]),

@@ -84,11 +84,7 @@ def rank_needs(plan: RunPlan) -> RankNeeds:
     sizes = sizes._replace(frozen=sizes.frozen | chosen)
     trained = owned = sum(sum(kind.values()) for kind in sizes.trained())
     if config.parallel.zero:
-        # If the last stage embeds, other ranks hold the embedding, too: here it counts as owned by one of them.
-        shared = {"embedding.weight"} if config.model.last_stage_embeds else set()
-        divided = {name: size for name, size in sizes.dense.items() if name not in shared}
-        shares = owned_numbers(sizes._replace(dense=divided), placement, layout.pp_rank, layout.dp, layout.ep)
-        owned = shares[layout.dp_rank]
+        owned = owned_numbers(sizes, placement, layout.pp_rank, layout.dp, layout.ep)[layout.dp_rank]
     element, moments = plan.setup.dtype.itemsize, 4 if config.optim.name == "muon" else 8
     master = 4 if element < 4 else 0
     weights = element * (sum(sizes.dense.values()) + sum(sizes.experts.values()))

@@ -54,21 +54,22 @@ def test_peak_bytes_of_the_order_equal_those_of_the_timeline(name):
 
 
 @pytest.mark.parametrize("element,state", [(2, 12), (4, 8)])
-def test_ranks_hold_the_parameters_of_their_stages(element, state):
+@pytest.mark.parametrize("options", [{}, {"tied_embeddings": True, "dense_layers": (2,), "shared_gate": True}], ids=str)
+def test_ranks_hold_the_parameters_of_their_stages(element, state, options):
+    config = dataclasses.replace(CONFIG, **options)
     schedule, batch = build("dualpipe", 4, 8), MicroBatch(2, 16, element, ep=3)
-    specs = split(CONFIG, 4)
-    ranks = rank_memory(CONFIG, schedule, batch, dp=6)
+    specs = split(config, 4)
+    ranks = rank_memory(config, schedule, batch, dp=6)
     for r in ranks:
         held = Counter()
-        for stage in (r.rank, 3 - r.rank):
-            real = TransformerStage(CONFIG, specs[stage], Loopback(6, 3))
-            for key, p in real.named_parameters():
-                held[".experts." in key] += p.numel()
+        stages = [TransformerStage(config, specs[stage], Loopback(6, 3)) for stage in (r.rank, 3 - r.rank)]
+        for key, p in dict(p for stage in stages for p in stage.named_parameters()).items():  # one tied embedding
+            held[".experts." in key] += p.numel()
         number = held[False] + held[True]
         assert (r.dense_parameters, r.expert_parameters) == (held[False], held[True])
         assert (r.weights, r.gradients, r.optimizer) == (element * number, 4 * number, state * number)
-        saved = [saved_bytes(CONFIG, spec, batch) for spec in specs]
-        deferred = [deferred_bytes(CONFIG, spec, batch) for spec in specs]
+        saved = [saved_bytes(config, spec, batch) for spec in specs]
+        deferred = [deferred_bytes(config, spec, batch) for spec in specs]
         assert r.activations == peak_activations(schedule, r.rank, saved, deferred)
         assert r.total == r.weights + r.gradients + r.optimizer + r.activations
         assert r.total - r.total_sharded == r.optimizer - r.optimizer_sharded
@@ -82,12 +83,13 @@ def state_of_a_run(rank, config):
     return make_trainer(rank, config).optimizer.state_bytes
 
 
-@pytest.mark.parametrize("ranks,changes", [
-    (4, {"pp": 2, "ep": 2, "dtype": "bfloat16"}), (4, {"pp": 1}), (2, {"schedule": "1f1b"}),
+@pytest.mark.parametrize("ranks,changes,tied", [
+    (4, {"pp": 2, "ep": 2, "dtype": "bfloat16"}, False), (4, {"pp": 1}, False), (2, {"schedule": "1f1b"}, False),
+    (2, {"schedule": "1f1b"}, True), (4, {"pp": 2}, True),
 ], ids=str)  # fmt: skip
-def test_shared_optimizer_state_equals_that_of_a_run(tmp_path, ranks, changes):
+def test_shared_optimizer_state_equals_that_of_a_run(tmp_path, ranks, changes, tied):
     """Owners get whole tensors. With a vocabulary of 3,000, two tensors are larger than an even share."""
-    config = settings(tmp_path, model=dataclasses.replace(MODEL, vocab_size=3000), **changes)
+    config = settings(tmp_path, model=dataclasses.replace(MODEL, vocab_size=3000, tied_embeddings=tied), **changes)
     held = run_ranks(ranks, state_of_a_run, config)
     pp, ep = changes.get("pp", ranks), changes.get("ep", 1)
     schedule = build(changes.get("schedule", "dualpipe" if pp > 1 else "1f1b"), pp, config.batch.micro_batches)
@@ -105,9 +107,12 @@ def test_rows_received_equal_those_of_random_choices(ep):
 
 
 @pytest.mark.parametrize("layers,dense", [(range(5), 2), (range(2, 5), 2), (range(2), 2), (range(1, 4), 9)])
-@pytest.mark.parametrize("experts", ["swiglu", "examples/layers/squared_relu.py:SquaredReLUExperts"])
-def test_sizes_of_equal_layers_are_those_of_all_layers(layers, dense, experts):
-    config = dataclasses.replace(CONFIG, num_dense_layers=dense, experts=experts)
+@pytest.mark.parametrize("choices", [
+    {"experts": "swiglu"}, {"experts": "examples/layers/squared_relu.py:SquaredReLUExperts"},
+    {"dense_layers": (3,), "tied_embeddings": True, "shared_gate": True, "qkv_bias": True},
+], ids=["swiglu", "squared relu", "options"])  # fmt: skip
+def test_sizes_of_equal_layers_are_those_of_all_layers(layers, dense, choices):
+    config = dataclasses.replace(CONFIG, num_dense_layers=dense, **choices)
     spec = StageSpec(layers, layers.start == 0, layers.stop == 5, 1.0)
     sizes = parameter_sizes(config, spec, ep=3)
     real, names = TransformerStage(config, spec, Loopback(6, 3)), {}

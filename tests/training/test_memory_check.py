@@ -34,7 +34,9 @@ def test_needs_equal_what_ranks_allocate(tmp_path):
     base = settings(tmp_path, model=dataclasses.replace(MODEL, vocab_size=3000))
     changes = [{"pp": 2, "ep": 2, "dtype": "bfloat16"}, {"pp": 1}, {"pp": 2, "schedule": "dualpipev", "zero": False}]
     changes += [
-        {"model": dataclasses.replace(MODEL, experts="examples/layers/squared_relu.py:SquaredReLUExperts"), "ep": 2}
+        {"model": dataclasses.replace(MODEL, experts="examples/layers/squared_relu.py:SquaredReLUExperts"), "ep": 2},
+        {"model": dataclasses.replace(MODEL, tied_embeddings=True, shared_gate=True), "pp": 2, "schedule": "1f1b"},
+        {"model": dataclasses.replace(MODEL, mtp_layers=1, dense_layers=(2,)), "pp": 2},
     ]
     for found in run_ranks(4, needs_and_use, [change(base, **change_) for change_ in changes]):
         for counted, used in found:
@@ -42,10 +44,9 @@ def test_needs_equal_what_ranks_allocate(tmp_path):
 
 
 def test_no_need_is_overestimated(tmp_path):
-    """With Muon, and with the embedding of MTP, the optimizer state is only a lower bound."""
+    """With Muon, the optimizer state is only a lower bound."""
     muon = settings(tmp_path, optim=OptimizerConfig(name="muon", warmup_steps=2), dtype="bfloat16")
-    mtp = settings(tmp_path, model=dataclasses.replace(MODEL, mtp_layers=1))
-    for found in run_ranks(2, needs_and_use, [muon, mtp]):
+    for found in run_ranks(2, needs_and_use, [muon]):
         for counted, used in found:
             assert counted[:2] == used[:2]
             assert all(0.5 * use < count <= use for count, use in zip(counted[2:], used[2:], strict=True))
