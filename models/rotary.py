@@ -72,10 +72,13 @@ def growth(config: ModelConfig, mscale: float) -> float:
 
 
 def rotate(x: Tensor, cos_SC: Tensor, sin_SC: Tensor) -> Tensor:
-    """Rotate the first C channels of x, [..., S, W] with W >= C: channel i together with i + C/2."""
+    """Rotate the first C channels of x, [..., H, S, W] with W >= C: channel i together with i + C/2."""
     width = cos_SC.shape[-1]
     rotated_part, rest = (x, None) if width == x.shape[-1] else x.split([width, x.shape[-1] - width], dim=-1)
     first, second = at_least_fp32(rotated_part).chunk(2, dim=-1)
     turned = torch.cat([-second, first], dim=-1)
     result = (at_least_fp32(rotated_part) * cos_SC + turned * sin_SC).to(x.dtype)
-    return result if rest is None else torch.cat([result, rest], dim=-1)
+    if rest is None:
+        return result
+    # Positions before heads in memory, as in x: so attention returns its result in this order, without a copy.
+    return torch.cat([result.transpose(-3, -2), rest.transpose(-3, -2)], dim=-1).transpose(-3, -2)

@@ -138,6 +138,7 @@ def _deferred_numbers(config: ModelConfig, layer: int, batch: MicroBatch) -> int
         return numbers + tokens * (2 * hidden + 3 * config.dense_size)
     rows = rows_received(config, batch) * (batch.ep > 1)
     numbers += tokens * (2 * hidden + 3 * config.num_shared_experts * config.expert_size)
+    numbers += tokens * (hidden + 1) * config.shared_gate  # gradients before the gate, and of the gate
     # A recomputed router has a separate input: not the tensor that the experts get.
     numbers += tokens * hidden * (batch.recompute in ("attention", "full"))
     return numbers + 2 * rows * hidden + 3 * config.expert_size * tokens * config.experts_per_token

@@ -22,6 +22,10 @@ SIZES = {
 }  # fmt: skip
 # Values have the width of keys, because flash attention on a CPU needs equal widths.
 LATENT = {"attention": "mla", "kv_rank": 12, "rope_dim": 4, "value_dim": 12}
+OPTIONS = {
+    "num_dense_layers": 0, "dense_layers": (0, 3), "shared_gate": True, "qkv_bias": True, "rotary_fraction": 0.5,
+    "tied_embeddings": True, "yarn_factor": 4.0, "yarn_positions": 16,
+}  # fmt: skip
 FIRST = StageSpec(range(2), True, False, 0.4)
 MIDDLE = StageSpec(range(3), False, False, 0.5)  # without embedding and head
 LAST = StageSpec(range(2, 4), False, True, 0.4)
@@ -106,7 +110,9 @@ def omitted_bytes(config, spec):
     (MIDDLE, LATENT | {"q_rank": 20}, "none"),
     (LAST, {"qk_norm": "head"}, "none"),
     (LAST, {}, "full"),
-], ids=["attention", "norms", "mla", "last", "full"])  # fmt: skip
+    (FIRST, OPTIONS, "none"),
+    (LAST, OPTIONS, "attention"),
+], ids=["attention", "norms", "mla", "last", "full", "options", "tied head"])  # fmt: skip
 def test_bytes_saved_for_backward(spec, choices, recompute):
     config = ModelConfig(**SIZES, **choices)
     measured = bytes_after_forward(config, spec, recompute)
@@ -129,17 +135,31 @@ def test_bytes_saved_with_expert_parallelism(recompute):
     assert measured == pytest.approx(formula, rel=0.03)  # the number of sent rows is random
 
 
-@pytest.mark.parametrize("spec,choices,recompute", [
-    (MIDDLE, LATENT | {"q_rank": 20}, "none"), (LAST, {"vocab_size": 200}, "full"),
-], ids=["mla", "last"])  # fmt: skip
-def test_bytes_saved_for_deferred_weight_gradients(spec, choices, recompute):
-    config = ModelConfig(**SIZES | choices)
+def bytes_deferred(config, spec, recompute):
+    """Bytes that are alive after a backward with deferred weight gradients."""
     allocations, stage, x, y = forward(config, spec, recompute)
     with allocations, stage.weight_grads.defer_to("later"):
         y.backward(torch.ones_like(y))
     del y
     known = [t.grad for t in (x, *stage.parameters()) if t.grad is not None]
-    measured = allocations.alive() - sum(grad.nbytes for grad in known)
+    return allocations.alive() - sum(grad.nbytes for grad in known)
+
+
+@pytest.mark.parametrize("spec,choices,recompute", [
+    (MIDDLE, LATENT | {"q_rank": 20}, "none"), (LAST, {"vocab_size": 200}, "full")
+], ids=["mla", "last"])  # fmt: skip
+def test_bytes_saved_for_deferred_weight_gradients(spec, choices, recompute):
+    config = ModelConfig(**SIZES | choices)
+    measured = bytes_deferred(config, spec, recompute)
     assert measured == pytest.approx(
         deferred_bytes(config, spec, MicroBatch(B, S, element=4, recompute=recompute)), rel=0.05
     )
+
+
+def test_a_gate_and_a_tied_head_defer_the_bytes_of_the_formula():
+    configs = [ModelConfig(**SIZES, num_dense_layers=0, **choices) for choices in (
+        {}, {"shared_gate": True, "tied_embeddings": True, "rotary_fraction": 0.5, "qkv_bias": True}
+    )]  # fmt: skip
+    plain, gated = (bytes_deferred(config, LAST, "none") for config in configs)
+    before, after = (deferred_bytes(config, LAST, MicroBatch(B, S, element=4)) for config in configs)
+    assert gated - plain == after - before > 0

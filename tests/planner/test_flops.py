@@ -19,7 +19,9 @@ SIZES = {
     ({"num_kv_heads": 2}, 12),
     ({"attention": "mla", "kv_rank": 7, "rope_dim": 2, "value_dim": 5}, 13),
     ({"attention": "mla", "kv_rank": 7, "rope_dim": 2, "value_dim": 5, "q_rank": 3}, 13),
-], ids=["gqa", "mla", "mla with q_rank"])  # fmt: skip
+    ({"num_kv_heads": 2, "shared_gate": True, "qkv_bias": True, "rotary_fraction": 0.67, "tied_embeddings": True,
+      "num_dense_layers": 0, "dense_layers": (1,), "yarn_factor": 2.0}, 12),
+], ids=["gqa", "mla", "mla with q_rank", "options"])  # fmt: skip
 def test_flops_equal_those_of_torch_without_masked_scores(choices, widths):
     """The math backend computes all S scores of a position; (S + 1) / 2 of them count."""
     config = ModelConfig(**SIZES, **choices)
