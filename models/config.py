@@ -187,6 +187,9 @@ class ModelConfig:
         self._check_dense_layers()
         if self.yarn_factor > 1 and self.rope_theta == 1:
             raise ValueError("yarn_factor needs a rope_theta above 1: got 1")
+        if self.yarn_beta_fast < self.yarn_beta_slow:
+            betas = f"{self.yarn_beta_fast} and {self.yarn_beta_slow}"
+            raise ValueError(f"yarn_beta_fast must be at least yarn_beta_slow: got {betas}")
         if self.shared_gate and not self.num_shared_experts:
             raise ValueError("shared_gate needs shared experts: use num_shared_experts of at least 1, or no gate")
         if self.experts_per_token > self.num_experts:
