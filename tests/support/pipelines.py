@@ -52,7 +52,7 @@ def freeze(module, pattern):
 def make_pipeline(rank, name, pp, dp=1, ep=1, fused_loss=False, frozen="nothing"):
     schedule = build(name, pp, MICRO_BATCHES, num_chunks=CONFIG.num_layers // pp if "interleaved" in name else None)
     layout = Layout(pp, dp, ep, rank)
-    groups = build_groups(layout, schedule.placement, shared_embedding=CONFIG.mtp_layers > 0)
+    groups = build_groups(layout, schedule.placement, shared_embedding=CONFIG.last_stage_embeds)
     experts = AllToAll(CONFIG.num_experts, groups.experts) if groups.experts else Local(CONFIG.num_experts)
     specs = split(CONFIG, schedule.num_stages)
     stages = {
