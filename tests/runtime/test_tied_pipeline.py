@@ -51,3 +51,12 @@ def test_a_pipeline_equals_the_single_process_model(pp, names, fused_loss):
 def test_with_expert_parallelism_it_agrees_with_the_single_process_model():
     seen = run_ranks(2, with_options, pipelines.agrees, "dualpipev", 1, 2, 2)
     assert sum(count for count, _ in seen) == 2 * 4
+
+
+def all_with_a_frozen_embedding(rank):
+    return pipelines.all_schedules_equal_reference(rank, ["dualpipe", "1f1b", "zb1p"], 2, False, "embedding")
+
+
+def test_a_tied_weight_may_be_frozen():
+    seen = run_ranks(2, with_options, all_with_a_frozen_embedding)
+    assert all(sorted(m for on_rank in seen for m in on_rank[name][0]) == list(range(4)) for name in seen[0])

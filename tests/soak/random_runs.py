@@ -38,7 +38,10 @@ def random_model(rng: random.Random) -> ModelConfig:
         top_groups=rng.randint(1, groups), num_shared_experts=rng.choice([0, 1, 2]),
         router_score=rng.choice(["softmax", "sigmoid"]), normalize_weights=rng.random() < 0.5,
         router_bias=rng.random() < 0.5, sequence_loss=rng.choice([0.0, 0.01]), z_loss=rng.choice([0.0, 0.001]),
-        mtp_layers=rng.choice([0, 0, 0, 1]),
+        mtp_layers=rng.choice([0, 0, 0, 1]), dense_layers=rng.choice([(), (), (1,), (0, 3)]),
+        tied_embeddings=rng.random() < 0.4, qkv_bias=rng.random() < 0.3, shared_gate=rng.random() < 0.3,
+        rotary_fraction=rng.choice([1.0, 0.5]), yarn_factor=rng.choice([1.0, 4.0]), yarn_positions=8,
+        group_score=rng.choice(["best_two", "best"]),
     )  # fmt: skip
 
 
