@@ -90,7 +90,7 @@ def test_the_start_chooses_the_model_unless_an_option_does(published, tmp_path):
 
 
 @pytest.mark.parametrize("changes,message", [
-    ({"model": "tiny"}, "holds another model: vocab_size 256, only 300"),
+    ({"model": "tiny"}, "holds another model: vocab_size was 300, now 256"),
     ({"export": "."}, "--export . already exists: choose another folder"),
     ({"export": "out", "model": "tiny"}, "--export out: no published architecture can express this model; the nearest"),
     ({"data": ("bytes.bin",)}, "was trained with another tokenizer"),

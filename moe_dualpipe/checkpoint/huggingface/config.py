@@ -102,16 +102,15 @@ def misfits(model: ModelConfig, architecture: Architecture) -> list[str]:
         again = read_config(_written(model, architecture))
     except ValueError as error:
         return [str(error)]
-    return differences(again, model)
+    found = differences(again, model)
+    return [f"{name} {quoted(got, 60)}, only {quoted(only, 60)}" for name, only, got in found]
 
 
-def differences(published: ModelConfig, model: ModelConfig) -> list[str]:
-    """The options that change what the weights mean and differ, one message each."""
+def differences(published: ModelConfig, model: ModelConfig) -> list[tuple[str, Any, Any]]:
+    """The options that change what the weights mean and differ: name, and the value in each model."""
     expected, got = (dataclasses.asdict(canonical(one)) for one in (published, model))
     return [
-        f"{name} {quoted(got[name], 60)}, only {quoted(expected[name], 60)}"
-        for name in got
-        if name not in _OF_TRAINING and got[name] != expected[name]
+        (name, expected[name], got[name]) for name in got if name not in _OF_TRAINING and got[name] != expected[name]
     ]
 
 

@@ -102,9 +102,11 @@ class PublishedModel:
 
     def differences(self, model: ModelConfig) -> list[str]:
         """The options in which `model` differs from that of the folder. Its MTP modules may be left out."""
-        if model.mtp_layers == 0:
-            return [text for text in differences(self.config, model) if not text.startswith("mtp_layers")]
-        return differences(self.config, model)
+        return [
+            f"{name} was {quoted(published, 60)}, now {now!r}"
+            for name, published, now in differences(self.config, model)
+            if name != "mtp_layers" or now
+        ]
 
     def _layout(self, config: ModelConfig) -> Layout:
         """The layout of this folder, without MTP if their tensors are missing: transformers does not write them."""
