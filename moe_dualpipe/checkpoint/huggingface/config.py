@@ -297,9 +297,9 @@ _SCORES = {"sum": "best_two", "best": "best"}
 
 def _written(model: ModelConfig, architecture: Architecture) -> dict[str, Any]:
     """config.json with all that the architecture can say about `model`."""
-    model = canonical(model)
     config: dict[str, Any] = {"architectures": [architecture.class_name], "model_type": architecture.model_type}
-    config |= {key.key: getattr(model, key.option) for key in architecture.keys}
+    config |= {key.key: getattr(model, key.option) for key in architecture.keys}  # also those without effect
+    model = canonical(model)
     config |= architecture.fixed
     if model.attention == "mla":
         config |= {"q_lora_rank": model.q_rank or None, "num_key_value_heads": model.num_heads}

@@ -1,0 +1,55 @@
+"""The config.json of published models: presets equal them, their sizes are the published ones, and all is written back.
+
+tests/support/published_configs.json has the values of huggingface.co/<organization>/<model>/config.json.
+"""
+
+import dataclasses
+import json
+
+import pytest
+
+from moe_dualpipe.checkpoint.huggingface import read_config, write_config
+from moe_dualpipe.checkpoint.huggingface.config import architecture_of, differences
+from moe_dualpipe.models import preset
+from moe_dualpipe.planner import ModelSize
+from tests.support.runs import ROOT
+
+CONFIGS = json.loads((ROOT / "tests/support/published_configs.json").read_text())
+SIZES = {
+    "OLMoE-1B-7B-0924": (6.92, 1.28), "Qwen3-30B-A3B": (30.5, 3.3), "Mixtral-8x7B-v0.1": (46.7, 12.9),
+    "DeepSeek-V2-Lite": (15.7, 2.4), "DeepSeek-V3": (671, 37), "Qwen1.5-MoE-A2.7B": (14.3, 2.7),
+    "GLM-4.5-Air": (106, 12),
+}  # fmt: skip
+"""Billions of parameters, all and active, as the model cards say; without multi-token prediction."""
+PRESETS = {
+    "OLMoE-1B-7B-0924": "olmoe-1b-7b", "Qwen3-30B-A3B": "qwen3-30b-a3b", "Mixtral-8x7B-v0.1": "mixtral-8x7b",
+    "DeepSeek-V2-Lite": "deepseek-v2-lite", "DeepSeek-V3": "deepseek-v3",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_the_published_models_without_yarn_and_mtp(name):
+    found = read_config(CONFIGS[name])
+    found = dataclasses.replace(found, yarn_factor=1.0, mtp_layers=0)
+    assert differences(found, preset(PRESETS[name])) == []
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_sizes_are_those_of_the_model_card(name):
+    size = ModelSize.of(dataclasses.replace(read_config(CONFIGS[name]), mtp_layers=0))
+    parameters, active = SIZES[name]
+    assert size.parameters / 1e9 == pytest.approx(parameters, rel=0.01)
+    assert (size.active - size.embedding) / 1e9 == pytest.approx(active, rel=0.1)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_is_written_is_what_was_published(name):
+    published = CONFIGS[name]
+    written = write_config(read_config(published), architecture_of(published))
+    same = {key: value for key, value in published.items() if key in written and key != "max_position_embeddings"}
+    assert len(same) > 15
+    for key, value in same.items():
+        if key != "rope_scaling" or value is None:
+            assert written[key] == value, key
+        else:
+            assert {**written[key], **value} == written[key]
