@@ -4,7 +4,7 @@ Both are a `WeightsFolder`: it has tensors under the global names of this model,
 reads only what it holds.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
@@ -54,6 +54,10 @@ class WeightsFolder(Protocol):
         """Read a weight into a tensor of its shape, and read nothing else."""
         ...
 
+    def check_copies(self, names: Collection[str]) -> None:
+        """Raise ValueError if the folder has other copies of these weights, which differ."""
+        ...
+
 
 class ExportedModel:
     """A folder that `moe-dualpipe export` wrote. All of it is read once, to verify its checksums.
@@ -89,6 +93,9 @@ class ExportedModel:
 
     def read_into(self, name: str, tensor: Tensor) -> None:
         tensor.copy_(self._tensors.read(name))
+
+    def check_copies(self, names: Collection[str]) -> None:
+        """Nothing to do: an export has one copy of each weight."""
 
 
 def open_weights(folder: Path) -> WeightsFolder:
@@ -214,6 +221,7 @@ def _load(opened: WeightsFolder, state: Mapping[str, Tensor], older: Mapping[str
     check_shapes(opened.where, weights, shapes)
     for name, tensor in weights.items():
         opened.read_into(name, tensor)
+    opened.check_copies(weights.keys())
     return PartialLoad([*weights], missing, sorted(shapes.keys() - weights.keys()))
 
 

@@ -9,7 +9,9 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from moe_dualpipe.checkpoint.huggingface import PublishedModel, from_pretrained, save_pretrained
-from tests.support.published import exact, random_model, save_with_mtp
+from moe_dualpipe.checkpoint.weights import global_weights
+from moe_dualpipe.checkpoint.weights_folder import load_weights
+from tests.support.published import exact, random_model, save, save_with_mtp
 
 TOKENS_BL = torch.randint(37, (2, 12), generator=torch.Generator().manual_seed(4))
 NAMES = "deepseek_v3", "deepseek_v3 without q latent", "glm4_moe"
@@ -82,6 +84,25 @@ def test_copies_that_differ_are_refused(folder, name, original):
     change(folder, lambda tensors: tensors[f"model.layers.3.{name}.weight"][5, 3].neg_())
     with pytest.raises(ValueError, match=f"model.layers.3.{name}.weight differs from {original}"):
         from_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", ["embed_tokens", "shared_head.head"])
+def test_a_run_compares_the_copies_of_modules_that_it_loads(folder, name):
+    model = from_pretrained(folder)
+    change(folder, lambda tensors: tensors[f"model.layers.3.{name}.weight"][5, 3].neg_())
+    state = {f"model.{name}": tensor for name, tensor in global_weights(model).items()}
+    with pytest.raises(ValueError, match=f"model.layers.3.{name}.weight differs from"):
+        load_weights(folder, state)
+    load_weights(folder, {name: tensor for name, tensor in state.items() if not name.startswith("model.mtp.")})
+
+
+def test_a_run_compares_a_tied_head_with_the_embedding(tmp_path):
+    folder = save(random_model("qwen2_moe"), tmp_path / "saved")
+    change(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}))
+    weight = torch.empty(37, 24)
+    with pytest.raises(ValueError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+        load_weights(folder, {"model.embedding.weight": weight})
+    load_weights(folder, {"model.norm.weight": weight[0]})
 
 
 def test_copies_may_be_missing(folder):

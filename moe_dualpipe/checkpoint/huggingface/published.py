@@ -7,7 +7,7 @@ right shape, and every tensor in it must belong to the model. So experts are nev
 import dataclasses
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -89,10 +89,16 @@ class PublishedModel:
             tensor[first : first + rows].copy_(part.from_published(published))
             first += rows
 
-    def check_copies(self) -> None:
-        """Raise ValueError unless tensors that repeat another one are equal to it. Reads them."""
+    def check_copies(self, names: Collection[str] | None = None) -> None:
+        """Raise ValueError unless tensors that repeat another one are equal to it. Reads them.
+
+        names: the weights that are loaded; None: all. Only their copies are compared: a tied head with the embedding,
+        and those of an MTP module with its projection. So one rank of many compares a copy.
+        """
+        users = {f"model.layers.{layer}.": f"mtp.{k}.join.weight" for k, layer in enumerate(self.config.mtp_blocks)}
         for name, original in self._copies.items():
-            if not self._equal(name, original):
+            user = next((user for prefix, user in users.items() if name.startswith(prefix)), "embedding.weight")
+            if (names is None or user in names) and not self._equal(name, original):
                 raise ValueError(
                     f"{printable(self.folder)}: {name} differs from {original}, but this model has one tensor for both"
                 )
