@@ -99,14 +99,14 @@ def peak(what, given, out):
     return map(int, done.stdout.split()[-2:])
 
 
-def test_memory_of_an_export_is_that_of_three_tensors_and_of_an_import_that_of_the_model_and_two(large, tmp_path):
+def test_memory_of_an_export_is_that_of_three_tensors_and_of_an_import_that_of_the_model_and_one(large, tmp_path):
     out = tmp_path / "out"
     used, stated = peak("export", large, out)
     total = sum(path.stat().st_size for path in out.glob("*.safetensors"))
     assert total > TOTAL and stated == 3 * LARGEST
     assert used < stated
     used, model = peak("import", out, tmp_path / "other")
-    assert used < model + 2 * LARGEST
+    assert used < model + 1.25 * LARGEST
 
 
 # ---- Divisions ----
