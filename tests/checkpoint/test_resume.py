@@ -94,7 +94,7 @@ def check_resumed_losses(tmp_path, name, num_ranks, resume, reference, **changes
     assert losses(run) == pytest.approx(expected, rel=1e-5), name
 
 
-LONG = {"steps": 22, "seq_len": 16, "eval_sequences": 1}
+LONG = {"model": MODEL, "steps": 22, "seq_len": 16, "eval_sequences": 1}
 
 
 def test_a_pipeline_resumes_with_other_numbers_of_ranks_and_schedules(tmp_path):

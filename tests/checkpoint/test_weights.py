@@ -61,7 +61,7 @@ def test_a_run_starts_from_exported_weights_with_the_same_validation_loss(export
 
 
 def plan_run(tmp_path, **changes):
-    return make_plan(settings(tmp_path / "run", **changes))
+    return make_plan(settings(tmp_path / "run", **{"model": MODEL, **changes}))
 
 
 def test_weights_of_another_model_and_other_files_are_rejected(exported, tmp_path):

@@ -8,10 +8,10 @@ import torch
 from moe_dualpipe.inference import generate
 from moe_dualpipe.models import build_model
 from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL, make_trainer, settings
+from tests.support.runs import SHALLOW, make_trainer, settings
 from tests.support.special_experts import DropoutExperts, named
 
-DROPOUT = dataclasses.replace(MODEL, experts=named(DropoutExperts))
+DROPOUT = dataclasses.replace(SHALLOW, experts=named(DropoutExperts))
 SMALL = {"seq_len": 16, "eval_sequences": 1}
 
 

@@ -9,11 +9,11 @@ import torch
 from moe_dualpipe.training.loop import TrainingRun
 from tests.support.checkpoints import checkpoint_names
 from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL, make_trainer, settings
+from tests.support.runs import SHALLOW, make_trainer, settings
 from tests.support.special_experts import LowRankExperts, named
 
 SMALL = {"seq_len": 8, "eval_sequences": 2}
-BALANCED = dataclasses.replace(MODEL, router_bias=True)
+BALANCED = dataclasses.replace(SHALLOW, router_bias=True)
 DENSE, EXPERT, BIAS = "layers.0.attention.qkv.weight", "layers.1.mlp.experts.gate_up", "layers.1.mlp.router.bias_E"
 
 
@@ -159,7 +159,7 @@ def seen_in_third_step(rank, config, frozen):
 
 @pytest.mark.parametrize("frozen", [True, False])
 def test_between_checks_zero_overwrites_a_flip_of_a_trained_weight_but_not_of_a_frozen_one(tmp_path, frozen):
-    model = dataclasses.replace(MODEL, experts=named(LowRankExperts))
+    model = dataclasses.replace(SHALLOW, experts=named(LowRankExperts))
     config = settings(tmp_path, **SMALL, pp=1, model=model, check_replicas_every=3)
     (name, first), (_, second) = run_ranks(2, seen_in_third_step, config, frozen)
     assert first == second

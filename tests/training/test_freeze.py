@@ -15,7 +15,7 @@ from moe_dualpipe.training.memory import rank_needs
 from tests.support.frozen import Freezer
 from tests.support.own_layers import ExpertList
 from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL, change, introduction, losses, make_plan, make_trainer, settings, train
+from tests.support.runs import MODEL, SHALLOW, change, introduction, losses, make_plan, make_trainer, settings, train
 
 EXPERTS_AND_EMBEDDING = ("*.experts.*", "embedding.weight")
 SMALL = {"seq_len": 16, "eval_sequences": 1, "steps": 4, "optim": OptimizerConfig(lr=0.05, warmup_steps=0)}
@@ -55,7 +55,7 @@ def frozen_by_option_and_by_layer(rank, config):
     (2, {}),
     (2, {"pp": 1, "ep": 2, "dtype": "bfloat16", "optim": MUON}),
     (2, {"pp": 1, "zero": False, "dtype": "bfloat16"}),
-    (4, {"pp": 2, "ep": 2, "model": dataclasses.replace(MODEL, mtp_layers=1)}),
+    (4, {"pp": 2, "ep": 2, "model": dataclasses.replace(SHALLOW, mtp_layers=1)}),
 ], ids=lambda value: "" if isinstance(value, int) else ",".join(value))  # fmt: skip
 def test_frozen_parameters_keep_all_bits_and_the_others_train_as_if_the_layer_had_frozen_them(
     tmp_path, ranks, changes
@@ -74,7 +74,7 @@ def test_a_run_with_frozen_experts_resumes_and_exports_them(tmp_path):
     whole, rest = run_ranks(2, stop_and_resume, config, str(tmp_path / "rest"))[0]
     assert rest == {step: loss for step, loss in whole.items() if step > 2}
     fresh, saved = (
-        global_weights(model) for model in (build_model(MODEL), load_model(find_checkpoint(str(tmp_path / "run"))))
+        global_weights(model) for model in (build_model(SHALLOW), load_model(find_checkpoint(str(tmp_path / "run"))))
     )
     same = {name for name in fresh if torch.equal(fresh[name], saved[name])}
     assert same == {name for name in fresh if is_experts_or_embedding(name)}
@@ -82,7 +82,7 @@ def test_a_run_with_frozen_experts_resumes_and_exports_them(tmp_path):
 
 def test_biases_of_routers_are_not_parameters(tmp_path):
     """They are kept by --bias-rate 0."""
-    model, moved = dataclasses.replace(MODEL, router_bias=True), {}
+    model, moved = dataclasses.replace(SHALLOW, router_bias=True), {}
     for rate in (0.0, 0.003):
         config = settings(tmp_path / str(rate), **{**SMALL, "steps": 1}, model=model, freeze=("layers.*",))
         run_ranks(1, train, change(config, bias_rate=rate))
@@ -117,7 +117,7 @@ def test_patterns_that_cannot_be_used(tmp_path, changes):
         ("*.experts.gate_up.1", "*.experts.gate_up.[23]"): mixed.replace("layers.2", "layers.1"),
         ("*",): "all parameters of the model are frozen (requires_grad=False): there is nothing to train",
     }
-    config = settings(tmp_path, **SMALL, **changes)
+    config = settings(tmp_path, **SMALL, model=MODEL, **changes)
     found = run_ranks(2, errors, [change(config, freeze=patterns) for patterns in expected])
     assert found[0] == found[1]
     for message, start in zip(found[0], expected.values(), strict=True):
@@ -163,6 +163,6 @@ def test_frozen_parameters_need_no_gradients_and_no_state(tmp_path):
     config = settings(tmp_path, **SMALL, pp=1, freeze=("layers.*",))
     for needs, trained, state_bytes, _ in (found := run_ranks(2, needed_and_used, config)):
         assert (needs.gradients, needs.optimizer) == (4 * trained, state_bytes)
-    size = sum(p.numel() for p in build_model(MODEL).parameters())
+    size = sum(p.numel() for p in build_model(SHALLOW).parameters())
     numbers = re.search(r" active, (\S+) M trained, (\S+) M frozen\n", found[0][-1])
     assert [*map(float, numbers.groups())] == pytest.approx([trained / 1e6, (size - trained) / 1e6], abs=0.005)

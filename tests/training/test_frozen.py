@@ -22,10 +22,10 @@ from moe_dualpipe.training.loop import TrainingRun
 from moe_dualpipe.training.optimizer import Optimizer
 from tests.support.frozen import Freezer
 from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL, change, introduction, losses, make_trainer, settings, train
+from tests.support.runs import SHALLOW, change, introduction, losses, make_trainer, settings, train
 from tests.support.special_experts import LowRankExperts, named
 
-LOW_RANK = dataclasses.replace(MODEL, experts=named(LowRankExperts))
+LOW_RANK = dataclasses.replace(SHALLOW, experts=named(LowRankExperts))
 ADAMW, MUON = (OptimizerConfig(name, lr=0.05, weight_decay=0.5, warmup_steps=0) for name in ("adamw", "muon"))
 SMALL = {"model": LOW_RANK, "seq_len": 16, "eval_sequences": 1, "steps": 4, "optim": ADAMW}
 
@@ -69,7 +69,7 @@ def test_frozen_weights_do_not_change_and_have_no_state(tmp_path, ranks, changes
     copies = 1 if changes.get("zero", True) else ranks  # with ZeRO, every tensor has one owner
     names = [name for on_rank, _, _ in seen for name in on_rank]
     assert sorted(name for name in names if is_base(name)) == sorted([f"model.{name}" for name in base] * copies)
-    low_rank = {kind for kind, _, rest in (name.partition(".") for name in names) if rest == "layers.2.mlp.experts.a.3"}
+    low_rank = {kind for kind, _, rest in (name.partition(".") for name in names) if rest == "layers.1.mlp.experts.a.3"}
     assert low_rank == {"model", *kinds}
     if bytes_each:
         assert sum(size for _, size, _ in seen) == bytes_each * trained * copies
@@ -98,7 +98,7 @@ def test_frozen_weights_are_saved_and_a_resumed_run_is_bit_identical(tmp_path):
     assert rest == {2: whole[2]}
     weights = global_weights(build_model(LOW_RANK)).items()
     fresh = {name: weight.bfloat16().float() for name, weight in weights if is_base(name)}
-    assert len(fresh) == 2 * 3 * MODEL.num_experts
+    assert len(fresh) == 2 * SHALLOW.num_experts
     for run in ("first", "rest"):
         saved = saved_weights(tmp_path / run)
         assert all(torch.equal(saved[name], weight) for name, weight in fresh.items()), run
@@ -130,15 +130,15 @@ def resume_error(rank, config):
 
 def test_what_was_trained_can_be_frozen_later_but_not_the_other_way_round(tmp_path):
     """Among what is frozen are all matrices that Muon updates."""
-    config = settings(tmp_path / "run", **{**SMALL, "model": MODEL, "optim": MUON, "steps": 1})
+    config = settings(tmp_path / "run", **{**SMALL, "model": SHALLOW, "optim": MUON, "steps": 1})
     run_ranks(2, train, config)
     trained = saved_weights(tmp_path / "run", "swiglu")
     frozen = change(config, steps=2, resume=str(tmp_path / "run"))
-    run_ranks(2, freeze_and_resume, frozen, r"^(?!layers\.3\.\w+norm|head)")
+    run_ranks(2, freeze_and_resume, frozen, r"^(?!layers\.1\.\w+norm|head)")
     kept = saved_weights(tmp_path / "run", "swiglu")
     same = {name for name, weight in kept.items() if torch.equal(weight, trained[name])}
-    assert {*kept} - same == {"layers.3.attention_norm.weight", "layers.3.mlp_norm.weight", "head.weight"}
-    run_ranks(2, freeze_and_resume, change(frozen, steps=3), r"^(?!layers\.3\.\w+norm|head)")
+    assert {*kept} - same == {"layers.1.attention_norm.weight", "layers.1.mlp_norm.weight", "head.weight"}
+    run_ranks(2, freeze_and_resume, change(frozen, steps=3), r"^(?!layers\.1\.\w+norm|head)")
     errors = run_ranks(2, resume_error, change(frozen, steps=4))
     assert errors[0] == errors[1]
     problem = r"step-000003 has no (exp_avg|momentum)\.\S+, and \d+ more: the weight was frozen; "
@@ -161,7 +161,7 @@ def test_a_model_without_trained_parameters_is_an_error(tmp_path):
 
 
 def test_replicas_that_are_frozen_on_one_rank_only_are_an_error(tmp_path):
-    config = settings(tmp_path, **{**SMALL, "model": MODEL}, pp=1)
+    config = settings(tmp_path, **{**SMALL, "model": SHALLOW}, pp=1)
     one, other = run_ranks(2, frozen_trainer_error, config, ["^head|^embedding", "^embedding"])
     where, way_out = "head.weight, replicated on ranks 0, 1", "set requires_grad alike on all of them"
     assert one == other == f"{where}: frozen on some ranks and trained on others; {way_out}"
@@ -169,14 +169,14 @@ def test_replicas_that_are_frozen_on_one_rank_only_are_an_error(tmp_path):
 
 def test_all_ranks_report_replicas_of_one_stage_that_are_frozen_on_one_rank_only(tmp_path):
     """Ranks 2 and 3 hold the last stage. Rank 0, which prints the error, has no such replicas."""
-    config = settings(tmp_path, **{**SMALL, "model": MODEL}, pp=2, schedule="1f1b")
-    errors = run_ranks(4, frozen_trainer_error, config, ["^layers.0", "^layers.0", "^layers.3", "^head|^layers.3"])
+    config = settings(tmp_path, **{**SMALL, "model": SHALLOW}, pp=2, schedule="1f1b")
+    errors = run_ranks(4, frozen_trainer_error, config, ["^layers.0", "^layers.0", "^layers.1", "^head|^layers.1"])
     assert {error.split(":")[0] for error in errors} == {"head.weight, replicated on ranks 2, 3"}
 
 
 def test_all_ranks_check_the_shared_embedding_before_any_of_them_stops(tmp_path):
     """With MTP, the ranks of the first stage also belong to a group with those of the last stage."""
-    model = dataclasses.replace(MODEL, mtp_layers=1)
+    model = dataclasses.replace(SHALLOW, mtp_layers=1)
     config = settings(tmp_path, **{**SMALL, "model": model}, pp=2, schedule="1f1b")
     errors = run_ranks(4, frozen_trainer_error, config, ["^layers.0", "^head", "^head|^embedding", "^head"])
     assert {error.split(":")[0] for error in errors} == {
@@ -188,9 +188,9 @@ def frozen_drift(rank, config):
     trainer = make_trainer(rank, config)
     for stage in trainer.stages.values():
         for name, parameter in stage.named_parameters():
-            if name == "layers.2.mlp.experts.up":
+            if name == "layers.1.mlp.experts.up":
                 parameter.detach()[1, 0, 0] += rank
-    with pytest.raises(RuntimeError, match=r"ranks 0, 1 disagree in layers\.2\.mlp\.experts\.up: replicas must stay"):
+    with pytest.raises(RuntimeError, match=r"ranks 0, 1 disagree in layers\.1\.mlp\.experts\.up: replicas must stay"):
         trainer.check_replicas()
 
 

@@ -17,7 +17,7 @@ from moe_dualpipe.training.plan import Given, plan_run
 from moe_dualpipe.training.trainer import Trainer
 from tests.support.own_layers import ExpertList
 from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL, TEXT, change, losses, settings
+from tests.support.runs import SHALLOW, TEXT, change, losses, settings
 
 WITHOUT_TEXT = ("nowhere",)  # no text is read when batches are given
 
@@ -97,25 +97,27 @@ def start_from(rank, config, weights):
     return trainer.train_step(0)["loss"]
 
 
-LAYOUTS = [(1, {}), (2, {}), (2, {"pp": 1, "ep": 2, "zero": False}), (4, {"pp": 2, "ep": 2, "dtype": "bfloat16"})]
-
-
-@pytest.mark.parametrize("ranks,changes", LAYOUTS, ids=str)
-@pytest.mark.parametrize("experts", ["swiglu", ExpertList], ids=["stacked", "listed"])
-def test_every_rank_copies_what_it_holds_of_given_weights(tmp_path, ranks, changes, experts):
+@pytest.mark.parametrize("experts,ranks,changes", [
+    ("swiglu", 1, {}),
+    ("swiglu", 2, {}),
+    ("swiglu", 2, {"pp": 1, "ep": 2, "zero": False}),
+    (ExpertList, 1, {}),
+    (ExpertList, 4, {"pp": 2, "ep": 2, "dtype": "bfloat16"}),
+], ids=str)  # fmt: skip
+def test_every_rank_copies_what_it_holds_of_given_weights(tmp_path, experts, ranks, changes):
     """The names are those of checkpoints, or of the state dict of a whole model."""
-    model = dataclasses.replace(MODEL, experts=experts, router_bias=True)
+    model = dataclasses.replace(SHALLOW, experts=experts, router_bias=True)
     config = settings(tmp_path, model=model, **changes)
     other = build_model(model, options=StageOptions(seed=5))
     for name, buffer in other.named_buffers():
         if name.endswith("bias_E"):
             buffer.normal_()
-    by_checkpoint = run_ranks(ranks, start_from, config, global_weights(other))
-    assert run_ranks(ranks, first_loss, config, other.state_dict()) == by_checkpoint
+    run_ranks(ranks, start_from_both, config, global_weights(other), other.state_dict())
 
 
-def first_loss(rank, config, weights):
-    return Trainer(given_plan(rank, config, weights=weights)).train_step(0)["loss"]
+def start_from_both(rank, config, by_checkpoint, by_state_dict):
+    expected = start_from(rank, config, by_checkpoint)
+    assert Trainer(given_plan(rank, config, weights=by_state_dict)).train_step(0)["loss"] == expected
 
 
 def test_given_weights_and_a_folder_start_the_same_run(tmp_path):
@@ -140,13 +142,17 @@ def error_of(rank, config, given):
     return str(error.value)
 
 
+def errors_of(rank, config, weights):
+    return [error_of(rank, config, [{"weights": each}] * 2) for each in weights]
+
+
 def without(weights, *names):
     return {name: tensor for name, tensor in weights.items() if name not in names}
 
 
 def test_given_weights_that_do_not_fit(tmp_path):
     """Every rank raises the same line, also if only another rank holds the weight."""
-    config, weights = settings(tmp_path, schedule="1f1b"), build_model(MODEL).state_dict()
+    config, weights = settings(tmp_path, schedule="1f1b"), build_model(SHALLOW).state_dict()
     stacked = "layers.1.mlp.experts.down"
     wrong = [
         (without(weights, "head.weight"), "`weights` has no head.weight: it must have all weights of the model"),
@@ -159,10 +165,10 @@ def test_given_weights_that_do_not_fit(tmp_path):
         (weights | {"head.weight": 1.0}, "`weights`: head.weight is not a tensor, but float"),
         (weights | {stacked: None}, "`weights`: layers.1.mlp.experts.down must stack the 4 experts of the layer: got"),
     ]  # fmt: skip
-    for given, message in wrong:
-        found = run_ranks(2, error_of, config, [{"weights": given}] * 2)
-        assert found[0] == found[1]
-        assert found[0].startswith(message)
+    first, second = run_ranks(2, errors_of, config, [given for given, _ in wrong])
+    assert first == second
+    for found, (_, message) in zip(first, wrong, strict=True):
+        assert found.startswith(message)
 
 
 def tokens(*shape, value=0):

@@ -8,9 +8,9 @@ import torch
 from moe_dualpipe.models import build_model, expert_loads
 from moe_dualpipe.runtime.replicas import differing
 from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL, introduction, losses, make_trainer, resolve, settings, train_each
+from tests.support.runs import SHALLOW, introduction, losses, make_trainer, resolve, settings, train_each
 
-MTP = dataclasses.replace(MODEL, mtp_layers=1)
+MTP = dataclasses.replace(SHALLOW, mtp_layers=1)
 CLOCKS = ("seconds", "tokens_per_s", "peak_memory_mb")
 
 
@@ -32,20 +32,20 @@ def test_the_mtp_loss_falls_and_is_not_part_of_the_loss(tmp_path):
 
 def test_every_schedule_trains_alike_and_resumes_in_another_layout(tmp_path):
     """With 1f1b two ranks hold an embedding each; with dualpipe each rank holds both ends of the pipeline."""
-    common = {"model": MTP, "save_every": 3}
+    common = {"model": MTP, "steps": 4, "save_every": 2}
     names = ["1f1b", "dualpipe"]
     two = [settings(tmp_path / name, schedule=name, **common) for name in names]
-    checkpoint = str(tmp_path / "1f1b" / "checkpoints" / "step-000003")
+    checkpoint = str(tmp_path / "1f1b" / "checkpoints" / "step-000002")
     again = settings(tmp_path / "again", schedule="1f1b", resume=checkpoint, **common)
     runs = run_ranks(2, train_each, [*two, again])[0]
     one, moved = run_ranks(
         1, train_each,
-        [settings(tmp_path / "one", **common), settings(tmp_path / "moved", model=MTP, resume=checkpoint)],
+        [settings(tmp_path / "one", **common), settings(tmp_path / "moved", model=MTP, steps=4, resume=checkpoint)],
     )[0]  # fmt: skip
     for run, name in zip(runs, names, strict=False):
         for kind in ("loss", "mtp_loss", "grad_norm", "validation_loss"):
             assert losses(run, kind) == pytest.approx(losses(one, kind), rel=1e-4), (name, kind)
-    rest = {step: loss for step, loss in losses(runs[0]).items() if step > 3}
+    rest = {step: loss for step, loss in losses(runs[0]).items() if step > 2}
     assert losses(runs[2]) == rest
     assert losses(runs[2], "mtp_loss").items() <= losses(runs[0], "mtp_loss").items()
     assert losses(moved) == pytest.approx(rest, rel=1e-5)
@@ -102,7 +102,7 @@ def test_the_shared_embedding_is_one_parameter_in_bf16(tmp_path):
 
 
 def test_mtp_needs_longer_sequences(tmp_path):
-    config = settings(tmp_path, model=dataclasses.replace(MODEL, mtp_layers=32))
+    config = settings(tmp_path, model=dataclasses.replace(SHALLOW, mtp_layers=32))
     with pytest.raises(ValueError, match=r"--model.mtp-layers 32 needs --seq-len 33 or more: got 32"):
         resolve(config)
 

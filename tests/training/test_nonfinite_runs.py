@@ -13,11 +13,17 @@ from moe_dualpipe.expert_parallel import Combined, Completed
 from moe_dualpipe.training.loop import TrainingRun
 from moe_dualpipe.training.main import main
 from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL, SMALL, change, make_trainer, save, settings
+from tests.support.runs import MODEL, SMALL, change, make_trainer, save
+from tests.support.runs import settings as shallow_settings
 
 NAN, INF = float("nan"), float("inf")
 ADVICE = "resume from an earlier one with a lower --optim.lr, or check the data"
 STOPS = f"the run stops without a checkpoint: {ADVICE}"
+
+
+def settings(out, **changes):
+    """With two layers a stage: the first of them that is not finite is named, not the one after it."""
+    return shallow_settings(out, **{"model": MODEL, **changes})
 
 
 def failing_run(rank, config, spoil, *arguments):
@@ -267,7 +273,7 @@ def nan_in_steps(trainer, *steps):
 
 
 def test_a_value_that_was_not_finite_only_once(tmp_path):
-    error = error_of(2, settings(tmp_path, steps=2, seq_len=16), nan_in_steps, 1, 2)
+    error = error_of(2, shallow_settings(tmp_path, steps=2, seq_len=16), nan_in_steps, 1, 2)
     again = "when the same batch was run again, all outputs and gradients were finite"
     assert error == f"all steps of the run (2) had a non-finite loss or gradient: {again}; {STOPS}"
 
@@ -292,13 +298,13 @@ def run_with_nan(rank, config, stop_at, *steps):
 
 
 def test_a_checkpoint_that_is_due_after_a_skipped_step_waits_for_an_update(tmp_path):
-    config = settings(tmp_path, steps=6, seq_len=16, save_every=2, save_async=False, keep=1)
+    config = shallow_settings(tmp_path, steps=6, seq_len=16, save_every=2, save_async=False, keep=1)
     seen = run_ranks(1, run_with_nan, config, 0, 2, 3)[0]
     assert seen == [[], [], [], [], ["step-000004"], ["step-000004"]]
     assert checkpoints(config) == ["step-000006"]
 
 
 def test_a_run_that_is_stopped_after_a_skipped_step_keeps_the_checkpoint_before_it(tmp_path):
-    config = settings(tmp_path, steps=6, seq_len=16, save_every=2, keep=1)
+    config = shallow_settings(tmp_path, steps=6, seq_len=16, save_every=2, keep=1)
     run_ranks(1, run_with_nan, config, 4, 4)
     assert checkpoints(config) == ["step-000004", "step-000002"]

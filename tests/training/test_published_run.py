@@ -81,7 +81,7 @@ def test_the_start_chooses_the_model_unless_an_option_does(published, tmp_path):
     tiny = ModelConfig(router_bias=True)
     assert parse_arguments([*weights, "--preset", "tiny"]).model == parse_arguments([]).model == tiny
     assert parse_arguments(weights).name == "Random-3x"
-    train(settings(tmp_path / "run", steps=1), verbose=False)
+    train(settings(tmp_path / "run", model=MODEL, steps=1), verbose=False)
     for path in (tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-000001"):
         config = parse_arguments(["--resume", str(path)])
         assert config.model == MODEL

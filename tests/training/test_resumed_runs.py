@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.ranks import run_ranks
 from tests.support.runs import (
-    MODEL,
+    SHALLOW,
     change,
     losses,
     make_plan,
@@ -21,15 +21,15 @@ from tests.support.runs import (
 
 @pytest.mark.parametrize("ranks,changes", [(1, {}), (2, {}), (2, {"ep": 2})], ids=str)
 def test_a_resumed_run_is_bit_identical_to_an_uninterrupted_one(tmp_path, ranks, changes):
-    whole = run_ranks(ranks, train, settings(tmp_path / "whole", save_every=3, **changes))[0]
-    assert list(losses(whole)) == [1, 2, 3, 4, 5, 6]
+    whole = run_ranks(ranks, train, settings(tmp_path / "whole", steps=4, save_every=2, **changes))[0]
+    assert list(losses(whole)) == [1, 2, 3, 4]
     saved = sorted(path.name for path in (tmp_path / "whole" / "checkpoints").iterdir())
-    assert saved == ["step-000003", "step-000006"]
-    checkpoint = tmp_path / "whole" / "checkpoints" / "step-000003"
-    rest = run_ranks(ranks, train, settings(tmp_path / "rest", resume=str(checkpoint), **changes))[0]
-    assert losses(rest) == {step: loss for step, loss in losses(whole).items() if step > 3}
-    assert losses(rest, "grad_norm") == {s: norm for s, norm in losses(whole, "grad_norm").items() if s > 3}
-    assert losses(rest, "validation_loss")[6] == losses(whole, "validation_loss")[6]
+    assert saved == ["step-000002", "step-000004"]
+    checkpoint = tmp_path / "whole" / "checkpoints" / "step-000002"
+    rest = run_ranks(ranks, train, settings(tmp_path / "rest", steps=4, resume=str(checkpoint), **changes))[0]
+    assert losses(rest) == {step: loss for step, loss in losses(whole).items() if step > 2}
+    assert losses(rest, "grad_norm") == {s: norm for s, norm in losses(whole, "grad_norm").items() if s > 2}
+    assert losses(rest, "validation_loss")[4] == losses(whole, "validation_loss")[4]
 
 
 def test_the_resume_command_of_a_run_that_was_resumed_in_the_middle_names_its_own_checkpoint(tmp_path):
@@ -41,12 +41,12 @@ def test_the_resume_command_of_a_run_that_was_resumed_in_the_middle_names_its_ow
 
 
 def test_a_checkpoint_resumes_with_another_number_of_expert_parallel_ranks(tmp_path):
-    spread = settings(tmp_path / "ep2", ep=2, save_every=3)
+    spread = settings(tmp_path / "ep2", ep=2, steps=4, save_every=2)
     run_ranks(2, train, spread)
-    checkpoint = str(tmp_path / "ep2" / "checkpoints" / "step-000003")
+    checkpoint = str(tmp_path / "ep2" / "checkpoints" / "step-000002")
     # Both have two data-parallel ranks, hence the same batches.
-    together = run_ranks(2, train, settings(tmp_path / "ep1", pp=1, ep=1, resume=checkpoint))[0]
-    expected = {step: loss for step, loss in losses(records(spread.checkpoint.out)).items() if step > 3}
+    together = run_ranks(2, train, settings(tmp_path / "ep1", pp=1, ep=1, steps=4, resume=checkpoint))[0]
+    expected = {step: loss for step, loss in losses(records(spread.checkpoint.out)).items() if step > 2}
     assert losses(together) == pytest.approx(expected, rel=1e-5)
 
 
@@ -56,7 +56,7 @@ def resume_on_one_rank(rank, config):
 
 
 def test_experts_with_shared_parameters_resume_only_with_the_same_number_of_ranks(tmp_path):
-    model = dataclasses.replace(MODEL, experts="tests.support.custom_experts:Stacked")
+    model = dataclasses.replace(SHALLOW, experts="tests.support.custom_experts:Stacked")
     run_ranks(2, train, settings(tmp_path / "a", model=model, pp=1, ep=2, steps=4, save_every=2))
     checkpoint = str(tmp_path / "a" / "checkpoints" / "step-000002")
     again = run_ranks(2, train, settings(tmp_path / "b", model=model, pp=1, ep=2, steps=4, resume=checkpoint))[0]

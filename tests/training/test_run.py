@@ -14,7 +14,18 @@ from moe_dualpipe.planner.flops import train_flops_per_token
 from moe_dualpipe.training.loop import TrainingRun
 from moe_dualpipe.training.trainer import Trainer
 from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL, change, introduction, losses, make_trainer, records, settings, train, train_each
+from tests.support.runs import (
+    MODEL,
+    SHALLOW,
+    change,
+    introduction,
+    losses,
+    make_trainer,
+    records,
+    settings,
+    train,
+    train_each,
+)
 
 
 def test_training_reduces_the_loss_and_records_metrics(tmp_path):
@@ -25,7 +36,7 @@ def test_training_reduces_the_loss_and_records_metrics(tmp_path):
     record = run[20]
     assert {"step", "loss", "grad_norm", "lr", "tokens_per_s", "expert_load_max_over_mean"} <= set(record)
     assert record["tokens"] == 4 * 32
-    flops = train_flops_per_token(MODEL, 32) * record["tokens_per_s"]
+    flops = train_flops_per_token(SHALLOW, 32) * record["tokens_per_s"]
     assert record["mfu"] == pytest.approx(flops / 1e9, abs=1e-4)
     assert 1 <= record["expert_load_max_over_mean"] <= MODEL.num_experts / MODEL.experts_per_token
     assert 0 <= record["dead_experts"] < 1
@@ -33,20 +44,21 @@ def test_training_reduces_the_loss_and_records_metrics(tmp_path):
 
 def test_every_parallel_layout_and_schedule_trains_alike(tmp_path):
     """Losses are equal, and a checkpoint of one layout resumes in another."""
+    four = {"model": MODEL, "steps": 4}  # DualPipeV and the interleaved schedule have four stages on two ranks
     divisions = {
-        "one": (1, {}),
-        "dualpipe": (2, {"save_every": 3}),
-        "chimera": (2, {"schedule": "chimera"}),
-        "interleaved_1f1b": (2, {"schedule": "interleaved_1f1b", "num_chunks": 2}),
-        "dualpipev": (2, {"schedule": "dualpipev"}),
+        "dualpipe": {"save_every": 2},
+        "chimera": {"schedule": "chimera"},
+        "interleaved_1f1b": {"schedule": "interleaved_1f1b", "num_chunks": 2},
+        "dualpipev": {"schedule": "dualpipev"},
     }
-    runs = {k: run_ranks(n, train, settings(tmp_path / k, **changes))[0] for k, (n, changes) in divisions.items()}
-    reference = losses(runs["one"])
-    for name in divisions:
-        assert losses(runs[name]) == pytest.approx(reference, rel=1e-5), name
-    checkpoint = str(tmp_path / "dualpipe" / "checkpoints" / "step-000003")
-    moved = run_ranks(1, train, settings(tmp_path / "moved", resume=checkpoint))[0]
-    assert losses(moved) == pytest.approx({s: loss for s, loss in reference.items() if s > 3}, rel=1e-5)
+    runs = run_ranks(2, train_each, [settings(tmp_path / k, **four, **changes) for k, changes in divisions.items()])[0]
+    checkpoint = str(tmp_path / "dualpipe" / "checkpoints" / "step-000002")
+    alone = [settings(tmp_path / "one", **four), settings(tmp_path / "moved", **four, resume=checkpoint)]
+    one, moved = run_ranks(1, train_each, alone)[0]
+    reference = losses(one)
+    for run, name in zip(runs, divisions, strict=True):
+        assert losses(run) == pytest.approx(reference, rel=1e-5), name
+    assert losses(moved) == pytest.approx({s: loss for s, loss in reference.items() if s > 2}, rel=1e-5)
 
 
 CHOICES = [
@@ -74,16 +86,16 @@ def test_overlap_recompute_and_deferral_are_bit_identical(tmp_path, ranks, divis
 
 @pytest.mark.parametrize("ranks,changes", [(1, {}), (2, {"pp": 1, "ep": 2})], ids=str)
 def test_a_fused_loss_trains_alike_and_its_checkpoints_resume_without_it(tmp_path, ranks, changes):
-    model = dataclasses.replace(MODEL, vocab_size=1009)
-    plain = settings(tmp_path / "plain", model=model, **changes)
-    fused = settings(tmp_path / "fused", model=model, save_every=3, fused_loss=True, **changes)
+    model = dataclasses.replace(SHALLOW, vocab_size=1009)
+    plain = settings(tmp_path / "plain", model=model, steps=4, **changes)
+    fused = settings(tmp_path / "fused", model=model, steps=4, save_every=2, fused_loss=True, **changes)
     expected, seen = run_ranks(ranks, train_each, [plain, fused])[0]
     assert losses(seen) == pytest.approx(losses(expected), rel=1e-5)
     assert losses(seen, "grad_norm") == pytest.approx(losses(expected, "grad_norm"), rel=1e-4)
     assert losses(seen, "validation_loss") == pytest.approx(losses(expected, "validation_loss"), rel=1e-5)
-    half = str(tmp_path / "fused" / "checkpoints" / "step-000003")
+    half = str(tmp_path / "fused" / "checkpoints" / "step-000002")
     rest = run_ranks(ranks, train, change(plain, out=str(tmp_path / "rest"), resume=half))[0]
-    assert losses(rest) == pytest.approx({s: loss for s, loss in losses(seen).items() if s > 3}, rel=1e-5)
+    assert losses(rest) == pytest.approx({s: loss for s, loss in losses(seen).items() if s > 2}, rel=1e-5)
 
 
 def fused_stages(rank, config):
@@ -134,7 +146,7 @@ def test_bf16_trains_with_fp32_master_weights(tmp_path):
 
 @pytest.mark.parametrize("changes", [{}, {"ep": 2}, {"pp": 1}], ids=str)
 def test_parameters_are_counted_once(tmp_path, changes):
-    sizes = {name: p.numel() for name, p in build_model(MODEL).named_parameters()}
+    sizes = {name: p.numel() for name, p in build_model(SHALLOW).named_parameters()}
     total = sum(sizes.values())
     idle = sum(size for name, size in sizes.items() if ".experts." in name) / 2  # two of four experts a token
     printed, nothing = run_ranks(2, introduction, settings(tmp_path, **changes))
@@ -154,7 +166,7 @@ def loads_by_layer(rank, config):
 
 @pytest.mark.parametrize("schedule", ["dualpipe", "dualpipev"])
 def test_expert_loads_are_counted_per_layer(tmp_path, schedule):
-    run_ranks(2, loads_by_layer, settings(tmp_path, schedule=schedule))
+    run_ranks(2, loads_by_layer, settings(tmp_path, model=MODEL, schedule=schedule))
 
 
 def test_the_sample_uses_the_seed_and_the_sampling_options(tmp_path):
