@@ -33,7 +33,7 @@ BALANCED = dataclasses.replace(MODEL, router_bias=True, mtp_layers=1)
 def exported(tmp_path_factory):
     """A run of two pipeline ranks, and its exported weights."""
     base = tmp_path_factory.mktemp("weights")
-    run_ranks(2, train, settings(base / "run", model=BALANCED, steps=3))
+    run_ranks(2, train, settings(base / "run", model=BALANCED, steps=3, eval_sequences=8))
     assert main(["export", str(base / "run"), "--out", str(base / "given")]) == 0
     return base
 
@@ -55,7 +55,8 @@ def test_an_export_holds_exactly_the_weights_of_the_checkpoint(exported, capsys)
 @pytest.mark.parametrize("ranks,changes", [(1, {}), (2, {"ep": 2, "zero": True})], ids=str)
 def test_a_run_starts_from_exported_weights_with_the_same_validation_loss(exported, tmp_path, ranks, changes):
     out = tmp_path / "started"
-    run_ranks(ranks, train, settings(out, model=BALANCED, steps=1, weights=str(exported / "given"), **changes))
+    given = {"model": BALANCED, "weights": str(exported / "given"), "eval_sequences": 8}
+    run_ranks(ranks, train, settings(out, steps=1, **given, **changes))
     ended = losses(records(exported / "run"), "validation_loss")[3]
     assert losses(records(out), "validation_loss")[0] == pytest.approx(ended, rel=1e-5)
 

@@ -109,7 +109,7 @@ def test_a_layer_that_cannot_be_counted_is_not_refused(tmp_path):
 
 
 def test_all_ranks_refuse_if_one_machine_is_too_small(tmp_path):
-    errors = run_ranks(2, check_with_little_memory_on_rank_1, settings(tmp_path))
+    errors = run_ranks(2, check_with_little_memory_on_rank_1, settings(tmp_path, model=MODEL))
     assert errors[0] == errors[1]
     assert errors[0].startswith("rank 1 needs 0.0 GiB of main memory")
 
