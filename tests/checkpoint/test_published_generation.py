@@ -28,7 +28,7 @@ def test_an_imported_model_generates_the_tokens_of_transformers(name, tmp_path):
     assert torch.equal(generate(ours, PROMPTS_BS, TOKENS, 64, temperature=0.0), expected_BN)
 
 
-@pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v2", "deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v3"])
 def test_transformers_generates_the_tokens_of_a_changed_model_after_export(name, tmp_path):
     ours = from_pretrained(save(random_model(name, SEED), tmp_path / "saved"))
     before_BN = generate(ours, PROMPTS_BS, TOKENS, 64, temperature=0.0)

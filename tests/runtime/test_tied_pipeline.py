@@ -34,9 +34,9 @@ def results_and_holders(rank, names, pp, fused_loss):
 
 @pytest.mark.parametrize("pp,names,fused_loss", [
     (1, ["dualpipev"], True),
-    (2, ["dualpipe", "dualpipev", "1f1b", "zb1p", "interleaved_1f1b", "gpipe", "zbv"], False),
+    (2, ["dualpipe", "dualpipev", "1f1b", "zb1p", "interleaved_1f1b"], False),
     (2, ["dualpipe", "1f1b"], True),
-    (4, ["chimera", "1f1b"], False),
+    (4, ["chimera"], False),
 ])  # fmt: skip
 def test_a_pipeline_equals_the_single_process_model(pp, names, fused_loss):
     seen = run_ranks(pp, with_options, results_and_holders, names, pp, fused_loss)
@@ -45,7 +45,7 @@ def test_a_pipeline_equals_the_single_process_model(pp, names, fused_loss):
         holders = [held[name] for _, held in seen]
         at_first = [[1]] + [[]] * (pp - 1)  # rank 0 holds the first and the last stage
         at_both = [[2], *[[]] * (pp - 2), [2]]
-        assert holders == (at_first if name in ("dualpipev", "zbv") else at_both), name
+        assert holders == (at_first if name == "dualpipev" else at_both), name
 
 
 def test_with_expert_parallelism_it_agrees_with_the_single_process_model():
@@ -54,7 +54,7 @@ def test_with_expert_parallelism_it_agrees_with_the_single_process_model():
 
 
 def all_with_a_frozen_embedding(rank):
-    return pipelines.all_schedules_equal_reference(rank, ["dualpipe", "1f1b", "zb1p"], 2, False, "embedding")
+    return pipelines.all_schedules_equal_reference(rank, ["1f1b", "zb1p"], 2, False, "embedding")
 
 
 def test_a_tied_weight_may_be_frozen():

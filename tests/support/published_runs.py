@@ -1,6 +1,6 @@
 """Pipelines that start from published weights. Ranks import this file, so it does not import transformers."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +62,8 @@ def train_under(name: str, folder: Path) -> tuple[list[float], list[float], dict
     return losses, norms, {name: tensor.numpy() for name, tensor in weights.items()}
 
 
-def train_under_each(_: int, folder: Path) -> dict[str, Any]:
-    return {name: train_under(name, folder) for name in LAYOUTS}
+def train_under_each(_: int, names: Sequence[str], folder: Path) -> dict[str, Any]:
+    return {name: train_under(name, folder) for name in names}
 
 
 def bytes_read_under_each(_: int, folders: Mapping[str, Path]) -> dict[tuple[str, str], tuple[int, list[str]]]:
