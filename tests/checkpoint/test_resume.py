@@ -90,11 +90,11 @@ def check_resumed_losses(tmp_path, name, num_ranks, resume, reference, **changes
     run = run_ranks(num_ranks, train, settings(tmp_path / name, resume=str(resume), **changes))[0]
     first = int(resume.name.removeprefix("step-"))
     expected = {step: loss for step, loss in reference.items() if step > first}
-    assert len(expected) == 20
+    assert len(expected) == 8
     assert losses(run) == pytest.approx(expected, rel=1e-5), name
 
 
-LONG = {"model": MODEL, "steps": 22, "seq_len": 16, "eval_sequences": 1}
+LONG = {"model": MODEL, "steps": 10, "seq_len": 16, "eval_sequences": 1}
 
 
 def test_a_pipeline_resumes_with_other_numbers_of_ranks_and_schedules(tmp_path):
@@ -107,14 +107,14 @@ def test_a_pipeline_resumes_with_other_numbers_of_ranks_and_schedules(tmp_path):
 def test_resuming_changes_the_number_of_expert_parallel_ranks(tmp_path):
     """From --ep 1 to 2 and back. Two data-parallel ranks throughout, so that every step sees the same tokens."""
     common = {**LONG, "model": dataclasses.replace(MODEL, num_layers=2), "pp": 1, "micro_batches": 2, "keep": None}
-    layouts = [{"ep": 1, "save_every": 2}, {"ep": 2, "save_every": 10}, {"ep": 1}]
+    layouts = [{"ep": 1, "save_every": 2}, {"ep": 2, "save_every": 4}, {"ep": 1}]
     folder = "{}/{}/checkpoints/step-0000{}".format
-    resumes = ["", folder(tmp_path, 0, "02"), folder(tmp_path, 1, 10)]
+    resumes = ["", folder(tmp_path, 0, "02"), folder(tmp_path, 1, "04")]
     configs = [
         settings(tmp_path / str(i), resume=resume, **common, **layout)
         for i, (layout, resume) in enumerate(zip(layouts, resumes, strict=True))
     ]
     ep1, ep2, ep1_again = (losses(run) for run in run_ranks(2, train_each, configs)[0])
-    assert (len(ep2), len(ep1_again)) == (20, 12)
+    assert (len(ep2), len(ep1_again)) == (8, 6)
     assert ep2 == pytest.approx({step: loss for step, loss in ep1.items() if step > 2}, rel=1e-5)
-    assert ep1_again == pytest.approx({step: loss for step, loss in ep1.items() if step > 10}, rel=1e-5)
+    assert ep1_again == pytest.approx({step: loss for step, loss in ep1.items() if step > 4}, rel=1e-5)

@@ -15,10 +15,9 @@ from tests.support.runs import change, losses, settings, train
 def test_a_run_that_is_killed_at_random_moments_gives_the_same_results(tmp_path):
     """Each time the other rank exits and names the killed one, and the run resumes from its newest checkpoint."""
     chance = random.Random(5)
-    small = {"steps": 10, "seq_len": 16, "eval_sequences": 1, "save_every": 1}
+    small = {"steps": 8, "seq_len": 16, "eval_sequences": 1, "save_every": 1}
     config = settings(tmp_path / "killed", **small)
-    for _ in range(3):
-        victim = chance.randrange(2)
+    for victim in (0, 1):
         with Processes(2, change(config, resume=newest(config.checkpoint.out))) as run:
             run.wait_for_steps(chance.randint(1, 2))
             time.sleep(chance.uniform(0, 0.1))
@@ -31,7 +30,7 @@ def test_a_run_that_is_killed_at_random_moments_gives_the_same_results(tmp_path)
     whole = run_ranks(2, train, settings(tmp_path / "whole", **small))[0]
     for kind in ("loss", "grad_norm"):
         assert losses(last, kind) == losses(whole, kind)
-    assert losses(last, "validation_loss")[10] == losses(whole, "validation_loss")[10]
+    assert losses(last, "validation_loss")[8] == losses(whole, "validation_loss")[8]
 
 
 def test_four_ranks_name_the_one_that_was_killed(tmp_path):

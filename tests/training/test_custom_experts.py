@@ -11,14 +11,14 @@ from torch import nn
 from moe_dualpipe.checkpoint.save import save_checkpoint
 from moe_dualpipe.models import MoE
 from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL, ROOT, TEXT, change, make_trainer, save, settings
+from tests.support.runs import ROOT, SHALLOW, TEXT, change, make_trainer, save, settings
 
 LAYOUTS = (1, 2), (1, 1), (1, 4), (2, 2)
 """Numbers of pipeline and of expert-parallel ranks, of four ranks."""
 
 
 def with_experts(name):
-    return dataclasses.replace(MODEL, num_layers=2, experts=f"tests.support.custom_experts:{name}")
+    return dataclasses.replace(SHALLOW, experts=f"tests.support.custom_experts:{name}")
 
 
 def state_of(trainer):
@@ -94,13 +94,13 @@ def train_the_example(rank, config, folder):
 def test_the_example_of_the_documentation_has_two_null_experts_with_any_number_of_ranks(tmp_path):
     code = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "custom_layers.md").read_text(), re.DOTALL)
     (tmp_path / "null_experts.py").write_text(next(block for block in code if "def some_null_experts" in block))
-    model = dataclasses.replace(MODEL, experts=f"{tmp_path}/null_experts.py:some_null_experts")
+    model = dataclasses.replace(SHALLOW, experts=f"{tmp_path}/null_experts.py:some_null_experts")
     config = settings(tmp_path, model=model, pp=1, data=(f"{TEXT}/message.py",))
     (count, losses), (count_with_2, losses_with_2) = run_ranks(2, train_the_example, config, tmp_path)[0]
     assert losses == pytest.approx(losses_with_2, rel=1e-6)
     assert losses[0] != losses[1]
-    width, inner, layers = MODEL.hidden_size, MODEL.expert_size, MODEL.num_layers - MODEL.num_dense_layers
-    assert count == count_with_2 == layers * (MODEL.num_experts - 2) * (2 * width * inner + width + inner)
+    width, inner, layers = SHALLOW.hidden_size, SHALLOW.expert_size, SHALLOW.num_layers - SHALLOW.num_dense_layers
+    assert count == count_with_2 == layers * (SHALLOW.num_experts - 2) * (2 * width * inner + width + inner)
 
 
 def resume_with_older_names(rank, config):
@@ -157,6 +157,6 @@ def step_error(rank, config):
 
 def test_a_parameter_that_is_created_in_forward_is_an_error(tmp_path):
     """It would be neither trained nor saved."""
-    model = dataclasses.replace(MODEL, experts="tests.training.test_custom_experts:Late")
+    model = dataclasses.replace(SHALLOW, experts="tests.training.test_custom_experts:Late")
     for error in run_ranks(2, step_error, settings(tmp_path, model=model, data=(f"{TEXT}/message.py",))):
         assert re.match(r"layers\.\d\.mlp\.experts\.late was created after the optimizer was built: create it", error)
