@@ -39,7 +39,8 @@ def test_sizes_are_those_of_the_model_card(name):
     size = ModelSize.of(dataclasses.replace(read_config(CONFIGS[name]), mtp_layers=0))
     parameters, active = SIZES[name]
     assert size.parameters / 1e9 == pytest.approx(parameters, rel=0.01)
-    assert (size.active - size.embedding) / 1e9 == pytest.approx(active, rel=0.1)
+    counts = size.active, size.active - size.embedding  # cards count the embedding, or do not
+    assert any(count / 1e9 == pytest.approx(active, rel=0.08) for count in counts)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
