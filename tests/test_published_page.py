@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -31,7 +32,8 @@ NOTE = "Checkpoints are folders. A checkpoint of step {} has weights and moments
 def folder(tmp_path_factory):
     """A folder with a random OLMoE, some text, and train.py."""
     folder = tmp_path_factory.mktemp("page")
-    (folder / "train.py").symlink_to(ROOT / "train.py")
+    for name in ("train.py", "examples"):
+        (folder / name).symlink_to(ROOT / name)
     (folder / "notes").mkdir()
     for i in range(20):
         (folder / "notes" / f"{i}.md").write_text("".join(NOTE.format(7 * i + k) for k in range(40)))
@@ -62,17 +64,24 @@ def test_the_commands_of_the_page_run_in_their_order(folder, monkeypatch):
         program, *words = shlex.split(line)
         if program == "torchrun":
             run_torchrun(folder, *words)
+        elif program == "python":
+            monkeypatch.setattr(sys, "argv", words)
+            monkeypatch.syspath_prepend(os.path.dirname(words[0]))
+            runpy.run_path(words[0], run_name="__main__")
         else:
             assert program == "moe-dualpipe" and cli.main(words) == 0, line
     for code in PYTHON:
         exec(code, {})
     assert (folder / "OLMoE" / "tokenizer.json").read_bytes() == (folder / "notes-hf" / "tokenizer.json").read_bytes()
-    models = {name: from_pretrained(folder / name) for name in ("OLMoE", "notes-hf", "notes-bf16", "OLMoE-copy")}
+    models = {
+        name: from_pretrained(folder / name) for name in ("OLMoE", "notes-hf", "notes-bf16", "OLMoE-copy", "merged")
+    }
     weights = {name: model.state_dict() for name, model in models.items()}
     for name, tensor in weights["notes-hf"].items():
         assert torch.equal(tensor.bfloat16(), weights["notes-bf16"][name])
         assert torch.equal(weights["OLMoE"][name], weights["OLMoE-copy"][name])
-    assert not torch.equal(weights["OLMoE"]["embedding.weight"], weights["notes-hf"]["embedding.weight"])
+    for trained in ("notes-hf", "merged"):
+        assert not torch.equal(weights["OLMoE"]["embedding.weight"], weights[trained]["embedding.weight"])
 
 
 def test_the_table_of_architectures_is_complete():
