@@ -25,7 +25,7 @@ def codegen(*arguments):
 @pytest.fixture(scope="module")
 def compiled():
     """The output for both GPUs; one process imports Triton for them."""
-    done = codegen("--dtype", "bf16", "--brief", *GPUS)
+    done = codegen("--arch", *GPUS, "--dtype", "bf16", "--brief", *GPUS)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " 0 failed" in done.stdout
     return [line.split() for line in done.stdout.splitlines()]
