@@ -3,8 +3,8 @@
     python examples/layers/lora.py --weights FOLDER --weights-partial --out runs/lora
     python examples/merge_lora.py runs/lora merged
 
-The merged model computes the same without adapters: W + alpha / rank * B A. So tools that know nothing of LoRA can
-serve it, and `train.py --weights merged` can go on from it.
+FOLDER is a published model. The merged model computes the same without adapters: its weights are
+W + alpha / rank * B A. So tools without LoRA can serve it, and `train.py --weights merged` can train it further.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import torch
 from layers.lora import LoRAExperts
 
 from moe_dualpipe import build_model, save_pretrained
-from moe_dualpipe.checkpoint import find_checkpoint, load_model
+from moe_dualpipe.checkpoint import find_checkpoint, load_model, read_manifest
 from moe_dualpipe.checkpoint.huggingface import companions_of
 from moe_dualpipe.data import find_tokenizer
 from moe_dualpipe.models import TransformerStage
@@ -36,11 +36,18 @@ def merged(model: TransformerStage) -> TransformerStage:
 
 
 def main() -> None:
+    if len(sys.argv) != 3:
+        sys.exit("usage: python examples/merge_lora.py RUN NEW_FOLDER")
     run, folder = sys.argv[1:]
-    checkpoint = find_checkpoint(run)
-    model = merged(load_model(checkpoint, experts=LoRAExperts))
-    model.companions = companions_of(checkpoint)
-    save_pretrained(model, Path(folder), tokenizer=find_tokenizer(checkpoint))
+    try:
+        checkpoint = find_checkpoint(run)
+        if read_manifest(checkpoint).model.get("experts", "swiglu") == "swiglu":
+            raise ValueError(f"{checkpoint} has no adapters: use moe-dualpipe export {run} --to huggingface")
+        model = merged(load_model(checkpoint, experts=LoRAExperts))
+        model.companions = companions_of(checkpoint)
+        save_pretrained(model, Path(folder), tokenizer=find_tokenizer(checkpoint))
+    except (ValueError, OSError) as error:
+        sys.exit(f"merge_lora.py: error: {error}")
     print(f"{checkpoint} -> {folder}")
 
 

@@ -73,7 +73,7 @@ class ModelConfig:
     num_dense_layers: int = 1
     """Number of blocks, from the first, with a dense MLP instead of experts."""
     dense_layers: tuple[int, ...] = ()
-    """The numbers of other blocks with a dense MLP, from 0."""
+    """Other blocks with a dense MLP, counted from 0."""
     attention: LayerName = "gqa"
     """Attention. gqa: grouped-query attention. mla: multi-head latent attention, as in DeepSeek-V2 and V3. Or your
     own: FILE.py:CLASS or MODULE:CLASS (docs/custom_layers.md)."""
@@ -90,7 +90,7 @@ class ModelConfig:
     qkv_bias: bool = False
     """gqa: add a bias to queries, keys and values."""
     rotary_fraction: float = 1.0
-    """gqa: fraction of each head that is rotated, from its first channel."""
+    """gqa: fraction of the channels of each head that are rotated: the first ones."""
     q_rank: int = 0
     """mla: width of the latent of queries. 0: queries are projected from the hidden state."""
     kv_rank: int = 64
@@ -150,9 +150,9 @@ class ModelConfig:
     rope_theta: float = 10_000.0
     """Base of the rotary embedding."""
     yarn_factor: float = 1.0
-    """YaRN: the context is this many times yarn_positions long. 1: rotary embedding without YaRN."""
+    """YaRN: length of the context divided by yarn_positions. 1: no YaRN."""
     yarn_positions: int = 4096
-    """YaRN: length of the context in pre-training."""
+    """YaRN: context length of pre-training."""
     yarn_beta_fast: float = 32.0
     """YaRN: channels with more rotations than this in pre-training keep their frequency."""
     yarn_beta_slow: float = 1.0
@@ -160,7 +160,7 @@ class ModelConfig:
     yarn_mscale: float = 0.0
     """YaRN: factor on the growth of queries and keys with yarn_factor. 0: 1, unless yarn_mscale_all_dim is set."""
     yarn_mscale_all_dim: float = 0.0
-    """YaRN, mla: factor on the growth of all attention scores with yarn_factor. 0: they do not grow."""
+    """YaRN, mla: how much all attention scores grow with yarn_factor. 0: not at all."""
     tied_embeddings: bool = False
     """Use the weight of the embedding as the weight of the head."""
     norm_eps: float = 1e-6

@@ -1,9 +1,9 @@
 """Rotary position embedding (arXiv 2104.09864), and YaRN (arXiv 2309.00071), which extends it to longer contexts.
 
-Channels i and i + C/2 of a query or key are rotated by the angle position * theta^(-2i / C). A model that was trained
-with short contexts has not seen the slow rotations complete. YaRN divides their frequencies by a factor, so that the
-angles at the end of the long context are those of the short one; it keeps the fast ones, and interpolates in between.
-It also lets the attention scores grow with the logarithm of the factor.
+Channels i and i + C/2 of a query or key are rotated by the angle position * theta^(-2i / C). In short contexts,
+slow channels do not complete a rotation, so a longer context has angles that training never showed. YaRN divides slow
+frequencies by a factor, so that their angles stay within those of the short context. It keeps fast frequencies, and interpolates
+in between. It also increases the attention scores with the logarithm of the factor.
 
 S positions, C rotated channels.
 """
@@ -28,7 +28,7 @@ class Rotary:
     def table(self, like_S: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
         """cos and sin of the angles of S positions from `start`, times the factor of YaRN, each [S, C].
 
-        The C/2 angles of a position stand twice. `like_S` gives the length, device and dtype.
+        Each of the C/2 angles of a position appears twice. `like_S` gives the length, device and dtype.
         """
         positions_S = torch.arange(start, start + len(like_S), device=like_S.device, dtype=like_S.dtype)
         channels = torch.arange(0, self.width, 2, device=like_S.device, dtype=like_S.dtype)
@@ -43,17 +43,17 @@ class Rotary:
 
     @property
     def _first_slowed(self) -> int:
-        """The frequencies up to this one are kept."""
+        """The index of the last frequency that is kept. The fastest frequency has index 0."""
         return max(0, math.floor(self._channel(self.config.yarn_beta_fast)))
 
     @property
     def _ramp(self) -> float:
-        """So many frequencies later, all are divided by the full factor."""
+        """The distance from `_first_slowed` to the first frequency that is divided by the full factor."""
         last = min(self.width - 1, math.ceil(self._channel(self.config.yarn_beta_slow)))
         return last - self._first_slowed or 0.001
 
     def _channel(self, rotations: float) -> float:
-        """The index of the frequency that rotates so often within the short context."""
+        """The index, not rounded, of the frequency that makes this number of rotations in the short context."""
         angle = self.config.yarn_positions / (rotations * 2 * math.pi)
         return self.width * math.log(angle) / (2 * math.log(self.config.rope_theta))
 
@@ -67,7 +67,7 @@ class Rotary:
 
 
 def growth(config: ModelConfig, mscale: float) -> float:
-    """YaRN's growth with the factor: 1 + 0.1 mscale ln(factor). Example: factor 40, mscale 1 -> 1.369."""
+    """YaRN's scale of attention for a longer context: 1 + 0.1 mscale ln(factor). Example: factor 40, mscale 1 -> 1.369."""
     return 1 + 0.1 * mscale * math.log(config.yarn_factor)
 
 

@@ -15,7 +15,7 @@ def new_folder(folder: Path, checksums: bool = False) -> Iterator[Path]:
 
     checksums: also add checksums.json, which `verify_export` reads.
 
-    After an error it is removed. If the process is killed, the hidden folder remains until the next call.
+    After an error, the hidden folder is removed. If the process is killed, it remains until the next call.
     """
     unfinished = hidden(folder, "unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)

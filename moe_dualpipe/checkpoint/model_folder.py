@@ -1,4 +1,4 @@
-"""The model and the tokenizer of any folder that holds a model: one place decides which kind of folder it is."""
+"""Load the model and the tokenizer of a run, a checkpoint, an export, or a published model."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,7 +26,7 @@ def open_model(
     own_layers: the model's own layers, as for `load_model`. device: cpu (in fp32), cuda (in bf16), or auto: cuda if
     there is a GPU.
 
-    Raises ValueError for a folder without a model, for one that is broken, and for other own layers.
+    Raises ValueError for a folder without a model, for one that is broken, and for wrong `own_layers`.
     """
     chosen = torch.device(choose_device(device, torch.cuda.device_count(), 1))
     exported = Path(path, CONFIG_FILE).is_file()

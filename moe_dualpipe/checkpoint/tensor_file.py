@@ -1,12 +1,12 @@
 """One file in the safetensors format: its header, and the bytes of its tensors.
 
-    8 bytes          the length of the header, little-endian
+    8 bytes          length of the header, little-endian
     the header       JSON: name -> dtype, shape, and the range of the tensor's bytes after the header
     the tensors      without gaps
 
 The safetensors library maps files into memory. If a mapped file is truncated or its disk fails, the process dies by
-SIGBUS. So this project reads and writes the bytes itself. A file may come from anyone: the whole header is checked
-before any tensor is read, and sizes never exceed that of the file.
+SIGBUS. So this project reads and writes the bytes itself. Files are not trusted: the whole header is checked before
+any tensor is read, and no tensor may be longer than the file.
 """
 
 import json
@@ -56,10 +56,10 @@ class TensorEntry:
 
 
 class TensorFile:
-    """A safetensors file. Keeps its header, and opens it again for each tensor, so that it takes no file descriptor.
+    """A safetensors file. Keeps its header, and opens the file again for each tensor, so it holds no descriptor.
 
-    Raises ValueError, which names the file, if it cannot be read or is invalid, and later if it was replaced or written
-    to since.
+    Raises ValueError, which names the file, if it cannot be read or is invalid. `read` also raises it if the file has
+    changed since.
     """
 
     def __init__(self, path: Path):

@@ -1,10 +1,10 @@
 """Read the tensors of a Hugging Face checkpoint, one at a time.
 
 A folder has all tensors in model.safetensors, or in shards that model.safetensors.index.json lists. Opening it reads
-only headers; then each tensor is read when it is wanted, so the memory needed is that of one tensor.
+only headers. Each tensor is read on demand, so the memory needed is that of one tensor.
 
-A folder may come from anyone. The index may name only files in its own folder, and must agree with all headers. These
-files may be symbolic links, as in the cache of huggingface_hub. Weights that are pickles are refused.
+Folders are not trusted. The index may name only files in its own folder, and must agree with all headers. The files may
+be symbolic links, as in the cache of huggingface_hub. Pickles are refused.
 """
 
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..messages import printable, quoted
+from ..messages import plural, printable, quoted
 from ..strict_json import read_file
 from .manifest import reading, valid_file_name
 from .tensor_file import TensorEntry, TensorFile
@@ -26,7 +26,7 @@ _PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
 class TensorFolder:
     """The tensors of a folder with model.safetensors, or else with shards and model.safetensors.index.json.
 
-    entries: where each tensor is stored, by name. bytes_read: how many bytes of tensors were read so far.
+    entries: where each tensor is stored, by name. bytes_read: bytes of tensors read so far.
 
     Raises ValueError, in one line that names the file, if the folder has no such weights or a file is invalid.
     """
@@ -75,6 +75,11 @@ def _read_shards(index: Path) -> list[TensorFile]:
         if not isinstance(value, dict) or not isinstance(listed := value.get("weight_map"), dict):
             raise ValueError("it has no weight_map")
         names = dict.fromkeys(map(valid_file_name, listed.values()))
+        if missing := [name for name in names if not os.path.lexists(index.with_name(name))]:
+            more = f", and {plural(len(missing) - 1, 'more file')}" if len(missing) > 1 else ""
+            raise ValueError(
+                f"it lists {printable(missing[0], 60)}{more}, not found: download or copy the folder again"
+            )
     shards = {name: TensorFile(index.with_name(name)) for name in names}
     with reading(index):
         for file, shard in shards.items():

@@ -1,10 +1,10 @@
 """Write the tensors of a Hugging Face checkpoint, one at a time.
 
 Names, dtypes and shapes are known before the first tensor, so headers, shards and index are planned first. Then each
-tensor goes to its place in its shard, so the memory needed is that of one tensor, however large the model is.
+tensor is written to its place in its shard, so the memory needed is that of one tensor.
 
     model.safetensors                                       if all tensors fit into one shard
-    model-00001-of-00003.safetensors, ...                   or else, divided as transformers does
+    model-00001-of-00003.safetensors, ...                   otherwise, divided as transformers does
     model.safetensors.index.json                            which shard has which tensor
 """
 
@@ -50,12 +50,13 @@ class TensorWriter:
     """Writes tensors into new files of an existing folder, synced to disk.
 
     tensors: dtype and shape of each, in the order in which they will be written.
-    max_shard_size: bytes of tensors in a shard, or a text such as "5GB" or "512MiB". A larger tensor is alone.
+    max_shard_size: bytes of tensors in a shard, or a text such as "5GB" or "512MiB". A larger tensor gets its own
+    shard.
     share: (rank, size): of `size` writers, this one writes the shards rank, rank + size, ... The first also writes the
     index. files: the planned shards. own_files: those that this writer writes.
 
     Raises ValueError for dtypes that the format lacks. Methods raise OSError, with the name of the file, if it cannot
-    be written; then incomplete files remain.
+    be written; incomplete files remain.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class TensorWriter:
 
 
 class _SyncedFile:
-    """A new file. It is written in pieces and synced now and then, so that no call waits for the disk for long."""
+    """A new file. It is written in pieces and synced regularly, so that no single call waits long for the disk."""
 
     def __init__(self, path: Path):
         self._path, self._unsynced = path, 0
@@ -142,7 +143,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def _divide(tensors: Mapping[str, TensorSpec], limit: int) -> list[dict[str, TensorSpec]]:
-    """Divide tensors into shards of at most `limit` bytes, in their order. A larger tensor is alone in its shard."""
+    """Divide tensors into shards of at most `limit` bytes, in their order. A larger tensor gets its own shard."""
     shards: list[dict[str, TensorSpec]] = [{}]
     filled = 0
     for name, (dtype, shape) in tensors.items():

@@ -1,7 +1,7 @@
 """Start from the weights in a folder: an export of this project, or a published model in Hugging Face's format.
 
-Both are a `WeightsFolder`: it has tensors under the global names of this model, and reads them one at a time. So a rank
-reads only what it holds.
+Both are a `WeightsFolder`, which reads one tensor at a time by its global name. So a rank reads only the tensors that
+it holds.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -30,7 +30,7 @@ from .weights import CONFIG_FILE, MODEL_TYPE, PREFIX, WEIGHTS_FILE, OwnLayer, gl
 class WeightsFolder(Protocol):
     """The weights of a model in a folder, by global name.
 
-    where: what messages name. checksum: tells folders with other weights apart.
+    where: the path in messages. checksum: differs for folders with different tensors.
     """
 
     @property
@@ -51,16 +51,16 @@ class WeightsFolder(Protocol):
         ...
 
     def read_into(self, name: str, tensor: Tensor) -> None:
-        """Read a weight into a tensor of its shape, and read nothing else."""
+        """Read one weight into a tensor of the same shape."""
         ...
 
     def check_copies(self, names: Collection[str]) -> None:
-        """Raise ValueError if the folder has other copies of these weights, which differ."""
+        """Raise ValueError if the folder has copies of these weights that differ from them."""
         ...
 
 
 class ExportedModel:
-    """A folder that `moe-dualpipe export` wrote. All of it is read once, to verify its checksums.
+    """A folder that `moe-dualpipe export` wrote. Creating it reads all files once, to verify their checksums.
 
     Raises ValueError if it is broken.
     """
@@ -99,7 +99,7 @@ class ExportedModel:
 
 
 def open_weights(folder: Path) -> WeightsFolder:
-    """Open a folder of weights, and check it as a whole. Raises ValueError if it is broken, or has no such weights."""
+    """Open a folder of weights, and check it as a whole. Raises ValueError if it is broken or has no weights."""
     return PublishedModel(folder) if is_published(folder) else ExportedModel(folder)
 
 
@@ -162,7 +162,7 @@ def check_weights(folder: Path, model: ModelConfig, partial: bool = False) -> li
 
 
 def load_weights(folder: Path, state: Mapping[str, Tensor], older: Mapping[str, str] | None = None) -> None:
-    """Load the weights in `state` in place, and read no others. Collective.
+    """Load the weights in `state` in place, and read only these. Collective.
 
     older: as in `load_checkpoint`.
 

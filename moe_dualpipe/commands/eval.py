@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
-    """What `eval` reports. loss: in nats per token. tokens: those that were scored. bytes: of their text."""
+    """What `eval` reports. loss: in nats per token. tokens: number of scored tokens. bytes: of their text."""
 
     loss: float
     perplexity: float
@@ -46,7 +46,8 @@ class Eval:
     """Evaluate a model: its perplexity on text (--data), or tasks of lm-evaluation-harness (--tasks)."""
 
     model: Positional[Annotated[str, arg(metavar="RUN")]]
-    """Folder of a run (its newest checkpoint is used), of a checkpoint, or from `moe-dualpipe export`."""
+    """Folder of a run (its newest checkpoint is used), of a checkpoint, from `moe-dualpipe export`, or of a published
+    model in Hugging Face's format."""
     data: str | None = None
     """Text: a file, a folder, a glob, a .jsonl file, or "stdlib"; or token ids: a .bin file, or a folder written by
     `moe-dualpipe data prepare`, whose held-out text is used."""
@@ -57,7 +58,7 @@ class Eval:
     seq_len: int = 256
     """Maximum number of tokens that the model attends to. Use the --seq-len of training."""
     stride: int | None = None
-    """Tokens between the starts of windows. Fewer than --seq-len give each token more context, and take longer.
+    """Tokens between the starts of windows. A stride below --seq-len gives tokens more context, and takes longer.
     None: --seq-len."""
     max_tokens: int | None = None
     """Evaluate only the start of the text. None: all of it."""
@@ -70,7 +71,7 @@ class Eval:
     limit: int | None = None
     """Number of examples of each task. None: all."""
     batch_size: int = 8
-    """Sequences at a time."""
+    """Number of sequences in a batch."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """cpu, cuda (in bfloat16), or auto: cuda if there is a GPU, otherwise cpu."""
     layers: OmitArgPrefixes[OwnLayers] = NO_OWN_LAYERS
@@ -82,9 +83,9 @@ class Eval:
     def run(self) -> None:
         check_range("--seq-len", self.seq_len, 1)
         check_range("--batch-size", self.batch_size, 1)
-        stride = self.stride or self.seq_len
+        stride = self.seq_len if self.stride is None else self.stride
         check_range("--stride", stride, 1, self.seq_len, hint="; a longer one would leave out tokens")
-        if self.max_tokens:
+        if self.max_tokens is not None:
             check_range("--max-tokens", self.max_tokens, 1)
         if (self.data is None) == (not self.tasks):
             raise ValueError("eval needs --data, the text to evaluate, or --tasks: give one of them")
@@ -113,7 +114,7 @@ class Eval:
 def perplexity(
     model: "TransformerStage", tokenizer: "Tokenizer", tokens: "Tokens", seq_len: int, stride: int, batch_size: int
 ) -> Perplexity:
-    """The perplexity of a model on a text of token ids, of which all but the first are scored."""
+    """The perplexity of a model on a text of token ids. All tokens but the first are scored."""
     from tqdm import tqdm
 
     from ..data import UnknownTokenizer, num_bytes

@@ -41,9 +41,10 @@ class Export:
         if self.to == "huggingface":
             self._export_published()
             return
-        for name in ("dtype", "architecture"):
-            if getattr(self, name) is not None:
-                raise ValueError(f"--{name} needs --to huggingface: this format has one architecture, in fp32")
+        for name in ("dtype", "max_shard_size", "architecture"):
+            if getattr(self, name) != getattr(Export, name):
+                option = name.replace("_", "-")
+                raise ValueError(f"--{option} needs --to huggingface: without it, export writes one file in fp32")
         from ..checkpoint import WEIGHTS_FILE, export_weights, find_checkpoint
 
         found = find_checkpoint(self.run_or_checkpoint)

@@ -1,8 +1,8 @@
-"""How likely a model finds given tokens: the log-probability of each, and the mean loss of a long text.
+"""Score given tokens with a model: the loss of each token of a batch, or of a long text.
 
 A text longer than the model's sequences is cut into windows. Each token but the first of the text is scored once, in
-the first window that predicts it. With a stride below the sequence length, windows overlap: fewer tokens are scored in
-each, but those have at least (sequence length - stride) tokens before them.
+the first window that predicts it. With a stride below the sequence length, windows overlap: each scores fewer
+tokens, but these have at least (sequence length - stride) tokens before them.
 
 B sequences, S positions, N tokens of the text.
 """
@@ -72,7 +72,7 @@ def token_losses(model: TransformerStage, inputs_BS: Tensor, labels_BS: Tensor) 
 def stream_losses(
     model: TransformerStage, tokens: Tokens, seq_len: int, stride: int | None = None, batch_size: int = 8
 ) -> Iterator[Tensor]:
-    """Yield the losses of the tokens of a text but the first, in order, batch by batch, in nats, fp32.
+    """Yield the losses of all tokens of a text but the first: in order, one batch at a time, in nats, in fp32.
 
     tokens: N token ids. seq_len: positions that the model sees. stride: tokens between the starts of windows; None:
     seq_len, so windows do not overlap. batch_size: windows at a time.

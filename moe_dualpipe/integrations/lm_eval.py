@@ -9,8 +9,8 @@ or in Python:
 
     lm_eval.simple_evaluate("moe-dualpipe", {"path": "runs/tiny", "max_length": 256}, tasks=["arc_easy"])
 
-A request is text; the harness wants the log-likelihood of a continuation, that of a whole text, or generated text.
-Sequences of the same length are computed together, so no batch has padding: a router could route it, too.
+For a request, the harness expects the log-likelihood of a continuation, that of a whole text, or generated text.
+Batches contain only sequences of the same length: padding would be routed to experts, like tokens.
 """
 
 import difflib
@@ -37,11 +37,11 @@ _NEW_TOKENS = 256  # to generate, for tasks that do not say how many
 
 @register_model(NAME)
 class MoEDualPipe(LM):
-    """A model of this project, as lm-evaluation-harness calls it. Requests have `args`, a tuple.
+    """A model of this project for lm-evaluation-harness. Each request has a tuple `args`.
 
-    path: the folder of a run, of a checkpoint, or from `moe-dualpipe export`. max_length: the most tokens that the
-    model attends to; use the sequence length of training. batch_size: sequences at a time. device: cpu (in fp32), cuda
-    (in bf16), or auto. own_layers: as for `open_model`. max_batch_size: ignored.
+    path: the folder of a run, of a checkpoint, or from `moe-dualpipe export`. max_length: maximum number of tokens that
+    the model attends to; use the sequence length of training. batch_size: sequences at a time. device: cpu (in fp32),
+    cuda (in bf16), or auto. own_layers: as for `open_model`. max_batch_size: ignored.
 
     Raises ValueError for a folder without a model, or with token ids whose tokenizer is unknown.
     """
@@ -110,7 +110,7 @@ class MoEDualPipe(LM):
         return self._remembered("generate_until", requests, found)
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Both as token ids. As in the harness's own models, spaces at the end of a context belong to the rest."""
+        """Both as token ids. As in the harness's models, spaces at the end of a context move to the continuation."""
         if not context:
             return [self.text.end_id], self.text.encode(continuation)
         kept = context.rstrip()

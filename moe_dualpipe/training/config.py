@@ -229,7 +229,7 @@ class TrainConfig:
     bias_rate: float = 3e-3
     """Change of a router's biases per step (--model.router-bias); use less for long runs. 0: biases do not change."""
     freeze: Annotated[tuple[str, ...], arg(metavar="PATTERN [PATTERN ...]")] = ()
-    """Parameters to keep as they are: names in checkpoints, with * for any text (docs/training.md).
+    """Parameters to exclude from training: their names in checkpoints, with * for any text (docs/training.md).
     Example: --freeze embedding.weight 'layers.*.experts.*'"""
 
     parallel: OmitArgPrefixes[ParallelConfig] = ParallelConfig()

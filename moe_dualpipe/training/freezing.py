@@ -1,6 +1,6 @@
-"""`--freeze PATTERN`: parameters that keep their initial or loaded weights, chosen by their names.
+"""`--freeze PATTERN`: parameters that keep their initial or loaded weights, selected by name.
 
-A pattern is matched against global names, which are the same in every parallel layout: those of checkpoints. A
+A pattern is matched against global names, as in checkpoints: they are the same in every parallel layout. A
 parameter that stacks experts has one global name for each of them, and is frozen as a whole.
 """
 
@@ -26,7 +26,7 @@ def is_frozen(name: str, patterns: Iterable[str]) -> bool:
 def freeze(stages: Iterable[nn.Module], patterns: Sequence[str], num_experts: int) -> None:
     """Freeze all parameters of the model whose global names match a pattern. Collective.
 
-    stages: those of this rank; their parameters have global names. num_experts: of a layer, on all ranks.
+    stages: those of this rank. num_experts: of a layer, on all ranks together.
 
     Raises ValueError on all ranks for a pattern that matches nothing, and if the patterns match some of the experts of
     a parameter, but not all.
@@ -49,7 +49,7 @@ def freeze(stages: Iterable[nn.Module], patterns: Sequence[str], num_experts: in
 
 
 def _global_names(name: str, held: ExpertIds | None, num_experts: int) -> list[str]:
-    """The global names in a parameter, with the experts of other ranks: a pattern means the same for every --ep."""
+    """The global names in a parameter, including experts of other ranks: so patterns do not depend on --ep."""
     if held is None:
         return [name]
     experts = range(num_experts) if held.layout == "stacked" else [held.ids.start]
@@ -57,13 +57,13 @@ def _global_names(name: str, held: ExpertIds | None, num_experts: int) -> list[s
 
 
 def _raise_fault(patterns: Sequence[str], unmatched: Collection[str], names: Collection[str], fault: str) -> None:
-    """Raise ValueError on all ranks if any has a fault, or if a pattern matches nothing on all of them. Collective.
+    """Raise ValueError on all ranks if one has a fault, or if a pattern matches nothing on any rank. Collective.
 
     names: of all parameters of this rank, with `*` for numbers.
     """
     ranks = gather_objects((unmatched, names, fault))
     if faults := [fault for _, _, fault in ranks if fault]:
-        raise ValueError(min(faults))  # in every layout the same
+        raise ValueError(min(faults))  # the same in every layout
     for pattern in patterns:
         if all(pattern in unmatched for unmatched, _, _ in ranks):
             all_names = sorted(set().union(*(names for _, names, _ in ranks)))

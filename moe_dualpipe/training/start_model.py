@@ -1,4 +1,4 @@
-"""The model from which a run starts, if the options name none: that of --resume or --weights."""
+"""Take the model of --resume or --weights, for runs whose options do not name a model."""
 
 import dataclasses
 from contextlib import suppress
@@ -9,9 +9,9 @@ from ..models.config import BUILT_IN, options_field
 
 
 def start_model(resume: str | None, weights: str | None) -> ModelConfig | None:
-    """The model of a checkpoint or of a folder of weights, without its custom layers: these must be named.
+    """The model of a checkpoint or of a folder of weights, without its custom layers, which options must name.
 
-    None without them, and if they cannot be read: the plan of the run then says why.
+    Returns None without such a path, and if it cannot be read: planning the run then raises the error.
     """
     if not (resume or weights):
         return None

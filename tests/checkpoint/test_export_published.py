@@ -79,7 +79,7 @@ def test_weights_are_rounded_once_to_the_chosen_dtype(byte_run, tmp_path, dtype)
 
 @pytest.mark.parametrize("options,problem", [
     (["--architecture", "deepseek_v3"], "deepseek_v3 cannot express num_shared_experts 0, only 1 or more"),
-    (["--architecture", "gpt5"], "model_type 'gpt5' is not supported: supported are mixtral, olmoe, "),
+    (["--architecture", "gpt5"], "architecture 'gpt5' is not supported: supported are mixtral, olmoe, "),
     (["--max-shard-size", "5 gallons"], "a shard size is a number of bytes, or a text such as 5GB: got '5 gallons'"),
 ])  # fmt: skip
 def test_invalid_options_write_nothing(byte_run, tmp_path, capsys, options, problem):
@@ -92,6 +92,8 @@ def test_invalid_options_write_nothing(byte_run, tmp_path, capsys, options, prob
 def test_options_of_the_other_format_are_refused(byte_run, tmp_path, capsys):
     assert main(["export", str(byte_run), "--out", str(tmp_path / "out"), "--dtype", "bfloat16"]) == 2
     assert "--dtype needs --to huggingface" in capsys.readouterr().err
+    assert main(["export", str(byte_run), "--out", str(tmp_path / "out"), "--max-shard-size", "1GB"]) == 2
+    assert "--max-shard-size needs --to huggingface" in capsys.readouterr().err
     (tmp_path / "out").mkdir()
     assert export(byte_run, tmp_path / "out") == 2
     assert "out already exists: choose another folder" in capsys.readouterr().err

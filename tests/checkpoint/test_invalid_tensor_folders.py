@@ -102,7 +102,10 @@ SHARDS = {"1.safetensors": {"a": A}, "2.safetensors": {"b": B}}
 @pytest.mark.parametrize(
     "changes,problem",
     [
-        ({"c": "3.safetensors"}, "cannot read 3.safetensors: No such file or directory"),
+        (
+            {"c": "3.safetensors"},
+            "model.safetensors.index.json: it lists 3.safetensors, not found: download or copy the folder again",
+        ),
         ({"c": "2.safetensors"}, "it lists 'c' in 2.safetensors, which does not have it"),
         ({"a": "2.safetensors"}, "which does not have it"),
         ({"a": "2.safetensors", "b": "1.safetensors"}, "but 2.safetensors has a tensor of this name"),

@@ -72,7 +72,7 @@ def test_truncated_files(single, shards):
 def test_indices_that_name_missing_files_or_leave_the_folder(shards, tmp_path):
     name = "model.norm.weight"
     edit_index(shards, lambda listed: listed.update({name: "model-00099-of-00099.safetensors"}))
-    assert refused(shards).startswith("cannot read model-00099-of-00099.safetensors: No such file")
+    assert "it lists model-00099-of-00099.safetensors, not found: download or copy" in refused(shards)
     shutil.copy(sorted(shards.glob("model-*"))[0], tmp_path / "outside.safetensors")
     for path in ("../outside.safetensors", str(tmp_path / "outside.safetensors"), "..", "a/b.safetensors"):
         edit_index(shards, lambda listed, path=path: listed.update({name: path}))
@@ -139,7 +139,8 @@ def test_other_files_are_read_before_the_weights(single, name, monkeypatch):
 
 def test_folders_without_a_config(single, tmp_path):
     (single / "config.json").unlink()
-    assert refused(single) == "cannot read config.json: config.json: No such file or directory"
+    missing = "FOLDER has no config.json: give the local folder of a published model (hf download)"
+    assert refused(single) == missing
     (single / "config.json").write_text("[1]")
     assert refused(single) == "config.json must be an object: got [1]"
-    assert refused(tmp_path / "nothing").startswith("cannot read config.json")
+    assert refused(tmp_path / "nothing") == missing

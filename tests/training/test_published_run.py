@@ -11,6 +11,7 @@ import transformers
 
 from moe_dualpipe import ModelConfig, TrainConfig, train
 from moe_dualpipe.checkpoint import find_checkpoint, load_model
+from moe_dualpipe.checkpoint.huggingface import plan_checkpoint_export
 from moe_dualpipe.data.tokenizer import BPETokenizer
 from moe_dualpipe.training.command_line import parse_arguments
 from tests.support.published import random_model, save, transformers_model
@@ -121,8 +122,17 @@ def test_lora_adapters_train_on_published_weights_and_are_merged(published, tmp_
     model = dataclasses.replace(config.model, experts=experts)
     train(dataclasses.replace(config, model=model), verbose=False)
     trained = load_model(find_checkpoint(str(tmp_path / "run")), experts=experts)
-    monkeypatch.setattr(sys, "argv", ["merge_lora.py", str(tmp_path / "run"), str(tmp_path / "merged")])
+    arguments = [str(tmp_path / "run"), str(tmp_path / "merged")]
+    monkeypatch.setattr(sys, "argv", ["merge_lora.py", *arguments])
     merge_lora.main()
+    for words, message in [(arguments, "merged already exists"), (arguments[:1], "usage: ")]:
+        monkeypatch.setattr(sys, "argv", ["merge_lora.py", *words])
+        with pytest.raises(SystemExit, match=message):
+            merge_lora.main()
+    with pytest.raises(
+        ValueError, match=r"no layers of your own: .*LoRAExperts'; merge LoRA adapters with examples/merge"
+    ):
+        plan_checkpoint_export(find_checkpoint(str(tmp_path / "run")))
     with torch.no_grad():
         ours = trained.logits(trained(TOKENS_BS))
         theirs, base = (transformers_model(folder, torch.float32)(TOKENS_BS).logits

@@ -1,7 +1,7 @@
-"""Published models in and out: the format of Hugging Face, which transformers, vLLM and SGLang read.
+"""Read and write published models, in the format of Hugging Face that transformers, vLLM and SGLang read.
 
 A table of architectures (architectures.py) maps config.json to `ModelConfig` (config.py), and published tensors to
-those of this model (tensors.py). Everything else reads and writes by these tables.
+those of this model (tensors.py). All other modules use these tables.
 """
 
 from .architectures import ARCHITECTURES

@@ -1,7 +1,7 @@
 """The published architectures that this model can express: the keys of their config.json, and the names of tensors.
 
-Each architecture is a value of `Architecture`. config.py reads and writes config.json by it, and tensors.py maps the
-names of tensors. So a new architecture of the same kind is one more entry of the table.
+Each architecture is an `Architecture` in a table. config.py uses it to read and write config.json, tensors.py to map
+the names of tensors. So a new architecture of the same kind is one more entry of the table.
 
 Sources: config.json and model code of the published models, and the model code of transformers 5.23.
 """
@@ -31,8 +31,8 @@ class Key:
 class Architecture:
     """How one architecture is written in config.json and named in safetensors files.
 
-    options: options of `ModelConfig` that all its models have. keys: keys with a direct counterpart. fixed: keys with
-    the only value that this model can express, which is also their default.
+    options: options of `ModelConfig` that all its models have. keys: keys with a direct counterpart. fixed: keys of
+    which this model supports one value, which is also the default.
     """
 
     model_type: str
@@ -41,11 +41,11 @@ class Architecture:
     keys: tuple[Key, ...]
     fixed: Mapping[str, Any]
     dense: Literal["none", "first", "listed"] = "none"
-    """Where dense layers are: nowhere, the first ones (first_k_dense_replace), or anywhere (mlp_only_layers)."""
+    """Dense layers: none, the first ones (first_k_dense_replace), or any (mlp_only_layers)."""
     shared: Literal["none", "counted", "sized"] = "none"
     """Shared experts: none, their number (n_shared_experts), or their total width."""
     groups: Literal["none", "sum", "best"] = "none"
-    """Groups of experts: none, rated by their two best experts (DeepSeek-V3), or by their best one (DeepSeek-V2)."""
+    """Score of a group of experts: sum of its two best (DeepSeek-V3), or its best (DeepSeek-V2). none: no groups."""
     head_norms: bool = False
     """Whether use_qk_norm selects a norm of each head of queries and keys."""
     mtp: bool = False
@@ -107,7 +107,7 @@ _ALL = (
         "deepseek_v2", "DeepseekV2ForCausalLM", {**_MLA, "normalize_weights": False},
         (*_COMMON, *_SIZES, *_LATENT, _EPSILON_6, Key("n_routed_experts", "num_experts", also="num_experts"),
          Key("routed_scaling_factor", "routed_scale", 1.0)),
-        # transformers ignores norm_topk_prob here, and DeepSeek's own code does not: so only False is unambiguous.
+        # transformers ignores norm_topk_prob, but DeepSeek's own code does not: they agree only on False.
         {**_DEEPSEEK, "norm_topk_prob": False, "scoring_func": "softmax", "mlp_bias": False}, dense="first",
         shared="counted", groups="best", interleaved=True,
     ),

@@ -1,7 +1,7 @@
-"""The small files that accompany published weights: kept through a run, so that an export has them again.
+"""The small files beside published weights. A run keeps them, so that its exports contain them.
 
-They hold what the model does not: how to format a chat, which tokens end a generation, the length of the context. A
-checkpoint has them in one file, published.json: file name -> text.
+They say how to format a chat, which tokens end a generation, and how long the context is. A checkpoint stores them in
+one file, published.json: file name -> text.
 """
 
 import json
@@ -18,7 +18,7 @@ NAMES = (
     "config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja",
 )  # fmt: skip
-LARGEST = 4 * 2**20  # bytes of one file; chat templates and lists of special tokens are much smaller
+LARGEST = 4 * 2**20  # bytes of one file; real chat templates and lists of special tokens are much smaller
 LARGEST_TOKENIZER = 2**28
 
 
@@ -46,7 +46,7 @@ def _read(path: Path, largest: int) -> str:
 
 
 def companions_of(checkpoint: Path) -> dict[str, str]:
-    """The texts that `companion_files` put into a checkpoint; none if there are none. Raises ValueError."""
+    """The texts that `companion_files` put into a checkpoint, by file name; {} without any. Raises ValueError."""
     path = checkpoint / COMPANIONS_FILE
     if not path.is_file():
         return {}

@@ -1,7 +1,7 @@
 """Convert between config.json of a published model and `ModelConfig`.
 
-Whatever the model cannot express is refused by name: a value that were ignored would load a model that computes
-something else. Writing is checked by reading the result again, so one table serves both directions.
+A key that the model cannot express is refused by name: if it were ignored, the loaded model would compute something
+else. What is written is read again and compared, so one table serves both directions.
 """
 
 import dataclasses
@@ -20,16 +20,19 @@ _ONLY = {
 }
 """Options that only one kind of attention has."""
 _OF_TRAINING = {"init_std", "sequence_loss", "z_loss", "mtp_weight", "router_dtype"}
-"""Options that config.json of a published model does not have, or that do not change what its weights mean."""
+"""Options that the config.json of a published model lacks, or that do not change what its weights mean."""
 _LENGTHS = "max_position_embeddings"
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
     """Raises ValueError for an architecture that is not supported."""
-    kind = config.get("model_type")
+    return _named(config.get("model_type"), "model_type")
+
+
+def _named(kind: Any, what: str) -> Architecture:
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
-        raise ValueError(f"model_type {quoted(kind, 60)} is not supported: supported are {supported}")
+        raise ValueError(f"{what} {quoted(kind, 60)} is not supported: supported are {supported}")
     return ARCHITECTURES[kind]
 
 
@@ -78,12 +81,15 @@ def write_config(model: ModelConfig, architecture: Architecture) -> dict[str, An
 
 def find_architecture(model: ModelConfig, wanted: str = "") -> Architecture:
     """The architecture called `wanted`, or the first that can express the model. Raises ValueError if none can."""
-    if wanted:
-        return architecture_of({"model_type": wanted})
     if model.own_layers:
         field = model.own_layers[0]
-        raise ValueError(f"published architectures have no layers of your own: this model has {field} "
-                         f"{quoted(getattr(model, field), 60)}")  # fmt: skip
+        raise ValueError(
+            f"published architectures have no layers of your own: this model has {field} "
+            f"{quoted(getattr(model, field), 60)}; merge LoRA adapters with examples/merge_lora.py, or use "
+            "moe-dualpipe export without --to huggingface"
+        )
+    if wanted:
+        return _named(wanted, "architecture")
     found = {name: misfits(model, architecture) for name, architecture in ARCHITECTURES.items()}
     if fits := [name for name in found if not found[name]]:
         return ARCHITECTURES[fits[0]]
@@ -107,7 +113,7 @@ def misfits(model: ModelConfig, architecture: Architecture) -> list[str]:
 
 
 def differences(published: ModelConfig, model: ModelConfig) -> list[tuple[str, Any, Any]]:
-    """The options that change what the weights mean and differ: name, and the value in each model."""
+    """The options that differ and change what the weights mean: the name, and the value in each model."""
     expected, got = (dataclasses.asdict(canonical(one)) for one in (published, model))
     return [
         (name, expected[name], got[name]) for name in got if name not in _OF_TRAINING and got[name] != expected[name]
@@ -115,7 +121,7 @@ def differences(published: ModelConfig, model: ModelConfig) -> list[tuple[str, A
 
 
 def canonical(model: ModelConfig) -> ModelConfig:
-    """An equal model, with the same text for the same meaning, and defaults for options that have no effect."""
+    """An equivalent model: equivalent models get the same options, and options without effect their defaults."""
     dense = [layer for layer in range(model.num_layers) if model.is_dense(layer)]
     first = next((i for i, layer in enumerate([*dense, -1]) if layer != i), 0)
     fields = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
@@ -149,7 +155,7 @@ def _flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
 
 
 def is_interleaved(config: Mapping[str, Any]) -> bool:
-    """Whether a rotation pairs channels (2i, 2i + 1), in an architecture that can do both."""
+    """Whether a rotation pairs channels (2i, 2i + 1), in an architecture that supports both orders."""
     return _flag(config, "rope_interleave", True)
 
 
@@ -166,7 +172,7 @@ def _refuse_windows(config: Mapping[str, Any], architecture: Architecture) -> No
 
 
 def _check_derived(config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Raise ValueError for sizes of latent attention that contradict those from which they follow."""
+    """Raise ValueError if a size of latent attention contradicts the sizes that determine it."""
     rotated, unrotated = options["rope_dim"], options["head_dim"]
     if type(rotated) is not int or type(unrotated) is not int:
         return  # refused later
@@ -238,7 +244,7 @@ def _rope_object(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _of_both(rope: Mapping[str, Any], config: Mapping[str, Any], key: str) -> Any:
-    """The value of a key that may be in config.json itself, too."""
+    """The value of a key that may be in `rope`, in config.json itself, or in both."""
     inner, outer = rope.get(key), config.get(key)
     if inner is not None and outer is not None and inner != outer:
         raise ValueError(f"{key} {quoted(outer, 60)} contradicts that of rope_parameters, {quoted(inner, 60)}")
@@ -296,9 +302,9 @@ _SCORES = {"sum": "best_two", "best": "best"}
 
 
 def _written(model: ModelConfig, architecture: Architecture) -> dict[str, Any]:
-    """config.json with all that the architecture can say about `model`."""
+    """config.json of `model`, without options that the architecture cannot express."""
     config: dict[str, Any] = {"architectures": [architecture.class_name], "model_type": architecture.model_type}
-    config |= {key.key: getattr(model, key.option) for key in architecture.keys}  # also those without effect
+    config |= {key.key: getattr(model, key.option) for key in architecture.keys}  # includes keys without effect
     model = canonical(model)
     config |= architecture.fixed
     if model.attention == "mla":

@@ -1,7 +1,7 @@
 """Expand weights in fp8 as DeepSeek-V3 publishes them: each block of 128 x 128 numbers has a scale in fp32.
 
-Source: the model card and `weight_dequant` of DeepSeek-V3. The scale of a block is called `weight_scale_inv`, but the
-weight is the product of both.
+Source: the model card and `weight_dequant` of DeepSeek-V3. Despite the name of the scales,
+`weight_scale_inv`, a weight is the product of its number and its scale.
 """
 
 import torch
@@ -19,7 +19,7 @@ def dequantize(quantized: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """
     weight = torch.empty(quantized.shape, dtype=dtype)
     rows, columns = quantized.shape[-2:]
-    for first in range(0, rows, BLOCK):  # a stripe at a time: the scales of all numbers would need as much memory
+    for first in range(0, rows, BLOCK):  # a scale per number of the whole matrix would need much memory
         stripe = quantized[..., first : first + BLOCK, :].float()
         of_columns = scales[..., first // BLOCK, :].repeat_interleave(BLOCK, dim=-1)[..., :columns]
         weight[..., first : first + BLOCK, :] = stripe * of_columns[..., None, :]

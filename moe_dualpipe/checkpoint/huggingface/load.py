@@ -21,8 +21,8 @@ def from_pretrained(
 
     dtype: of the model; None: that of the stored weights. expert_parallel, options: as in `build_model`.
 
-    Memory: the model and one tensor. The model is on the CPU. `model.companions` has the texts of tokenizer.json,
-    tokenizer_config.json and similar files, which `save_pretrained` writes again.
+    Needs memory for the model and one more tensor. The model is on the CPU. `model.companions` has the texts of
+    tokenizer.json, tokenizer_config.json and similar files, which `save_pretrained` writes again.
 
     Raises ValueError, in one line, for an architecture that is not supported, and for files that are invalid or do not
     fit together (docs/checkpoints.md).
@@ -34,7 +34,7 @@ def from_pretrained(
         model = build_model(published.config, expert_parallel, options or StageOptions())
     model = model.to(dtype or published.dtype).to_empty(device="cpu")
     for buffer in model.buffers():
-        buffer.zero_()  # those that are not loaded count from 0
+        buffer.zero_()  # buffers that are not loaded start from 0
     weights = global_weights(model)
     if missing := sorted(weights.keys() - published.shapes.keys()):
         raise ValueError(f"{folder} lacks {plural(len(missing), 'tensor')} of the model, the first is {missing[0]}")

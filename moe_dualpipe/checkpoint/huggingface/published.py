@@ -1,7 +1,7 @@
-"""A folder with the weights of a published model: read any tensor of this model from it.
+"""The folder of a published model: read any tensor of this model from it.
 
-The folder is checked as a whole before the first tensor is read: every tensor of the model must be in it, with the
-right shape, and every tensor in it must belong to the model. So experts are never dropped silently.
+The whole folder is checked before the first tensor is read: it must have every tensor of the model, with the right
+shape, and no others. So experts are never dropped silently.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ _PIECE = 2**24  # numbers that are compared at a time
 
 
 class PublishedModel:
-    """A folder with config.json and safetensors files, as transformers, vLLM and SGLang read it.
+    """A folder with config.json and safetensors files, in the format of transformers, vLLM and SGLang.
 
     config: the model. architecture: its entry in the table of architectures. source: the contents of config.json.
     dtype: of the weights; bfloat16 for weights in fp8, which are expanded.
@@ -75,13 +75,13 @@ class PublishedModel:
 
     @property
     def checksum(self) -> int:
-        """A checksum of config.json and of all headers, to tell folders apart; not of the weights."""
+        """A checksum of config.json and of all headers, but not of the weights. Tells folders apart."""
         described = [(name, str(e.dtype), e.shape, e.start) for name, e in sorted(self._tensors.entries.items())]
         return zlib.crc32(repr((sorted(self.source.items()), described)).encode())
 
     @torch.no_grad()
     def read_into(self, name: str, tensor: Tensor) -> None:
-        """Read a tensor of the model, by global name, into `tensor`, which has its shape. Reads nothing else."""
+        """Read one tensor of the model, by global name, into `tensor`, which has the same shape."""
         first = 0
         for part in self.targets[name].parts:
             rows = part.shape[0]
@@ -90,10 +90,10 @@ class PublishedModel:
             first += rows
 
     def check_copies(self, names: Collection[str] | None = None) -> None:
-        """Raise ValueError unless tensors that repeat another one are equal to it. Reads them.
+        """Raise ValueError unless tensors that are copies of another one are equal to it. Reads them.
 
-        names: the weights that are loaded; None: all. Only their copies are compared: a tied head with the embedding,
-        and those of an MTP module with its projection. So one rank of many compares a copy.
+        names: the weights that are loaded; None: all. The rank that loads the embedding compares a tied head with it,
+        and the rank that loads the projection of an MTP module compares the copies in that module.
         """
         users = {f"model.layers.{layer}.": f"mtp.{k}.join.weight" for k, layer in enumerate(self.config.mtp_blocks)}
         for name, original in self._copies.items():
@@ -115,7 +115,7 @@ class PublishedModel:
         ]
 
     def _layout(self, config: ModelConfig) -> Layout:
-        """The layout of this folder, without MTP if their tensors are missing: transformers does not write them."""
+        """The layout of this folder, without MTP if its tensors are missing: transformers does not write them."""
         names = self._tensors.entries.keys()
         if config.mtp_blocks and f"model.layers.{config.num_layers}.eh_proj.weight" not in names:
             config = dataclasses.replace(config, mtp_layers=0)
@@ -124,7 +124,7 @@ class PublishedModel:
         return Layout(config, self.architecture, stacked, interleaved)
 
     def _check_counts(self, config: ModelConfig) -> None:
-        """Raise ValueError for a model so much larger than the folder that listing its tensors would take long."""
+        """Raise ValueError for a model much larger than the folder: only listing its tensors could take long."""
         entries = self._tensors.entries
         stacked = sum(entry.shape[0] for entry in entries.values() if len(entry.shape) == 3)
         experts = len(config.routed_blocks()) * config.num_experts
@@ -179,12 +179,12 @@ class PublishedModel:
 
     @property
     def _copies(self) -> dict[str, str]:
-        """The tensors of the folder that repeat another one, and which one."""
+        """The tensors of the folder that are copies: name of the copy -> name of the original."""
         tied = {HEAD: EMBEDDING} if self.config.tied_embeddings else {}
         return {name: one for name, one in {**tied, **self.layout.copies()}.items() if name in self._tensors.entries}
 
     def _read(self, name: str, dtype: torch.dtype, index: int | None = None) -> Tensor:
-        """A published tensor, or one entry of it, in its own dtype; expanded into `dtype` if it is in fp8."""
+        """A published tensor, or one entry of it, in its stored dtype; fp8 is expanded into `dtype`."""
         tensor = self._tensors.read(name, index)
         if tensor.dtype.itemsize > 1:
             return tensor
@@ -198,6 +198,10 @@ class PublishedModel:
 def read_config_file(folder: Path) -> dict[str, Any]:
     """The contents of config.json. Raises ValueError if it cannot be read or is not an object."""
     path = folder / CONFIG_FILE
+    if not path.exists():
+        raise ValueError(
+            f"{printable(folder)} has no {CONFIG_FILE}: give the local folder of a published model (hf download)"
+        )
     try:
         config = read_file(path)
     except (ValueError, OSError) as error:

@@ -1,8 +1,8 @@
 """Write a model, or a checkpoint of any parallel layout, in the format that transformers, vLLM and SGLang read.
 
-Tensors are written one at a time, in the order of the layers: the memory needed is that of the largest tensor a few
-times, however large the model is. Several ranks divide the shards among themselves. The folder gets its name when all
-of it is on disk.
+Tensors are written one at a time, in the order of the layers: the memory needed is a small multiple of the largest
+tensor, for a model of any size. Ranks divide the shards among themselves. The folder gets its name when all of its
+files are on disk.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ _REPLACED = {
     "quantization_config", "rope_parameters", "auto_map", "transformers_version", "torch_dtype", "dtype", "layer_types",
     "head_dim", "qk_head_dim", "num_experts", "num_local_experts",
 }  # fmt: skip
-"""Keys of the config.json from which a run started that do not hold for what is written."""
+"""Keys of the original config.json that may be wrong for the exported model, so they are not copied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +66,9 @@ class Export:
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory that tensors need at a time: that of three times the largest in fp32.
+        """Peak memory for tensors: three times the largest one in fp32.
 
-        Reading needs two: the stored bytes and the tensor. The allocator may keep one more that was freed.
+        Reading holds the stored bytes and the tensor. The allocator may keep a third one that was freed.
         """
         return 3 * 4 * max(torch.Size(target.shape).numel() for target in self.layout.targets())
 
@@ -79,8 +79,8 @@ class Export:
     def write(self, folder: Path, max_shard_size: int | str = "5GB") -> None:
         """Write the files into the new folder `folder`. Collective: ranks write different shards.
 
-        Raises ValueError on all ranks if `folder` exists or a tensor cannot be read, and OSError if it cannot be
-        written; then nothing is left of it.
+        Raises ValueError on all ranks if `folder` exists or a tensor cannot be read, and OSError if a file cannot be
+        written. After an error, the unfinished folder is removed.
         """
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         with ExitStack() as stack:
@@ -93,7 +93,7 @@ class Export:
             with _on_all_ranks():
                 self._write_share(hidden(folder, "unfinished"), max_shard_size, (rank, size))
             with _on_all_ranks():
-                stack.close()  # it gets its name
+                stack.close()  # renames the folder
 
     def _write_share(self, folder: Path, max_shard_size: int | str, share: tuple[int, int]) -> None:
         writer = TensorWriter(folder, self.shapes, max_shard_size, share)
@@ -125,7 +125,7 @@ def _ends(sizes: list[int]) -> list[int]:
 
 @contextmanager
 def _on_all_ranks() -> Iterator[None]:
-    """Raise an error of any rank in this context on all ranks, after all of them. Collective."""
+    """If any rank raises an error in this context, raise it on all ranks when all have left it. Collective."""
     fault: Exception | None = None
     try:
         yield
@@ -141,9 +141,9 @@ def plan_export(
 ) -> Export:  # fmt: skip
     """Plan to write a model whose tensors `read` returns.
 
-    dtype: None: that of `companions`, the files of the model from which a run started, or float32. architecture: ""
-    is that of `companions`, if it fits, or the first that fits. tokenizer: also write its files, except those that
-    `companions` has.
+    companions: the files of the model from which the run started. dtype: None: that of `companions`, or float32.
+    architecture: "": that of `companions`, or without one the first that can express the model. tokenizer: also write
+    its files, except those that `companions` has.
 
     Raises ValueError if no published architecture can express the model.
     """
@@ -180,14 +180,14 @@ def save_pretrained(
     model: TransformerStage, folder: str | os.PathLike[str], max_shard_size: int | str = "5GB",
     dtype: torch.dtype | None = None, architecture: str = "", tokenizer: Tokenizer | None = None,
 ) -> None:  # fmt: skip
-    """Write a whole model into the new folder `folder`: config.json, safetensors files, and the files it came with.
+    """Write a whole model into the new folder `folder`: config.json, safetensors files, and `model.companions`.
 
     dtype: of the written weights; None: that of the model. architecture: a `model_type` such as "mixtral"; "": that of
-    the folder from which the model was loaded, or the first that fits. tokenizer: also write its files; None: those of
-    the folder from which the model was loaded.
+    the folder from which the model was loaded, or without one the first that can express it. tokenizer: also write its
+    files; None: those of the folder from which the model was loaded.
 
-    Raises ValueError if no published architecture can express the model, or if `folder` exists, and OSError if it
-    cannot be written; then nothing is left of it.
+    Raises ValueError if no published architecture can express the model, or if `folder` exists, and OSError if a file
+    cannot be written. After an error, the unfinished folder is removed.
     """
     weights = global_weights(model)
     missing = [part for part in ("embedding", "head") if not getattr(model.spec, part)]

@@ -2,8 +2,8 @@
 
 This model stacks matrices that are multiplied together: queries, keys and values; gate and up. Published models store
 each matrix separately, or stack the experts of a layer. So a tensor of this model is a list of `Part`, stacked along
-the first dimension. A part may have its rows in another order: DeepSeek rotates channels (2i, 2i + 1) together, this
-model channels (i, i + C/2).
+the first dimension. The rows of a part may be in another order: DeepSeek rotates channels (2i, 2i + 1) together, and
+this model rotates channels (i, i + C/2).
 
 E experts, D model dim, F inner width, H heads.
 """
@@ -27,7 +27,7 @@ class Part:
     """Rows of a tensor of this model, as a published tensor, or as one entry of its first dimension.
 
     name, shape: of the published tensor, without the first dimension if `index` selects one entry. order: for each row
-    here, its row there. swapped: the left and the right half of the columns change places.
+    of this model, the index of the published row. swapped: the left and right halves of the columns are exchanged.
     """
 
     name: str

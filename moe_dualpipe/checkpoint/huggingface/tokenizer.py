@@ -1,7 +1,7 @@
-"""The files from which transformers builds the tokenizer of an export, and learns which token ends a generation.
+"""The files that tell transformers the tokenizer of an export, and the token that ends a generation.
 
-A run that started from a published model has these files already (companions.py). For any other run they are made
-here. Without them, transformers would take the ids of special tokens from the defaults of the architecture.
+A run that started from a published model already has these files (companions.py). For other runs this module makes
+them. Without them, transformers would use the default special tokens of the architecture.
 """
 
 import json
@@ -14,7 +14,7 @@ from ...data import TOKENIZER_FILE, Tokenizer, library_json
 def tokenizer_files(tokenizer: Tokenizer | None) -> dict[str, bytes]:
     """tokenizer.json, tokenizer_config.json and generation_config.json: file name -> content.
 
-    A tokenizer that is unknown has none of them.
+    Returns {} without a known tokenizer.
     """
     found = library_json(tokenizer) if tokenizer is not None else None
     if found is None or tokenizer is None:
@@ -29,7 +29,7 @@ def tokenizer_files(tokenizer: Tokenizer | None) -> dict[str, bytes]:
 
 
 def special_ids(tokenizer: Tokenizer | None, source: Mapping[str, Any]) -> dict[str, int | None]:
-    """The ids of special tokens for config.json: those of `source`, or else those of the tokenizer. All are named."""
+    """The ids of special tokens for config.json: those of `source`, or else of the tokenizer, or None."""
     end = tokenizer.end_id if tokenizer is not None and tokenizer.end_id >= 0 else None
     ids = {"bos_token_id": None, "eos_token_id": None if source else end, "pad_token_id": None}
     return {key: source.get(key, default) for key, default in ids.items()}

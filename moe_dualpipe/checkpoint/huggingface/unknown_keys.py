@@ -1,7 +1,7 @@
-"""Keys of config.json that nothing here reads: those that could change what the model computes are refused.
+"""Refuse keys of config.json that nothing reads, if they could change what the model computes.
 
-Other programs write many keys, and new versions of an architecture add more. A key is refused if its name has a word
-for a part of the model, such as `embedding_multiplier`, unless its value means "off".
+Other programs write many keys, and new versions of an architecture add more. A key such as `embedding_multiplier`,
+whose name contains a word for a part of the model, is refused unless its value means "off".
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ _FACTORS = {"factor", "multiplier", "scale", "scaling"}
 
 
 class ReadKeys(dict[str, Any]):
-    """config.json, which remembers the keys that were read."""
+    """The contents of config.json. Remembers which keys were read."""
 
     def __init__(self, config: Mapping[str, Any]):
         super().__init__(config)
