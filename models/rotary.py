@@ -1,9 +1,9 @@
 """Rotary position embedding (arXiv 2104.09864), and YaRN (arXiv 2309.00071), which extends it to longer contexts.
 
-Channels i and i + C/2 of a query or key are rotated by the angle position * theta^(-2i / C). In short contexts,
-slow channels do not complete a rotation, so a longer context has angles that training never showed. YaRN divides slow
-frequencies by a factor, so that their angles stay within those of the short context. It keeps fast frequencies, and interpolates
-in between. It also increases the attention scores with the logarithm of the factor.
+Channels i and i + C/2 of a query or key are rotated by the angle position * theta^(-2i / C). In short contexts, slow
+channels do not complete a rotation, so a longer context has angles that training never showed. YaRN divides slow
+frequencies by a factor, so that their angles stay within those of the short context. It keeps fast frequencies, and
+interpolates in between. It also increases the attention scores with the logarithm of the factor.
 
 S positions, C rotated channels.
 """
