@@ -67,7 +67,7 @@ class Rotary:
 
 
 def growth(config: ModelConfig, mscale: float) -> float:
-    """YaRN's scale of attention for a longer context: 1 + 0.1 mscale ln(factor). Example: factor 40, mscale 1 -> 1.369."""
+    """YaRN's scale for a longer context: 1 + 0.1 mscale ln(factor). Example: factor 40, mscale 1 -> 1.369."""
     return 1 + 0.1 * mscale * math.log(config.yarn_factor)
 
 
