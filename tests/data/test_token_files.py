@@ -490,4 +490,6 @@ def test_a_run_on_mixed_sources_saves_its_tokenizer_and_resumes(prepared, tmp_pa
     with pytest.raises(
         ValueError, match="step-000002 was trained with another tokenizer: BPE of 320 tokens; --data has bytes"
     ):
-        make_plan(change(other, data=("LICENSE",)))
+        make_plan(change(other, data=(str(prepared / "bytes"),)))
+    plan = make_plan(change(other, data=("LICENSE",)))
+    assert plan.text.tokenizer.to_json() == find_tokenizer(checkpoint).to_json()  # encodes plain text
