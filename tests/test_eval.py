@@ -117,7 +117,7 @@ def test_token_ids_without_a_tokenizer_have_no_bits_per_byte(tmp_path, capsys, m
     (["--data", "notes.py", "--seq-len", "0"], "--seq-len must be at least 1: got 0"),
     (["--data", "notes.py", "--seq-len", "8", "--stride", "9"],
      "--stride must be at most 8: got 9; a longer one would leave out tokens"),
-    (["--data", "notes.py", "--stride", "0"], "--stride must be at least 1: got 0"),
+    (["--data", "notes.py", "--stride", "0"], "--stride must be at least 1: got 0\n"),
     (["--data", "notes.py", "--batch-size", "0"], "--batch-size must be at least 1: got 0"),
     (["--data", "notes.py", "--max-tokens", "0"], "--max-tokens must be at least 1: got 0"),
     (["--data", "notes.py", "--experts", "a:b"], "runs/tiny/checkpoints/step-000002 has experts 'swiglu', not 'a:b'"),

@@ -84,6 +84,7 @@ class Eval:
         check_range("--seq-len", self.seq_len, 1)
         check_range("--batch-size", self.batch_size, 1)
         stride = self.seq_len if self.stride is None else self.stride
+        check_range("--stride", stride, 1)
         check_range("--stride", stride, 1, self.seq_len, hint="; a longer one would leave out tokens")
         if self.max_tokens is not None:
             check_range("--max-tokens", self.max_tokens, 1)

@@ -1,4 +1,4 @@
-"""config.json decides what a model computes: each change of it is refused, or has the effect that it has elsewhere."""
+"""config.json decides what a model computes: each change is refused, or has the same effect as in transformers."""
 
 import json
 import logging
@@ -18,7 +18,7 @@ NO_EFFECT = {
     "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "max_position_embeddings", "output_router_logits",
     "router_aux_loss_coef", "use_cache", "pretraining_tp", "max_window_layers", "transformers_version", "architectures",
 }  # fmt: skip
-"""Keys that are for programs, and not for the model."""
+"""Keys that do not describe the model."""
 PUBLISHED = {
     "mixtral": {"router_aux_loss_coef": 0.02, "sliding_window": None, "torch_dtype": "bfloat16", "use_cache": True},
     "olmoe": {"clip_qkv": None, "rope_scaling": None, "rope_theta": 10000.0, "pad_token_id": 1},
@@ -59,7 +59,7 @@ def logits(model):
 
 
 def their_logits(model, config):
-    """The logits that transformers computes with the weights of `model` and another config; None if it refuses it."""
+    """The logits that transformers computes with the weights of `model` and another config; None if it refuses the config."""
     logging.disable()
     try:
         changed = type(model.config).from_dict(json.loads(json.dumps(config)))

@@ -1,4 +1,4 @@
-"""The config.json of published models: presets equal them, their sizes are the published ones, and all is written back.
+"""The config.json of published models: equal to the presets, with the published sizes, and written back unchanged.
 
 tests/support/published_configs.json has the values of huggingface.co/<organization>/<model>/config.json.
 """

@@ -1,4 +1,4 @@
-"""Folders of published models that are damaged or contradict themselves: one line, and no model that is half loaded."""
+"""Folders of published models that are damaged or contradictory: an error of one line, never a partly loaded model."""
 
 import json
 import shutil

@@ -19,7 +19,7 @@ IN_FULL = ("embed_tokens.weight", "head.weight", "gate.weight", "norm.weight", "
 
 
 def quantize(weight):
-    """Weights in fp8 [..., rows, columns], and the scale of each block, in loops."""
+    """Quantize to fp8 in plain loops: weights [..., rows, columns], and the scale of each block."""
     *_, rows, columns = weight.shape
     scales = torch.empty(*weight.shape[:-2], -(-rows // BLOCK), -(-columns // BLOCK))
     quantized = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
@@ -59,7 +59,7 @@ def stack_experts(tensors):
 
 
 def make_folder(tmp_path, stacked=False):
-    """A folder with fp8 weights, and the tensors that it stands for."""
+    """A folder with fp8 weights, and its tensors in fp32."""
     folder = tmp_path / "saved"
     save_with_mtp(random_model("deepseek_v3", dtype=torch.bfloat16, **SIZES), folder)
     tensors = load_file(folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Compares imported models with transformers, and exported models with what was imported."""
+"""Imported models equal those of transformers, and exported models equal the imported ones."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from tests.support.published import CONFIGS, exact, random_model, save, transfor
 
 TOKENS_BS = torch.randint(37, (2, 19), generator=torch.Generator().manual_seed(0))
 BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-10}
-"""The largest difference, in units of the largest number, for each dtype."""
+"""The largest difference relative to the largest number, for each dtype."""
 
 
 def assert_near(ours: torch.Tensor, theirs: torch.Tensor, name: str = "") -> None:

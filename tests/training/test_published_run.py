@@ -1,4 +1,4 @@
-"""Runs that start from a published model: its model, tokenizer and files are used, and come out again."""
+"""Runs that start from a published model: they use its model, tokenizer and files, and export them again."""
 
 import dataclasses
 import importlib
@@ -125,7 +125,11 @@ def test_lora_adapters_train_on_published_weights_and_are_merged(published, tmp_
     arguments = [str(tmp_path / "run"), str(tmp_path / "merged")]
     monkeypatch.setattr(sys, "argv", ["merge_lora.py", *arguments])
     merge_lora.main()
-    for words, message in [(arguments, "merged already exists"), (arguments[:1], "usage: ")]:
+    train(started(published, tmp_path / "plain", steps=1), verbose=False)
+    for words, message in [
+        (arguments, "merged already exists"), (arguments[:1], "usage: "),
+        ([str(tmp_path / "plain"), str(tmp_path / "out")], "has no adapters: use moe-dualpipe export"),
+    ]:  # fmt: skip
         monkeypatch.setattr(sys, "argv", ["merge_lora.py", *words])
         with pytest.raises(SystemExit, match=message):
             merge_lora.main()
