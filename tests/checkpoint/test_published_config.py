@@ -59,7 +59,7 @@ def logits(model):
 
 
 def their_logits(model, config):
-    """The logits that transformers computes with the weights of `model` and another config; None if it refuses the config."""
+    """The logits that transformers computes with these weights and another config; None if it refuses the config."""
     logging.disable()
     try:
         changed = type(model.config).from_dict(json.loads(json.dumps(config)))
