@@ -74,6 +74,18 @@ def test_two_ranks_with_half_of_the_experts_have_the_same_losses(tmp_path):
     assert halved == pytest.approx(whole_, rel=1e-5)
 
 
+def test_custom_attention_trains_in_a_pipeline_and_resumes_in_one_process(tmp_path):
+    attention = {"attention": named("sliding_window", "SlidingWindow"), "attention_options": "window=7"}
+    model = dataclasses.replace(MODEL, **attention)
+    config = settings(tmp_path / "two", model=model, steps=4, save_every=2, seq_len=16, eval_sequences=2)
+    piped = losses(run_ranks(2, train, config)[0])
+    checkpoint = tmp_path / "two" / "checkpoints" / "step-000002"
+    alone = change(config, out=str(tmp_path / "one"), resume=str(checkpoint), save_every=None)
+    resumed = losses(run_ranks(1, train, alone)[0])
+    assert sorted(resumed) == [3, 4] and len(piped) == 4
+    assert resumed == pytest.approx({step: piped[step] for step in resumed}, rel=1e-5)
+
+
 LAYERS = {
     "experts": [
         ("squared_relu", "SquaredReLUExperts"), ("module_list", "GELUExpert"), ("module_list", "linear_experts"),

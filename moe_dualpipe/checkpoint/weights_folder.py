@@ -148,6 +148,8 @@ def check_weights(folder: Path, model: ModelConfig, partial: bool = False) -> li
 
     Raises ValueError unless `folder` is intact, and without `partial` if it has another model.
     """
+    if not folder.is_dir():
+        raise ValueError(f"--weights {printable(folder)} is not a folder")
     opened = open_weights(folder)
     if not (folder / CONFIG_FILE).is_file() or not any(map(Path.is_file, (folder / WEIGHTS_FILE, folder / INDEX_FILE))):
         raise ValueError(

@@ -237,7 +237,7 @@ def test_batches_that_are_not_the_same_on_all_ranks(tmp_path):
     ({}, {"validation": GOOD}, "`validation` needs `batches`: without them, the held-out text of the data is used"),
     ({"eval_every": 3}, {"batches": lambda _: GOOD}, "eval_every=3 with `batches` needs `validation`"),
     ({"document_mask": True}, {"batches": lambda _: GOOD}, "--document-mask: these token ids do not tell where"),
-], ids=str)  # fmt: skip
+], ids=["weights", "resume", "validation", "eval_every", "document_mask"])  # fmt: skip
 def test_options_that_contradict_what_is_given(tmp_path, changes, given, message):
     with pytest.raises(ValueError) as error:
         train(change(settings(tmp_path), **changes), verbose=False, **given)

@@ -106,6 +106,15 @@ def test_bad_options_are_one_line(published, tmp_path, monkeypatch, changes, mes
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_changed_model_is_exported_as_an_architecture_that_fits(published, tmp_path):
+    config = started(published, tmp_path / "run", steps=1, weights_partial=True, export=str(tmp_path / "out"))
+    train(
+        dataclasses.replace(config, model=dataclasses.replace(config.model, qk_norm="none", dense_layers=())),
+        verbose=False,
+    )
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "mixtral"
+
+
 def test_text_needs_the_tokenizer_of_the_model(tmp_path):
     bare = tmp_path / "bare"
     save(random_model("qwen3_moe", vocab_size=VOCAB), bare)

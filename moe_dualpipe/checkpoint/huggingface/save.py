@@ -32,7 +32,7 @@ from ..tensor_writer import TensorWriter
 from ..weights import global_weights
 from .architectures import ARCHITECTURES
 from .companions import companions_of, published_config
-from .config import find_architecture, is_interleaved, write_config
+from .config import find_architecture, is_interleaved, misfits, write_config
 from .published import CONFIG_FILE
 from .tensors import Layout, published_shapes
 from .tokenizer import special_ids, tokenizer_files
@@ -142,15 +142,16 @@ def plan_export(
     """Plan to write a model whose tensors `read` returns.
 
     companions: the files of the model from which the run started. dtype: None: that of `companions`, or float32.
-    architecture: "": that of `companions`, or without one the first that can express the model. tokenizer: also write
+    architecture: "": that of `companions`, if it fits, or the first that can express the model. tokenizer: also write
     its files, except those that `companions` has.
 
     Raises ValueError if no published architecture can express the model.
     """
     companions = companions or {}
     source = published_config(companions)
-    if not architecture and source.get("model_type") in ARCHITECTURES:
-        architecture = source["model_type"]
+    started = ARCHITECTURES.get(str(source.get("model_type")))
+    if not architecture and started and not model.own_layers and not misfits(model, started):
+        architecture = started.model_type
     found = find_architecture(model, architecture)
     config = write_config(model, found)
     if source.get("model_type") == found.model_type:
