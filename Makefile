@@ -1,7 +1,7 @@
 # make train   train a small model on this machine       make test   lint and tests
 # make bench   measure                                    make lint   ruff and pyright
 # make docs    build the documentation in build/site
-# make soak    attack runs and files at random, for about 20 minutes
+# make soak    run the long tests, then attack runs and files at random, for about 25 minutes
 # make kernel-hub   write the kernels for Hugging Face's kernel hub, in build/kernel-hub
 # make codegen   compile the kernels for GPUs, without one, with both versions of Triton
 
@@ -29,6 +29,7 @@ test: lint
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 soak: venv
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m long
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak
 
 lint: venv

@@ -53,6 +53,7 @@ def test_an_installed_wheel_can_be_imported(wheel, tmp_path):
     assert python(IMPORTS, tmp_path, PYTHONPATH=str(site)).startswith(str(site))
 
 
+@pytest.mark.long
 def test_an_editable_install_and_a_checkout_import_from_the_repository(tmp_path):
     for environment in ({"PYTHONPATH": ""}, {"PYTHONPATH": str(ROOT)}):
         assert python(IMPORTS, tmp_path, **environment) == str(ROOT / "moe_dualpipe" / "training" / "loop.py")

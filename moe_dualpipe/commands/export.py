@@ -28,9 +28,9 @@ class Export:
     """Format of the folder."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """huggingface: dtype of the weights. None: that of the published model from which the run started, or float32."""
-    max_shard_size: str = "5GB"
+    max_shard_size: Annotated[str, arg(metavar="SIZE")] = "5GB"
     """huggingface: largest size of one file, such as 5GB or 512MiB."""
-    architecture: str | None = None
+    architecture: Annotated[str | None, arg(metavar="MODEL_TYPE")] = None
     """huggingface: architecture to write, such as mixtral. None: that of the published model from which the run
     started, or the first that can express the model."""
     layers: OmitArgPrefixes[OwnLayers] = NO_OWN_LAYERS

@@ -15,17 +15,19 @@ from torch import Tensor
 from ..models import MoE, TransformerStage
 from ..models.auxiliary_losses import loss_factors
 from ..models.config import ModelConfig
+from ..runtime.shared_errors import gather_objects
 
 
 class Balance:
-    """The Mixture-of-Experts layers of this rank's stages."""
+    """The Mixture-of-Experts layers of this rank's stages. Collective."""
 
     def __init__(self, model: ModelConfig, stages: Mapping[int, TransformerStage], rate: float):
         self.rate, self.losses = rate, [*loss_factors(model)]
-        self.rows = {block: row for row, block in enumerate(model.routed_blocks())}
-        self.shape = len(self.rows), model.num_experts
         modules = (module for stage in stages.values() for module in stage.modules())
         self.layers = {module.layer: module for module in modules if isinstance(module, MoE)}
+        blocks = sorted({block for of_rank in gather_objects([*self.layers]) for block in of_rank})
+        self.rows = {block: row for row, block in enumerate(blocks)}  # custom blocks may have experts in any layer
+        self.shape = len(blocks), model.num_experts
 
     def loads(self, device: torch.device) -> Tensor:
         """Tokens per expert since the last call, summed over all ranks, [L, E]. Collective."""

@@ -67,6 +67,7 @@ assert "shared memory" in find_problems(TileConfig(128, 256, 64, 8, 6, 8, True))
 """
 
 
+@pytest.mark.long
 def test_spills_and_excess_shared_memory_are_reported():
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run(

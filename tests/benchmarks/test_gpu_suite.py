@@ -67,6 +67,7 @@ def results(smoke):
     return json.loads((smoke[1] / "results.json").read_text())
 
 
+@pytest.mark.long
 def test_all_sections_write_results_with_units(results):
     assert {"about", "ceilings", "tests", "experts", "permute", "routing", "overlap", "training"} <= results.keys()
     assert results["ceilings"]["dense"]["unit"] == "TFLOP/s"
@@ -76,6 +77,7 @@ def test_all_sections_write_results_with_units(results):
     assert "tests collected" in results["tests"]["summary"]  # smoke mode collects the tests without running them
 
 
+@pytest.mark.long
 def test_our_kernels_are_correct_and_timed(results):
     (entry,) = results["experts"]["shapes"]
     for name in ("triton", "grouped_mm"):
@@ -89,6 +91,7 @@ def test_our_kernels_are_correct_and_timed(results):
     assert saved <= shape["kept_bytes_formula"] + 40 * shape["K"] + 64 * shape["E"]
 
 
+@pytest.mark.long
 def test_other_libraries_are_timed_if_installed(results):
     (entry,) = results["experts"]["shapes"]
     for name in ("liger", "scattermoe", "sonicmoe"):
@@ -96,6 +99,7 @@ def test_other_libraries_are_timed_if_installed(results):
         assert outcome["status"] in ("timed", "not installed"), outcome
 
 
+@pytest.mark.long
 def test_a_wrong_implementation_is_reported_with_its_error_and_not_timed(smoke, results):
     (entry,) = results["experts"]["shapes"]
     outcome = entry["contestants"]["custom_experts:doubled"]
@@ -106,6 +110,7 @@ def test_a_wrong_implementation_is_reported_with_its_error_and_not_timed(smoke, 
     assert "WRONG" in (smoke[1] / "results.md").read_text()
 
 
+@pytest.mark.long
 def test_implementations_that_fail_are_reported_and_the_others_timed(results):
     (entry,) = results["experts"]["shapes"]
     early, late = (entry["contestants"][f"custom_experts:fails_{when}"] for when in ("at_once", "later"))
@@ -114,6 +119,7 @@ def test_implementations_that_fail_are_reported_and_the_others_timed(results):
     assert "forward" not in late
 
 
+@pytest.mark.long
 def test_permute_and_routing_kernels_agree_with_the_reference(results):
     (permute,) = results["permute"]["shapes"]
     (routing,) = results["routing"]["sizes"]
@@ -123,6 +129,7 @@ def test_permute_and_routing_kernels_agree_with_the_reference(results):
     }  # fmt: skip
 
 
+@pytest.mark.long
 def test_pairs_are_measured_sequential_and_overlapped(smoke, results):
     runs = results["overlap"]["runs"]
     assert list(runs) == list(overlap.RUNS)
@@ -134,6 +141,7 @@ def test_pairs_are_measured_sequential_and_overlapped(smoke, results):
     assert "| DeepSeek's trace (H800) |  | 129.0 |  | 124.3 | 113.4 | 96.3% |" in (smoke[1] / "results.md").read_text()
 
 
+@pytest.mark.long
 def test_training_runs_have_the_same_first_losses(results):
     runs = results["training"]["runs"]
     assert set(runs) == {"triton", "reference", "loop"}
@@ -142,6 +150,7 @@ def test_training_runs_have_the_same_first_losses(results):
         assert run["first_losses"] == pytest.approx(runs["loop"]["first_losses"], rel=1e-3)
 
 
+@pytest.mark.long
 def test_report_tables_are_complete_and_the_goals_are_printed_last(smoke):
     stdout, out = smoke
     text = (out / "results.md").read_text()
@@ -154,6 +163,7 @@ def test_report_tables_are_complete_and_the_goals_are_printed_last(smoke):
     assert stdout.index("## Goals") > stdout.index("forward + backward, TFLOP/s\n|")
 
 
+@pytest.mark.long
 def test_figures_are_written(smoke):
     pytest.importorskip("matplotlib")
     for name in ("experts.png", "training.png"):

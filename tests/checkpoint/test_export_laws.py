@@ -99,6 +99,7 @@ def peak(what, given, out):
     return map(int, done.stdout.split()[-2:])
 
 
+@pytest.mark.long
 def test_memory_of_an_export_is_that_of_three_tensors_and_of_an_import_that_of_the_model_and_one(large, tmp_path):
     out = tmp_path / "out"
     used, stated = peak("export", large, out)
@@ -232,6 +233,7 @@ slow_export(0, Path(sys.argv[1]), Path(sys.argv[2]), 0.01)
 """
 
 
+@pytest.mark.long
 def test_a_killed_export_leaves_nothing_under_its_name(run, tmp_path):
     checkpoint, out, rng = find_checkpoint(str(run)), tmp_path / "out", random.Random(0)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

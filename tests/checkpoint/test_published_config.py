@@ -37,7 +37,13 @@ PUBLISHED = {
 """Keys of published config.json files that transformers does not write."""
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+QUICK = {"qwen2_moe", "deepseek_v3", "glm4_moe"}
+"""The configurations that are not among the long tests: together they have all parts."""
+
+
+@pytest.fixture(
+    scope="module", params=[name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in CONFIGS]
+)
 def saved(request, tmp_path_factory):
     """A model of transformers, its folder, and its config.json."""
     model = random_model(request.param)

@@ -136,4 +136,4 @@ def test_some_mtp_tensors_without_the_others_are_refused(folder):
 def test_a_run_may_leave_out_the_mtp_modules(folder):
     published = PublishedModel(folder)
     assert published.differences(replace(published.config, mtp_layers=0)) == []
-    assert published.differences(replace(published.config, mtp_layers=2)) == ["mtp_layers 2, only 1"]
+    assert published.differences(replace(published.config, mtp_layers=2)) == ["mtp_layers was 1, now 2"]

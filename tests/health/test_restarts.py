@@ -34,6 +34,7 @@ def train_as_typed(rank, arguments):
     return train(rank, parse_arguments(arguments))
 
 
+@pytest.mark.long
 def test_torchrun_restarts_a_killed_run_which_resumes_in_its_folder(tmp_path):
     """The second attempt finds the folder of the first, without --out and with another run next to it."""
     script = tmp_path / "kills_itself.py"

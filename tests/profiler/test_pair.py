@@ -216,6 +216,7 @@ def test_run_with_deepseeks_transfer_times(tmp_path, capsys):
     assert report["sequential"]["comm_us"] >= 2 * (6690 + 8680 + 7490 + 5500)
 
 
+@pytest.mark.long
 def test_run_under_torchrun(tmp_path):
     launch = "--standalone", "--nproc-per-node", 2, "-m", "moe_dualpipe.cli"
     done = torchrun(*launch, *SMALL[:-2], "--out", tmp_path, folder=ROOT)

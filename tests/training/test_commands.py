@@ -6,6 +6,8 @@ import os
 import re
 from unittest import mock
 
+import pytest
+
 from examples import own_stages as example
 from moe_dualpipe.schedule import build
 from moe_dualpipe.training.command_line import parse_arguments
@@ -51,6 +53,7 @@ def test_a_single_process_trains_with_custom_experts_and_a_fused_loss(tmp_path, 
     assert list(losses(records(tmp_path))) == [1, 2]
 
 
+@pytest.mark.long
 def test_an_invalid_option_under_torchrun_prints_one_line_and_does_not_hang():
     done = command("--micro-batches", 3, processes=2)
     assert done.returncode != 0
