@@ -1,6 +1,6 @@
 """The config.json of published models: equal to the presets, with the published sizes, and written back unchanged.
 
-tests/support/published_configs.json has the values of huggingface.co/<organization>/<model>/config.json.
+tests/support/published_configs.json has the values of these files, entered by hand.
 """
 
 import dataclasses
