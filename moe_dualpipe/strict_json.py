@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .messages import printable, quoted
+from .messages import describe, printable, quoted
 
 MAX_DEPTH = 32
 MAX_BYTES = 2**28  # five times the size of a tensors.json with a million tensors
@@ -53,6 +53,14 @@ def read_file(path: Path, follow_links: bool = True) -> Any:
     if len(data) > MAX_BYTES:
         raise ValueError(f"it has more than {MAX_BYTES:,} bytes")
     return parse(data)
+
+
+def read_named(path: Path) -> Any:
+    """Return the value in a JSON file. Raises ValueError, "cannot read PATH: ..."."""
+    try:
+        return read_file(path)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"cannot read {printable(path)}: {describe(error)}") from None
 
 
 def check_regular(path: Path, follow_links: bool = True) -> os.stat_result:

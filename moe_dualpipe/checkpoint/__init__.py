@@ -19,6 +19,7 @@ from .weights_folder import (
     is_published,
     load_weights,
     load_weights_in_part,
+    model_of,
     open_weights,
     start_tokenizer,
 )
@@ -26,6 +27,6 @@ from .weights_folder import (
 __all__ = [
     "WEIGHTS_FILE", "Manifest", "PartialLoad", "SaveError", "SaveResult", "Saver", "check_model", "check_weights",
     "export_weights", "find_checkpoint", "is_published", "list_checkpoints", "load_checkpoint", "load_model",
-    "load_tensors", "load_weights", "load_weights_in_part", "open_model", "open_weights", "read_manifest",
+    "load_tensors", "load_weights", "load_weights_in_part", "model_of", "open_model", "open_weights", "read_manifest",
     "read_tensor_metadata", "save_checkpoint", "start_tokenizer", "verify_checkpoint",
 ]  # fmt: skip

@@ -49,7 +49,7 @@ class TensorFolder:
 
         index: return only this entry of the first dimension, and read only its bytes.
 
-        Raises ValueError if there is no such tensor or its file cannot be read, and IndexError.
+        Raises ValueError for an unknown name and for a file that cannot be read, and IndexError for an invalid index.
         """
         if (entry := self.entries.get(name)) is None:
             raise ValueError(f"{printable(self.folder)} has no tensor {quoted(name)}")

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ..data import TOKENIZER_FILE, Tokenizer, UnknownTokenizer, find_tokenizer
 from ..expert_parallel.parameters import older_names
-from ..messages import describe, printable
+from ..messages import printable
 from ..models import ModelConfig, TransformerStage, build_model
 from ..runtime.shared_errors import gather_objects
-from ..strict_json import read_file
+from ..strict_json import read_named
 from .huggingface import PublishedModel
 from .load import check_on_all_ranks, check_shapes, model_differences, with_older_names
 from .manifest import EXPORT_FILE, verify_export
@@ -41,10 +41,6 @@ class WeightsFolder(Protocol):
 
     @property
     def checksum(self) -> int: ...
-
-    def model(self) -> ModelConfig:
-        """The model of the folder. Raises ValueError if it cannot be built."""
-        ...
 
     def differences(self, model: ModelConfig) -> list[str]:
         """The options in which the model of the folder differs from `model`, one message each."""
@@ -82,12 +78,6 @@ class ExportedModel:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: entry.shape for name, entry in self._tensors.entries.items()}
 
-    def model(self) -> ModelConfig:
-        try:
-            return model_config(_saved_config(self._folder))
-        except ValueError as error:
-            raise ValueError(f"cannot build the model of {printable(self._folder)}: {error}") from None
-
     def differences(self, model: ModelConfig) -> list[str]:
         return model_differences(_saved_config(self._folder), model)
 
@@ -103,15 +93,22 @@ def open_weights(folder: Path) -> WeightsFolder:
     return PublishedModel(folder) if is_published(folder) else ExportedModel(folder)
 
 
+def model_of(folder: Path) -> ModelConfig:
+    """The model of a folder of weights. Reads no weights. Raises ValueError if it cannot be built."""
+    if is_published(folder):
+        return PublishedModel(folder).config
+    try:
+        return model_config(_saved_config(folder))
+    except ValueError as error:
+        raise ValueError(f"cannot build the model of {printable(folder)}: {error}") from None
+
+
 def is_published(folder: Path) -> bool:
     """Whether config.json in `folder` is that of a published model. Raises ValueError if it cannot be read."""
     path = folder / CONFIG_FILE
     if (folder / EXPORT_FILE).is_file() or not path.is_file():
         return False
-    try:
-        config = read_file(path)
-    except (ValueError, OSError) as error:
-        raise ValueError(f"cannot read {path}: {describe(error)}") from None
+    config = read_named(path)
     return isinstance(config, dict) and config.get("model_type") not in (None, MODEL_TYPE)
 
 
@@ -132,7 +129,7 @@ def load_exported(
     """
     named = {"experts": experts, "router": router, "attention": attention, "block": block}
     exported = ExportedModel(folder)
-    config = exported.model()
+    config = model_of(folder)
     try:
         check_sizes(config, [*exported.shapes.values()])
     except ValueError as error:
@@ -229,10 +226,7 @@ def _load(opened: WeightsFolder, state: Mapping[str, Tensor], older: Mapping[str
 
 def _saved_config(folder: Path) -> dict:
     """config.json of an export, without its model_type. Raises ValueError."""
-    try:
-        saved = read_file(folder / CONFIG_FILE)
-    except (ValueError, OSError) as error:
-        raise ValueError(f"cannot read {folder / CONFIG_FILE}: {describe(error)}") from None
+    saved = read_named(folder / CONFIG_FILE)
     if not isinstance(saved, dict) or saved.pop("model_type", None) != MODEL_TYPE:
         raise ValueError(f"{folder / CONFIG_FILE} was not written by moe-dualpipe export")
     return saved

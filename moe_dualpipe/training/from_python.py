@@ -35,8 +35,8 @@ def train(
     weights: the weights to start from: the state dict of a whole model (`build_model(config.model)`), or tensors by the
     names in checkpoints. Every rank gets all of them, and copies those that it holds.
     batches: called as `batches(step)` with the number of steps before, on every rank. Returns inputs and labels of the
-    whole step, token ids [B, S] for micro-batches x micro-batch size x data-parallel ranks = B sequences. No text is
-    read then: `config.batch.data` has no effect, and there is no sample at the end. A label of -100 does not count.
+    whole step, token ids [B, S] for micro-batches x micro-batch size x data-parallel ranks = B sequences. The run
+    then reads no text: `config.batch.data` has no effect, and the run prints no sample. Labels of -100 are ignored.
     validation: with `batches`, inputs and labels [N, S] for the validation loss; None: no validation. N is a multiple
     of B.
 

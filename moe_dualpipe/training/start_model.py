@@ -15,7 +15,7 @@ def start_model(resume: str | None, weights: str | None) -> ModelConfig | None:
     """
     if not (resume or weights):
         return None
-    from ..checkpoint import list_checkpoints, open_weights, read_manifest  # imports torch
+    from ..checkpoint import list_checkpoints, model_of, read_manifest  # imports torch
     from ..checkpoint.model_options import model_config
 
     with suppress(ValueError, OSError):
@@ -24,7 +24,7 @@ def start_model(resume: str | None, weights: str | None) -> ModelConfig | None:
             found = [*list_checkpoints(run / "checkpoints"), *list_checkpoints(run), run]
             model = model_config(read_manifest(found[0]).model)
         else:
-            model = open_weights(Path(weights or "")).model()
+            model = model_of(Path(weights or ""))
         for field in model.own_layers:
             model = dataclasses.replace(model, **{field: BUILT_IN[field][0], options_field(field): ""})
         return model

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...data import TOKENIZER_FILE
 from ...messages import describe, printable, quoted
-from ...strict_json import parse, read_file
+from ...strict_json import parse, read_named
 
 COMPANIONS_FILE = "published.json"
 NAMES = (
@@ -50,10 +50,7 @@ def companions_of(checkpoint: Path) -> dict[str, str]:
     path = checkpoint / COMPANIONS_FILE
     if not path.is_file():
         return {}
-    try:
-        found = read_file(path)
-    except (ValueError, OSError) as error:
-        raise ValueError(f"cannot read {printable(path)}: {describe(error)}") from None
+    found = read_named(path)
     if not isinstance(found, dict):
         raise ValueError(f"{printable(path)} must be an object: got {quoted(found, 60)}")
     for name, text in found.items():

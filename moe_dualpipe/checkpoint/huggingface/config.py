@@ -54,7 +54,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     _refuse_windows(config, architecture)
     if architecture.options.get("attention") == "mla":
         options["q_rank"] = _number(config, "q_lora_rank", 0)
-        _check_derived(config, options)
+        _check_derived(config)
     else:
         options |= _heads(config, options)
     if architecture.interleaved:
@@ -62,8 +62,8 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     if architecture.head_norms:
         options["qk_norm"] = "head" if _flag(config, "use_qk_norm", False) else "none"
     options |= _read_rope(config, architecture)
-    options |= _read_dense(config, architecture, options)
-    options |= _read_shared(config, architecture, options)
+    options |= _read_dense(config, architecture)
+    options |= _read_shared(config, architecture)
     options |= _read_groups(config, architecture)
     if architecture.mtp:
         options["mtp_layers"] = _number(config, "num_nextn_predict_layers", 0)
@@ -126,8 +126,7 @@ def canonical(model: ModelConfig) -> ModelConfig:
     first = next((i for i, layer in enumerate([*dense, -1]) if layer != i), 0)
     fields = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
     unused = set().union(*(names for kind, names in _ONLY.items() if kind != model.attention))
-    unused |= {"group_score"} if model.expert_groups == model.top_groups else set()
-    unused |= {"expert_groups", "top_groups"} if model.expert_groups == model.top_groups else set()
+    unused |= {"expert_groups", "top_groups", "group_score"} if model.expert_groups == model.top_groups else set()
     unused |= {"dense_size"} if not dense else set()
     if model.yarn_factor == 1:
         unused |= {name for name in fields if name.startswith("yarn_")}
@@ -171,12 +170,10 @@ def _refuse_windows(config: Mapping[str, Any], architecture: Architecture) -> No
         raise ValueError(f"layer_types with {quoted(other[0], 60)} is not supported: only 'full_attention'")
 
 
-def _check_derived(config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+def _check_derived(config: Mapping[str, Any]) -> None:
     """Raise ValueError if a size of latent attention contradicts the sizes that determine it."""
-    rotated, unrotated = options["rope_dim"], options["head_dim"]
-    if type(rotated) is not int or type(unrotated) is not int:
-        return  # refused later
-    heads = _number({"num_attention_heads": options["num_heads"]}, "num_attention_heads")
+    rotated, unrotated = _number(config, "qk_rope_head_dim"), _number(config, "qk_nope_head_dim")
+    heads = _number(config, "num_attention_heads")
     derived = {"head_dim": rotated, "qk_head_dim": rotated + unrotated, "num_key_value_heads": heads}
     for key, expected in derived.items():
         value = config.get(key)
@@ -251,13 +248,13 @@ def _of_both(rope: Mapping[str, Any], config: Mapping[str, Any], key: str) -> An
     return outer if inner is None else inner
 
 
-def _read_dense(config: Mapping[str, Any], architecture: Architecture, options: Mapping[str, Any]) -> dict[str, Any]:
+def _read_dense(config: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
     if architecture.dense == "none":
         return {}
     if architecture.dense == "first":
         return {"num_dense_layers": _number(config, "first_k_dense_replace", 0)}
     listed, step = config.get("mlp_only_layers"), _number(config, "decoder_sparse_step", 1)
-    layers = _number({"num_hidden_layers": options["num_layers"]}, "num_hidden_layers")
+    layers = _number(config, "num_hidden_layers")
     listed = [] if listed is None else listed
     if not isinstance(listed, list) or any(type(layer) is not int or not 0 <= layer < layers for layer in listed):
         raise ValueError(f"mlp_only_layers must be a list of layers from 0 to {layers - 1}: got {quoted(listed, 60)}")
@@ -267,13 +264,13 @@ def _read_dense(config: Mapping[str, Any], architecture: Architecture, options: 
     return {"num_dense_layers": 0, "dense_layers": tuple(sorted(dense))}
 
 
-def _read_shared(config: Mapping[str, Any], architecture: Architecture, options: Mapping[str, Any]) -> dict[str, Any]:
+def _read_shared(config: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
     if architecture.shared == "none":
         return {}
     if architecture.shared == "counted":
         count = _number(config, "n_shared_experts")
     else:
-        key, width = "shared_expert_intermediate_size", _number({"w": options["expert_size"]}, "w")
+        key, width = "shared_expert_intermediate_size", _number(config, "moe_intermediate_size")
         total = _number(config, key)
         if not width or total % width:
             raise ValueError(f"{key} must be a multiple of moe_intermediate_size: got {total} and {width}")

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...messages import describe, plural, printable, quoted
+from ...messages import plural, printable, quoted
 from ...models import ModelConfig
-from ...strict_json import read_file
+from ...strict_json import read_named
 from ..partial import group_names
 from ..tensor_folder import TensorFolder
 from .architectures import Architecture
@@ -102,9 +102,6 @@ class PublishedModel:
                 raise ValueError(
                     f"{printable(self.folder)}: {name} differs from {original}, but this model has one tensor for both"
                 )
-
-    def model(self) -> ModelConfig:
-        return self.config
 
     def differences(self, model: ModelConfig) -> list[str]:
         """The options in which `model` differs from that of the folder. Its MTP modules may be left out."""
@@ -202,10 +199,7 @@ def read_config_file(folder: Path) -> dict[str, Any]:
         raise ValueError(
             f"{printable(folder)} has no {CONFIG_FILE}: give the local folder of a published model (hf download)"
         )
-    try:
-        config = read_file(path)
-    except (ValueError, OSError) as error:
-        raise ValueError(f"cannot read {printable(path)}: {describe(error)}") from None
+    config = read_named(path)
     if not isinstance(config, dict):
         raise ValueError(f"{printable(path)} must be an object: got {quoted(config, 60)}")
     return config

@@ -99,12 +99,12 @@ class Export:
         writer = TensorWriter(folder, self.shapes, max_shard_size, share)
         wanted = {name for file in writer.own_files for name in file.names}
         for target in self.layout.targets():
-            parts = [part for part in target.parts if part.name in wanted]
-            tensor = self.read(target.name) if parts else torch.empty(0)
-            ends = dict(zip(target.parts, _ends([part.shape[0] for part in target.parts]), strict=True))
-            for part in parts:
-                rows = tensor[ends[part] - part.shape[0] : ends[part]].to(self.shapes[part.name][0])
-                writer.write(part.name, part.to_published(rows))
+            if not any(part.name in wanted for part in target.parts):
+                continue
+            sizes = [part.shape[0] for part in target.parts]
+            for part, rows in zip(target.parts, self.read(target.name).split(sizes), strict=True):
+                if part.name in wanted:
+                    writer.write(part.name, part.to_published(rows.to(self.shapes[part.name][0])))
         ours = {part.name: target.name for target in self.layout.targets() for part in target.parts}
         for name, original in self.layout.copies().items():
             if name in wanted:
@@ -117,10 +117,6 @@ class Export:
         config = (json.dumps(self.config, indent=2) + "\n").encode()
         for name, content in {**self.files, CONFIG_FILE: config}.items():
             write_synced(folder / name, content)
-
-
-def _ends(sizes: list[int]) -> list[int]:
-    return [sum(sizes[: i + 1]) for i in range(len(sizes))]
 
 
 @contextmanager
