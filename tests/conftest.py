@@ -11,10 +11,25 @@ if not torch.cuda.is_available():
 SLOWEST = ("training", "benchmarks", "runtime", "profiler", "kernels", "gpu")  # folders, slowest files first
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow files first: of two processes that take file after file, neither is left with a long one at the end."""
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out the long tests
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark long tests, and put slow files first: at the end, neither of two processes is left with a long file."""
+    unknown = mark_long([item for item in items if isinstance(item, pytest.Function)])
+    if unknown and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"no such cases to mark as quick: {unknown}")
     order = {name: i for i, name in enumerate(SLOWEST)}
     items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
+
+
+def mark_long(items: list[pytest.Function]) -> dict[str, set[str]]:
+    """Of a test with the mark quick("a", "b"), all others are long. Returns marked cases that do not exist."""
+    cases: dict[str, set[str]] = {}
+    for item in items:
+        if (quick := item.get_closest_marker("quick")) is not None:
+            cases.setdefault(item.nodeid.partition("[")[0], set(quick.args)).discard(item.callspec.id)
+            if item.callspec.id not in quick.args:
+                item.add_marker("long")
+    return {test: ids for test, ids in cases.items() if ids}
 
 
 @pytest.fixture(autouse=True)

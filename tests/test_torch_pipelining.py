@@ -121,6 +121,7 @@ def trains_like_the_whole_model(rank, pp, fused_loss):
 
 @pytest.mark.parametrize("fused_loss", [False, True])
 @pytest.mark.parametrize("pp,deferred", [(1, [{0: False}]), (2, [{0: False, 3: True}, {1: True, 2: True}])])
+@pytest.mark.quick("1-deferred0-True", "2-deferred1-True")
 def test_training_is_bit_equal_to_the_single_process_model(pp, deferred, fused_loss):
     """Also: a W computes what its I deferred, except in the first stage, where the whole backward is in W."""
     assert run_ranks(pp, trains_like_the_whole_model, pp, fused_loss) == deferred

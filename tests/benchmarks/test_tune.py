@@ -98,6 +98,7 @@ def test_other_entries_of_a_table_are_preserved(tmp_path):
     assert tuning.merged_entries(tmp_path / "none.json", new) == [new]
 
 
+@pytest.mark.long
 def test_the_command_tunes_every_kernel_and_the_package_uses_the_table(tmp_path, monkeypatch):
     path = tmp_path / "moe-dualpipe" / "tuned.json"
     done = run_main("benchmarks.tune", "--smoke", "--shapes", "7,16,16,2,1", "--out", str(path))

@@ -122,6 +122,7 @@ def save_start(rank, config, step):
     (PLAIN, [(1, {"zero": False}), (2, {}), (4, {"pp": 2, "ep": 2}), (2, {"pp": 2, "schedule": "zbv"})]),
     (DEEPSEEK, [(1, {}), (2, {"pp": 1, "ep": 2, "zero": True}), (2, {"pp": 2})]),
 ], ids=["mixtral", "deepseek_v3"])  # fmt: skip
+@pytest.mark.quick("deepseek_v3")
 def test_exports_do_not_depend_on_the_division_of_the_run(tmp_path, model, divisions):
     run_ranks(2, train, settings(tmp_path / "run", model=model, steps=2, **SMALL))
     found, expected = find_checkpoint(str(tmp_path / "run")), None
@@ -138,6 +139,7 @@ def test_exports_do_not_depend_on_the_division_of_the_run(tmp_path, model, divis
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.quick("bfloat16")
 def test_frozen_parameters_and_runs_in_bf16_are_exported(tmp_path, dtype):
     options = {"dtype": dtype, "freeze": ("*.experts.*", "embedding.weight"), "optim": OptimizerConfig(warmup_steps=0)}
     run_ranks(2, train, settings(tmp_path / "run", model=PLAIN, steps=2, **SMALL, **options))
@@ -179,6 +181,7 @@ def run(tmp_path_factory):
 
 
 @pytest.mark.parametrize("size", ["60KB", "5GB"])
+@pytest.mark.quick("60KB")
 def test_ranks_that_write_together_write_the_files_of_one(run, tmp_path, size):
     assert export(run, tmp_path / "one", "--max-shard-size", size) == 0
     run_ranks(2, write_together, find_checkpoint(str(run)), tmp_path / "two", size)

@@ -104,6 +104,7 @@ def test_a_pipeline_resumes_with_other_numbers_of_ranks_and_schedules(tmp_path):
     check_resumed_losses(tmp_path, "pp1", 1, resume, losses(whole), schedule="dualpipev", **LONG)
 
 
+@pytest.mark.long
 def test_resuming_changes_the_number_of_expert_parallel_ranks(tmp_path):
     """From --ep 1 to 2 and back. Two data-parallel ranks throughout, so that every step sees the same tokens."""
     common = {**LONG, "model": dataclasses.replace(MODEL, num_layers=2), "pp": 1, "micro_batches": 2, "keep": None}

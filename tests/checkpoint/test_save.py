@@ -148,6 +148,7 @@ def kill_ten_times(results, run, scratch):
         results.put((in_a_save, messages, step, found.name))
 
 
+@pytest.mark.long
 def test_killing_the_ranks_during_a_save_leaves_the_previous_checkpoint_intact(run, tmp_path):
     """Ten times, two ranks save in a loop and are killed. They start with the files that the previous ranks left."""
     results = ranks._context.SimpleQueue()

@@ -230,6 +230,18 @@ WEIGHTINGS = [(name, "outside") for name in LAYERS] + [("awkward", "inside"), ("
 
 @pytest.mark.parametrize("config,dtype", PATHS)
 @pytest.mark.parametrize("name,weighting", WEIGHTINGS)
+@pytest.mark.quick(
+    "awkward-outside-config0-dtype0",
+    "awkward-inside-config1-dtype1",
+    "awkward-none-config0-dtype0",
+    "one row-outside-config0-dtype0",
+    "one row-outside-config1-dtype1",
+    "hot expert-outside-config1-dtype1",
+    "no valid choice-outside-config0-dtype0",
+    "the same expert twice-outside-config1-dtype1",
+    "no rows-outside-config0-dtype0",
+    "no rows-outside-config1-dtype1",
+)
 def test_experts_and_all_gradients(name, dtype, config, weighting):
     rows, choices, num_experts, d, f, ids = LAYERS[name]
     *tensors, order, dy = moe(rows, choices, num_experts, d, f, dtype, ids)
@@ -286,6 +298,7 @@ def test_two_runs_are_bit_identical():
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
 
 
+@pytest.mark.long
 def test_512_experts():
     x, gate_up, down, weights, order, _ = moe(20, 8, 512, 16, 8, torch.float32)
     ours = experts(x, gate_up, down, order, weights, kernels="triton")

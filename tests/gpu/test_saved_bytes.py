@@ -148,6 +148,7 @@ def bytes_deferred(config, spec, recompute):
 @pytest.mark.parametrize("spec,choices,recompute", [
     (MIDDLE, LATENT | {"q_rank": 20}, "none"), (LAST, {"vocab_size": 200}, "full")
 ], ids=["mla", "last"])  # fmt: skip
+@pytest.mark.quick("mla")
 def test_bytes_saved_for_deferred_weight_gradients(spec, choices, recompute):
     config = ModelConfig(**SIZES | choices)
     measured = bytes_deferred(config, spec, recompute)
@@ -156,6 +157,7 @@ def test_bytes_saved_for_deferred_weight_gradients(spec, choices, recompute):
     )
 
 
+@pytest.mark.long
 def test_a_gate_and_a_tied_head_defer_the_bytes_of_the_formula():
     configs = [ModelConfig(**SIZES, num_dense_layers=0, **choices) for choices in (
         {}, {"shared_gate": True, "tied_embeddings": True, "rotary_fraction": 0.5, "qkv_bias": True}

@@ -7,11 +7,14 @@ import signal
 import time
 from dataclasses import replace
 
+import pytest
+
 from tests.support.killed_runs import Processes, newest
 from tests.support.ranks import run_ranks
 from tests.support.runs import change, losses, settings, train
 
 
+@pytest.mark.long
 def test_a_run_that_is_killed_at_random_moments_gives_the_same_results(tmp_path):
     """Each time the other rank exits and names the killed one, and the run resumes from its newest checkpoint."""
     chance = random.Random(5)

@@ -68,6 +68,7 @@ def saving_ranks(folder, disk, background):
 
 
 @pytest.mark.parametrize("background", [True, False])
+@pytest.mark.quick("True")
 def test_a_rank_whose_disk_hangs_in_a_save_is_named(tmp_path, background):
     codes, logs = saving_ranks(tmp_path, hang, background)
     assert codes == [1, 1]
@@ -75,6 +76,7 @@ def test_a_rank_whose_disk_hangs_in_a_save_is_named(tmp_path, background):
     assert logs == [f"train.py: rank {rank} stops: {hung}\n" for rank in range(2)]
 
 
+@pytest.mark.long
 def test_ranks_wait_for_a_slow_disk_longer_than_the_timeout(tmp_path):
     codes, logs = saving_ranks(tmp_path, be_slow, background=False)
     assert (codes, logs) == ([0, 0], ["", ""])

@@ -74,6 +74,7 @@ def poisoned_run(rank, config, steps):
     return records(config.checkpoint.out)
 
 
+@pytest.mark.long
 def test_a_run_resumed_after_a_skipped_step_is_bit_identical_to_an_uninterrupted_one(tmp_path):
     config = settings(tmp_path / "whole", seq_len=16, save_every=3)
     whole = run_ranks(2, poisoned_run, config, {2, 5})[0]

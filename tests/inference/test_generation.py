@@ -58,6 +58,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("fused_loss", [False, True], ids=["logits", "fused_loss"])
 @pytest.mark.parametrize("attention", VARIANTS)
+@pytest.mark.quick("gqa-logits", "mla-fused_loss")
 def test_generate_equals_generation_without_a_cache(attention, fused_loss):
     """With a maximum length that the text never reaches, and one that it reaches several times."""
     spread = Loopback(8, 4) if fused_loss else None  # Loopback: two halves, None: one batch

@@ -46,6 +46,7 @@ def generates_like_the_whole_model(rank, ranks, name, fused_loss):
 @pytest.mark.parametrize("fused_loss,ranks,name", [
     (False, 1, "dualpipev"), (True, 2, "dualpipe"), (False, 2, "dualpipev"), (False, 2, "1f1b"),
 ])  # fmt: skip
+@pytest.mark.quick("False-1-dualpipev", "True-2-dualpipe")
 def test_a_pipeline_generates_the_tokens_of_the_whole_model(fused_loss, ranks, name):
     run_ranks(ranks, generates_like_the_whole_model, ranks, name, fused_loss)
 

@@ -34,6 +34,7 @@ def text(number):
 
 @pytest.mark.parametrize("seq_len,stride", [(16, None), (16, 5), (16, 1), (200, None)])
 @pytest.mark.parametrize("options", [StageOptions(), StageOptions(fused_loss=True)], ids=["", "fused_loss"])
+@pytest.mark.quick("-16-5", "-200-None", "fused_loss-16-1")
 def test_losses_are_those_of_the_models_logits(seq_len, stride, options):
     """Directly: token i after the tokens of its window, one window at a time."""
     model, tokens = build_model(dataclasses.replace(MODEL, mtp_layers=1), options=options), text(101)

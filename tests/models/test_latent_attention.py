@@ -221,6 +221,7 @@ def test_deferred_weight_gradients_equal_immediate_ones(recompute):
 
 
 @pytest.mark.parametrize("q_rank", [0, Q])
+@pytest.mark.quick("9")
 def test_training_with_overlapped_pairs_is_bit_equal(q_rank):
     """Each step overlaps the forward of one batch with the backward of another."""
     runs = []

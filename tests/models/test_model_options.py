@@ -135,6 +135,7 @@ def test_a_bias_is_added_to_queries_keys_and_values():
 
 
 @pytest.mark.parametrize("fused_loss", [False, True])
+@pytest.mark.quick("True")
 def test_overlap_recompute_and_deferral_are_bit_equal(fused_loss):
     def sequential(recompute, deferred):
         model, weight_grads = trained(recompute=recompute, fused_loss=fused_loss), WeightGrads()

@@ -87,6 +87,7 @@ def state_of_a_run(rank, config):
     (4, {"pp": 2, "ep": 2, "dtype": "bfloat16"}, False), (4, {"pp": 1}, False), (2, {"schedule": "1f1b"}, False),
     (2, {"schedule": "1f1b"}, True), (4, {"pp": 2}, True),
 ], ids=str)  # fmt: skip
+@pytest.mark.quick("4-{'pp': 2, 'ep': 2, 'dtype': 'bfloat16'}-False", "2-{'schedule': '1f1b'}-True")
 def test_shared_optimizer_state_equals_that_of_a_run(tmp_path, ranks, changes, tied):
     """Owners get whole tensors. With a vocabulary of 3,000, two tensors are larger than an even share."""
     config = settings(tmp_path, model=dataclasses.replace(MODEL, vocab_size=3000, tied_embeddings=tied), **changes)

@@ -432,5 +432,6 @@ def our_transformer_in_dualpipe(rank, num_chunks, fused_loss):
 
 
 @pytest.mark.parametrize("num_chunks,fused_loss", [(4, False), (8, False), (8, True)])
+@pytest.mark.quick("4-False", "8-True")
 def test_our_transformer_overlaps_under_deepseeks_interface(num_chunks, fused_loss):
     run_ranks(2, our_transformer_in_dualpipe, num_chunks, fused_loss)

@@ -27,6 +27,7 @@ from tests.support.ranks import run_ranks
 
 
 @pytest.mark.parametrize("pp,fused_loss", [(1, False), (2, False), (4, False), (1, True), (2, True)])
+@pytest.mark.quick("2-True")
 def test_a_pipeline_of_any_schedule_equals_the_single_process_model(pp, fused_loss):
     names = [name for name in NAMES if pp > 1 or name not in ("chimera", "dualpipe")]
     seen = run_ranks(pp, all_schedules_equal_reference, names, pp, fused_loss)
@@ -36,6 +37,7 @@ def test_a_pipeline_of_any_schedule_equals_the_single_process_model(pp, fused_lo
 
 
 @pytest.mark.parametrize("name,pp,dp,ep", [("dualpipev", 1, 2, 2), ("dualpipe", 2, 2, 2), ("1f1b", 2, 2, 2)])
+@pytest.mark.quick("dualpipe-2-2-2")
 def test_expert_parallel_pipeline_agrees(name, pp, dp, ep):
     seen = run_ranks(pp * dp, agrees, name, pp, dp, ep)
     assert sum(count for count, _ in seen) == dp * MICRO_BATCHES
@@ -43,6 +45,7 @@ def test_expert_parallel_pipeline_agrees(name, pp, dp, ep):
 
 
 @pytest.mark.parametrize("name,pp,ep", [("dualpipev", 1, 1), ("dualpipe", 2, 1), ("dualpipe", 2, 2)])
+@pytest.mark.quick("dualpipe-2-2")
 def test_a_pipeline_with_a_fused_loss_agrees_with_the_plain_model(name, pp, ep):
     seen = run_ranks(pp * ep, agrees, name, pp, ep, ep, True)
     assert set.union(*(names for _, sets in seen for names in sets)) == {

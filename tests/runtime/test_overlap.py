@@ -70,6 +70,7 @@ def vars_of(config):
 
 
 @pytest.mark.parametrize("ranks,experts", [(2, 6), (4, 8)])
+@pytest.mark.quick("2-6")
 def test_a_pair_over_all_to_all_equals_the_sequential_one_and_all_ranks_issue_one_order(ranks, experts):
     seen = run_ranks(ranks, pair_is_sequential, experts)
     moe_layers = CONFIG.num_layers - CONFIG.num_dense_layers
@@ -113,6 +114,7 @@ def step_is_sequential(rank, name, pp, ep, slow, fused_loss):
         *(("dualpipe", 2, 2, True, False), ("dualpipe", 2, 1, False, True), ("dualpipe", 2, 2, True, True)),
     ],
 )
+@pytest.mark.quick("dualpipev-1-1-False-False", "dualpipe-2-2-True-True")
 def test_overlap_changes_no_bit_of_a_step(name, pp, ep, slow, fused_loss):
     run_ranks(pp * ep, step_is_sequential, name, pp, ep, slow, fused_loss)
 
@@ -158,6 +160,7 @@ def counts_live_tapes(rank, name, pp):
 
 
 @pytest.mark.parametrize("name,pp", [("dualpipe", 2), ("dualpipev", 2), ("dualpipev", 1), ("1f1b", 2)])
+@pytest.mark.quick("dualpipe-2", "dualpipev-1")
 def test_the_number_of_live_chunks_is_that_of_the_schedule(name, pp):
     for peak, expected in run_ranks(pp, counts_live_tapes, name, pp):
         assert peak == expected
@@ -286,6 +289,7 @@ def fails(rank, name, pp, ep, how, where):
     ("dualpipev", 1, 2, "raises", "F"), ("dualpipev", 1, 2, "raises", "B"), ("dualpipev", 1, 2, "dies", "B"),
     ("dualpipe", 2, 1, "raises", "F"), ("dualpipe", 2, 1, "raises", "B"), ("dualpipe", 2, 1, "dies", "F"),
 ])  # fmt: skip
+@pytest.mark.quick("dualpipev-1-2-raises-B", "dualpipev-1-2-dies-B", "dualpipe-2-1-raises-F")
 def test_a_failed_rank_ends_the_step_on_all_ranks(name, pp, ep, how, where):
     survivor, failed = run_failing_ranks(2, fails, name, pp, ep, how, where)
     if how == "raises":

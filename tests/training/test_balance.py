@@ -80,6 +80,7 @@ def test_biases_follow_the_loads_of_all_ranks_and_losses_are_the_same_in_every_l
 CHOICES = [{}, {"overlap": False}, {"recompute": "attention"}, {"recompute": "full"}]
 
 
+@pytest.mark.long
 def test_overlap_recompute_and_resuming_are_bit_identical(tmp_path):
     often = OFTEN | {"model": dataclasses.replace(BALANCED, num_layers=2)}
     configs = [settings(tmp_path / str(i), **often, save_every=2, **choice) for i, choice in enumerate(CHOICES)]

@@ -129,6 +129,7 @@ def without_clocks(run):
 @pytest.mark.parametrize(
     "ranks,changes", [(2, {}), (2, {"dtype": "bfloat16", "pp": 1}), (4, {"pp": 2, "ep": 2})], ids=str
 )
+@pytest.mark.quick("4-{'pp': 2, 'ep': 2}")
 def test_runs_with_divided_state_are_bit_identical(tmp_path, ranks, changes):
     small = {"steps": 2, "seq_len": 16, "eval_sequences": 1, **changes}
     choices = {"zero": {}, "whole": {"zero": False}, "zero-muon": {"optim": MUON}}
@@ -151,6 +152,7 @@ def resumed(rank, first, *others):
     (True, {"pp": 1, "dtype": "bfloat16"}, {"ep": 2}, 1e-3),
     (False, {"optim": MUON}, {"schedule": "1f1b"}, 1e-3),
 ], ids=["bf16", "muon"])  # fmt: skip
+@pytest.mark.quick("muon")
 def test_runs_resume_with_and_without_divided_state(tmp_path, zero, changes, division, rel):
     """Bit-identical in the same layout; other layouts round differently, and Muon rounds to bf16."""
     first = settings(tmp_path / "first", steps=4, seq_len=16, eval_sequences=1, zero=zero, **changes)

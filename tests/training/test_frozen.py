@@ -128,6 +128,7 @@ def resume_error(rank, config):
     return str(error.value)
 
 
+@pytest.mark.long
 def test_what_was_trained_can_be_frozen_later_but_not_the_other_way_round(tmp_path):
     """Among what is frozen are all matrices that Muon updates."""
     config = settings(tmp_path / "run", **{**SMALL, "model": SHALLOW, "optim": MUON, "steps": 1})

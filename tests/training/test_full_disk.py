@@ -129,6 +129,7 @@ def train_with_a_failing_profile(rank, config, where):
 
 
 @pytest.mark.parametrize("where,rank", [("start", 1), ("report", 0)])
+@pytest.mark.quick("start-1")
 def test_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path, where, rank):
     config = settings(tmp_path, steps=4, profile=1)
     printed = run_ranks(2, train_with_a_failing_profile, config, where)[0]
@@ -150,6 +151,7 @@ def train_and_remove_the_folder(rank, config):
     return list(losses(records(config.checkpoint.out)))
 
 
+@pytest.mark.long
 def test_a_run_whose_folder_is_removed_continues_in_a_new_one(tmp_path):
     config = settings(tmp_path / "run", steps=3, profile=1)
     assert run_ranks(2, train_and_remove_the_folder, config)[0] == [2, 3]

@@ -70,6 +70,7 @@ def given_batches_and_text(_rank, config, dp):
 
 
 @pytest.mark.parametrize("ranks,changes,dp", [(1, {}, 1), (2, {}, 1), (2, {"pp": 1, "ep": 2}, 2)], ids=str)
+@pytest.mark.quick("2-{'pp': 1, 'ep': 2}-2")
 def test_given_batches_have_the_losses_of_the_same_batches_from_text(ranks, changes, dp):
     config = settings("nowhere", steps=3, **changes)
     assert run_ranks(ranks, given_batches_and_text, config, dp)[0].keys() == {0, 3}  # the first rank has the records
@@ -104,6 +105,9 @@ def start_from(rank, config, weights):
     (ExpertList, 1, {}),
     (ExpertList, 4, {"pp": 2, "ep": 2, "dtype": "bfloat16"}),
 ], ids=str)  # fmt: skip
+@pytest.mark.quick(
+    "swiglu-1-{}", "<class 'tests.support.own_layers.ExpertList'>-4-{'pp': 2, 'ep': 2, 'dtype': 'bfloat16'}"
+)
 def test_every_rank_copies_what_it_holds_of_given_weights(tmp_path, experts, ranks, changes):
     """The names are those of checkpoints, or of the state dict of a whole model."""
     model = dataclasses.replace(SHALLOW, experts=experts, router_bias=True)

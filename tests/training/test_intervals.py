@@ -41,6 +41,7 @@ def train_all(rank, configs):
     return [all(torch.equal(state[name], states[0][name]) for name in states[0]) for state in states]
 
 
+@pytest.mark.long
 def test_validations_and_intervals_change_no_result(tmp_path):
     """With dropout, and with biases that follow the loads of the experts."""
     every_step = settings(tmp_path / "plain", **SMALL)

@@ -51,6 +51,7 @@ def test_every_schedule_trains_alike_and_resumes_in_another_layout(tmp_path):
     assert losses(moved) == pytest.approx(rest, rel=1e-5)
 
 
+@pytest.mark.long
 def test_overlap_and_recompute_are_bit_identical_with_expert_parallelism(tmp_path):
     model = dataclasses.replace(MTP, mtp_layers=2)
     small = {"model": model, "steps": 2, "seq_len": 16, "eval_sequences": 1, "pp": 1, "ep": 2}

@@ -219,6 +219,7 @@ NORM = "layers.0.attention_norm.weight"
     (2, {"pp": 1, "micro_batches": 2}, (weight_gradient, NORM, 1.5e38),
      f"all gradients are finite, but not the sum over ranks of that of {NORM} (stage 0, rank 0)"),
 ], ids=["output", "input gradient", "another schedule", "parameter", "sum over ranks"])  # fmt: skip
+@pytest.mark.quick("output", "another schedule", "sum over ranks")
 def test_too_many_skipped_steps_name_the_first_non_finite_value(tmp_path, ranks, changes, spoil, found):
     config = settings(tmp_path, steps=9, seq_len=16, max_skipped=2, save_every=1, keep=1, **changes)
     error = error_of(ranks, config, *spoil)

@@ -20,6 +20,7 @@ from tests.support.runs import (
 
 
 @pytest.mark.parametrize("ranks,changes", [(1, {}), (2, {}), (2, {"ep": 2})], ids=str)
+@pytest.mark.quick("1-{}", "2-{'ep': 2}")
 def test_a_resumed_run_is_bit_identical_to_an_uninterrupted_one(tmp_path, ranks, changes):
     whole = run_ranks(ranks, train, settings(tmp_path / "whole", steps=4, save_every=2, **changes))[0]
     assert list(losses(whole)) == [1, 2, 3, 4]
@@ -55,6 +56,7 @@ def resume_on_one_rank(rank, config):
         make_trainer(rank, config)
 
 
+@pytest.mark.long
 def test_experts_with_shared_parameters_resume_only_with_the_same_number_of_ranks(tmp_path):
     model = dataclasses.replace(SHALLOW, experts="tests.support.custom_experts:Stacked")
     run_ranks(2, train, settings(tmp_path / "a", model=model, pp=1, ep=2, steps=4, save_every=2))

@@ -71,6 +71,7 @@ CHOICES = [
 
 
 @pytest.mark.parametrize("ranks,division", [(1, {}), (2, {"pp": 2}), (2, {"pp": 1, "ep": 2})])
+@pytest.mark.quick("2-division2")
 def test_overlap_recompute_and_deferral_are_bit_identical(tmp_path, ranks, division):
     small = {"steps": 2, "seq_len": 16, "eval_sequences": 1, **division}
     configs = [settings(tmp_path / str(i), **small, **choice) for i, choice in enumerate([{}, *CHOICES])]
@@ -85,6 +86,7 @@ def test_overlap_recompute_and_deferral_are_bit_identical(tmp_path, ranks, divis
 
 
 @pytest.mark.parametrize("ranks,changes", [(1, {}), (2, {"pp": 1, "ep": 2})], ids=str)
+@pytest.mark.quick("1-{}")
 def test_a_fused_loss_trains_alike_and_its_checkpoints_resume_without_it(tmp_path, ranks, changes):
     model = dataclasses.replace(SHALLOW, vocab_size=1009)
     plain = settings(tmp_path / "plain", model=model, steps=4, **changes)
@@ -128,6 +130,7 @@ def drifting_run(rank, config, when):
 @pytest.mark.parametrize("every,when,zero,recorded", [
     (None, 5, False, 6), (3, 1, False, 2), (3, 1, True, 2), (1, 1, True, 2), (3, 3, False, 5),
 ])  # fmt: skip
+@pytest.mark.quick("None-5-False-6", "1-1-True-2", "3-3-False-5")
 def test_replicas_that_differ_stop_the_run_at_the_next_check(tmp_path, every, when, zero, recorded):
     config = settings(tmp_path, pp=1, check_replicas_every=every, zero=zero)
     assert run_ranks(2, drifting_run, config, when)[0] == recorded
