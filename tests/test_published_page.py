@@ -6,7 +6,6 @@ import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 
 import pytest
@@ -18,6 +17,7 @@ from moe_dualpipe.checkpoint.huggingface.save import plan_export
 from moe_dualpipe.data.tokenizer import BPETokenizer
 from moe_dualpipe.models import PRESETS, split
 from tests.support.published import random_model, save
+from tests.support.ranks import exits_and_logs
 from tests.support.runs import ROOT
 
 PAGE = (ROOT / "docs" / "checkpoints.md").read_text()
@@ -48,13 +48,16 @@ def folder(tmp_path_factory):
     return folder
 
 
-def run_torchrun(folder, *words):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *words], cwd=folder, env=environment, capture_output=True,
-        text=True, timeout=200, check=False, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+def run_rank(rank, folder, words, log):
+    """One rank of `torchrun --nproc-per-node 2 SCRIPT ...`."""
+    os.chdir(folder)
+    for number in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), number)
+    os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29717"}
+    torch.set_num_threads(1)
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
 
 
 def test_the_commands_of_the_page_run_in_their_order(folder, monkeypatch):
@@ -63,7 +66,11 @@ def test_the_commands_of_the_page_run_in_their_order(folder, monkeypatch):
     for line in COMMANDS[1:]:
         program, *words = shlex.split(line)
         if program == "torchrun":
-            run_torchrun(folder, *words)
+            assert words[:2] == ["--nproc-per-node", "2"]
+            words += ["--seq-len", "64", "--eval-sequences", "8", "--sample-tokens", "20"]
+            logs = [folder / f"rank {rank}.txt" for rank in range(2)]
+            exits, texts = exits_and_logs(run_rank, [(rank, folder, words[2:], logs[rank]) for rank in range(2)], logs)
+            assert exits == [0, 0], texts
         elif program == "python":
             monkeypatch.setattr(sys, "argv", words)
             monkeypatch.syspath_prepend(os.path.dirname(words[0]))

@@ -76,6 +76,7 @@ def test_spills_and_excess_shared_memory_are_reported():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_the_command_fails_if_the_interpreter_is_enabled():
     command = [sys.executable, "-m", "benchmarks.codegen"]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}

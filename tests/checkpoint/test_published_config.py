@@ -37,8 +37,8 @@ PUBLISHED = {
 """Keys of published config.json files that transformers does not write."""
 
 
-QUICK = {"qwen2_moe", "deepseek_v3", "glm4_moe"}
-"""The configurations that are not among the long tests: together they have all parts."""
+QUICK = {"qwen2_moe", "deepseek_v3"}
+"""The configurations that are not among the long tests: one with the options of each kind of attention."""
 
 
 @pytest.fixture(

@@ -53,6 +53,7 @@ def test_an_export_holds_exactly_the_weights_of_the_checkpoint(exported, capsys)
 
 
 @pytest.mark.parametrize("ranks,changes", [(1, {}), (2, {"ep": 2, "zero": True})], ids=str)
+@pytest.mark.quick("2-{'ep': 2, 'zero': True}")
 def test_a_run_starts_from_exported_weights_with_the_same_validation_loss(exported, tmp_path, ranks, changes):
     out = tmp_path / "started"
     given = {"model": BALANCED, "weights": str(exported / "given"), "eval_sequences": 8}

@@ -77,6 +77,7 @@ def backends_agree(rank, kind, ranks):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["random", "even", "one expert", "same rank", "to the last rank"])
+@pytest.mark.quick("random-1", "random-4", "even-2", "one expert-4", "same rank-2", "to the last rank-4")
 def test_all_to_all_equals_one_rank_with_all_experts(kind, ranks):
     seen = run_ranks(ranks, backends_agree, kind, ranks)
     # A token is sent once to each rank that holds any of its experts, and to no other rank.

@@ -52,6 +52,7 @@ def run(code, **environment):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_it_copies_all_bytes():
     run(INTERPRETED, TRITON_INTERPRET="1")
 

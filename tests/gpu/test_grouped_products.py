@@ -41,6 +41,16 @@ def normal(*shape, dtype):
 
 @pytest.mark.parametrize("config,dtype", PATHS)
 @pytest.mark.parametrize("counts,inputs,outputs", SIZES)
+@pytest.mark.quick(
+    "counts0-24-40-config0-dtype0",
+    "counts1-24-40-config1-dtype1",
+    "counts2-24-40-config0-dtype0",
+    "counts3-24-40-config1-dtype1",
+    "counts4-37-13-config0-dtype0",
+    "counts5-37-13-config1-dtype1",
+    "counts6-32-64-config0-dtype0",
+    "counts7-8-8-config1-dtype1",
+)
 def test_grouped_linear_and_its_gradients(counts, inputs, outputs, dtype, config):
     offsets = offsets_of(counts)
     x, w = normal(sum(counts), inputs, dtype=dtype), normal(len(counts), outputs, inputs, dtype=dtype)
@@ -426,6 +436,7 @@ def test_accumulated_gradients_bypass_autograd_unless_there_are_hooks(kernels):
 
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
 @pytest.mark.parametrize("has_grad", [False, True])
+@pytest.mark.quick("False-triton", "True-reference")
 def test_weight_gradients_can_be_deferred(kernels, has_grad):
     *tensors, order, dy = moe(20, 2, 4, 24, 16, torch.float32)
     expected, ours = ([t.clone().requires_grad_() for t in tensors] for _ in range(2))

@@ -113,6 +113,7 @@ def exit_code(function):
 
 
 @pytest.mark.parametrize("function", [routing, moved_rows, products, whole_experts])
+@pytest.mark.quick("routing", "moved_rows", "products")
 def test_kernels_do_not_read_past_the_end(function):
     assert exit_code(function) == 0
 

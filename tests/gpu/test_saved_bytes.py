@@ -113,6 +113,7 @@ def omitted_bytes(config, spec):
     (FIRST, OPTIONS, "none"),
     (LAST, OPTIONS, "attention"),
 ], ids=["attention", "norms", "mla", "last", "full", "options", "tied head"])  # fmt: skip
+@pytest.mark.quick("mla", "last", "options")
 def test_bytes_saved_for_backward(spec, choices, recompute):
     config = ModelConfig(**SIZES, **choices)
     measured = bytes_after_forward(config, spec, recompute)
@@ -128,6 +129,7 @@ def test_a_fused_loss_saves_no_logits():
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.quick("none")
 def test_bytes_saved_with_expert_parallelism(recompute):
     config, spec = ModelConfig(**SIZES), MIDDLE
     measured = bytes_after_forward(config, spec, recompute, Loopback(config.num_experts, 3, kernels="triton"))

@@ -121,6 +121,7 @@ def exiting(trainer):
     on_rank_1_in_step_3(trainer, exit_process)
 
 
+@pytest.mark.long
 def test_a_rank_that_exits_without_an_error_is_named_by_the_others(tmp_path):
     with Processes(2, settings(tmp_path / "run", seq_len=16), patience=3.0, sabotage=exiting) as run:
         assert run.exit_codes(0, 1) == [1, 2]

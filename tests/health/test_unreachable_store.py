@@ -74,6 +74,7 @@ def until_told(_progress, store):
         time.sleep(0.05)
 
 
+@pytest.mark.long
 def test_the_time_during_which_all_machines_are_suspended_does_not_count(server, tmp_path):
     process, port = server
 

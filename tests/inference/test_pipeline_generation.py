@@ -57,6 +57,7 @@ def test_a_pipeline_refuses_invalid_token_ids():
         generate_through_pipeline(*parts, [torch.tensor([256])], 1, HIDDEN, 8, MODEL.vocab_size, Sampling())
 
 
+@pytest.mark.long
 def test_the_command_uses_the_newest_checkpoint_of_a_run(tmp_path, capsys):
     """The command prints the sample that the pipeline generated at the end of the run."""
     changes = {"steps": 2, "save_every": 1, "sample_tokens": 30, "prompt": "de\u00e9", "top_k": 5, "seed": 4}

@@ -142,6 +142,9 @@ def check(model, expected: dict[str, Tensor | None], values_LL: Tensor, chunks: 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("choices", [KINDS[0], KINDS[3]], ids=str)
+@pytest.mark.quick(
+    "{}-attention", "{'router_score': 'sigmoid', 'expert_groups': 4, 'top_groups': 2, 'router_bias': True}-full"
+)
 def test_gradients_equal_those_of_a_plain_model_that_adds_the_losses(choices, recompute):
     """One chunk alone, then a forward overlapped with the backward of another chunk."""
     config = with_choices(**choices)

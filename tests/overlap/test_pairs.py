@@ -39,6 +39,7 @@ def test_overlapped_equals_sequential(backend, queued):
 
 @pytest.mark.parametrize("recompute", ["norms", "attention", "full"])
 @pytest.mark.parametrize("shared", [0, 1])
+@pytest.mark.quick("1-attention", "1-full")
 def test_recompute_changes_no_bit(recompute, shared):
     results = []
     for level in ("none", recompute):
@@ -53,6 +54,9 @@ def test_recompute_changes_no_bit(recompute, shared):
     "layers,dense", [((1, 4), (0, 1)), ((4, 1), (1, 0)), ((3, 2), (3, 0)), ((2, 3), (0, 3)), ((2, 2), (2, 2))]
 )
 @pytest.mark.parametrize("queued", [False, True])
+@pytest.mark.quick(
+    "False-layers1-dense1", "True-layers0-dense0", "True-layers2-dense2", "True-layers3-dense3", "True-layers4-dense4"
+)
 def test_chunks_of_different_length_and_kind(layers, dense, queued):
     first = stage(layers[0], dense[0], Loopback(8, 2))
     second = stage(layers[1], dense[1], Loopback(8, 4), embedding=False, head=False, seed=3)

@@ -197,6 +197,7 @@ def test_run_writes_a_report_recordings_and_pictures(mode, tmp_path, capsys, req
 
 
 @pytest.mark.usefixtures("one_round")
+@pytest.mark.long
 def test_run_without_a_link(tmp_path, capsys):
     assert main([*SMALL, "--out", str(tmp_path), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

@@ -180,6 +180,7 @@ def exchange(sent, received, peer, group):
 
 @pytest.mark.parametrize("kind", [PlainStage, StoreStage, OverlappedStage])
 @pytest.mark.parametrize("size,num_chunks", [(2, 4), (4, 10)])
+@pytest.mark.quick("2-4-PlainStage", "4-10-StoreStage", "4-10-OverlappedStage")
 def test_a_dualpipe_program(kind, size, num_chunks):
     logs = run_ranks(size, dualpipe_program, kind, num_chunks, None, False)
     for log, actions in zip(logs, build("dualpipe", size, num_chunks).actions, strict=True):

@@ -53,6 +53,7 @@ def test_a_pipeline_with_a_fused_loss_agrees_with_the_plain_model(name, pp, ep):
     }
 
 
+@pytest.mark.long
 def test_data_parallel_without_expert_parallel_agrees():
     run_ranks(2, agrees, "dualpipev", 1, 2, 1)
 

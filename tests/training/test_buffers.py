@@ -54,6 +54,7 @@ def test_a_resumed_run_has_the_buffers_and_the_dropout_of_an_uninterrupted_one(t
     assert validation == again
 
 
+@pytest.mark.long
 def test_buffers_are_saved_expert_by_expert_and_exported(tmp_path):
     """A resumed run may have another --ep, and an export starts a run."""
     first = settings(tmp_path / "first", **SMALL)

@@ -118,6 +118,7 @@ def resume_with_older_names(rank, config):
     return sum(".each." in name for name in set(older) - set(trainer.state()))
 
 
+@pytest.mark.long
 def test_a_checkpoint_that_saved_lists_whole_still_loads(tmp_path):
     config = settings(tmp_path / "run", model=with_experts("Listed"), ep=2, pp=1, data=(f"{TEXT}/message.py",))
     assert run_ranks(2, resume_with_older_names, config) == [0, 2 * 3 * 2]  # experts 0 and 1 have no weights

@@ -85,6 +85,7 @@ def sharded_and_not(rank, spread):
 
 
 @pytest.mark.parametrize("ranks,spread", [(2, 1), (2, 2), (4, 2)])
+@pytest.mark.quick("4-2")
 def test_divided_state_gives_equal_steps_and_every_tensor_has_one_owner(ranks, spread):
     seen = run_ranks(ranks, sharded_and_not, spread)
     for key, (*_, all_bytes) in seen[0].items():

@@ -94,6 +94,7 @@ def undetected(rank, config, flips):
     return flipped
 
 
+@pytest.mark.long
 def test_state_that_only_one_rank_has_is_not_compared(tmp_path):
     """With ZeRO: moments, and master weights of a bf16 model. With --ep: experts without replicas."""
     names = [f"{kind}.{DENSE}" for kind in ("model", "exp_avg", "exp_avg_sq")]
@@ -159,6 +160,7 @@ def seen_in_third_step(rank, config, frozen):
 
 
 @pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.quick("False")
 def test_between_checks_zero_overwrites_a_flip_of_a_trained_weight_but_not_of_a_frozen_one(tmp_path, frozen):
     model = dataclasses.replace(SHALLOW, experts=named(LowRankExperts))
     config = settings(tmp_path, **SMALL, pp=1, model=model, check_replicas_every=3)

@@ -70,6 +70,7 @@ def stop_and_resume(rank, config, folder):
     return losses(whole), losses(rest)
 
 
+@pytest.mark.long
 def test_a_run_with_frozen_experts_resumes_and_exports_them(tmp_path):
     config = settings(tmp_path / "run", **SMALL, pp=1, ep=2, save_every=2, freeze=EXPERTS_AND_EMBEDDING)
     whole, rest = run_ranks(2, stop_and_resume, config, str(tmp_path / "rest"))[0]
@@ -104,6 +105,7 @@ def errors(rank, configs):
 
 
 @pytest.mark.parametrize("changes", [{}, {"pp": 1, "ep": 2}], ids=str)
+@pytest.mark.quick("{'pp': 1, 'ep': 2}")
 def test_patterns_that_cannot_be_used(tmp_path, changes):
     """The messages are the same on all ranks and in all layouts."""
     mixed = (

@@ -92,6 +92,7 @@ def saved_weights(run, experts=LOW_RANK.experts):
     return global_weights(load_model(find_checkpoint(str(run)), experts))
 
 
+@pytest.mark.long
 def test_frozen_weights_are_saved_and_a_resumed_run_is_bit_identical(tmp_path):
     first = settings(tmp_path / "first", **{**SMALL, "steps": 2}, dtype="bfloat16", pp=1)
     whole, rest = run_ranks(2, stop_and_resume, first, change(first, out=str(tmp_path / "rest")))[0]

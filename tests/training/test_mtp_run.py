@@ -18,6 +18,7 @@ def without_clocks(run):
     return [{key: value for key, value in record.items() if key not in CLOCKS} for record in run]
 
 
+@pytest.mark.long
 def test_the_mtp_loss_falls_and_is_not_part_of_the_loss(tmp_path):
     plain, ahead = settings(tmp_path / "plain", steps=1), settings(tmp_path / "ahead", model=MTP, steps=20)
     without, with_it = run_ranks(1, train_each, [plain, ahead])[0]

@@ -154,6 +154,7 @@ def spoil_after_last_step(trainer):
     trainer.train_step = step
 
 
+@pytest.mark.long
 def test_a_validation_loss_that_is_nan_after_the_last_step_saves_nothing(tmp_path):
     config = settings(tmp_path, steps=3, seq_len=16, save_every=1, keep=1, pp=1, ep=2)
     error = error_of(2, config, spoil_after_last_step)

@@ -41,6 +41,7 @@ def test_the_resume_command_of_a_run_that_was_resumed_in_the_middle_names_its_ow
     assert f" --resume {second} --steps 4\n" in run_ranks(1, train_and_listen, change(config, steps=2, resume=first))[0]
 
 
+@pytest.mark.long
 def test_a_checkpoint_resumes_with_another_number_of_expert_parallel_ranks(tmp_path):
     spread = settings(tmp_path / "ep2", ep=2, steps=4, save_every=2)
     run_ranks(2, train, spread)
