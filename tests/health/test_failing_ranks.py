@@ -36,6 +36,7 @@ def test_a_run_that_is_killed_at_random_moments_gives_the_same_results(tmp_path)
     assert losses(last, "validation_loss")[8] == losses(whole, "validation_loss")[8]
 
 
+@pytest.mark.long
 def test_four_ranks_name_the_one_that_was_killed(tmp_path):
     with Processes(4, settings(tmp_path / "run", steps=1000, pp=2, ep=2, seq_len=16)) as run:
         run.wait_for_steps(1)

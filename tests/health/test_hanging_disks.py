@@ -68,7 +68,7 @@ def saving_ranks(folder, disk, background):
 
 
 @pytest.mark.parametrize("background", [True, False])
-@pytest.mark.quick("True")
+@pytest.mark.long
 def test_a_rank_whose_disk_hangs_in_a_save_is_named(tmp_path, background):
     codes, logs = saving_ranks(tmp_path, hang, background)
     assert codes == [1, 1]

@@ -14,7 +14,7 @@ ALL_BUT_THE_SECOND_RANKS_EXPERTS = r"^(?!.*experts\..*\.[345]$)"
 
 
 @pytest.mark.parametrize("frozen", [FIRST_HALF, ALL_BUT_THE_HEAD])
-@pytest.mark.quick("^(?!head)")
+@pytest.mark.long
 def test_trained_parameters_of_a_partly_frozen_model_get_their_gradients(frozen):
     """With overlapped pairs, and with weight gradients deferred by a split backward."""
     names = ["zb1p", "dualpipe"]

@@ -34,7 +34,7 @@ def results_and_set_sizes(rank, names, pp, fused_loss):
     (2, ["dualpipe", "dualpipev", "1f1b", "zb1p", "interleaved_1f1b"], False),
     (4, ["chimera", "1f1b"], False),
 ])  # fmt: skip
-@pytest.mark.quick("1-names0-True", "4-names2-False")
+@pytest.mark.quick("4-names2-False")
 def test_a_pipeline_equals_the_single_process_model(pp, names, fused_loss):
     seen = run_ranks(pp, with_mtp, results_and_set_sizes, names, pp, fused_loss)
     for name in names:

@@ -160,7 +160,7 @@ def counts_live_tapes(rank, name, pp):
 
 
 @pytest.mark.parametrize("name,pp", [("dualpipe", 2), ("dualpipev", 2), ("dualpipev", 1), ("1f1b", 2)])
-@pytest.mark.quick("dualpipe-2", "dualpipev-1")
+@pytest.mark.quick("dualpipe-2")
 def test_the_number_of_live_chunks_is_that_of_the_schedule(name, pp):
     for peak, expected in run_ranks(pp, counts_live_tapes, name, pp):
         assert peak == expected

@@ -38,7 +38,7 @@ def results_and_holders(rank, names, pp, fused_loss):
     (2, ["dualpipe", "1f1b"], True),
     (4, ["chimera"], False),
 ])  # fmt: skip
-@pytest.mark.quick("2-names2-True", "4-names3-False")
+@pytest.mark.quick("4-names3-False")
 def test_a_pipeline_equals_the_single_process_model(pp, names, fused_loss):
     seen = run_ranks(pp, with_options, results_and_holders, names, pp, fused_loss)
     for name in names:

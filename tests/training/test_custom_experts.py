@@ -92,6 +92,7 @@ def train_the_example(rank, config, folder):
     return found
 
 
+@pytest.mark.long
 def test_the_example_of_the_documentation_has_two_null_experts_with_any_number_of_ranks(tmp_path):
     code = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "custom_layers.md").read_text(), re.DOTALL)
     (tmp_path / "null_experts.py").write_text(next(block for block in code if "def some_null_experts" in block))

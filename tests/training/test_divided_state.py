@@ -153,7 +153,7 @@ def resumed(rank, first, *others):
     (True, {"pp": 1, "dtype": "bfloat16"}, {"ep": 2}, 1e-3),
     (False, {"optim": MUON}, {"schedule": "1f1b"}, 1e-3),
 ], ids=["bf16", "muon"])  # fmt: skip
-@pytest.mark.quick("muon")
+@pytest.mark.long
 def test_runs_resume_with_and_without_divided_state(tmp_path, zero, changes, division, rel):
     """Bit-identical in the same layout; other layouts round differently, and Muon rounds to bf16."""
     first = settings(tmp_path / "first", steps=4, seq_len=16, eval_sequences=1, zero=zero, **changes)

@@ -6,6 +6,7 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import losses, settings, train_each
 
 
+@pytest.mark.long
 def test_every_layout_trains_alike_with_a_document_mask(tmp_path):
     text = tmp_path / "text"
     text.mkdir()

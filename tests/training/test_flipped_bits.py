@@ -137,6 +137,7 @@ def flip_before_a_save(rank, config):
     return checkpoint_names(config.checkpoint.out)
 
 
+@pytest.mark.long
 def test_no_checkpoint_is_saved_of_replicas_that_differ(tmp_path):
     config = settings(tmp_path, **SMALL, pp=1, save_every=2, check_replicas_every=None)
     assert run_ranks(2, flip_before_a_save, config) == [["step-000002"]] * 2
@@ -160,7 +161,7 @@ def seen_in_third_step(rank, config, frozen):
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-@pytest.mark.quick("False")
+@pytest.mark.long
 def test_between_checks_zero_overwrites_a_flip_of_a_trained_weight_but_not_of_a_frozen_one(tmp_path, frozen):
     model = dataclasses.replace(SHALLOW, experts=named(LowRankExperts))
     config = settings(tmp_path, **SMALL, pp=1, model=model, check_replicas_every=3)

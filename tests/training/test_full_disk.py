@@ -129,7 +129,7 @@ def train_with_a_failing_profile(rank, config, where):
 
 
 @pytest.mark.parametrize("where,rank", [("start", 1), ("report", 0)])
-@pytest.mark.quick("start-1")
+@pytest.mark.long
 def test_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path, where, rank):
     config = settings(tmp_path, steps=4, profile=1)
     printed = run_ranks(2, train_with_a_failing_profile, config, where)[0]

@@ -31,6 +31,7 @@ def test_the_mtp_loss_falls_and_is_not_part_of_the_loss(tmp_path):
     assert losses(with_it, "validation_loss")[20] < losses(with_it, "validation_loss")[0] - 1
 
 
+@pytest.mark.long
 def test_every_schedule_trains_alike_and_resumes_in_another_layout(tmp_path):
     """With 1f1b two ranks hold an embedding each; with dualpipe each rank holds both ends of the pipeline."""
     common = {"model": MTP, "steps": 4, "save_every": 2}

@@ -118,6 +118,7 @@ def nothing(_):
     pass
 
 
+@pytest.mark.long
 def test_a_resumed_run_with_a_weight_that_is_not_finite_names_it(tmp_path):
     config = settings(tmp_path, seq_len=16)
     run_ranks(1, checkpoint_with_inf, config)

@@ -19,7 +19,7 @@ def tied_settings(out, name, **changes):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.quick("muon")
+@pytest.mark.long
 def test_a_checkpoint_resumes_with_other_pipelines(optimizer, tmp_path):
     first = tied_settings(tmp_path / "a", optimizer, pp=2, schedule="1f1b", save_every=2)
     run_ranks(2, train, first)
