@@ -52,12 +52,11 @@ class Problem:
 
     @classmethod
     def random(cls, sizes: str, dtype: torch.dtype, device: str) -> "Problem":
-        from transformers import Qwen3MoeConfig
-        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+        from transformers import Qwen3MoeConfig, models
 
         tokens, hidden, inner, num_experts, k = map(int, sizes.split(","))
         config = Qwen3MoeConfig(hidden_size=hidden, moe_intermediate_size=inner, num_experts=num_experts)
-        experts = Qwen3MoeExperts(config).to(device, dtype)
+        experts = models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeExperts(config).to(device, dtype)
         for parameter in experts.parameters():
             nn.init.normal_(parameter, std=parameter.shape[2] ** -0.5)
         top_NK, ids_NK = torch.randn(tokens, num_experts, device=device).topk(k)

@@ -18,16 +18,17 @@ from transformers import (
     Qwen3MoeConfig,
     Trainer,
     TrainingArguments,
+    models,
 )
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
-from transformers.models.muse_spark.configuration_muse_spark import MuseSparkTextConfig
-from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
-from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moe_dualpipe.integrations.transformers import experts_forward, register
 from tests.support.kernels import DEVICE, FLOOR, error
 
+GptOssExperts = models.gpt_oss.modeling_gpt_oss.GptOssExperts
+MuseSparkTextConfig = models.muse_spark.configuration_muse_spark.MuseSparkTextConfig
+MuseSparkExperts = models.muse_spark.modeling_muse_spark.MuseSparkExperts
+NemotronHExperts = models.nemotron_h.modeling_nemotron_h.NemotronHExperts
+Qwen3MoeExperts = models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeExperts
 SIZES = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 1, "num_experts_per_tok": 2, "initializer_range": 0.3, "eos_token_id": None,
