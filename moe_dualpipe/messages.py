@@ -63,6 +63,11 @@ def plural(number: int, noun: str, ending: str = "s") -> str:
     return f"{number:,} {noun}{ending if number != 1 else ''}"
 
 
+def list_ranks(ranks: Sequence[int]) -> str:
+    """Return a text such as "rank 3" or "ranks 0, 2, 5"."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
 def shell_word(word: str) -> str:
     r"""Return `word` quoted for a shell, on one line: bash and zsh read $'a\x0ab' as two lines."""
     if word.isprintable():

@@ -18,7 +18,7 @@ ALLOWED = {
     "data": set(),
     "planner": {"schedule", "expert_parallel", "runtime", "models"},
     "checkpoint": {"expert_parallel", "runtime", "models", "data"},
-    "health": {"runtime"},
+    "health": {"schedule", "overlap", "runtime"},
     "inference": {"schedule", "runtime", "models"},
     "profiler": {"schedule", "overlap", "expert_parallel", "runtime", "models"},
     "drawing": {"schedule", "overlap", "profiler", "planner"},

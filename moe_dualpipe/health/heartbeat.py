@@ -1,14 +1,15 @@
 """What a rank reports about itself: the position of its main thread, whether it waits, and its process id.
 
-Reporting must not slow down the main thread, so it only assigns the current step and action. Another thread reads the
-rest from the main thread's Python stack once a second.
+Reporting must not slow down the main thread, so it only assigns what it does: the step and the phase of the run here,
+the segment in the engine, and a wait for a pipeline rank in the links. Another thread reads these once a second, and
+the line of code from the main thread's Python stack.
 """
 
 import json
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,10 +17,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ..overlap.engine import Engine
+from ..overlap.labels import PREPARE, is_for_experts, letter_of, spoken, without_wait
+from ..runtime.p2p import P2P
+from ..schedule import Backward, Flow, Forward, Overlap, Send, halves
+from .waits import RankState
+
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _COLLECTIVES = dist.distributed_c10d.__file__
-SAVING = "saving"
-"""The action of a main thread that waits for a save."""
+SAVING = "checkpoint"
+"""The phase of a main thread that waits for a save."""
 
 
 @dataclass(slots=True)
@@ -37,31 +44,77 @@ class SaveProgress:
 
 @dataclass(slots=True)
 class Progress:
-    """What the main thread does; only the main thread writes it. `step` counts from 1; 0: before the first step."""
+    """What the main thread does; only the main thread writes it. `step` counts from 1; 0: before the first step.
+
+    phase: the collective part of the run that it is in, such as "gradients"; "" outside of them. phases: how many began
+    or ended so far, the same on all ranks at the same place. action: what the pipeline runs. count: notes so far.
+    """
 
     step: int = 0
+    phase: str = ""
+    phases: int = 0
     action: object = None
     count: int = 0
     save: SaveProgress = field(default_factory=SaveProgress)
+    engine: Engine | None = None
+    links: P2P | None = None
+    experts: tuple[int, ...] = ()
+    """The ranks that exchange tokens with this one."""
+    _segments_before: int = 0
+
+    def watch(self, engine: Engine, links: P2P, experts: Sequence[int]) -> None:
+        """Read the segment that runs from `engine`, and waits for other pipeline ranks from `links`."""
+        self.engine, self.links, self.experts = engine, links, tuple(experts)
 
     def note(self, action: object) -> None:
         """Call when `action` begins; None: between actions."""
         self.action = action
         self.count += 1
 
+    def begin(self, step: int) -> None:
+        """Call when a step begins."""
+        self.step = step
+        self._enter("")
+
     @contextmanager
-    def saving(self) -> Iterator[None]:
-        """Call while the main thread waits for a save."""
-        before = self.action
-        self.note(SAVING)
+    def during(self, phase: str) -> Iterator[None]:
+        """Call while the main thread is in `phase`, which all ranks go through."""
+        outer = self.phase
+        self._enter(phase)
         try:
             yield
         finally:
-            self.note(before)
+            self._enter(outer)
+
+    def _enter(self, phase: str) -> None:
+        self.phase, self._segments_before = phase, self.engine.started if self.engine else 0
+        self.phases += 1
+        self.count += 1
+
+    @property
+    def place(self) -> tuple[object, ...]:
+        """Changes when the main thread does something else, or when a save advances."""
+        engine = (self.engine.started, self.engine.running) if self.engine else ()
+        return self.count, *engine, self.links and self.links.steps.waiting, self.save.count
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """See `RankState`."""
+        return self.phases, self.engine.started - self._segments_before if self.engine else 0
+
+    @property
+    def segment(self) -> str:
+        """The segment that runs, in words, such as "mlp forward of layer 3"; "" if none."""
+        if self.engine is None or (running := self.engine.running) is None:
+            return ""
+        text, layer = running
+        return spoken(text) + ("" if layer is None else f" of layer {layer}")
 
     def __str__(self) -> str:
         step = f"step {self.step}" if self.step else "the start of the run"
-        return step if self.action is None else f"{step}, {self.action}"
+        action = "" if self.action is None else str(self.action)
+        operation = self.save.operation if self.phase == SAVING else ""
+        return ", ".join(filter(None, [step, self.phase, operation, action, self.segment]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +142,45 @@ class CodePosition:
         return cls(text, waiting, (id(frames[0].f_code), frames[0].f_lasti))
 
 
+def state_of(progress: Progress, code: CodePosition, seconds: float) -> RankState:
+    """What this rank does. seconds: time without a change of `progress.place`."""
+    transfer, peer, group = "", None, ()
+    waiting = code.waiting and not (progress.phase == SAVING and progress.save.operation)
+    running = progress.engine.running if progress.engine else None
+    if progress.links and (wait := progress.links.steps.waiting):
+        step, peer = wait
+        what = "activations" if step.flow is Flow.ACTIVATION else "gradients"
+        whose = f"sending {what} of" if isinstance(step, Send) else f"{what} for"
+        transfer = f"{whose} stage {step.stage}, micro-batch {step.micro_batch}"
+    elif progress.experts and running and is_for_experts(without_wait(running[0])):
+        transfer, group = _expert_transfer(*running, progress.action), progress.experts
+    elif progress.phase and progress.action is None:
+        transfer = f"{progress.phase} of step {progress.step}" if progress.step else progress.phase
+    elif waiting:
+        transfer = f"a collective operation, {code.text}"
+    return RankState(f"{progress} ({code.text})", waiting, seconds, transfer, peer, group, progress.order)
+
+
+def _expert_transfer(label: str, layer: int | None, action: object) -> str:
+    """A transfer of expert parallelism in words; its letter tells which half of an overlapped pair it belongs to."""
+    text = spoken(without_wait(label).removeprefix(PREPARE)) + ("" if layer is None else f" of layer {layer}")
+    if not isinstance(action, Forward | Backward | Overlap):
+        return text
+    parts = halves(action)
+    return f"{text}, micro-batch {parts[0 if letter_of(label) == Flow.ACTIVATION.value else -1].micro_batch}"
+
+
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
     """One sign of life. `pid_namespace` identifies the processes that can see this one; "" if unknown.
 
-    saving: the main thread waits for a save, which made progress within the timeout or waits for this rank's own disk.
+    count: checks so far. since: the check at which the rank began what it does now. saving: the main thread waits for a
+    save, which made progress within the timeout or waits for this rank's own disk.
     """
 
     count: int
-    position: str
-    waiting: bool
+    since: int
+    state: RankState
     saving: bool
     ended: bool
     pid_namespace: str
@@ -109,7 +191,10 @@ class Heartbeat:
 
     @classmethod
     def loads(cls, text: bytes) -> "Heartbeat":
-        return cls(**json.loads(text))
+        fields = json.loads(text)
+        state = fields.pop("state")
+        state |= {"group": tuple(state["group"]), "order": tuple(state["order"])}
+        return cls(state=RankState(**state), **fields)
 
     def process_is_gone(self) -> bool:
         """Whether the process has ended. False if this process cannot see it."""

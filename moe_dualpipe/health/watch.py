@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import NoReturn
 
@@ -24,8 +24,9 @@ import torch.distributed as dist
 from ..program import program_name
 from ..user_errors import error_text, fault_of, locate
 from .deadline import Deadline, end_process
-from .heartbeat import SAVING, CodePosition, Heartbeat, Progress, pid_namespace
+from .heartbeat import SAVING, CodePosition, Heartbeat, Progress, pid_namespace, state_of
 from .report import report_error
+from .stall import StallReport
 
 PATIENCE = 10.0
 """Seconds without a heartbeat until a rank counts as dead; at most half of the timeout."""
@@ -102,12 +103,15 @@ class Watchdog:
         self.max_silent, self.max_still = patience / self.interval, 0.9 * timeout / self.interval
         self._checks = self._silent = self._still = self._save_still = self._disconnected = self._last_save = 0
         self._next, self._last_count, self._last_position = (self.rank + 1) % self.size, -1, (0, 0, 0)
+        self._place, self._since = progress.place, 0
         self._failing: BaseException | None = None
         self._lost_connection: BaseException | None = None
         self._pid_namespace = pid_namespace()
         # One client per thread. Not the default client: it blocks while a process group is created.
         clients = [dist.distributed_c10d._get_default_store().clone() for _ in range(2)]  # type: ignore[attr-defined]
         self._main_store, self._store = (dist.PrefixStore(prefix, client) for client in clients)
+        patience = timeout / 4 / self.interval
+        self._stall = StallReport(self._store, self.rank, self.size, patience, self.interval, self._heartbeat)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         self._thread.start()
@@ -147,30 +151,35 @@ class Watchdog:
             # Before the first wait: other ranks need the process id if this rank dies early.
             self._send_heartbeat(ended=False)
             while not self._closing.wait(self.interval):
-                self._send_heartbeat(ended=False)
+                beat = self._send_heartbeat(ended=False)
                 if failure := self._published() or self._detect():
                     self._exit(self._publish(self._store, failure))
+                self._stall.check(beat)
                 self._answers.renew()
             self._send_heartbeat(ended=True)
         except RuntimeError as error:
             if not self._closing.is_set():
                 self._exit(Failure(None, f"the launcher is gone: no connection to the rendezvous store: {error}"))
 
-    def _send_heartbeat(self, ended: bool) -> None:
+    def _send_heartbeat(self, ended: bool) -> Heartbeat:
         code = CodePosition.of_main_thread()
         position = (self.progress.count, *code.instruction)
         self._still = self._still + 1 if position == self._last_position else 0
         self._checks, self._last_position = self._checks + 1, position
+        if (place := self.progress.place) != self._place:
+            self._place, self._since = place, self._checks
         save = self.progress.save
         self._save_still = self._save_still + 1 if save.count == self._last_save else 0
         self._last_save = save.count
-        waiting = code.waiting or self._lost_connection is not None
-        text = f"{self.progress} ({code.text})"
+        state = state_of(self.progress, code, (self._checks - self._since) * self.interval)
+        if self._lost_connection is not None:
+            state = replace(state, waiting=True)
         # A rank whose own disk hangs still counts as saving: it names itself, and the others leave that to it.
         moving = self._save_still <= self.max_still or bool(save.operation)
-        saving = self.progress.action == SAVING and moving
-        beat = Heartbeat(self._checks, text, waiting, saving, ended, self._pid_namespace, os.getpid())
+        saving = self.progress.phase == SAVING and moving
+        beat = Heartbeat(self._checks, self._since, state, saving, ended, self._pid_namespace, os.getpid())
         self._store.set(str(self.rank), beat.dumps())
+        return beat
 
     def _published(self) -> Failure | None:
         return Failure(**json.loads(self._store.get(_FAILURE))) if self._store.check([_FAILURE]) else None
@@ -209,14 +218,14 @@ class Watchdog:
         if beat is not None and beat.process_is_gone():
             beat = self._heartbeat(rank)  # its last heartbeat may be newer than the one that was read
             if beat is not None and not beat.ended:
-                return Failure(rank, f"vanished, last seen in {beat.position}: its process {beat.pid} is gone")
+                return Failure(rank, f"vanished, last seen in {beat.state.position}: its process {beat.pid} is gone")
         count = beat.count if beat is not None else 0
         self._silent = self._silent + 1 if count == self._last_count else 0
         self._last_count = count
         if beat is not None and beat.ended:
             self._next, self._last_count = (rank + 1) % self.size, -1
         elif self._silent > self.max_silent:
-            where = f", last seen in {beat.position}" if beat is not None else ""
+            where = f", last seen in {beat.state.position}" if beat is not None else ""
             return Failure(rank, f"vanished: no sign of life for {self.patience:g} s{where}")
         return None
 
@@ -230,13 +239,14 @@ class Watchdog:
             self._still //= 2  # look again later
             return None
         ended = {rank: beat for rank, beat in beats.items() if beat.ended}
-        suspects = ended or {rank: beat for rank, beat in beats.items() if not beat.waiting}
+        suspects = ended or {rank: beat for rank, beat in beats.items() if not beat.state.waiting}
         if len(suspects) == 1:
             ((rank, beat),) = suspects.items()
-            return Failure(rank, f"{'exited' if ended else 'hangs'} in {beat.position}, and others wait for it")
-        positions = "; ".join(f"rank {rank} is in {beat.position}" for rank, beat in (suspects or beats).items())
+            return Failure(rank, f"{'exited' if ended else 'hangs'} in {beat.state.position}, and others wait for it")
+        positions = [f"rank {rank} is in {beat.state.position}" for rank, beat in (suspects or beats).items()]
         why = f" ({_first_line(self._lost_connection)})" if self._lost_connection is not None else ""
-        return Failure(None, f"the ranks wait for each other{why}: {positions}")
+        waits = "; ".join(self._stall.describe(self._checks) or positions)
+        return Failure(None, f"the ranks wait for each other{why}: {waits}")
 
 
 def _without_this_frame(error: BaseException) -> TracebackType | None:

@@ -33,13 +33,16 @@ class Engine:
     """Runs chunks on a device.
 
     queued: whether the host queues work for the device; by default, True on CUDA. log: receives the labels of the
-    segments, in the order in which they ran.
+    segments, in the order in which they ran. running: label and layer of what runs now; started: the number of those
+    so far. Another thread may read both (health/heartbeat.py).
     """
 
     def __init__(self, device: torch.device, queued: bool | None = None, log: list[str] | None = None):
         self.queued = device.type == "cuda" if queued is None else queued
         self.side = _SideStream(device) if device.type == "cuda" else None
         self.log = log
+        self.running: tuple[str, int | None] | None = None
+        self.started = 0
 
     def run(self, segments: Segments, kind: str) -> Any:
         """Run one chunk alone and return its result."""
@@ -73,6 +76,8 @@ class Engine:
         """Name what runs in this context, for profilers, the log and errors. source: see `Compute`."""
         if log and self.log is not None:
             self.log.append(text)
+        outer, self.running = self.running, (text, layer)
+        self.started += 1
         try:
             with record_function(text):
                 yield
@@ -86,6 +91,8 @@ class Engine:
             error.add_note(note)
             locate(error, layer=layer, part=spoken(text), source=source)
             raise
+        finally:
+            self.running = outer
 
 
 class Lane:

@@ -50,6 +50,11 @@ def create_group(
     return group if isinstance(group, dist.ProcessGroup) else None
 
 
+def ranks_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    """The members of `group`, in order; none of None."""
+    return () if group is None else tuple(dist.get_process_group_ranks(group))
+
+
 @dataclass(frozen=True)
 class Layout:
     """Parallel degrees, and the place of one rank among them."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..schedule import Recv, Send
 from .groups import create_group
 
 
@@ -48,10 +49,14 @@ class Transfer:
 
 @dataclass(slots=True)
 class _Steps:
-    """The number of steps so far, and whether one failed."""
+    """The number of steps so far, and whether one failed.
+
+    waiting: the transfer that this rank waits for, and the global rank at its other end. Another thread may read it.
+    """
 
     count: int = 0
     failed: bool = False
+    waiting: tuple[Recv | Send, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,7 @@ class P2P:
         try:
             yield
         except BaseException:
-            self.steps.failed = True
+            self.steps.failed, self.steps.waiting = True, None
             raise
 
     def send(self, tensors: Sequence[torch.Tensor], to: int) -> Transfer:
@@ -127,6 +132,13 @@ class P2P:
         """Start receiving tensors of these `specs` from pipeline rank `source`."""
         group = self.upward if self.rank > source else self.downward
         return self._start(dist.irecv, [spec.empty(self.device) for spec in specs], source, group)
+
+    def wait(self, transfer: Transfer, step: Recv | Send, peer: int) -> tuple[torch.Tensor, ...]:
+        """Wait for the transfer of `step` with pipeline rank `peer`; meanwhile, `steps.waiting` says so."""
+        self.steps.waiting = step, self.global_ranks[peer]
+        tensors = transfer.wait()
+        self.steps.waiting = None
+        return tensors
 
     def _start(self, operation: Any, tensors: list[torch.Tensor], peer: int, group: Any) -> Transfer:
         works = tuple(operation(t, self.global_ranks[peer], group, self.steps.count) for t in tensors)

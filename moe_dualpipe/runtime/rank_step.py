@@ -48,7 +48,7 @@ class RankStep:
         self.receiving: dict[Flow, dict[tuple[int, int], Transfer]] = {Flow.ACTIVATION: {}, Flow.GRADIENT: {}}
         self.sends: deque[Send] = deque()  # not yet started, in the order of the list
         self.to_send: dict[Send, Tensors] = {}
-        self.sending: deque[tuple[int, Transfer]] = deque()  # with `num_actions` at its start
+        self.sending: deque[tuple[int, Send, Transfer]] = deque()  # with `num_actions` at its start
         self.num_actions = 0
         self.result = StepResult()
 
@@ -65,7 +65,7 @@ class RankStep:
                         self.start_sends()
                     case _:
                         while self.sending and self.sending[0][0] <= self.num_actions - SENDS_IN_FLIGHT:
-                            self.sending.popleft()[1].wait()
+                            self.finish_send()
                         self.num_actions += 1
                         if self.on_action:
                             self.on_action(step)
@@ -76,8 +76,8 @@ class RankStep:
                 where = f"rank {rank} (pipeline rank {self.p2p.rank})"
                 error.add_note(f"while {where} ran {_describe(step)} of {self.schedule.name}")
                 raise
-        for _, sending in self.sending:
-            sending.wait()
+        while self.sending:
+            self.finish_send()
         return self.result
 
     # ---- Compute ----
@@ -145,7 +145,8 @@ class RankStep:
 
     def receive(self, flow: Flow, stage: int, micro_batch: int) -> Tensors:
         """Wait for the inputs (ACTIVATION) or output gradients (GRADIENT) of a stage and return them."""
-        tensors = self.receiving[flow].pop((stage, micro_batch)).wait()
+        transfer, step = self.receiving[flow].pop((stage, micro_batch)), Recv(stage, micro_batch, flow)
+        tensors = self.p2p.wait(transfer, step, self._peer(step)) if transfer.works else transfer.tensors
         if flow is Flow.ACTIVATION and stage > 0 and torch.is_grad_enabled():
             for tensor in tensors:
                 tensor.requires_grad_(tensor.is_floating_point())
@@ -187,7 +188,13 @@ class RankStep:
     def start_sends(self) -> None:
         """Start the sends that come next in the list and have their data."""
         while self.sends and self.sends[0] in self.to_send:
-            self.sending.append((self.num_actions, self.send(self.sends.popleft())))
+            step = self.sends.popleft()
+            self.sending.append((self.num_actions, step, self.send(step)))
+
+    def finish_send(self) -> None:
+        """Wait for the oldest send, and free its buffer."""
+        _, step, transfer = self.sending.popleft()
+        self.p2p.wait(transfer, step, self._peer(step))
 
     def send(self, step: Send) -> Transfer:
         return self.p2p.send(self.to_send.pop(step), self._peer(step))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..expert_parallel.parameters import ExpertIds, expert_ids
+from ..messages import list_ranks
 from ..user_errors import without_frames
 from .checksum import checksum
 from .groups import Groups
@@ -165,17 +166,15 @@ def differing(replicas: ReplicaSet, sums_RP: Tensor | None = None) -> dict[str, 
 
 def check_equal(replicas: ReplicaSet, sums_RP: Tensor | None = None) -> None:
     """Raise RuntimeError with parameters and ranks unless all replicas are bit-equal. sums_RP: as for `differing`."""
-
-    def listed(ranks: list[int]) -> str:
-        return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
     if found := differing(replicas, sums_RP):
         assert replicas.group is not None
         names, ranks = list(found), sorted(set().union(*found.values()))
         others = sorted(set(dist.get_process_group_ranks(replicas.group)) - set(ranks))
-        what = f"deviate{'s' * (len(ranks) == 1)} from {listed(others)}" if others else "disagree"
+        what = f"deviate{'s' * (len(ranks) == 1)} from {list_ranks(others)}" if others else "disagree"
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        raise without_frames(RuntimeError(f"{listed(ranks)} {what} in {', '.join(names[:3])}{more}: {replicas.rule}"))
+        raise without_frames(
+            RuntimeError(f"{list_ranks(ranks)} {what} in {', '.join(names[:3])}{more}: {replicas.rule}")
+        )
 
 
 def buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -15,7 +15,7 @@ from ..checkpoint import Saver, SaveResult
 from ..checkpoint.huggingface import companion_files, plan_checkpoint_export
 from ..data import tokenizer_files
 from ..health.deadline import Deadline
-from ..health.heartbeat import Progress
+from ..health.heartbeat import SAVING, Progress
 from ..health.signals import Stop
 from ..health.watch import joining, watch_ranks
 from ..messages import printable
@@ -136,7 +136,7 @@ class TrainingRun:
     def close(self) -> None:
         """Finish the last save."""
         if self.saver:
-            with self.trainer.progress.saving():
+            with self.trainer.progress.during(SAVING):
                 self.saver.close()
 
     def _train(self) -> int:
@@ -215,7 +215,7 @@ class TrainingRun:
         if not (folder := self.config.checkpoint.export):
             return
         try:
-            with self.trainer.progress.saving():
+            with self.trainer.progress.during(SAVING):
                 plan = plan_checkpoint_export(checkpoint)
                 plan.write(Path(folder))
         except (ValueError, OSError) as error:
@@ -261,7 +261,7 @@ class TrainingRun:
             return
         if self.saver.busy:
             self.reporter.say(f"step {step}: waiting for the last checkpoint, which is still being written")
-        with self.trainer.progress.saving():
+        with self.trainer.progress.during(SAVING):
             self._note(self.saver.wait())
             files = tokenizer_files(self.plan.text.tokenizer) | companion_files(self.plan.companions)
             self.saver.start(step, self.trainer.state(), files)
@@ -275,7 +275,7 @@ class TrainingRun:
         """Wait for the last save and return its folder; None without a folder. Raises RunFailed if it failed."""
         if self.saver is None:
             return None
-        with self.trainer.progress.saving():
+        with self.trainer.progress.during(SAVING):
             self._note(self.saver.wait())
         if self.last_save is None:  # a restart after the last step
             assert self.plan.resume is not None

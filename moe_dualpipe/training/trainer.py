@@ -20,8 +20,10 @@ from ..health.skipped_steps import SkippedSteps
 from ..inference import eval_mode
 from ..models import StageOptions
 from ..models.layers import seed_of
+from ..overlap.engine import engine_for
 from ..overlap.labels import GRADIENTS, OPTIMIZER
 from ..runtime.buffers import Buffers
+from ..runtime.groups import ranks_of
 from ..runtime.replicas import check_equal, gather_checksums
 from ..runtime.shared_errors import build_on_all_ranks
 from ..user_errors import without_frames
@@ -57,6 +59,7 @@ class Trainer:
         )  # fmt: skip
         self.stages, self.groups, self.replicas = self.pipeline.stages, self.pipeline.groups, self.pipeline.replicas
         self.executor, self.balance = self.pipeline.executor, self.pipeline.balance
+        self.progress.watch(engine_for(self.device), self.executor.p2p, ranks_of(self.groups.experts))
         self.balance.rate = config.bias_rate
         freeze(self.stages.values(), config.freeze, model.num_experts)
         *_, trained = self.count_parameters()
@@ -96,7 +99,7 @@ class Trainer:
     def train_step(self, step: int) -> dict[str, float]:
         """Do one update and return its metrics. `step` is the number of steps before it."""
         config, layout = self.config, self.layout
-        self.progress.step = step + 1
+        self.progress.begin(step + 1)
         start = time.perf_counter()
         before = self.buffers.copies()
         losses = self.training_losses(step)
@@ -107,18 +110,19 @@ class Trainer:
         checksums = self._gather_checksums() if check_every and (step + 1) % check_every == 0 else None
         if step == self.plan.first_step:
             self._check_registered()
-        with record_function(GRADIENTS):
+        with self.progress.during(GRADIENTS), record_function(GRADIENTS):
             norm = self.pipeline.sum_gradients() * mean
         clip, lr = config.optim.clip, self.lr_factor * learning_rate(config.optim, step, config.steps)
         # The host waits for the device before the update, not after it: the next step starts without a wait.
-        load_LE = self.balance.loads(self.device)
+        with self.progress.during("expert loads"):
+            load_LE = self.balance.loads(self.device)
         loss, norm_value = self._mean(losses), norm.item()
         mtp_loss = {"mtp_loss": self._mtp_loss()} if config.model.mtp_layers else {}
         if checksums:
             self.check_replicas(checksums)
         finite = self.skipped.finite(step + 1, loss, norm_value)
         balance = self.balance.after_step(load_LE, self.device, move=finite)
-        with record_function(OPTIMIZER):
+        with self.progress.during(OPTIMIZER), record_function(OPTIMIZER):
             if finite:
                 self.optimizer.step(lr, mean * (clip / norm.clamp(min=clip) if clip else 1.0))
             else:
@@ -140,7 +144,8 @@ class Trainer:
         """
         if not self.plan.text.has_held_out:
             raise ValueError("validation_loss needs held-out sequences: pass them to `train` as `validation`")
-        return self._mean([loss for losses in self.validation_losses() for loss in losses])
+        with self.progress.during("validation"):
+            return self._mean([loss for losses in self.validation_losses() for loss in losses])
 
     def training_losses(self, step: int) -> list[Tensor]:
         """Run forward and backward of a step, where `step` is the number of steps before it. Returns its losses."""
@@ -175,7 +180,8 @@ class Trainer:
         text = config.sample.prompt if prompt is None else prompt
         tokens_S = torch.tensor(tokenizer.encode(text or "\n"))
         number = config.sample.sample_tokens if num_tokens is None else num_tokens
-        tokens = self.pipeline.generate([tokens_S], number, config.sample.sampling(), config.seed)
+        with self.progress.during("sampling"):
+            tokens = self.pipeline.generate([tokens_S], number, config.sample.sampling(), config.seed)
         return tokenizer.decode(tokens[0].tolist())
 
     def _check_registered(self) -> None:
@@ -195,7 +201,8 @@ class Trainer:
             check_equal(replicas, sums_RP)
 
     def _gather_checksums(self) -> list[Tensor | None]:
-        return [gather_checksums(replicas) for replicas in (*self.replicas, *self.buffers.sets())]
+        with self.progress.during("comparison of replicas"):
+            return [gather_checksums(replicas) for replicas in (*self.replicas, *self.buffers.sets())]
 
     def count_parameters(self) -> tuple[float, float, float]:
         """The numbers of dense and of expert parameters of the whole model, and of those that are trained."""
@@ -222,7 +229,8 @@ class Trainer:
             total[0], total[1] = torch.stack(losses).double().sum(), len(losses)
         total[2] = self.stop.requested
         if self.layout.dp * self.layout.pp > 1 or dist.is_initialized():  # a finished run of one process has no group
-            dist.all_reduce(total)
+            with self.progress.during("mean loss"):
+                dist.all_reduce(total)
         loss, count, stop_requests = total.tolist()
         self.stopping = stop_requests > 0
         return loss / count

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from moe_dualpipe.checkpoint import Saver, files, find_checkpoint, load_checkpoint
-from moe_dualpipe.health.heartbeat import CodePosition
+from moe_dualpipe.health.heartbeat import SAVING, CodePosition
 from moe_dualpipe.health.watch import watch_ranks
 from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.training.loop import TrainingRun
@@ -48,7 +48,7 @@ def saving_rank(rank, port, run, log, disk, background):
     setattr(files.ChecksumFile, "write", on_disk)  # noqa: B010
     with watch_ranks(TIMEOUT) as progress:
         saver = Saver(run, ModelConfig(), 0, background, progress.save.note)
-        with progress.saving():
+        with progress.during(SAVING):
             saver.start(9, state_of(rank, 9))
         while background and saver.busy:  # as a main thread that trains on
             progress.note("training")
@@ -73,13 +73,22 @@ def test_a_rank_whose_disk_hangs_in_a_save_is_named(tmp_path, background):
     codes, logs = saving_ranks(tmp_path, hang, background)
     assert codes == [1, 1]
     hung = "rank 1 hangs in a checkpoint save, step 9: writing __1_0.distcp"
-    assert logs == [f"train.py: rank {rank} stops: {hung}\n" for rank in range(2)]
+    for rank, log in enumerate(logs):
+        assert log.splitlines()[-1] == f"train.py: rank {rank} stops: {hung}"
+    waits = [line for log in logs for line in log.splitlines() if " waits for " in line]
+    if background:
+        assert not waits
+    else:
+        assert len(waits) == 1 and waits[0].startswith("train.py: rank 0 waits for rank 1: checkpoint (for ")
 
 
 @pytest.mark.long
 def test_ranks_wait_for_a_slow_disk_longer_than_the_timeout(tmp_path):
     codes, logs = saving_ranks(tmp_path, be_slow, background=False)
-    assert (codes, logs) == ([0, 0], ["", ""])
+    assert codes == [0, 0]
+    waits, writes = "".join(logs).splitlines()  # no other message
+    assert waits.startswith("train.py: rank 0 waits for rank 1: checkpoint (for ")
+    assert writes.startswith("train.py: rank 1: in the start of the run, checkpoint, step 9: writing __1_0.distcp (")
     assert loaded_step(find_checkpoint(str(tmp_path))) == 9
 
 

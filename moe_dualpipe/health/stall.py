@@ -1,0 +1,74 @@
+"""While the ranks wait, one of them prints who waits for whom (waits.py), once.
+
+The rank that claims a key of the store reads the heartbeats of all ranks, twice: a rank whose heartbeat is the same
+does not answer. The claim holds until that rank moves on. So a stall is reported once, and one rank reads them all.
+"""
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from ..program import program_name
+from .deadline import print_now
+from .heartbeat import Heartbeat
+from .waits import describe_waits
+
+_REPORT = "report"
+
+
+class StallReport:
+    """Reports a stall of this rank that lasts for `patience` checks. All times are in checks of `interval` seconds.
+
+    read: returns the last heartbeat of a rank, or None.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, patience: float, interval: float,
+        read: Callable[[int], Heartbeat | None],
+    ):  # fmt: skip
+        self._store, self.rank, self.size, self.patience = store, rank, size, patience
+        self.interval, self._read = interval, read
+        self._claimed = self._printed = ""
+        self._due = 0.0
+        self._first_seen: dict[int, tuple[int, int]] = {}  # the last heartbeat of a rank, and when it was first read
+
+    def check(self, own: Heartbeat) -> None:
+        """Call at each check with this rank's heartbeat."""
+        claim = f"{self.rank} {own.since}"
+        if own.count - own.since < self.patience / 2 or self._printed == claim:
+            return
+        if self._claimed != claim:
+            if self._claim(claim):
+                self._claimed, self._due = claim, own.count + self.patience / 2
+                self.describe(own.count)
+        elif own.count >= self._due:
+            self._due = own.count + self.patience / 2  # nobody waits: look again
+            if lines := self.describe(own.count):
+                self._printed = claim
+                print_now("".join(f"{program_name()}: {line}\n" for line in lines))
+
+    def describe(self, now: int) -> list[str]:
+        """Read all heartbeats and return who waits for whom. now: the number of checks so far."""
+        states, gone = {}, {}
+        for rank in range(self.size):
+            if (beat := self._read(rank)) is None:
+                gone[rank] = "no sign of life"
+                continue
+            states[rank] = beat.state
+            if self._first_seen.get(rank, (-1, 0))[0] != beat.count:
+                self._first_seen[rank] = beat.count, now
+            silent = now - self._first_seen[rank][1]
+            if beat.ended:
+                gone[rank] = f"has ended in {beat.state.position}"
+            elif silent > 2 and rank != self.rank:
+                gone[rank] = f"no answer for {silent * self.interval:.0f} s (last seen in {beat.state.position})"
+        return describe_waits(states, gone)
+
+    def _claim(self, claim: str) -> bool:
+        """Whether this rank is to report; not if another one that still waits does so already."""
+        held = self._store.get(_REPORT).decode() if self._store.check([_REPORT]) else ""
+        if held:
+            rank, since = map(int, held.split())
+            if rank != self.rank and (beat := self._read(rank)) is not None and beat.since == since:
+                return False
+        return self._store.compare_set(_REPORT, held, claim).decode() == claim

@@ -1,0 +1,77 @@
+"""Who waits for whom, deduced from what each rank says that it does.
+
+A point-to-point transfer names the rank at its other end. A collective waits for each of its ranks that has not arrived
+there. All of them go through the same parts of the run in the same order, so a rank whose `order` is lower has not
+arrived.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..messages import list_ranks
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """What one rank does.
+
+    position: the step, the action and the line of code. waiting: whether the main thread is in a call that waits for
+    others. On CUDA this is unknown, and False. seconds: time without a change.
+    transfer: the transfer or collective that it takes part in, in words; "" if none is known. peer: the rank at its
+    other end, if it is point-to-point. group: the ranks that take part in a collective; empty: all.
+    order: the number of phases so far, comparable between all ranks; and the number of segments since, comparable
+    between the ranks of a `group`.
+    """
+
+    position: str
+    waiting: bool = False
+    seconds: float = 0.0
+    transfer: str = ""
+    peer: int | None = None
+    group: tuple[int, ...] = ()
+    order: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The ranks that a rank waits for. If there are none: those that have gone on without this transfer."""
+
+    ranks: tuple[int, ...] = ()
+    passed: tuple[int, ...] = ()
+
+
+def find_wait(rank: int, states: Mapping[int, RankState], gone: Mapping[int, str]) -> Wait | None:
+    """The wait of one rank; None if it is busy or gone. gone: ranks that do not answer, and a text that says so."""
+    if rank in gone or not (own := states[rank]).transfer:
+        return None
+    if own.peer is not None:
+        return Wait((own.peer,))
+    others = [other for other in (own.group or sorted({*states, *gone})) if other != rank]
+    depth = 2 if own.group else 1
+    here, orders = own.order[:depth], {other: states[other].order[:depth] for other in others if other not in gone}
+    if missing := [other for other in others if other in gone or orders[other] < here]:
+        return Wait(tuple(missing))
+    if not own.waiting:
+        return None
+    busy = tuple(other for other in others if orders[other] == here and not states[other].waiting)
+    return Wait(busy) if busy else Wait(passed=tuple(other for other in others if orders[other] > here))
+
+
+def describe_waits(states: Mapping[int, RankState], gone: Mapping[int, str]) -> list[str]:
+    """One line for all ranks that wait for the same, then one for each other rank that these lines name."""
+    waits = {rank: wait for rank in sorted(states) if (wait := find_wait(rank, states, gone)) is not None}
+    alike: dict[tuple[str, Wait], list[int]] = {}
+    for rank, wait in waits.items():
+        alike.setdefault((states[rank].transfer, wait), []).append(rank)
+    lines = []
+    for (transfer, wait), ranks in alike.items():
+        who = f"{list_ranks(ranks)} wait{'s' * (len(ranks) == 1)}"
+        during = f"{transfer} (for {max(states[rank].seconds for rank in ranks):.0f} s)"
+        if wait.ranks:
+            lines.append(f"{who} for {list_ranks(wait.ranks)}: {during}")
+        else:
+            others = f"{list_ranks(wait.passed)} went on without it" if wait.passed else "all its ranks have arrived"
+            lines.append(f"{who} in {during}; {others}")
+    for rank in sorted({other for wait in waits.values() for other in wait.ranks + wait.passed} - {*waits}):
+        lines.append(f"rank {rank}: {gone.get(rank) or f'in {states[rank].position} for {states[rank].seconds:.0f} s'}")
+    return lines

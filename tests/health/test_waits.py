@@ -1,0 +1,210 @@
+"""The deduction of who waits for whom, what a rank says that it does, and that a stall is reported once."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_dualpipe.health.heartbeat import CodePosition, Heartbeat, Progress, state_of
+from moe_dualpipe.health.stall import StallReport
+from moe_dualpipe.health.waits import RankState, describe_waits
+from moe_dualpipe.overlap import Engine
+from moe_dualpipe.runtime import P2P
+from moe_dualpipe.schedule import Flow, Recv, Send, parse
+
+BUSY = RankState("step 3, 1F2 (own.py:5 in forward)", seconds=30.6, order=(9, 40))
+
+
+def waiting(transfer, order, group=(), peer=None):
+    return RankState("step 3", True, 31.2, transfer, peer, group, order)
+
+
+def test_a_collective_waits_for_the_ranks_that_have_not_arrived():
+    """Segments count only between ranks of one group, and phases come before segments."""
+    dispatch = waiting("dispatch forward of layer 12, micro-batch 4", (9, 44), group=(2, 3, 4, 5))
+    early = replace(BUSY, order=(8, 90))
+    states = {2: dispatch, 3: dispatch, 4: early, 5: BUSY, 6: replace(BUSY, order=(9, 1))}
+    assert describe_waits(states, {}) == [
+        "ranks 2, 3 wait for ranks 4, 5: dispatch forward of layer 12, micro-batch 4 (for 31 s)",
+        "rank 4: in step 3, 1F2 (own.py:5 in forward) for 31 s",
+        "rank 5: in step 3, 1F2 (own.py:5 in forward) for 31 s",
+    ]
+
+
+def test_a_phase_waits_for_all_ranks_that_have_not_begun_it():
+    """Ranks of other pipelines have other numbers of segments."""
+    gradients = waiting("gradients of step 3", (10, 0))
+    receiving = waiting("activations for stage 2, micro-batch 3", (9, 7), peer=1)
+    assert describe_waits({0: gradients, 1: replace(BUSY, order=(9, 400)), 2: receiving, 3: gradients}, {}) == [
+        "ranks 0, 3 wait for ranks 1, 2: gradients of step 3 (for 31 s)",
+        "rank 2 waits for rank 1: activations for stage 2, micro-batch 3 (for 31 s)",
+        "rank 1: in step 3, 1F2 (own.py:5 in forward) for 31 s",
+    ]
+
+
+def test_ranks_that_are_gone_are_waited_for_wherever_they_were():
+    gradients, silent = waiting("gradients of step 3", (10, 0)), "no answer for 40 s (last seen in 7B2)"
+    states = {0: gradients, 2: replace(gradients, order=(11, 0)), 3: gradients}
+    assert describe_waits(states, {1: "no sign of life", 2: silent}) == [
+        "ranks 0, 3 wait for ranks 1, 2: gradients of step 3 (for 31 s)",
+        "rank 1: no sign of life",
+        f"rank 2: {silent}",
+    ]
+
+
+def test_a_transfer_that_one_rank_has_left_out_is_told_from_one_that_it_has_not_reached():
+    combine = waiting("combine backward of layer 1", (9, 44), group=(0, 1))
+    later = waiting("gradients of step 3", (10, 0))
+    assert describe_waits({0: combine, 1: later}, {}) == [
+        "rank 0 waits in combine backward of layer 1 (for 31 s); rank 1 went on without it",
+        "rank 1 waits for rank 0: gradients of step 3 (for 31 s)",
+    ]
+    assert describe_waits({0: combine, 1: combine}, {}) == [
+        "ranks 0, 1 wait in combine backward of layer 1 (for 31 s); all its ranks have arrived"
+    ]
+
+
+def test_in_the_same_phase_ranks_wait_for_the_one_that_does_not_wait():
+    saving = waiting("checkpoint of step 3", (10, 0))
+    writing = replace(saving, position="step 3, checkpoint, step 3: writing __1_0.distcp", waiting=False, seconds=2.0)
+    assert describe_waits({0: saving, 1: writing, 2: saving}, {}) == [
+        "ranks 0, 2 wait for rank 1: checkpoint of step 3 (for 31 s)",
+        "rank 1: in step 3, checkpoint, step 3: writing __1_0.distcp for 2 s",
+    ]
+
+
+@pytest.mark.parametrize("states", [{0: BUSY, 1: BUSY}, {0: replace(BUSY, transfer="optimizer of step 3"), 1: BUSY}])
+def test_busy_ranks_do_not_wait(states):
+    assert describe_waits(states, {}) == []
+
+
+# ---- What a rank says ----
+
+
+def running(action=None, experts=(0, 1)):
+    progress, engine = Progress(), Engine(torch.device("cpu"))
+    links = P2P((), torch.device("cpu"), 0, 2, (4, 6), None, None)
+    progress.watch(engine, links, experts)
+    progress.begin(3)
+    progress.note(action and parse(action))
+    return progress, engine, links
+
+
+def said(progress, waits=True):
+    return state_of(progress, CodePosition("wait.py:1 in wait", waits, (0, 0)), 2.0)
+
+
+@pytest.mark.parametrize(
+    "action,label,text",
+    [
+        ("(1F3;0B6)OVERLAP_F_B", "wait for dispatch(F)", "dispatch forward of layer 12, micro-batch 3"),
+        ("(1F3;0B6)OVERLAP_F_B", "combine(B)", "combine backward of layer 12, micro-batch 6"),
+        ("(1F3;0B6)OVERLAP_F_B", "prepare dispatch(F)", "dispatch forward of layer 12, micro-batch 3"),
+        ("2I5", "wait for dispatch(B)", "dispatch backward of layer 12, micro-batch 5"),
+        (None, "dispatch(F)", "dispatch forward of layer 12"),
+    ],
+)
+def test_the_micro_batch_of_a_transfer_is_that_of_its_half_of_the_action(action, label, text):
+    progress, engine, _ = running(action)
+    with engine.annotate("mlp(F)", 12), engine.annotate(label, 12):
+        assert (said(progress).transfer, said(progress).group) == (text, (0, 1))
+    assert said(progress).transfer == "a collective operation, wait.py:1 in wait"
+    assert said(progress, waits=False).transfer == ""
+
+
+def test_segments_are_counted_from_the_begin_of_a_phase_and_the_enclosing_one_is_restored():
+    progress, engine, _ = running("1F3")
+    with engine.annotate("attn(F)", 0):
+        pass
+    before = progress.place
+    with engine.annotate("mlp(F)", 1):
+        with engine.annotate("wait for dispatch(F)", 1):
+            assert progress.order == (1, 3)
+        assert str(progress) == "step 3, 1F3, mlp forward of layer 1" and progress.place != before
+        with pytest.raises(ValueError), engine.annotate("wait for combine(F)", 1):
+            raise ValueError
+        assert progress.segment == "mlp forward of layer 1"
+    with progress.during("gradients"):
+        assert progress.order == (2, 0)
+    assert progress.order == (3, 0) and str(progress) == "step 3, 1F3"
+
+
+@pytest.mark.parametrize(
+    "step,text",
+    [
+        (Recv(2, 5, Flow.ACTIVATION), "activations for stage 2, micro-batch 5"),
+        (Recv(2, 5, Flow.GRADIENT), "gradients for stage 2, micro-batch 5"),
+        (Send(2, 5, Flow.GRADIENT), "sending gradients of stage 2, micro-batch 5"),
+    ],
+)
+def test_a_wait_for_a_pipeline_rank_names_its_global_rank(step, text):
+    progress, _, links = running("2F5")
+
+    class Transfer:
+        def wait(self):
+            seen.append(said(progress))
+            return ("data",)
+
+    seen: list[RankState] = []
+    assert links.wait(Transfer(), step, 1) == ("data",)
+    assert (seen[0].transfer, seen[0].peer) == (text, 6)
+    assert said(progress).peer is None
+
+
+# ---- The report ----
+
+GRADIENTS = waiting("gradients of step 3", (10, 0))
+
+
+def beat(count, since, state):
+    return Heartbeat(count, since, state, False, False, "", 1)
+
+
+@pytest.fixture
+def reports():
+    """Reports of four ranks after 8 checks of 0.5 s, with the heartbeats that they read."""
+    store, beats = dist.HashStore(), {}
+    return [StallReport(store, rank, 4, 8, 0.5, beats.get) for rank in range(4)], beats
+
+
+def check_all(reports, beats, ranks, count, since, state=GRADIENTS):
+    for rank in ranks:
+        beats[rank] = beat(count + rank, since + rank, state)  # the threads have not started together
+    for rank in ranks:
+        reports[rank].check(beats[rank])
+
+
+def test_a_stall_is_reported_once_by_one_rank_and_the_next_one_again(reports, capfd):
+    reports, beats = reports
+    for since in (100, 120):
+        for count in range(since, since + 20):
+            beats[3] = beat(count, 80, BUSY)
+            check_all(reports, beats, (0, 1, 2), count, since)
+        assert [line.partition(": ")[2] for line in capfd.readouterr().err.splitlines()] == [
+            "ranks 0, 1, 2 wait for rank 3: gradients of step 3 (for 31 s)",
+            "rank 3: in step 3, 1F2 (own.py:5 in forward) for 31 s",
+        ]
+
+
+def test_a_rank_whose_heartbeat_does_not_change_gives_no_answer(reports, capfd):
+    reports, beats = reports
+    beats[3] = beat(90, 80, BUSY)
+    for count in range(100, 109):
+        check_all(reports, beats, (0, 1, 2), count, since=100)
+    assert (
+        capfd.readouterr()
+        .err.splitlines()[-1]
+        .endswith("rank 3: no answer for 2 s (last seen in step 3, 1F2 (own.py:5 in forward))")
+    )
+
+
+def test_nothing_is_printed_while_nobody_waits_or_before_the_time(reports, capfd):
+    reports, beats = reports
+    for count in range(100, 120):
+        check_all(reports, beats, range(4), count, since=100, state=BUSY)
+    for count in range(120, 128):
+        check_all(reports, beats, range(4), count, since=120)
+    assert capfd.readouterr().err == ""
+    check_all(reports, beats, range(4), 128, since=120)
+    assert "wait" in capfd.readouterr().err
