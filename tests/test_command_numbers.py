@@ -6,6 +6,10 @@ from moe_dualpipe.cli import main
 
 COMMANDS = {
     "schedule show interleaved_1f1b": (["--ranks 2", "--micro-batches 4", "--num-chunks 2"], ["--width"]),
+    "schedule check interleaved_1f1b": (
+        ["--ranks 2", "--micro-batches 4", "--num-chunks 2"],
+        ["--ep", "--layers", "--dense-layers", "--mtp-layers"],
+    ),
     "schedule compare": (
         ["--stages 2", "--micro-batches 4", "--num-chunks 2"],
         ["--cost.F", "--cost.B", "--cost.comm"],

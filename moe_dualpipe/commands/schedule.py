@@ -13,7 +13,7 @@ from tyro.conf import Positional, arg, subcommand
 from .. import strict_json
 from ..drawing.captions import schedule_sizes
 from ..drawing.output import check_output
-from ..drawing.tables import comparison_table
+from ..drawing.tables import comparison_table, launches_table
 from ..drawing.timeline_file import TIMELINE_SUFFIXES, save_timeline
 from ..drawing.timeline_text import timeline_text
 from ..messages import check_range, plural, printable
@@ -31,6 +31,9 @@ from ..schedule import (
     validate_transfers,
 )
 from ..schedule.compare import compare
+from ..schedule.launches import check_launches
+
+MOST_RECORDED = 50_000  # layers x micro-batches x ep, which take a few minutes
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,8 @@ class ShowSchedule:
             check_output(self.out, TIMELINE_SUFFIXES)
         if self.width:
             check_range("--width", self.width, 40, 10_000)
-        timeline = simulate(self._schedule(), costs)
+        schedule, _ = _find(self.schedule, self.ranks, self.micro_batches, self.num_chunks)
+        timeline = simulate(schedule, costs)
         if self.out is not None:
             save_timeline(timeline, self.out)
             print(printable(self.out))
@@ -78,17 +82,6 @@ class ShowSchedule:
         width = self.width or shutil.get_terminal_size().columns
         on_terminal = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         print(timeline_text(timeline, width, self.color == "always" or (self.color == "auto" and on_terminal)))
-
-    def _schedule(self) -> Schedule:
-        path = Path(self.schedule)
-        if path.suffix.lower() == ".csv" or (self.schedule not in NAMES and path.is_file()):
-            if self.ranks or self.micro_batches or self.num_chunks:
-                raise ValueError(f"{path} defines the sizes: remove --ranks, --micro-batches and --num-chunks")
-            return _read(path)[0]
-        if not (self.ranks and self.micro_batches):
-            placement_of(self.schedule, self.ranks or 2)  # reports an unknown name first
-            raise ValueError(f"{self.schedule} needs --ranks and --micro-batches, as in --ranks 4 --micro-batches 8")
-        return build(self.schedule, self.ranks, self.micro_batches, self.num_chunks or None)
 
 
 @dataclass(frozen=True)
@@ -114,18 +107,55 @@ class CompareSchedules:
 
 @dataclass(frozen=True)
 class CheckSchedule:
-    """Validate a schedule from a file, with its sends and receives if it lists them."""
+    """Check that no rank can wait forever: validate a schedule, then compare what all ranks launch.
 
-    file: Positional[Annotated[Path, arg(metavar="FILE")]]
-    """CSV with one line per rank, in the format of torch.distributed.pipelining (compute_only or compute_comms)."""
+    The pipeline runs a tiny model on every rank in this process, and records transfers and collectives instead of
+    running them.
+    """
+
+    schedule: Positional[Annotated[str, arg(metavar="SCHEDULE")]]
+    """A name as in `schedule show`, or a CSV file with one line per rank, in the format of
+    torch.distributed.pipelining (compute_only or compute_comms)."""
+    ranks: int | None = None
+    """Number of pipeline ranks. Required with a name."""
+    micro_batches: int | None = None
+    """Number of micro-batches in a step. Required with a name."""
+    num_chunks: int | None = None
+    """Stages per rank, for interleaved_1f1b. None: 2."""
+    ep: int = 2
+    """Number of ranks that share the experts of a layer."""
+    layers: int | None = None
+    """Number of layers of the model. None: two for each stage."""
+    dense_layers: tuple[int, ...] = (0,)
+    """Layers without experts, counted from 0."""
+    mtp_layers: int = 0
+    """Multi-token prediction: number of further layers in the loss."""
+    actions_only: bool = False
+    """Only validate the schedule. Takes no time, and any number of ranks."""
 
     def run(self) -> None:
-        schedule, transfers = _read(self.file)
+        """Raises ScheduleError if a rank may wait forever, and ValueError for invalid options."""
+        schedule, transfers = _find(self.schedule, self.ranks, self.micro_batches, self.num_chunks)
+        layers = self.layers if self.layers is not None else 2 * schedule.num_stages
+        if not self.actions_only:
+            check_range("--ep", self.ep, 1, 1024)
+            recorded = layers * schedule.num_micro_batches * self.ep
+            check_range("layers x micro-batches x ep", recorded, 1, MOST_RECORDED, "; use less, or --actions-only")
         actions = plural(sum(map(len, schedule.actions)), "action")
-        print(
-            f"{printable(self.file)}: valid; {schedule_sizes(schedule)}, {actions}"
-            + (f", {plural(transfers, 'transfer')} that cannot deadlock" if transfers else "")
+        valid = f"{printable(self.schedule)}: valid; {schedule_sizes(schedule)}, {actions}" + (
+            f", {plural(transfers, 'transfer')} that cannot deadlock" if transfers else ""
         )
+        print(valid if self.actions_only else f"{valid}\n\n{self._check_launches(schedule, layers)}")
+
+    def _check_launches(self, schedule: Schedule, layers: int) -> str:
+        from ..testing.record_launches import record_launches, tiny_model
+
+        model = tiny_model(layers, self.dense_layers, self.ep, self.mtp_layers)
+        counts = {}
+        for device, queued in (("CPU", False), ("GPU", True)):
+            programs = record_launches(model, schedule, self.ep, queued)
+            counts = check_launches(f"{schedule.name}, as on a {device}", programs)
+        return launches_table(counts, layers, self.ep)
 
 
 @dataclass(frozen=True)
@@ -138,6 +168,19 @@ class ScheduleCommands:
         | Annotated[CheckSchedule, subcommand("check")],
         tyro.conf.arg(name=""),
     ]
+
+
+def _find(text: str, ranks: int | None, micro_batches: int | None, num_chunks: int | None) -> tuple[Schedule, int]:
+    """Return the schedule of a file, or the one of this name and size, and the number of transfers in the file."""
+    path = Path(text)
+    if path.suffix.lower() == ".csv" or (text not in NAMES and path.is_file()):
+        if ranks or micro_batches or num_chunks:
+            raise ValueError(f"{path} defines the sizes: remove --ranks, --micro-batches and --num-chunks")
+        return _read(path)
+    if not (ranks and micro_batches):
+        placement_of(text, ranks or 2)  # reports an unknown name first
+        raise ValueError(f"{text} needs --ranks and --micro-batches, as in --ranks 4 --micro-batches 8")
+    return build(text, ranks, micro_batches, num_chunks or None), 0
 
 
 def _read(path: Path) -> tuple[Schedule, int]:

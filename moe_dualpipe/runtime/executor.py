@@ -40,6 +40,7 @@ class Executor:
     ):  # fmt: skip
         self.modules, self.p2p, self.overlap, self.on_action = dict(modules), p2p, overlap, on_action
         self.weight_grads = weight_grads if weight_grads is not None else WeightGrads()
+        self.rank_step: Callable[..., RankStep] = RankStep  # a subclass may observe the transfers
         for module in self.modules.values():
             bind(module, self.weight_grads)
 
@@ -66,7 +67,9 @@ class Executor:
             index: Stage(index, module, self.weight_grads, {b.micro_batch for b in backwards if b.stage == index})
             for index, module in self.modules.items()
         }
-        step = RankStep(schedule, self.p2p, stages, pairs, labels or {}, criterion, return_outputs, self.on_action)
+        step = self.rank_step(
+            schedule, self.p2p, stages, pairs, labels or {}, criterion, return_outputs, self.on_action
+        )
         try:
             with self.p2p.step():
                 return step.run(steps[self.p2p.rank], inputs)

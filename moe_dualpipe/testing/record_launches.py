@@ -1,0 +1,142 @@
+"""Record what every rank of a training step launches, in one process, without other processes or a GPU.
+
+The pipeline, executor, engine and layers are those of a run, with a tiny model: the same layers with a few channels.
+Only the process groups differ (recording_group.py). Each data rank has other tokens.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..models import ModelConfig, StageOptions
+from ..overlap import Engine
+from ..overlap.labels import FORWARD, letter_of
+from ..overlap.segmented import run_on
+from ..runtime.groups import create_group
+from ..runtime.p2p import Transfer
+from ..runtime.rank_step import RankStep
+from ..schedule import Action, Recv, Schedule, Send, halves
+from ..schedule.comms import carried
+from ..schedule.launches import Program
+from ..schedule.walk import result_name
+from ..training.pipeline import Pipeline
+from .recording_group import Recorder, recording_world
+
+LENGTH = 3  # tokens in a sequence
+
+
+def tiny_model(num_layers: int, dense_layers: tuple[int, ...] = (), ep: int = 1, mtp_layers: int = 0) -> ModelConfig:
+    """A model whose steps take little time. dense_layers: those without experts."""
+    return ModelConfig(
+        vocab_size=5, hidden_size=4, num_layers=num_layers, num_dense_layers=0, dense_layers=dense_layers, num_heads=1,
+        num_kv_heads=1, head_dim=2, dense_size=4, expert_size=4, num_experts=2 * ep, mtp_layers=mtp_layers,
+    )  # fmt: skip
+
+
+def record_launches(
+    model: ModelConfig, schedule: Schedule, ep: int, queued: bool, options: StageOptions | None = None,
+    change: Callable[[int, Pipeline], None] | None = None,
+) -> list[Program]:  # fmt: skip
+    """Return what each rank launches and waits for in one step, up to the sum of gradients.
+
+    There are `ep` data-parallel ranks, which share the experts. queued: the host queues work, and each direction of the
+    pipeline has a process group, as on a GPU. change: called with each rank and its pipeline, before the step.
+    """
+    size = schedule.num_ranks * ep
+    return [_record(model, schedule, ep, queued, options, change, rank, size) for rank in range(size)]
+
+
+def _record(
+    model: ModelConfig, schedule: Schedule, ep: int, queued: bool, options: StageOptions | None,
+    change: Callable[[int, Pipeline], None] | None, rank: int, num_ranks: int,
+) -> Program:  # fmt: skip
+    with recording_world(rank, num_ranks) as world:
+        now = _Now()
+        pipeline = Pipeline(
+            model, schedule, (1, LENGTH + model.mtp_layers), ep=ep, options=options, on_action=now.begin
+        )
+        recorder = Recorder(now.describe, serial_links=queued)
+        executor, groups = pipeline.executor, vars(pipeline.groups) | {"world": world}
+        if queued and groups["pipeline"] is not None:
+            members = groups.pop("pipeline").ranks
+            groups |= {f"pipeline {way}": create_group(members, members_only=True) for way in ("up", "down")}
+            executor.p2p = replace(executor.p2p, upward=groups["pipeline up"], downward=groups["pipeline down"])
+        for name, group in groups.items():
+            if group is not None:
+                group.record_as(name.replace("_", " "), recorder)
+        executor.rank_step = partial(_RecordedStep, now=now)
+        if change is not None:
+            change(rank, pipeline)
+        tokens = tokens_of(model, schedule, rank % ep)
+        with run_on(_RecordedEngine(now, queued)):
+            pipeline.step(tokens[:, :-1], tokens[:, 1:])
+        pipeline.sum_gradients()
+        return recorder.program
+
+
+def tokens_of(model: ModelConfig, schedule: Schedule, data_rank: int) -> Tensor:
+    """Random token ids, one more than a step needs in each of its sequences."""
+    shape = schedule.num_micro_batches, LENGTH + model.mtp_layers + 1
+    return torch.randint(model.vocab_size, shape, generator=torch.Generator().manual_seed(data_rank))
+
+
+@dataclass
+class _Now:
+    """What a rank is doing: its action, and a transfer between stages, or a segment and its layer."""
+
+    action: Action | None = None
+    transfer: Send | Recv | None = None
+    segment: tuple[str, int | None] | None = None
+
+    def begin(self, action: Action | None) -> None:
+        self.action = action
+
+    def describe(self, operation: str) -> str:
+        if self.transfer is not None:
+            return f"{result_name(carried(self.transfer))} from {operation}"
+        if self.segment is None or self.action is None:
+            return operation
+        text, layer = self.segment
+        half = halves(self.action)[0 if letter_of(text) == FORWARD else -1]
+        return f"{text} of layer {layer}, micro-batch {half.micro_batch}"
+
+
+class _RecordedEngine(Engine):
+    def __init__(self, now: _Now, queued: bool):
+        super().__init__(torch.device("cpu"), queued)
+        self.now = now
+
+    @contextmanager
+    def annotate(self, text: str, layer: int | None, *arguments: Any, **options: Any) -> Iterator[None]:
+        outer, self.now.segment = self.now.segment, (text, layer)
+        try:
+            with super().annotate(text, layer, *arguments, **options):
+                yield
+        finally:
+            self.now.segment = outer
+
+
+@dataclass
+class _RecordedStep(RankStep):
+    now: _Now = field(kw_only=True)
+
+    def send(self, step: Send) -> Transfer:
+        with self._named(step):
+            return super().send(step)
+
+    def post_receive(self, step: Recv) -> None:
+        with self._named(step):
+            super().post_receive(step)
+
+    @contextmanager
+    def _named(self, step: Send | Recv) -> Iterator[None]:
+        self.now.transfer = step
+        try:
+            yield
+        finally:
+            self.now.transfer = None
