@@ -22,7 +22,7 @@ from .stage import Criterion, OverlappedModule, Stage
 @lru_cache(maxsize=16)
 def _add_transfers(schedule: Schedule, forward_only: bool) -> tuple[Schedule, tuple[tuple[Step, ...], ...]]:
     schedule = schedule.forward_only() if forward_only else validate(schedule)
-    return schedule, tuple(receive_early(steps) for steps in add_comms(schedule))
+    return schedule, receive_early(schedule, add_comms(schedule))
 
 
 class Executor:

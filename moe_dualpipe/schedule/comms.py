@@ -7,10 +7,12 @@ the receives are in the order of the sends.
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
+from itertools import chain
 
-from .actions import Action, Backward, Flow, Forward, Overlap, Part, Recv, Send, Step, Transfer, halves
+from .actions import Action, Backward, Flow, Forward, Part, Recv, Send, Step, Transfer, halves
 from .schedule import Schedule
-from .walk import Result, walk
+from .walk import Result, needs, produces, walk
 
 
 def add_comms(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
@@ -19,11 +21,7 @@ def add_comms(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
     A send directly follows the action that computes its data. Raises DeadlockError if the order cannot run.
     """
     steps: list[list[Step]] = [[] for _ in schedule.actions]
-    by_start: defaultdict[float, list[tuple[int, Action]]] = defaultdict(list)
-    for rank, spans in enumerate(walk(schedule, duration=lambda _: 1)):
-        for span in spans:
-            by_start[span.start].append((rank, span.action))
-    for _, running in sorted(by_start.items()):  # these actions run at the same time; then their results are sent
+    for running in _simultaneous(schedule):  # then their results are sent
         for rank, action in running:
             steps[rank].append(action)
         for rank, action in running:
@@ -59,21 +57,57 @@ def counterpart(transfer: Transfer) -> Transfer:
     return other(transfer.stage + (1 if up else -1), transfer.micro_batch, transfer.flow)
 
 
-def receive_early(steps: tuple[Step, ...]) -> tuple[Step, ...]:
-    """Move every receive before the preceding compute action, so that the data arrives while that action runs.
+def receive_early(schedule: Schedule, lists: Sequence[Sequence[Step]]) -> tuple[tuple[Step, ...], ...]:
+    """In the lists of all ranks, move each receive before the preceding action, so that the data arrives meanwhile.
+
+    A receive stays if the data depends on that action: it could not arrive meanwhile. On a GPU, the receive would
+    occupy multiprocessors for nothing. And if the action waits for all work on the device, as when a kernel is loaded,
+    the ranks would wait for each other forever.
 
     Receives keep their order. They must be asynchronous: a receive that is posted early must not block.
 
-    Example: `0F0 0SEND_F0 0RECV_B0 0B0` becomes `0RECV_B0 0F0 0SEND_F0 0B0`.
+    Example: rank 0 of gpipe with 2 ranks and 2 micro-batches. Rank 1 runs `1F1` before `1B0`, so 0RECV_B0 stays:
+    `0F0 0F1 0RECV_B0 0B0 0RECV_B1 0B1` becomes `0F0 0F1 0RECV_B0 0RECV_B1 0B0 0B1` (without sends).
     """
-    early: list[Step] = []
-    insert_at = 0  # index of the previous compute action, after the receives that were moved before it
-    for step in steps:
-        if isinstance(step, Recv):
-            early.insert(insert_at, step)
+    required = required_actions(schedule)
+    early: list[tuple[Step, ...]] = []
+    for rank, steps in enumerate(lists):
+        moved: list[Step] = []
+        num_actions = insert_at = 0  # insert_at: index of the preceding action, after the receives moved before it
+        for step in steps:
+            if not isinstance(step, Recv):
+                if not isinstance(step, Send):
+                    num_actions, insert_at = num_actions + 1, len(moved)
+                moved.append(step)
+                continue
+            if num_actions and required[carried(step)][rank] == num_actions:
+                insert_at = len(moved)
+            moved.insert(insert_at, step)
             insert_at += 1
-        else:
-            if isinstance(step, Forward | Backward | Overlap):
-                insert_at = len(early)
-            early.append(step)
+        early.append(tuple(moved))
     return tuple(early)
+
+
+def required_actions(schedule: Schedule) -> dict[Result, tuple[int, ...]]:
+    """The number of actions that each rank must have run before a result exists, by result.
+
+    Each rank runs its list in order, so these are always the first actions of the list. Raises DeadlockError.
+    """
+    required: dict[Result, tuple[int, ...]] = {}
+    latest = [(0,) * schedule.num_ranks] * schedule.num_ranks  # for the last action of each rank, that included
+    for rank, action in chain.from_iterable(_simultaneous(schedule)):
+        inputs = [required[need] for half in halves(action) for need in needs(half, schedule.num_stages)]
+        counts = [max(column) for column in zip(latest[rank], *inputs, strict=True)]
+        counts[rank] += 1
+        latest[rank] = tuple(counts)
+        required |= dict.fromkeys(map(produces, halves(action)), latest[rank])
+    return required
+
+
+def _simultaneous(schedule: Schedule) -> list[list[tuple[int, Action]]]:
+    """The actions with their ranks, in order, in groups that run at the same time if all take equally long."""
+    groups: defaultdict[float, list[tuple[int, Action]]] = defaultdict(list)
+    for rank, spans in enumerate(walk(schedule, duration=lambda _: 1)):
+        for span in spans:
+            groups[span.start].append((rank, span.action))
+    return [group for _, group in sorted(groups.items())]

@@ -21,24 +21,54 @@ from moe_dualpipe.schedule import (
     validate,
     validate_transfers,
 )
+from moe_dualpipe.schedule.comms import carried
+from moe_dualpipe.schedule.walk import needs, produces, walk
 from tests.support.schedules import SIZES
 
 
-@pytest.mark.parametrize("name,ranks,micro_batches", SIZES)
+@pytest.mark.parametrize("name,ranks,micro_batches", [*SIZES, ("gpipe", 8, 20), ("chimera", 8, 20)])
 def test_transfers_match_in_order_and_do_not_deadlock(name, ranks, micro_batches):
     schedule = build(name, ranks, micro_batches)
     lists = add_comms(schedule)
     assert [tuple(s for s in steps if not isinstance(s, Send | Recv)) for steps in lists] == list(schedule.actions)
     assert_links_are_fifo(schedule, lists)
     assert runs_with_blocking_transfers(schedule, lists)
-    early = [receive_early(steps) for steps in lists]
+    early = receive_early(schedule, lists)
     assert_links_are_fifo(schedule, early)
+    assert_posted_as_early_as_data_can_arrive(schedule, lists, early)
     for steps, before in zip(early, lists, strict=True):
         assert sorted(map(str, steps)) == sorted(map(str, before))
         for recv in (step for step in steps if isinstance(step, Recv)):
             computed = [i for i, step in enumerate(before) if not isinstance(step, Send | Recv)]
             first = computed[0] if computed else 0
             assert steps.index(recv) <= max(before.index(recv), first)
+
+
+def assert_posted_as_early_as_data_can_arrive(schedule, lists, early):
+    """A receive moves before the preceding action if and only if this action is not an ancestor of the data."""
+    ancestors = ancestors_of_results(schedule)
+    for rank, (before, after) in enumerate(zip(lists, early, strict=True)):
+        last = None  # receives keep their order
+        for recv in (step for step in before if isinstance(step, Recv)):
+            actions, posted = actions_before(before, recv), actions_before(after, recv)
+            moves = bool(actions) and (rank, actions[-1]) not in ancestors[carried(recv)] and last != actions
+            assert posted == (actions[:-1] if moves else actions), recv
+            last = posted
+
+
+def actions_before(steps, recv):
+    return [step for step in steps[: steps.index(recv)] if not isinstance(step, Send | Recv)]
+
+
+def ancestors_of_results(schedule):
+    """For each result, the (rank, action) pairs that must have run: by data, or earlier on the same rank."""
+    found, last = {}, [frozenset()] * schedule.num_ranks
+    spans = [(span.start, rank, span.action) for rank, own in enumerate(walk(schedule, lambda _: 1)) for span in own]
+    for _, rank, action in sorted(spans, key=lambda span: span[0]):
+        inputs = (found[need] for half in halves(action) for need in needs(half, schedule.num_stages))
+        last[rank] = last[rank].union(*inputs, [(rank, action)])
+        found |= {produces(half): last[rank] for half in halves(action)}
+    return found
 
 
 def peer(schedule, step):
@@ -191,9 +221,9 @@ def test_validate_also_checks_the_transfers(monkeypatch):
 
 
 def test_order_of_transfers():
-    """The gradient of a pair is sent before its activation. A receive moves before the preceding action."""
+    """The gradient of a pair is sent before its activation."""
     lists = add_comms(build("dualpipe", 2, 4))
-    assert " ".join(map(str, lists[0])) == (
+    assert texts(lists)[0] == (
         "0F0 0SEND_F0 1RECV_F2 1F2 0F1 0SEND_F1 1RECV_F3 1B2 1SEND_B2 0RECV_B0 (1F3;0B0)OVERLAP_F_B 1B3 1SEND_B3 "
         "0RECV_B1 0I1 0W1"
     )
@@ -201,8 +231,22 @@ def test_order_of_transfers():
     at = next(i for i, step in enumerate(pair) if isinstance(step, Overlap))
     sends = [str(step) for step in pair[at:] if isinstance(step, Send)]
     assert (str(pair[at]), sends[:2]) == ("(2F6;1B0)OVERLAP_F_B", ["1SEND_B0", "2SEND_F6"])
-    recv, first, send, back = Recv(0, 0, Flow.GRADIENT), Forward(0, 0), Send(0, 0, Flow.ACTIVATION), Backward(0, 0)
-    assert receive_early((first, send, recv, back)) == (recv, first, send, back)
+
+
+def test_a_receive_moves_before_the_preceding_action_unless_its_data_depends_on_it():
+    lists = add_comms(build("gpipe", 2, 2))
+    assert texts(lists) == [
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1",
+        "1RECV_F0 1F0 1RECV_F1 1F1 1B0 1SEND_B0 1B1 1SEND_B1",
+    ]
+    assert texts(receive_early(build("gpipe", 2, 2), lists)) == [
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0RECV_B1 0B0 0B1",
+        "1RECV_F0 1RECV_F1 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1",
+    ]
+
+
+def texts(lists):
+    return [" ".join(map(str, steps)) for steps in lists]
 
 
 def test_a_transfer_on_the_wrong_rank_is_refused():
