@@ -12,7 +12,7 @@ from torch import nn
 from moe_dualpipe.kernels.linear import linear
 from moe_dualpipe.runtime import P2P, Executor, TensorSpec
 from moe_dualpipe.runtime.p2p import Transfer
-from moe_dualpipe.schedule import Forward, Placement, Schedule, build
+from moe_dualpipe.schedule import Forward, Placement, Recv, Schedule, build
 from tests.support.ranks import run_ranks
 
 WIDTH, COUNT = 6, 4
@@ -226,6 +226,7 @@ class Recorder:
     """Replaces the links of rank 0 of 2, and records in which order the executor uses them."""
 
     rank, num_ranks, device, specs = 0, 2, torch.device("cpu"), (TensorSpec((2, WIDTH), torch.float32),)
+    work: Any = None
 
     def __init__(self):
         self.log: list[str] = []
@@ -235,25 +236,17 @@ class Recorder:
 
     def send(self, tensors, to):
         self.log.append(f"send to {to}")
-        recorder = self
-
-        class Sent:
-            def wait(self):
-                recorder.log.append("wait for send")
-
         assert all(t.shape == (2, WIDTH) for t in tensors)
-        return Sent()
+        return Transfer(tensors, (self.work,))
 
     def recv(self, specs, source):
         self.log.append(f"post receive from {source}")
-        recorder = self
+        return Transfer(tuple(torch.zeros(spec.shape) for spec in specs), (self.work,))
 
-        class Arriving(Transfer):
-            def wait(self):
-                recorder.log.append("wait for receive")
-                return self.tensors
-
-        return Arriving(tuple(torch.zeros(spec.shape) for spec in specs))
+    def wait(self, transfer, step, peer):
+        assert peer == 1
+        self.log.append(f"wait for {'receive' if isinstance(step, Recv) else 'send'}")
+        return transfer.tensors
 
 
 class Logging(nn.Module):
