@@ -6,24 +6,20 @@
 
 The launchers run as usual, on uninitialized tensors, but compile each kernel instead of launching it. The sizes are all
 of the shipped table, and some that no fast path accepts. A kernel fails if it spills registers to memory, needs more
-shared memory than the GPU has, or causes ptxas warnings C75xx (serialized matrix products); on Hopper, also if a
-product does not use wgmma.
+shared memory than the GPU has, or causes ptxas warnings C75xx (serialized matrix products). On NVIDIA GPUs, the loop of
+a product must load asynchronously; on Hopper, it must use wgmma and keep one group of them in flight. Spills are
+allowed outside this loop where the table sets `maxnreg` and two blocks then fit on a multiprocessor.
 """
 
 import argparse
 import contextlib
 import io
 import os
-import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 from unittest import mock
 
 import torch
@@ -35,49 +31,16 @@ from triton.runtime.jit import JITFunction
 
 from moe_dualpipe.expert_parallel.modelled import paced_copy
 from moe_dualpipe.kernels.gpu import configs, gemm, permute, routing, swiglu, tiles, wgrad
+from moe_dualpipe.kernels.gpu.families import family_of
 from moe_dualpipe.kernels.gpu.launch_args import interpreter_enabled
 from moe_dualpipe.kernels.routing import RoutingOptions, Score
 
+from .generated_code import DTYPES, Built, Compiled, describe
+
 TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32), "sm_100": GPUTarget("cuda", 100, 32),
+    **{f"sm_{number}": GPUTarget("cuda", number, 32) for number in (80, 90, 100, 103, 120)},
     "gfx942": GPUTarget("hip", "gfx942", 64),
-}  # fmt: skip
-SHARED_LIMIT = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}  # bytes per block
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-PRODUCTS = {"rows_times_weights", "swiglu_up", "swiglu_down_backward", "weight_gradients"}
-NVIDIA_BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-
-
-@dataclass(frozen=True, slots=True)
-class Compiled:
-    """A compiled kernel. sizes: D x F. matrix: number of matrix instructions. spills: bytes, or registers on AMD."""
-
-    kernel: str
-    arch: str
-    dtype: str
-    sizes: str
-    tma: bool
-    registers: int
-    spills: int
-    shared: int
-    matrix: int
-    warnings: tuple[str, ...]
-
-    def problems(self) -> list[str]:
-        found = [f"{self.spills} spilled"] if self.spills else []
-        if self.shared > SHARED_LIMIT[self.arch]:
-            found.append(f"{self.shared:,} bytes of shared memory of {SHARED_LIMIT[self.arch]:,}")
-        if self.arch == "sm_90" and self.dtype != "fp32" and self.kernel in PRODUCTS and not self.matrix:
-            found.append("no wgmma")
-        return found + list(self.warnings)
-
-
-class Built(NamedTuple):
-    """A kernel from Triton's compiler. log: the output of ptxas; "" for a kernel from Triton's cache, and on AMD."""
-
-    name: str
-    kernel: Any
-    log: str
+}
 
 
 class _NoGPU:
@@ -167,12 +130,12 @@ def launch_others(dtype: torch.dtype, brief: bool = False) -> None:
 def check(arch: str, dtype: str, brief: bool = False) -> list[Compiled]:
     """Compile all kernels for one GPU and dtype. brief: only the tuned sizes, and one number of experts."""
     size = DTYPES[dtype].itemsize
-    tuned = (e for e in configs.load_table(configs.SHIPPED) if e.arch == arch and e.dtype_bytes == size)
+    tuned = (e for e in configs.load_table(configs.SHIPPED) if e.arch == family_of(arch) and e.dtype_bytes == size)
     shipped = {(max(e.n, e.k), min(e.n, e.k)) for e in tuned}
     found: dict[str, Compiled] = {}  # by the hash that Triton gives a compiled kernel
     untuned = [] if brief else [(1000, 200), (1001, 203)]
-    experts = {f"{d}x{f}": partial(launch_experts, d, f) for d, f in [*sorted(shipped), *untuned]}
-    for sizes, launch in {**experts, "": partial(launch_others, brief=brief)}.items():
+    experts = {(d, f): partial(launch_experts, d, f) for d, f in [*sorted(shipped), *untuned]}
+    for sizes, launch in {**experts, (): partial(launch_others, brief=brief)}.items():
         with compiling(arch) as compiled:
             launch(DTYPES[dtype])
         for built in compiled:
@@ -181,49 +144,13 @@ def check(arch: str, dtype: str, brief: bool = False) -> list[Compiled]:
     return list(found.values())
 
 
-def describe(built: Built, arch: str, dtype: str, sizes: str) -> Compiled:
-    name, kernel, log = built
-    shared = kernel.metadata.shared
-    if "ptx" not in kernel.asm:
-        text = kernel.asm["amdgcn"]
-        registers, spills = (_number(rf"\.{key}:\s*(\d+)", text) for key in ("vgpr_count", "vgpr_spill_count"))
-        return Compiled(name, arch, dtype, sizes, False, registers, spills, shared, text.count("v_mfma"), ())
-    ptx = kernel.asm["ptx"]
-    log = log or _ptxas(ptx)
-    registers = _number(r"Used (\d+) registers", log)
-    spills = _number(r"(\d+) bytes spill stores", log) + _number(r"(\d+) bytes spill loads", log)
-    matrix = len(re.findall(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync", ptx))
-    warnings, tma = tuple(sorted(set(re.findall(r"C75\d\d", log)))), "cp.async.bulk.tensor" in ptx
-    return Compiled(name, arch, dtype, sizes, tma, registers, spills, shared, matrix, warnings)
-
-
-def _number(pattern: str, text: str) -> int:
-    found = re.search(pattern, text)
-    if not found:
-        raise RuntimeError(f"the assembler output has no match for {pattern!r}:\n{text[-2000:]}")
-    return int(found[1])
-
-
-def _ptxas(ptx: str) -> str:
-    found = re.search(r"\.target (sm_(\d+)\w*)", ptx)
-    assert found
-    arch, number = found[1], int(found[2])
-    blackwell = NVIDIA_BIN / "ptxas-blackwell"  # Triton ships a second assembler for Blackwell
-    program = blackwell if number >= 100 and blackwell.exists() else NVIDIA_BIN / "ptxas"
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        command = [program, "-v", f"--gpu-name={arch}", file.name, "-o", os.devnull]
-        return subprocess.run(command, capture_output=True, text=True, check=False).stderr
-
-
 def table(found: list[Compiled]) -> str:
     lines = [
         f"{'kernel':22} {'GPU':7} {'dtype':5} {'D x F':>9} {'TMA':3} {'regs':>4} {'shared':>7} {'matrix':>6}  problems"
     ]
     lines += [
         f"{c.kernel:22} {c.arch:7} {c.dtype:5} {c.sizes:>9} {'yes' if c.tma else '-':3} {c.registers:4} {c.shared:7,} "
-        f"{c.matrix:6}  {', '.join(c.problems()) or '-'}"
+        f"{c.matrix:6}  {', '.join(c.problems) or '-'}"
         for c in found
     ]
     return "\n".join(lines)
@@ -244,7 +171,7 @@ def main() -> None:
     jobs = [(arch, dtype, arch in options.brief) for arch in options.arch for dtype in options.dtype]
     with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
         found = [c for part in pool.map(check, *zip(*jobs, strict=True)) for c in part]
-    failed = [c for c in found if c.problems()]
+    failed = [c for c in found if c.problems]
     if shown := failed if options.quiet else found:
         print(table(shown))
     print(f"triton {triton.__version__}: {len(found)} kernels compiled, {len(failed)} failed")

@@ -25,17 +25,25 @@ from .measure import relative_error
 # ---- Candidates ----
 
 
-def candidate_configs(kernel: str, element: int, shared_bytes: int, tma: bool) -> list[TileConfig]:
-    """Return configurations with 64 to 128 accumulators per thread whose pipeline stages fit in shared memory."""
+def candidate_configs(kernel: str, element: int, shared_bytes: int, tma: bool, maxnreg: bool) -> list[TileConfig]:
+    """Return configurations with 64 to 128 accumulators per thread whose pipeline stages fit in shared memory.
+
+    tma, maxnreg: whether the GPU has these options. maxnreg makes room for a second block on a multiprocessor. It is
+    tried where shared memory allows a second block, and the epilogue needs more registers than the product.
+    """
     tiles = [(64, 128), (64, 256), (128, 64), (128, 128), (128, 256), (256, 64), (256, 128)]
     found = []
     for block_m, block_n in tiles:
         for block_k, stages in ((32, 4), (32, 5), (64, 3), (64, 4)):
             for warps in (4, 8):
                 fits_registers = 64 <= block_m * block_n / (32 * warps) <= 128
-                if fits_registers and stages * (block_m + block_n) * block_k * element <= shared_bytes:
+                shared = stages * (block_m + block_n) * block_k * element
+                if fits_registers and shared <= shared_bytes:
                     for through_tma in (False, True) if tma and kernel != "wgrad" else (False,):
                         found.append(TileConfig(block_m, block_n, block_k, warps, stages, 8, through_tma))
+                        fused = kernel in ("up", "down_backward") and (block_m, block_n) == (128, 128)
+                        if maxnreg and fused and warps == 8 and 2 * shared <= shared_bytes:
+                            found.append(dataclasses.replace(found[-1], maxnreg=128))
     return found
 
 

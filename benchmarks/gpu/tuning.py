@@ -20,6 +20,7 @@ import triton
 
 from moe_dualpipe.kernels.gpu import configs
 from moe_dualpipe.kernels.gpu.configs import TileConfig, TunedKernel, override_config
+from moe_dualpipe.kernels.gpu.families import shared_memory_limit
 from moe_dualpipe.kernels.gpu.launch_args import arch_of
 
 from .correctness import TOLERANCE
@@ -129,10 +130,9 @@ def make_problem(shape: Shape, device: torch.device) -> Problem:
 def configs_to_try(kernel: str, element: int, device: torch.device) -> list[TileConfig]:
     if device.type == "cpu":
         return smoke_configs()
-    properties = torch.cuda.get_device_properties(device)
-    shared = getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
-    hopper_or_later = torch.version.hip is None and properties.major >= 9
-    return candidate_configs(kernel, element, shared, hopper_or_later)
+    nvidia = torch.version.hip is None
+    hopper_or_later = nvidia and torch.cuda.get_device_capability(device)[0] >= 9
+    return candidate_configs(kernel, element, shared_memory_limit(device), hopper_or_later, nvidia)
 
 
 def merged_entries(path: Path, entry: TunedKernel) -> list[TunedKernel]:

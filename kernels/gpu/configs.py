@@ -2,7 +2,8 @@
 
 Autotuning in the first training step would cost minutes on every rank. Instead, `python -m benchmarks.tune` writes a
 table beforehand, and lookups are cached. The user's table has priority over the shipped one. Among the entries of a
-table for a kernel, GPU and element size, the one with the nearest N and K is used.
+table for a kernel, GPU and element size, the one with the nearest N and K is used. A GPU without entries uses those of
+its family (families.py).
 
 N: number of output columns of one expert's product; for "up", number of pairs of gate and up. K: number of terms of
 its sums. For "wgrad", which sums over rows, N and K are the two widths.
@@ -18,6 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from .families import family_of
+
 KERNEL_NAMES = ("up", "down", "down_backward", "up_backward", "wgrad", "any")
 SHIPPED = Path(__file__).with_name("tuned.json")
 
@@ -27,7 +30,9 @@ class TileConfig:
     """Tile sizes and launch options of a kernel. A tile is block_m x block_n; the sum advances in steps of block_k.
 
     group_m: number of row tiles that pass over the columns together, which reuses weights in the L2 cache. tma: load
-    weights through the tensor memory accelerator (Hopper and newer) if their sizes allow it.
+    weights through the tensor memory accelerator (Hopper and newer) if their sizes allow it. maxnreg: maximum number of
+    registers per thread, on NVIDIA GPUs; None: the compiler's choice. With fewer registers, a second block may fit on a
+    multiprocessor.
     """
 
     block_m: int
@@ -37,6 +42,7 @@ class TileConfig:
     stages: int
     group_m: int = 8
     tma: bool = False
+    maxnreg: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +73,11 @@ def lookup(kernel: str, arch: str, dtype_bytes: int, n: int, k: int) -> TileConf
 
 @functools.cache
 def _nearest(kernel: str, arch: str, dtype_bytes: int, n: int, k: int) -> TileConfig:
-    similar = "gfx942" if arch.startswith("gfx") else "sm_80"  # the shipped table has both
     for table in (_load_user_table(), load_table(SHIPPED)):
-        for family in (arch, similar):
-            entries = [e for e in table if (e.kernel, e.arch, e.dtype_bytes) == (kernel, family, dtype_bytes)]
-            if entries:
-                return min(entries, key=lambda e: abs(math.log(e.n / n)) + abs(math.log(e.k / k))).config
+        fitting = [e for e in table if (e.kernel, e.dtype_bytes) == (kernel, dtype_bytes)]
+        entries = [e for e in fitting if e.arch == arch] or [e for e in fitting if e.arch == family_of(arch)]
+        if entries:
+            return min(entries, key=lambda e: abs(math.log(e.n / n)) + abs(math.log(e.k / k))).config
     raise ValueError(f"no configuration of kernel {kernel!r} for {arch} with elements of {dtype_bytes} bytes")
 
 

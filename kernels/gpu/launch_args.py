@@ -61,6 +61,11 @@ def launch_settings(config: TileConfig, w: Tensor) -> dict[str, Any]:
     """The keyword arguments that all products with weights take at launch."""
     return {
         "TMA": uses_tma(w, config), "PRECISION": dot_precision(w.dtype), "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP_M": config.group_m,
-        "num_warps": config.warps, "num_stages": config.stages,
+        "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP_M": config.group_m, **compile_options(config),
     }  # fmt: skip
+
+
+def compile_options(config: TileConfig) -> dict[str, int]:
+    """The options of Triton's compiler. Without maxnreg if it is None, because only NVIDIA GPUs have it."""
+    options = {"num_warps": config.warps, "num_stages": config.stages}
+    return options if config.maxnreg is None else {**options, "maxnreg": config.maxnreg}

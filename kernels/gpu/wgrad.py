@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..backend import check_contiguous
 from .configs import lookup
-from .launch_args import arch_of, dot_precision, launch_grid
+from .launch_args import arch_of, compile_options, dot_precision, launch_grid
 from .tiles import grouped_order, split_columns
 
 
@@ -69,12 +69,13 @@ def weight_gradients_kernel(
         # At least one step: ptxas serialises the products of a loop that may run zero times.
         for _ in range(tl.maximum(tl.cdiv(end - start, BLOCK_K), 1)):
             inside = m < end
-            a_tile = tl.load(a + row_a[:, None] + i[None, :], mask=inside[:, None], other=0.0)
+            # [columns, rows]: a transpose of the loaded tile would not be pipelined before Hopper.
+            a_tile = tl.load(a + row_a[None, :] + i[:, None], mask=inside[None, :], other=0.0)
             b_tile = tl.load(b + row_b[:, None] + j[None, :], mask=inside[:, None], other=0.0)
             m += BLOCK_K
             row_a = _row_offsets(index_a, m, m < end, STRIDE_A, GATHER_A)
             row_b = _row_offsets(index_b, m, m < end, STRIDE_B, GATHER_B)
-            acc = tl.dot(a_tile.T, b_tile, acc, input_precision=PRECISION)
+            acc = tl.dot(a_tile, b_tile, acc, input_precision=PRECISION)
         out_e = out + e.to(tl.int64) * (I * J)
         left, right = split_columns(acc, BLOCK_M, BLOCK_N)
         i = i_tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -103,6 +104,6 @@ def weight_gradients(
         a, index_a, b, index_b, out, offsets, num_experts, a.stride(0), b.stride(0), i, j,
         GATHER_A=index_a is not None, GATHER_B=index_b is not None, ADD=add_to is not None,
         PRECISION=dot_precision(a.dtype), BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
-        GROUP_M=config.group_m, num_warps=config.warps, num_stages=config.stages,
+        GROUP_M=config.group_m, **compile_options(config),
     )  # fmt: skip
     return out

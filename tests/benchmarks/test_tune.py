@@ -1,5 +1,6 @@
 """Tuning: which configurations are tried, that only correct ones win, and that the package uses the new table."""
 
+import dataclasses
 import time
 
 import pytest
@@ -22,13 +23,26 @@ H100, A100, MI300 = 232_448, 166_912, 65_536  # maximum shared memory of a block
 @pytest.mark.parametrize("shared", [H100, A100, MI300])
 @pytest.mark.parametrize("kernel", configs.KERNEL_NAMES)
 def test_candidates_are_few_and_fit_in_registers_and_shared_memory(kernel, shared):
-    found = candidate_configs(kernel, 2, shared, tma=shared == H100)
-    assert 4 < len(found) <= 80
+    found = candidate_configs(kernel, 2, shared, tma=shared == H100, maxnreg=shared != MI300)
+    assert 4 < len(found) <= 86
     assert len(set(found)) == len(found)
     for c in found:
         assert c.stages * (c.block_m + c.block_n) * c.block_k * 2 <= shared
         assert c.block_m * c.block_n <= 128 * 32 * c.warps
         assert not (c.tma and (kernel == "wgrad" or shared != H100))
+
+
+def test_fewer_registers_are_tried_where_a_second_block_fits():
+    for kernel in configs.KERNEL_NAMES:
+        for shared, stages in ((H100, {(32, 4), (32, 5), (64, 3)}), (A100, {(32, 4), (32, 5)}), (MI300, set())):
+            found = candidate_configs(kernel, 2, shared, tma=shared == H100, maxnreg=shared != MI300)
+            limited = [c for c in found if c.maxnreg is not None]
+            assert {(c.block_k, c.stages) for c in limited} == (stages if kernel in ("up", "down_backward") else set())
+            for c in limited:
+                assert (c.warps, c.maxnreg) == (8, 128)  # two blocks use all 65,536 registers
+                assert dataclasses.replace(c, maxnreg=None) in found
+    amd = candidate_configs("up", 2, H100, tma=False, maxnreg=False)
+    assert all(c.maxnreg is None for c in amd)
 
 
 def never(_config):

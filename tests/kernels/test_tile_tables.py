@@ -1,12 +1,13 @@
 """Tables of tile sizes: the shipped one, the user's, and lookups in both."""
 
 import dataclasses
+import warnings
 
 import pytest
 
 pytest.importorskip("triton")
 
-from moe_dualpipe.kernels.gpu import configs
+from moe_dualpipe.kernels.gpu import configs, families
 from moe_dualpipe.kernels.gpu.configs import KERNEL_NAMES, SHIPPED, TileConfig, TunedKernel
 
 A, B, C = TileConfig(16, 32, 16, 4, 1), TileConfig(32, 32, 16, 4, 1), TileConfig(64, 32, 16, 4, 1)
@@ -24,16 +25,56 @@ def user_table(tmp_path, monkeypatch):
 
 def test_the_shipped_table_has_every_kernel_for_every_gpu():
     shipped = configs.load_table(SHIPPED)
-    for arch in ("sm_80", "sm_90", "sm_100", "gfx942", "interpreter"):
+    for arch in ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942", "interpreter"):
         for size in (2, 4):
             assert {e.kernel for e in shipped if (e.arch, e.dtype_bytes) == (arch, size)} == set(KERNEL_NAMES)
 
 
 @pytest.mark.usefixtures("user_table")
-def test_an_unknown_gpu_uses_the_entries_of_a_similar_one():
-    for arch, like in (("sm_86", "sm_80"), ("sm_120", "sm_80"), ("gfx90a", "gfx942"), ("gfx1100", "gfx942")):
-        assert configs.lookup("up", arch, 2, 512, 2048) == configs.lookup("up", like, 2, 512, 2048)
-    assert configs.lookup("up", "sm_90", 2, 512, 2048) != configs.lookup("up", "sm_80", 2, 512, 2048)
+@pytest.mark.parametrize("arch,family", [
+    ("sm_86", "sm_80"), ("sm_87", "sm_80"), ("sm_89", "sm_80"), ("sm_103", "sm_100"), ("sm_121", "sm_120"),
+    ("gfx90a", "gfx942"), ("gfx950", "gfx942"),
+    *((name, name) for name in ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942", "interpreter")),
+])  # fmt: skip
+def test_a_known_gpu_uses_the_tiles_of_its_family(arch, family):
+    shipped = configs.load_table(SHIPPED)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for kernel in KERNEL_NAMES:
+            for size in (2, 4):
+                expected = [e.config for e in shipped if (e.kernel, e.arch, e.dtype_bytes) == (kernel, family, size)]
+                assert [configs.lookup(kernel, arch, size, 512, 2048)] == expected
+
+
+def test_the_shipped_tiles_fit_in_the_shared_memory_of_every_gpu_of_the_family():
+    for entry in configs.load_table(SHIPPED):
+        if entry.arch != "interpreter":
+            c = entry.config
+            buffers = c.stages * (c.block_m + c.block_n) * c.block_k * entry.dtype_bytes
+            assert buffers + 1024 <= families.SHARED_LIMIT[entry.arch], entry  # 1024: barriers and the epilogue
+
+
+@pytest.mark.usefixtures("user_table")
+@pytest.mark.parametrize("arch,shared,family", [
+    ("sm_75", 65_536, "sm_80"), ("sm_110", 232_448, "sm_100"), ("sm_110", 101_376, "sm_120"),
+    ("sm_130", 101_376, "sm_120"), ("sm_130", 65_536, "sm_120"), ("gfx1100", 65_536, "gfx942"),
+])  # fmt: skip
+def test_an_unknown_gpu_uses_the_nearest_family_that_fits_and_warns_once(arch, shared, family, monkeypatch):
+    monkeypatch.setattr(families, "shared_memory_limit", lambda: shared)
+    families.family_of.cache_clear()
+    message = rf"no tile sizes are known for {arch}, so kernels use those of {family}: .* benchmarks\.tune"
+    with pytest.warns(UserWarning, match=message) as warned:
+        for kernel in KERNEL_NAMES:
+            assert configs.lookup(kernel, arch, 2, 512, 2048) == configs.lookup(kernel, family, 2, 512, 2048)
+    assert len(warned) == 1
+    families.family_of.cache_clear()
+
+
+def test_a_tuned_gpu_needs_no_family(user_table):
+    configs.save_table(user_table, [TunedKernel("up", "sm_130", 2, 512, 2048, A)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert configs.lookup("up", "sm_130", 2, 64, 64) == A
 
 
 def test_the_users_table_has_priority_and_the_nearest_sizes_are_used(user_table):
@@ -65,7 +106,7 @@ def test_rows_that_are_not_16_byte_multiples_use_the_any_entries():
 
 
 def test_a_saved_table_can_be_loaded(user_table):
-    entries = (TunedKernel("wgrad", "gfx942", 2, 3, 5, dataclasses.replace(A, tma=True, group_m=3)),)
+    entries = (TunedKernel("wgrad", "gfx942", 2, 3, 5, dataclasses.replace(A, tma=True, group_m=3, maxnreg=96)),)
     configs.save_table(user_table, entries, gpu="MI300X", date="today")
     assert configs.load_table(user_table) == entries
     assert '"gpu": "MI300X"' in user_table.read_text()

@@ -1,0 +1,81 @@
+"""The checks of compiled products, on short texts in the form of PTX and SASS."""
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("triton")
+
+from benchmarks import generated_code
+from benchmarks.generated_code import Built, describe, pipeline_problems, product_loop, spill_problems
+
+PIPELINED = """
+	ld.global.v4.b32 {%r1, %r2, %r3, %r4}, [ %rd1 + 0 ];
+$L__BB0_2:                              // =>This Loop Header: Depth=1
+	ld.global.v4.b32 {%r1, %r2, %r3, %r4}, [ %rd1 + 0 ];
+$L__BB0_4:                              //   Parent Loop BB0_2 Depth=1
+waitLoop:
+	@!complete bra.uni waitLoop;
+	wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {%r5}, %rd31, %rd32, %p16, 1, 1, 0, 0;
+	wgmma.wait_group.sync.aligned 1;
+	@%p1 bra 	$L__BB0_5;
+	ld.global.b64 { %rd7 }, [ %rd2 + 0 ];
+	cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;
+	cp.async.bulk.tensor.3d.shared::cta.global.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r1, %r2, %r3}], [%r4];
+$L__BB0_5:
+	@%p24 bra 	$L__BB0_4;
+	wgmma.wait_group.sync.aligned 0;
+	bra.uni 	$L__BB0_2;
+"""
+WIDE = "ld.global.b64 { %rd7 }", "ld.global.v4.b32 {%r1, %r2, %r3, %r4}"
+
+
+def test_the_product_loop_is_the_innermost_with_products():
+    loop = product_loop(PIPELINED)
+    assert loop.startswith("$L__BB0_4")
+    assert loop.endswith("@%p24 bra 	$L__BB0_4;")
+    sass = ".L_x_1:\n FFMA R1 ;\n.L_x_2:\n LDL R1 ;\n @!P1 BRA `(.L_x_2) ;\n BRA P0, `(.L_x_1) ;\n"
+    sass += " BRA `(.L_x_3) ;\n.L_x_3:\n"
+    assert product_loop(sass).startswith(".L_x_1")
+    assert product_loop(sass.replace("LDL", "HGMMA.64x256x16")).startswith(".L_x_2")
+    assert product_loop("wgmma.mma_async;\n$L_1:\n bra $L_2;\n$L_2:\n") == ""
+
+
+def test_a_pipelined_loop_has_asynchronous_loads_and_one_group_of_products_in_flight():
+    assert pipeline_problems(PIPELINED, wgmma=True) == []
+    stalled = PIPELINED.replace("wait_group.sync.aligned 1", "wait_group.sync.aligned 0")
+    assert pipeline_problems(stalled, wgmma=True) == ["the loop waits for all wgmma"]
+    assert pipeline_problems(stalled, wgmma=False) == []
+    # One operand through TMA and the other through registers: this is what a lost pipeline looks like.
+    half = PIPELINED.replace(*WIDE).replace("cp.async.cg", "st")
+    assert pipeline_problems(half, wgmma=True) == ["1 synchronous loads in the loop"]
+    lost = half.replace("cp.async", "st")
+    assert pipeline_problems(lost, wgmma=True)[0] == "no asynchronous loads in the loop"
+    assert "no asynchronous loads in the loop" in pipeline_problems("", wgmma=False)
+
+
+def kernel(shared, maxnreg, ptx=PIPELINED):
+    metadata = SimpleNamespace(shared=shared, num_warps=8, maxnreg=maxnreg)
+    return SimpleNamespace(metadata=metadata, asm={"cubin": b"", "ptx": ptx})
+
+
+def test_spills_are_allowed_outside_the_loop_if_two_blocks_fit(monkeypatch):
+    sass = "STL [R1], R2 ;\n.L_x_1:\n{}HGMMA R24 ;\n BRA `(.L_x_1) ;\nLDL R2, [R1] ;"
+    monkeypatch.setattr(generated_code, "_sass", lambda _cubin: sass.format(""))
+    fits = (232_448 + 1024) // 2 - 1024
+    assert spill_problems(kernel(fits, 128), "sm_90", 128, 84) == []
+    assert spill_problems(kernel(fits, None), "sm_90", 255, 0) == []
+    assert spill_problems(kernel(fits, None), "sm_90", 128, 84) == ["84 bytes spilled"]
+    for shared, registers in ((fits + 1, 128), (fits, 129)):
+        found = spill_problems(kernel(shared, 136), "sm_90", registers, 84)
+        assert found == ["84 bytes spilled, but two blocks do not fit"]
+    monkeypatch.setattr(generated_code, "_sass", lambda _cubin: sass.format(" LDL.64 R2, [R1] ;\n"))
+    assert spill_problems(kernel(fits, 128), "sm_90", 128, 84) == ["84 bytes spilled, some in the loop"]
+
+
+def test_loops_of_rows_that_are_not_16_byte_multiples_need_no_pipeline():
+    log = "Used 96 registers, 0 bytes spill stores, 0 bytes spill loads"
+    lost = Built("rows_times_weights", kernel(1024, None, PIPELINED.replace(*WIDE)), log)
+    assert describe(lost, "sm_90", "bf16", (1000, 200)).problems == ("1 synchronous loads in the loop",)
+    assert describe(lost, "sm_90", "bf16", (1001, 200)).problems == ()
+    assert describe(lost._replace(name="gather_rows"), "sm_90", "bf16").problems == ()
