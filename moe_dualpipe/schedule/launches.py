@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from ..messages import list_ranks
 from .grid import ScheduleError
 
 
@@ -24,7 +25,7 @@ class Group:
     ranks: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"{self.name} of ranks {', '.join(map(str, self.ranks))}"
+        return f"{self.name} of {list_ranks(self.ranks)}"
 
 
 @dataclass(frozen=True, slots=True)

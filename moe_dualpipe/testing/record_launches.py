@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,7 +55,7 @@ def _record(
     change: Callable[[int, Pipeline], None] | None, rank: int, num_ranks: int,
 ) -> Program:  # fmt: skip
     with recording_world(rank, num_ranks) as world:
-        now = _Now()
+        now = _Now(Engine(torch.device("cpu"), queued))
         pipeline = Pipeline(
             model, schedule, (1, LENGTH + model.mtp_layers), ep=ep, options=options, on_action=now.begin
         )
@@ -73,7 +72,7 @@ def _record(
         if change is not None:
             change(rank, pipeline)
         tokens = tokens_of(model, schedule, rank % ep)
-        with run_on(_RecordedEngine(now, queued)):
+        with run_on(now.engine):
             pipeline.step(tokens[:, :-1], tokens[:, 1:])
         pipeline.sum_gradients()
         return recorder.program
@@ -87,11 +86,11 @@ def tokens_of(model: ModelConfig, schedule: Schedule, data_rank: int) -> Tensor:
 
 @dataclass
 class _Now:
-    """What a rank is doing: its action, and a transfer between stages, or a segment and its layer."""
+    """What a rank is doing: its action, and a transfer between stages, or what its engine runs."""
 
+    engine: Engine
     action: Action | None = None
     transfer: Send | Recv | None = None
-    segment: tuple[str, int | None] | None = None
 
     def begin(self, action: Action | None) -> None:
         self.action = action
@@ -99,26 +98,11 @@ class _Now:
     def describe(self, operation: str) -> str:
         if self.transfer is not None:
             return f"{result_name(carried(self.transfer))} from {operation}"
-        if self.segment is None or self.action is None:
+        if self.engine.running is None or self.action is None:
             return operation
-        text, layer = self.segment
+        text, layer = self.engine.running
         half = halves(self.action)[0 if letter_of(text) == FORWARD else -1]
         return f"{text} of layer {layer}, micro-batch {half.micro_batch}"
-
-
-class _RecordedEngine(Engine):
-    def __init__(self, now: _Now, queued: bool):
-        super().__init__(torch.device("cpu"), queued)
-        self.now = now
-
-    @contextmanager
-    def annotate(self, text: str, layer: int | None, *arguments: Any, **options: Any) -> Iterator[None]:
-        outer, self.now.segment = self.now.segment, (text, layer)
-        try:
-            with super().annotate(text, layer, *arguments, **options):
-                yield
-        finally:
-            self.now.segment = outer
 
 
 @dataclass

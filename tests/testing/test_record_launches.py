@@ -46,9 +46,9 @@ def check(name, num_ranks, ep, mtp_layers=0, options=None):
         assert sum(n for group, n in of_mode.items() if group.name == "experts") == calls
 
 
-@pytest.mark.parametrize("name,num_ranks,ep", [("dualpipev", 3, 2), ("dualpipe", 2, 4), ("zb1p", 3, 1)])
-def test_no_rank_can_wait_forever(name, num_ranks, ep):
-    check(name, num_ranks, ep, mtp_layers=1)
+@pytest.mark.parametrize("size", [("dualpipev", 3, 2), ("dualpipe", 2, 2, 1), ("zb1p", 2, 1)], ids=str)
+def test_no_rank_can_wait_forever(size):
+    check(*size)
 
 
 @pytest.mark.long
@@ -93,10 +93,10 @@ def test_an_order_that_is_valid_launches_in_an_order_that_cannot_hang():
 SCHEDULE, MODEL = build("dualpipe", 2, 4), tiny_model(4, (0,), ep=2)
 
 
-def differing(change, queued=True):
-    """The error for pipelines of which `change` has changed some, and nothing without the change."""
+def differing(change):
+    """The error for pipelines of which `change` has changed some."""
     with pytest.raises(ScheduleError) as error:
-        check_launches("run", record_launches(MODEL, SCHEDULE, 2, queued, change=change))
+        check_launches("run", record_launches(MODEL, SCHEDULE, 2, queued=True, change=change))
     return str(error.value)
 
 
@@ -130,8 +130,6 @@ def test_one_process_group_for_both_directions_is_found():
         pipeline.executor.p2p = replace(links, downward=links.upward)
 
     assert "in the group pipeline up of ranks 0, 2, the orders of launches differ" in differing(change)
-    counts = check_launches("run", record_launches(MODEL, SCHEDULE, 2, queued=False, change=change))  # gloo does not
-    assert sorted(group.ranks for group in counts if group.name == "pipeline") == [(0, 2), (1, 3), (2, 0), (3, 1)]
 
 
 def test_a_cycle_of_waits_is_found():
@@ -165,9 +163,10 @@ def test_layers_frozen_on_one_rank_do_not_change_its_exchanges_with_other_ranks(
         for stage in pipeline.stages.values() if rank == 1 else ():
             stage.requires_grad_(False)
 
-    programs = experts_only(record_launches(MODEL, SCHEDULE, 2, queued=True, change=change))
-    assert sum(check_launches("run", programs).values()) == 5 * 3 * 4
-    assert "in the group dense of ranks 0, 1, 2, 3" in differing(change)  # but the sums of gradients differ
+    programs = record_launches(MODEL, SCHEDULE, 2, queued=True, change=change)
+    assert sum(check_launches("run", experts_only(programs)).values()) == 5 * 3 * 4
+    with pytest.raises(ScheduleError, match="in the group dense of ranks 0, 1, 2, 3"):  # the sums of gradients differ
+        check_launches("run", programs)
 
 
 def shape(what):
@@ -219,15 +218,6 @@ def test_a_real_run_launches_what_is_recorded(name):
 def test_no_process_group_is_left():
     record_launches(tiny_model(1), build("1f1b", 1, 1), 1, queued=True)
     assert not dist.is_initialized()
-
-
-def test_the_command_counts_what_it_compared(capsys):
-    arguments = ["--ranks", "2", "--micro-batches", "4", "--layers", "4", "--dense-layers", "0", "--ep", "2"]
-    assert main(["schedule", "check", "dualpipe", *arguments]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("dualpipe: valid; 2 ranks, 2 stages, 4 micro-batches, ")
-    assert re.search(rf"experts +\| +2 \| +2 \| +{5 * 3 * 4 * 2} \| +2 \|", out)
-    assert "No rank can wait forever" in out
 
 
 def test_the_command_reports_a_difference(capsys, monkeypatch):
