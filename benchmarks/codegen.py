@@ -124,7 +124,7 @@ def launch_others(dtype: torch.dtype, brief: bool = False) -> None:
         routing.order_by_expert(positions, num_experts, 512)
     routing.order_by_expert(positions, 8, 512, 32, True)
     if dtype == torch.bfloat16:
-        paced_copy.paced_copy(x, 0.0, 4)
+        paced_copy.paced_copy(x, torch.empty_like(x), 0.0, 4)
 
 
 def check(arch: str, dtype: str, brief: bool = False) -> list[Compiled]:

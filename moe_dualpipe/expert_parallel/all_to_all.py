@@ -5,7 +5,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..kernels.backend import Kernels
-from .exchange import AsyncResult, Exchange, start_copy_to_host
+from ..overlap import streams
+from .exchange import AsyncResult, Exchange, receive_buffer, start_copy_to_host
 
 
 class AllToAll(Exchange):
@@ -21,15 +22,16 @@ class AllToAll(Exchange):
         self.group = group
 
     def all_to_all_counts(self, counts_R2: Tensor) -> AsyncResult[Tensor]:
+        device_streams = streams.streams_of(counts_R2.device)
         counts_in_R2 = torch.empty_like(counts_R2)
         work = _not_none(dist.all_to_all_single(counts_in_R2, counts_R2, group=self.group, async_op=True))
-        if not counts_R2.is_cuda:
+        if device_streams is None:
             return AsyncResult([work], lambda: torch.stack([counts_R2, counts_in_R2]))
         work.wait()  # a stream wait, not a host block
-        return AsyncResult([], start_copy_to_host(torch.stack([counts_R2, counts_in_R2])))
+        return AsyncResult([], start_copy_to_host(torch.stack([counts_R2, counts_in_R2]), device_streams))
 
     def all_to_all(self, rows: Tensor, rows_out: list[int], rows_in: list[int]) -> AsyncResult[Tensor]:
-        received = rows.new_empty(sum(rows_in), *rows.shape[1:])
+        received = receive_buffer(rows, sum(rows_in))
         work = _not_none(dist.all_to_all_single(received, rows, rows_in, rows_out, group=self.group, async_op=True))
         # The lambda keeps `rows` alive until the transfer ends: torch.distributed does not copy its input.
         return AsyncResult([work], lambda _sent=rows: received)

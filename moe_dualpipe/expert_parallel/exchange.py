@@ -18,16 +18,17 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from ..kernels.backend import Kernels, validate_kernels
 from ..kernels.permute import gather, gather_sum
-from ..kernels.routing import ExpertOrder, count_choices, rank_order
+from ..kernels.routing import count_choices, rank_order
+from ..overlap.annotation import annotation
 from ..overlap.labels import SIZES_WAIT
 from .protocol import Combined, Pending, Received, Route
 
 V = TypeVar("V")
-ALIGNMENT = 16  # bytes; each field of a message starts at a multiple of it
+ALIGNMENT = 16  # bytes; each field of a row of a message starts at a multiple of it
+ROW_ALIGNMENT = 128  # bytes; the length of a row is a multiple of it, a cache line of a GPU
 
 
 class AsyncResult(Generic[V]):
@@ -48,11 +49,17 @@ class AsyncResult(Generic[V]):
 
 
 @dataclass(frozen=True, slots=True)
-class _PendingCounts:
-    """State of a route after prepare. order: tokens by rank. counts_2R2: [sent, received] x rank x [rows, choices]."""
+class _UnsizedPlan:
+    """State of a route after prepare: a _SendPlan before the sizes are known.
 
-    expert_ids_TK: Tensor
-    order: ExpertOrder
+    sent_M: as sent_S, followed by unused entries; M = T min(K, R). ids_MK: expert ids of these rows, local to the
+    destination; -1 for experts on other ranks and for no expert. slots_TC: as in _SendPlan.
+    counts_2R2: [sent, received] x rank x [rows, choices].
+    """
+
+    sent_M: Tensor
+    ids_MK: Tensor
+    slots_TC: Tensor
     counts_2R2: Pending[Tensor]
 
 
@@ -62,14 +69,12 @@ class _SendPlan:
 
     sent_S: the token of each of the S sent rows, which are sorted by destination rank. slots_TC: the sent rows of each
     token, -1 for unused entries; C = min(K, R). rows_out, rows_in: number of rows sent to and received from each rank.
-    ids_SK: expert ids of the sent rows, local to the destination; -1 for experts on other ranks and for no expert.
     """
 
     sent_S: Tensor
     slots_TC: Tensor
     rows_out: list[int]
     rows_in: list[int]
-    ids_SK: Tensor
 
 
 class Exchange(ABC):
@@ -104,15 +109,22 @@ class Exchange(ABC):
         choices_R = torch.zeros(self.num_ranks + 1, dtype=torch.int64, device=ranks.device)
         choices_R = choices_R.scatter_add_(0, ranks, torch.ones_like(ranks))[:-1]
         counts_R2 = torch.stack([order.expert_offsets.diff().long(), choices_R], dim=1)
-        counts = _PendingCounts(expert_ids_TK, order, self.all_to_all_counts(counts_R2))
-        return Route(self.experts_per_rank, self.kernels, backend_state=counts)
+        counts_2R2 = self.all_to_all_counts(counts_R2)
+        # While the sizes travel, do what does not need them. Then only views remain to be made when they arrive.
+        slots_TC = order.positions_NK.sort(dim=1).values[:, -min(self.num_ranks, expert_ids_TK.shape[1]) :]
+        ids_MK, chosen_M = expert_ids_TK[order.gather_idx_M], expert_ids_TK.flatten()[order.choice_idx_M]
+        same_rank_MK = ids_MK // self.experts_per_rank == (chosen_M // self.experts_per_rank)[:, None]
+        ids_MK = torch.where(same_rank_MK, ids_MK % self.experts_per_rank, -1).int()
+        plan = _UnsizedPlan(order.gather_idx_M, ids_MK, slots_TC, counts_2R2)
+        return Route(self.experts_per_rank, self.kernels, backend_state=plan)
 
     def dispatch(self, x_TD: Tensor, route: Route, weights_TK: Tensor | None = None) -> Pending[Received]:
-        plan = self._send_plan(route)
+        unsized, plan = route.backend_state, self._send_plan(route)
+        first_dispatch = isinstance(unsized, _UnsizedPlan)
         fields = [x_TD] if weights_TK is None else [x_TD, weights_TK]
         indices: list[Tensor | None] = [plan.sent_S] * len(fields)
-        if first_dispatch := route.local_ids_NK is None:
-            fields.append(plan.ids_SK)
+        if first_dispatch:
+            fields.append(unsized.ids_MK[: len(plan.sent_S)])
             indices.append(None)
         message = pack(fields, indices, self.kernels)
         exchanged = self.all_to_all(message, plan.rows_out, plan.rows_in)
@@ -141,27 +153,21 @@ class Exchange(ABC):
     def _send_plan(self, route: Route) -> _SendPlan:
         if isinstance(route.backend_state, _SendPlan):
             return route.backend_state
-        pending: _PendingCounts = route.backend_state
-        with record_function(SIZES_WAIT):
-            counts = pending.counts_2R2.wait()
+        unsized: _UnsizedPlan = route.backend_state
+        with annotation(SIZES_WAIT):
+            counts = unsized.counts_2R2.wait()
         counts_out, counts_in = counts.tolist()
         rows_out, rows_in = [rows for rows, _ in counts_out], [rows for rows, _ in counts_in]
-        expert_ids_TK, order = pending.expert_ids_TK, pending.order
-        sent_S = order.gather_idx_M[: sum(rows_out)]
-        slots_TC = order.positions_NK.sort(dim=1).values[:, -min(self.num_ranks, expert_ids_TK.shape[1]) :]
-        ids_SK, chosen_S = expert_ids_TK[sent_S], expert_ids_TK.flatten()[order.choice_idx_M[: len(sent_S)]]
-        same_rank_SK = ids_SK // self.experts_per_rank == (chosen_S // self.experts_per_rank)[:, None]
-        ids_SK = torch.where(same_rank_SK, ids_SK % self.experts_per_rank, -1).int()
-        route.backend_state = _SendPlan(sent_S, slots_TC, rows_out, rows_in, ids_SK)
+        route.backend_state = _SendPlan(unsized.sent_M[: sum(rows_out)], unsized.slots_TC, rows_out, rows_in)
         route.num_rows, route.num_choices = sum(rows_in), sum(choices for _, choices in counts_in)
         return route.backend_state
 
 
-def start_copy_to_host(counts: Tensor) -> Callable[[], Tensor]:
+def start_copy_to_host(counts: Tensor, device_streams: Any) -> Callable[[], Tensor]:
     """Start a copy to the host. The returned function waits for the copy, but not for work that is queued later."""
     host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
     host.copy_(counts, non_blocking=True)
-    copied = torch.cuda.current_stream().record_event()
+    copied = device_streams.current_stream().record_event()
 
     def read() -> Tensor:
         copied.synchronize()
@@ -175,7 +181,7 @@ def pack(fields: Sequence[Tensor], indices: Sequence[Tensor | None] | None = Non
 
     indices: for each field, the rows to take, [S]; None: all rows.
 
-    Example: rows [S, 5] in bfloat16 and weights [S, 2] in float32 become 16 + 16 bytes per row.
+    Example: rows [S, 5] in bfloat16 and weights [S, 2] in float32 start at bytes 0 and 16 of rows of 128 bytes.
     """
     indices = indices or [None] * len(fields)
     # The rows of an expanded gradient (stride 0) do not exist in memory and cannot be gathered.
@@ -203,5 +209,26 @@ def unpack(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 def _field_offsets(fields: Sequence[Tensor]) -> list[int]:
     """Byte offset of each field in a row, and the length of the row."""
-    sizes = (-(-t.shape[1] * t.element_size() // ALIGNMENT) * ALIGNMENT for t in fields)
-    return [*itertools.accumulate(sizes, initial=0)]
+    sizes = (round_up(t.shape[1] * t.element_size(), ALIGNMENT) for t in fields)
+    *starts, end = itertools.accumulate(sizes, initial=0)
+    return [*starts, round_up(end, ROW_ALIGNMENT)]
+
+
+def receive_buffer(like: Tensor, num_rows: int) -> Tensor:
+    """Memory for `num_rows` rows like those of `like`: the first rows of a buffer with `buffer_rows(num_rows)`."""
+    return like.new_empty(buffer_rows(num_rows), *like.shape[1:])[:num_rows]
+
+
+def buffer_rows(num_rows: int) -> int:
+    """Round up to one of 8 numbers for each power of two, so by at most 1/8.
+
+    The number of received rows is different each time. If each number had its own size of buffer, CUDA's caching
+    allocator would seldom find a free block that fits, and would split or reserve others.
+
+    Example: 16 to 32 rows are rounded up to even numbers, 1025 rows to 1152.
+    """
+    return round_up(num_rows, 1 << max(num_rows.bit_length() - 4, 0))
+
+
+def round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

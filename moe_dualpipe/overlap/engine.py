@@ -1,4 +1,4 @@
-"""The engine: interleaves two chunks in one fixed order, and runs their transfers on a separate CUDA stream.
+"""The engine: interleaves two chunks in one fixed order, and runs their transfers on separate CUDA streams.
 
 A lane runs one chunk's generator. The engine runs one lane until its next segment is a transfer, then the other lane;
 deferred weight gradients run in between. For a forward F and a backward B of Mixture-of-Experts layers this gives the
@@ -13,18 +13,19 @@ complete at once, there is nothing to hide, and its lane continues. Computations
 and so do transfers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from torch.profiler import record_function
 
 from ..kernels.weight_grads import WeightGrads
 from ..messages import quoted
 from ..user_errors import locate, user_place
+from . import streams
+from .annotation import annotation
 from .labels import PREPARE, WAIT_FOR, WEIGHTS, label, spoken
 from .segment import Comm, CommResult, Compute, PrepareComm, Segments, Tensors
 
@@ -38,8 +39,9 @@ class Engine:
     """
 
     def __init__(self, device: torch.device, queued: bool | None = None, log: list[str] | None = None):
-        self.queued = device.type == "cuda" if queued is None else queued
-        self.side = _SideStream(device) if device.type == "cuda" else None
+        device_streams = streams.streams_of(device)
+        self.queued = device_streams is not None if queued is None else queued
+        self.sides = _SideStream.pair(device, device_streams) if device_streams else (None, None)
         self.log = log
         self.running: tuple[str, int | None] | None = None
         self.started = 0
@@ -54,6 +56,9 @@ class Engine:
 
     def interleave(self, first: "Lane", second: "Lane") -> None:
         """Run two chunks, each hiding the other's communication. Only `second` may defer weight gradients."""
+        # Two streams: one chunk's rows are packed while the other's are in transfer.
+        first.side, second.side = self.sides
+        first.interleaved = second.interleaved = True
         try:
             second.advance()
             second.launch()
@@ -79,7 +84,7 @@ class Engine:
         outer, self.running = self.running, (text, layer)
         self.started += 1
         try:
-            with record_function(text):
+            with annotation(text):
                 yield
         except (Exception, SystemExit) as error:
             note = f"during {text}" + ("" if layer is None else f" of layer {layer}")
@@ -100,6 +105,7 @@ class Lane:
 
     def __init__(self, engine: Engine, segments: Segments, kind: str, weight_grads: WeightGrads | None = None):
         self.engine, self.kind, self.weight_grads = engine, kind, weight_grads
+        self.side, self.interleaved = engine.sides[0], False
         self.segments, self.active = segments, True
         self.next_comm: Comm | None = None
         self.result: Any = None
@@ -115,14 +121,14 @@ class Lane:
             except StopIteration as stop:
                 self.result, self.active, self._reply = stop.value, False, None
                 return
-            side = self.engine.side
+            side = self.side
             match segment:
                 case Compute():
                     self._reply = self._compute(segment)
                 case PrepareComm():
                     run = partial(segment.fn, *segment.inputs)
                     with self.engine.annotate(PREPARE + label(segment.name, self.kind), segment.layer, log=False):
-                        self._reply = side.run(run, side.mark())[0] if side else run()
+                        self._reply = side.prepare(segment, run) if side else run()
                 case Comm():
                     self.next_comm, self._reply = segment, None
                     self._inputs_ready = side.mark() if side else None
@@ -135,9 +141,9 @@ class Lane:
         """Start the next transfer, if there is one. Returns whether it is already complete."""
         if self.next_comm is None:
             return False
-        comm, side, self.next_comm = self.next_comm, self.engine.side, None
+        comm, side, self.next_comm = self.next_comm, self.side, None
         with self.engine.annotate(text := label(comm.name, self.kind), comm.layer):
-            transfer = side.start(comm, self._inputs_ready) if side else comm.fn()
+            transfer = side.start(comm, self._inputs_ready, self.interleaved) if side else comm.fn()
         self._reply = CommResult(partial(self._wait, transfer, WAIT_FOR + text, comm.layer))
         return getattr(transfer, "completed", False)
 
@@ -169,47 +175,76 @@ class Lane:
             return transfer.wait()
 
 
+_Mark = tuple[Any, list[object]]
+
+
 class _SideStream:
-    """The CUDA stream for communication. It also keeps the results of transfers allocated for long enough.
+    """The CUDA stream for the communication of one lane. It also keeps memory allocated for long enough.
 
     A result is allocated on this stream and read on the compute stream. When its last reference is dropped, the
     allocator may reuse the memory for the next transfer before the compute stream has read it. So this object holds a
     reference, too, until this stream has waited for a compute event that follows the end of all other references.
+
+    The functions of a transfer also hold memory, such as the indices of a route. The forward allocates it on one side
+    stream, and the backward may use it on the other, `peer`.
     """
 
-    def __init__(self, device: torch.device):
-        self.stream = torch.cuda.Stream(device, priority=-1)
-        self.held: list[torch.UntypedStorage] = []
+    def __init__(self, device: torch.device, streams: Any):
+        self.streams, self.stream = streams, streams.Stream(device, priority=-1)
+        self.held: list[object] = []
+        self.prepared: list[PrepareComm] = []
+        self.peer: _SideStream = self
 
-    def mark(self) -> tuple[Any, list[torch.UntypedStorage]]:
-        """Record an event on the compute stream. Returns it, with the storages that only this object still holds."""
-        free = [s for s in self.held if torch._C._storage_Use_Count(s._cdata) == 1]
-        return torch.cuda.current_stream(self.stream.device).record_event(), free
+    @staticmethod
+    def pair(device: torch.device, streams: Any) -> "tuple[_SideStream, _SideStream]":
+        one, other = _SideStream(device, streams), _SideStream(device, streams)
+        one.peer, other.peer = other, one
+        return one, other
 
-    def run(self, fn: Any, mark: tuple[Any, list[torch.UntypedStorage]]) -> tuple[Any, Any]:
+    def mark(self) -> _Mark:
+        """Record an event on the compute stream. Returns it, with the objects that need not be held once it is over."""
+        free = [held for held in self.held if not _is_used(held)]
+        return self.streams.current_stream(self.stream.device).record_event(), free
+
+    def run(self, fn: Any, mark: _Mark) -> tuple[Any, Any]:
         """Run `fn` on this stream after `mark`. Returns its result, and an event recorded after it."""
-        with torch.cuda.stream(self.stream):
+        with self.streams.stream(self.stream):
             self.stream.wait_event(mark[0])
-            self.held = [s for s in self.held if all(s is not other for other in mark[1])]
+            self.held = [held for held in self.held if all(held is not other for other in mark[1])]
             mark[1].clear()
             return fn(), self.stream.record_event()
 
-    def start(self, comm: Comm, mark: Any) -> "_SideStreamTransfer":
+    def prepare(self, segment: PrepareComm, run: Callable[[], Any]) -> Any:
+        self.prepared.append(segment)
+        return self.run(run, self.mark())[0]
+
+    def start(self, comm: Comm, mark: _Mark, interleaved: bool) -> "_SideStreamTransfer":
         value, done = self.run(lambda: comm.fn().wait(), mark)
         self.held += [t.untyped_storage() for t in value if t is not None]
-        return _SideStreamTransfer(value, done, comm)
+        prepared, self.prepared = self.prepared, []
+        return _SideStreamTransfer(value, done, comm, prepared, self, interleaved)
+
+
+def _is_used(held: object) -> bool:
+    """Whether there are other references to a held storage. Functions are held after their use has ended."""
+    return isinstance(held, torch.UntypedStorage) and torch._C._storage_Use_Count(held._cdata) > 1
 
 
 @dataclass(frozen=True, slots=True)
 class _SideStreamTransfer:
-    """A transfer on the side stream. `comm` keeps the inputs alive while the transfer reads them."""
+    """A transfer on the side stream. `comm` and `prepared` keep the inputs alive while the stream reads them."""
 
     value: Tensors
     done: Any
     comm: Comm
+    prepared: list[PrepareComm]
+    side: _SideStream
+    interleaved: bool
 
     def wait(self) -> Tensors:
-        torch.cuda.current_stream(self.done.device).wait_event(self.done)
+        self.side.streams.current_stream(self.done.device).wait_event(self.done)
+        if self.interleaved:  # otherwise the peer is idle, and its next mark will be later than `done`
+            self.side.peer.held.append((self.comm.back,))
         return self.value
 
 

@@ -14,6 +14,7 @@ T tokens, D model dim, K experts per token, N rows received, M = T K rows in exp
 import math
 from dataclasses import dataclass
 
+from ..expert_parallel.exchange import ALIGNMENT, ROW_ALIGNMENT, buffer_rows, round_up
 from ..models.attention import attention_costs
 from ..models.config import ModelConfig, Recompute
 from ..models.partition import StageSpec
@@ -110,14 +111,13 @@ def _experts(config: ModelConfig, batch: MicroBatch, has_input: bool) -> int:
         saved += 8 * choices + 4 * choices  # ids and weights
         saved += 0 if has_input else tokens * config.hidden_size * batch.element
     else:
-        saved += rows * (_aligned(config.hidden_size * batch.element) + 2 * _aligned(4 * k) + 4 * k + 4 * k)
+        fields = round_up(config.hidden_size * batch.element, ALIGNMENT) + 2 * round_up(4 * k, ALIGNMENT)
+        saved += (
+            buffer_rows(rows) * round_up(fields, ROW_ALIGNMENT) + 4 * k * rows
+        )  # the message, and a copy of its ids
         saved += 8 * tokens * (min(k, batch.ep) + k)  # the destinations of rows, and their places after combine
         saved += 0 if batch.recompute == "full" else 4 * rows * k  # weights, unpacked from the message
     return saved + (0 if batch.recompute == "full" else 2 * config.expert_size * choices * batch.element)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // 16) * 16
 
 
 def deferred_bytes(config: ModelConfig, spec: StageSpec, batch: MicroBatch) -> int:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import record_function
 
+from ..overlap.annotation import annotation
 from ..schedule import Action, Backward, Flow, Forward, Overlap, Part, Recv, Schedule, Send, Step, counterpart, halves
 from .p2p import P2P, TensorSpec, Transfer
 from .stage import Criterion, Stage, Tensors, as_tuple
@@ -69,7 +69,7 @@ class RankStep:
                         self.num_actions += 1
                         if self.on_action:
                             self.on_action(step)
-                        with record_function(str(step)):
+                        with annotation(str(step)):
                             self.compute(step)
             except Exception as error:
                 rank = dist.get_rank() if dist.is_initialized() else 0

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.distributed import group
 
 from moe_dualpipe.expert_parallel import AllToAll, Local, combine, dispatch
-from moe_dualpipe.expert_parallel.exchange import ALIGNMENT, pack, unpack
+from moe_dualpipe.expert_parallel.exchange import ALIGNMENT, ROW_ALIGNMENT, buffer_rows, pack, receive_buffer, unpack
 from moe_dualpipe.kernels.permute import permute, unpermute
 from tests.support.ranks import run_ranks
 
@@ -174,6 +174,25 @@ def test_unpack_returns_the_packed_fields(rows, widths, dtypes):
         assert ours.dtype == field.dtype
         assert torch.equal(ours, field)
         assert ours.data_ptr() % min(ALIGNMENT, 16) == 0 or rows == 0
+
+
+def test_rows_of_messages_and_their_fields_are_aligned():
+    fields = [torch.randn(3, 9), torch.randn(3, 2), torch.ones(3, 2, dtype=torch.int32)]
+    assert pack(fields).shape == (3, ROW_ALIGNMENT)  # 48 + 16 + 16 bytes
+    fields[0] = torch.randn(3, 25)
+    message = pack(fields)
+    assert message.shape == (3, 2 * ROW_ALIGNMENT)  # 112 + 16 + 16 bytes
+    assert [t.data_ptr() - message.data_ptr() for t in unpack(message, fields)] == [0, 112, 128]
+
+
+def test_receive_buffers_have_eight_lengths_for_each_power_of_two():
+    lengths = [buffer_rows(n) for n in range(5000)]
+    assert all(n <= length <= n + n // 8 for n, length in enumerate(lengths))
+    for power in (16, 128, 2048):
+        assert len({*lengths[power : 2 * power]} - {power}) == 8
+    assert [buffer_rows(n) for n in (0, 1, 15, 17, 1024, 1025)] == [0, 1, 15, 18, 1024, 1152]
+    received = receive_buffer(torch.empty(3, 5, dtype=torch.bfloat16), 17)
+    assert received.shape == (17, 5) and received.is_contiguous() and received.untyped_storage().nbytes() == 18 * 5 * 2
 
 
 def test_a_message_of_one_field_is_that_field():

@@ -52,7 +52,9 @@ def test_loopback_counts_a_row_once_per_destination_rank():
     x_ND, weights_NK = ep.dispatch(torch.randn(4, 6), route, torch.rand(4, 2)).wait()
     assert x_ND.shape == (5, 6)
     assert weights_NK is not None
-    message = 3 * (32 + 16 + 16)  # three sent rows: 6 floats, 2 weights and 2 ids, each padded to multiples of 16 bytes
+    message = (
+        3 * 128
+    )  # three sent rows: 6 floats, 2 weights and 2 ids in 32 + 16 + 16 bytes, padded to a multiple of 128
     assert ep.timer.busy_seconds == pytest.approx(2 * 7e-6 + message * 1e-9)
     ep.combine(x_ND, route).wait()
     assert ep.timer.busy_seconds == pytest.approx(3 * 7e-6 + (message + 3 * 24) * 1e-9)

@@ -18,7 +18,7 @@ from moe_dualpipe.expert_parallel.modelled.paced_copy import BLOCK, paced_copy
 for rows, columns, dtype in [(1, 1, uint8), (7, 33, bfloat16), (300, 17, float32), (0, 5, int64)]:
     for sms in (1, 3):
         x = torch.randint(0, 200, (rows, columns)).to(dtype)
-        y = paced_copy(x, 0.0, sms)
+        y = paced_copy(x, torch.empty_like(x), 0.0, sms)
         assert y.dtype == dtype and torch.equal(x, y) and (y.data_ptr() != x.data_ptr() or not rows)
 """
 

@@ -8,12 +8,14 @@ The result is that of a model with the same experts on all ranks: expert e of ra
 """
 
 from collections.abc import Mapping
+from functools import partial
 
 from torch import Tensor
 
 from ...kernels.backend import Kernels
+from ...overlap import streams
 from ...overlap.labels import BACKWARD, COMBINE, DISPATCH, FORWARD, label
-from ..exchange import AsyncResult, Exchange, start_copy_to_host
+from ..exchange import AsyncResult, Exchange, receive_buffer, start_copy_to_host
 from ..protocol import Combined, Completed, Pending, Received, Route
 from .link import Link, LinkTimer
 
@@ -33,7 +35,9 @@ class Loopback(Exchange):
 
     def all_to_all_counts(self, counts_R2: Tensor) -> Pending[Tensor]:
         counts_2R2 = self._transfer(counts_R2.expand(2, *counts_R2.shape), self.link.seconds(0))
-        return AsyncResult([], start_copy_to_host(counts_2R2.wait())) if counts_R2.is_cuda else counts_2R2
+        if (device_streams := streams.streams_of(counts_R2.device)) is None:
+            return counts_2R2
+        return AsyncResult([], start_copy_to_host(counts_2R2.wait(), device_streams))
 
     def all_to_all(self, rows: Tensor, rows_out: list[int], rows_in: list[int]) -> Pending[Tensor]:
         num_bytes = (len(rows) - rows_out[0]) * rows.shape[1] * rows.element_size()
@@ -41,11 +45,14 @@ class Loopback(Exchange):
         return self._transfer(rows, self.link.seconds(num_bytes))
 
     def _transfer(self, rows: Tensor, seconds: float) -> Pending[Tensor]:
-        if not rows.is_cuda:
+        device_streams = streams.streams_of(rows.device)
+        if device_streams is None:
             return AsyncResult([self.timer.transfer(seconds)], lambda: rows)
         from .paced_copy import paced_copy  # imports triton, which a CPU does not need
 
-        return Completed(paced_copy(rows, seconds, self.link.sms))
+        target = receive_buffer(rows, len(rows))
+        copy = partial(paced_copy, rows, target, seconds, self.link.sms)
+        return Completed(self.timer.copy(device_streams.current_stream(), copy))
 
 
 class Replay(Loopback):

@@ -32,13 +32,12 @@ def _paced_copy(source, target, num_bytes, duration_ns, pieces_each, BLOCK: tl.c
         tl.store(target + offsets, tl.load(source + offsets, mask=mask), mask=mask)
 
 
-def paced_copy(rows: Tensor, seconds: float, sms: int) -> Tensor:
-    """Copy `rows` on the current stream in `seconds`, or more if copying is slower. Return the copy.
+def paced_copy(rows: Tensor, target: Tensor, seconds: float, sms: int) -> Tensor:
+    """Copy `rows` to contiguous `target` in `seconds`, or more if copying is slower. Return `target`.
 
     sms: number of blocks, each on one SM if enough SMs are free.
     """
     source = rows.contiguous()
-    target = torch.empty_like(source)
     num_bytes = source.nbytes
     pieces_each = max(1, triton.cdiv(triton.cdiv(num_bytes, BLOCK), sms))
     constants: dict[str, Any] = {"BLOCK": BLOCK, "PACED": rows.is_cuda}

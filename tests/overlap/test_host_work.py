@@ -1,0 +1,84 @@
+"""What the host queues for an overlapped pair on a GPU (simulated): which operators, how many, and on which streams."""
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+import torch
+
+pytest.importorskip("triton")  # the modelled link is a Triton kernel
+
+from moe_dualpipe.expert_parallel import Link, Loopback
+from moe_dualpipe.overlap.labels import SIZES_WAIT
+from tests.support.pairs import OVERLAPPED, stage
+from tests.support.simulated_gpu import SimulatedGpu
+from tests.support.simulated_ranks import replace_devices
+from tests.support.simulated_runs import all_to_all
+
+
+@pytest.fixture(autouse=True)
+def simulated(monkeypatch):
+    replace_devices(monkeypatch)
+
+
+def run_pair(backend):
+    """Run a pair of chunks of one MoE layer. Returns the operators and the annotations of the pair."""
+    with SimulatedGpu() as gpu:
+        model = stage(1, 0, backend, embedding=False, head=False, num_shared_experts=0)
+        x0, x1 = torch.randn(2, 1, 7, 16, requires_grad=True)
+        outputs = model(x1)
+        operators, labels = len(gpu.log), len(gpu.labels)
+        OVERLAPPED(model, [x0], None, None, model, None, [outputs], [torch.ones_like(outputs)])
+        return gpu.log[operators:], gpu.labels[labels:]
+
+
+def test_host_work_of_a_layer_pair():
+    """Each number is host time: 5 to 10 us for an operator, about 1 us for a view, 2 us for an annotation.
+
+    These operators are those of plain torch, which Triton kernels replace on a GPU: attention, router and experts have
+    nearly all of them. A number that grows here needs a reason.
+    """
+    operators, labels = run_pair(all_to_all())
+    number = Counter(access.label for access in operators if not access.is_view)
+    assert number["dispatch(F)"] == 8  # two gathers with copies, a copy, two allocations, the transfer
+    assert number["combine(B)"] == 3  # a gather, an allocation, the transfer
+    assert number["prepare dispatch(F)"] <= 47
+    assert number.total() <= 283
+    assert sum(access.is_view for access in operators) <= 171
+    # 11 segments, a preparation, 4 waits for transfers and one for sizes, and the addition in both directions.
+    assert len(labels) == len({*labels}) == 18
+
+
+def test_after_the_sizes_have_arrived_only_the_message_is_packed():
+    operators, labels = run_pair(all_to_all())
+    assert labels.index("prepare dispatch(F)") < labels.index("mlp(B)") < labels.index(SIZES_WAIT)
+    assert [access.operator for access in operators if access.label == "dispatch(F)" and not access.is_view] == [
+        "empty", *("index_select", "copy_") * 2, "copy_", "new_empty", "all_to_all"
+    ]  # fmt: skip
+
+
+def test_each_lane_packs_on_a_stream_of_its_own():
+    operators, _ = run_pair(all_to_all())
+    streams = {
+        label: {access.stream.name for access in operators if access.label == label} - {"nccl"}
+        for label in ("prepare dispatch(F)", "dispatch(F)", "combine(F)", "dispatch(B)", "combine(B)")
+    }
+    forward, backward = streams["dispatch(F)"], streams["dispatch(B)"]
+    assert len(forward) == len(backward) == 1 and forward != backward and "compute" not in forward | backward
+    assert streams["prepare dispatch(F)"] == streams["combine(F)"] == forward
+    assert streams["combine(B)"] == backward
+
+
+def test_packing_does_not_wait_for_the_other_lanes_transfer():
+    operators, _ = run_pair(all_to_all())
+    transfer = next(access for access in operators if access.label == "dispatch(F)" and access.stream.name == "nccl")
+    later = operators[operators.index(transfer) :]
+    packed = [access for access in later if access.label == "dispatch(B)" and access.stream.name != "nccl"]
+    assert not transfer.is_before(packed[0].clock)
+
+
+def test_a_modelled_link_carries_one_transfer_at_a_time():
+    operators, _ = run_pair(Loopback(8, 4, Link(gb_per_s=1.0)))
+    copies = [access for access in operators if access.operator == "link"]
+    assert {access.stream.name for access in copies} == {"side 1", "side 2"}
+    assert all(one.is_before(other.clock) for one, other in pairwise(copies))

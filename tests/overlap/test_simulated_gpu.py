@@ -1,0 +1,125 @@
+"""Training on a simulated GPU uses no memory too early, and what the simulation calls too early."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")  # the modelled link is a Triton kernel
+
+from tests.support.pairs import assert_same, stage
+from tests.support.simulated_gpu import RaceError, SimulatedGpu
+from tests.support.simulated_ranks import MirrorGroup, replace_devices
+from tests.support.simulated_runs import all_to_all, loopback, pipeline, single_process, train, train_simulated
+
+
+@pytest.fixture(autouse=True)
+def simulated(monkeypatch):
+    replace_devices(monkeypatch)
+
+
+@pytest.mark.parametrize("backend,overlapped", [(all_to_all, True), (loopback, True), (all_to_all, False)])
+def test_training_uses_no_memory_too_early(backend, overlapped):
+    assert_same(train_simulated(backend, overlapped), train(stage(2, 0, loopback()), overlapped))
+
+
+def test_a_pipeline_uses_no_memory_too_early():
+    losses, grads = pipeline()
+    expected_losses, expected_grads = single_process()
+    assert losses == expected_losses
+    torch.testing.assert_close(grads, expected_grads, rtol=1e-4, atol=1e-6)
+
+
+# ---- what is too early ----
+
+
+@pytest.fixture
+def gpu():
+    with SimulatedGpu() as gpu:
+        yield gpu
+
+
+@pytest.fixture
+def side(gpu):
+    return gpu.Stream()
+
+
+def test_a_stream_reads_what_another_one_wrote(gpu, side):
+    x = torch.ones(3)
+    early = gpu.current_stream().record_event()
+    x.add_(1)
+    side.wait_event(early)
+    message = (
+        "mul in no segment on side 1 reads what add_ in no segment on compute writes, but no event makes side 1 wait"
+    )
+    with gpu.stream(side), pytest.raises(RaceError, match=message):
+        x[1:].mul(2)
+    side.wait_event(gpu.current_stream().record_event())
+    with gpu.stream(side):
+        x[1:].mul(2)
+
+
+def test_a_stream_changes_what_another_one_reads(gpu, side):
+    x = torch.ones(3)
+    side.wait_event(gpu.current_stream().record_event())
+    with gpu.stream(side):
+        x.view(1, 3).sum()
+        done = side.record_event()
+    x.sum()  # two streams may read
+    with pytest.raises(RaceError, match=r"add_ .* on compute changes what is used by sum .* on side 1"):
+        x.view(-1).add_(1)
+    gpu.current_stream().wait_event(done)
+    x.add_(1)
+
+
+def test_memory_is_reused_while_another_stream_uses_it(gpu, side):
+    x = torch.ones(3)
+    side.wait_event(gpu.current_stream().record_event())
+    with gpu.stream(side):
+        y = x * 2
+        done = side.record_event()
+    view = x.view(1, 3)
+    del x
+    torch.zeros(2)  # the view still refers to it
+    del view
+    z = torch.empty(5)
+    with pytest.raises(RaceError, match=r"fill_ .* reuses memory of compute .* is used by mul .* on side"):
+        z.fill_(0)
+    gpu.current_stream().wait_event(done)
+    z.fill_(0)
+    del y
+    torch.zeros(3)  # y belongs to the other stream
+
+
+def test_gradients_are_checked_too(gpu, side):
+    x = torch.ones(3, requires_grad=True)
+    loss = (x * x).sum()
+    with gpu.stream(side), pytest.raises(RaceError):
+        loss.backward()
+
+
+def test_the_host_reads_before_the_copy_has_ended(gpu):
+    host = torch.empty(2, pin_memory=True)
+    host.copy_(torch.ones(2), non_blocking=True)
+    copied = gpu.current_stream().record_event()
+    with pytest.raises(RaceError, match="the host reads what copy_ in no segment on compute writes"):
+        host.tolist()
+    copied.synchronize()
+    assert host.tolist() == [1, 1]
+
+
+def test_work_that_is_queued_after_the_host_has_waited_is_ordered(gpu, side):
+    x = torch.ones(3)
+    gpu.current_stream().record_event().synchronize()
+    with gpu.stream(side):
+        x.add_(1)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_transfer_holds_its_tensors_until_it_is_waited_for():
+    group = MirrorGroup(2)
+    received = torch.empty(3)
+    work = group.all_to_all(received, torch.ones(3), [1, 2], [1, 2])
+    torch.ones(3)  # cannot reuse the memory of the sent tensor
+    with pytest.raises(RaceError, match=r"neg .* on compute reads what all_to_all .* on nccl writes"):
+        received.neg()
+    work.wait()
+    assert received.neg().tolist() == [-1, -1, -1]

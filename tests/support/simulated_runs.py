@@ -1,0 +1,82 @@
+"""Training on simulated GPUs: overlapped pairs on one, and pipelines."""
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from moe_dualpipe.expert_parallel import AllToAll, Loopback
+from moe_dualpipe.models import StageOptions, TransformerStage, next_token_loss, split
+from moe_dualpipe.runtime import P2P, Executor, TensorSpec
+from moe_dualpipe.schedule import build
+from tests.support.pairs import CONFIG, OVERLAPPED, gradients, stage, tokens
+from tests.support.simulated_gpu import SimulatedGpu
+from tests.support.simulated_ranks import LinkGroup, Mailboxes, MirrorGroup, run_threads
+
+EXPERT_RANKS, MICRO_BATCHES = 4, 6
+
+
+def all_to_all() -> AllToAll:
+    return AllToAll(CONFIG.num_experts, MirrorGroup(EXPERT_RANKS))  # type: ignore[arg-type]
+
+
+def loopback() -> Loopback:
+    """Gives the same numbers as `all_to_all`, also without a GPU."""
+    return Loopback(CONFIG.num_experts, EXPERT_RANKS)
+
+
+def train(model: Any, overlapped: bool = True) -> list[torch.Tensor]:
+    """A step with two pairs of a forward and a backward, and a forward. Returns losses, gradients and weights."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), [next_token_loss(model(tokens(0)), tokens(10))]
+    for seed in (1, 2):
+        if overlapped:
+            forward = model, [tokens(seed)], next_token_loss, [tokens(seed + 10)]
+            losses.append(OVERLAPPED(*forward, model, losses[-1], None, None)[1])
+        else:
+            losses.append(next_token_loss(model(tokens(seed)), tokens(seed + 10)))
+            losses[-2].backward()
+    losses[-1].backward()
+    optimizer.step()
+    losses.append(next_token_loss(model(tokens(3)), tokens(13)))
+    return [loss.detach() for loss in losses] + gradients(model) + [p.detach() for p in model.parameters()]
+
+
+def train_simulated(backend: Any = all_to_all, overlapped: bool = True) -> list[torch.Tensor]:
+    with SimulatedGpu():
+        return train(stage(2, 0, backend()), overlapped)
+
+
+def pipeline(backend: Any = all_to_all) -> tuple[dict[int, torch.Tensor], list[list[Any]]]:
+    """A step of DualPipe on two ranks. Returns the losses, and the gradients of each stage, summed over both ranks."""
+    mailboxes, schedule = Mailboxes(), build("dualpipe", 2, MICRO_BATCHES)
+    stages = [_stages(backend()) for _ in range(2)]
+
+    def run(rank: int, gpu: SimulatedGpu) -> Any:
+        groups: Any = [LinkGroup(gpu, rank, name, mailboxes) for name in ("up", "down")]
+        spec = TensorSpec((*tokens(0).shape, CONFIG.hidden_size), torch.float32)
+        executor = Executor(dict(enumerate(stages[rank])), P2P((spec,), gpu.device, rank, 2, (0, 1), *groups))
+        inputs = {m: (tokens(m),) for m in range(MICRO_BATCHES) if schedule.rank_of(0, m) == rank}
+        labels = {m: (tokens(m + 10),) for m in range(MICRO_BATCHES) if schedule.rank_of(1, m) == rank}
+        losses = executor.step(schedule, inputs, labels, next_token_loss).losses
+        return losses, [gradients(one) for one in stages[rank]]
+
+    (losses0, grads0), (losses1, grads1) = run_threads(2, mailboxes, run)
+    sums = [[a + b for a, b in zip(one, other, strict=True)] for one, other in zip(grads0, grads1, strict=True)]
+    return losses0 | losses1, sums
+
+
+def single_process() -> tuple[dict[int, torch.Tensor], list[list[Any]]]:
+    """The same without a pipeline and without a GPU."""
+    first, last = _stages(loopback())
+    losses = {m: next_token_loss(last(first(tokens(m))), tokens(m + 10)) for m in range(MICRO_BATCHES)}
+    for loss in losses.values():
+        loss.backward()
+    return {m: loss.detach() for m, loss in losses.items()}, [gradients(first), gradients(last)]
+
+
+def _config() -> Any:
+    return dataclasses.replace(CONFIG, num_layers=2, num_dense_layers=0)
+
+
+def _stages(ep: Any) -> list[TransformerStage]:
+    return [TransformerStage(_config(), spec, ep, StageOptions(0)) for spec in split(_config(), 2)]
