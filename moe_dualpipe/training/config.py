@@ -169,7 +169,8 @@ class HealthConfig:
     """When a run stops because something is wrong."""
 
     timeout: Annotated[float, arg(metavar="SECONDS")] = 600.0
-    """Seconds that a rank waits for another one before the run fails. A rank that dies is detected sooner."""
+    """Seconds that a rank waits for another one before the run fails. A rank that dies is detected sooner. After a
+    quarter of this time, the run prints who waits for whom."""
     check_memory: bool = True
     """Refuse to start if weights, gradients and optimizer state do not fit into the memory that is free."""
     max_skipped: int = 10
