@@ -288,8 +288,13 @@ class StageOptions:
     """Compute head and loss together in blocks of tokens, without storing all logits (kernels/cross_entropy.py)."""
     document_end_id: int | None = None
     """The token that ends a document, to attend only within a document. None: attend to all previous positions."""
+    num_sms: int | None = None
+    """Maximum number of multiprocessors for the products of the experts in Triton, which leaves the others to
+    communication. None: all."""
 
     def __post_init__(self) -> None:
+        if self.num_sms is not None and self.num_sms < 1:
+            raise ValueError(f"num_sms must be at least 1, or None for all: got {self.num_sms}")
         if self.recompute not in RECOMPUTE:
             raise ValueError(f"recompute must be one of {', '.join(RECOMPUTE)}: got {self.recompute!r}")
         validate_kernels(self.kernels)

@@ -53,6 +53,8 @@ class ExpertLayer(nn.Module):
     """Set by the pipeline. Pass it to operators of `moe_dualpipe.kernels`: it defers weight gradients."""
     kernels: Kernels = "auto"
     """Set by the model. Pass it to the same operators: it selects Triton or plain torch."""
+    num_sms: int | None = None
+    """Set by the model. Pass it to the products: it limits the multiprocessors that they use. None: all."""
     takes_order: bool = False
     """True: forward is called as `forward(x_ND, order, weights_NK)`, and returns for each received row the weighted sum
     of the outputs of its experts. `order`, an ExpertOrder (kernels/routing.py), has the indices that group the rows by
@@ -89,5 +91,7 @@ class SwiGLUExperts(ExpertLayer):
         self.down[e].normal_(std=self.out_std)
 
     def forward(self, x_ND: Tensor, order: ExpertOrder, weights_NK: Tensor) -> Tensor:  # type: ignore[override]
-        options: dict[str, Any] = {"weight_grads": self.weight_grads, "kernels": self.kernels}
+        options: dict[str, Any] = {
+            "weight_grads": self.weight_grads, "kernels": self.kernels, "num_sms": self.num_sms
+        }  # fmt: skip
         return experts(x_ND, self.gate_up, self.down, order, weights_NK, **options)

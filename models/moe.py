@@ -46,8 +46,9 @@ class MoE(Segmented):
         self.register_buffer("load_E", torch.zeros(config.num_experts, dtype=torch.int64), persistent=False)
         self._losses: tuple[Tensor | float, int] = 0.0, 0  # the sum of the losses [L], and the number of batches
         self.experts = ExpertBuilder(config, layer, options.seed).build(expert_parallel.local_experts)
-        if hasattr(self.experts, "kernels"):
-            setattr(self.experts, "kernels", self.kernels)  # noqa: B010 - nn.Module declares no such attribute
+        for name in ("kernels", "num_sms"):
+            if hasattr(self.experts, name):
+                setattr(self.experts, name, getattr(options, name))
         self.shared = None
         if config.num_shared_experts:
             inner = config.num_shared_experts * config.expert_size

@@ -29,9 +29,19 @@ def _arch(index: int | None) -> str:
     return f"sm_{major}{minor}"
 
 
+def ceil_div(a: int, b: int) -> int:
+    """a / b rounded up. On the host, `triton.cdiv` takes 6 microseconds."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of 2 that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
 def launch_grid(slots: int, columns: int, block_n: int, num_sms: int | None) -> tuple[int]:
     """One program per tile, but at most `num_sms`."""
-    tiles = slots * triton.cdiv(columns, block_n)
+    tiles = slots * ceil_div(columns, block_n)
     return (tiles if num_sms is None else min(tiles, num_sms),)
 
 

@@ -16,12 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch_args import ceil_div, next_power_of_2
+
 TILE = 2048  # elements that a program moves
 
 
 def _blocks(columns: int) -> tuple[int, int, int]:
     """Return (rows, columns, warps) of a tile such that each thread has eight elements."""
-    block_d = min(triton.next_power_of_2(columns), TILE)
+    block_d = min(next_power_of_2(columns), TILE)
     return max(1, TILE // block_d), block_d, 8
 
 
@@ -49,7 +51,7 @@ def gather_rows(
     out = out if out is not None else x.new_empty(num_rows, columns)
     block_m, block_d, warps = _blocks(columns)
     if out.numel():
-        grid = (triton.cdiv(num_rows, block_m), triton.cdiv(columns, block_d))
+        grid = (ceil_div(num_rows, block_m), ceil_div(columns, block_d))
         gather_rows_kernel[grid](
             x, index, weights, choice, out, num_rows, x.stride(0), out.stride(0), columns, weights is not None,
             block_m, block_d, num_warps=warps,
@@ -84,7 +86,7 @@ def sum_rows(rows: Tensor, positions: Tensor, weights: Tensor | None = None) -> 
     y = rows.new_empty(num_rows, columns)
     block_n, block_d, warps = _blocks(columns)
     if y.numel():
-        grid = (triton.cdiv(num_rows, block_n), triton.cdiv(columns, block_d))
+        grid = (ceil_div(num_rows, block_n), ceil_div(columns, block_d))
         sum_rows_kernel[grid](
             rows, positions, weights, y, num_rows, rows.stride(0), k, columns, weights is not None,
             block_n, block_d, num_warps=warps,
@@ -119,7 +121,7 @@ def dot_rows(dy: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
     out = torch.empty(num_rows, k, dtype=torch.float32, device=dy.device)
     block_n, block_d, warps = _blocks(columns)
     if out.numel():
-        dot_rows_kernel[(triton.cdiv(num_rows, block_n), k)](
+        dot_rows_kernel[(ceil_div(num_rows, block_n), k)](
             dy, rows, positions, out, num_rows, dy.stride(0), rows.stride(0), k, columns, block_n, block_d,
             num_warps=warps,
         )  # fmt: skip
@@ -140,6 +142,6 @@ def sum_partials(sums: Tensor, positions: Tensor) -> Tensor:
     """Return w [N, K] in fp32 from sums [parts, M] and positions [N, K]."""
     out = torch.empty(positions.shape, dtype=torch.float32, device=sums.device)
     if out.numel():
-        grid = (triton.cdiv(out.numel(), TILE),)
+        grid = (ceil_div(out.numel(), TILE),)
         sum_partials_kernel[grid](sums, positions, out, out.numel(), sums.shape[1], sums.shape[0], TILE)
     return out

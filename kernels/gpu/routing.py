@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..routing import RoutingOptions
+from .launch_args import ceil_div, next_power_of_2
 
 # ---- choosing experts ----
 
@@ -134,11 +135,11 @@ def top_k_experts(logits: Tensor, bias: Tensor | None, options: RoutingOptions) 
     weights = torch.empty(num_tokens, k, dtype=torch.float32, device=logits.device)
     ids = torch.empty(num_tokens, k, dtype=torch.int64, device=logits.device)
     per_group = num_experts // groups
-    padded, groups_padded = triton.next_power_of_2(per_group), triton.next_power_of_2(groups)
+    padded, groups_padded = next_power_of_2(per_group), next_power_of_2(groups)
     block_t = _block_t(padded * groups_padded)
     if num_tokens:
-        top_k_experts_kernel[(triton.cdiv(num_tokens, block_t),)](
-            logits, bias, weights, ids, num_tokens, options.scale, logits.stride(0), k, triton.next_power_of_2(k),
+        top_k_experts_kernel[(ceil_div(num_tokens, block_t),)](
+            logits, bias, weights, ids, num_tokens, options.scale, logits.stride(0), k, next_power_of_2(k),
             groups, groups_padded, per_group, padded, options.top_groups, options.score == "softmax", bias is not None,
             options.normalize, options.group_score == "best_two", block_t,
         )  # fmt: skip
@@ -149,10 +150,10 @@ def top_k_experts_backward(logits: Tensor, ids: Tensor, dweights: Tensor, option
     """Return the gradient of the logits, [T, E], from the contiguous gradient of the weights, [T, K]."""
     num_tokens, num_experts = logits.shape
     dlogits = torch.empty(num_tokens, num_experts, dtype=logits.dtype, device=logits.device)
-    padded = triton.next_power_of_2(num_experts)
+    padded = next_power_of_2(num_experts)
     block_t = _block_t(padded)
     if num_tokens:
-        top_k_experts_backward_kernel[(triton.cdiv(num_tokens, block_t),)](
+        top_k_experts_backward_kernel[(ceil_div(num_tokens, block_t),)](
             logits, ids, dweights, dlogits, num_tokens, options.scale, logits.stride(0), ids.shape[1], num_experts,
             padded, options.score == "softmax", options.normalize, block_t,
         )  # fmt: skip
@@ -231,8 +232,8 @@ def order_by_expert(
     offsets = torch.empty(num_keys + 1, dtype=torch.int32, device=device)
     if not num_choices:
         return gather_idx, choice_idx, positions, offsets.zero_()
-    blocks = triton.cdiv(num_choices, BLOCK)
-    sizes = (ids.shape[1], num_keys, triton.next_power_of_2(num_keys + 1), ids_per_key, once, BLOCK)
+    blocks = ceil_div(num_choices, BLOCK)
+    sizes = (ids.shape[1], num_keys, next_power_of_2(num_keys + 1), ids_per_key, once, BLOCK)
     counts = torch.empty(num_keys + 1, blocks, dtype=torch.int32, device=device)
     count_kernel[(blocks,)](ids, counts, num_choices, blocks, *sizes)
     ends = counts.view(-1).cumsum(0, dtype=torch.int32)

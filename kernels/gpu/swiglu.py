@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .configs import lookup
-from .launch_args import arch_of, launch_grid, launch_settings, weights_argument
+from .launch_args import arch_of, ceil_div, launch_grid, launch_settings, weights_argument
 from .tiles import Tiling, locate_tile, split_columns, store_tile, tile_product, tile_rows
 
 
@@ -135,7 +135,7 @@ def swiglu_down_backward(
     """
     d, f = down.shape[1:]
     config = lookup("down_backward", arch_of(dy.device), dy.element_size(), f, d)
-    num_rows, tiles_n = tiling.num_rows, triton.cdiv(f, config.block_n)
+    num_rows, tiles_n = tiling.num_rows, ceil_div(f, config.block_n)
     dz, h = torch.empty_like(z), z.new_empty(num_rows, f)
     sums = torch.empty(tiles_n, num_rows, dtype=torch.float32, device=z.device) if weights is not None else None
     if num_rows:

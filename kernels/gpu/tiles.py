@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch_args import ceil_div, next_power_of_2
+
 # ---- the table of tiles ----
 
 
@@ -59,8 +61,8 @@ class Tiling:
             slots = self.num_rows // block_m + num_experts
             tiles = torch.empty(slots, 2, dtype=torch.int32, device=self.offsets.device)
             block_s = 64
-            _tile_table_kernel[(triton.cdiv(slots, block_s),)](
-                self.offsets, tiles, slots, num_experts, triton.next_power_of_2(num_experts), block_m, block_s
+            _tile_table_kernel[(ceil_div(slots, block_s),)](
+                self.offsets, tiles, slots, num_experts, next_power_of_2(num_experts), block_m, block_s
             )
             self._tables[block_m] = tiles
         return self._tables[block_m]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..backend import check_contiguous
 from .configs import lookup
-from .launch_args import arch_of, compile_options, dot_precision, launch_grid
+from .launch_args import arch_of, ceil_div, compile_options, dot_precision, launch_grid
 from .tiles import grouped_order, split_columns
 
 
@@ -99,7 +99,7 @@ def weight_gradients(
     else:
         out = torch.empty(num_experts, i, j, dtype=dtype, device=a.device)
     config = lookup("wgrad", arch_of(a.device), a.element_size(), j, i)
-    row_tiles = num_experts * triton.cdiv(i, config.block_m)
+    row_tiles = num_experts * ceil_div(i, config.block_m)
     weight_gradients_kernel[launch_grid(row_tiles, j, config.block_n, num_sms)](
         a, index_a, b, index_b, out, offsets, num_experts, a.stride(0), b.stride(0), i, j,
         GATHER_A=index_a is not None, GATHER_B=index_b is not None, ADD=add_to is not None,

@@ -15,7 +15,7 @@ from moe_dualpipe.kernels.grouped_gemm import grouped_linear, grouped_mm, groupe
 from moe_dualpipe.kernels.permute import permute, unpermute
 from moe_dualpipe.kernels.routing import expert_order, route
 from moe_dualpipe.kernels.weight_grads import WeightGrads
-from tests.support.kernels import DEVICE, DTYPES, RUNS, all_kernels, assert_as_good_as, offsets_of
+from tests.support.kernels import DEVICE, DTYPES, RUNS, all_kernels, assert_as_good_as, offsets_of, record_programs
 
 pytestmark = pytest.mark.usefixtures("guards")
 
@@ -487,26 +487,8 @@ def test_double_backward_raises():
             torch.autograd.grad(function(given).sum(), given, create_graph=True)
 
 
-class GridRecorder:
-    """Wraps a kernel and records the number of programs of each launch."""
-
-    def __init__(self, kernel, programs):
-        self.kernel, self.programs = kernel, programs
-
-    def __getitem__(self, grid):
-        self.programs.append(grid[0])
-        return self.kernel[grid]
-
-
 def test_num_sms_limits_the_programs_of_each_product(monkeypatch):
-    from moe_dualpipe.kernels.gpu import gemm, swiglu, wgrad
-
-    programs = []
-    for module, name in (
-        (gemm, "rows_times_weights_kernel"), (swiglu, "swiglu_up_kernel"), (swiglu, "swiglu_down_backward_kernel"),
-        (wgrad, "weight_gradients_kernel"),
-    ):  # fmt: skip
-        monkeypatch.setattr(module, name, GridRecorder(getattr(module, name), programs))
+    programs = record_programs(monkeypatch)
     *tensors, order, dy = moe(20, 2, 3, 40, 40, torch.float32)
     leaves = [t.requires_grad_() for t in tensors]
     with all_kernels(POINTERS):

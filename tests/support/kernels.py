@@ -59,3 +59,27 @@ def all_kernels(config):
         for kernel in configs.KERNEL_NAMES:
             stack.enter_context(configs.override_config(kernel, config))
         yield
+
+
+class _Recorded:
+    """Wraps a kernel and records the number of programs of each launch."""
+
+    def __init__(self, kernel, programs):
+        self.kernel, self.programs = kernel, programs
+
+    def __getitem__(self, grid):
+        self.programs.append(grid[0])
+        return self.kernel[grid]
+
+
+def record_programs(monkeypatch):
+    """Return a list that receives the number of programs of each launch of a product."""
+    from moe_dualpipe.kernels.gpu import gemm, swiglu, wgrad
+
+    programs = []
+    for module, name in (
+        (gemm, "rows_times_weights_kernel"), (swiglu, "swiglu_up_kernel"), (swiglu, "swiglu_down_backward_kernel"),
+        (wgrad, "weight_gradients_kernel"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, _Recorded(getattr(module, name), programs))
+    return programs
