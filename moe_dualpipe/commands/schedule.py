@@ -114,8 +114,8 @@ class CheckSchedule:
     """
 
     schedule: Positional[Annotated[str, arg(metavar="SCHEDULE")]]
-    """A name as in `schedule show`, or a CSV file with one line per rank, in the format of
-    torch.distributed.pipelining (compute_only or compute_comms)."""
+    """gpipe, 1f1b, interleaved_1f1b, zb1p, zbv, chimera, dualpipe, dualpipev, or a CSV file with one line per rank, in
+    the format of torch.distributed.pipelining (compute_only or compute_comms)."""
     ranks: int | None = None
     """Number of pipeline ranks. Required with a name."""
     micro_batches: int | None = None
@@ -131,7 +131,7 @@ class CheckSchedule:
     mtp_layers: int = 0
     """Multi-token prediction: number of further layers in the loss."""
     actions_only: bool = False
-    """Only validate the schedule. Takes no time, and any number of ranks."""
+    """Only validate the schedule; do not compare launches."""
 
     def run(self) -> None:
         """Raises ScheduleError if a rank may wait forever, and ValueError for invalid options."""
