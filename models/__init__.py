@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .per_expert import expert_function
     from .presets import PRESETS, preset
     from .router import RouterLayer
+    from .sdpa import attention_kernels
     from .transformer import TransformerStage, build_model, next_token_loss, share_embedding
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "StageSpec",
     "TransformerStage",
     "attach",
+    "attention_kernels",
     "build_model",
     "check_layers",
     "elementwise_matrices",

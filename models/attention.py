@@ -12,7 +12,6 @@ from collections.abc import Iterable
 import torch
 from einops import rearrange
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from .attention_layer import AttentionLayer
 from .config import ModelConfig
@@ -21,6 +20,7 @@ from .latent_attention import LatentAttention
 from .layer_class import LayerClass, find_layer
 from .layers import Linear, at_least_fp32
 from .rotary import Rotary, rotate
+from .sdpa import ScaledDotProduct
 
 
 class Attention(AttentionLayer):
@@ -35,6 +35,7 @@ class Attention(AttentionLayer):
         self.qkv = Linear(config.hidden_size, queries + 2 * keys, config.init_std, bias=config.qkv_bias)
         self.stacked = {"qkv.weight": (queries, keys, keys)}
         self.q_norm, self.k_norm = (_head_norm(config, heads) for heads in (config.num_heads, config.num_kv_heads))
+        self.sdpa = ScaledDotProduct()
         self.out = Linear(queries, config.hidden_size, config.residual_std)
 
     def forward(self, x_BSD: Tensor, cache: KVCache | None = None, mask_B1SS: Tensor | None = None) -> Tensor:
@@ -48,7 +49,7 @@ class Attention(AttentionLayer):
             k_BGLC, v_BGLC = cache.append(self.layer, k_BGLC, v_BGLC)
         # is_causal aligns the first query with the first key, which is wrong after a past.
         mask = x_BSD.new_ones(new, past + new, dtype=torch.bool).tril(past) if past and new > 1 else mask_B1SS
-        y_BHSC = F.scaled_dot_product_attention(
+        y_BHSC = self.sdpa(
             rotate(q_BHSC, cos_SC, sin_SC), k_BGLC, v_BGLC, mask, is_causal=not past and mask is None, enable_gqa=True
         )
         return self.out(rearrange(y_BHSC, "b h s c -> b s (h c)"))

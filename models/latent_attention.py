@@ -16,13 +16,13 @@ values, R of the latent, M = R + P, W = C + V. With a cache, S counts the new po
 import torch
 from einops import rearrange
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from .attention_layer import AttentionLayer
 from .config import ModelConfig
 from .kv_cache import KVCache
 from .layers import Linear, at_least_fp32
 from .rotary import Rotary, growth, rotate
+from .sdpa import ScaledDotProduct
 
 
 class LatentAttention(AttentionLayer):
@@ -47,6 +47,7 @@ class LatentAttention(AttentionLayer):
         self.q_up = Linear(config.q_rank, queries, config.init_std) if config.q_rank else nn.Identity()
         self.kv_norm = nn.RMSNorm(config.kv_rank, eps)
         self.kv_up = Linear(config.kv_rank, config.num_heads * (config.head_dim + config.value_dim), config.init_std)
+        self.sdpa = ScaledDotProduct()
         self.out = Linear(config.num_heads * config.value_dim, config.hidden_size, config.residual_std)
 
     def forward(self, x_BSD: Tensor, cache: KVCache | None = None, mask_B1SS: Tensor | None = None) -> Tensor:
@@ -71,7 +72,7 @@ class LatentAttention(AttentionLayer):
         k_BHSC, v_BHSV = heads.split([self.head_dim, self.value_dim], dim=-1)
         q = torch.cat([q_BHSC, q_BHSP], dim=-1)
         k = torch.cat([k_BHSC, k_BSP[:, None].expand_as(q_BHSP)], dim=-1)
-        return F.scaled_dot_product_attention(q, k, v_BHSV, mask_B1SS, is_causal=mask_B1SS is None, scale=self.scale)
+        return self.sdpa(q, k, v_BHSV, mask_B1SS, is_causal=mask_B1SS is None, scale=self.scale)
 
     def absorbed(self, q_BHSC: Tensor, q_BHSP: Tensor, cached_B1LM: Tensor) -> Tensor:
         """Attention of the last S of L positions to cached latents, without gradients: [B, H, S, V]."""
@@ -85,7 +86,7 @@ class LatentAttention(AttentionLayer):
         else:
             mask_SL = q.new_ones(new, length, dtype=torch.bool).tril(length - new)
         k = cached_B1LM.expand(-1, q.shape[1], -1, -1)
-        y = F.scaled_dot_product_attention(q, k, k[..., : self.kv_rank], mask_SL, scale=self.scale)
+        y = self.sdpa(q, k, k[..., : self.kv_rank], mask_SL, scale=self.scale)
         y_BHSR = y.transpose(1, 2) if new == 1 else y
         return torch.einsum("bhsr,hvr->bhsv", y_BHSR, up_HVR)
 

@@ -9,7 +9,7 @@ import torch
 from ..data import Tokenizer, find_tokenizer
 from ..messages import printable
 from ..models import TransformerStage
-from ..runtime.launch import choose_device
+from ..runtime.launch import choose_device, count_gpus
 from .huggingface import from_pretrained
 from .load import find_checkpoint
 from .weights import CONFIG_FILE, OwnLayer, load_model
@@ -28,7 +28,7 @@ def open_model(
 
     Raises ValueError for a folder without a model, for one that is broken, and for wrong `own_layers`.
     """
-    chosen = torch.device(choose_device(device, torch.cuda.device_count(), 1))
+    chosen = torch.device(choose_device(device, count_gpus(), 1))
     exported = Path(path, CONFIG_FILE).is_file()
     folder = Path(path) if exported else find_checkpoint(path)
     dtype = torch.float32 if chosen.type == "cpu" else torch.bfloat16

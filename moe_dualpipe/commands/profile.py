@@ -158,10 +158,10 @@ def _device(wanted: str) -> "torch.device":
     """The device of this process, also under torchrun."""
     import torch
 
-    from ..runtime.launch import choose_device
+    from ..runtime.launch import choose_device, count_gpus
 
     rank, processes = (int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    kind = choose_device(wanted, torch.cuda.device_count(), processes or 1)
+    kind = choose_device(wanted, count_gpus(), processes or 1)
     return torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
 
 

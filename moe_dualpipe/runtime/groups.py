@@ -3,6 +3,9 @@
 The world has pp x dp ranks, and rank = pipeline rank x dp + data rank. Experts are spread over ep consecutive data
 ranks, which are also consecutive in the world. All groups of this package are created here, so that their options are
 set in one place.
+
+On GPUs, each group has two backends: NCCL for CUDA tensors, and gloo for CPU tensors. What is only counted and checked
+is sent with gloo, because an NCCL kernel would wait behind the computation and occupy multiprocessors (SMs).
 """
 
 import math
@@ -36,17 +39,64 @@ def init_world(device: torch.device, launch: Launch, timeout: float | None = Non
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **wait)
 
 
+@dataclass(frozen=True, slots=True)
+class Nccl:
+    """How NCCL runs the operations of a group.
+
+    high_priority: on a stream of high priority. Otherwise, the thread blocks of a transfer wait until all blocks of the
+    kernels before it have started, and those of a large product are thousands. max_ctas: the largest number of thread
+    blocks of an operation, each of which occupies a multiprocessor (SM). None: NCCL's choice. min_ctas: the smallest.
+    """
+
+    high_priority: bool = False
+    min_ctas: int | None = None
+    max_ctas: int | None = None
+
+    def options(self) -> Any:
+        """The options for torch; None if NCCL does not run the groups of this process."""
+        if "nccl" not in str(dist.get_backend_config()):
+            return None
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=self.high_priority)
+        for name in ("min_ctas", "max_ctas"):
+            if (value := getattr(self, name)) is not None:
+                setattr(options.config, name, value)
+        return options
+
+
+EXPERTS = Nccl(high_priority=True, max_ctas=20)
+"""Dispatch and combine run beside products. 20 SMs are enough for NVLink and InfiniBand (DeepSeek-V3, section 3.2.2,
+arXiv 2412.19437); the products get the others (`product_sms`)."""
+PIPELINE = Nccl(high_priority=True, min_ctas=2, max_ctas=4)
+"""A message between stages is small and has one receiver, but the neighbour waits for it."""
+REPLICAS = Nccl()
+"""Sums of gradients run when the pipeline is empty: they may use all SMs."""
+
+
+def product_sms(groups: "Groups", device: torch.device) -> int | None:
+    """The number of SMs that products may use, so that dispatch and combine have theirs. None: all.
+
+    Without this bound, the products' thread blocks occupy all SMs, and a transfer must wait for some of them to end.
+    """
+    if groups.experts is None or device.type != "cuda" or EXPERTS.max_ctas is None:
+        return None
+    return max(1, torch.cuda.get_device_properties(device).multi_processor_count - EXPERTS.max_ctas)
+
+
 def create_group(
     ranks: Sequence[int] | None = None, timeout: float | None = None, backend: str | None = None,
-    members_only: bool = False,
+    members_only: bool = False, nccl: Nccl = REPLICAS,
 ) -> dist.ProcessGroup | None:  # fmt: skip
     """Create the group of `ranks` (None: all); returns None on a rank outside it.
 
-    timeout: seconds that an operation waits; a group does not inherit the world's. None: torch's default.
+    timeout: seconds that an operation waits; a group does not inherit the world's. None: torch's default. nccl: how
+    NCCL runs the group's operations on GPUs; on CPUs, and with another `backend`, it has no effect.
     Collective over the world; with `members_only`, over the group's ranks.
     """
     wait = None if timeout is None else timedelta(seconds=timeout)
-    group = dist.new_group(ranks, timeout=wait, backend=backend, use_local_synchronization=members_only)
+    options = nccl.options() if backend is None else None
+    group = dist.new_group(
+        ranks, timeout=wait, backend=backend, pg_options=options, use_local_synchronization=members_only
+    )
     return group if isinstance(group, dist.ProcessGroup) else None
 
 
@@ -132,12 +182,12 @@ def build_groups(
     pps, dps, eps = range(layout.pp), range(layout.dp), range(layout.ep)
     at = layout.world_rank
 
-    def create(memberships: Iterable[list[int]]) -> dist.ProcessGroup | None:
+    def create(memberships: Iterable[list[int]], nccl: Nccl = REPLICAS) -> dist.ProcessGroup | None:
         """Create a group for each list of more than one rank; return the group of this rank."""
         mine = None
         for members in memberships:
             if len(members) > 1:
-                group = create_group(members, timeout)
+                group = create_group(members, timeout, nccl=nccl)
                 mine = group if layout.rank in members else mine
         return mine
 
@@ -145,8 +195,8 @@ def build_groups(
     peers = sorted({tuple(sorted({r for s in stages for r in placement.holders(s)})) for stages in placement.stages})
     ends = end_holders(placement) if shared_embedding else []
     return Groups(
-        pipeline=create([at(p, d) for p in pps] for d in dps),
-        experts=create([at(p, d + e) for e in eps] for p in pps for d in dps[:: layout.ep]),
+        pipeline=create(([at(p, d) for p in pps] for d in dps), PIPELINE),
+        experts=create(([at(p, d + e) for e in eps] for p in pps for d in dps[:: layout.ep]), EXPERTS),
         dense=create([at(p, d) for p in held for d in dps] for held in peers),
         expert_replicas=create([at(p, d) for p in held for d in dps[e :: layout.ep]] for held in peers for e in eps),
         embedding=create([[at(p, d) for p in ends for d in dps]]),

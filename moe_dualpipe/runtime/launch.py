@@ -32,6 +32,23 @@ def _number(name: str, default: int) -> int:
         raise ValueError(f"{what}: got {quoted(os.environ[name], 60)}; torchrun sets it") from None
 
 
+CONNECTIONS = 32
+"""The number of queues through which CUDA sends work to a GPU, and the largest one that it accepts; its default is 8.
+
+Streams that share a queue wait for each other without need: a transfer then waits behind a product. A rank uses more
+than 7 streams: for computation, for each of the two chunks of a pair, for experts, for each neighbour and direction of
+the pipeline, and for replicas.
+"""
+
+
+def count_gpus() -> int:
+    """The number of GPUs of this machine. Before CUDA starts, choose `CONNECTIONS` unless the user has chosen."""
+    import torch  # this module is also imported by programs that need no torch
+
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(CONNECTIONS))
+    return torch.cuda.device_count()
+
+
 def choose_device(wanted: str, gpus: int, processes: int) -> str:
     """Return cpu or cuda for `wanted`: cpu, cuda, or auto (cuda if this machine has a GPU for each process).
 

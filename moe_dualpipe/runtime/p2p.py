@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..schedule import Recv, Send
-from .groups import create_group
+from .groups import PIPELINE, create_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class P2P:
         rank = order[group.rank()]
         if device.type == "cpu":
             return cls(specs, device, rank, size, global_ranks, group, group)
-        upward, downward = (create_group(members, timeout, members_only=True) for _ in range(2))
+        upward, downward = (create_group(members, timeout, members_only=True, nccl=PIPELINE) for _ in range(2))
         p2p = cls(specs, device, rank, size, global_ranks, upward, downward)
         p2p._open_links()
         return p2p

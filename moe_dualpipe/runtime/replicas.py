@@ -115,9 +115,7 @@ def _frozen_fault(replicas: ReplicaSet) -> str:
     if replicas.group is None or not replicas.parameters:
         return ""
     parameters = replicas.parameters.values()
-    trained_P = torch.tensor(
-        [p.requires_grad for p in parameters], dtype=torch.int64, device=next(iter(parameters)).device
-    )
+    trained_P = torch.tensor([p.requires_grad for p in parameters], dtype=torch.int64)
     dist.all_reduce(trained_P, group=replicas.group)
     mixed = [
         n for n, count in zip(replicas.parameters, trained_P.tolist(), strict=True) if count % replicas.num_replicas

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from .groups import init_world
-from .launch import Launch, choose_device
+from .launch import Launch, choose_device, count_gpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ def join_world(device: str = "auto", timeout: float | None = None) -> Iterator[W
     Raises ValueError for a device that is not there, and for a process group that cannot use it.
     """
     launch = current_launch()
-    kind = choose_device(device, torch.cuda.device_count(), launch.local_world_size)
+    kind = choose_device(device, count_gpus(), launch.local_world_size)
     own = torch.device("cuda", launch.local_rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(own)

@@ -34,8 +34,9 @@ class Balance:
         load_LE = torch.zeros(self.shape, dtype=torch.int64, device=device)
         for layer, moe in self.layers.items():
             load_LE[self.rows[layer]] += moe.take_load()
+        load_LE = load_LE.cpu()
         dist.all_reduce(load_LE)
-        return load_LE.cpu()
+        return load_LE
 
     def after_step(self, load_LE: Tensor, device: torch.device, move: bool = True) -> dict[str, float]:
         """Update the biases from `loads()` of this step. Returns the mean of each auxiliary loss. Collective.
@@ -56,6 +57,7 @@ class Balance:
             losses_L, decisions = moe.take_losses()
             totals[:-1] += losses_L
             totals[-1] += decisions
+        totals = totals.cpu()
         dist.all_reduce(totals)
         *sums, decisions = totals.tolist()
         if not decisions:  # all layers are dense

@@ -201,6 +201,8 @@ class TrainingRun:
         if profile := self.profiler.report():
             reporter.say(profile)
         reporter.say(f"peak memory: {trainer.largest(peak_memory_mb(trainer.device)):,.0f} MB on the fullest rank")
+        if trainer.device.type == "cuda":
+            reporter.say(trainer.pipeline.gpu_choices())
         if self.config.sample.sample_tokens and not trainer.stopping:
             reporter.sample(self.config.sample.prompt + trainer.sample())
         if saved := self._last_checkpoint():

@@ -7,6 +7,7 @@ B sequences, S positions, L layers, E experts, N tokens to generate.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from ..models import (
     ModelConfig,
     StageOptions,
     TransformerStage,
+    attention_kernels,
     elementwise_matrices,
     share_embedding,
     split,
@@ -26,7 +28,15 @@ from ..models import (
 )  # fmt: skip
 from ..overlap import WeightGrads
 from ..runtime import P2P, Executor, TensorSpec
-from ..runtime.groups import Layout, build_groups, check_ep_divides_experts, check_ep_divides_ranks, divisors
+from ..runtime.groups import (
+    EXPERTS,
+    Layout,
+    build_groups,
+    check_ep_divides_experts,
+    check_ep_divides_ranks,
+    divisors,
+    product_sms,
+)
 from ..runtime.replicas import gradient_norm, replica_sets, sum_gradients
 from ..runtime.shared_errors import build_on_all_ranks
 from ..schedule import Action, Schedule
@@ -60,6 +70,8 @@ class Pipeline:
         self.device, self.options, self._on_action = torch.device(device), options or StageOptions(), on_action
         self.layout = _layout(schedule, ep, model.num_experts)
         self.groups = build_groups(self.layout, schedule.placement, timeout, model.last_stage_embeds)
+        if overlap and self.options.num_sms is None:
+            self.options = replace(self.options, num_sms=product_sms(self.groups, self.device))
         group, kernels = self.groups.experts, self.options.kernels
         experts = AllToAll(model.num_experts, group, kernels) if group else Local(model.num_experts, kernels)
         self.stages = build_on_all_ranks(lambda: self._build_stages(experts))
@@ -142,11 +154,19 @@ class Pipeline:
         self.balance.after_step(load_LE, self.device)
         return load_LE
 
+    def gpu_choices(self) -> str:
+        """What was chosen for GPUs: the kernels that attention has used, and the division of the multiprocessors."""
+        kernels = sorted({name for stage in self.stages.values() for name in attention_kernels(stage)})
+        text = f"attention: {', '.join(kernels) or 'custom'}"
+        if (sms := self.options.num_sms) is not None:
+            text += f"; products of experts use at most {sms} SMs, dispatch and combine {EXPERTS.max_ctas}"
+        return text
+
     def mean_loss(self, losses: Sequence[Tensor]) -> float:
         """The mean over all ranks of the losses that `step` returned."""
-        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        total = torch.zeros(2, dtype=torch.float64)
         if losses:
-            total[0], total[1] = torch.stack([*losses]).double().sum(), len(losses)
+            total[0], total[1] = torch.stack([*losses]).double().sum().item(), len(losses)
         if dist.is_initialized():
             dist.all_reduce(total)
         return (total[0] / total[1]).item()

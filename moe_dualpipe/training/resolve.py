@@ -9,7 +9,7 @@ import torch
 from ..kernels.backend import Kernels, validate_kernels
 from ..messages import plural
 from ..runtime.groups import Layout, check_ep_divides_experts, check_ep_divides_ranks, divisors
-from ..runtime.launch import Launch, choose_device
+from ..runtime.launch import Launch, choose_device, count_gpus
 from ..schedule import Schedule, build, default_micro_batches, default_schedule
 from . import restart
 from .checks import check_options
@@ -53,7 +53,7 @@ def resolve_options(config: TrainConfig, launch: Launch, new_folder: bool = True
 
 
 def _device(compute: ComputeConfig, launch: Launch) -> tuple[torch.device, Kernels]:
-    kind = choose_device(compute.device, torch.cuda.device_count(), launch.local_world_size)
+    kind = choose_device(compute.device, count_gpus(), launch.local_world_size)
     device = torch.device("cuda", launch.local_rank) if kind == "cuda" else torch.device("cpu")
     kernels = validate_kernels(compute.kernels)
     if kernels == "auto":

@@ -13,9 +13,9 @@ from ..messages import plural
 from ..runtime.shared_errors import build_on_all_ranks
 
 
-def check_same_text(text: TextData | GivenBatches, device: torch.device) -> None:
+def check_same_text(text: TextData | GivenBatches) -> None:
     """Raise ValueError, on all ranks, unless all ranks have the same `text`. Collective."""
-    fingerprint = torch.tensor(build_on_all_ranks(text.fingerprint), device=device)
+    fingerprint = torch.tensor(build_on_all_ranks(text.fingerprint))
     gathered = [torch.empty_like(fingerprint) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, fingerprint)
     fingerprints = torch.stack(gathered).tolist()

@@ -48,7 +48,7 @@ class Trainer:
         config, model, kernels = plan.config, plan.config.model, plan.setup.kernels
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        check_same_text(plan.text, self.device)
+        check_same_text(plan.text)
         self.progress = progress or Progress()
         end_id = plan.text.tokenizer.end_id if config.batch.document_mask else None
         options = StageOptions(config.seed, config.compute.recompute, kernels, config.compute.fused_loss, end_id)
@@ -206,7 +206,7 @@ class Trainer:
 
     def count_parameters(self) -> tuple[float, float, float]:
         """The numbers of dense and of expert parameters of the whole model, and of those that are trained."""
-        counts = torch.zeros(3, dtype=torch.float64, device=self.device)
+        counts = torch.zeros(3, dtype=torch.float64)
         for replicas in self.replicas:
             for parameter in replicas.parameters.values():
                 number = parameter.numel() / replicas.num_replicas
@@ -218,15 +218,15 @@ class Trainer:
 
     def largest(self, value: float) -> float:
         """The maximum of the ranks' values."""
-        tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
+        tensor = torch.tensor(value, dtype=torch.float64)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor.item()
 
     def _mean(self, losses: list[Tensor]) -> float:
         """The mean loss over all ranks. The same all-reduce tells all ranks whether one was asked to stop."""
-        total = torch.zeros(3, dtype=torch.float64, device=self.device)
+        total = torch.zeros(3, dtype=torch.float64)
         if losses:
-            total[0], total[1] = torch.stack(losses).double().sum(), len(losses)
+            total[0], total[1] = torch.stack(losses).double().sum().item(), len(losses)
         total[2] = self.stop.requested
         if self.layout.dp * self.layout.pp > 1 or dist.is_initialized():  # a finished run of one process has no group
             with self.progress.during("mean loss"):

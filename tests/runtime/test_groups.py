@@ -1,13 +1,22 @@
-"""Ranks in pipeline, data and expert parallelism, their process groups, and the timeout of the world."""
+"""Ranks in pipeline, data and expert parallelism, their process groups with options, and the timeout of the world."""
 
+from dataclasses import dataclass, field
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, cast
 
+import pytest
 import torch
+import torch.distributed as dist
 
-from moe_dualpipe.runtime.groups import Layout, build_groups, init_world
+from moe_dualpipe.models.experts import SwiGLUExperts
+from moe_dualpipe.runtime.groups import Groups, Layout, build_groups, create_group, init_world, product_sms
 from moe_dualpipe.runtime.launch import Launch
-from moe_dualpipe.schedule import Placement
+from moe_dualpipe.runtime.p2p import P2P
+from moe_dualpipe.schedule import Placement, build
+from moe_dualpipe.training.pipeline import Pipeline
 from tests.support.ranks import run_ranks
+from tests.support.runs import SHALLOW
 
 
 def test_expert_parallel_ranks_are_neighbours():
@@ -36,3 +45,83 @@ def test_the_timeout_is_passed_to_torch(monkeypatch):
     init_world(torch.device("cpu"), Launch(0, 0, 1, 1), 12.5)
     init_world(torch.device("cpu"), Launch(0, 0, 2, 2), 12.5)
     assert passed == [timedelta(seconds=12.5)] * 2
+
+
+@pytest.fixture
+def created(monkeypatch):
+    """The groups that a rank of a world with NCCL creates: ranks, backend, and options of NCCL."""
+    found = []
+
+    def new_group(ranks, backend=None, pg_options=None, **_):
+        found.append((ranks, backend, pg_options and (pg_options.is_high_priority_stream, vars(pg_options.config))))
+        return FakeGroup(ranks)
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=FakeOptions), raising=False)
+    monkeypatch.setattr(dist, "ProcessGroup", FakeGroup)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: group.ranks)
+    return found
+
+
+@dataclass
+class FakeOptions:
+    """`ProcessGroupNCCL.Options`, which a build of torch for CPUs does not have."""
+
+    is_high_priority_stream: bool
+    config: SimpleNamespace = field(default_factory=SimpleNamespace)
+
+
+@dataclass
+class FakeGroup:
+    ranks: list[int]
+
+    def size(self):
+        return len(self.ranks)
+
+    def rank(self):
+        return 0
+
+
+EXPERT_OPTIONS = True, {"max_ctas": 20}
+PIPELINE_OPTIONS = True, {"min_ctas": 2, "max_ctas": 4}
+DEFAULT = False, {}
+
+
+def test_on_gpus_groups_have_the_options_of_their_purpose(created, monkeypatch):
+    groups = build_groups(Layout(pp=2, dp=2, ep=2, rank=0), Placement.mirrored(2))
+    assert created == [
+        ([0, 2], None, PIPELINE_OPTIONS), ([1, 3], None, PIPELINE_OPTIONS),
+        ([0, 1], None, EXPERT_OPTIONS), ([2, 3], None, EXPERT_OPTIONS),
+        ([0, 1, 2, 3], None, DEFAULT), ([0, 2], None, DEFAULT), ([1, 3], None, DEFAULT),
+    ]  # fmt: skip
+    created.clear()
+    monkeypatch.setattr(P2P, "_open_links", lambda _: None)
+    P2P.connect(groups.pipeline, [], torch.device("cuda"))
+    assert created == [([0, 2], None, PIPELINE_OPTIONS)] * 2  # a group for each direction
+
+
+def test_what_nccl_does_not_run_has_no_options(created, monkeypatch):
+    create_group(backend="gloo")
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo")
+    build_groups(Layout(pp=1, dp=2, ep=2, rank=0), Placement.straight(1))
+    assert created == [(None, "gloo", None), ([0, 1], None, None), ([0, 1], None, None)]
+
+
+def test_products_leave_sms_to_dispatch_and_combine(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    cuda, group = torch.device("cuda"), cast(Any, FakeGroup([0, 1]))
+    assert product_sms(Groups(experts=group), cuda) == 112
+    assert product_sms(Groups(), cuda) is None  # without expert parallelism, there are no transfers
+    assert product_sms(Groups(experts=group), torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("overlap,expected", [(True, 100), (False, None)])
+def test_the_experts_of_a_pipeline_get_the_number_of_sms(overlap, expected, monkeypatch):
+    monkeypatch.setattr("moe_dualpipe.training.pipeline.product_sms", lambda *_: 100)
+    pipeline = Pipeline(SHALLOW, build("dualpipev", 1, 2), (1, 4), overlap=overlap)
+    layers = [module for stage in pipeline.stages.values() for module in stage.modules()]
+    assert [layer.num_sms for layer in layers if isinstance(layer, SwiGLUExperts)] == [expected]
+    bound = "; products of experts use at most 100 SMs, dispatch and combine 20"
+    pipeline.step(torch.ones(2, 4, dtype=torch.int64), torch.ones(2, 4, dtype=torch.int64))
+    assert pipeline.gpu_choices() == "attention: flash_attention" + bound * overlap

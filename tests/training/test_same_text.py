@@ -1,7 +1,6 @@
 """All ranks must have the same text, because the first stage takes the inputs from it and the last one the labels."""
 
 import numpy as np
-import torch
 
 from moe_dualpipe.data import load_data, prepare_data
 from moe_dualpipe.training.same_text import check_same_text
@@ -27,7 +26,7 @@ def test_a_run_on_different_texts_ends_before_the_first_step(tmp_path):
 
 def compared(rank, sources):
     try:
-        check_same_text(load_data(sources[rank], 8), torch.device("cpu"))
+        check_same_text(load_data(sources[rank], 8))
     except ValueError as error:
         return str(error).partition(": ")[2].partition(";")[0]
     return "same"

@@ -1,0 +1,58 @@
+"""Scaled dot-product attention, with the fastest kernel that torch has for a GPU.
+
+By default, torch prefers FlashAttention-2. On Hopper and Blackwell, cuDNN's kernel is about twice as fast in training.
+It also computes latent attention, whose keys (192) are wider than its values (128). FlashAttention-2 does not, and
+torch would fall back to a slow kernel.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+CUDNN_FIRST = [
+    SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH,
+]  # fmt: skip
+"""Kernels in the order in which they are tried; one that does not support the inputs is skipped."""
+
+
+def preferred_kernels(capability: tuple[int, int]) -> list[SDPBackend] | None:
+    """The order of kernels for a GPU's compute capability; None: torch's own order.
+
+    cuDNN comes first on capabilities 9.x and 10.x (Hopper, and Blackwell for data centers).
+    """
+    return CUDNN_FIRST if capability[0] in (9, 10) else None
+
+
+class ScaledDotProduct(nn.Module):
+    """`scaled_dot_product_attention` with `preferred_kernels`. `ran`: the kernels so far, such as "cudnn_attention"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: set[str] = set()
+        self._asked: set[Any] = set()
+
+    def forward(
+        self, q_BHSC: Tensor, k_BGLC: Tensor, v_BGLV: Tensor, mask: Tensor | None = None, *, is_causal: bool = False,
+        scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        order = preferred_kernels(torch.cuda.get_device_capability(q_BHSC.device)) if q_BHSC.is_cuda else None
+        if order is None:
+            return self._attend(q_BHSC, k_BGLC, v_BGLV, mask, is_causal, scale, enable_gqa)
+        with sdpa_kernel(order, set_priority=True):
+            return self._attend(q_BHSC, k_BGLC, v_BGLV, mask, is_causal, scale, enable_gqa)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *options: Any) -> Tensor:
+        is_causal, scale, enable_gqa = options
+        if (key := (q.shape, k.shape, q.dtype, q.requires_grad, mask is None)) not in self._asked:
+            self._asked.add(key)
+            choice = torch._fused_sdp_choice(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+            self.ran.add(SDPBackend(choice).name.lower())
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def attention_kernels(model: nn.Module) -> list[str]:
+    """The kernels that have run in the attention of a model, in order of their names."""
+    return sorted({name for module in model.modules() if isinstance(module, ScaledDotProduct) for name in module.ran})
