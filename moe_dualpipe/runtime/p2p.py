@@ -29,6 +29,11 @@ class TensorSpec:
     def empty(self, device: torch.device) -> torch.Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
+    def random(self, device: torch.device) -> torch.Tensor:
+        """A tensor of normal random numbers; of zeros for integers."""
+        tensor = self.empty(device)
+        return tensor.normal_() if self.has_gradient else tensor.zero_()
+
     @property
     def has_gradient(self) -> bool:
         return self.dtype.is_floating_point or self.dtype.is_complex

@@ -39,6 +39,7 @@ from ..runtime.groups import (
 )
 from ..runtime.replicas import gradient_norm, replica_sets, sum_gradients
 from ..runtime.shared_errors import build_on_all_ranks
+from ..runtime.warm_up import load_kernels
 from ..schedule import Action, Schedule
 from .balance import Balance
 from .config import OptimizerConfig
@@ -82,6 +83,7 @@ class Pipeline:
         self.executor = Executor(self.stages, links, WeightGrads(max_deferred), overlap, on_action)
         self.replicas = replica_sets(self.stages.values(), self.groups, embedding)
         self.balance = Balance(model, self.stages, rate=0.0)
+        self._kernels_loaded = self.device.type != "cuda"  # a CPU loads none
 
     def _build_stages(self, experts: ExpertParallel) -> dict[int, TransformerStage]:
         """The stages of this rank. Raises ValueError for layers that cannot be built."""
@@ -119,6 +121,8 @@ class Pipeline:
         token, of each micro-batch whose last stage is on this rank. Raises ValueError for inputs or labels of
         another shape.
         """
+        if not self._kernels_loaded:
+            self.load_kernels()
         schedule, pp_rank, last = self.schedule, self.layout.pp_rank, self.schedule.num_stages - 1
         for name, tensor in (("inputs", inputs_BS), ("labels", labels_BS)):
             self._check_shape(name, tensor)
@@ -134,6 +138,19 @@ class Pipeline:
         if self._on_action is not None:
             self._on_action(None)
         return losses
+
+    def load_kernels(self) -> None:
+        """Load the kernels of all stages, before any transfer between stages (runtime/warm_up.py). Collective."""
+        shape, last = self.micro_batch, self.schedule.num_stages - 1
+        criterion = self.stages[last].loss if last in self.stages else None
+        with torch.random.fork_rng():  # the inputs and dropout
+            tokens_BS = torch.randint(self.model.vocab_size, shape, device=self.device)
+            received = tuple(spec.random(self.device) for spec in self.executor.p2p.specs)
+            inputs = {index: received if index else (tokens_BS,) for index in self.stages}
+            load_kernels(self.stages, inputs, self.executor.weight_grads, criterion, (tokens_BS,))
+        for layer in self.balance.layers.values():
+            layer.take_losses()
+        self._kernels_loaded = True
 
     def sum_gradients(self) -> Tensor:
         """Sum all gradients over replicas. Returns the norm of all gradients of the model, the same on all ranks.

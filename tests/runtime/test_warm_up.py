@@ -1,0 +1,58 @@
+"""All kernels are loaded before the first transfer between stages, and nothing else changes."""
+
+import dataclasses
+
+import torch
+
+from moe_dualpipe.models import StageOptions
+from moe_dualpipe.runtime.p2p import P2P
+from moe_dualpipe.schedule import build
+from moe_dualpipe.training.pipeline import Pipeline
+from tests.support.ranks import run_ranks
+from tests.support.runs import MODEL
+
+SMALL = dataclasses.replace(MODEL, mtp_layers=1, router_bias=True, router_score="sigmoid", sequence_loss=0.01)
+
+
+def state(pipeline):
+    modules = pipeline.stages.values()
+    tensors = [t for module in modules for t in (*module.parameters(), *module.buffers(), *grads(module))]
+    return [t.detach().clone() for t in tensors] + [torch.get_rng_state()]
+
+
+def grads(module):
+    return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+
+
+def loaded_and_not(rank, schedule, ep):
+    log, found = [], []
+    recv = P2P.recv
+    P2P.recv = lambda self, specs, source: (log.append("recv"), recv(self, specs, source))[1]
+    for load in (True, False):
+        size = torch.distributed.get_world_size() // ep
+        pipeline = Pipeline(SMALL, build(schedule, size, 4), (1, 8), ep=ep, options=StageOptions(recompute="full"))
+        before = state(pipeline)
+        if load:
+            pipeline._kernels_loaded = False
+            for stage in pipeline.stages.values():
+                stage.register_forward_pre_hook(lambda *_: log.append("stage"))
+            pipeline.load_kernels()
+            assert all(map(torch.equal, state(pipeline), before))
+            pipeline._kernels_loaded = False  # as on a GPU, the first step loads the kernels
+        torch.manual_seed(rank)
+        batch = torch.randint(SMALL.vocab_size, (4, 9), generator=torch.Generator().manual_seed(rank % ep))
+        losses = pipeline.step(batch[:, :-1], batch[:, 1:])
+        found.append([*losses, *state(pipeline), pipeline.balance_experts(0.1)])
+        if load:
+            loads = 2 * len(pipeline.stages)  # each stage runs whole and split
+            assert log[: 2 * loads] == ["stage"] * 2 * loads
+            assert ("recv" in log[2 * loads :]) == (size > 1)
+    return len(found[0]) == len(found[1]) and all(map(torch.equal, *found))
+
+
+def test_kernels_are_loaded_before_the_first_receive_and_nothing_changes():
+    assert run_ranks(2, loaded_and_not, "dualpipe", 1) == [True] * 2
+
+
+def test_ranks_that_share_experts_load_together():
+    assert run_ranks(2, loaded_and_not, "dualpipev", 2) == [True] * 2
