@@ -1,6 +1,7 @@
 """Training on simulated GPUs: overlapped pairs on one, and pipelines."""
 
 import dataclasses
+from collections import deque
 from typing import Any
 
 import torch
@@ -39,6 +40,36 @@ def train(model: Any, overlapped: bool = True) -> list[torch.Tensor]:
     optimizer.step()
     losses.append(next_token_loss(model(tokens(3)), tokens(13)))
     return [loss.detach() for loss in losses] + gradients(model) + [p.detach() for p in model.parameters()]
+
+
+def run_actions(model: Any, actions: list[str], length: int) -> list[torch.Tensor]:
+    """Run forwards and backwards of one model, alone and in pairs. Returns losses and gradients."""
+    waiting, losses = deque(), []
+
+    def forward(outputs: Any, seed: int) -> None:
+        waiting.append(next_token_loss(outputs, tokens(seed + 100, 2, length)))
+
+    for seed, action in enumerate(actions):
+        x = tokens(seed, 2, length)
+        match action if waiting else "forwards":
+            case "forward":
+                forward(model(x), seed)
+            case "forwards":
+                for outputs in model.interleaved_forward(model, [x], model, [x.flip(0)]):
+                    forward(outputs, seed)
+            case "pair":
+                labels = [tokens(seed + 100, 2, length)]
+                waiting.append(OVERLAPPED(model, [x], next_token_loss, labels, model, waiting[0], None, None)[1])
+                losses.append(waiting.popleft().detach())
+            case "backward":
+                waiting[0].backward()
+                losses.append(waiting.popleft().detach())
+            case "split":
+                with model.weight_grads.defer_to(seed):
+                    waiting[0].backward()
+                model.weight_grads.run_deferred(seed)
+                losses.append(waiting.popleft().detach())
+    return losses + gradients(model)
 
 
 def train_simulated(backend: Any = all_to_all, overlapped: bool = True) -> list[torch.Tensor]:
