@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moe_dualpipe.data import BYTES
+from moe_dualpipe.health.heartbeat import Progress
 from moe_dualpipe.inference.sampling import Sampling
 from moe_dualpipe.models import build_model, expert_loads
 from moe_dualpipe.planner.flops import train_flops_per_token
@@ -175,7 +176,7 @@ def test_expert_loads_are_counted_per_layer(tmp_path, schedule):
 def test_the_sample_uses_the_seed_and_the_sampling_options(tmp_path):
     passed = []
     trainer: Any = object.__new__(Trainer)
-    trainer.config = settings(tmp_path, seed=5)
+    trainer.config, trainer.progress = settings(tmp_path, seed=5), Progress()
     trainer.pipeline = SimpleNamespace(generate=lambda *args: passed.extend(args[-2:]) or torch.tensor([[72, 105]]))
     trainer.plan = SimpleNamespace(text=SimpleNamespace(tokenizer=BYTES))
     assert trainer.sample() == "Hi"
