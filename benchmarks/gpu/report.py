@@ -259,7 +259,23 @@ def overlap_section(record: dict[str, Any]) -> str:
     window, compute, comm = (f"{DEEPSEEK_TRACE[key] / 1e3:,.1f}" for key in ("window_us", "compute_us", "comm_us"))
     rows.append(["DeepSeek's trace (H800)", "", window, "", compute, comm, f"{DEEPSEEK_TRACE['hidden_fraction']:.1%}"])
     header = ["", "sequential, ms", "overlapped", "bound", "computation", "communication", "hidden"]
-    return "## Overlap of a pair of chunks, experts over 64 ranks\n\n" + table(header, rows)
+    timed = {name: found["overlapped"] for name, found in record["runs"].items() if found["status"] == "timed"}
+    text = "## Overlap of a pair of chunks, experts over 64 ranks\n\n" + table(header, rows)
+    return "\n\n".join([text, *(overlap_details(name, pair) for name, pair in timed.items())])
+
+
+def overlap_details(name: str, pair: dict[str, Any]) -> str:
+    """How late transfers start, how many multiprocessors they occupy, and what the GPU waited for."""
+    delays = [
+        [delay["name"], f"{delay['total_us'] / delay['times']:,.1f}", f"{delay['longest_us']:,.1f}"]
+        for delay in pair["delays"]
+    ]
+    keys = ("times", "total_us", "host_us")
+    waits = [[w["during"] or "-", w["before"] or "-", *(f"{w[key]:,.0f}" for key in keys)] for w in pair["waits"]]
+    sms = f"transfers use up to {pair['comm_blocks']} thread blocks; the GPU has {pair['num_sms']} multiprocessors"
+    late = table(["from ready to the start of the transfer, us", "mean", "longest"], delays)
+    waited = table(["no computation during", "next computation", "times", "us", "of this, the host was late"], waits)
+    return f"### {name}, overlapped: {sms}\n\n{late}\n\n{waited}"
 
 
 # name -> (function that formats the section, key that its record has once there are results)

@@ -18,6 +18,7 @@ import numpy as np
 
 from ..messages import printable
 from ..overlap.labels import without_wait
+from .delays import Delay, start_delays
 from .gaps import Wait, find_waits
 from .host import host_as_device
 from .intervals import EMPTY, Intervals, difference, intersection, intervals_of, total, union
@@ -82,6 +83,8 @@ class Analysis:
     phases: tuple[Phase, ...]
     waits: tuple[Wait, ...]
     """All time without computation: `exposed_comm_us` + `idle_us` in total."""
+    delays: tuple[Delay, ...]
+    """How late transfers start after they could (delays.py)."""
     streams: dict[str, float]
     """Busy time of each stream; on a CPU, of each thread."""
     kernels: tuple[Kernel, ...]
@@ -126,6 +129,7 @@ def _analyze(device: str, events: Sequence[DeviceEvent], trace: Trace, pattern: 
         comm_blocks=max((event.blocks for event in by_kind["comm"]), default=0),
         phases=_phases(by_kind, trace, exposed),
         waits=find_waits(trace, difference(extent, compute), computing, by_kind["comm"]),
+        delays=start_delays(trace, computing, by_kind["comm"]),
         streams={stream: total(union(intervals_of(streams[stream]))) for stream in sorted(streams)},
         kernels=_kernels(by_kind),
     )  # fmt: skip

@@ -11,6 +11,7 @@ from benchmarks.gpu.context import Context
 from benchmarks.gpu.goals import GOALS, evaluate_goals, hidden_share
 from benchmarks.gpu.gpu_tests import is_acceptable, parse_pytest_result
 from benchmarks.gpu.overlap import REPLAY_RUN
+from benchmarks.gpu.report import overlap_details
 from benchmarks.gpu.shapes import GOAL_SHAPE
 
 # ---- Outcome of the tests and exit code ----
@@ -145,3 +146,15 @@ def test_figure_with_an_implementation_that_was_not_timed(tmp_path):
     pytest.importorskip("matplotlib")
     (path,) = figures.draw(measured_results(), tmp_path)
     assert path.stat().st_size > 10_000
+
+
+def test_the_report_says_how_late_transfers_start_and_what_the_gpu_waited_for():
+    pair = {
+        "comm_blocks": 20, "num_sms": 132,
+        "delays": [{"name": "dispatch(F)", "times": 4, "total_us": 10.0, "longest_us": 6.0}],
+        "waits": [{"during": "", "before": "mlp(F)", "times": 3, "total_us": 1234.0, "host_us": 5.0}],
+    }  # fmt: skip
+    text = overlap_details("train", pair)
+    assert "transfers use up to 20 thread blocks; the GPU has 132 multiprocessors" in text
+    assert "| dispatch(F) | 2.5 | 6.0 |" in text
+    assert "| - | mlp(F) | 3 | 1,234 | 5 |" in text

@@ -137,6 +137,7 @@ def test_pairs_are_measured_sequential_and_overlapped(smoke, results):
         orders = run["sequential"], run["overlapped"]
         assert run["bound_us"] == max(min(order[key] for order in orders) for key in ("compute_us", "comm_us"))
         assert 0 < run["overlapped"]["comm_us"] <= run["overlapped"]["window_us"]
+        assert 0 < len(run["overlapped"]["waits"]) <= overlap.LONGEST_WAITS
     assert "DeepSeek's training trace" in runs[overlap.REPLAY_RUN]["link"]
     assert "| DeepSeek's trace (H800) |  | 129.0 |  | 124.3 | 113.4 | 96.3% |" in (smoke[1] / "results.md").read_text()
 
