@@ -167,7 +167,7 @@ def start_copy_to_host(counts: Tensor, device_streams: Any) -> Callable[[], Tens
     """Start a copy to the host. The returned function waits for the copy, but not for work that is queued later."""
     host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
     host.copy_(counts, non_blocking=True)
-    copied = device_streams.current_stream().record_event()
+    copied = device_streams.current_stream(counts.device).record_event()
 
     def read() -> Tensor:
         copied.synchronize()

@@ -4,8 +4,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("triton")  # the modelled link is a Triton kernel
-
 from tests.support.pairs import assert_same, stage
 from tests.support.simulated_gpu import SimulatedGpu
 from tests.support.simulated_ranks import replace_devices

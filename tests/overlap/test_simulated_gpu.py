@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-pytest.importorskip("triton")  # the modelled link is a Triton kernel
-
 from tests.support.pairs import assert_same, stage
 from tests.support.simulated_gpu import RaceError, SimulatedGpu
 from tests.support.simulated_ranks import MirrorGroup, replace_devices

@@ -36,12 +36,10 @@ class RaceError(AssertionError):
     """Memory is used too early."""
 
 
-class Queue:
-    """A stream."""
-
+class SimulatedStream:
     def __init__(self, gpu: "SimulatedGpu", name: str):
         self.gpu, self.device, self.name = gpu, gpu.device, name
-        self.clock: dict[Queue, int] = {}
+        self.clock: dict[SimulatedStream, int] = {}
 
     def record_event(self, event: "Event | None" = None) -> "Event":
         event = event or Event(self.gpu)
@@ -55,13 +53,13 @@ class Queue:
 class Event:
     def __init__(self, gpu: "SimulatedGpu"):
         self.gpu, self.device = gpu, gpu.device
-        self.clock: dict[Queue, int] = {}
+        self.clock: dict[SimulatedStream, int] = {}
 
     def synchronize(self) -> None:
         join(self.gpu.host, self.clock)
 
 
-def join(clock: dict[Queue, int], other: dict[Queue, int]) -> None:
+def join(clock: dict[SimulatedStream, int], other: dict[SimulatedStream, int]) -> None:
     for stream, time in other.items():
         clock[stream] = max(time, clock.get(stream, 0))
 
@@ -73,14 +71,14 @@ class Access:
     clock: of the stream when it runs.
     """
 
-    stream: Queue
+    stream: SimulatedStream
     time: int
     operator: str
     label: str
     is_view: bool
-    clock: dict[Queue, int]
+    clock: dict[SimulatedStream, int]
 
-    def is_before(self, clock: dict[Queue, int]) -> bool:
+    def is_before(self, clock: dict[SimulatedStream, int]) -> bool:
         return clock.get(self.stream, 0) >= self.time
 
     def __str__(self) -> str:
@@ -92,10 +90,10 @@ class Memory:
     """The uses of one storage. freed: those of the storages whose memory it reuses. The last one per stream counts."""
 
     ref: StorageWeakRef
-    owner: Queue | None  # None: pinned memory of the host
+    owner: SimulatedStream | None  # None: pinned memory of the host
     write: Access | None = None
-    reads: dict[Queue, Access] = field(default_factory=dict)
-    freed: dict[Queue, Access] = field(default_factory=dict)
+    reads: dict[SimulatedStream, Access] = field(default_factory=dict)
+    freed: dict[SimulatedStream, Access] = field(default_factory=dict)
 
     def uses(self) -> Iterator[Access]:
         yield from self.freed.values()
@@ -112,11 +110,11 @@ class SimulatedGpu(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.device = torch.device("cpu")
-        self.host: dict[Queue, int] = {}
+        self.host: dict[SimulatedStream, int] = {}
         self.num_streams = 0
         self.streams = [self.Stream(name="compute")]  # the innermost `stream` context is last
         self.memory: dict[int, Memory] = {}
-        self.freed: dict[Queue, dict[Queue, Access]] = defaultdict(dict)
+        self.freed: dict[SimulatedStream, dict[SimulatedStream, Access]] = defaultdict(dict)
         self.labels: list[str] = []
         self.inside: list[str] = []
         self.log: list[Access] = []
@@ -135,15 +133,15 @@ class SimulatedGpu(TorchDispatchMode):
 
     # ---- torch.cuda ----
 
-    def Stream(self, device: Any = None, priority: int = 0, name: str = "") -> Queue:  # noqa: N802 - as in torch.cuda
+    def Stream(self, device: Any = None, priority: int = 0, name: str = "") -> SimulatedStream:  # noqa: N802 - as in torch.cuda
         self.num_streams += 1
-        return Queue(self, name or f"side {self.num_streams - 1}")
+        return SimulatedStream(self, name or f"side {self.num_streams - 1}")
 
-    def current_stream(self, device: Any = None) -> Queue:
+    def current_stream(self, device: Any = None) -> SimulatedStream:
         return self.streams[-1]
 
     @contextmanager
-    def stream(self, stream: Queue) -> Iterator[None]:
+    def stream(self, stream: SimulatedStream) -> Iterator[None]:
         self.streams.append(stream)
         try:
             yield
@@ -175,7 +173,7 @@ class SimulatedGpu(TorchDispatchMode):
         return result
 
     def access(self, operator: str, reads: Iterable[Tensor] = (), writes: Iterable[Tensor] = ()) -> None:
-        """Queue an operator on the current stream. Raises RaceError for memory that it may not use yet."""
+        """SimulatedStream an operator on the current stream. Raises RaceError for memory that it may not use yet."""
         access = self._log(operator)
         clock = access.stream.clock
         for tensor in reads:

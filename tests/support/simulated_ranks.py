@@ -4,9 +4,11 @@ An operation runs on the group's own stream, after the work that is queued on th
 current stream wait for it. Until then, it holds references to its tensors, as torch does from version 2.7 on.
 """
 
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_dualpipe.overlap import Engine, segmented, streams
-from tests.support.simulated_gpu import Event, Queue, SimulatedGpu, annotation, current_gpu
+from tests.support.simulated_gpu import Event, SimulatedGpu, SimulatedStream, annotation, current_gpu
 
 
 class Work:
@@ -29,7 +31,7 @@ class Work:
         self.held.clear()
 
 
-def queue(stream: Queue, operator: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Event:
+def queue(stream: SimulatedStream, operator: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Event:
     gpu = stream.gpu
     stream.wait_event(gpu.current_stream().record_event())
     with gpu.stream(stream):
@@ -42,7 +44,7 @@ class MirrorGroup:
 
     def __init__(self, num_ranks: int):
         self.num_ranks = num_ranks
-        self.stream: Queue | None = None
+        self.stream: SimulatedStream | None = None
 
     def size(self) -> int:
         return self.num_ranks
@@ -88,10 +90,10 @@ class LinkGroup:
 
     def __init__(self, gpu: SimulatedGpu, rank: int, name: str, mailboxes: Mailboxes):
         self.gpu, self.rank, self.name, self.mailboxes = gpu, rank, name, mailboxes
-        self.streams: dict[int, Queue] = {}
+        self.streams: dict[int, SimulatedStream] = {}
         self.started: Counter[tuple[int, int]] = Counter()
 
-    def _stream(self, peer: int) -> Queue:
+    def _stream(self, peer: int) -> SimulatedStream:
         return self.streams.setdefault(peer, self.gpu.Stream(name=f"{self.name} {peer}"))
 
     def _next_message(self, source: int, to: int) -> tuple[Any, ...]:
@@ -136,7 +138,8 @@ def replace_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(streams, "streams_of", current_gpu)
     monkeypatch.setattr(segmented, "engine_for", engine_for)
-    monkeypatch.setattr("moe_dualpipe.expert_parallel.modelled.paced_copy.paced_copy", copied)
+    link = "moe_dualpipe.expert_parallel.modelled.paced_copy"  # a Triton kernel
+    monkeypatch.setitem(sys.modules, link, SimpleNamespace(paced_copy=copied))  # type: ignore[arg-type]
     for user in ("overlap.engine", "runtime.rank_step", "expert_parallel.exchange"):
         monkeypatch.setattr(f"moe_dualpipe.{user}.annotation", annotation)
     monkeypatch.setattr(dist, "all_to_all_single", all_to_all_single)

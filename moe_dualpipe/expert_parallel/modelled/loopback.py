@@ -52,7 +52,7 @@ class Loopback(Exchange):
 
         target = receive_buffer(rows, len(rows))
         copy = partial(paced_copy, rows, target, seconds, self.link.sms)
-        return Completed(self.timer.copy(device_streams.current_stream(), copy))
+        return Completed(self.timer.copy(device_streams.current_stream(rows.device), copy))
 
 
 class Replay(Loopback):
