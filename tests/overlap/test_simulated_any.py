@@ -1,13 +1,15 @@
-"""Any small model and any order of chunks uses no memory too early on a simulated GPU."""
+"""On a simulated GPU, any small model, order of chunks and schedule uses no memory too early."""
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_dualpipe.schedule import NAMES
 from tests.support.pairs import assert_same, stage
 from tests.support.simulated_gpu import SimulatedGpu
 from tests.support.simulated_ranks import replace_devices
-from tests.support.simulated_runs import all_to_all, loopback, run_actions
+from tests.support.simulated_runs import all_to_all, loopback, pipeline, run_actions, single_process
 
 
 @pytest.mark.long
@@ -26,3 +28,15 @@ def test_training(layers, dense, shared, length, recompute, backend, actions):
         with SimulatedGpu():
             simulated = run_actions(model(backend()), actions, length)
         assert_same(simulated, run_actions(model(loopback()), actions, length))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_pipelines(name, train, monkeypatch):
+    replace_devices(monkeypatch)
+    losses, grads = pipeline(name, train=train)
+    expected_losses, expected_grads = single_process(len(grads))
+    assert losses == expected_losses
+    if train:
+        torch.testing.assert_close(grads, expected_grads, rtol=1e-4, atol=1e-6)

@@ -77,37 +77,47 @@ def train_simulated(backend: Any = all_to_all, overlapped: bool = True) -> list[
         return train(stage(2, 0, backend()), overlapped)
 
 
-def pipeline(backend: Any = all_to_all) -> tuple[dict[int, torch.Tensor], list[list[Any]]]:
-    """A step of DualPipe on two ranks. Returns the losses, and the gradients of each stage, summed over both ranks."""
-    mailboxes, schedule = Mailboxes(), build("dualpipe", 2, MICRO_BATCHES)
-    stages = [_stages(backend()) for _ in range(2)]
+Results = tuple[dict[int, torch.Tensor], list[list[Any]]]
 
-    def run(rank: int, gpu: SimulatedGpu) -> Any:
-        groups: Any = [LinkGroup(gpu, rank, name, mailboxes) for name in ("up", "down")]
+
+def pipeline(name: str = "dualpipe", backend: Any = all_to_all, train: bool = True) -> Results:
+    """A step on two ranks. Returns losses by micro-batch, and gradients of each stage, summed over ranks."""
+    mailboxes, schedule = Mailboxes(), build(name, 2, MICRO_BATCHES)
+    last = schedule.num_stages - 1
+    stages = [
+        {s: all_stages[s] for s in held}
+        for held in schedule.placement.stages
+        for all_stages in [_stages(backend(), schedule.num_stages)]
+    ]
+
+    def run(rank: int, gpu: SimulatedGpu) -> dict[int, torch.Tensor]:
+        groups: Any = [LinkGroup(gpu, rank, direction, mailboxes) for direction in ("up", "down")]
         spec = TensorSpec((*tokens(0).shape, CONFIG.hidden_size), torch.float32)
-        executor = Executor(dict(enumerate(stages[rank])), P2P((spec,), gpu.device, rank, 2, (0, 1), *groups))
+        executor = Executor(stages[rank], P2P((spec,), gpu.device, rank, 2, (0, 1), *groups))
         inputs = {m: (tokens(m),) for m in range(MICRO_BATCHES) if schedule.rank_of(0, m) == rank}
-        labels = {m: (tokens(m + 10),) for m in range(MICRO_BATCHES) if schedule.rank_of(1, m) == rank}
-        losses = executor.step(schedule, inputs, labels, next_token_loss).losses
-        return losses, [gradients(one) for one in stages[rank]]
+        labels = {m: (tokens(m + 10),) for m in range(MICRO_BATCHES) if schedule.rank_of(last, m) == rank}
+        with torch.set_grad_enabled(train):
+            return executor.step(schedule, inputs, labels, next_token_loss).losses
 
-    (losses0, grads0), (losses1, grads1) = run_threads(2, mailboxes, run)
-    sums = [[a + b for a, b in zip(one, other, strict=True)] for one, other in zip(grads0, grads1, strict=True)]
-    return losses0 | losses1, sums
+    losses = {m: loss for part in run_threads(2, mailboxes, run) for m, loss in part.items()}
+    grads = [[gradients(held[s]) for held in stages if s in held] for s in range(last + 1)]
+    return losses, [[sum(parts) if train else parts[0] for parts in zip(*copies, strict=True)] for copies in grads]
 
 
-def single_process() -> tuple[dict[int, torch.Tensor], list[list[Any]]]:
+def single_process(num_stages: int = 2) -> Results:
     """The same without a pipeline and without a GPU."""
-    first, last = _stages(loopback())
-    losses = {m: next_token_loss(last(first(tokens(m))), tokens(m + 10)) for m in range(MICRO_BATCHES)}
-    for loss in losses.values():
+    stages, losses = _stages(loopback(), num_stages), {}
+    for m in range(MICRO_BATCHES):
+        x: Any = tokens(m)
+        for one in stages:
+            x = one(x)
+        loss = next_token_loss(x, tokens(m + 10))
         loss.backward()
-    return {m: loss.detach() for m, loss in losses.items()}, [gradients(first), gradients(last)]
+        losses[m] = loss.detach()
+    return losses, [gradients(one) for one in stages]
 
 
-def _config() -> Any:
-    return dataclasses.replace(CONFIG, num_layers=2, num_dense_layers=0)
-
-
-def _stages(ep: Any) -> list[TransformerStage]:
-    return [TransformerStage(_config(), spec, ep, StageOptions(0)) for spec in split(_config(), 2)]
+def _stages(ep: Any, num_stages: int) -> list[TransformerStage]:
+    """Stages of one layer."""
+    config = dataclasses.replace(CONFIG, num_layers=num_stages, num_dense_layers=0)
+    return [TransformerStage(config, spec, ep, StageOptions(0)) for spec in split(config, num_stages)]
