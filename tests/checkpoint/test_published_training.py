@@ -30,7 +30,7 @@ def train_transformers(model: Any) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize("name,layouts", [("qwen2_moe", ["dualpipev", "1f1b"]), ("deepseek_v3", ["dualpipe", "ep 2"])])
-@pytest.mark.quick("deepseek_v3-layouts1")
+@pytest.mark.long
 def test_twenty_steps_equal_those_of_transformers(name, layouts, tmp_path):
     changes = {"num_experts": 6} if name == "qwen2_moe" else {}
     theirs = random_model(name, num_hidden_layers=4, **changes)

@@ -46,6 +46,7 @@ def test_four_ranks_name_the_one_that_was_killed(tmp_path):
             assert f"train.py: rank {rank} stops: rank 2 vanished, last seen in " in run.output(rank)
 
 
+@pytest.mark.long
 def test_a_suspended_rank_counts_as_dead(tmp_path):
     """Its connections stay open, so the main thread of the other rank is stuck in C++."""
     with Processes(2, settings(tmp_path / "run", steps=1000, seq_len=16), patience=3.0) as run:

@@ -211,6 +211,7 @@ def test_run_without_a_link(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("one_round")
+@pytest.mark.long
 def test_run_with_deepseeks_transfer_times(tmp_path, capsys):
     assert main([*SMALL, "--out", str(tmp_path), "--replay", "deepseek", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

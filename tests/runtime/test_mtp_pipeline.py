@@ -45,6 +45,7 @@ def test_a_pipeline_equals_the_single_process_model(pp, names, fused_loss):
         assert [sum(sizes) for sizes in holders] == [len(ends) if rank in ends else 0 for rank in range(pp)], name
 
 
+@pytest.mark.long
 def test_with_expert_parallelism_it_agrees_with_the_single_process_model():
     seen = run_ranks(2, with_mtp, pipelines.agrees, "dualpipev", 1, 2, 2)
     assert sum(count for count, _ in seen) == 2 * 4

@@ -45,7 +45,7 @@ def saved_tensors(run, model):
 
 
 @pytest.mark.parametrize("ranks,changes", [(2, {}), (2, {"pp": 1, "ep": 2, "zero": False})], ids=str)
-@pytest.mark.quick("2-{'pp': 1, 'ep': 2, 'zero': False}")
+@pytest.mark.long
 def test_a_resumed_run_has_the_buffers_and_the_dropout_of_an_uninterrupted_one(tmp_path, ranks, changes):
     first = settings(tmp_path / "first", **{**SMALL, "model": COUNTING}, **changes)
     rest = change(first, out=str(tmp_path / "rest"))
