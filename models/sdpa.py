@@ -27,7 +27,10 @@ def preferred_kernels(capability: tuple[int, int]) -> list[SDPBackend] | None:
 
 
 class ScaledDotProduct(nn.Module):
-    """`scaled_dot_product_attention` with `preferred_kernels`. `ran`: the kernels so far, such as "cudnn_attention"."""
+    """`scaled_dot_product_attention` with `preferred_kernels`.
+
+    ran: the kernels so far, such as "cudnn_attention", one for each combination of widths, dtype and kind of mask.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,9 +47,11 @@ class ScaledDotProduct(nn.Module):
         with sdpa_kernel(order, set_priority=True):
             return self._attend(q_BHSC, k_BGLC, v_BGLV, mask, is_causal, scale, enable_gqa)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *options: Any) -> Tensor:
-        is_causal, scale, enable_gqa = options
-        if (key := (q.shape, k.shape, q.dtype, q.requires_grad, mask is None)) not in self._asked:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None,
+        enable_gqa: bool,
+    ) -> Tensor:  # fmt: skip
+        if (key := (q.shape[-1], v.shape[-1], q.dtype, q.requires_grad, mask is None)) not in self._asked:
             self._asked.add(key)
             choice = torch._fused_sdp_choice(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
             self.ran.add(SDPBackend(choice).name.lower())
