@@ -24,7 +24,7 @@ def test_a_collective_waits_for_the_ranks_that_have_not_arrived():
     """Segments count only between ranks of one group, and phases come before segments."""
     dispatch = waiting("dispatch forward of layer 12, micro-batch 4", (9, 44), group=(2, 3, 4, 5))
     early = replace(BUSY, order=(8, 90))
-    states = {2: dispatch, 3: dispatch, 4: early, 5: BUSY, 6: replace(BUSY, order=(9, 1))}
+    states = {2: replace(dispatch, seconds=12.0), 3: dispatch, 4: early, 5: BUSY, 6: replace(BUSY, order=(9, 1))}
     assert describe_waits(states, {}) == [
         "ranks 2, 3 wait for ranks 4, 5: dispatch forward of layer 12, micro-batch 4 (for 31 s)",
         "rank 4: in step 3, 1F2 (own.py:5 in forward) for 31 s",
@@ -59,6 +59,10 @@ def test_a_transfer_that_one_rank_has_left_out_is_told_from_one_that_it_has_not_
     assert describe_waits({0: combine, 1: later}, {}) == [
         "rank 0 waits in combine backward of layer 1 (for 31 s); rank 1 went on without it",
         "rank 1 waits for rank 0: gradients of step 3 (for 31 s)",
+    ]
+    assert describe_waits({0: combine, 1: replace(BUSY, order=(10, 0))}, {}) == [
+        "rank 0 waits in combine backward of layer 1 (for 31 s); rank 1 went on without it",
+        "rank 1: in step 3, 1F2 (own.py:5 in forward) for 31 s",
     ]
     assert describe_waits({0: combine, 1: combine}, {}) == [
         "ranks 0, 1 wait in combine backward of layer 1 (for 31 s); all its ranks have arrived"
@@ -209,3 +213,32 @@ def test_nothing_is_printed_while_nobody_waits_or_before_the_time(reports, capfd
     assert capfd.readouterr().err == ""
     check_all(reports, beats, range(4), 128, since=120)
     assert "wait" in capfd.readouterr().err
+
+
+def test_ranks_that_have_ended_or_never_began_are_told_apart(reports, capfd):
+    reports, beats = reports
+    for count in range(100, 109):
+        beats[3] = replace(beat(count, 80, BUSY), ended=True)
+        check_all(reports, beats, (0, 1), count, since=100)
+    assert [line.partition(": ")[2] for line in capfd.readouterr().err.splitlines()] == [
+        "ranks 0, 1 wait for ranks 2, 3: gradients of step 3 (for 31 s)",
+        "rank 2: no sign of life",
+        "rank 3: has ended in step 3, 1F2 (own.py:5 in forward)",
+    ]
+
+
+def test_a_rank_that_has_moved_on_no_longer_reports(reports, capfd):
+    reports, beats = reports
+    check_all(reports, beats, (0,), 104, since=100)  # it is the one to report
+    for count in range(110, 120):
+        beats |= {rank: beat(count, count, BUSY) for rank in (0, 2, 3)}
+        check_all(reports, beats, (1,), count, since=110)
+    assert "rank 1 waits for ranks 0, 2, 3: gradients of step 3" in capfd.readouterr().err
+
+
+def test_while_nobody_waits_heartbeats_are_read_seldom():
+    read: list[int] = []
+    report = StallReport(dist.HashStore(), 0, 1, 8, 0.5, lambda rank: read.append(rank) or beat(100, 100, BUSY))
+    for count in range(100, 120):
+        report.check(beat(count, 100, BUSY))
+    assert len(read) == 4  # at 104, 108, 112 and 116

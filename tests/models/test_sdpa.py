@@ -40,6 +40,9 @@ def test_on_hopper_the_order_applies_to_the_product_only(monkeypatch):
     assert log == [(sdpa.CUDNN_FIRST, True), "end"]
     assert torch.equal(torch.Tensor(y), expected(q, k, k, is_causal=True, enable_gqa=True))
     assert torch.equal(layer(q, k, k, is_causal=True, enable_gqa=True), y) and len(log) == 2
+    options = {"attn_mask": torch.ones(5, 5).bool().tril(1), "scale": 0.3}
+    y = layer(q.as_subclass(OnHopper), k, k, options["attn_mask"], scale=0.3, enable_gqa=True)
+    assert torch.equal(torch.Tensor(y), expected(q, k, k, **options, enable_gqa=True))
 
 
 def test_what_ran_is_recorded():

@@ -63,3 +63,17 @@ def test_ranks_that_wait_for_each_other_are_named():
     ]
     in_time = (*second, *first, Wait(0))  # the wait of rank 1 follows both launches
     assert check_launches("run", [programs[0], in_time, programs[2]]) == {ALL: 1, other: 1}
+
+
+def test_of_several_waiting_ranks_only_those_of_the_cycle_are_named():
+    """Rank 0 waits for a rank of the cycle. Ranks 1 and 2 have both launched a."""
+    lead, pair, other = Group("lead", (0, 1)), Group("pair", (1, 2)), Group("other", (1, 2))
+    a, b = launches(pair, "a", "b")
+    first, c = launches(lead, "first"), launches(other, "c")
+    with pytest.raises(ScheduleError) as error:
+        check_launches("run", [(*first, Wait(0)), (a, b, Wait(1), *c, *first), (a, *c, Wait(1), b)])
+    assert str(error.value).splitlines() == [
+        "run: ranks wait for each other",
+        "rank 1 waits for b (pair of ranks 1, 2): rank 2 must launch it",
+        "rank 2 waits for c (other of ranks 1, 2): rank 1 must launch it",
+    ]
