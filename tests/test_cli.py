@@ -135,6 +135,11 @@ def test_compare(capsys):
         ),
         ("show nothing.csv", "nothing.csv: No such file or directory"),
         ("check nothing.csv", "nothing.csv: No such file or directory"),
+        ("check ./nothing", "nothing: No such file or directory"),
+        ("check ./", ".: Is a directory"),
+        ("check dualpipe --ranks 0 --micro-batches 4", "dualpipe needs at least one pipeline rank: got 0; use 1"),
+        ("check dualpipe --ranks 2 --micro-batches 0", "even number of micro-batches >= 2 x ranks: got 0"),
+        ("check interleaved_1f1b --ranks 2 --micro-batches 4 --num-chunks 0", "at least 2 chunks per rank: got 0"),
         ("compare --stages 8 --micro-batches 1", "no schedule runs with fewer micro-batches than ranks"),
         (
             "compare --stages 8 --micro-batches 8 --cost.FB 0",
@@ -212,6 +217,7 @@ def test_a_closed_pipe_is_not_an_error():
      "checkpoint, or from `moe-dualpipe export`. (required)"),
     ("schedule compare --stages x --micro-batches 3",
      "Error parsing --stages: invalid literal for int() with base 10: 'x'"),
+    ("schedule check dualpipe --ranks x", "Error parsing --ranks: invalid literal for int() with base 10: 'x'"),
     ("profile run --mode test", "unknown --mode 'test'; choose from: train, prefill, decode"),
     ("profile analyze --kernels", "Missing value for argument '--kernels'. Expected 1 values."),
 ])  # fmt: skip

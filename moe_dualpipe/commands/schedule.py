@@ -33,7 +33,7 @@ from ..schedule import (
 from ..schedule.compare import compare
 from ..schedule.launches import check_launches
 
-MOST_RECORDED = 50_000  # layers x micro-batches x ep, which take a few minutes
+MOST_RECORDED = 50_000  # layers x micro-batches x ep: about 20 minutes on one core
 
 
 @dataclass(frozen=True)
@@ -109,13 +109,12 @@ class CompareSchedules:
 class CheckSchedule:
     """Check that no rank can wait forever: validate a schedule, then compare what all ranks launch.
 
-    The pipeline runs a tiny model on every rank in this process, and records transfers and collectives instead of
-    running them.
+    The pipeline of every rank runs in this process, with a tiny model. Transfers and collectives are recorded, not run.
+    A CSV file has the format of torch.distributed.pipelining (compute_only or compute_comms).
     """
 
     schedule: Positional[Annotated[str, arg(metavar="SCHEDULE")]]
-    """gpipe, 1f1b, interleaved_1f1b, zb1p, zbv, chimera, dualpipe, dualpipev, or a CSV file with one line per rank, in
-    the format of torch.distributed.pipelining (compute_only or compute_comms)."""
+    """gpipe, 1f1b, interleaved_1f1b, zb1p, zbv, chimera, dualpipe, dualpipev, or a CSV file with one line per rank."""
     ranks: int | None = None
     """Number of pipeline ranks. Required with a name."""
     micro_batches: int | None = None
@@ -139,8 +138,12 @@ class CheckSchedule:
         layers = self.layers if self.layers is not None else 2 * schedule.num_stages
         if not self.actions_only:
             check_range("--ep", self.ep, 1, 1024)
-            recorded = layers * schedule.num_micro_batches * self.ep
-            check_range("layers x micro-batches x ep", recorded, 1, MOST_RECORDED, "; use less, or --actions-only")
+            check_range("--layers", layers, 1)
+            check_range("--mtp-layers", self.mtp_layers, 0)
+            for layer in self.dense_layers:
+                check_range("--dense-layers", layer, 0, layers - 1)
+            recorded = (layers + self.mtp_layers) * schedule.num_micro_batches * self.ep
+            check_range("layers x micro-batches x ep", recorded, 1, MOST_RECORDED, "; use fewer, or --actions-only")
         actions = plural(sum(map(len, schedule.actions)), "action")
         valid = f"{printable(self.schedule)}: valid; {schedule_sizes(schedule)}, {actions}" + (
             f", {plural(transfers, 'transfer')} that cannot deadlock" if transfers else ""
@@ -173,14 +176,14 @@ class ScheduleCommands:
 def _find(text: str, ranks: int | None, micro_batches: int | None, num_chunks: int | None) -> tuple[Schedule, int]:
     """Return the schedule of a file, or the one of this name and size, and the number of transfers in the file."""
     path = Path(text)
-    if path.suffix.lower() == ".csv" or (text not in NAMES and path.is_file()):
-        if ranks or micro_batches or num_chunks:
+    if path.suffix.lower() == ".csv" or (text not in NAMES and (path.is_file() or "/" in text)):
+        if (ranks, micro_batches, num_chunks) != (None, None, None):
             raise ValueError(f"{path} defines the sizes: remove --ranks, --micro-batches and --num-chunks")
         return _read(path)
-    if not (ranks and micro_batches):
-        placement_of(text, ranks or 2)  # reports an unknown name first
+    if ranks is None or micro_batches is None:
+        placement_of(text, 2 if ranks is None else ranks)  # reports an unknown name first
         raise ValueError(f"{text} needs --ranks and --micro-batches, as in --ranks 4 --micro-batches 8")
-    return build(text, ranks, micro_batches, num_chunks or None), 0
+    return build(text, ranks, micro_batches, num_chunks), 0
 
 
 def _read(path: Path) -> tuple[Schedule, int]:

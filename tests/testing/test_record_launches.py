@@ -236,8 +236,11 @@ def test_the_command_reports_a_difference(capsys, monkeypatch):
     "options,message",
     [
         ("--ep 0", "--ep must be at least 1: got 0"),
+        ("--layers 0", "--layers must be at least 1: got 0\n"),
         ("--layers 1", "1 layer cannot be divided over 2 pipeline stages"),
-        ("--dense-layers 9", "dense_layers must be from 0 to 3: got 9"),
+        ("--dense-layers 9", "--dense-layers must be at most 3: got 9"),
+        ("--mtp-layers -1", "--mtp-layers must be at least 0: got -1"),
+        ("--mtp-layers 20000", "layers x micro-batches x ep must be at most 50,000: got 80016"),
         ("--layers 9000 --ep 4", "layers x micro-batches x ep must be at most 50,000: got 72000"),
     ],
 )
