@@ -1,8 +1,8 @@
-"""Scaled dot-product attention, with the fastest kernel that torch has for a GPU.
+"""Scaled dot-product attention with torch's fastest kernel for the GPU.
 
 By default, torch prefers FlashAttention-2. On Hopper and Blackwell, cuDNN's kernel is about twice as fast in training.
-It also computes latent attention, whose keys (192) are wider than its values (128). FlashAttention-2 does not, and
-torch would fall back to a slow kernel.
+It also supports latent attention, whose keys (width 192) are wider than its values (width 128). FlashAttention-2 does
+not, so torch would fall back to a slow kernel.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 CUDNN_FIRST = [
     SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH,
 ]  # fmt: skip
-"""Kernels in the order in which they are tried; one that does not support the inputs is skipped."""
+"""Kernels, in the order of preference. A kernel that does not support the inputs is skipped."""
 
 
 def preferred_kernels(capability: tuple[int, int]) -> list[SDPBackend] | None:
@@ -29,7 +29,7 @@ def preferred_kernels(capability: tuple[int, int]) -> list[SDPBackend] | None:
 class ScaledDotProduct(nn.Module):
     """`scaled_dot_product_attention` with `preferred_kernels`.
 
-    ran: the kernels so far, such as "cudnn_attention", one for each combination of widths, dtype and kind of mask.
+    ran: the kernels used so far, such as "cudnn_attention": one per combination of widths, dtype and kind of mask.
     """
 
     def __init__(self) -> None:
@@ -59,5 +59,5 @@ class ScaledDotProduct(nn.Module):
 
 
 def attention_kernels(model: nn.Module) -> list[str]:
-    """The kernels that have run in the attention of a model, in order of their names."""
+    """The kernels that the attention layers of a model have used, sorted by name."""
     return sorted({name for module in model.modules() if isinstance(module, ScaledDotProduct) for name in module.ran})

@@ -36,7 +36,6 @@ def _one_line(box: str) -> str:
     if found := re.fullmatch(r"invalid choice '(.*)' for argument '(\S+)'\. Expected one of \((.*)\)\.", message):
         value, option, names = found.groups()
         return str(unknown_name(option, value, re.findall(r"'([^']*)'", names)))
-    message = re.sub(
-        r"no type matching .* Got errors: .* - <class '\w+'>: ", "", message
-    )  # of an option that takes None
+    # The value of an option that also takes None fails for each type: show the last error.
+    message = re.sub(r"no type matching .* Got errors: .* - <class '\w+'>: ", "", message)
     return re.sub("^Expected one of", "Missing subcommand: expected one of", message)

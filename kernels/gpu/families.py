@@ -1,8 +1,8 @@
 """GPUs that share tile sizes.
 
-Triton compiles products in one way for each major version of compute capability: to mma instructions for 8.x, wgmma
-for 9.0, tcgen05 for 10.x, and mma with the tensor memory accelerator for 12.x. So one set of tiles serves the GPUs of a
-major version. It must fit in the shared memory of the smallest of them.
+Triton uses the same matrix instructions for all GPUs of a major compute capability: mma for 8.x, wgmma for 9.0,
+tcgen05 for 10.x, and mma with the tensor memory accelerator (TMA) for 12.x. So these GPUs share one set of tiles, which
+must fit in the smallest shared memory among them.
 """
 
 import functools
@@ -11,8 +11,8 @@ import warnings
 import torch
 
 SHARED_LIMIT = {"sm_80": 101_376, "sm_90": 232_448, "sm_100": 232_448, "sm_120": 101_376, "gfx942": 65_536}
-"""The architectures in the shipped table, and the shared memory per block, in bytes, of the smallest GPU of their
-family. sm_80 itself has more (166,912), but sm_86 and sm_89 do not."""
+"""Architectures in the shipped table -> the smallest shared memory per block in their family, in bytes. sm_80 itself
+has more (166,912), but sm_86 and sm_89 do not."""
 _NVIDIA = {8: "sm_80", 9: "sm_90", 10: "sm_100", 12: "sm_120"}  # by major version
 _AMD = ("gfx90a", "gfx942", "gfx950")
 
@@ -31,13 +31,13 @@ def family_of(arch: str) -> str:
     if major in _NVIDIA:
         return _NVIDIA[major]
     available = shared_memory_limit()
-    # If the tiles of no family are sure to fit, those of the smallest GPUs are tried.
+    # If no family's tiles are certain to fit, use the smallest ones.
     too_large = {m: max(0, SHARED_LIMIT[family] - available) for m, family in _NVIDIA.items()}
     return _warn(arch, _NVIDIA[min(_NVIDIA, key=lambda m: (too_large[m], abs(m - major)))])
 
 
 def shared_memory_limit(device: torch.device | None = None) -> int:
-    """The shared memory that a block may use, in bytes, on a GPU; None: the current one."""
+    """The shared memory that a block may use on `device`, in bytes. None: the current GPU."""
     properties = torch.cuda.get_device_properties(device)
     return getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
 

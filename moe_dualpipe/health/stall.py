@@ -1,7 +1,7 @@
-"""While the ranks wait, one of them prints who waits for whom (waits.py), once.
+"""When ranks wait for too long, one of them prints who waits for whom (waits.py), once.
 
-The rank that claims a key of the store reads the heartbeats of all ranks, twice: a rank whose heartbeat is the same
-does not answer. The claim holds until that rank moves on. So a stall is reported once, and one rank reads them all.
+One rank claims a key of the store, and reads the heartbeats of all ranks twice. A rank whose heartbeat has not changed
+does not answer. The claim holds until its owner moves on. So each stall is reported once, by one rank.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ _REPORT = "report"
 
 
 class StallReport:
-    """Reports a stall of this rank that lasts for `patience` checks. All times are in checks of `interval` seconds.
+    """Reports a stall of this rank after `patience` checks. All times are numbers of checks, `interval` seconds apart.
 
     read: returns the last heartbeat of a rank, or None.
     """
@@ -42,7 +42,7 @@ class StallReport:
                 self._claimed, self._due = claim, own.count + self.patience / 2
                 self.describe(own.count)
         elif own.count >= self._due:
-            self._due = own.count + self.patience / 2  # nobody waits: look again
+            self._due = own.count + self.patience / 2  # if nobody waits, look again at that time
             if lines := self.describe(own.count):
                 self._printed = claim
                 print_now("".join(f"{program_name()}: {line}\n" for line in lines))
@@ -65,7 +65,7 @@ class StallReport:
         return describe_waits(states, gone)
 
     def _claim(self, claim: str) -> bool:
-        """Whether this rank is to report; not if another one that still waits does so already."""
+        """Claim the report. Returns False if another rank holds the claim and still waits."""
         held = self._store.get(_REPORT).decode() if self._store.check([_REPORT]) else ""
         if held:
             rank, since = map(int, held.split())

@@ -1,8 +1,8 @@
-"""Who waits for whom, deduced from what each rank says that it does.
+"""Find out who waits for whom, from the state that each rank reports.
 
-A point-to-point transfer names the rank at its other end. A collective waits for each of its ranks that has not arrived
-there. All of them go through the same parts of the run in the same order, so a rank whose `order` is lower has not
-arrived.
+In a point-to-point transfer, a rank waits for the rank at the other end. In a collective, it waits for every rank of
+the group that has not reached the collective. All ranks go through the same parts of the run in the same order, so a
+rank with a lower `order` has not reached it.
 """
 
 from collections.abc import Mapping
@@ -13,14 +13,14 @@ from ..messages import list_ranks
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """What one rank does.
+    """What one rank is doing.
 
     position: the step, the action and the line of code. waiting: whether the main thread is in a call that waits for
-    others. On CUDA this is unknown, and False. seconds: time without a change.
-    transfer: the transfer or collective that it takes part in, in words; "" if none is known. peer: the rank at its
-    other end, if it is point-to-point. group: the ranks that take part in a collective; empty: all.
-    order: the number of phases so far, comparable between all ranks; and the number of segments since, comparable
-    between the ranks of a `group`.
+    others; always False on CUDA, where this is unknown. seconds: time without a change.
+    transfer: text that describes the current transfer or collective; "" if none is known. peer: the rank at its other
+    end, if it is point-to-point. group: the ranks that take part in a collective; empty: all.
+    order: the number of phases so far, comparable between all ranks, and the number of segments since the last phase
+    began, comparable between the ranks of a `group`.
     """
 
     position: str
@@ -34,14 +34,14 @@ class RankState:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The ranks that a rank waits for. If there are none: those that have gone on without this transfer."""
+    """The ranks that a rank waits for. If there are none, `passed`: the ranks that went on without this transfer."""
 
     ranks: tuple[int, ...] = ()
     passed: tuple[int, ...] = ()
 
 
 def find_wait(rank: int, states: Mapping[int, RankState], gone: Mapping[int, str]) -> Wait | None:
-    """The wait of one rank; None if it is busy or gone. gone: ranks that do not answer, and a text that says so."""
+    """The wait of one rank; None if it is busy or gone. gone: ranks that have ended or do not answer -> the reason."""
     if rank in gone or not (own := states[rank]).transfer:
         return None
     if own.peer is not None:
@@ -58,7 +58,7 @@ def find_wait(rank: int, states: Mapping[int, RankState], gone: Mapping[int, str
 
 
 def describe_waits(states: Mapping[int, RankState], gone: Mapping[int, str]) -> list[str]:
-    """One line for all ranks that wait for the same, then one for each other rank that these lines name."""
+    """One line for all ranks that wait for the same thing, then one for each other rank that these lines name."""
     waits = {rank: wait for rank in sorted(states) if (wait := find_wait(rank, states, gone)) is not None}
     alike: dict[tuple[str, Wait], list[int]] = {}
     for rank, wait in waits.items():

@@ -9,8 +9,8 @@ order of DeepSeek's published training trace, layer by layer:
 On a GPU, this is the order in which the host queues the work (`queued`). Each transfer waits on the GPU until its input
 is computed. If a dispatch must read sizes on the host, mlp(B) is already in the queue. On a CPU, a call returns when
 its work is done. So a transfer starts as soon as its input exists, and then the other lane runs. If a transfer is
-complete at once, there is nothing to hide, and its lane continues. Computations run in the same order on both devices,
-and so do transfers.
+complete at once, there is nothing to hide, and its lane continues. Both devices run computations in the same
+order, and transfers in the same order.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,8 +34,8 @@ class Engine:
     """Runs chunks on a device.
 
     queued: whether the host queues work for the device; by default, True on CUDA. log: receives the labels of the
-    segments, in the order in which they ran. running: label and layer of what runs now; started: the number of those
-    so far. Another thread may read both (health/heartbeat.py).
+    segments, in the order in which they ran. running: label and layer of the current segment. started: the number of
+    segments started so far. Another thread may read both (health/heartbeat.py).
     """
 
     def __init__(self, device: torch.device, queued: bool | None = None, log: list[str] | None = None):
@@ -179,11 +179,12 @@ _Mark = tuple[Any, list[object]]
 
 
 class _SideStream:
-    """The CUDA stream for the communication of one lane. It also keeps memory allocated for long enough.
+    """The CUDA stream for the communication of one lane. It also holds memory until all streams have used it.
 
     A result is allocated on this stream and read on the compute stream. When its last reference is dropped, the
-    allocator may reuse the memory for the next transfer before the compute stream has read it. So this object holds a
-    reference, too, until this stream has waited for a compute event that follows the end of all other references.
+    allocator may reuse the memory for the next transfer before the compute stream has read it. So this object holds an
+    extra reference. It is dropped when this stream has waited for an event of the compute stream that was recorded
+    after all other references were dropped.
 
     The functions of a transfer also hold memory, such as the indices of a route. The forward allocates it on one side
     stream, and the backward may use it on the other, `peer`.
@@ -202,7 +203,7 @@ class _SideStream:
         return one, other
 
     def mark(self) -> _Mark:
-        """Record an event on the compute stream. Returns it, with the objects that need not be held once it is over."""
+        """Record an event on the compute stream. Returns it, and the objects that may be released after it."""
         free = [held for held in self.held if not _is_used(held)]
         return self.streams.current_stream(self.stream.device).record_event(), free
 
@@ -226,7 +227,7 @@ class _SideStream:
 
 
 def _is_used(held: object) -> bool:
-    """Whether there are other references to a held storage. Functions are held after their use has ended."""
+    """Whether a held storage has other references. Functions are held only after their last use, so: False."""
     return isinstance(held, torch.UntypedStorage) and torch._C._storage_Use_Count(held._cdata) > 1
 
 

@@ -1,7 +1,8 @@
-"""How late transfers start: the time from the moment at which a transfer could run to the start of its kernel.
+"""How late transfers start: the time from when a transfer could run to the start of its kernel.
 
-A transfer can run when it is launched, its stream is free, and its input is computed: the last computation that was
-launched before it for the same chunk, "(F)" or "(B)". After that, it waits only for room on the GPU.
+A transfer can run when it is launched, its stream is free, and its input is computed. Its input is taken to be the last
+computation of the same chunk, "(F)" or "(B)", that was launched before it. From then on, it waits only for a free
+multiprocessor or hardware queue.
 """
 
 from collections import defaultdict
@@ -24,7 +25,7 @@ class Delay:
 
 
 def start_delays(trace: Trace, compute: Iterable[DeviceEvent], comm: Iterable[DeviceEvent]) -> tuple[Delay, ...]:
-    """The delays of all transfers with known launches, by annotation. Without launches, as on a CPU, there are none."""
+    """The delays of all transfers with known launches, by annotation. Empty for CPU traces, which have no launches."""
     kinds = [(event, is_comm) for is_comm, events in enumerate((compute, comm)) for event in events]
     launched = [
         (trace.launches[event.correlation].end, event, is_comm)

@@ -4,8 +4,8 @@ The world has pp x dp ranks, and rank = pipeline rank x dp + data rank. Experts 
 ranks, which are also consecutive in the world. All groups of this package are created here, so that their options are
 set in one place.
 
-On GPUs, each group has two backends: NCCL for CUDA tensors, and gloo for CPU tensors. What is only counted and checked
-is sent with gloo, because an NCCL kernel would wait behind the computation and occupy multiprocessors (SMs).
+On GPUs, each group has two backends: NCCL for CUDA tensors, and gloo for CPU tensors. Counts, checks and losses are
+sent with gloo, because an NCCL kernel would wait for the queued computation and occupy multiprocessors (SMs).
 """
 
 import math
@@ -43,9 +43,9 @@ def init_world(device: torch.device, launch: Launch, timeout: float | None = Non
 class Nccl:
     """How NCCL runs the operations of a group.
 
-    high_priority: on a stream of high priority. Otherwise, the thread blocks of a transfer wait until all blocks of the
-    kernels before it have started, and those of a large product are thousands. max_ctas: the largest number of thread
-    blocks of an operation, each of which occupies a multiprocessor (SM). None: NCCL's choice. min_ctas: the smallest.
+    high_priority: use a high-priority stream. Otherwise, a transfer waits until all thread blocks of the kernels before
+    it have started; a large product has thousands. min_ctas, max_ctas: the smallest and largest number of thread blocks
+    of an operation. Each block occupies a multiprocessor (SM). None: NCCL's choice.
     """
 
     high_priority: bool = False
@@ -64,8 +64,8 @@ class Nccl:
 
 
 EXPERTS = Nccl(high_priority=True, max_ctas=20)
-"""Dispatch and combine run beside products. 20 SMs are enough for NVLink and InfiniBand (DeepSeek-V3, section 3.2.2,
-arXiv 2412.19437); the products get the others (`product_sms`)."""
+"""Dispatch and combine run at the same time as products. 20 SMs are enough for NVLink and InfiniBand (DeepSeek-V3,
+section 3.2.2, arXiv 2412.19437). The products use the other SMs (`product_sms`)."""
 PIPELINE = Nccl(high_priority=True, min_ctas=2, max_ctas=4)
 """A message between stages is small and has one receiver, but the neighbour waits for it."""
 REPLICAS = Nccl()
@@ -73,9 +73,9 @@ REPLICAS = Nccl()
 
 
 def product_sms(groups: "Groups", device: torch.device) -> int | None:
-    """The number of SMs that products may use, so that dispatch and combine have theirs. None: all.
+    """The number of SMs that products may use; the others stay free for dispatch and combine. None: all.
 
-    Without this bound, the products' thread blocks occupy all SMs, and a transfer must wait for some of them to end.
+    Without this limit, the thread blocks of products occupy all SMs, and a transfer waits until some of them end.
     """
     if groups.experts is None or device.type != "cuda" or EXPERTS.max_ctas is None:
         return None
@@ -101,7 +101,7 @@ def create_group(
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
-    """The members of `group`, in order; none of None."""
+    """The ranks of `group`, in order. For None, an empty tuple."""
     return () if group is None else tuple(dist.get_process_group_ranks(group))
 
 
@@ -134,7 +134,7 @@ def check_ep_divides_experts(ep: int, num_experts: int) -> None:
 
 
 def check_ep_divides_ranks(ep: int, num_experts: int, dp: int, ranks: str = "") -> None:
-    """Raise ValueError unless `dp` data-parallel ranks are groups of `ep`. ranks: the origin of `dp`, for the error."""
+    """Raise ValueError unless `ep` divides the `dp` data-parallel ranks. ranks: the origin of `dp`, for the error."""
     if dp % ep:
         use = _either([e for e in divisors(dp) if num_experts % e == 0])
         raise ValueError(f"--ep {ep} does not divide the {plural(dp, 'data-parallel rank')}{ranks}: use --ep {use}")

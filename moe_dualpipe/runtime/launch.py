@@ -33,16 +33,16 @@ def _number(name: str, default: int) -> int:
 
 
 CONNECTIONS = 32
-"""The number of queues through which CUDA sends work to a GPU, and the largest one that it accepts; its default is 8.
+"""The number of hardware queues through which CUDA sends work to a GPU. 32 is the maximum; CUDA's default is 8.
 
-Streams that share a queue wait for each other without need: a transfer then waits behind a product. A rank uses more
-than 7 streams: for computation, for each of the two chunks of a pair, for experts, for each neighbour and direction of
-the pipeline, and for replicas.
+Streams that share a queue wait for each other needlessly, such as a transfer for a product. A rank uses more than 7
+streams: one for computation, one for each of the two chunks of a pair, one for experts, one for each neighbour and
+direction of the pipeline, and one for replicas.
 """
 
 
 def count_gpus() -> int:
-    """The number of GPUs of this machine. Before CUDA starts, choose `CONNECTIONS` unless the user has chosen."""
+    """The number of GPUs of this machine. Also sets CUDA's number of queues to `CONNECTIONS` unless the user set it."""
     import torch  # this module is also imported by programs that need no torch
 
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(CONNECTIONS))

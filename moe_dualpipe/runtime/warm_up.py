@@ -1,8 +1,9 @@
 """Load all kernels before the first step.
 
-A GPU loads a kernel when it is first launched, and this may wait for all work on the device. If a receive has been
-posted by then, it waits for a message that the peer sends only after this rank has continued: the ranks wait for each
-other forever. So each stage runs once alone, with all its transfers between experts but none between stages.
+A GPU loads a kernel at its first launch, and loading may wait for all work on the device. A receive that has already
+been posted is part of that work. If the peer sends the message only after this rank has continued, the two ranks wait
+for each other forever. So each stage first runs once alone, with its expert-parallel transfers, but without transfers
+between stages.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,8 +23,8 @@ def load_kernels(
     """Run forward and backward of each stage, whole and split, and undo every change. Collective over expert groups.
 
     inputs: stage -> its inputs, with the shapes and dtypes of a micro-batch. criterion: the loss of the last stage,
-    with its labels. Parameters, gradients and buffers are as before. All ranks of an expert group must hold the same
-    stages.
+    with its labels. Parameters, gradients and buffers keep their values. All ranks of an expert group must hold
+    the same stages.
     """
     last = max(modules)
     for index, module in sorted(modules.items()):
@@ -40,7 +41,7 @@ def load_kernels(
 
 @contextmanager
 def _unchanged(module: nn.Module) -> Iterator[None]:
-    """At the end of this context, the module is as before."""
+    """When this context ends, restore the module's gradients and buffers."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     grads = [(parameter, parameter.grad) for parameter in module.parameters()]
     for parameter, _ in grads:

@@ -21,7 +21,7 @@ def add_comms(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
     A send directly follows the action that computes its data. Raises DeadlockError if the order cannot run.
     """
     steps: list[list[Step]] = [[] for _ in schedule.actions]
-    for running in _simultaneous(schedule):  # then their results are sent
+    for running in _simultaneous(schedule):  # all of them run, then their results are sent
         for rank, action in running:
             steps[rank].append(action)
         for rank, action in running:
@@ -60,13 +60,13 @@ def counterpart(transfer: Transfer) -> Transfer:
 def receive_early(schedule: Schedule, lists: Sequence[Sequence[Step]]) -> tuple[tuple[Step, ...], ...]:
     """In the lists of all ranks, move each receive before the preceding action, so that the data arrives meanwhile.
 
-    A receive stays if the data depends on that action: it could not arrive meanwhile. On a GPU, the receive would
-    occupy multiprocessors for nothing. And if the action waits for all work on the device, as when a kernel is loaded,
-    the ranks would wait for each other forever.
+    A receive is not moved if its data depends on that action, because the data cannot arrive before the action ends. On
+    a GPU, an early receive would occupy multiprocessors for nothing. And if the action waits for all work on the
+    device, as when a kernel is loaded, the ranks would wait for each other forever.
 
     Receives keep their order. They must be asynchronous: a receive that is posted early must not block.
 
-    Example: rank 0 of gpipe with 2 ranks and 2 micro-batches. Rank 1 runs `1F1` before `1B0`, so 0RECV_B0 stays:
+    Example: rank 0 of gpipe with 2 ranks and 2 micro-batches. Rank 1 runs `1F1` before `1B0`, so 0RECV_B0 is not moved:
     `0F0 0F1 0RECV_B0 0B0 0RECV_B1 0B1` becomes `0F0 0F1 0RECV_B0 0RECV_B1 0B0 0B1` (without sends).
     """
     required = required_actions(schedule)
@@ -94,7 +94,7 @@ def required_actions(schedule: Schedule) -> dict[Result, tuple[int, ...]]:
     Each rank runs its list in order, so these are always the first actions of the list. Raises DeadlockError.
     """
     required: dict[Result, tuple[int, ...]] = {}
-    latest = [(0,) * schedule.num_ranks] * schedule.num_ranks  # for the last action of each rank, that included
+    latest = [(0,) * schedule.num_ranks] * schedule.num_ranks  # for each rank: the counts after its last action
     for rank, action in chain.from_iterable(_simultaneous(schedule)):
         inputs = [required[need] for half in halves(action) for need in needs(half, schedule.num_stages)]
         counts = [max(column) for column in zip(latest[rank], *inputs, strict=True)]

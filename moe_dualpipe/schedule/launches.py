@@ -1,11 +1,11 @@
-"""Check that a run cannot hang by order, from what each rank launches.
+"""Check that the order of launches cannot make a run hang.
 
 A transfer or collective runs when all ranks of its group have launched it, and the launches of a group run one after
-the other. So a run hangs if two ranks of a group launch in different orders, or if ranks wait for launches that follow
-other waits, in a cycle. Both are found here, from the launches and waits of all ranks; nothing is assumed about times.
+the other. So a run hangs if two ranks of a group launch in different orders, or if ranks wait for each other in a
+cycle. This module finds both from the launches and waits of all ranks. It assumes nothing about durations.
 
-A launch does not block, and a wait blocks all that follows it on its rank. A GPU blocks less: the host continues, and
-what it launches starts after the waits that precede it on the stream.
+A launch does not block. A wait blocks everything that follows it on its rank. A real GPU blocks less: the host
+continues, and only work on the same stream waits.
 """
 
 from collections import defaultdict
@@ -50,7 +50,7 @@ _AROUND = 3  # launches shown before and after a difference
 
 
 def check_launches(name: str, programs: Sequence[Program]) -> dict[Group, int]:
-    """Return the number of launches of each group. Raises ScheduleError if a rank may wait for ever.
+    """Return the number of launches of each group. Raises ScheduleError if a rank may wait forever.
 
     programs: one per rank. name: what ran, for the error.
     """
@@ -85,11 +85,11 @@ def _side_by_side(ranks: tuple[int, int], orders: tuple[list[str], list[str]]) -
 
 
 def _run(programs: Sequence[Program]) -> dict[int, tuple[Launch, int]]:
-    """Run all ranks until each ends or waits for ever. Returns what the latter wait for, and who has not launched it.
+    """Run all ranks until each ends or waits forever. Returns, for each rank that waits, the launch and who is missing.
 
     The launches of a group must have the same order on all its ranks.
     """
-    numbers: list[dict[int, int]] = []  # of each launch, by its index in the rank's program: its number in its group
+    numbers: list[dict[int, int]] = []  # for each rank: index of a launch in the program -> its number in its group
     for program in programs:
         counts: defaultdict[Group, int] = defaultdict(int)
         numbers.append({})

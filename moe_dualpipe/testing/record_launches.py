@@ -1,7 +1,7 @@
-"""Record what every rank of a training step launches, in one process, without other processes or a GPU.
+"""Record what every rank launches in a training step, in one process and without a GPU.
 
-The pipeline, executor, engine and layers are those of a run, with a tiny model: the same layers with a few channels.
-Only the process groups differ (recording_group.py). Each data rank has other tokens.
+The pipeline, executor, engine and layers are those of a real run. Only the process groups differ (recording_group.py),
+and the model is tiny: it has the same layers, with few channels. Each data-parallel rank has its own tokens.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ LENGTH = 3  # tokens in a sequence
 
 
 def tiny_model(num_layers: int, dense_layers: tuple[int, ...] = (), ep: int = 1, mtp_layers: int = 0) -> ModelConfig:
-    """A model whose steps take little time. dense_layers: those without experts."""
+    """A model whose steps take little time. dense_layers: the layers without experts."""
     return ModelConfig(
         vocab_size=5, hidden_size=4, num_layers=num_layers, num_dense_layers=0, dense_layers=dense_layers, num_heads=1,
         num_kv_heads=1, head_dim=2, dense_size=4, expert_size=4, num_experts=2 * ep, mtp_layers=mtp_layers,
@@ -43,8 +43,9 @@ def record_launches(
 ) -> list[Program]:  # fmt: skip
     """Return what each rank launches and waits for in one step, up to the sum of gradients.
 
-    There are `ep` data-parallel ranks, which share the experts. queued: the host queues work, and each direction of the
-    pipeline has a process group, as on a GPU. change: called with each rank and its pipeline, before the step.
+    There are `ep` data-parallel ranks, which share the experts. queued: record as on a GPU, where the host queues work
+    and each direction of the pipeline has its own process group. change: called with each rank and its pipeline, before
+    the step.
     """
     size = schedule.num_ranks * ep
     return [_record(model, schedule, ep, queued, options, change, rank, size) for rank in range(size)]
@@ -79,14 +80,14 @@ def _record(
 
 
 def tokens_of(model: ModelConfig, schedule: Schedule, data_rank: int) -> Tensor:
-    """Random token ids, one more than a step needs in each of its sequences."""
+    """Random token ids. Each sequence has one more than the step's inputs, for the labels."""
     shape = schedule.num_micro_batches, LENGTH + model.mtp_layers + 1
     return torch.randint(model.vocab_size, shape, generator=torch.Generator().manual_seed(data_rank))
 
 
 @dataclass
 class _Now:
-    """What a rank is doing: its action, and a transfer between stages, or what its engine runs."""
+    """What a rank is doing: its action, and the current transfer between stages or segment of the engine."""
 
     engine: Engine
     action: Action | None = None

@@ -1,7 +1,7 @@
 """A process group without other processes: it records what this rank launches and waits for.
 
-Every rank of a run can be recorded in one process, one after the other. No data is sent: an all-to-all returns what
-this rank sends, and a receive returns random numbers, or zeros for integers.
+All ranks of a run can be recorded in one process, one after the other. No data is sent: an all-to-all returns this
+rank's own input, and a receive returns random numbers, or zeros for integers.
 """
 
 import sys
@@ -18,9 +18,10 @@ _BACKEND = "recording"
 
 
 class Recorder:
-    """The launches and waits of one rank. describe: returns what is being launched, given the operation.
+    """The launches and waits of one rank. describe: returns the text for a launch, given its operation.
 
-    serial_links: the transfers between two ranks of a process group wait for each other, as those of NCCL.
+    serial_links: transfers between the same two ranks of a group run one after the other, in both directions, as with
+    NCCL.
     """
 
     def __init__(self, describe: Callable[[str], str], serial_links: bool):
@@ -53,7 +54,7 @@ class _Recorded(dist.Work):
 
 
 class RecordingGroup(dist.ProcessGroup):
-    """Records after `record_as`. The names and arguments of its operations are those of torch.distributed."""
+    """Records once `record_as` was called. Methods have the names and arguments of torch.distributed."""
 
     def __init__(self, options: Any, _: Any = None):
         super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
@@ -114,9 +115,9 @@ class RecordingGroup(dist.ProcessGroup):
 
 @contextmanager
 def recording_world(rank: int, num_ranks: int) -> Iterator[RecordingGroup]:
-    """In this context, this process is `rank` of a run of `num_ranks`. Yields the group of all ranks.
+    """In this context, this process is `rank` of a run with `num_ranks`. Yields the group of all ranks.
 
-    Raises RuntimeError in a process that has joined others with torch.distributed.
+    Raises RuntimeError if torch.distributed is already initialized.
     """
     if dist.is_initialized():
         raise RuntimeError("this process is a rank of another run: record launches in a process of its own")
