@@ -139,7 +139,6 @@ def test_compare(capsys):
         ("check ./", ".: Is a directory"),
         ("check dualpipe --ranks 0 --micro-batches 4", "dualpipe needs at least one pipeline rank: got 0; use 1"),
         ("check dualpipe --ranks 2 --micro-batches 0", "even number of micro-batches >= 2 x ranks: got 0"),
-        ("check interleaved_1f1b --ranks 2 --micro-batches 4 --num-chunks 0", "at least 2 chunks per rank: got 0"),
         ("compare --stages 8 --micro-batches 1", "no schedule runs with fewer micro-batches than ranks"),
         (
             "compare --stages 8 --micro-batches 8 --cost.FB 0",

@@ -177,13 +177,13 @@ def _find(text: str, ranks: int | None, micro_batches: int | None, num_chunks: i
     """Return the schedule of a file, or the one of this name and size, and the number of transfers in the file."""
     path = Path(text)
     if path.suffix.lower() == ".csv" or (text not in NAMES and (path.is_file() or "/" in text)):
-        if (ranks, micro_batches, num_chunks) != (None, None, None):
+        if (ranks, micro_batches) != (None, None) or num_chunks:
             raise ValueError(f"{path} defines the sizes: remove --ranks, --micro-batches and --num-chunks")
         return _read(path)
     if ranks is None or micro_batches is None:
         placement_of(text, 2 if ranks is None else ranks)  # reports an unknown name first
         raise ValueError(f"{text} needs --ranks and --micro-batches, as in --ranks 4 --micro-batches 8")
-    return build(text, ranks, micro_batches, num_chunks), 0
+    return build(text, ranks, micro_batches, num_chunks or None), 0
 
 
 def _read(path: Path) -> tuple[Schedule, int]:
