@@ -60,6 +60,7 @@ def test_the_shipped_tiles_fit_in_the_shared_memory_of_every_gpu_of_the_family()
 @pytest.mark.usefixtures("user_table")
 @pytest.mark.parametrize("arch,shared,family", [
     ("sm_75", 65_536, "sm_80"), ("sm_110", 232_448, "sm_100"), ("sm_110", 101_376, "sm_120"),
+    ("sm_110", 65_536, "sm_120"),
     ("sm_130", 101_376, "sm_120"), ("sm_130", 65_536, "sm_120"), ("gfx1100", 65_536, "gfx942"),
 ])  # fmt: skip
 def test_an_unknown_gpu_uses_the_nearest_family_that_fits_and_warns_once(arch, shared, family, monkeypatch):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_dualpipe.models import StageOptions
 from moe_dualpipe.models.experts import SwiGLUExperts
 from moe_dualpipe.runtime.groups import Groups, Layout, build_groups, create_group, init_world, product_sms
 from moe_dualpipe.runtime.launch import Launch
@@ -45,6 +46,29 @@ def test_the_timeout_is_passed_to_torch(monkeypatch):
     init_world(torch.device("cpu"), Launch(0, 0, 1, 1), 12.5)
     init_world(torch.device("cpu"), Launch(0, 0, 2, 2), 12.5)
     assert passed == [timedelta(seconds=12.5)] * 2
+
+
+def test_each_group_gets_the_timeout_and_whether_only_its_members_create_it(monkeypatch):
+    passed = []
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo")
+    monkeypatch.setattr(
+        dist,
+        "new_group",
+        lambda *_, timeout, use_local_synchronization, **__: passed.append((timeout, use_local_synchronization)),
+    )
+    build_groups(Layout(pp=2, dp=2, ep=2, rank=0), Placement.mirrored(2), 12.5)
+    create_group([0, 1], members_only=True)
+    assert passed == [(timedelta(seconds=12.5), False)] * 7 + [(None, True)]
+
+
+def test_each_restart_has_its_own_part_of_the_store(monkeypatch):
+    shared, stores = dist.HashStore(), []
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(shared, 0, 2)]))
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, store, **__: stores.append(store))
+    for restarts in (1, 2):
+        init_world(torch.device("cpu"), Launch(0, 0, 2, 2, restarts=restarts))
+    stores[0].set("address of rank 0", "of a dead process")
+    assert not stores[1].check(["address of rank 0"])
 
 
 @pytest.fixture
@@ -114,14 +138,18 @@ def test_products_leave_sms_to_dispatch_and_combine(monkeypatch):
     assert product_sms(Groups(experts=group), cuda) == 112
     assert product_sms(Groups(), cuda) is None  # without expert parallelism, there are no transfers
     assert product_sms(Groups(experts=group), torch.device("cpu")) is None
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=16))
+    assert product_sms(Groups(experts=group), cuda) == 1
 
 
-@pytest.mark.parametrize("overlap,expected", [(True, 100), (False, None)])
-def test_the_experts_of_a_pipeline_get_the_number_of_sms(overlap, expected, monkeypatch):
+@pytest.mark.parametrize("overlap,chosen,expected", [(True, None, 100), (False, None, None), (True, 7, 7)])
+def test_the_experts_of_a_pipeline_get_the_number_of_sms(overlap, chosen, expected, monkeypatch):
     monkeypatch.setattr("moe_dualpipe.training.pipeline.product_sms", lambda *_: 100)
-    pipeline = Pipeline(SHALLOW, build("dualpipev", 1, 2), (1, 4), overlap=overlap)
+    options = StageOptions(num_sms=chosen)
+    pipeline = Pipeline(SHALLOW, build("dualpipev", 1, 2), (1, 4), overlap=overlap, options=options)
     layers = [module for stage in pipeline.stages.values() for module in stage.modules()]
     assert [layer.num_sms for layer in layers if isinstance(layer, SwiGLUExperts)] == [expected]
-    bound = "; products of experts use at most 100 SMs, dispatch and combine 20"
+    bound = f"; products of experts use at most {expected} SMs, dispatch and combine 20" * overlap
+    assert pipeline.gpu_choices() == "attention: custom" + bound  # no kernel of torch has run
     pipeline.step(torch.ones(2, 4, dtype=torch.int64), torch.ones(2, 4, dtype=torch.int64))
-    assert pipeline.gpu_choices() == "attention: flash_attention" + bound * overlap
+    assert pipeline.gpu_choices() == "attention: flash_attention" + bound

@@ -4,7 +4,7 @@ import dataclasses
 
 import torch
 
-from moe_dualpipe.models import StageOptions
+from moe_dualpipe.models import StageOptions, TransformerStage
 from moe_dualpipe.runtime.p2p import P2P
 from moe_dualpipe.schedule import build
 from moe_dualpipe.training.pipeline import Pipeline
@@ -56,3 +56,28 @@ def test_kernels_are_loaded_before_the_first_receive_and_nothing_changes():
 
 def test_ranks_that_share_experts_load_together():
     assert run_ranks(2, loaded_and_not, "dualpipev", 2) == [True] * 2
+
+
+def test_kernels_are_loaded_once_with_those_of_the_loss_even_if_gradients_exist_or_are_disabled(monkeypatch):
+    pipeline = Pipeline(SMALL, build("dualpipev", 1, 2), (1, 8))
+    batch = torch.randint(SMALL.vocab_size, (2, 9), generator=torch.Generator().manual_seed(0))
+    pipeline.step(batch[:, :-1], batch[:, 1:])
+    layers = pipeline.balance.layers.values()
+    recorded = [layer.take_losses() for layer in layers]
+    assert recorded != [(0.0, 0)] * len(layers)
+    loss, load, calls, loads = TransformerStage.loss, pipeline.load_kernels, [], []
+    monkeypatch.setattr(TransformerStage, "loss", lambda *arguments: calls.append("loss") or loss(*arguments))
+
+    def load_and_check():
+        before = state(pipeline)
+        load()
+        assert all(map(torch.equal, state(pipeline), before))
+        assert [layer.take_losses() for layer in layers] == [(0.0, 0)] * len(layers)
+        loads.append(len(calls))
+
+    monkeypatch.setattr(pipeline, "load_kernels", load_and_check)
+    pipeline._kernels_loaded = False  # as on a GPU
+    with torch.no_grad():
+        for _ in range(2):
+            pipeline.step(batch[:, :-1], batch[:, 1:])
+    assert loads == [2]  # whole and split

@@ -165,6 +165,10 @@ def test_layers_frozen_on_one_rank_do_not_change_its_exchanges_with_other_ranks(
 
     programs = record_launches(MODEL, SCHEDULE, 2, queued=True, change=change)
     assert sum(check_launches("run", experts_only(programs)).values()) == 5 * 3 * 4
+    for rank, program in enumerate(experts_only(programs)):
+        for launch in program:  # each with the micro-batch of its half of a pair: that of the other half flows back
+            layer, micro_batch = map(int, re.findall(r"(?:layer|micro-batch) (\d+)", launch.what))
+            assert SCHEDULE.rank_of(layer // 2, micro_batch) == rank // 2
     with pytest.raises(ScheduleError, match="in the group dense of ranks 0, 1, 2, 3"):  # the sums of gradients differ
         check_launches("run", programs)
 
