@@ -1,9 +1,14 @@
 """Training on a simulated GPU uses no memory too early, and what the simulation calls too early."""
 
+from functools import partial
+
 import pytest
 import torch
 
+from moe_dualpipe.overlap import Comm, PrepareComm
+from moe_dualpipe.overlap.engine import _SideStream
 from tests.support.pairs import assert_same, stage
+from tests.support.segments import doubled
 from tests.support.simulated_gpu import RaceError, SimulatedGpu
 from tests.support.simulated_ranks import MirrorGroup, replace_devices
 from tests.support.simulated_runs import all_to_all, loopback, pipeline, single_process, train, train_simulated
@@ -24,6 +29,21 @@ def test_a_pipeline_uses_no_memory_too_early():
     expected_losses, expected_grads = single_process()
     assert losses == expected_losses
     torch.testing.assert_close(grads, expected_grads, rtol=1e-4, atol=1e-6)
+
+
+def test_a_side_stream_holds_what_it_must_and_no_longer():
+    """The other side holds the functions of an interleaved transfer: alone, it would never let them go."""
+    with SimulatedGpu() as gpu:
+        one, other = _SideStream.pair(gpu.device, gpu)
+        for side, peer in ((one, other), (other, one)):
+            comm = Comm("move", partial(doubled, torch.ones(3)), doubled)
+            side.prepare(PrepareComm("move", abs), lambda: None)
+            for num_prepared, interleaved in ((1, False), (0, True)):
+                transfer = side.start(comm, side.mark(), interleaved)
+                peer.held.clear()
+                transfer.wait()
+                assert peer.held == [(comm.back,)] * interleaved
+                assert len(transfer.prepared) == num_prepared
 
 
 # ---- what is too early ----
