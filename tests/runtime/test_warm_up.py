@@ -2,10 +2,12 @@
 
 import dataclasses
 
+import pytest
 import torch
 
 from moe_dualpipe.models import StageOptions, TransformerStage
 from moe_dualpipe.runtime.p2p import P2P
+from moe_dualpipe.runtime.shared_errors import gather_objects
 from moe_dualpipe.schedule import build
 from moe_dualpipe.training.pipeline import Pipeline
 from tests.support.ranks import run_ranks
@@ -43,6 +45,9 @@ def loaded_and_not(rank, schedule, ep):
         batch = torch.randint(SMALL.vocab_size, (4, 9), generator=torch.Generator().manual_seed(rank % ep))
         losses = pipeline.step(batch[:, :-1], batch[:, 1:])
         found.append([*losses, *state(pipeline), pipeline.balance_experts(0.1)])
+        everywhere = [x.item() for of_rank in gather_objects(losses) for x in of_rank]
+        assert len(everywhere) == 4 * ep
+        assert pipeline.mean_loss(losses) == pytest.approx(sum(everywhere) / len(everywhere), rel=1e-12)
         if load:
             loads = 2 * len(pipeline.stages)  # each stage runs whole and split
             assert log[: 2 * loads] == ["stage"] * 2 * loads
