@@ -74,6 +74,7 @@ def test_two_ranks_with_half_of_the_experts_have_the_same_losses(tmp_path):
     assert halved == pytest.approx(whole_, rel=1e-5)
 
 
+@pytest.mark.long
 def test_custom_attention_trains_in_a_pipeline_and_resumes_in_one_process(tmp_path):
     attention = {"attention": named("sliding_window", "SlidingWindow"), "attention_options": "window=7"}
     model = dataclasses.replace(MODEL, **attention)

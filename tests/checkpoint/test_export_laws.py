@@ -122,7 +122,7 @@ def save_start(rank, config, step):
     (PLAIN, [(1, {"zero": False}), (2, {}), (4, {"pp": 2, "ep": 2}), (2, {"pp": 2, "schedule": "zbv"})]),
     (DEEPSEEK, [(1, {}), (2, {"pp": 1, "ep": 2, "zero": True}), (2, {"pp": 2})]),
 ], ids=["mixtral", "deepseek_v3"])  # fmt: skip
-@pytest.mark.quick("deepseek_v3")
+@pytest.mark.long
 def test_exports_do_not_depend_on_the_division_of_the_run(tmp_path, model, divisions):
     run_ranks(2, train, settings(tmp_path / "run", model=model, steps=2, **SMALL))
     found, expected = find_checkpoint(str(tmp_path / "run")), None

@@ -76,6 +76,7 @@ def hanging(trainer):
     on_rank_1_in_step_3(trainer, fall_asleep)
 
 
+@pytest.mark.long
 def test_a_rank_that_hangs_is_named_within_the_timeout(tmp_path):
     with Processes(2, settings(tmp_path / "run", seq_len=16, timeout=8.0), sabotage=hanging) as run:
         assert run.exit_codes(0, 1) == [1, 1]

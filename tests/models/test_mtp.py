@@ -150,7 +150,7 @@ def test_a_weight_of_zero_trains_the_model_as_without_mtp():
 
 
 @pytest.mark.parametrize("fused_loss", [False, True])
-@pytest.mark.quick("True")
+@pytest.mark.long
 def test_overlap_recompute_and_deferral_are_bit_equal(fused_loss):
     """Two micro-batches: the second forward overlaps the first backward; the second backward runs alone."""
 

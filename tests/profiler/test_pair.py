@@ -163,7 +163,7 @@ def one_round(monkeypatch):
 
 
 @pytest.mark.parametrize("mode", ["train", "prefill", "decode"])
-@pytest.mark.quick("train", "prefill")
+@pytest.mark.quick("train")
 def test_run_writes_a_report_recordings_and_pictures(mode, tmp_path, capsys, request):
     if mode != "train":
         request.getfixturevalue("one_round")

@@ -21,6 +21,7 @@ def test_trained_parameters_of_a_partly_frozen_model_get_their_gradients(frozen)
     run_ranks(2, all_schedules_equal_reference, names, 2, frozen == ALL_BUT_THE_HEAD, frozen)
 
 
+@pytest.mark.long
 def test_ranks_that_share_experts_agree_on_their_transfers():
     """Before an all-to-all, something is trained on one rank and nothing on the other."""
     run_ranks(2, agrees, "dualpipev", 1, 2, 2, False, ALL_BUT_THE_SECOND_RANKS_EXPERTS)

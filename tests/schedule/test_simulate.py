@@ -28,7 +28,7 @@ from moe_dualpipe.schedule import (
 )
 from moe_dualpipe.schedule.walk import needs
 
-MANY = settings(max_examples=150, deadline=None)
+MANY = settings(max_examples=60, deadline=None)
 
 
 @st.composite

@@ -50,12 +50,14 @@ def checks():
 
 
 @pytest.mark.parametrize("fault", FOUND)
+@pytest.mark.long
 def test_a_fault_is_located(checks, fault):
     assert checks[fault].status == "failed"
     assert checks[fault].problem.startswith(DIFFERS + FOUND[fault])
     assert DETAILS.get(fault, "") in checks[fault].problem
 
 
+@pytest.mark.long
 def test_variants_without_a_fault_pass(checks):
     assert checks["ep=2"].status == checks["pp=2"].status == "passed"
     assert checks["pp=2"].measured.startswith("losses equal, logits equal, gradients ")

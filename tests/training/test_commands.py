@@ -77,6 +77,7 @@ def own_stages(rank, name):
     return printed.getvalue()
 
 
+@pytest.mark.long
 def test_the_own_stages_example_gives_the_same_results_under_two_schedules(tmp_path):
     order = tmp_path / "order.csv"
     order.write_text(build("1f1b", 2, 8).to_csv())

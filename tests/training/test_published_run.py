@@ -44,6 +44,7 @@ def train_on_ranks(_rank, *configs):
         train(config, verbose=False)
 
 
+@pytest.mark.long
 def test_it_trains_on_two_ranks_resumes_and_is_exported_with_its_files(published, tmp_path):
     first = started(published, tmp_path / "run")
     later = change(first, weights=None, resume=str(tmp_path / "run"), steps=3, export=str(tmp_path / "out"))

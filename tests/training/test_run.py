@@ -72,7 +72,7 @@ CHOICES = [
 
 
 @pytest.mark.parametrize("ranks,division", [(1, {}), (2, {"pp": 2}), (2, {"pp": 1, "ep": 2})])
-@pytest.mark.quick("2-division2")
+@pytest.mark.long
 def test_overlap_recompute_and_deferral_are_bit_identical(tmp_path, ranks, division):
     small = {"steps": 2, "seq_len": 16, "eval_sequences": 1, **division}
     configs = [settings(tmp_path / str(i), **small, **choice) for i, choice in enumerate([{}, *CHOICES])]
