@@ -10,7 +10,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: venv train test soak lint bench codegen kernel-hub docs clean
+.PHONY: venv train test pytest soak lint bench codegen kernel-hub docs clean
 
 venv: $(INSTALLED)
 
@@ -25,7 +25,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 train: venv
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --nproc-per-node 2 train.py --preset tiny --steps 240
 
-test: lint
+test: venv  # pyright uses one core, so both together take less time
+	$(MAKE) --no-print-directory --jobs 2 lint pytest
+
+pytest: venv
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 soak: venv

@@ -37,8 +37,8 @@ PUBLISHED = {
 """Keys of published config.json files that transformers does not write."""
 
 
-QUICK = {"qwen2_moe", "deepseek_v3"}
-"""The configurations that are not among the long tests: one with the options of each kind of attention."""
+QUICK = {"deepseek_v3"}
+"""The configurations that are not among the long tests: the one with the most options."""
 
 
 @pytest.fixture(

@@ -97,6 +97,7 @@ def check_resumed_losses(tmp_path, name, num_ranks, resume, reference, **changes
 LONG = {"model": MODEL, "steps": 10, "seq_len": 16, "eval_sequences": 1}
 
 
+@pytest.mark.long
 def test_a_pipeline_resumes_with_other_numbers_of_ranks_and_schedules(tmp_path):
     whole = run_ranks(2, train, settings(tmp_path / "whole", save_every=2, keep=None, **LONG))[0]
     resume = tmp_path / "whole" / "checkpoints" / "step-000002"

@@ -159,7 +159,7 @@ def bytes_deferred(config, spec, recompute):
 @pytest.mark.parametrize("spec,choices,recompute", [
     (MIDDLE, LATENT | {"q_rank": 20}, "none"), (LAST, {"vocab_size": 200}, "full")
 ], ids=["mla", "last"])  # fmt: skip
-@pytest.mark.quick("mla")
+@pytest.mark.long
 def test_bytes_saved_for_deferred_weight_gradients(spec, choices, recompute):
     config = ModelConfig(**SIZES | choices)
     measured = bytes_deferred(config, spec, recompute)

@@ -59,7 +59,7 @@ def assert_equal(state, expected):
 
 
 @pytest.mark.parametrize("name", ["Listed", "ListsOfStacks"])
-@pytest.mark.quick("ListsOfStacks")
+@pytest.mark.long
 def test_runs_with_any_number_of_expert_parallel_ranks_start_and_train_alike(tmp_path, name):
     """With `Listed`, experts 0 and 1 are null: with `--ep 4`, two ranks have no expert parameters at all."""
     config = settings(tmp_path, model=with_experts(name), seq_len=16, data=(f"{TEXT}/message.py",))

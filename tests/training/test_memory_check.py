@@ -30,6 +30,7 @@ def needs_and_use(rank, configs):
     return found
 
 
+@pytest.mark.long
 def test_needs_equal_what_ranks_allocate(tmp_path):
     base = settings(tmp_path, model=dataclasses.replace(MODEL, vocab_size=3000))
     changes = [{"pp": 2, "ep": 2, "dtype": "bfloat16"}, {"pp": 1}, {"pp": 2, "schedule": "dualpipev", "zero": False}]

@@ -59,6 +59,7 @@ def train(*arguments):
     main(["train", *map(str, ("--device", "cpu", *SMALL, "--sample-tokens", 0, *arguments))])
 
 
+@pytest.mark.long
 def test_wandb_gets_the_records_of_a_run_and_of_its_continuation(tmp_path, wandb):
     calls, run = wandb(), tmp_path / "run"
     train("--steps", 2, "--out", run, "--wandb", "my project", "--optim.lr", 0.001)
