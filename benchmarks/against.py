@@ -1,0 +1,253 @@
+"""Time a training step of this project against other programs of the same model on this CPU.
+
+    python -m benchmarks.against                                        about five minutes on two cores
+    python -m benchmarks.against --sizes tiny --only ours plain --threads 1 --rounds 15
+
+A step is forward and backward of one micro-batch, the norm of the gradients, clipping, and AdamW. `small` and
+`olmoe-layer` are without the update, whose state for several programs at once would not fit into the memory of a small
+machine. The programs:
+
+    ours                 the trainer of train.py, in one process
+    plain                the plainest PyTorch program (plain.py)
+    hf eager             Hugging Face transformers: Qwen2-MoE; OLMoE for olmoe-layer
+    hf grouped_mm        the same with experts_implementation="grouped_mm"
+    hf ..., compiled     the same under torch.compile
+
+All start with the same weights and get the same batches. Their losses must agree in every step. They take turns, and a
+ratio compares two steps of one round. `matrix products` is the time that plain spends in matrix products and attention:
+no program with these products can be faster. On one thread, times are CPU seconds of the process, which other programs
+on the machine disturb little; on more threads, they are wall times.
+"""
+
+import dataclasses
+import importlib.metadata
+import itertools
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe_dualpipe.checkpoint.huggingface import save_pretrained
+from moe_dualpipe.models import PRESETS, ModelConfig, TransformerStage, build_model
+from moe_dualpipe.runtime.launch import Launch
+from moe_dualpipe.runtime.world import join_world
+from moe_dualpipe.training import config as training
+from moe_dualpipe.training.plan import Given, plan_run
+from moe_dualpipe.training.trainer import Trainer
+
+from .common import quartiles, ratios, table, take_turns
+from .plain import plain_loss
+
+PLAIN, PRODUCTS = "plain", "matrix products"
+OPTIM = training.OptimizerConfig(lr=1e-3, schedule="wsd", warmup_steps=0)  # the learning rate is constant
+COLUMNS = "size | threads | program | ms | quartiles | tokens/s | time / plain | quartiles"
+_ATEN = torch.ops.aten
+_TIMED = {
+    _ATEN.mm.default, _ATEN.bmm.default, _ATEN.addmm.default,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A model, its micro-batch of token ids [B, S], and whether a step updates the weights."""
+
+    model: ModelConfig
+    batch: tuple[int, int]
+    update: bool = False
+
+
+# The shared experts of Qwen2-MoE have a gate, and its router no bias.
+_QWEN: dict[str, Any] = {"shared_gate": True, "router_bias": False}
+SIZES = {
+    "tiny": Size(dataclasses.replace(PRESETS["tiny"], **_QWEN), (2, 256), update=True),
+    "small": Size(dataclasses.replace(PRESETS["small"], **_QWEN), (1, 256)),
+    "olmoe-layer": Size(dataclasses.replace(PRESETS["olmoe-1b-7b"], num_layers=1, vocab_size=256), (2, 256)),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure."""
+
+    sizes: tuple[str, ...] = tuple(SIZES)
+    """Names of sizes."""
+    only: tuple[str, ...] = ()
+    """Programs to run, besides plain. (): all."""
+    threads: tuple[int, ...] = (1, 2)
+    """Numbers of threads."""
+    rounds: int = 7
+    """Timed steps of each program."""
+
+
+Step = Callable[[Tensor, Tensor], float]
+"""Trains on inputs and labels [B, S], and returns the loss."""
+
+
+def ours(size: Size, weights: dict[str, Tensor]) -> Step:
+    no_tokens = torch.zeros(size.batch, dtype=torch.long)
+    batches = {0: (no_tokens, no_tokens)}
+    config = training.TrainConfig(
+        model=size.model, steps=10**9, optim=OPTIM, parallel=training.ParallelConfig(schedule="1f1b"),
+        batch=training.BatchConfig(micro_batches=1, micro_batch_size=size.batch[0], seq_len=size.batch[1]),
+        compute=training.ComputeConfig(device="cpu"),
+    )  # fmt: skip
+    trainer = Trainer(plan_run(config, Launch(0, 0, 1, 1), None, Given(weights, batches.__getitem__)))
+    numbers = itertools.count(1)
+
+    def step(inputs_BS: Tensor, labels_BS: Tensor) -> float:
+        number = next(numbers)
+        batches[number] = inputs_BS, labels_BS
+        if size.update:
+            return trainer.train_step(number)["loss"]
+        losses = trainer.training_losses(number)
+        trainer.optimizer.drop_gradients()
+        return losses[0].item()
+
+    return step
+
+
+def plain(size: Size, weights: dict[str, Tensor]) -> Step:
+    parameters = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
+    return _trained(size, [*parameters.values()], lambda *batch: plain_loss(parameters, size.model, *batch))
+
+
+def hugging_face(size: Size, folder: Path, experts: str, compiled: bool) -> Step:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation=experts).train()
+    run = torch.compile(model) if compiled else model
+
+    def loss(inputs_BS: Tensor, labels_BS: Tensor) -> Tensor:
+        return F.cross_entropy(run(inputs_BS, use_cache=False).logits.flatten(0, 1), labels_BS.flatten())
+
+    return _trained(size, [*model.parameters()], loss)
+
+
+def _trained(size: Size, parameters: list[Tensor], loss_of: Callable[..., Tensor]) -> Step:
+    """One training step as one writes it without a framework."""
+    matrices, vectors = ([p for p in parameters if (p.ndim > 1) == wanted] for wanted in (True, False))
+    groups = [{"params": matrices, "weight_decay": OPTIM.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, lr=OPTIM.lr, betas=(OPTIM.beta1, OPTIM.beta2), fused=True)
+
+    def step(*batch: Tensor) -> float:
+        loss = loss_of(*batch)
+        loss.backward()
+        if size.update:
+            torch.nn.utils.clip_grad_norm_(parameters, OPTIM.clip or torch.inf)
+            adamw.step()
+        adamw.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def programs(size: Size, model: TransformerStage, folder: Path) -> dict[str, Callable[[], Step]]:
+    """How to build each program. model: the weights of all; folder: the same, in the format of Hugging Face."""
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    found: dict[str, Callable[[], Step]] = {PLAIN: partial(plain, size, weights), "ours": partial(ours, size, weights)}
+    for experts in ("eager", "grouped_mm"):
+        for compiled in (False, True):
+            name = f"hf {experts}{', compiled' if compiled else ''}"
+            found[name] = partial(hugging_face, size, folder, experts, compiled)
+    return {**found, PRODUCTS: found[PLAIN]}
+
+
+class ProductTime(TorchDispatchMode):
+    """In this context, `seconds` adds up the time of matrix products and attention, forward and backward."""
+
+    def __init__(self, clock: Callable[[], float]):
+        super().__init__()
+        self.clock, self.seconds = clock, 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _TIMED:
+            return func(*args, **(kwargs or {}))
+        start = self.clock()
+        out = func(*args, **(kwargs or {}))
+        self.seconds += self.clock() - start
+        return out
+
+
+@contextmanager
+def built(size: Size, only: tuple[str, ...] = ()) -> Iterator[dict[str, Step]]:
+    """The programs that run here, by name. Those that do not are printed with the reason."""
+    steps = {}
+    with tempfile.TemporaryDirectory() as folder, join_world("cpu"):
+        model = build_model(size.model)
+        save_pretrained(model, Path(folder, "hf"))
+        tokens_BS = torch.zeros(size.batch, dtype=torch.long)
+        for name, build in programs(size, model, Path(folder, "hf")).items():
+            if only and name not in (*only, PLAIN, PRODUCTS):
+                continue
+            try:
+                steps[name] = build()
+                if "compiled" in name:
+                    steps[name](tokens_BS, tokens_BS)
+                    steps[name] = build()
+            except Exception as error:  # any error of another library, or of a compiler
+                print(f"without {name}: {type(error).__name__}: {str(error).strip().splitlines()[0]}")
+        yield steps
+
+
+def measure(size: Size, steps: dict[str, Step], rounds: int, clock: Callable[[], float]) -> dict[str, list[float]]:
+    """Seconds of each program by round, without two warm-up rounds. Raises AssertionError if losses differ."""
+    generator, losses = torch.Generator().manual_seed(0), {}
+    batch: list[Tensor] = []
+
+    def timed(name: str) -> float:
+        if name == PLAIN:  # the first of a round
+            tokens = torch.randint(size.model.vocab_size, (size.batch[0], size.batch[1] + 1), generator=generator)
+            batch[:] = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        products = ProductTime(clock)
+        start = clock()
+        with products if name == PRODUCTS else nullcontext():
+            losses[name] = steps[name](*batch)
+        seconds = clock() - start
+        assert abs(losses[name] / losses[PLAIN] - 1) < 1e-4, losses
+        return products.seconds if name == PRODUCTS else seconds
+
+    return take_turns(rounds, {name: partial(timed, name) for name in steps}, warm_up=2)
+
+
+def rows(name: str, threads: int, size: Size, seconds: dict[str, list[float]]) -> list[list[str]]:
+    """One row per program."""
+    tokens, found = size.batch[0] * size.batch[1], []
+    for program, values in seconds.items():
+        cells = quartiles([1e3 * value for value in values], ".4g")
+        rate = f"{tokens / statistics.median(values):,.0f}"
+        found.append([name, str(threads), program, *cells, rate, *quartiles(ratios(values, seconds[PLAIN]), ".2f")])
+    return found
+
+
+def main() -> None:
+    options = tyro.cli(Options, description=__doc__)
+    versions = f"torch {torch.__version__}, transformers {importlib.metadata.version('transformers')}"
+    print(f"{os.cpu_count()} cores; fp32; {versions}; {options.rounds} rounds")
+    for name in options.sizes:
+        for threads in options.threads:
+            torch.set_num_threads(threads)
+            torch.compiler.reset()  # compiled code has a fixed number of threads
+            torch.manual_seed(0)
+            size, clock = SIZES[name], time.process_time if threads == 1 else time.perf_counter
+            with built(size, options.only) as steps:
+                print(
+                    table(COLUMNS, rows(name, threads, size, measure(size, steps, options.rounds, clock))), flush=True
+                )
+
+
+if __name__ == "__main__":
+    main()
