@@ -32,7 +32,8 @@ class TileConfig:
     group_m: number of row tiles that pass over the columns together, which reuses weights in the L2 cache. tma: load
     weights through the tensor memory accelerator (Hopper and newer) if their sizes allow it. maxnreg: maximum number of
     registers per thread, on NVIDIA GPUs; None: the compiler's choice. With fewer registers, a second block may fit on a
-    multiprocessor.
+    multiprocessor. per_sm: number of programs per multiprocessor, each of which computes many tiles; None: one program
+    per tile.
     """
 
     block_m: int
@@ -43,6 +44,7 @@ class TileConfig:
     group_m: int = 8
     tma: bool = False
     maxnreg: int | None = None
+    per_sm: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,27 +14,36 @@ import triton.language as tl
 from torch import Tensor
 
 from .configs import lookup
-from .launch_args import arch_of, launch_grid, launch_settings, weights_argument
-from .tiles import Tiling, locate_tile, split_columns, store_tile, tile_product, tile_rows
+from .descriptors import ragged_argument, rows_argument, uses_tma, weights_argument
+from .launch_args import arch_of, launch_grid, launch_settings
+from .tiles import Tiling, locate_tile, split_columns, store_ragged, store_tile, tile_product, tile_rows
 
 
-@triton.jit(do_not_specialize=["slots"])
+@triton.jit
 def rows_times_weights_kernel(
-    a, index, w, out, tiles, offsets, slots, STRIDE_A: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    TRANSPOSED: tl.constexpr, GATHER: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    a, index, w, out, tiles, STRIDE_A: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TRANSPOSED: tl.constexpr,
+    GATHER: tl.constexpr, TMA_ROWS: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    for tile in range(tl.program_id(0), slots * TILES_N, tl.num_programs(0)):
-        e, first, end, n_tile = locate_tile(tile, tiles, offsets, slots, TILES_N, GROUP_M)
-        if e >= 0:
-            a_rows = a + tile_rows(index, first, end, GATHER, BLOCK_M) * STRIDE_A
-            n0 = n_tile * BLOCK_N
-            acc = tile_product(a_rows, w, e, n0, N, K, TRANSPOSED, False, TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
+    HALF: tl.constexpr = BLOCK_N // 2
+    count = tl.load(tiles)
+    # Flattened, the first loads of a tile overlap the stores of the previous one. Triton 3.6 needs TMA to pipeline it.
+    for tile in tl.range(tl.program_id(0), count * TILES_N, tl.num_programs(0), flatten=TMA_ROWS):
+        e, first, end, n_tile = locate_tile(tile, tiles, count, TILES_N, GROUP_M)
+        rows = first if TMA_ROWS else tile_rows(index, first, end, GATHER, BLOCK_M) * STRIDE_A
+        n0 = n_tile * BLOCK_N
+        acc = tile_product(
+            a, rows, w, e, n0, N, K, TRANSPOSED, False, TMA_ROWS, TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K
+        )
+        left, right = split_columns(acc, BLOCK_M, BLOCK_N)
+        if TMA_ROWS:
+            store_ragged(out, left, first, end, n0)
+            store_ragged(out, right, first, end, n0 + HALF)
+        else:
             m = first + tl.arange(0, BLOCK_M)
-            left, right = split_columns(acc, BLOCK_M, BLOCK_N)
-            store_tile(out, left, m, n0, end, N, N, BLOCK_N // 2, BLOCK_N)
-            store_tile(out, right, m, n0 + BLOCK_N // 2, end, N, N, BLOCK_N // 2, BLOCK_N)
+            store_tile(out, left, m, n0, end, N, N, HALF, BLOCK_N)
+            store_tile(out, right, m, n0 + HALF, end, N, N, HALF, BLOCK_N)
 
 
 def rows_times_weights(
@@ -47,12 +56,15 @@ def rows_times_weights(
     """
     n, k = (w.shape[2], w.shape[1]) if transposed else (w.shape[1], w.shape[2])
     config = lookup(kernel, arch_of(a.device), a.element_size(), n, k)
-    box = (1, config.block_k, config.block_n) if transposed else (1, config.block_n, config.block_k)
+    block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
+    box = (1, block_k, block_n) if transposed else (1, block_n, block_k)
     out = a.new_empty(tiling.num_rows, n)
+    tma, tma_rows = uses_tma(config, w), index is None and uses_tma(config, a, w, out)
     if tiling.num_rows:
-        tiles = tiling(config.block_m)
-        rows_times_weights_kernel[launch_grid(len(tiles), n, config.block_n, num_sms)](
-            a, index, weights_argument(w, box, config), out, tiles, tiling.offsets, len(tiles), a.stride(0), n, k,
-            TRANSPOSED=transposed, GATHER=index is not None, **launch_settings(config, w),
+        grid = launch_grid(tiling.max_tiles(block_m), n, block_n, config, num_sms, a.device)
+        rows_times_weights_kernel[grid](
+            rows_argument(a, (block_m, block_k), tma_rows), index, weights_argument(w, box, tma),
+            ragged_argument(out, (block_m, block_n // 2), tma_rows), tiling(block_m), a.stride(0), n, k,
+            TRANSPOSED=transposed, GATHER=index is not None, TMA_ROWS=tma_rows, **launch_settings(config, w),
         )  # fmt: skip
     return out

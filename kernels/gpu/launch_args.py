@@ -6,9 +6,9 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .configs import TileConfig
+from .descriptors import uses_tma
 
 
 def interpreter_enabled() -> bool:
@@ -39,10 +39,20 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def launch_grid(slots: int, columns: int, block_n: int, num_sms: int | None) -> tuple[int]:
-    """One program per tile, but at most `num_sms`."""
-    tiles = slots * ceil_div(columns, block_n)
+def launch_grid(
+    row_tiles: int, columns: int, block_n: int, config: TileConfig, num_sms: int | None, device: torch.device
+) -> tuple[int]:
+    """One program per tile; at most `num_sms` programs, or else `config.per_sm` for each multiprocessor."""
+    tiles = row_tiles * ceil_div(columns, block_n)
+    if num_sms is None and config.per_sm is not None:
+        num_sms = config.per_sm * _num_multiprocessors(device)
     return (tiles if num_sms is None else min(tiles, num_sms),)
+
+
+@functools.cache
+def _num_multiprocessors(device: torch.device) -> int:
+    """1 for a CPU: the interpreter runs one program at a time."""
+    return 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def dot_precision(dtype: torch.dtype) -> str:
@@ -53,24 +63,10 @@ def dot_precision(dtype: torch.dtype) -> str:
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
-def uses_tma(w: Tensor, config: TileConfig) -> bool:
-    """Whether the tensor memory accelerator (TMA) loads the weights. It needs rows aligned to 16 bytes."""
-    return config.tma and w.shape[-1] * w.element_size() % 16 == 0 and w.data_ptr() % 16 == 0
-
-
-def weights_argument(w: Tensor, box: tuple[int, int, int], config: TileConfig) -> Tensor | TensorDescriptor:
-    """The weights as a kernel argument: a TMA descriptor that loads `box` at a time, or the plain tensor."""
-    if not uses_tma(w, config):
-        return w
-    _, rows, columns = w.shape
-    # Not w.stride(): the stride of a dimension of size 1 is arbitrary, and a descriptor needs multiples of 16 bytes.
-    return TensorDescriptor(w, [*w.shape], [rows * columns, columns, 1], [*box])
-
-
 def launch_settings(config: TileConfig, w: Tensor) -> dict[str, Any]:
     """The keyword arguments that all products with weights take at launch."""
     return {
-        "TMA": uses_tma(w, config), "PRECISION": dot_precision(w.dtype), "BLOCK_M": config.block_m,
+        "TMA": uses_tma(config, w), "PRECISION": dot_precision(w.dtype), "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP_M": config.group_m, **compile_options(config),
     }  # fmt: skip
 

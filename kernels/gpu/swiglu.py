@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .configs import lookup
-from .launch_args import arch_of, ceil_div, launch_grid, launch_settings, weights_argument
+from .descriptors import uses_tma, weights_argument
+from .launch_args import arch_of, ceil_div, launch_grid, launch_settings
 from .tiles import Tiling, locate_tile, split_columns, store_tile, tile_product, tile_rows
 
 
@@ -30,27 +31,27 @@ def _routing_weight(weights, choice, m, end, WEIGHTED: tl.constexpr, BLOCK_M: tl
     return s
 
 
-@triton.jit(do_not_specialize=["slots"])
+@triton.jit
 def swiglu_up_kernel(
-    x, index, w, weights, choice, z, h, tiles, offsets, slots, STRIDE_X: tl.constexpr, F: tl.constexpr, D: tl.constexpr,
+    x, index, w, weights, choice, z, h, tiles, STRIDE_X: tl.constexpr, F: tl.constexpr, D: tl.constexpr,
     STORE_Z: tl.constexpr, WEIGHTED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = BLOCK_N // 2
     TILES_N: tl.constexpr = (F + HALF - 1) // HALF
-    for tile in range(tl.program_id(0), slots * TILES_N, tl.num_programs(0)):
-        e, first, end, n_tile = locate_tile(tile, tiles, offsets, slots, TILES_N, GROUP_M)
-        if e >= 0:
-            x_rows = x + tile_rows(index, first, end, True, BLOCK_M) * STRIDE_X
-            n0 = n_tile * HALF
-            acc = tile_product(x_rows, w, e, n0, F, D, False, True, TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
-            gate, up = split_columns(acc, BLOCK_M, BLOCK_N)
-            m = first + tl.arange(0, BLOCK_M)
-            if STORE_Z:
-                store_tile(z, gate, m, n0, end, 2 * F, F, HALF, HALF)
-                store_tile(z + F, up, m, n0, end, 2 * F, F, HALF, HALF)
-            s = _routing_weight(weights, choice, m, end, WEIGHTED, BLOCK_M)
-            store_tile(h, gate * tl.sigmoid(gate) * up * s[:, None], m, n0, end, F, F, HALF, HALF)
+    count = tl.load(tiles)
+    for tile in range(tl.program_id(0), count * TILES_N, tl.num_programs(0)):
+        e, first, end, n_tile = locate_tile(tile, tiles, count, TILES_N, GROUP_M)
+        x_rows = tile_rows(index, first, end, True, BLOCK_M) * STRIDE_X
+        n0 = n_tile * HALF
+        acc = tile_product(x, x_rows, w, e, n0, F, D, False, True, False, TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
+        gate, up = split_columns(acc, BLOCK_M, BLOCK_N)
+        m = first + tl.arange(0, BLOCK_M)
+        if STORE_Z:
+            store_tile(z, gate, m, n0, end, 2 * F, F, HALF, HALF)
+            store_tile(z + F, up, m, n0, end, 2 * F, F, HALF, HALF)
+        s = _routing_weight(weights, choice, m, end, WEIGHTED, BLOCK_M)
+        store_tile(h, gate * tl.sigmoid(gate) * up * s[:, None], m, n0, end, F, F, HALF, HALF)
 
 
 def swiglu_up(
@@ -67,11 +68,11 @@ def swiglu_up(
     z = x.new_empty(tiling.num_rows, 2 * f) if store_z else None
     h = x.new_empty(tiling.num_rows, f)
     if tiling.num_rows:
-        tiles = tiling(config.block_m)
         box = (2, config.block_n // 2, config.block_k)
-        swiglu_up_kernel[launch_grid(len(tiles), f, config.block_n // 2, num_sms)](
-            x, index, weights_argument(halves, box, config), weights, choice, z, h, tiles, tiling.offsets,
-            len(tiles), x.stride(0), f, d, STORE_Z=store_z, WEIGHTED=weights is not None,
+        grid = launch_grid(tiling.max_tiles(config.block_m), f, config.block_n // 2, config, num_sms, x.device)
+        swiglu_up_kernel[grid](
+            x, index, weights_argument(halves, box, uses_tma(config, halves)), weights, choice, z, h,
+            tiling(config.block_m), x.stride(0), f, d, STORE_Z=store_z, WEIGHTED=weights is not None,
             **launch_settings(config, halves),
         )  # fmt: skip
     return z, h
@@ -96,32 +97,32 @@ def _swiglu_backward(
     return tl.sum(dh * silu * up, 1)
 
 
-@triton.jit(do_not_specialize=["slots", "num_rows"])
+@triton.jit(do_not_specialize=["num_rows"])
 def swiglu_down_backward_kernel(
-    dy, index, w, z, weights, choice, dz, h, sums, tiles, offsets, slots, num_rows, STRIDE_DY: tl.constexpr,
+    dy, index, w, z, weights, choice, dz, h, sums, tiles, num_rows, STRIDE_DY: tl.constexpr,
     F: tl.constexpr, D: tl.constexpr, WEIGHTED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     TILES_N: tl.constexpr = (F + BLOCK_N - 1) // BLOCK_N
     QUARTER: tl.constexpr = BLOCK_N // 4
-    for tile in range(tl.program_id(0), slots * TILES_N, tl.num_programs(0)):
-        e, first, end, n_tile = locate_tile(tile, tiles, offsets, slots, TILES_N, GROUP_M)
-        if e >= 0:
-            dy_rows = dy + tile_rows(index, first, end, True, BLOCK_M) * STRIDE_DY
-            n0 = n_tile * BLOCK_N
-            acc = tile_product(dy_rows, w, e, n0, F, D, True, False, TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
-            m = first + tl.arange(0, BLOCK_M)
-            s = _routing_weight(weights, choice, m, end, WEIGHTED, BLOCK_M)
-            # In four parts: gate, up and their gradients for the whole tile would spill registers.
-            left, right = split_columns(acc, BLOCK_M, BLOCK_N)
-            dh0, dh1 = split_columns(left, BLOCK_M, BLOCK_N // 2)
-            dh2, dh3 = split_columns(right, BLOCK_M, BLOCK_N // 2)
-            total = _swiglu_backward(dh0, z, dz, h, s, m, n0, end, F, QUARTER, BLOCK_N)
-            total += _swiglu_backward(dh1, z, dz, h, s, m, n0 + QUARTER, end, F, QUARTER, BLOCK_N)
-            total += _swiglu_backward(dh2, z, dz, h, s, m, n0 + 2 * QUARTER, end, F, QUARTER, BLOCK_N)
-            total += _swiglu_backward(dh3, z, dz, h, s, m, n0 + 3 * QUARTER, end, F, QUARTER, BLOCK_N)
-            if WEIGHTED:
-                tl.store(sums + n_tile.to(tl.int64) * num_rows + m, total, mask=m < end)
+    count = tl.load(tiles)
+    for tile in range(tl.program_id(0), count * TILES_N, tl.num_programs(0)):
+        e, first, end, n_tile = locate_tile(tile, tiles, count, TILES_N, GROUP_M)
+        dy_rows = tile_rows(index, first, end, True, BLOCK_M) * STRIDE_DY
+        n0 = n_tile * BLOCK_N
+        acc = tile_product(dy, dy_rows, w, e, n0, F, D, True, False, False, TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
+        m = first + tl.arange(0, BLOCK_M)
+        s = _routing_weight(weights, choice, m, end, WEIGHTED, BLOCK_M)
+        # In four parts: gate, up and their gradients for the whole tile would spill registers.
+        left, right = split_columns(acc, BLOCK_M, BLOCK_N)
+        dh0, dh1 = split_columns(left, BLOCK_M, BLOCK_N // 2)
+        dh2, dh3 = split_columns(right, BLOCK_M, BLOCK_N // 2)
+        total = _swiglu_backward(dh0, z, dz, h, s, m, n0, end, F, QUARTER, BLOCK_N)
+        total += _swiglu_backward(dh1, z, dz, h, s, m, n0 + QUARTER, end, F, QUARTER, BLOCK_N)
+        total += _swiglu_backward(dh2, z, dz, h, s, m, n0 + 2 * QUARTER, end, F, QUARTER, BLOCK_N)
+        total += _swiglu_backward(dh3, z, dz, h, s, m, n0 + 3 * QUARTER, end, F, QUARTER, BLOCK_N)
+        if WEIGHTED:
+            tl.store(sums + n_tile.to(tl.int64) * num_rows + m, total, mask=m < end)
 
 
 def swiglu_down_backward(
@@ -139,10 +140,11 @@ def swiglu_down_backward(
     dz, h = torch.empty_like(z), z.new_empty(num_rows, f)
     sums = torch.empty(tiles_n, num_rows, dtype=torch.float32, device=z.device) if weights is not None else None
     if num_rows:
-        tiles = tiling(config.block_m)
         box = (1, config.block_k, config.block_n)
-        swiglu_down_backward_kernel[launch_grid(len(tiles), f, config.block_n, num_sms)](
-            dy, index, weights_argument(down, box, config), z, weights, choice, dz, h, sums, tiles, tiling.offsets,
-            len(tiles), num_rows, dy.stride(0), f, d, WEIGHTED=weights is not None, **launch_settings(config, down),
+        grid = launch_grid(tiling.max_tiles(config.block_m), f, config.block_n, config, num_sms, dy.device)
+        swiglu_down_backward_kernel[grid](
+            dy, index, weights_argument(down, box, uses_tma(config, down)), z, weights, choice, dz, h, sums,
+            tiling(config.block_m), num_rows, dy.stride(0), f, d, WEIGHTED=weights is not None,
+            **launch_settings(config, down),
         )  # fmt: skip
     return dz, h, sums

@@ -1,8 +1,8 @@
 """Device code that the grouped products share: the table of tiles, and functions that load and store a tile.
 
 The number of rows of each expert is known only on the device, and reading it on the host would be a sync. So the grid
-is sized for the largest possible number of tiles, floor(M / block_m) + E. `Tiling` builds a table on the device that
-maps each slot of the grid to an expert and its first row; unused slots do nothing.
+is sized for the largest possible number of tiles, floor(M / block_m) + E. `Tiling` builds a table on the device with
+the true number of tiles, and the expert and rows of each.
 
 Program i of P computes the tiles i, i + P, i + 2P, ... With `num_sms`, P is at most that number, which leaves the other
 multiprocessors to communication.
@@ -22,33 +22,38 @@ from .launch_args import ceil_div, next_power_of_2
 # ---- the table of tiles ----
 
 
-@triton.jit(do_not_specialize=["slots"])
+@triton.jit
 def _tile_table_kernel(
-    offsets, tiles, slots, E: tl.constexpr, E_PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr
+    offsets, tiles, E: tl.constexpr, E_PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr
 ):
     e = tl.arange(0, E_PADDED)
     starts = tl.load(offsets + e, mask=e < E, other=0)
     ends = tl.load(offsets + e + 1, mask=e < E, other=0)
     tiles_E = (ends - starts + BLOCK_M - 1) // BLOCK_M
     last_E = tl.cumsum(tiles_E, 0)
+    count = tl.sum(tiles_E, 0)
     slot = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
     passed = slot[:, None] >= last_E[None, :]  # experts whose tiles are all before this slot
-    expert = tl.sum(tl.where(passed, 1, 0), 1)  # E or more for slots after the last tile
+    expert = tl.sum(tl.where(passed, 1, 0), 1)
     is_expert = e[None, :] == expert[:, None]
     row = tl.sum(tl.where(is_expert, (starts - (last_E - tiles_E) * BLOCK_M)[None, :], 0), 1) + slot * BLOCK_M
-    inside = slot < slots
-    tl.store(tiles + slot * 2, tl.where(expert < E, expert, -1), mask=inside)
-    tl.store(tiles + slot * 2 + 1, row, mask=inside)
+    end = tl.sum(tl.where(is_expert, ends[None, :], 0), 1)
+    entry = tiles + 3 + slot * 3
+    inside = slot < count
+    tl.store(entry, expert, mask=inside)
+    tl.store(entry + 1, row, mask=inside)
+    tl.store(entry + 2, end, mask=inside)
+    tl.store(tiles, count, mask=tl.program_id(0) == 0)
 
 
 @dataclass(slots=True)
 class Tiling:
     """Divides M rows, grouped by expert, into tiles of equal height. `tiling(block_m)` returns the table of tiles.
 
-    The table is [slots, 2] int32: (expert, first row) of each tile, and expert -1 for an unused slot. It is built once
-    for each block_m.
+    The table is [1 + slots, 3] int32. Its first row begins with the number of tiles. The others are (expert, first row,
+    end of the expert's rows) for each tile; unused ones are uninitialized. It is built once for each block_m.
 
-    Example: offsets [0, 3, 3, 8] with block_m 2 give (0, 0) (0, 2) (2, 3) (2, 5) (2, 7) (-1, .) (-1, .).
+    Example: offsets [0, 3, 3, 8] with block_m 2 give (5, ., .) (0, 0, 3) (0, 2, 3) (2, 3, 8) (2, 5, 8) (2, 7, 8).
     """
 
     offsets: Tensor
@@ -58,14 +63,18 @@ class Tiling:
     def __call__(self, block_m: int) -> Tensor:
         if block_m not in self._tables:
             num_experts = len(self.offsets) - 1
-            slots = self.num_rows // block_m + num_experts
-            tiles = torch.empty(slots, 2, dtype=torch.int32, device=self.offsets.device)
+            slots = self.max_tiles(block_m)
+            tiles = torch.empty(1 + slots, 3, dtype=torch.int32, device=self.offsets.device)
             block_s = 64
             _tile_table_kernel[(ceil_div(slots, block_s),)](
-                self.offsets, tiles, slots, num_experts, next_power_of_2(num_experts), block_m, block_s
+                self.offsets, tiles, num_experts, next_power_of_2(num_experts), block_m, block_s
             )
             self._tables[block_m] = tiles
         return self._tables[block_m]
+
+    def max_tiles(self, block_m: int) -> int:
+        """The largest possible number of tiles."""
+        return self.num_rows // block_m + len(self.offsets) - 1
 
 
 # ---- parts of kernels ----
@@ -84,11 +93,11 @@ def grouped_order(tile, rows, COLUMNS: tl.constexpr, GROUP_M: tl.constexpr):
 
 
 @triton.jit
-def locate_tile(tile, tiles, offsets, slots, TILES_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """Map a tile number to (expert, first row, end of the expert's rows, column tile); expert -1 for an unused slot."""
-    slot, n_tile = grouped_order(tile, slots, TILES_N, GROUP_M)
-    e = tl.load(tiles + slot * 2)
-    return e, tl.load(tiles + slot * 2 + 1), tl.load(offsets + e + 1), n_tile
+def locate_tile(tile, tiles, count, TILES_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """Map a tile number to (expert, first row, end of the expert's rows, column tile). count: number of row tiles."""
+    row_tile, n_tile = grouped_order(tile, count, TILES_N, GROUP_M)
+    entry = tiles + 3 + row_tile * 3
+    return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), n_tile
 
 
 @triton.jit
@@ -138,20 +147,30 @@ def load_weight_tile(
 
 @triton.jit
 def tile_product(
-    a_rows, w, e, n0, N: tl.constexpr, K: tl.constexpr, TRANSPOSED: tl.constexpr, PAIRED: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    a, rows, w, e, n0, N: tl.constexpr, K: tl.constexpr, TRANSPOSED: tl.constexpr, PAIRED: tl.constexpr,
+    TMA_ROWS: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile [BLOCK_M, BLOCK_N] of rows times weights, in fp32. a_rows: pointers to the start of each row."""
+    """A tile [BLOCK_M, BLOCK_N] of rows times weights, in fp32. rows: offset of each row; the first one if TMA_ROWS."""
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k0 in range(0, K, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
-        if K % BLOCK_K == 0:
-            a = tl.load(a_rows[:, None] + k[None, :])
+        if TMA_ROWS:  # rows of the next expert, if any, only change rows of acc that are not stored
+            a_tile = a.load([rows, k0])
+        elif K % BLOCK_K == 0:
+            a_tile = tl.load(a + rows[:, None] + k[None, :])
         else:
-            a = tl.load(a_rows[:, None] + k[None, :], mask=(k < K)[None, :], other=0.0)
-        b = load_weight_tile(w, e, n0, k0, N, K, TRANSPOSED, PAIRED, TMA, BLOCK_N, BLOCK_K)
-        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+            a_tile = tl.load(a + rows[:, None] + k[None, :], mask=(k < K)[None, :], other=0.0)
+        b_tile = load_weight_tile(w, e, n0, k0, N, K, TRANSPOSED, PAIRED, TMA, BLOCK_N, BLOCK_K)
+        acc = tl.dot(a_tile, b_tile, acc, input_precision=PRECISION)
     return acc
+
+
+@triton.jit
+def store_ragged(out, x, first, end, n0):
+    """Write a tile to out[first:, n0:], except for rows from `end` on. out: a descriptor of `ragged_argument`."""
+    FAR: tl.constexpr = 2**30
+    out.store([FAR, end, FAR - end + first, n0], x.to(out.dtype).reshape(1, 1, x.shape[0], x.shape[1]))
 
 
 @triton.jit

@@ -100,7 +100,8 @@ def weight_gradients(
         out = torch.empty(num_experts, i, j, dtype=dtype, device=a.device)
     config = lookup("wgrad", arch_of(a.device), a.element_size(), j, i)
     row_tiles = num_experts * ceil_div(i, config.block_m)
-    weight_gradients_kernel[launch_grid(row_tiles, j, config.block_n, num_sms)](
+    grid = launch_grid(row_tiles, j, config.block_n, config, num_sms, a.device)
+    weight_gradients_kernel[grid](
         a, index_a, b, index_b, out, offsets, num_experts, a.stride(0), b.stride(0), i, j,
         GATHER_A=index_a is not None, GATHER_B=index_b is not None, ADD=add_to is not None,
         PRECISION=dot_precision(a.dtype), BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,

@@ -9,6 +9,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from tests.support.interpreter import add_tma_reductions
+
 PAD = 64  # guard elements on each side; a multiple of 16 bytes, which keeps the alignment
 
 
@@ -54,3 +56,8 @@ def guards(monkeypatch):
     yield guarded
     monkeypatch.undo()
     guarded.check()
+
+
+@pytest.fixture(autouse=True)
+def _tma_reductions(monkeypatch):
+    add_tma_reductions(monkeypatch)

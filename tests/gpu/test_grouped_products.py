@@ -1,20 +1,25 @@
 """Compares the grouped products and the fused experts with plain torch in the same dtype and in fp64."""
 
+import dataclasses
 import itertools
+from collections import Counter
 
 import pytest
 import torch
 
 from moe_dualpipe.kernels.experts import experts
+from moe_dualpipe.kernels.gpu import launch_args
 from moe_dualpipe.kernels.gpu.configs import TileConfig
 from moe_dualpipe.kernels.gpu.gemm import rows_times_weights
 from moe_dualpipe.kernels.gpu.launch_args import dot_precision
+from moe_dualpipe.kernels.gpu.swiglu import swiglu_down_backward, swiglu_up
 from moe_dualpipe.kernels.gpu.tiles import Tiling
 from moe_dualpipe.kernels.gpu.wgrad import weight_gradients
 from moe_dualpipe.kernels.grouped_gemm import grouped_linear, grouped_mm, grouped_wgrad
 from moe_dualpipe.kernels.permute import permute, unpermute
 from moe_dualpipe.kernels.routing import expert_order, route
 from moe_dualpipe.kernels.weight_grads import WeightGrads
+from tests.support.interpreter import record_writes
 from tests.support.kernels import DEVICE, DTYPES, RUNS, all_kernels, assert_as_good_as, offsets_of, record_programs
 
 pytestmark = pytest.mark.usefixtures("guards")
@@ -173,37 +178,78 @@ def test_accumulating_into_a_non_contiguous_gradient_raises():
         grouped_wgrad(dy, dy, offsets_of([20]), add_to=torch.zeros(1, 24, 24).mT.to(DEVICE), kernels="triton")
 
 
-def test_rows_past_the_last_offset_are_neither_read_nor_written():
+@pytest.mark.parametrize("config", [POINTERS, TMA], ids=["pointers", "tma"])
+def test_rows_past_the_last_offset_are_neither_read_nor_written(config):
     """Buffers can be longer than their content, because only the device knows the number of rows."""
     x, w = normal(40, 24, dtype=torch.float32), normal(2, 16, 24, dtype=torch.float32)
     x[30:] = float("nan")
     offsets = offsets_of([12, 18])
-    y = rows_times_weights("down", x, w, Tiling(offsets, 40))
-    torch.testing.assert_close(y[:30], grouped_mm(x[:30], w, offsets, kernels="reference"), rtol=1e-4, atol=1e-4)
-    assert y[30:].isnan().all()  # not written
-    dw = weight_gradients(y, x, offsets, torch.float32)
-    torch.testing.assert_close(dw, grouped_wgrad(y[:30], x[:30], offsets, kernels="reference"), rtol=1e-4, atol=1e-3)
+    with all_kernels(config):
+        y = rows_times_weights("down", x, w, Tiling(offsets, 40))
+        torch.testing.assert_close(y[:30], grouped_mm(x[:30], w, offsets, kernels="reference"), rtol=1e-4, atol=1e-4)
+        assert y[30:].isnan().all()  # not written
+        dw = weight_gradients(y, x, offsets, torch.float32)
+    expected = grouped_wgrad(y[:30], x[:30], offsets, kernels="reference")
+    torch.testing.assert_close(dw, expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.skipif(GPU, reason="counts in the interpreter")
+@pytest.mark.parametrize("config", [POINTERS, TMA], ids=["pointers", "tma"])
+@pytest.mark.parametrize("counts,inputs,outputs", [([0, 3, 17, 0], 24, 24), ([5, 11], 13, 11)])
+@pytest.mark.quick("counts0-24-24-tma", "counts1-13-11-pointers")
+def test_each_element_is_written_once(counts, inputs, outputs, config, monkeypatch):
+    """So no order of the programs changes a result, and a row tile does not touch the next expert."""
+    rows, writes, offsets = sum(counts), record_writes(monkeypatch), offsets_of(counts)
+    x, dy, w = (normal(*shape, dtype=torch.float32) for shape in (
+        (rows + 9, inputs), (rows + 9, outputs), (len(counts), outputs, inputs))
+    )  # fmt: skip
+    index = torch.randperm(rows + 9)[:rows]
+    tiling, total = Tiling(offsets, rows + 9), torch.zeros_like(w)
+    both, choice = torch.cat([w, w], 1), torch.arange(rows)
+    z = normal(rows, 2 * outputs, dtype=torch.float32)
+    down, few = w.mT.contiguous(), Tiling(offsets, rows)
+    launches = [
+        lambda: (rows_times_weights("down", x, w, tiling),),
+        lambda: (rows_times_weights("up_backward", dy, w, tiling, True),),
+        lambda: swiglu_up(x, index, both, few, None, choice),
+        lambda: swiglu_down_backward(x, index, down, z, few, torch.rand(rows), choice),
+        lambda: (weight_gradients(dy, x, offsets, torch.float32, None, index),),
+        lambda: (weight_gradients(dy, x, offsets, torch.float32, index, None, total),),
+        lambda: (weight_gradients(dy, x, offsets, torch.float32),),
+    ]
+    with all_kernels(config):
+        assert len(tiling(config.block_m)) >= len(few(config.block_m))  # builds the tables
+        for launch in launches:
+            writes.clear()
+            out = launch()
+            kept = [t[..., :rows, :] if t.shape[-2] == rows + 9 else t for t in out]
+            addresses = [t.data_ptr() + 4 * i for t in kept for i in range(t.numel())]
+            assert writes == Counter(addresses)
+
+
+def tiles_of(tiling, block_m):
+    """The tiles in a table, without unused rows."""
+    table = tiling(block_m)
+    assert len(table) == 1 + tiling.max_tiles(block_m)
+    return table[1 : 1 + int(table[0, 0])].tolist()
 
 
 def test_tiling_docstring_example():
-    tiles = Tiling(offsets_of([3, 0, 5]), 8)(2)
-    assert tiles[:5].tolist() == [[0, 0], [0, 2], [2, 3], [2, 5], [2, 7]]
-    assert tiles[5:, 0].tolist() == [-1, -1]
+    expected = [[0, 0, 3], [0, 2, 3], [2, 3, 8], [2, 5, 8], [2, 7, 8]]
+    assert tiles_of(Tiling(offsets_of([3, 0, 5]), 8), 2) == expected
 
 
 def test_tiling_builds_a_table_for_each_tile_height():
     tiling = Tiling(offsets_of([3, 0, 5]), 8)
-    assert tiling(4)[:3].tolist() == [[0, 0], [2, 3], [2, 7]]
-    assert tiling(8)[:2].tolist() == [[0, 0], [2, 3]]
+    assert tiles_of(tiling, 4) == [[0, 0, 3], [2, 3, 8], [2, 7, 8]]
+    assert tiles_of(tiling, 8) == [[0, 0, 3], [2, 3, 8]]
 
 
-@pytest.mark.parametrize("counts,block", [([1] * 200, 16), ([0] * 511 + [9], 4), ([100, 0, 1], 1)])
+@pytest.mark.parametrize("counts,block", [([1] * 200, 16), ([0] * 511 + [9], 4), ([100, 0, 1], 1), ([0, 0], 2)])
 def test_tiles_cover_every_row_once(counts, block):
     offsets = offsets_of(counts).tolist()
-    tiles = Tiling(offsets_of(counts), sum(counts))(block)
-    expected = [[e, row] for e, (a, b) in enumerate(itertools.pairwise(offsets)) for row in range(a, b, block)]
-    assert tiles[: len(expected)].tolist() == expected
-    assert (tiles[len(expected) :, 0] == -1).all()
+    expected = [[e, row, b] for e, (a, b) in enumerate(itertools.pairwise(offsets)) for row in range(a, b, block)]
+    assert tiles_of(Tiling(offsets_of(counts), sum(counts)), block) == expected
 
 
 # ---- fused experts ----
@@ -498,6 +544,24 @@ def test_num_sms_limits_the_programs_of_each_product(monkeypatch):
         rows = permute(leaves[0], order, "triton")
         grouped_linear(rows, leaves[1], order.expert_offsets, num_sms=2, kernels="triton").sum().backward()
         assert programs == [2] * 3
+
+
+@pytest.mark.parametrize("config", [POINTERS, TMA], ids=["pointers", "tma"])
+@pytest.mark.quick("tma")
+def test_persistent_programs_compute_all_tiles(config, monkeypatch):
+    monkeypatch.setattr(launch_args, "_num_multiprocessors", lambda _device: 2)
+    programs = record_programs(monkeypatch)
+    x, w, dy = (normal(*shape, dtype=torch.float32) for shape in ((37, 24), (3, 40, 24), (37, 40)))
+    results = []
+    for per_sm in (None, 2):
+        leaves = [t.clone().requires_grad_() for t in (x, w)]
+        with all_kernels(dataclasses.replace(config, per_sm=per_sm)):
+            y = grouped_linear(leaves[0], leaves[1], offsets_of([0, 30, 7]), kernels="triton")
+            y.backward(dy)
+            results.append([y, *(leaf.grad for leaf in leaves)])
+            grouped_mm(x, w, offsets_of([0, 30, 7]), num_sms=3, kernels="triton")
+    assert programs[4:] == [4, 4, 4, 3]
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
 # ---- errors ----

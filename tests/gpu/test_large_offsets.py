@@ -4,8 +4,10 @@ Only a few rows at the end of a buffer are written, so it takes almost no memory
 from the same rows in a small tensor.
 """
 
+import dataclasses
 import itertools
 
+import pytest
 import torch
 
 from moe_dualpipe.kernels.gpu.configs import TileConfig
@@ -25,12 +27,15 @@ CONFIG = TileConfig(16, 16, 16, 4, 1, 2)
 class LastRows:
     """A tiling with one tile: the last three of `num_rows` rows, of one expert."""
 
-    def __init__(self, num_rows):
-        self.num_rows = num_rows
-        self.offsets = torch.tensor([num_rows - 3, num_rows], device=DEVICE, dtype=torch.int32)
+    def __init__(self, num_rows, expert=0):
+        self.num_rows, self.expert = num_rows, expert
 
     def __call__(self, block_m):
-        return torch.tensor([[0, self.num_rows - 3]], device=DEVICE, dtype=torch.int32)
+        tile = self.expert, self.num_rows - 3, self.num_rows
+        return torch.tensor([(1, 0, 0), tile], device=DEVICE, dtype=torch.int32)
+
+    def max_tiles(self, block_m):
+        return 1
 
 
 def at_the_end(num_rows, near):
@@ -44,9 +49,10 @@ def random(*shape):
     return torch.randn(*shape, device=DEVICE).half()
 
 
-def test_rows_of_grouped_products():
+@pytest.mark.parametrize("tma", [False, True])
+def test_rows_of_grouped_products(tma):
     a, w = random(3, WIDTH), random(1, WIDTH, WIDTH)
-    with all_kernels(CONFIG):
+    with all_kernels(dataclasses.replace(CONFIG, tma=tma)):
         for transposed in (False, True):
             near, far = (
                 rows_times_weights("down", at_the_end(rows, a), w, LastRows(rows), transposed) for rows in (3, FAR)
@@ -70,21 +76,14 @@ def test_weights_of_the_last_expert():
     experts = FAR // WIDTH + 1
     a, w = random(3, WIDTH), random(1, WIDTH, WIDTH)
 
-    class LastExpert:
-        num_rows = 3
-        offsets = torch.full((experts + 1,), 3, device=DEVICE, dtype=torch.int32)
-
-        def __call__(self, block_m):
-            return torch.tensor([[experts - 1, 0]], device=DEVICE, dtype=torch.int32)
-
     with all_kernels(CONFIG):
         for transposed in (False, True):
             near = rows_times_weights("down", a, w, LastRows(3), transposed)
-            far = rows_times_weights("down", a, at_the_end(experts, w), LastExpert(), transposed)
+            far = rows_times_weights("down", a, at_the_end(experts, w), LastRows(3, experts - 1), transposed)
             assert torch.equal(far, near)
         both, index = random(1, 2 * WIDTH, WIDTH), torch.arange(3, device=DEVICE)
         near = swiglu_up(a, index, both, LastRows(3), None, index)
-        far = swiglu_up(a, index, at_the_end(experts, both), LastExpert(), None, index)
+        far = swiglu_up(a, index, at_the_end(experts, both), LastRows(3, experts - 1), None, index)
         assert all(torch.equal(*pair) for pair in zip(far, near, strict=True))
 
 

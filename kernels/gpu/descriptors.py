@@ -1,0 +1,48 @@
+"""Tensors as arguments of kernels that move tiles through the tensor memory accelerator (TMA) of Hopper and newer GPUs.
+
+A descriptor tells the TMA the address, shape and strides of a tensor, and the box that one instruction moves. Elements
+out of bounds are read as zeros and are not written. Where TMA cannot be used, kernels take the plain tensor instead.
+
+E experts, M rows in expert-major order.
+"""
+
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .configs import TileConfig
+
+
+def uses_tma(config: TileConfig, *tensors: Tensor) -> bool:
+    """Whether TMA moves all these tensors. It needs rows aligned to 16 bytes, and their number to fit in 30 bits."""
+    return config.tma and all(
+        t.data_ptr() % 16 == 0 and t.stride(-2) * t.element_size() % 16 == 0
+        and t.stride(-2) >= t.shape[-1] and t.shape[-2] <= 2**30
+        for t in tensors
+    )  # fmt: skip
+
+
+def weights_argument(w: Tensor, box: tuple[int, int, int], tma: bool) -> Tensor | TensorDescriptor:
+    """[E, rows, columns] as a kernel argument: a TMA descriptor that moves `box` at a time, or the plain tensor."""
+    if not tma:
+        return w
+    _, rows, columns = w.shape
+    # Not w.stride(): the stride of a dimension of size 1 is arbitrary, and a descriptor needs multiples of 16 bytes.
+    return TensorDescriptor(w, [*w.shape], [rows * columns, columns, 1], [*box])
+
+
+def rows_argument(a: Tensor, box: tuple[int, int], tma: bool) -> Tensor | TensorDescriptor:
+    """[M, columns] as a kernel argument: a TMA descriptor that moves `box` at a time, or the plain tensor."""
+    return TensorDescriptor(a, [*a.shape], [a.stride(0), 1], [*box]) if tma else a
+
+
+def ragged_argument(a: Tensor, box: tuple[int, int], tma: bool) -> Tensor | TensorDescriptor:
+    """Like `rows_argument`, for `load_ragged` and `store_ragged`, which do not touch the rows of the next expert.
+
+    TMA only checks bounds of whole tensors. So rows have an index x below 2^30, and the rows of an expert are the last
+    ones below 2^30. Two more dimensions subtract 2^30 rows and add the end of the expert: they compute the address
+    2^30 (2^34 - stride) + end stride + x stride modulo 2^64. This is the trick of triton.tools.ragged_tma.
+    """
+    if not tma:
+        return a
+    stride, most = a.stride(0), 0x7FFF0000
+    return TensorDescriptor(a, [most, most, 2**30, a.shape[1]], [2**34 - stride, stride, stride, 1], [1, 1, *box])
