@@ -30,7 +30,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from moe_dualpipe.expert_parallel.modelled import paced_copy
-from moe_dualpipe.kernels.gpu import configs, gemm, permute, routing, swiglu, tiles, wgrad
+from moe_dualpipe.kernels.gpu import configs, gemm, permute, routing, sorting, swiglu, tiles, wgrad
 from moe_dualpipe.kernels.gpu.families import family_of
 from moe_dualpipe.kernels.gpu.launch_args import interpreter_enabled
 from moe_dualpipe.kernels.routing import RoutingOptions, Score
@@ -88,7 +88,7 @@ def compiling(arch: str) -> Iterator[list[Built]]:
 def launch_experts(d: int, f: int, dtype: torch.dtype) -> None:
     """Launch all kernels of `experts` and `grouped_linear`, forward and backward, for experts of [D, F]."""
     rows, num_experts = 8, 4
-    x, index = torch.empty(rows, d, dtype=dtype), torch.zeros(rows, dtype=torch.int64)
+    x, index = torch.empty(rows, d, dtype=dtype), torch.zeros(rows, dtype=torch.int32)
     gate_up, down = torch.empty(num_experts, 2 * f, d, dtype=dtype), torch.empty(num_experts, d, f, dtype=dtype)
     tiling = tiles.Tiling(torch.zeros(num_experts + 1, dtype=torch.int32), rows)
     weights = torch.empty(rows)
@@ -106,8 +106,8 @@ def launch_experts(d: int, f: int, dtype: torch.dtype) -> None:
 
 def launch_others(dtype: torch.dtype, brief: bool = False) -> None:
     """Launch routing, sorting and permutation. brief: for one number of experts instead of three."""
-    x, index, weights = torch.empty(64, 4096, dtype=dtype), torch.zeros(64, dtype=torch.int64), torch.empty(64, 8)
-    positions = torch.zeros(64, 8, dtype=torch.int64)
+    x, index, weights = torch.empty(64, 4096, dtype=dtype), torch.zeros(64, dtype=torch.int32), torch.empty(64, 8)
+    ids, positions = (torch.zeros(64, 8, dtype=dtype) for dtype in (torch.int64, torch.int32))
     permute.gather_rows(x, index)
     permute.gather_rows(x, index, None, weights, index)
     for given in (None, weights):
@@ -119,10 +119,11 @@ def launch_others(dtype: torch.dtype, brief: bool = False) -> None:
         for score in get_args(Score):
             options = RoutingOptions(8, score, groups, max(1, groups // 2))
             routing.top_k_experts(logits, bias, options)
-            routing.top_k_experts_backward(logits, positions, weights, options)
+            routing.top_k_experts_backward(logits, ids, weights, options)
         tiles.Tiling(torch.zeros(num_experts + 1, dtype=torch.int32), 64)(128)
-        routing.order_by_expert(positions, num_experts, 512)
-    routing.order_by_expert(positions, 8, 512, 32, True)
+        sorting.order_by_expert(ids, num_experts, 512, heights=(64, 128))
+    sorting.order_by_expert(ids, 8, 512, lowest=-1)
+    sorting.order_by_expert(ids, 8, 512, 32, True)
     if dtype == torch.bfloat16:
         paced_copy.paced_copy(x, torch.empty_like(x), 0.0, 4)
 

@@ -66,7 +66,7 @@ class _ExpertsFunction(torch.autograd.Function):
         from .gpu.swiglu import swiglu_up
         from .gpu.tiles import Tiling
 
-        tiling = Tiling(order.expert_offsets, len(order.gather_idx_M))
+        tiling = Tiling(order.expert_offsets, len(order.gather_idx_M), dict(order.tile_tables))
         inside, outside = (weights_NK, None) if weight_inside else (None, weights_NK)
         index_M, choice_M = order.gather_idx_M, order.choice_idx_M
         z_MG, h_MF = swiglu_up(x_ND, index_M, gate_up_EGD, tiling, inside, choice_M, store_z, options.num_sms)

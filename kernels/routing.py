@@ -8,7 +8,7 @@ T or N rows, E experts, K choices per row, M valid choices in total, R ranks, G 
 """
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -98,12 +98,13 @@ def route(
 
 @dataclass(frozen=True, slots=True)
 class ExpertOrder:
-    """The valid choices of N rows, stably sorted by expert. If M is larger, invalid choices follow the last offset.
+    """The valid choices of N rows, stably sorted by expert, as indices in int32.
 
-    gather_idx_M: the row of each position.
+    gather_idx_M: the row of each position. If M is larger than the number of valid choices, invalid ones follow.
     choice_idx_M: the choice of each position, as row * K + k.
     positions_NK: the position of each choice, -1 for invalid choices; the inverse of choice_idx_M.
-    expert_offsets: [E + 1] int32; expert e has the positions from expert_offsets[e] to expert_offsets[e + 1].
+    expert_offsets: [E + 1]; expert e has the positions from expert_offsets[e] to expert_offsets[e + 1].
+    tile_tables: tables of tiles by height, which the Triton kernels of products read (gpu/tiles.py). May be empty.
 
     Example: expert_ids_NK = [[1, 0], [1, -1]] with 3 experts gives gather_idx [0, 0, 1], choice_idx [1, 0, 2],
     positions [[1, 0], [2, -1]], expert_offsets [0, 1, 3, 3].
@@ -113,11 +114,12 @@ class ExpertOrder:
     choice_idx_M: Tensor
     positions_NK: Tensor
     expert_offsets: Tensor
+    tile_tables: dict[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Raise ValueError for tensors that are not contiguous."""
-        for field in dataclasses.fields(self):
-            check_contiguous(field.name, getattr(self, field.name))
+        for name in ("gather_idx_M", "choice_idx_M", "positions_NK", "expert_offsets"):
+            check_contiguous(name, getattr(self, name))
 
     def trimmed(self) -> "ExpertOrder":
         """This order with M equal to the last offset. On a GPU, this waits for the device."""
@@ -141,10 +143,23 @@ def expert_order(
         raise ValueError(f"expert ids must be [N, K] integers: got {[*expert_ids_NK.shape]} in {expert_ids_NK.dtype}")
     if num_experts < 1:
         raise ValueError(f"num_experts must be at least 1: got {num_experts}")
-    if check_ids:
-        _check_ids(expert_ids_NK, -1 if num_choices is not None else 0, num_experts)
+    if expert_ids_NK.numel() >= 1 << 31:
+        raise ValueError(f"an order has indices in int32: got {expert_ids_NK.numel():,} choices")
+    lowest = (0 if num_choices is None else -1) if check_ids else None
     num_choices = expert_ids_NK.numel() if num_choices is None else num_choices
-    return _sort_by_key(expert_ids_NK, num_experts, num_choices, 1, False, kernels)
+    if use_triton(kernels, expert_ids_NK):
+        from .gpu.configs import tile_heights
+        from .gpu.launch_args import arch_of
+        from .gpu.sorting import order_by_expert
+
+        heights = tile_heights(arch_of(expert_ids_NK.device))
+        if lowest is not None and not expert_ids_NK.is_cuda:
+            _check_ids(expert_ids_NK, lowest, num_experts)
+        ids_NK = expert_ids_NK.contiguous()
+        return order_by_expert(ids_NK, num_experts, num_choices, lowest=lowest, heights=heights)
+    if lowest is not None:
+        _check_ids(expert_ids_NK, lowest, num_experts)
+    return _sort_by_key(expert_ids_NK, expert_ids_NK >= 0, num_experts, num_choices)
 
 
 def rank_order(ids_TK: Tensor, experts_per_rank: int, num_ranks: int, kernels: Kernels = "auto") -> ExpertOrder:
@@ -158,30 +173,28 @@ def rank_order(ids_TK: Tensor, experts_per_rank: int, num_ranks: int, kernels: K
     gather_idx [0, 1, 1, .], positions [[0, -1], [1, 2]], expert_offsets [0, 2, 3].
     """
     max_choices = len(ids_TK) * min(ids_TK.shape[1], num_ranks)
-    return _sort_by_key(ids_TK, num_ranks, max_choices, experts_per_rank, True, kernels)
+    if use_triton(kernels, ids_TK):
+        from .gpu.sorting import order_by_expert
+
+        return order_by_expert(ids_TK.contiguous(), num_ranks, max_choices, experts_per_rank, once=True)
+    ranks_TK = ids_TK // experts_per_rank
+    repeated_TK = (ranks_TK[:, :, None] == ranks_TK[:, None, :]).tril(-1).any(-1)
+    return _sort_by_key(ranks_TK, (ids_TK >= 0) & ~repeated_TK, num_ranks, max_choices)
 
 
-def _sort_by_key(
-    ids_NK: Tensor, num_keys: int, max_choices: int, ids_per_key: int, once: bool, kernels: Kernels
-) -> ExpertOrder:
-    if use_triton(kernels, ids_NK):
-        from .gpu.routing import order_by_expert
-
-        return ExpertOrder(*order_by_expert(ids_NK.contiguous(), num_keys, max_choices, ids_per_key, once))
-    keys_NK = ids_NK if ids_per_key == 1 else ids_NK // ids_per_key
-    valid_NK = ids_NK >= 0
-    if once:
-        valid_NK &= ~(keys_NK[:, :, None] == keys_NK[:, None, :]).tril(-1).any(-1)
-    # Invalid choices sort after all experts.
+def _sort_by_key(keys_NK: Tensor, valid_NK: Tensor, num_keys: int, max_choices: int) -> ExpertOrder:
+    """The order of the first max_choices choices, with `valid_NK` first."""
+    # Invalid choices sort after all keys.
     keys_M, choice_idx_M = torch.where(valid_NK, keys_NK, num_keys).flatten().sort(stable=True)
     keys_M, choice_idx_M = keys_M[:max_choices], choice_idx_M[:max_choices]
-    positions = torch.full((ids_NK.numel(),), -1, device=ids_NK.device)
-    positions[choice_idx_M] = torch.arange(len(choice_idx_M), device=ids_NK.device)
-    positions_NK = positions.view(ids_NK.shape).masked_fill_(~valid_NK, -1)
-    # Expert e starts after the keys below e.
+    positions_M = torch.arange(len(keys_M), dtype=torch.int32, device=keys_M.device)
+    positions_NK = torch.full_like(keys_NK, -1, dtype=torch.int32, memory_format=torch.contiguous_format)
+    positions_NK.view(-1).scatter_(0, choice_idx_M, positions_M.masked_fill_(keys_M == num_keys, -1))
+    # Key e starts after the keys below e.
     first_keys = torch.arange(num_keys + 1, dtype=keys_M.dtype, device=keys_M.device)
     offsets = torch.searchsorted(keys_M, first_keys, out_int32=True)
-    return ExpertOrder(choice_idx_M // max(ids_NK.shape[1], 1), choice_idx_M, positions_NK, offsets)
+    choice_idx_M = choice_idx_M.int()
+    return ExpertOrder(choice_idx_M // max(keys_NK.shape[1], 1), choice_idx_M, positions_NK, offsets)
 
 
 def count_choices(ids_TK: Tensor, num_experts: int) -> int | None:

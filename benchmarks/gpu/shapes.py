@@ -9,7 +9,7 @@ T tokens, D model dim, F expert hidden size, E experts, K experts per token.
 
 from dataclasses import dataclass
 
-INDEX_BYTES = 40  # per choice: three int64 of the expert order, an fp32 routing weight, and 12 bytes for tables
+INDEX_BYTES = 28  # per choice: three int32 of the expert order, an fp32 routing weight, and 12 bytes for tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,12 @@ class Shape:
         return element * (self.D + 2 * self.K * self.F)
 
     def permute_bytes(self, element: int = 2) -> int:
-        """Bytes of permute: tokens read once, rows written once, and one int64 index per row."""
-        return element * self.D * (self.T + self.rows) + 8 * self.rows
+        """Bytes of permute: tokens read once, rows written once, and one int32 index per row."""
+        return element * self.D * (self.T + self.rows) + 4 * self.rows
 
     def unpermute_bytes(self, element: int = 2) -> int:
-        """Bytes of unpermute: rows read once, tokens written once; an int64 position and fp32 weight per choice."""
-        return element * self.D * (self.rows + self.T) + (8 + 4) * self.rows
+        """Bytes of unpermute: rows read once, tokens written once; an int32 position and fp32 weight per choice."""
+        return element * self.D * (self.rows + self.T) + (4 + 4) * self.rows
 
 
 GOAL_SHAPE = Shape(32768, 4096, 512, 128, 8, "the goals are set here")

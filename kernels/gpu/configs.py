@@ -83,6 +83,14 @@ def _nearest(kernel: str, arch: str, dtype_bytes: int, n: int, k: int) -> TileCo
     raise ValueError(f"no configuration of kernel {kernel!r} for {arch} with elements of {dtype_bytes} bytes")
 
 
+@functools.cache
+def tile_heights(arch: str) -> tuple[int, ...]:
+    """The powers of two from the smallest to the largest block_m that `lookup` returns for `arch`, except for wgrad."""
+    tables = _load_user_table(), load_table(SHIPPED)
+    heights = [e.config.block_m for t in tables for e in t if e.kernel != "wgrad" and e.arch in (arch, family_of(arch))]
+    return tuple(1 << i for i in range(min(heights).bit_length() - 1, max(heights).bit_length()))
+
+
 def user_table_path() -> Path:
     """Path of the user's table, which `python -m benchmarks.tune` writes."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe-dualpipe" / "tuned.json"
@@ -119,6 +127,7 @@ def clear_caches() -> None:
     """Make the next lookup read the tables again."""
     _load_user_table.cache_clear()
     _nearest.cache_clear()
+    tile_heights.cache_clear()
 
 
 @contextmanager

@@ -1,11 +1,4 @@
-"""Routing in Triton: choose the experts of each token and their weights, and sort the choices by expert.
-
-    top_k_experts     scores, top-k and weights: one kernel forward, one backward
-    order_by_expert   stable sort of choices by expert: two kernels and a cumulative sum between them
-
-The sort is a counting sort. Each block of choices counts its choices of each expert. A cumulative sum over experts, and
-over blocks within an expert, gives each block its first position for each expert. Each block then writes its choices.
-The kernels use neither atomics nor host syncs, so results are deterministic.
+"""Routing in Triton: choose the experts of each token and their weights, in one kernel forward and one backward.
 
 T tokens, E experts, G groups of experts, K experts per token.
 """
@@ -17,8 +10,6 @@ from torch import Tensor
 
 from ..routing import RoutingOptions
 from .launch_args import ceil_div, next_power_of_2
-
-# ---- choosing experts ----
 
 
 @triton.jit
@@ -158,86 +149,3 @@ def top_k_experts_backward(logits: Tensor, ids: Tensor, dweights: Tensor, option
             padded, options.score == "softmax", options.normalize, block_t,
         )  # fmt: skip
     return dlogits
-
-
-# ---- sorting choices by expert or rank ----
-
-BLOCK = 128  # choices that a program sorts; it compares all pairs of them
-
-
-@triton.jit
-def _keys(ids, i, num_choices, K: tl.constexpr, E: tl.constexpr, PER_KEY: tl.constexpr, ONCE: tl.constexpr):
-    """The sort key of each choice: id // PER_KEY, or E if the id is invalid.
-
-    ONCE: of the choices of a row with equal keys, only the first is valid.
-    """
-    key = tl.load(ids + i, mask=i < num_choices, other=-1).to(tl.int32)
-    valid = (key >= 0) & (key < E * PER_KEY)
-    key = tl.where(valid, key, 0) // PER_KEY
-    if ONCE:
-        for k in range(K):
-            earlier = (k < i % K) & (i < num_choices)
-            other = tl.load(ids + i // K * K + k, mask=earlier, other=-1).to(tl.int32)
-            valid = valid & ~((other >= 0) & (other // PER_KEY == key))
-    return tl.where(valid, key, E)
-
-
-@triton.jit(do_not_specialize=["num_choices", "blocks"])
-def count_kernel(ids, counts, num_choices, blocks, K: tl.constexpr, E: tl.constexpr, E_PADDED: tl.constexpr,
-                 PER_KEY: tl.constexpr, ONCE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    counted = tl.histogram(_keys(ids, i, num_choices, K, E, PER_KEY, ONCE), E_PADDED)
-    e = tl.arange(0, E_PADDED)
-    tl.store(counts + e.to(tl.int64) * blocks + tl.program_id(0), counted, mask=e <= E)
-
-
-@triton.jit(do_not_specialize=["num_choices", "max_choices", "blocks"])
-def scatter_kernel(
-    ids, counts, ends, gather_idx, choice_idx, positions, offsets, num_choices, max_choices, blocks, K: tl.constexpr,
-    E: tl.constexpr, E_PADDED: tl.constexpr, PER_KEY: tl.constexpr, ONCE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    key = _keys(ids, i, num_choices, K, E, PER_KEY, ONCE)
-    within = tl.arange(0, BLOCK)
-    before = (key[:, None] == key[None, :]) & (within[None, :] < within[:, None])
-    cell = key.to(tl.int64) * blocks + tl.program_id(0)
-    start = tl.load(ends + cell) - tl.load(counts + cell)
-    position = (start + tl.sum(before.to(tl.int32), 1)).to(tl.int64)
-    # Invalid choices are written too, so that indices past the last offset are those of rows.
-    inside = (i < num_choices) & (position < max_choices)
-    tl.store(gather_idx + position, i // K, mask=inside)
-    tl.store(choice_idx + position, i, mask=inside)
-    tl.store(positions + i, tl.where(inside & (key < E), position, -1), mask=i < num_choices)
-    if tl.program_id(0) == 0:
-        e = tl.arange(0, E_PADDED)
-        end = tl.load(ends + (e.to(tl.int64) + 1) * blocks - 1, mask=e < E, other=0)
-        # Grouped products write the rows up to the last offset, so it must not exceed the length of the indices.
-        tl.store(offsets + e + 1, tl.minimum(end, max_choices), mask=e < E)
-        tl.store(offsets, 0)
-
-
-def order_by_expert(
-    ids: Tensor, num_keys: int, max_choices: int, ids_per_key: int = 1, once: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return gather_idx [M], choice_idx [M], positions [N, K] and offsets [E + 1] (int32) for contiguous ids [N, K].
-
-    The sort key is id // ids_per_key. Ids outside range(num_keys * ids_per_key) are invalid: they sort after all keys,
-    and their positions are -1. max_choices: M, at least the number of valid choices and at most N x K.
-    once: use each key at most once per row.
-    """
-    num_choices, device = ids.numel(), ids.device
-    gather_idx = torch.empty(max_choices, dtype=torch.int64, device=device)
-    choice_idx = torch.empty(max_choices, dtype=torch.int64, device=device)
-    positions = torch.empty(ids.shape, dtype=torch.int64, device=device)
-    offsets = torch.empty(num_keys + 1, dtype=torch.int32, device=device)
-    if not num_choices:
-        return gather_idx, choice_idx, positions, offsets.zero_()
-    blocks = ceil_div(num_choices, BLOCK)
-    sizes = (ids.shape[1], num_keys, next_power_of_2(num_keys + 1), ids_per_key, once, BLOCK)
-    counts = torch.empty(num_keys + 1, blocks, dtype=torch.int32, device=device)
-    count_kernel[(blocks,)](ids, counts, num_choices, blocks, *sizes)
-    ends = counts.view(-1).cumsum(0, dtype=torch.int32)
-    scatter_kernel[(blocks,)](
-        ids, counts, ends, gather_idx, choice_idx, positions, offsets, num_choices, max_choices, blocks, *sizes
-    )
-    return gather_idx, choice_idx, positions, offsets

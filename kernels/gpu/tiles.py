@@ -23,27 +23,37 @@ from .launch_args import ceil_div, next_power_of_2
 
 
 @triton.jit
+def store_tiles(tiles, starts, ends, E_PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr):
+    """Write the table of tiles, all programs together. starts, ends: the rows of each expert, [E_PADDED]."""
+    tiles_E = (ends - starts + BLOCK_M - 1) // BLOCK_M
+    last_E = tl.cumsum(tiles_E, 0)
+    origin_E = starts - (last_E - tiles_E) * BLOCK_M
+    count = tl.sum(tiles_E, 0)
+    for first in range(tl.program_id(0) * BLOCK_S, count, tl.num_programs(0) * BLOCK_S):
+        slot = first + tl.arange(0, BLOCK_S)
+        # The expert of a slot is the number of experts whose tiles are all before it. Binary search.
+        expert = slot * 0
+        width = E_PADDED
+        while width > 0:
+            further = tl.minimum(expert + width, E_PADDED)
+            expert = tl.where(tl.gather(last_E, further - 1, 0) <= slot, further, expert)
+            width = width // 2
+        expert = tl.minimum(expert, E_PADDED - 1)
+        entry = tiles + 3 + slot * 3
+        tl.store(entry, expert, mask=slot < count)
+        tl.store(entry + 1, tl.gather(origin_E, expert, 0) + slot * BLOCK_M, mask=slot < count)
+        tl.store(entry + 2, tl.gather(ends, expert, 0), mask=slot < count)
+    tl.store(tiles, count, mask=tl.program_id(0) == 0)
+
+
+@triton.jit
 def _tile_table_kernel(
     offsets, tiles, E: tl.constexpr, E_PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr
 ):
     e = tl.arange(0, E_PADDED)
     starts = tl.load(offsets + e, mask=e < E, other=0)
     ends = tl.load(offsets + e + 1, mask=e < E, other=0)
-    tiles_E = (ends - starts + BLOCK_M - 1) // BLOCK_M
-    last_E = tl.cumsum(tiles_E, 0)
-    count = tl.sum(tiles_E, 0)
-    slot = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
-    passed = slot[:, None] >= last_E[None, :]  # experts whose tiles are all before this slot
-    expert = tl.sum(tl.where(passed, 1, 0), 1)
-    is_expert = e[None, :] == expert[:, None]
-    row = tl.sum(tl.where(is_expert, (starts - (last_E - tiles_E) * BLOCK_M)[None, :], 0), 1) + slot * BLOCK_M
-    end = tl.sum(tl.where(is_expert, ends[None, :], 0), 1)
-    entry = tiles + 3 + slot * 3
-    inside = slot < count
-    tl.store(entry, expert, mask=inside)
-    tl.store(entry + 1, row, mask=inside)
-    tl.store(entry + 2, end, mask=inside)
-    tl.store(tiles, count, mask=tl.program_id(0) == 0)
+    store_tiles(tiles, starts, ends, E_PADDED, BLOCK_M, BLOCK_S)
 
 
 @dataclass(slots=True)
@@ -52,25 +62,26 @@ class Tiling:
 
     The table is [1 + slots, 3] int32. Its first row begins with the number of tiles. The others are (expert, first row,
     end of the expert's rows) for each tile; unused ones are uninitialized. It is built once for each block_m.
+    tables: those that are built already; they may have more slots.
 
     Example: offsets [0, 3, 3, 8] with block_m 2 give (5, ., .) (0, 0, 3) (0, 2, 3) (2, 3, 8) (2, 5, 8) (2, 7, 8).
     """
 
     offsets: Tensor
     num_rows: int
-    _tables: dict[int, Tensor] = field(default_factory=dict)
+    tables: dict[int, Tensor] = field(default_factory=dict)
 
     def __call__(self, block_m: int) -> Tensor:
-        if block_m not in self._tables:
+        if block_m not in self.tables:
             num_experts = len(self.offsets) - 1
             slots = self.max_tiles(block_m)
             tiles = torch.empty(1 + slots, 3, dtype=torch.int32, device=self.offsets.device)
-            block_s = 64
+            block_s = 128
             _tile_table_kernel[(ceil_div(slots, block_s),)](
                 self.offsets, tiles, num_experts, next_power_of_2(num_experts), block_m, block_s
             )
-            self._tables[block_m] = tiles
-        return self._tables[block_m]
+            self.tables[block_m] = tiles
+        return self.tables[block_m]
 
     def max_tiles(self, block_m: int) -> int:
         """The largest possible number of tiles."""

@@ -41,6 +41,7 @@ class Route:
 
     num_local_experts: number of experts on this rank. kernels: the implementation that sorts rows (kernels/backend.py).
     local_ids_NK: local expert ids of each received row, -1 for experts on other ranks and for choices of no expert.
+    None once `order` has been computed.
     num_rows, num_choices: N and M. These three are known once the first dispatch has been waited for.
     exact: M is the number of local choices. Otherwise M may be larger: a GPU would have to wait for an exact count.
     backend_state: private data of the backend.
@@ -64,7 +65,7 @@ class Route:
             self._order = expert_order(
                 self.local_ids_NK, self.num_local_experts, self.num_choices, self.kernels, check_ids=False
             )
-            self.local_ids_NK = self.local_ids_NK.clone()  # it is a view of the received message, which is freed
+            self.local_ids_NK = None  # a view of the received message, whose memory can now be reused
         return self._order
 
 

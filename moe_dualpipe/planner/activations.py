@@ -106,16 +106,14 @@ def _experts(config: ModelConfig, batch: MicroBatch, has_input: bool) -> int:
     """Received rows, z of the experts, and indices. has_input: with ep 1, the rows are already counted."""
     tokens, k, rows = batch.tokens, config.experts_per_token, rows_received(config, batch)
     choices = tokens * k
-    saved = 16 * choices + 8 * rows * k  # the expert-major order
+    saved = 8 * choices + 4 * rows * k  # the expert-major order
     if batch.ep == 1:
-        saved += 8 * choices + 4 * choices  # ids and weights
+        saved += 4 * choices  # weights
         saved += 0 if has_input else tokens * config.hidden_size * batch.element
     else:
         fields = round_up(config.hidden_size * batch.element, ALIGNMENT) + 2 * round_up(4 * k, ALIGNMENT)
-        saved += (
-            buffer_rows(rows) * round_up(fields, ROW_ALIGNMENT) + 4 * k * rows
-        )  # the message, and a copy of its ids
-        saved += 8 * tokens * (min(k, batch.ep) + k)  # the destinations of rows, and their places after combine
+        saved += buffer_rows(rows) * round_up(fields, ROW_ALIGNMENT)  # the message
+        saved += 4 * tokens * (min(k, batch.ep) + k)  # the destinations of rows, and their places after combine
         saved += 0 if batch.recompute == "full" else 4 * rows * k  # weights, unpacked from the message
     return saved + (0 if batch.recompute == "full" else 2 * config.expert_size * choices * batch.element)
 
@@ -125,7 +123,7 @@ def deferred_bytes(config: ModelConfig, spec: StageSpec, batch: MicroBatch) -> i
     numbers = sum(_deferred_numbers(config, layer, batch) for layer in spec.layers)
     if spec.head:
         numbers += batch.tokens * (config.hidden_size + config.vocab_size)
-    indices = config.experts_per_token * (16 * batch.tokens + 8 * rows_received(config, batch))
+    indices = config.experts_per_token * (8 * batch.tokens + 4 * rows_received(config, batch))
     routed = sum(not config.is_dense(layer) for layer in spec.layers)
     return numbers * batch.element + routed * (indices + batch.tokens * _logits(config, batch))
 

@@ -47,7 +47,7 @@ DESCRIBED = """
 import torch
 from benchmarks.codegen import compiling, launch_experts
 from benchmarks.generated_code import describe
-from moe_dualpipe.kernels.gpu import gemm, tiles
+from moe_dualpipe.kernels.gpu import gemm, sorting, tiles
 from moe_dualpipe.kernels.gpu.configs import TileConfig, override_config
 
 for sizes, aligned in (((1000, 200), True), ((1001, 203), False)):
@@ -73,6 +73,12 @@ assert find_problems(TileConfig(128, 128, 64, 8, 1, 8, False)) == (             
 # Spills outside the loop are allowed if two blocks fit. With four stages, their shared memory does not.
 assert not find_problems(TileConfig(128, 128, 64, 8, 3, 8, True, 128), "down_backward")
 assert "two blocks do not fit" in find_problems(TileConfig(128, 128, 64, 8, 4, 8, True, 128), "down_backward")[0]
+
+# Ids are checked on the device if asked to.
+with compiling("sm_90") as compiled:
+    for lowest in (None, 0):
+        sorting.order_by_expert(torch.zeros(64, 8, dtype=torch.int64), 8, 512, lowest=lowest)
+assert ["assertfail" in b.kernel.asm["ptx"] for b in compiled] == [False, False, True, False]
 """
 
 FLATTENED = """

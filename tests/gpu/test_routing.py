@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+from moe_dualpipe.kernels.gpu import configs, sorting
+from moe_dualpipe.kernels.gpu.launch_args import arch_of
+from moe_dualpipe.kernels.gpu.tiles import Tiling
 from moe_dualpipe.kernels.routing import expert_order, rank_order, route
 from tests.support.kernels import DEVICE
 
@@ -161,8 +164,48 @@ def test_expert_order_equals_the_reference(make, dtype):
         assert_equal_orders(order.trimmed(), expected)
 
 
+@pytest.mark.parametrize("programs", [1, 2, 3])
+def test_a_program_sorts_several_blocks(programs, monkeypatch):
+    monkeypatch.setattr(sorting, "MAX_PROGRAMS", programs)
+    ids = torch.randint(-1, 5, (130, 3), device=DEVICE)  # 7 blocks
+    expected = expert_order(ids, 5, ids.numel(), kernels="reference")
+    assert_equal_orders(expert_order(ids, 5, ids.numel(), kernels="triton"), expected)
+
+
+@pytest.mark.parametrize("valid", [0, 40, 130])
+def test_an_order_has_the_tables_of_tiles_of_all_products(valid, monkeypatch):
+    """They equal the tables that are built from the offsets, also if they are used with fewer rows."""
+    monkeypatch.setattr(configs, "tile_heights", lambda _arch: (4, 8))
+    ids = torch.full((65, 2), -1, device=DEVICE)
+    ids.view(-1)[:valid] = torch.randint(0, 7, (valid,)).to(DEVICE)
+    order = expert_order(ids, 9, ids.numel(), kernels="triton")
+    for height, table in order.tile_tables.items():
+        built = Tiling(order.expert_offsets, ids.numel())(height)
+        count = int(built[0, 0])
+        assert int(table[0, 0]) == count
+        assert torch.equal(table[1 : 1 + count], built[1 : 1 + count])
+    assert [*order.tile_tables] == [4, 8]
+    assert order.trimmed().tile_tables is order.tile_tables
+
+
+def test_tables_of_tiles_have_the_heights_of_all_products():
+    for arch in ("sm_80", "sm_90", "gfx942", arch_of(torch.empty(0, device=DEVICE).device)):
+        for kernel in ("up", "down", "down_backward", "up_backward"):
+            for size in (2, 4):
+                for n in (512, 511):
+                    assert configs.lookup(kernel, arch, size, n, 2048).block_m in configs.tile_heights(arch)
+
+
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_an_order_has_twelve_bytes_per_choice(kernels):
+    ids = torch.randint(0, 5, (70, 3), device=DEVICE)
+    order = expert_order(ids, 5, kernels=kernels)
+    per_choice = [t.nbytes / ids.numel() for t in (order.gather_idx_M, order.choice_idx_M, order.positions_NK)]
+    assert per_choice == [4, 4, 4]
+
+
 def test_expert_order_of_512_experts():
-    ids = torch.randint(0, 512, (100, 8), device=DEVICE)
+    ids = torch.randint(0, 512, (40, 8), device=DEVICE)
     expected, ours = (expert_order(ids, 512, kernels=kernels) for kernels in ("reference", "triton"))
     assert torch.equal(ours.positions_NK, expected.positions_NK)
     assert torch.equal(ours.expert_offsets, expected.expert_offsets)
@@ -257,3 +300,5 @@ def test_expert_order_rejects_invalid_arguments():
         expert_order(torch.zeros(3, 2), 2)
     with pytest.raises(ValueError, match="num_experts must be at least 1: got 0"):
         expert_order(torch.zeros(3, 2, dtype=torch.int64), 0)
+    with pytest.raises(ValueError, match="indices in int32: got 2,147,483,648 choices"):
+        expert_order(torch.zeros(1, 1, dtype=torch.int64).expand(1 << 30, 2), 1)
