@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .backend import Kernels, check_contiguous, check_contiguous_rows, forbid_double_backward, use_triton
+from .fuse import fuse
 from .grouped_gemm import GroupedGemmOptions, grouped_linear
 from .linear import apply_autocast, compute_or_defer, grad_dtype
 from .permute import check_routing_weights, check_rows, permute, unpermute
@@ -41,14 +42,15 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 def experts_reference(
     x_ND: Tensor, gate_up_EGD: Tensor, down_EDF: Tensor, order: ExpertOrder, weights_NK: Tensor | None,
-    weight_inside: bool, options: GroupedGemmOptions,
+    weight_inside: bool, options: GroupedGemmOptions, compiled: bool = False,
 ) -> Tensor:  # fmt: skip
     """`experts` as a chain of plain operators."""
     product = partial(
         grouped_linear, expert_offsets=order.expert_offsets, weight_grads=options.weight_grads,
         accumulate=options.accumulate, num_sms=options.num_sms, kernels=options.kernels,
     )  # fmt: skip
-    h_MF = swiglu(product(permute(x_ND, order, options.kernels), gate_up_EGD))
+    z_MG = product(permute(x_ND, order, options.kernels), gate_up_EGD)
+    h_MF = fuse(swiglu, compiled and len(z_MG) > 1, rows_vary=True)(z_MG)  # 0 or 1 rows would be another graph
     if weight_inside and weights_NK is not None:
         h_MF = (h_MF * weights_NK.flatten()[order.choice_idx_M, None]).to(h_MF.dtype)
         weights_NK = None
@@ -110,7 +112,7 @@ class _ExpertsFunction(torch.autograd.Function):
 def experts(
     x_ND: Tensor, gate_up_EGD: Tensor, down_EDF: Tensor, order: ExpertOrder, weights_NK: Tensor | None = None, *,
     weight_inside: bool = False, accumulate: bool = False, num_sms: int | None = None,
-    weight_grads: WeightGrads | None = None, kernels: Kernels = "auto",
+    weight_grads: WeightGrads | None = None, kernels: Kernels = "auto", compiled: bool = False,
 ) -> Tensor:  # fmt: skip
     """Apply each row's experts, a SwiGLU MLP each, and return the weighted sum of their outputs: [N, D].
 
@@ -119,7 +121,7 @@ def experts(
     weights_NK: routing weights, [N, K] in fp32; None: all 1.
     weight_inside: apply the routing weight before the down projection, not after it. Results differ only by rounding.
     accumulate, num_sms, weight_grads, kernels: as in `grouped_linear`, for the weights gate_up and down. Triton also
-    needs contiguous rows of x.
+    needs contiguous rows of x. compiled: fuse the activation with torch.compile (fuse.py), where Triton is not used.
     Raises ValueError if shapes, dtypes or devices do not match.
 
     Example: one expert with gate = up = down = [[1]] and x = [[2]], weight 0.5: y = 0.5 * silu(2) * 2 = 1.7616.
@@ -130,7 +132,7 @@ def experts(
     check_routing_weights(weights_NK, order)
     options.check(gate_up=gate_up_EGD, down=down_EDF)
     if not use_triton(kernels, x_ND, gate_up_EGD, down_EDF, order.gather_idx_M, weights_NK):
-        return experts_reference(x_ND, gate_up_EGD, down_EDF, order, weights_NK, weight_inside, options)
+        return experts_reference(x_ND, gate_up_EGD, down_EDF, order, weights_NK, weight_inside, options, compiled)
     x_ND = check_contiguous_rows("x", x_ND)
     gate_up_EGD, down_EDF = check_contiguous("gate_up", gate_up_EGD), check_contiguous("down", down_EDF)
     weights_NK = None if weights_NK is None else weights_NK.contiguous()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .backend import check_contiguous, check_contiguous_rows, forbid_double_backward, use_triton
+from .fuse import fuse
 from .options import GroupScore, Kernels, RoutingOptions, Score
 
 # ---- choosing experts ----
@@ -66,7 +67,7 @@ class _RouteFunction(torch.autograd.Function):
 def route(
     logits_TE: Tensor, k: int, *, score: Score = "softmax", bias_E: Tensor | None = None, num_groups: int = 1,
     top_groups: int = 1, normalize: bool = True, scale: float = 1.0, kernels: Kernels = "auto",
-    group_score: GroupScore = "best_two",
+    group_score: GroupScore = "best_two", compiled: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Choose k experts for each token. Return weights [T, K] in fp32 or wider and ids [T, K] in int64, best first.
 
@@ -77,7 +78,8 @@ def route(
     groups are eligible. group_score: the score of a group is the sum of its two best scores, as in DeepSeek-V3 (arXiv
     2412.19437), or its best score, as in V2 (arXiv 2405.04434).
     normalize, scale: the weights are the chosen scores, divided by their sum over k if `normalize`, times `scale`.
-    kernels: see backend.py. Raises ValueError for invalid options or shapes.
+    kernels: see backend.py. compiled: fuse with torch.compile (fuse.py), where Triton is not used.
+    Raises ValueError for invalid options or shapes.
 
     Example: logits [[0, 2, 1]], k=2, sigmoid: ids [[1, 2]], weights [[0.8808, 0.7311]] / 1.6119 = [[0.546, 0.454]].
     """
@@ -88,7 +90,7 @@ def route(
     if bias_E is not None and bias_E.shape != logits_TE.shape[1:]:
         raise ValueError(f"bias_E must be [{logits_TE.shape[1]}], one per expert: got {[*bias_E.shape]}")
     if not use_triton(kernels, logits_TE, bias_E):
-        return route_reference(logits_TE, bias_E, options)
+        return fuse(route_reference, compiled)(logits_TE, bias_E, options)
     bias_E = None if bias_E is None else check_contiguous("bias_E", bias_E.detach())
     return _RouteFunction.apply(check_contiguous_rows("logits_TE", logits_TE), bias_E, options)  # type: ignore[return-value]
 

@@ -13,6 +13,8 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from moe_dualpipe.kernels.fuse import fuse
+
 from .attention_layer import AttentionLayer
 from .config import ModelConfig
 from .kv_cache import KVCache
@@ -25,6 +27,8 @@ from .sdpa import ScaledDotProduct
 
 class Attention(AttentionLayer):
     """Grouped-query attention (arXiv 2305.13245). layer: the index of this layer in a cache."""
+
+    compiled: bool = False
 
     def __init__(self, config: ModelConfig, layer: int = 0):
         super().__init__()
@@ -40,17 +44,16 @@ class Attention(AttentionLayer):
 
     def forward(self, x_BSD: Tensor, cache: KVCache | None = None, mask_B1SS: Tensor | None = None) -> Tensor:
         past, new = cache.length if cache is not None else 0, x_BSD.shape[1]
-        heads = rearrange(self.qkv(x_BSD), "b s (h c) -> b h s c", c=self.head_dim)
-        q_BHSC, k_BGSC, v_BGSC = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         cos_SC, sin_SC = self.rotary.table(at_least_fp32(x_BSD.new_empty(new)), past)
-        q_BHSC, k_BGSC = self.q_norm(q_BHSC), self.k_norm(k_BGSC)
-        k_BGLC, v_BGLC = rotate(k_BGSC, cos_SC, sin_SC), v_BGSC
+        split = fuse(split_heads, self.compiled)
+        numbers = self.num_heads, self.num_kv_heads, self.head_dim
+        q_BHSC, k_BGLC, v_BGLC = split(self.qkv(x_BSD), cos_SC, sin_SC, self.q_norm, self.k_norm, *numbers)
         if cache is not None:
             k_BGLC, v_BGLC = cache.append(self.layer, k_BGLC, v_BGLC)
         # is_causal aligns the first query with the first key, which is wrong after a past.
         mask = x_BSD.new_ones(new, past + new, dtype=torch.bool).tril(past) if past and new > 1 else mask_B1SS
         y_BHSC = self.sdpa(
-            rotate(q_BHSC, cos_SC, sin_SC), k_BGLC, v_BGLC, mask, is_causal=not past and mask is None, enable_gqa=True
+            q_BHSC, k_BGLC, v_BGLC, mask, is_causal=not past and mask is None, enable_gqa=True
         )
         return self.out(rearrange(y_BHSC, "b h s c -> b s (h c)"))
 
@@ -114,6 +117,18 @@ def filled_cache(
         cache.append(layer, *torch.randn(tensors, batch, heads, length, width, device=device, dtype=dtype))
     cache.length = length
     return cache
+
+
+def split_heads(
+    qkv_BSW: Tensor, cos_SC: Tensor, sin_SC: Tensor, q_norm: nn.Module, k_norm: nn.Module, num_heads: int,
+    num_kv_heads: int, head_dim: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The queries [B, H, S, C] and keys [B, G, S, C], normalized and rotated, and values [B, G, S, C]."""
+    heads = rearrange(qkv_BSW, "b s (h c) -> b h s c", c=head_dim)
+    q_BHSC, k_BGSC, v_BGSC = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    # A compiled graph that returns a view would leave its backward to slow eager operators.
+    v_BGSC = v_BGSC.clone() if torch.compiler.is_compiling() else v_BGSC
+    return rotate(q_norm(q_BHSC), cos_SC, sin_SC), rotate(k_norm(k_BGSC), cos_SC, sin_SC), v_BGSC
 
 
 class JointNorm(nn.RMSNorm):

@@ -3,11 +3,9 @@
 Your own class can replace it: `BlockLayer` is its contract.
 """
 
-import functools
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from moe_dualpipe.expert_parallel import ExpertParallel
@@ -23,7 +21,7 @@ from .layer_class import LayerClass, find_layer, own_source
 from .layers import SwiGLU
 from .moe import MoE
 from .own_calls import call_layer, checked_output
-from .recompute import normalize, recompute_saved
+from .recompute import add_up, normalize, normalize_again, recompute_saved
 
 
 class BlockLayer(Segmented):
@@ -47,6 +45,9 @@ class BlockLayer(Segmented):
 
 class Block(BlockLayer):
     """Block number `layer` of the model."""
+
+    compiled: bool = False
+    """Set by the model: whether torch.compile fuses sums and norms."""
 
     def __init__(
         self,
@@ -91,23 +92,29 @@ class Block(BlockLayer):
         if not isinstance(self.mlp, MoE):
             return attended, (yield Compute("mlp", self.dense_mlp, attended, recompute=self.recompute_mlp))
         h_BSD, x_TD, *decision = attended
-        recompute_x = partial(self.mlp_norm, h_BSD.detach()) if self.recompute_mlp_norm else None
+        recompute_x = None
+        if self.recompute_mlp_norm:
+            recompute_x = partial(normalize_again, self.mlp_norm, h_BSD.detach(), self.compiled)
         return h_BSD, *(yield from self.mlp.exchange(x_TD, *decision, recompute_x=recompute_x))
 
     def attend(self, *parts: Tensor, **context: Any) -> Tensor:
-        x_BSD = add_up(*parts)
-        y_BSD, recompute_y = normalize(self.attention_norm, x_BSD, self.recompute_attention_norms)
+        return add_up(*self.attended_parts(*parts, **context))
+
+    def attended_parts(self, *parts: Tensor, **context: Any) -> tuple[Tensor, Tensor]:
+        """The residual stream before attention, and what attention adds to it."""
+        norms = self.recompute_attention_norms
+        x_BSD, y_BSD, recompute_y = normalize(self.attention_norm, parts, norms, self.compiled)
         with recompute_saved(y_BSD, recompute_y):
-            return x_BSD + attend(self.attention, self.layer, y_BSD, **context)
+            return x_BSD, attend(self.attention, self.layer, y_BSD, **context)
 
     def attend_and_route(self, *parts: Tensor, **context: Any) -> tuple[Tensor, ...]:
-        h_BSD = self.attend(*parts, **context)
-        x_BSD, recompute_x = normalize(self.mlp_norm, h_BSD, self.recompute_attention_norms)
+        attended = self.attended_parts(*parts, **context)
+        h_BSD, x_BSD, recompute_x = normalize(self.mlp_norm, attended, self.recompute_attention_norms, self.compiled)
         with recompute_saved(x_BSD, recompute_x):
             return h_BSD, *self.mlp.route(x_BSD)  # type: ignore[union-attr]
 
     def dense_mlp(self, h_BSD: Tensor) -> Tensor:
-        x_BSD, recompute_x = normalize(self.mlp_norm, h_BSD, self.recompute_mlp_norm)
+        _, x_BSD, recompute_x = normalize(self.mlp_norm, (h_BSD,), self.recompute_mlp_norm, self.compiled)
         with recompute_saved(x_BSD, recompute_x):
             return self.mlp(x_BSD)
 
@@ -147,8 +154,3 @@ def block_parts(
 def _checked(block: nn.Module, x_BSD: Tensor, y_BSD: Any) -> Any:
     """Return `y_BSD`, after a check unless it is still being received."""
     return y_BSD if isinstance(y_BSD, CommResult) else checked_output("block", block, x_BSD, y_BSD)
-
-
-def add_up(x_BSD: Tensor, *more: Tensor) -> Tensor:
-    """The residual stream: the sum of its parts. All but the first may be [T, D]; the first is added last."""
-    return x_BSD + functools.reduce(torch.add, more).view_as(x_BSD) if more else x_BSD

@@ -55,6 +55,8 @@ class ExpertLayer(nn.Module):
     """Set by the model. Pass it to the same operators: it selects Triton or plain torch."""
     num_sms: int | None = None
     """Set by the model. Pass it to the products: it limits the multiprocessors that they use. None: all."""
+    compiled: bool = False
+    """Set by the model. Pass it to `experts`, or to `fuse` (kernels/fuse.py): it fuses operators with torch.compile."""
     takes_order: bool = False
     """True: forward is called as `forward(x_ND, order, weights_NK)`, and returns for each received row the weighted sum
     of the outputs of its experts. `order`, an ExpertOrder (kernels/routing.py), has the indices that group the rows by
@@ -92,6 +94,7 @@ class SwiGLUExperts(ExpertLayer):
 
     def forward(self, x_ND: Tensor, order: ExpertOrder, weights_NK: Tensor) -> Tensor:  # type: ignore[override]
         options: dict[str, Any] = {
-            "weight_grads": self.weight_grads, "kernels": self.kernels, "num_sms": self.num_sms
+            "weight_grads": self.weight_grads, "kernels": self.kernels, "num_sms": self.num_sms,
+            "compiled": self.compiled,
         }  # fmt: skip
         return experts(x_ND, self.gate_up, self.down, order, weights_NK, **options)

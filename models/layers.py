@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_dualpipe.kernels.experts import swiglu
+from moe_dualpipe.kernels.fuse import fuse
 from moe_dualpipe.kernels.linear import linear
 from moe_dualpipe.kernels.weight_grads import WeightGrads
 
@@ -33,6 +34,8 @@ class Linear(nn.Module):
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) * up(x)), arXiv 2002.05202. Gate and up are one matrix product."""
 
+    compiled: bool = False
+
     def __init__(self, hidden_size: int, inner_size: int, std: float, out_std: float):
         super().__init__()
         self.gate_up = Linear(hidden_size, 2 * inner_size, std)
@@ -40,7 +43,7 @@ class SwiGLU(nn.Module):
         self.down = Linear(inner_size, hidden_size, out_std)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(swiglu(self.gate_up(x)))
+        return self.down(fuse(swiglu, self.compiled)(self.gate_up(x)))
 
 
 def stacked_matrices(stages: Iterable[nn.Module]) -> dict[str, tuple[int, ...]]:

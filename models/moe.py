@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from moe_dualpipe.expert_parallel import Combined, ExpertParallel, Pending, Received, Route
 from moe_dualpipe.kernels.backend import Kernels
+from moe_dualpipe.kernels.fuse import fuse
 from moe_dualpipe.kernels.permute import permute, unpermute
 from moe_dualpipe.overlap import Comm, Compute, PrepareComm, Segmented, Segments
 from moe_dualpipe.overlap.labels import COMBINE, DISPATCH
@@ -32,6 +33,7 @@ class MoE(Segmented):
     `load_E` counts the tokens of each expert in training since the last `take_load`.
     """
 
+    compiled: bool = False
     load_E: Tensor
     router: Any
 
@@ -112,7 +114,7 @@ class MoE(Segmented):
         assert self.shared is not None
         with recompute_saved(x_TD, recompute_x):
             y_TD = self.shared(x_TD)
-            return y_TD if self.shared_gate is None else self.shared_gate(x_TD).sigmoid() * y_TD
+            return y_TD if self.shared_gate is None else fuse(gated, self.compiled)(self.shared_gate(x_TD), y_TD)
 
     def run_experts(self, x_ND: Tensor, weights_NK: Tensor, route: Route) -> Tensor:
         """The weighted sum of the outputs of this rank's experts for each received row, [N, D]."""
@@ -124,6 +126,10 @@ class MoE(Segmented):
         rows_MD = permute(x_ND, order, self.kernels)
         out_MD = call_layer("experts", self.experts, rows_MD, order.expert_offsets)
         return unpermute(out_MD, order, weights_NK, self.kernels)
+
+
+def gated(logits_T1: Tensor, y_TD: Tensor) -> Tensor:
+    return logits_T1.sigmoid() * y_TD
 
 
 def start_dispatch(ep: ExpertParallel, route: Route, x_TD: Tensor, w_TK: Tensor | None = None) -> Pending[Received]:

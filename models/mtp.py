@@ -22,13 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from moe_dualpipe.expert_parallel import ExpertParallel
+from moe_dualpipe.kernels.fuse import fuse
 from moe_dualpipe.overlap import Compute, Segmented, Segments, in_layer
 from moe_dualpipe.overlap.labels import LOSS
 
-from .block import add_up, block_class, block_parts
+from .block import block_class, block_parts
 from .config import ModelConfig, StageOptions
 from .layer_class import own_source
 from .layers import Linear, seeded
+from .recompute import add_and_normalize
 
 CrossEntropy = Callable[[Tensor, Tensor], Tensor]
 """(normalized hidden states [B, S, D], labels [B, S]) -> mean loss."""
@@ -36,6 +38,8 @@ CrossEntropy = Callable[[Tensor, Tensor], Tensor]
 
 class MTPModule(nn.Module):
     """One module: norms, the projection M, and a block with the index `layer`, which follows the model's layers."""
+
+    compiled: bool = False
 
     def __init__(self, config: ModelConfig, layer: int, expert_parallel: ExpertParallel, options: StageOptions):
         super().__init__()
@@ -54,8 +58,8 @@ class MTPModule(nn.Module):
 
     def output(self, cross_entropy: CrossEntropy, labels_BS: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
         """The hidden states [B, S, D] after the block, and their loss."""
-        h_BSD = add_up(*parts)
-        return h_BSD, cross_entropy(self.norm(h_BSD), labels_BS)
+        h_BSD, x_BSD = fuse(add_and_normalize, self.compiled)(self.norm, *parts)
+        return h_BSD, cross_entropy(x_BSD, labels_BS)
 
 
 class MTP(Segmented):

@@ -8,13 +8,17 @@
 Results are bit-equal. No communication is repeated.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from moe_dualpipe.kernels.fuse import fuse
 
 RecomputeTensor = Callable[[], Tensor]
 """Computes a tensor again."""
@@ -47,9 +51,32 @@ def _identity(t: Tensor) -> tuple[Any, ...]:
     return t.data_ptr(), t.numel(), t.dtype, t.is_contiguous()
 
 
-def normalize(norm: nn.Module, x: Tensor, recompute: bool) -> tuple[Tensor, RecomputeTensor | None]:
-    """Return norm(x), and a function that computes it again; None if norm(x) is saved instead."""
+def normalize(
+    norm: nn.Module, parts: tuple[Tensor, ...], recompute: bool, compiled: bool
+) -> tuple[Tensor, Tensor, RecomputeTensor | None]:
+    """Return x, the sum of `parts`; norm(x); and a function that computes norm(x) again, or None if it is saved."""
     if not (recompute and torch.is_grad_enabled()):
-        return norm(x), None
-    saved = x.detach()
-    return checkpoint(norm, x, use_reentrant=False, preserve_rng_state=False), lambda: norm(saved)
+        return *fuse(add_and_normalize, compiled)(norm, *parts), None
+    if compiled:  # what is compiled saves x for backward, not norm(x)
+        x, y = fuse(add_and_normalize, compiled)(norm, *parts)
+    else:
+        x = add_up(*parts)
+        y = checkpoint(norm, x, use_reentrant=False, preserve_rng_state=False)
+    return x, y, partial(normalize_again, norm, x.detach(), compiled)
+
+
+def normalize_again(norm: nn.Module, x: Tensor, compiled: bool) -> Tensor:
+    """norm(x), with the bits of `normalize`."""
+    with torch.enable_grad():  # without gradients, it would not be compiled
+        return fuse(add_and_normalize, compiled)(norm, x)[1].detach()
+
+
+def add_and_normalize(norm: nn.Module, *parts: Tensor) -> tuple[Tensor, Tensor]:
+    """The residual stream x, and norm(x)."""
+    x = add_up(*parts)
+    return x, norm(x)
+
+
+def add_up(x_BSD: Tensor, *more: Tensor) -> Tensor:
+    """The residual stream: the sum of its parts. All but the first may be [T, D]; the first is added last."""
+    return x_BSD + functools.reduce(torch.add, more).view_as(x_BSD) if more else x_BSD

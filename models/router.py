@@ -71,6 +71,7 @@ class Router(RouterLayer):
     `bias_E`, if configured, is added to the scores to choose experts; it is fp32 in a model of any dtype.
     """
 
+    compiled: bool = False
     bias_E: Tensor | None
     skips_choices = False
     elementwise = ("logits.weight",)  # each row scores an expert, as a row of the head scores a token
@@ -106,6 +107,7 @@ class Router(RouterLayer):
             logits_TE, config.experts_per_token, score=config.router_score, bias_E=bias_E,
             num_groups=config.expert_groups, top_groups=config.top_groups, normalize=config.normalize_weights,
             scale=config.routed_scale, kernels=self.kernels, group_score=config.group_score,
+            compiled=self.compiled,
         )  # fmt: skip
 
     @torch.no_grad()

@@ -19,18 +19,20 @@ from torch.nn import functional as F
 
 from moe_dualpipe.expert_parallel import ExpertParallel, Local
 from moe_dualpipe.kernels.cross_entropy import linear_cross_entropy
+from moe_dualpipe.kernels.fuse import fuse
 from moe_dualpipe.kernels.linear import linear
 from moe_dualpipe.kernels.weight_grads import WeightGrads
 from moe_dualpipe.overlap import Compute, Segmented, Segments, in_layer
 
 from .attention import document_mask, document_numbers
 from .auxiliary_losses import attach
-from .block import add_up, block_class, block_parts
+from .block import block_class, block_parts
 from .config import DEFAULT_OPTIONS, ModelConfig, StageOptions
 from .kv_cache import KVCache
 from .layer_class import own_source
 from .layers import Linear, at_least_fp32, seeded
 from .mtp import MTP
+from .recompute import add_and_normalize, add_up
 from .partition import StageSpec, split
 
 
@@ -75,6 +77,9 @@ class TransformerStage(Segmented):
                 )  # fmt: skip
         self.elementwise = ("embedding.weight", "head.weight")
         self.mtp = MTP(config, expert_parallel, options) if spec.mtp else None
+        for module in self.modules():
+            if hasattr(module, "compiled"):
+                setattr(module, "compiled", options.compiled)  # noqa: B010 - nn.Module declares no such attribute
 
     def use_embedding(self, embedding: nn.Embedding) -> None:
         """Replace the embedding, and the weight of a tied head, by that of another stage."""
@@ -100,7 +105,7 @@ class TransformerStage(Segmented):
         return output if documents_BS is None or self.spec.head else (output, documents_BS)
 
     def finish(self, *parts: Tensor) -> Tensor:
-        x_BSD = self.norm(add_up(*parts))
+        _, x_BSD = fuse(add_and_normalize, self.options.compiled)(self.norm, *parts)
         return x_BSD if self.head_in_loss else self.head(x_BSD)
 
     def logits(self, output: Tensor) -> Tensor:
@@ -118,7 +123,7 @@ class TransformerStage(Segmented):
         Raises ValueError for a stage without the head.
         """
         self._check_head()
-        loss = self.cross_entropy(output, labels_BS) if self.head_in_loss else next_token_loss(output, labels_BS)
+        loss = self.cross_entropy(output, labels_BS) if self.head_in_loss else self._next_token_loss(output, labels_BS)
         if self.mtp is not None and torch.is_grad_enabled():
             loss = attach(loss, self.mtp(output, labels_BS, self.embedding, self.cross_entropy))
         return loss
@@ -126,9 +131,13 @@ class TransformerStage(Segmented):
     def cross_entropy(self, x_BSD: Tensor, labels_BS: Tensor) -> Tensor:
         """The mean loss of the head applied to normalized hidden states."""
         if not self.options.fused_loss:
-            return next_token_loss(self.head(x_BSD), labels_BS)
+            return self._next_token_loss(self.head(x_BSD), labels_BS)
         x_TD, labels_T = x_BSD.flatten(0, 1), labels_BS.flatten()
         return linear_cross_entropy(x_TD, self.head.weight, labels_T, weight_grads=self.head.weight_grads)
+
+    def _next_token_loss(self, logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
+        # On a CPU, the compiled loss takes twice the time of torch's own operators.
+        return fuse(next_token_loss, self.options.compiled and logits_BSV.is_cuda)(logits_BSV, labels_BS)
 
     def _check_head(self) -> None:
         if not self.spec.head:

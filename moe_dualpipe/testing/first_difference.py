@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..models.block import add_up
+from ..models.recompute import add_up
 from ..overlap.labels import DISPATCH, PREPARE
 from .compare import BUFFERS, token_errors
 from .recorder import At, Record

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from ..messages import plural
 from ..models.attention import attention_class, document_mask
 from ..models.attention_layer import accepted_context, attend
-from ..models.block import add_up, block_class, block_parts
+from ..models.block import block_class, block_parts
+from ..models.recompute import add_up
 from ..models.config import ModelConfig, StageOptions
 from ..models.kv_cache import KVCache
 from ..models.layers import seeded
