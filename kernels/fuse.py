@@ -8,11 +8,14 @@ communication and deferred weight gradients stay outside, so whether the functio
 import os
 import shutil
 import sys
+import sysconfig
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -32,9 +35,19 @@ def fuse(fn: F, compiled: bool, rows_vary: bool = False) -> F:
 
 @cache
 def _compiled(fn: F, rows_vary: bool) -> F:
-    return torch.compile(fn, dynamic=rows_vary, backend=BACKEND)
+    return torch.compile(fn, dynamic=rows_vary, backend=BACKEND)  # type: ignore[return-value]
 
 
-def find_compiler() -> str | None:
-    """The C++ compiler that torch.compile uses on a CPU: $CXX, else g++ (clang++ on macOS). None: there is none."""
-    return shutil.which(os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++"))
+def copy_compiled(x: Tensor) -> Tensor:
+    """`x`; in a compiled function, a copy. It may not be a view of an input: torch would not fuse its backward."""
+    return x.clone() if torch.compiler.is_compiling() else x
+
+
+def missing_for_compile() -> str | None:
+    """What torch.compile needs and this machine lacks, with what to do; None: nothing."""
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(compiler) is None:
+        return f"a C++ compiler, and there is no {compiler}: install one, or name one in the variable CXX"
+    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        return "Python's header files, and there is no Python.h: install python3-dev"
+    return None

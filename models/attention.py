@@ -13,7 +13,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from moe_dualpipe.kernels.fuse import fuse
+from moe_dualpipe.kernels.fuse import copy_compiled, fuse
 
 from .attention_layer import AttentionLayer
 from .config import ModelConfig
@@ -52,9 +52,7 @@ class Attention(AttentionLayer):
             k_BGLC, v_BGLC = cache.append(self.layer, k_BGLC, v_BGLC)
         # is_causal aligns the first query with the first key, which is wrong after a past.
         mask = x_BSD.new_ones(new, past + new, dtype=torch.bool).tril(past) if past and new > 1 else mask_B1SS
-        y_BHSC = self.sdpa(
-            q_BHSC, k_BGLC, v_BGLC, mask, is_causal=not past and mask is None, enable_gqa=True
-        )
+        y_BHSC = self.sdpa(q_BHSC, k_BGLC, v_BGLC, mask, is_causal=not past and mask is None, enable_gqa=True)
         return self.out(rearrange(y_BHSC, "b h s c -> b s (h c)"))
 
     @staticmethod
@@ -126,9 +124,8 @@ def split_heads(
     """The queries [B, H, S, C] and keys [B, G, S, C], normalized and rotated, and values [B, G, S, C]."""
     heads = rearrange(qkv_BSW, "b s (h c) -> b h s c", c=head_dim)
     q_BHSC, k_BGSC, v_BGSC = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-    # A compiled graph that returns a view would leave its backward to slow eager operators.
-    v_BGSC = v_BGSC.clone() if torch.compiler.is_compiling() else v_BGSC
-    return rotate(q_norm(q_BHSC), cos_SC, sin_SC), rotate(k_norm(k_BGSC), cos_SC, sin_SC), v_BGSC
+    q_BHSC, k_BGSC = rotate(q_norm(q_BHSC), cos_SC, sin_SC), rotate(k_norm(k_BGSC), cos_SC, sin_SC)
+    return q_BHSC, k_BGSC, copy_compiled(v_BGSC)
 
 
 class JointNorm(nn.RMSNorm):

@@ -292,7 +292,7 @@ class StageOptions:
     """Maximum number of multiprocessors for the products of the experts in Triton, which leaves the others to
     communication. None: all."""
     compiled: bool = False
-    """Fuse norms, sums, rotations and activations with torch.compile, where gradients are computed (kernels/fuse.py)."""
+    """Fuse norms, sums, rotations and activations with torch.compile, in training only (kernels/fuse.py)."""
 
     def __post_init__(self) -> None:
         if self.num_sms is not None and self.num_sms < 1:

@@ -17,6 +17,8 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from moe_dualpipe.kernels.fuse import copy_compiled, fuse
+
 from .attention_layer import AttentionLayer
 from .config import ModelConfig
 from .kv_cache import KVCache
@@ -30,6 +32,8 @@ class LatentAttention(AttentionLayer):
 
     A cache stores M numbers of a position: the latent and the rotated key.
     """
+
+    compiled: bool = False
 
     def __init__(self, config: ModelConfig, layer: int = 0):
         super().__init__()
@@ -52,27 +56,22 @@ class LatentAttention(AttentionLayer):
 
     def forward(self, x_BSD: Tensor, cache: KVCache | None = None, mask_B1SS: Tensor | None = None) -> Tensor:
         past, new = cache.length if cache is not None else 0, x_BSD.shape[1]
-        q, latent_BSR, k_BSP = self.down(x_BSD).split([self.q_width, self.kv_rank, self.rope_dim], dim=-1)
-        heads = rearrange(self.q_up(self.q_norm(q)), "b s (h c) -> b h s c", h=self.num_heads)
-        q_BHSC, q_BHSP = heads.split([self.head_dim, self.rope_dim], dim=-1)
         angles = self.rotary.table(at_least_fp32(x_BSD.new_empty(new)), past)
-        latent_BSR, k_BSP, q_BHSP = self.kv_norm(latent_BSR), rotate(k_BSP, *angles), rotate(q_BHSP, *angles)
+        widths = self.q_width, self.kv_rank, self.rope_dim
+        q, latent_BSR, k_BSP = fuse(split_latents, self.compiled)(
+            self.down(x_BSD), *angles, self.q_norm, self.kv_norm, widths
+        )
+        q_BSW = self.q_up(q)
         cached = cache.append(self.layer, torch.cat([latent_BSR, k_BSP], dim=-1)[:, None]) if cache is not None else ()
         if past:
-            y_BHSV = self.absorbed(q_BHSC, q_BHSP, *cached)
+            y_BHSV = self.absorbed(*split_queries(q_BSW, *angles, self.num_heads), *cached)
         else:
-            y_BHSV = self.expanded(q_BHSC, q_BHSP, latent_BSR, k_BSP, mask_B1SS)
+            # Attention with keys and values of each head.
+            qkv = fuse(join_heads, self.compiled)(
+                q_BSW, self.kv_up(latent_BSR), k_BSP, *angles, self.num_heads, self.value_dim
+            )
+            y_BHSV = self.sdpa(*qkv, mask_B1SS, is_causal=mask_B1SS is None, scale=self.scale)
         return self.out(rearrange(y_BHSV, "b h s v -> b s (h v)"))
-
-    def expanded(
-        self, q_BHSC: Tensor, q_BHSP: Tensor, latent_BSR: Tensor, k_BSP: Tensor, mask_B1SS: Tensor | None = None
-    ) -> Tensor:
-        """Attention without a past, with keys and values of each head: [B, H, S, V]."""
-        heads = rearrange(self.kv_up(latent_BSR), "b s (h c) -> b h s c", h=self.num_heads)
-        k_BHSC, v_BHSV = heads.split([self.head_dim, self.value_dim], dim=-1)
-        q = torch.cat([q_BHSC, q_BHSP], dim=-1)
-        k = torch.cat([k_BHSC, k_BSP[:, None].expand_as(q_BHSP)], dim=-1)
-        return self.sdpa(q, k, v_BHSV, mask_B1SS, is_causal=mask_B1SS is None, scale=self.scale)
 
     def absorbed(self, q_BHSC: Tensor, q_BHSP: Tensor, cached_B1LM: Tensor) -> Tensor:
         """Attention of the last S of L positions to cached latents, without gradients: [B, H, S, V]."""
@@ -126,3 +125,35 @@ class LatentAttention(AttentionLayer):
     @staticmethod
     def kv_cache_shape(config: ModelConfig) -> tuple[int, int, int]:
         return 1, 1, config.kv_rank + config.rope_dim
+
+
+def split_latents(
+    down_BSW: Tensor,
+    cos_SP: Tensor,
+    sin_SP: Tensor,
+    q_norm: nn.Module,
+    kv_norm: nn.Module,
+    widths: tuple[int, int, int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The normalized latent of queries (or the queries), that of keys and values, and the rotated key."""
+    q, latent_BSR, k_BSP = down_BSW.split(widths, dim=-1)
+    return copy_compiled(q_norm(q)), kv_norm(latent_BSR), rotate(k_BSP, cos_SP, sin_SP)
+
+
+def split_queries(q_BSW: Tensor, cos_SP: Tensor, sin_SP: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
+    """The unrotated part of the queries, [B, H, S, C], and the rotated part, [B, H, S, P]."""
+    heads, rotated = rearrange(q_BSW, "b s (h c) -> b h s c", h=num_heads), cos_SP.shape[1]
+    q_BHSC, q_BHSP = heads.split([heads.shape[3] - rotated, rotated], dim=-1)
+    return q_BHSC, rotate(q_BHSP, cos_SP, sin_SP)
+
+
+def join_heads(
+    q_BSW: Tensor, kv_BSW: Tensor, k_BSP: Tensor, cos_SP: Tensor, sin_SP: Tensor, num_heads: int, value_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys [B, H, S, C + P], and values [B, H, S, V]."""
+    q_BHSC, q_BHSP = split_queries(q_BSW, cos_SP, sin_SP, num_heads)
+    heads = rearrange(kv_BSW, "b s (h c) -> b h s c", h=num_heads)
+    k_BHSC, v_BHSV = heads.split([heads.shape[3] - value_dim, value_dim], dim=-1)
+    q = torch.cat([q_BHSC, q_BHSP], dim=-1)
+    k = torch.cat([k_BHSC, k_BSP[:, None].expand_as(q_BHSP)], dim=-1)
+    return q, k, copy_compiled(v_BHSV)

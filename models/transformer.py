@@ -32,8 +32,8 @@ from .kv_cache import KVCache
 from .layer_class import own_source
 from .layers import Linear, at_least_fp32, seeded
 from .mtp import MTP
-from .recompute import add_and_normalize, add_up
 from .partition import StageSpec, split
+from .recompute import add_and_normalize, add_up
 
 
 class TransformerStage(Segmented):

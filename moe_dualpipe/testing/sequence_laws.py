@@ -16,10 +16,10 @@ from ..messages import plural
 from ..models.attention import attention_class, document_mask
 from ..models.attention_layer import accepted_context, attend
 from ..models.block import block_class, block_parts
-from ..models.recompute import add_up
 from ..models.config import ModelConfig, StageOptions
 from ..models.kv_cache import KVCache
 from ..models.layers import seeded
+from ..models.recompute import add_up
 from ..overlap import Compute, Segmented, Segments
 from . import shared_laws as shared
 from .laws import Broken, Law, Unchecked

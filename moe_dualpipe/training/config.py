@@ -70,6 +70,8 @@ class ComputeConfig:
     """float32, bfloat16, or auto: bfloat16 on GPUs. Master weights and gradients are always float32."""
     kernels: Kernels = "auto"
     """triton, reference (plain torch), or auto: Triton on GPUs."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Fuse norms, rotations, activations and sums with torch.compile. auto: on for GPUs, and for long runs on CPUs."""
     recompute: Recompute = "none"
     """What to recompute in backward instead of saving it. attention includes norms and router; full also the MLP."""
     fused_loss: bool = False

@@ -56,7 +56,8 @@ class Reporter:
             f"{schedule.name} over {layout.pp} pipeline x {layout.dp} data-parallel ranks"
             f"{f', experts over {layout.ep}' if layout.ep > 1 else ''}, on {self.setup.device.type} "
             f"in {str(self.setup.dtype).removeprefix('torch.')}"
-            f"{', Triton kernels' if self.setup.kernels == 'triton' else ''}",
+            f"{', Triton kernels' if self.setup.kernels == 'triton' else ''}"
+            f"{', torch.compile' if self.setup.compiled else ''}",
             f"{config.optim.name}: {state_mb:,.1f} MB of optimizer state on the fullest rank",
         ]
         for index, stage in enumerate(self.plan.stages):

@@ -7,13 +7,21 @@ from pathlib import Path
 import torch
 
 from ..kernels.backend import Kernels, validate_kernels
+from ..kernels.fuse import missing_for_compile
 from ..messages import plural
+from ..planner.flops import train_flops_per_token
 from ..runtime.groups import Layout, check_ep_divides_experts, check_ep_divides_ranks, divisors
 from ..runtime.launch import Launch, choose_device, count_gpus
 from ..schedule import Schedule, build, default_micro_batches, default_schedule
 from . import restart
 from .checks import check_options
 from .config import CheckpointConfig, ComputeConfig, TrainConfig
+
+WORTH_COMPILING = 2e13
+"""FLOPs of a rank in a run on a CPU from which --compile auto compiles: about a quarter of an hour on one core.
+
+Compiling takes about a minute, unless an earlier run left its graphs on the disk, and saves a tenth of the time.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +33,7 @@ class RunSetup:
     device: torch.device
     dtype: torch.dtype
     kernels: Kernels
+    compiled: bool
     folder: Path | None
     """The run's folder: checkpoints, metrics, profile. None: the run writes nothing."""
 
@@ -45,11 +54,12 @@ def resolve_options(config: TrainConfig, launch: Launch, new_folder: bool = True
         name = default_schedule(layout.pp)
     micro_batches = config.batch.micro_batches or default_micro_batches(layout.pp)
     schedule = build(name, layout.pp, micro_batches, config.parallel.num_chunks)
+    compiled = _compiled(config, device, layout, micro_batches)
     options = config.checkpoint
     folder = _run_folder(options, config.name) if new_folder or options.out or options.resume else None
     if folder is None:
         _check_writes_nothing(config)
-    return RunSetup(layout, schedule, device, getattr(torch, dtype), kernels, folder)
+    return RunSetup(layout, schedule, device, getattr(torch, dtype), kernels, compiled, folder)
 
 
 def _device(compute: ComputeConfig, launch: Launch) -> tuple[torch.device, Kernels]:
@@ -61,6 +71,21 @@ def _device(compute: ComputeConfig, launch: Launch) -> tuple[torch.device, Kerne
     elif kernels == "triton" and kind == "cpu":
         raise ValueError("--kernels triton needs a GPU, and this run is on the CPU: use --kernels reference, or auto")
     return device, kernels
+
+
+def _compiled(config: TrainConfig, device: torch.device, layout: Layout, micro_batches: int) -> bool:
+    """Whether to fuse operators with torch.compile. A run makes the same choice if it is resumed."""
+    choice = config.compute.compile
+    if choice == "off":
+        return False
+    missing = missing_for_compile()
+    if missing and choice == "on":
+        raise ValueError(f"--compile on needs {missing}; or use --compile off")
+    if choice == "auto" and device.type == "cpu":
+        sequences = config.steps * micro_batches * config.batch.micro_batch_size
+        flops = sequences * config.batch.seq_len * train_flops_per_token(config.model, config.batch.seq_len)
+        return missing is None and flops / layout.pp >= WORTH_COMPILING
+    return missing is None
 
 
 def _layout(config: TrainConfig, launch: Launch) -> Layout:

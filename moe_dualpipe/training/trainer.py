@@ -51,7 +51,10 @@ class Trainer:
         check_same_text(plan.text)
         self.progress = progress or Progress()
         end_id = plan.text.tokenizer.end_id if config.batch.document_mask else None
-        options = StageOptions(config.seed, config.compute.recompute, kernels, config.compute.fused_loss, end_id)
+        options = StageOptions(
+            config.seed, config.compute.recompute, kernels, config.compute.fused_loss, end_id,
+            compiled=plan.setup.compiled,
+        )  # fmt: skip
         self.pipeline = Pipeline(
             model, self.schedule, (config.batch.micro_batch_size, config.batch.seq_len), self.device, self.dtype,
             ep=config.parallel.ep, options=options, overlap=config.parallel.overlap,

@@ -9,8 +9,8 @@ from torch import nn
 
 from moe_dualpipe.models import StageOptions, TransformerStage, build_model, next_token_loss, split
 from moe_dualpipe.models.attention import Attention
-from moe_dualpipe.models.recompute import add_up
 from moe_dualpipe.models.layers import seeded
+from moe_dualpipe.models.recompute import add_up
 from tests.support.models import CONFIG, with_choices
 
 

@@ -1,0 +1,169 @@
+"""Models whose chains of small operators torch.compile fuses: same numbers, few graphs, no graph after the first step.
+
+Most tests use the backend "aot_eager": it traces and divides graphs as for training, but generates no code.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from moe_dualpipe.expert_parallel import Local, Loopback
+from moe_dualpipe.kernels import fuse as fuse_module
+from moe_dualpipe.kernels.experts import swiglu
+from moe_dualpipe.kernels.fuse import fuse
+from moe_dualpipe.kernels.weight_grads import WeightGrads, bind
+from moe_dualpipe.models import ModelConfig, StageOptions, StageSpec, TransformerStage, build_model, next_token_loss
+from moe_dualpipe.models.config import RECOMPUTE
+from tests.support.pairs import CONFIG, assert_same, gradients, run_pair, tokens
+from tests.support.ranks import cosine_distance
+
+MLA = {"attention": "mla", "kv_rank": 6, "rope_dim": 4, "value_dim": 5}
+MODELS = {
+    "gqa": CONFIG,
+    "norms of heads, gated shared expert": dataclasses.replace(CONFIG, qk_norm="head", shared_gate=True),
+    "joint norm, groups": dataclasses.replace(CONFIG, qk_norm="full", expert_groups=4, top_groups=2),
+    "mla": dataclasses.replace(CONFIG, q_rank=7, **MLA),
+    "mla without a latent of queries": dataclasses.replace(CONFIG, **MLA),
+    "mtp": dataclasses.replace(CONFIG, mtp_layers=1),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def backend():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fuse_module, "BACKEND", "aot_eager")
+        forget()
+        yield
+        forget()
+
+
+def forget():
+    """Drop all graphs. Tests that do not count graphs share them, because compiling takes long."""
+    fuse_module._compiled.cache_clear()
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def model(config: ModelConfig = CONFIG, compiled=True, recompute="none"):
+    return build_model(config, options=StageOptions(compiled=compiled, recompute=recompute))
+
+
+def step(stage, seed=1, length=5):
+    """The loss and the gradients of a micro-batch."""
+    stage.zero_grad()
+    loss = stage.loss(stage(tokens(seed, 2, length)), tokens(seed + 1, 2, length))
+    loss.backward()
+    return [loss.detach(), *gradients(stage)]
+
+
+def graphs():
+    assert not counters["graph_break"]
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.quick("gqa")
+@pytest.mark.parametrize("name", MODELS)
+def test_compiled_models_agree_with_eager_ones(name):
+    forget()
+    config = MODELS[name]
+    for ours, expected in zip(step(model(config)), step(model(config, compiled=False)), strict=True):
+        assert (ours is None) == (expected is None)
+        if expected is not None:
+            assert torch.linalg.vector_norm(ours - expected) <= 1e-6 * torch.linalg.vector_norm(expected)
+    assert graphs() >= 6
+
+
+def test_layers_share_graphs_and_nothing_is_compiled_after_the_first_step():
+    forget()
+    step(model(dataclasses.replace(CONFIG, num_layers=3)))
+    first = graphs()
+    larger = model(dataclasses.replace(CONFIG, num_layers=6))
+    for seed in range(3):
+        step(larger, seed)
+    assert graphs() == first
+    step(larger, length=6)
+    assert graphs() > first  # so the counter counts
+
+
+@pytest.mark.quick("norms")
+@pytest.mark.parametrize("recompute", RECOMPUTE[1:])
+def test_recomputation_is_bit_equal(recompute):
+    assert_same(step(model(recompute=recompute)), step(model()))
+
+
+@pytest.mark.quick("norms")
+@pytest.mark.parametrize("recompute", ["none", "norms"])
+def test_overlapped_pairs_are_bit_equal_to_sequential_ones(recompute):
+    options = StageOptions(compiled=True, recompute=recompute)
+    spec = StageSpec(range(4), True, True, 1.0)
+    first, second = (TransformerStage(CONFIG, spec, Loopback(8, 4), options) for _ in range(2))
+    x0, x1 = tokens(3), tokens(4)
+    assert_same(run_pair(first, second, x0, x1, True), run_pair(first, second, x0, x1, False))
+
+
+def test_deferred_weight_gradients_are_bit_equal():
+    expected = step(whole := model())
+    bind(whole, deferred := WeightGrads())
+    whole.zero_grad()
+    loss = next_token_loss(whole(tokens(1)), tokens(2))
+    with deferred.defer_to("all"):
+        loss.backward()
+    assert deferred.has_deferred("all")
+    deferred.run_deferred("all")
+    assert_same([loss.detach(), *gradients(whole)], expected)
+
+
+@pytest.mark.long
+def test_a_pipeline_agrees_with_the_whole_model():
+    """The sum before a norm belongs to another graph where a stage ends: the loss is bit-equal."""
+    whole = model()
+    options = StageOptions(compiled=True)
+    first, last = (
+        TransformerStage(CONFIG, spec, Local(8), options)
+        for spec in (StageSpec(range(2), True, False, 0.5), StageSpec(range(2, 4), False, True, 0.5))
+    )
+    loss = next_token_loss(last(first(tokens(1))), tokens(2))
+    loss.backward()
+    expected, *grads = step(whole)
+    assert torch.equal(loss, expected)
+    for ours, theirs in zip(gradients(first, last), grads, strict=True):
+        assert ours is theirs is None or cosine_distance(ours, theirs) <= 1e-13
+
+
+def test_a_varying_number_of_rows_shares_one_graph():
+    forget()
+    compiled = fuse(swiglu, True, rows_vary=True)
+    for rows in (7, 2, 64, 3):
+        x = torch.randn(rows, 10, requires_grad=True)
+        compiled(x).sum().backward()
+    assert graphs() == 1
+
+
+def test_without_gradients_nothing_is_compiled():
+    forget()
+    with torch.no_grad():
+        model()(tokens(1))
+    assert graphs() == 0
+
+
+def test_only_models_that_are_asked_to_compile():
+    forget()
+    step(model(compiled=False))
+    assert graphs() == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", MODELS)
+def test_generated_code_has_the_same_laws(name, monkeypatch):
+    forget()
+    monkeypatch.setattr(fuse_module, "BACKEND", "inductor")
+    config = dataclasses.replace(MODELS[name], hidden_size=48, head_dim=8, expert_size=40)
+    none = step(model(config), length=37)
+    for recompute in RECOMPUTE[1:]:
+        assert_same(step(model(config, recompute=recompute), length=37), none)
+    for ours, expected in zip(none, step(model(config, compiled=False), length=37), strict=True):
+        if expected is not None:
+            assert torch.linalg.vector_norm(ours - expected) <= 1e-5 * torch.linalg.vector_norm(expected)
+    forget()
