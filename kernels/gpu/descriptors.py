@@ -15,7 +15,7 @@ from .configs import TileConfig
 def uses_tma(config: TileConfig, *tensors: Tensor) -> bool:
     """Whether TMA moves all these tensors. It needs rows aligned to 16 bytes, and their number to fit in 30 bits."""
     return config.tma and all(
-        t.data_ptr() % 16 == 0 and t.stride(-2) * t.element_size() % 16 == 0
+        t.numel() and t.data_ptr() % 16 == 0 and t.stride(-2) * t.element_size() % 16 == 0
         and t.stride(-2) >= t.shape[-1] and t.shape[-2] <= 2**30
         for t in tensors
     )  # fmt: skip

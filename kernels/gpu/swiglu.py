@@ -17,7 +17,7 @@ from torch import Tensor
 from .configs import lookup
 from .descriptors import uses_tma, weights_argument
 from .launch_args import arch_of, ceil_div, launch_grid, launch_settings
-from .tiles import Tiling, locate_tile, split_columns, store_tile, tile_product, tile_rows
+from .tiles import Tiling, locate_tile, split_columns, split_in_four, store_tile, tile_product, tile_rows
 
 
 @triton.jit
@@ -114,9 +114,7 @@ def swiglu_down_backward_kernel(
         m = first + tl.arange(0, BLOCK_M)
         s = _routing_weight(weights, choice, m, end, WEIGHTED, BLOCK_M)
         # In four parts: gate, up and their gradients for the whole tile would spill registers.
-        left, right = split_columns(acc, BLOCK_M, BLOCK_N)
-        dh0, dh1 = split_columns(left, BLOCK_M, BLOCK_N // 2)
-        dh2, dh3 = split_columns(right, BLOCK_M, BLOCK_N // 2)
+        dh0, dh1, dh2, dh3 = split_in_four(acc, BLOCK_M, BLOCK_N)
         total = _swiglu_backward(dh0, z, dz, h, s, m, n0, end, F, QUARTER, BLOCK_N)
         total += _swiglu_backward(dh1, z, dz, h, s, m, n0 + QUARTER, end, F, QUARTER, BLOCK_N)
         total += _swiglu_backward(dh2, z, dz, h, s, m, n0 + 2 * QUARTER, end, F, QUARTER, BLOCK_N)

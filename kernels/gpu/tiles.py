@@ -178,6 +178,13 @@ def tile_product(
 
 
 @triton.jit
+def load_ragged(a, m, end, i0, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Load a tile from a[m:, i0:], with zeros for rows from `end` on. a: a descriptor of `ragged_argument`."""
+    FAR: tl.constexpr = 2**30
+    return a.load([FAR, end, FAR - end + m, i0]).reshape(ROWS, COLUMNS)
+
+
+@triton.jit
 def store_ragged(out, x, first, end, n0):
     """Write a tile to out[first:, n0:], except for rows from `end` on. out: a descriptor of `ragged_argument`."""
     FAR: tl.constexpr = 2**30
@@ -188,6 +195,15 @@ def store_ragged(out, x, first, end, n0):
 def split_columns(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Split a tile [ROWS, COLUMNS] into its left and right half."""
     return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def split_in_four(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Split a tile [ROWS, COLUMNS] into four parts, from left to right."""
+    left, right = split_columns(x, ROWS, COLUMNS)
+    x0, x1 = split_columns(left, ROWS, COLUMNS // 2)
+    x2, x3 = split_columns(right, ROWS, COLUMNS // 2)
+    return x0, x1, x2, x3
 
 
 @triton.jit

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ..backend import check_contiguous
 from .configs import lookup
+from .descriptors import ragged_argument, uses_tma, weights_argument
 from .launch_args import arch_of, ceil_div, compile_options, dot_precision, launch_grid
-from .tiles import grouped_order, split_columns
+from .tiles import grouped_order, load_ragged, split_in_four
 
 
 @triton.jit
@@ -32,56 +33,84 @@ def _columns(tile, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _row_offsets(index, m, inside, STRIDE: tl.constexpr, GATHER: tl.constexpr):
-    row = tl.load(index + m, mask=inside, other=0).to(tl.int64) if GATHER else m.to(tl.int64)
-    return row * STRIDE
+def _load_tile(a, row, m0, end, tile, STRIDE: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr,
+               TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    """A tile of rows from m0 on, with zeros from `end` on: [ROWS, COLUMNS], or [COLUMNS, ROWS] if TRANSPOSED."""
+    if TMA:
+        x = load_ragged(a, m0, end, tile * COLUMNS, ROWS, COLUMNS)
+        x = x.T if TRANSPOSED else x
+    else:
+        inside = m0 + tl.arange(0, ROWS) < end
+        offsets = row.to(tl.int64) * STRIDE
+        i = _columns(tile, WIDTH, COLUMNS)
+        if TRANSPOSED:  # not x.T: a transpose of the loaded tile would not be pipelined before Hopper
+            x = tl.load(a + offsets[None, :] + i[:, None], mask=inside[None, :], other=0.0)
+        else:
+            x = tl.load(a + offsets[:, None] + i[None, :], mask=inside[:, None], other=0.0)
+    return x
 
 
 @triton.jit
-def _add_to(out, x, i, j, I: tl.constexpr, J: tl.constexpr, ADD: tl.constexpr):
-    pointers = out + i[:, None] * J + j[None, :]
-    mask = (i < I)[:, None] & (j < J)[None, :]
-    if ADD:
-        x += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-    tl.store(pointers, x.to(out.dtype.element_ty), mask=mask)
+def _row_numbers(index, m0, end, GATHER: tl.constexpr, ROWS: tl.constexpr):
+    m = m0 + tl.arange(0, ROWS)
+    return tl.load(index + m, mask=m < end, other=0) if GATHER else m
+
+
+@triton.jit
+def _write(
+    out, x, e, i0, j0, I: tl.constexpr, J: tl.constexpr, ADD: tl.constexpr, TMA: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Write a tile [ROWS, COLUMNS] to out[e, i0:, j0:], or add it."""
+    if TMA:
+        box = x.to(out.dtype).reshape(1, ROWS, COLUMNS)
+        if ADD:
+            out.atomic_add([e, i0, j0], box)
+        else:
+            out.store([e, i0, j0], box)
+    else:
+        i, j = i0 + tl.arange(0, ROWS), j0 + tl.arange(0, COLUMNS)
+        pointers = out + e.to(tl.int64) * (I * J) + i[:, None] * J + j[None, :]
+        mask = (i < I)[:, None] & (j < J)[None, :]
+        if ADD:
+            x += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+        tl.store(pointers, x.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_experts"])
 def weight_gradients_kernel(
     a, index_a, b, index_b, out, offsets, num_experts, STRIDE_A: tl.constexpr, STRIDE_B: tl.constexpr,
-    I: tl.constexpr, J: tl.constexpr,
-    GATHER_A: tl.constexpr, GATHER_B: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
+    I: tl.constexpr, J: tl.constexpr, GATHER_A: tl.constexpr, GATHER_B: tl.constexpr,
+    TMA_A: tl.constexpr, TMA_B: tl.constexpr, TMA_OUT: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     TILES_I: tl.constexpr = (I + BLOCK_M - 1) // BLOCK_M
     TILES_J: tl.constexpr = (J + BLOCK_N - 1) // BLOCK_N
-    HALF: tl.constexpr = BLOCK_N // 2
+    QUARTER: tl.constexpr = BLOCK_N // 4
     for tile in range(tl.program_id(0), num_experts * TILES_I * TILES_J, tl.num_programs(0)):
         e = tile // (TILES_I * TILES_J)
         i_tile, j_tile = grouped_order(tile % (TILES_I * TILES_J), TILES_I, TILES_J, GROUP_M)
         start, end = tl.load(offsets + e), tl.load(offsets + e + 1)
-        i, j = _columns(i_tile, I, BLOCK_M), _columns(j_tile, J, BLOCK_N)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        m = start + tl.arange(0, BLOCK_K)
-        # Row offsets are loaded one step ahead, so that the loads of the rows do not wait for them.
-        row_a = _row_offsets(index_a, m, m < end, STRIDE_A, GATHER_A)
-        row_b = _row_offsets(index_b, m, m < end, STRIDE_B, GATHER_B)
+        # Row numbers are loaded one step ahead and not used before, so that no step waits for them.
+        row_a = _row_numbers(index_a, start, end, GATHER_A, BLOCK_K)
+        row_b = _row_numbers(index_b, start, end, GATHER_B, BLOCK_K)
+        m = start
         # At least one step: ptxas serialises the products of a loop that may run zero times.
         for _ in range(tl.maximum(tl.cdiv(end - start, BLOCK_K), 1)):
-            inside = m < end
-            # [columns, rows]: a transpose of the loaded tile would not be pipelined before Hopper.
-            a_tile = tl.load(a + row_a[None, :] + i[:, None], mask=inside[None, :], other=0.0)
-            b_tile = tl.load(b + row_b[:, None] + j[None, :], mask=inside[:, None], other=0.0)
+            a_tile = _load_tile(a, row_a, m, end, i_tile, STRIDE_A, I, TMA_A, True, BLOCK_K, BLOCK_M)
+            b_tile = _load_tile(b, row_b, m, end, j_tile, STRIDE_B, J, TMA_B, False, BLOCK_K, BLOCK_N)
             m += BLOCK_K
-            row_a = _row_offsets(index_a, m, m < end, STRIDE_A, GATHER_A)
-            row_b = _row_offsets(index_b, m, m < end, STRIDE_B, GATHER_B)
+            row_a = _row_numbers(index_a, m, end, GATHER_A, BLOCK_K)
+            row_b = _row_numbers(index_b, m, end, GATHER_B, BLOCK_K)
             acc = tl.dot(a_tile, b_tile, acc, input_precision=PRECISION)
-        out_e = out + e.to(tl.int64) * (I * J)
-        left, right = split_columns(acc, BLOCK_M, BLOCK_N)
-        i = i_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        j = j_tile * BLOCK_N + tl.arange(0, HALF)
-        _add_to(out_e, left, i, j, I, J, ADD)
-        _add_to(out_e, right, i, j + HALF, I, J, ADD)
+        # In four parts, so that the buffer for TMA fits beside four stages.
+        x0, x1, x2, x3 = split_in_four(acc, BLOCK_M, BLOCK_N)
+        i0, j0 = i_tile * BLOCK_M, j_tile * BLOCK_N
+        _write(out, x0, e, i0, j0, I, J, ADD, TMA_OUT, BLOCK_M, QUARTER)
+        _write(out, x1, e, i0, j0 + QUARTER, I, J, ADD, TMA_OUT, BLOCK_M, QUARTER)
+        _write(out, x2, e, i0, j0 + 2 * QUARTER, I, J, ADD, TMA_OUT, BLOCK_M, QUARTER)
+        _write(out, x3, e, i0, j0 + 3 * QUARTER, I, J, ADD, TMA_OUT, BLOCK_M, QUARTER)
 
 
 def weight_gradients(
@@ -99,12 +128,16 @@ def weight_gradients(
     else:
         out = torch.empty(num_experts, i, j, dtype=dtype, device=a.device)
     config = lookup("wgrad", arch_of(a.device), a.element_size(), j, i)
-    row_tiles = num_experts * ceil_div(i, config.block_m)
-    grid = launch_grid(row_tiles, j, config.block_n, config, num_sms, a.device)
+    block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
+    tma_a, tma_b = (index is None and uses_tma(config, t) for index, t in ((index_a, a), (index_b, b)))
+    # TMA adds in the dtype of `out`. Sums in 16 bits are rounded once, after an addition in fp32.
+    tma_out = uses_tma(config, out) and (add_to is None or out.dtype == torch.float32)
+    grid = launch_grid(num_experts * ceil_div(i, block_m), j, block_n, config, num_sms, a.device)
     weight_gradients_kernel[grid](
-        a, index_a, b, index_b, out, offsets, num_experts, a.stride(0), b.stride(0), i, j,
-        GATHER_A=index_a is not None, GATHER_B=index_b is not None, ADD=add_to is not None,
-        PRECISION=dot_precision(a.dtype), BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        ragged_argument(a, (block_k, block_m), tma_a), index_a, ragged_argument(b, (block_k, block_n), tma_b), index_b,
+        weights_argument(out, (1, block_m, block_n // 4), tma_out), offsets, num_experts, a.stride(0), b.stride(0),
+        i, j, GATHER_A=index_a is not None, GATHER_B=index_b is not None, TMA_A=tma_a, TMA_B=tma_b, TMA_OUT=tma_out,
+        ADD=add_to is not None, PRECISION=dot_precision(a.dtype), BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
         GROUP_M=config.group_m, **compile_options(config),
     )  # fmt: skip
     return out

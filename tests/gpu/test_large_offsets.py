@@ -103,14 +103,15 @@ def test_rows_of_the_swiglu_products():
         assert torch.equal(far, near)
 
 
-def test_rows_of_weight_gradients():
+@pytest.mark.parametrize("tma", [False, True])
+def test_rows_of_weight_gradients(tma):
     a, b = random(3, WIDTH), random(3, WIDTH)
     results = []
     for rows in (3, FAR):
         far_a, far_b = at_the_end(rows, a), at_the_end(rows, b)
         index = torch.arange(rows - 3, rows, device=DEVICE)
         zero, last = (torch.tensor([start, start + 3], device=DEVICE, dtype=torch.int32) for start in (0, rows - 3))
-        with all_kernels(CONFIG):
+        with all_kernels(dataclasses.replace(CONFIG, tma=tma)):
             results.append([
                 weight_gradients(far_a, far_b, last, torch.float32),
                 weight_gradients(far_a, far_b[-3:], zero, torch.float32, index_a=index),
