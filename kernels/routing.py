@@ -187,7 +187,7 @@ def rank_order(ids_TK: Tensor, experts_per_rank: int, num_ranks: int, kernels: K
 def _sort_by_key(keys_NK: Tensor, valid_NK: Tensor, num_keys: int, max_choices: int) -> ExpertOrder:
     """The order of the first max_choices choices, with `valid_NK` first."""
     # Invalid choices sort after all keys.
-    keys_M, choice_idx_M = torch.where(valid_NK, keys_NK, num_keys).flatten().sort(stable=True)
+    keys_M, choice_idx_M = _stable_sort(torch.where(valid_NK, keys_NK, num_keys).flatten(), num_keys)
     keys_M, choice_idx_M = keys_M[:max_choices], choice_idx_M[:max_choices]
     positions_M = torch.arange(len(keys_M), dtype=torch.int32, device=keys_M.device)
     positions_NK = torch.full_like(keys_NK, -1, dtype=torch.int32, memory_format=torch.contiguous_format)
@@ -197,6 +197,17 @@ def _sort_by_key(keys_NK: Tensor, valid_NK: Tensor, num_keys: int, max_choices: 
     offsets = torch.searchsorted(keys_M, first_keys, out_int32=True)
     choice_idx_M = choice_idx_M.int()
     return ExpertOrder(choice_idx_M // max(keys_NK.shape[1], 1), choice_idx_M, positions_NK, offsets)
+
+
+def _stable_sort(keys: Tensor, largest: int) -> tuple[Tensor, Tensor]:
+    """Sorted keys from 0 to `largest`, and their indices in int64."""
+    if keys.device.type != "cpu" or largest >= 1 << 15:
+        return keys.sort(stable=True)
+    # On a CPU, numpy sorts 16-bit integers by radix, in less than half of torch's time.
+    keys = keys.to(torch.int16)
+    indices = torch.empty_like(keys, dtype=torch.int64)
+    indices.numpy()[:] = keys.numpy().argsort(kind="stable")
+    return keys.index_select(0, indices), indices
 
 
 def count_choices(ids_TK: Tensor, num_experts: int) -> int | None:

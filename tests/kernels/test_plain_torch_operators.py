@@ -268,6 +268,12 @@ def test_expert_order_equals_a_loop(drawn):
     assert (order.positions_NK >= 0).sum() == len(expected)
 
 
+def test_an_order_of_more_experts_than_16_bits():
+    ids = torch.tensor([[40_000, 0], [32_767, 40_000]])
+    assert expert_order(ids, 40_001).positions_NK.tolist() == [[2, 0], [1, 3]]
+    assert expert_order(ids % 32_767, 32_767).positions_NK.tolist() == [[2, 0], [1, 3]]
+
+
 def test_expert_order_docstring_example():
     order = expert_order(torch.tensor([[1, 0], [1, -1]]), 3, 3)
     assert order.gather_idx_M.tolist() == [0, 0, 1]
