@@ -85,9 +85,10 @@ def compiling(arch: str) -> Iterator[list[Built]]:
             driver._active = before
 
 
-def launch_experts(d: int, f: int, dtype: torch.dtype) -> None:
+def launch_experts(d: int, f: int, dtype: torch.dtype, rows_per_expert: int = configs.MANY_ROWS) -> None:
     """Launch all kernels of `experts` and `grouped_linear`, forward and backward, for experts of [D, F]."""
-    rows, num_experts = 8, 4
+    num_experts = 4
+    rows = rows_per_expert * num_experts
     x, index = torch.empty(rows, d, dtype=dtype), torch.zeros(rows, dtype=torch.int32)
     gate_up, down = torch.empty(num_experts, 2 * f, d, dtype=dtype), torch.empty(num_experts, d, f, dtype=dtype)
     tiling = tiles.Tiling(torch.zeros(num_experts + 1, dtype=torch.int32), rows)
@@ -131,17 +132,18 @@ def launch_others(dtype: torch.dtype, brief: bool = False) -> None:
 def check(arch: str, dtype: str, brief: bool = False) -> list[Compiled]:
     """Compile all kernels for one GPU and dtype. brief: only the tuned sizes, and one number of experts."""
     size = DTYPES[dtype].itemsize
-    tuned = (e for e in configs.load_table(configs.SHIPPED) if e.arch == family_of(arch) and e.dtype_bytes == size)
-    shipped = {(max(e.n, e.k), min(e.n, e.k)) for e in tuned}
+    tuned = [e for e in configs.load_table(configs.SHIPPED) if e.arch == family_of(arch) and e.dtype_bytes == size]
+    shipped = sorted({(max(e.n, e.k), min(e.n, e.k)) for e in tuned})
+    rows = sorted({e.rows for e in tuned}, reverse=True)
     found: dict[str, Compiled] = {}  # by the hash that Triton gives a compiled kernel
-    untuned = [] if brief else [(1000, 200), (1001, 203)]
-    experts = {(d, f): partial(launch_experts, d, f) for d, f in [*sorted(shipped), *untuned]}
-    for sizes, launch in {**experts, (): partial(launch_others, brief=brief)}.items():
+    sizes = shipped if brief else [*shipped, (1000, 200), (1001, 203)]
+    launches = [((d, f), partial(launch_experts, d, f, rows_per_expert=r)) for d, f in sizes for r in rows]
+    for shape, launch in [*launches, ((), partial(launch_others, brief=brief))]:
         with compiling(arch) as compiled:
             launch(DTYPES[dtype])
         for built in compiled:
             if built.kernel.hash not in found:
-                found[built.kernel.hash] = describe(built, arch, dtype, sizes)
+                found[built.kernel.hash] = describe(built, arch, dtype, shape)
     return list(found.values())
 
 

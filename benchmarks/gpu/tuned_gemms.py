@@ -39,7 +39,7 @@ def candidate_configs(kernel: str, element: int, shared_bytes: int, tma: bool, m
                 fits_registers = 64 <= block_m * block_n / (32 * warps) <= 128
                 shared = stages * (block_m + block_n) * block_k * element
                 if fits_registers and shared <= shared_bytes:
-                    for through_tma in (False, True) if tma and kernel != "wgrad" else (False,):
+                    for through_tma in (False, True) if tma else (False,):
                         found.append(TileConfig(block_m, block_n, block_k, warps, stages, 8, through_tma))
                         fused = kernel in ("up", "down_backward") and (block_m, block_n) == (128, 128)
                         if maxnreg and fused and warps == 8 and 2 * shared <= shared_bytes:
@@ -47,9 +47,10 @@ def candidate_configs(kernel: str, element: int, shared_bytes: int, tma: bool, m
     return found
 
 
-def with_other_group_m(config: TileConfig) -> list[TileConfig]:
-    """Return copies with other values of group_m, the number of row tiles that traverse the columns together."""
-    return [dataclasses.replace(config, group_m=group_m) for group_m in (1, 4, 16) if group_m != config.group_m]
+def with_other_orders(config: TileConfig) -> list[TileConfig]:
+    """Return copies that compute the tiles in other orders: with another group_m or per_sm."""
+    group_m = [dataclasses.replace(config, group_m=group_m) for group_m in (1, 4, 16) if group_m != config.group_m]
+    return group_m + [dataclasses.replace(config, per_sm=per_sm) for per_sm in (None, 1, 2) if per_sm != config.per_sm]
 
 
 SMOKE_TILES = ((16, 16, 16), (32, 32, 16))

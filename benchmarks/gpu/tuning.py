@@ -28,7 +28,7 @@ from .implementations import Problem
 from .measure import Clock, Quartiles, error_summary, fill_free_memory_with_nan, single_phase, time_interleaved
 from .precompile import NUM_TOKENS, run_commands
 from .shapes import Shape
-from .tuned_gemms import Gemm, candidate_configs, gemms, smoke_configs, with_other_group_m
+from .tuned_gemms import Gemm, candidate_configs, gemms, smoke_configs, with_other_orders
 
 MIN_SPEEDUP = 1.02  # a smaller gain may be noise
 NUM_FINALISTS = 3
@@ -59,7 +59,7 @@ def tune_gemm(gemm: Gemm, device: torch.device, current: TileConfig, tried: Sequ
     attempt([current, *tried])
     if not quick_us:
         raise ValueError(f"no configuration of {gemm} works on this GPU: {dropped}")
-    attempt(with_other_group_m(min(quick_us, key=lambda config: quick_us[config])))
+    attempt(with_other_orders(min(quick_us, key=lambda config: quick_us[config])))
     best = sorted(quick_us, key=lambda config: quick_us[config])[:NUM_FINALISTS]
     us = final_times_us(gemm, device, {*best, current} & quick_us.keys())
     winner = min(us, key=lambda config: us[config])
@@ -109,14 +109,14 @@ def final_times_us(gemm: Gemm, device: torch.device, finalists: Collection[TileC
 def tune_shape(shape: Shape, device: torch.device, out: Path) -> None:
     """Tune every GEMM of one layer, and write the table to `out` after each."""
     problem = make_problem(shape, device)
-    element, arch = problem.x_ND.element_size(), arch_of(device)
+    element, arch, rows = problem.x_ND.element_size(), arch_of(device), max(1, shape.rows // shape.E)
     print(f"{shape} on {arch}", flush=True)
     if device.type == "cuda":
         precompile_gemms(shape)
     for gemm in gemms(problem):
-        current = configs.lookup(gemm.kernel, arch, element, gemm.n, gemm.k)
+        current = configs.lookup(gemm.kernel, arch, element, gemm.n, gemm.k, rows)
         found = tune_gemm(gemm, device, current, configs_to_try(gemm.kernel, element, device))
-        entry = configs.TunedKernel(gemm.kernel, arch, element, gemm.n, gemm.k, found.config)
+        entry = configs.TunedKernel(gemm.kernel, arch, element, gemm.n, gemm.k, found.config, rows)
         configs.save_table(out, merged_entries(out, entry), **gpu_and_versions(device))
         gain = f"{found.before_us:,.0f} -> {found.us:,.0f} us"
         print(f"  {gemm}: {gain} of {found.tried} tried, {len(found.dropped)} dropped: {found.config}", flush=True)
@@ -139,7 +139,7 @@ def merged_entries(path: Path, entry: TunedKernel) -> list[TunedKernel]:
     """Return the entries of the table at `path`, with `entry` replacing one for the same kernel, GPU and sizes."""
 
     def key(e: TunedKernel) -> tuple[Any, ...]:
-        return e.kernel, e.arch, e.dtype_bytes, e.n, e.k
+        return e.kernel, e.arch, e.dtype_bytes, e.n, e.k, e.rows
 
     others = configs.load_table(path) if path.exists() else ()
     return [*(other for other in others if key(other) != key(entry)), entry]

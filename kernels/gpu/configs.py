@@ -2,8 +2,8 @@
 
 Autotuning in the first training step would cost minutes on every rank. Instead, `python -m benchmarks.tune` writes a
 table beforehand, and lookups are cached. The user's table has priority over the shipped one. Among the entries of a
-table for a kernel, GPU and element size, the one with the nearest N and K is used. A GPU without entries uses those of
-its family (families.py).
+table for a kernel, GPU and element size, the one with the nearest N, K and rows per expert is used: with few rows, most
+of a high tile would be empty. A GPU without entries uses those of its family (families.py).
 
 N: number of output columns of one expert's product; for "up", number of pairs of gate and up. K: number of terms of
 its sums. For "wgrad", which sums over rows, N and K are the two widths.
@@ -23,6 +23,7 @@ from .families import family_of
 
 KERNEL_NAMES = ("up", "down", "down_backward", "up_backward", "wgrad", "any")
 SHIPPED = Path(__file__).with_name("tuned.json")
+MANY_ROWS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,10 @@ class TileConfig:
 
 @dataclass(frozen=True, slots=True)
 class TunedKernel:
-    """An entry of a table: the configuration of `kernel` on `arch` for elements of dtype_bytes, tuned at N and K."""
+    """An entry of a table: the configuration of `kernel` on `arch` for elements of dtype_bytes.
+
+    n, k, rows: sizes for which it was chosen; rows per expert.
+    """
 
     kernel: str
     arch: str
@@ -57,29 +61,34 @@ class TunedKernel:
     n: int
     k: int
     config: TileConfig
+    rows: int = MANY_ROWS
 
 
 _overrides: dict[str, TileConfig] = {}
 
 
-def lookup(kernel: str, arch: str, dtype_bytes: int, n: int, k: int) -> TileConfig:
-    """Return the configuration for one launch. arch: "sm_90", "gfx942", ..., or "interpreter".
+def lookup(kernel: str, arch: str, dtype_bytes: int, n: int, k: int, rows: int = MANY_ROWS) -> TileConfig:
+    """Return the configuration for one launch. arch: "sm_90", "gfx942", ..., or "interpreter". rows: per expert.
 
     If N or K elements are not a multiple of 16 bytes, loads cannot be wide, and all kernels use the entries "any".
     """
     if kernel in _overrides:
         return _overrides[kernel]
     aligned = n * dtype_bytes % 16 == 0 and k * dtype_bytes % 16 == 0
-    return _nearest(kernel if aligned else "any", arch, dtype_bytes, n, k)
+    rows = 1 << (rows - 1).bit_length() if rows else 1  # few different values, because lookups are cached
+    return _nearest(kernel if aligned else "any", arch, dtype_bytes, n, k, rows)
 
 
 @functools.cache
-def _nearest(kernel: str, arch: str, dtype_bytes: int, n: int, k: int) -> TileConfig:
+def _nearest(kernel: str, arch: str, dtype_bytes: int, n: int, k: int, rows: int) -> TileConfig:
+    def distance(e: TunedKernel) -> float:
+        return abs(math.log(e.n / n)) + abs(math.log(e.k / k)) + abs(math.log(e.rows / rows))
+
     for table in (_load_user_table(), load_table(SHIPPED)):
         fitting = [e for e in table if (e.kernel, e.dtype_bytes) == (kernel, dtype_bytes)]
         entries = [e for e in fitting if e.arch == arch] or [e for e in fitting if e.arch == family_of(arch)]
         if entries:
-            return min(entries, key=lambda e: abs(math.log(e.n / n)) + abs(math.log(e.k / k))).config
+            return min(entries, key=distance).config
     raise ValueError(f"no configuration of kernel {kernel!r} for {arch} with elements of {dtype_bytes} bytes")
 
 

@@ -55,7 +55,7 @@ def rows_times_weights(
     a: [M, K], or [., K] with index [M], the row of a for each m. kernel: the name to look up tile sizes (configs.py).
     """
     n, k = (w.shape[2], w.shape[1]) if transposed else (w.shape[1], w.shape[2])
-    config = lookup(kernel, arch_of(a.device), a.element_size(), n, k)
+    config = lookup(kernel, arch_of(a.device), a.element_size(), n, k, tiling.num_rows // len(w))
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     box = (1, block_k, block_n) if transposed else (1, block_n, block_k)
     out = a.new_empty(tiling.num_rows, n)

@@ -63,7 +63,7 @@ def swiglu_up(
     index: [M], the row of x for each m. weights: fp32 or None; row m of h is times weights.flatten()[choice[m]].
     """
     num_experts, f, d = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
-    config = lookup("up", arch_of(x.device), x.element_size(), f, d)
+    config = lookup("up", arch_of(x.device), x.element_size(), f, d, tiling.num_rows // num_experts)
     halves = gate_up.view(2 * num_experts, f, d)
     z = x.new_empty(tiling.num_rows, 2 * f) if store_z else None
     h = x.new_empty(tiling.num_rows, f)
@@ -133,7 +133,7 @@ def swiglu_down_backward(
     output; index: [M], the row of dy for each m. down: [E, D, F].
     """
     d, f = down.shape[1:]
-    config = lookup("down_backward", arch_of(dy.device), dy.element_size(), f, d)
+    config = lookup("down_backward", arch_of(dy.device), dy.element_size(), f, d, tiling.num_rows // len(down))
     num_rows, tiles_n = tiling.num_rows, ceil_div(f, config.block_n)
     dz, h = torch.empty_like(z), z.new_empty(num_rows, f)
     sums = torch.empty(tiles_n, num_rows, dtype=torch.float32, device=z.device) if weights is not None else None

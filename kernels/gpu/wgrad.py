@@ -127,7 +127,8 @@ def weight_gradients(
         out = check_contiguous("add_to", add_to)
     else:
         out = torch.empty(num_experts, i, j, dtype=dtype, device=a.device)
-    config = lookup("wgrad", arch_of(a.device), a.element_size(), j, i)
+    num_rows = len(a if index_a is None else index_a)
+    config = lookup("wgrad", arch_of(a.device), a.element_size(), j, i, num_rows // num_experts)
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     tma_a, tma_b = (index is None and uses_tma(config, t) for index, t in ((index_a, a), (index_b, b)))
     # TMA adds in the dtype of `out`. Sums in 16 bits are rounded once, after an addition in fp32.

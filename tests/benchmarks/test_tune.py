@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from benchmarks import tune
 from benchmarks.gpu import tuning
 from benchmarks.gpu.shapes import Shape
-from benchmarks.gpu.tuned_gemms import SMOKE_TILES, Gemm, candidate_configs
+from benchmarks.gpu.tuned_gemms import SMOKE_TILES, Gemm, candidate_configs, with_other_orders
 from moe_dualpipe.kernels.gpu import configs
 from moe_dualpipe.kernels.gpu.configs import TileConfig, TunedKernel
 from tests.support.interpreted import run_main
@@ -29,7 +29,13 @@ def test_candidates_are_few_and_fit_in_registers_and_shared_memory(kernel, share
     for c in found:
         assert c.stages * (c.block_m + c.block_n) * c.block_k * 2 <= shared
         assert c.block_m * c.block_n <= 128 * 32 * c.warps
-        assert not (c.tma and (kernel == "wgrad" or shared != H100))
+    assert {c.tma for c in found} == ({False, True} if shared == H100 else {False})
+
+
+def test_other_orders_of_the_tiles_are_tried():
+    found = with_other_orders(FAST)
+    assert [(c.group_m, c.per_sm) for c in found] == [(1, None), (4, None), (16, None), (8, 1), (8, 2)]
+    assert {dataclasses.replace(c, group_m=8, per_sm=None) for c in found} == {FAST}
 
 
 def test_fewer_registers_are_tried_where_a_second_block_fits():
@@ -109,6 +115,8 @@ def test_other_entries_of_a_table_are_preserved(tmp_path):
     configs.save_table(path, [old, other])
     new = TunedKernel("up", "sm_90", 2, 64, 32, FAST)
     assert tuning.merged_entries(path, new) == [other, new]
+    fewer = dataclasses.replace(new, rows=64)
+    assert tuning.merged_entries(path, fewer) == [old, other, fewer]
     assert tuning.merged_entries(tmp_path / "none.json", new) == [new]
 
 

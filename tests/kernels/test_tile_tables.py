@@ -10,8 +10,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from moe_dualpipe.kernels.gpu import configs, families
+from moe_dualpipe.kernels.gpu import configs, families, gemm, swiglu
 from moe_dualpipe.kernels.gpu.configs import KERNEL_NAMES, SHIPPED, TileConfig, TunedKernel
+from moe_dualpipe.kernels.gpu.tiles import Tiling
 
 A, B, C = TileConfig(16, 32, 16, 4, 1), TileConfig(32, 32, 16, 4, 1), TileConfig(64, 32, 16, 4, 1)
 
@@ -43,10 +44,10 @@ def test_a_known_gpu_uses_the_tiles_of_its_family(arch, family):
     shipped = configs.load_table(SHIPPED)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for kernel in KERNEL_NAMES:
-            for size in (2, 4):
-                expected = [e.config for e in shipped if (e.kernel, e.arch, e.dtype_bytes) == (kernel, family, size)]
-                assert [configs.lookup(kernel, arch, size, 512, 2048)] == expected
+        entries = [e for e in shipped if e.arch == family]
+        assert {(e.kernel, e.dtype_bytes) for e in entries} == {(k, size) for k in KERNEL_NAMES for size in (2, 4)}
+        for e in entries:
+            assert configs.lookup(e.kernel, arch, e.dtype_bytes, e.n, e.k, e.rows) == e.config
 
 
 def test_the_shipped_tiles_fit_in_the_shared_memory_of_every_gpu_of_the_family():
@@ -108,6 +109,32 @@ def test_the_users_table_has_priority_and_the_nearest_sizes_are_used(user_table)
 
 
 @pytest.mark.usefixtures("user_table")
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_103", "sm_120", "gfx942"])
+def test_tiles_are_lower_if_experts_have_few_rows(arch):
+    for kernel in ("up", "down", "down_backward", "up_backward"):
+        heights = [configs.lookup(kernel, arch, 2, 512, 2048, rows).block_m for rows in (0, 1, 64, 65, 5000)]
+        assert heights == [64, 64, 64, 128, 128]
+
+
+@pytest.mark.parametrize("rows,height", [(4, 16), (32, 32)])
+def test_products_choose_tiles_by_their_mean_rows_per_expert(rows, height, user_table):
+    names = [name for name in KERNEL_NAMES if name != "any"]
+    few, many = ([TunedKernel(name, "interpreter", 4, 16, 16, c, r) for name in names] for c, r in ((A, 4), (B, 32)))
+    configs.save_table(user_table, [*few, *many])
+    w, both, index = torch.randn(3, 16, 16), torch.randn(3, 32, 16), torch.zeros(3 * rows, dtype=torch.int32)
+    x, z = torch.randn(3 * rows, 16), torch.randn(3 * rows, 32)
+    offsets = torch.tensor([0, 0, 3 * rows, 3 * rows], dtype=torch.int32)
+    for launch in (
+        lambda tiling: gemm.rows_times_weights("down", x, w, tiling),
+        lambda tiling: swiglu.swiglu_up(x, index, both, tiling, None, index),
+        lambda tiling: swiglu.swiglu_down_backward(x, index, w, z, tiling, None, index),
+    ):
+        tiling = Tiling(offsets, 3 * rows)
+        launch(tiling)
+        assert [*tiling.tables] == [height]
+
+
+@pytest.mark.usefixtures("user_table")
 def test_rows_that_are_not_16_byte_multiples_use_the_any_entries():
     odd = configs.lookup("any", "sm_90", 2, 512, 2048)
     assert configs.lookup("up", "sm_90", 2, 513, 2048) == odd
@@ -117,7 +144,8 @@ def test_rows_that_are_not_16_byte_multiples_use_the_any_entries():
 
 
 def test_a_saved_table_can_be_loaded(user_table):
-    entries = (TunedKernel("wgrad", "gfx942", 2, 3, 5, dataclasses.replace(A, tma=True, group_m=3, maxnreg=96)),)
+    config = dataclasses.replace(A, tma=True, group_m=3, maxnreg=96, per_sm=2)
+    entries = (TunedKernel("wgrad", "gfx942", 2, 3, 5, config, 7),)
     configs.save_table(user_table, entries, gpu="MI300X", date="today")
     assert configs.load_table(user_table) == entries
     assert '"gpu": "MI300X"' in user_table.read_text()
