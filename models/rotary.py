@@ -10,6 +10,7 @@ S positions, C rotated channels.
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -30,27 +31,18 @@ class Rotary:
 
         Each of the C/2 angles of a position appears twice. `like_S` gives the length, device and dtype.
         """
-        positions_S = torch.arange(start, start + len(like_S), device=like_S.device, dtype=like_S.dtype)
-        channels = torch.arange(0, self.width, 2, device=like_S.device, dtype=like_S.dtype)
-        frequencies = self.config.rope_theta ** -(channels / self.width)
-        if self.config.yarn_factor == 1:
-            angles_SC = torch.outer(positions_S, frequencies).repeat(1, 2)
-            return angles_SC.cos(), angles_SC.sin()
-        slowed = (channels / 2 - self._first_slowed).clamp(0, self._ramp) / self._ramp
-        frequencies = frequencies / self.config.yarn_factor * slowed + frequencies * (1 - slowed)
-        angles_SC, scale = torch.outer(positions_S, frequencies).repeat(1, 2), self.scale
-        return angles_SC.cos() * scale, angles_SC.sin() * scale
+        return _table(self, len(like_S), start, like_S.dtype, like_S.device)
 
     @property
-    def _first_slowed(self) -> int:
+    def first_slowed(self) -> int:
         """The index of the last frequency that is kept. The fastest frequency has index 0."""
         return max(0, math.floor(self._channel(self.config.yarn_beta_fast)))
 
     @property
-    def _ramp(self) -> float:
-        """The distance from `_first_slowed` to the first frequency that is divided by the full factor."""
+    def ramp(self) -> float:
+        """The distance from `first_slowed` to the first frequency that is divided by the full factor."""
         last = min(self.width - 1, math.ceil(self._channel(self.config.yarn_beta_slow)))
-        return last - self._first_slowed or 0.001
+        return last - self.first_slowed or 0.001
 
     def _channel(self, rotations: float) -> float:
         """The index, not rounded, of the frequency that makes this number of rotations in the short context."""
@@ -64,6 +56,24 @@ class Rotary:
         if config.yarn_mscale and config.yarn_mscale_all_dim:
             return growth(config, config.yarn_mscale) / growth(config, config.yarn_mscale_all_dim)
         return growth(config, 1.0)
+
+
+@lru_cache(maxsize=8)  # all layers of a model use the same table, step after step
+@torch.inference_mode(False)  # a table that is first used in inference is used in training later
+def _table(
+    rotary: Rotary, length: int, start: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    config = rotary.config
+    positions_S = torch.arange(start, start + length, device=device, dtype=dtype)
+    channels = torch.arange(0, rotary.width, 2, device=device, dtype=dtype)
+    frequencies = config.rope_theta ** -(channels / rotary.width)
+    if config.yarn_factor == 1:
+        angles_SC = torch.outer(positions_S, frequencies).repeat(1, 2)
+        return angles_SC.cos(), angles_SC.sin()
+    slowed = (channels / 2 - rotary.first_slowed).clamp(0, rotary.ramp) / rotary.ramp
+    frequencies = frequencies / config.yarn_factor * slowed + frequencies * (1 - slowed)
+    angles_SC, scale = torch.outer(positions_S, frequencies).repeat(1, 2), rotary.scale
+    return angles_SC.cos() * scale, angles_SC.sin() * scale
 
 
 def growth(config: ModelConfig, mscale: float) -> float:

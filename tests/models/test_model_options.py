@@ -97,6 +97,16 @@ def test_yarn_needs_an_interval_of_rotations():
 # ---- Partial rotary embeddings, biases, gates ----
 
 
+def test_rotations_are_computed_once_and_those_of_inference_serve_training():
+    with torch.inference_mode():
+        tables = Rotary(6, ModelConfig()).table(torch.empty(5))
+    again = Rotary(6, ModelConfig()).table(torch.empty(5))
+    assert all(one is other for one, other in zip(tables, again, strict=True))
+    x_SC = torch.ones(5, 6, requires_grad=True)
+    rotate(x_SC, *again).sum().backward()
+    assert not torch.equal(again[0], Rotary(6, ModelConfig()).table(torch.empty(5), start=1)[0])
+
+
 @pytest.mark.parametrize("fraction", [1.0, 0.5, 0.25])
 def test_scores_of_a_partial_rotation_equal_a_loop(fraction):
     config = replace(CONFIG, rotary_fraction=fraction, yarn_factor=1.0)
