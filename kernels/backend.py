@@ -19,9 +19,9 @@ def use_triton(kernels: Kernels, *tensors: Tensor | None) -> bool:
     Raises ValueError if the tensors are on different devices, or on a GPU that is not the current one. With "triton",
     also raises ValueError for an unsupported dtype, and for CPU tensors unless Triton's interpreter is enabled.
     """
-    first, *others = (t for t in tensors if t is not None)
-    for other in others:
-        if other.device != first.device:
+    first = next(t for t in tensors if t is not None)
+    for other in tensors:
+        if other is not None and other.device != first.device:
             raise ValueError(f"all tensors must be on one device: got {first.device} and {other.device}")
     if validate_kernels(kernels) == "reference":
         return False

@@ -7,12 +7,13 @@ from typing import Literal, get_args
 
 Kernels = Literal["auto", "triton", "reference"]
 """The implementation of an operator; backend.py chooses by it."""
+_KERNELS: tuple[str, ...] = get_args(Kernels)
 
 
 def validate_kernels(kernels: str) -> Kernels:
     """Return `kernels`. Raises ValueError for an unknown value, and for "triton" if triton is not installed."""
-    if kernels not in get_args(Kernels):
-        raise ValueError(f"kernels must be one of {', '.join(get_args(Kernels))}: got {kernels!r}")
+    if kernels not in _KERNELS:
+        raise ValueError(f"kernels must be one of {', '.join(_KERNELS)}: got {kernels!r}")
     if kernels == "triton" and not has_triton():
         raise ValueError('kernels="triton" needs the triton package, which is not installed: use kernels="reference"')
     return kernels  # type: ignore[return-value]

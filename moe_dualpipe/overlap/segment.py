@@ -14,8 +14,7 @@ the other chunk.
 """
 
 from collections.abc import Callable, Generator
-from copy import copy
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -43,12 +42,6 @@ class _Segment:
         self.name, self.fn, self.inputs = name, fn, inputs
         self.layer: int | None = None
 
-    def with_fn(self, fn: Callable[..., Any]) -> Self:
-        """A copy without inputs, which calls `fn()`. The engine runs such segments."""
-        other = copy(self)
-        other.fn, other.inputs = fn, ()
-        return other
-
 
 class PrepareComm(_Segment):
     """Run `fn(*inputs)` on the communication stream, before the Comm of the same name. The yield returns its result.
@@ -75,6 +68,12 @@ class Compute(_Segment):
         super().__init__(name, fn, *inputs)
         self.recompute, self.source = recompute, source
 
+    def with_fn(self, fn: Callable[..., Any]) -> "Compute":
+        """A copy without inputs, which calls `fn()`. The engine runs such segments."""
+        other = Compute(self.name, fn, recompute=self.recompute, source=self.source)
+        other.layer = self.layer
+        return other
+
 
 class Comm(_Segment):
     """Start a transfer, `fn(*inputs) -> Transfer`. The generator continues immediately, with a `CommResult`.
@@ -92,6 +91,12 @@ class Comm(_Segment):
     ):  # fmt: skip
         super().__init__(name, fn, *inputs)
         self.back, self.weights_first, self.collective = back, weights_first, collective
+
+    def with_fn(self, fn: Callable[..., Transfer]) -> "Comm":
+        """A copy without inputs, which calls `fn()`."""
+        other = Comm(self.name, fn, self.back, weights_first=self.weights_first, collective=self.collective)
+        other.layer = self.layer
+        return other
 
 
 class CommResult:
