@@ -88,6 +88,8 @@ def linear(x: Tensor, weight: Tensor, weight_grads: WeightGrads | None = None, f
     """
     if not fp32:
         x, weight = apply_autocast(x, weight)
+        if weight_grads is None or not weight_grads.can_defer:
+            return F.linear(x, weight)
     return _LinearFunction.apply(x, weight, weight_grads, fp32)  # type: ignore[return-value]
 
 

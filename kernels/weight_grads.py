@@ -27,6 +27,7 @@ class WeightGrads:
         self.max_deferred = max_deferred
         self._already_run: set[Hashable] = set()
         self._key: Hashable | None = None
+        self.can_defer = True
         self._deferred: dict[Hashable, list[tuple[Tensor, Callable[[], Tensor], Callable[[Tensor], Any] | None]]] = {}
 
     def defers(self, parameter: Tensor) -> bool:
@@ -35,6 +36,18 @@ class WeightGrads:
         A hook would get a gradient without the deferred part. A weight that is not a leaf has no `.grad` to add to.
         """
         return self._key is not None and parameter.is_leaf and not has_hooks(parameter)
+
+    @contextmanager
+    def never_defer(self) -> Iterator[None]:
+        """For a forward whose backward is not split. Inside this context, `can_defer` is False.
+
+        Layers then use torch's operators, which take less time on the host.
+        """
+        before, self.can_defer = self.can_defer, False
+        try:
+            yield
+        finally:
+            self.can_defer = before
 
     @contextmanager
     def defer_to(self, key: Hashable) -> Iterator[None]:

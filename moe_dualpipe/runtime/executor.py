@@ -13,7 +13,19 @@ from torch import Tensor, nn
 
 from ..messages import plural
 from ..overlap import WeightGrads, bind
-from ..schedule import Action, Backward, Forward, Overlap, Schedule, Step, add_comms, halves, receive_early, validate
+from ..schedule import (
+    Action,
+    Backward,
+    Forward,
+    Overlap,
+    Part,
+    Schedule,
+    Step,
+    add_comms,
+    halves,
+    receive_early,
+    validate,
+)
 from .p2p import P2P
 from .rank_step import RankStep, StepResult
 from .stage import Criterion, OverlappedModule, Stage
@@ -62,11 +74,8 @@ class Executor:
         schedule, steps = _add_transfers(schedule, forward_only=not torch.is_grad_enabled())
         self._check(schedule, inputs, labels, criterion)
         pairs = self._overlapped_pairs(schedule)
-        backwards = [pair.backward for pair in pairs]
-        stages = {
-            index: Stage(index, module, self.weight_grads, {b.micro_batch for b in backwards if b.stage == index})
-            for index, module in self.modules.items()
-        }
+        actions = schedule.actions[self.p2p.rank]
+        stages = {index: self._stage(index, actions, pairs) for index in self.modules}
         step = self.rank_step(
             schedule, self.p2p, stages, pairs, labels or {}, criterion, return_outputs, self.on_action
         )
@@ -86,6 +95,14 @@ class Executor:
 
         actions = schedule.actions[self.p2p.rank] if self.overlap else ()
         return frozenset(action for action in actions if isinstance(action, Overlap) and has_method(action))
+
+    def _stage(self, index: int, actions: Sequence[Action], pairs: frozenset[Overlap]) -> Stage:
+        in_pairs = {half for pair in pairs for half in halves(pair)}
+        overlapped = {b.micro_batch for b in in_pairs if isinstance(b, Backward) and b.stage == index}
+        alone = [half for action in actions for half in halves(action) if half.stage == index and half not in in_pairs]
+        forwards = {half.micro_batch for half in alone if isinstance(half, Forward)}
+        whole = {half.micro_batch for half in alone if isinstance(half, Backward) and half.part is Part.FULL}
+        return Stage(index, self.modules[index], self.weight_grads, overlapped, forwards & whole)
 
     def _check(
         self, schedule: Schedule, inputs: Mapping[int, Sequence[Tensor]],

@@ -6,7 +6,7 @@ once they are sent, unless `overlapped_forward_backward` runs the backward: it n
 """
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -56,17 +56,25 @@ class Chunk:
 class Stage:
     """Forward and backward of one stage's micro-batches, in any order that respects their dependences."""
 
-    def __init__(self, index: int, module: nn.Module, weight_grads: WeightGrads, overlapped: Collection[int] = ()):
-        """overlapped: the micro-batches whose backward is run by the module's `overlapped_forward_backward`."""
-        self.index, self.module, self.weight_grads, self.overlapped = index, module, weight_grads, overlapped
+    def __init__(
+        self, index: int, module: nn.Module, weight_grads: WeightGrads, overlapped: Collection[int] = (),
+        whole: Collection[int] = (),
+    ):  # fmt: skip
+        """overlapped: the micro-batches whose backward is run by the module's `overlapped_forward_backward`.
+
+        whole: those of which neither forward nor backward is overlapped, and whose backward is not split.
+        """
+        self.index, self.module, self.weight_grads = index, module, weight_grads
+        self.overlapped, self.whole = overlapped, whole
         self.chunks: dict[int, Chunk] = {}
 
     def forward(
         self, micro_batch: int, inputs: Tensors, criterion: Criterion | None, labels: Tensors
     ) -> tuple[Tensors, Tensor | None]:
         """Return the module's outputs and, given a criterion (on the last stage), the loss of this micro-batch."""
-        outputs = as_tuple(self.module(*inputs))
-        loss = criterion(*outputs, *labels) if criterion is not None else None
+        with self._whole(micro_batch):
+            outputs = as_tuple(self.module(*inputs))
+            loss = criterion(*outputs, *labels) if criterion is not None else None
         self.save_for_backward(micro_batch, inputs, outputs, loss)
         return outputs, loss
 
@@ -81,13 +89,17 @@ class Stage:
     def backward(self, micro_batch: int, output_grads: Tensors, split: bool) -> Tensors:
         """Run backward and return the input gradients. `split` leaves the weight gradients to `backward_weights`."""
         chunk = self.chunks[micro_batch]
-        with self.weight_grads.defer_to((self.index, micro_batch)) if split else nullcontext():
+        with self.weight_grads.defer_to((self.index, micro_batch)) if split else self._whole(micro_batch):
             if chunk.loss is not None:
                 chunk.loss.backward()
             elif pairs := [(r, g) for r, g in zip(chunk.roots, output_grads, strict=True) if r is not None]:
                 roots, grads = zip(*pairs, strict=True)
                 torch.autograd.backward(roots, grads)
         return self.finish_backward(micro_batch)
+
+    def _whole(self, micro_batch: int) -> AbstractContextManager[None]:
+        """The context of forward and backward, which may run the forward again."""
+        return self.weight_grads.never_defer() if micro_batch in self.whole else nullcontext()
 
     def finish_backward(self, micro_batch: int) -> Tensors:
         """Drop the graph. Returns the input gradients (none on the first stage), and zeros for an unused input."""

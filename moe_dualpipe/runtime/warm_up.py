@@ -30,7 +30,7 @@ def load_kernels(
     for index, module in sorted(modules.items()):
         with _unchanged(module):
             for split in (False, True):
-                stage = Stage(index, module, weight_grads)
+                stage = Stage(index, module, weight_grads, whole=() if split else (0,))
                 own = tuple(t.detach().requires_grad_(t.is_floating_point() and index > 0) for t in inputs[index])
                 outputs, loss = stage.forward(0, own, criterion if index == last else None, tuple(labels))
                 grads = () if loss is not None else tuple(torch.zeros_like(o) for o in outputs if o.is_floating_point())

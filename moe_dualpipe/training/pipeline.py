@@ -54,9 +54,9 @@ class Pipeline:
 
     micro_batch: the shape [B, S] of the token ids of one micro-batch. ep: number of ranks that share the experts of a
     layer. options: seed, kernels, recomputation. overlap: run the communication of one micro-batch during the
-    computation of another, where the schedule pairs them. max_deferred: maximum number of chunks with deferred weight
-    gradients. timeout: seconds that a collective operation waits. on_action: called with each action when it begins,
-    and with None at the end of a step.
+    computation of another, where the schedule pairs them and layers communicate. max_deferred: maximum number of chunks
+    with deferred weight gradients. timeout: seconds that a collective operation waits. on_action: called with each
+    action when it begins, and with None at the end of a step.
 
     Raises ValueError, on all ranks, if the schedule, `ep` or the model does not fit the number of processes.
     """
@@ -80,6 +80,8 @@ class Pipeline:
         hidden = TensorSpec((*micro_batch, model.hidden_size), dtype)
         documents = [TensorSpec(micro_batch, torch.int32)] * (self.options.document_end_id is not None)
         links = P2P.connect(self.groups.pipeline, [hidden, *documents], self.device, timeout=timeout)
+        # The experts of one rank exchange nothing, so only a custom block can have communication to hide.
+        overlap = overlap and (group is not None or "block" in model.own_layers)
         self.executor = Executor(self.stages, links, WeightGrads(max_deferred), overlap, on_action)
         self.replicas = replica_sets(self.stages.values(), self.groups, embedding)
         self.balance = Balance(model, self.stages, rate=0.0)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from moe_dualpipe.kernels.linear import linear
 from moe_dualpipe.runtime import P2P, Executor, TensorSpec
@@ -297,6 +298,46 @@ def test_a_failed_step_drops_its_deferred_weight_gradients(monkeypatch):
     assert not any(output.requires_grad for outputs in result.outputs.values() for output in outputs)
     again = one_rank(stages)
     assert stages[0].weight_grads is again.weight_grads  # a second executor binds the layers to its own WeightGrads
+
+
+class Checkpointed(nn.Module):
+    """Records by micro-batch, which is the value of its input, whether weight gradients may be deferred."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.seen = nn.Parameter(torch.zeros(WIDTH)), {}
+        self.weight_grads: Any = None
+
+    def forward(self, x):
+        return checkpoint(self.run, x, use_reentrant=False)
+
+    def run(self, x):
+        self.seen.setdefault(int(x[0, 0]), []).append(self.weight_grads.can_defer)
+        return x * (1 + self.weight)
+
+
+class OverlappedCheckpointed(Checkpointed):
+    @classmethod
+    def overlapped_forward_backward(
+        cls, module0, inputs0, criterion0, labels0, _module1, loss1, outputs1, output_grads1
+    ):
+        outputs0 = module0(*inputs0)
+        loss1.backward() if loss1 is not None else torch.autograd.backward(outputs1, output_grads1)
+        return outputs0, criterion0(outputs0, *labels0) if criterion0 else None
+
+
+@pytest.mark.parametrize("kind,never", [
+    (Checkpointed, [{0, 1, 2}, {0, 1, 2, 3}]),  # 0F3's backward is split
+    (OverlappedCheckpointed, [set(), {0}]),  # all others are in a pair, such as (1F1;0B0), or split
+])  # fmt: skip
+def test_only_split_or_overlapped_backwards_may_defer_and_recomputation_is_told_the_same(kind, never):
+    """1F0;1B0 is the only micro-batch of the second stage with neither in a pair."""
+    stages = {0: kind(), 1: kind()}
+    one_rank(stages).step(
+        build("dualpipev", 1, 4), {m: (torch.full((2, WIDTH), float(m)),) for m in range(4)}, None, torch.sum
+    )
+    for stage, module in stages.items():
+        assert module.seen == {m: [m not in never[stage]] * 2 for m in range(4)}
 
 
 class NeverOverlapped(nn.Linear):

@@ -1,6 +1,6 @@
 """Ranks in pipeline, data and expert parallelism, their process groups with options, and the timeout of the world."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,11 +11,13 @@ import torch.distributed as dist
 
 from moe_dualpipe.models import StageOptions
 from moe_dualpipe.models.experts import SwiGLUExperts
+from moe_dualpipe.overlap.engine import engine_for
 from moe_dualpipe.runtime.groups import Groups, Layout, build_groups, create_group, init_world, product_sms
 from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.runtime.p2p import P2P
 from moe_dualpipe.schedule import Placement, build
 from moe_dualpipe.training.pipeline import Pipeline
+from tests.support.own_layers import ParallelBlock
 from tests.support.ranks import run_ranks
 from tests.support.runs import SHALLOW
 
@@ -153,3 +155,12 @@ def test_the_experts_of_a_pipeline_get_the_number_of_sms(overlap, chosen, expect
     assert pipeline.gpu_choices() == "attention: custom" + bound  # no kernel of torch has run
     pipeline.step(torch.ones(2, 4, dtype=torch.int64), torch.ones(2, 4, dtype=torch.int64))
     assert pipeline.gpu_choices() == "attention: flash_attention" + bound
+
+
+@pytest.mark.parametrize("block,expected", [("prenorm", False), (ParallelBlock, True)])
+def test_pairs_are_overlapped_only_if_layers_may_communicate(block, expected, monkeypatch):
+    log: list[str] = []
+    monkeypatch.setattr(engine_for(torch.device("cpu")), "log", log)
+    pipeline = Pipeline(replace(SHALLOW, block=block), build("dualpipev", 1, 4), (1, 4))
+    pipeline.step(torch.ones(4, 4, dtype=torch.int64), torch.ones(4, 4, dtype=torch.int64))
+    assert any(text.endswith("(W)") for text in log) == expected
