@@ -8,6 +8,7 @@ A step is forward and backward of one micro-batch, the norm of the gradients, cl
 machine. The programs:
 
     ours                 the trainer of train.py, in one process
+    ours, compiled       the same with --compile on
     plain                the plainest PyTorch program (plain.py)
     hf eager             Hugging Face transformers: Qwen2-MoE; OLMoE for olmoe-layer
     hf grouped_mm        the same with experts_implementation="grouped_mm"
@@ -97,13 +98,13 @@ Step = Callable[[Tensor, Tensor], float]
 """Trains on inputs and labels [B, S], and returns the loss."""
 
 
-def ours(size: Size, weights: dict[str, Tensor]) -> Step:
+def ours(size: Size, weights: dict[str, Tensor], compiled: bool) -> Step:
     no_tokens = torch.zeros(size.batch, dtype=torch.long)
     batches = {0: (no_tokens, no_tokens)}
     config = training.TrainConfig(
         model=size.model, steps=10**9, optim=OPTIM, parallel=training.ParallelConfig(schedule="1f1b"),
         batch=training.BatchConfig(micro_batches=1, micro_batch_size=size.batch[0], seq_len=size.batch[1]),
-        compute=training.ComputeConfig(device="cpu"),
+        compute=training.ComputeConfig(device="cpu", compile="on" if compiled else "off"),
     )  # fmt: skip
     trainer = Trainer(plan_run(config, Launch(0, 0, 1, 1), None, Given(weights, batches.__getitem__)))
     numbers = itertools.count(1)
@@ -158,11 +159,12 @@ def _trained(size: Size, parameters: list[Tensor], loss_of: Callable[..., Tensor
 def programs(size: Size, model: TransformerStage, folder: Path) -> dict[str, Callable[[], Step]]:
     """How to build each program. model: the weights of all; folder: the same, in the format of Hugging Face."""
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    found: dict[str, Callable[[], Step]] = {PLAIN: partial(plain, size, weights), "ours": partial(ours, size, weights)}
-    for experts in ("eager", "grouped_mm"):
-        for compiled in (False, True):
-            name = f"hf {experts}{', compiled' if compiled else ''}"
-            found[name] = partial(hugging_face, size, folder, experts, compiled)
+    found: dict[str, Callable[[], Step]] = {PLAIN: partial(plain, size, weights)}
+    for compiled in (False, True):
+        suffix = ", compiled" if compiled else ""
+        found[f"ours{suffix}"] = partial(ours, size, weights, compiled)
+        for experts in ("eager", "grouped_mm"):
+            found[f"hf {experts}{suffix}"] = partial(hugging_face, size, folder, experts, compiled)
     return {**found, PRODUCTS: found[PLAIN]}
 
 

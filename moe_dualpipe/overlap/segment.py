@@ -92,7 +92,7 @@ class Comm(_Segment):
         super().__init__(name, fn, *inputs)
         self.back, self.weights_first, self.collective = back, weights_first, collective
 
-    def with_fn(self, fn: Callable[..., Transfer]) -> "Comm":
+    def with_fn(self, fn: Callable[..., Any]) -> "Comm":
         """A copy without inputs, which calls `fn()`."""
         other = Comm(self.name, fn, self.back, weights_first=self.weights_first, collective=self.collective)
         other.layer = self.layer
