@@ -7,6 +7,8 @@
     link::carry              a call that starts a transfer over a modelled link
     link:carry               that transfer, from its start to its end
     step 12                  a training step: the pipeline's actions ("0F3", see schedule/actions.py), then STEP_PARTS
+    sum gradients of stage 3 the start of a sum over replicas, between actions
+    gather weights of stage 3: the start of an all-gather of new weights
 
 This module imports neither torch nor the rest of this package, so that traces can be read without torch.
 """
@@ -20,7 +22,9 @@ LINK = "link"
 LINK_CALL, LINK_TRANSFER = f"{LINK}::carry", f"{LINK}:carry"
 
 STEP_PARTS = GRADIENTS, OPTIMIZER = "gradients", "optimizer"
-"""The parts of a step after the pipeline: gradients are summed over replicas; the optimizer updates the weights."""
+"""The parts of a step after the pipeline: wait for the sums of gradients over replicas; update the weights."""
+
+SUM_GRADIENTS, GATHER_WEIGHTS = "sum gradients", "gather weights"
 
 PREPARE, WAIT_FOR, STEP = "prepare ", "wait for ", "step "  # prefixes of a label or a number
 SIZES_WAIT = f"{WAIT_FOR}sizes"

@@ -52,6 +52,8 @@ class Executor:
     ):  # fmt: skip
         self.modules, self.p2p, self.overlap, self.on_action = dict(modules), p2p, overlap, on_action
         self.weight_grads = weight_grads if weight_grads is not None else WeightGrads()
+        self.before_stage: Callable[[int], None] | None = None
+        """Called with each stage before its first action in a step: something may still write its weights."""
         self.rank_step: Callable[..., RankStep] = RankStep  # a subclass may observe the transfers
         for module in self.modules.values():
             bind(module, self.weight_grads)
@@ -59,7 +61,7 @@ class Executor:
     def step(
         self, schedule: Schedule, inputs: Mapping[int, Sequence[Tensor]],
         labels: Mapping[int, Sequence[Tensor]] | None = None, criterion: Criterion | None = None,
-        return_outputs: bool = False,
+        return_outputs: bool = False, on_gradients: Callable[[int], None] | None = None,
     ) -> StepResult:  # fmt: skip
         """Run one step; under `torch.no_grad()`, run only its forwards.
 
@@ -67,6 +69,7 @@ class Executor:
         labels: micro-batch -> further arguments of the criterion, on the rank that holds the last stage for it.
         criterion: `criterion(*outputs, *labels)` returns the loss. None: return outputs only.
         return_outputs: also return the outputs of the last stage.
+        on_gradients: called with each stage when the gradients of this step are complete on this rank.
 
         Gradients are accumulated into the modules' parameters, summed over micro-batches. Raises ValueError if this
         rank lacks a stage, an input or a criterion that the schedule needs.
@@ -77,8 +80,9 @@ class Executor:
         actions = schedule.actions[self.p2p.rank]
         stages = {index: self._stage(index, actions, pairs) for index in self.modules}
         step = self.rank_step(
-            schedule, self.p2p, stages, pairs, labels or {}, criterion, return_outputs, self.on_action
-        )
+            schedule, self.p2p, stages, pairs, labels or {}, criterion, return_outputs, self.on_action,
+            self.before_stage, on_gradients,
+        )  # fmt: skip
         try:
             with self.p2p.step():
                 return step.run(steps[self.p2p.rank], inputs)

@@ -69,7 +69,8 @@ section 3.2.2, arXiv 2412.19437). The products use the other SMs (`product_sms`)
 PIPELINE = Nccl(high_priority=True, min_ctas=2, max_ctas=4)
 """A message between stages is small and has one receiver, but the neighbour waits for it."""
 REPLICAS = Nccl()
-"""Sums of gradients run when the pipeline is empty: they may use all SMs."""
+"""Sums of gradients and gathers of weights run beside the pipeline, at its end and at its start. Nothing waits for them
+as soon as for its messages, so their priority is lower. They may use all SMs that are free."""
 
 
 def product_sms(groups: "Groups", device: torch.device) -> int | None:

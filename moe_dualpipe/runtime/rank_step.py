@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..overlap.annotation import annotation
 from ..schedule import Action, Backward, Flow, Forward, Overlap, Part, Recv, Schedule, Send, Step, counterpart, halves
+from ..schedule.stage_order import last_gradients
 from .p2p import P2P, TensorSpec, Transfer
 from .stage import Criterion, Stage, Tensors, as_tuple
 
@@ -41,6 +42,8 @@ class RankStep:
     criterion: Criterion | None
     return_outputs: bool
     on_action: Callable[[Action], None] | None = None
+    before_stage: Callable[[int], None] | None = None
+    on_gradients: Callable[[int], None] | None = None
 
     def __post_init__(self) -> None:
         self.last = self.schedule.num_stages - 1
@@ -50,6 +53,8 @@ class RankStep:
         self.to_send: dict[Send, Tensors] = {}
         self.sending: deque[tuple[int, Send, Transfer]] = deque()  # with `num_actions` at its start
         self.num_actions = 0
+        self.used: set[int] = set()  # stages
+        self.last_gradients = last_gradients(self.schedule.actions[self.p2p.rank])
         self.result = StepResult()
 
     def run(self, steps: tuple[Step, ...], inputs: Mapping[int, Sequence[Tensor]]) -> StepResult:
@@ -69,8 +74,10 @@ class RankStep:
                         self.num_actions += 1
                         if self.on_action:
                             self.on_action(step)
+                        self.begin_stages(step)
                         with annotation(str(step)):
                             self.compute(step)
+                        self.end_stages(step)
             except Exception as error:
                 rank = dist.get_rank() if dist.is_initialized() else 0
                 where = f"rank {rank} (pipeline rank {self.p2p.rank})"
@@ -79,6 +86,19 @@ class RankStep:
         while self.sending:
             self.finish_send()
         return self.result
+
+    # ---- Stages ----
+
+    def begin_stages(self, action: Action) -> None:
+        for stage in {half.stage for half in halves(action)} - self.used:
+            self.used.add(stage)
+            if self.before_stage:
+                self.before_stage(stage)
+
+    def end_stages(self, action: Action) -> None:
+        for stage, last in self.last_gradients.items():
+            if self.on_gradients and last == action:
+                self.on_gradients(stage)
 
     # ---- Compute ----
 

@@ -5,7 +5,7 @@ alike: a replica set is a set of parameters with the process group of the ranks 
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -35,6 +35,8 @@ class ReplicaSet:
     """The experts in each of these parameters; empty if they are not experts."""
     rule: str = "replicas must stay bit-equal"
     """What an error says about replicas that differ."""
+    shared: bool = False
+    """Whether several stages hold these parameters, so that ranks with different stages have replicas."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parameters", dict(sorted(self.parameters.items())))
@@ -42,6 +44,12 @@ class ReplicaSet:
     @property
     def num_replicas(self) -> int:
         return 1 if self.group is None else self.group.size()
+
+    def fill_missing_gradients(self, names: Iterable[str]) -> None:
+        """Set missing gradients of these parameters to zero."""
+        for parameter in (self.parameters[name] for name in names):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
 
     def only(self, trained: bool) -> "ReplicaSet":
         """The parameters that are trained, or those that are frozen (`requires_grad=False`)."""
@@ -62,22 +70,19 @@ def replica_sets(
     return [
         ReplicaSet(dense, groups.dense),
         ReplicaSet({name: p for name, p in named.items() if name in experts}, groups.expert_replicas, experts),
-        ReplicaSet({name: named[name] for name in ends}, groups.embedding),
+        ReplicaSet({name: named[name] for name in ends}, groups.embedding, shared=True),
     ]
 
 
 def sum_gradients(replicas: ReplicaSet) -> None:
-    """Replace every gradient by its sum over the replicas; a missing gradient counts as zero. Collective.
+    """Replace every gradient by its sum over the replicas, at once; a missing gradient counts as zero. Collective.
 
-    Frozen parameters have no gradient.
+    Frozen parameters have no gradient. `GradientSums` (stage_sums.py) sums while the pipeline runs.
     """
-    grads = []
-    for parameter in replicas.only(trained=True).parameters.values():
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
-        grads.append(parameter.grad)
+    trained = replicas.only(trained=True)
+    trained.fill_missing_gradients(trained.parameters)
     if replicas.group is not None:
-        sum_over_replicas(grads, replicas.group)
+        sum_over_replicas([p.grad for p in trained.parameters.values() if p.grad is not None], replicas.group)
 
 
 def sum_over_replicas(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
@@ -89,18 +94,17 @@ def sum_over_replicas(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
             tensor.copy_(total.view_as(tensor))
 
 
-def gradient_norm(sets: list[ReplicaSet], device: torch.device) -> Tensor:
-    """The 2-norm of all gradients of the model in fp64, the same on all ranks. Collective.
+def gradient_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The 2-norm of the gradients of all ranks in fp32, bit-equal on all ranks. Collective.
 
-    Call it after `sum_gradients`. Each of n replicas contributes 1/n, so every parameter counts once.
+    gradients: those that this rank owns, so that every parameter of the model counts once.
     """
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for replicas in sets:
-        for parameter in replicas.parameters.values():
-            if parameter.grad is not None:
-                total += parameter.grad.double().square().sum() / replicas.num_replicas
-    dist.all_reduce(total)
-    return total.sqrt()
+    wide = [grad if grad.itemsize >= 4 else grad.float() for grad in gradients]
+    norms = [norm.float() for norm in torch._foreach_norm(wide)] if wide else []
+    own = torch.stack(norms).square().sum() if norms else torch.zeros((), device=device)
+    squares_R = own.new_empty(dist.get_world_size())
+    dist.all_gather(list(squares_R.split(1)), own.view(1))
+    return squares_R.sum().sqrt()
 
 
 def check_frozen(sets: Sequence[ReplicaSet]) -> None:

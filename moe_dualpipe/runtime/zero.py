@@ -7,16 +7,18 @@ torch's ZeroRedundancyOptimizer divides the state of the tensors that it sends. 
 bf16 model would remain on every rank. It also treats stacked experts as one tensor, and gathers all state to save it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from heapq import heapreplace
+from itertools import zip_longest
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..expert_parallel.parameters import global_tensors
-from .replicas import ReplicaSet, buckets
+from .replicas import ReplicaSet
+
+BUCKET_BYTES = 25 * 2**20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,37 +31,52 @@ class OwnedTensor:
 
 
 class Shards:
-    """The tensors of a replica set with their owners, by global name. Without `divide`, this rank owns all."""
+    """The tensors of a replica set with their owners, by global name.
+
+    divide: this rank updates only the tensors that it owns. Otherwise it updates all. Gradients are summed by their
+    owners in both cases, in the same order.
+    """
 
     def __init__(self, replicas: ReplicaSet, divide: bool):
-        self.group = replicas.group if divide else None
+        self.group, self.divide, self.replicas = replicas.group, divide, replicas
         weights = {
             name: (parameter, view)
             for parameter, tensor in replicas.parameters.items()
             for name, view in global_tensors(parameter, tensor.detach(), replicas.experts.get(parameter))
         }
-        num_owners = self.group.size() if self.group else 1
-        owners = assign_owners({name: view.numel() for name, (_, view) in weights.items()}, num_owners)
+        self.num_owners = self.group.size() if self.group else 1
+        owners = assign_owners({name: view.numel() for name, (_, view) in weights.items()}, self.num_owners)
         self.rank = dist.get_rank(self.group) if self.group else 0
         self.tensors = {name: OwnedTensor(parameter, view, owners[name]) for name, (parameter, view) in weights.items()}
 
-    @property
-    def owned(self) -> dict[str, OwnedTensor]:
-        return {name: tensor for name, tensor in self.tensors.items() if tensor.owner == self.rank}
+        self.owned = {name: tensor for name, tensor in self.tensors.items() if tensor.owner == self.rank}
+        self.updated = self.owned if divide else self.tensors  # by this rank
+        self.updated_parameters = {tensor.parameter for tensor in self.updated.values()}
 
-    @torch.no_grad()
-    def broadcast_weights(self) -> None:
-        """Send the updated weights from their owners to all replicas. Collective."""
-        if self.group is None:
-            return
-        for owner in range(self.group.size()):
-            weights = [tensor.weight for tensor in self.tensors.values() if tensor.owner == owner]
-            for bucket in buckets(weights):
-                flat = torch.cat([weight.flatten() for weight in bucket])
-                dist.broadcast(flat, group=self.group, group_src=owner)
-                if owner != self.rank:
-                    for weight, new in zip(bucket, flat.split([w.numel() for w in bucket]), strict=True):
-                        weight.copy_(new.view_as(weight))
+    def gradients(self, parameters: Iterable[str]) -> dict[str, Tensor]:
+        """The gradients of all tensors of these parameters, by global name. They are views."""
+        found = {}
+        for name in parameters:
+            grad = self.replicas.parameters[name].grad
+            assert grad is not None, f"{name} has no gradient"
+            found |= global_tensors(name, grad, self.replicas.experts.get(name))
+        return found
+
+    def buckets(self, sizes: Mapping[str, int]) -> list[list[list[str]]]:
+        """Divide tensors into buckets of at most `BUCKET_BYTES`, or of one tensor per owner; `bucket[i]` are owner i's.
+
+        sizes: the bytes of each tensor, in order. The owners' parts of a bucket have about the same size.
+        """
+        parts: list[list[list[str]]] = [[] for _ in range(self.num_owners)]
+        filled = [0] * self.num_owners
+        for name, size in sizes.items():
+            owner = self.tensors[name].owner
+            if not parts[owner] or (filled[owner] + size) * self.num_owners > BUCKET_BYTES:
+                parts[owner].append([])
+                filled[owner] = 0
+            parts[owner][-1].append(name)
+            filled[owner] += size
+        return [[*bucket] for bucket in zip_longest(*parts, fillvalue=[])]
 
 
 def assign_owners(sizes: Mapping[str, int], num_owners: int) -> dict[str, int]:

@@ -16,9 +16,12 @@ from ..models import ModelConfig, StageOptions
 from ..overlap import Engine
 from ..overlap.labels import FORWARD, letter_of
 from ..overlap.segmented import run_on
+from ..runtime.background import Background
 from ..runtime.groups import create_group
 from ..runtime.p2p import Transfer
 from ..runtime.rank_step import RankStep
+from ..runtime.stage_sums import WeightGathers
+from ..runtime.zero import Shards
 from ..schedule import Action, Recv, Schedule, Send, halves
 from ..schedule.comms import carried
 from ..schedule.launches import Program
@@ -41,7 +44,7 @@ def record_launches(
     model: ModelConfig, schedule: Schedule, ep: int, queued: bool, options: StageOptions | None = None,
     change: Callable[[int, Pipeline], None] | None = None,
 ) -> list[Program]:  # fmt: skip
-    """Return what each rank launches and waits for in one step, up to the sum of gradients.
+    """Return what each rank launches and waits for in one step and its update with ZeRO.
 
     There are `ep` data-parallel ranks, which share the experts. queued: record as on a GPU, where the host queues work
     and each direction of the pipeline has its own process group. change: called with each rank and its pipeline, before
@@ -73,9 +76,14 @@ def _record(
         if change is not None:
             change(rank, pipeline)
         tokens = tokens_of(model, schedule, rank % ep)
+        now.background, pipeline.divided = pipeline.background, True
         with run_on(now.engine):
-            pipeline.step(tokens[:, :-1], tokens[:, 1:])
+            pipeline.step(tokens[:, :-1], tokens[:, 1:], sum_gradients=True)
         pipeline.sum_gradients()
+        shards = [Shards(one.only(trained=True), divide=True) for one in pipeline.replicas]
+        gathers = WeightGathers(shards, pipeline.order, pipeline.background)
+        gathers.start()
+        gathers.wait()
         return recorder.program
 
 
@@ -87,11 +95,13 @@ def tokens_of(model: ModelConfig, schedule: Schedule, data_rank: int) -> Tensor:
 
 @dataclass
 class _Now:
-    """What a rank is doing: its action, and the current transfer between stages or segment of the engine."""
+    """What a rank is doing: its action, and the current transfer between stages, segment of the engine, or start of
+    collectives that run in the background."""
 
     engine: Engine
     action: Action | None = None
     transfer: Send | Recv | None = None
+    background: Background | None = None
 
     def begin(self, action: Action | None) -> None:
         self.action = action
@@ -99,6 +109,8 @@ class _Now:
     def describe(self, operation: str) -> str:
         if self.transfer is not None:
             return f"{result_name(carried(self.transfer))} from {operation}"
+        if self.background is not None and self.background.starting:
+            return f"{self.background.starting}, {operation}"
         if self.engine.running is None or self.action is None:
             return operation
         text, layer = self.engine.running

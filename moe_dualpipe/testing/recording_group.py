@@ -1,7 +1,8 @@
 """A process group without other processes: it records what this rank launches and waits for.
 
 All ranks of a run can be recorded in one process, one after the other. No data is sent: an all-to-all returns this
-rank's own input, and a receive returns random numbers, or zeros for integers.
+rank's own input, or zeros if it receives more or less, and a receive returns random numbers, or zeros for integers.
+A sum is that of equal tensors on all ranks.
 """
 
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -52,6 +54,11 @@ class _Recorded(dist.Work):
             self.steps.append(Wait(self.index))
         return True
 
+    def get_future(self) -> Any:
+        future = torch.futures.Future[None]()
+        future.set_result(None)
+        return future
+
 
 class RecordingGroup(dist.ProcessGroup):
     """Records once `record_as` was called. Methods have the names and arguments of torch.distributed."""
@@ -76,6 +83,8 @@ class RecordingGroup(dist.ProcessGroup):
         return _BACKEND
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
+        if opts.reduceOp == dist.ReduceOp.SUM:
+            tensors[0].mul_(self.num_ranks)
         return self._collective("all-reduce", tensors[0])
 
     def allgather(  # type: ignore[override]
@@ -85,10 +94,13 @@ class RecordingGroup(dist.ProcessGroup):
             output.copy_(input_tensors[0])
         return self._collective("all-gather", input_tensors[0])
 
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
+        return self._collective(f"broadcast from {self.ranks[opts.rootRank]}", tensors[0])
+
     def all_to_all_single(  # type: ignore[override]
         self, output: Tensor, input: Tensor, rows_in: list[int], rows_out: list[int], opts: Any = None
     ) -> dist.Work:
-        output.copy_(input)
+        output.copy_(input) if len(output) == len(input) else output.zero_()
         return self._collective("all-to-all", input, rows=True)
 
     alltoall_base = all_to_all_single  # type: ignore[assignment] # its name before torch 2.13

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 
 Record = dict[str, float]
 
-SUMS = ("seconds", "tokens")
+SUMS = (
+    "seconds", "tokens", "reduce_seconds", "reduce_exposed_seconds", "gather_seconds", "gather_exposed_seconds",
+)  # fmt: skip
 RATES = ("tokens_per_s", "mfu")
 LATEST = ("step", "lr", "skipped", "peak_memory_mb")
 

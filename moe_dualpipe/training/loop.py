@@ -100,6 +100,7 @@ class TrainingRun:
         self, trainer: Trainer, sinks: Sequence[Sink] = (), callbacks: Sequence[Callback] = (), verbose: bool = True
     ):
         self.trainer, self.plan, self.config, self.callbacks = trainer, trainer.plan, trainer.config, callbacks
+        trainer.wait_for_weights = bool(callbacks)  # they may read weights
         setup, options = trainer.plan.setup, self.config.checkpoint
         self.reporter, self.saver = Reporter(self.plan, sinks, verbose), None
         if setup.folder:
@@ -166,6 +167,7 @@ class TrainingRun:
                     self._note(self.saver.poll())
                 if trainer.stopping or trainer.skipped.too_many:
                     break
+        trainer.optimizer.wait()
         self.reporter.write_steps()
         return done
 

@@ -22,9 +22,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..checkpoint import read_tensor_metadata
-from ..expert_parallel.parameters import global_tensors
 from ..models import ModelConfig, build_model, elementwise_matrices
+from ..runtime.background import Background
 from ..runtime.replicas import ReplicaSet, check_frozen
+from ..runtime.stage_sums import StageOrder, WeightGathers
 from ..runtime.zero import OwnedTensor, Shards
 from .config import OptimizerConfig
 
@@ -36,6 +37,7 @@ class Optimizer:
 
     replicas: the parameters, in sets that the same ranks hold. zero: divide the state among the ranks of a set.
     stacked: the rows of each matrix, for parameters that stack several. elementwise: the parameters without Muon.
+    order: of the stages, whose new weights are sent in the order of their use.
     Parameters must be frozen before this, on all replicas. Raises ValueError if `stacked` does not add up to all rows,
     and on all ranks if a parameter is frozen on some replicas only. Collective.
     """
@@ -43,6 +45,7 @@ class Optimizer:
     def __init__(
         self, replicas: Sequence[ReplicaSet], config: OptimizerConfig, zero: bool = True,
         stacked: Mapping[str, Sequence[int]] | None = None, elementwise: Collection[str] = (),
+        order: StageOrder | None = None,
     ):  # fmt: skip
         check_frozen(replicas)
         trained, frozen = ([one.only(trained) for one in replicas] for trained in (True, False))
@@ -52,10 +55,12 @@ class Optimizer:
         for parameter in self.parameters.values():
             parameter.grad_dtype = torch.float32
         self.shards, self.frozen = ([Shards(one, divide=zero) for one in sets] for sets in (trained, frozen))
-        self.owned = {name: piece for shards in self.shards for name, piece in shards.owned.items()}
+        self.owned = {name: piece for shards in self.shards for name, piece in shards.updated.items()}
         self.master = {name: piece.weight.float() for name, piece in self.owned.items()}  # fp32: the weight itself
         self.moments: dict[str, dict[str, Tensor]] = {}
         self.parts: dict[str, list[tuple[Tensor, Rows]]] = {}  # what torch's optimizers update
+        device = next((p.device for one in replicas for p in one.parameters.values()), torch.device("cpu"))
+        self.gathers = WeightGathers(self.shards, order or StageOrder({}), Background(device))
 
         hidden = (n for n, w in self.master.items() if w.ndim == 2 and self.owned[n].parameter not in elementwise)
         for_muon = [*hidden] if config.name == "muon" else []
@@ -92,19 +97,26 @@ class Optimizer:
         return muon
 
     @torch.no_grad()
-    def step(self, lr: float, grad_scale: Tensor | float) -> None:
+    def step(self, lr: float, grad_scale: Tensor | float, wait: bool = True) -> None:
         """Update from `grad * grad_scale` and drop the gradients. Collective if the state is divided.
+
+        Only the gradients of the tensors that this rank updates are read. wait: False returns before the other ranks'
+        weights have arrived; call `wait` before anything reads them. A pipeline's steps do so for each stage.
 
         Raises RuntimeError if a parameter was frozen or unfrozen after the optimizer was built.
         """
         self._check_frozen()
         for group in self.adamw.param_groups + self.muon.param_groups:
             group["lr"] = lr
-        for name, parameter in self.parameters.items():
-            assert parameter.grad is not None, f"{name} has no gradient"
-            for piece, grad in global_tensors(name, parameter.grad.mul_(grad_scale), self.experts.get(name)):
-                for weight, rows in self.parts.get(piece, ()):
-                    weight.grad = grad[rows]
+        grads: dict[str, Tensor] = {}
+        for shards in self.shards:
+            grads |= shards.gradients(shards.updated_parameters)
+        grads = {name: grads[name] for name in self.parts}
+        if grads:
+            torch._foreach_mul_([*grads.values()], grad_scale)
+        for name, parts in self.parts.items():
+            for weight, rows in parts:
+                weight.grad = grads[name][rows]
         self.adamw.step()
         self.muon.step()
         for parts in self.parts.values():
@@ -112,6 +124,12 @@ class Optimizer:
                 weight.grad = None
         self.drop_gradients()
         self._update_model()
+        if wait:
+            self.wait()
+
+    def wait(self, stage: int | None = None) -> None:
+        """Wait for the other ranks' new weights of a stage, if they have not arrived; None: of all stages."""
+        self.gathers.wait(stage)
 
     def drop_gradients(self) -> None:
         """Skip a step: drop the gradients and change nothing else."""
@@ -121,7 +139,7 @@ class Optimizer:
     def tensors(self) -> dict[str, Tensor]:
         """This rank's share of the state by global name, to be saved or loaded in place."""
         moments = {f"{kind}.{name}": t for name, kinds in self.moments.items() for kind, t in kinds.items()}
-        frozen = {name: piece.weight for shards in self.frozen for name, piece in shards.owned.items()}
+        frozen = {name: piece.weight for shards in self.frozen for name, piece in shards.updated.items()}
         return {f"model.{name}": weight for name, weight in (self.master | frozen).items()} | moments
 
     @torch.no_grad()
@@ -130,8 +148,10 @@ class Optimizer:
         for state in self.adamw.state.values():
             state["step"].fill_(step)
         self._update_model()
-        for shards in self.frozen:
-            shards.broadcast_weights()
+        frozen = WeightGathers(self.frozen, StageOrder({}), self.gathers.background)
+        frozen.start()
+        for gathers in (self.gathers, frozen):
+            gathers.wait()
 
     @property
     def state_bytes(self) -> int:
@@ -146,12 +166,11 @@ class Optimizer:
             raise RuntimeError(f"requires_grad of {changed[0]} changed after the optimizer was built: set it before")
 
     def _update_model(self) -> None:
-        """Copy the master weights into the model on all ranks that hold it."""
+        """Copy the master weights into the model, and start to send them to the other ranks that hold it."""
         for name, piece in self.owned.items():
             if piece.weight.dtype != self.master[name].dtype:
                 piece.weight.copy_(self.master[name])
-        for shards in self.shards:
-            shards.broadcast_weights()
+        self.gathers.start()
 
 
 def _matrices(piece: OwnedTensor, stacked: Mapping[str, Sequence[int]]) -> list[slice]:

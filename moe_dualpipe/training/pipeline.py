@@ -28,6 +28,7 @@ from ..models import (
 )  # fmt: skip
 from ..overlap import WeightGrads
 from ..runtime import P2P, Executor, TensorSpec
+from ..runtime.background import Background
 from ..runtime.groups import (
     EXPERTS,
     Layout,
@@ -37,9 +38,11 @@ from ..runtime.groups import (
     divisors,
     product_sms,
 )
-from ..runtime.replicas import gradient_norm, replica_sets, sum_gradients
+from ..runtime.replicas import gradient_norm, replica_sets
 from ..runtime.shared_errors import build_on_all_ranks
+from ..runtime.stage_sums import GradientSums, StageOrder
 from ..runtime.warm_up import load_kernels
+from ..runtime.zero import Shards
 from ..schedule import Action, Schedule
 from .balance import Balance
 from .config import OptimizerConfig
@@ -57,6 +60,8 @@ class Pipeline:
     computation of another, where the schedule pairs them and layers communicate. max_deferred: maximum number of chunks
     with deferred weight gradients. timeout: seconds that a collective operation waits. on_action: called with each
     action when it begins, and with None at the end of a step.
+
+    divided: whether `sum_gradients` gives each rank only the sums of the tensors that it owns. `optimizer` sets it.
 
     Raises ValueError, on all ranks, if the schedule, `ep` or the model does not fit the number of processes.
     """
@@ -84,6 +89,9 @@ class Pipeline:
         overlap = overlap and (group is not None or "block" in model.own_layers)
         self.executor = Executor(self.stages, links, WeightGrads(max_deferred), overlap, on_action)
         self.replicas = replica_sets(self.stages.values(), self.groups, embedding)
+        self.background, self.divided = Background(self.device), False
+        self.order = StageOrder.of(schedule, self.stages)
+        self._sums: GradientSums | None = None
         self.balance = Balance(model, self.stages, rate=0.0)
         self._kernels_loaded = self.device.type != "cuda"  # a CPU loads none
 
@@ -108,15 +116,24 @@ class Pipeline:
     def optimizer(self, config: OptimizerConfig, zero: bool = True) -> Optimizer:
         """The optimizer of this rank's parameters. zero: divide its state among ranks with the same parameters.
 
+        With `zero`, `sum_gradients` gives each rank only the sums that its optimizer needs.
+
         Raises ValueError, on all ranks, for layers with invalid `stacked` or `elementwise`.
         """
         stages = self.stages.values()
-        return build_on_all_ranks(
-            lambda: Optimizer(self.replicas, config, zero, stacked_matrices(stages), elementwise_matrices(stages))
+        optimizer = build_on_all_ranks(
+            lambda: Optimizer(
+                self.replicas, config, zero, stacked_matrices(stages), elementwise_matrices(stages), self.order
+            )
         )
+        self.executor.before_stage, self.divided = optimizer.wait, zero
+        return optimizer
 
-    def step(self, inputs_BS: Tensor, labels_BS: Tensor) -> list[Tensor]:
+    def step(self, inputs_BS: Tensor, labels_BS: Tensor, sum_gradients: bool = False) -> list[Tensor]:
         """Run forward and backward of one batch; under `torch.no_grad()`, only forward.
+
+        sum_gradients: start the sum of a stage's gradients over replicas when they are complete, while the pipeline
+        drains. Call `sum_gradients` afterwards, before another step. For the last batch of an update.
 
         inputs_BS, labels_BS: token ids of `num_sequences` sequences, the same on all ranks of a pipeline. The
         gradients, summed over micro-batches, are added to those of the parameters. Returns the loss, in nats per
@@ -136,7 +153,12 @@ class Pipeline:
             if schedule.rank_of(last, m) == pp_rank:
                 labels[m] = (y.to(self.device),)
         criterion = self.stages[last].loss if last in self.stages else None
-        losses = list(self.executor.step(schedule, inputs, labels, criterion).losses.values())
+        sums = self._gradient_sums() if sum_gradients else None
+        on_gradients = sums.complete if sums else None
+        result = self.executor.step(schedule, inputs, labels, criterion, on_gradients=on_gradients)
+        losses = list(result.losses.values())
+        if sums:
+            sums.start_all()
         if self._on_action is not None:
             self._on_action(None)
         return losses
@@ -155,13 +177,21 @@ class Pipeline:
         self._kernels_loaded = True
 
     def sum_gradients(self) -> Tensor:
-        """Sum all gradients over replicas. Returns the norm of all gradients of the model, the same on all ranks.
+        """Sum all gradients over replicas. Returns the norm of all gradients of the model in fp32, equal on all ranks.
 
-        The gradient of the mean loss is the sum divided by `num_micro_batches`.
+        The gradient of the mean loss is the sum divided by `num_micro_batches`. If an optimizer divides its state
+        (`divided`), a rank gets only the sums that its optimizer needs.
         """
-        for replicas in self.replicas:
-            sum_gradients(replicas)
-        return gradient_norm(self.replicas, self.device)
+        return gradient_norm(self._gradient_sums().finish(), self.device)
+
+    def _gradient_sums(self) -> GradientSums:
+        """Parameters may be frozen until the first sum."""
+        trained = [one.only(trained=True) for one in self.replicas]
+        planned = self.divided, [[*one.parameters] for one in trained]
+        if self._sums is None or planned != (self._sums.shards[0].divide, self._sums.names):
+            shards = [Shards(one, self.divided) for one in trained]
+            self._sums = GradientSums(shards, self.order, self.background)
+        return self._sums
 
     def balance_experts(self, rate: float) -> Tensor:
         """Move the biases of the routers (`router_bias`) by `rate`, to balance the loads of this step.

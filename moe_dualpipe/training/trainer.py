@@ -39,7 +39,8 @@ class Trainer:
     """One rank of a run. All methods are collective, except `state` and `request_stop`.
 
     pipeline: the model, divided over the ranks. optimizer: its state. config: the options. lr_factor: a factor on the
-    learning rate, which a callback may change on all ranks; checkpoints do not store it.
+    learning rate, which a callback may change on all ranks; checkpoints do not store it. wait_for_weights: False lets
+    `train_step` return before the other ranks' new weights have arrived: call `optimizer.wait` before you read weights.
     """
 
     def __init__(self, plan: RunPlan, progress: Progress | None = None, stop: Stop | None = None):
@@ -72,6 +73,7 @@ class Trainer:
         self.optimizer = self.pipeline.optimizer(config.optim, config.parallel.zero)
         self.skipped = SkippedSteps(config.health.max_skipped, announce=self.layout.rank == 0)
         self.stop, self.stopping, self.lr_factor = stop or Stop(), False, 1.0
+        self.wait_for_weights = True
         self.partial: PartialLoad | None = None  # what --weights-partial loaded
         if plan.resume:
             load_checkpoint(plan.resume, self.state(), older_names(self.stages.values()))
@@ -105,7 +107,7 @@ class Trainer:
         self.progress.begin(step + 1)
         start = time.perf_counter()
         before = self.buffers.copies()
-        losses = self.training_losses(step)
+        losses = self.training_losses(step, sum_gradients=True)
         self.buffers.average()
         mean = 1 / self.pipeline.num_micro_batches  # losses of micro-batches are averaged, not summed
         check_every = config.health.check_replicas_every
@@ -120,6 +122,7 @@ class Trainer:
         with self.progress.during("expert loads"):
             load_LE = self.balance.loads(self.device)
         loss, norm_value = self._mean(losses), norm.item()
+        times = self._background_times()
         mtp_loss = {"mtp_loss": self._mtp_loss()} if config.model.mtp_layers else {}
         if checksums:
             self.check_replicas(checksums)
@@ -127,7 +130,7 @@ class Trainer:
         balance = self.balance.after_step(load_LE, self.device, move=finite)
         with self.progress.during(OPTIMIZER), record_function(OPTIMIZER):
             if finite:
-                self.optimizer.step(lr, mean * (clip / norm.clamp(min=clip) if clip else 1.0))
+                self.optimizer.step(lr, mean * (clip / norm.clamp(min=clip) if clip else 1.0), self.wait_for_weights)
             else:
                 self.optimizer.drop_gradients()
                 self.buffers.restore(before)
@@ -137,7 +140,21 @@ class Trainer:
         return {
             "step": step + 1, "loss": loss, "grad_norm": norm_value, "lr": lr, "skipped": int(self.skipped.total),
             "seconds": round(seconds, 4), "tokens": tokens, "tokens_per_s": round(tokens / seconds, 1), **mfu,
-            "peak_memory_mb": round(peak_memory_mb(self.device), 1), **load_statistics(load_LE), **mtp_loss, **balance,
+            "peak_memory_mb": round(peak_memory_mb(self.device), 1), **times, **load_statistics(load_LE), **mtp_loss,
+            **balance,
+        }  # fmt: skip
+
+    def _background_times(self) -> dict[str, float]:
+        """How long the sums of gradients and the gathers of weights took, and how long this rank waited for them.
+
+        The device must have come so far. Empty without replicas.
+        """
+        if all(one.group is None for one in self.replicas):
+            return {}
+        sums, gathers = (one.take_times() for one in (self.pipeline.background, self.optimizer.gathers.background))
+        return {
+            "reduce_seconds": round(sums.running, 5), "reduce_exposed_seconds": round(sums.exposed, 5),
+            "gather_seconds": round(gathers.running, 5), "gather_exposed_seconds": round(gathers.exposed, 5),
         }  # fmt: skip
 
     def validation_loss(self) -> float:
@@ -150,11 +167,15 @@ class Trainer:
         with self.progress.during("validation"):
             return self._mean([loss for losses in self.validation_losses() for loss in losses])
 
-    def training_losses(self, step: int) -> list[Tensor]:
-        """Run forward and backward of a step, where `step` is the number of steps before it. Returns its losses."""
+    def training_losses(self, step: int, sum_gradients: bool = False) -> list[Tensor]:
+        """Run forward and backward of a step, where `step` is the number of steps before it. Returns its losses.
+
+        sum_gradients: as for `Pipeline.step`.
+        """
         config, layout, count = self.config, self.layout, self.pipeline.num_sequences
         torch.manual_seed(seed_of(config.seed, f"step {step} of rank {layout.rank}"))  # for dropout
-        return self.pipeline.step(*self.plan.text.batch(config.seed, step, layout.dp_rank, count, config.batch.seq_len))
+        batch = self.plan.text.batch(config.seed, step, layout.dp_rank, count, config.batch.seq_len)
+        return self.pipeline.step(*batch, sum_gradients)
 
     @torch.no_grad()
     def validation_losses(self) -> Iterator[list[Tensor]]:
@@ -204,6 +225,7 @@ class Trainer:
             check_equal(replicas, sums_RP)
 
     def _gather_checksums(self) -> list[Tensor | None]:
+        self.optimizer.wait()
         with self.progress.during("comparison of replicas"):
             return [gather_checksums(replicas) for replicas in (*self.replicas, *self.buffers.sets())]
 

@@ -1,0 +1,137 @@
+"""Collectives that run in the background: start them, wait for them later, and measure how long they took.
+
+Exposed time is the time in which a rank waits for collectives and does nothing else. The rest of their duration is
+hidden behind other work. On GPUs, collectives are started from a side stream, so that events around them measure their
+duration; the host never waits.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from ..overlap.annotation import annotation
+from ..overlap.streams import streams_of
+
+Start = Callable[[], Sequence[dist.Work | None]]
+"""Starts collectives, and returns their handles; None from a rank outside the group."""
+
+
+class Running(Protocol):
+    """Collectives that were started together."""
+
+    def wait(self) -> None:
+        """After it, the host or the current stream may use the results."""
+        ...
+
+    def interval(self) -> tuple[float, float]:
+        """Start and end in seconds on any clock. Call it after `wait`; on a GPU, when the device has come so far."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds. running: while at least one collective ran. exposed: while this rank waited for one."""
+
+    running: float
+    exposed: float
+
+
+class Background:
+    """Runs collectives of tensors on `device`, and sums up their times."""
+
+    def __init__(self, device: torch.device):
+        self.streams, self.starting = streams_of(device), ""
+        self.side = None if self.streams is None else self.streams.Stream(device)
+        self._ended: list[Running] = []
+        self._waits: list[tuple[Any, Any]] = []
+
+    @contextmanager
+    def named(self, text: str) -> Iterator[None]:
+        """In this context, collectives start under this name, in profiles and in `starting`."""
+        self.starting = text
+        try:
+            with annotation(text):
+                yield
+        finally:
+            self.starting = ""
+
+    def start(self, start: Start) -> Running:
+        """Start collectives. The caller must hold their tensors until `wait`."""
+        return _OnHost(start) if self.streams is None else _OnStream(start, self.streams, self.side)
+
+    def wait(self, collectives: Sequence[Running]) -> None:
+        before = self._now()
+        for running in collectives:
+            running.wait()
+        self._waits.append((before, self._now()))
+        self._ended += collectives
+
+    def take_times(self) -> Times:
+        """The times of all that was waited for since the last call. On a GPU, it must have come so far."""
+        exposed = sum(_seconds(start, end) for start, end in self._waits)
+        running = covered([running.interval() for running in self._ended])
+        self._ended, self._waits = [], []
+        return Times(running, exposed)
+
+    def _now(self) -> Any:
+        return perf_counter() if self.streams is None else _event(self.streams)
+
+
+def covered(intervals: Sequence[tuple[float, float]]) -> float:
+    """The length of the union. Example: [(0, 2), (1, 3), (5, 6)] -> 4."""
+    length, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        length += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return length
+
+
+class _OnHost:
+    def __init__(self, start: Start):
+        self.began = perf_counter()
+        self.works = [work for work in start() if work is not None]
+        self.ends = [work.get_future().then(lambda _: perf_counter()) for work in self.works]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+    def interval(self) -> tuple[float, float]:
+        return self.began, max((end.wait() for end in self.ends), default=self.began)
+
+
+class _OnStream:
+    """`zero` is an event from which the intervals of a process are measured."""
+
+    zero: Any = None
+
+    def __init__(self, start: Start, streams: Any, side: Any):
+        self.streams = streams
+        now = streams.current_stream().record_event()
+        with streams.stream(side):
+            side.wait_event(now)
+            self.began = _event(streams)
+            for work in start():
+                if work is not None:
+                    work.wait()  # the side stream waits
+            self.ended = _event(streams)
+        _OnStream.zero = _OnStream.zero or self.began
+
+    def wait(self) -> None:
+        self.streams.current_stream().wait_event(self.ended)
+
+    def interval(self) -> tuple[float, float]:
+        return _seconds(_OnStream.zero, self.began), _seconds(_OnStream.zero, self.ended)
+
+
+def _event(streams: Any) -> Any:
+    return streams.current_stream().record_event(streams.Event(enable_timing=True))
+
+
+def _seconds(start: Any, end: Any) -> float:
+    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3

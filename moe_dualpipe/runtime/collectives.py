@@ -1,0 +1,81 @@
+"""Reduce-scatter and all-gather of tensors that have one owner each.
+
+A bucket has the tensors of each rank of a group: `bucket[i]` are those that rank i owns. All ranks pass tensors of the
+same shapes and one dtype. The owners' parts differ in size, because a tensor is not divided (runtime/zero.py).
+
+NCCL runs both for parts of any sizes. gloo makes a reduce-scatter of one all-reduce for each rank, and its all-gather
+needs equal sizes. So on CPUs, an all-to-all sends each part to its owner, which adds the parts in the order of the
+ranks: it sends half as much as an all-reduce, and the sum of an element does not depend on the rest of its bucket. The
+owners broadcast what the others gather.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .background import Background
+
+Bucket = Sequence[Sequence[Tensor]]
+
+
+class ReduceScatter:
+    """Starts to add up the tensors of a bucket over the ranks of `group`."""
+
+    def __init__(self, bucket: Bucket, group: dist.ProcessGroup, background: Background):
+        self.size, self.own, rank = group.size(), bucket[group.rank()], group.rank()
+        parts = [sum(t.numel() for t in tensors) for tensors in bucket]
+        self.flat = torch.cat([t.flatten() for tensors in bucket for t in tensors])
+        if self.flat.is_cuda:
+            self.received = self.flat.new_empty(parts[rank])
+            inputs = [*self.flat.split(parts)]
+            self.running = background.start(
+                lambda: [dist.reduce_scatter(self.received, inputs, group=group, async_op=True)]
+            )
+        else:
+            self.received = self.flat.new_empty(self.size * parts[rank])
+            sizes = [parts[rank]] * self.size
+            self.running = background.start(
+                lambda: [dist.all_to_all_single(self.received, self.flat, sizes, parts, group=group, async_op=True)]
+            )
+
+    def finish(self) -> None:
+        """Write the sums into this rank's tensors. `running` must have been waited for."""
+        total = self.received
+        if not total.is_cuda:
+            total, *others = self.received.chunk(self.size)
+            for other in others:
+                total += other
+        _copy(total, self.own)
+
+
+class AllGather:
+    """Starts to send this rank's tensors of a bucket to all ranks of `group`."""
+
+    def __init__(self, bucket: Bucket, group: dist.ProcessGroup, background: Background):
+        self.bucket, self.rank = bucket, group.rank()
+        own = torch.cat([t.flatten() for t in bucket[self.rank]]) if bucket[self.rank] else None
+        some = next(t for tensors in bucket for t in tensors)
+        self.flats = [some.new_empty(sum(t.numel() for t in tensors)) for tensors in bucket]
+        if own is not None:
+            self.flats[self.rank] = own
+        self.running = background.start(lambda: self._start(group))
+
+    def _start(self, group: dist.ProcessGroup) -> list[dist.Work | None]:
+        if self.flats[0].is_cuda:
+            return [dist.all_gather(self.flats, self.flats[self.rank], group=group, async_op=True)]
+        owners = [owner for owner, flat in enumerate(self.flats) if flat.numel()]
+        return [dist.broadcast(self.flats[o], group=group, group_src=o, async_op=True) for o in owners]
+
+    def finish(self) -> None:
+        """Write what was received into the other ranks' tensors. `running` must have been waited for."""
+        for owner, tensors in enumerate(self.bucket):
+            if owner != self.rank:
+                _copy(self.flats[owner], tensors)
+
+
+def _copy(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    if tensors:
+        parts = flat.split([t.numel() for t in tensors])
+        torch._foreach_copy_([*tensors], [part.view_as(t) for part, t in zip(parts, tensors, strict=True)])
