@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from ..overlap import streams
 from ..overlap.annotation import annotation
-from ..overlap.streams import streams_of
 
 Start = Callable[[], Sequence[dist.Work | None]]
 """Starts collectives, and returns their handles; None from a rank outside the group."""
@@ -45,7 +45,7 @@ class Background:
     """Runs collectives of tensors on `device`, and sums up their times."""
 
     def __init__(self, device: torch.device):
-        self.streams, self.starting = streams_of(device), ""
+        self.streams, self.starting = streams.streams_of(device), ""
         self.side = None if self.streams is None else self.streams.Stream(device)
         self._ended: list[Running] = []
         self._waits: list[tuple[Any, Any]] = []
@@ -110,16 +110,16 @@ class _OnStream:
 
     zero: Any = None
 
-    def __init__(self, start: Start, streams: Any, side: Any):
-        self.streams = streams
-        now = streams.current_stream().record_event()
-        with streams.stream(side):
-            side.wait_event(now)
-            self.began = _event(streams)
+    def __init__(self, start: Start, device_streams: Any, side: Any):
+        self.streams = device_streams
+        queued = self.streams.current_stream().record_event()
+        with self.streams.stream(side):
+            side.wait_event(queued)
+            self.began = _event(self.streams)
             for work in start():
                 if work is not None:
                     work.wait()  # the side stream waits
-            self.ended = _event(streams)
+            self.ended = _event(self.streams)
         _OnStream.zero = _OnStream.zero or self.began
 
     def wait(self) -> None:
@@ -129,8 +129,8 @@ class _OnStream:
         return _seconds(_OnStream.zero, self.began), _seconds(_OnStream.zero, self.ended)
 
 
-def _event(streams: Any) -> Any:
-    return streams.current_stream().record_event(streams.Event(enable_timing=True))
+def _event(device_streams: Any) -> Any:
+    return device_streams.current_stream().record_event(device_streams.Event(enable_timing=True))
 
 
 def _seconds(start: Any, end: Any) -> float:

@@ -24,29 +24,24 @@ class ReduceScatter:
     """Starts to add up the tensors of a bucket over the ranks of `group`."""
 
     def __init__(self, bucket: Bucket, group: dist.ProcessGroup, background: Background):
-        self.size, self.own, rank = group.size(), bucket[group.rank()], group.rank()
+        self.own, rank, num_copies = bucket[group.rank()], group.rank(), 1 if background.streams else group.size()
         parts = [sum(t.numel() for t in tensors) for tensors in bucket]
         self.flat = torch.cat([t.flatten() for tensors in bucket for t in tensors])
-        if self.flat.is_cuda:
-            self.received = self.flat.new_empty(parts[rank])
-            inputs = [*self.flat.split(parts)]
-            self.running = background.start(
-                lambda: [dist.reduce_scatter(self.received, inputs, group=group, async_op=True)]
-            )
-        else:
-            self.received = self.flat.new_empty(self.size * parts[rank])
-            sizes = [parts[rank]] * self.size
-            self.running = background.start(
-                lambda: [dist.all_to_all_single(self.received, self.flat, sizes, parts, group=group, async_op=True)]
-            )
+        self.received = self.flat.new_empty(num_copies, parts[rank])  # on a CPU, from each rank
+
+        def start() -> list[dist.Work | None]:
+            if background.streams is not None:
+                return [dist.reduce_scatter(self.received[0], [*self.flat.split(parts)], group=group, async_op=True)]
+            sizes = [parts[rank]] * num_copies
+            return [dist.all_to_all_single(self.received.view(-1), self.flat, sizes, parts, group=group, async_op=True)]
+
+        self.running = background.start(start)
 
     def finish(self) -> None:
         """Write the sums into this rank's tensors. `running` must have been waited for."""
-        total = self.received
-        if not total.is_cuda:
-            total, *others = self.received.chunk(self.size)
-            for other in others:
-                total += other
+        total, *others = self.received
+        for other in others:
+            total += other
         _copy(total, self.own)
 
 
@@ -54,7 +49,7 @@ class AllGather:
     """Starts to send this rank's tensors of a bucket to all ranks of `group`."""
 
     def __init__(self, bucket: Bucket, group: dist.ProcessGroup, background: Background):
-        self.bucket, self.rank = bucket, group.rank()
+        self.bucket, self.rank, self.queued = bucket, group.rank(), background.streams is not None
         own = torch.cat([t.flatten() for t in bucket[self.rank]]) if bucket[self.rank] else None
         some = next(t for tensors in bucket for t in tensors)
         self.flats = [some.new_empty(sum(t.numel() for t in tensors)) for tensors in bucket]
@@ -63,7 +58,7 @@ class AllGather:
         self.running = background.start(lambda: self._start(group))
 
     def _start(self, group: dist.ProcessGroup) -> list[dist.Work | None]:
-        if self.flats[0].is_cuda:
+        if self.queued:
             return [dist.all_gather(self.flats, self.flats[self.rank], group=group, async_op=True)]
         owners = [owner for owner, flat in enumerate(self.flats) if flat.numel()]
         return [dist.broadcast(self.flats[o], group=group, group_src=o, async_op=True) for o in owners]

@@ -31,9 +31,9 @@ def order_of_use(schedule: Schedule) -> tuple[int, ...]:
 
     def position(rank: int, stage: int) -> int:
         uses = (i for i, action in enumerate(schedule.actions[rank]) if any(h.stage == stage for h in halves(action)))
-        return -next(uses, len(schedule.actions[rank]))
+        return next(uses, len(schedule.actions[rank]))
 
-    return tuple(reversed(_by_slowest(schedule, position)))
+    return _by_slowest(schedule, position)
 
 
 def _by_slowest(schedule: Schedule, position: Callable[[int, int], int]) -> tuple[int, ...]:

@@ -76,15 +76,21 @@ def _record(
         if change is not None:
             change(rank, pipeline)
         tokens = tokens_of(model, schedule, rank % ep)
-        now.background, pipeline.divided = pipeline.background, True
+        now.background = pipeline.background
         with run_on(now.engine):
-            pipeline.step(tokens[:, :-1], tokens[:, 1:], sum_gradients=True)
-        pipeline.sum_gradients()
-        shards = [Shards(one.only(trained=True), divide=True) for one in pipeline.replicas]
-        gathers = WeightGathers(shards, pipeline.order, pipeline.background)
-        gathers.start()
-        gathers.wait()
+            run_step(pipeline, tokens)
         return recorder.program
+
+
+def run_step(pipeline: Pipeline, tokens: Tensor) -> None:
+    """Run the step of a rank, with the communication of an update with ZeRO. tokens: from `tokens_of`. Collective."""
+    pipeline.divided = True
+    pipeline.step(tokens[:, :-1], tokens[:, 1:], sum_gradients=True)
+    pipeline.sum_gradients()
+    shards = [Shards(one.only(trained=True), divide=True) for one in pipeline.replicas]
+    gathers = WeightGathers(shards, pipeline.order, pipeline.background)
+    gathers.start()
+    gathers.wait()
 
 
 def tokens_of(model: ModelConfig, schedule: Schedule, data_rank: int) -> Tensor:

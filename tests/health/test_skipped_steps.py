@@ -17,8 +17,8 @@ def poison(trainer, rank, kind, value, steps):
     """In `steps`, put `value` into the loss of one rank, or into one element of one gradient."""
     pipeline_step = trainer.pipeline.step
 
-    def step(*batch):
-        found = pipeline_step(*batch)
+    def step(inputs, labels, sum_gradients=False):
+        found = pipeline_step(inputs, labels, sum_gradients and trainer.progress.step not in steps)
         if torch.is_grad_enabled() and trainer.progress.step in steps and trainer.layout.rank == rank:
             if kind == "loss":
                 assert found, "this rank has no loss to poison"

@@ -113,6 +113,17 @@ def records(out):
     return [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
 
 
+CLOCKS = (
+    "seconds", "tokens_per_s", "peak_memory_mb", "reduce_seconds", "reduce_exposed_seconds", "gather_seconds",
+    "gather_exposed_seconds",
+)  # fmt: skip
+
+
+def without_clocks(run_records):
+    """What two runs with the same results have in common."""
+    return [{key: value for key, value in record.items() if key not in CLOCKS} for record in run_records]
+
+
 def losses(run_records, kind="loss"):
     return {record["step"]: record[kind] for record in run_records if kind in record}
 

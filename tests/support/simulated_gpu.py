@@ -58,6 +58,9 @@ class Event:
     def synchronize(self) -> None:
         join(self.gpu.host, self.clock)
 
+    def elapsed_time(self, _end: "Event") -> float:
+        return 0.0
+
 
 def join(clock: dict[SimulatedStream, int], other: dict[SimulatedStream, int]) -> None:
     for stream, time in other.items():
@@ -136,6 +139,9 @@ class SimulatedGpu(TorchDispatchMode):
     def Stream(self, device: Any = None, priority: int = 0, name: str = "") -> SimulatedStream:  # noqa: N802 - as in torch.cuda
         self.num_streams += 1
         return SimulatedStream(self, name or f"side {self.num_streams - 1}")
+
+    def Event(self, enable_timing: bool = False) -> Event:  # noqa: N802 - as in torch.cuda
+        return Event(self)
 
     def current_stream(self, device: Any = None) -> SimulatedStream:
         return self.streams[-1]

@@ -11,7 +11,7 @@ from moe_dualpipe.cli import main
 from moe_dualpipe.models import StageOptions
 from moe_dualpipe.schedule import NAMES, ScheduleError, build, validate
 from moe_dualpipe.schedule.launches import Launch, check_launches
-from moe_dualpipe.testing.record_launches import record_launches, tiny_model, tokens_of
+from moe_dualpipe.testing.record_launches import record_launches, run_step, tiny_model, tokens_of
 from moe_dualpipe.training.pipeline import Pipeline
 from tests.support.ranks import run_ranks
 
@@ -199,14 +199,20 @@ def launched(rank, schedule, ep):
 
         return call
 
+    all_gather = dist.all_gather
+
+    def gather(outputs, tensor):
+        record(range(dist.get_world_size()), tensor, tensor.shape)
+        all_gather(outputs, tensor)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "isend", transfer(dist.isend, lambda peer: (rank, peer)))
         patch.setattr(dist, "irecv", transfer(dist.irecv, lambda peer: (peer, rank)))
         patch.setattr(dist, "all_to_all_single", collective(dist.all_to_all_single, 1))
         patch.setattr(dist, "all_reduce", collective(dist.all_reduce, 0))
-        tokens = tokens_of(MODEL, schedule, rank % ep)
-        pipeline.step(tokens[:, :-1], tokens[:, 1:])
-        pipeline.sum_gradients()
+        patch.setattr(dist, "broadcast", collective(dist.broadcast, 0))
+        patch.setattr(dist, "all_gather", gather)
+        run_step(pipeline, tokens_of(MODEL, schedule, rank % ep))
     return seen
 
 

@@ -10,7 +10,7 @@ import torch
 from moe_dualpipe.models.router import Router
 from moe_dualpipe.training.command_line import parse_arguments
 from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL, losses, make_trainer, resolve, settings, train_each
+from tests.support.runs import MODEL, losses, make_trainer, resolve, settings, train_each, without_clocks
 
 BALANCED = dataclasses.replace(MODEL, num_layers=3, router_bias=True, sequence_loss=0.02, z_loss=0.003)
 OFTEN = {"model": BALANCED, "bias_rate": 0.01, "steps": 4, "seq_len": 16, "eval_sequences": 1}
@@ -90,11 +90,7 @@ def test_overlap_recompute_and_resuming_are_bit_identical(tmp_path):
     configs = [settings(tmp_path / str(i), **often, save_every=2, **choice) for i, choice in enumerate(CHOICES)]
     resume = str(tmp_path / "0" / "checkpoints" / "step-000002")
     configs.append(settings(tmp_path / "rest", **often, resume=resume))
-    clocks = ("seconds", "tokens_per_s", "peak_memory_mb")
-    whole, *others, rest = [
-        [{key: value for key, value in record.items() if key not in clocks} for record in run]
-        for run in run_ranks(2, train_each, configs)[0]
-    ]
+    whole, *others, rest = map(without_clocks, run_ranks(2, train_each, configs)[0])
     for run, choice in zip(others, CHOICES[1:], strict=True):
         assert run == whole, choice
     assert len(losses(whole, "sequence_loss")) == 4

@@ -15,7 +15,7 @@ from moe_dualpipe.runtime.zero import assign_owners
 from moe_dualpipe.training.config import OptimizerConfig
 from moe_dualpipe.training.optimizer import Optimizer
 from tests.support.ranks import run_ranks
-from tests.support.runs import change, losses, make_plan, settings, train, train_each
+from tests.support.runs import change, losses, make_plan, settings, train, train_each, without_clocks
 
 
 def test_assign_examples_and_balance():
@@ -119,12 +119,7 @@ def test_a_rank_that_owns_nothing_receives_the_updates():
         assert weight == first
 
 
-CLOCKS = ("seconds", "tokens_per_s", "peak_memory_mb")
 MUON = OptimizerConfig(name="muon", warmup_steps=1, schedule="wsd", decay_steps=1)
-
-
-def without_clocks(run):
-    return [{key: value for key, value in record.items() if key not in CLOCKS} for record in run]
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,7 @@ def flip_before_a_save(rank, config):
 
     def step_and_flip(step):
         record = train_step(step)
+        trainer.optimizer.wait()
         if rank and step == 3:
             flip_lowest_bit(replicated(trainer)[DENSE])
         return record

@@ -8,14 +8,18 @@ import torch
 from moe_dualpipe.models import build_model, expert_loads
 from moe_dualpipe.runtime.replicas import differing
 from tests.support.ranks import run_ranks
-from tests.support.runs import SHALLOW, introduction, losses, make_trainer, resolve, settings, train_each
+from tests.support.runs import (
+    SHALLOW,
+    introduction,
+    losses,
+    make_trainer,
+    resolve,
+    settings,
+    train_each,
+    without_clocks,
+)
 
 MTP = dataclasses.replace(SHALLOW, mtp_layers=1)
-CLOCKS = ("seconds", "tokens_per_s", "peak_memory_mb")
-
-
-def without_clocks(run):
-    return [{key: value for key, value in record.items() if key not in CLOCKS} for record in run]
 
 
 @pytest.mark.long

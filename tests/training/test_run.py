@@ -26,6 +26,7 @@ from tests.support.runs import (
     settings,
     train,
     train_each,
+    without_clocks,
 )
 
 
@@ -76,11 +77,7 @@ CHOICES = [
 def test_overlap_recompute_and_deferral_are_bit_identical(tmp_path, ranks, division):
     small = {"steps": 2, "seq_len": 16, "eval_sequences": 1, **division}
     configs = [settings(tmp_path / str(i), **small, **choice) for i, choice in enumerate([{}, *CHOICES])]
-    clocks = ("seconds", "tokens_per_s", "peak_memory_mb")
-    runs = [
-        [{key: value for key, value in record.items() if key not in clocks} for record in run]
-        for run in run_ranks(ranks, train_each, configs)[0]
-    ]
+    runs = list(map(without_clocks, run_ranks(ranks, train_each, configs)[0]))
     assert len(runs[0]) == 4
     for run, choice in zip(runs[1:], CHOICES, strict=True):
         assert run == runs[0], choice
@@ -117,6 +114,7 @@ def drifting_run(rank, config, when):
 
     def drift(step):
         record = train_step(step)
+        trainer.optimizer.wait()
         if step == when and rank:
             with torch.no_grad():
                 next(iter(trainer.optimizer.parameters.values())).view(-1)[0] += 1
