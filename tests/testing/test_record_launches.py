@@ -114,6 +114,18 @@ def test_exchanged_layers_are_found():
     assert re.fullmatch(r"> \d+ +prepare dispatch\(F\) of layer 3, .* +prepare dispatch\(F\) of layer 2, .*", marked)
 
 
+@pytest.mark.parametrize("which,what", [("completion", "sum gradients"), ("use", "gather weights")])
+def test_another_order_of_stages_is_found(which, what):
+    def change(rank, pipeline):
+        if rank == 1:
+            pipeline.order = replace(pipeline.order, **{which: getattr(pipeline.order, which)[::-1]})
+
+    first, _, *lines = differing(change).splitlines()
+    assert first == "run: in the group dense of ranks 0, 1, 2, 3, the orders of launches differ"
+    (marked,) = (line for line in lines if line.startswith(">"))
+    assert re.fullmatch(rf"> \d+ +{what} of stage (\d), .* +{what} of stage (?!\1)\d, .*", marked)
+
+
 def test_a_rank_that_does_not_overlap_is_found():
     def change(rank, pipeline):
         pipeline.executor.overlap = rank != 1

@@ -131,7 +131,12 @@ def test_runs_with_divided_state_are_bit_identical(tmp_path, ranks, changes):
     choices = {"zero": {}, "whole": {"zero": False}, "zero-muon": {"optim": MUON}}
     choices["whole-muon"] = {"optim": MUON, "zero": False}
     configs = [settings(tmp_path / name, **small, **choice) for name, choice in choices.items()]
-    zero, whole, zero_muon, whole_muon = map(without_clocks, run_ranks(ranks, train_each, configs)[0])
+    runs = run_ranks(ranks, train_each, configs)[0]
+    for run in runs:
+        for of in ("reduce", "gather"):
+            times = [(step[f"{of}_seconds"], step[f"{of}_exposed_seconds"]) for step in run if "loss" in step]
+            assert len(times) == 2 and (times[-1][0] > 0) == (of == "reduce" or run in (runs[0], runs[2]))
+    zero, whole, zero_muon, whole_muon = map(without_clocks, runs)
     assert zero == whole
     assert zero_muon == whole_muon
     assert zero[-1] != zero_muon[-1]
