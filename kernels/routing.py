@@ -205,7 +205,7 @@ def _stable_sort(keys: Tensor, largest: int) -> tuple[Tensor, Tensor]:
         return keys.sort(stable=True)
     # On a CPU, numpy sorts 16-bit integers by radix, in less than half of torch's time.
     keys = keys.to(torch.int16)
-    indices = torch.empty_like(keys, dtype=torch.int64)
+    indices = torch.empty(len(keys), dtype=torch.int64)
     indices.numpy()[:] = keys.numpy().argsort(kind="stable")
     return keys.index_select(0, indices), indices
 
