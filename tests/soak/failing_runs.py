@@ -169,6 +169,7 @@ def flip_before(flip_step: int, rank: int, which: float, where: float, bit: int,
 
     def spoiled(step: int) -> dict[str, float]:
         if step == flip_step and trainer.layout.rank == rank:
+            trainer.optimizer.wait()  # otherwise, the owner's weights may overwrite it
             sets = [replicas for replicas in trainer.replicas if replicas.group is not None]
             parameters = sorted((name, p) for replicas in sets for name, p in replicas.parameters.items())
             name, parameter = parameters[int(which * len(parameters))]
