@@ -1,6 +1,6 @@
 """Time a training step of this project against other programs of the same model on this CPU.
 
-    python -m benchmarks.against                                        about five minutes on two cores
+    python -m benchmarks.against                                        all sizes, 1 and 2 threads
     python -m benchmarks.against --sizes tiny --only ours plain --threads 1 --rounds 15
 
 A step is forward and backward of one micro-batch, the norm of the gradients, clipping, and AdamW. `small` and
