@@ -8,7 +8,8 @@ The launchers run as usual, on uninitialized tensors, but compile each kernel in
 of the shipped table, and some that no fast path accepts. A kernel fails if it spills registers to memory, needs more
 shared memory than the GPU has, or causes ptxas warnings C75xx (serialized matrix products). On NVIDIA GPUs, the loop of
 a product must load asynchronously; on Hopper, it must use wgmma and keep one group of them in flight. Spills are
-allowed outside this loop where the table sets `maxnreg` and two blocks then fit on a multiprocessor.
+allowed outside this loop where the table sets `maxnreg` and two blocks then fit on a multiprocessor. In the Gluon
+kernels, the loop that loads and the loop that multiplies must be separate and wait for each other.
 """
 
 import argparse
@@ -32,10 +33,11 @@ from triton.runtime.jit import JITFunction
 from moe_dualpipe.expert_parallel.modelled import paced_copy
 from moe_dualpipe.kernels.gpu import configs, gemm, permute, routing, sorting, swiglu, tiles, wgrad
 from moe_dualpipe.kernels.gpu.families import family_of
+from moe_dualpipe.kernels.gpu.gluon import CONFIGS
 from moe_dualpipe.kernels.gpu.launch_args import interpreter_enabled
 from moe_dualpipe.kernels.routing import RoutingOptions, Score
 
-from .generated_code import DTYPES, Built, Compiled, describe
+from .generated_code import DTYPES, GLUON, Built, Compiled, describe
 
 TARGETS = {
     **{f"sm_{number}": GPUTarget("cuda", number, 32) for number in (80, 90, 100, 103, 120)},
@@ -67,7 +69,7 @@ def compiling(arch: str) -> Iterator[list[Built]]:
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, **options: Any) -> None:
-        name = self.__name__.removesuffix("_kernel").strip("_")
+        name = GLUON * self.is_gluon() + self.__name__.removesuffix("_kernel").strip("_")
         with contextlib.redirect_stdout(io.StringIO()) as log, knobs.nvidia.scope():
             knobs.nvidia.dump_ptxas_log = True
             kernel = run(self, *args, **{**options, "warmup": True})
@@ -105,6 +107,14 @@ def launch_experts(d: int, f: int, dtype: torch.dtype, rows_per_expert: int = co
     wgrad.weight_gradients(z, x, tiling.offsets, dtype)
 
 
+def launch_gluon(d: int, f: int, dtype: torch.dtype) -> None:
+    """Like launch_experts, with the Gluon kernels."""
+    with contextlib.ExitStack() as stack:
+        for kernel, config in CONFIGS.items():
+            stack.enter_context(configs.override_config(kernel, config))
+        launch_experts(d, f, dtype)
+
+
 def launch_others(dtype: torch.dtype, brief: bool = False) -> None:
     """Launch routing, sorting and permutation. brief: for one number of experts instead of three."""
     x, index, weights = torch.empty(64, 4096, dtype=dtype), torch.zeros(64, dtype=torch.int32), torch.empty(64, 8)
@@ -138,6 +148,8 @@ def check(arch: str, dtype: str, brief: bool = False) -> list[Compiled]:
     found: dict[str, Compiled] = {}  # by the hash that Triton gives a compiled kernel
     sizes = shipped if brief else [*shipped, (1000, 200), (1001, 203)]
     launches = [((d, f), partial(launch_experts, d, f, rows_per_expert=r)) for d, f in sizes for r in rows]
+    if arch == "sm_90" and size == 2 and not brief:
+        launches += [((d, f), partial(launch_gluon, d, f)) for d, f in sizes if d % 8 == 0]
     for shape, launch in [*launches, ((), partial(launch_others, brief=brief))]:
         with compiling(arch) as compiled:
             launch(DTYPES[dtype])
@@ -149,10 +161,10 @@ def check(arch: str, dtype: str, brief: bool = False) -> list[Compiled]:
 
 def table(found: list[Compiled]) -> str:
     lines = [
-        f"{'kernel':22} {'GPU':7} {'dtype':5} {'D x F':>9} {'TMA':3} {'regs':>4} {'shared':>7} {'matrix':>6}  problems"
+        f"{'kernel':27} {'GPU':7} {'dtype':5} {'D x F':>9} {'TMA':3} {'regs':>4} {'shared':>7} {'matrix':>6}  problems"
     ]
     lines += [
-        f"{c.kernel:22} {c.arch:7} {c.dtype:5} {c.sizes:>9} {'yes' if c.tma else '-':3} {c.registers:4} {c.shared:7,} "
+        f"{c.kernel:27} {c.arch:7} {c.dtype:5} {c.sizes:>9} {'yes' if c.tma else '-':3} {c.registers:4} {c.shared:7,} "
         f"{c.matrix:6}  {', '.join(c.problems) or '-'}"
         for c in found
     ]

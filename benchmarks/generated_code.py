@@ -5,6 +5,9 @@ Triton cannot pipeline a load, it compiles it to an ordinary load in the loop, w
 asynchronous copies, and no other loads of tiles. On Hopper, one group of products (wgmma) must stay in flight from step
 to step, so that the tensor cores do not wait for the loads of the next one.
 
+In a warp-specialized kernel, warps that load tiles and warps that multiply have loops of their own, and barriers in
+shared memory (mbarrier) connect them.
+
 These checks read PTX: ptxas keeps the copies as they are, and warns (C75xx) if it serializes products. Only ptxas
 allocates registers, so spills are read from its log and from SASS.
 """
@@ -26,10 +29,13 @@ SHARED_RESERVED = 1024  # a multiprocessor has this much more than a block may u
 REGISTERS = 65_536  # of a multiprocessor of an NVIDIA GPU
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PRODUCTS = {"rows_times_weights", "swiglu_up", "swiglu_down_backward", "weight_gradients"}
+GLUON = "gluon."  # before the names of kernels in Gluon
 NVIDIA_BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 _LABEL = re.compile(r"\s*([.$]L\w+):")
 _BRANCH = re.compile(r"\bbra\b[^;]*?([.$]L\w+)", re.IGNORECASE)
+_TILE_LOAD = re.compile(r"cp\.async\.(?:cg|bulk\.tensor\.\dd\.shared)")
+_RELEASE = re.compile(r"wgmma\.wait_group(?:(?!mbarrier).)*\bbar\.sync(?:(?!mbarrier).)*mbarrier\.arrive", re.DOTALL)
 _PRODUCT = re.compile(r"mma|fma\.rn\.f32|FFMA", re.IGNORECASE)
 
 
@@ -77,24 +83,27 @@ def describe(built: Built, arch: str, dtype: str, sizes: tuple[int, ...] = ()) -
     problems += spill_problems(kernel, arch, registers, spills)
     matrix = len(re.findall(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync", ptx))
     hopper = arch == "sm_90" and dtype != "fp32"
-    if name in PRODUCTS and hopper and "wgmma.mma_async" not in ptx:
+    product = name.removeprefix(GLUON) in PRODUCTS
+    if product and hopper and "wgmma.mma_async" not in ptx:
         problems.append("no wgmma")
-    if name in PRODUCTS and all(size * DTYPES[dtype].itemsize % 16 == 0 for size in sizes):
+    if name.startswith(GLUON):
+        problems += specialization_problems(ptx, log)
+    elif product and all(size * DTYPES[dtype].itemsize % 16 == 0 for size in sizes):
         problems += pipeline_problems(ptx, hopper)
     problems += sorted(set(re.findall(r"C75\d\d", log)))
     tma = "cp.async.bulk.tensor" in ptx
     return Compiled(name, arch, dtype, shape, tma, registers, spills, shared, matrix, tuple(problems))
 
 
-def product_loop(assembly: str) -> str:
-    """The innermost loop with products, in PTX or SASS: the shortest one. "" if there is none."""
+def product_loop(assembly: str, contents: re.Pattern[str] = _PRODUCT) -> str:
+    """The innermost loop with products, or other `contents`, in PTX or SASS: the shortest one. "" if there is none."""
     lines, labels, loops = assembly.splitlines(), {}, []
     for i, line in enumerate(lines):
         if label := _LABEL.match(line):
             labels[label[1]] = i
         elif (branch := _BRANCH.search(line)) and branch[1] in labels:  # a branch back
             loops.append("\n".join(lines[labels[branch[1]] : i + 1]))
-    return min(filter(_PRODUCT.search, loops), key=len, default="")
+    return min(filter(contents.search, loops), key=len, default="")
 
 
 def pipeline_problems(ptx: str, wgmma: bool) -> list[str]:
@@ -103,12 +112,38 @@ def pipeline_problems(ptx: str, wgmma: bool) -> list[str]:
     found = []
     if not re.search(r"cp\.async\.(c[ag]|bulk\.tensor)", loop):
         found.append("no asynchronous loads in the loop")
-    if loads := len(re.findall(r"ld\.global\S*\.(?:v\d|b16)", loop)):  # others are row indices
+    if loads := _synchronous_loads(loop):
         found.append(f"{loads} synchronous loads in the loop")
     in_flight = [int(number) for number in re.findall(r"wgmma\.wait_group\S* (\d+)", loop)]
     if wgmma and (not in_flight or min(in_flight) == 0):
         found.append("the loop waits for all wgmma")
     return found
+
+
+def specialization_problems(ptx: str, log: str) -> list[str]:
+    """Reasons why warps that load and warps that multiply do not work side by side. log: the output of ptxas."""
+    found = []
+    if set(re.findall(r"setmaxnreg\.(\w+)", ptx)) != {"inc", "dec"} or "setmaxnreg" in log:
+        found.append("warps do not exchange registers")
+    products, loads = product_loop(ptx), product_loop(ptx, _TILE_LOAD)
+    in_flight = [int(number) for number in re.findall(r"wgmma\.wait_group\S* (\d+)", products)]
+    if not in_flight or min(in_flight) == 0:
+        found.append("the loop waits for all wgmma")
+    if "wgmma" in loads or _TILE_LOAD.search(products):
+        found.append("the same warps load and multiply")
+    if not all("mbarrier.try_wait" in loop for loop in (products, loads)):
+        found.append("a loop does not wait for a barrier")
+    if number := _synchronous_loads(products) + _synchronous_loads(loads):
+        found.append(f"{number} synchronous loads in the loops")
+    # One thread lets the buffer of a finished product be overwritten. All its warps must have finished it.
+    if not _RELEASE.search(products):
+        found.append("a buffer is released before all warps have read it")
+    return found
+
+
+def _synchronous_loads(loop: str) -> int:
+    """Number of synchronous loads of tiles. Narrower loads are of row indices."""
+    return len(re.findall(r"ld\.global\S*\.(?:v\d|b16)", loop))
 
 
 def spill_problems(kernel: Any, arch: str, registers: int, spills: int) -> list[str]:

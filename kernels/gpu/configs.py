@@ -18,10 +18,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 from .families import family_of
 
 KERNEL_NAMES = ("up", "down", "down_backward", "up_backward", "wgrad", "any")
+Engine = Literal["triton", "gluon"]
+"""What compiles a kernel."""
 SHIPPED = Path(__file__).with_name("tuned.json")
 MANY_ROWS = 2048
 
@@ -34,7 +37,8 @@ class TileConfig:
     weights through the tensor memory accelerator (Hopper and newer) if their sizes allow it. maxnreg: maximum number of
     registers per thread, on NVIDIA GPUs; None: the compiler's choice. With fewer registers, a second block may fit on a
     multiprocessor. per_sm: number of programs per multiprocessor, each of which computes many tiles; None: one program
-    per tile.
+    per tile. engine: "triton", or "gluon" for the warp-specialized kernels in gluon/, on sm_90 in 16 bits; their warps
+    are those that work on one tile: 8, or 4 if two tiles alternate.
     """
 
     block_m: int
@@ -46,6 +50,7 @@ class TileConfig:
     tma: bool = False
     maxnreg: int | None = None
     per_sm: int | None = None
+    engine: Engine = "triton"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,13 @@ class TunedKernel:
     k: int
     config: TileConfig
     rows: int = MANY_ROWS
+
+    def __post_init__(self) -> None:
+        if self.config.engine not in get_args(Engine):
+            raise ValueError(f"engine must be one of {', '.join(get_args(Engine))}: got {self.config.engine!r}")
+        if self.config.engine == "gluon" and (self.kernel == "any" or (self.arch, self.dtype_bytes) != ("sm_90", 2)):
+            got = f"{self.kernel!r} for {self.arch} with elements of {self.dtype_bytes} bytes"
+            raise ValueError(f'engine "gluon" is for sm_90 in 16 bits, not for kernel {got}')
 
 
 _overrides: dict[str, TileConfig] = {}
