@@ -28,7 +28,7 @@ def load_kernels(
     """
     last = max(modules)
     for index, module in sorted(modules.items()):
-        with _unchanged(module):
+        with unchanged(module):
             for split in (False, True):
                 stage = Stage(index, module, weight_grads, whole=() if split else (0,))
                 own = tuple(t.detach().requires_grad_(t.is_floating_point() and index > 0) for t in inputs[index])
@@ -40,7 +40,7 @@ def load_kernels(
 
 
 @contextmanager
-def _unchanged(module: nn.Module) -> Iterator[None]:
+def unchanged(module: nn.Module) -> Iterator[None]:
     """When this context ends, restore the module's gradients and buffers."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     grads = [(parameter, parameter.grad) for parameter in module.parameters()]

@@ -72,6 +72,8 @@ class ComputeConfig:
     """triton, reference (plain torch), or auto: Triton on GPUs."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Fuse norms, rotations, activations and sums with torch.compile. auto: on for GPUs, and for long runs on CPUs."""
+    cuda_graphs: bool = False
+    """Launch each micro-batch as one CUDA graph. For small models on one GPU, which wait for the host."""
     recompute: Recompute = "none"
     """What to recompute in backward instead of saving it. attention includes norms and router; full also the MLP."""
     fused_loss: bool = False

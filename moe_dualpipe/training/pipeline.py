@@ -29,6 +29,7 @@ from ..models import (
 from ..overlap import WeightGrads
 from ..runtime import P2P, Executor, TensorSpec
 from ..runtime.background import Background
+from ..runtime.graphs import MicroBatchGraph
 from ..runtime.groups import (
     EXPERTS,
     Layout,
@@ -59,7 +60,8 @@ class Pipeline:
     layer. options: seed, kernels, recomputation. overlap: run the communication of one micro-batch during the
     computation of another, where the schedule pairs them and layers communicate. max_deferred: maximum number of chunks
     with deferred weight gradients. timeout: seconds that a collective operation waits. on_action: called with each
-    action when it begins, and with None at the end of a step.
+    action when it begins, and with None at the end of a step. cuda_graphs: run each micro-batch of a training step as a
+    CUDA graph, without the schedule; only for what `check_cuda_graphs` (resolve.py) allows. It may be changed later.
 
     divided: whether `sum_gradients` gives each rank only the sums of the tensors that it owns. `optimizer` sets it.
 
@@ -70,7 +72,7 @@ class Pipeline:
         self, model: ModelConfig, schedule: Schedule, micro_batch: tuple[int, int], device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32, *, ep: int = 1, options: StageOptions | None = None, overlap: bool = True,
         max_deferred: int | None = None, timeout: float | None = None,
-        on_action: Callable[[Action | None], None] | None = None,
+        on_action: Callable[[Action | None], None] | None = None, cuda_graphs: bool = False,
     ):  # fmt: skip
         self.model, self.schedule, self.micro_batch, self.dtype = model, schedule, micro_batch, dtype
         self.device, self.options, self._on_action = torch.device(device), options or StageOptions(), on_action
@@ -92,6 +94,8 @@ class Pipeline:
         self.background, self.divided = Background(self.device), False
         self.order = StageOrder.of(schedule, self.stages)
         self._sums: GradientSums | None = None
+        self.cuda_graphs = cuda_graphs
+        self._graph: MicroBatchGraph | None = None
         self.balance = Balance(model, self.stages, rate=0.0)
         self._kernels_loaded = self.device.type != "cuda"  # a CPU loads none
 
@@ -155,13 +159,23 @@ class Pipeline:
         criterion = self.stages[last].loss if last in self.stages else None
         sums = self._gradient_sums() if sum_gradients else None
         on_gradients = sums.complete if sums else None
-        result = self.executor.step(schedule, inputs, labels, criterion, on_gradients=on_gradients)
-        losses = list(result.losses.values())
+        if self.cuda_graphs and torch.is_grad_enabled():
+            losses = [self._replay(*inputs[m], *labels[m]) for m in inputs]
+        else:
+            result = self.executor.step(schedule, inputs, labels, criterion, on_gradients=on_gradients)
+            losses = list(result.losses.values())
         if sums:
             sums.start_all()
         if self._on_action is not None:
             self._on_action(None)
         return losses
+
+    def _replay(self, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
+        """Run a micro-batch as a CUDA graph, which the first one captures. Returns its loss."""
+        if self._graph is None:
+            stages = [self.stages[index] for index in sorted(self.stages)]
+            self._graph = MicroBatchGraph(stages, self.executor.weight_grads, stages[-1].loss, tokens_BS)
+        return self._graph(tokens_BS, labels_BS)
 
     def load_kernels(self) -> None:
         """Load the kernels of all stages, before any transfer between stages (runtime/warm_up.py). Collective."""

@@ -57,7 +57,8 @@ class Reporter:
             f"{f', experts over {layout.ep}' if layout.ep > 1 else ''}, on {self.setup.device.type} "
             f"in {str(self.setup.dtype).removeprefix('torch.')}"
             f"{', Triton kernels' if self.setup.kernels == 'triton' else ''}"
-            f"{', torch.compile' if self.setup.compiled else ''}",
+            f"{', torch.compile' if self.setup.compiled else ''}"
+            f"{', CUDA graphs' if config.compute.cuda_graphs else ''}",
             f"{config.optim.name}: {state_mb:,.1f} MB of optimizer state on the fullest rank",
         ]
         for index, stage in enumerate(self.plan.stages):

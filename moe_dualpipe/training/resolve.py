@@ -9,6 +9,7 @@ import torch
 from ..kernels.backend import Kernels, validate_kernels
 from ..kernels.fuse import missing_for_compile
 from ..messages import plural
+from ..models.auxiliary_losses import loss_factors
 from ..planner.flops import train_flops_per_token
 from ..runtime.groups import Layout, check_ep_divides_experts, check_ep_divides_ranks, divisors
 from ..runtime.launch import Launch, choose_device, count_gpus
@@ -55,6 +56,8 @@ def resolve_options(config: TrainConfig, launch: Launch, new_folder: bool = True
     micro_batches = config.batch.micro_batches or default_micro_batches(layout.pp)
     schedule = build(name, layout.pp, micro_batches, config.parallel.num_chunks)
     compiled = _compiled(config, device, layout, micro_batches)
+    if config.compute.cuda_graphs:
+        check_cuda_graphs(config, device, kernels, launch.world_size)
     options = config.checkpoint
     folder = _run_folder(options, config.name) if new_folder or options.out or options.resume else None
     if folder is None:
@@ -86,6 +89,23 @@ def _compiled(config: TrainConfig, device: torch.device, layout: Layout, micro_b
         flops = sequences * config.batch.seq_len * train_flops_per_token(config.model, config.batch.seq_len)
         return missing is None and flops / layout.pp >= WORTH_COMPILING
     return missing is None
+
+
+def check_cuda_graphs(config: TrainConfig, device: torch.device, kernels: Kernels, processes: int) -> None:
+    """Raise ValueError for a run that --cuda-graphs cannot capture, or that keeps state in Python."""
+    model, losses = config.model, [*loss_factors(config.model)]
+    refused = (
+        (device.type != "cuda", "needs a GPU, and this run is on the CPU: use --no-cuda-graphs"),
+        (processes > 1, f"is for one process: got {processes}; use --no-cuda-graphs"),
+        (kernels != "triton", f"needs kernels without host syncs: got --kernels {kernels}; use --kernels triton"),
+        (model.own_layers, f"cannot capture your own {', '.join(model.own_layers)}: use --no-cuda-graphs"),
+        (losses, f"cannot count {' and '.join(losses)}: use factors of 0, or --no-cuda-graphs"),
+        (model.mtp_layers, "cannot count the MTP loss: use --model.mtp-layers 0, or --no-cuda-graphs"),
+        (config.metrics.profile, "runs no schedule to profile: use --profile 0, or --no-cuda-graphs"),
+    )
+    for applies, reason in refused:
+        if applies:
+            raise ValueError(f"--cuda-graphs {reason}")
 
 
 def _layout(config: TrainConfig, launch: Launch) -> Layout:

@@ -60,6 +60,7 @@ class Trainer:
             model, self.schedule, (config.batch.micro_batch_size, config.batch.seq_len), self.device, self.dtype,
             ep=config.parallel.ep, options=options, overlap=config.parallel.overlap,
             max_deferred=config.parallel.max_deferred, timeout=config.health.timeout, on_action=self.progress.note,
+            cuda_graphs=config.compute.cuda_graphs,
         )  # fmt: skip
         self.stages, self.groups, self.replicas = self.pipeline.stages, self.pipeline.groups, self.pipeline.replicas
         self.executor, self.balance = self.pipeline.executor, self.pipeline.balance

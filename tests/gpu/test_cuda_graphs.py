@@ -6,7 +6,11 @@ import torch
 from moe_dualpipe.expert_parallel import local as local_backend
 from moe_dualpipe.kernels.routing import ExpertOrder
 from moe_dualpipe.models import ModelConfig, StageOptions, build_model, next_token_loss
+from moe_dualpipe.runtime.world import join_world
+from moe_dualpipe.schedule import build
 from moe_dualpipe.testing.host_syncs import host_syncs
+from moe_dualpipe.training.config import OptimizerConfig
+from moe_dualpipe.training.pipeline import Pipeline
 from tests.support.kernels import DEVICE
 
 SIZES = {
@@ -58,3 +62,25 @@ def test_a_graph_has_the_bits_of_eager_execution():
         replayed = [t.clone() for t in captured]
         for ours, expected in zip(replayed, forward_and_backward(module, *batch(seed)), strict=True):
             assert torch.equal(ours, expected)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_training_with_graphs_has_the_bits_of_eager_execution():
+    """--cuda-graphs. The forward and backward of each micro-batch are whole, as in a graph."""
+    with join_world(DEVICE):
+        ours, expected = (train(cuda_graphs) for cuda_graphs in (True, False))
+    for one, other in zip(ours, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def train(cuda_graphs):
+    schedule = build("1f1b", 1, 3)
+    options = StageOptions(seed=1, kernels="triton")
+    pipeline = Pipeline(ModelConfig(**SIZES), schedule, (1, 6), DEVICE, options=options, cuda_graphs=cuda_graphs)
+    optimizer, results = pipeline.optimizer(OptimizerConfig()), []
+    for step in range(3):
+        tokens = torch.randint(0, 32, (2, 3, 6), generator=torch.Generator().manual_seed(step))
+        results += [*pipeline.step(*tokens), pipeline.sum_gradients(), pipeline.balance_experts(0.1)]
+        optimizer.step(1e-2, 0.1)
+        results += [p.detach().clone() for p in pipeline.stages[0].parameters()]
+    return results

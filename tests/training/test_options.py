@@ -1,6 +1,7 @@
 """The options of train.py: flags and defaults, invalid values, and the values chosen for a launch."""
 
 import os
+import re
 import sys
 import sysconfig
 from pathlib import Path
@@ -18,7 +19,8 @@ from tests.support.runs import ROOT, change, option_values, options, resolve
 DEFAULTS = {
     "preset": None, "steps": 320, "seed": 0, "bias-rate": 0.003, "freeze": (), "pp": None, "ep": 1,
     "schedule": "auto", "num-chunks": None, "overlap": True, "max-deferred": None, "zero": True, "device": "auto",
-    "dtype": "auto", "kernels": "auto", "compile": "auto", "recompute": "none", "fused-loss": False,
+    "dtype": "auto", "kernels": "auto", "compile": "auto", "cuda-graphs": False,
+    "recompute": "none", "fused-loss": False,
     "data": ("stdlib",), "data-field": "text", "data-dtype": "uint16", "seq-len": 256,
     "document-mask": False, "micro-batch-size": 2,
     "micro-batches": None, "out": None, "resume": None, "weights": None, "save-every": None,
@@ -218,6 +220,23 @@ def test_compiling_needs_a_compiler_and_headers(monkeypatch, tmp_path):
         resolve([*long, "--compile", "on"])
     Path(tmp_path, "Python.h").touch()
     assert resolve(long).compiled
+
+
+def test_cuda_graphs_are_refused_where_they_cannot_be_captured(monkeypatch):
+    with pytest.raises(ValueError, match="--cuda-graphs needs a GPU, and this run is on the CPU: use --no-cuda-graphs"):
+        resolve(["--device", "cpu", "--cuda-graphs"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    resolve(["--cuda-graphs", "--kernels", "triton", "--model.experts-per-token", "1"])
+    for processes, arguments, reason in [
+        (2, "", "is for one process: got 2; use --no-cuda-graphs"),
+        (1, "--kernels reference", "needs kernels without host syncs: got --kernels reference; use --kernels triton"),
+        (1, "--model.router tests.support.routers:Own", "cannot capture your own router: use --no-cuda-graphs"),
+        (1, "--model.z-loss 1e-3", "cannot count z_loss: use factors of 0, or --no-cuda-graphs"),
+        (1, "--model.mtp-layers 1", "cannot count the MTP loss: use --model.mtp-layers 0, or --no-cuda-graphs"),
+        (1, "--profile 2", "runs no schedule to profile: use --profile 0, or --no-cuda-graphs"),
+    ]:
+        with pytest.raises(ValueError, match=f"--cuda-graphs {re.escape(reason)}"):
+            resolve(["--cuda-graphs", *arguments.split()], processes)
 
 
 def layout_and_schedule(arguments, processes):

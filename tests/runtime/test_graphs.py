@@ -1,0 +1,133 @@
+"""A micro-batch as a CUDA graph: training has the bits of eager execution, through a graph that a CPU emulates.
+
+Plain-torch experts of these sizes are one operator without a host sync, torch's grouped product.
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from moe_dualpipe.expert_parallel import local as local_backend
+from moe_dualpipe.kernels import routing
+from moe_dualpipe.models import ModelConfig, StageOptions
+from moe_dualpipe.runtime import graphs
+from moe_dualpipe.runtime.world import join_world
+from moe_dualpipe.schedule import build
+from moe_dualpipe.training.config import OptimizerConfig
+from moe_dualpipe.training.nonfinite import first_nonfinite
+from moe_dualpipe.training.pipeline import Pipeline
+from tests.support import emulated_graph
+from tests.support.runs import make_trainer, options
+
+SIZES = {
+    "hidden_size": 16, "num_layers": 3, "num_dense_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8,
+    "dense_size": 24, "expert_size": 8, "num_experts": 5, "experts_per_token": 2, "vocab_size": 32, "init_std": 0.3,
+    "router_bias": True,
+}  # fmt: skip
+MICRO_BATCHES, STEPS = 3, 3
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch):
+    """Emulate graphs, and route as on a GPU: without a count of choices, and without numpy."""
+    monkeypatch.setattr(graphs, "capture", emulated_graph.capture)
+    monkeypatch.setattr(local_backend, "count_choices", lambda *_: None)
+    monkeypatch.setattr(routing, "_stable_sort", lambda keys, _: keys.sort(stable=True))
+    with join_world("cpu"):
+        yield
+
+
+def batch(seed):
+    return torch.randint(0, 32, (2, MICRO_BATCHES, 7), generator=torch.Generator().manual_seed(seed))
+
+
+def train(cuda_graphs, steps=STEPS, options=None, skipped=(), **sizes):
+    """Train, and return the results of each step: losses, norm, loads, router losses, gradients and weights."""
+    config = ModelConfig(**(SIZES | sizes))
+    options = options or StageOptions(seed=1)
+    schedule = build("dualpipev", 1, MICRO_BATCHES)
+    pipeline = Pipeline(config, schedule, (1, 7), options=options, cuda_graphs=cuda_graphs)
+    next(iter(pipeline.stages.values())).embedding.weight.requires_grad_("tied_embeddings" in sizes)
+    optimizer, pipeline.balance.rate = pipeline.optimizer(OptimizerConfig()), 0.1
+    parameters = [p for stage in pipeline.stages.values() for p in stage.parameters()]
+    results = []
+    for step in range(steps):
+        losses = pipeline.step(*batch(step), sum_gradients=True)
+        norm = pipeline.sum_gradients()
+        grads = [p.grad.clone() for p in parameters if p.requires_grad]
+        loads = pipeline.balance.loads(pipeline.device)
+        router_losses = pipeline.balance.after_step(loads, pipeline.device)
+        optimizer.drop_gradients() if step in skipped else optimizer.step(1e-2, 1 / norm)
+        with torch.no_grad():
+            validation = pipeline.step(*batch(step + 100))
+        weights = [p.detach().clone() for p in parameters]
+        results.append(
+            [*losses, norm, loads, *map(torch.tensor, router_losses.values()), *grads, *weights, *validation]
+        )
+    return results
+
+
+def assert_equal(ours, expected):
+    for step, (mine, others) in enumerate(zip(ours, expected, strict=True)):
+        for i, (one, other) in enumerate(zip(mine, others, strict=True)):
+            assert torch.equal(one, other), f"step {step}, tensor {i}"
+
+
+@pytest.mark.parametrize(
+    "options, sizes",
+    [
+        (StageOptions(seed=1), {}),
+        (StageOptions(seed=1, recompute="full", fused_loss=True), {"tied_embeddings": True}),
+        (StageOptions(seed=1, document_end_id=3), {"num_shared_experts": 1}),
+    ],
+)
+def test_training_has_the_bits_of_eager_execution(options, sizes):
+    """Also with skipped steps and frozen parameters. The two stages of the rank run one after the other."""
+    ours, expected = (train(graphs, options=options, skipped=[1], **sizes) for graphs in (True, False))
+    assert_equal(ours, expected)
+
+
+def test_gradients_of_several_batches_are_added():
+    def grads(cuda_graphs):
+        config = ModelConfig(**SIZES)
+        pipeline = Pipeline(config, build("dualpipev", 1, MICRO_BATCHES), (1, 7), cuda_graphs=cuda_graphs)
+        parameters = [p for stage in pipeline.stages.values() for p in stage.parameters()]
+        for p in parameters:
+            p.grad = torch.ones_like(p)  # a tensor that is not the graph's
+        pipeline.step(*batch(1))
+        pipeline.step(*batch(2))
+        return [p.grad for p in parameters]
+
+    assert_equal([grads(True)], [grads(False)])
+
+
+def test_state_in_python_is_not_replayed():
+    """Why runs with router losses are refused: only operators on tensors are replayed."""
+    sizes = {"z_loss": 0.1, "sequence_loss": 0.2}
+    with pytest.raises(AssertionError, match="step 0, tensor 5"):
+        assert_equal(train(True, 1, **sizes), train(False, 1, **sizes))
+
+
+def test_sizes_that_the_host_reads_are_not_replayed():
+    """Why plain-torch kernels are refused."""
+    with pytest.raises(AssertionError, match="step 0, tensor 1"):
+        assert_equal(train(True, 1, expert_size=5), train(False, 1, expert_size=5))
+
+
+def test_the_source_of_a_nonfinite_loss_is_found():
+    """The search for it observes segments, which a replay does not run."""
+    trainer = make_trainer(0, options(model=ModelConfig(**SIZES | {"vocab_size": 256}), seq_len=7, sample_tokens=0))
+    trainer.pipeline.cuda_graphs = True
+    trainer.training_losses(0)
+    with torch.no_grad():
+        trainer.stages[1].head.weight.fill_(1e38)
+    found = first_nonfinite(trainer, (trainer.training_losses(step) for step in [0]), backward=True)
+    assert "segment head" in found
+
+
+@pytest.mark.long
+def test_kernels_can_be_replayed():
+    sizes = {"num_layers": 2}
+    options = StageOptions(seed=1, kernels="triton")
+    assert_equal(train(True, 1, options, **sizes), train(False, 1, options, **sizes))
