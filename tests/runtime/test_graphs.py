@@ -42,12 +42,12 @@ def batch(seed):
     return torch.randint(0, 32, (2, MICRO_BATCHES, 7), generator=torch.Generator().manual_seed(seed))
 
 
-def train(cuda_graphs, steps=STEPS, options=None, skipped=(), **sizes):
+def train(cuda_graphs, steps=STEPS, options=None, skipped=(), dtype=torch.float32, **sizes):
     """Train, and return the results of each step: losses, norm, loads, router losses, gradients and weights."""
     config = ModelConfig(**(SIZES | sizes))
     options = options or StageOptions(seed=1)
     schedule = build("dualpipev", 1, MICRO_BATCHES)
-    pipeline = Pipeline(config, schedule, (1, 7), options=options, cuda_graphs=cuda_graphs)
+    pipeline = Pipeline(config, schedule, (1, 7), dtype=dtype, options=options, cuda_graphs=cuda_graphs)
     next(iter(pipeline.stages.values())).embedding.weight.requires_grad_("tied_embeddings" in sizes)
     optimizer, pipeline.balance.rate = pipeline.optimizer(OptimizerConfig()), 0.1
     parameters = [p for stage in pipeline.stages.values() for p in stage.parameters()]
@@ -79,7 +79,7 @@ def assert_equal(ours, expected):
     [
         (StageOptions(seed=1), {}),
         (StageOptions(seed=1, recompute="full", fused_loss=True), {"tied_embeddings": True}),
-        (StageOptions(seed=1, document_end_id=3), {"num_shared_experts": 1}),
+        (StageOptions(seed=1, document_end_id=3), {"num_shared_experts": 1, "dtype": torch.bfloat16}),
     ],
 )
 def test_training_has_the_bits_of_eager_execution(options, sizes):
