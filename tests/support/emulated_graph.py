@@ -7,6 +7,8 @@ each replay: operators for CPU tensors may read what those for GPUs do not.
 """
 
 from contextlib import contextmanager
+from functools import partial
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -38,16 +40,14 @@ class EmulatedGraph(TorchDispatchMode):
         launch = interpreter.GridExecutor.__call__
 
         def recorded(executor, *args, **kwargs):
+            run = partial(launch, executor)
             with _disable_current_modes():
                 self.save(args, kwargs)
-                launch(executor, *args, **kwargs)
-            self.calls.append((lambda *args, **kwargs: launch(executor, *args, **kwargs), args, kwargs, None))
+                run(*args, **kwargs)
+            self.calls.append((run, args, kwargs, None))
 
-        interpreter.GridExecutor.__call__ = recorded
-        try:
+        with mock.patch.object(interpreter.GridExecutor, "__call__", recorded):
             yield
-        finally:
-            interpreter.GridExecutor.__call__ = launch
 
     @torch.no_grad()
     def restore(self):
