@@ -68,15 +68,14 @@ class Optimizer:
         self.muon = self._muon(for_muon, config, stacked or {})
 
     def _adamw(self, names: Sequence[str], config: OptimizerConfig) -> torch.optim.AdamW:
-        fused = bool(names) and all(self.master[name].is_cuda for name in names)
         matrices = {"params": [self.master[name] for name in names if self.master[name].ndim > 1]}
         vectors = {"params": [self.master[name] for name in names if self.master[name].ndim <= 1], "weight_decay": 0.0}
         betas, decay = (config.beta1, config.beta2), config.weight_decay
-        adamw = torch.optim.AdamW([matrices, vectors], lr=config.lr, betas=betas, weight_decay=decay, fused=fused)
+        adamw = torch.optim.AdamW([matrices, vectors], lr=config.lr, betas=betas, weight_decay=decay, fused=bool(names))
         for name in names:  # create the state now: a checkpoint is loaded into it
             weight = self.master[name]
             self.moments[name] = {kind: torch.zeros_like(weight) for kind in ("exp_avg", "exp_avg_sq")}
-            step = torch.zeros((), dtype=torch.float32, device=weight.device if fused else "cpu")
+            step = torch.zeros((), dtype=torch.float32, device=weight.device)
             adamw.state[weight] = {"step": step, **self.moments[name]}
             self.parts[name] = [(weight, ...)]
         return adamw

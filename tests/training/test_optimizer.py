@@ -116,7 +116,7 @@ def test_muon_equals_torch_muon_per_matrix_and_torch_adamw_for_the_rest():
     muon = torch.optim.Muon(matrices, lr=0.02, weight_decay=0.3, momentum=0.8, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW(
         [{"params": [p for p in rest if p.ndim > 1]}, {"params": [p for p in rest if p.ndim == 1], "weight_decay": 0}],
-        lr=0.02, weight_decay=0.3, betas=(0.9, 0.95),
+        lr=0.02, weight_decay=0.3, betas=(0.9, 0.95), fused=True,
     )  # fmt: skip
 
     config = OptimizerConfig(name="muon", weight_decay=0.3, momentum=0.8)

@@ -199,9 +199,9 @@ def test_auto_compiles_long_runs_on_a_cpu_if_there_is_a_compiler(monkeypatch):
 
     monkeypatch.setattr("moe_dualpipe.training.resolve.missing_for_compile", lambda: None)
     # A step of the preset tiny has 4,096 tokens of 5.7 MFLOP, divided over two ranks.
-    assert not compiled("--steps", "1500") and compiled("--steps", "2000")
-    assert not compiled("--steps", "2000", processes=4) and compiled("--steps", "2000", "--pp", "2", processes=4)
-    assert compiled("--compile", "on", "--steps", "1") and not compiled("--compile", "off", "--steps", "2000")
+    assert not compiled("--steps", "8000") and compiled("--steps", "9000")
+    assert not compiled("--steps", "9000", processes=4) and compiled("--steps", "9000", "--pp", "2", processes=4)
+    assert compiled("--compile", "on", "--steps", "1") and not compiled("--compile", "off", "--steps", "9000")
 
 
 def test_compiling_needs_a_compiler_and_headers(monkeypatch, tmp_path):
