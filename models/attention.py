@@ -66,14 +66,13 @@ class Attention(AttentionLayer):
         return config.num_heads * 2 * config.head_dim * (seq_len + 1)
 
     @staticmethod
-    def saved_bytes(config: ModelConfig, tokens: int, seq_len: int, element: int) -> int:
+    def saved_bytes(config: ModelConfig, tokens: int, seq_len: int, element: int) -> int:  # noqa: ARG004
         """Bytes saved for backward, without the layer's input. element: bytes of one number of an activation."""
         heads = config.num_heads
         # The output of the qkv projection (values are a view of it); rotated queries and keys; the result.
         width = (2 * heads + 3 * config.num_kv_heads + heads) * config.head_dim
         norms = {"none": 0, "head": heads + config.num_kv_heads, "full": 2}[config.qk_norm]
-        angles = 2 * 4 * seq_len * config.rotary_dim
-        return tokens * (width * element + 4 * (heads + norms)) + angles
+        return tokens * (width * element + 4 * (heads + norms))
 
     @staticmethod
     def deferred_width(config: ModelConfig) -> int:

@@ -104,15 +104,14 @@ class LatentAttention(AttentionLayer):
         return config.num_heads * (config.head_dim + config.rope_dim + config.value_dim) * (seq_len + 1)
 
     @staticmethod
-    def saved_bytes(config: ModelConfig, tokens: int, seq_len: int, element: int) -> int:
+    def saved_bytes(config: ModelConfig, tokens: int, seq_len: int, element: int) -> int:  # noqa: ARG004
         heads = config.num_heads
         query = heads * (config.head_dim + config.rope_dim)
         # The latents before and after their norms; keys and values; queries and keys; the result in both layouts.
         width = (config.q_rank or query) + config.q_rank + 2 * config.kv_rank + config.rope_dim
         width += heads * (config.head_dim + config.value_dim) + 2 * query + 2 * heads * config.value_dim
         norms = 1 + (config.q_rank > 0)
-        angles = 2 * 4 * seq_len * config.rope_dim
-        return tokens * (width * element + 4 * (heads + norms)) + angles
+        return tokens * (width * element + 4 * (heads + norms))
 
     @staticmethod
     def deferred_width(config: ModelConfig) -> int:

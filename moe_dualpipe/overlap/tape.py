@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from .segment import Comm, CommResult, Compute, Segments, Tensors, wait_for_inputs
@@ -215,9 +214,7 @@ def _run(pairs: list[tuple[GradientEdge, Tensor]]) -> None:
     roots, grads = zip(*pairs, strict=True)
     pairs.clear()
     # torch.autograd.backward first checks in Python what the engine checks as well: 1% of a step of `tiny`.
-    Variable._execution_engine.run_backward(
-        roots, grads, False, False, (), allow_unreachable=True, accumulate_grad=True
-    )
+    _engine_run_backward(roots, grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def needs_grad(value: Any) -> bool:

@@ -72,6 +72,7 @@ class Trainer:
             raise ValueError("all parameters of the model are frozen (requires_grad=False): there is nothing to train")
         self.buffers = build_on_all_ranks(self._build_buffers)
         self.optimizer = self.pipeline.optimizer(config.optim, config.parallel.zero)
+        self.executor.before_stage = self._wait_for_weights
         self.skipped = SkippedSteps(config.health.max_skipped, announce=self.layout.rank == 0)
         self.stop, self.stopping, self.lr_factor = stop or Stop(), False, 1.0
         self.wait_for_weights = True
@@ -224,6 +225,10 @@ class Trainer:
         compared = (*self.replicas, *self.buffers.sets())
         for replicas, sums_RP in zip(compared, checksums or self._gather_checksums(), strict=True):
             check_equal(replicas, sums_RP)
+
+    def _wait_for_weights(self, stage: int) -> None:
+        with self.progress.waiting_for(f"new weights of stage {stage}"):
+            self.optimizer.wait(stage)
 
     def _gather_checksums(self) -> list[Tensor | None]:
         self.optimizer.wait()

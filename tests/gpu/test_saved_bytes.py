@@ -13,6 +13,7 @@ from moe_dualpipe.expert_parallel import Loopback
 from moe_dualpipe.expert_parallel.exchange import AsyncResult, receive_buffer
 from moe_dualpipe.kernels.weight_grads import WeightGrads, bind
 from moe_dualpipe.models import ModelConfig, StageOptions, StageSpec, TransformerStage
+from moe_dualpipe.models.rotary import Rotary
 from moe_dualpipe.planner.activations import MicroBatch, deferred_bytes, saved_bytes
 from tests.support.kernels import DEVICE
 
@@ -87,6 +88,9 @@ def forward(config, spec, recompute, ep=None, fused_loss=False):
     bind(stage, WeightGrads())
     x = torch.randint(V, (B, S)) if spec.embedding else torch.randn(B, S, D)
     x, labels = x.to(DEVICE).requires_grad_(not spec.embedding), torch.randint(V, (B, S)).to(DEVICE)
+    for module in stage.modules():
+        if isinstance(rotary := getattr(module, "rotary", None), Rotary):
+            rotary.table(torch.empty(S, device=DEVICE))  # all layers and steps share it
     with AllocationTracker(x, labels, *stage.parameters(), *stage.buffers()) as allocations:
         y = stage(x)
         y = stage.loss(y, labels) if spec.head else y

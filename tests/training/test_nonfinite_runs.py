@@ -231,7 +231,7 @@ def test_too_many_skipped_steps_name_the_first_non_finite_value(tmp_path, ranks,
 
 def test_a_run_that_skipped_all_its_steps(tmp_path):
     config = settings(tmp_path, steps=3, seq_len=16, save_every=1)
-    error = error_of(2, config, change_output, 3, "attend", nan_gradient)
+    error = error_of(2, config, change_output, 3, "attend_and_route", nan_gradient)
     found = "the first non-finite input gradient is that of layer 3, segment attn (stage 1, rank 0)"
     assert error == f"all steps of the run (3) had a non-finite loss or gradient: {found}; {STOPS}"
     assert checkpoints(config) == []
