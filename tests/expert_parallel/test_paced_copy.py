@@ -57,5 +57,6 @@ def test_it_copies_all_bytes():
     run(INTERPRETED, TRITON_INTERPRET="1")
 
 
+@pytest.mark.long
 def test_it_compiles_and_reads_the_clock():
     run(COMPILED, TRITON_INTERPRET="0")

@@ -506,6 +506,7 @@ def test_weight_gradients_can_be_deferred(kernels, has_grad):
         torch.testing.assert_close(leaf.grad, other.grad + has_grad)
 
 
+@pytest.mark.long
 def test_num_sms_does_not_change_the_experts():
     *tensors, order, dy = moe(24, 2, 3, 40, 24, torch.float32)
     results = []

@@ -51,6 +51,7 @@ def test_forward_and_backward(recompute, changes):
     assert_same(ours, expected)
 
 
+@pytest.mark.long
 def test_num_sms_limits_the_products_of_the_model_and_changes_no_result(monkeypatch):
     programs = record_programs(monkeypatch)
     results, launched = [], []

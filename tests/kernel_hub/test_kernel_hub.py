@@ -56,6 +56,7 @@ def repository(tmp_path_factory):
     return build(tmp_path_factory.mktemp("hub"))
 
 
+@pytest.mark.long
 def test_forward_and_backward_from_the_folder_alone(repository, tmp_path):
     pytest.importorskip("triton")
     variant = repository / "build" / "torch-universal"

@@ -89,6 +89,7 @@ def counted(operation, name, size, sent, calls):
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.quick("2")
 def test_sums_are_those_of_an_all_reduce_and_each_has_one_owner(ranks):
     seen = [run_ranks(ranks, sums, size) for size in (50, 25 * 2**20)]
     for results, expected in seen[0]:

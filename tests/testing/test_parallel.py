@@ -63,17 +63,20 @@ def test_variants_without_a_fault_pass(checks):
     assert checks["pp=2"].measured.startswith("losses equal, logits equal, gradients ")
 
 
+@pytest.mark.long
 def test_a_choice_that_rounding_changed_is_a_warning(checks):
     assert checks["break a tie"].status == "warning"
     assert checks["break a tie"].problem.startswith("float32 results differ and float64 results agree")
 
 
+@pytest.mark.long
 def test_a_rank_that_fails_does_not_end_the_other_checks(checks):
     assert checks["fail"].status == "failed"
     place = "tests/support/parallel_faults.py:"
     assert checks["fail"].problem.startswith("rank 1: " + place) and "layer 2" in checks["fail"].problem
 
 
+@pytest.mark.long
 def test_measured_numbers_are_shown_only_if_results_differ(checks):
     assert checks["corrupt transfer"].measured.startswith("losses 0.32 of 0, logits ")
 

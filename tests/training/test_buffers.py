@@ -83,6 +83,7 @@ def resume_without_buffers(rank, config):
     return str(error.value)
 
 
+@pytest.mark.long
 def test_a_checkpoint_without_a_buffer_of_a_layer_is_an_error(tmp_path):
     (error,) = run_ranks(1, resume_without_buffers, settings(tmp_path, **SMALL))
     problem = "has no model.layers.1.mlp.experts.mean.0, and 3 more: the model that was saved had no such tensor; "

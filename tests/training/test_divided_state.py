@@ -85,7 +85,7 @@ def sharded_and_not(rank, spread):
 
 
 @pytest.mark.parametrize("ranks,spread", [(2, 1), (2, 2), (4, 2)])
-@pytest.mark.quick("4-2")
+@pytest.mark.quick("2-2")
 def test_divided_state_gives_equal_steps_and_every_tensor_has_one_owner(ranks, spread):
     seen = run_ranks(ranks, sharded_and_not, spread)
     for key, (*_, all_bytes) in seen[0].items():
@@ -125,7 +125,7 @@ MUON = OptimizerConfig(name="muon", warmup_steps=1, schedule="wsd", decay_steps=
 @pytest.mark.parametrize(
     "ranks,changes", [(2, {}), (2, {"dtype": "bfloat16", "pp": 1}), (4, {"pp": 2, "ep": 2})], ids=str
 )
-@pytest.mark.quick("4-{'pp': 2, 'ep': 2}")
+@pytest.mark.quick("2-{'dtype': 'bfloat16', 'pp': 1}")
 def test_runs_with_divided_state_are_bit_identical(tmp_path, ranks, changes):
     small = {"steps": 2, "seq_len": 16, "eval_sequences": 1, **changes}
     choices = {"zero": {}, "whole": {"zero": False}, "zero-muon": {"optim": MUON}}

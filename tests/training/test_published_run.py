@@ -123,6 +123,7 @@ def test_text_needs_the_tokenizer_of_the_model(tmp_path):
         train(started(bare, tmp_path / "run", data=(TEXT,)), verbose=False)
 
 
+@pytest.mark.long
 def test_lora_adapters_train_on_published_weights_and_are_merged(published, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     merge_lora = importlib.import_module("merge_lora")

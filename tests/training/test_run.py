@@ -44,6 +44,7 @@ def test_training_reduces_the_loss_and_records_metrics(tmp_path):
     assert 0 <= record["dead_experts"] < 1
 
 
+@pytest.mark.long
 def test_every_parallel_layout_and_schedule_trains_alike(tmp_path):
     """Losses are equal, and a checkpoint of one layout resumes in another."""
     four = {"model": MODEL, "steps": 4}  # DualPipeV and the interleaved schedule have four stages on two ranks
