@@ -46,6 +46,7 @@ def test_the_wheel_contains_all_files_in_one_package(wheel):
     assert any(name.endswith("LICENSE") for name in names)
 
 
+@pytest.mark.long
 def test_an_installed_wheel_can_be_imported(wheel, tmp_path):
     site = tmp_path / "site"
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site)]

@@ -60,6 +60,7 @@ def run_rank(rank, folder, words, log):
     runpy.run_path(words[0], run_name="__main__")
 
 
+@pytest.mark.long
 def test_the_commands_of_the_page_run_in_their_order(folder, monkeypatch):
     monkeypatch.chdir(folder)
     assert COMMANDS[0].startswith("hf download ")  # from the network: not run

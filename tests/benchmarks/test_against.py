@@ -20,6 +20,7 @@ PROGRAMS = ("ours", "hf eager", "hf grouped_mm")
 clock = itertools.count().__next__
 
 
+@pytest.mark.quick("True-olmoe")
 @pytest.mark.parametrize("model", [QWEN, OLMOE], ids=["qwen2_moe", "olmoe"])
 @pytest.mark.parametrize("update", [True, False])
 def test_all_programs_have_the_same_losses_in_every_step(model, update):

@@ -42,7 +42,9 @@ def test_outcome_from_pytests_exit_code_and_last_line(code, last, outcome):
         ("pytest.skip('no GPU')", "none ran", "2 skipped in", 60),
         ("time.sleep(60) if n else None", "timed out", "stopped after 3 s", 3),
     ],
+    ids=["passed", "failed", "none ran", "timed out"],
 )
+@pytest.mark.quick("failed", "none ran")
 def test_outcome_of_tests_run_in_a_subprocess(tmp_path, monkeypatch, body, outcome, summary, seconds):
     folder = tmp_path / "tests" / "gpu"
     folder.mkdir(parents=True)

@@ -537,6 +537,7 @@ def test_double_backward_raises():
             torch.autograd.grad(function(given).sum(), given, create_graph=True)
 
 
+@pytest.mark.long
 def test_num_sms_limits_the_programs_of_each_product(monkeypatch):
     programs = record_programs(monkeypatch)
     *tensors, order, dy = moe(20, 2, 3, 40, 40, torch.float32)

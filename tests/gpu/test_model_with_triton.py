@@ -133,6 +133,7 @@ def two_ranks(rank):
     assert_same(ours, expected)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(DEVICE == "cuda", reason="needs two GPUs")
 def test_expert_parallel_ranks():
     run_ranks(2, two_ranks)

@@ -47,6 +47,7 @@ def slow(trainer):
     layer.run_experts = run
 
 
+@pytest.mark.long
 def test_those_who_wait_for_a_slow_rank_say_for_what(tmp_path):
     """Rank 1 is in a forward of micro-batch 3. A member of its expert group waits, and so do other pipeline ranks."""
     config = settings(tmp_path / "run", pp=2, ep=2, seq_len=16, timeout=TIMEOUT)
