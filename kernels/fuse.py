@@ -47,7 +47,7 @@ def missing_for_compile() -> str | None:
     """What torch.compile needs and this machine lacks, with what to do; None: nothing."""
     compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
     if shutil.which(compiler) is None:
-        return f"a C++ compiler, and there is no {compiler}: install one, or name one in the variable CXX"
+        return f"a C++ compiler, but {compiler} was not found: install it, or set CXX to another one"
     if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
-        return "Python's header files, and there is no Python.h: install python3-dev"
+        return "Python's header files, but Python.h was not found: install python3-dev"
     return None

@@ -149,18 +149,17 @@ def expert_order(
         raise ValueError(f"an order has indices in int32: got {expert_ids_NK.numel():,} choices")
     lowest = (0 if num_choices is None else -1) if check_ids else None
     num_choices = expert_ids_NK.numel() if num_choices is None else num_choices
-    if use_triton(kernels, expert_ids_NK):
+    triton = use_triton(kernels, expert_ids_NK)
+    if lowest is not None and not (triton and expert_ids_NK.is_cuda):  # there, the kernel checks them
+        _check_ids(expert_ids_NK, lowest, num_experts)
+    if triton:
         from .gpu.configs import tile_heights
         from .gpu.launch_args import arch_of
         from .gpu.sorting import order_by_expert
 
         heights = tile_heights(arch_of(expert_ids_NK.device))
-        if lowest is not None and not expert_ids_NK.is_cuda:
-            _check_ids(expert_ids_NK, lowest, num_experts)
         ids_NK = expert_ids_NK.contiguous()
         return order_by_expert(ids_NK, num_experts, num_choices, lowest=lowest, heights=heights)
-    if lowest is not None:
-        _check_ids(expert_ids_NK, lowest, num_experts)
     return _sort_by_key(expert_ids_NK, expert_ids_NK >= 0, num_experts, num_choices)
 
 

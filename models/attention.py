@@ -66,7 +66,7 @@ class Attention(AttentionLayer):
         return config.num_heads * 2 * config.head_dim * (seq_len + 1)
 
     @staticmethod
-    def saved_bytes(config: ModelConfig, tokens: int, seq_len: int, element: int) -> int:  # noqa: ARG004
+    def saved_bytes(config: ModelConfig, tokens: int, element: int) -> int:
         """Bytes saved for backward, without the layer's input. element: bytes of one number of an activation."""
         heads = config.num_heads
         # The output of the qkv projection (values are a view of it); rotated queries and keys; the result.

@@ -60,7 +60,7 @@ class AttentionLayer(nn.Module):
         return 0
 
     @staticmethod
-    def saved_bytes(config: ModelConfig, tokens: int, seq_len: int, element: int) -> int:
+    def saved_bytes(config: ModelConfig, tokens: int, element: int) -> int:
         """Bytes saved for backward, except the layer's input. element: bytes of one element of an activation."""
         raise NotImplementedError
 

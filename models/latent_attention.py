@@ -66,7 +66,7 @@ class LatentAttention(AttentionLayer):
         if past:
             y_BHSV = self.absorbed(*split_queries(q_BSW, *angles, self.num_heads), *cached)
         else:
-            # Attention with keys and values of each head.
+            # Expanded: keys and values of each head.
             qkv = fuse(join_heads, self.compiled)(
                 q_BSW, self.kv_up(latent_BSR), k_BSP, *angles, self.num_heads, self.value_dim
             )
@@ -104,7 +104,7 @@ class LatentAttention(AttentionLayer):
         return config.num_heads * (config.head_dim + config.rope_dim + config.value_dim) * (seq_len + 1)
 
     @staticmethod
-    def saved_bytes(config: ModelConfig, tokens: int, seq_len: int, element: int) -> int:  # noqa: ARG004
+    def saved_bytes(config: ModelConfig, tokens: int, element: int) -> int:
         heads = config.num_heads
         query = heads * (config.head_dim + config.rope_dim)
         # The latents before and after their norms; keys and values; queries and keys; the result in both layouts.
@@ -127,13 +127,9 @@ class LatentAttention(AttentionLayer):
 
 
 def split_latents(
-    down_BSW: Tensor,
-    cos_SP: Tensor,
-    sin_SP: Tensor,
-    q_norm: nn.Module,
-    kv_norm: nn.Module,
+    down_BSW: Tensor, cos_SP: Tensor, sin_SP: Tensor, q_norm: nn.Module, kv_norm: nn.Module,
     widths: tuple[int, int, int],
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The normalized latent of queries (or the queries), that of keys and values, and the rotated key."""
     q, latent_BSR, k_BSP = down_BSW.split(widths, dim=-1)
     return copy_compiled(q_norm(q)), kv_norm(latent_BSR), rotate(k_BSP, cos_SP, sin_SP)

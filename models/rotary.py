@@ -60,9 +60,7 @@ class Rotary:
 
 @lru_cache(maxsize=8)  # all layers of a model use the same table, step after step
 @torch.inference_mode(False)  # a table that is first used in inference is used in training later
-def _table(
-    rotary: Rotary, length: int, start: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _table(rotary: Rotary, length: int, start: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     config = rotary.config
     positions_S = torch.arange(start, start + length, device=device, dtype=dtype)
     channels = torch.arange(0, rotary.width, 2, device=device, dtype=dtype)

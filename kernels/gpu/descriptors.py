@@ -27,16 +27,22 @@ def uses_gluon(config: TileConfig, arch: str, *tensors: Tensor) -> bool:
         return False
     if arch != "sm_90" or tensors[0].element_size() != 2:
         raise ValueError(f'engine "gluon" needs sm_90 and a 16-bit dtype: got {arch} and {tensors[0].dtype}')
-    return uses_tma(config, *tensors) and all(t.numel() for t in tensors)
+    return uses_tma(config, *tensors)
 
 
 def weights_argument(w: Tensor, box: tuple[int, int, int], tma: bool) -> Tensor | TensorDescriptor:
     """[E, rows, columns] as a kernel argument: a TMA descriptor that moves `box` at a time, or the plain tensor."""
     if not tma:
         return w
-    _, rows, columns = w.shape
-    # Not w.stride(): the stride of a dimension of size 1 is arbitrary, and a descriptor needs multiples of 16 bytes.
-    return TensorDescriptor(w, [*w.shape], [rows * columns, columns, 1], [*box])
+    return TensorDescriptor(w, [*w.shape], weight_strides(w), [*box])
+
+
+def weight_strides(w: Tensor) -> list[int]:
+    """The strides of contiguous weights [E, rows, columns].
+
+    Not w.stride(): the stride of a dimension of size 1 is arbitrary, and a descriptor needs multiples of 16 bytes.
+    """
+    return [w.shape[1] * w.shape[2], w.shape[2], 1]
 
 
 def rows_argument(a: Tensor, box: tuple[int, int], tma: bool) -> Tensor | TensorDescriptor:
@@ -45,13 +51,20 @@ def rows_argument(a: Tensor, box: tuple[int, int], tma: bool) -> Tensor | Tensor
 
 
 def ragged_argument(a: Tensor, box: tuple[int, int], tma: bool) -> Tensor | TensorDescriptor:
-    """Like `rows_argument`, for `load_ragged` and `store_ragged`, which do not touch the rows of the next expert.
+    """Like `rows_argument`, for `load_ragged` and `store_ragged`, which do not touch the rows of the next expert."""
+    if not tma:
+        return a
+    shape, strides = ragged_dimensions(a)
+    return TensorDescriptor(a, [*shape, a.shape[1]], [*strides, 1], [1, 1, *box])
+
+
+def ragged_dimensions(a: Tensor) -> tuple[list[int], list[int]]:
+    """Sizes and strides of the three dimensions that replace the rows of `a`, so that a box may end at any row.
 
     TMA only checks bounds of whole tensors. So rows have an index x below 2^30, and the rows of an expert are the last
     ones below 2^30. Two more dimensions subtract 2^30 rows and add the end of the expert: they compute the address
     2^30 (2^34 - stride) + end stride + x stride modulo 2^64. This is the trick of triton.tools.ragged_tma.
+    Coordinates: (2^30, end, 2^30 - end + first) for the rows from `first` to `end`.
     """
-    if not tma:
-        return a
     stride, most = a.stride(0), 0x7FFF0000
-    return TensorDescriptor(a, [most, most, 2**30, a.shape[1]], [2**34 - stride, stride, stride, 1], [1, 1, *box])
+    return [most, most, 2**30], [2**34 - stride, stride, stride]

@@ -70,6 +70,6 @@ def rows_times_weights(
         rows_times_weights_kernel[grid](
             rows_argument(a, (block_m, block_k), tma_rows), index, weights_argument(w, box, tma),
             ragged_argument(out, (block_m, block_n // 2), tma_rows), tiling(block_m), a.stride(0), n, k,
-            TRANSPOSED=transposed, GATHER=index is not None, TMA_ROWS=tma_rows, **launch_settings(config, w),
+            TRANSPOSED=transposed, GATHER=index is not None, TMA_ROWS=tma_rows, **launch_settings(config, w, tma),
         )  # fmt: skip
     return out

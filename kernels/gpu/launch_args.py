@@ -8,7 +8,6 @@ import triton
 from torch import Tensor
 
 from .configs import TileConfig
-from .descriptors import uses_tma
 
 
 def interpreter_enabled() -> bool:
@@ -63,10 +62,10 @@ def dot_precision(dtype: torch.dtype) -> str:
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
-def launch_settings(config: TileConfig, w: Tensor) -> dict[str, Any]:
-    """The keyword arguments that all products with weights take at launch."""
+def launch_settings(config: TileConfig, w: Tensor, tma: bool) -> dict[str, Any]:
+    """The keyword arguments that all products with weights take at launch. tma: whether TMA loads the weights."""
     return {
-        "TMA": uses_tma(config, w), "PRECISION": dot_precision(w.dtype), "BLOCK_M": config.block_m,
+        "TMA": tma, "PRECISION": dot_precision(w.dtype), "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP_M": config.group_m, **compile_options(config),
     }  # fmt: skip
 

@@ -73,12 +73,12 @@ def swiglu_up(
         swiglu.swiglu_up(x, index, gate_up, z, h, tiling, weights, choice, config, num_sms)
         return z, h
     if tiling.num_rows:
-        box = (2, config.block_n // 2, config.block_k)
+        tma, box = uses_tma(config, halves), (2, config.block_n // 2, config.block_k)
         grid = launch_grid(tiling.max_tiles(config.block_m), f, config.block_n // 2, config, num_sms, x.device)
         swiglu_up_kernel[grid](
-            x, index, weights_argument(halves, box, uses_tma(config, halves)), weights, choice, z, h,
+            x, index, weights_argument(halves, box, tma), weights, choice, z, h,
             tiling(config.block_m), x.stride(0), f, d, STORE_Z=store_z, WEIGHTED=weights is not None,
-            **launch_settings(config, halves),
+            **launch_settings(config, halves, tma),
         )  # fmt: skip
     return z, h
 
@@ -148,11 +148,11 @@ def swiglu_down_backward(
         swiglu.swiglu_down_backward(dy, index, down, z, dz, h, sums, tiling, weights, choice, config, num_sms)
         return dz, h, sums
     if num_rows:
-        box = (1, config.block_k, config.block_n)
+        tma, box = uses_tma(config, down), (1, config.block_k, config.block_n)
         grid = launch_grid(tiling.max_tiles(config.block_m), f, config.block_n, config, num_sms, dy.device)
         swiglu_down_backward_kernel[grid](
-            dy, index, weights_argument(down, box, uses_tma(config, down)), z, weights, choice, dz, h, sums,
+            dy, index, weights_argument(down, box, tma), z, weights, choice, dz, h, sums,
             tiling(config.block_m), num_rows, dy.stride(0), f, d, WEIGHTED=weights is not None,
-            **launch_settings(config, down),
+            **launch_settings(config, down, tma),
         )  # fmt: skip
     return dz, h, sums

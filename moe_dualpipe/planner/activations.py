@@ -76,7 +76,7 @@ def _block(config: ModelConfig, spec: StageSpec, layer: int, batch: MicroBatch) 
     if not recompute or not last or dense or (shared and batch.recompute == "attention"):
         saved += row  # the residual stream between attention and MLP
     if not recompute:
-        saved += attention_costs(config).saved_bytes(config, tokens, batch.seq_len, batch.element)
+        saved += attention_costs(config).saved_bytes(config, tokens, batch.element)
     if batch.recompute == "none":
         saved += 2 * (row + 4 * tokens)  # two normalized copies
     if dense:

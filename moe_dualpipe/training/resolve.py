@@ -83,7 +83,7 @@ def _compiled(config: TrainConfig, device: torch.device, layout: Layout, micro_b
         return False
     missing = missing_for_compile()
     if missing and choice == "on":
-        raise ValueError(f"--compile on needs {missing}; or use --compile off")
+        raise ValueError(f"--compile on needs {missing}, or use --compile off")
     if choice == "auto" and device.type == "cpu":
         sequences = config.steps * micro_batches * config.batch.micro_batch_size
         flops = sequences * config.batch.seq_len * train_flops_per_token(config.model, config.batch.seq_len)

@@ -9,6 +9,7 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..configs import TileConfig
+from ..descriptors import ragged_dimensions, weight_strides
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
@@ -29,22 +30,16 @@ def describe_rows(a: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 def describe_weights(w: Tensor, box: Sequence[int]) -> TensorDescriptor:
     """A descriptor of contiguous weights [E, N, K]."""
-    _, rows, columns = w.shape
-    # Not w.stride(): the stride of a dimension of size 1 is arbitrary, and a descriptor needs multiples of 16 bytes.
-    return _describe(w, w.shape, (rows * columns, columns, 1), box)
+    return _describe(w, w.shape, weight_strides(w), box)
 
 
 def ragged_rows(t: Tensor, halves: int, rows: int, columns: int) -> TensorDescriptor:
     """A descriptor of t [M, halves x C] as [M, halves, C], for tiles that end at any row.
 
-    Coordinates (2^30, end, 2^30 - (end - first), half, column) are the tile that starts at row `first`; its rows from
-    `end` on are outside the third dimension. Addresses are right because they wrap at 2^64 bytes. This is the method of
-    triton.tools.ragged_tma.
+    The first three coordinates are those of `ragged_dimensions`; half and column follow.
     """
-    stride, columns_of_half = t.stride(0), t.shape[1] // halves
-    large = 0x7FFF0000
-    strides = (2**34 - stride, stride, stride, columns_of_half, 1)
-    return _describe(t, (large, large, 2**30, halves, columns_of_half), strides, (1, 1, rows, 1, columns))
+    (shape, strides), width = ragged_dimensions(t), t.shape[1] // halves
+    return _describe(t, (*shape, halves, width), (*strides, width, 1), (1, 1, rows, 1, columns))
 
 
 def register_options(config: TileConfig) -> dict[str, Any]:
