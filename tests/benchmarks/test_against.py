@@ -11,6 +11,7 @@ from moe_dualpipe.models import ModelConfig
 QWEN = ModelConfig(
     vocab_size=37, hidden_size=24, num_layers=3, num_heads=6, num_kv_heads=2, head_dim=4, dense_size=20, expert_size=12,
     num_experts=5, experts_per_token=2, num_shared_experts=2, shared_gate=True,
+    init_std=0.4,  # so that every operator matters to the loss
 )  # fmt: skip
 OLMOE = dataclasses.replace(
     QWEN, num_dense_layers=0, num_shared_experts=0, shared_gate=False, num_kv_heads=6, qk_norm="full",

@@ -118,6 +118,13 @@ def test_the_micro_batch_of_a_transfer_is_that_of_its_half_of_the_action(action,
     assert said(progress, waits=False).transfer == ""
 
 
+def test_a_wait_for_what_was_started_earlier_is_named():
+    progress, *_ = running("1F3")
+    with progress.waiting_for("new weights of stage 1"):
+        assert said(progress).transfer == "new weights of stage 1"
+    assert said(progress).transfer == "a collective operation, wait.py:1 in wait"
+
+
 def test_segments_are_counted_from_the_begin_of_a_phase_and_the_enclosing_one_is_restored():
     progress, engine, _ = running("1F3")
     with engine.annotate("attn(F)", 0):

@@ -7,6 +7,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.utils import counters
 
 from moe_dualpipe.expert_parallel import Local, Loopback
@@ -15,7 +16,9 @@ from moe_dualpipe.kernels.experts import swiglu
 from moe_dualpipe.kernels.fuse import fuse
 from moe_dualpipe.kernels.weight_grads import WeightGrads, bind
 from moe_dualpipe.models import ModelConfig, StageOptions, StageSpec, TransformerStage, build_model, next_token_loss
+from moe_dualpipe.models.attention import split_heads
 from moe_dualpipe.models.config import RECOMPUTE
+from moe_dualpipe.models.recompute import normalize_again
 from tests.support.pairs import CONFIG, assert_same, gradients, run_pair, tokens
 from tests.support.ranks import cosine_distance
 
@@ -146,6 +149,22 @@ def test_without_gradients_nothing_is_compiled():
     with torch.no_grad():
         model()(tokens(1))
     assert graphs() == 0
+
+
+def test_compiled_functions_return_no_view_of_an_input():
+    """The backward of a view would be an eager operator outside of the graph."""
+    attention = model().layers["0"].attention
+    qkv_BSW = torch.randn(2, 5, 32, requires_grad=True)
+    angles = attention.rotary.table(torch.empty(5))
+    outputs = fuse(split_heads, True)(qkv_BSW, *angles, nn.Identity(), nn.Identity(), 4, 2, 4)
+    assert not any(t.untyped_storage().data_ptr() == qkv_BSW.untyped_storage().data_ptr() for t in outputs)
+
+
+def test_what_a_backward_recomputes_is_compiled_too():
+    forget()
+    with torch.no_grad():  # as when a saved tensor is unpacked
+        y = normalize_again(nn.RMSNorm(8), torch.randn(3, 8), compiled=True)
+    assert graphs() == 1 and not y.requires_grad
 
 
 def test_only_models_that_are_asked_to_compile():
