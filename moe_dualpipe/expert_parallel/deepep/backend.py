@@ -1,0 +1,142 @@
+"""The backend on DeepEP's kernels, for GPUs with NVLink and RDMA.
+
+    prepare   DeepEP 1 computes which tokens go where; DeepEP 2 does so in dispatch
+    dispatch  sends rows and weights. The first also sends expert ids, and the host waits for the number of rows
+    combine   sends rows and gradients of weights back, by the handle of the first dispatch
+
+Rows are bfloat16. Transfers run on DeepEP's own stream, and waiting for one is a stream wait.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...kernels.backend import Kernels, validate_kernels
+from ...overlap.annotation import annotation
+from ...overlap.labels import SIZES_WAIT
+from ..exchange import AsyncResult
+from ..protocol import Combined, Pending, Received, Route
+from .buffer import BufferTransfers
+from .elastic import ElasticTransfers
+from .library import OTHERWISE, Api, check_determinism, choose_api, inspect_machine, load_library
+from .transfers import Plan, Transfers
+
+MAX_TOP_K = 32  # DeepEP gives each choice of a token one thread of a warp
+
+
+class DeepEP:
+    """Experts are divided evenly over the ranks of `group`, in order. The experts of a token must be distinct.
+
+    max_tokens: largest number of tokens of a rank, the same on all ranks. hidden_size: width of a token.
+    num_sms: multiprocessors for transfers, even; None: DeepEP's choice. top_k: choices per token, to which DeepEP 2
+    fits its memory; 0: any number up to 32. api: DeepEP 2 ("elastic"), DeepEP 1 ("buffer"), or auto (library.py).
+    deterministic: with DeepEP 2, sort received rows as AllToAll does, by source rank and token, at the price of a copy.
+    Raises ValueError if DeepEP is not installed, or does not support the machine or the sizes.
+    """
+
+    def __init__(
+        self, num_experts: int, group: dist.ProcessGroup, kernels: Kernels = "auto", *, max_tokens: int,
+        hidden_size: int, num_sms: int | None = None, top_k: int = 0, api: Api = "auto", deterministic: bool = True,
+    ):  # fmt: skip
+        self.kernels: Kernels = validate_kernels(kernels)
+        ranks = group.size()
+        if num_experts % ranks:
+            raise ValueError(f"{num_experts} experts cannot be divided evenly over {ranks} ranks")
+        if num_sms is not None and (num_sms < 2 or num_sms % 2):
+            raise ValueError(f"num_sms must be even and at least 2, or None: got {num_sms}")
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1: got {max_tokens}")
+        machine = inspect_machine(group)
+        check_determinism()
+        library = load_library()
+        self.num_experts, self.hidden_size, self.device_type = num_experts, hidden_size, machine.device_type
+        self.experts_per_rank = num_experts // ranks
+        self.local_experts = range(group.rank() * self.experts_per_rank, (group.rank() + 1) * self.experts_per_rank)
+        self.ids_dtype: torch.dtype = getattr(library, "topk_idx_t", torch.int64)  # early versions have no name for it
+        sizes = (library, num_experts, group, hidden_size, num_sms)
+        self.transfers: Transfers
+        if choose_api(library, api, machine) == "elastic":
+            self.transfers = ElasticTransfers(*sizes, max_tokens, top_k, deterministic)
+        else:
+            self.transfers = BufferTransfers(*sizes)
+
+    def prepare(self, expert_ids_TK: Tensor) -> Route:
+        if expert_ids_TK.device.type != self.device_type:
+            raise ValueError(f"DeepEP sends tensors on {self.device_type}: got {expert_ids_TK.device}; {OTHERWISE}")
+        tokens, top_k = expert_ids_TK.shape
+        most = self.transfers.max_tokens
+        if most is not None and tokens > most:
+            raise ValueError(f"DeepEP's memory is for {most} tokens of a rank: got {tokens}; increase max_tokens")
+        if top_k > MAX_TOP_K:
+            raise ValueError(f"DeepEP sends at most {MAX_TOP_K} choices per token: got {top_k}; {OTHERWISE}")
+        # A copy, because DeepEP's handle refers to it.
+        ids_TK = expert_ids_TK.to(self.ids_dtype, copy=True, memory_format=torch.contiguous_format)
+        plan = Plan(ids_TK, self.transfers.prepare(ids_TK))
+        return Route(self.experts_per_rank, self.kernels, backend_state=plan)
+
+    def dispatch(self, x_TD: Tensor, route: Route, weights_TK: Tensor | None = None) -> Pending[Received]:
+        plan: Plan = route.backend_state
+        x, weights = self._rows(x_TD), _float(weights_TK)
+        if plan.handle is None:
+            return self._first_dispatch(x, route, weights, weights_TK)
+        _wait_for_handle(plan)
+        x_ND, weights_NK, event = self.transfers.dispatch_again(x, plan, weights)
+
+        # `finish` keeps the inputs alive until the transfer has been waited for.
+        def finish(_inputs: tuple = (x, weights)) -> Received:
+            event.current_stream_wait()
+            return Received(x_ND, _like(weights_NK, weights_TK))
+
+        return AsyncResult([], finish)
+
+    def _first_dispatch(
+        self, x: Tensor, route: Route, weights: Tensor | None, weights_TK: Tensor | None
+    ) -> Pending[Received]:
+        plan: Plan = route.backend_state
+        with annotation(SIZES_WAIT):  # DeepEP polls the number of rows that arrive
+            sent = self.transfers.dispatch(x, plan, weights)
+        plan.handle, plan.arriving = sent.handle, sent.event
+        route.num_rows, route.num_choices = len(sent.x_ND), sent.num_choices
+
+        def finish(_inputs: tuple = (x, weights)) -> Received:
+            sent.event.current_stream_wait()
+            plan.arriving = None
+            route.local_ids_NK = sent.ids_NK
+            return Received(sent.x_ND, _like(sent.weights_NK, weights_TK))
+
+        return AsyncResult([], finish)
+
+    def combine(self, y_ND: Tensor, route: Route, weight_grads_NK: Tensor | None = None) -> Pending[Combined]:
+        plan: Plan = route.backend_state
+        if plan.handle is None:
+            raise RuntimeError("the first transfer of a route must be a dispatch: got combine")
+        y, grads = self._rows(y_ND), _float(weight_grads_NK)
+        _wait_for_handle(plan)
+        y_TD, grads_TK, event = self.transfers.combine(y, plan, grads)
+
+        def finish(_inputs: tuple = (y, grads)) -> Combined:
+            event.current_stream_wait()
+            return Combined(y_TD, _like(grads_TK, weight_grads_NK))
+
+        return AsyncResult([], finish)
+
+    def _rows(self, rows: Tensor) -> Tensor:
+        if rows.dtype != torch.bfloat16:
+            raise ValueError(f"DeepEP sends rows in bfloat16: got {rows.dtype}; use --dtype bfloat16, {OTHERWISE}")
+        if rows.shape[1] != self.hidden_size:
+            raise ValueError(f"DeepEP's memory is for rows of {self.hidden_size} elements: got {rows.shape[1]}")
+        return rows.contiguous()
+
+
+def _wait_for_handle(plan: Plan) -> None:
+    """DeepEP 2 sorts the handle after the first dispatch has been waited for."""
+    if plan.arriving is not None:
+        plan.arriving.current_stream_wait()
+
+
+def _float(weights: Tensor | None) -> Tensor | None:
+    return None if weights is None else weights.float().contiguous()
+
+
+def _like(received: Tensor | None, sent: Tensor | None) -> Tensor | None:
+    return None if received is None or sent is None else received.to(sent.dtype)

@@ -1,0 +1,70 @@
+"""The package deep_ep: is it there, does the machine suit it, and which of its interfaces is used."""
+
+import importlib
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+Api = Literal["auto", "elastic", "buffer"]
+CLASSES = {"elastic": "ElasticBuffer", "buffer": "Buffer"}
+OTHERWISE = "or choose --ep-backend all_to_all"
+INSTALL = f"install DeepEP (https://github.com/deepseek-ai/DeepEP), {OTHERWISE}"
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """device_type: whose tensors are sent. capability: compute capability of the GPU."""
+
+    device_type: str
+    capability: tuple[int, int]
+
+
+def inspect_machine(group: dist.ProcessGroup) -> Machine:
+    """Raises ValueError if this process has no GPU, or if `group` has no NCCL communicator."""
+    if not torch.cuda.is_available():
+        raise ValueError(f"DeepEP needs CUDA, which is not available: run on GPUs, {OTHERWISE}")
+    if "nccl" not in dist.get_backend(group):
+        raise ValueError(f"DeepEP needs a process group of NCCL: got {dist.get_backend(group)}; {OTHERWISE}")
+    return Machine("cuda", torch.cuda.get_device_capability())
+
+
+def load_library() -> Any:
+    """Import deep_ep. Raises ValueError, with the way out, if that fails."""
+    try:
+        return importlib.import_module("deep_ep")
+    except ModuleNotFoundError as error:
+        if error.name != "deep_ep":
+            raise ValueError(f"deep_ep needs the module {error.name}, which is not installed: {INSTALL}") from error
+        raise ValueError(f"the package deep_ep is not installed: {INSTALL}") from error
+    except (ImportError, OSError, AssertionError) as error:  # it asserts that NCCL is the one it was built with
+        raise ValueError(f"the package deep_ep cannot be imported ({error}): {INSTALL}") from error
+
+
+def choose_api(library: Any, api: Api, machine: Machine) -> str:
+    """ "elastic" (DeepEP 2) or "buffer" (DeepEP 1). auto: elastic, if it is there and the GPU is Hopper or newer.
+
+    Raises ValueError if the chosen interface is not available.
+    """
+    if api not in ("auto", *CLASSES):
+        raise ValueError(f"api must be auto, {' or '.join(CLASSES)}: got {api}")
+    hopper = machine.capability >= (9, 0)
+    if api == "auto":
+        api = "elastic" if hopper and hasattr(library, CLASSES["elastic"]) else "buffer"
+    if not hasattr(library, CLASSES[api]):
+        version = getattr(library, "__version__", "of unknown version")
+        raise ValueError(f"the installed deep_ep {version} has no {CLASSES[api]}: {INSTALL}")
+    if api == "elastic" and not hopper:
+        capability = ".".join(map(str, machine.capability))
+        raise ValueError(f"DeepEP's ElasticBuffer needs compute capability 9.0: got {capability}; {OTHERWISE}")
+    return api
+
+
+def check_determinism() -> None:
+    """Raises ValueError for the combination of torch's options that DeepEP refuses in each call."""
+    if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:  # type: ignore[attr-defined]
+        raise ValueError(
+            "DeepEP cannot run with torch.use_deterministic_algorithms(True) and "
+            f"torch.utils.deterministic.fill_uninitialized_memory = True: set the latter to False, {OTHERWISE}"
+        )

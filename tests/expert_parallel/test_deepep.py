@@ -1,0 +1,316 @@
+"""DeepEP equals AllToAll bit by bit, with stand-ins for both interfaces that check each call, and refuses misuse."""
+
+import contextlib
+import gc
+import inspect
+import json
+import sys
+import types
+import weakref
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed import group
+
+from moe_dualpipe.expert_parallel import AllToAll, combine, dispatch
+from moe_dualpipe.expert_parallel.deepep import DeepEP, backend
+from moe_dualpipe.expert_parallel.deepep.library import Machine, inspect_machine, load_library
+from moe_dualpipe.kernels.permute import permute, unpermute
+from moe_dualpipe.models import MoE, StageOptions
+from tests.support import deepep
+from tests.support.deepep import Buffer, ElasticBuffer, installed
+from tests.support.models import with_choices
+from tests.support.ranks import run_ranks
+
+APIS = ("buffer", "elastic")
+EXPERTS, WIDTH, TOP_K = 8, 256, 3
+SIGNATURES = json.loads((Path(deepep.__file__).parent / "signatures.json").read_text())
+
+
+def build(api, ranks=None, **options):
+    sizes: Any = {"max_tokens": 30, "hidden_size": WIDTH, "api": api}
+    return DeepEP(EXPERTS, ranks or group.WORLD, **(sizes | options))
+
+
+def transfers(ep) -> Any:
+    return ep.transfers
+
+
+def one_of(ranks) -> Any:
+    """The first rank of a group, without the others."""
+    return types.SimpleNamespace(size=lambda: ranks, rank=lambda: 0)
+
+
+# ---- equal to AllToAll ----
+
+
+def inputs(rank):
+    """Tokens, weights and ids of one rank. Rank 1 has no tokens, and no token has an expert on rank 3."""
+    generator = torch.Generator().manual_seed(10 * rank + 3)
+    tokens = (7, 0, 30, 1)[rank]
+    x = torch.randn(tokens, WIDTH, generator=generator).bfloat16()
+    weights = torch.rand(tokens, TOP_K, generator=generator)
+    ids = [torch.randperm(6, generator=generator)[:TOP_K] for _ in range(tokens)]
+    ids = torch.stack(ids) if ids else torch.empty(0, TOP_K, dtype=torch.int64)
+    ids = torch.where(torch.rand(ids.shape, generator=generator) < 0.3, -1, ids)
+    ids[:1] = -1  # a token without any expert
+    return x, weights, ids
+
+
+def through_autograd(ep, rank):
+    """Output, gradients and the received tensors of a layer whose expert e scales tokens by 1, 1/2, 1/4, ..."""
+    x, weights, ids = inputs(rank)
+    for tensor in (x, weights):
+        tensor.requires_grad_()
+    route = ep.prepare(ids.T.contiguous().T)
+    x_ND, weights_NK = dispatch(x, weights, route, ep)
+    received = x_ND.detach().clone(), route.local_ids_NK.int(), weights_NK.detach() * (route.local_ids_NK >= 0)
+    order = route.order
+    experts = torch.arange(len(ep.local_experts)).repeat_interleave(order.expert_offsets.diff())
+    rows_MD = permute(x_ND, order) * 0.5 ** (ep.local_experts.start + experts)[:, None].bfloat16()
+    y = combine(unpermute(rows_MD, order, weights_NK), route, ep)
+    y.backward(torch.randn(y.shape[::-1], generator=torch.Generator().manual_seed(rank)).bfloat16().T)
+    return [y.detach(), x.grad, weights.grad, *received, torch.tensor([route.num_rows, route.num_choices])], route
+
+
+def all_transfers(ep, rank):
+    """A second dispatch with weights and a combine with gradients, started before the first dispatch is waited for."""
+    x, weights, ids = inputs(rank)
+    route = ep.prepare(ids)
+    first = ep.dispatch(x, route)
+    again = ep.dispatch(-x, route, weights.double())
+    assert route.local_ids_NK is None
+    x_ND = again.wait().x_ND
+    assert again.wait().x_ND is x_ND
+    assert first.wait().weights_NK is None
+    assert route.local_ids_NK is not None
+    local = route.local_ids_NK >= 0
+    grads = torch.where(local, torch.arange(TOP_K) + 1.5, 0).double()
+    back = ep.combine(x_ND.T.contiguous().T, route, grads).wait()
+    assert ep.combine(x_ND, route).wait().weight_grads_TK is None
+    weights_NK = again.wait().weights_NK
+    return [first.wait().x_ND, x_ND, weights_NK * local, back.y_TD, back.weight_grads_TK]
+
+
+def equals_all_to_all(rank):
+    reference = AllToAll(EXPERTS, group.WORLD)
+    expected, _ = through_autograd(reference, rank)
+    expected_transfers = all_transfers(reference, rank)
+    with installed(Buffer, ElasticBuffer):
+        for api in APIS:
+            ep = build(api)
+            assert ep.local_experts == reference.local_experts
+            ours, route = through_autograd(ep, rank)
+            assert route.exact and ours[-1].tolist() == [len(ours[3]), int((ours[4] >= 0).sum())]
+            calls = ["layout"] * (api == "buffer") + ["dispatch", "combine", "cached dispatch", "combine"]
+            assert transfers(ep).buffer.calls == calls
+            for a, b in zip(ours + all_transfers(ep, rank), expected + expected_transfers, strict=True):
+                assert a.dtype == b.dtype and torch.equal(a, b), api
+            # Without handles, weights are sent with ids.
+            dispatches = ["dispatch", "dispatch" if api == "buffer" else "cached dispatch"]
+            assert transfers(ep).buffer.calls[len(calls) :][-4:] == [*dispatches, "combine", "combine"]
+
+
+def test_deepep_equals_all_to_all_with_empty_ranks_and_choices_of_no_expert():
+    run_ranks(4, equals_all_to_all)
+
+
+def layer_gradients(ep, config, recompute, rank):
+    torch.manual_seed(2)
+    layer = MoE(config, ep, 0, StageOptions(seed=1, recompute=recompute)).bfloat16()
+    x = torch.randn(9 + rank, WIDTH, generator=torch.Generator().manual_seed(rank)).bfloat16().requires_grad_()
+    y = layer(x)
+    y.backward(y.detach().flip(0))
+    return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
+
+
+def layers_agree(rank):
+    config = with_choices(hidden_size=WIDTH, num_experts=EXPERTS, experts_per_token=TOP_K)
+    expected = layer_gradients(AllToAll(EXPERTS, group.WORLD), config, "none", rank)
+    with installed(Buffer, ElasticBuffer):
+        for api in APIS:
+            for recompute in ("none", "full"):
+                ours = layer_gradients(build(api), config, recompute, rank)
+                for a, b in zip(ours, expected, strict=True):
+                    assert torch.equal(a, b), (api, recompute)
+        unsorted = layer_gradients(build("elastic", deterministic=False), config, "none", rank)
+        assert torch.equal(unsorted[0], expected[0]) and torch.equal(unsorted[1], expected[1])
+
+
+def test_a_layer_and_its_gradients_equal_those_of_all_to_all():
+    run_ranks(2, layers_agree)
+
+
+# ---- asynchronous transfers ----
+
+
+def waits_and_lifetimes(_rank):
+    with installed(Buffer, ElasticBuffer):
+        for api in APIS:
+            ep = build(api)
+            ids = torch.tensor([[0, 7, -1], [3, 4, 1]])
+            route = ep.prepare(ids)
+            ids.zero_()  # a route does not refer to the ids that it was made of
+            x = torch.ones(2, WIDTH).bfloat16()
+            reference, first = weakref.ref(x), ep.dispatch(x, route, torch.ones(2, TOP_K))
+            del x
+            gc.collect()
+            assert reference() is not None
+            event = weakref.ref(route.backend_state.arriving)
+            x_ND, _ = first.wait()
+            assert reference() is None and event() is None
+            assert x_ND.float().sum() == len(x_ND) * WIDTH
+            y = ep.combine(x_ND, route).wait().y_TD
+            assert y[:, 0].tolist() == [2, 2]
+
+
+def test_inputs_live_until_a_transfer_is_waited_for():
+    run_ranks(2, waits_and_lifetimes)
+
+
+# ---- options ----
+
+
+def test_num_sms_reaches_every_call():
+    with installed(Buffer, ElasticBuffer):
+        assert transfers(build("elastic", one_of(2))).num_sms == 0
+        assert transfers(build("elastic", one_of(2), num_sms=24)).num_sms == 24
+        assert transfers(build("buffer", one_of(2))).dispatch_config.num_sms == 20
+        both = transfers(build("buffer", one_of(2), num_sms=16))
+        assert (both.dispatch_config.num_sms, both.combine_config.num_sms) == (16, 16)
+
+
+def test_memory_fits_the_sizes():
+    with installed(Buffer, ElasticBuffer):
+        buffer = transfers(build("elastic", one_of(2), max_tokens=77, top_k=5)).buffer
+        assert (buffer.num_max_tokens_per_rank, buffer.hidden, buffer.num_topk) == (77, WIDTH, 5)
+        assert buffer.deterministic
+        buffer = transfers(build("buffer", one_of(4))).buffer
+        assert buffer.num_nvl_bytes == 20 * 4 * WIDTH * 2 * 6  # of dispatch, which needs more than combine
+
+
+@pytest.mark.parametrize("classes,capability,chosen", [
+    ((Buffer, ElasticBuffer), (9, 0), "elastic"), ((Buffer, ElasticBuffer), (10, 0), "elastic"),
+    ((Buffer, ElasticBuffer), (8, 0), "buffer"), ((Buffer,), (9, 0), "buffer"),
+], ids=["both-hopper", "both-blackwell", "both-ampere", "first version"])  # fmt: skip
+def test_the_newest_usable_interface_is_chosen(classes, capability, chosen):
+    with installed(*classes, capability=capability):
+        expected = {"elastic": ElasticBuffer, "buffer": Buffer}[chosen]
+        assert type(transfers(build("auto", one_of(2))).buffer) is expected
+
+
+# ---- refusals ----
+
+REFUSED = {
+    "experts": ({"ranks": one_of(3)}, "8 experts cannot be divided evenly over 3 ranks"),
+    "odd num_sms": ({"num_sms": 3}, "num_sms must be even and at least 2, or None: got 3"),
+    "no num_sms": ({"num_sms": 0}, "num_sms must be even and at least 2, or None: got 0"),
+    "max_tokens": ({"max_tokens": 0}, "max_tokens must be at least 1: got 0"),
+    "api": ({"api": "fast"}, "api must be auto, elastic or buffer: got fast"),
+    "width 2": ({"hidden_size": 384}, "hidden size divisible by 256: got 384; or choose --ep-backend all_to_all"),
+    "width 1": ({"api": "buffer", "hidden_size": 24}, "hidden size divisible by 16 for 2 ranks: got 24"),
+    "ranks": ({"api": "buffer", "ranks": one_of(1)}, "Buffer needs 2, 4, 8, .* ranks: got 1; or choose"),
+}
+
+
+@pytest.mark.parametrize("options,message", REFUSED.values(), ids=REFUSED)
+def test_options_that_deepep_does_not_support_raise(options, message):
+    with installed(Buffer, ElasticBuffer), pytest.raises(ValueError, match=message):
+        build(**{"api": "elastic", "ranks": one_of(2)} | options)
+
+
+def test_hosts_need_a_hidden_size_divisible_by_256():
+    with installed(Buffer), pytest.raises(ValueError, match="divisible by 256 for 16 ranks: got 272"):
+        DeepEP(16, one_of(16), max_tokens=1, hidden_size=272)
+
+
+def test_a_missing_interface_raises():
+    with installed(Buffer), pytest.raises(ValueError, match=r"deep_ep 2.1.0 has no ElasticBuffer: install DeepEP"):
+        build("elastic", one_of(2))
+    with installed(ElasticBuffer, capability=(8, 6)), pytest.raises(ValueError, match="has no Buffer: install"):
+        build("auto", one_of(2))
+    with installed(ElasticBuffer, capability=(8, 6)), pytest.raises(ValueError, match=r"capability 9.0: got 8.6"):
+        build("elastic", one_of(2))
+
+
+def test_tensors_that_deepep_does_not_support_raise():
+    with installed(Buffer, ElasticBuffer):
+        ep = build("elastic", one_of(2))
+        with pytest.raises(ValueError, match="sends tensors on cpu: got meta; or choose --ep-backend all_to_all"):
+            ep.prepare(torch.zeros(3, 2, dtype=torch.int64, device="meta"))
+        with pytest.raises(ValueError, match="memory is for 30 tokens of a rank: got 31; increase max_tokens"):
+            ep.prepare(torch.zeros(31, 2, dtype=torch.int64))
+        with pytest.raises(ValueError, match="at most 32 choices per token: got 33"):
+            ep.prepare(torch.full((3, 33), -1))
+        route = ep.prepare(torch.zeros(30, 2, dtype=torch.int64))
+        with pytest.raises(ValueError, match=r"rows in bfloat16: got torch.float32; use --dtype bfloat16, or choose"):
+            ep.dispatch(torch.ones(30, WIDTH), route)
+        with pytest.raises(ValueError, match="rows of 256 elements: got 512"):
+            ep.dispatch(torch.ones(30, 512).bfloat16(), route)
+        with pytest.raises(RuntimeError, match="the first transfer of a route must be a dispatch: got combine"):
+            ep.combine(torch.ones(0, WIDTH).bfloat16(), route)
+        # DeepEP 1 has no limit of tokens.
+        build("buffer", one_of(2)).prepare(torch.zeros(31, 2, dtype=torch.int64))
+
+
+def test_a_package_that_is_missing_or_broken_raises_one_line_with_the_way_out():
+    way_out = r"install DeepEP \(https://\S+\), or choose --ep-backend all_to_all$"
+    with mock.patch.dict(sys.modules), pytest.raises(ValueError, match=f"deep_ep is not installed: {way_out}") as error:
+        sys.modules.pop("deep_ep", None)
+        with mock.patch.object(sys, "path", []):
+            load_library()
+    assert "\n" not in str(error.value)
+    failures = {
+        "imported (wrong NCCL)": AssertionError("wrong NCCL"), "imported (no libcuda)": ImportError("no libcuda"),
+        "the module deep_ep_cpp, which": ModuleNotFoundError("No module", name="deep_ep_cpp"),
+    }  # fmt: skip
+    for message, failure in failures.items():
+        with mock.patch("importlib.import_module", side_effect=failure), pytest.raises(ValueError, match=way_out) as e:
+            load_library()
+        assert message in str(e.value) and "\n" not in str(e.value)
+
+
+def test_a_machine_without_gpu_or_a_group_without_nccl_raises():
+    with contextlib.ExitStack() as stack:
+        available = stack.enter_context(mock.patch("torch.cuda.is_available", return_value=False))
+        name = stack.enter_context(mock.patch("torch.distributed.get_backend", return_value="gloo"))
+        stack.enter_context(mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)))
+        with pytest.raises(ValueError, match="CUDA, which is not available: run on GPUs, or choose --ep-backend"):
+            DeepEP(EXPERTS, one_of(2), max_tokens=1, hidden_size=WIDTH)
+        available.return_value = True
+        with pytest.raises(ValueError, match="needs a process group of NCCL: got gloo; or choose --ep-backend"):
+            inspect_machine(one_of(2))
+        name.return_value = "cpu:gloo,cuda:nccl"
+        assert inspect_machine(one_of(2)) == Machine("cuda", (9, 0))
+
+
+def test_filled_memory_of_deterministic_algorithms_raises():
+    """torch.empty would run kernels on the stream of the transfers; DeepEP asserts that it does not."""
+    with installed(Buffer), mock.patch("torch.are_deterministic_algorithms_enabled", return_value=True):
+        with pytest.raises(ValueError, match="fill_uninitialized_memory = True: set the latter to False, or choose"):
+            build("buffer", one_of(2))
+        unfilled = types.SimpleNamespace(fill_uninitialized_memory=False)
+        with mock.patch("torch.utils.deterministic", unfilled):
+            build("buffer", one_of(2))
+
+
+def test_early_versions_have_ids_in_int64():
+    with installed(Buffer) as library:
+        library.topk_idx_t = torch.int32
+        assert backend.DeepEP(EXPERTS, one_of(2), max_tokens=1, hidden_size=WIDTH).ids_dtype == torch.int32
+        del library.topk_idx_t
+        assert backend.DeepEP(EXPERTS, one_of(2), max_tokens=1, hidden_size=WIDTH).ids_dtype == torch.int64
+
+
+# ---- the stand-ins ----
+
+
+@pytest.mark.parametrize("name", SIGNATURES["signatures"])
+def test_stand_ins_have_the_recorded_signatures(name):
+    class_name, method = name.split(".")
+    parameters = inspect.signature(getattr(getattr(deepep, class_name), method)).parameters.values()
+    ours = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters if p.name != "self"]
+    assert ours == SIGNATURES["signatures"][name]
