@@ -26,8 +26,10 @@ def gather(x_ND: Tensor, index_M: Tensor, out_MD: Tensor | None = None, kernels:
 
         out_MD = None if out_MD is None else check_contiguous_rows("out", out_MD)
         return gather_rows(check_contiguous_rows("rows", x_ND), index_M.contiguous(), out_MD)
-    rows_MD = x_ND.index_select(0, index_M)  # three times as fast on a CPU as x_ND[index_M]
-    return rows_MD if out_MD is None else out_MD.copy_(rows_MD)
+    # index_select is three times as fast on a CPU as x_ND[index_M], but not if it writes to rows with gaps.
+    if out_MD is None or out_MD.is_contiguous():
+        return torch.index_select(x_ND, 0, index_M, out=out_MD)
+    return out_MD.copy_(x_ND.index_select(0, index_M))
 
 
 def gather_sum(

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from ..kernels.backend import Kernels, validate_kernels
 from ..kernels.permute import gather, gather_sum
-from ..kernels.routing import count_choices, rank_order
 from ..overlap.annotation import annotation
 from ..overlap.labels import SIZES_WAIT
 from .protocol import Combined, Pending, Received, Route
+from .sends import count_sends, find_sends
 
 V = TypeVar("V")
 ALIGNMENT = 16  # bytes; each field of a row of a message starts at a multiple of it
@@ -101,20 +101,10 @@ class Exchange(ABC):
         """Start to send contiguous `rows`: the first rows_out[0] to rank 0, and so on. Returns the received rows."""
 
     def prepare(self, expert_ids_TK: Tensor) -> Route:
-        count_choices(expert_ids_TK, self.num_experts)  # checks the ids
-        order = rank_order(expert_ids_TK, self.experts_per_rank, self.num_ranks, self.kernels)
-        # Choices of no expert count for one more rank.
-        ranks_TK = torch.where(expert_ids_TK >= 0, expert_ids_TK // self.experts_per_rank, self.num_ranks)
-        ranks = ranks_TK.flatten().long()
-        choices_R = torch.zeros(self.num_ranks + 1, dtype=torch.int64, device=ranks.device)
-        choices_R = choices_R.scatter_add_(0, ranks, torch.ones_like(ranks))[:-1]
-        counts_R2 = torch.stack([order.expert_offsets.diff().long(), choices_R], dim=1)
+        order, counts_R2 = count_sends(expert_ids_TK, self.num_experts, self.num_ranks, self.kernels)
         counts_2R2 = self.all_to_all_counts(counts_R2)
         # While the sizes travel, do what does not need them. Then only views remain to be made when they arrive.
-        slots_TC = order.positions_NK.sort(dim=1).values[:, -min(self.num_ranks, expert_ids_TK.shape[1]) :]
-        ids_MK, chosen_M = expert_ids_TK[order.gather_idx_M], expert_ids_TK.flatten()[order.choice_idx_M]
-        same_rank_MK = ids_MK // self.experts_per_rank == (chosen_M // self.experts_per_rank)[:, None]
-        ids_MK = torch.where(same_rank_MK, ids_MK % self.experts_per_rank, -1).int()
+        ids_MK, slots_TC = find_sends(expert_ids_TK, order, self.experts_per_rank, self.num_ranks)
         plan = _UnsizedPlan(order.gather_idx_M, ids_MK, slots_TC, counts_2R2)
         return Route(self.experts_per_rank, self.kernels, backend_state=plan)
 

@@ -1,0 +1,9 @@
+"""Expert parallelism between CPU ranks of one machine, by copies into memory that the ranks share.
+
+segments.py makes and maps the memory, mailbox.py sends notices between ranks, backend.py is the backend.
+"""
+
+from .backend import Shared
+from .mailbox import find_machine
+
+__all__ = ["Shared", "find_machine"]

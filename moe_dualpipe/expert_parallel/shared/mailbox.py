@@ -1,0 +1,151 @@
+"""Small notices between the ranks of one machine, over Unix sockets. A notice may carry a file descriptor.
+
+A rank that waits sleeps in the kernel until a notice arrives, a rank ends or the timeout expires: it occupies no core,
+and the end of a process closes its sockets, however it ends. The sockets are in Linux's abstract namespace; elsewhere,
+in a temporary folder that is removed once all ranks are connected.
+"""
+
+import hmac
+import os
+import secrets
+import select
+import socket
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+_SECRET = 16  # bytes
+_HELLO = struct.Struct(f"=I{_SECRET}s")
+
+
+class Notice(NamedTuple):
+    """kind: what happened to `slot`, or to no slot if that is -1. has_file: a file descriptor comes with the notice.
+
+    number: of the operation. rows, choices: sizes of its message. layout: a checksum of the widths and dtypes.
+    """
+
+    kind: int
+    has_file: bool
+    slot: int
+    number: int = 0
+    rows: int = 0
+    choices: int = 0
+    layout: int = 0
+
+
+_FORMAT = struct.Struct("=B?hQQQI")
+OnNotice = Callable[[int, Notice, int | None], None]
+
+
+def find_machine() -> str:
+    """A text that two processes share if Unix sockets can connect them.
+
+    On Linux: the boot and the network namespace; elsewhere: the host name.
+    """
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/net")
+    except OSError:
+        return socket.gethostname()
+
+
+class Mailbox:
+    """The connections of this rank to the other ranks of `group`. Creating it is collective.
+
+    on_notice: called by `wait` with the sender, the notice and its file descriptor. timeout: seconds. Errors name ranks
+    of the world; arguments are ranks of the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float, on_notice: OnNotice):
+        self.names, self.timeout, self._on_notice = dist.get_process_group_ranks(group), timeout, on_notice
+        self._sockets = _connect(group, timeout)
+        self._peers = {one.fileno(): peer for peer, one in self._sockets.items()}
+        self._partial = {peer: (b"", []) for peer in self._sockets}
+        self._ended: set[int] = set()
+        self._poll = select.poll()
+        for number in self._peers:
+            self._poll.register(number, select.POLLIN)
+
+    def post(self, peer: int, notice: Notice, file: int | None = None) -> None:
+        """Send a notice. A peer that has ended is reported when it is waited for."""
+        try:
+            data = _FORMAT.pack(*notice)
+            sent = socket.send_fds(self._sockets[peer], [data], [] if file is None else [file])
+            if sent < len(data):
+                self._sockets[peer].sendall(data[sent:])
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+
+    # Health reports recognize a rank that waits for others by this name (CodePosition in health/heartbeat.py).
+    def wait(self, missing: Callable[[], list[int]], what: str) -> None:
+        """Receive notices until `missing` returns no peers. Raises DistError if one of them ends or is too late."""
+        end = time.monotonic() + self.timeout
+        while peers := missing():
+            if gone := self._ended & {*peers}:
+                raise dist.DistError(f"{self._who(gone)} ended before {what}")
+            ready = self._poll.poll(max(0.0, end - time.monotonic()) * 1000)
+            if not ready:
+                raise dist.DistError(f"no answer from {self._who(peers)} for {self.timeout:g} s before {what}")
+            for number, _ in ready:
+                self._receive(self._peers[number])
+
+    def _receive(self, peer: int) -> None:
+        data, files = self._partial[peer]
+        try:
+            more, new_files, *_ = socket.recv_fds(self._sockets[peer], _FORMAT.size - len(data), 1)
+        except ConnectionResetError:
+            more, new_files = b"", []
+        data, files = data + more, files + new_files
+        self._partial[peer] = data, files
+        if not more:
+            self._ended.add(peer)
+            self._poll.unregister(self._sockets[peer])
+        elif len(data) == _FORMAT.size:
+            self._partial[peer] = b"", []
+            self._on_notice(peer, Notice(*_FORMAT.unpack(data)), files[0] if files else None)
+
+    def _who(self, peers: Sequence[int] | set[int]) -> str:
+        names = sorted(self.names[peer] for peer in peers)
+        return f"rank{'s' * (len(names) > 1)} {', '.join(map(str, names))}"
+
+
+def _connect(group: dist.ProcessGroup, timeout: float) -> dict[int, socket.socket]:
+    """A connection to each other rank: every rank connects to those below it, and accepts those above it."""
+    rank, size = group.rank(), group.size()
+    with _listener(size) as (listening, address):
+        secret = secrets.token_bytes(_SECRET)
+        known: list[Any] = [None] * size
+        dist.all_gather_object(known, (address, secret), group)
+        sockets = {}
+        for peer in range(rank):
+            sockets[peer] = one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            one.settimeout(timeout)
+            one.connect(known[peer][0])
+            one.sendall(_HELLO.pack(rank, known[peer][1]))
+        listening.settimeout(timeout)
+        while len(sockets) < size - 1:
+            one, _ = listening.accept()
+            one.settimeout(timeout)
+            peer, shown = _HELLO.unpack(one.recv(_HELLO.size, socket.MSG_WAITALL).ljust(_HELLO.size))
+            if hmac.compare_digest(shown, secret):  # otherwise, it is another program
+                sockets[peer] = one
+        for one in sockets.values():
+            one.settimeout(None)
+        return sockets
+
+
+@contextmanager
+def _listener(backlog: int) -> Iterator[tuple[socket.socket, str]]:
+    """A listening socket and its address, both of which vanish at the end."""
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
+        abstract = f"\0moe-dualpipe-{secrets.token_hex(8)}"
+        address = abstract if sys.platform == "linux" else f"{folder}/socket"
+        listening.bind(address)
+        listening.listen(backlog)
+        yield listening, address

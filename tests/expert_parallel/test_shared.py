@@ -1,0 +1,204 @@
+"""Shared gives the results of AllToAll bit for bit, and reports ranks that end, are late, or call something else."""
+
+import os
+import re
+import signal
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import group
+
+from moe_dualpipe.expert_parallel import AllToAll, Shared
+from moe_dualpipe.expert_parallel.shared.backend import SLOTS
+from moe_dualpipe.expert_parallel.shared.segments import MIN_BYTES
+from tests.support.ranks import exits_and_logs, run_failing_ranks, run_ranks
+
+EXPERTS = 8
+
+
+def random_ids(generator, tokens, k, kind):
+    """Expert ids [T, K] without repetition within a token; some or all are -1."""
+    ids = torch.stack([torch.randperm(EXPERTS, generator=generator)[:k] for _ in range(tokens + 1)])[:tokens]
+    if kind == "one expert":
+        return torch.where(torch.arange(k) == k - 1, 5, -1).expand(tokens, k)
+    if kind == "half of the experts":
+        return torch.where(ids < EXPERTS // 2, ids, -1)
+    if kind == "some without experts":
+        return torch.where(torch.rand(tokens, k, generator=generator) < 0.5, ids, -1)
+    return ids
+
+
+def rounds(rank, ranks, seeds):
+    ours, reference = Shared(EXPERTS, group.WORLD), AllToAll(EXPERTS, group.WORLD)
+    common, own = (torch.Generator().manual_seed(1000 * seeds[0] + i) for i in (ranks, 100 + rank))
+    kinds = "even", "one expert", "half of the experts", "some without experts"
+    for _ in seeds:
+        k, width, largest, kind = (int(torch.randint(n, (), generator=common)) for n in (3, 40, 300, 4))
+        dtype = (torch.float32, torch.bfloat16, torch.float64)[int(torch.randint(3, (), generator=common))]
+        tokens = int(torch.randint(largest + 1, (), generator=own)) * int(torch.randint(4, (), generator=own) > 0)
+        ids = random_ids(own, tokens, k + 1, kinds[kind])
+        x, grads = (torch.randn(tokens, width + 1, generator=own).to(dtype) for _ in range(2))
+        weights = torch.rand(ids.shape, generator=own)
+        check_round(ours, reference, ids, x, weights, grads)
+
+
+def check_round(ours, reference, ids, x, weights, grads):
+    """Forward and backward of a layer whose expert e multiplies by e + 1, with the transfers of two lanes in flight."""
+    routes = [ep.prepare(ids) for ep in (ours, reference)]
+    first, expected = [
+        ep.dispatch(x, route, weights).wait() for ep, route in zip((ours, reference), routes, strict=True)
+    ]
+    for mine, theirs in zip(first, expected, strict=True):
+        assert torch.equal(mine, theirs)
+    local_ids = routes[0].local_ids_NK
+    assert torch.equal(local_ids, routes[1].local_ids_NK)
+    assert [(r.num_rows, r.num_choices) for r in routes[:1]] == [(r.num_rows, r.num_choices) for r in routes[1:]]
+    scales_NK = torch.where(local_ids >= 0, (local_ids + ours.local_experts.start + 1) * first.weights_NK, 0)
+    y = (first.x_ND * scales_NK.sum(1, keepdim=True)).to(x.dtype)
+    # Started together, waited for in another order: the outputs and the gradients of both lanes.
+    pending = [
+        (ep.dispatch(grads, route), ep.combine(y, route), ep.combine(y, route, scales_NK))
+        for ep, route in zip((ours, reference), routes, strict=True)
+    ]
+    results = [[transfers[i].wait() for i in (2, 0, 1)] for transfers in pending]
+    for mine, theirs in zip(results[0], results[1], strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            assert (a is None and b is None) or torch.equal(a, b)
+    # The dense oracle: sums over all choices of a token, without any transfer.
+    factors = torch.where(ids >= 0, (ids + 1) * weights, 0)
+    combined = results[0][0]
+    torch.testing.assert_close(combined.weight_grads_TK, factors)
+    expected_y = x.double() * factors.double().sum(1, keepdim=True)
+    tolerance = 2e-2 if x.dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(combined.y_TD.double(), expected_y, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.quick("2")
+def test_results_are_those_of_all_to_all_bit_for_bit(ranks):
+    run_ranks(ranks, rounds, ranks, range(12))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_results_are_those_of_all_to_all_bit_for_bit_in_many_rounds(ranks):
+    run_ranks(ranks, rounds, ranks, range(100, 200))
+
+
+def simple_route(ep, tokens=6):
+    return ep.prepare(torch.arange(tokens)[:, None] % EXPERTS)
+
+
+def transfers_in_flight(rank):
+    """Rank 0 starts as many dispatches as there are slots before rank 1 does anything, and they grow."""
+    ep, store = Shared(EXPERTS, group.WORLD), torch.distributed.distributed_c10d._get_default_store()
+    widths = [3, MIN_BYTES // 4, 7, MIN_BYTES]
+    assert len(widths) == SLOTS
+    if rank == 1:
+        store.wait(["sent"])
+    for _ in range(2):  # the second time, the slots have their sizes
+        routes = [simple_route(ep) for _ in widths]
+        pending = [
+            ep.dispatch(torch.full((6, width), float(10 * rank + i)), route)
+            for i, (width, route) in enumerate(zip(widths, routes, strict=True))
+        ]
+        if rank == 0:
+            store.set("sent", "")
+        with pytest.raises(RuntimeError, match="4 transfers are in flight: wait for one of them"):
+            ep.dispatch(torch.zeros(6, 3), routes[0])
+        with pytest.raises(RuntimeError, match="wait for its first dispatch"):
+            ep.combine(torch.zeros(6, 3), routes[0])
+        for i in (2, 0, 3, 1):
+            x_ND = pending[i].wait().x_ND
+            assert pending[i].wait().x_ND is x_ND
+            rows = 8 if rank == 0 else 4  # tokens 0 to 3 go to rank 0
+            assert x_ND.shape == (rows, widths[i])
+            assert x_ND[:, -1].tolist() == [i] * (rows // 2) + [10 + i] * (rows // 2)
+
+
+def test_a_sender_does_not_wait_for_the_receiver_until_all_slots_are_full():
+    run_ranks(2, transfers_in_flight)
+
+
+def call_different_operations(rank, other_width):
+    ep = Shared(EXPERTS, group.WORLD)
+    route = simple_route(ep)
+    y_ND = ep.dispatch(torch.ones(6, 3), route).wait().x_ND
+    if other_width:
+        ep.dispatch(torch.ones(6, 3 + rank), route).wait()
+    else:
+        [ep.dispatch(torch.ones(6, 3), route) if rank else ep.combine(y_ND, route)][0].wait()
+
+
+@pytest.mark.parametrize("other_width", [False, True])
+def test_ranks_that_call_different_operations_say_so(other_width):
+    errors = run_failing_ranks(2, call_different_operations, other_width)
+    operations = ("dispatch", "dispatch") if other_width else ("combine", "dispatch")
+    rows = " with rows of another width or dtype" * other_width
+    for rank, error in enumerate(errors):
+        mine, theirs = operations[rank], operations[1 - rank]
+        expected = rf"rank {rank} waits for its {mine} \(operation 1\), but rank {1 - rank} called {theirs}{rows}: "
+        assert re.search(expected, error) or not error, error
+    assert any(errors)
+
+
+def leave_out(rank):
+    """Rank 2 leaves out an operation, and lives on until the others have reported that."""
+    ep = Shared(EXPERTS, group.WORLD, timeout=0.3)
+    store = torch.distributed.distributed_c10d._get_default_store()
+    route = simple_route(ep)
+    if rank == 2:
+        store.wait(["told by 0", "told by 1", "told by 3"])
+        return
+    with pytest.raises(torch.distributed.DistError) as error:
+        ep.dispatch(torch.ones(6, 3), route).wait()
+    assert str(error.value) == "no answer from rank 2 for 0.3 s before its dispatch (operation 0)"
+    store.set(f"told by {rank}", "")
+
+
+def test_a_rank_that_is_late_is_named():
+    run_ranks(4, leave_out)
+
+
+def be_killed(store, rank, log, folder):
+    """Rank 1 ends by SIGKILL while its memory and its sockets are in use."""
+    torch.set_num_threads(1)
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    ep = Shared(EXPERTS, group.WORLD)
+    route = simple_route(ep)
+    y_ND = ep.dispatch(torch.ones(6, 3000), route).wait().x_ND
+    if rank == 1:
+        ep.dispatch(torch.ones(6, 3), route)
+        os.kill(os.getpid(), signal.SIGKILL)
+    ep.dispatch(torch.ones(6, 3), route).wait()  # what the other rank sent before its end arrives
+    try:
+        ep.combine(y_ND, route).wait()
+    except torch.distributed.DistError as error:
+        Path(log).write_text(str(error))
+    os._exit(0)
+
+
+def test_a_rank_that_is_killed_is_named_at_once_and_leaves_nothing(tmp_path):
+    (folder := tmp_path / "temporary").mkdir()
+    before = {*Path("/dev/shm").glob("*")} if Path("/dev/shm").exists() else set()
+    logs = [tmp_path / f"log-{rank}" for rank in range(2)]
+    for log in logs:
+        log.touch()
+    arguments = [(str(tmp_path / "store"), rank, str(logs[rank]), str(folder)) for rank in range(2)]
+    codes, texts = exits_and_logs(be_killed, arguments, logs)
+    assert codes == [0, -signal.SIGKILL]
+    assert texts == ["rank 1 ended before its combine (operation 2)", ""]
+    assert not [*folder.iterdir()]
+    assert not {p for p in {*Path("/dev/shm").glob("*")} - before if "moe" in p.name}
+
+
+def uneven(_rank):
+    with pytest.raises(ValueError, match="7 experts cannot be divided evenly over 2 ranks"):
+        Shared(7, group.WORLD)
+
+
+def test_experts_that_cannot_be_divided_evenly_raise():
+    run_ranks(2, uneven)
