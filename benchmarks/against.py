@@ -4,8 +4,7 @@
     python -m benchmarks.against --sizes tiny --only ours plain --threads 1 --rounds 15
 
 A step is forward and backward of one micro-batch, the norm of the gradients, clipping, and AdamW. `small` and
-`olmoe-layer` are without the update, whose state for several programs at once would not fit into the memory of a small
-machine. The programs:
+`olmoe-layer` are without the update, whose state would not fit into the memory of a small machine. The programs:
 
     ours                 the trainer of train.py, in one process
     ours, compiled       the same with --compile on
@@ -15,19 +14,23 @@ machine. The programs:
     hf ..., compiled     the same under torch.compile
 
 All start with the same weights and get the same batches. Their losses must agree in every step. They take turns, and a
-ratio compares two steps of one round. `matrix products` is the time that plain spends in matrix products and attention:
-no program with these products can be faster. On one thread, times are CPU seconds of the process, which other programs
-on the machine disturb little; on more threads, they are wall times.
+ratio compares two steps of one round. Sizes without the update are measured in pairs, a program and plain, because all
+programs at once would not fit into memory; the row of plain is that of the first pair. `matrix products` is the time
+that plain spends in matrix products and attention: no program with these products can be faster.
+
+On one thread, times are CPU seconds of the process, which other programs on the machine disturb little; on more
+threads, they are wall times.
 """
 
 import dataclasses
+import gc
 import importlib.metadata
 import itertools
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -41,7 +44,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_dualpipe.checkpoint.huggingface import save_pretrained
-from moe_dualpipe.models import PRESETS, ModelConfig, TransformerStage, build_model
+from moe_dualpipe.models import PRESETS, ModelConfig, build_model
 from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.runtime.world import join_world
 from moe_dualpipe.training import config as training
@@ -98,7 +101,15 @@ Step = Callable[[Tensor, Tensor], float]
 """Trains on inputs and labels [B, S], and returns the loss."""
 
 
-def ours(size: Size, weights: dict[str, Tensor], compiled: bool) -> Step:
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The initial weights, and a folder that holds them in the format of Hugging Face."""
+
+    weights: dict[str, Tensor]
+    folder: Path
+
+
+def ours(size: Size, start: Start, compiled: bool) -> Step:
     no_tokens = torch.zeros(size.batch, dtype=torch.long)
     batches = {0: (no_tokens, no_tokens)}
     config = training.TrainConfig(
@@ -106,7 +117,7 @@ def ours(size: Size, weights: dict[str, Tensor], compiled: bool) -> Step:
         batch=training.BatchConfig(micro_batches=1, micro_batch_size=size.batch[0], seq_len=size.batch[1]),
         compute=training.ComputeConfig(device="cpu", compile="on" if compiled else "off"),
     )  # fmt: skip
-    trainer = Trainer(plan_run(config, Launch(0, 0, 1, 1), None, Given(weights, batches.__getitem__)))
+    trainer = Trainer(plan_run(config, Launch(0, 0, 1, 1), None, Given(start.weights, batches.__getitem__)))
     numbers = itertools.count(1)
 
     def step(inputs_BS: Tensor, labels_BS: Tensor) -> float:
@@ -121,15 +132,15 @@ def ours(size: Size, weights: dict[str, Tensor], compiled: bool) -> Step:
     return step
 
 
-def plain(size: Size, weights: dict[str, Tensor]) -> Step:
-    parameters = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
+def plain(size: Size, start: Start) -> Step:
+    parameters = {name: weight.clone().requires_grad_() for name, weight in start.weights.items()}
     return _trained(size, [*parameters.values()], lambda *batch: plain_loss(parameters, size.model, *batch))
 
 
-def hugging_face(size: Size, folder: Path, experts: str, compiled: bool) -> Step:
+def hugging_face(size: Size, start: Start, experts: str, compiled: bool) -> Step:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation=experts).train()
+    model = AutoModelForCausalLM.from_pretrained(start.folder, experts_implementation=experts).train()
     run = torch.compile(model) if compiled else model
 
     def loss(inputs_BS: Tensor, labels_BS: Tensor) -> Tensor:
@@ -156,16 +167,23 @@ def _trained(size: Size, parameters: list[Tensor], loss_of: Callable[..., Tensor
     return step
 
 
-def programs(size: Size, model: TransformerStage, folder: Path) -> dict[str, Callable[[], Step]]:
-    """How to build each program. model: the weights of all; folder: the same, in the format of Hugging Face."""
-    weights = {name: p.detach() for name, p in model.named_parameters()}
-    found: dict[str, Callable[[], Step]] = {PLAIN: partial(plain, size, weights)}
-    for compiled in (False, True):
-        suffix = ", compiled" if compiled else ""
-        found[f"ours{suffix}"] = partial(ours, size, weights, compiled)
-        for experts in ("eager", "grouped_mm"):
-            found[f"hf {experts}{suffix}"] = partial(hugging_face, size, folder, experts, compiled)
-    return {**found, PRODUCTS: found[PLAIN]}
+PROGRAMS: dict[str, Callable[[Size, Start], Step]] = {
+    PLAIN: plain,
+    "ours": partial(ours, compiled=False),
+    "hf eager": partial(hugging_face, experts="eager", compiled=False),
+    "hf grouped_mm": partial(hugging_face, experts="grouped_mm", compiled=False),
+    "ours, compiled": partial(ours, compiled=True),
+    "hf eager, compiled": partial(hugging_face, experts="eager", compiled=True),
+    "hf grouped_mm, compiled": partial(hugging_face, experts="grouped_mm", compiled=True),
+    PRODUCTS: plain,
+}
+"""How to build each program."""
+
+
+def groups(size: Size, only: tuple[str, ...] = ()) -> list[list[str]]:
+    """The programs to build at a time. Each group starts with plain."""
+    others = [name for name in PROGRAMS if name != PLAIN and (not only or name in (*only, PRODUCTS))]
+    return [[PLAIN, *others]] if size.update else [[PLAIN, name] for name in others]
 
 
 class ProductTime(TorchDispatchMode):
@@ -185,21 +203,20 @@ class ProductTime(TorchDispatchMode):
 
 
 @contextmanager
-def built(size: Size, only: tuple[str, ...] = ()) -> Iterator[dict[str, Step]]:
+def built(size: Size, names: Sequence[str]) -> Iterator[dict[str, Step]]:
     """The programs that run here, by name. Those that do not are printed with the reason."""
     steps = {}
     with tempfile.TemporaryDirectory() as folder, join_world("cpu"):
         model = build_model(size.model)
-        save_pretrained(model, Path(folder, "hf"))
+        start = Start({name: p.detach() for name, p in model.named_parameters()}, Path(folder, "hf"))
+        save_pretrained(model, start.folder)
         tokens_BS = torch.zeros(size.batch, dtype=torch.long)
-        for name, build in programs(size, model, Path(folder, "hf")).items():
-            if only and name not in (*only, PLAIN, PRODUCTS):
-                continue
+        for name in names:
             try:
-                steps[name] = build()
                 if "compiled" in name:
-                    steps[name](tokens_BS, tokens_BS)
-                    steps[name] = build()
+                    PROGRAMS[name](size, start)(tokens_BS, tokens_BS)
+                    gc.collect()  # frees the weights of this first build
+                steps[name] = PROGRAMS[name](size, start)
             except Exception as error:  # any error of another library, or of a compiler
                 print(f"without {name}: {type(error).__name__}: {str(error).strip().splitlines()[0]}")
         yield steps
@@ -235,20 +252,32 @@ def rows(name: str, threads: int, size: Size, seconds: dict[str, list[float]]) -
     return found
 
 
+def compare(name: str, threads: int, options: Options) -> Iterator[list[str]]:
+    """The rows of a size. Its groups are built and measured one after the other."""
+    size, clock = SIZES[name], time.process_time if threads == 1 else time.perf_counter
+    for number, names in enumerate(groups(size, options.only)):
+        torch.compiler.reset()  # compiled code has a fixed number of threads
+        torch.manual_seed(0)
+        with built(size, names) as steps:
+            found = rows(name, threads, size, measure(size, steps, options.rounds, clock))
+        yield from found[number > 0 :]  # plain only once
+        del steps
+        gc.collect()  # frees the memory for the next group
+
+
 def main() -> None:
     options = tyro.cli(Options, description=__doc__)
+    for name in options.only:
+        if name not in PROGRAMS:
+            raise SystemExit(f"unknown program {name!r}; choose from: {'; '.join(PROGRAMS)}")
     versions = f"torch {torch.__version__}, transformers {importlib.metadata.version('transformers')}"
     print(f"{os.cpu_count()} cores; fp32; {versions}; {options.rounds} rounds")
     for name in options.sizes:
         for threads in options.threads:
             torch.set_num_threads(threads)
-            torch.compiler.reset()  # compiled code has a fixed number of threads
-            torch.manual_seed(0)
-            size, clock = SIZES[name], time.process_time if threads == 1 else time.perf_counter
-            with built(size, options.only) as steps:
-                print(
-                    table(COLUMNS, rows(name, threads, size, measure(size, steps, options.rounds, clock))), flush=True
-                )
+            print(table(COLUMNS, []), flush=True)
+            for row in compare(name, threads, options):
+                print(table(COLUMNS, [row]).splitlines()[-1], flush=True)
 
 
 if __name__ == "__main__":

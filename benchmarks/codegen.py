@@ -9,7 +9,8 @@ of the shipped table, and some that no fast path accepts. A kernel fails if it s
 shared memory than the GPU has, or causes ptxas warnings C75xx (serialized matrix products). On NVIDIA GPUs, the loop of
 a product must load asynchronously; on Hopper, it must use wgmma and keep one group of them in flight. Spills are
 allowed outside this loop where the table sets `maxnreg` and two blocks then fit on a multiprocessor. In the Gluon
-kernels, the loop that loads and the loop that multiplies must be separate and wait for each other.
+kernels, the loop that loads and the loop that multiplies must be separate and wait for each other. The kernels of
+one-sided transfers must store 16 bytes at a time, and release only after a barrier.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any, get_args
@@ -30,8 +31,19 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from moe_dualpipe.expert_parallel.modelled import paced_copy
-from moe_dualpipe.kernels.gpu import configs, gemm, permute, routing, sorting, swiglu, tiles, wgrad
+from moe_dualpipe.kernels.gpu import (
+    configs,
+    gemm,
+    permute,
+    push,
+    receive,
+    routing,
+    signals,
+    sorting,
+    swiglu,
+    tiles,
+    wgrad,
+)
 from moe_dualpipe.kernels.gpu.families import family_of
 from moe_dualpipe.kernels.gpu.gluon import CONFIGS
 from moe_dualpipe.kernels.gpu.launch_args import interpreter_enabled
@@ -135,8 +147,22 @@ def launch_others(dtype: torch.dtype, brief: bool = False) -> None:
         sorting.order_by_expert(ids, num_experts, 512, heights=(64, 128))
     sorting.order_by_expert(ids, 8, 512, lowest=-1)
     sorting.order_by_expert(ids, 8, 512, 32, True)
-    if dtype == torch.bfloat16:
-        paced_copy.paced_copy(x, torch.empty_like(x), 0.0, 4)
+
+
+def launch_transfers(dtype: torch.dtype) -> None:
+    """Launch the kernels of one-sided transfers, with both kinds of signals."""
+    zeros = partial(torch.zeros, dtype=torch.int32)
+    x, weights, ids, starts = torch.empty(64, 4096, dtype=dtype), torch.empty(64, 8), zeros(64, 8), zeros(9)
+    operation, addresses = signals.Operation(0, 0, 0), torch.zeros(8, dtype=torch.int64)
+    state, counter = signals.new_state(2, x.device), torch.zeros((), dtype=torch.int64)
+    for in_kernel in (False, True):
+        windows = signals.Windows(addresses, state, 0, 2, 64, 4112, 4096, 4104, 20, 600.0, in_kernel)
+        push.push(windows, operation, x, zeros(64), starts, weights, ids)
+        push.push(windows, operation, x, None, starts)
+        push.push(windows, operation, x, zeros(64), starts, weights, ids, push.Pace(8320, 0.0, 0.0, counter))
+        for sent, chosen in ((None, None), (weights, ids)):
+            receive.receive_rows(windows, operation, x, starts, sent, chosen)
+            receive.receive_sums(windows, operation, x, ids, starts, sent)
 
 
 def check(arch: str, dtype: str, brief: bool = False) -> list[Compiled]:
@@ -150,7 +176,10 @@ def check(arch: str, dtype: str, brief: bool = False) -> list[Compiled]:
     launches = [((d, f), partial(launch_experts, d, f, rows_per_expert=r)) for d, f in sizes for r in rows]
     if arch == "sm_90" and size == 2 and not brief:
         launches += [((d, f), partial(launch_gluon, d, f)) for d, f in sizes if d % 8 == 0]
-    for shape, launch in [*launches, ((), partial(launch_others, brief=brief))]:
+    others: list[Callable[[torch.dtype], None]] = [partial(launch_others, brief=brief)]
+    if arch.startswith("sm_"):  # transfers read NVIDIA's clock
+        others.append(launch_transfers)
+    for shape, launch in [*launches, *(((), launch) for launch in others)]:
         with compiling(arch) as compiled:
             launch(DTYPES[dtype])
         for built in compiled:

@@ -8,6 +8,10 @@ to step, so that the tensor cores do not wait for the loads of the next one.
 In a warp-specialized kernel, warps that load tiles and warps that multiply have loops of their own, and barriers in
 shared memory (mbarrier) connect them.
 
+A kernel that writes into the memory of other GPUs (kernels/gpu/signals.py) releases what all threads of a block have
+stored, so a barrier of the block must precede the release. All threads must leave a wait for a flag together, so the
+clock that limits it must be the same for all of them.
+
 These checks read PTX: ptxas keeps the copies as they are, and warns (C75xx) if it serializes products. Only ptxas
 allocates registers, so spills are read from its log and from SASS.
 """
@@ -29,6 +33,7 @@ SHARED_RESERVED = 1024  # a multiprocessor has this much more than a block may u
 REGISTERS = 65_536  # of a multiprocessor of an NVIDIA GPU
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PRODUCTS = {"rows_times_weights", "swiglu_up", "swiglu_down_backward", "weight_gradients"}
+TRANSFERS = {"push", "receive_rows", "receive_sums"}
 GLUON = "gluon."  # before the names of kernels in Gluon
 NVIDIA_BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -36,6 +41,8 @@ _LABEL = re.compile(r"\s*([.$]L\w+):")
 _BRANCH = re.compile(r"\bbra\b[^;]*?([.$]L\w+)", re.IGNORECASE)
 _TILE_LOAD = re.compile(r"cp\.async\.(?:cg|bulk\.tensor\.\dd\.shared)")
 _RELEASE = re.compile(r"wgmma\.wait_group(?:(?!mbarrier).)*\bbar\.sync(?:(?!mbarrier).)*mbarrier\.arrive", re.DOTALL)
+_SIGNAL = re.compile(r"atom\S*\.(?:release|acq_rel)\S*\.(?:exch|add)|st\.global|bar\.sync")
+_CLOCK = re.compile(r"%globaltimer;(.*?)\bbra\b", re.DOTALL)
 _PRODUCT = re.compile(r"mma|fma\.rn\.f32|FFMA", re.IGNORECASE)
 
 
@@ -90,6 +97,9 @@ def describe(built: Built, arch: str, dtype: str, sizes: tuple[int, ...] = ()) -
         problems += specialization_problems(ptx, log)
     elif product and all(size * DTYPES[dtype].itemsize % 16 == 0 for size in sizes):
         problems += pipeline_problems(ptx, hopper)
+    if name in TRANSFERS and "st.global.v4" not in ptx:
+        problems.append("no stores of 16 bytes")
+    problems += signal_problems(ptx) if name in {*TRANSFERS, "release"} else []
     problems += sorted(set(re.findall(r"C75\d\d", log)))
     tma = "cp.async.bulk.tensor" in ptx
     return Compiled(name, arch, dtype, shape, tma, registers, spills, shared, matrix, tuple(problems))
@@ -138,6 +148,17 @@ def specialization_problems(ptx: str, log: str) -> list[str]:
     # One thread lets the buffer of a finished product be overwritten. All its warps must have finished it.
     if not _RELEASE.search(products):
         found.append("a buffer is released before all warps have read it")
+    return found
+
+
+def signal_problems(ptx: str) -> list[str]:
+    """Reasons why a signal may overtake what it announces, or why threads may leave a wait at different times."""
+    found, events = [], _SIGNAL.findall(ptx)
+    before = ["", *events[:-1]]
+    if any(event.startswith("atom") and last != "bar.sync" for last, event in zip(before, events, strict=True)):
+        found.append("a release without a barrier before it")
+    if not all("bar.sync" in after for after in _CLOCK.findall(ptx)):
+        found.append("threads may leave a wait at different times")
     return found
 
 

@@ -121,7 +121,7 @@ class MoE(Segmented):
         order = route.order
         if getattr(self.experts, "takes_order", False):
             return call_layer("experts", self.experts, x_ND, order, weights_NK)
-        if not route.exact and getattr(self.router, "skips_choices", True):
+        if not route.exact and (route.padded or getattr(self.router, "skips_choices", True)):
             order = order.trimmed()  # a host sync; other layers may assume that the last offset is the number of rows
         rows_MD = permute(x_ND, order, self.kernels)
         out_MD = call_layer("experts", self.experts, rows_MD, order.expert_offsets)

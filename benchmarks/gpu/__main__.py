@@ -29,6 +29,7 @@ SECTIONS = {
     "experts": ("experts", 0.62),
     "permute": ("permute", 0.65),
     "routing": ("routing", 0.68),
+    "transfers": ("transfers", 0.72),
     "overlap": ("overlap", 0.8),
     "training": ("training", 1.0),
 }

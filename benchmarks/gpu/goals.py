@@ -10,6 +10,7 @@ from typing import Any
 
 from .overlap import REPLAY_RUN
 from .shapes import GOAL_SHAPE, INDEX_BYTES
+from .transfers import GOAL_SIZES, GOAL_SMS
 
 Results = dict[str, Any]
 
@@ -72,6 +73,15 @@ def combine_share(results: Results) -> float | None:
     return None if share is None else 100 * share
 
 
+def dispatch_share(results: Results) -> float | None:
+    """Best rate of a one-sided dispatch on at most GOAL_SMS multiprocessors, in percent of a device copy's rate."""
+    record = results.get("transfers", {})
+    if record.get("sizes") != GOAL_SIZES._asdict():
+        return None
+    timed = [o["share"] for n, o in record["dispatch"].items() if int(n) <= GOAL_SMS and o["status"] == "timed"]
+    return 100 * max(timed) if timed else None
+
+
 def hidden_share(results: Results) -> float | None:
     """Percent of the time of DeepSeek's transfers that is hidden behind our computation of the same layers."""
     record = results.get("overlap", {})
@@ -95,7 +105,9 @@ def _goals() -> tuple[Goal, ...]:
     bound = GOAL_SHAPE.saved_bytes() + INDEX_BYTES * GOAL_SHAPE.K
     memory = Goal("saved for backward, bytes per token (2D + 4KF and indices)", bound, "", saved_bytes, at_most=True)
     combine = Goal("combine, share of a copy's rate", 85, "%", combine_share)
-    return (*rates, *speedups, memory, combine, Goal("DeepSeek's transfers, hidden share", 97, "%", hidden_share))
+    dispatch = Goal(f"one-sided dispatch on up to {GOAL_SMS} SMs, share of a copy's rate", 85, "%", dispatch_share)
+    hidden = Goal("DeepSeek's transfers, hidden share", 97, "%", hidden_share)
+    return (*rates, *speedups, memory, combine, dispatch, hidden)
 
 
 GOALS = _goals()

@@ -209,6 +209,22 @@ def us_cell(outcome: dict[str, Any]) -> str:
     return f"{format_number(outcome['called']['median'])} / {format_number(graph['median']) if graph else '-'}"
 
 
+def transfers_section(record: dict[str, Any]) -> str:
+    """Columns: multiprocessors, then GB/s of dispatch and combine, and of both parts of dispatch."""
+    rows = []
+    for n, dispatch in record["dispatch"].items():
+        parts = [format_number(dispatch[part]["median"]) if part in dispatch else "-" for part in ("push", "receive")]
+        rows.append([n, gb_cell(dispatch), *parts, gb_cell(record["combine"][n])])
+    sizes = ", ".join(f"{name}={size}" for name, size in record["sizes"].items())
+    reasons = {o["reason"]: None for name in ("dispatch", "combine") for o in record[name].values() if "reason" in o}
+    header = ["multiprocessors", "dispatch, GB/s (share of a copy)", "push", "receive", "combine, GB/s (share)"]
+    return "\n\n".join([
+        f"## One-sided transfers\n\nWithin one GPU: {sizes}; {record['rows']:,} rows. Rate: the bytes of rows read and "
+        f"written, per second. A copy of these rows by all multiprocessors: {format_measurement(record['copy'])}.",
+        table(header, rows), *(f"- {reason}" for reason in reasons),
+    ])  # fmt: skip
+
+
 def training_section(record: dict[str, Any]) -> str:
     titles = {"triton": "Triton kernels", "reference": "torch grouped_mm", "loop": "a loop over experts"}
     rows = []
@@ -284,6 +300,7 @@ SECTIONS: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
     "experts": (experts_section, "shapes"),
     "permute": (permute_section, "shapes"),
     "routing": (routing_section, "sizes"),
+    "transfers": (transfers_section, "copy"),
     "overlap": (overlap_section, "runs"),
     "training": (training_section, "runs"),
 }

@@ -24,7 +24,7 @@ from ..kernels.permute import gather, gather_sum
 from ..overlap.annotation import annotation
 from ..overlap.labels import SIZES_WAIT
 from .protocol import Combined, Pending, Received, Route
-from .sends import count_sends, find_sends
+from .sends import Sends, count_sends
 
 V = TypeVar("V")
 ALIGNMENT = 16  # bytes; each field of a row of a message starts at a multiple of it
@@ -32,7 +32,7 @@ ROW_ALIGNMENT = 128  # bytes; the length of a row is a multiple of it, a cache l
 
 
 class AsyncResult(Generic[V]):
-    """The result of `finish`, which the first `wait` calls after it has waited for all of `works`."""
+    """A result that is computed later: the first `wait` waits for all `works`, then calls `finish`."""
 
     def __init__(self, works: Sequence[Any], finish: Callable[[], V]):
         self._works: Sequence[Any] = works
@@ -52,14 +52,10 @@ class AsyncResult(Generic[V]):
 class _UnsizedPlan:
     """State of a route after prepare: a _SendPlan before the sizes are known.
 
-    sent_M: as sent_S, followed by unused entries; M = T min(K, R). ids_MK: expert ids of these rows, local to the
-    destination; -1 for experts on other ranks and for no expert. slots_TC: as in _SendPlan.
     counts_2R2: [sent, received] x rank x [rows, choices].
     """
 
-    sent_M: Tensor
-    ids_MK: Tensor
-    slots_TC: Tensor
+    sends: Sends
     counts_2R2: Pending[Tensor]
 
 
@@ -67,8 +63,8 @@ class _UnsizedPlan:
 class _SendPlan:
     """State of a route after its first dispatch: the rows that this rank sends.
 
-    sent_S: the token of each of the S sent rows, which are sorted by destination rank. slots_TC: the sent rows of each
-    token, -1 for unused entries; C = min(K, R). rows_out, rows_in: number of rows sent to and received from each rank.
+    sent_S: the token of each of the S sent rows. slots_TC: the sent rows of each token (sends.py). rows_out, rows_in:
+    number of rows sent to and received from each rank.
     """
 
     sent_S: Tensor
@@ -94,18 +90,17 @@ class Exchange(ABC):
 
     @abstractmethod
     def all_to_all_counts(self, counts_R2: Tensor) -> Pending[Tensor]:
-        """Start to send row r to rank r. Returns the sent and the received counts, [2, R, 2], on the host."""
+        """Start to send row r of counts_R2 to rank r. Returns [sent, received], [2, R, 2], on the host."""
 
     @abstractmethod
     def all_to_all(self, rows: Tensor, rows_out: list[int], rows_in: list[int]) -> Pending[Tensor]:
         """Start to send contiguous `rows`: the first rows_out[0] to rank 0, and so on. Returns the received rows."""
 
     def prepare(self, expert_ids_TK: Tensor) -> Route:
-        order, counts_R2 = count_sends(expert_ids_TK, self.num_experts, self.num_ranks, self.kernels)
+        counts_R2, finder = count_sends(expert_ids_TK, self.num_experts, self.num_ranks, self.kernels)
         counts_2R2 = self.all_to_all_counts(counts_R2)
         # While the sizes travel, do what does not need them. Then only views remain to be made when they arrive.
-        ids_MK, slots_TC = find_sends(expert_ids_TK, order, self.experts_per_rank, self.num_ranks)
-        plan = _UnsizedPlan(order.gather_idx_M, ids_MK, slots_TC, counts_2R2)
+        plan = _UnsizedPlan(finder.find(), counts_2R2)
         return Route(self.experts_per_rank, self.kernels, backend_state=plan)
 
     def dispatch(self, x_TD: Tensor, route: Route, weights_TK: Tensor | None = None) -> Pending[Received]:
@@ -114,7 +109,7 @@ class Exchange(ABC):
         fields = [x_TD] if weights_TK is None else [x_TD, weights_TK]
         indices: list[Tensor | None] = [plan.sent_S] * len(fields)
         if first_dispatch:
-            fields.append(unsized.ids_MK[: len(plan.sent_S)])
+            fields.append(unsized.sends.ids_MK[: len(plan.sent_S)])
             indices.append(None)
         message = pack(fields, indices, self.kernels)
         exchanged = self.all_to_all(message, plan.rows_out, plan.rows_in)
@@ -148,7 +143,8 @@ class Exchange(ABC):
             counts = unsized.counts_2R2.wait()
         counts_out, counts_in = counts.tolist()
         rows_out, rows_in = [rows for rows, _ in counts_out], [rows for rows, _ in counts_in]
-        route.backend_state = _SendPlan(unsized.sent_M[: sum(rows_out)], unsized.slots_TC, rows_out, rows_in)
+        tokens_M, _, slots_TC = unsized.sends
+        route.backend_state = _SendPlan(tokens_M[: sum(rows_out)], slots_TC, rows_out, rows_in)
         route.num_rows, route.num_choices = sum(rows_in), sum(choices for _, choices in counts_in)
         return route.backend_state
 
@@ -167,7 +163,7 @@ def start_copy_to_host(counts: Tensor, device_streams: Any) -> Callable[[], Tens
 
 
 def pack(fields: Sequence[Tensor], indices: Sequence[Tensor | None] | None = None, kernels: Kernels = "auto") -> Tensor:
-    """Concatenate the rows of several tensors [S, c] into one message of bytes [S, W]. A single field is not converted.
+    """Concatenate the rows of several tensors [S, c] into one message of bytes [S, W]. A single field stays as it is.
 
     indices: for each field, the rows to take, [S]; None: all rows.
 
@@ -195,6 +191,11 @@ def unpack(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     *starts, _ = _field_offsets(like)
     stops = [start + t.shape[1] * t.element_size() for start, t in zip(starts, like, strict=True)]
     return [message[:, a:b].view(t.dtype) for a, b, t in zip(starts, stops, like, strict=True)]
+
+
+def row_bytes(fields: Sequence[Tensor]) -> int:
+    """The length of a row of the message of `pack`."""
+    return fields[0].shape[1] * fields[0].element_size() if len(fields) == 1 else _field_offsets(fields)[-1]
 
 
 def _field_offsets(fields: Sequence[Tensor]) -> list[int]:

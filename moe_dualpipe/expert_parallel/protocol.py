@@ -44,6 +44,8 @@ class Route:
     None once `order` has been computed.
     num_rows, num_choices: N and M. These three are known once the first dispatch has been waited for.
     exact: M is the number of local choices. Otherwise M may be larger: a GPU would have to wait for an exact count.
+    padded: N may be larger than the number of received rows. The other rows follow them, have no experts, and may be
+    NaN.
     backend_state: private data of the backend.
     """
 
@@ -53,6 +55,7 @@ class Route:
     num_rows: int = 0
     num_choices: int = 0
     exact: bool = True
+    padded: bool = False
     backend_state: Any = None
     _order: ExpertOrder | None = field(default=None, repr=False)
 

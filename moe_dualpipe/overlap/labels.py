@@ -6,6 +6,8 @@
     wait for sizes           a wait for the number of rows that each rank sends
     link::carry              a call that starts a transfer over a modelled link
     link:carry               that transfer, from its start to its end
+    shared::send             a call that copies rows into memory shared with other ranks; shared::receive: out of it
+    shared:send              the copies of that call; shared:receive: the wait for the other ranks, and the copies
     step 12                  a training step: the pipeline's actions ("0F3", see schedule/actions.py), then STEP_PARTS
     sum gradients of stage 3 the start of a sum over replicas, between actions
     gather weights of stage 3: the start of an all-gather of new weights
@@ -20,6 +22,9 @@ DISPATCH, COMBINE, LOSS = "dispatch", "combine", "loss"  # segments; attn, mlp, 
 
 LINK = "link"
 LINK_CALL, LINK_TRANSFER = f"{LINK}::carry", f"{LINK}:carry"
+SHARED = "shared"
+OWN_TRANSFERS = f"(?:{LINK}|{SHARED})"
+"""A regular expression for the names before the colons in annotations of transfers of this package."""
 
 STEP_PARTS = GRADIENTS, OPTIMIZER = "gradients", "optimizer"
 """The parts of a step after the pipeline: wait for the sums of gradients over replicas; update the weights."""

@@ -25,7 +25,8 @@ from .intervals import EMPTY, Intervals, difference, intersection, intervals_of,
 from .trace import DeviceEvent, Trace
 
 COMMUNICATION = re.compile(
-    r"nccl|nvshmem|deep_?ep|::ep::|multimem|symm_?mem|paced_copy"
+    r"nccl|nvshmem|deep_?ep|::ep::|multimem|symm_?mem"
+    r"|(?:push|receive_rows|receive_sums|release)_kernel"
     r"|all_?to_?all|all_?gather|all_?reduce|reduce_?scatter|send_?recv|_shot_",
     re.IGNORECASE,
 )

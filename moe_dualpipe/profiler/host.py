@@ -6,9 +6,9 @@ module converts them into device events, so that the other modules treat CPUs an
     computation     operators. In annotations that end in (F), (B), (I) or (W), such as attn(F), also the Python code
                     between operators. Waits and calls of a backend are not computation. Operators inside "wait for x"
                     are, because they unpack received data; they belong to phase x.
-    communication   transfers of gloo or of a modelled link, from start to end, and annotations that match the
-                    communication pattern. Receives are left out: a receive starts when it is posted, so only the send
-                    shows when data is in flight.
+    communication   transfers of gloo, of a modelled link or through shared memory, from start to end, and annotations
+                    that match the communication pattern. Receives of gloo are left out: a receive starts when it is
+                    posted, so only the send shows when data is in flight.
 
 Nested operators become one event with the name of the outermost operator inside the innermost such annotation.
 """
@@ -20,11 +20,11 @@ from dataclasses import replace
 from functools import lru_cache
 from math import inf
 
-from ..overlap.labels import LINK, is_wait, letter_of, without_wait
+from ..overlap.labels import LINK, OWN_TRANSFERS, is_wait, letter_of, without_wait
 from .trace import DeviceEvent, HostEvent, Trace
 
-_CALLS = re.compile(rf"c10d::|_?c10d_functional::|{LINK}::")
-_LAUNCHES = re.compile(rf"(?:c10d|{LINK})::(\w+)")
+_CALLS = re.compile(rf"c10d::|_?c10d_functional::|{OWN_TRANSFERS}::")
+_LAUNCHES = re.compile(rf"(?:c10d|{OWN_TRANSFERS})::(\w+)")
 
 
 def host_as_device(trace: Trace, pattern: re.Pattern[str]) -> Trace:

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..messages import quoted
-from ..overlap.labels import LINK
+from ..overlap.labels import OWN_TRANSFERS
 
-TRANSFER = re.compile(rf"(nccl|gloo|ucc|mpi|xccl|{LINK}):(?!:)")
-"""Names of events for whole transfers, by torch's backends and modelled links. They are not annotations."""
+TRANSFER = re.compile(rf"(nccl|gloo|ucc|mpi|xccl|{OWN_TRANSFERS}):(?!:)")
+"""Names of events for whole transfers, by torch's backends and this package. They are not annotations."""
+_OWN_CALLS = re.compile(f"{OWN_TRANSFERS}::")
 
 _SPACE = re.compile(r"[\s,]*")
 _OPENING = re.compile(r'"traceEvents"\s*:\s*\[')
@@ -178,7 +179,7 @@ def _keep(event: dict[str, Any], trace: Trace) -> None:
         host_event = HostEvent(name, start, end, thread)
         if TRANSFER.match(name):
             trace.transfers.append(host_event)
-        elif category == "cpu_op" or name.startswith(f"{LINK}::"):
+        elif category == "cpu_op" or _OWN_CALLS.match(name):
             trace.operators.append(host_event)
         else:
             trace.annotations.append(host_event)

@@ -61,10 +61,17 @@ def _record(
     with recording_world(rank, num_ranks) as world:
         now = _Now(Engine(torch.device("cpu"), queued))
         pipeline = Pipeline(
-            model, schedule, (1, LENGTH + model.mtp_layers), ep=ep, options=options, on_action=now.begin
+            model,
+            schedule,
+            (1, LENGTH + model.mtp_layers),
+            ep=ep,
+            ep_backend="all_to_all",
+            options=options,
+            on_action=now.begin,
         )
         recorder = Recorder(now.describe, serial_links=queued)
         executor, groups = pipeline.executor, vars(pipeline.groups) | {"world": world}
+        groups.pop("links")  # this world has no NCCL
         if queued and groups["pipeline"] is not None:
             members = groups.pop("pipeline").ranks
             groups |= {f"pipeline {way}": create_group(members, members_only=True) for way in ("up", "down")}

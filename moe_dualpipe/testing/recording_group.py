@@ -2,7 +2,7 @@
 
 All ranks of a run can be recorded in one process, one after the other. No data is sent: an all-to-all returns this
 rank's own input, or zeros if it receives more or less, and a receive returns random numbers, or zeros for integers.
-A sum is that of equal tensors on all ranks.
+A broadcast of another rank returns zeros, or leaves integers as they are. A sum is that of equal tensors on all ranks.
 """
 
 import sys
@@ -95,6 +95,8 @@ class RecordingGroup(dist.ProcessGroup):
         return self._collective("all-gather", input_tensors[0])
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
+        if opts.rootRank != self.own_rank and tensors[0].is_floating_point():
+            tensors[0].zero_()
         return self._collective(f"broadcast from {self.ranks[opts.rootRank]}", tensors[0])
 
     def all_to_all_single(  # type: ignore[override]

@@ -1,9 +1,11 @@
 """benchmarks/against.py: its programs train the same model, and a program that trains another one is noticed."""
 
 import dataclasses
+import gc
 import itertools
 
 import pytest
+from torch import Tensor, nn
 
 from benchmarks import against
 from moe_dualpipe.models import ModelConfig
@@ -17,8 +19,13 @@ OLMOE = dataclasses.replace(
     QWEN, num_dense_layers=0, num_shared_experts=0, shared_gate=False, num_kv_heads=6, qk_norm="full",
     normalize_weights=False,
 )  # fmt: skip
-PROGRAMS = ("ours", "hf eager", "hf grouped_mm")
+PROGRAMS = [against.PLAIN, "ours", "hf eager", "hf grouped_mm", against.PRODUCTS]
 clock = itertools.count().__next__
+
+
+def live_embeddings() -> int:
+    """Tensors in memory with the shape of the embedding."""
+    return sum(type(o) in (Tensor, nn.Parameter) and o.shape == (37, 24) for o in gc.get_objects())
 
 
 @pytest.mark.quick("True-olmoe")
@@ -28,7 +35,7 @@ def test_all_programs_have_the_same_losses_in_every_step(model, update):
     size = against.Size(model, (2, 19), update)
     with against.built(size, PROGRAMS) as steps:
         seconds = against.measure(size, steps, 3, clock)
-    assert [*seconds] == [against.PLAIN, *PROGRAMS, against.PRODUCTS]
+    assert [*seconds] == PROGRAMS
     # A step reads the clock twice. Forward and backward of the qkv projection alone are three products.
     assert set(seconds["ours"]) == {1}
     assert all(value > 3 * model.num_layers for value in seconds[against.PRODUCTS])
@@ -41,8 +48,73 @@ def test_a_program_with_another_loss_is_an_error():
     size = against.Size(QWEN, (2, 19), update=True)
     other = dataclasses.replace(size, update=False)
     with (
-        against.built(size, ("plain",)) as steps,
-        against.built(other, ("ours",)) as without_updates,
+        against.built(size, ["plain"]) as steps,
+        against.built(other, ["ours"]) as without_updates,
         pytest.raises(AssertionError, match="ours"),
     ):
         against.measure(size, steps | {"ours": without_updates["ours"]}, 3, clock)
+
+
+def test_programs_are_measured_together_with_the_update_and_else_in_pairs():
+    size = against.Size(QWEN, (2, 19), update=True)
+    pairs = dataclasses.replace(size, update=False)
+    plain, *others = against.PROGRAMS
+    assert plain == against.PLAIN
+    assert against.groups(size) == [[plain, *others]]
+    assert against.groups(pairs) == [[plain, name] for name in others]
+    for only in (("ours", "plain"), ("ours",)):
+        assert against.groups(size, only) == [["plain", "ours", "matrix products"]]
+        assert against.groups(pairs, only) == [["plain", "ours"], ["plain", "matrix products"]]
+
+
+def test_each_pair_is_freed_before_the_next_and_has_ratios_to_its_own_plain(monkeypatch):
+    monkeypatch.setitem(against.SIZES, "size", against.Size(QWEN, (2, 19)))
+    alive, plains = [], []
+
+    def plain(*args):
+        alive.append(live_embeddings())
+        return against.plain(*args)
+
+    def measure(_size, steps, _rounds, _clock):
+        plains.append(len(plains) + 1)
+        return {name: [plains[-1] * (1.0 if name == "plain" else 3.0)] * 2 for name in steps}
+
+    monkeypatch.setitem(against.PROGRAMS, "plain", plain)
+    monkeypatch.setattr(against, "measure", measure)
+    gc.collect()  # what other tests left
+    rows = [*against.compare("size", 1, against.Options(only=tuple(PROGRAMS)))]
+    assert [row[2] for row in rows] == PROGRAMS
+    assert [row[3] for row in rows] == ["1000", "3000", "6000", "9000", "1.2e+04"]
+    assert [row[6] for row in rows] == ["1.00", "3.00", "3.00", "3.00", "3.00"]
+    assert alive == [alive[0]] * 4
+
+
+def test_the_first_build_of_a_compiled_program_is_freed_before_the_second(monkeypatch):
+    alive, ours = [], against.PROGRAMS["ours"]
+
+    def build(*args):
+        alive.append(live_embeddings())
+        return ours(*args)
+
+    monkeypatch.setitem(against.PROGRAMS, "ours, compiled", build)
+    gc.collect()  # what other tests left
+    with against.built(against.Size(QWEN, (2, 19)), ["ours, compiled"]) as steps:
+        assert [*steps] == ["ours, compiled"]
+    assert alive == [alive[0]] * 2
+
+
+def test_rows_are_printed_as_they_are_measured(monkeypatch, capsys):
+    def compare(*_arguments):
+        for row in ("one", "two"):
+            yield [row] * 8
+            assert capsys.readouterr().out.endswith(f"| {' | '.join([row] * 8)} |\n")
+
+    monkeypatch.setattr(against, "compare", compare)
+    monkeypatch.setattr("sys.argv", ["against", "--sizes", "tiny", "--threads", "1"])
+    against.main()
+
+
+def test_an_unknown_program_is_refused(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["against", "--only", "ours", "hf"])
+    with pytest.raises(SystemExit, match="unknown program 'hf'; choose from: plain; ours; "):
+        against.main()

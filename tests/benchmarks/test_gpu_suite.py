@@ -69,7 +69,7 @@ def results(smoke):
 
 @pytest.mark.long
 def test_all_sections_write_results_with_units(results):
-    assert {"about", "ceilings", "tests", "experts", "permute", "routing", "overlap", "training"} <= results.keys()
+    assert {"about", "ceilings", "tests", "experts", "permute", "routing", "transfers", "overlap"} <= results.keys()
     assert results["ceilings"]["dense"]["unit"] == "TFLOP/s"
     assert results["ceilings"]["copy"]["low"] <= results["ceilings"]["copy"]["high"]
     assert all("reason" not in record for record in results.values() if isinstance(record, dict))
@@ -158,9 +158,9 @@ def test_report_tables_are_complete_and_the_goals_are_printed_last(smoke):
     for block in text.split("\n\n"):
         lines = [line for line in block.splitlines() if line.startswith("|")]
         assert len({line.count("|") for line in lines}) <= 1, block
-    for heading in ("Expert MLP", "Permute and unpermute", "Routing", "Overlap of a pair", "Training", "Goals"):
+    for heading in ("Expert MLP", "Permute and unpermute", "Routing", "One-sided transfers", "Training", "Goals"):
         assert f"## {heading}" in text
-    assert text.count("not measured") == 9  # the smoke shape is not the goal shape
+    assert text.count("not measured") == 10  # the smoke shape is not the goal shape
     assert stdout.index("## Goals") > stdout.index("forward + backward, TFLOP/s\n|")
 
 

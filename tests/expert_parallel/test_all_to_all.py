@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch.distributed import group
 
 from moe_dualpipe.expert_parallel import AllToAll, Local, combine, dispatch
+from moe_dualpipe.expert_parallel.choose import Choice
 from moe_dualpipe.expert_parallel.exchange import ALIGNMENT, ROW_ALIGNMENT, buffer_rows, pack, receive_buffer, unpack
 from moe_dualpipe.kernels.permute import permute, unpermute
 from tests.support.ranks import run_ranks
@@ -104,7 +105,8 @@ def test_wait_can_be_repeated():
     assert weights_NK.flatten()[route.order.choice_idx_M].tolist() == [1.0, 4.0, 2.0, 3.0]
 
 
-def transposed_rows(_rank):
+def transposed_rows(rank):
+    check_remote_bytes(rank)
     ep = AllToAll(4, group.WORLD)
     route = ep.prepare(torch.tensor([[0], [2], [3]]))
     x = torch.arange(6.0).view(2, 3).T.requires_grad_()
@@ -114,6 +116,21 @@ def transposed_rows(_rank):
     direction = torch.arange(6.0).view(2, 3).T
     y.backward(direction)
     assert torch.equal(x.grad, 2 * direction)
+
+
+def check_remote_bytes(rank):
+    """Two of three tokens go to the other rank, which is on another machine, in rows of 128 bytes with their ids."""
+    other = 1 - rank
+    far, near = AllToAll(4, group.WORLD, remote=[other]), AllToAll(4, group.WORLD)
+    for ep in (far, near):
+        route = ep.prepare(torch.tensor([[2 * rank], [2 * other], [2 * other + 1]]))
+        rows = ep.dispatch(torch.ones(3, 8), route, torch.ones(3, 1)).wait().x_ND
+        assert len(rows) == 3 and ep.remote_bytes == (2 * ROW_ALIGNMENT if ep is far else 0)
+        ep.combine(rows, route).wait()  # back, without ids: 8 numbers of 4 bytes
+    assert (far.remote_bytes, near.remote_bytes) == (2 * ROW_ALIGNMENT + 2 * 32, 0)
+    choice = Choice(far, "all_to_all", "as requested")
+    assert choice.take_remote_bytes() == 2 * ROW_ALIGNMENT + 2 * 32 and choice.take_remote_bytes() == 0
+    assert Choice(Local(4), "none", "").take_remote_bytes() == 0
 
 
 def test_rows_need_not_be_contiguous():

@@ -13,32 +13,20 @@ from torch.distributed import group
 from moe_dualpipe.expert_parallel import AllToAll, Shared
 from moe_dualpipe.expert_parallel.shared.backend import SLOTS
 from moe_dualpipe.expert_parallel.shared.segments import MIN_BYTES
+from tests.support.expert_ids import KINDS, random_ids
 from tests.support.ranks import exits_and_logs, run_failing_ranks, run_ranks
 
 EXPERTS = 8
 
 
-def random_ids(generator, tokens, k, kind):
-    """Expert ids [T, K] without repetition within a token; some or all are -1."""
-    ids = torch.stack([torch.randperm(EXPERTS, generator=generator)[:k] for _ in range(tokens + 1)])[:tokens]
-    if kind == "one expert":
-        return torch.where(torch.arange(k) == k - 1, 5, -1).expand(tokens, k)
-    if kind == "half of the experts":
-        return torch.where(ids < EXPERTS // 2, ids, -1)
-    if kind == "some without experts":
-        return torch.where(torch.rand(tokens, k, generator=generator) < 0.5, ids, -1)
-    return ids
-
-
 def rounds(rank, ranks, seeds):
     ours, reference = Shared(EXPERTS, group.WORLD), AllToAll(EXPERTS, group.WORLD)
     common, own = (torch.Generator().manual_seed(1000 * seeds[0] + i) for i in (ranks, 100 + rank))
-    kinds = "even", "one expert", "half of the experts", "some without experts"
     for _ in seeds:
         k, width, largest, kind = (int(torch.randint(n, (), generator=common)) for n in (3, 40, 300, 4))
         dtype = (torch.float32, torch.bfloat16, torch.float64)[int(torch.randint(3, (), generator=common))]
         tokens = int(torch.randint(largest + 1, (), generator=own)) * int(torch.randint(4, (), generator=own) > 0)
-        ids = random_ids(own, tokens, k + 1, kinds[kind])
+        ids = random_ids(own, tokens, k + 1, KINDS[kind], EXPERTS)
         x, grads = (torch.randn(tokens, width + 1, generator=own).to(dtype) for _ in range(2))
         weights = torch.rand(ids.shape, generator=own)
         check_round(ours, reference, ids, x, weights, grads)

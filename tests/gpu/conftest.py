@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.support.interpreter import add_tma_reductions
+from tests.support.interpreter import add_tma_reductions, call_directly
 
 PAD = 64  # guard elements on each side; a multiple of 16 bytes, which keeps the alignment
 
@@ -59,5 +59,6 @@ def guards(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def _tma_reductions(monkeypatch):
+def _interpreter(monkeypatch):
     add_tma_reductions(monkeypatch)
+    call_directly(monkeypatch)

@@ -141,6 +141,7 @@ class Receiving(Loopback):
         return AsyncResult([pending], lambda: receive_buffer(rows, len(rows)).copy_(rows))
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="there, received rows take up memory for the largest possible number")
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.quick("none")
 def test_bytes_saved_with_expert_parallelism(recompute):

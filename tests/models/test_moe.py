@@ -1,10 +1,12 @@
 """The Mixture-of-Experts layer against a loop, and custom expert layers."""
 
+from math import nan
+
 import pytest
 import torch
 from torch import nn
 
-from moe_dualpipe.expert_parallel import Local
+from moe_dualpipe.expert_parallel import Combined, Completed, Local, Received, Route
 from moe_dualpipe.kernels.permute import permute
 from moe_dualpipe.models import MoE, StageOptions, build_model, expert_loads, next_token_loss
 from moe_dualpipe.models.build_experts import expert_class
@@ -31,6 +33,35 @@ def test_moe_equals_a_loop_with_all_gradients(tokens, choices):
         x.grad = None
     for ours, expected in zip(*outcomes, strict=True):
         expected = torch.zeros_like(ours) if expected is None else expected
+        torch.testing.assert_close(ours, expected)
+
+
+class Padded(Local):
+    """Rows of NaN without experts follow the tokens, and their number is not known."""
+
+    def prepare(self, expert_ids_TK):
+        ids_NK = torch.cat([expert_ids_TK, torch.full((3, expert_ids_TK.shape[1]), -1)])
+        return Route(self.num_experts, self.kernels, ids_NK, len(ids_NK), ids_NK.numel(), exact=False, padded=True)
+
+    def dispatch(self, x_TD, route, weights_TK=None):
+        padded = (t if t is None else nn.functional.pad(t, (0, 0, 0, 3), value=nan) for t in (x_TD, weights_TK))
+        return Completed(Received(*padded))
+
+    def combine(self, y_ND, route, weight_grads_NK=None):
+        return Completed(Combined(*(t if t is None else t[:-3] for t in (y_ND, weight_grads_NK))))
+
+
+def test_custom_experts_never_see_rows_past_the_received_ones():
+    config = with_choices(experts="tests.models.test_moe:Doubling")
+    outputs = []
+    for ep in (Local(5), Padded(5)):
+        torch.manual_seed(0)
+        layer = MoE(config, ep, 0, StageOptions(seed=1))
+        x = torch.randn(7, config.hidden_size, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        layer(x).sum().backward()
+        outputs.append([layer.experts.seen, x.grad, layer.router.logits.weight.grad])
+    assert outputs[0][0] == outputs[1][0]
+    for ours, expected in zip(outputs[1][1:], outputs[0][1:], strict=True):
         torch.testing.assert_close(ours, expected)
 
 

@@ -9,9 +9,10 @@ from moe_dualpipe.schedule import NAMES
 from tests.support.pairs import assert_same, stage
 from tests.support.simulated_gpu import SimulatedGpu
 from tests.support.simulated_ranks import replace_devices
-from tests.support.simulated_runs import all_to_all, loopback, pipeline, run_actions, single_process
+from tests.support.simulated_runs import all_to_all, loopback, needs_triton, pipeline, run_actions, single_process
 
 
+@needs_triton
 @pytest.mark.long
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(

@@ -11,7 +11,15 @@ from tests.support.pairs import assert_same, stage
 from tests.support.segments import doubled
 from tests.support.simulated_gpu import RaceError, SimulatedGpu
 from tests.support.simulated_ranks import MirrorGroup, replace_devices
-from tests.support.simulated_runs import all_to_all, loopback, pipeline, single_process, train, train_simulated
+from tests.support.simulated_runs import (
+    all_to_all,
+    loopback,
+    needs_triton,
+    pipeline,
+    single_process,
+    train,
+    train_simulated,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +27,9 @@ def simulated(monkeypatch):
     replace_devices(monkeypatch)
 
 
-@pytest.mark.parametrize("backend,overlapped", [(all_to_all, True), (loopback, True), (all_to_all, False)])
+@pytest.mark.parametrize("backend,overlapped", [
+    (all_to_all, True), pytest.param(loopback, True, marks=needs_triton), (all_to_all, False)
+])  # fmt: skip
 def test_training_uses_no_memory_too_early(backend, overlapped):
     assert_same(train_simulated(backend, overlapped), train(stage(2, 0, loopback()), overlapped))
 

@@ -278,6 +278,7 @@ def test_a_header_in_chunks_or_too_long(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name,category,kept", [
     ("gloo:all_to_all", "user_annotation", "transfers"), ("nccl:all_to_all", "cpu_op", "transfers"),
     ("link:carry", "user_annotation", "transfers"), ("link::carry", "user_annotation", "operators"),
+    ("shared:send", "user_annotation", "transfers"), ("shared::send", "user_annotation", "operators"),
     ("attn(F)", "user_annotation", "annotations"), ("aten::mm", "cpu_op", "operators"),
     ("gloo::detail", "cpu_op", "operators"), ("my gloo:all_to_all", "user_annotation", "annotations"),
     ("forward", "python_function", None), ("aten::mm", "ac2g", None),

@@ -1,8 +1,11 @@
-"""What Triton's interpreter lacks for the tests of kernels: TMA reductions, and a record of what kernels write."""
+"""What Triton's interpreter lacks for the tests of kernels: TMA reductions, rounding, speed, and a record of writes."""
 
+import time
 from collections import Counter
 
 import numpy as np
+import torch
+import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import TensorHandle
 
@@ -31,3 +34,56 @@ def record_writes(monkeypatch):
 
     monkeypatch.setattr(Builder, "create_masked_store", recorded)
     return writes
+
+
+def call_directly(monkeypatch):
+    """Call the functions of a kernel without replacing what is in triton.language again: its launch has done that.
+
+    Triton's own functions use tl.core, which a launch does not replace. It stays replaced after the first call.
+    """
+    replaced = False
+
+    def call(function, *args, **named):
+        nonlocal replaced
+        if not replaced and any(value is tl.core for value in function.fn.__globals__.values()):
+            interpreter._patch_lang(function.fn)
+            replaced = True
+        return function.rewrite()(*args, **named)
+
+    monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
+
+
+def allocate_nan(monkeypatch):
+    """Fill the memory of `Tensor.new_empty` with NaN, or the largest integer."""
+    empty = torch.Tensor.new_empty
+
+    def poisoned(t, *shape, **options):
+        rows = empty(t, *shape, **options)
+        return rows.fill_(torch.nan) if rows.is_floating_point() else rows.fill_(torch.iinfo(rows.dtype).max)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+
+
+def prepare_rank(monkeypatch):
+    """Let this process, one of several ranks, run kernels faster, round to bfloat16 as GPUs do, and wait without load.
+
+    A rank that polls a word again lets others run first.
+    """
+    call_directly(monkeypatch)
+    cast, rmw, polled = Builder.cast_impl, Builder.create_atomic_rmw, [0, 0]
+
+    def rounded(builder, source, dtype):
+        if (source.dtype.scalar, dtype.scalar) != (tl.float32, tl.bfloat16):
+            return cast(builder, source, dtype)
+        values = torch.from_numpy(np.ascontiguousarray(source.data)).bfloat16()
+        return TensorHandle(values.view(torch.uint16).numpy(), tl.bfloat16)
+
+    def patient(builder, kind, pointers, *values):
+        address = int(pointers.data.flat[0])
+        polled[:] = address, polled[1] + 1 if polled[0] == address else 0
+        if polled[1] > 1:
+            time.sleep(0.0005)
+        return rmw(builder, kind, pointers, *values)
+
+    monkeypatch.setattr(Builder, "cast_impl", rounded)
+    monkeypatch.setattr(Builder, "create_atomic_rmw", patient)

@@ -146,6 +146,9 @@ class SimulatedGpu(TorchDispatchMode):
     def current_stream(self, device: Any = None) -> SimulatedStream:
         return self.streams[-1]
 
+    def is_current_stream_capturing(self) -> bool:
+        return False
+
     @contextmanager
     def stream(self, stream: SimulatedStream) -> Iterator[None]:
         self.streams.append(stream)

@@ -4,9 +4,11 @@ import dataclasses
 from collections import deque
 from typing import Any
 
+import pytest
 import torch
 
 from moe_dualpipe.expert_parallel import AllToAll, Loopback
+from moe_dualpipe.kernels.options import has_triton
 from moe_dualpipe.models import StageOptions, TransformerStage, next_token_loss, split
 from moe_dualpipe.runtime import P2P, Executor, TensorSpec
 from moe_dualpipe.schedule import build
@@ -15,6 +17,7 @@ from tests.support.simulated_gpu import SimulatedGpu
 from tests.support.simulated_ranks import LinkGroup, Mailboxes, MirrorGroup, run_threads
 
 EXPERT_RANKS, MICRO_BATCHES = 4, 6
+needs_triton = pytest.mark.skipif(not has_triton(), reason="needs triton")
 
 
 def all_to_all() -> AllToAll:
@@ -22,7 +25,7 @@ def all_to_all() -> AllToAll:
 
 
 def loopback() -> Loopback:
-    """Gives the same numbers as `all_to_all`, also without a GPU."""
+    """Gives the same numbers as `all_to_all`, also without a GPU. On a simulated GPU, it needs triton."""
     return Loopback(CONFIG.num_experts, EXPERT_RANKS)
 
 

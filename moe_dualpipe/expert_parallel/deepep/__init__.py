@@ -4,5 +4,6 @@ library.py finds the package and chooses the interface, buffer.py and elastic.py
 """
 
 from .backend import DeepEP
+from .library import load_library
 
-__all__ = ["DeepEP"]
+__all__ = ["DeepEP", "load_library"]

@@ -5,18 +5,15 @@ LINK_TRANSFER and the call that starts it LINK_CALL (overlap/labels.py).
 """
 
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import inf
-from typing import Any, TypeVar
+from typing import Any
 
 from torch.profiler import record_function
 
 from ...overlap.labels import LINK_CALL, LINK_TRANSFER
 from ..exchange import AsyncResult
-
-V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +47,10 @@ class LinkTimer:
     def __init__(self) -> None:
         self.busy_seconds = 0.0
         self._thread: ThreadPoolExecutor | None = None
-        self._last_copy: Any = None
         self._free_at = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_thread": None, "_last_copy": None}  # models are copied; threads and events cannot be
+        return self.__dict__ | {"_thread": None}  # models are copied; threads cannot be
 
     def transfer(self, seconds: float) -> AsyncResult[None]:
         """Start a transfer of this duration. It begins when all earlier transfers have ended."""
@@ -64,14 +60,6 @@ class LinkTimer:
             self.busy_seconds += seconds
             self._free_at = max(self._free_at, time.perf_counter()) + seconds
             return AsyncResult([], self._thread.submit(_sleep_until, self._free_at).result)
-
-    def copy(self, stream: Any, copy: Callable[[], V]) -> V:
-        """Queue `copy` on `stream`, the current one. It begins when all earlier ones have ended, on any stream."""
-        if self._last_copy is not None:
-            stream.wait_event(self._last_copy)
-        result = copy()
-        self._last_copy = stream.record_event()
-        return result
 
 
 def _sleep_until(moment: float) -> None:

@@ -11,7 +11,8 @@ as it has copied the rows. A message that is too large for its slot gets a large
 
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
@@ -20,9 +21,11 @@ from torch import Tensor
 
 from ...kernels.backend import Kernels, validate_kernels
 from ...kernels.permute import gather, gather_sum
+from ...overlap.annotation import annotation
+from ...overlap.labels import SHARED
 from ..exchange import AsyncResult
 from ..protocol import Combined, Pending, Received, Route
-from ..sends import count_sends, find_sends
+from ..sends import count_sends
 from .mailbox import Mailbox, Notice
 from .segments import Segment, create_file, field_bytes
 
@@ -94,11 +97,11 @@ class Shared:
         self._mailbox = Mailbox(group, timeout, self._on_notice)
 
     def prepare(self, expert_ids_TK: Tensor) -> Route:
-        order, counts_R2 = count_sends(expert_ids_TK, self.num_experts, self.num_ranks, self.kernels)
-        ids_MK, slots_TC = find_sends(expert_ids_TK, order, self.experts_per_rank, self.num_ranks)
+        counts_R2, finder = count_sends(expert_ids_TK, self.num_experts, self.num_ranks, self.kernels)
+        tokens_M, ids_MK, slots_TC = finder.find()
         rows_out, choices_out = counts_R2.T.tolist()
         sent = sum(rows_out)
-        plan = _Plan(order.gather_idx_M[:sent], slots_TC, rows_out, choices_out, ids_MK[:sent])
+        plan = _Plan(tokens_M[:sent], slots_TC, rows_out, choices_out, ids_MK[:sent])
         return Route(self.experts_per_rank, self.kernels, backend_state=plan)
 
     def dispatch(self, x_TD: Tensor, route: Route, weights_TK: Tensor | None = None) -> Pending[Received]:
@@ -148,11 +151,12 @@ class Shared:
             raise RuntimeError(f"{SLOTS} transfers are in flight: wait for one of them before you start another")
         number, layout = self._number, _layout(fields)
         self._number, self._in_flight = number + 1, self._in_flight + 1
-        for peer in self._links:
-            notice = Notice(kind, False, -1, number, rows_out[peer], choices_out[peer], layout)
-            self._send(peer, parts[peer], notice)
+        with _recorded("send"):
+            for peer in self._links:
+                notice = Notice(kind, False, -1, number, rows_out[peer], choices_out[peer], layout)
+                self._send(peer, parts[peer], notice)
 
-        def receive() -> V:
+        def receive() -> tuple[list[Tensor], list[int], int]:
             arrived = self._arrived(kind, number, layout)
             own = Notice(kind, False, -1, number, rows_out[self.rank], choices_out[self.rank], layout)
             notices = [arrived.get(source, own) for source in range(self.num_ranks)]
@@ -161,9 +165,14 @@ class Shared:
             for source, outs in enumerate(zip(*(one.split(rows_in) for one in rows), strict=True)):
                 self._copy(source, notices[source], parts[self.rank], outs)
             self._in_flight -= 1
-            return finish(rows, rows_in, sum(notice.choices for notice in notices))
+            return rows, rows_in, sum(notice.choices for notice in notices)
 
-        return AsyncResult([], receive)
+        def receive_and_finish() -> V:
+            with _recorded("receive"):
+                received = receive()
+            return finish(*received)
+
+        return AsyncResult([], receive_and_finish)
 
     def _send(self, peer: int, parts: Sequence[_Part], notice: Notice) -> None:
         if not notice.rows:
@@ -217,6 +226,13 @@ class Shared:
             link.read[notice.slot] = Segment(file)
             os.close(file)
         link.arrived[notice.number] = notice
+
+
+@contextmanager
+def _recorded(name: str) -> Iterator[None]:
+    """Annotate a transfer, for the profiler."""
+    with annotation(f"{SHARED}::{name}"), annotation(f"{SHARED}:{name}"):
+        yield
 
 
 def _layout(fields: Sequence[Tensor]) -> int:

@@ -1,0 +1,64 @@
+"""The transfers of Loopback on a GPU: the kernels of Symmetric, in the memory of one process.
+
+All ranks send the same rows. So what this rank writes for rank r is what it receives from rank r: the addresses of all
+ranks lead to their regions of this rank's memory. The kernel that writes rows keeps the pace of the link, on as many
+multiprocessors. Then the kernels that copy or sum the received rows run on the same stream, and find all of them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ...kernels.backend import Kernels
+from ..exchange import row_bytes
+from ..symmetric.one_sided import OneSided, Plan, Sync
+from .link import Link
+
+if TYPE_CHECKING:
+    from ...kernels.gpu.push import Pace
+
+
+class LoopbackWindows(OneSided):
+    """Rank 0 of `num_ranks` virtual ranks. The options are those of OneSided.
+
+    sent: one int64 on the device, to which the bytes sent to other ranks are added.
+    previous: windows that were too small. Their memory is kept, because other streams may still use it.
+    """
+
+    def __init__(
+        self, num_experts: int, num_ranks: int, kernels: Kernels, sent: Tensor, *, max_tokens: int, row_bytes: int,
+        top_k: int, slots: int = 2, sync: Sync = "barrier", previous: "LoopbackWindows | None" = None,
+    ):  # fmt: skip
+        super().__init__(
+            num_experts, num_ranks, 0, kernels, max_tokens=max_tokens, row_bytes=row_bytes, top_k=top_k, slots=slots,
+            sync=sync, timeout=1.0,
+        )  # fmt: skip  # all rows are there before a kernel looks for them
+        self.sent, self.previous, self.link = sent, previous, Link()
+        self._map(*mirrored_memory(self.memory_words, num_ranks, sent.device))
+
+    def fits(self, tokens: int, row_bytes: int, top_k: int) -> bool:
+        return tokens <= self.max_tokens and row_bytes <= self.max_row and top_k <= self.top_k
+
+    def set_link(self, link: Link) -> None:
+        """Set the link of the following transfers."""
+        self.link, self.windows = link, replace(self.windows, num_sms=link.sms)
+
+    def _received_sizes(self, plan: Plan) -> tuple[int, int]:
+        """This rank receives as many rows as it sends, and each choice once."""
+        tokens, most_rows = plan.slots_TC.shape
+        return tokens * most_rows, tokens * plan.top_k
+
+    def _pace(self, fields: Sequence[Tensor]) -> "Pace":
+        from ...kernels.gpu.push import Pace
+
+        num_bytes = row_bytes(fields)
+        return Pace(num_bytes, 1e3 * self.link.latency_us, num_bytes / self.link.gb_per_s, self.sent)
+
+
+def mirrored_memory(num_words: int, num_ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Memory of rank 0, zeros in int32, and the addresses of all ranks: of rank r, its region of this memory."""
+    own = torch.zeros(num_words, dtype=torch.int32, device=device)
+    return own, own.data_ptr() + torch.arange(num_ranks, device=device) * (4 * num_words // num_ranks)

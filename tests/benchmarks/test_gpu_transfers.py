@@ -1,0 +1,58 @@
+"""The benchmark of one-sided transfers, on a CPU in Triton's interpreter, and the report and goal of its results."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from benchmarks.gpu import transfers
+from benchmarks.gpu.context import Context
+from benchmarks.gpu.goals import dispatch_share
+from benchmarks.gpu.report import transfers_section
+from moe_dualpipe.kernels.gpu import receive
+from tests.support.interpreter import call_directly
+
+
+def measured(folder):
+    context = Context(
+        device=torch.device("cpu"), smoke=True, out=folder, implementations=(), tuning_shapes=0, training_seconds=0,
+        deadline=0.0,
+    )  # fmt: skip
+    record = {}
+    transfers.run(context, record)
+    return record
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
+def test_both_operations_are_correct_and_timed(tmp_path, monkeypatch):
+    call_directly(monkeypatch)
+    record = measured(tmp_path)
+    assert record["sizes"] == {"T": 6, "D": 32, "E": 8, "K": 3, "R": 4} and 6 < record["rows"] <= 18
+    for name in ("dispatch", "combine"):
+        assert [*record[name]] == ["1", "2"]
+        for outcome in record[name].values():
+            assert outcome["status"] == "timed" and outcome["unit"] == "GB/s"
+            assert outcome["share"] == outcome["median"] / record["copy"]["median"]
+            # A rate of both phases is between those of the phases.
+            low, high = sorted(outcome[phase]["median"] for phase in ("push", "receive"))
+            assert low <= outcome["median"] <= high
+    lines = transfers_section(record).splitlines()
+    assert [line.split("|")[1].strip() for line in lines if line.startswith("|")][2:] == ["1", "2"]
+    assert dispatch_share({"transfers": record}) is None  # other sizes than those of the goal
+    correct = receive.receive_rows
+    monkeypatch.setattr(receive, "receive_rows", lambda *args: correct(*args) or args[2][-1:].zero_())
+    monkeypatch.setattr(transfers, "SMOKE_SIZES", transfers.Sizes(2, 8, 2, 2, 2))
+    wrong = measured(tmp_path)
+    assert {outcome["status"] for outcome in wrong["dispatch"].values()} == {"wrong"}
+    assert "- other rows than expected" in transfers_section(wrong)
+
+
+def test_the_goal_is_the_best_share_on_few_multiprocessors():
+    dispatch = {
+        str(n): {"status": "timed", "share": share} for n, share in ((16, 0.7), (20, 0.86), (24, 0.85), (32, 0.99))
+    }
+    dispatch["4"] = {"status": "failed", "reason": "no memory"}
+    record = {"sizes": transfers.GOAL_SIZES._asdict(), "dispatch": dispatch}
+    assert dispatch_share({"transfers": record}) == 86
+    assert dispatch_share({"transfers": record | {"dispatch": {"4": dispatch["4"], "32": dispatch["32"]}}}) is None
+    assert dispatch_share({}) is None

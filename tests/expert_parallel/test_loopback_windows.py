@@ -1,0 +1,196 @@
+"""Loopback on a GPU: the kernels of Symmetric in one process give the results of Loopback on a CPU, bit for bit.
+
+The kernels run in the interpreter. All memory that no kernel has written is NaN.
+"""
+
+import copy
+import dataclasses
+import types
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder as Builder
+
+from moe_dualpipe.expert_parallel import Link, Loopback, Replay
+from moe_dualpipe.expert_parallel.modelled.windows import LoopbackWindows
+from moe_dualpipe.kernels.gpu import push as push_module
+from moe_dualpipe.kernels.gpu import signals
+from moe_dualpipe.testing.host_syncs import host_syncs
+from tests.support.expert_ids import KINDS, random_ids
+from tests.support.interpreter import allocate_nan, prepare_rank
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU, not on these tensors")
+
+EXPERTS, TOKENS, WIDTH, TOP_K = 8, 4, 16, 3
+LINK = Link(sms=2)
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(monkeypatch):
+    prepare_rank(monkeypatch)
+    allocate_nan(monkeypatch)
+
+
+def windows(ranks=4, sync="barrier"):
+    ep = LoopbackWindows(
+        EXPERTS, ranks, "auto", torch.zeros((), dtype=torch.int64), max_tokens=TOKENS, row_bytes=4 * WIDTH, top_k=TOP_K,
+        sync=sync,
+    )  # fmt: skip
+    ep.set_link(LINK)
+    ep.windows = dataclasses.replace(ep.windows, timeout=0.01)
+    ep.windows.views(ep.own)[1].fill_(-1)  # NaN in all dtypes
+    return ep
+
+
+def exchange(ep, ids, x, weights, grads):
+    """The transfers of a layer whose expert e multiplies by e + 1. Returns its route, received rows and results."""
+    route = ep.prepare(ids)
+    x_ND, weights_NK = ep.dispatch(x, route, weights).wait()
+    local_NK = route.local_ids_NK
+    scales_NK = torch.where(local_NK >= 0, (local_NK + 1) * weights_NK, 0)
+    y = (x_ND * scales_NK.sum(1, keepdim=True)).to(x.dtype)
+    # Started together, waited for in another order.
+    pending = ep.dispatch(grads, route), ep.combine(y, route, scales_NK)
+    combined, again = (pending[i].wait() for i in (1, 0))
+    assert again.weights_NK is None
+    return route, [x_ND, weights_NK, local_NK, again.x_ND], [*combined, ep.combine(y, route).wait().y_TD]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sync", ["barrier", "flags"])
+@pytest.mark.parametrize("ranks,dtype", [(1, torch.float32), (4, torch.bfloat16), (8, torch.float16)])
+@pytest.mark.quick("4-dtype1-flags-some without experts", "4-dtype1-barrier-even")
+def test_results_are_those_of_loopback_on_a_cpu(ranks, dtype, sync, kind):
+    """Each slot is used several times."""
+    ours, reference = windows(ranks, sync), Loopback(EXPERTS, ranks)
+    generator = torch.Generator().manual_seed(ranks)
+    for tokens in (TOKENS, 3):
+        ids = random_ids(generator, tokens, TOP_K, kind, EXPERTS)
+        x, grads = (torch.randn(tokens, WIDTH, generator=generator).to(dtype) for _ in range(2))
+        weights = torch.rand(ids.shape, generator=generator)
+        (route, rows, results), (expected_route, expected_rows, expected) = (
+            exchange(ep, ids, x, weights, grads) for ep in (ours, reference)
+        )
+        n = expected_route.num_rows
+        assert route.padded and route.num_rows == tokens * min(ranks, TOP_K) >= n
+        for mine, theirs in zip(rows, expected_rows, strict=True):
+            assert torch.equal(mine[:n], theirs)
+        assert (rows[2][n:] == -1).all() and rows[0][n:].isnan().all()
+        for mine, theirs in zip(results, expected, strict=True):
+            assert torch.equal(mine, theirs)
+        assert route.num_choices == expected_route.num_choices
+    assert int(ours.sent) == reference.bytes_sent
+    ours.check()
+    assert ours.windows.state[signals.EPOCHS :].tolist() == [4, 4]
+    full_and_free = ours.own.view(ranks, -1)[:, :4]
+    assert (full_and_free == 4).all()
+
+
+# ---- Loopback with streams ----
+
+
+class Stream:
+    def record_event(self):
+        return "an event"
+
+    def wait_event(self, event):
+        assert event == "an event"
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """Let Loopback find streams on CPUs. Returns a function that switches them on or off."""
+    stream, there = Stream(), [True]
+    module = types.SimpleNamespace(current_stream=lambda _device: stream, is_current_stream_capturing=lambda: False)
+    monkeypatch.setattr("moe_dualpipe.overlap.streams.streams_of", lambda _device: module if there[0] else None)
+    return lambda on: there.__setitem__(0, on)
+
+
+def one_exchange(ep, tokens, width, seed):
+    generator = torch.Generator().manual_seed(seed)
+    ids = random_ids(generator, tokens, TOP_K - 1 + seed % 2, "even", EXPERTS)
+    x, grads = (torch.randn(tokens, width, generator=generator) for _ in range(2))
+    _, rows, results = exchange(ep, ids, x, torch.rand(ids.shape, generator=generator), grads)
+    return rows, results
+
+
+def test_windows_grow(streams):
+    ours, reference = Loopback(EXPERTS, 2, LINK), Loopback(EXPERTS, 2)
+    for seed, (tokens, width, most_tokens) in enumerate(((2, 8, 2), (0, 8, 2), (1, 16, 2), (3, 8, 3))):
+        results = []
+        for ep, on in ((ours, True), (reference, False)):
+            streams(on)
+            results.append(one_exchange(ep, tokens, width, seed))
+        (rows, sums), (expected_rows, expected_sums) = results
+        for mine, theirs in zip([*rows, *sums], [*expected_rows, *expected_sums], strict=True):
+            assert torch.equal(mine[: len(theirs)], theirs)
+        assert ours._windows is not None and ours._windows.max_tokens == most_tokens
+    assert ours.bytes_sent == reference.bytes_sent
+    twin = copy.deepcopy(ours)
+    assert twin._windows is None and twin.bytes_sent == ours.bytes_sent
+
+
+@pytest.mark.usefixtures("streams")
+def test_the_host_does_not_wait():
+    ep, x, weights = Loopback(EXPERTS, 4, LINK), torch.randn(2, WIDTH), torch.rand(2, TOP_K)
+    ids = random_ids(torch.Generator().manual_seed(1), 2, TOP_K, "even", EXPERTS)
+    ep.dispatch(x, ep.prepare(ids)).wait()  # makes the windows
+    with host_syncs("cpu") as found:
+        route = ep.prepare(ids)
+        x_ND, weights_NK = ep.dispatch(x, route, weights).wait()
+        ep.combine(x_ND, route, weights_NK).wait()
+    assert not found
+    assert not route.exact and route.num_choices == ids.numel()
+
+
+@pytest.mark.usefixtures("streams")
+def test_transfers_have_the_speed_and_the_multiprocessors_of_the_link(monkeypatch):
+    pushed = []
+    monkeypatch.setattr(push_module, "push", lambda windows, *args: pushed.append((windows.num_sms, args[-1])))
+    ids = torch.tensor([[0, 1], [2, 7]])
+    ep = Loopback(EXPERTS, 4, Link(gb_per_s=2.0, latency_us=7.0, sms=5))
+    route = ep.prepare(ids)
+    ep.dispatch(torch.ones(2, 8), route, torch.ones(2, 2))
+    ep.link = Link(gb_per_s=4.0, sms=3)
+    ep.dispatch(torch.ones(2, 8), route)
+    replay = Replay(EXPERTS, 4, {"combine(B)": 0.25}, sms=9)
+    replay.dispatch(torch.ones(2, 8), replay.prepare(ids))
+    assert [(sms, pace.row_bytes, pace.latency_ns, pace.ns_per_row) for sms, pace in pushed] == [
+        (5, 128, 7000, 64), (3, 32, 0, 8), (9, 128, 0.25e9, 0)
+    ]  # fmt: skip
+
+
+# ---- the pace ----
+
+
+@pytest.mark.parametrize("num_sms", [1, 3])
+def test_each_row_waits_for_the_link(monkeypatch, num_sms):
+    """The interpreter runs programs one after another, and the time advances when one looks."""
+    now, stored, store = [0], {}, Builder.create_masked_store
+
+    def look():
+        now[0] += 10
+        return tl.zeros((), tl.int64) + now[0]
+
+    def recorded(builder, pointers, *rest):
+        stored.setdefault(int(pointers.data.flat[0]), now[0])
+        return store(builder, pointers, *rest)
+
+    monkeypatch.setattr(push_module, "interpreter_enabled", lambda: False)
+    monkeypatch.setattr(push_module, "_time", look)
+    monkeypatch.setattr(Builder, "create_masked_store", recorded)
+    ep = windows()
+    rows = ep.windows.views(ep.own)[1][0]  # of slot 0
+    addresses = [rows[rank, place].data_ptr() for rank in range(4) for place in range(2)]
+    ep.set_link(Link(gb_per_s=0.128, latency_us=5.0, sms=num_sms))
+    ids = torch.tensor([[0, 2], [0, 7], [4, 7], [2, 4]])  # two rows for each rank
+    ep.dispatch(torch.ones(4, WIDTH), ep.prepare(ids))
+    for m, address in enumerate(addresses):
+        others = max(m - 1, 0)  # the first two rows are for rank 0
+        program_start = m % num_sms * (5000 + 6 * 1000)
+        assert 0 <= stored[address] - (program_start + 5000 + others * 1000) < 300
+    assert 0 <= now[0] - num_sms * 11_000 < 300

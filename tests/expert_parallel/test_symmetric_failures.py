@@ -1,0 +1,220 @@
+"""Symmetric explains what failed and who is missing, and runs the transfers of several streams in order."""
+
+import dataclasses
+import sys
+import types
+
+import pytest
+import torch
+from torch.distributed import DistError, group
+
+pytest.importorskip("triton")
+
+from moe_dualpipe.expert_parallel.symmetric import DeviceMemory, Symmetric
+from tests.support.interpreter import prepare_rank
+from tests.support.ranks import run_ranks
+from tests.support.symmetric_ranks import EXPERTS, TOKENS, TOP_K, WIDTH, build, needs_interpreter
+
+
+def send(ep, expert_ids, dtype=torch.float32, width=WIDTH):
+    """Dispatch a token for each of `expert_ids`."""
+    route = ep.prepare(torch.tensor(expert_ids)[:, None])
+    return ep.dispatch(torch.ones(len(expert_ids), width).to(dtype), route)
+
+
+def set_timeout(ep, seconds):
+    ep.windows = dataclasses.replace(ep.windows, timeout=seconds)
+
+
+def capacity(rank):
+    """Both ranks send to experts of rank 1: at first as many rows as it can receive, then one more."""
+    ep = build(capacity=5)
+    send(ep, [4, 6, 5] if rank else [6, 6]).wait()
+    if rank == 0:
+        send(ep, [6, 7, 6]).wait()
+        set_timeout(ep, 0.01)
+        with pytest.raises(DistError, match=r"no answer from rank 1 for 0\.01 s before its dispatch"):
+            send(ep, [0]).wait()
+        return
+    pending = send(ep, [4, 6, 5])
+    for _ in range(2):  # the same error again
+        with pytest.raises(RuntimeError) as error:
+            pending.wait()
+        assert str(error.value) == (
+            "rank 1 was sent 6 rows (3 from rank 0, 3 from rank 1), but its capacity is 5. Expert 6 was chosen most "
+            "often: 3 times. Increase capacity, or balance the load"
+        )
+    with pytest.raises(RuntimeError, match="Expert 6 was chosen most often"):
+        ep.prepare(torch.tensor([[0]]))
+    with pytest.raises(RuntimeError, match="Expert 6 was chosen most often"):
+        ep.check()
+
+
+def missing(rank):
+    """Rank 1 leaves out an operation, or does not wait for one."""
+    ep = build(timeout=0.01)
+    if rank == 0:
+        with pytest.raises(DistError) as error:
+            send(ep, [0]).wait()
+        assert str(error.value) == "no answer from rank 1 for 0.01 s before its dispatch (operation 0)"
+    ep = build(slots=1)
+    pending = send(ep, [0])
+    torch.distributed.barrier()
+    if rank == 0:
+        pending.wait()
+        set_timeout(ep, 0.01)
+        with pytest.raises(DistError) as error:
+            send(ep, [0])
+        assert str(error.value) == "no answer from rank 1 for 0.01 s before it freed a slot for dispatch (operation 1)"
+
+
+def different(rank):
+    ep = build()
+    route = ep.prepare(torch.tensor([[0]]))
+    y = ep.dispatch(torch.ones(1, WIDTH), route).wait().x_ND
+    mine, other = ("combine", "dispatch") if rank else ("dispatch", "combine")
+    pending = ep.combine(y, route) if rank else ep.dispatch(torch.ones(1, WIDTH), route)
+    with pytest.raises(RuntimeError, match=rf"rank {rank} waits for its {mine} \(operation 1\), but rank {1 - rank} "
+                       rf"called {other}: all ranks must call the same operations in the same order"):  # fmt: skip
+        pending.wait()
+    torch.distributed.barrier()
+    ep = build()
+    with pytest.raises(RuntimeError, match="called dispatch with other fields or rows of another size: "):
+        send(ep, [0], (torch.float32, torch.bfloat16)[rank]).wait()
+    torch.distributed.barrier()
+
+
+def misuse(rank):
+    ep = build(slots=1)
+    for ids, message in (
+        (torch.zeros(TOKENS + 1, 1), "max_tokens is 6, but this rank has 7 tokens"),
+        (torch.zeros(1, TOP_K + 1), "top_k is 3, but a token has 4 choices"),
+        (torch.full((1, 1), EXPERTS), "expert ids must be from 0 to 7, or -1 for no expert: got 8 for token 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ep.prepare(ids.long())
+    message = "rows must be multiples of 16 bytes, at most 64: got"
+    for width, dtype in ((WIDTH + 4, torch.float32), (WIDTH + 1, torch.bfloat16)):
+        with pytest.raises(ValueError, match=f"{message} {width} elements"):
+            send(ep, [0], dtype, width)
+    route = ep.prepare(torch.tensor([[0]]))
+    with pytest.raises(ValueError, match=r"rows must be in bfloat16, float16 or float32: got torch\.float64"):
+        send(ep, [0], torch.float64)
+    with pytest.raises(ValueError, match="this route has 1 rows: got 2"):
+        ep.dispatch(torch.ones(2, WIDTH), route)
+    with pytest.raises(ValueError, match=r"routing weights must be in float32: got torch\.float16"):
+        ep.dispatch(torch.ones(1, WIDTH), route, torch.ones(1, 1).half())
+    pending = ep.dispatch(torch.ones(1, WIDTH), route)
+    with pytest.raises(RuntimeError, match="1 transfers are in flight: wait for the first of them"):
+        ep.dispatch(torch.ones(1, WIDTH), route)
+    with pytest.raises(RuntimeError, match="wait for its first dispatch"):
+        ep.combine(torch.ones(ep.capacity, WIDTH), route)
+    assert pending.wait().x_ND is pending.wait().x_ND
+    for options, message in (
+        ({"slots": 0}, "slots must be at least 1: got 0"), ({"sync": "no"}, 'sync must be "barrier" or "flags": got'),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            build(**options)
+    with pytest.raises(ValueError, match="top_k must be the same on all ranks: got 1, 2"):
+        build(top_k=1 + rank)
+    with pytest.raises(ValueError, match="7 experts cannot be divided evenly over 2 ranks"):
+        Symmetric(7, group.WORLD, max_tokens=1, hidden_size=8, top_k=1)
+
+
+def all_failures(rank):
+    prepare_rank(pytest.MonkeyPatch())
+    for check in (capacity, missing, different, misuse):
+        check(rank)
+        torch.distributed.barrier()
+
+
+@needs_interpreter
+def test_failures_are_explained():
+    run_ranks(2, all_failures)
+
+
+# ---- GPUs, which are not here ----
+
+
+class Stream:
+    """A stream that records what it is told."""
+
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def record_event(self):
+        self.log.append(f"{self.name} records")
+        return f"the event of {self.name}"
+
+    def wait_event(self, event):
+        self.log.append(f"{self.name} waits for {event}")
+
+
+def in_order(_rank):
+    """Transfers of two streams run one after another, and only `check` waits for them."""
+    prepare_rank(pytest.MonkeyPatch())
+    ep, log = build(), []
+    one, other = Stream("one", log), Stream("other", log)
+    current = [one]
+    captured = [False]
+    module = types.SimpleNamespace(
+        current_stream=lambda _device: current[0], is_current_stream_capturing=lambda: captured[0]
+    )  # fmt: skip
+    pytest.MonkeyPatch().setattr("moe_dualpipe.overlap.streams.streams_of", lambda _device: module)
+    first = send(ep, [0])
+    current[0] = other
+    second = send(ep, [1])
+    assert log == ["one records", "other waits for the event of one", "other records"]
+    log.clear()
+    second.wait()
+    current[0] = one
+    first.wait()
+    assert log == [
+        "other waits for the event of other", "other records", "one waits for the event of other", "one records"
+    ]  # fmt: skip
+    # A graph waits only for events in it, other work only for events outside, and nothing after `check`.
+    for captured[0], before in ((True, []), (True, ["one waits for the event of one"]), (False, [])):
+        log.clear()
+        pending = send(ep, [0])
+        assert log == [*before, "one records"]
+        pending.wait()
+    log.clear()
+    ep.check()
+    assert log == ["one waits for the event of one"]
+    log.clear()
+    send(ep, [0]).wait()
+    assert log == ["one records", "one waits for the event of one", "one records"]
+    ep.windows.state[:5] = torch.tensor([2, 0, 1, 1, 0])
+    pending = send(ep, [0])  # it reports the failure to the host, which did not know it before
+    for failing in (ep.check, pending.wait, lambda: send(ep, [0])):
+        with pytest.raises(DistError, match="before its dispatch"):
+            failing()
+
+
+@needs_interpreter
+def test_transfers_of_two_streams_run_in_order_without_a_host_sync():
+    run_ranks(1, in_order)
+
+
+def test_device_memory_is_zero_before_other_ranks_map_it(monkeypatch):
+    log, memory = [], torch.ones(3, 40, dtype=torch.int32)
+
+    def empty(num_words, dtype, device):
+        log.append(f"empty {num_words} {dtype} {device}")
+        return memory[1, :num_words]
+
+    def rendezvous(own, _group):
+        log.append(f"rendezvous {int(own.abs().sum())}")
+        return types.SimpleNamespace(get_remote_tensor=lambda rank, sizes, _dtype: memory[rank, : sizes[0]])
+
+    symmetric = types.SimpleNamespace(empty=empty, rendezvous=rendezvous)
+    monkeypatch.setattr("torch.distributed._symmetric_memory", symmetric, raising=False)
+    monkeypatch.setitem(sys.modules, "torch.distributed._symmetric_memory", symmetric)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: log.append("synchronize"))
+    made = DeviceMemory()
+    made.device = torch.device("cpu")
+    own, addresses = made.allocate(32, types.SimpleNamespace(size=lambda: 3))
+    assert log == ["empty 32 torch.int32 cpu", "synchronize", "rendezvous 0"]
+    assert addresses.tolist() == [each.data_ptr() for each in memory] and own.data_ptr() == addresses[1]
+    assert (memory[0] == 1).all() and (memory[1, 32:] == 1).all()

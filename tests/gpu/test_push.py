@@ -1,0 +1,156 @@
+"""Rows are pushed to the windows of virtual ranks, received in order or summed, and nothing else is read or written.
+
+All ranks are in one process: each operation runs on all of them, before any waits for it.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional
+
+pytest.importorskip("triton")
+
+from moe_dualpipe.expert_parallel.sends import count_sends
+from moe_dualpipe.kernels.gpu import signals
+from moe_dualpipe.kernels.gpu.push import push
+from moe_dualpipe.kernels.gpu.receive import receive_rows, receive_sums
+from moe_dualpipe.kernels.gpu.signals import Operation, Windows, new_state, region_words
+from moe_dualpipe.kernels.permute import gather_sum
+from tests.support.kernels import DEVICE
+
+UNTOUCHED = -7  # a NaN as fp32
+SLOTS, K = 2, 3
+
+
+class Ranks:
+    """Virtual ranks with windows of UNTOUCHED. words: length of a row without weights and ids."""
+
+    def __init__(self, ranks, tokens, words, num_sms, in_kernel, timeout=600.0):
+        size = SLOTS, tokens, words + 8
+        self.memory = torch.full((ranks, ranks * region_words(*size)), UNTOUCHED, dtype=torch.int32, device=DEVICE)
+        self.memory.view(ranks, ranks, -1)[:, :, : signals.first_window(SLOTS)] = 0
+        addresses = torch.tensor([own.data_ptr() for own in self.memory], device=DEVICE)
+        self.each = [
+            Windows(
+                addresses, new_state(SLOTS, self.memory.device), rank, *size, words, words + 4, num_sms, timeout,
+                in_kernel,
+            )
+            for rank in range(ranks)
+        ]  # fmt: skip
+
+    def windows(self, rank, slot):
+        """[R, T, row] in words."""
+        return self.each[rank].views(self.memory[rank])[1][slot]
+
+
+def operation(number, layout=1):
+    return Operation(number % SLOTS, number, layout)
+
+
+def find_sends(ids_TK, per_rank, ranks):
+    """Tokens of the sent rows, their ids, positions of the rows of each token, and where those of each rank start."""
+    counts_R2, finder = count_sends(ids_TK, per_rank * ranks, ranks, "auto")
+    return *finder.find(), functional.pad(counts_R2[:, 0].cumsum(0), (1, 0)).int()
+
+
+@pytest.mark.parametrize("kind", ["random", "one rank", "no expert"])
+@pytest.mark.parametrize("words,num_sms,in_kernel", [(4, 1, True), (12, 3, False), (1028, 2, True)])
+@pytest.mark.quick("12-3-False-random", "1028-2-True-one rank", "4-1-True-no expert")
+def test_rows_weights_and_ids_arrive_sorted_by_rank_and_token(kind, words, num_sms, in_kernel):
+    tokens, ranks, per_rank = 7, 3, 2
+    group = Ranks(ranks, tokens, words, num_sms, in_kernel)
+    xs = torch.randint(0, 1 << 30, (ranks, tokens, words), dtype=torch.int32, device=DEVICE).view(torch.float32)
+    weights = torch.rand(ranks, tokens, K, device=DEVICE)
+    ids = torch.randint(-1, ranks * per_rank, (ranks, tokens, K), device=DEVICE)
+    if kind != "random":
+        ids.fill_(4 if kind == "one rank" else -1)
+    for windows, x, own, given in zip(group.each, xs, weights, ids, strict=True):
+        tokens_M, ids_MK, _, offsets = find_sends(given, per_rank, ranks)
+        push(windows, operation(0), x, tokens_M, offsets, own, ids_MK)
+    for rank, windows in enumerate(group.each):
+        chosen = ids // per_rank == rank
+        sent = [each.any(1).nonzero().flatten() for each in chosen]
+        filled = torch.tensor([len(each) for each in sent])
+        past_T = torch.arange(tokens) >= filled[:, None]
+        assert (group.windows(rank, 0)[past_T.to(DEVICE)] == UNTOUCHED).all()
+        assert (group.windows(rank, 1) == UNTOUCHED).all()
+        capacity = ranks * tokens
+        out, own = torch.full((capacity, words), torch.nan, device=DEVICE), torch.full((capacity, K), -7.0)
+        got, offsets = torch.empty(capacity, K, dtype=torch.int32), torch.empty(ranks + 1, dtype=torch.int32)
+        own, got, offsets = (t.to(DEVICE) for t in (own, got, offsets))
+        receive_rows(windows, operation(0), out, offsets, own, got)
+        total = int(filled.sum())
+        assert offsets.diff().tolist() == filled.tolist()
+        expected = torch.cat([x[each] for x, each in zip(xs, sent, strict=True)])
+        assert torch.equal(out[:total].view(torch.int32), expected.view(torch.int32)) and out[total:].isnan().all()
+        expected = torch.cat([w[each] for w, each in zip(weights, sent, strict=True)])
+        assert torch.equal(own[:total], expected) and (own[total:] == -7).all()
+        local = torch.where(chosen, ids % per_rank, -1)
+        expected = torch.cat([each[index] for each, index in zip(local, sent, strict=True)])
+        assert torch.equal(got[:total], expected.int()) and (got[total:] == -1).all()
+    assert not any(windows.state[0] for windows in group.each)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("in_kernel", [False, True])
+@pytest.mark.quick("False-dtype1", "True-dtype0")
+def test_rows_are_summed_in_the_order_of_ranks(dtype, in_kernel):
+    """Slots are used again, and the second operation does not see the rows of the first."""
+    tokens, ranks, width = 5, 3, 24
+    group = Ranks(ranks, tokens, width, 2, in_kernel)
+    for number in range(SLOTS + 1):
+        ids = torch.randint(-1, ranks, (tokens, K), device=DEVICE)
+        tokens_M, _, slots_TC, offsets = find_sends(ids, 1, ranks)
+        rows = torch.randn(len(tokens_M), width, device=DEVICE).to(dtype)
+        grads = torch.randn(len(tokens_M), K, device=DEVICE)
+        starts = offsets.tolist()
+        y, grads_TK = rows.new_empty(tokens, width), grads.new_empty(tokens, K)
+        for rank, windows in enumerate(group.each):
+            to_first = torch.tensor([0] + [starts[rank + 1] - starts[rank]] * ranks, dtype=torch.int32, device=DEVICE)
+            own = slice(starts[rank], starts[rank + 1])
+            push(windows, operation(number), rows[own].contiguous(), None, to_first, grads[own].contiguous())
+        receive_sums(group.each[0], operation(number), y, slots_TC, offsets, grads_TK)
+        for windows in group.each[1:]:
+            unused = torch.empty(ranks + 1, dtype=torch.int32, device=DEVICE)
+            receive_rows(windows, operation(number), rows.new_empty(ranks * tokens, width), unused)
+        assert torch.equal(y, gather_sum(rows, slots_TC))
+        assert torch.equal(grads_TK, gather_sum(grads, slots_TC))
+    assert not any(windows.state[0] for windows in group.each)
+    assert group.each[0].state[signals.EPOCHS :].tolist() == [2, 1]
+
+
+def pushed(group, rank, number, layout=1, tokens=2):
+    windows = group.each[rank]
+    x = torch.ones(tokens, 4, device=DEVICE)
+    offsets = torch.tensor([0] + [tokens] * windows.ranks, dtype=torch.int32, device=DEVICE)  # all to rank 0
+    push(windows, operation(number, layout), x, None, offsets)
+
+
+def received(group, number, capacity=9, layout=1):
+    x = torch.full((capacity, 4), torch.nan, device=DEVICE)
+    receive_rows(group.each[0], operation(number, layout), x, torch.empty(4, dtype=torch.int32, device=DEVICE))
+    return x
+
+
+@pytest.mark.parametrize("in_kernel", [False, True])
+@pytest.mark.parametrize("failure", [signals.NOT_SENT, signals.NOT_FREED, signals.OTHER_LAYOUT, signals.OVER_CAPACITY])
+def test_a_failure_is_reported_once_and_stops_all_later_operations(failure, in_kernel):
+    """Rank 1 leaves something out, and rank 0 has a limit."""
+    group = Ranks(3, 3, 4, 2, in_kernel)
+    group.each[0] = replace(group.each[0], timeout=0.001)
+    for number in range(1 + SLOTS * (failure == signals.NOT_FREED)):
+        for rank in range(3):
+            if (rank, failure) != (1, signals.NOT_SENT) and (rank == 0 or number < SLOTS):
+                pushed(group, rank, number, 2 if (rank, failure) == (1, signals.OTHER_LAYOUT) else 1)
+        if number < SLOTS:
+            received(group, number, 6 - (failure == signals.OVER_CAPACITY))
+    found = {
+        signals.NOT_SENT: [1, 0, 1, 0], signals.NOT_FREED: [1, 2, 1, 0], signals.OTHER_LAYOUT: [1, 0, 1, 2],
+        signals.OVER_CAPACITY: [0, 0, 1, 6],
+    }[failure]  # fmt: skip
+    state, memory = group.each[0].state, group.memory.clone()
+    assert state[:5].tolist() == [failure, *found]
+    pushed(group, 0, 1, tokens=1)
+    assert received(group, 1).isnan().all()
+    assert torch.equal(group.memory, memory) and state[:5].tolist() == [failure, *found]

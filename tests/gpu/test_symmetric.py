@@ -1,0 +1,86 @@
+"""The backend Symmetric between processes that share one GPU. Each has its own context, and the GPU runs them in turn.
+
+A rank that does not answer is an error after 60 s, and a test whose ranks do not end fails after 100 s.
+"""
+
+import pytest
+import torch
+
+from tests.support.kernels import DEVICE
+from tests.support.ranks import run_ranks
+from tests.support.symmetric_ranks import (
+    build,
+    build_layer,
+    forward_and_backward,
+    layer_input,
+    layers_agree,
+    prepare,
+    rounds,
+)
+
+pytestmark = [
+    pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU"),
+    pytest.mark.skipif(torch.version.hip is not None, reason="the kernels read NVIDIA's clock"),
+]
+SECONDS = 100
+
+
+@pytest.mark.parametrize("sync", ["barrier", "flags"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_results_are_those_of_all_to_all_bit_for_bit(ranks, sync):
+    run_ranks(ranks, rounds, ranks, sync, range(4), timeout=SECONDS)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_layer_and_its_gradients_equal_those_of_all_to_all(ranks):
+    run_ranks(ranks, layers_agree, {}, timeout=SECONDS)
+
+
+def no_host_sync(rank, sync):
+    prepare(pytest.MonkeyPatch())
+    ep = build(slots=2, sync=sync)
+    layer, x = build_layer(ep, rank, {})
+    expected = forward_and_backward(layer, x)  # compiles the kernels
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = forward_and_backward(layer, x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    ep.check()
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("sync", ["barrier", "flags"])
+def test_the_host_does_not_wait_in_forward_and_backward(sync):
+    run_ranks(2, no_host_sync, sync, timeout=SECONDS)
+
+
+def graphs(rank, sync):
+    prepare(pytest.MonkeyPatch())
+    ep = build(slots=2, sync=sync)
+    layer, x = build_layer(ep, rank, {})
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        forward_and_backward(layer, x)  # compiles the kernels
+    torch.cuda.current_stream().wait_stream(side)
+    ep.check()
+    torch.distributed.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = forward_and_backward(layer, x)
+    for seed in (1, 2, 3):
+        with torch.no_grad():
+            x.copy_(layer_input(rank).roll(seed, 0))
+        graph.replay()
+        replayed = [t.clone() for t in captured]
+        for ours, expected in zip(replayed, forward_and_backward(layer, x), strict=True):
+            assert torch.equal(ours, expected)
+    ep.check()
+
+
+@pytest.mark.parametrize("sync", ["barrier", "flags"])
+def test_a_graph_of_a_layer_has_the_bits_of_eager_execution(sync):
+    run_ranks(2, graphs, sync, timeout=SECONDS)

@@ -1,0 +1,63 @@
+"""What programs of the kernels of one-sided transfers do to memory that other programs use, as data.
+
+The programs of a launch run concurrently. Where the last one does more than the others, each adds one to a word, and
+what it does then depends on the number that it finds. It has a list of events, a path, for each such number.
+"""
+
+from typing import NamedTuple
+
+
+class HazardError(Exception):
+    """The kernels deadlock, or access memory that others may be accessing."""
+
+
+class Access(NamedTuple):
+    """A load or store by all threads of a program. cells: numbers of what is accessed."""
+
+    store: bool
+    cells: tuple[int, ...]
+
+
+class Barrier(NamedTuple):
+    """All threads of a program wait for each other. line: in the source."""
+
+    line: str
+
+
+class Atomic(NamedTuple):
+    """An addition to a word or an exchange, by one thread. wanted: a wait until the word is at least this."""
+
+    line: str
+    word: int
+    exchange: bool
+    operand: int
+    sem: str
+    scope: str
+    wanted: int | None = None
+
+    @property
+    def writes(self) -> bool:
+        return self.exchange or self.operand != 0
+
+
+Event = Access | Barrier | Atomic
+
+
+class Launch(NamedTuple):
+    """A kernel on one rank. message: number of the transfer. programs: their paths; None: they add to no word."""
+
+    kernel: str
+    message: int
+    programs: tuple[dict[int | None, list[Event]], ...]
+
+
+class Recording(NamedTuple):
+    """The launches of each rank, in order, and the names of cells and words.
+
+    Cells from `private` on are each accessed by one rank only. The other ones contain messages.
+    """
+
+    ranks: list[list[Launch]]
+    cells: list[str]
+    words: list[str]
+    private: int

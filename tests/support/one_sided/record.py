@@ -1,0 +1,252 @@
+"""Run the backend Symmetric on virtual ranks in Triton's interpreter, and record the events of its kernels.
+
+The interpreter runs the programs of a kernel one after another. It runs everything once for each program that can be
+the last one. An order of the calls in which no kernel has to wait shows all that kernels do when they have waited.
+
+Words that are always accessed together are one cell.
+"""
+
+import inspect
+import linecache
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from triton._C.libtriton import ir
+from triton.runtime.errors import InterpreterError
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
+
+from moe_dualpipe.expert_parallel.symmetric.one_sided import OneSided
+from moe_dualpipe.kernels.gpu.signals import first_window
+from tests.support.interpreter import call_directly
+from tests.support.one_sided.events import Access, Atomic, Barrier, Event, HazardError, Launch, Recording
+
+RANKS, EXPERTS, TOKENS, WIDTH = 2, 2, 2, 4  # each token is sent to both ranks
+KERNELS = "moe_dualpipe.kernels.gpu"
+_SEM = {ir.MEM_SEMANTIC.ACQUIRE: "acquire", ir.MEM_SEMANTIC.RELEASE: "release", ir.MEM_SEMANTIC.RELAXED: "relaxed",
+        ir.MEM_SEMANTIC.ACQUIRE_RELEASE: "acq_rel"}  # fmt: skip
+_SCOPE = {ir.MEM_SYNC_SCOPE.CTA: "cta", ir.MEM_SYNC_SCOPE.GPU: "gpu", ir.MEM_SYNC_SCOPE.SYSTEM: "sys"}
+
+
+Call = tuple[Any, ...]
+"""("prepare", route), ("dispatch" or "combine", route, whether weights are sent too), or ("wait", transfer)."""
+
+
+def record(sync: str, calls: list[Call], programs: int = 2, slots: int = 2) -> Recording:
+    """Make the calls on virtual ranks, each of them on all ranks before the next. programs: of a kernel that copies.
+
+    Raises HazardError if a kernel waits for what none of the kernels before it does.
+    """
+    recorders = []
+    for first in range(programs if sync == "flags" else 1):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            eps = _build_ranks(programs, slots, sync)
+            recorders.append(_Recorder(monkeypatch, eps, first))
+            _make_calls(eps, calls)
+    return _merge(recorders)
+
+
+def _build_ranks(programs: int, slots: int, sync: Any) -> list[OneSided]:
+    """Backends that share the memory of all ranks."""
+    sizes = {"max_tokens": TOKENS, "row_bytes": 4 * WIDTH, "top_k": EXPERTS, "num_sms": programs, "slots": slots}
+    eps = [OneSided(EXPERTS, RANKS, rank, sync=sync, **sizes) for rank in range(RANKS)]
+    memory = [torch.zeros(ep.memory_words, dtype=torch.int32) for ep in eps]
+    for ep, own in zip(eps, memory, strict=True):
+        ep._map(own, torch.tensor([each.data_ptr() for each in memory]))
+    return eps
+
+
+def _make_calls(eps: list[OneSided], calls: list[Call]) -> None:
+    ids = torch.arange(EXPERTS).expand(TOKENS, EXPERTS)
+    routes: list[dict[int, Any]] = [{} for _ in eps]
+    pending: list[list[Any]] = [[] for _ in eps]
+    for name, number, *with_weights in calls:
+        for rank, ep in enumerate(eps):
+            if name == "prepare":
+                routes[rank][number] = ep.prepare(ids)
+            elif name == "wait":
+                pending[rank][number].wait()
+            else:
+                rows = TOKENS if name == "dispatch" else ep.capacity
+                weights = torch.ones(rows, EXPERTS) if with_weights[0] else None
+                pending[rank].append(getattr(ep, name)(torch.ones(rows, WIDTH), routes[rank][number], weights))
+
+
+class _Recorder:
+    """Patches the interpreter. first: the program that runs first. launches: per rank, kernel, message and programs.
+
+    An event has numbers of words: first those of the memory of all ranks, then those of their states.
+    """
+
+    def __init__(self, monkeypatch, eps: list[OneSided], first: int):
+        self.eps, self.first = eps, first
+        self.launches: list[list[tuple[str, int, dict[int, list]]]] = [[] for _ in eps]
+        self.events: list | None = None
+        self.wanted: int | None = None
+        tensors = [ep.own for ep in eps] + [ep.windows.state for ep in eps]
+        self.starts = np.cumsum([0, *map(len, tensors)])
+        self.addresses = np.array([t.data_ptr() for t in tensors], dtype=np.uint64)
+        call_directly(monkeypatch)
+        for patched, name in (
+            (InterpretedFunction, "run"), (InterpretedFunction, "__call__"), (InterpreterBuilder, "set_grid_idx"),
+            (InterpreterBuilder, "create_masked_load"), (InterpreterBuilder, "create_masked_store"),
+            (InterpreterBuilder, "create_atomic_rmw"), (InterpreterBuilder, "create_barrier"),
+        ):  # fmt: skip
+            method, ours = getattr(patched, name), getattr(self, name.strip("_"))
+            monkeypatch.setattr(patched, name, lambda *args, m=method, ours=ours, **kw: ours(m, *args, **kw))
+
+    def words(self, pointers, mask) -> np.ndarray:
+        """The numbers of the words at the addresses where the mask is set; those of private tensors are left out."""
+        mask = np.asarray(mask.data, dtype=bool)  # `&` makes integers of booleans
+        bytes_from = np.broadcast_to(pointers.data, mask.shape)[mask].astype(np.uint64)[:, None] - self.addresses
+        row, tensor = (bytes_from < 4 * np.diff(self.starts).astype(np.uint64)).nonzero()
+        return self.starts[tensor] + (bytes_from[row, tensor] // 4).astype(int)
+
+    def add(self, *event) -> None:
+        if self.events is not None:
+            self.events.append(event)
+
+    # ---- what is patched ----
+
+    def run(self, method, function, *args, **named):
+        given = dict(zip(function.arg_names, args, strict=False))
+        if "addresses" not in given:
+            return method(function, *args, **named)
+        launches = self.launches[given["rank"]]
+        self.programs: dict[int, list] = {}
+        launches.append((function.fn.__name__, given.get("number", launches and launches[-1][1]), self.programs))
+        try:
+            method(function, *args, **named)
+        except InterpreterError as error:
+            raise error.__cause__ or error from None
+        self.events = None
+        return None
+
+    def call(self, method, function, *args, **named):
+        if function.fn.__name__ != "wait_for_all":
+            return method(function, *args, **named)
+        self.wanted = int(np.asarray(getattr(args[1], "handle", SimpleNamespace(data=args[1])).data).item())
+        ok = method(function, *args, **named)
+        self.wanted = None
+        return ok
+
+    def set_grid_idx(self, method, builder, x, y, z):
+        x = (x + self.first) % builder.grid_dim[0]
+        self.events = self.programs.setdefault(x, [])
+        return method(builder, x, y, z)
+
+    def create_masked_load(self, method, builder, pointers, mask, *more):
+        self.add("load", self.words(pointers, mask))
+        return method(builder, pointers, mask, *more)
+
+    def create_masked_store(self, method, builder, pointers, value, mask, *more):
+        self.add("store", self.words(pointers, mask))
+        return method(builder, pointers, value, mask, *more)
+
+    def create_barrier(self, method, builder):
+        self.add("barrier", Barrier(_line()))
+        return method(builder)
+
+    def create_atomic_rmw(self, method, builder, operation, pointers, value, mask, sem, scope):
+        found = method(builder, operation, pointers, value, mask, sem, scope)
+        inside = mask.data.astype(bool)
+        operands, olds = (np.broadcast_to(each.data, inside.shape)[inside].tolist() for each in (value, found))
+        for word, operand, old in zip(self.words(pointers, mask).tolist(), operands, olds, strict=True):
+            wanted = self.wanted if word < self.starts[len(self.eps)] else None
+            if wanted is not None and old < wanted:
+                raise HazardError(f"nothing lets {_word_name(self.eps, word)} become {wanted}")
+            exchange = operation == ir.ATOMIC_OP.XCHG
+            self.add("atomic", Atomic(_line(), word, exchange, operand, _SEM[sem], _SCOPE[scope], wanted), old)
+        return found
+
+
+def _line() -> str:
+    """The line of a kernel that is being run, with the name of its function."""
+    frame = inspect.currentframe()
+    while frame and (not frame.f_globals["__name__"].startswith(KERNELS) or frame.f_code.co_name == "_acquire"):
+        frame = frame.f_back
+    assert frame is not None
+    return f"{frame.f_code.co_name}: {linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()}"
+
+
+# ---- from recorders to a recording ----
+
+
+def _word_name(eps: list[OneSided], word: int) -> str:
+    """As in kernels/gpu/signals.py."""
+    windows, size = eps[0].windows, len(eps[0].own)
+    slots, first = windows.slots, first_window(windows.slots)
+    if word >= size * len(eps):
+        rank, index = divmod(word - size * len(eps), len(windows.state))
+        return f"state[{index}] of rank {rank}"
+    rank, index = divmod(word, size)
+    writer, index = divmod(index, windows.region_words)
+    if index >= first:
+        slot, row = divmod((index - first) // windows.row_words, windows.max_tokens)
+        return f"windows[{slot}, {writer}, {row}] of rank {rank}"
+    name, slot = ("full", "free", "headers", "headers")[index // slots], index % slots
+    return f"{name}[{slot if index < 2 * slots else index // 2 - slots}, {writer}] of rank {rank}"
+
+
+def _merge(recorders: list[_Recorder]) -> Recording:
+    """Put together what programs did in different orders. Raises HazardError for words that no order can protect."""
+    eps = recorders[0].eps
+    cell_of, atomics = _find_cells(recorders)
+    for word, writers in atomics.items():
+        if word in cell_of:
+            raise HazardError(f"{_word_name(eps, word)} is accessed with and without atomic operations")
+        if len(writers) > 1:
+            raise HazardError(f"{_word_name(eps, word)} is written by ranks {sorted(writers)}")
+    numbers = {cell: i for i, cell in enumerate(sorted(set(cell_of.values())))}
+    words = {word: i for i, word in enumerate(sorted(atomics))}
+    ranks: list[list[Launch]] = []
+    for rank in range(len(eps)):
+        ranks.append([])
+        for runs in zip(*(recorder.launches[rank] for recorder in recorders), strict=True):
+            programs: list[dict[int | None, list[Event]]] = [{} for _ in runs[0][2]]
+            for _, _, traces in runs:
+                for program, trace in traces.items():
+                    path, events = _events(trace, cell_of, numbers, words)
+                    assert programs[program].setdefault(path, events) == events
+            ranks[-1].append(Launch(runs[0][0], runs[0][1], tuple(programs)))
+    memory = len(eps) * len(eps[0].own)
+    names = [[_word_name(eps, word) for word in each] for each in (numbers, words)]
+    return Recording(ranks, names[0], names[1], sum(cell < memory for cell in numbers))
+
+
+def _find_cells(recorders: list[_Recorder]) -> tuple[dict[int, int], dict[int, set[int]]]:
+    """The first word of the cell of each word that is stored to, and the ranks that write each word of atomics."""
+    users: defaultdict[int, list[int]] = defaultdict(list)
+    stored: set[int] = set()
+    atomics: defaultdict[int, set[int]] = defaultdict(set)
+    number = 0
+    for recorder in recorders:
+        for rank, launches in enumerate(recorder.launches):
+            for event in (event for _, _, traces in launches for trace in traces.values() for event in trace):
+                number += 1
+                if event[0] == "atomic":
+                    atomics[event[1].word].update([rank] * event[1].writes)
+                elif event[0] != "barrier":
+                    for word in event[1].tolist():
+                        users[word].append(number)
+                    stored.update(event[1].tolist() if event[0] == "store" else [])
+    first: dict[tuple[int, ...], int] = {}
+    return {word: first.setdefault(tuple(users[word]), word) for word in sorted(stored)}, atomics
+
+
+def _events(trace: list, cell_of: dict[int, int], numbers: dict[int, int], words: dict[int, int]):
+    """The events of a program, and how many programs it found that had ended."""
+    path, events = None, []
+    for kind, *more in trace:
+        if kind == "barrier":
+            events.append(*more)
+        elif kind == "atomic":
+            atomic, old = more
+            path = old if atomic.writes and not atomic.exchange else path
+            events.append(atomic._replace(word=words[atomic.word]))
+        elif cells := {numbers[cell_of[word]] for word in more[0].tolist() if word in cell_of}:
+            events.append(Access(kind == "store", tuple(sorted(cells))))
+    return path, events
