@@ -10,6 +10,7 @@ from .. import strict_json
 from ..messages import LARGEST, check_range, plural
 from ..models import PRESETS
 from ..option_types import ScheduleName
+from .balance import Balance
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,8 @@ class ModelCommands:
     """Sizes of models, and the memory that training needs."""
 
     command: Annotated[
-        Annotated[ListModels, subcommand("list")] | Annotated[ShowModel, subcommand("show")],
+        Annotated[ListModels, subcommand("list")]
+        | Annotated[ShowModel, subcommand("show")]
+        | Annotated[Balance, subcommand("balance")],
         tyro.conf.arg(name=""),
     ]

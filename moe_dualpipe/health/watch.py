@@ -30,7 +30,9 @@ from .stall import StallReport
 
 PATIENCE = 10.0
 """Seconds without a heartbeat until a rank counts as dead; at most half of the timeout."""
-_FAILURE = "failure"
+DIAGNOSING_RANKS = 4
+"""Number of ranks that read all heartbeats when a run hangs. If all ranks did, a large run would flood the store."""
+_FAILURE, _DIAGNOSES = "failure", "diagnoses"
 
 
 @contextmanager
@@ -232,8 +234,10 @@ class Watchdog:
     def _diagnose_hang(self) -> Failure | None:
         """This rank makes no progress: blame a rank that has ended, or else one that does not wait for others.
 
-        None: they wait for a checkpoint, which the disk of some rank still writes.
+        None: other ranks diagnose it; or they wait for a checkpoint, which the disk of some rank still writes.
         """
+        if self._store.add(_DIAGNOSES, 1) % self.size >= DIAGNOSING_RANKS:
+            return None  # these may fail, so this rank asks again at the next check
         beats = {rank: beat for rank in range(self.size) if (beat := self._heartbeat(rank)) is not None}
         if any(beat.saving for beat in beats.values()) and self._lost_connection is None:
             self._still //= 2  # look again later

@@ -3,7 +3,9 @@
 from .activations import MicroBatch
 from .flops import forward_flops, peak_flops, train_flops_per_token
 from .memory import ModelSize, RankMemory, rank_memory
+from .placement import Placement, imbalance, place_experts
 
 __all__ = [
-    "MicroBatch", "ModelSize", "RankMemory", "forward_flops", "peak_flops", "rank_memory", "train_flops_per_token",
+    "MicroBatch", "ModelSize", "Placement", "RankMemory", "forward_flops", "imbalance", "peak_flops", "place_experts",
+    "rank_memory", "train_flops_per_token",
 ]  # fmt: skip

@@ -9,6 +9,7 @@ sent with gloo, because an NCCL kernel would wait for the queued computation and
 """
 
 import math
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,22 +22,41 @@ from ..messages import plural
 from ..schedule import Placement
 from .launch import Launch
 
+MOST_CONNECTED = 64
+"""In larger worlds, gloo connects two ranks when they first send to each other. Otherwise it connects all pairs of a
+group at once: each of 4,096 ranks would open 4,095 sockets and read the addresses of all ranks."""
 
-def init_world(device: torch.device, launch: Launch, timeout: float | None = None) -> None:
+
+def init_world(
+    device: torch.device, launch: Launch, timeout: float | None = None, store: dist.Store | None = None
+) -> None:
     """Join the other processes; a single process becomes a world of one. Collective.
 
-    timeout: seconds that an operation waits. None: torch's default.
+    timeout: seconds that an operation waits. None: torch's default. store: where they meet. None: where torchrun says.
     """
+    if launch.world_size > MOST_CONNECTED:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     wait: dict[str, Any] = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
-    if launch.world_size == 1:
+    if store is not None:
+        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, **wait)
+    elif launch.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **wait)
     elif launch.restarts == 0:
         dist.init_process_group(backend, **wait)
-    else:  # torchrun may use one store for all attempts, which still has the addresses of dead ranks
-        store, rank, world_size = next(dist.rendezvous("env://", **wait))
-        store = dist.PrefixStore(f"attempt {launch.restarts}", store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **wait)
+    else:
+        store = rendezvous(launch, timeout)
+        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, **wait)
+
+
+def rendezvous(launch: Launch, timeout: float | None) -> dist.Store:
+    """The store where the processes of this attempt meet. timeout: seconds that an operation waits.
+
+    torchrun may use one store for all attempts, which still has the addresses of dead ranks.
+    """
+    wait: dict[str, Any] = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
+    store, _, _ = next(dist.rendezvous("env://", **wait))
+    return dist.PrefixStore(f"attempt {launch.restarts}", store)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +111,8 @@ def create_group(
 
     timeout: seconds that an operation waits; a group does not inherit the world's. None: torch's default. nccl: how
     NCCL runs the group's operations on GPUs; on CPUs, and with another `backend`, it has no effect.
-    Collective over the world; with `members_only`, over the group's ranks.
+    Collective over the world; with `members_only`, over the group's ranks. Then each of them must be in the same number
+    of groups so far: torch makes the name of the group from it, and ranks with different names never meet.
     """
     wait = None if timeout is None else timedelta(seconds=timeout)
     options = nccl.options() if backend is None else None
@@ -155,7 +176,8 @@ def _either(numbers: list[int]) -> str:
 class Groups:
     """The process groups of this rank; None where the rank would be the only member.
 
-    pipeline: the pipeline of this data rank. experts: the ranks that exchange tokens with this one.
+    pipeline: the pipeline of this data rank. links: two more groups of its ranks, for each direction of its messages
+    (runtime/p2p.py); none without NCCL. experts: the ranks that exchange tokens with this one.
     dense, expert_replicas: the ranks that hold copies of this rank's dense parameters, and of its experts; they include
     DualPipe's mirrored ranks. embedding: the ranks that hold the embedding, if the last stage holds it as well.
     """
@@ -165,6 +187,7 @@ class Groups:
     dense: dist.ProcessGroup | None = None
     expert_replicas: dist.ProcessGroup | None = None
     embedding: dist.ProcessGroup | None = None
+    links: tuple[dist.ProcessGroup, ...] = ()
 
 
 def end_holders(placement: Placement) -> list[int]:
@@ -192,13 +215,16 @@ def build_groups(
                 mine = group if layout.rank in members else mine
         return mine
 
+    per_pipeline = 3 if layout.pp > 1 and PIPELINE.options() is not None else 1
+    pipeline, *links = (create(([at(p, d) for p in pps] for d in dps), PIPELINE) for _ in range(per_pipeline))
     # Stages with the same holders share a group.
     peers = sorted({tuple(sorted({r for s in stages for r in placement.holders(s)})) for stages in placement.stages})
     ends = end_holders(placement) if shared_embedding else []
     return Groups(
-        pipeline=create(([at(p, d) for p in pps] for d in dps), PIPELINE),
+        pipeline=pipeline,
         experts=create(([at(p, d + e) for e in eps] for p in pps for d in dps[:: layout.ep]), EXPERTS),
         dense=create([at(p, d) for p in held for d in dps] for held in peers),
         expert_replicas=create([at(p, d) for p in held for d in dps[e :: layout.ep]] for held in peers for e in eps),
         embedding=create([[at(p, d) for p in ends for d in dps]]),
+        links=tuple(link for link in links if link is not None),
     )

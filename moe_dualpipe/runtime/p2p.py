@@ -84,12 +84,14 @@ class P2P:
     def connect(
         cls, group: dist.ProcessGroup | None, specs: Sequence[TensorSpec], device: torch.device,
         pipeline_ranks: Sequence[int] | None = None, timeout: float | None = None,
+        directions: Sequence[dist.ProcessGroup] = (),
     ) -> "P2P":  # fmt: skip
         """Create the links of the pipeline that `group` forms (None: a pipeline of one rank).
 
         pipeline_ranks: `pipeline_ranks[i]` is the pipeline rank of the group's rank i; by default i. Raises ValueError
-        if it is not a permutation. On CUDA this creates process groups, collectively over `group`. timeout: seconds
-        that their transfers wait; None: torch's default.
+        if it is not a permutation. directions: groups of the same ranks for messages to higher and to lower pipeline
+        ranks. Without them, on CUDA, this creates them, collectively over `group`: do it before you create groups of
+        only some of its ranks (`create_group`). timeout: seconds that their transfers wait; None: torch's default.
         """
         specs = tuple(specs)
         if group is None:
@@ -103,7 +105,9 @@ class P2P:
         rank = order[group.rank()]
         if device.type == "cpu":
             return cls(specs, device, rank, size, global_ranks, group, group)
-        upward, downward = (create_group(members, timeout, members_only=True, nccl=PIPELINE) for _ in range(2))
+        upward, downward = directions or (
+            create_group(members, timeout, members_only=True, nccl=PIPELINE) for _ in range(2)
+        )
         p2p = cls(specs, device, rank, size, global_ranks, upward, downward)
         p2p._open_links()
         return p2p

@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import strict_json
 from ..models import MoE, TransformerStage
 from ..models.auxiliary_losses import loss_factors
 from ..models.config import ModelConfig
+from ..planner.placement import LOADS_FILE
 from ..runtime.shared_errors import gather_objects
 
 
@@ -28,6 +30,7 @@ class Balance:
         blocks = sorted({block for of_rank in gather_objects([*self.layers]) for block in of_rank})
         self.rows = {block: row for row, block in enumerate(blocks)}  # custom blocks may have experts in any layer
         self.shape = len(blocks), model.num_experts
+        self._since_save_LE = torch.zeros(self.shape, dtype=torch.int64)
 
     def loads(self, device: torch.device) -> Tensor:
         """Tokens per expert since the last call, summed over all ranks, [L, E]. Collective."""
@@ -36,7 +39,15 @@ class Balance:
             load_LE[self.rows[layer]] += moe.take_load()
         load_LE = load_LE.cpu()
         dist.all_reduce(load_LE)
+        self._since_save_LE += load_LE
         return load_LE
+
+    def take_loads_file(self) -> dict[str, bytes]:
+        """The loads of all steps since the last call, as a file of a checkpoint; {} without layers or steps."""
+        load_LE, self._since_save_LE = self._since_save_LE, torch.zeros_like(self._since_save_LE)
+        if not load_LE.any():
+            return {}
+        return {LOADS_FILE: strict_json.write({"layers": [*self.rows], "loads": load_LE.tolist()}).encode()}
 
     def after_step(self, load_LE: Tensor, device: torch.device, move: bool = True) -> dict[str, float]:
         """Update the biases from `loads()` of this step. Returns the mean of each auxiliary loss. Collective.

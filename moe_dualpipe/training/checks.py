@@ -12,9 +12,10 @@ from .wandb_run import check_wandb
 
 # Options, with their smallest and largest valid values. None is always valid where the type allows it.
 RANGES: tuple[tuple[str, float, float], ...] = (
-    ("steps parallel.ep parallel.pp parallel.num_chunks parallel.max_deferred batch.seq_len batch.micro_batch_size "
-     "batch.micro_batches checkpoint.save_every checkpoint.keep metrics.eval_sequences metrics.log_every "
-     "metrics.eval_every health.max_skipped health.check_replicas_every optim.decay_steps", 1, LARGEST),
+    ("steps parallel.ep parallel.pp parallel.nodes_per_domain parallel.num_chunks parallel.max_deferred "
+     "batch.seq_len batch.micro_batch_size batch.micro_batches checkpoint.save_every checkpoint.keep "
+     "metrics.eval_sequences metrics.log_every metrics.eval_every health.max_skipped health.check_replicas_every "
+     "optim.decay_steps", 1, LARGEST),
     ("metrics.profile optim.warmup_steps", 0, LARGEST),
     ("sample.sample_tokens", 0, 1_000_000),
     ("seed", -(2**63), 2**63 - 1),

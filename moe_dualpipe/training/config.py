@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 from tyro.conf import OmitArgPrefixes, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
+from ..expert_parallel.options import EpBackend
 from ..kernels.options import Kernels
 from ..models import ModelConfig, preset
 from ..models.config import Recompute
@@ -48,6 +49,13 @@ class ParallelConfig:
     """Number of pipeline ranks. None: processes / ep."""
     ep: int = 1
     """Number of ranks that share the experts of a layer; divides the experts and the data-parallel ranks."""
+    ep_backend: EpBackend = "auto"
+    """How these ranks exchange tokens (docs/expert_parallel.md). auto: symmetric for GPUs of one machine that access
+    each other's memory, shared for CPU ranks of one machine, else all_to_all. deepep needs the package deep_ep. A
+    resumed run may use another."""
+    nodes_per_domain: OptionalInt = None
+    """Number of machines joined by NVLink, next to each other in the order of their names. Ranks that share experts are
+    placed on one machine or, if they do not fit, in one such domain. None: a block of Slurm's topology, or 1."""
     schedule: ScheduleName = "auto"
     """Pipeline schedule (docs/schedules.md). auto: dualpipe for an even number of pipeline ranks, else dualpipev."""
     num_chunks: OptionalInt = None

@@ -53,7 +53,7 @@ def train(
         restart.mark_folder(plan.setup.folder, launch.local_rank)
     invalid: ValueError | None = None
     try:
-        with _world(plan, launch) as progress:
+        with _world(plan, launch) as (plan, progress):
             try:
                 trainer, sinks = build_run(plan, launch, progress)
             except ValueError as error:  # raised on all ranks: if it left the context, the processes would end
@@ -68,11 +68,11 @@ def train(
 
 
 @contextmanager
-def _world(plan: RunPlan, launch: Launch) -> Iterator[Progress]:
+def _world(plan: RunPlan, launch: Launch) -> Iterator[tuple[RunPlan, Progress]]:
     """Join the other ranks and watch them. A single process, or a group that the program created, is not watched."""
     if dist.is_initialized() or launch.world_size == 1:
         with joined(plan.setup.device, launch, plan.config.health.timeout):
-            yield Progress()
+            yield plan, Progress()
         return
-    with watched_world(plan, launch) as progress:
-        yield progress
+    with watched_world(plan, launch) as placed:
+        yield placed

@@ -22,6 +22,7 @@ from ..messages import printable
 from ..runtime.groups import init_world
 from ..runtime.launch import Launch
 from ..runtime.shared_errors import build_on_all_ranks
+from ..runtime.topology import place
 from . import restart
 from .command_line import exit_on_invalid_option
 from .config import TrainConfig
@@ -49,23 +50,27 @@ def run(config: TrainConfig, launch: Launch, arguments: Sequence[str], stop: Sto
         plan = plan_run(config, launch, arguments)
         assert plan.setup.folder is not None
         restart.mark_folder(plan.setup.folder, launch.local_rank)
-    with watched_world(plan, launch) as progress:
+    with watched_world(plan, launch) as (plan, progress):
         with exit_on_invalid_option(first, ValueError, full_traceback=full_traceback):
             trainer, sinks = build_run(plan, launch, progress, stop)
         TrainingRun(trainer, sinks).run()
 
 
 @contextmanager
-def watched_world(plan: RunPlan, launch: Launch) -> Iterator[Progress]:
-    """Join the other ranks, and watch them (health/watch.py). Yields what the main thread notes its progress in."""
-    timeout = plan.config.health.timeout
+def watched_world(plan: RunPlan, launch: Launch) -> Iterator[tuple[RunPlan, Progress]]:
+    """Join the other ranks, and watch them (health/watch.py).
+
+    Yields the plan with this process's place among them, and what the main thread notes its progress in.
+    """
+    timeout, parallel = plan.config.health.timeout, plan.config.parallel
     with joining(launch.rank, timeout):
-        init_world(plan.setup.device, launch, timeout)
+        placed = place(launch, parallel.ep, parallel.nodes_per_domain, timeout)
+        init_world(plan.setup.device, placed.launch, timeout, placed.store)
     try:
         with watch_ranks(timeout, full_traceback=plan.config.health.traceback) as progress:
-            yield progress
+            yield plan.placed(placed), progress
     finally:
-        with Deadline(timeout, f"rank {launch.rank} stops: it cannot leave the process groups"):
+        with Deadline(timeout, f"rank {placed.launch.rank} stops: it cannot leave the process groups"):
             dist.destroy_process_group()
 
 
@@ -119,6 +124,8 @@ class TrainingRun:
         with closing(self), closing(reporter):
             state_mb = trainer.largest(trainer.optimizer.state_bytes / 2**20)
             reporter.introduce(*trainer.count_parameters(), state_mb)
+            if trainer.layout.ep > 1:
+                reporter.say(str(trainer.pipeline.expert_parallel))
             if trainer.partial:
                 reporter.loaded(trainer.partial)
             trainer.check_replicas()
@@ -268,6 +275,7 @@ class TrainingRun:
         with self.trainer.progress.during(SAVING):
             self._note(self.saver.wait())
             files = tokenizer_files(self.plan.text.tokenizer) | companion_files(self.plan.companions)
+            files |= self.trainer.balance.take_loads_file()
             self.saver.start(step, self.trainer.state(), files)
 
     def _note(self, result: SaveResult | None) -> None:

@@ -6,6 +6,7 @@ replicas, expert load balancing, the mean loss, and generation. Everything else 
 B sequences, S positions, L layers, E experts, N tokens to generate.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..expert_parallel import AllToAll, ExpertParallel, Local
+from ..expert_parallel import EpBackend, ExpertParallel, choose_backend
 from ..inference import Sampling, generate_through_pipeline
 from ..messages import plural
 from ..models import (
@@ -57,11 +58,12 @@ class Pipeline:
     parallelism). Without torch.distributed, this process is the only one.
 
     micro_batch: the shape [B, S] of the token ids of one micro-batch. ep: number of ranks that share the experts of a
-    layer. options: seed, kernels, recomputation. overlap: run the communication of one micro-batch during the
-    computation of another, where the schedule pairs them and layers communicate. max_deferred: maximum number of chunks
-    with deferred weight gradients. timeout: seconds that a collective operation waits. on_action: called with each
-    action when it begins, and with None at the end of a step. cuda_graphs: run each micro-batch of a training step as a
-    CUDA graph, without the schedule; only for what `check_cuda_graphs` (resolve.py) allows. It may be changed later.
+    layer. ep_backend: how they exchange tokens (expert_parallel/choose.py). options: seed, kernels, recomputation.
+    overlap: run the communication of one micro-batch during the computation of another, where the schedule pairs them
+    and layers communicate. max_deferred: maximum number of chunks with deferred weight gradients. timeout: seconds that
+    a collective operation waits. on_action: called with each action when it begins, and with None at the end of a step.
+    cuda_graphs: run each micro-batch of a training step as a CUDA graph, without the schedule; only for what
+    `check_cuda_graphs` (resolve.py) allows. It may be changed later.
 
     divided: whether `sum_gradients` gives each rank only the sums of the tensors that it owns. `optimizer` sets it.
 
@@ -70,9 +72,10 @@ class Pipeline:
 
     def __init__(
         self, model: ModelConfig, schedule: Schedule, micro_batch: tuple[int, int], device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32, *, ep: int = 1, options: StageOptions | None = None, overlap: bool = True,
-        max_deferred: int | None = None, timeout: float | None = None,
-        on_action: Callable[[Action | None], None] | None = None, cuda_graphs: bool = False,
+        dtype: torch.dtype = torch.float32, *, ep: int = 1, ep_backend: EpBackend = "auto",
+        options: StageOptions | None = None, overlap: bool = True, max_deferred: int | None = None,
+        timeout: float | None = None, on_action: Callable[[Action | None], None] | None = None,
+        cuda_graphs: bool = False,
     ):  # fmt: skip
         self.model, self.schedule, self.micro_batch, self.dtype = model, schedule, micro_batch, dtype
         self.device, self.options, self._on_action = torch.device(device), options or StageOptions(), on_action
@@ -81,14 +84,21 @@ class Pipeline:
         if overlap and self.options.num_sms is None:
             self.options = replace(self.options, num_sms=product_sms(self.groups, self.device))
         group, kernels = self.groups.experts, self.options.kernels
-        experts = AllToAll(model.num_experts, group, kernels) if group else Local(model.num_experts, kernels)
-        self.stages = build_on_all_ranks(lambda: self._build_stages(experts))
+        self.expert_parallel = build_on_all_ranks(
+            lambda: choose_backend(
+                ep_backend, model.num_experts, group, self.device, kernels=kernels, max_tokens=math.prod(micro_batch),
+                hidden_size=model.hidden_size, top_k=model.experts_per_token, dtype=dtype, timeout=timeout,
+            )
+        )  # fmt: skip
+        self.stages = build_on_all_ranks(lambda: self._build_stages(self.expert_parallel.backend))
         embedding = share_embedding(self.stages.values())
         hidden = TensorSpec((*micro_batch, model.hidden_size), dtype)
         documents = [TensorSpec(micro_batch, torch.int32)] * (self.options.document_end_id is not None)
-        links = P2P.connect(self.groups.pipeline, [hidden, *documents], self.device, timeout=timeout)
-        # The experts of one rank exchange nothing, so only a custom block can have communication to hide.
-        overlap = overlap and (group is not None or "block" in model.own_layers)
+        links = P2P.connect(
+            self.groups.pipeline, [hidden, *documents], self.device, timeout=timeout, directions=self.groups.links
+        )
+        # Without transfers in the background, only a custom block can have communication to hide.
+        overlap = overlap and (self.expert_parallel.in_background or "block" in model.own_layers)
         self.executor = Executor(self.stages, links, WeightGrads(max_deferred), overlap, on_action)
         self.replicas = replica_sets(self.stages.values(), self.groups, embedding)
         self.background, self.divided = Background(self.device), False

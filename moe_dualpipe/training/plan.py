@@ -21,6 +21,7 @@ from ..drawing.output import make_folder
 from ..messages import printable
 from ..models import StageSpec, check_layers, split
 from ..runtime.launch import Launch
+from ..runtime.topology import Placed, machine_limit
 from . import metrics, restart
 from .config import TrainConfig
 from .optimizer import check_saved
@@ -61,6 +62,16 @@ class RunPlan:
     profiled_steps: int
     companions: Mapping[str, str]
     """The texts of files that came with the weights of a published model, by file name, for an export."""
+    machines: str = ""
+    """Where the expert groups are, in one line. Empty on one machine."""
+
+    def placed(self, placed: Placed) -> "RunPlan":
+        """The plan of the rank that this process has become."""
+        layout, model, text = replace(self.setup.layout, rank=placed.launch.rank), self.config.model, placed.description
+        if placed.span > 1:
+            most = machine_limit(placed.span, model.expert_groups, model.top_groups)
+            text += f"; a token goes to at most {most} of {placed.span} machines"
+        return replace(self, setup=replace(self.setup, layout=layout), machines=text)
 
 
 def plan_run(

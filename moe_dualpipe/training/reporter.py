@@ -59,6 +59,7 @@ class Reporter:
             f"{', Triton kernels' if self.setup.kernels == 'triton' else ''}"
             f"{', torch.compile' if self.setup.compiled else ''}"
             f"{', CUDA graphs' if config.compute.cuda_graphs else ''}",
+            *([self.plan.machines] if self.plan.machines else []),
             f"{config.optim.name}: {state_mb:,.1f} MB of optimizer state on the fullest rank",
         ]
         for index, stage in enumerate(self.plan.stages):

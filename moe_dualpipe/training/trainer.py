@@ -58,9 +58,9 @@ class Trainer:
         )  # fmt: skip
         self.pipeline = Pipeline(
             model, self.schedule, (config.batch.micro_batch_size, config.batch.seq_len), self.device, self.dtype,
-            ep=config.parallel.ep, options=options, overlap=config.parallel.overlap,
-            max_deferred=config.parallel.max_deferred, timeout=config.health.timeout, on_action=self.progress.note,
-            cuda_graphs=config.compute.cuda_graphs,
+            ep=config.parallel.ep, ep_backend=config.parallel.ep_backend, options=options,
+            overlap=config.parallel.overlap, max_deferred=config.parallel.max_deferred, timeout=config.health.timeout,
+            on_action=self.progress.note, cuda_graphs=config.compute.cuda_graphs,
         )  # fmt: skip
         self.stages, self.groups, self.replicas = self.pipeline.stages, self.pipeline.groups, self.pipeline.replicas
         self.executor, self.balance = self.pipeline.executor, self.pipeline.balance
@@ -76,6 +76,7 @@ class Trainer:
         self.skipped = SkippedSteps(config.health.max_skipped, announce=self.layout.rank == 0)
         self.stop, self.stopping, self.lr_factor = stop or Stop(), False, 1.0
         self.wait_for_weights = True
+        self._remote_bytes = 0.0
         self.partial: PartialLoad | None = None  # what --weights-partial loaded
         if plan.resume:
             load_checkpoint(plan.resume, self.state(), older_names(self.stages.values()))
@@ -124,6 +125,7 @@ class Trainer:
         with self.progress.during("expert loads"):
             load_LE = self.balance.loads(self.device)
         loss, norm_value = self._mean(losses), norm.item()
+        remote = {"mb_between_machines": round(self._remote_bytes / 1e6, 3)} if self._remote_bytes else {}
         times = self._background_times()
         mtp_loss = {"mtp_loss": self._mtp_loss()} if config.model.mtp_layers else {}
         if checksums:
@@ -142,8 +144,8 @@ class Trainer:
         return {
             "step": step + 1, "loss": loss, "grad_norm": norm_value, "lr": lr, "skipped": int(self.skipped.total),
             "seconds": round(seconds, 4), "tokens": tokens, "tokens_per_s": round(tokens / seconds, 1), **mfu,
-            "peak_memory_mb": round(peak_memory_mb(self.device), 1), **times, **load_statistics(load_LE), **mtp_loss,
-            **balance,
+            "peak_memory_mb": round(peak_memory_mb(self.device), 1), **times, **remote, **load_statistics(load_LE),
+            **mtp_loss, **balance,
         }  # fmt: skip
 
     def _background_times(self) -> dict[str, float]:
@@ -254,15 +256,21 @@ class Trainer:
         return tensor.item()
 
     def _mean(self, losses: list[Tensor]) -> float:
-        """The mean loss over all ranks. The same all-reduce tells all ranks whether one was asked to stop."""
-        total = torch.zeros(3, dtype=torch.float64)
+        """The mean loss over all ranks.
+
+        The same all-reduce tells all ranks whether one was asked to stop, and how many bytes dispatch and combine have
+        sent between machines since the last one.
+        """
+        experts = self.pipeline.expert_parallel
+        experts.check()
+        total = torch.zeros(4, dtype=torch.float64)
         if losses:
             total[0], total[1] = torch.stack(losses).double().sum().item(), len(losses)
-        total[2] = self.stop.requested
+        total[2], total[3] = self.stop.requested, experts.take_remote_bytes()
         if self.layout.dp * self.layout.pp > 1 or dist.is_initialized():  # a finished run of one process has no group
             with self.progress.during("mean loss"):
                 dist.all_reduce(total)
-        loss, count, stop_requests = total.tolist()
+        loss, count, stop_requests, self._remote_bytes = total.tolist()
         self.stopping = stop_requests > 0
         return loss / count
 

@@ -3,11 +3,16 @@
 import re
 import signal
 import time
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from moe_dualpipe.expert_parallel import AllToAll
 from moe_dualpipe.expert_parallel.exchange import AsyncResult
+from moe_dualpipe.health.watch import DIAGNOSING_RANKS, Watchdog
 from moe_dualpipe.schedule import Forward, halves
 from tests.support.killed_runs import Processes
 from tests.support.runs import settings
@@ -91,7 +96,7 @@ def skip_a_transfer(trainer):
 @pytest.mark.long
 def test_the_rank_that_went_on_without_a_transfer_is_named(tmp_path):
     """And again by the error that ends the run."""
-    config = settings(tmp_path / "run", pp=1, ep=2, seq_len=16, timeout=TIMEOUT)
+    config = settings(tmp_path / "run", pp=1, ep=2, ep_backend="all_to_all", seq_len=16, timeout=TIMEOUT)
     with Processes(2, config, sabotage=skip_a_transfer) as run:
         stuck = rf"rank 0 waits in dispatch backward of layer 1, micro-batch 3 {SECONDS}; rank 1 went on without it"
         after = rf"rank 1 waits for rank 0: comparison of replicas of step 2 {SECONDS}"
@@ -122,3 +127,16 @@ def test_a_rank_that_waits_in_a_checkpoint_says_so(tmp_path):
             rf"rank 0 waits for rank 1: checkpoint of step 1 {SECONDS}",
             r"rank 1: in step 1 \(test_stalls.py:\d+ in doze\) for \d+ s",
         )
+
+
+def test_few_ranks_of_a_large_run_diagnose_that_it_hangs():
+    """The others look again later. All of them would read ranks x ranks heartbeats."""
+    store, diagnosing = dist.HashStore(), []
+    for rank in range(1000):
+        watchdog: Any = Watchdog.__new__(Watchdog)  # without a thread
+        watchdog.size, watchdog._store, watchdog._checks, watchdog._lost_connection = 1000, store, 1, None
+        watchdog._heartbeat = lambda _, rank=rank: diagnosing.append(rank)
+        watchdog._stall = SimpleNamespace(describe=lambda _: ["nobody"])
+        watchdog._diagnose_hang()
+    read = Counter(diagnosing)
+    assert len(read) == DIAGNOSING_RANKS and {*read.values()} == {1000}

@@ -1,5 +1,6 @@
 """Ranks in pipeline, data and expert parallelism, their process groups with options, and the timeout of the world."""
 
+import os
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import SimpleNamespace
@@ -12,7 +13,16 @@ import torch.distributed as dist
 from moe_dualpipe.models import StageOptions
 from moe_dualpipe.models.experts import SwiGLUExperts
 from moe_dualpipe.overlap.engine import engine_for
-from moe_dualpipe.runtime.groups import Groups, Layout, build_groups, create_group, init_world, product_sms
+from moe_dualpipe.runtime.groups import (
+    Groups,
+    Layout,
+    Nccl,
+    build_groups,
+    create_group,
+    init_world,
+    product_sms,
+    ranks_of,
+)  # fmt: skip
 from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.runtime.p2p import P2P
 from moe_dualpipe.schedule import Placement, build
@@ -28,7 +38,20 @@ def test_expert_parallel_ranks_are_neighbours():
     assert all(x.world_rank(x.pp_rank, x.dp_rank) == x.rank for x in layouts)
 
 
+def check_links(rank):
+    """With NCCL, all ranks of a pipeline meet in its links, also if only some of them share an embedding."""
+    monkeypatch, new_group = pytest.MonkeyPatch(), dist.new_group
+    monkeypatch.setattr(Nccl, "options", lambda _: "options")
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **named: new_group(ranks, **named | {"pg_options": None}))
+    groups = build_groups(Layout(pp=4, dp=1, ep=1, rank=rank), Placement.mirrored(4), 20, shared_embedding=True)
+    assert len(groups.links) == 2 and ranks_of(groups.embedding) == ((0, 3) if rank in (0, 3) else ())
+    for link in groups.links:
+        dist.barrier(link)
+    monkeypatch.undo()
+
+
 def membership(rank):
+    check_links(rank)
     groups = build_groups(Layout(pp=1, dp=4, ep=2, rank=rank), Placement.straight(1))
     members = torch.distributed.get_process_group_ranks
     return members(groups.experts), members(groups.expert_replicas), members(groups.dense)
@@ -117,14 +140,16 @@ DEFAULT = False, {}
 def test_on_gpus_groups_have_the_options_of_their_purpose(created, monkeypatch):
     groups = build_groups(Layout(pp=2, dp=2, ep=2, rank=0), Placement.mirrored(2))
     assert created == [
-        ([0, 2], None, PIPELINE_OPTIONS), ([1, 3], None, PIPELINE_OPTIONS),
+        *[([0, 2], None, PIPELINE_OPTIONS), ([1, 3], None, PIPELINE_OPTIONS)] * 3,  # one for each direction of messages
         ([0, 1], None, EXPERT_OPTIONS), ([2, 3], None, EXPERT_OPTIONS),
         ([0, 1, 2, 3], None, DEFAULT), ([0, 2], None, DEFAULT), ([1, 3], None, DEFAULT),
     ]  # fmt: skip
     created.clear()
     monkeypatch.setattr(P2P, "_open_links", lambda _: None)
-    P2P.connect(groups.pipeline, [], torch.device("cuda"))
-    assert created == [([0, 2], None, PIPELINE_OPTIONS)] * 2  # a group for each direction
+    links = P2P.connect(groups.pipeline, [], torch.device("cuda"), directions=groups.links)
+    assert created == [] and (links.upward, links.downward) == groups.links
+    links = P2P.connect(groups.pipeline, [], torch.device("cuda"))
+    assert created == [([0, 2], None, PIPELINE_OPTIONS)] * 2
 
 
 def test_what_nccl_does_not_run_has_no_options(created, monkeypatch):
@@ -164,3 +189,12 @@ def test_pairs_are_overlapped_only_if_layers_may_communicate(block, expected, mo
     pipeline = Pipeline(replace(SHALLOW, block=block), build("dualpipev", 1, 4), (1, 4))
     pipeline.step(torch.ones(4, 4, dtype=torch.int64), torch.ones(4, 4, dtype=torch.int64))
     assert any(text.endswith("(W)") for text in log) == expected
+
+
+@pytest.mark.parametrize(("ranks", "lazy"), [(64, None), (65, "1")])
+def test_gloo_connects_large_worlds_lazily(monkeypatch, ranks, lazy):
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "")  # so that it is restored
+    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
+    init_world(torch.device("cpu"), Launch(0, 0, ranks, 1))
+    assert os.environ.get("TORCH_GLOO_LAZY_INIT") == lazy

@@ -111,12 +111,14 @@ def _main(results: Any, store: str, rank: int, num_ranks: int, function: Callabl
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
         value = function(rank, *args)
-        dist.barrier()
+        if dist.is_initialized():  # `function` may have left the world
+            dist.barrier()
         results.put((rank, value, None))
     except BaseException:
         results.put((rank, None, traceback.format_exc()))
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def cosine_distance(x: torch.Tensor, y: torch.Tensor) -> float:

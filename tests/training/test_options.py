@@ -18,7 +18,8 @@ from tests.support.runs import ROOT, change, option_values, options, resolve
 
 DEFAULTS = {
     "preset": None, "steps": 320, "seed": 0, "bias-rate": 0.003, "freeze": (), "pp": None, "ep": 1,
-    "schedule": "auto", "num-chunks": None, "overlap": True, "max-deferred": None, "zero": True, "device": "auto",
+    "ep-backend": "auto", "nodes-per-domain": None, "schedule": "auto", "num-chunks": None,
+    "overlap": True, "max-deferred": None, "zero": True, "device": "auto",
     "dtype": "auto", "kernels": "auto", "compile": "auto", "cuda-graphs": False,
     "recompute": "none", "fused-loss": False,
     "data": ("stdlib",), "data-field": "text", "data-dtype": "uint16", "seq-len": 256,
@@ -51,8 +52,9 @@ def test_every_flag_has_its_name_and_default():
 def test_every_flag_sets_its_option():
     changed = {
         "steps": 7, "seed": 3, "bias-rate": 0.0, "freeze": ("head.*", "a"), "pp": 4, "ep": 2, "num-chunks": 3,
-        "overlap": False, "max-deferred": 2, "zero": False, "recompute": "norms", "fused-loss": True,
-        "data": ("a=3", "b"), "seq-len": 8, "out": "x",
+        "ep-backend": "shared", "nodes-per-domain": 18, "overlap": False, "max-deferred": 2, "zero": False,
+        "recompute": "norms",
+        "fused-loss": True, "data": ("a=3", "b"), "seq-len": 8, "out": "x",
         "document-mask": True, "micro-batches": 6, "resume": "y", "weights": "z", "weights-partial": True,
         "save-every": 5, "keep": None, "save-async": False, "peak-tflops": 1.5, "profile": 1, "top-k": 9,
         "check-replicas-every": None, "optim.decay-steps": 4, "optim.clip": None, "model.num-layers": 6,
@@ -63,7 +65,17 @@ def test_every_flag_sets_its_option():
 
 def test_zero_and_the_empty_string_mean_none():
     zeros = [
-        *("pp", "num-chunks", "max-deferred", "micro-batches", "save-every", "eval-every", "keep", "top-k"),
+        *(
+            "pp",
+            "nodes-per-domain",
+            "num-chunks",
+            "max-deferred",
+            "micro-batches",
+            "save-every",
+            "eval-every",
+            "keep",
+            "top-k",
+        ),
         *("peak-tflops", "check-replicas-every", "optim.decay-steps", "optim.clip"),
     ]
     empty = ["out", "resume", "weights", "wandb"]
@@ -132,6 +144,7 @@ def test_help_lists_every_flag_by_group(capsys):
     (1, ["--kernels", "cuda"], "unknown --kernels 'cuda'; choose from: auto, triton, reference"),
     (1, ["--no-such-option"], "Unrecognized options: --no-such-option"),
     (1, ["--preset"], "Missing value for argument '--preset'."),
+    (1, ["--nodes-per-domain", "-1"], "--nodes-per-domain must be at least 1: got -1"),
     (1, ["--max-deferred", "-1"], "--max-deferred must be at least 1: got -1"),
 ])  # fmt: skip
 def test_an_invalid_option_prints_one_line_and_exits_with_code_2(monkeypatch, capsys, world_size, arguments, message):

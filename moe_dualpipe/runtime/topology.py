@@ -1,0 +1,147 @@
+"""Number the ranks so that expert groups stay together: on one machine, or on machines that are joined by NVLink.
+
+Ranks that share experts send tokens to each other twice per layer, so they need the fastest links. They are `ep`
+consecutive ranks. A launcher may number ranks in another way: torchrun numbers machines in the order in which they
+connect, and some launchers deal out ranks in turn. And if a group does not divide the GPUs of a machine, most groups
+would be split.
+
+So the ranks tell the rendezvous store where they are, rank 0 chooses the order, and all join with their new numbers.
+Rank 0 stays rank 0.
+"""
+
+import json
+import os
+import re
+import socket
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from ..messages import plural
+from .groups import rendezvous
+from .launch import Launch
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank is. machine: a host name. domain: equal for machines whose GPUs are joined by NVLink."""
+
+    machine: str
+    domain: str
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A launch with its new rank.
+
+    store: where the ranks have met. description: a line about the expert groups. span: the largest number of
+    machines that one expert group covers.
+    """
+
+    launch: Launch
+    store: dist.Store | None = None
+    description: str = ""
+    span: int = 1
+
+
+def place(launch: Launch, ep: int, nodes_per_domain: int | None, timeout: float) -> Placed:
+    """Choose the rank of this process. Collective over the processes of `launch`; on one machine, nothing changes.
+
+    ep: ranks of an expert group. nodes_per_domain: number of machines, in the order of their names, that are joined by
+    NVLink. None: those of a block of Slurm's topology, or one. timeout: seconds to wait for other ranks.
+    """
+    if launch.local_world_size == launch.world_size:
+        return Placed(launch)
+    store = rendezvous(launch, timeout)
+    own, size = f"place/{launch.rank}", launch.world_size
+    store.set(own, json.dumps([socket.gethostname(), slurm_block(os.environ)]))
+    if launch.rank == 0:
+        told = [json.loads(store.get(f"place/{rank}")) for rank in range(size)]
+        places = find_domains(told, nodes_per_domain)
+        order = placement_order(places, ep)
+        groups = [[places[rank] for rank in order[i : i + ep]] for i in range(0, size, ep)]
+        text, span = describe(groups, order), max(len({p.machine for p in group}) for group in groups)
+        for new, old in enumerate(order):
+            store.set(f"placed/{old}", json.dumps([new, text, span]))
+    new, text, span = json.loads(store.get(f"placed/{launch.rank}"))
+    return Placed(replace(launch, rank=new), store, text, span)
+
+
+def slurm_block(environment: Any) -> str:
+    """The block of this machine in Slurm's topology, such as an NVL72 rack; "" if it is unknown.
+
+    Slurm sets SLURM_TOPOLOGY_ADDR to "block3.node12", and SLURM_TOPOLOGY_ADDR_PATTERN to "block.node".
+    """
+    levels = environment.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
+    names = environment.get("SLURM_TOPOLOGY_ADDR", "").split(".")
+    return names[levels.index("block")] if "block" in levels and len(names) == len(levels) else ""
+
+
+def find_domains(told: Sequence[tuple[str, str]], nodes_per_domain: int | None) -> list[Place]:
+    """The place of each rank, from its machine and the block of it."""
+    machines = sorted({machine for machine, _ in told}, key=_natural)
+    if nodes_per_domain is None:
+        return [Place(machine, block or machine) for machine, block in told]
+    domain = {machine: str(i // nodes_per_domain) for i, machine in enumerate(machines)}
+    return [Place(machine, domain[machine]) for machine, _ in told]
+
+
+def placement_order(places: Sequence[Place], ep: int) -> list[int]:
+    """The ranks in an order in which `ep` consecutive ones share experts: order[new rank] = old rank.
+
+    As many groups as possible are on one machine, then, of the ranks that remain, in one domain. Ranks of a group are
+    sorted by machine. ep divides the number of ranks.
+    """
+    groups: list[list[int]] = []
+    remaining = list(range(len(places)))
+    levels: tuple[Callable[[Place], Any], ...] = (lambda p: (p.domain, p.machine), lambda p: p.domain, lambda _: None)
+    for level in levels:
+        together: dict[Any, list[int]] = {}
+        for rank in remaining:
+            together.setdefault(level(places[rank]), []).append(rank)
+        remaining = []
+        for ranks in together.values():
+            whole = len(ranks) - len(ranks) % ep
+            groups += [ranks[i : i + ep] for i in range(0, whole, ep)]
+            remaining += ranks[whole:]
+    return [rank for group in sorted(groups, key=min) for rank in group]
+
+
+def machine_limit(span: int, expert_groups: int, top_groups: int) -> int:
+    """The largest number of machines that one token is sent to, if its expert group covers `span` machines.
+
+    DeepSeek-V3's node-limited routing (arXiv 2412.19437, section 2.1.2): there are as many groups of experts as
+    machines, and a token's experts are in `top_groups` of them.
+    """
+    if expert_groups % span == 0:
+        return min(span, top_groups)
+    if span % expert_groups == 0:
+        return span // expert_groups * top_groups
+    return span  # a group may have experts on any two machines
+
+
+def describe(groups: Sequence[Sequence[Place]], order: Sequence[int]) -> str:
+    """A line about the expert groups. order: from `placement_order`."""
+    machines = len({p.machine for group in groups for p in group})
+    text = f"{plural(len(order), 'rank')} on {plural(machines, 'machine')}"
+    if (ep := len(groups[0])) > 1:
+        kinds = Counter(map(_kind, groups)).most_common()
+        where = ", ".join(f"{'each' if len(kinds) == 1 else number} {kind}" for kind, number in kinds)
+        text += f"; {plural(len(groups), 'expert group')} of {ep} ranks: {where}"
+    moved = sum(new != old for new, old in enumerate(order))
+    return text + (f"; {plural(moved, 'rank')} renumbered for that" if moved else "")
+
+
+def _kind(group: Sequence[Place]) -> str:
+    machines, domains = len({p.machine for p in group}), len({p.domain for p in group})
+    if machines == 1:
+        return "within one machine"
+    return f"across {machines} machines" + (" of one domain" if domains == 1 else "")
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    """A key for sorting in which gpu-9 comes before gpu-10."""
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", name)]

@@ -1,0 +1,173 @@
+"""The order of ranks that keeps expert groups together, and runs on several machines, which are pretended."""
+
+import contextlib
+import io
+import random
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_dualpipe.expert_parallel import choose
+from moe_dualpipe.runtime import topology
+from moe_dualpipe.runtime.groups import init_world
+from moe_dualpipe.runtime.launch import Launch
+from moe_dualpipe.runtime.shared_errors import gather_objects
+from moe_dualpipe.runtime.topology import Place, describe, find_domains, machine_limit, place, placement_order
+from moe_dualpipe.training.loop import TrainingRun, watched_world
+from moe_dualpipe.training.plan import plan_run
+from moe_dualpipe.training.trainer import Trainer
+from tests.support.ranks import run_ranks
+from tests.support.runs import losses, records, settings
+
+
+def places_of(machines):
+    """machines: a letter for each rank; capitals and small letters of a letter are one domain."""
+    return [Place(m, m.lower()) for m in machines]
+
+
+def groups_of(machines, ep):
+    order = placement_order(places_of(machines), ep)
+    assert sorted(order) == [*range(len(machines))] and order[0] == 0
+    named = "".join(machines[rank] for rank in order)
+    return [named[i : i + ep] for i in range(0, len(named), ep)]
+
+
+@pytest.mark.parametrize(("machines", "ep", "expected"), [
+    ("aaaabbbb", 4, ["aaaa", "bbbb"]),
+    ("abababab", 4, ["aaaa", "bbbb"]),  # a launcher that deals out ranks in turn
+    ("aabbccdd", 4, ["aabb", "ccdd"]),  # no group fits a machine
+    ("aabbAABB", 4, ["aaAA", "bbBB"]),  # but it fits a domain
+    ("aaaaaaaabbbbbbbbcccccccc", 6, ["aaaaaa", "aabbcc", "bbbbbb", "cccccc"]),  # six of eight: only one group is split
+    ("aaabbbAAA", 3, ["aaa", "bbb", "AAA"]),
+    ("aaaabbbbAAAABBBB", 16, ["aaaaAAAAbbbbBBBB"]),  # machines of a domain are neighbours
+])  # fmt: skip
+def test_groups_are_on_few_machines(machines, ep, expected):
+    assert groups_of(machines, ep) == expected
+
+
+def test_no_order_has_more_groups_on_one_machine():
+    random.seed(0)
+    for _ in range(300):
+        ep, machines = random.randint(1, 5), "".join(random.choices("aAbBc", k=60))
+        together = [len({*group}) == 1 for group in groups_of(machines, ep)]
+        assert sum(together) == sum(machines.count(m) // ep for m in {*machines})
+
+
+def test_ranks_of_a_launcher_that_numbers_machines_one_after_the_other_keep_their_numbers():
+    for ep in (1, 2, 4, 8, 16):
+        assert placement_order(places_of("aaaabbbbccccdddd"), ep) == [*range(16)]
+
+
+def test_machines_of_a_domain():
+    told = [(f"gpu-{n}", "") for n in (10, 9, 1, 2)]
+    assert [p.domain for p in find_domains(told, 2)] == ["1", "1", "0", "0"]  # gpu-1 gpu-2, gpu-9 gpu-10
+    assert [p.domain for p in find_domains(told, None)] == [machine for machine, _ in told]
+    assert [p.domain for p in find_domains([("x", "block1"), ("y", "block1")], None)] == ["block1", "block1"]
+
+
+@pytest.mark.parametrize(("address", "pattern", "block"), [
+    ("block7.node3", "block.node", "block7"), ("b1.block7.node3", "block.block.node", "b1"),
+    ("s0.s1.node3", "switch.switch.node", ""), ("node3", "node", ""), ("", "", ""), ("block7.node3", "block", ""),
+])  # fmt: skip
+def test_a_block_of_slurm(address, pattern, block):
+    environment = {"SLURM_TOPOLOGY_ADDR": address, "SLURM_TOPOLOGY_ADDR_PATTERN": pattern}
+    assert topology.slurm_block(environment) == block and topology.slurm_block({}) == ""
+
+
+@pytest.mark.parametrize(("span", "groups", "top", "limit"), [
+    (8, 8, 4, 4), (4, 8, 4, 4), (2, 8, 4, 2), (8, 4, 2, 4), (8, 1, 1, 8), (6, 4, 2, 6),
+])  # fmt: skip
+def test_node_limited_routing(span, groups, top, limit):
+    """Counted over all choices of groups: the machines that hold any of their experts."""
+    assert machine_limit(span, groups, top) == limit
+    experts = range(span * groups)
+    machines = [{e // groups for e in experts if e // span == g} for g in range(groups)]  # of each group
+    spread = max(len(set().union(*random.sample(machines, top))) for _ in range(200))
+    assert spread <= limit
+    if groups % span == 0 or span % groups == 0:
+        assert spread == limit
+
+
+def test_descriptions():
+    order = placement_order(places_of("abab"), 2)
+    assert describe([places_of("aa"), places_of("bb")], order) == (
+        "4 ranks on 2 machines; 2 expert groups of 2 ranks: each within one machine; 2 ranks renumbered for that"
+    )
+    mixed = [places_of("aa"), places_of("bb"), places_of("aA"), places_of("ab")]
+    assert describe(mixed, [*range(8)]) == (
+        "8 ranks on 3 machines; 4 expert groups of 2 ranks: "
+        "2 within one machine, 1 across 2 machines of one domain, 1 across 2 machines"
+    )
+    assert describe([places_of("a"), places_of("b")], [0, 1]) == "2 ranks on 2 machines"
+
+
+# ---- real processes ----
+
+
+def pretend(rank, machines, monkeypatch):
+    """Leave the test's world, and let this process be rank `rank` of a launch on `machines`, a letter for each rank."""
+    port = [free_port()]
+    dist.broadcast_object_list(port)
+    dist.destroy_process_group()
+    local = machines.count(machines[rank])
+    launch = {"RANK": rank, "WORLD_SIZE": len(machines), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port[0]}
+    for name, value in launch.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr("socket.gethostname", lambda: machines[rank])
+    monkeypatch.setattr(choose, "find_machine", lambda: machines[rank])
+    return Launch(rank, machines[:rank].count(machines[rank]), len(machines), local)
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def placed_rank(rank, machines):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        placed = place(pretend(rank, machines, monkeypatch), 2, None, 60)
+        init_world(torch.device("cpu"), placed.launch, 60, placed.store)
+        ranks = gather_objects(machines[rank])
+        assert dist.get_rank() == placed.launch.rank and placed.launch.local_rank == machines[:rank].count(
+            machines[rank]
+        )
+        return "".join(ranks), placed.description
+
+
+def test_ranks_join_with_their_new_numbers():
+    text = "4 ranks on 2 machines; 2 expert groups of 2 ranks: each within one machine; 2 ranks renumbered for that"
+    assert run_ranks(4, placed_rank, "abab") == [("aabb", text)] * 4
+
+
+def test_nothing_changes_on_one_machine():
+    launch = Launch(1, 1, 2, 2)
+    assert place(launch, 2, None, 1) == topology.Placed(launch)
+
+
+def train_on(rank, out, machines, ep):
+    """A run on pretended machines. Returns the records, and what rank 0 printed."""
+    with pytest.MonkeyPatch.context() as monkeypatch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        launch = pretend(rank, machines, monkeypatch)
+        config = settings(out, ep=ep, pp=1, steps=2)
+        with watched_world(plan_run(config, launch), launch) as (plan, progress):
+            TrainingRun(Trainer(plan, progress)).run()
+    return records(out), printed.getvalue()
+
+
+@pytest.mark.long
+def test_a_run_whose_launcher_deals_out_ranks_in_turn_is_that_of_one_that_does_not(tmp_path):
+    (expected, text), *_ = run_ranks(4, train_on, str(tmp_path / "a"), "aabb", 2)
+    (found, renumbered), *_ = run_ranks(4, train_on, str(tmp_path / "b"), "abab", 2)
+    assert losses(found) == losses(expected) and "mb_between_machines" not in expected[-1] | found[-1]
+    assert "4 ranks on 2 machines; 2 expert groups of 2 ranks: each within one machine\n" in text
+    assert "each within one machine; 2 ranks renumbered for that\n" in renumbered
+
+
+@pytest.mark.long
+def test_a_run_counts_what_experts_send_between_machines(tmp_path):
+    (found, text), *_ = run_ranks(4, train_on, str(tmp_path), "aabb", 4)
+    assert "1 expert group of 4 ranks: each across 2 machines; a token goes to at most 2 of 2 machines\n" in text
+    assert all(record["mb_between_machines"] > 0 for record in found if "loss" in record)
