@@ -1,4 +1,4 @@
-"""`moe-dualpipe check`: compare parallel runs with one process, and check a layer against its contract."""
+"""`moe-dualpipe check`: compare parallel runs with one process, and check layers and machines."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -6,6 +6,7 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional, arg, subcommand
 
+from .check_cluster import CheckCluster
 from .check_layers import CheckAttention, CheckBlock, CheckExperts, CheckRouter
 
 _PARALLEL = """Run a model in many parallel layouts on this machine, and compare each with one process.
@@ -40,10 +41,11 @@ class CheckParallel:
 
 @dataclass(frozen=True)
 class CheckCommands:
-    """Check your own layer against its contract, or parallel runs against one process."""
+    """Check your own layer against its contract, parallel runs against one process, or the machines of a run."""
 
     command: Annotated[
         Annotated[CheckParallel, subcommand("parallel")]
+        | Annotated[CheckCluster, subcommand("cluster")]
         | Annotated[CheckExperts, subcommand("experts")]
         | Annotated[CheckRouter, subcommand("router")]
         | Annotated[CheckAttention, subcommand("attention")]

@@ -1,0 +1,72 @@
+"""`moe-dualpipe check cluster`: check the machines of a run before it starts."""
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import arg
+
+from ..messages import check_range
+
+
+@dataclass(frozen=True)
+class CheckCluster:
+    """Check this machine or, under torchrun, all machines of a run: versions, GPUs, links, clocks, disks, limits."""
+
+    ep: int | None = None
+    """Ranks of an expert group, which are consecutive. None: all ranks are one group."""
+    out: Path = Path("runs")
+    """Output folder of the run. Its disk is checked."""
+    min_free: Annotated[float, arg(metavar="GB")] = 10.0
+    """Free space that the output folder needs."""
+    size: Annotated[float, arg(metavar="MB")] = 16.0
+    """Size of a message on a link. Each rank of an all-to-all sends this much."""
+    timeout: Annotated[float, arg(metavar="SECONDS")] = 60.0
+    """Seconds to wait for other ranks, and for each measurement."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the run will compute. auto: cuda if each process has a GPU."""
+    json: Annotated[Path | None, arg(metavar="FILE")] = None
+    """Also write everything to this file."""
+
+    def run(self) -> int:
+        """Print the report on rank 0. Returns the exit code: 1 if there are problems. Raises ValueError for options."""
+        from ..drawing.output import check_output
+        from ..runtime.launch import Launch
+
+        check_range("--size", self.size, 0.001, 16_384)
+        check_range("--timeout", self.timeout, 0.1, 86_400)
+        check_range("--min-free", self.min_free, 0, 1e9)
+        if self.json is not None:
+            check_output(self.json, [".json"])
+        # torch would print a stack trace for each connection that fails. The report has a line instead.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+        from ..cluster import Options, check_cluster
+
+        size, min_free = int(self.size * 1e6), int(self.min_free * 1e9)
+        options = Options(self.ep, self.out, size, self.timeout, min_free, self.device)
+        launch = Launch.from_environment()
+        try:
+            outcome = check_cluster(options, launch)
+        except ConnectionError as error:
+            if launch.local_rank == 0:
+                print(f"moe-dualpipe: error: {error}", file=sys.stderr)
+            _exit_at_once(1)
+        if outcome.report is not None:
+            from ..drawing.cluster_table import cluster_report
+
+            print(cluster_report(outcome.report))
+            if self.json is not None:
+                self.json.write_text(json.dumps(outcome.report.to_json(), indent=1) + "\n")
+        if outcome.stuck:
+            _exit_at_once(outcome.code)
+        return outcome.code
+
+
+def _exit_at_once(code: int) -> None:
+    """Exit without waiting for threads, which may wait for other ranks in C++."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)

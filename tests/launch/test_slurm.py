@@ -1,0 +1,216 @@
+"""launch/slurm.sbatch, with a srun that starts all tasks on this machine, and a scontrol that notes its commands."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed.run
+
+from moe_dualpipe.training.command_line import parse_arguments
+from tests.support.runs import SMALL, losses, records
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "launch" / "slurm.sbatch"
+SRUN = f"""#!{sys.executable} -S
+import json, os, subprocess, sys
+words = sys.argv[1:]
+first = next(i for i, word in enumerate(words) if not word.startswith("--"))
+names = "NCCL_NET", "FI_PROVIDER", "GLOO_SOCKET_IFNAME", "SRUN_CPUS_PER_TASK", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+found = {{name: os.environ[name] for name in names if name in os.environ}}
+call = {{"options": words[:first], "command": words[first:], "set": found}}
+with open("srun.jsonl", "a") as file:
+    file.write(json.dumps(call) + "\\n")
+if "DOES" in os.environ:
+    sys.exit(subprocess.call(["bash", "-c", os.environ["DOES"], "srun", *words[first:]]))
+nodes = range(int(os.environ["SLURM_JOB_NUM_NODES"]))
+tasks = [
+    subprocess.Popen(words[first:], env=os.environ | {{"SLURM_NODEID": str(i)}}, start_new_session=True) for i in nodes
+]
+with open("tasks.json", "w") as file:
+    json.dump([task.pid for task in tasks], file)
+sys.exit(max(abs(task.wait()) for task in tasks))
+"""
+SCONTROL = """#!/bin/bash
+case "$1 $2" in
+    "show hostnames") printf '127.0.0.1\\n127.0.0.2\\n' ;;
+    "show job") echo "   JobState=${STATE:-RUNNING} Reason=None" ;;
+    *) echo "$@" >> scontrol.txt ;;
+esac
+"""
+JOB = {
+    "SLURM_JOB_ID": "7345",
+    "SLURM_JOB_NAME": "moe",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_JOB_NODELIST": "gpu-[1-2]",
+    "SLURM_GPUS_ON_NODE": "8",
+    "SLURM_CPUS_PER_TASK": "64",
+}
+
+
+class Job:
+    """A folder in which the script runs, with other values for some of the variables at its top."""
+
+    def __init__(self, folder, **variables):
+        text = SCRIPT.read_text()
+        for name, value in {"VENV": "", **variables}.items():
+            text, count = re.subn(rf"^{name}=[^#\n]*", f"{name}={value} ", text, flags=re.MULTILINE)
+            assert count == 1, name
+        (folder / "job").write_text(text)
+        (folder / "bin").mkdir()
+        for name, program in (("srun", SRUN), ("scontrol", SCONTROL)):
+            (folder / "bin" / name).write_text(program)
+            (folder / "bin" / name).chmod(0o755)
+        self.folder = folder
+
+    def start(self, *arguments, **environment):
+        outer = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "NCCL_", "GLOO_", "FI_"))}
+        path = f"{self.folder}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}"
+        own = {"PATH": path, "SLURM_SUBMIT_DIR": str(self.folder), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(
+            ["bash", self.folder / "job", *map(str, arguments)], env=outer | JOB | own | environment,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    def run(self, *arguments, **environment):
+        """Returns the exit code and the output."""
+        with self.start(*arguments, **environment) as process:
+            output, _ = process.communicate(timeout=120)
+            return process.returncode, output
+
+    @property
+    def calls(self):
+        return [json.loads(line) for line in (self.folder / "srun.jsonl").read_text().splitlines()]
+
+    @property
+    def requeued(self):
+        path = self.folder / "scontrol.txt"
+        return path.read_text().splitlines() if path.exists() else []
+
+
+def parsed(call):
+    """The options of torchrun, and the arguments of moe-dualpipe, in a command of srun."""
+    shell, option, script, name, *words = call["command"]
+    assert [shell, option, script, name] == ["bash", "-c", 'exec torchrun --node-rank "$SLURM_NODEID" "$@"', "torchrun"]
+    options = torch.distributed.run.parse_args(words)
+    assert options.no_python and options.training_script == "moe-dualpipe"
+    return options, options.training_script_args
+
+
+def test_sbatch_reads_all_of_its_lines():
+    lines = SCRIPT.read_text().splitlines()
+    first = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
+    given = {i: line for i, line in enumerate(lines) if line.startswith("#SBATCH")}
+    assert given and max(given) < first
+    known = (
+        "job-name nodes gpus-per-node cpus-per-task mem exclusive time output ntasks-per-node signal requeue open-mode"
+    )
+    assert {re.split(r"[ =]", line)[1] for line in given.values()} == {f"--{name}" for name in known.split()}
+    assert not any(" #" in line for line in given.values())  # sbatch would take a comment as options
+
+
+def test_the_check_and_the_run_start_on_all_machines(tmp_path):
+    job = Job(tmp_path)
+    code, output = job.run("--preset", "tiny", "--steps", 40, "--save-every", 20, DOES="true")
+    assert (code, output, job.requeued) == (0, "", [])
+    check, run = job.calls
+    for call, restarts in ((check, 0), (run, 1)):
+        assert call["options"] == ["--ntasks=2", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=300"]
+        options, _ = parsed(call)
+        assert (options.nnodes, options.nproc_per_node, options.max_restarts) == ("2", "8", restarts)
+        assert (options.master_addr, options.master_port) == ("127.0.0.1", 29500 + 345)
+        assert call["set"] == {"NCCL_NET": "IB", "SRUN_CPUS_PER_TASK": "64", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "240"}
+    assert parsed(check)[1] == ["check", "cluster", "--out", "runs/moe", "--ep", "8"]
+    program, *arguments = parsed(run)[1]
+    config = parse_arguments(arguments)
+    assert program == "train" and config.preset == "tiny"
+    assert (config.steps, config.checkpoint.save_every) == (40, 20)  # the command line counts more than OPTIONS
+    assert (config.checkpoint.out, config.checkpoint.resume) == ("runs/moe", None)
+
+
+@pytest.mark.parametrize(
+    "variables,expected",
+    [
+        ({"NETWORK": "efa"}, {"NCCL_NET": "Libfabric", "FI_PROVIDER": "efa"}),
+        ({"NETWORK": "tcp", "INTERFACE": "eth1"}, {"NCCL_NET": "Socket", "GLOO_SOCKET_IFNAME": "eth1"}),
+    ],
+)
+def test_the_network_is_chosen_at_the_top(tmp_path, variables, expected):
+    job = Job(tmp_path, CHECK="()", **variables)
+    assert job.run(DOES="true") == (0, "")
+    (run,) = job.calls
+    assert run["set"].items() >= expected.items() and len(run["set"]) == len(expected) + 2
+
+
+@pytest.mark.parametrize("step", [None, "step-000020"])
+def test_a_job_resumes_if_its_folder_has_a_checkpoint(tmp_path, step):
+    job = Job(tmp_path, CHECK="()", OUT="'here and there'")
+    (tmp_path / "here and there" / "checkpoints" / (step or "")).mkdir(parents=True)
+    assert job.run(DOES="true") == (0, "")
+    assert parsed(job.calls[0])[1][-2:] == ["--resume" if step else "--out", "here and there"]
+
+
+@pytest.mark.parametrize(
+    "does,state,requeued",
+    [
+        ("mkdir runs/moe/checkpoints/step-1000000; exit 1", "RUNNING", True),
+        ("mkdir runs/moe/checkpoints/step-1000000; exit 1", "COMPLETING", False),  # cancelled
+        ("mkdir runs/moe/checkpoints/step-1000000; exit 0", "RUNNING", False),  # complete
+        ("exit 2", "RUNNING", False),  # nothing was saved
+    ],
+)
+def test_a_job_is_queued_again_if_its_run_has_saved_and_is_not_complete(tmp_path, does, state, requeued):
+    job = Job(tmp_path, CHECK="()")
+    (tmp_path / "runs/moe/checkpoints/step-999999").mkdir(parents=True)
+    code, output = job.run(DOES=does, STATE=state)
+    assert code == int(does[-1])
+    assert job.requeued == (["requeue 7345"] if requeued else [])
+    assert ("queued again, and will resume from runs/moe/checkpoints/step-1000000" in output) == requeued
+
+
+def test_a_run_does_not_start_on_machines_with_problems(tmp_path):
+    job = Job(tmp_path)
+    code, output = job.run(DOES="exit 1")
+    assert (code, len(job.calls), job.requeued) == (1, 1, [])
+    assert output == "The check found problems, so the run does not start. CHECK=() leaves it out.\n"
+
+
+@pytest.mark.long
+def test_a_stopped_job_is_queued_again_and_resumes(tmp_path):
+    """Two machines are two torchruns with a process each. SIGTERM goes to both, as Slurm sends it to tasks."""
+    check = "(--device cpu --size 0.1 --min-free 0)"
+    job = Job(tmp_path, PROCESSES="1", NETWORK="tcp", INTERFACE="lo", CHECK=check, OPTIONS="(--device cpu)")
+    arguments = [*SMALL, "--steps", 400, "--sample-tokens", 0, "--eval-sequences", 1]
+    with job.start(*arguments) as process:
+        metrics = tmp_path / "runs" / "moe" / "metrics.jsonl"
+        end = time.monotonic() + 90
+        while not metrics.exists() or metrics.read_text().count('"loss"') < 3:
+            assert time.monotonic() < end and process.poll() is None, process.communicate()
+            time.sleep(0.02)
+        for task in json.loads((tmp_path / "tasks.json").read_text()):
+            os.kill(task, signal.SIGTERM)
+        first, _ = process.communicate(timeout=90)
+    assert process.returncode and job.requeued == ["requeue 7345"]
+    assert "No problems found." in first
+    done = max(losses(records(metrics.parent)))
+    assert f"The job is queued again, and will resume from runs/moe/checkpoints/step-{done:06d}." in first
+    job = Job.__new__(Job)
+    job.folder = tmp_path
+    code, second = job.run(*arguments, "--steps", done + 3, SLURM_RESTART_COUNT="1")
+    assert code == 0, second
+    assert f"resumed from runs/moe/checkpoints/step-{done:06d}" in second
+    assert list(losses(records(metrics.parent))) == list(range(1, done + 4))
+    assert job.requeued == ["requeue 7345"]
+
+
+@pytest.mark.parametrize("page", [SCRIPT, ROOT / "docs" / "cluster.md"], ids=["script", "page"])
+def test_the_commands_that_are_shown(page):
+    commands = re.findall(r"sbatch launch/slurm.sbatch ([^`\n]+)", page.read_text())
+    assert commands
+    for command in commands:
+        parse_arguments(command.split())
