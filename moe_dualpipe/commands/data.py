@@ -1,13 +1,14 @@
 """`moe-dualpipe data`: encode text into token ids on disk once, instead of at the start of every run."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 from tyro.conf import Positional, arg, subcommand
 
-from ..data import HELD_OUT_FILES, TOKENIZER_FILE, TRAIN_FILE, Sidecar, TokenFile, prepare_data
+from ..data import HELD_OUT_FILES, TOKENIZER_FILE, TRAIN_FILE, Progress, Sidecar, TokenFile, prepare_data
 from ..messages import plural, printable, shell_word
 
 
@@ -16,7 +17,8 @@ class PrepareData:
     """Encode text into a folder of token ids, for `train.py --data FOLDER`."""
 
     sources: Positional[Annotated[tuple[str, ...], arg(metavar="SOURCE [SOURCE ...]")]]
-    """Text: files, folders, globs, .jsonl files, or "stdlib"."""
+    """Text: files, folders, globs, "stdlib", or hf:NAME for a dataset of the Hugging Face Hub. Files with the endings
+    .jsonl, .jsonl.gz, .jsonl.zst, .parquet and .arrow have a document in each row."""
     out: Path
     """Folder to write: a new or an empty one."""
     tokenizer: str = "bpe"
@@ -24,13 +26,36 @@ class PrepareData:
     vocab_size: int = 4096
     """Maximum vocabulary size of the trained BPE."""
     field: str = "text"
-    """Key of the text in each .jsonl line."""
+    """Field of each row that has the text."""
+    workers: int | None = None
+    """Processes that encode, with one thread each. Default: one for each CPU core. The files written are the same."""
+    engine: Literal["processes", "ray"] = "processes"
+    """Where the workers run: processes of this machine, or a Ray cluster."""
+    drop_duplicates: bool = False
+    """Of documents that are equal byte by byte, encode only the first."""
 
     def run(self) -> None:
-        tokenizer, sidecars = prepare_data(list(self.sources), self.out, self.tokenizer, self.vocab_size, self.field)
+        progress = Progress(show=True)
+        try:
+            tokenizer, sidecars = prepare_data(
+                list(self.sources), self.out, self.tokenizer, self.vocab_size, self.field,
+                workers=self.workers, engine=self.engine,
+                drop_duplicates=self.drop_duplicates, progress=progress,
+            )  # fmt: skip
+        except BaseException:
+            if 0 < progress.parts_done < progress.parts:
+                done = f"{progress.parts_done:,} of {plural(progress.parts, 'part')}"
+                print(f"{done} finished; the same command continues there", file=sys.stderr)
+            raise
+        if progress.parts_before:
+            print(f"continued after {progress.parts_before:,} of {plural(progress.parts, 'part')}")
+        if self.drop_duplicates:
+            print(f"left out {plural(progress.duplicates, 'duplicate')}")
         print(f"{printable(self.out / TOKENIZER_FILE)}: {tokenizer}, {tokenizer.end_id} ends a document")
         for name, sidecar in zip((TRAIN_FILE, HELD_OUT_FILES[0]), sidecars, strict=True):
             print(f"{printable(self.out / name)}: {_describe(sidecar)}")
+        speed = f"{progress.tokens_per_second:,.0f} tokens/s"
+        print(f"encoded {plural(progress.tokens, 'token')} in {progress.seconds:.1f} s: {speed}")
         print(f"to train: python train.py --data {shell_word(str(self.out))} --model.vocab-size {tokenizer.vocab_size}")
 
 

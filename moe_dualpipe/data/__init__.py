@@ -7,6 +7,7 @@ from .batches import Source, TextData
 from .files import DataFile
 from .given import Batches, GivenBatches
 from .prepare import prepare_data
+from .progress import Progress
 from .sources import load_data, read_stream
 from .token_files import HELD_OUT_FILES, TRAIN_FILE, Sidecar, TokenFile
 from .tokenizer import (
@@ -21,7 +22,7 @@ from .tokenizer import (
 )
 
 __all__ = [
-    "BYTES", "HELD_OUT_FILES", "TOKENIZER_FILE", "TRAIN_FILE", "Batches", "DataFile", "GivenBatches", "Sidecar",
-    "Source", "TextData", "TokenFile", "Tokenizer", "UnknownTokenizer", "find_tokenizer", "library_json", "load_data",
-    "num_bytes", "prepare_data", "read_stream", "tokenizer_files",
+    "BYTES", "HELD_OUT_FILES", "TOKENIZER_FILE", "TRAIN_FILE", "Batches", "DataFile", "GivenBatches", "Progress",
+    "Sidecar", "Source", "TextData", "TokenFile", "Tokenizer", "UnknownTokenizer", "find_tokenizer", "library_json",
+    "load_data", "num_bytes", "prepare_data", "read_stream", "tokenizer_files",
 ]  # fmt: skip

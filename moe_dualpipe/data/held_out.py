@@ -65,16 +65,13 @@ def held_out_size(total: int, shortest: int) -> int:
 
 def _fractions_if_small(source: Iterable[tuple[int, int]], shortest: int) -> dict[int, Fraction]:
     """The fraction of each document that is held out; {} if the source is not small."""
-    sizes: Counter[int] | None = Counter()  # None as soon as the source is known not to be small: it may be very long
+    sizes: Counter[int] = Counter()
     sides = [0, 0]
     for content_hash, size in source:
-        if sizes is not None:
-            sides[is_held_out(content_hash)] += size
-            sizes[content_hash] += size  # with its copies
-            if len(sizes) >= HELD_OUT and min(sides) >= shortest:
-                sizes = None
-    if sizes is None:
-        return {}
+        sides[is_held_out(content_hash)] += size
+        sizes[content_hash] += size  # with its copies
+        if len(sizes) >= HELD_OUT and min(sides) >= shortest:
+            return {}  # not small; the rest is not read
     left, fractions = held_out_size(sizes.total(), shortest), {}
     for content_hash in sorted(sizes):
         taken = min(left, sizes[content_hash])

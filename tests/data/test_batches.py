@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_dualpipe.data import Source, TextData, documents, load_data, tokenizer_files
+from moe_dualpipe.data import Source, TextData, load_data, text_files, tokenizer_files
 from moe_dualpipe.data.documents import Documents
 from moe_dualpipe.data.sources import split_weight
 from moe_dualpipe.training.command_line import parse_arguments
@@ -189,7 +189,7 @@ def test_an_error_names_the_line_where_a_file_is_not_text(tmp_path, content, pro
 
 @pytest.mark.parametrize("block_bytes", [1, 2, 7, 1 << 20])
 def test_files_read_in_blocks_are_complete(tmp_path, monkeypatch, block_bytes):
-    monkeypatch.setattr(documents, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(text_files, "BLOCK_BYTES", block_bytes)
     text = "grün\n\n🜁🜁🜁 ohne Zeilenende \r\n" * 3 + "你"
     (tmp_path / "a").write_bytes(text.encode())
     (tmp_path / "b").touch()

@@ -16,12 +16,13 @@ from moe_dualpipe.cli import main
 from moe_dualpipe.data import (
     BYTES,
     TokenFile,
-    documents,
     find_tokenizer,
+    jsonl,
     load_data,
     prepare,
     prepare_data,
     sources,
+    tasks,
     token_files,
     tokenizer_files,
 )
@@ -230,9 +231,9 @@ def test_prepare_is_deterministic_and_holds_only_a_few_documents_in_memory(prepa
             nonlocal alive
             alive -= 1
 
-    field = documents._field
-    monkeypatch.setattr(documents, "_field", lambda *arguments: Counted(field(*arguments)))
-    monkeypatch.setattr(prepare, "ENCODE_BATCH", 2)
+    field = jsonl._text
+    monkeypatch.setattr(jsonl, "_text", lambda *arguments: Counted(field(*arguments)))
+    monkeypatch.setattr(tasks, "ENCODE_BATCH", 2)
     train = BPETokenizer.train
     monkeypatch.setattr(BPETokenizer, "train", lambda texts, size: train((str.__str__(text) for text in texts), size))
     prepare_data([source], tmp_path / "b", "bpe", 300, "text")
@@ -252,11 +253,20 @@ def test_the_data_commands_print_counts_and_report_errors_in_one_line(prepared, 
         f"{plural(s.documents, 'document')}, {s.tokens:,} tokens of uint16, {s.bytes / s.tokens:.3f} bytes per token"
         for s in sidecars
     ]
-    assert capsys.readouterr().out.splitlines() == [
+    printed = capsys.readouterr().out.splitlines()
+    all_lines = [*printed]
+    speed = rf"encoded {sum(s.tokens for s in sidecars):,} tokens in \d+\.\d s: [\d,]+ tokens/s"
+    assert re.fullmatch(speed, printed.pop(3))
+    assert printed == [
         f"{out}/tokenizer.json: BPE of 320 tokens, 0 ends a document",
         f"{out}/train.bin: {descriptions[0]}", f"{out}/held_out.bin: {descriptions[1]}",
         f"to train: python train.py --data {out} --model.vocab-size 320",
     ]  # fmt: skip
+    shown = re.search(
+        r"\$ moe-dualpipe data prepare stdlib .*\n((?:.+\n)+?)```", (ROOT / "docs/training.md").read_text()
+    )
+    without_numbers = [re.sub(r"documents?|[\d.,]+", "N", line.replace(str(out), "corpus")) for line in all_lines]
+    assert without_numbers == re.sub(r"documents?|[\d.,]+", "N", shown[1]).splitlines()
     assert all(
         (out / name).read_bytes() == (prepared / "bpe" / name).read_bytes() for name in ("train.bin", "tokenizer.json")
     )

@@ -1,0 +1,256 @@
+"""Files with a document in each row: the same documents from each format, and errors that name the file and the row."""
+
+import gzip
+import importlib
+import importlib.util
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from moe_dualpipe.cli import main
+from moe_dualpipe.data import jsonl, load_data, prepare, prepare_data, tables, text_files
+from moe_dualpipe.data.documents import Documents
+from moe_dualpipe.data.parts import PartReader, SourceFile, divide
+from moe_dualpipe.data.rows import TEXT
+from moe_dualpipe.data.tasks import Measure, Setup, Worker
+
+TEXTS = [f"{i} grün\n" * (i % 9) + "x" * (i % 5) for i in range(150)]
+
+
+def library(name: str):
+    """An optional library, whose types are not known here."""
+    return pytest.importorskip(name, reason=f"{name} is not installed")
+
+
+def jsonl_bytes(texts: list[str]) -> bytes:
+    return "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)).encode()
+
+
+def write_gzip(path: Path, texts: list[str]) -> None:
+    half = len(texts) // 2
+    path.write_bytes(b"".join(gzip.compress(jsonl_bytes(part)) for part in (texts[:half], texts[half:])))
+
+
+def write_zstandard(path: Path, texts: list[str]) -> None:
+    half, compress = len(texts) // 2, library("zstandard").ZstdCompressor().compress
+    path.write_bytes(b"".join(compress(jsonl_bytes(part)) for part in (texts[:half], texts[half:])))
+
+
+def table(texts: list, kind: str = "string"):
+    arrow = library("pyarrow")
+    return arrow.table({"id": [*range(len(texts))], "text": arrow.array(texts, getattr(arrow, kind)())})
+
+
+def write_parquet(path: Path, texts: list, kind: str = "string") -> None:
+    rows = table(texts, kind)
+    importlib.import_module("pyarrow.parquet").write_table(rows, path, row_group_size=70)
+
+
+def write_arrow(path: Path, texts: list, kind: str = "string", form: str = "new_stream") -> None:
+    rows = table(texts, kind)
+    with getattr(library("pyarrow").ipc, form)(path, rows.schema) as writer:
+        writer.write_table(rows, max_chunksize=33)
+
+
+WRITERS = {
+    "plain.jsonl": lambda path, texts: path.write_bytes(jsonl_bytes(texts)),
+    "a.jsonl.gz": write_gzip,
+    "a.jsonl.zst": write_zstandard,
+    "a.parquet": write_parquet,
+    "large.parquet": lambda path, texts: write_parquet(path, texts, "large_string"),
+    "a.arrow": write_arrow,
+    "indexed.arrow": lambda path, texts: write_arrow(path, texts, "large_string", "new_file"),
+}
+
+
+@pytest.fixture(params=WRITERS)
+def rows(request, tmp_path) -> Path:
+    """A file with TEXTS in one of the formats."""
+    WRITERS[request.param](tmp_path / request.param, TEXTS)
+    return tmp_path / request.param
+
+
+def test_the_parts_of_each_format_have_its_documents(rows, monkeypatch):
+    monkeypatch.setattr(text_files, "BLOCK_BYTES", 1 << 12)
+    monkeypatch.setattr(tables, "BATCH_ROWS", 16)
+    documents = Documents.find(str(rows))
+    expected = [text for text in TEXTS if text]
+    assert [chunk.text for chunk in documents] == expected
+    assert documents.unit == "document"
+    (file,) = (SourceFile(*file) for file in documents.files.items())
+    for part_bytes in (150, 1000, 1 << 20):
+        parts = list(divide([file], [Measure(file, part_bytes).run(Worker(Setup(TEXT)))], part_bytes))
+        in_order, skipping, odd = PartReader(TEXT), PartReader(TEXT), {}
+        assert [chunk.text for part in parts for chunk in in_order.chunks(part)] == expected
+        for part in parts[1::2]:  # another worker reads the others
+            odd[part] = [chunk.text for chunk in skipping.chunks(part)]
+        for part in parts[::-2]:
+            assert odd.get(part) in (None, [chunk.text for chunk in in_order.chunks(part)])
+        assert len(parts) > 2 or part_bytes > 2000
+        assert sum(part.disk_bytes for part in parts) == file.status.size
+
+
+def test_each_format_gives_the_same_token_ids_as_jsonl(rows, tmp_path):
+    (tmp_path / "same.jsonl").write_bytes(jsonl_bytes(TEXTS))
+    for source, out in ((rows, "out"), (tmp_path / "same.jsonl", "expected")):
+        prepare_data([str(source)], tmp_path / out, "bytes", 300, "text", part_bytes=700)
+    for path in (tmp_path / "expected").iterdir():
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
+    one, other = (load_data(str(path), 8).sources[0] for path in (rows, tmp_path / "same.jsonl"))
+    assert np.array_equal(one.train[:], other.train[:]) and np.array_equal(one.held_out[:], other.held_out[:])
+
+
+@pytest.mark.long
+def test_two_workers_write_what_one_writes(rows, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "SMALL", 0)
+    for workers in (1, 2):
+        out = tmp_path / str(workers)
+        prepare_data([str(rows)], out, "bpe", 300, "text", part_bytes=700, workers=workers, drop_duplicates=True)
+    for path in (tmp_path / "1").iterdir():
+        assert (tmp_path / "2" / path.name).read_bytes() == path.read_bytes()
+
+
+def cut(path: Path, size: int = 20) -> None:
+    path.write_bytes(path.read_bytes()[:-size])
+
+
+def spoil(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 - 9 : len(content) // 2 + 9] = b"\xff" * 18
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name,damage,problem", [
+    ("a.jsonl.gz", cut, "Compressed file ended before the end-of-stream marker was reached"),
+    ("a.jsonl.gz", spoil, "(Error -3 while decompressing data|CRC check failed)"),
+    ("a.jsonl.gz", lambda path: path.write_bytes(b"text"), "Not a gzipped file"),
+    ("a.jsonl.zst", cut, "the compressed file is truncated"),
+    ("a.jsonl.zst", spoil, "zstd decompress(or)? error: "),
+    ("a.jsonl.zst", lambda path: path.write_bytes(b"text" * 9), "zstd decompress(or)? error: "),
+    ("a.parquet", cut, "Parquet magic bytes not found in footer"),
+    ("a.parquet", lambda path: path.write_bytes(b"text" * 9), "Parquet magic bytes not found in footer"),
+    ("a.arrow", lambda path: cut(path, 2000), "Expected to be able to read"),
+    ("indexed.arrow", cut, "(Not an Arrow file|.*File is too small|.*magic)"),
+    ("a.arrow", lambda path: path.write_bytes(b"text" * 9), ".*"),
+], ids=map(str, range(11)))  # fmt: skip
+def test_a_damaged_file_is_one_line_that_names_it(tmp_path, capsys, name, damage, problem):
+    path = tmp_path / name
+    WRITERS[name](path, TEXTS)
+    damage(path)
+    assert main(["data", "prepare", str(tmp_path), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]) == 2
+    printed = capsys.readouterr()
+    assert re.match(f"moe-dualpipe: error: ({path}:[0-9]+: not JSON|cannot read {path}: {problem})", printed.err)
+    assert printed.err.count("\n") == 1 and not printed.out
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("name", [name for name in WRITERS if "jsonl" not in name])
+def test_an_invalid_row_of_a_table_is_named(tmp_path, name):
+    path, out = tmp_path / name, tmp_path / "out"
+    for bad, problem in ((None, "field 'text' must be a string, got null"), ("a\0", "contains a zero character")):
+        WRITERS[name](path, [*TEXTS[:123], bad, *TEXTS[123:]])
+        for part_bytes in (300, 1 << 20):
+            with pytest.raises(ValueError, match=re.escape(f"{path}:124: ") + f".*{problem}"):
+                prepare_data([str(path)], out, "bytes", 1, "text", part_bytes=part_bytes)
+    WRITERS[name](path, TEXTS)
+    for field, problem in (
+        ("body", "no field 'body'; its fields are 'id', 'text': choose one with --field"),
+        ("id", "field 'id' must have strings, got int64"),
+    ):
+        with pytest.raises(ValueError, match=f"^{path}: {problem}$"):
+            prepare_data([str(path)], tmp_path / "other", "bytes", 1, field)
+
+
+@pytest.mark.parametrize("name", ["plain.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
+def test_an_invalid_line_of_a_compressed_file_is_named(tmp_path, name):
+    path = tmp_path / name
+    WRITERS[name](path, TEXTS)
+    lines = jsonl_bytes(TEXTS).splitlines(keepends=True)
+    content = b"".join([*lines[:130], b'{"text": 3}\n', *lines[130:]])
+    if name.endswith("zst"):
+        content = library("zstandard").ZstdCompressor().compress(content)
+    path.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    for part_bytes in (300, 1 << 20):
+        with pytest.raises(ValueError, match=f"^{path}:131: field 'text' must be a string, got a number$"):
+            prepare_data([str(path)], tmp_path / "out", "bytes", 1, "text", part_bytes=part_bytes)
+    with pytest.raises(ValueError, match=f"^{path}:1: no field 'body'; its fields are 'id', 'text': .* --field$"):
+        prepare_data([str(path)], tmp_path / "other", "bytes", 1, "body")
+
+
+def test_a_file_of_an_unknown_format_is_refused_with_the_known_ones(tmp_path):
+    (tmp_path / "a.jsonl.xz").write_bytes(b"\xfd7zXZ\0")
+    with pytest.raises(ValueError, match=r"zero byte in line 1; other formats are \.jsonl, \.jsonl\.gz, .*, \.arrow$"):
+        Documents.find(str(tmp_path / "a.jsonl.xz"))
+
+
+@pytest.mark.parametrize("name,needed,extra", [
+    ("a.jsonl.zst", "zstandard", "data"), ("a.parquet", "pyarrow", "data"), ("a.arrow", "pyarrow", "data"),
+    ("hf:owner/name", "datasets", "hub"),
+])  # fmt: skip
+def test_a_missing_library_is_one_line_that_says_how_to_install_it(tmp_path, monkeypatch, name, needed, extra):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, needed, None)
+    if not extra.startswith("hub"):
+        Path(name).write_bytes(b"some")
+    message = rf"{name} needs the {needed} library: pip install 'moe-dualpipe\[{extra}\]'$"
+    with pytest.raises(ValueError, match=message):
+        prepare_data([name], tmp_path / "out", "bytes", 1, "text")
+
+
+def test_a_highly_compressed_file_is_read_in_bounded_memory(tmp_path):
+    zstandard = library("zstandard")
+    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(b" " * (1 << 28) + b"\n"))
+    (file,) = (SourceFile(*file) for file in Documents.find(str(tmp_path)).files.items())
+    largest = 0
+    frames = jsonl._Zstandard(jsonl.DataFile(file.path))
+    while block := frames.read(1 << 20):
+        largest = max(largest, len(block))
+    assert frames.at == (1 << 28) + 1
+    assert largest < 1 << 26
+
+
+# ---- Datasets by name ----
+
+
+def test_a_dataset_is_loaded_by_name_configuration_and_split(tmp_path, monkeypatch):
+    (tmp_path / "cache.jsonl").write_bytes(jsonl_bytes(TEXTS))
+    calls = []
+
+    def load_dataset(*arguments, **options):
+        calls.append((*arguments, options["split"]))
+        if "gone" in arguments:
+            raise RuntimeError("Dataset 'gone' doesn't exist on the Hub\nor cannot be accessed.")
+        return SimpleNamespace(cache_files=[{"filename": str(tmp_path / "cache.jsonl")}])
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    for source, call in (
+        ("hf:owner/name", ("owner/name", None, "train")), ("hf:name:en", ("name", "en", "train")),
+        ("hf:name::test", ("name", None, "test")), ("hf:name:en:test", ("name", "en", "test")),
+    ):  # fmt: skip
+        assert [chunk.text for chunk in Documents.find(source)] == [text for text in TEXTS if text]
+        assert calls.pop() == call
+    with pytest.raises(ValueError, match=r"^hf:gone cannot be loaded: Dataset 'gone' doesn't exist on the Hub$"):
+        prepare_data(["hf:gone"], tmp_path / "out", "bytes", 1, "text")
+    for source in ("hf:", "hf:a:b:c:d", "hf:a::train[:10%]", "hf:a::train+test"):
+        with pytest.raises(ValueError, match="expected hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT"):
+            Documents.find(source)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="datasets is not installed")
+def test_the_datasets_library_loads_what_a_dataset_on_this_machine_has(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.jsonl").write_bytes(jsonl_bytes(TEXTS))
+    documents = Documents.find(f"hf:{tmp_path}/set")
+    assert [chunk.text for chunk in documents] == [text for text in TEXTS if text]
+    with pytest.raises(ValueError, match=r"^--data hf:owner/none cannot be loaded: "):
+        Documents.find("hf:owner/none")
+    assert not os.path.lexists("hf:owner")
