@@ -18,7 +18,7 @@ COMMANDS = {
     "generate nowhere": ([], ["--tokens", "--num", "--temperature", "--top-k", "--top-p", "--max-length", "--seed"]),
     "profile analyze none.json": ([], ["--kernels"]),
     "profile run": ([], ["--layers", "--ep", "--seq", "--tokens", "--link-gbps", "--link-latency-us"]),
-    "data prepare LICENSE --out new": ([], ["--vocab-size"]),
+    "data prepare LICENSE --out new": ([], ["--vocab-size", "--workers"]),
 }
 
 

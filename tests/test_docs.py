@@ -105,6 +105,7 @@ def test_a_command_and_its_options_exist(page, line, monkeypatch):
 def test_a_command_prints_what_is_written_below_it(name, arguments, printed, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "order.csv").write_text("0F0,0F1,0B0,0B1\n1B0,1F0,1F1,1B1\n")  # the invalid schedule of the pages
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     cli.main(arguments.split())
     out, err = capsys.readouterr()
     assert out + err == printed, f"in {name}"

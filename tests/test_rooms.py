@@ -19,9 +19,10 @@ ALLOWED = {
     "planner": {"schedule", "expert_parallel", "runtime", "models"},
     "checkpoint": {"expert_parallel", "runtime", "models", "data"},
     "health": {"schedule", "overlap", "runtime"},
+    "cluster": {"runtime"},
     "inference": {"schedule", "runtime", "models"},
     "profiler": {"schedule", "overlap", "expert_parallel", "runtime", "models"},
-    "drawing": {"schedule", "overlap", "profiler", "planner"},
+    "drawing": {"schedule", "overlap", "profiler", "planner", "cluster"},
     "training": {
         *("schedule", "kernels", "overlap", "expert_parallel", "runtime", "models", "data", "planner", "checkpoint"),
         *("health", "inference", "profiler", "drawing"),
