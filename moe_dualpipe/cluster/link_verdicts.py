@@ -1,7 +1,8 @@
 """Which links are slow, and whose fault it is: pure functions from measured links to a list of problems.
 
 A link is compared with others of its kind, within a machine or between machines. One bad cable makes many links slow,
-so slow links that share a machine, a pair of machines or a rank are named once.
+so slow links that share a machine, a pair of machines or a rank are named once; a link that is much slower than the
+others among them is also named by itself.
 """
 
 import statistics
@@ -163,7 +164,8 @@ def _name_slow(kind: Kind, slow: Sequence[Link], machines: Sequence[Machine]) ->
             enough = len({culprit.other(link) for link in group}) >= culprit.peers
             if enough and left.issuperset(group):
                 yield problem(culprit.name(group[0]), group)
-                left -= {*group}
+                alike = SLOW * statistics.median_high(link.speed for link in group)
+                left -= {link for link in group if link.speed >= alike}
     for link in kind.links:
         if link in left:
             yield problem(_link(link, machines), [link])

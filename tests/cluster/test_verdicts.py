@@ -143,6 +143,8 @@ SLOW = {
                                     ["b -> all other machines"]),
     "a slow machine of three": (3, 2, lambda a, b: 0.1 if 1 in (a // 2, b // 2) and a // 2 != b // 2 else 1,
                                 ["b -> all other machines", "all other machines -> b"]),
+    "a slow machine with a slower link": (3, 1, lambda a, b: 0.01 if (a, b) == (1, 2) else 0.2 if a == 1 else 1,
+                                          ["b -> all other machines", "rank 1 on b -> rank 2 on c"]),
     "a cable between machines": (4, 2, lambda a, b: 0.1 if (a // 2, b // 2) == (1, 2) else 1, ["b -> c"]),
     "a card of one rank": (4, 2, lambda a, b: 0.1 if a == 3 and b // 2 != 1 else 1,
                            ["rank 3 of b -> all ranks to other machines"]),
