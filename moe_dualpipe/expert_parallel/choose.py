@@ -133,7 +133,8 @@ def decide(name: str, facts: Sequence[Facts]) -> tuple[str, str]:
 
 
 def _refusal(name: str, fault: str) -> ValueError:
-    return ValueError(f"--ep-backend {name} cannot be used: {fault}; use auto or all_to_all")
+    way_out = "" if "--ep-backend" in fault else "; use auto or all_to_all"
+    return ValueError(f"--ep-backend {name} cannot be used: {fault}{way_out}")
 
 
 def find_facts(device: torch.device, tried: Sequence[str] = ()) -> Facts:

@@ -57,6 +57,12 @@ def test_a_backend_that_cannot_be_used_is_refused_in_one_line(name, facts, fault
     assert str(error.value) == f"--ep-backend {name} cannot be used: {fault}; use auto or all_to_all"
 
 
+def test_the_way_out_is_said_once():
+    missing = replace(GPUS[0], missing=(("deepep", "not installed: install it, or choose --ep-backend all_to_all"),))
+    with pytest.raises(ValueError, match="cannot be used: not installed: install it, or choose --ep-backend all_to_all$"):
+        decide("deepep", [GPUS[0], missing])
+
+
 @pytest.mark.parametrize("name", ["all_to_all", "deepep"])
 def test_a_backend_on_request_needs_no_more_than_it_uses(name):
     other_machine = [GPUS[0], replace(NO_PEERS, machine="another")]

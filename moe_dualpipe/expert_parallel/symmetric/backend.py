@@ -44,7 +44,7 @@ class Symmetric(OneSided):
         self.names = dist.get_process_group_ranks(group)
         self.memory = memory or (DeviceMemory() if torch.cuda.is_available() else SharedMemory())
         check_triton(self.memory.device)
-        _check_equal(group, max_tokens=max_tokens, row_size=self.max_row, top_k=top_k, slots=slots)
+        _check_equal(group, max_tokens=max_tokens, bytes_of_a_row=self.max_row, top_k=top_k, slots=slots)
         self._map(*self.memory.allocate(self.memory_words, group))
 
 
@@ -54,4 +54,5 @@ def _check_equal(group: dist.ProcessGroup, **sizes: int) -> None:
     dist.all_gather_object(everyone, sizes, group)
     for name in sizes:
         if len(different := {each[name] for each in everyone}) > 1:
+            name = name.replace("bytes_of_a_row", "bytes of a row (hidden_size x dtype)")
             raise ValueError(f"{name} must be the same on all ranks: got {', '.join(map(str, sorted(different)))}")
