@@ -6,10 +6,12 @@ All cases train the same model on the same tokens, and take turns, a step each. 
 of a step, its speed relative to ep 1 in the same round, and the CPU time of both ranks.
 """
 
+import dataclasses
 import statistics
 import time
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.common import quartiles, ratios, table, take_turns
 from moe_dualpipe.expert_parallel import EpBackend
-from moe_dualpipe.models import preset
+from moe_dualpipe.models import ModelConfig, preset
 from moe_dualpipe.runtime.world import join_world
 from moe_dualpipe.schedule import build
 from moe_dualpipe.training.config import OptimizerConfig
@@ -41,24 +43,32 @@ class Options:
     """Sequences of a micro-batch."""
     seq_len: int = 256
     """Tokens of a sequence."""
+    routers: tuple[Literal["topk", "balanced"], ...] = ("topk", "balanced")
+    """topk: untrained routers, which send one rank more tokens than the other. balanced: as many to both."""
 
 
 def main(options: Options) -> None:
     with join_world("cpu") as world:
         if world.size != 2:
             raise SystemExit("start two processes: torchrun --nproc-per-node 2 -m benchmarks.expert_parallel")
-        model, schedule = preset("tiny"), build("dualpipev", 1, options.micro_batches)
-        shape = (options.sequences, options.seq_len)
-        generator = torch.Generator().manual_seed(world.rank)
-        size = options.micro_batches * options.sequences, options.seq_len + 1
-        tokens = torch.randint(model.vocab_size, size, generator=generator)
-        cases = {}
-        for name, (ep, backend) in CASES.items():
-            pipeline = Pipeline(model, schedule, shape, ep=ep, ep_backend=backend)
-            cases[name] = partial(_step, pipeline, pipeline.optimizer(OptimizerConfig()), tokens)
-        results = take_turns(options.rounds, cases, warm_up=3)
-        if world.rank == 0:
-            print(_report(results))
+        for router in options.routers:
+            results = measure(dataclasses.replace(preset("tiny"), router=router), world.rank, options)
+            if world.rank == 0:
+                print(f"router {router}:\n{report(results)}\n", flush=True)
+
+
+def measure(model: ModelConfig, rank: int, options: Options) -> dict[str, list[tuple[float, float]]]:
+    """The seconds and CPU seconds of each case's steps."""
+    schedule = build("dualpipev", 1, options.micro_batches)
+    shape = (options.sequences, options.seq_len)
+    generator = torch.Generator().manual_seed(rank)
+    size = options.micro_batches * options.sequences, options.seq_len + 1
+    tokens = torch.randint(model.vocab_size, size, generator=generator)
+    cases = {}
+    for name, (ep, backend) in CASES.items():
+        pipeline = Pipeline(model, schedule, shape, ep=ep, ep_backend=backend)
+        cases[name] = partial(_step, pipeline, pipeline.optimizer(OptimizerConfig()), tokens)
+    return take_turns(options.rounds, cases, warm_up=3)
 
 
 def _step(pipeline: Pipeline, optimizer, tokens: Tensor) -> tuple[float, float]:
@@ -75,7 +85,7 @@ def _step(pipeline: Pipeline, optimizer, tokens: Tensor) -> tuple[float, float]:
     return longest.item(), times[1].item()
 
 
-def _report(results: dict[str, list[tuple[float, float]]]) -> str:
+def report(results: dict[str, list[tuple[float, float]]]) -> str:
     seconds = {name: [one for one, _ in steps] for name, steps in results.items()}
     base, rows = seconds["ep 1"], []
     for name, steps in results.items():
