@@ -15,16 +15,8 @@ import torch
 from ..models.attention import attention_costs
 from ..models.config import ModelConfig
 from ..models.partition import head_flops, layer_flops, mtp_module_flops
+from .device import device_names, load_device
 
-# Dense bf16 with fp32 sums, in FLOP/s, from the data sheets; numbers for sparse matrices are halved.
-# A device has the peak of the first entry whose words are all in its name.
-PEAKS = {
-    "gb200": 2500e12, "b200": 2250e12,
-    "gh200": 989.4e12, "h200 nvl": 835.5e12, "h200": 989.4e12,
-    "h100 pcie": 756e12, "h100 nvl": 835.5e12, "h100": 989.4e12, "h800 pcie": 756e12, "h800": 989.4e12, "h20": 148e12,
-    "a100": 312e12, "a800": 312e12, "l40s": 362e12, "l4": 121e12, "a10": 125e12, "rtx 4090": 165.2e12,
-    "mi300x": 1307.4e12, "mi325x": 1307.4e12,
-}  # fmt: skip
 PARTIAL = {"mig", "laptop", "d"}  # these words mark a slice of a device, or a smaller device of the same name
 
 
@@ -57,9 +49,11 @@ def score_flops(config: ModelConfig, seq_len: int) -> int:
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     """Peak FLOP/s of a device for dense products of bfloat16 or float16, which are equally fast.
 
-    device_name: the result of `torch.cuda.get_device_name()`. Returns None for unknown devices and other dtypes.
+    device_name: the result of `torch.cuda.get_device_name()`. It has all words of the name of a file in devices/, the
+    longest such name counts. Returns None for unknown devices and other dtypes.
     """
     words = set(re.findall(r"[a-z0-9]+", device_name.lower()))
     if dtype not in (torch.bfloat16, torch.float16) or words & PARTIAL:
         return None
-    return next((peak for name, peak in PEAKS.items() if words.issuperset(name.split())), None)
+    named = [name for name in device_names() if words.issuperset(name.split("-"))]
+    return load_device(max(named, key=len)).peak.get("bf16") if named else None
