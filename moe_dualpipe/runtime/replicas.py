@@ -16,6 +16,7 @@ from ..expert_parallel.parameters import ExpertIds, expert_ids
 from ..messages import list_ranks
 from ..user_errors import without_frames
 from .checksum import checksum
+from .exact_sum import from_words, to_words
 from .groups import Groups
 from .shared_errors import raise_on_all_ranks
 
@@ -97,14 +98,14 @@ def sum_over_replicas(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
 def gradient_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """The 2-norm of the gradients of all ranks in fp32, bit-equal on all ranks. Collective.
 
-    gradients: those that this rank owns, so that every parameter of the model counts once.
+    gradients: those that this rank owns, so that every parameter of the model counts once. It does not matter, for any
+    bit, which rank owns which of them.
     """
     wide = [grad if grad.itemsize >= 4 else grad.float() for grad in gradients]
     norms = [norm.float() for norm in torch._foreach_norm(wide)] if wide else []
-    own = torch.stack(norms).square().sum() if norms else torch.zeros((), device=device)
-    squares_R = own.new_empty(dist.get_world_size())
-    dist.all_gather(list(squares_R.split(1)), own.view(1))
-    return squares_R.sum().sqrt()
+    words = to_words(torch.stack(norms).square() if norms else torch.zeros(0, device=device))
+    dist.all_reduce(words)
+    return from_words(words).sqrt().float()
 
 
 def check_frozen(sets: Sequence[ReplicaSet]) -> None:

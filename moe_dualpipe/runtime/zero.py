@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from heapq import heapreplace
 from itertools import zip_longest
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -19,6 +20,7 @@ from ..expert_parallel.parameters import global_tensors
 from .replicas import ReplicaSet
 
 BUCKET_BYTES = 25 * 2**20
+Key = TypeVar("Key", str, tuple[str, int])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,14 +42,17 @@ class Shards:
     def __init__(self, replicas: ReplicaSet, divide: bool):
         self.group, self.divide, self.replicas = replicas.group, divide, replicas
         weights = {
-            name: (parameter, view)
+            (parameter, i): (name, view)
             for parameter, tensor in replicas.parameters.items()
-            for name, view in global_tensors(parameter, tensor.detach(), replicas.experts.get(parameter))
+            for i, (name, view) in enumerate(
+                global_tensors(parameter, tensor.detach(), replicas.experts.get(parameter))
+            )
         }
         self.num_owners = self.group.size() if self.group else 1
-        owners = assign_owners({name: view.numel() for name, (_, view) in weights.items()}, self.num_owners)
+        # By the place of an expert on its rank, not by its id: so ranks with other experts divide them alike.
+        owners = assign_owners({place: view.numel() for place, (_, view) in weights.items()}, self.num_owners)
         self.rank = dist.get_rank(self.group) if self.group else 0
-        self.tensors = {name: OwnedTensor(parameter, view, owners[name]) for name, (parameter, view) in weights.items()}
+        self.tensors = {name: OwnedTensor(place[0], view, owners[place]) for place, (name, view) in weights.items()}
 
         self.owned = {name: tensor for name, tensor in self.tensors.items() if tensor.owner == self.rank}
         self.updated = self.owned if divide else self.tensors  # by this rank
@@ -79,7 +84,7 @@ class Shards:
         return [[*bucket] for bucket in zip_longest(*parts, fillvalue=[])]
 
 
-def assign_owners(sizes: Mapping[str, int], num_owners: int) -> dict[str, int]:
+def assign_owners(sizes: Mapping[Key, int], num_owners: int) -> dict[Key, int]:
     """Assign an owner to every name, the same on all ranks: the largest first, each to the owner with the least so far.
 
     Two owners differ by at most one tensor. Example for 2 owners: {"a": 5, "b": 3, "c": 3} -> {"a": 0, "b": 1, "c": 1}.
