@@ -4,6 +4,7 @@ T tokens, D model dim, K experts per token, N received rows, M rows in expert-ma
 """
 
 import functools
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -30,11 +31,13 @@ class MoE(Segmented):
     """Routed experts of block `layer`, spread over ranks by `expert_parallel`, plus shared experts on every rank.
 
     The initial weights of an expert depend only on `layer`, its id and the seed, not on its rank.
-    `load_E` counts the tokens of each expert in training since the last `take_load`.
+    `load_E` counts the tokens of each expert in training since the last `take_load`. `slot_of_E` has the slot of each
+    expert, the id by which `expert_parallel` knows it; None: its own id.
     """
 
     compiled: bool = False
     load_E: Tensor
+    slot_of_E: Tensor | None = None
     router: Any
 
     def __init__(
@@ -78,7 +81,7 @@ class MoE(Segmented):
         ep = self.expert_parallel
         if torch.is_grad_enabled():
             self.count(ids_TK, losses_L)
-        route = yield PrepareComm(DISPATCH, ep.prepare, ids_TK)
+        route = yield PrepareComm(DISPATCH, self.prepare, ids_TK)
         dispatch, combine = partial(start_dispatch, ep, route), partial(start_combine, ep, route)
         spread = len(ep.local_experts) < ep.num_experts
         received = yield Comm(DISPATCH, dispatch, combine, x_TD, weights_TK, collective=spread)
@@ -90,6 +93,19 @@ class MoE(Segmented):
         out_ND = yield Compute("mlp", run, received, recompute=self.recompute, source=source)
         combined = yield Comm(COMBINE, combine, dispatch, out_ND, weights_first=True, collective=spread)
         return (combined,) if shared is None else (combined, shared)
+
+    def prepare(self, ids_TK: Tensor) -> Route:
+        if self.slot_of_E is not None:
+            ids_TK = self.slot_of_E[ids_TK]
+        return self.expert_parallel.prepare(ids_TK)
+
+    def place(self, experts: Sequence[int]) -> None:
+        """Say which expert is in each slot; the ranks have consecutive slots. The weights must be moved as well."""
+        if list(experts) == [*range(len(experts))]:
+            self.slot_of_E = None
+            return
+        slots = torch.tensor([*experts]).argsort().tolist()
+        self.slot_of_E = torch.tensor([*slots, -1], device=self.load_E.device)  # -1 chooses no expert
 
     def count(self, ids_TK: Tensor, losses_L: Tensor | None = None) -> None:
         """Add a batch to the load and the losses. Call it once per batch, also if routing is recomputed in backward."""

@@ -10,6 +10,7 @@ from moe_dualpipe.lazy_exports import on_first_use
 if TYPE_CHECKING:
     from .all_to_all import AllToAll
     from .autograd import combine, dispatch
+    from .by_choice import ByChoice
     from .choose import Choice, choose_backend
     from .local import Local
     from .modelled.delayed import Delayed
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from .shared import Shared
 
 __all__ = [
-    "AllToAll", "Choice", "Combined", "Completed", "Delayed", "EpBackend", "ExpertParallel", "Link", "Local",
-    "Loopback", "Pending", "Received", "Replay", "Route", "Shared", "choose_backend", "combine", "dispatch",
+    "AllToAll", "ByChoice", "Choice", "Combined", "Completed", "Delayed", "EpBackend", "ExpertParallel", "Link",
+    "Local", "Loopback", "Pending", "Received", "Replay", "Route", "Shared", "choose_backend", "combine", "dispatch",
 ]  # fmt: skip
 
 __getattr__ = on_first_use(__name__)

@@ -46,7 +46,7 @@ class Route:
     exact: M is the number of local choices. Otherwise M may be larger: a GPU would have to wait for an exact count.
     padded: N may be larger than the number of received rows. The other rows follow them, have no experts, and may be
     NaN.
-    backend_state: private data of the backend.
+    backend_state: private data of the backend. rows_per_token: K for a route of `ByChoice`, which sends K rows.
     """
 
     num_local_experts: int
@@ -57,6 +57,7 @@ class Route:
     exact: bool = True
     padded: bool = False
     backend_state: Any = None
+    rows_per_token: int = 1
     _order: ExpertOrder | None = field(default=None, repr=False)
 
     @property

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
-from ..messages import LARGEST, check_range
+from ..messages import LARGEST, check_range, printable
 from .config import TrainConfig
 from .learning_rate import decay_steps
 from .metrics import check_tensorboard
@@ -13,13 +13,14 @@ from .wandb_run import check_wandb
 # Options, with their smallest and largest valid values. None is always valid where the type allows it.
 RANGES: tuple[tuple[str, float, float], ...] = (
     ("steps parallel.ep parallel.pp parallel.nodes_per_domain parallel.num_chunks parallel.max_deferred "
+     "parallel.move_experts_every "
      "batch.seq_len batch.micro_batch_size batch.micro_batches checkpoint.save_every checkpoint.keep "
      "metrics.eval_sequences metrics.log_every metrics.eval_every health.max_skipped health.check_replicas_every "
      "optim.decay_steps", 1, LARGEST),
     ("metrics.profile optim.warmup_steps", 0, LARGEST),
     ("sample.sample_tokens", 0, 1_000_000),
     ("seed", -(2**63), 2**63 - 1),
-    ("bias_rate optim.final_lr", 0, 1),
+    ("bias_rate optim.final_lr parallel.move_experts_gain", 0, 1),
     ("health.timeout", 1, 1_000_000),
     ("metrics.peak_tflops optim.clip", 1e-6, 1e6),
     ("optim.lr", 1e-12, 100.0),
@@ -29,6 +30,7 @@ RANGES: tuple[tuple[str, float, float], ...] = (
 RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("optim.beta1 optim.beta2 optim.momentum", lambda x: 0 <= x < 1, "at least 0 and below 1"),
     ("compute.dtype", ("float32", "bfloat16", "auto").__contains__, "float32, bfloat16 or auto"),
+    ("parallel.expert_sums", ("rank", "choice").__contains__, "rank or choice"),
     ("optim.name", ("adamw", "muon").__contains__, "adamw or muon"),
     ("optim.schedule", ("cosine", "wsd").__contains__, "cosine or wsd"),
     ("freeze", lambda patterns: not isinstance(patterns, str), "a tuple of patterns"),
@@ -49,6 +51,11 @@ def check_options(config: TrainConfig) -> None:
                 raise ValueError(f"{_flag(option)} must be {requirement}: got {got}")
     config.sample.sampling()  # raises ValueError
     optim, mtp_layers, seq_len = config.optim, config.model.mtp_layers, config.batch.seq_len
+    for option in ("place_experts", "move_experts_every"):
+        if (value := getattr(config.parallel, option)) and config.parallel.ep == 1:
+            raise ValueError(
+                f"{_flag(option)} {printable(value)} needs --ep 2 or more: with --ep 1, each rank has all experts"
+            )
     if config.checkpoint.weights and config.checkpoint.resume:
         raise ValueError("--weights starts a new run and --resume continues an old one: use one of them")
     if config.checkpoint.weights_partial and not config.checkpoint.weights:

@@ -53,6 +53,16 @@ class ParallelConfig:
     """How these ranks exchange tokens (docs/expert_parallel.md). auto: symmetric for GPUs of one machine that access
     each other's memory, shared for CPU ranks of one machine, else all_to_all. deepep needs the package deep_ep. A
     resumed run may use another."""
+    expert_sums: Literal["rank", "choice"] = "rank"
+    """Order of the sum of a token's experts. rank: each rank adds up its own first, so a token returns once from each
+    rank. choice: in the order of the router's choices, which sends more; then moving experts changes no bit."""
+    place_experts: Annotated[str | None, _optional(str, "FILE|auto")] = None
+    """Which rank holds which expert at first. A file from `moe-dualpipe model balance --json`, or auto: by the loads
+    in the checkpoint of --resume. None: in the order of their ids."""
+    move_experts_every: Annotated[int | None, _optional(int, "STEPS")] = None
+    """Steps between decisions to move experts to other ranks, by the loads since the last one. None: never."""
+    move_experts_gain: float = 0.05
+    """Move the experts of a layer only if the load of its fullest rank falls by this fraction or more."""
     nodes_per_domain: OptionalInt = None
     """Number of machines joined by NVLink, next to each other in the order of their names. Ranks that share experts are
     placed on one machine or, if they do not fit, in one such domain. None: a block of Slurm's topology, or 1."""

@@ -7,6 +7,7 @@ Record = dict[str, float]
 
 SUMS = (
     "seconds", "tokens", "reduce_seconds", "reduce_exposed_seconds", "gather_seconds", "gather_exposed_seconds",
+    "moved_experts",
 )  # fmt: skip
 RATES = ("tokens_per_s", "mfu")
 LATEST = ("step", "lr", "skipped", "peak_memory_mb")
@@ -23,7 +24,8 @@ def merged(records: Sequence[Record]) -> Record:
     """
     if len(records) == 1:
         return records[0]
-    return {key: _merge(key, records) for key in records[-1]}
+    keys = dict.fromkeys(key for record in records for key in record)
+    return {key: _merge(key, records) for key in keys}
 
 
 def _merge(key: str, records: Sequence[Record]) -> float:

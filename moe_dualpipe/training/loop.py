@@ -126,6 +126,7 @@ class TrainingRun:
             reporter.introduce(*trainer.count_parameters(), state_mb)
             if trainer.layout.ep > 1:
                 reporter.say(str(trainer.pipeline.expert_parallel))
+            self._say_moves()
             if trainer.partial:
                 reporter.loaded(trainer.partial)
             trainer.check_replicas()
@@ -159,6 +160,7 @@ class TrainingRun:
                     record = trainer.train_step(step)
                 self._call_back(record)
                 self.reporter.step(record, bar)
+                self._say_moves()
                 done = step + 1
                 save_due |= bool(save_every and done % save_every == 0)
                 eval_due |= bool(eval_every and done % eval_every == 0)
@@ -177,6 +179,10 @@ class TrainingRun:
         trainer.optimizer.wait()
         self.reporter.write_steps()
         return done
+
+    def _say_moves(self) -> None:
+        if self.trainer.places and (said := self.trainer.places.take_said()):
+            self.reporter.say(said)
 
     def _call_back(self, record: dict[str, float]) -> None:
         for callback in self.callbacks:

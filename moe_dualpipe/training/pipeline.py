@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..expert_parallel import EpBackend, ExpertParallel, choose_backend
+from ..expert_parallel import ByChoice, EpBackend, ExpertParallel, choose_backend
 from ..inference import Sampling, generate_through_pipeline
 from ..messages import plural
 from ..models import (
@@ -62,6 +62,7 @@ class Pipeline:
     overlap: run the communication of one micro-batch during the computation of another, where the schedule pairs them
     and layers communicate. max_deferred: maximum number of chunks with deferred weight gradients. timeout: seconds that
     a collective operation waits. on_action: called with each action when it begins, and with None at the end of a step.
+    sum_by_choice: add up the outputs of a token's experts in the order of its choices (expert_parallel/by_choice.py).
     cuda_graphs: run each micro-batch of a training step as a CUDA graph, without the schedule; only for what
     `check_cuda_graphs` (resolve.py) allows. It may be changed later.
 
@@ -75,7 +76,7 @@ class Pipeline:
         dtype: torch.dtype = torch.float32, *, ep: int = 1, ep_backend: EpBackend = "auto",
         options: StageOptions | None = None, overlap: bool = True, max_deferred: int | None = None,
         timeout: float | None = None, on_action: Callable[[Action | None], None] | None = None,
-        cuda_graphs: bool = False,
+        cuda_graphs: bool = False, sum_by_choice: bool = False,
     ):  # fmt: skip
         self.model, self.schedule, self.micro_batch, self.dtype = model, schedule, micro_batch, dtype
         self.device, self.options, self._on_action = torch.device(device), options or StageOptions(), on_action
@@ -84,13 +85,18 @@ class Pipeline:
         if overlap and self.options.num_sms is None:
             self.options = replace(self.options, num_sms=product_sms(self.groups, self.device))
         group, kernels = self.groups.experts, self.options.kernels
+        max_tokens, top_k = math.prod(micro_batch), model.experts_per_token
+        if sum_by_choice:
+            max_tokens, top_k = max_tokens * top_k, 1
         self.expert_parallel = build_on_all_ranks(
             lambda: choose_backend(
-                ep_backend, model.num_experts, group, self.device, kernels=kernels, max_tokens=math.prod(micro_batch),
-                hidden_size=model.hidden_size, top_k=model.experts_per_token, dtype=dtype, timeout=timeout,
+                ep_backend, model.num_experts, group, self.device, kernels=kernels, max_tokens=max_tokens,
+                hidden_size=model.hidden_size, top_k=top_k, dtype=dtype, timeout=timeout,
             )
         )  # fmt: skip
-        self.stages = build_on_all_ranks(lambda: self._build_stages(self.expert_parallel.backend))
+        backend = self.expert_parallel.backend
+        experts = ByChoice(backend) if sum_by_choice else backend
+        self.stages = build_on_all_ranks(lambda: self._build_stages(experts))
         embedding = share_embedding(self.stages.values())
         hidden = TensorSpec((*micro_batch, model.hidden_size), dtype)
         documents = [TensorSpec(micro_batch, torch.int32)] * (self.options.document_end_id is not None)

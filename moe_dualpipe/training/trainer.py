@@ -27,6 +27,7 @@ from ..runtime.groups import ranks_of
 from ..runtime.replicas import check_equal, gather_checksums
 from ..runtime.shared_errors import build_on_all_ranks
 from ..user_errors import without_frames
+from .expert_places import ExpertPlaces
 from .freezing import freeze
 from .learning_rate import learning_rate
 from .metrics import load_statistics, peak_memory_mb, utilisation
@@ -61,6 +62,7 @@ class Trainer:
             ep=config.parallel.ep, ep_backend=config.parallel.ep_backend, options=options,
             overlap=config.parallel.overlap, max_deferred=config.parallel.max_deferred, timeout=config.health.timeout,
             on_action=self.progress.note, cuda_graphs=config.compute.cuda_graphs,
+            sum_by_choice=config.parallel.expert_sums == "choice",
         )  # fmt: skip
         self.stages, self.groups, self.replicas = self.pipeline.stages, self.pipeline.groups, self.pipeline.replicas
         self.executor, self.balance = self.pipeline.executor, self.pipeline.balance
@@ -77,6 +79,7 @@ class Trainer:
         self.stop, self.stopping, self.lr_factor = stop or Stop(), False, 1.0
         self.wait_for_weights = True
         self._remote_bytes = 0.0
+        self.places: ExpertPlaces | None = None
         self.partial: PartialLoad | None = None  # what --weights-partial loaded
         if plan.resume:
             load_checkpoint(plan.resume, self.state(), older_names(self.stages.values()))
@@ -88,13 +91,25 @@ class Trainer:
             load = load_weights_in_part if config.checkpoint.weights_partial else load_weights
             self.partial = load(Path(config.checkpoint.weights), self.state(), older_names(self.stages.values()))
             self.optimizer.after_load(0)
+        self.places = self._place_experts()
         self.utilisation = utilisation(
             model, config.batch.seq_len, self.device, self.dtype, dist.get_world_size(), config.metrics.peak_tflops
         )
 
     def state(self) -> dict[str, Tensor]:
         """This rank's part of a checkpoint, by global name. Loading into these tensors restores the run."""
-        return self.optimizer.tensors() | self.buffers.state() | {"skipped": self.skipped.total}
+        state = self.optimizer.tensors() | self.buffers.state() | {"skipped": self.skipped.total}
+        return self.places.by_expert(state) if self.places else state
+
+    def _place_experts(self) -> ExpertPlaces | None:
+        """The places of experts, if they can change. Raises ValueError, on all ranks, for invalid ones."""
+        parallel = self.config.parallel
+        if not (parallel.place_experts or parallel.move_experts_every):
+            return None
+        places = ExpertPlaces(self.pipeline, self.optimizer, parallel)
+        if parallel.place_experts:
+            places.start(parallel.place_experts, self.plan.resume)
+        return places
 
     def _build_buffers(self) -> Buffers:
         """Raises ValueError for a layer with invalid `averaged_buffers`."""
@@ -138,6 +153,10 @@ class Trainer:
             else:
                 self.optimizer.drop_gradients()
                 self.buffers.restore(before)
+        moved = {}
+        if self.places:
+            with self.progress.during("moves of experts"):
+                moved = self.places.after_step(load_LE, step + 1)
         seconds = time.perf_counter() - start
         tokens = self.pipeline.num_sequences * layout.dp * config.batch.seq_len
         mfu = {"mfu": round(self.utilisation * tokens / seconds, 4)} if self.utilisation else {}
@@ -145,7 +164,7 @@ class Trainer:
             "step": step + 1, "loss": loss, "grad_norm": norm_value, "lr": lr, "skipped": int(self.skipped.total),
             "seconds": round(seconds, 4), "tokens": tokens, "tokens_per_s": round(tokens / seconds, 1), **mfu,
             "peak_memory_mb": round(peak_memory_mb(self.device), 1), **times, **remote, **load_statistics(load_LE),
-            **mtp_loss, **balance,
+            **mtp_loss, **balance, **moved,
         }  # fmt: skip
 
     def _background_times(self) -> dict[str, float]:

@@ -18,7 +18,8 @@ from tests.support.runs import ROOT, change, option_values, options, resolve
 
 DEFAULTS = {
     "preset": None, "steps": 320, "seed": 0, "bias-rate": 0.003, "freeze": (), "pp": None, "ep": 1,
-    "ep-backend": "auto", "nodes-per-domain": None, "schedule": "auto", "num-chunks": None,
+    "ep-backend": "auto", "expert-sums": "rank", "place-experts": None, "move-experts-every": None,
+    "move-experts-gain": 0.05, "nodes-per-domain": None, "schedule": "auto", "num-chunks": None,
     "overlap": True, "max-deferred": None, "zero": True, "device": "auto",
     "dtype": "auto", "kernels": "auto", "compile": "auto", "cuda-graphs": False,
     "recompute": "none", "fused-loss": False,
@@ -52,7 +53,8 @@ def test_every_flag_has_its_name_and_default():
 def test_every_flag_sets_its_option():
     changed = {
         "steps": 7, "seed": 3, "bias-rate": 0.0, "freeze": ("head.*", "a"), "pp": 4, "ep": 2, "num-chunks": 3,
-        "ep-backend": "shared", "nodes-per-domain": 18, "overlap": False, "max-deferred": 2, "zero": False,
+        "ep-backend": "shared", "expert-sums": "choice", "place-experts": "auto", "move-experts-every": 9,
+        "move-experts-gain": 0.2, "nodes-per-domain": 18, "overlap": False, "max-deferred": 2, "zero": False,
         "recompute": "norms",
         "fused-loss": True, "data": ("a=3", "b"), "seq-len": 8, "out": "x",
         "document-mask": True, "micro-batches": 6, "resume": "y", "weights": "z", "weights-partial": True,
@@ -67,6 +69,7 @@ def test_zero_and_the_empty_string_mean_none():
     zeros = [
         *(
             "pp",
+            "move-experts-every",
             "nodes-per-domain",
             "num-chunks",
             "max-deferred",
@@ -78,7 +81,7 @@ def test_zero_and_the_empty_string_mean_none():
         ),
         *("peak-tflops", "check-replicas-every", "optim.decay-steps", "optim.clip"),
     ]
-    empty = ["out", "resume", "weights", "wandb"]
+    empty = ["place-experts", "out", "resume", "weights", "wandb"]
     values = option_values(parse_arguments([*as_arguments({**dict.fromkeys(zeros, 0), **dict.fromkeys(empty, "")})]))
     assert {flag: values[flag] for flag in zeros + empty} == dict.fromkeys(zeros + empty)
 
@@ -144,6 +147,10 @@ def test_help_lists_every_flag_by_group(capsys):
     (1, ["--kernels", "cuda"], "unknown --kernels 'cuda'; choose from: auto, triton, reference"),
     (1, ["--no-such-option"], "Unrecognized options: --no-such-option"),
     (1, ["--preset"], "Missing value for argument '--preset'."),
+    (1, ["--place-experts", "auto"],
+     "--place-experts auto needs --ep 2 or more: with --ep 1, each rank has all experts"),
+    (1, ["--move-experts-every", "5"],
+     "--move-experts-every 5 needs --ep 2 or more: with --ep 1, each rank has all experts"),
     (1, ["--nodes-per-domain", "-1"], "--nodes-per-domain must be at least 1: got -1"),
     (1, ["--max-deferred", "-1"], "--max-deferred must be at least 1: got -1"),
 ])  # fmt: skip

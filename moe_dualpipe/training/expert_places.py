@@ -1,0 +1,140 @@
+"""Which rank holds which expert: as an option says at the start, and by measured loads during the run.
+
+The decisions follow from the loads of all ranks, so all ranks make the same without asking each other. The rest of a
+run knows experts by their ids: the router, its bias and the loads, and the tensors of checkpoints (`by_expert`).
+
+E experts, L layers with experts.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..expert_parallel.shared import find_machine
+from ..models.build_experts import expert_class
+from ..models.layer_class import named_parameters
+from ..planner.moves import plan_moves
+from ..planner.placement import LOADS_FILE, Placement, imbalance, in_order, read_loads, read_placement
+from ..runtime.shared_errors import build_on_all_ranks, gather_objects
+from .config import ParallelConfig
+from .expert_slots import SlotTransfer, check_alike, names_by_expert
+from .optimizer import Optimizer
+from .pipeline import Pipeline
+
+
+class ExpertPlaces:
+    """The places of the experts of all layers. Collective.
+
+    Raises ValueError, on all ranks, for expert layers whose experts cannot move.
+    """
+
+    def __init__(self, pipeline: Pipeline, optimizer: Optimizer, options: ParallelConfig):
+        self.pipeline, self.options, self.balance = pipeline, options, pipeline.balance
+        stages = pipeline.stages.values()
+        build_on_all_ranks(self._check)
+        self.transfer = SlotTransfer(stages, pipeline.layout, pipeline.groups, optimizer)
+        self.placement = in_order(*self.balance.shape, pipeline.layout.ep)
+        self.shape = _count_machines(pipeline), pipeline.model.expert_groups
+        self._load_LE = torch.zeros(self.balance.shape, dtype=torch.int64)  # since the last decision
+        self._said = ""
+
+    def start(self, source: str, resume: Path | None) -> None:
+        """Place experts as a file says, or by the loads of the checkpoint `resume` if `source` is "auto".
+
+        Raises ValueError, on all ranks, for a file or a checkpoint that cannot be used.
+        """
+        placement, self._said = build_on_all_ranks(lambda: self._chosen(source, resume))
+        self._move(placement)
+
+    def after_step(self, load_LE: Tensor, step: int) -> dict[str, float]:
+        """Count the loads of a step, and move experts if it is time. Returns entries for the record of the step."""
+        self._load_LE += load_LE
+        ranks_L = imbalance(self.placement.gpu_loads(load_LE.tolist()))
+        record: dict[str, float] = {"rank_load_max_over_mean": round(sum(ranks_L) / len(ranks_L), 4)}
+        if not (every := self.options.move_experts_every) or step % every:
+            return record
+        moves = plan_moves(self.placement, self._load_LE.tolist(), self.options.move_experts_gain, *self.shape)
+        self._move(moves.placement)
+        self._load_LE.zero_()
+        self._said = f"step {step}: {moves}"
+        measured = {"rank_load_before": round(moves.before, 4), "rank_load_after": round(moves.after, 4)}
+        return record | {"moved_experts": moves.moved} | measured
+
+    def take_said(self) -> str:
+        """What moved since the last call, in one line; "" if there was no decision."""
+        said, self._said = self._said, ""
+        return said
+
+    def by_expert(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """`state` by names with the ids of experts, instead of the numbers of the slots that they are in."""
+        experts = dict(zip(self.balance.rows, self.placement.experts, strict=True))
+        names = names_by_expert(self.pipeline.stages.values(), experts)
+        parts = ((name.partition("."), tensor) for name, tensor in state.items())
+        return {f"{kind}{dot}{names.get(name, name)}": tensor for (kind, dot, name), tensor in parts}
+
+    def _move(self, new: Placement) -> None:
+        changed = {}
+        for layer, old_S, new_S in zip(self.balance.rows, self.placement.experts, new.experts, strict=True):
+            if old_S != new_S:
+                slot_of = {expert: slot for slot, expert in enumerate(old_S)}
+                changed[layer] = [slot_of[expert] for expert in new_S]
+        self.transfer.move(changed)
+        for layer, experts_S in zip(self.balance.rows, new.experts, strict=True):
+            if layer in self.balance.layers:
+                self.balance.layers[layer].place(experts_S)
+        self.placement = new
+
+    def _check(self) -> None:
+        model = self.pipeline.model
+        if not self.balance.rows:
+            raise ValueError("this model has no experts to place: leave out --place-experts and --move-experts-every")
+        if {"expert_id", "expert_ids"} & named_parameters(expert_class(model).make):
+            raise ValueError(
+                f"the experts {model.experts!r} are built for their ids, so they cannot move to other ranks"
+            )
+        check_alike(self.pipeline.stages.values(), str(model.experts))
+
+    def _chosen(self, source: str, resume: Path | None) -> tuple[Placement, str]:
+        layers, num_experts, ep = [*self.balance.rows], self.pipeline.model.num_experts, self.pipeline.layout.ep
+        if source == "auto":
+            file = resume and resume / LOADS_FILE
+            if not file or not file.is_file():
+                what = f"--place-experts auto needs the loads of a checkpoint, and {resume or 'a new run'} has none"
+                raise ValueError(f"{what}: use --move-experts-every, or a file")
+            saved, loads = read_loads(file)
+            if saved != layers or any(len(row) != num_experts for row in loads):
+                raise ValueError(f"--place-experts auto: {file} has the loads of another model")
+            moves = plan_moves(self.placement, loads, 0.0, *self.shape)
+            return moves.placement, str(moves)
+        saved, placement = read_placement(Path(source))
+        check_placement(f"--place-experts {source}", saved, placement, layers, num_experts, ep)
+        return placement, f"experts placed on {ep} ranks by {source}"
+
+
+def check_placement(
+    name: str, saved: list[int], placement: Placement, layers: list[int], num_experts: int, ep: int
+) -> None:
+    """Raise ValueError unless a placement, of the layers `saved`, fits these layers. name: what messages call it."""
+    if placement.num_gpus != ep:
+        raise ValueError(f"{name} is for {placement.num_gpus} GPUs, and --ep is {ep}: make it with --gpus {ep}")
+    if saved != layers or any({*row} != {*range(num_experts)} for row in placement.experts):
+        have = f"{num_experts} experts in layers {', '.join(map(str, layers))}"
+        raise ValueError(f"{name} is for another model: this one has {have}")
+    if (slots := len(placement.experts[0])) != num_experts:
+        raise ValueError(
+            f"{name} has {slots} slots for {num_experts} experts, and training uses no copies: make it with "
+            f"--slots {num_experts}"
+        )
+
+
+def _count_machines(pipeline: Pipeline) -> int:
+    """The machines that each expert group covers, if each has the same number of consecutive ranks; otherwise 1."""
+    machines = gather_objects(find_machine(), pipeline.groups.experts)
+    number = len({*machines})
+    size = len(machines) // number
+    starts = range(0, len(machines), size)
+    even = len(machines) % number == 0 and all(len({*machines[i : i + size]}) == 1 for i in starts)
+    counts = {*gather_objects(number if even else 1)}
+    return counts.pop() if len(counts) == 1 else 1

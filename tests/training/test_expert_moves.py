@@ -1,0 +1,217 @@
+"""Experts that move between ranks: the same losses and weights, bit for bit, and loads as predicted."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from moe_dualpipe.models import MoE
+from moe_dualpipe.planner.placement import Placement, read_loads
+from tests.support.ranks import run_ranks
+from tests.support.runs import (
+    SHALLOW,
+    losses,
+    make_trainer,
+    records,
+    save,
+    settings,
+    train_and_listen,
+    train_each,
+    without_clocks,
+)
+
+EIGHT = dataclasses.replace(SHALLOW, num_layers=3, num_experts=8, experts_per_token=3, router_bias=True)
+SMALL = {"model": EIGHT, "ep": 2, "seq_len": 16, "steps": 4, "expert_sums": "choice"}
+MOVES = {"move_experts_every": 1, "move_experts_gain": 0.0}
+OF_MOVES = ("rank_load_max_over_mean", "rank_load_before", "rank_load_after", "moved_experts")
+
+
+def run_steps(rank, config):
+    """The records and, by name, the state of this rank after all steps."""
+    trainer = make_trainer(rank, config)
+    steps = [trainer.train_step(step) for step in range(config.steps)]
+    trainer.check_replicas()
+    return steps, {name: t.float().numpy().copy() for name, t in trainer.state().items()}
+
+
+def run_each(rank, configs):
+    return [run_steps(rank, config) for config in configs]
+
+
+def without_moves(steps):
+    return [{key: value for key, value in step.items() if key not in OF_MOVES} for step in without_clocks(steps)]
+
+
+@pytest.mark.parametrize("ranks,optimizer,options", [
+    (2, "adamw", {"pp": 1}),
+    (4, "muon", {"pp": 1, "dtype": "bfloat16", "ep_backend": "all_to_all"}),
+    pytest.param(4, "adamw", {"pp": 2, "recompute": "full"}, marks=pytest.mark.long),
+    pytest.param(4, "adamw", {"pp": 1, "ep": 4, "zero": False}, marks=pytest.mark.long),
+    pytest.param(4, "adamw", {"pp": 1, "dtype": "bfloat16"}, marks=pytest.mark.long),
+])  # fmt: skip
+def test_moves_change_no_bit(tmp_path, ranks, optimizer, options):
+    plain = settings(tmp_path / "plain", **{**SMALL, **options})
+    plain = dataclasses.replace(plain, optim=dataclasses.replace(plain.optim, name=optimizer))
+    moving = dataclasses.replace(plain, parallel=dataclasses.replace(plain.parallel, **MOVES))
+    seen = run_ranks(ranks, run_each, [plain, moving])
+    assert sum(step["moved_experts"] for step in seen[0][1][0]) > 4
+    for step in seen[0][1][0]:
+        assert step["rank_load_after"] <= step["rank_load_before"]
+    assert without_moves(seen[0][0][0]) == without_moves(seen[0][1][0])
+    states = [{name: tensor for of_rank in seen for name, tensor in of_rank[i][1].items()} for i in (0, 1)]
+    assert {*states[0]} == {*states[1]}
+    for name, tensor in states[0].items():
+        assert (tensor == states[1][name]).all(), name
+
+
+def counted_loads(rank, config):
+    """Choices that the experts of this rank get in the same step, by layer, before and after a move; the records."""
+    trainer, counts = make_trainer(rank, config), []
+    trainer.skipped.finite = lambda *_: False  # type: ignore[method-assign]  # no update: the router stays the same
+    run_experts = MoE.run_experts
+    with pytest.MonkeyPatch.context() as patch:
+
+        def counted(layer, x_ND, weights_NK, route):
+            counts[-1][layer.layer] = counts[-1].get(layer.layer, 0) + int(route.order.expert_offsets[-1])
+            return run_experts(layer, x_ND, weights_NK, route)
+
+        patch.setattr(MoE, "run_experts", counted)
+        steps = []
+        for _ in range(2):
+            counts.append({})
+            steps.append(trainer.train_step(0))
+    return counts, steps
+
+
+def test_counted_loads_equal_the_prediction(tmp_path):
+    seen = run_ranks(2, counted_loads, settings(tmp_path, **{**SMALL, **MOVES, "pp": 1}))
+    ratios = []
+    for i in (0, 1):
+        loads = [[counts[i][layer] for counts, _ in seen] for layer in (1, 2)]
+        ratios.append(sum(max(load) / (sum(load) / 2) for load in loads) / 2)
+    first, second = seen[0][1]
+    assert [first["rank_load_before"], first["rank_load_after"]] == [round(ratio, 4) for ratio in ratios]
+    assert first["rank_load_after"] < first["rank_load_before"]
+    assert [step["rank_load_max_over_mean"] for step in (first, second)] == [round(ratio, 4) for ratio in ratios]
+
+
+def test_moves_are_said_and_recorded(tmp_path):
+    config = settings(tmp_path, **{**SMALL, "pp": 1, "steps": 6, "log_every": 3, "move_experts_every": 2})
+    printed = run_ranks(2, train_and_listen, config)[0]
+    assert " moved: the fullest of 2 ranks had " in printed and "step 2: " in printed and "step 3: " not in printed
+    made = [record for record in records(tmp_path) if "loss" in record]
+    assert len(made) == 2 and all({*OF_MOVES} <= {*record} for record in made)
+
+
+def placed_runs(rank, configs):
+    """Train, then resume with each of the other options. Returns the records and the slots of layer 1."""
+    first, *others = configs
+    trainer = make_trainer(rank, first)
+    for step in range(2):
+        trainer.train_step(step)
+    extra = trainer.balance.take_loads_file()
+    path = save(trainer, 2)
+    if rank == 0:
+        (path / "expert_loads.json").write_bytes(extra["expert_loads.json"])
+    torch.distributed.barrier()
+    found = []
+    for config in others:
+        resumed = make_trainer(rank, config)
+        steps = [resumed.train_step(step) for step in (2, 3)]
+        found.append((without_moves(steps), resumed.places and resumed.places.placement.experts))
+    return found
+
+
+def test_a_resumed_run_places_experts_by_the_loads_of_its_checkpoint_or_by_a_file(tmp_path):
+    file = tmp_path / "places.json"
+    slots = [[7, 1, 4, 0, 2, 6, 3, 5], [0, 2, 4, 6, 1, 3, 5, 7]]
+    file.write_text(json.dumps({"layers": [1, 2], "gpus": 2, "nodes": 1, "experts": slots, "gpu_loads": []}))
+    first = settings(tmp_path / "run", **SMALL, pp=1)
+    resumed = settings(tmp_path / "run", **SMALL, pp=1, resume=str(tmp_path / "run/checkpoints/step-000002"))
+    placed = [dataclasses.replace(resumed.parallel, place_experts=source) for source in (None, "auto", str(file))]
+    configs = [first, *(dataclasses.replace(resumed, parallel=parallel) for parallel in placed)]
+    (plain, _), (auto, by_loads), (other, by_file) = run_ranks(2, placed_runs, configs)[0]
+    assert plain == auto == other
+    assert by_file == tuple(map(tuple, slots))
+    _, loads = read_loads(tmp_path / "run/checkpoints/step-000002/expert_loads.json")
+    now, then = (Placement(rows, 2).gpu_loads(loads) for rows in ((tuple(range(8)),) * 2, by_loads))
+    assert all(max(b) <= max(a) for a, b in zip(now, then, strict=True)) and now != then
+
+
+def test_checkpoints_have_the_ids_of_experts(tmp_path):
+    """A run that moves experts is resumed by ranks that hold all of them."""
+    config = settings(tmp_path / "run", **{**SMALL, **MOVES, "pp": 1, "save_every": 3})
+    moving = run_ranks(2, train_each, [config])[0][0]
+    assert sum(record.get("moved_experts", 0) for record in moving if record["step"] < 4) > 2
+    resume = str(tmp_path / "run/checkpoints/step-000003")
+    alone = settings(tmp_path / "alone", **{**SMALL, "pp": 1, "ep": 1, "resume": resume})
+    assert losses(run_ranks(2, train_each, [alone])[0][0])[4] == pytest.approx(losses(moving)[4], rel=1e-5)
+
+
+# ---- What cannot be done ----
+
+
+def refused(rank, config):
+    with pytest.raises(ValueError) as error:
+        make_trainer(rank, config)
+    return str(error.value)
+
+
+PLACES = {"layers": [1, 2], "gpus": 2, "experts": [[0, 1, 2, 3, 4, 5, 6, 7]] * 2}
+
+
+@pytest.mark.parametrize("changes,message", [
+    ({"gpus": 4}, "is for 4 GPUs, and --ep is 2: make it with --gpus 2"),
+    ({"layers": [2, 3]}, "is for another model: this one has 8 experts in layers 1, 2"),
+    ({"experts": [[0, 1, 2, 3]] * 2}, "is for another model: this one has 8 experts in layers 1, 2"),
+    ({"experts": [[*range(8), 0, 1]] * 2},
+     "has 10 slots for 8 experts, and training uses no copies: make it with --slots 8"),
+    ({"gpus": 3}, '"gpus" in FILE must divide the slots of each layer, which have equal numbers'),
+    ({"experts": [["0"]]}, 'FILE must have "experts", a list of expert ids for each layer'),
+    ({"layers": [1]}, '"layers" in FILE must be a number for each list of "experts"'),
+])  # fmt: skip
+def test_a_placement_for_another_run_is_refused(tmp_path, changes, message):
+    file = tmp_path / "places.json"
+    file.write_text(json.dumps(PLACES | changes))
+    config = settings(tmp_path / "run", **{**SMALL, "pp": 1, "place_experts": str(file)})
+    expected = message.replace("FILE", str(file))
+    assert all(error.removeprefix(f"--place-experts {file} ") == expected for error in run_ranks(2, refused, config))
+
+
+class SharedScale(nn.Module):
+    """All experts of a rank share `scale`."""
+
+    def __init__(self, config, num_local_experts):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(num_local_experts, config.hidden_size))
+        self.scale = nn.Parameter(torch.ones(config.hidden_size))
+
+    def forward(self, x_MD, expert_offsets):
+        return x_MD * self.scale
+
+
+class Numbered(nn.Module):
+    """An expert that knows its id."""
+
+    def __init__(self, config, expert_id):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((config.hidden_size,), 1.0 + expert_id))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+def test_experts_that_cannot_move_are_refused(tmp_path):
+    name = f"{__name__}:"
+    model = dataclasses.replace(EIGHT, experts=f"{name}SharedScale")
+    config = settings(tmp_path, **{**SMALL, **MOVES, "model": model, "pp": 1})
+    assert "share layers.1.mlp.experts.scale, so they cannot move to other ranks" in run_ranks(2, refused, config)[0]
+    config = dataclasses.replace(config, model=dataclasses.replace(EIGHT, experts=f"{name}Numbered"))
+    assert "are built for their ids, so they cannot move to other ranks" in run_ranks(2, refused, config)[0]
+    config = settings(tmp_path, **{**SMALL, "pp": 1, "place_experts": "auto"})
+    assert run_ranks(2, refused, config)[1] == (
+        "--place-experts auto needs the loads of a checkpoint, and a new run has none: use --move-experts-every, or a "
+        "file"
+    )
