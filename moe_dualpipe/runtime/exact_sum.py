@@ -16,25 +16,26 @@ _WORDS, _BITS, _UNIT = 10, 32, -172
 
 
 def to_words(values_N: Tensor) -> Tensor:
-    """The exact sum of fp32 numbers of at least 0, as words that can be added: int64 [11]. At most 2^31 numbers.
+    """The exact sum of fp32 numbers of at least 0, as words that can be added: int64 [12]. At most 2^31 numbers.
 
-    The last word counts the numbers that are not finite.
+    The last two words count infinities and NaNs.
     """
     finite_N = values_N.isfinite()
     mantissa_N, exponent_N = torch.frexp(torch.where(finite_N, values_N, 0.0))
     bit_N = exponent_N.long() - 24 - _UNIT
     shifted_N = (mantissa_N * 2**24).long() << bit_N % _BITS
     word_N = bit_N // _BITS
-    words = torch.zeros(_WORDS + 1, dtype=torch.int64, device=values_N.device)
+    words = torch.zeros(_WORDS + 2, dtype=torch.int64, device=values_N.device)
     words.scatter_add_(0, word_N, shifted_N % 2**_BITS)
     words.scatter_add_(0, word_N + 1, shifted_N >> _BITS)
-    words[-1] = (~finite_N).sum()
+    words[-2], words[-1] = values_N.isinf().sum(), values_N.isnan().sum()
     return words
 
 
 def from_words(words: Tensor) -> Tensor:
-    """The sum in fp64, rounded; NaN if a number was not finite."""
-    total = (words[:-1].double() * _units(words.device)).sum()
+    """The sum in fp64, rounded; infinity or NaN if a number was."""
+    total = (words[:_WORDS].double() * _units(words.device)).sum()
+    total = torch.where(words[-2] > 0, torch.inf, total)
     return torch.where(words[-1] > 0, torch.nan, total)
 
 
