@@ -9,6 +9,20 @@ import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 
+_SHOWN_AS: dict[str, str] = {}
+
+
+def show_as(folder: str, name: str) -> None:
+    """From now on, messages show paths in the local `folder`, which stands for something else, under `name`."""
+    _SHOWN_AS[folder] = name
+
+
+def with_shown_names(text: str) -> str:
+    """`text` with the names from `show_as`."""
+    for folder, name in _SHOWN_AS.items():
+        text = text.replace(folder, name)
+    return text
+
 
 def printable(value: object, limit: int = 200) -> str:
     r"""Return `str(value)` on one line: at most `limit` characters, then "…", and unprintable ones escaped.
@@ -78,7 +92,7 @@ def shell_word(word: str) -> str:
 
 def _shown(convert: Callable[[object], str], value: object, limit: int) -> str:
     try:
-        text = convert(value)
+        text = with_shown_names(convert(value))
     except Exception:  # a list that is nested too deep, a number that is too long, a broken __str__
         text = f"<unprintable {type(value).__name__}>"
     short = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:limit])

@@ -35,3 +35,20 @@ def mark_long(items: list[pytest.Function]) -> dict[str, set[str]]:
 @pytest.fixture(autouse=True)
 def _the_same_random_numbers_every_time():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def s3_server():
+    """A real S3 server (tests/support/object_store.py) with the bucket "bucket"."""
+    from tests.support.object_store import object_store
+
+    with object_store() as store:
+        yield store
+
+
+@pytest.fixture
+def s3(s3_server):
+    """The server, without faults, requests or files from earlier tests."""
+    s3_server.reset()
+    yield s3_server
+    s3_server.reset()

@@ -4,10 +4,11 @@ A checkpoint does not depend on the parallel layout of its run: any number of ra
 """
 
 from .load import check_model, find_checkpoint, load_checkpoint
-from .manifest import Manifest, read_manifest, read_tensor_metadata, verify_checkpoint
+from .manifest import RUN_FILE, Manifest, read_manifest, read_tensor_metadata, verify_checkpoint
 from .model_folder import open_model
 from .partial import PartialLoad
-from .save import SaveError, Saver, SaveResult, list_checkpoints, save_checkpoint
+from .places import list_checkpoints
+from .save import SaveError, Saver, SaveResult, save_checkpoint
 from .weights import (
     WEIGHTS_FILE,
     export_weights,
@@ -25,8 +26,8 @@ from .weights_folder import (
 )
 
 __all__ = [
-    "WEIGHTS_FILE", "Manifest", "PartialLoad", "SaveError", "SaveResult", "Saver", "check_model", "check_weights",
-    "export_weights", "find_checkpoint", "is_published", "list_checkpoints", "load_checkpoint", "load_model",
-    "load_tensors", "load_weights", "load_weights_in_part", "model_of", "open_model", "open_weights", "read_manifest",
-    "read_tensor_metadata", "save_checkpoint", "start_tokenizer", "verify_checkpoint",
+    "RUN_FILE", "WEIGHTS_FILE", "Manifest", "PartialLoad", "SaveError", "SaveResult", "Saver", "check_model",
+    "check_weights", "export_weights", "find_checkpoint", "is_published", "list_checkpoints", "load_checkpoint",
+    "load_model", "load_tensors", "load_weights", "load_weights_in_part", "model_of", "open_model", "open_weights",
+    "read_manifest", "read_tensor_metadata", "save_checkpoint", "start_tokenizer", "verify_checkpoint",
 ]  # fmt: skip

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from .manifest import EXPORT_FILE, ExportManifest, FileChecksum
-from .save import hidden, sync, write_synced
+from .places import hidden, sync, write_synced
 
 
 @contextmanager

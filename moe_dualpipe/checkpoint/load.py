@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from .. import storage
 from ..messages import printable, quoted
 from ..models import ModelConfig
 from ..models.config import BUILT_IN
@@ -28,7 +29,7 @@ from ..models.layer_class import same_layer
 from ..runtime.launch import Launch
 from ..runtime.shared_errors import gather_objects
 from .manifest import RUN_FILE, read_manifest, read_tensor_metadata, verify_checkpoint
-from .save import STEP_FOLDER, list_checkpoints
+from .places import STEP_FOLDER, list_checkpoints
 
 # Options that do not change what the saved weights mean: those of initialization, loss and precision.
 _MAY_DIFFER = {"init_std", "sequence_loss", "z_loss", "mtp_weight", "router_dtype"}
@@ -39,11 +40,14 @@ _EXPERT_HINT = "custom experts can change --ep only if they share no parameters 
 def find_checkpoint(path: str, warn: Callable[[str], None] | None = None) -> Path:
     """Return the checkpoint at `path`, or the newest intact one of the run at `path`.
 
-    Reads every file once to verify its checksum. Calls `warn` (default: one line on stderr of the first local rank) for
-    each newer checkpoint that is broken. Raises ValueError, with the reasons, if there is no intact one.
+    path: a folder, or a URL: then the result is a local folder that stands for it, with copies of the small files.
+    Reads every file once to verify its checksum; on a store, only small files, and the sizes of the others, whose
+    checksums are compared when they are loaded. Calls `warn` (default: one line on stderr of the first local rank) for
+    each newer checkpoint that is broken. Raises ValueError, with the reasons, if there is no intact one, and
+    StorageError if a store cannot be read.
     """
-    given = Path(path)
-    if (given / RUN_FILE).exists() or STEP_FOLDER.fullmatch(given.name):
+    given = storage.local_path(path)
+    if storage.exists(given / RUN_FILE) or STEP_FOLDER.fullmatch(given.name):
         if fault := _find_fault(given):
             raise ValueError(f"{given} is broken: {fault}; {_suggest_other(given)}")
         return given
@@ -133,6 +137,7 @@ def load_checkpoint(checkpoint: Path, state: Mapping[str, Tensor], older: Mappin
     except dcp.CheckpointException as error:
         rank, (reason, _) = min(error.failures.items())
         raise ValueError(f"cannot load {checkpoint}: rank {rank}: {_reason(reason)}") from None
+    storage.drop(checkpoint, {place.relative_path for place in metadata.storage_data.values()})
 
 
 def read_tensor(checkpoint: Path, metadata: dcp.Metadata, name: str) -> Tensor:
@@ -213,7 +218,14 @@ class _Reader(dcp.FileSystemReader):
 
     def __init__(self, checkpoint: Path, metadata: dcp.Metadata):
         super().__init__(checkpoint)
-        self._metadata = metadata
+        self._checkpoint, self._metadata = checkpoint, metadata
+
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Any:
+        if storage.url_of(self._checkpoint) is not None:
+            files = read_manifest(self._checkpoint).files
+            for name in sorted({self._metadata.storage_data[item.storage_index].relative_path for item in plan.items}):
+                storage.fetch(self._checkpoint / name, files[name].crc32)
+        return super().read_data(plan, planner)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         return self._metadata

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..messages import quoted
 from .files import PIECE, SYNC
-from .save import sync, write_synced
+from .places import sync, write_synced
 from .tensor_file import TensorEntry, make_header, parse_header
 from .tensor_folder import INDEX_FILE, SINGLE_FILE
 

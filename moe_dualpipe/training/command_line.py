@@ -25,6 +25,7 @@ class _Start:
     preset: str | None = None
     resume: str | None = None
     weights: str | None = None
+    staging: str | None = None
 
 
 @dataclass
@@ -53,7 +54,7 @@ def parse_arguments(
     chosen, _ = _parse_known(_Start, arguments)
     if chosen.preset is not None:
         preset(chosen.preset)  # raises ValueError with the nearest name
-    start = CheckpointConfig(resume=chosen.resume, weights=chosen.weights)
+    start = CheckpointConfig(resume=chosen.resume, weights=chosen.weights, staging=chosen.staging)
     model = TrainConfig(preset=chosen.preset, checkpoint=start).model
     default = replace(defaults or TrainConfig(), preset=chosen.preset, model=model)
     with one_line_errors():

@@ -125,9 +125,10 @@ class CheckpointConfig:
     """Where a run is saved, and what it starts from."""
 
     out: OptionalStr = None
-    """Folder for checkpoints and metrics. None: the folder of the resumed run, or a new runs/<preset>[-2, -3 ...]."""
+    """Folder for checkpoints and metrics, or a URL (docs/storage.md). None: that of the resumed run, or a new folder
+    runs/<preset>[-2, -3 ...]."""
     resume: OptionalStr = None
-    """Resume from the newest checkpoint of this run, or from this checkpoint."""
+    """Resume from the newest checkpoint of this run, or from this checkpoint. A folder or a URL."""
     weights: OptionalStr = None
     """Start a new run from the weights in this folder: a published model in Hugging Face's format, or a folder that
     `moe-dualpipe export` wrote."""
@@ -141,6 +142,9 @@ class CheckpointConfig:
     """At the end, write the model into this new folder in Hugging Face's format (docs/checkpoints.md)."""
     save_async: bool = True
     """Continue training while a checkpoint is written. Needs main memory for a copy of weights and moments."""
+    staging: OptionalStr = None
+    """Local folder for files on their way to or from a URL. None: moe-dualpipe-<user id> in the folder for temporary
+    files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +272,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.model is _OF_PRESET:
             start = self.checkpoint
-            model = start_model(start.resume, start.weights) if self.preset is None else None
+            model = start_model(start.resume, start.weights, start.staging) if self.preset is None else None
             object.__setattr__(self, "model", model or preset(self.preset or DEFAULT_PRESET))
 
     @property

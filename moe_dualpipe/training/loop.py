@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from .. import storage
 from ..checkpoint import Saver, SaveResult
 from ..checkpoint.huggingface import companion_files, plan_checkpoint_export
 from ..data import tokenizer_files
@@ -110,7 +111,8 @@ class TrainingRun:
         self.reporter, self.saver = Reporter(self.plan, sinks, verbose), None
         if setup.folder:
             keep, announce = options.keep or 0, trainer.progress.save.note
-            self.saver = Saver(setup.folder, self.config.model, keep, options.save_async, announce)
+            patience = storage.Patience(self.config.health.timeout / 2)  # then, the run is not taken for one that hangs
+            self.saver = Saver(setup.folder, self.config.model, keep, options.save_async, announce, patience)
         folder, steps = (setup.folder or Path()) / "profile", (self.plan.profiled_steps, self.plan.first_step)
         self.profiler = StepProfiler(folder, *steps, setup.schedule, setup.layout, setup.device)
         self.last_save: SaveResult | None = None

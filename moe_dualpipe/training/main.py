@@ -20,6 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _train(arguments: Sequence[str], stop: Stop) -> None:
     from .. import __version__
     from ..runtime.launch import Launch
+    from ..storage import StorageError
     from .command_line import exit_on_invalid_option, parse_arguments
 
     with exit_on_invalid_option(True, ValueError):
@@ -29,7 +30,7 @@ def _train(arguments: Sequence[str], stop: Stop) -> None:
         if launch.rank == 0:
             print(f"moe-dualpipe {__version__}")
         return
-    with exit_on_invalid_option(launch.local_rank == 0, ValueError):
+    with exit_on_invalid_option(launch.local_rank == 0, ValueError, StorageError):
         config = parse_arguments(arguments, quiet=launch.local_rank > 0)
 
     from .loop import run  # imports torch

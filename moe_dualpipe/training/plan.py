@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from .. import storage
 from ..checkpoint import check_model, check_weights, find_checkpoint, is_published, start_tokenizer
 from ..checkpoint.huggingface import companions_of, find_architecture, read_companions
 from ..data import (
@@ -22,7 +23,7 @@ from ..messages import printable
 from ..models import StageSpec, check_layers, split
 from ..runtime.launch import Launch
 from ..runtime.topology import Placed, machine_limit
-from . import metrics, restart
+from . import metrics, restart, store_run
 from .config import TrainConfig
 from .optimizer import check_saved
 from .profiling import WARM_UP
@@ -87,14 +88,17 @@ def plan_run(
     check_layers(config.model)
     stages = split(config.model, setup.schedule.num_stages)
     restarted = restart.newest_checkpoint(setup.folder) if setup.folder else None
-    resume = restarted or (find_checkpoint(config.checkpoint.resume) if config.checkpoint.resume else None)
-    weights = Path(config.checkpoint.weights) if config.checkpoint.weights else None
+    options = config.checkpoint
+    resume = restarted or (_find(options.resume, options.staging) if options.resume else None)
+    weights = storage.local_path(options.weights, options.staging) if options.weights else None
+    if weights:
+        storage.open_folder(weights)
     first_step, differences = 0, []
     if resume:
         first_step = check_model(resume, config.model)
         check_saved(resume, config.optim, config.model)
     elif weights:
-        differences = check_weights(weights, config.model, config.checkpoint.weights_partial)
+        differences = check_weights(weights, config.model, options.weights_partial)
     profiled_steps = config.metrics.profile
     last_profiled = first_step + WARM_UP + profiled_steps
     if restarted:
@@ -115,12 +119,18 @@ def plan_run(
         raise ValueError("--document-mask: these token ids do not tell where documents end; prepare them again")
     if setup.folder:
         make_folder(setup.folder)
+        store_run.prepare(setup.folder, launch, resumed=resume is not None)
         if Path(setup.folder, metrics.FILE).exists():
             metrics.read_records(setup.folder)  # raises ValueError
     return RunPlan(
         config, setup, arguments, stages, text, resume, None if resume else given.weights, differences, first_step,
         profiled_steps, _companions(resume, weights),
     )  # fmt: skip
+
+
+def _find(run: str, staging: str | None) -> Path:
+    storage.local_path(run, staging)  # copies of files of a URL come here
+    return find_checkpoint(run)
 
 
 def _companions(resume: Path | None, weights: Path | None) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -9,8 +10,9 @@ from tqdm import tqdm
 
 from ..checkpoint import PartialLoad, SaveResult, list_checkpoints
 from ..inference import printable_text
-from ..messages import plural, printable
+from ..messages import plural, printable, with_shown_names
 from ..program import program_name
+from ..storage import StorageError
 from .command_line import resume_command
 from .interval import merged
 from .metrics import Metrics
@@ -119,8 +121,10 @@ class Reporter:
 
     def how_to_resume(self, checkpoint: Path, steps: int) -> str:
         """Names the run, or `checkpoint` if the folder has later ones, from before a resume at an earlier step."""
-        newer = checkpoint in list_checkpoints(checkpoint.parent)[1:]
-        run = str(checkpoint if newer else self.setup.folder)
+        newer = False
+        with suppress(StorageError):
+            newer = checkpoint in list_checkpoints(checkpoint.parent)[1:]
+        run = with_shown_names(str(checkpoint if newer else self.setup.folder))
         if self.plan.arguments is None:
             return f"CheckpointConfig(resume={run!r})"
         return resume_command(self.plan.arguments, run, steps)

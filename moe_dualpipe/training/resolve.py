@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from ..checkpoint import list_checkpoints
 from ..kernels.backend import Kernels, validate_kernels
 from ..kernels.fuse import missing_for_compile
 from ..messages import plural
@@ -14,7 +15,7 @@ from ..planner.flops import train_flops_per_token
 from ..runtime.groups import Layout, check_ep_divides_experts, check_ep_divides_ranks, divisors
 from ..runtime.launch import Launch, choose_device, count_gpus
 from ..schedule import Schedule, build, default_micro_batches, default_schedule
-from . import restart
+from . import restart, store_run
 from .checks import check_options
 from .config import CheckpointConfig, ComputeConfig, TrainConfig
 
@@ -142,17 +143,18 @@ def _check_writes_nothing(config: TrainConfig) -> None:
 
 
 def _run_folder(options: CheckpointConfig, preset: str) -> Path:
-    """The run's folder. A new run never uses the folder of an old one."""
-    out = Path(options.out) if options.out else None
+    """The run's folder, or the one that stands for its URL. A new run never uses the folder of an old one."""
+    out = store_run.location(options.out) if options.out else None
     if options.resume:
-        run = Path(options.resume)
+        run = store_run.location(options.resume)
         run = run.parent if run.name.startswith("step-") else run
         run = run.parent if run.name == "checkpoints" else run
-        if out is None or out.resolve() == run.resolve():
-            return out or run
+        if out is None or store_run.same(out, run):
+            return store_run.folder_of(out or run, options.staging)
     if out is None:
         folders = (Path(f"runs/{preset}" + (f"-{i}" if i > 1 else "")) for i in itertools.count(1))
         return next(path for path in folders if restart.is_own_folder(path) or not Path(path, "checkpoints").exists())
-    if any(Path(out, "checkpoints").glob("step-*")) and not restart.is_own_folder(out):
+    folder = store_run.folder_of(out, options.staging)
+    if list_checkpoints(folder / "checkpoints") and not restart.is_own_folder(folder):
         raise ValueError(f"--out {out} already holds a run: continue it with --resume {out}, or use another --out")
-    return out
+    return folder

@@ -12,7 +12,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from ..checkpoint import find_checkpoint, list_checkpoints
+from .. import storage
+from ..checkpoint import RUN_FILE, find_checkpoint, list_checkpoints
 
 
 def mark_folder(folder: Path, local_rank: int) -> None:
@@ -25,7 +26,8 @@ def mark_folder(folder: Path, local_rank: int) -> None:
         started = time.strftime("%Y-%m-%d %H:%M:%S%z")
         try:
             path.parent.mkdir(exist_ok=True)
-            path.write_text(json.dumps({"started": started, "run_id": os.environ["TORCHELASTIC_RUN_ID"]}) + "\n")
+            content = {"started": started, "run_id": os.environ["TORCHELASTIC_RUN_ID"], "before": _stamps(folder)}
+            path.write_text(json.dumps(content) + "\n")
         except OSError as error:
             if not path.exists():  # an empty one will do: the contents are for people
                 raise ValueError(f"cannot write {path}: {error.strerror}") from None
@@ -45,12 +47,29 @@ def newest_checkpoint(folder: Path) -> Path | None:
     path = _launcher_file(folder)
     if path is None or not is_own_folder(folder):
         return None
-    since = path.stat().st_mtime
-    for candidate in list_checkpoints(Path(folder, "checkpoints")):
-        if candidate.stat().st_mtime >= since:
-            with suppress(ValueError):
-                return find_checkpoint(str(candidate))
+    for candidate in _later_checkpoints(folder, path):
+        with suppress(ValueError):
+            return find_checkpoint(str(candidate))
     return None
+
+
+def _later_checkpoints(folder: Path, launcher_file: Path) -> list[Path]:
+    """The checkpoints that were written after the launcher's file, newest first."""
+    found = list_checkpoints(Path(folder, "checkpoints"))
+    if storage.url_of(folder) is None:
+        since = launcher_file.stat().st_mtime
+        return [path for path in found if path.stat().st_mtime >= since]
+    before = json.loads(launcher_file.read_text())["before"]  # the clock of a store may be another one
+    return [path for path in found if before.get(path.name) != _stamps(folder)[path.name]]
+
+
+def _stamps(folder: Path) -> dict[str, str]:
+    """Of a run on a store: for each checkpoint, what tells it from another one of the same step."""
+    if (url := storage.url_of(folder)) is None:
+        return {}
+    names = [path.name for path in list_checkpoints(Path(folder, "checkpoints"))]
+    entries = {name: storage.info(url / "checkpoints" / name / RUN_FILE) for name in names}
+    return {name: entry.stamp for name, entry in entries.items() if entry}
 
 
 def _launcher_file(folder: Path) -> Path | None:

@@ -1,31 +1,33 @@
 """Take the model of --resume or --weights, for runs whose options do not name a model."""
 
 import dataclasses
-from contextlib import suppress
-from pathlib import Path
 
+from .. import storage
 from ..models import ModelConfig
 from ..models.config import BUILT_IN, options_field
 
 
-def start_model(resume: str | None, weights: str | None) -> ModelConfig | None:
+def start_model(resume: str | None, weights: str | None, staging: str | None = None) -> ModelConfig | None:
     """The model of a checkpoint or of a folder of weights, without its custom layers, which options must name.
 
-    Returns None without such a path, and if it cannot be read: planning the run then raises the error.
+    staging: as in `CheckpointConfig`. Returns None without such a path, and if it cannot be read: planning the run then
+    raises the error. Raises StorageError if a store cannot be read.
     """
     if not (resume or weights):
         return None
     from ..checkpoint import list_checkpoints, model_of, read_manifest  # imports torch
     from ..checkpoint.model_options import model_config
 
-    with suppress(ValueError, OSError):
+    try:
+        path = storage.local_path(resume or weights or "", staging)
         if resume:
-            run = Path(resume)
-            found = [*list_checkpoints(run / "checkpoints"), *list_checkpoints(run), run]
-            model = model_config(read_manifest(found[0]).model)
-        else:
-            model = model_of(Path(weights or ""))
-        for field in model.own_layers:
-            model = dataclasses.replace(model, **{field: BUILT_IN[field][0], options_field(field): ""})
-        return model
-    return None
+            path = [*list_checkpoints(path / "checkpoints"), *list_checkpoints(path), path][0]
+        storage.open_folder(path)
+        model = model_config(read_manifest(path).model) if resume else model_of(path)
+    except storage.StorageError:
+        raise
+    except (ValueError, OSError):
+        return None
+    for field in model.own_layers:
+        model = dataclasses.replace(model, **{field: BUILT_IN[field][0], options_field(field): ""})
+    return model

@@ -20,6 +20,7 @@ from moe_dualpipe.checkpoint import (
     files,
     find_checkpoint,
     load_checkpoint,
+    places,
     save_checkpoint,
     verify_checkpoint,
 )
@@ -55,7 +56,7 @@ def test_saving_removes_old_checkpoints_and_unfinished_folders(run):
 
 def fail_to_write_run_json(rank, run):
     with pytest.MonkeyPatch.context() as patch:
-        write_synced, before = save_module.write_synced, checkpoint_names(run)
+        write_synced, before = places.write_synced, checkpoint_names(run)
         dist.barrier()
 
         def full(path, data):
@@ -63,7 +64,7 @@ def fail_to_write_run_json(rank, run):
                 raise OSError(errno.ENOSPC, "No space left on device", str(path))
             write_synced(path, data)
 
-        patch.setattr(save_module, "write_synced", full)
+        patch.setattr(places, "write_synced", full)
         with pytest.raises(SaveError, match=r"rank 0: \[Errno 28\] No space left on device: .*run.json"):
             save_checkpoint(run, 20, state_of(rank, 0), ModelConfig(), keep=1)
     assert checkpoint_names(run) == before

@@ -26,7 +26,7 @@ DEFAULTS = {
     "data": ("stdlib",), "data-field": "text", "data-dtype": "uint16", "seq-len": 256,
     "document-mask": False, "micro-batch-size": 2,
     "micro-batches": None, "out": None, "resume": None, "weights": None, "save-every": None,
-    "keep": 3, "export": None, "save-async": True, "log-every": 1, "eval-every": None,
+    "keep": 3, "export": None, "save-async": True, "staging": None, "log-every": 1, "eval-every": None,
     "eval-sequences": 64, "tensorboard": False, "wandb": None, "peak-tflops": None, "profile": 0, "sample-tokens": 160,
     "prompt": "class ", "temperature": 0.8, "top-k": None, "top-p": 1.0, "timeout": 600.0, "max-skipped": 10,
     "check-memory": True, "check-replicas-every": 1, "traceback": False, "optim.name": "adamw", "optim.lr": 0.003,
@@ -81,7 +81,7 @@ def test_zero_and_the_empty_string_mean_none():
         ),
         *("peak-tflops", "check-replicas-every", "optim.decay-steps", "optim.clip"),
     ]
-    empty = ["place-experts", "out", "resume", "weights", "wandb"]
+    empty = ["place-experts", "out", "resume", "weights", "wandb", "staging"]
     values = option_values(parse_arguments([*as_arguments({**dict.fromkeys(zeros, 0), **dict.fromkeys(empty, "")})]))
     assert {flag: values[flag] for flag in zeros + empty} == dict.fromkeys(zeros + empty)
 

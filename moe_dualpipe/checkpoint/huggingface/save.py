@@ -27,7 +27,7 @@ from ..atomic_folder import new_folder
 from ..load import read_tensor
 from ..manifest import read_manifest, read_tensor_metadata
 from ..model_options import model_config
-from ..save import hidden, write_synced
+from ..places import hidden, write_synced
 from ..tensor_writer import TensorWriter
 from ..weights import global_weights
 from .architectures import ARCHITECTURES

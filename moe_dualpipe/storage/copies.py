@@ -1,0 +1,120 @@
+"""Copies of files on a store, in the folder that stands for it (stand_in.py).
+
+The small files of a folder are copied when it is opened, as the code that reads them expects. Large files are copied
+when they are needed. The processes of one launch on a machine share the copies: the first copies, the others wait.
+"""
+
+import errno
+import os
+import zlib
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+from .errors import StorageError
+from .stand_in import locked, url_of
+from .store import QUICK, Entry, Patience, info, list_folder, read
+from .urls import Url
+
+SMALL = 64 * 2**20
+"""The largest file that is copied when its folder is opened."""
+_LARGE_SUFFIXES = (".distcp", ".safetensors", ".bin", ".metadata")
+_PART = 8 * 2**20
+_THREADS = 4
+_opened: dict[Path, dict[str, Entry]] = {}
+
+
+def open_folder(folder: Path) -> None:
+    """Copy the small files of a folder, and note the sizes of all. Does nothing for an ordinary folder.
+
+    Raises StorageError.
+    """
+    url = url_of(folder)
+    if url is None:
+        return
+    listed = list_folder(url).items()
+    entries = {name: entry for name, entry in listed if not entry.is_folder and name not in (".", "..")}
+    _opened[folder] = entries
+    for path in folder.glob("[!.]*"):  # copies of files that are not there any more
+        if path.is_file() and path.name not in entries:
+            drop(folder, [path.name])
+    for name, entry in entries.items():
+        if entry.size <= SMALL and not name.endswith(_LARGE_SUFFIXES):
+            _copy(folder / name, url / name, entry, None)
+
+
+def fetch(path: Path, crc32: int | None = None) -> Path:
+    """Copy the file that `path` stands for, unless the copy is there. Returns `path`; ordinary paths are unchanged.
+
+    crc32: the checksum that it must have. Raises StorageError, and ValueError for another checksum.
+    """
+    if (url := url_of(path)) is None:
+        return path
+    entry = _opened.get(path.parent, {}).get(path.name) or info(url)
+    if entry is None:
+        raise StorageError(f"{url}: there is no such file")
+    _copy(path, url, entry, crc32)
+    return path
+
+
+def drop(folder: Path, names: Iterable[str]) -> None:
+    """Remove copies, to free the space. Does nothing for an ordinary folder."""
+    if url_of(folder) is not None:
+        for name in names:
+            for file in (folder / name, _stamp_file(folder / name)):
+                with suppress(OSError):
+                    file.unlink()
+
+
+def size_of(path: Path) -> int | None:
+    """The size of a file on a store, in a folder that was opened; None for an ordinary path.
+
+    Raises FileNotFoundError if it is not there.
+    """
+    if url_of(path) is None:
+        return None
+    entry = _opened.get(path.parent, {}).get(path.name)
+    if entry is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    return entry.size
+
+
+def exists(path: Path) -> bool:
+    """Whether there is a file, or a link, on this machine or on the store. Raises StorageError."""
+    if (url := url_of(path)) is None:
+        return os.path.lexists(path)
+    if path.parent in _opened:
+        return path.name in _opened[path.parent]
+    return info(url) is not None
+
+
+def _stamp_file(path: Path) -> Path:
+    return path.with_name(f".{path.name}.stamp")
+
+
+def _copy(path: Path, url: Url, entry: Entry, crc32: int | None) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    stamp = _stamp_file(path)
+    with locked(path.with_name(f".{path.name}.lock")):
+        if path.exists() and stamp.exists() and stamp.read_text() == entry.stamp + str(entry.size):
+            return
+        stamp.unlink(missing_ok=True)
+        partial = path.with_name(f".{path.name}.part")
+        found = _download(url, entry.size, partial)
+        if crc32 is not None and found != crc32:
+            partial.unlink()
+            raise ValueError(f"{url} does not match its checksum")
+        partial.replace(path)
+        stamp.write_text(entry.stamp + str(entry.size))
+
+
+def _download(url: Url, size: int, target: Path, patience: Patience = QUICK) -> int:
+    """Write `size` bytes of a file into `target`; returns their CRC-32."""
+    crc, starts = 0, range(0, size, _PART)
+    with target.open("wb") as file, ThreadPoolExecutor(_THREADS) as pool:
+        for group in (starts[i : i + _THREADS] for i in range(0, len(starts), _THREADS)):  # bounds the memory
+            for data in pool.map(lambda first: read(url, first, min(first + _PART, size), patience), group):
+                file.write(data)
+                crc = zlib.crc32(data, crc)
+    return crc

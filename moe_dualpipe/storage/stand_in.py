@@ -1,0 +1,149 @@
+"""Local folders that stand for URLs.
+
+The rest of the program works with paths. So a URL is given a local folder, and a path below this folder stands for the
+URL below. There are two kinds. A folder of copies is filled on demand by the processes of one launch, and removed after
+the last of them. A staged folder is where a run writes what is then uploaded; it stays, because a run that was killed
+continues there. Messages show the URLs.
+"""
+
+import atexit
+import fcntl
+import hashlib
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ..messages import printable, show_as
+from .urls import Url, is_url
+
+_STANDS_FOR: dict[Path, Url] = {}
+_KEPT: list[int] = []  # descriptors that hold locks until the process ends
+_COPIES = "copies-"
+
+
+def local_path(text: str | os.PathLike[str], staging: str | None = None) -> Path:
+    """The path of what a user named: itself, or the folder of copies of a URL. Reads nothing from the store.
+
+    text: a path, a URL, or a path in a staged folder.
+
+    staging: the folder for local files; None: see `_base`. Raises ValueError if it cannot be used.
+    """
+    given = os.fspath(text)
+    if not is_url(given):
+        path = Path(given.removeprefix("file://"))
+        staged = None if _is_copy(path) else url_of(path)
+        if staged is None:
+            return path
+        given = str(staged)
+    url = Url(given)
+    for folder, known in _STANDS_FOR.items():
+        if known == url and _is_copy(folder):
+            return folder
+    return _register(_copies_folder(_base(staging)) / _name(url), url)
+
+
+def staged_folder(url: Url, staging: str | None = None) -> Path:
+    """The folder in which a run writes what it uploads to `url`. Raises ValueError if it cannot be created."""
+    return _register(_base(staging) / "staged" / _name(url), url)
+
+
+def url_of(path: Path) -> Url | None:
+    """The URL that a local path stands for; None for an ordinary path."""
+    for folder, url in _STANDS_FOR.items():
+        if path == folder:
+            return url
+        if path.is_relative_to(folder):
+            return url / path.relative_to(folder).as_posix()
+    return None
+
+
+def _is_copy(path: Path) -> bool:
+    return any(part.startswith(_COPIES) for part in path.parts)
+
+
+def _register(folder: Path, url: Url) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"cannot create {folder} for files of {url}: {error.strerror}; use another --staging"
+        ) from None
+    _STANDS_FOR[folder] = url
+    show_as(str(folder), str(url))
+    return folder
+
+
+def _name(url: Url) -> str:
+    short = "".join(c if c.isalnum() or c in "-_." else "-" for c in url.name)[:40]
+    return f"{short}-{hashlib.sha256(url.text.encode()).hexdigest()[:16]}"
+
+
+def _base(staging: str | None) -> Path:
+    """The folder for local files. None: one of this user in the folder for temporary files.
+
+    Raises ValueError if it belongs to another user, who could change the files.
+    """
+    if staging:
+        return Path(staging).absolute()
+    folder = Path(tempfile.gettempdir(), f"moe-dualpipe-{os.getuid()}").absolute()
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise ValueError(f"{printable(folder)} is not a private folder of this user: name another one with --staging")
+    return folder
+
+
+def _copies_folder(base: Path) -> Path:
+    """The folder of copies of this launch: the ranks that one torchrun started share it."""
+    launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
+    folder = base / f"{_COPIES}{launcher}"
+    base.mkdir(parents=True, exist_ok=True)
+    with locked(base / ".lock"):
+        if folder not in {known.parent for known in _STANDS_FOR}:
+            _remove_abandoned(base)
+            folder.mkdir(exist_ok=True)
+            descriptor = os.open(folder / ".in-use", os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            _KEPT.append(descriptor)
+            atexit.register(_leave, base, descriptor, os.getpid())
+    return folder
+
+
+def _leave(base: Path, descriptor: int, pid: int) -> None:
+    if os.getpid() == pid:  # not a fork
+        with suppress(OSError):
+            os.close(descriptor)
+            with locked(base / ".lock"):
+                _remove_abandoned(base)
+
+
+def _remove_abandoned(base: Path) -> None:
+    """Remove the folders of copies that no process uses."""
+    for folder in base.glob(f"{_COPIES}*"):
+        try:
+            descriptor = os.open(folder / ".in-use", os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        except OSError:  # in use
+            pass
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock among the processes of this machine. A process that dies loses it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,183 @@
+"""Checkpoints on an S3 server: the same contents as in a folder, never visible before they are complete."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from moe_dualpipe.checkpoint import (
+    SaveError,
+    find_checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+    open_model,
+    save_checkpoint,
+)
+from moe_dualpipe.messages import printable
+from moe_dualpipe.models import ModelConfig
+from moe_dualpipe.storage import Patience, Url, local_path, staged_folder
+from tests.support import ranks
+from tests.support.checkpoints import loaded_step, state_of
+from tests.support.object_store import BUCKET, access, in_environment
+from tests.support.ranks import run_ranks
+
+RUN = "s3://bucket/run"
+
+
+def save_steps(rank, steps, keep=0, patience=20.0):
+    run = staged_folder(Url(RUN))
+    for step in steps:
+        extra = {"tokens.txt": b"a b c"}
+        save_checkpoint(run, step, state_of(rank, step), ModelConfig(), extra, keep, patience=Patience(patience))
+    assert not [*run.rglob("*.distcp")], "local files stay after the upload"
+    return [path.name for path in list_checkpoints(run / "checkpoints")]
+
+
+def save(s3, steps, **options):
+    return run_ranks(2, in_environment, access(s3), save_steps, steps, *options.values())[0]
+
+
+@pytest.fixture(scope="module")
+def three_steps(s3_server):
+    """The files of a run with checkpoints after 3, 5 and 9 steps, and the requests that wrote them."""
+    s3_server.reset()
+    names = save(s3_server, [3, 5, 9])
+    assert names == ["step-000009", "step-000005", "step-000003"]
+    return {name: s3_server.content(name) for name in s3_server.names()}, [*s3_server.requests]
+
+
+@pytest.fixture
+def run(three_steps, s3):
+    """The same files again, for a test to damage."""
+    for name, data in three_steps[0].items():
+        s3.put(name, data)
+    s3.requests.clear()
+    return s3
+
+
+@pytest.mark.usefixtures("run")
+def test_the_state_of_every_rank_is_loaded_from_the_newest_checkpoint():
+    found = find_checkpoint(RUN)
+    assert printable(found) == f"{RUN}/checkpoints/step-000009"
+    assert (found / "tokens.txt").read_bytes() == b"a b c"
+    assert loaded_step(found) == 9
+    assert not [*found.glob("*.distcp")], "copies stay after they were loaded"
+    assert loaded_step(find_checkpoint(f"{RUN}/checkpoints/step-000005")) == 5
+    assert loaded_step(find_checkpoint(f"{RUN}/checkpoints")) == 9
+
+
+def test_a_rank_reads_only_the_files_that_it_needs(run):
+    found = find_checkpoint(RUN)
+    state = {name: torch.full_like(tensor, -1) for name, tensor in state_of(1, 0).items() if name != "both"}
+    load_checkpoint(found, state)
+    assert all(torch.equal(state[name], state_of(1, 9)[name]) for name in state)
+    read = {request.path.rpartition("/")[2] for request in run.requests if request.method == "GET"}
+    assert "__1_0.distcp" in read and "__0_0.distcp" not in read and ".metadata" not in read
+
+
+def test_run_json_is_written_last_and_removed_first(three_steps, s3):
+    writes = [r.path for r in three_steps[1] if r.method == "PUT" and "step-000009" in r.path]
+    assert len(writes) == 6 and writes[-1].endswith("/run.json")
+    for name, data in three_steps[0].items():
+        s3.put(name, data)
+    s3.requests.clear()
+    assert save(s3, [9], keep=1) == ["step-000009"]  # again, and the others are removed
+    deletes = [
+        request.path.removeprefix("/bucket/run/checkpoints/") for request in s3.requests if request.method == "DELETE"
+    ]
+    assert deletes[0] == "step-000009/run.json"
+    for step in ("step-000003", "step-000005"):
+        assert next(path for path in deletes if path.startswith(step)) == f"{step}/run.json"
+    assert {name.split("/")[2] for name in s3.names()} == {"step-000009"}
+    assert loaded_step(find_checkpoint(RUN)) == 9
+
+
+@pytest.mark.parametrize("missing", ["run.json", "__1_0.distcp", "tensors.json"])
+def test_a_checkpoint_that_lacks_a_file_is_not_loaded(run, missing):
+    run.client().delete_object(Bucket=BUCKET, Key=f"run/checkpoints/step-000009/{missing}")
+    warnings = []
+    found = find_checkpoint(RUN, warnings.append)
+    assert found.name == "step-000005" and loaded_step(found) == 5
+    assert len(warnings) == (missing != "run.json") and all(f"{missing} is missing" in text for text in warnings)
+
+
+def test_a_file_of_another_length_is_found_before_and_a_changed_byte_while_loading(run):
+    key = "run/checkpoints/step-000009/__0_0.distcp"
+    data = run.content(key)
+    run.put(key, data[:-1])
+    assert find_checkpoint(RUN, [].append).name == "step-000005"
+    run.put(key, data[:200] + bytes([data[200] ^ 1]) + data[201:])
+    with pytest.raises(ValueError, match=r"__0_0.distcp does not match its checksum"):
+        loaded_step(find_checkpoint(RUN))
+
+
+def fail_to_save(rank):
+    run = staged_folder(Url(RUN))
+    with pytest.raises(SaveError, match=r"^rank 1: s3://bucket/run/checkpoints/.*/__1_0.distcp: access denied"):
+        save_checkpoint(run, 20, state_of(rank, 20), ModelConfig(), keep=1)
+    assert not [*run.rglob(".step-*")]
+
+
+def test_an_upload_that_fails_on_one_rank_fails_the_save_on_all(run):
+    run.fault = lambda request: 403 if request.method == "PUT" and "__1_0" in request.path else None
+    run_ranks(2, in_environment, access(run), fail_to_save)
+    run.reset_faults()
+    assert find_checkpoint(RUN).name == "step-000009"
+    assert save(run, [21], keep=1) == ["step-000021"]
+    assert {name.split("/")[2] for name in run.names()} == {"step-000021"}, "a remnant stays"
+
+
+@pytest.mark.parametrize("fault", [500, "hang up"])
+def test_a_save_outlasts_faults_that_pass(s3, fault):
+    """Every third request fails, whichever it is."""
+    s3.fault = lambda _: fault if len(s3.requests) % 3 == 0 else None
+    assert save(s3, [4]) == ["step-000004"]
+    s3.fault = lambda _: None
+    assert loaded_step(find_checkpoint(RUN)) == 4
+
+
+@pytest.mark.parametrize("where", ["__1_0.distcp", "tensors.json", "run.json"])
+@pytest.mark.quick("run.json")
+def test_a_save_that_is_killed_leaves_the_previous_checkpoint(run, where, tmp_path):
+    """The ranks are killed while one of them uploads a file. Files that were uploaded are not sent again."""
+    killed = []
+
+    def kill(request):
+        if request.method == "PUT" and request.path.endswith(where) and not killed:
+            for process in processes:
+                os.kill(process.pid, signal.SIGKILL)
+                killed.append(process.pid)
+            return "hang up"
+        return None
+
+    run.fault = kill
+    arguments = [
+        (None, str(tmp_path / "store"), rank, 2, in_environment, (access(run), save_steps, [12])) for rank in (0, 1)
+    ]
+    processes = [ranks._context.Process(target=ranks._main, args=one, daemon=True) for one in arguments]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert len(killed) == 2
+    time.sleep(0.2)
+    assert find_checkpoint(RUN).name == "step-000009"
+    there = {name.rpartition("/")[2] for name in run.names("run/checkpoints/step-000012/")}
+    run.reset_faults()
+    assert save(run, [12]) == ["step-000012", "step-000009", "step-000005", "step-000003"]
+    assert loaded_step(find_checkpoint(RUN)) == 12
+    sent = {request.path.rpartition("/")[2] for request in run.requests if request.method == "PUT"}
+    files = {"__0_0.distcp", "__1_0.distcp"}
+    assert files - there == sent & files and (where == "__1_0.distcp" or files <= there)
+
+
+def test_other_commands_name_what_is_missing(run):
+    with pytest.raises(ValueError, match=r"no checkpoint in s3://bucket/nothing"):
+        try:
+            open_model("s3://bucket/nothing")
+        except ValueError as error:
+            raise ValueError(printable(error)) from None
+    assert local_path("s3://bucket/nothing").is_dir()
+    assert run.names("nothing") == []

@@ -1,0 +1,128 @@
+"""Calls to a real S3 server that fails, waits or hangs up: what is repeated, what is not, and for how long."""
+
+import os
+import time
+
+import pytest
+
+from moe_dualpipe.storage import (
+    Patience,
+    StorageError,
+    Url,
+    delete,
+    delete_folder,
+    info,
+    is_url,
+    list_folder,
+    read,
+    write,
+)
+from tests.support.object_store import first, forget, slow
+
+FOLDER = Url("s3://bucket/some/folder")
+
+
+def test_only_urls_of_stores_are_urls():
+    for text in ("s3://bucket/run", "gs://b/r/", "memory://run", "hf://datasets/a/b"):
+        assert is_url(text), text
+    for text in ("runs/tiny", "/a/b", "file:///a/b", "C://x", "s3:/bucket/run", ""):
+        assert not is_url(text), text
+    assert (FOLDER / "a").name == "a" and (FOLDER / "a").parent == FOLDER == Url("s3://bucket/some/folder/")
+    for text in ("s3://", "s3:///", "runs/tiny"):
+        with pytest.raises(ValueError, match="names no bucket or folder"):
+            Url(text)
+
+
+def test_files_are_written_listed_read_in_part_and_removed(s3):
+    write(FOLDER / "a.txt", b"hello")
+    write(FOLDER / "below" / "b.txt", b"")
+    assert s3.content("some/folder/a.txt") == b"hello"
+    entries = list_folder(FOLDER)
+    assert {name: (entry.size, entry.is_folder) for name, entry in entries.items()} == {
+        "a.txt": (5, False), "below": (0, True),
+    }  # fmt: skip
+    assert read(FOLDER / "a.txt") == b"hello" and read(FOLDER / "a.txt", 1, 3) == b"el"
+    assert read(FOLDER / "a.txt", 2, 2) == b""
+    before = info(FOLDER / "a.txt")
+    write(FOLDER / "a.txt", b"other")
+    after = info(FOLDER / "a.txt")
+    assert before and after and before.stamp != after.stamp
+    delete(FOLDER / "a.txt")
+    delete(FOLDER / "a.txt")
+    assert info(FOLDER / "a.txt") is None and list_folder(FOLDER / "nothing") == {}
+    delete_folder(FOLDER / "below")
+    assert s3.names() == []
+
+
+@pytest.mark.parametrize("fault", [500, 503, "cut", "hang up"])
+def test_what_may_pass_is_repeated_after_growing_pauses(s3, fault):
+    write(FOLDER / "a.txt", b"hello " * 1000)
+    s3.requests.clear()
+    s3.fault = first(3, fault)
+    assert read(FOLDER / "a.txt", 0, 5000) == (b"hello " * 1000)[:5000]
+    assert len(s3.requests) == 4
+
+
+def test_a_call_that_hangs_is_repeated(s3):
+    write(FOLDER / "a.txt", b"hello")
+    s3.requests.clear()
+    hang = slow(1.0)
+    s3.fault = lambda request: hang(request) if len(s3.requests) == 1 else None
+    assert read(FOLDER / "a.txt", 0, 5, Patience(20.0, call=0.3)) == b"hello"
+    assert len(s3.requests) == 2
+
+
+def test_a_store_that_stays_away_is_given_up(s3):
+    s3.fault = lambda _: 503
+    with pytest.raises(
+        StorageError, match=r"^s3://bucket/some/folder/a: cannot be reached: .* \(\d attempts in \d s\)$"
+    ):
+        read(FOLDER / "a", 0, 5, Patience(1.0))
+    assert 2 <= len(s3.requests) <= 4
+
+
+@pytest.mark.parametrize("status,words", [(403, "access denied .*check the credentials"), (404, "no such file")])
+def test_what_will_not_pass_is_not_repeated(s3, status, words):
+    s3.fault = lambda _: status
+    with pytest.raises(StorageError, match=words) as caught:
+        read(FOLDER / "a", 0, 5)
+    assert len(s3.requests) == 1 and "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("s3")
+def test_a_missing_bucket_is_told_from_an_empty_folder():
+    with pytest.raises(StorageError, match=r"^s3://other-bucket/run: there is no such bucket"):
+        list_folder(Url("s3://other-bucket/run"))
+
+
+def test_without_credentials_the_error_is_one_line(s3, monkeypatch):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+    forget()
+    with pytest.raises(StorageError, match=r"^s3://bucket/x: access denied \(Unable to locate credentials\)"):
+        read(Url("s3://bucket/x"), 0, 1)
+    assert not s3.requests
+
+
+@pytest.mark.usefixtures("s3")
+def test_an_unreachable_server_is_given_up_in_time(monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    forget()
+    began = time.monotonic()
+    with pytest.raises(StorageError, match="cannot be reached: Could not connect"):
+        info(Url("s3://bucket/x"), Patience(1.0))
+    assert time.monotonic() - began < 60  # a hang would be longer
+
+
+def test_a_missing_package_and_an_unknown_kind_of_url_say_what_to_do(monkeypatch):
+    def missing(_):
+        raise ImportError("Install s3fs to access S3")
+
+    with pytest.raises(StorageError, match=r"unknown kind of URL 'foo'; choose from: s3, gs, hf"):
+        info(Url("foo://bucket/x"))
+    forget()
+    monkeypatch.setattr("fsspec.filesystem", lambda *_, **__: missing(_))
+    with pytest.raises(StorageError, match=r"Install s3fs to access S3: pip install 'moe-dualpipe\[cloud\]'"):
+        info(Url("s3://bucket/x"))
+    forget()

@@ -1,0 +1,158 @@
+"""Runs whose folder is a URL compute and keep the same as runs in a local folder."""
+
+import contextlib
+import io
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_dualpipe.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint, read_tensor_metadata
+from moe_dualpipe.runtime.launch import Launch
+from moe_dualpipe.storage import StorageError, Url, local_path, read, staged_folder, url_of
+from moe_dualpipe.training import restart
+from moe_dualpipe.training.loop import TrainingRun
+from moe_dualpipe.training.metrics import read_records
+from moe_dualpipe.training.resolve import resolve_options
+from tests.support import ranks
+from tests.support.object_store import access, in_environment
+from tests.support.ranks import run_ranks
+from tests.support.runs import change, losses, make_plan, make_trainer, settings
+
+URL = "s3://bucket/run"
+
+
+def train(rank, config):
+    """Like `runs.train`, also for a URL."""
+    run = TrainingRun(make_trainer(rank, config))
+    run.run()
+    return run.plan.setup.folder
+
+
+def state_of(checkpoint):
+    """All tensors of a checkpoint."""
+    described = read_tensor_metadata(checkpoint).state_dict_metadata
+    state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in described.items()}
+    load_checkpoint(checkpoint, state)
+    return state
+
+
+def equal_states(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def in_memory(rank, folder):
+    """A run on memory://, which only this process sees, resumed in its middle and compared with a local one."""
+    local, url = settings(folder / "local", steps=4, save_every=2), "memory://tests/run"
+    remote = change(local, out=url, staging=str(folder / "staging"))
+    train(rank, local)
+    train(rank, remote)
+    assert not [path for path in (folder / "staging").rglob("*") if path.name.endswith(".distcp")]
+    train(rank, change(remote, out=None, resume=f"{url}/checkpoints/step-000002", keep=1))
+    names = [path.name for path in list_checkpoints(local_path(url) / "checkpoints")]
+    (folder / "copy").mkdir()
+    (folder / "copy" / "metrics.jsonl").write_bytes(read(Url(url) / "metrics.jsonl"))
+    found, expected = find_checkpoint(url), find_checkpoint(str(folder / "local"))
+    return names, equal_states(state_of(found), state_of(expected)), (found / "run.json").read_bytes()
+
+
+def test_a_resumed_run_on_a_store_equals_one_in_a_folder(tmp_path):
+    names, equal, manifest = run_ranks(1, in_memory, tmp_path)[0]
+    assert names == ["step-000004"] and equal
+    local, remote = read_records(tmp_path / "local"), read_records(tmp_path / "copy")
+    assert losses(local) == losses(remote) and list(losses(remote)) == [1, 2, 3, 4]
+    assert losses(local, "validation_loss")[4] == losses(remote, "validation_loss")[4]
+    assert b'"step": 4' in manifest
+
+
+@pytest.mark.long
+def test_a_run_that_is_killed_while_it_uploads_resumes_bit_identically(s3, tmp_path):
+    local = settings(tmp_path / "local", steps=6, save_every=2)
+    run_ranks(2, train, local)
+    killed = []
+
+    def kill(request):
+        if request.method == "PUT" and "step-000004/__1_0" in request.path and not killed:
+            for process in processes:
+                os.kill(process.pid, signal.SIGKILL)
+                killed.append(process.pid)
+
+    s3.fault = kill
+    remote = change(local, out=URL)
+    arguments = (2, in_environment, (access(s3), train, remote))
+    processes = [
+        ranks._context.Process(target=ranks._main, args=(None, str(tmp_path / "store"), rank, *arguments), daemon=True)
+        for rank in (0, 1)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert len(killed) == 2
+    assert find_checkpoint(URL).name == "step-000002"
+    s3.fault = lambda _: 503 if len(s3.requests) % 5 == 0 else None
+    run_ranks(2, in_environment, access(s3), train, change(remote, out=None, resume=URL))
+    s3.reset_faults()
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / "metrics.jsonl").write_bytes(s3.content("run/metrics.jsonl"))
+    assert losses(read_records(tmp_path / "copy")) == losses(read_records(tmp_path / "local"))
+    assert equal_states(state_of(find_checkpoint(URL)), state_of(find_checkpoint(str(tmp_path / "local"))))
+
+
+def test_messages_name_the_url_and_never_the_local_folder(s3):
+    config = settings(URL, steps=1, seq_len=16)
+    [printed] = run_ranks(1, in_environment, access(s3), train_and_print, config)
+    assert f"saved {URL}/checkpoints/step-000001\n" in printed and f"--resume {URL} --steps 2\n" in printed
+    assert access(s3)["TMPDIR"] not in printed
+    assert "run/metrics.jsonl" in s3.names()
+
+
+def train_and_print(rank, config):
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        train(rank, config)
+    return printed.getvalue()
+
+
+def test_a_new_run_refuses_the_url_of_an_old_one(s3):
+    config = settings(URL)
+    assert str(url_of(resolve_options(config, Launch(0, 0, 1, 1)).folder)) == URL
+    s3.put("run/checkpoints/step-000003/__0_0.distcp", b"incomplete")
+    resolve_options(config, Launch(0, 0, 1, 1))
+    s3.put("run/checkpoints/step-000003/run.json", b"{}")
+    with pytest.raises(ValueError, match=f"--out {URL} already holds a run: continue it with --resume {URL}, or"):
+        resolve_options(config, Launch(0, 0, 1, 1))
+
+
+@pytest.mark.parametrize("resume", [URL, f"{URL}/checkpoints", f"{URL}/checkpoints/step-000003"])
+@pytest.mark.usefixtures("s3")
+def test_the_folder_of_a_resumed_run_is_that_of_the_old_one(resume, tmp_path):
+    config = change(settings(tmp_path), out=None, resume=resume)
+    assert str(url_of(resolve_options(config, Launch(0, 0, 1, 1)).folder)) == URL
+    other = change(config, out=str(tmp_path / "local"))
+    assert resolve_options(other, Launch(0, 0, 1, 1)).folder == tmp_path / "local"
+
+
+def test_a_store_that_cannot_be_written_is_an_error_before_the_run(s3):
+    s3.fault = lambda request: 403 if request.method == "PUT" else None
+    with pytest.raises(StorageError, match=rf"^{URL}/.write-test-.*: access denied"):
+        make_plan(settings(URL, data=(str(Path(__file__).parent),)))
+    assert s3.names() == []
+
+
+def test_a_restart_finds_only_the_checkpoints_of_its_own_attempts(s3, monkeypatch):
+    """The clock of the store does not matter: the launcher's file lists the checkpoints that were there before."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
+    folder = staged_folder(Url(URL))
+    s3.put("run/checkpoints/step-000008/run.json", b"{}")
+    restart.mark_folder(folder, 0)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    found = []
+    monkeypatch.setattr(restart, "find_checkpoint", lambda path: found.append(str(url_of(Path(path)))) or Path(path))
+    assert restart.newest_checkpoint(folder) is None
+    s3.put("run/checkpoints/step-000004/run.json", b"{}")
+    assert restart.newest_checkpoint(folder) == folder / "checkpoints" / "step-000004"
+    s3.put("run/checkpoints/step-000008/run.json", b"{ }")  # this attempt has reached it, too
+    assert restart.newest_checkpoint(folder) == folder / "checkpoints" / "step-000008"
+    assert found == [f"{URL}/checkpoints/step-000004", f"{URL}/checkpoints/step-000008"]
