@@ -229,10 +229,18 @@ class RunUploads:
             return
         for path in sorted(self._run.rglob("*")):
             name = path.relative_to(self._run)
-            if name.parts[0] == "checkpoints" or not path.is_file():
+            if name.parts[0] == "checkpoints" or path.name.startswith(".") or not path.is_file():
                 continue
             status = path.stat()
             state = status.st_size, status.st_mtime_ns
             if self._sent.get(path) != state:
-                storage.upload_file(path, url / name.as_posix(), self._patience, announce)
+                self._send(path, url / name.as_posix(), announce)
                 self._sent[path] = state
+
+    def _send(self, path: Path, url: storage.Url, announce: Announce) -> None:
+        copy = hidden(path, "copy")  # training goes on, and adds records
+        try:
+            shutil.copyfile(path, copy)
+            storage.upload_file(copy, url, self._patience, announce)
+        finally:
+            copy.unlink(missing_ok=True)
