@@ -5,6 +5,7 @@ import io
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def train(rank, config):
 
 def state_of(checkpoint):
     """All tensors of a checkpoint."""
-    described = read_tensor_metadata(checkpoint).state_dict_metadata
+    described: Any = read_tensor_metadata(checkpoint).state_dict_metadata
     state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in described.items()}
     load_checkpoint(checkpoint, state)
     return state
