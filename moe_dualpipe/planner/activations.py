@@ -5,14 +5,15 @@ are spread. The formulas here add up the sizes of the tensors that layers save, 
 tests/gpu/test_saved_bytes.py compares them with the tensors that are alive in real stages.
 
 They assume GPU kernels: fused experts (which save x and z), fused RMSNorm (its input and one number per row), flash
-attention (q, k, v, the result, and one number per row and head). Plain operators save more. The number of received rows
-assumes that tokens choose experts evenly and independently. Tables of a few bytes per expert are not counted.
+attention (q, k, v, the result, and one number per row and head). Plain operators (`plain`) save more. The number of
+received rows assumes that tokens choose experts evenly and independently. Tables of a few bytes per expert are not
+counted.
 
 T tokens, D model dim, K experts per token, N rows received, M = T K rows in expert-major order, F inner width.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..expert_parallel.exchange import ALIGNMENT, ROW_ALIGNMENT, buffer_rows, round_up
 from ..models.attention import attention_costs
@@ -22,7 +23,13 @@ from ..models.partition import StageSpec
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One micro-batch of a rank. element: bytes of one number of an activation. ep: ranks that share the experts."""
+    """One micro-batch of a rank. element: bytes of one number of an activation. ep: ranks that share the experts.
+
+    This project runs neither tensor nor context parallelism, but plans may have them. tp: ranks that share each matrix;
+    between products, they share the tokens (sequence parallelism). cp: ranks that share each sequence. Both divide
+    every activation. flash: attention in one kernel, which does not save its scores.
+    fp8: inputs of matrix products are saved in 8 bits. plain: operators of torch, as on a CPU, instead of GPU kernels.
+    """
 
     sequences: int
     seq_len: int
@@ -30,10 +37,16 @@ class MicroBatch:
     ep: int = 1
     recompute: Recompute = "none"
     fused_loss: bool = False
+    tp: int = 1
+    cp: int = 1
+    flash: bool = True
+    fp8: bool = False
+    plain: bool = False
 
     @property
     def tokens(self) -> int:
-        return self.sequences * self.seq_len
+        """Tokens of one rank."""
+        return self.sequences * self.seq_len // (self.tp * self.cp)
 
 
 def rows_received(config: ModelConfig, batch: MicroBatch) -> int:
@@ -59,9 +72,11 @@ def saved_bytes(config: ModelConfig, spec: StageSpec, batch: MicroBatch) -> int:
     row = batch.tokens * config.hidden_size * batch.element
     saved = row + 8 * batch.tokens * spec.embedding
     saved += sum(_block(config, spec, layer, batch) for layer in spec.layers)
+    if batch.fp8:
+        saved -= (batch.element - 1) * sum(_product_inputs(config, layer, batch) for layer in spec.layers)
     if not spec.head:
         return saved + row
-    saved += 2 * row + 4 * batch.tokens  # the sum of the parts, and its normalized copy
+    saved += (2 + batch.plain) * row + 4 * batch.tokens  # the sum of the parts, and its normalized copy
     per_token = 4 if batch.fused_loss else 4 * config.vocab_size  # the log-sum-exp, or all log-probabilities
     return saved + batch.tokens * (per_token + 8)  # and the labels
 
@@ -76,13 +91,15 @@ def _block(config: ModelConfig, spec: StageSpec, layer: int, batch: MicroBatch) 
     if not recompute or not last or dense or (shared and batch.recompute == "attention"):
         saved += row  # the residual stream between attention and MLP
     if not recompute:
-        saved += attention_costs(config).saved_bytes(config, tokens, batch.element)
+        saved += attention_costs(config).saved_bytes(config, tokens, batch.element) + _scores(config, batch)
+        saved += tokens * batch.element * _normed_width(config) * batch.plain
     if batch.recompute == "none":
-        saved += 2 * (row + 4 * tokens)  # two normalized copies
+        saved += 2 * ((1 + batch.plain) * row + 4 * tokens)  # two normalized copies; plain ones are scaled separately
     if dense:
         return saved + (0 if batch.recompute == "full" else _swiglu(config.dense_size, batch))
     if not recompute:
         saved += tokens * (_logits(config, batch) + 8 * config.experts_per_token)  # logits and choices
+        saved += tokens * 8 * config.num_experts * batch.plain  # the order of the scores
     if batch.recompute == "full" and shared:
         saved += row  # the input of the shared experts
     if batch.recompute != "full":
@@ -90,6 +107,22 @@ def _block(config: ModelConfig, spec: StageSpec, layer: int, batch: MicroBatch) 
         saved += (row + batch.tokens * batch.element) * config.shared_gate  # the output of the experts, and of the gate
     has_input = batch.recompute == "none" or (batch.recompute == "full" and shared)
     return saved + _experts(config, batch, has_input)
+
+
+def _product_inputs(config: ModelConfig, layer: int, batch: MicroBatch) -> int:
+    """Numbers that a block saves only as the inputs of matrix products."""
+    tokens, hidden, dense = batch.tokens, config.hidden_size, config.is_dense(layer)
+    inner = config.dense_size if dense else config.num_shared_experts * config.expert_size
+    width = config.value_dim if config.attention == "mla" else config.head_dim
+    numbers = 0 if dense or batch.ep == 1 else rows_received(config, batch) * hidden
+    numbers += tokens * inner * (batch.recompute != "full")
+    numbers += tokens * config.num_heads * width * (batch.recompute in ("none", "norms"))
+    return numbers + 2 * tokens * hidden * (batch.recompute == "none")  # two normalized copies
+
+
+def _scores(config: ModelConfig, batch: MicroBatch) -> int:
+    """Bytes of the scores that attention saves without flash attention: before and after dropout, and its mask."""
+    return 0 if batch.flash else (2 * batch.element + 1) * config.num_heads * batch.tokens * batch.seq_len
 
 
 def _logits(config: ModelConfig, batch: MicroBatch) -> int:
@@ -105,17 +138,30 @@ def _swiglu(inner: int, batch: MicroBatch) -> int:
 def _experts(config: ModelConfig, batch: MicroBatch, has_input: bool) -> int:
     """Received rows, z of the experts, and indices. has_input: with ep 1, the rows are already counted."""
     tokens, k, rows = batch.tokens, config.experts_per_token, rows_received(config, batch)
-    choices = tokens * k
+    choices, full = tokens * k, batch.recompute == "full"
     saved = 8 * choices + 4 * rows * k  # the expert-major order
     if batch.ep == 1:
         saved += 4 * choices  # weights
+        has_input = has_input or (batch.plain and not full)
         saved += 0 if has_input else tokens * config.hidden_size * batch.element
     else:
         fields = round_up(config.hidden_size * batch.element, ALIGNMENT) + 2 * round_up(4 * k, ALIGNMENT)
         saved += buffer_rows(rows) * round_up(fields, ROW_ALIGNMENT)  # the message
         saved += 4 * tokens * (min(k, batch.ep) + k)  # the destinations of rows, and their places after combine
-        saved += 0 if batch.recompute == "full" else 4 * rows * k  # weights, unpacked from the message
-    return saved + (0 if batch.recompute == "full" else 2 * config.expert_size * choices * batch.element)
+        saved += 0 if full else 4 * rows * k  # weights, unpacked from the message
+    inner = 2 * config.expert_size
+    if batch.plain:  # also sorted rows, silu(gate), silu(gate) * up, and the rows before their sum
+        inner += 2 * (config.hidden_size + config.expert_size)
+    return saved + (0 if full else inner * choices * batch.element)
+
+
+def _normed_width(config: ModelConfig) -> int:
+    """Numbers of a token that attention normalizes: queries and keys, or latents. Normalized heads also lead to a copy
+    of the result in another layout."""
+    if config.attention == "mla":
+        return config.q_rank + config.kv_rank
+    normed = {"none": 0, "head": 2 * config.num_heads + config.num_kv_heads}
+    return config.head_dim * normed.get(config.qk_norm, config.num_heads + config.num_kv_heads)
 
 
 def deferred_bytes(config: ModelConfig, spec: StageSpec, batch: MicroBatch) -> int:
@@ -140,3 +186,24 @@ def _deferred_numbers(config: ModelConfig, layer: int, batch: MicroBatch) -> int
     # A recomputed router has a separate input: not the tensor that the experts get.
     numbers += tokens * hidden * (batch.recompute in ("attention", "full"))
     return numbers + 2 * rows * hidden + 3 * config.expert_size * tokens * config.experts_per_token
+
+
+def working_bytes(config: ModelConfig, spec: StageSpec, batch: MicroBatch) -> int:
+    """Bytes that exist only during a backward, at the moment when a rank holds the most: of the loss, or of one block.
+
+    The loss: the gradients of log-probabilities and of logits, in fp32. A block: what it recomputes, and the gradients
+    of its inner activations.
+    """
+    chunk = min(batch.tokens, 1024) if batch.fused_loss else batch.tokens
+    loss = chunk * config.vocab_size * 8 * spec.head
+    return max([loss, *(_block_working(config, layer, batch) for layer in {*spec.layers[:1], *spec.layers[-1:]})])
+
+
+def _block_working(config: ModelConfig, layer: int, batch: MicroBatch) -> int:
+    alone = StageSpec(range(layer, layer + 1), False, False, 1.0)
+    again = _block(config, alone, layer, replace(batch, recompute="none")) - _block(config, alone, layer, batch)
+    dense, rows = config.is_dense(layer), batch.tokens
+    if not dense:
+        rows *= config.experts_per_token
+    inner = config.dense_size if dense else config.expert_size
+    return max(0, again) + rows * (3 * inner + config.hidden_size) * batch.element

@@ -1,0 +1,174 @@
+"""The peak memory of every pipeline rank of any division of any model, by parts.
+
+Divisions that this project does not run, with tensor or context parallelism, and models that it cannot train are
+counted with the same formulas: a shape is converted to a `ModelConfig` with the same sizes, tensor and context parallel
+ranks divide the tokens of each activation (activations.py), and the schedule gives how many micro-batches a rank holds
+(memory.py). For what this project runs, the parts equal those of `rank_memory`; only ZeRO's division is even here, and
+a run divides whole tensors.
+
+Not counted: buffers of communication, and fragmentation of the allocator.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from ..models import ModelConfig, StageSpec, split
+from ..runtime.groups import end_holders
+from ..schedule import Action, Forward, Part, Schedule, halves
+from .activations import MicroBatch, deferred_bytes, saved_bytes, working_bytes
+from .shape import Layer, ModelShape, shape_of
+
+Precision = Literal["bf16", "fp8", "mxfp8", "fp32"]
+
+
+@dataclass(frozen=True, slots=True)
+class PeakMemory:
+    """Bytes of a rank at its peak, by parts."""
+
+    weights: int
+    """In the precision of the products; with fp8, also a copy in 8 bits."""
+    gradients: int
+    """In fp32."""
+    optimizer: int
+    """Two moments in fp32, and the weights in fp32 if they are narrower."""
+    activations: int
+    """Saved for backward, of all micro-batches that the rank holds at a time."""
+    temporary: int
+    """What the loss or a block needs on top, for a moment, while it computes its backward."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, int]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def peak_memory(
+    model: ModelShape | ModelConfig, schedule: Schedule, batch: MicroBatch, dp: int = 1, precision: Precision = "bf16",
+    zero: bool = True, fsdp: bool = False, stages: Sequence[StageSpec] | None = None,
+) -> tuple[PeakMemory, ...]:  # fmt: skip
+    """The peak memory of each rank of a pipeline. Take the `max` by `total` for the fullest.
+
+    dp: replicas of the model, without those of context parallelism. A stage is on dp x cp x tp ranks, which share its
+    experts in groups of `batch.ep`. zero: replicas divide the optimizer state (ZeRO-1). fsdp: they divide weights and
+    gradients, too, and gather the weights of two blocks at a time. stages: which layers a stage holds. None: as in this
+    project, with about the same FLOPs each; `even_stages` divides as Megatron-LM does.
+    A `ModelConfig` is counted in all details, a shape without a few bytes per token of norms and routers.
+
+    Raises ValueError for a model with fewer layers than stages.
+    """
+    shape = model if isinstance(model, ModelShape) else shape_of(model)
+    config = model if isinstance(model, ModelConfig) and not model.mtp_layers else config_of(shape)
+    element = 4 if precision == "fp32" else 2
+    batch = replace(batch, element=element, fp8=precision in ("fp8", "mxfp8"))
+    specs = stages or split(config, schedule.num_stages)
+    saved = [saved_bytes(config, spec, batch) for spec in specs]
+    deferred = [deferred_bytes(config, spec, batch) for spec in specs]
+    working = [working_bytes(config, spec, batch) for spec in specs]
+    state = 8 if element == 4 else 12
+    ranks = []
+    for rank, own in enumerate(schedule.placement.stages):
+        shares = rank_shares(shape, [specs[s] for s in own], batch)
+        holders, ends = len(schedule.placement.holders(own[0])), len(end_holders(schedule.placement))
+        replicas = dp * batch.cp * holders, dp * batch.cp * batch.tp * holders // batch.ep, dp * batch.cp * ends
+        owned = sum(-(-number // by) for number, by in zip(shares, replicas, strict=True))
+        held = owned if fsdp else sum(shares)
+        gathered = 2 * element * max(map(layer_share(shape, batch), shape.layers)) if fsdp else 0
+        activations, temporary = peak_of_actions(schedule.actions[rank], saved, deferred, working)
+        ranks.append(PeakMemory(
+            (element + batch.fp8) * held, 4 * held, state * (owned if zero or fsdp else sum(shares)),
+            activations, gathered + temporary,
+        ))  # fmt: skip
+    return tuple(ranks)
+
+
+def peak_of_actions(
+    actions: Iterable[Action], saved: Sequence[int], deferred: Sequence[int], working: Sequence[int]
+) -> tuple[int, int]:
+    """The most bytes that activations and deferred weight gradients of a rank occupy, and how much more a backward
+    needs at its peak. The arguments are bytes by stage; the order of the actions decides, not their times."""
+    now = peak = most = 0
+    for half in (half for action in actions for half in halves(action)):
+        if isinstance(half, Forward):
+            now += saved[half.stage]
+        else:
+            most = max(most, now + working[half.stage] * (half.part is not Part.WEIGHT))
+            now -= saved[half.stage] * (half.part is not Part.WEIGHT)
+            now += {Part.FULL: 0, Part.INPUT: 1, Part.WEIGHT: -1}[half.part] * deferred[half.stage]
+        peak = max(peak, now)
+    return peak, max(0, most - peak)
+
+
+def rank_shares(shape: ModelShape, specs: Sequence[StageSpec], batch: MicroBatch) -> tuple[int, int, int]:
+    """Parameters of one rank that holds `specs`: dense ones, those of its experts, and the embedding that the first and
+    the last stage share, with tied embeddings or multi-token prediction."""
+    dense = experts = 0
+    shared = shape.tied or shape.mtp > 0
+    for spec in specs:
+        layers = [shape.layers[min(layer, len(shape.layers) - 1)] for layer in spec.layers]
+        dense += sum(layer.dense_parameters(shape.hidden) for layer in layers)
+        experts += sum(layer.expert_parameters(shape.hidden) for layer in layers)
+        dense += spec.embedding * (shape.learned_positions * shape.hidden + shape.embedding * (not shared))
+        join = shape.mtp_join.weights + 3 * shape.hidden
+        dense += spec.head * (shape.mtp * join + shape.other + shape.embedding * (not shape.tied))
+    ends = shape.embedding * (shared and any(spec.embedding or spec.head for spec in specs))
+    return -(-dense // batch.tp), -(-experts // batch.ep), -(-ends // batch.tp)
+
+
+def layer_share(shape: ModelShape, batch: MicroBatch) -> Callable[[Layer], int]:
+    """A function that returns one rank's parameters of a layer."""
+    hidden = shape.hidden
+    return lambda layer: layer.dense_parameters(hidden) // batch.tp + layer.expert_parameters(hidden) // batch.ep
+
+
+def even_stages(shape: ModelShape, num_stages: int) -> tuple[StageSpec, ...]:
+    """Equal numbers of layers on all stages. If that is not possible, the embedding and the head count as a layer each,
+    and a stage may consist of one of them. Modules of multi-token prediction are on the last stage.
+
+    Raises ValueError if the number of layers, or that number + 2, is not a multiple of the number of stages.
+    """
+    layers = len(shape.layers)
+    ends = int(layers % num_stages != 0)
+    each, rest = divmod(layers + 2 * ends, num_stages)
+    if rest:
+        raise ValueError(
+            f"{layers} layers, or {layers + 2} with embedding and head, do not divide into {num_stages} stages"
+        )
+    edges = [min(max(each * s - ends, 0), layers) for s in range(num_stages)] + [layers + shape.mtp]
+    return tuple(
+        StageSpec(range(edges[s], edges[s + 1]), s == 0, s == num_stages - 1, 1 / num_stages) for s in range(num_stages)
+    )
+
+
+def config_of(shape: ModelShape) -> ModelConfig:
+    """A model of this project whose activations have the sizes of `shape`, for planner/activations.py.
+
+    Blocks without a gate have half the inner width here: they save half as many inner activations. Modules of
+    multi-token prediction count as further layers. Windows and positions do not change what is saved.
+    """
+    layers = shape.layers + shape.layers[-1:] * shape.mtp
+    attention = shape.layers[0].attention
+    routed = next((layer for layer in layers if layer.experts), None)
+    dense = max((layer.dense_size // (2 - layer.gated) for layer in layers), default=0)
+    sizes: dict[str, Any] = {}
+    if routed:
+        inner = routed.expert_size // (2 - routed.gated)
+        sizes = {
+            "expert_size": inner, "num_experts": routed.experts, "experts_per_token": routed.top_k,
+            "num_shared_experts": -(-(routed.shared_size // (2 - routed.gated)) // inner),
+            "shared_gate": routed.shared_gate,
+        }  # fmt: skip
+    latents: dict[str, Any] = {
+        "rope_dim": attention.rope_dim,
+        "kv_rank": attention.kv_rank,
+        "value_dim": attention.v_dim,
+    }
+    return ModelConfig(
+        vocab_size=shape.vocab, hidden_size=shape.hidden, num_layers=len(layers), num_dense_layers=0,
+        dense_layers=tuple(index for index, layer in enumerate(layers) if not layer.experts),
+        dense_size=dense or 1, attention=attention.kind, num_heads=attention.heads,
+        num_kv_heads=attention.kv_heads, head_dim=attention.qk_dim - attention.rope_dim, q_rank=attention.q_rank,
+        tied_embeddings=shape.tied, **sizes, **(latents if attention.kind == "mla" else {}),
+    )  # fmt: skip

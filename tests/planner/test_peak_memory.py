@@ -1,0 +1,179 @@
+"""Peak memory of any division: equal to `rank_memory` where this project runs it, and near published peaks."""
+
+import dataclasses
+
+import pytest
+
+from moe_dualpipe.models import PRESETS, ModelConfig, preset, split
+from moe_dualpipe.planner import MicroBatch, peak_memory, rank_memory, read_shape, shape_of
+from moe_dualpipe.planner.peak_memory import config_of, even_stages
+from moe_dualpipe.planner.read_shape import published_models
+from moe_dualpipe.runtime.groups import end_holders
+from moe_dualpipe.schedule import build
+
+ONE = build("1f1b", 1, 2)
+AWKWARD = ModelConfig(
+    vocab_size=37, hidden_size=20, num_layers=9, num_dense_layers=2, num_heads=6, num_kv_heads=3, head_dim=10,
+    qk_norm="head", qkv_bias=True, dense_size=7, expert_size=11, num_experts=6, experts_per_token=3,
+    num_shared_experts=2, shared_gate=True, router_dtype="float32",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name,ranks", [("dualpipe", 4), ("1f1b", 3), ("dualpipev", 2), ("zb1p", 4), ("1f1b", 1)])
+@pytest.mark.parametrize("config", [AWKWARD, dataclasses.replace(AWKWARD, tied_embeddings=True), preset("small")])
+@pytest.mark.parametrize("options", [{}, {"ep": 2, "recompute": "full", "fused_loss": True}, {"recompute": "norms"}])
+def test_the_parts_equal_those_of_a_run(config, name, ranks, options):
+    schedule, batch = build(name, ranks, 8), MicroBatch(2, 16, **options)
+    expected = rank_memory(config, schedule, batch, dp=4)
+    divided, whole = (peak_memory(config, schedule, batch, dp=4, zero=zero) for zero in (True, False))
+    for one, other, undivided in zip(expected, divided, whole, strict=True):
+        parts = one.weights, one.gradients, one.activations
+        assert (other.weights, other.gradients, other.activations) == parts
+        assert undivided.optimizer == one.optimizer
+        replicas = schedule.placement.holders(schedule.placement.stages[one.rank][0])
+        if config.tied_embeddings and one.rank in (ends := end_holders(schedule.placement)):
+            replicas = ends
+        # Runs divide whole tensors: the largest share is at least the even one.
+        assert other.optimizer <= max(expected[r].optimizer_sharded for r in replicas) <= one.optimizer
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_shape_omits_only_details(name):
+    config, batch = PRESETS[name], MicroBatch(1, 512, recompute="norms")
+    (exact,), (shape,) = peak_memory(config, ONE, batch), peak_memory(shape_of(config), ONE, batch)
+    assert dataclasses.replace(shape, activations=0) == dataclasses.replace(exact, activations=0)
+    assert shape.activations == pytest.approx(exact.activations, rel=0.01)
+
+
+GIB = 2**30
+ZERO_BUBBLE = {"zero": False, "dp": 1}
+PEAKS = [
+    # arXiv 2401.10241, table 4: 8 ranks, 24 micro-batches, one layer less on the first and last stage, no flash
+    ("gpt-1.5b", 30e9, "1f1b", 8, MicroBatch(6, 1024, flash=False), ZERO_BUBBLE),
+    ("gpt-1.5b", 32e9, "zb1p", 8, MicroBatch(6, 1024, flash=False), ZERO_BUBBLE),
+    ("gpt-1.5b", 40e9, "interleaved_1f1b", 8, MicroBatch(6, 1024, flash=False), ZERO_BUBBLE),
+    ("gpt-6.2b", 39e9, "1f1b", 8, MicroBatch(3, 1024, flash=False), ZERO_BUBBLE),
+    ("gpt-6.2b", 42e9, "zb1p", 8, MicroBatch(3, 1024, flash=False), ZERO_BUBBLE),
+    ("gpt-6.2b", 48e9, "interleaved_1f1b", 8, MicroBatch(3, 1024, flash=False), ZERO_BUBBLE),
+    # Megatron-Bridge, skills/nemo-mbridge-perf-expert-parallel-overlap: 16 H100, expert parallelism over all
+    ("qwen3-30b-a3b", 62.166 * GIB, "1f1b", 1, MicroBatch(1, 4096, ep=16), {"dp": 16}),
+    # torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: FSDP 32 x TP 8, 512 sequences, full recomputation
+    ("llama3-70b", 71.9 * GIB, "1f1b", 1, MicroBatch(16, 8192, tp=8, recompute="full"), {"dp": 32, "fsdp": True}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("model,peak,name,pp,batch,options", PEAKS)
+def test_published_peaks(model, peak, name, pp, batch, options):
+    shape = read_shape(model)
+    chunks = len(shape.layers) // 8 + 1 if name == "interleaved_1f1b" else None
+    schedule = build(name, pp, 24, chunks)
+    ranks = peak_memory(shape, schedule, batch, stages=even_stages(shape, schedule.num_stages), **options)
+    assert max(rank.total for rank in ranks) == pytest.approx(peak, rel=0.1)
+
+
+@pytest.mark.parametrize("name", [*published_models(), "deepseek-v3"])
+def test_every_published_model_is_counted(name):
+    shape = read_shape(name)
+    schedule = build("1f1b", 2, 4)
+    one, two = (peak_memory(shape, schedule, MicroBatch(1, 2048, tp=tp), dp=2) for tp in (1, 2))
+    assert sum(rank.weights for rank in one) == 2 * (shape.parameters + shape.embedding * shape.tied)
+    for narrow, wide in zip(two, one, strict=True):
+        assert wide.activations / 2 == pytest.approx(narrow.activations, rel=1e-3)
+        assert wide.gradients == 2 * wide.weights
+        dense = wide.weights - narrow.weights
+        assert 0 < dense <= wide.weights / 2
+
+
+def test_divisions_divide():
+    shape, schedule = shape_of(AWKWARD), build("1f1b", 3, 6)
+    plain = peak_memory(shape, schedule, MicroBatch(4, 64), dp=8)
+    context = peak_memory(shape, schedule, MicroBatch(4, 64, cp=2), dp=8)
+    both = peak_memory(shape, schedule, MicroBatch(4, 64, cp=2, tp=2), dp=8)
+    for one, other, third in zip(plain, context, both, strict=True):
+        assert (one.weights, one.gradients) == (other.weights, other.gradients)
+        assert one.optimizer == pytest.approx(2 * other.optimizer, rel=0.01)
+        assert one.activations == pytest.approx(2 * other.activations, rel=0.01)
+        assert one.activations == pytest.approx(4 * third.activations, rel=0.01)
+        assert third.temporary < one.temporary / 3
+    experts = peak_memory(shape, schedule, MicroBatch(4, 64, ep=6), dp=6)
+    spec = split(AWKWARD, 3)[1]
+    held = sum(shape.layers[layer].expert_parameters(20) for layer in spec.layers)
+    assert plain[1].weights - experts[1].weights == 2 * (held - held // 6)
+
+
+def test_precision_zero_and_fsdp():
+    shape, batch = shape_of(AWKWARD), MicroBatch(4, 64)
+    (bf16,), (fp8,), (fp32,) = (peak_memory(shape, ONE, batch, 4, precision) for precision in ("bf16", "fp8", "fp32"))
+    (full,), (fsdp,) = (peak_memory(shape, ONE, batch, 4, **{option: flag}) for option, flag in (
+        ("zero", False), ("fsdp", True)
+    ))  # fmt: skip
+    n = shape.parameters
+    assert (bf16.weights, fp8.weights, fp32.weights) == (2 * n, 3 * n, 4 * n)
+    assert (full.optimizer, bf16.optimizer, fp32.optimizer) == (12 * n, 12 * -(-n // 4), 8 * -(-n // 4))
+    assert bf16.activations / 2 < fp8.activations < bf16.activations < fp32.activations
+    assert fp8.gradients == fp32.gradients == full.gradients == 4 * n
+    assert fsdp.weights == pytest.approx(bf16.weights / 4, rel=0.01)
+    assert fsdp.gradients == pytest.approx(bf16.gradients / 4, rel=0.01)
+    assert fsdp.optimizer == bf16.optimizer
+    largest = max(layer.dense_parameters(20) + layer.expert_parameters(20) for layer in shape.layers)
+    assert fsdp.temporary == bf16.temporary + 4 * largest
+    assert sum(bf16.parts().values()) == bf16.total
+    assert [*bf16.parts()] == ["weights", "gradients", "optimizer", "activations", "temporary"]
+
+
+def test_what_recomputation_and_a_fused_loss_save():
+    shape = read_shape("qwen3-30b-a3b")
+    kinds = [peak_memory(shape, ONE, MicroBatch(1, 4096, recompute=kind))[0] for kind in (
+        "none", "norms", "attention", "full"
+    )]  # fmt: skip
+    assert [k.activations for k in kinds] == sorted((k.activations for k in kinds), reverse=True)
+    assert kinds[3].activations < kinds[0].activations / 3
+    (fused,) = peak_memory(shape, ONE, MicroBatch(1, 4096, fused_loss=True))
+    logits = 4096 * shape.vocab * 4
+    assert kinds[0].activations - fused.activations == pytest.approx(logits, rel=0.01)
+    assert kinds[0].temporary == pytest.approx(2 * logits, rel=0.01)
+
+
+def test_more_micro_batches_need_no_more_memory():
+    shape = shape_of(AWKWARD)
+    for name in ("1f1b", "dualpipe", "zb1p"):
+        few, many = (peak_memory(shape, build(name, 4, n), MicroBatch(1, 16)) for n in (16, 64))
+        assert few == many
+
+
+def test_multi_token_prediction_is_a_further_layer():
+    shape = shape_of(AWKWARD)
+    more = dataclasses.replace(shape, mtp=1)
+    (one,), (two,) = (peak_memory(each, ONE, MicroBatch(1, 16), stages=even_stages(each, 1)) for each in (shape, more))
+    assert two.weights == 2 * more.parameters
+    (same,) = peak_memory(dataclasses.replace(AWKWARD, mtp_layers=1), ONE, MicroBatch(1, 16))
+    assert two == same
+    assert two.activations > one.activations
+    ends = peak_memory(more, build("1f1b", 3, 6), MicroBatch(1, 16))
+    assert sum(rank.weights for rank in ends) == 2 * (more.parameters + more.embedding)  # on the first and last stage
+
+
+@pytest.mark.parametrize("layers,stages,ends", [
+    (8, 4, [2, 4, 6, 8]), (22, 8, [2, 5, 8, 11, 14, 17, 20, 22]), (2, 4, [0, 1, 2, 2]),
+])  # fmt: skip
+def test_even_stages(layers, stages, ends):
+    shape = shape_of(ModelConfig(num_layers=layers, num_dense_layers=layers))
+    specs = even_stages(shape, stages)
+    assert [spec.layers.stop for spec in specs] == ends
+    assert [spec.layers.start for spec in specs] == [0, *ends[:-1]]
+    assert [spec.embedding for spec in specs] == [True] + [False] * (stages - 1)
+    assert [spec.head for spec in specs] == [False] * (stages - 1) + [True]
+    schedule = build("1f1b", stages, 8)
+    weights = [rank.weights for rank in peak_memory(shape, schedule, MicroBatch(1, 16), stages=specs)]
+    assert sum(weights) == 2 * shape.parameters
+
+
+def test_layers_that_do_not_divide():
+    with pytest.raises(ValueError, match="9 layers, or 11 with embedding and head, do not divide into 4 stages"):
+        even_stages(shape_of(AWKWARD), 4)
+
+
+def test_a_block_without_a_gate_saves_half_of_its_inner_activations():
+    config = config_of(read_shape("gpt3-175b"))
+    assert (config.dense_size, config.num_heads, config.head_dim) == (2 * 12288, 96, 128)
+    assert config_of(read_shape("gpt-oss-20b")).expert_size == 2880
