@@ -21,6 +21,7 @@ ALLOWED = {
     "checkpoint": {"expert_parallel", "runtime", "models", "storage", "data"},
     "health": {"schedule", "overlap", "runtime"},
     "cluster": {"runtime"},
+    "calibration": {"kernels", "planner"},
     "inference": {"schedule", "runtime", "models"},
     "profiler": {"schedule", "overlap", "expert_parallel", "runtime", "models"},
     "drawing": {"schedule", "overlap", "profiler", "planner", "cluster"},

@@ -65,17 +65,22 @@ class Device:
     sources: Mapping[str, str]
     """Where the numbers come from, by key."""
 
+    @property
+    def wide(self) -> str:
+        """The precision of what is never computed in 8 bits, such as attention: bf16, or fp32 on a CPU."""
+        return "bf16" if self.peak.get("bf16") is not None else next(name for name, rate in self.peak.items() if rate)
+
     def efficiency(self, kind: str, precision: str, flops: float) -> float:
         """Share of the peak that a launch of `flops` FLOPs reaches.
 
-        kind: one of KINDS. precision: a key of `peak`; attention without a curve for fp8 or mxfp8 runs in bf16, and the
-        share is of the bf16 peak. Raises ValueError if the device does not compute in this precision.
+        kind: one of KINDS. precision: a key of `peak`; attention without a curve for it runs in `wide`, and the share
+        is of that peak. Raises ValueError if the device does not compute in this precision.
 
         Example: with the curve [[1e9, 0.2], [1e11, 0.6]], 1e10 FLOPs reach 0.4.
         """
         curves = self.curves[kind]
         if kind.startswith("attention") and precision not in curves:
-            precision = "bf16"
+            precision = self.wide
         if self.peak.get(precision) is None or precision not in curves:
             able = [name for name, rate in self.peak.items() if rate is not None and name in curves]
             raise ValueError(f"{self.name} does not compute in {printable(precision, 40)}: choose {' or '.join(able)}")
