@@ -212,7 +212,7 @@ def test_a_closed_pipe_is_not_an_error():
     ("schedule shwo", "Unrecognized options: shwo. Available subcommands: show, compare, check"),
     ("schedule show dualpipe --rank 4", "Unrecognized options: --rank, 4. Perhaps you meant: --ranks {None}|INT"),
     ("schedule compare", "Missing from moe-dualpipe schedule compare: --stages INT --micro-batches INT"),
-    ("generate", "Missing from moe-dualpipe generate: RUN Folder of a run (its newest checkpoint is used), of a "
+    ("generate", "Missing from moe-dualpipe generate: RUN Folder or URL of a run (its newest checkpoint is used), of a "
      "checkpoint, or from `moe-dualpipe export`. (required)"),
     ("schedule compare --stages x --micro-batches 3",
      "Error parsing --stages: invalid literal for int() with base 10: 'x'"),

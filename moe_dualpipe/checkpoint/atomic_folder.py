@@ -5,8 +5,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from .. import storage
+from ..messages import printable
 from .manifest import EXPORT_FILE, ExportManifest, FileChecksum
 from .places import hidden, sync, write_synced
+from .save import UPLOAD
+
+LAST_FILE = "config.json"
+"""What a folder of weights is recognized by, so it is uploaded last."""
 
 
 @contextmanager
@@ -15,7 +21,8 @@ def new_folder(folder: Path, checksums: bool = False) -> Iterator[Path]:
 
     checksums: also add checksums.json, which `verify_export` reads.
 
-    After an error, the hidden folder is removed. If the process is killed, it remains until the next call.
+    folder: may stand for a URL. Then the files are uploaded, config.json as the last: without it, the folder holds no
+    model. After an error, the hidden folder is removed. If the process is killed, it remains until the next call.
     """
     unfinished = hidden(folder, "unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -28,9 +35,34 @@ def new_folder(folder: Path, checksums: bool = False) -> Iterator[Path]:
         if checksums:
             manifest = ExportManifest({path.name: FileChecksum.of_file(path) for path in files})
             write_synced(unfinished / EXPORT_FILE, manifest.encode())
+        if storage.url_of(folder) is not None:
+            upload_files(unfinished, folder)
+            upload_files(unfinished, folder, last=True)
+            shutil.rmtree(unfinished, ignore_errors=True)
+            return
         sync(unfinished)
         unfinished.rename(folder)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     sync(folder.parent)
+
+
+def is_there(folder: Path) -> bool:
+    """Whether there is something at `folder`; on a store, a model that is complete."""
+    return storage.exists(folder if storage.url_of(folder) is None else folder / LAST_FILE)
+
+
+def check_new(folder: Path) -> None:
+    """Raise ValueError if there is something at `folder`."""
+    if is_there(folder):
+        raise ValueError(f"{printable(folder)} already exists: choose another folder")
+
+
+def upload_files(local: Path, folder: Path, last: bool = False) -> None:
+    """Upload the files in `local` to the URL that `folder` stands for: config.json if `last`, or else the others."""
+    url = storage.url_of(folder)
+    assert url is not None
+    for path in sorted(local.iterdir()):
+        if (path.name == LAST_FILE) == last:
+            storage.upload_file(path, url / path.name, UPLOAD)

@@ -110,6 +110,9 @@ def verify_export(folder: Path, *required: str) -> int:
         saved = read_file(path)
         manifest = ExportManifest(_files(saved))
         _check_description(saved, manifest, *required)
+    for name, expected in manifest.files.items():
+        if storage.exists(folder / name):
+            storage.fetch(folder / name, expected.crc32)
     _verify_files(folder, manifest.files, follow_links=True)
     return manifest.checksum
 

@@ -1,11 +1,11 @@
 """Load the model and the tokenizer of a run, a checkpoint, an export, or a published model."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Literal
 
 import torch
 
+from .. import storage
 from ..data import Tokenizer, find_tokenizer
 from ..messages import printable
 from ..models import TransformerStage
@@ -21,16 +21,18 @@ def open_model(
 ) -> tuple[TransformerStage, Tokenizer]:
     """Load a model with its tokenizer, on a device, for inference.
 
-    path: the folder of a run (its newest checkpoint is used), of a checkpoint, from `moe-dualpipe export`, or of a
-    published model in Hugging Face's format.
+    path: the folder, or URL, of a run (its newest checkpoint is used), of a checkpoint, from `moe-dualpipe export`, or
+    of a published model in Hugging Face's format.
     own_layers: the model's own layers, as for `load_model`. device: cpu (in fp32), cuda (in bf16), or auto: cuda if
     there is a GPU.
 
     Raises ValueError for a folder without a model, for one that is broken, and for wrong `own_layers`.
     """
     chosen = torch.device(choose_device(device, count_gpus(), 1))
-    exported = Path(path, CONFIG_FILE).is_file()
-    folder = Path(path) if exported else find_checkpoint(path)
+    folder = storage.local_path(path)
+    storage.open_folder(folder)
+    exported = (folder / CONFIG_FILE).is_file()
+    folder = folder if exported else find_checkpoint(path)
     dtype = torch.float32 if chosen.type == "cpu" else torch.bfloat16
     if exported and is_published(folder):
         if named := [field for field, layer in (own_layers or {}).items() if layer is not None]:

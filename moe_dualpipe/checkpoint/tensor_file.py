@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..data import DataFile
 from ..messages import printable, quoted
+from ..storage import RangedFile, url_of
 from ..strict_json import parse
 from .manifest import MAX_DIMS, reading, valid_count
 
@@ -64,7 +65,7 @@ class TensorFile:
 
     def __init__(self, path: Path):
         self.path = path
-        with DataFile(path) as file:
+        with _open(path) as file:
             self._status = file.status
             length = _header_length(path, file.read(0, min(file.size, _LENGTH_BYTES)), file.size)
             header = file.read(_LENGTH_BYTES, length)
@@ -73,8 +74,14 @@ class TensorFile:
 
     def read(self, first: int, buffer: Tensor) -> None:
         """Fill `buffer`, a CPU tensor of uint8, with the bytes from offset `first`."""
-        with DataFile(self.path, self._status) as file:
+        with _open(self.path, self._status) as file:
             file.read_into(first, buffer.numpy().data)
+
+
+def _open(path: Path, expected: Any = None) -> DataFile | RangedFile:
+    """A local file, or one on a store, of which only parts are read. expected: its status."""
+    ranged = url_of(path) is not None and not path.exists()
+    return RangedFile(path, expected) if ranged else DataFile(path, expected)
 
 
 def _header_length(path: Path, start: bytes, size: int) -> int:

@@ -7,7 +7,6 @@ Folders are not trusted. The index may name only files in its own folder, and mu
 be symbolic links, as in the cache of huggingface_hub. Pickles are refused.
 """
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..messages import plural, printable, quoted
+from ..storage import exists, sizes_of
 from ..strict_json import read_file
 from .manifest import reading, valid_file_name
 from .tensor_file import TensorEntry, TensorFile
@@ -33,9 +33,9 @@ class TensorFolder:
 
     def __init__(self, folder: Path):
         self.folder, self.bytes_read = folder, 0
-        if os.path.lexists(folder / SINGLE_FILE):
+        if exists(folder / SINGLE_FILE):
             files = [TensorFile(folder / SINGLE_FILE)]
-        elif os.path.lexists(folder / INDEX_FILE):
+        elif exists(folder / INDEX_FILE):
             files = _read_shards(folder / INDEX_FILE)
         else:
             raise ValueError(_why_no_weights(folder))
@@ -75,7 +75,7 @@ def _read_shards(index: Path) -> list[TensorFile]:
         if not isinstance(value, dict) or not isinstance(listed := value.get("weight_map"), dict):
             raise ValueError("it has no weight_map")
         names = dict.fromkeys(map(valid_file_name, listed.values()))
-        if missing := [name for name in names if not os.path.lexists(index.with_name(name))]:
+        if missing := [name for name in names if not exists(index.with_name(name))]:
             more = f", and {plural(len(missing) - 1, 'more file')}" if len(missing) > 1 else ""
             raise ValueError(
                 f"it lists {printable(missing[0], 60)}{more}, not found: download or copy the folder again"
@@ -96,7 +96,7 @@ def _read_shards(index: Path) -> list[TensorFile]:
 
 def _why_no_weights(folder: Path) -> str:
     with reading(folder):
-        found = sorted(path.name for path in folder.iterdir() if path.suffix in {*_PICKLES, ".safetensors"})
+        found = [name for name in sizes_of(folder) if Path(name).suffix in {*_PICKLES, ".safetensors"}]
     shown = printable(folder)
     if found and not any(name.endswith(".safetensors") for name in found):
         way = f"AutoModelForCausalLM.from_pretrained({shown!r}).save_pretrained({shown + '-safetensors'!r})"

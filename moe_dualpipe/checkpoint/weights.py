@@ -26,7 +26,7 @@ from ..messages import printable
 from ..models import TransformerStage, build_model
 from ..models.layer_class import Factory
 from ..runtime.shared_errors import gather_objects
-from .atomic_folder import new_folder
+from .atomic_folder import check_new, new_folder
 from .load import load_checkpoint
 from .manifest import read_manifest, read_tensor_metadata
 from .model_options import check_sizes, model_config, with_named_layers
@@ -80,8 +80,7 @@ def export_weights(checkpoint: Path, folder: Path, **own_layers: OwnLayer) -> in
     Holds one copy of the weights in memory. Raises ValueError if the checkpoint is unreadable or `folder` exists, and
     OSError if it could not be written; then nothing is left of it.
     """
-    if folder.exists():
-        raise ValueError(f"{folder} already exists: choose another folder")
+    check_new(folder)
     model = load_model(checkpoint, **own_layers)
     weights = global_weights(model)
     total = sum(tensor.nbytes for tensor in weights.values())
@@ -96,7 +95,7 @@ def export_weights(checkpoint: Path, folder: Path, **own_layers: OwnLayer) -> in
             if (tokenizer := checkpoint / TOKENIZER_FILE).is_file():
                 shutil.copyfile(tokenizer, unfinished / TOKENIZER_FILE)
     except OSError as error:
-        raise OSError(f"{folder} could not be written: {error}") from None
+        raise OSError(f"{printable(folder)} could not be written: {printable(error, 1000)}") from None
     return sum(tensor.numel() for tensor in weights.values())
 
 

@@ -17,6 +17,7 @@ from ..expert_parallel.parameters import older_names
 from ..messages import printable
 from ..models import ModelConfig, TransformerStage, build_model
 from ..runtime.shared_errors import gather_objects
+from ..storage import StorageError, exists
 from ..strict_json import read_named
 from .huggingface import PublishedModel
 from .load import check_on_all_ranks, check_shapes, model_differences, with_older_names
@@ -148,7 +149,7 @@ def check_weights(folder: Path, model: ModelConfig, partial: bool = False) -> li
     if not folder.is_dir():
         raise ValueError(f"--weights {printable(folder)} is not a folder")
     opened = open_weights(folder)
-    if not (folder / CONFIG_FILE).is_file() or not any(map(Path.is_file, (folder / WEIGHTS_FILE, folder / INDEX_FILE))):
+    if not (folder / CONFIG_FILE).is_file() or not any(map(exists, (folder / WEIGHTS_FILE, folder / INDEX_FILE))):
         raise ValueError(
             f"--weights {printable(folder)} must hold {CONFIG_FILE} and {WEIGHTS_FILE}: give a folder from "
             "moe-dualpipe export, or of a published model"
@@ -202,7 +203,7 @@ def _load_on_all_ranks(
         opened = open_weights(folder)
         checksum = opened.checksum
         names = _load(opened, {n: t for n, t in state.items() if n.startswith(PREFIX)}, older, partial)
-    except ValueError as error:
+    except (ValueError, StorageError) as error:
         fault = str(error)
     different = f"the ranks found different weights at {folder}: --weights needs a shared path, or equal copies"
     check_on_all_ranks(fault, checksum, different)  # a weight may be missing on one rank only

@@ -8,14 +8,15 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from ..messages import LARGEST, check_range, printable
+from ..storage import is_url
 
 
 @dataclass(frozen=True)
 class Balance:
     """Place experts by their measured load, with copies of those with the most, and show how even the GPUs become."""
 
-    run_or_file: Positional[Annotated[Path, arg(metavar="RUN|FILE", help=(
-        "Folder of a run or of a checkpoint, or a JSON file with \"loads\", a list of numbers for each layer."
+    run_or_file: Positional[Annotated[str, arg(metavar="RUN|FILE", help=(
+        "Folder or URL of a run or of a checkpoint, or a JSON file with \"loads\", a list of numbers for each layer."
     ))]]  # fmt: skip
     gpus: int = 8
     """Number of GPUs that share the experts of a layer."""
@@ -56,9 +57,9 @@ class Balance:
         from ..checkpoint import find_checkpoint
         from ..planner.placement import LOADS_FILE
 
-        if not self.run_or_file.is_dir():
-            return self.run_or_file
-        checkpoint = find_checkpoint(str(self.run_or_file))
+        if not is_url(self.run_or_file) and not Path(self.run_or_file).is_dir():
+            return Path(self.run_or_file)
+        checkpoint = find_checkpoint(self.run_or_file)
         if not (file := checkpoint / LOADS_FILE).is_file():
             raise ValueError(f"{printable(checkpoint)} has no {LOADS_FILE}: its model has no experts, or it is older")
         return file

@@ -46,8 +46,8 @@ class Eval:
     """Evaluate a model: its perplexity on text (--data), or tasks of lm-evaluation-harness (--tasks)."""
 
     model: Positional[Annotated[str, arg(metavar="RUN")]]
-    """Folder of a run (its newest checkpoint is used), of a checkpoint, from `moe-dualpipe export`, or of a published
-    model in Hugging Face's format."""
+    """Folder or URL of a run (its newest checkpoint is used), of a checkpoint, from `moe-dualpipe export`, or of a
+    published model in Hugging Face's format."""
     data: str | None = None
     """Text: a file, a folder, a glob, a .jsonl file, or "stdlib"; or token ids: a .bin file, or a folder written by
     `moe-dualpipe data prepare`, whose held-out text is used."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
 from ..messages import plural, printable
+from ..storage import Url, is_url, sizes_of, staged_folder
 from .own_layers import NO_OWN_LAYERS, OwnLayers
 
 if TYPE_CHECKING:
@@ -21,9 +22,9 @@ class Export:
     read Hugging Face's format, such as transformers, vLLM and SGLang."""
 
     run_or_checkpoint: Positional[Annotated[str, arg(metavar="RUN")]]
-    """Folder of a run (its newest checkpoint is used) or of a checkpoint."""
-    out: Path
-    """Folder to write; it must not exist."""
+    """Folder or URL of a run (its newest checkpoint is used) or of a checkpoint."""
+    out: Annotated[str, arg(metavar="PATH")]
+    """Folder to write, or a URL (docs/storage.md); it must not exist."""
     to: Literal["moe-dualpipe", "huggingface"] = "moe-dualpipe"
     """Format of the folder."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -47,9 +48,9 @@ class Export:
                 raise ValueError(f"--{option} needs --to huggingface: without it, export writes one file in fp32")
         from ..checkpoint import WEIGHTS_FILE, export_weights, find_checkpoint
 
-        found = find_checkpoint(self.run_or_checkpoint)
-        count = export_weights(found, self.out, **self.layers.named())
-        size = (self.out / WEIGHTS_FILE).stat().st_size
+        found, out = find_checkpoint(self.run_or_checkpoint), self._folder()
+        count = export_weights(found, out, **self.layers.named())
+        size = sizes_of(out)[WEIGHTS_FILE]
         sizes = f"{count / 1e6:.2f} M parameters in fp32, {size / 1e6:.1f} MB"
         print(f"{printable(found)} -> {printable(self.out)}: {sizes}")
 
@@ -61,10 +62,13 @@ class Export:
         dtype = DTYPES[self.dtype] if self.dtype else None
         plan = plan_checkpoint_export(found, dtype, self.architecture or "")
         print(f"{printable(found)} -> {printable(self.out)}", _described(plan, self.max_shard_size), sep="\n")
-        plan.write(self.out, self.max_shard_size)
-        files = sorted(self.out.iterdir())
-        size = sum(path.stat().st_size for path in files)
-        print(f"wrote {plural(len(files), 'file')}, {_size(size)}: {_names([path.name for path in files])}")
+        out = self._folder()
+        plan.write(out, self.max_shard_size)
+        files = sizes_of(out)
+        print(f"wrote {plural(len(files), 'file')}, {_size(sum(files.values()))}: {_names([*files])}")
+
+    def _folder(self) -> Path:
+        return staged_folder(Url(self.out)) if is_url(self.out) else Path(self.out)
 
 
 def _described(plan: "Plan", max_shard_size: str) -> str:

@@ -14,7 +14,7 @@ class Generate:
     """Continue a prompt with the model of a run, which may still be training."""
 
     run_or_checkpoint: Positional[Annotated[str, arg(metavar="RUN")]]
-    """Folder of a run (its newest checkpoint is used), of a checkpoint, or from `moe-dualpipe export`."""
+    """Folder or URL of a run (its newest checkpoint is used), of a checkpoint, or from `moe-dualpipe export`."""
     prompt: str = "\n"
     """Start of the text."""
     tokens: int = 200

@@ -5,15 +5,16 @@ A local path never comes here: it keeps its code. A URL is represented by a loca
 """
 
 from .blocks import BlockCache, RemoteFile
-from .copies import drop, exists, fetch, open_folder, size_of
+from .copies import drop, exists, fetch, open_folder, size_of, sizes_of
 from .errors import StorageError
+from .ranges import RangedFile
 from .stand_in import local_path, staged_folder, url_of
 from .store import QUICK, Patience, delete, delete_folder, info, list_folder, read, write
 from .upload import abort_uploads, upload_file
 from .urls import Url, is_url
 
 __all__ = [
-    "QUICK", "BlockCache", "Patience", "RemoteFile", "StorageError", "Url", "abort_uploads", "delete", "delete_folder",
-    "drop", "exists", "fetch", "info", "is_url", "list_folder", "local_path", "open_folder", "read", "size_of",
-    "staged_folder", "upload_file", "url_of", "write",
+    "QUICK", "BlockCache", "Patience", "RangedFile", "RemoteFile", "StorageError", "Url", "abort_uploads", "delete",
+    "delete_folder", "drop", "exists", "fetch", "info", "is_url", "list_folder", "local_path", "open_folder", "read",
+    "size_of", "sizes_of", "staged_folder", "upload_file", "url_of", "write",
 ]  # fmt: skip

@@ -51,11 +51,17 @@ def fetch(path: Path, crc32: int | None = None) -> Path:
     """
     if (url := url_of(path)) is None:
         return path
-    entry = _opened.get(path.parent, {}).get(path.name) or info(url)
-    if entry is None:
+    if (entry := entry_of(path)) is None:
         raise StorageError(f"{url}: there is no such file")
     _copy(path, url, entry, crc32)
     return path
+
+
+def entry_of(path: Path) -> Entry | None:
+    """What the store said of a file when its folder was opened, or says now; None if it is not there, or no URL."""
+    if (url := url_of(path)) is None:
+        return None
+    return _opened[path.parent].get(path.name) if path.parent in _opened else info(url)
 
 
 def drop(folder: Path, names: Iterable[str]) -> None:
@@ -82,11 +88,14 @@ def size_of(path: Path) -> int | None:
 
 def exists(path: Path) -> bool:
     """Whether there is a file, or a link, on this machine or on the store. Raises StorageError."""
-    if (url := url_of(path)) is None:
-        return os.path.lexists(path)
-    if path.parent in _opened:
-        return path.name in _opened[path.parent]
-    return info(url) is not None
+    return os.path.lexists(path) if url_of(path) is None else entry_of(path) is not None
+
+
+def sizes_of(folder: Path) -> dict[str, int]:
+    """The files in a folder, on this machine or on the store: name -> bytes. Raises OSError."""
+    if (url := url_of(folder)) is None:
+        return {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
+    return {name: entry.size for name, entry in sorted(list_folder(url).items()) if not entry.is_folder}
 
 
 def _stamp_file(path: Path) -> Path:

@@ -130,7 +130,7 @@ class CheckpointConfig:
     resume: OptionalStr = None
     """Resume from the newest checkpoint of this run, or from this checkpoint. A folder or a URL."""
     weights: OptionalStr = None
-    """Start a new run from the weights in this folder: a published model in Hugging Face's format, or a folder that
+    """Start a new run from the weights in this folder or URL: a published model in Hugging Face's format, or what
     `moe-dualpipe export` wrote."""
     weights_partial: bool = False
     """With --weights: load the weights that fit the model by name and shape. Others keep their initial values."""
@@ -139,7 +139,7 @@ class CheckpointConfig:
     keep: OptionalInt = 3
     """Number of checkpoints to keep. None: all."""
     export: OptionalStr = None
-    """At the end, write the model into this new folder in Hugging Face's format (docs/checkpoints.md)."""
+    """At the end, write the model into this new folder or URL in Hugging Face's format (docs/checkpoints.md)."""
     save_async: bool = True
     """Continue training while a checkpoint is written. Needs main memory for a copy of weights and moments."""
     staging: OptionalStr = None

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from .. import storage
-from ..checkpoint import Saver, SaveResult
+from ..checkpoint import Saver, SaveResult, find_checkpoint
 from ..checkpoint.huggingface import companion_files, plan_checkpoint_export
 from ..data import tokenizer_files
 from ..health.deadline import Deadline
@@ -24,7 +24,7 @@ from ..runtime.groups import init_world
 from ..runtime.launch import Launch
 from ..runtime.shared_errors import build_on_all_ranks
 from ..runtime.topology import place
-from . import restart
+from . import restart, store_run
 from .command_line import exit_on_invalid_option
 from .config import TrainConfig
 from .memory import check_memory
@@ -235,8 +235,10 @@ class TrainingRun:
             return
         try:
             with self.trainer.progress.during(SAVING):
+                if storage.url_of(checkpoint) is not None:  # its local files were removed after the upload
+                    checkpoint = find_checkpoint(str(checkpoint))
                 plan = plan_checkpoint_export(checkpoint)
-                plan.write(Path(folder))
+                plan.write(store_run.folder_of(store_run.location(folder), self.config.checkpoint.staging))
         except (ValueError, OSError) as error:
             self.reporter.fail(f"--export {printable(folder)}: {error}")
         self.reporter.say(

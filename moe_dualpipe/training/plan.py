@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .. import storage
 from ..checkpoint import check_model, check_weights, find_checkpoint, is_published, start_tokenizer
+from ..checkpoint.atomic_folder import is_there
 from ..checkpoint.huggingface import companions_of, find_architecture, read_companions
 from ..data import (
     BYTES,
@@ -144,7 +145,7 @@ def _check_export(config: TrainConfig) -> None:
     folder = config.checkpoint.export
     if not folder:
         return
-    if Path(folder).exists():
+    if is_there(store_run.folder_of(store_run.location(folder), config.checkpoint.staging)):
         raise ValueError(f"--export {printable(folder)} already exists: choose another folder")
     try:
         find_architecture(config.model)

@@ -5,13 +5,13 @@ B sequences, S positions, L layers, E experts.
 
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from .. import storage
 from ..checkpoint import PartialLoad, load_checkpoint, load_tensors, load_weights, load_weights_in_part
 from ..expert_parallel.parameters import older_names
 from ..health.heartbeat import Progress
@@ -89,7 +89,8 @@ class Trainer:
             self.optimizer.after_load(0)
         elif config.checkpoint.weights:
             load = load_weights_in_part if config.checkpoint.weights_partial else load_weights
-            self.partial = load(Path(config.checkpoint.weights), self.state(), older_names(self.stages.values()))
+            folder = storage.local_path(config.checkpoint.weights, config.checkpoint.staging)
+            self.partial = load(folder, self.state(), older_names(self.stages.values()))
             self.optimizer.after_load(0)
         self.places = self._place_experts()
         self.utilisation = utilisation(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -42,12 +43,13 @@ before the request is passed on, or None. It may also wait."""
 
 @dataclass
 class ObjectStore:
-    """requests: all that came. fault: what is asked about each of them."""
+    """requests: all that came. fault: what is asked about each of them. bytes_read: the content that was sent back."""
 
     endpoint: str
     server: str
     requests: list[Request] = field(default_factory=list)
     fault: Fault = lambda _: None
+    bytes_read: int = 0
 
     def client(self) -> Any:
         """A client that does not pass through the proxy."""
@@ -65,8 +67,17 @@ class ObjectStore:
     def put(self, key: str, data: bytes) -> None:
         self.client().put_object(Bucket=BUCKET, Key=key, Body=data)
 
+    def put_folder(self, folder: Path, key: str) -> None:
+        for path in folder.rglob("*"):
+            if path.is_file():
+                self.put(f"{key}/{path.relative_to(folder)}", path.read_bytes())
+
+    def written(self) -> list[str]:
+        """The names of the files that were written, in this order, without parts of files."""
+        return [request.path.rpartition("/")[2] for request in self.requests if request.method == "PUT"]
+
     def reset_faults(self) -> None:
-        self.fault = lambda _: None
+        self.fault, self.bytes_read = lambda _: None, 0
         self.requests.clear()
 
     def reset(self) -> None:
@@ -77,7 +88,7 @@ class ObjectStore:
         for one in client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", []):
             client.abort_multipart_upload(Bucket=BUCKET, Key=one["Key"], UploadId=one["UploadId"])
         forget()
-        self.requests.clear()
+        self.reset_faults()
 
 
 def _handler(served: ObjectStore, port: int) -> type[BaseHTTPRequestHandler]:
@@ -100,6 +111,7 @@ def _handler(served: ObjectStore, port: int) -> type[BaseHTTPRequestHandler]:
             connection.request(self.command, self.path, body, headers | {"Content-Length": str(len(body))})
             answer = connection.getresponse()
             data, got = answer.read(), dict(answer.getheaders())
+            served.bytes_read += len(data) * (self.command == "GET" and "?" not in self.path)
             connection.close()
             if self.command == "HEAD":
                 self._answer(answer.status, got, b"", int(got.get("Content-Length", 0)))

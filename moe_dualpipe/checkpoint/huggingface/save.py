@@ -8,6 +8,7 @@ files are on disk.
 import dataclasses
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,11 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from ... import storage
 from ...data import TOKENIZER_FILE, Tokenizer, find_tokenizer
 from ...messages import plural, printable
 from ...models import ModelConfig, TransformerStage
 from ...runtime.shared_errors import gather_objects
-from ..atomic_folder import new_folder
+from ..atomic_folder import check_new, new_folder, upload_files
 from ..load import read_tensor
 from ..manifest import read_manifest, read_tensor_metadata
 from ..model_options import model_config
@@ -77,7 +79,8 @@ class Export:
         return len(TensorWriter(Path(), self.shapes, max_shard_size).files)
 
     def write(self, folder: Path, max_shard_size: int | str = "5GB") -> None:
-        """Write the files into the new folder `folder`. Collective: ranks write different shards.
+        """Write the files into the new folder `folder`, which may stand for a URL. Collective: ranks write different
+        shards.
 
         Raises ValueError on all ranks if `folder` exists or a tensor cannot be read, and OSError if a file cannot be
         written. After an error, the unfinished folder is removed.
@@ -85,8 +88,10 @@ class Export:
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         with ExitStack() as stack:
             with _on_all_ranks():
-                if os.path.lexists(folder):
-                    raise ValueError(f"{printable(folder)} already exists: choose another folder")
+                check_new(folder)
+            if storage.url_of(folder) is not None:
+                self._upload(folder, max_shard_size, (rank, size))
+                return
             with _on_all_ranks():
                 if rank == 0:
                     stack.enter_context(new_folder(folder))
@@ -94,6 +99,20 @@ class Export:
                 self._write_share(hidden(folder, "unfinished"), max_shard_size, (rank, size))
             with _on_all_ranks():
                 stack.close()  # renames the folder
+
+    def _upload(self, folder: Path, max_shard_size: int | str, share: tuple[int, int]) -> None:
+        """Write a share of the files into a folder of this rank, and upload them."""
+        own = hidden(folder, f"rank-{share[0]}")
+        try:
+            with _on_all_ranks():
+                shutil.rmtree(own, ignore_errors=True)
+                own.mkdir(parents=True)
+                self._write_share(own, max_shard_size, share)
+                upload_files(own, folder)
+            with _on_all_ranks():
+                upload_files(own, folder, last=True)
+        finally:
+            shutil.rmtree(own, ignore_errors=True)
 
     def _write_share(self, folder: Path, max_shard_size: int | str, share: tuple[int, int]) -> None:
         writer = TensorWriter(folder, self.shapes, max_shard_size, share)
