@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_dualpipe.expert_parallel import Combined, ExpertParallel, Pending, Received, Route
+from moe_dualpipe.expert_parallel.slots import Slots, find_slots
 from moe_dualpipe.kernels.backend import Kernels
 from moe_dualpipe.kernels.fuse import fuse
 from moe_dualpipe.kernels.permute import permute, unpermute
@@ -31,13 +32,13 @@ class MoE(Segmented):
     """Routed experts of block `layer`, spread over ranks by `expert_parallel`, plus shared experts on every rank.
 
     The initial weights of an expert depend only on `layer`, its id and the seed, not on its rank.
-    `load_E` counts the tokens of each expert in training since the last `take_load`. `slot_of_E` has the slot of each
-    expert, the id by which `expert_parallel` knows it; None: its own id.
+    `load_E` counts the tokens of each expert in training since the last `take_load`. `slots` has the ids by which
+    `expert_parallel` knows the experts; None: their own ids.
     """
 
     compiled: bool = False
     load_E: Tensor
-    slot_of_E: Tensor | None = None
+    slots: Slots | None = None
     router: Any
 
     def __init__(
@@ -95,17 +96,11 @@ class MoE(Segmented):
         return (combined,) if shared is None else (combined, shared)
 
     def prepare(self, ids_TK: Tensor) -> Route:
-        if self.slot_of_E is not None:
-            ids_TK = self.slot_of_E[ids_TK]
-        return self.expert_parallel.prepare(ids_TK)
+        return self.expert_parallel.prepare(ids_TK if self.slots is None else self.slots.of(ids_TK))
 
     def place(self, experts: Sequence[int]) -> None:
-        """Say which expert is in each slot; the ranks have consecutive slots. The weights must be moved as well."""
-        if list(experts) == [*range(len(experts))]:
-            self.slot_of_E = None
-            return
-        slots = torch.tensor([*experts]).argsort().tolist()
-        self.slot_of_E = torch.tensor([*slots, -1], device=self.load_E.device)  # -1 chooses no expert
+        """Say which expert is in each slot of all ranks (`find_slots`). The weights must be moved as well."""
+        self.slots = find_slots(experts, self.expert_parallel.local_experts, self.load_E.device)
 
     def count(self, ids_TK: Tensor, losses_L: Tensor | None = None) -> None:
         """Add a batch to the load and the losses. Call it once per batch, also if routing is recomputed in backward."""

@@ -5,7 +5,7 @@ A checkpoint does not depend on the parallel layout of its run: any number of ra
 
 from .load import check_model, find_checkpoint, load_checkpoint
 from .manifest import RUN_FILE, Manifest, read_manifest, read_tensor_metadata, verify_checkpoint
-from .model_folder import open_model
+from .model_folder import find_model, load_spread_model, open_model
 from .partial import PartialLoad
 from .places import list_checkpoints
 from .save import SaveError, Saver, SaveResult, save_checkpoint
@@ -27,7 +27,8 @@ from .weights_folder import (
 
 __all__ = [
     "RUN_FILE", "WEIGHTS_FILE", "Manifest", "PartialLoad", "SaveError", "SaveResult", "Saver", "check_model",
-    "check_weights", "export_weights", "find_checkpoint", "is_published", "list_checkpoints", "load_checkpoint",
-    "load_model", "load_tensors", "load_weights", "load_weights_in_part", "model_of", "open_model", "open_weights",
-    "read_manifest", "read_tensor_metadata", "save_checkpoint", "start_tokenizer", "verify_checkpoint",
+    "check_weights", "export_weights", "find_checkpoint", "find_model", "is_published", "list_checkpoints",
+    "load_checkpoint", "load_model", "load_spread_model", "load_tensors", "load_weights", "load_weights_in_part",
+    "model_of", "open_model", "open_weights", "read_manifest", "read_tensor_metadata", "save_checkpoint",
+    "start_tokenizer", "verify_checkpoint",
 ]  # fmt: skip

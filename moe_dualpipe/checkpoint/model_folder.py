@@ -1,19 +1,23 @@
 """Load the model and the tokenizer of a run, a checkpoint, an export, or a published model."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Literal
 
 import torch
 
 from .. import storage
 from ..data import Tokenizer, find_tokenizer
+from ..expert_parallel import ExpertParallel
 from ..messages import printable
-from ..models import TransformerStage
+from ..models import ModelConfig, MoE, TransformerStage, build_model
+from ..models.expert_slots import names_by_expert
 from ..runtime.launch import choose_device, count_gpus
 from .huggingface import from_pretrained
-from .load import find_checkpoint
-from .weights import CONFIG_FILE, OwnLayer, load_model
-from .weights_folder import is_published, load_exported, start_tokenizer
+from .load import find_checkpoint, load_checkpoint
+from .manifest import RUN_FILE
+from .weights import CONFIG_FILE, PREFIX, OwnLayer, global_weights, load_model, saved_model
+from .weights_folder import exported_model, is_published, load_exported, load_weights, model_of, start_tokenizer
 
 
 def open_model(
@@ -29,17 +33,62 @@ def open_model(
     Raises ValueError for a folder without a model, for one that is broken, and for wrong `own_layers`.
     """
     chosen = torch.device(choose_device(device, count_gpus(), 1))
-    folder = storage.local_path(path)
-    storage.open_folder(folder)
-    exported = (folder / CONFIG_FILE).is_file()
-    folder = folder if exported else find_checkpoint(path)
+    folder, exported, published = _find_folder(path, own_layers)
     dtype = torch.float32 if chosen.type == "cpu" else torch.bfloat16
-    if exported and is_published(folder):
-        if named := [field for field, layer in (own_layers or {}).items() if layer is not None]:
-            raise ValueError(
-                f"{printable(folder)} is a published model, without layers of your own: leave out --{named[0]}"
-            )
+    if published:
         model = from_pretrained(folder, dtype).to(chosen)
         return model, start_tokenizer(folder, model.config.vocab_size)
     model = (load_exported if exported else load_model)(folder, **(own_layers or {}))
     return model.to(chosen, dtype), find_tokenizer(folder)
+
+
+def _find_folder(path: str, own_layers: Mapping[str, OwnLayer] | None) -> tuple[Path, bool, bool]:
+    """The folder of a model, whether it is an export, and whether of a published model. Raises ValueError."""
+    folder = storage.local_path(path)
+    storage.open_folder(folder)
+    exported = (folder / CONFIG_FILE).is_file()
+    folder = folder if exported else find_checkpoint(path)
+    published = exported and is_published(folder)
+    if published and (named := [field for field, layer in (own_layers or {}).items() if layer is not None]):
+        raise ValueError(
+            f"{printable(folder)} is a published model, without layers of your own: leave out --{named[0]}"
+        )
+    return folder, exported, published
+
+
+def find_model(path: str, own_layers: Mapping[str, OwnLayer] | None = None) -> tuple[Path, ModelConfig]:
+    """The folder or checkpoint with a model, and its options. Arguments and errors are those of `open_model`."""
+    folder, exported, published = _find_folder(path, own_layers)
+    if published:
+        return folder, model_of(folder)
+    return folder, (exported_model if exported else saved_model)(folder, own_layers or {})
+
+
+def load_spread_model(
+    folder: Path, config: ModelConfig, expert_parallel: ExpertParallel, experts: Mapping[int, Sequence[int]]
+) -> TransformerStage:
+    """Build a model in fp32 whose experts are spread over ranks. Reads only this rank's weights. Collective.
+
+    folder, config: from `find_model`. expert_parallel: a backend for all slots. experts: the expert in each slot, for
+    the layers in which they are not in the order of their ids.
+
+    Raises ValueError, on all ranks, for a folder that is broken or has other weights.
+    """
+    model = build_model(config, expert_parallel)
+    layers = {moe.layer: moe for moe in model.modules() if isinstance(moe, MoE)}
+    if experts and experts.keys() != layers.keys():
+        placed, have = (", ".join(map(str, sorted(found))) for found in (experts, layers))
+        raise ValueError(f"{folder}: copies are placed for layers {placed}, but its model has experts in layers {have}")
+    in_order = [*range(config.num_experts)]
+    weights = global_weights(model)
+    named = names_by_expert([model], {layer: experts.get(layer, in_order) for layer in layers})
+    name_of_slot = {slot_name: name for slot_name, name, _ in named}
+    names = {slot_name: name_of_slot.get(slot_name, slot_name) for slot_name in weights}
+    state = {PREFIX + names[slot_name]: tensor for slot_name, tensor in weights.items()}
+    (load_checkpoint if (folder / RUN_FILE).is_file() else load_weights)(folder, state)
+    with torch.no_grad():
+        for slot_name, tensor in weights.items():  # of several copies of an expert on this rank, one has been loaded
+            tensor.copy_(state[PREFIX + names[slot_name]])
+    for layer, slots in experts.items():
+        layers[layer].place(slots)
+    return model

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from ..data import TOKENIZER_FILE
 from ..expert_parallel.parameters import ExpertIds, expert_ids, global_tensors, older_names
 from ..messages import printable
-from ..models import TransformerStage, build_model
+from ..models import ModelConfig, TransformerStage, build_model
 from ..models.layer_class import Factory
 from ..runtime.shared_errors import gather_objects
 from .atomic_folder import check_new, new_folder
@@ -48,7 +48,15 @@ def load_model(
     experts, router, attention, block: custom layers of this model. A checkpoint never decides which class is
     imported, so they must be named. Raises ValueError if the checkpoint is unreadable or has other layers.
     """
-    named = {"experts": experts, "router": router, "attention": attention, "block": block}
+    config = saved_model(checkpoint, {"experts": experts, "router": router, "attention": attention, "block": block})
+    model = build_model(config)
+    state = {PREFIX + name: tensor for name, tensor in global_weights(model).items()}
+    load_checkpoint(checkpoint, state, older_names([model]))
+    return model
+
+
+def saved_model(checkpoint: Path, named: Mapping[str, OwnLayer]) -> ModelConfig:
+    """The model of a checkpoint, with its custom layers. named, and errors: as in `load_model`."""
     tensors = read_tensor_metadata(checkpoint).state_dict_metadata.items()
     shapes = [t.size for name, t in tensors if name.startswith(PREFIX) and isinstance(t, TensorStorageMetadata)]
     try:
@@ -56,11 +64,7 @@ def load_model(
         check_sizes(config, shapes)
     except ValueError as error:
         raise ValueError(f"cannot build the model of {checkpoint}: {printable(error)}") from None
-    config = with_named_layers(config, named, str(checkpoint))
-    model = build_model(config)
-    state = {PREFIX + name: tensor for name, tensor in global_weights(model).items()}
-    load_checkpoint(checkpoint, state, older_names([model]))
-    return model
+    return with_named_layers(config, named, str(checkpoint))
 
 
 def global_weights(model: nn.Module) -> dict[str, Tensor]:

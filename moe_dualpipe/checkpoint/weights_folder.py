@@ -128,17 +128,22 @@ def load_exported(
     experts, router, attention, block: as for `load_model`. Raises ValueError if the folder is broken or has other
     layers.
     """
-    named = {"experts": experts, "router": router, "attention": attention, "block": block}
-    exported = ExportedModel(folder)
-    config = model_of(folder)
+    model = build_model(
+        exported_model(folder, {"experts": experts, "router": router, "attention": attention, "block": block})
+    )
+    state = {PREFIX + name: tensor for name, tensor in global_weights(model).items()}
+    load_weights(folder, state, older_names([model]))
+    return model
+
+
+def exported_model(folder: Path, named: Mapping[str, OwnLayer]) -> ModelConfig:
+    """The model of an exported folder, with its custom layers. named, and errors: as in `load_exported`."""
+    exported, config = ExportedModel(folder), model_of(folder)
     try:
         check_sizes(config, [*exported.shapes.values()])
     except ValueError as error:
         raise ValueError(f"cannot build the model of {printable(folder)}: {printable(error)}") from None
-    model = build_model(with_named_layers(config, named, str(folder)))
-    state = {PREFIX + name: tensor for name, tensor in global_weights(model).items()}
-    load_weights(folder, state, older_names([model]))
-    return model
+    return with_named_layers(config, named, str(folder))
 
 
 def check_weights(folder: Path, model: ModelConfig, partial: bool = False) -> list[str]:

@@ -41,13 +41,15 @@ def prefill(stage: TransformerStage, x: Tensor, caches: Sequence[KVCache] = ()) 
 def generate(
     model: TransformerStage, prompts: Tensor | Sequence[Tensor], num_tokens: int, max_length: int,
     temperature: float = 0.8, top_k: int | None = None, top_p: float = 1.0, seed: int = 0, stop: int | None = None,
+    part: tuple[int, int] | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the `num_tokens` tokens that follow each prompt: [B, N].
 
     model: a whole model in one stage, which runs in evaluation mode. prompts: [B, S], or B tensors [S] of any length.
     max_length: the most positions that the model attends to. temperature, top_k, top_p: see `Sampling`. stop: a token
-    that ends a sequence; the rest of the row is filled with it. Ranks that share experts must pass the same
-    `num_tokens`, and prompts with the same minimum and maximum length.
+    that ends a sequence; the rest of the row is filled with it. part: (i, n) if these are the prompts from i on of a
+    batch of n; then the tokens are those of the whole batch. Ranks that share experts must pass the same `num_tokens`,
+    and prompts with the same minimum and maximum length.
 
     Raises ValueError for a stage that is not a whole model, for prompts that are empty or have invalid token ids, and
     for invalid numbers.
@@ -56,14 +58,14 @@ def generate(
         raise ValueError(f"generate needs a whole model, from embedding to head: got a stage with {model.spec}")
     sampling, random = Sampling(temperature, top_k, top_p), torch.Generator().manual_seed(seed)
     caches = KVCache(), KVCache()
-    experts = [len(layer.expert_parallel.local_experts) for layer in model.modules() if isinstance(layer, MoE)]
-    all_local = all(number == model.config.num_experts for number in experts)
+    backends = [layer.expert_parallel for layer in model.modules() if isinstance(layer, MoE)]
+    all_local = all(len(backend.local_experts) == backend.num_experts for backend in backends)
 
     def step(new_BS: Tensor, past: int) -> Tensor:
         for cache in caches:
             cache.length = past
         output = model(new_BS, cache=caches[0]) if all_local else prefill(model, new_BS, caches)
-        return sampling.draw(model.logits(output[:, -1]), random)
+        return sampling.draw(model.logits(output[:, -1]), random, part)
 
     with eval_mode([model]):
         return decode(step, prompts, num_tokens, max_length, model.config.vocab_size, stop, stop_early=all_local)

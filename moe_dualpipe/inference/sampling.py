@@ -34,9 +34,11 @@ class Sampling:
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0, and at most 1: got {self.top_p}; 1 is no limit")
 
-    def draw(self, logits_BV: Tensor, random: torch.Generator) -> Tensor:
+    def draw(self, logits_BV: Tensor, random: torch.Generator, part: tuple[int, int] | None = None) -> Tensor:
         """Draw one token for each row, [B]. `random` is on the CPU, so a seed draws the same tokens on any device.
 
+        part: (i, n) if these are the rows from i on of a batch of n rows; then the tokens are those of the whole batch.
+        Rows beyond the batch get token 0.
         Raises ValueError if the logits are NaN or infinite.
         """
         if not logits_BV.amax(-1).isfinite().all():
@@ -47,7 +49,15 @@ class Sampling:
         # The most likely token becomes 0, so a temperature near 0 gives -inf for the others, and never +inf.
         scaled_BV = (fp32_BV - fp32_BV.amax(-1, keepdim=True)) / max(self.temperature, 1e-30)
         probabilities_BV = filtered(scaled_BV, self.top_k, self.top_p).softmax(-1)
-        return torch.multinomial(probabilities_BV, 1, generator=random)[:, 0].to(logits_BV.device)
+        if part is None:
+            drawn_B = torch.multinomial(probabilities_BV, 1, generator=random)[:, 0]
+        else:
+            first, number = part
+            all_BV = probabilities_BV.new_ones(number, logits_BV.shape[1])
+            all_BV[first:][: len(logits_BV)] = probabilities_BV[: max(0, number - first)]
+            own_B = torch.multinomial(all_BV, 1, generator=random)[first:, 0][: len(logits_BV)]
+            drawn_B = F.pad(own_B, (0, len(logits_BV) - len(own_B)))
+        return drawn_B.to(logits_BV.device)
 
 
 def filtered(logits_BV: Tensor, top_k: int | None = None, top_p: float = 1.0) -> Tensor:

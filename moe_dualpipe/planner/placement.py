@@ -62,6 +62,14 @@ def place_experts(loads: Loads, num_slots: int, num_gpus: int, num_nodes: int = 
     return Placement(tuple(_place(load_E, num_slots, num_gpus, num_nodes, num_groups) for load_E in loads), num_gpus)
 
 
+def count_nodes(names: Sequence[str]) -> int:
+    """The number of nodes, from the node of each GPU; 1 unless each has the same number of consecutive GPUs."""
+    number = len({*names})
+    size = len(names) // number
+    blocks = [{*names[i : i + size]} for i in range(0, len(names), size)]
+    return number if len(names) % number == 0 and all(len(block) == 1 for block in blocks) else 1
+
+
 def imbalance(gpu_loads: Loads) -> list[float]:
     """The largest load of each layer divided by the mean. 1 is balanced; also for a layer without load."""
     return [max(load) * len(load) / total if (total := sum(load)) else 1.0 for load in gpu_loads]

@@ -14,12 +14,21 @@ from torch import Tensor
 
 from ..expert_parallel.shared import find_machine
 from ..models.build_experts import expert_class
+from ..models.expert_slots import names_by_expert
 from ..models.layer_class import named_parameters
 from ..planner.moves import plan_moves
-from ..planner.placement import LOADS_FILE, Placement, imbalance, in_order, read_loads, read_placement
+from ..planner.placement import (
+    LOADS_FILE,
+    Placement,
+    count_nodes,
+    imbalance,
+    in_order,
+    read_loads,
+    read_placement,
+)
 from ..runtime.shared_errors import build_on_all_ranks, gather_objects
 from .config import ParallelConfig
-from .expert_slots import SlotTransfer, check_alike, names_by_expert
+from .expert_slots import SlotTransfer, check_alike
 from .optimizer import Optimizer
 from .pipeline import Pipeline
 
@@ -70,7 +79,7 @@ class ExpertPlaces:
     def by_expert(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """`state` by names with the ids of experts, instead of the numbers of the slots that they are in."""
         experts = dict(zip(self.balance.rows, self.placement.experts, strict=True))
-        names = names_by_expert(self.pipeline.stages.values(), experts)
+        names = {slot: name for slot, name, _ in names_by_expert(self.pipeline.stages.values(), experts)}
         parts = ((name.partition("."), tensor) for name, tensor in state.items())
         return {f"{kind}{dot}{names.get(name, name)}": tensor for (kind, dot, name), tensor in parts}
 
@@ -132,9 +141,5 @@ def check_placement(
 def _count_machines(pipeline: Pipeline) -> int:
     """The machines that each expert group covers, if each has the same number of consecutive ranks; otherwise 1."""
     machines = gather_objects(find_machine(), pipeline.groups.experts)
-    number = len({*machines})
-    size = len(machines) // number
-    starts = range(0, len(machines), size)
-    even = len(machines) % number == 0 and all(len({*machines[i : i + size]}) == 1 for i in starts)
-    counts = {*gather_objects(number if even else 1)}
+    counts = {*gather_objects(count_nodes(machines))}
     return counts.pop() if len(counts) == 1 else 1

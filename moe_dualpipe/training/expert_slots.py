@@ -1,8 +1,7 @@
-"""The contents of expert slots: their names in checkpoints, and their transfer to other ranks.
+"""The contents of expert slots (expert_parallel/slots.py), and their transfer to other ranks.
 
-A slot has a place for one expert. The ranks of an expert group have consecutive slots, the same number each. At first,
-each expert is in the slot of its id. Tensors, gradients and optimizer state belong to slots for the whole run: when
-experts move, only contents travel.
+At first, each expert is in the slot of its id. Tensors, gradients and optimizer state belong to slots for the whole
+run: when experts move, only contents travel.
 
 Weights and buffers travel between the ranks of an expert group, and each group does the same. Moments and master
 weights travel from the rank that updates one slot to the rank that updates the other. With ZeRO, these may be in
@@ -19,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..expert_parallel.parameters import ExpertIds, expert_ids, global_tensors
-from ..models import MoE
+from ..expert_parallel.parameters import ExpertIds, global_tensors
+from ..models.expert_slots import expert_tensors
 from ..runtime.groups import Groups, Layout, ranks_of
 from .optimizer import Optimizer
 
@@ -35,19 +34,6 @@ class Slot:
     owners: dict[str, int] = field(default_factory=dict)
 
 
-def expert_tensors(stages: Iterable[nn.Module]) -> dict[int, list[tuple[str, Tensor, ExpertIds]]]:
-    """The parameters and buffers of the experts of each layer: their names, and which slots they hold."""
-    found = {}
-    for stage in stages:
-        held = expert_ids(stage)
-        tensors = dict((*stage.named_parameters(), *stage.named_buffers()))
-        for prefix, module in stage.named_modules():
-            if isinstance(module, MoE):
-                names = [name for name in held if name.startswith(f"{prefix}.experts.") and name in tensors]
-                found[module.layer] = [(n, tensors[n], held[n]) for n in sorted(names, key=lambda n: held[n].name)]
-    return found
-
-
 def check_alike(stages: Iterable[nn.Module], kind: str) -> None:
     """Raise ValueError unless all tensors of a rank's experts are alike. kind: the name of the expert layer."""
     alike: dict[str, tuple[list[int], torch.dtype, bool]] = {}
@@ -59,16 +45,6 @@ def check_alike(stages: Iterable[nn.Module], kind: str) -> None:
             mine = [*view.shape], tensor.dtype, tensor.requires_grad
             if alike.setdefault(held.name, mine) != mine:
                 raise ValueError(f"{held.name} is not alike for all experts, so they cannot move to other ranks")
-
-
-def names_by_expert(stages: Iterable[nn.Module], experts: Mapping[int, Sequence[int]]) -> dict[str, str]:
-    """Map the global names of slots to those of the experts in them. experts: those in the slots of each layer."""
-    return {
-        held.name.replace("*", str(slot)): held.name.replace("*", str(experts[layer][slot]))
-        for layer, tensors in expert_tensors(stages).items()
-        for _, _, held in tensors
-        for slot in held.ids
-    }
 
 
 class SlotTransfer:

@@ -79,11 +79,11 @@ def test_choices_of_no_expert_and_places():
     layer = MoE(config, Local(EXPERTS), 0, StageOptions(seed=1))
     ids = torch.tensor([[0, 5, -1], [-1, -1, -1], [7, 2, 1]])
     layer.place(PLACES[1])
-    assert layer.slot_of_E is not None
-    assert layer.slot_of_E[ids].tolist() == [[3, 4, -1], [-1, -1, -1], [5, 6, 1]]
+    assert layer.slots is not None
+    assert layer.slots.of(ids).tolist() == [[3, 4, -1], [-1, -1, -1], [5, 6, 1]]
     route = ByChoice(Local(EXPERTS)).prepare(ids)
     combined = ByChoice(Local(EXPERTS)).combine(torch.ones(9, WIDTH), route, torch.arange(9.0)[:, None]).wait()
     assert combined.y_TD.tolist() == [[3.0] * WIDTH] * 3 and combined.weight_grads_TK is not None
     assert combined.weight_grads_TK.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     layer.place(range(EXPERTS))
-    assert layer.slot_of_E is None
+    assert layer.slots is None

@@ -90,9 +90,7 @@ def test_logits_equal_those_of_the_whole_text(monkeypatch, attention, sequences)
     model = build_model(VARIANTS[attention])
     prompts, seen = torch.randint(31, (sequences, 4)), []
     draw = Sampling.draw
-    monkeypatch.setattr(
-        Sampling, "draw", lambda self, logits, random: seen.append(logits) or draw(self, logits, random)
-    )
+    monkeypatch.setattr(Sampling, "draw", lambda self, logits, *more: seen.append(logits) or draw(self, logits, *more))
     tokens = generate(model, prompts, 20, max_length=24)
     with torch.no_grad():
         logits = model(torch.cat([prompts, tokens], dim=1))[:, 3:-1]

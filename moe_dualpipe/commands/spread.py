@@ -1,0 +1,87 @@
+"""Open a model whose experts are spread over the processes of torchrun, with copies of those with the most tokens."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from ..checkpoint import find_model, load_spread_model, start_tokenizer
+from ..checkpoint.weights import OwnLayer
+from ..data import Tokenizer
+from ..expert_parallel import ByChoice, choose_backend
+from ..expert_parallel.shared import find_machine
+from ..messages import plural, printable
+from ..models import ModelConfig, TransformerStage
+from ..models.build_experts import expert_class
+from ..models.layer_class import named_parameters
+from ..planner.placement import (
+    LOADS_FILE,
+    Loads,
+    Placement,
+    count_nodes,
+    imbalance,
+    place_experts,
+    read_loads,
+)
+from ..runtime.groups import EXPERTS, create_group
+from ..runtime.shared_errors import build_on_all_ranks, gather_objects
+from ..runtime.world import World
+
+
+def open_spread(
+    path: str, own_layers: Mapping[str, OwnLayer], world: World, copies: int, max_tokens: int
+) -> tuple[TransformerStage, Tokenizer]:
+    """The model at `path` on all ranks of `world`, with `copies` copies of experts in each layer. Collective.
+
+    The outputs of a token's experts are added in the order of its choices, so copies do not change the sums.
+    max_tokens: the most tokens of a forward on one rank. Raises ValueError, on all ranks, for what cannot be done.
+    """
+    folder, config = build_on_all_ranks(lambda: find_model(path, own_layers))
+    machines = gather_objects(find_machine())
+    layers, loads, placement = build_on_all_ranks(
+        lambda: _place(folder, config, world.size, copies, count_nodes(machines))
+    )
+    slots = config.num_experts + copies
+    if placement and world.rank == 0:
+        ratios = imbalance(placement.gpu_loads(loads))
+        sys.stderr.write(
+            f"{slots} slots for {config.num_experts} experts on {world.size} processes: with the loads of training, "
+            f"the fullest has {sum(ratios) / len(ratios):.2f} times the mean\n"
+        )
+    dtype = torch.float32 if world.device.type == "cpu" else torch.bfloat16
+    group = create_group(nccl=EXPERTS)
+    choice = choose_backend(
+        "auto", slots, group, world.device, max_tokens=max_tokens * config.experts_per_token,
+        hidden_size=config.hidden_size, top_k=1, dtype=dtype,
+    )  # fmt: skip
+    placed = dict(zip(layers, placement.experts, strict=True)) if placement else {}
+    model = load_spread_model(folder, config, ByChoice(choice.backend), placed)
+    return model.to(world.device, dtype), start_tokenizer(folder, config.vocab_size)
+
+
+def _place(
+    folder: Path, config: ModelConfig, ranks: int, copies: int, nodes: int
+) -> tuple[list[int], Loads, Placement | None]:  # fmt: skip
+    """The layers with experts, their loads and their placement. Raises ValueError for what cannot be done.
+
+    Without copies, experts stay in the order of their ids: the placement is None.
+    """
+    experts, slots = config.num_experts, config.num_experts + copies
+    if slots % ranks:
+        fitting = " or ".join(str(c) for c in range(-experts % ranks, 2 * ranks, ranks))
+        what = f"{experts} experts and {copies} copies cannot be divided evenly over {ranks} processes"
+        raise ValueError(f"{what}: use --copies {fitting}, or another number of processes")
+    if not copies:
+        return [], [], None
+    if copies > experts * (ranks - 1):
+        most = f"{experts * (ranks - 1)}, {ranks - 1} of each expert"
+        raise ValueError(f"--copies {copies} is too many for {ranks} processes: use at most {most}")
+    if {"expert_id", "expert_ids"} & named_parameters(expert_class(config).make):
+        raise ValueError(f"the experts {config.experts!r} are built for their ids, so they cannot be copied")
+    if not (file := folder / LOADS_FILE).is_file():
+        raise ValueError(f"--copies needs the loads of a training run: {printable(folder)} has no {LOADS_FILE}")
+    layers, loads = read_loads(file)
+    if any(len(row) != experts for row in loads):
+        raise ValueError(f"{printable(file)} is for another model: this one has {plural(experts, 'expert')}")
+    return layers, loads, place_experts(loads, slots, ranks, nodes, config.expert_groups)

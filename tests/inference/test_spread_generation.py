@@ -1,0 +1,102 @@
+"""Generation with experts spread over ranks, and with copies: the texts of one process with all experts."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from moe_dualpipe.checkpoint import export_weights, find_checkpoint, find_model, load_spread_model, open_model
+from moe_dualpipe.cli import main
+from moe_dualpipe.commands.spread import _place, open_spread
+from moe_dualpipe.expert_parallel import Local
+from moe_dualpipe.inference import generate
+from moe_dualpipe.inference.sampling import Sampling
+from moe_dualpipe.models import MoE
+from moe_dualpipe.runtime.world import World
+from tests.support.ranks import run_ranks
+from tests.support.runs import ROOT, SHALLOW, settings, torchrun, train
+
+MODEL = dataclasses.replace(SHALLOW, num_layers=3, num_experts=6, experts_per_token=2, router_bias=True)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("spread")
+    run_ranks(1, train, settings(folder / "run", model=MODEL, steps=2, seq_len=16, eval_sequences=1))
+    export_weights(find_checkpoint(str(folder / "run")), folder / "exported")
+    return folder
+
+
+TOKENS, NUMBER = 12, 3
+
+
+def spread_texts(rank, path, copies):
+    """The tokens of this rank's texts, the slots in its layers, and the rows of their tables; 0: there is none."""
+    world = World(rank, 2, torch.device("cpu"))
+    model, tokenizer = open_spread(path, {}, world, copies, 64)
+    rows = -(-NUMBER // 2)
+    prompts = torch.tensor([tokenizer.encode("def ")] * rows)
+    texts = generate(model, prompts, TOKENS, 32, seed=5, part=(rank * rows, NUMBER)).tolist()
+    layers = [module for module in model.modules() if isinstance(module, MoE)]
+    placed = [len(layer.slots.slots_EC) if layer.slots else 0 for layer in layers]
+    return texts, [len(layer.experts.down) for layer in layers], placed
+
+
+@pytest.mark.parametrize("folder,copies", [("run", 0), ("run", 2), ("exported", 0)])
+def test_texts_do_not_depend_on_ranks_and_copies(run, folder, copies):
+    model, tokenizer = open_model(str(run / "run"))
+    prompts = torch.tensor([tokenizer.encode("def ")] * NUMBER)
+    expected = generate(model, prompts, TOKENS, 32, seed=5).tolist()
+    seen = run_ranks(2, spread_texts, str(run / folder), copies)
+    assert [text for texts, *_ in seen for text in texts][:NUMBER] == expected
+    for _, numbers, placed in seen:
+        assert numbers == [3 + copies // 2] * 2
+        assert placed == [7 if copies else 0] * 2
+
+
+def test_part_of_a_batch_draws_the_tokens_of_the_whole_batch():
+    logits, sampling = torch.randn(5, 40, generator=torch.Generator().manual_seed(1)), Sampling()
+    whole, parts = (torch.Generator().manual_seed(2) for _ in range(2)), torch.Generator().manual_seed(2)
+    first, other = whole
+    expected = [sampling.draw(logits, first).tolist() for _ in range(2)]
+    padded = torch.cat([logits[3:], torch.zeros(1, 40)])
+    assert [sampling.draw(padded, other, (3, 5)).tolist() for _ in range(2)] == [[*one[3:], 0] for one in expected]
+    assert [sampling.draw(logits[:3], parts, (0, 5)).tolist() for _ in range(2)] == [one[:3] for one in expected]
+    assert sampling.draw(logits[:1], parts, (6, 5)).tolist() == [0]
+
+
+def test_what_cannot_be_copied_is_refused_in_one_line(run, tmp_path, capsys):
+    checkpoint = find_checkpoint(str(run / "run"))
+    for copies, folder, message in (
+        (1, checkpoint, "6 experts and 1 copies cannot be divided evenly over 2 processes: use --copies 0 or 2, or "
+         "another number of processes"),
+        (8, checkpoint, "--copies 8 is too many for 2 processes: use at most 6, 1 of each expert"),
+        (2, run / "exported",
+         f"--copies needs the loads of a training run: {run / 'exported'} has no expert_loads.json"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError) as error:
+            _place(folder, MODEL, 2, copies, 1)
+        assert str(error.value) == message
+    (tmp_path / "expert_loads.json").write_text('{"loads": [[1, 2]]}')
+    with pytest.raises(ValueError, match="is for another model: this one has 6 experts"):
+        _place(tmp_path, MODEL, 2, 2, 1)
+    folder, config = find_model(str(checkpoint))
+    with pytest.raises(ValueError, match="copies are placed for layers 1, 3, but its model has experts in layers 1, 2"):
+        load_spread_model(folder, config, Local(8), {1: (0, 1, 2, 3, 4, 5, 0, 1), 3: (0,)})
+    assert main(["generate", str(run / "run"), "--copies", "2"]) == 2
+    assert capsys.readouterr().err == (
+        "moe-dualpipe: error: --copies 2 needs several processes: start them with torchrun\n"
+    )
+
+
+@pytest.mark.long
+def test_the_command_under_torchrun_prints_the_same_texts(run, capsys):
+    arguments = ["generate", str(run / "run"), "--num", "3", "--tokens", "8", "--prompt", "def ", "--device", "cpu"]
+    assert main(arguments) == 0
+    expected = capsys.readouterr().out
+    program = ("--nproc-per-node", 2, "-m", "--", "moe_dualpipe.cli", *arguments)  # torchrun has options like --num
+    for copies in (0, 2):
+        ended = torchrun(*program, "--copies", copies, folder=ROOT)
+        assert (ended.returncode, ended.stdout) == (0, expected)
+    ended = torchrun(*program, "--copies", 1, folder=ROOT)
+    assert ended.returncode == 1 and ended.stderr.count("moe-dualpipe: error: 6 experts and 1 copies cannot be") == 1
