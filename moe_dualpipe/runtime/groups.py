@@ -10,7 +10,9 @@ sent with gloo, because an NCCL kernel would wait for the queued computation and
 
 import math
 import os
+import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -42,7 +44,7 @@ def init_world(
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, **wait)
     elif launch.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **wait)
-    elif launch.restarts == 0:
+    elif launch.restarts == 0 or not _agents_share_store():
         dist.init_process_group(backend, **wait)
     else:
         store = rendezvous(launch, timeout)
@@ -52,11 +54,29 @@ def init_world(
 def rendezvous(launch: Launch, timeout: float | None) -> dist.Store:
     """The store where the processes of this attempt meet. timeout: seconds that an operation waits.
 
-    torchrun may use one store for all attempts, which still has the addresses of dead ranks.
+    torchrun may use one store for all attempts, which still has the addresses of dead ranks. If it does not, machines
+    may differ in the number of restarts: one that was added has none.
     """
     wait: dict[str, Any] = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
     store, _, _ = next(dist.rendezvous("env://", **wait))
-    return dist.PrefixStore(f"attempt {launch.restarts}", store)
+    return dist.PrefixStore(f"attempt {launch.restarts}", store) if _agents_share_store() else store
+
+
+def _agents_share_store() -> bool:
+    """Whether the store belongs to torchrun, and not to the process of the first rank."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def leave_world(timeout: float) -> None:
+    """Wait on the first rank until all have come here, for `timeout` seconds: the store may be in its process."""
+    if dist.get_world_size() == 1 or _agents_share_store():
+        return
+    store, end = dist.distributed_c10d._get_default_store(), time.monotonic() + timeout
+    with suppress(RuntimeError):
+        left = store.add("left", 1)
+        while dist.get_rank() == 0 and left < dist.get_world_size() and time.monotonic() < end:
+            time.sleep(0.01)
+            left = store.add("left", 0)
 
 
 @dataclass(frozen=True, slots=True)

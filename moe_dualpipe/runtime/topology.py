@@ -23,6 +23,7 @@ import torch.distributed as dist
 from ..messages import plural
 from .groups import rendezvous
 from .launch import Launch
+from .versions import other_versions, own_versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,36 +39,41 @@ class Placed:
     """A launch with its new rank.
 
     store: where the ranks have met. description: a line about the expert groups. span: the largest number of
-    machines that one expert group covers.
+    machines that one expert group covers. other_versions: how machines differ (`other_versions`).
     """
 
     launch: Launch
     store: dist.Store | None = None
     description: str = ""
     span: int = 1
+    other_versions: str = ""
 
 
-def place(launch: Launch, ep: int, nodes_per_domain: int | None, timeout: float) -> Placed:
+def place(
+    launch: Launch, ep: int, nodes_per_domain: int | None, timeout: float, store: dist.Store | None = None
+) -> Placed:
     """Choose the rank of this process. Collective over the processes of `launch`; on one machine, nothing changes.
 
+    store: where the ranks have met already.
     ep: ranks of an expert group. nodes_per_domain: number of machines, in the order of their names, that are joined by
     NVLink. None: those of a block of Slurm's topology, or one. timeout: seconds to wait for other ranks.
     """
     if launch.local_world_size == launch.world_size:
-        return Placed(launch)
-    store = rendezvous(launch, timeout)
+        return Placed(launch, store)
+    store = store or rendezvous(launch, timeout)
     own, size = f"place/{launch.rank}", launch.world_size
-    store.set(own, json.dumps([socket.gethostname(), slurm_block(os.environ)]))
+    store.set(own, json.dumps([socket.gethostname(), slurm_block(os.environ), own_versions()]))
     if launch.rank == 0:
         told = [json.loads(store.get(f"place/{rank}")) for rank in range(size)]
-        places = find_domains(told, nodes_per_domain)
-        order = placement_order(places, ep)
+        problem, _ = other_versions([(machine, versions) for machine, _, versions in told])
+        places = find_domains([(machine, block) for machine, block, _ in told], nodes_per_domain)
+        order = [*range(size)] if problem else placement_order(places, ep)
         groups = [[places[rank] for rank in order[i : i + ep]] for i in range(0, size, ep)]
         text, span = describe(groups, order), max(len({p.machine for p in group}) for group in groups)
         for new, old in enumerate(order):
-            store.set(f"placed/{old}", json.dumps([new, text, span]))
-    new, text, span = json.loads(store.get(f"placed/{launch.rank}"))
-    return Placed(replace(launch, rank=new), store, text, span)
+            store.set(f"placed/{old}", json.dumps([new, text, span, problem]))
+    new, text, span, problem = json.loads(store.get(f"placed/{launch.rank}"))
+    return Placed(replace(launch, rank=new), store, text, span, problem)
 
 
 def slurm_block(environment: Any) -> str:

@@ -55,17 +55,8 @@ def placement_of(name: str, num_ranks: int, num_chunks: int | None = None) -> Pl
     return _METHODS[name].placement(num_ranks, *chunks)
 
 
-@lru_cache(maxsize=32)
-def build(name: str, num_ranks: int, num_micro_batches: int, num_chunks: int | None = None) -> Schedule:
-    """Build the schedule `name` (one of NAMES) for one step.
-
-    num_ranks: number of pipeline ranks. It must be even for chimera and dualpipe.
-    num_micro_batches: micro-batches per step. At least `num_ranks`, and 2 x `num_ranks` for dualpipe and dualpipev;
-        even for chimera and dualpipe; a multiple of `num_ranks` for interleaved_1f1b.
-    num_chunks: stages per rank, at least 2. Only for interleaved_1f1b. None: 2.
-
-    Raises ValueError for an unknown name, and for invalid numbers. The message suggests the nearest valid ones.
-    """
+def check_numbers(name: str, num_ranks: int, num_micro_batches: int, num_chunks: int | None = None) -> int:
+    """Return the number of stages of the schedule that `build` would build. Raises ValueError as `build` does."""
     placement = placement_of(name, num_ranks, num_chunks)
     method = _METHODS[name]
     multiple = num_ranks if method.in_groups else 2 if method.even else 1
@@ -80,6 +71,22 @@ def build(name: str, num_ranks: int, num_micro_batches: int, num_chunks: int | N
             f"got {num_micro_batches} for {plural(num_ranks, 'rank')}; use {use}"
         )
     check_chunks(num_micro_batches, placement.num_stages)
+    return placement.num_stages
+
+
+@lru_cache(maxsize=32)
+def build(name: str, num_ranks: int, num_micro_batches: int, num_chunks: int | None = None) -> Schedule:
+    """Build the schedule `name` (one of NAMES) for one step.
+
+    num_ranks: number of pipeline ranks. It must be even for chimera and dualpipe.
+    num_micro_batches: micro-batches per step. At least `num_ranks`, and 2 x `num_ranks` for dualpipe and dualpipev;
+        even for chimera and dualpipe; a multiple of `num_ranks` for interleaved_1f1b.
+    num_chunks: stages per rank, at least 2. Only for interleaved_1f1b. None: 2.
+
+    Raises ValueError for an unknown name, and for invalid numbers. The message suggests the nearest valid ones.
+    """
+    check_numbers(name, num_ranks, num_micro_batches, num_chunks)
+    placement, method = placement_of(name, num_ranks, num_chunks), _METHODS[name]
     numbers = (num_ranks, num_micro_batches, *_chunks(name, num_chunks))
     actions = tuple(tuple(method.actions(rank, *numbers)) for rank in range(num_ranks))
     return Schedule(name, placement, num_micro_batches, actions)

@@ -13,7 +13,7 @@ from .wandb_run import check_wandb
 # Options, with their smallest and largest valid values. None is always valid where the type allows it.
 RANGES: tuple[tuple[str, float, float], ...] = (
     ("steps parallel.ep parallel.pp parallel.nodes_per_domain parallel.num_chunks parallel.max_deferred "
-     "parallel.move_experts_every "
+     "parallel.move_experts_every parallel.elastic "
      "batch.seq_len batch.micro_batch_size batch.micro_batches checkpoint.save_every checkpoint.keep "
      "metrics.eval_sequences metrics.log_every metrics.eval_every health.max_skipped health.check_replicas_every "
      "optim.decay_steps", 1, LARGEST),

@@ -66,6 +66,9 @@ class ParallelConfig:
     nodes_per_domain: OptionalInt = None
     """Number of machines joined by NVLink, next to each other in the order of their names. Ranks that share experts are
     placed on one machine or, if they do not fit, in one such domain. None: a block of Slurm's topology, or 1."""
+    elastic: Annotated[int | None, _optional(int, "PROCESSES")] = None
+    """The options are for this number of processes. With another one, divide the same batches anew, and continue the
+    run in --out: for torchrun with a range of machines (docs/cluster.md). None: the options are for all processes."""
     schedule: ScheduleName = "auto"
     """Pipeline schedule (docs/schedules.md). auto: dualpipe for an even number of pipeline ranks, else dualpipev."""
     num_chunks: OptionalInt = None

@@ -11,6 +11,7 @@ from ..health.heartbeat import Progress
 from ..runtime.launch import Launch
 from ..runtime.world import current_launch, joined
 from . import restart
+from .agreement import agree
 from .config import TrainConfig
 from .loop import Callback, TrainingRun, build_run, watched_world
 from .plan import Given, RunPlan, plan_run
@@ -48,7 +49,9 @@ def train(
     if the loss does not stay finite, or if the last checkpoint cannot be written.
     """
     config, launch = config or TrainConfig(), current_launch()
-    plan = plan_run(config, launch, None, Given(weights, batches, validation))
+    if config.parallel.elastic and dist.is_initialized():
+        raise ValueError("ParallelConfig(elastic=...) needs torchrun: the program has its own process group")
+    plan = plan_run(config, launch, None, Given(weights, batches, validation), agree(config, launch))
     if plan.setup.folder:
         restart.mark_folder(plan.setup.folder, launch.local_rank)
     invalid: ValueError | None = None

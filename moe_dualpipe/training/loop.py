@@ -5,6 +5,7 @@ option ends the run with one line and exit code 2, and never with a hang.
 """
 
 import math
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -18,20 +19,24 @@ from ..data import tokenizer_files
 from ..health.deadline import Deadline
 from ..health.heartbeat import SAVING, Progress
 from ..health.signals import Stop
-from ..health.watch import joining, watch_ranks
+from ..health.watch import PATIENCE, joining, watch_ranks
 from ..messages import printable
-from ..runtime.groups import init_world
+from ..runtime.groups import init_world, leave_world
 from ..runtime.launch import Launch
 from ..runtime.shared_errors import build_on_all_ranks
 from ..runtime.topology import place
+from ..runtime.versions import OtherVersionsError
 from . import restart, store_run
+from .agreement import agree
 from .command_line import exit_on_invalid_option
 from .config import TrainConfig
+from .division import NoDivisionError
 from .memory import check_memory
 from .metrics import peak_memory_mb, progress_bar
 from .nonfinite import first_nonfinite
 from .plan import RunPlan, plan_run
 from .profiling import StepProfiler
+from .relaunch import end_after_stop, end_with_other_versions, end_without_division
 from .reporter import Reporter, RunFailed
 from .sinks import Sink
 from .trainer import Trainer
@@ -47,14 +52,24 @@ def run(config: TrainConfig, launch: Launch, arguments: Sequence[str], stop: Sto
     arguments: the command line, for the command that resumes the run. stop: receives the signals.
     """
     first, full_traceback = launch.local_rank == 0, config.health.traceback
-    with exit_on_invalid_option(first, ValueError, OSError, full_traceback=full_traceback):
-        plan = plan_run(config, launch, arguments)
-        assert plan.setup.folder is not None
-        restart.mark_folder(plan.setup.folder, launch.local_rank)
-    with watched_world(plan, launch) as (plan, progress):
-        with exit_on_invalid_option(first, ValueError, full_traceback=full_traceback):
-            trainer, sinks = build_run(plan, launch, progress, stop)
-        TrainingRun(trainer, sinks).run()
+    elastic = config.parallel.elastic is not None
+    try:
+        with exit_on_invalid_option(first, ValueError, OSError, full_traceback=full_traceback):
+            try:
+                plan = plan_run(config, launch, arguments, agreed=agree(config, launch))
+            except NoDivisionError as error:
+                end_without_division(error, launch, config.health.timeout)
+            assert plan.setup.folder is not None
+            restart.mark_folder(plan.setup.folder, launch.local_rank)
+        with watched_world(plan, launch) as (plan, progress):
+            with exit_on_invalid_option(first, ValueError, full_traceback=full_traceback):
+                trainer, sinks = build_run(plan, launch, progress, stop)
+            training = TrainingRun(trainer, sinks)
+            training.run()
+    except OtherVersionsError as error:
+        end_with_other_versions(error, socket.gethostname(), launch, elastic)
+    if elastic and training.stopped:
+        end_after_stop(stop, plan.setup.layout.rank)
 
 
 @contextmanager
@@ -65,11 +80,16 @@ def watched_world(plan: RunPlan, launch: Launch) -> Iterator[tuple[RunPlan, Prog
     """
     timeout, parallel = plan.config.health.timeout, plan.config.parallel
     with joining(launch.rank, timeout):
-        placed = place(launch, parallel.ep, parallel.nodes_per_domain, timeout)
-        init_world(plan.setup.device, placed.launch, timeout, placed.store)
+        store = plan.elastic.agreed.store if plan.elastic else None
+        placed = place(launch, parallel.ep, parallel.nodes_per_domain, timeout, store)
+        if not placed.other_versions:
+            init_world(plan.setup.device, placed.launch, timeout, placed.store)
+    if placed.other_versions:
+        raise OtherVersionsError(placed.other_versions)
     try:
         with watch_ranks(timeout, full_traceback=plan.config.health.traceback) as progress:
             yield plan.placed(placed), progress
+        leave_world(timeout=min(PATIENCE, timeout / 2))
     finally:
         with Deadline(timeout, f"rank {placed.launch.rank} stops: it cannot leave the process groups"):
             dist.destroy_process_group()
@@ -116,6 +136,8 @@ class TrainingRun:
         folder, steps = (setup.folder or Path()) / "profile", (self.plan.profiled_steps, self.plan.first_step)
         self.profiler = StepProfiler(folder, *steps, setup.schedule, setup.layout, setup.device)
         self.last_save: SaveResult | None = None
+        self.stopped = False
+        """Whether the run was stopped before its end."""
 
     def run(self) -> None:
         """Train until the last step or a request to stop.
@@ -139,7 +161,8 @@ class TrainingRun:
                 reporter.say(f"validation loss before: {self.plan.text.format_losses(before)}")
             done = self._train()
             self._check_skipped(done)
-            if done < self.config.steps or trainer.stopping:
+            self.stopped = done < self.config.steps or trainer.stopping
+            if self.stopped:
                 self._stop(done)
             else:
                 self._finish(before)

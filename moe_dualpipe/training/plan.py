@@ -25,7 +25,9 @@ from ..models import StageSpec, check_layers, split
 from ..runtime.launch import Launch
 from ..runtime.topology import Placed, machine_limit
 from . import metrics, restart, store_run
+from .agreement import NOTHING_AGREED, Agreed
 from .config import TrainConfig
+from .elastic import Elastic, divide
 from .optimizer import check_saved
 from .profiling import WARM_UP
 from .resolve import RunSetup, resolve_options
@@ -64,8 +66,16 @@ class RunPlan:
     profiled_steps: int
     companions: Mapping[str, str]
     """The texts of files that came with the weights of a published model, by file name, for an export."""
+    elastic: Elastic | None
+    """With --elastic: how the step was divided."""
     machines: str = ""
     """Where the expert groups are, in one line. Empty on one machine."""
+
+    @property
+    def sequences(self) -> int:
+        """The number of sequences of a step that are drawn together."""
+        own = self.setup.schedule.num_micro_batches * self.config.batch.micro_batch_size
+        return self.elastic.sequences if self.elastic else own
 
     def placed(self, placed: Placed) -> "RunPlan":
         """The plan of the rank that this process has become."""
@@ -77,18 +87,23 @@ class RunPlan:
 
 
 def plan_run(
-    config: TrainConfig, launch: Launch, arguments: Sequence[str] | None = (), given: Given = NOTHING_GIVEN
-) -> RunPlan:
+    config: TrainConfig, launch: Launch, arguments: Sequence[str] | None = (), given: Given = NOTHING_GIVEN,
+    agreed: Agreed = NOTHING_AGREED,
+) -> RunPlan:  # fmt: skip
     """Check the options, the text, the checkpoint and the folders. Raises ValueError.
 
     arguments: the command line. None: the run is started from Python, and writes only into a folder that is named.
+    agreed: with --elastic, what the ranks have agreed on.
     """
+    elastic = None
+    if config.parallel.elastic:
+        config, elastic = divide(config, launch.world_size, agreed)
     _check_given(given, config)
     _check_export(config)
     setup = resolve_options(config, launch, new_folder=arguments is not None)
     check_layers(config.model)
     stages = split(config.model, setup.schedule.num_stages)
-    restarted = restart.newest_checkpoint(setup.folder) if setup.folder else None
+    restarted = agreed.resume or (restart.newest_checkpoint(setup.folder) if setup.folder and not elastic else None)
     options = config.checkpoint
     resume = restarted or (_find(options.resume, options.staging) if options.resume else None)
     weights = storage.local_path(options.weights, options.staging) if options.weights else None
@@ -125,7 +140,7 @@ def plan_run(
             metrics.read_records(setup.folder)  # raises ValueError
     return RunPlan(
         config, setup, arguments, stages, text, resume, None if resume else given.weights, differences, first_step,
-        profiled_steps, _companions(resume, weights),
+        profiled_steps, _companions(resume, weights), elastic,
     )  # fmt: skip
 
 

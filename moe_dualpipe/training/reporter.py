@@ -53,6 +53,7 @@ class Reporter:
         tokens = schedule.num_micro_batches * config.batch.micro_batch_size * config.batch.seq_len * layout.dp
         frozen = round(dense + experts) - round(trained)
         lines = [
+            *([self.plan.elastic.text] if self.plan.elastic and self.plan.elastic.text else []),
             f"model {printable(config.name)}: {(dense + experts) / 1e6:.2f} M parameters, {active / 1e6:.2f} M active"
             f"{f', {trained / 1e6:.2f} M trained, {frozen / 1e6:.2f} M frozen' if frozen else ''}",
             f"{schedule.name} over {layout.pp} pipeline x {layout.dp} data-parallel ranks"
@@ -73,6 +74,9 @@ class Reporter:
         of = f"{plural(schedule.num_micro_batches * layout.dp, 'micro-batch', 'es')}, {tokens:,} tokens each"
         data = (printable(line, 1000) for line in self.plan.text.description.split("\n"))
         self.say("\n".join([*lines, *data, f"{start}{steps} of {of}"]))
+        if self.plan.elastic:
+            division = str(self.plan.elastic.division)
+            self.metrics.write(step=self.plan.first_step, processes=layout.pp * layout.dp, division=division)
 
     def loaded(self, partial: PartialLoad) -> None:
         """Report what --weights-partial loaded, and how the models differ."""

@@ -47,23 +47,32 @@ def resolve_options(config: TrainConfig, launch: Launch, new_folder: bool = True
     """
     check_options(config)
     device, kernels = _device(config.compute, launch)
-    dtype = config.compute.dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if device.type == "cuda" else "float32"
-    layout = _layout(config, launch)
-    name = config.parallel.schedule
-    if name == "auto":
-        name = default_schedule(layout.pp)
-    micro_batches = config.batch.micro_batches or default_micro_batches(layout.pp)
+    layout = choose_layout(config, launch)
+    name, micro_batches = choose_schedule(config, layout.pp)
     schedule = build(name, layout.pp, micro_batches, config.parallel.num_chunks)
     compiled = _compiled(config, device, layout, micro_batches)
     if config.compute.cuda_graphs:
         check_cuda_graphs(config, device, kernels, launch.world_size)
     options = config.checkpoint
-    folder = _run_folder(options, config.name) if new_folder or options.out or options.resume else None
+    elastic = config.parallel.elastic is not None
+    folder = run_folder(options, config.name, elastic) if new_folder or options.out or options.resume else None
     if folder is None:
         _check_writes_nothing(config)
-    return RunSetup(layout, schedule, device, getattr(torch, dtype), kernels, compiled, folder)
+    dtype = choose_dtype(config.compute, device.type)
+    return RunSetup(layout, schedule, device, dtype, kernels, compiled, folder)
+
+
+def choose_dtype(compute: ComputeConfig, kind: str) -> torch.dtype:
+    """The type of weights and activations on a device of this kind, cpu or cuda."""
+    auto = "bfloat16" if kind == "cuda" else "float32"
+    return getattr(torch, auto if compute.dtype == "auto" else compute.dtype)
+
+
+def choose_schedule(config: TrainConfig, pp: int) -> tuple[str, int]:
+    """The name of the schedule for `pp` pipeline ranks, and the number of micro-batches of a data-parallel rank."""
+    name = config.parallel.schedule
+    micro_batches = config.batch.micro_batches or default_micro_batches(pp)
+    return default_schedule(pp) if name == "auto" else name, micro_batches
 
 
 def _device(compute: ComputeConfig, launch: Launch) -> tuple[torch.device, Kernels]:
@@ -109,7 +118,8 @@ def check_cuda_graphs(config: TrainConfig, device: torch.device, kernels: Kernel
             raise ValueError(f"--cuda-graphs {reason}")
 
 
-def _layout(config: TrainConfig, launch: Launch) -> Layout:
+def choose_layout(config: TrainConfig, launch: Launch) -> Layout:
+    """The numbers of pipeline and data-parallel ranks. Raises ValueError for options that do not fit the processes."""
     world_size, ep, experts = launch.world_size, config.parallel.ep, config.model.num_experts
     check_ep_divides_experts(ep, experts)
     pp = config.parallel.pp
@@ -142,8 +152,11 @@ def _check_writes_nothing(config: TrainConfig) -> None:
             raise ValueError(f"{option}={value!r} writes files: name a folder, CheckpointConfig(out=...)")
 
 
-def _run_folder(options: CheckpointConfig, preset: str) -> Path:
-    """The run's folder, or the one that stands for its URL. A new run never uses the folder of an old one."""
+def run_folder(options: CheckpointConfig, preset: str, elastic: bool = False) -> Path:
+    """The run's folder, or the one that stands for its URL. A new run never uses the folder of an old one.
+
+    elastic: the run goes on in its folder.
+    """
     out = store_run.location(options.out) if options.out else None
     if options.resume:
         run = store_run.location(options.resume)
@@ -155,6 +168,6 @@ def _run_folder(options: CheckpointConfig, preset: str) -> Path:
         folders = (Path(f"runs/{preset}" + (f"-{i}" if i > 1 else "")) for i in itertools.count(1))
         return next(path for path in folders if restart.is_own_folder(path) or not Path(path, "checkpoints").exists())
     folder = store_run.folder_of(out, options.staging)
-    if list_checkpoints(folder / "checkpoints") and not restart.is_own_folder(folder):
+    if not elastic and list_checkpoints(folder / "checkpoints") and not restart.is_own_folder(folder):
         raise ValueError(f"--out {out} already holds a run: continue it with --resume {out}, or use another --out")
     return folder

@@ -27,6 +27,7 @@ from ..runtime.groups import ranks_of
 from ..runtime.replicas import check_equal, gather_checksums
 from ..runtime.shared_errors import build_on_all_ranks
 from ..user_errors import without_frames
+from .elastic import sequences_of_step
 from .expert_places import ExpertPlaces
 from .freezing import freeze
 from .learning_rate import learning_rate
@@ -198,7 +199,8 @@ class Trainer:
         """
         config, layout, count = self.config, self.layout, self.pipeline.num_sequences
         torch.manual_seed(seed_of(config.seed, f"step {step} of rank {layout.rank}"))  # for dropout
-        batch = self.plan.text.batch(config.seed, step, layout.dp_rank, count, config.batch.seq_len)
+        first, drawn = layout.dp_rank * count, self.plan.sequences
+        batch = sequences_of_step(self.plan.text, config.seed, step, first, count, drawn, config.batch.seq_len)
         return self.pipeline.step(*batch, sum_gradients)
 
     @torch.no_grad()

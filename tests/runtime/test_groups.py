@@ -22,6 +22,7 @@ from moe_dualpipe.runtime.groups import (
     init_world,
     product_sms,
     ranks_of,
+    rendezvous,
 )  # fmt: skip
 from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.runtime.p2p import P2P
@@ -88,12 +89,22 @@ def test_each_group_gets_the_timeout_and_whether_only_its_members_create_it(monk
 
 def test_each_restart_has_its_own_part_of_the_store(monkeypatch):
     shared, stores = dist.HashStore(), []
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(shared, 0, 2)]))
     monkeypatch.setattr(dist, "init_process_group", lambda *_, store, **__: stores.append(store))
     for restarts in (1, 2):
         init_world(torch.device("cpu"), Launch(0, 0, 2, 2, restarts=restarts))
     stores[0].set("address of rank 0", "of a dead process")
     assert not stores[1].check(["address of rank 0"])
+
+
+def test_ranks_with_other_numbers_of_restarts_meet_in_a_store_of_their_own(monkeypatch):
+    """A machine that was added has no restarts. Its torchrun does not share a store."""
+    store = dist.HashStore()
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(store, 0, 2)]))
+    old, new = (rendezvous(Launch(0, 0, 2, 1, restarts=restarts), 1.0) for restarts in (2, 0))
+    old.set("from", "old")
+    assert new.get("from") == b"old"
 
 
 @pytest.fixture

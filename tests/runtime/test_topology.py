@@ -3,13 +3,11 @@
 import contextlib
 import io
 import random
-import socket
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from moe_dualpipe.expert_parallel import choose
 from moe_dualpipe.runtime import topology
 from moe_dualpipe.runtime.groups import init_world
 from moe_dualpipe.runtime.launch import Launch
@@ -18,6 +16,7 @@ from moe_dualpipe.runtime.topology import Place, describe, find_domains, machine
 from moe_dualpipe.training.loop import TrainingRun, watched_world
 from moe_dualpipe.training.plan import plan_run
 from moe_dualpipe.training.trainer import Trainer
+from tests.support.pretended_machines import pretend
 from tests.support.ranks import run_ranks
 from tests.support.runs import losses, records, settings
 
@@ -104,26 +103,6 @@ def test_descriptions():
 
 
 # ---- real processes ----
-
-
-def pretend(rank, machines, monkeypatch):
-    """Leave the test's world, and let this process be rank `rank` of a launch on `machines`, a letter for each rank."""
-    port = [free_port()]
-    dist.broadcast_object_list(port)
-    dist.destroy_process_group()
-    local = machines.count(machines[rank])
-    launch = {"RANK": rank, "WORLD_SIZE": len(machines), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port[0]}
-    for name, value in launch.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr("socket.gethostname", lambda: machines[rank])
-    monkeypatch.setattr(choose, "find_machine", lambda: machines[rank])
-    return Launch(rank, machines[:rank].count(machines[rank]), len(machines), local)
-
-
-def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 def placed_rank(rank, machines):

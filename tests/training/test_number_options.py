@@ -18,7 +18,7 @@ NUMBERS = {
     for flag, value in option_values(TrainConfig()).items()
     if (type_ := type(value)) in (int, float) or flag in {
         *("pp", "nodes-per-domain", "num-chunks", "max-deferred", "micro-batches", "save-every", "eval-every"),
-        *("move-experts-every", "top-k", "peak-tflops", "optim.decay-steps"),
+        *("move-experts-every", "elastic", "top-k", "peak-tflops", "optim.decay-steps"),
     }
 }  # fmt: skip
 FLOATS = sorted(flag for flag, type_ in NUMBERS.items() if type_ is float or flag == "peak-tflops")
@@ -61,7 +61,7 @@ def accepting(flags, value):
 def test_every_number_is_tested():
     assert {"seed", "steps", "pp", "top-k", "optim.decay-steps", "model.num-layers"} <= {*INTEGERS}
     assert {"optim.clip", "peak-tflops", "timeout", "temperature", "model.rope-theta"} <= {*FLOATS}
-    assert len(INTEGERS) + len(FLOATS) == 70
+    assert len(INTEGERS) + len(FLOATS) == 71
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1.0, -1e308, 1e308, 1e300, 1e14])

@@ -19,7 +19,7 @@ from tests.support.runs import ROOT, change, option_values, options, resolve
 DEFAULTS = {
     "preset": None, "steps": 320, "seed": 0, "bias-rate": 0.003, "freeze": (), "pp": None, "ep": 1,
     "ep-backend": "auto", "expert-sums": "rank", "place-experts": None, "move-experts-every": None,
-    "move-experts-gain": 0.05, "nodes-per-domain": None, "schedule": "auto", "num-chunks": None,
+    "move-experts-gain": 0.05, "nodes-per-domain": None, "elastic": None, "schedule": "auto", "num-chunks": None,
     "overlap": True, "max-deferred": None, "zero": True, "device": "auto",
     "dtype": "auto", "kernels": "auto", "compile": "auto", "cuda-graphs": False,
     "recompute": "none", "fused-loss": False,
@@ -54,8 +54,8 @@ def test_every_flag_sets_its_option():
     changed = {
         "steps": 7, "seed": 3, "bias-rate": 0.0, "freeze": ("head.*", "a"), "pp": 4, "ep": 2, "num-chunks": 3,
         "ep-backend": "shared", "expert-sums": "choice", "place-experts": "auto", "move-experts-every": 9,
-        "move-experts-gain": 0.2, "nodes-per-domain": 18, "overlap": False, "max-deferred": 2, "zero": False,
-        "recompute": "norms",
+        "move-experts-gain": 0.2, "nodes-per-domain": 18, "elastic": 6, "overlap": False, "max-deferred": 2,
+        "zero": False, "recompute": "norms",
         "fused-loss": True, "data": ("a=3", "b"), "seq-len": 8, "out": "x",
         "document-mask": True, "micro-batches": 6, "resume": "y", "weights": "z", "weights-partial": True,
         "save-every": 5, "keep": None, "save-async": False, "peak-tflops": 1.5, "profile": 1, "top-k": 9,
@@ -71,6 +71,7 @@ def test_zero_and_the_empty_string_mean_none():
             "pp",
             "move-experts-every",
             "nodes-per-domain",
+            "elastic",
             "num-chunks",
             "max-deferred",
             "micro-batches",
