@@ -34,12 +34,16 @@ def address(rank: int) -> str:
     return f"10.77.0.{rank + 1}"
 
 
+def host(rank: int) -> str:
+    return f"node-{'abcdefgh'[rank]}"
+
+
 def enter_machine(rank: int, folder: Path) -> None:
     """Move this process to a machine of its own, and wait until `connected` has joined it to the switch."""
     unshare = ctypes.CDLL(None, use_errno=True).unshare
     if unshare(_NEW_UTS | _NEW_NET):
         raise OSError(ctypes.get_errno(), "unshare")
-    socket.sethostname(f"node-{'abcdefgh'[rank]}")
+    socket.sethostname(host(rank))
     (folder / f"entered-{rank}").touch()
     _wait_for(folder / "connected")
 
@@ -64,16 +68,21 @@ def connect(holder: int, processes: Sequence[Any], folder: Path, limits: dict[tu
     """
     for rank, process in enumerate(processes):
         _wait_for(folder / f"entered-{rank}")
-        run_in(
-            holder, f"ip link add port{rank} type veth peer name {CARD} netns {process.pid}",
-            f"ip link set port{rank} master switch up",
-        )  # fmt: skip
-        commands = ["ip link set lo up", f"ip address add {address(rank)}/24 dev {CARD}", f"ip link set {CARD} up"]
-        slow = {to: rate for (source, to), rate in limits.items() if source == rank}
-        commands += [f"ip route add blackhole {address(to)}" for to, rate in slow.items() if rate == "none"]
-        commands += _throttle({to: rate for to, rate in slow.items() if rate != "none"})
-        run_in(process.pid, *commands)
+        join(holder, rank, process.pid, {to: rate for (source, to), rate in limits.items() if source == rank})
     (folder / "connected").touch()
+
+
+def join(holder: int, rank: int, process: int, slow: dict[int, str] | None = None) -> None:
+    """Join the machine of a process to the switch. slow: the rates of packets to other ranks, as in `connect`."""
+    run_in(
+        holder, f"ip link add port{rank} type veth peer name {CARD} netns {process}",
+        f"ip link set port{rank} master switch up",
+    )  # fmt: skip
+    commands = ["ip link set lo up", f"ip address add {address(rank)}/24 dev {CARD}", f"ip link set {CARD} up"]
+    slow = slow or {}
+    commands += [f"ip route add blackhole {address(to)}" for to, rate in slow.items() if rate == "none"]
+    commands += _throttle({to: rate for to, rate in slow.items() if rate != "none"})
+    run_in(process, *commands)
 
 
 def _throttle(rates: dict[int, str]) -> list[str]:

@@ -1,0 +1,171 @@
+"""torchrun with a range of machines, which are network namespaces: one is lost, comes back, and another is added.
+
+Each machine has its own network card, host name and process ids. A machine that is lost is cut off and then killed, so
+the others get no packet that says so.
+"""
+
+import contextlib
+import json
+import re
+import sys
+import time
+
+import pytest
+import torch
+
+from moe_dualpipe.training.command_line import parse_arguments
+from moe_dualpipe.training.loop import TrainingRun
+from tests.support import namespaces
+from tests.support.machines import Machines
+from tests.support.ranks import run_ranks
+from tests.support.runs import SMALL, losses, make_trainer, records
+
+pytestmark = [pytest.mark.long, pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not())]
+
+NOTES_SEQUENCES = """
+import json, time
+from moe_dualpipe.training import trainer
+from moe_dualpipe.training.main import main
+
+draw = trainer.sequences_of_step
+train_step = trainer.Trainer.train_step
+
+def slowly(self, step):
+    time.sleep(0.1)
+    return train_step(self, step)
+
+def noted(text, seed, step, first, count, drawn, seq_len):
+    inputs, labels = draw(text, seed, step, first, count, drawn, seq_len)
+    with open(f"sequences-{count}-{first}.jsonl", "a") as file:
+        file.write(json.dumps([step + 1, first, inputs.tolist()]) + "\\n")
+    return inputs, labels
+
+trainer.sequences_of_step, trainer.Trainer.train_step = noted, slowly
+main()
+"""
+STORE = f"""
+import time
+from torch.distributed import TCPStore
+store = TCPStore("{namespaces.address(5)}", 29400, is_master=True, wait_for_workers=False)
+time.sleep(1000)
+"""
+OTHER_TORCH = """
+import socket
+from moe_dualpipe.training import agreement
+
+if socket.gethostname() == "node-d":
+    agreement.own_versions = lambda: {"moe-dualpipe": "0.1.0", "torch": "2.10.0"}
+"""
+CONF = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=60"
+LAUNCH = [
+    *("torchrun", "--nproc-per-node", 1, "--max-restarts", 3, "--rdzv-backend", "c10d"),
+    *("--rdzv-endpoint", f"{namespaces.address(5)}:29400", "--rdzv-conf", CONF),
+]
+OPTIONS = [
+    *SMALL, "--pp", 1, "--elastic", 3, "--steps", 1000, "--save-every", 5, "--no-save-async", "--sample-tokens", 0,
+    *("--device", "cpu", "--timeout", 6, "--log-every", 1, "--keep", 0),
+]  # fmt: skip
+
+
+class Run:
+    """An elastic run in `folder` on some machines, and the store of the rendezvous on another one."""
+
+    def __init__(self, machines, folder, nodes, script):
+        self.machines, self.folder = machines, folder
+        (folder / "train.py").write_text(script)
+        self.words = [*LAUNCH, "--nnodes", nodes]
+        machines.start(5, [sys.executable, "-c", STORE])
+
+    def start(self, *which):
+        for i in which:
+            words = [*self.words, "--local-addr", namespaces.address(i), "train.py", *OPTIONS, "--out", "run"]
+            self.machines.start(i, words, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+
+    def step(self):
+        with contextlib.suppress(OSError):
+            return max((r["step"] for r in records(self.folder / "run") if "loss" in r), default=0)
+        return 0
+
+    def wait_for(self, division, more=8):
+        """Wait until the run is in this division, and has done more steps in it."""
+        end, first = time.monotonic() + 150, None
+        while first is None or self.step() < first + more:
+            with contextlib.suppress(OSError):
+                last = [r for r in records(self.folder / "run") if "division" in r][-1:]
+                first = last[0]["step"] if last and last[0]["processes"] == division else None
+            assert time.monotonic() < end, "\n".join(self.machines.log(i) for i in self.machines.processes)
+            time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def running(folder, nodes, script):
+    with namespaces.switch() as holder, contextlib.closing(Machines(holder, folder)) as machines:
+        yield machines, Run(machines, folder, nodes, script)
+
+
+def undisturbed(rank, arguments, steps):
+    """The records of a run of these steps, and the sequences of each step."""
+    config = parse_arguments([str(a) for a in arguments])
+    trainer = make_trainer(rank, config)
+    stop = lambda trainer, record: record["step"] == steps and trainer.request_stop()  # noqa: E731
+    TrainingRun(trainer, callbacks=[stop], verbose=False).run()
+    text, count = trainer.plan.text, trainer.plan.sequences
+    draws = [[text.batch(0, step, r, count, config.batch.seq_len)[0] for r in range(3)] for step in range(steps)]
+    return records(config.checkpoint.out), [[*map(tuple, torch.cat(draw).tolist())] for draw in draws]
+
+
+def lines(text, pattern):
+    return [line for line in text.splitlines() if re.search(pattern, line)]
+
+
+def test_a_run_goes_on_when_its_first_machine_is_lost_and_comes_back_and_another_is_added(tmp_path):
+    """Three machines; without the one of rank 0; with it again; with a fourth, which becomes the first."""
+    with running(tmp_path, "2:4", NOTES_SEQUENCES) as (machines, run):
+        run.start(1, 2, 3)
+        run.wait_for(3)
+        machines.lose(1)
+        run.wait_for(2)
+        run.start(1)
+        run.wait_for(3)
+        run.start(0)
+        run.wait_for(4)
+        for i in range(4):
+            machines.signal(i)
+        for i in range(4):
+            machines.exit_code(i)
+        logs = [machines.log(i) for i in range(4)]
+    found = records(tmp_path / "run")
+    done = max(losses(found))
+    (expected, sequences), *_ = run_ranks(3, undisturbed, [*OPTIONS, "--out", tmp_path / "whole"], done)
+    assert losses(found) == pytest.approx(losses(expected), rel=1e-5)
+    assert {*losses(found, "tokens").values()} == {12 * 32}
+    divisions = [(r["step"], r["processes"]) for r in found if "division" in r]
+    assert [processes for _, processes in divisions] == [3, 2, 3, 4]
+    for step in range(1, divisions[1][0] + 1):
+        assert losses(found)[step] == losses(expected)[step]
+    read = {}
+    for file in tmp_path.glob("sequences-*.jsonl"):
+        for step, first, rows in map(json.loads, file.read_text().splitlines()):
+            assert [*map(tuple, rows)] == sequences[step - 1][first : first + len(rows)]
+            read.setdefault(step, set()).update(range(first, first + len(rows)))
+    assert read == {step: {*range(12)} for step in range(1, done + 1)}
+    each = {2: 6, 3: 4, 4: 3}
+    text = {n: f"dualpipev over 1 pipeline x {n} data-parallel ranks, {m} micro-batches each" for n, m in each.items()}
+    for log, (now, before) in zip((logs[2], logs[1], logs[0]), ((2, 3), (3, 2), (4, 3)), strict=True):
+        assert lines(log, "^elastic: ") == [f"elastic: {now} processes: {text[now]}; before: {text[before]}"]
+    for log in logs[2:]:
+        (lost,) = lines(log, "^train.py: rank [0-9] stops: ")
+        assert "no answer from the rendezvous store on 10.77.0.2:" in lost  # it was in the process of rank 0
+
+
+def test_a_machine_with_another_version_is_named_and_leaves(tmp_path):
+    with running(tmp_path, "2:3", OTHER_TORCH + NOTES_SEQUENCES) as (machines, run):
+        run.start(1, 2, 3)
+        run.wait_for(2, more=2)
+        assert machines.exit_code(3)
+        logs = [machines.log(i) for i in range(1, 4)]
+    for log in logs:
+        (line,) = lines(log, "train.py: error:")
+        assert line.startswith("train.py: error: node-d has torch 2.10.0, but ")
+        assert line.endswith(" is on most, such as node-b: install the same version")
+    assert "Traceback" not in logs[0] + logs[1]
