@@ -84,7 +84,8 @@ def test_every_option_has_a_help_text(helps):
 # Text that the user is free to choose. All other texts are one of a few names, which the help lists.
 FREE = {
     *("--data", "--data-field", "--out", "--export", "--resume", "--weights", "--wandb", "--prompt", "--comm-pattern"),
-    *("--staging", "--tokenizer", "--field", "--experts", "--router", "--attention", "--block", "--include-path"),
+    *("--staging", "--data-cache", "--tokenizer", "--field", "--experts", "--router", "--attention", "--block"),
+    "--include-path",
     *(
         f"--model.{part}{options}"
         for part in ("experts", "router", "attention", "block")

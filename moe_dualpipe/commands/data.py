@@ -1,5 +1,6 @@
 """`moe-dualpipe data`: encode text into token ids on disk once, instead of at the start of every run."""
 
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,12 @@ from tyro.conf import Positional, arg, subcommand
 
 from ..data import HELD_OUT_FILES, TOKENIZER_FILE, TRAIN_FILE, Progress, Sidecar, TokenFile, prepare_data
 from ..messages import plural, printable, shell_word
+
+
+def refuse_url(text: str) -> None:
+    """Raise ValueError for a URL, also if it was read as a path, which has one slash."""
+    if re.match(r"[a-z0-9]{2,}:/", text):
+        raise ValueError(f"{printable(text)} is a URL: this command reads and writes local files only; copy the folder")
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,8 @@ class PrepareData:
     """Of documents that are equal byte by byte, encode only the first."""
 
     def run(self) -> None:
+        for name in (str(self.out), *self.sources):
+            refuse_url(name)
         progress = Progress(show=True)
         try:
             tokenizer, sidecars = prepare_data(
@@ -70,6 +79,7 @@ class CheckData:
         if not self.files:
             raise ValueError("name at least one FILE of token ids, such as corpus/train.bin")
         for path in self.files:
+            refuse_url(str(path))
             file = TokenFile.open(path, "uint16")
             if file.sidecar is None:
                 raise ValueError(f"cannot check {printable(path)}: there is no {printable(path.name)}.json next to it")

@@ -9,7 +9,11 @@ from tyro.conf import OmitArgPrefixes, Positional, arg
 
 from .. import strict_json
 from ..messages import check_range, printable
+from ..storage import block_cache, is_url
 from .own_layers import NO_OWN_LAYERS, OwnLayers
+
+CACHE_BYTES = 20 * 10**9
+"""Largest size of the local copies of token ids at a URL."""
 
 if TYPE_CHECKING:
     from ..data import Tokenizer
@@ -98,7 +102,8 @@ class Eval:
         from ..data import read_stream
 
         model, tokenizer = open_model(self.model, self.layers.named(), self.device)
-        tokens: Any = read_stream(self.data or "", tokenizer, self.data_field, self.data_dtype)
+        cache = block_cache(None, CACHE_BYTES) if is_url(self.data) else None
+        tokens: Any = read_stream(self.data or "", tokenizer, self.data_field, self.data_dtype, cache)
         if self.max_tokens and len(tokens) > self.max_tokens + 1:
             tokens = tokens[: self.max_tokens + 1]
         found = perplexity(model, tokenizer, tokens, self.seq_len, stride, self.batch_size)

@@ -8,6 +8,7 @@ from .files import DataFile
 from .given import Batches, GivenBatches
 from .prepare import prepare_data
 from .progress import Progress
+from .read_ahead import ReadAhead
 from .sources import load_data, read_stream
 from .token_files import HELD_OUT_FILES, TRAIN_FILE, Sidecar, TokenFile
 from .tokenizer import (
@@ -23,6 +24,6 @@ from .tokenizer import (
 
 __all__ = [
     "BYTES", "HELD_OUT_FILES", "TOKENIZER_FILE", "TRAIN_FILE", "Batches", "DataFile", "GivenBatches", "Progress",
-    "Sidecar", "Source", "TextData", "TokenFile", "Tokenizer", "UnknownTokenizer", "find_tokenizer", "library_json",
-    "load_data", "num_bytes", "prepare_data", "read_stream", "tokenizer_files",
+    "ReadAhead", "Sidecar", "Source", "TextData", "TokenFile", "Tokenizer", "UnknownTokenizer", "find_tokenizer",
+    "library_json", "load_data", "num_bytes", "prepare_data", "read_stream", "tokenizer_files",
 ]  # fmt: skip

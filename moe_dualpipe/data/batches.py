@@ -52,6 +52,10 @@ class TextData:
 
     def batch(self, seed: int, step: int, rank: int, count: int, seq_len: int) -> "tuple[Tensor, Tensor]":
         """Draw `count` training sequences for data-parallel rank `rank`: inputs and labels, each [B, S] int64."""
+        return self._read(self.windows(seed, step, rank, count, seq_len), seq_len)
+
+    def windows(self, seed: int, step: int, rank: int, count: int, seq_len: int) -> list[tuple[TokenStream, int]]:
+        """The windows that `batch` reads: a stream, and the index of the first token. Reads nothing."""
         random = np.random.Generator(np.random.Philox(key=[seed, (step << 20) + rank]))
         streams = [source.train for source in self.sources]
         if len(streams) > 1:
@@ -59,20 +63,24 @@ class TextData:
             starts = random.integers(0, [len(stream) - seq_len for stream in streams])
         else:
             streams, starts = streams * count, random.integers(0, len(streams[0]) - seq_len, count)
-        return self._windows(list(zip(streams, starts.tolist(), strict=True)), seq_len)
+        return list(zip(streams, starts.tolist(), strict=True))
 
     def held_out_batch(self, first: int, count: int, total: int, seq_len: int) -> "tuple[Tensor, Tensor]":
         """Return sequences `first` to `first + count` of `total`, spaced evenly over the held-out text.
 
         Each source gets its share of `total`, rounded, so its weight is the same in the validation and training losses.
         """
+        return self._read(self.held_out_windows(first, count, total, seq_len), seq_len)
+
+    def held_out_windows(self, first: int, count: int, total: int, seq_len: int) -> list[tuple[TokenStream, int]]:
+        """The windows that `held_out_batch` reads."""
         bounds = np.rint(np.cumsum([0.0, *self.shares]) * total).astype(int)
         windows = [
             (source.held_out, start)
             for source, sequences in zip(self.sources, np.diff(bounds), strict=True)
             for start in np.linspace(0, len(source.held_out) - seq_len - 1, sequences).astype(np.int64).tolist()
         ]
-        return self._windows(windows[first : first + count], seq_len)
+        return windows[first : first + count]
 
     @property
     def shares(self) -> list[float]:
@@ -120,7 +128,9 @@ class TextData:
                 if isinstance(stream, np.ndarray):
                     content.update(np.ascontiguousarray(stream).data)
                 else:
-                    for first in np.linspace(0, len(stream), FINGERPRINT_PARTS, dtype=np.int64).tolist():
+                    starts = np.linspace(0, len(stream), FINGERPRINT_PARTS, dtype=np.int64).tolist()
+                    stream.read_ahead((first, min(first + FINGERPRINT_TOKENS, len(stream))) for first in starts)
+                    for first in starts:
                         content.update(stream[first : first + FINGERPRINT_TOKENS].tobytes())
         return int.from_bytes(content.digest()) >> 1
 
@@ -132,7 +142,7 @@ class TextData:
                 f"{printable(checkpoint)} was trained with another tokenizer: {saved}; --data has {self.tokenizer}"
             )
 
-    def _windows(self, windows: list[tuple[TokenStream, int]], seq_len: int) -> "tuple[Tensor, Tensor]":
+    def _read(self, windows: list[tuple[TokenStream, int]], seq_len: int) -> "tuple[Tensor, Tensor]":
         import torch  # not at the top: `moe-dualpipe data` starts faster without it
 
         rows = np.stack([stream[start : start + seq_len + 1] for stream, start in windows]).astype(np.int64)

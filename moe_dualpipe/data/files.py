@@ -57,6 +57,11 @@ class DataFile:
         if expected and self.status != expected:
             raise self._changed(expected, self.status)
 
+    @property
+    def identity(self) -> tuple[object, object]:
+        """Tells files apart, under any name."""
+        return self.status.device, self.status.inode
+
     def __enter__(self) -> "DataFile":
         return self
 

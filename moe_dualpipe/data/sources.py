@@ -8,38 +8,44 @@ Text is read into memory and encoded at the start. Token ids stay on disk, so th
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from ..messages import check_range, plural, printable
+from ..storage import BlockCache, exists
 from .batches import Source, TextData, TokenStream
 from .documents import Documents
 from .held_out import ContentHash, Split, held_out_size
-from .token_files import HELD_OUT_FILES, SCAN_LIMIT, TRAIN_FILE, TokenFile
+from .locate import is_file, locate, open_file
+from .token_files import HELD_OUT_FILES, TRAIN_FILE, TokenFile
 from .tokenizer import BYTES, TOKENIZER_FILE, Tokenizer, UnknownTokenizer, digest, num_bytes
 
 
 def load_data(
     sources: str | Sequence[str], seq_len: int, vocab_size: int | None = None,
-    field: str = "text", dtype: str = "uint16", tokenizer: Tokenizer = BYTES,
+    field: str = "text", dtype: str = "uint16", tokenizer: Tokenizer = BYTES, cache: BlockCache | None = None,
 ) -> TextData:  # fmt: skip
     """Open `sources`, each "SOURCE" or "SOURCE=WEIGHT".
 
     A source is text (a file, a folder, a glob, or "stdlib"), a folder that `prepare_data` wrote, or a .bin file.
     field: the key of the text in .jsonl lines. dtype: of .bin files without a sidecar. vocab_size: of the model; None
-    accepts every tokenizer. tokenizer: of text, if no source has token ids.
+    accepts every tokenizer. tokenizer: of text, if no source has token ids. cache: for token ids at URLs.
 
     Raises ValueError if a source is empty, broken or shorter than one sequence of `seq_len`, if the sources have
     different tokenizers, or if `vocab_size` is too small.
     """
     entries = [split_weight(entry) for entry in ([sources] if isinstance(sources, str) else sources or [""])]
-    opened = {name: list(_open_token_files(name, dtype)) for name, _ in entries}
+    places = {name: locate(name) for name, _ in entries}
+    opened = {name: list(_open_token_files(place, dtype, cache)) for name, place in places.items()}
     _check_roles(opened)
     tokenizer = _common_tokenizer(opened, vocab_size or np.iinfo(dtype).max + 1, tokenizer)
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         raise ValueError(f"--data ({tokenizer}) needs --model.vocab-size {tokenizer.vocab_size}: got {vocab_size}")
-    texts = {name: _Text.read(Documents.find(name, field), tokenizer) for name, files in opened.items() if not files}
+    texts = {
+        name: _Text.read(Documents.find(places[name], field), tokenizer) for name, files in opened.items() if not files
+    }
     split = Split.of((text.sizes() for text in texts.values()), seq_len + 1)
     loaded = []
     for i, (name, weight) in enumerate(entries):
@@ -53,18 +59,21 @@ def load_data(
     return TextData(tuple(loaded), tokenizer)
 
 
-def read_stream(source: str, tokenizer: Tokenizer, field: str = "text", dtype: str = "uint16") -> TokenStream:
+def read_stream(
+    source: str, tokenizer: Tokenizer, field: str = "text", dtype: str = "uint16", cache: BlockCache | None = None
+) -> TokenStream:
     """All token ids of one source in order, each document followed by the end token.
 
     Text is encoded with `tokenizer`. A folder that `prepare_data` wrote gives its held-out tokens. field, dtype: as for
     `load_data`. Raises ValueError if the source is empty or broken, and for token ids of another tokenizer.
     """
-    if files := list(_open_token_files(source, dtype)):
+    source = locate(source)
+    if files := list(_open_token_files(source, dtype, cache)):
         file = files[-1] if os.path.isdir(source) else files[0]
         found = file.tokenizer(tokenizer.vocab_size)
         if digest(found) != digest(tokenizer):
             raise ValueError(f"{printable(file.path)} has the tokenizer {found}, but the model has {tokenizer}")
-        if file.tokens_N.file.size <= SCAN_LIMIT:
+        if file.is_scanned:
             file.scan(tokenizer.vocab_size)
         return file.tokens_N
     if not source:
@@ -88,7 +97,7 @@ def split_weight(entry: str) -> tuple[str, float]:
     return name, number
 
 
-def _open_token_files(name: str, dtype: str) -> Iterator[TokenFile]:
+def _open_token_files(name: str, dtype: str, cache: BlockCache | None) -> Iterator[TokenFile]:
     """If `name` is token ids, yield the training file, and then the held-out file if there is one.
 
     Raises ValueError for a folder in which one of them is missing, rather than train on its JSON files as text.
@@ -98,16 +107,16 @@ def _open_token_files(name: str, dtype: str) -> Iterator[TokenFile]:
         if not any(map(_is_described, map(path.joinpath, (TRAIN_FILE, *HELD_OUT_FILES)))):
             return
         path /= TRAIN_FILE
-    elif path.suffix != ".bin" or not os.path.isfile(path):
+    elif path.suffix != ".bin" or not is_file(path):
         return
-    yield TokenFile.open(path, dtype)
+    yield TokenFile.open(path, dtype, partial(open_file, cache=cache))
     if path.name == TRAIN_FILE and (held_out := [*filter(_is_described, map(path.with_name, HELD_OUT_FILES))]):
-        yield TokenFile.open(held_out[0], dtype)
+        yield TokenFile.open(held_out[0], dtype, partial(open_file, cache=cache))
 
 
 def _is_described(path: Path) -> bool:
     """Whether there is a file of token ids at `path`, or the description of one."""
-    return os.path.lexists(path) or os.path.lexists(path.with_name(f"{path.name}.json"))
+    return exists(path) or exists(path.with_name(f"{path.name}.json"))
 
 
 def _common_tokenizer(opened: dict[str, list[TokenFile]], vocab_size: int, of_text: Tokenizer) -> Tokenizer:
@@ -128,12 +137,11 @@ def _common_tokenizer(opened: dict[str, list[TokenFile]], vocab_size: int, of_te
 
 def _check_roles(opened: dict[str, list[TokenFile]]) -> None:
     """Raise ValueError if a file, under any name, is trained on in one source and held out in another."""
-    found: dict[tuple[int, int], tuple[str, str]] = {}
+    found: dict[tuple[object, object], tuple[str, str]] = {}
     for name, files in opened.items():
         roles = ("training", "held-out") if len(files) == 2 else ("divided",)
         for role, file in zip(roles, files, strict=False):  # none, of text
-            status = file.tokens_N.file.status
-            other, its_role = found.setdefault((status.device, status.inode), (name, role))
+            other, its_role = found.setdefault(file.tokens_N.file.identity, (name, role))
             if its_role != role:
                 raise ValueError(
                     f"{printable(file.path)} is {role} text in --data {printable(name)}, but {its_role} text in --data "
@@ -143,7 +151,7 @@ def _check_roles(opened: dict[str, list[TokenFile]]) -> None:
 
 def _open_tokens(name: str, weight: float, files: list[TokenFile], tokenizer: Tokenizer, seq_len: int) -> Source:
     for file in files:
-        if file.tokens_N.file.size <= SCAN_LIMIT:
+        if file.is_scanned:
             file.scan(tokenizer.vocab_size)
     if len(files) == 2:
         train, held_out = (file.tokens_N for file in files)

@@ -1,15 +1,17 @@
 """Token ids in files: open them, read parts of them, and check them.
 
 `name.bin` is a flat array of little-endian integers, as in nanoGPT (uint16 by default). It does not say how to read it,
-so `prepare_data` writes a sidecar file, `name.bin.json`: dtype, counts, tokenizer, and a checksum of every chunk. Files
-up to SCAN_LIMIT are checked completely before a run. For larger files this would take too long, so their sequences are
-only checked when they are drawn (batches.py). Neither way can train on an id outside the vocabulary.
+so `prepare_data` writes a sidecar file, `name.bin.json`: dtype, counts, tokenizer, and a checksum of every chunk. Local
+files up to SCAN_LIMIT are checked completely before a run. For larger files, and those on a store, this would take too
+long, so their sequences are only checked when they are drawn (batches.py). Neither way can train on an id outside the
+vocabulary.
 """
 
 import dataclasses
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +20,7 @@ import numpy as np
 
 from .. import strict_json
 from ..messages import printable, quoted
+from ..storage import RemoteFile
 from .files import DataFile, read_whole
 from .tokenizer import TOKENIZER_FILE, Tokenizer, UnknownTokenizer, digest, find_tokenizer, read_tokenizer
 
@@ -70,7 +73,7 @@ class TokensOnDisk:
     Reading raises ValueError, which names the file, if it fails or if the file has become shorter.
     """
 
-    def __init__(self, file: DataFile, dtype: np.dtype, first: int, stop: int):
+    def __init__(self, file: DataFile | RemoteFile, dtype: np.dtype, first: int, stop: int):
         self.file, self.dtype, self.first, self._stop = file, dtype, first, stop
 
     def __len__(self) -> int:
@@ -82,6 +85,13 @@ class TokensOnDisk:
         size = self.dtype.itemsize
         content = self.file.read((self.first + first) * size, max(stop - first, 0) * size)
         return np.frombuffer(content, self.dtype)
+
+    def read_ahead(self, parts: Iterable[tuple[int, int]]) -> list["Future[bytes]"]:
+        """Start to read these parts, each (first, stop), from a store. Does nothing for a local file."""
+        if isinstance(self.file, DataFile):
+            return []
+        size = self.dtype.itemsize
+        return self.file.read_ahead(((self.first + first) * size, (stop - first) * size) for first, stop in parts)
 
     def split(self, at: int) -> "tuple[TokensOnDisk, TokensOnDisk]":
         """The first `at` tokens, and the rest. Reads nothing."""
@@ -103,12 +113,12 @@ class TokenFile:
     sidecar: Sidecar | None
 
     @classmethod
-    def open(cls, path: Path, dtype: str) -> "TokenFile":
+    def open(cls, path: Path, dtype: str, open_file: Callable[[Path], DataFile | RemoteFile] = DataFile) -> "TokenFile":
         """Open a file. dtype: of a file without a sidecar. Raises ValueError if the file's size does not fit."""
         name, described = printable(path), path.with_name(path.name + ".json")
         sidecar = Sidecar.read(described) if os.path.lexists(described) else None
         kind = np.dtype(sidecar.dtype if sidecar else dtype).newbyteorder("<")
-        file = DataFile(path)
+        file = open_file(path)
         count, rest = divmod(file.size, kind.itemsize)
         if not file.size:
             raise ValueError(f"{name} is empty")
@@ -141,6 +151,11 @@ class TokenFile:
                 f"{sidecar.end_id}, but {found} has {found.vocab_size} and {found.end_id}"
             )
         return found
+
+    @property
+    def is_scanned(self) -> bool:
+        """Whether the file is checked completely before a run: one that is local, and not too large."""
+        return isinstance(self.tokens_N.file, DataFile) and self.tokens_N.file.size <= SCAN_LIMIT
 
     def scan(self, vocab_size: int) -> None:
         """Check the whole file. Raises ValueError, with the position, for a wrong checksum or an id >= `vocab_size`."""

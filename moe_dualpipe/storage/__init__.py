@@ -4,8 +4,8 @@ A local path never comes here: it keeps its code. A URL is represented by a loca
 (`stand_in.py`), so that all other code works with paths, and asks `url_of(path)` where the difference matters.
 """
 
-from .blocks import BlockCache, RemoteFile
-from .copies import drop, exists, fetch, open_folder, size_of, sizes_of
+from .blocks import BLOCK, BlockCache, RemoteFile, block_cache
+from .copies import drop, exists, fetch, fetch_all, open_folder, size_of, sizes_of
 from .errors import StorageError
 from .ranges import RangedFile
 from .stand_in import local_path, staged_folder, url_of
@@ -14,7 +14,7 @@ from .upload import abort_uploads, upload_file
 from .urls import Url, is_url
 
 __all__ = [
-    "QUICK", "BlockCache", "Patience", "RangedFile", "RemoteFile", "StorageError", "Url", "abort_uploads", "delete",
-    "delete_folder", "drop", "exists", "fetch", "info", "is_url", "list_folder", "local_path", "open_folder", "read",
-    "size_of", "sizes_of", "staged_folder", "upload_file", "url_of", "write",
+    "BLOCK", "QUICK", "BlockCache", "Patience", "RangedFile", "RemoteFile", "StorageError", "Url", "abort_uploads",
+    "block_cache", "delete", "delete_folder", "drop", "exists", "fetch", "fetch_all", "info", "is_url", "list_folder",
+    "local_path", "open_folder", "read", "size_of", "sizes_of", "staged_folder", "upload_file", "url_of", "write",
 ]  # fmt: skip

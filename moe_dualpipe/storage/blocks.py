@@ -16,8 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..messages import printable
+from ..user_errors import without_frames
 from .errors import StorageError
-from .stand_in import locked
+from .stand_in import base_folder, locked
 from .store import Patience, info, read
 from .urls import Url
 
@@ -27,6 +28,11 @@ _THREADS = 8
 _LOCKS = 64
 _CHECK_SECONDS = 60.0
 _PATIENCE = Patience(300.0)
+
+
+def block_cache(folder: str | None, limit: int, staging: str | None = None) -> "BlockCache":
+    """The cache in a folder; None: a folder beside the other local files of URLs."""
+    return BlockCache(Path(folder) if folder else base_folder(staging) / "data-cache", limit)
 
 
 class BlockCache:
@@ -118,8 +124,19 @@ class RemoteFile:
         self._wanted: queue.SimpleQueue[tuple[int, Future[bytes]]] = queue.SimpleQueue()
         self._threads = 0
 
+    @property
+    def identity(self) -> tuple[object, object]:
+        """Tells files apart."""
+        return "", str(self.url)
+
     def read(self, first: int, size: int) -> bytes:
-        """Return exactly `size` bytes from offset `first`. Raises StorageError."""
+        """Return exactly `size` bytes from offset `first`. Raises ValueError if they cannot be read."""
+        try:
+            return self._read(first, size)
+        except StorageError as error:
+            raise without_frames(ValueError(str(error))) from None
+
+    def _read(self, first: int, size: int) -> bytes:
         stop, parts, waited = first + size, [], False
         missing = [block for block in _blocks(first, size) if not self.cache.has(self.name, block)]
         coming = {block: self._request(block) for block in missing}
@@ -142,7 +159,7 @@ class RemoteFile:
     def check_unchanged(self) -> None:
         """Raise ValueError if the file was found to be another one. It is compared from time to time."""
         if self._changed:
-            raise ValueError(self._changed)
+            raise without_frames(ValueError(self._changed))
 
     def close(self) -> None:
         """Nothing to do: no connection is open."""

@@ -6,15 +6,16 @@ when they are needed. The processes of one launch on a machine share the copies:
 
 import errno
 import os
+import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 from .errors import StorageError
-from .stand_in import locked, url_of
-from .store import QUICK, Entry, Patience, info, list_folder, read
+from .stand_in import local_path, locked, url_of
+from .store import QUICK, Entry, Patience, find_files, info, list_folder, read
 from .urls import Url
 
 SMALL = 64 * 2**20
@@ -25,10 +26,10 @@ _THREADS = 4
 _opened: dict[Path, dict[str, Entry]] = {}
 
 
-def open_folder(folder: Path) -> None:
+def open_folder(folder: Path, names: Collection[str] | None = None) -> None:
     """Copy the small files of a folder, and note the sizes of all. Does nothing for an ordinary folder.
 
-    Raises StorageError.
+    names: copy only these. Raises StorageError.
     """
     url = url_of(folder)
     if url is None:
@@ -40,7 +41,8 @@ def open_folder(folder: Path) -> None:
         if path.is_file() and path.name not in entries:
             drop(folder, [path.name])
     for name, entry in entries.items():
-        if entry.size <= SMALL and not name.endswith(_LARGE_SUFFIXES):
+        wanted = not name.endswith(_LARGE_SUFFIXES) if names is None else name in names
+        if wanted and entry.size <= SMALL:
             _copy(folder / name, url / name, entry, None)
 
 
@@ -55,6 +57,26 @@ def fetch(path: Path, crc32: int | None = None) -> Path:
         raise StorageError(f"{url}: there is no such file")
     _copy(path, url, entry, crc32)
     return path
+
+
+def fetch_all(url: Url) -> Path:
+    """Copy a file, all files below a folder, or those that match a glob. Returns what stands for `url`.
+
+    Raises StorageError if there is nothing.
+    """
+    text = str(url)
+    root = Url(text[: re.search(r"[*?[]", text).start()].rpartition("/")[0]) if re.search(r"[*?[]", text) else url
+    found = find_files(url)
+    if not found:
+        raise StorageError(f"{url}: there is no such file or folder")
+    if [*found] == [str(url)]:
+        return fetch(local_path(str(url.parent)) / url.name)
+    folder = local_path(str(root))
+    for name, entry in found.items():
+        below = name.removeprefix(f"{root}/")
+        if ".." not in below.split("/"):
+            _copy(folder / below, root / below, entry, None)
+    return local_path(str(root)) / text.removeprefix(f"{root}").lstrip("/")
 
 
 def entry_of(path: Path) -> Entry | None:

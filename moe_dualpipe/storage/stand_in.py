@@ -30,7 +30,7 @@ def local_path(text: str | os.PathLike[str], staging: str | None = None) -> Path
 
     text: a path, a URL, or a path in a staged folder.
 
-    staging: the folder for local files; None: see `_base`. Raises ValueError if it cannot be used.
+    staging: the folder for local files; None: see `base_folder`. Raises ValueError if it cannot be used.
     """
     given = os.fspath(text)
     if not is_url(given):
@@ -43,12 +43,12 @@ def local_path(text: str | os.PathLike[str], staging: str | None = None) -> Path
     for folder, known in _STANDS_FOR.items():
         if known == url and _is_copy(folder):
             return folder
-    return _register(_copies_folder(_base(staging)) / _name(url), url)
+    return _register(_copies_folder(base_folder(staging)) / _name(url), url)
 
 
 def staged_folder(url: Url, staging: str | None = None) -> Path:
     """The folder in which a run writes what it uploads to `url`. Raises ValueError if it cannot be created."""
-    return _register(_base(staging) / "staged" / _name(url), url)
+    return _register(base_folder(staging) / "staged" / _name(url), url)
 
 
 def url_of(path: Path) -> Url | None:
@@ -82,7 +82,7 @@ def _name(url: Url) -> str:
     return f"{short}-{hashlib.sha256(url.text.encode()).hexdigest()[:16]}"
 
 
-def _base(staging: str | None) -> Path:
+def base_folder(staging: str | None) -> Path:
     """The folder for local files. None: one of this user in the folder for temporary files.
 
     Raises ValueError if it belongs to another user, who could change the files.

@@ -139,6 +139,20 @@ def list_folder(url: Url, patience: Patience = QUICK) -> dict[str, Entry]:
     return {entry.name: entry for entry in entries}
 
 
+def find_files(url: Url, patience: Patience = QUICK) -> dict[str, Entry]:
+    """A file, all files below a folder, or those that match a glob: URL -> what it is. Raises StorageError."""
+
+    def find(filesystem: Any, path: str) -> Mapping[str, Mapping[str, Any]]:
+        if any(character in path for character in "*?["):
+            return filesystem.glob(path, detail=True)
+        return filesystem.find(path, detail=True)
+
+    found = call(url, find, patience)
+    start = url.text.partition("://")[0]
+    files = sorted((name.strip("/"), one) for name, one in found.items() if one.get("type") == "file")
+    return {f"{start}://{name}": _entry(one) for name, one in files}
+
+
 def info(url: Url, patience: Patience = QUICK) -> Entry | None:
     """A file or folder; None if there is none. Raises StorageError."""
     try:

@@ -108,11 +108,15 @@ class BatchConfig:
     data: tuple[str, ...] = ("stdlib",)
     """Training data: one or more SOURCE or SOURCE=WEIGHT (docs/training.md).
     A source is a text file, a folder, a glob, a .jsonl file, a .bin file of token ids, a folder written by
-    `moe-dualpipe data prepare`, or "stdlib": the source code of Python's standard library."""
+    `moe-dualpipe data prepare`, a URL of one of these, or "stdlib": the source code of Python's standard library."""
     data_field: str = "text"
     """Field of a .jsonl line that holds the text."""
     data_dtype: Literal["uint8", "uint16", "uint32"] = "uint16"
     """Integer type of a .bin file without a description file (little-endian)."""
+    data_cache: OptionalStr = None
+    """Local folder for blocks of token ids that are read from a URL. None: data-cache in --staging."""
+    data_cache_gb: float = 20.0
+    """Largest size of this folder in GB."""
     seq_len: int = 256
     """Tokens per sequence."""
     document_mask: bool = False

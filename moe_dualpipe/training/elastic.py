@@ -108,6 +108,11 @@ def memory_problem(config: TrainConfig, division: Division, free: int | None) ->
 # ---- The batches ----
 
 
+def draws_of(first: int, count: int, drawn: int) -> range:
+    """The draws, of `drawn` sequences each, that have sequences `first` to `first + count` of a step."""
+    return range(first // drawn, -(-(first + count) // drawn))
+
+
 def sequences_of_step(
     text: TextData | GivenBatches, seed: int, step: int, first: int, count: int, drawn: int, seq_len: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,7 +121,7 @@ def sequences_of_step(
     drawn: sequences that are drawn together, for one data-parallel rank of the division that was asked for. Example:
     drawn=6, first=4, count=4 -> the last two of the first draw, and the first two of the second.
     """
-    draws = range(first // drawn, -(-(first + count) // drawn))
+    draws = draws_of(first, count, drawn)
     parts = [text.batch(seed, step, rank, drawn, seq_len) for rank in draws]
     rows = slice(first - draws[0] * drawn, first - draws[0] * drawn + count)
     inputs, labels = (torch.cat(tensors)[rows] for tensors in zip(*parts, strict=True))

@@ -7,7 +7,7 @@ Record = dict[str, float]
 
 SUMS = (
     "seconds", "tokens", "reduce_seconds", "reduce_exposed_seconds", "gather_seconds", "gather_exposed_seconds",
-    "moved_experts",
+    "moved_experts", "data_waits",
 )  # fmt: skip
 RATES = ("tokens_per_s", "mfu")
 LATEST = ("step", "lr", "skipped", "peak_memory_mb")

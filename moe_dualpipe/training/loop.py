@@ -179,6 +179,8 @@ class TrainingRun:
         save_every, eval_every = self.config.checkpoint.save_every, self.config.metrics.eval_every
         done, save_due, eval_due = self.plan.first_step, False, False
         trainer.stop.completes = "this step and a checkpoint"
+        with trainer.progress.during("reading the first data"):
+            trainer.read_ahead.fill(done)
         with progress_bar(steps, done, self.reporter.verbose) as bar:
             for step in range(done, steps):
                 with self.profiler.step(step):

@@ -205,7 +205,10 @@ def _load_text(config: TrainConfig, start: Path | None) -> TextData:
     tokenizer = start_tokenizer(start, vocab_size) if start else BYTES
     if isinstance(tokenizer, UnknownTokenizer) and not unknown:
         tokenizer = BYTES  # `check_tokenizer` says that it is another one
-    text = load_data(batch.data, batch.seq_len, vocab_size, batch.data_field, batch.data_dtype, tokenizer)
+    cache = None
+    if any(map(storage.is_url, batch.data)):
+        cache = storage.block_cache(batch.data_cache, int(batch.data_cache_gb * 1e9), config.checkpoint.staging)
+    text = load_data(batch.data, batch.seq_len, vocab_size, batch.data_field, batch.data_dtype, tokenizer, cache)
     if start and not unknown:
         text.check_tokenizer(start)
     if config.sample.sample_tokens:

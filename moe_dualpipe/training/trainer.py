@@ -13,6 +13,7 @@ from torch.profiler import record_function
 
 from .. import storage
 from ..checkpoint import PartialLoad, load_checkpoint, load_tensors, load_weights, load_weights_in_part
+from ..data import ReadAhead
 from ..expert_parallel.parameters import older_names
 from ..health.heartbeat import Progress
 from ..health.signals import Stop
@@ -27,7 +28,7 @@ from ..runtime.groups import ranks_of
 from ..runtime.replicas import check_equal, gather_checksums
 from ..runtime.shared_errors import build_on_all_ranks
 from ..user_errors import without_frames
-from .elastic import sequences_of_step
+from .elastic import draws_of, sequences_of_step
 from .expert_places import ExpertPlaces
 from .freezing import freeze
 from .learning_rate import learning_rate
@@ -79,7 +80,12 @@ class Trainer:
         self.skipped = SkippedSteps(config.health.max_skipped, announce=self.layout.rank == 0)
         self.stop, self.stopping, self.lr_factor = stop or Stop(), False, 1.0
         self.wait_for_weights = True
-        self._remote_bytes = 0.0
+        self._remote_bytes = self._data_waits = 0.0
+        count, drawn = self.pipeline.num_sequences, plan.sequences
+        draws = draws_of(self.layout.dp_rank * count, count, drawn)
+        self.read_ahead = build_on_all_ranks(
+            lambda: ReadAhead(plan.text, config.seed, draws, drawn, config.batch.seq_len, config.steps)
+        )
         self.places: ExpertPlaces | None = None
         self.partial: PartialLoad | None = None  # what --weights-partial loaded
         if plan.resume:
@@ -142,6 +148,7 @@ class Trainer:
         with self.progress.during("expert loads"):
             load_LE = self.balance.loads(self.device)
         loss, norm_value = self._mean(losses), norm.item()
+        waits = {"data_waits": int(self._data_waits)} if self.read_ahead.files else {}
         remote = {"mb_between_machines": round(self._remote_bytes / 1e6, 3)} if self._remote_bytes else {}
         times = self._background_times()
         mtp_loss = {"mtp_loss": self._mtp_loss()} if config.model.mtp_layers else {}
@@ -165,8 +172,8 @@ class Trainer:
         return {
             "step": step + 1, "loss": loss, "grad_norm": norm_value, "lr": lr, "skipped": int(self.skipped.total),
             "seconds": round(seconds, 4), "tokens": tokens, "tokens_per_s": round(tokens / seconds, 1), **mfu,
-            "peak_memory_mb": round(peak_memory_mb(self.device), 1), **times, **remote, **load_statistics(load_LE),
-            **mtp_loss, **balance, **moved,
+            "peak_memory_mb": round(peak_memory_mb(self.device), 1), **times, **remote, **waits,
+            **load_statistics(load_LE), **mtp_loss, **balance, **moved,
         }  # fmt: skip
 
     def _background_times(self) -> dict[str, float]:
@@ -199,6 +206,7 @@ class Trainer:
         """
         config, layout, count = self.config, self.layout, self.pipeline.num_sequences
         torch.manual_seed(seed_of(config.seed, f"step {step} of rank {layout.rank}"))  # for dropout
+        self.read_ahead.advance(step)
         first, drawn = layout.dp_rank * count, self.plan.sequences
         batch = sequences_of_step(self.plan.text, config.seed, step, first, count, drawn, config.batch.seq_len)
         return self.pipeline.step(*batch, sum_gradients)
@@ -209,6 +217,8 @@ class Trainer:
         layout, count = self.layout, self.pipeline.num_sequences
         batches = -(-self.config.metrics.eval_sequences // (count * layout.dp))
         total = batches * layout.dp * count
+        for i in range(batches):
+            self.read_ahead.held_out((i * layout.dp + layout.dp_rank) * count, count, total)
         for i in range(batches):
             first = (i * layout.dp + layout.dp_rank) * count
             batch = self.plan.text.held_out_batch(first, count, total, self.config.batch.seq_len)
@@ -281,18 +291,19 @@ class Trainer:
         """The mean loss over all ranks.
 
         The same all-reduce tells all ranks whether one was asked to stop, and how many bytes dispatch and combine have
-        sent between machines since the last one.
+        sent between machines, and how often data was waited for, since the last one.
         """
         experts = self.pipeline.expert_parallel
         experts.check()
-        total = torch.zeros(4, dtype=torch.float64)
+        total = torch.zeros(5, dtype=torch.float64)
         if losses:
             total[0], total[1] = torch.stack(losses).double().sum().item(), len(losses)
         total[2], total[3] = self.stop.requested, experts.take_remote_bytes()
+        total[4] = self.read_ahead.take_waits()
         if self.layout.dp * self.layout.pp > 1 or dist.is_initialized():  # a finished run of one process has no group
             with self.progress.during("mean loss"):
                 dist.all_reduce(total)
-        loss, count, stop_requests, self._remote_bytes = total.tolist()
+        loss, count, stop_requests, self._remote_bytes, self._data_waits = total.tolist()
         self.stopping = stop_requests > 0
         return loss / count
 

@@ -21,7 +21,6 @@ from moe_dualpipe.data import (
     load_data,
     prepare,
     prepare_data,
-    sources,
     tasks,
     token_files,
     tokenizer_files,
@@ -422,7 +421,7 @@ def write(folder, files):
 
 
 def test_sequences_of_a_file_too_large_to_scan_are_checked_when_drawn(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "SCAN_LIMIT", 100)
+    monkeypatch.setattr(token_files, "SCAN_LIMIT", 100)
     tokens = np.zeros(400, "<u2")
     tokens[150] = 300
     tokens.tofile(tmp_path / "a.bin")

@@ -24,6 +24,7 @@ DEFAULTS = {
     "dtype": "auto", "kernels": "auto", "compile": "auto", "cuda-graphs": False,
     "recompute": "none", "fused-loss": False,
     "data": ("stdlib",), "data-field": "text", "data-dtype": "uint16", "seq-len": 256,
+    "data-cache": None, "data-cache-gb": 20.0,
     "document-mask": False, "micro-batch-size": 2,
     "micro-batches": None, "out": None, "resume": None, "weights": None, "save-every": None,
     "keep": 3, "export": None, "save-async": True, "staging": None, "log-every": 1, "eval-every": None,
@@ -82,7 +83,7 @@ def test_zero_and_the_empty_string_mean_none():
         ),
         *("peak-tflops", "check-replicas-every", "optim.decay-steps", "optim.clip"),
     ]
-    empty = ["place-experts", "out", "resume", "weights", "wandb", "staging"]
+    empty = ["place-experts", "out", "resume", "weights", "wandb", "staging", "data-cache"]
     values = option_values(parse_arguments([*as_arguments({**dict.fromkeys(zeros, 0), **dict.fromkeys(empty, "")})]))
     assert {flag: values[flag] for flag in zeros + empty} == dict.fromkeys(zeros + empty)
 

@@ -1,0 +1,60 @@
+"""Find what a source of --data names: a path, or the local copies of what is at a URL.
+
+Token ids stay on the store, and are read in blocks (storage/blocks.py). Text is copied, as it is read as a whole.
+"""
+
+import os
+from pathlib import Path
+
+from .. import storage
+from ..messages import printable
+from .files import DataFile
+from .token_files import HELD_OUT_FILES, TRAIN_FILE
+from .tokenizer import TOKENIZER_FILE
+
+_DESCRIPTIONS = {TOKENIZER_FILE, *(f"{name}.json" for name in (TRAIN_FILE, *HELD_OUT_FILES))}
+
+
+def locate(source: str) -> str:
+    """The path of a source; of a URL, the folder or file that stands for it, with copies of all but token ids.
+
+    Raises ValueError if there is nothing at the URL, or if it cannot be read.
+    """
+    if not storage.is_url(source):
+        return source
+    try:
+        return str(_locate(source))
+    except storage.StorageError as error:
+        raise ValueError(f"--data {error}") from None
+
+
+def _locate(source: str) -> Path:
+    url = storage.Url(source)
+    if source.endswith(".bin"):
+        folder = storage.local_path(str(url.parent))
+        storage.open_folder(folder, {f"{url.name}.json", TOKENIZER_FILE})
+        return folder / url.name
+    folder = storage.local_path(source)
+    storage.open_folder(folder, _DESCRIPTIONS)
+    names = storage.sizes_of(folder)
+    if {TRAIN_FILE, f"{TRAIN_FILE}.json", *HELD_OUT_FILES} & names.keys():
+        return folder
+    return storage.fetch_all(url)
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is a regular file on this machine, or a file on the store."""
+    return os.path.isfile(path) or (storage.url_of(path) is not None and storage.exists(path))
+
+
+def open_file(path: Path, cache: "storage.BlockCache | None") -> "DataFile | storage.RemoteFile":
+    """A local file, or one on a store that is read through `cache`. Raises ValueError if it cannot be read."""
+    url = storage.url_of(path)
+    if url is None or path.exists():
+        return DataFile(path)
+    if cache is None:
+        raise ValueError(f"{printable(path)} needs a cache for its blocks")
+    try:
+        return storage.RemoteFile(url, path, cache)
+    except storage.StorageError as error:
+        raise ValueError(f"--data {error}") from None

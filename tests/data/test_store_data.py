@@ -1,0 +1,161 @@
+"""Training data at a URL: the same batches as from a folder, read before the steps need them."""
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moe_dualpipe.cli import main
+from moe_dualpipe.data import BYTES, ReadAhead, load_data, read_stream
+from moe_dualpipe.storage import BLOCK, BlockCache
+from tests.support.object_store import access, first, in_environment, slow
+from tests.support.ranks import run_ranks
+from tests.support.runs import SHALLOW, change, losses, settings, train
+
+SEQ_LEN, COUNT = 32, 3
+TOKENS = 12 * BLOCK
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A folder as `moe-dualpipe data prepare` writes it, a bare file of many blocks, and some texts."""
+    base = tmp_path_factory.mktemp("data")
+    texts = base / "texts"
+    (texts / "below").mkdir(parents=True)
+    for i in range(3):
+        (texts / f"{i}.md").write_text(f"text {i} " * 400)
+    (texts / "below" / "3.md").write_text("another one " * 400)
+    (texts / "rows.jsonl").write_text('{"text": "a row of text"}\n' * 300)
+    assert main(["data", "prepare", str(texts / "*.md"), "--out", str(base / "corpus"), "--tokenizer", "bytes"]) == 0
+    np.random.default_rng(1).integers(0, 256, TOKENS).astype("<u1").tofile(base / "bare.bin")
+    return base
+
+
+@pytest.fixture
+def stored(corpus, s3):
+    s3.put_folder(corpus, "data")
+    s3.reset_faults()
+    return s3
+
+
+def load(source, folder, gb=1.0, **options):
+    return load_data(source, SEQ_LEN, dtype="uint8", cache=BlockCache(folder / "cache", int(gb * 1e9)), **options)
+
+
+def batches(text, steps=3):
+    return [text.batch(7, step, 0, COUNT, SEQ_LEN) for step in range(steps)] + [text.held_out_batch(0, 4, 4, SEQ_LEN)]
+
+
+def equal(one, other):
+    return all(a.equal(b) for pair, others in zip(one, other, strict=True) for a, b in zip(pair, others, strict=True))
+
+
+@pytest.mark.parametrize("name", ["corpus", "bare.bin", "texts/0.md", "texts/rows.jsonl", "texts/*.md", "texts"])
+@pytest.mark.usefixtures("stored")
+def test_a_url_gives_the_batches_of_the_same_files_in_a_folder(corpus, tmp_path, name):
+    local, remote = load(f"{corpus}/{name}=2", tmp_path), load(f"s3://bucket/data/{name}=2", tmp_path)
+    assert equal(batches(local), batches(remote)) and local.fingerprint() == remote.fingerprint()
+    assert [source.weight for source in remote.sources] == [2.0]
+    described = remote.description.replace("s3://bucket/data", str(corpus))
+    assert described == local.description
+
+
+@pytest.mark.usefixtures("stored")
+def test_the_whole_stream_of_a_url_is_read_for_an_evaluation(corpus, tmp_path):
+    cache = BlockCache(tmp_path, 10**9)
+    remote = read_stream("s3://bucket/data/corpus", BYTES, cache=cache)
+    assert np.array_equal(remote[:], read_stream(str(corpus / "corpus"), BYTES)[:])
+
+
+@pytest.mark.parametrize("source,message", [
+    ("s3://bucket/data/none", r"^--data s3://bucket/data/none: there is no such file or folder$"),
+    ("s3://bucket/none.bin", r"^--data s3://bucket/none.bin: no such file or folder|there is no such file"),
+    ("s3://other/texts", r"^--data s3://other/texts: there is no such bucket"),
+    ("s3://bucket/data/*.none", r"there is no such file or folder$"),
+])  # fmt: skip
+@pytest.mark.usefixtures("stored")
+def test_what_cannot_be_read_is_one_line(tmp_path, source, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        load(source, tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_sidecar_that_does_not_fit_is_refused(stored, tmp_path):
+    stored.put("data/corpus/train.bin", stored.content("data/corpus/train.bin")[:-1])
+    with pytest.raises(ValueError, match=r"^s3://bucket/data/corpus/train.bin has \d+ uint8 token ids, but"):
+        load("s3://bucket/data/corpus", tmp_path)
+
+
+def settle(ahead):
+    for file in ahead.files:
+        while file._coming:
+            time.sleep(0.001)
+
+
+def run_steps(text, steps, with_ahead, meanwhile=settle):
+    """The waits of a loop of steps, with reading ahead or without."""
+    ahead = ReadAhead(text, 7, [0], COUNT, SEQ_LEN, steps)
+    ahead.ahead = min(ahead.ahead, 3)
+    if with_ahead:
+        ahead.fill(0)
+    ahead.take_waits()
+    for step in range(steps):
+        if with_ahead:
+            ahead.advance(step)
+        text.batch(7, step, 0, COUNT, SEQ_LEN)
+        meanwhile(ahead)
+    return ahead.take_waits()
+
+
+def test_no_step_waits_if_the_store_is_slow_but_fast_enough(stored, tmp_path):
+    """Each read takes 50 ms, and a step at least as long as the reads of one step."""
+    stored.fault = slow(0.05)
+    assert run_steps(load("s3://bucket/data/bare.bin", tmp_path), 10, with_ahead=True) == 0
+    assert run_steps(load("s3://bucket/data/bare.bin", tmp_path / "other"), 10, with_ahead=False) > 3
+
+
+@pytest.mark.long
+def test_no_step_waits_while_steps_go_on(stored, tmp_path):
+    """Steps of 0.1 s need 3 blocks each, and 8 threads read one in 50 ms."""
+    stored.fault = slow(0.05)
+    text = load("s3://bucket/data/bare.bin", tmp_path)
+    assert run_steps(text, 30, with_ahead=True, meanwhile=lambda _: time.sleep(0.1)) == 0
+
+
+def test_a_cache_that_is_too_small_is_refused(stored, tmp_path):
+    text = load("s3://bucket/data/bare.bin", tmp_path, gb=5 * BLOCK / 1e9)
+    with pytest.raises(ValueError, match=r"--data-cache-gb 0.00065536 cannot hold the .* two steps: use 0.0016 or"):
+        ReadAhead(text, 7, [0], COUNT, SEQ_LEN, 10)
+    assert stored.requests
+
+
+@pytest.mark.parametrize("arguments", [
+    ["prepare", "s3://bucket/notes", "--out", "corpus"], ["prepare", "notes", "--out", "s3://bucket/corpus"],
+    ["check", "s3://bucket/corpus/train.bin"],
+])  # fmt: skip
+def test_commands_for_local_files_refuse_urls(arguments, capsys):
+    assert main(["data", *arguments]) == 2
+    printed = capsys.readouterr().err
+    assert "is a URL: this command reads and writes local files only" in printed and printed.count("\n") == 1
+
+
+def test_local_data_is_not_read_ahead(corpus, tmp_path):
+    ahead = ReadAhead(load(str(corpus / "bare.bin"), tmp_path), 7, [0], COUNT, SEQ_LEN, 10)
+    ahead.fill(0)
+    ahead.advance(0)
+    assert not ahead.files and ahead.take_waits() == 0
+
+
+def test_a_run_with_data_at_a_url_computes_the_same_and_counts_waits(stored, corpus, tmp_path):
+    stored.fault = first(10, 503)
+    small = {"model": SHALLOW, "steps": 3, "data_cache": str(tmp_path / "cache"), "data_cache_gb": 0.5}
+    local = settings(tmp_path / "local", data=(f"{corpus}/corpus", f"{corpus}/texts/*.md=3"), **small)
+    remote = change(
+        local, data=("s3://bucket/data/corpus", "s3://bucket/data/texts/*.md=3"), out=str(tmp_path / "remote")
+    )
+    expected = run_ranks(2, train, local)[0]
+    found = run_ranks(2, in_environment, access(stored), train, remote)[0]
+    assert losses(found) == losses(expected) and losses(found, "validation_loss") == losses(expected, "validation_loss")
+    assert losses(found, "data_waits") == {1: 0, 2: 0, 3: 0} and losses(expected, "data_waits") == {}
+    assert 0 < sum(path.stat().st_size for path in Path(tmp_path / "cache").glob("*/*")) <= 0.5e9
