@@ -20,9 +20,9 @@ _SHARE = 16
 
 
 class ReadAhead:
-    """The steps of a rank up to step `last`: `count` sequences of `seq_len` tokens of each data-parallel rank in `draws`.
+    """The steps of a rank up to step `last`: `count` sequences of `seq_len` tokens for each number in `draws`.
 
-    ahead: the number of steps that are requested before they are needed. Raises ValueError if the cache cannot hold
+    draws: as `rank` of `TextData.batch`. ahead: the number of steps that are requested before they are needed. Raises ValueError if the cache cannot hold
     the blocks of two steps.
     """
 

@@ -61,7 +61,7 @@ def accepting(flags, value):
 def test_every_number_is_tested():
     assert {"seed", "steps", "pp", "top-k", "optim.decay-steps", "model.num-layers"} <= {*INTEGERS}
     assert {"optim.clip", "peak-tflops", "timeout", "temperature", "model.rope-theta"} <= {*FLOATS}
-    assert len(INTEGERS) + len(FLOATS) == 71
+    assert len(INTEGERS) + len(FLOATS) == 72
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1.0, -1e308, 1e308, 1e300, 1e14])
