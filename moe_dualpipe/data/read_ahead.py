@@ -22,8 +22,8 @@ _SHARE = 16
 class ReadAhead:
     """The steps of a rank up to step `last`: `count` sequences of `seq_len` tokens for each number in `draws`.
 
-    draws: as `rank` of `TextData.batch`. ahead: the number of steps that are requested before they are needed. Raises ValueError if the cache cannot hold
-    the blocks of two steps.
+    draws: as `rank` of `TextData.batch`. ahead: the number of steps that are requested before they are needed. Raises
+    ValueError if the cache cannot hold the blocks of two steps.
     """
 
     def __init__(

@@ -65,7 +65,8 @@ def fetch_all(url: Url) -> Path:
     Raises StorageError if there is nothing.
     """
     text = str(url)
-    root = Url(text[: re.search(r"[*?[]", text).start()].rpartition("/")[0]) if re.search(r"[*?[]", text) else url
+    pattern = re.search(r"[*?[]", text)
+    root = Url(text[: pattern.start()].rpartition("/")[0]) if pattern else url
     found = find_files(url)
     if not found:
         raise StorageError(f"{url}: there is no such file or folder")
