@@ -87,3 +87,9 @@ def test_choices_of_no_expert_and_places():
     assert combined.weight_grads_TK.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     layer.place(range(EXPERTS))
     assert layer.slots is None
+
+
+def test_choices_are_added_in_their_order():
+    route = ByChoice(Local(3)).prepare(torch.tensor([[2, 0, 1], [0, 1, 2]]))
+    rows = torch.tensor([1e8, -1e8, 1, 1, 1e8, -1e8])[:, None]  # 1 + 1e8 is 1e8 in fp32
+    assert ByChoice(Local(3)).combine(rows, route).wait().y_TD.flatten().tolist() == [1, 0]

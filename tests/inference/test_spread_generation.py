@@ -42,7 +42,9 @@ def spread_texts(rank, path, copies):
     return texts, [len(layer.experts.down) for layer in layers], placed
 
 
-@pytest.mark.parametrize("folder,copies", [("run", 0), ("run", 2), ("exported", 0)])
+@pytest.mark.parametrize("folder,copies", [
+    pytest.param("run", 2, marks=pytest.mark.long), ("run", 6), ("exported", 0),
+])  # fmt: skip
 def test_texts_do_not_depend_on_ranks_and_copies(run, folder, copies):
     model, tokenizer = open_model(str(run / "run"))
     prompts = torch.tensor([tokenizer.encode("def ")] * NUMBER)
@@ -52,6 +54,17 @@ def test_texts_do_not_depend_on_ranks_and_copies(run, folder, copies):
     for _, numbers, placed in seen:
         assert numbers == [3 + copies // 2] * 2
         assert placed == [7 if copies else 0] * 2
+
+
+def test_copies_on_one_rank_have_the_same_weights(run):
+    folder, config = find_model(str(run / "run"))
+    model = load_spread_model(
+        folder, config, Local(9), {1: (0, 1, 2, 3, 4, 5, 0, 1, 0), 2: (5, 5, 5, 5, 4, 3, 2, 1, 0)}
+    )
+    whole, _ = open_model(str(run / "run"))
+    tokens = torch.arange(60).view(2, 30)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), whole(tokens))
 
 
 def test_part_of_a_batch_draws_the_tokens_of_the_whole_batch():

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from moe_dualpipe.models import MoE
-from moe_dualpipe.planner.placement import Placement, read_loads
+from moe_dualpipe.planner.placement import Placement, imbalance, in_order, read_loads
 from tests.support.ranks import run_ranks
 from tests.support.runs import (
     SHALLOW,
@@ -21,6 +21,25 @@ from tests.support.runs import (
     train_each,
     without_clocks,
 )
+
+
+class Watched(nn.Module):
+    """An expert, in a list of modules, with a buffer of its own."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.register_buffer("seen", torch.zeros(width))
+
+    def forward(self, rows):
+        if self.training:
+            self.seen += rows.detach().sum(0)
+        return self.linear(rows) + 0.01 * self.seen.tanh()
+
+
+def watched_experts(config, num_local_experts):
+    return nn.ModuleList(Watched(config.hidden_size) for _ in range(num_local_experts))
+
 
 EIGHT = dataclasses.replace(SHALLOW, num_layers=3, num_experts=8, experts_per_token=3, router_bias=True)
 SMALL = {"model": EIGHT, "ep": 2, "seq_len": 16, "steps": 4, "expert_sums": "choice"}
@@ -45,8 +64,9 @@ def without_moves(steps):
 
 
 @pytest.mark.parametrize("ranks,optimizer,options", [
-    (2, "adamw", {"pp": 1}),
-    (4, "muon", {"pp": 1, "dtype": "bfloat16", "ep_backend": "all_to_all"}),
+    (2, "adamw", {"pp": 1, "steps": 2, "model": dataclasses.replace(EIGHT, experts=f"{__name__}:watched_experts")}),
+    (4, "muon", {"pp": 1, "dtype": "bfloat16", "ep_backend": "all_to_all", "steps": 3}),
+    pytest.param(2, "adamw", {"pp": 1}, marks=pytest.mark.long),
     pytest.param(4, "adamw", {"pp": 2, "recompute": "full"}, marks=pytest.mark.long),
     pytest.param(4, "adamw", {"pp": 1, "ep": 4, "zero": False}, marks=pytest.mark.long),
     pytest.param(4, "adamw", {"pp": 1, "dtype": "bfloat16"}, marks=pytest.mark.long),
@@ -56,7 +76,7 @@ def test_moves_change_no_bit(tmp_path, ranks, optimizer, options):
     plain = dataclasses.replace(plain, optim=dataclasses.replace(plain.optim, name=optimizer))
     moving = dataclasses.replace(plain, parallel=dataclasses.replace(plain.parallel, **MOVES))
     seen = run_ranks(ranks, run_each, [plain, moving])
-    assert sum(step["moved_experts"] for step in seen[0][1][0]) > 4
+    assert sum(step["moved_experts"] for step in seen[0][1][0]) > 2
     for step in seen[0][1][0]:
         assert step["rank_load_after"] <= step["rank_load_before"]
     assert without_moves(seen[0][0][0]) == without_moves(seen[0][1][0])
@@ -103,6 +123,25 @@ def test_moves_are_said_and_recorded(tmp_path):
     assert " moved: the fullest of 2 ranks had " in printed and "step 2: " in printed and "step 3: " not in printed
     made = [record for record in records(tmp_path) if "loss" in record]
     assert len(made) == 2 and all({*OF_MOVES} <= {*record} for record in made)
+
+
+def measured_loads(rank, config):
+    """Loads of each step, and records, of a run that decides after every second step, and never moves."""
+    trainer = make_trainer(rank, config)
+    loads, load = [], trainer.balance.loads
+    trainer.balance.loads = lambda device: loads.append(load(device)) or loads[-1]  # type: ignore[method-assign]
+    steps = [trainer.train_step(step) for step in range(4)]
+    return [load_LE.tolist() for load_LE in loads], steps
+
+
+def test_a_decision_counts_the_loads_since_the_last_one(tmp_path):
+    changes = {"pp": 1, "move_experts_every": 2, "move_experts_gain": 1.0}
+    loads, steps = run_ranks(2, measured_loads, settings(tmp_path, **{**SMALL, **changes}))[0]
+    for last in (1, 3):
+        both = (torch.tensor(loads[last - 1]) + torch.tensor(loads[last])).tolist()
+        ratios = imbalance(in_order(2, 8, 2).gpu_loads(both))
+        assert steps[last]["rank_load_before"] == round(sum(ratios) / 2, 4) and not steps[last]["moved_experts"]
+        assert "rank_load_before" not in steps[last - 1]
 
 
 def placed_runs(rank, configs):
@@ -162,7 +201,7 @@ def refused(rank, config):
 PLACES = {"layers": [1, 2], "gpus": 2, "experts": [[0, 1, 2, 3, 4, 5, 6, 7]] * 2}
 
 
-@pytest.mark.parametrize("changes,message", [
+REFUSED = [
     ({"gpus": 4}, "is for 4 GPUs, and --ep is 2: make it with --gpus 2"),
     ({"layers": [2, 3]}, "is for another model: this one has 8 experts in layers 1, 2"),
     ({"experts": [[0, 1, 2, 3]] * 2}, "is for another model: this one has 8 experts in layers 1, 2"),
@@ -171,13 +210,29 @@ PLACES = {"layers": [1, 2], "gpus": 2, "experts": [[0, 1, 2, 3, 4, 5, 6, 7]] * 2
     ({"gpus": 3}, '"gpus" in FILE must divide the slots of each layer, which have equal numbers'),
     ({"experts": [["0"]]}, 'FILE must have "experts", a list of expert ids for each layer'),
     ({"layers": [1]}, '"layers" in FILE must be a number for each list of "experts"'),
-])  # fmt: skip
-def test_a_placement_for_another_run_is_refused(tmp_path, changes, message):
-    file = tmp_path / "places.json"
-    file.write_text(json.dumps(PLACES | changes))
-    config = settings(tmp_path / "run", **{**SMALL, "pp": 1, "place_experts": str(file)})
-    expected = message.replace("FILE", str(file))
-    assert all(error.removeprefix(f"--place-experts {file} ") == expected for error in run_ranks(2, refused, config))
+]  # fmt: skip
+
+
+def refused_placements(rank, config, folder):
+    """The errors for all files of `REFUSED`."""
+    trainer, errors = make_trainer(rank, config), []
+    for i, (changes, _) in enumerate(REFUSED):
+        file = folder / f"{i}.json"
+        if rank == 0:
+            file.write_text(json.dumps(PLACES | changes))
+        torch.distributed.barrier()
+        with pytest.raises(ValueError) as error:
+            trainer.places.start(str(file), None)
+        errors.append(str(error.value))
+    return errors
+
+
+def test_a_placement_for_another_run_is_refused(tmp_path):
+    config = settings(tmp_path / "run", **{**SMALL, **MOVES, "pp": 1})
+    for errors in run_ranks(2, refused_placements, config, tmp_path):
+        for i, (error, (_, message)) in enumerate(zip(errors, REFUSED, strict=True)):
+            expected = message.replace("FILE", str(tmp_path / f"{i}.json"))
+            assert error.removeprefix(f"--place-experts {tmp_path / f'{i}.json'} ") == expected
 
 
 class SharedScale(nn.Module):
