@@ -1,9 +1,11 @@
 """The command, measuring for real with small sizes, and its errors."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+import tyro
 
 from moe_dualpipe import calibration
 from moe_dualpipe.calibration import Plan, measure
@@ -39,6 +41,14 @@ def test_two_processes_measure_kernels_and_their_link(tmp_path, monkeypatch, cap
     assert "latency" in printed
 
 
+def test_options_of_the_command_line():
+    parsed = tyro.extras.subcommand_cli_from_dict(
+        {"calibrate": CalibrateCommand, "other": CalibrateCommand},
+        args=["calibrate", "--out", "a/b.json", "--processes", "3", "--seconds", "1.5", "--device", "cpu"],
+    )
+    assert parsed == CalibrateCommand(Path("a/b.json"), "cpu", 3, 1.5)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_process_that_fails_is_one_line():
     with pytest.raises(ValueError, match=r"measuring process 0 failed: .+") as error:
@@ -54,7 +64,7 @@ def test_a_process_that_fails_is_one_line():
 ])  # fmt: skip
 def test_invalid_options(tmp_path, monkeypatch, options, message):
     monkeypatch.chdir(tmp_path)
-    options["out"] = tmp_path.__class__(options.get("out", "machine.json"))
+    options["out"] = Path(options.get("out", "machine.json"))
     with pytest.raises(ValueError) as error:
         CalibrateCommand(**options).run()
     assert message in str(error.value)

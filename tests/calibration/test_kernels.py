@@ -67,7 +67,8 @@ def test_bytes_and_launches(monkeypatch):
 
 def test_the_stopwatch_takes_the_lower_quartile_of_groups(monkeypatch):
     clock = SimpleNamespace(now=0.0, runs=0)
-    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+    for name in ("perf_counter", "thread_time"):
+        monkeypatch.setattr(time, name, lambda: clock.now)
     met = []
 
     def run():
@@ -85,11 +86,13 @@ def test_the_stopwatch_takes_the_lower_quartile_of_groups(monkeypatch):
 def test_slow_launches_are_timed_three_times(monkeypatch):
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(time, "thread_time", lambda: clock.now / 4)
 
     def run():
         clock.now += 2.0
 
-    assert Stopwatch(CPU, 0.05, lambda: None).time(run) == 2.0
+    # The thread had the core for a quarter of the time.
+    assert Stopwatch(CPU, 0.05, lambda: None).time(run) == 0.5
     assert clock.now == 2.0 * (2 + 3)
 
 
