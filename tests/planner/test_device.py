@@ -69,6 +69,11 @@ def test_names_and_aliases_are_unique():
     assert {*asked.split()} <= {*named}
 
 
+@pytest.mark.parametrize("name", ["h100", "H100", "H100 SXM", "h100_sxm", "dgx-h100"])
+def test_spellings(name):
+    assert load_device(name) == load_device("h100")
+
+
 def test_numbers_of_data_sheets():
     h100, h800, gb200 = (load_device(name) for name in ("h100", "h800", "gb200"))
     assert h100.peak == {"bf16": 989.4e12, "fp8": 1978.9e12, "mxfp8": None}
