@@ -2,8 +2,8 @@
 
 A size is a width D: the products of a linear layer on 4 D rows, forward and for both gradients; those of 8 experts with
 D rows each; and causal attention over 4 D positions. A measurement is the lower quartile of groups of launches, because
-other programs only make it slower. A group is long enough for the clock. On a CPU, the seconds of this thread count, not
-those in which another program had the core.
+other programs only make it slower. A group is long enough for the clock. On a CPU, the seconds of this thread count:
+not those in which another program had the core.
 
 D width, T rows, E experts, M rows of all experts, S positions, H heads, C width of a head.
 """

@@ -41,10 +41,17 @@ def measure_link(rank: int, device: torch.device, num_bytes: int) -> Measured | 
     times = [_seconds(run, device) for run in (both_ways, lambda: exchange(large), lambda: exchange(small))]
     slowest = torch.tensor(times, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=pair)
-    message, all_to_all, latency = slowest.tolist()
-    sent = large.numel() / 2  # an all-to-all keeps one half
-    bandwidth = max(large.numel() / message, sent / all_to_all)
-    return Measured(bandwidth, sent / all_to_all / bandwidth, latency)
+    return rates(large.numel(), *slowest.tolist())
+
+
+def rates(num_bytes: int, message: float, all_to_all: float, latency: float) -> Measured:
+    """From the seconds of a message of `num_bytes`, and of an all-to-all of as much, of which a rank keeps one half.
+
+    Example: 1,000 bytes, 1 s, 2 s: 1,000 bytes/s, of which the all-to-all reaches 500 / 2 = 250.
+    """
+    exchanged = num_bytes / 2 / all_to_all
+    bandwidth = max(num_bytes / message, exchanged)
+    return Measured(bandwidth, exchanged / bandwidth, latency)
 
 
 def _seconds(run: Callable[[], None], device: torch.device) -> float:

@@ -1,5 +1,6 @@
 """The command, measuring for real with small sizes, and its errors."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +9,8 @@ import torch
 import tyro
 
 from moe_dualpipe import calibration
-from moe_dualpipe.calibration import Plan, measure
+from moe_dualpipe.calibration import Plan, measure, workers
+from moe_dualpipe.calibration.links import Measured, rates
 from moe_dualpipe.commands.plan_calibrate import CalibrateCommand
 from moe_dualpipe.planner.device import KINDS, load_device
 
@@ -23,6 +25,7 @@ def test_two_processes_measure_kernels_and_their_link(tmp_path, monkeypatch, cap
         return measure(replace(SMALL, processes=plan.processes))
 
     monkeypatch.setattr(calibration, "measure", small, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(5)})
     path = tmp_path / "laptop.json"
     CalibrateCommand(out=path, device="cpu", processes=2, seconds=0.5).run()
     assert asked == [Plan("cpu", 2, seconds=0.5)]
@@ -39,6 +42,30 @@ def test_two_processes_measure_kernels_and_their_link(tmp_path, monkeypatch, cap
     assert printed.startswith("2 processes, each: ")
     assert printed.endswith(f"wrote {path}\n")
     assert "latency" in printed
+
+
+def test_one_process_for_each_core(tmp_path, monkeypatch):
+    def stop(plan):
+        raise ValueError(f"{plan.processes} on {plan.device}")
+
+    monkeypatch.setattr(calibration, "measure", stop, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(5)})
+    with pytest.raises(ValueError, match="5 on cpu"):
+        CalibrateCommand(out=tmp_path / "a.json", device="cpu").run()
+
+
+def test_the_link_of_a_pair():
+    assert rates(1000, 1.0, 2.0, 0.5) == Measured(1000.0, 0.25, 0.5)
+    assert rates(1000, 4.0, 1.0, 0.5) == Measured(500.0, 1.0, 0.5)
+
+
+def test_a_process_that_fails_ends_the_others(tmp_path, monkeypatch):
+    late = tmp_path / "late"
+    start = f"import sys, time; sys.exit('no memory') if {{rank}} else (time.sleep(8), open({str(late)!r}, 'w'))"
+    monkeypatch.setattr(workers, "_START", start)
+    with pytest.raises(ValueError, match="measuring process 1 failed: no memory"):
+        measure(SMALL)
+    assert not late.exists()
 
 
 def test_options_of_the_command_line():
