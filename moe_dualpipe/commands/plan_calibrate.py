@@ -36,14 +36,13 @@ class CalibrateCommand:
         if self.processes is not None:
             check_range("--processes", self.processes, 1, 1024)
         gpus = count_gpus()
-        device = choose_device(self.device, gpus, self.processes or 1)
-        device = "cpu" if self.device == "auto" and not gpus else device
-        available = gpus if device == "cuda" else len(os.sched_getaffinity(0))
+        cuda = choose_device(self.device, gpus, self.processes or 1) == "cuda"
+        available = gpus if cuda else len(os.sched_getaffinity(0))
         from ..calibration import Plan, device_value, measure, to_text
 
         large = {"widths": (256, 512, 1024, 2048, 4096, 8192), "numbers": 2**28, "message": 2**28}
-        sizes: dict[str, Any] = large if device == "cuda" else {}
-        plan = Plan("cuda" if device == "cuda" else "cpu", self.processes or available, seconds=self.seconds, **sizes)
+        sizes: dict[str, Any] = large if cuda else {}
+        plan = Plan("cuda" if cuda else "cpu", self.processes or available, seconds=self.seconds, **sizes)
         machine = _machine(plan.device, plan.processes, self.out.stem)
         value = device_value(machine, measure(plan))
         self.out.write_text(to_text(value))
