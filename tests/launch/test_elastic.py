@@ -18,7 +18,7 @@ from moe_dualpipe.training.loop import TrainingRun
 from tests.support import namespaces
 from tests.support.machines import Machines
 from tests.support.ranks import run_ranks
-from tests.support.runs import SMALL, losses, make_trainer, records
+from tests.support.runs import ROOT, SMALL, losses, make_trainer, records
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not())]
 
@@ -42,12 +42,6 @@ def noted(text, seed, step, first, count, drawn, seq_len):
 
 trainer.sequences_of_step, trainer.Trainer.train_step = noted, slowly
 main()
-"""
-STORE = f"""
-import time
-from torch.distributed import TCPStore
-store = TCPStore("{namespaces.address(5)}", 29400, is_master=True, wait_for_workers=False)
-time.sleep(1000)
 """
 OTHER_TORCH = """
 import socket
@@ -74,7 +68,7 @@ class Run:
         self.machines, self.folder = machines, folder
         (folder / "train.py").write_text(script)
         self.words = [*LAUNCH, "--nnodes", nodes]
-        machines.start(5, [sys.executable, "-c", STORE])
+        machines.start(5, [sys.executable, ROOT / "examples" / "rendezvous_store.py", 29400])
 
     def start(self, *which):
         for i in which:
