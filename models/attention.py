@@ -98,7 +98,7 @@ def attention_class(config: ModelConfig) -> LayerClass:
 
 def attention_costs(config: ModelConfig) -> type[AttentionLayer]:
     """The class with the costs of the attention that `config` names. A module that defines none has the defaults."""
-    found = attention_class(config).make
+    found = ATTENTION.get(str(config.attention)) or attention_class(config).make
     return found if isinstance(found, type) and issubclass(found, AttentionLayer) else AttentionLayer
 
 

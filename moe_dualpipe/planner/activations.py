@@ -13,7 +13,7 @@ T tokens, D model dim, K experts per token, N rows received, M = T K rows in exp
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..expert_parallel.exchange import ALIGNMENT, ROW_ALIGNMENT, buffer_rows, round_up
 from ..models.attention import attention_costs
@@ -71,17 +71,18 @@ def saved_bytes(config: ModelConfig, spec: StageSpec, batch: MicroBatch) -> int:
         raise ValueError(f"memory cannot be predicted with mtp_layers: got {len(spec.mtp)}; use 0")
     row = batch.tokens * config.hidden_size * batch.element
     saved = row + 8 * batch.tokens * spec.embedding
-    saved += sum(_block(config, spec, layer, batch) for layer in spec.layers)
+    saved += sum(block_bytes(config, spec, layer, batch) for layer in spec.layers)
     if batch.fp8:
         saved -= (batch.element - 1) * sum(_product_inputs(config, layer, batch) for layer in spec.layers)
     if not spec.head:
-        return saved + row
+        return saved + row * (batch.ep > 1 or not batch.plain)  # pairs that do not overlap drop their output
     saved += (2 + batch.plain) * row + 4 * batch.tokens  # the sum of the parts, and its normalized copy
     per_token = 4 if batch.fused_loss else 4 * config.vocab_size  # the log-sum-exp, or all log-probabilities
     return saved + batch.tokens * (per_token + 8)  # and the labels
 
 
-def _block(config: ModelConfig, spec: StageSpec, layer: int, batch: MicroBatch) -> int:
+def block_bytes(config: ModelConfig, spec: StageSpec, layer: int, batch: MicroBatch) -> int:
+    """Bytes that a block saves, without the input of the stage."""
     tokens, row = batch.tokens, batch.tokens * config.hidden_size * batch.element
     first, last, dense = layer == spec.layers[0], layer == spec.layers[-1], config.is_dense(layer)
     shared = not dense and config.num_shared_experts > 0
@@ -166,44 +167,36 @@ def _normed_width(config: ModelConfig) -> int:
 
 def deferred_bytes(config: ModelConfig, spec: StageSpec, batch: MicroBatch) -> int:
     """Bytes saved from I to W of a split backward: the inputs and output gradients of the matrix products."""
-    numbers = sum(_deferred_numbers(config, layer, batch) for layer in spec.layers)
-    if spec.head:
-        numbers += batch.tokens * (config.hidden_size + config.vocab_size)
+    blocks = (deferred_attention(config, batch) + deferred_mlp(config, layer, batch) for layer in spec.layers)
+    return sum(blocks) + deferred_head(config, spec, batch)
+
+
+def deferred_head(config: ModelConfig, spec: StageSpec, batch: MicroBatch) -> int:
+    return batch.tokens * (config.hidden_size + config.vocab_size) * batch.element * spec.head
+
+
+def deferred_attention(config: ModelConfig, batch: MicroBatch) -> int:
+    """`deferred_bytes` of the attention of a block, with the layer's input and output gradient."""
+    return batch.tokens * (attention_costs(config).deferred_width(config) + 2 * config.hidden_size) * batch.element
+
+
+def deferred_mlp(config: ModelConfig, layer: int, batch: MicroBatch) -> int:
+    """`deferred_bytes` of the MLP or the experts of a block."""
+    saved = _deferred_numbers(config, layer, batch) * batch.element
+    if config.is_dense(layer):
+        return saved
     indices = config.experts_per_token * (8 * batch.tokens + 4 * rows_received(config, batch))
-    routed = sum(not config.is_dense(layer) for layer in spec.layers)
-    return numbers * batch.element + routed * (indices + batch.tokens * _logits(config, batch))
+    return saved + indices + batch.tokens * _logits(config, batch)
 
 
 def _deferred_numbers(config: ModelConfig, layer: int, batch: MicroBatch) -> int:
     tokens, hidden = batch.tokens, config.hidden_size
-    width = attention_costs(config).deferred_width(config)
-    numbers = tokens * (width + 2 * hidden)  # with the layer's input and output gradient
     if config.is_dense(layer):
-        return numbers + tokens * (2 * hidden + 3 * config.dense_size)
+        return tokens * (2 * hidden + 3 * config.dense_size)
     rows = rows_received(config, batch) * (batch.ep > 1)
+    numbers = 2 * tokens * config.experts_per_token * hidden * batch.plain  # sorted inputs and output gradients
     numbers += tokens * (2 * hidden + 3 * config.num_shared_experts * config.expert_size)
     numbers += tokens * (hidden + 1) * config.shared_gate  # gradients before the gate, and of the gate
     # A recomputed router has a separate input: not the tensor that the experts get.
     numbers += tokens * hidden * (batch.recompute in ("attention", "full"))
     return numbers + 2 * rows * hidden + 3 * config.expert_size * tokens * config.experts_per_token
-
-
-def working_bytes(config: ModelConfig, spec: StageSpec, batch: MicroBatch) -> int:
-    """Bytes that exist only during a backward, at the moment when a rank holds the most: of the loss, or of one block.
-
-    The loss: the gradients of log-probabilities and of logits, in fp32. A block: what it recomputes, and the gradients
-    of its inner activations.
-    """
-    chunk = min(batch.tokens, 1024) if batch.fused_loss else batch.tokens
-    loss = chunk * config.vocab_size * 8 * spec.head
-    return max([loss, *(_block_working(config, layer, batch) for layer in {*spec.layers[:1], *spec.layers[-1:]})])
-
-
-def _block_working(config: ModelConfig, layer: int, batch: MicroBatch) -> int:
-    alone = StageSpec(range(layer, layer + 1), False, False, 1.0)
-    again = _block(config, alone, layer, replace(batch, recompute="none")) - _block(config, alone, layer, batch)
-    dense, rows = config.is_dense(layer), batch.tokens
-    if not dense:
-        rows *= config.experts_per_token
-    inner = config.dense_size if dense else config.expert_size
-    return max(0, again) + rows * (3 * inner + config.hidden_size) * batch.element

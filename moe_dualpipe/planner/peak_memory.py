@@ -9,15 +9,16 @@ a run divides whole tensors.
 Not counted: buffers of communication, and fragmentation of the allocator.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from ..models import ModelConfig, StageSpec, split
 from ..runtime.groups import end_holders
 from ..schedule import Action, Forward, Part, Schedule, halves
-from .activations import MicroBatch, deferred_bytes, saved_bytes, working_bytes
+from .activations import MicroBatch, deferred_bytes, saved_bytes
 from .shape import Layer, ModelShape, shape_of
+from .working import working_bytes
 
 Precision = Literal["bf16", "fp8", "mxfp8", "fp32"]
 
@@ -47,7 +48,7 @@ class PeakMemory:
 
 def peak_memory(
     model: ModelShape | ModelConfig, schedule: Schedule, batch: MicroBatch, dp: int = 1, precision: Precision = "bf16",
-    zero: bool = True, fsdp: bool = False, stages: Sequence[StageSpec] | None = None,
+    zero: bool = True, fsdp: bool = False, stages: Sequence[StageSpec] | None = None, gradient_copies: int = 0,
 ) -> tuple[PeakMemory, ...]:  # fmt: skip
     """The peak memory of each rank of a pipeline. Take the `max` by `total` for the fullest.
 
@@ -55,6 +56,8 @@ def peak_memory(
     experts in groups of `batch.ep`. zero: replicas divide the optimizer state (ZeRO-1). fsdp: they divide weights and
     gradients, too, and gather the weights of two blocks at a time. stages: which layers a stage holds. None: as in this
     project, with about the same FLOPs each; `even_stages` divides as Megatron-LM does.
+    gradient_copies: how often the gradients of a stage that has replicas are copied while they are summed, when the
+    stage's backwards are done: 1 in this project, 2 on CPUs, 0 if gradients are in one buffer.
     A `ModelConfig` is counted in all details, a shape without a few bytes per token of norms and routers.
 
     Raises ValueError for a model with fewer layers than stages.
@@ -66,7 +69,10 @@ def peak_memory(
     specs = stages or split(config, schedule.num_stages)
     saved = [saved_bytes(config, spec, batch) for spec in specs]
     deferred = [deferred_bytes(config, spec, batch) for spec in specs]
-    working = [working_bytes(config, spec, batch) for spec in specs]
+    working = [[working_bytes(config, spec, batch, deferring) for spec in specs] for deferring in (False, True)]
+    # Messages to and from each neighbour.
+    links = [2 + (s > 0) + (s < schedule.num_stages - 1) for s in range(schedule.num_stages)]
+    message = batch.tokens * config.hidden_size * element * (schedule.num_ranks > 1)
     state = 8 if element == 4 else 12
     ranks = []
     for rank, own in enumerate(schedule.placement.stages):
@@ -76,28 +82,40 @@ def peak_memory(
         owned = sum(-(-number // by) for number, by in zip(shares, replicas, strict=True))
         held = owned if fsdp else sum(shares)
         gathered = 2 * element * max(map(layer_share(shape, batch), shape.layers)) if fsdp else 0
-        activations, temporary = peak_of_actions(schedule.actions[rank], saved, deferred, working)
+        copies = 4 * gradient_copies * (max(replicas) > 1)
+        sums = {s: copies * sum(rank_shares(shape, [specs[s]], batch)) for s in own}
+        activations, temporary = peak_of_actions(schedule.actions[rank], saved, deferred, working, sums)
         ranks.append(PeakMemory(
             (element + batch.fp8) * held, 4 * held, state * (owned if zero or fsdp else sum(shares)),
-            activations, gathered + temporary,
+            activations, gathered + temporary + message * max(links[s] for s in own),
         ))  # fmt: skip
     return tuple(ranks)
 
 
 def peak_of_actions(
-    actions: Iterable[Action], saved: Sequence[int], deferred: Sequence[int], working: Sequence[int]
-) -> tuple[int, int]:
-    """The most bytes that activations and deferred weight gradients of a rank occupy, and how much more a backward
-    needs at its peak. The arguments are bytes by stage; the order of the actions decides, not their times."""
-    now = peak = most = 0
-    for half in (half for action in actions for half in halves(action)):
+    actions: Iterable[Action], saved: Sequence[int], deferred: Sequence[int], working: Sequence[Sequence[int]],
+    sums: Mapping[int, int],
+) -> tuple[int, int]:  # fmt: skip
+    """The most bytes that activations and deferred weight gradients of a rank occupy, and how much more it needs at its
+    peak. The order of the actions decides, not their times.
+
+    saved, deferred: bytes by stage. working: bytes by stage of full backwards, and of input gradients. sums: bytes by
+    stage, from its last action on.
+    """
+    steps = [half for action in actions for half in halves(action)]
+    last = {half.stage: index for index, half in enumerate(steps)}
+    now = peak = most = summing = 0
+    for index, half in enumerate(steps):
         if isinstance(half, Forward):
             now += saved[half.stage]
         else:
-            most = max(most, now + working[half.stage] * (half.part is not Part.WEIGHT))
-            now -= saved[half.stage] * (half.part is not Part.WEIGHT)
+            if half.part is not Part.WEIGHT:
+                most = max(most, now + summing + working[half.part is Part.INPUT][half.stage])
+                now -= saved[half.stage]
             now += {Part.FULL: 0, Part.INPUT: 1, Part.WEIGHT: -1}[half.part] * deferred[half.stage]
         peak = max(peak, now)
+        summing += sums[half.stage] * (last[half.stage] == index)
+        most = max(most, now + summing)
     return peak, max(0, most - peak)
 
 

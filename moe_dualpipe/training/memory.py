@@ -1,11 +1,12 @@
-"""Refuse a run whose weights, gradients and optimizer state cannot fit, before anything is allocated.
+"""Refuse a run that cannot fit, before anything is allocated, and say which division does.
 
-The estimate is a lower bound, so that a run that fits is never refused. It leaves out activations and buffers, and with
-Muon it counts one moment per parameter. `moe-dualpipe model show` also estimates activations. The ranks exchange what
-they need and have, so all of them stop with the same message.
+Weights, gradients and optimizer state are a lower bound: with Muon, one moment per parameter. Activations at the peak
+of a step are predicted (planner/peak_memory.py), and counted with a margin, so that a run that fits is not refused.
+They are not counted for custom attention and blocks, and with frozen parameters, with which less is saved. The ranks
+exchange what they need and have, so all of them stop with the same message.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -15,10 +16,12 @@ import torch.distributed as dist
 from ..planner.memory import ParameterSizes, owned_numbers, parameter_sizes
 from ..runtime.launch import Launch
 from ..runtime.memory import free_gpu_memory, free_main_memory
+from .fitting import MARGIN, nearest_division, step_memory
 from .freezing import is_frozen
 from .plan import RunPlan
 
 _ADVICE = "use a smaller model or more ranks, or --no-check-memory to start anyway"
+_ACTIVATIONS = "activations"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +32,14 @@ class RankNeeds:
     gradients: int
     optimizer: int
     copy: int
+    activations: int = 0
+    """Predicted, with what a backward needs for a moment; 0 if unknown."""
 
     @property
     def training(self) -> dict[str, int]:
         """The parts on the device, during a step."""
-        return {"weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}
+        parts = {"weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}
+        return parts | ({_ACTIVATIONS: self.activations} if self.activations else {})
 
     @property
     def saving(self) -> dict[str, int]:
@@ -56,7 +62,7 @@ class RankMemory:
         """What the rank needs of main memory at its peak."""
         if self.gpu_free is not None:
             return {"copy for checkpoints": self.needs.copy}
-        return max(self.needs.training, self.needs.saving, key=lambda parts: sum(parts.values()))
+        return max(self.needs.training, self.needs.saving, key=_least)
 
 
 def check_memory(plan: RunPlan, launch: Launch) -> None:
@@ -72,7 +78,21 @@ def check_memory(plan: RunPlan, launch: Launch) -> None:
     ranks = [own] * dist.get_world_size()
     dist.all_gather_object(ranks, own)
     if problem := memory_problem(ranks):
-        raise ValueError(problem)
+        raise ValueError(problem.replace(_ADVICE, _division_that_fits(plan, ranks) or _ADVICE))
+
+
+def _division_that_fits(plan: RunPlan, ranks: Sequence[RankMemory]) -> str:
+    """The advice with the nearest division that fits; "" if there is none, or for layers whose memory is unknown."""
+    members = Counter(rank.machine for rank in ranks)
+    free = [
+        rank.gpu_free if rank.gpu_free is not None or rank.main_free is None
+        else rank.main_free // members[rank.machine] for rank in ranks
+    ]  # fmt: skip
+    known = [size for size in free if size is not None]
+    with suppress(ValueError):
+        if known and (found := nearest_division(plan.config, plan.setup, min(known))):
+            return _ADVICE.replace("use ", f"use {found[0]}, which needs {_gib(found[1])} GiB on the fullest rank, ")
+    return ""
 
 
 def rank_needs(plan: RunPlan) -> RankNeeds:
@@ -89,17 +109,22 @@ def rank_needs(plan: RunPlan) -> RankNeeds:
     master = 4 if element < 4 else 0
     weights = element * (sum(sizes.dense.values()) + sum(sizes.experts.values()))
     copy = (4 + moments) * owned if config.checkpoint.save_async else 0
-    return RankNeeds(weights, 4 * trained, (master + moments) * owned, copy)
+    activations = 0
+    with suppress(ValueError):
+        if not any(sizes.frozen.values()):
+            peak = step_memory(config, plan.setup)[layout.pp_rank]
+            activations = peak.activations + peak.temporary
+    return RankNeeds(weights, 4 * trained, (master + moments) * owned, copy, activations)
 
 
 def memory_problem(ranks: Sequence[RankMemory]) -> str:
     """Describe what does not fit, with the numbers and the options to change; "" if everything fits."""
     for number, rank in enumerate(ranks):
-        if rank.gpu_free is not None and sum(rank.needs.training.values()) > rank.gpu_free:
+        if rank.gpu_free is not None and _least(rank.needs.training) > rank.gpu_free:
             return f"{_needs(number, rank.needs.training)}, and its GPU has {_gib(rank.gpu_free)} GiB free: {_ADVICE}"
     machines = defaultdict(list)
     for number, rank in enumerate(ranks):
-        machines[rank.machine].append((sum(rank.main_parts.values()), number, rank))
+        machines[rank.machine].append((_least(rank.main_parts), number, rank))
     for members in machines.values():
         free = [rank.main_free for _, _, rank in members if rank.main_free is not None]
         needed = sum(size for size, _, _ in members)
@@ -107,13 +132,18 @@ def memory_problem(ranks: Sequence[RankMemory]) -> str:
             _, number, rank = max(members, key=lambda member: member[0])
             together = f", all {len(members)} ranks of its machine {_gib(needed)} GiB" if len(members) > 1 else ""
             without_copy = [replace(member, needs=replace(member.needs, copy=0)) for _, _, member in members]
-            fits = sum(sum(member.main_parts.values()) for member in without_copy) <= min(free)
+            fits = sum(_least(member.main_parts) for member in without_copy) <= min(free)
             advice = f"--no-save-async saves without a copy; otherwise {_ADVICE}" if fits else _ADVICE
             return (
                 f"{_needs(number, rank.main_parts, ' of main memory')}{together}, and {_gib(min(free))} GiB are free: "
                 f"{advice}"
             )
     return ""
+
+
+def _least(parts: Mapping[str, int]) -> int:
+    """The sum of the parts, with activations at the lower end of their prediction."""
+    return sum(parts.values()) - round(MARGIN * parts.get(_ACTIVATIONS, 0))
 
 
 def _needs(rank: int, parts: Mapping[str, int], where: str = "") -> str:

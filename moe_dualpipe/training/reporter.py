@@ -14,6 +14,7 @@ from ..messages import plural, printable, with_shown_names
 from ..program import program_name
 from ..storage import StorageError
 from .command_line import resume_command
+from .fitting import step_memory
 from .interval import merged
 from .metrics import Metrics
 from .plan import RunPlan
@@ -64,6 +65,7 @@ class Reporter:
             f"{', CUDA graphs' if config.compute.cuda_graphs else ''}",
             *([self.plan.machines] if self.plan.machines else []),
             f"{config.optim.name}: {state_mb:,.1f} MB of optimizer state on the fullest rank",
+            *self._memory_of_a_step(),
         ]
         for index, stage in enumerate(self.plan.stages):
             holders = schedule.placement.holders(index)
@@ -77,6 +79,14 @@ class Reporter:
         if self.plan.elastic:
             division = str(self.plan.elastic.division)
             self.metrics.write(step=self.plan.first_step, processes=layout.pp * layout.dp, division=division)
+
+    def _memory_of_a_step(self) -> list[str]:
+        """What the fullest rank will need; [] if that is not known."""
+        with suppress(ValueError):
+            needs = max(step_memory(self.config, self.setup), key=lambda rank: rank.total)
+            parts = ", ".join(f"{name} {size / 2**20:,.1f}" for name, size in needs.parts().items())
+            return [f"memory of a step: {needs.total / 2**20:,.1f} MB on the fullest rank ({parts})"]
+        return []
 
     def loaded(self, partial: PartialLoad) -> None:
         """Report what --weights-partial loaded, and how the models differ."""

@@ -26,7 +26,7 @@ def needs_and_use(rank, configs):
         copied = sum(t.nbytes for t in trainer.optimizer.tensors().values())
         gradients = 4 * sum(p.numel() for p in parameters.values() if p.requires_grad)
         used = sum(p.nbytes for p in parameters.values()), gradients, trainer.optimizer.state_bytes, copied
-        found.append((dataclasses.astuple(rank_needs(trainer.plan)), used))
+        found.append((dataclasses.astuple(rank_needs(trainer.plan))[:4], used))
     return found
 
 

@@ -1,0 +1,93 @@
+"""Predicted peak memory against what training steps allocate: weights, optimizer state, and the peak within a step."""
+
+import dataclasses
+import gc
+import itertools
+from typing import Any
+
+import pytest
+from torch.profiler import ProfilerActivity, profile
+
+from moe_dualpipe.models import ModelConfig
+from moe_dualpipe.training.fitting import step_memory
+from tests.support.ranks import run_ranks
+from tests.support.runs import change, make_trainer, settings
+
+MODEL = ModelConfig(
+    hidden_size=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16, dense_size=192, expert_size=64,
+    num_experts=4, experts_per_token=2, init_std=0.1,
+)  # fmt: skip
+KINDS = ["none", "norms", "attention", "full"]
+
+
+def peak_of_a_step(trainer):
+    """The most bytes that torch's CPU allocator gave out at a time within a step, by its own record."""
+    gc.collect()  # what an earlier run has left would be freed within the step
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        trainer.train_step(1)
+    events: Any = recorded.profiler.kineto_results.events()
+    sizes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+    return max(itertools.accumulate(size for _, size in sorted(sizes, key=lambda one: one[0])))
+
+
+def memory_of_a_rank(rank, configs):
+    """Predicted bytes, and the bytes that this rank occupies at its peak, for each run."""
+    found = []
+    for config in configs:
+        trainer = make_trainer(rank, config)
+        trainer.train_step(0)  # allocates what stays
+        weights = {id(p): p.nbytes for stage in trainer.stages.values() for p in stage.parameters()}
+        used = sum(weights.values()) + trainer.optimizer.state_bytes + peak_of_a_step(trainer)
+        predicted = step_memory(trainer.config, trainer.plan.setup)[trainer.layout.pp_rank]
+        found.append((predicted.total, used))
+        del trainer
+    return found
+
+
+def check(tmp_path, num_ranks, *changes, model=MODEL):
+    base = settings(
+        tmp_path, model=model, seq_len=256, micro_batch_size=2, micro_batches=4 * num_ranks, compile="off", pp=num_ranks
+    )
+    by_rank = run_ranks(num_ranks, memory_of_a_rank, [change(base, **each) for each in changes])
+    for each, ranks in zip(changes, zip(*by_rank, strict=True), strict=True):
+        fullest = max(used for _, used in ranks)
+        assert max(predicted for predicted, _ in ranks) == pytest.approx(fullest, rel=0.05), each
+        for predicted, used in ranks:
+            assert used / fullest - 0.05 < predicted / fullest < used / fullest + 0.1, each
+
+
+def test_one_rank_and_two_use_what_is_predicted(tmp_path):
+    check(tmp_path / "one", 1, {"schedule": "1f1b"}, {"recompute": "full"})
+    check(tmp_path / "two", 2, {"schedule": "1f1b", "recompute": "full"}, {"schedule": "dualpipe"})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recompute", KINDS)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_schedule_and_recomputation(tmp_path, ranks, recompute):
+    names = ["1f1b", "dualpipev"] + ["zb1p", "zbv", "dualpipe"] * (ranks > 1)
+    model = MODEL if ranks < 4 else dataclasses.replace(MODEL, num_layers=8)
+    check(tmp_path, ranks, *({"schedule": name, "recompute": recompute} for name in names), model=model)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recompute", KINDS)
+def test_replicas_with_and_without_divided_state(tmp_path, recompute):
+    changes = ({"pp": 1, "zero": zero, "schedule": "1f1b", "recompute": recompute} for zero in (True, False))
+    check(tmp_path, 2, *changes)
+    check(tmp_path, 4, *({"pp": 2, "zero": zero, "recompute": recompute, "micro_batches": 8} for zero in (True, False)))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recompute", KINDS)
+@pytest.mark.parametrize("changes", [
+    {"qk_norm": "head", "num_shared_experts": 0, "num_experts": 8, "expert_size": 96},
+    {"attention": "mla", "head_dim": 12, "rope_dim": 4, "kv_rank": 24, "value_dim": 16, "num_dense_layers": 0},
+    {"vocab_size": 1024, "tied_embeddings": True, "dense_size": 512}, {"hidden_size": 128, "num_dense_layers": 4},
+], ids=["qk norm", "mla", "head", "dense"])  # fmt: skip
+def test_other_models(tmp_path, recompute, changes):
+    model = dataclasses.replace(MODEL, **changes)
+    for fused_loss in (False, True):
+        each = {"schedule": "1f1b", "recompute": recompute, "fused_loss": fused_loss}
+        check(tmp_path / f"one {fused_loss}", 1, each, model=model)
+        check(tmp_path / f"two {fused_loss}", 2, each, model=model)
