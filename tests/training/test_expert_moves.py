@@ -67,6 +67,7 @@ def without_moves(steps):
     (2, "adamw", {"pp": 1, "steps": 2, "model": dataclasses.replace(EIGHT, experts=f"{__name__}:watched_experts")}),
     (4, "muon", {"pp": 1, "dtype": "bfloat16", "ep_backend": "all_to_all", "steps": 3}),
     pytest.param(2, "adamw", {"pp": 1}, marks=pytest.mark.long),
+    pytest.param(2, "adamw", {"pp": 1, "freeze": ("*.experts.down.*",)}, marks=pytest.mark.long),
     pytest.param(4, "adamw", {"pp": 2, "recompute": "full"}, marks=pytest.mark.long),
     pytest.param(4, "adamw", {"pp": 1, "ep": 4, "zero": False}, marks=pytest.mark.long),
     pytest.param(4, "adamw", {"pp": 1, "dtype": "bfloat16"}, marks=pytest.mark.long),
