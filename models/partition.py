@@ -74,7 +74,7 @@ def split(config: ModelConfig, num_stages: int) -> tuple[StageSpec, ...]:
     costs = [layer_flops(config, layer) for layer in range(config.num_layers)]
     # The head and the MTP modules are on the stage of the last block.
     costs[-1] += head_flops(config) + sum(mtp_module_flops(config, block) for block in config.mtp_blocks)
-    ends = _divide(costs, num_stages)
+    ends = divide(costs, num_stages)
     specs = []
     for start, end in zip((0, *ends), ends, strict=False):
         last, share = end == config.num_layers, sum(costs[start:end]) / sum(costs)
@@ -82,7 +82,7 @@ def split(config: ModelConfig, num_stages: int) -> tuple[StageSpec, ...]:
     return tuple(specs)
 
 
-def _divide(costs: Sequence[int], num_parts: int) -> tuple[int, ...]:
+def divide(costs: Sequence[int], num_parts: int) -> tuple[int, ...]:
     """The end of each of `num_parts` consecutive parts of `costs`, so that the largest sum of a part is as small as
     possible. costs: positive. Example: [1, 1, 1, 3] in 2 parts -> (3, 4).
 

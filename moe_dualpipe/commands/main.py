@@ -21,6 +21,7 @@ from .eval import Eval
 from .export import Export
 from .generate import Generate
 from .model import ModelCommands
+from .plan import PlanCommands
 from .plot import Plot
 from .profile import ProfileCommands
 from .schedule import ScheduleCommands
@@ -29,7 +30,7 @@ from .train import Train
 COMMANDS = {
     "train": Train,
     "schedule": ScheduleCommands, "profile": ProfileCommands, "data": DataCommands, "plot": Plot, "generate": Generate,
-    "eval": Eval, "export": Export, "model": ModelCommands, "check": CheckCommands,
+    "eval": Eval, "export": Export, "model": ModelCommands, "plan": PlanCommands, "check": CheckCommands,
 }  # fmt: skip
 
 

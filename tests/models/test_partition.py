@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from moe_dualpipe.models import build_model, split
-from moe_dualpipe.models.partition import _divide, layer_flops
+from moe_dualpipe.models.partition import divide, layer_flops
 from tests.support.models import CONFIG, with_choices
 
 
@@ -62,7 +62,7 @@ def test_a_division_is_that_of_the_plain_recurrence(largest):
         costs = [random.randint(1, largest) for _ in range(random.randint(1, 12))]
         costs[-1] += random.choice([0, 3 * largest])  # the head
         for parts in range(1, len(costs) + 1):
-            assert _divide(costs, parts) == by_all_pairs(costs, parts), (costs, parts)
+            assert divide(costs, parts) == by_all_pairs(costs, parts), (costs, parts)
 
 
 @pytest.mark.parametrize("choices", [{}, {"attention": "mla"}, {"attention": "mla", "q_rank": 7}])

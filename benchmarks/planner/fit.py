@@ -1,0 +1,112 @@
+"""Fit the planner's constants to published runs, and measure its error on families of models that were left out.
+
+One constant for each (GPU, precision, software): the mean of log(measured / predicted seconds). Every family of models
+counts once in it, whatever its number of rows. Groups with few families are drawn towards the mean of all groups.
+"""
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moe_dualpipe.planner.constants import find_constant
+from moe_dualpipe.planner.step import step_of
+
+from .rows import Row
+
+PRIOR = 1.0
+"""Families that the mean of all groups counts for, against a group's own families."""
+COVERED = 0.8
+"""Share of the rows that should be inside the interval."""
+REPEATED = math.log(1.06)
+"""Repeated publications of one configuration differ by this much (the median): no interval is narrower."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A row and its predicted seconds, without a constant."""
+
+    row: Row
+    predicted: float
+
+    @property
+    def log_ratio(self) -> float:
+        return math.log(self.row.seconds / self.predicted)
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.row.load.device.name, self.row.load.precision, self.row.software
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """The error for a row with constants that know nothing of its family. inside: whether the interval has it."""
+
+    point: Point
+    error: float
+    inside: bool
+
+
+def predict(rows: Iterable[Row]) -> list[Point]:
+    return [Point(row, step_of(row.load).seconds) for row in rows]
+
+
+def fit(points: Sequence[Point]) -> dict[str, Any]:
+    """The content of constants.json."""
+    constants = _means(points)
+    # The interval: so wide that COVERED of the rows would have been inside, had their family been left out.
+    wanted = sorted(
+        abs(point.log_ratio - math.log(known.factor)) / math.log(known.high / known.factor)
+        for point, known in _left_out(points, _means)
+    )
+    constants["width"] = wanted[math.ceil(COVERED * len(wanted)) - 1] if wanted else 1.0
+    constants["spread"] = max(constants["spread"], REPEATED)
+    return constants
+
+
+def _means(points: Sequence[Point]) -> dict[str, Any]:
+    """Constants with an interval of one standard deviation."""
+    groups: dict[tuple[str, str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for point in points:
+        groups[point.key][point.row.family].append(point.log_ratio)
+    medians = {key: {name: statistics.median(some) for name, some in found.items()} for key, found in groups.items()}
+    means = {key: statistics.fmean(found.values()) for key, found in medians.items()}
+    spread = statistics.stdev(means.values()) if len(means) > 1 else REPEATED
+    return {
+        "mean": statistics.median(means.values()), "spread": spread, "prior": PRIOR, "width": 1.0,
+        "groups": [
+            {"gpu": gpu, "precision": precision, "software": software, "rows": sum(map(len, found.values())),
+             "families": {name: round(mean, 4) for name, mean in medians[gpu, precision, software].items()}}
+            for (gpu, precision, software), found in sorted(groups.items())
+        ],
+    }  # fmt: skip
+
+
+def _left_out(points: Sequence[Point], fit_to: Any) -> Iterable[tuple[Point, Any]]:
+    """Each point, with the constant of a fit to the points of all other families."""
+    for family in sorted({point.row.family for point in points}):
+        known = fit_to([point for point in points if point.row.family != family])
+        for point in points:
+            if point.row.family == family:
+                yield point, find_constant(*point.key, known=known)
+
+
+def score(points: Sequence[Point]) -> list[Score]:
+    """The errors with each family left out."""
+    return [
+        Score(point, point.predicted * known.factor / point.row.seconds - 1,
+              known.low <= point.row.seconds / point.predicted <= known.high)
+        for point, known in _left_out(points, fit)
+    ]  # fmt: skip
+
+
+def validate(points: Sequence[Point], known: dict[str, Any]) -> list[Score]:
+    """The errors of rows that took no part in the fit `known`."""
+    scores = []
+    for point in points:
+        constant = find_constant(*point.key, known=known)
+        ratio = point.row.seconds / point.predicted
+        scores.append(Score(point, constant.factor / ratio - 1, constant.low <= ratio <= constant.high))
+    return scores

@@ -1,0 +1,170 @@
+"""Published runs as workloads of the planner.
+
+A row says what its source states (published_runs.json). What a source leaves open is filled in here, in one place, with
+the reason; rows that leave too much open have no workload.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from moe_dualpipe.planner.device import load_device
+from moe_dualpipe.planner.read_shape import read_shape
+from moe_dualpipe.planner.workload import Division, Workload
+
+MODELS = {"internal-352b": "megascale-352b", "llama3.1-70b": "llama3-70b", "llama3.1-8b": "llama3-8b",
+          "deepseek-v3-671b": "deepseek-v3"}  # fmt: skip
+"""Names of rows that differ from those of the planner."""
+NO_FLASH = ("megatron-sc21", "zero-bubble")
+"""Groups of runs from before flash attention, or without it."""
+FAMILIES = {
+    "llama": ("llama",), "gpt": ("gpt-", "gpt3"), "gpt-oss": ("gpt-oss",), "qwen3": ("qwen3",), "mixtral": ("mixtral",),
+    "deepseek": ("deepseek", "moonlight", "kimi"), "megascale": ("megascale",), "nemotron": ("nemotron",),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published run that the planner can predict."""
+
+    record: dict[str, Any]
+    load: Workload
+    software: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.load.shape.name} {self.load.device.name} x{self.load.division.gpus}"
+
+    @property
+    def family(self) -> str:
+        """The family of the model: rows of one family are left out together."""
+        name = self.load.shape.name
+        matches = [family for family, starts in FAMILIES.items() if name.startswith(starts)]
+        return max(matches, key=len, default=name)
+
+    @cached_property
+    def seconds(self) -> float:
+        """The measured step time."""
+        value, load = self.record["value"], self.load
+        gpus, tokens = load.division.gpus, load.tokens
+        match self.record["metric"]:
+            case "step_time_s":
+                return value
+            case "tokens/s/GPU":
+                return tokens / gpus / value
+            case "samples/s/GPU":
+                return load.global_batch / gpus / value
+            case "GPU_hours_per_1T_tokens":
+                return tokens / gpus * value * 3600 / 1e12
+            case "model_tflops/s/GPU":
+                return tokens * load.shape.train_flops(load.seq) / gpus / (value * 1e12)
+            case "hardware_tflops/s/GPU":
+                return tokens * hardware_flops(load) / gpus / (value * 1e12)
+        raise ValueError(f"unknown metric {self.record['metric']}")
+
+
+def hardware_flops(load: Workload) -> float:
+    """FLOPs of a token with full recomputation and without the causal mask: arXiv 2104.04473, equation 3."""
+    shape, hidden, seq = load.shape, load.shape.hidden, load.seq
+    layers = len(shape.layers)
+    return 96 * layers * hidden**2 * (1 + seq / (6 * hidden) + shape.vocab / (16 * layers * hidden))
+
+
+def read_rows(files: Sequence[Path]) -> list[Row]:
+    """The rows that can be predicted."""
+    records = [record for file in files for record in json.loads(file.read_text())]
+    return [row for record in records if (row := row_of(record)) is not None]
+
+
+def row_of(record: dict[str, Any]) -> Row | None:
+    """None if the row does not say how the work was divided, or needs what the planner does not model."""
+    needed = ("num_gpus", "pp", "seq", "global_batch", "tp", "value")
+    if any(record.get(key) is None for key in needed) or "ZB-2p" in record["notes"]:
+        return None
+    notes = record["notes"].lower()
+    try:
+        shape, device = read_shape(_model(record["model"])), load_device(record["gpu"].split()[0].split("-")[0])
+    except ValueError:
+        return None
+    gpus, tp, pp, dp = record["num_gpus"], record["tp"], record["pp"], record["dp"]
+    cp = record["cp"] or 1
+    if dp and gpus // (tp * pp * dp) > cp:
+        cp = gpus // (tp * pp * dp)  # sequence parallelism of attention, as in MegaScale
+    # Scaling of the rows without it (240 to 1440 GPUs) shows that their stages are interleaved.
+    vpp = record["vpp"] or (4 if record["group"] == "megascale-moe" else 1)
+    division = Division(gpus, tp, pp, vpp, record["ep"] or 1, cp)
+    load = Workload(
+        shape, device, division, record["seq"], _micro_batch(record, division), record["global_batch"],
+        _precision(record["precision"]), _schedule(vpp, notes), _recompute(record), _backend(record, notes),
+        _overlap(notes), _routing(record, notes),
+        flash=record["group"] not in NO_FLASH,
+    )  # fmt: skip
+    return Row(record, load, _software(record, notes))
+
+
+def _model(name: str) -> str:
+    key = re.sub(r"\s*\(.*|\s+moe\b.*", "", name.lower()).strip().replace("_", "-").replace(" ", "-")
+    return MODELS.get(key, key)
+
+
+def _micro_batch(record: dict[str, Any], division: Division) -> int:
+    if record["micro_batch"]:
+        return record["micro_batch"]
+    each = record["global_batch"] // division.dp
+    return 1 if division.pp > 1 else max(n for n in (1, 2, 4) if each % n == 0)
+
+
+def _precision(text: str) -> Any:
+    text = text.lower()
+    return "mxfp8" if "mx" in text else "fp8" if "fp8" in text or "float8" in text else "bf16"
+
+
+def _schedule(vpp: int, notes: str) -> str:
+    if "dualpipe" in notes:
+        return "dualpipe"
+    if "zb-1p" in notes:
+        return "zb1p"
+    return "interleaved_1f1b" if vpp > 1 else "1f1b"
+
+
+def _recompute(record: dict[str, Any]) -> Any:
+    text = (record["recompute"] or "").lower()
+    if text.startswith("full"):
+        return "full"
+    return "norms" if "norm" in text or "selective" in text else "none"
+
+
+def _backend(record: dict[str, Any], notes: str) -> Any:
+    if "hybridep" in notes or record["group"] == "bridge-cards":
+        return "hybrid"
+    return "deepep" if "deepep" in notes or record["group"] == "deepseek" else "nccl"
+
+
+def _overlap(notes: str) -> bool:
+    if "overlap off" in notes or "no overlap" in notes:
+        return False
+    return "overlap" in notes or "dualpipe" in notes or notes.startswith("megascale")
+
+
+def _routing(record: dict[str, Any], notes: str) -> Any:
+    """Training runs route as they do; benchmarks force balance."""
+    real = "natural" in notes or "real routing" in notes or record["group"] in ("deepseek", "megascale-moe")
+    return "real" if real else "balanced"
+
+
+def _software(record: dict[str, Any], notes: str) -> str:
+    group = record["group"]
+    if group == "megascale-moe":
+        return "megascale" if notes.startswith("megascale") else "megatron"
+    if group in ("bridge", "bridge-cards", "modelzoo") or group.startswith("overlap-AB"):
+        return "megatron"
+    return group
+
+
+def replaced(row: Row, **changes: Any) -> Workload:
+    return dataclasses.replace(row.load, **changes)

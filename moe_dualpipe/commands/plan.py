@@ -1,0 +1,162 @@
+"""`moe-dualpipe plan`: step time, memory and cost of a training run before it starts."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+from tyro.conf import subcommand
+
+from .. import strict_json
+from ..drawing.output import check_output
+from ..messages import LARGEST, check_range, printable
+
+if TYPE_CHECKING:
+    from ..planner.workload import Workload
+
+ScheduleChoice = Literal["auto", "gpipe", "1f1b", "interleaved_1f1b", "zb1p", "zbv", "chimera", "dualpipe", "dualpipev"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What both commands take."""
+
+    model: str
+    """A preset, a published model by its name, or a config.json of Hugging Face."""
+    gpu: str
+    """A GPU by its name, such as h100, or a file of `moe-dualpipe plan calibrate`."""
+    gpus: int
+    """Number of GPUs."""
+    cp: int = 1
+    """GPUs that share each sequence (context parallelism)."""
+    seq: int = 4096
+    """Tokens of a sequence."""
+    global_batch: int = 1024
+    """Sequences of a step."""
+    precision: Literal["bf16", "fp8", "mxfp8"] = "bf16"
+    """Of the matrix products. Attention, the router and the head are in bf16."""
+    ep_backend: Literal["nccl", "deepep", "hybrid"] = "deepep"
+    """How tokens reach experts. nccl: one row for each choice. deepep, hybrid: one for each GPU or domain."""
+    overlap: bool = True
+    """Transfers of experts run beside the computation of another micro-batch."""
+    routing: Literal["balanced", "real"] = "real"
+    """real: some experts get more tokens than others, as in trained models."""
+    mtp: int | None = None
+    """Modules of multi-token prediction. None: those of the model."""
+    flash_attention: bool = True
+    """Attention in one kernel, without storing scores."""
+    software: str | None = None
+    """Take the measured constant of this software only (see docs/planning.md). None: of all."""
+    dollars_per_gpu_hour: float | None = None
+    """Also print what 10^12 tokens cost."""
+    json: bool = False
+    """Print JSON instead."""
+    picture: Path | None = None
+    """Also draw a picture: .png, .svg or .pdf."""
+
+    def workload(self, tp: int, pp: int, vpp: int, ep: int, **options) -> "Workload":
+        """Raises ValueError for invalid options."""
+        import dataclasses
+
+        from ..planner.device import load_device
+        from ..planner.read_shape import read_shape
+        from ..planner.workload import Division, Workload
+
+        for name in ("gpus", "cp", "seq", "global_batch"):
+            check_range(f"--{name.replace('_', '-')}", getattr(self, name), 1, LARGEST)
+        if self.dollars_per_gpu_hour is not None:
+            check_range("--dollars-per-gpu-hour", self.dollars_per_gpu_hour, 0, LARGEST)
+        if self.picture is not None:
+            check_output(self.picture, (".png", ".svg", ".pdf"))
+        shape = read_shape(self.model)
+        if self.mtp is not None:
+            check_range("--mtp", self.mtp, 0, 16)
+            shape = dataclasses.replace(shape, mtp=self.mtp)
+        return Workload(
+            shape, load_device(self.gpu), Division(self.gpus, tp, pp, vpp, ep, self.cp), seq=self.seq,
+            global_batch=self.global_batch, precision=self.precision, ep_backend=self.ep_backend, overlap=self.overlap,
+            routing=self.routing, flash=self.flash_attention, **options,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimateCommand(Run):
+    """Predict the step time of a training run, what it is made of, its memory and its cost."""
+
+    tp: int = 1
+    """GPUs that share each matrix (tensor parallelism)."""
+    pp: int = 1
+    """Pipeline ranks."""
+    vpp: int = 1
+    """Stages of a pipeline rank (virtual pipeline parallelism)."""
+    ep: int = 1
+    """GPUs that share the experts of a layer."""
+    micro_batch: int = 1
+    """Sequences of a micro-batch."""
+    schedule: ScheduleChoice = "auto"
+    """Pipeline schedule. auto: 1f1b, and interleaved_1f1b with --vpp."""
+    recompute: Literal["none", "norms", "attention", "full"] = "none"
+    """What backward computes again instead of saving."""
+    zero: bool = True
+    """Divide the optimizer state over replicas (ZeRO-1)."""
+    explain: bool = False
+    """Print where the time goes, from the ideal to the predicted step."""
+
+    def run(self) -> None:
+        from ..drawing.plan_figure import save_waterfall
+        from ..drawing.plan_table import estimate_report, waterfall_table
+        from ..planner.estimate import estimate
+
+        for name in ("tp", "pp", "vpp", "ep", "micro_batch"):
+            check_range(f"--{name.replace('_', '-')}", getattr(self, name), 1, 100_000)
+        interleaved = self.vpp > 1 and self.schedule in ("auto", "1f1b")
+        schedule = "interleaved_1f1b" if interleaved else "1f1b" if self.schedule == "auto" else self.schedule
+        load = self.workload(
+            self.tp, self.pp, self.vpp, self.ep, micro_batch=self.micro_batch, schedule=schedule,
+            recompute=self.recompute, zero=self.zero,
+        )  # fmt: skip
+        found = estimate(load, self.software)
+        if self.json:
+            print(strict_json.write(found.as_dict(self.dollars_per_gpu_hour), indent=1))
+        else:
+            print(estimate_report(found, self.dollars_per_gpu_hour))
+            if self.explain:
+                print(f"\n{waterfall_table(found)}")
+        if self.picture is not None:
+            save_waterfall(found, self.picture)
+            if not self.json:
+                print(f"wrote {printable(self.picture)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchCommand(Run):
+    """Find the division and the schedule with the shortest step, and say why the others are slower."""
+
+    top: int = 12
+    """How many to print."""
+
+    def run(self) -> None:
+        from ..drawing.plan_figure import save_candidates
+        from ..drawing.plan_table import search_report, search_rows
+        from ..planner.search import search
+
+        check_range("--top", self.top, 1, 1000)
+        found = search(self.workload(1, 1, 1, 1), self.software)
+        if self.json:
+            print(strict_json.write(search_rows(found, self.top, self.dollars_per_gpu_hour), indent=1))
+        else:
+            print(search_report(found, self.top, self.dollars_per_gpu_hour))
+        if self.picture is not None:
+            save_candidates(found, self.picture)
+            if not self.json:
+                print(f"wrote {printable(self.picture)}")
+
+
+@dataclass(frozen=True)
+class PlanCommands:
+    """Step time, memory and cost of a training run, before it starts."""
+
+    command: Annotated[
+        Annotated[EstimateCommand, subcommand("estimate")] | Annotated[SearchCommand, subcommand("search")],
+        tyro.conf.arg(name=""),
+    ]

@@ -1,0 +1,120 @@
+"""Tables of `moe-dualpipe plan`: what is predicted, what a step is made of, and the ranking of divisions."""
+
+from typing import Any
+
+from ..messages import plural
+from ..planner.estimate import Estimate
+from ..planner.search import Candidate, Found, why_slower
+from ..planner.workload import Workload
+from .tables import markdown
+
+
+def estimate_report(found: Estimate, dollars: float | None = None) -> str:
+    """The prediction for one division."""
+    load, (low, high) = found.load, found.interval
+    memory = found.memory
+    rows = [
+        ["step time", f"{found.seconds:.3g} s ({low:.3g} to {high:.3g} s)"],
+        ["tokens/s per GPU", f"{found.tokens_per_gpu:,.0f}"],
+        ["model TFLOP/s per GPU", f"{found.flops_per_gpu / 1e12:.0f} ({found.utilization:.1%} of the peak)"],
+        ["hidden transfers", f"{found.hidden:.0%} of {found.step.transfers * found.constant.factor:.3g} s"],
+        ["pipeline bubble", f"{found.step.bubble:.1%}"],
+        ["GPU hours for 10^12 tokens", f"{found.gpu_hours:,.0f}"],
+    ]
+    if dollars is not None:
+        rows.append(["dollars for 10^12 tokens", f"{dollars * found.gpu_hours:,.0f}"])
+    rows.append(["peak memory", f"{memory.total / 1e9:.1f} of {load.device.memory_gb:.0f} GB"])
+    rows += [[f"  {name}", f"{size / 1e9:.1f} GB"] for name, size in memory.parts().items()]
+    known = f"{plural(found.constant.rows, 'published run')} of this GPU and precision" if found.constant.rows else (
+        "no published run of this GPU and precision: the constant is that of all runs"
+    )  # fmt: skip
+    return (
+        f"{describe(load)}\n\n{markdown([['predicted', ''], *rows])}\n\n"
+        f"8 of 10 comparable runs should be inside the interval. Measured constant: {found.constant.factor:.2f}\n({known})."
+    )
+
+
+def describe(load: Workload) -> str:
+    """The workload, on two lines."""
+    one = load.division
+    return (
+        f"{load.shape.name} on {plural(one.gpus, 'GPU')} ({load.device.name}): {one}, {load.schedule}\n"
+        f"{plural(load.num_micro_batches, 'micro-batch', 'es')} of {load.micro_batch} x {load.seq} tokens, "
+        f"{load.precision}, recompute {load.recompute}"
+    )
+
+
+def waterfall_table(found: Estimate) -> str:
+    """What a step is made of, from the ideal to the predicted time."""
+    rows, total = [["what", "seconds", "until here", "share of the peak"]], 0.0
+    ideal = next(iter(found.waterfall()))[1]
+    for name, seconds in found.waterfall():
+        total += seconds
+        rows.append([name, f"{seconds:+.3f}" if rows[1:] else f"{seconds:.3f}", f"{total:.3f}", f"{ideal / total:.1%}"])
+    return markdown(rows)
+
+
+def search_report(found: Found, top: int, dollars: float | None = None) -> str:
+    """The ranking, with the reason why each is slower than the best, and the command that runs the best."""
+    heading = ["division", "schedule", "micro-batch", "recompute", "step, s", "GB", "tokens/s/GPU", "slower because of"]
+    rows = [_row(found, one) for one in found.ranked[:top]]
+    parts = [estimate_report(found.best, dollars), markdown([heading, *rows])]
+    if len(found.ranked) > top:
+        parts.append(f"and {len(found.ranked) - top} more (--top)")
+    if found.too_large:
+        division, memory = found.too_large[0]
+        parts.append(
+            f"{plural(len(found.too_large), 'division')} do not fit with any schedule and recomputation: the smallest "
+            f"({division}) needs {memory:.0f} GB"
+        )
+    parts.append(train_command(found.best.load))
+    return "\n\n".join(parts)
+
+
+def _row(found: Found, one: Candidate) -> list[str]:
+    load, factor = one.load, found.best.constant.factor
+    tokens = load.tokens / (one.seconds * factor) / load.division.gpus
+    return [
+        str(load.division), load.schedule, str(load.micro_batch), load.recompute, f"{one.seconds * factor:.3g}",
+        f"{one.memory_gb:.0f}", f"{tokens:,.0f}", why_slower(one, found.ranked[0]),
+    ]  # fmt: skip
+
+
+def search_rows(found: Found, top: int, dollars: float | None = None) -> dict[str, Any]:
+    """The JSON report."""
+    factor = found.best.constant.factor
+    return {
+        "best": found.best.as_dict(dollars),
+        "tried": found.tried,
+        "ranked": [
+            {
+                "tp": one.load.division.tp, "pp": one.load.division.pp, "vpp": one.load.division.vpp,
+                "ep": one.load.division.ep, "cp": one.load.division.cp, "schedule": one.load.schedule,
+                "micro_batch": one.load.micro_batch, "recompute": one.load.recompute,
+                "step_time_s": one.seconds * factor, "peak_memory_gb": one.memory_gb,
+                "slower_because": why_slower(one, found.ranked[0]),
+            }
+            for one in found.ranked[:top]
+        ],
+        "train_command": train_command(found.best.load),
+    }  # fmt: skip
+
+
+def train_command(load: Workload) -> str:
+    """The command that starts this run here, or why this project cannot run it."""
+    from ..models import PRESETS
+
+    one = load.division
+    missing = [f"{name} {number}" for name, number in (("tp", one.tp), ("cp", one.cp)) if number > 1]
+    missing += [load.precision] if load.precision != "bf16" else []
+    missing += [load.schedule] if load.schedule == "interleaved_1f1b" and one.vpp != 2 else []
+    missing += [] if load.shape.name in PRESETS else [f"the model {load.shape.name}, which is not a preset"]
+    if missing:
+        return f"train.py cannot run it: {', '.join(missing)}"
+    nodes, each = max(1, one.gpus // (load.device.domain.gpus or 1)), min(one.gpus, load.device.domain.gpus or 1)
+    where = f"--nnodes {nodes} --nproc-per-node {each}" if nodes > 1 else f"--nproc-per-node {each}"
+    return (
+        f"torchrun {where} train.py --preset {load.shape.name} --pp {one.pp} --ep {one.ep} --schedule {load.schedule} "
+        f"--micro-batch-size {load.micro_batch} --micro-batches {load.num_micro_batches} --seq-len {load.seq} "
+        f"--recompute {load.recompute}"
+    )

@@ -1,0 +1,57 @@
+"""Measured over predicted step times, by GPU, precision and software.
+
+constants.json has them; `python -m benchmarks.planner fit` writes it.
+"""
+
+import json
+import math
+import statistics
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+FILE = Path(__file__).parent / "constants.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """factor: what predicted seconds are multiplied by. low, high: the same for the ends of the interval.
+
+    rows: measured runs behind it, of this GPU, precision and software. 0: none, it is that of all runs.
+    """
+
+    factor: float
+    low: float
+    high: float
+    rows: int
+
+
+@cache
+def read_constants() -> dict[str, Any]:
+    return json.loads(FILE.read_text())
+
+
+def find_constant(
+    gpu: str, precision: str, software: str | None = None, known: dict[str, Any] | None = None
+) -> Constant:
+    """The constant of the runs that are most alike: the same GPU, precision and software, if there are any.
+
+    Few runs say little: their mean is drawn towards that of all runs, and the interval is wider.
+    """
+    known = read_constants() if known is None else known
+    mean, spread = known["mean"], known["spread"]
+    found = [
+        group for group in known["groups"]
+        if group["gpu"] == gpu and group["precision"] == precision and software in (None, group["software"])
+    ]  # fmt: skip
+    families: dict[str, list[float]] = {}
+    for group in found:
+        for family, log_ratio in group["families"].items():
+            families.setdefault(family, []).append(log_ratio)
+    number, prior = len(families), known["prior"]
+    if number:
+        own = statistics.fmean(map(statistics.fmean, families.values()))
+        mean += (own - mean) * number / (number + prior)
+    width = spread * math.sqrt(1 + prior / (number + prior)) * known["width"]
+    return Constant(math.exp(mean), math.exp(mean - width), math.exp(mean + width), sum(g["rows"] for g in found))

@@ -1,0 +1,114 @@
+"""Everything that is predicted of a training run before it starts: time, memory, cost, and why.
+
+The step time of segments, links and pipeline is multiplied by one measured constant, which depends on the GPU, the
+precision and the software (constants.py). It stands for what no model of kernels knows: the host, clocks under load,
+slower ranks. `python -m benchmarks.planner` fits it to published runs, and prints the error on families that were left
+out.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from .constants import Constant, find_constant
+from .memory_of_workload import Memory, memory_of
+from .segments import EFFECTS
+from .step import Step, step_of
+from .workload import Workload
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The prediction for a workload. constant: measured over predicted seconds of comparable runs, with an interval."""
+
+    load: Workload
+    constant: Constant
+
+    @cached_property
+    def step(self) -> Step:
+        """The step of the model, without the constant."""
+        return step_of(self.load)
+
+    @property
+    def seconds(self) -> float:
+        return self.step.seconds * self.constant.factor
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Seconds of a step: 80 of 100 comparable runs should be in between."""
+        return self.step.seconds * self.constant.low, self.step.seconds * self.constant.high
+
+    @property
+    def tokens_per_gpu(self) -> float:
+        """Tokens per second and GPU."""
+        return self.load.tokens / self.seconds / self.load.division.gpus
+
+    @property
+    def flops_per_gpu(self) -> float:
+        """Model FLOP/s of a GPU: recomputation does not count."""
+        return self.tokens_per_gpu * self.load.shape.train_flops(self.load.seq)
+
+    @property
+    def utilization(self) -> float:
+        """Model FLOPs utilization (MFU), of the peak in the precision of the run."""
+        return self.flops_per_gpu / self.peak
+
+    @property
+    def peak(self) -> float:
+        peak = self.load.device.peak[self.load.precision]
+        assert peak is not None
+        return peak
+
+    @property
+    def hidden(self) -> float:
+        """Share of the transfers of experts and gradients that computation hides."""
+        return self.step.hidden
+
+    @property
+    def gpu_hours(self) -> float:
+        """GPU hours of 10^12 tokens."""
+        return 1e12 / self.tokens_per_gpu / 3600
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Of the fullest rank."""
+        return memory_of(self.load)
+
+    def waterfall(self) -> Iterator[tuple[str, float]]:
+        """What a step takes, from the ideal to the predicted time: names and seconds to add, in order."""
+        yield "model FLOPs at the peak", ideal_seconds(self.load)
+        on: frozenset[str] = frozenset()
+        before = ideal_seconds(self.load)
+        for effect in EFFECTS:
+            on |= {effect}
+            after = step_of(self.load, on).seconds
+            yield effect, after - before
+            before = after
+        yield "software", self.seconds - before
+
+    def as_dict(self, dollars: float | None = None) -> dict[str, Any]:
+        """The JSON report. dollars: for a GPU hour."""
+        low, high = self.interval
+        report = {
+            "step_time_s": self.seconds, "step_time_low_s": low, "step_time_high_s": high,
+            "tokens_per_s_per_gpu": self.tokens_per_gpu, "model_tflops_per_gpu": self.flops_per_gpu / 1e12,
+            "mfu": self.utilization, "hidden_fraction": self.hidden, "bubble_fraction": self.step.bubble,
+            "gpu_hours_per_trillion_tokens": self.gpu_hours, "peak_memory_gb": self.memory.total / 1e9,
+            "memory_gb": {name: size / 1e9 for name, size in self.memory.parts().items()},
+            "waterfall_s": dict(self.waterfall()),
+        }  # fmt: skip
+        return report if dollars is None else report | {"dollars_per_trillion_tokens": dollars * self.gpu_hours}
+
+
+def ideal_seconds(load: Workload) -> float:
+    """A step at the peak of the precision, with nothing in the way."""
+    peak = load.device.peak[load.precision]
+    assert peak is not None
+    return load.tokens * load.shape.train_flops(load.seq) / (load.division.gpus * peak)
+
+
+def estimate(load: Workload, software: str | None = None) -> Estimate:
+    """Raises ValueError, on one line, for a workload that cannot run."""
+    load.check()
+    return Estimate(load, find_constant(load.device.name, load.precision, software))

@@ -1,0 +1,79 @@
+"""Seconds of transfers between GPUs: in a fast domain (NVLink, xGMI) and over the network between domains (RDMA).
+
+Ranks are numbered so that tensor-parallel ranks are neighbours, then context-parallel, then data-parallel ones; the
+stages of a pipeline are farthest apart. An expert group has consecutive ranks of a stage.
+
+A transfer within a domain and one between domains run at the same time, so the slower of both counts.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from .device import Device, Link
+
+EpBackend = Literal["nccl", "deepep", "hybrid"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows that a rank sends for each of its tokens, on average: to other ranks of its domain, and to other domains.
+
+    near also counts rows that come from other domains and are forwarded within this one.
+    """
+
+    near: float
+    far: float
+
+
+def seconds(link: Link, num_bytes: float) -> float:
+    """A collective of a GPU that sends `num_bytes`, the latency included; 0 if there is nothing to send."""
+    return num_bytes / (link.bandwidth * link.share) + link.latency if num_bytes else 0.0
+
+
+def rows_sent(
+    experts: int, top_k: int, ep: int, domain: int, backend: EpBackend, top_domains: int | None = None
+) -> Rows:
+    """How many rows each token makes with `ep` ranks, `domain` of them in a fast domain.
+
+    nccl: one row for each choice. deepep, hybrid: one row for each domain, forwarded to each rank there that holds any
+    of the token's experts. top_domains: the routing limits the domains of a token. Choices are even and independent.
+
+    Example: 8 of 64 experts, 16 ranks, 8 in a domain: nccl sends 4 rows to the other domain, deepep 0.996.
+    """
+    if ep == 1 or not experts:
+        return Rows(0.0, 0.0)
+    local = min(ep, domain)
+    domains = ep / local
+    if backend == "nccl":
+        return Rows(top_k * (local - 1) / ep, top_k * (1 - 1 / domains))
+    in_domain, in_rank = _hit(experts, top_k, domains), _hit(experts, top_k, ep)
+    if top_domains is not None:
+        in_domain = min(in_domain, top_domains / domains)
+    return Rows(in_rank * (ep - 1), in_domain * (domains - 1))
+
+
+def _hit(experts: int, top_k: int, parts: float) -> float:
+    """The probability that a token chooses any of the experts of one of `parts` equal parts."""
+    if parts <= 1:
+        return 1.0
+    others = round(experts - experts / parts)
+    return 1 - math.comb(others, top_k) / math.comb(experts, top_k)
+
+
+def all_to_all(device: Device, rows: Rows, tokens: float, row_bytes: float) -> float:
+    """Seconds of a dispatch or a combine of `tokens` tokens."""
+    near, far = (count * tokens * row_bytes for count in (rows.near, rows.far))
+    return max(seconds(device.domain, near), seconds(device.network, far))
+
+
+def gather(device: Device, num_bytes: float, ranks: int, distance: int) -> float:
+    """Seconds of an all-gather or a reduce-scatter of `num_bytes` in all, over `ranks` ranks.
+
+    distance: between two neighbours of the group in the numbering of ranks. A ring that leaves a domain uses the
+    network card of each GPU.
+    """
+    if ranks == 1 or not num_bytes:
+        return 0.0
+    inside = ranks * distance <= (device.domain.gpus or 1)
+    return seconds(device.domain if inside else device.network, num_bytes * (ranks - 1) / ranks)

@@ -1,0 +1,113 @@
+"""The time of an overlapped pair: a forward and a backward of two micro-batches, in the order of the overlap engine.
+
+A GPU computes on one stream and transfers on another. Both run their work in the order in which the engine queues it
+(overlap/engine.py), layer by layer:
+
+    compute    attn(F) mlp(B) mlp(W) mlp(F) attn(B) attn(W)
+    transfer   dispatch(F) dispatch(B) combine(F) combine(B)
+
+The combine of a backward brings gradients to the experts before mlp(B), so it belongs to the layer before. Transfers
+occupy some multiprocessors: computation beside them is slower.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSeconds:
+    """The segments of a layer for one micro-batch, in seconds. B: gradients of inputs. W: gradients of weights.
+
+    recompute: what the backward computes again, already part of attn_b and mlp_b. combine_b and dispatch_b are the
+    transfers of the backward, in the order in which it runs them. All transfers of a dense layer are 0.
+    """
+
+    attn_f: float
+    mlp_f: float
+    attn_b: float
+    mlp_b: float
+    attn_w: float
+    mlp_w: float
+    dispatch_f: float = 0.0
+    combine_f: float = 0.0
+    combine_b: float = 0.0
+    dispatch_b: float = 0.0
+
+    @property
+    def compute_f(self) -> float:
+        return self.attn_f + self.mlp_f
+
+    @property
+    def compute_b(self) -> float:
+        """Both gradients."""
+        return self.attn_b + self.mlp_b + self.weights
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward, with nothing hidden."""
+        return self.compute_f + self.compute_b + self.transfer_f + self.transfer_b
+
+    @property
+    def weights(self) -> float:
+        return self.attn_w + self.mlp_w
+
+    @property
+    def transfer_f(self) -> float:
+        return self.dispatch_f + self.combine_f
+
+    @property
+    def transfer_b(self) -> float:
+        return self.dispatch_b + self.combine_b
+
+
+NO_LAYER = LayerSeconds(0, 0, 0, 0, 0, 0)
+
+
+@dataclass(slots=True)
+class _Streams:
+    """When each stream is free, and how long both were busy at the same time."""
+
+    compute: float = 0.0
+    transfer: float = 0.0
+
+    def run(self, seconds: float, after: float) -> float:
+        """Compute for `seconds` once the input is there. Returns the end."""
+        self.compute = max(self.compute, after) + seconds
+        return self.compute
+
+    def send(self, seconds: float, after: float) -> float:
+        if seconds:
+            self.transfer = max(self.transfer, after) + seconds
+            return self.transfer
+        return after
+
+
+def pair_seconds(forward: Sequence[LayerSeconds], backward: Sequence[LayerSeconds], slower: float = 0.0) -> float:
+    """Seconds of an overlapped pair of chunks. Layers are given in the order of the model; backward runs them reversed.
+
+    slower: the share of the device that transfers occupy; computation that runs beside them takes as much longer.
+
+    Example: one layer each, all segments 1, all transfers 1: the 6 computations take 6, and only the first combine (1)
+    of the backward and the last combine (1) of the forward have nothing beside them.
+    """
+    streams, n = _Streams(), max(len(forward), len(backward))
+    f = [*forward, *[NO_LAYER] * (n - len(forward))]
+    b = [*reversed(backward), *[NO_LAYER] * (n - len(backward))]
+    into_f, into_b = 0.0, streams.send(b[0].combine_b, 0.0)
+    for i in range(n):
+        next_combine = b[i + 1].combine_b if i + 1 < n else 0.0
+        attn_f = streams.run(f[i].attn_f, into_f)
+        mlp_b = streams.run(b[i].mlp_b, into_b)
+        dispatched_f = streams.send(f[i].dispatch_f, attn_f)
+        dispatched_b = streams.send(b[i].dispatch_b, mlp_b)
+        streams.run(b[i].mlp_w, mlp_b)
+        mlp_f = streams.run(f[i].mlp_f, dispatched_f)
+        attn_b = streams.run(b[i].attn_b, dispatched_b)
+        streams.run(b[i].attn_w, attn_b)
+        into_f = streams.send(f[i].combine_f, mlp_f)
+        into_b = streams.send(next_combine, attn_b)
+    end = max(streams.compute, into_f, into_b)
+    compute = sum(layer.compute_f for layer in forward) + sum(layer.compute_b for layer in backward)
+    transfers = sum(layer.transfer_f for layer in forward) + sum(layer.transfer_b for layer in backward)
+    hidden = max(0.0, compute + transfers - end)
+    return min(compute + transfers, end + hidden * slower)
