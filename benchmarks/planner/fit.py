@@ -6,7 +6,7 @@ counts once in it, whatever its number of rows. Groups with few families are dra
 
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,12 +56,20 @@ def predict(rows: Iterable[Row]) -> list[Point]:
 def fit(points: Sequence[Point]) -> dict[str, Any]:
     """The content of constants.json."""
     constants = _means(points)
-    # The interval: so wide that COVERED of the rows would have been inside, had their family been left out.
+    # The interval: so wide that COVERED of the rows would have been inside, had their family been left out. Many rows
+    # of one paper say no more than one of another, so a family counts once for each GPU, precision and software.
+    sizes = Counter((point.key, point.row.family) for point in points)
     wanted = sorted(
-        abs(point.log_ratio - math.log(known.factor)) / math.log(known.high / known.factor)
+        (abs(point.log_ratio - math.log(known.factor)) / math.log(known.high / known.factor),
+         1 / sizes[point.key, point.row.family])
         for point, known in _left_out(points, _means)
-    )
-    constants["width"] = wanted[math.ceil(COVERED * len(wanted)) - 1] if wanted else 1.0
+    )  # fmt: skip
+    enough, width = COVERED * len(sizes), 1.0
+    for width, weight in wanted:
+        enough -= weight
+        if enough <= 0:
+            break
+    constants["width"] = width
     constants["spread"] = max(constants["spread"], REPEATED)
     return constants
 
@@ -74,8 +82,12 @@ def _means(points: Sequence[Point]) -> dict[str, Any]:
     medians = {key: {name: statistics.median(some) for name, some in found.items()} for key, found in groups.items()}
     means = {key: statistics.fmean(found.values()) for key, found in medians.items()}
     spread = statistics.stdev(means.values()) if len(means) > 1 else REPEATED
+    families: dict[str, list[float]] = defaultdict(list)
+    for found in medians.values():
+        for name, log_ratio in found.items():
+            families[name].append(log_ratio)
     return {
-        "mean": statistics.median(means.values()), "spread": spread, "prior": PRIOR, "width": 1.0,
+        "mean": statistics.median(map(statistics.fmean, families.values())), "spread": spread, "prior": PRIOR, "width": 1.0,
         "groups": [
             {"gpu": gpu, "precision": precision, "software": software, "rows": sum(map(len, found.values())),
              "families": {name: round(mean, 4) for name, mean in medians[gpu, precision, software].items()}}

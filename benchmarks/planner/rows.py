@@ -20,6 +20,8 @@ from moe_dualpipe.planner.workload import Division, Workload
 MODELS = {"internal-352b": "megascale-352b", "llama3.1-70b": "llama3-70b", "llama3.1-8b": "llama3-8b",
           "deepseek-v3-671b": "deepseek-v3"}  # fmt: skip
 """Names of rows that differ from those of the planner."""
+MEGATRON = ("bridge", "modelzoo", "overlap-AB", "recompute-", "division-", "megatron-llama")
+"""Starts of the names of groups that were run with Megatron-Core."""
 NO_FLASH = ("megatron-sc21", "zero-bubble")
 """Groups of runs from before flash attention, or without it."""
 FAMILIES = {
@@ -140,9 +142,12 @@ def _recompute(record: dict[str, Any]) -> Any:
 
 
 def _backend(record: dict[str, Any], notes: str) -> Any:
-    if "hybridep" in notes or record["group"] == "bridge-cards":
+    if "hybridep" in notes:
         return "hybrid"
-    return "deepep" if "deepep" in notes or record["group"] == "deepseek" else "nccl"
+    if "deepep" in notes or record["group"] == "deepseek":
+        return "deepep"
+    # Megatron-Bridge's recipes use HybridEP or DeepEP unless they say otherwise.
+    return "hybrid" if record["group"].startswith("bridge") else "nccl"
 
 
 def _overlap(notes: str) -> bool:
@@ -161,9 +166,9 @@ def _software(record: dict[str, Any], notes: str) -> str:
     group = record["group"]
     if group == "megascale-moe":
         return "megascale" if notes.startswith("megascale") else "megatron"
-    if group in ("bridge", "bridge-cards", "modelzoo") or group.startswith("overlap-AB"):
+    if group.startswith(MEGATRON):
         return "megatron"
-    return group
+    return group.split("-")[0] if group.startswith("torchtitan") else group
 
 
 def replaced(row: Row, **changes: Any) -> Workload:

@@ -85,18 +85,22 @@ def step_of(load: Workload, on: Collection[str] = ALL) -> Step:
 
 
 def divide_stages(load: Workload, layers: Sequence[LayerSeconds], head: LayerSeconds) -> list[list[LayerSeconds]]:
-    """The layers of each stage, and the head at the end: as many layers on each if that is possible; otherwise so that
-    the slowest stage is fastest. Then the embedding or the head may be a stage of its own."""
+    """The layers of each stage, and the head at the end.
+
+    As many layers on each stage if that is possible, as Megatron does, also if embedding and head count as a layer each;
+    otherwise so that the slowest stage is fastest. The embedding or the head may be a stage of its own.
+    """
     num_stages, mtp = load.placement.num_stages, load.shape.mtp
     ends = [head, *[layers[-1], head] * mtp]
+    parts = [[], *([layer] for layer in layers), ends]
     if len(layers) % num_stages == 0:
         each = len(layers) // num_stages
-        stages = [list(layers[i : i + each]) for i in range(0, len(layers), each)]
-        stages[-1] += ends
-        return stages
-    parts = [[], *([layer] for layer in layers), ends]
-    costs = [1 + round(1e9 * sum(one.seconds for one in part)) for part in parts]
-    places = divide(costs, num_stages)
+        places = (*(1 + each * i for i in range(1, num_stages)), len(parts))
+    elif len(parts) % num_stages == 0:
+        each = len(parts) // num_stages
+        places = tuple(range(each, len(parts) + 1, each))
+    else:
+        places = divide([1 + round(1e9 * sum(one.seconds for one in part)) for part in parts], num_stages)
     return [list(chain(*parts[start:end])) for start, end in zip((0, *places), places, strict=False)]
 
 
