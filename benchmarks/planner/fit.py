@@ -4,6 +4,7 @@ One constant for each (GPU, precision, software): the mean of log(measured / pre
 counts once in it, whatever its number of rows. Groups with few families are drawn towards the mean of all groups.
 """
 
+import itertools
 import math
 import statistics
 from collections import Counter, defaultdict
@@ -11,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moe_dualpipe.planner.constants import find_constant
+from moe_dualpipe.planner.constants import LEAST, find_constant
 from moe_dualpipe.planner.step import step_of
 
 from .rows import Row
@@ -20,8 +21,6 @@ PRIOR = 1.0
 """Families that the mean of all groups counts for, against a group's own families."""
 COVERED = 0.8
 """Share of the rows that should be inside the interval."""
-REPEATED = math.log(1.06)
-"""Repeated publications of one configuration differ by this much (the median): no interval is narrower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +63,9 @@ def fit(points: Sequence[Point]) -> dict[str, Any]:
          1 / sizes[point.key, point.row.family])
         for point, known in _left_out(points, _means)
     )  # fmt: skip
-    enough, width = COVERED * len(sizes), 1.0
-    for width, weight in wanted:
-        enough -= weight
-        if enough <= 0:
-            break
-    constants["width"] = width
-    constants["spread"] = max(constants["spread"], REPEATED)
+    covered = itertools.accumulate(weight for _, weight in wanted)
+    enough = (width for (width, _), sum_ in zip(wanted, covered, strict=True) if sum_ >= COVERED * len(sizes))
+    constants["width"] = round(next(enough, 1.0), 4)
     return constants
 
 
@@ -81,13 +76,14 @@ def _means(points: Sequence[Point]) -> dict[str, Any]:
         groups[point.key][point.row.family].append(point.log_ratio)
     medians = {key: {name: statistics.median(some) for name, some in found.items()} for key, found in groups.items()}
     means = {key: statistics.fmean(found.values()) for key, found in medians.items()}
-    spread = statistics.stdev(means.values()) if len(means) > 1 else REPEATED
+    spread = statistics.stdev(means.values()) if len(means) > 1 else LEAST
     families: dict[str, list[float]] = defaultdict(list)
     for found in medians.values():
         for name, log_ratio in found.items():
             families[name].append(log_ratio)
+    center = statistics.median(map(statistics.fmean, families.values()))
     return {
-        "mean": statistics.median(map(statistics.fmean, families.values())), "spread": spread, "prior": PRIOR, "width": 1.0,
+        "mean": round(center, 4), "spread": round(spread, 4), "prior": PRIOR, "width": 1.0,
         "groups": [
             {"gpu": gpu, "precision": precision, "software": software, "rows": sum(map(len, found.values())),
              "families": {name: round(mean, 4) for name, mean in medians[gpu, precision, software].items()}}

@@ -30,7 +30,8 @@ def estimate_report(found: Estimate, dollars: float | None = None) -> str:
     )  # fmt: skip
     return (
         f"{describe(load)}\n\n{markdown([['predicted', ''], *rows])}\n\n"
-        f"8 of 10 comparable runs should be inside the interval. Measured constant: {found.constant.factor:.2f}\n({known})."
+        "8 of 10 comparable runs should be inside the interval. "
+        f"Measured constant: {found.constant.factor:.2f}\n({known})."
     )
 
 

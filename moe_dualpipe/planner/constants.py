@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).parent / "constants.json"
+LEAST = math.log(1.06)
+"""Repeated publications of one configuration differ by this much (the median): no interval is narrower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,5 +55,5 @@ def find_constant(
     if number:
         own = statistics.fmean(map(statistics.fmean, families.values()))
         mean += (own - mean) * number / (number + prior)
-    width = spread * math.sqrt(1 + prior / (number + prior)) * known["width"]
+    width = max(LEAST, spread * math.sqrt(1 + prior / (number + prior)) * known["width"])
     return Constant(math.exp(mean), math.exp(mean - width), math.exp(mean + width), sum(g["rows"] for g in found))

@@ -87,8 +87,7 @@ def pair_seconds(forward: Sequence[LayerSeconds], backward: Sequence[LayerSecond
 
     slower: the share of the device that transfers occupy; computation that runs beside them takes as much longer.
 
-    Example: one layer each, all segments 1, all transfers 1: the 6 computations take 6, and only the first combine (1)
-    of the backward and the last combine (1) of the forward have nothing beside them.
+    Example: one layer each, and everything takes 1: the 6 computations take 6 and hide all 4 transfers.
     """
     streams, n = _Streams(), max(len(forward), len(backward))
     f = [*forward, *[NO_LAYER] * (n - len(forward))]

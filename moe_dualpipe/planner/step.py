@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from ..models.partition import divide
-from ..schedule import Costs, build, simulate
+from ..schedule import Backward, Costs, Forward, Overlap, build, simulate
 from .links import gather, seconds
 from .pair import LayerSeconds, pair_seconds
 from .segments import ALL, Clock, head_seconds, layer_seconds
@@ -87,8 +87,8 @@ def step_of(load: Workload, on: Collection[str] = ALL) -> Step:
 def divide_stages(load: Workload, layers: Sequence[LayerSeconds], head: LayerSeconds) -> list[list[LayerSeconds]]:
     """The layers of each stage, and the head at the end.
 
-    As many layers on each stage if that is possible, as Megatron does, also if embedding and head count as a layer each;
-    otherwise so that the slowest stage is fastest. The embedding or the head may be a stage of its own.
+    As many layers on each stage if that is possible, as Megatron does, also if embedding and head count as a layer
+    each; otherwise so that the slowest stage is fastest. The embedding or the head may be a stage of its own.
     """
     num_stages, mtp = load.placement.num_stages, load.shape.mtp
     ends = [head, *[layers[-1], head] * mtp]
@@ -139,7 +139,8 @@ def _pipeline_seconds(load: Workload, stages: Sequence[_Stage], on: Collection[s
 def simulate_step(load: Workload, num_micro_batches: int, costs: Costs) -> float:
     """The makespan. Once a pipeline is full, each further micro-batch takes as long as the one before.
 
-    So a step of many micro-batches is extrapolated from two shorter ones.
+    So a step of many micro-batches is extrapolated from two shorter ones. A rank with more work than others may delay
+    them only later.
     """
     pp, n = load.division.pp, num_micro_batches
     chunks = load.division.vpp if load.schedule == "interleaved_1f1b" else None
@@ -150,7 +151,15 @@ def simulate_step(load: Workload, num_micro_batches: int, costs: Costs) -> float
         except ValueError:
             pass  # this number of micro-batches is between two that the schedule can run
     a, b = (simulate(build(load.schedule, pp, count, chunks), costs).makespan for count in (short, long))
-    return b + (n - long) * (b - a) / (long - short)
+    return b + (n - long) * max((b - a) / (long - short), _most_work(load, costs))
+
+
+def _most_work(load: Workload, costs: Costs) -> float:
+    """Seconds of a micro-batch on the rank with the most work: in the long run, no step is faster."""
+    stages = range(load.placement.num_stages)
+    work = [costs.of(Overlap(Forward(s, 0), Backward(s, 0))) if load.schedule in PAIRED else
+            costs.of(Forward(s, 0)) + costs.of(Backward(s, 0)) for s in stages]  # fmt: skip
+    return max(sum(work[s] for s in own) for own in load.placement.stages) / len(load.placement.routes)
 
 
 def _gradients(load: Workload, stages: Sequence[_Stage]) -> tuple[float, float]:

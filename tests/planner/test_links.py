@@ -1,0 +1,53 @@
+"""Transfers: bytes against counts of simulated tokens, and the slower of two links."""
+
+import random
+
+import pytest
+
+from moe_dualpipe.planner.device import load_device
+from moe_dualpipe.planner.links import all_to_all, gather, rows_sent, seconds
+
+H100 = load_device("h100")
+CASES = [(64, 8, 16, 8), (32, 4, 8, 8), (8, 2, 8, 4), (128, 8, 32, 8), (16, 2, 4, 2)]
+
+
+def simulated(experts, top_k, ep, domain, backend, tokens=4000):
+    """Rows of a token that leave its rank 0, counted on random choices: within the fast domain, and beyond it."""
+    rng, each, near, far = random.Random(0), experts // ep, 0, 0
+    for _ in range(tokens):
+        ranks = [expert // each for expert in rng.sample(range(experts), top_k)]
+        if backend == "nccl":
+            near += sum(0 < rank < domain for rank in ranks)
+            far += sum(rank >= domain for rank in ranks)
+        else:
+            near += len({rank for rank in ranks if rank != 0})  # also those that another domain forwards
+            far += len({rank // domain for rank in ranks} - {0})
+    return near / tokens, far / tokens
+
+
+@pytest.mark.parametrize("backend", ["nccl", "deepep"])
+@pytest.mark.parametrize("case", CASES)
+def test_rows_equal_those_of_random_choices(case, backend):
+    rows = rows_sent(*case, backend)
+    assert (rows.near, rows.far) == pytest.approx(simulated(*case, backend), rel=0.05, abs=0.02)
+
+
+def test_one_rank_sends_nothing():
+    assert rows_sent(64, 8, 1, 8, "nccl") == rows_sent(64, 8, 1, 8, "deepep") == (rows_sent(0, 0, 8, 8, "nccl"))
+
+
+def test_a_limit_on_domains_lowers_what_crosses_the_network():
+    free, limited = rows_sent(256, 8, 64, 8, "deepep"), rows_sent(256, 8, 64, 8, "deepep", top_domains=4)
+    assert limited.far == pytest.approx(4 / 8 * 7) and limited.far < free.far
+
+
+def test_the_slower_link_counts():
+    rows = rows_sent(64, 8, 16, 8, "nccl")
+    near, far = (seconds(link, count * 1e9) for link, count in ((H100.domain, rows.near), (H100.network, rows.far)))
+    assert all_to_all(H100, rows, 1e6, 1e3) == max(near, far) == far
+
+
+def test_a_ring_uses_the_network_once_it_leaves_the_domain():
+    inside, outside = gather(H100, 1e9, 8, 1), gather(H100, 1e9, 8, 2)
+    assert inside == seconds(H100.domain, 1e9 * 7 / 8) and outside == seconds(H100.network, 1e9 * 7 / 8)
+    assert gather(H100, 1e9, 1, 1) == gather(H100, 0, 8, 1) == 0

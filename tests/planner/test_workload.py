@@ -1,0 +1,72 @@
+"""Contradictory divisions are refused in one line that names numbers that work; those numbers do work."""
+
+import dataclasses
+import re
+
+import pytest
+
+from moe_dualpipe.planner.device import load_device
+from moe_dualpipe.planner.read_shape import read_shape
+from moe_dualpipe.planner.workload import Division, Workload
+
+LOAD = Workload(read_shape("qwen3-30b-a3b"), load_device("h100"), Division(64, 2, 4, 1, 8), global_batch=256)
+
+
+def changed(division=None, **options):
+    division = dataclasses.replace(LOAD.division, **(division or {}))
+    return dataclasses.replace(LOAD, division=division, **options)
+
+
+def test_the_numbers_of_a_division():
+    LOAD.check()
+    one = LOAD.division
+    assert (one.dp, one.expert_replicas, one.expert_tp) == (8, 2, 1)
+    assert (LOAD.num_micro_batches, LOAD.tokens, LOAD.rank_tokens) == (32, 256 * 4096, 2048)
+    assert dataclasses.replace(one, ep=1).expert_tp == 2
+    assert one.dp * one.tp * one.pp * one.cp == one.gpus
+
+
+BAD = {
+    "gpus": ({"gpus": 63}, {}, "--gpus 63 is not a multiple of tp x pp x cp = 2 x 4 x 1 = 8; use 64 GPUs"),
+    "heads": ({"tp": 64, "pp": 1, "ep": 1}, {},
+              "--tp 64 does not divide the 32 attention heads of qwen3-30b-a3b; use 32"),
+    "experts": ({"ep": 3, "pp": 1, "tp": 1, "gpus": 96}, {},
+                "--ep 3 does not divide the 128 experts of a layer; use 2"),
+    "ranks of a stage": ({"ep": 32}, {},
+                         "--ep 32 does not divide the 16 ranks of a pipeline stage (64 GPUs / pp 4); use 16"),
+    "batch": ({}, {"global_batch": 100},
+              "--global-batch 100 is not a multiple of micro-batch x dp = 1 x 8 = 8; use 96"),
+    "sequence": ({"cp": 3, "gpus": 96}, {"global_batch": 4}, "--cp 3 does not divide --seq 4096; use 2"),
+    "layers": ({"pp": 64, "gpus": 128, "ep": 1}, {}, "qwen3-30b-a3b has 48 layers, too few for 64 pipeline stages"),
+    "chunks": ({"vpp": 2}, {"schedule": "zb1p"}, "--vpp 2 needs --schedule interleaved_1f1b: got zb1p"),
+    "precision": ({}, {"precision": "mxfp8"}, "h100 does not support --precision mxfp8: use bf16, fp8"),
+    "unknown": ({}, {"recompute": "some"}, "--recompute must be one of none, norms, attention, full: got some"),
+    "schedule": ({}, {"schedule": "dualpipe", "global_batch": 32}, "dualpipe needs an even number of micro-batches"),
+    "zero": ({"tp": 0}, {}, "--tp must be at least 1: got 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("division,options,said", BAD.values(), ids=BAD)
+def test_what_cannot_run_is_refused_in_one_line(division, options, said):
+    with pytest.raises(ValueError, match=re.escape(said)) as error:
+        changed(division, **options).check()
+    assert "\n" not in str(error.value)
+
+
+def test_a_dense_model_has_no_experts_to_divide():
+    with pytest.raises(ValueError, match="--ep 8: llama3-8b has no experts; use --ep 1"):
+        changed(shape=read_shape("llama3-8b")).check()
+
+
+@pytest.mark.parametrize(
+    "division,options,fixed",
+    [
+        ({"gpus": 63}, {}, {"gpus": 64}),
+        ({"ep": 32}, {}, {"ep": 16}),
+        ({"ep": 3, "pp": 1, "tp": 1, "gpus": 96}, {"global_batch": 96}, {"ep": 2}),
+    ],
+)
+def test_the_numbers_that_errors_name_do_run(division, options, fixed):
+    with pytest.raises(ValueError, match="use"):
+        changed(division, **options).check()
+    changed(division | fixed, **options).check()
