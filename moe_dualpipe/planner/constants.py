@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ..messages import quoted
+
 FILE = Path(__file__).parent / "constants.json"
 LEAST = math.log(1.06)
 """Repeated publications of one configuration differ by this much (the median): no interval is narrower."""
@@ -35,13 +37,17 @@ def read_constants() -> dict[str, Any]:
 
 
 def find_constant(
-    gpu: str, precision: str, software: str | None = None, known: dict[str, Any] | None = None
+    gpu: str, precision: str, software: str | None = None, known: dict[str, Any] | None = None, strict: bool = False
 ) -> Constant:
     """The constant of the runs that are most alike: the same GPU, precision and software, if there are any.
 
-    Few runs say little: their mean is drawn towards that of all runs, and the interval is wider.
+    Few runs say little: their mean is drawn towards that of all runs, and the interval is wider. strict: raise
+    ValueError for a software that no run used.
     """
     known = read_constants() if known is None else known
+    names = sorted({group["software"] for group in known["groups"]})
+    if strict and software not in (None, *names):
+        raise ValueError(f"--software must be one of {', '.join(names)}: got {quoted(software)}")
     mean, spread = known["mean"], known["spread"]
     found = [
         group for group in known["groups"]

@@ -12,7 +12,8 @@ from functools import cached_property
 from typing import Any
 
 from .constants import Constant, find_constant
-from .memory_of_workload import Memory, memory_of
+from .memory_of_workload import memory_of
+from .peak_memory import PeakMemory
 from .segments import EFFECTS
 from .step import Step, step_of
 from .workload import Workload
@@ -71,7 +72,7 @@ class Estimate:
         return 1e12 / self.tokens_per_gpu / 3600
 
     @cached_property
-    def memory(self) -> Memory:
+    def memory(self) -> PeakMemory:
         """Of the fullest rank."""
         return memory_of(self.load)
 
@@ -111,4 +112,4 @@ def ideal_seconds(load: Workload) -> float:
 def estimate(load: Workload, software: str | None = None) -> Estimate:
     """Raises ValueError, on one line, for a workload that cannot run."""
     load.check()
-    return Estimate(load, find_constant(load.device.name, load.precision, software))
+    return Estimate(load, find_constant(load.device.name, load.precision, software, strict=True))

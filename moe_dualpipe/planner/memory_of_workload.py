@@ -1,41 +1,30 @@
-"""TEMPORARY: replaced by peak_memory.py."""
+"""The peak memory of a planned run."""
 
-from dataclasses import dataclass
-
+from ..schedule import Schedule, build
+from .activations import MicroBatch
+from .peak_memory import PeakMemory, peak_memory
+from .stages import stages_of
 from .workload import Workload
 
 
-@dataclass(frozen=True)
-class Memory:
-    weights: float
-    gradients: float
-    optimizer: float
-    activations: float
-
-    @property
-    def total(self) -> float:
-        return sum(self.parts().values())
-
-    def parts(self) -> dict[str, float]:
-        return {
-            "weights": self.weights,
-            "gradients": self.gradients,
-            "optimizer state": self.optimizer,
-            "activations": self.activations,
-        }
+def memory_of(load: Workload) -> PeakMemory:
+    """The memory of the fullest rank, by parts."""
+    one = load.division
+    batch = MicroBatch(
+        load.micro_batch, load.seq, ep=one.ep * one.expert_tp, recompute=load.recompute, tp=one.tp, cp=one.cp,
+        flash=load.flash,
+    )  # fmt: skip
+    stages = stages_of(load.shape, load.placement.num_stages)
+    ranks = peak_memory(load.shape, full_schedule(load), batch, one.dp, load.precision, load.zero, stages=stages)
+    return max(ranks, key=lambda rank: rank.total)
 
 
-def memory_of(load: Workload) -> Memory:
-    from .step import rank_parameters
-
-    dense, experts = rank_parameters(load)
-    one, shape = load.division, load.shape
-    owned = dense / (one.dp * one.cp) + experts / one.expert_replicas if load.zero else dense + experts
-    layer = shape.layers[-1]
-    per = {"none": 34, "norms": 28, "attention": 18, "full": 2}[load.recompute] * shape.hidden
-    if load.recompute != "full":
-        per += 6 * layer.top_k * layer.expert_size + 2 * layer.top_k * shape.hidden
-    tokens = load.rank_tokens
-    held = min(load.num_micro_batches, one.pp + 1)
-    acts = held * tokens * per * len(shape.layers) / one.pp + 10 * tokens * shape.vocab
-    return Memory(2 * (dense + experts), 4 * (dense + experts), 12 * owned, acts)
+def full_schedule(load: Workload) -> Schedule:
+    """The schedule with as many micro-batches as it takes to fill the pipeline, but not more than there are."""
+    pp, chunks = load.division.pp, load.division.vpp if load.schedule == "interleaved_1f1b" else None
+    for number in (load.num_micro_batches, 2 * pp):
+        try:
+            return build(load.schedule, pp, min(number, 3 * pp), chunks)
+        except ValueError:
+            continue  # it cannot run this number
+    return build(load.schedule, pp, 4 * pp, chunks)

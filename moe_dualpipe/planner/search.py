@@ -1,15 +1,17 @@
-"""All divisions of a model over some GPUs that fit into memory, ranked by predicted step time.
+"""All ways to divide a model over some GPUs, ranked by predicted step time.
 
 There are thousands. All are first ranked by a quick estimate, which takes the idle time of a schedule from a pipeline
-with equal stages; only the best are then simulated with their own stages.
+with equal stages. The memory of the fastest is predicted, until enough are found that fit. These are then simulated
+with their own stages.
 """
 
 import dataclasses
 import functools
 import itertools
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from ..schedule import Costs
 from .constants import find_constant
@@ -24,6 +26,8 @@ SIMULATED = 24
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zb1p", "zbv", "dualpipe", "dualpipev")
 CHUNKS = (2, 4, 8)
 MICRO_BATCHES = (1, 2, 4, 8)
+EACH = 2
+"""How many schedules of a division are kept."""
 RECOMPUTE: tuple[Recompute, ...] = ("none", "norms", "attention", "full")
 USABLE = 0.92
 """Share of a GPU's memory for the tensors of the run; the rest is for the context, libraries and fragments."""
@@ -44,8 +48,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Found:
-    """ranked: the best first, each division with its best schedule, micro-batch and recomputation. too_large: the
-    divisions for which nothing fits, with the memory of the best attempt. tried: how many ways were looked at."""
+    """ranked: the fastest first, each division with its best schedules. too_large: divisions that do not fit in any
+    way, with the memory of the smallest. tried: how many ways were looked at."""
 
     ranked: tuple[Candidate, ...]
     too_large: tuple[tuple[Division, float], ...]
@@ -63,40 +67,52 @@ def search(load: Workload, software: str | None = None) -> Found:
 
     Raises ValueError if nothing fits, with what comes nearest.
     """
-    fits: list[Candidate] = []
-    smallest: dict[Division, float] = {}
-    tried = 0
+    limit = USABLE * load.device.memory_gb * 1e9
+    ways = sorted(_ways(load), key=lambda pair: pair[0].seconds)
+    best: list[Candidate] = []
+    schedules: dict[Division, set[str]] = defaultdict(set)
+    failed: dict[tuple[Division, str], list[tuple[int, int]]] = defaultdict(list)
+    for step, way in ways:
+        known, tight = schedules[_key(way)], failed[way.division, way.schedule]
+        size = way.micro_batch, -RECOMPUTE.index(way.recompute)
+        hopeless = any(size[0] >= other[0] and size[1] >= other[1] for other in tight)
+        if way.schedule in known or len(known) == EACH or hopeless:
+            continue
+        if (memory := memory_of(way).total) > limit:
+            tight.append(size)  # larger micro-batches and less recomputation do not fit either
+            continue
+        known.add(way.schedule)
+        best.append(Candidate(way, step, memory / 1e9))
+        if len(best) == SIMULATED:
+            break
+    seen = {_key(one.load) for one in best}
+    smallest = {_key(way): way for _, way in ways if way.recompute == RECOMPUTE[-1] and _key(way) not in seen}
+    sizes = {division: memory_of(dataclasses.replace(way, micro_batch=1, schedule="1f1b", division=division)).total
+             for division, way in smallest.items()}  # fmt: skip
+    too_large = sorted(((division, size / 1e9) for division, size in sizes.items() if size > limit), key=itemgetter(1))
+    if not best:
+        raise ValueError(_nothing_fits(load, too_large))
+    exact = [dataclasses.replace(one, step=step_of(one.load)) for one in best]
+    exact.sort(key=lambda one: one.seconds)
+    return Found(tuple(exact), tuple(too_large), len(ways), software)
+
+
+def _key(load: Workload) -> Division:
+    return dataclasses.replace(load.division, vpp=1)
+
+
+def _ways(load: Workload) -> Iterator[tuple[Step, Workload]]:
+    """All ways to run `load` that are not contradictory, with a quick estimate of the step."""
     for one in _divisions(load):
+        busy: dict[tuple[object, ...], Step] = {}  # steps without idle time, which depend on the stages only
         for variant in _variants(dataclasses.replace(load, division=one)):
-            tried += 1
-            candidate, memory = _try(variant)
-            key = dataclasses.replace(variant.division, vpp=1)
-            if candidate is None:
-                smallest[key] = min(smallest.get(key, memory), memory)
-            else:
-                fits.append(candidate)
-    if not fits:
-        raise ValueError(_nothing_fits(load, smallest))
-    fits.sort(key=lambda one: one.seconds)
-    best = [dataclasses.replace(one, step=step_of(one.load)) for one in _first_of_each(fits)[:SIMULATED]]
-    best.sort(key=lambda one: one.seconds)
-    fitting = {dataclasses.replace(one.load.division, vpp=1) for one in fits}
-    too_large = sorted(((d, memory) for d, memory in smallest.items() if d not in fitting), key=lambda pair: pair[1])
-    return Found(tuple(best), tuple(too_large), tried, software)
-
-
-def _first_of_each(fits: Sequence[Candidate]) -> list[Candidate]:
-    """The best two schedules of each division: sorted candidates in, sorted candidates out."""
-    seen: Counter[tuple[Division, str]] = Counter()
-    divisions: Counter[Division] = Counter()
-    chosen = []
-    for one in fits:
-        division, key = dataclasses.replace(one.load.division, vpp=1), (one.load.division, one.load.schedule)
-        if not seen[key] and divisions[division] < 2:
-            chosen.append(one)
-        seen[key] += 1
-        divisions[division] += seen[key] == 1
-    return chosen
+            for recompute in RECOMPUTE:
+                way = dataclasses.replace(variant, recompute=recompute)
+                places = way.placement
+                key = places.num_stages, len(places.routes), way.micro_batch, recompute
+                if key not in busy:
+                    busy[key] = step_of(way, ALL - {"pipeline"})
+                yield _with_idle_time(way, busy[key]), way
 
 
 def _divisions(load: Workload) -> Iterator[Division]:
@@ -129,20 +145,8 @@ def _variants(load: Workload) -> Iterator[Workload]:
         yield changed
 
 
-def _try(load: Workload) -> tuple[Candidate | None, float]:
-    """The candidate with the least recomputation that fits, and the memory of the last one tried."""
-    limit, memory = USABLE * load.device.memory_gb, 0.0
-    for recompute in RECOMPUTE:
-        changed = dataclasses.replace(load, recompute=recompute)
-        memory = memory_of(changed).total / 1e9
-        if memory <= limit:
-            return Candidate(changed, quick_step(changed), memory), memory
-    return None, memory
-
-
-def quick_step(load: Workload) -> Step:
-    """A step whose idle time is that of equal stages, stretched by the slowest rank."""
-    step = step_of(load, ALL - {"pipeline"})
+def _with_idle_time(load: Workload, step: Step) -> Step:
+    """`step` with the idle time of a pipeline with equal stages."""
     if load.division.pp == 1:
         return step
     busy = step.compute + step.exposed
@@ -171,13 +175,13 @@ def _powers(most: int) -> list[int]:
     return [1 << i for i in range(most.bit_length()) if 1 << i <= most]
 
 
-def _nothing_fits(load: Workload, smallest: dict[Division, float]) -> str:
+def _nothing_fits(load: Workload, too_large: Sequence[tuple[Division, float]]) -> str:
     model = f"{load.shape.name} on {load.division.gpus} x {load.device.name}"
-    if not smallest:
+    if not too_large:
         return f"{model}: no division has whole micro-batches; change --gpus or --global-batch {load.global_batch}"
-    division, memory = min(smallest.items(), key=lambda pair: pair[1])
+    division, memory = too_large[0]
     return (
-        f"{model} does not fit: the smallest division ({division}, recompute full) needs {memory:.0f} GB of "
+        f"{model} does not fit: the smallest division ({division}, recompute full) needs {memory:.0f} of "
         f"{load.device.memory_gb:.0f} GB on a GPU; use more GPUs, or GPUs with more memory"
     )
 

@@ -2,13 +2,12 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
-from ..models.partition import divide
 from ..schedule import Backward, Costs, Forward, Overlap, build, simulate
 from .links import gather, seconds
 from .pair import LayerSeconds, pair_seconds
 from .segments import ALL, Clock, head_seconds, layer_seconds
+from .stages import stages_of
 from .workload import Workload
 
 TRANSFER_SHARE = {"nccl": 20, "deepep": 20, "hybrid": 8}
@@ -78,36 +77,21 @@ def step_of(load: Workload, on: Collection[str] = ALL) -> Step:
     busy = share * sum(s.pair for s in stages)
     sums, exposed_sums = _gradients(load, stages) if "gradients" in on else (0.0, 0.0)
     transfers = share * sum(s.transfers for s in stages)
+    exposed, idle = max(0.0, busy - compute), max(0.0, _pipeline_seconds(load, stages, on) - busy)
+    if load.division.pp == 1:  # a rank waits for nobody: the first and last transfers have nothing beside them
+        exposed, idle = exposed + idle, 0.0
     return Step(
-        compute=compute, exposed=max(0.0, busy - compute), idle=max(0.0, _pipeline_seconds(load, stages, on) - busy),
+        compute=compute, exposed=exposed, idle=idle,
         sums=exposed_sums, optimizer=_optimizer(load, on), transfers=transfers + sums,
     )  # fmt: skip
-
-
-def divide_stages(load: Workload, layers: Sequence[LayerSeconds], head: LayerSeconds) -> list[list[LayerSeconds]]:
-    """The layers of each stage, and the head at the end.
-
-    As many layers on each stage if that is possible, as Megatron does, also if embedding and head count as a layer
-    each; otherwise so that the slowest stage is fastest. The embedding or the head may be a stage of its own.
-    """
-    num_stages, mtp = load.placement.num_stages, load.shape.mtp
-    ends = [head, *[layers[-1], head] * mtp]
-    parts = [[], *([layer] for layer in layers), ends]
-    if len(layers) % num_stages == 0:
-        each = len(layers) // num_stages
-        places = (*(1 + each * i for i in range(1, num_stages)), len(parts))
-    elif len(parts) % num_stages == 0:
-        each = len(parts) // num_stages
-        places = tuple(range(each, len(parts) + 1, each))
-    else:
-        places = divide([1 + round(1e9 * sum(one.seconds for one in part)) for part in parts], num_stages)
-    return [list(chain(*parts[start:end])) for start, end in zip((0, *places), places, strict=False)]
 
 
 def _stages(load: Workload, layers: Sequence[LayerSeconds], head: LayerSeconds) -> list[_Stage]:
     slower = TRANSFER_SHARE[load.ep_backend] / load.device.sms
     stages = []
-    for own in divide_stages(load, layers, head):
+    for spec in stages_of(load.shape, load.placement.num_stages):
+        own = [layers[min(i, len(layers) - 1)] for i in spec.layers]
+        own += [head] * (1 + load.shape.mtp) if spec.head else []
         forward = sum(one.compute_f + one.transfer_f for one in own)
         backward = sum(one.compute_b + one.transfer_b for one in own)
         gain = max(0.0, forward + backward - pair_seconds(own, own, slower)) if load.overlap else 0.0

@@ -4,7 +4,7 @@ Raises ValueError, on one line, for numbers that contradict each other; the mess
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal, get_args
 
 from ..schedule import build
@@ -160,11 +160,21 @@ class Workload:
                 "use a smaller --pp or --vpp"
             )
         chunks = one.vpp if self.schedule == "interleaved_1f1b" else None
-        try:
-            build(self.schedule, one.pp, min(self.num_micro_batches, 8 * one.pp), chunks)
-        except ValueError as error:
-            batch = self.micro_batch * one.dp
-            raise ValueError(f"{error} (micro-batches = --global-batch / (micro-batch x dp) = .../{batch})") from error
+        if fault := _schedule_fault(self.schedule, one.pp, self.num_micro_batches, chunks):
+            each = self.micro_batch * one.dp
+            raise ValueError(f"{fault} (--global-batch {self.global_batch} / (micro-batch x dp) of {each})")
+
+
+@lru_cache(maxsize=4096)
+def _schedule_fault(name: str, pp: int, num_micro_batches: int, chunks: int | None) -> str:
+    """Why a schedule cannot run; empty if it can. Megatron's own run any number of micro-batches."""
+    if name in ("gpipe", "1f1b", "interleaved_1f1b"):
+        return ""
+    try:
+        build(name, pp, num_micro_batches if num_micro_batches < 4 * pp else 4 * pp + num_micro_batches % 2, chunks)
+    except ValueError as error:
+        return str(error).replace(f"got {4 * pp + 1} ", f"got {num_micro_batches} ")
+    return ""
 
 
 def _check_choices(load: Workload) -> None:

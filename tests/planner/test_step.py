@@ -7,8 +7,9 @@ import pytest
 
 from moe_dualpipe.planner.device import load_device
 from moe_dualpipe.planner.read_shape import read_shape
-from moe_dualpipe.planner.segments import ALL, EFFECTS, layer_seconds
-from moe_dualpipe.planner.step import divide_stages, simulate_step, step_of
+from moe_dualpipe.planner.segments import ALL, EFFECTS
+from moe_dualpipe.planner.stages import stages_of
+from moe_dualpipe.planner.step import simulate_step, step_of
 from moe_dualpipe.planner.workload import Division, Workload
 from moe_dualpipe.schedule import Costs, build, simulate
 
@@ -98,18 +99,18 @@ def test_micro_batches_between_those_of_a_schedule_are_interpolated():
     assert min(steps) > 0 and max(steps) < 3 * min(steps)
 
 
-@pytest.mark.parametrize("layers,pp", [(48, 4), (48, 5), (48, 25), (46, 8), (48, 50)])
-def test_every_layer_is_on_one_stage_in_order(layers, pp):
-    shape = read_shape("qwen3-30b-a3b")
-    load = changed(division={"gpus": pp, "pp": pp, "ep": 1}, global_batch=4 * pp)
-    load = dataclasses.replace(load, shape=dataclasses.replace(shape, layers=shape.layers[:1] * layers))
-    one = layer_seconds(load, shape.layers[0])
-    marks = [dataclasses.replace(one, attn_f=one.attn_f * (1 + 1e-6 * i)) for i in range(layers)]
-    head = dataclasses.replace(one, dispatch_f=0)
-    stages = divide_stages(load, marks, head)
-    assert len(stages) == pp and [layer for stage in stages for layer in stage] == [*marks, head]
+@pytest.mark.parametrize("layers,pp", [(48, 4), (48, 5), (48, 25), (46, 8), (48, 50), (47, 49), (61, 16)])
+@pytest.mark.parametrize("mtp", [0, 2])
+def test_every_layer_is_on_one_stage_in_order(layers, pp, mtp):
+    shape = dataclasses.replace(QWEN.shape, layers=QWEN.shape.layers[:1] * layers, mtp=mtp)
+    stages = stages_of(shape, pp)
+    assert [i for stage in stages for i in stage.layers] == [*range(layers + mtp)]
+    assert [stage.embedding for stage in stages] == [True] + [False] * (pp - 1)
+    assert [stage.head for stage in stages] == [False] * (pp - 1) + [True]
     if layers % pp == 0:
-        assert {len(stage) for stage in stages[:-1]} == {layers // pp}
+        assert {len(stage.layers) for stage in stages[:-1]} == {layers // pp}
+    elif mtp == 0:
+        assert max(len(stage.layers) for stage in stages) <= -(-layers // pp) + 1
 
 
 def test_all_is_every_effect():

@@ -1,0 +1,78 @@
+"""The whole prediction: its keys, its waterfall and its interval."""
+
+import dataclasses
+
+import pytest
+
+from moe_dualpipe.planner.constants import find_constant
+from moe_dualpipe.planner.device import load_device
+from moe_dualpipe.planner.estimate import estimate, ideal_seconds
+from moe_dualpipe.planner.memory_of_workload import memory_of
+from moe_dualpipe.planner.read_shape import read_shape
+from moe_dualpipe.planner.workload import Division, Workload
+
+LOAD = Workload(
+    read_shape("deepseek-v3"), load_device("h800"), Division(2048, 1, 16, 1, 64), global_batch=15360, precision="fp8",
+    schedule="dualpipe", recompute="norms", ep_backend="deepep", routing="real",
+)  # fmt: skip
+KEYS = {
+    "step_time_s", "step_time_low_s", "step_time_high_s", "tokens_per_s_per_gpu", "model_tflops_per_gpu",
+    "hidden_fraction", "bubble_fraction", "peak_memory_gb", "gpu_hours_per_trillion_tokens",
+}  # fmt: skip
+
+
+def test_the_report_has_its_keys_and_they_agree():
+    found = estimate(LOAD)
+    report = found.as_dict(dollars=2.0)
+    assert {*report} >= KEYS
+    assert report["step_time_low_s"] < report["step_time_s"] < report["step_time_high_s"]
+    gpu_seconds = 2048 * report["step_time_s"]
+    assert report["tokens_per_s_per_gpu"] == pytest.approx(15360 * 4096 / gpu_seconds)
+    assert report["gpu_hours_per_trillion_tokens"] == pytest.approx(1e12 / report["tokens_per_s_per_gpu"] / 3600)
+    assert report["dollars_per_trillion_tokens"] == 2 * report["gpu_hours_per_trillion_tokens"]
+    flops = LOAD.shape.train_flops(4096) * report["tokens_per_s_per_gpu"]
+    assert report["model_tflops_per_gpu"] == pytest.approx(flops / 1e12)
+    assert report["mfu"] == pytest.approx(flops / 1978.9e12)
+    assert 0 < report["hidden_fraction"] < 1 and 0 < report["bubble_fraction"] < 1
+    assert report["peak_memory_gb"] == pytest.approx(sum(report["memory_gb"].values())) == memory_of(LOAD).total / 1e9
+    assert "dollars_per_trillion_tokens" not in found.as_dict()
+
+
+def test_the_waterfall_goes_from_the_ideal_to_the_prediction():
+    found = estimate(LOAD)
+    parts = list(found.waterfall())
+    assert sum(seconds for _, seconds in parts) == pytest.approx(found.seconds)
+    assert parts[0][1] == ideal_seconds(LOAD) == pytest.approx(found.seconds * found.utilization)
+    names = [name for name, _ in parts]
+    assert names[0] == "model FLOPs at the peak" and names[-1] == "software" and len({*names}) == len(names)
+    assert all(seconds >= 0 for _, seconds in parts[:-1])
+
+
+def test_the_software_chooses_the_constant():
+    constants = [find_constant("h100", "fp8", name).factor for name in (None, "megatron", "torchtitan")]
+    assert constants[1] < constants[0] < constants[2]
+    load = dataclasses.replace(LOAD, device=load_device("h100"))
+    assert estimate(load, "torchtitan").seconds / estimate(load).seconds == pytest.approx(constants[2] / constants[0])
+
+
+def test_an_unknown_software_is_refused_with_those_that_are_known():
+    with pytest.raises(ValueError, match=r"--software must be one of deepseek, mega.*: got 'mine'"):
+        estimate(LOAD, "mine")
+
+
+def test_a_workload_that_cannot_run_is_refused():
+    with pytest.raises(ValueError, match="--ep 3 does not divide"):
+        estimate(dataclasses.replace(LOAD, division=Division(2048, 1, 16, 1, 3)))
+
+
+def test_memory_follows_the_division():
+    def parts(**numbers):
+        division = Division(2048, **{"pp": 16, "ep": 64, **numbers})
+        return memory_of(dataclasses.replace(LOAD, schedule="1f1b", division=division))
+
+    base = parts()
+    assert parts(ep=128).weights < base.weights and parts(pp=32).weights < base.weights
+    assert parts(tp=2).activations < base.activations
+    assert parts(ep=1, tp=8).weights < parts(ep=1, tp=2).weights < parts(ep=1).weights  # tp divides experts, too
+    assert memory_of(dataclasses.replace(LOAD, zero=False)).optimizer > 10 * memory_of(LOAD).optimizer
+    assert memory_of(dataclasses.replace(LOAD, recompute="full")).activations < memory_of(LOAD).activations

@@ -1,0 +1,83 @@
+"""The search finds what a look at every way finds, keeps within memory, and says why others are slower."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from moe_dualpipe.planner.device import load_device
+from moe_dualpipe.planner.memory_of_workload import memory_of
+from moe_dualpipe.planner.read_shape import read_shape
+from moe_dualpipe.planner.search import CHUNKS, MICRO_BATCHES, RECOMPUTE, SCHEDULES, USABLE, search, why_slower
+from moe_dualpipe.planner.step import step_of
+from moe_dualpipe.planner.workload import Division, Workload
+
+LOAD = Workload(read_shape("olmoe-1b-7b"), load_device("h100"), Division(8), seq=2048, global_batch=64)
+LIMIT = USABLE * LOAD.device.memory_gb * 1e9
+
+
+@pytest.fixture(scope="module")
+def found():
+    return search(LOAD)
+
+
+def all_ways():
+    """Every way, with its exact step, that fits."""
+    schedules = [(name, 1) for name in SCHEDULES if name != "interleaved_1f1b"]
+    schedules += [("interleaved_1f1b", chunks) for chunks in CHUNKS]
+    for tp, pp, ep in itertools.product((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8)):
+        for (schedule, vpp), size, recompute in itertools.product(schedules, MICRO_BATCHES, RECOMPUTE):
+            way = dataclasses.replace(LOAD, division=Division(8, tp, pp, vpp, ep), schedule=schedule, micro_batch=size,
+                                      recompute=recompute)  # fmt: skip
+            try:
+                if tp * pp > 8 or (pp == 1 and schedule != "1f1b"):
+                    continue
+                way.check()
+            except ValueError:
+                continue
+            if memory_of(way).total <= LIMIT:
+                yield step_of(way).seconds
+
+
+@pytest.mark.long
+def test_the_best_is_the_best_of_all(found):
+    assert found.ranked[0].seconds <= 1.01 * min(all_ways())
+
+
+def test_candidates_fit_and_are_ranked(found):
+    assert len(found.ranked) > 5 and found.tried > 500
+    times = [one.seconds for one in found.ranked]
+    assert times == sorted(times)
+    for one in found.ranked:
+        one.load.check()
+        assert memory_of(one.load).total / 1e9 == one.memory_gb <= LIMIT / 1e9
+        assert step_of(one.load) == one.step
+    assert found.best.load == found.ranked[0].load
+
+
+def test_each_slower_candidate_has_a_reason_and_the_best_has_none(found):
+    best, *others = found.ranked
+    assert why_slower(best, best) == ""
+    for one in others:
+        reason = why_slower(one, best)
+        assert " +" in reason and reason.endswith(" s")
+    parts = ("compute", "exposed", "idle", "sums", "optimizer")
+    slow = dataclasses.replace(best, step=dataclasses.replace(best.step, idle=best.step.idle + 3))
+    assert why_slower(slow, best) == "pipeline bubbles +3.00 s"
+    assert sum(getattr(best.step, part) for part in parts) == pytest.approx(best.seconds)
+
+
+def test_less_memory_needs_more_recomputation_or_ranks():
+    small = dataclasses.replace(LOAD.device, memory_gb=22.0)
+    narrow = search(dataclasses.replace(LOAD, device=small))
+    assert all(one.memory_gb <= USABLE * 22 for one in narrow.ranked)
+    assert narrow.ranked[0].seconds > search(LOAD).ranked[0].seconds
+    assert narrow.too_large and all(memory > USABLE * 22 for _, memory in narrow.too_large)
+
+
+def test_a_model_that_does_not_fit_is_refused_with_what_comes_nearest():
+    load = dataclasses.replace(LOAD, shape=read_shape("mixtral-8x22b"), division=Division(2))
+    with pytest.raises(ValueError, match=r"mixtral-8x22b on 2 x h100 does not fit: the smallest .* needs \d+ of 80 GB"):
+        search(load)
+    with pytest.raises(ValueError, match="no division has whole micro-batches"):
+        search(dataclasses.replace(LOAD, division=Division(17), global_batch=16))

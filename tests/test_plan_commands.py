@@ -1,0 +1,109 @@
+"""`moe-dualpipe plan estimate` and `plan search`, as a user types them, with right and wrong input."""
+
+import json
+import re
+import shlex
+
+import pytest
+
+from moe_dualpipe.cli import main
+from moe_dualpipe.planner.device import load_device
+
+V3 = ("plan estimate --model deepseek-v3 --gpu h800 --gpus 2048 --pp 16 --ep 64 --global-batch 15360 --precision fp8 "
+      "--schedule dualpipe --recompute norms")  # fmt: skip
+OLMOE = "plan search --model olmoe-1b-7b --gpu h100 --gpus 8 --seq 2048 --global-batch 64"
+
+
+def run(capsys, command):
+    code = main(shlex.split(command))
+    out, error = capsys.readouterr()
+    return code, out, error
+
+
+def test_deepseek_v3_as_published(capsys, tmp_path):
+    code, out, _ = run(capsys, f"{V3} --explain --dollars-per-gpu-hour 2 --picture {tmp_path}/step.svg")
+    assert code == 0
+    hours = int(re.search(r"GPU hours for 10\^12 tokens \| +([\d,]+)", out)[1].replace(",", ""))
+    assert hours == pytest.approx(180_000, rel=0.1)
+    dollars = int(re.search(r"dollars for 10\^12 tokens +\| +([\d,]+)", out)[1].replace(",", ""))
+    assert dollars == pytest.approx(2 * hours, abs=2)
+    for part in ("hidden transfers", "pipeline bubble", "peak memory", "activations", "expert transfers", "software"):
+        assert part in out
+    picture = (tmp_path / "step.svg").read_text()
+    assert "model FLOPs at the peak" in picture and "predicted step" in picture
+
+
+def test_json_is_all_that_is_printed(capsys):
+    code, out, _ = run(capsys, f"{V3} --json")
+    report = json.loads(out)
+    assert code == 0 and report["step_time_low_s"] < report["step_time_s"] < report["step_time_high_s"]
+
+
+@pytest.mark.parametrize("schedule", ["--vpp 4", "--vpp 4 --schedule 1f1b", "--vpp 4 --schedule interleaved_1f1b"])
+def test_virtual_stages_interleave(capsys, schedule):
+    base = "plan estimate --model llama3-70b --gpu h100 --gpus 64 --tp 4 --pp 4 --seq 8192 --global-batch 128 --json"
+    with_stages, without = (json.loads(run(capsys, f"{base} {more}")[1]) for more in (schedule, ""))
+    assert with_stages["bubble_fraction"] < without["bubble_fraction"]
+    assert with_stages["hidden_fraction"] <= 1
+
+
+def test_mtp_and_a_config_of_hugging_face(capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({
+        "model_type": "mixtral", "hidden_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "intermediate_size": 2048, "vocab_size": 32000, "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    }))  # fmt: skip
+    base = f"plan estimate --model {tmp_path}/config.json --gpu a100 --gpus 8 --ep 8 --global-batch 64 --json"
+    plain, mtp = (json.loads(run(capsys, f"{base} --mtp {number}")[1]) for number in (0, 1))
+    assert mtp["step_time_s"] > plain["step_time_s"]
+
+
+def test_the_search_prints_a_ranking_and_the_command_of_the_best(capsys, tmp_path):
+    code, out, _ = run(capsys, f"{OLMOE} --top 3 --picture {tmp_path}/ways.png")
+    assert code == 0 and (tmp_path / "ways.png").stat().st_size > 10_000
+    rows = [line for line in out.splitlines() if line.startswith("| tp ")]
+    assert len(rows) == 3 and "more (--top)" in out
+    assert "torchrun --nproc-per-node 8 train.py --preset olmoe-1b-7b" in out or "train.py cannot run it: tp" in out
+
+
+def test_the_command_of_the_best_is_accepted_by_train(capsys):
+    from moe_dualpipe.training.command_line import parse_arguments
+
+    report = json.loads(run(capsys, f"{OLMOE} --json")[1])
+    assert [row["step_time_s"] for row in report["ranked"]] == sorted(row["step_time_s"] for row in report["ranked"])
+    command = report["train_command"]
+    if command.startswith("torchrun"):
+        words = shlex.split(command)
+        assert parse_arguments(words[words.index("train.py") + 1 :])
+
+
+WRONG = {
+    "--gpu h1000": "unknown device 'h1000'; did you mean",
+    "--model deepseek-v33": "deepseek-v33",
+    "--gpus 2047": "--gpus 2047 is not a multiple of tp x pp x cp",
+    "--ep 48": "--ep 48 does not divide the 256 experts of a layer; use 32",
+    "--precision mxfp8": "h800 does not support --precision mxfp8: use bf16, fp8",
+    "--global-batch 100": "--global-batch 100 is not a multiple of micro-batch x dp = 1 x 128 = 128; use 128",
+    "--software mine": "--software must be one of",
+    "--picture step.txt": "step.txt",
+    "--mtp -1": "--mtp",
+    "--dollars-per-gpu-hour nan": "--dollars-per-gpu-hour",
+    "--schedule zigzag": "zigzag",
+}
+
+
+@pytest.mark.parametrize("option", WRONG)
+def test_wrong_input_is_one_line(capsys, option, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, error = run(capsys, f"{V3} {option}")
+    assert code == 2 and out == "" and error.count("\n") == 1, error
+    assert WRONG[option] in error
+
+
+def test_a_file_may_be_the_device(capsys, tmp_path):
+    source = load_device("h800")
+    from moe_dualpipe.planner.device import FOLDER
+
+    (tmp_path / "mine.json").write_text((FOLDER / "h800.json").read_text().replace('"name": "h800"', '"name": "mine"'))
+    report = json.loads(run(capsys, f"{V3.replace('--gpu h800', f'--gpu {tmp_path}/mine.json')} --json")[1])
+    assert report["step_time_s"] > 0 and source.name == "h800"
