@@ -10,6 +10,7 @@ from tyro.conf import subcommand
 from .. import strict_json
 from ..drawing.output import check_output
 from ..messages import LARGEST, check_range, printable
+from .plan_calibrate import CalibrateCommand
 
 if TYPE_CHECKING:
     from ..planner.workload import Workload
@@ -33,8 +34,8 @@ class Run:
     """Tokens of a sequence."""
     global_batch: int = 1024
     """Sequences of a step."""
-    precision: Literal["bf16", "fp8", "mxfp8"] = "bf16"
-    """Of the matrix products. Attention, the router and the head are in bf16."""
+    precision: Literal["bf16", "fp8", "mxfp8", "fp32"] = "bf16"
+    """Of the matrix products. With fp8 and mxfp8, attention, the router and the head are in bf16."""
     ep_backend: Literal["nccl", "deepep", "hybrid"] = "deepep"
     """How tokens reach experts. nccl: one row for each choice. deepep, hybrid: one for each GPU or domain."""
     overlap: bool = True
@@ -157,6 +158,8 @@ class PlanCommands:
     """Step time, memory and cost of a training run, before it starts."""
 
     command: Annotated[
-        Annotated[EstimateCommand, subcommand("estimate")] | Annotated[SearchCommand, subcommand("search")],
+        Annotated[EstimateCommand, subcommand("estimate")]
+        | Annotated[SearchCommand, subcommand("search")]
+        | Annotated[CalibrateCommand, subcommand("calibrate")],
         tyro.conf.arg(name=""),
     ]

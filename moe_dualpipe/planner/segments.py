@@ -48,6 +48,11 @@ class Clock:
     precision: str
     on: Collection[str]
 
+    @property
+    def wide(self) -> str:
+        """The precision of what is not computed in 8 bits."""
+        return "fp32" if self.precision == "fp32" else "bf16"
+
     def product(self, flops: float, precision: str | None = None, kind: str = "product") -> float:
         precision = precision or self.precision
         peak = self.device.peak[precision]
@@ -58,7 +63,7 @@ class Clock:
 
     def products(self, tokens: float, products: Iterable[Product]) -> float:
         """Products of `tokens` rows, in 8 bits if the run is, but for those of the router."""
-        narrow = {"router": "bf16", "shared_gate": "bf16"}
+        narrow = {"router": self.wide, "shared_gate": self.wide}
         return sum(self.product(tokens * one.flops, narrow.get(one.name)) for one in products)
 
     def grouped(self, flops: float, experts: float) -> float:
@@ -66,11 +71,11 @@ class Clock:
         return min(self.product(flops, kind="grouped"), experts * self.product(flops / experts))
 
     def attention(self, flops: float, kind: str) -> float:
-        peak = self.device.peak["bf16"]
+        peak = self.device.peak[self.wide]
         assert peak is not None
         if "attention" not in self.on or not flops:
             return flops / peak
-        return flops / (peak * self.device.efficiency(kind, "bf16", flops))
+        return flops / (peak * self.device.efficiency(kind, self.wide, flops))
 
     def memory(self, num_bytes: float) -> float:
         return num_bytes / (self.device.memory_bandwidth * self.device.memory_share) if "memory" in self.on else 0.0
@@ -100,8 +105,8 @@ def head_seconds(load: Workload, on: Collection[str] = ALL) -> LayerSeconds:
     """The embedding lookup, the head and the loss."""
     clock, shape = Clock(load.device, load.precision, on), load.shape
     tokens = load.rank_tokens
-    product = clock.product(2 * tokens * shape.hidden * shape.vocab, "bf16")
-    passes = clock.memory(tokens * (8 * shape.vocab + 4 * shape.hidden))  # logits in 16 and 32 bits
+    product = clock.product(2 * tokens * shape.hidden * shape.vocab, clock.wide)
+    passes = clock.memory(tokens * (8 * shape.vocab + 2 * load.element * shape.hidden))  # logits in 16 and 32 bits
     return LayerSeconds(0.0, product + passes, 0.0, product + passes, 0.0, product)
 
 
@@ -118,7 +123,9 @@ def _attention(load: Workload, layer: Layer, clock: Clock) -> Times:
         for name, factor in (("forward", 1.0), ("backward", ATTENTION_BACKWARD))
     )
     width = sum(product.outputs for product in products)
-    bytes_forward = tokens * (2 * (5 * hidden + 2 * width) + _casts(load, sum(product.inputs for product in products)))
+    bytes_forward = tokens * (
+        load.element * (5 * hidden + 2 * width) + _casts(load, sum(product.inputs for product in products))
+    )
     if not load.flash:
         bytes_forward += tokens * SCORE_BYTES * attention.heads * load.seq / 2
     gaps = clock.launches(KERNELS["attention"] + len(products))
@@ -129,7 +136,9 @@ def _attention(load: Workload, layer: Layer, clock: Clock) -> Times:
 def _dense(load: Workload, layer: Layer, clock: Clock) -> Times:
     tokens, hidden = load.rank_tokens, load.shape.hidden
     one, gaps = clock.products(tokens, layer.mlp_products(hidden)), clock.launches(KERNELS["dense"])
-    memory = clock.memory(tokens * (2 * 5 * hidden + _activation_bytes(load, layer.dense_size, hidden, layer.gated)))
+    memory = clock.memory(
+        tokens * (load.element * 5 * hidden + _activation_bytes(load, layer.dense_size, hidden, layer.gated))
+    )
     return (one + memory + gaps, one + 2 * memory + 2 * gaps), one
 
 
@@ -144,8 +153,13 @@ def _experts(load: Workload, layer: Layer, clock: Clock) -> Times:
     )
     every = clock.products(tokens, layer.mlp_products(hidden))  # router and shared experts
     memory = clock.memory(
-        tokens * (2 * 5 * hidden + 12 * layer.experts + _activation_bytes(load, layer.shared_size, hidden, layer.gated))
-        + rows * (2 * 4 * hidden + _activation_bytes(load, inner, hidden, layer.gated))
+        tokens
+        * (
+            load.element * 5 * hidden
+            + 12 * layer.experts
+            + _activation_bytes(load, layer.shared_size, hidden, layer.gated)
+        )
+        + rows * (load.element * 4 * hidden + _activation_bytes(load, inner, hidden, layer.gated))
     )
     gaps = clock.launches(KERNELS["experts"] + KERNELS["shared"] * (layer.shared_size > 0))
     products = routed + every
@@ -154,19 +168,19 @@ def _experts(load: Workload, layer: Layer, clock: Clock) -> Times:
 
 def _activation_bytes(load: Workload, inner: int, hidden: int, gated: bool) -> int:
     """Bytes of a token's activation function, and of the casts to 8 bits before both products."""
-    return 2 * (2 + gated) * inner + _casts(load, hidden + inner) if inner else 0
+    return load.element * (2 + gated) * inner + _casts(load, hidden + inner) if inner else 0
 
 
 def _casts(load: Workload, numbers: int) -> int:
     """Bytes moved to round `numbers` numbers to 8 bits: read 2, write 1, and 1 more for the transposed copy."""
-    return 4 * numbers if load.precision != "bf16" else 0
+    return 4 * numbers if load.precision in ("fp8", "mxfp8") else 0
 
 
 def _recomputed(load: Workload, attn: float, mlp: float, clock: Clock) -> tuple[float, float]:
     """What a backward computes again, in attention and MLP."""
     if "recomputation" not in clock.on:
         return 0.0, 0.0
-    norms = clock.memory(load.rank_tokens * 2 * 2 * load.shape.hidden)
+    norms = clock.memory(load.rank_tokens * 2 * load.element * load.shape.hidden)
     match load.recompute:
         case "norms":
             return norms, norms
@@ -185,7 +199,7 @@ def _tensor_transfers(load: Workload, on: Collection[str]) -> float:
     if "tensor transfers" not in on:
         return 0.0
     tp = load.division.tp
-    sequence = 2 * load.rank_tokens * tp * load.shape.hidden  # bytes
+    sequence = load.element * load.rank_tokens * tp * load.shape.hidden  # bytes
     return TENSOR_EXPOSED * 2 * gather(load.device, sequence, tp, 1)
 
 
@@ -193,7 +207,7 @@ def _context_transfers(load: Workload, layer: Layer, on: Collection[str]) -> flo
     if "tensor transfers" not in on or load.division.cp == 1:
         return 0.0
     one, attention = load.division, layer.attention
-    keys = 2 * load.rank_tokens * one.tp * one.cp * _key_width(attention) / one.tp  # bytes
+    keys = load.element * load.rank_tokens * one.cp * _key_width(attention)  # bytes
     return CONTEXT_EXPOSED * gather(load.device, keys, one.cp, one.tp)
 
 
@@ -209,8 +223,10 @@ def _expert_transfers(load: Workload, layer: Layer, on: Collection[str]) -> tupl
     device, hidden = load.device, load.shape.hidden
     rows = rows_sent(layer.experts, layer.top_k, load.division.ep, device.domain.gpus or 1, load.ep_backend)
     tokens = load.rank_tokens * _imbalance(load, layer, on)
-    wide = 2 * hidden
-    narrow = hidden + hidden // 32 if load.precision != "bf16" and load.ep_backend != "nccl" else wide  # with scales
+    wide = load.element * hidden
+    narrow = (
+        hidden + hidden // 32 if load.precision in ("fp8", "mxfp8") and load.ep_backend != "nccl" else wide
+    )  # with scales
     first, other = (all_to_all(device, rows, tokens, width) for width in (narrow, wide))
     # Without fused kernels, rows are copied once more on each side of a transfer.
     copies = Clock(device, load.precision, ALL).memory(4 * tokens * (rows.near + rows.far) * wide)

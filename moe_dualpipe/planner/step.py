@@ -87,7 +87,7 @@ def step_of(load: Workload, on: Collection[str] = ALL) -> Step:
 
 
 def _stages(load: Workload, layers: Sequence[LayerSeconds], head: LayerSeconds) -> list[_Stage]:
-    slower = TRANSFER_SHARE[load.ep_backend] / load.device.sms
+    slower = min(1.0, TRANSFER_SHARE[load.ep_backend] / load.device.sms)
     stages = []
     for spec in stages_of(load.shape, load.placement.num_stages):
         own = [layers[min(i, len(layers) - 1)] for i in spec.layers]
@@ -106,7 +106,7 @@ def _pipeline_seconds(load: Workload, stages: Sequence[_Stage], on: Collection[s
     n, pp, one = load.num_micro_batches, load.division.pp, load.division
     if "pipeline" not in on:
         return n / pp * sum(stage.pair for stage in stages)
-    stage_bytes = 2 * load.rank_tokens * load.shape.hidden
+    stage_bytes = load.element * load.rank_tokens * load.shape.hidden
     link = load.device.domain if one.gpus <= (load.device.domain.gpus or 1) else load.device.network
     send = seconds(link, stage_bytes) if pp > 1 else 0.0
     # Schedules without pairs of their own: each backward runs beside the forward of a later micro-batch.
@@ -157,7 +157,7 @@ def _gradients(load: Workload, stages: Sequence[_Stage]) -> tuple[float, float]:
         (experts, one.expert_replicas, one.ep * one.expert_tp),
     ):
         sums += gather(load.device, 4 * numbers, ranks, distance)
-        gathers += gather(load.device, 2 * numbers, ranks, distance)
+        gathers += gather(load.device, load.element * numbers, ranks, distance)
     exposed = max(0.05 * sums, sums - HIDDEN_GRADIENTS * backward)
     exposed += max(0.05 * gathers, gathers - HIDDEN_GRADIENTS * forward)
     return sums + gathers, exposed

@@ -14,7 +14,7 @@ from .device import Device
 from .links import EpBackend
 from .shape import ModelShape
 
-Precision = Literal["bf16", "fp8", "mxfp8"]
+Precision = Literal["bf16", "fp8", "mxfp8", "fp32"]
 Recompute = Literal["none", "norms", "attention", "full"]
 Routing = Literal["balanced", "real"]
 
@@ -85,6 +85,11 @@ class Workload:
     def placement(self) -> Placement:
         chunks = self.division.vpp if self.schedule == "interleaved_1f1b" else None
         return placement_of(self.schedule, self.division.pp, chunks)
+
+    @property
+    def element(self) -> int:
+        """Bytes of a number outside of products in 8 bits."""
+        return 4 if self.precision == "fp32" else 2
 
     @property
     def tokens(self) -> int:
