@@ -3,8 +3,9 @@
     python -m benchmarks.planner fit      writes moe_dualpipe/planner/constants.json
     python -m benchmarks.planner score    the error on each family of models, with constants fitted to the others
     python -m benchmarks.planner validate the error on rows that took no part in the fit
+    python -m benchmarks.planner machine  predicted and measured steps of train.py on this machine's CPUs
 
-All need rows of public runs: `--rows FILE ...`, in the format of benchmarks/published_runs/.
+The first three need rows of public runs: `--rows FILE ...`, in the format of benchmarks/published_runs/.
 """
 
 import json
@@ -21,6 +22,7 @@ from benchmarks.common import table
 from moe_dualpipe.planner.constants import FILE, read_constants
 
 from .fit import Score, fit, predict, score, validate
+from .machine import compare_machine
 from .ratios import ratio_errors
 from .rows import read_rows
 
@@ -32,12 +34,15 @@ OWN = Path(__file__).parents[1] / "published_runs"
 class Options:
     """Calibrate the planner with published runs, and print its error."""
 
-    command: Positional[Literal["fit", "score", "validate"]]
+    command: Positional[Literal["fit", "score", "validate", "machine"]]
     rows: tuple[Path, ...] = ()
     """Files of rows. None: the calibration rows, and for validate those of benchmarks/published_runs."""
 
 
 def main(options: Options) -> None:
+    if options.command == "machine":
+        print(compare_machine())
+        return
     files = options.rows or (tuple(sorted(OWN.glob("*.json"))) if options.command == "validate" else (CALIBRATION,))
     points = predict(read_rows(files))
     if not points:

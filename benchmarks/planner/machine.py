@@ -1,0 +1,67 @@
+"""Predicted and measured step times of train.py on the CPUs of this machine.
+
+For each number of pipeline ranks, the machine is calibrated with as many processes at the same time, because processes
+share its memory and perhaps its cores. Then train.py runs a few steps, and the median counts.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.common import table
+from moe_dualpipe.calibration import Plan, device_value, measure
+from moe_dualpipe.calibration.device_file import Machine
+from moe_dualpipe.planner.device import Device, parse_device
+from moe_dualpipe.planner.read_shape import read_shape
+from moe_dualpipe.planner.step import step_of
+from moe_dualpipe.planner.workload import Division, Workload
+
+ROOT = Path(__file__).parents[2]
+MICRO_BATCHES, MICRO_BATCH, SEQ, STEPS, WARM_UP = 8, 2, 256, 12, 4
+
+
+def compare_machine(ranks: tuple[int, ...] = (1, 2, 4), preset: str = "tiny") -> str:
+    """A table of predicted and measured seconds of a step."""
+    rows = []
+    for pp in ranks:
+        predicted, measured = predict_step(pp, preset, calibrate(pp)), measure_steps(pp, preset)
+        middle = statistics.median(measured)
+        rows.append((str(pp), f"{predicted:.3f}", f"{middle:.3f}", f"{min(measured):.3f} to {max(measured):.3f}",
+                     f"{100 * (predicted / middle - 1):+.1f}"))  # fmt: skip
+    return table("pipeline ranks | predicted s | measured s | range of steps | error, %", rows)
+
+
+def calibrate(processes: int) -> Device:
+    machine = Machine("machine", "fp32", 8.0, 1, "measured")
+    return parse_device(device_value(machine, measure(Plan("cpu", processes))))
+
+
+def predict_step(pp: int, preset: str, device: Device) -> float:
+    """Seconds of a step by the model of kernels and links alone: no constant of published runs."""
+    load = Workload(
+        read_shape(preset), device, Division(pp, pp=pp), SEQ, MICRO_BATCH, MICRO_BATCH * MICRO_BATCHES, "fp32",
+        schedule="1f1b", overlap=False,
+    )  # fmt: skip
+    load.check()
+    return step_of(load).seconds
+
+
+def measure_steps(pp: int, preset: str) -> list[float]:
+    """Seconds of each step of a run, without the first ones."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [
+            "--preset", preset, "--pp", pp, "--schedule", "1f1b", "--micro-batches", MICRO_BATCHES,
+            "--micro-batch-size", MICRO_BATCH, "--seq-len", SEQ, "--steps", STEPS, "--save-every", 0,
+            "--eval-every", 0, "--out", f"{folder}/run", "--device", "cpu", "--dtype", "float32", "--no-overlap",
+        ]  # fmt: skip
+        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(pp)]
+        command = [*start, str(ROOT / "train.py"), *map(str, words)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        lines = (Path(folder) / "run/metrics.jsonl").read_text().splitlines()
+    tokens = MICRO_BATCHES * MICRO_BATCH * SEQ
+    return [tokens / record["tokens_per_s"] for record in map(json.loads, lines) if "tokens_per_s" in record][WARM_UP:]
