@@ -29,8 +29,9 @@ def estimate_report(found: Estimate, dollars: float | None = None) -> str:
     known = f"{plural(found.constant.rows, 'published run')} of this GPU and precision" if found.constant.rows else (
         "no published run of this GPU and precision: the constant is that of all runs"
     )  # fmt: skip
+    fits = f"\n{found.memory_advice()}" if found.memory_advice() else ""
     return (
-        f"{describe(load)}\n\n{markdown([['predicted', ''], *rows])}\n\n"
+        f"{describe(load)}\n\n{markdown([['predicted', ''], *rows])}\n{fits}\n"
         "8 of 10 comparable runs should be inside the interval. "
         f"Measured constant: {found.constant.factor:.2f}\n({known})."
     )

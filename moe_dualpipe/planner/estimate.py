@@ -7,16 +7,16 @@ out.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, get_args
 
 from .constants import Constant, find_constant
 from .memory_of_workload import memory_of
 from .peak_memory import PeakMemory
 from .segments import EFFECTS
 from .step import Step, step_of
-from .workload import Workload
+from .workload import Recompute, Workload
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,18 @@ class Estimate:
     def memory(self) -> PeakMemory:
         """Of the fullest rank."""
         return memory_of(self.load)
+
+    def memory_advice(self) -> str:
+        """Empty if the run fits into the memory of a GPU. Otherwise, what would: more recomputation, or nothing here."""
+        load, limit = self.load, self.load.device.memory_gb * 1e9
+        if self.memory.total <= limit:
+            return ""
+        kinds = get_args(Recompute)
+        for kind in kinds[kinds.index(load.recompute) + 1 :]:
+            size = memory_of(replace(load, recompute=kind)).total
+            if size <= limit:
+                return f"It does not fit. With --recompute {kind}, it needs {size / 1e9:.1f} GB."
+        return "It does not fit, even with --recompute full: moe-dualpipe plan search finds divisions that do."
 
     def waterfall(self) -> Iterator[tuple[str, float]]:
         """What a step takes, from the ideal to the predicted time: names and seconds to add, in order."""

@@ -1,6 +1,7 @@
 """The whole prediction: its keys, its waterfall and its interval."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -76,3 +77,14 @@ def test_memory_follows_the_division():
     assert parts(ep=1, tp=8).weights < parts(ep=1, tp=2).weights < parts(ep=1).weights  # tp divides experts, too
     assert memory_of(dataclasses.replace(LOAD, zero=False)).optimizer > 10 * memory_of(LOAD).optimizer
     assert memory_of(dataclasses.replace(LOAD, recompute="full")).activations < memory_of(LOAD).activations
+
+
+def test_what_does_not_fit_is_said_with_a_way_out():
+    large = dataclasses.replace(LOAD, recompute="none")
+    assert estimate(large).memory.total > 80e9
+    kind = re.search(r"With --recompute (\w+), it needs ([\d.]+) GB", estimate(large).memory_advice())
+    assert kind is not None
+    fits = estimate(dataclasses.replace(large, recompute=kind[1]))
+    assert fits.memory_advice() == "" and fits.memory.total / 1e9 == pytest.approx(float(kind[2]), abs=0.06)
+    tiny = dataclasses.replace(large, device=dataclasses.replace(LOAD.device, memory_gb=10.0))
+    assert "plan search" in estimate(tiny).memory_advice()
