@@ -27,7 +27,9 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 RUN = [
     (page.name, *match)
     for page in PAGES
-    for match in re.findall(r"```\n\$ moe-dualpipe ((?:schedule|model|plan) [^\n]*)\n(.+?)```", page.read_text(), re.DOTALL)
+    for match in re.findall(
+        r"```\n\$ moe-dualpipe ((?:schedule|model|plan) [^\n]*)\n(.+?)```", page.read_text(), re.DOTALL
+    )
 ]
 
 

@@ -16,7 +16,7 @@ from benchmarks.common import table
 from moe_dualpipe.calibration import Plan, device_value, measure
 from moe_dualpipe.calibration.device_file import Machine
 from moe_dualpipe.planner.device import Device, parse_device
-from moe_dualpipe.planner.read_shape import read_shape
+from moe_dualpipe.planner.published_shapes import read_shape
 from moe_dualpipe.planner.step import step_of
 from moe_dualpipe.planner.workload import Division, Workload
 

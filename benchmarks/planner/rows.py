@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_dualpipe.planner.device import load_device
-from moe_dualpipe.planner.read_shape import read_shape
+from moe_dualpipe.planner.published_shapes import read_shape
 from moe_dualpipe.planner.workload import Division, Workload
 
 MODELS = {"internal-352b": "megascale-352b", "llama3.1-70b": "llama3-70b", "llama3.1-8b": "llama3-8b",

@@ -60,7 +60,7 @@ class Run:
         import dataclasses
 
         from ..planner.device import load_device
-        from ..planner.read_shape import read_shape
+        from ..planner.published_shapes import read_shape
         from ..planner.workload import Division, Workload
 
         for name in ("gpus", "cp", "seq", "global_batch"):
@@ -106,7 +106,7 @@ class EstimateCommand(Run):
     def run(self) -> None:
         from ..drawing.plan_figure import save_waterfall
         from ..drawing.plan_table import estimate_report, waterfall_table
-        from ..planner.estimate import estimate
+        from ..planner.prediction import estimate
 
         for name in ("tp", "pp", "vpp", "ep", "micro_batch"):
             check_range(f"--{name.replace('_', '-')}", getattr(self, name), 1, 100_000)
@@ -139,7 +139,7 @@ class SearchCommand(Run):
     def run(self) -> None:
         from ..drawing.plan_figure import save_candidates
         from ..drawing.plan_table import search_report, search_rows
-        from ..planner.search import search
+        from ..planner.division_search import search
 
         check_range("--top", self.top, 1, 1000)
         found = search(self.workload(1, 1, 1, 1), self.software)

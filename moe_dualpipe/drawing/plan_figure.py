@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from ..planner.estimate import Estimate
-from ..planner.search import Found
+from ..planner.division_search import Found
+from ..planner.prediction import Estimate
 from .figures import new_figure, plain_text, save_figure
 
 BLUE, ORANGE, GREY = "#3b75af", "#e1812c", "#8c8c8c"

@@ -3,8 +3,8 @@
 from typing import Any
 
 from ..messages import plural
-from ..planner.estimate import Estimate
-from ..planner.search import Candidate, Found, why_slower
+from ..planner.division_search import Candidate, Found, why_slower
+from ..planner.prediction import Estimate
 from ..planner.train_command import train_command
 from ..planner.workload import Workload
 from .tables import markdown

@@ -13,9 +13,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from .device import Device
-from .imbalance import imbalance
 from .links import all_to_all, gather, rows_sent
 from .pair import LayerSeconds
+from .real_routing import load_factor
 from .shape import Attention, Layer, Product
 from .workload import Workload
 
@@ -237,4 +237,4 @@ def _expert_transfers(load: Workload, layer: Layer, on: Collection[str]) -> tupl
 def _imbalance(load: Workload, layer: Layer, on: Collection[str]) -> float:
     if "imbalance" not in on or load.routing == "balanced":
         return 1.0
-    return imbalance(layer.experts, layer.top_k, load.division.ep)
+    return load_factor(layer.experts, layer.top_k, load.division.ep)

@@ -2,7 +2,7 @@
 
 `ModelConfig` describes the models that this project trains. A plan may also be for a model that it cannot train, with
 sliding windows, GELU or learned positions. A `ModelShape` has what FLOPs, parameters and activations depend on, and
-nothing else. `shape_of` returns the shape of a `ModelConfig`; read_shape.py reads published models.
+nothing else. `shape_of` returns the shape of a `ModelConfig`; published_shapes.py reads published models.
 
 FLOPs are those of the matrix products, two for each multiply-add, as in flops.py: attention is causal, and norms, the
 softmax and the embedding lookup do not count.

@@ -4,7 +4,7 @@ from functools import lru_cache
 
 from ..models import StageSpec
 from ..models.partition import divide
-from .peak_memory import even_stages
+from .peak import even_stages
 from .shape import ModelShape
 
 

@@ -149,7 +149,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, folder.bytes_
 
 
 @pytest.mark.long
-def test_peak_memory_is_that_of_one_tensor(tmp_path):
+def test_peak_is_that_of_one_tensor(tmp_path):
     tensors = {str(i): torch.full((4, 2**20), float(i)) for i in range(12)}  # 16 MiB each, 192 MiB together
     write_shards(tmp_path, {FIRST: dict([*tensors.items()][:8]), SECOND: dict([*tensors.items()][8:])})
     command = [sys.executable, "-c", READ_ALL, str(tmp_path)]

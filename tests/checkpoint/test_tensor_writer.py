@@ -219,7 +219,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, len(writer.fi
 
 @pytest.mark.long
 @pytest.mark.parametrize("limit,files", [(2**30, 1), (2**26, 3)])
-def test_peak_memory_is_that_of_one_tensor(tmp_path, limit, files):
+def test_peak_is_that_of_one_tensor(tmp_path, limit, files):
     command = [sys.executable, "-c", WRITE_ALL, str(tmp_path), str(limit)]  # 12 tensors of 16 MiB
     out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     kib, number = map(int, out.split())

@@ -14,7 +14,7 @@ from benchmarks.planner.fit import Point, fit, predict, score, validate
 from benchmarks.planner.ratios import pairs, ratio_errors
 from benchmarks.planner.rows import Row, read_rows
 from moe_dualpipe.planner.constants import find_constant, read_constants
-from moe_dualpipe.planner.estimate import estimate
+from moe_dualpipe.planner.prediction import estimate
 
 published = pytest.mark.skipif(not CALIBRATION.is_file(), reason=f"{CALIBRATION.name} is not there")
 

@@ -10,7 +10,7 @@ import pytest
 from moe_dualpipe.models import PRESETS, ModelConfig
 from moe_dualpipe.planner import Attention, Layer, ModelShape, ModelSize, read_shape, shape_of
 from moe_dualpipe.planner.flops import mtp_flops
-from moe_dualpipe.planner.read_shape import published_models
+from moe_dualpipe.planner.published_shapes import published_models
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "published_runs.json"
 AWKWARD = ModelConfig(

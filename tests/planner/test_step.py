@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from moe_dualpipe.planner.device import load_device
-from moe_dualpipe.planner.read_shape import read_shape
+from moe_dualpipe.planner.published_shapes import read_shape
 from moe_dualpipe.planner.segments import ALL, EFFECTS
 from moe_dualpipe.planner.stages import stages_of
 from moe_dualpipe.planner.step import simulate_step, step_of

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from moe_dualpipe.planner.device import load_device
-from moe_dualpipe.planner.read_shape import read_shape
+from moe_dualpipe.planner.published_shapes import read_shape
 from moe_dualpipe.planner.workload import Division, Workload
 
 LOAD = Workload(read_shape("qwen3-30b-a3b"), load_device("h100"), Division(64, 2, 4, 1, 8), global_batch=256)

@@ -6,11 +6,11 @@ import itertools
 import pytest
 
 from moe_dualpipe.planner.device import load_device
-from moe_dualpipe.planner.memory_of_workload import memory_of
-from moe_dualpipe.planner.read_shape import read_shape
-from moe_dualpipe.planner.search import CHUNKS, MICRO_BATCHES, RECOMPUTE, SCHEDULES, USABLE, search, why_slower
+from moe_dualpipe.planner.division_search import CHUNKS, MICRO_BATCHES, RECOMPUTE, SCHEDULES, USABLE, search, why_slower
+from moe_dualpipe.planner.published_shapes import read_shape
 from moe_dualpipe.planner.step import step_of
 from moe_dualpipe.planner.workload import Division, Workload
+from moe_dualpipe.planner.workload_memory import memory_of
 
 LOAD = Workload(read_shape("olmoe-1b-7b"), load_device("h100"), Division(8), seq=2048, global_batch=64)
 LIMIT = USABLE * LOAD.device.memory_gb * 1e9

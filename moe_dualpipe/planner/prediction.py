@@ -12,11 +12,11 @@ from functools import cached_property
 from typing import Any, get_args
 
 from .constants import Constant, find_constant
-from .memory_of_workload import memory_of
-from .peak_memory import PeakMemory
+from .peak import PeakMemory
 from .segments import EFFECTS
 from .step import Step, step_of
 from .workload import Recompute, Workload
+from .workload_memory import memory_of
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Estimate:
         return memory_of(self.load)
 
     def memory_advice(self) -> str:
-        """Empty if the run fits into the memory of a GPU. Otherwise, what would: more recomputation, or nothing here."""
+        """Empty if the run fits into the memory of a GPU. Otherwise, the least recomputation with which it does."""
         load, limit = self.load, self.load.device.memory_gb * 1e9
         if self.memory.total <= limit:
             return ""

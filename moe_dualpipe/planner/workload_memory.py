@@ -2,7 +2,7 @@
 
 from ..schedule import Schedule, build
 from .activations import MicroBatch
-from .peak_memory import PeakMemory, peak_memory
+from .peak import PeakMemory, peak_memory
 from .stages import stages_of
 from .workload import Workload
 

@@ -15,7 +15,7 @@ DRAWS = 200
 
 
 @functools.lru_cache(maxsize=256)
-def imbalance(experts: int, top_k: int, ep: int, exponent: float = ZIPF) -> float:
+def load_factor(experts: int, top_k: int, ep: int, exponent: float = ZIPF) -> float:
     """The largest of `ep` ranks' loads over the mean, averaged over random placements of the experts. At least 1.
 
     Example: with one rank, 1. The order of draws is fixed, so the result always is the same.

@@ -10,7 +10,7 @@ import torch
 
 from moe_dualpipe.models import PRESETS
 from moe_dualpipe.planner import read_shape, shape_of
-from moe_dualpipe.planner.read_shape import published_models, shape_of_config
+from moe_dualpipe.planner.published_shapes import published_models, shape_of_config
 
 DENSE = [
     "llama", "mistral", "qwen2", "qwen3", "olmo", "olmo2", "olmo3", "glm4", "gpt2", "phi", "phi3", "gemma", "gemma2",

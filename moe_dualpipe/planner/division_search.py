@@ -15,11 +15,11 @@ from operator import itemgetter
 
 from ..schedule import Costs
 from .constants import find_constant
-from .estimate import Estimate
-from .memory_of_workload import memory_of
+from .prediction import Estimate
 from .segments import ALL
 from .step import Step, step_of
 from .workload import Division, Recompute, Workload
+from .workload_memory import memory_of
 
 SIMULATED = 24
 """How many candidates are simulated with their own stages."""

@@ -6,8 +6,8 @@ import pytest
 
 from moe_dualpipe.models import PRESETS, ModelConfig, preset, split
 from moe_dualpipe.planner import MicroBatch, peak_memory, rank_memory, read_shape, shape_of
-from moe_dualpipe.planner.peak_memory import config_of, even_stages
-from moe_dualpipe.planner.read_shape import published_models
+from moe_dualpipe.planner.peak import config_of, even_stages
+from moe_dualpipe.planner.published_shapes import published_models
 from moe_dualpipe.runtime.groups import end_holders
 from moe_dualpipe.schedule import build
 

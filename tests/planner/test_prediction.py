@@ -7,10 +7,10 @@ import pytest
 
 from moe_dualpipe.planner.constants import find_constant
 from moe_dualpipe.planner.device import load_device
-from moe_dualpipe.planner.estimate import estimate, ideal_seconds
-from moe_dualpipe.planner.memory_of_workload import memory_of
-from moe_dualpipe.planner.read_shape import read_shape
+from moe_dualpipe.planner.prediction import estimate, ideal_seconds
+from moe_dualpipe.planner.published_shapes import read_shape
 from moe_dualpipe.planner.workload import Division, Workload
+from moe_dualpipe.planner.workload_memory import memory_of
 
 LOAD = Workload(
     read_shape("deepseek-v3"), load_device("h800"), Division(2048, 1, 16, 1, 64), global_batch=15360, precision="fp8",
