@@ -23,6 +23,7 @@ def changed(load=QWEN, division=None, **options):
 def test_a_step_of_one_gpu_without_effects_is_its_flops_at_the_peak():
     load = changed(division={"gpus": 1, "pp": 1, "ep": 1}, global_batch=4)
     shape, peak = load.shape, load.device.peak["bf16"]
+    assert peak is not None
     seconds = step_of(load, frozenset()).seconds
     # Attention's backward has 5 products, not 4: 2.5 forwards instead of 2.
     flops = load.tokens * (shape.train_flops(load.seq) + 0.5 * shape.score_flops(load.seq))
