@@ -20,6 +20,7 @@ from moe_dualpipe.runtime.groups import (
     build_groups,
     create_group,
     init_world,
+    leave_world,
     product_sms,
     ranks_of,
     rendezvous,
@@ -105,6 +106,22 @@ def test_ranks_with_other_numbers_of_restarts_meet_in_a_store_of_their_own(monke
     old, new = (rendezvous(Launch(0, 0, 2, 1, restarts=restarts), 1.0) for restarts in (2, 0))
     old.set("from", "old")
     assert new.get("from") == b"old"
+
+
+@pytest.mark.parametrize("rank,shared,asked", [(0, False, 3), (1, False, 1), (0, True, 0)])
+def test_the_first_rank_leaves_last_if_the_store_is_in_its_process(monkeypatch, rank, shared, asked):
+    calls = []
+
+    def add(_, number):
+        calls.append(number)
+        return len(calls)  # another rank leaves between two calls
+
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(shared))
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: SimpleNamespace(add=add))
+    leave_world(timeout=20)
+    assert calls == [1, 0, 0][:asked]
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from moe_dualpipe.runtime.groups import init_world
 from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.runtime.shared_errors import gather_objects
 from moe_dualpipe.runtime.topology import Place, describe, find_domains, machine_limit, place, placement_order
+from moe_dualpipe.runtime.versions import OtherVersionsError
 from moe_dualpipe.training.loop import TrainingRun, watched_world
 from moe_dualpipe.training.plan import plan_run
 from moe_dualpipe.training.trainer import Trainer
@@ -119,6 +120,23 @@ def placed_rank(rank, machines):
 def test_ranks_join_with_their_new_numbers():
     text = "4 ranks on 2 machines; 2 expert groups of 2 ranks: each within one machine; 2 ranks renumbered for that"
     assert run_ranks(4, placed_rank, "abab") == [("aabb", text)] * 4
+
+
+def refused_rank(rank, out, machines):
+    """The error of a run on machines of which the last has another version of torch."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        launch = pretend(rank, machines, monkeypatch)
+        if machines[rank] == machines[-1]:
+            monkeypatch.setattr(topology, "own_versions", lambda: {"moe-dualpipe": "0.1.0", "torch": "1.0"})
+        with pytest.raises(OtherVersionsError) as error, watched_world(plan_run(settings(out, pp=1), launch), launch):
+            raise AssertionError("the run has started")
+        return str(error.value)
+
+
+def test_a_machine_with_another_version_is_named_before_the_run_starts(tmp_path):
+    first, *others = run_ranks(4, refused_rank, str(tmp_path), "aabc")
+    assert others == [first] * 3
+    assert first.startswith("c has torch 1.0, but ") and first.endswith("such as a: install the same version")
 
 
 def test_nothing_changes_on_one_machine():

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import io
 import os
 import signal
 import threading
@@ -130,7 +131,7 @@ class LostError(Exception):
 def attempt_of(rank, config, lost, stopped):
     """An attempt of a run, without torchrun: it is lost after step `lost`, or stopped after step `stopped`.
 
-    Returns what this rank reads of each step: (number of the first sequence, sequences).
+    Returns what this rank reads of each step, (number of the first sequence, sequences), and what it prints.
     """
     size, read = dist.get_world_size(), {}
     folder = elastic_folder(config)
@@ -152,10 +153,11 @@ def attempt_of(rank, config, lost, stopped):
         return train_step(step)
 
     found.train_step = limited
-    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(LostError):
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
         patch.setattr(trainer, "sequences_of_step", noted)
-        TrainingRun(found, verbose=False).run()
-    return read
+        with contextlib.suppress(LostError):
+            TrainingRun(found).run()
+    return read, printed.getvalue()
 
 
 def sequences_read(attempts):
@@ -163,7 +165,7 @@ def sequences_read(attempts):
     steps = {}
     for attempt in attempts:
         whole = {}
-        for read in attempt:
+        for read, _ in attempt:
             for step, (first, rows) in read.items():
                 whole.setdefault(step, {}).update({first + i: tuple(row) for i, row in enumerate(rows)})
         for step, rows in whole.items():
@@ -194,6 +196,9 @@ def test_a_run_goes_on_with_the_same_sequences_and_losses(tmp_path, changes, att
         assert losses(run)[step] == losses(plain)[step]  # in the same division, bit for bit
     divisions = [record["division"].split(" data")[0] for record in run if "division" in record]
     assert len(divisions) == len(attempts) and divisions[0] == divisions[-1] != divisions[1]
+    said = [[line for line in attempt[0][1].splitlines() if line.startswith("elastic: ")] for attempt in read]
+    assert said[0] == [] and said[1][0].startswith(f"elastic: {attempts[1][0]} processes: {divisions[1]}")
+    assert [len(lines) for lines in said[1:]] == [1] * (len(attempts) - 1)
 
 
 def test_a_run_that_is_lost_and_goes_on_in_the_same_division_is_bit_equal(tmp_path):
