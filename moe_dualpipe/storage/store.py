@@ -22,7 +22,7 @@ from .urls import Url
 Result = TypeVar("Result")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 15.0  # seconds
 _CONNECT, _READ = 10, 30  # seconds
-_SLOWEST = 50_000  # bytes per second that a call may be slow
+_SLOWEST = 200_000  # bytes per second; a call may take the time for its bytes at this rate, in addition
 _STAMPS = ("ETag", "etag", "md5Hash", "blob_id", "sha256", "LastModified", "last_modified", "updated", "created")
 _jitter = random.Random()  # not the generator that a user's layer may use
 

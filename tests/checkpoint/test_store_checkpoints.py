@@ -95,6 +95,7 @@ def test_run_json_is_written_last_and_removed_first(three_steps, s3):
 
 
 @pytest.mark.parametrize("missing", ["run.json", "__1_0.distcp", "tensors.json"])
+@pytest.mark.quick("run.json", "tensors.json")
 def test_a_checkpoint_that_lacks_a_file_is_not_loaded(run, missing):
     run.client().delete_object(Bucket=BUCKET, Key=f"run/checkpoints/step-000009/{missing}")
     warnings = []
@@ -120,6 +121,7 @@ def fail_to_save(rank):
     assert not [*run.rglob(".step-*")]
 
 
+@pytest.mark.long
 def test_an_upload_that_fails_on_one_rank_fails_the_save_on_all(run):
     run.fault = lambda request: 403 if request.method == "PUT" and "__1_0" in request.path else None
     run_ranks(2, in_environment, access(run), fail_to_save)
@@ -130,6 +132,7 @@ def test_an_upload_that_fails_on_one_rank_fails_the_save_on_all(run):
 
 
 @pytest.mark.parametrize("fault", [500, "hang up"])
+@pytest.mark.long
 def test_a_save_outlasts_faults_that_pass(s3, fault):
     """Every third request fails, whichever it is."""
     s3.fault = lambda _: fault if len(s3.requests) % 3 == 0 else None

@@ -69,7 +69,7 @@ def validation_loss(rank, config):
 
 
 @pytest.mark.parametrize("kind", ["given", "published"])
-@pytest.mark.quick("given")
+@pytest.mark.long
 def test_a_run_starts_from_weights_at_a_url(folders, s3, tmp_path, kind):
     s3.put_folder(folders / kind, kind)
     config = settings(tmp_path / "run", model=PLAIN, weights=str(folders / kind))
@@ -90,6 +90,7 @@ def test_ranks_export_shards_to_a_url_and_config_json_last(folders, run):
     assert run.written()[-1] == "config.json" and len(run.written()) > 6
 
 
+@pytest.mark.long
 def test_an_export_that_fails_on_one_rank_is_not_complete(run):
     run.fault = lambda request: 403 if request.method == "PUT" and "model-00002" in request.path else None
     errors = run_failing_ranks(2, in_environment, access(run), export_published)
@@ -124,6 +125,7 @@ def test_published_models_that_lack_a_file_are_one_line(folders, s3, tmp_path, m
 
 
 @pytest.mark.usefixtures("run")
+@pytest.mark.long
 def test_commands_read_runs_at_a_url_as_in_a_folder(folders, tmp_path, capsys):
     def output(*arguments):
         code = main([*arguments])

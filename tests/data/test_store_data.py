@@ -52,6 +52,7 @@ def equal(one, other):
 
 
 @pytest.mark.parametrize("name", ["corpus", "bare.bin", "texts/0.md", "texts/rows.jsonl", "texts/*.md", "texts"])
+@pytest.mark.quick("corpus", "bare.bin", "texts/*.md")
 @pytest.mark.usefixtures("stored")
 def test_a_url_gives_the_batches_of_the_same_files_in_a_folder(corpus, tmp_path, name):
     local, remote = load(f"{corpus}/{name}=2", tmp_path), load(f"s3://bucket/data/{name}=2", tmp_path)
@@ -147,6 +148,7 @@ def test_local_data_is_not_read_ahead(corpus, tmp_path):
     assert not ahead.files and ahead.take_waits() == 0
 
 
+@pytest.mark.long
 def test_a_run_with_data_at_a_url_computes_the_same_and_counts_waits(stored, corpus, tmp_path):
     stored.fault = first(10, 503)
     small = {"model": SHALLOW, "steps": 3, "data_cache": str(tmp_path / "cache"), "data_cache_gb": 0.5}

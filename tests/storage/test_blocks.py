@@ -101,6 +101,7 @@ def fill(folder, name):
             assert sum(path.stat().st_size for path in folder.glob("*/*")) <= 20 * 1000
 
 
+@pytest.mark.long
 def test_several_processes_share_the_limit(tmp_path):
     processes = [ranks._context.Process(target=fill, args=(tmp_path, f"file{i}")) for i in range(2)]
     for process in processes:

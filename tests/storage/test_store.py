@@ -55,6 +55,7 @@ def test_files_are_written_listed_read_in_part_and_removed(s3):
 
 
 @pytest.mark.parametrize("fault", [500, 503, "cut", "hang up"])
+@pytest.mark.quick("503", "cut")
 def test_what_may_pass_is_repeated_after_growing_pauses(s3, fault):
     write(FOLDER / "a.txt", b"hello " * 1000)
     s3.requests.clear()

@@ -50,12 +50,15 @@ class ObjectStore:
     requests: list[Request] = field(default_factory=list)
     fault: Fault = lambda _: None
     bytes_read: int = 0
+    _client: Any = None
 
     def client(self) -> Any:
         """A client that does not pass through the proxy."""
-        import boto3
+        if self._client is None:
+            import boto3
 
-        return boto3.client("s3", endpoint_url=self.server)
+            self._client = boto3.client("s3", endpoint_url=self.server)
+        return self._client
 
     def names(self, prefix: str = "") -> list[str]:
         pages = self.client().get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=prefix)

@@ -102,6 +102,7 @@ def test_a_run_that_is_killed_while_it_uploads_resumes_bit_identically(s3, tmp_p
     assert equal_states(state_of(find_checkpoint(URL)), state_of(find_checkpoint(str(tmp_path / "local"))))
 
 
+@pytest.mark.long
 def test_messages_name_the_url_and_never_the_local_folder(s3):
     config = settings(URL, steps=1, seq_len=16)
     [printed] = run_ranks(1, in_environment, access(s3), train_and_print, config)
