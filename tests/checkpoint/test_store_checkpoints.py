@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from moe_dualpipe.checkpoint import (
     SaveError,
+    Saver,
     find_checkpoint,
     list_checkpoints,
     load_checkpoint,
@@ -17,7 +19,7 @@ from moe_dualpipe.checkpoint import (
 )
 from moe_dualpipe.messages import printable
 from moe_dualpipe.models import ModelConfig
-from moe_dualpipe.storage import Patience, Url, local_path, staged_folder
+from moe_dualpipe.storage import Patience, Url, local_path, staged_folder, write
 from tests.support import ranks
 from tests.support.checkpoints import loaded_step, state_of
 from tests.support.object_store import BUCKET, access, in_environment
@@ -174,6 +176,30 @@ def test_a_save_that_is_killed_leaves_the_previous_checkpoint(run, where, tmp_pa
     sent = {request.path.rpartition("/")[2] for request in run.requests if request.method == "PUT"}
     files = {"__0_0.distcp", "__1_0.distcp"}
     assert files - there == sent & files and (where == "__1_0.distcp" or files <= there)
+
+
+def save_in_background(rank):
+    saver = Saver(staged_folder(Url(RUN)), ModelConfig(), keep=0)
+    saver.start(6, state_of(rank, 6))
+    busy = saver.busy, saver.poll()
+    write(Url("s3://bucket/go"), b"")  # training goes on, and then the store answers again
+    result = saver.wait()
+    saver.close()
+    return busy, result.error
+
+
+def test_training_goes_on_while_a_checkpoint_is_uploaded(s3):
+    answers = threading.Event()
+
+    def hold(request):
+        if request.path.endswith("/go"):
+            answers.set()
+        elif request.method == "PUT":
+            assert answers.wait(60)
+
+    s3.fault = hold
+    assert run_ranks(1, in_environment, access(s3), save_in_background) == [((True, None), "")]
+    assert find_checkpoint(RUN).name == "step-000006"
 
 
 def test_other_commands_name_what_is_missing(run):

@@ -64,6 +64,12 @@ def test_what_may_pass_is_repeated_after_growing_pauses(s3, fault):
     assert len(s3.requests) == 4
 
 
+def test_an_answer_that_is_too_short_is_an_error(s3):
+    s3.put("some/folder/a.txt", b"hello")
+    with pytest.raises(StorageError, match=r"got 5 of 9 bytes \(\d attempts?"):
+        read(FOLDER / "a.txt", 0, 9, Patience(0.5))
+
+
 def test_a_call_that_hangs_is_repeated(s3):
     write(FOLDER / "a.txt", b"hello")
     s3.requests.clear()
