@@ -137,7 +137,7 @@ class TrainingRun:
         self.profiler = StepProfiler(folder, *steps, setup.schedule, setup.layout, setup.device)
         self.last_save: SaveResult | None = None
         self.stopped = False
-        """Whether the run was stopped before its end."""
+        """Whether the run was stopped before its last step."""
 
     def run(self) -> None:
         """Train until the last step or a request to stop.
@@ -161,8 +161,8 @@ class TrainingRun:
                 reporter.say(f"validation loss before: {self.plan.text.format_losses(before)}")
             done = self._train()
             self._check_skipped(done)
-            self.stopped = done < self.config.steps or trainer.stopping
-            if self.stopped:
+            self.stopped = done < self.config.steps
+            if self.stopped or trainer.stopping:
                 self._stop(done)
             else:
                 self._finish(before)
