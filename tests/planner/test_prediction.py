@@ -80,7 +80,10 @@ def test_memory_follows_the_division():
 
 
 def test_what_does_not_fit_is_said_with_a_way_out():
-    large = dataclasses.replace(LOAD, recompute="none")
+    large = dataclasses.replace(
+        LOAD, shape=read_shape("olmoe-1b-7b"), division=Division(8, ep=8), global_batch=128, micro_batch=8,
+        schedule="1f1b", recompute="none",
+    )  # fmt: skip
     assert estimate(large).memory.total > 80e9
     kind = re.search(r"With --recompute (\w+), it needs ([\d.]+) GB", estimate(large).memory_advice())
     assert kind is not None
