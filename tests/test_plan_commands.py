@@ -72,9 +72,12 @@ def test_the_command_of_the_best_is_accepted_by_train(capsys):
     report = json.loads(run(capsys, f"{OLMOE} --json")[1])
     assert [row["step_time_s"] for row in report["ranked"]] == sorted(row["step_time_s"] for row in report["ranked"])
     command = report["train_command"]
-    if command.startswith("torchrun"):
-        words = shlex.split(command)
-        assert parse_arguments(words[words.index("train.py") + 1 :])
+    assert command.startswith("torchrun")
+    words, best = shlex.split(command), report["ranked"][0]
+    options = parse_arguments(words[words.index("train.py") + 1 :])
+    assert (options.parallel.pp, options.parallel.ep) == (best["pp"], best["ep"]) != (1, 1)
+    assert options.batch.micro_batch_size == best["micro_batch"] and options.batch.seq_len == 2048
+    assert int(words[words.index("--nproc-per-node") + 1]) == 8
 
 
 WRONG = {

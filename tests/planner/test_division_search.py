@@ -48,6 +48,10 @@ def test_candidates_fit_and_are_ranked(found):
     assert len(found.ranked) > 5 and found.tried > 500
     times = [one.seconds for one in found.ranked]
     assert times == sorted(times)
+    divisions = [dataclasses.replace(one.load.division, vpp=1) for one in found.ranked]
+    ways = {(division, one.load.schedule) for division, one in zip(divisions, found.ranked, strict=True)}
+    assert len(ways) == len(found.ranked) and max(map(divisions.count, divisions)) == 2
+    assert LIMIT < 0.95 * 80e9  # room for the context, libraries and fragments
     for one in found.ranked:
         one.load.check()
         assert memory_of(one.load).total / 1e9 == one.memory_gb <= LIMIT / 1e9

@@ -74,7 +74,7 @@ def test_memory_follows_the_division():
     base = parts()
     assert parts(ep=128).weights < base.weights and parts(pp=32).weights < base.weights
     assert parts(tp=2).activations < base.activations
-    assert parts(ep=1, tp=8).weights < parts(ep=1, tp=2).weights < parts(ep=1).weights  # tp divides experts, too
+    assert parts(ep=1, tp=8).weights < 0.3 * parts(ep=1, tp=2).weights  # tp divides experts, too
     assert memory_of(dataclasses.replace(LOAD, zero=False)).optimizer > 10 * memory_of(LOAD).optimizer
     assert memory_of(dataclasses.replace(LOAD, recompute="full")).activations < memory_of(LOAD).activations
 
