@@ -205,10 +205,10 @@ def test_a_closed_pipe_is_not_an_error():
 
 @pytest.mark.parametrize("arguments,message", [
     ("", "Missing subcommand: expected one of {train, schedule, profile, data, plot, generate, eval, export, "
-     "model, check}."),
+     "model, plan, check}."),
     ("schedule", "Missing subcommand: expected one of {show, compare, check}."),
     ("shcedule", "Unrecognized options: shcedule. Available subcommands: train, schedule, profile, data, plot, "
-     "generate, eval, export, model, check"),
+     "generate, eval, export, model, plan, check"),
     ("schedule shwo", "Unrecognized options: shwo. Available subcommands: show, compare, check"),
     ("schedule show dualpipe --rank 4", "Unrecognized options: --rank, 4. Perhaps you meant: --ranks {None}|INT"),
     ("schedule compare", "Missing from moe-dualpipe schedule compare: --stages INT --micro-batches INT"),

@@ -9,11 +9,12 @@ import pytest
 from tests.support.runs import ROOT
 
 pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+# It writes more than a pipe holds (64 KiB), so that it notices a reader that ends early.
 SCRIPT = """
 import sys
 from moe_dualpipe.standard_streams import protect_streams
 protect_streams("stdout", "stderr")
-for i in range(3000):
+for i in range(9000):
     print("line", i, "\\u2603", flush=i % 100 == 0)
 print("an error", file=sys.stderr)
 with open(sys.argv[1], "w") as file:
@@ -45,7 +46,7 @@ def test_protected_streams_drop_what_cannot_be_written(tmp_path, redirection, wa
     assert stderr[:-2] == ([f"-c: warning: standard output cannot be written: {warning}"] if warning else [])
     if redirection in ("", "2> /dev/full"):
         assert done.stdout.startswith("line 0 \\u2603\n")
-        assert done.stdout.endswith("line 2999 \\u2603\nnot in the file\nnot flushed")
+        assert done.stdout.endswith("line 8999 \\u2603\nnot in the file\nnot flushed")
 
 
 def test_an_exception_still_exits_with_code_1(tmp_path):
