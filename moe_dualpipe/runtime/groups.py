@@ -69,12 +69,17 @@ def _agents_share_store() -> bool:
 
 def leave_world(timeout: float) -> None:
     """Wait on the first rank until all have come here, for `timeout` seconds: the store may be in its process."""
-    if dist.get_world_size() == 1 or _agents_share_store():
+    leave_store(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size(), timeout)
+
+
+def leave_store(store: dist.Store, rank: int, size: int, timeout: float) -> None:
+    """`leave_world` for ranks that have met in `store`, but have no process group."""
+    if size == 1 or _agents_share_store():
         return
-    store, end = dist.distributed_c10d._get_default_store(), time.monotonic() + timeout
+    end = time.monotonic() + timeout
     with suppress(RuntimeError):
         left = store.add("left", 1)
-        while dist.get_rank() == 0 and left < dist.get_world_size() and time.monotonic() < end:
+        while rank == 0 and left < size and time.monotonic() < end:
             time.sleep(0.01)
             left = store.add("left", 0)
 

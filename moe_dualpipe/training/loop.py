@@ -21,7 +21,7 @@ from ..health.heartbeat import SAVING, Progress
 from ..health.signals import Stop
 from ..health.watch import PATIENCE, joining, watch_ranks
 from ..messages import printable
-from ..runtime.groups import init_world, leave_world
+from ..runtime.groups import init_world, leave_store, leave_world
 from ..runtime.launch import Launch
 from ..runtime.shared_errors import build_on_all_ranks
 from ..runtime.topology import place
@@ -85,6 +85,8 @@ def watched_world(plan: RunPlan, launch: Launch) -> Iterator[tuple[RunPlan, Prog
         if not placed.other_versions:
             init_world(plan.setup.device, placed.launch, timeout, placed.store)
     if placed.other_versions:
+        if placed.store is not None:
+            leave_store(placed.store, launch.rank, launch.world_size, min(PATIENCE, timeout / 2))
         raise OtherVersionsError(placed.other_versions)
     try:
         with watch_ranks(timeout, full_traceback=plan.config.health.traceback) as progress:

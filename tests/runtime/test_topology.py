@@ -3,6 +3,7 @@
 import contextlib
 import io
 import random
+import time
 
 import pytest
 import torch
@@ -122,10 +123,27 @@ def test_ranks_join_with_their_new_numbers():
     assert run_ranks(4, placed_rank, "abab") == [("aabb", text)] * 4
 
 
+class LateStore:
+    """A store that this rank reads when the others are done."""
+
+    def __init__(self, store):
+        self._store = store
+
+    def get(self, key):
+        time.sleep(1)
+        return self._store.get(key)
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+
 def refused_rank(rank, out, machines):
     """The error of a run on machines of which the last has another version of torch."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         launch = pretend(rank, machines, monkeypatch)
+        if rank == 2:
+            meet = topology.rendezvous
+            monkeypatch.setattr(topology, "rendezvous", lambda *args: LateStore(meet(*args)))
         if machines[rank] == machines[-1]:
             monkeypatch.setattr(topology, "own_versions", lambda: {"moe-dualpipe": "0.1.0", "torch": "1.0"})
         with pytest.raises(OtherVersionsError) as error, watched_world(plan_run(settings(out, pp=1), launch), launch):
