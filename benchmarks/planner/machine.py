@@ -16,8 +16,8 @@ from benchmarks.common import table
 from moe_dualpipe.calibration import Plan, device_value, measure
 from moe_dualpipe.calibration.device_file import Machine
 from moe_dualpipe.planner.device import Device, parse_device
+from moe_dualpipe.planner.prediction import estimate
 from moe_dualpipe.planner.published_shapes import read_shape
-from moe_dualpipe.planner.step import step_of
 from moe_dualpipe.planner.workload import Division, Workload
 
 ROOT = Path(__file__).parents[2]
@@ -41,13 +41,12 @@ def calibrate(processes: int) -> Device:
 
 
 def predict_step(pp: int, preset: str, device: Device) -> float:
-    """Seconds of a step by the model of kernels and links alone: no constant of published runs."""
+    """Seconds of a step, with the constant of all published runs. Processes that share a core take turns."""
     load = Workload(
         read_shape(preset), device, Division(pp, pp=pp), SEQ, MICRO_BATCH, MICRO_BATCH * MICRO_BATCHES, "fp32",
         schedule="1f1b", overlap=False,
     )  # fmt: skip
-    load.check()
-    return step_of(load).seconds
+    return estimate(load).seconds * max(1.0, pp / len(os.sched_getaffinity(0)))
 
 
 def measure_steps(pp: int, preset: str) -> list[float]:

@@ -18,7 +18,7 @@ from moe_dualpipe.planner.published_shapes import read_shape
 from moe_dualpipe.planner.workload import Division, Workload
 
 MODELS = {"internal-352b": "megascale-352b", "llama3.1-70b": "llama3-70b", "llama3.1-8b": "llama3-8b",
-          "deepseek-v3-671b": "deepseek-v3"}  # fmt: skip
+          "deepseek-v3-671b": "deepseek-v3", "gpt-1008.0b": "gpt-1008b"}  # fmt: skip
 """Names of rows that differ from those of the planner."""
 MEGATRON = ("bridge", "modelzoo", "overlap-AB", "recompute-", "division-", "megatron-llama")
 """Starts of the names of groups that were run with Megatron-Core."""
