@@ -103,6 +103,14 @@ def test_wrong_input_is_one_line(capsys, option, tmp_path, monkeypatch):
     assert WRONG[option] in error
 
 
+@pytest.mark.parametrize("option", ["--precision mxfp8", "--software mine", "--gpu h1000"])
+def test_a_search_that_cannot_start_is_one_line(capsys, option):
+    code, out, error = run(capsys, f"{OLMOE} {option}")
+    said = {"--precision": "h100 does not support --precision mxfp8", "--software": "--software must be one of",
+            "--gpu": "unknown device 'h1000'"}[option.split()[0]]  # fmt: skip
+    assert code == 2 and out == "" and error.count("\n") == 1 and said in error
+
+
 def test_a_file_may_be_the_device(capsys, tmp_path):
     source = load_device("h800")
     from moe_dualpipe.planner.device import FOLDER

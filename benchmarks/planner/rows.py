@@ -4,7 +4,6 @@ A row says what its source states (published_runs.json). What a source leaves op
 the reason; rows that leave too much open have no workload.
 """
 
-import dataclasses
 import json
 import re
 from collections.abc import Sequence
@@ -169,7 +168,3 @@ def _software(record: dict[str, Any], notes: str) -> str:
     if group.startswith(MEGATRON):
         return "megatron"
     return group.split("-")[0] if group.startswith("torchtitan") else group
-
-
-def replaced(row: Row, **changes: Any) -> Workload:
-    return dataclasses.replace(row.load, **changes)

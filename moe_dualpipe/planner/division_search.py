@@ -18,7 +18,7 @@ from .constants import find_constant
 from .prediction import Estimate
 from .segments import ALL
 from .step import Step, step_of
-from .workload import Division, Recompute, Workload
+from .workload import Division, Recompute, Workload, check_choices
 from .workload_memory import memory_of
 
 SIMULATED = 24
@@ -65,8 +65,10 @@ class Found:
 def search(load: Workload, software: str | None = None) -> Found:
     """Find how `load` runs best, on as many GPUs: its division, schedule, micro-batch and recomputation vary.
 
-    Raises ValueError if nothing fits, with what comes nearest.
+    Raises ValueError if nothing fits, with what comes nearest, and for a precision or software that is unknown.
     """
+    check_choices(load)
+    find_constant(load.device.name, load.precision, software, strict=True)
     limit = USABLE * load.device.memory_gb * 1e9
     ways = sorted(_ways(load), key=lambda pair: pair[0].seconds)
     best: list[Candidate] = []

@@ -110,7 +110,7 @@ class Workload:
         ]:  # fmt: skip
             if number < 1:
                 raise ValueError(f"--{name} must be at least 1: got {number}")
-        _check_choices(self)
+        check_choices(self)
         self._check_division()
         self._check_batches()
         self._check_schedule()
@@ -182,7 +182,8 @@ def _schedule_fault(name: str, pp: int, num_micro_batches: int, chunks: int | No
     return ""
 
 
-def _check_choices(load: Workload) -> None:
+def check_choices(load: Workload) -> None:
+    """Raise ValueError for an option that is none of its choices, or a precision that the device lacks."""
     choices = {"precision": Precision, "recompute": Recompute, "ep_backend": EpBackend, "routing": Routing}
     for name, kind in choices.items():
         if (got := getattr(load, name)) not in get_args(kind):
