@@ -7,7 +7,6 @@ looks, and tells the others.
 import json
 import os
 import socket
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from ..checkpoint.manifest import RUN_FILE
 from ..checkpoint.places import STEP_FOLDER
 from ..health.watch import joining
 from ..messages import printable
-from ..runtime.groups import rendezvous
+from ..runtime.groups import leave_store, rendezvous
 from ..runtime.launch import Launch, choose_device, count_gpus
 from ..runtime.memory import free_gpu_memory, free_main_memory
 from ..runtime.versions import OtherVersionsError, other_versions, own_versions
@@ -33,6 +32,9 @@ from .resolve import run_folder
 SEPARATE_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """With 1, torchrun chooses a new store for the ranks after each change of machines. Otherwise its agents keep the first
 one, also if another machine has become the first: their ranks would never meet."""
+
+LEAVING = 10.0
+"""Seconds for which the first rank keeps the store when the ranks cannot agree. Others may have found no problem."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +74,13 @@ def agree(config: TrainConfig, launch: Launch) -> Agreed:
             told = [json.loads(store.get(f"elastic/{rank}")) for rank in range(launch.world_size)]
             store.set("elastic", json.dumps(_decide(told, folder)))
         decided = json.loads(store.get("elastic"))
-    if problem := decided.get("problem"):
-        time.sleep(launch.rank == 0)  # the store is in this process, and others still read
-        raise OtherVersionsError(problem, decided["machines"]) if decided["machines"] else ValueError(problem)
-    return Agreed(decided["free"], _checkpoint_named(decided["resume"], folder), decided["before"], store)
+    try:
+        if problem := decided.get("problem"):
+            raise OtherVersionsError(problem, decided["machines"]) if decided["machines"] else ValueError(problem)
+        return Agreed(decided["free"], _checkpoint_named(decided["resume"], folder), decided["before"], store)
+    except (OtherVersionsError, ValueError):
+        leave_store(store, launch.rank, launch.world_size, LEAVING)  # it is on the first rank, and others still read
+        raise
 
 
 def _decide(told: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from moe_dualpipe.data import Source, TextData
 from moe_dualpipe.health.signals import Stop
+from moe_dualpipe.runtime.groups import leave_store
 from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.runtime.versions import OtherVersionsError, other_versions
 from moe_dualpipe.training import agreement, elastic, relaunch, trainer
@@ -223,6 +224,7 @@ def agreed_rank(rank, config, machines, own):
             agreed = agree(config, launch)
         except (ValueError, RuntimeError) as error:
             return type(error).__name__, str(error), getattr(error, "machines", None)
+        leave_store(agreed.store, rank, launch.world_size, 60)  # it ends with `agreed`, and other ranks still read
         return agreed.free, agreed.resume and agreed.resume.name, agreed.before
 
 
