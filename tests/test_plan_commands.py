@@ -118,3 +118,30 @@ def test_a_file_may_be_the_device(capsys, tmp_path):
     (tmp_path / "mine.json").write_text((FOLDER / "h800.json").read_text().replace('"name": "h800"', '"name": "mine"'))
     report = json.loads(run(capsys, f"{V3.replace('--gpu h800', f'--gpu {tmp_path}/mine.json')} --json")[1])
     assert report["step_time_s"] > 0 and source.name == "h800"
+
+
+def test_loads_of_a_run_replace_the_assumed_routing(capsys, tmp_path):
+    def write(name, rows):
+        (tmp_path / name).write_text(json.dumps({"layers": [*range(3, 61)], "loads": rows}))
+        return f"{V3} --loads {tmp_path}/{name}"
+
+    even, uneven = write("even.json", [[7] * 256] * 58), write("uneven.json", [[700] + [7] * 255] * 58)
+    balanced = json.loads(run(capsys, f"{V3} --routing balanced --json")[1])
+    report = json.loads(run(capsys, f"{even} --json")[1])
+    assert report.pop("zipf_exponent") == pytest.approx(0, abs=1e-6) and report == balanced
+    code, out, _ = run(capsys, f"{uneven} --explain")
+    assert code == 0 and "The fullest of 64 ranks gets 18.57 times the mean, and 18.57 to 18.57 by layer" in out
+    assert "Zipf's law fits them with exponent 0." in out
+    assert json.loads(run(capsys, f"{uneven} --json")[1])["step_time_s"] > balanced["step_time_s"]
+
+
+@pytest.mark.parametrize("option, said", [
+    ("--loads nowhere.json", "nowhere.json"), ("--loads .", "no checkpoint in"),
+    ("--loads loads.json", "has loads of 2 experts, and deepseek-v3 has 256"),
+    ("--loads loads.json --routing balanced", "--loads and --routing balanced contradict each other"),
+])  # fmt: skip
+def test_wrong_loads_are_one_line(capsys, option, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loads.json").write_text('{"loads": [[1, 2]]}')
+    code, out, error = run(capsys, f"{V3} {option}")
+    assert code == 2 and out == "" and error.count("\n") == 1 and said in error

@@ -42,5 +42,5 @@ def _difference(a: Point, b: Point) -> str:
     if not same or sizes[0] != sizes[1] or a.row.software != b.row.software:
         return ""
     if one.schedule != other.schedule:
-        return f"{one.schedule} -> {other.schedule}" if one.overlap == other.overlap else ""
-    return "overlap" if one.overlap < other.overlap else ""
+        return f"{one.schedule} -> {other.schedule}" if one.overlaps == other.overlaps else ""
+    return "overlap" if one.overlaps < other.overlaps else ""

@@ -35,7 +35,7 @@ class Balance:
 
         for name in ("gpus", "nodes", "groups"):
             check_range(f"--{name}", getattr(self, name), 1, LARGEST)
-        layers, loads = read_loads(self._find_file())
+        layers, loads = read_loads(find_loads(self.run_or_file))
         experts = len(loads[0]) if loads else 0
         slots = self.slots if self.slots is not None else (-(-experts // self.gpus) + 1) * self.gpus
         fit = self.nodes, self.groups
@@ -53,13 +53,15 @@ class Balance:
         }
         print(balance_report(layers, loads, placements, self.gpus, self.nodes, slots))
 
-    def _find_file(self) -> Path:
-        from ..checkpoint import find_checkpoint
-        from ..planner.placement import LOADS_FILE
 
-        if not is_url(self.run_or_file) and not Path(self.run_or_file).is_dir():
-            return Path(self.run_or_file)
-        checkpoint = find_checkpoint(self.run_or_file)
-        if not (file := checkpoint / LOADS_FILE).is_file():
-            raise ValueError(f"{printable(checkpoint)} has no {LOADS_FILE}: its model has no experts, or it is older")
-        return file
+def find_loads(run_or_file: str) -> Path:
+    """The file with the loads of a run, or the file itself. Raises the errors of `find_checkpoint`."""
+    from ..checkpoint import find_checkpoint
+    from ..planner.placement import LOADS_FILE
+
+    if not is_url(run_or_file) and not Path(run_or_file).is_dir():
+        return Path(run_or_file)
+    checkpoint = find_checkpoint(run_or_file)
+    if not (file := checkpoint / LOADS_FILE).is_file():
+        raise ValueError(f"{printable(checkpoint)} has no {LOADS_FILE}: its model has no experts, or it is older")
+    return file

@@ -13,6 +13,7 @@ from ..messages import LARGEST, check_range, printable
 from .plan_calibrate import CalibrateCommand
 
 if TYPE_CHECKING:
+    from ..planner.measured_loads import MeasuredLoads
     from ..planner.workload import Workload
 
 ScheduleChoice = Literal["auto", "gpipe", "1f1b", "interleaved_1f1b", "zb1p", "zbv", "chimera", "dualpipe", "dualpipev"]
@@ -38,10 +39,15 @@ class Run:
     """Of the matrix products. With fp8 and mxfp8, attention, the router and the head are in bf16."""
     ep_backend: Literal["nccl", "deepep", "hybrid"] = "deepep"
     """How tokens reach experts. nccl: one row for each choice. deepep, hybrid: one for each GPU or domain."""
-    overlap: bool = True
-    """Transfers of experts run beside the computation of another micro-batch."""
+    overlap: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Transfers of experts run beside computation in every schedule, as in Megatron-LM. Without this option: only in
+    dualpipe and dualpipev, as in train.py."""
+    no_overlap: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """No transfer of experts runs beside computation."""
     routing: Literal["balanced", "real"] = "real"
     """real: some experts get more tokens than others, as in trained models."""
+    loads: Annotated[str | None, tyro.conf.arg(metavar="RUN|FILE")] = None
+    """Measured loads of experts, instead of --routing: a run, a checkpoint, or a file as for `model balance`."""
     mtp: int | None = None
     """Modules of multi-token prediction. None: those of the model."""
     flash_attention: bool = True
@@ -69,15 +75,28 @@ class Run:
             check_range("--dollars-per-gpu-hour", self.dollars_per_gpu_hour, 0, LARGEST)
         if self.picture is not None:
             check_output(self.picture, (".png", ".svg", ".pdf"))
+        if self.overlap and self.no_overlap:
+            raise ValueError("--overlap and --no-overlap contradict each other: use one of them")
         shape = read_shape(self.model)
         if self.mtp is not None:
             check_range("--mtp", self.mtp, 0, 16)
             shape = dataclasses.replace(shape, mtp=self.mtp)
         return Workload(
             shape, load_device(self.gpu), Division(self.gpus, tp, pp, vpp, ep, self.cp), seq=self.seq,
-            global_batch=self.global_batch, precision=self.precision, ep_backend=self.ep_backend, overlap=self.overlap,
-            routing=self.routing, flash=self.flash_attention, **options,
+            global_batch=self.global_batch, precision=self.precision, ep_backend=self.ep_backend,
+            overlap=self.overlap if self.overlap or self.no_overlap else None, routing=self.routing,
+            flash=self.flash_attention, loads=self._read_loads(), **options,
         )  # fmt: skip
+
+    def _read_loads(self) -> "MeasuredLoads | None":
+        from ..planner.measured_loads import MeasuredLoads
+        from .balance import find_loads
+
+        if self.loads is None:
+            return None
+        if self.routing == "balanced":
+            raise ValueError("--loads and --routing balanced contradict each other: use one of them")
+        return MeasuredLoads.read(find_loads(self.loads))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +124,7 @@ class EstimateCommand(Run):
 
     def run(self) -> None:
         from ..drawing.plan_figure import save_waterfall
-        from ..drawing.plan_table import estimate_report, waterfall_table
+        from ..drawing.plan_table import estimate_report, routing_line, waterfall_table
         from ..planner.prediction import estimate
 
         for name in ("tp", "pp", "vpp", "ep", "micro_batch"):
@@ -122,7 +141,7 @@ class EstimateCommand(Run):
         else:
             print(estimate_report(found, self.dollars_per_gpu_hour))
             if self.explain:
-                print(f"\n{waterfall_table(found)}")
+                print(f"\n{waterfall_table(found)}\n\n{routing_line(found.load)}")
         if self.picture is not None:
             save_waterfall(found, self.picture)
             if not self.json:

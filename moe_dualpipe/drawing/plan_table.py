@@ -1,10 +1,13 @@
 """Tables of `moe-dualpipe plan`: what is predicted, what a step is made of, and the ranking of divisions."""
 
+import statistics
 from typing import Any
 
-from ..messages import plural
+from ..messages import plural, printable
 from ..planner.division_search import Candidate, Found, why_slower
 from ..planner.prediction import Estimate
+from ..planner.real_routing import ZIPF
+from ..planner.segments import layer_factors
 from ..planner.train_command import train_command
 from ..planner.workload import Workload
 from .tables import markdown
@@ -40,10 +43,11 @@ def estimate_report(found: Estimate, dollars: float | None = None) -> str:
 def describe(load: Workload) -> str:
     """The workload, on two lines."""
     one = load.division
+    overlap = f", {'with' if load.overlaps else 'no'} overlap" if one.ep > 1 else ""
     return (
         f"{load.shape.name} on {plural(one.gpus, 'GPU')} ({load.device.name}): {one}, {load.schedule}\n"
         f"{plural(load.num_micro_batches, 'micro-batch', 'es')} of {load.micro_batch} x {load.seq} tokens, "
-        f"{load.precision}, recompute {load.recompute}"
+        f"{load.precision}, recompute {load.recompute}{overlap}"
     )
 
 
@@ -55,6 +59,23 @@ def waterfall_table(found: Estimate) -> str:
         total += seconds
         rows.append([name, f"{seconds:+.3f}" if rows[1:] else f"{seconds:.3f}", f"{total:.3f}", f"{ideal / total:.1%}"])
     return markdown(rows)
+
+
+def routing_line(load: Workload) -> str:
+    """How uneven the loads of the experts are taken to be, in sentences."""
+    factors = [one for one, layer in zip(layer_factors(load), load.shape.layers, strict=True) if layer.experts]
+    if not factors:
+        return "Routing: this model has no experts."
+    if load.loads is None and load.routing == "balanced":
+        return "Routing: balanced. All ranks get the same number of tokens."
+    low, mean, high = min(factors), statistics.fmean(factors), max(factors)
+    ranks = f"The fullest of {plural(load.division.ep, 'rank')} gets {mean:.2f} times the mean"
+    if load.loads is None:
+        return f"Routing: assumed, Zipf's law with exponent {ZIPF}. {ranks}."
+    return (
+        f"Routing: loads of {plural(len(load.loads.layers), 'layer')} from {printable(load.loads.source)}. "
+        f"Zipf's law fits them with exponent {load.loads.zipf:.2f}.\n{ranks}, and {low:.2f} to {high:.2f} by layer."
+    )
 
 
 def search_report(found: Found, top: int, dollars: float | None = None) -> str:
@@ -69,6 +90,11 @@ def search_report(found: Found, top: int, dollars: float | None = None) -> str:
         parts.append(
             f"{plural(len(found.too_large), 'division')} do not fit with any schedule and recomputation: the smallest "
             f"({division}) needs {memory:.0f} GB"
+        )
+    if found.best.load.overlap is None and any(one.load.division.ep > 1 for one in found.ranked):
+        parts.append(
+            "Only dualpipe and dualpipev hide transfers of experts behind computation, as in train.py.\n"
+            "--overlap assumes it of all schedules, as in Megatron-LM."
         )
     parts.append(train_command(found.best.load))
     return "\n\n".join(parts)

@@ -133,6 +133,8 @@ def _variants(load: Workload) -> Iterator[Workload]:
     """Schedules and micro-batches of a division that can run, without recomputation."""
     one = load.division
     schedules: list[tuple[str, int]] = [("1f1b", 1)]
+    if one.pp == 1 and one.ep > 1:
+        schedules.append(("dualpipev", 1))  # it overlaps on one rank, too
     if one.pp > 1:
         schedules = [(name, 1) for name in SCHEDULES if name != "interleaved_1f1b"]
         schedules += [("interleaved_1f1b", chunks) for chunks in CHUNKS]

@@ -32,12 +32,13 @@ def seconds(link: Link, num_bytes: float) -> float:
 
 
 def rows_sent(
-    experts: int, top_k: int, ep: int, domain: int, backend: EpBackend, top_domains: int | None = None
+    experts: int, top_k: int, ep: int, domain: int, backend: EpBackend, groups: int = 1, top_groups: int = 1
 ) -> Rows:
     """How many rows each token makes with `ep` ranks, `domain` of them in a fast domain.
 
     nccl: one row for each choice. deepep, hybrid: one row for each domain, forwarded to each rank there that holds any
-    of the token's experts. top_domains: the routing limits the domains of a token. Choices are even and independent.
+    of the token's experts. Choices are even and independent, but for groups: the experts of a token are in `top_groups`
+    of `groups` groups of consecutive experts, which limits the domains that it is sent to.
 
     Example: 8 of 64 experts, 16 ranks, 8 in a domain: nccl sends 4 rows to the other domain, deepep 0.996.
     """
@@ -47,18 +48,28 @@ def rows_sent(
     domains = ep / local
     if backend == "nccl":
         return Rows(top_k * (local - 1) / ep, top_k * (1 - 1 / domains))
-    in_domain, in_rank = _hit(experts, top_k, domains), _hit(experts, top_k, ep)
-    if top_domains is not None:
-        in_domain = min(in_domain, top_domains / domains)
+    in_domain, in_rank = (_hit(experts, top_k, parts, groups, top_groups) for parts in (domains, ep))
     return Rows(in_rank * (ep - 1), in_domain * (domains - 1))
 
 
-def _hit(experts: int, top_k: int, parts: float) -> float:
-    """The probability that a token chooses any of the experts of one of `parts` equal parts."""
+def _hit(experts: int, top_k: int, parts: float, groups: int = 1, top_groups: int = 1) -> float:
+    """The probability that a token chooses any of the experts of one of `parts` equal parts.
+
+    Groups count if each is whole parts, or each part is whole groups.
+    """
     if parts <= 1:
         return 1.0
-    others = round(experts - experts / parts)
-    return 1 - math.comb(others, top_k) / math.comb(experts, top_k)
+    if groups % parts and parts % groups:
+        groups = top_groups = 1
+    within = max(1, round(groups / parts))  # groups that have experts of this part
+    each = experts // groups
+    own = round(experts / parts) // within  # its experts in each of them
+    missed = sum(
+        math.comb(within, chosen) * math.comb(groups - within, top_groups - chosen)
+        * math.comb(top_groups * each - chosen * own, top_k)
+        for chosen in range(min(within, top_groups) + 1)
+    )  # fmt: skip
+    return 1 - missed / (math.comb(groups, top_groups) * math.comb(top_groups * each, top_k))
 
 
 def all_to_all(device: Device, rows: Rows, tokens: float, row_bytes: float) -> float:

@@ -12,6 +12,7 @@ router that limits the groups of a token (`top_groups`) then sends it to fewer n
 shares of its load.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +57,8 @@ def place_experts(loads: Loads, num_slots: int, num_gpus: int, num_nodes: int = 
 
     Example: loads [[8, 2, 2]], 4 slots, 2 GPUs: expert 0 gets a copy, and GPUs have the experts 0, 1 and 0, 2.
     """
-    _check(loads, num_slots, num_gpus, num_nodes, num_groups)
+    check_loads(loads)
+    _check_numbers(len(loads[0]), num_slots, num_gpus, num_nodes, num_groups)
     if num_groups % num_nodes:
         num_nodes = num_groups = 1
     return Placement(tuple(_place(load_E, num_slots, num_gpus, num_nodes, num_groups) for load_E in loads), num_gpus)
@@ -72,7 +74,8 @@ def count_nodes(names: Sequence[str]) -> int:
 
 def imbalance(gpu_loads: Loads) -> list[float]:
     """The largest load of each layer divided by the mean. 1 is balanced; also for a layer without load."""
-    return [max(load) * len(load) / total if (total := sum(load)) else 1.0 for load in gpu_loads]
+    # fsum: equal loads are exactly 1.
+    return [max(load) * len(load) / total if (total := math.fsum(load)) else 1.0 for load in gpu_loads]
 
 
 def _place(load_E: Sequence[float], num_slots: int, num_gpus: int, num_nodes: int, num_groups: int) -> tuple[int, ...]:
@@ -112,12 +115,15 @@ def _pack(loads: Sequence[float], num_bins: int) -> list[list[int]]:
     return bins
 
 
-def _check(loads: Loads, num_slots: int, num_gpus: int, num_nodes: int, num_groups: int) -> None:
+def check_loads(loads: Loads) -> None:
+    """Raise ValueError unless there are loads of as many experts in each layer."""
     if not loads or not loads[0] or any(len(load_E) != len(loads[0]) for load_E in loads):
         raise ValueError("loads need at least one layer, and the same number of experts in each")
-    if any(not 0 <= load < float("inf") for load_E in loads for load in load_E):
+    if any(not 0 <= load <= 1e300 for load_E in loads for load in load_E):
         raise ValueError("loads must be finite numbers of at least 0")
-    experts = len(loads[0])
+
+
+def _check_numbers(experts: int, num_slots: int, num_gpus: int, num_nodes: int, num_groups: int) -> None:
     if num_slots < experts:
         raise ValueError(f"{num_slots} slots are too few for {experts} experts")
     for number, what, divisor, over in (

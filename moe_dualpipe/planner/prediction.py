@@ -6,6 +6,7 @@ slower ranks. `python -m benchmarks.planner` fits it to published runs, and prin
 out.
 """
 
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,7 +14,7 @@ from typing import Any, get_args
 
 from .constants import Constant, find_constant
 from .peak import PeakMemory
-from .segments import EFFECTS
+from .segments import EFFECTS, layer_factors
 from .step import Step, step_of
 from .workload import Recompute, Workload
 from .workload_memory import memory_of
@@ -67,6 +68,12 @@ class Estimate:
         return self.step.hidden
 
     @property
+    def imbalance(self) -> float:
+        """The load of the fullest rank of an expert group, divided by the mean: the mean over layers with experts."""
+        factors = zip(layer_factors(self.load), self.load.shape.layers, strict=True)
+        return statistics.fmean([factor for factor, layer in factors if layer.experts] or [1.0])
+
+    @property
     def gpu_hours(self) -> float:
         """GPU hours of 10^12 tokens."""
         return 1e12 / self.tokens_per_gpu / 3600
@@ -109,8 +116,10 @@ class Estimate:
             "mfu": self.utilization, "hidden_fraction": self.hidden, "bubble_fraction": self.step.bubble,
             "gpu_hours_per_trillion_tokens": self.gpu_hours, "peak_memory_gb": self.memory.total / 1e9,
             "memory_gb": {name: size / 1e9 for name, size in self.memory.parts().items()},
-            "waterfall_s": dict(self.waterfall()),
+            "expert_imbalance": self.imbalance, "waterfall_s": dict(self.waterfall()),
         }  # fmt: skip
+        if self.load.loads is not None:
+            report["zipf_exponent"] = self.load.loads.zipf
         return report if dollars is None else report | {"dollars_per_trillion_tokens": dollars * self.gpu_hours}
 
 

@@ -39,6 +39,8 @@ _KEYS = {
     "window": "sliding_window attention_chunk_size",
     "mtp": "num_nextn_predict_layers num_mtp_modules",
     "positions": "n_positions max_position_embeddings",
+    "groups": "n_group num_expert_groups",
+    "top_groups": "topk_group num_limited_groups",
     "first_dense": "first_k_dense_replace moe_layer_start_index num_dense_layers",
 }
 """The names of each size in configurations. The first that is there counts."""
@@ -254,7 +256,14 @@ def _expert_sizes(keys: _Keys) -> dict[str, Any]:
     if not 1 <= top_k <= experts:
         raise ValueError(f"a token must use 1 to {experts} experts: got {top_k}")
     gate = keys.text("model_type") in ("qwen2_moe", "qwen3_next")
+    groups, top_groups = keys.size("groups", 1) or 1, keys.size("top_groups", 1) or 1
+    if keys.text("topk_method") == "greedy":  # groups have no effect
+        groups = top_groups = 1
+    if experts % groups or top_groups > groups or top_k > top_groups * (experts // groups):
+        raise ValueError(
+            f"{top_k} experts of a token cannot be in {top_groups} of {groups} groups of {experts} experts"
+        )
     return {
         "experts": experts, "top_k": top_k, "expert_size": size, "shared_size": shared_size,
-        "shared_gate": gate and shared_size > 0,
+        "shared_gate": gate and shared_size > 0, "groups": groups, "top_groups": top_groups,
     }  # fmt: skip

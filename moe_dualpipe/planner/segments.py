@@ -84,15 +84,27 @@ class Clock:
         return number * self.device.launch if "launches" in self.on else 0.0
 
 
-def layer_seconds(load: Workload, layer: Layer, on: Collection[str] = ALL) -> LayerSeconds:
-    """The segments of a layer. Transfers of tensor and context parallelism are part of attn and mlp."""
+def layer_factors(load: Workload, on: Collection[str] = ALL) -> list[float]:
+    """For each layer, the rows of the rank that gets the most, divided by the mean; 1 for layers without experts."""
+    if "imbalance" not in on or (load.loads is None and load.routing == "balanced"):
+        return [1.0] * len(load.shape.layers)
+    if load.loads is not None:
+        return load.loads.factors(load.shape, load.division.ep)
+    return [load_factor(layer.experts, layer.top_k, load.division.ep) for layer in load.shape.layers]
+
+
+def layer_seconds(load: Workload, layer: Layer, on: Collection[str] = ALL, factor: float = 1.0) -> LayerSeconds:
+    """The segments of a layer. Transfers of tensor and context parallelism are part of attn and mlp.
+
+    factor: of `layer_factors`.
+    """
     clock = Clock(load.device, load.precision, on)
     attn, attn_w = _attention(load, layer, clock)
-    mlp, mlp_w = _experts(load, layer, clock) if layer.experts else _dense(load, layer, clock)
+    mlp, mlp_w = _experts(load, layer, clock, factor) if layer.experts else _dense(load, layer, clock)
     around = _tensor_transfers(load, on)
     keys = _context_transfers(load, layer, on)
     extra_attn, extra_mlp = _recomputed(load, attn[0] + around, mlp[0] + around, clock)
-    transfers = _expert_transfers(load, layer, on) if layer.experts else (0.0, 0.0, 0.0, 0.0)
+    transfers = _expert_transfers(load, layer, on, factor) if layer.experts else (0.0, 0.0, 0.0, 0.0)
     return LayerSeconds(
         attn_f=attn[0] + around + keys, mlp_f=mlp[0] + around,
         attn_b=attn[1] + around + 2 * keys + extra_attn, mlp_b=mlp[1] + around + extra_mlp,
@@ -142,10 +154,10 @@ def _dense(load: Workload, layer: Layer, clock: Clock) -> Times:
     return (one + memory + gaps, one + 2 * memory + 2 * gaps), one
 
 
-def _experts(load: Workload, layer: Layer, clock: Clock) -> Times:
+def _experts(load: Workload, layer: Layer, clock: Clock, factor: float) -> Times:
     tokens, hidden = load.rank_tokens, load.shape.hidden
     divided = load.division.expert_tp  # these ranks all have the rows of all their tokens
-    rows = divided * tokens * layer.top_k * _imbalance(load, layer, clock.on)
+    rows = divided * tokens * layer.top_k * factor
     inner, local = layer.expert_size // divided, layer.experts / load.division.ep
     padding = (rows / local + TILE / 2) / (rows / local) if "products" in clock.on else 1.0
     routed = (
@@ -216,13 +228,18 @@ def _key_width(attention: Attention) -> int:
     return attention.kv_heads * (attention.qk_dim + attention.v_dim)
 
 
-def _expert_transfers(load: Workload, layer: Layer, on: Collection[str]) -> tuple[float, float, float, float]:
+def _expert_transfers(
+    load: Workload, layer: Layer, on: Collection[str], factor: float
+) -> tuple[float, float, float, float]:
     """dispatch and combine of the forward, then combine and dispatch of the backward."""
     if "expert transfers" not in on or load.division.ep == 1:
         return (0.0, 0.0, 0.0, 0.0)
     device, hidden = load.device, load.shape.hidden
-    rows = rows_sent(layer.experts, layer.top_k, load.division.ep, device.domain.gpus or 1, load.ep_backend)
-    tokens = load.rank_tokens * _imbalance(load, layer, on)
+    rows = rows_sent(
+        layer.experts, layer.top_k, load.division.ep, device.domain.gpus or 1, load.ep_backend, layer.groups,
+        layer.top_groups,
+    )  # fmt: skip
+    tokens = load.rank_tokens * factor
     wide = load.element * hidden
     narrow = (
         hidden + hidden // 32 if load.precision in ("fp8", "mxfp8") and load.ep_backend != "nccl" else wide
@@ -232,9 +249,3 @@ def _expert_transfers(load: Workload, layer: Layer, on: Collection[str]) -> tupl
     copies = Clock(device, load.precision, ALL).memory(4 * tokens * (rows.near + rows.far) * wide)
     copies = copies if load.ep_backend == "nccl" else 0.0
     return first + copies, other + copies, other + copies, other + copies
-
-
-def _imbalance(load: Workload, layer: Layer, on: Collection[str]) -> float:
-    if "imbalance" not in on or load.routing == "balanced":
-        return 1.0
-    return load_factor(layer.experts, layer.top_k, load.division.ep)

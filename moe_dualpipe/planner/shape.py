@@ -102,6 +102,9 @@ class Layer:
     """Whether the output of the shared experts is multiplied by the sigmoid of a linear function of the token."""
     other: int = 0
     """Parameters outside of matrices: of norms, and biases."""
+    groups: int = 1
+    """Groups of consecutive experts: those of a token are in its best `top_groups` groups."""
+    top_groups: int = 1
 
     def attention_products(self, hidden: int) -> tuple[Product, ...]:
         return self.attention.products(hidden)
@@ -241,7 +244,8 @@ def _layer(config: ModelConfig, layer: int) -> Layer:
         return Layer(attention, config.dense_size, other=other)
     return Layer(
         attention, 0, True, config.num_experts, config.experts_per_token, config.expert_size,
-        config.num_shared_experts * config.expert_size, config.shared_gate, other,
+        config.num_shared_experts * config.expert_size, config.shared_gate, other, config.expert_groups,
+        config.top_groups,
     )  # fmt: skip
 
 

@@ -6,17 +6,15 @@ from dataclasses import dataclass
 from ..schedule import Backward, Costs, Forward, Overlap, build, simulate
 from .links import gather, seconds
 from .pair import LayerSeconds, pair_seconds
-from .segments import ALL, Clock, head_seconds, layer_seconds
+from .segments import ALL, Clock, head_seconds, layer_factors, layer_seconds
 from .stages import stages_of
-from .workload import Workload
+from .workload import PAIRED, Workload
 
 TRANSFER_SHARE = {"nccl": 20, "deepep": 20, "hybrid": 8}
 """Multiprocessors that transfers of experts occupy."""
 OVERLAP = 0.7
 """Share of what overlap could hide at best that it hides: 16 H100, Qwen3-30B, 41.25 -> 31.31 s over NCCL and 24.71 ->
 20.99 s over HybridEP (NVIDIA-NeMo/Megatron-Bridge@067f987df, skills/nemo-mbridge-perf-expert-parallel-overlap)."""
-PAIRED = ("dualpipe", "dualpipev")
-"""Schedules whose actions are pairs already."""
 LEAST = 1e-9
 """Seconds of a stage without layers: a cost must be positive."""
 OWNED_BYTES = 30
@@ -69,8 +67,9 @@ class _Stage:
 
 def step_of(load: Workload, on: Collection[str] = ALL) -> Step:
     """Predict a step with the effects `on`."""
-    kinds = {layer: layer_seconds(load, layer, on) for layer in {*load.shape.layers}}
-    layers = [kinds[layer] for layer in load.shape.layers]
+    layers_and_factors = [*zip(load.shape.layers, layer_factors(load, on), strict=True)]
+    kinds = {kind: layer_seconds(load, kind[0], on, kind[1]) for kind in {*layers_and_factors}}
+    layers = [kinds[kind] for kind in layers_and_factors]
     stages = _stages(load, layers, head_seconds(load, on))
     share = load.num_micro_batches / load.division.pp
     compute = share * sum(s.forward + s.backward - s.transfers for s in stages)
@@ -94,7 +93,7 @@ def _stages(load: Workload, layers: Sequence[LayerSeconds], head: LayerSeconds) 
         own += [head] * (1 + load.shape.mtp) if spec.head else []
         forward = sum(one.compute_f + one.transfer_f for one in own)
         backward = sum(one.compute_b + one.transfer_b for one in own)
-        gain = max(0.0, forward + backward - pair_seconds(own, own, slower)) if load.overlap else 0.0
+        gain = max(0.0, forward + backward - pair_seconds(own, own, slower)) if load.overlaps else 0.0
         pair = forward + backward - OVERLAP * gain
         transfers = sum(one.transfer_f + one.transfer_b for one in own)
         stages.append(_Stage(forward, backward, sum(one.weights for one in own), pair, transfers))

@@ -1,22 +1,42 @@
 """The command that starts a planned run with this project."""
 
 from ..models import PRESETS
-from .workload import Workload
+from ..schedule.build import check_numbers
+from .workload import PAIRED, Workload
 
 
 def train_command(load: Workload) -> str:
     """The command that starts this run here, or why this project cannot run it."""
-    one = load.division
-    missing = [f"{name} {number}" for name, number in (("tp", one.tp), ("cp", one.cp)) if number > 1]
-    missing += [load.precision] if load.precision in ("fp8", "mxfp8") else []
-    missing += [load.schedule] if load.schedule == "interleaved_1f1b" and one.vpp != 2 else []
-    missing += [] if load.shape.name in PRESETS else [f"the model {load.shape.name}, which is not a preset"]
-    if missing:
+    if missing := _missing(load):
         return f"train.py cannot run it: {', '.join(missing)}"
-    nodes, each = max(1, one.gpus // (load.device.domain.gpus or 1)), min(one.gpus, load.device.domain.gpus or 1)
-    where = f"--nnodes {nodes} --nproc-per-node {each}" if nodes > 1 else f"--nproc-per-node {each}"
-    return (
-        f"torchrun {where} train.py --preset {load.shape.name} --pp {one.pp} --ep {one.ep} --schedule {load.schedule} "
-        f"--micro-batch-size {load.micro_batch} --micro-batches {load.num_micro_batches} --seq-len {load.seq} "
-        f"--recompute {load.recompute}"
-    )
+    one = load.division
+    # Machines have up to 8 GPUs; those of domains that span machines have 4.
+    most = min(8 if (load.device.domain.gpus or 1) <= 8 else 4, load.device.domain.gpus or 1)
+    each = next(number for number in range(most, 0, -1) if one.gpus % number == 0)
+    where = f"--nnodes {one.gpus // each} " * (one.gpus > each) + f"--nproc-per-node {each}"
+    words = [
+        f"torchrun {where} train.py --preset {load.shape.name} --pp {one.pp} --ep {one.ep} --schedule {load.schedule}",
+        f"--num-chunks {one.vpp}" * (one.vpp > 1),
+        f"--micro-batch-size {load.micro_batch} --micro-batches {load.num_micro_batches} --seq-len {load.seq}",
+        f"--recompute {load.recompute}",
+        f"--model.mtp-layers {load.shape.mtp}" * (load.shape.mtp != PRESETS[load.shape.name].mtp_layers),
+        "--no-overlap" * (load.overlap is False and load.schedule in PAIRED),
+        "--no-zero" * (not load.zero),
+        "--dtype float32" * (load.precision == "fp32"),
+    ]
+    return " ".join(word for word in words if word)
+
+
+def _missing(load: Workload) -> list[str]:
+    """What train.py lacks for this run."""
+    one = load.division
+    found = [f"{name} {number}" for name, number in (("tp", one.tp), ("cp", one.cp)) if number > 1]
+    found += [load.precision] if load.precision in ("fp8", "mxfp8") else []
+    found += [f"overlap in {load.schedule}"] if load.overlap and one.ep > 1 and load.schedule not in PAIRED else []
+    found += [] if load.shape.name in PRESETS else [f"the model {load.shape.name}, which is not a preset"]
+    chunks = one.vpp if load.schedule == "interleaved_1f1b" else None
+    try:
+        check_numbers(load.schedule, one.pp, load.num_micro_batches, chunks)
+    except ValueError as error:
+        found.append(str(error))
+    return found

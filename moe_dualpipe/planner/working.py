@@ -22,9 +22,10 @@ def working_bytes(config: ModelConfig, spec: StageSpec, batch: MicroBatch, defer
     """
     chunk = min(batch.tokens, 1024) if batch.fused_loss else batch.tokens
     most = 8 * chunk * config.vocab_size * spec.head  # gradients of log-probabilities and of logits, in fp32
-    # The gradient of the stage's output exists until the end.
+    # The gradient of the stage's output exists until the end. That of the logits is also deferred: it counts there.
     width = config.vocab_size if spec.head and not batch.fused_loss else config.hidden_size
-    output = batch.tokens * width * batch.element
+    kept = deferring and spec.head and not batch.fused_loss
+    output = 0 if kept else batch.tokens * width * batch.element
     freed = saved_bytes(config, spec, batch) - batch.tokens * (config.hidden_size * batch.element + 8 * spec.embedding)
     freed -= sum(block_bytes(config, spec, layer, batch) for layer in spec.layers) + output
     freed -= deferred_head(config, spec, batch) * deferring

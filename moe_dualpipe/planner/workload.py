@@ -12,11 +12,14 @@ from ..schedule.build import placement_of
 from ..schedule.placement import Placement
 from .device import Device
 from .links import EpBackend
+from .measured_loads import MeasuredLoads
 from .shape import ModelShape
 
 Precision = Literal["bf16", "fp8", "mxfp8", "fp32"]
 Recompute = Literal["none", "norms", "attention", "full"]
 Routing = Literal["balanced", "real"]
+PAIRED = ("dualpipe", "dualpipev")
+"""Schedules whose actions are pairs of a forward and a backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +60,10 @@ class Division:
 class Workload:
     """One training step of `shape`. seq: tokens of a sequence. micro_batch, global_batch: sequences.
 
-    overlap: transfers of experts run beside the computation of another micro-batch. zero: the optimizer state is
-    divided over replicas. flash: attention in one kernel; without it, scores are written to memory.
+    overlap: transfers of experts run beside the computation of another micro-batch, in every schedule, as in
+    Megatron-LM. None: only in schedules whose actions are pairs (PAIRED), as in this project. zero: the optimizer state
+    is divided over replicas. flash: attention in one kernel; without it, scores are written to memory. loads: measured
+    loads of experts, instead of `routing`.
     """
 
     shape: ModelShape
@@ -71,10 +76,11 @@ class Workload:
     schedule: str = "1f1b"
     recompute: Recompute = "none"
     ep_backend: EpBackend = "nccl"
-    overlap: bool = True
+    overlap: bool | None = None
     routing: Routing = "balanced"
     zero: bool = True
     flash: bool = True
+    loads: MeasuredLoads | None = None
 
     @cached_property
     def num_micro_batches(self) -> int:
@@ -85,6 +91,11 @@ class Workload:
     def placement(self) -> Placement:
         chunks = self.division.vpp if self.schedule == "interleaved_1f1b" else None
         return placement_of(self.schedule, self.division.pp, chunks)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether transfers of experts run beside computation."""
+        return self.schedule in PAIRED if self.overlap is None else self.overlap
 
     @property
     def element(self) -> int:
@@ -111,6 +122,8 @@ class Workload:
             if number < 1:
                 raise ValueError(f"--{name} must be at least 1: got {number}")
         check_choices(self)
+        if self.loads is not None:
+            self.loads.check(self.shape)
         self._check_division()
         self._check_batches()
         self._check_schedule()

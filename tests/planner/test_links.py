@@ -11,11 +11,13 @@ H100 = load_device("h100")
 CASES = [(64, 8, 16, 8), (32, 4, 8, 8), (8, 2, 8, 4), (128, 8, 32, 8), (16, 2, 4, 2)]
 
 
-def simulated(experts, top_k, ep, domain, backend, tokens=4000):
+def simulated(experts, top_k, ep, domain, backend, groups=1, top_groups=1, tokens=4000):
     """Rows of a token that leave its rank 0, counted on random choices: within the fast domain, and beyond it."""
-    rng, each, near, far = random.Random(0), experts // ep, 0, 0
+    rng, each, in_group, near, far = random.Random(0), experts // ep, experts // groups, 0, 0
     for _ in range(tokens):
-        ranks = [expert // each for expert in rng.sample(range(experts), top_k)]
+        chosen = rng.sample(range(groups), top_groups)
+        choices = [group * in_group + index for group in chosen for index in range(in_group)]
+        ranks = [expert // each for expert in rng.sample(choices, top_k)]
         if backend == "nccl":
             near += sum(0 < rank < domain for rank in ranks)
             far += sum(rank >= domain for rank in ranks)
@@ -37,9 +39,33 @@ def test_one_rank_sends_nothing():
     assert rows_sent(64, 8, 1, 8, "nccl") == rows_sent(64, 8, 1, 8, "deepep") == (rows_sent(0, 0, 8, 8, "nccl"))
 
 
-def test_a_limit_on_domains_lowers_what_crosses_the_network():
-    free, limited = rows_sent(256, 8, 64, 8, "deepep"), rows_sent(256, 8, 64, 8, "deepep", top_domains=4)
-    assert limited.far == pytest.approx(4 / 8 * 7) and limited.far < free.far
+# A group is a domain, several domains, half a domain, a rank, and a part of a rank.
+GROUPED = [
+    (256, 8, 64, 8, 8, 4),
+    (64, 6, 32, 4, 4, 2),
+    (64, 6, 32, 16, 4, 2),
+    (64, 4, 16, 4, 16, 3),
+    (64, 4, 8, 4, 32, 6),
+]
+
+
+@pytest.mark.parametrize("backend", ["nccl", "deepep"])
+@pytest.mark.parametrize("experts,top_k,ep,domain,groups,top_groups", GROUPED)
+def test_rows_of_tokens_whose_experts_are_in_few_groups(experts, top_k, ep, domain, groups, top_groups, backend):
+    rows = rows_sent(experts, top_k, ep, domain, backend, groups, top_groups)
+    expected = simulated(experts, top_k, ep, domain, backend, groups, top_groups, tokens=10_000)
+    assert (rows.near, rows.far) == pytest.approx(expected, rel=0.05, abs=0.03)
+    free = rows_sent(experts, top_k, ep, domain, backend)
+    assert (rows.far < free.far) == (rows.near < free.near) == (backend == "deepep")
+    if backend == "deepep":  # at most the domains that the groups are in
+        assert rows.far <= top_groups * max(1, ep // groups // domain)
+
+
+def test_all_groups_are_no_limit_and_groups_across_domains_do_not_count():
+    free = rows_sent(64, 8, 16, 4, "deepep")
+    every = rows_sent(64, 8, 16, 4, "deepep", 8, 8)
+    assert (every.near, every.far) == pytest.approx((free.near, free.far), rel=1e-12)
+    assert rows_sent(96, 8, 16, 4, "deepep", 3, 1) == rows_sent(96, 8, 16, 4, "deepep")
 
 
 def test_the_slower_link_counts():

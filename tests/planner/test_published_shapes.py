@@ -111,6 +111,15 @@ def test_sizes_of_experts(keys, sizes):
     assert (layer.expert_size, layer.shared_size, layer.shared_gate) == sizes
 
 
+@pytest.mark.parametrize("keys,groups", [
+    ({}, (1, 1)), ({"n_group": 4, "topk_group": 2}, (4, 2)), ({"n_group": 4, "topk_group": None}, (4, 1)),
+    ({"n_group": 0, "topk_group": 0}, (1, 1)), ({"n_group": 4, "topk_group": 2, "topk_method": "greedy"}, (1, 1)),
+], ids=str)  # fmt: skip
+def test_groups_of_experts(keys, groups):
+    layer = shape_of_config(CONFIG | {"num_experts_per_tok": 1} | keys, "mine").layers[0]
+    assert (layer.groups, layer.top_groups) == groups
+
+
 def test_parts_in_other_objects():
     config = {"model_type": "outer", "text_config": {**CONFIG, "model_type": "gemma2", "num_experts": 0}}
     shape = shape_of_config(config, "mine")
@@ -130,6 +139,8 @@ def test_parts_in_other_objects():
     ({"num_attention_heads": 0}, "num_attention_heads must be at least 1: got 0"),
     ({"num_hidden_layers": "4"}, "num_hidden_layers must be a whole number: got '4'"),
     ({"num_experts_per_tok": 5}, "a token must use 1 to 4 experts: got 5"),
+    ({"n_group": 4, "topk_group": 1}, "2 experts of a token cannot be in 1 of 4 groups of 4 experts"),
+    ({"n_group": 3, "topk_group": 3}, "2 experts of a token cannot be in 3 of 3 groups of 4 experts"),
     ({"vocab_size": -3}, "vocab_size must be a whole number: got -3"),
     ({"layer_types": ["linear_attention"] * 2}, "layer_types has 'linear_attention'"),
     ({"attn_type_list": [1, 0]}, "attn_type_list has linear attention (0)"),

@@ -47,13 +47,19 @@ def test_each_effect_adds_time(schedule):
 def test_overlap_never_costs_time_and_hides_transfers():
     for division, backend in itertools.product(({}, {"pp": 1}, {"ep": 32, "pp": 1}), ("nccl", "deepep")):
         load = changed(division=division, ep_backend=backend)
-        alone, overlapped = step_of(changed(load, overlap=False)), step_of(load)
+        alone, overlapped = step_of(changed(load, overlap=False)), step_of(changed(load, overlap=True))
         assert overlapped.seconds < alone.seconds
         assert overlapped.hidden > alone.hidden >= 0 and overlapped.transfers == alone.transfers
 
 
+def test_without_an_option_only_schedules_of_pairs_overlap():
+    for schedule, overlaps in {"1f1b": False, "zb1p": False, "dualpipe": True, "dualpipev": True}.items():
+        load = changed(schedule=schedule)
+        assert step_of(load) == step_of(changed(load, overlap=overlaps)) != step_of(changed(load, overlap=not overlaps))
+
+
 def test_no_transfers_without_expert_parallelism():
-    load = changed(division={"gpus": 1, "pp": 1, "ep": 1})
+    load = changed(division={"gpus": 1, "pp": 1, "ep": 1}, overlap=True)
     step = step_of(load)
     assert (step.transfers, step.exposed, step.sums, step.idle, step.hidden) == (0, 0, 0, 0, 1)
 

@@ -52,8 +52,9 @@ def check(tmp_path, num_ranks, *changes, model=MODEL):
     for each, ranks in zip(changes, zip(*by_rank, strict=True), strict=True):
         fullest = max(used for _, used in ranks)
         assert max(predicted for predicted, _ in ranks) == pytest.approx(fullest, rel=0.05), each
-        for predicted, used in ranks:  # the others matter less
-            assert used / fullest - 0.05 < predicted / fullest < used / fullest + 0.15, each
+        # The fullest rank decides whether a run fits. Others that hold both ends of the model are up to 6% too high.
+        for predicted, used in ranks:
+            assert used / fullest - 0.05 < predicted / fullest < used / fullest + 0.10, each
 
 
 def test_one_rank_and_two_use_what_is_predicted(tmp_path):
