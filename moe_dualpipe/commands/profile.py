@@ -1,7 +1,6 @@
 """`moe-dualpipe profile`: analyze the overlap in a recorded trace, or measure it on this machine."""
 
 import os
-import re
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from tyro.conf import Positional, arg, subcommand
 
 from .. import strict_json
 from ..drawing.output import check_output, make_folder
-from ..messages import check_range, printable, quoted
+from ..messages import check_range, printable
 from ..option_types import PresetName
 
 if TYPE_CHECKING:
@@ -25,10 +24,13 @@ class ProfileAnalyze:
     """Analyze traces of torch.profiler, from GPUs or a CPU: how much of the communication was hidden."""
 
     traces: Positional[Annotated[list[Path], arg(metavar="TRACE [TRACE ...]")]]
-    """Chrome traces (.json or .json.gz). Several traces are analyzed one by one and then compared."""
-    comm_pattern: str | None = None
-    """Regular expression that finds communication kernels by name (on a CPU, annotations). None: NCCL, NVSHMEM, DeepEP
-    and other known libraries."""
+    """Chrome traces (.json or .json.gz), folders of traces, or patterns such as "run/*.json". Several traces are
+    analyzed one by one and then compared."""
+    comm: str | None = None
+    """Regular expression. Kernels (on a CPU, annotations) whose names contain it are communication, in addition to
+    those of NCCL, NVSHMEM, DeepEP and other known libraries."""
+    compute: str | None = None
+    """Regular expression. Kernels whose names contain it are computation, whatever --comm or their library says."""
     phases: bool = False
     """Print a table of the annotations that launched work."""
     streams: bool = False
@@ -43,25 +45,26 @@ class ProfileAnalyze:
     def run(self) -> None:
         from ..drawing.lanes import SUFFIXES, save_lanes, trace_pictures
         from ..drawing.overlap_report import traces_text
-        from ..profiler import COMMUNICATION
+        from ..profiler import Names
         from ..profiler.files import analyze_files
-        from ..profiler.trace import MOST_EVENTS
+        from ..profiler.reading.chrome import MOST_EVENTS
+        from ..profiler.reading.paths import trace_paths
 
         try:
-            pattern = COMMUNICATION if self.comm_pattern is None else re.compile(self.comm_pattern)
-        except re.error as error:
-            raise ValueError(
-                f"--comm-pattern {quoted(self.comm_pattern)} is not a regular expression: {error}"
-            ) from None
+            names = Names(self.comm, self.compute)
+        except ValueError as error:
+            raise ValueError(f"--{error}") from None
         check_range("--kernels", self.kernels, 0)
         if not self.traces:
             raise ValueError("no trace to analyze: name at least one file")
         if self.out is not None:
             check_output(self.out, SUFFIXES)
-        found = analyze_files(self.traces, pattern, pictures=self.out is not None)
+        found = analyze_files(trace_paths(self.traces), names, pictures=self.out is not None)
         for file, events in found.truncated.items():
             what = "the file is cut off" if events < MOST_EVENTS else "the file is too long"
             print(f"{printable(file)}: {what}: only the first {events:,} events are analyzed", file=sys.stderr)
+        for file, sentences in found.remarks.items():
+            print(f"{printable(file)}: {'; '.join(sentences)}", file=sys.stderr)
         if self.out is not None:
             save_lanes(trace_pictures(found), self.out)
         if self.json:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from ..messages import plural, printable
 from ..profiler.analyze import Analysis
 from .tables import markdown
+from .verdict_report import verdicts_text
 
 if TYPE_CHECKING:
     from ..profiler.files import TraceFiles
@@ -36,16 +37,19 @@ def analysis_text(analysis: Analysis, phases: bool = False, kernels: int = 0, st
 
 
 def overview_rows(analyses: dict[str, Analysis], in_window: bool = False) -> list[list[str]]:
-    """Return table rows with one column of busy times per analysis.
+    """Return table rows with one column of busy times per analysis. Rows of copies appear only if there are any.
 
     in_window: add a column with these times as shares of the window. `analyses` must then have one entry.
     """
     rows = [["", *(f"{name}, us" for name in analyses), *(["of the window"] * in_window)]]
     for what, key in (
-        ("window", "window_us"), ("busy", "busy_us"), ("computation", "compute_us"), ("communication", "comm_us"),
-        ("- hidden behind computation", "overlapped_us"), ("- exposed", "exposed_comm_us"), ("idle", "idle_us"),
+        ("window", "window_us"), ("busy", "busy_us"), ("computation", "kernel_compute_us"), ("copies", "copy_us"),
+        ("communication", "comm_us"), ("- hidden behind computation", "hidden_kernels_us"),
+        ("- beside copies only", ""), ("- exposed", "exposed_comm_us"), ("idle", "idle_us"),
     ):  # fmt: skip
-        times = [getattr(analysis, key) for analysis in analyses.values()]
+        times = [getattr(analysis, key) if key else _beside_copies_us(analysis) for analysis in analyses.values()]
+        if "copies" in what and not any(time >= 0.5 for time in times):
+            continue
         rows.append([what, *(f"{time:,.0f}" for time in times)])
         if in_window:
             (analysis,) = analyses.values()
@@ -53,9 +57,18 @@ def overview_rows(analyses: dict[str, Analysis], in_window: bool = False) -> lis
     return rows
 
 
+def _beside_copies_us(analysis: Analysis) -> float:
+    """Communication beside copies and no kernel."""
+    return analysis.overlapped_us - analysis.hidden_kernels_us
+
+
 def traces_text(files: "TraceFiles", phases: bool = False, kernels: int = 0, streams: bool = False) -> str:
     """Return the report of each device and, if there are several, a table that compares them."""
-    parts = [f"{printable(d.path)}\n{analysis_text(d.analysis, phases, kernels, streams)}" for d in files.devices]
+    parts = []
+    for device in files.devices:
+        parts.append(f"{printable(device.path)}\n{analysis_text(device.analysis, phases, kernels, streams)}")
+        if device.analysis.verdicts:
+            parts.append(verdicts_text(device.analysis.verdicts))
     return "\n\n".join([*parts, *([compare_ranks(files)] if len(files.devices) > 1 else [])])
 
 
@@ -64,7 +77,7 @@ def compare_ranks(files: "TraceFiles", names: Sequence[str] | None = None) -> st
     rows = [["", "window, us", "computation", "communication", "exposed", "hidden", "waited for others"]]
     for name, device, skew in zip(names or files.names, files.devices, files.skews, strict=True):
         a, waited = device.analysis, "-" if skew.waited_us is None else f"{skew.waited_us:,.0f}"
-        times = (a.window_us, a.compute_us, a.comm_us, a.exposed_comm_us)
+        times = (a.window_us, a.kernel_compute_us, a.comm_us, a.exposed_comm_us)
         rows.append([name, *(f"{time:,.0f}" for time in times), percent(a.hidden_fraction), waited])
     return markdown(rows)
 
@@ -144,5 +157,6 @@ def hidden_sentence(analysis: Analysis) -> str:
     kernels = plural(analysis.num_comm, "transfer" if analysis.device == "cpu" else "kernel")
     blocks = f", on up to {analysis.comm_blocks} thread blocks" if analysis.comm_blocks else ""
     blocks += f" of a GPU of {analysis.num_sms} SMs" if blocks and analysis.num_sms else ""
-    hidden = percent(analysis.hidden_fraction)
-    return f"{hidden} of the communication is hidden ({kernels}{blocks})."
+    hidden, copies = percent(analysis.hidden_fraction), percent(_beside_copies_us(analysis) / analysis.comm_us)
+    beside = "" if copies == "0.0%" else f", and {copies} runs beside copies only"
+    return f"{hidden} of the communication is hidden{beside} ({kernels}{blocks})."

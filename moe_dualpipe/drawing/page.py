@@ -1,65 +1,47 @@
-"""Write lanes as a self-contained web page: zoom with the wheel, drag to move, point at a block for its name.
+"""Write lanes as a self-contained web page, which works without a network.
 
-The page holds all intervals as JSON, and its script draws them. With more than MAX_PIECES intervals, gaps inside a
-block that are too short to be seen are closed to keep the page small. The page then says so.
+The page holds the numbers and names as JSON (page_data.py). Its script draws them; the parts of the script and the
+style are in web/. A browser runs no other script: the page allows only the one with this hash. Names stay text, because
+JSON never ends a script and the script never writes markup.
 """
 
+from base64 import b64encode
 from collections.abc import Sequence
+from hashlib import sha256
 from html import escape
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from .. import strict_json
 from ..messages import printable
-from ..profiler.intervals import Intervals, union
+from .page_data import page_data
 
 if TYPE_CHECKING:
     from .lanes import Picture
 
-SCRIPT = Path(__file__).with_name("page.js")
-MAX_PIECES = 100_000
-RESOLUTION = 20_000  # gaps of at most the whole time divided by this are closed
+WEB = Path(__file__).with_name("web")
+SCRIPTS = (
+    "data", "view", "paint", "lanes", "overview", "ruler", "memory", "details", "legend", "search", "verdicts", "keys",
+    "main",
+)  # fmt: skip
 
 
-def write_page(pictures: Sequence["Picture"], path: Path) -> None:
-    end = max(picture.end_us for picture in pictures)
-    pieces = sum(len(block.intervals) for picture in pictures for block in picture.blocks)
-    gap = end / RESOLUTION if pieces > MAX_PIECES else 0.0
-    rows = [_row(picture, gap) for picture in pictures]
-    note = f"; gaps of less than {gap:,.1f} us inside a block are closed" if gap else ""
-    data = strict_json.write({"end": end, "rows": rows}, separators=(",", ":")).replace("<", "\\u003c")
-    names = " &middot; ".join(escape(printable(picture.title, 1000)) for picture in pictures)
-    path.write_text(_PAGE.substitute(names=names, note=note, data=data, script=SCRIPT.read_text("utf-8")), "utf-8")
+def write_page(pictures: Sequence["Picture"], path: Path, note: str = "") -> None:
+    """Write the page. note: a sentence that it shows below the lanes."""
+    text = strict_json.write(page_data(pictures, note), separators=(",", ":")).replace("<", "\\u003c")
+    title = " · ".join(printable(picture.title, 200) for picture in pictures)
+    script, style = page_script(), (WEB / "page.css").read_text("utf-8")
+    parts = {"title": escape(title), "data": text, "script": script, "style": style, "hash": _hash(script)}
+    template = Template((WEB / "page.html").read_text("utf-8"))
+    path.write_text(template.substitute(parts), "utf-8")
 
 
-def _row(picture: "Picture", gap: float) -> dict[str, Any]:
-    blocks = []
-    for block in picture.blocks:
-        intervals = close_gaps(block.intervals, gap) + picture.shift_us
-        blocks.append([block.lane, block.name, picture.colour(block), intervals.round(2).tolist()])
-    return {"title": picture.title, "blocks": blocks}
+def page_script() -> str:
+    """The parts of the script as one function, so that they share names only with each other."""
+    parts = [(WEB / f"{name}.js").read_text("utf-8") for name in SCRIPTS]
+    return "\n".join(['"use strict";', "(() => {", *parts, "})();"])
 
 
-def close_gaps(intervals: Intervals, gap: float) -> Intervals:
-    """Join intervals that are at most `gap` apart."""
-    return union(intervals + np.array([0.0, gap])) - np.array([0.0, gap]) if gap else intervals
-
-
-_PAGE = Template("""<!doctype html>
-<meta charset="utf-8">
-<title>$names</title>
-<style>
-  body { font: 14px system-ui, sans-serif; margin: 1em; color: #222; background: #fff }
-  canvas { width: 100%; display: block; cursor: grab }
-  #info { height: 1.5em; margin-top: .5em; white-space: pre }
-</style>
-<canvas id="lanes"></canvas>
-<div id="info">wheel: zoom &nbsp; drag: move &nbsp; double click: show all$note</div>
-<script type="application/json" id="data">$data</script>
-<script>
-$script
-</script>
-""")
+def _hash(script: str) -> str:
+    return b64encode(sha256(script.encode()).digest()).decode()

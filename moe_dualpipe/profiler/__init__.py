@@ -5,9 +5,11 @@
 ...     print(analysis.hidden_fraction)
 """
 
-from .analyze import COMMUNICATION, Analysis, Kernel, Phase, analyze, kind_of
-from .trace import Trace, TraceError, read_trace
+from .analyze import Analysis, Kernel, Phase, analyze
+from .communication import NAMES, Names
+from .reading import read_trace
+from .trace import Trace, TraceError
 
 __all__ = [
-    "COMMUNICATION", "Analysis", "Kernel", "Phase", "Trace", "TraceError", "analyze", "kind_of", "read_trace",
+    "NAMES", "Analysis", "Kernel", "Names", "Phase", "Trace", "TraceError", "analyze", "read_trace",
 ]  # fmt: skip

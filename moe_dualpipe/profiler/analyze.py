@@ -1,16 +1,15 @@
 """Compute from a trace how much communication was hidden behind computation.
 
-A device event is communication if its name matches a pattern. All other events are computation, including copies and
-fills. In a trace without device events, the CPU is the device (see host.py). Times are lengths of unions of intervals,
-so two kernels that run at the same moment count once. Communication is hidden while any computation runs on the same
-device, and exposed otherwise.
+Names tell which device events are communication and which are copies (communication.py). In a trace without device
+events, the CPU is the device (see host.py). Times are lengths of unions of intervals, so two kernels that run at the
+same moment count once. Communication is hidden while a kernel computes on the same device, and exposed while neither a
+kernel nor a copy runs. Copies compute nothing, but they are work that the device had to do: time beside them is neither
+hidden nor exposed.
 """
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -18,29 +17,23 @@ import numpy as np
 
 from ..messages import printable
 from ..overlap.labels import without_wait
+from .communication import NAMES, Names
 from .delays import Delay, start_delays
+from .doctor.verdict import Verdict
 from .gaps import Wait, find_waits
 from .host import host_as_device
 from .intervals import EMPTY, Intervals, difference, intersection, intervals_of, total, union
+from .phases import Phases
 from .trace import DeviceEvent, Trace
-
-COMMUNICATION = re.compile(
-    r"nccl|nvshmem|deep_?ep|::ep::|multimem|symm_?mem"
-    r"|(?:push|receive_rows|receive_sums|release)_kernel"
-    r"|all_?to_?all|all_?gather|all_?reduce|reduce_?scatter|send_?recv|_shot_",
-    re.IGNORECASE,
-)
-"""Kernel names of NCCL, NVSHMEM, DeepEP (also inside other packages), torch's symmetric memory and this project. On a
-CPU, annotations with such names are communication too, in addition to the transfers of backends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """The device events that were launched inside annotations of one name. Times are sums over events, not unions."""
+    """The device events that one part of the program launched. Times are sums over events, not unions."""
 
     name: str
     times: int
-    """Number of annotations, not counting those of waits."""
+    """Number of annotations or calls of modules, not counting annotations of waits. Of transfers: their number."""
     compute_us: float
     comm_us: float
     copy_us: float
@@ -67,15 +60,20 @@ class Analysis:
     """From the start of the first event to the end of the last one."""
     busy_us: float
     compute_us: float
+    """Kernels and copies; on a CPU, operators."""
+    kernel_compute_us: float
+    """Kernels that compute: `compute_us` without the time in which only copies or fills run."""
     comm_us: float
     copy_us: float
-    """Time of copies and fills, a part of `compute_us`."""
+    """Copies and fills."""
     overlapped_us: float
-    """Hidden communication."""
+    """Communication beside kernels or copies."""
+    hidden_kernels_us: float
+    """Communication beside kernels, which is what counts as hidden."""
     exposed_comm_us: float
-    """Communication that is not hidden."""
+    """Communication beside neither kernels nor copies."""
     idle_us: float
-    """Neither computation nor communication."""
+    """Nothing runs."""
     num_comm: int
     comm_blocks: int
     """Thread blocks of the largest communication kernel: an upper limit on the SMs that it occupies."""
@@ -83,13 +81,15 @@ class Analysis:
     """SMs of the GPU; 0 if unknown."""
     phases: tuple[Phase, ...]
     waits: tuple[Wait, ...]
-    """All time without computation: `exposed_comm_us` + `idle_us` in total."""
+    """All time in which no kernel computes: `window_us` - `kernel_compute_us` in total."""
     delays: tuple[Delay, ...]
     """How late transfers start after they could (delays.py)."""
     streams: dict[str, float]
     """Busy time of each stream; on a CPU, of each thread."""
     kernels: tuple[Kernel, ...]
     """Sorted by total time, longest first."""
+    verdicts: tuple[Verdict, ...] = ()
+    """Causes of lost time, filled by `analyze_files`."""
 
     @property
     def name(self) -> str:
@@ -97,26 +97,26 @@ class Analysis:
 
     @property
     def hidden_fraction(self) -> float | None:
-        """Hidden share of the communication; None without communication."""
-        return self.overlapped_us / self.comm_us if self.comm_us else None
+        """Share of the communication that is hidden behind kernels; None without communication."""
+        return self.hidden_kernels_us / self.comm_us if self.comm_us else None
 
     def as_object(self) -> dict[str, Any]:
         return {**asdict(self), "hidden_fraction": self.hidden_fraction}
 
 
-def analyze(trace: Trace, comm_pattern: str | re.Pattern[str] = COMMUNICATION) -> tuple[Analysis, ...]:
-    """Return an analysis of each device with events, sorted by name. Names with `comm_pattern` are communication."""
-    pattern = re.compile(comm_pattern) if isinstance(comm_pattern, str) else comm_pattern
-    trace = host_as_device(trace, pattern)
+def analyze(trace: Trace, names: Names = NAMES) -> tuple[Analysis, ...]:
+    """Return an analysis of each device with events, sorted by name."""
+    trace = host_as_device(trace, names)
     by_device = _group(trace.device_events, attrgetter("device"))
-    return tuple(_analyze(device, by_device[device], trace, pattern) for device in sorted(by_device))
+    phases = Phases(trace, names)
+    return tuple(_analyze(device, by_device[device], trace, names, phases) for device in sorted(by_device))
 
 
-def _analyze(device: str, events: Sequence[DeviceEvent], trace: Trace, pattern: re.Pattern[str]) -> Analysis:
-    by_kind = {"compute": [], "comm": [], "copy": []} | _group(events, lambda event: kind_of(event, pattern))
+def _analyze(device: str, events: Sequence[DeviceEvent], trace: Trace, names: Names, phases: Phases) -> Analysis:
+    by_kind = {"compute": [], "comm": [], "copy": []} | _group(events, names.kind_of)
     computing = [*by_kind["compute"], *by_kind["copy"]]
     compute = union(intervals_of(computing))
-    comm, copies = (union(intervals_of(by_kind[kind])) for kind in ("comm", "copy"))
+    kernels, comm, copies = (union(intervals_of(by_kind[kind])) for kind in ("compute", "comm", "copy"))
     busy = union(intervals_of(events))
     exposed = difference(comm, compute)
     extent = np.array([[busy[0, 0], busy[-1, 1]]]) if len(busy) else EMPTY
@@ -124,44 +124,35 @@ def _analyze(device: str, events: Sequence[DeviceEvent], trace: Trace, pattern: 
     streams = _group(events, attrgetter("stream"))
     return Analysis(
         device=device, window_us=window, busy_us=total(busy), idle_us=window - total(busy),
-        compute_us=total(compute), comm_us=total(comm), copy_us=total(copies),
-        overlapped_us=total(intersection(comm, compute)), exposed_comm_us=total(exposed),
+        compute_us=total(compute), kernel_compute_us=total(kernels), comm_us=total(comm), copy_us=total(copies),
+        overlapped_us=total(intersection(comm, compute)), hidden_kernels_us=total(intersection(comm, kernels)),
+        exposed_comm_us=total(exposed),
         num_comm=len(by_kind["comm"]), num_sms=trace.num_sms,
         comm_blocks=max((event.blocks for event in by_kind["comm"]), default=0),
-        phases=_phases(by_kind, trace, exposed),
-        waits=find_waits(trace, difference(extent, compute), computing, by_kind["comm"]),
+        phases=_phases(by_kind, trace, phases, exposed),
+        waits=find_waits(trace, phases, difference(extent, kernels), *by_kind.values()),
         delays=start_delays(trace, computing, by_kind["comm"]),
         streams={stream: total(union(intervals_of(streams[stream]))) for stream in sorted(streams)},
         kernels=_kernels(by_kind),
     )  # fmt: skip
 
 
-def kind_of(event: DeviceEvent, pattern: re.Pattern[str] = COMMUNICATION) -> str:
-    """Return compute, comm or copy. Only the name and the category count, not the stream."""
-    return _kind(event.name, event.category, pattern)
-
-
-@lru_cache(maxsize=1 << 16)
-def _kind(name: str, category: str, pattern: re.Pattern[str]) -> str:
-    if category == "transfer" or (category != "operator" and pattern.search(name)):
-        return "comm"
-    return "compute" if category in ("kernel", "operator") else "copy"
-
-
-def _phases(by_kind: dict[str, list[DeviceEvent]], trace: Trace, exposed: Intervals) -> tuple[Phase, ...]:
+def _phases(
+    by_kind: dict[str, list[DeviceEvent]], trace: Trace, phases: Phases, exposed: Intervals
+) -> tuple[Phase, ...]:
     launched: dict[str, dict[str, list[DeviceEvent]]] = defaultdict(lambda: {kind: [] for kind in by_kind})
     for kind, events in by_kind.items():
         for event in events:
-            if (annotation := trace.annotation_of(event)) is not None:
-                launched[annotation.name][kind].append(event)
-    phases = []
-    times = Counter(annotation.name for annotation in trace.annotations)
+            launched[phases.phase_of(event)][kind].append(event)
+    found = []
     times_waited = Counter(without_wait(wait.name) for wait in trace.waits)
-    for name in (name for name in times if name in launched):
+    order = {name: number for number, name in enumerate(phases.times)}
+    for name in sorted((name for name in launched if name), key=lambda name: order.get(name, len(order))):
         comm_exposed = total(intersection(union(intervals_of(launched[name]["comm"])), exposed))
         compute, comm, copies = (_sum(events) for events in launched[name].values())
-        phases.append(Phase(name, max(times[name] - times_waited[name], 1), compute, comm, copies, comm_exposed))
-    return tuple(phases)
+        times = phases.times[name] - times_waited[name] if name in order else len(launched[name]["comm"])
+        found.append(Phase(name, max(times, 1), compute, comm, copies, comm_exposed))
+    return tuple(found)
 
 
 def _group(events: Iterable[DeviceEvent], key: Callable[[DeviceEvent], str]) -> dict[str, list[DeviceEvent]]:

@@ -1,31 +1,20 @@
 """Analyze the trace files of one measurement together: one file per rank, with one or more devices each."""
 
-import re
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..messages import plural, printable
-from .analyze import COMMUNICATION, Analysis, analyze, kind_of
+from .analyze import Analysis, analyze
+from .communication import NAMES, Names
+from .doctor.diagnose import Examined, conclude, examine
 from .host import host_as_device
-from .intervals import Intervals, intervals_of, union
+from .lanes import Lanes, device_lanes
 from .ranks import RankSkew, RankTransfers, rank_skews
-from .trace import DeviceEvent, HostEvent, Trace, TraceError, read_trace
-
-LANES = ("computation", "communication")
-
-
-class LaneBlock(NamedTuple):
-    """The work on one lane that one annotation launched."""
-
-    lane: int
-    """Index in LANES."""
-    name: str
-    """Name of the annotation; "" for all work launched outside annotations."""
-    intervals: Intervals
-    """In microseconds, from the start of the device's first event."""
+from .reading import read_trace
+from .reading.remarks import refuse_launches_alone, remarks
+from .trace import Trace, TraceError
 
 
 @dataclass(frozen=True)
@@ -37,8 +26,11 @@ class TracedDevice:
     """Number of events read from an incomplete file; 0 for a complete file."""
     rank: int | None
     analysis: Analysis
-    blocks: Sequence[LaneBlock]
+    lanes: Lanes | None
+    """What pictures show; None if none are drawn."""
     transfers: RankTransfers
+    remarks: tuple[str, ...] = ()
+    """Sentences about damage in the file."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +53,11 @@ class TraceFiles:
         """The incomplete files, with the number of events read from each."""
         return {device.path: device.truncated for device in self.devices if device.truncated}
 
+    @property
+    def remarks(self) -> dict[Path, tuple[str, ...]]:
+        """The damaged files, with sentences about the damage of each."""
+        return {device.path: device.remarks for device in self.devices if device.remarks}
+
     def as_objects(self) -> list[dict[str, Any]]:
         """A JSON object for each device."""
         return [
@@ -72,46 +69,47 @@ class TraceFiles:
         ]  # fmt: skip
 
 
-def analyze_files(paths: Sequence[Path], pattern: re.Pattern[str] = COMMUNICATION, pictures: bool = True) -> TraceFiles:
+def analyze_files(paths: Sequence[Path], names: Names = NAMES, pictures: bool = True) -> TraceFiles:
     """Read and analyze trace files. Raises TraceError for a file that is not a trace or has no device events.
 
-    pictures: also collect the lane blocks, which pictures need.
+    pictures: also collect what pictures need.
     """
-    devices = [device for path in paths for device in analyze_devices(path, read_trace(path), pattern, pictures)]
+    examined: list[Examined | None] = []
+    devices = [
+        device for path in paths for device in analyze_devices(path, read_trace(path), names, pictures, examined)
+    ]  # fmt: skip
+    devices = [
+        replace(device, analysis=replace(device.analysis, verdicts=verdicts))
+        for device, verdicts in zip(devices, conclude(examined), strict=True)
+    ]
     return TraceFiles(devices, rank_skews([device.transfers for device in devices]))
 
 
 def analyze_devices(
-    path: Path, trace: Trace, pattern: re.Pattern[str] = COMMUNICATION, pictures: bool = True
-) -> list[TracedDevice]:
-    """Analyze the devices of a trace that was read from `path`. Raises TraceError if it has no device events."""
-    trace = host_as_device(trace, pattern)
+    path: Path, trace: Trace, names: Names = NAMES, pictures: bool = True,
+    examined: list[Examined | None] | None = None,
+) -> list[TracedDevice]:  # fmt: skip
+    """Analyze the devices of a trace that was read from `path`. Raises TraceError if it has no device events.
+
+    examined: a list to which to add what the search for causes finds on each device (doctor/diagnose.py).
+    """
+    refuse_launches_alone(path, trace)
+    trace = host_as_device(trace, names)
     if not trace.device_events:
         raise TraceError(
             f"{path}: there is no kernel on a device, and no operator on a CPU, in {plural(trace.num_events, 'event')}"
         )
     devices = []
-    for analysis in analyze(trace, pattern):
+    for analysis in analyze(trace, names):
         events = [event for event in trace.device_events if event.device == analysis.device]
-        comm = [event for event in events if kind_of(event, pattern) == "comm"]
-        transfers = RankTransfers(comm, min(event.start for event in events), trace.base_us, trace.host)
-        blocks = lane_blocks(trace, analysis.device, pattern) if pictures else ()
+        comm = [event for event in events if names.kind_of(event) == "comm"]
+        start = min(event.start for event in events)
+        job = trace.rank, trace.world_size, trace.groups
+        transfers = RankTransfers(comm, start, trace.base_us, trace.host, *job)
+        lanes = device_lanes(trace, analysis.device, names) if pictures else None
         truncated = trace.num_events if trace.truncated else 0
-        devices.append(TracedDevice(path, truncated, trace.rank, analysis, blocks, transfers))
+        if examined is not None:
+            rank = "" if trace.rank is None else f"rank {trace.rank}"
+            examined.append(examine(trace, analysis.device, names.kind_of, rank))
+        devices.append(TracedDevice(path, truncated, trace.rank, analysis, lanes, transfers, remarks(trace)))
     return devices
-
-
-def lane_blocks(trace: Trace, device: str, pattern: re.Pattern[str] = COMMUNICATION) -> list[LaneBlock]:
-    """Return the blocks of `device`, sorted by lane and start."""
-    trace = host_as_device(trace, pattern)
-    grouped: dict[tuple[int, HostEvent | None], list[DeviceEvent]] = defaultdict(list)
-    for event in trace.device_events:
-        if event.device == device:
-            lane = int(kind_of(event, pattern) == "comm")
-            grouped[lane, trace.annotation_of(event)].append(event)
-    start = min((event.start for events in grouped.values() for event in events), default=0.0)
-    blocks = []
-    for (lane, annotation), events in grouped.items():
-        if len(intervals := union(intervals_of(events))):
-            blocks.append(LaneBlock(lane, annotation.name if annotation else "", intervals - start))
-    return sorted(blocks, key=lambda block: (block.lane, *block.intervals[0]))

@@ -1,4 +1,4 @@
-"""Explain the time without computation: which communication ran, what computed next, and whether the host was late.
+"""Explain the time in which no kernel computed: what ran instead, what computed next, and whether the host was late.
 
 If the next computation was already queued, it waited for data. If the host had not launched it yet, the host was late,
 possibly because it was inside a call that waits for the device.
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..overlap.labels import letter_of
 from .intervals import Intervals, intervals_of, length_before, union
+from .phases import Phases
 from .trace import DeviceEvent, Trace
 
 _NEARBY = 64
@@ -24,10 +24,10 @@ class Wait:
     """All time without computation with the same `during` and `before`. Times are in microseconds."""
 
     during: str
-    """The annotation of the communication in flight. Without one, the name of the communication; "" for none."""
+    """The communication in flight, or else the copy, as `Phases.name_of` calls it; "" for neither."""
     before: str
-    """The next annotation with computation; not `during`, whose computation only unpacks the received rows. Without one
-    nearby, the name of the next computation; "" at the end of the trace."""
+    """The next phase with computation; not `during`, whose computation only unpacks the received rows. Without one
+    nearby, the name of the next kernel; "" at the end of the trace."""
     times: int
     total_us: float
     host_us: float
@@ -37,11 +37,15 @@ class Wait:
 
 
 def find_waits(
-    trace: Trace, gaps: Intervals, compute: Iterable[DeviceEvent], comm: Iterable[DeviceEvent]
-) -> tuple[Wait, ...]:
-    """Explain all `gaps` between the events of `compute`. Of several transfers in flight, the first one counts."""
+    trace: Trace, phases: Phases, gaps: Intervals, compute: Iterable[DeviceEvent], comm: Iterable[DeviceEvent],
+    copies: Iterable[DeviceEvent] = (),
+) -> tuple[Wait, ...]:  # fmt: skip
+    """Explain all `gaps` between the events of `compute`.
+
+    Of several transfers in flight, the first one counts. Copies count where no transfer is in flight.
+    """
     by_start = sorted(compute, key=lambda event: event.start)
-    pieces = list(_pieces(gaps.tolist(), list(_first_of(sorted(comm, key=lambda event: event.start)))))
+    pieces = list(_pieces(gaps.tolist(), [*_owned(comm, copies)]))
     if not pieces:
         return ()
     starts, ends = np.array([piece[:2] for piece in pieces]).T
@@ -51,8 +55,8 @@ def find_waits(
     launched = np.array(ends)
     for i, (piece, following) in enumerate(zip(pieces, nexts.tolist(), strict=True)):
         follower = by_start[following] if following < len(by_start) else None
-        during = _name(trace, piece[2])
-        key = during, _next(trace, by_start[following : following + _NEARBY], during)
+        during = phases.name_of(piece[2]) if piece[2] else ""
+        key = during, _next(phases, by_start[following : following + _NEARBY], during)
         key_of[i] = keys.setdefault(key, len(keys))
         launched[i] = _launched(trace, follower, starts[i])
     late = np.clip(launched, starts, ends)
@@ -68,30 +72,40 @@ def find_waits(
     return tuple(sorted(found, key=lambda wait: -wait.total_us))
 
 
-def _next(trace: Trace, events: Sequence[DeviceEvent], during: str) -> str:
-    annotations = (trace.annotation_of(event) for event in events)
-    named = (other.name for other in annotations if other is not None and other.name != during)
-    return next(named, events[0].name if events else "")
+def _next(phases: Phases, events: Sequence[DeviceEvent], during: str) -> str:
+    named = (phases.name_of(event) for event in events if phases.is_named(event))
+    return next((name for name in named if name != during), events[0].name if events else "")
 
 
 def _launched(trace: Trace, event: DeviceEvent | None, unknown: float) -> float:
-    """The time at which `event` was queued: the end of its launch; for copies, whose calls can block, the start."""
+    """The time at which `event` was queued: the end of its launch."""
     launch = trace.launches.get(event.correlation) if event and event.correlation is not None else None
-    if event is None or launch is None:
-        return unknown
-    return launch.start if "memcpy" in event.category else launch.end
-
-
-def _name(trace: Trace, event: DeviceEvent | None) -> str:
-    if event is None:
-        return ""
-    annotation = trace.annotation_of(event)
-    if annotation is not None and event.category == "transfer" and not letter_of(annotation.name):
-        return f"{event.name} in {annotation.name}"  # other annotations do not describe the transfer
-    return annotation.name if annotation else event.name
+    return launch.end if launch else unknown
 
 
 _Piece = tuple[float, float, DeviceEvent | None]
+
+
+def _owned(comm: Iterable[DeviceEvent], copies: Iterable[DeviceEvent]) -> Iterator[_Piece]:
+    """The times of transfers, and those of copies between them, sorted and disjoint."""
+    transfers, others = ([*_first_of(sorted(events, key=lambda e: e.start))] for events in (comm, copies))
+    at = 0
+    for start, end, event in others:
+        while at < len(transfers) and transfers[at][1] <= start:
+            yield transfers[at]
+            at += 1
+        cursor = start
+        while at < len(transfers) and transfers[at][0] < end:
+            if transfers[at][0] > cursor:
+                yield cursor, transfers[at][0], event
+            cursor = transfers[at][1]
+            if cursor > end:
+                break
+            yield transfers[at]
+            at += 1
+        if cursor < end:
+            yield cursor, end, event
+    yield from transfers[at:]
 
 
 def _first_of(events: Sequence[DeviceEvent]) -> Iterator[_Piece]:

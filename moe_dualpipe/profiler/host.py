@@ -7,7 +7,7 @@ module converts them into device events, so that the other modules treat CPUs an
                     between operators. Waits and calls of a backend are not computation. Operators inside "wait for x"
                     are, because they unpack received data; they belong to phase x.
     communication   transfers of gloo, of a modelled link or through shared memory, from start to end, and annotations
-                    that match the communication pattern. Receives of gloo are left out: a receive starts when it is
+                    that are named after communication. Receives of gloo are left out: a receive starts when it is
                     posted, so only the send shows when data is in flight.
 
 Nested operators become one event with the name of the outermost operator inside the innermost such annotation.
@@ -21,20 +21,21 @@ from functools import lru_cache
 from math import inf
 
 from ..overlap.labels import LINK, OWN_TRANSFERS, is_wait, letter_of, without_wait
+from .communication import Names
 from .trace import DeviceEvent, HostEvent, Trace
 
 _CALLS = re.compile(rf"c10d::|_?c10d_functional::|{OWN_TRANSFERS}::")
 _LAUNCHES = re.compile(rf"(?:c10d|{OWN_TRANSFERS})::(\w+)")
 
 
-def host_as_device(trace: Trace, pattern: re.Pattern[str]) -> Trace:
+def host_as_device(trace: Trace, names: Names) -> Trace:
     """Return a trace whose device is "cpu" if `trace` has no device events, otherwise `trace` itself.
 
-    Annotations whose name matches `pattern` become transfers.
+    Annotations that `names` takes for transfers become transfers.
     """
     if trace.device_events or not (trace.operators or trace.transfers):
         return trace
-    matching = {event.name for event in trace.annotations if pattern.search(event.name) and not _waits(event.name)}
+    matching = {event.name for event in trace.annotations if names.is_transfer(event.name) and not _waits(event.name)}
     annotations = [event for event in trace.annotations if event.name not in matching]
     transfers = [event for event in trace.transfers if ":recv" not in event.name]
     transfers += [event for event in trace.annotations if event.name in matching]

@@ -1,32 +1,19 @@
 """Compare the traces of several ranks: how long each waited for the others, and the offsets between their clocks.
 
-A collective ends on all ranks at the same moment, after the last rank has joined. So the k-th collective is shortest on
-the last rank to join; on other ranks, the extra time is waiting time. This needs no common clock. The ends give the
-offsets between the clocks. Both need the same collectives in the same order on all ranks.
+A collective ends on all ranks at the same moment, after the last rank has joined. So it is shortest on the last rank to
+join; on other ranks, the extra time is waiting time. This needs no common clock. The ends give the offsets between the
+clocks. Which collectives are the same is found in meetings.py, by process group.
 """
 
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
+from ..messages import list_ranks
+from .clocks import Clock, common_clock
+from .meetings import Group, Meeting, RankTransfers, match_collectives
 from .trace import DeviceEvent
 
-_POINT_TO_POINT = re.compile(r":(send|recv)")  # names of gloo; NCCL's kernel names do not distinguish them
-
-
-@dataclass(frozen=True, slots=True)
-class RankTransfers:
-    """The transfers of one rank, in microseconds."""
-
-    transfers: Sequence[DeviceEvent]
-    start_us: float
-    """Start of its first event."""
-    base_us: float = 0.0
-    """The origin of its times."""
-    host: str = ""
-    """Name of the host; ranks on the same host share a clock. "" if unknown."""
+_MEET = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,33 +26,95 @@ class RankSkew:
     """Start of its first event minus the start of rank 0's first event, on the clock of rank 0."""
 
 
-def rank_skews(ranks: Sequence[RankTransfers]) -> tuple[RankSkew, ...]:
-    """Return the skew of each rank.
+@dataclass(frozen=True)
+class Comparison:
+    """What several ranks have in common."""
 
-    The collectives are comparable if their names are the same on all ranks, and if at least 9 of 10 have a moment when
-    all ranks are inside. Clocks are not exact enough to require this of all collectives.
+    ranks: Sequence[RankTransfers]
+    meetings: Sequence[Meeting]
+    """The same collectives on several ranks."""
+    clocks: Sequence[Clock | None]
+    problems: Sequence[str]
+    """Groups whose collectives could not be compared, each with the reason."""
+
+    @property
+    def skews(self) -> tuple[RankSkew, ...]:
+        """The skew of each rank."""
+        waited: dict[int, float] = {}
+        for meeting in self.meetings:
+            for member, time in zip(meeting.members, meeting.waited_us, strict=True):
+                waited[member] = waited.get(member, 0.0) + time
+        shifts = [None if clock is None else clock.shift_us for clock in self.clocks]
+        if len(shifts) > 1 and all(shift is None for shift in shifts[1:]):
+            shifts[0] = None  # there is nothing to compare it with
+        return tuple(RankSkew(waited.get(i), shift) for i, shift in enumerate(shifts))
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks of the job without a trace; empty if its size is unknown."""
+        size = max((rank.world_size or 0 for rank in self.ranks), default=0)
+        return sorted({*range(size)} - {rank.rank for rank in self.ranks if rank.rank is not None})
+
+    def transfer_us(self, position: int) -> dict[DeviceEvent, float]:
+        """The duration of each compared transfer of one rank on the last rank to join it."""
+        return {
+            meeting.events[meeting.members.index(position)]: meeting.shortest_us
+            for meeting in self.meetings
+            if position in meeting.members
+        }
+
+
+def compare_traces(ranks: Sequence[RankTransfers]) -> Comparison:
+    """Compare the ranks by process group.
+
+    Groups are left out if in more than 1 of 10 meetings there is no moment when all ranks are inside. Clocks are not
+    exact enough to require this of all meetings.
     """
-    first = ranks[0]
-    shifts = np.array([rank.base_us - first.base_us + rank.start_us - first.start_us for rank in ranks])
-    one_clock = bool(first.host) and all(rank.host == first.host for rank in ranks)
-    unknown = tuple(RankSkew(None, float(shift) if one_clock or len(ranks) == 1 else None) for shift in shifts)
-    ordered = [
-        sorted((event for event in rank.transfers if not _POINT_TO_POINT.search(event.name)), key=lambda e: e.start)
-        for rank in ranks
-    ]
-    names = [[event.name for event in events] for events in ordered]
-    if len(ranks) == 1 or not names[0] or any(other != names[0] for other in names):
-        return unknown
-    matched = [*zip(ranks, ordered, strict=True)]
-    starts, ends = (
-        np.array([[getattr(event, edge) - rank.start_us for event in events] for rank, events in matched])
-        for edge in ("start", "end")
-    )
-    if not one_clock:
-        shifts = np.median(ends[0] - ends, axis=1)
-    on_one = shifts[:, None]
-    meet = (starts + on_one).max(axis=0) <= (ends + on_one).min(axis=0)
-    if meet.mean() < 0.9:
-        return unknown
-    waited = (ends - starts - (ends - starts).min(axis=0)).sum(axis=1)
-    return tuple(RankSkew(float(w), float(shift)) for w, shift in zip(waited, shifts, strict=True))
+    matches = match_collectives(ranks)
+    problems = [*matches.problems]
+    groups = dict(matches.by_group)
+    while True:
+        meetings = [meeting for found in groups.values() for meeting in found]
+        clocks = common_clock(ranks, meetings)
+        apart = _worst(ranks, groups, clocks)
+        if apart is None:
+            return Comparison(ranks, meetings, clocks, problems)
+        del groups[apart]
+        problems.append(f"{apart}: its collectives do not overlap in time")
+
+
+def rank_skews(ranks: Sequence[RankTransfers]) -> tuple[RankSkew, ...]:
+    """Return the skew of each rank."""
+    return compare_traces(ranks).skews
+
+
+def _worst(
+    ranks: Sequence[RankTransfers], groups: Mapping[Group, Sequence[Meeting]], clocks: Sequence[Clock | None]
+) -> Group | None:
+    """The group with the smallest share of meetings at which all ranks are inside, if that is too small."""
+    shares = {group: _share_that_meets(ranks, meetings, clocks) for group, meetings in groups.items()}
+    group = min(shares, key=lambda group: shares[group], default=None)
+    return group if group is not None and shares[group] < _MEET else None
+
+
+def _share_that_meets(
+    ranks: Sequence[RankTransfers], meetings: Sequence[Meeting], clocks: Sequence[Clock | None]
+) -> float:
+    met = 0
+    for meeting in meetings:
+        starts, ends = [], []
+        for member, event in zip(meeting.members, meeting.events, strict=True):
+            if (clock := clocks[member]) is not None:
+                starts.append(clock.at(event.start - ranks[member].start_us))
+                ends.append(clock.at(event.end - ranks[member].start_us))
+        met += max(starts, default=0.0) <= min(ends, default=0.0)
+    return met / len(meetings)
+
+
+def missing_text(comparison: Comparison) -> str:
+    """Say which ranks have no trace, or ""."""
+    missing = comparison.missing
+    if not missing:
+        return ""
+    shown = list_ranks(missing) if len(missing) <= 8 else f"{len(missing):,} ranks"
+    return f"{shown} of {max(rank.world_size or 0 for rank in comparison.ranks):,} have no trace here"

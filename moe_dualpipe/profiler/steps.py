@@ -13,7 +13,7 @@ from math import inf
 from ..overlap.labels import STEP_PARTS, is_for_experts, step_number
 from ..schedule.actions import Action
 from ..schedule.walk import Span
-from .analyze import COMMUNICATION, kind_of
+from .communication import NAMES
 from .host import host_as_device
 from .intervals import as_intervals, intervals_of, total, union
 from .trace import DeviceEvent, HostEvent, Trace, TraceError
@@ -36,7 +36,7 @@ class Step:
 
 def recorded_steps(trace: Trace, actions: Sequence[Action]) -> list[Step]:
     """Return the steps of a rank that runs `actions` in each step. Raises TraceError if the trace lacks an action."""
-    trace = host_as_device(trace, COMMUNICATION)
+    trace = host_as_device(trace, NAMES)
     texts = {str(action): action for action in actions}
     annotations = [event for event in trace.annotations if event.name in texts or event.name in STEP_PARTS]
     around = trace.innermost_around(annotations)
@@ -48,7 +48,7 @@ def recorded_steps(trace: Trace, actions: Sequence[Action]) -> list[Step]:
     found = (event for event in trace.annotations if step_number(event.name) is not None)
     for step in sorted(found, key=lambda event: event.start):
         inside = sorted((a for a in annotations if step.start <= a.start < step.end), key=lambda a: a.start)
-        computed = {a: [e for e in launched[a] if kind_of(e) != "comm"] for a in inside if a.name in texts}
+        computed = {a: [e for e in launched[a] if NAMES.kind_of(e) != "comm"] for a in inside if a.name in texts}
         if [texts[annotation.name] for annotation in computed] != list(actions) or not all(computed.values()):
             raise TraceError(f"the recording of {step.name} lacks actions of the schedule")
         extents = _in_turns(map(_extent, computed.values()))
@@ -82,11 +82,11 @@ def only_expert_transfers(trace: Trace) -> Trace:
     A pipeline transfer starts when one rank is ready and ends after the other one is: it measures the schedule, not the
     overlap.
     """
-    trace = host_as_device(trace, COMMUNICATION)
+    trace = host_as_device(trace, NAMES)
 
     def wanted(event: DeviceEvent) -> bool:
         annotation = trace.annotation_of(event)
-        return kind_of(event) != "comm" or (annotation is not None and is_for_experts(annotation.name))
+        return NAMES.kind_of(event) != "comm" or (annotation is not None and is_for_experts(annotation.name))
 
     return replace(trace, device_events=[event for event in trace.device_events if wanted(event)])
 

@@ -18,7 +18,7 @@ from ..drawing.overlap_report import compare_ranks
 from ..drawing.pipeline_report import pipeline_objects, pipeline_text, rank_name, save_pipeline_figure
 from ..messages import plural
 from ..overlap.labels import STEP
-from ..profiler import COMMUNICATION, read_trace
+from ..profiler import NAMES, read_trace
 from ..profiler.capture import capture, synchronize
 from ..profiler.files import TracedDevice, TraceFiles, analyze_devices
 from ..profiler.host import host_as_device
@@ -102,7 +102,7 @@ class StepProfiler:
 
     def _own_part(self) -> RankPart:
         """This rank's steps, host name, time of the barrier and analyzed device."""
-        trace = host_as_device(read_trace(self.path), COMMUNICATION)
+        trace = host_as_device(read_trace(self.path), NAMES)
         steps = recorded_steps(trace, self.schedule.actions[self.layout.pp_rank])
         found = analyze_devices(self.path, only_expert_transfers(trace), pictures=False)
         device = max(found, key=lambda device: device.analysis.compute_us)  # a few kernels may run on other devices

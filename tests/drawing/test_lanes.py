@@ -1,21 +1,23 @@
 """Lanes as an image: names where they fit, a detail where they do not fit, and a legend of the colours drawn."""
 
 import re
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from moe_dualpipe.cli import main
-from moe_dualpipe.drawing.lanes import Picture, _windows, save_lanes
+from moe_dualpipe.drawing.lanes import MAX_PICTURES, Picture, save_lanes
+from moe_dualpipe.drawing.lanes_image import _windows
+from moe_dualpipe.drawing.palette import EXPOSED, HIDDEN, STYLES
 from moe_dualpipe.drawing.timeline_boxes import LABELS
-from moe_dualpipe.profiler import read_trace
-from moe_dualpipe.profiler.files import LaneBlock, lane_blocks
+from tests.support.lanes import Work, lanes_of
 from tests.support.traces import annotation, kernel, launch, write
 
 
-def picture(blocks, shift=0.0):
-    """Return a picture of these blocks: (name, start, end) in milliseconds."""
-    return Picture("title", [LaneBlock(0, n, np.array([[a, b]]) * 1e3) for n, a, b in blocks], shift * 1e3)
+def picture(works, shift=0.0):
+    """Return a picture of phases: (name, start, end) in milliseconds."""
+    return Picture("title", lanes_of(*(Work("k", a * 1e3, b * 1e3, phase=n) for n, a, b in works)), shift * 1e3)
 
 
 def texts(tmp_path, *pictures):
@@ -24,18 +26,8 @@ def texts(tmp_path, *pictures):
     return re.findall(r"<text[^>]*>([^<]*)</text>", (tmp_path / "lanes.svg").read_text())
 
 
-def test_blocks_are_what_an_annotation_launched(tmp_path):
-    trace = read_trace(write(tmp_path / "trace.json", [
-        annotation("attn(F)", 0, 10), annotation("dispatch(B)", 10, 10), annotation("attn(F)", 20, 10),
-        launch(1, 5), launch(2, 15), launch(3, 25), launch(4, 6),
-        kernel("gemm", 100, 5, correlation=1), kernel("gemm", 107, 3, correlation=4),
-        kernel("ncclX", 103, 9, correlation=2), kernel("gemm", 120, 4, correlation=3), kernel("gemm", 130, 1),
-        kernel("gemm", 0, 1000, device=1),
-    ]))  # fmt: skip
-    assert [(b.lane, b.name, Picture.colour(b), b.intervals.tolist()) for b in lane_blocks(trace, "0")] == [
-        (0, "attn(F)", "#f6b26b", [[0, 5], [7, 10]]), (0, "attn(F)", "#f6b26b", [[20, 24]]),
-        (0, "", "#c8c8c8", [[30, 31]]), (1, "dispatch(B)", "#93c47d", [[3, 12]]),
-    ]  # fmt: skip
+def colours(tmp_path):
+    return {style.label for style in STYLES if style.colour in (tmp_path / "lanes.svg").read_text()}
 
 
 def test_the_command_draws(tmp_path, capsys):
@@ -57,37 +49,104 @@ def test_the_command_draws(tmp_path, capsys):
 
 
 def test_the_legend_has_the_colours_that_can_be_seen(tmp_path):
-    """1 ms of 1,000 is too short to be seen."""
-    found = texts(tmp_path, picture([("mlp(B)", 0, 900), ("attn(W)", 900, 999), ("mlp(F)", 999, 1000)]))
+    """0.5 ms of 1,000 is too short to be seen."""
+    found = texts(tmp_path, picture([("mlp(B)", 0, 900), ("attn(W)", 900, 999.5), ("mlp(F)", 999.5, 1000)]))
     assert found[-2:] == [LABELS["B"], LABELS["W"]]
     assert texts(tmp_path, picture([("mlp(I)", 0, 900), ("", 900, 1000)]))[-2:] == [LABELS["I"], "other"]
+
+
+def test_colours_of_other_traces_show_categories(tmp_path):
+    works = [
+        Work("gemm", 0, 50), Work("add", 50, 60, category="elementwise"), Work("odd", 60, 70, category="unheard of"),
+        Work("ncclA", 40, 100, lane=1, category="communication"), Work("Memcpy", 80, 90, lane=2, category="copy"),
+    ]  # fmt: skip
+    found = texts(tmp_path, Picture("", lanes_of(*works)))
+    assert found[-6:] == ["GEMM", "elementwise", "other", HIDDEN.label, "copies", EXPOSED.label]
+    assert colours(tmp_path) == {*found[-6:]}
+    assert [text for text in found if text in ("computation", "communication", "copies")][:3] == [
+        "computation", "communication", "copies",
+    ]  # fmt: skip
+    found = texts(tmp_path, Picture("", lanes_of(*works[:3])))
+    assert found[-3:] == ["GEMM", "elementwise", "other"] and "copies" not in found
+    found = texts(tmp_path, Picture("", lanes_of(Work("gemm", 0, 9), Work("ncclA", 2, 7, lane=1))))
+    assert EXPOSED.label not in found and EXPOSED.colour not in (tmp_path / "lanes.svg").read_text()
+
+
+def test_exposed_communication_is_a_strip_below_phases(tmp_path):
+    works = Work("gemm", 0, 50, phase="mlp(F)"), Work("ncclA", 0, 100, lane=1, phase="combine(B)")
+    found = texts(tmp_path, Picture("", lanes_of(*works)))
+    assert found[-3:] == [LABELS["F"], LABELS["B"], EXPOSED.label]
+
+
+def test_colours_can_be_told_apart():
+    """Text has a contrast of at least 4.5 to 1 on its colour (WCAG 2.1), and no two colours of categories are close."""
+
+    def luminance(colour):
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    for style in STYLES:
+        low, high = sorted([luminance(style.colour), luminance(style.ink)])
+        assert (high + 0.05) / (low + 0.05) >= 4.5, style
+    assert len({style.colour for style in STYLES}) == len({style.label for style in STYLES}) == len(STYLES)
 
 
 def test_names_are_drawn_where_they_fit(tmp_path):
     found = texts(tmp_path, picture([("mlp(B)", 0, 90), ("prepare dispatch(F)", 90, 100)]))
     assert found.count("mlp(B)") == 1 and "prepare dispatch(F)" not in found
+    assert sum(text.startswith("prep") and text.endswith("…") for text in found) == 1
     assert not any("part in the frame" in text for text in found)
 
 
+def test_kernels_without_a_phase_are_labelled_by_their_short_names(tmp_path):
+    lanes = lanes_of(Work("void at::native::elementwise_kernel<4, f>(int)", 0, 90), Work("gemm", 90, 100))
+    assert "elementwise_kernel" in texts(tmp_path, Picture("", lanes))
+
+
 def test_a_detail_shows_names_where_the_whole_is_too_long(tmp_path):
-    """A lane is 112 letters wide and each name takes 8 of them, so that 14 of the 100 blocks of 10 ms fit."""
+    """A lane is 106 letters wide and each name takes 8 of them, so that 13 of the 100 phases of 10 ms fit."""
     long = picture([(f"mlp{i % 2}(F)", 10 * i, 10 * i + 10) for i in range(100)])
     whole, (start, end) = _windows([long])
     assert whole == (0, 1e6)
-    assert end - start == pytest.approx(10e3 * 7.7 / (0.55 * 9 / 72 * 8))
+    assert end - start == pytest.approx(10e3 * 7.7 / (0.58 * 9 / 72 * 8))
     assert start + end == pytest.approx(1e6)
     found = texts(tmp_path, long)
-    assert "the part in the frame, 140 ms" in found
+    assert "the part in the frame, 133 ms" in found
     assert 12 <= sum(text.startswith("mlp") for text in found) <= 14
 
 
 def test_the_detail_lies_in_the_middle_of_what_all_pictures_have():
     """The first picture covers 0 to 1,000 ms, the second 200 to 400 ms."""
-    blocks = [("mlp(F)", 10 * i, 10 * i + 10) for i in range(100)]
-    _, (start, end) = _windows([picture(blocks), picture(blocks[:20], shift=200)])
+    works = [("mlp(F)" if i % 2 else "mlp(B)", 10 * i, 10 * i + 10) for i in range(100)]
+    _, (start, end) = _windows([picture(works), picture(works[:20], shift=200)])
     assert start + end == pytest.approx(600e3)
 
 
 def test_images_of_traces_without_names_or_work(tmp_path):
-    assert "other" in texts(tmp_path, picture([("", 0, 10)]))
-    assert texts(tmp_path, Picture("nothing", []), picture([("a", 1, 2)]))[-1] == "other"
+    assert "GEMM" in texts(tmp_path, picture([("", 0, 10)]))
+    assert texts(tmp_path, Picture("nothing", lanes_of()), picture([("a", 1, 2)]))[-1] == "GEMM"
+
+
+def test_at_most_eight_devices_are_drawn(tmp_path):
+    many = [picture([("mlp(F)", 0, 1)]) for _ in range(MAX_PICTURES + 2)]
+    assert "2 more devices not drawn" in texts(tmp_path, *many)
+    assert texts(tmp_path, *many).count("title") == MAX_PICTURES
+    assert not any("not drawn" in text for text in texts(tmp_path, *many[:MAX_PICTURES]))
+
+
+def test_labels_lie_inside_their_work():
+    pytest.importorskip("matplotlib")
+    from moe_dualpipe.drawing.lanes_image import lanes_figure
+
+    generator = np.random.default_rng(0)
+    edges = np.concatenate([[0], np.cumsum(generator.integers(1, 60, 40))]) * 1.0
+    works = [(f"MWMW{i}", a, b) for i, (a, b) in enumerate(pairwise(edges.tolist()))]
+    figure = lanes_figure([picture(works)])
+    figure.savefig("/dev/null", format="png", dpi=100)
+    boxes = []
+    for axes in figure.axes:
+        for text in axes.texts:
+            box = axes.transData.inverted().transform_bbox(text.get_window_extent())
+            boxes.append((text.get_text(), any(a <= box.x0 and box.x1 <= b for _, a, b in works)))
+    assert len(boxes) > 8 and all(inside for _, inside in boxes), boxes

@@ -8,7 +8,7 @@ import pytest
 
 from moe_dualpipe.cli import main
 from moe_dualpipe.drawing.overlap_report import analysis_text, hidden_sentence
-from moe_dualpipe.profiler import TraceError, analyze, kind_of, read_trace
+from moe_dualpipe.profiler import NAMES, Names, TraceError, analyze, read_trace
 from moe_dualpipe.profiler.trace import DeviceEvent
 from tests.support.traces import annotation, kernel, launch, write
 
@@ -36,11 +36,13 @@ def test_overlapping_events_count_once(tmp_path):
     assert a.busy_us == 60 + 20
     assert a.idle_us == 10
     assert a.compute_us == 40 + 12  # the memset ends 2 us after the last kernel
+    assert a.kernel_compute_us == 40 + 10
     assert a.copy_us == 4
     assert a.comm_us == 30 + 15
     assert a.overlapped_us == 10 + 7
     assert a.exposed_comm_us == 20 + 8
-    assert a.hidden_fraction == 17 / 45
+    assert a.hidden_kernels_us == 10 + 5
+    assert a.hidden_fraction == 15 / 45
     assert (a.num_comm, a.comm_blocks) == (3, 24)
     assert a.streams == {"20": 45, "21": 20, "7": 52, "8": 10}
     assert [(k.name, k.kind, k.times, k.total_us) for k in a.kernels[:2]] == [
@@ -127,14 +129,15 @@ def test_each_device_has_its_own_analysis(tmp_path):
     ("void cuda::expand_to_fused_with_scales_impl", "compute"),
 ])  # fmt: skip
 def test_kind_of_a_kernel_by_its_name(name, kind):
-    assert kind_of(DeviceEvent(name, "kernel", 0, 1, "0", "7", None, 1)) == kind
+    assert NAMES.kind_of(DeviceEvent(name, "kernel", 0, 1, "0", "7", None, 1)) == kind
 
 
-def test_another_communication_pattern(tmp_path):
+def test_own_names_of_communication_and_computation(tmp_path):
     events = [kernel("my_push", 0, 10), kernel("ncclX", 5, 10)]
-    assert analysis_of(tmp_path, events, comm_pattern="push").comm_us == 10
     assert analysis_of(tmp_path, events).comm_us == 10
-    assert analysis_of(tmp_path, events, comm_pattern="push|nccl").comm_us == 15
+    assert analysis_of(tmp_path, events, names=Names("push")).comm_us == 15
+    assert analysis_of(tmp_path, events, names=Names("push", "my")).comm_us == 10
+    assert analysis_of(tmp_path, events, names=Names(compute="nccl")).comm_us == 0
 
 
 # ---- DeepSeek's published trace ----
@@ -173,12 +176,12 @@ def test_half_of_the_published_trace(tmp_path, capsys):
 
 def test_a_file_that_is_too_long_is_read_up_to_a_limit(tmp_path, monkeypatch, capsys):
     path = write(tmp_path / "trace.json", [kernel("gemm", 10 * i, 5) for i in range(9)])
-    monkeypatch.setattr("moe_dualpipe.profiler.trace.MOST_EVENTS", 4)
+    monkeypatch.setattr("moe_dualpipe.profiler.reading.chrome.MOST_EVENTS", 4)
     assert main(["profile", "analyze", str(path)]) == 0
     out, err = capsys.readouterr()
     assert err == f"{path}: the file is too long: only the first 4 events are analyzed\n"
     assert "| window                      |           35 |" in out
-    monkeypatch.setattr("moe_dualpipe.profiler.trace.MOST_EVENTS", 9)
+    monkeypatch.setattr("moe_dualpipe.profiler.reading.chrome.MOST_EVENTS", 9)
     assert not read_trace(path).truncated
 
 
@@ -201,7 +204,7 @@ def test_the_chunk_size_does_not_matter(tmp_path, monkeypatch):
     path = write(tmp_path / "trace.json", events, padding="x" * 300)
     expected = read_trace(path)
     for size in (1, 7, 64):
-        monkeypatch.setattr("moe_dualpipe.profiler.trace._CHUNK", size)
+        monkeypatch.setattr("moe_dualpipe.profiler.reading.pieces.CHUNK", size)
         assert read_trace(path) == expected
 
 
@@ -258,7 +261,7 @@ def test_a_missing_file(tmp_path):
 def test_invalid_json_after_some_events(tmp_path, monkeypatch):
     path = tmp_path / "trace.json"
     path.write_text(json.dumps([kernel("gemm", 0, 10)])[:-1] + ", {broken" + "x" * 5000)
-    monkeypatch.setattr("moe_dualpipe.profiler.trace._LONGEST_EVENT", 1000)
+    monkeypatch.setattr("moe_dualpipe.profiler.reading.chrome.LONGEST_EVENT", 1000)
     with pytest.raises(TraceError, match=r"not a trace: .* in event 1"):
         read_trace(path)
 
@@ -314,7 +317,8 @@ def test_the_command_prints_tables_or_json(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("options,problem", [
-    (["--comm-pattern", "("], "--comm-pattern '(' is not a regular expression"),
+    (["--comm", "("], "--comm '(' is not a regular expression"),
+    (["--compute", "[z-a]"], "--compute '[z-a]' is not a regular expression"),
     (["--kernels", "-1"], "--kernels must be at least 0: got -1"),
 ])  # fmt: skip
 def test_invalid_options(tmp_path, capsys, options, problem):

@@ -70,13 +70,17 @@ def test_calls_that_wait_for_the_device_count_as_sync(tmp_path, name, waits_for_
     assert cells == (["18 (18 in a sync)", "5 (2 in a sync)"] if waits_for_the_device else ["18", "5"])
 
 
-def test_a_copy_is_queued_when_its_call_starts(tmp_path):
-    """The call of a copy to the host can block until the copy ends. Then the host was not late."""
+def test_a_copy_is_not_computation(tmp_path):
+    """Nothing computes from 10 to 80. A copy counts where no transfer is in flight."""
     events = [
-        launch(1, 2, name="cudaMemcpyAsync", duration=60), kernel("gemm", 0, 10), kernel("ncclA", 5, 45, stream=20),
-        kernel("Memcpy DtoH (Device -> Pageable)", 50, 10, correlation=1, cat="gpu_memcpy"),
+        launch(1, 2, name="cudaMemcpy", duration=60), launch(2, 64), kernel("gemm", 0, 10),
+        kernel("ncclA", 5, 45, stream=20), kernel("norm", 80, 10, correlation=2),
+        kernel("Memcpy DtoH (Device -> Pageable)", 40, 20, correlation=1, cat="gpu_memcpy"),
     ]  # fmt: skip
-    assert waits(tmp_path, events) == [("ncclA", "Memcpy DtoH (Device -> Pageable)", 1, 40, 0, 0)]
+    assert waits(tmp_path, events) == [
+        ("ncclA", "norm", 1, 40, 40, 40), ("", "norm", 1, 20, 5, 2),
+        ("Memcpy DtoH (Device -> Pageable)", "norm", 1, 10, 10, 10),
+    ]  # fmt: skip
 
 
 def test_known_waits_of_a_cpu_do_not_count_for_the_host(tmp_path):
@@ -157,7 +161,7 @@ def test_waits_agree_with_a_check_of_every_moment(drawn, called, annotated, call
             for i, (name, (at, length)) in enumerate(drawn)
         ],
         launches={i: HostEvent("cudaLaunch", c[0], c[0] + c[1], thread) for i, c in enumerate(called) if c is not None},
-        annotations=[HostEvent(f"part{i % 2}", at, at + length, thread) for i, (at, length) in enumerate(annotated)],
+        annotations=[HostEvent(f"part{i % 2}(F)", at, at + length, thread) for i, (at, length) in enumerate(annotated)],
         waits=waiting if cpu else [],
     )
     if not cpu:
@@ -172,23 +176,24 @@ def test_waits_agree_with_a_check_of_every_moment(drawn, called, annotated, call
         named = [event.name for event in map(trace.annotation_of, nearby) if event]
         return next((other for other in named if other != during), nearby[0].name if nearby else "")
 
-    every = sorted(trace.device_events, key=lambda work: (work.start, work.category == "gpu_memcpy"))
+    every = sorted(trace.device_events, key=lambda work: work.start)
     comm = [work for work in every if work.name.startswith("nccl")]
-    compute = [work for work in every if work not in comm]
+    copies = [work for work in every if work.name == "Memcpy"]
+    compute = [work for work in every if work not in comm and work not in copies]
     times, total, host, sync = Counter(), Counter(), Counter(), Counter()
     before = "computing"
     for at in range(int(every[0].start), int(max(work.end for work in every))):
         if any(work.start <= at < work.end for work in compute):
             before = "computing"
             continue
-        owner = next((work for work in comm if work.start <= at < work.end), None)
+        owner = next((work for work in [*comm, *copies] if work.start <= at < work.end), None)
         follower = next((work for work in compute if work.start > at), None)
         key = name(owner), until(compute[compute.index(follower) :] if follower else [], name(owner))
         times[key] += owner is not before
         total[key] += 1
         before = owner
         event = trace.launches.get(follower.correlation) if follower else None
-        late = event is not None and at < (event.start if follower.name == "Memcpy" else event.end)
+        late = event is not None and at < event.end
         in_call = any(event.start <= at < event.end for event in waiting)
         host[key] += late and not (cpu and in_call)
         sync[key] += late and not cpu and in_call
@@ -196,6 +201,6 @@ def test_waits_agree_with_a_check_of_every_moment(drawn, called, annotated, call
         key: (times[key], total[key], host[key], sync[key]) for key in total
     }
     assert [w.total_us for w in analysis.waits] == sorted(total.values(), reverse=True)
-    assert sum(w.total_us for w in analysis.waits) == analysis.exposed_comm_us + analysis.idle_us
-    assert sum(w.total_us for w in analysis.waits if w.during) == analysis.exposed_comm_us
+    assert sum(w.total_us for w in analysis.waits) == analysis.window_us - analysis.kernel_compute_us
+    assert sum(w.total_us for w in analysis.waits if not w.during) == analysis.idle_us
     assert all(0 <= w.sync_us <= w.host_us <= w.total_us for w in analysis.waits)

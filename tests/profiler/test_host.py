@@ -1,21 +1,20 @@
 """A CPU as the device: computation from nested operators and annotations, and communication from transfers."""
 
-import re
 from itertools import pairwise
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from moe_dualpipe.profiler import COMMUNICATION, TraceError, analyze, read_trace
+from moe_dualpipe.profiler import NAMES, Names, TraceError, analyze, read_trace
 from moe_dualpipe.profiler.files import analyze_files
 from moe_dualpipe.profiler.host import host_as_device
 from moe_dualpipe.profiler.trace import HostEvent, Trace
 from tests.support.traces import annotation, kernel, operator, write
 
 
-def traced(tmp_path, events, pattern=COMMUNICATION):
-    return host_as_device(read_trace(write(tmp_path / "trace.json", events)), pattern)
+def traced(tmp_path, events, names=NAMES):
+    return host_as_device(read_trace(write(tmp_path / "trace.json", events)), names)
 
 
 def pieces(tmp_path, events):
@@ -127,7 +126,7 @@ def test_pieces_agree_with_a_stack_at_every_moment(drawn):
     every = [HostEvent(name, start, start + length, ("9", str(thread))) for name, start, length, thread in drawn]
     operators = [event for event in every if "::" in event.name]
     annotations = [event for event in every if "::" not in event.name]
-    trace = host_as_device(Trace(operators=operators, annotations=annotations), COMMUNICATION)
+    trace = host_as_device(Trace(operators=operators, annotations=annotations), NAMES)
     found = {}
     for thread in "12":
         works = [work for work in trace.device_events if work.stream == thread]
@@ -148,9 +147,9 @@ def test_pieces_agree_with_a_stack_at_every_moment(drawn):
 # ---- Communication ----
 
 
-def transfers(tmp_path, events, pattern=COMMUNICATION):
+def transfers(tmp_path, events, names=NAMES):
     """Name and start of each transfer and of its launch."""
-    trace = traced(tmp_path, events, pattern)
+    trace = traced(tmp_path, events, names)
     found = [(work, trace.launches[work.correlation]) for work in trace.device_events if work.category == "transfer"]
     return [(work.name, work.start, launch.name, launch.start) for work, launch in found]
 
@@ -218,19 +217,19 @@ def test_annotations_that_match_the_pattern_are_transfers(tmp_path):
         annotation("push(F)", 0, 10), operator("aten::mm", 2, 3), annotation("wait for push(F)", 20, 10),
         operator("aten::mm", 22, 3), operator("c10d::send", 1, 1),
     ]  # fmt: skip
-    trace = traced(tmp_path, events, re.compile("push"))
+    trace = traced(tmp_path, events, Names("push"))
     assert [(w.name, w.category, w.start, w.end) for w in trace.device_events] == [
         ("aten::mm", "operator", 2, 5), ("aten::mm", "operator", 22, 25), ("push(F)", "transfer", 0, 10),
     ]  # fmt: skip
     assert sorted(event.name for event in trace.waits) == ["c10d::send", "wait for push(F)"]
     assert [event.name for event in trace.annotations] == ["push(F)"]  # the wait
-    assert transfers(tmp_path, [*events, annotation("通信", 12, 5)], re.compile("通信")) == [("通信", 12, "通信", 12)]
+    assert transfers(tmp_path, [*events, annotation("通信", 12, 5)], Names("通信")) == [("通信", 12, "通信", 12)]
 
 
 def test_a_trace_with_device_events_is_unchanged(tmp_path):
     events = [kernel("gemm", 0, 10), operator("aten::mm", 0, 3), annotation("gloo:all_to_all", 0, 30)]
     trace = read_trace(write(tmp_path / "trace.json", events))
-    assert host_as_device(trace, COMMUNICATION) is trace
+    assert host_as_device(trace, NAMES) is trace
     assert [analysis.device for analysis in analyze(trace)] == ["0"]
 
 
@@ -239,7 +238,7 @@ def test_a_trace_without_computation_or_transfers(tmp_path):
     with pytest.raises(TraceError, match=r"no kernel on a device, and no operator on a CPU, in 2 events$"):
         analyze_files([path])
     assert analyze(read_trace(path)) == ()
-    assert transfers(tmp_path, [annotation("gloo:send", 1, 2), annotation("push", 5, 2)], re.compile("push")) == [
+    assert transfers(tmp_path, [annotation("gloo:send", 1, 2), annotation("push", 5, 2)], Names("push")) == [
         ("gloo:send", 1, "gloo:send", 1), ("push", 5, "push", 5),
     ]  # fmt: skip
 
@@ -268,9 +267,9 @@ def test_missing_or_invalid_header_fields(tmp_path, header):
 
 def test_a_header_in_chunks_or_too_long(tmp_path, monkeypatch):
     path = write(tmp_path / "trace.json", [kernel("gemm", 0, 10)], padding="x" * 300, host_name="a")
-    monkeypatch.setattr("moe_dualpipe.profiler.trace._CHUNK", 7)
+    monkeypatch.setattr("moe_dualpipe.profiler.reading.pieces.CHUNK", 7)
     assert read_trace(path).host == "a"
-    monkeypatch.setattr("moe_dualpipe.profiler.trace._LONGEST_HEADER", 100)
+    monkeypatch.setattr("moe_dualpipe.profiler.reading.chrome.LONGEST_HEADER", 100)
     trace = read_trace(path)
     assert (trace.host, len(trace.device_events)) == ("", 1)
 

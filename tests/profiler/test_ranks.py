@@ -1,12 +1,13 @@
 """Traces of several ranks that join collectives late, on clocks with known offsets."""
 
 import json
-import re
+from dataclasses import replace
 
 import pytest
 
 from moe_dualpipe.cli import main
 from moe_dualpipe.drawing.lanes import trace_pictures
+from moe_dualpipe.profiler import Names
 from moe_dualpipe.profiler.files import analyze_files
 from moe_dualpipe.profiler.ranks import RankSkew, RankTransfers, rank_skews
 from moe_dualpipe.profiler.trace import DeviceEvent
@@ -33,9 +34,8 @@ def ranks(offsets, started=(0, 400, -200), names=("ncclA", "ncclB", "ncclA", "nc
 
 @pytest.mark.parametrize("offsets", [(0, 0, 0), (0, 1_000, -250), (5e9, -7, 123.5)])
 def test_clocks_are_aligned_by_the_ends_of_collectives(offsets):
-    for host in ("", "a"):
-        given = ranks(offsets, host=host)
-        given[2:] = [RankTransfers(given[2].transfers, given[2].start_us, host="b" if host else "")]
+    for hosts in (("", "", ""), ("a", "b", "c"), ("a", "", "a" if offsets[0] == offsets[2] else "c")):
+        given = [replace(rank, host=host) for rank, host in zip(ranks(offsets), hosts, strict=True)]
         assert rank_skews(given) == tuple(RankSkew(w, s) for w, s in zip(WAITED, (0, 400, -200), strict=True))
 
 
@@ -145,9 +145,8 @@ def test_pictures_share_a_time_axis(tmp_path):
     assert (first.shift_us, second.shift_us) == (30, 0)
     assert (first.end_us, second.end_us) == (130, 130)
     assert first.title == "rank 0: 40.0% of the communication is hidden (1 kernel, on up to 1 thread blocks)."
-    ends = [picture.blocks[-1].intervals[-1, 1] + picture.shift_us for picture in (first, second)]
-    assert [picture.blocks[-1].lane for picture in (first, second)] == [1, 1]
-    assert ends == [100, 100]
+    ends = [picture.lanes.end[picture.lanes.lane == 1] + picture.shift_us for picture in (first, second)]
+    assert [end.tolist() for end in ends] == [[100], [100]]
 
 
 def test_pictures_start_at_0_without_a_common_clock(tmp_path, capsys):
@@ -191,18 +190,18 @@ def test_an_incomplete_file_among_several_is_named(tmp_path, capsys):
     out, err = capsys.readouterr()
     assert err == f"{paths[1]}: the file is cut off: only the first 2 events are analyzed\n"
     assert [one["truncated"] for one in json.loads(out)] == [False, True]
-    assert analyze_files([*map(tmp_path.joinpath, paths)], pictures=False).devices[0].blocks == ()
+    assert analyze_files([*map(tmp_path.joinpath, paths)], pictures=False).devices[0].lanes is None
 
 
-def test_each_device_has_its_own_transfers_and_blocks(tmp_path):
+def test_each_device_has_its_own_transfers_and_lanes(tmp_path):
     events = [
-        kernel("gemm", 500, 40), kernel("mine", 520, 70, stream=9), kernel("nccl", 600, 5),
+        kernel("gemm", 500, 40), kernel("mine", 520, 70, stream=9), kernel("gemm_all_reduce", 600, 5),
         kernel("gemm", 300, 10, device=1), kernel("mine", 290, 30, device=1, stream=9),
     ]  # fmt: skip
-    found = analyze_files([write(tmp_path / "t.json", events)], re.compile("mine"))
+    found = analyze_files([write(tmp_path / "t.json", events)], Names("mine"))
     assert [[work.start for work in device.transfers.transfers] for device in found.devices] == [[520], [290]]
     assert [device.transfers.start_us for device in found.devices] == [500, 290]
-    assert [[(block.lane, block.intervals.tolist()) for block in device.blocks] for device in found.devices] == [
-        [(0, [[0, 40], [100, 105]]), (1, [[20, 90]])],
-        [(0, [[10, 20]]), (1, [[0, 30]])],
-    ]
+    lanes = [device.lanes for device in found.devices]
+    assert [(one.lane.tolist(), one.start.tolist(), one.end.tolist()) for one in lanes if one] == [
+        ([0, 1, 0], [0, 20, 100], [40, 90, 105]), ([1, 0], [0, 10], [30, 20]),
+    ]  # fmt: skip

@@ -1,0 +1,206 @@
+"""Draw lanes as an image, with a legend of what is drawn.
+
+Labels are the names of phases or, outside of phases, of kernels. If the trace is too long for labels to fit, a second
+set of lanes below shows a part of it with labels.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from textwrap import wrap
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..profiler.intervals import Intervals, intersection, total, union
+from ..profiler.lanes import COMMUNICATION, LANES, Ints, Lanes, Run, runs
+from .figures import new_figure, plain_text
+from .kernel_names import short_name, shortened
+from .palette import EXPOSED, HIDDEN, STYLES, has_letters, styles_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from .lanes import Picture
+
+WIDTH, FONT_SIZE = 9.0, 9  # inches and points: the text is 11 pixels high in an image 800 pixels wide
+_SMALLEST = 5  # points: lower rows have no labels
+_LANE_INCHES, _LETTER_WIDTH = 7.7, 0.58 / 72  # a letter's width in inches, divided by the size of the font
+_NARROWEST, _MARGIN = 0.28, 0.06  # the width of an "i" as a share of the size; inches left free beside a label
+_LANE_HEIGHTS, _SPACE, _INCHES = (0.86, 0.86, 0.4), 0.14, 0.42  # the unit of height, about so many inches
+_STRIP = 0.1  # the height of exposed communication if colours show phases
+_PIXELS = 1200.0  # shorter gaps than a lane's length divided by this are not drawn
+_NAMED_SHARE = 0.9  # the detail is so short that names fit into runs with this share of the named time
+_LABEL_LETTERS = 20  # as many letters of a long name count as enough
+
+Window = tuple[float, float]
+
+
+def lanes_figure(pictures: Sequence["Picture"], note: str = "") -> "Figure":
+    """Draw the pictures below each other on one time axis. Raises ImportError if matplotlib is not installed.
+
+    note: a line below them.
+    """
+    windows = _windows(pictures)
+    letters = has_letters([picture.lanes for picture in pictures])
+    heights = [1.2 + 0.25 * (_count_lanes(picture.lanes) > 2) for picture in pictures for _ in windows]
+    figure = new_figure(WIDTH, 0.4 + sum(heights))
+    rows = figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0]
+    for (whole, *details), picture in zip(rows.reshape(len(pictures), len(windows)), pictures, strict=True):
+        styles = styles_of(picture.lanes, letters)
+        _Panel(whole, picture, windows[0], styles, letters).draw(labels=not details)
+        whole.set_title("\n".join(map(plain_text, wrap(picture.title, 115))), fontsize=FONT_SIZE, loc="left")
+        for axes, window in zip(details, windows[1:], strict=True):
+            _Panel(axes, picture, window, styles, letters).draw(labels=True)
+            start, end = (time / 1e3 for time in window)
+            axes.set_title(f"the part in the frame, {end - start:,.3g} ms", fontsize=FONT_SIZE, loc="left")
+            bottom, top = whole.get_ylim()
+            frame = bottom + 0.02, top - bottom - 0.04
+            whole.broken_barh([(start, end - start)], frame, facecolors="none", edgecolors="black", zorder=3)
+    _add_legend(figure, pictures, letters)
+    if note:
+        figure.supxlabel(plain_text(note), fontsize=FONT_SIZE, x=0.99, ha="right")
+    return figure
+
+
+def _windows(pictures: Sequence["Picture"]) -> list[Window]:
+    """Return the whole time and, if names do not fit there, a detail from the middle of the time all pictures cover."""
+    end = max(picture.end_us for picture in pictures)
+    found = [(picture.lanes, run) for picture in pictures for run in runs(picture.lanes, end / 400)]
+    lengths = np.array([run.end - run.start for _, run in found])
+    if not lengths.sum():
+        return [(0.0, end)]
+    letters = np.array([min(len(_label(lanes, run)), _LABEL_LETTERS) for lanes, run in found])
+    per_inch = lengths / (_LETTER_WIDTH * FONT_SIZE * (1 + letters))  # at most this many us per inch
+    order = np.argsort(-per_inch, kind="stable")
+    enough = np.searchsorted(np.cumsum(lengths[order]), _NAMED_SHARE * lengths.sum())
+    length = float(_LANE_INCHES * per_inch[order][min(enough, len(order) - 1)])
+    if length > 0.8 * end:
+        return [(0.0, end)]
+    middle = (max(picture.shift_us for picture in pictures) + min(picture.end_us for picture in pictures)) / 2
+    start = min(max(middle - length / 2, 0.0), end - length)
+    return [(0.0, end), (start, start + length)]
+
+
+def _label(lanes: Lanes, run: Run) -> str:
+    return lanes.phases[run.phase] if run.phase >= 0 else short_name(lanes.names[run.name])
+
+
+def _count_lanes(lanes: Lanes) -> int:
+    """Computation and communication always have a lane; copies have one if there are any."""
+    return max(2, int(lanes.lane.max(initial=0)) + 1)
+
+
+def _fitting(text: str, inches: float, size: float) -> str:
+    """Return `text`, shortened until it fits into so many inches; "" if less than two letters and "…" would fit."""
+    most = int(inches / (_NARROWEST * size / 72))
+    if most < 3 or (len(text) <= most and _inches(text, size) <= inches):
+        return text if most >= 3 else ""
+    cuts = (shortened(text, letters) for letters in range(min(most, len(text) - 1), 2, -1))
+    return next((cut for cut in cuts if _inches(cut, size) <= inches), "")
+
+
+@lru_cache(maxsize=1 << 14)
+def _inches(text: str, size: float) -> float:
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
+
+    width, _, _ = text_to_path.get_text_width_height_descent(plain_text(text), FontProperties(size=size), ismath=False)
+    return width / 72
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """The lanes of one picture in one window."""
+
+    axes: "Axes"
+    picture: "Picture"
+    window: Window
+    styles: Ints
+    letters: bool
+
+    @property
+    def start(self) -> float:
+        return self.window[0] - self.picture.shift_us
+
+    @property
+    def end(self) -> float:
+        return self.window[1] - self.picture.shift_us
+
+    def draw(self, labels: bool) -> None:
+        lanes = self.picture.lanes
+        count = _count_lanes(lanes)
+        bottoms = [-sum(_LANE_HEIGHTS[: lane + 1]) - _SPACE * lane for lane in range(count)]
+        visible = (lanes.end > self.start) & (lanes.start < self.end)
+        exposed = lanes.exposed
+        for lane, bottom in enumerate(bottoms):
+            rows = int(lanes.row[lanes.lane == lane].max(initial=0)) + 1
+            height = _LANE_HEIGHTS[lane] / rows
+            for row in range(rows):
+                base = bottom + height * (rows - 1 - row)
+                chosen = (lanes.lane == lane) & (lanes.row == row)
+                self._draw_row(visible & chosen, base, height, exposed if lane == COMMUNICATION else None)
+                if labels:
+                    self._add_labels(lanes.select(chosen), self.styles[chosen], base, height)
+        self.axes.set_ylim(bottoms[-1] - 0.06, 0.06)
+        self._set_axes([bottom + height / 2 for bottom, height in zip(bottoms, _LANE_HEIGHTS, strict=False)])
+
+    def _draw_row(self, chosen: NDArray[np.bool_], base: float, height: float, exposed: Intervals | None) -> None:
+        lanes = self.picture.lanes
+        for number in np.unique(self.styles[chosen]):
+            self._bars(lanes.busy(chosen & (self.styles == number)), base, height, STYLES[number].colour)
+        if exposed is not None:
+            strip = min(_STRIP, height / 3) if self.letters else height
+            self._bars(intersection(lanes.busy(chosen), exposed), base, strip, EXPOSED.colour)
+
+    def _bars(self, intervals: Intervals, base: float, height: float, colour: str) -> None:
+        shift, closed = self.picture.shift_us, (self.end - self.start) / _PIXELS
+        spans = [((a + shift) / 1e3, (b - a) / 1e3) for a, b in close_gaps(intervals, closed).tolist()]
+        self.axes.broken_barh(spans, (base, height), facecolors=colour, edgecolors="none")
+
+    def _add_labels(self, lanes: Lanes, styles: Ints, base: float, height: float) -> None:
+        """Label the runs of one row, where a label fits; shorten long ones."""
+        size, inch = min(FONT_SIZE, 72 * _INCHES * height * 0.8), (self.end - self.start) / _LANE_INCHES
+        ink_of = {int(name): STYLES[style].ink for name, style in zip(lanes.name, styles, strict=True)}
+        for run in runs(lanes, (self.end - self.start) / 400):
+            left, right = max(run.start, self.start), min(run.end, self.end)
+            if right - left > 0.1 * inch and run.start >= self.start:
+                x = (left + self.picture.shift_us) / 1e3
+                self.axes.vlines(x, base, base + height, "white", linewidth=0.8)
+            text = _fitting(_label(lanes, run), (right - left) / inch - _MARGIN, size) if size >= _SMALLEST else ""
+            if text:
+                x, y = ((left + right) / 2 + self.picture.shift_us) / 1e3, base + height / 2
+                ink = ink_of[run.name]
+                self.axes.text(x, y, plain_text(text), ha="center", va="center", fontsize=size, color=ink)
+
+    def _set_axes(self, middles: Sequence[float]) -> None:
+        self.axes.set_xlim(self.window[0] / 1e3, self.window[1] / 1e3)
+        self.axes.set_yticks(middles, LANES[: len(middles)])
+        self.axes.set_frame_on(False)
+        self.axes.tick_params(length=0, labelsize=FONT_SIZE)
+        self.axes.xaxis.set_major_formatter("{x:g} ms")
+
+
+def close_gaps(intervals: Intervals, gap: float) -> Intervals:
+    """Join intervals that are at most `gap` apart."""
+    return union(intervals + np.array([0.0, gap])) - np.array([0.0, gap]) if gap else intervals
+
+
+def _add_legend(figure: "Figure", pictures: Sequence["Picture"], letters: bool) -> None:
+    """Add a legend entry for each colour that covers enough of the time to be seen."""
+    from matplotlib.patches import Patch
+
+    end, times = max(picture.end_us for picture in pictures), np.zeros(len(STYLES))
+    for picture in pictures:
+        styles, exposed = styles_of(picture.lanes, letters), total(picture.lanes.exposed)
+        times += [total(picture.lanes.busy(styles == number)) for number in range(len(STYLES))]
+        times[STYLES.index(EXPOSED)] += exposed
+        times[STYLES.index(HIDDEN)] -= exposed
+    entries = [
+        Patch(facecolor=style.colour, label=style.label)
+        for style, time in zip(STYLES, times, strict=True)
+        if time > end / 1000
+    ]
+    figure.legend(handles=entries, loc="outside lower left", ncols=5, fontsize=FONT_SIZE, frameon=False)

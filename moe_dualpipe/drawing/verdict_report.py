@@ -1,0 +1,32 @@
+"""The causes of lost time as plain sentences."""
+
+from collections.abc import Sequence
+
+from ..messages import plural, printable
+from ..profiler.doctor.verdict import Verdict
+
+MOST_VERDICTS = 8
+HEALTHY = "No cause found that costs more than 1%."
+
+
+def verdicts_text(verdicts: Sequence[Verdict]) -> str:
+    """Return a numbered list: what happens and where, the evidence, the predicted gain, and what to change."""
+    if not verdicts:
+        return HEALTHY
+    parts = [_verdict_text(number, verdict) for number, verdict in enumerate(verdicts[:MOST_VERDICTS], start=1)]
+    if rest := len(verdicts) - MOST_VERDICTS:
+        parts += [f"{plural(rest, 'smaller cause')} not shown."] * (rest > 0)
+    return "\n".join(parts)
+
+
+def _verdict_text(number: int, verdict: Verdict) -> str:
+    place = f" Most of it: {printable(verdict.place, 80)}." if verdict.place else ""
+    lines = [f"{number}. {printable(verdict.title)}{place}"]
+    lines += [printable(sentence, 400) for sentence in (*verdict.evidence, f"{_gain(verdict)} {verdict.remedy}")]
+    return "\n   ".join(lines)
+
+
+def _gain(verdict: Verdict) -> str:
+    if verdict.gain_us is None or verdict.gain_fraction is None:
+        return f"It takes {verdict.cost_us:,.0f} us; the gain cannot be predicted."
+    return f"Without it, the window would be {verdict.gain_us:,.0f} us ({verdict.gain_fraction:.1%}) shorter."

@@ -1,0 +1,194 @@
+// The lanes: pieces of work, labels at every zoom, and what is marked.
+const TITLE = 24, BAND = 14, GAP = 4, MEMORY = 52;
+const FEW = data.devices.length <= 2;
+const BODY = FEW ? [44, 44, 22] : [30, 30, 16];  // the height of a single row of each lane
+const NARROW = FEW ? 26 : 19;  // the height of one of several rows
+const COMMUNICATION = 1;
+
+// Where everything is: each row, title and memory panel gets its `top`. Returns the height of all.
+function arrange() {
+  let y = 0;
+  for (const device of data.devices) {
+    device.top = y;
+    y += TITLE;
+    device.bands = [];
+    for (let lane = 0; lane < 3; lane++) {
+      const rows = device.rows.filter((row) => row.lane === lane);
+      if (lane === 2 && !rows.length) continue;
+      const top = y;
+      for (const row of rows) {
+        row.top = y;
+        row.body = rows.length > 1 ? Math.min(NARROW, BODY[lane]) : BODY[lane];
+        row.band = row.phases ? BAND : 0;
+        y += row.band + row.body + 1;
+      }
+      if (!rows.length) y += BODY[lane];
+      device.bands.push({ lane, top, height: y - top });
+      y += GAP;
+    }
+    device.memoryTop = y;
+    if (device.memory) y += MEMORY + GAP;
+    device.bottom = y;
+    y += 6;
+  }
+  return y;
+}
+
+const faded = (device, i) => view.hits !== null && !view.hits.pieces[device.number].has(i);
+const styleHidden = (style) => view.hidden.has(style);
+
+function drawLanes() {
+  const canvas = $("lanes"), height = arrange(), pen = penOf(canvas, height);
+  for (const device of data.devices) {
+    pen.fillStyle = theme.ink;
+    pen.fillText(fitting(pen, device.title, canvas.clientWidth - 8), 4, device.top + TITLE / 2);
+    for (const { lane, top, height } of device.bands) {
+      pen.fillStyle = theme.muted;
+      pen.fillText(data.lanes[lane], 4, top + height / 2);
+    }
+    pen.save();
+    pen.beginPath();
+    pen.rect(LEFT, device.top, laneWidth(), device.bottom - device.top);
+    pen.clip();
+    for (const row of device.rows) drawRow(pen, row);
+    pen.restore();
+  }
+  drawMarks(pen);
+}
+
+function drawRow(pen, row) {
+  const [first, last] = visible(row, view.from, view.to);
+  drawPieces(pen, row, first, last);
+  if (row.lane === COMMUNICATION && !styleHidden(data.exposed)) drawExposed(pen, row, first, last);
+  pen.font = "11px system-ui, sans-serif";
+  drawLabels(pen, row, first, last);
+  if (row.band) drawBand(pen, row);
+  pen.font = "12px system-ui, sans-serif";
+}
+
+// Pieces narrower than a pixel are collected: a pixel shows the style with the most time, paler if the row is idle.
+function drawPieces(pen, row, first, last) {
+  const { device, top, body, band } = row, y = top + band;
+  let pixel = -1, times = new Map();
+  const flush = () => {
+    let style = -1, all = 0;
+    for (const [key, time] of times) { all += time; if (style < 0 || time > times.get(style)) style = key; }
+    if (style >= 0) {
+      pen.globalAlpha = Math.min(1, Math.max(all, 0.15));
+      pen.fillStyle = styles[style][1];
+      pen.fillRect(pixel, y, 1, body);
+    }
+    times = new Map();
+  };
+  for (let i = first; i < last; i++) {
+    const a = Math.max(xOf(device.start[i]), LEFT), b = Math.min(xOf(stopOf(device, i)), LEFT + laneWidth());
+    const style = device.style[i];
+    if (b < a || styleHidden(style)) continue;
+    const alpha = faded(device, i) ? 0.25 : 1;
+    if (b - a < 1) {
+      if (Math.floor(a) !== pixel) { flush(); pixel = Math.floor(a); }
+      times.set(style, (times.get(style) || 0) + Math.max(b - a, 0.15) * alpha);
+      continue;
+    }
+    pen.globalAlpha = alpha;
+    pen.fillStyle = styles[style][1];
+    pen.fillRect(a, y, b - a > 3 ? b - a - 0.5 : b - a, body);
+  }
+  flush();
+  pen.globalAlpha = 1;
+}
+
+// Exposed communication: all of the row in red, or a strip below colours that mean phases.
+function drawExposed(pen, row, first, last) {
+  const { device, top, body, band } = row, spans = device.exposed;
+  const height = data.strip ? 5 : body, y = top + band + body - height;
+  let at = firstIndex(0, spans.length, (i) => spans[i][1] > view.from), done = -Infinity;
+  for (let i = first; i < last && at < spans.length; i++) {
+    if (styleHidden(device.style[i])) continue;
+    const start = Math.max(device.start[i], done), stop = stopOf(device, i);
+    while (at > 0 && spans[at - 1][1] > start) at--;
+    for (; at < spans.length && spans[at][0] < stop; at++) {
+      const from = Math.max(spans[at][0], start, view.from), to = Math.min(spans[at][1], stop, view.to);
+      if (to <= from) continue;
+      pen.globalAlpha = faded(device, i) ? 0.25 : 1;
+      pen.fillStyle = styles[data.exposed][1];
+      pen.fillRect(xOf(from), y, Math.max(xOf(to) - xOf(from), 0.5), height);
+    }
+    done = Math.max(done, stop);
+  }
+  pen.globalAlpha = 1;
+}
+
+// Labels inside pieces that are wide enough. Neighbours with one name share a label if they touch on the screen.
+function drawLabels(pen, row, first, last) {
+  const { device, top, body, band } = row;
+  for (let i = first; i < last; i++) {
+    const name = device.name[i], begin = i;
+    while (i + 1 < last && device.name[i + 1] === name && device.style[i + 1] === device.style[i]
+           && (device.start[i + 1] - stopOf(device, i)) / (view.to - view.from) * laneWidth() < 1
+           && device.length[i] / (view.to - view.from) * laneWidth() < 24) i++;
+    const style = device.style[i];
+    if (styleHidden(style) || faded(device, begin)) continue;
+    const a = Math.max(xOf(device.start[begin]), LEFT), b = Math.min(xOf(stopOf(device, i)), LEFT + laneWidth());
+    const text = b - a < 20 ? "" : fitting(pen, short[name], b - a - 6);
+    if (!text) continue;
+    pen.fillStyle = styles[style][2];
+    pen.fillText(text, a + 3, top + band + body / 2);
+  }
+}
+
+// The band above a row names the phases.
+function drawBand(pen, row) {
+  const { device, top, runs } = row;
+  const low = firstIndex(0, runs.length, (r) => device.reach[runs[r][1]] > view.from);
+  let drawn = -1;
+  for (let r = low; r < runs.length && device.start[runs[r][0]] < view.to; r++) {
+    const [begin, stop] = runs[r];
+    const a = Math.max(xOf(device.start[begin]), LEFT), b = Math.min(xOf(stopOf(device, stop)), LEFT + laneWidth());
+    if (b - a < 1 && Math.floor(a) === drawn) continue;
+    drawn = Math.floor(a);
+    const hit = view.hits !== null && view.hits.runs.has(`${device.number}:${begin}`);
+    pen.fillStyle = hit ? theme.mark : theme.band;
+    pen.fillRect(a, top, Math.max(b - a - 1, 0.5), BAND - 2);
+    const text = b - a < 20 ? "" : fitting(pen, names[phaseOf(device, begin)], b - a - 5);
+    pen.fillStyle = hit ? theme.paper : theme.ink;
+    if (text) pen.fillText(text, a + 2, top + BAND / 2 - 0.5);
+  }
+}
+
+// Frames around the piece that was clicked, the current hit, and the place of a verdict.
+function drawMarks(pen) {
+  pen.lineWidth = 2;
+  pen.strokeStyle = theme.mark;
+  const frame = (from, to, top, bottom) => {
+    const a = Math.max(xOf(from), LEFT - 4), b = Math.min(xOf(to), LEFT + laneWidth() + 4);
+    if (b >= LEFT && a <= LEFT + laneWidth()) pen.strokeRect(a, top, Math.max(b - a, 2), bottom - top);
+  };
+  for (const mark of [view.picked, view.hits && view.hits.current]) {
+    if (mark) frame(mark.start, mark.stop, mark.row.top, mark.row.top + mark.row.band + mark.row.body);
+  }
+  if (view.verdict) {
+    const { device, start, end } = view.verdict;
+    pen.setLineDash([6, 4]);
+    frame(start, end, device.top + TITLE - 3, device.bottom);
+    pen.setLineDash([]);
+  }
+}
+
+// The piece at a point of the canvas, or null. A narrow piece may be two pixels away.
+function pieceAt(x, y) {
+  if (x < LEFT) return null;
+  const near = 2 * (view.to - view.from) / laneWidth(), time = timeAt(x);
+  for (const device of data.devices) {
+    const row = device.rows.find(({ top, band, body }) => y >= top && y < top + band + body);
+    if (!row) continue;
+    const [first, last] = visible(row, time - near, time + near);
+    let best = -1, least = Infinity;
+    for (let i = first; i < last; i++) {
+      const away = Math.max(device.start[i] - time, time - stopOf(device, i), 0);
+      if (!styleHidden(device.style[i]) && away <= near && away <= least) { best = i; least = away; }
+    }
+    return best < 0 ? null : { row, device, piece: best, start: device.start[best], stop: stopOf(device, best) };
+  }
+  return null;
+}

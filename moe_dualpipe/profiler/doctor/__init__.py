@@ -1,0 +1,1 @@
+"""Say why communication is exposed, what to change, and how much time each change would save."""

@@ -1,0 +1,139 @@
+"""What all causes look at, and what they find."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from ..intervals import EMPTY, Intervals, difference, length_before, union
+from .dependencies import Nodes, graph_of, latency_of, previous_on_stream, ready_times
+from .replay import Floats, Graph, Ints, Mask, Times, replay
+from .verdict import Verdict
+from .view import COMM, COMPUTE, COPY, View
+
+Change = Callable[[Graph], Graph]
+"""Returns the graph without a cause. It keeps the nodes, and the order of the waits."""
+
+
+class Finding(NamedTuple):
+    """A cause, and the change that removes it. None: the gain cannot be predicted."""
+
+    verdict: Verdict
+    change: Change | None
+
+
+@dataclass(frozen=True)
+class Case:
+    """A device with its graph. Times are in microseconds from the start of its first event."""
+
+    view: View
+    graph: Graph
+    nodes: Nodes
+    comm_us: Floats | None = None
+    """How long each event would take if all ranks joined at once, where several ranks are known."""
+
+    @property
+    def window_us(self) -> float:
+        return self.view.window_us
+
+    @cached_property
+    def previous(self) -> Ints:
+        """The event before each event on its stream, or -1."""
+        return previous_on_stream(self.view)
+
+    @cached_property
+    def ready(self) -> Floats:
+        """When each event was launched and its stream was free."""
+        return ready_times(self.view)
+
+    @cached_property
+    def latency(self) -> float:
+        return latency_of(self.view)
+
+    @cached_property
+    def is_comm(self) -> Mask:
+        return self.view.kind == COMM
+
+    @cached_property
+    def computing(self) -> Intervals:
+        """When kernels or copies ran."""
+        return self.spans((COMPUTE, COPY))
+
+    @cached_property
+    def transferring(self) -> Intervals:
+        return self.spans((COMM,))
+
+    @cached_property
+    def gaps(self) -> Intervals:
+        """When nothing was computed or copied."""
+        whole = np.array([[0.0, self.window_us]]) if self.window_us else EMPTY
+        return difference(whole, self.computing)
+
+    def spans(self, kinds: Iterable[int]) -> Intervals:
+        chosen = np.isin(self.view.kind, [*kinds])
+        return union(np.stack([self.view.start[chosen], self.view.end[chosen]], axis=1))
+
+    def without_computation(self, start: Floats, end: Floats) -> Floats:
+        """How much of each interval has no computation."""
+        before = length_before(self.gaps)
+        return before(np.maximum(start, end)) - before(start)
+
+    def place(self, event: int) -> str:
+        """The annotation of an event's launch; otherwise its collective or its own name."""
+        view = self.view
+        if view.labels[event]:
+            return view.labels[event]
+        collective = view.events[event].collective
+        if collective is not None:
+            group = collective.description or collective.group
+            return f"{collective.name} in {group}" if group else collective.name
+        return view.events[event].name
+
+    def gain_of(self, changes: Sequence[Change]) -> tuple[float, Times]:
+        """How much shorter the window becomes after all changes, and the replayed times."""
+        graph = self.graph
+        for change in changes:
+            graph = change(graph)
+        times = replay(graph)
+        return self.graph.recorded.window_us - times.window_us, times
+
+
+def case_of(view: View) -> Case:
+    return Case(view, *graph_of(view))
+
+
+def without_waits(unwanted: Mask) -> Change:
+    """Drop waits, a mask over those of the recorded graph."""
+
+    def change(graph: Graph) -> Graph:
+        lag = graph.waits.lag.copy()
+        lag[: len(unwanted)][unwanted] = -np.inf
+        return replace(graph, waits=graph.waits._replace(lag=lag))
+
+    return change
+
+
+def with_durations(nodes: Ints, duration: Floats) -> Change:
+    """Shorten nodes to these durations."""
+
+    def change(graph: Graph) -> Graph:
+        changed = graph.duration.copy()
+        changed[nodes] = np.minimum(changed[nodes], duration)
+        return replace(graph, duration=changed)
+
+    return change
+
+
+def worst_of(cost: Floats) -> int:
+    """The index of the largest cost."""
+    return int(np.argmax(cost))
+
+
+def most_costly(names: Sequence[str], costs: Iterable[float]) -> str:
+    """The name with the largest sum of costs; "" if there is none."""
+    sums: dict[str, float] = {}
+    for name, cost in zip(names, costs, strict=True):
+        sums[name] = sums.get(name, 0.0) + float(cost)
+    return max(sums, key=lambda name: sums[name], default="")

@@ -1,0 +1,126 @@
+"""The host: calls that wait for the device, and launches that come too late.
+
+After a call that waits for the device, nothing is queued, so the device idles until the next launch. Without the wait,
+the host would be ahead again. Only what would still be late then is the host's own time between launches.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from ...trace import HostEvent, Trace
+from ..case import Case, Change, Finding, most_costly, without_waits, worst_of
+from ..dependencies import LATE
+from ..replay import SYNC, Floats, Graph, Ints
+from ..verdict import Verdict
+from ..view import COMM, Call
+
+SHORT = 10.0
+"""Microseconds: about the time that one launch takes."""
+_NESTED = 64  # operators around a call are searched among so many before it
+
+
+def find_syncs(case: Case, trace: Trace) -> list[Finding]:
+    """Calls in which the host waits for the device."""
+    view, waits = case.view, case.graph.waits
+    unwanted = waits.kind == SYNC
+    node_of_call = {int(node): i for i, node in enumerate(case.nodes.call_end)}
+    calls = [node_of_call[node] for node in waits.target[unwanted].tolist() if node in node_of_call]
+    if not calls:
+        return []
+    awaited_end = np.array([view.calls[call].end for call in calls]) - waits.lag[unwanted]
+    following = _next_starts(case, calls)
+    costs = case.without_computation(awaited_end, following)
+    names = _around([view.calls[call] for call in calls], trace.operators, trace.annotations, view.origin)
+    worst = worst_of(costs)
+    place = most_costly(names, costs)
+    what = most_costly([view.calls[call].name for call in calls], costs)
+    costly = int((costs > LATE).sum())
+    waited = sum(view.calls[call].end - view.calls[call].start for call in calls)
+    evidence = (
+        f"{what} and similar calls waited {len(calls):,} times, {waited:,.0f} us in total.",
+        f"After {costly:,} of them, nothing computed until the next launch: {costs.sum():,.0f} us, at most "
+        f"{costs[worst]:,.0f} us at once.",
+    )
+    verdict = Verdict(
+        "host-sync", "The host waits for the device, so the queue is empty afterwards.", evidence,
+        "Leave the number on the device, read it later, or copy it into pinned memory without blocking.",
+        place, float(awaited_end[worst]), float(following[worst]), float(costs.sum()),
+    )  # fmt: skip
+    return [Finding(verdict, without_waits(unwanted))]
+
+
+def _next_starts(case: Case, calls: Sequence[int]) -> Floats:
+    """The first start of an event that was launched after each call; the end of the window if there is none."""
+    view = case.view
+    first = np.full(len(view.calls) + 1, case.window_us)
+    launched = view.launch >= 0
+    np.minimum.at(first, view.launch[launched], view.start[launched])
+    first = np.minimum.accumulate(first[::-1])[::-1]
+    return np.array([max(float(first[call + 1]), 0.0) for call in calls])
+
+
+def _around(
+    calls: Sequence[Call], operators: Sequence[HostEvent], annotations: Sequence[HostEvent], origin: float
+) -> list[str]:
+    """The outermost of the operators around each call, and the annotation around it."""
+    found = []
+    by_start = [sorted(events, key=lambda event: event.start) for events in (operators, annotations)]
+    starts = [[event.start for event in events] for events in by_start]
+    for call in calls:
+        time, names = call.start + origin, []
+        for events, times in zip(by_start, starts, strict=True):
+            at = bisect_right(times, time)
+            nested = [e for e in events[max(at - _NESTED, 0) : at] if e.end > time and e.thread == call.thread]
+            names.append(nested[0 if events is by_start[0] else -1].name if nested else "")
+        operator, annotation = names
+        inner = operator or call.name
+        found.append(f"{inner} in {annotation}" if annotation else inner)
+    return found
+
+
+def find_late_host(case: Case) -> list[Finding]:
+    """Work that starts late because the host had not launched it."""
+    view = case.view
+    known = np.flatnonzero((view.launch >= 0) & (view.kind != COMM))
+    if len(known) < 2:
+        return []
+    call_starts = np.array([call.start for call in view.calls])
+    launched = np.array([call.end for call in view.calls])[view.launch[known]]
+    free = np.where(case.previous[known] >= 0, view.end[case.previous[known]], 0.0)
+    late = np.maximum(np.minimum(launched, view.start[known]) - free, 0.0)
+    late[view.start[known] - launched > SHORT] = 0.0  # started long after the launch: it waited for something else
+    costs = case.without_computation(free, free + late)
+    worst = worst_of(costs)
+    bound = costs > LATE
+    short = view.duration[known] < SHORT
+    between = np.diff(np.sort(call_starts[np.unique(view.launch[known])]))
+    evidence = (
+        f"{bound.sum():,} of {len(known):,} kernels and copies were launched when their stream was already idle. "
+        f"Nothing computed for {costs.sum():,.0f} us until then.",
+        f"The host launches every {np.median(between) if len(between) else 0:,.1f} us (median), and "
+        f"{short.mean():.0%} of the kernels take less than {SHORT:.0f} us.",
+    )
+    verdict = Verdict(
+        "host-bound", "The host launches work too late, and the device waits for it.", evidence,
+        "Launch fewer and larger kernels: fused kernels, torch.compile, CUDA graphs, or larger micro-batches.",
+        most_costly([case.place(event) for event in known.tolist()], costs),
+        float(free[worst]), float(free[worst] + late[worst]), float(costs.sum()),
+    )  # fmt: skip
+    return [Finding(verdict, _at_once(case))]
+
+
+def _at_once(case: Case) -> Change:
+    """The host takes no time between waits."""
+    nodes: Ints = case.nodes.call
+
+    def change(graph: Graph) -> Graph:
+        duration, lag = graph.duration.copy(), graph.before_lag.copy()
+        duration[nodes] = 0.0
+        has_before = nodes[graph.before[nodes] >= 0]
+        lag[has_before] = np.minimum(lag[has_before], 0.0)
+        return replace(graph, duration=duration, before_lag=lag)
+
+    return change

@@ -1,0 +1,106 @@
+"""Transfers of different groups on one stream, which wait for each other although their links could be free.
+
+torch.distributed gives each process group a stream of its own. If transfers of two groups share one, because of one
+communicator or one side stream for both, each waits for the other.
+
+Transfers of one group share their links, so a stream of their own would not send more. Only transfers of different
+groups are separated, or, where groups are unknown, of different annotations. Of groups that are unknown, both are
+slowed down while they run at once: each gets half of the bandwidth.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from ..case import Case, Change, Finding, most_costly, worst_of
+from ..dependencies import LATE, NEAR
+from ..replay import ASSUMED, DATA, Floats, Graph, Ints
+from ..verdict import Verdict
+
+LEAST = 3
+
+
+def find(case: Case) -> list[Finding]:
+    """Find transfers that wait only for an unrelated transfer before them on their stream."""
+    view = case.view
+    groups = [_group(case, event) for event in range(len(view.events))]
+    waiting = [
+        event for event in np.flatnonzero(case.is_comm & (case.previous >= 0)).tolist()
+        if case.is_comm[case.previous[event]] and groups[event] != groups[int(case.previous[event])]
+        and view.start[event] - view.end[case.previous[event]] <= NEAR
+    ]  # fmt: skip
+    events = np.array(waiting, np.int64)
+    waited = view.end[case.previous[events]] - _could_start(case)[events] if len(events) else np.empty(0)
+    events, waited = events[waited > LATE], waited[waited > LATE]
+    if len(events) < LEAST:
+        return []
+    worst = worst_of(waited)
+    first, second = (case.place(int(e)) for e in (case.previous[events[worst]], events[worst]))
+    known = all(case.view.events[event].collective is not None for event in events.tolist())
+    assumption = (
+        "The gain assumes that the groups do not share links." if known else
+        "The gain assumes that both share the bandwidth while they run at once."
+    )  # fmt: skip
+    start = float(view.start[events[worst]])
+    evidence = (
+        f"{len(events):,} transfers waited {waited.sum():,.0f} us for a transfer before them on their stream, such as "
+        f"{second} for {first}, {waited[worst]:,.0f} us at most.",
+        f"They were launched, and their data was there. {assumption}",
+    )
+    verdict = Verdict(
+        "shared-stream", "Transfers of different groups share a stream and wait for each other.", evidence,
+        "Give each group a communicator and a stream of its own.",
+        most_costly([case.place(event) for event in events.tolist()], waited),
+        start - float(waited[worst]), start, float(waited.sum()),
+    )  # fmt: skip
+    return [Finding(verdict, _apart(case, groups, events, waited, known))]
+
+
+def _group(case: Case, event: int) -> str:
+    collective = case.view.events[event].collective
+    if collective is not None and (collective.group or collective.ranks):
+        return f"{collective.group} {collective.ranks}"
+    return case.view.labels[event]
+
+
+def _could_start(case: Case) -> Floats:
+    """When each event was launched and its known and assumed inputs were there, whatever its stream."""
+    view, graph, waits = case.view, case.graph, case.graph.waits
+    calls = np.array([call.start for call in view.calls] or [0.0])
+    ready = np.full(len(graph.start), -np.inf)
+    inputs = np.isin(waits.kind, (DATA, ASSUMED))
+    np.maximum.at(ready, waits.target[inputs], (graph.start + graph.duration)[waits.source[inputs]])
+    launched = np.where(view.launch >= 0, calls[view.launch] + case.latency, view.start)
+    return np.maximum(ready[case.nodes.event], launched)
+
+
+def _apart(case: Case, groups: list[str], events: Ints, waited: Floats, known: bool) -> Change:
+    """Let transfers follow only those of their group; other work on the stream belongs to the transfer after it."""
+    view, nodes = case.view, case.nodes.event
+    streams = np.unique(view.stream[events])
+    before = case.graph.before.copy()
+    last: dict[tuple[int, str], int] = {}
+    following: dict[int, str] = {}
+    own = np.flatnonzero(np.isin(view.stream, streams)).tolist()
+    group_of: dict[int, str] = {}
+    for event in reversed(own):
+        stream = int(view.stream[event])
+        if case.is_comm[event]:
+            following[stream] = groups[event]
+        group_of[event] = following[stream] if stream in following else groups[event]
+    for event in own:
+        key = int(view.stream[event]), group_of[event]
+        before[nodes[event]] = nodes[last[key]] if key in last else -1
+        last[key] = event
+    longer = np.zeros(len(case.graph.start))
+    if not known:
+        first, second = nodes[case.previous[events]], nodes[events]
+        slowed = np.minimum(case.graph.duration[second], waited)
+        np.add.at(longer, first, slowed)
+        np.add.at(longer, second, slowed)
+
+    def change(graph: Graph) -> Graph:
+        return replace(graph, before=np.where(before != case.graph.before, before, graph.before),
+                       duration=graph.duration + longer)  # fmt: skip
+
+    return change

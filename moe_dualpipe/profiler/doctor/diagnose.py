@@ -1,0 +1,93 @@
+"""Find the causes of lost time on one or more devices, and rank them by what their removal would save.
+
+Each cause changes the graph of recorded dependencies; the gain is the difference of the replayed windows. Two causes
+may claim the same time: the gains do not add up, and `together` is the gain of all changes at once.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from ..trace import DeviceEvent, Trace
+from .case import Case, Change, Finding, case_of
+from .causes import contention, exposed, host, order, streams, transfers
+from .ranks import join
+from .verdict import Verdict
+from .view import view_of
+
+LEAST_SHARE = 0.01
+"""Causes that would save a smaller share of the window are left out."""
+
+
+class Examined(NamedTuple):
+    """A device and what was found in its own trace alone."""
+
+    device: str
+    name: str
+    case: Case
+    host: list[Finding]
+    others: list[Finding]
+
+
+def examine(trace: Trace, device: str, kind_of: Callable[[DeviceEvent], str], name: str = "") -> Examined | None:
+    """Look at one device. Returns None for a device without a window. name: of the rank, for other ranks' verdicts."""
+    case = case_of(view_of(trace, device, kind_of))
+    if not case.window_us > 0:
+        return None
+    found_host = [*host.find_syncs(case, trace), *host.find_late_host(case)]
+    others = [*order.find(case), *streams.find(case), *exposed.find_pipeline(case)]
+    return Examined(device, name, case, found_host, others)
+
+
+def conclude(examined: Sequence[Examined | None]) -> list[tuple[Verdict, ...]]:
+    """Return the verdicts of each device, after comparing the transfers of all. None has no verdicts."""
+    known = [one for one in examined if one is not None]
+    names = {number: one.name for number, one in enumerate(known)}
+    verdicts = []
+    joined = iter(join([one.case for one in known]))
+    for one in examined:
+        if one is None:
+            verdicts.append(())
+            continue
+        case, last = next(joined)
+        found = [*transfers.find(case, names, last), *contention.find(case)]
+        verdicts.append(_ranked(one, case, found))
+    return verdicts
+
+
+def diagnose(trace: Trace, device: str, kind_of: Callable[[DeviceEvent], str]) -> tuple[Verdict, ...]:
+    """Return the causes of lost time on one device, largest gain first."""
+    return conclude([examine(trace, device, kind_of)])[0]
+
+
+def _ranked(one: Examined, case: Case, found: Sequence[Finding]) -> tuple[Verdict, ...]:
+    kept = [*_host(one, case)]
+    for finding in (*one.others, *found):
+        if finding.change is not None and (gained := _with_gain(one, case, finding)) is not None:
+            kept.append(gained)
+    kept.sort(key=lambda finding: -(finding.verdict.gain_us or 0.0))
+    without_gain = exposed.find_nothing_else(case)
+    return tuple(replace(finding.verdict, device=one.device) for finding in (*kept, *without_gain))
+
+
+def _host(one: Examined, case: Case) -> list[Finding]:
+    """The host's causes. Late launches count only if they would be late without the calls that wait."""
+    kept, before = [], list[Change]()
+    for finding in one.host:
+        if finding.change is None:
+            continue
+        earlier = case.gain_of(before)[0] if before else 0.0
+        more = case.gain_of([*before, finding.change])[0] - earlier
+        if more >= LEAST_SHARE * case.window_us and (gained := _with_gain(one, case, finding)) is not None:
+            kept.append(gained)
+        before.append(finding.change)
+    return kept
+
+
+def _with_gain(one: Examined, case: Case, finding: Finding) -> Finding | None:
+    assert finding.change is not None
+    gain, _ = case.gain_of([finding.change])
+    if gain < LEAST_SHARE * case.window_us:
+        return None
+    verdict = replace(finding.verdict, gain_us=gain, gain_fraction=gain / case.window_us, device=one.device)
+    return finding._replace(verdict=verdict)

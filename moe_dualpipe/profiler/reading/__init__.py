@@ -1,0 +1,40 @@
+"""Read the traces of profilers into a Trace: Chrome traces of torch.profiler, plain or gzip."""
+
+import zlib
+from pathlib import Path
+
+from ..trace import Trace, TraceError
+from .chrome import ChromeEvents
+from .header import describe
+from .kineto import KinetoEvents
+from .outliers import leave_out_outliers
+from .pieces import text_pieces
+
+__all__ = ["read_trace"]
+
+
+def read_trace(path: str | Path) -> Trace:
+    """Read a trace file; its contents tell the format. Raises TraceError if it is missing, empty or not a trace."""
+    path = Path(path)
+    try:
+        return _read_chrome(path)
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror or error}") from None
+    except zlib.error:
+        raise TraceError(f"{path}: not a trace: neither text nor gzip") from None
+    except RecursionError:
+        raise TraceError(f"{path}: not a trace: its lists are nested too deeply") from None
+
+
+def _read_chrome(path: Path) -> Trace:
+    trace = Trace()
+    events = ChromeEvents(text_pieces(path, trace.notes), path, trace)
+    kept = KinetoEvents(trace)
+    for event in events:
+        kept.add(event)
+    describe(events.outside, trace)
+    leave_out_outliers(trace)
+    kept.finish()
+    if not trace.num_events:
+        raise TraceError(f"{path}: {'cut off before the first event' if trace.truncated else 'a trace without events'}")
+    return trace

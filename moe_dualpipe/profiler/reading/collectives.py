@@ -1,0 +1,86 @@
+"""Which collective a kernel belongs to.
+
+Kineto writes the arguments of a collective to its kernels. Where it does not, the call of the collective on the host
+has them, and the kernel was launched inside that call.
+"""
+
+import re
+from typing import Any
+
+from ..trace import Collective, DeviceEvent, HostEvent, Trace
+from .header import whole
+
+_LIBRARIES = re.compile("ccl", re.IGNORECASE)  # kernels of NCCL, RCCL, MSCCL, oneCCL, HCCL
+_NOT_TRANSFERS = ("wait", "init")
+
+
+class RecordedCollectives:
+    """The collectives of one trace. Equal ones are kept once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Collective, Collective] = {}
+        self._ranks: dict[str, tuple[int, ...]] = {}
+        self._calls: list[tuple[HostEvent, Collective]] = []
+
+    def read(self, arguments: dict[str, Any]) -> Collective:
+        """The collective in the arguments of an event."""
+        name = str(arguments["Collective name"])
+        size = whole(arguments.get("Group size")) or 0
+        peer = arguments.get("Dst Rank" if "send" in name.lower() else "Src Rank")
+        found = Collective(
+            name, str(arguments.get("Process Group Name", arguments.get("Process Group ID", ""))),
+            str(arguments.get("Process Group Description", "")), self._ranks_of(arguments, size), size,
+            _elements(arguments.get("In msg nelems")), _elements(arguments.get("Out msg nelems")),
+            str(arguments.get("dtype", "")), whole(arguments.get("Seq")), whole(peer),
+        )  # fmt: skip
+        return self._known.setdefault(found, found)
+
+    def add_call(self, call: HostEvent, arguments: dict[str, Any]) -> None:
+        """Take note of a call of a collective on the host."""
+        collective = self.read(arguments)
+        if collective.name not in _NOT_TRANSFERS:
+            self._calls.append((call, collective))
+
+    def connect(self, trace: Trace) -> None:
+        """Give kernels of communication libraries the collective of the call that launched them, if they have none.
+
+        Groups whose ranks are not recorded with the collective take them from the list of groups.
+        """
+        events = trace.device_events
+        lacking = [i for i, e in enumerate(events) if e.collective is None and _is_kernel_of_library(e)]
+        if lacking and self._calls:
+            by_call = {id(call): collective for call, collective in self._calls}
+            around = trace.innermost_around([call for call, _ in self._calls])
+            for i in lacking:
+                correlation = events[i].correlation
+                call = around.get(correlation) if correlation is not None else None
+                if call is not None:
+                    events[i] = events[i]._replace(collective=by_call[id(call)])
+        if trace.groups:
+            for i, event in enumerate(events):
+                found = event.collective
+                if found is not None and not found.ranks and found.group in trace.groups:
+                    known = found._replace(ranks=trace.groups[found.group])
+                    events[i] = event._replace(collective=self._known.setdefault(known, known))
+
+    def _ranks_of(self, arguments: dict[str, Any], size: int) -> tuple[int, ...]:
+        """The ranks of a group; kineto elides long lists, such as "[0, 1, ..., 63]"."""
+        text = str(arguments.get("Process Group Ranks", ""))
+        if text not in self._ranks:
+            words = text.strip("[]").replace(",", " ").split()
+            known = tuple(int(word) for word in words if word.isascii() and word.isdigit() and len(word) < 10)
+            self._ranks[text] = known if len(known) == len(words) else ()
+        ranks = self._ranks[text]
+        if not ranks:
+            first, step = whole(arguments.get("Global rank start")), whole(arguments.get("Global rank stride"))
+            if first is not None and step and 1 < size <= 1 << 20:
+                ranks = tuple(range(first, first + step * size, step))
+        return ranks if len(ranks) == size or not size else ()
+
+
+def _is_kernel_of_library(event: DeviceEvent) -> bool:
+    return event.category == "kernel" and _LIBRARIES.search(event.name) is not None
+
+
+def _elements(value: object) -> int | None:
+    return value if type(value) is int and 0 <= value < 2**63 else None

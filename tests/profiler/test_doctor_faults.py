@@ -1,0 +1,66 @@
+"""Known faults in made-up jobs: each must be named first, with its true gain. Healthy jobs must have no verdict."""
+
+import pytest
+
+from tests.support.diagnosed import outcome, verdicts_of
+from tests.support.faults import FAULTS
+from tests.support.faults.jobs import HEALTHY
+from tests.support.faults.switches import STRENGTHS
+
+NOT_NAMED = {
+    ("one queue", 1), ("shared stream", 1), ("shared stream", 2), ("late launch", 1), ("late launch", 2),
+    ("starved transfers", 1), ("late receives", 1), ("late receives", 2),
+}  # fmt: skip
+"""Faults and strengths that are not recognized yet."""
+GAIN_IS_FAR = {("slow host", 1), ("one queue", 2), ("more tokens", 1), ("slow link", 2), ("no graphs", 1)}
+"""Faults that are named, with a predicted gain that is more than 20% off."""
+
+
+def cases(gaps):
+    """Every fault at every strength; those in `gaps` are expected to fail."""
+    return [
+        pytest.param(name, strength, marks=[pytest.mark.xfail(reason="known gap")] if (name, strength) in gaps else [])
+        for name in FAULTS for strength in STRENGTHS
+    ]  # fmt: skip
+
+
+def diagnosed(name, strength, folder, **options):
+    fault = FAULTS[name]
+    healthy = fault.healthy(**options)
+    return outcome(fault, fault.apply(healthy, strength), healthy, folder)
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_healthy_job_has_no_verdict(name, seed, tmp_path):
+    assert verdicts_of(HEALTHY[name](seed=seed, jitter=0.02 + 0.03 * seed), tmp_path) == []
+
+
+@pytest.mark.parametrize(("name", "strength"), cases(NOT_NAMED))
+def test_a_fault_is_named_first(name, strength, tmp_path):
+    assert diagnosed(name, strength, tmp_path).kinds[:1] == [FAULTS[name].kind]
+
+
+@pytest.mark.parametrize(("name", "strength"), cases(NOT_NAMED | GAIN_IS_FAR))
+def test_the_predicted_gain_is_the_true_one(name, strength, tmp_path):
+    found = diagnosed(name, strength, tmp_path)
+    if FAULTS[name].known:
+        assert found.close, (found.predicted_us, found.true_us)
+    else:
+        assert found.predicted_us is None
+
+
+@pytest.mark.parametrize(("one", "other"), [
+    ("host sync", "slow rank"), ("host sync", "starved computation"), ("slow rank", "slow link"),
+    ("slow link", "starved computation"), ("more tokens", "starved computation"),
+])  # fmt: skip
+def test_two_faults_are_both_named(one, other, tmp_path):
+    both = FAULTS[other].apply(FAULTS[one].apply(HEALTHY["moe"](), 2), 2)
+    assert {FAULTS[one].kind, FAULTS[other].kind} <= {verdict.kind for _, verdict in verdicts_of(both, tmp_path)}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(2, 12))
+@pytest.mark.parametrize("name", HEALTHY)
+def test_healthy_jobs_of_many_seeds(name, seed, tmp_path):
+    assert verdicts_of(HEALTHY[name](seed=seed, jitter=0.05), tmp_path) == []

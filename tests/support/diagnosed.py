@@ -1,0 +1,107 @@
+"""What the profiler says about made-up jobs (faults/), beside what is known about them.
+
+python -m tests.support.diagnosed                              every fault at every strength
+python -m tests.support.diagnosed --only "late launch" 2       one of them, with all that is said
+python -m tests.support.diagnosed --only moe                   a healthy job
+add --foreign for programs without annotations, --seed N, --pairs for all pairs
+"""
+
+import argparse
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_dualpipe.drawing.verdict_report import verdicts_text
+from moe_dualpipe.profiler.doctor.verdict import Verdict
+from moe_dualpipe.profiler.files import analyze_files
+
+from .faults import FAULTS, PAIRS, Fault, Job, run, write_traces
+from .faults.jobs import HEALTHY
+from .faults.switches import STRENGTHS
+
+
+def verdicts_of(job: Job, folder: Path) -> list[tuple[int, Verdict]]:
+    """The verdicts on all ranks, each with its rank: largest gain first, those without a gain last."""
+    files = analyze_files(write_traces(run(job), folder), pictures=False)
+    found = [(device.rank or 0, verdict) for device in files.devices for verdict in device.analysis.verdicts]
+    return sorted(found, key=lambda item: -(item[1].gain_us or 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The verdicts on a faulty job. true_us: by how much the fault lengthened the window of the rank of the verdict."""
+
+    fault: Fault
+    kinds: list[str]
+    window_us: float
+    predicted_us: float | None
+    true_us: float | None
+
+    @property
+    def close(self) -> bool:
+        """Whether the predicted gain is within 20% of the true one, or 1% of the window."""
+        if self.predicted_us is None or self.true_us is None:
+            return False
+        return abs(self.predicted_us - self.true_us) <= max(0.2 * self.true_us, 0.01 * self.window_us)
+
+
+def outcome(fault: Fault, faulty: Job, mended: Job, folder: Path) -> Outcome:
+    found = verdicts_of(faulty, folder)
+    before, after = run(faulty), run(mended)
+    rank, verdict = next(((rank, v) for rank, v in found if v.kind == fault.kind), (0, None))
+    window = before.ranks[rank].window_us
+    true = window - after.ranks[rank].window_us if fault.known else None
+    kinds = list(dict.fromkeys(v.kind for _, v in found))
+    return Outcome(fault, kinds, window, verdict.gain_us if verdict else None, true)
+
+
+def _row(name: str, found: Outcome) -> str:
+    named = (
+        "first" if found.kinds[:1] == [found.fault.kind] else "named" if found.fault.kind in found.kinds else "MISSED"
+    )
+
+    def share(us: float | None) -> str:
+        return "-" if us is None else f"{us / found.window_us:.1%}"
+
+    gain = "ok" if found.close or not found.fault.known else "FAR" if found.predicted_us is not None else "-"
+    others = ", ".join(kind for kind in found.kinds if kind != found.fault.kind)
+    return (
+        f"{name:32} {named:7} predicted {share(found.predicted_us):>6} true {share(found.true_us):>6} {gain:4} {others}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", default=[])
+    parser.add_argument("--foreign", action="store_true")
+    parser.add_argument("--pairs", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    name, strengths = (options.only or [""])[0], tuple(map(int, options.only[1:])) or STRENGTHS
+    with tempfile.TemporaryDirectory() as folder:
+        base = {"seed": options.seed} | ({"foreign": True} if options.foreign else {})
+        for healthy, make in HEALTHY.items():
+            if name in ("", healthy) and not options.pairs:
+                more = base if healthy != "decode" else {"seed": options.seed}
+                found = verdicts_of(make(**more), Path(folder))
+                print(f"healthy {healthy:24}", ", ".join(f"{v.kind} of {rank}" for rank, v in found) or "nothing")
+                if options.only:
+                    print(verdicts_text([v for _, v in found]))
+        for fault in FAULTS.values():
+            if name not in ("", fault.name) or options.pairs:
+                continue
+            for strength in strengths:
+                job = fault.healthy(**(base if fault.healthy is not HEALTHY["decode"] else {"seed": options.seed}))
+                faulty = fault.apply(job, strength)
+                print(_row(f"{fault.name} {strength}", outcome(fault, faulty, job, Path(folder))), flush=True)
+                if options.only:
+                    print(verdicts_text([v for _, v in verdicts_of(faulty, Path(folder))]))
+        for one, other in PAIRS if options.pairs else ():
+            job = one.healthy(**base)
+            both, alone = other.apply(one.apply(job, 1), 1), other.apply(job, 1)
+            print(_row(f"{one.name} + {other.name}", outcome(one, both, alone, Path(folder))))
+            print(_row(f"{other.name} + {one.name}", outcome(other, both, one.apply(job, 1), Path(folder))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""Healthy programs: their communication is hidden, and their hosts are ahead of their devices.
+
+    moe_training      two chunks through Mixture-of-Experts layers, in the order of DeepSeek's published trace, with an
+                      all-to-all for dispatch and combine, and sums of gradients over a group of their own
+    data_parallel     a dense backward whose gradients are summed in buckets
+    pipeline          two stages that exchange activations and gradients one micro-batch ahead
+    decode            one token after another on one GPU, each one CUDA graph of short kernels
+    single_gpu        forwards and backwards on one GPU, without communication
+
+foreign: without annotations, as most programs are; their modules are recorded instead.
+"""
+
+from .program import Await, Graph, Job, Kernel, Python, Record, Shares, Writer
+
+ATTENTION: Shares = (
+    ("void rms_norm_kernel<c10::BFloat16, 8>(c10::BFloat16*, c10::BFloat16 const*, int)", "aten::rms_norm", 0.05),
+    ("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_TNT", "aten::mm", 0.25),
+    ("void rotary_kernel<float>(float*, float const*, int)", "aten::mul", 0.05),
+    ("void flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4>>(Flash_fwd_params)",
+     "aten::_flash_attention_forward", 0.45),
+    ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT", "aten::mm", 0.15),
+    ("void at::native::sbtopk::gatherTopK<float, unsigned int, 2, false>(float const*)", "aten::topk", 0.05),
+)  # fmt: skip
+ATTENTION_BACKWARD: Shares = (
+    ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT", "aten::mm", 0.2),
+    ("void flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits<128>>(Flash_bwd_params)",
+     "aten::_flash_attention_backward", 0.3),
+    ("void flash::flash_bwd_convert_dq_kernel<Flash_bwd_kernel_traits<128>>(Flash_bwd_params)",
+     "aten::_flash_attention_backward", 0.1),
+    ("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "aten::mm", 0.2),
+    ("void rms_norm_backward_kernel<c10::BFloat16>(c10::BFloat16*, int)", "aten::_fused_rms_norm_backward", 0.1),
+    ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>(int)", "aten::add", 0.1),
+)  # fmt: skip
+EXPERTS: Shares = (
+    ("void gather_rows_kernel<c10::BFloat16>(c10::BFloat16*, int const*, int)", "aten::index", 0.1),
+    ("void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cutlass::gemm::GroupProblemShape<1>>>",
+     "aten::_grouped_mm", 0.35),
+    ("void at::native::vectorized_elementwise_kernel<8, at::native::silu_kernel>(int)", "aten::silu", 0.1),
+    ("void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cutlass::gemm::GroupProblemShape<2>>>",
+     "aten::_grouped_mm", 0.35),
+    ("void at::native::indexFuncLargeIndex<c10::BFloat16, long, unsigned int>(int)", "aten::index_add_", 0.1),
+)  # fmt: skip
+WEIGHTS: Shares = (
+    ("nvjet_tst_256x128_64x4_2x1_v_bz_NTT", "aten::mm", 0.3),
+    ("nvjet_tst_192x192_64x4_2x1_v_bz_NTT", "aten::mm", 0.4),
+    ("nvjet_tst_128x128_64x4_2x1_v_bz_NTT", "aten::mm", 0.3),
+)  # fmt: skip
+OPTIMIZER: Shares = tuple(
+    ("void at::native::multi_tensor_apply_kernel<at::native::FusedAdamMathFunctor<float, 4>>(int)",
+     "aten::_fused_adamw_", 0.25)
+    for _ in range(4)
+)  # fmt: skip
+
+
+def moe_training(
+    seed: int = 0, ranks: int = 2, layers: int = 8, steps: int = 2, jitter: float = 0.03, transfer_us: float = 560.0,
+    sums_us: float = 1000.0, foreign: bool = False, expert_ranks: int | None = None,
+) -> Job:  # fmt: skip
+    """expert_ranks: ranks of an expert-parallel group; by default, all."""
+    size = expert_ranks or ranks
+    ep = tuple(tuple(range(first, first + size)) for first in range(0, ranks, size))
+    dp = tuple(tuple(range(first, ranks, size)) for first in range(size)) if size < ranks else ep
+    programs = {}
+    for rank in range(ranks):
+        own = next(group for group in ep if rank in group), next(group for group in dp if rank in group)
+        writer = Writer(rank, seed, jitter, foreign)
+        for step in range(steps):
+            with writer.range(f"ProfilerStep#{step}", "step"):
+                _moe_step(writer, step, layers, own, transfer_us, sums_us)
+        programs[rank] = tuple(writer.ops)
+    return Job(programs, groups={"expert_parallel": ep, "data_parallel": dp}, seed=seed, foreign=foreign)
+
+
+def _moe_step(
+    w: Writer, step: int, layers: int, groups: tuple[tuple[int, ...], tuple[int, ...]],
+    transfer_us: float, sums_us: float,
+) -> None:  # fmt: skip
+    """Layer by layer: combine(B) | attn(F), mlp(B), dispatch(F), dispatch(B), mlp(W), mlp(F), attn(B), attn(W), ..."""
+    modules = {"attn": "Attention", "mlp": "Experts", "head": "Linear", "embed": "Embedding"}
+
+    def mark(name: str, layer: int) -> str:
+        return f"{name} {step}.{layer}"
+
+    def transfer(label: str, layer: int, after: str) -> None:
+        w.transfer(label, "all_to_allv", "expert_parallel", groups[0], transfer_us, "experts",
+                   key=mark(label, layer), after=after)  # fmt: skip
+
+    def wait(label: str, layer: int) -> None:
+        w.ops.append(Await(f"done {mark(label, layer)} of {groups[0]}"))
+
+    def segment(label: str, us: float, layer: int, shares: Shares) -> None:
+        name = label.partition("(")[0]
+        grid = 132 * (2 + sorted(modules).index(name)) + (0 if "(F)" in label else 66)
+        w.segment(label, f"{modules[name]}_{layer}", us, shares, grid)
+        w.ops.append(Record(mark(label, layer)))
+
+    segment("head(B)", 700, 0, WEIGHTS)
+    w.ops.append(Record(mark("attn(B)", -1)))
+    transfer("combine(B)", 0, mark("attn(B)", -1))
+    segment("embed(F)", 500, 0, WEIGHTS)
+    for layer in range(layers):
+        if layer:
+            wait("combine(F)", layer - 1)
+        segment("attn(F)", 400, layer, ATTENTION)
+        wait("combine(B)", layer)
+        segment("mlp(B)", 500, layer, EXPERTS)
+        transfer("dispatch(F)", layer, mark("attn(F)", layer))
+        transfer("dispatch(B)", layer, mark("mlp(B)", layer))
+        segment("mlp(W)", 600, layer, WEIGHTS)
+        wait("dispatch(F)", layer)
+        segment("mlp(F)", 450, layer, EXPERTS)
+        wait("dispatch(B)", layer)
+        segment("attn(B)", 900, layer, ATTENTION_BACKWARD)
+        segment("attn(W)", 240, layer, WEIGHTS)
+        transfer("combine(F)", layer, mark("mlp(F)", layer))
+        if layer + 1 < layers:
+            transfer("combine(B)", layer + 1, mark("attn(B)", layer))
+        if sums_us:
+            w.transfer("sum gradients", "all_reduce", "data_parallel", groups[1], sums_us, "sums",
+                       key=mark("sum", layer), after=mark("attn(W)", layer))  # fmt: skip
+    segment("head(F)", 1400, layers, WEIGHTS)
+    wait("combine(F)", layers - 1)
+    if sums_us:
+        w.ops.append(Await(f"done {mark('sum', layers - 1)} of {groups[1]}"))
+    w.segment("optimizer", "AdamW_0", 300, OPTIMIZER, 1056)
+
+
+def sequential_moe(job: Job, strength: int) -> Job:
+    """One chunk alone: nothing runs beside its transfers."""
+    programs, group = {}, (0, 1)
+    for rank in group:
+        w = Writer(rank, job.seed, 0.03, job.foreign)
+        for layer in range(16):
+            for label, us, shares, transfer in (
+                ("attn(F)", 400, ATTENTION, "dispatch(F)"), ("mlp(F)", 450, EXPERTS, "combine(F)"),
+            ):  # fmt: skip
+                w.segment(label, "Attention_0", us, shares, 264)
+                w.ops.append(Record(mark := f"{label} {layer}"))
+                key = f"{transfer} {layer}"
+                w.transfer(transfer, "all_to_allv", "expert_parallel", group, 100 * strength, "experts",
+                           key=key, after=mark)  # fmt: skip
+                w.ops.append(Await(f"done {key} of {group}"))
+        w.segment("head(F)", "Linear_0", 400, WEIGHTS, 264)
+        programs[rank] = tuple(w.ops)
+    return Job(programs, groups={"expert_parallel": (group,)}, seed=job.seed, foreign=job.foreign)
+
+
+def data_parallel(
+    seed: int = 0, ranks: int = 2, layers: int = 16, steps: int = 2, jitter: float = 0.03, transfer_us: float = 700.0,
+    foreign: bool = True,
+) -> Job:  # fmt: skip
+    """A bucket is two layers. The last bucket is summed beside the backward of the embedding."""
+    group = tuple(range(ranks))
+    programs = {}
+    for rank in range(ranks):
+        w = Writer(rank, seed, jitter, foreign)
+        for step in range(steps):
+            with w.range(f"ProfilerStep#{step}", "step"):
+                for layer in range(layers):
+                    w.segment("forward", f"Block_{layer}", 300, ATTENTION, 264)
+                for layer in reversed(range(layers)):
+                    w.segment("backward", f"Block_{layer}", 600, ATTENTION_BACKWARD, 330)
+                    if layer % 2 == 0:
+                        w.ops.append(Record(mark := f"bucket {step}.{layer}"))
+                        w.transfer("sum", "all_reduce", "data_parallel", group, transfer_us, "sums",
+                                   key=mark, after=mark)  # fmt: skip
+                w.segment("backward", "Embedding_0", 800, WEIGHTS, 396)
+                w.ops.append(Await(f"done bucket {step}.0 of {group}"))
+                w.segment("optimizer", "AdamW_0", 600, OPTIMIZER, 1056)
+        programs[rank] = tuple(w.ops)
+    return Job(programs, groups={"data_parallel": (group,)}, seed=seed, foreign=foreign)
+
+
+def pipeline(
+    seed: int = 0, micro_batches: int = 24, jitter: float = 0.03, transfer_us: float = 120.0, ahead: int = 2,
+    foreign: bool = False,
+) -> Job:  # fmt: skip
+    """Stage 0 sends activations down, stage 1 sends gradients up. What a micro-batch needs was sent `ahead` before."""
+    programs = {}
+    for rank in (0, 1):
+        w = Writer(rank, seed, jitter, foreign)
+        for i in range(micro_batches):
+            for kind, source in (("F", 0), ("B", 1)):
+                if rank != source and i >= ahead:
+                    w.ops.append(Await(f"done {kind}{i - ahead} of (0, 1)"))
+            w.segment(f"{rank}F{i}", "Block_0", 500, ATTENTION, 264)
+            w.ops.append(Record(f"F{i}"))
+            w.segment(f"{rank}B{i}", "Block_0", 900, ATTENTION_BACKWARD, 330)
+            w.ops.append(Record(f"B{i}"))
+            for kind, source in (("F", 0), ("B", 1)):
+                group, call = f"pipeline {kind}", "send" if rank == source else "recv"
+                w.transfer(group, call, group, (0, 1), transfer_us, f"pipe {kind}", key=f"{kind}{i}",
+                           after=f"{kind}{i}", peers=(source, 1 - source))  # fmt: skip
+        programs[rank] = tuple(w.ops)
+    groups = {f"pipeline {kind}": ((0, 1),) for kind in "FB"}
+    return Job(programs, groups=groups, seed=seed, foreign=foreign)
+
+
+def _decode_kernels(w: Writer, layers: int) -> tuple[Kernel, ...]:
+    return tuple(
+        Kernel(name, w.varied(14 * share + 3, token, i), grid=132)
+        for token in range(layers) for i, (name, _, share) in enumerate((*ATTENTION, *EXPERTS))
+    )  # fmt: skip
+
+
+def decode(seed: int = 0, tokens: int = 12, layers: int = 16, jitter: float = 0.03, graphs: bool = True) -> Job:
+    w = Writer(0, seed, jitter)
+    for token in range(tokens):
+        with w.range(f"decode token {token}"):
+            w.ops.append(Python(60))
+            kernels = _decode_kernels(w, layers)
+            w.ops += [Graph(kernels)] if graphs else kernels
+    return Job({0: tuple(w.ops)}, seed=seed)
+
+
+def single_gpu(seed: int = 0, layers: int = 24, steps: int = 2, jitter: float = 0.03, foreign: bool = True) -> Job:
+    w = Writer(0, seed, jitter, foreign)
+    for step in range(steps):
+        with w.range(f"ProfilerStep#{step}", "step"):
+            for layer in range(layers):
+                w.segment("forward", f"Block_{layer}", 300, ATTENTION, 264)
+            for layer in reversed(range(layers)):
+                w.segment("backward", f"Block_{layer}", 600, ATTENTION_BACKWARD, 330)
+            w.segment("optimizer", "AdamW_0", 600, OPTIMIZER, 1056)
+    return Job({0: tuple(w.ops)}, seed=seed, foreign=foreign)
+
+
+HEALTHY = {
+    "moe": moe_training, "data parallel": data_parallel, "pipeline": pipeline, "decode": decode, "one GPU": single_gpu,
+}  # fmt: skip
