@@ -19,6 +19,10 @@ MOST_EVENTS = 300_000
 WAIT_CALLS = re.compile(r"StreamWaitEvent")
 SYNC_CALLS = re.compile(r"Synchronize|Memcpy(?!.*Async)|^(cuda|hip)Free$")
 _LONG_CALL = 100.0  # microseconds; an ordinary launch takes 5 to 30
+POLL = "polling for a number"
+"""The name of a wait that is not a call."""
+_LEAST_POLL = 1000.0  # microseconds; the host's own work between two calls is usually shorter
+_SOON = 100.0  # microseconds from the end of the transfer until the host goes on
 
 
 class Call(NamedTuple):
@@ -80,7 +84,7 @@ def view_of(trace: Trace, device: str, kind_of: Callable[[DeviceEvent], str]) ->
     labels = [found.name if (found := trace.annotation_of(event)) else "" for event in events]
     kind = np.array([_KINDS[kind_of(event)] for event in events], np.int64)
     numbers: dict[str, int] = {}
-    calls = _calls(trace, events, origin) if device != "cpu" else []
+    calls = _with_polls(_calls(trace, events, origin), events, kind, origin) if device != "cpu" else []
     of_correlation = {call.correlation: i for i, call in enumerate(calls) if call.correlation is not None}
     launch = np.array(
         [-1 if event.correlation is None else of_correlation.get(event.correlation, -1) for event in events], np.int64
@@ -127,6 +131,23 @@ def _calls(trace: Trace, events: Sequence[DeviceEvent], origin: float) -> list[C
             number = other.correlation
             found[key] = Call(other.name, other.start - origin, other.end - origin, other.thread, number, True)
     return sorted(found.values(), key=lambda call: (call.start, call.end))
+
+
+def _with_polls(calls: list[Call], events: Sequence[DeviceEvent], kind: Ints, origin: float) -> list[Call]:
+    """Add the waits in which the host reads a number in its memory until a kernel has written it.
+
+    DeepEP's dispatch waits like this for the number of rows that will arrive (its README: "implicit CPU wait"). A trace
+    shows a long time without calls. The next call follows the end of the transfer that its thread had launched last.
+    """
+    transfers = {events[i].correlation: events[i].end - origin for i in np.flatnonzero(kind == COMM).tolist()}
+    found, latest, host_end = list[Call](), dict[tuple[str, str], int | None](), calls[0].end if calls else 0.0
+    for call in calls:
+        end = transfers.get(latest.get(call.thread), -np.inf)
+        if call.start - host_end >= _LEAST_POLL and end <= call.start <= end + _SOON:
+            found.append(Call(POLL, host_end, call.start, call.thread, None, True))
+        host_end = max(host_end, call.end)
+        latest[call.thread] = call.correlation
+    return sorted([*calls, *found], key=lambda call: (call.start, call.end))
 
 
 def _may_wait(trace: Trace, calls: Sequence[Call], launch: Ints, kind: Ints, origin: float) -> Mask:

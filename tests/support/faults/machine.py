@@ -14,7 +14,22 @@ from itertools import count
 from math import inf
 from typing import NamedTuple
 
-from .program import COMPUTE, Await, Begin, Collective, End, Graph, Item, Job, Kernel, Machine, Op, Python, Record
+from .program import (
+    COMPUTE,
+    Await,
+    Begin,
+    Collective,
+    End,
+    Graph,
+    Item,
+    Job,
+    Kernel,
+    Machine,
+    Op,
+    Poll,
+    Python,
+    Record,
+)  # fmt: skip
 
 _NO_TIME = 1e-7
 
@@ -162,6 +177,10 @@ class _Run:
                     host.append(HostSpan("runtime", "cudaStreamSynchronize", since, self.now, next(self.correlations)))
                     for name in ("aten::_local_scalar_dense", "aten::item"):
                         host.append(HostSpan("operator", name, began, self.now))
+
+                case Poll(stream):
+                    yield self.devices[rank].last[self.devices[rank].number(stream)]
+                    yield 10.0
 
     def _collective(self, rank: int, op: Collective) -> Iterator[float | _Command]:
         machine, host, began = self.job.machine, self.recordings[rank].host, self.now

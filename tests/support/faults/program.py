@@ -75,6 +75,13 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
+class Poll:
+    """Wait until the last work of a stream is done, without a call: the host looks into its own memory."""
+
+    stream: str
+
+
+@dataclass(frozen=True, slots=True)
 class Python:
     """Time of the host between calls."""
 
@@ -94,7 +101,7 @@ class End:
     pass
 
 
-Op = Kernel | Collective | Graph | Record | Await | Item | Python | Begin | End
+Op = Kernel | Collective | Graph | Record | Await | Item | Poll | Python | Begin | End
 
 
 @dataclass(frozen=True, slots=True)
