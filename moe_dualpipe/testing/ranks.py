@@ -18,7 +18,9 @@ from ..messages import describe, plural
 from ..user_errors import user_error
 
 _context: Any = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", __name__, "moe_dualpipe.training.loop"])
+_context.set_forkserver_preload(
+    ["torch", "torch.distributed", "torch._dynamo", __name__, "moe_dualpipe.training.from_options"]
+)
 
 
 @dataclass(frozen=True, slots=True)

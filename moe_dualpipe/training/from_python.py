@@ -13,7 +13,8 @@ from ..runtime.world import current_launch, joined
 from . import restart
 from .agreement import agree
 from .config import TrainConfig
-from .loop import Callback, TrainingRun, build_run, watched_world
+from .from_options import build_run, watched_world
+from .loop import Callback, TrainingRun
 from .plan import Given, RunPlan, plan_run
 from .reporter import RunFailed
 from .sinks import Sink

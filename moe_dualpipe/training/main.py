@@ -33,6 +33,6 @@ def _train(arguments: Sequence[str], stop: Stop) -> None:
     with exit_on_invalid_option(launch.local_rank == 0, ValueError, StorageError):
         config = parse_arguments(arguments, quiet=launch.local_rank > 0)
 
-    from .loop import run  # imports torch
+    from .from_options import run  # imports torch
 
     run(config, launch, arguments, stop)
