@@ -43,6 +43,13 @@ const stopOf = (device, i) => device.start[i] + device.length[i];
 const countOf = (device, i) => device.count ? device.count[i] : 1;
 const phaseOf = (device, i) => device.phases[device.phase[i]];
 
+// What can be picked: a piece, or a run of pieces of one phase.
+const pieceIn = (row, i) => (
+  { row, device: row.device, piece: i, run: false, start: row.device.start[i], stop: stopOf(row.device, i) });
+const runIn = (row, begin, last) => (
+  { row, device: row.device, piece: begin, run: true, start: row.device.start[begin], stop: stopOf(row.device, last) });
+const nameOf = ({ device, piece, run }) => run ? phaseOf(device, piece) : device.name[piece];
+
 // The first index from `low` to before `high` for which `test` is true; `high` if there is none.
 function firstIndex(low, high, test) {
   while (low < high) {

@@ -6,18 +6,27 @@ function element(tag, text = "", className = "") {
   return made;
 }
 
-// The facts about a piece: [what, value] in the order in which they are shown.
-function factsOf({ device, piece: i }) {
-  const count = countOf(device, i), phase = phaseOf(device, i), detail = device.detail ? device.detail[i] : -1;
-  const facts = [["category", styles[device.style[i]][0]]];
-  if (phase >= 0) facts.push(["phase", names[phase]]);
-  if (count > 1) facts.push(["events", `${count}, ${spanText(device.busy[i])} in all; the longest is named`]);
-  facts.push(["start", timeText(device.start[i], 1)], ["duration", spanText(device.length[i])]);
-  if (device.lane[i] === COMMUNICATION) facts.push(["exposed", spanText(exposedIn(device, i))]);
-  if (detail >= 0) facts.push(...data.details[detail]);
-  facts.push(["stream", names[device.stream[i]]]);
+// The facts about a piece or a run: [what, value] in the order in which they are shown.
+function factsOf(found) {
+  const { device, start, stop, run } = found, facts = run ? [["category", "phase"]] : categoryOf(found);
+  facts.push(["start", timeText(start, 1)], ["duration", spanText(stop - start)]);
+  if (!run) facts.push(...moreOf(found));
   if (data.devices.length > 1) facts.push(["device", device.title.split(":")[0]]);
   return facts;
+}
+
+function categoryOf({ device, piece: i }) {
+  const count = countOf(device, i), phase = phaseOf(device, i), facts = [["category", styles[device.style[i]][0]]];
+  if (phase >= 0) facts.push(["phase", names[phase]]);
+  if (count > 1) facts.push(["events", `${count}, ${spanText(device.busy[i])} in all; the longest is named`]);
+  return facts;
+}
+
+function moreOf({ device, piece: i }) {
+  const facts = [], detail = device.detail ? device.detail[i] : -1;
+  if (device.lane[i] === COMMUNICATION) facts.push(["exposed", spanText(exposedIn(device, i))]);
+  if (detail >= 0) facts.push(...data.details[detail]);
+  return [...facts, ["stream", names[device.stream[i]]]];
 }
 
 function exposedIn(device, i) {
@@ -37,7 +46,7 @@ function showTip(event) {
   if (tip.hidden) return;
   tip.replaceChildren();
   if (found) {
-    tip.append(element("b", short[found.device.name[found.piece]]));
+    tip.append(element("b", short[nameOf(found)]));
     for (const [what, value] of factsOf(found)) tip.append(element("div", `${what}: ${value}`));
   } else tip.append(memory);
   const { innerWidth, innerHeight } = window, { offsetWidth, offsetHeight } = tip;
@@ -54,7 +63,7 @@ function pick(found) {
   panel.hidden = !found;
   panel.replaceChildren();
   if (found) {
-    panel.append(element("div", names[found.device.name[found.piece]], "name"));
+    panel.append(element("div", names[nameOf(found)], "name"));
     for (const [what, value] of factsOf(found)) {
       const fact = element("div");
       fact.append(element("span", `${what} `), value);

@@ -156,7 +156,7 @@ function drawBand(pen, row) {
   }
 }
 
-// Frames around the piece that was clicked, the current hit, and the place of a verdict.
+// Frames around what was clicked or found, and around the place of a verdict.
 function drawMarks(pen) {
   pen.lineWidth = 2;
   pen.strokeStyle = theme.mark;
@@ -164,8 +164,9 @@ function drawMarks(pen) {
     const a = Math.max(xOf(from), LEFT - 4), b = Math.min(xOf(to), LEFT + laneWidth() + 4);
     if (b >= LEFT && a <= LEFT + laneWidth()) pen.strokeRect(a, top, Math.max(b - a, 2), bottom - top);
   };
-  for (const mark of [view.picked, view.hits && view.hits.current]) {
-    if (mark) frame(mark.start, mark.stop, mark.row.top, mark.row.top + mark.row.band + mark.row.body);
+  if (view.picked) {
+    const { row, run, start, stop } = view.picked;
+    frame(start, stop, row.top + (run ? 0 : row.band), row.top + row.band + row.body);
   }
   if (view.verdict) {
     const { device, start, end } = view.verdict;
@@ -175,20 +176,30 @@ function drawMarks(pen) {
   }
 }
 
-// The piece at a point of the canvas, or null. A narrow piece may be two pixels away.
+// The piece at a point of the canvas, or the run if the point is in the band above a row; null if there is none.
+// A narrow piece may be two pixels away.
 function pieceAt(x, y) {
   if (x < LEFT) return null;
   const near = 2 * (view.to - view.from) / laneWidth(), time = timeAt(x);
   for (const device of data.devices) {
     const row = device.rows.find(({ top, band, body }) => y >= top && y < top + band + body);
-    if (!row) continue;
-    const [first, last] = visible(row, time - near, time + near);
-    let best = -1, least = Infinity;
-    for (let i = first; i < last; i++) {
-      const away = Math.max(device.start[i] - time, time - stopOf(device, i), 0);
-      if (!styleHidden(device.style[i]) && away <= near && away <= least) { best = i; least = away; }
-    }
-    return best < 0 ? null : { row, device, piece: best, start: device.start[best], stop: stopOf(device, best) };
+    if (row) return y < row.top + row.band ? runAt(row, time) : nearestPiece(row, time, near);
   }
   return null;
+}
+
+function runAt(row, time) {
+  const { reach } = row.device, at = firstIndex(0, row.runs.length, (r) => reach[row.runs[r][1]] > time);
+  const found = at < row.runs.length ? runIn(row, ...row.runs[at]) : null;
+  return found && found.start <= time && time < found.stop ? found : null;
+}
+
+function nearestPiece(row, time, near) {
+  const { device } = row, [first, last] = visible(row, time - near, time + near);
+  let best = -1, least = Infinity;
+  for (let i = first; i < last; i++) {
+    const away = Math.max(device.start[i] - time, time - stopOf(device, i), 0);
+    if (!styleHidden(device.style[i]) && away <= near && away <= least) { best = i; least = away; }
+  }
+  return best < 0 ? null : pieceIn(row, best);
 }

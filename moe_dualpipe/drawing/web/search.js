@@ -32,17 +32,17 @@ function hitsOf(matching) {
         if (!matching[phaseOf(device, begin)]) continue;
         runs.add(`${device.number}:${begin}`);
         for (let i = begin; i <= stop; i++) pieces[device.number].add(i);
-        list.push({ row, device, piece: begin, start: device.start[begin], stop: stopOf(device, stop) });
+        list.push(runIn(row, begin, stop));
       }
       for (let i = row.first; i < row.last; i++) {
         if (!matching[device.name[i]] || styleHidden(device.style[i])) continue;
         pieces[device.number].add(i);
-        list.push({ row, device, piece: i, start: device.start[i], stop: stopOf(device, i) });
+        list.push(pieceIn(row, i));
       }
     }
   }
   list.sort((a, b) => a.start - b.start || a.device.number - b.device.number);
-  return { list: list.slice(0, MOST_HITS), pieces, runs, at: -1, current: null };
+  return { list: list.slice(0, MOST_HITS), pieces, runs, at: -1 };
 }
 
 function tellHits() {
@@ -58,7 +58,7 @@ function step(by) {
   const { list, at } = view.hits, shown = list.findIndex((hit) => hit.stop > view.from);
   const start = by > 0 ? Math.max(shown, 0) : (shown < 0 ? list.length : shown) - 1;
   view.hits.at = ((at < 0 ? start : at + by) + list.length) % list.length;
-  const hit = view.hits.current = list[view.hits.at], length = hit.stop - hit.start, shownLength = view.to - view.from;
+  const hit = list[view.hits.at], length = hit.stop - hit.start, shownLength = view.to - view.from;
   if (length > shownLength || length / shownLength * laneWidth() < 4) showAround(hit.start, hit.stop, 4);
   else if (hit.start < view.from || hit.stop > view.to) {
     const middle = (hit.start + hit.stop) / 2;
@@ -66,7 +66,7 @@ function step(by) {
   }
   tellHits();
   scrollToDevice(hit.device);
-  redraw();
+  pick(hit);
 }
 
 function listenToSearch() {

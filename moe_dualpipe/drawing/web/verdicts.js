@@ -23,7 +23,11 @@ function verdictBox(device, verdict) {
   box.append(element("p", verdict.remedy));
   const go = () => goTo({ ...verdict, device }, box);
   box.addEventListener("click", go);
-  box.addEventListener("keydown", (event) => { if (event.key === "Enter") go(); });
+  box.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" && event.key !== " ") return;
+    event.preventDefault();  // the space bar would scroll
+    go();
+  });
   return box;
 }
 
