@@ -35,6 +35,9 @@ class ProfileAnalyze:
     """Print a table of the annotations that launched work."""
     streams: bool = False
     """Print the busy time of each stream (on a CPU, of each thread)."""
+    collectives: bool = False
+    """Print a table of the collectives: how often each kind ran in each group, how many bytes it moved, how fast, and
+    where it was launched."""
     kernels: int = 0
     """Print a table of this many kernels (on a CPU, operators) with the longest total time."""
     out: Path | None = None
@@ -71,7 +74,7 @@ class ProfileAnalyze:
             objects = found.as_objects()
             print(strict_json.write(objects[0] if len(objects) == 1 else objects, indent=1))
         else:
-            print(traces_text(found, self.phases, self.kernels, self.streams))
+            print(traces_text(found, self.phases, self.kernels, self.streams, self.collectives))
 
 
 @dataclass(frozen=True)

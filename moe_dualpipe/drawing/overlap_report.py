@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from ..messages import plural, printable
 from ..profiler.analyze import Analysis
+from .rank_report import collectives_text
 from .tables import markdown
 from .verdict_report import verdicts_text
 
@@ -15,10 +16,13 @@ if TYPE_CHECKING:
 MAX_WAITS = 8  # rows of the table of waits; one more row sums up the rest
 
 
-def analysis_text(analysis: Analysis, phases: bool = False, kernels: int = 0, streams: bool = False) -> str:
+def analysis_text(
+    analysis: Analysis, phases: bool = False, kernels: int = 0, streams: bool = False, collectives: bool = False
+) -> str:
     """Return the report of one device: busy times, the waits in which nothing computed, and the hidden share.
 
-    phases, streams: add a table of each. kernels: add a table of this many kernels, those with the longest total time.
+    phases, streams, collectives: add a table of each. kernels: add a table of this many kernels, those with the longest
+    total time.
     """
     tables = [overview_rows({analysis.name: analysis}, in_window=True)]
     if analysis.waits:
@@ -33,7 +37,8 @@ def analysis_text(analysis: Analysis, phases: bool = False, kernels: int = 0, st
         for k in analysis.kernels[:kernels]:
             rows.append([k.name[:60], k.kind, str(k.times), f"{k.total_us:,.0f}", str(k.most_blocks or "-")])
         tables.append(rows)
-    return "\n\n".join([*map(markdown, tables), hidden_sentence(analysis)])
+    texts = [*map(markdown, tables), *([collectives_text(analysis.collectives)] if collectives else [])]
+    return "\n\n".join([*texts, hidden_sentence(analysis)])
 
 
 def overview_rows(analyses: dict[str, Analysis], in_window: bool = False) -> list[list[str]]:
@@ -62,24 +67,31 @@ def _beside_copies_us(analysis: Analysis) -> float:
     return analysis.overlapped_us - analysis.hidden_kernels_us
 
 
-def traces_text(files: "TraceFiles", phases: bool = False, kernels: int = 0, streams: bool = False) -> str:
+def traces_text(
+    files: "TraceFiles", phases: bool = False, kernels: int = 0, streams: bool = False, collectives: bool = False
+) -> str:
     """Return the report of each device and, if there are several, a table that compares them."""
     parts = []
     for device in files.devices:
-        parts.append(f"{printable(device.path)}\n{analysis_text(device.analysis, phases, kernels, streams)}")
+        text = analysis_text(device.analysis, phases, kernels, streams, collectives)
+        parts.append(f"{printable(device.path)}\n{text}")
         if device.analysis.verdicts:
             parts.append(verdicts_text(device.analysis.verdicts))
-    return "\n\n".join([*parts, *([compare_ranks(files)] if len(files.devices) > 1 else [])])
+    if len(files.devices) > 1:
+        parts += [compare_ranks(files), *(printable(comparison.missing_text) for comparison in files.comparisons)]
+    return "\n\n".join(filter(None, parts))
 
 
 def compare_ranks(files: "TraceFiles", names: Sequence[str] | None = None) -> str:
-    """Return a table with one row per device, with the time that it waited for other ranks ("-" if unknown)."""
+    """Return a table with one row per device, with the time that it waited for other ranks ("-" if unknown), and
+    sentences about what could not be compared."""
     rows = [["", "window, us", "computation", "communication", "exposed", "hidden", "waited for others"]]
     for name, device, skew in zip(names or files.names, files.devices, files.skews, strict=True):
         a, waited = device.analysis, "-" if skew.waited_us is None else f"{skew.waited_us:,.0f}"
         times = (a.window_us, a.kernel_compute_us, a.comm_us, a.exposed_comm_us)
         rows.append([name, *(f"{time:,.0f}" for time in times), percent(a.hidden_fraction), waited])
-    return markdown(rows)
+    problems = [f"Not compared: {printable(p, 300)}." for one in files.comparisons for p in one.problems]
+    return "\n\n".join([markdown(rows), *(["\n".join(problems)] if problems else [])])
 
 
 def measurement_text(measurement: "Measurement") -> str:

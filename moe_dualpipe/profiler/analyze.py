@@ -17,6 +17,7 @@ import numpy as np
 
 from ..messages import printable
 from ..overlap.labels import without_wait
+from .collectives import CollectiveRow
 from .communication import NAMES, Names
 from .delays import Delay, start_delays
 from .doctor.verdict import Verdict
@@ -90,6 +91,8 @@ class Analysis:
     """Sorted by total time, longest first."""
     verdicts: tuple[Verdict, ...] = ()
     """Causes of lost time, filled by `analyze_files`."""
+    collectives: tuple[CollectiveRow, ...] = ()
+    """Sorted by total time, longest first. Filled by `analyze_files`, which compares ranks."""
 
     @property
     def name(self) -> str:
@@ -104,11 +107,11 @@ class Analysis:
         return {**asdict(self), "hidden_fraction": self.hidden_fraction}
 
 
-def analyze(trace: Trace, names: Names = NAMES) -> tuple[Analysis, ...]:
-    """Return an analysis of each device with events, sorted by name."""
+def analyze(trace: Trace, names: Names = NAMES, phases: Phases | None = None) -> tuple[Analysis, ...]:
+    """Return an analysis of each device with events, sorted by name. phases: those of the trace, if known."""
     trace = host_as_device(trace, names)
     by_device = _group(trace.device_events, attrgetter("device"))
-    phases = Phases(trace, names)
+    phases = phases or Phases(trace, names)
     return tuple(_analyze(device, by_device[device], trace, names, phases) for device in sorted(by_device))
 
 

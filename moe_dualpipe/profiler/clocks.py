@@ -19,32 +19,33 @@ _LARGEST_DRIFT = 1e-3
 
 
 class Clock(NamedTuple):
-    """Maps a rank's time since its first event to the time since the first event of the first rank."""
+    """Maps a rank's time since its first event to the time since the first event of another rank."""
 
     shift_us: float
     drift: float = 0.0
+    root: int = 0
+    """Position of that rank. Times of ranks with different roots cannot be compared."""
 
     def at(self, time_us: float) -> float:
         return time_us * (1 + self.drift) + self.shift_us
 
 
-def common_clock(ranks: Sequence[RankTransfers], meetings: Sequence[Meeting]) -> list[Clock | None]:
-    """Return the clock of each rank; None if nothing connects it with the first rank.
+def common_clock(ranks: Sequence[RankTransfers], meetings: Sequence[Meeting]) -> list[Clock]:
+    """Return the clock of each rank. Its root is the first rank to which anything connects it.
 
     Ranks are connected one by one, the best known connection first: the same host, then the most meetings.
     """
     links = _links(ranks, meetings)
-    clocks: list[Clock | None] = [None] * len(ranks)
-    clocks[0] = Clock(0.0)
-    while True:
-        open_links = [(count, one, other) for (one, other), count in links.items() if clocks[one] and not clocks[other]]
-        if not open_links:
-            return clocks
-        _, one, other = max(open_links, key=lambda link: (link[0], -link[1], -link[2]))
-        known = clocks[one]
-        assert known is not None
-        step = _between(ranks[one], ranks[other], ends_of(meetings, one, other))
-        clocks[other] = Clock(known.at(step.shift_us), (1 + step.drift) * (1 + known.drift) - 1)
+    clocks: dict[int, Clock] = {}
+    for root in range(len(ranks)):
+        if root in clocks:
+            continue
+        clocks[root] = Clock(0.0, root=root)
+        while open_links := [(n, a, b) for (a, b), n in links.items() if a in clocks and b not in clocks]:
+            _, one, other = max(open_links, key=lambda link: (link[0], -link[1], -link[2]))
+            known, step = clocks[one], _between(ranks[one], ranks[other], ends_of(meetings, one, other))
+            clocks[other] = Clock(known.at(step.shift_us), (1 + step.drift) * (1 + known.drift) - 1, root)
+    return [clocks[position] for position in range(len(ranks))]
 
 
 def same_host(one: RankTransfers, other: RankTransfers) -> bool:

@@ -13,15 +13,17 @@ nccl-tests: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
     broadcast, reduce, send, recv  1 bytes of the input
 
 On a rank that waits for others, a collective takes longer than its transfer. So the time is that of the last rank to
-join where traces of several ranks were compared; from a single trace, the bandwidths are lower limits.
+join where traces of several ranks were compared. If ranks of the group have no trace, the bandwidths are lower limits.
 """
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
+from .communication import function_name
 from .intervals import Intervals, intersection, intervals_of, total, union
 from .trace import Collective, DeviceEvent
 
@@ -54,8 +56,18 @@ class Place:
 
     name: str
     count: int
+    bytes: int | None
     total_us: float
     exposed_us: float
+
+
+class Met(NamedTuple):
+    """A collective whose events on several ranks are known."""
+
+    transfer_us: float
+    """Its duration on the last of them to join."""
+    complete: bool
+    """Whether these are all ranks of the group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +75,7 @@ class CollectiveRow:
     """All collectives of one device with the same kind, group and dtype. None: unknown."""
 
     kind: str
-    """A name such as "all_to_all"; without a known kind, the name of the kernel."""
+    """A name such as "all_to_all"; without a known kind, the name of the kernel's function."""
     group: str
     ranks: tuple[int, ...]
     size: int | None
@@ -73,13 +85,17 @@ class CollectiveRow:
     """Bytes of all collectives, on the side that counts (see above)."""
     total_us: float
     """Sum of the durations on this rank."""
+    compared: int
+    """Number of collectives of which the events of other ranks are known."""
     transfer_us: float | None
-    """Sum of the durations on the last rank to join each collective; None if no other rank was compared."""
+    """Sum of the durations of the compared collectives, each on the last rank to join it. None if none was compared."""
     exposed_us: float
     """Length of the union of the exposed parts."""
     algorithm_gb_s: float | None
-    """10^9 bytes per second, in `transfer_us` if known, otherwise in `total_us`."""
+    """10^9 bytes per second: those of the compared collectives in `transfer_us`, or of all in `total_us`."""
     bus_gb_s: float | None
+    is_lower_limit: bool
+    """Whether the bandwidths are lower limits, because the times may contain waits for ranks without a trace."""
     places: tuple[Place, ...]
     """Sorted by total time, longest first. Empty if no place is known."""
 
@@ -144,46 +160,60 @@ def group_size(collective: Collective | None) -> int | None:
 
 
 def collective_rows(
-    comm: Iterable[DeviceEvent],
+    comm: Sequence[DeviceEvent],
     exposed: Intervals,
-    place_of: Callable[[DeviceEvent], str],
-    transfer_us: Mapping[DeviceEvent, float] | None = None,
+    place_of: Callable[[int], str],
+    met: Mapping[int, Met] | None = None,
 ) -> tuple[CollectiveRow, ...]:
     """Return the rows of one device, sorted by total time, longest first.
 
-    comm: its transfers. exposed: all its exposed communication. place_of: the phase or module of a transfer, or "".
-    transfer_us: the duration of collectives on the last rank to join, where known.
+    comm: its transfers. exposed: all its exposed communication. place_of: the phase or module of the transfer with an
+    index in `comm`, or "". met: the transfers that were compared with those of other ranks, by index.
     """
-    rows: dict[tuple[str, str, tuple[int, ...], int | None, str], list[DeviceEvent]] = defaultdict(list)
-    for event in comm:
+    rows: dict[tuple[str, str, tuple[int, ...], int | None, str], list[int]] = defaultdict(list)
+    for index, event in enumerate(comm):
         found = event.collective or Collective("")
-        kind = kind_of_collective(event) or found.name or event.name
-        rows[kind, group_name(found), found.ranks, group_size(event.collective), found.dtype].append(event)
-    result = [_row(*key, events, exposed, place_of, transfer_us or {}) for key, events in rows.items()]
+        kind = kind_of_collective(event) or found.name or function_name(event.name)
+        rows[kind, group_name(found), found.ranks, group_size(event.collective), found.dtype].append(index)
+    result = [_row(*key, comm, indices, exposed, place_of, met or {}) for key, indices in rows.items()]
     return tuple(sorted(result, key=lambda row: -row.total_us))
 
 
 def _row(
-    kind: str, group: str, ranks: tuple[int, ...], size: int | None, dtype: str, events: list[DeviceEvent],
-    exposed: Intervals, place_of: Callable[[DeviceEvent], str], transfer_us: Mapping[DeviceEvent, float],
+    kind: str, group: str, ranks: tuple[int, ...], size: int | None, dtype: str, comm: Sequence[DeviceEvent],
+    indices: Sequence[int], exposed: Intervals, place_of: Callable[[int], str], met: Mapping[int, Met],
 ) -> CollectiveRow:  # fmt: skip
-    sizes = [bytes_of(event) for event in events]
-    number = None if None in sizes else sum(size_of or 0 for size_of in sizes)
-    time = sum(transfer_us.get(event, event.end - event.start) for event in events)
+    events = [comm[index] for index in indices]
+    known = {index: met[index] for index in indices if index in met}
+    transfer = sum(one.transfer_us for one in known.values())
+    time, number = (transfer, _bytes(comm[index] for index in known)) if known else (_sum(events), _bytes(events))
     bandwidth = number / time / 1e3 if number and time > 0 else None
     factor = bus_factor(kind, size)
     by_place: dict[str, list[DeviceEvent]] = defaultdict(list)
-    for event in events:
-        if place := place_of(event):
-            by_place[place].append(event)
-    places = [Place(name, len(same), _sum(same), _exposed(same, exposed)) for name, same in by_place.items()]
+    for index in indices:
+        if place := place_of(index):
+            by_place[place].append(comm[index])
+    places = [
+        Place(name, len(same), _bytes(same), _sum(same), _exposed(same, exposed)) for name, same in by_place.items()
+    ]
     return CollectiveRow(
-        kind=kind, group=group, ranks=ranks, size=size, dtype=dtype, count=len(events), bytes=number,
-        total_us=_sum(events), transfer_us=time if any(event in transfer_us for event in events) else None,
+        kind=kind, group=group, ranks=ranks, size=size, dtype=dtype, count=len(events), bytes=_bytes(events),
+        total_us=_sum(events), compared=len(known), transfer_us=transfer if known else None,
         exposed_us=_exposed(events, exposed), algorithm_gb_s=bandwidth,
         bus_gb_s=None if bandwidth is None or factor is None else bandwidth * factor,
+        is_lower_limit=not known or not all(one.complete for one in known.values()),
         places=tuple(sorted(places, key=lambda place: -place.total_us)),
     )  # fmt: skip
+
+
+def _bytes(events: Iterable[DeviceEvent]) -> int | None:
+    """The bytes of all events; None if those of one are unknown."""
+    total_bytes = 0
+    for event in events:
+        if (number := bytes_of(event)) is None:
+            return None
+        total_bytes += number
+    return total_bytes
 
 
 def _sum(events: Iterable[DeviceEvent]) -> float:

@@ -7,11 +7,15 @@ from typing import Any
 
 from ..messages import plural, printable
 from .analyze import Analysis, analyze
+from .collectives import Met, collective_rows
 from .communication import NAMES, Names
 from .doctor.diagnose import Examined, conclude, examine
 from .host import host_as_device
+from .intervals import difference, intervals_of, union
 from .lanes import Lanes, device_lanes
-from .ranks import RankSkew, RankTransfers, rank_skews
+from .meetings import RankTransfers
+from .phases import Phases
+from .ranks import Comparison, RankSkew, compare_traces
 from .reading import read_trace
 from .reading.remarks import refuse_launches_alone, remarks
 from .trace import Trace, TraceError
@@ -35,10 +39,21 @@ class TracedDevice:
 
 @dataclass(frozen=True)
 class TraceFiles:
-    """The devices of all files, and the skew of each device."""
+    """The devices of all files, and what a comparison of them shows."""
 
     devices: Sequence[TracedDevice]
-    skews: Sequence[RankSkew]
+    comparisons: Sequence[Comparison]
+    """One comparison of all devices, or one each of parts of them, in their order."""
+
+    @property
+    def skews(self) -> list[RankSkew]:
+        """The skew of each device."""
+        return [skew for comparison in self.comparisons for skew in comparison.skews]
+
+    @property
+    def problems(self) -> list[str]:
+        """Sentences about what could not be compared, and why."""
+        return [sentence for comparison in self.comparisons for sentence in comparison.sentences]
 
     @property
     def names(self) -> list[str]:
@@ -64,6 +79,7 @@ class TraceFiles:
             {
                 "trace": str(device.path), "truncated": bool(device.truncated), "rank": device.rank,
                 "waited_us": skew.waited_us, "shift_us": skew.shift_us, **device.analysis.as_object(),
+                "problems": self.problems,
             }
             for device, skew in zip(self.devices, self.skews, strict=True)
         ]  # fmt: skip
@@ -82,7 +98,19 @@ def analyze_files(paths: Sequence[Path], names: Names = NAMES, pictures: bool = 
         replace(device, analysis=replace(device.analysis, verdicts=verdicts))
         for device, verdicts in zip(devices, conclude(examined), strict=True)
     ]
-    return TraceFiles(devices, rank_skews([device.transfers for device in devices]))
+    return compare_devices(devices)
+
+
+def compare_devices(devices: Sequence[TracedDevice]) -> TraceFiles:
+    """Compare the devices as ranks, and complete their analyses with the collectives."""
+    comparison = compare_traces([device.transfers for device in devices])
+    complete = []
+    for device, meetings in zip(devices, comparison.joined, strict=True):
+        known = device.transfers
+        met = {index: Met(meeting.shortest_us, meeting.complete) for index, meeting in meetings.items()}
+        rows = collective_rows(known.transfers, known.exposed, lambda i, places=known.places: places[i], met)
+        complete.append(replace(device, analysis=replace(device.analysis, collectives=rows)))
+    return TraceFiles(complete, [comparison])
 
 
 def analyze_devices(
@@ -100,12 +128,16 @@ def analyze_devices(
             f"{path}: there is no kernel on a device, and no operator on a CPU, in {plural(trace.num_events, 'event')}"
         )
     devices = []
-    for analysis in analyze(trace, names):
+    phases = Phases(trace, names)
+    for analysis in analyze(trace, names, phases):
         events = [event for event in trace.device_events if event.device == analysis.device]
         comm = [event for event in events if names.kind_of(event) == "comm"]
+        others = [event for event in events if names.kind_of(event) != "comm"]
+        exposed = difference(union(intervals_of(comm)), union(intervals_of(others)))
         start = min(event.start for event in events)
         job = trace.rank, trace.world_size, trace.groups
-        transfers = RankTransfers(comm, start, trace.base_us, trace.host, *job)
+        places = [*map(phases.phase_of, comm)]
+        transfers = RankTransfers(comm, start, trace.base_us, trace.host, *job, places, exposed)
         lanes = device_lanes(trace, analysis.device, names) if pictures else None
         truncated = trace.num_events if trace.truncated else 0
         if examined is not None:

@@ -23,9 +23,8 @@ from ..overlap.labels import BACKWARD, COMBINE, DISPATCH, FORWARD, label
 from ..runtime.groups import init_world
 from ..runtime.launch import Launch
 from .capture import capture, synchronize
-from .files import TracedDevice, TraceFiles, analyze_files
+from .files import TracedDevice, TraceFiles, analyze_files, compare_devices
 from .pair import Pair, Workload
-from .ranks import rank_skews
 
 COMM_SHARE = 0.7
 """With a CPU's default link, communication takes this share of the computation time."""
@@ -257,4 +256,4 @@ def _gather(files: TraceFiles, world: int) -> TraceFiles:
     if gathered is None:
         return files
     devices = [*files.devices, *(device for devices in gathered[1:] for device in devices)]
-    return TraceFiles(devices, rank_skews([device.transfers for device in devices]))
+    return compare_devices(devices)

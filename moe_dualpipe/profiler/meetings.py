@@ -3,7 +3,8 @@
 A collective belongs to a process group, so it is compared only among the ranks of that group: with tensor and data
 parallelism, each rank meets other ranks in each group. In a group, collectives with the same kind and sequence number
 are one meeting. Without sequence numbers, the k-th collective of one rank is the k-th of the others, if all ranks
-recorded the same kinds in the same order. A send and a receive between the same two ranks also meet.
+recorded the same kinds in the same order. A send and a receive between the same two ranks also meet, the k-th with the
+k-th: PyTorch numbers them on each rank by itself, over all peers (`seqP2P_` in ProcessGroupNCCL.cpp).
 
 Transfers without a recorded group are compared among all ranks, by the names of their kernels.
 """
@@ -55,6 +56,8 @@ class Meeting(NamedTuple):
     group: "Group"
     members: tuple[int, ...]
     """Positions in the list of ranks."""
+    indices: tuple[int, ...]
+    """Position of the event of each member in its `RankTransfers.transfers`."""
     events: tuple[DeviceEvent, ...]
     """The event of each member."""
 
@@ -68,6 +71,11 @@ class Meeting(NamedTuple):
         """How long each member waited for the last one."""
         shortest = self.shortest_us
         return [event.end - event.start - shortest for event in self.events]
+
+    @property
+    def complete(self) -> bool:
+        """Whether the events of all ranks of the group are known."""
+        return len(self.members) == (2 if self.group.peers else len(self.group.ranks) or self.group.size)
 
     @property
     def last(self) -> int:
@@ -90,7 +98,7 @@ class Group(NamedTuple):
         if self.peers:
             return f"{self.peers[0]} -> {self.peers[1]}"
         of = f" of {list_ranks(self.ranks)}" if 0 < len(self.ranks) <= 8 else ""
-        return f"{self.label or 'all ranks'}{of}"
+        return f"{self.label or 'transfers without a recorded group'}{of}"
 
 
 class Matches(NamedTuple):
@@ -102,11 +110,11 @@ class Matches(NamedTuple):
 
 def match_collectives(ranks: Sequence[RankTransfers]) -> Matches:
     """Return the meetings of at least two ranks, by group and in the order of the first member."""
-    recorded: dict[Group, dict[int, list[DeviceEvent]]] = defaultdict(dict)
+    recorded: dict[Group, dict[int, list[_Recorded]]] = defaultdict(dict)
     for position, rank in enumerate(ranks):
-        for event in sorted(rank.transfers, key=lambda event: event.start):
+        for index, event in sorted(enumerate(rank.transfers), key=lambda item: item[1].start):
             if (group := _group_of(event, rank)) is not None:
-                recorded[group].setdefault(position, []).append(event)
+                recorded[group].setdefault(position, []).append(_Recorded(index, event))
     by_group: dict[Group, list[Meeting]] = {}
     problems = []
     for group, members in recorded.items():
@@ -124,6 +132,13 @@ def match_collectives(ranks: Sequence[RankTransfers]) -> Matches:
     return Matches(by_group, problems)
 
 
+class _Recorded(NamedTuple):
+    """A transfer and its position among the transfers of its rank."""
+
+    index: int
+    event: DeviceEvent
+
+
 def _group_of(event: DeviceEvent, rank: RankTransfers) -> Group | None:
     """The group of a transfer; None for a transfer that cannot be compared."""
     found = event.collective
@@ -132,27 +147,28 @@ def _group_of(event: DeviceEvent, rank: RankTransfers) -> Group | None:
     members = found.ranks or rank.groups.get(found.group, ())
     kind = kind_of_collective(event)
     if kind in ("send", "recv"):
-        if found.peer is None or rank.rank is None:
+        # PyTorch records the global rank of the peer (saveNcclMeta in torch/csrc/profiler/util.cpp)
+        if found.peer is None or rank.rank is None or (members and found.peer not in members):
             return None
-        # the other rank can be a global rank or a position in the group
-        peer = members[found.peer] if found.peer not in members and found.peer < len(members) else found.peer
-        return Group(peers=(rank.rank, peer) if kind == "send" else (peer, rank.rank))
+        peers = (rank.rank, found.peer) if kind == "send" else (found.peer, rank.rank)
+        return Group(found.group, group_name(found), members, peers=peers)
     size = None if members else group_size(found)
     return Group(found.group, group_name(found), members, size)
 
 
 def _match(
-    group: Group, members: Mapping[int, Sequence[DeviceEvent]], ranks: Sequence[RankTransfers]
+    group: Group, members: Mapping[int, Sequence[_Recorded]], ranks: Sequence[RankTransfers]
 ) -> tuple[list[Meeting], str]:
     """The meetings of one group, and a problem that concerns some or all of its collectives, or ""."""
-    if all(e.collective and e.collective.sequence is not None for events in members.values() for e in events):
+    collectives = [one.event.collective for events in members.values() for one in events]
+    if not group.peers and all(found and found.sequence is not None for found in collectives):
         return _by_key(group, {member: _numbered(events) for member, events in members.items()}), ""
-    kinds = {member: [_kind(group, event) for event in events] for member, events in members.items()}
+    kinds = {member: [_kind(group, one.event) for one in events] for member, events in members.items()}
     (first, expected), *others = kinds.items()
     for other, found in others:
         if found != expected:
             return [], f"{group}: {_difference(_names(ranks, [first]), expected, _names(ranks, [other]), found)}"
-    keyed: dict[int, dict[object, DeviceEvent]] = {m: dict(enumerate(events)) for m, events in members.items()}
+    keyed: dict[int, dict[object, _Recorded]] = {m: dict(enumerate(events)) for m, events in members.items()}
     return _by_key(group, keyed), ""
 
 
@@ -163,31 +179,29 @@ def _kind(group: Group, event: DeviceEvent) -> str:
     return (kind_of_collective(event) or (event.collective.name if event.collective else "")) or event.name
 
 
-def _numbered(events: Sequence[DeviceEvent]) -> dict[object, DeviceEvent]:
+def _numbered(events: Sequence[_Recorded]) -> dict[object, _Recorded]:
     """The events by sequence number and kind; several with the same ones (in a coalesced call) are counted."""
     times: Counter[object] = Counter()
-    found: dict[object, DeviceEvent] = {}
-    for event in events:
-        collective = event.collective
-        key = (collective.sequence if collective else None, _kind(Group(), event))
-        if key[1] in ("send", "recv"):
-            key = (key[0], "")
-        found[*key, times[key]] = event
+    found: dict[object, _Recorded] = {}
+    for one in events:
+        collective = one.event.collective
+        key = (collective.sequence if collective else None, _kind(Group(), one.event))
+        found[*key, times[key]] = one
         times[key] += 1
     return found
 
 
-def _by_key(group: Group, keyed: Mapping[int, Mapping[object, DeviceEvent]]) -> list[Meeting]:
-    joined: dict[object, list[tuple[int, DeviceEvent]]] = defaultdict(list)
-    for member, events in keyed.items():
-        for key, event in events.items():
-            joined[key].append((member, event))
+def _by_key(group: Group, keyed: Mapping[int, Mapping[object, _Recorded]]) -> list[Meeting]:
+    joined: dict[object, list[tuple[int, int, DeviceEvent]]] = defaultdict(list)
+    for member, recorded in keyed.items():
+        for key, one in recorded.items():
+            joined[key].append((member, one.index, one.event))
     meetings = []
     for same in joined.values():
         if len(same) > 1:
-            members, events = zip(*same, strict=True)
+            members, indices, events = zip(*same, strict=True)
             kind = "send" if group.peers else _kind(group, events[0])
-            meetings.append(Meeting(kind, group, members, events))
+            meetings.append(Meeting(kind, group, members, indices, events))
     return meetings
 
 

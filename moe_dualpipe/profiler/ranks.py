@@ -7,11 +7,11 @@ clocks. Which collectives are the same is found in meetings.py, by process group
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from ..messages import list_ranks
+from ..messages import list_ranks, plural
 from .clocks import Clock, common_clock
 from .meetings import Group, Meeting, RankTransfers, match_collectives
-from .trace import DeviceEvent
 
 _MEET = 0.9
 
@@ -33,7 +33,7 @@ class Comparison:
     ranks: Sequence[RankTransfers]
     meetings: Sequence[Meeting]
     """The same collectives on several ranks."""
-    clocks: Sequence[Clock | None]
+    clocks: Sequence[Clock]
     problems: Sequence[str]
     """Groups whose collectives could not be compared, each with the reason."""
 
@@ -44,7 +44,7 @@ class Comparison:
         for meeting in self.meetings:
             for member, time in zip(meeting.members, meeting.waited_us, strict=True):
                 waited[member] = waited.get(member, 0.0) + time
-        shifts = [None if clock is None else clock.shift_us for clock in self.clocks]
+        shifts = [None if clock.root else clock.shift_us for clock in self.clocks]
         if len(shifts) > 1 and all(shift is None for shift in shifts[1:]):
             shifts[0] = None  # there is nothing to compare it with
         return tuple(RankSkew(waited.get(i), shift) for i, shift in enumerate(shifts))
@@ -55,13 +55,33 @@ class Comparison:
         size = max((rank.world_size or 0 for rank in self.ranks), default=0)
         return sorted({*range(size)} - {rank.rank for rank in self.ranks if rank.rank is not None})
 
-    def transfer_us(self, position: int) -> dict[DeviceEvent, float]:
-        """The duration of each compared transfer of one rank on the last rank to join it."""
-        return {
-            meeting.events[meeting.members.index(position)]: meeting.shortest_us
-            for meeting in self.meetings
-            if position in meeting.members
-        }
+    @property
+    def sentences(self) -> list[str]:
+        """What could not be compared, and why."""
+        missing = self.missing_text if len(self.ranks) > 1 else ""
+        return [*(f"Not compared: {problem}." for problem in self.problems), *([missing] if missing else [])]
+
+    @property
+    def missing_text(self) -> str:
+        """A sentence about ranks without a trace, or ""."""
+        missing = self.missing
+        if not missing:
+            return ""
+        shown = f" ({list_ranks(missing)})" if len(missing) <= 8 else ""
+        size = max(rank.world_size or 0 for rank in self.ranks)
+        return (
+            f"{len(missing):,} of {plural(size, 'rank')} have no trace here{shown}: "
+            "waits for them count as communication."
+        )
+
+    @cached_property
+    def joined(self) -> list[dict[int, Meeting]]:
+        """The meetings of each rank, by the position of its event in its `transfers`."""
+        found: list[dict[int, Meeting]] = [{} for _ in self.ranks]
+        for meeting in self.meetings:
+            for member, index in zip(meeting.members, meeting.indices, strict=True):
+                found[member][index] = meeting
+        return found
 
 
 def compare_traces(ranks: Sequence[RankTransfers]) -> Comparison:
@@ -80,16 +100,11 @@ def compare_traces(ranks: Sequence[RankTransfers]) -> Comparison:
         if apart is None:
             return Comparison(ranks, meetings, clocks, problems)
         del groups[apart]
-        problems.append(f"{apart}: its collectives do not overlap in time")
-
-
-def rank_skews(ranks: Sequence[RankTransfers]) -> tuple[RankSkew, ...]:
-    """Return the skew of each rank."""
-    return compare_traces(ranks).skews
+        problems.append(f"{apart}: collectives that should be the same do not overlap in time")
 
 
 def _worst(
-    ranks: Sequence[RankTransfers], groups: Mapping[Group, Sequence[Meeting]], clocks: Sequence[Clock | None]
+    ranks: Sequence[RankTransfers], groups: Mapping[Group, Sequence[Meeting]], clocks: Sequence[Clock]
 ) -> Group | None:
     """The group with the smallest share of meetings at which all ranks are inside, if that is too small."""
     shares = {group: _share_that_meets(ranks, meetings, clocks) for group, meetings in groups.items()}
@@ -97,24 +112,12 @@ def _worst(
     return group if group is not None and shares[group] < _MEET else None
 
 
-def _share_that_meets(
-    ranks: Sequence[RankTransfers], meetings: Sequence[Meeting], clocks: Sequence[Clock | None]
-) -> float:
+def _share_that_meets(ranks: Sequence[RankTransfers], meetings: Sequence[Meeting], clocks: Sequence[Clock]) -> float:
+    """The members of a meeting always have a common clock: the meeting itself connects them."""
     met = 0
     for meeting in meetings:
-        starts, ends = [], []
-        for member, event in zip(meeting.members, meeting.events, strict=True):
-            if (clock := clocks[member]) is not None:
-                starts.append(clock.at(event.start - ranks[member].start_us))
-                ends.append(clock.at(event.end - ranks[member].start_us))
-        met += max(starts, default=0.0) <= min(ends, default=0.0)
+        own = [(clocks[member], ranks[member].start_us) for member in meeting.members]
+        starts = [clock.at(e.start - zero) for (clock, zero), e in zip(own, meeting.events, strict=True)]
+        ends = [clock.at(e.end - zero) for (clock, zero), e in zip(own, meeting.events, strict=True)]
+        met += max(starts) <= min(ends)
     return met / len(meetings)
-
-
-def missing_text(comparison: Comparison) -> str:
-    """Say which ranks have no trace, or ""."""
-    missing = comparison.missing
-    if not missing:
-        return ""
-    shown = list_ranks(missing) if len(missing) <= 8 else f"{len(missing):,} ranks"
-    return f"{shown} of {max(rank.world_size or 0 for rank in comparison.ranks):,} have no trace here"

@@ -20,10 +20,9 @@ from ..messages import plural
 from ..overlap.labels import STEP
 from ..profiler import NAMES, read_trace
 from ..profiler.capture import capture, synchronize
-from ..profiler.files import TracedDevice, TraceFiles, analyze_devices
+from ..profiler.files import TracedDevice, TraceFiles, analyze_devices, compare_devices
 from ..profiler.host import host_as_device
 from ..profiler.pipeline import RecordedPipeline
-from ..profiler.ranks import rank_skews
 from ..profiler.steps import Step, align_clocks, only_expert_transfers, recorded_steps
 from ..runtime.groups import Layout
 from ..schedule import Schedule
@@ -117,21 +116,23 @@ class StepProfiler:
             RecordedPipeline(self.schedule, [steps[layout.world_rank(p, d)] for p in range(layout.pp)])
             for d in range(layout.dp)
         ]
-        groups = (devices[first : first + layout.ep] for first in range(0, len(devices), layout.ep))
-        skews = [skew for group in groups for skew in rank_skews([device.transfers for device in group])]
+        groups = [compare_devices(devices[first : first + layout.ep]) for first in range(0, len(devices), layout.ep)]
+        files = TraceFiles(
+            [device for group in groups for device in group.devices],
+            [comparison for group in groups for comparison in group.comparisons],
+        )
         names = [rank_name(rank // layout.dp, rank % layout.dp, layout.dp) for rank in range(len(devices))]
         overlap = [
             {"rank": rank, "waited_us": skew.waited_us, **device.analysis.as_object()}
-            for rank, (device, skew) in enumerate(zip(devices, skews, strict=True))
+            for rank, (device, skew) in enumerate(zip(files.devices, files.skews, strict=True))
         ]
         report = {"pipelines": pipeline_objects(pipelines), "overlap": overlap}
         (self.folder / "report.json").write_text(strict_json.write(report, indent=1) + "\n")
-        files = [*(device.path.name for device in devices), "report.json"]
+        written = [*(device.path.name for device in devices), "report.json"]
         with suppress(ImportError):  # without matplotlib, there is no figure
             save_pipeline_figure(pipelines, self.folder / "steps.png")
-            files.append("steps.png")
+            written.append("steps.png")
         parts = [f"{plural(len(self.recorded), 'step')} recorded. The step of median length:", pipeline_text(pipelines)]
         if layout.ep > 1:
-            compared = compare_ranks(TraceFiles(devices, skews), names)
-            parts += ["communication between experts, in all recorded steps:", compared]
-        return "\n\n".join([*parts, f"in {self.folder}: {', '.join(files)}"])
+            parts += ["communication between experts, in all recorded steps:", compare_ranks(files, names)]
+        return "\n\n".join([*parts, f"in {self.folder}: {', '.join(written)}"])

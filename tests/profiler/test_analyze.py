@@ -313,7 +313,9 @@ def test_the_command_prints_tables_or_json(tmp_path, capsys):
     assert main(["profile", "analyze", *paths, "--json"]) == 0
     several = json.loads(capsys.readouterr().out)
     assert [one["trace"] for one in several] == paths
-    assert several[1] == {**found, "waited_us": 0, "shift_us": 0}
+    (row,) = found["collectives"]
+    compared = [{**row, "compared": 1, "transfer_us": 20}]  # by order: the kernels have no recorded group
+    assert several[1] == {**found, "waited_us": 0, "shift_us": 0, "collectives": compared}
 
 
 @pytest.mark.parametrize("options,problem", [

@@ -3,6 +3,8 @@
 import pytest
 
 from moe_dualpipe.profiler.collectives import (
+    Met,
+    Place,
     bus_factor,
     bytes_of,
     collective_rows,
@@ -17,8 +19,8 @@ def event(name="ncclDevKernel_SendRecv(x)", start=0.0, duration=10.0, collective
     return DeviceEvent(name, "kernel", start, start + duration, "0", "20", None, 1, collective=collective, **more)
 
 
-def rows(*events, exposed=EMPTY, place_of=lambda _: "", **more):
-    return collective_rows(events, exposed, place_of, **more)
+def rows(*events, exposed=EMPTY, place_of=lambda _: "", met=None):
+    return collective_rows(events, exposed, place_of, met)
 
 
 @pytest.mark.parametrize("name,kind", [
@@ -98,8 +100,34 @@ def test_bandwidths_are_bytes_over_time():
     assert (row.kind, row.group, row.ranks, row.size, row.dtype) == ("all_reduce", "dp", (0, 1, 2, 3), 4, "Float")
     assert (row.count, row.bytes, row.total_us, row.transfer_us) == (2, 16_000_000, 800, None)
     assert (row.algorithm_gb_s, row.bus_gb_s) == (20.0, 30.0)
-    (row,) = rows(first, second, transfer_us={second: 200.0})  # it waited 400 us for another rank
+    assert (row.compared, row.is_lower_limit) == (0, True)
+    (row,) = rows(first, second, met={0: Met(200, True), 1: Met(200, True)})  # it waited 400 us for another rank
     assert (row.total_us, row.transfer_us, row.algorithm_gb_s, row.bus_gb_s) == (800, 400, 40.0, 60.0)
+    assert (row.compared, row.is_lower_limit) == (2, False)
+
+
+def test_only_compared_collectives_count_in_the_bandwidth():
+    """Of two reductions, other ranks recorded the second one only: 12e6 bytes in 200 us. The first took 1 s."""
+    same = {"group": "dp", "ranks": (0, 1, 2, 3), "size": 4, "dtype": "Float"}
+    first = event(start=0, duration=1e6, collective=Collective("allreduce", in_elems=1_000_000, **same))
+    second = event(start=2e6, duration=600, collective=Collective("allreduce", in_elems=3_000_000, **same))
+    for complete in (True, False):
+        (row,) = rows(first, second, met={1: Met(200, complete)})
+        assert (row.count, row.bytes, row.total_us) == (2, 16_000_000, 1e6 + 600)
+        assert (row.compared, row.transfer_us, row.algorithm_gb_s, row.bus_gb_s) == (1, 200, 60.0, 90.0)
+        assert row.is_lower_limit is not complete
+    lacking = first._replace(collective=first.collective._replace(in_elems=None))
+    (row,) = rows(lacking, second, met={1: Met(200, True)})
+    assert (row.bytes, row.algorithm_gb_s) == (None, 60.0)
+    (row,) = rows(lacking, second, met={0: Met(200, True)})
+    assert (row.bytes, row.algorithm_gb_s) == (None, None)
+
+
+def test_equal_events_are_compared_one_by_one():
+    """A coarse clock gives two reductions the same times. On the last rank to join they took 200 and 300 us."""
+    same = event(duration=400, collective=Collective("allreduce", size=2, in_elems=1_000_000, dtype="Float"))
+    (row,) = rows(same, same, met={0: Met(200, True), 1: Met(300, True)})
+    assert (row.transfer_us, row.algorithm_gb_s) == (500, 16.0)
 
 
 def test_one_unknown_size_makes_the_bytes_of_a_row_unknown():
@@ -136,6 +164,8 @@ def test_names_stand_for_unknown_kinds():
     ]  # fmt: skip
     (row,) = rows(event(collective=Collective("barrier", size=2)))
     assert row.kind == "barrier"
+    (row,) = rows(event("void deep_ep::combine<false>(int*)"), event("void deep_ep::combine<true>(int*)", start=20))
+    assert (row.kind, row.count) == ("deep_ep::combine", 2)
 
 
 def test_exposed_time_by_place():
@@ -144,7 +174,7 @@ def test_exposed_time_by_place():
     events = [event(start=0, duration=10, collective=one), event(start=8, duration=6, collective=one),
               event(start=30, duration=4, collective=one)]  # fmt: skip
     places = {0: "attn", 8: "mlp", 30: "attn"}
-    (row,) = rows(*events, exposed=as_intervals([(5, 12), (30, 31)]), place_of=lambda e: places[e.start])
+    (row,) = rows(*events, exposed=as_intervals([(5, 12), (30, 31)]), place_of=lambda i: places[events[i].start])
     assert row.exposed_us == 8
-    assert [(p.name, p.count, p.total_us, p.exposed_us) for p in row.places] == [("attn", 2, 14, 6), ("mlp", 1, 6, 4)]
+    assert row.places == (Place("attn", 2, 8, 14, 6), Place("mlp", 1, 4, 6, 4))
     assert rows(*events)[0].places == ()

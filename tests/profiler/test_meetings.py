@@ -5,8 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from moe_dualpipe.profiler.ranks import compare_traces, rank_skews
-from tests.support.rank_programs import Compute, Join, execute, rank_transfers
+from moe_dualpipe.profiler.meetings import RankTransfers
+from moe_dualpipe.profiler.ranks import compare_traces
+from moe_dualpipe.profiler.trace import Collective
+from tests.support.rank_programs import Compute, Join, device_event, execute, rank_transfers
 
 
 def groups_of(world, *strides):
@@ -38,7 +40,7 @@ PROGRAMS = pytest.mark.parametrize("program,world", [(TP_DP, 4), (PP_EP_TP, 8)],
 
 
 def waited(ranks):
-    return [skew.waited_us for skew in rank_skews(ranks)]
+    return [skew.waited_us for skew in compare_traces(ranks).skews]
 
 
 def test_axes_of_a_grid():
@@ -63,7 +65,7 @@ def test_clocks_are_connected_through_groups(program, world):
     offsets = [draw.uniform(-5e6, 5e6) for _ in range(world)]
     ranks = [rank_transfers(done, rank, offsets[rank], host=f"host{rank}") for rank in range(world)]
     first = [min(event.start for event in done.events[rank]) for rank in range(world)]
-    for rank, skew in enumerate(rank_skews(ranks)):
+    for rank, skew in enumerate(compare_traces(ranks).skews):
         assert skew.shift_us == pytest.approx(first[rank] - first[0], abs=1e-6)
         assert skew.waited_us == pytest.approx(done.waited[rank], abs=1e-4)
 
@@ -167,7 +169,7 @@ def test_different_kinds_in_one_group_are_a_problem():
 
 
 def test_a_send_meets_its_receive():
-    """A peer can be a global rank, or a position in the group."""
+    """The peer is a global rank. Rank 3 of the group of ranks 0 and 3 is not its fourth rank."""
     program = [
         Compute({0: 30, 3: 5}),
         Join("p2p", "pp", (0, 3), 10),
@@ -177,15 +179,52 @@ def test_a_send_meets_its_receive():
     done = execute(program, 4)
     ranks = [rank_transfers(done, rank) for rank in (0, 3)]
     assert waited(ranks) == [done.waited[0], done.waited[3]] == [45, 25]
-    positions = {0: 0, 3: 1}
-    by_position = [
-        replace(rank, transfers=[e._replace(collective=e.collective._replace(
-            ranks=(0, 3), peer=positions[e.collective.peer])) for e in rank.transfers])
-        for rank in ranks
-    ]  # fmt: skip
-    assert waited(by_position) == [45, 25]
+    outside = [replace(rank, transfers=[e._replace(collective=e.collective._replace(peer=1)) for e in rank.transfers])
+               for rank in ranks]  # fmt: skip
+    assert waited(outside) == [None, None]
     unknown = [replace(rank, rank=None) for rank in ranks]
     assert waited(unknown) == [None, None]
+
+
+def test_numbers_of_sends_differ_between_ranks():
+    """Rank 1 receives from rank 0 and sends to rank 2. Its number of the send is 1, that of rank 2's receive is 0."""
+    program = [Compute({0: 30, 1: 5, 2: 7})]
+    for _ in range(4):
+        program += [Join("p2p", "pp", (0, 1), 10), Compute({1: 20}), Join("p2p", "pp", (1, 2), 10)]
+    done = execute(program, 3, numbered=False)
+    ranks = []
+    for rank in range(3):
+        own = rank_transfers(done, rank)
+        numbered = [e._replace(collective=e.collective._replace(sequence=n)) for n, e in enumerate(own.transfers)]
+        ranks.append(replace(own, transfers=numbered))
+    assert waited(ranks) == [done.waited[rank] for rank in range(3)]
+    assert [len(joined) for joined in compare_traces(ranks).joined] == [4, 8, 4]
+    fewer = compare_traces([*ranks[:2], replace(ranks[2], transfers=ranks[2].transfers[1:])])
+    assert fewer.problems == ["1 -> 2: rank 1 recorded 4 collectives and rank 2 3, without numbers"]
+
+
+def test_ranks_without_a_connection_to_the_first_are_checked_too():
+    """Ranks 2 and 3 meet in their own group only. Their traces are of different runs."""
+    done = execute([Compute({0: 7, 2: 3}), *(Join("all_reduce", "tp", ranks, 10) for ranks in ((0, 1), (2, 3)))] * 5, 4)
+    ranks = [rank_transfers(done, rank, host="" if rank < 2 else "b") for rank in range(4)]
+    known = compare_traces(ranks)
+    assert [clock.root for clock in known.clocks] == [0, 0, 2, 2]
+    assert [skew.shift_us is None for skew in known.skews] == [False, False, True, True]
+    assert not known.problems and None not in waited(ranks)
+    ranks[3] = replace(ranks[3], base_us=1e6)  # a second later on the clock of the same host
+    assert compare_traces(ranks).problems == [
+        "tp of ranks 2, 3: collectives that should be the same do not overlap in time"
+    ]
+    assert waited(ranks)[2:] == [None, None]
+
+
+def test_equal_events_are_kept_apart():
+    """Rank 0 recorded the same times twice, as with a coarse clock; in the second meeting, rank 1 was later."""
+    same = Collective("all_reduce", "dp", "dp", (0, 1), 2, 8, 8, "Float")
+    event = device_event("nccl", 0, 10, "20", same)
+    others = [device_event("nccl", 2, 10, "20", same), device_event("nccl", 6, 10, "20", same)]
+    compared = compare_traces([RankTransfers([event, event], 0, rank=0), RankTransfers(others, 0, rank=1)])
+    assert {index: meeting.shortest_us for index, meeting in compared.joined[0].items()} == {0: 8, 1: 4}
 
 
 def test_two_groups_of_the_same_ranks_are_kept_apart():
@@ -202,7 +241,7 @@ def test_the_time_of_a_transfer_is_that_of_the_last_to_join():
     done = execute([Compute({0: 7, 2: 3}), Join("all_reduce", "dp", (0, 1, 2), 20)], 3)
     compared = compare_traces([rank_transfers(done, rank) for rank in range(3)])
     for position in range(3):
-        assert [*compared.transfer_us(position).values()] == [20]
+        assert [meeting.shortest_us for meeting in compared.joined[position].values()] == [20]
     assert compared.meetings[0].last == 0
     assert compared.meetings[0].waited_us == [0, 7, 4]
 
@@ -219,6 +258,6 @@ def test_random_grids_and_clocks(seed):
     done = execute(layers(world, groups_of(world, *sizes), kinds, 8, seed), world, numbered=draw.random() < 0.5)
     offsets = [draw.uniform(-1e7, 1e7) for _ in range(world)]
     ranks = [rank_transfers(done, r, offsets[r], host=f"host{r}") for r in range(world)]
-    for rank, skew in enumerate(rank_skews(ranks)):
+    for rank, skew in enumerate(compare_traces(ranks).skews):
         assert skew.waited_us == pytest.approx(done.waited[rank], abs=1e-3)
         assert skew.shift_us is not None

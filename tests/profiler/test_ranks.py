@@ -9,7 +9,7 @@ from moe_dualpipe.cli import main
 from moe_dualpipe.drawing.lanes import trace_pictures
 from moe_dualpipe.profiler import Names
 from moe_dualpipe.profiler.files import analyze_files
-from moe_dualpipe.profiler.ranks import RankSkew, RankTransfers, rank_skews
+from moe_dualpipe.profiler.ranks import RankSkew, RankTransfers, compare_traces
 from moe_dualpipe.profiler.trace import DeviceEvent
 from tests.support.traces import kernel, write
 
@@ -17,6 +17,10 @@ ARRIVALS = [[10, 50, 90, 130], [13, 50, 97, 130], [10, 61, 90, 132]]
 """When each of three ranks joins each of four collectives, on one clock. Each ends 5 after the last rank joined."""
 ENDS = [18, 66, 102, 137]
 WAITED = [3 + 11 + 7 + 2, 0 + 11 + 0 + 2, 3 + 0 + 7 + 0]
+
+
+def skews(ranks):
+    return compare_traces(ranks).skews
 
 
 def transfer(name, start, end):
@@ -36,14 +40,14 @@ def ranks(offsets, started=(0, 400, -200), names=("ncclA", "ncclB", "ncclA", "nc
 def test_clocks_are_aligned_by_the_ends_of_collectives(offsets):
     for hosts in (("", "", ""), ("a", "b", "c"), ("a", "", "a" if offsets[0] == offsets[2] else "c")):
         given = [replace(rank, host=host) for rank, host in zip(ranks(offsets), hosts, strict=True)]
-        assert rank_skews(given) == tuple(RankSkew(w, s) for w, s in zip(WAITED, (0, 400, -200), strict=True))
+        assert skews(given) == tuple(RankSkew(w, s) for w, s in zip(WAITED, (0, 400, -200), strict=True))
 
 
 def test_one_wrong_end_does_not_change_the_clock():
     given = ranks((0, 500, 0))
     late = given[1].transfers[3]
     works = [*given[1].transfers[:3], late._replace(start=late.start + 4, end=late.end + 4)]
-    assert [other.shift_us for other in rank_skews([given[0], RankTransfers(works, given[1].start_us), given[2]])] == [
+    assert [other.shift_us for other in skews([given[0], RankTransfers(works, given[1].start_us), given[2]])] == [
         0,
         400,
         -200,
@@ -52,11 +56,11 @@ def test_one_wrong_end_does_not_change_the_clock():
 
 def test_ranks_of_one_host_share_a_clock():
     given = ranks((0, 0, 0), host="a")
-    assert [other.shift_us for other in rank_skews(given)] == [0, 400, -200]
-    assert [other.waited_us for other in rank_skews(given)] == WAITED
+    assert [other.shift_us for other in skews(given)] == [0, 400, -200]
+    assert [other.waited_us for other in skews(given)] == WAITED
     given[1] = RankTransfers(ranks((0, -1_000, 0))[1].transfers, -600.0, base_us=1_000.0, host="a")
-    assert [other.shift_us for other in rank_skews(given)] == [0, 400, -200]
-    assert [other.waited_us for other in rank_skews(given)] == WAITED
+    assert [other.shift_us for other in skews(given)] == [0, 400, -200]
+    assert [other.waited_us for other in skews(given)] == WAITED
 
 
 def test_collectives_that_do_not_overlap_cannot_be_compared():
@@ -66,7 +70,7 @@ def test_collectives_that_do_not_overlap_cannot_be_compared():
     for apart, waited in ((0, 0), (1, 0), (2, None)):
         second = [work._replace(start=work.start + 11, end=work.end + 11) for work in first[:apart]] + first[apart:]
         for host in ("a", ""):
-            found = rank_skews([RankTransfers(first, 0, host=host), RankTransfers(second, 0, host=host)])
+            found = skews([RankTransfers(first, 0, host=host), RankTransfers(second, 0, host=host)])
             unknown = waited is None and not host
             assert found == (RankSkew(waited, None if unknown else 0),) * 2
 
@@ -74,10 +78,10 @@ def test_collectives_that_do_not_overlap_cannot_be_compared():
 def test_transfers_are_ordered_by_start():
     given = ranks((0, 100, 0))
     mixed = [RankTransfers(rank.transfers[::-1], rank.start_us) for rank in given]
-    assert rank_skews(mixed) == rank_skews(given)
+    assert skews(mixed) == skews(given)
     first = [transfer("ncclA", 0, 20), transfer("ncclB", 5, 10)]
     second = [transfer("ncclA", 0, 20), transfer("ncclB", 5, 25)]
-    assert [other.waited_us for other in rank_skews([RankTransfers(first, 0), RankTransfers(second, 0)])] == [0, 15]
+    assert [other.waited_us for other in skews([RankTransfers(first, 0), RankTransfers(second, 0)])] == [0, 15]
 
 
 @pytest.mark.parametrize("host,shifts", [("", [None] * 3), ("a", [0, 400, -200])])
@@ -88,20 +92,20 @@ def test_ranks_with_different_collectives_cannot_be_compared(host, shifts):
         RankTransfers([work._replace(name="ncclC") for work in alike[1].transfers], 400, host=host),
     ):  # fmt: skip
         for given in ([alike[0], other, alike[2]], [alike[0], alike[1], other]):
-            assert [one.waited_us for one in rank_skews(given)] == [None] * 3
-    assert [one.shift_us for one in rank_skews([alike[0], RankTransfers([], 400, host=host), alike[2]])] == shifts
-    assert rank_skews([RankTransfers([], 7), RankTransfers([], 9)]) == (RankSkew(None, None),) * 2
-    assert rank_skews([RankTransfers([], 7, host="a"), RankTransfers([], 9, host="b")]) == (RankSkew(None, None),) * 2
+            assert [one.waited_us for one in skews(given)] == [None] * 3
+    assert [one.shift_us for one in skews([alike[0], RankTransfers([], 400, host=host), alike[2]])] == shifts
+    assert skews([RankTransfers([], 7), RankTransfers([], 9)]) == (RankSkew(None, None),) * 2
+    assert skews([RankTransfers([], 7, host="a"), RankTransfers([], 9, host="b")]) == (RankSkew(None, None),) * 2
     for alone in (RankTransfers([], 7, host="a"), RankTransfers([], 7), alike[0]):  # a single rank
-        assert rank_skews([alone]) == (RankSkew(None, 0),)
+        assert skews([alone]) == (RankSkew(None, 0),)
 
 
 def test_point_to_point_transfers_are_left_out():
     given = ranks((0, 30, 0))
     sends = [transfer("gloo:send", 1, 40), transfer("gloo:recv", 2, 90), transfer("gloo:recvAnySource", 3, 9)]
     extra = [RankTransfers([*rank.transfers, *sends[:n]], rank.start_us) for n, rank in enumerate(given, 1)]
-    assert rank_skews(extra) == rank_skews(given)
-    assert rank_skews([RankTransfers(sends, 0), RankTransfers(sends, 0)]) == (RankSkew(None, None),) * 2
+    assert skews(extra) == skews(given)
+    assert skews([RankTransfers(sends, 0), RankTransfers(sends, 0)]) == (RankSkew(None, None),) * 2
 
 
 # ---- Files ----
@@ -156,7 +160,11 @@ def test_pictures_start_at_0_without_a_common_clock(tmp_path, capsys):
     assert main(["profile", "analyze", *paths, "--json"]) == 0
     assert [(one["waited_us"], one["shift_us"]) for one in json.loads(capsys.readouterr().out)] == [(None, None)] * 2
     assert main(["profile", "analyze", *paths]) == 0
-    assert [row.split("|")[-2].strip() for row in capsys.readouterr().out.splitlines()[-2:]] == ["-", "-"]
+    lines = capsys.readouterr().out.splitlines()
+    assert [row.split("|")[-2].strip() for row in lines[-4:-2]] == ["-", "-"]
+    assert lines[-1] == (
+        "Not compared: transfers without a recorded group: collective 0 is ncclA on rank 0 and ncclB on rank 1."
+    )
 
 
 def test_the_first_shift_is_not_negative_zero(tmp_path):
