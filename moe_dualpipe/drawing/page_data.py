@@ -16,7 +16,7 @@ from ..profiler.intervals import Intervals
 from ..profiler.lanes import LANES, Ints, Lanes
 from ..profiler.trace import Collective
 from .kernel_names import short_name
-from .palette import EXPOSED, STYLES, has_letters, styles_of
+from .palette import EXPOSED, HIDDEN, STYLES, has_letters, styles_of
 
 if TYPE_CHECKING:
     from .lanes import Picture
@@ -52,7 +52,8 @@ def page_data(pictures: Sequence["Picture"], note: str = "") -> dict[str, Any]:
     ]
     return {
         "end": end, "notes": notes, "strip": letters, "lanes": LANES,
-        "styles": [[style.label, style.colour, style.ink] for style in STYLES], "exposed": STYLES.index(EXPOSED),
+        "styles": [[style.label, style.colour, style.ink] for style in STYLES],
+        "exposed": STYLES.index(EXPOSED), "hidden": STYLES.index(HIDDEN),
         "details": [_detail(*facts) for facts in details],
         "names": [printable(name, _LONGEST_NAME) for name in names], "short": [short_name(name) for name in names],
         "devices": devices,

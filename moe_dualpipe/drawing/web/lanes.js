@@ -4,6 +4,7 @@ const FEW = data.devices.length <= 2;
 const BODY = FEW ? [44, 44, 22] : [30, 30, 16];  // the height of a single row of each lane
 const NARROW = FEW ? 26 : 19;  // the height of one of several rows
 const COMMUNICATION = 1;
+const USED = [0, 1, 2].filter((lane) => data.devices.some(({ rows }) => rows.some((row) => row.lane === lane)));
 
 // Where everything is: each row, title and memory panel gets its `top`. Returns the height of all.
 function arrange() {
@@ -12,10 +13,8 @@ function arrange() {
     device.top = y;
     y += TITLE;
     device.bands = [];
-    for (let lane = 0; lane < 3; lane++) {
-      const rows = device.rows.filter((row) => row.lane === lane);
-      if (lane === 2 && !rows.length) continue;
-      const top = y;
+    for (const lane of USED) {
+      const rows = device.rows.filter((row) => row.lane === lane), top = y;
       for (const row of rows) {
         row.top = y;
         row.body = rows.length > 1 ? Math.min(NARROW, BODY[lane]) : BODY[lane];
@@ -36,6 +35,9 @@ function arrange() {
 
 const faded = (device, i) => view.hits !== null && !view.hits.pieces[device.number].has(i);
 const styleHidden = (style) => view.hidden.has(style);
+// Without a strip, a transfer has two styles: that of its hidden part, which is its own, and that of its exposed part.
+const pieceHidden = (device, i) => styleHidden(device.style[i])
+  && (data.strip || device.lane[i] !== COMMUNICATION || styleHidden(data.exposed));
 
 function drawLanes() {
   const canvas = $("lanes"), height = arrange(), pen = penOf(canvas, height);
@@ -59,7 +61,7 @@ function drawLanes() {
 function drawRow(pen, row) {
   const [first, last] = visible(row, view.from, view.to);
   drawPieces(pen, row, first, last);
-  if (row.lane === COMMUNICATION && !styleHidden(data.exposed)) drawExposed(pen, row, first, last);
+  if (row.lane === COMMUNICATION && !(data.strip && styleHidden(data.exposed))) drawExposed(pen, row, first, last);
   pen.font = "11px system-ui, sans-serif";
   drawLabels(pen, row, first, last);
   if (row.band) drawBand(pen, row);
@@ -104,14 +106,14 @@ function drawExposed(pen, row, first, last) {
   const height = data.strip ? 5 : body, y = top + band + body - height;
   let at = firstIndex(0, spans.length, (i) => spans[i][1] > view.from), done = -Infinity;
   for (let i = first; i < last && at < spans.length; i++) {
-    if (styleHidden(device.style[i])) continue;
+    if (pieceHidden(device, i)) continue;
     const start = Math.max(device.start[i], done), stop = stopOf(device, i);
     while (at > 0 && spans[at - 1][1] > start) at--;
     for (; at < spans.length && spans[at][0] < stop; at++) {
       const from = Math.max(spans[at][0], start, view.from), to = Math.min(spans[at][1], stop, view.to);
       if (to <= from) continue;
       pen.globalAlpha = faded(device, i) ? 0.25 : 1;
-      pen.fillStyle = styles[data.exposed][1];
+      pen.fillStyle = styleHidden(data.exposed) ? theme.paper : styles[data.exposed][1];
       pen.fillRect(xOf(from), y, Math.max(xOf(to) - xOf(from), 0.5), height);
     }
     done = Math.max(done, stop);
@@ -199,7 +201,7 @@ function nearestPiece(row, time, near) {
   let best = -1, least = Infinity;
   for (let i = first; i < last; i++) {
     const away = Math.max(device.start[i] - time, time - stopOf(device, i), 0);
-    if (!styleHidden(device.style[i]) && away <= near && away <= least) { best = i; least = away; }
+    if (!pieceHidden(device, i) && away <= near && away <= least) { best = i; least = away; }
   }
   return best < 0 ? null : pieceIn(row, best);
 }

@@ -2,7 +2,9 @@
 function usedStyles() {
   const used = new Set();
   for (const device of data.devices) {
-    for (const style of device.style) used.add(style);
+    for (const [i, style] of device.style.entries()) {
+      if (style !== data.hidden || exposedIn(device, i) < device.length[i] - 0.001) used.add(style);
+    }
     if (device.exposed.length) used.add(data.exposed);
   }
   return [...used].sort((a, b) => a - b);

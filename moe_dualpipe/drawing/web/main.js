@@ -41,6 +41,6 @@ listenToKeys();
 listenToLanes();
 $("all").addEventListener("click", showAll);
 $("notes").textContent = data.notes.join("; ");
-window.addEventListener("resize", redraw);
+for (const id of ["lanes", "overview"]) new ResizeObserver(redraw).observe($(id));
 window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { readTheme(); redraw(); });
 showAll();

@@ -1,11 +1,11 @@
-// The strip of the whole time: computation above, communication below, and a frame around the part that is shown.
+// The strip of the whole time: computation and copies above, communication below, and a frame around the shown part.
 const STRIP = 46, EDGE = 6;
 let density = null;
 
 const overviewX = (time) => LEFT + time / end * laneWidth();
 const overviewTime = (x) => Math.min(Math.max((x - LEFT) / laneWidth(), 0), 1) * end;
 
-// How long each style runs in each of the columns, for computation and copies, and for communication.
+// How long each style runs in each of the columns, for computation and copies, and for communication, if there is any.
 function densityOf(columns) {
   const found = [0, 1].map(() => styles.map(() => new Float32Array(columns)));
   const add = (sums, from, to) => {
@@ -20,32 +20,33 @@ function densityOf(columns) {
     }
     for (const [from, to] of device.exposed) add(found[1][data.exposed], from, to);
   }
-  return found;
+  const exposed = found[1][data.exposed];
+  if (!data.strip) found[1][data.hidden].forEach((time, c, sums) => { sums[c] = Math.max(time - exposed[c], 0); });
+  return found.filter((part) => part.some((sums) => sums.some(Boolean)));
 }
 
 function drawOverview() {
   const pen = penOf($("overview"), STRIP), columns = Math.max(Math.floor(laneWidth()), 1);
   if (!end) return;
   if (density === null || density.columns !== columns) density = { columns, sums: densityOf(columns) };
-  const half = (STRIP - 8) / 2;
-  density.sums.forEach((sums, lane) => {
-    const bottom = 6 + half * (lane + 1);
+  const parts = density.sums, part = (STRIP - 8) / parts.length, above = data.strip ? data.exposed : -1;
+  parts.forEach((sums, number) => {
+    const bottom = 6 + part * (number + 1);
     for (let c = 0; c < columns; c++) {
-      const all = sums.reduce((sum, times, style) => sum + (style === data.exposed ? 0 : times[c]), 0);
-      const scale = (half - 2) / Math.max(all, data.devices.length);  // work of several streams at once fills the strip
+      const all = sums.reduce((sum, times, style) => sum + (style === above ? 0 : times[c]), 0);
+      const scale = (part - 2) / Math.max(all, data.devices.length);  // work of several streams at once fills the strip
       let y = bottom;
       sums.forEach((times, style) => {
-        if (styleHidden(style) || style === data.exposed) return;
+        if (styleHidden(style) || style === above) return;
         const tall = times[c] * scale;
         if (tall < 0.1) return;
         pen.fillStyle = styles[style][1];
         pen.fillRect(LEFT + c, y - tall, 1, tall);
         y -= tall;
       });
-      const red = sums[data.exposed][c] * scale;
-      if (red < 0.1 || styleHidden(data.exposed)) continue;
-      pen.fillStyle = styles[data.exposed][1];
-      pen.fillRect(LEFT + c, bottom - red, 1, red);
+      if (above < 0 || styleHidden(above) || !sums[above][c]) continue;
+      pen.fillStyle = styles[above][1];
+      pen.fillRect(LEFT + c, bottom - sums[above][c] * scale, 1, sums[above][c] * scale);
     }
   });
   drawOverviewMarks(pen);

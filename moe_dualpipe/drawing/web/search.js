@@ -35,7 +35,7 @@ function hitsOf(matching) {
         list.push(runIn(row, begin, stop));
       }
       for (let i = row.first; i < row.last; i++) {
-        if (!matching[device.name[i]] || styleHidden(device.style[i])) continue;
+        if (!matching[device.name[i]] || pieceHidden(device, i)) continue;
         pieces[device.number].add(i);
         list.push(pieceIn(row, i));
       }

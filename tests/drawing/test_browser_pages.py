@@ -1,0 +1,43 @@
+"""Web pages of lanes with little work, in a browser: what is left out, and sizes that follow the window."""
+
+import pytest
+
+from moe_dualpipe.drawing.lanes import Picture, save_lanes
+from moe_dualpipe.drawing.palette import CATEGORY_STYLES, EXPOSED
+from tests.support.browser import ENTER
+from tests.support.lanes import Work, lanes_of
+from tests.support.lanes_page import axis, drawn, rects
+
+(GEMM,) = (style.colour for style in CATEGORY_STYLES if style.label == "GEMM")
+
+
+def test_canvases_have_the_size_of_their_elements(page, tmp_path):
+    """Also if a scroll bar disappears while they are drawn, and after the window has changed."""
+    canvases = "['overview', 'ruler', 'lanes'].map((id) => document.getElementById(id))"
+    sizes = f"return {canvases}.map((canvas) => [canvas.width, canvas.clientWidth])"
+    save_lanes([Picture("short", lanes_of(Work("gemm", 0, 9)))], tmp_path / "short.html")
+    page.open(tmp_path / "short.html")
+    assert all(inside == outside for inside, outside in page.script(sizes))
+    try:
+        page.resize(900, 700)
+        assert all(inside == outside for inside, outside in page.script(sizes))
+        assert rects(page, GEMM)[0]["width"] == pytest.approx(axis(page), abs=1)
+    finally:
+        page.resize(1280, 800)
+
+
+def test_lanes_without_work_are_left_out(page, tmp_path):
+    save_lanes([Picture("one", lanes_of(Work("gemm", 0, 9))), Picture("two", lanes_of())], tmp_path / "some.html")
+    page.open(tmp_path / "some.html")
+    assert [text["text"] for text in drawn(page)["texts"]] == ["one", "computation", "gemm", "two", "computation"]
+    exposed = lanes_of(Work("gemm", 0, 9), Work("ncclA", 10, 20, lane=1))
+    save_lanes([Picture("exposed", exposed)], tmp_path / "exposed.html")
+    page.open(tmp_path / "exposed.html")
+    assert page.text("#legend") == "GEMM" + EXPOSED.label
+
+
+def test_a_page_without_work_opens(page, tmp_path):
+    save_lanes([Picture("nothing", lanes_of())], tmp_path / "empty.html")
+    page.open(tmp_path / "empty.html")
+    page.keys("+", "0", "/", "x", ENTER)
+    assert "nothing" in {text["text"] for text in drawn(page)["texts"]}
