@@ -1,9 +1,9 @@
 """The colours of lanes.
 
 If phases have this project's letters, (F), (B), (I) and (W), a colour shows the letter. In all other traces, a colour
-shows the category of a kernel. These colours are Paul Tol's scheme "light" for computation, which was made for black
-text, and his "vibrant" for communication: both can be told apart by people who are colour-blind
-(https://personal.sron.nl/~pault/).
+shows the category of a kernel (profiler/categories.py). Most colours are of Paul Tol's scheme "light" for computation,
+which was made for black text, and of his "vibrant" for communication: both can be told apart by people who are
+colour-blind (https://personal.sron.nl/~pault/). "light" has too few colours: rarer categories have others.
 """
 
 from collections.abc import Sequence
@@ -34,8 +34,9 @@ EXPOSED, HIDDEN = (
 COPY = Style("copies", "#ee8866")
 LETTERS = tuple(Style(LABELS[letter], colour) for letter, colour in COLOURS.items())
 _BY_CATEGORY = {
-    "GEMM": "#77aadd", "grouped GEMM": "#99ddff", "attention": "#44bb99", "normalization": "#bbcc33",
-    "elementwise": "#eedd88", "reduction": "#aaaa00", "routing": "#ffaabb",
+    "GEMM": "#77aadd", "grouped GEMM": "#99ddff", "attention": "#44bb99", "convolution": "#7788cc",
+    "normalization": "#bbcc33", "softmax and loss": "#88cc77", "elementwise": "#eedd88", "reduction": "#aaaa00",
+    "routing": "#ffaabb", "embedding": "#cc99cc", "optimizer": "#bb8899", "data movement": "#ccaa88",
 }  # fmt: skip
 CATEGORY_STYLES = tuple(Style(category, colour) for category, colour in _BY_CATEGORY.items())
 STYLES = (*LETTERS, *CATEGORY_STYLES, OTHER, HIDDEN, COPY, EXPOSED)
