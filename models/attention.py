@@ -23,6 +23,7 @@ from .layer_class import LayerClass, find_layer
 from .layers import Linear, at_least_fp32
 from .rotary import Rotary, rotate
 from .sdpa import ScaledDotProduct
+from .shape import Attention as AttentionShape
 
 
 class Attention(AttentionLayer):
@@ -56,14 +57,17 @@ class Attention(AttentionLayer):
         return self.out(rearrange(y_BHSC, "b h s c -> b s (h c)"))
 
     @staticmethod
+    def shape(config: ModelConfig) -> AttentionShape:
+        """The sizes that FLOPs and parameters depend on."""
+        return AttentionShape("gqa", config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim)
+
+    @staticmethod
     def weight_flops(config: ModelConfig) -> int:
-        """FLOPs of the projections, per token, forward."""
-        return 4 * config.hidden_size * config.head_dim * (config.num_heads + config.num_kv_heads)
+        return Attention.shape(config).flops(config.hidden_size)
 
     @staticmethod
     def score_flops(config: ModelConfig, seq_len: int) -> int:
-        """FLOPs of scores and sums of values, per token, forward. On average, (seq_len + 1) / 2 positions are seen."""
-        return config.num_heads * 2 * config.head_dim * (seq_len + 1)
+        return Attention.shape(config).score_flops(seq_len)
 
     @staticmethod
     def saved_bytes(config: ModelConfig, tokens: int, element: int) -> int:
@@ -85,7 +89,7 @@ class Attention(AttentionLayer):
         return 2, config.num_kv_heads, config.head_dim
 
 
-ATTENTION: dict[str, type[AttentionLayer]] = {"gqa": Attention, "mla": LatentAttention}
+ATTENTION: dict[str, type[Attention | LatentAttention]] = {"gqa": Attention, "mla": LatentAttention}
 """The kinds of attention, by their names in `ModelConfig.attention`."""
 
 

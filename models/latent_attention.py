@@ -25,6 +25,7 @@ from .kv_cache import KVCache
 from .layers import Linear, at_least_fp32
 from .rotary import Rotary, growth, rotate
 from .sdpa import ScaledDotProduct
+from .shape import Attention as AttentionShape
 
 
 class LatentAttention(AttentionLayer):
@@ -90,18 +91,19 @@ class LatentAttention(AttentionLayer):
         return torch.einsum("bhsr,hvr->bhsv", y_BHSR, up_HVR)
 
     @staticmethod
+    def shape(config: ModelConfig) -> AttentionShape:
+        """The sizes that FLOPs and parameters depend on, with expanded keys and values."""
+        heads, width = config.num_heads, config.head_dim + config.rope_dim
+        ranks = config.q_rank, config.kv_rank, config.rope_dim
+        return AttentionShape("mla", heads, heads, width, config.value_dim, *ranks)
+
+    @staticmethod
     def weight_flops(config: ModelConfig) -> int:
-        hidden, heads = config.hidden_size, config.num_heads
-        queries = heads * (config.head_dim + config.rope_dim)
-        numbers = config.q_rank * (hidden + queries) if config.q_rank else hidden * queries
-        numbers += hidden * (config.kv_rank + config.rope_dim)
-        numbers += config.kv_rank * heads * (config.head_dim + config.value_dim)
-        return 2 * (numbers + heads * config.value_dim * hidden)
+        return LatentAttention.shape(config).flops(config.hidden_size)
 
     @staticmethod
     def score_flops(config: ModelConfig, seq_len: int) -> int:
-        """As in `Attention`, for expanded keys and values."""
-        return config.num_heads * (config.head_dim + config.rope_dim + config.value_dim) * (seq_len + 1)
+        return LatentAttention.shape(config).score_flops(seq_len)
 
     @staticmethod
     def saved_bytes(config: ModelConfig, tokens: int, element: int) -> int:

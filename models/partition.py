@@ -7,9 +7,8 @@ from itertools import accumulate
 
 from moe_dualpipe.messages import plural
 
-from .attention import attention_costs
 from .config import ModelConfig
-from .costs import layer_flops_of_parameters
+from .costs import flops_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,28 +38,6 @@ class StageSpec:
         return f"{' + '.join(parts)} ({self.share:.0%} of the work)"
 
 
-def layer_flops(config: ModelConfig, layer: int) -> int:
-    """FLOPs of a block per token, forward, without attention scores, which depend on the length."""
-    if {*config.own_layers} - {"router"} and (flops := layer_flops_of_parameters(config, layer)) is not None:
-        return flops
-    attention = attention_costs(config).weight_flops(config)
-    if config.is_dense(layer):
-        return attention + 6 * config.hidden_size * config.dense_size
-    experts = config.experts_per_token + config.num_shared_experts
-    scores = config.num_experts + config.shared_gate
-    return attention + 2 * config.hidden_size * (3 * experts * config.expert_size + scores)
-
-
-def head_flops(config: ModelConfig) -> int:
-    """FLOPs of the head per token, forward."""
-    return 2 * config.hidden_size * config.vocab_size
-
-
-def mtp_module_flops(config: ModelConfig, block: int) -> int:
-    """FLOPs of an MTP module per token, forward: its projection, its block, and the head."""
-    return layer_flops(config, block) + 4 * config.hidden_size**2 + head_flops(config)
-
-
 def split(config: ModelConfig, num_stages: int) -> tuple[StageSpec, ...]:
     """Divide the blocks over `num_stages` stages so that the slowest stage is as fast as possible.
 
@@ -71,9 +48,10 @@ def split(config: ModelConfig, num_stages: int) -> tuple[StageSpec, ...]:
             f"{plural(config.num_layers, 'layer')} cannot be divided over {plural(num_stages, 'pipeline stage')}: "
             f"use at least {num_stages} layers, fewer pipeline ranks, or a schedule with fewer stages (1f1b)"
         )
-    costs = [layer_flops(config, layer) for layer in range(config.num_layers)]
+    shape = flops_shape(config)
+    costs = [layer.flops(shape.hidden) for layer in shape.layers]
     # The head and the MTP modules are on the stage of the last block.
-    costs[-1] += head_flops(config) + sum(mtp_module_flops(config, block) for block in config.mtp_blocks)
+    costs[-1] += shape.head.flops + shape.mtp * shape.mtp_module_flops
     ends = divide(costs, num_stages)
     specs = []
     for start, end in zip((0, *ends), ends, strict=False):

@@ -1,6 +1,6 @@
 """`moe-dualpipe model`: the sizes of models, and the memory of each rank that trains one."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import tyro
@@ -43,9 +43,9 @@ class ShowModel:
 
     def run(self) -> None:
         """Raises ValueError for invalid or conflicting options."""
-        from ..drawing.model_tables import memory_table, size_summary
+        from ..drawing.model_tables import RankMemory, memory_table, size_summary
         from ..models import preset
-        from ..planner import MicroBatch, ModelSize, rank_memory
+        from ..planner import MicroBatch, peak_memory, shape_of
         from ..schedule import build, default_micro_batches, default_schedule
 
         config = preset(self.preset)
@@ -53,26 +53,30 @@ class ShowModel:
             least = int(name not in ("dp", "micro_batches"))  # 0 means None
             most = 1_000_000 if name in ("ep", "dp") else LARGEST
             check_range(f"--{name.replace('_', '-')}", getattr(self, name) or 0, least, most)
-        element = {"bfloat16": 2, "float32": 4}[self.dtype]
-        batch = MicroBatch(self.micro_batch_size, self.seq, element, self.ep, self.recompute, self.fused_loss)
+        precision = "bf16" if self.dtype == "bfloat16" else "fp32"
+        batch = MicroBatch(
+            self.micro_batch_size, self.seq, ep=self.ep, recompute=self.recompute, fused_loss=self.fused_loss
+        )
         name = self.schedule if self.schedule != "auto" else default_schedule(self.pp)
         schedule = build(name, self.pp, self.micro_batches or default_micro_batches(self.pp))
         dp = self.dp or self.ep
-        ranks, size = rank_memory(config, schedule, batch, dp), ModelSize.of(config, self.seq)
+        shape = shape_of(config, self.preset)
+        whole, shared = (peak_memory(config, schedule, batch, dp, precision, zero) for zero in (False, True))
+        ranks = [RankMemory(*each) for each in zip(schedule.placement.stages, whole, shared, strict=True)]
         if self.json:
             report = {
-                "parameters": size.parameters,
-                "active_parameters": size.active,
-                "embedding_parameters": size.embedding,
-                "forward_flops": size.forward_flops,
-                "train_flops": size.train_flops,
-                "ranks": [asdict(r) | {"total": r.total, "total_sharded": r.total_sharded} for r in ranks],
+                "parameters": shape.parameters,
+                "active_parameters": shape.active_parameters,
+                "embedding_parameters": shape.embedding,
+                "forward_flops": shape.forward_flops(self.seq),
+                "train_flops": shape.train_flops(self.seq),
+                "ranks": [{"rank": number, **rank.as_dict()} for number, rank in enumerate(ranks)],
             }
             print(strict_json.write(report, indent=1))
             return
         micro_batches = plural(schedule.num_micro_batches, "micro-batch", "es")
         print(
-            f"{size_summary(self.preset, size)}\n\n"
+            f"{size_summary(shape, self.seq)}\n\n"
             f"{name} over {self.pp} pipeline x {dp} data-parallel ranks, experts over {self.ep}, in {self.dtype}\n"
             f"{micro_batches} of {plural(batch.tokens, 'token')}, recompute {self.recompute}\n\n"
             f"{memory_table(ranks)}"
@@ -85,9 +89,9 @@ class ListModels:
 
     def run(self) -> None:
         from ..drawing.model_tables import sizes_table
-        from ..planner import ModelSize
+        from ..planner import shape_of
 
-        print(sizes_table({name: ModelSize.of(config) for name, config in PRESETS.items()}))
+        print(sizes_table([shape_of(config, name) for name, config in PRESETS.items()]))
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Self
 
 from ..messages import printable
+from ..models.shape import ModelShape
 from .placement import check_loads, imbalance, in_order, read_loads
-from .shape import ModelShape
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,23 +1,24 @@
 """The peak memory of every pipeline rank of any division of any model, by parts.
 
-Divisions that this project does not run, with tensor or context parallelism, and models that it cannot train are
-counted with the same formulas: a shape is converted to a `ModelConfig` with the same sizes, tensor and context parallel
-ranks divide the tokens of each activation (activations.py), and the schedule gives how many micro-batches a rank holds
-(memory.py). For what this project runs, the parts equal those of `rank_memory`; only ZeRO's division is even here, and
-a run divides whole tensors.
+A `ModelConfig` is what this project trains: its parameters are those of the tensors of a run (parameters.py). A
+`ModelShape` may be any model, with tensor and context parallelism, too. Its parameters are computed, ZeRO divides them
+evenly, and it is converted to a `ModelConfig` with the same sizes for its activations (activations.py). The schedule
+gives how many micro-batches a rank holds.
 
 Not counted: buffers of communication, and fragmentation of the allocator.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..models import ModelConfig, StageSpec, split
+from ..models.costs import shape_of
+from ..models.shape import Layer, ModelShape
 from ..runtime.groups import end_holders
-from ..schedule import Action, Forward, Part, Schedule, halves
+from ..schedule import Action, Forward, Part, Placement, Schedule, halves
 from .activations import MicroBatch, deferred_bytes, saved_bytes
-from .shape import Layer, ModelShape, shape_of
+from .parameters import RankParameters, built_parameters
 from .working import working_bytes
 
 Precision = Literal["bf16", "fp8", "mxfp8", "fp32"]
@@ -37,13 +38,17 @@ class PeakMemory:
     """Saved for backward, of all micro-batches that the rank holds at a time."""
     temporary: int
     """What the loss or a block needs on top, for a moment, while it computes its backward."""
+    dense_parameters: int = 0
+    """Numbers of parameters, which `parts` does not have: all but those of routed experts, and those."""
+    expert_parameters: int = 0
 
     @property
     def total(self) -> int:
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, int]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        names = "weights", "gradients", "optimizer", "activations", "temporary"
+        return {name: getattr(self, name) for name in names}
 
 
 def peak_memory(
@@ -53,43 +58,61 @@ def peak_memory(
     """The peak memory of each rank of a pipeline. Take the `max` by `total` for the fullest.
 
     dp: replicas of the model, without those of context parallelism. A stage is on dp x cp x tp ranks, which share its
-    experts in groups of `batch.ep`. zero: replicas divide the optimizer state (ZeRO-1). fsdp: they divide weights and
-    gradients, too, and gather the weights of two blocks at a time. stages: which layers a stage holds. None: as in this
-    project, with about the same FLOPs each; `even_stages` divides as Megatron-LM does.
+    experts in groups of `batch.ep`. zero: replicas divide the optimizer state (ZeRO-1); the fullest counts. fsdp: they
+    divide weights and gradients, too, and gather the weights of two blocks at a time. stages: which layers a stage
+    holds. None: as in this project, with about the same FLOPs each; `even_stages` divides as Megatron-LM does.
     gradient_copies: how often the gradients of a stage that has replicas are copied while they are summed, when the
     stage's backwards are done: 1 in this project, 2 on CPUs, 0 if gradients are in one buffer.
-    A `ModelConfig` is counted in all details, a shape without a few bytes per token of norms and routers.
+    A shape is counted without a few bytes per token of norms and routers.
 
-    Raises ValueError for a model with fewer layers than stages.
+    Raises ValueError for a model with fewer layers than stages, and for a `ModelConfig` with tp, cp or unknown layers.
     """
-    shape = model if isinstance(model, ModelShape) else shape_of(model)
-    config = model if isinstance(model, ModelConfig) and not model.mtp_layers else config_of(shape)
+    own = isinstance(model, ModelConfig)
+    if own and batch.tp * batch.cp > 1:
+        raise ValueError("tensor and context parallelism need a shape: use shape_of(config)")
+    shape = shape_of(model) if own else model
+    config = model if own and not model.mtp_layers else config_of(shape)
     element = 4 if precision == "fp32" else 2
     batch = replace(batch, element=element, fp8=precision in ("fp8", "mxfp8"))
-    specs = stages or split(config, schedule.num_stages)
-    saved = [saved_bytes(config, spec, batch) for spec in specs]
-    deferred = [deferred_bytes(config, spec, batch) for spec in specs]
-    working = [[working_bytes(config, spec, batch, deferring) for spec in specs] for deferring in (False, True)]
+    specs = stages or split(model if own else config, schedule.num_stages)
+    # Modules of multi-token prediction count as further layers.
+    blocks = [replace(s, layers=range(s.layers.start, s.layers.stop + len(s.mtp)), mtp=range(0)) for s in specs]
+    saved = [saved_bytes(config, spec, batch) for spec in blocks]
+    deferred = [deferred_bytes(config, spec, batch) for spec in blocks]
+    working = [[working_bytes(config, spec, batch, deferring) for spec in blocks] for deferring in (False, True)]
     # Messages to and from each neighbour.
     links = [2 + (s > 0) + (s < schedule.num_stages - 1) for s in range(schedule.num_stages)]
     message = batch.tokens * config.hidden_size * element * (schedule.num_ranks > 1)
     state = 8 if element == 4 else 12
+    gathered = 2 * element * max(map(layer_share(shape, batch), shape.layers)) if fsdp else 0
     ranks = []
-    for rank, own in enumerate(schedule.placement.stages):
-        shares = rank_shares(shape, [specs[s] for s in own], batch)
-        holders, ends = len(schedule.placement.holders(own[0])), len(end_holders(schedule.placement))
-        replicas = dp * batch.cp * holders, dp * batch.cp * batch.tp * holders // batch.ep, dp * batch.cp * ends
-        owned = sum(-(-number // by) for number, by in zip(shares, replicas, strict=True))
-        held = owned if fsdp else sum(shares)
-        gathered = 2 * element * max(map(layer_share(shape, batch), shape.layers)) if fsdp else 0
-        copies = 4 * gradient_copies * (max(replicas) > 1)
-        sums = {s: copies * sum(rank_shares(shape, [specs[s]], batch)) for s in own}
+    for rank, held in enumerate(schedule.placement.stages):
+        if own:
+            mine = built_parameters(model, specs, schedule.placement, rank, dp, batch.ep)
+        else:
+            mine = shape_parameters(shape, blocks, schedule.placement, rank, dp, batch)
+        owned = max(mine.owned)
+        weights, trained = (owned, owned) if fsdp else (mine.dense + mine.experts, mine.trained)
+        copies = 4 * gradient_copies * (dp * batch.cp * len(end_holders(schedule.placement)) > 1)
+        sums = {s: copies * sum(rank_shares(shape, [blocks[s]], batch)) for s in held}
         activations, temporary = peak_of_actions(schedule.actions[rank], saved, deferred, working, sums)
         ranks.append(PeakMemory(
-            (element + batch.fp8) * held, 4 * held, state * (owned if zero or fsdp else sum(shares)),
-            activations, gathered + temporary + message * max(links[s] for s in own),
+            (element + batch.fp8) * weights, 4 * trained, state * (owned if zero or fsdp else trained), activations,
+            gathered + temporary + message * max(links[s] for s in held), mine.dense, mine.experts,
         ))  # fmt: skip
     return tuple(ranks)
+
+
+def shape_parameters(
+    shape: ModelShape, specs: Sequence[StageSpec], placement: Placement, rank: int, dp: int, batch: MicroBatch
+) -> RankParameters:
+    """As `built_parameters`, for any model and division, with equal shares of all owners."""
+    stages = placement.stages[rank]
+    shares = rank_shares(shape, [specs[s] for s in stages], batch)
+    holders, ends = len(placement.holders(stages[0])), len(end_holders(placement))
+    replicas = dp * batch.cp * holders, dp * batch.cp * batch.tp * holders // batch.ep, dp * batch.cp * ends
+    owned = sum(-(-number // by) for number, by in zip(shares, replicas, strict=True))
+    return RankParameters(shares[0] + shares[2], shares[1], sum(shares), (owned,))
 
 
 def peak_of_actions(

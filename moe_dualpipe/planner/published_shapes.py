@@ -16,7 +16,8 @@ from typing import Any
 from .. import strict_json
 from ..messages import printable, quoted, unknown_name
 from ..models import PRESETS
-from .shape import Attention, Layer, ModelShape, shape_of
+from ..models.costs import shape_of
+from ..models.shape import Attention, Layer, ModelShape
 
 _KEYS = {
     "hidden": "hidden_size n_embd d_model model_dim",

@@ -12,11 +12,11 @@ Each of these is an effect that can be left out, to see what it costs (step.py).
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from ..models.shape import Attention, Layer, Product
 from .device import Device
 from .links import all_to_all, gather, rows_sent
 from .pair import LayerSeconds
 from .real_routing import load_factor
-from .shape import Attention, Layer, Product
 from .workload import Workload
 
 EFFECTS = (

@@ -4,8 +4,8 @@ from functools import lru_cache
 
 from ..models import StageSpec
 from ..models.partition import divide
+from ..models.shape import ModelShape
 from .peak import even_stages
-from .shape import ModelShape
 
 
 @lru_cache(maxsize=1024)
@@ -19,8 +19,8 @@ def stages_of(shape: ModelShape, num_stages: int) -> tuple[StageSpec, ...]:
         return even_stages(shape, num_stages)
     except ValueError:
         pass
-    costs = [1, *(layer.flops(shape.hidden) for layer in shape.layers), shape.head.flops * (1 + shape.mtp)]
-    costs[-1] += shape.mtp * (shape.layers[-1].flops(shape.hidden) + shape.mtp_join.flops)
+    layer_costs = (layer.flops(shape.hidden) for layer in shape.layers)
+    costs = [1, *layer_costs, shape.head.flops + shape.mtp * shape.mtp_module_flops]
     ends = divide(costs, num_stages)
     layers, specs = len(shape.layers), []
     for start, end in zip((0, *ends), ends, strict=False):

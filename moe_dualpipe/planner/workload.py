@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal, get_args
 
+from ..models.shape import ModelShape
 from ..schedule import build
 from ..schedule.build import placement_of
 from ..schedule.placement import Placement
 from .device import Device
 from .links import EpBackend
 from .measured_loads import MeasuredLoads
-from .shape import ModelShape
 
 Precision = Literal["bf16", "fp8", "mxfp8", "fp32"]
 Recompute = Literal["none", "norms", "attention", "full"]

@@ -14,14 +14,14 @@ import torch
 
 from ..data import GivenBatches, TextData
 from ..messages import plural
-from ..planner import MicroBatch, rank_memory
-from ..runtime.launch import Launch, choose_device, count_gpus
+from ..runtime.launch import Launch
 from ..schedule import build
 from .agreement import Agreed
 from .checks import check_options
 from .config import TrainConfig
 from .division import Division, Limits, choose_division, problem
-from .resolve import choose_dtype, choose_layout, choose_schedule
+from .fitting import least_bytes, step_memory
+from .resolve import RunSetup, choose_dtype, choose_kernels, choose_layout, choose_schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +89,15 @@ def memory_problem(config: TrainConfig, division: Division, free: int | None) ->
     """Why the fullest rank does not fit into `free` bytes by the planner's estimate; "" if it fits, or is unknown."""
     if free is None or not config.health.check_memory:
         return ""
-    batch, compute = config.batch, config.compute
-    element = choose_dtype(compute, choose_device(compute.device, count_gpus(), 1)).itemsize
-    micro_batch = MicroBatch(
-        batch.micro_batch_size, batch.seq_len, element, division.ep, compute.recompute, compute.fused_loss
-    )
+    launch = Launch(0, 0, division.processes, 1)
     schedule = build(division.schedule, division.pp, division.micro_batches, division.num_chunks)
+    device, kernels = choose_kernels(config.compute, launch)
+    dtype = choose_dtype(config.compute, device.type)
+    setup = RunSetup(choose_layout(config, launch), schedule, device, dtype, kernels, compiled=False, folder=None)
     try:
-        ranks = rank_memory(config.model, schedule, micro_batch, division.dp)
-    except Exception:  # a custom layer that does not work on the meta device
+        needed = max(map(least_bytes, step_memory(config, setup)))
+    except ValueError:  # custom layers whose memory is not known
         return ""
-    needed = max(rank.total_sharded if config.parallel.zero else rank.total for rank in ranks)
     if needed <= free:
         return ""
     return f"{division} needs {needed / 2**30:,.1f} GiB on a rank, and {free / 2**30:,.1f} GiB are free"

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..models import ModelConfig
 from ..models.config import RECOMPUTE, Recompute
-from ..planner import MicroBatch, PeakMemory, peak_memory, shape_of
+from ..planner import MicroBatch, ModelShape, PeakMemory, peak_memory, shape_of
 from ..runtime.groups import divisors
 from ..schedule import Schedule, build, default_schedule
 from .config import TrainConfig
@@ -58,7 +58,7 @@ class Division:
 
 def step_memory(config: TrainConfig, setup: RunSetup) -> tuple[PeakMemory, ...]:
     """What each pipeline rank needs at the peak of a step. Raises ValueError for custom attention and blocks."""
-    return _memory(config, setup, division_of(config, setup), setup.schedule)
+    return _memory(config.model, config, setup, division_of(config, setup), setup.schedule)
 
 
 def division_of(config: TrainConfig, setup: RunSetup) -> Division:
@@ -70,15 +70,16 @@ def division_of(config: TrainConfig, setup: RunSetup) -> Division:
 
 
 def _memory(
-    config: TrainConfig, setup: RunSetup, division: Division, schedule: Schedule
-) -> tuple[PeakMemory, ...]:  # fmt: skip
+    model: ModelConfig | ModelShape, config: TrainConfig, setup: RunSetup, division: Division, schedule: Schedule
+) -> tuple[PeakMemory, ...]:
+    """The memory of each pipeline rank of a division of `model`, with the other options of `config`."""
     element = setup.dtype.itemsize
     batch = MicroBatch(
         division.micro_batch_size, config.batch.seq_len, element, division.ep, division.recompute, division.fused_loss,
         plain=setup.kernels == "reference",
     )  # fmt: skip
     return peak_memory(
-        config.model, schedule, batch, division.dp, "fp32" if element == 4 else "bf16", config.parallel.zero,
+        model, schedule, batch, division.dp, "fp32" if element == 4 else "bf16", config.parallel.zero,
         gradient_copies=2 if setup.device.type == "cpu" else 1,
     )  # fmt: skip
 
@@ -102,7 +103,11 @@ def nearest_division(config: TrainConfig, setup: RunSetup, free: int) -> tuple[s
                 schedule = _schedule(config, one.pp, micro_batches) if not rest else None
                 if schedule is None:
                     continue
-                needed = max(_least(rank, config, setup) for rank in _memory(config, setup, one, schedule))
+                # What a shape needs is a little less, and quick to compute.
+                for model in (shape, config.model):
+                    needed = max(_least(rank, config, setup) for rank in _memory(model, config, setup, one, schedule))
+                    if needed > free:
+                        break
             except ValueError:  # this schedule or model cannot be divided so
                 continue
             if needed <= free:
@@ -119,9 +124,14 @@ def _schedule(config: TrainConfig, pp: int, micro_batches: int) -> Schedule:
     return build(default_schedule(pp) if name == "auto" else name, pp, micro_batches, config.parallel.num_chunks)
 
 
+def least_bytes(rank: PeakMemory) -> int:
+    """Bytes of a rank in a step, at the lower end of the prediction."""
+    return rank.total - round(MARGIN * (rank.activations + rank.temporary))
+
+
 def _least(rank: PeakMemory, config: TrainConfig, setup: RunSetup) -> int:
-    """Bytes of a rank at the lower end of the prediction: in a step, or on a CPU in a save with a copy of the state."""
-    step = rank.total - round(MARGIN * (rank.activations + rank.temporary))
+    """`least_bytes`, or on a CPU those of a save with a copy of the state."""
+    step = least_bytes(rank)
     if setup.device.type != "cpu" or not config.checkpoint.save_async:
         return step
     copy = rank.optimizer * 12 // (8 if setup.dtype.itemsize == 4 else 12)  # weights and two moments in fp32

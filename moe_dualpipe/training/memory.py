@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
-from ..planner.memory import ParameterSizes, owned_numbers, parameter_sizes
+from ..planner.parameters import built_parameters
 from ..runtime.launch import Launch
 from ..runtime.memory import free_gpu_memory, free_main_memory
 from .fitting import MARGIN, nearest_division, step_memory
@@ -98,23 +98,21 @@ def _division_that_fits(plan: RunPlan, ranks: Sequence[RankMemory]) -> str:
 def rank_needs(plan: RunPlan) -> RankNeeds:
     """The least memory that this rank needs."""
     config, layout, placement = plan.config, plan.setup.layout, plan.setup.schedule.placement
-    own = (plan.stages[index] for index in placement.stages[layout.pp_rank])
-    sizes = ParameterSizes.of_rank(parameter_sizes(config.model, spec, layout.ep) for spec in own)
-    chosen = {n: size for n, size in (sizes.dense | sizes.experts).items() if is_frozen(n, config.freeze)}
-    sizes = sizes._replace(frozen=sizes.frozen | chosen)
-    trained = owned = sum(sum(kind.values()) for kind in sizes.trained())
-    if config.parallel.zero:
-        owned = owned_numbers(sizes, placement, layout.pp_rank, layout.dp, layout.ep)[layout.dp_rank]
+    own = built_parameters(
+        config.model, plan.stages, placement, layout.pp_rank, layout.dp, layout.ep,
+        lambda name: is_frozen(name, config.freeze),
+    )  # fmt: skip
+    owned = own.owned[layout.dp_rank] if config.parallel.zero else own.trained
     element, moments = plan.setup.dtype.itemsize, 4 if config.optim.name == "muon" else 8
     master = 4 if element < 4 else 0
-    weights = element * (sum(sizes.dense.values()) + sum(sizes.experts.values()))
+    numbers = own.dense + own.experts
     copy = (4 + moments) * owned if config.checkpoint.save_async else 0
     activations = 0
     with suppress(ValueError):
-        if not any(sizes.frozen.values()):
+        if own.trained == numbers:
             peak = step_memory(config, plan.setup)[layout.pp_rank]
             activations = peak.activations + peak.temporary
-    return RankNeeds(weights, 4 * trained, (master + moments) * owned, copy, activations)
+    return RankNeeds(element * numbers, 4 * own.trained, (master + moments) * owned, copy, activations)
 
 
 def memory_problem(ranks: Sequence[RankMemory]) -> str:

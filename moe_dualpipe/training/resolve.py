@@ -46,7 +46,7 @@ def resolve_options(config: TrainConfig, launch: Launch, new_folder: bool = True
     new_folder: without --out and --resume, choose a new folder; False: write nothing.
     """
     check_options(config)
-    device, kernels = _device(config.compute, launch)
+    device, kernels = choose_kernels(config.compute, launch)
     layout = choose_layout(config, launch)
     name, micro_batches = choose_schedule(config, layout.pp)
     schedule = build(name, layout.pp, micro_batches, config.parallel.num_chunks)
@@ -75,7 +75,8 @@ def choose_schedule(config: TrainConfig, pp: int) -> tuple[str, int]:
     return default_schedule(pp) if name == "auto" else name, micro_batches
 
 
-def _device(compute: ComputeConfig, launch: Launch) -> tuple[torch.device, Kernels]:
+def choose_kernels(compute: ComputeConfig, launch: Launch) -> tuple[torch.device, Kernels]:
+    """The device of this process, and its kernels."""
     kind = choose_device(compute.device, count_gpus(), launch.local_world_size)
     device = torch.device("cuda", launch.local_rank) if kind == "cuda" else torch.device("cpu")
     kernels = validate_kernels(compute.kernels)

@@ -11,7 +11,7 @@ import pytest
 from moe_dualpipe.checkpoint.huggingface import read_config, write_config
 from moe_dualpipe.checkpoint.huggingface.config import architecture_of, differences
 from moe_dualpipe.models import preset
-from moe_dualpipe.planner import ModelSize
+from moe_dualpipe.planner import shape_of
 from tests.support.runs import ROOT
 
 CONFIGS = json.loads((ROOT / "tests/support/published_configs.json").read_text())
@@ -36,10 +36,10 @@ def test_presets_are_the_published_models_without_yarn_and_mtp(name):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_sizes_are_those_of_the_model_card(name):
-    size = ModelSize.of(dataclasses.replace(read_config(CONFIGS[name]), mtp_layers=0))
+    size = shape_of(dataclasses.replace(read_config(CONFIGS[name]), mtp_layers=0))
     parameters, active = SIZES[name]
     assert size.parameters / 1e9 == pytest.approx(parameters, rel=0.01)
-    counts = size.active, size.active - size.embedding  # cards count the embedding, or do not
+    counts = size.active_parameters, size.active_parameters - size.embedding  # cards count the embedding, or do not
     assert any(count / 1e9 == pytest.approx(active, rel=0.08) for count in counts)
 
 

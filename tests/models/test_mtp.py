@@ -21,7 +21,6 @@ from moe_dualpipe.models import (
     split,
     transformer,
 )
-from moe_dualpipe.models.partition import layer_flops
 from moe_dualpipe.overlap import WeightGrads
 from tests.support.ranks import cosine_distance
 
@@ -262,7 +261,6 @@ def test_mtp_leaves_fewer_layers_to_the_last_stage():
     config = replace(CONFIG, num_layers=8, num_dense_layers=0, vocab_size=1, mtp_layers=3)
     assert [len(stage.layers) for stage in split(replace(config, mtp_layers=0), 2)] == [4, 4]
     assert len(split(config, 2)[0].layers) > 4
-    assert layer_flops(config, 10) == layer_flops(config, 7)
     assert replace(CONFIG, num_dense_layers=3).is_dense(4)  # like the last layer
     assert not CONFIG.is_dense(4)
 

@@ -13,9 +13,9 @@ from moe_dualpipe.expert_parallel import Local
 from moe_dualpipe.inference import generate
 from moe_dualpipe.models import ModelConfig, MoE, StageOptions, build_model, check_layers, expert_function, split
 from moe_dualpipe.models.build_experts import ExpertBuilder
+from moe_dualpipe.models.costs import flops_shape
 from moe_dualpipe.models.layer_class import name_of
 from moe_dualpipe.models.layer_options import options_text, parse_options
-from moe_dualpipe.models.partition import layer_flops
 from moe_dualpipe.models.router import router_class
 from moe_dualpipe.training.command_line import parse_arguments
 from tests.support import own_layers
@@ -373,6 +373,8 @@ def test_overlapped_custom_blocks_are_bit_equal():
 def test_custom_layers_have_two_flops_per_element_of_a_matrix():
     config = with_choices(experts=own_layers.Expert, num_shared_experts=1, expert_size=6)
     exact = with_choices(expert_size=6)
-    assert layer_flops(config, 1) == layer_flops(exact, 1)
-    assert layer_flops(with_choices(attention=own_layers.WithCache), 0) == layer_flops(CONFIG, 0)
+    own, expected = ([layer.flops(c.hidden_size) for layer in flops_shape(c).layers] for c in (config, exact))
+    assert own == expected
+    own, expected = flops_shape(with_choices(attention=own_layers.WithCache)), flops_shape(CONFIG)
+    assert own.layers[0].flops(CONFIG.hidden_size) == expected.layers[0].flops(CONFIG.hidden_size)
     assert sum(spec.share for spec in split(config, 2)) == pytest.approx(1)

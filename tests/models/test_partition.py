@@ -5,7 +5,8 @@ from random import Random
 import pytest
 
 from moe_dualpipe.models import build_model, split
-from moe_dualpipe.models.partition import divide, layer_flops
+from moe_dualpipe.models.costs import flops_shape
+from moe_dualpipe.models.partition import divide
 from tests.support.models import CONFIG, with_choices
 
 
@@ -24,7 +25,7 @@ def test_split_covers_all_layers_and_describes_stages():
 @pytest.mark.parametrize("vocab,stages", [(31, 2), (31, 3), (4000, 2), (4000, 3)])
 def test_split_is_the_best_of_all_divisions(vocab, stages):
     config = with_choices(vocab_size=vocab, num_layers=7, num_dense_layers=3)
-    costs = [layer_flops(config, layer) for layer in range(7)]
+    costs = [layer.flops(config.hidden_size) for layer in flops_shape(config).layers]
     costs[-1] += config.hidden_size * vocab
     slowest = max(sum(costs[layer] for layer in spec.layers) for spec in split(config, stages))
 
@@ -74,4 +75,4 @@ def test_layer_flops_are_two_per_weight_that_a_token_uses(choices):
             for key, p in block.named_parameters()
             if p.ndim > 1
         )
-        assert layer_flops(config, int(name)) == 2 * active
+        assert flops_shape(config).layers[int(name)].flops(config.hidden_size) == 2 * active

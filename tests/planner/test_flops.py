@@ -6,7 +6,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_dualpipe.models import ModelConfig, build_model, next_token_loss, preset
-from moe_dualpipe.planner.flops import forward_flops, mtp_flops, peak_flops, train_flops_per_token
+from moe_dualpipe.planner import shape_of
+from moe_dualpipe.planner.flops import peak_flops, train_flops_per_token
 
 BATCH, LENGTH = 2, 7
 SIZES = {
@@ -33,10 +34,10 @@ def test_flops_equal_those_of_torch_without_masked_scores(choices, widths):
         with FlopCounterMode(display=False) as backward:
             loss.backward()
     masked = config.num_layers * config.num_heads * widths * (LENGTH - 1)
-    expected = BATCH * LENGTH * (forward_flops(config, LENGTH) + masked)
+    expected = BATCH * LENGTH * (shape_of(config).forward_flops(LENGTH) + masked)
     assert forward.get_total_flops() == expected
     assert backward.get_total_flops() == 2 * expected
-    assert train_flops_per_token(config, LENGTH) == 3 * forward_flops(config, LENGTH)
+    assert train_flops_per_token(config, LENGTH) == 3 * shape_of(config).forward_flops(LENGTH)
 
 
 def test_mtp_flops_equal_those_of_torch():
@@ -47,13 +48,13 @@ def test_mtp_flops_equal_those_of_torch():
         model.loss(output, tokens)
     masked = sum(config.num_heads * 12 * n * (n - 1) for n in (LENGTH - 1, LENGTH - 2))
     head = LENGTH * 2 * config.hidden_size * config.vocab_size
-    assert loss.get_total_flops() == BATCH * (head + mtp_flops(config, LENGTH) + masked)
-    train = 3 * (LENGTH * forward_flops(config, LENGTH) + mtp_flops(config, LENGTH))
+    assert loss.get_total_flops() == BATCH * (head + shape_of(config).mtp_flops(LENGTH) + masked)
+    train = 3 * (LENGTH * shape_of(config).forward_flops(LENGTH) + shape_of(config).mtp_flops(LENGTH))
     assert 0 <= train - LENGTH * train_flops_per_token(config, LENGTH) < 3 * LENGTH
 
 
 def test_the_docstring_example():
-    assert forward_flops(preset("tiny"), 256) == 2 * 822_272 + 4 * 257 * 256
+    assert shape_of(preset("tiny")).forward_flops(256) == 2 * 822_272 + 4 * 257 * 256
 
 
 @pytest.mark.parametrize("name,tflops", [

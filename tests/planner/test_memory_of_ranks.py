@@ -12,7 +12,8 @@ from moe_dualpipe.expert_parallel import Loopback
 from moe_dualpipe.expert_parallel.parameters import expert_ids, global_tensors
 from moe_dualpipe.models import ModelConfig, StageSpec, TransformerStage, split
 from moe_dualpipe.planner.activations import MicroBatch, deferred_bytes, rows_received, saved_bytes
-from moe_dualpipe.planner.memory import parameter_sizes, rank_memory
+from moe_dualpipe.planner.parameters import parameter_sizes
+from moe_dualpipe.planner.peak import peak_memory
 from moe_dualpipe.schedule import Costs, Forward, Part, build, halves, simulate
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, make_trainer, options, resolve, settings
@@ -59,22 +60,23 @@ def test_ranks_hold_the_parameters_of_their_stages(element, state, options):
     config = dataclasses.replace(CONFIG, **options)
     schedule, batch = build("dualpipe", 4, 8), MicroBatch(2, 16, element, ep=3)
     specs = split(config, 4)
-    ranks = rank_memory(config, schedule, batch, dp=6)
-    for r in ranks:
+    precision = "fp32" if element == 4 else "bf16"
+    ranks, sharded = (peak_memory(config, schedule, batch, 6, precision, zero) for zero in (False, True))
+    for number, r in enumerate(ranks):
         held = Counter()
-        stages = [TransformerStage(config, specs[stage], Loopback(6, 3)) for stage in (r.rank, 3 - r.rank)]
+        stages = [TransformerStage(config, specs[stage], Loopback(6, 3)) for stage in (number, 3 - number)]
         for key, p in dict(p for stage in stages for p in stage.named_parameters()).items():  # one tied embedding
             held[".experts." in key] += p.numel()
-        number = held[False] + held[True]
+        total = held[False] + held[True]
         assert (r.dense_parameters, r.expert_parameters) == (held[False], held[True])
-        assert (r.weights, r.gradients, r.optimizer) == (element * number, 4 * number, state * number)
+        assert (r.weights, r.gradients, r.optimizer) == (element * total, 4 * total, state * total)
         saved = [saved_bytes(config, spec, batch) for spec in specs]
         deferred = [deferred_bytes(config, spec, batch) for spec in specs]
-        assert r.activations == peak_activations(schedule, r.rank, saved, deferred)
-        assert r.total == r.weights + r.gradients + r.optimizer + r.activations
-        assert r.total - r.total_sharded == r.optimizer - r.optimizer_sharded
+        assert r.activations == peak_activations(schedule, number, saved, deferred)
+        assert r.total == r.weights + r.gradients + r.optimizer + r.activations + r.temporary
+        assert dataclasses.replace(r, optimizer=0) == dataclasses.replace(sharded[number], optimizer=0)
         # 2 mirrored ranks x 6 pipelines hold the same dense parameters; a third of these ranks hold the same experts.
-        fullest = max(ranks[r.rank].optimizer_sharded, ranks[3 - r.rank].optimizer_sharded)
+        fullest = max(sharded[number].optimizer, sharded[3 - number].optimizer)
         assert fullest >= state * (held[False] / 12 + held[True] / 4)
     assert ranks[0].activations == ranks[3].activations
 
@@ -94,8 +96,9 @@ def test_shared_optimizer_state_equals_that_of_a_run(tmp_path, ranks, changes, t
     held = run_ranks(ranks, state_of_a_run, config)
     pp, ep = changes.get("pp", ranks), changes.get("ep", 1)
     schedule = build(changes.get("schedule", "dualpipe" if pp > 1 else "1f1b"), pp, config.batch.micro_batches)
-    batch = MicroBatch(1, 32, 2 if "dtype" in changes else 4, ep)
-    predicted = [r.optimizer_sharded for r in rank_memory(config.model, schedule, batch, ranks // pp)]
+    precision = "bf16" if "dtype" in changes else "fp32"
+    memory = peak_memory(config.model, schedule, MicroBatch(1, 32, ep=ep), ranks // pp, precision)
+    predicted = [rank.optimizer for rank in memory]
     per_rank = [held[i : i + ranks // pp] for i in range(0, ranks, ranks // pp)]
     assert predicted == [max(replicas) for replicas in per_rank]
 
