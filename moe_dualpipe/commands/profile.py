@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ProfileAnalyze:
-    """Analyze traces of torch.profiler, from GPUs or a CPU: how much of the communication was hidden."""
+    """Analyze traces of torch.profiler or Nsight Systems: how much of the communication was hidden."""
 
     traces: Positional[Annotated[list[Path], arg(metavar="TRACE [TRACE ...]")]]
-    """Chrome traces (.json or .json.gz), folders of traces, or patterns such as "run/*.json". Several traces are
-    analyzed one by one and then compared."""
+    """Chrome traces (.json or .json.gz), exports of Nsight Systems (.sqlite), folders of traces, or patterns such as
+    "run/*.json". Several traces are analyzed one by one and then compared."""
     comm: str | None = None
     """Regular expression. Kernels (on a CPU, annotations) whose names contain it are communication, in addition to
     those of NCCL, NVSHMEM, DeepEP and other known libraries."""

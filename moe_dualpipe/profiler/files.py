@@ -141,7 +141,7 @@ def analyze_devices(
         lanes = device_lanes(trace, analysis.device, names) if pictures else None
         truncated = trace.num_events if trace.truncated else 0
         if examined is not None:
-            rank = "" if trace.rank is None else f"rank {trace.rank}"
+            rank = f"{path.name}, {analysis.name}" if trace.rank is None else f"rank {trace.rank}"
             examined.append(examine(trace, analysis.device, names.kind_of, rank))
         devices.append(TracedDevice(path, truncated, trace.rank, analysis, lanes, transfers, remarks(trace)))
     return devices

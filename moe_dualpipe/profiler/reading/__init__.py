@@ -1,12 +1,14 @@
-"""Read the traces of profilers into a Trace: Chrome traces of torch.profiler, plain or gzip."""
+"""Read the traces of profilers into a Trace: Chrome traces of torch.profiler, and exports of Nsight Systems."""
 
 import zlib
 from pathlib import Path
 
 from ..trace import Trace, TraceError
-from .chrome import ChromeEvents
+from .chrome import MOST_EVENTS, ChromeEvents
 from .header import describe
 from .kineto import KinetoEvents
+from .nsys import read_nsys
+from .nsys_tables import is_sqlite
 from .outliers import leave_out_outliers
 from .pieces import text_pieces
 
@@ -16,8 +18,10 @@ __all__ = ["read_trace"]
 def read_trace(path: str | Path) -> Trace:
     """Read a trace file; its contents tell the format. Raises TraceError if it is missing, empty or not a trace."""
     path = Path(path)
+    if path.suffix in (".nsys-rep", ".qdrep"):
+        raise TraceError(f"{path}: a report of Nsight Systems: export it with `nsys export --type sqlite`")
     try:
-        return _read_chrome(path)
+        return read_nsys(path, MOST_EVENTS) if is_sqlite(path) else _read_chrome(path)
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror or error}") from None
     except zlib.error:

@@ -20,7 +20,7 @@ TRANSFER = re.compile(rf"(nccl|gloo|ucc|mpi|xccl|{OWN_TRANSFERS}):(?!:)")
 _OWN_CALLS = re.compile(f"{OWN_TRANSFERS}::")
 _STEP = re.compile(r"ProfilerStep[#*]")
 _MODULE = "nn.Module: "
-_WAITS = re.compile(r"[Ss]ynchronize|Memcpy(?!.*Async)|^(?:ur|pi|ze)\w*(?:Finish|Wait)(?!WithBarrier)")
+WAITS = re.compile(r"[Ss]ynchronize|Memcpy(?!.*Async)|^(?:ur|pi|ze)\w*(?:Finish|Wait)(?!WithBarrier)")
 """Names of calls in which the host waits, of CUDA, HIP, SYCL and MTIA."""
 
 _COPIES = ("gpu_memcpy", "gpu_memset", "memcpy", "memset")
@@ -113,17 +113,11 @@ class KinetoEvents:
         correlation = _id(arguments.get("correlation"))
         if correlation is not None:
             self.trace.launches[correlation] = HostEvent(name, start, end, thread)
-        if _WAITS.search(name):
+        if WAITS.search(name):
             self.trace.syncs.append(SyncCall(name, start, end, thread, correlation))
 
     def _annotation(self, name: str, start: float, end: float, thread: tuple[str, str], _: dict[str, Any]) -> None:
-        event, trace = HostEvent(name, start, end, thread), self.trace
-        if TRANSFER.match(name):
-            trace.transfers.append(event)
-        elif _OWN_CALLS.match(name):
-            trace.operators.append(event)
-        else:
-            (trace.steps if _STEP.match(name) else trace.annotations).append(event)
+        add_annotation(self.trace, HostEvent(name, start, end, thread))
 
     def _operator(
         self, name: str, start: float, end: float, thread: tuple[str, str], arguments: dict[str, Any]
@@ -171,6 +165,16 @@ class KinetoEvents:
         if type(allocated) is int and type(reserved) is int:
             device = "cpu" if arguments.get("Device Type") == 0 else sys.intern(str(arguments.get("Device Id", "")))
             self.trace.memory.append(MemoryPoint(time, device, allocated, reserved))
+
+
+def add_annotation(trace: Trace, event: HostEvent) -> None:
+    """Add an annotation, unless its name says that it is a transfer, a call that starts one, or a step."""
+    if TRANSFER.match(event.name):
+        trace.transfers.append(event)
+    elif _OWN_CALLS.match(event.name):
+        trace.operators.append(event)
+    else:
+        (trace.steps if _STEP.match(event.name) else trace.annotations).append(event)
 
 
 def time_of(value: object) -> float | None:

@@ -11,7 +11,7 @@ from ..trace import TraceError
 from .chrome import LONGEST_HEADER
 from .pieces import text_pieces
 
-_SUFFIXES = (".json", ".json.gz")
+_SUFFIXES = (".json", ".json.gz", ".sqlite")
 _RANK = re.compile(r'"distributedInfo"\s*:\s*\{[^{}\[\]]*"rank"\s*:\s*(\d{1,9})\b')
 _RANK_IN_NAME = re.compile(r"rank\D?(\d+)", re.IGNORECASE)
 _NUMBER = re.compile(r"\d+")
@@ -31,7 +31,7 @@ def _expanded(argument: Path) -> list[Path]:
         found = found or [path for folder in sorted(argument.iterdir()) if folder.is_dir()
                           for path in _traces(folder.iterdir())]  # fmt: skip
         if not found:
-            raise TraceError(f"{argument}: no trace in this folder: traces are {' and '.join(_SUFFIXES)} files")
+            raise TraceError(f"{argument}: no trace in this folder: traces are {', '.join(_SUFFIXES)} files")
         return found
     if not argument.exists() and glob.has_magic(str(argument)):
         found = _traces(map(Path, glob.glob(str(argument))))
@@ -50,7 +50,9 @@ def _traces(paths: Iterator[Path]) -> list[Path]:
 
 
 def _start(path: Path) -> str | None:
-    """The text before the events; None if it cannot be read, which is told when the trace is."""
+    """The text before the events; None if there is none, or if it cannot be read, which is told when the trace is."""
+    if path.suffix.lower() == ".sqlite":
+        return None
     text = ""
     try:
         with closing(text_pieces(path, [])) as pieces:
