@@ -1,7 +1,7 @@
 """Draw lanes as an image, with a legend of what is drawn.
 
 Labels are the names of phases or, outside of phases, of kernels. If the trace is too long for labels to fit, a second
-set of lanes below shows a part of it with labels.
+set of lanes below shows a part of it with labels. Lanes in which no device has work are left out.
 """
 
 from collections.abc import Sequence
@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..profiler.intervals import Intervals, intersection, total, union
-from ..profiler.lanes import COMMUNICATION, LANES, Ints, Lanes, Run, runs
+from ..profiler.lanes import COMMUNICATION, LANES, Ints, Lanes, runs
 from .figures import new_figure, plain_text
-from .kernel_names import short_name, shortened
+from .kernel_names import shortened
+from .lanes_windows import Window, label_of, windows_of
 from .palette import EXPOSED, HIDDEN, STYLES, has_letters, styles_of
 
 if TYPE_CHECKING:
@@ -32,10 +33,6 @@ _NARROWEST, _MARGIN = 0.28, 0.06  # the width of an "i" as a share of the size; 
 _LANE_HEIGHTS, _SPACE, _INCHES = (0.86, 0.86, 0.4), 0.14, 0.42  # the unit of height, about so many inches
 _STRIP = 0.1  # the height of exposed communication if colours show phases
 _PIXELS = 1200.0  # shorter gaps than a lane's length divided by this are not drawn
-_NAMED_SHARE = 0.9  # the detail is so short that names fit into runs with this share of the named time
-_LABEL_LETTERS = 20  # as many letters of a long name count as enough
-
-Window = tuple[float, float]
 
 
 def lanes_figure(pictures: Sequence["Picture"], note: str = "") -> "Figure":
@@ -43,17 +40,18 @@ def lanes_figure(pictures: Sequence["Picture"], note: str = "") -> "Figure":
 
     note: a line below them.
     """
-    windows = _windows(pictures)
+    windows = windows_of(pictures, _LETTER_WIDTH * FONT_SIZE, _LANE_INCHES)
+    used = _used_lanes(pictures)
     letters = has_letters([picture.lanes for picture in pictures])
-    heights = [1.2 + 0.25 * (_count_lanes(picture.lanes) > 2) for picture in pictures for _ in windows]
-    figure = new_figure(WIDTH, 0.4 + sum(heights))
-    rows = figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0]
+    height, count = 0.25 + 0.55 * sum(_LANE_HEIGHTS[lane] for lane in used), len(pictures) * len(windows)
+    figure = new_figure(WIDTH, 0.4 + height * count)
+    rows = figure.subplots(count, squeeze=False)[:, 0]
     for (whole, *details), picture in zip(rows.reshape(len(pictures), len(windows)), pictures, strict=True):
         styles = styles_of(picture.lanes, letters)
-        _Panel(whole, picture, windows[0], styles, letters).draw(labels=not details)
+        _Panel(whole, picture, windows[0], styles, letters, used).draw(labels=not details)
         whole.set_title("\n".join(map(plain_text, wrap(picture.title, 115))), fontsize=FONT_SIZE, loc="left")
         for axes, window in zip(details, windows[1:], strict=True):
-            _Panel(axes, picture, window, styles, letters).draw(labels=True)
+            _Panel(axes, picture, window, styles, letters, used).draw(labels=True)
             start, end = (time / 1e3 for time in window)
             axes.set_title(f"the part in the frame, {end - start:,.3g} ms", fontsize=FONT_SIZE, loc="left")
             bottom, top = whole.get_ylim()
@@ -65,32 +63,9 @@ def lanes_figure(pictures: Sequence["Picture"], note: str = "") -> "Figure":
     return figure
 
 
-def _windows(pictures: Sequence["Picture"]) -> list[Window]:
-    """Return the whole time and, if names do not fit there, a detail from the middle of the time all pictures cover."""
-    end = max(picture.end_us for picture in pictures)
-    found = [(picture.lanes, run) for picture in pictures for run in runs(picture.lanes, end / 400)]
-    lengths = np.array([run.end - run.start for _, run in found])
-    if not lengths.sum():
-        return [(0.0, end)]
-    letters = np.array([min(len(_label(lanes, run)), _LABEL_LETTERS) for lanes, run in found])
-    per_inch = lengths / (_LETTER_WIDTH * FONT_SIZE * (1 + letters))  # at most this many us per inch
-    order = np.argsort(-per_inch, kind="stable")
-    enough = np.searchsorted(np.cumsum(lengths[order]), _NAMED_SHARE * lengths.sum())
-    length = float(_LANE_INCHES * per_inch[order][min(enough, len(order) - 1)])
-    if length > 0.8 * end:
-        return [(0.0, end)]
-    middle = (max(picture.shift_us for picture in pictures) + min(picture.end_us for picture in pictures)) / 2
-    start = min(max(middle - length / 2, 0.0), end - length)
-    return [(0.0, end), (start, start + length)]
-
-
-def _label(lanes: Lanes, run: Run) -> str:
-    return lanes.phases[run.phase] if run.phase >= 0 else short_name(lanes.names[run.name])
-
-
-def _count_lanes(lanes: Lanes) -> int:
-    """Computation and communication always have a lane; copies have one if there are any."""
-    return max(2, int(lanes.lane.max(initial=0)) + 1)
+def _used_lanes(pictures: Sequence["Picture"]) -> list[int]:
+    """Lanes in which any of the pictures has work; computation always."""
+    return sorted({0}.union(*(np.unique(picture.lanes.lane).tolist() for picture in pictures)))
 
 
 def _fitting(text: str, inches: float, size: float) -> str:
@@ -120,6 +95,7 @@ class _Panel:
     window: Window
     styles: Ints
     letters: bool
+    used: Sequence[int]
 
     @property
     def start(self) -> float:
@@ -131,11 +107,11 @@ class _Panel:
 
     def draw(self, labels: bool) -> None:
         lanes = self.picture.lanes
-        count = _count_lanes(lanes)
-        bottoms = [-sum(_LANE_HEIGHTS[: lane + 1]) - _SPACE * lane for lane in range(count)]
+        heights = [_LANE_HEIGHTS[lane] for lane in self.used]
+        bottoms = [-sum(heights[: number + 1]) - _SPACE * number for number in range(len(heights))]
         visible = (lanes.end > self.start) & (lanes.start < self.end)
         exposed = lanes.exposed
-        for lane, bottom in enumerate(bottoms):
+        for lane, bottom in zip(self.used, bottoms, strict=True):
             rows = int(lanes.row[lanes.lane == lane].max(initial=0)) + 1
             height = _LANE_HEIGHTS[lane] / rows
             for row in range(rows):
@@ -145,7 +121,7 @@ class _Panel:
                 if labels:
                     self._add_labels(lanes.select(chosen), self.styles[chosen], base, height)
         self.axes.set_ylim(bottoms[-1] - 0.06, 0.06)
-        self._set_axes([bottom + height / 2 for bottom, height in zip(bottoms, _LANE_HEIGHTS, strict=False)])
+        self._set_axes([bottom + height / 2 for bottom, height in zip(bottoms, heights, strict=True)])
 
     def _draw_row(self, chosen: NDArray[np.bool_], base: float, height: float, exposed: Intervals | None) -> None:
         lanes = self.picture.lanes
@@ -169,7 +145,7 @@ class _Panel:
             if right - left > 0.1 * inch and run.start >= self.start:
                 x = (left + self.picture.shift_us) / 1e3
                 self.axes.vlines(x, base, base + height, "white", linewidth=0.8)
-            text = _fitting(_label(lanes, run), (right - left) / inch - _MARGIN, size) if size >= _SMALLEST else ""
+            text = _fitting(label_of(lanes, run), (right - left) / inch - _MARGIN, size) if size >= _SMALLEST else ""
             if text:
                 x, y = ((left + right) / 2 + self.picture.shift_us) / 1e3, base + height / 2
                 ink = ink_of[run.name]
@@ -177,7 +153,7 @@ class _Panel:
 
     def _set_axes(self, middles: Sequence[float]) -> None:
         self.axes.set_xlim(self.window[0] / 1e3, self.window[1] / 1e3)
-        self.axes.set_yticks(middles, LANES[: len(middles)])
+        self.axes.set_yticks(middles, [LANES[lane] for lane in self.used])
         self.axes.set_frame_on(False)
         self.axes.tick_params(length=0, labelsize=FONT_SIZE)
         self.axes.xaxis.set_major_formatter("{x:g} ms")

@@ -34,6 +34,7 @@ def works():
     ]  # fmt: skip
     kernels.append(Work("add", 1990, END, category="elementwise"))
     transfers = [Work("ncclDevKernel_AllReduce", 100 * i, 100 * i + 10, lane=1, stream="20") for i in range(20)]
+    transfers.append(Work("ncclDevKernel_Broadcast", 1908, 1909, lane=1, row=1, stream="21"))
     return *kernels, *transfers, Work("Memcpy HtoD", 400, 450, lane=2), Work("Memcpy DtoH", 900, 999, lane=2)
 
 
@@ -188,6 +189,8 @@ def test_search_finds_and_marks(page):
     assert page.text("#hits") == "2 of 27"
     page.click("#legend button:nth-child(1)")
     assert page.text("#hits") == "no hit"
+    page.keys(ESCAPE, "/", "broadcast", ENTER)
+    assert "exposed 1 us" in page.text("#details")
     page.keys(ESCAPE)
     assert page.text("#hits") == "" and not drawn(page)["frames"]
     assert all(rect["alpha"] == 1 for rect in rects(page, ELEMENTWISE))

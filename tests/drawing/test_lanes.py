@@ -8,11 +8,13 @@ import pytest
 
 from moe_dualpipe.cli import main
 from moe_dualpipe.drawing.lanes import MAX_PICTURES, Picture, save_lanes
-from moe_dualpipe.drawing.lanes_image import _windows
+from moe_dualpipe.drawing.lanes_windows import windows_of
 from moe_dualpipe.drawing.palette import EXPOSED, HIDDEN, STYLES
 from moe_dualpipe.drawing.timeline_boxes import LABELS
 from tests.support.lanes import Work, lanes_of
 from tests.support.traces import annotation, kernel, launch, write
+
+LETTER = 0.58 * 9 / 72  # the width of a letter in inches
 
 
 def picture(works, shift=0.0):
@@ -67,7 +69,7 @@ def test_colours_of_other_traces_show_categories(tmp_path):
         "computation", "communication", "copies",
     ]  # fmt: skip
     found = texts(tmp_path, Picture("", lanes_of(*works[:3])))
-    assert found[-3:] == ["GEMM", "elementwise", "other"] and "copies" not in found
+    assert found[-3:] == ["GEMM", "elementwise", "other"] and "copies" not in found and "communication" not in found
     found = texts(tmp_path, Picture("", lanes_of(Work("gemm", 0, 9), Work("ncclA", 2, 7, lane=1))))
     assert EXPOSED.label not in found and EXPOSED.colour not in (tmp_path / "lanes.svg").read_text()
 
@@ -107,9 +109,9 @@ def test_kernels_without_a_phase_are_labelled_by_their_short_names(tmp_path):
 def test_a_detail_shows_names_where_the_whole_is_too_long(tmp_path):
     """A lane is 106 letters wide and each name takes 8 of them, so that 13 of the 100 phases of 10 ms fit."""
     long = picture([(f"mlp{i % 2}(F)", 10 * i, 10 * i + 10) for i in range(100)])
-    whole, (start, end) = _windows([long])
+    whole, (start, end) = windows_of([long], LETTER, 7.7)
     assert whole == (0, 1e6)
-    assert end - start == pytest.approx(10e3 * 7.7 / (0.58 * 9 / 72 * 8))
+    assert end - start == pytest.approx(10e3 * 7.7 / (LETTER * 8))
     assert start + end == pytest.approx(1e6)
     found = texts(tmp_path, long)
     assert "the part in the frame, 133 ms" in found
@@ -119,8 +121,17 @@ def test_a_detail_shows_names_where_the_whole_is_too_long(tmp_path):
 def test_the_detail_lies_in_the_middle_of_what_all_pictures_have():
     """The first picture covers 0 to 1,000 ms, the second 200 to 400 ms."""
     works = [("mlp(F)" if i % 2 else "mlp(B)", 10 * i, 10 * i + 10) for i in range(100)]
-    _, (start, end) = _windows([picture(works), picture(works[:20], shift=200)])
+    _, (start, end) = windows_of([picture(works), picture(works[:20], shift=200)], LETTER, 7.7)
     assert start + end == pytest.approx(600e3)
+
+
+def test_the_detail_lies_where_work_is():
+    """Work at both ends, more at the end; in the middle one transfer. Its frame is not narrower than can be seen."""
+    bursts = [Work(f"k{i}", t + 10 * i, t + 10 * i + 10) for t in (0, 60_000) for i in range(100 + t // 100)]
+    busy = Picture("", lanes_of(*bursts, Work("nccl", 1_000, 67_000, lane=1)))
+    _, (start, end) = windows_of([busy], LETTER, 7.7)
+    assert end - start == pytest.approx(67_000 / 40)
+    assert start == pytest.approx(60_000, abs=500)
 
 
 def test_images_of_traces_without_names_or_work(tmp_path):
