@@ -35,7 +35,7 @@ def analysis_text(
     if kernels:
         rows = [["kernel", "kind", "times", "total us", "blocks"]]
         for k in analysis.kernels[:kernels]:
-            rows.append([k.name[:60], k.kind, str(k.times), f"{k.total_us:,.0f}", str(k.most_blocks or "-")])
+            rows.append([k.name[:60], k.kind, f"{k.times:,}", f"{k.total_us:,.0f}", str(k.most_blocks or "-")])
         tables.append(rows)
     texts = [*map(markdown, tables), *([collectives_text(analysis.collectives)] if collectives else [])]
     return "\n\n".join([*texts, hidden_sentence(analysis)])
@@ -75,8 +75,7 @@ def traces_text(
     for device in files.devices:
         text = analysis_text(device.analysis, phases, kernels, streams, collectives)
         parts.append(f"{printable(device.path)}\n{text}")
-        if device.analysis.verdicts:
-            parts.append(verdicts_text(device.analysis.verdicts))
+        parts.append(verdicts_text(device.analysis.verdicts))
     if len(files.devices) > 1:
         parts += [compare_ranks(files), *(printable(comparison.missing_text) for comparison in files.comparisons)]
     return "\n\n".join(filter(None, parts))
@@ -122,7 +121,7 @@ def _wait_rows(analysis: Analysis) -> list[list[str]]:
     for wait in analysis.waits[:MAX_WAITS]:
         names = [_short(wait.during or "(nothing)"), _short(wait.before or "the end")]
         sync = f" ({wait.sync_us:,.0f} in a sync)" if wait.sync_us >= 0.5 else ""
-        rows.append([*names, str(wait.times), f"{wait.total_us:,.0f}", f"{wait.host_us:,.0f}{sync}"])
+        rows.append([*names, f"{wait.times:,}", f"{wait.total_us:,.0f}", f"{wait.host_us:,.0f}{sync}"])
     if rest := analysis.waits[MAX_WAITS:]:
         sums = [sum(getattr(wait, key) for wait in rest) for key in ("times", "total_us", "host_us")]
         rows.append([f"{len(rest)} more", "", *(f"{number:,.0f}" for number in sums)])
@@ -136,7 +135,7 @@ def _short(name: str) -> str:
 
 def _phase_rows(analysis: Analysis) -> list[list[str]]:
     rows = [
-        [phase.name, str(phase.times)]
+        [phase.name, f"{phase.times:,}"]
         + [f"{time / phase.times:,.0f}" for time in (phase.compute_us, phase.comm_us, phase.exposed_comm_us)]
         for phase in analysis.phases
     ]

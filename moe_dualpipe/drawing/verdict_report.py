@@ -6,7 +6,7 @@ from ..messages import plural, printable
 from ..profiler.doctor.verdict import Verdict
 
 MOST_VERDICTS = 8
-HEALTHY = "No cause found that costs more than 1%."
+HEALTHY = "None of the known causes costs more than 1% of the window."
 
 
 def verdicts_text(verdicts: Sequence[Verdict]) -> str:

@@ -8,6 +8,7 @@ import pytest
 
 from moe_dualpipe.cli import main
 from moe_dualpipe.drawing.overlap_report import analysis_text, hidden_sentence
+from moe_dualpipe.drawing.verdict_report import HEALTHY
 from moe_dualpipe.profiler import NAMES, Names, TraceError, analyze, read_trace
 from moe_dualpipe.profiler.trace import DeviceEvent
 from tests.support.traces import annotation, kernel, launch, write
@@ -277,7 +278,7 @@ def test_the_command_prints_tables_or_json(tmp_path, capsys):
     assert main(["profile", "analyze", *paths, "--phases", "--kernels", "1"]) == 0
     expected = analysis_text(analysis, phases=True, kernels=1)
     out = capsys.readouterr().out
-    assert out.startswith("\n\n".join(f"{path}\n{expected}" for path in paths) + "\n\n|")
+    assert out.startswith("\n\n".join(f"{path}\n{expected}\n\n{HEALTHY}" for path in paths) + "\n\n|")
     heading, _, *rows = out.splitlines()[-4:]
     assert heading.split("|")[2].strip() == "window, us"
     for row, path in zip(rows, paths, strict=True):

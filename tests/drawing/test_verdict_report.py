@@ -1,0 +1,31 @@
+"""Causes as sentences."""
+
+from moe_dualpipe.drawing.verdict_report import HEALTHY, verdicts_text
+from moe_dualpipe.profiler.doctor.verdict import Verdict
+
+
+def verdict(**changes):
+    fields = {
+        "kind": "host-sync", "title": "The host waits.", "evidence": ("It waited twice.",), "remedy": "Read it later.",
+        "place": "item in attn(F)", "start_us": 0.0, "end_us": 1.0, "cost_us": 1234.5,
+    }  # fmt: skip
+    return Verdict(**(fields | changes))
+
+
+def test_a_cause_has_its_place_its_evidence_its_gain_and_what_to_change():
+    known, unknown = verdict(gain_us=1000.4, gain_fraction=0.1), verdict(place="")
+    assert verdicts_text([known, unknown]) == (
+        "1. The host waits. Most of it: item in attn(F).\n   It waited twice.\n"
+        "   Without it, the window would be 1,000 us (10.0%) shorter. Read it later.\n"
+        "2. The host waits.\n   It waited twice.\n   It takes 1,234 us; the gain cannot be predicted. Read it later."
+    )
+
+
+def test_many_causes_and_none():
+    assert verdicts_text([verdict()] * 9).endswith("\n1 smaller cause not shown.")
+    assert "8. " in verdicts_text([verdict()] * 8) and "not shown" not in verdicts_text([verdict()] * 8)
+    assert verdicts_text([]) == HEALTHY
+
+
+def test_names_stay_on_their_line():
+    assert "\n2" not in verdicts_text([verdict(place="a\n2. another cause", evidence=("b\n2",))])
