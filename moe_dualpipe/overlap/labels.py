@@ -5,7 +5,8 @@
     wait for dispatch(F)     a wait for a transfer
     wait for sizes           a wait for the number of rows that each rank sends
     link::carry              a call that starts a transfer over a modelled link
-    link:carry               that transfer, from its start to its end
+    link:carry               that transfer, from its start to its end; link:carry of x: in the group x
+    link::wait               a wait for a transfer, of a modelled link or of torch.distributed
     shared::send             a call that copies rows into memory shared with other ranks; shared::receive: out of it
     shared:send              the copies of that call; shared:receive: the wait for the other ranks, and the copies
     step 12                  a training step: the pipeline's actions ("0F3", see schedule/actions.py), then STEP_PARTS
@@ -21,7 +22,8 @@ FORWARD, BACKWARD, WEIGHTS = "F", "B", "W"
 DISPATCH, COMBINE, LOSS = "dispatch", "combine", "loss"  # segments; attn, mlp, ... are named where they are computed
 
 LINK = "link"
-LINK_CALL, LINK_TRANSFER = f"{LINK}::carry", f"{LINK}:carry"
+LINK_CALL, LINK_TRANSFER, LINK_WAIT = f"{LINK}::carry", f"{LINK}:carry", f"{LINK}::wait"
+_OF_GROUP = " of "
 SHARED = "shared"
 OWN_TRANSFERS = f"(?:{LINK}|{SHARED})"
 """A regular expression for the names before the colons in annotations of transfers of this package."""
@@ -60,6 +62,17 @@ def is_wait(text: str) -> bool:
 def without_wait(text: str) -> str:
     """The label of a transfer, from its own label or that of a wait for it: "wait for dispatch(F)" -> "dispatch(F)"."""
     return text.removeprefix(WAIT_FOR)
+
+
+def link_transfer(group: str = "") -> str:
+    """The label of a transfer over a modelled link. group: of ranks; "" if there is only one."""
+    return f"{LINK_TRANSFER}{_OF_GROUP}{group}" if group else LINK_TRANSFER
+
+
+def without_group(text: str) -> tuple[str, str]:
+    """The label of a transfer without its group, and the group: ("link:carry", "x") for "link:carry of x"."""
+    name, _, group = text.partition(_OF_GROUP) if text.startswith(LINK_TRANSFER) else (text, "", "")
+    return name, group
 
 
 def is_for_experts(text: str) -> bool:

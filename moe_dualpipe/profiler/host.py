@@ -20,9 +20,9 @@ from dataclasses import replace
 from functools import lru_cache
 from math import inf
 
-from ..overlap.labels import LINK, OWN_TRANSFERS, is_wait, letter_of, without_wait
+from ..overlap.labels import LINK_TRANSFER, OWN_TRANSFERS, is_wait, letter_of, without_group, without_wait
 from .communication import Names
-from .trace import DeviceEvent, HostEvent, Trace
+from .trace import Collective, DeviceEvent, HostEvent, Trace
 
 _CALLS = re.compile(rf"c10d::|_?c10d_functional::|{OWN_TRANSFERS}::")
 _LAUNCHES = re.compile(rf"(?:c10d|{OWN_TRANSFERS})::(\w+)")
@@ -51,20 +51,23 @@ def host_as_device(trace: Trace, names: Names) -> Trace:
     device_events: list[DeviceEvent] = []
     launches: dict[int, HostEvent] = {}
 
-    def add(event: HostEvent, category: str, launch: HostEvent) -> None:
+    def add(event: HostEvent, category: str, launch: HostEvent, collective: Collective | None = None) -> None:
         launches[correlation := len(device_events)] = launch
-        stream = event.thread[1]
-        device_events.append(DeviceEvent(event.name, category, event.start, event.end, "cpu", stream, correlation, 0))
+        place = "cpu", event.thread[1], correlation, 0, 0, collective
+        device_events.append(DeviceEvent(event.name, category, event.start, event.end, *place))
 
     for events in threads.values():
         for piece in _pieces(events):
             add(piece, "operator", piece)
-    free = 0.0
-    for transfer, launch in zip(transfers, _launches_of(transfers, trace.operators), strict=True):
-        if transfer.name.startswith(f"{LINK}:"):  # the recorded start is too late: the link's thread wakes up first
-            transfer = transfer._replace(start=min(transfer.start, max(launch.start, free)))
-            free = transfer.end
-        add(transfer, "transfer", launch)
+    free: dict[tuple[str, str], float] = {}
+    groups = [without_group(event.name)[1] for event in transfers]
+    transfers = [event._replace(name=without_group(event.name)[0]) for event in transfers]
+    for transfer, launch, group in zip(transfers, _launches_of(transfers, trace.operators), groups, strict=True):
+        if transfer.name == LINK_TRANSFER:  # the recorded start is too late: the link's thread wakes up first
+            start = min(transfer.start, max(launch.start, free.get(transfer.thread, 0.0)))
+            transfer = transfer._replace(start=start)
+            free[transfer.thread] = transfer.end
+        add(transfer, "transfer", launch, Collective("carry", group) if group else None)
     phases = [event._replace(name=without_wait(event.name)) for event in annotations]
     return replace(trace, device_events=device_events, launches=launches, annotations=phases, waits=waits)
 

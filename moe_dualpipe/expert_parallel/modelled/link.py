@@ -1,18 +1,20 @@
 """A modelled link: transfers take the time given by bandwidth and latency, one after another.
 
 On a CPU, a transfer is a sleeping thread, which uses no processor time. In a profile of all threads, it is labelled
-LINK_TRANSFER and the call that starts it LINK_CALL (overlap/labels.py).
+`link_transfer()`, the call that starts it LINK_CALL, and a wait for it LINK_WAIT (overlap/labels.py).
 """
 
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import Any
 
 from torch.profiler import record_function
 
-from ...overlap.labels import LINK_CALL, LINK_TRANSFER
+from ...overlap.annotation import annotation
+from ...overlap.labels import LINK_CALL, LINK_WAIT, link_transfer
 from ..exchange import AsyncResult
 
 
@@ -52,17 +54,26 @@ class LinkTimer:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_thread": None}  # models are copied; threads cannot be
 
-    def transfer(self, seconds: float) -> AsyncResult[None]:
-        """Start a transfer of this duration. It begins when all earlier transfers have ended."""
+    def transfer(self, seconds: float, group: str = "") -> AsyncResult[None]:
+        """Start a transfer of this duration. It begins when all earlier transfers have ended.
+
+        group: the name of its group of ranks, for profiles.
+        """
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="link")
         with record_function(LINK_CALL):
             self.busy_seconds += seconds
             self._free_at = max(self._free_at, time.perf_counter()) + seconds
-            return AsyncResult([], self._thread.submit(_sleep_until, self._free_at).result)
+            done = self._thread.submit(_sleep_until, self._free_at, link_transfer(group))
+        return AsyncResult([], partial(_wait, done))
 
 
-def _sleep_until(moment: float) -> None:
-    with record_function(LINK_TRANSFER):
+def _wait(done: Future[None]) -> None:
+    with annotation(LINK_WAIT):
+        done.result()
+
+
+def _sleep_until(moment: float, text: str) -> None:
+    with record_function(text):
         while (left := moment - time.perf_counter()) > 0:
             time.sleep(left)

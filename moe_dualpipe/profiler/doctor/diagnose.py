@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from ..trace import DeviceEvent, Trace
 from .case import Case, Change, Finding, case_of
-from .causes import contention, exposed, host, order, streams, transfers
+from .causes import contention, exposed, host, order, segments, streams, transfers
 from .ranks import join
+from .threads import case_of_threads
 from .verdict import Verdict
 from .view import view_of
 
@@ -31,10 +32,11 @@ class Examined(NamedTuple):
 
 def examine(trace: Trace, device: str, kind_of: Callable[[DeviceEvent], str], name: str = "") -> Examined | None:
     """Look at one device. Returns None for a device without a window. name: of the rank, for other ranks' verdicts."""
-    case = case_of(view_of(trace, device, kind_of))
+    view = view_of(trace, device, kind_of)
+    case = case_of_threads(view, trace) if view.is_cpu else case_of(view)
     if not case.window_us > 0:
         return None
-    found_host = [*host.find_syncs(case, trace), *host.find_late_host(case)]
+    found_host = segments.find(case) if view.is_cpu else [*host.find_syncs(case, trace), *host.find_late_host(case)]
     others = [*order.find(case), *streams.find(case), *exposed.find_pipeline(case)]
     return Examined(device, name, case, found_host, others)
 

@@ -30,7 +30,8 @@ def find(case: Case) -> list[Finding]:
     never = ~case.view.may_wait[events]
     queues = case.view.queues
     many = queues is not None and queues > 1
-    if many or (delays[never].sum() < 0.25 * delays.sum() and _starts_inside(case) > INSIDE):
+    enough = not case.view.is_cpu and delays[never].sum() < 0.25 * delays.sum() and _starts_inside(case) > INSIDE
+    if many or enough:
         return _late(case, events, unwanted, delays)
     return [*_few_queues(case, events, unwanted, delays), *_late(case, events[:0], unwanted & False, delays[:0])]
 

@@ -1,0 +1,112 @@
+"""The order within a thread of a CPU: waits that come too early, and transfers that start too late.
+
+The segments of a chunk, such as attn(F), compute; between them its transfers start. A segment that waits for a transfer
+that it started itself hides nothing behind it. A transfer whose segment comes behind computation of the other chunk
+starts late.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from ....overlap.labels import WEIGHTS, letter_of
+from ..case import Case, Finding, most_costly, without_waits, worst_of
+from ..dependencies import same_chunk
+from ..replay import SYNC, Graph
+from ..threads import AT_ONCE
+from ..verdict import Verdict
+from ..view import COMM
+
+SHORT = 500.0
+"""Microseconds. Transfers that are late by less are not looked at."""
+
+
+def find(case: Case) -> list[Finding]:
+    """Find waits in the segments that started the transfer, and transfers that start behind other computation."""
+    return [*_early_waits(case), *_late_starts(case)]
+
+
+def _early_waits(case: Case) -> list[Finding]:
+    view, waits = case.view, case.graph.waits
+    early = [i for i, call in enumerate(view.calls) if call.name == AT_ONCE]
+    if not early:
+        return []
+    unwanted = (waits.kind == SYNC) & np.isin(waits.target, case.nodes.call_end[early])
+    event_of = {int(node): event for event, node in enumerate(case.nodes.event)}
+    call_of = {int(node): call for call, node in enumerate(case.nodes.call_end)}
+    events = [event_of[node] for node in waits.source[unwanted].tolist()]
+    calls = [view.calls[call_of[node]] for node in waits.target[unwanted].tolist()]
+    start, end = (np.array([getattr(call, edge) for call in calls]) for edge in ("start", "end"))
+    costs = case.without_computation(start, end)
+    worst = worst_of(costs)
+    evidence = (
+        f"{len(calls):,} waits are in the segment that started their transfer, {(end - start).sum():,.0f} us in total, "
+        f"at most {costs[worst]:,.0f} us.",
+        f"Nothing was computed in {costs.sum():,.0f} us of that.",
+    )
+    verdict = Verdict(
+        "host-sync", "Segments wait for transfers that they have just started.", evidence,
+        "Wait where the result is needed, and read numbers (.item()) after the step.",
+        most_costly([case.place(event) for event in events], costs),
+        float(start[worst]), float(end[worst]), float(costs.sum()),
+    )  # fmt: skip
+    return [Finding(verdict, without_waits(unwanted))]
+
+
+def _late_starts(case: Case) -> list[Finding]:
+    """Transfers that start behind computation of the other chunk, although their input was there."""
+    view = case.view
+    late: dict[int, tuple[int, float, float]] = {}
+    for event in np.flatnonzero(case.is_comm & (view.launch >= 0)).tolist():
+        call, before = view.calls[view.launch[event]], int(case.previous[event])
+        source, own_us = _input(case, event)
+        if source < 0:
+            continue
+        since = max(float(view.end[source]) + own_us, float(view.end[before]) if before >= 0 else 0.0)
+        waited = call.start - since
+        if waited > SHORT and case.without_computation(np.array([since]), np.array([call.start]))[0] < 0.5 * waited:
+            late[event] = source, own_us, waited
+    if not late:
+        return []
+    events = np.array([*late], np.int64)
+    sources, own, waited = (np.array(column) for column in zip(*late.values(), strict=True))
+    worst = worst_of(waited)
+    start = float(view.start[events[worst]])
+    evidence = (
+        f"{len(events):,} transfers started {waited.sum():,.0f} us in total after their input was there, at most "
+        f"{waited[worst]:,.0f} us.",
+        "Until then, their thread computed what they do not need.",
+    )
+    verdict = Verdict(
+        "late-launch", "Transfers start later than their data is there.", evidence,
+        "Start each transfer directly after the computation that produces its data.",
+        most_costly([case.place(event) for event in events.tolist()], waited),
+        start - float(waited[worst]), start, float(waited.sum()),
+    )  # fmt: skip
+    nodes = case.nodes.event[events]
+
+    def change(graph: Graph) -> Graph:
+        launch, lag = graph.launch.copy(), graph.launch_lag.copy()
+        launch[nodes] = case.nodes.event[sources]
+        lag[nodes] = graph.duration[launch[nodes]] + own
+        return replace(graph, launch=launch, launch_lag=lag)
+
+    return [Finding(verdict, change)]
+
+
+def _input(case: Case, event: int) -> tuple[int, float]:
+    """The last computation of the chunk before the segment that started a transfer, or -1; and the time to pack it."""
+    view = case.view
+    call, label = view.calls[view.launch[event]], view.labels[event]
+    own_us = 0.0
+    if view.letters[event] is None:
+        return -1, own_us
+    at = int(np.searchsorted(view.start, call.start))
+    for source in range(at - 1, -1, -1):
+        if view.kind[source] == COMM or view.events[source].stream != call.thread[1]:
+            continue
+        if view.labels[source] == label:
+            own_us += float(view.duration[source])
+        elif letter_of(view.labels[source]) not in (None, WEIGHTS) and same_chunk(view, event, source):
+            return source, own_us
+    return -1, own_us
