@@ -217,6 +217,7 @@ def test_a_closed_pipe_is_not_an_error():
     ("schedule compare --stages x --micro-batches 3",
      "Error parsing --stages: invalid literal for int() with base 10: 'x'"),
     ("schedule check dualpipe --ranks x", "Error parsing --ranks: invalid literal for int() with base 10: 'x'"),
+    ("profile", "Missing subcommand: expected one of {analyze, compare, run}."),
     ("profile run --mode test", "unknown --mode 'test'; choose from: train, prefill, decode"),
     ("profile analyze --kernels", "Missing value for argument '--kernels'. Expected 1 values."),
 ])  # fmt: skip

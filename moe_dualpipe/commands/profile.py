@@ -14,6 +14,7 @@ from .. import strict_json
 from ..drawing.output import check_output, make_folder
 from ..messages import check_range, printable
 from ..option_types import PresetName
+from .profile_compare import ProfileCompare
 
 if TYPE_CHECKING:
     import torch
@@ -176,6 +177,8 @@ class ProfileCommands:
     """Show how much communication is hidden behind computation."""
 
     command: Annotated[
-        Annotated[ProfileAnalyze, subcommand("analyze")] | Annotated[ProfileRun, subcommand("run")],
+        Annotated[ProfileAnalyze, subcommand("analyze")]
+        | Annotated[ProfileCompare, subcommand("compare")]
+        | Annotated[ProfileRun, subcommand("run")],
         tyro.conf.arg(name=""),
     ]

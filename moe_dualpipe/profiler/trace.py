@@ -125,6 +125,8 @@ class Trace:
     """The origin of the file's times, on the clock of the host."""
     num_sms: int = 0
     """SMs of the first GPU in the file; 0 if unknown."""
+    gpu: str = ""
+    """Name of the first GPU in the file; "" if unknown."""
     steps: list[HostEvent] = field(default_factory=list)
     """Steps of the profiler, such as "ProfilerStep#5"."""
     modules: list[HostEvent] = field(default_factory=list)

@@ -28,6 +28,7 @@ def describe(texts: Sequence[str], trace: Trace) -> None:
         trace.groups = dict(filter(None, map(_group, groups if isinstance(groups, list) else ())))
     if isinstance(gpus, list) and gpus and isinstance(gpus[0], dict):
         trace.num_sms = whole(gpus[0].get("numSms")) or 0
+        trace.gpu = str(gpus[0].get("name") or "")
     trace.host = str(found.get("host_name", ""))
     trace.queues = whole(found.get(QUEUES)) or None
     if type(base := found.get("baseTimeNanoseconds")) is int and abs(base) < 2**63:

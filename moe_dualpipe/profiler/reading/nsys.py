@@ -197,6 +197,7 @@ class _Reader:
             *tables.rows("TARGET_INFO_GPU", "smCount"),
         ]
         trace.num_sms = next((number for (value,) in sms if (number := whole(value))), 0)
+        trace.gpu = next((str(name) for (name,) in tables.rows("TARGET_INFO_GPU", "name") if name), "")
         for (started,) in tables.rows("TARGET_INFO_SESSION_START_TIME", "utcEpochNs"):
             trace.base_us = started / 1e3 if isinstance(started, int) else 0.0
         for name, value in tables.rows("TARGET_INFO_SYSTEM_ENV", "name", "value"):

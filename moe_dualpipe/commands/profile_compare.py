@@ -1,0 +1,53 @@
+"""`moe-dualpipe profile compare`: what changed between two recordings."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from .. import strict_json
+from ..drawing.output import check_output
+from ..messages import printable
+
+
+@dataclass(frozen=True)
+class ProfileCompare:
+    """Compare two recordings: steps, computation by category, communication, and causes of lost time."""
+
+    a: Positional[Annotated[Path, arg(metavar="A")]]
+    """Recording before the change: a trace, a folder of the ranks' traces, or a pattern such as "run/*.json"."""
+    b: Positional[Annotated[Path, arg(metavar="B")]]
+    """Recording after the change."""
+    comm: str | None = None
+    """Regular expression. Kernels (on a CPU, annotations) whose names contain it are communication, too."""
+    compute: str | None = None
+    """Regular expression. Kernels whose names contain it are computation, whatever --comm or their library says."""
+    image: Path | None = None
+    """Draw the time of each category, A above B, into this file (.png or .svg)."""
+    json: bool = False
+    """Print JSON."""
+
+    def run(self) -> None:
+        from ..drawing.compare_report import SUFFIXES, compare_text, save_comparison
+        from ..profiler import Names
+        from ..profiler.compare import Comparison
+        from ..profiler.reading.paths import trace_paths
+        from ..profiler.recordings import read_recording
+
+        try:
+            names = Names(self.comm, self.compute)
+        except ValueError as error:
+            raise ValueError(f"--{error}") from None
+        if self.image is not None:
+            check_output(self.image, SUFFIXES)
+        paths = [trace_paths([argument]) for argument in (self.a, self.b)]
+        comparison = Comparison(*(read_recording(str(one), files, names)
+                                  for one, files in zip((self.a, self.b), paths, strict=True)))  # fmt: skip
+        for one in (comparison.a, comparison.b):
+            for path, sentence in one.remarks:
+                print(f"{printable(path)}: {sentence}", file=sys.stderr)
+        if self.image is not None:
+            save_comparison(comparison, self.image)
+        print(strict_json.write(comparison.as_object(), indent=1) if self.json else compare_text(comparison))
