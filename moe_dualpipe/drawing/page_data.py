@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from .lanes import Picture
 
 MAX_PIECES = 200_000
-RESOLUTION = 20_000  # what is shorter than the whole time divided by this may become one piece
 MAX_POINTS = 5000  # of the memory of a device
 _LONGEST_NAME = 1000
 
@@ -143,17 +142,26 @@ def pieces_of(devices: Sequence[Lanes], end: float) -> tuple[list[Pieces], float
 
     The length is 0 if no events were joined.
     """
-    shortest = 0.0
     found = [_sorted(lanes) for lanes in devices]
-    while sum(len(pieces.count) for pieces in found) > MAX_PIECES and shortest <= end:
-        shortest = 2 * shortest or end / RESOLUTION
-        found = [_joined(lanes, shortest) for lanes in devices]
-    return found, shortest
+    if sum(len(pieces.count) for pieces in found) <= MAX_PIECES:
+        return found, 0.0
+    shortest = end / MAX_PIECES / 10
+    while sum(_count_joined(pieces.lanes, shortest) for pieces in found) > MAX_PIECES and shortest <= end:
+        shortest *= 1.1
+    return [_joined(pieces.lanes, shortest) for pieces in found], shortest
 
 
 def _sorted(lanes: Lanes) -> Pieces:
     lanes = lanes.select(np.lexsort((lanes.start, lanes.row, lanes.lane)))
     return Pieces(lanes, np.ones(len(lanes.start), dtype=np.int64), lanes.end - lanes.start)
+
+
+def _count_joined(lanes: Lanes, shortest: float) -> int:
+    """Return how many pieces `_joined` makes of sorted lanes."""
+    short = lanes.end - lanes.start < shortest
+    lane, row, interval = lanes.lane[short], lanes.row[short], np.floor(lanes.start[short] / shortest)
+    new = (np.diff(lane) != 0) | (np.diff(row) != 0) | (np.diff(interval) != 0)
+    return int((~short).sum() + new.sum() + short.any())
 
 
 def _joined(lanes: Lanes, shortest: float) -> Pieces:

@@ -199,6 +199,12 @@ def test_search_finds_and_marks(page):
 def test_search_finds_phases_and_expressions(page):
     page.keys("0", "/", "layer 1")
     assert page.text("#hits") == "1 hit"
+    page.keys(ENTER)
+    band = next(text["y"] for text in drawn(page)["texts"] if text["text"] == "layer 1")
+    page.hover("#lanes", x_of(page, 199), band)
+    assert page.script("return document.querySelector('#tip').hidden")
+    page.keys(ESCAPE, "/", "memcpy dtoh")
+    assert page.text("#hits") == "1 hit"
     page.keys(ESCAPE)
     page.click("#regex")
     page.click("#query")
@@ -227,6 +233,8 @@ def test_the_memory_is_drawn(page):
     for time, text in ((250, "1 GB allocated, 3 GB"), (750, "2 GB allocated, 3 GB"), (1500, "1.5 GB allocated, 4 GB")):
         page.hover("#lanes", x_of(page, time), y)
         assert page.text("#tip") == f"memory: {text} reserved"
+    page.drag("#overview", (x_of(page, 600), 25), (x_of(page, 700), 25))
+    assert drawn(page)["lines"] == 1  # the reserved memory: no point lies in this window
 
 
 def test_the_mouse_shows_what_a_piece_is(page):
@@ -286,16 +294,3 @@ def test_the_keyboard_reaches_everything(page):
     assert page.script("return document.querySelector('#help').open")
     page.keys("+", ESCAPE)
     assert not page.script("return document.querySelector('#help').open") and shown(page) == (0, END)
-
-
-def test_the_colours_follow_the_theme(page):
-    def has_ink(colour):
-        """Whether titles get this colour: the event arrives some frames later."""
-        return any(colour in [text["colour"] for text in drawn(page)["texts"]] for _ in range(60))
-
-    assert has_ink("#1b1b1b")
-    try:
-        page.devtools("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
-        assert has_ink("#ececec")
-    finally:
-        page.devtools("Emulation.setEmulatedMedia", features=[])

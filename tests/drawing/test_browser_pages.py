@@ -1,9 +1,9 @@
-"""Web pages of lanes with little work, in a browser: what is left out, and sizes that follow the window."""
+"""Other web pages of lanes in a browser: little work, sizes that follow the window, colours of the theme."""
 
 import pytest
 
 from moe_dualpipe.drawing.lanes import Picture, save_lanes
-from moe_dualpipe.drawing.palette import CATEGORY_STYLES, EXPOSED
+from moe_dualpipe.drawing.palette import CATEGORY_STYLES, EXPOSED, HIDDEN
 from tests.support.browser import ENTER
 from tests.support.lanes import Work, lanes_of
 from tests.support.lanes_page import axis, drawn, rects
@@ -34,6 +34,7 @@ def test_lanes_without_work_are_left_out(page, tmp_path):
     save_lanes([Picture("exposed", exposed)], tmp_path / "exposed.html")
     page.open(tmp_path / "exposed.html")
     assert page.text("#legend") == "GEMM" + EXPOSED.label
+    assert not rects(page, HIDDEN.colour, "overview") and rects(page, EXPOSED.colour, "overview")
 
 
 def test_a_page_without_work_opens(page, tmp_path):
@@ -41,3 +42,18 @@ def test_a_page_without_work_opens(page, tmp_path):
     page.open(tmp_path / "empty.html")
     page.keys("+", "0", "/", "x", ENTER)
     assert "nothing" in {text["text"] for text in drawn(page)["texts"]}
+
+
+def test_the_colours_follow_the_theme(page, tmp_path):
+    def has_ink(colour):
+        """Whether titles get this colour: the event arrives some frames later."""
+        return any(colour in [text["colour"] for text in drawn(page)["texts"]] for _ in range(60))
+
+    save_lanes([Picture("title", lanes_of())], tmp_path / "page.html")
+    page.open(tmp_path / "page.html")
+    assert has_ink("#1b1b1b")
+    try:
+        page.devtools("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+        assert has_ink("#ececec")
+    finally:
+        page.devtools("Emulation.setEmulatedMedia", features=[])

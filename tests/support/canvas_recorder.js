@@ -2,7 +2,7 @@
 window.drawn = {};
 {
   const pens = CanvasRenderingContext2D.prototype;
-  const nothing = () => ({ texts: [], rects: [], frames: [] });
+  const nothing = () => ({ texts: [], rects: [], frames: [], lines: 0 });
   const record = (method, note) => {
     const original = pens[method];
     pens[method] = function (...given) {
@@ -17,6 +17,7 @@ window.drawn = {};
   record("fillRect", (of, pen, x, y, width, height) => {
     of.rects.push({ x, y, width, height, colour: pen.fillStyle, alpha: pen.globalAlpha });
   });
+  record("stroke", (of) => { of.lines++; });
   record("strokeRect", (of, pen, x, y, width, height) => {
     of.frames.push({ x, y, width, height, dashed: pen.getLineDash().length > 0 });
   });

@@ -16,7 +16,7 @@ def shown(page: Page) -> tuple[float, float]:
     return float(start) * size[unit], float(end) * size[other]
 
 
-def drawn(page: Page, canvas: str = "lanes") -> dict[str, list[dict[str, Any]]]:
+def drawn(page: Page, canvas: str = "lanes") -> dict[str, Any]:
     return page.script("return window.drawn[given[0]]", canvas)
 
 
