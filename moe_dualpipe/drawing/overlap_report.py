@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from ..messages import plural, printable
 from ..profiler.analyze import Analysis
-from .rank_report import collectives_text
+from .rank_report import collectives_text, lateness_text, path_text
 from .tables import markdown
 from .verdict_report import verdicts_text
 
@@ -78,6 +78,7 @@ def traces_text(
         parts.append(verdicts_text(device.analysis.verdicts))
     if len(files.devices) > 1:
         parts += [compare_ranks(files), *(printable(comparison.missing_text) for comparison in files.comparisons)]
+        parts += [lateness_text(files), path_text(files)]
     return "\n\n".join(filter(None, parts))
 
 

@@ -29,6 +29,10 @@ class Clock(NamedTuple):
     def at(self, time_us: float) -> float:
         return time_us * (1 + self.drift) + self.shift_us
 
+    def since(self, time_us: float) -> float:
+        """The inverse of `at`."""
+        return (time_us - self.shift_us) / (1 + self.drift)
+
 
 def common_clock(ranks: Sequence[RankTransfers], meetings: Sequence[Meeting]) -> list[Clock]:
     """Return the clock of each rank. Its root is the first rank to which anything connects it.

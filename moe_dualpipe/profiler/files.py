@@ -1,7 +1,7 @@
 """Analyze the trace files of one measurement together: one file per rank, with one or more devices each."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +9,14 @@ from ..messages import plural, printable
 from .analyze import Analysis, analyze
 from .collectives import Met, collective_rows
 from .communication import NAMES, Names
+from .critical_path import PathPart, critical_path
 from .doctor.diagnose import Examined, conclude, examine
 from .host import host_as_device
 from .intervals import difference, intervals_of, union
 from .lanes import Lanes, device_lanes
+from .lateness import Lateness, Reason, lateness, partitions
 from .meetings import RankTransfers
+from .partition import work_of
 from .phases import Phases
 from .ranks import Comparison, RankSkew, compare_traces
 from .reading import read_trace
@@ -44,6 +47,10 @@ class TraceFiles:
     devices: Sequence[TracedDevice]
     comparisons: Sequence[Comparison]
     """One comparison of all devices, or one each of parts of them, in their order."""
+    lateness: Sequence[Lateness | None] = ()
+    """How each device delayed the others; () if that was not examined."""
+    critical_path: Sequence[PathPart] = ()
+    """On what the end of the recording depended; () if that is unknown."""
 
     @property
     def skews(self) -> list[RankSkew]:
@@ -79,10 +86,25 @@ class TraceFiles:
             {
                 "trace": str(device.path), "truncated": bool(device.truncated), "rank": device.rank,
                 "waited_us": skew.waited_us, "shift_us": skew.shift_us, **device.analysis.as_object(),
-                "problems": self.problems,
+                "problems": self.problems, **self._ranks_objects(position),
             }
-            for device, skew in zip(self.devices, self.skews, strict=True)
+            for position, (device, skew) in enumerate(zip(self.devices, self.skews, strict=True))
         ]  # fmt: skip
+
+    def _ranks_objects(self, position: int) -> dict[str, Any]:
+        """What a comparison tells about one device: null if it was not examined or is unknown."""
+        late = self.lateness[position] if self.lateness else None
+        path = [self._label_object(part) for part in self.critical_path if part.rank == position]
+        reasons = [self._label_object(reason) for reason in late.reasons] if late else []
+        return {
+            "lateness": {**asdict(late), "reasons": reasons} if late else None,
+            "critical_path": path if self.critical_path else None,
+        }
+
+    def _label_object(self, one: Reason | PathPart) -> dict[str, Any]:
+        category, phase, missing = one.label
+        return {"category": category, "phase": phase, "us": one.us,
+                "waits_for": None if missing is None else self.names[missing]}  # fmt: skip
 
 
 def analyze_files(paths: Sequence[Path], names: Names = NAMES, pictures: bool = True) -> TraceFiles:
@@ -92,7 +114,9 @@ def analyze_files(paths: Sequence[Path], names: Names = NAMES, pictures: bool = 
     """
     examined: list[Examined | None] = []
     devices = [
-        device for path in paths for device in analyze_devices(path, read_trace(path), names, pictures, examined)
+        device
+        for path in paths
+        for device in analyze_devices(path, read_trace(path), names, pictures, examined, len(paths) > 1)
     ]  # fmt: skip
     devices = [
         replace(device, analysis=replace(device.analysis, verdicts=verdicts))
@@ -110,16 +134,19 @@ def compare_devices(devices: Sequence[TracedDevice]) -> TraceFiles:
         met = {index: Met(meeting.shortest_us, meeting.complete) for index, meeting in meetings.items()}
         rows = collective_rows(known.transfers, known.exposed, lambda i, places=known.places: places[i], met)
         complete.append(replace(device, analysis=replace(device.analysis, collectives=rows)))
-    return TraceFiles(complete, [comparison])
+    if len(devices) < 2 or (work := partitions(comparison)) is None:
+        return TraceFiles(complete, [comparison])
+    return TraceFiles(complete, [comparison], lateness(comparison, work), critical_path(comparison, work))
 
 
 def analyze_devices(
     path: Path, trace: Trace, names: Names = NAMES, pictures: bool = True,
-    examined: list[Examined | None] | None = None,
+    examined: list[Examined | None] | None = None, work: bool = False,
 ) -> list[TracedDevice]:  # fmt: skip
     """Analyze the devices of a trace that was read from `path`. Raises TraceError if it has no device events.
 
     examined: a list to which to add what the search for causes finds on each device (doctor/diagnose.py).
+    work: also collect what tells why a rank is late.
     """
     refuse_launches_alone(path, trace)
     trace = host_as_device(trace, names)
@@ -137,7 +164,8 @@ def analyze_devices(
         start = min(event.start for event in events)
         job = trace.rank, trace.world_size, trace.groups
         places = [*map(phases.phase_of, comm)]
-        transfers = RankTransfers(comm, start, trace.base_us, trace.host, *job, places, exposed)
+        divided = work_of(trace, events, names, phases) if work or len(events) < len(trace.device_events) else None
+        transfers = RankTransfers(comm, start, trace.base_us, trace.host, *job, places, exposed, divided)
         lanes = device_lanes(trace, analysis.device, names) if pictures else None
         truncated = trace.num_events if trace.truncated else 0
         if examined is not None:

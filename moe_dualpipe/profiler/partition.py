@@ -2,29 +2,37 @@
 
 Two kernels can run at the same moment, so sums over kernels can exceed the time. Here a moment belongs to the
 computation that started first, without computation to the communication that started first, and otherwise to no one.
-The lengths of all labels, with the idle time, add up to the window exactly.
+Then it is LATE_HOST until the host has launched the next event, and IDLE after that. The lengths of all labels add up
+to the window exactly.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from .intervals import EMPTY, Intervals, difference, intersection, length_before, total, union
-from .trace import DeviceEvent
+from .categories import category_of
+from .communication import Names
+from .intervals import EMPTY, Intervals, difference, intersection, intervals_of, length_before, union
+from .phases import Phases
+from .trace import DeviceEvent, Trace
+
+COMMUNICATION, WAITING = "communication", "waiting"
 
 
 class Label(NamedTuple):
     """What a device did at one moment."""
 
     category: str
-    """Such as "GEMM"; "communication" for exposed communication, "idle" for nothing."""
+    """Such as "GEMM"; COMMUNICATION for an exposed transfer, WAITING for the part of it in which a rank was missing."""
     phase: str = ""
     """The annotation or module; "" if unknown."""
+    rank: int | None = None
+    """Of WAITING: the position of the rank that was missing."""
 
 
-IDLE = Label("idle")
+IDLE, LATE_HOST = Label("idle"), Label("not launched")
 
 
 @dataclass(frozen=True)
@@ -36,11 +44,6 @@ class Partition:
     pieces: Mapping[Label, Intervals]
     """Disjoint intervals of each label; the rest is idle."""
 
-    def totals(self) -> dict[Label, float]:
-        """The time of each label, with IDLE. The sum is the window."""
-        found = {label: total(intervals) for label, intervals in self.pieces.items()}
-        return found | {IDLE: self.end - self.start - sum(found.values())}
-
     def between(self, starts: np.ndarray, ends: np.ndarray) -> dict[Label, np.ndarray]:
         """The time of each label in each of several spans, with IDLE. The sum is the length of the span."""
         found = {}
@@ -51,25 +54,68 @@ class Partition:
             rest = rest - found[label]
         return found | {IDLE: rest}
 
+    def with_waits(self, waits: Mapping[int, Intervals]) -> "Partition":
+        """Label the exposed communication inside `waits`, by missing rank, as WAITING. The waits are disjoint."""
+        pieces: dict[Label, Intervals] = {}
+        every = union(np.concatenate([EMPTY, *waits.values()]))
+        for label, intervals in self.pieces.items():
+            if label.category != COMMUNICATION:
+                pieces[label] = intervals
+                continue
+            for rank, spans in waits.items():
+                waiting = Label(WAITING, "", rank)
+                pieces[waiting] = union(np.concatenate([pieces.get(waiting, EMPTY), intersection(intervals, spans)]))
+            pieces[label] = difference(intervals, every)
+        return replace(self, pieces={label: intervals for label, intervals in pieces.items() if len(intervals)})
+
 
 def divide(
-    compute: Iterable[DeviceEvent], comm: Iterable[DeviceEvent], label_of: Callable[[DeviceEvent], Label]
-) -> Partition:
-    """Divide the time from the first start to the last end. compute: kernels and copies."""
+    compute: Iterable[DeviceEvent], comm: Iterable[DeviceEvent], label_of: Callable[[DeviceEvent], Label],
+    late_host: Intervals = EMPTY,
+) -> Partition:  # fmt: skip
+    """Divide the time from the first start to the last end.
+
+    compute: kernels and copies. late_host: time in which nothing runs and the host is late.
+    """
     owned = _owned(compute, label_of)
     busy = union(np.concatenate([EMPTY, *owned.values()]))
     for label, intervals in _owned(comm, label_of).items():
         owned[label] = union(np.concatenate([owned.get(label, EMPTY), difference(intervals, busy)]))
     every = np.concatenate([EMPTY, *owned.values()])
     start, end = (float(every[:, 0].min()), float(every[:, 1].max())) if len(every) else (0.0, 0.0)
+    owned[LATE_HOST] = late_host
     return Partition(start, end, {label: intervals for label, intervals in owned.items() if len(intervals)})
 
 
-def cut(partition: Partition, start: float, end: float) -> Partition:
-    """The part between two moments."""
-    span = np.array([[start, end]])
-    pieces = {label: intersection(intervals, span) for label, intervals in partition.pieces.items()}
-    return Partition(start, end, {label: intervals for label, intervals in pieces.items() if len(intervals)})
+def work_of(trace: Trace, events: Sequence[DeviceEvent], names: Names, phases: Phases) -> Partition:
+    """What the device of `events` did at each moment."""
+    by_name: dict[tuple[str, str], str] = {}
+
+    def label_of(event: DeviceEvent) -> Label:
+        kind = names.kind_of(event)
+        category = by_name.get((event.name, kind)) or by_name.setdefault(
+            (event.name, kind), COMMUNICATION if kind == "comm" else category_of(event, kind)
+        )
+        return Label(category, phases.phase_of(event))
+
+    comm = [event for event in events if names.kind_of(event) == "comm"]
+    others = [event for event in events if names.kind_of(event) != "comm"]
+    on_cpu = bool(events) and events[0].device == "cpu"
+    return divide(others, comm, label_of, EMPTY if on_cpu else _late_host(trace, events))
+
+
+def _late_host(trace: Trace, events: Sequence[DeviceEvent]) -> Intervals:
+    """The time in which nothing ran, and the host had not launched the next event."""
+    ordered = sorted(events, key=lambda event: event.start)
+    busy = union(intervals_of(ordered))
+    starts = np.array([event.start for event in ordered])
+    rows = []
+    for (_, end), (following, _) in zip(busy[:-1].tolist(), busy[1:].tolist(), strict=True):
+        correlation = ordered[int(np.searchsorted(starts, following))].correlation
+        launch = None if correlation is None else trace.launches.get(correlation)
+        if launch is not None and launch.end > end:
+            rows.append((end, min(launch.end, following)))
+    return np.array(rows) if rows else EMPTY
 
 
 def _owned(events: Iterable[DeviceEvent], label_of: Callable[[DeviceEvent], Label]) -> dict[Label, Intervals]:

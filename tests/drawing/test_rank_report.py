@@ -6,7 +6,7 @@ import pytest
 
 from moe_dualpipe.cli import main
 from moe_dualpipe.profiler.files import analyze_files
-from tests.support.rank_programs import Compute, Join, execute, write_ranks
+from tests.support.rank_programs import Compute, Idle, Join, execute, write_ranks
 from tests.support.traces import kernel, write
 
 STEP = [
@@ -88,12 +88,11 @@ def test_what_could_not_be_compared_is_said(tmp_path, capsys):
     done = execute(STEP * 2, 4, numbered=False)
     del done.events[0][1], done.launches[0][1]
     text = analyzed(capsys, *write_ranks(done, tmp_path, [0, 1, 2]))
-    assert text.splitlines()[-3:] == [
-        "Not compared: tp of ranks 0, 1: rank 0 recorded 1 collective and rank 1 2, without numbers.", "",
-        "1 of 4 ranks have no trace here (rank 3): waits for them count as communication.",
-    ]  # fmt: skip
+    problem = "Not compared: tp of ranks 0, 1: rank 0 recorded 1 collective and rank 1 2, without numbers."
+    missing = "1 of 4 ranks have no trace here (rank 3): waits for them count as communication."
+    assert f"\n\n{problem}\n\n{missing}\n" in text
     found = analyze_files([*map(tmp_path.joinpath, ("rank0.json", "rank1.json", "rank2.json"))])
-    assert found.problems == found.as_objects()[1]["problems"] == [text.splitlines()[-3], text.splitlines()[-1]]
+    assert found.problems == found.as_objects()[1]["problems"] == [problem, missing]
 
 
 @pytest.mark.parametrize("number,text", [
@@ -103,3 +102,102 @@ def test_sizes(number, text):
     from moe_dualpipe.drawing.rank_report import _size
 
     assert _size(number) == text
+
+
+# ---- Who was late, and what the end depended on ----
+
+
+def after(text, first):
+    """The text from `first` to the next empty line."""
+    return text[text.index(first) :].partition("\n\n")[0]
+
+
+def test_late_ranks_and_their_reasons_are_sentences(tmp_path, capsys):
+    """Rank 1 is late for tp, so rank 0 is late for dp, and rank 1 too. Window: 900 us."""
+    text = analyzed(capsys, *write_ranks(execute(STEP * 3, 4), tmp_path))
+    assert after(text, "rank 1 was late") == (
+        "rank 1 was late: it joined 6 of 6 collectives last. The others waited 180 us for it with nothing else to do "
+        "(20.0% of the window).\n"
+        "   Why: its computation took longer, 1.21 times the others': GEMM, most of it in attn.\n"
+        "rank 0 was late: it joined 3 of 6 collectives last. The others waited 90 us for it with nothing else to do "
+        "(10.0% of the window).\n"
+        "   Why: it had itself waited longer before, for rank 1."
+    )
+
+
+@pytest.mark.parametrize("late,reason", [
+    (Idle({0: 0, 1: 40}), "its device had nothing to do, because its host launched work later than the others."),
+    (Compute({0: 10, 1: 50}, "flash_fwd"), "its computation took longer, 1.67 times the others': attention."),
+])  # fmt: skip
+def test_other_reasons(tmp_path, capsys, late, reason):
+    done = execute([Compute(50, "gemm"), late, Join("allreduce", "dp", (0, 1), 10)] * 3, 2)
+    text = analyzed(capsys, *write_ranks(done, tmp_path))
+    assert f"\n   Why: {reason}\n" in text
+
+
+def test_several_reasons_have_shares(tmp_path, capsys):
+    """Attention takes rank 1 2 x 40 us longer, GEMMs 2 x 20, and its host 2 x 20. Rank 0 copies beside its waits: the
+    first of these copies, of 60 us, counts before the second sum. So 60 of 100 us are computation."""
+    program = [Compute({0: 50, 1: 90}, "flash", "attn"), Compute({0: 50, 1: 70}, "gemm", "mlp"), Idle({0: 0, 1: 20})]
+    done = execute([*program, Join("allreduce", "dp", (0, 1), 10)] * 2, 2)
+    for event in [event for event in done.events[0] if event.collective]:
+        done.events[0].append(event._replace(name="copy_", end=event.start + 60, collective=None))
+        done.launches[0].append((-1.0, ""))
+    text = analyzed(capsys, *write_ranks(done, tmp_path))
+    assert after(text, "rank 1 was late") == (
+        "rank 1 was late: it joined 2 of 2 collectives last. The others waited 160 us for it, 40 us of that with "
+        "nothing else to do (10.5% of the window).\n"
+        "   Why, 60%: its computation took longer, 1.23 times the others': attention (67%), GEMM (33%), most of it "
+        "in attn (67%), mlp (33%).\n"
+        "   Why, 40%: its device had nothing to do, because its host launched work later than the others."
+    )
+
+
+def test_ranks_in_step_are_said_to_be(tmp_path, capsys):
+    text = analyzed(capsys, *write_ranks(execute([Compute(50), Join("allreduce", "dp", (0, 1))] * 3, 2), tmp_path))
+    assert "No rank made the others wait, with nothing else to do, for more than 1% of the window." in text
+
+
+def test_what_the_end_depended_on(tmp_path, capsys):
+    """Rank 0 computes for 7 us after the last dp: 3 x (130 + 20 + 50 + 100) + 7 us."""
+    program = [*STEP * 3, Compute({0: 7, 1: 1, 2: 1, 3: 1}, phase="end")]
+    text = analyzed(capsys, *write_ranks(execute(program, 4), tmp_path))
+    assert table(text, "the end depended on") == [
+        ["rank 1", "730", "80.5%", ""],
+        ["- attn", "430", "47.4%", "GEMM"],
+        ["- mlp", "300", "33.1%", "communication"],
+        ["rank 0", "177", "19.5%", ""],
+        ["- mlp", "150", "16.5%", "communication"],
+        ["- attn", "20", "2.2%", "communication"],
+        ["- end", "7", "0.8%", "GEMM"],
+    ]
+
+
+def test_lateness_and_path_in_json(tmp_path, capsys):
+    found = json.loads(analyzed(capsys, *write_ranks(execute(STEP * 3, 4), tmp_path), "--json"))
+    assert found[0]["lateness"] == {
+        "joined": 6, "last": 3, "delayed_us": 90, "exposed_us": 90, "compute_ratio": 1,
+        "reasons": [{"category": "waiting", "phase": "", "us": 90, "waits_for": "rank 1"}],
+    }  # fmt: skip
+    assert found[1]["critical_path"][0] == {"category": "GEMM", "phase": "attn", "us": 390, "waits_for": None}
+    assert found[3]["critical_path"] == []
+    (alone,) = write_ranks(execute(STEP, 4), tmp_path, [0])
+    one = json.loads(analyzed(capsys, alone, "--json"))
+    assert (one["lateness"], one["critical_path"]) == (None, None)
+
+
+def test_only_the_latest_ranks_are_explained(tmp_path, capsys):
+    """In pairs, ranks 0, 2, ..., 10 are late for the other one."""
+    pairs = [(rank, rank + 1) for rank in range(0, 12, 2)]
+    program = [Compute({rank: 100 + 10 * (rank % 2 == 0) * (rank + 1) for rank in range(12)})]
+    program += [Join("allreduce", "dp", ranks, 10) for ranks in pairs]
+    text = analyzed(capsys, *write_ranks(execute(program * 3, 12), tmp_path))
+    assert [line.split()[1] for line in text.splitlines() if " was late: " in line] == ["10", "8", "6", "4"]
+    assert "\n2 more ranks made the others wait, for less time.\n" in text
+
+
+def test_names_of_phases_stay_on_their_line(tmp_path, capsys):
+    program = [Compute({0: 10, 1: 90}, phase="a\n# b | c"), Join("allreduce", "dp", (0, 1), phase="\x1b[31m")]
+    text = analyzed(capsys, *write_ranks(execute(program * 3, 2), tmp_path))
+    assert "GEMM, most of it in a\\n# b | c." in text and "\x1b" not in text
+    assert table(text, "the end depended on")[1][:2] == ["- a\\n# b \\", "c"]
