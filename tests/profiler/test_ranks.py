@@ -132,7 +132,9 @@ def files(tmp_path, offset=0, base=0, hosts=("a", "b"), numbers=(0, 1), names=("
 def test_the_command_compares_ranks(tmp_path, capsys, offset, base, hosts):
     paths = files(tmp_path, offset, base, hosts)
     assert main(["profile", "analyze", *paths]) == 0
-    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in capsys.readouterr().out.splitlines()[-4:]]
+    lines = capsys.readouterr().out.splitlines()
+    at = next(i for i, line in enumerate(lines) if "waited for others" in line)
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in lines[at : at + 4]]
     assert rows[0] == ["", "window, us", "computation", "communication", "exposed", "hidden", "waited for others"]
     assert rows[2:] == [
         ["rank 0", "100", "70", "50", "30", "40.0%", "20"], ["rank 1", "130", "90", "30", "30", "0.0%", "0"],
