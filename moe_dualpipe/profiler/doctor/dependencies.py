@@ -1,40 +1,23 @@
 """The graph of dependencies of a GPU's work, from what a trace records and from when things happened.
 
-    recorded     the order of calls in a thread with the host's work between them; launch -> kernel; the order of a
-                 stream; calls that wait for the device
-    inferred     an event that could have started earlier, and starts within 5 us of the end of work on another stream,
-                 depends on it. If the host queued no wait for another stream, or the work belongs to the other chunk,
-                 it is not an input: such dependencies are ORDER, which a change may remove
-    assumed      inputs that were there in time: of a transfer, the last computation launched before it (of its chunk);
-                 of a computation after a queued wait, the last transfer that had ended (of its chunk)
-
-Traces do not say which event a stream waited for, so the assumed inputs are the latest that are possible. Gains are
-rather too small than too large.
+recorded     the order of calls in a thread with the host's work between them; launch -> kernel; the order of a
+             stream; calls that wait for the device
+inputs       what streams wait for on other streams (inputs.py)
 """
-
-from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from .replay import ASSUMED, DATA, ORDER, SYNC, Floats, Graph, Ints, Waits, with_delays
-from .view import COMM, View
+from .inputs import CLOCK, edges_of
+from .replay import ASSUMED, SYNC, Floats, Graph, Ints, Waits, with_delays
+from .view import View
 
-NEAR = 5.0
-"""Microseconds after the end of its input in which an event starts."""
-NEAR_ON_CPU = 500.0
-"""The same for threads, which take time to wake up."""
-LATE = 2.0
-"""Microseconds that an event must be late before a reason is looked for."""
-CLOCK = 1.0
-"""Resolution of the clock, in microseconds."""
-_HISTORY = 16
 _LATENCY = 10.0  # at most so much of a launch's latency is taken for unavoidable
 _SHORT_CALL = 5.0  # what a call that waits takes without waiting
 _FULL_QUEUE = 900  # launches block when about 1,000 are queued
 _BLOCKED = 100.0
-
-_Edges = tuple[list[int], list[int], list[int]]
+_GAP = 1.0
+"""Microseconds between two kernels of a stream where the trace does not show it."""
+_LEAST_GAPS = 8
 
 
 class Nodes:
@@ -69,6 +52,7 @@ def graph_of(view: View) -> tuple[Graph, Nodes]:
     is_device[nodes.event], duration[nodes.event] = True, view.duration
     previous = previous_on_stream(view)
     before[nodes.event] = np.where(previous >= 0, nodes.event[previous], -1)
+    before_lag[nodes.event] = gap_of(view, previous)
     launched = view.launch >= 0
     launch[nodes.event[launched]] = nodes.call[view.launch[launched]]
     launch_lag[nodes.event] = latency_of(view)
@@ -87,6 +71,15 @@ def latency_of(view: View) -> float:
         return 0.0
     calls = np.array([call.start for call in view.calls])
     return float(np.clip(np.percentile(view.start[known] - calls[view.launch[known]], 5), 0.0, _LATENCY))
+
+
+def gap_of(view: View, previous: Ints) -> float:
+    """The usual time between two events of a stream of which the second was launched long before."""
+    known = np.flatnonzero((previous >= 0) & (view.launch >= 0))
+    launched = np.array([call.end for call in view.calls] or [0.0])[view.launch[known]]
+    queued = known[launched + _LATENCY < view.end[previous[known]]]
+    gaps = view.start[queued] - view.end[previous[queued]]
+    return float(np.clip(np.percentile(gaps, 25), 0.0, _GAP)) if len(gaps) >= _LEAST_GAPS else _GAP
 
 
 def previous_on_stream(view: View) -> Ints:
@@ -166,71 +159,8 @@ def _waits(view: View, nodes: Nodes, awaited: Ints) -> Waits:
         lags = np.array([view.calls[i].end for i in synced.tolist()]) - view.end[awaited[synced]]
         kinds = np.full(len(synced), SYNC, np.int64)
         columns.append((nodes.event[awaited[synced]], nodes.call_end[synced], lags, kinds))
-    for edges in (_inferred(view), _assumed(view)):
-        source, target, kinds = (np.array(column, np.int64) for column in edges)
-        lags = np.where(kinds == ASSUMED, 0.0, view.start[target] - view.end[source])
-        columns.append((nodes.event[source], nodes.event[target], lags, kinds))
+    source, target, kinds = (np.array(column, np.int64) for column in edges_of(view, ready_times(view)))
+    lags = np.where(kinds == ASSUMED, 0.0, view.start[target] - view.end[source])
+    columns.append((nodes.event[source], nodes.event[target], lags, kinds))
     merged = Waits(*(np.concatenate(parts) for parts in zip(*columns, strict=True)))
     return merged.keep(merged.source < merged.target)
-
-
-def _inferred(view: View) -> _Edges:
-    """Dependencies that bind: what ended on another stream when a late event started."""
-    edges: _Edges = ([], [], [])
-    late = np.flatnonzero(view.start - ready_times(view) > LATE)
-    by_end = np.argsort(view.end, kind="stable")
-    ends = view.end[by_end]
-    ready = ready_times(view)
-    last = np.searchsorted(ends, view.start[late] + CLOCK, side="right") - 1
-    for target, at in zip(late.tolist(), last.tolist(), strict=True):
-        source = _ended_elsewhere(view, by_end, at, target)
-        if source >= 0 and view.end[source] > ready[target] + CLOCK:
-            is_input = bool(view.may_wait[target]) and same_chunk(view, source, target)
-            for column, value in zip(edges, (source, target, DATA if is_input else ORDER), strict=True):
-                column.append(value)
-    return edges
-
-
-def _ended_elsewhere(view: View, by_end: Ints, at: int, target: int) -> int:
-    """The last event on another stream that ended just before `target` started; of the same chunk, if there is one."""
-    other, near = -1, NEAR_ON_CPU if view.is_cpu else NEAR
-    while at >= 0 and view.end[by_end[at]] >= view.start[target] - near:
-        source = int(by_end[at])
-        if view.stream[source] != view.stream[target] and source < target:
-            if same_chunk(view, source, target):
-                return source
-            other = source if other < 0 else other
-        at -= 1
-    return other
-
-
-def same_chunk(view: View, one: int, other: int) -> bool:
-    """Whether two events may belong to the same chunk."""
-    a, b = view.letters[one], view.letters[other]
-    return a is None or b is None or a == b
-
-
-def _assumed(view: View) -> _Edges:
-    edges: _Edges = ([], [], [])
-    done: dict[tuple[bool, str | None], deque[int]] = defaultdict(lambda: deque(maxlen=_HISTORY))
-    order = np.argsort(view.launch, kind="stable")
-    for target in order[view.launch[order] >= 0].tolist():
-        is_comm, letter = bool(view.kind[target] == COMM), view.letters[target]
-        for source in _latest_inputs(view, target, done[not is_comm, letter]):
-            for column, value in zip(edges, (source, target, ASSUMED), strict=True):
-                column.append(value)
-        for known in {letter, None}:
-            done[is_comm, known].append(target)
-    return edges
-
-
-def _latest_inputs(view: View, target: int, launched: Sequence[int]) -> Iterator[int]:
-    is_comm = view.kind[target] == COMM
-    if not view.may_wait[target] or (not is_comm and not view.waits_recorded and view.letters[target] is None):
-        return
-    ended = [
-        source for source in launched
-        if view.end[source] <= view.start[target] + CLOCK and view.stream[source] != view.stream[target]
-    ]  # fmt: skip
-    if ended:
-        yield ended[-1] if is_comm else max(ended, key=lambda source: view.end[source])

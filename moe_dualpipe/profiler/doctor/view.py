@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...overlap.labels import letter_of
+from ...overlap.labels import WEIGHTS, letter_of
 from ..trace import DeviceEvent, Trace
+from .recorded import recorded_inputs
 from .replay import Floats, Ints, Mask
 
 COMPUTE, COMM, COPY = range(3)
@@ -52,12 +53,18 @@ class View:
     """The annotation of each event's launch; "" without."""
     letters: list[str | None]
     """The chunk of each event: "F" or "B"; None if unknown."""
+    is_wgrad: Mask
+    """Whether an event computes weight gradients, which transfers of activations do not need."""
     calls: list[Call]
     launch: Ints
     """The call that launched each event; -1 if unknown."""
     may_wait: Mask
     """Whether the host queued a wait for another stream before the event. True for all if no such call is recorded."""
+    num_waits: Ints
+    """The number of these waits; 0 if unknown."""
     waits_recorded: bool
+    recorded_inputs: dict[int, list[int]] | None
+    """The events on other streams that each event waits for. None if the trace does not say."""
     queues: int | None
     """Hardware queues (CUDA_DEVICE_MAX_CONNECTIONS), if recorded."""
     num_left_out: int
@@ -90,16 +97,19 @@ def view_of(trace: Trace, device: str, kind_of: Callable[[DeviceEvent], str]) ->
         [-1 if event.correlation is None else of_correlation.get(event.correlation, -1) for event in events], np.int64
     )
     waits_recorded = any(WAIT_CALLS.search(other.name) for other in trace.launches.values())
-    may_wait = np.ones(len(events), bool)
+    may_wait, num_waits = np.ones(len(events), bool), np.zeros(len(events), np.int64)
     if waits_recorded and device != "cpu":
-        may_wait = _may_wait(trace, calls, launch, kind, origin)
+        num_waits = _num_waits(trace, calls, launch, kind, origin)
+        may_wait = (num_waits > 0) | (launch < 0)
     return View(
         device=device, origin=origin, events=events, kind=kind,
         start=np.array([event.start for event in events]) - origin,
         end=np.array([event.end for event in events]) - origin,
         stream=np.array([numbers.setdefault(event.stream, len(numbers)) for event in events], np.int64),
         labels=labels, letters=[_chunk(label) for label in labels],
-        calls=calls, launch=launch, may_wait=may_wait, waits_recorded=waits_recorded,
+        is_wgrad=np.array([letter_of(label) == WEIGHTS for label in labels], bool),
+        calls=calls, launch=launch, may_wait=may_wait, num_waits=num_waits, waits_recorded=waits_recorded,
+        recorded_inputs=recorded_inputs(trace, device, events, launch, [call.start + origin for call in calls]),
         queues=trace.queues, num_left_out=len(every) - len(events),
     )  # fmt: skip
 
@@ -150,8 +160,8 @@ def _with_polls(calls: list[Call], events: Sequence[DeviceEvent], kind: Ints, or
     return sorted([*calls, *found], key=lambda call: (call.start, call.end))
 
 
-def _may_wait(trace: Trace, calls: Sequence[Call], launch: Ints, kind: Ints, origin: float) -> Mask:
-    """Whether a call such as cudaStreamWaitEvent comes between the launch before and the launch of each event.
+def _num_waits(trace: Trace, calls: Sequence[Call], launch: Ints, kind: Ints, origin: float) -> Ints:
+    """The number of calls such as cudaStreamWaitEvent between the launch before and the launch of each event.
 
     A transfer uses up one such call, as in torch.distributed; others are left for the next launch.
     """
@@ -162,13 +172,12 @@ def _may_wait(trace: Trace, calls: Sequence[Call], launch: Ints, kind: Ints, ori
     starts = {int(number) for number in launch if number >= 0}
     queued += [(calls[number].start, number, calls[number].thread) for number in starts]
     pending: dict[tuple[str, str], int] = {}
-    waits = np.zeros(len(calls) + 1, bool)
-    waits[-1] = True  # for events without a launch
+    waits = np.zeros(len(calls) + 1, np.int64)  # the last one is for events without a launch
     for _, number, thread in sorted(queued):
         count = pending.get(thread, 0)
         if number < 0:
             pending[thread] = count + 1
         else:
-            waits[number] = count > 0
+            waits[number] = min(count, 1) if number in comm_calls else count
             pending[thread] = max(count - 1, 0) if number in comm_calls else 0
     return waits[launch]

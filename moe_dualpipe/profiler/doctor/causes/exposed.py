@@ -6,7 +6,7 @@ import numpy as np
 
 from ...intervals import intersection, total, union
 from ..case import Case, Finding, most_costly, without_waits, worst_of
-from ..dependencies import NEAR
+from ..inputs import NEAR
 from ..replay import DATA, Floats, Ints, Mask
 from ..verdict import Verdict
 from ..view import COMM

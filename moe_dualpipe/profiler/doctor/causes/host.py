@@ -12,7 +12,7 @@ import numpy as np
 
 from ...trace import HostEvent, Trace
 from ..case import Case, Change, Finding, most_costly, without_waits, worst_of
-from ..dependencies import LATE
+from ..inputs import LATE
 from ..replay import SYNC, Floats, Graph, Ints
 from ..verdict import Verdict
 from ..view import COMM, Call

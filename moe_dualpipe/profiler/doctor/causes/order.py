@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from ..case import Case, Change, Finding, most_costly, without_waits, worst_of
-from ..dependencies import LATE, same_chunk
+from ..inputs import LATE, same_chunk
 from ..replay import ASSUMED, ORDER, Floats, Graph, Ints, Mask
 from ..verdict import Verdict
 from ..view import COMM

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from ..case import Case, Change, Finding, most_costly, worst_of
-from ..dependencies import LATE, NEAR
+from ..inputs import LATE, NEAR
 from ..replay import ASSUMED, DATA, Floats, Graph, Ints
 from ..verdict import Verdict
 
