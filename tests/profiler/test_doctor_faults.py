@@ -7,19 +7,7 @@ from tests.support.faults import FAULTS
 from tests.support.faults.jobs import HEALTHY
 from tests.support.faults.switches import STRENGTHS
 
-NOT_NAMED = {("late launch", 1), ("late launch", 2), ("starved transfers", 1)}
-"""Faults and strengths that are not recognized yet."""
-GAIN_IS_FAR: set[tuple[str, int]] = set()
-"""Faults that are named, with a predicted gain that is more than 20% off."""
-
-
-def cases(gaps):
-    """Every fault at every strength; those in `gaps` are expected to fail."""
-    gap = pytest.mark.xfail(reason="known gap", strict=True)
-    return [
-        pytest.param(name, strength, marks=[gap] if (name, strength) in gaps else [])
-        for name in FAULTS for strength in STRENGTHS
-    ]  # fmt: skip
+CASES = [(name, strength) for name in FAULTS for strength in STRENGTHS]
 
 
 def diagnosed(name, strength, folder, **options):
@@ -34,12 +22,12 @@ def test_a_healthy_job_has_no_verdict(name, seed, tmp_path):
     assert verdicts_of(HEALTHY[name](seed=seed, jitter=0.02 + 0.03 * seed), tmp_path) == []
 
 
-@pytest.mark.parametrize(("name", "strength"), cases(NOT_NAMED))
+@pytest.mark.parametrize(("name", "strength"), CASES)
 def test_a_fault_is_named_first(name, strength, tmp_path):
     assert diagnosed(name, strength, tmp_path).kinds[:1] == [FAULTS[name].kind]
 
 
-@pytest.mark.parametrize(("name", "strength"), cases(NOT_NAMED | GAIN_IS_FAR))
+@pytest.mark.parametrize(("name", "strength"), CASES)
 def test_the_predicted_gain_is_the_true_one(name, strength, tmp_path):
     found = diagnosed(name, strength, tmp_path)
     if FAULTS[name].known:

@@ -49,6 +49,13 @@ class Case:
         return ready_times(self.view)
 
     @cached_property
+    def event_of(self) -> Ints:
+        """The event of each node, or -1."""
+        events = np.full(len(self.graph.start), -1, np.int64)
+        events[self.nodes.event] = np.arange(len(self.view.events))
+        return events
+
+    @cached_property
     def latency(self) -> float:
         return latency_of(self.view)
 

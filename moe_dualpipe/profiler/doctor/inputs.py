@@ -28,6 +28,7 @@ LATE = 2.0
 CLOCK = 1.0
 """Resolution of the clock, in microseconds."""
 _HISTORY = 16
+_NEAREST = 256
 
 Inputs = dict[int, list[int]]
 """The events on other streams that an event needs."""
@@ -37,7 +38,7 @@ Edges = tuple[list[int], list[int], list[int]]
 
 def edges_of(view: View, ready: Floats) -> Edges:
     """Return the dependencies between streams. ready: when each event was launched and its stream was free."""
-    inputs = view.recorded_inputs if view.recorded_inputs is not None else _assumed(view)
+    inputs = _assumed(view) if view.recorded_inputs is None else _needed(view, view.recorded_inputs)
     edges: Edges = ([], [], [])
     binding = _binding(view, ready, inputs)
     for target, (source, kind) in binding.items():
@@ -99,6 +100,27 @@ def _is_input(view: View, source: int, target: int, known: Sequence[int]) -> boo
     return bool(view.may_wait[target]) and same_chunk(view, source, target) and not every_wait_has_one
 
 
+def _needed(view: View, recorded: Inputs) -> Inputs:
+    """Recorded inputs; of transfers, the last work up to these on its stream that belongs to their chunk."""
+    of_stream = {stream: np.flatnonzero(view.stream == stream) for stream in np.unique(view.stream).tolist()}
+    found: Inputs = {}
+    for target, sources in recorded.items():
+        found[target] = needed = []
+        for source in sources:
+            queue = of_stream[int(view.stream[source])]
+            at = int(np.searchsorted(queue, source))
+            alike = (int(e) for e in queue[max(at - _NEAREST, 0) : at + 1][::-1] if _may_need(view, int(e), target))
+            needed.append(next(alike, source))
+    return found
+
+
+def _may_need(view: View, source: int, target: int) -> bool:
+    """Whether `target` can need `source`: computation can need all, transfers need activations of their chunk."""
+    if view.kind[target] != COMM or view.letters[target] is None:
+        return True
+    return same_chunk(view, source, target) and not view.is_wgrad[source]
+
+
 def _assumed(view: View) -> Inputs:
     found: Inputs = {}
     done: dict[tuple[bool, str | None], deque[int]] = defaultdict(lambda: deque(maxlen=_HISTORY))
@@ -122,7 +144,7 @@ def _latest_input(view: View, target: int, launched: Sequence[int]) -> int | Non
     ended = [
         source for source in launched
         if view.end[source] <= view.start[target] + CLOCK and view.stream[source] != view.stream[target]
-        and not (is_comm and view.letters[target] and view.is_wgrad[source])
+        and _may_need(view, source, target)
     ]  # fmt: skip
     if not ended:
         return None

@@ -56,7 +56,7 @@ NO_WAITS = Waits(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0), np.e
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """Nodes in an order in which each node comes after all that it depends on. Times in microseconds.
+    """Nodes in the order of their recorded starts. Times in microseconds.
 
     A node starts at the latest of: the end of the node before it in its stream or thread, plus `before_lag`; the start
     of its launch, plus `launch_lag`; the ends in `waits`; all plus `delay`. The index -1 means that there is none.
@@ -118,8 +118,57 @@ def with_delays(graph: Graph) -> Graph:
     return replace(graph, before_lag=before_lag, launch_lag=launch_lag, waits=waits, delay=delay)
 
 
+def order_of(graph: Graph) -> Ints | None:
+    """Return an order in which each node comes after all that it depends on; None if there is none."""
+    node = np.arange(len(graph.start))
+    kept = graph.waits.keep(graph.waits.lag > -np.inf)
+    if (graph.before < node).all() and (graph.launch < node).all() and (kept.source < kept.target).all():
+        return node
+    has_before, has_launch = graph.before >= 0, graph.launch >= 0
+    source = np.concatenate([graph.before[has_before], graph.launch[has_launch], kept.source])
+    target = np.concatenate([node[has_before], node[has_launch], kept.target])
+    left = np.bincount(target, minlength=len(node)).tolist()
+    by_source = np.argsort(source, kind="stable")
+    first = np.searchsorted(source[by_source], np.arange(len(node) + 1)).tolist()
+    targets = target[by_source].tolist()
+    order = [i for i, count in enumerate(left) if not count]
+    for done in order:
+        for following in targets[first[done] : first[done + 1]]:
+            left[following] -= 1
+            if not left[following]:
+                order.append(following)
+    return np.array(order, np.int64) if len(order) == len(node) else None
+
+
 def replay(graph: Graph) -> Times:
-    """Return the times of all nodes: one pass in the order of the graph."""
+    """Return the times of all nodes.
+
+    Raises ValueError: nodes wait for each other.
+    """
+    order = order_of(graph)
+    if order is None:
+        raise ValueError("the nodes of the graph wait for each other")
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    found = _replay_in_order(_renumbered(graph, order, place))
+    return Times(found.start[place], found.end[place], graph.is_device)
+
+
+def _renumbered(graph: Graph, order: Ints, place: Ints) -> Graph:
+    """The graph with its nodes in another order. place: the new number of each node."""
+    if (order == np.arange(len(order))).all():
+        return graph
+    waits = graph.waits.keep(graph.waits.lag > -np.inf)
+    before, launch = (np.where(column >= 0, place[column], -1)[order] for column in (graph.before, graph.launch))
+    return Graph(
+        graph.is_device[order], graph.start[order], graph.duration[order], before, graph.before_lag[order], launch,
+        graph.launch_lag[order], waits._replace(source=place[waits.source], target=place[waits.target]),
+        graph.delay[order],
+    )  # fmt: skip
+
+
+def _replay_in_order(graph: Graph) -> Times:
+    """One pass in the order of the graph."""
     order = np.argsort(graph.waits.target, kind="stable")
     sources, targets, lags = (column[order].tolist() for column in graph.waits[:3])
     targets.append(-1)

@@ -22,7 +22,8 @@ import numpy as np
 from ...overlap.labels import LINK_WAIT, PREPARE, SIZES_WAIT, is_wait, without_wait
 from ..trace import HostEvent, Trace, innermost
 from .case import Case
-from .dependencies import CLOCK, NEAR_ON_CPU, Nodes, latency_of, previous_on_stream, ready_times
+from .dependencies import Nodes, latency_of, previous_on_stream, ready_times
+from .inputs import CLOCK, NEAR_ON_CPU
 from .replay import ORDER, SYNC, Graph, Ints, Waits, merged, with_delays
 from .view import COMM, Call, View
 

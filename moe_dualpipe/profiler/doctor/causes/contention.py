@@ -20,7 +20,7 @@ from .transfers import kind_key
 LEAST = 4
 SHORTEST = 10.0
 """Microseconds. The duration of shorter events is not exact enough."""
-SPREAD = 0.3
+SPREAD = 0.1
 """The shares of a kernel's events must differ by so much."""
 SLOWER = 1.1
 """Smaller ratios are ordinary."""

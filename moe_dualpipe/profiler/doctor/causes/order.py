@@ -1,50 +1,69 @@
 """Work that could start, and starts when unrelated work on another stream ends: hardware queues, or the launch order.
 
-few-queues    the host had queued no wait, or the work belongs to the other chunk: streams that share a hardware
-              queue run in the order of launches
-late-launch   other transfers do start in the middle of computation, so there are queues enough: this transfer was
-              launched behind computation that it does not need, or after its data was there
+few-queues    the two streams share a hardware queue, which starts work in the order of its launch: nothing on one of
+              them ever started before what had been launched earlier on the other
+late-launch   work of these streams did start in another order, so the transfer was put behind computation that it does
+              not need, or launched after its data was there
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 
 from ..case import Case, Change, Finding, most_costly, without_waits, worst_of
 from ..inputs import LATE, same_chunk
-from ..replay import ASSUMED, ORDER, Floats, Graph, Ints, Mask
+from ..replay import ASSUMED, ORDER, Floats, Graph, Ints, Mask, order_of
 from ..verdict import Verdict
 from ..view import COMM
 
 LEAST = 3
 """A pattern needs so many occurrences."""
-INSIDE = 0.2
-"""Share of the transfers that start in the middle of a computation; with more, there are queues enough."""
 
 
 def find(case: Case) -> list[Finding]:
     """Find transfers, and computation beside transfers, that wait for unrelated work."""
-    events, unwanted, delays = _misordered(case)
-    if not len(events):
-        return _late(case, events, unwanted, delays)
-    never = ~case.view.may_wait[events]
-    queues = case.view.queues
-    many = queues is not None and queues > 1
-    enough = not case.view.is_cpu and delays[never].sum() < 0.25 * delays.sum() and _starts_inside(case) > INSIDE
-    if many or enough:
-        return _late(case, events, unwanted, delays)
-    return [*_few_queues(case, events, unwanted, delays), *_late(case, events[:0], unwanted & False, delays[:0])]
+    waits, (source, target) = _misordered(case)
+    shared = _share_queues(case, source, target)
+    late = ~shared & case.is_comm[target]
+    return [*_few_queues(case, target[shared], waits[shared]), *_late(case, target[late], waits[late])]
 
 
-def _misordered(case: Case) -> tuple[Ints, Mask, Floats]:
-    """The events with ORDER dependencies of which one side is a transfer, these dependencies, and the delays."""
-    view, waits = case.view, case.graph.waits
-    event_of = np.full(len(case.graph.start), -1, np.int64)
-    event_of[case.nodes.event] = np.arange(len(view.events))
-    source, target = event_of[waits.source], event_of[waits.target]
-    unwanted = (waits.kind == ORDER) & (case.is_comm[source] | case.is_comm[target])
-    events = target[unwanted]
-    return events, unwanted, view.start[events] - np.maximum(case.ready[events], _inputs(case)[events])
+def _misordered(case: Case) -> tuple[Ints, tuple[Ints, Ints]]:
+    """The ORDER dependencies of which one side is a transfer, and the events of both sides."""
+    waits, event_of = case.graph.waits, case.event_of
+    found = np.flatnonzero(waits.kind == ORDER)
+    source, target = event_of[waits.source[found]], event_of[waits.target[found]]
+    chosen = case.is_comm[source] | case.is_comm[target]
+    return found[chosen], (source[chosen], target[chosen])
+
+
+def _delays(case: Case, events: Ints) -> Floats:
+    """How long each event waited after it was launched, its stream was free, and its input was there."""
+    return case.view.start[events] - np.maximum(case.ready[events], _inputs(case)[events])
+
+
+def _share_queues(case: Case, source: Ints, target: Ints) -> Mask:
+    """Whether the streams of each pair of events may share a hardware queue."""
+    view = case.view
+    if view.queues is not None and view.queues >= len(np.unique(view.stream)):
+        return np.zeros(len(source), bool)
+    pairs = np.sort(np.stack([view.stream[source], view.stream[target]], axis=1), axis=1)
+    known = {pair: _in_launch_order(case, *pair) for pair in {(int(a), int(b)) for a, b in pairs}}
+    return np.array([known[int(a), int(b)] for a, b in pairs], bool)
+
+
+def _in_launch_order(case: Case, one: int, other: int) -> bool:
+    """Whether no event of one stream started before an event that had been launched earlier on the other stream."""
+    view = case.view
+    events = np.flatnonzero(np.isin(view.stream, (one, other)) & (view.launch >= 0))
+    events = events[np.argsort(view.launch[events], kind="stable")]
+    starts, is_one = view.start[events], view.stream[events] == one
+    for mask in (is_one, ~is_one):
+        latest = np.maximum.accumulate(np.where(mask, starts, -np.inf))
+        if (starts[~mask] < latest[~mask] - LATE).any():
+            return False
+    return True
 
 
 def _inputs(case: Case) -> Floats:
@@ -57,37 +76,18 @@ def _inputs(case: Case) -> Floats:
     return ends[case.nodes.event]
 
 
-def _starts_inside(case: Case) -> float:
-    """The share of transfers that start in the middle of a computation."""
-    view = case.view
-    computing = view.kind != COMM
-    edges = np.sort(np.concatenate([view.start[computing], view.end[computing]]))
-    starts = view.start[case.is_comm]
-    if not len(starts) or not len(edges):
-        return 0.0
-    at = np.searchsorted(edges, starts)
-    near = np.minimum(
-        np.abs(edges[np.minimum(at, len(edges) - 1)] - starts), np.abs(edges[np.maximum(at - 1, 0)] - starts)
-    )
-    before = np.searchsorted(np.sort(view.start[computing]), starts) - np.searchsorted(
-        np.sort(view.end[computing]), starts
-    )
-    return float(((near > LATE) & (before > 0)).mean())
-
-
-def _few_queues(case: Case, events: Ints, unwanted: Mask, delays: Floats) -> list[Finding]:
+def _few_queues(case: Case, events: Ints, waits: Ints) -> list[Finding]:
     if len(events) < LEAST:
         return []
-    view = case.view
+    view, delays = case.view, _delays(case, events)
     worst = worst_of(delays)
     start = float(view.start[events[worst]])
-    queues = view.queues
-    setting = "" if queues is None else f" CUDA_DEVICE_MAX_CONNECTIONS is {queues}."
-    inside = f" {_starts_inside(case):.0%} of the transfers start in the middle of a computation."
+    setting = "" if view.queues is None else f" CUDA_DEVICE_MAX_CONNECTIONS is {view.queues}."
     evidence = (
         f"{len(events):,} kernels could start and waited {delays.sum():,.0f} us in total, until unrelated work on "
         f"another stream ended.",
-        f"They had been launched, their streams were free, and their input was there.{inside}{setting}",
+        f"They had been launched, their streams were free, and their input was there. All work of these streams "
+        f"started in the order of its launch.{setting}",
     )
     verdict = Verdict(
         "few-queues", "Streams wait for each other without a dependency: they share a hardware queue.", evidence,
@@ -95,16 +95,15 @@ def _few_queues(case: Case, events: Ints, unwanted: Mask, delays: Floats) -> lis
         most_costly([case.place(event) for event in events.tolist()], delays),
         start - float(delays[worst]), start, float(delays.sum()),
     )  # fmt: skip
-    return [Finding(verdict, without_waits(unwanted))]
+    return [Finding(verdict, without_waits(_chosen(case, waits)))]
 
 
-def _late(case: Case, events: Ints, unwanted: Mask, delays: Floats) -> list[Finding]:
-    """Transfers that were launched behind unrelated computation, or after their input was there."""
+def _late(case: Case, events: Ints, waits: Ints) -> list[Finding]:
+    """Transfers that were put behind unrelated computation, or launched after their input was there."""
     view = case.view
-    ordered = case.is_comm[events]
     late, inputs, waited = _launched_late(case)
-    every = np.concatenate([events[ordered], late])
-    costs = np.concatenate([delays[ordered], waited])
+    every = np.concatenate([events, late])
+    costs = np.concatenate([_delays(case, events), waited])
     if not len(every):
         return []
     worst = worst_of(costs)
@@ -120,13 +119,25 @@ def _late(case: Case, events: Ints, unwanted: Mask, delays: Floats) -> list[Find
         most_costly([case.place(event) for event in every.tolist()], costs),
         start - float(costs[worst]), start, float(costs.sum()),
     )  # fmt: skip
-    drop = without_waits(_of_targets(case, unwanted, every))
-    earlier = _launched_with(case, late, inputs)
+    drop = without_waits(_chosen(case, waits))
+    source_of = _assumed_inputs(case)
+    behind = [event for event in events.tolist() if event in source_of and view.launch[event] >= 0]
+    moved = {event: source_of[event] for event in behind} | dict(zip(late.tolist(), inputs.tolist(), strict=True))
+    earlier = _launched_with(case, moved)
     return [Finding(verdict, lambda graph: earlier(drop(graph)))]
 
 
-def _of_targets(case: Case, unwanted: Mask, events: Ints) -> Mask:
-    return unwanted & np.isin(case.graph.waits.target, case.nodes.event[events])
+def _chosen(case: Case, waits: Ints) -> Mask:
+    chosen = np.zeros(len(case.graph.waits.kind), bool)
+    chosen[waits] = True
+    return chosen
+
+
+def _assumed_inputs(case: Case) -> dict[int, int]:
+    """The assumed input of each event."""
+    waits, event_of = case.graph.waits, case.event_of
+    assumed = waits.kind == ASSUMED
+    return dict(zip(event_of[waits.target[assumed]].tolist(), event_of[waits.source[assumed]].tolist(), strict=True))
 
 
 def _launched_late(case: Case) -> tuple[Ints, Ints, Floats]:
@@ -135,13 +146,10 @@ def _launched_late(case: Case) -> tuple[Ints, Ints, Floats]:
     Their input is known only by chunks. Something else must have been computed in between: otherwise, the host as a
     whole is late, which is another cause.
     """
-    view, waits = case.view, case.graph.waits
-    event_of = np.full(len(case.graph.start), -1, np.int64)
-    event_of[case.nodes.event] = np.arange(len(view.events))
+    view = case.view
     call_starts = np.array([call.start for call in view.calls] or [0.0])
     found: dict[int, tuple[int, float]] = {}
-    for node, other in zip(waits.target[waits.kind == ASSUMED], waits.source[waits.kind == ASSUMED], strict=True):
-        event, source = int(event_of[node]), int(event_of[other])
+    for event, source in _assumed_inputs(case).items():
         if view.kind[event] != COMM or view.letters[event] is None or view.launch[event] < 0:
             continue
         launched, before = call_starts[view.launch[event]], case.previous[event]
@@ -160,12 +168,25 @@ def _launched_late(case: Case) -> tuple[Ints, Ints, Floats]:
     return events, sources, np.array([us for _, us in found.values()])
 
 
-def _launched_with(case: Case, events: Ints, sources: Ints) -> Change:
-    """Launch events directly after their inputs."""
+def _launched_with(case: Case, moved: Mapping[int, int]) -> Change:
+    """Launch events directly after their inputs, with their place in their stream."""
+    view, nodes = case.view, case.nodes.event
+    before, launch = case.graph.before.copy(), case.graph.launch.copy()
+    place = view.launch.astype(np.float64)
+    for event, source in moved.items():
+        launch[nodes[event]] = case.graph.launch[nodes[source]]
+        place[event] = view.launch[source] + 0.5
+    for stream in {int(view.stream[event]) for event in moved}:
+        events = np.flatnonzero(view.stream == stream)
+        if (view.launch[events] >= 0).all():
+            ordered = events[np.argsort(place[events], kind="stable")]
+            before[nodes[ordered[1:]]], before[nodes[ordered[0]]] = nodes[ordered[:-1]], -1
 
     def change(graph: Graph) -> Graph:
-        launch = graph.launch.copy()
-        launch[case.nodes.event[events]] = graph.launch[case.nodes.event[sources]]
-        return replace(graph, launch=launch)
+        changed = replace(
+            graph, before=np.where(before != case.graph.before, before, graph.before),
+            launch=np.where(launch != case.graph.launch, launch, graph.launch),
+        )  # fmt: skip
+        return changed if order_of(changed) is not None else graph
 
     return change

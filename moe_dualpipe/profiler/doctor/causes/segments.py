@@ -11,7 +11,7 @@ import numpy as np
 
 from ....overlap.labels import WEIGHTS, letter_of
 from ..case import Case, Finding, most_costly, without_waits, worst_of
-from ..dependencies import same_chunk
+from ..inputs import same_chunk
 from ..replay import SYNC, Graph
 from ..threads import AT_ONCE
 from ..verdict import Verdict
