@@ -1,11 +1,12 @@
 """The routing of a real run: how many tokens each expert of each layer got, and what that costs a plan.
 
-All ranks of an expert group wait for the fullest. A rank holds consecutive experts, as in this project.
+All ranks of an expert group wait for the fullest of each layer. The memory is that of one rank, which may be full in
+some layers only. A rank holds consecutive experts, as in this project.
 """
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Self
 
 from ..messages import printable
 from ..models.shape import ModelShape
-from .placement import check_loads, imbalance, in_order, read_loads
+from .placement import check_loads, in_order, read_loads, relative
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,15 +55,30 @@ class MeasuredLoads:
     def factors(self, shape: ModelShape, ep: int) -> list[float]:
         """For each layer of the model, the load of the fullest of `ep` ranks divided by the mean; 1 without experts.
 
-        Loads without numbers of layers, or with other numbers, belong to the layers with experts in their order.
-
         Example: loads [[3, 1, 2, 2]] and 2 ranks: both have 4, so 1.0. With 4 ranks, 1.5.
         """
-        by_layer = dict(zip(self.layers, _factors(self, ep), strict=True))
+        return [*map(max, self._of_ranks(shape, ep))]
+
+    def fullest(self, shape: ModelShape, ep: int, layers: Iterable[int]) -> tuple[float, ...]:
+        """For each layer of the model, the load of the rank that has the most in `layers`, divided by the mean.
+
+        Example: loads [[3, 1], [2, 6], [3, 1]] and 2 ranks: in layers 0 and 2, rank 0 has the most: 1.5, 0.5, 1.5.
+        """
+        loads = self._of_ranks(shape, ep)
+        own = [loads[min(layer, len(loads) - 1)] for layer in layers]  # blocks of MTP are like the last layer
+        rank = max(range(ep), key=lambda rank: math.fsum(of_layer[rank] for of_layer in own))
+        return tuple(of_layer[rank] for of_layer in loads)
+
+    def _of_ranks(self, shape: ModelShape, ep: int) -> list[list[float]]:
+        """For each layer of the model, the load of each of `ep` ranks divided by the mean; 1 without experts.
+
+        Loads without numbers of layers, or with other numbers, belong to the layers with experts in their order.
+        """
+        by_layer = dict(zip(self.layers, _relative(self, ep), strict=True))
         layers = [index for index, layer in enumerate(shape.layers) if layer.experts]
         if not {*layers} <= {*by_layer}:
             by_layer = dict(zip(layers, by_layer.values(), strict=True))
-        return [by_layer[index] if layer.experts else 1.0 for index, layer in enumerate(shape.layers)]
+        return [by_layer[index] if layer.experts else [1.0] * ep for index, layer in enumerate(shape.layers)]
 
     @property
     def zipf(self) -> float:
@@ -71,9 +87,9 @@ class MeasuredLoads:
 
 
 @lru_cache(maxsize=256)
-def _factors(measured: MeasuredLoads, ep: int) -> list[float]:
+def _relative(measured: MeasuredLoads, ep: int) -> list[list[float]]:
     loads = measured.loads
-    return imbalance(in_order(len(loads), len(loads[0]), ep).gpu_loads(loads))
+    return relative(in_order(len(loads), len(loads[0]), ep).gpu_loads(loads))
 
 
 def zipf_exponent(load_E: Sequence[float]) -> float:

@@ -10,7 +10,8 @@ Not counted: buffers of communication, and fragmentation of the allocator.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from functools import cache
+from typing import Any, Literal, NamedTuple
 
 from ..models import ModelConfig, StageSpec, split
 from ..models.costs import shape_of
@@ -54,6 +55,7 @@ class PeakMemory:
 def peak_memory(
     model: ModelShape | ModelConfig, schedule: Schedule, batch: MicroBatch, dp: int = 1, precision: Precision = "bf16",
     zero: bool = True, fsdp: bool = False, stages: Sequence[StageSpec] | None = None, gradient_copies: int = 0,
+    loads: Callable[[Sequence[int]], tuple[float, ...]] | None = None,
 ) -> tuple[PeakMemory, ...]:  # fmt: skip
     """The peak memory of each rank of a pipeline. Take the `max` by `total` for the fullest.
 
@@ -63,6 +65,7 @@ def peak_memory(
     holds. None: as in this project, with about the same FLOPs each; `even_stages` divides as Megatron-LM does.
     gradient_copies: how often the gradients of a stage that has replicas are copied while they are summed, when the
     stage's backwards are done: 1 in this project, 2 on CPUs, 0 if gradients are in one buffer.
+    loads: returns `MicroBatch.loads` of the fullest rank that holds these layers. None: experts have even loads.
     A shape is counted without a few bytes per token of norms and routers.
 
     Raises ValueError for a model with fewer layers than stages, and for a `ModelConfig` with tp, cp or unknown layers.
@@ -77,9 +80,13 @@ def peak_memory(
     specs = stages or split(model if own else config, schedule.num_stages)
     # Modules of multi-token prediction count as further layers.
     blocks = [replace(s, layers=range(s.layers.start, s.layers.stop + len(s.mtp)), mtp=range(0)) for s in specs]
-    saved = [saved_bytes(config, spec, batch) for spec in blocks]
-    deferred = [deferred_bytes(config, spec, batch) for spec in blocks]
-    working = [[working_bytes(config, spec, batch, deferring) for spec in blocks] for deferring in (False, True)]
+
+    @cache
+    def stage_bytes(stage: int, own: MicroBatch) -> StageBytes:
+        spec = blocks[stage]
+        working = (working_bytes(config, spec, own, deferring) for deferring in (False, True))
+        return StageBytes(saved_bytes(config, spec, own), deferred_bytes(config, spec, own), *working)
+
     # Messages to and from each neighbour.
     links = [2 + (s > 0) + (s < schedule.num_stages - 1) for s in range(schedule.num_stages)]
     message = batch.tokens * config.hidden_size * element * (schedule.num_ranks > 1)
@@ -94,8 +101,10 @@ def peak_memory(
         owned = max(mine.owned)
         weights, trained = (owned, owned) if fsdp else (mine.dense + mine.experts, mine.trained)
         copies = 4 * gradient_copies * (dp * batch.cp * len(end_holders(schedule.placement)) > 1)
+        full = replace(batch, loads=loads([layer for s in held for layer in blocks[s].layers])) if loads else batch
         sums = {s: copies * sum(rank_shares(shape, [blocks[s]], batch)) for s in held}
-        activations, temporary = peak_of_actions(schedule.actions[rank], saved, deferred, working, sums)
+        sizes = {s: stage_bytes(s, full)._replace(sums=sums[s]) for s in held}
+        activations, temporary = peak_of_actions(schedule.actions[rank], sizes)
         ranks.append(PeakMemory(
             (element + batch.fp8) * weights, 4 * trained, state * (owned if zero or fsdp else trained), activations,
             gathered + temporary + message * max(links[s] for s in held), mine.dense, mine.experts,
@@ -115,29 +124,37 @@ def shape_parameters(
     return RankParameters(shares[0] + shares[2], shares[1], sum(shares), (owned,))
 
 
-def peak_of_actions(
-    actions: Iterable[Action], saved: Sequence[int], deferred: Sequence[int], working: Sequence[Sequence[int]],
-    sums: Mapping[int, int],
-) -> tuple[int, int]:  # fmt: skip
-    """The most bytes that activations and deferred weight gradients of a rank occupy, and how much more it needs at its
-    peak. The order of the actions decides, not their times.
+class StageBytes(NamedTuple):
+    """Bytes of a micro-batch on a stage. saved: from forward to backward. deferred: for its weight gradients.
 
-    saved, deferred: bytes by stage. working: bytes by stage of full backwards, and of input gradients. sums: bytes by
-    stage, from its last action on.
+    full, split: what a full backward and one of inputs need for a moment. sums: from the last action of the stage on.
+    """
+
+    saved: int
+    deferred: int
+    full: int
+    split: int
+    sums: int = 0
+
+
+def peak_of_actions(actions: Iterable[Action], sizes: Mapping[int, StageBytes]) -> tuple[int, int]:
+    """The most bytes that activations and deferred weight gradients of a rank occupy, and how much more it needs at its
+    peak. The order of the actions decides, not their times. sizes: by stage.
     """
     steps = [half for action in actions for half in halves(action)]
     last = {half.stage: index for index, half in enumerate(steps)}
     now = peak = most = summing = 0
     for index, half in enumerate(steps):
+        size = sizes[half.stage]
         if isinstance(half, Forward):
-            now += saved[half.stage]
+            now += size.saved
         else:
             if half.part is not Part.WEIGHT:
-                most = max(most, now + summing + working[half.part is Part.INPUT][half.stage])
-                now -= saved[half.stage]
-            now += {Part.FULL: 0, Part.INPUT: 1, Part.WEIGHT: -1}[half.part] * deferred[half.stage]
+                most = max(most, now + summing + (size.full if half.part is Part.FULL else size.split))
+                now -= size.saved
+            now += {Part.FULL: 0, Part.INPUT: 1, Part.WEIGHT: -1}[half.part] * size.deferred
         peak = max(peak, now)
-        summing += sums[half.stage] * (last[half.stage] == index)
+        summing += size.sums * (last[half.stage] == index)
         most = max(most, now + summing)
     return peak, max(0, most - peak)
 

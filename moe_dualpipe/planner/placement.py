@@ -72,10 +72,16 @@ def count_nodes(names: Sequence[str]) -> int:
     return number if len(names) % number == 0 and all(len(block) == 1 for block in blocks) else 1
 
 
+def relative(gpu_loads: Loads) -> list[list[float]]:
+    """The loads of each layer divided by their mean; 1 for a layer without load."""
+    totals = [math.fsum(loads) for loads in gpu_loads]  # fsum: equal loads are exactly 1
+    return [[load * len(loads) / total if total else 1.0 for load in loads]
+            for loads, total in zip(gpu_loads, totals, strict=True)]  # fmt: skip
+
+
 def imbalance(gpu_loads: Loads) -> list[float]:
     """The largest load of each layer divided by the mean. 1 is balanced; also for a layer without load."""
-    # fsum: equal loads are exactly 1.
-    return [max(load) * len(load) / total if (total := math.fsum(load)) else 1.0 for load in gpu_loads]
+    return [*map(max, relative(gpu_loads))]
 
 
 def _place(load_E: Sequence[float], num_slots: int, num_gpus: int, num_nodes: int, num_groups: int) -> tuple[int, ...]:

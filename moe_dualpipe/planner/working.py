@@ -39,7 +39,8 @@ def working_bytes(config: ModelConfig, spec: StageSpec, batch: MicroBatch, defer
 
 def mlp_working(config: ModelConfig, layer: int, batch: MicroBatch) -> int:
     """Bytes that the backward of an MLP or of experts needs at its peak, beyond what its block has saved."""
-    hidden, k, full = config.hidden_size, config.experts_per_token, batch.recompute == "full"
+    hidden, full = config.hidden_size, batch.recompute == "full"
+    k = config.experts_per_token * batch.load(layer)  # rows of experts for each token
     again = 1 + batch.plain
     if config.is_dense(layer):
         inner = config.dense_size
@@ -52,7 +53,9 @@ def mlp_working(config: ModelConfig, layer: int, batch: MicroBatch) -> int:
         most += full * (k * (again * hidden + 4 * inner) + hidden * (shared > 0)) - 4 * shared * (not full)
         most = max(most, 2 * shared + hidden + 4 * shared * full)
         largest = 2 * inner * hidden * config.num_experts // batch.ep
-    return max(batch.tokens * most * batch.element, 4 * largest * batch.plain)  # kernels add to gradients in place
+    return max(
+        round(batch.tokens * most) * batch.element, 4 * largest * batch.plain
+    )  # kernels add to gradients in place
 
 
 def attention_working(config: ModelConfig, layer: int, batch: MicroBatch) -> int:

@@ -1,5 +1,7 @@
 """The peak memory of a planned run."""
 
+from functools import partial
+
 from ..schedule import Schedule, build
 from .activations import MicroBatch
 from .peak import PeakMemory, peak_memory
@@ -15,7 +17,10 @@ def memory_of(load: Workload) -> PeakMemory:
         flash=load.flash,
     )  # fmt: skip
     stages = stages_of(load.shape, load.placement.num_stages)
-    ranks = peak_memory(load.shape, full_schedule(load), batch, one.dp, load.precision, load.zero, stages=stages)
+    loads = partial(load.loads.fullest, load.shape, one.ep) if load.loads and one.ep > 1 else None
+    ranks = peak_memory(
+        load.shape, full_schedule(load), batch, one.dp, load.precision, load.zero, stages=stages, loads=loads
+    )
     return max(ranks, key=lambda rank: rank.total)
 
 
