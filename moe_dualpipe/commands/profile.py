@@ -39,6 +39,9 @@ class ProfileAnalyze:
     collectives: bool = False
     """Print a table of the collectives: how often each kind ran in each group, how many bytes it moved, how fast, and
     where it was launched."""
+    steps: str | None = None
+    """Analyze only these steps: 3:7 (without step 7), 3:, :7 or 3. all: everything that is recorded. None: all steps,
+    but without start-up."""
     kernels: int = 0
     """Print a table of this many kernels (on a CPU, operators) with the longest total time."""
     out: Path | None = None
@@ -53,6 +56,7 @@ class ProfileAnalyze:
         from ..profiler.files import analyze_files
         from ..profiler.reading.chrome import MOST_EVENTS
         from ..profiler.reading.paths import trace_paths
+        from ..profiler.windows import parse_steps
 
         try:
             names = Names(self.comm, self.compute)
@@ -63,7 +67,8 @@ class ProfileAnalyze:
             raise ValueError("no trace to analyze: name at least one file")
         if self.out is not None:
             check_output(self.out, SUFFIXES)
-        found = analyze_files(trace_paths(self.traces), names, pictures=self.out is not None)
+        steps = parse_steps(self.steps)
+        found = analyze_files(trace_paths(self.traces), names, self.out is not None, steps)
         for file, events in found.truncated.items():
             what = "the file is cut off" if events < MOST_EVENTS else "the file is too long"
             print(f"{printable(file)}: {what}: only the first {events:,} events are analyzed", file=sys.stderr)

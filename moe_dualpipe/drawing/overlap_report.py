@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ..profiler.files import TraceFiles
     from ..profiler.measure import Measurement
 
+MAX_STEPS = 20
 MAX_WAITS = 8  # rows of the table of waits; one more row sums up the rest
 
 
@@ -27,6 +28,8 @@ def analysis_text(
     tables = [overview_rows({analysis.name: analysis}, in_window=True)]
     if analysis.waits:
         tables.append(_wait_rows(analysis))
+    if len(analysis.by_step) > 1:
+        tables.append(_step_rows(analysis))
     if phases and analysis.phases:
         tables.append(_phase_rows(analysis))
     if streams:
@@ -74,7 +77,7 @@ def traces_text(
     parts = []
     for device in files.devices:
         text = analysis_text(device.analysis, phases, kernels, streams, collectives)
-        parts.append(f"{printable(device.path)}\n{text}")
+        parts.append("\n".join(filter(None, [printable(device.path), device.left_out, text])))
         parts.append(verdicts_text(device.analysis.verdicts))
     if len(files.devices) > 1:
         parts += [compare_ranks(files), *(printable(comparison.missing_text) for comparison in files.comparisons)]
@@ -126,6 +129,17 @@ def _wait_rows(analysis: Analysis) -> list[list[str]]:
     if rest := analysis.waits[MAX_WAITS:]:
         sums = [sum(getattr(wait, key) for wait in rest) for key in ("times", "total_us", "host_us")]
         rows.append([f"{len(rest)} more", "", *(f"{number:,.0f}" for number in sums)])
+    return rows
+
+
+def _step_rows(analysis: Analysis) -> list[list[str]]:
+    rows = [["step", "us", "computation", "communication", "exposed", "hidden"]]
+    for step in analysis.by_step[:MAX_STEPS]:
+        times = (step.time_us, step.kernel_compute_us, step.comm_us, step.exposed_comm_us)
+        hidden = percent(step.hidden_kernels_us / step.comm_us if step.comm_us else None)
+        rows.append([str(step.step), *(f"{time:,.0f}" for time in times), hidden])
+    if (more := len(analysis.by_step) - MAX_STEPS) > 0:
+        rows.append([f"{more} more", *[""] * 5])
     return rows
 
 

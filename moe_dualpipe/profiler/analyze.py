@@ -26,6 +26,7 @@ from .host import host_as_device
 from .intervals import EMPTY, Intervals, difference, intersection, intervals_of, total, union
 from .phases import Phases
 from .trace import DeviceEvent, Trace
+from .windows import StepTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,8 @@ class Analysis:
     """Causes of lost time, filled by `analyze_files`."""
     collectives: tuple[CollectiveRow, ...] = ()
     """Sorted by total time, longest first. Filled by `analyze_files`, which compares ranks."""
+    by_step: tuple[StepTimes, ...] = ()
+    """The times of each step, filled by `analyze_files`."""
 
     @property
     def name(self) -> str:

@@ -22,6 +22,7 @@ from .ranks import Comparison, RankSkew, compare_traces
 from .reading import read_trace
 from .reading.remarks import refuse_launches_alone, remarks
 from .trace import Trace, TraceError
+from .windows import Choice, step_times, window_of
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,14 @@ class TracedDevice:
     transfers: RankTransfers
     remarks: tuple[str, ...] = ()
     """Sentences about damage in the file."""
+    left_out: str = ""
+    """Which steps are analyzed, and what is left out; "" if nothing is."""
+
+    @property
+    def steps(self) -> range | None:
+        """The numbers of the analyzed steps, from the first to the last; None without steps."""
+        found = self.analysis.by_step
+        return range(found[0].step, found[-1].step + 1) if found else None
 
 
 @dataclass(frozen=True)
@@ -85,6 +94,7 @@ class TraceFiles:
         return [
             {
                 "trace": str(device.path), "truncated": bool(device.truncated), "rank": device.rank,
+                "left_out": device.left_out,
                 "waited_us": skew.waited_us, "shift_us": skew.shift_us, **device.analysis.as_object(),
                 "problems": self.problems, **self._ranks_objects(position),
             }
@@ -107,17 +117,19 @@ class TraceFiles:
                 "waits_for": None if missing is None else self.names[missing]}  # fmt: skip
 
 
-def analyze_files(paths: Sequence[Path], names: Names = NAMES, pictures: bool = True) -> TraceFiles:
+def analyze_files(
+    paths: Sequence[Path], names: Names = NAMES, pictures: bool = True, steps: Choice = "default"
+) -> TraceFiles:
     """Read and analyze trace files. Raises TraceError for a file that is not a trace or has no device events.
 
-    pictures: also collect what pictures need.
+    pictures: also collect what pictures need. steps: which to analyze; ValueError if they are not recorded.
     """
     examined: list[Examined | None] = []
-    devices = [
-        device
-        for path in paths
-        for device in analyze_devices(path, read_trace(path), names, pictures, examined, len(paths) > 1)
-    ]  # fmt: skip
+    devices: list[TracedDevice] = []
+    several = len(paths) > 1
+    for path in paths:
+        like = devices[0].steps if devices else None
+        devices += analyze_devices(path, read_trace(path), names, pictures, examined, several, steps, like)
     devices = [
         replace(device, analysis=replace(device.analysis, verdicts=verdicts))
         for device, verdicts in zip(devices, conclude(examined), strict=True)
@@ -142,11 +154,13 @@ def compare_devices(devices: Sequence[TracedDevice]) -> TraceFiles:
 def analyze_devices(
     path: Path, trace: Trace, names: Names = NAMES, pictures: bool = True,
     examined: list[Examined | None] | None = None, work: bool = False,
+    steps: Choice = "all", like: range | None = None,
 ) -> list[TracedDevice]:  # fmt: skip
     """Analyze the devices of a trace that was read from `path`. Raises TraceError if it has no device events.
 
     examined: a list to which to add what the search for causes finds on each device (doctor/diagnose.py).
-    work: also collect what tells why a rank is late.
+    work: also collect what tells why a rank is late. steps, like: which steps to analyze (windows.py); ValueError if
+    they are not recorded.
     """
     refuse_launches_alone(path, trace)
     trace = host_as_device(trace, names)
@@ -155,21 +169,27 @@ def analyze_devices(
             f"{path}: there is no kernel on a device, and no operator on a CPU, in {plural(trace.num_events, 'event')}"
         )
     devices = []
-    phases = Phases(trace, names)
-    for analysis in analyze(trace, names, phases):
-        events = [event for event in trace.device_events if event.device == analysis.device]
+    truncated = trace.num_events if trace.truncated else 0
+    names_of_devices = sorted({event.device for event in trace.device_events})
+    for device in names_of_devices:
+        window = window_of(trace, device, steps, names, like)
+        part, events = window.trace, window.trace.device_events
+        phases = Phases(part, names)
+        (analysis,) = analyze(part, names, phases)
+        analysis = replace(analysis, by_step=step_times(window, names))
+        like = like or window.numbers
         comm = [event for event in events if names.kind_of(event) == "comm"]
         others = [event for event in events if names.kind_of(event) != "comm"]
         exposed = difference(union(intervals_of(comm)), union(intervals_of(others)))
         start = min(event.start for event in events)
         job = trace.rank, trace.world_size, trace.groups
         places = [*map(phases.phase_of, comm)]
-        divided = work_of(trace, events, names, phases) if work or len(events) < len(trace.device_events) else None
+        divided = work_of(part, events, names, phases) if work or len(names_of_devices) > 1 else None
         transfers = RankTransfers(comm, start, trace.base_us, trace.host, *job, places, exposed, divided)
-        lanes = device_lanes(trace, analysis.device, names) if pictures else None
-        truncated = trace.num_events if trace.truncated else 0
+        lanes = device_lanes(part, device, names) if pictures else None
         if examined is not None:
             rank = f"{path.name}, {analysis.name}" if trace.rank is None else f"rank {trace.rank}"
-            examined.append(examine(trace, analysis.device, names.kind_of, rank))
-        devices.append(TracedDevice(path, truncated, trace.rank, analysis, lanes, transfers, remarks(trace)))
+            examined.append(examine(part, device, names.kind_of, rank))
+        said = remarks(trace), window.left_out
+        devices.append(TracedDevice(path, truncated, trace.rank, analysis, lanes, transfers, *said))
     return devices
