@@ -171,6 +171,8 @@ def test_search_finds_and_marks(page):
     page.keys("/", "GEMM_kernel_1")
     assert page.text("#hits") == "27 hits"
     assert len([rect for rect in rects(page, GEMM) if rect["alpha"] == 1]) == 27
+    marks = {rect["x"] for rect in rects(page, "#000000", "overview") if rect["y"] == 0}
+    assert len(marks) == 27 and max(marks) > 0.9 * axis(page)
     page.keys(ENTER)
     assert page.text("#hits") == "1 of 27"
     start, end = shown(page)

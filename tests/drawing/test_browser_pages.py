@@ -37,6 +37,16 @@ def test_lanes_without_work_are_left_out(page, tmp_path):
     assert not rects(page, HIDDEN.colour, "overview") and rects(page, EXPOSED.colour, "overview")
 
 
+def test_many_short_exposures_do_not_cover_what_is_hidden(page, tmp_path):
+    """Of 2,000 transfers of 10 us, 2 us each are exposed: a fifth of each pixel."""
+    kernels = (Work("gemm", 10 * i, 10 * i + 8) for i in range(2000))
+    transfers = (Work("ncclA", 10 * i, 10 * i + 10, lane=1) for i in range(2000))
+    save_lanes([Picture("many", lanes_of(*kernels, *transfers))], tmp_path / "many.html")
+    page.open(tmp_path / "many.html")
+    red = sum(rect["width"] * rect["alpha"] for rect in rects(page, EXPOSED.colour))
+    assert red / axis(page) == pytest.approx(0.2, abs=0.01)
+
+
 def test_a_page_without_work_opens(page, tmp_path):
     save_lanes([Picture("nothing", lanes_of())], tmp_path / "empty.html")
     page.open(tmp_path / "empty.html")

@@ -100,11 +100,18 @@ function drawPieces(pen, row, first, last) {
   pen.globalAlpha = 1;
 }
 
-// Exposed communication: all of the row in red, or a strip below colours that mean phases.
+// Exposed communication: all of the row in red, or a strip below colours that mean phases. Of spans below a pixel,
+// a pixel shows the share of its time.
 function drawExposed(pen, row, first, last) {
   const { device, top, body, band } = row, spans = device.exposed;
   const height = data.strip ? 5 : body, y = top + band + body - height;
-  let at = firstIndex(0, spans.length, (i) => spans[i][1] > view.from), done = -Infinity;
+  let at = firstIndex(0, spans.length, (i) => spans[i][1] > view.from), done = -Infinity, pixel = -1, share = 0;
+  pen.fillStyle = styleHidden(data.exposed) ? theme.paper : styles[data.exposed][1];
+  const flush = () => {
+    pen.globalAlpha = Math.min(share, 1);
+    if (share) pen.fillRect(pixel, y, 1, height);
+    share = 0;
+  };
   for (let i = first; i < last && at < spans.length; i++) {
     if (pieceHidden(device, i)) continue;
     const start = Math.max(device.start[i], done), stop = stopOf(device, i);
@@ -112,12 +119,18 @@ function drawExposed(pen, row, first, last) {
     for (; at < spans.length && spans[at][0] < stop; at++) {
       const from = Math.max(spans[at][0], start, view.from), to = Math.min(spans[at][1], stop, view.to);
       if (to <= from) continue;
-      pen.globalAlpha = faded(device, i) ? 0.25 : 1;
-      pen.fillStyle = styleHidden(data.exposed) ? theme.paper : styles[data.exposed][1];
-      pen.fillRect(xOf(from), y, Math.max(xOf(to) - xOf(from), 0.5), height);
+      const x = xOf(from), width = xOf(to) - x, alpha = faded(device, i) ? 0.25 : 1;
+      if (width < 1) {
+        if (Math.floor(x) !== pixel) { flush(); pixel = Math.floor(x); }
+        share += width * alpha;
+      } else {
+        pen.globalAlpha = alpha;
+        pen.fillRect(x, y, width, height);
+      }
     }
     done = Math.max(done, stop);
   }
+  flush();
   pen.globalAlpha = 1;
 }
 

@@ -54,7 +54,8 @@ function drawOverview() {
 
 function drawOverviewMarks(pen) {
   pen.fillStyle = theme.mark;
-  for (const { start } of view.hits ? view.hits.list.slice(0, 5000) : []) pen.fillRect(overviewX(start), 0, 1, 5);
+  const columns = new Set((view.hits ? view.hits.list : []).map(({ start }) => Math.floor(overviewX(start))));
+  for (const column of columns) pen.fillRect(column, 0, 1, 5);
   for (const device of data.devices) {
     for (const { start, end: stop } of device.verdicts) {
       pen.fillStyle = styles[data.exposed][1];
