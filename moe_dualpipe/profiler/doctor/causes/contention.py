@@ -20,8 +20,10 @@ from .transfers import kind_key
 LEAST = 4
 SHORTEST = 10.0
 """Microseconds. The duration of shorter events is not exact enough."""
-SPREAD = 0.1
+SPREAD = 0.3
 """The shares of a kernel's events must differ by so much."""
+SPREAD_JOINED = 0.1
+"""The same for transfers whose waits for other ranks are known and left out."""
 SLOWER = 1.1
 """Smaller ratios are ordinary."""
 CERTAIN = 5.0
@@ -66,10 +68,10 @@ def _slowdown(case: Case, chosen: Mask, own: Floats, share: Floats, is_comm: boo
     for event in np.flatnonzero(chosen).tolist():
         found = case.view.events[event]
         keys[kind_key(case, event) if is_comm else (found.name, found.blocks, case.view.labels[event])].append(event)
-    fits = []
+    fits, least = [], SPREAD_JOINED if is_comm and case.comm_us is not None else SPREAD
     for events in keys.values():
         x, y = share[events], 1 / own[events]
-        if len(events) >= LEAST and np.ptp(x) >= SPREAD:
+        if len(events) >= LEAST and np.ptp(x) >= least:
             centred = x - x.mean()
             slope = float((centred * y).sum() / (centred**2).sum())
             alone = float(y.mean() - slope * x.mean())
