@@ -13,13 +13,13 @@ from moe_dualpipe.profiler.pair import Pair
 
 from .faults import PacedEngine, overlapped, workload
 
-EXTRA = 0.04
+EXTRA = 0.1
 """Seconds that the slow rank sleeps more in each mlp(F)."""
 START = 0.7
 """Seconds until both profilers have started."""
 
 
-def record_ranks(folder: Path, rounds: int) -> None:
+def record_ranks(folder: Path, rounds: int, warm_up: int = 1) -> None:
     """Record `rounds` runs with a slow rank 1 and without, in turns, into the files of `recordings`. Collective.
 
     Needs a process group with two ranks on one machine.
@@ -32,13 +32,14 @@ def record_ranks(folder: Path, rounds: int) -> None:
         if text == label("mlp", FORWARD) and rank == 1:
             time.sleep(EXTRA)
 
-    for number in range(-1, rounds):  # the first round warms up
+    for number in range(-warm_up, rounds):
         for fault in (True, False):
             pair.prepare()
-            start = torch.tensor(time.time() + START, dtype=torch.float64)
-            dist.broadcast(start, 0)
+            moment = torch.tensor(time.time() + START, dtype=torch.float64)
+            dist.broadcast(moment, 0)
+            start = moment.item()
             with capture(recordings(folder, fault, number)[rank], torch.device("cpu")):
-                time.sleep(max(0.0, start.item() - time.time()))
+                time.sleep(max(0.0, start - time.time()))
                 overlapped(pair, PacedEngine(inside=[slow] if fault else []))
     dist.barrier()
 

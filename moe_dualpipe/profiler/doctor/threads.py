@@ -11,7 +11,7 @@ must be inferred than on a GPU (dependencies.py):
     ORDER     a transfer that could start earlier starts when a computation ends
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -127,7 +127,7 @@ class _Waits:
         """The time that the thread waits for `event` between start and end; no time if it had ended before."""
         ended = float(self.view.end[event])
         pieces = self.pieces[thread[1]]
-        at = bisect_right(pieces, ended, key=lambda i: self.view.start[i])
+        at = bisect_left(pieces, ended - CLOCK, key=lambda i: self.view.start[i])
         before = float(self.view.end[pieces[at - 1]]) if at else start
         after = float(self.view.start[pieces[at]]) if at < len(pieces) else end
         if ended < start or before > ended:
