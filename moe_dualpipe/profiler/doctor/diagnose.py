@@ -1,7 +1,7 @@
 """Find the causes of lost time on one or more devices, and rank them by what their removal would save.
 
 Each cause changes the graph of recorded dependencies; the gain is the difference of the replayed windows. Two causes
-may claim the same time: the gains do not add up, and `together` is the gain of all changes at once.
+may claim the same time: the gains do not add up.
 """
 
 from collections.abc import Callable, Sequence
@@ -63,33 +63,39 @@ def diagnose(trace: Trace, device: str, kind_of: Callable[[DeviceEvent], str]) -
 
 
 def _ranked(one: Examined, case: Case, found: Sequence[Finding]) -> tuple[Verdict, ...]:
-    kept = [*_host(one, case)]
+    kept = _host(one, case)
+    of_host = [finding.change for finding in kept if finding.change is not None]
     for finding in (*one.others, *found):
-        if finding.change is not None and (gained := _with_gain(one, case, finding)) is not None:
+        # a launch is late by itself only if it would be late without the host's waits
+        before = of_host if finding.verdict.kind == "late-launch" else []
+        if finding.change is not None and (gained := _with_gain(one, case, finding, before)) is not None:
             kept.append(gained)
     kept.sort(key=lambda finding: -(finding.verdict.gain_us or 0.0))
-    without_gain = exposed.find_nothing_else(case)
+    _, mended = case.gain_of([finding.change for finding in kept if finding.change is not None])
+    without_gain = exposed.find_nothing_else(case, mended)
     return tuple(replace(finding.verdict, device=one.device) for finding in (*kept, *without_gain))
 
 
 def _host(one: Examined, case: Case) -> list[Finding]:
     """The host's causes. Late launches count only if they would be late without the calls that wait."""
-    kept, before = [], list[Change]()
+    kept, before = list[Finding](), list[Change]()
     for finding in one.host:
         if finding.change is None:
             continue
-        earlier = case.gain_of(before)[0] if before else 0.0
-        more = case.gain_of([*before, finding.change])[0] - earlier
-        if more >= LEAST_SHARE * case.window_us and (gained := _with_gain(one, case, finding)) is not None:
+        if (gained := _with_gain(one, case, finding, before)) is not None:
             kept.append(gained)
         before.append(finding.change)
     return kept
 
 
-def _with_gain(one: Examined, case: Case, finding: Finding) -> Finding | None:
+def _with_gain(one: Examined, case: Case, finding: Finding, before: Sequence[Change]) -> Finding | None:
+    """The finding with its gain; None if it is small, by itself or after the changes `before`."""
     assert finding.change is not None
+    least = LEAST_SHARE * case.window_us
     gain, _ = case.gain_of([finding.change])
-    if gain < LEAST_SHARE * case.window_us:
+    if gain < least:
+        return None
+    if before and case.gain_of([*before, finding.change])[0] - case.gain_of(before)[0] < least:
         return None
     verdict = replace(finding.verdict, gain_us=gain, gain_fraction=gain / case.window_us, device=one.device)
     return finding._replace(verdict=verdict)

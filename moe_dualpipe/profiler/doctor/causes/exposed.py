@@ -7,7 +7,7 @@ import numpy as np
 from ...intervals import intersection, total, union
 from ..case import Case, Finding, most_costly, without_waits, worst_of
 from ..inputs import NEAR
-from ..replay import DATA, Floats, Ints, Mask
+from ..replay import DATA, Floats, Ints, Mask, Times
 from ..verdict import Verdict
 from ..view import COMM
 
@@ -52,15 +52,18 @@ def _inputs_from(case: Case, chosen: Mask) -> Mask:
     return (waits.kind == DATA) & np.isin(waits.source, case.nodes.event[chosen])
 
 
-def find_nothing_else(case: Case) -> list[Finding]:
-    """Transfers that start when the computation before them ends, and whose result the next computation needs."""
+def find_nothing_else(case: Case, mended: Times) -> list[Finding]:
+    """Transfers that start when the computation before them ends, and whose result the next computation needs.
+
+    mended: the times after all other causes are removed. What is hidden then is not counted.
+    """
     view = case.view
     alone, next_start = _alone(case)
     if len(alone) < LEAST:
         return []
     costs = case.without_computation(view.start[alone], view.end[alone])
     cost = total(intersection(union(np.stack([view.start[alone], view.end[alone]], axis=1)), case.gaps))
-    if cost < NOTHING_ELSE * case.window_us:
+    if min(cost, _still_exposed(case, alone, mended)) < NOTHING_ELSE * case.window_us:
         return []
     worst = worst_of(costs)
     exposed = total(intersection(case.transferring, case.gaps))
@@ -76,6 +79,13 @@ def find_nothing_else(case: Case) -> list[Finding]:
         float(view.start[alone[worst]]), float(next_start[worst]), cost,
     )  # fmt: skip
     return [Finding(verdict, None)]
+
+
+def _still_exposed(case: Case, transfers: Ints, mended: Times) -> float:
+    start, end = mended.start[case.nodes.event], mended.end[case.nodes.event]
+    computing = union(np.stack([start, end], axis=1)[~case.is_comm])
+    chosen = union(np.stack([start[transfers], end[transfers]], axis=1))
+    return total(chosen) - total(intersection(chosen, computing))
 
 
 def _alone(case: Case) -> tuple[Ints, Floats]:

@@ -1,7 +1,7 @@
 """The host: calls that wait for the device, and launches that come too late.
 
-After a call that waits for the device, nothing is queued, so the device idles until the next launch. Without the wait,
-the host would be ahead again. Only what would still be late then is the host's own time between launches.
+After a call that waits for the device, nothing is queued, so the device idles until the host is ahead again. Without
+the wait, the host would have stayed ahead. Only what would still be late then is the host's own time between launches.
 """
 
 from bisect import bisect_right
@@ -31,7 +31,7 @@ def find_syncs(case: Case, trace: Trace) -> list[Finding]:
     if not calls:
         return []
     awaited_end = np.array([view.calls[call].end for call in calls]) - waits.lag[unwanted]
-    following = _next_starts(case, calls)
+    following = _caught_up(case, calls, awaited_end)
     costs = case.without_computation(awaited_end, following)
     names = _around([view.calls[call] for call in calls], trace.operators, trace.annotations, view.origin)
     worst = worst_of(costs)
@@ -41,8 +41,8 @@ def find_syncs(case: Case, trace: Trace) -> list[Finding]:
     waited = sum(view.calls[call].end - view.calls[call].start for call in calls)
     evidence = (
         f"{what} and similar calls waited {len(calls):,} times, {waited:,.0f} us in total.",
-        f"After {costly:,} of them, nothing computed until the next launch: {costs.sum():,.0f} us, at most "
-        f"{costs[worst]:,.0f} us at once.",
+        f"After {costly:,} of them, nothing was computed for {costs.sum():,.0f} us until the host was ahead again, "
+        f"{costs[worst]:,.0f} us at most.",
     )
     verdict = Verdict(
         "host-sync", "The host waits for the device, so the queue is empty afterwards.", evidence,
@@ -52,14 +52,20 @@ def find_syncs(case: Case, trace: Trace) -> list[Finding]:
     return [Finding(verdict, without_waits(unwanted))]
 
 
-def _next_starts(case: Case, calls: Sequence[int]) -> Floats:
-    """The first start of an event that was launched after each call; the end of the window if there is none."""
+def _caught_up(case: Case, calls: Sequence[int], awaited_end: Floats) -> Floats:
+    """When the host was ahead of the device again after each call: at the start of the first event that was launched
+    before the event before it had started. At most until the next wait, or until the end of the window."""
     view = case.view
+    ends = np.array([call.end for call in view.calls])
+    known = (view.launch >= 0) & (case.previous >= 0)
+    ahead = np.flatnonzero(known)[ends[view.launch[known]] <= view.start[case.previous[known]]]
     first = np.full(len(view.calls) + 1, case.window_us)
-    launched = view.launch >= 0
-    np.minimum.at(first, view.launch[launched], view.start[launched])
+    np.minimum.at(first, view.launch[ahead], view.start[ahead])
     first = np.minimum.accumulate(first[::-1])[::-1]
-    return np.array([max(float(first[call + 1]), 0.0) for call in calls])
+    found = np.maximum(first[np.array(calls) + 1], awaited_end)
+    order = np.argsort(awaited_end, kind="stable")
+    found[order[:-1]] = np.minimum(found[order[:-1]], awaited_end[order[1:]])
+    return found
 
 
 def _around(
