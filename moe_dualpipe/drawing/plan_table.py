@@ -4,7 +4,7 @@ import statistics
 from typing import Any
 
 from ..messages import plural, printable
-from ..planner.division_search import Candidate, Found, why_slower
+from ..planner.division_search import USABLE, Candidate, Found, why_slower
 from ..planner.prediction import Estimate
 from ..planner.real_routing import ZIPF
 from ..planner.segments import layer_factors
@@ -16,12 +16,12 @@ from .tables import markdown
 def estimate_report(found: Estimate, dollars: float | None = None) -> str:
     """The prediction for one division."""
     load, (low, high) = found.load, found.interval
-    memory = found.memory
+    memory, transfers = found.memory, found.step.transfers * found.constant.factor
     rows = [
         ["step time", f"{found.seconds:.3g} s ({low:.3g} to {high:.3g} s)"],
         ["tokens/s per GPU", f"{found.tokens_per_gpu:,.0f}"],
         ["model TFLOP/s per GPU", f"{found.flops_per_gpu / 1e12:.0f} ({found.utilization:.1%} of the peak)"],
-        ["hidden transfers", f"{found.hidden:.0%} of {found.step.transfers * found.constant.factor:.3g} s"],
+        ["hidden transfers", f"{found.hidden:.0%} of {transfers:.3g} s" if transfers else "-"],
         ["pipeline bubble", f"{found.step.bubble:.1%}"],
         ["GPU hours for 10^12 tokens", f"{found.gpu_hours:,.0f}"],
     ]
@@ -87,9 +87,10 @@ def search_report(found: Found, top: int, dollars: float | None = None) -> str:
         parts.append(f"and {len(found.ranked) - top} more (--top)")
     if found.too_large:
         division, memory = found.too_large[0]
+        usable = USABLE * found.best.load.device.memory_gb
         parts.append(
             f"{plural(len(found.too_large), 'division')} do not fit with any schedule and recomputation: the smallest "
-            f"({division}) needs {memory:.0f} GB"
+            f"({division}) needs {memory:.0f} of the {usable:.0f} GB that a run can use"
         )
     if found.best.load.overlap is None and any(one.load.division.ep > 1 for one in found.ranked):
         parts.append(

@@ -18,7 +18,7 @@ from .constants import find_constant
 from .prediction import Estimate
 from .segments import ALL
 from .step import Step, step_of
-from .workload import Division, Recompute, Workload, check_choices
+from .workload import Division, Recompute, Workload
 from .workload_memory import memory_of
 
 SIMULATED = 24
@@ -65,9 +65,10 @@ class Found:
 def search(load: Workload, software: str | None = None) -> Found:
     """Find how `load` runs best, on as many GPUs: its division, schedule, micro-batch and recomputation vary.
 
-    Raises ValueError if nothing fits, with what comes nearest, and for a precision or software that is unknown.
+    Raises ValueError if nothing fits, with what comes nearest, and for options that no division can run.
     """
-    check_choices(load)
+    one = Division(load.division.gpus, cp=load.division.cp)
+    dataclasses.replace(load, division=one, micro_batch=1, global_batch=max(1, one.dp), schedule="1f1b").check()
     find_constant(load.device.name, load.precision, software, strict=True)
     limit = USABLE * load.device.memory_gb * 1e9
     ways = sorted(_ways(load), key=lambda pair: pair[0].seconds)
@@ -185,8 +186,8 @@ def _nothing_fits(load: Workload, too_large: Sequence[tuple[Division, float]]) -
         return f"{model}: no division has whole micro-batches; change --gpus or --global-batch {load.global_batch}"
     division, memory = too_large[0]
     return (
-        f"{model} does not fit: the smallest division ({division}, recompute full) needs {memory:.0f} of "
-        f"{load.device.memory_gb:.0f} GB on a GPU; use more GPUs, or GPUs with more memory"
+        f"{model} does not fit: the smallest division ({division}, recompute full) needs {memory:.0f} of the "
+        f"{USABLE * load.device.memory_gb:.0f} GB that a run can use on a GPU; use more GPUs, or GPUs with more memory"
     )
 
 

@@ -7,7 +7,7 @@ out, because it follows from `model_type`: MLPs that are not gated, tied embeddi
 models.json has the published models that are not presets, in the same form as a config.json.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -88,8 +88,8 @@ def read_shape(name_or_path: str | Path) -> ModelShape:
     if name.lower() in published_models():
         return shape_of_config(published_models()[name.lower()], name.lower())
     file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        if path.is_dir() or path.suffix == ".json" or "/" in name:
+    if not name or not file.is_file():
+        if (name and path.is_dir()) or path.suffix == ".json" or "/" in name:
             raise ValueError(f"cannot read {printable(file)}: there is no such file")
         raise unknown_name("model", name, [*PRESETS, *published_models()])
     config = strict_json.read_named(file)
@@ -113,7 +113,7 @@ def shape_of_config(config: Mapping[str, Any], name: str) -> ModelShape:
     for key, layers in _UNKNOWN_LAYERS.items():
         if keys.found(key):
             raise ValueError(f"{key} says that the model has {layers}, which a plan does not know")
-    hidden, num_layers = keys.size("hidden"), keys.size("num_layers")
+    hidden, num_layers = keys.size("hidden"), keys.size("num_layers", most=10_000)
     kind, windows = keys.text("model_type"), _windows(keys, num_layers)
     experts = _expert_layers(keys, num_layers) if keys.size("experts", 0) > 1 else set()
     attention = {window: _attention(keys, hidden, window) for window in {*windows}}
@@ -162,20 +162,29 @@ class _Keys:
         return default if value is None else bool(value)
 
     def numbers(self, key: str) -> list[Any]:
-        """The list with one entry per layer under `key`; [] if there is none."""
+        """The list of numbers or names under `key`; [] if there is none. Raises ValueError for other entries."""
         value = self.config.get(key)
-        return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else []
+        found = value if isinstance(value, list) else []
+        if not all(isinstance(one, int | str) for one in found):
+            raise ValueError(f"{key} must be a list of numbers or names: got {quoted(value, 60)}")
+        return found
 
-    def size(self, what: str, default: int | None = None) -> int:
-        """A size by any of its names. Raises ValueError if it is missing and has no default."""
+    def size(self, what: str, default: int | None = None, most: int = 2**31) -> int:
+        """A size by any of its names. Raises ValueError if it is missing and has no default.
+
+        A size of 0 is allowed if 0 is the default.
+        """
         names = _KEYS[what].split()
         for name in names:
             value = self.config.get(name)
-            value = max(value, default=None) if isinstance(value, list) and value else value  # one per layer
+            if isinstance(value, list) and all(type(one) is int for one in value):
+                value = max(value, default=None)  # one per layer
             if value is None or isinstance(value, bool):
                 continue
-            if type(value) is not int or not 0 <= value < 2**40:
-                raise ValueError(f"{name} must be a whole number: got {quoted(value, 60)}")
+            if type(value) is not int or not 0 <= value <= most:
+                raise ValueError(f"{name} must be a whole number of at most {most:,}: got {quoted(value, 60)}")
+            if not value and default != 0:
+                raise ValueError(f"{name} must be at least 1: got 0")
             return value
         if default is None:
             also = f" (also called {', '.join(names[1:])})" if names[1:] else ""
@@ -185,15 +194,17 @@ class _Keys:
 
 def _attention(keys: _Keys, hidden: int, window: int) -> Attention:
     heads = keys.size("heads")
-    if not heads:
-        raise ValueError("num_attention_heads must be at least 1: got 0")
     if keys.size("kv_rank", 0):
         rope = keys.size("rope_dim")
         sizes = keys.size("nope_dim") + rope, keys.size("v_dim"), keys.size("q_rank", 0), keys.size("kv_rank")
         return Attention("mla", heads, heads, *sizes, rope, window)
-    width = keys.size("head_dim", hidden // heads)
+    width = keys.size("head_dim", 0) or hidden // heads
+    if hidden % heads and not keys.size("head_dim", 0):
+        raise ValueError(f"it has no head_dim, and hidden_size {hidden} is not a multiple of {heads} attention heads")
     shared = keys.flag("multi_query") and not keys.flag("new_decoder_architecture")  # one head of keys for all queries
     kv_heads = 1 if shared else keys.size("kv_heads", heads)
+    if heads % kv_heads:
+        raise ValueError(f"{heads} attention heads are not a multiple of {kv_heads} heads of keys and values")
     return Attention("gqa", heads, kv_heads, width, width, window=window)
 
 
@@ -257,7 +268,7 @@ def _expert_sizes(keys: _Keys) -> dict[str, Any]:
     if not 1 <= top_k <= experts:
         raise ValueError(f"a token must use 1 to {experts} experts: got {top_k}")
     gate = keys.text("model_type") in ("qwen2_moe", "qwen3_next")
-    groups, top_groups = keys.size("groups", 1) or 1, keys.size("top_groups", 1) or 1
+    groups, top_groups = keys.size("groups", 0) or 1, keys.size("top_groups", 0) or 1
     if keys.text("topk_method") == "greedy":  # groups have no effect
         groups = top_groups = 1
     if experts % groups or top_groups > groups or top_k > top_groups * (experts // groups):

@@ -130,13 +130,6 @@ class Workload:
 
     def _check_division(self) -> None:
         one, shape = self.division, self.shape
-        model = one.tp * one.pp * one.cp
-        if one.gpus % model:
-            nearest = max(model, round(one.gpus / model) * model)
-            raise ValueError(
-                f"--gpus {one.gpus} is not a multiple of tp x pp x cp = {one.tp} x {one.pp} x {one.cp} = {model}; "
-                f"use {nearest} GPUs"
-            )
         heads = min(layer.attention.heads for layer in shape.layers)
         if heads % one.tp:
             raise ValueError(
@@ -145,12 +138,24 @@ class Workload:
             )
         if self.seq % one.cp:
             raise ValueError(f"--cp {one.cp} does not divide --seq {self.seq}; use {_below(one.cp, self.seq)}")
+        if self.seq // one.cp % one.tp:  # between products, tensor-parallel ranks share the tokens
+            most = _below(one.tp, self.seq // one.cp)
+            raise ValueError(f"--tp {one.tp} does not divide --seq {self.seq} / --cp {one.cp}; use {most}")
+        if shape.mtp >= self.seq:
+            raise ValueError(f"--seq {self.seq} is too short for {shape.mtp} modules of multi-token prediction")
         experts = max(layer.experts for layer in shape.layers)
         if one.ep > 1 and not experts:
             raise ValueError(f"--ep {one.ep}: {shape.name} has no experts; use --ep 1")
         if one.ep > 1 and experts % one.ep:
             raise ValueError(
                 f"--ep {one.ep} does not divide the {experts} experts of a layer; use {_below(one.ep, experts)}"
+            )
+        model = one.tp * one.pp * one.cp
+        if one.gpus % model:
+            nearest = max(model, round(one.gpus / model) * model)
+            raise ValueError(
+                f"--gpus {one.gpus} is not a multiple of tp x pp x cp = {one.tp} x {one.pp} x {one.cp} = {model}; "
+                f"use {nearest} GPUs"
             )
         ranks = one.gpus // one.pp
         if ranks % one.ep:

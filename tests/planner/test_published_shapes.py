@@ -40,6 +40,44 @@ def test_parameters_equal_those_of_transformers(kind):
 REAL = json.loads((Path(__file__).parents[1] / "support" / "published_configs.json").read_text())
 
 
+FROM_CARDS = {
+    # Billions of parameters as on the model's page on Hugging Face, and the sizes in its config.json.
+    "Llama-3.2-1B": (1.24, {
+        "model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 8192, "vocab_size": 128256,
+        "tie_word_embeddings": True}),
+    "gemma-2-9b": (9.24, {
+        "model_type": "gemma2", "hidden_size": 3584, "num_hidden_layers": 42, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 256, "intermediate_size": 14336, "vocab_size": 256000,
+        "sliding_window": 4096}),
+    "Phi-3.5-MoE-instruct": (41.9, {
+        "model_type": "phimoe", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "intermediate_size": 6400, "vocab_size": 32064, "num_local_experts": 16,
+        "num_experts_per_tok": 2, "attention_bias": True}),
+    "Llama-4-Maverick, its text model": (400, {"model_type": "llama4", "text_config": {
+        "model_type": "llama4_text", "hidden_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 40,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 8192, "intermediate_size_mlp": 16384,
+        "vocab_size": 202048, "num_local_experts": 128, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 8192}}),
+    "Qwen2-57B-A14B": (57.4, {
+        "model_type": "qwen2_moe", "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "intermediate_size": 18944, "moe_intermediate_size": 2560,
+        "shared_expert_intermediate_size": 20480, "num_experts": 64, "num_experts_per_tok": 8,
+        "decoder_sparse_step": 1, "vocab_size": 151936}),
+    "Hunyuan-A13B": (80.4, {
+        "model_type": "hunyuan_v1_moe", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "attention_head_dim": 128, "intermediate_size": 3072,
+        "moe_intermediate_size": [3072] * 32, "moe_topk": [8] * 32, "num_experts": 64, "num_shared_expert": [1] * 32,
+        "vocab_size": 128167, "tie_word_embeddings": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FROM_CARDS)
+def test_parameters_of_models_of_other_families(name):
+    billions, config = FROM_CARDS[name]
+    assert shape_of_config(config, name).parameters / 1e9 == pytest.approx(billions, rel=5e-3)
+
+
 @pytest.mark.parametrize("file,billions,named", [
     ("OLMoE-1B-7B-0924", 6.919, "olmoe-1b-7b"), ("Qwen3-30B-A3B", 30.532, "qwen3-30b-a3b"),
     ("Mixtral-8x7B-v0.1", 46.703, "mixtral-8x7b"), ("DeepSeek-V2-Lite", 15.706, "deepseek-v2-lite"),
@@ -137,11 +175,22 @@ def test_parts_in_other_objects():
 @pytest.mark.parametrize("change,problem", [
     ({"hidden_size": None}, "it has no hidden_size (also called n_embd, d_model, model_dim)"),
     ({"num_attention_heads": 0}, "num_attention_heads must be at least 1: got 0"),
-    ({"num_hidden_layers": "4"}, "num_hidden_layers must be a whole number: got '4'"),
+    ({"num_hidden_layers": "4"}, "num_hidden_layers must be a whole number of at most 10,000: got '4'"),
+    ({"num_hidden_layers": 10_001}, "num_hidden_layers must be a whole number of at most 10,000: got 10001"),
+    ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1: got 0"),
+    ({"hidden_size": 0}, "hidden_size must be at least 1: got 0"),
+    ({"hidden_size": 8.0}, "hidden_size must be a whole number"),
+    ({"moe_intermediate_size": 0}, "moe_intermediate_size must be at least 1: got 0"),
+    ({"num_key_value_heads": 0}, "num_key_value_heads must be at least 1: got 0"),
+    ({"num_attention_heads": 4, "num_key_value_heads": 3}, "4 attention heads are not a multiple of 3 heads of keys"),
+    ({"num_attention_heads": 3}, "it has no head_dim, and hidden_size 8 is not a multiple of 3 attention heads"),
+    ({"num_attention_heads": ["a", 2]}, "num_attention_heads must be a whole number of at most 2,147,483,648: got ["),
+    ({"layer_types": [["a"], "b"]}, "layer_types must be a list of numbers or names: got [['a'], 'b']"),
+    ({"mlp_only_layers": [{}]}, "mlp_only_layers must be a list of numbers or names: got [{}]"),
     ({"num_experts_per_tok": 5}, "a token must use 1 to 4 experts: got 5"),
     ({"n_group": 4, "topk_group": 1}, "2 experts of a token cannot be in 1 of 4 groups of 4 experts"),
     ({"n_group": 3, "topk_group": 3}, "2 experts of a token cannot be in 3 of 3 groups of 4 experts"),
-    ({"vocab_size": -3}, "vocab_size must be a whole number: got -3"),
+    ({"vocab_size": -3}, "vocab_size must be a whole number of at most 2,147,483,648: got -3"),
     ({"layer_types": ["linear_attention"] * 2}, "layer_types has 'linear_attention'"),
     ({"attn_type_list": [1, 0]}, "attn_type_list has linear attention (0)"),
     ({"hybrid_override_pattern": "M-"}, "hybrid_override_pattern says that the model has Mamba layers"),
@@ -161,6 +210,8 @@ def test_unknown_names(tmp_path):
         read_shape("deepsek-v3")
     with pytest.raises(ValueError, match=r"cannot read .*/config\.json: there is no such file"):
         read_shape(tmp_path)
+    with pytest.raises(ValueError, match="unknown model ''; choose from: tiny"):
+        read_shape("")
     with pytest.raises(ValueError, match=r"cannot read nowhere/x\.json: there is no such file"):
         read_shape("nowhere/x.json")
     (tmp_path / "config.json").write_text("[1]")

@@ -28,6 +28,9 @@ def test_the_numbers_of_a_division():
 
 BAD = {
     "gpus": ({"gpus": 63}, {}, "--gpus 63 is not a multiple of tp x pp x cp = 2 x 4 x 1 = 8; use 64 GPUs"),
+    "positions": ({"tp": 32, "pp": 1, "ep": 1}, {"seq": 48}, "--tp 32 does not divide --seq 48 / --cp 1; use 24"),
+    "positions of a context": ({"tp": 4, "pp": 1, "ep": 1, "cp": 4}, {"seq": 24},
+                               "--tp 4 does not divide --seq 24 / --cp 4; use 3"),
     "heads": ({"tp": 64, "pp": 1, "ep": 1}, {},
               "--tp 64 does not divide the 32 attention heads of qwen3-30b-a3b; use 32"),
     "experts": ({"ep": 3, "pp": 1, "tp": 1, "gpus": 96}, {},
@@ -51,6 +54,13 @@ def test_what_cannot_run_is_refused_in_one_line(division, options, said):
     with pytest.raises(ValueError, match=re.escape(said)) as error:
         changed(division, **options).check()
     assert "\n" not in str(error.value)
+
+
+def test_multi_token_prediction_needs_further_tokens():
+    shape = dataclasses.replace(LOAD.shape, mtp=2)
+    with pytest.raises(ValueError, match="--seq 2 is too short for 2 modules of multi-token prediction"):
+        changed(shape=shape, seq=2).check()
+    changed({"tp": 1, "gpus": 32}, shape=shape, seq=3).check()
 
 
 def test_a_dense_model_has_no_experts_to_divide():
