@@ -7,7 +7,7 @@ from ..messages import plural, printable
 from ..profiler.categories import COMMUNICATION, COPY
 from ..profiler.compare import Comparison, Difference, explaining
 from ..profiler.doctor.verdict import Verdict
-from ..profiler.recordings import IDLE_TIME, Recording, Sums
+from ..profiler.recordings import IDLE_TIME, Recording, Sums, Work
 from .figures import new_figure, plain_text, save_figure
 from .kernel_names import short_name
 from .overlap_report import percent
@@ -19,7 +19,7 @@ SUFFIXES = (".png", ".svg")
 _NAMES = {COMMUNICATION: "exposed communication", COPY: "copies", IDLE_TIME: "idle"}
 _LEAST = 0.05  # of the difference of the steps, for a sentence
 _SAME = 0.005  # steps that differ by a smaller share take the same time
-_MOST_KERNELS = 2
+_MOST_KERNELS, _LEAST_KERNEL = 2, 0.2  # kernels in a sentence, each with this share of its difference
 _WHITE = "#f4f4f4"
 
 
@@ -83,24 +83,31 @@ def _reason(comparison: Comparison, part: Difference, whole: float) -> str:
 
 def _counts(part: Difference) -> str:
     """Whether there are more kernels, or each takes longer."""
-    a, b, noun = part.a, part.b, "copies" if part.name == COPY else "kernels"
+    a, b, noun = part.a, part.b, ("copy", "copies") if part.name == COPY else ("kernel", "kernels")
+    counts = f"{_number(b.count)} {noun[_number(b.count) != '1']} instead of {_number(a.count)}"
     if not a.count or not b.count:
-        return f"{_number(b.count)} {noun} instead of {_number(a.count)}."
+        return f"{counts}."
     ratio = (b.total_us / b.count) / (a.total_us / a.count) if a.total_us else 1.0
     each = f"each takes {ratio:.2f} times as long on average"
     if abs(a.count - b.count) < 0.005 * a.count:
-        return f"As many {noun} ({_number(a.count)}), {each}."
-    return f"{_number(b.count)} {noun} instead of {_number(a.count)}, {each}."
+        return f"As many {noun[1]} ({_number(a.count)}), {each}."
+    return f"{counts}, {each}."
 
 
 def _kernels(kernels: Sequence[Difference], us: float) -> list[str]:
-    """The kernels with the largest differences in the same direction."""
-    shown = [one for one in kernels if one.us * us > 0 and abs(one.us) >= 0.2 * abs(us)][:_MOST_KERNELS]
+    """The kernels with the largest differences in the same direction. Those with one short name count as one."""
+    merged: dict[str, Difference] = {}
+    for one in kernels:
+        name = short_name(one.name)
+        known = merged.get(name, Difference(name, Work(), Work()))
+        merged[name] = Difference(name, known.a + one.a, known.b + one.b)
+    shown = [one for one in merged.values() if one.us * us > 0 and abs(one.us) >= _LEAST_KERNEL * abs(us)]
+    shown = sorted(shown, key=lambda one: -abs(one.us))[:_MOST_KERNELS]
     if not shown:
         return []
     texts = []
     for one in shown:
-        name = printable(short_name(one.name), 70)
+        name = printable(one.name, 70)
         if not one.a.count or not one.b.count:
             texts.append(f"{name} ({'only in B' if one.b.count else 'only in A'}, {abs(one.us):,.0f} us)")
         else:

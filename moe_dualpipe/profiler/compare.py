@@ -110,16 +110,16 @@ class Comparison:
 
     @property
     def unlike(self) -> list[str]:
-        """Sentences about what was not recorded alike."""
+        """Sentences about what was not recorded alike. Other GPUs run other kernels, so that says nothing more."""
         a, b = self.a, self.b
         found = []
-        if a.gpus and b.gpus and a.gpus != b.gpus:
+        if other_gpus := bool(a.gpus and b.gpus and a.gpus != b.gpus):
             found.append(f"Different GPUs: {', '.join(a.gpus)} in A, {', '.join(b.gpus)} in B.")
         if a.devices != b.devices:
             found.append(f"A has {a.devices} and B has {b.devices} devices: all numbers are means over devices.")
         if a.world_size and b.world_size and a.world_size != b.world_size:
             found.append(f"The job of A has {a.world_size:,} ranks, that of B {b.world_size:,}.")
-        if max(self.common) < _SAME_WORK:
+        if max(self.common) < _SAME_WORK and not other_gpus:
             shares = " and ".join(f"{share:.0%}" for share in self.common)
             found.append(f"Only {shares} of the computation is in kernels that both run: other models or libraries.")
         return found

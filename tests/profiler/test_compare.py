@@ -152,6 +152,16 @@ def test_what_explains_the_difference_comes_first(tmp_path):
     assert [part.name for part in explaining(back.parts, back.difference_us, 0.05)[0]] == ["GEMM", "elementwise"]
 
 
+def test_kernels_with_one_short_name_count_as_one(tmp_path):
+    """Template arguments differ between versions of PyTorch."""
+    kinds = [(f"void at::native::vectorized_elementwise_kernel<{n}, add>(int)", 10 * n, 10, 7) for n in range(5)]
+    a = record(tmp_path / "a.json", 2, kinds[:1])
+    text = compare_text(compare(a, record(tmp_path / "b.json", 2, kinds[1:])))
+    assert "4 kernels instead of 1, each takes 1.00 times" in text
+    assert "Most of it: vectorized_elementwise_kernel (10 -> 40 us)." in text
+    assert "1 kernel instead of 4, " in compare_text(compare(tmp_path / "b.json", a))
+
+
 def test_small_differences_explain_nothing():
     parts = [Difference("GEMM", Work(1, 5, 5), Work(1, 105, 105)), Difference("copy", Work(1, 5, 5), Work(1, 9, 9))]
     assert explaining(parts, 104, 0.05) == (parts[:1], [])
@@ -167,6 +177,9 @@ def test_recordings_of_other_machines_and_models_are_named(tmp_path):
     found = compare(a, record(tmp_path / "b.json", 2, other, more=v100))
     assert found.unlike == [
         "Different GPUs: H100 in A, V100\x1b[31m in B.", "The job of A has 8 ranks, that of B 2.",
+    ]  # fmt: skip
+    same_gpu = record(tmp_path / "c.json", 2, other)
+    assert compare(a, same_gpu).unlike == [
         "Only 14% and 10% of the computation is in kernels that both run: other models or libraries.",
     ]  # fmt: skip
     assert "\x1b" not in compare_text(found) and "V100" in compare_text(found)
