@@ -24,6 +24,9 @@ class ProfileCompare:
     """Regular expression. Kernels (on a CPU, annotations) whose names contain it are communication, too."""
     compute: str | None = None
     """Regular expression. Kernels whose names contain it are computation, whatever --comm or their library says."""
+    steps: str | None = None
+    """Compare only these steps of both: 3:7 (without step 7), 3:, :7 or 3. all: everything that is recorded. None: all
+    steps, but without start-up."""
     image: Path | None = None
     """Draw the time of each category, A above B, into this file (.png or .svg)."""
     json: bool = False
@@ -35,6 +38,7 @@ class ProfileCompare:
         from ..profiler.compare import Comparison
         from ..profiler.reading.paths import trace_paths
         from ..profiler.recordings import read_recording
+        from ..profiler.windows import parse_steps
 
         try:
             names = Names(self.comm, self.compute)
@@ -43,7 +47,8 @@ class ProfileCompare:
         if self.image is not None:
             check_output(self.image, SUFFIXES)
         paths = [trace_paths([argument]) for argument in (self.a, self.b)]
-        comparison = Comparison(*(read_recording(str(one), files, names)
+        steps = parse_steps(self.steps)
+        comparison = Comparison(*(read_recording(str(one), files, names, steps)
                                   for one, files in zip((self.a, self.b), paths, strict=True)))  # fmt: skip
         for one in (comparison.a, comparison.b):
             for path, sentence in one.remarks:

@@ -7,7 +7,7 @@ from ..messages import plural, printable
 from ..profiler.categories import COMMUNICATION, COPY
 from ..profiler.compare import Comparison, Difference, explaining
 from ..profiler.doctor.verdict import Verdict
-from ..profiler.recordings import IDLE_TIME, Recording, Sums, Work
+from ..profiler.recordings import IDLE_TIME, LATE_LAUNCHES, NO_WORK, Recording, Sums, Work
 from .figures import new_figure, plain_text, save_figure
 from .kernel_names import short_name
 from .overlap_report import percent
@@ -16,7 +16,10 @@ from .palette import COPY as COPY_STYLE
 from .tables import markdown
 
 SUFFIXES = (".png", ".svg")
-_NAMES = {COMMUNICATION: "exposed communication", COPY: "copies", IDLE_TIME: "idle"}
+_NAMES = {
+    COMMUNICATION: "exposed communication", COPY: "copies", IDLE_TIME: "idle",
+    LATE_LAUNCHES: "idle, not launched yet",
+}  # fmt: skip
 _LEAST = 0.05  # of the difference of the steps, for a sentence
 _SAME = 0.005  # steps that differ by a smaller share take the same time
 _MOST_KERNELS, _LEAST_KERNEL = 2, 0.2  # kernels in a sentence, each with this share of its difference
@@ -74,6 +77,8 @@ def _reason(comparison: Comparison, part: Difference, whole: float) -> str:
     text = f"{_NAMES.get(part.name, part.name)}: {_more(part.us)}{share}."
     if part.name == IDLE_TIME:
         return text
+    if part.name == LATE_LAUNCHES:
+        return f"{text} In this time, the host had not launched the next work."
     if part.name == COMMUNICATION:
         a, b = comparison.sums
         hidden = f"{percent(_hidden_share(a))} of it is hidden in A, {percent(_hidden_share(b))} in B"
@@ -125,10 +130,10 @@ def _work_rows(comparison: Comparison) -> list[list[str]]:
     unit = "us per step" if comparison.by_step else "us"
     rows = [[unit, "A", "B", "B - A", "change", "kernels in A", "in B"]]
     rows.append(["step" if comparison.by_step else "recording", *_times(a.step_us, b.step_us), "", ""])
-    last = (COPY, COMMUNICATION, IDLE_TIME)
+    last = (COPY, COMMUNICATION, *NO_WORK)
     ordered = sorted(comparison.parts, key=lambda one: (one.name in last, -max(one.a.step_us, one.b.step_us)))
     for part in ordered:
-        counts = ["", ""] if part.name == IDLE_TIME else [_number(one.count) for one in (part.a, part.b)]
+        counts = ["", ""] if part.name in NO_WORK else [_number(one.count) for one in (part.a, part.b)]
         name = f"- {_NAMES.get(part.name, part.name)}"
         rows.append([name, *_times(part.a.step_us, part.b.step_us), *counts])
     return rows
@@ -182,9 +187,10 @@ def _end(path: str) -> str:
 def save_comparison(comparison: Comparison, path: Path) -> None:
     """Draw the time of each category in a step, A above B. Raises ImportError if matplotlib is not installed."""
     parts = [part for part in comparison.parts if max(part.a.step_us, part.b.step_us) > 0]
-    parts.sort(key=lambda part: (part.name == IDLE_TIME, part.name == COMMUNICATION, -part.a.step_us - part.b.step_us))
+    parts.sort(key=lambda part: (part.name in NO_WORK, part.name == COMMUNICATION, -part.a.step_us - part.b.step_us))
     colours = {style.label: style.colour for style in CATEGORY_STYLES} | {
-        OTHER.label: OTHER.colour, COPY: COPY_STYLE.colour, COMMUNICATION: EXPOSED.colour, IDLE_TIME: _WHITE,
+        OTHER.label: OTHER.colour, COPY: COPY_STYLE.colour, COMMUNICATION: EXPOSED.colour,
+        **dict.fromkeys(NO_WORK, _WHITE),
     }  # fmt: skip
     figure = new_figure(8.5, 0.5 * len(parts) + 1.5)
     axes = figure.subplots()

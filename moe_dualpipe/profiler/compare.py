@@ -10,7 +10,7 @@ from typing import Any
 
 from .categories import COMMUNICATION, COPY
 from .doctor.verdict import Verdict
-from .recordings import IDLE_TIME, Recording, Sums, Work, transfers_of
+from .recordings import NO_WORK, Recording, Sums, Work, transfers_of
 
 CHANGED = 0.01
 """Causes whose gain changed by less than this share of the step are the same."""
@@ -61,7 +61,7 @@ class Comparison:
 
     @property
     def parts(self) -> list[Difference]:
-        """The categories, with COMMUNICATION that is exposed, COPY and IDLE_TIME: the largest difference first."""
+        """The categories, with COMMUNICATION that is exposed, COPY and NO_WORK: the largest difference first."""
         a, b = (sums.by_category() for sums in self.sums)
         return _differences(a, b)
 
@@ -156,7 +156,7 @@ def _apart(a: Verdict, b: Verdict) -> bool:
 
 
 def _computation(sums: Sums) -> dict[str, float]:
-    others = COMMUNICATION, COPY, IDLE_TIME
+    others = COMMUNICATION, COPY, *NO_WORK
     return {name: work.total_us for (category, name), work in sums.work.items() if category not in others}
 
 

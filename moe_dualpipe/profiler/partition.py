@@ -100,12 +100,13 @@ def work_of(trace: Trace, events: Sequence[DeviceEvent], names: Names, phases: P
 
     comm = [event for event in events if names.kind_of(event) == "comm"]
     others = [event for event in events if names.kind_of(event) != "comm"]
-    on_cpu = bool(events) and events[0].device == "cpu"
-    return divide(others, comm, label_of, EMPTY if on_cpu else _late_host(trace, events))
+    return divide(others, comm, label_of, late_host(trace, events))
 
 
-def _late_host(trace: Trace, events: Sequence[DeviceEvent]) -> Intervals:
-    """The time in which nothing ran, and the host had not launched the next event."""
+def late_host(trace: Trace, events: Sequence[DeviceEvent]) -> Intervals:
+    """The time in which nothing ran, and the host had not launched the next event. A CPU has no other host."""
+    if events and events[0].device == "cpu":
+        return EMPTY
     ordered = sorted(events, key=lambda event: event.start)
     busy = union(intervals_of(ordered))
     starts = np.array([event.start for event in ordered])

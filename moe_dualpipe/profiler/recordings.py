@@ -1,19 +1,18 @@
 """Sum up a recording per step: what its devices did, in how many kernels, and what was in flight.
 
-A step begins when the host has begun it and the device has finished what was launched before: the host runs ahead of a
-device. Each moment of a step belongs to one piece of work (partition.py), so that all work and the idle time add up to
-the step. A recording can have several devices: its numbers are means over them.
+windows.py finds the steps. So that steps of recordings of different lengths can be compared, one begins here when the
+host has begun it and the device has finished all that was launched before; the last one ends when the next would begin.
+Each moment belongs to one piece of work (partition.py), so that all work and the idle time add up to the step. A
+recording can have several devices: its numbers are means over them.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 
-from ..overlap.labels import step_number
 from .categories import COMMUNICATION, category_of
 from .collectives import kind_of_collective
 from .communication import NAMES, Names
@@ -21,14 +20,15 @@ from .doctor.diagnose import Examined, conclude
 from .doctor.verdict import Verdict
 from .files import analyze_devices
 from .host import host_as_device
-from .intervals import intersection, intervals_of, total, union
-from .partition import IDLE, Label, divide
+from .intervals import Intervals, intersection, intervals_of, total, union
+from .partition import IDLE, LATE_HOST, Label, divide, late_host
 from .reading import read_trace
-from .trace import DeviceEvent, HostEvent, Trace
+from .trace import DeviceEvent, Trace
+from .windows import Choice, DeviceStep, window_of
 
-IDLE_TIME = IDLE.category
-_STARTUP = 1.5
-"""The first step is left out if it takes this many times as long as the median of at least two others."""
+IDLE_TIME, LATE_LAUNCHES = IDLE.category, LATE_HOST.category
+NO_WORK = IDLE_TIME, LATE_LAUNCHES
+"""Categories of the time in which a device does nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Sums:
 
     step_us: float
     work: Mapping[tuple[str, str], Work]
-    """By category and name of the kernel; transfers by kind. With IDLE_TIME, adds up to the step."""
+    """By category and name of the kernel; transfers by kind. With NO_WORK, adds up to the step."""
     comm_us: float
     hidden_us: float
     """Communication while a kernel computes."""
@@ -82,27 +82,36 @@ class Recording:
     verdicts: tuple[Verdict, ...]
     """The cause with the largest gain of each kind, on any device."""
     remarks: tuple[tuple[Path, str], ...]
-    """Sentences about damaged and incomplete files."""
+    """Sentences about damaged and incomplete files, and about what is left out."""
 
 
-def read_recording(name: str, paths: Sequence[Path], names: Names = NAMES) -> Recording:
-    """Read the files of one recording. Raises TraceError for a file that is not a trace or has no device events."""
+def read_recording(
+    name: str, paths: Sequence[Path], names: Names = NAMES, steps: Choice = "default"
+) -> Recording:  # fmt: skip
+    """Read the files of one recording. Raises TraceError for a file that is not a trace or has no device events.
+
+    steps: which to analyze; ValueError if they are not recorded.
+    """
     examined: list[Examined | None] = []
     remarks: dict[tuple[Path, str], None] = {}
     found: list[tuple[int, Sums, Sums | None]] = []
     gpus, sizes = set(), set()
+    like: range | None = None
     for path in paths:
         trace = host_as_device(read_trace(path), names)
-        here = analyze_devices(path, trace, names, False, examined)
-        found += [_sum_up(trace, device.analysis.device, names) for device in here]
-        for device in here:
+        for device in analyze_devices(path, trace, names, False, examined, steps=steps, like=like):
+            window = window_of(trace, device.analysis.device, steps, names, like)
+            found.append(_sum_up(trace, device.analysis.device, window.steps, names))
+            like = like or window.numbers
             cut = [f"the file is incomplete: {device.truncated:,} events are read"] * bool(device.truncated)
-            remarks |= {(path, sentence): None for sentence in (*cut, *device.remarks)}
+            remarks |= {
+                (path, sentence): None for sentence in (*cut, *device.remarks, *filter(None, [device.left_out]))
+            }
         gpus.add(trace.gpu)
         sizes.add(trace.world_size)
-    counts, wholes, steps = zip(*found, strict=True)
-    known = [one for one in steps if one is not None]
-    per_step = _mean(known) if len(known) == len(steps) else None
+    counts, wholes, by_step = zip(*found, strict=True)
+    known = [one for one in by_step if one is not None]
+    per_step = _mean(known) if len(known) == len(by_step) else None
     return Recording(
         name, len(found), tuple(sorted(gpus - {""})), sizes.pop() if len(sizes) == 1 else None,
         min(counts), _mean(wholes), per_step, _largest(conclude(examined)), tuple(remarks),
@@ -116,19 +125,26 @@ def _largest(verdicts: Iterable[Sequence[Verdict]]) -> tuple[Verdict, ...]:
     return tuple(by_kind.values())
 
 
-def _sum_up(trace: Trace, device: str, names: Names) -> tuple[int, Sums, Sums | None]:
-    """The number of steps on one device, the sums of all, and those of one step."""
+def _sum_up(
+    trace: Trace, device: str, steps: Sequence[DeviceStep], names: Names
+) -> tuple[int, Sums, Sums | None]:  # fmt: skip
+    """The number of steps on one device, the sums of the whole recording, and those of one step."""
     events = [event for event in trace.device_events if event.device == device]
     kinds = [names.kind_of(event) for event in events]
 
     def label_of(event: DeviceEvent, kind: str) -> Label:
-        category = category_of(event, kind)
-        return Label(category, (kind_of_collective(event) or event.name) if kind == "comm" else event.name)
+        name = (kind_of_collective(event) or event.name) if kind == "comm" else event.name
+        return Label(category_of(event, kind), name)
 
     labels = {id(event): label_of(event, kind) for event, kind in zip(events, kinds, strict=True)}
     by_kind = {wanted: [event for event, kind in zip(events, kinds, strict=True) if kind == wanted]
                for wanted in ("compute", "copy", "comm")}  # fmt: skip
-    divided = divide([*by_kind["compute"], *by_kind["copy"]], by_kind["comm"], lambda event: labels[id(event)])
+    reached = _reached(trace, events)
+    span = (reached(steps[0].launched[0]), reached(steps[-1].launched[1])) if steps else None
+    divided = divide(
+        [*by_kind["compute"], *by_kind["copy"]], by_kind["comm"], lambda event: labels[id(event)],
+        _late_host(trace, events, span),
+    )  # fmt: skip
     comm, kernels = (union(intervals_of(by_kind[kind])) for kind in ("comm", "compute"))
     hidden = intersection(comm, kernels)
 
@@ -140,41 +156,33 @@ def _sum_up(trace: Trace, device: str, names: Names) -> tuple[int, Sums, Sums | 
             if start <= event.start < end:
                 counts[labels[id(event)]] += 1
                 durations[labels[id(event)]] += event.end - event.start
-        shares = {label: float(us[0]) for label, us in divided.between(span[:, 0], span[:, 1]).items()}
         work = {
-            (label.category, label.phase): Work(counts[label] / steps, durations[label] / steps, us / steps)
-            for label, us in shares.items()
+            (label.category, label.phase): Work(counts[label] / steps, durations[label] / steps, float(us[0]) / steps)
+            for label, us in divided.between(span[:, 0], span[:, 1]).items()
         }
-        return Sums(
-            (end - start) / steps, work,
-            total(intersection(comm, span)) / steps, total(intersection(hidden, span)) / steps,
-        )  # fmt: skip
+        return Sums((end - start) / steps, work, *(total(intersection(one, span)) / steps for one in (comm, hidden)))
 
     whole = sums(divided.start, divided.end, 1)
-    span = _steps_of(trace, events)
-    return (span[2], whole, sums(*span)) if span else (0, whole, None)
+    return len(steps), whole, sums(*span, len(steps)) if span else None
 
 
-def _steps_of(trace: Trace, events: Sequence[DeviceEvent]) -> tuple[float, float, int] | None:
-    """When the steps begin and end on the device, and their number. None if none is recorded."""
-    named = trace.steps or [event for event in trace.annotations if step_number(event.name) is not None]
-    steps = sorted({event.name: event for event in reversed(named)}.values(), key=lambda event: event.start)
-    if len(steps) > 2 and _length(steps[0]) > _STARTUP * median(map(_length, steps[1:])):
-        steps = steps[1:]
-    if not steps:
-        return None
-    launched = [None if event.correlation is None else trace.launches.get(event.correlation) for event in events]
-    times = [event.start if launch is None else launch.start for event, launch in zip(events, launched, strict=True)]
-
-    def reached(time: float) -> float:
-        return max([time, *(event.end for event, begun in zip(events, times, strict=True) if begun < time)])
-
-    start, end = reached(steps[0].start), reached(steps[-1].end)
-    return (start, end, len(steps)) if any(start <= event.start < end for event in events) else None
+def _late_host(trace: Trace, events: Sequence[DeviceEvent], span: tuple[float, float] | None) -> Intervals:
+    """The time in which nothing was launched, also between the ends of `span` and the first and the last event."""
+    found = late_host(trace, events)
+    if span is None or not trace.launches or events[0].device == "cpu":
+        return found
+    first = min(events, key=lambda event: event.start)
+    launch = None if first.correlation is None else trace.launches.get(first.correlation)
+    before = (span[0], min(launch.end, first.start)) if launch else (0.0, 0.0)
+    after = (max(event.end for event in events), span[1])
+    return union(np.concatenate([found, [before, after]]))
 
 
-def _length(step: HostEvent) -> float:
-    return step.end - step.start
+def _reached(trace: Trace, events: Sequence[DeviceEvent]) -> Callable[[float], float]:
+    """Return a function that maps a time of the host to the moment when all earlier launches are done, too."""
+    launches = [None if event.correlation is None else trace.launches.get(event.correlation) for event in events]
+    begun = [(launch or event).start for event, launch in zip(events, launches, strict=True)]
+    return lambda time: max([time, *(event.end for event, start in zip(events, begun, strict=True) if start < time)])
 
 
 def _mean(found: Sequence[Sums]) -> Sums:

@@ -22,13 +22,13 @@ STEP = [  # name, start, duration, stream: 10 us idle, 5 us of the copy, 25 of t
 GPU = {"deviceProperties": [{"id": 0, "name": "H100", "numSms": 132}]}
 
 
-def events_of(steps, works=STEP, length=100, lag=0.0, named="ProfilerStep#{}", device=0):
+def events_of(steps, works=STEP, length=100, lag=0.0, named="ProfilerStep#{}", device=0, first=0):
     """Events of `steps` equal steps of the host. lag: how much later than its launch a device runs everything."""
     events = []
     for step in range(steps):
         at = step * length
         if named:
-            events.append(annotation(named.format(step), at, length))
+            events.append(annotation(named.format(step + first), at, length))
         for name, start, duration, stream in works:
             correlation = len(events) + 1
             begin = at + max(start - 5, 0)
@@ -52,12 +52,13 @@ def step_us(comparison, side=0):
 
 
 def test_the_work_of_a_step_adds_up(tmp_path):
-    """The moment in which attention begins beside a GEMM belongs to the GEMM."""
+    """A GEMM and attention at once: the moment belongs to the GEMM, which started first. Nothing is in flight in the
+    first 10 us; the host launches the GEMM from 5 to 6."""
     found = compare(record(tmp_path / "a.json", 3), record(tmp_path / "b.json", 3))
     sums, _ = found.sums
     assert found.by_step and sums.step_us == 100
     assert step_us(found) == {
-        "GEMM": 40, "attention": 10, "communication": 25, "copy": 5, "elementwise": 10, "idle": 10,
+        "GEMM": 40, "attention": 10, "communication": 25, "copy": 5, "elementwise": 10, "not launched": 6, "idle": 4,
     }  # fmt: skip
     assert sum(step_us(found).values()) == sums.step_us
     parts = {part.name: part.a for part in found.parts}
@@ -82,15 +83,21 @@ def test_a_device_that_runs_behind_its_host(tmp_path):
     b = write(tmp_path / "b.json", [*start_up[:0], *launched_before, *events_of(4, lag=300.0)])
     assert found.sums[0].step_us == (400 + 300) / 4  # the time until the first kernel counts
     assert compare(b, b).sums[0].step_us == 100  # it was the time of work that was launched before
-    assert step_us(compare(b, b)) == step_us(compare(record(tmp_path / "c.json", 4), a))
+    assert step_us(compare(b, b))["idle"] == 10  # all was launched long before
+    assert step_us(compare(record(tmp_path / "c.json", 4), a))["not launched"] == 6
 
 
-def test_a_slow_first_step_is_left_out(tmp_path):
-    slow = [annotation("ProfilerStep#7", -1000, 1000), launch(999, -900), kernel(GEMM, -890, 880, 7, 999)]
-    a = write(tmp_path / "a.json", [*slow, *events_of(3)])
+def test_a_slow_first_step_is_left_out(tmp_path, capsys):
+    slow = [annotation("ProfilerStep#4", -1000, 1000), launch(999, -900), kernel(GEMM, -890, 880, 7, 999)]
+    a = write(tmp_path / "a.json", [*slow, *events_of(3, first=5)])
     found = compare(a, record(tmp_path / "b.json", 3))
     assert (found.a.steps, found.difference_us, found.a.whole.step_us) == (3, 0, 890 + 300)
-    two = compare(write(tmp_path / "c.json", [*slow, *events_of(1)]), a)
+    assert {(part.us, part.b.count - part.a.count) for part in found.parts} == {(0, 0)}
+    assert main(["profile", "compare", str(a), str(a)]) == 0
+    assert "a.json: analyzed: steps 5 to 7, without step 4, which took " in capsys.readouterr().err
+    assert main(["profile", "compare", str(a), str(a), "--steps", "4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["a"]["steps"] == 1
+    two = compare(write(tmp_path / "c.json", [*slow, *events_of(1, first=5)]), a)
     assert two.a.steps == 2  # which of two is the slow one is not known
 
 
@@ -110,10 +117,19 @@ def test_without_steps_whole_recordings_are_compared(tmp_path):
     assert "B runs the kernels" not in compare_text(compare(b, b))
     other = [(GEMM, 0, 5, 7)] * 5 + [(ATTENTION, 10, 30, 7), (ADD, 50, 10, 7), (ADD, 60, 10, 7)]
     assert compare(a, record(tmp_path / "c.json", 1, other, named="")).work_ratio is None
+    assert not compare(b, a).by_step and compare(b, a).difference_us == 200
+    rare = [*STEP, (ADD, 5, 1, 7), (ADD, 6, 1, 7), ("axpby_kernel", 7, 1, 7)]
+    twice = [*STEP, *(("axpby_kernel", 7 + n / 10, 0.1, 7) for n in range(9)), (ADD, 5, 1, 7), (ADD, 6, 1, 7)]
+    most = [record(tmp_path / f"{n}.json", 2, works, named="") for n, works in enumerate((rare, twice))]
+    assert compare(*most).work_ratio == 1  # of the median time, not of a rare kernel
 
 
 def test_several_devices_are_averaged(tmp_path):
     (folder := tmp_path / "ranks").mkdir()
+    (mixed := tmp_path / "mixed").mkdir()
+    record(mixed / "rank0.json", 2)
+    record(mixed / "rank1.json", 2, named="")
+    assert compare(mixed, mixed).a.steps == 0 and not compare(mixed, mixed).by_step
     slower = [(name, start, duration + 20 * (name == ADD), stream) for name, start, duration, stream in STEP]
     record(folder / "rank0.json", 2, more={**GPU, "distributedInfo": {"rank": 0, "world_size": 2}})
     record(folder / "rank1.json", 3, slower, length=120, more={**GPU, "distributedInfo": {"rank": 1, "world_size": 2}})
@@ -150,6 +166,15 @@ def test_what_explains_the_difference_comes_first(tmp_path):
     back = Comparison(found.b, found.a)
     assert [part.us for part in back.parts] == [-part.us for part in found.parts]
     assert [part.name for part in explaining(back.parts, back.difference_us, 0.05)[0]] == ["GEMM", "elementwise"]
+
+
+def test_only_kernels_that_changed_in_the_same_direction_are_named(tmp_path):
+    """Elementwise work takes 20 us more: 30 more of one kernel, 10 less of another."""
+    a = [(ADD, 0, 10, 7), ("silu_kernel", 20, 20, 7)]
+    b = [(ADD, 0, 40, 7), ("silu_kernel", 50, 10, 7)]
+    found = compare(record(tmp_path / "a.json", 2, a), record(tmp_path / "b.json", 2, b))
+    text = compare_text(found)
+    assert "elementwise: 20 us more" in text and "Most of it: vectorized_elementwise_kernel (10 -> 40 us).\n" in text
 
 
 def test_kernels_with_one_short_name_count_as_one(tmp_path):
@@ -199,7 +224,11 @@ def test_causes_that_are_new_or_gone(tmp_path, name):
     assert new == gone and new[0] == kind
     assert not there.verdicts["gone"] and not there.verdicts["changed"] and not back.verdicts["new"]
     assert there.difference_us == -back.difference_us > 0
-    assert {part.name for part in explaining(there.parts, there.difference_us, 0.05)[0]} <= {"communication", "idle"}
+    assert {part.name for part in explaining(there.parts, there.difference_us, 0.05)[0]} <= {
+        "communication",
+        "idle",
+        "not launched",
+    }
     assert f"({kind}, " in next(line for line in compare_text(back).splitlines() if line.startswith("Gone in B: "))
 
 
