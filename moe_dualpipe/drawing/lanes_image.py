@@ -17,7 +17,7 @@ from ..profiler.intervals import Intervals, intersection, total, union
 from ..profiler.lanes import COMMUNICATION, LANES, Ints, Lanes, runs
 from .figures import new_figure, plain_text
 from .kernel_names import shortened
-from .lanes_windows import Window, label_of, windows_of
+from .lanes_windows import Window, label_of, time_until, windows_of
 from .palette import EXPOSED, HIDDEN, STYLES, has_letters, styles_of
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _LANE_INCHES, _LETTER_WIDTH = 7.7, 0.58 / 72  # a letter's width in inches, divi
 _NARROWEST, _MARGIN = 0.28, 0.06  # the width of an "i" as a share of the size; inches left free beside a label
 _LANE_HEIGHTS, _SPACE, _INCHES = (0.86, 0.86, 0.4), 0.14, 0.42  # the unit of height, about so many inches
 _STRIP = 0.1  # the height of exposed communication if colours show phases
-_PIXELS = 1200.0  # shorter gaps than a lane's length divided by this are not drawn
+_PIXELS = 1200  # shorter gaps than a lane's length divided by this are not drawn
 
 
 def lanes_figure(pictures: Sequence["Picture"], note: str = "") -> "Figure":
@@ -105,6 +105,11 @@ class _Panel:
     def end(self) -> float:
         return self.window[1] - self.picture.shift_us
 
+    @property
+    def pixel(self) -> float:
+        """Shorter gaps are not drawn, in us."""
+        return (self.end - self.start) / _PIXELS
+
     def draw(self, labels: bool) -> None:
         lanes = self.picture.lanes
         heights = [_LANE_HEIGHTS[lane] for lane in self.used]
@@ -124,16 +129,28 @@ class _Panel:
         self._set_axes([bottom + height / 2 for bottom, height in zip(bottoms, heights, strict=True)])
 
     def _draw_row(self, chosen: NDArray[np.bool_], base: float, height: float, exposed: Intervals | None) -> None:
-        lanes = self.picture.lanes
-        for number in np.unique(self.styles[chosen]):
-            self._bars(lanes.busy(chosen & (self.styles == number)), base, height, STYLES[number].colour)
+        """Draw the work of a row. Where several styles share a pixel, it shows the one with the most time."""
+        lanes, numbers = self.picture.lanes, np.unique(self.styles[chosen])
+        busy, edges = close_gaps(lanes.busy(chosen), self.pixel), np.linspace(self.start, self.end, _PIXELS + 1)
+        pixels = np.stack([edges[:-1], edges[1:]], axis=1)
+        times = [np.diff(time_until(lanes.busy(chosen & (self.styles == number)), edges)) for number in numbers]
+        for which, number in enumerate(numbers):
+            most = (np.argmax(times, axis=0) == which) & (times[which] > 0)
+            self._bars(intersection(busy, union(pixels[most])), base, height, STYLES[number].colour)
         if exposed is not None:
-            strip = min(_STRIP, height / 3) if self.letters else height
-            self._bars(intersection(lanes.busy(chosen), exposed), base, strip, EXPOSED.colour)
+            self._draw_exposed(intersection(lanes.busy(chosen), exposed), base, height)
+
+    def _draw_exposed(self, exposed: Intervals, base: float, height: float) -> None:
+        """Exposed times with gaps too short to be drawn become one bar, as high as their share of it."""
+        joined, height = close_gaps(exposed, self.pixel), min(_STRIP, height / 3) if self.letters else height
+        inside = time_until(exposed, joined[:, 1]) - time_until(exposed, joined[:, 0])
+        eighths = np.maximum(np.round(8 * inside / (joined[:, 1] - joined[:, 0])), 1)
+        for count in np.unique(eighths):
+            self._bars(joined[eighths == count], base, height * count / 8, EXPOSED.colour)
 
     def _bars(self, intervals: Intervals, base: float, height: float, colour: str) -> None:
-        shift, closed = self.picture.shift_us, (self.end - self.start) / _PIXELS
-        spans = [((a + shift) / 1e3, (b - a) / 1e3) for a, b in close_gaps(intervals, closed).tolist()]
+        shift = self.picture.shift_us
+        spans = [((a + shift) / 1e3, (b - a) / 1e3) for a, b in intervals.tolist()]
         self.axes.broken_barh(spans, (base, height), facecolors=colour, edgecolors="none")
 
     def _add_labels(self, lanes: Lanes, styles: Ints, base: float, height: float) -> None:

@@ -61,12 +61,12 @@ def _busy_start(pictures: Sequence["Picture"], length: float, end: float) -> flo
     for picture in pictures:
         for lane in (COMPUTATION, COMMUNICATION):
             busy = picture.lanes.busy(picture.lanes.lane == lane) + picture.shift_us
-            work += _time_until(busy, starts + length) - _time_until(busy, starts)
+            work += time_until(busy, starts + length) - time_until(busy, starts)
     good = starts[work >= _ENOUGH_WORK * work.max()]
     return float(good[np.argmin(np.abs(good + length / 2 - middle))])
 
 
-def _time_until(intervals: NDArray[np.float64], times: NDArray[np.float64]) -> NDArray[np.float64]:
+def time_until(intervals: NDArray[np.float64], times: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the length of the intervals before each of the times."""
     if not len(intervals):
         return np.zeros(len(times))

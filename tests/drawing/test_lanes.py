@@ -74,6 +74,37 @@ def test_colours_of_other_traces_show_categories(tmp_path):
     assert EXPOSED.label not in found and EXPOSED.colour not in (tmp_path / "lanes.svg").read_text()
 
 
+def bars(works, colour):
+    """The bars of a colour in an image of these works: (start, end, height of the bar in heights of its row)."""
+    from matplotlib.colors import to_hex
+
+    from moe_dualpipe.drawing.lanes_image import _LANE_HEIGHTS, lanes_figure
+
+    axes = lanes_figure([Picture("", lanes_of(*works))]).axes[0]
+    coloured = [group for group in axes.collections if [to_hex(ink) for ink in group.get_facecolor()] == [colour]]
+    found = [path for group in coloured for path in group.get_paths()]
+    extents = [path.get_extents() for path in found]
+    return [(box.x0 * 1e3, box.x1 * 1e3, box.height / _LANE_HEIGHTS[0]) for box in extents]
+
+
+def test_a_pixel_shows_the_style_with_the_most_time():
+    pytest.importorskip("matplotlib")
+    pairs = [("gemm", "GEMM", 0, 7), ("add", "elementwise", 7, 10)]
+    works = [Work(name, 10 * i + a, 10 * i + b, category=kind) for i in range(5000) for name, kind, a, b in pairs]
+    (gemm,) = (style.colour for style in STYLES if style.label == "GEMM")
+    assert [bar[:2] for bar in bars(works, gemm)] == [pytest.approx((0, 50_000))]
+    assert not bars(works, next(style.colour for style in STYLES if style.label == "elementwise"))
+
+
+def test_many_short_exposures_are_as_high_as_their_share():
+    """A quarter of many transfers is exposed: a quarter of the row is red. A long exposed one is as high as the row."""
+    pytest.importorskip("matplotlib")
+    kernels = [Work("gemm", 10 * i, 10 * i + 7.5) for i in range(5000)]
+    transfers = [Work("nccl", 10 * i, 10 * i + 10, lane=1) for i in range(5000)]
+    found = bars([*kernels, *transfers, Work("nccl", 60_000, 70_000, lane=1)], EXPOSED.colour)
+    assert found == [pytest.approx((7.5, 50_000, 0.25)), pytest.approx((60_000, 70_000, 1))]
+
+
 def test_exposed_communication_is_a_strip_below_phases(tmp_path):
     works = Work("gemm", 0, 50, phase="mlp(F)"), Work("ncclA", 0, 100, lane=1, phase="combine(B)")
     found = texts(tmp_path, Picture("", lanes_of(*works)))

@@ -28,10 +28,10 @@ function drawMemory() {
       pen.lineTo(LEFT + laneWidth(), bottom);
       pen.fillStyle = "#77aadd";
       pen.fill();
-      pen.beginPath();
-      stairs(memory.reserved);
       pen.strokeStyle = theme.ink;
       pen.lineWidth = 1;
+      pen.beginPath();
+      if (memory.reserved.some(Boolean)) stairs(memory.reserved);  // a CPU reserves nothing
       pen.stroke();
     }
     pen.fillStyle = theme.muted;
