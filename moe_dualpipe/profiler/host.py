@@ -5,7 +5,8 @@ module converts them into device events, so that the other modules treat CPUs an
 
     computation     operators. In annotations that end in (F), (B), (I) or (W), such as attn(F), also the Python code
                     between operators. Waits and calls of a backend are not computation. Operators inside "wait for x"
-                    are, because they unpack received data; they belong to phase x.
+                    are, because they unpack received data; they belong to phase x. A collective of torch.distributed
+                    that blocks is a wait, too, although only its call is recorded.
     communication   transfers of gloo, of a modelled link or through shared memory, from start to end, and annotations
                     that are named after communication. Receives of gloo are left out: a receive starts when it is
                     posted, so only the send shows when data is in flight.
@@ -14,18 +15,24 @@ Nested operators become one event with the name of the outermost operator inside
 """
 
 import re
+from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import inf
 
-from ..overlap.labels import LINK_TRANSFER, OWN_TRANSFERS, is_wait, letter_of, without_group, without_wait
+from ..overlap.labels import LINK_TRANSFER, LINK_WAIT, OWN_TRANSFERS, is_wait, letter_of, without_group, without_wait
 from .communication import Names
 from .trace import Collective, DeviceEvent, HostEvent, Trace
 
 _CALLS = re.compile(rf"c10d::|_?c10d_functional::|{OWN_TRANSFERS}::")
 _LAUNCHES = re.compile(rf"(?:c10d|{OWN_TRANSFERS})::(\w+)")
+
+_LEAST_BLOCKED = 1000.0
+"""Microseconds. A collective that takes less time is not looked at."""
+_WAKE_UP, _WAKE_UP_SHARE = 500.0, 0.25
+"""A blocked thread goes on so many microseconds after the transfer, or this share of the wait if that is longer."""
 
 
 def host_as_device(trace: Trace, names: Names) -> Trace:
@@ -40,9 +47,13 @@ def host_as_device(trace: Trace, names: Names) -> Trace:
     transfers = [event for event in trace.transfers if ":recv" not in event.name]
     transfers += [event for event in trace.annotations if event.name in matching]
     transfers.sort(key=lambda event: event.start)
-    waits = [event for events in (annotations, trace.operators) for event in events if _waits(event.name)]
+    groups = [without_group(event.name)[1] for event in transfers]
+    transfers = [event._replace(name=without_group(event.name)[0]) for event in transfers]
+    calls = [*_launches_of(transfers, trace.operators)]
+    operators = [*trace.operators, *_blocking(transfers, calls, [*trace.operators, *annotations])]
+    waits = [event for events in (annotations, operators) for event in events if _waits(event.name)]
     threads: dict[tuple[str, str], list[tuple[HostEvent, bool]]] = defaultdict(list)
-    for event in trace.operators:
+    for event in operators:
         threads[event.thread].append((event, True))
     for event in annotations:
         if letter_of(event.name) or _waits(event.name):
@@ -60,9 +71,7 @@ def host_as_device(trace: Trace, names: Names) -> Trace:
         for piece in _pieces(events):
             add(piece, "operator", piece)
     free: dict[tuple[str, str], float] = {}
-    groups = [without_group(event.name)[1] for event in transfers]
-    transfers = [event._replace(name=without_group(event.name)[0]) for event in transfers]
-    for transfer, launch, group in zip(transfers, _launches_of(transfers, trace.operators), groups, strict=True):
+    for transfer, launch, group in zip(transfers, calls, groups, strict=True):
         if transfer.name == LINK_TRANSFER:  # the recorded start is too late: the link's thread wakes up first
             start = min(transfer.start, max(launch.start, free.get(transfer.thread, 0.0)))
             transfer = transfer._replace(start=start)
@@ -152,6 +161,31 @@ def _launches_of(transfers: Sequence[HostEvent], operators: Iterable[HostEvent])
     for transfer in transfers:
         waiting = launches[kinds[transfer.name]]
         yield waiting.popleft() if waiting and waiting[0].start <= transfer.start else transfer
+
+
+def _blocking(
+    transfers: Sequence[HostEvent], calls: Sequence[HostEvent], events: Iterable[HostEvent]
+) -> Iterator[HostEvent]:
+    """Yield a wait for each transfer of torch.distributed during which its thread did nothing.
+
+    calls: the call of each transfer. events: those of all threads, in which the thread's next step is looked for.
+    """
+    blocking = [
+        (transfer, call) for transfer, call in zip(transfers, calls, strict=True)
+        if call.name.startswith("c10d::") and transfer.end - call.end >= _LEAST_BLOCKED
+    ]  # fmt: skip
+    steps: dict[tuple[str, str], list[float]] = {call.thread: [] for _, call in blocking}
+    for event in events if steps else ():
+        if event.thread in steps:
+            steps[event.thread] += event.start, event.end
+    for times in steps.values():
+        times.sort()
+    for transfer, call in blocking:
+        times = steps[call.thread]
+        following = times[at] if (at := bisect_right(times, call.end)) < len(times) else inf
+        waited = transfer.end - call.end
+        if 0 <= following - transfer.end <= max(_WAKE_UP, _WAKE_UP_SHARE * waited):
+            yield HostEvent(LINK_WAIT, call.end, following, call.thread)
 
 
 def _letters(name: str) -> str:

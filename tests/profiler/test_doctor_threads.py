@@ -256,3 +256,28 @@ def test_a_transfer_may_say_its_group(tmp_path):
     trace = read_trace(written([Compute("attn(F)"), Start("dispatch(F)", group="of experts")], tmp_path))
     transfer = host_as_device(trace, NAMES).device_events[-1]
     assert (transfer.name, transfer.collective and transfer.collective.group) == ("link:carry", "of experts")
+
+
+def reductions(name):
+    """A sum over ranks that blocks, in each of four annotations."""
+    return [
+        event for start in range(0, 80_000, 20_000) for event in (
+            annotation(name, start, 19_000), operator("aten::mm", start, 4000),
+            operator("c10d::allreduce_", start + 4000, 50),
+            annotation("gloo:all_reduce", start + 4100, 5000, thread=2),
+            operator("aten::item", start + 9100, 10), operator("aten::mm", start + 9110, 9000),
+        )
+    ]  # fmt: skip
+
+
+def test_a_number_that_a_segment_reads_at_once_is_named(tmp_path):
+    path = write(tmp_path / "trace.json", reductions("mlp(B)"))
+    (verdict,) = analyze_files([path], pictures=False).devices[0].analysis.verdicts
+    assert (verdict.kind, verdict.place, verdict.cost_us) == ("host-sync", "mlp(B)", 4 * 5050)
+    assert verdict.gain_us == pytest.approx(4 * 5050, abs=100)
+
+
+def test_outside_of_segments_a_blocking_sum_is_only_a_wait(tmp_path):
+    case = case_of_events(reductions("step"), tmp_path)
+    assert [name for name, *_ in waits(case)] == [BLOCKED] * 4
+    assert analyze_files([tmp_path / "events.json"], pictures=False).devices[0].analysis.verdicts == ()

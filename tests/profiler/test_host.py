@@ -289,3 +289,32 @@ def test_kind_of_a_host_event(tmp_path, name, category, kept):
     ]
     assert found == ([kept] if kept else [])
     assert kept is None or getattr(trace, kept) == [HostEvent(name, 1, 3, ("9", "1"))]
+
+
+# ---- Collectives that block ----
+
+
+def reduction(*following, transfer=4000):
+    """A collective in attn(F), whose transfer ends at 600 + `transfer`."""
+    return [
+        annotation("attn(F)", 0, 9000), operator("aten::mm", 0, 400), operator("c10d::allreduce_", 500, 50),
+        annotation("gloo:all_reduce", 600, transfer, thread=2), *following,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("goes_on", [4600, 5000, 5600])
+def test_a_collective_that_blocks_is_a_wait(goes_on, tmp_path):
+    events = reduction(operator("aten::item", goes_on, 10))
+    assert pieces(tmp_path, events) == [
+        ("aten::mm", 0, 400), ("Python", 400, 500), ("aten::item", goes_on, goes_on + 10),
+        ("Python", goes_on + 10, 9000),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("events", [
+    reduction(operator("aten::mm", 4500, 10)), reduction(operator("aten::mm", 5700, 10)),
+    reduction(annotation("step", 4000, 10)), reduction(operator("aten::mm", 1700, 10), transfer=900), reduction(),
+], ids=["during the transfer", "later", "an annotation", "short", "the end of the segment"])  # fmt: skip
+def test_a_collective_beside_python_code_is_none(events, tmp_path):
+    assert ("Python", 400, 500) in pieces(tmp_path, events)
+    assert any(name == "Python" and start == 550 for name, start, _ in pieces(tmp_path, events))

@@ -19,7 +19,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from ...overlap.labels import LINK_WAIT, PREPARE, SIZES_WAIT, is_wait, without_wait
+from ...overlap.labels import LINK_WAIT, PREPARE, SIZES_WAIT, is_wait, letter_of, without_wait
 from ..trace import HostEvent, Trace, innermost
 from .case import Case
 from .dependencies import Nodes, latency_of, previous_on_stream, ready_times
@@ -110,7 +110,7 @@ class _Waits:
         """The transfers of the annotation that a wait is for, by their end."""
         started: list[int] = []
         if wait.name == LINK_WAIT:
-            started = self.started.get(around, []) if around is not None else []
+            started = self.started.get(around, []) if around is not None and letter_of(around.name) else []
         elif wait.name != SIZES_WAIT or around is not None:
             name = PREPARE + around.name if wait.name == SIZES_WAIT and around else without_wait(wait.name)
             if (others := self.unawaited[name]) and others[0].start < wait.start:
