@@ -24,42 +24,63 @@ class Library(NamedTuple):
     pattern: str
     """Searched in the name of the kernel's function. Case counts."""
     examples: tuple[str, ...]
-    source: str
-    """Where these names are defined or shown."""
+    """Names of functions, as a trace shows them."""
+    sources: tuple[str, ...]
+    """Where these names are defined: owner, repository and path on GitHub; otherwise a path in this project."""
 
 
 LIBRARIES = (
     Library("NCCL, RCCL, MSCCL", r"(?:^|::)(?:nccl|rccl|msccl)",
-            ("ncclDevKernel_AllGather_RING_LL", "mscclKernel_Sum_half_Simple"), "https://github.com/NVIDIA/nccl"),
-    Library("NVSHMEM, rocSHMEM", r"(?:^|::)(?:nvshmem|roc_?shmem)",
-            ("nvshmemi_transfer",), "https://github.com/NVIDIA/nvshmem"),
+            ("ncclDevKernel_AllGather_RING_LL", "ncclSymkDevKernel_AllReduce_AGxLL_R", "mscclKernel_Sum_half_Simple"),
+            ("NVIDIA/nccl/src/device/generate.py", "ROCm/rccl/src/include/msccl/msccl_kernel.h")),
+    Library("NVSHMEM, rocSHMEM",
+            r"(?:^|::)(?:nvshmem|roc_?shmem)|(?:^|::)(?:barrier|sync|broadcast|fcollect|rdxn|alltoall|reducescatter)"
+            r"_on_stream_kernel(?:_threadgroup)?$",
+            ("nvshmemi_proxy_rma_entrypoint", "barrier_on_stream_kernel_threadgroup"),
+            ("NVIDIA/nvshmem/src/include/internal/non_abi/nvshmemi_h_to_d_coll_defs.cuh",
+             "NVIDIA/nvshmem/src/include/internal/non_abi/nvshmemi_h_to_d_rma_defs.cuh")),
     Library("DeepEP, UCCL", r"(?:^|::)(?:deep_ep|ep|hybrid_ep|uccl|internode|internode_ll|intranode)::",
             ("deep_ep::intranode::dispatch", "uccl::internode_ll::combine", "hybrid_ep::dispatch_kernel"),
-            "https://github.com/deepseek-ai/DeepEP"),
+            ("deepseek-ai/DeepEP/csrc/kernels/legacy/intranode.cu", "uccl-project/uccl/ep/src/intranode.cu")),
     Library("MORI-EP", r"(?:^|::)(?:mori::moe::)?Ep(?:Dispatch|Combine)",
-            ("mori::moe::EpDispatchIntraNodeKernel",), "https://github.com/ROCm/mori"),
-    Library("pplx-kernels", r"(?:^|::)(?:pplx::|a2a_(?:dispatch|combine))",
-            ("a2a_dispatch_send_kernel",), "https://github.com/perplexityai/pplx-garden"),
+            ("mori::moe::EpDispatchIntraNodeKernel", "EpCombineInterNodeV1Kernel_bf16"),
+            ("ROCm/mori/src/ops/dispatch_combine/intranode.hpp", "ROCm/mori/src/ops/kernels/ep_common.hip")),
+    Library("pplx-garden, pplx-kernels", r"(?:^|::)(?:pplx::|a2a_(?:dispatch|combine))|^::(?:dispatch|combine)Kernel$",
+            ("a2a_dispatch_send_kernel", "(anonymous namespace)::dispatchKernel"),
+            ("perplexityai/pplx-garden/p2p-all-to-all/a2a-kernels/src/a2a/a2a_dispatch_send.cu",
+             "ppl-ai/pplx-kernels/csrc/all_to_all/internode_dispatch.cu")),
     Library("PyTorch symmetric memory",
             r"(?:^|::)(?:symmetric_memory::|nvshmem_extension::|multimem_|one_shot_|two_shot_)",
             ("multimem_all_reduce_kernel", "c10d::symmetric_memory::barrier_kernel"),
-            "https://github.com/pytorch/pytorch"),
+            ("pytorch/pytorch/torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemoryOps.cu",
+             "pytorch/pytorch/torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemory.cu")),
     Library("all-reduce of vLLM, SGLang, AITER", r"(?:^|::)cross_device_reduce_[12]stage",
-            ("vllm::cross_device_reduce_1stage", "aiter::cross_device_reduce_2stage"),
-            "https://github.com/vllm-project/vllm"),
+            ("vllm::cross_device_reduce_1stage", "sglang::cross_device_reduce_1stage",
+             "aiter::cross_device_reduce_2stage"),
+            ("vllm-project/vllm/csrc/custom_all_reduce.cuh",
+             "sgl-project/sglang/sgl-kernel/csrc/allreduce/custom_all_reduce.cuh",
+             "ROCm/aiter/csrc/include/custom_all_reduce.cuh")),
     Library("Transformer Engine", r"(?:^|::)k?userbuffers_",
             ("userbuffers_fp16_sum_inplace_gpu_rw", "kuserbuffers_pushsend"),
-            "https://github.com/NVIDIA/TransformerEngine"),
+            ("NVIDIA/TransformerEngine/transformer_engine/common/comm_gemm_overlap/userbuffers/userbuffers.cu",)),
     Library("TensorRT-LLM", r"(?:^|::)(?:moeCommKernel|moe_comm::|moeA2A)",
-            ("tensorrt_llm::kernels::moeCommKernel",), "https://github.com/NVIDIA/TensorRT-LLM"),
-    Library("oneCCL", r"(?:^|::)(?:oneccl|ccl::)", ("oneccl_allreduce_pcie",), "https://github.com/uxlfoundation/oneCCL"),
+            ("tensorrt_llm::kernels::moe_comm::moeA2ADispatchKernel",),
+            ("NVIDIA/TensorRT-LLM/cpp/tensorrt_llm/kernels/communicationKernels/moeAlltoAllKernels.cu",)),
+    Library("oneCCL",
+            r"(?:^|::)(?:oneccl_|ccl::|(?:Allgatherv?|Allreduce|ReduceScatter)\w*[Kk]ernel|(?:NoCopy)?Kernel_(?:all_sum|"
+            r"local_sum_and_distribute_to_remote_ranks|gather_from_remote_and_dist_to_rank_pair|2rank)$)",
+            ("AllreduceLargeKernel_GlobalSync", "Kernel_local_sum_and_distribute_to_remote_ranks"),
+            ("uxlfoundation/oneCCL/src/coll/algorithms/allreduce/sycl/allreduce_large_sycl.hpp",
+             "uxlfoundation/oneCCL/src/coll/algorithms/allreduce/sycl/allreduce_medium_sycl.hpp")),
     Library("moe-dualpipe", r"^(?:push|receive_rows|receive_sums|release)_kernel$",
-            ("push_kernel",), "kernels/gpu"),
+            ("push_kernel",), ("kernels/gpu",)),
     Library(
         "any collective in the function's own name",
         r"(?:(?<![A-Za-z])all|(?<!A)All|ALL)_?(?:[Rr]educe|[Gg]ather|[Tt]o_?[Aa]ll)(?!\w*::)"
         r"|(?:(?<![A-Za-z])reduce|Reduce)_?[Ss]catter(?!\w*::)|(?:(?<![A-Za-z])send|Send)_?[Rr]ecv(?!\w*::)",
-        ("two_shot_all_reduce_kernel", "allreduce_fusion_kernel_oneshot_lamport", "moeAllToAllKernel"), "",
+        ("allreduce_fusion_kernel_oneshot_lamport", "moeAllToAllKernel"),
+        ("flashinfer-ai/flashinfer/include/flashinfer/comm/trtllm_allreduce_fusion.cuh",
+         "NVIDIA/TensorRT-LLM/cpp/tensorrt_llm/kernels/fusedMoeCommKernels.cu"),
     ),
 )  # fmt: skip
 
@@ -110,7 +131,7 @@ _RESULT = re.compile(r"^(?:void|[\w:]*::type) ")
 def function_name(name: str) -> str:
     """The qualified name of a kernel's function, from a demangled or mangled name.
 
-    "void (anonymous namespace)::f<g<int>, 2>(int*) [clone .kd]" -> "::f"; "_ZN7deep_ep5layoutEPi" -> "deep_ep::layout"
+    "void (anonymous namespace)::f<g<int>, 2>(int*) [clone .kd]" -> "::f"; "_ZN7deep_ep6layoutEPi" -> "deep_ep::layout"
     """
     if name.startswith("_Z"):
         return _unmangled(name)
@@ -122,8 +143,9 @@ def function_name(name: str) -> str:
 
 
 def _unmangled(name: str) -> str:
-    """The parts of a mangled name, each of which follows its length."""
-    parts, at = [], 3 if name.startswith("_ZN") else 2
+    """The parts of a mangled name, each of which follows its length. SYCL names kernels after types: "_ZTS7MyClass"."""
+    at = 4 if name.startswith("_ZTS") else 2
+    parts, at = [], at + name.startswith("N", at)
     while length := re.match(r"\d+", name[at : at + 4]):
         at += length.end()
         parts.append(name[at : at + int(length[0])])
