@@ -57,15 +57,8 @@ def save_candidates(found: Found, path: Path) -> None:
     axes.scatter([best.memory_gb], [best.seconds * factor], s=140, facecolors="none", edgecolors="black")
     device = best.load.device
     axes.axvline(device.memory_gb, color=GREY, linestyle="--", linewidth=1)
-    axes.text(
-        device.memory_gb,
-        axes.get_ylim()[1],
-        f"{device.name}: {device.memory_gb:.0f} GB ",
-        ha="right",
-        va="top",
-        fontsize=8,
-        color=GREY,
-    )
+    limit = f"{device.name}: {device.memory_gb:.0f} GB "
+    axes.text(device.memory_gb, axes.get_ylim()[1], limit, ha="right", va="top", fontsize=8, color=GREY)
     axes.set_xlabel("peak memory of the fullest GPU, GB")
     axes.set_ylabel("predicted seconds of a step")
     axes.spines[["top", "right"]].set_visible(False)

@@ -199,8 +199,8 @@ def _attention(keys: _Keys, hidden: int, window: int) -> Attention:
         sizes = keys.size("nope_dim") + rope, keys.size("v_dim"), keys.size("q_rank", 0), keys.size("kv_rank")
         return Attention("mla", heads, heads, *sizes, rope, window)
     width = keys.size("head_dim", 0) or hidden // heads
-    if hidden % heads and not keys.size("head_dim", 0):
-        raise ValueError(f"it has no head_dim, and hidden_size {hidden} is not a multiple of {heads} attention heads")
+    if not width:
+        raise ValueError(f"it has no head_dim, and hidden_size {hidden} is less than {heads} attention heads")
     shared = keys.flag("multi_query") and not keys.flag("new_decoder_architecture")  # one head of keys for all queries
     kv_heads = 1 if shared else keys.size("kv_heads", heads)
     if heads % kv_heads:

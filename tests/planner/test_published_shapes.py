@@ -183,7 +183,7 @@ def test_parts_in_other_objects():
     ({"moe_intermediate_size": 0}, "moe_intermediate_size must be at least 1: got 0"),
     ({"num_key_value_heads": 0}, "num_key_value_heads must be at least 1: got 0"),
     ({"num_attention_heads": 4, "num_key_value_heads": 3}, "4 attention heads are not a multiple of 3 heads of keys"),
-    ({"num_attention_heads": 3}, "it has no head_dim, and hidden_size 8 is not a multiple of 3 attention heads"),
+    ({"num_attention_heads": 9}, "it has no head_dim, and hidden_size 8 is less than 9 attention heads"),
     ({"num_attention_heads": ["a", 2]}, "num_attention_heads must be a whole number of at most 2,147,483,648: got ["),
     ({"layer_types": [["a"], "b"]}, "layer_types must be a list of numbers or names: got [['a'], 'b']"),
     ({"mlp_only_layers": [{}]}, "mlp_only_layers must be a list of numbers or names: got [{}]"),
