@@ -29,7 +29,8 @@ class Row(NamedTuple):
     """Words that must also be in the whole name, with its template arguments; "" for none."""
 
 
-_PRODUCT = r"(?!fb)[a-z]{0,2}gemm[a-z]?|gemv[a-z]*|(?:b|add|badd|baddb)?mm|matmul|einsum|(?<!upsample )linear|fc|nvjet"
+_PRODUCT = r"(?!fb)[a-z]{0,2}gemm[a-z]?|gemv[a-z]*|(?:b|add|badd|baddb)?mm|matmul|einsum|(?<!upsample )linear|fc"
+_PRODUCT += r"|nvjet|marlin|wv split k"
 _NORM = r"(?<=\w )(?<!vector )(?<!lp )norm|normalization|(?:layer|rms|batch|group|instance)norm"
 _SOFTMAX = r"(?:log ?)?soft ?max|cross entropy|nll loss"
 _ATEN = "pytorch/pytorch aten/src/ATen/native/cuda"
@@ -45,7 +46,7 @@ ROWS = (
         _INDUCTOR),
     Row("embedding",
         r"(?:split )?embedding (?:bag|forward|backward|codegen|dense)|split eb|embedding$|pooled embs?|linearize index"
-        r"|rowwise to float",
+        r"|rowwise to float|krn partials?|compute grad weight|sum and scatter",
         ("split_embedding_backward_codegen_rowwise_adagrad_unweighted_kernel_cta_per_row_1", "aten::embedding",
          "embedding_backward_feature_kernel", "EmbeddingBag_updateOutputKernel_sum_mean", "permute_pooled_embs_kernel",
          "linearize_index_kernel", "fbgemm_gpu::_FP8rowwise_to_float_cuda_kernel"),
@@ -55,7 +56,7 @@ ROWS = (
          "multi_tensor_apply_kernel<TensorListMetadata<1>, LpNormFunctor<float, (NormType)1>>"),
         f"{_ATEN}/MultiTensorApply.cuh; NVIDIA/apex csrc/multi_tensor_apply.cuh",
         whole=r"adamw?|adagrad|lamb|sgd|novograd|lars|(?:lp|l 2) ?norm|addc(?:mul|div)|pointwise op|lerp|axpby|scale"),
-    Row("optimizer", r"adamw?|adagrad|lamb|sgd|novograd|lars|muon|newton schulz|optimizer",
+    Row("optimizer", r"adamw?|adagrad|lamb|sgd|novograd|lars|muon|newton schulz|optimizer|lp ?norm cleanup",
         ("kOptimizer32bit1State", "aten::_fused_adamw_", "adam_cuda_kernel"),
         "bitsandbytes-foundation/bitsandbytes csrc/kernels.cu; NVIDIA/apex csrc/fused_adam_cuda_kernel.cu"),
     Row("elementwise", "rotary|rope|multi tensor apply",
@@ -63,12 +64,14 @@ ROWS = (
          "multi_tensor_apply_kernel<TensorListMetadata<2>, UnaryOpFunctor<long, 2, 1, 1>, Copy<long, long>>"),
         "vllm-project/vllm csrc/pos_encoding_kernels.cu; NVIDIA/TransformerEngine common/fused_rope"),
     Row("data movement",
-        r"(?:reshape and|concat and|store|set|copy|append|write)(?: \w+)? (?:kv ?)?cache|(?:kv|page) indices",
+        r"(?:reshape and|concat and|store|set|copy|append|write)(?: \w+)? (?:(?:kv ?)?cache|kv buffer)"
+        r"|(?:kv|page) indices",
         ("vllm::reshape_and_cache_flash_kernel", "store_kvcache", "create_flashinfer_kv_indices_triton"),
         "vllm-project/vllm csrc/cache_kernels.cu; sgl-project/sglang python/sglang/srt/layers/attention/utils.py"),
     Row("attention",
-        r"flash|fmha|\w?sdpa|attn|attention|mla|mha|sage (?:fwd|bwd)|scaled dot product|bwd kernel d[kq]|merge states?"
-        r"|(?:prefill|decode) with (?:paged )?kv cache|fwd (?:grouped )?kernel stage [12]|reduce segments",
+        r"flash|fmha|\w?sdpa|attn|attention|mla|mha|mqa|delta rule|sage (?:fwd|bwd)|scaled dot product|bwd kernel d[kq]"
+        r"|merge states?|(?:prefill|decode) with (?:paged )?kv cache|fwd (?:grouped )?kernel stage [12]"
+        r"|reduce segments",
         ("flash_fwd_splitkv_kernel", "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<int>>>()",
          "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_6_64x128x128_4x1x1_cga1x1x1_kernel0_0",
          "fmha_cutlassF_bf16_aligned_64x64_rf_sm80", "aiter::fmha_fwd_hd128_bf16_rtz", "kernel_unified_attention_3d",
@@ -78,7 +81,7 @@ ROWS = (
         "Dao-AILab/flash-attention csrc/flash_attn/src and hopper; ROCm/aiter; ROCm/aotriton; "
         "flashinfer-ai/flashinfer include/flashinfer/attention; vllm-project/vllm"),
     Row("convolution",
-        r"conv(?:olution|olve|transpose)?|[dw]grad|fprop|scudnn|winograd|igemm (?:fwd|bwd|wrw)|implicit gemm"
+        r"conv(?:olution|olve|transpose)?|[dw]grad|fprop|scudnn|\d+ cudnn|winograd|igemm (?:fwd|bwd|wrw)|implicit gemm"
         r"|im (?:2 d )?2 col|col 2 im|cask cudnn|fft 2 d",
         ("cudnn_infer_ampere_scudnn_128x64_relu_xregs_large_nn_v1", "implicit_convolve_sgemm", "Im2d2Col_v2",
          "sm80_xmma_wgrad_implicit_gemm_indexed_tf32f32_tf32f32_f32_nhwckrsc_nhwc_tilesize64x64x64_stage4",
@@ -89,8 +92,8 @@ ROWS = (
         r"top ?k|gating|rout(?:ing|er|e)|moe (?:align|sort|sum|combine|dispatch)\w*|(?:count|compute) expert"
         r"|expert tokens?|^finalize|bitmatrix|\w+ (?:un)?permute|(?:un)?permute \w+|sort(?:ing)?|\w*radix\w*|argsort"
         r"|bitonic\w*|histogram|bincount|unique|searchsorted|bucketize|^index|index (?:select|put|add|copy)"
-        r"|(?:gather|scatter)(?! gemm)|nonzero|row id map|fused mapping|expand to fused|^reduce fused|aux fi"
-        r"|dot rows|sum rows|tile table|count kernel",
+        r"|(?:gather|scatter)(?! gemm)|nonzero|device (?:select|compact)|row id map|fused mapping|expand to fused"
+        r"|^reduce fused|aux fi|dot rows|sum rows|tile table|count kernel",
         ("vllm::moe::topkGatingSoftmax<4, 64>", "moe_align_block_size_kernel", "moe_sum_kernel<BF16>", "gatherTopK",
          "moe::dev::routing::routingIndicesHistogramKernel", "finalizeMoeRoutingKernel", "_topk_forward",
          "_row_id_map_pass_1_kernel", "transformer_engine::moe_unpermute_kernel", "indexSelectLargeIndex",
@@ -171,7 +174,7 @@ CATEGORIES = (*KERNEL_CATEGORIES, COMMUNICATION, COPY, OTHER)
 
 _ROWS = [(row, re.compile(rf"\b(?:{row.pattern})\b"), re.compile(rf"\b(?:{row.whole})\b")) for row in ROWS]
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-_SAYS_NOTHING = re.compile(r"(?:cutlass|device|global|k?entry|kernel|launch|trampoline|enable if|invoke|\d| )*")
+_SAYS_NOTHING = re.compile(r"(?:cutlass|device|global|k?entry|kernel|launch|trampoline|agent|enable if|invoke|\d| )*")
 _LONGEST = 4000
 
 

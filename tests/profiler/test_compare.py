@@ -8,8 +8,9 @@ import pytest
 from moe_dualpipe.cli import main
 from moe_dualpipe.drawing.compare_report import compare_text, save_comparison
 from moe_dualpipe.profiler.compare import Comparison, Difference, explaining
+from moe_dualpipe.profiler.doctor.verdict import Verdict
 from moe_dualpipe.profiler.reading.paths import trace_paths
-from moe_dualpipe.profiler.recordings import Work, read_recording
+from moe_dualpipe.profiler.recordings import Work, _largest, read_recording
 from tests.support.faults import FAULTS, run, write_traces
 from tests.support.faults.jobs import moe_training
 from tests.support.traces import annotation, kernel, launch, write
@@ -74,6 +75,13 @@ def test_recordings_of_different_lengths_are_compared_by_step(tmp_path):
     assert "A step takes the same time in A and B, within 0.5%: 100 us and 100 us." in compare_text(found)
 
 
+def test_the_ends_of_the_first_and_the_last_step_count_too(tmp_path):
+    """The host launches nothing in the last 15 us of a step and until the 6th us of the next one."""
+    found = compare(record(tmp_path / "a.json", 1, STEP[:3]), record(tmp_path / "b.json", 5, STEP[:3]))
+    assert step_us(found, 0)["not launched"] == 21 and step_us(found, 0)["idle"] == 4
+    assert {part.us for part in found.parts} == {0}
+
+
 def test_a_device_that_runs_behind_its_host(tmp_path):
     """300 us after the launches, the device begins. It ends 300 us after the last step of the host."""
     a = record(tmp_path / "a.json", 4, lag=300.0)
@@ -118,10 +126,21 @@ def test_without_steps_whole_recordings_are_compared(tmp_path):
     other = [(GEMM, 0, 5, 7)] * 5 + [(ATTENTION, 10, 30, 7), (ADD, 50, 10, 7), (ADD, 60, 10, 7)]
     assert compare(a, record(tmp_path / "c.json", 1, other, named="")).work_ratio is None
     assert not compare(b, a).by_step and compare(b, a).difference_us == 200
-    rare = [*STEP, (ADD, 5, 1, 7), (ADD, 6, 1, 7), ("axpby_kernel", 7, 1, 7)]
-    twice = [*STEP, *(("axpby_kernel", 7 + n / 10, 0.1, 7) for n in range(9)), (ADD, 5, 1, 7), (ADD, 6, 1, 7)]
-    most = [record(tmp_path / f"{n}.json", 2, works, named="") for n, works in enumerate((rare, twice))]
-    assert compare(*most).work_ratio == 1  # of the median time, not of a rare kernel
+    one = [(GEMM, 0, 45, 7), (ADD, 45, 5, 7), (ADD, 50, 5, 7), (ATTENTION, 55, 45, 7)]
+    two = [*one[:1], *one[3:], (GEMM, 150, 45, 7), (ADD, 200, 5, 7), (ATTENTION, 205, 45, 7)]
+    most = [record(tmp_path / f"{n}.json", 1, works, named="") for n, works in enumerate((one, two))]
+    assert compare(*most).work_ratio == 2  # the rare additions do not count
+
+
+def test_all_ranks_leave_out_the_same_steps(tmp_path):
+    """Only the first step of rank 0 is slow. That of rank 1 has more work."""
+    (folder := tmp_path / "ranks").mkdir()
+    first = [annotation("ProfilerStep#4", -1000, 1000), launch(999, -900)]
+    for rank, duration in enumerate((880, 300)):
+        gemm = kernel(GEMM, -890, duration, 7, 999)
+        write(folder / f"rank{rank}.json", [*first, gemm, *events_of(3, first=5)], distributedInfo={"rank": rank})
+    found = compare(folder, record(tmp_path / "b.json", 3))
+    assert found.a.steps == 3 and {part.us for part in found.parts} == {0}
 
 
 def test_several_devices_are_averaged(tmp_path):
@@ -166,6 +185,18 @@ def test_what_explains_the_difference_comes_first(tmp_path):
     back = Comparison(found.b, found.a)
     assert [part.us for part in back.parts] == [-part.us for part in found.parts]
     assert [part.name for part in explaining(back.parts, back.difference_us, 0.05)[0]] == ["GEMM", "elementwise"]
+
+
+def test_steps_that_take_the_same_time(tmp_path):
+    """20 us move from GEMM to attention, and 0.3 us are too few to be named."""
+    a = [(GEMM, 0, 40, 7), (ATTENTION, 40, 20, 7), (ADD, 90, 10, 7)]
+    b = [(GEMM, 0, 20, 7), (ATTENTION, 20, 40, 7), (ADD, 90, 10.3, 7)]
+    text = compare_text(compare(record(tmp_path / "a.json", 2, a), record(tmp_path / "b.json", 2, b)))
+    explained = (
+        text.partition("A step takes the same time in A and B, within 0.5%")[2].partition("\n\n")[0].splitlines()
+    )
+    assert explained[1] == "Inside of it, times moved:"
+    assert [line[:24] for line in explained[2:]] == ["- GEMM: 20 us less. As m", "- attention: 20 us more."]
 
 
 def test_only_kernels_that_changed_in_the_same_direction_are_named(tmp_path):
@@ -232,6 +263,12 @@ def test_causes_that_are_new_or_gone(tmp_path, name):
     assert f"({kind}, " in next(line for line in compare_text(back).splitlines() if line.startswith("Gone in B: "))
 
 
+def test_of_a_cause_on_several_devices_the_worst_is_kept():
+    small, large = (Verdict("host-bound", "t", (), "r", "p", 0, 1, 1, gain, gain / 10) for gain in (1.0, 2.0))
+    other = Verdict("host-sync", "t", (), "r", "p", 0, 1, 1)
+    assert _largest([(small, other), (), (large,)]) == (large, other)
+
+
 def test_a_cause_that_costs_more(tmp_path):
     for strength in (1, 2):
         write_traces(run(FAULTS["slow host"].apply(moe_training(layers=4), strength)), tmp_path / str(strength))
@@ -289,6 +326,9 @@ def test_damage_is_told(tmp_path, capsys):
     (cut := tmp_path / "cut.json").write_text(a.read_text()[:-150])
     assert main(["profile", "compare", str(a), str(cut)]) == 0
     assert "cut.json: the file is incomplete: " in capsys.readouterr().err
+    (odd := tmp_path / "odd.json").write_text(a.read_text().replace('"dur": 40', '"dur": inf', 1))
+    assert main(["profile", "compare", str(a), str(odd)]) == 0
+    assert "odd.json: 1 damaged event skipped" in capsys.readouterr().err
 
 
 def test_the_picture_shows_each_category_of_both(tmp_path):
