@@ -112,7 +112,7 @@ def _reason(kind: str, found: Sequence[Reason], ratio: float | None, names: Sequ
     if kind == LATE_HOST.category:
         return "its device had nothing to do, because its host launched work later than the others."
     if kind == IDLE.category:
-        return "its device was idle for longer."
+        return "it was idle for longer."
     if kind == WAITING:
         ranks = _shares(found, lambda label: "" if label.rank is None else names[label.rank])
         return f"it had itself waited longer before, for {ranks or 'several ranks'}."

@@ -168,7 +168,8 @@ def collective_rows(
     """Return the rows of one device, sorted by total time, longest first.
 
     comm: its transfers. exposed: all its exposed communication. place_of: the phase or module of the transfer with an
-    index in `comm`, or "". met: the transfers that were compared with those of other ranks, by index.
+    index in `comm`; "" or the transfer's own name if that is unknown. met: the transfers that were compared with those
+    of other ranks, by index.
     """
     rows: dict[tuple[str, str, tuple[int, ...], int | None, str], list[int]] = defaultdict(list)
     for index, event in enumerate(comm):
@@ -191,8 +192,9 @@ def _row(
     factor = bus_factor(kind, size)
     by_place: dict[str, list[DeviceEvent]] = defaultdict(list)
     for index in indices:
-        if place := place_of(index):
-            by_place[place].append(comm[index])
+        event = comm[index]
+        if (place := place_of(index)) not in ("", kind, event.name, event.collective and event.collective.name):
+            by_place[place].append(event)
     places = [
         Place(name, len(same), _bytes(same), _sum(same), _exposed(same, exposed)) for name, same in by_place.items()
     ]

@@ -73,10 +73,17 @@ class TraceFiles:
 
     @property
     def names(self) -> list[str]:
-        """Short, distinct names: the ranks if all devices have different ones, otherwise file and device."""
+        """Short, distinct names: the ranks if all devices have different ones, otherwise file and device, or the device
+        alone in a single file of several devices."""
         numbers = [device.rank for device in self.devices]
         by_rank = None not in numbers and len(set(numbers)) == len(numbers)
-        names = [f"rank {d.rank}" if by_rank else f"{printable(d.path)}, {d.analysis.name}" for d in self.devices]
+        in_file = {device.analysis.name for device in self.devices}
+        alone = len({device.path for device in self.devices}) == 1 < len(self.devices) == len(in_file)
+        files = ["" if alone else f"{printable(device.path)}, " for device in self.devices]
+        names = [
+            f"rank {device.rank}" if by_rank else f"{file}{device.analysis.name}"
+            for device, file in zip(self.devices, files, strict=True)
+        ]
         return names if len(set(names)) == len(names) else [f"{i}: {name}" for i, name in enumerate(names)]
 
     @property

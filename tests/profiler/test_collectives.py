@@ -178,3 +178,12 @@ def test_exposed_time_by_place():
     assert row.exposed_us == 8
     assert row.places == (Place("attn", 2, 8, 14, 6), Place("mlp", 1, 4, 6, 4))
     assert rows(*events)[0].places == ()
+
+
+@pytest.mark.parametrize("place", ["all_reduce", "allreduce", "ncclDevKernel_AllReduce_x"])
+def test_the_own_name_of_a_transfer_is_no_place(place):
+    one = event("ncclDevKernel_AllReduce_x", collective=Collective("allreduce", "1", "dp", (), 2, 1, 1, "Float"))
+    assert rows(one, place_of=lambda _: place)[0].places == ()
+    assert [found.name for found in rows(one, place_of=lambda _: "attn")[0].places] == ["attn"]
+    (row,) = rows(event("ncclDevKernel_AllReduce_x"), place_of=lambda _: place)
+    assert bool(row.places) == (place == "allreduce")  # nothing recorded this name

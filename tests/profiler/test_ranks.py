@@ -188,7 +188,7 @@ def test_names_of_devices_are_distinct(tmp_path):
         tmp_path / "two.json", [kernel("gemm", 0, 1), kernel("gemm", 0, 1, device=1)], distributedInfo={"rank": 0}
     )
     found = analyze_files([two])
-    assert found.names == [f"{two}, device 0", f"{two}, device 1"]
+    assert found.names == ["device 0", "device 1"]
     assert [picture.title.split(":")[0] for picture in trace_pictures(analyze_files([paths[0]]))] == ["device 0"]
 
 
