@@ -83,19 +83,23 @@ def _reason(comparison: Comparison, part: Difference, whole: float) -> str:
         a, b = comparison.sums
         hidden = f"{percent(_hidden_share(a))} of it is hidden in A, {percent(_hidden_share(b))} in B"
         return f"{text} All communication takes {a.comm_us:,.0f} us in A and {b.comm_us:,.0f} us in B; {hidden}."
-    return " ".join([text, _counts(part), *_kernels(comparison.kernels(part.name), part.us)])
+    return " ".join([text, _counts(part, _noun(comparison)), *_kernels(comparison.kernels(part.name), part.us)])
 
 
-def _counts(part: Difference) -> str:
+def _noun(comparison: Comparison) -> str:
+    return "operator" if comparison.a.on_cpu and comparison.b.on_cpu else "kernel"
+
+
+def _counts(part: Difference, noun: str) -> str:
     """Whether there are more kernels, or each takes longer."""
-    a, b, noun = part.a, part.b, ("copy", "copies") if part.name == COPY else ("kernel", "kernels")
-    counts = f"{_number(b.count)} {noun[_number(b.count) != '1']} instead of {_number(a.count)}"
+    a, b, nouns = part.a, part.b, ("copy", "copies") if part.name == COPY else (noun, f"{noun}s")
+    counts = f"{_number(b.count)} {nouns[_number(b.count) != '1']} instead of {_number(a.count)}"
     if not a.count or not b.count:
         return f"{counts}."
     ratio = (b.total_us / b.count) / (a.total_us / a.count) if a.total_us else 1.0
     each = f"each takes {ratio:.2f} times as long on average"
     if abs(a.count - b.count) < 0.005 * a.count:
-        return f"As many {noun[1]} ({_number(a.count)}), {each}."
+        return f"As many {nouns[1]} ({_number(a.count)}), {each}."
     return f"{counts}, {each}."
 
 
@@ -128,7 +132,7 @@ def _number(count: float) -> str:
 def _work_rows(comparison: Comparison) -> list[list[str]]:
     a, b = comparison.sums
     unit = "us per step" if comparison.by_step else "us"
-    rows = [[unit, "A", "B", "B - A", "change", "kernels in A", "in B"]]
+    rows = [[unit, "A", "B", "B - A", "change", f"{_noun(comparison)}s in A", "in B"]]
     rows.append(["step" if comparison.by_step else "recording", *_times(a.step_us, b.step_us), "", ""])
     last = (COPY, COMMUNICATION, *NO_WORK)
     ordered = sorted(comparison.parts, key=lambda one: (one.name in last, -max(one.a.step_us, one.b.step_us)))

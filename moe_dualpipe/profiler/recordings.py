@@ -70,6 +70,8 @@ class Recording:
 
     name: str
     devices: int
+    on_cpu: bool
+    """The device is a CPU, and its work consists of operators."""
     gpus: tuple[str, ...]
     """Names of the GPUs; () if unknown."""
     world_size: int | None
@@ -96,6 +98,7 @@ def read_recording(
     remarks: dict[tuple[Path, str], None] = {}
     found: list[tuple[int, Sums, Sums | None]] = []
     gpus, sizes = set(), set()
+    on_cpu = False
     like: range | None = None
     for path in paths:
         trace = host_as_device(read_trace(path), names)
@@ -103,6 +106,7 @@ def read_recording(
             window = window_of(trace, device.analysis.device, steps, names, like)
             found.append(_sum_up(trace, device.analysis.device, window.steps, names))
             like = like or window.numbers
+            on_cpu = device.analysis.device == "cpu"
             cut = [f"the file is incomplete: {device.truncated:,} events are read"] * bool(device.truncated)
             remarks |= {
                 (path, sentence): None for sentence in (*cut, *device.remarks, *filter(None, [device.left_out]))
@@ -113,7 +117,7 @@ def read_recording(
     known = [one for one in by_step if one is not None]
     per_step = _mean(known) if len(known) == len(by_step) else None
     return Recording(
-        name, len(found), tuple(sorted(gpus - {""})), sizes.pop() if len(sizes) == 1 else None,
+        name, len(found), on_cpu, tuple(sorted(gpus - {""})), sizes.pop() if len(sizes) == 1 else None,
         min(counts), _mean(wholes), per_step, _largest(conclude(examined)), tuple(remarks),
     )  # fmt: skip
 

@@ -13,7 +13,7 @@ from moe_dualpipe.profiler.reading.paths import trace_paths
 from moe_dualpipe.profiler.recordings import Work, _largest, read_recording
 from tests.support.faults import FAULTS, run, write_traces
 from tests.support.faults.jobs import moe_training
-from tests.support.traces import annotation, kernel, launch, write
+from tests.support.traces import annotation, kernel, launch, operator, write
 
 GEMM, ATTENTION, ADD = "ampere_sgemm_128x64_nn", "flash_fwd_kernel", "vectorized_elementwise_kernel"
 REDUCE = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL"
@@ -135,12 +135,13 @@ def test_without_steps_whole_recordings_are_compared(tmp_path):
 def test_all_ranks_leave_out_the_same_steps(tmp_path):
     """Only the first step of rank 0 is slow. That of rank 1 has more work."""
     (folder := tmp_path / "ranks").mkdir()
-    first = [annotation("ProfilerStep#4", -1000, 1000), launch(999, -900)]
-    for rank, duration in enumerate((880, 300)):
-        gemm = kernel(GEMM, -890, duration, 7, 999)
-        write(folder / f"rank{rank}.json", [*first, gemm, *events_of(3, first=5)], distributedInfo={"rank": rank})
+    slow = [annotation("ProfilerStep#4", -1000, 1000), launch(999, -900), kernel(GEMM, -890, 880, 7, 999)]
+    write(folder / "rank0.json", [*slow, *events_of(3, first=5)], distributedInfo={"rank": 0})
+    more = [launch(999, 1), kernel(ADD, 3, 5, 7, 999)]
+    write(folder / "rank1.json", [*more, *events_of(4, first=4)], distributedInfo={"rank": 1})
     found = compare(folder, record(tmp_path / "b.json", 3))
-    assert found.a.steps == 3 and {part.us for part in found.parts} == {0}
+    assert found.a.steps == 3
+    assert {(part.us, part.a.count == part.b.count) for part in found.parts} == {(0, True)}
 
 
 def test_several_devices_are_averaged(tmp_path):
@@ -185,6 +186,16 @@ def test_what_explains_the_difference_comes_first(tmp_path):
     back = Comparison(found.b, found.a)
     assert [part.us for part in back.parts] == [-part.us for part in found.parts]
     assert [part.name for part in explaining(back.parts, back.difference_us, 0.05)[0]] == ["GEMM", "elementwise"]
+
+
+def test_operators_of_a_cpu(tmp_path):
+    files = []
+    for count in (1, 3):
+        work = [operator("aten::mm", 10 + 20 * n, 20) for n in range(count)]
+        files.append(write(tmp_path / f"{count}.json", [annotation("ProfilerStep#0", 0, 100), *work]))
+    text = compare_text(compare(*files))
+    assert "GEMM: 40 us more" in text and "3 operators instead of 1, each takes 1.00 times as long" in text
+    assert "operators in A" in text and "kernel" not in text and "not launched" not in text
 
 
 def test_steps_that_take_the_same_time(tmp_path):
