@@ -8,6 +8,7 @@ from tests.support.browser import ENTER
 from tests.support.lanes import Work, lanes_of
 from tests.support.lanes_page import axis, drawn, rects
 
+ROW = 44  # the height of a row, in pixels
 (GEMM,) = (style.colour for style in CATEGORY_STYLES if style.label == "GEMM")
 
 
@@ -38,13 +39,27 @@ def test_lanes_without_work_are_left_out(page, tmp_path):
 
 
 def test_many_short_exposures_do_not_cover_what_is_hidden(page, tmp_path):
-    """Of 2,000 transfers of 10 us, 2 us each are exposed: a fifth of each pixel."""
-    kernels = (Work("gemm", 10 * i, 10 * i + 8) for i in range(2000))
-    transfers = (Work("ncclA", 10 * i, 10 * i + 10, lane=1) for i in range(2000))
-    save_lanes([Picture("many", lanes_of(*kernels, *transfers))], tmp_path / "many.html")
-    page.open(tmp_path / "many.html")
-    red = sum(rect["width"] * rect["alpha"] for rect in rects(page, EXPOSED.colour))
-    assert red / axis(page) == pytest.approx(0.2, abs=0.01)
+    """Of 2,000 short transfers, and of a long one and its copy, 2 of 10 us are exposed: a fifth of what is drawn."""
+    kernels = [Work("gemm", 10 * i, 10 * i + 8) for i in range(2000)]
+    long = [Work("ncclA", 0, 20_000, lane=1)] * 2
+    short = [Work("ncclA", 10 * i, 10 * i + 10, lane=1) for i in range(2000)]
+
+    def area(transfers, style):
+        save_lanes([Picture("many", lanes_of(*kernels, *transfers))], tmp_path / "many.html")
+        page.open(tmp_path / "many.html")
+        return sum(rect["width"] * rect["height"] * rect["alpha"] for rect in rects(page, style.colour))
+
+    red, blue = area(short, EXPOSED), area(short, HIDDEN)
+    assert red / (red + blue) == pytest.approx(0.2, abs=0.01)
+    assert area(long, EXPOSED) / ROW / axis(page) == pytest.approx(0.2, abs=0.01)  # above the blue
+
+
+def test_a_short_exposed_transfer_has_no_other_colour(page, tmp_path):
+    work = Work("gemm", 0, 5000), Work("ncclA", 6000, 6001, lane=1), Work("gemm", 9000, 10_000)
+    save_lanes([Picture("one", lanes_of(*work))], tmp_path / "one.html")
+    page.open(tmp_path / "one.html")
+    assert [rect["height"] for rect in rects(page, EXPOSED.colour)] == [ROW]
+    assert not [rect for rect in rects(page, HIDDEN.colour) if rect["height"]]
 
 
 def test_a_page_without_work_opens(page, tmp_path):

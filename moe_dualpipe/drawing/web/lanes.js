@@ -69,35 +69,42 @@ function drawRow(pen, row) {
 }
 
 // Pieces narrower than a pixel are collected: a pixel shows the style with the most time, paler if the row is idle.
+// If red is not a strip, their exposed time is drawn here too: as high as its share.
 function drawPieces(pen, row, first, last) {
-  const { device, top, body, band } = row, y = top + band;
-  let pixel = -1, times = new Map();
+  const { device, top, body, band } = row, y = top + band, apart = row.lane === COMMUNICATION && !data.strip;
+  let pixel = -1, times = new Map(), red = 0;
   const flush = () => {
     let style = -1, all = 0;
     for (const [key, time] of times) { all += time; if (style < 0 || time > times.get(style)) style = key; }
-    if (style >= 0) {
-      pen.globalAlpha = Math.min(1, Math.max(all, 0.15));
-      pen.fillStyle = styles[style][1];
-      pen.fillRect(pixel, y, 1, body);
-    }
-    times = new Map();
+    const tall = all ? body * red / all : 0;
+    pen.globalAlpha = Math.min(1, Math.max(all, 0.15));
+    if (all) fill(pen, style, pixel, y, 1, body - tall);
+    if (tall) fill(pen, data.exposed, pixel, y + body - tall, 1, tall);
+    [times, red] = [new Map(), 0];
   };
   for (let i = first; i < last; i++) {
     const a = Math.max(xOf(device.start[i]), LEFT), b = Math.min(xOf(stopOf(device, i)), LEFT + laneWidth());
     const style = device.style[i];
-    if (b < a || styleHidden(style)) continue;
+    if (b < a || pieceHidden(device, i)) continue;
     const alpha = faded(device, i) ? 0.25 : 1;
     if (b - a < 1) {
       if (Math.floor(a) !== pixel) { flush(); pixel = Math.floor(a); }
-      times.set(style, (times.get(style) || 0) + Math.max(b - a, 0.15) * alpha);
+      const time = Math.max(b - a, 0.15) * alpha;
+      times.set(style, (times.get(style) || 0) + time);
+      if (apart && device.length[i]) red += time * exposedIn(device, i) / device.length[i];
       continue;
     }
     pen.globalAlpha = alpha;
-    pen.fillStyle = styles[style][1];
-    pen.fillRect(a, y, b - a > 3 ? b - a - 0.5 : b - a, body);
+    fill(pen, style, a, y, b - a > 3 ? b - a - 0.5 : b - a, body);
   }
   flush();
   pen.globalAlpha = 1;
+}
+
+function fill(pen, style, x, y, width, height) {
+  if (styleHidden(style)) return;
+  pen.fillStyle = styles[style][1];
+  pen.fillRect(x, y, width, height);
 }
 
 // Exposed communication: all of the row in red, or a strip below colours that mean phases. Of spans below a pixel,
@@ -113,8 +120,8 @@ function drawExposed(pen, row, first, last) {
     share = 0;
   };
   for (let i = first; i < last && at < spans.length; i++) {
-    if (pieceHidden(device, i)) continue;
     const start = Math.max(device.start[i], done), stop = stopOf(device, i);
+    if (pieceHidden(device, i) || (!data.strip && xOf(stop) - xOf(device.start[i]) < 1)) continue;
     while (at > 0 && spans[at - 1][1] > start) at--;
     for (; at < spans.length && spans[at][0] < stop; at++) {
       const from = Math.max(spans[at][0], start, view.from), to = Math.min(spans[at][1], stop, view.to);
