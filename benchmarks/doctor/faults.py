@@ -20,7 +20,7 @@ from moe_dualpipe.expert_parallel.exchange import AsyncResult
 from moe_dualpipe.expert_parallel.modelled.link import LinkTimer
 from moe_dualpipe.expert_parallel.protocol import Combined, Pending, Received, Route
 from moe_dualpipe.overlap import Engine
-from moe_dualpipe.overlap.labels import BACKWARD, FORWARD, LINK_CALL, SHARED, WEIGHTS, label
+from moe_dualpipe.overlap.labels import BACKWARD, FORWARD, LINK_CALL, SHARED, WEIGHTS, label, with_group
 from moe_dualpipe.profiler.capture import capture
 from moe_dualpipe.profiler.pair import Pair, Workload
 
@@ -89,8 +89,8 @@ class GatedTimer(LinkTimer):
         assert self._thread is not None
         first, second = threading.Event(), threading.Event()
         self._gates.append((first, second))
-        with record_function(LINK_CALL):
-            done = self._thread.submit(self._run, second, seconds)
+        with record_function(with_group(LINK_CALL, group)):
+            done = self._thread.submit(self._run, second, seconds, group)
 
         def wait() -> None:
             second.set()
@@ -99,9 +99,11 @@ class GatedTimer(LinkTimer):
         return AsyncResult([], wait)
 
     @staticmethod
-    def _run(gate: threading.Event, seconds: float) -> None:
+    def _run(gate: threading.Event, seconds: float, group: str) -> None:
         gate.wait()
-        with record_function(f"{SHARED}:carry"):  # of a modelled link, the profiler would correct the start
+        with record_function(
+            with_group(f"{SHARED}:carry", group)
+        ):  # of a modelled link, the profiler would correct the start
             time.sleep(seconds)
 
 

@@ -4,7 +4,7 @@
     prepare dispatch(F)      the setup of a transfer
     wait for dispatch(F)     a wait for a transfer
     wait for sizes           a wait for the number of rows that each rank sends
-    link::carry              a call that starts a transfer over a modelled link
+    link::carry              a call that starts a transfer over a modelled link; link::carry of x: in the group x
     link:carry               that transfer, from its start to its end; link:carry of x: in the group x
     link::wait               a wait for a transfer, of a modelled link or of torch.distributed
     shared::send             a call that copies rows into memory shared with other ranks; shared::receive: out of it
@@ -27,6 +27,7 @@ _OF_GROUP = " of "
 SHARED = "shared"
 OWN_TRANSFERS = f"(?:{LINK}|{SHARED})"
 """A regular expression for the names before the colons in annotations of transfers of this package."""
+_OWN_TRANSFER = re.compile(f"{OWN_TRANSFERS}:(?!:)")
 
 STEP_PARTS = GRADIENTS, OPTIMIZER = "gradients", "optimizer"
 """The parts of a step after the pipeline: wait for the sums of gradients over replicas; update the weights."""
@@ -64,14 +65,14 @@ def without_wait(text: str) -> str:
     return text.removeprefix(WAIT_FOR)
 
 
-def link_transfer(group: str = "") -> str:
-    """The label of a transfer over a modelled link. group: of ranks; "" if there is only one."""
-    return f"{LINK_TRANSFER}{_OF_GROUP}{group}" if group else LINK_TRANSFER
+def with_group(text: str, group: str) -> str:
+    """The label of a transfer, or of a call that starts one, in a group of ranks. "": there is only one group."""
+    return f"{text}{_OF_GROUP}{group}" if group else text
 
 
 def without_group(text: str) -> tuple[str, str]:
     """The label of a transfer without its group, and the group: ("link:carry", "x") for "link:carry of x"."""
-    name, _, group = text.partition(_OF_GROUP) if text.startswith(LINK_TRANSFER) else (text, "", "")
+    name, _, group = text.partition(_OF_GROUP) if _OWN_TRANSFER.match(text) else (text, "", "")
     return name, group
 
 

@@ -47,9 +47,9 @@ def host_as_device(trace: Trace, names: Names) -> Trace:
     transfers = [event for event in trace.transfers if ":recv" not in event.name]
     transfers += [event for event in trace.annotations if event.name in matching]
     transfers.sort(key=lambda event: event.start)
+    calls = [*_launches_of(transfers, trace.operators)]
     groups = [without_group(event.name)[1] for event in transfers]
     transfers = [event._replace(name=without_group(event.name)[0]) for event in transfers]
-    calls = [*_launches_of(transfers, trace.operators)]
     operators = [*trace.operators, *_blocking(transfers, calls, [*trace.operators, *annotations])]
     waits = [event for events in (annotations, operators) for event in events if _waits(event.name)]
     threads: dict[tuple[str, str], list[tuple[HostEvent, bool]]] = defaultdict(list)

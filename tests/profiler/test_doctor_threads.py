@@ -80,7 +80,8 @@ def run(ops):
             now += op.us
             links.open(now)
         elif isinstance(op, Start):
-            events += [operator("aten::copy_", now, 50), annotation("link::carry", now + 60, 10)]
+            call = f"link::carry of {op.group}" if op.group else "link::carry"
+            events += [operator("aten::copy_", now, 50), annotation(call, now + 60, 10)]
             after = now + 70
             if op.gated:
                 links.gated.append(op)
@@ -149,7 +150,7 @@ def late(ops):
     """Each transfer starts behind the next computation of the other chunk."""
     result = list(ops)
     for i in range(len(result) - 2, -1, -1):
-        if result[i].label == "dispatch(F)" and isinstance(result[i], Start):
+        if isinstance(result[i], Start) and result[i].label == "dispatch(F)":
             following = next(j for j in range(i, len(result)) if result[j] == Compute("mlp(B)"))
             result.insert(following + 1, result[i])
             del result[i]
@@ -256,6 +257,25 @@ def test_a_transfer_may_say_its_group(tmp_path):
     trace = read_trace(written([Compute("attn(F)"), Start("dispatch(F)", group="of experts")], tmp_path))
     transfer = host_as_device(trace, NAMES).device_events[-1]
     assert (transfer.name, transfer.collective and transfer.collective.group) == ("link:carry", "of experts")
+
+
+def test_transfers_of_two_groups_are_matched_with_their_calls(tmp_path):
+    """That of y starts first: its link is free."""
+    events = [
+        annotation("attn(F)", 0, 100), annotation("link::carry of x", 10, 5), annotation("mlp(B)", 200, 100),
+        annotation("link::carry of x", 210, 5), annotation("attn(B)", 400, 100), annotation("link::carry of y", 410, 5),
+        annotation("link:carry of x", 10, 1000, thread=2), annotation("link:carry of x", 1010, 1000, thread=2),
+        annotation("link:carry of y", 410, 50, thread=3),
+    ]  # fmt: skip
+    view = case_of_events(events, tmp_path).view
+    transfers = [(view.start[i], view.labels[i]) for i in range(len(view.events)) if view.kind[i] == COMM]
+    assert transfers == [(10, "attn(F)"), (410, "attn(B)"), (1010, "mlp(B)")]
+
+
+def test_a_transfer_that_waits_at_once_gains_nothing_from_an_earlier_start(tmp_path):
+    case = case_of(late(layers(6, waits_at_once)), tmp_path)
+    assert case.gain_of([])[0] == pytest.approx(0, abs=1e-6)
+    assert [verdict.kind for verdict in verdicts_of(late(layers(6, waits_at_once)), tmp_path / "a")] == ["host-sync"]
 
 
 def reductions(name):

@@ -1,7 +1,7 @@
 """A modelled link: transfers take the time given by bandwidth and latency, one after another.
 
 On a CPU, a transfer is a sleeping thread, which uses no processor time. In a profile of all threads, it is labelled
-`link_transfer()`, the call that starts it LINK_CALL, and a wait for it LINK_WAIT (overlap/labels.py).
+LINK_TRANSFER, the call that starts it LINK_CALL, and a wait for it LINK_WAIT (overlap/labels.py).
 """
 
 import time
@@ -14,7 +14,7 @@ from typing import Any
 from torch.profiler import record_function
 
 from ...overlap.annotation import annotation
-from ...overlap.labels import LINK_CALL, LINK_WAIT, link_transfer
+from ...overlap.labels import LINK_CALL, LINK_TRANSFER, LINK_WAIT, with_group
 from ..exchange import AsyncResult
 
 
@@ -61,10 +61,10 @@ class LinkTimer:
         """
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="link")
-        with record_function(LINK_CALL):
+        with record_function(with_group(LINK_CALL, group)):
             self.busy_seconds += seconds
             self._free_at = max(self._free_at, time.perf_counter()) + seconds
-            done = self._thread.submit(_sleep_until, self._free_at, link_transfer(group))
+            done = self._thread.submit(_sleep_until, self._free_at, with_group(LINK_TRANSFER, group))
         return AsyncResult([], partial(_wait, done))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from ....overlap.labels import WEIGHTS, letter_of
 from ..case import Case, Finding, most_costly, without_waits, worst_of
 from ..inputs import same_chunk
-from ..replay import SYNC, Graph
+from ..replay import SYNC, Graph, Mask
 from ..threads import AT_ONCE
 from ..verdict import Verdict
 from ..view import COMM
@@ -28,13 +28,10 @@ def find(case: Case) -> list[Finding]:
 
 def _early_waits(case: Case) -> list[Finding]:
     view, waits = case.view, case.graph.waits
-    early = [i for i, call in enumerate(view.calls) if call.name == AT_ONCE]
-    if not early:
+    events, unwanted = _waits_at_once(case)
+    if not events:
         return []
-    unwanted = (waits.kind == SYNC) & np.isin(waits.target, case.nodes.call_end[early])
-    event_of = {int(node): event for event, node in enumerate(case.nodes.event)}
     call_of = {int(node): call for call, node in enumerate(case.nodes.call_end)}
-    events = [event_of[node] for node in waits.source[unwanted].tolist()]
     calls = [view.calls[call_of[node]] for node in waits.target[unwanted].tolist()]
     start, end = (np.array([getattr(call, edge) for call in calls]) for edge in ("start", "end"))
     costs = case.without_computation(start, end)
@@ -53,11 +50,23 @@ def _early_waits(case: Case) -> list[Finding]:
     return [Finding(verdict, without_waits(unwanted))]
 
 
+def _waits_at_once(case: Case) -> tuple[list[int], Mask]:
+    """The transfers for which their own segment waits, and these waits among those of the graph."""
+    waits = case.graph.waits
+    early = [i for i, call in enumerate(case.view.calls) if call.name == AT_ONCE]
+    chosen = (waits.kind == SYNC) & np.isin(waits.target, case.nodes.call_end[early])
+    event_of = {int(node): event for event, node in enumerate(case.nodes.event)}
+    return [event_of[node] for node in waits.source[chosen].tolist()], chosen
+
+
 def _late_starts(case: Case) -> list[Finding]:
     """Transfers that start behind computation of the other chunk, although their input was there."""
     view = case.view
     late: dict[int, tuple[int, float, float]] = {}
+    early, _ = _waits_at_once(case)  # what waits at once would wait as long elsewhere
     for event in np.flatnonzero(case.is_comm & (view.launch >= 0)).tolist():
+        if event in early:
+            continue
         call, before = view.calls[view.launch[event]], int(case.previous[event])
         source, own_us = _input(case, event)
         if source < 0:
