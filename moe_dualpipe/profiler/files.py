@@ -1,7 +1,7 @@
 """Analyze the trace files of one measurement together: one file per rank, with one or more devices each."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from .partition import work_of
 from .phases import Phases
 from .ranks import Comparison, RankSkew, compare_traces
 from .reading import read_trace
-from .reading.remarks import refuse_launches_alone, remarks
+from .reading.remarks import damage, refuse_launches_alone, remarks
 from .trace import Trace, TraceError
 from .windows import Choice, step_times, window_of
 
@@ -39,6 +39,8 @@ class TracedDevice:
     transfers: RankTransfers
     remarks: tuple[str, ...] = ()
     """Sentences about damage in the file."""
+    damage: Mapping[str, Any] = field(default_factory=dict)
+    """Numbers of damaged events."""
     left_out: str = ""
     """Which steps are analyzed, and what is left out; "" if nothing is."""
 
@@ -102,6 +104,7 @@ class TraceFiles:
             {
                 "trace": str(device.path), "truncated": bool(device.truncated), "rank": device.rank,
                 "left_out": device.left_out,
+                "damage": device.damage,
                 "waited_us": skew.waited_us, "shift_us": skew.shift_us, **device.analysis.as_object(),
                 "problems": self.problems, **self._ranks_objects(position),
             }
@@ -197,6 +200,6 @@ def analyze_devices(
         if examined is not None:
             rank = f"{path.name}, {analysis.name}" if trace.rank is None else f"rank {trace.rank}"
             examined.append(examine(part, device, names.kind_of, rank))
-        said = remarks(trace), window.left_out
+        said = remarks(trace), damage(trace), window.left_out
         devices.append(TracedDevice(path, truncated, trace.rank, analysis, lanes, transfers, *said))
     return devices

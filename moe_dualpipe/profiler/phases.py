@@ -10,9 +10,10 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
-from ..overlap.labels import letter_of, step_number
+from ..overlap.labels import letter_of
 from .communication import NAMES, Names
 from .trace import DeviceEvent, HostEvent, Trace, innermost
+from .windows import is_step
 
 BROAD_SHARE = 0.8
 """An annotation is broad if all that have its name cover at least this share of the steps, or of the recording, and
@@ -117,7 +118,7 @@ def _broad_annotations(trace: Trace) -> set[str]:
         name
         for name, length in covered.items()
         if letter_of(name) is None
-        and ((length >= BROAD_SHARE * whole and not alone) or _WRAPPERS.match(name) or step_number(name) is not None)
+        and ((length >= BROAD_SHARE * whole and not alone) or _WRAPPERS.match(name) or is_step(name))
     }
 
 

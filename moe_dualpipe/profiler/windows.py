@@ -78,6 +78,11 @@ class Window(NamedTuple):
         return range(self.steps[0].number, self.steps[-1].number + 1) if self.steps else None
 
 
+def is_step(name: str) -> bool:
+    """Whether an annotation is named after a step, such as "ProfilerStep#5", "step 5" or "iteration 5"."""
+    return _NAME.match(name) is not None
+
+
 def parse_steps(text: str | None) -> Choice:
     """Read "3:7" (without step 7), "3:", ":7", "3" or "all". Raises ValueError for another text."""
     if text is None or text == "all":
@@ -162,7 +167,7 @@ def _recorded(trace: Trace, processes: Collection[str]) -> list[tuple[int, HostE
 
     None if they overlap or if their numbers do not grow.
     """
-    found = trace.steps or [event for event in trace.annotations if _NAME.match(event.name)]
+    found = trace.steps or [event for event in trace.annotations if is_step(event.name)]
     steps = sorted((e for e in found if e.thread[0] in processes or not processes), key=lambda event: event.start)
     numbers = [int(match[1]) if (match := _NAME.match(step.name)) else -1 for step in steps]
     in_order = -1 not in numbers and all(a < b for a, b in pairwise(numbers))

@@ -20,6 +20,11 @@ def remarks(trace: Trace) -> tuple[str, ...]:
     return tuple(found)
 
 
+def damage(trace: Trace) -> dict[str, dict[str, int] | list[str]]:
+    """Numbers of events that were skipped or repaired, by reason, and what else is wrong with the file."""
+    return {"skipped": dict(trace.skipped), "repaired": dict(trace.repaired), "notes": list(trace.notes)}
+
+
 def refuse_launches_alone(path: Path, trace: Trace) -> None:
     """Raise TraceError if the host launched work on a device but none of that work is recorded.
 

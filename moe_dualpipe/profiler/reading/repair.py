@@ -28,6 +28,9 @@ _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})|\\')
 INVALID_BYTE = re.compile("[\udc80-\udcff]")
 _START = re.compile(r'\{\s*"(?:ph|cat|name|args|ts|dur|pid|tid|bp|s)"\s*:')
 _END = re.compile(r'\}(?=\s*\]\s*(?:,\s*"|\}|$))')
+_LIST_END = re.compile(
+    r'\](?=\s*(?:\}\s*$|,\s*"(?:traceName|displayTimeUnit|baseTimeNanoseconds|distributedInfo)"\s*:))'
+)
 _LENIENT = json.JSONDecoder(strict=False)
 
 
@@ -78,7 +81,12 @@ def next_event(text: str, at: int) -> int | None:
 def end_of_list(text: str, at: int) -> int | None:
     """Return where the last event, which starts at `at` and is damaged, ends; None if the list has no end."""
     ends = [found.end() for found in _END.finditer(text, at)]
-    return next((end for end in ends if mend(text[at:end]).event), ends[0] if ends else None)
+    if not ends:
+        # an event without its end: what follows the list tells a damaged event from a file that is cut off
+        found = next(_LIST_END.finditer(text, at), None)
+        own = found is not None and text.count("[", at, found.start()) > text.count("]", at, found.start())
+        return None if found is None or own else found.start()
+    return next((end for end in ends if mend(text[at:end]).event), ends[0])
 
 
 def _decoded(text: str) -> dict[str, Any] | None:

@@ -68,10 +68,21 @@ def test_a_damaged_last_event(tmp_path, text, is_used, what):
     path.write_bytes(joined([*GOOD, text]))
     trace = read_trace(path)
     assert len(trace.device_events) == 3 + is_used
-    if what == "incomplete or not JSON":  # a cut last event looks like a cut file
+    if text.endswith(b"[1,"):  # its own list seems to end, and the file to be cut off
         assert trace.truncated and not trace.skipped
     else:
         assert (dict(trace.repaired), dict(trace.skipped)) == (({what: 1}, {}) if is_used else ({}, {what: 1}))
+        assert (trace.truncated, trace.num_events) == (False, 4)
+    path.write_bytes(joined([*GOOD, text], footer=b'], "traceName": "x", "distributedInfo": {"rank": 3}}'))
+    assert text.endswith(b"[1,") or (read_trace(path).rank, read_trace(path).truncated) == (3, False)
+
+
+@pytest.mark.parametrize("end", [b"", b"]", b"]}", b', "x": [1], "y": 2', b'"}'])
+def test_a_file_that_is_cut_off_inside_its_last_event(tmp_path, end):
+    path = tmp_path / "cut.json"
+    path.write_bytes(joined(GOOD, footer=b', {"ph": "X", "cat": "kernel", "args": {"grid": [1, 1, 1') + end)
+    trace = read_trace(path)
+    assert trace.truncated and len(trace.device_events) == 3 and not trace.skipped
 
 
 def test_damage_at_random_leaves_out_exactly_the_damaged_events(tmp_path, monkeypatch):
@@ -189,3 +200,11 @@ def test_work_of_mtia(tmp_path):
     trace = read_trace(write(tmp_path / "a.json", [run, run | {"name": "event_record"}, run | {"name": "event_wait"}]))
     assert [event.name for event in trace.device_events] == ["job_run"]
     assert len(trace.stream_waits) == 1
+
+
+def test_the_numbers_of_damaged_events_are_in_the_json(tmp_path, capsys):
+    path = tmp_path / "a.json"
+    path.write_bytes(joined([*GOOD, DAMAGED[0][0], DAMAGED[7][0], DAMAGED[7][0], GOOD[0]]))
+    assert main(["profile", "analyze", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["damage"]
+    assert found == {"skipped": {"inf or nan": 2}, "repaired": {"control characters": 1}, "notes": []}
