@@ -66,6 +66,14 @@ def test_a_workload_that_cannot_run_is_refused():
         estimate(dataclasses.replace(LOAD, division=Division(2048, 1, 16, 1, 3)))
 
 
+def test_the_fullest_rank_counts_wherever_it_is():
+    """A head with a large vocabulary makes the last stage the fullest, with gpipe, in which all ranks hold as much."""
+    shape = dataclasses.replace(read_shape("llama3-8b"), vocab=1_000_000)
+    load = Workload(shape, LOAD.device, Division(4, pp=4), global_batch=8, schedule="gpipe")
+    head = 8 * 4096 * 4 * shape.vocab  # log-probabilities of 8 micro-batches, in fp32
+    assert memory_of(load).activations > head
+
+
 def test_memory_follows_the_division():
     def parts(**numbers):
         division = Division(2048, **{"pp": 16, "ep": 64, **numbers})

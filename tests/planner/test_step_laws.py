@@ -1,6 +1,7 @@
 """Parts of a step by hand arithmetic: gradients, optimizer, overlap in schedules without pairs, and the head."""
 
 import dataclasses
+import random
 
 import pytest
 
@@ -9,8 +10,17 @@ from moe_dualpipe.planner.links import all_to_all, gather, rows_sent, seconds
 from moe_dualpipe.planner.pair import LayerSeconds, pair_seconds
 from moe_dualpipe.planner.published_shapes import read_shape
 from moe_dualpipe.planner.segments import ALL, TENSOR_EXPOSED, Clock, head_seconds, layer_seconds
-from moe_dualpipe.planner.step import HIDDEN_GRADIENTS, OVERLAP, OWNED_BYTES, TRANSFER_SHARE, rank_parameters, step_of
+from moe_dualpipe.planner.step import (
+    HIDDEN_GRADIENTS,
+    OVERLAP,
+    OWNED_BYTES,
+    TRANSFER_SHARE,
+    rank_parameters,
+    simulate_step,
+    step_of,
+)  # fmt: skip
 from moe_dualpipe.planner.workload import Division, Workload
+from moe_dualpipe.schedule import Costs
 
 H100 = load_device("h100")
 LOAD = Workload(read_shape("qwen3-30b-a3b"), H100, Division(32, 1, 4, 1, 4), global_batch=256)
@@ -192,3 +202,32 @@ def test_tiles_of_experts_are_half_empty_on_average():
     routed = sum(clock.grouped(2 * rows * one.weights, experts) for one in layer.expert_products(2048))
     router = clock.products(1024, layer.mlp_products(2048))
     assert layer_seconds(load, layer, on).mlp_f == pytest.approx(2 * routed + router)
+
+
+# ---- The pipeline ----
+
+
+def test_a_message_between_stages_has_a_row_for_each_token():
+    """One micro-batch passes the network twice: forward, and backward. Nothing else uses it here."""
+    load = changed(DENSE, {"gpus": 16, "pp": 2}, global_batch=8, schedule="gpipe")
+    slow = changed(load, device=dataclasses.replace(H100, network=dataclasses.replace(H100.network, bandwidth=1e9)))
+    message = 2 * 4096 * 4096  # bytes
+    wanted = 2 * (message / (1e9 * H100.network.share) - message / (H100.network.bandwidth * H100.network.share))
+    assert step_of(slow).seconds - step_of(load).seconds == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb1p", "zbv", "dualpipe", "dualpipev"])
+@pytest.mark.parametrize("seed", range(4))
+def test_no_rank_does_more_work_than_there_is_time(schedule, seed):
+    """Also in long steps, which are extrapolated from short ones."""
+    load, choose = changed(schedule=schedule), random.Random(seed)
+    stages, number = load.placement.num_stages, 400
+    forward, backward = ([choose.uniform(1, 4) for _ in range(stages)] for _ in range(2))
+    pairs = [choose.uniform(0.7, 1.0) * (f + b) for f, b in zip(forward, backward, strict=True)]
+    halves = [0.5 * b for b in backward]
+    costs = Costs(tuple(forward), tuple(backward), tuple(halves), tuple(pairs))
+    paired = schedule in ("dualpipe", "dualpipev")
+    work = pairs if paired else [f + b for f, b in zip(forward, backward, strict=True)]
+    share = 0.5 if schedule == "dualpipe" else 1  # half of the micro-batches run in each direction
+    least = max(sum(work[s] for s in own) for own in load.placement.stages) * number * share
+    assert simulate_step(load, number, costs) >= 0.999 * least
