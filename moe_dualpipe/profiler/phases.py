@@ -84,7 +84,7 @@ class Phases:
         steps = dict.fromkeys(trace.steps)
         own = _by_thread(trace, [*broad, *steps]) | _by_thread(trace, self._modules) | _by_thread(trace, narrow)
         # autograd's thread has no annotations, and the thread that called it waits inside one
-        others = [(launch.start, key) for key, launch in trace.launches.items() if key not in own]
+        others = [(launch.start, key) for key, launch in trace.launches_of_work() if key not in own]
         found = innermost(broad, others) | innermost(narrow, others) | own
         return {key: event for key, event in found.items() if event not in steps}
 
@@ -97,7 +97,7 @@ def _by_thread(trace: Trace, events: Iterable[HostEvent]) -> _Found:
     if not threads:
         return {}
     launches: dict[tuple[str, str], list[tuple[float, int]]] = defaultdict(list)
-    for correlation, launch in trace.launches.items():
+    for correlation, launch in trace.launches_of_work():
         launches[launch.thread].append((launch.start, correlation))
     found: _Found = {}
     for thread, inside in threads.items():

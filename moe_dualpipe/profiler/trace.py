@@ -4,7 +4,7 @@ The package `reading` fills them from files. Only the fields that the analysis n
 """
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -111,7 +111,7 @@ class Trace:
     """Launches of device events, by correlation id."""
     annotations: list[HostEvent] = field(default_factory=list)
     operators: list[HostEvent] = field(default_factory=list)
-    """Nested operators of the host."""
+    """Nested operators of the host, where no device events are recorded."""
     transfers: list[HostEvent] = field(default_factory=list)
     """Transfers as recorded by a backend on the host."""
     waits: list[HostEvent] = field(default_factory=list)
@@ -157,8 +157,14 @@ class Trace:
     def _annotations_of_launches(self) -> dict[int, HostEvent]:
         return self.innermost_around(self.annotations)
 
+    def launches_of_work(self) -> Iterator[tuple[int, HostEvent]]:
+        """Yield the launches of the device events with their correlation ids: often a small part of all launches."""
+        for correlation in {event.correlation for event in self.device_events}:
+            if correlation is not None and (launch := self.launches.get(correlation)) is not None:
+                yield correlation, launch
+
     def innermost_around(self, events: Sequence[HostEvent]) -> dict[int, HostEvent]:
-        """Return the innermost of `events` around each launch, by correlation id.
+        """Return the innermost of `events` around each launch of a device event, by correlation id.
 
         An event of the launching thread comes first, then one of any thread: autograd's thread has no annotations, and
         the thread that called it waits inside one.
@@ -167,7 +173,7 @@ class Trace:
         for event in events:
             threads[event.thread].append(event)
         launches: dict[tuple[str, str], list[tuple[float, int]]] = defaultdict(list)
-        for correlation, launch in self.launches.items():
+        for correlation, launch in self.launches_of_work():
             launches[launch.thread].append((launch.start, correlation))
         found: dict[int, HostEvent] = {}
         for thread in threads:

@@ -37,8 +37,8 @@ def _read_chrome(path: Path) -> Trace:
     for event in events:
         kept.add(event)
     describe(events.outside, trace)
-    leave_out_outliers(trace)
     kept.finish()
+    leave_out_outliers(trace)
     if not trace.num_events:
         raise TraceError(f"{path}: {'cut off before the first event' if trace.truncated else 'a trace without events'}")
     return trace

@@ -7,7 +7,8 @@ roctracer, XPU and MTIA builds of it, and of older versions.
 import math
 import re
 import sys
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ...overlap.labels import OWN_TRANSFERS
@@ -34,12 +35,32 @@ NO_TIME = "no valid time"
 _Handler = Callable[[str, float, float, tuple[str, str], dict[str, Any]], None]
 
 
+class _Columns:
+    """Host events in a quarter of the memory."""
+
+    def __init__(self) -> None:
+        self._times, self._numbers = array("d"), array("L")
+        self._places: dict[tuple[str, tuple[str, str]], int] = {}
+
+    def add(self, name: str, start: float, end: float, thread: tuple[str, str]) -> None:
+        self._times.extend((start, end))
+        self._numbers.append(self._places.setdefault((name, thread), len(self._places)))
+
+    def events(self) -> Iterator[HostEvent]:
+        places, times = [*self._places], iter(self._times)
+        for number, start, end in zip(self._numbers, times, times, strict=True):
+            name, thread = places[number]
+            yield HostEvent(name, start, end, thread)
+
+
 class KinetoEvents:
     """Takes the objects of a Chrome trace one by one."""
 
     def __init__(self, trace: Trace):
         self.trace = trace
         self._collectives = RecordedCollectives()
+        self._threads: dict[tuple[str, str], tuple[str, str]] = {}
+        self._operators = _Columns()
         self._awaited: dict[int, str] = {}
         """The stream that a call waits for, by correlation id."""
         self._handlers: dict[str, _Handler] = {
@@ -64,9 +85,10 @@ class KinetoEvents:
         if start is None or length is None:
             self.trace.skipped[NO_TIME] += 1
             return
-        thread = sys.intern(str(event.get("pid"))), sys.intern(str(event.get("tid")))
+        thread = str(event.get("pid")), str(event.get("tid"))
+        thread = self._threads.setdefault(thread, thread)
         arguments = event.get("args")
-        # interned, so that there is one string per name and not one per event
+        # one string per name and one pair per thread, not one per event
         name = sys.intern(str(event.get("name", "")))
         end = start + max(length, 0.0)
         handler(name, start, end, thread, arguments if isinstance(arguments, dict) else {})
@@ -74,6 +96,8 @@ class KinetoEvents:
     def finish(self) -> None:
         """Connect what is known only after the last event."""
         trace = self.trace
+        if not trace.device_events:  # only then are operators looked at, and they are most of a long trace
+            trace.operators += self._operators.events()
         trace.syncs = [
             sync._replace(stream=self._awaited.get(sync.correlation)) if sync.correlation in self._awaited else sync
             for sync in trace.syncs
@@ -122,10 +146,12 @@ class KinetoEvents:
     def _operator(
         self, name: str, start: float, end: float, thread: tuple[str, str], arguments: dict[str, Any]
     ) -> None:
-        event = HostEvent(name, start, end, thread)
-        (self.trace.transfers if TRANSFER.match(name) else self.trace.operators).append(event)
+        if TRANSFER.match(name):
+            self.trace.transfers.append(HostEvent(name, start, end, thread))
+        else:
+            self._operators.add(name, start, end, thread)
         if "Collective name" in arguments:
-            self._collectives.add_call(event, arguments)
+            self._collectives.add_call(HostEvent(name, start, end, thread), arguments)
 
     def _python(self, name: str, start: float, end: float, thread: tuple[str, str], _: dict[str, Any]) -> None:
         if name.startswith(_MODULE):
