@@ -148,7 +148,7 @@ def _group_of(event: DeviceEvent, rank: RankTransfers) -> Group | None:
     kind = kind_of_collective(event)
     if kind in ("send", "recv"):
         # PyTorch records the global rank of the peer (saveNcclMeta in torch/csrc/profiler/util.cpp)
-        if found.peer is None or rank.rank is None or (members and found.peer not in members):
+        if found.peer is None or rank.rank is None:
             return None
         peers = (rank.rank, found.peer) if kind == "send" else (found.peer, rank.rank)
         return Group(found.group, group_name(found), members, peers=peers)

@@ -6,6 +6,8 @@ from collections import Counter
 import pytest
 
 from moe_dualpipe.profiler.files import analyze_files
+from moe_dualpipe.profiler.intervals import as_intervals, total
+from moe_dualpipe.profiler.lateness import _disjoint
 from moe_dualpipe.profiler.partition import IDLE, LATE_HOST, WAITING, Label
 from tests.support.rank_programs import Compute, Idle, Join, execute, write_ranks
 
@@ -129,6 +131,41 @@ def test_recordings_without_common_collectives(tmp_path):
     found = examined(tmp_path, step() * 2, ranks=[0, 3])
     assert [*found] == [None, None]
     assert analyze_files(write_ranks(execute(step(), 4), tmp_path, [0]), pictures=False).lateness == ()
+
+
+def test_recordings_that_begin_at_different_times(tmp_path):
+    """Rank 0 is recorded 100 us later. Before the first collective, both are compared from then on."""
+    done = execute([Compute(100), Compute({0: 50, 1: 90}, "flash"), Join("all_reduce", "dp", (0, 1))], 2)
+    del done.events[0][0], done.launches[0][0]
+    paths = write_ranks(done, tmp_path)  # clocks of one host
+    found = analyze_files(paths, pictures=False).lateness
+    assert reasons(found[1]) == {Label("attention"): pytest.approx(40)}
+    assert found[1].compute_ratio == pytest.approx(90 / 50)
+
+
+def test_the_last_collective_of_all_members_is_the_one_before(tmp_path):
+    """What happened before the collective of all ranks delayed that one, and not tp again."""
+    tp = [Join("all_gather", "tp", ranks, 20) for ranks in TP]
+    program = [*tp, Compute(on(1, 130, 100), "flash"), Join("all_reduce", "all", (0, 1, 2, 3), 10),
+               Compute(on(1, 90, 50), "gemm"), *tp]  # fmt: skip
+    found = examined(tmp_path, program)
+    assert reasons(found[1]) == {Label("GEMM"): pytest.approx(40), Label("attention"): pytest.approx(30)}
+
+
+def test_a_gap_is_the_hosts_until_the_launch(tmp_path):
+    """Of a gap of 60 us, the host needs the first 20 us; then the device waits for something else."""
+    program = [Compute(50), Join("all_reduce", "dp", (0, 1)), Compute(5), Idle({0: 0, 1: 60}), Compute(5),
+               Join("all_reduce", "dp", (0, 1))]  # fmt: skip
+    done = execute(program, 2)
+    launches = done.launches[1]
+    launches[-2:] = [(time - 40, phase) for time, phase in launches[-2:]]
+    late = reasons(analyze_files(write_ranks(done, tmp_path), pictures=False).lateness[1])
+    assert (late[LATE_HOST], late[IDLE]) == (pytest.approx(20, abs=0.1), pytest.approx(40, abs=0.1))
+
+
+def test_waits_for_two_ranks_at_once_count_once():
+    waits = _disjoint({2: as_intervals([(0, 10)]), 1: as_intervals([(5, 20)])})
+    assert {rank: total(spans) for rank, spans in waits.items()} == {1: 15, 2: 5}
 
 
 @pytest.mark.parametrize("seed", range(6))

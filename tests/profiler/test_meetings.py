@@ -186,6 +186,25 @@ def test_a_send_meets_its_receive():
     assert waited(unknown) == [None, None]
 
 
+def test_sends_of_two_groups_are_kept_apart():
+    """Both ranks use two groups; rank 1's transfers of "b" start before those of "a"."""
+    program = [Compute({0: 5, 1: 1}), Join("p2p", "a", (0, 1), 30), Compute({1: 9}), Join("p2p", "b", (0, 1), 10)]
+    done = execute(program, 2)
+    ranks = [rank_transfers(done, rank) for rank in range(2)]
+    first, second = ranks[1].transfers
+    ranks[1] = replace(ranks[1], transfers=[first, second._replace(start=first.start - 0.5)])
+    assert [(m.group.name, {e.collective.group for e in m.events}) for m in compare_traces(ranks).meetings] == [
+        ("a", {"a"}), ("b", {"b"}),
+    ]  # fmt: skip
+
+
+def test_a_meeting_is_complete_with_all_ranks_of_its_group():
+    done = execute([Join("all_reduce", "dp", (0, 1, 2)), Join("p2p", "pp", (0, 1))], 3)
+    three, two = (compare_traces([rank_transfers(done, rank) for rank in range(n)]) for n in (3, 2))
+    assert [meeting.complete for meeting in three.meetings] == [True, True]
+    assert [meeting.complete for meeting in two.meetings] == [False, True]
+
+
 def test_numbers_of_sends_differ_between_ranks():
     """Rank 1 receives from rank 0 and sends to rank 2. Its number of the send is 1, that of rank 2's receive is 0."""
     program = [Compute({0: 30, 1: 5, 2: 7})]
