@@ -27,6 +27,8 @@ def test_the_report_has_its_keys_and_they_agree():
     report = found.as_dict(dollars=2.0)
     assert {*report} >= KEYS
     assert report["step_time_low_s"] < report["step_time_s"] < report["step_time_high_s"]
+    ends = [report[f"step_time_{end}_s"] / found.step.seconds for end in ("low", "high")]
+    assert ends == pytest.approx([found.constant.low, found.constant.high])
     gpu_seconds = 2048 * report["step_time_s"]
     assert report["tokens_per_s_per_gpu"] == pytest.approx(15360 * 4096 / gpu_seconds)
     assert report["gpu_hours_per_trillion_tokens"] == pytest.approx(1e12 / report["tokens_per_s_per_gpu"] / 3600)

@@ -204,6 +204,19 @@ def test_tiles_of_experts_are_half_empty_on_average():
     assert layer_seconds(load, layer, on).mlp_f == pytest.approx(2 * routed + router)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_inputs_of_products_in_8_bits_are_read_and_written_twice(precision):
+    """Llama 3: rows of 4,096, an MLP of 14,336. Rounding a number to 8 bits moves 4 bytes."""
+    load = changed(DENSE, precision=precision)
+    with_memory, without = (layer_seconds(load, load.shape.layers[0], frozenset(on)) for on in ({"memory"}, ()))
+    casts = {"bf16": 0, "fp8": 4}[precision]
+    attention = 2 * (5 * 4096 + 2 * (4096 + 2 * 1024 + 4096)) + casts * (4096 + 4096)
+    mlp = 2 * (5 * 4096 + 3 * 14336) + casts * (4096 + 14336)
+    seconds_of_byte = 4096 / (H100.memory_bandwidth * H100.memory_share)
+    assert with_memory.attn_f - without.attn_f == pytest.approx(attention * seconds_of_byte)
+    assert with_memory.mlp_f - without.mlp_f == pytest.approx(mlp * seconds_of_byte)
+
+
 # ---- The pipeline ----
 
 

@@ -22,7 +22,9 @@ def test_the_numbers_of_a_division():
     one = LOAD.division
     assert (one.dp, one.expert_replicas, one.expert_tp) == (8, 2, 1)
     assert (LOAD.num_micro_batches, LOAD.tokens, LOAD.rank_tokens) == (32, 256 * 4096, 2048)
-    assert dataclasses.replace(one, ep=1).expert_tp == 2
+    alone = dataclasses.replace(one, ep=1)
+    assert (alone.expert_tp, alone.expert_replicas) == (2, 8)
+    assert changed(micro_batch=4).num_micro_batches == 8
     assert one.dp * one.tp * one.pp * one.cp == one.gpus
 
 
@@ -61,6 +63,12 @@ def test_multi_token_prediction_needs_further_tokens():
     with pytest.raises(ValueError, match="--seq 2 is too short for 2 modules of multi-token prediction"):
         changed(shape=shape, seq=2).check()
     changed({"tp": 1, "gpus": 32}, shape=shape, seq=3).check()
+
+
+def test_the_embedding_and_the_head_may_be_stages_of_their_own():
+    changed({"pp": 50, "gpus": 100, "ep": 1, "tp": 1}, global_batch=100).check()
+    with pytest.raises(ValueError, match="has 48 layers, too few for 51 pipeline stages"):
+        changed({"pp": 51, "gpus": 102, "ep": 1, "tp": 1}, global_batch=102).check()
 
 
 def test_a_dense_model_has_no_experts_to_divide():
