@@ -68,6 +68,22 @@ def test_transfers_belong_to_the_step_that_launched_them_and_copies_to_that_in_w
     assert second.left_out == "analyzed: step 1 of steps 0 to 2"
 
 
+def test_early_work_on_a_side_stream_does_not_start_a_step(tmp_path):
+    events = [*steps_on_host([0, 1]), *lagging([0, 50], [40, 30]), launch(9, 210), kernel("cast", 1005, 10, 11, 9)]
+    found = window(tmp_path, events)
+    assert [(s.number, s.start) for s in found.steps] == [(0, 1000), (1, 1050)]
+
+
+def test_steps_of_the_process_that_uses_the_device(tmp_path):
+    """Two processes in one file: their steps overlap, and each device has those of its own."""
+    other = [event | {"pid": 8} for event in steps_on_host([5, 6], first=150)]
+    launches = [launch(20 + i, 160 + 100 * i) | {"pid": 8} for i in (0, 1)]
+    work = [kernel("gemm", 1000 + 70 * i, 60, device=1, correlation=20 + i) for i in (0, 1)]
+    path = write(tmp_path / "t.json", [*steps_on_host([0, 1]), *lagging([0, 50], [40, 30]), *other, *launches, *work])
+    files = analyze_files([path])
+    assert [[row.step for row in device.analysis.by_step] for device in files.devices] == [[0, 1], [5, 6]]
+
+
 def test_what_is_outside_of_steps_is_left_out(tmp_path):
     events = [
         *steps_on_host([3, 4]), *lagging([0, 50], [40, 40]),
@@ -84,7 +100,7 @@ def test_what_is_outside_of_steps_is_left_out(tmp_path):
     assert [(row.start_us, row.time_us) for row in step_times(whole, NAMES)] == [(100, 50), (150, 150)]
 
 
-@pytest.mark.parametrize("lengths,first", [([151, 100, 90, 95], 1), ([149, 100, 90, 95], 0), ([500, 100], 0)])
+@pytest.mark.parametrize("lengths,first", [([151, 100, 90, 95], 1), ([149.5, 100, 90, 95], 0), ([500, 100], 0)])
 def test_a_long_first_step_is_start_up(tmp_path, lengths, first):
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     found = window(tmp_path, [*steps_on_host(range(len(lengths))), *lagging(starts, lengths)])

@@ -20,6 +20,8 @@ def read_trace(path: str | Path) -> Trace:
     path = Path(path)
     if path.suffix in (".nsys-rep", ".qdrep"):
         raise TraceError(f"{path}: a report of Nsight Systems: export it with `nsys export --type sqlite`")
+    if path.name.endswith((".tar", ".tar.gz", ".tgz", ".zip")):
+        raise TraceError(f"{path}: an archive: unpack it, and name the traces in it")
     try:
         return read_nsys(path, MOST_EVENTS) if is_sqlite(path) else _read_chrome(path)
     except OSError as error:

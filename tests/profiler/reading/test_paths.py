@@ -40,3 +40,11 @@ def test_nothing_to_read(tmp_path, capsys):
     assert trace_paths([Path("missing.json")]) == [Path("missing.json")]
     assert main(["profile", "analyze", str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["a.tar.gz", "a.tgz", "a.zip", "a.tar"])
+def test_an_archive_must_be_unpacked(tmp_path, capsys, name):
+    (tmp_path / name).write_bytes(b"\x1f\x8b")
+    assert main(["profile", "analyze", str(tmp_path / name)]) == 2
+    message = f"{tmp_path / name}: an archive: unpack it, and name the traces in it"
+    assert capsys.readouterr().err == f"moe-dualpipe: error: {message}\n"
