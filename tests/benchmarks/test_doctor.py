@@ -59,5 +59,5 @@ def test_the_row_of_a_fault(monkeypatch):
     }  # fmt: skip
     monkeypatch.setattr("benchmarks.doctor.__main__.diagnosed", lambda paths: results[paths[0]])
     assert row(WAIT, (), {True: [["a"], ["b"]], False: [["c"], ["d"]]}) == [
-        WAIT, "-", "host-sync", "2 of 2", "140", "100", "40 (30 to 50)", "40 (40 to 40)", "1.00", "few-queues",
+        WAIT, "-", "host-sync", "2 of 2", "140", "100", "40 (30 to 50)", "40 (40 to 40)", "1.00", "1 few-queues",
     ]  # fmt: skip
