@@ -96,7 +96,8 @@ def row(fault: str, others: Sequence[str], recorded: Recorded) -> list[str]:
     known = {FAULTS[other] for other in others}
     wrongs = [verdict.kind for _, verdicts in found[False] for verdict in verdicts if verdict.kind not in known]
     return [
-        fault, ", ".join(others) or "-", kind, f"{sum(map(bool, named))} of {len(named)}", *(f"{ms:.0f}" for ms in shortest),
+        fault, ", ".join(others) or "-", kind, f"{sum(map(bool, named))} of {len(named)}",
+        *(f"{ms:.0f}" for ms in shortest),
         f"{statistics.median(gains):.0f} ({full_range(gains, '.0f')})" if gains else "-",
         f"{measured:.0f} ({full_range(by_round, '.0f')})",
         f"{statistics.median(gains) / measured:.2f}" if gains and measured else "-",
