@@ -68,6 +68,8 @@ def test_each_slower_candidate_has_a_reason_and_the_best_has_none(found):
     parts = ("compute", "exposed", "idle", "sums", "optimizer")
     slow = dataclasses.replace(best, step=dataclasses.replace(best.step, idle=best.step.idle + 3))
     assert why_slower(slow, best) == "pipeline bubbles +3.00 s"
+    slow = dataclasses.replace(best, step=dataclasses.replace(best.step, idle=best.step.idle + 0.01))
+    assert why_slower(slow, best) == "pipeline bubbles +0.01 s"
     assert sum(getattr(best.step, part) for part in parts) == pytest.approx(best.seconds)
 
 
@@ -77,6 +79,15 @@ def test_less_memory_needs_more_recomputation_or_ranks():
     assert all(one.memory_gb <= USABLE * 22 for one in narrow.ranked)
     assert narrow.ranked[0].seconds > search(LOAD).ranked[0].seconds
     assert narrow.too_large and all(memory > USABLE * 22 for _, memory in narrow.too_large)
+
+
+def test_recomputation_is_tried_where_nothing_else_fits():
+    load = dataclasses.replace(LOAD, shape=read_shape("tiny"), division=Division(1), global_batch=8, micro_batch=1)
+    full = memory_of(dataclasses.replace(load, recompute="full")).total
+    assert full < 0.95 * memory_of(dataclasses.replace(load, recompute="attention")).total
+    device = dataclasses.replace(LOAD.device, memory_gb=1.01 * full / USABLE / 1e9)
+    best = search(dataclasses.replace(load, device=device)).ranked[0].load
+    assert (best.recompute, best.micro_batch) == ("full", 1)
 
 
 def test_a_model_that_does_not_fit_is_refused_with_what_comes_nearest():

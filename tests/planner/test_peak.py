@@ -6,8 +6,10 @@ import pytest
 
 from moe_dualpipe.models import PRESETS, ModelConfig, preset, split
 from moe_dualpipe.planner import MicroBatch, peak_memory, read_shape, shape_of
-from moe_dualpipe.planner.peak import config_of, even_stages
+from moe_dualpipe.planner.activations import saved_bytes
+from moe_dualpipe.planner.peak import StageBytes, config_of, even_stages, peak_of_actions
 from moe_dualpipe.planner.published_shapes import published_models
+from moe_dualpipe.planner.working import working_bytes
 from moe_dualpipe.runtime.groups import end_holders
 from moe_dualpipe.schedule import build
 
@@ -176,6 +178,19 @@ def test_even_stages(layers, stages, ends):
     schedule = build("1f1b", stages, 8)
     weights = [rank.weights for rank in peak_memory(shape, schedule, MicroBatch(1, 16), stages=specs)]
     assert sum(weights) == 2 * shape.parameters
+
+
+def test_messages_to_and_from_neighbours_count():
+    """The first and the last stage hold three at a time, and one between them four."""
+    shape, batch = shape_of(AWKWARD), MicroBatch(4, 64)
+    schedule, stages = build("1f1b", 3, 6), even_stages(shape, 3)
+    config, message = config_of(shape), 4 * 64 * 20 * 2
+    ranks = peak_memory(shape, schedule, batch, stages=stages)
+    for rank, (one, messages) in enumerate(zip(ranks, (3, 4, 3), strict=True)):
+        spec = stages[rank]
+        sizes = StageBytes(saved_bytes(config, spec, batch), 0, working_bytes(config, spec, batch), 0)
+        activations, temporary = peak_of_actions(schedule.actions[rank], {rank: sizes})
+        assert (one.activations, one.temporary) == (activations, temporary + messages * message)
 
 
 def test_layers_that_do_not_divide():

@@ -9,6 +9,7 @@ from moe_dualpipe.planner.constants import find_constant
 from moe_dualpipe.planner.device import load_device
 from moe_dualpipe.planner.prediction import estimate, ideal_seconds
 from moe_dualpipe.planner.published_shapes import read_shape
+from moe_dualpipe.planner.real_routing import load_factor
 from moe_dualpipe.planner.workload import Division, Workload
 from moe_dualpipe.planner.workload_memory import memory_of
 
@@ -66,6 +67,10 @@ def test_an_unknown_software_is_refused_with_those_that_are_known():
 def test_a_workload_that_cannot_run_is_refused():
     with pytest.raises(ValueError, match="--ep 3 does not divide"):
         estimate(dataclasses.replace(LOAD, division=Division(2048, 1, 16, 1, 3)))
+
+
+def test_the_imbalance_is_that_of_layers_with_experts():
+    assert estimate(LOAD).imbalance == load_factor(256, 8, 64) > 1  # three of 61 layers are dense
 
 
 def test_the_fullest_rank_counts_wherever_it_is():
