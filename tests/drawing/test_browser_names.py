@@ -13,8 +13,10 @@ from tests.support.traces import annotation, kernel, launch, write
 
 RUN = "window.hostile=1"
 ATTACKS = (
+    f"</title><img src=x onerror={RUN}>",  # first: the title of the page is cut
     f"<script>{RUN}</script>", f"</script><script>{RUN}</script>", f"<img src=x onerror={RUN}>",
-    f"\"'><svg onload={RUN}>", f"`${{{RUN}}}` $data $script", f"]]>\";{RUN};//", f"<!--<script>{RUN}</script>",
+    f"\"'><svg onload={RUN}>", f"`${{{RUN}}}` $data $script", f"]]>\";{RUN};//",
+    f"<!--<script>{RUN}</script>",
 )  # fmt: skip
 
 

@@ -39,9 +39,9 @@ def test_lanes_without_work_are_left_out(page, tmp_path):
 
 
 def test_many_short_exposures_do_not_cover_what_is_hidden(page, tmp_path):
-    """Of 2,000 short transfers, and of a long one and its copy, 2 of 10 us are exposed: a fifth of what is drawn."""
+    """Of 2,000 short transfers, and of long ones that cover each other, 2 of 10 us are exposed: a fifth is red."""
     kernels = [Work("gemm", 10 * i, 10 * i + 8) for i in range(2000)]
-    long = [Work("ncclA", 0, 20_000, lane=1)] * 2
+    long = [*[Work("ncclA", 0, 15_000, lane=1)] * 2, Work("ncclA", 15_000, 20_000, lane=1)]
     short = [Work("ncclA", 10 * i, 10 * i + 10, lane=1) for i in range(2000)]
 
     def area(transfers, style):
@@ -60,6 +60,14 @@ def test_a_short_exposed_transfer_has_no_other_colour(page, tmp_path):
     page.open(tmp_path / "one.html")
     assert [rect["height"] for rect in rects(page, EXPOSED.colour)] == [ROW]
     assert not [rect for rect in rects(page, HIDDEN.colour) if rect["height"]]
+
+
+def test_unknown_reserved_memory_is_not_drawn(page, tmp_path):
+    for reserved, lines in ((0, 0), (9, 1)):
+        lanes = lanes_of(Work("gemm", 0, 9), memory=((0, 5, reserved), (4, 7, reserved)))
+        save_lanes([Picture("one", lanes)], tmp_path / "memory.html")
+        page.open(tmp_path / "memory.html")
+        assert drawn(page)["lines"] == lines
 
 
 def test_a_page_without_work_opens(page, tmp_path):

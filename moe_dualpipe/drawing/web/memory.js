@@ -31,8 +31,8 @@ function drawMemory() {
       pen.strokeStyle = theme.ink;
       pen.lineWidth = 1;
       pen.beginPath();
-      if (memory.reserved.some(Boolean)) stairs(memory.reserved);  // a CPU reserves nothing
-      pen.stroke();
+      stairs(memory.reserved);
+      if (memory.reserved.some(Boolean)) pen.stroke();  // a CPU reserves nothing
     }
     pen.fillStyle = theme.muted;
     pen.fillText("memory", 4, memoryTop + 12);
