@@ -201,3 +201,16 @@ def test_names_of_phases_stay_on_their_line(tmp_path, capsys):
     text = analyzed(capsys, *write_ranks(execute(program * 3, 2), tmp_path))
     assert "GEMM, most of it in a\\n# b | c." in text and "\x1b" not in text
     assert table(text, "the end depended on")[1][:2] == ["- a\\n# b \\", "c"]
+
+
+def test_large_groups_are_counted(tmp_path, capsys):
+    done = execute([Compute(5), Join("allreduce", "dp", tuple(range(9)))], 9)
+    text = analyzed(capsys, *write_ranks(done, tmp_path, [0]), "--collectives")
+    assert table(text, "collective")[0][1] == "dp: 9 ranks"
+
+
+def test_the_longest_part_of_the_path_comes_first(tmp_path, capsys):
+    """Rank 1 is on the path with two short parts, rank 0 with a long one."""
+    program = [Compute({0: 1, 1: 20}, phase="a"), Join("allreduce", "dp", (0, 1), 5, phase="b"), Compute({0: 99}, "c")]
+    rows = table(analyzed(capsys, *write_ranks(execute(program, 2), tmp_path)), "the end depended on")
+    assert [row[0] for row in rows if row[0].startswith("rank")] == ["rank 0", "rank 1"]
