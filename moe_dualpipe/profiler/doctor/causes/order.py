@@ -1,9 +1,10 @@
 """Work that could start, and starts when unrelated work on another stream ends: hardware queues, or the launch order.
 
 few-queues    the two streams share a hardware queue, which starts work in the order of its launch: nothing on one of
-              them ever started before what had been launched earlier on the other
-late-launch   work of these streams did start in another order, so the transfer was put behind computation that it does
-              not need, or launched after its data was there
+              them ever started before what had been launched earlier on the other, and computation waits for transfers
+              too, or transfers for work that was not the last before them
+late-launch   otherwise: the transfer was put behind computation that it does not need, or launched after its data was
+              there
 """
 
 from collections.abc import Mapping
@@ -48,9 +49,29 @@ def _share_queues(case: Case, source: Ints, target: Ints) -> Mask:
     view = case.view
     if view.queues is not None and view.queues >= len(np.unique(view.stream)):
         return np.zeros(len(source), bool)
-    pairs = np.sort(np.stack([view.stream[source], view.stream[target]], axis=1), axis=1)
-    known = {pair: _in_launch_order(case, *pair) for pair in {(int(a), int(b)) for a, b in pairs}}
-    return np.array([known[int(a), int(b)] for a, b in pairs], bool)
+    pairs = [
+        (min(a, b), max(a, b)) for a, b in zip(view.stream[source].tolist(), view.stream[target].tolist(), strict=True)
+    ]
+    known = {
+        pair: _in_launch_order(case, *pair) and (view.is_cpu or not _behind_all(case, source[i], target[i]))
+        for pair in set(pairs) for i in [np.array([one == pair for one in pairs])]
+    }  # fmt: skip
+    return np.array([known[pair] for pair in pairs], bool)
+
+
+def _behind_all(case: Case, source: Ints, target: Ints) -> bool:
+    """Whether only transfers wait, each for the last work launched before it: as if they had been put behind it."""
+    view = case.view
+    if case.is_comm[source].any():
+        return False
+    by_stream = {
+        stream: np.sort(view.launch[view.stream == stream]) for stream in np.unique(view.stream[source]).tolist()
+    }
+    last = [
+        by_stream[int(view.stream[one])][np.searchsorted(by_stream[int(view.stream[one])], view.launch[other]) - 1]
+        for one, other in zip(source.tolist(), target.tolist(), strict=True)
+    ]  # fmt: skip
+    return bool((view.launch[source] == np.array(last)).all())
 
 
 def _in_launch_order(case: Case, one: int, other: int) -> bool:

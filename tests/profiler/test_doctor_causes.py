@@ -1,0 +1,156 @@
+"""For each cause: a small job that has it, and the nearest job that does not."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.support.diagnosed import verdicts_of
+from tests.support.faults.program import Await, Begin, Collective, End, Item, Job, Kernel, Machine, Python, Record
+
+MACHINE = Machine(
+    call_us=5, launch_us=5, latency_us=3, gap_us=1, slower_beside_transfers=0, slower_beside_computation=0
+)  # fmt: skip
+RANKS = (0, 1)
+LAYERS = 8
+
+
+def kinds(layer, folder, machine=MACHINE, ranks=RANKS):
+    """What is said about a job. layer: the operations of a rank in each layer."""
+    programs = {rank: tuple(op for i in range(LAYERS) for op in layer(i, rank)) for rank in ranks}
+    groups = dict.fromkeys(("ep", "dp"), (ranks,))
+    return {verdict.kind for _, verdict in verdicts_of(Job(programs, machine, groups), folder)}
+
+
+def transfer(key, us, after, group="ep", stream="ep", ranks=RANKS, elements=1000, label=""):
+    return Collective(key, "all_to_allv", group, ranks, us, elements, stream, after, label)
+
+
+def done(key):
+    return Await(f"done {key}")
+
+
+def labelled(label, us):
+    return Begin(label), Kernel(f"kernel of {label}", us), End()
+
+
+@pytest.mark.parametrize(("layers", "named"), [(range(LAYERS), True), ([LAYERS - 1], False)])
+def test_host_sync(layers, named, tmp_path):
+    """A host that reads a number in each layer, and one that reads it at the end."""
+
+    def layer(i, _):
+        return Kernel("a", 100), Kernel("b", 100), *([Item()] if i in layers else [])
+
+    assert kinds(layer, tmp_path, ranks=(0,)) == ({"host-sync"} if named else set())
+
+
+@pytest.mark.parametrize(("us", "named"), [(20, True), (60, False)])
+def test_host_bound(us, named, tmp_path):
+    """A host that takes 40 us for each kernel, and shorter and longer kernels."""
+    found = kinds(lambda *_: [Python(30), Kernel("a", us)] * 4, tmp_path, ranks=(0,))
+    assert found == ({"host-bound"} if named else set())
+
+
+@pytest.mark.parametrize(("queues", "named"), [(1, True), (2, False)])
+def test_few_queues(queues, named, tmp_path):
+    """Kernels that are launched after a transfer that they do not need."""
+
+    def layer(i, _):
+        return Kernel("a", 300), Record(f"a {i}"), transfer(f"sum {i}", 200, f"a {i}"), Kernel("b", 300)
+
+    assert kinds(layer, tmp_path, replace(MACHINE, queues=queues)) == ({"few-queues"} if named else set())
+
+
+@pytest.mark.parametrize(("stream", "named"), [("ep", True), ("dp", False)])
+def test_shared_stream(stream, named, tmp_path):
+    """A sum of 300 us before a dispatch that computation waits for: on its stream, and on a stream of its own."""
+
+    def layer(i, _):
+        return (
+            Kernel("a", 300), Record(f"a {i}"), transfer(f"sum {i}", 300, f"a {i}", "dp", stream),
+            transfer(f"dispatch {i}", 200, f"a {i}"), Kernel("b", 250), done(f"dispatch {i}"), Kernel("c", 300),
+        )  # fmt: skip
+
+    assert kinds(layer, tmp_path) == ({"shared-stream"} if named else set())
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_late_launch(late, tmp_path):
+    """A dispatch behind weight gradients, which it does not need, and directly after its input."""
+
+    def layer(i, _):
+        dispatch = transfer(f"dispatch {i}", 300, f"{'W' if late else 'F'} {i}", label="dispatch(F)")
+        return (
+            *labelled("attn(F)", 300), Record(f"F {i}"), *([] if late else [dispatch]),
+            *labelled("mlp(W)", 310), Record(f"W {i}"), *([dispatch] if late else []),
+            *labelled("mlp(B)", 50), done(f"dispatch {i}"), *labelled("mlp(F)", 300),
+        )  # fmt: skip
+
+    assert ("late-launch" in kinds(layer, tmp_path)) == late
+
+
+@pytest.mark.parametrize(("factor", "named"), [(1.3, True), (1.0, False)])
+def test_imbalance(factor, named, tmp_path):
+    """A rank whose kernels take longer. The transfers are hidden where both are equal."""
+
+    def layer(i, rank):
+        us = 300 * (factor if rank else 1)
+        return (
+            Kernel("a", us), Record(f"a {i}"), transfer(f"t {i}", 100, f"a {i}"), Kernel("b", 150), done(f"t {i}"),
+            Kernel("c", 100),
+        )  # fmt: skip
+
+    assert kinds(layer, tmp_path) == ({"imbalance"} if named else set())
+
+
+@pytest.mark.parametrize(("slow", "elements", "named"), [(300, 1000, True), (300, 3000, False), (130, 1000, False)])
+def test_slow_transfer(slow, elements, named, tmp_path):
+    """Every fourth transfer takes longer: with the same size, with a larger size, and only a little."""
+
+    def layer(i, _):
+        chosen = i % 4 == 3
+        sent = transfer(f"t {i}", slow if chosen else 100, f"a {i}", elements=elements if chosen else 1000)
+        return Kernel("a", 300), Record(f"a {i}"), sent, Kernel("b", 150), done(f"t {i}"), Kernel("c", 100)
+
+    assert ("slow-transfer" in kinds(layer, tmp_path)) == named
+
+
+def half_beside(i, _):
+    """A transfer beside computation in every other layer, otherwise alone."""
+    wait, beside = done(f"t {i}"), Kernel("b", 300)
+    sent = transfer(f"t {i}", 300, f"a {i}")
+    return Kernel("a", 100), Record(f"a {i}"), sent, *((beside, wait) if i % 2 else (wait, beside))
+
+
+@pytest.mark.parametrize(("slower", "named"), [(0.5, True), (0.05, False)])
+def test_starved_transfer(slower, named, tmp_path):
+    found = kinds(half_beside, tmp_path, replace(MACHINE, slower_beside_computation=slower))
+    assert ("starved-transfer" in found, "starved-computation" in found) == (named, False)
+
+
+@pytest.mark.parametrize(("slower", "named"), [(0.5, True), (0.05, False)])
+def test_starved_computation(slower, named, tmp_path):
+    found = kinds(half_beside, tmp_path, replace(MACHINE, slower_beside_transfers=slower))
+    assert ("starved-computation" in found, "starved-transfer" in found) == (named, False)
+
+
+@pytest.mark.parametrize(("ahead", "named"), [(0, True), (1, False)])
+def test_exposed_pipeline(ahead, named, tmp_path):
+    """Computation that needs what arrives now, and what arrived one micro-batch before."""
+
+    def layer(i, rank):
+        sent = Collective(f"p {i}", "recv" if rank else "send", "ep", RANKS, 100, 1, "ep", f"a {i}", peers=(0, 1))
+        return Kernel("a", 300), Record(f"a {i}"), sent, *([done(f"p {i - ahead}")] if rank and i >= ahead else [])
+
+    assert kinds(layer, tmp_path) == ({"exposed-pipeline"} if named else set())
+
+
+@pytest.mark.parametrize("beside", [0, 150])
+def test_nothing_to_overlap(beside, tmp_path):
+    """Computation waits for a transfer directly, and after other computation that covers it."""
+
+    def layer(i, _):
+        others = [Kernel("b", beside)] if beside else []
+        sent = transfer(f"t {i}", 100, f"a {i}")
+        return Kernel("a", 300), Record(f"a {i}"), sent, *others, done(f"t {i}"), Kernel("c", 100)
+
+    assert kinds(layer, tmp_path) == (set() if beside else {"nothing-to-overlap"})
