@@ -49,14 +49,13 @@ def _share_queues(case: Case, source: Ints, target: Ints) -> Mask:
     view = case.view
     if view.queues is not None and view.queues >= len(np.unique(view.stream)):
         return np.zeros(len(source), bool)
-    pairs = [
-        (min(a, b), max(a, b)) for a, b in zip(view.stream[source].tolist(), view.stream[target].tolist(), strict=True)
-    ]
-    known = {
-        pair: _in_launch_order(case, *pair) and (view.is_cpu or not _behind_all(case, source[i], target[i]))
-        for pair in set(pairs) for i in [np.array([one == pair for one in pairs])]
-    }  # fmt: skip
-    return np.array([known[pair] for pair in pairs], bool)
+    pairs = np.sort(np.stack([view.stream[source], view.stream[target]], axis=1), axis=1)
+    shared = np.zeros(len(source), bool)
+    for one, other in {(int(a), int(b)) for a, b in pairs}:
+        same = (pairs == (one, other)).all(axis=1)
+        if _in_launch_order(case, one, other):
+            shared |= same & (view.is_cpu or not _behind_all(case, source[same], target[same]))
+    return shared
 
 
 def _behind_all(case: Case, source: Ints, target: Ints) -> bool:
@@ -64,14 +63,11 @@ def _behind_all(case: Case, source: Ints, target: Ints) -> bool:
     view = case.view
     if case.is_comm[source].any():
         return False
-    by_stream = {
-        stream: np.sort(view.launch[view.stream == stream]) for stream in np.unique(view.stream[source]).tolist()
-    }
-    last = [
-        by_stream[int(view.stream[one])][np.searchsorted(by_stream[int(view.stream[one])], view.launch[other]) - 1]
-        for one, other in zip(source.tolist(), target.tolist(), strict=True)
-    ]  # fmt: skip
-    return bool((view.launch[source] == np.array(last)).all())
+    for one, other in zip(source.tolist(), target.tolist(), strict=True):
+        launches = view.launch[view.stream == view.stream[one]]
+        if ((launches > view.launch[one]) & (launches < view.launch[other])).any():
+            return False
+    return True
 
 
 def _in_launch_order(case: Case, one: int, other: int) -> bool:
