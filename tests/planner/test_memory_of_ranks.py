@@ -13,7 +13,7 @@ from moe_dualpipe.expert_parallel.parameters import expert_ids, global_tensors
 from moe_dualpipe.models import ModelConfig, StageSpec, TransformerStage, split
 from moe_dualpipe.planner.activations import MicroBatch, deferred_bytes, rows_received, saved_bytes
 from moe_dualpipe.planner.parameters import parameter_sizes
-from moe_dualpipe.planner.peak import peak_memory
+from moe_dualpipe.planner.peak import StageBytes, peak_memory, peak_of_actions
 from moe_dualpipe.schedule import Costs, Forward, Part, build, halves, simulate
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, make_trainer, options, resolve, settings
@@ -50,6 +50,10 @@ def test_peak_bytes_of_the_order_equal_those_of_the_timeline(name):
     powers, primes = [10**s for s in stages], [2, 3, 5, 7, 11, 13, 17, 19]
     expected = tuple(peak_activations(schedule, rank, powers, primes) for rank in range(4))
     assert timeline.peak_bytes(powers, primes) == expected
+    large = [3 * 10**s for s in stages]
+    sizes = {s: StageBytes(powers[s], large[s], 0, 0) for s in stages}
+    for rank in range(4):
+        assert peak_of_actions(schedule.actions[rank], sizes)[0] == peak_activations(schedule, rank, powers, large)
     first = str(peak_activations(schedule, 0, powers, none))  # one digit for each stage
     assert all(len(first) - 1 - i in schedule.placement.stages[0] for i, digit in enumerate(first) if digit != "0")
 
