@@ -38,7 +38,8 @@ def test_the_predicted_gain_is_the_true_one(name, strength, tmp_path):
 
 @pytest.mark.parametrize(("one", "other"), [
     ("host sync", "slow rank"), ("host sync", "starved computation"), ("slow rank", "slow link"),
-    ("slow link", "starved computation"), ("more tokens", "starved computation"),
+    ("slow link", "starved computation"), ("more tokens", "starved computation"), ("one queue", "slow rank"),
+    ("late launch", "slow rank"), ("shared stream", "slow link"),
 ])  # fmt: skip
 def test_two_faults_are_both_named(one, other, tmp_path):
     both = FAULTS[other].apply(FAULTS[one].apply(HEALTHY["moe"](), 2), 2)
