@@ -78,7 +78,8 @@ def traces_text(
     for device in files.devices:
         text = analysis_text(device.analysis, phases, kernels, streams, collectives)
         parts.append("\n".join(filter(None, [printable(device.path), device.left_out, text])))
-        parts.append(verdicts_text(device.analysis.verdicts))
+        num_events = sum(kernel.times for kernel in device.analysis.kernels)
+        parts.append(verdicts_text(device.analysis.verdicts, num_events))
     if len(files.devices) > 1:
         parts += [compare_ranks(files), *(printable(comparison.missing_text) for comparison in files.comparisons)]
         parts += [lateness_text(files), path_text(files)]

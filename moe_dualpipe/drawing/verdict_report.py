@@ -4,16 +4,23 @@ from collections.abc import Sequence
 
 from ..messages import plural, printable
 from ..profiler.doctor.verdict import Verdict
+from ..profiler.doctor.view import MOST_EVENTS
 
 MOST_VERDICTS = 8
 HEALTHY = "None of the known causes costs more than 1% of the window."
 
 
-def verdicts_text(verdicts: Sequence[Verdict]) -> str:
-    """Return a numbered list: what happens and where, the evidence, the predicted gain, and what to change."""
+def verdicts_text(verdicts: Sequence[Verdict], num_events: int = 0) -> str:
+    """Return a numbered list: what happens and where, the evidence, the predicted gain, and what to change.
+
+    num_events: of the device. If these are more than are searched, it says so.
+    """
+    parts = []
+    if num_events > MOST_EVENTS:
+        parts.append(f"Causes were searched among the first {MOST_EVENTS:,} of {num_events:,} pieces of work.")
     if not verdicts:
-        return HEALTHY
-    parts = [_verdict_text(number, verdict) for number, verdict in enumerate(verdicts[:MOST_VERDICTS], start=1)]
+        return "\n".join([*parts, HEALTHY])
+    parts += [_verdict_text(number, verdict) for number, verdict in enumerate(verdicts[:MOST_VERDICTS], start=1)]
     if rest := len(verdicts) - MOST_VERDICTS:
         parts += [f"{plural(rest, 'smaller cause')} not shown."] * (rest > 0)
     return "\n".join(parts)

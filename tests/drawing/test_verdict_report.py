@@ -29,3 +29,9 @@ def test_many_causes_and_none():
 
 def test_names_stay_on_their_line():
     assert "\n2" not in verdicts_text([verdict(place="a\n2. another cause", evidence=("b\n2",))])
+
+
+def test_a_part_of_a_long_trace_is_searched():
+    text = "Causes were searched among the first 300,000 of 300,001 pieces of work.\n"
+    assert verdicts_text([], 300_001) == text + HEALTHY and verdicts_text([], 300_000) == HEALTHY
+    assert verdicts_text([verdict()], 300_001).startswith(text + "1. ")

@@ -154,3 +154,21 @@ def test_nothing_to_overlap(beside, tmp_path):
         return Kernel("a", 300), Record(f"a {i}"), sent, *others, done(f"t {i}"), Kernel("c", 100)
 
     assert kinds(layer, tmp_path) == (set() if beside else {"nothing-to-overlap"})
+
+
+@pytest.mark.parametrize(("tail", "named"), [(150, True), (10, False)])
+def test_nothing_to_overlap_at_the_end_of_a_transfer(tail, named, tmp_path):
+    """A transfer that is hidden at first, as a sum of gradients, and lasts longer than the computation beside it."""
+
+    def layer(i, _):
+        sent = transfer(f"t {i}", 300 + tail, f"a {i}")
+        return Kernel("a", 300), Record(f"a {i}"), sent, Kernel("b", 300), done(f"t {i}"), Kernel("c", 100)
+
+    assert kinds(layer, tmp_path) == ({"nothing-to-overlap"} if named else set())
+
+
+def test_time_in_which_two_streams_wait_for_the_host_counts_once(tmp_path):
+    ops = [op for _ in range(40) for op in (Python(60), Kernel("a", 20), Kernel("b", 20, "other"))]
+    [(_, verdict)] = verdicts_of(Job({0: tuple(ops)}, MACHINE, {}), tmp_path)
+    idle = 60 + 2 * 10 - 2 * 20  # a turn of the host takes 80 us; the kernels share the device for 40
+    assert verdict.kind == "host-bound" and verdict.cost_us == pytest.approx(39 * idle, rel=0.02)

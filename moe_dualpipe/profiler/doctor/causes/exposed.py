@@ -4,16 +4,17 @@ import re
 
 import numpy as np
 
-from ...intervals import intersection, total, union
+from ...intervals import Intervals, as_intervals, intersection, length_before, total, union
 from ..case import Case, Finding, most_costly, without_waits, worst_of
-from ..inputs import NEAR
-from ..replay import DATA, Floats, Ints, Mask, Times
+from ..replay import DATA, Ints, Mask, Times
 from ..verdict import Verdict
 from ..view import COMM
 
 LEAST = 3
 NOTHING_ELSE = 0.05
 """Share of the window that must be exposed because there is nothing else to compute."""
+SOON = 30.0
+"""Microseconds from the end of a transfer to the start of a computation that waited for it."""
 _POINT_TO_POINT = re.compile(r"(^|[:_ ])i?(send|recv)(\b|_|$)(?!.*all)", re.IGNORECASE)
 
 
@@ -53,30 +54,28 @@ def _inputs_from(case: Case, chosen: Mask) -> Mask:
 
 
 def find_nothing_else(case: Case, mended: Times) -> list[Finding]:
-    """Transfers that start when the computation before them ends, and whose result the next computation needs.
+    """Transfers for which the next computation waits while nothing else is queued.
 
     mended: the times after all other causes are removed. What is hidden then is not counted.
     """
-    view = case.view
-    alone, next_start = _alone(case)
-    if len(alone) < LEAST:
+    alone, gaps = _alone(case)
+    if case.view.is_cpu or len(alone) < LEAST:  # nothing is ever queued on a CPU
         return []
-    costs = case.without_computation(view.start[alone], view.end[alone])
-    cost = total(intersection(union(np.stack([view.start[alone], view.end[alone]], axis=1)), case.gaps))
+    cost, exposed = (total(intersection(case.transferring, where)) for where in (gaps, case.gaps))
     if min(cost, _still_exposed(case, alone, mended)) < NOTHING_ELSE * case.window_us:
         return []
-    worst = worst_of(costs)
-    exposed = total(intersection(case.transferring, case.gaps))
+    costs = case.without_computation(case.view.start[alone], case.view.end[alone])
+    start, end = gaps[worst_of(gaps[:, 1] - gaps[:, 0])].tolist()
     evidence = (
-        f"{len(alone):,} transfers start when the computation before them ends, and the next computation starts when "
-        f"they end: {cost:,.0f} of {exposed:,.0f} us exposed.",
+        f"The next computation waits for {len(alone):,} transfers and starts when they end: {cost:,.0f} of "
+        f"{exposed:,.0f} us exposed.",
         "No other computation was queued that does not depend on them.",
     )
     verdict = Verdict(
         "nothing-to-overlap", "There is no independent computation to run beside the transfers.", evidence,
-        "Interleave a second micro-batch (DualPipe, two-batch overlap), or split the transfer into chunks.",
-        most_costly([case.place(event) for event in alone.tolist()], costs),
-        float(view.start[alone[worst]]), float(next_start[worst]), cost,
+        "Interleave a second micro-batch (DualPipe, two-batch overlap), send less, or start the transfers in parts, "
+        "each as soon as its data is there.",
+        most_costly([case.place(event) for event in alone.tolist()], costs), start, end, cost,
     )  # fmt: skip
     return [Finding(verdict, None)]
 
@@ -88,24 +87,21 @@ def _still_exposed(case: Case, transfers: Ints, mended: Times) -> float:
     return total(chosen) - total(intersection(chosen, computing))
 
 
-def _alone(case: Case) -> tuple[Ints, Floats]:
-    """Transfers directly between two computations, and the start of the second one."""
+def _alone(case: Case) -> tuple[Ints, Intervals]:
+    """Gaps that end with a transfer and before a computation that was queued, and the transfers in them."""
     view = case.view
     computing = np.flatnonzero(view.kind != COMM)
-    starts, ends = view.start[computing], np.sort(view.end[computing])
-    found, following = [], []
-    for event in np.flatnonzero(case.is_comm).tolist():
-        if is_point_to_point(case, event):
+    transfers = np.array([i for i in np.flatnonzero(case.is_comm).tolist() if not is_point_to_point(case, i)], np.int64)
+    starts, ends = view.start[computing], np.sort(view.end[transfers])
+    found = []
+    for start, end in case.gaps.tolist():
+        last = int(np.searchsorted(ends, end + 1.0, side="right")) - 1
+        after = int(np.searchsorted(starts, end))
+        if last < 0 or after == len(computing) or not max(start, end - SOON) <= ends[last]:
             continue
-        after = int(np.searchsorted(starts, view.end[event] - 1.0))
-        before = int(np.searchsorted(ends, view.start[event] + 1.0, side="right")) - 1
-        running = np.searchsorted(starts, view.end[event] - 1.0) - np.searchsorted(
-            ends, view.start[event] + 1.0, side="right"
-        )
-        if after < len(starts) and before >= 0 and running == 0:
-            launch = view.launch[computing[after]]
-            queued = launch < 0 or view.calls[launch].start < view.end[event]
-            if starts[after] - view.end[event] <= NEAR and view.start[event] - ends[before] <= 2 * NEAR and queued:
-                found.append(event)
-                following.append(float(starts[after]))
-    return np.array(found, np.int64), np.array(following)
+        launch = view.launch[computing[after]]
+        if launch < 0 or view.calls[launch].start < ends[last]:
+            found.append((start, end))
+    gaps = as_intervals(found)
+    inside = length_before(gaps)
+    return transfers[inside(view.end[transfers]) > inside(view.start[transfers])], gaps

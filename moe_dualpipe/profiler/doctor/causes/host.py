@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from ...intervals import intersection, total, union
 from ...trace import HostEvent, Trace
 from ..case import Case, Change, Finding, most_costly, without_waits, worst_of
 from ..inputs import LATE
@@ -99,13 +100,14 @@ def find_late_host(case: Case) -> list[Finding]:
     late = np.maximum(np.minimum(launched, view.start[known]) - free, 0.0)
     late[view.start[known] - launched > SHORT] = 0.0  # started long after the launch: it waited for something else
     costs = case.without_computation(free, free + late)
+    cost = total(intersection(union(np.stack([free, free + late], axis=1)), case.gaps))
     worst = worst_of(costs)
     bound = costs > LATE
     short = view.duration[known] < SHORT
     between = np.diff(np.sort(call_starts[np.unique(view.launch[known])]))
     evidence = (
         f"{bound.sum():,} of {len(known):,} kernels and copies were launched when their stream was already idle. "
-        f"Nothing computed for {costs.sum():,.0f} us until then.",
+        f"Nothing computed for {cost:,.0f} us until then.",
         f"The host launches every {np.median(between) if len(between) else 0:,.1f} us (median), and "
         f"{short.mean():.0%} of the kernels take less than {SHORT:.0f} us.",
     )
@@ -113,7 +115,7 @@ def find_late_host(case: Case) -> list[Finding]:
         "host-bound", "The host launches work too late, and the device waits for it.", evidence,
         "Launch fewer and larger kernels: fused kernels, torch.compile, CUDA graphs, or larger micro-batches.",
         most_costly([case.place(event) for event in known.tolist()], costs),
-        float(free[worst]), float(free[worst] + late[worst]), float(costs.sum()),
+        float(free[worst]), float(free[worst] + late[worst]), cost,
     )  # fmt: skip
     return [Finding(verdict, _at_once(case))]
 

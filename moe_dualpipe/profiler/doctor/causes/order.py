@@ -63,9 +63,11 @@ def _behind_all(case: Case, source: Ints, target: Ints) -> bool:
     view = case.view
     if case.is_comm[source].any():
         return False
-    for one, other in zip(source.tolist(), target.tolist(), strict=True):
-        launches = view.launch[view.stream == view.stream[one]]
-        if ((launches > view.launch[one]) & (launches < view.launch[other])).any():
+    for stream in np.unique(view.stream[source]):
+        of_stream = view.stream[source] == stream
+        launches = np.sort(view.launch[view.stream == stream])
+        after = np.searchsorted(launches, view.launch[source[of_stream]], side="right")
+        if (after < np.searchsorted(launches, view.launch[target[of_stream]])).any():
             return False
     return True
 
