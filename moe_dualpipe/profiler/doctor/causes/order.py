@@ -125,25 +125,31 @@ def _late(case: Case, events: Ints, waits: Ints) -> list[Finding]:
     costs = np.concatenate([_delays(case, events), waited])
     if not len(every):
         return []
-    worst = worst_of(costs)
-    start = float(view.start[every[worst]])
-    evidence = (
-        f"{len(every):,} transfers started {costs.sum():,.0f} us in total after their input was there, at most "
-        f"{costs[worst]:,.0f} us.",
-        "Until then, computation ran that was launched before them, and that they do not need.",
-    )
-    verdict = Verdict(
-        "late-launch", "Transfers are launched later than their data is there.", evidence,
-        "Launch each transfer directly after the computation that produces its data.",
-        most_costly([case.place(event) for event in every.tolist()], costs),
-        start - float(costs[worst]), start, float(costs.sum()),
-    )  # fmt: skip
+    why = "Until then, computation ran that was launched before them, and that they do not need."
+    verdict = late_launch(case, every, costs, why)
     drop = without_waits(_chosen(case, waits))
     source_of = _assumed_inputs(case)
     behind = [event for event in events.tolist() if event in source_of and view.launch[event] >= 0]
     moved = {event: source_of[event] for event in behind} | dict(zip(late.tolist(), inputs.tolist(), strict=True))
     earlier = _launched_with(case, moved)
     return [Finding(verdict, lambda graph: earlier(drop(graph)))]
+
+
+def late_launch(case: Case, transfers: Ints, waited: Floats, why: str) -> Verdict:
+    """The verdict on transfers that started so many microseconds after their input was there."""
+    worst = worst_of(waited)
+    start = float(case.view.start[transfers[worst]])
+    evidence = (
+        f"{len(transfers):,} transfers started {waited.sum():,.0f} us in total after their input was there, at most "
+        f"{waited[worst]:,.0f} us.",
+        why,
+    )
+    return Verdict(
+        "late-launch", "Transfers are launched later than their data is there.", evidence,
+        "Launch each transfer directly after the computation that produces its data.",
+        most_costly([case.place(event) for event in transfers.tolist()], waited),
+        start - float(waited[worst]), start, float(waited.sum()),
+    )  # fmt: skip
 
 
 def _chosen(case: Case, waits: Ints) -> Mask:

@@ -16,6 +16,7 @@ from ..replay import SYNC, Graph, Mask
 from ..threads import AT_ONCE
 from ..verdict import Verdict
 from ..view import COMM
+from .order import late_launch
 
 SHORT = 500.0
 """Microseconds. Transfers that are late by less are not looked at."""
@@ -79,19 +80,7 @@ def _late_starts(case: Case) -> list[Finding]:
         return []
     events = np.array([*late], np.int64)
     sources, own, waited = (np.array(column) for column in zip(*late.values(), strict=True))
-    worst = worst_of(waited)
-    start = float(view.start[events[worst]])
-    evidence = (
-        f"{len(events):,} transfers started {waited.sum():,.0f} us in total after their input was there, at most "
-        f"{waited[worst]:,.0f} us.",
-        "Until then, their thread computed what they do not need.",
-    )
-    verdict = Verdict(
-        "late-launch", "Transfers start later than their data is there.", evidence,
-        "Start each transfer directly after the computation that produces its data.",
-        most_costly([case.place(event) for event in events.tolist()], waited),
-        start - float(waited[worst]), start, float(waited.sum()),
-    )  # fmt: skip
+    verdict = late_launch(case, events, waited, "Until then, their thread computed what they do not need.")
     nodes = case.nodes.event[events]
 
     def change(graph: Graph) -> Graph:
