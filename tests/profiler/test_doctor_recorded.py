@@ -1,0 +1,57 @@
+"""Inputs of work that a trace records as waits of streams."""
+
+import numpy as np
+import pytest
+
+from moe_dualpipe.profiler import read_trace
+from moe_dualpipe.profiler.doctor.recorded import recorded_inputs
+from tests.support.traces import kernel, launch, write
+
+
+def wait(correlation, time, **arguments):
+    return {"ph": "X", "cat": "cuda_sync", "name": "Stream Wait Event", "ts": time, "dur": 1, "pid": 0, "tid": 9,
+            "args": {"correlation": correlation, "device": 0, "stream": 9} | arguments}  # fmt: skip
+
+
+def inputs(tmp_path, *waits, calls=()):
+    """The names of the inputs of each piece of work.
+
+    The host launches `early` and `late` on stream 7, and then `first` and `second` on stream 9. It records an event
+    (call 2) between `early` and `late`, and queues a wait (call 4) before `first`.
+    """
+    times = {"early": (1, 10, 7), "late": (3, 30, 7), "first": (5, 50, 9), "second": (6, 60, 9)}
+    events = [launch(2, 20, name="cudaEventRecord"), launch(4, 40, name="cudaStreamWaitEvent"), *calls, *waits]
+    for i, (name, (correlation, time, stream)) in enumerate(times.items()):
+        events += [launch(correlation, time), kernel(name, 100 + 50 * i, 40, stream=stream, correlation=correlation)]
+    trace = read_trace(write(tmp_path / "t.json", events))
+    work = sorted(trace.device_events, key=lambda event: event.start)
+    starts = [times[event.name][1] for event in work]
+    found = recorded_inputs(trace, "0", work, np.arange(len(work)), starts)
+    return found and {work[target].name: [work[i].name for i in sources] for target, sources in found.items()}
+
+
+def test_a_wait_is_for_what_was_launched_before_the_event_was_recorded(tmp_path):
+    recorded = wait(4, 41, wait_on_stream=7, wait_on_cuda_event_record_corr_id=2)
+    assert inputs(tmp_path, recorded) == {"first": ["early"]}
+    assert inputs(tmp_path, recorded, recorded) == {"first": ["early"]}
+
+
+def test_if_the_record_is_unknown_the_wait_itself_is_the_latest_time(tmp_path):
+    assert inputs(tmp_path, wait(4, 41, wait_on_stream=7)) == {"first": ["late"]}
+    assert inputs(tmp_path, wait(99, 55, wait_on_stream=7)) == {"second": ["late"]}  # a call that was not recorded
+
+
+@pytest.mark.parametrize("arguments", [
+    {"wait_on_stream": -1}, {"wait_on_stream": 9}, {"wait_on_stream": 8},
+    {"wait_on_stream": 7, "wait_on_cuda_event_record_corr_id": 7},
+], ids=str)  # fmt: skip
+def test_waits_without_an_input(tmp_path, arguments):
+    """An unknown stream, the own one, one without work, and an event recorded before all work."""
+    calls = [launch(7, 5, name="cudaEventRecord")]
+    assert inputs(tmp_path, wait(4, 41, **arguments), calls=calls) == {}
+
+
+def test_a_wait_after_all_work_and_a_trace_without_waits(tmp_path):
+    assert inputs(tmp_path, wait(99, 70, wait_on_stream=7)) == {}
+    assert inputs(tmp_path) is None
+    assert inputs(tmp_path, wait(4, 41, wait_on_stream=7, device=1)) is None
