@@ -51,7 +51,7 @@ def test_waits_without_an_input(tmp_path, arguments):
     assert inputs(tmp_path, wait(4, 41, **arguments), calls=calls) == {}
 
 
-def test_a_wait_after_all_work_and_a_trace_without_waits(tmp_path):
-    assert inputs(tmp_path, wait(99, 70, wait_on_stream=7)) == {}
+def test_a_wait_after_all_work_one_for_the_own_stream_and_a_trace_without_waits(tmp_path):
+    assert inputs(tmp_path, wait(99, 70, wait_on_stream=7)) == inputs(tmp_path, wait(99, 55, wait_on_stream=9)) == {}
     assert inputs(tmp_path) is None
     assert inputs(tmp_path, wait(4, 41, wait_on_stream=7, device=1)) is None
