@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moe_dualpipe.planner.constants import LEAST, find_constant
+from moe_dualpipe.planner.constants import LEAST, family_means, find_constant
 from moe_dualpipe.planner.step import step_of
 
 from .rows import Row
@@ -55,18 +55,26 @@ def predict(rows: Iterable[Row]) -> list[Point]:
 def fit(points: Sequence[Point]) -> dict[str, Any]:
     """The content of constants.json."""
     constants = _means(points)
-    # The interval: so wide that COVERED of the rows would have been inside, had their family been left out. Many rows
-    # of one paper say no more than one of another, so a family counts once for each GPU, precision and software.
+    # The interval: so wide that COVERED of the rows would have been inside, had their family been left out, and half of
+    # the others above. Many rows of one paper say no more than one of another, so a family counts once for each GPU,
+    # precision and software.
     sizes = Counter((point.key, point.row.family) for point in points)
-    wanted = sorted(
-        (abs(point.log_ratio - math.log(known.factor)) / math.log(known.high / known.factor),
+    surprises = [
+        ((point.log_ratio - math.log(known.factor)) / math.log(known.high / known.factor),
          1 / sizes[point.key, point.row.family])
         for point, known in _left_out(points, _means)
-    )  # fmt: skip
-    covered = itertools.accumulate(weight for _, weight in wanted)
-    enough = (width for (width, _), sum_ in zip(wanted, covered, strict=True) if sum_ >= COVERED * len(sizes))
-    constants["width"] = round(next(enough, 1.0), 4)
+    ]  # fmt: skip
+    constants["fast"] = _quantile([(abs(surprise), weight) for surprise, weight in surprises], COVERED)
+    constants["slow"] = max(constants["fast"], _quantile(surprises, (1 + COVERED) / 2))
     return constants
+
+
+def _quantile(weighted: Iterable[tuple[float, float]], share: float) -> float:
+    """The least of the values that `share` of the weight does not exceed; 1 if there are none."""
+    ordered = sorted(weighted)
+    enough = share * sum(weight for _, weight in ordered) - 1e-9
+    sums = itertools.accumulate(weight for _, weight in ordered)
+    return round(next((value for (value, _), sum_ in zip(ordered, sums, strict=True) if sum_ >= enough), 1.0), 4)
 
 
 def _means(points: Sequence[Point]) -> dict[str, Any]:
@@ -74,21 +82,16 @@ def _means(points: Sequence[Point]) -> dict[str, Any]:
     groups: dict[tuple[str, str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for point in points:
         groups[point.key][point.row.family].append(point.log_ratio)
-    medians = {key: {name: statistics.median(some) for name, some in found.items()} for key, found in groups.items()}
-    means = {key: statistics.fmean(found.values()) for key, found in medians.items()}
-    spread = statistics.stdev(means.values()) if len(means) > 1 else LEAST
-    families: dict[str, list[float]] = defaultdict(list)
-    for found in medians.values():
-        for name, log_ratio in found.items():
-            families[name].append(log_ratio)
-    center = statistics.median(map(statistics.fmean, families.values()))
+    found = [
+        {"gpu": gpu, "precision": precision, "software": software, "rows": sum(map(len, families.values())),
+         "families": {name: round(statistics.median(some), 4) for name, some in families.items()}}
+        for (gpu, precision, software), families in sorted(groups.items())
+    ]  # fmt: skip
+    means = [statistics.fmean(group["families"].values()) for group in found]
     return {
-        "mean": round(center, 4), "spread": round(spread, 4), "prior": PRIOR, "width": 1.0,
-        "groups": [
-            {"gpu": gpu, "precision": precision, "software": software, "rows": sum(map(len, found.values())),
-             "families": {name: round(mean, 4) for name, mean in medians[gpu, precision, software].items()}}
-            for (gpu, precision, software), found in sorted(groups.items())
-        ],
+        "mean": round(statistics.median(family_means(found)), 4),
+        "spread": round(statistics.stdev(means) if len(means) > 1 else LEAST, 4),
+        "prior": PRIOR, "fast": 1.0, "slow": 1.0, "groups": found,
     }  # fmt: skip
 
 

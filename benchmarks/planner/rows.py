@@ -23,6 +23,10 @@ MEGATRON = ("bridge", "modelzoo", "overlap-AB", "recompute-", "division-", "mega
 """Starts of the names of groups that were run with Megatron-Core."""
 NO_FLASH = ("megatron-sc21", "zero-bubble")
 """Groups of runs from before flash attention, or without it."""
+INTERLEAVED = {"megascale-moe": 4, "llama3-paper": 8}
+"""Stages of a rank in groups whose rows do not say it. megascale-moe: the scaling of the rows (240 to 1440 GPUs) shows
+that stages are interleaved. llama3-paper: the first and the last stage have only the embedding and only the head (arXiv
+2407.21783, section 3.3.2), so that 126 layers on 16 ranks have one layer in each other stage."""
 FAMILIES = {
     "llama": ("llama",), "gpt": ("gpt-", "gpt3"), "gpt-oss": ("gpt-oss",), "qwen3": ("qwen3",), "mixtral": ("mixtral",),
     "deepseek": ("deepseek", "moonlight", "kimi"), "megascale": ("megascale",), "nemotron": ("nemotron",),
@@ -96,8 +100,7 @@ def row_of(record: dict[str, Any]) -> Row | None:
     cp = record["cp"] or 1
     if dp and gpus // (tp * pp * dp) > cp:
         cp = gpus // (tp * pp * dp)  # sequence parallelism of attention, as in MegaScale
-    # Scaling of the rows without it (240 to 1440 GPUs) shows that their stages are interleaved.
-    vpp = record["vpp"] or (4 if record["group"] == "megascale-moe" else 1)
+    vpp = record["vpp"] or INTERLEAVED.get(record["group"], 1)
     division = Division(gpus, tp, pp, vpp, record["ep"] or 1, cp)
     load = Workload(
         shape, device, division, record["seq"], _micro_batch(record, division), record["global_batch"],

@@ -30,11 +30,11 @@ def estimate_report(found: Estimate, dollars: float | None = None) -> str:
     rows.append(["peak memory", f"{memory.total / 1e9:.1f} of {load.device.memory_gb:.0f} GB"])
     rows += [[f"  {name}", f"{size / 1e9:.1f} GB"] for name, size in memory.parts().items()]
     known = f"{plural(found.constant.rows, 'published run')} of this GPU and precision" if found.constant.rows else (
-        "no published run of this GPU and precision: the constant is that of all runs"
+        "no published run of this GPU and precision: the constant is that of other runs"
     )  # fmt: skip
-    fits = f"\n{found.memory_advice()}" if found.memory_advice() else ""
+    advice = "".join(f"\n{text}" for text in (found.memory_advice(), found.host_advice()) if text)
     return (
-        f"{describe(load)}\n\n{markdown([['predicted', ''], *rows])}\n{fits}\n"
+        f"{describe(load)}\n\n{markdown([['predicted', ''], *rows])}\n{advice}\n"
         "8 of 10 comparable runs should be inside the interval. "
         f"Measured constant: {found.constant.factor:.2f}\n({known})."
     )

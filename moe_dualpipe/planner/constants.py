@@ -6,6 +6,7 @@ constants.json has them; `python -m benchmarks.planner fit` writes it.
 import json
 import math
 import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -39,27 +40,37 @@ def read_constants() -> dict[str, Any]:
 def find_constant(
     gpu: str, precision: str, software: str | None = None, known: dict[str, Any] | None = None, strict: bool = False
 ) -> Constant:
-    """The constant of the runs that are most alike: the same GPU, precision and software, if there are any.
+    """The constant of the runs that are most alike: the same GPU, precision and software, or else the same software.
 
-    Few runs say little: their mean is drawn towards that of all runs, and the interval is wider. strict: raise
-    ValueError for a software that no run used.
+    Few families say little: their mean is drawn towards that of all runs, and the interval is wider. Most surprises are
+    slow runs, so the interval reaches further to the slow side. strict: raise ValueError for a software that no run
+    used.
     """
     known = read_constants() if known is None else known
-    names = sorted({group["software"] for group in known["groups"]})
+    groups = known["groups"]
+    names = sorted({group["software"] for group in groups})
     if strict and software not in (None, *names):
         raise ValueError(f"--software must be one of {', '.join(names)}: got {quoted(software)}")
-    mean, spread = known["mean"], known["spread"]
-    found = [
-        group for group in known["groups"]
-        if group["gpu"] == gpu and group["precision"] == precision and software in (None, group["software"])
-    ]  # fmt: skip
+    alike = [group for group in groups if software in (None, group["software"])]
+    same = [group for group in alike if (group["gpu"], group["precision"]) == (gpu, precision)]
+    prior, mean = known["prior"], known["mean"]
+    families = family_means(same)
+    mean = _drawn(mean, families or (family_means(alike) if software else []), prior)
+    unit = known["spread"] * math.sqrt(1 + prior / (len(families) + prior))
+    fast, slow = (max(LEAST, unit * known[side]) for side in ("fast", "slow"))
+    rows = sum(group["rows"] for group in same)
+    return Constant(math.exp(mean), math.exp(mean - fast), math.exp(mean + slow), rows)
+
+
+def family_means(groups: Iterable[dict[str, Any]]) -> list[float]:
+    """The mean log ratio of each family of models that is in any of the groups."""
     families: dict[str, list[float]] = {}
-    for group in found:
+    for group in groups:
         for family, log_ratio in group["families"].items():
             families.setdefault(family, []).append(log_ratio)
-    number, prior = len(families), known["prior"]
-    if number:
-        own = statistics.fmean(map(statistics.fmean, families.values()))
-        mean += (own - mean) * number / (number + prior)
-    width = max(LEAST, spread * math.sqrt(1 + prior / (number + prior)) * known["width"])
-    return Constant(math.exp(mean), math.exp(mean - width), math.exp(mean + width), sum(g["rows"] for g in found))
+    return [statistics.fmean(log_ratios) for log_ratios in families.values()]
+
+
+def _drawn(mean: float, families: Sequence[float], prior: float) -> float:
+    """The mean of the families, drawn towards `mean`, which counts as much as `prior` families."""
+    return (prior * mean + sum(families)) / (prior + len(families))

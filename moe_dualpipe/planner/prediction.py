@@ -19,6 +19,10 @@ from .step import Step, step_of
 from .workload import Recompute, Workload
 from .workload_memory import memory_of
 
+HOST_SECONDS = 9e-3
+"""What the host needs for the forward and the backward of a layer of experts without CUDA graphs: 8.8 to 9.7 ms in runs
+of Qwen3-30B-A3B on H100 and B200 (NVIDIA-NeMo/Megatron-Bridge@067f987df docs/performance-summary-archive.md)."""
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -94,6 +98,19 @@ class Estimate:
             if size <= limit:
                 return f"It does not fit. With --recompute {kind}, it needs {size / 1e9:.1f} GB."
         return "It does not fit, even with --recompute full: moe-dualpipe plan search finds divisions that do."
+
+    def host_advice(self) -> str:
+        """Empty unless layers are so short that the host may be slower than the GPU, which is not predicted."""
+        load = self.load
+        layers = sum(layer.experts > 0 for layer in load.shape.layers)
+        each = self.seconds * load.division.pp / (load.num_micro_batches * max(1, layers))
+        if not layers or load.precision == "fp32" or each >= HOST_SECONDS:
+            return ""
+        return (
+            f"A layer takes {1e3 * each:.1f} ms for a micro-batch. Published runs without CUDA graphs took "
+            f"{1e3 * HOST_SECONDS:.0f} ms or more,\nbecause the host was slower than the GPU: "
+            "use CUDA graphs or larger micro-batches."
+        )
 
     def waterfall(self) -> Iterator[tuple[str, float]]:
         """What a step takes, from the ideal to the predicted time: names and seconds to add, in order."""

@@ -1,6 +1,7 @@
 """The whole prediction: its keys, its waterfall and its interval."""
 
 import dataclasses
+import math
 import re
 
 import pytest
@@ -57,6 +58,31 @@ def test_the_software_chooses_the_constant():
     assert constants[1] < constants[0] < constants[2]
     load = dataclasses.replace(LOAD, device=load_device("h100"))
     assert estimate(load, "torchtitan").seconds / estimate(load).seconds == pytest.approx(constants[2] / constants[0])
+
+
+def test_a_gpu_without_runs_gets_the_constant_of_the_software():
+    """Runs of torchtitan are slow on another GPU, so they are expected to be slow on this one."""
+    known = {"mean": 0.1, "spread": 0.2, "prior": 1.0, "fast": 1.0, "slow": 2.0, "groups": [
+        {"gpu": "h100", "precision": "fp8", "software": "slow", "rows": 2, "families": {"llama": 0.5, "qwen3": 0.7}},
+        {"gpu": "h100", "precision": "fp8", "software": "fast", "rows": 3, "families": {"llama": 0.0}},
+    ]}  # fmt: skip
+    found = find_constant("b200", "bf16", "slow", known)
+    assert found.rows == 0 and math.log(found.factor) == pytest.approx((0.1 + 0.5 + 0.7) / 3)
+    assert math.log(find_constant("b200", "bf16", None, known).factor) == pytest.approx(0.1)
+    assert math.log(found.factor / found.low) == pytest.approx(0.2 * math.sqrt(2))  # as wide as without any run
+    assert math.log(found.high / found.factor) == pytest.approx(2 * 0.2 * math.sqrt(2))
+    same = find_constant("h100", "fp8", "slow", known)
+    assert same.rows == 2 and same.high / same.low < found.high / found.low
+
+
+def test_short_layers_of_experts_may_wait_for_the_host():
+    small = Workload(read_shape("qwen3-30b-a3b"), load_device("b200"), Division(8, ep=8), global_batch=512)
+    text = estimate(small).host_advice()
+    each = float(re.search(r"A layer takes ([\d.]+) ms", text)[1])
+    assert each == pytest.approx(1e3 * estimate(small).seconds / 64 / 48, abs=0.06) and each < 9
+    assert estimate(dataclasses.replace(small, micro_batch=8)).host_advice() == ""
+    dense = dataclasses.replace(small, shape=read_shape("llama3-8b"), division=Division(8))
+    assert estimate(dense).host_advice() == ""
 
 
 def test_an_unknown_software_is_refused_with_those_that_are_known():

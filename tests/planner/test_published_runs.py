@@ -96,6 +96,14 @@ def test_a_constant_of_many_families_is_their_mean_and_of_one_is_drawn_to_all():
     assert spreads == sorted(spreads) and spreads[0] < spreads[1] < spreads[2]
 
 
+def test_the_interval_reaches_further_to_the_side_of_the_surprises():
+    """Eight families agree. A ninth is much slower, so a tenth may be, too. A ninth that is faster does not say that."""
+    usual = [made_up(f"family-{i}", "h100", "a", 0.01 * i) for i in range(8)]
+    slow = fit([*usual, made_up("other", "h100", "a", 0.8)])
+    fast = fit([*usual, made_up("other", "h100", "a", -0.8)])
+    assert slow["slow"] > 2 * slow["fast"] and fast["slow"] == fast["fast"]
+
+
 def test_a_family_is_predicted_without_its_own_rows():
     points = [
         made_up("llama", "h100", "a", 0.2),
