@@ -27,7 +27,7 @@ class ProfileAnalyze:
     traces: Positional[Annotated[list[Path], arg(metavar="TRACE [TRACE ...]")]]
     """Chrome traces (.json or .json.gz), exports of Nsight Systems (.sqlite), folders of traces, or patterns such as
     "run/*.json". Several traces are analyzed one by one and then compared."""
-    comm: str | None = None
+    comm: Annotated[str | None, arg(aliases=["--comm-pattern"])] = None
     """Regular expression. Kernels (on a CPU, annotations) whose names contain it are communication, in addition to
     those of NCCL, NVSHMEM, DeepEP and other known libraries."""
     compute: str | None = None
