@@ -28,7 +28,8 @@ class MicroBatch:
     This project runs neither tensor nor context parallelism, but plans may have them. tp: ranks that share each matrix;
     between products, they share the tokens (sequence parallelism). cp: ranks that share each sequence. Both divide
     every activation. flash: attention in one kernel, which does not save its scores.
-    fp8: inputs of matrix products are saved in 8 bits. plain: operators of torch, as on a CPU, instead of GPU kernels.
+    fp8: inputs and output gradients of matrix products are saved in 8 bits. plain: operators of torch, as on a CPU,
+    instead of GPU kernels.
     loads: for each layer, the choices of experts that this rank gets, relative to the mean of the ranks. (): 1.
     """
 
@@ -53,6 +54,11 @@ class MicroBatch:
     def tokens(self) -> int:
         """Tokens of one rank."""
         return self.sequences * self.seq_len // (self.tp * self.cp)
+
+    @property
+    def operand(self) -> int:
+        """Bytes of one number of an input or an output gradient of a matrix product."""
+        return 1 if self.fp8 else self.element
 
 
 def rows_received(config: ModelConfig, batch: MicroBatch, layer: int = 0) -> int:
@@ -84,8 +90,7 @@ def saved_bytes(config: ModelConfig, spec: StageSpec, batch: MicroBatch) -> int:
     row = batch.tokens * config.hidden_size * batch.element
     saved = row + 8 * batch.tokens * spec.embedding
     saved += sum(block_bytes(config, spec, layer, batch) for layer in spec.layers)
-    if batch.fp8:
-        saved -= (batch.element - 1) * sum(_product_inputs(config, layer, batch) for layer in spec.layers)
+    saved -= (batch.element - batch.operand) * sum(_product_inputs(config, layer, batch) for layer in spec.layers)
     if not spec.head:
         return saved + row * (batch.ep > 1 or not batch.plain)  # pairs that do not overlap drop their output
     saved += (2 + batch.plain) * row + 4 * batch.tokens  # the sum of the parts, and its normalized copy
@@ -178,7 +183,10 @@ def _normed_width(config: ModelConfig) -> int:
 
 
 def deferred_bytes(config: ModelConfig, spec: StageSpec, batch: MicroBatch) -> int:
-    """Bytes saved from I to W of a split backward: the inputs and output gradients of the matrix products."""
+    """Bytes saved from I to W of a split backward: the inputs and output gradients of the matrix products.
+
+    With fp8, both are in 8 bits, but for those of the head.
+    """
     blocks = (deferred_attention(config, batch) + deferred_mlp(config, layer, batch) for layer in spec.layers)
     return sum(blocks) + deferred_head(config, spec, batch)
 
@@ -189,12 +197,12 @@ def deferred_head(config: ModelConfig, spec: StageSpec, batch: MicroBatch) -> in
 
 def deferred_attention(config: ModelConfig, batch: MicroBatch) -> int:
     """`deferred_bytes` of the attention of a block, with the layer's input and output gradient."""
-    return batch.tokens * (attention_costs(config).deferred_width(config) + 2 * config.hidden_size) * batch.element
+    return batch.tokens * (attention_costs(config).deferred_width(config) + 2 * config.hidden_size) * batch.operand
 
 
 def deferred_mlp(config: ModelConfig, layer: int, batch: MicroBatch) -> int:
     """`deferred_bytes` of the MLP or the experts of a block."""
-    saved = _deferred_numbers(config, layer, batch) * batch.element
+    saved = _deferred_numbers(config, layer, batch) * batch.operand
     if config.is_dense(layer):
         return saved
     indices = 8 * choices_received(config, batch, layer)

@@ -6,7 +6,7 @@ import pytest
 
 from moe_dualpipe.models import PRESETS, ModelConfig, preset, split
 from moe_dualpipe.planner import MicroBatch, peak_memory, read_shape, shape_of
-from moe_dualpipe.planner.activations import saved_bytes
+from moe_dualpipe.planner.activations import deferred_bytes, saved_bytes
 from moe_dualpipe.planner.peak import StageBytes, config_of, even_stages, peak_of_actions
 from moe_dualpipe.planner.published_shapes import published_models
 from moe_dualpipe.planner.working import working_bytes
@@ -111,6 +111,17 @@ def test_divisions_divide():
     spec = split(AWKWARD, 3)[1]
     held = sum(shape.layers[layer].expert_parameters(20) for layer in spec.layers)
     assert plain[1].weights - experts[1].weights == 2 * (held - held // 6)
+
+
+def test_deferred_weight_gradients_need_8_bits_with_fp8_but_for_the_head():
+    """zb1p defers them; indices of the experts stay as they are."""
+    first, last = split(AWKWARD, 2)
+    bf16, fp8 = MicroBatch(4, 64, ep=2), MicroBatch(4, 64, ep=2, fp8=True)
+    without = dataclasses.replace(last, head=False)
+    head = deferred_bytes(AWKWARD, last, bf16) - deferred_bytes(AWKWARD, without, bf16)
+    assert head == deferred_bytes(AWKWARD, last, fp8) - deferred_bytes(AWKWARD, without, fp8) > 0
+    saved = deferred_bytes(AWKWARD, first, bf16) - deferred_bytes(AWKWARD, first, fp8)
+    assert 0.4 < saved / deferred_bytes(AWKWARD, first, bf16) < 0.5
 
 
 def test_precision_zero_and_fsdp():

@@ -97,7 +97,7 @@ def test_a_constant_of_many_families_is_their_mean_and_of_one_is_drawn_to_all():
 
 
 def test_the_interval_reaches_further_to_the_side_of_the_surprises():
-    """Eight families agree. A ninth is much slower, so a tenth may be, too. A ninth that is faster does not say that."""
+    """Eight families agree. If a ninth is much slower, a tenth may be, too."""
     usual = [made_up(f"family-{i}", "h100", "a", 0.01 * i) for i in range(8)]
     slow = fit([*usual, made_up("other", "h100", "a", 0.8)])
     fast = fit([*usual, made_up("other", "h100", "a", -0.8)])
