@@ -176,7 +176,7 @@ def _late_host(trace: Trace, events: Sequence[DeviceEvent], span: tuple[float, f
     if span is None or not trace.launches or events[0].device == "cpu":
         return found
     first = min(events, key=lambda event: event.start)
-    launch = None if first.correlation is None else trace.launches.get(first.correlation)
+    launch = trace.launch_of(first)
     before = (span[0], min(launch.end, first.start)) if launch else (0.0, 0.0)
     after = (max(event.end for event in events), span[1])
     return union(np.concatenate([found, [before, after]]))
@@ -184,8 +184,7 @@ def _late_host(trace: Trace, events: Sequence[DeviceEvent], span: tuple[float, f
 
 def _reached(trace: Trace, events: Sequence[DeviceEvent]) -> Callable[[float], float]:
     """Return a function that maps a time of the host to the moment when all earlier launches are done, too."""
-    launches = [None if event.correlation is None else trace.launches.get(event.correlation) for event in events]
-    begun = [(launch or event).start for event, launch in zip(events, launches, strict=True)]
+    begun = [(trace.launch_of(event) or event).start for event in events]
     return lambda time: max([time, *(event.end for event, start in zip(events, begun, strict=True) if start < time)])
 
 

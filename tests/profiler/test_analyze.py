@@ -296,7 +296,7 @@ def test_the_command_prints_tables_or_json(tmp_path, capsys):
         "| - exposed                   |           10 |         25.0% |",
         "| idle                        |            0 |          0.0% |",
     ]
-    assert "| dispatch(F)             | the end |     1 | 10 |                0 |" in expected
+    assert "| dispatch(F)             | the end |     1 | 10 |                - |" in expected
     assert "| dispatch(F) |     1 |                    0 |            20 |      10 |" in expected
     assert "| gemm   | compute |     1 |       30 |      1 |" in expected
     assert expected.endswith("50.0% of the communication is hidden (1 kernel, on up to 8 thread blocks).")

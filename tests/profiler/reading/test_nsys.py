@@ -161,6 +161,21 @@ def test_ranges(tmp_path):
     assert sorted(e.name for e in trace.transfers) == ["nccl:all_reduce", "nccl:all_to_all"]
 
 
+def test_transfers_are_named_after_their_calls(tmp_path):
+    """The kernel says only that it sends and receives. NCCL's own range is closer to the launch than PyTorch's."""
+    trace = read(tmp_path, **{
+        KERNEL: [kernel("ncclDevKernel_SendRecv(x)", 400, 900, 1), kernel("ncclDevKernel_Generic(x)", 900, 990, 2),
+                 kernel("gemm", 400, 900, 3), kernel("ncclDevKernel_SendRecv(x)", 1_000, 1_100, 4)],
+        RUNTIME: [call("cudaLaunchKernel", start, start + 5, number)
+                  for number, start in ((1, 240), (2, 315), (3, 250), (4, 600))],
+        RANGES: [nvtx("nccl:all_to_all, op_id = 12", 220, 280), nvtx("nccl:coalesced", 305, 330),
+                 nvtx("ncclAllReduce", 310, 320)],
+    })  # fmt: skip
+    assert [e.collective and e.collective.name for e in trace.device_events] == [
+        "all_to_all", "all_reduce", None, None,
+    ]  # fmt: skip
+
+
 def test_graphs_that_were_recorded_as_a_whole(tmp_path, capsys):
     path = write_export(tmp_path / "a.sqlite", **{GRAPH: [{**kernel("", 0, 9_000, 3), "graphId": 12}]})
     assert [e.name for e in read_trace(path).device_events] == ["CUDA graph 12"]
