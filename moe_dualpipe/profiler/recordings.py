@@ -9,6 +9,7 @@ recording can have several devices: its numbers are means over them.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -111,7 +112,7 @@ def read_recording(
             remarks |= {
                 (path, sentence): None for sentence in (*cut, *device.remarks, *filter(None, [device.left_out]))
             }
-        gpus.add(trace.gpu)
+        gpus.add("" if on_cpu else trace.gpu)
         sizes.add(trace.world_size)
     counts, wholes, by_step = zip(*found, strict=True)
     known = [one for one in by_step if one is not None]
@@ -183,8 +184,16 @@ def _late_host(trace: Trace, events: Sequence[DeviceEvent], span: tuple[float, f
 
 
 def _reached(trace: Trace, events: Sequence[DeviceEvent]) -> Callable[[float], float]:
-    """Return a function that maps a time of the host to the moment when all earlier launches are done, too."""
-    begun = [(trace.launch_of(event) or event).start for event in events]
+    """Return a function that maps a time of the host to the moment when all earlier launches are done, too.
+
+    What runs before all work with a recorded launch was launched before the recording.
+    """
+    launches = [trace.launch_of(event) for event in events]
+    first = min((event.start for event, launch in zip(events, launches, strict=True) if launch), default=-inf)
+    begun = [
+        launch.start if launch else event.start if event.start >= first else -inf
+        for event, launch in zip(events, launches, strict=True)
+    ]
     return lambda time: max([time, *(event.end for event, start in zip(events, begun, strict=True) if start < time)])
 
 
