@@ -109,6 +109,12 @@ def kind_of_collective(event: DeviceEvent) -> str:
     return _kind_of_name(event.name)
 
 
+def name_of_collective(event: DeviceEvent) -> str:
+    """The kind of a transfer; without a known kind, its recorded name or the name of the kernel's function."""
+    recorded = event.collective.name if event.collective else ""
+    return kind_of_collective(event) or recorded or function_name(event.name).removeprefix("::")
+
+
 @lru_cache(maxsize=1 << 12)
 def _kind_of_name(name: str) -> str:
     if found := _NCCL_KERNEL.search(name) or _BACKEND.match(name):
@@ -179,8 +185,9 @@ def collective_rows(
     rows: dict[tuple[str, str, tuple[int, ...], int | None, str], list[int]] = defaultdict(list)
     for index, event in enumerate(comm):
         found = event.collective or Collective("")
-        kind = kind_of_collective(event) or found.name or function_name(event.name).removeprefix("::")
-        rows[kind, group_name(found), found.ranks, group_size(event.collective), found.dtype].append(index)
+        rows[
+            name_of_collective(event), group_name(found), found.ranks, group_size(event.collective), found.dtype
+        ].append(index)
     result = [_row(*key, comm, indices, exposed, place_of, met or {}) for key, indices in rows.items()]
     return tuple(sorted(result, key=lambda row: -row.total_us))
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from .categories import COMMUNICATION, category_of
-from .collectives import kind_of_collective
+from .collectives import name_of_collective
 from .communication import NAMES, Names
 from .doctor.diagnose import Examined, conclude
 from .doctor.verdict import Verdict
@@ -138,8 +138,7 @@ def _sum_up(
     kinds = [names.kind_of(event) for event in events]
 
     def label_of(event: DeviceEvent, kind: str) -> Label:
-        name = (kind_of_collective(event) or event.name) if kind == "comm" else event.name
-        return Label(category_of(event, kind), name)
+        return Label(category_of(event, kind), name_of_collective(event) if kind == "comm" else event.name)
 
     labels = {id(event): label_of(event, kind) for event, kind in zip(events, kinds, strict=True)}
     by_kind = {wanted: [event for event, kind in zip(events, kinds, strict=True) if kind == wanted]
@@ -161,10 +160,13 @@ def _sum_up(
             if start <= event.start < end:
                 counts[labels[id(event)]] += 1
                 durations[labels[id(event)]] += event.end - event.start
+        owned = {label: float(us[0]) for label, us in divided.between(span[:, 0], span[:, 1]).items()}
         work = {
-            (label.category, label.phase): Work(counts[label] / steps, durations[label] / steps, float(us[0]) / steps)
-            for label, us in divided.between(span[:, 0], span[:, 1]).items()
-        }
+            (label.category, label.phase): Work(
+                counts[label] / steps, durations[label] / steps, owned.get(label, 0.0) / steps
+            )
+            for label in {**owned, **counts}
+        }  # also work that is hidden behind other work at all times
         return Sums((end - start) / steps, work, *(total(intersection(one, span)) / steps for one in (comm, hidden)))
 
     whole = sums(divided.start, divided.end, 1)
@@ -210,5 +212,5 @@ def _mean(found: Sequence[Sums]) -> Sums:
 
 
 def transfers_of(sums: Sums) -> dict[str, Work]:
-    """Transfers by kind, such as "all_to_all"; those without a known kind by the name of their kernel."""
+    """Transfers by kind, such as "all_to_all"; those without a known kind by the name of their function."""
     return {name: work for (category, name), work in sums.work.items() if category == COMMUNICATION}
