@@ -218,7 +218,7 @@ def test_invalid_events_are_skipped(tmp_path):
     ]
     odd += [
         {"ph": "X", "cat": "kernel", "ts": float("nan")}, {"ph": "X", "cat": "kernel", "ts": 1, "dur": float("inf")},
-        {"ph": "X", "cat": "kernel", "ts": 4, "dur": -1, "pid": [1], "tid": {},
+        {"ph": "X", "cat": "kernel", "ts": 4, "pid": [1], "tid": {},
          "args": {"grid": "wide", "correlation": [1], "stream": [7]}},
         {"ph": "X", "cat": "kernel", "ts": 5, "args": "none"}, {"ph": "X", "cat": "cuda_runtime", "ts": 5, "args": []},
     ]  # fmt: skip
