@@ -132,13 +132,15 @@ def test_an_export_with_almost_no_columns(tmp_path):
     path = tmp_path / "a.sqlite"
     with closing(sqlite3.connect(path)) as file:
         file.execute(f'CREATE TABLE {KERNEL} (start, "end", deviceId, streamId, demangledName)')
-        file.execute(f"INSERT INTO {KERNEL} VALUES (1000, 3000, 0, 7, 1), (4000, 5000, 0, 7, 2)")
+        rows = "(1000, 3000, 0, 7, 1), (4000, 5000, 0, 7, 2), (6000, 7000, 0, 7, 3), (8000, 9000, 0, 7, 4)"
+        file.execute(f"INSERT INTO {KERNEL} VALUES {rows}")
         file.execute("CREATE TABLE StringIds (id INTEGER PRIMARY KEY, value TEXT)")
-        file.execute("INSERT INTO StringIds VALUES (1, CAST(X'61FF62' AS TEXT))")
+        file.execute("INSERT INTO StringIds VALUES (1, CAST(X'61FF62' AS TEXT)), (3, X'6364'), (4, NULL)")
         file.commit()
     trace = read_trace(path)
     assert [(e.name, e.start, e.end, e.correlation) for e in trace.device_events] == [
-        ("a\ufffdb", 1.0, 3.0, None), ("unnamed kernel", 4.0, 5.0, None),
+        ("a\ufffdb", 1.0, 3.0, None), ("unnamed kernel", 4.0, 5.0, None), ("cd", 6.0, 7.0, None),
+        ("unnamed kernel", 8.0, 9.0, None),
     ]  # fmt: skip
 
 
