@@ -287,7 +287,10 @@ def overlap_details(name: str, pair: dict[str, Any]) -> str:
         for delay in pair["delays"]
     ]
     keys = ("times", "total_us", "host_us")
-    waits = [[w["during"] or "-", w["before"] or "-", *(f"{w[key]:,.0f}" for key in keys)] for w in pair["waits"]]
+    waits = [
+        [w["during"] or "-", w["before"] or "-", *("-" if w[key] is None else f"{w[key]:,.0f}" for key in keys)]
+        for w in pair["waits"]
+    ]
     sms = f"transfers use up to {pair['comm_blocks']} thread blocks; the GPU has {pair['num_sms']} multiprocessors"
     late = table(["from ready to the start of the transfer, us", "mean", "longest"], delays)
     waited = table(["no computation during", "next computation", "times", "us", "of this, the host was late"], waits)

@@ -44,9 +44,9 @@ def compare_text(comparison: Comparison) -> str:
 
 
 def _side(letter: str, one: Recording) -> str:
-    gpus = f" ({printable(', '.join(one.gpus))})" if one.gpus else ""
+    kinds = "CPU" if one.on_cpu else printable(", ".join(one.gpus))
     steps = plural(one.steps, "step") if one.steps else "no steps"
-    return f"{letter}: {printable(one.name)}: {plural(one.devices, 'device')}{gpus}, {steps}"
+    return f"{letter}: {printable(one.name)}: {plural(one.devices, 'device')}{f' ({kinds})' if kinds else ''}, {steps}"
 
 
 def _explanation(comparison: Comparison) -> list[str]:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from ..messages import plural, printable
 from ..profiler.analyze import Analysis
+from ..profiler.gaps import Wait
 from .rank_report import collectives_text, lateness_text, path_text
 from .tables import markdown
 from .verdict_report import verdicts_text
@@ -125,12 +126,18 @@ def _wait_rows(analysis: Analysis) -> list[list[str]]:
     rows = [["nothing computed during", "until", "times", "us", cause]]
     for wait in analysis.waits[:MAX_WAITS]:
         names = [_short(wait.during or "(nothing)"), _short(wait.before or "the end")]
-        sync = f" ({wait.sync_us:,.0f} in a sync)" if wait.sync_us >= 0.5 else ""
-        rows.append([*names, f"{wait.times:,}", f"{wait.total_us:,.0f}", f"{wait.host_us:,.0f}{sync}"])
+        rows.append([*names, f"{wait.times:,}", f"{wait.total_us:,.0f}", _late([wait])])
     if rest := analysis.waits[MAX_WAITS:]:
-        sums = [sum(getattr(wait, key) for wait in rest) for key in ("times", "total_us", "host_us")]
-        rows.append([f"{len(rest)} more", "", *(f"{number:,.0f}" for number in sums)])
+        sums = sum(wait.times for wait in rest), sum(wait.total_us for wait in rest)
+        rows.append([f"{len(rest)} more", "", *(f"{number:,.0f}" for number in sums), _late(rest, syncs=False)])
     return rows
+
+
+def _late(waits: Sequence[Wait], syncs: bool = True) -> str:
+    """The time before the host launched the next computation; "-" if unknown."""
+    known = [wait.host_us for wait in waits if wait.host_us is not None]
+    sync = sum(wait.sync_us or 0.0 for wait in waits) if syncs else 0.0
+    return f"{sum(known):,.0f}{f' ({sync:,.0f} in a sync)' if sync >= 0.5 else ''}" if known else "-"
 
 
 def _step_rows(analysis: Analysis) -> list[list[str]]:

@@ -36,7 +36,9 @@ _KINDS: Mapping[str, tuple[str, int | None]] = {
 """The kinds, each with the side whose bytes count and the m of the factor m(n-1)/n; 0: the factor is 1. None: unknown.
 A name is of the first kind that occurs in it."""
 
-_NCCL_KERNEL = re.compile(r"nccl(?:Dev)?Kernel_([a-z]+)", re.IGNORECASE)
+_OF_FUNCTIONS = "all_reduce", "reduce_scatter", "all_gather", "all_to_all"
+"""Kinds that the name of any function can tell. Others, such as "send", can be parts of something else."""
+_NCCL_KERNEL = re.compile(r"nccl\w*?Kernel_([a-z]+)", re.IGNORECASE)
 _BACKEND = re.compile(r"(?:nccl|gloo|ucc|mpi|xccl|rccl):(\w+)")
 
 DTYPE_BYTES = {
@@ -107,10 +109,19 @@ def kind_of_collective(event: DeviceEvent) -> str:
     return _kind_of_name(event.name)
 
 
+def name_of_collective(event: DeviceEvent) -> str:
+    """The kind of a transfer; without a known kind, its recorded name or the name of the kernel's function."""
+    recorded = event.collective.name if event.collective else ""
+    return kind_of_collective(event) or recorded or function_name(event.name).removeprefix("::")
+
+
 @lru_cache(maxsize=1 << 12)
 def _kind_of_name(name: str) -> str:
-    found = _NCCL_KERNEL.search(name) or _BACKEND.match(name)
-    return _known_kind(found[1]) if found else ""
+    if found := _NCCL_KERNEL.search(name) or _BACKEND.match(name):
+        return _known_kind(found[1])
+    function = function_name(name).replace("cross_device_reduce", "all_reduce")  # of vLLM, SGLang and AITER
+    kind = _known_kind(function)
+    return kind if kind in _OF_FUNCTIONS else ""
 
 
 @lru_cache(maxsize=1 << 12)
@@ -174,8 +185,9 @@ def collective_rows(
     rows: dict[tuple[str, str, tuple[int, ...], int | None, str], list[int]] = defaultdict(list)
     for index, event in enumerate(comm):
         found = event.collective or Collective("")
-        kind = kind_of_collective(event) or found.name or function_name(event.name)
-        rows[kind, group_name(found), found.ranks, group_size(event.collective), found.dtype].append(index)
+        rows[
+            name_of_collective(event), group_name(found), found.ranks, group_size(event.collective), found.dtype
+        ].append(index)
     result = [_row(*key, comm, indices, exposed, place_of, met or {}) for key, indices in rows.items()]
     return tuple(sorted(result, key=lambda row: -row.total_us))
 

@@ -148,6 +148,7 @@ class Comparison:
 
 def _differences(a: Mapping[str, Work], b: Mapping[str, Work]) -> list[Difference]:
     found = [Difference(name, a.get(name, Work()), b.get(name, Work())) for name in {**a, **b}]
+    found = [one for one in found if (one.a, one.b) != (Work(), Work())]
     return sorted(found, key=lambda one: (-abs(one.us), one.name))
 
 

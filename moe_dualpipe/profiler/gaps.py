@@ -6,7 +6,7 @@ possibly because it was inside a call that waits for the device.
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -30,9 +30,10 @@ class Wait:
     nearby, the name of the next kernel; "" at the end of the trace."""
     times: int
     total_us: float
-    host_us: float
-    """The part before the host launched the next computation. On a CPU, the part outside known waits."""
-    sync_us: float
+    host_us: float | None
+    """The part before the host launched the next computation. On a CPU, the part outside known waits. None if no launch
+    of a next computation is recorded."""
+    sync_us: float | None
     """The part of `host_us` in which the host waited for the device."""
 
 
@@ -52,14 +53,16 @@ def find_waits(
     nexts = np.searchsorted(np.array([event.start for event in by_start]), ends)
     keys: dict[tuple[str, str], int] = {}
     key_of = np.empty(len(pieces), dtype=np.int64)
-    launched = np.array(ends)
+    launched = np.full(len(pieces), np.nan)
     for i, (piece, following) in enumerate(zip(pieces, nexts.tolist(), strict=True)):
         follower = by_start[following] if following < len(by_start) else None
         during = phases.name_of(piece[2]) if piece[2] else ""
         key = during, _next(phases, by_start[following : following + _NEARBY], during)
         key_of[i] = keys.setdefault(key, len(keys))
-        launched[i] = _launched(trace, follower, starts[i])
-    late = np.clip(launched, starts, ends)
+        if follower and (launch := trace.launch_of(follower)):
+            launched[i] = launch.end
+    known = np.isfinite(launched)
+    late = np.where(known, np.clip(launched, starts, ends), starts)
     in_call = length_before(union(intervals_of(e for e in trace.launches.values() if _SYNCHRONISES.search(e.name))))
     waited = length_before(union(intervals_of(trace.waits)))
 
@@ -67,20 +70,19 @@ def find_waits(
         return np.bincount(key_of, weights, minlength=len(keys)).tolist()
 
     host = sums((late - starts) - (waited(late) - waited(starts)))
-    columns = sums(np.ones(len(pieces))), sums(ends - starts), host, sums(in_call(late) - in_call(starts))
+    syncs = sums(in_call(late) - in_call(starts))
+    columns = sums(np.ones(len(pieces))), sums(ends - starts), host, syncs
     found = [Wait(*key, int(times), *us) for key, times, *us in zip(keys, *columns, strict=True)]
+    found = [
+        wait if number else replace(wait, host_us=None, sync_us=None)
+        for wait, number in zip(found, sums(known), strict=True)
+    ]
     return tuple(sorted(found, key=lambda wait: -wait.total_us))
 
 
 def _next(phases: Phases, events: Sequence[DeviceEvent], during: str) -> str:
     named = (phases.name_of(event) for event in events if phases.is_named(event))
     return next((name for name in named if name != during), events[0].name if events else "")
-
-
-def _launched(trace: Trace, event: DeviceEvent | None, unknown: float) -> float:
-    """The time at which `event` was queued: the end of its launch."""
-    launch = trace.launches.get(event.correlation) if event and event.correlation is not None else None
-    return launch.end if launch else unknown
 
 
 _Piece = tuple[float, float, DeviceEvent | None]

@@ -112,8 +112,7 @@ def late_host(trace: Trace, events: Sequence[DeviceEvent]) -> Intervals:
     starts = np.array([event.start for event in ordered])
     rows = []
     for (_, end), (following, _) in zip(busy[:-1].tolist(), busy[1:].tolist(), strict=True):
-        correlation = ordered[int(np.searchsorted(starts, following))].correlation
-        launch = None if correlation is None else trace.launches.get(correlation)
+        launch = trace.launch_of(ordered[int(np.searchsorted(starts, following))])
         if launch is not None and launch.end > end:
             rows.append((end, min(launch.end, following)))
     return np.array(rows) if rows else EMPTY

@@ -34,7 +34,6 @@ class Phases:
         self._broad = _broad_annotations(trace)
         self._modules = _named_modules(trace.modules)
         self._owners = self._find_owners(trace)
-        self._transfers = _by_thread(trace, trace.transfers)
         self.times = Counter(event.name for event in (*trace.annotations, *self._modules))
         """How often each annotation and module was entered."""
 
@@ -73,36 +72,18 @@ class Phases:
         if (collective := event.collective) is not None:
             named = collective.description if collective.description not in ("", "undefined") else collective.group
             return collective.name, named
-        if event.category == "transfer":
-            return event.name, ""
-        call = None if event.correlation is None else self._transfers.get(event.correlation)
-        return (call.name.partition(":")[2], "") if call else ("", "")
+        return (event.name, "") if event.category == "transfer" else ("", "")
 
     def _find_owners(self, trace: Trace) -> _Found:
         narrow = [event for event in trace.annotations if event.name not in self._broad]
         broad = [event for event in trace.annotations if event.name in self._broad]
         steps = dict.fromkeys(trace.steps)
-        own = _by_thread(trace, [*broad, *steps]) | _by_thread(trace, self._modules) | _by_thread(trace, narrow)
+        on_thread = trace.innermost_on_thread
+        own = on_thread([*broad, *steps]) | on_thread(self._modules) | on_thread(narrow)
         # autograd's thread has no annotations, and the thread that called it waits inside one
         others = [(launch.start, key) for key, launch in trace.launches_of_work() if key not in own]
         found = innermost(broad, others) | innermost(narrow, others) | own
         return {key: event for key, event in found.items() if event not in steps}
-
-
-def _by_thread(trace: Trace, events: Iterable[HostEvent]) -> _Found:
-    """The innermost of `events` around each launch on the same thread, by correlation id."""
-    threads: dict[tuple[str, str], list[HostEvent]] = defaultdict(list)
-    for event in events:
-        threads[event.thread].append(event)
-    if not threads:
-        return {}
-    launches: dict[tuple[str, str], list[tuple[float, int]]] = defaultdict(list)
-    for correlation, launch in trace.launches_of_work():
-        launches[launch.thread].append((launch.start, correlation))
-    found: _Found = {}
-    for thread, inside in threads.items():
-        found |= innermost(inside, launches[thread])
-    return found
 
 
 def _broad_annotations(trace: Trace) -> set[str]:

@@ -9,12 +9,13 @@ recording can have several devices: its numbers are means over them.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 import numpy as np
 
 from .categories import COMMUNICATION, category_of
-from .collectives import kind_of_collective
+from .collectives import name_of_collective
 from .communication import NAMES, Names
 from .doctor.diagnose import Examined, conclude
 from .doctor.verdict import Verdict
@@ -111,7 +112,7 @@ def read_recording(
             remarks |= {
                 (path, sentence): None for sentence in (*cut, *device.remarks, *filter(None, [device.left_out]))
             }
-        gpus.add(trace.gpu)
+        gpus.add("" if on_cpu else trace.gpu)
         sizes.add(trace.world_size)
     counts, wholes, by_step = zip(*found, strict=True)
     known = [one for one in by_step if one is not None]
@@ -137,8 +138,7 @@ def _sum_up(
     kinds = [names.kind_of(event) for event in events]
 
     def label_of(event: DeviceEvent, kind: str) -> Label:
-        name = (kind_of_collective(event) or event.name) if kind == "comm" else event.name
-        return Label(category_of(event, kind), name)
+        return Label(category_of(event, kind), name_of_collective(event) if kind == "comm" else event.name)
 
     labels = {id(event): label_of(event, kind) for event, kind in zip(events, kinds, strict=True)}
     by_kind = {wanted: [event for event, kind in zip(events, kinds, strict=True) if kind == wanted]
@@ -160,10 +160,13 @@ def _sum_up(
             if start <= event.start < end:
                 counts[labels[id(event)]] += 1
                 durations[labels[id(event)]] += event.end - event.start
+        owned = {label: float(us[0]) for label, us in divided.between(span[:, 0], span[:, 1]).items()}
         work = {
-            (label.category, label.phase): Work(counts[label] / steps, durations[label] / steps, float(us[0]) / steps)
-            for label, us in divided.between(span[:, 0], span[:, 1]).items()
-        }
+            (label.category, label.phase): Work(
+                counts[label] / steps, durations[label] / steps, owned.get(label, 0.0) / steps
+            )
+            for label in {**owned, **counts}
+        }  # also work that is hidden behind other work at all times
         return Sums((end - start) / steps, work, *(total(intersection(one, span)) / steps for one in (comm, hidden)))
 
     whole = sums(divided.start, divided.end, 1)
@@ -176,16 +179,23 @@ def _late_host(trace: Trace, events: Sequence[DeviceEvent], span: tuple[float, f
     if span is None or not trace.launches or events[0].device == "cpu":
         return found
     first = min(events, key=lambda event: event.start)
-    launch = None if first.correlation is None else trace.launches.get(first.correlation)
+    launch = trace.launch_of(first)
     before = (span[0], min(launch.end, first.start)) if launch else (0.0, 0.0)
     after = (max(event.end for event in events), span[1])
     return union(np.concatenate([found, [before, after]]))
 
 
 def _reached(trace: Trace, events: Sequence[DeviceEvent]) -> Callable[[float], float]:
-    """Return a function that maps a time of the host to the moment when all earlier launches are done, too."""
-    launches = [None if event.correlation is None else trace.launches.get(event.correlation) for event in events]
-    begun = [(launch or event).start for event, launch in zip(events, launches, strict=True)]
+    """Return a function that maps a time of the host to the moment when all earlier launches are done, too.
+
+    What runs before all work with a recorded launch was launched before the recording.
+    """
+    launches = [trace.launch_of(event) for event in events]
+    first = min((event.start for event, launch in zip(events, launches, strict=True) if launch), default=-inf)
+    begun = [
+        launch.start if launch else event.start if event.start >= first else -inf
+        for event, launch in zip(events, launches, strict=True)
+    ]
     return lambda time: max([time, *(event.end for event, start in zip(events, begun, strict=True) if start < time)])
 
 
@@ -202,5 +212,5 @@ def _mean(found: Sequence[Sums]) -> Sums:
 
 
 def transfers_of(sums: Sums) -> dict[str, Work]:
-    """Transfers by kind, such as "all_to_all"; those without a known kind by the name of their kernel."""
+    """Transfers by kind, such as "all_to_all"; those without a known kind by the name of their function."""
     return {name: work for (category, name), work in sums.work.items() if category == COMMUNICATION}

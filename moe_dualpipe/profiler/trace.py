@@ -149,6 +149,10 @@ class Trace:
     source: str = "kineto"
     """What wrote the file: "kineto" or "nsys"."""
 
+    def launch_of(self, event: DeviceEvent) -> HostEvent | None:
+        """The launch of `event`, if it is recorded."""
+        return None if event.correlation is None else self.launches.get(event.correlation)
+
     def annotation_of(self, event: DeviceEvent) -> HostEvent | None:
         """The innermost annotation around the launch of `event`, if both are in the trace."""
         return None if event.correlation is None else self._annotations_of_launches.get(event.correlation)
@@ -169,17 +173,24 @@ class Trace:
         An event of the launching thread comes first, then one of any thread: autograd's thread has no annotations, and
         the thread that called it waits inside one.
         """
+        found = self.innermost_on_thread(events)
+        others = [(launch.start, number) for number, launch in self.launches_of_work() if number not in found]
+        return found | innermost(events, others)
+
+    def innermost_on_thread(self, events: Iterable[HostEvent]) -> dict[int, HostEvent]:
+        """Return the innermost of `events` around each launch of a device event on the same thread."""
         threads: dict[tuple[str, str], list[HostEvent]] = defaultdict(list)
         for event in events:
             threads[event.thread].append(event)
+        if not threads:
+            return {}
         launches: dict[tuple[str, str], list[tuple[float, int]]] = defaultdict(list)
         for correlation, launch in self.launches_of_work():
             launches[launch.thread].append((launch.start, correlation))
         found: dict[int, HostEvent] = {}
-        for thread in threads:
-            found |= innermost(threads[thread], launches[thread])
-        others = [launch for starts in launches.values() for launch in starts if launch[1] not in found]
-        return found | innermost(events, others)
+        for thread, inside in threads.items():
+            found |= innermost(inside, launches[thread])
+        return found
 
 
 def innermost(events: Iterable[HostEvent], launches: Iterable[tuple[float, int]]) -> dict[int, HostEvent]:

@@ -177,7 +177,7 @@ def _recorded(trace: Trace, processes: Collection[str]) -> list[tuple[int, HostE
 
 def _device_steps(trace: Trace, events: Sequence[DeviceEvent], names: Names) -> list[DeviceStep]:
     """The steps that computed something on the device of `events`."""
-    launches = [_launch(trace, event) for event in events]
+    launches = [trace.launch_of(event) for event in events]
     recorded = _recorded(trace, {launch.thread[0] for launch in launches if launch is not None})
     if not recorded:
         return []
@@ -213,14 +213,10 @@ def _without_start_up(
 
 
 def _belongs(event: DeviceEvent, trace: Trace, steps: Sequence[DeviceStep], names: Names) -> bool:
-    launch = _launch(trace, event)
+    launch = trace.launch_of(event)
     if launch is not None and names.kind_of(event) == "comm":
         return steps[0].launched[0] <= launch.start < steps[-1].launched[1]
     return steps[0].start <= event.start < steps[-1].end
-
-
-def _launch(trace: Trace, event: DeviceEvent) -> HostEvent | None:
-    return None if event.correlation is None else trace.launches.get(event.correlation)
 
 
 def _host_part(trace: Trace, steps: Sequence[DeviceStep]) -> Trace:

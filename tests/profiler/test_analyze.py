@@ -218,7 +218,7 @@ def test_invalid_events_are_skipped(tmp_path):
     ]
     odd += [
         {"ph": "X", "cat": "kernel", "ts": float("nan")}, {"ph": "X", "cat": "kernel", "ts": 1, "dur": float("inf")},
-        {"ph": "X", "cat": "kernel", "ts": 4, "dur": -1, "pid": [1], "tid": {},
+        {"ph": "X", "cat": "kernel", "ts": 4, "pid": [1], "tid": {},
          "args": {"grid": "wide", "correlation": [1], "stream": [7]}},
         {"ph": "X", "cat": "kernel", "ts": 5, "args": "none"}, {"ph": "X", "cat": "cuda_runtime", "ts": 5, "args": []},
     ]  # fmt: skip
@@ -296,7 +296,7 @@ def test_the_command_prints_tables_or_json(tmp_path, capsys):
         "| - exposed                   |           10 |         25.0% |",
         "| idle                        |            0 |          0.0% |",
     ]
-    assert "| dispatch(F)             | the end |     1 | 10 |                0 |" in expected
+    assert "| dispatch(F)             | the end |     1 | 10 |                - |" in expected
     assert "| dispatch(F) |     1 |                    0 |            20 |      10 |" in expected
     assert "| gemm   | compute |     1 |       30 |      1 |" in expected
     assert expected.endswith("50.0% of the communication is hidden (1 kernel, on up to 8 thread blocks).")

@@ -40,6 +40,10 @@ def test_names_of_the_backend_have_kinds(name, kind):
     ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", "reduce_scatter"), ("ncclDevKernel_SendRecv(x)", "send_recv"),
     ("ncclKernel_Broadcast_RING_LL_Sum_int8_t", "broadcast"), ("nccl:all_reduce", "all_reduce"),
     ("gloo:all_to_all", "all_to_all"), ("gloo:send", "send"), ("gloo:recvAnySource", "recv"), ("gloo:barrier", ""),
+    ("ncclSymkDevKernel_AllReduce_RSxLD_AGxST_f32_sum(ncclSymkDevWorkArgs4K)", "all_reduce"),
+    ("void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, 16>(c10::BFloat16*)", "all_reduce"),
+    ("void vllm::cross_device_reduce_1stage<__half, 2>(vllm::RankData*)", "all_reduce"),
+    ("moeAllToAllKernel", "all_to_all"), ("a2a_dispatch_send_kernel", ""), ("mscclKernel_Sum_half_Simple", ""),
     ("link:carry", ""), ("shared:send", ""), ("gemm_reduce_kernel", ""), ("void deep_ep::internode::combine<1>", ""),
 ])  # fmt: skip
 def test_names_of_kernels_have_kinds(name, kind):

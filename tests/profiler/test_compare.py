@@ -92,6 +92,10 @@ def test_a_device_that_runs_behind_its_host(tmp_path):
     assert found.sums[0].step_us == (400 + 300) / 4  # the time until the first kernel counts
     assert compare(b, b).sums[0].step_us == 100  # it was the time of work that was launched before
     assert step_us(compare(b, b))["idle"] == 10  # all was launched long before
+    c = write(tmp_path / "unrecorded.json", [kernel(GEMM, 5, 295), *events_of(4, lag=300.0)])
+    assert compare(c, c).sums[0].step_us == 100  # also if the recording began after that launch
+    d = write(tmp_path / "without.json", [*events_of(4), kernel(GEMM, 20, 150, 9)])
+    assert compare(d, d).sums[0].step_us == 400 / 4  # one of many that were not recorded
     assert step_us(compare(record(tmp_path / "c.json", 4), a))["not launched"] == 6
 
 
@@ -192,8 +196,9 @@ def test_operators_of_a_cpu(tmp_path):
     files = []
     for count in (1, 3):
         work = [operator("aten::mm", 10 + 20 * n, 20) for n in range(count)]
-        files.append(write(tmp_path / f"{count}.json", [annotation("ProfilerStep#0", 0, 100), *work]))
+        files.append(write(tmp_path / f"{count}.json", [annotation("ProfilerStep#0", 0, 100), *work], **GPU))
     text = compare_text(compare(*files))
+    assert "1 device (CPU), 1 step" in text  # the GPU of the machine did nothing
     assert "GEMM: 40 us more" in text and "3 operators instead of 1, each takes 1.00 times as long" in text
     assert "operators in A" in text and "kernel" not in text and "not launched" not in text
 
@@ -227,6 +232,16 @@ def test_kernels_with_one_short_name_count_as_one(tmp_path):
     assert "4 kernels instead of 1, each takes 1.00 times" in text
     assert "Most of it: vectorized_elementwise_kernel (10 -> 40 us)." in text
     assert "1 kernel instead of 4, " in compare_text(compare(tmp_path / "b.json", a))
+
+
+def test_transfers_of_an_unknown_kind_are_named_after_their_function(tmp_path):
+    """Two of its instances are one row. What no step contains has no row."""
+    works = [(GEMM, 10, 40, 7), *((f"void deep_ep::intranode::dispatch<{i}>(int*)", 20, 9, 20 + i) for i in (8, 9))]
+    early = kernel("void deep_ep::intranode::combine<1>(int*)", 0, 5, 9)
+    a = write(tmp_path / "a.json", [early, *events_of(3, works, first=1)])
+    found = compare(a, a)
+    assert [(one.name, one.a.count) for one in found.transfers] == [("deep_ep::intranode::dispatch", 2)]
+    assert "combine" not in compare_text(found)
 
 
 def test_small_differences_explain_nothing():

@@ -12,6 +12,8 @@ from moe_dualpipe.profiler import analyze, read_trace
 from moe_dualpipe.profiler.trace import DeviceEvent, HostEvent, Trace
 from tests.support.traces import annotation, kernel, launch, operator, write
 
+UNKNOWN = None, None
+
 
 def waits(tmp_path, events):
     """During, before, times, total, host and sync of each wait."""
@@ -23,14 +25,16 @@ def test_of_two_transfers_in_flight_the_first_one_counts(tmp_path):
     assert waits(tmp_path, [
         kernel("gemm", 0, 10), kernel("ncclA", 5, 25, stream=20), kernel("ncclB", 8, 52, stream=21),
         kernel("ncclC", 12, 5, stream=22), kernel("norm", 70, 10),
-    ]) == [("ncclB", "norm", 1, 30, 0, 0), ("ncclA", "norm", 1, 20, 0, 0), ("", "norm", 1, 10, 0, 0)]  # fmt: skip
+    ]) == [
+        ("ncclB", "norm", 1, 30, *UNKNOWN), ("ncclA", "norm", 1, 20, *UNKNOWN), ("", "norm", 1, 10, *UNKNOWN),
+    ]  # fmt: skip
 
 
 def test_waits_at_the_end_have_no_next_computation(tmp_path):
     assert waits(tmp_path, [
         kernel("ncclA", 0, 5, stream=20), kernel("gemm", 5, 10), kernel("ncclB", 12, 8, stream=20),
         kernel("ncclB", 25, 5, stream=20),
-    ]) == [("ncclB", "", 2, 10, 0, 0), ("ncclA", "gemm", 1, 5, 0, 0), ("", "", 1, 5, 0, 0)]  # fmt: skip
+    ]) == [("ncclB", "", 2, 10, *UNKNOWN), ("ncclA", "gemm", 1, 5, *UNKNOWN), ("", "", 1, 5, *UNKNOWN)]  # fmt: skip
 
 
 def test_gaps_with_the_same_annotations_are_one_wait(tmp_path):
@@ -129,6 +133,20 @@ def test_no_waits_without_gaps(tmp_path):
     assert waits(tmp_path, [kernel("gemm", 0, 0)]) == []
 
 
+def test_without_a_launch_the_hosts_part_is_unknown(tmp_path):
+    """The kernel at 20 has no launch, that at 40 was launched at 35, and gelu has no launch."""
+    events = [
+        annotation("mlp(F)", 1, 40), launch(1, 2), launch(2, 33, duration=2), kernel("gemm", 0, 10),
+        kernel("gemm", 20, 5), kernel("norm", 26, 4, correlation=1), kernel("norm", 40, 10, correlation=2),
+        kernel("gelu", 63, 7),
+    ]  # fmt: skip
+    assert waits(tmp_path, events) == [("", "mlp(F)", 3, 21, 5, 0), ("", "gelu", 1, 13, *UNKNOWN)]
+    (analysis,) = analyze(read_trace(tmp_path / "trace.json"))
+    assert [row.split("|")[-2].strip() for row in analysis_text(analysis).splitlines() if "(nothing)" in row] == [
+        "5", "-",
+    ]  # fmt: skip
+
+
 def test_the_table_has_the_longest_waits_and_the_sum_of_the_rest(tmp_path):
     events = [kernel(f"gemm{i}", 100 * i, 100 - i) for i in range(12)]
     (analysis,) = analyze(read_trace(write(tmp_path / "trace.json", events)))
@@ -137,9 +155,9 @@ def test_the_table_has_the_longest_waits_and_the_sum_of_the_rest(tmp_path):
         for row in analysis_text(analysis).splitlines()
         if "| (no" in row
     ]
-    assert rows == [["(nothing)", f"gemm{i + 1}", "1", str(i), "0"] for i in range(10, 2, -1)]
+    assert rows == [["(nothing)", f"gemm{i + 1}", "1", str(i), "-"] for i in range(10, 2, -1)]
     (others,) = [row.split("|")[1:-1] for row in analysis_text(analysis).splitlines() if " more " in row]
-    assert [cell.strip() for cell in others] == ["2 more", "", "2", "3", "0"]
+    assert [cell.strip() for cell in others] == ["2 more", "", "2", "3", "-"]
 
 
 spans = st.tuples(st.integers(0, 40), st.integers(1, 8))
@@ -180,7 +198,7 @@ def test_waits_agree_with_a_check_of_every_moment(drawn, called, annotated, call
     comm = [work for work in every if work.name.startswith("nccl")]
     copies = [work for work in every if work.name == "Memcpy"]
     compute = [work for work in every if work not in comm and work not in copies]
-    times, total, host, sync = Counter(), Counter(), Counter(), Counter()
+    times, total, host, sync, known = Counter(), Counter(), Counter(), Counter(), set()
     before = "computing"
     for at in range(int(every[0].start), int(max(work.end for work in every))):
         if any(work.start <= at < work.end for work in compute):
@@ -193,14 +211,16 @@ def test_waits_agree_with_a_check_of_every_moment(drawn, called, annotated, call
         total[key] += 1
         before = owner
         event = trace.launches.get(follower.correlation) if follower else None
+        if event is not None:
+            known.add(key)
         late = event is not None and at < event.end
         in_call = any(event.start <= at < event.end for event in waiting)
         host[key] += late and not (cpu and in_call)
         sync[key] += late and not cpu and in_call
     assert {(w.during, w.before): (w.times, w.total_us, w.host_us, w.sync_us) for w in analysis.waits} == {
-        key: (times[key], total[key], host[key], sync[key]) for key in total
+        key: (times[key], total[key], *((host[key], sync[key]) if key in known else UNKNOWN)) for key in total
     }
     assert [w.total_us for w in analysis.waits] == sorted(total.values(), reverse=True)
     assert sum(w.total_us for w in analysis.waits) == analysis.window_us - analysis.kernel_compute_us
     assert sum(w.total_us for w in analysis.waits if not w.during) == analysis.idle_us
-    assert all(0 <= w.sync_us <= w.host_us <= w.total_us for w in analysis.waits)
+    assert all(0 <= (w.sync_us or 0) <= (w.host_us or 0) <= w.total_us for w in analysis.waits)

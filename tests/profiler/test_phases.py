@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 
 from moe_dualpipe.profiler import read_trace
+from moe_dualpipe.profiler.files import analyze_files
 from moe_dualpipe.profiler.phases import Phases
 from moe_dualpipe.profiler.trace import DeviceEvent
 from tests.support.traces import annotation, kernel, launch, write
@@ -143,6 +144,10 @@ def test_a_transfer_has_the_name_of_its_call(tmp_path):
         ("", GEMM, False),
     ]
     assert named(tmp_path, call, work(120, ALL_REDUCE, thread=2)) == [("", ALL_REDUCE, False)]
+    peer = work(122, "Memcpy PtoP (Device -> Device)")
+    assert named(tmp_path, call, peer)[0] == ("all_gather", "all_gather", False)
+    (row,) = analyze_files([tmp_path / "t.json"]).devices[0].analysis.collectives
+    assert row.kind == "all_gather"
 
 
 def test_labels_of_this_project_win_over_collectives(tmp_path):

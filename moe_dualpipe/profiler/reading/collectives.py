@@ -1,16 +1,16 @@
 """Which collective a kernel belongs to.
 
 Kineto writes the arguments of a collective to its kernels. Where it does not, the call of the collective on the host
-has them, and the kernel was launched inside that call.
+has them, and the kernel was launched inside that call. Otherwise the name of the call, such as "nccl:all_to_all", is
+all that is known.
 """
 
-import re
 from typing import Any
 
-from ..trace import Collective, DeviceEvent, HostEvent, Trace
+from ..communication import NAMES
+from ..trace import Collective, HostEvent, Trace
 from .header import whole
 
-_LIBRARIES = re.compile("ccl", re.IGNORECASE)  # kernels of NCCL, RCCL, MSCCL, oneCCL, HCCL
 _NOT_TRANSFERS = ("wait", "init")
 
 
@@ -42,20 +42,16 @@ class RecordedCollectives:
             self._calls.append((call, collective))
 
     def connect(self, trace: Trace) -> None:
-        """Give kernels of communication libraries the collective of the call that launched them, if they have none.
+        """Give transfers the collective of the call that launched them, if they have none.
 
         Groups whose ranks are not recorded with the collective take them from the list of groups.
         """
         events = trace.device_events
-        lacking = [i for i, e in enumerate(events) if e.collective is None and _is_kernel_of_library(e)]
-        if lacking and self._calls:
+        if self._calls:
             by_call = {id(call): collective for call, collective in self._calls}
             around = trace.innermost_around([call for call, _ in self._calls])
-            for i in lacking:
-                correlation = events[i].correlation
-                call = around.get(correlation) if correlation is not None else None
-                if call is not None:
-                    events[i] = events[i]._replace(collective=by_call[id(call)])
+            _connect(trace, {number: by_call[id(call)] for number, call in around.items()})
+        name_transfers(trace)
         if trace.groups:
             for i, event in enumerate(events):
                 found = event.collective
@@ -78,8 +74,17 @@ class RecordedCollectives:
         return ranks if len(ranks) == size or not size else ()
 
 
-def _is_kernel_of_library(event: DeviceEvent) -> bool:
-    return event.category == "kernel" and _LIBRARIES.search(event.name) is not None
+def name_transfers(trace: Trace) -> None:
+    """Name the collective of each transfer that has none after the call that launched it."""
+    calls = trace.innermost_on_thread(trace.transfers)
+    _connect(trace, {number: Collective(call.name.partition(":")[2]) for number, call in calls.items()})
+
+
+def _connect(trace: Trace, known: dict[int, Collective]) -> None:
+    """Give transfers without a collective the one with their correlation id."""
+    for i, event in enumerate(trace.device_events):
+        if event.correlation in known and event.collective is None and NAMES.kind_of(event) == "comm":
+            trace.device_events[i] = event._replace(collective=known[event.correlation])
 
 
 def _elements(value: object) -> int | None:

@@ -20,6 +20,7 @@ TRANSFER = re.compile(rf"(nccl|gloo|ucc|mpi|xccl|{OWN_TRANSFERS}):(?!:)")
 """Names of events for whole transfers, by torch's backends and this package. They are not annotations."""
 _OWN_CALLS = re.compile(f"{OWN_TRANSFERS}::")
 _STEP = re.compile(r"ProfilerStep[#*]")
+_OPERATOR = re.compile(r"(?:\w+::)*\w+")
 _MODULE = "nn.Module: "
 WAITS = re.compile(r"[Ss]ynchronize|Memcpy(?!.*Async)|^(?:ur|pi|ze)\w*(?:Finish|Wait)(?!WithBarrier)")
 """Names of calls in which the host waits, of CUDA, HIP, SYCL and MTIA."""
@@ -65,8 +66,8 @@ class KinetoEvents:
         """The stream that a call waits for, by correlation id."""
         self._handlers: dict[str, _Handler] = {
             "kernel": self._kernel, "hpu_op": self._kernel, **dict.fromkeys(_LAUNCHES, self._launch),
-            "user_annotation": self._annotation, "cpu_op": self._operator, "python_function": self._python,
-            "cuda_sync": self._sync, "mtia_ccp_events": self._mtia,
+            "user_annotation": self._annotation, "cpu_op": self._operator, "operator": self._old_operator,
+            "python_function": self._python, "cuda_sync": self._sync, "mtia_ccp_events": self._mtia,
         }  # fmt: skip
         self._handlers |= {category: self._copier(category) for category in _COPIES}
 
@@ -82,7 +83,7 @@ class KinetoEvents:
         if handler is None:
             return
         start, length = time_of(event.get("ts")), time_of(event.get("dur", 0))
-        if start is None or length is None:
+        if start is None or length is None or length < 0:
             self.trace.skipped[NO_TIME] += 1
             return
         thread = str(event.get("pid")), str(event.get("tid"))
@@ -90,8 +91,7 @@ class KinetoEvents:
         arguments = event.get("args")
         # one string per name and one pair per thread, not one per event
         name = sys.intern(str(event.get("name", "")))
-        end = start + max(length, 0.0)
-        handler(name, start, end, thread, arguments if isinstance(arguments, dict) else {})
+        handler(name, start, start + length, thread, arguments if isinstance(arguments, dict) else {})
 
     def finish(self) -> None:
         """Connect what is known only after the last event."""
@@ -152,6 +152,13 @@ class KinetoEvents:
             self._operators.add(name, start, end, thread)
         if "Collective name" in arguments:
             self._collectives.add_call(HostEvent(name, start, end, thread), arguments)
+
+    def _old_operator(
+        self, name: str, start: float, end: float, thread: tuple[str, str], arguments: dict[str, Any]
+    ) -> None:
+        """PyTorch 1.8 and 1.9 write annotations into the category of operators: "ProfilerStep#5"."""
+        is_operator = _OPERATOR.fullmatch(name) or TRANSFER.match(name)
+        (self._operator if is_operator else self._annotation)(name, start, end, thread, arguments)
 
     def _python(self, name: str, start: float, end: float, thread: tuple[str, str], _: dict[str, Any]) -> None:
         if name.startswith(_MODULE):

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..trace import DeviceEvent, HostEvent, StreamWait, SyncCall, Trace, TraceError
+from .collectives import name_transfers
 from .header import QUEUES, whole
 from .kineto import NO_TIME, WAITS
 from .nsys_ranges import TABLE as RANGES
@@ -103,6 +104,7 @@ class _Reader:
         self._read_calls()
         self._read_syncs()
         add_ranges(trace, tables, self._names)
+        name_transfers(trace)
         self._describe()
         trace.truncated = tables.truncated
         return trace

@@ -61,7 +61,8 @@ class Tables:
         used = " UNION ".join(f"SELECT {_quoted(column)} FROM {_quoted(table)}" for table, column in users)
         if not used:
             return {}
-        return dict(self._file.execute(f"SELECT id, value FROM StringIds WHERE id IN ({used})"))
+        texts = "SELECT id, CAST(value AS TEXT) FROM StringIds WHERE value IS NOT NULL"
+        return dict(self._file.execute(f"{texts} AND id IN ({used})"))
 
     def close(self) -> None:
         self._file.close()

@@ -29,6 +29,7 @@ DAMAGED = [
     (b'{"ph": "X", "cat": "kernel", "name": "a", "ts": 40, "dur": inf, "pid": 0, "tid": 7}', False, "inf or nan"),
     (b'{"ph": "X", "cat": "kernel", "name": "a", "ts": -inf, "dur": 5, "pid": 0, "tid": 7}', False, "inf or nan"),
     (b'{"ph": "X", "cat": "kernel", "name": "a", "ts": "soon", "dur": 5, "pid": 0, "tid": 7}', False, "no valid time"),
+    (b'{"ph": "X", "cat": "kernel", "name": "a", "ts": 2, "dur": -5, "pid": 0, "tid": 7}', False, "no valid time"),
     (b'{"ph": "X", "cat": "kernel", "name": "a\xff", "ts": 40, "dur": 5, "pid": 0, "tid": 7}', False, "invalid UTF-8"),
     (b'{"ph": "X", "cat": "kernel", "name": "a", "ts": 40, "du', False, "incomplete or not JSON"),
     (b'{"ph": "X", "cat": "kernel", "name": "a', False, "incomplete or not JSON"),

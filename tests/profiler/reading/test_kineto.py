@@ -75,6 +75,18 @@ def test_operators_are_kept_only_where_the_cpu_is_the_device(tmp_path):
     assert read(tmp_path, *work, kernel("gemm", 5, 1)).operators == []
 
 
+def test_old_versions_write_annotations_as_operators(tmp_path):
+    """PyTorch 1.8 wrote both with the category "Operator", and kernels with "Kernel"."""
+    names = (
+        "ProfilerStep#4", "Optimizer.step#SGD.step", "nccl:all_reduce", "aten::mm", "detach_", "AddmmBackward",
+        "torch::autograd::AccumulateGrad",
+    )  # fmt: skip
+    old = [operator(name, 10 * i, 5) | {"cat": "Operator"} for i, name in enumerate(names)]
+    trace = read(tmp_path, *old, kernel("gemm", 5, 1) | {"cat": "Kernel"})
+    assert [e.name for e in (*trace.steps, *trace.annotations, *trace.transfers)] == [*names[:3]]
+    assert [e.name for e in read(tmp_path, *old).operators] == [*names[3:]]
+
+
 def test_an_operator_far_away_in_time_is_left_out(tmp_path):
     work = [operator("aten::mm", 10 * i, 5) for i in range(20)]
     trace = read(tmp_path, *work[:7], operator("aten::mm", 4.4e12, 5), *work[7:])

@@ -132,13 +132,15 @@ def test_an_export_with_almost_no_columns(tmp_path):
     path = tmp_path / "a.sqlite"
     with closing(sqlite3.connect(path)) as file:
         file.execute(f'CREATE TABLE {KERNEL} (start, "end", deviceId, streamId, demangledName)')
-        file.execute(f"INSERT INTO {KERNEL} VALUES (1000, 3000, 0, 7, 1), (4000, 5000, 0, 7, 2)")
+        rows = "(1000, 3000, 0, 7, 1), (4000, 5000, 0, 7, 2), (6000, 7000, 0, 7, 3), (8000, 9000, 0, 7, 4)"
+        file.execute(f"INSERT INTO {KERNEL} VALUES {rows}")
         file.execute("CREATE TABLE StringIds (id INTEGER PRIMARY KEY, value TEXT)")
-        file.execute("INSERT INTO StringIds VALUES (1, CAST(X'61FF62' AS TEXT))")
+        file.execute("INSERT INTO StringIds VALUES (1, CAST(X'61FF62' AS TEXT)), (3, X'6364'), (4, NULL)")
         file.commit()
     trace = read_trace(path)
     assert [(e.name, e.start, e.end, e.correlation) for e in trace.device_events] == [
-        ("a\ufffdb", 1.0, 3.0, None), ("unnamed kernel", 4.0, 5.0, None),
+        ("a\ufffdb", 1.0, 3.0, None), ("unnamed kernel", 4.0, 5.0, None), ("cd", 6.0, 7.0, None),
+        ("unnamed kernel", 8.0, 9.0, None),
     ]  # fmt: skip
 
 
@@ -159,6 +161,21 @@ def test_ranges(tmp_path):
     assert [e.name for e in trace.annotations] == ["train_step", "mine", "AllToAll4D", "detach"]
     assert [e.name for e in trace.steps] == ["ProfilerStep#4"]
     assert sorted(e.name for e in trace.transfers) == ["nccl:all_reduce", "nccl:all_to_all"]
+
+
+def test_transfers_are_named_after_their_calls(tmp_path):
+    """The kernel says only that it sends and receives. NCCL's own range is closer to the launch than PyTorch's."""
+    trace = read(tmp_path, **{
+        KERNEL: [kernel("ncclDevKernel_SendRecv(x)", 400, 900, 1), kernel("ncclDevKernel_Generic(x)", 900, 990, 2),
+                 kernel("gemm", 400, 900, 3), kernel("ncclDevKernel_SendRecv(x)", 1_000, 1_100, 4)],
+        RUNTIME: [call("cudaLaunchKernel", start, start + 5, number)
+                  for number, start in ((1, 240), (2, 315), (3, 250), (4, 600))],
+        RANGES: [nvtx("nccl:all_to_all, op_id = 12", 220, 280), nvtx("nccl:coalesced", 305, 330),
+                 nvtx("ncclAllReduce", 310, 320)],
+    })  # fmt: skip
+    assert [e.collective and e.collective.name for e in trace.device_events] == [
+        "all_to_all", "all_reduce", None, None,
+    ]  # fmt: skip
 
 
 def test_graphs_that_were_recorded_as_a_whole(tmp_path, capsys):
