@@ -59,8 +59,13 @@ def read_named(path: Path) -> Any:
     """Return the value in a JSON file. Raises ValueError, "cannot read PATH: ..."."""
     try:
         return read_file(path)
-    except (ValueError, OSError) as error:
-        raise ValueError(f"cannot read {printable(path)}: {describe(error)}") from None
+    except json.JSONDecodeError as error:
+        reason = f"it is not JSON: {printable(error)}"
+    except OSError as error:
+        reason = printable(error.strerror or error)
+    except ValueError as error:
+        reason = describe(error)
+    raise ValueError(f"cannot read {printable(path)}: {reason}")
 
 
 def check_regular(path: Path, follow_links: bool = True) -> os.stat_result:

@@ -8,6 +8,7 @@ import pytest
 
 from moe_dualpipe.cli import main
 from moe_dualpipe.planner.device import load_device
+from moe_dualpipe.planner.workload import PAIRED
 
 V3 = ("plan estimate --model deepseek-v3 --gpu h800 --gpus 2048 --pp 16 --ep 64 --global-batch 15360 --precision fp8 "
       "--schedule dualpipe --recompute norms")  # fmt: skip
@@ -78,6 +79,24 @@ def test_the_command_of_the_best_is_accepted_by_train(capsys):
     assert (options.parallel.pp, options.parallel.ep) == (best["pp"], best["ep"]) != (1, 1)
     assert options.batch.micro_batch_size == best["micro_batch"] and options.batch.seq_len == 2048
     assert int(words[words.index("--nproc-per-node") + 1]) == 8
+
+
+def test_small_numbers_have_digits(capsys):
+    code, out, _ = run(capsys, "plan estimate --model tiny --gpu l4 --gpus 1 --seq 256 --global-batch 8 --explain")
+    assert code == 0 and "each GPU has all experts" in out
+    values = dict(re.findall(r"^\| +(\w[\w ]+?) +\| +\+?([\d.]+)", out, re.MULTILINE))
+    parts = [values[name] for name in ("weights", "activations", "temporary", "launches")]
+    assert all(0 < float(part) < 0.1 and len(part) == len("0.0035") for part in parts)
+
+
+def test_the_search_also_prints_the_fastest_way_that_train_can_run(capsys):
+    code, out, _ = run(capsys, f"{OLMOE} --overlap")
+    assert code == 0 and "train.py cannot run it: overlap in 1f1b. The fastest that it can run, " in out
+    rows = json.loads(run(capsys, f"{OLMOE} --overlap --json --top 100")[1])["ranked"]
+    able = next(row for row in rows if row["tp"] == 1 and (row["ep"] == 1 or row["schedule"] in PAIRED))
+    seconds, words = re.search(r"can run, ([\d.]+) s:\n\n(torchrun .*)", out).groups()
+    assert float(seconds) == pytest.approx(able["step_time_s"], rel=0.01)
+    assert f"--pp {able['pp']} --ep {able['ep']} --schedule {able['schedule']} " in words
 
 
 WRONG = {

@@ -1,5 +1,6 @@
 """Tables of `moe-dualpipe plan`: what is predicted, what a step is made of, and the ranking of divisions."""
 
+import math
 import statistics
 from typing import Any
 
@@ -8,7 +9,7 @@ from ..planner.division_search import USABLE, Candidate, Found, why_slower
 from ..planner.prediction import Estimate
 from ..planner.real_routing import ZIPF
 from ..planner.segments import layer_factors
-from ..planner.train_command import train_command
+from ..planner.train_command import missing, train_command
 from ..planner.workload import Workload
 from .tables import markdown
 
@@ -17,18 +18,20 @@ def estimate_report(found: Estimate, dollars: float | None = None) -> str:
     """The prediction for one division."""
     load, (low, high) = found.load, found.interval
     memory, transfers = found.memory, found.step.transfers * found.constant.factor
+    tflops = found.flops_per_gpu / 1e12
     rows = [
         ["step time", f"{found.seconds:.3g} s ({low:.3g} to {high:.3g} s)"],
         ["tokens/s per GPU", f"{found.tokens_per_gpu:,.0f}"],
-        ["model TFLOP/s per GPU", f"{found.flops_per_gpu / 1e12:.0f} ({found.utilization:.1%} of the peak)"],
+        ["model TFLOP/s per GPU", f"{tflops:.{_digits(tflops, 0)}f} ({found.utilization:.1%} of the peak)"],
         ["hidden transfers", f"{found.hidden:.0%} of {transfers:.3g} s" if transfers else "-"],
         ["pipeline bubble", f"{found.step.bubble:.1%}"],
         ["GPU hours for 10^12 tokens", f"{found.gpu_hours:,.0f}"],
     ]
     if dollars is not None:
         rows.append(["dollars for 10^12 tokens", f"{dollars * found.gpu_hours:,.0f}"])
-    rows.append(["peak memory", f"{memory.total / 1e9:.1f} of {load.device.memory_gb:.0f} GB"])
-    rows += [[f"  {name}", f"{size / 1e9:.1f} GB"] for name, size in memory.parts().items()]
+    digits = _digits(memory.total / 1e9, 1)
+    rows.append(["peak memory", f"{memory.total / 1e9:.{digits}f} of {load.device.memory_gb:.0f} GB"])
+    rows += [[f"  {name}", f"{size / 1e9:.{digits}f} GB"] for name, size in memory.parts().items()]
     known = f"{plural(found.constant.rows, 'published run')} of this GPU and precision" if found.constant.rows else (
         "no published run of this GPU and precision: the constant is that of other runs"
     )  # fmt: skip
@@ -54,11 +57,17 @@ def describe(load: Workload) -> str:
 def waterfall_table(found: Estimate) -> str:
     """What a step is made of, from the ideal to the predicted time."""
     rows, total = [["what", "seconds", "until here", "share of the peak"]], 0.0
-    ideal = next(iter(found.waterfall()))[1]
+    ideal, digits = next(iter(found.waterfall()))[1], _digits(found.seconds, 3)
     for name, seconds in found.waterfall():
         total += seconds
-        rows.append([name, f"{seconds:+.3f}" if rows[1:] else f"{seconds:.3f}", f"{total:.3f}", f"{ideal / total:.1%}"])
+        sign = "+" if rows[1:] else ""
+        rows.append([name, f"{seconds:{sign}.{digits}f}", f"{total:.{digits}f}", f"{ideal / total:.1%}"])
     return markdown(rows)
+
+
+def _digits(total: float, least: int) -> int:
+    """Decimals for three significant digits, but not fewer than `least`. Example: 4 for 0.0199."""
+    return max(least, 2 - math.floor(math.log10(total)))
 
 
 def routing_line(load: Workload) -> str:
@@ -66,6 +75,8 @@ def routing_line(load: Workload) -> str:
     factors = [one for one, layer in zip(layer_factors(load), load.shape.layers, strict=True) if layer.experts]
     if not factors:
         return "Routing: this model has no experts."
+    if load.division.ep == 1:
+        return "Routing: each GPU has all experts, so all get the same number of tokens."
     if load.loads is None and load.routing == "balanced":
         return "Routing: balanced. All ranks get the same number of tokens."
     low, mean, high = min(factors), statistics.fmean(factors), max(factors)
@@ -98,6 +109,10 @@ def search_report(found: Found, top: int, dollars: float | None = None) -> str:
             "--overlap assumes it of all schedules, as in Megatron-LM."
         )
     parts.append(train_command(found.best.load))
+    first = next((one for one in found.ranked if not missing(one.load)), found.ranked[0])
+    if first is not found.ranked[0]:
+        seconds = f"{first.seconds * found.best.constant.factor:.3g} s"
+        parts[-1] += f". The fastest that it can run, {seconds}:\n\n{train_command(first.load)}"
     return "\n\n".join(parts)
 
 

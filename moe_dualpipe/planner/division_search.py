@@ -203,6 +203,7 @@ def why_slower(candidate: Candidate, best: Candidate) -> str:
         return ""
     more = {part: getattr(candidate.step, part) - getattr(best.step, part) for part in REASONS}
     part = max(more, key=more.__getitem__)
-    recomputed = part == "compute" and candidate.load.recompute != best.load.recompute
+    kinds = [RECOMPUTE.index(one.load.recompute) for one in (candidate, best)]
+    recomputed = part == "compute" and kinds[0] > kinds[1]
     name = f"recomputation ({candidate.load.recompute})" if recomputed else REASONS[part]
     return f"{name} +{more[part]:.2f} s"

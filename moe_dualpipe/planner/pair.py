@@ -89,7 +89,7 @@ def pair_seconds(forward: Sequence[LayerSeconds], backward: Sequence[LayerSecond
 
     Example: one layer each, and everything takes 1: the 6 computations take 6 and hide all 4 transfers.
     """
-    streams, n = _Streams(), max(len(forward), len(backward))
+    streams, n = _Streams(), max(len(forward), len(backward), 1)  # 1: a stage may have no layers
     f = [*forward, *[NO_LAYER] * (n - len(forward))]
     b = [*reversed(backward), *[NO_LAYER] * (n - len(backward))]
     into_f, into_b = 0.0, streams.send(b[0].combine_b, 0.0)

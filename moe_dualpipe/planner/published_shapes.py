@@ -48,10 +48,10 @@ _KEYS = {
 
 _UNGATED = {
     "gpt2", "gpt_neo", "gpt_neox", "gptj", "gpt_bigcode", "opt", "bloom", "falcon", "mpt", "phi", "starcoder2",
-    "nemotron", "arcee", "apertus",
+    "nemotron", "arcee", "apertus", "biogpt", "codegen", "jais2", "nanochat", "persimmon",
 }  # fmt: skip
 """Architectures whose MLP has two matrices."""
-_BIASED = {"gpt2", "gpt_neo", "gpt_neox", "gpt_bigcode", "opt", "bloom", "phi", "starcoder2"}
+_BIASED = {"gpt2", "gpt_neo", "gpt_neox", "gpt_bigcode", "opt", "bloom", "phi", "starcoder2", "biogpt", "persimmon"}
 """Architectures with biases in all projections, and LayerNorm, whose parameters are two rows."""
 _QKV_BIASED = {"qwen2", "qwen2_moe"}
 """Architectures with biases of queries, keys and values, unless `attention_bias` says so."""
@@ -73,8 +73,11 @@ _UNKNOWN_LAYERS = {
     "hybrid_override_pattern": "Mamba layers", "mamba_d_state": "Mamba layers", "ssm_cfg": "Mamba layers",
     "rwkv_version": "RWKV layers", "is_encoder_decoder": "an encoder", "linear_num_value_heads": "linear attention",
     "zero_expert_num": "experts that compute nothing", "hidden_size_per_layer_input": "inputs to each layer",
+    "linear_attn_config": "linear attention", "index_topk": "sparse attention", "lru_width": "recurrent layers",
+    "conv_L_cache": "convolutions", "cross_attention_layers": "cross-attention", "jetmoe": "experts in attention",
+    "doge": "masks that depend on the values",
 }  # fmt: skip
-"""Keys of models with layers that a shape cannot describe."""
+"""Keys of models, or architectures, with layers that a shape cannot describe."""
 
 
 def read_shape(name_or_path: str | Path) -> ModelShape:
@@ -83,15 +86,16 @@ def read_shape(name_or_path: str | Path) -> ModelShape:
     Raises ValueError for an unknown name, with the nearest one, and for a configuration that lacks a size.
     """
     name, path = str(name_or_path), Path(name_or_path)
-    if name in PRESETS:
-        return shape_of(PRESETS[name], name)
-    if name.lower() in published_models():
-        return shape_of_config(published_models()[name.lower()], name.lower())
+    if (known := name.lower()) in PRESETS:
+        return shape_of(PRESETS[known], known)
+    if known in published_models():
+        return shape_of_config(published_models()[known], known)
     file = path / "config.json" if path.is_dir() else path
     if not name or not file.is_file():
+        hint = "give a config.json, or a local folder with one (hf download)"
         if (name and path.is_dir()) or path.suffix == ".json" or "/" in name:
-            raise ValueError(f"cannot read {printable(file)}: there is no such file")
-        raise unknown_name("model", name, [*PRESETS, *published_models()])
+            raise ValueError(f"cannot read {printable(file)}: there is no such file; {hint}")
+        raise ValueError(f"{unknown_name('model', name, [*PRESETS, *published_models()])}; or {hint}")
     config = strict_json.read_named(file)
     try:
         if not isinstance(config, dict):
@@ -110,11 +114,12 @@ def published_models() -> dict[str, dict[str, Any]]:
 def shape_of_config(config: Mapping[str, Any], name: str) -> ModelShape:
     """The shape that the keys of a config.json describe. Raises ValueError for a size that is missing or not known."""
     keys = _Keys(config)
+    kind = keys.text("model_type")
     for key, layers in _UNKNOWN_LAYERS.items():
-        if keys.found(key):
+        if keys.found(key) or kind == key:
             raise ValueError(f"{key} says that the model has {layers}, which a plan does not know")
     hidden, num_layers = keys.size("hidden"), keys.size("num_layers", most=10_000)
-    kind, windows = keys.text("model_type"), _windows(keys, num_layers)
+    windows = _windows(keys, num_layers)
     experts = _expert_layers(keys, num_layers) if keys.size("experts", 0) > 1 else set()
     attention = {window: _attention(keys, hidden, window) for window in {*windows}}
     layers = []
@@ -144,7 +149,7 @@ class _Keys:
 
     def __init__(self, config: Mapping[str, Any]):
         self.config = dict(config)
-        for part in ("text_config", "llm_config", "attn_config", "ffn_config"):
+        for part in ("text_config", "llm_config", "language_config", "attn_config", "ffn_config"):
             if isinstance(inner := config.get(part), Mapping):
                 kind = inner.get("model_type") if part == "text_config" else None
                 self.config |= {**inner, "model_type": kind or self.config.get("model_type")}

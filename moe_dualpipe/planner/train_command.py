@@ -7,8 +7,8 @@ from .workload import PAIRED, Workload
 
 def train_command(load: Workload) -> str:
     """The command that starts this run here, or why this project cannot run it."""
-    if missing := _missing(load):
-        return f"train.py cannot run it: {', '.join(missing)}"
+    if lacks := missing(load):
+        return f"train.py cannot run it: {', '.join(lacks)}"
     one = load.division
     # Machines have up to 8 GPUs; those of domains that span machines have 4.
     most = min(8 if (load.device.domain.gpus or 1) <= 8 else 4, load.device.domain.gpus or 1)
@@ -27,8 +27,8 @@ def train_command(load: Workload) -> str:
     return " ".join(word for word in words if word)
 
 
-def _missing(load: Workload) -> list[str]:
-    """What train.py lacks for this run."""
+def missing(load: Workload) -> list[str]:
+    """What train.py lacks for this run. Empty if it can run it."""
     one = load.division
     found = [f"{name} {number}" for name, number in (("tp", one.tp), ("cp", one.cp)) if number > 1]
     found += [load.precision] if load.precision in ("fp8", "mxfp8") else []

@@ -4,12 +4,11 @@ Raises ValueError, on one line, for numbers that contradict each other; the mess
 """
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Literal, get_args
 
 from ..models.shape import ModelShape
-from ..schedule import build
-from ..schedule.build import placement_of
+from ..schedule.build import check_micro_batches, placement_of
 from ..schedule.placement import Placement
 from .device import Device
 from .links import EpBackend
@@ -177,27 +176,20 @@ class Workload:
         one, stages = self.division, self.placement.num_stages
         if one.vpp > 1 and self.schedule != "interleaved_1f1b":
             raise ValueError(f"--vpp {one.vpp} needs --schedule interleaved_1f1b: got {self.schedule}")
+        if one.vpp > 1 and one.pp == 1:
+            raise ValueError(f"--vpp {one.vpp} needs --pp of at least 2: got 1")
         if len(self.shape.layers) + 2 < stages:  # the embedding and the head may be stages of their own
             raise ValueError(
                 f"{self.shape.name} has {len(self.shape.layers)} layers, too few for {stages} pipeline stages; "
                 "use a smaller --pp or --vpp"
             )
-        chunks = one.vpp if self.schedule == "interleaved_1f1b" else None
-        if fault := _schedule_fault(self.schedule, one.pp, self.num_micro_batches, chunks):
-            each = self.micro_batch * one.dp
-            raise ValueError(f"{fault} (--global-batch {self.global_batch} / (micro-batch x dp) of {each})")
-
-
-@lru_cache(maxsize=4096)
-def _schedule_fault(name: str, pp: int, num_micro_batches: int, chunks: int | None) -> str:
-    """Why a schedule cannot run; empty if it can. Megatron's own run any number of micro-batches."""
-    if name in ("gpipe", "1f1b", "interleaved_1f1b"):
-        return ""
-    try:
-        build(name, pp, num_micro_batches if num_micro_batches < 4 * pp else 4 * pp + num_micro_batches % 2, chunks)
-    except ValueError as error:
-        return str(error).replace(f"got {4 * pp + 1} ", f"got {num_micro_batches} ")
-    return ""
+        if self.schedule in ("gpipe", "1f1b", "interleaved_1f1b"):
+            return  # as in Megatron-LM, any number of micro-batches
+        try:
+            check_micro_batches(self.schedule, one.pp, self.num_micro_batches)
+        except ValueError as error:
+            fault, _, nearest = str(error).partition("; use ")
+            raise ValueError(f"{fault}; use --global-batch {int(nearest) * self.micro_batch * one.dp}") from None
 
 
 def check_choices(load: Workload) -> None:

@@ -58,6 +58,13 @@ def placement_of(name: str, num_ranks: int, num_chunks: int | None = None) -> Pl
 def check_numbers(name: str, num_ranks: int, num_micro_batches: int, num_chunks: int | None = None) -> int:
     """Return the number of stages of the schedule that `build` would build. Raises ValueError as `build` does."""
     placement = placement_of(name, num_ranks, num_chunks)
+    check_micro_batches(name, num_ranks, num_micro_batches)
+    check_chunks(num_micro_batches, placement.num_stages)
+    return placement.num_stages
+
+
+def check_micro_batches(name: str, num_ranks: int, num_micro_batches: int) -> None:
+    """Raise ValueError for a number of micro-batches that schedule `name` cannot run. It ends with the nearest."""
     method = _METHODS[name]
     multiple = num_ranks if method.in_groups else 2 if method.even else 1
     least = method.min_micro_batches_per_rank * num_ranks
@@ -70,8 +77,6 @@ def check_numbers(name: str, num_ranks: int, num_micro_batches: int, num_chunks:
             f"{name} needs {kind} micro-batches {which}: "
             f"got {num_micro_batches} for {plural(num_ranks, 'rank')}; use {use}"
         )
-    check_chunks(num_micro_batches, placement.num_stages)
-    return placement.num_stages
 
 
 @lru_cache(maxsize=32)

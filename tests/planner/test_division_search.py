@@ -70,6 +70,11 @@ def test_each_slower_candidate_has_a_reason_and_the_best_has_none(found):
     assert why_slower(slow, best) == "pipeline bubbles +3.00 s"
     slow = dataclasses.replace(best, step=dataclasses.replace(best.step, idle=best.step.idle + 0.01))
     assert why_slower(slow, best) == "pipeline bubbles +0.01 s"
+    saves = dataclasses.replace(best, load=dataclasses.replace(best.load, recompute="norms"))
+    slow = dataclasses.replace(best, step=dataclasses.replace(best.step, compute=best.step.compute + 2))
+    assert why_slower(slow, saves) == "slower kernels +2.00 s"  # it recomputes less
+    slow = dataclasses.replace(slow, load=dataclasses.replace(best.load, recompute="full"))
+    assert why_slower(slow, saves) == "recomputation (full) +2.00 s"
     assert sum(getattr(best.step, part) for part in parts) == pytest.approx(best.seconds)
 
 

@@ -71,6 +71,10 @@ def test_without_transfers_there_is_nothing_to_hide():
     assert pair_seconds([layer] * 2, [layer] * 2, slower=0.5) == 2 * 21
 
 
+def test_a_stage_without_layers_takes_no_time():
+    assert pair_seconds([], []) == 0
+
+
 def test_the_example():
     ones = LayerSeconds(*[1.0] * len(FIELDS))
     assert pair_seconds([ones], [ones]) == 6

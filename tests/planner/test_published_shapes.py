@@ -16,6 +16,7 @@ DENSE = [
     "llama", "mistral", "qwen2", "qwen3", "olmo", "olmo2", "olmo3", "glm4", "gpt2", "phi", "phi3", "gemma", "gemma2",
     "gemma3_text", "ernie4_5", "granite", "smollm3", "seed_oss", "cohere", "cohere2", "starcoder2", "falcon", "mpt",
     "opt", "bloom", "gpt_neox", "gptj", "gpt_bigcode", "arcee", "apertus", "helium",
+    "codegen", "jais2", "nanochat", "persimmon",
 ]  # fmt: skip
 EXPERTS = [
     "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "olmoe", "flex_olmo", "glm4_moe", "glm4_moe_lite", "gpt_oss",
@@ -193,6 +194,9 @@ def test_parts_in_other_objects():
     ({"vocab_size": -3}, "vocab_size must be a whole number of at most 2,147,483,648: got -3"),
     ({"layer_types": ["linear_attention"] * 2}, "layer_types has 'linear_attention'"),
     ({"attn_type_list": [1, 0]}, "attn_type_list has linear attention (0)"),
+    ({"model_type": "jetmoe"}, "jetmoe says that the model has experts in attention"),
+    ({"index_topk": 2048}, "index_topk says that the model has sparse attention"),
+    ({"conv_L_cache": 3}, "conv_L_cache says that the model has convolutions"),
     ({"hybrid_override_pattern": "M-"}, "hybrid_override_pattern says that the model has Mamba layers"),
     ({"num_experts_per_tok": None}, "it has no num_experts_per_tok (also called experts_per_token, num_experts_per_t"),
 ], ids=str)  # fmt: skip
@@ -206,14 +210,23 @@ def test_bad_configurations(change, problem, tmp_path):
 
 
 def test_unknown_names(tmp_path):
-    with pytest.raises(ValueError, match="unknown model 'deepsek-v3'; did you mean 'deepseek-v3'"):
+    with pytest.raises(
+        ValueError, match=r"unknown model 'deepsek-v3'; did you mean 'deepseek-v3'.*; or give a config\.json"
+    ):
         read_shape("deepsek-v3")
+    with pytest.raises(
+        ValueError, match=r"cannot read deepseek-ai/DeepSeek-V3: .* a local folder with one \(hf download\)"
+    ):
+        read_shape("deepseek-ai/DeepSeek-V3")
     with pytest.raises(ValueError, match=r"cannot read .*/config\.json: there is no such file"):
         read_shape(tmp_path)
     with pytest.raises(ValueError, match="unknown model ''; choose from: tiny"):
         read_shape("")
     with pytest.raises(ValueError, match=r"cannot read nowhere/x\.json: there is no such file"):
         read_shape("nowhere/x.json")
+    (tmp_path / "config.json").write_text("model_type: llama")
+    with pytest.raises(ValueError, match=r"config\.json: it is not JSON: Expecting value: line 1"):
+        read_shape(tmp_path)
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(ValueError, match="it is not a configuration of a model, which is a JSON object"):
         read_shape(tmp_path)

@@ -46,7 +46,12 @@ BAD = {
     "chunks": ({"vpp": 2}, {"schedule": "zb1p"}, "--vpp 2 needs --schedule interleaved_1f1b: got zb1p"),
     "precision": ({}, {"precision": "mxfp8"}, "h100 does not support --precision mxfp8: use bf16, fp8"),
     "unknown": ({}, {"recompute": "some"}, "--recompute must be one of none, norms, attention, full: got some"),
-    "schedule": ({}, {"schedule": "dualpipe", "global_batch": 32}, "dualpipe needs an even number of micro-batches"),
+    "micro-batches": ({}, {"schedule": "dualpipe", "global_batch": 48, "micro_batch": 2},
+                      "dualpipe needs an even number of micro-batches >= 2 x ranks: got 3 for 4 ranks; "
+                      "use --global-batch 128"),
+    "odd": ({}, {"schedule": "dualpipe", "global_batch": 808},
+            "dualpipe needs an even number of micro-batches >= 2 x ranks: got 101 for 4 ranks; use --global-batch 816"),
+    "one rank": ({"vpp": 2, "pp": 1}, {"schedule": "interleaved_1f1b"}, "--vpp 2 needs --pp of at least 2: got 1"),
     "zero": ({"tp": 0}, {}, "--tp must be at least 1: got 0"),
 }  # fmt: skip
 
