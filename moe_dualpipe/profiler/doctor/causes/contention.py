@@ -101,7 +101,7 @@ def _finding(case: Case, slowdown: Slowdown, own: Floats, share: Floats, is_comm
     evidence = (
         f"{what.capitalize()} take {slowdown.ratio:.2f} times as long beside {beside} as alone, as measured on "
         f"{slowdown.events:,} {what} of {plural(slowdown.keys, 'kind')} that ran both ways.",
-        f"This adds {excess.sum():,.0f} us to all {what} beside {beside} together.",
+        f"In total, this adds {excess.sum():,.0f} us to the {what} beside {beside}.",
     )
     verdict = Verdict(
         "starved-transfer" if is_comm else "starved-computation",
