@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ProfileAnalyze:
-    """Analyze traces of torch.profiler or Nsight Systems: how much of the communication was hidden."""
+    """Analyze traces of torch.profiler or Nsight Systems: how much communication was hidden, and what limits it."""
 
     traces: Positional[Annotated[list[Path], arg(metavar="TRACE [TRACE ...]")]]
     """Chrome traces (.json or .json.gz), exports of Nsight Systems (.sqlite), folders of traces, or patterns such as
@@ -33,7 +33,7 @@ class ProfileAnalyze:
     compute: str | None = None
     """Regular expression. Kernels whose names contain it are computation, whatever --comm or their library says."""
     phases: bool = False
-    """Print a table of the annotations that launched work."""
+    """Print a table of the annotations and modules that launched work."""
     streams: bool = False
     """Print the busy time of each stream (on a CPU, of each thread)."""
     collectives: bool = False
@@ -45,7 +45,7 @@ class ProfileAnalyze:
     kernels: int = 0
     """Print a table of this many kernels (on a CPU, operators) with the longest total time."""
     out: Path | None = None
-    """Draw computation above communication into this file (.png, .svg or .html)."""
+    """Draw computation above communication into this file: a picture (.png, .svg) or a page to zoom into (.html)."""
     json: bool = False
     """Print JSON: one object for one device, a list of objects for several."""
 
@@ -93,8 +93,8 @@ class ProfileRun:
     """
 
     mode: Literal["train", "prefill", "decode"] = "train"
-    """train: a forward and a backward. prefill: two forwards of whole sequences. decode: two of one
-    token each, with a KV cache."""
+    """train: a forward and a backward. prefill: two forwards of whole sequences. decode: two
+    forwards of one new token per sequence, with a KV cache."""
     preset: PresetName = "tiny"
     """Size of the model. Only its MoE layers are used, without embedding and head."""
     layers: int = 4
@@ -105,7 +105,7 @@ class ProfileRun:
     seq: int | None = None
     """Tokens per sequence; in decode, cached tokens per sequence. None: 1024 on a CPU, 4096 on a GPU."""
     tokens: int | None = None
-    """Tokens per micro-batch; in decode, one per sequence. None: 4096, or one sequence where --seq does not divide
+    """Tokens per micro-batch; in decode, one per sequence. None: 4096, or one sequence if --seq does not divide
     4096; in decode, 128."""
     routing: Literal["balanced", "real"] = "balanced"
     """balanced: every expert gets the same number of tokens. real: what the untrained router chooses."""

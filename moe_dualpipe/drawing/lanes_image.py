@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from textwrap import wrap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .lanes import Picture
 
 WIDTH, FONT_SIZE = 9.0, 9  # inches and points: the text is 11 pixels high in an image 800 pixels wide
+_TITLE: dict[str, Any] = {"fontsize": FONT_SIZE, "loc": "left"}
 _SMALLEST = 5  # points: lower rows have no labels
 _LANE_INCHES, _LETTER_WIDTH = 7.7, 0.58 / 72  # a letter's width in inches, divided by the size of the font
 _NARROWEST, _MARGIN = 0.28, 0.06  # the width of an "i" as a share of the size; inches left free beside a label
@@ -49,15 +50,17 @@ def lanes_figure(pictures: Sequence["Picture"], note: str = "") -> "Figure":
     for (whole, *details), picture in zip(rows.reshape(len(pictures), len(windows)), pictures, strict=True):
         styles = styles_of(picture.lanes, letters)
         _Panel(whole, picture, windows[0], styles, letters, used).draw(labels=not details)
-        whole.set_title("\n".join(map(plain_text, wrap(picture.title, 115))), fontsize=FONT_SIZE, loc="left")
+        whole.set_title("\n".join(map(plain_text, wrap(picture.title, 115))), **_TITLE)
         for axes, window in zip(details, windows[1:], strict=True):
             _Panel(axes, picture, window, styles, letters, used).draw(labels=True)
-            start, end = (time / 1e3 for time in window)
-            axes.set_title(f"the part in the frame, {end - start:,.3g} ms", fontsize=FONT_SIZE, loc="left")
+            length = window[1] - window[0]
+            unit, size = _unit(length)
+            axes.set_title(f"the part in the frame, {float(f'{length / size:.3g}'):,g} {unit}", **_TITLE)
             bottom, top = whole.get_ylim()
             frame = bottom + 0.02, top - bottom - 0.04
-            whole.broken_barh([(start, end - start)], frame, facecolors="none", edgecolors="black", zorder=3)
-    _add_legend(figure, pictures, letters)
+            span = (window[0] / 1e3, length / 1e3)
+            whole.broken_barh([span], frame, facecolors="none", edgecolors="black", zorder=3)
+    _add_legend(figure, pictures, windows, letters)
     if note:
         figure.supxlabel(plain_text(note), fontsize=FONT_SIZE, x=0.99, ha="right")
     return figure
@@ -173,7 +176,13 @@ class _Panel:
         self.axes.set_yticks(middles, [LANES[lane] for lane in self.used])
         self.axes.set_frame_on(False)
         self.axes.tick_params(length=0, labelsize=FONT_SIZE)
-        self.axes.xaxis.set_major_formatter("{x:g} ms")
+        unit, size = _unit(self.window[1])
+        self.axes.xaxis.set_major_formatter(lambda ms, _: f"{ms * 1e3 / size:g} {unit}")
+
+
+def _unit(us: float) -> tuple[str, float]:
+    """Return the unit that suits a time, and its length in us."""
+    return ("s", 1e6) if us >= 1e6 else ("ms", 1e3) if us >= 1e3 else ("us", 1.0)
 
 
 def close_gaps(intervals: Intervals, gap: float) -> Intervals:
@@ -181,19 +190,24 @@ def close_gaps(intervals: Intervals, gap: float) -> Intervals:
     return union(intervals + np.array([0.0, gap])) - np.array([0.0, gap]) if gap else intervals
 
 
-def _add_legend(figure: "Figure", pictures: Sequence["Picture"], letters: bool) -> None:
-    """Add a legend entry for each colour that covers enough of the time to be seen."""
+def _add_legend(figure: "Figure", pictures: Sequence["Picture"], windows: Sequence[Window], letters: bool) -> None:
+    """Add a legend entry for each colour that covers enough of a window to be seen."""
     from matplotlib.patches import Patch
 
-    end, times = max(picture.end_us for picture in pictures), np.zeros(len(STYLES))
-    for picture in pictures:
-        styles, exposed = styles_of(picture.lanes, letters), total(picture.lanes.exposed)
-        times += [total(picture.lanes.busy(styles == number)) for number in range(len(STYLES))]
-        times[STYLES.index(EXPOSED)] += exposed
-        times[STYLES.index(HIDDEN)] -= exposed
-    entries = [
-        Patch(facecolor=style.colour, label=style.label)
-        for style, time in zip(STYLES, times, strict=True)
-        if time > end / 1000
-    ]
+    seen: set[int] = set()
+    for window in windows:
+        times = sum(_style_times(picture, window, letters) for picture in pictures)
+        seen |= {*np.flatnonzero(times > (window[1] - window[0]) / 1000).tolist()}
+    entries = [Patch(facecolor=STYLES[number].colour, label=STYLES[number].label) for number in sorted(seen)]
     figure.legend(handles=entries, loc="outside lower left", ncols=5, fontsize=FONT_SIZE, frameon=False)
+
+
+def _style_times(picture: "Picture", window: Window, letters: bool) -> NDArray[np.float64]:
+    """How long each style runs in a window."""
+    lanes, inside = picture.lanes, np.array([window]) - picture.shift_us
+    styles = styles_of(lanes, letters)
+    times = np.array([total(intersection(lanes.busy(styles == number), inside)) for number in range(len(STYLES))])
+    exposed = total(intersection(lanes.exposed, inside))
+    times[STYLES.index(EXPOSED)] += exposed
+    times[STYLES.index(HIDDEN)] -= exposed
+    return times

@@ -140,11 +140,13 @@ def analyze_files(
     for path in paths:
         like = devices[0].steps if devices else None
         devices += analyze_devices(path, read_trace(path), names, pictures, examined, several, steps, like)
-    devices = [
-        replace(device, analysis=replace(device.analysis, verdicts=verdicts))
-        for device, verdicts in zip(devices, conclude(examined), strict=True)
+    found = compare_devices(devices)
+    verdicts = conclude(examined, found.comparisons[0].meetings)
+    complete = [
+        replace(device, analysis=replace(device.analysis, verdicts=own))
+        for device, own in zip(found.devices, verdicts, strict=True)
     ]
-    return compare_devices(devices)
+    return replace(found, devices=complete)
 
 
 def compare_devices(devices: Sequence[TracedDevice]) -> TraceFiles:

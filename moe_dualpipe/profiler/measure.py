@@ -191,11 +191,11 @@ def _record_fitted(
         if not share:  # a single rank
             return description, recordings
         if 1 / FIT_TOLERANCE < share / COMM_SHARE < FIT_TOLERANCE:
-            return f"{description}; {share:.2f} of it in the recording", recordings
+            return f"{description}; {share:.2f} in the recording", recordings
         if fits_left:
             backend.link = Link(gb_per_s=backend.link.gb_per_s * share / COMM_SHARE)
-            description = f"{_link_text(backend.link)}: it takes {COMM_SHARE} of the computation time, fitted again"
-    return f"{description}; {share:.2f} of it in the recording: the speed of this machine varies too much", recordings
+            description = f"{_link_text(backend.link)}: chosen again to take {COMM_SHARE} of the computation time"
+    return f"{description}; {share:.2f} in the recording: the speed of this machine varies too much", recordings
 
 
 def _link_text(link: Link) -> str:

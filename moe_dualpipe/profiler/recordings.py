@@ -22,7 +22,9 @@ from .doctor.verdict import Verdict
 from .files import analyze_devices
 from .host import host_as_device
 from .intervals import Intervals, intersection, intervals_of, total, union
+from .meetings import RankTransfers
 from .partition import IDLE, LATE_HOST, Label, divide, late_host
+from .ranks import compare_traces
 from .reading import read_trace
 from .trace import DeviceEvent, Trace
 from .windows import Choice, DeviceStep, window_of
@@ -96,6 +98,7 @@ def read_recording(
     steps: which to analyze; ValueError if they are not recorded.
     """
     examined: list[Examined | None] = []
+    transfers: list[RankTransfers] = []
     remarks: dict[tuple[Path, str], None] = {}
     found: list[tuple[int, Sums, Sums | None]] = []
     gpus, sizes = set(), set()
@@ -107,6 +110,7 @@ def read_recording(
             window = window_of(trace, device.analysis.device, steps, names, like)
             found.append(_sum_up(trace, device.analysis.device, window.steps, names))
             like = like or window.numbers
+            transfers.append(device.transfers)
             on_cpu = device.analysis.device == "cpu"
             cut = [f"the file is incomplete: {device.truncated:,} events are read"] * bool(device.truncated)
             remarks |= {
@@ -117,9 +121,10 @@ def read_recording(
     counts, wholes, by_step = zip(*found, strict=True)
     known = [one for one in by_step if one is not None]
     per_step = _mean(known) if len(known) == len(by_step) else None
+    verdicts = conclude(examined, compare_traces(transfers).meetings)
     return Recording(
         name, len(found), on_cpu, tuple(sorted(gpus - {""})), sizes.pop() if len(sizes) == 1 else None,
-        min(counts), _mean(wholes), per_step, _largest(conclude(examined)), tuple(remarks),
+        min(counts), _mean(wholes), per_step, _largest(verdicts), tuple(remarks),
     )  # fmt: skip
 
 

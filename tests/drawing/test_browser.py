@@ -263,8 +263,8 @@ def test_the_mouse_shows_what_a_piece_is(page):
 @pytest.mark.parametrize("key", [None, ENTER, SPACE])
 def test_a_cause_leads_to_its_place(page, key):
     boxes = page.script("return [...document.querySelectorAll('.verdict')].map((one) => one.innerText)")
-    assert "First cause\ncosts 50 us; would gain 25 us (10.0%)" in boxes[0]
-    assert "Second cause\ncosts 50 us; the gain cannot be predicted" in boxes[1]
+    assert "First cause (host-sync)\ncosts 50 us; predicted gain 25 us (10.0%)" in boxes[0]
+    assert "Second cause (host-sync)\ncosts 50 us; the gain cannot be predicted" in boxes[1]
     assert all(text in boxes[0] for text in ("Evidence.", "More.", "Remedy.", "attn"))
     if key is None:
         page.click("#verdicts .verdict:nth-of-type(1)")

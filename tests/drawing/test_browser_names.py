@@ -93,7 +93,7 @@ def test_every_field_of_a_picture_stays_text(page, tmp_path):
     save_lanes([Picture(hostile("title"), lanes, verdicts=[found]), Picture("second", lanes)], tmp_path / "page.html")
     page.open(tmp_path / "page.html")
     texts = ("kernel", "phase", "stream", "collective", "group", "description", "type", "cause", "evidence", "remedy")
-    check_nothing_ran(page, (*texts, "place", "title"))
+    check_nothing_ran(page, (*texts, "kind", "place", "title"))
 
 
 @pytest.mark.parametrize("attack", ["script", "image"])

@@ -4,6 +4,7 @@ import pytest
 
 from moe_dualpipe.drawing.lanes import Picture, save_lanes
 from moe_dualpipe.drawing.palette import CATEGORY_STYLES, EXPOSED, HIDDEN
+from moe_dualpipe.profiler.doctor.verdict import Verdict
 from tests.support.browser import ENTER
 from tests.support.lanes import Work, lanes_of
 from tests.support.lanes_page import axis, drawn, rects
@@ -22,6 +23,22 @@ def test_canvases_have_the_size_of_their_elements(page, tmp_path):
     try:
         page.resize(900, 700)
         assert all(inside == outside for inside, outside in page.script(sizes))
+        assert rects(page, GEMM)[0]["width"] == pytest.approx(axis(page), abs=1)
+    finally:
+        page.resize(1280, 800)
+
+
+def test_the_causes_leave_the_width_to_the_lanes_in_a_narrow_window(page, tmp_path):
+    cause = Verdict("host-sync", "Cause.", (), "Remedy.", "", 0, 5, 5.0)
+    save_lanes([Picture("one", lanes_of(Work("gemm", 0, 9)), verdicts=[cause])], tmp_path / "one.html")
+    page.open(tmp_path / "one.html")
+    places = "return ['lanes', 'verdicts'].map((id) => document.getElementById(id).getBoundingClientRect().toJSON())"
+    lanes, causes = page.script(places)
+    assert causes["left"] >= lanes["right"] and causes["top"] < lanes["bottom"]
+    try:
+        page.resize(700, 700)
+        lanes, causes = page.script(places)
+        assert lanes["width"] > 600 and causes["top"] >= lanes["bottom"]
         assert rects(page, GEMM)[0]["width"] == pytest.approx(axis(page), abs=1)
     finally:
         page.resize(1280, 800)

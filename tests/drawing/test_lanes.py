@@ -57,6 +57,22 @@ def test_the_legend_has_the_colours_that_can_be_seen(tmp_path):
     assert texts(tmp_path, picture([("mlp(I)", 0, 900), ("", 900, 1000)]))[-2:] == [LABELS["I"], "other"]
 
 
+def test_the_legend_has_the_colours_of_the_detail(tmp_path):
+    """Work that takes 0.06% of the whole time takes a large part of the detail."""
+    works = Work("Memcpy", 0, 15e3, lane=2), *(Work(f"k{i}", 9.9e6 + 100 * i, 9.9e6 + 100 * i + 60) for i in range(99))
+    assert texts(tmp_path, Picture("", lanes_of(*works)))[-2:] == ["GEMM", "copies"]
+
+
+@pytest.mark.parametrize("end,tick", [(2, "0.5 us"), (2e3, "0.5 ms"), (6e8, "200 s")])
+def test_times_have_a_unit_that_suits_them(tmp_path, end, tick):
+    assert tick in texts(tmp_path, Picture("", lanes_of(Work("gemm", 0, end))))
+
+
+def test_the_length_of_the_detail_has_a_unit_that_suits_it(tmp_path):
+    works = [Work(f"gemm_{i % 7}", 1e6 * i, 1e6 * i + 3e5) for i in range(600)]
+    assert "the part in the frame, 15 s" in texts(tmp_path, Picture("", lanes_of(*works)))
+
+
 def test_colours_of_other_traces_show_categories(tmp_path):
     works = [
         Work("gemm", 0, 50), Work("add", 50, 60, category="elementwise"), Work("odd", 60, 70, category="unheard of"),

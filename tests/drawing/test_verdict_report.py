@@ -15,9 +15,10 @@ def verdict(**changes):
 def test_a_cause_has_its_place_its_evidence_its_gain_and_what_to_change():
     known, unknown = verdict(gain_us=1000.4, gain_fraction=0.1), verdict(place="")
     assert verdicts_text([known, unknown]) == (
-        "1. The host waits. Most of it: item in attn(F).\n   It waited twice.\n"
+        "1. The host waits (host-sync). Most of it: item in attn(F).\n   It waited twice.\n"
         "   Without it, the window would be 1,000 us (10.0%) shorter. Read it later.\n"
-        "2. The host waits.\n   It waited twice.\n   It takes 1,234 us; the gain cannot be predicted. Read it later."
+        "2. The host waits (host-sync).\n   It waited twice.\n"
+        "   It costs 1,234 us; the gain cannot be predicted. Read it later."
     )
 
 
@@ -32,6 +33,6 @@ def test_names_stay_on_their_line():
 
 
 def test_a_part_of_a_long_trace_is_searched():
-    text = "Causes were searched among the first 300,000 of 300,001 pieces of work.\n"
+    text = "Causes were searched only in the first 300,000 of 300,001 events of the device.\n"
     assert verdicts_text([], 300_001) == text + HEALTHY and verdicts_text([], 300_000) == HEALTHY
     assert verdicts_text([verdict()], 300_001).startswith(text + "1. ")

@@ -230,17 +230,20 @@ def test_invalid_events_are_skipped(tmp_path):
     assert all(analysis.num_comm == 0 for analysis in analyze(trace))
 
 
+WANTED = "name a trace of torch.profiler (.json, .json.gz) or an export of Nsight Systems (.sqlite)"
+
+
 @pytest.mark.parametrize("content,problem", [
-    (b"", "not a trace: the file is empty"),
-    (gzip.compress(b"[{}]", mtime=0)[:10], "not a trace: it is cut off before its first event"),
-    (b"hello", "not a trace: it begins with 'hello', not with an object or a list"),
-    (b'{"a": [1, 2]}', 'not a trace of torch.profiler: it has no list "traceEvents"'),
-    (b'{"traceEvents": [', "cut off before the first event"),
-    (b'{"traceEvents": []}', "a trace without events"),
+    (b"", f"not a trace: the file is empty: {WANTED}"),
+    (gzip.compress(b"[{}]", mtime=0)[:10], f"not a trace: it is cut off before its first event: {WANTED}"),
+    (b"hello", f"not a trace: it begins with 'hello', not with an object or a list: {WANTED}"),
+    (b'{"a": [1, 2]}', f'not a trace: it has no list "traceEvents": {WANTED}'),
+    (b'{"traceEvents": [', "a trace without events: it is cut off before the first event"),
+    (b'{"traceEvents": []}', "a trace without events: nothing was recorded"),
     (b'{"traceEvents": [1, 2]}', "not a trace: event 0 is 1, not an object"),
     (b"[" * 200_000, "not a trace: its lists are nested too deeply"),
-    (b"\x89PNG\r\n\x1a\n\xff", "not a trace: neither text nor gzip"),
-    (b"\x1f\x8bnonsense", "not a trace: neither text nor gzip"),
+    (b"\x89PNG\r\n\x1a\n\xff", f"not a trace: neither text nor gzip: {WANTED}"),
+    (b"\x1f\x8bnonsense", f"not a trace: neither text nor gzip: {WANTED}"),
 ])  # fmt: skip
 def test_files_that_are_not_traces(tmp_path, content, problem, capsys):
     path = tmp_path / "trace.json"

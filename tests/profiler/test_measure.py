@@ -158,12 +158,12 @@ def test_the_default_link_depends_on_the_computation_time(monkeypatch):
 
 
 @pytest.mark.parametrize("shares,gb_per_s,words", [
-    ([0.75], 1.0, "first; 0.75 of it in the recording"),
+    ([0.75], 1.0, "first; 0.75 in the recording"),
     ([0.0], 1.0, "first"),
-    ([1.4, 0.35, 0.7], 1.0, "modelled link: 8 Gb/s, latency 0 us: it takes 0.7 of the computation time, fitted again; "
-     "0.70 of it in the recording"),
-    ([1.4] * 4, 8.0, "modelled link: 64 Gb/s, latency 0 us: it takes 0.7 of the computation time, fitted again; "
-     "1.40 of it in the recording: the speed of this machine varies too much"),
+    ([1.4, 0.35, 0.7], 1.0, "modelled link: 8 Gb/s, latency 0 us: chosen again to take 0.7 of the computation time; "
+     "0.70 in the recording"),
+    ([1.4] * 4, 8.0, "modelled link: 64 Gb/s, latency 0 us: chosen again to take 0.7 of the computation time; "
+     "1.40 in the recording: the speed of this machine varies too much"),
 ])  # fmt: skip
 def test_a_link_is_fitted_again_while_the_recording_has_another_share(tmp_path, monkeypatch, shares, gb_per_s, words):
     recorded = []

@@ -215,3 +215,15 @@ def test_each_device_has_its_own_transfers_and_lanes(tmp_path):
     assert [(one.lane.tolist(), one.start.tolist(), one.end.tolist()) for one in lanes if one] == [
         ([0, 1, 0], [0, 20, 100], [40, 90, 105]), ([1, 0], [0, 10], [30, 20]),
     ]  # fmt: skip
+
+
+def test_traces_of_different_runs_do_not_wait_for_each_other(tmp_path):
+    """Two runs of one program: the same transfers, at other times. A slower rank is no cause of lost time."""
+    paths = []
+    for name, apart, duration in (("slow", 2000, 1500), ("fast", 1000, 300)):
+        events = [kernel("gemm", apart * i, 200) for i in range(8)]
+        events += [kernel("ncclDevKernel_AllGather", apart * i + 200, duration, 20) for i in range(8)]
+        paths.append(write(tmp_path / f"{name}.json", events))
+    found = analyze_files(paths, pictures=False)
+    assert "do not overlap in time" in found.problems[0]
+    assert [verdict.kind for device in found.devices for verdict in device.analysis.verdicts] == []

@@ -14,10 +14,10 @@ function verdictBox(device, verdict) {
   const box = element("div", "", "verdict");
   box.tabIndex = 0;
   box.setAttribute("role", "button");
-  box.append(element("b", verdict.title));
+  box.append(element("b", `${verdict.title.replace(/\.$/, "")} (${verdict.kind})`));
   const percent = verdict.fraction === null ? "" : ` (${(100 * verdict.fraction).toFixed(1)}%)`;
   box.append(element("div", verdict.gain === null ? `costs ${spanText(verdict.cost)}; the gain cannot be predicted`
-    : `costs ${spanText(verdict.cost)}; would gain ${spanText(verdict.gain)}${percent}`, "muted"));
+    : `costs ${spanText(verdict.cost)}; predicted gain ${spanText(verdict.gain)}${percent}`, "muted"));
   for (const sentence of verdict.evidence) box.append(element("p", sentence));
   if (verdict.place) box.append(element("p", `Where: ${verdict.place}`));
   box.append(element("p", verdict.remedy));

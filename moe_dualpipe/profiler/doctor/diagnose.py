@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from ..meetings import Meeting
 from ..trace import DeviceEvent, Trace
 from .case import Case, Change, Finding, case_of
 from .causes import contention, exposed, host, order, segments, streams, transfers
@@ -41,12 +42,15 @@ def examine(trace: Trace, device: str, kind_of: Callable[[DeviceEvent], str], na
     return Examined(device, name, case, found_host, others)
 
 
-def conclude(examined: Sequence[Examined | None]) -> list[tuple[Verdict, ...]]:
-    """Return the verdicts of each device, after comparing the transfers of all. None has no verdicts."""
+def conclude(examined: Sequence[Examined | None], meetings: Sequence[Meeting] = ()) -> list[tuple[Verdict, ...]]:
+    """Return the verdicts of each device. None has no verdicts.
+
+    meetings: the same collectives on several devices.
+    """
     known = [one for one in examined if one is not None]
     names = {number: one.name for number, one in enumerate(known)}
     verdicts = []
-    joined = iter(join([one.case for one in known]))
+    joined = iter(join([one.case for one in known], meetings))
     for one in examined:
         if one is None:
             verdicts.append(())

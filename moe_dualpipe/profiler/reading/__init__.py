@@ -4,7 +4,7 @@ import zlib
 from pathlib import Path
 
 from ..trace import Trace, TraceError
-from .chrome import MOST_EVENTS, ChromeEvents
+from .chrome import MOST_EVENTS, WANTED, ChromeEvents
 from .header import describe
 from .kineto import KinetoEvents
 from .nsys import read_nsys
@@ -27,7 +27,7 @@ def read_trace(path: str | Path) -> Trace:
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror or error}") from None
     except zlib.error:
-        raise TraceError(f"{path}: not a trace: neither text nor gzip") from None
+        raise TraceError(f"{path}: not a trace: neither text nor gzip: {WANTED}") from None
     except RecursionError:
         raise TraceError(f"{path}: not a trace: its lists are nested too deeply") from None
 
@@ -42,5 +42,6 @@ def _read_chrome(path: Path) -> Trace:
     kept.finish()
     leave_out_outliers(trace)
     if not trace.num_events:
-        raise TraceError(f"{path}: {'cut off before the first event' if trace.truncated else 'a trace without events'}")
+        why = "it is cut off before the first event" if trace.truncated else "nothing was recorded"
+        raise TraceError(f"{path}: a trace without events: {why}")
     return trace

@@ -26,6 +26,7 @@ from .repair import (
 
 MOST_EVENTS = 4_000_000
 """Later events are not read. So many events need 2 to 3 GB."""
+WANTED = "name a trace of torch.profiler (.json, .json.gz) or an export of Nsight Systems (.sqlite)"
 LONGEST_EVENT = 1 << 24
 LONGEST_HEADER = 1 << 22
 
@@ -149,11 +150,11 @@ class ChromeEvents:
         """Go to the first event."""
         self._text = text = next(self._pieces, "").lstrip()
         if not text.startswith(("[", "{")):
-            raise TraceError(f"{self._path}: not a trace: {self._problem(text)}")
+            raise TraceError(f"{self._path}: not a trace: {self._problem(text)}: {WANTED}")
         header = ""
         while not (opening := re.match(r"\[", text) or _OPENING.search(text)):
             if not (more := next(self._pieces, "")):
-                raise TraceError(f'{self._path}: not a trace of torch.profiler: it has no list "traceEvents"')
+                raise TraceError(f'{self._path}: not a trace: it has no list "traceEvents": {WANTED}')
             header = (header + text[:-100])[:LONGEST_HEADER]
             text = text[-100:] + more
         if len(header) < LONGEST_HEADER:

@@ -12,6 +12,7 @@ from .chrome import LONGEST_HEADER
 from .pieces import text_pieces
 
 _SUFFIXES = (".json", ".json.gz", ".sqlite")
+_KINDS = f"{', '.join(_SUFFIXES)} files"
 _RANK = re.compile(r'"distributedInfo"\s*:\s*\{[^{}\[\]]*"rank"\s*:\s*(\d{1,9})\b')
 _RANK_IN_NAME = re.compile(r"rank\D?(\d+)", re.IGNORECASE)
 _NUMBER = re.compile(r"\d+")
@@ -31,12 +32,12 @@ def _expanded(argument: Path) -> list[Path]:
         found = found or [path for folder in sorted(argument.iterdir()) if folder.is_dir()
                           for path in _traces(folder.iterdir())]  # fmt: skip
         if not found:
-            raise TraceError(f"{argument}: no trace in this folder: traces are {', '.join(_SUFFIXES)} files")
+            raise TraceError(f"{argument}: no trace in this folder: traces are {_KINDS}")
         return found
     if not argument.exists() and glob.has_magic(str(argument)):
         found = _traces(map(Path, glob.glob(str(argument))))
         if not found:
-            raise TraceError(f"{argument}: no trace matches this pattern")
+            raise TraceError(f"{argument}: no trace matches this pattern: traces are {_KINDS}")
         return found
     return [argument]
 

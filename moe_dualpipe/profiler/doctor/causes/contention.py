@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ....messages import plural
 from ...intervals import length_before
 from ..case import Case, Finding, most_costly, with_durations, worst_of
 from ..replay import Floats, Mask
@@ -95,12 +96,12 @@ def _slowdown(case: Case, chosen: Mask, own: Floats, share: Floats, is_comm: boo
 def _finding(case: Case, slowdown: Slowdown, own: Floats, share: Floats, is_comm: bool) -> Finding:
     excess = own * slowdown.k * share
     worst = worst_of(excess)
-    what = plural_of = "transfers" if is_comm else "kernels"
+    what = "transfers" if is_comm else "kernels"
     beside = "computation" if is_comm else "communication"
     evidence = (
-        f"{what.capitalize()} take {slowdown.ratio:.2f} times as long beside {beside} as alone, by "
-        f"{slowdown.events:,} {plural_of} of {slowdown.keys} kinds that ran in both ways.",
-        f"All {what} beside {beside}: {excess.sum():,.0f} us longer than alone, in total.",
+        f"{what.capitalize()} take {slowdown.ratio:.2f} times as long beside {beside} as alone, as measured on "
+        f"{slowdown.events:,} {what} of {plural(slowdown.keys, 'kind')} that ran both ways.",
+        f"In total, this adds {excess.sum():,.0f} us to the {what} beside {beside}.",
     )
     verdict = Verdict(
         "starved-transfer" if is_comm else "starved-computation",

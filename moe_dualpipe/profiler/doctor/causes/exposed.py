@@ -36,8 +36,8 @@ def find_pipeline(case: Case) -> list[Finding]:
     costs = case.without_computation(view.start, np.where(chosen, view.end, view.start))
     worst = worst_of(costs)
     evidence = (
-        f"{int(chosen.sum()):,} sends and receives, of which nothing was computed beside {exposed:,.0f} us.",
-        f"The longest such wait is {costs[worst]:,.0f} us.",
+        f"During {int(chosen.sum()):,} sends and receives, nothing was computed for {exposed:,.0f} us.",
+        f"The longest wait is {costs[worst]:,.0f} us.",
     )
     verdict = Verdict(
         "exposed-pipeline", "Computation waits for sends and receives of the pipeline.", evidence,
@@ -67,14 +67,14 @@ def find_nothing_else(case: Case, mended: Times) -> list[Finding]:
     costs = case.without_computation(case.view.start[alone], case.view.end[alone])
     start, end = gaps[worst_of(gaps[:, 1] - gaps[:, 0])].tolist()
     evidence = (
-        f"The next computation waits for {len(alone):,} transfers and starts when they end: {cost:,.0f} of "
-        f"{exposed:,.0f} us exposed.",
-        "No other computation was queued that does not depend on them.",
+        f"{len(alone):,} transfers delay the next computation, which starts as soon as they end: {cost:,.0f} of the "
+        f"{exposed:,.0f} us of exposed communication.",
+        "No computation was queued that does not depend on these transfers.",
     )
     verdict = Verdict(
         "nothing-to-overlap", "There is no independent computation to run beside the transfers.", evidence,
         "Interleave a second micro-batch (DualPipe, two-batch overlap), send less, or start the transfers in parts, "
-        "each as soon as its data is there.",
+        "each as soon as its input is ready.",
         most_costly([case.place(event) for event in alone.tolist()], costs), start, end, cost,
     )  # fmt: skip
     return [Finding(verdict, None)]

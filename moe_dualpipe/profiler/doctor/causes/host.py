@@ -42,8 +42,8 @@ def find_syncs(case: Case, trace: Trace) -> list[Finding]:
     waited = sum(view.calls[call].end - view.calls[call].start for call in calls)
     evidence = (
         f"{what} and similar calls waited {len(calls):,} times, {waited:,.0f} us in total.",
-        f"After {costly:,} of them, nothing was computed for {costs.sum():,.0f} us until the host was ahead again, "
-        f"{costs[worst]:,.0f} us at most.",
+        f"After {costly:,} of these waits, nothing was computed until the host was ahead again: "
+        f"{costs.sum():,.0f} us in total, {costs[worst]:,.0f} us at most.",
     )
     verdict = Verdict(
         "host-sync", "The host waits for the device, so the queue is empty afterwards.", evidence,
@@ -107,8 +107,8 @@ def find_late_host(case: Case) -> list[Finding]:
     between = np.diff(np.sort(call_starts[np.unique(view.launch[known])]))
     evidence = (
         f"{bound.sum():,} of {len(known):,} kernels and copies were launched when their stream was already idle. "
-        f"Nothing computed for {cost:,.0f} us until then.",
-        f"The host launches every {np.median(between) if len(between) else 0:,.1f} us (median), and "
+        f"Nothing was computed for {cost:,.0f} us until they were launched.",
+        f"The host launches one every {np.median(between) if len(between) else 0:,.1f} us (median), and "
         f"{short.mean():.0%} of the kernels take less than {SHORT:.0f} us.",
     )
     verdict = Verdict(

@@ -103,10 +103,10 @@ def _few_queues(case: Case, events: Ints, waits: Ints) -> list[Finding]:
     start = float(view.start[events[worst]])
     setting = "" if view.queues is None else f" CUDA_DEVICE_MAX_CONNECTIONS is {view.queues}."
     evidence = (
-        f"{len(events):,} kernels could start and waited {delays.sum():,.0f} us in total, until unrelated work on "
-        f"another stream ended.",
-        f"They had been launched, their streams were free, and their input was there. All work of these streams "
-        f"started in the order of its launch.{setting}",
+        f"{len(events):,} kernels were ready, but waited until unrelated work on another stream ended: "
+        f"{delays.sum():,.0f} us in total.",
+        f"They had been launched, their streams were free, and their input was ready. All work of these streams "
+        f"started in the order in which it was launched.{setting}",
     )
     verdict = Verdict(
         "few-queues", "Streams wait for each other without a dependency: they share a hardware queue.", evidence,
@@ -125,7 +125,7 @@ def _late(case: Case, events: Ints, waits: Ints) -> list[Finding]:
     costs = np.concatenate([_delays(case, events), waited])
     if not len(every):
         return []
-    why = "Until then, computation ran that was launched before them, and that they do not need."
+    why = "Meanwhile, computation ran that they do not need, but that was launched before them."
     verdict = late_launch(case, every, costs, why)
     drop = without_waits(_chosen(case, waits))
     source_of = _assumed_inputs(case)
@@ -140,13 +140,13 @@ def late_launch(case: Case, transfers: Ints, waited: Floats, why: str) -> Verdic
     worst = worst_of(waited)
     start = float(case.view.start[transfers[worst]])
     evidence = (
-        f"{len(transfers):,} transfers started {waited.sum():,.0f} us in total after their input was there, at most "
-        f"{waited[worst]:,.0f} us.",
+        f"The input of {len(transfers):,} transfers was ready, but they started later: {waited.sum():,.0f} us in "
+        f"total, {waited[worst]:,.0f} us at most.",
         why,
     )
     return Verdict(
-        "late-launch", "Transfers are launched later than their data is there.", evidence,
-        "Launch each transfer directly after the computation that produces its data.",
+        "late-launch", "Transfers are launched late, although their input is ready.", evidence,
+        "Launch each transfer directly after the computation that produces its input.",
         most_costly([case.place(event) for event in transfers.tolist()], waited),
         start - float(waited[worst]), start, float(waited.sum()),
     )  # fmt: skip

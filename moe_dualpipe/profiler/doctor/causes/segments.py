@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from ....messages import plural
 from ....overlap.labels import WEIGHTS, letter_of
 from ..case import Case, Finding, most_costly, without_waits, worst_of
 from ..inputs import same_chunk
@@ -38,9 +39,9 @@ def _early_waits(case: Case) -> list[Finding]:
     costs = case.without_computation(start, end)
     worst = worst_of(costs)
     evidence = (
-        f"{len(calls):,} waits are in the segment that started their transfer, {(end - start).sum():,.0f} us in total, "
-        f"at most {costs[worst]:,.0f} us.",
-        f"Nothing was computed in {costs.sum():,.0f} us of that.",
+        f"In {plural(len(calls), 'case')}, a segment waited for a transfer that it had just started: "
+        f"{(end - start).sum():,.0f} us in total.",
+        f"Nothing was computed for {costs.sum():,.0f} us of that, for {costs[worst]:,.0f} us at most in one wait.",
     )
     verdict = Verdict(
         "host-sync", "Segments wait for transfers that they have just started.", evidence,
@@ -80,7 +81,7 @@ def _late_starts(case: Case) -> list[Finding]:
         return []
     events = np.array([*late], np.int64)
     sources, own, waited = (np.array(column) for column in zip(*late.values(), strict=True))
-    verdict = late_launch(case, events, waited, "Until then, their thread computed what they do not need.")
+    verdict = late_launch(case, events, waited, "Meanwhile, their thread computed what they do not need.")
     nodes = case.nodes.event[events]
 
     def change(graph: Graph) -> Graph:

@@ -43,9 +43,9 @@ def find(case: Case) -> list[Finding]:
     )  # fmt: skip
     start = float(view.start[events[worst]])
     evidence = (
-        f"{len(events):,} transfers waited {waited.sum():,.0f} us for a transfer before them on their stream, such as "
-        f"{second} for {first}, {waited[worst]:,.0f} us at most.",
-        f"They were launched, and their data was there. {assumption}",
+        f"{len(events):,} transfers waited for the transfer before them on their stream: {waited.sum():,.0f} us in "
+        f"total, {waited[worst]:,.0f} us at most ({second} waited for {first}).",
+        f"They had been launched, and their input was ready. {assumption}",
     )
     verdict = Verdict(
         "shared-stream", "Transfers of different groups share a stream and wait for each other.", evidence,

@@ -97,7 +97,7 @@ def _long(case: Case, usual: Floats, joined: bool) -> list[Finding]:
     ratio = float(np.median(own[events] / usual[events]))
     evidence = (
         f"{len(events):,} of {int(case.is_comm.sum()):,} transfers take {ratio:.1f} times as long (median) as the "
-        f"fastest quarter of the same kind and size, {excess.sum():,.0f} us more in total.",
+        f"fastest quarter of the same kind and size: {excess.sum():,.0f} us more in total.",
         f"The longest takes {own[worst]:,.0f} us instead of {usual[worst]:,.0f}."
         + (" Waits for late ranks are not counted." if joined else ""),
     )  # fmt: skip
