@@ -7,34 +7,55 @@ ends on all ranks together. This needs no common clock.
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
 from .case import Case
 from .causes.exposed import is_point_to_point
-from .replay import Ints
+from .replay import Floats, Ints
 
 
-def join(cases: Sequence[Case]) -> Iterator[tuple[Case, Ints | None]]:
-    """Yield each case with the times of its transfers without waits, and the case that joined last in each event.
+class Met(NamedTuple):
+    """The n collectives of one kind that the M ranks of a group have in common."""
 
-    Without other ranks that have the same collectives, the times are unknown (None).
-    """
+    ranks_M: Ints
+    """Positions of the ranks."""
+    events_Mn: Ints
+    durations_Mn: Floats
+
+    @property
+    def own_us(self) -> Floats:
+        """What each collective takes once all ranks have joined. Shape [n]."""
+        return self.durations_Mn.min(axis=0)
+
+
+def meetings_of(cases: Sequence[Case]) -> list[Met]:
     groups: dict[tuple[object, ...], list[tuple[int, list[int]]]] = defaultdict(list)
     for number, case in enumerate(cases):
         for key, events in _collectives(case).items():
             groups[key].append((number, events))
+    found = []
+    for members in groups.values():
+        if len(members) > 1 and len({len(events) for _, events in members}) == 1:
+            durations = np.array([cases[number].view.duration[events] for number, events in members])
+            numbers, events = zip(*members, strict=True)
+            found.append(Met(np.array(numbers, np.int64), np.array(events, np.int64), durations))
+    return found
+
+
+def join(cases: Sequence[Case], meetings: Sequence[Met]) -> Iterator[tuple[Case, Ints | None]]:
+    """Yield each case with the times of its transfers without waits, and the case that joined last in each event.
+
+    Without other ranks that have the same collectives, the times are unknown (None).
+    """
     times = [case.view.duration.copy() for case in cases]
     last = [np.full(len(case.view.events), -1, np.int64) for case in cases]
     found = set[int]()
-    for members in groups.values():
-        if len(members) < 2 or len({len(events) for _, events in members}) > 1:
-            continue
-        durations = np.array([cases[number].view.duration[events] for number, events in members])
-        numbers = np.array([number for number, _ in members])
-        for number, events in members:
-            times[number][events] = durations.min(axis=0)
-            last[number][events] = numbers[durations.argmin(axis=0)]
+    for met in meetings:
+        for number, events in zip(met.ranks_M.tolist(), met.events_Mn, strict=True):
+            times[number][events] = met.own_us
+            last[number][events] = met.ranks_M[met.durations_Mn.argmin(axis=0)]
             found.add(number)
     for number, case in enumerate(cases):
         if number in found:

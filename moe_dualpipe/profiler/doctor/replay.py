@@ -8,6 +8,7 @@ windows, not a sum of waits: when one wait goes, another often takes its place.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from graphlib import CycleError
 from typing import NamedTuple
 
 import numpy as np
@@ -143,18 +144,18 @@ def order_of(graph: Graph) -> Ints | None:
 def replay(graph: Graph) -> Times:
     """Return the times of all nodes.
 
-    Raises ValueError: nodes wait for each other.
+    Raises CycleError: nodes wait for each other.
     """
     order = order_of(graph)
     if order is None:
-        raise ValueError("the nodes of the graph wait for each other")
+        raise CycleError("the nodes of the graph wait for each other")
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
-    found = _replay_in_order(_renumbered(graph, order, place))
+    found = _replay_in_order(renumbered(graph, order, place))
     return Times(found.start[place], found.end[place], graph.is_device)
 
 
-def _renumbered(graph: Graph, order: Ints, place: Ints) -> Graph:
+def renumbered(graph: Graph, order: Ints, place: Ints) -> Graph:
     """The graph with its nodes in another order. place: the new number of each node."""
     if (order == np.arange(len(order))).all():
         return graph
