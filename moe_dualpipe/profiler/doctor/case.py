@@ -60,6 +60,14 @@ class Case:
         return latency_of(self.view)
 
     @cached_property
+    def own_us(self) -> Floats:
+        """How long each event takes without waits for other ranks, as far as known."""
+        duration = self.view.duration
+        return (
+            duration if self.comm_us is None else np.where(self.is_comm, np.minimum(duration, self.comm_us), duration)
+        )
+
+    @cached_property
     def is_comm(self) -> Mask:
         return self.view.kind == COMM
 
@@ -122,13 +130,13 @@ def without_waits(unwanted: Mask) -> Change:
     return change
 
 
-def with_durations(nodes: Ints, duration: Floats) -> Change:
-    """Shorten nodes to these durations."""
+def shorter(nodes: Ints, us: Floats) -> Change:
+    """Shorten nodes by these times."""
 
     def change(graph: Graph) -> Graph:
-        changed = graph.duration.copy()
-        changed[nodes] = np.minimum(changed[nodes], duration)
-        return replace(graph, duration=changed)
+        duration = graph.duration.copy()
+        duration[nodes] = np.maximum(duration[nodes] - us, 0.0)
+        return replace(graph, duration=duration)
 
     return change
 

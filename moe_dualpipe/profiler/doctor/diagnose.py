@@ -8,9 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
+
 from ..trace import DeviceEvent, Trace
 from .case import Case, Finding, case_of
 from .causes import contention, exposed, host, order, segments, streams, transfers
+from .causes.contention import Slowdown
 from .ranks import join, meetings_of
 from .repairs import Cause, Repairs, numbered
 from .threads import case_of_threads
@@ -47,12 +50,14 @@ def conclude(examined: Sequence[Examined | None]) -> list[tuple[Verdict, ...]]:
     known = [one for one in examined if one is not None]
     names = {number: one.name for number, one in enumerate(known)}
     meetings = meetings_of([one.case for one in known])
-    cases, found = list[Case](), list[dict[Cause, Finding]]()
+    cases, slowdowns, found = list[Case](), list[list[Slowdown]](), list[dict[Cause, Finding]]()
     for one, (case, last) in zip(known, join([one.case for one in known], meetings), strict=True):
         cases.append(case)
-        others = [*one.others, *transfers.find(case, names, last), *contention.find(case)]
+        slowdowns.append(own := contention.slowdowns_of(case))
+        slowed_us = sum((slowdown.excess_us for slowdown in own), np.zeros(len(case.view.events)))
+        others = [*one.others, *transfers.find(case, names, last, slowed_us), *contention.find(case, own)]
         found.append(numbered([*one.host, *others]))
-    repairs = Repairs(cases, meetings, [{c: f.change for c, f in causes.items() if f.change} for causes in found])
+    repairs = Repairs(cases, meetings, slowdowns, found)
     ranks = iter(range(len(known)))
     return [() if one is None else _ranked(one, repairs, rank := next(ranks), found[rank]) for one in examined]
 

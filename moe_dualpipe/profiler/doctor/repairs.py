@@ -5,17 +5,23 @@ that gets faster still waits for the others. Only where ranks no longer wait for
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from graphlib import CycleError
 
-from .case import Case, Change, Finding
+import numpy as np
+
+from .case import Case, Finding
+from .causes.contention import Slowdown, slowed
 from .joint import JointGraph
 from .ranks import Met
-from .replay import Graph, Times, replay
+from .replay import Floats, Graph, Times, replay
 
 Cause = tuple[str, int]
 """The kind of a verdict, and its number among those of its kind on one device."""
 WAITS_FOR_RANKS: Cause = "imbalance", 0
+
+ROUNDS = 4
+"""Replays in which computation and transfers that slow each other down find their times."""
 
 
 def numbered(findings: Sequence[Finding]) -> dict[Cause, Finding]:
@@ -31,10 +37,11 @@ def numbered(findings: Sequence[Finding]) -> dict[Cause, Finding]:
 
 class Repairs:
     def __init__(
-        self, cases: Sequence[Case], meetings: Sequence[Met], changes: Sequence[Mapping[Cause, Change]]
+        self, cases: Sequence[Case], meetings: Sequence[Met], slowdowns: Sequence[Sequence[Slowdown]],
+        found: Sequence[Mapping[Cause, Finding]],
     ):  # fmt: skip
-        """changes: of each case, those that remove its causes."""
-        self.cases, self.changes = cases, changes
+        """slowdowns, found: of each case."""
+        self.cases, self.slowdowns, self.found = cases, slowdowns, found
         self.joint = _joint(cases, meetings)
         self.windows: dict[frozenset[Cause], list[float] | None] = {}
 
@@ -56,24 +63,46 @@ class Repairs:
         together = None if WAITS_FOR_RANKS in chosen else self._together(chosen)
         return self._alone(rank, chosen) if together is None else together[rank]
 
-    def _changed(self, rank: int, causes: frozenset[Cause]) -> Graph:
-        graph = self.cases[rank].graph
-        for cause, change in self.changes[rank].items():
-            if cause in causes:
-                graph = change(graph)
-        return graph
-
     def _alone(self, rank: int, causes: frozenset[Cause]) -> Times:
-        return replay(self._changed(rank, causes))
+        [times] = self._settled([rank], causes, lambda graphs: [replay(graph) for graph in graphs])
+        return times
 
     def _together(self, causes: frozenset[Cause]) -> list[Times] | None:
         """The times of all ranks; None if the collectives of the ranks would wait for each other."""
         if self.joint is None:
             return None
         try:
-            return self.joint.replay([self._changed(rank, causes) for rank in range(len(self.cases))])
+            return self._settled(range(len(self.cases)), causes, self.joint.replay)
         except CycleError:
             return None
+
+    def _settled(
+        self, ranks: Sequence[int], causes: frozenset[Cause], replayed: Callable[[Sequence[Graph]], list[Times]]
+    ) -> list[Times]:
+        """Replay, with what still slows computation and transfers down at the times of the replay before."""
+        changed = [self._changed(rank, causes) for rank in ranks]
+        left = [[one for one in self.slowdowns[rank] if (one.kind, 0) not in causes] for rank in ranks]
+        times, graphs = replayed(changed), changed
+        for _ in range(ROUNDS if causes and any(left) else 0):
+            graphs = [
+                slowed(self.cases[rank], slowdowns, graph, when, self._moving(rank, causes, last))
+                for rank, slowdowns, graph, when, last in zip(ranks, left, changed, times, graphs, strict=True)
+            ]
+            times = replayed(graphs)
+        return times
+
+    def _changed(self, rank: int, causes: frozenset[Cause]) -> Graph:
+        graph = self.cases[rank].graph
+        for cause, finding in self.found[rank].items():
+            if cause in causes and finding.change is not None:
+                graph = finding.change(graph)
+        return graph
+
+    def _moving(self, rank: int, causes: frozenset[Cause], graph: Graph) -> Floats:
+        """How long each event of a changed graph takes without waits for other ranks."""
+        case = self.cases[rank]
+        waited = 0.0 if WAITS_FOR_RANKS in causes else case.view.duration - case.own_us
+        return np.maximum(graph.duration[case.nodes.event] - waited, 0.0)
 
 
 def _joint(cases: Sequence[Case], meetings: Sequence[Met]) -> JointGraph | None:
