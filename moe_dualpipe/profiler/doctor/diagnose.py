@@ -13,9 +13,8 @@ import numpy as np
 from ..trace import DeviceEvent, Trace
 from .case import Case, Finding, case_of
 from .causes import contention, exposed, host, order, segments, streams, transfers
-from .causes.contention import Slowdown
 from .ranks import join, meetings_of
-from .repairs import Cause, Repairs, numbered
+from .repairs import Cause, Repairs, numbered, slowdowns_of
 from .threads import case_of_threads
 from .verdict import Verdict
 from .view import view_of
@@ -50,13 +49,13 @@ def conclude(examined: Sequence[Examined | None]) -> list[tuple[Verdict, ...]]:
     known = [one for one in examined if one is not None]
     names = {number: one.name for number, one in enumerate(known)}
     meetings = meetings_of([one.case for one in known])
-    cases, slowdowns, found = list[Case](), list[list[Slowdown]](), list[dict[Cause, Finding]]()
-    for one, (case, last) in zip(known, join([one.case for one in known], meetings), strict=True):
-        cases.append(case)
-        slowdowns.append(own := contention.slowdowns_of(case))
+    cases, last = zip(*join([one.case for one in known], meetings), strict=True) if known else ((), ())
+    slowdowns = slowdowns_of(cases, meetings)
+    found = []
+    for one, case, joined, own in zip(known, cases, last, slowdowns, strict=True):
         slowed_us = sum((slowdown.excess_us for slowdown in own), np.zeros(len(case.view.events)))
-        others = [*one.others, *transfers.find(case, names, last, slowed_us), *contention.find(case, own)]
-        found.append(numbered([*one.host, *others]))
+        of_transfers = transfers.find(case, names, joined, slowed_us)
+        found.append(numbered([*one.host, *one.others, *of_transfers, *contention.find(case, own)]))
     repairs = Repairs(cases, meetings, slowdowns, found)
     ranks = iter(range(len(known)))
     return [() if one is None else _ranked(one, repairs, rank := next(ranks), found[rank]) for one in examined]

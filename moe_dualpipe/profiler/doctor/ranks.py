@@ -44,6 +44,16 @@ def meetings_of(cases: Sequence[Case]) -> list[Met]:
     return found
 
 
+def largest(values: Sequence[Floats], meetings: Sequence[Met]) -> list[Floats]:
+    """For each collective, the largest value on any of its ranks. values: of the events of each rank."""
+    found = [own.copy() for own in values]
+    for met in meetings:
+        every_Mn = [values[rank][events] for rank, events in zip(met.ranks_M, met.events_Mn, strict=True)]
+        for rank, events in zip(met.ranks_M, met.events_Mn, strict=True):
+            found[rank][events] = np.max(every_Mn, axis=0)
+    return found
+
+
 def join(cases: Sequence[Case], meetings: Sequence[Met]) -> Iterator[tuple[Case, Ints | None]]:
     """Yield each case with the times of its transfers without waits, and the case that joined last in each event.
 

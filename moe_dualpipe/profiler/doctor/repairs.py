@@ -10,10 +10,10 @@ from graphlib import CycleError
 
 import numpy as np
 
-from .case import Case, Finding
-from .causes.contention import Slowdown, slowed
+from .case import Case, Finding, shorter
+from .causes.contention import Slowdown, beside_us, slowdown_of
 from .joint import JointGraph
-from .ranks import Met
+from .ranks import Met, largest
 from .replay import Floats, Graph, Times, replay
 
 Cause = tuple[str, int]
@@ -41,7 +41,7 @@ class Repairs:
         found: Sequence[Mapping[Cause, Finding]],
     ):  # fmt: skip
         """slowdowns, found: of each case."""
-        self.cases, self.slowdowns, self.found = cases, slowdowns, found
+        self.cases, self.meetings, self.slowdowns, self.found = cases, meetings, slowdowns, found
         self.joint = _joint(cases, meetings)
         self.windows: dict[frozenset[Cause], list[float] | None] = {}
 
@@ -64,7 +64,7 @@ class Repairs:
         return self._alone(rank, chosen) if together is None else together[rank]
 
     def _alone(self, rank: int, causes: frozenset[Cause]) -> Times:
-        [times] = self._settled([rank], causes, lambda graphs: [replay(graph) for graph in graphs])
+        [times] = self._settled([rank], causes, (), lambda graphs: [replay(graph) for graph in graphs])
         return times
 
     def _together(self, causes: frozenset[Cause]) -> list[Times] | None:
@@ -72,22 +72,25 @@ class Repairs:
         if self.joint is None:
             return None
         try:
-            return self._settled(range(len(self.cases)), causes, self.joint.replay)
+            return self._settled(range(len(self.cases)), causes, self.meetings, self.joint.replay)
         except CycleError:
             return None
 
     def _settled(
-        self, ranks: Sequence[int], causes: frozenset[Cause], replayed: Callable[[Sequence[Graph]], list[Times]]
-    ) -> list[Times]:
+        self, ranks: Sequence[int], causes: frozenset[Cause], meetings: Sequence[Met],
+        replayed: Callable[[Sequence[Graph]], list[Times]],
+    ) -> list[Times]:  # fmt: skip
         """Replay, with what still slows computation and transfers down at the times of the replay before."""
-        changed = [self._changed(rank, causes) for rank in ranks]
+        changed = graphs = [self._changed(rank, causes) for rank in ranks]
         left = [[one for one in self.slowdowns[rank] if (one.kind, 0) not in causes] for rank in ranks]
-        times, graphs = replayed(changed), changed
+        cases, times = [self.cases[rank] for rank in ranks], replayed(graphs)
         for _ in range(ROUNDS if causes and any(left) else 0):
-            graphs = [
-                slowed(self.cases[rank], slowdowns, graph, when, self._moving(rank, causes, last))
-                for rank, slowdowns, graph, when, last in zip(ranks, left, changed, times, graphs, strict=True)
-            ]
+            moving = [self._moving(rank, causes, graph) for rank, graph in zip(ranks, graphs, strict=True)]
+            beside = {is_comm: _beside(cases, is_comm, times, moving, meetings) for is_comm in (True, False)}
+            graphs = []
+            for i, slowdowns in enumerate(left):
+                more = [one.k * (beside[one.is_comm][i] - one.beside_us) for one in slowdowns]
+                graphs.append(shorter(cases[i].nodes.event, -sum(more, np.zeros(len(moving[i]))))(changed[i]))
             times = replayed(graphs)
         return times
 
@@ -103,6 +106,25 @@ class Repairs:
         case = self.cases[rank]
         waited = 0.0 if WAITS_FOR_RANKS in causes else case.view.duration - case.own_us
         return np.maximum(graph.duration[case.nodes.event] - waited, 0.0)
+
+
+def slowdowns_of(cases: Sequence[Case], meetings: Sequence[Met]) -> list[list[Slowdown]]:
+    """How much transfers and computation slow each other down on each rank."""
+    recorded, own = [case.graph.recorded for case in cases], [case.own_us for case in cases]
+    found: list[list[Slowdown]] = [[] for _ in cases]
+    for is_comm in (True, False):
+        for rank, beside in enumerate(_beside(cases, is_comm, recorded, own, meetings)):
+            slowdown = slowdown_of(cases[rank], is_comm, beside)
+            found[rank] += [] if slowdown is None else [slowdown]
+    return found
+
+
+def _beside(
+    cases: Sequence[Case], is_comm: bool, times: Sequence[Times], moving: Sequence[Floats], meetings: Sequence[Met]
+) -> list[Floats]:  # fmt: skip
+    """For how long each event runs beside the other kind: a collective, on the rank where this is longest."""
+    own = [beside_us(case, is_comm, when, us) for case, when, us in zip(cases, times, moving, strict=True)]
+    return largest(own, meetings) if is_comm else own
 
 
 def _joint(cases: Sequence[Case], meetings: Sequence[Met]) -> JointGraph | None:

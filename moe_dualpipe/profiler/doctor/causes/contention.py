@@ -7,14 +7,14 @@ beside the other kind for a part of their time count as well.
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
+from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
 
 from ...intervals import length_before, union
 from ..case import Case, Finding, most_costly, shorter, worst_of
-from ..replay import Floats, Graph, Times
+from ..replay import Floats, Times
 from ..verdict import Verdict
 from ..view import COMPUTE
 from .transfers import LONG, kind_key
@@ -28,6 +28,10 @@ SPREAD_JOINED = 0.1
 """The same for transfers whose waits for other ranks are known and left out."""
 SLOWER = 1.1
 """Smaller ratios are ordinary."""
+TRIED = 16
+"""Events through which lines are tried."""
+NEAR_LINE = 0.1
+"""Events fit a line if their speed differs by less than this share."""
 CERTAIN = 5.0
 """The slowdown must be so many times its standard error."""
 
@@ -57,13 +61,13 @@ class Slowdown(NamedTuple):
         return self.k * self.beside_us
 
 
-def slowdowns_of(case: Case) -> list[Slowdown]:
-    """How much transfers and computation slow each other down, if that is certain."""
-    if case.view.is_cpu:  # its transfers use no SMs
-        return []
-    recorded, own = case.graph.recorded, case.own_us
-    found = [_slowdown(case, is_comm, _beside(case, is_comm, recorded, own)) for is_comm in (True, False)]
-    return [slowdown for slowdown in found if slowdown is not None and slowdown.ratio >= SLOWER]
+def slowdown_of(case: Case, is_comm: bool, beside_us: Floats) -> Slowdown | None:
+    """How much events of one kind slow down beside the other kind; None if it is little or uncertain.
+
+    beside_us: for how long each event ran beside the other kind.
+    """
+    found = None if case.view.is_cpu else _slowdown(case, is_comm, beside_us)  # transfers of CPUs use no SMs
+    return found if found is not None and found.ratio >= SLOWER else None
 
 
 def find(case: Case, slowdowns: Sequence[Slowdown]) -> list[Finding]:
@@ -71,20 +75,11 @@ def find(case: Case, slowdowns: Sequence[Slowdown]) -> list[Finding]:
     return [_finding(case, slowdown) for slowdown in slowdowns]
 
 
-def slowed(case: Case, slowdowns: Sequence[Slowdown], changed: Graph, times: Times, moving_us: Floats) -> Graph:
-    """The graph `changed` with the durations that its events have if they run at `times`.
+def beside_us(case: Case, is_comm: bool, times: Times, moving_us: Floats) -> Floats:
+    """For how long each event of one kind runs beside the other kind; 0 for others.
 
-    moving_us: how long each event runs then, without waits for other ranks.
+    moving_us: how long each event runs without waits for other ranks, which are at its start.
     """
-    duration = changed.duration.copy()
-    for slowdown in slowdowns:
-        beside = _beside(case, slowdown.is_comm, times, moving_us)
-        duration[case.nodes.event] += slowdown.k * (beside - slowdown.beside_us)
-    return replace(changed, duration=np.maximum(duration, 0.0))
-
-
-def _beside(case: Case, is_comm: bool, times: Times, moving_us: Floats) -> Floats:
-    """For how long each event of one kind runs beside the other kind. Transfers move data at their end."""
     start, end = times.start[case.nodes.event], times.end[case.nodes.event]
     others = case.is_comm != is_comm
     before = length_before(union(np.stack([start, end], axis=1)[others]))
@@ -116,22 +111,36 @@ def _slowdown(case: Case, is_comm: bool, beside_us: Floats) -> Slowdown | None:
 def _fit(share: Floats, speed: Floats, least: float) -> tuple[float, float, int] | None:
     """Fit a line to the speeds of one kernel: its k, the error of k, and the number of events. None: too few events.
 
-    Events that are much slower than the line are slow for another reason, such as a slow link. They are left out.
+    Events that are much slower than most are slow for another reason, such as a slow link. They are left out.
     """
-    while len(share) >= LEAST and np.ptp(share) >= least:
-        centred = share - share.mean()
-        slope = float((centred * speed).sum() / (centred**2).sum())
-        alone = float(speed.mean() - slope * share.mean())
-        line = alone + slope * share
-        usual = LONG * speed > line
-        if not usual.all():
-            share, speed = share[usual], speed[usual]
-            continue
-        if alone <= 0:
-            return None
-        error = float(np.sqrt(((speed - line) ** 2).sum() / (len(share) - 2) / (centred**2).sum())) / alone
-        return -slope / alone, max(error, 0.01), len(share)
-    return None
+    if len(share) < LEAST or np.ptp(share) < least:
+        return None
+    usual = LONG * speed > _line_of_most(share, speed, least)
+    share, speed = share[usual], speed[usual]
+    if len(share) < LEAST or np.ptp(share) < least:
+        return None
+    centred = share - share.mean()
+    slope = float((centred * speed).sum() / (centred**2).sum())
+    alone = float(speed.mean() - slope * share.mean())
+    if alone <= 0:
+        return None
+    rest = speed - alone - slope * share
+    error = float(np.sqrt((rest**2).sum() / (len(share) - 2) / (centred**2).sum())) / alone
+    return -slope / alone, max(error, 0.01), len(share)
+
+
+def _line_of_most(share: Floats, speed: Floats, least: float) -> Floats:
+    """The speeds by the line through two events that fits most events (as RANSAC does, Fischler and Bolles 1981)."""
+    by_share = np.argsort(share, kind="stable")
+    tried = by_share[np.linspace(0, len(by_share) - 1, min(TRIED, len(by_share))).astype(int)].tolist()
+    best, most = np.zeros(len(share)), -1
+    for one, other in combinations(tried, 2):
+        if share[other] - share[one] >= least / 2:
+            line = speed[one] + (speed[other] - speed[one]) * (share - share[one]) / (share[other] - share[one])
+            fitting = int((np.abs(speed - line) < NEAR_LINE * line).sum())
+            if fitting > most:
+                best, most = line, fitting
+    return best
 
 
 def _finding(case: Case, slowdown: Slowdown) -> Finding:
