@@ -22,6 +22,8 @@ class Finding(NamedTuple):
 
     verdict: Verdict
     change: Change | None
+    stays: Change | None = None
+    """What the cause does to a graph without other causes. None: the recorded graph has all that it does."""
 
 
 @dataclass(frozen=True)

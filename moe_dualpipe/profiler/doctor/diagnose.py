@@ -70,7 +70,8 @@ def _ranked(one: Examined, repairs: Repairs, rank: int, found: Mapping[Cause, Fi
     """The verdicts on one rank.
 
     The causes of the host are in the order in which one follows from another: late launches count only if they would be
-    late without the calls that wait. A transfer is late by itself only if it would be late without all of them.
+    late without the calls that wait. A transfer is late by itself only if it would be late without all of them, and
+    without shared queues.
     """
     case = repairs.cases[rank]
     least = LEAST_SHARE * case.window_us
@@ -81,7 +82,7 @@ def _ranked(one: Examined, repairs: Repairs, rank: int, found: Mapping[Cause, Fi
         if cause in of_host:
             before = of_host[: of_host.index(cause)]
         elif cause[0] == "late-launch":
-            before = [other for other in of_host if other in kept]
+            before = [other for other in kept if other in of_host or other[0] == "few-queues"]
         gain = repairs.gain_of(rank, [cause])
         if gain < least or (before and repairs.gain_of(rank, [*before, cause]) - repairs.gain_of(rank, before) < least):
             continue

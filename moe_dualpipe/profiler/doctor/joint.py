@@ -93,18 +93,20 @@ class JointGraph:
         firsts = list(zip(graphs, self.first[:-1], strict=True))
         before = [np.where(graph.before >= 0, self.end_of[first + graph.before], -1) for graph, first in firsts]
         launch = [np.where(graph.launch >= 0, first + graph.launch, -1) for graph, first in firsts]
+        queues = [np.full(len(graph.start), -1) if graph.queue is None else graph.queue for graph in graphs]
+        queue = [np.where(queue >= 0, first + queue, -1) for queue, first in zip(queues, self.first[:-1], strict=True)]
         waits = [
             graph.waits._replace(source=self.end_of[first + graph.waits.source], target=first + graph.waits.target)
             for graph, first in firsts
         ]  # fmt: skip
         waits.append(Waits(self.joins, self.hub_of, np.zeros(moves), np.full(moves, DATA, np.int64)))
         delay = [graph.delay + shift * _has_no_input(graph) for graph, shift in zip(graphs, self.shift, strict=True)]
-        none = np.full(hubs, -1, np.int64)
+        none, nothing = np.full(hubs, -1), np.full(hubs + moves, -1)
         return Graph(
             column("is_device", 0, 0).astype(bool), column("start", 0.0, 0.0), duration,
             np.concatenate([*before, none, self.hub_of]), column("before_lag", 0.0, self.lag),
-            np.concatenate([*launch, none, np.full(moves, -1, np.int64)]), column("launch_lag", 0.0, 0.0),
-            merged(waits), np.concatenate([*delay, np.zeros(hubs + moves)]),
+            np.concatenate([*launch, nothing]), column("launch_lag", 0.0, 0.0),
+            merged(waits), np.concatenate([*delay, np.zeros(hubs + moves)]), np.concatenate([*queue, nothing]),
         )  # fmt: skip
 
 

@@ -99,6 +99,9 @@ class Repairs:
         for cause, finding in self.found[rank].items():
             if cause in causes and finding.change is not None:
                 graph = finding.change(graph)
+        for cause, finding in self.found[rank].items() if causes else ():
+            if cause not in causes and finding.stays is not None:
+                graph = finding.stays(graph)
         return graph
 
     def _moving(self, rank: int, causes: frozenset[Cause], graph: Graph) -> Floats:

@@ -114,14 +114,36 @@ def _few_queues(case: Case, events: Ints, waits: Ints) -> list[Finding]:
         most_costly([case.place(event) for event in events.tolist()], delays),
         start - float(delays[worst]), start, float(delays.sum()),
     )  # fmt: skip
-    return [Finding(verdict, without_waits(_chosen(case, waits)))]
+    return [Finding(verdict, without_waits(_chosen(case, waits)), _in_queues(case, waits))]
+
+
+def _in_queues(case: Case, waits: Ints) -> Change:
+    """Work of the streams on both sides of these waits starts in the order of its launch."""
+    view, nodes, recorded = case.view, case.nodes.event, case.graph.waits
+    pairs = np.stack([case.event_of[recorded.source[waits]], case.event_of[recorded.target[waits]]], axis=1)
+    queues: list[set[int]] = []
+    for streams in np.unique(view.stream[pairs], axis=0).tolist():
+        shared = [queue for queue in queues if queue & {*streams}]
+        queues = [queue for queue in queues if queue not in shared] + [set().union(streams, *shared)]
+
+    def change(graph: Graph) -> Graph:
+        before = np.full(len(graph.start), -1)
+        for queue in queues:
+            events = np.flatnonzero(np.isin(view.stream, [*queue]) & (view.launch >= 0))
+            ordered = nodes[events[np.lexsort([view.launch[events], graph.launch[nodes[events]]])]]
+            before[ordered[1:]] = ordered[:-1]
+        changed = replace(graph, queue=before)
+        return changed if order_of(changed) is not None else graph
+
+    return change
 
 
 def _late(case: Case, events: Ints, waits: Ints) -> list[Finding]:
     """Transfers that were put behind unrelated computation, or launched after their input was there."""
     view = case.view
     launched, behind = _launched_late(case), _behind_later(case)
-    late, inputs, waited = (np.concatenate(parts) for parts in zip(launched, behind, strict=True))
+    late, inputs = np.concatenate([launched[0], behind[0]]), np.concatenate([launched[1], behind[1]])
+    waited = np.concatenate([launched[2], behind[2]])
     every = np.concatenate([events, late])
     costs = np.concatenate([_delays(case, events), waited])
     if not len(every):
