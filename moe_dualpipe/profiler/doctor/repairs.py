@@ -6,6 +6,7 @@ that gets faster still waits for the others. Only where ranks no longer wait for
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from graphlib import CycleError
 
 import numpy as np
@@ -20,8 +21,10 @@ Cause = tuple[str, int]
 """The kind of a verdict, and its number among those of its kind on one device."""
 WAITS_FOR_RANKS: Cause = "imbalance", 0
 
-ROUNDS = 4
-"""Replays in which computation and transfers that slow each other down find their times."""
+ROUNDS = 10
+"""Replays, at most, in which computation and transfers that slow each other down find their times."""
+SETTLED = 5e-4
+"""They have found them if no window changes by more than this share."""
 
 
 def numbered(findings: Sequence[Finding]) -> dict[Cause, Finding]:
@@ -80,19 +83,39 @@ class Repairs:
         self, ranks: Sequence[int], causes: frozenset[Cause], meetings: Sequence[Met],
         replayed: Callable[[Sequence[Graph]], list[Times]],
     ) -> list[Times]:  # fmt: skip
-        """Replay, with what still slows computation and transfers down at the times of the replay before."""
-        changed = graphs = [self._changed(rank, causes) for rank in ranks]
+        """Replay, with what still slows computation and transfers down at the times of the replay before.
+
+        Only half of each difference is applied, so that durations and times do not swing around their solution.
+        """
+        changed = [self._changed(rank, causes) for rank in ranks]
         left = [[one for one in self.slowdowns[rank] if (one.kind, 0) not in causes] for rank in ranks]
-        cases, times = [self.cases[rank] for rank in ranks], replayed(graphs)
+        graphs, times = changed, replayed(changed)
         for _ in range(ROUNDS if causes and any(left) else 0):
-            moving = [self._moving(rank, causes, graph) for rank, graph in zip(ranks, graphs, strict=True)]
-            beside = {is_comm: _beside(cases, is_comm, times, moving, meetings) for is_comm in (True, False)}
-            graphs = []
-            for i, slowdowns in enumerate(left):
-                more = [one.k * (beside[one.is_comm][i] - one.beside_us) for one in slowdowns]
-                graphs.append(shorter(cases[i].nodes.event, -sum(more, np.zeros(len(moving[i]))))(changed[i]))
+            before = times
+            slowed = self._slowed(ranks, causes, meetings, left, changed, graphs, times)
+            graphs = [
+                replace(one, duration=(one.duration + other.duration) / 2)
+                for one, other in zip(graphs, slowed, strict=True)
+            ]
             times = replayed(graphs)
+            if all(abs(a.window_us - b.window_us) <= SETTLED * b.window_us for a, b in zip(times, before, strict=True)):
+                break
         return times
+
+    def _slowed(
+        self, ranks: Sequence[int], causes: frozenset[Cause], meetings: Sequence[Met],
+        slowdowns: Sequence[Sequence[Slowdown]], changed: Sequence[Graph], graphs: Sequence[Graph],
+        times: Sequence[Times],
+    ) -> list[Graph]:  # fmt: skip
+        """The graphs `changed` with the durations that `slowdowns` bring at these times of `graphs`."""
+        cases = [self.cases[rank] for rank in ranks]
+        moving = [self._moving(rank, causes, graph) for rank, graph in zip(ranks, graphs, strict=True)]
+        beside = {is_comm: _beside(cases, is_comm, times, moving, meetings) for is_comm in (True, False)}
+        found = []
+        for i, case in enumerate(cases):
+            less = [one.k * (one.beside_us - beside[one.is_comm][i]) for one in slowdowns[i]]
+            found.append(shorter(case.nodes.event, sum(less, np.zeros(len(case.view.events))))(changed[i]))
+        return found
 
     def _changed(self, rank: int, causes: frozenset[Cause]) -> Graph:
         graph = self.cases[rank].graph
