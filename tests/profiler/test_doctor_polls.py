@@ -4,7 +4,7 @@ import pytest
 
 from moe_dualpipe.profiler import read_trace
 from moe_dualpipe.profiler.communication import NAMES
-from moe_dualpipe.profiler.doctor.case import Case, case_of, with_durations
+from moe_dualpipe.profiler.doctor.case import Case, case_of, shorter
 from moe_dualpipe.profiler.doctor.view import COMPUTE, POLL, view_of
 from tests.support.faults import run, write_traces
 from tests.support.faults.program import Await, Collective, Job, Kernel, Machine, Poll, Python, Record
@@ -36,9 +36,8 @@ def polls(case):
 
 
 def gain_at(case, factor):
-    duration = case.view.duration.copy()
-    duration[case.view.kind == COMPUTE] *= factor
-    return case.gain_of([with_durations(case.nodes.event, duration)])[0]
+    us = (1 - factor) * case.view.duration * (case.view.kind == COMPUTE)
+    return case.gain_of([shorter(case.nodes.event, us)])[0]
 
 
 @pytest.mark.parametrize("factor", [0.9, 0.6])

@@ -22,6 +22,8 @@ class Finding(NamedTuple):
 
     verdict: Verdict
     change: Change | None
+    stays: Change | None = None
+    """What the cause does to a graph without other causes. None: the recorded graph has all that it does."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,14 @@ class Case:
     @cached_property
     def latency(self) -> float:
         return latency_of(self.view)
+
+    @cached_property
+    def own_us(self) -> Floats:
+        """How long each event takes without waits for other ranks, as far as known."""
+        duration = self.view.duration
+        return (
+            duration if self.comm_us is None else np.where(self.is_comm, np.minimum(duration, self.comm_us), duration)
+        )
 
     @cached_property
     def is_comm(self) -> Mask:
@@ -122,13 +132,13 @@ def without_waits(unwanted: Mask) -> Change:
     return change
 
 
-def with_durations(nodes: Ints, duration: Floats) -> Change:
-    """Shorten nodes to these durations."""
+def shorter(nodes: Ints, us: Floats) -> Change:
+    """Shorten nodes by these times."""
 
     def change(graph: Graph) -> Graph:
-        changed = graph.duration.copy()
-        changed[nodes] = np.minimum(changed[nodes], duration)
-        return replace(graph, duration=changed)
+        duration = graph.duration.copy()
+        duration[nodes] = np.maximum(duration[nodes] - us, 0.0)
+        return replace(graph, duration=duration)
 
     return change
 

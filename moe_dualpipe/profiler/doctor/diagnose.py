@@ -4,15 +4,18 @@ Each cause changes the graph of recorded dependencies; the gain is the differenc
 may claim the same time: the gains do not add up.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
+
 from ..meetings import Meeting
 from ..trace import DeviceEvent, Trace
-from .case import Case, Change, Finding, case_of
+from .case import Case, Finding, case_of
 from .causes import contention, exposed, host, order, segments, streams, transfers
-from .ranks import join
+from .ranks import join, meetings_of
+from .repairs import Cause, Repairs, numbered, slowdowns_of
 from .threads import case_of_threads
 from .verdict import Verdict
 from .view import view_of
@@ -49,16 +52,17 @@ def conclude(examined: Sequence[Examined | None], meetings: Sequence[Meeting] = 
     """
     known = [one for one in examined if one is not None]
     names = {number: one.name for number, one in enumerate(known)}
-    verdicts = []
-    joined = iter(join([one.case for one in known], meetings))
-    for one in examined:
-        if one is None:
-            verdicts.append(())
-            continue
-        case, last = next(joined)
-        found = [*transfers.find(case, names, last), *contention.find(case)]
-        verdicts.append(_ranked(one, case, found))
-    return verdicts
+    met = meetings_of([one.case for one in known], meetings)
+    cases, last = zip(*join([one.case for one in known], met), strict=True) if known else ((), ())
+    slowdowns = slowdowns_of(cases, met)
+    found = []
+    for one, case, joined, own in zip(known, cases, last, slowdowns, strict=True):
+        slowed_us = sum((slowdown.excess_us for slowdown in own), np.zeros(len(case.view.events)))
+        of_transfers = transfers.find(case, names, joined, slowed_us)
+        found.append(numbered([*one.host, *one.others, *of_transfers, *contention.find(case, own)]))
+    repairs = Repairs(cases, met, slowdowns, found)
+    ranks = iter(range(len(known)))
+    return [() if one is None else _ranked(one, repairs, rank := next(ranks), found[rank]) for one in examined]
 
 
 def diagnose(trace: Trace, device: str, kind_of: Callable[[DeviceEvent], str]) -> tuple[Verdict, ...]:
@@ -66,40 +70,27 @@ def diagnose(trace: Trace, device: str, kind_of: Callable[[DeviceEvent], str]) -
     return conclude([examine(trace, device, kind_of)])[0]
 
 
-def _ranked(one: Examined, case: Case, found: Sequence[Finding]) -> tuple[Verdict, ...]:
-    kept = _host(one, case)
-    of_host = [finding.change for finding in kept if finding.change is not None]
-    for finding in (*one.others, *found):
-        # a launch is late by itself only if it would be late without the host's waits
-        before = of_host if finding.verdict.kind == "late-launch" else []
-        if finding.change is not None and (gained := _with_gain(one, case, finding, before)) is not None:
-            kept.append(gained)
-    kept.sort(key=lambda finding: -(finding.verdict.gain_us or 0.0))
-    _, mended = case.gain_of([finding.change for finding in kept if finding.change is not None])
-    without_gain = exposed.find_nothing_else(case, mended)
-    return tuple(replace(finding.verdict, device=one.device) for finding in (*kept, *without_gain))
+def _ranked(one: Examined, repairs: Repairs, rank: int, found: Mapping[Cause, Finding]) -> tuple[Verdict, ...]:
+    """The verdicts on one rank.
 
-
-def _host(one: Examined, case: Case) -> list[Finding]:
-    """The host's causes. Late launches count only if they would be late without the calls that wait."""
-    kept, before = list[Finding](), list[Change]()
-    for finding in one.host:
-        if finding.change is None:
-            continue
-        if (gained := _with_gain(one, case, finding, before)) is not None:
-            kept.append(gained)
-        before.append(finding.change)
-    return kept
-
-
-def _with_gain(one: Examined, case: Case, finding: Finding, before: Sequence[Change]) -> Finding | None:
-    """The finding with its gain; None if it is small, by itself or after the changes `before`."""
-    assert finding.change is not None
+    The causes of the host are in the order in which one follows from another: late launches count only if they would be
+    late without the calls that wait. A transfer is late by itself only if it would be late without all of them, and
+    without shared queues.
+    """
+    case = repairs.cases[rank]
     least = LEAST_SHARE * case.window_us
-    gain, _ = case.gain_of([finding.change])
-    if gain < least:
-        return None
-    if before and case.gain_of([*before, finding.change])[0] - case.gain_of(before)[0] < least:
-        return None
-    verdict = replace(finding.verdict, gain_us=gain, gain_fraction=gain / case.window_us, device=one.device)
-    return finding._replace(verdict=verdict)
+    of_host = [*found][: len(one.host)]
+    kept: dict[Cause, Verdict] = {}
+    for cause, finding in found.items():
+        before: list[Cause] = []
+        if cause in of_host:
+            before = of_host[: of_host.index(cause)]
+        elif cause[0] == "late-launch":
+            before = [other for other in kept if other in of_host or other[0] == "few-queues"]
+        gain = repairs.gain_of(rank, [cause])
+        if gain < least or (before and repairs.gain_of(rank, [*before, cause]) - repairs.gain_of(rank, before) < least):
+            continue
+        kept[cause] = replace(finding.verdict, gain_us=gain, gain_fraction=gain / case.window_us)
+    ranked = sorted(kept.values(), key=lambda verdict: -(verdict.gain_us or 0.0))
+    rest = exposed.find_nothing_else(case, repairs.times(rank, kept))
+    return tuple(replace(verdict, device=one.device) for verdict in (*ranked, *(finding.verdict for finding in rest)))

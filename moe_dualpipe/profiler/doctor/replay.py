@@ -8,6 +8,7 @@ windows, not a sum of waits: when one wait goes, another often takes its place.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from graphlib import CycleError
 from typing import NamedTuple
 
 import numpy as np
@@ -59,7 +60,8 @@ class Graph:
     """Nodes in the order of their recorded starts. Times in microseconds.
 
     A node starts at the latest of: the end of the node before it in its stream or thread, plus `before_lag`; the start
-    of its launch, plus `launch_lag`; the ends in `waits`; all plus `delay`. The index -1 means that there is none.
+    of its launch, plus `launch_lag`; the ends in `waits`; all plus `delay`; and the start of its node in `queue`. The
+    index -1 means that there is none.
     """
 
     is_device: Mask
@@ -73,6 +75,8 @@ class Graph:
     waits: Waits
     delay: Floats
     """For nodes without any dependency, the recorded start."""
+    queue: Ints | None = None
+    """The node that must have started before, because it is before in a hardware queue. None: no such nodes."""
 
     @property
     def recorded(self) -> "Times":
@@ -122,11 +126,11 @@ def order_of(graph: Graph) -> Ints | None:
     """Return an order in which each node comes after all that it depends on; None if there is none."""
     node = np.arange(len(graph.start))
     kept = graph.waits.keep(graph.waits.lag > -np.inf)
-    if (graph.before < node).all() and (graph.launch < node).all() and (kept.source < kept.target).all():
+    columns = [column for column in (graph.before, graph.launch, graph.queue) if column is not None]
+    if all((column < node).all() for column in columns) and (kept.source < kept.target).all():
         return node
-    has_before, has_launch = graph.before >= 0, graph.launch >= 0
-    source = np.concatenate([graph.before[has_before], graph.launch[has_launch], kept.source])
-    target = np.concatenate([node[has_before], node[has_launch], kept.target])
+    source = np.concatenate([*(column[column >= 0] for column in columns), kept.source])
+    target = np.concatenate([*(node[column >= 0] for column in columns), kept.target])
     left = np.bincount(target, minlength=len(node)).tolist()
     by_source = np.argsort(source, kind="stable")
     first = np.searchsorted(source[by_source], np.arange(len(node) + 1)).tolist()
@@ -143,27 +147,31 @@ def order_of(graph: Graph) -> Ints | None:
 def replay(graph: Graph) -> Times:
     """Return the times of all nodes.
 
-    Raises ValueError: nodes wait for each other.
+    Raises CycleError: nodes wait for each other.
     """
     order = order_of(graph)
     if order is None:
-        raise ValueError("the nodes of the graph wait for each other")
+        raise CycleError("the nodes of the graph wait for each other")
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
-    found = _replay_in_order(_renumbered(graph, order, place))
+    found = _replay_in_order(renumbered(graph, order, place))
     return Times(found.start[place], found.end[place], graph.is_device)
 
 
-def _renumbered(graph: Graph, order: Ints, place: Ints) -> Graph:
+def renumbered(graph: Graph, order: Ints, place: Ints) -> Graph:
     """The graph with its nodes in another order. place: the new number of each node."""
     if (order == np.arange(len(order))).all():
         return graph
     waits = graph.waits.keep(graph.waits.lag > -np.inf)
-    before, launch = (np.where(column >= 0, place[column], -1)[order] for column in (graph.before, graph.launch))
+
+    def moved(column: Ints) -> Ints:
+        return np.where(column >= 0, place[column], -1)[order]
+
     return Graph(
-        graph.is_device[order], graph.start[order], graph.duration[order], before, graph.before_lag[order], launch,
-        graph.launch_lag[order], waits._replace(source=place[waits.source], target=place[waits.target]),
-        graph.delay[order],
+        graph.is_device[order], graph.start[order], graph.duration[order], moved(graph.before),
+        graph.before_lag[order], moved(graph.launch), graph.launch_lag[order],
+        waits._replace(source=place[waits.source], target=place[waits.target]), graph.delay[order],
+        None if graph.queue is None else moved(graph.queue),
     )  # fmt: skip
 
 
@@ -172,12 +180,13 @@ def _replay_in_order(graph: Graph) -> Times:
     order = np.argsort(graph.waits.target, kind="stable")
     sources, targets, lags = (column[order].tolist() for column in graph.waits[:3])
     targets.append(-1)
+    queue = np.full(len(graph.start), -1) if graph.queue is None else graph.queue
     starts: list[float] = []
     ends: list[float] = []
     at = node = 0
     for first in range(0, len(graph.start), _CHUNK):
-        columns = graph.before, graph.before_lag, graph.launch, graph.launch_lag, graph.delay, graph.duration
-        for before, before_lag, launch, launch_lag, delay, duration in zip(
+        columns = graph.before, graph.before_lag, graph.launch, graph.launch_lag, graph.delay, graph.duration, queue
+        for before, before_lag, launch, launch_lag, delay, duration, behind in zip(
             *(column[first : first + _CHUNK].tolist() for column in columns), strict=True
         ):
             time = -1e300
@@ -190,6 +199,8 @@ def _replay_in_order(graph: Graph) -> Times:
                     time = other
                 at += 1
             time = delay if time == -1e300 else time + delay
+            if behind >= 0 and (other := starts[behind]) > time:
+                time = other
             starts.append(time)
             ends.append(time + duration)
             node += 1

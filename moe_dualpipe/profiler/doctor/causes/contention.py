@@ -6,17 +6,19 @@ beside the other kind for a part of their time count as well.
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
+from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
 
 from ....messages import plural
-from ...intervals import length_before
-from ..case import Case, Finding, most_costly, with_durations, worst_of
-from ..replay import Floats, Mask
+from ...intervals import length_before, union
+from ..case import Case, Finding, most_costly, shorter, worst_of
+from ..replay import Floats, Times
 from ..verdict import Verdict
 from ..view import COMPUTE
-from .transfers import kind_key
+from .transfers import LONG, kind_key
 
 LEAST = 4
 SHORTEST = 10.0
@@ -27,60 +29,74 @@ SPREAD_JOINED = 0.1
 """The same for transfers whose waits for other ranks are known and left out."""
 SLOWER = 1.1
 """Smaller ratios are ordinary."""
+TRIED = 16
+"""Events through which lines are tried."""
+NEAR_LINE = 0.1
+"""Events fit a line if their speed differs by less than this share."""
 CERTAIN = 5.0
 """The slowdown must be so many times its standard error."""
 
 
 class Slowdown(NamedTuple):
-    """k: beside the other kind, the speed is 1 - k of the speed alone."""
+    """How much slower events of one kind are beside the other kind. k: their speed beside it is 1 - k of that alone."""
 
+    is_comm: bool
+    """Whether transfers are slowed down, or computation."""
     k: float
-    error: float
     events: int
     keys: int
+    beside_us: Floats
+    """For how long each event ran beside the other kind; 0 for events of the other kind."""
 
     @property
     def ratio(self) -> float:
         return 1 / (1 - self.k)
 
+    @property
+    def kind(self) -> str:
+        return "starved-transfer" if self.is_comm else "starved-computation"
 
-def find(case: Case) -> list[Finding]:
+    @property
+    def excess_us(self) -> Floats:
+        """How much longer each event took than alone."""
+        return self.k * self.beside_us
+
+
+def slowdown_of(case: Case, is_comm: bool, beside_us: Floats) -> Slowdown | None:
+    """How much events of one kind slow down beside the other kind; None if it is little or uncertain.
+
+    beside_us: for how long each event ran beside the other kind.
+    """
+    found = None if case.view.is_cpu else _slowdown(case, is_comm, beside_us)  # transfers of CPUs use no SMs
+    return found if found is not None and found.ratio >= SLOWER else None
+
+
+def find(case: Case, slowdowns: Sequence[Slowdown]) -> list[Finding]:
     """Find transfers that are slower beside computation, and computation that is slower beside transfers."""
-    if case.view.is_cpu:  # its transfers use no SMs
-        return []
-    view, duration = case.view, case.view.duration
-    own = duration if case.comm_us is None else np.where(case.is_comm, np.minimum(duration, case.comm_us), duration)
-    findings = []
-    for is_comm in (True, False):
-        chosen = (case.is_comm if is_comm else view.kind == COMPUTE) & (own >= SHORTEST)
-        other = length_before(case.computing if is_comm else case.transferring)
-        share = np.zeros(len(own))
-        start = view.end - own
-        share[chosen] = (other(view.end[chosen]) - other(start[chosen])) / own[chosen]
-        slowdown = _slowdown(case, chosen, own, share, is_comm)
-        if slowdown is not None and slowdown.ratio >= SLOWER:
-            findings.append(_finding(case, slowdown, own, share, is_comm))
-    return findings
+    return [_finding(case, slowdown) for slowdown in slowdowns]
 
 
-def _slowdown(case: Case, chosen: Mask, own: Floats, share: Floats, is_comm: bool) -> Slowdown | None:
+def beside_us(case: Case, is_comm: bool, times: Times, moving_us: Floats) -> Floats:
+    """For how long each event of one kind runs beside the other kind; 0 for others.
+
+    moving_us: how long each event runs without waits for other ranks, which are at its start.
+    """
+    start, end = times.start[case.nodes.event], times.end[case.nodes.event]
+    others = case.is_comm != is_comm
+    before = length_before(union(np.stack([start, end], axis=1)[others]))
+    return np.where(others, 0.0, before(end) - before(end - moving_us))
+
+
+def _slowdown(case: Case, is_comm: bool, beside_us: Floats) -> Slowdown | None:
     """The slowdown from all kernels with events of different shares, weighted by certainty; None if it is uncertain."""
     keys: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    chosen = (case.is_comm if is_comm else case.view.kind == COMPUTE) & (case.own_us >= SHORTEST)
     for event in np.flatnonzero(chosen).tolist():
         found = case.view.events[event]
         keys[kind_key(case, event) if is_comm else (found.name, found.blocks, case.view.labels[event])].append(event)
-    fits, least = [], SPREAD_JOINED if is_comm and case.comm_us is not None else SPREAD
-    for events in keys.values():
-        x, y = share[events], 1 / own[events]
-        if len(events) >= LEAST and np.ptp(x) >= least:
-            centred = x - x.mean()
-            slope = float((centred * y).sum() / (centred**2).sum())
-            alone = float(y.mean() - slope * x.mean())
-            if alone <= 0:
-                continue
-            rest = y - alone - slope * x
-            error = float(np.sqrt((rest**2).sum() / (len(events) - 2) / (centred**2).sum())) / alone
-            fits.append((-slope / alone, max(error, 0.01), len(events)))
+    least = SPREAD_JOINED if is_comm and case.comm_us is not None else SPREAD
+    every = (_fit(beside_us[events] / case.own_us[events], 1 / case.own_us[events], least) for events in keys.values())
+    fits = [fit for fit in every if fit is not None]
     if not fits:
         return None
     k, error, counts = (np.array(column) for column in zip(*fits, strict=True))
@@ -90,11 +106,46 @@ def _slowdown(case: Case, chosen: Mask, own: Floats, share: Floats, is_comm: boo
     error_of_all = max(float(weight.sum() ** -0.5), spread)
     if not CERTAIN * error_of_all < pooled < 0.95:
         return None
-    return Slowdown(pooled, error_of_all, int(counts.sum()), len(fits))
+    return Slowdown(is_comm, pooled, int(counts.sum()), len(fits), beside_us)
 
 
-def _finding(case: Case, slowdown: Slowdown, own: Floats, share: Floats, is_comm: bool) -> Finding:
-    excess = own * slowdown.k * share
+def _fit(share: Floats, speed: Floats, least: float) -> tuple[float, float, int] | None:
+    """Fit a line to the speeds of one kernel: its k, the error of k, and the number of events. None: too few events.
+
+    Events that are much slower than most are slow for another reason, such as a slow link. They are left out.
+    """
+    if len(share) < LEAST or np.ptp(share) < least:
+        return None
+    usual = LONG * speed > _line_of_most(share, speed, least)
+    share, speed = share[usual], speed[usual]
+    if len(share) < LEAST or np.ptp(share) < least:
+        return None
+    centred = share - share.mean()
+    slope = float((centred * speed).sum() / (centred**2).sum())
+    alone = float(speed.mean() - slope * share.mean())
+    if alone <= 0:
+        return None
+    rest = speed - alone - slope * share
+    error = float(np.sqrt((rest**2).sum() / (len(share) - 2) / (centred**2).sum())) / alone
+    return -slope / alone, max(error, 0.01), len(share)
+
+
+def _line_of_most(share: Floats, speed: Floats, least: float) -> Floats:
+    """The speeds by the line through two events that fits most events (as RANSAC does, Fischler and Bolles 1981)."""
+    by_share = np.argsort(share, kind="stable")
+    tried = by_share[np.linspace(0, len(by_share) - 1, min(TRIED, len(by_share))).astype(int)].tolist()
+    best, most = np.zeros(len(share)), -1
+    for one, other in combinations(tried, 2):
+        if share[other] - share[one] >= least / 2:
+            line = speed[one] + (speed[other] - speed[one]) * (share - share[one]) / (share[other] - share[one])
+            fitting = int((np.abs(speed - line) < NEAR_LINE * line).sum())
+            if fitting > most:
+                best, most = line, fitting
+    return best
+
+
+def _finding(case: Case, slowdown: Slowdown) -> Finding:
+    is_comm, excess = slowdown.is_comm, slowdown.excess_us
     worst = worst_of(excess)
     what = "transfers" if is_comm else "kernels"
     beside = "computation" if is_comm else "communication"
@@ -104,11 +155,11 @@ def _finding(case: Case, slowdown: Slowdown, own: Floats, share: Floats, is_comm
         f"In total, this adds {excess.sum():,.0f} us to the {what} beside {beside}.",
     )
     verdict = Verdict(
-        "starved-transfer" if is_comm else "starved-computation",
+        slowdown.kind,
         f"{what.capitalize()} are slower beside {beside} than alone.", evidence,
         "Give communication more SMs, or a higher stream priority." if is_comm else
         "Use fewer SMs for communication (NCCL_MAX_CTAS, or the number of SMs of DeepEP), or copy engines.",
-        most_costly([case.place(event) for event in range(len(own))], excess),
+        most_costly([case.place(event) for event in range(len(excess))], excess),
         float(case.view.start[worst]), float(case.view.end[worst]), float(excess.sum()),
     )  # fmt: skip
-    return Finding(verdict, with_durations(case.nodes.event, case.view.duration - excess))
+    return Finding(verdict, shorter(case.nodes.event, excess))

@@ -13,8 +13,8 @@ from dataclasses import replace
 import numpy as np
 
 from ..case import Case, Change, Finding, most_costly, without_waits, worst_of
-from ..inputs import LATE, same_chunk
-from ..replay import ASSUMED, ORDER, Floats, Graph, Ints, Mask, order_of
+from ..inputs import LATE, NEAR, same_chunk
+from ..replay import ASSUMED, DATA, ORDER, Floats, Graph, Ints, Mask, order_of
 from ..verdict import Verdict
 from ..view import COMM
 
@@ -114,18 +114,41 @@ def _few_queues(case: Case, events: Ints, waits: Ints) -> list[Finding]:
         most_costly([case.place(event) for event in events.tolist()], delays),
         start - float(delays[worst]), start, float(delays.sum()),
     )  # fmt: skip
-    return [Finding(verdict, without_waits(_chosen(case, waits)))]
+    return [Finding(verdict, without_waits(_chosen(case, waits)), _in_queues(case, waits))]
+
+
+def _in_queues(case: Case, waits: Ints) -> Change:
+    """Work of the streams on both sides of these waits starts in the order of its launch."""
+    view, nodes, recorded = case.view, case.nodes.event, case.graph.waits
+    pairs = np.stack([case.event_of[recorded.source[waits]], case.event_of[recorded.target[waits]]], axis=1)
+    queues: list[set[int]] = []
+    for streams in np.unique(view.stream[pairs], axis=0).tolist():
+        shared = [queue for queue in queues if queue & {*streams}]
+        queues = [queue for queue in queues if queue not in shared] + [set().union(streams, *shared)]
+
+    def change(graph: Graph) -> Graph:
+        before = np.full(len(graph.start), -1)
+        for queue in queues:
+            events = np.flatnonzero(np.isin(view.stream, [*queue]) & (view.launch >= 0))
+            ordered = nodes[events[np.lexsort([view.launch[events], graph.launch[nodes[events]]])]]
+            before[ordered[1:]] = ordered[:-1]
+        changed = replace(graph, queue=before)
+        return changed if order_of(changed) is not None else graph
+
+    return change
 
 
 def _late(case: Case, events: Ints, waits: Ints) -> list[Finding]:
     """Transfers that were put behind unrelated computation, or launched after their input was there."""
     view = case.view
-    late, inputs, waited = _launched_late(case)
+    launched, behind = _launched_late(case), _behind_later(case)
+    late, inputs = np.concatenate([launched[0], behind[0]]), np.concatenate([launched[1], behind[1]])
+    waited = np.concatenate([launched[2], behind[2]])
     every = np.concatenate([events, late])
     costs = np.concatenate([_delays(case, events), waited])
     if not len(every):
         return []
-    why = "Meanwhile, computation ran that they do not need, but that was launched before them."
+    why = "Until then, work ran that was launched before them, and that they do not need."
     verdict = late_launch(case, every, costs, why)
     drop = without_waits(_chosen(case, waits))
     source_of = _assumed_inputs(case)
@@ -158,10 +181,10 @@ def _chosen(case: Case, waits: Ints) -> Mask:
     return chosen
 
 
-def _assumed_inputs(case: Case) -> dict[int, int]:
-    """The assumed input of each event."""
+def _assumed_inputs(case: Case, *others: int) -> dict[int, int]:
+    """The assumed input of each event. others: further kinds of inputs."""
     waits, event_of = case.graph.waits, case.event_of
-    assumed = waits.kind == ASSUMED
+    assumed = np.isin(waits.kind, (ASSUMED, *others))
     return dict(zip(event_of[waits.target[assumed]].tolist(), event_of[waits.source[assumed]].tolist(), strict=True))
 
 
@@ -188,6 +211,31 @@ def _launched_late(case: Case) -> tuple[Ints, Ints, Floats]:
         idle = case.without_computation(np.array([since]), np.array([view.start[event]]))[0]
         if idle < 0.5 * (view.start[event] - since):
             found[event] = source, float(view.start[event] - since)
+    return _columns(found)
+
+
+def _behind_later(case: Case) -> tuple[Ints, Ints, Floats]:
+    """Transfers that wait on their stream behind a transfer whose input was launched after their own input.
+
+    Returns them, the events of their inputs, and how much later they start than if they had been put before it.
+    """
+    view, source_of, all_of = case.view, _assumed_inputs(case), _assumed_inputs(case, DATA)
+    found: dict[int, tuple[int, float]] = {}
+    for event, source in source_of.items():
+        before = int(case.previous[event])
+        if view.kind[event] != COMM or view.letters[event] is None or before not in all_of:
+            continue
+        if view.launch[all_of[before]] <= view.launch[source] or view.start[event] > view.end[before] + NEAR:
+            continue
+        while before >= 0 and view.launch[before] > view.launch[source]:
+            before = int(case.previous[before])
+        since = max(float(view.end[source]), float(view.end[before]) if before >= 0 else 0.0)
+        if view.start[event] > since + LATE:
+            found[event] = source, float(view.start[event] - since)
+    return _columns(found)
+
+
+def _columns(found: Mapping[int, tuple[int, float]]) -> tuple[Ints, Ints, Floats]:
     events = np.array([*found], np.int64)
     sources = np.array([source for source, _ in found.values()], np.int64)
     return events, sources, np.array([us for _, us in found.values()])

@@ -9,7 +9,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from ..case import Case, Finding, most_costly, with_durations, worst_of
+from ..case import Case, Finding, most_costly, shorter, worst_of
 from ..replay import Floats, Ints
 from ..verdict import Verdict
 
@@ -21,16 +21,19 @@ OFTEN = 0.02
 """Waits below this share of the transfers' time are ordinary."""
 
 
-def find(case: Case, rank_names: dict[int, str] | None = None, last: Ints | None = None) -> list[Finding]:
+def find(
+    case: Case, rank_names: dict[int, str] | None = None, last: Ints | None = None, slowed_us: Floats | float = 0.0
+) -> list[Finding]:  # fmt: skip
     """Find waits for other ranks and slow transfers.
 
     rank_names: names of the ranks by their number. last: number of the rank that joined last in each event, or -1.
+    slowed_us: how much longer each event took because of computation beside it.
     """
-    joined, alike = case.comm_us is not None, _usual(case)
+    joined, alone = case.comm_us is not None, case.own_us - slowed_us
     findings = []
     if joined and last is not None:
         findings += _imbalance(case, rank_names or {}, last)
-    findings += _long(case, alike, joined)
+    findings += _long(case, alone, joined)
     return findings
 
 
@@ -43,9 +46,8 @@ def kind_key(case: Case, event: int) -> tuple[object, ...]:
     return found.name, c.name, c.group, c.ranks, c.in_elems, c.out_elems, c.dtype, c.peer
 
 
-def _usual(case: Case) -> Floats:
+def _usual(case: Case, own: Floats) -> Floats:
     """What each transfer would take if it were as fast as the fastest quarter of its kind; its own time elsewhere."""
-    own = _own_time(case)
     keys: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for event in np.flatnonzero(case.is_comm).tolist():
         keys[kind_key(case, event)].append(event)
@@ -58,14 +60,8 @@ def _usual(case: Case) -> Floats:
     return usual
 
 
-def _own_time(case: Case) -> Floats:
-    """The time of each event without waits for other ranks, as far as known."""
-    duration = case.view.duration
-    return duration if case.comm_us is None else np.minimum(duration, case.comm_us)
-
-
 def _imbalance(case: Case, rank_names: dict[int, str], last: Ints) -> list[Finding]:
-    duration, own = case.view.duration, _own_time(case)
+    duration, own = case.view.duration, case.own_us
     waited = np.where(case.is_comm, duration - own, 0.0)
     if waited.sum() < OFTEN * duration[case.is_comm].sum():
         return []
@@ -84,11 +80,11 @@ def _imbalance(case: Case, rank_names: dict[int, str], last: Ints) -> list[Findi
         most_costly([case.place(event) for event in range(len(waited))], waited),
         float(case.view.start[worst]), float(case.view.end[worst] - own[worst]), float(waited.sum()),
     )  # fmt: skip
-    return [Finding(verdict, with_durations(case.nodes.event, own))]
+    return [Finding(verdict, shorter(case.nodes.event, waited))]
 
 
-def _long(case: Case, usual: Floats, joined: bool) -> list[Finding]:
-    duration, own = case.view.duration, _own_time(case)
+def _long(case: Case, own: Floats, joined: bool) -> list[Finding]:
+    usual = _usual(case, own)
     excess = np.where(case.is_comm, own - usual, 0.0)
     events = np.flatnonzero(excess > 0)
     if not len(events):
@@ -111,4 +107,4 @@ def _long(case: Case, usual: Floats, joined: bool) -> list[Finding]:
         "Other ranks joined late, or the link was slow: analyze the traces of all ranks together to tell which.",
         place, *costs,
     )  # fmt: skip
-    return [Finding(verdict, with_durations(case.nodes.event, duration - np.maximum(excess, 0.0)))]
+    return [Finding(verdict, shorter(case.nodes.event, np.maximum(excess, 0.0)))]
