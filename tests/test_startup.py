@@ -84,7 +84,7 @@ def test_every_option_has_a_help_text(helps):
 # Text that the user is free to choose. All other texts are one of a few names, which the help lists.
 FREE = {
     *("--data", "--data-field", "--out", "--export", "--resume", "--weights", "--wandb", "--prompt"),
-    *("--comm", "--compute", "--steps"),  # of profile analyze
+    *("--comm-pattern", "--comm", "--compute", "--steps"),  # of profile analyze
     *("--model", "--gpu", "--software", "--loads"),  # of plan
     *("--staging", "--data-cache", "--tokenizer", "--field", "--experts", "--router", "--attention", "--block"),
     "--include-path",
