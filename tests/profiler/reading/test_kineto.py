@@ -1,6 +1,9 @@
 """Which fields of a trace the events of torch.profiler fill, beyond kernels."""
 
+import tracemalloc
+
 from moe_dualpipe.profiler import read_trace
+from moe_dualpipe.profiler.reading import pieces
 from moe_dualpipe.profiler.trace import Collective, HostEvent, MemoryPoint, StreamWait, SyncCall
 from tests.support.traces import annotation, kernel, launch, operator, write
 
@@ -91,3 +94,24 @@ def test_an_operator_far_away_in_time_is_left_out(tmp_path):
     work = [operator("aten::mm", 10 * i, 5) for i in range(20)]
     trace = read(tmp_path, *work[:7], operator("aten::mm", 4.4e12, 5), *work[7:])
     assert len(trace.operators) == 20 and trace.skipped.total() == 1
+
+
+def test_only_what_the_analysis_needs_is_held_in_memory(tmp_path, monkeypatch):
+    """A kernel and its launch take 430 bytes. The text and all other events are read in pieces and forgotten."""
+    monkeypatch.setattr(pieces, "CHUNK", 1 << 14)
+
+    def events(i):
+        yield operator("aten::linear", 20 * i, 5) | {"args": {"External id": i, "Concrete Inputs": "x" * 200}}
+        yield from ({"ph": ph, "id": i, "pid": 1, "tid": 1, "ts": 20 * i, "cat": "ac2g", "name": "ac2g"} for ph in "sf")
+        yield operator("f" * 300, 20 * i, 5) | {"cat": "python_function"}
+        yield from (launch(i + 1, 20 * i), kernel("gemm", 20 * i + 5, 9, correlation=i + 1))
+
+    path = write(tmp_path / "trace.json", [event for i in range(1000) for event in events(i)])
+    tracemalloc.start()
+    try:
+        trace = read_trace(path)
+        held, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(trace.device_events) == 1000
+    assert held < 600 * 1000 and peak < held + 10 * pieces.CHUNK
