@@ -13,10 +13,11 @@ from .prediction import Estimate, estimate
 from .published_shapes import read_shape
 from .step import Step
 from .workload import Division, Workload
+from .workload_memory import full_schedule
 
 __all__ = [
     "Attention", "Candidate", "Constant", "Device", "Division", "Estimate", "Found", "Layer", "MicroBatch",
     "ModelShape", "PeakMemory", "Placement", "Product", "Step", "Workload", "device_names",
-    "estimate", "even_stages", "imbalance", "load_device", "peak_flops", "peak_memory",
+    "estimate", "even_stages", "full_schedule", "imbalance", "load_device", "peak_flops", "peak_memory",
     "place_experts", "read_shape", "search", "shape_of", "train_flops_per_token",
 ]  # fmt: skip

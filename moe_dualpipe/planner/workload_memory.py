@@ -16,20 +16,23 @@ def memory_of(load: Workload) -> PeakMemory:
         load.micro_batch, load.seq, ep=one.ep * one.expert_tp, recompute=load.recompute, tp=one.tp, cp=one.cp,
         flash=load.flash,
     )  # fmt: skip
+    chunks = one.vpp if load.schedule == "interleaved_1f1b" else None
+    schedule = full_schedule(load.schedule, one.pp, load.num_micro_batches, chunks)
     stages = stages_of(load.shape, load.placement.num_stages)
     loads = partial(load.loads.fullest, load.shape, one.ep) if load.loads and one.ep > 1 else None
-    ranks = peak_memory(
-        load.shape, full_schedule(load), batch, one.dp, load.precision, load.zero, stages=stages, loads=loads
-    )
+    ranks = peak_memory(load.shape, schedule, batch, one.dp, load.precision, load.zero, stages=stages, loads=loads)
     return max(ranks, key=lambda rank: rank.total)
 
 
-def full_schedule(load: Workload) -> Schedule:
-    """The schedule with as many micro-batches as it takes to fill the pipeline, but not more than there are."""
-    pp, chunks = load.division.pp, load.division.vpp if load.schedule == "interleaved_1f1b" else None
-    for number in (load.num_micro_batches, 2 * pp):
+def full_schedule(name: str, pp: int, num_micro_batches: int, chunks: int | None = None) -> Schedule:
+    """A schedule of at most so many micro-batches, with the peak memory of that many: once the pipeline is full, a
+    rank holds no more. gpipe holds them all.
+    """
+    if name == "gpipe":
+        return build(name, pp, num_micro_batches)
+    for number in (num_micro_batches, 2 * pp):
         try:
-            return build(load.schedule, pp, min(number, 3 * pp), chunks)
+            return build(name, pp, min(number, 3 * pp), chunks)
         except ValueError:
             continue  # it cannot run this number
-    return build(load.schedule, pp, 4 * pp, chunks)
+    return build(name, pp, 4 * pp, chunks)

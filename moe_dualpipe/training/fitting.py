@@ -2,25 +2,27 @@
 
 A division that needs too much memory is refused before anything is allocated. What to use instead is searched among the
 options that do not change what is learned: recomputation, the fused loss, pipeline and expert ranks, smaller
-micro-batches, and last, more processes. The number of sequences in a step stays the same.
+micro-batches, and last, more processes. The number of sequences in a step stays the same, unless it is too small for
+them.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from math import log2
 from typing import Any
 
 from ..models import ModelConfig
 from ..models.config import RECOMPUTE, Recompute
-from ..planner import MicroBatch, ModelShape, PeakMemory, peak_memory, shape_of
+from ..planner import MicroBatch, ModelShape, PeakMemory, full_schedule, peak_memory, shape_of
 from ..runtime.groups import divisors
-from ..schedule import Schedule, build, default_schedule
+from ..schedule import Schedule, check_numbers, default_schedule
 from .config import TrainConfig
 from .resolve import RunSetup
 
 MARGIN = 0.05
 """Predictions of activations may be that much too high (tests/training/test_measured_memory.py)."""
-MOST_PROCESSES = 64
+MOST_PROCESSES = 256
 """Up to how many times as many processes are suggested."""
 
 
@@ -87,41 +89,61 @@ def _memory(
 def nearest_division(config: TrainConfig, setup: RunSetup, free: int) -> tuple[str, int] | None:
     """The options of the nearest division whose fullest rank needs at most `free` bytes, and these bytes.
 
-    The text begins with the number of processes if more are needed. None if there is none.
+    The text begins with the number of processes if more are needed. If a step has too few sequences for them, it has as
+    many times more, and the text ends with how many times. None if there is none.
     """
     now = division_of(config, setup)
     sequences = setup.schedule.num_micro_batches * now.micro_batch_size * now.dp
-    shape = shape_of(config.model)
-    for factor in (2**n for n in range(MOST_PROCESSES.bit_length())):
+    shape, factors = shape_of(config.model), [2**n for n in range(MOST_PROCESSES.bit_length())]
+    for factor, times in [*((factor, 1) for factor in factors), *((factor, factor) for factor in factors[1:])]:
+        needs = partial(_division_needs, config, setup, shape, sequences=times * sequences, free=free)
+        possible: dict[tuple[int, int], bool] = {}  # whether the smallest division of so many ranks fits
         for one in sorted(_divisions(now, factor, config.model), key=now.distance):
-            # Weights and gradients of the average rank: a quick answer for most divisions of a model that is too large.
-            parameters = (shape.dense_parameters + shape.expert_parameters / one.ep) / one.pp
-            if (setup.dtype.itemsize + 4) * parameters > free:
+            ranks = one.pp, one.ep
+            if ranks not in possible:
+                least = replace(one, micro_batch_size=1, recompute=RECOMPUTE[-1], fused_loss=True)
+                possible[ranks] = needs(least) is not None
+            if not possible[ranks] or (found := needs(one)) is None:
                 continue
-            try:
-                micro_batches, rest = divmod(sequences, one.micro_batch_size * one.dp)
-                schedule = _schedule(config, one.pp, micro_batches) if not rest else None
-                if schedule is None:
-                    continue
-                # What a shape needs is a little less, and quick to compute.
-                for model in (shape, config.model):
-                    needed = max(_least(rank, config, setup) for rank in _memory(model, config, setup, one, schedule))
-                    if needed > free:
-                        break
-            except ValueError:  # this schedule or model cannot be divided so
-                continue
-            if needed <= free:
-                more = f"{one.processes} processes with " if factor > 1 else ""
-                count = f" --micro-batches {micro_batches}" * (micro_batches != setup.schedule.num_micro_batches)
-                pp = f"--pp {one.pp} " * (factor > 1 and one.pp == now.pp)
-                return f"{more}{pp}{one.options(now)}{count}".strip(), needed
+            micro_batches, needed = found
+            more = f"{one.processes} processes with " if factor > 1 else ""
+            count = f" --micro-batches {micro_batches}" * (micro_batches != setup.schedule.num_micro_batches)
+            pp = f"--pp {one.pp} " * (factor > 1 and one.pp == now.pp)
+            larger = f" ({times} times the sequences in a step)" * (times > 1)
+            return f"{more}{pp}{one.options(now)}{count}{larger}".strip(), needed
     return None
 
 
+def _division_needs(
+    config: TrainConfig, setup: RunSetup, shape: ModelShape, one: Division, sequences: int, free: int
+) -> tuple[int, int] | None:
+    """The micro-batches of a division that runs `sequences` in a step, and the bytes that its fullest rank needs.
+
+    None if it needs more than `free`, or cannot run them.
+    """
+    # Weights and gradients of the average rank: a quick answer for most divisions of a model that is too large.
+    parameters = (shape.dense_parameters + shape.expert_parameters / one.ep) / one.pp
+    micro_batches, rest = divmod(sequences, one.micro_batch_size * one.dp)
+    if rest or (setup.dtype.itemsize + 4) * parameters > free:
+        return None
+    needed = 0
+    try:
+        schedule = _schedule(config, one.pp, micro_batches)
+        # What a shape needs is a little less, and quick to compute.
+        for model in (shape, config.model):
+            needed = max(_least(rank, config, setup) for rank in _memory(model, config, setup, one, schedule))
+            if needed > free:
+                return None
+    except ValueError:  # this schedule or model cannot be divided so
+        return None
+    return micro_batches, needed
+
+
 def _schedule(config: TrainConfig, pp: int, micro_batches: int) -> Schedule:
-    """Raises ValueError for numbers that the schedule cannot run."""
-    name = config.parallel.schedule
-    return build(default_schedule(pp) if name == "auto" else name, pp, micro_batches, config.parallel.num_chunks)
+    """With the peak memory of so many micro-batches. Raises ValueError for numbers that the schedule cannot run."""
+    name = default_schedule(pp) if config.parallel.schedule == "auto" else config.parallel.schedule
+    check_numbers(name, pp, micro_batches, config.parallel.num_chunks)
+    return full_schedule(name, pp, micro_batches, config.parallel.num_chunks)
 
 
 def least_bytes(rank: PeakMemory) -> int:

@@ -56,7 +56,7 @@ def test_the_fullest_rank_is_the_one_that_needs_the_most(schedule):
     load = with_loads(of_ranks(rows), schedule=schedule)
     relative = [tuple(row[rank] * RANKS / sum(row) for row in rows) for rank in range(RANKS)]
     each = [
-        peak_memory(load.shape, full_schedule(load), MicroBatch(1, 4096, ep=RANKS, loads=own), 8,
+        peak_memory(load.shape, full_schedule(schedule, 4, 32), MicroBatch(1, 4096, ep=RANKS, loads=own), 8,
                     stages=stages_of(load.shape, 4))
         for own in relative
     ]  # fmt: skip

@@ -5,13 +5,13 @@ import dataclasses
 import pytest
 
 from moe_dualpipe.models import PRESETS, ModelConfig, preset, split
-from moe_dualpipe.planner import MicroBatch, peak_memory, read_shape, shape_of
+from moe_dualpipe.planner import MicroBatch, full_schedule, peak_memory, read_shape, shape_of
 from moe_dualpipe.planner.activations import deferred_bytes, saved_bytes
 from moe_dualpipe.planner.peak import StageBytes, config_of, even_stages, peak_of_actions
 from moe_dualpipe.planner.published_shapes import published_models
 from moe_dualpipe.planner.working import working_bytes
 from moe_dualpipe.runtime.groups import end_holders
-from moe_dualpipe.schedule import build
+from moe_dualpipe.schedule import NAMES, build
 
 ONE = build("1f1b", 1, 2)
 AWKWARD = ModelConfig(
@@ -213,3 +213,15 @@ def test_a_block_without_a_gate_saves_half_of_its_inner_activations():
     config = config_of(read_shape("gpt3-175b"))
     assert (config.dense_size, config.num_heads, config.head_dim) == (2 * 12288, 96, 128)
     assert config_of(read_shape("gpt-oss-20b")).expert_size == 2880
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_short_schedule_has_the_peak_of_a_long_one(name):
+    chunks = 2 if name == "interleaved_1f1b" else None
+    for pp in (2, 4):
+        long, short = build(name, pp, 12 * pp, chunks), full_schedule(name, pp, 12 * pp, chunks)
+        sizes = {s: StageBytes(7 + s, 3 + s % 3, 5, 4 - s % 2) for s in range(long.num_stages)}
+        for pair in zip(long.actions, short.actions, strict=True):
+            assert len({peak_of_actions(actions, sizes) for actions in pair}) == 1
+    fewest = 4 if name.startswith("dualpipe") else 2
+    assert full_schedule(name, 2, fewest, chunks).num_micro_batches == fewest

@@ -1,6 +1,7 @@
 """The nearest division that fits: distances, what stays the same, and what a refused run says."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -72,6 +73,22 @@ def test_the_suggestion_fits_and_keeps_the_batch(processes, changes, share):
 def test_nothing_fits_into_nothing():
     config, setup = run()
     assert nearest_division(config, setup, 1000) is None
+
+
+def test_more_processes_may_need_more_sequences():
+    config = change(run()[0], micro_batch_size=1, micro_batches=2, recompute="full", fused_loss=True)
+    setup = resolve(config)
+    found = nearest_division(config, setup, int(0.3 * largest(config, 1)))
+    assert found is not None
+    text, needed = found
+    words = re.fullmatch(r"(\d+) processes with --pp (\d+)(?: --ep (\d+))?(?: --micro-batches (\d+))? "
+                         r"\((\d+) times the sequences in a step\)", text)  # fmt: skip
+    assert words, text
+    processes, pp, ep, micro_batches, times = (int(word or 1) for word in words.groups())
+    other = change(config, pp=pp, ep=ep, micro_batches=micro_batches if words[4] else 2)
+    again = resolve(other, processes)
+    assert largest(other, processes) <= needed / (1 - MARGIN)
+    assert times == processes and again.schedule.num_micro_batches * again.layout.dp == 2 * times
 
 
 def test_a_copy_for_checkpoints_counts_on_a_cpu():
