@@ -33,7 +33,7 @@ KERNELS = {
     "DeepEP, UCCL": (
         ["void deep_ep::legacy::internode_ll::dispatch<true, false>(void*)", "void uccl::intranode::combine<8>(int4*)",
          "void hybrid_ep::dispatch_kernel<1>(int)", "_ZN7deep_ep9intranode15notify_dispatchILi8EEEvPKi",
-         "void dpsk::ep::internode::combine<false, 8>(int4*)"],
+         "void dpsk::ep::internode::combine<false, 8>(int4*)", "void uccl::layout::get_dispatch_layout<256>(int*)"],
         ["void deep::gemm(int)", "void step::add(int)", "void moe::dispatch<deep_ep::Buffer>(int)", "deep_episode"],
     ),
     "MORI-EP": (
@@ -66,7 +66,8 @@ KERNELS = {
     ),
     "TensorRT-LLM": (
         ["void tensorrt_llm::kernels::moe_comm::moeA2ADispatchKernel<8, false, false, false>(int const*)",
-         "tensorrt_llm::kernels::moe_comm::moeA2ACombineKernel(int)", "moeA2ADispatchKernel(int const*)"],
+         "tensorrt_llm::kernels::moe_comm::moeA2ACombineKernel(int)", "moeA2ADispatchKernel(int const*)",
+         "void tensorrt_llm::kernels::moeCommKernel(int)"],
         ["void moePermuteKernel(int)", "void finalizeMoeRoutingKernel<moe_comm::Args>(int)", "somemoeA2A"],
     ),
     "oneCCL": (

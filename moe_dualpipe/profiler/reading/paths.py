@@ -43,8 +43,9 @@ def _expanded(argument: Path) -> list[Path]:
 
 
 def _traces(paths: Iterator[Path]) -> list[Path]:
-    """The traces among `paths`, sorted by rank; other JSON files, such as reports, are left out."""
+    """The traces among `paths`, sorted by rank; other JSON files, such as reports, and hidden files are left out."""
     files = [path for path in sorted(paths) if path.name.lower().endswith(_SUFFIXES) and path.is_file()]
+    files = [path for path in files if not path.name.startswith(".")]  # macOS adds "._rank0.json" to archives
     starts = {path: _start(path) for path in files}
     traces = [path for path, start in starts.items() if start is None or _is_trace(start)]
     return sorted(traces, key=lambda path: (*_rank(path, starts[path]), path.parent, path.name))

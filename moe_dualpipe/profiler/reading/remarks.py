@@ -7,7 +7,7 @@ from pathlib import Path
 from ...messages import plural
 from ..trace import Trace, TraceError
 
-_LAUNCH = re.compile(r"Launch|Memcpy|Memset|enqueue", re.IGNORECASE)
+_LAUNCH = re.compile(r"Launch|Memcpy|Memset|enqueue|runFunction", re.IGNORECASE)
 
 
 def remarks(trace: Trace) -> tuple[str, ...]:

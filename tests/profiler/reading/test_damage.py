@@ -117,6 +117,7 @@ def test_values_as_texts(tmp_path):
     lambda text: text.decode().encode("utf-16"),
     lambda text: gzip.compress(text[:150]) + gzip.compress(text[150:]),
     lambda text: gzip.compress(text) + b"\0" * 100,
+    lambda text: gzip.compress(text[:150]) + b"\0" * 100 + gzip.compress(text[150:]),
     lambda text: gzip.compress(text[:1]) + gzip.compress(b"") + gzip.compress(text[1:]),
 ])  # fmt: skip
 def test_encodings_and_members_lose_nothing(tmp_path, change):
@@ -173,8 +174,13 @@ def test_work_of_a_second_long_phase_is_no_outlier(tmp_path):
     assert len(trace.device_events) == 20 and not trace.skipped
 
 
-def test_launches_without_kernels_are_not_a_cpu(tmp_path, capsys):
-    path = write(tmp_path / "a.json", [operator("aten::mm", 0, 10), launch(1, 3), launch(2, 5), annotation("F0", 0, 9)])
+@pytest.mark.parametrize("name", [
+    "cudaLaunchKernel", "hipMemcpyWithStream", "cudaMemsetAsync", "urEnqueueUSMFill", "zeCommandListAppendLaunchKernel",
+    "runFunction - job_prep_and_submit_for_execution",
+])  # fmt: skip
+def test_launches_without_kernels_are_not_a_cpu(tmp_path, capsys, name):
+    work = [operator("aten::mm", 0, 10), launch(1, 3, name=name), launch(2, 5, name=name), annotation("F0", 0, 9)]
+    path = write(tmp_path / "a.json", work)
     with pytest.raises(TraceError, match="no device work was recorded, only 2 launches of it"):
         analyze_files([path])
     assert main(["profile", "analyze", str(path)]) == 2
@@ -198,8 +204,12 @@ def test_launches_of_all_runtimes(tmp_path, category):
 
 def test_work_of_mtia(tmp_path):
     run = kernel("", 5, 10, correlation=3, cat="mtia_ccp_events") | {"name": "job_run"}
-    trace = read_trace(write(tmp_path / "a.json", [run, run | {"name": "event_record"}, run | {"name": "event_wait"}]))
-    assert [event.name for event in trace.device_events] == ["job_run"]
+    copy = run | {"name": "dma_request", "args": {"size": 64}}
+    others = [run | {"name": "event_record"}, run | {"name": "event_wait"}]
+    trace = read_trace(write(tmp_path / "a.json", [run, *others, copy]))
+    assert [(e.name, e.category, e.bytes) for e in trace.device_events] == [
+        ("job_run", "kernel", 0), ("dma_request", "gpu_memcpy", 64),
+    ]  # fmt: skip
     assert len(trace.stream_waits) == 1
 
 

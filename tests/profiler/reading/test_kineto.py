@@ -90,6 +90,25 @@ def test_old_versions_write_annotations_as_operators(tmp_path):
     assert [e.name for e in read(tmp_path, *old).operators] == [*names[3:]]
 
 
+def test_times_as_texts(tmp_path):
+    texts = [kernel("gemm", 1, 2) | {"ts": ts, "dur": "2"} for ts in ("10", "20.5", "30,5", "4e1", "1,000.5", "")]
+    trace = read(tmp_path, *texts)
+    assert [(e.start, e.end) for e in trace.device_events] == [(10, 12), (20.5, 22.5), (30.5, 32.5), (40, 42)]
+    assert trace.skipped == {"no valid time": 2}
+
+
+def test_ranks_of_a_group_that_is_recorded_as_a_range(tmp_path):
+    """Of long lists, kineto writes the first and the last rank. Recent versions add where the list starts, and its
+    step."""
+    arguments = {"Collective name": "allreduce", "Group size": 4, "Process Group Ranks": "[1, ..., 13]"}
+    ranged = {"Global rank start": 1, "Global rank stride": 4}
+    for more, ranks in ((ranged, (1, 5, 9, 13)), ({}, ()), (ranged | {"Global rank stride": 0}, ())):
+        event = kernel("ncclDevKernel_AllReduce", 10, 5)
+        event["args"] |= arguments | more
+        (found,) = read(tmp_path, event).device_events
+        assert found.collective is not None and found.collective.ranks == ranks
+
+
 def test_an_operator_far_away_in_time_is_left_out(tmp_path):
     work = [operator("aten::mm", 10 * i, 5) for i in range(20)]
     trace = read(tmp_path, *work[:7], operator("aten::mm", 4.4e12, 5), *work[7:])

@@ -18,6 +18,7 @@ def test_traces_of_a_folder_are_sorted_by_rank(tmp_path):
     write(tmp_path / "rank99.json", [kernel("gemm", 0, 1)], distributedInfo={"backend": "nccl", "rank": 5})
     (tmp_path / "report.json").write_text(json.dumps({"schedule": [1, 2]}))
     (tmp_path / "notes.txt").write_text("hello")
+    (tmp_path / "._rank2.json").write_bytes(b"\x00\x05\x16\x07")
     expected = ["rank2.json", "rank99.json", "rank_7.pt.trace.json", "rank10.json", "last.json"]
     assert [path.name for path in trace_paths([tmp_path])] == expected
     assert [path.name for path in trace_paths([tmp_path / "rank*.json"])] == [*expected[:-1]]
