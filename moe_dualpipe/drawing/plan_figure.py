@@ -1,5 +1,6 @@
 """Pictures of `moe-dualpipe plan`: where the time of a step goes, and step time against memory of all candidates."""
 
+import statistics
 from pathlib import Path
 
 from ..planner.division_search import Found
@@ -7,6 +8,7 @@ from ..planner.prediction import Estimate
 from .figures import new_figure, plain_text, save_figure
 
 BLUE, ORANGE, GREY = "#3b75af", "#e1812c", "#8c8c8c"
+SLOWEST = 3
 
 
 def save_waterfall(found: Estimate, path: Path) -> None:
@@ -43,17 +45,23 @@ def save_waterfall(found: Estimate, path: Path) -> None:
 
 
 def save_candidates(found: Found, path: Path) -> None:
-    """Draw the step time and the memory of each candidate; the best is marked, and the limit of the memory."""
+    """Draw the step time and the memory of each candidate; the best is marked, and the limit of the memory.
+
+    Those that are not simulated are smaller. The axis ends at three times the best step: a note counts the slower ones.
+    """
     figure = new_figure(8, 5)
     axes = figure.subplots()
     factor, best = found.best.constant.factor, found.ranked[0]
-    schedules = sorted({one.load.schedule for one in found.ranked})
-    for i, schedule in enumerate(schedules):
-        own = [one for one in found.ranked if one.load.schedule == schedule]
-        axes.scatter([one.memory_gb for one in own], [one.seconds * factor for one in own], label=schedule, s=28,
-                     color=f"C{i}")  # fmt: skip
-    axes.annotate(f"{best.load.division}", (best.memory_gb, best.seconds * factor), fontsize=8, va="top",
-                  xytext=(6, -6), textcoords="offset points")  # fmt: skip
+    shown = [one for one in found.ranked if one.seconds <= SLOWEST * best.seconds]
+    for i, schedule in enumerate(sorted({one.load.schedule for one in shown})):
+        own = [one for one in shown if one.load.schedule == schedule]
+        axes.scatter([one.memory_gb for one in own], [one.seconds * factor for one in own], label=schedule,
+                     s=[28 if one.simulated else 8 for one in own], color=f"C{i}")  # fmt: skip
+    if slower := len(found.ranked) - len(shown):
+        axes.text(1, -0.14, f"{slower} slower ones are not shown", transform=axes.transAxes, ha="right", fontsize=8)
+    left = best.memory_gb > statistics.fmean(axes.get_xlim())  # on which side of the point there is room
+    axes.annotate(f"{best.load.division}", (best.memory_gb, best.seconds * factor), (-8 if left else 8, -6), va="top",
+                  textcoords="offset points", ha="right" if left else "left", fontsize=8)  # fmt: skip
     axes.scatter([best.memory_gb], [best.seconds * factor], s=140, facecolors="none", edgecolors="black")
     device = best.load.device
     axes.axvline(device.memory_gb, color=GREY, linestyle="--", linewidth=1)

@@ -96,6 +96,8 @@ def search_report(found: Found, top: int, dollars: float | None = None) -> str:
     parts = [estimate_report(found.best, dollars), markdown([heading, *rows])]
     if len(found.ranked) > top:
         parts.append(f"and {len(found.ranked) - top} more (--top)")
+    if not all(one.simulated for one in found.ranked[:top]):
+        parts.append("~: estimated with equal stages. The fastest ways are simulated with their own stages.")
     if found.too_large:
         division, memory = found.too_large[0]
         usable = USABLE * found.best.load.device.memory_gb
@@ -120,7 +122,8 @@ def _row(found: Found, one: Candidate) -> list[str]:
     load, factor = one.load, found.best.constant.factor
     tokens = load.tokens / (one.seconds * factor) / load.division.gpus
     return [
-        str(load.division), load.schedule, str(load.micro_batch), load.recompute, f"{one.seconds * factor:.3g}",
+        str(load.division), load.schedule, str(load.micro_batch), load.recompute,
+        f"{'' if one.simulated else '~'}{one.seconds * factor:.3g}",
         f"{one.memory_gb:.0f}", f"{tokens:,.0f}", why_slower(one, found.ranked[0]),
     ]  # fmt: skip
 
@@ -136,7 +139,7 @@ def search_rows(found: Found, top: int, dollars: float | None = None) -> dict[st
                 "tp": one.load.division.tp, "pp": one.load.division.pp, "vpp": one.load.division.vpp,
                 "ep": one.load.division.ep, "cp": one.load.division.cp, "schedule": one.load.schedule,
                 "micro_batch": one.load.micro_batch, "recompute": one.load.recompute,
-                "step_time_s": one.seconds * factor, "peak_memory_gb": one.memory_gb,
+                "step_time_s": one.seconds * factor, "simulated": one.simulated, "peak_memory_gb": one.memory_gb,
                 "slower_because": why_slower(one, found.ranked[0]),
             }
             for one in found.ranked[:top]

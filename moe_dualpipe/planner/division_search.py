@@ -1,13 +1,14 @@
 """All ways to divide a model over some GPUs, ranked by predicted step time.
 
 There are thousands. All are first ranked by a quick estimate, which takes the idle time of a schedule from a pipeline
-with equal stages. The memory of the fastest is predicted, until enough are found that fit. These are then simulated
-with their own stages.
+with equal stages. For each division and schedule, the fastest way that fits into memory counts. The fastest of these
+are then simulated with their own stages.
 """
 
 import dataclasses
 import functools
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,13 +22,11 @@ from .step import Step, step_of
 from .workload import Division, Recompute, Workload
 from .workload_memory import memory_of
 
-SIMULATED = 24
+SIMULATED = 40
 """How many candidates are simulated with their own stages."""
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zb1p", "zbv", "dualpipe", "dualpipev")
 CHUNKS = (2, 4, 8)
 MICRO_BATCHES = (1, 2, 4, 8)
-EACH = 2
-"""How many schedules of a division are kept."""
 RECOMPUTE: tuple[Recompute, ...] = ("none", "norms", "attention", "full")
 USABLE = 0.92
 """Share of a GPU's memory for the tensors of the run; the rest is for the context, libraries and fragments."""
@@ -35,11 +34,15 @@ USABLE = 0.92
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to run that fits. step: without the measured constant. memory_gb: of the fullest rank."""
+    """A way to run that fits. step: without the measured constant. memory_gb: of the fullest rank.
+
+    simulated: with its own stages. Otherwise, `step` is a quick estimate with equal stages.
+    """
 
     load: Workload
     step: Step
     memory_gb: float
+    simulated: bool = False
 
     @property
     def seconds(self) -> float:
@@ -48,8 +51,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Found:
-    """ranked: the fastest first, each division with its best schedules. too_large: divisions that do not fit in any
-    way, with the memory of the smallest. tried: how many ways were looked at."""
+    """ranked: each division with each schedule that fits; the simulated ones, then the others, the fastest first.
+
+    too_large: divisions that do not fit in any way, with the memory of the smallest. tried: how many ways were looked
+    at.
+    """
 
     ranked: tuple[Candidate, ...]
     too_large: tuple[tuple[Division, float], ...]
@@ -72,32 +78,45 @@ def search(load: Workload, software: str | None = None) -> Found:
     find_constant(load.device.name, load.precision, software, strict=True)
     limit = USABLE * load.device.memory_gb * 1e9
     ways = sorted(_ways(load), key=lambda pair: pair[0].seconds)
-    best: list[Candidate] = []
-    schedules: dict[Division, set[str]] = defaultdict(set)
-    failed: dict[tuple[Division, str], list[tuple[int, int]]] = defaultdict(list)
+    groups: dict[tuple[Division, str], list[tuple[Step, Workload]]] = defaultdict(list)
     for step, way in ways:
-        known, tight = schedules[_key(way)], failed[way.division, way.schedule]
-        size = way.micro_batch, -RECOMPUTE.index(way.recompute)
-        hopeless = any(size[0] >= other[0] and size[1] >= other[1] for other in tight)
-        if way.schedule in known or len(known) == EACH or hopeless:
-            continue
-        if (memory := memory_of(way).total) > limit:
-            tight.append(size)  # larger micro-batches and less recomputation do not fit either
-            continue
-        known.add(way.schedule)
-        best.append(Candidate(way, step, memory / 1e9))
-        if len(best) == SIMULATED:
-            break
-    seen = {_key(one.load) for one in best}
-    smallest = {_key(way): way for _, way in ways if way.recompute == RECOMPUTE[-1] and _key(way) not in seen}
-    sizes = {division: memory_of(dataclasses.replace(way, micro_batch=1, schedule="1f1b", division=division)).total
-             for division, way in smallest.items()}  # fmt: skip
-    too_large = sorted(((division, size / 1e9) for division, size in sizes.items() if size > limit), key=itemgetter(1))
-    if not best:
+        groups[_key(way), way.schedule].append((step, way))
+    smallest: dict[Division, float] = {}
+    found: list[Candidate] = []
+    for (division, _), group in groups.items():
+        memory, candidate = _fastest_that_fits(group, limit)
+        smallest[division] = min(memory, smallest.get(division, math.inf))
+        found += [] if candidate is None else [candidate]
+    too_large = sorted(((one, size / 1e9) for one, size in smallest.items() if size > limit), key=itemgetter(1))
+    if not found:
         raise ValueError(_nothing_fits(load, too_large))
-    exact = [dataclasses.replace(one, step=step_of(one.load)) for one in best]
+    found.sort(key=lambda one: one.seconds)
+    exact = [dataclasses.replace(one, step=step_of(one.load), simulated=True) for one in found[:SIMULATED]]
     exact.sort(key=lambda one: one.seconds)
-    return Found(tuple(exact), tuple(too_large), len(ways), software)
+    return Found((*exact, *found[SIMULATED:]), tuple(too_large), len(ways), software)
+
+
+def _fastest_that_fits(group: Sequence[tuple[Step, Workload]], limit: float) -> tuple[float, Candidate | None]:
+    """The bytes of the smallest way of a group, and the fastest that fits. The group is sorted, the fastest first."""
+    leanest: dict[int, float] = {}
+    failed: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for _, way in sorted(group, key=lambda pair: _size(pair[1])):
+        if way.division.vpp not in leanest:
+            leanest[way.division.vpp] = memory_of(way).total
+    for step, way in group:
+        size, tight = _size(way), failed[way.division.vpp]
+        # larger micro-batches and less recomputation do not fit either
+        if leanest[way.division.vpp] > limit or any(size[0] >= a and size[1] >= b for a, b in tight):
+            continue
+        if (memory := memory_of(way).total) <= limit:
+            return min(leanest.values()), Candidate(way, step, memory / 1e9)
+        tight.append(size)
+    return min(leanest.values()), None
+
+
+def _size(load: Workload) -> tuple[int, int]:
+    """The larger both numbers are, the more memory a division needs with a schedule."""
+    return load.micro_batch, -RECOMPUTE.index(load.recompute)
 
 
 def _key(load: Workload) -> Division:

@@ -81,6 +81,9 @@ def peak_memory(
     # Modules of multi-token prediction count as further layers.
     blocks = [replace(s, layers=range(s.layers.start, s.layers.stop + len(s.mtp)), mtp=range(0)) for s in specs]
 
+    kinds: dict[tuple[object, ...], int] = {}
+    like = [kinds.setdefault((s.embedding, s.head, *map(config.is_dense, s.layers)), i) for i, s in enumerate(blocks)]
+
     @cache
     def stage_bytes(stage: int, own: MicroBatch) -> StageBytes:
         spec = blocks[stage]
@@ -103,7 +106,7 @@ def peak_memory(
         copies = 4 * gradient_copies * (dp * batch.cp * len(end_holders(schedule.placement)) > 1)
         full = replace(batch, loads=loads([layer for s in held for layer in blocks[s].layers])) if loads else batch
         sums = {s: copies * sum(rank_shares(shape, [blocks[s]], batch)) for s in held}
-        sizes = {s: stage_bytes(s, full)._replace(sums=sums[s]) for s in held}
+        sizes = {s: stage_bytes(s if full.loads else like[s], full)._replace(sums=sums[s]) for s in held}
         activations, temporary = peak_of_actions(schedule.actions[rank], sizes)
         ranks.append(PeakMemory(
             (element + batch.fp8) * weights, 4 * trained, state * (owned if zero or fsdp else trained), activations,

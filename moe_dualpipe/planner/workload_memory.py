@@ -1,6 +1,6 @@
 """The peak memory of a planned run."""
 
-from functools import partial
+from functools import lru_cache, partial
 
 from ..schedule import Schedule, build
 from .activations import MicroBatch
@@ -24,6 +24,7 @@ def memory_of(load: Workload) -> PeakMemory:
     return max(ranks, key=lambda rank: rank.total)
 
 
+@lru_cache(maxsize=512)
 def full_schedule(name: str, pp: int, num_micro_batches: int, chunks: int | None = None) -> Schedule:
     """A schedule of at most so many micro-batches, with the peak memory of that many: once the pipeline is full, a
     rank holds no more. gpipe holds them all.
