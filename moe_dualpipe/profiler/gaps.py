@@ -50,17 +50,15 @@ def find_waits(
     if not pieces:
         return ()
     starts, ends = np.array([piece[:2] for piece in pieces]).T
-    nexts = np.searchsorted(np.array([event.start for event in by_start]), ends)
+    nexts = np.searchsorted(np.array([event.start for event in by_start]), ends).tolist()
+    launches = [trace.launch_of(by_start[i]) if i < len(by_start) else None for i in nexts]
+    launched = np.array([launch.end if launch else np.nan for launch in launches])
     keys: dict[tuple[str, str], int] = {}
     key_of = np.empty(len(pieces), dtype=np.int64)
-    launched = np.full(len(pieces), np.nan)
-    for i, (piece, following) in enumerate(zip(pieces, nexts.tolist(), strict=True)):
-        follower = by_start[following] if following < len(by_start) else None
+    for i, (piece, following) in enumerate(zip(pieces, nexts, strict=True)):
         during = phases.name_of(piece[2]) if piece[2] else ""
         key = during, _next(phases, by_start[following : following + _NEARBY], during)
         key_of[i] = keys.setdefault(key, len(keys))
-        if follower and (launch := trace.launch_of(follower)):
-            launched[i] = launch.end
     known = np.isfinite(launched)
     late = np.where(known, np.clip(launched, starts, ends), starts)
     in_call = length_before(union(intervals_of(e for e in trace.launches.values() if _SYNCHRONISES.search(e.name))))

@@ -93,6 +93,7 @@ def test_what_could_not_be_compared_is_said(tmp_path, capsys):
     assert f"\n\n{problem}\n\n{missing}\n" in text
     found = analyze_files([*map(tmp_path.joinpath, ("rank0.json", "rank1.json", "rank2.json"))])
     assert found.problems == found.as_objects()[1]["problems"] == [problem, missing]
+    assert analyze_files([tmp_path / "rank0.json"]).problems == []  # a single trace is compared with nothing
 
 
 @pytest.mark.parametrize("number,text", [

@@ -10,6 +10,7 @@ from moe_dualpipe.profiler.collectives import (
     collective_rows,
     element_bytes,
     kind_of_collective,
+    name_of_collective,
 )  # fmt: skip
 from moe_dualpipe.profiler.intervals import EMPTY, as_intervals
 from moe_dualpipe.profiler.trace import Collective, DeviceEvent
@@ -48,6 +49,14 @@ def test_names_of_the_backend_have_kinds(name, kind):
 ])  # fmt: skip
 def test_names_of_kernels_have_kinds(name, kind):
     assert kind_of_collective(event(name)) == kind
+
+
+def test_rows_are_named_after_the_kind_or_the_function():
+    barrier = event("ncclDevKernel_AllReduce", collective=Collective("barrier"))
+    found = [
+        name_of_collective(one) for one in (event(), barrier, event("void (anonymous namespace)::dispatchKernel<1>()"))
+    ]
+    assert found == ["send_recv", "barrier", "dispatchKernel"]
 
 
 @pytest.mark.parametrize("dtype,size", [

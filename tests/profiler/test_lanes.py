@@ -68,6 +68,13 @@ def test_streams_that_run_at_once_have_their_own_rows():
     assert rows == {("1", 0), ("2", 1), ("3", 0), ("4", 0)}  # the busiest first; stream 3 fits into its gap
 
 
+def test_streams_that_run_at_once_for_a_part_of_their_time_do_not_share_a_row():
+    """Streams 1 and 2 share 10 of 100 us, and streams 1 and 3 less than clocks are exact."""
+    events = [event("a", 0, 1_000, "1"), event("b", 990, 1_090, "2"), event("c", 999.8, 1_099.8, "3")]
+    lanes = device_lanes(Trace(device_events=events), "0")
+    assert lanes.row.tolist() == [0, 1, 0]
+
+
 def test_rows_are_bounded():
     events = [event("gemm", 0, 100 + i, str(i)) for i in range(200)]
     lanes = device_lanes(Trace(device_events=events), "0")

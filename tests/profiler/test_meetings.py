@@ -246,6 +246,32 @@ def test_equal_events_are_kept_apart():
     assert {index: meeting.shortest_us for index, meeting in compared.joined[0].items()} == {0: 8, 1: 4}
 
 
+def test_transfers_of_one_call_share_a_number():
+    """A coalesced call has several kernels with one sequence number; the k-th of one rank is the k-th of the other."""
+
+    def rank(number, waits):
+        found = Collective("all_gather_coalesced", "tp", "", (0, 1), 2, sequence=7)
+        events = [device_event("nccl", 100 * k, 100 * k + 10 + wait, "20", found) for k, wait in enumerate(waits)]
+        return RankTransfers(events, 0.0, host="h", rank=number)
+
+    assert waited([rank(0, (5, 0, 20)), rank(1, (0, 3, 0))]) == [25, 3]
+
+
+def test_noise_and_jumps_are_no_drift():
+    """Of 30 ends, the last third is 8 ms later on the other clock, or all are 50 us later, give or take 20."""
+
+    def rank(ends):
+        numbered = [Collective("allreduce", "dp", "", (0, 1), 2, sequence=k) for k in range(30)]
+        events = [device_event("nccl", end - 9_000, end, "20", one) for end, one in zip(ends, numbered, strict=True)]
+        return RankTransfers(events, 0.0)
+
+    own = [10_000.0 * k + 9_000 for k in range(30)]
+    jump = [end + 8_000 * (k >= 20) for k, end in enumerate(own)]
+    noise = [end + 50 + 20 * ((-1) ** k) + k % 7 * (k >= 20) for k, end in enumerate(own)]
+    for other in (jump, noise):
+        assert [clock.drift for clock in compare_traces([rank(own), rank(other)]).clocks] == [0, 0]
+
+
 def test_two_groups_of_the_same_ranks_are_kept_apart():
     """Their collectives are numbered separately, and may start in another order on each rank."""
     done = execute(

@@ -64,9 +64,14 @@ def test_collectives_of_kernels_and_of_calls(tmp_path):
     own, plain = kernel("ncclDevKernel_SendRecv", 10, 5, 9, 1), kernel("ncclDevKernel_SendRecv", 20, 5, 9, 2)
     own["args"] |= arguments
     call = operator("record_param_comms", 3, 4) | {"args": arguments | {"Seq": 6, "Process Group Ranks": "[0, ..., 6]"}}
-    trace = read(tmp_path, own, call, launch(2, 5), plain, kernel("gemm", 30, 5, 7, 3), launch(3, 6),
+    waiting = operator("record_param_comms", 20, 9) | {"args": arguments | {"Collective name": "wait"}}
+    other = kernel("ncclDevKernel_SendRecv", 40, 5, 9, 4)
+    trace = read(tmp_path, own, call, launch(1, 4), launch(2, 5), plain, kernel("gemm", 30, 5, 7, 3), launch(3, 6),
+                 waiting, launch(4, 25), other,
                  distributedInfo={"rank": 2, "pg_config": [{"pg_name": "7", "ranks": [0, 2, 4, 6]}]})  # fmt: skip
-    assert [e.collective for e in trace.device_events] == [all_to_all, all_to_all._replace(sequence=6), None]
+    assert [e.collective for e in trace.device_events] == [
+        all_to_all, all_to_all._replace(sequence=6), None, None,
+    ]  # fmt: skip
 
 
 def test_operators_are_kept_only_where_the_cpu_is_the_device(tmp_path):
