@@ -88,6 +88,36 @@ def test_late_launch(late, tmp_path):
     assert ("late-launch" in kinds(layer, tmp_path)) == late
 
 
+@pytest.mark.parametrize("late", [True, False])
+def test_late_launch_behind_a_transfer_whose_data_came_later(late, tmp_path):
+    """A dispatch behind the long dispatch of the other chunk, and before it."""
+
+    def layer(i, _):
+        own = transfer(f"own {i}", 200, f"F {i}", label="dispatch(F)")
+        other = transfer(f"other {i}", 600, f"B {i}", label="dispatch(B)", elements=3000)
+        sent = (*labelled("mlp(B)", 50), Record(f"B {i}"), *((other, own) if late else (own, other)))
+        return (
+            *labelled("attn(F)", 300), Record(f"F {i}"), *sent, *labelled("mlp(W)", 310), done(f"own {i}"),
+            *labelled("mlp(F)", 300), done(f"other {i}"), *labelled("attn(B)", 300),
+        )  # fmt: skip
+
+    assert ("late-launch" in kinds(layer, tmp_path)) == late
+
+
+def test_a_launch_is_not_late_by_itself_while_the_host_waits(tmp_path):
+    """A combine that is launched after a number was read: it is late because of that. It is hidden without it."""
+
+    def layer(i, _):
+        sent = transfer(f"t {i}", 300, f"F {i}", label="combine(F)")
+        return (
+            *labelled("mlp(F)", 300), Record(f"F {i}"), *labelled("attn(B)", 400), Item(), sent,
+            *labelled("attn(W)", 100), done(f"t {i}"), *labelled("attn(F)", 300),
+        )  # fmt: skip
+
+    found = kinds(layer, tmp_path)
+    assert "host-sync" in found and "late-launch" not in found
+
+
 @pytest.mark.parametrize(("factor", "named"), [(1.3, True), (1.0, False)])
 def test_imbalance(factor, named, tmp_path):
     """A rank whose kernels take longer. The transfers are hidden where both are equal."""
