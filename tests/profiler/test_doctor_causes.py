@@ -202,3 +202,23 @@ def test_time_in_which_two_streams_wait_for_the_host_counts_once(tmp_path):
     [(_, verdict)] = verdicts_of(Job({0: tuple(ops)}, MACHINE, {}), tmp_path)
     idle = 60 + 2 * 10 - 2 * 20  # a turn of the host takes 80 us; the kernels share the device for 40
     assert verdict.kind == "host-bound" and verdict.cost_us == pytest.approx(39 * idle, rel=0.02)
+
+
+def evidence(job, kind, folder):
+    return next(" ".join(verdict.evidence) for _, verdict in verdicts_of(job, folder) if verdict.kind == kind)
+
+
+def test_evidence_has_the_queue_and_the_bandwidth(tmp_path):
+    """A host that is late for each kernel; then every fourth transfer of 2 MB takes 300 instead of 100 us."""
+    host = Job({0: (Python(30), Kernel("a", 20)) * 40}, MACHINE, {})
+    said = evidence(host, "host-bound", tmp_path)
+    assert (
+        "0 launched before it have not started (median). A launch takes 8.0 us or more until its kernel starts." in said
+    )
+    ops = [
+        op for i in range(8)
+        for op in (Record(f"a {i}"), transfer(f"t {i}", 100 if i % 4 else 300, f"a {i}", elements=1_000_000),
+                   done(f"t {i}"), Kernel("b", 50))
+    ]  # fmt: skip
+    said = evidence(Job(dict.fromkeys(RANKS, tuple(ops)), MACHINE, {"ep": (RANKS,)}), "slow-transfer", tmp_path)
+    assert "The longest takes 300 us instead of 100: 2.0 MB at 6.7 instead of 20.0 GB/s." in said
