@@ -112,7 +112,7 @@ def test_ranks_whose_collectives_do_not_fit_together_are_replayed_alone(tmp_path
 @pytest.mark.parametrize("one", ["slow link", "late launch"])
 def test_the_kernels_beside_transfers_change_with_them(one, tmp_path):
     """Not only the transfers of a slow link take less time: the kernels beside them do, too."""
-    base = FAULTS["starved computation"].apply(moe_training(layers=4), 2)
+    base = FAULTS["starved computation"].apply(moe_training(), 2)
     both = FAULTS[one].apply(base, 2)
     [gain, *_] = [verdict.gain_us for _, verdict in verdicts_of(both, tmp_path) if verdict.kind == FAULTS[one].kind]
     assert gain == pytest.approx(run(both).window_us - run(base).window_us, rel=0.1)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_dualpipe.drawing.verdict_report import verdicts_text
+from moe_dualpipe.profiler.doctor.case import Case, Change
+from moe_dualpipe.profiler.doctor.replay import replay
 from moe_dualpipe.profiler.doctor.verdict import Verdict
 from moe_dualpipe.profiler.files import analyze_files
 
@@ -26,6 +28,14 @@ def verdicts_of(job: Job, folder: Path) -> list[tuple[int, Verdict]]:
     files = analyze_files(write_traces(run(job), folder), pictures=False)
     found = [(device.rank or 0, verdict) for device in files.devices for verdict in device.analysis.verdicts]
     return sorted(found, key=lambda item: -(item[1].gain_us or 0.0))
+
+
+def gain_of(case: Case, *changes: Change) -> float:
+    """How much shorter the window of one device becomes after all changes."""
+    graph = case.graph
+    for change in changes:
+        graph = change(graph)
+    return case.window_us - replay(graph).window_us
 
 
 @dataclass(frozen=True, slots=True)
