@@ -11,7 +11,7 @@ from moe_dualpipe.profiler.doctor.diagnose import examine
 from moe_dualpipe.profiler.doctor.joint import JointGraph
 from moe_dualpipe.profiler.doctor.ranks import meetings_of
 from moe_dualpipe.profiler.doctor.repairs import Repairs
-from tests.support.diagnosed import verdicts_of
+from tests.support.diagnosed import pair, verdicts_of
 from tests.support.faults import FAULTS, run, write_traces
 from tests.support.faults.jobs import moe_training
 from tests.support.faults.program import Await, Collective, Item, Job, Kernel, Machine, Python, Record
@@ -151,3 +151,8 @@ def test_slow_transfers_do_not_hide_that_the_others_are_slower_beside_computatio
     slower = replace(MACHINE, slower_beside_computation=0.6)
     found = {verdict.kind for _, verdict in verdicts_of(job(program, slower), tmp_path)}
     assert {"starved-transfer", "slow-transfer"} <= found
+
+
+def test_transfers_that_no_longer_wait_are_still_slowed_down(tmp_path):
+    more_tokens, _ = pair(FAULTS["more tokens"], FAULTS["starved transfers"], moe_training(), tmp_path)
+    assert more_tokens.predicted_us == pytest.approx(more_tokens.true_us, rel=0.05)
