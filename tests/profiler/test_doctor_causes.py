@@ -222,3 +222,15 @@ def test_evidence_has_the_queue_and_the_bandwidth(tmp_path):
     ]  # fmt: skip
     said = evidence(Job(dict.fromkeys(RANKS, tuple(ops)), MACHINE, {"ep": (RANKS,)}), "slow-transfer", tmp_path)
     assert "The longest takes 300 us instead of 100: 2.0 MB at 6.7 instead of 20.0 GB/s." in said
+
+
+def test_imbalance_names_the_rank_that_is_waited_for(tmp_path):
+    ranks = (0, 1, 2)
+
+    def ops(rank):
+        for i in range(LAYERS):
+            yield from (Kernel("a", 500 if rank == 1 else 300 - 50 * rank), Record(f"a {i}"))
+            yield from (transfer(f"t {i}", 100, f"a {i}", ranks=ranks), done(f"t {i}"))
+
+    job = Job({rank: tuple(ops(rank)) for rank in ranks}, MACHINE, {"ep": (ranks,)})
+    assert "100% of that was for rank 1." in evidence(job, "imbalance", tmp_path)
