@@ -43,6 +43,16 @@ def test_host_sync(layers, named, tmp_path):
     assert kinds(layer, tmp_path, ranks=(0,)) == ({"host-sync"} if named else set())
 
 
+@pytest.mark.parametrize(("us", "named"), [(65, True), (150, False)])
+def test_causes_of_less_than_one_percent_are_left_out(us, named, tmp_path):
+    """One number that is read costs 14 us, of a window of 1,060 or of 2,430 us."""
+
+    def layer(i, _):
+        return Kernel("a", us), Kernel("b", us), *([Item()] if i == 3 else [])
+
+    assert kinds(layer, tmp_path, ranks=(0,)) == ({"host-sync"} if named else set())
+
+
 @pytest.mark.parametrize(("us", "named"), [(20, True), (60, False)])
 def test_host_bound(us, named, tmp_path):
     """A host that takes 40 us for each kernel, and shorter and longer kernels."""

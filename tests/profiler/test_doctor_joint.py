@@ -156,3 +156,19 @@ def test_slow_transfers_do_not_hide_that_the_others_are_slower_beside_computatio
 def test_transfers_that_no_longer_wait_are_still_slowed_down(tmp_path):
     more_tokens, _ = pair(FAULTS["more tokens"], FAULTS["starved transfers"], moe_training(), tmp_path)
     assert more_tokens.predicted_us == pytest.approx(more_tokens.true_us, rel=0.05)
+
+
+def test_only_ranks_of_one_group_meet(tmp_path):
+    """Groups of one name, a rank alone, and sends in both directions."""
+    cases = cases_of(moe_training(ranks=4, expert_ranks=2, layers=2), tmp_path / "moe")
+    assert sorted(met.ranks_M.tolist() for met in meetings_of(cases)) == [[0, 1], [0, 2], [1, 3], [2, 3]]
+    assert meetings_of(cases[:1]) == []
+
+    def program(rank, i):
+        for source in RANKS:
+            kind, key = "recv" if rank - source else "send", f"{source} {i}"
+            yield Kernel("a", 100)
+            yield Record(key)
+            yield Collective(key, kind, "ep", RANKS, 50, 1, "ep", key, peers=(source, 1 - source))
+
+    assert meetings_of(cases_of(job(program), tmp_path / "pipeline")) == []
