@@ -43,6 +43,16 @@ def test_host_sync(layers, named, tmp_path):
     assert kinds(layer, tmp_path, ranks=(0,)) == ({"host-sync"} if named else set())
 
 
+@pytest.mark.parametrize(("us", "named"), [(65, True), (150, False)])
+def test_causes_of_less_than_one_percent_are_left_out(us, named, tmp_path):
+    """One number that is read costs 14 us, of a window of 1,060 or of 2,430 us."""
+
+    def layer(i, _):
+        return Kernel("a", us), Kernel("b", us), *([Item()] if i == 3 else [])
+
+    assert kinds(layer, tmp_path, ranks=(0,)) == ({"host-sync"} if named else set())
+
+
 @pytest.mark.parametrize(("us", "named"), [(20, True), (60, False)])
 def test_host_bound(us, named, tmp_path):
     """A host that takes 40 us for each kernel, and shorter and longer kernels."""
@@ -86,6 +96,36 @@ def test_late_launch(late, tmp_path):
         )  # fmt: skip
 
     assert ("late-launch" in kinds(layer, tmp_path)) == late
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_late_launch_behind_a_transfer_whose_data_came_later(late, tmp_path):
+    """A dispatch behind the long dispatch of the other chunk, and before it."""
+
+    def layer(i, _):
+        own = transfer(f"own {i}", 200, f"F {i}", label="dispatch(F)")
+        other = transfer(f"other {i}", 600, f"B {i}", label="dispatch(B)", elements=3000)
+        sent = (*labelled("mlp(B)", 50), Record(f"B {i}"), *((other, own) if late else (own, other)))
+        return (
+            *labelled("attn(F)", 300), Record(f"F {i}"), *sent, *labelled("mlp(W)", 310), done(f"own {i}"),
+            *labelled("mlp(F)", 300), done(f"other {i}"), *labelled("attn(B)", 300),
+        )  # fmt: skip
+
+    assert ("late-launch" in kinds(layer, tmp_path)) == late
+
+
+def test_a_launch_is_not_late_by_itself_while_the_host_waits(tmp_path):
+    """A combine that is launched after a number was read: it is late because of that. It is hidden without it."""
+
+    def layer(i, _):
+        sent = transfer(f"t {i}", 300, f"F {i}", label="combine(F)")
+        return (
+            *labelled("mlp(F)", 300), Record(f"F {i}"), *labelled("attn(B)", 400), Item(), sent,
+            *labelled("attn(W)", 100), done(f"t {i}"), *labelled("attn(F)", 300),
+        )  # fmt: skip
+
+    found = kinds(layer, tmp_path)
+    assert "host-sync" in found and "late-launch" not in found
 
 
 @pytest.mark.parametrize(("factor", "named"), [(1.3, True), (1.0, False)])
@@ -172,3 +212,35 @@ def test_time_in_which_two_streams_wait_for_the_host_counts_once(tmp_path):
     [(_, verdict)] = verdicts_of(Job({0: tuple(ops)}, MACHINE, {}), tmp_path)
     idle = 60 + 2 * 10 - 2 * 20  # a turn of the host takes 80 us; the kernels share the device for 40
     assert verdict.kind == "host-bound" and verdict.cost_us == pytest.approx(39 * idle, rel=0.02)
+
+
+def evidence(job, kind, folder):
+    return next(" ".join(verdict.evidence) for _, verdict in verdicts_of(job, folder) if verdict.kind == kind)
+
+
+def test_evidence_has_the_queue_and_the_bandwidth(tmp_path):
+    """A host that is late for each kernel; then every fourth transfer of 2 MB takes 300 instead of 100 us."""
+    host = Job({0: (Python(30), Kernel("a", 20)) * 40}, MACHINE, {})
+    said = evidence(host, "host-bound", tmp_path)
+    assert (
+        "0 launched before it have not started (median). A launch takes 8.0 us or more until its kernel starts." in said
+    )
+    ops = [
+        op for i in range(8)
+        for op in (Record(f"a {i}"), transfer(f"t {i}", 100 if i % 4 else 300, f"a {i}", elements=1_000_000),
+                   done(f"t {i}"), Kernel("b", 50))
+    ]  # fmt: skip
+    said = evidence(Job(dict.fromkeys(RANKS, tuple(ops)), MACHINE, {"ep": (RANKS,)}), "slow-transfer", tmp_path)
+    assert "The longest takes 300 us instead of 100: 2.0 MB at 6.7 instead of 20.0 GB/s." in said
+
+
+def test_imbalance_names_the_rank_that_is_waited_for(tmp_path):
+    ranks = (0, 1, 2)
+
+    def ops(rank):
+        for i in range(LAYERS):
+            yield from (Kernel("a", 500 if rank == 1 else 300 - 50 * rank), Record(f"a {i}"))
+            yield from (transfer(f"t {i}", 100, f"a {i}", ranks=ranks), done(f"t {i}"))
+
+    job = Job({rank: tuple(ops(rank)) for rank in ranks}, MACHINE, {"ep": (ranks,)})
+    assert "100% of that was for rank 1." in evidence(job, "imbalance", tmp_path)

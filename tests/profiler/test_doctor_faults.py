@@ -36,16 +36,6 @@ def test_the_predicted_gain_is_the_true_one(name, strength, tmp_path):
         assert found.predicted_us is None
 
 
-@pytest.mark.parametrize(("one", "other"), [
-    ("host sync", "slow rank"), ("host sync", "starved computation"), ("slow rank", "slow link"),
-    ("slow link", "starved computation"), ("more tokens", "starved computation"), ("one queue", "slow rank"),
-    ("late launch", "slow rank"), ("shared stream", "slow link"),
-])  # fmt: skip
-def test_two_faults_are_both_named(one, other, tmp_path):
-    both = FAULTS[other].apply(FAULTS[one].apply(HEALTHY["moe"](), 2), 2)
-    assert {FAULTS[one].kind, FAULTS[other].kind} <= {verdict.kind for _, verdict in verdicts_of(both, tmp_path)}
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(2, 12))
 @pytest.mark.parametrize("name", HEALTHY)

@@ -6,6 +6,7 @@ from moe_dualpipe.profiler import read_trace
 from moe_dualpipe.profiler.communication import NAMES
 from moe_dualpipe.profiler.doctor.case import Case, case_of, shorter
 from moe_dualpipe.profiler.doctor.view import COMPUTE, POLL, view_of
+from tests.support.diagnosed import gain_of
 from tests.support.faults import run, write_traces
 from tests.support.faults.program import Await, Collective, Job, Kernel, Machine, Poll, Python, Record
 
@@ -37,7 +38,7 @@ def polls(case):
 
 def gain_at(case, factor):
     us = (1 - factor) * case.view.duration * (case.view.kind == COMPUTE)
-    return case.gain_of([shorter(case.nodes.event, us)])[0]
+    return gain_of(case, shorter(case.nodes.event, us))
 
 
 @pytest.mark.parametrize("factor", [0.9, 0.6])
@@ -51,7 +52,7 @@ def test_what_follows_a_poll_moves_with_what_it_waits_for(tmp_path, factor):
 
 def test_the_unchanged_replay_gives_the_recorded_window(tmp_path):
     case = recorded(3000, Poll("ep"), tmp_path)
-    assert case.gain_of([])[0] == pytest.approx(0, abs=1e-6)
+    assert gain_of(case) == pytest.approx(0, abs=1e-6)
 
 
 @pytest.mark.parametrize(("wait", "us"), [(Python(20), 3000), (Python(4000), 3000), (Poll("ep"), 200)], ids=str)

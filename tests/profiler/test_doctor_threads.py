@@ -8,10 +8,12 @@ import pytest
 from moe_dualpipe.profiler import NAMES, read_trace
 from moe_dualpipe.profiler.doctor.case import shorter
 from moe_dualpipe.profiler.doctor.diagnose import diagnose, examine
+from moe_dualpipe.profiler.doctor.replay import replay
 from moe_dualpipe.profiler.doctor.threads import AT_ONCE, BLOCKED
 from moe_dualpipe.profiler.doctor.view import COMM
 from moe_dualpipe.profiler.files import analyze_files
 from moe_dualpipe.profiler.host import host_as_device
+from tests.support.diagnosed import gain_of
 from tests.support.traces import annotation, operator, write
 
 
@@ -184,9 +186,7 @@ def test_a_fault_is_named_with_its_true_gain(kind, tmp_path):
 @pytest.mark.parametrize("change", [waits_at_once, gated, one_link, late])
 def test_an_unchanged_replay_gives_the_recorded_times(change, tmp_path):
     case = case_of(late(HEALTHY) if change is late else layers(4, change), tmp_path)
-    gain, times = case.gain_of([])
-    assert gain == pytest.approx(0, abs=1e-6)
-    assert times.start == pytest.approx(case.graph.start, abs=1e-6)
+    assert replay(case.graph).start == pytest.approx(case.graph.start, abs=1e-6)
 
 
 @pytest.mark.parametrize("factor", [0.5, 0.9])
@@ -201,9 +201,8 @@ def test_shorter_transfers_shorten_the_waits_for_them(factor, tmp_path):
 
     case = case_of(layers(4, long), tmp_path)
     true = window_of(layers(4, long), tmp_path / "a") - window_of(layers(4, faster), tmp_path / "b")
-    assert case.gain_of([shorter(case.nodes.event, (1 - factor) * case.view.duration * case.is_comm)])[
-        0
-    ] == pytest.approx(true, rel=0.01)
+    change = shorter(case.nodes.event, (1 - factor) * case.view.duration * case.is_comm)
+    assert gain_of(case, change) == pytest.approx(true, rel=0.01)
 
 
 def waits(case):
@@ -273,9 +272,7 @@ def test_transfers_of_two_groups_are_matched_with_their_calls(tmp_path):
 
 
 def test_a_transfer_that_waits_at_once_gains_nothing_from_an_earlier_start(tmp_path):
-    case = case_of(late(layers(6, waits_at_once)), tmp_path)
-    assert case.gain_of([])[0] == pytest.approx(0, abs=1e-6)
-    assert [verdict.kind for verdict in verdicts_of(late(layers(6, waits_at_once)), tmp_path / "a")] == ["host-sync"]
+    assert [verdict.kind for verdict in verdicts_of(late(layers(6, waits_at_once)), tmp_path)] == ["host-sync"]
 
 
 def reductions(name):

@@ -8,10 +8,13 @@ add --foreign for programs without annotations, --seed N, --pairs for all pairs
 
 import argparse
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from moe_dualpipe.drawing.verdict_report import verdicts_text
+from moe_dualpipe.profiler.doctor.case import Case, Change
+from moe_dualpipe.profiler.doctor.replay import replay
 from moe_dualpipe.profiler.doctor.verdict import Verdict
 from moe_dualpipe.profiler.files import analyze_files
 
@@ -27,6 +30,14 @@ def verdicts_of(job: Job, folder: Path) -> list[tuple[int, Verdict]]:
     return sorted(found, key=lambda item: -(item[1].gain_us or 0.0))
 
 
+def gain_of(case: Case, *changes: Change) -> float:
+    """How much shorter the window of one device becomes after all changes."""
+    graph = case.graph
+    for change in changes:
+        graph = change(graph)
+    return case.window_us - replay(graph).window_us
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """The verdicts on a faulty job. true_us: by how much the fault lengthened the window of the rank of the verdict."""
@@ -38,6 +49,15 @@ class Outcome:
     true_us: float | None
 
     @property
+    def named(self) -> bool:
+        return self.fault.kind in self.kinds
+
+    @property
+    def costs(self) -> bool:
+        """Whether the fault costs time. Beside another one, it may cost none."""
+        return self.true_us is None or self.true_us > 0.015 * self.window_us
+
+    @property
     def close(self) -> bool:
         """Whether the predicted gain is within 20% of the true one, or 1% of the window."""
         if self.predicted_us is None or self.true_us is None:
@@ -46,18 +66,41 @@ class Outcome:
 
 
 def outcome(fault: Fault, faulty: Job, mended: Job, folder: Path) -> Outcome:
-    found = verdicts_of(faulty, folder)
-    before, after = run(faulty), run(mended)
-    rank, verdict = next(((rank, v) for rank, v in found if v.kind == fault.kind), (0, None))
-    window = before.ranks[rank].window_us
-    true = window - after.ranks[rank].window_us if fault.known else None
-    kinds = list(dict.fromkeys(v.kind for _, v in found))
-    return Outcome(fault, kinds, window, verdict.gain_us if verdict else None, true)
+    return outcomes(faulty, {fault.name: (fault, mended)}, folder)[0]
+
+
+def outcomes(faulty: Job, mended: Mapping[str, tuple[Fault, Job]], folder: Path) -> list[Outcome]:
+    """mended: the faults of a job, each with the job without it."""
+    found, before = verdicts_of(faulty, folder), run(faulty)
+    kinds = list(dict.fromkeys(verdict.kind for _, verdict in found))
+    every = []
+    for fault, job in mended.values():
+        after = run(job)
+        true = {rank: one.window_us - after.ranks[rank].window_us for rank, one in before.ranks.items()}
+        costly = max(true, key=lambda rank: true[rank])
+        rank, verdict = next(((rank, v) for rank, v in found if v.kind == fault.kind), (costly, None))
+        gain = verdict.gain_us if verdict else None
+        every.append(Outcome(fault, kinds, before.ranks[rank].window_us, gain, true[rank] if fault.known else None))
+    return every
+
+
+def pair(one: Fault, other: Fault, job: Job, folder: Path, strengths: tuple[int, int] = (2, 2)) -> list[Outcome]:
+    """Two faults at once, each with the gain of its own removal."""
+    first, second = strengths
+    alone = one.apply(job, first)
+    mended = {one.name: (one, other.apply(job, second)), other.name: (other, alone)}
+    return outcomes(other.apply(alone, second), mended, folder)
 
 
 def _row(name: str, found: Outcome) -> str:
     named = (
-        "first" if found.kinds[:1] == [found.fault.kind] else "named" if found.fault.kind in found.kinds else "MISSED"
+        "first"
+        if found.kinds[:1] == [found.fault.kind]
+        else "named"
+        if found.named
+        else "MISSED"
+        if found.costs
+        else "-"
     )
 
     def share(us: float | None) -> str:
@@ -97,10 +140,8 @@ def main() -> None:
                 if options.only:
                     print(verdicts_text([v for _, v in verdicts_of(faulty, Path(folder))]))
         for one, other in PAIRS if options.pairs else ():
-            job = one.healthy(**base)
-            both, alone = other.apply(one.apply(job, 1), 1), other.apply(job, 1)
-            print(_row(f"{one.name} + {other.name}", outcome(one, both, alone, Path(folder))))
-            print(_row(f"{other.name} + {one.name}", outcome(other, both, one.apply(job, 1), Path(folder))), flush=True)
+            for found, beside in zip(pair(one, other, one.healthy(**base), Path(folder)), (other, one), strict=True):
+                print(_row(f"{found.fault.name} + {beside.name}", found), flush=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..intervals import EMPTY, Intervals, difference, length_before, union
 from .dependencies import Nodes, graph_of, latency_of, previous_on_stream, ready_times
-from .replay import Floats, Graph, Ints, Mask, Times, replay
+from .replay import Floats, Graph, Ints, Mask
 from .verdict import Verdict
 from .view import COMM, COMPUTE, COPY, View
 
@@ -107,14 +107,6 @@ class Case:
             group = collective.description or collective.group
             return f"{collective.name} in {group}" if group else collective.name
         return view.events[event].name
-
-    def gain_of(self, changes: Sequence[Change]) -> tuple[float, Times]:
-        """How much shorter the window becomes after all changes, and the replayed times."""
-        graph = self.graph
-        for change in changes:
-            graph = change(graph)
-        times = replay(graph)
-        return self.graph.recorded.window_us - times.window_us, times
 
 
 def case_of(view: View) -> Case:

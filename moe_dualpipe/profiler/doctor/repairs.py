@@ -23,8 +23,8 @@ WAITS_FOR_RANKS: Cause = "imbalance", 0
 
 ROUNDS = 10
 """Replays, at most, in which computation and transfers that slow each other down find their times."""
-SETTLED = 5e-4
-"""They have found them if no window changes by more than this share."""
+SETTLED = 0.003
+"""They have found them if all durations together are off by less than this share of the window."""
 
 
 def numbered(findings: Sequence[Finding]) -> dict[Cause, Finding]:
@@ -91,15 +91,15 @@ class Repairs:
         left = [[one for one in self.slowdowns[rank] if (one.kind, 0) not in causes] for rank in ranks]
         graphs, times = changed, replayed(changed)
         for _ in range(ROUNDS if causes and any(left) else 0):
-            before = times
             slowed = self._slowed(ranks, causes, meetings, left, changed, graphs, times)
+            off = [np.abs(one.duration - other.duration).sum() for one, other in zip(graphs, slowed, strict=True)]
+            if all(us <= SETTLED * when.window_us for us, when in zip(off, times, strict=True)):
+                break
             graphs = [
                 replace(one, duration=(one.duration + other.duration) / 2)
                 for one, other in zip(graphs, slowed, strict=True)
             ]
             times = replayed(graphs)
-            if all(abs(a.window_us - b.window_us) <= SETTLED * b.window_us for a, b in zip(times, before, strict=True)):
-                break
         return times
 
     def _slowed(

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from ...intervals import length_before, union
 from ..case import Case, Change, Finding, most_costly, without_waits, worst_of
 from ..inputs import LATE, NEAR, same_chunk
 from ..replay import ASSUMED, DATA, ORDER, Floats, Graph, Ints, Mask, order_of
@@ -192,9 +193,11 @@ def _launched_late(case: Case) -> tuple[Ints, Ints, Floats]:
     """Transfers whose launch came after their input was there, the events of these inputs, and how late they were.
 
     Their input is known only by chunks. Something else must have been computed in between: otherwise, the host as a
-    whole is late, which is another cause.
+    whole is late. The host must not have waited for the device in between. These are other causes.
     """
     view = case.view
+    waits = union(np.array([(call.start, call.end) for call in view.calls if call.sync]).reshape(-1, 2))
+    waited = length_before(waits)
     call_starts = np.array([call.start for call in view.calls] or [0.0])
     found: dict[int, tuple[int, float]] = {}
     for event, source in _assumed_inputs(case).items():
@@ -206,6 +209,7 @@ def _launched_late(case: Case) -> tuple[Ints, Ints, Floats]:
             view.start[event] - launched > case.latency + LATE
             or launched < since + LATE
             or not same_chunk(view, event, source)
+            or np.ptp(waited(np.array([since, launched]))) > 0.5 * (launched - since)
         ):
             continue
         idle = case.without_computation(np.array([since]), np.array([view.start[event]]))[0]

@@ -9,6 +9,7 @@ from collections import defaultdict
 
 import numpy as np
 
+from ...collectives import bytes_of
 from ..case import Case, Finding, most_costly, shorter, worst_of
 from ..replay import Floats, Ints
 from ..verdict import Verdict
@@ -94,8 +95,8 @@ def _long(case: Case, own: Floats, joined: bool) -> list[Finding]:
     evidence = (
         f"{len(events):,} of {int(case.is_comm.sum()):,} transfers take {ratio:.1f} times as long (median) as the "
         f"fastest quarter of the same kind and size: {excess.sum():,.0f} us more in total.",
-        f"The longest takes {own[worst]:,.0f} us instead of {usual[worst]:,.0f}."
-        + (" Waits for late ranks are not counted." if joined else ""),
+        f"The longest takes {own[worst]:,.0f} us instead of {usual[worst]:,.0f}"
+        f"{_bandwidth(case, worst, own, usual)}." + (" Waits for late ranks are not counted." if joined else ""),
     )  # fmt: skip
     place = most_costly([case.place(event) for event in events.tolist()], excess[events])
     costs = float(case.view.start[worst]), float(case.view.end[worst]), float(excess.sum())
@@ -108,3 +109,11 @@ def _long(case: Case, own: Floats, joined: bool) -> list[Finding]:
         place, *costs,
     )  # fmt: skip
     return [Finding(verdict, shorter(case.nodes.event, np.maximum(excess, 0.0)))]
+
+
+def _bandwidth(case: Case, event: int, own: Floats, usual: Floats) -> str:
+    size = bytes_of(case.view.events[event])
+    if not size:
+        return ""
+    now, then = (size / us[event] / 1e3 for us in (own, usual))
+    return f": {size / 1e6:,.1f} MB at {now:,.1f} instead of {then:,.1f} GB/s"
