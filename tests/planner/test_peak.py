@@ -214,3 +214,24 @@ def test_a_short_schedule_has_the_peak_of_a_long_one(name):
             assert len({peak_of_actions(actions, sizes) for actions in pair}) == 1
     fewest = 4 if name.startswith("dualpipe") else 2
     assert full_schedule(name, 2, fewest, chunks).num_micro_batches == fewest
+
+
+def test_gradients_are_summed_once_the_stage_is_done():
+    actions = build("1f1b", 1, 2).actions[0]
+    for sums, temporary in ((7, 3), (50, 40)):  # 10 + 3 in the backward; the copies when nothing is saved any more
+        assert peak_of_actions(actions, {0: StageBytes(10, 0, 3, 3, sums)}) == (10, temporary)
+    # Both stages of a rank: the copies of the one that is done first are there in the last backward of the other.
+    actions = build("zbv", 1, 2).actions[0]
+    last = [max(i for i, half in enumerate(actions) if half.stage == stage) for stage in (0, 1)]
+    early = last.index(min(last))
+    sizes = {early: StageBytes(1, 0, 0, 0, 100), 1 - early: StageBytes(1, 0, 5, 5)}
+    assert sum(peak_of_actions(actions, sizes)) >= 100
+
+
+@pytest.mark.parametrize("tp,ep,dp", [(2, 4, 4), (4, 1, 2), (1, 2, 8)])
+def test_the_optimizer_state_is_divided_over_all_copies_of_a_parameter(tp, ep, dp):
+    """A stage is on dp x tp GPUs. An expert's tensor has dp x tp / ep copies there, and one of the others dp."""
+    shape = read_shape("olmoe-1b-7b")
+    [rank] = peak_memory(shape, ONE, MicroBatch(1, 64, tp=tp, ep=ep), dp=dp)
+    expected = 12 * (shape.dense_parameters / tp / dp + shape.expert_parameters / (dp * tp))
+    assert rank.optimizer == pytest.approx(expected, rel=1e-6)
