@@ -6,7 +6,7 @@ import pytest
 
 from moe_dualpipe.models import PRESETS, ModelConfig, preset, split
 from moe_dualpipe.planner import MicroBatch, full_schedule, peak_memory, read_shape, shape_of
-from moe_dualpipe.planner.activations import saved_bytes
+from moe_dualpipe.planner.activations import deferred_bytes, saved_bytes
 from moe_dualpipe.planner.peak import StageBytes, config_of, even_stages, peak_of_actions
 from moe_dualpipe.planner.published_shapes import published_models
 from moe_dualpipe.planner.working import working_bytes
@@ -238,3 +238,19 @@ def test_the_optimizer_state_is_divided_over_all_copies_of_a_parameter(tp, ep, d
     expected = 12 * (shape.dense_parameters / tp / dp + shape.expert_parameters / (dp * tp))
     assert rank.optimizer == pytest.approx(expected, rel=1e-6)
     assert rank.dense_parameters == pytest.approx(shape.dense_parameters / tp, rel=1e-6)
+
+
+def test_inputs_of_products_take_one_byte_in_fp8():
+    """By hand: two normalized copies, what attention puts out, and the inner activations; of dense layers."""
+    model, tokens = dataclasses.replace(AWKWARD, num_dense_layers=9), 64
+    [spec] = split(model, 1)
+    wide, narrow = (saved_bytes(model, spec, MicroBatch(1, tokens, fp8=fp8)) for fp8 in (False, True))
+    assert wide - narrow == 9 * tokens * (2 * 20 + 6 * 10 + 7)
+
+
+@pytest.mark.parametrize("recompute,more", [("norms", 0), ("attention", 1), ("full", 1)])
+def test_a_recomputed_router_has_an_input_of_its_own(recompute, more):
+    """AWKWARD has 7 layers with experts."""
+    [spec] = split(AWKWARD, 1)
+    plain, again = (deferred_bytes(AWKWARD, spec, MicroBatch(1, 64, recompute=kind)) for kind in ("none", recompute))
+    assert again - plain == more * 7 * 64 * 20 * 2
