@@ -32,30 +32,29 @@ class Run:
     cp: int = 1
     """GPUs that share each sequence (context parallelism)."""
     seq: int = 4096
-    """Tokens of a sequence."""
+    """Sequence length in tokens."""
     global_batch: int = 1024
-    """Sequences of a step."""
+    """Sequences per step, of all GPUs together."""
     precision: Literal["bf16", "fp8", "mxfp8", "fp32"] = "bf16"
-    """Of the matrix products. With fp8 and mxfp8, attention, the router and the head are in bf16."""
+    """Precision of matrix products. With fp8 and mxfp8, attention, the router and the head stay in bf16."""
     ep_backend: Literal["nccl", "deepep", "hybrid"] = "deepep"
-    """How tokens reach experts. nccl: one row for each choice. deepep, hybrid: one for each GPU or domain."""
+    """How tokens are sent to experts. nccl: once per expert. deepep, hybrid: once per GPU or NVLink domain."""
     overlap: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Transfers of experts run beside computation in every schedule, as in Megatron-LM. Without this option: only in
-    dualpipe and dualpipev, as in train.py."""
+    """Hide expert transfers in every schedule, as Megatron-LM can. Otherwise only in dualpipe and dualpipev."""
     no_overlap: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """No transfer of experts runs beside computation."""
+    """Hide no expert transfers."""
     routing: Literal["balanced", "real"] = "real"
-    """real: some experts get more tokens than others, as in trained models."""
+    """real: some experts get more tokens, as in trained models. balanced: all get the same number."""
     loads: Annotated[str | None, tyro.conf.arg(metavar="RUN|FILE")] = None
-    """Measured loads of experts, instead of --routing: a run, a checkpoint, or a file as for `model balance`."""
+    """Measured loads of experts, instead of --routing: a run, a checkpoint, or a file of `model balance`."""
     mtp: int | None = None
-    """Modules of multi-token prediction. None: those of the model."""
+    """Multi-token prediction (MTP) modules. None: as many as the model has."""
     flash_attention: bool = True
     """Attention in one kernel, without storing scores."""
     software: str | None = None
-    """Take the measured constant of this software only (see docs/planning.md). None: of all."""
+    """Use the measured constant of one software, such as megatron (see docs/planning.md). None: of all."""
     dollars_per_gpu_hour: float | None = None
-    """Also print what 10^12 tokens cost."""
+    """Price of a GPU hour. Also prints the cost of 10^12 tokens."""
     json: bool = False
     """Print JSON instead."""
     picture: Path | None = None
@@ -108,15 +107,15 @@ class EstimateCommand(Run):
     pp: int = 1
     """Pipeline ranks."""
     vpp: int = 1
-    """Stages of a pipeline rank (virtual pipeline parallelism)."""
+    """Stages per pipeline rank (virtual pipeline parallelism)."""
     ep: int = 1
     """GPUs that share the experts of a layer."""
     micro_batch: int = 1
-    """Sequences of a micro-batch."""
+    """Sequences per micro-batch."""
     schedule: ScheduleChoice = "auto"
     """Pipeline schedule. auto: 1f1b, and interleaved_1f1b with --vpp."""
     recompute: Literal["none", "norms", "attention", "full"] = "none"
-    """What backward computes again instead of saving."""
+    """What backward recomputes instead of reading it from memory."""
     zero: bool = True
     """Divide the optimizer state over replicas (ZeRO-1)."""
     explain: bool = False
@@ -153,7 +152,7 @@ class SearchCommand(Run):
     """Find the division and the schedule with the shortest step, and say why the others are slower."""
 
     top: int = 12
-    """How many to print."""
+    """Number of divisions to print."""
 
     def run(self) -> None:
         from ..drawing.plan_figure import save_candidates

@@ -24,7 +24,7 @@ class CalibrateCommand:
     processes: int | None = None
     """Processes that measure at the same time. None: one for each core, or for each GPU."""
     seconds: float = 0.2
-    """Seconds spent on each of about 50 measurements, at least."""
+    """Minimum seconds for each of about 50 measurements."""
 
     def run(self) -> None:
         """Raises ValueError for invalid options, and for a device on which something fails."""

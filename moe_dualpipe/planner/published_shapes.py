@@ -99,7 +99,7 @@ def read_shape(name_or_path: str | Path) -> ModelShape:
     config = strict_json.read_named(file)
     try:
         if not isinstance(config, dict):
-            raise ValueError("it is not a configuration of a model, which is a JSON object")
+            raise ValueError("it must be a JSON object, like every config.json")
         return shape_of_config(config, file.resolve().parent.name if file.name == "config.json" else file.stem)
     except ValueError as error:
         raise ValueError(f"cannot read {printable(file)}: {error}") from None
@@ -117,7 +117,7 @@ def shape_of_config(config: Mapping[str, Any], name: str) -> ModelShape:
     kind = keys.text("model_type")
     for key, layers in _UNKNOWN_LAYERS.items():
         if keys.found(key) or kind == key:
-            raise ValueError(f"{key} says that the model has {layers}, which a plan does not know")
+            raise ValueError(f"{key} says that the model has {layers}, which the planner does not support")
     hidden, num_layers = keys.size("hidden"), keys.size("num_layers", most=10_000)
     windows = _windows(keys, num_layers)
     experts = _expert_layers(keys, num_layers) if keys.size("experts", 0) > 1 else set()
@@ -226,9 +226,9 @@ def _windows(keys: _Keys, num_layers: int) -> list[int]:
     """The window of each layer. Chunks of positions count as windows of their length, which is an upper bound."""
     window, kinds = keys.size("window", 0), keys.numbers("layer_types")
     if unknown := {*kinds} - {"full_attention", "sliding_attention", "chunked_attention", "attention"}:
-        raise ValueError(f"layer_types has {quoted(min(map(str, unknown)), 60)}, which a plan does not know")
+        raise ValueError(f"layer_types has {quoted(min(map(str, unknown)), 60)}, which the planner does not support")
     if not all(keys.numbers("attn_type_list")):
-        raise ValueError("attn_type_list has linear attention (0), which a plan does not know")
+        raise ValueError("attn_type_list has linear attention (0), which the planner does not support")
     if not window or not keys.flag("use_sliding_window", True):
         return [0] * num_layers
     if kinds and len(kinds) == num_layers:

@@ -94,6 +94,11 @@ def test_every_division_and_schedule_that_fits_is_ranked_with_its_fastest_way(mo
     assert others == {key: min(fits[key]) for key in others} and others
 
 
+def test_experts_are_also_shared_by_tensor_parallel_ranks_and_overlap_on_one_rank(found):
+    ways = {(one.load.division, one.load.schedule) for one in found.ranked}
+    assert {(Division(8, tp, 1, 1, 8), "dualpipev") for tp in (1, 2)} <= ways
+
+
 def test_each_slower_candidate_has_a_reason_and_the_best_has_none(found):
     best, *others = found.ranked
     assert why_slower(best, best) == ""

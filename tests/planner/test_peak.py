@@ -11,7 +11,7 @@ from moe_dualpipe.planner.peak import StageBytes, config_of, even_stages, peak_o
 from moe_dualpipe.planner.published_shapes import published_models
 from moe_dualpipe.planner.working import working_bytes
 from moe_dualpipe.runtime.groups import end_holders
-from moe_dualpipe.schedule import NAMES, build
+from moe_dualpipe.schedule import NAMES, build, halves
 
 ONE = build("1f1b", 1, 2)
 AWKWARD = ModelConfig(
@@ -225,3 +225,43 @@ def test_a_short_schedule_has_the_peak_of_a_long_one(name):
             assert len({peak_of_actions(actions, sizes) for actions in pair}) == 1
     fewest = 4 if name.startswith("dualpipe") else 2
     assert full_schedule(name, 2, fewest, chunks).num_micro_batches == fewest
+
+
+def test_gradients_are_summed_once_the_stage_is_done():
+    actions = build("1f1b", 1, 2).actions[0]
+    for sums, temporary in ((7, 3), (50, 40)):  # 10 + 3 in the backward; the copies when nothing is saved any more
+        assert peak_of_actions(actions, {0: StageBytes(10, 0, 3, 3, sums)}) == (10, temporary)
+    # Both stages of a rank: the copies of the one that is done first are there in the last backward of the other.
+    actions = build("zbv", 1, 2).actions[0]
+    steps = [half.stage for action in actions for half in halves(action)]
+    last = [max(i for i, stage in enumerate(steps) if stage == one) for one in (0, 1)]
+    early = last.index(min(last))
+    sizes = {early: StageBytes(1, 0, 0, 0, 100), 1 - early: StageBytes(1, 0, 5, 5)}
+    assert sum(peak_of_actions(actions, sizes)) >= 100
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tp,ep,dp", [(2, 4, 4), (4, 1, 2), (1, 2, 8)])
+def test_the_optimizer_state_is_divided_over_all_copies_of_a_parameter(tp, ep, dp, tied):
+    """A stage is on dp x tp GPUs. An expert's tensor has dp x tp / ep copies there, and one of the others dp."""
+    shape = dataclasses.replace(read_shape("olmoe-1b-7b"), tied=tied)
+    [rank] = peak_memory(shape, ONE, MicroBatch(1, 64, tp=tp, ep=ep), dp=dp)
+    expected = 12 * (shape.dense_parameters / tp / dp + shape.expert_parameters / (dp * tp))
+    assert rank.optimizer == pytest.approx(expected, rel=1e-6)
+    assert rank.dense_parameters == pytest.approx(shape.dense_parameters / tp, rel=1e-6)
+
+
+def test_inputs_of_products_take_one_byte_in_fp8():
+    """By hand: two normalized copies, what attention puts out, and the inner activations; of dense layers."""
+    model, tokens = dataclasses.replace(AWKWARD, num_dense_layers=9), 64
+    [spec] = split(model, 1)
+    wide, narrow = (saved_bytes(model, spec, MicroBatch(1, tokens, fp8=fp8)) for fp8 in (False, True))
+    assert wide - narrow == 9 * tokens * (2 * 20 + 6 * 10 + 7)
+
+
+@pytest.mark.parametrize("recompute,more", [("norms", 0), ("attention", 1), ("full", 1)])
+def test_a_recomputed_router_has_an_input_of_its_own(recompute, more):
+    """AWKWARD has 7 layers with experts."""
+    [spec] = split(AWKWARD, 1)
+    plain, again = (deferred_bytes(AWKWARD, spec, MicroBatch(1, 64, recompute=kind)) for kind in ("none", recompute))
+    assert again - plain == more * 7 * 64 * 20 * 2

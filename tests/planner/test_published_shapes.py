@@ -93,6 +93,19 @@ def test_real_configurations(file, billions, named):
         assert dataclasses.replace(shape, mtp=0).parameters == read_shape(named).parameters
 
 
+def test_every_parameter_of_gpt2_counts():
+    """LayerNorm and its bias, all biases, and the table of positions."""
+    config = {
+        "model_type": "gpt2",
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "vocab_size": 50257,
+        "n_positions": 1024,
+    }
+    assert shape_of_config(config, "gpt2").parameters == 124_439_808
+
+
 def published(name):
     return published_models()[name]
 
@@ -150,6 +163,13 @@ def test_sizes_of_experts(keys, sizes):
     assert (layer.expert_size, layer.shared_size, layer.shared_gate) == sizes
 
 
+@pytest.mark.parametrize("keys,heads", [({}, 2), ({"multi_query": True}, 1), (
+    {"multi_query": True, "new_decoder_architecture": True, "num_kv_heads": 2}, 2)], ids=str)  # fmt: skip
+def test_heads_of_keys_of_falcon(keys, heads):
+    shape = shape_of_config(CONFIG | {"model_type": "falcon"} | keys, "mine")
+    assert shape.layers[0].attention.kv_heads == heads
+
+
 @pytest.mark.parametrize("keys,groups", [
     ({}, (1, 1)), ({"n_group": 4, "topk_group": 2}, (4, 2)), ({"n_group": 4, "topk_group": None}, (4, 1)),
     ({"n_group": 0, "topk_group": 0}, (1, 1)), ({"n_group": 4, "topk_group": 2, "topk_method": "greedy"}, (1, 1)),
@@ -162,6 +182,8 @@ def test_groups_of_experts(keys, groups):
 def test_parts_in_other_objects():
     config = {"model_type": "outer", "text_config": {**CONFIG, "model_type": "gemma2", "num_experts": 0}}
     shape = shape_of_config(config, "mine")
+    assert shape == shape_of_config({"model_type": "outer", "language_config": config["text_config"] | {
+        "model_type": "ignored"}} | {"model_type": "gemma2"}, "mine")  # fmt: skip
     assert shape.tied
     assert shape.layers[0].other == 4 * 8
     parts = {"d_model": 8, "n_heads": 2, "n_layers": 1, "vocab_size": 10, "model_type": "dbrx"}
@@ -228,5 +250,5 @@ def test_unknown_names(tmp_path):
     with pytest.raises(ValueError, match=r"config\.json: it is not JSON: Expecting value: line 1"):
         read_shape(tmp_path)
     (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(ValueError, match="it is not a configuration of a model, which is a JSON object"):
+    with pytest.raises(ValueError, match=r"it must be a JSON object, like every config\.json"):
         read_shape(tmp_path)

@@ -41,6 +41,7 @@ BAD = {
                          "--ep 32 does not divide the 16 ranks of a pipeline stage (64 GPUs / pp 4); use 16"),
     "batch": ({}, {"global_batch": 100},
               "--global-batch 100 is not a multiple of micro-batch x dp = 1 x 8 = 8; use 96"),
+    "larger batch": ({}, {"global_batch": 103}, "= 1 x 8 = 8; use 104"),
     "sequence": ({"cp": 3, "gpus": 96}, {"global_batch": 4}, "--cp 3 does not divide --seq 4096; use 2"),
     "layers": ({"pp": 64, "gpus": 128, "ep": 1}, {}, "qwen3-30b-a3b has 48 layers, too few for 64 pipeline stages"),
     "chunks": ({"vpp": 2}, {"schedule": "zb1p"}, "--vpp 2 needs --schedule interleaved_1f1b: got zb1p"),
