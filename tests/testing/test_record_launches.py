@@ -192,7 +192,7 @@ def shape(what):
 
 def launched(rank, schedule, ep):
     """What a rank of a real run launches: the ranks of the group or the ends of the link, with dtype and shape."""
-    pipeline, seen = Pipeline(MODEL, schedule, (1, 3), ep=ep), []
+    pipeline, seen = Pipeline(MODEL, schedule, (1, 3), ep=ep, ep_backend="all_to_all"), []
 
     def record(ranks, tensor, sizes):
         seen.append((tuple(ranks), f"{str(tensor.dtype).removeprefix('torch.')}{[*sizes]}"))

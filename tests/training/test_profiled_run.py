@@ -10,7 +10,9 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, losses, make_plan, resolve, settings, train_each
 
 
-@pytest.mark.parametrize("ranks,changes", [(2, {"schedule": "1f1b"}), (2, {"pp": 1, "ep": 2})])
+@pytest.mark.parametrize("ranks,changes", [
+    (2, {"schedule": "1f1b"}), (2, {"pp": 1, "ep": 2, "ep_backend": "all_to_all"}),
+])  # fmt: skip
 @pytest.mark.long
 def test_a_profile_reports_every_rank_and_does_not_change_the_run(tmp_path, ranks, changes):
     model = dataclasses.replace(MODEL, num_layers=2)

@@ -97,12 +97,16 @@ def find_late_host(case: Case) -> list[Finding]:
     call_starts = np.array([call.start for call in view.calls])
     launched = np.array([call.end for call in view.calls])[view.launch[known]]
     free = np.where(case.previous[known] >= 0, view.end[case.previous[known]], 0.0)
+    waited = (view.start[known] - launched)[free < launched]
+    launched += max(0.0, float(np.percentile(waited, 5))) if len(waited) else 0.0  # it cannot start sooner
     late = np.maximum(np.minimum(launched, view.start[known]) - free, 0.0)
     late[view.start[known] - launched > SHORT] = 0.0  # started long after the launch: it waited for something else
     costs = case.without_computation(free, free + late)
     cost = total(intersection(union(np.stack([free, free + late], axis=1)), case.gaps))
     worst = worst_of(costs)
     bound = costs > LATE
+    if not bound.any():
+        return []
     short = view.duration[known] < SHORT
     between = np.diff(np.sort(call_starts[np.unique(view.launch[known])]))
     evidence = (
