@@ -42,6 +42,7 @@ def cases_of(made_up, folder, drift=0.0, launches=True):
         whole = json.loads(path.read_text())
         for event in whole["traceEvents"] if path.name == "rank1.json" else ():
             event |= {key: event[key] * (1 + drift) for key in ("ts", "dur") if key in event}
+        whole["host_name"] = path.name if drift else "node"  # ranks on one host share a clock
         if not launches:
             whole["traceEvents"] = [one for one in whole["traceEvents"] if one.get("cat") != "cuda_runtime"]
         path.write_text(json.dumps(whole))
@@ -66,7 +67,7 @@ def with_slow(layer_us):
     return program
 
 
-@pytest.mark.parametrize(("drift", "launches"), [(0.0, True), (1e-4, True), (0.0, False)])
+@pytest.mark.parametrize(("drift", "launches"), [(0.0, True), (1e-3, True), (0.0, False)])
 @pytest.mark.parametrize("layer_us", [(100, 300), (300, 100), (200, 200)])
 def test_the_replay_of_several_ranks_gives_the_recorded_times(layer_us, drift, launches, tmp_path):
     cases, meetings = cases_of(job(with_slow(layer_us)), tmp_path, drift, launches)
