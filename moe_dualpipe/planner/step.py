@@ -51,7 +51,7 @@ class Step:
     @property
     def hidden(self) -> float:
         """The share of the transfers that computation hides. 1 if there are none."""
-        return 1 - (self.exposed + self.sums) / self.transfers if self.transfers else 1.0
+        return max(0.0, 1 - (self.exposed + self.sums) / self.transfers) if self.transfers else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,9 @@ def step_of(load: Workload, on: Collection[str] = ALL) -> Step:
     transfers = share * sum(s.transfers for s in stages)
     exposed, idle = max(0.0, busy - compute), max(0.0, _pipeline_seconds(load, stages, on) - busy)
     if load.division.pp == 1:  # a rank waits for nobody: the first and last transfers have nothing beside them
-        exposed, idle = exposed + idle, 0.0
+        waits = exposed + idle
+        exposed = min(waits, transfers)
+        idle = waits - exposed
     return Step(
         compute=compute, exposed=exposed, idle=idle,
         sums=exposed_sums, optimizer=_optimizer(load, on), transfers=transfers + sums,

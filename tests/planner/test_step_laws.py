@@ -244,3 +244,13 @@ def test_no_rank_does_more_work_than_there_is_time(schedule, seed):
     share = 0.5 if schedule == "dualpipe" else 1  # half of the micro-batches run in each direction
     least = max(sum(work[s] for s in own) for own in load.placement.stages) * number * share
     assert simulate_step(load, number, costs) >= 0.999 * least
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
+def test_a_single_rank_exposes_at_most_its_transfers(schedule):
+    """The head is as slow as many layers of a small model, so stages are unequal. The rest of the wait is idle."""
+    small = Workload(read_shape("tiny"), load_device("l40s"), Division(2, ep=2), 256, 1, 4, schedule=schedule)
+    step = step_of(small)
+    assert 0 <= step.hidden <= 1 and 0 < step.exposed <= step.transfers
+    parts = step.compute + step.exposed + step.idle + step.sums + step.optimizer
+    assert step.seconds == pytest.approx(parts)
