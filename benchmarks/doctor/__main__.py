@@ -5,8 +5,8 @@
 
 Runs with a fault and without it take turns. Each is recorded. From a recording with the fault alone, the profiler must
 name the fault and predict by how much the run gets shorter without it. A slow rank needs two processes, which this
-program starts itself. Predicted: the median and the range. Measured: the difference of the shortest runs, because other
-programs only lengthen a run, and the range of the differences by round.
+program starts itself. Predicted and measured gains are the medians and the ranges of the rounds. Their ratio is the
+median of the ratios by round, because a random fault is not the same in each.
 """
 
 import os
@@ -88,25 +88,25 @@ def row(fault: str, others: Sequence[str], recorded: Recorded) -> list[str]:
     found = {faulty: [diagnosed(paths) for paths in rounds] for faulty, rounds in recorded.items()}
     kind = FAULTS.get(fault, "imbalance")
     named = [[verdict for verdict in verdicts if verdict.kind == kind] for _, verdicts in found[True]]
-    gains = [verdicts[0].gain_us / 1e3 for verdicts in named if verdicts and verdicts[0].gain_us]
+    predicted = [verdicts[0].gain_us / 1e3 if verdicts and verdicts[0].gain_us else None for verdicts in named]
+    gains = [gain for gain in predicted if gain is not None]
     windows = {faulty: [window / 1e3 for window, _ in rounds] for faulty, rounds in found.items()}
     by_round = [faulty - healthy for faulty, healthy in zip(windows[True], windows[False], strict=True)]
-    shortest = [min(windows[faulty]) for faulty in (True, False)]  # other programs only lengthen a run
-    measured = shortest[0] - shortest[1]
+    ratios = [gain / own for gain, own in zip(predicted, by_round, strict=True) if gain is not None and own > 0]
     known = {FAULTS[other] for other in others}
     wrongs = [verdict.kind for _, verdicts in found[False] for verdict in verdicts if verdict.kind not in known]
     return [
         fault, ", ".join(others) or "-", kind, f"{sum(map(bool, named))} of {len(named)}",
-        *(f"{ms:.0f}" for ms in shortest),
+        *(f"{statistics.median(windows[faulty]):.0f}" for faulty in (True, False)),
         f"{statistics.median(gains):.0f} ({full_range(gains, '.0f')})" if gains else "-",
-        f"{measured:.0f} ({full_range(by_round, '.0f')})",
-        f"{statistics.median(gains) / measured:.2f}" if gains and measured else "-",
+        f"{statistics.median(by_round):.0f} ({full_range(by_round, '.0f')})",
+        f"{statistics.median(ratios):.2f}" if ratios else "-",
         ", ".join(f"{count} {wrong}" for wrong, count in Counter(wrongs).items()) or "none",
     ]  # fmt: skip
 
 
 COLUMNS = (
-    "fault | beside | verdict | named | shortest, ms | without the fault | predicted gain, ms | measured gain, ms "
+    "fault | beside | verdict | named | median, ms | without the fault | predicted gain, ms | measured gain, ms "
     "| predicted / measured | wrong verdicts without the fault"
 )
 
